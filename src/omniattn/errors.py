@@ -1,0 +1,205 @@
+"""Every exception that omniattn raises, each saying what to do about it.
+
+This module imports nothing of the package, so that every part of it, build tools included, can use it.
+All classes survive pickling, because an error raised in a worker process has to reach its parent whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = [
+    "AlignmentError",
+    "ArgumentError",
+    "CacheError",
+    "CompileError",
+    "DeviceError",
+    "DriverError",
+    "DriverMissingError",
+    "DtypeError",
+    "KernelNotFoundError",
+    "OmniattnError",
+    "ShapeError",
+    "StrideError",
+    "UnsupportedError",
+]
+
+
+def _rebuild(cls: type[OmniattnError], args: tuple[Any, ...], state: dict[str, Any]) -> OmniattnError:
+    """Unpickle without running ``__init__``, whose arguments differ from ``args``."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class OmniattnError(Exception):
+    """Base of all errors of this package."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+class ArgumentError(OmniattnError, ValueError):
+    """An argument that the function cannot take.
+
+    Parameters
+    ----------
+    argument : str
+        Name of the argument (or environment variable).
+    expected : str
+        What would have been accepted.
+    received : object
+        What came; shown with ``str``.
+    function : str, optional
+        Public function that was called, without parentheses.
+    hint : str, optional
+        One sentence on how to put it right.
+    """
+
+    def __init__(
+        self,
+        argument: str,
+        expected: str,
+        received: object,
+        *,
+        function: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.argument = argument
+        self.expected = expected
+        self.received = received if isinstance(received, (str, int, float, bool, tuple)) else str(received)
+        self.function = function
+        self.hint = hint
+        where = f"{function}(): " if function else ""
+        tail = f". {hint}" if hint else ""
+        super().__init__(f"{where}argument {argument!r}: expected {expected}, received {received}{tail}")
+
+
+class DtypeError(ArgumentError, TypeError):
+    """An array of an element type that the function cannot take."""
+
+
+class ShapeError(ArgumentError):
+    """An array of a wrong rank or extent."""
+
+
+class StrideError(ArgumentError):
+    """An array whose strides the kernels cannot read or write."""
+
+
+class AlignmentError(ArgumentError):
+    """An array whose address is not aligned as the kernels need it."""
+
+
+class DeviceError(ArgumentError):
+    """An array on another device than the rest, or on one that cannot be used."""
+
+
+class UnsupportedError(OmniattnError, ValueError):
+    """A feature that this version, or this GPU, does not have.
+
+    Parameters
+    ----------
+    what : str
+        The feature that was asked for, and why it is not there.
+    instead : str, optional
+        What would work.
+    """
+
+    def __init__(self, what: str, *, instead: str | None = None) -> None:
+        self.what = what
+        self.instead = instead
+        super().__init__(what if instead is None else f"{what}. What works: {instead}")
+
+
+class KernelNotFoundError(OmniattnError, RuntimeError):
+    """No binary of a kernel could be had for a GPU.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of the kernel in the registry.
+    arch : str
+        The GPU's target, for example ``"sm_90a"``.
+    tried : iterable of (what, reason)
+        Every place that was looked in, in order, and why it did not serve.
+    advice : str
+        What to install or change.
+    """
+
+    def __init__(self, kernel: str, arch: str, tried: Iterable[tuple[str, str]], advice: str) -> None:
+        self.kernel = kernel
+        self.arch = arch
+        self.tried = tuple(tried)
+        self.advice = advice
+        lines = [f"no usable binary of kernel {kernel!r} for {arch}. Tried, in this order:"]
+        lines += [f"  - {what}: {reason}" for what, reason in self.tried] or ["  - nothing"]
+        lines.append(f"What to do: {advice}")
+        super().__init__("\n".join(lines))
+
+
+class CompileError(OmniattnError, RuntimeError):
+    """NVRTC is missing, or rejected a kernel's source.
+
+    Parameters
+    ----------
+    message : str
+        What went wrong, and what to do.
+    log : str, optional
+        The compiler's log, word for word.
+    """
+
+    def __init__(self, message: str, *, log: str = "") -> None:
+        self.message = message
+        self.log = log
+        super().__init__(f"{message}\n{log.rstrip()}" if log.strip() else message)
+
+
+class DriverError(OmniattnError, RuntimeError):
+    """A call of the CUDA driver failed.
+
+    Parameters
+    ----------
+    call : str
+        The driver function, for example ``"cuLaunchKernel"``.
+    code : str
+        Name of the return code, for example ``"CUDA_ERROR_OUT_OF_MEMORY"``.
+    description : str
+        What the code means.
+    advice : str, optional
+        What to do.
+    """
+
+    def __init__(self, call: str, code: str, description: str, advice: str = "") -> None:
+        self.call = call
+        self.code = code
+        self.description = description
+        self.advice = advice
+        tail = f". What to do: {advice}" if advice else ""
+        super().__init__(f"{call} failed with {code}: {description}{tail}")
+
+
+class DriverMissingError(DriverError):
+    """There is no CUDA driver, or no Python binding to reach it."""
+
+
+class CacheError(OmniattnError, OSError):
+    """An explicit command on the kernel cache failed (implicit use of the cache never raises).
+
+    Parameters
+    ----------
+    path : str
+        File or folder concerned.
+    problem : str
+        What went wrong.
+    advice : str
+        What to do.
+    """
+
+    def __init__(self, path: str, problem: str, advice: str) -> None:
+        self.path = path
+        self.problem = problem
+        self.advice = advice
+        super().__init__(f"kernel cache {path}: {problem}. What to do: {advice}")
