@@ -1,0 +1,204 @@
+"""The CUDA driver through cuda-bindings (12.9 or 13)."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from ..errors import DeviceError, DriverError
+from .device import DeviceInfo
+from .driver import Launcher, driver_error, no_library
+
+_INVALID_CONTEXT = int(cu.CUresult.CUDA_ERROR_INVALID_CONTEXT)
+
+
+def _text(raw: Any) -> str:
+    return raw.decode("utf-8", "replace") if isinstance(raw, bytes) else str(raw)
+
+
+def _failure(call: str, code: Any) -> DriverError:
+    name_status, name = cu.cuGetErrorName(code)
+    text_status, text = cu.cuGetErrorString(code)
+    # Both fail for a code that is newer than the driver.
+    return driver_error(
+        call,
+        _text(name) if not name_status else f"CUDA error {int(code)}",
+        _text(text) if not text_status else "unknown to this driver",
+    )
+
+
+def _checked(call: str, result: tuple[Any, ...]) -> Any:
+    """Unpack ``(code, value)``; raise unless the code is CUDA_SUCCESS."""
+    if result[0]:
+        raise _failure(call, result[0])
+    return result[1] if len(result) == 2 else result[1:]
+
+
+class CudaDriver:
+    """`omniattn.runtime.driver.Driver` on cuda-bindings.
+
+    Kernels are context independent (``cuLibraryLoadData``): one handle serves the primary context and any context that a
+    framework made, also one that is destroyed and made again.
+    """
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        try:
+            status = cu.cuInit(0)
+        except (RuntimeError, OSError) as error:
+            # cuda-bindings looks for libcuda at the first call, and raises when there is none.
+            raise no_library(error) from error
+        _checked("cuInit", status)
+        self._primary: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def device_count(self) -> int:
+        """Number of visible GPUs."""
+        return int(_checked("cuDeviceGetCount", cu.cuDeviceGetCount()))
+
+    def device_info(self, ordinal: int) -> DeviceInfo:
+        """Facts about one GPU."""
+        count = self.device_count()
+        if not 0 <= ordinal < count:
+            raise DeviceError("device", f"a CUDA device number below {count}", ordinal)
+        device = _checked("cuDeviceGet", cu.cuDeviceGet(ordinal))
+        attribute = cu.CUdevice_attribute
+
+        def query(which: Any) -> int:
+            return int(_checked("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(which, device)))
+
+        version = int(_checked("cuDriverGetVersion", cu.cuDriverGetVersion()))
+        return DeviceInfo(
+            ordinal=ordinal,
+            name=_text(_checked("cuDeviceGetName", cu.cuDeviceGetName(256, device))).rstrip("\0"),
+            cc=(
+                query(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+                query(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+            ),
+            sm_count=query(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+            max_smem_optin=query(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+            l2_bytes=query(attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
+            driver_version=(version // 1000, version % 1000 // 10),
+        )
+
+    def current_device(self) -> int | None:
+        """Device of the current context; None without one."""
+        code, device = cu.cuCtxGetDevice()
+        if not code:
+            return int(device)
+        if int(code) == _INVALID_CONTEXT:
+            return None
+        raise _failure("cuCtxGetDevice", code)
+
+    def push_primary(self, ordinal: int) -> None:
+        """Make the device's primary context current. It is retained once, for the life of the process."""
+        context = self._primary.get(ordinal)
+        if context is None:
+            with self._lock:
+                context = self._primary.get(ordinal)
+                if context is None:
+                    device = _checked("cuDeviceGet", cu.cuDeviceGet(ordinal))
+                    context = _checked("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(device))
+                    self._primary[ordinal] = context
+        _checked("cuCtxPushCurrent", cu.cuCtxPushCurrent(context))
+
+    def pop(self, token: None) -> None:
+        """Undo `push_primary`."""
+        _checked("cuCtxPopCurrent", cu.cuCtxPopCurrent())
+
+    def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
+        """Load a binary and make its launcher; see `omniattn.runtime.driver.Driver.load`."""
+        relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        # A capture in the default mode forbids loading modules anywhere in the process; loading does not touch the stream.
+        previous = _checked("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(relaxed))
+        try:
+            kernel = self._load(image, symbol, ordinal, smem_bytes)
+        finally:
+            _checked("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(previous))
+        return _launcher(kernel, smem_bytes)
+
+    def _load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Any:
+        # PTX is text: the driver reads up to a NUL, which the end of a Python bytes object has, but say so.
+        code = image if image[:4] == b"\x7fELF" else image.rstrip(b"\0") + b"\0"
+        library = _checked("cuLibraryLoadData", cu.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+        try:
+            kernel = _checked("cuLibraryGetKernel", cu.cuLibraryGetKernel(library, symbol.encode()))
+            if smem_bytes:
+                device = _checked("cuDeviceGet", cu.cuDeviceGet(ordinal))
+                attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _checked("cuKernelSetAttribute", cu.cuKernelSetAttribute(attribute, smem_bytes, kernel, device))
+            # Loading is lazy: this puts the code on the device now, so that a binary of a wrong architecture fails here
+            # and no launch (which may be under stream capture) has to load anything.
+            _checked("cuKernelGetFunction", cu.cuKernelGetFunction(kernel))
+        except DriverError:
+            # The first failure is the one to report; an unload that fails too leaks a few KiB.
+            cu.cuLibraryUnload(library)
+            raise
+        return kernel
+
+
+class _ThreadState(threading.local):
+    """What a launch needs in memory, made once per thread.
+
+    ``slot`` is the driver's ``void* kernelParams[1]``; the driver reads it during the call only.
+    """
+
+    def __init__(self) -> None:
+        self.slot = (ctypes.c_void_p * 1)()
+        self.address = ctypes.addressof(self.slot)
+        self.configs: dict[tuple[int, int, int], Any] = {}
+
+
+_state = _ThreadState()
+
+
+def _cluster_config(cluster: tuple[int, int, int]) -> Any:
+    """This thread's launch configuration for a cluster shape; making one costs some 10 µs, reusing it under 1 µs."""
+    config = _state.configs.get(cluster)
+    if config is None:
+        attribute = cu.CUlaunchAttribute()
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster
+        config = cu.CUlaunchConfig()
+        config.blockDimY = config.blockDimZ = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        _state.configs[cluster] = config
+    return config
+
+
+def _launcher(kernel: Any, smem_bytes: int) -> Launcher:
+    # The driver takes a CUkernel where it takes a CUfunction, and finds the current context's function itself. Converted
+    # once, because the binding would convert it at every launch.
+    function = cu.CUfunction(int(kernel))
+    launch_kernel, launch_kernel_ex, state = cu.cuLaunchKernel, cu.cuLaunchKernelEx, _state
+
+    def launch(
+        grid: tuple[int, int, int],
+        block_x: int,
+        stream: int,
+        params_address: int,
+        cluster: tuple[int, int, int] | None = None,
+    ) -> None:
+        state.slot[0] = params_address
+        if cluster is None:
+            code = launch_kernel(
+                function, grid[0], grid[1], grid[2], block_x, 1, 1, smem_bytes, stream, state.address, 0
+            )[0]
+            if code:
+                raise _failure("cuLaunchKernel", code)
+            return
+        config = _cluster_config(cluster)
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX = block_x
+        config.sharedMemBytes = smem_bytes
+        config.hStream = stream
+        code = launch_kernel_ex(config, function, state.address, 0)[0]
+        if code:
+            raise _failure("cuLaunchKernelEx", code)
+
+    return launch

@@ -1,0 +1,162 @@
+"""The CUDA driver through CuPy, for processes without cuda-bindings.
+
+CuPy's ``RawModule`` is a module handle with a function table, loaded from a file. The driver calls under it take the binary
+from memory and the argument struct by address, so those are used here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import cupy
+from cupy.cuda import driver as cu
+from cupy.cuda import runtime as rt
+
+from ..errors import DeviceError, DriverError, UnsupportedError
+from .device import DeviceInfo
+from .driver import Launcher, driver_error, no_library
+
+_CUDA_ERRORS = (cu.CUDADriverError, rt.CUDARuntimeError)
+
+
+@contextmanager
+def _errors(call: str) -> Iterator[None]:
+    """Turn CuPy's exceptions, whose text is ``CODE: description``, into ours."""
+    try:
+        yield
+    except _CUDA_ERRORS as error:
+        raise _failure(call, error) from error
+
+
+def _failure(call: str, error: Exception) -> DriverError:
+    code, _, description = str(error).partition(":")
+    return driver_error(call, code.strip(), description.strip())
+
+
+class CupyDriver:
+    """`omniattn.runtime.driver.Driver` on CuPy. Thread block clusters need a launch attribute, which CuPy cannot give."""
+
+    name = "cupy"
+
+    def __init__(self) -> None:
+        try:
+            # The lowest call that loads libcuda; CuPy's runtime is static and hides a missing library.
+            if rt.driverGetVersion() == 0:
+                cu.ctxGetCurrent()
+            rt.getDeviceCount()
+            cu.ctxGetCurrent()
+        except _CUDA_ERRORS as error:
+            raise _failure("cuInit", error) from error
+        except (RuntimeError, OSError) as error:
+            raise no_library(error) from error
+
+    def device_count(self) -> int:
+        """Number of visible GPUs."""
+        with _errors("cudaGetDeviceCount"):
+            return int(rt.getDeviceCount())
+
+    def device_info(self, ordinal: int) -> DeviceInfo:
+        """Facts about one GPU."""
+        count = self.device_count()
+        if not 0 <= ordinal < count:
+            raise DeviceError("device", f"a CUDA device number below {count}", ordinal)
+        with _errors("cudaGetDeviceProperties"):
+            properties = rt.getDeviceProperties(ordinal)
+            version = rt.driverGetVersion()
+            attributes = cupy.cuda.Device(ordinal).attributes
+        name = properties["name"]
+        return DeviceInfo(
+            ordinal=ordinal,
+            name=name.decode() if isinstance(name, bytes) else str(name),
+            cc=(int(properties["major"]), int(properties["minor"])),
+            sm_count=int(properties["multiProcessorCount"]),
+            max_smem_optin=int(attributes["MaxSharedMemoryPerBlockOptin"]),
+            l2_bytes=int(properties["l2CacheSize"]),
+            driver_version=(version // 1000, version % 1000 // 10),
+        )
+
+    def current_device(self) -> int | None:
+        """Device of the current context; None without one."""
+        with _errors("cuCtxGetDevice"):
+            return int(cu.ctxGetDevice()) if cu.ctxGetCurrent() else None
+
+    def push_primary(self, ordinal: int) -> int:
+        """Make the device's primary context current; returns the context that was."""
+        with _errors("cudaSetDevice"):
+            previous = int(cu.ctxGetCurrent())
+            rt.setDevice(ordinal)
+        return previous
+
+    def pop(self, token: int) -> None:
+        """Undo `push_primary`."""
+        with _errors("cuCtxSetCurrent"):
+            cu.ctxSetCurrent(token)
+
+    def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
+        """Load a binary and make its launcher; see `omniattn.runtime.driver.Driver.load`."""
+        functions: dict[int, int] = {}
+        lock = threading.Lock()
+
+        def load_here() -> int:
+            """Load into the current context, once: unlike cuda-bindings' libraries, modules belong to a context."""
+            with lock:
+                context = int(cu.ctxGetCurrent())
+                function = functions.get(context)
+                if function is None:
+                    function = functions[context] = _load(image, symbol, smem_bytes)
+                return function
+
+        load_here()
+        current, launch_kernel, state = cu.ctxGetCurrent, cu.launchKernel, _state
+
+        def launch(
+            grid: tuple[int, int, int],
+            block_x: int,
+            stream: int,
+            params_address: int,
+            cluster: tuple[int, int, int] | None = None,
+        ) -> None:
+            if cluster is not None:
+                raise UnsupportedError(
+                    f"kernel {symbol} is launched in clusters {cluster}, for which CuPy has no launch attribute",
+                    instead='pip install "cuda-bindings>=12.9.4,<14" and unset OMNIATTN_DRIVER',
+                )
+            state.slot[0] = params_address
+            try:
+                function = functions.get(current()) or load_here()
+                launch_kernel(
+                    function, grid[0], grid[1], grid[2], block_x, 1, 1, smem_bytes, stream, state.address, 0
+                )
+            except _CUDA_ERRORS as error:
+                raise _failure("cuLaunchKernel", error) from error
+
+        return launch
+
+
+def _load(image: bytes, symbol: str, smem_bytes: int) -> int:
+    with _errors("cuModuleLoadData"):
+        module = cu.moduleLoadData(image)
+    try:
+        with _errors("cuModuleGetFunction"):
+            function = int(cu.moduleGetFunction(module, symbol))
+        if smem_bytes:
+            with _errors("cuFuncSetAttribute"):
+                cu.funcSetAttribute(function, cu.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes)
+    except DriverError:
+        cu.moduleUnload(module)
+        raise
+    return function
+
+
+class _ThreadState(threading.local):
+    """The driver's ``void* kernelParams[1]`` of this thread, read during the call only."""
+
+    def __init__(self) -> None:
+        self.slot = (ctypes.c_void_p * 1)()
+        self.address = ctypes.addressof(self.slot)
+
+
+_state = _ThreadState()

@@ -1,0 +1,181 @@
+"""All environment variables of omniattn, in one table.
+
+Each is read when it is needed, never at import, so that a bad value is an error of the call that needs it. Device code is
+compiled, cached and loaded once per process, device and kernel: a variable that steers this has no effect on a kernel that
+is already loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def _flag(name: str, value: str) -> bool:
+    lowered = value.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ArgumentError(name, "1 or 0 (also true/false, yes/no, on/off)", repr(value))
+
+
+def _choice(*choices: str) -> Callable[[str, str], str]:
+    def parse(name: str, value: str) -> str:
+        lowered = value.strip().lower()
+        if lowered not in choices:
+            raise ArgumentError(name, "one of " + ", ".join(choices), repr(value))
+        return lowered
+
+    return parse
+
+
+def _folder(name: str, value: str) -> Path:
+    path = Path(value).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(name, "a folder (made when missing)", f"{value!r}, which is a file")
+    return path
+
+
+def _text(name: str, value: str) -> str:
+    return value.strip()
+
+
+def _archs(name: str, value: str) -> tuple[str, ...]:
+    from .arch import Arch
+
+    parts = [part for part in value.replace(",", " ").replace(";", " ").split() if part]
+    if not parts:
+        raise ArgumentError(name, "targets such as '80 89 90a'", repr(value))
+    return tuple(Arch.parse(part, argument=name).number for part in parts)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table.
+
+    Attributes
+    ----------
+    name : str
+        The variable.
+    meaning : str
+        What it does.
+    default : object
+        Its value when unset or empty.
+    values : str
+        What it accepts, in words.
+    parse : callable
+        ``(name, text) -> value``; raises `ArgumentError` naming the variable.
+    """
+
+    name: str
+    meaning: str
+    default: Any
+    values: str
+    parse: Callable[[str, str], Any]
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "OMNIATTN_LOG",
+        "log to standard error from this level on (stdlib logger 'omniattn')",
+        None,
+        "debug, info, warning",
+        _choice("debug", "info", "warning"),
+    ),
+    Variable(
+        "OMNIATTN_FORCE_JIT",
+        "pass over prebuilt kernels: use the disk cache and NVRTC only",
+        False,
+        "1, 0",
+        _flag,
+    ),
+    Variable(
+        "OMNIATTN_DISABLE_JIT",
+        "never compile at run time: use prebuilt and cached kernels only",
+        False,
+        "1, 0",
+        _flag,
+    ),
+    Variable(
+        "OMNIATTN_CACHE_DIR",
+        "folder of kernels compiled at run time; unset: the platform's cache folder",
+        None,
+        "a folder",
+        _folder,
+    ),
+    Variable(
+        "OMNIATTN_DRIVER",
+        "how the CUDA driver is reached; unset: cuda-bindings, or CuPy where that cannot be imported",
+        None,
+        "cuda, cupy",
+        _choice("cuda", "cupy"),
+    ),
+    Variable(
+        "OMNIATTN_FORCE_KERNEL",
+        "use this registry row, or fail if it cannot serve the call",
+        None,
+        "a kernel's name",
+        _text,
+    ),
+    Variable(
+        "OMNIATTN_DUMP",
+        "write source, options, binary and compiler log of every loaded kernel below this folder",
+        None,
+        "a folder",
+        _folder,
+    ),
+    Variable(
+        "OMNIATTN_LINEINFO",
+        "compile with -lineinfo, for profilers",
+        False,
+        "1, 0",
+        _flag,
+    ),
+    Variable(
+        "OMNIATTN_CUDA_ARCHS",
+        "targets to prebuild when a wheel is built; unset: what the registry says",
+        None,
+        "targets such as '80 89 90a'",
+        _archs,
+    ),
+)
+
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def get(name: str) -> Any:
+    """Value of the variable ``name`` (one of the table), or its default when unset or empty.
+
+    Raises
+    ------
+    ArgumentError
+        Its text is not an accepted value; names the variable.
+    """
+    variable = _BY_NAME[name]
+    text = os.environ.get(name, "")
+    return variable.parse(name, text) if text.strip() else variable.default
+
+
+def jit_policy() -> tuple[bool, bool]:
+    """``(prebuilt kernels may be used, NVRTC may be run)``.
+
+    Raises
+    ------
+    ArgumentError
+        Both are forbidden.
+    """
+    force, disable = get("OMNIATTN_FORCE_JIT"), get("OMNIATTN_DISABLE_JIT")
+    if force and disable:
+        raise ArgumentError(
+            "OMNIATTN_FORCE_JIT", "unset or 0 when OMNIATTN_DISABLE_JIT=1", "1", hint="Unset one of the two"
+        )
+    return not force, not disable

@@ -1,0 +1,88 @@
+"""A kernel that is loaded on one GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .driver import Driver, Launcher, device_context
+
+if TYPE_CHECKING:
+    from ..registry import KernelSpec
+
+
+class LoadedKernel:
+    """A kernel on one GPU, ready to launch from any thread.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        The registry row.
+    ordinal : int
+        The GPU.
+    origin : str
+        Where the binary came from: ``"prebuilt sm_90a"``, ``"cache"`` or ``"jit"``.
+    arch : str
+        Target of the binary, for example ``"sm_90a"``.
+    tried : tuple of (what, reason)
+        Better candidates that did not serve, and why.
+    """
+
+    __slots__ = ("_current_device", "_driver", "_launch", "arch", "ordinal", "origin", "spec", "tried")
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        ordinal: int,
+        origin: str,
+        arch: str,
+        tried: tuple[tuple[str, str], ...],
+        driver: Driver,
+        launch: Launcher,
+    ) -> None:
+        self.spec = spec
+        self.ordinal = ordinal
+        self.origin = origin
+        self.arch = arch
+        self.tried = tried
+        self._driver = driver
+        self._launch = launch
+        self._current_device = driver.current_device
+
+    def __repr__(self) -> str:
+        return f"<LoadedKernel {self.spec.name} on device {self.ordinal}, {self.origin}>"
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block_x: int,
+        stream: int,
+        params_address: int,
+        cluster: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Launch; returns without waiting for the GPU.
+
+        Parameters
+        ----------
+        grid : (int, int, int)
+            CTAs in x, y, z.
+        block_x : int
+            Threads per CTA.
+        stream : int
+            ``CUstream`` handle of this GPU; 0 is the legacy default stream.
+        params_address : int
+            Host address of the one struct that the kernel takes by value. The driver copies it before this returns.
+        cluster : (int, int, int), optional
+            CTAs per cluster.
+
+        Raises
+        ------
+        DriverError
+            The driver rejected the launch.
+        UnsupportedError
+            A cluster was asked for through CuPy.
+        """
+        if self._current_device() == self.ordinal:
+            self._launch(grid, block_x, stream, params_address, cluster)
+            return
+        with device_context(self._driver, self.ordinal):
+            self._launch(grid, block_x, stream, params_address, cluster)
