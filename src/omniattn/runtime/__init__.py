@@ -1,4 +1,4 @@
-"""From a registry row to a launched kernel: cubin store, disk cache, NVRTC; the CUDA driver through cuda-bindings or CuPy.
+"""From a registry row to a launched kernel: cubin store, disk cache, NVRTC, and the CUDA driver.
 
 Importing this package imports neither CUDA bindings nor NumPy, and initializes nothing.
 """
@@ -7,5 +7,16 @@ from __future__ import annotations
 
 from .device import DeviceInfo, device_info
 from .kernel import LoadedKernel
+from .loader import CompiledFile, Resolution, compile_to, load, load_image, resolve
 
-__all__ = ["DeviceInfo", "LoadedKernel", "device_info"]
+__all__ = [
+    "CompiledFile",
+    "DeviceInfo",
+    "LoadedKernel",
+    "Resolution",
+    "compile_to",
+    "device_info",
+    "load",
+    "load_image",
+    "resolve",
+]

@@ -1,8 +1,8 @@
 """The seam between omniattn and the CUDA driver.
 
-One small protocol, two implementations: `driver_cuda` (cuda-bindings) and `driver_cupy` (CuPy). Neither is imported, and CUDA
-is not initialized, before the first use: importing omniattn must work on a machine without a GPU, and in a process that forks
-its workers afterwards.
+One small protocol, two implementations: `driver_cuda` (cuda-bindings) and `driver_cupy` (CuPy). Neither is imported,
+and CUDA is not initialized, before the first use: importing omniattn must work on a machine without a GPU, and in a
+process that forks its workers afterwards.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Driver(Protocol):
 def device_context(driver: Driver, ordinal: int) -> Iterator[None]:
     """Run the block with a context of GPU ``ordinal`` current.
 
-    A context of that device that the framework made current is used as it is, because the caller's stream belongs to it;
-    otherwise the primary context is pushed, and popped at the end.
+    A context of that device that the framework made current is used as it is, because the caller's stream belongs to
+    it; otherwise the primary context is pushed, and popped at the end.
     """
     if driver.current_device() == ordinal:
         yield
@@ -138,8 +138,8 @@ def _open() -> Driver:
         raise DriverError(
             "cuInit",
             "CUDA_ERROR_NOT_INITIALIZED",
-            f"process {_forked_from} had already used CUDA through omniattn when it forked this process ({os.getpid()}), "
-            "and CUDA does not survive a fork",
+            f"process {_forked_from} had already used CUDA through omniattn when it forked this process "
+            f"({os.getpid()}), and CUDA does not survive a fork",
             "start workers with multiprocessing.get_context('spawn'), or fork before the first GPU call",
         )
     with _lock:
@@ -172,7 +172,8 @@ def _choose(wanted: str | None) -> Driver:
             "import cupy",
             "IMPORT_ERROR",
             f"CuPy cannot be imported ({error})",
-            'pip install cupy-cuda12x or cupy-cuda13x, or unset OMNIATTN_DRIVER and pip install "cuda-bindings>=12.9.4,<14"',
+            "pip install cupy-cuda12x or cupy-cuda13x; or unset OMNIATTN_DRIVER and "
+            'pip install "cuda-bindings>=12.9.4,<14"',
         ) from error
     return CupyDriver()
 
@@ -183,7 +184,7 @@ def no_library(error: BaseException) -> DriverMissingError:
         "cuInit",
         "LIBRARY_NOT_FOUND",
         f"no CUDA driver library (libcuda.so.1, on Windows nvcuda.dll) could be loaded ({str(error).strip()})",
-        "install the NVIDIA driver, R525 or newer (in a container: start it with --gpus all), or pass arrays on the CPU",
+        "install the NVIDIA driver, R525 or newer (in a container: start it with --gpus all), or pass CPU arrays",
     )
 
 

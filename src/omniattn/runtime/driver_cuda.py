@@ -40,8 +40,8 @@ def _checked(call: str, result: tuple[Any, ...]) -> Any:
 class CudaDriver:
     """`omniattn.runtime.driver.Driver` on cuda-bindings.
 
-    Kernels are context independent (``cuLibraryLoadData``): one handle serves the primary context and any context that a
-    framework made, also one that is destroyed and made again.
+    Kernels are context independent (``cuLibraryLoadData``): one handle serves the primary context and any context that
+    a framework made, also one that is destroyed and made again.
     """
 
     name = "cuda"
@@ -113,7 +113,8 @@ class CudaDriver:
     def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
         """Load a binary and make its launcher; see `omniattn.runtime.driver.Driver.load`."""
         relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        # A capture in the default mode forbids loading modules anywhere in the process; loading does not touch the stream.
+        # A capture in the default mode forbids loading modules anywhere in the process; loading does not touch the
+        # stream.
         previous = _checked("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(relaxed))
         try:
             kernel = self._load(image, symbol, ordinal, smem_bytes)
@@ -172,8 +173,8 @@ def _cluster_config(cluster: tuple[int, int, int]) -> Any:
 
 
 def _launcher(kernel: Any, smem_bytes: int) -> Launcher:
-    # The driver takes a CUkernel where it takes a CUfunction, and finds the current context's function itself. Converted
-    # once, because the binding would convert it at every launch.
+    # The driver takes a CUkernel where it takes a CUfunction, and finds the current context's function itself.
+    # Converted once, because the binding would convert it at every launch.
     function = cu.CUfunction(int(kernel))
     launch_kernel, launch_kernel_ex, state = cu.cuLaunchKernel, cu.cuLaunchKernelEx, _state
 

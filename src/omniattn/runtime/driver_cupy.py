@@ -1,7 +1,7 @@
 """The CUDA driver through CuPy, for processes without cuda-bindings.
 
-CuPy's ``RawModule`` is a module handle with a function table, loaded from a file. The driver calls under it take the binary
-from memory and the argument struct by address, so those are used here.
+CuPy's ``RawModule`` is a module handle with a function table, loaded from a file. The driver calls under it take the
+binary from memory and the argument struct by address, so those are used here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _failure(call: str, error: Exception) -> DriverError:
 
 
 class CupyDriver:
-    """`omniattn.runtime.driver.Driver` on CuPy. Thread block clusters need a launch attribute, which CuPy cannot give."""
+    """`omniattn.runtime.driver.Driver` on CuPy, which has no launch attributes and so no thread block clusters."""
 
     name = "cupy"
 
@@ -127,9 +127,7 @@ class CupyDriver:
             state.slot[0] = params_address
             try:
                 function = functions.get(current()) or load_here()
-                launch_kernel(
-                    function, grid[0], grid[1], grid[2], block_x, 1, 1, smem_bytes, stream, state.address, 0
-                )
+                launch_kernel(function, grid[0], grid[1], grid[2], block_x, 1, 1, smem_bytes, stream, state.address, 0)
             except _CUDA_ERRORS as error:
                 raise _failure("cuLaunchKernel", error) from error
 

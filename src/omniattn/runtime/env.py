@@ -1,8 +1,8 @@
 """All environment variables of omniattn, in one table.
 
-Each is read when it is needed, never at import, so that a bad value is an error of the call that needs it. Device code is
-compiled, cached and loaded once per process, device and kernel: a variable that steers this has no effect on a kernel that
-is already loaded.
+Each is read when it is needed, never at import, so that a bad value is an error of the call that needs it. Device code
+is compiled, cached and loaded once per process, device and kernel: a variable that steers this has no effect on a
+kernel that is already loaded.
 """
 
 from __future__ import annotations

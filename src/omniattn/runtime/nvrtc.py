@@ -104,7 +104,10 @@ class CupyCompiler:
     ) -> tuple[bytes, str]:
         """Compile; see `Compiler.compile`."""
         nvrtc = self._nvrtc
-        program = nvrtc.createProgram(source, name, list(headers.values()), list(headers))
+        # Source and name as text, headers as bytes: so CuPy's binding has it.
+        program = nvrtc.createProgram(
+            source, name, [text.encode() for text in headers.values()], [key.encode() for key in headers]
+        )
         try:
             try:
                 nvrtc.compileProgram(program, options)

@@ -1,0 +1,266 @@
+"""Kernels compiled on this machine, kept on disk.
+
+A file is named ``<key>.nvrtc<major>.<minor>``. The key is a digest of everything that decides the binary except the
+compiler's version, which the name gives: so a kernel is found again when NVRTC is no longer installed, and two versions
+of NVRTC do not overwrite each other. No path goes into a key.
+
+File: magic and the sha256 of all that follows, one line; a JSON header, one line; the binary. Files are written under a
+temporary name and renamed, so a reader sees a whole file or none; any number of processes may do this at once, and the
+last one wins. Nothing that goes wrong here stops a computation: a damaged file is removed and rebuilt, an unwritable
+folder or a full disk leaves the kernel in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CacheError
+from . import env, log
+from .arch import Arch
+from .compile import CompileResult, Sources, compile_options, source_digest
+
+if TYPE_CHECKING:
+    from ..registry import KernelSpec
+
+_MAGIC = b"omniattn-kernel-1"
+_NAME = re.compile(r"([0-9a-f]{64})\.nvrtc(\d+)\.(\d+)")
+
+
+def default_folder() -> Path | None:
+    """OMNIATTN_CACHE_DIR, else ``omniattn`` in the platform's cache folder; None if the user has no home."""
+    chosen = env.get("OMNIATTN_CACHE_DIR")
+    if chosen is not None:
+        return Path(chosen)
+    try:
+        if sys.platform == "win32":
+            local = os.environ.get("LOCALAPPDATA")
+            return (Path(local) if local else Path.home() / "AppData" / "Local") / "omniattn" / "Cache"
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "omniattn"
+        xdg = os.environ.get("XDG_CACHE_HOME", "")
+        # The XDG specification has relative paths ignored.
+        return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "omniattn"
+    except RuntimeError as error:
+        log.warn_once(f"no home folder ({error}): kernels compiled at run time are kept in memory only")
+        return None
+
+
+def cache_key(spec: KernelSpec, arch: Arch, sources: Sources) -> str:
+    """Digest of sources, includes, defines, options, target and package version."""
+    from .. import __version__
+
+    parts = [source_digest(spec, sources), str(arch), *compile_options(spec, arch), __version__]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A cached binary.
+
+    Attributes
+    ----------
+    kernel : str
+        Its name.
+    arch : str
+        Target of the binary; differs from the one it was asked for if it is PTX.
+    ptx : bool
+        True for PTX.
+    nvrtc_version : (major, minor)
+        What compiled it.
+    options : tuple of str
+        Compiler options.
+    log : str
+        Compiler log.
+    image : bytes
+        The binary.
+    """
+
+    kernel: str
+    arch: str
+    ptx: bool
+    nvrtc_version: tuple[int, int]
+    options: tuple[str, ...]
+    log: str
+    image: bytes
+
+    @classmethod
+    def of(cls, spec: KernelSpec, result: CompileResult) -> CacheEntry:
+        """The entry for a fresh compilation."""
+        return cls(spec.name, result.arch, result.ptx, result.nvrtc_version, result.options, result.log, result.cubin)
+
+    def encode(self) -> bytes:
+        """The file."""
+        header = {
+            "kernel": self.kernel,
+            "arch": self.arch,
+            "ptx": self.ptx,
+            "nvrtc": list(self.nvrtc_version),
+            "options": list(self.options),
+            "log": self.log,
+        }
+        body = json.dumps(header).encode() + b"\n" + self.image
+        return _MAGIC + b" " + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+    @classmethod
+    def decode(cls, data: bytes) -> CacheEntry:
+        """Read a file. Raises ValueError if it is damaged."""
+        first, _, body = data.partition(b"\n")
+        magic, _, digest = first.partition(b" ")
+        if magic != _MAGIC:
+            raise ValueError("it does not begin like a kernel")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise ValueError("its checksum is wrong")
+        header, _, image = body.partition(b"\n")
+        values = json.loads(header)
+        major, minor = values["nvrtc"]
+        return cls(
+            values["kernel"],
+            values["arch"],
+            values["ptx"],
+            (major, minor),
+            tuple(values["options"]),
+            values["log"],
+            image,
+        )
+
+
+class KernelCache:
+    """The cache: a folder, and what this process could not write there.
+
+    Parameters
+    ----------
+    folder : Path or None
+        Where the files are; None: memory only.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._memory: dict[str, CacheEntry] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> tuple[CacheEntry | None, str]:
+        """The entry for ``key``, by the newest NVRTC that made one; or None and why there is none."""
+        with self._lock:
+            kept = self._memory.get(key)
+        if kept is not None:
+            return kept, ""
+        if self.folder is None:
+            return None, "there is no cache folder"
+        reason = f"not in {self.folder}"
+        for path in self._files(key):
+            try:
+                return CacheEntry.decode(path.read_bytes()), ""
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                reason = f"{path} cannot be read ({error.strerror or error})"
+            except (ValueError, KeyError, TypeError) as error:
+                reason = f"{path} is damaged ({error})"
+                log.get().warning("kernel cache: %s; it is removed", reason)
+                self._remove(path)
+        return None, reason
+
+    def put(self, key: str, entry: CacheEntry) -> Path | None:
+        """Keep ``entry``: on disk, else in memory. Returns the file, or None if it could not be written."""
+        if self.folder is not None:
+            try:
+                return self._write(key, entry)
+            except OSError as error:
+                log.warn_once(
+                    f"kernel cache {self.folder} cannot be written ({error.strerror or error}): "
+                    "kernels are kept in memory, and compiled again by the next process"
+                )
+        with self._lock:
+            self._memory[key] = entry
+        return None
+
+    def entries(self) -> list[Path]:
+        """All files of the cache."""
+        if self.folder is None or not self.folder.is_dir():
+            return []
+        return sorted(path for path in self.folder.glob("??/*") if _NAME.fullmatch(path.name))
+
+    def clear(self) -> int:
+        """Remove all kernels, in memory too; returns how many files went.
+
+        Raises
+        ------
+        CacheError
+            A file cannot be removed.
+        """
+        with self._lock:
+            self._memory.clear()
+        files = self.entries()
+        for path in files:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CacheError(
+                    str(path), f"cannot be removed ({error.strerror or error})", "check the folder's owner and mode"
+                ) from error
+        return len(files)
+
+    def _files(self, key: str) -> list[Path]:
+        """Files of ``key``, the newest NVRTC first."""
+        if self.folder is None:
+            return []
+        try:
+            names = os.listdir(self.folder / key[:2])
+        except OSError:
+            # Missing or unreadable alike: `get` reports that the key is not there.
+            return []
+        found = []
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match and match[1] == key:
+                found.append(((int(match[2]), int(match[3])), self.folder / key[:2] / name))
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def _write(self, key: str, entry: CacheEntry) -> Path:
+        assert self.folder is not None
+        parent = self.folder / key[:2]
+        # Code is loaded from here: nobody else may write to it. (mkdir's mode does not reach parents.)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parent.mkdir(mode=0o700, exist_ok=True)
+        target = parent / f"{key}.nvrtc{entry.nvrtc_version[0]}.{entry.nvrtc_version[1]}"
+        descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(entry.encode())
+            os.replace(temporary, target)
+        except OSError:
+            self._remove(Path(temporary))
+            # Windows refuses to replace a file that another process is reading: then it is there already.
+            if sys.platform == "win32" and target.exists():
+                return target
+            raise
+        return target
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.get().info("kernel cache: %s cannot be removed (%s)", path, error)
+
+
+_caches: dict[Path | None, KernelCache] = {}
+
+
+def get_cache() -> KernelCache:
+    """The cache of the folder that the environment names now."""
+    return _caches.setdefault(folder := default_folder(), KernelCache(folder))
+
+
+def reset() -> None:
+    """Forget what is in memory."""
+    _caches.clear()

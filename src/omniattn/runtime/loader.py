@@ -1,0 +1,378 @@
+"""Which binary of a kernel a GPU gets.
+
+Order: environment override, prebuilt cubins (exact ``a`` target, family, nearest lower minor), disk cache, NVRTC for
+the GPU's own target, error. A binary that does not serve is passed over, and the reason kept: in `LoadedKernel.tried`,
+or in the error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ArgumentError, CacheError, CompileError, DriverError, KernelNotFoundError
+from . import cache, device, env, log
+from .arch import Arch
+from .cache import CacheEntry, cache_key, get_cache
+from .compile import CompileResult, compile_spec, jit_target
+from .device import device_info
+from .driver import IMAGE_ERRORS, device_context, get_driver, on_reset
+from .dump import dump
+from .kernel import LoadedKernel
+from .nvrtc import get_compiler, install_hint
+from .store import CubinRejectedError, get_store
+
+if TYPE_CHECKING:
+    from ..registry import KernelSpec
+
+Tried = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What `load` would do on a GPU that need not be here.
+
+    Attributes
+    ----------
+    kind : str
+        ``"prebuilt"``, ``"cache"``, ``"jit"`` or ``"unsupported"``.
+    arch : str
+        Target of the binary; the GPU's own if unsupported.
+    reason : str
+        Why, in one sentence.
+    """
+
+    kind: str
+    arch: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A binary to try.
+
+    Attributes
+    ----------
+    origin : str
+        ``"prebuilt sm_90a"``, ``"cache"`` or ``"jit"``.
+    arch : str
+        Its target.
+    image : bytes
+        The binary.
+    options : tuple of str
+        Compiler options.
+    log : str
+        Compiler log.
+    """
+
+    origin: str
+    arch: str
+    image: bytes
+    options: tuple[str, ...]
+    log: str
+
+
+def unsupported_reason(spec: KernelSpec, cc: tuple[int, int], max_smem: int | None = None) -> str:
+    """Why a kernel can never run on a GPU; empty if it can.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The kernel.
+    cc : (major, minor)
+        Compute capability.
+    max_smem : int, optional
+        Shared memory that one CTA may have there, bytes.
+    """
+    needed = f"{spec.min_arch[0]}.{spec.min_arch[1]}"
+    if spec.arch_specific and cc != spec.min_arch:
+        return f"the kernel uses instructions of compute capability {needed} alone; the GPU has {cc[0]}.{cc[1]}"
+    if cc < spec.min_arch:
+        return f"the kernel needs compute capability {needed} or newer; the GPU has {cc[0]}.{cc[1]}"
+    if max_smem is not None and spec.smem_bytes > max_smem:
+        return f"the kernel needs {spec.smem_bytes} bytes of shared memory; the GPU allows {max_smem}"
+    return ""
+
+
+def _prebuilt(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
+    if not env.jit_policy()[0]:
+        tried.append(("prebuilt kernels", "passed over because of OMNIATTN_FORCE_JIT=1"))
+        return
+    store = get_store()
+    entries = store.prebuilt(spec.name, cc)
+    if not entries:
+        tried.append(("prebuilt kernels", store.why_none(spec.name, cc)))
+    for entry in entries:
+        origin = f"prebuilt sm_{entry.arch}"
+        try:
+            image = store.read(entry, spec)
+        except CubinRejectedError as error:
+            tried.append((origin, str(error)))
+            continue
+        note = f"compiled ahead of time by {store.compiler}\n"
+        yield Candidate(origin, f"sm_{entry.arch}", image, entry.options, note)
+
+
+def _cached(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
+    try:
+        key = cache_key(spec, Arch.of_device(cc), get_store().sources)
+    except CompileError as error:
+        tried.append(("disk cache", error.message))
+        return
+    entry, reason = get_cache().get(key)
+    if entry is not None and entry.ptx:
+        entry, reason = _unless_outdated(entry, spec, cc)
+    if entry is None:
+        tried.append(("disk cache", reason))
+    else:
+        yield Candidate("cache", entry.arch, entry.image, entry.options, entry.log)
+
+
+def _unless_outdated(entry: CacheEntry, spec: KernelSpec, cc: tuple[int, int]) -> tuple[CacheEntry | None, str]:
+    """PTX stands in for a cubin that the NVRTC of its time could not make: drop it once a newer one can."""
+    if not env.jit_policy()[1]:
+        return entry, ""
+    try:
+        better = jit_target(spec, cc, get_compiler())
+    except CompileError:
+        return entry, ""
+    if str(better) == entry.arch:
+        return entry, ""
+    return None, f"it holds {entry.arch} PTX, and the installed NVRTC can compile for {better}"
+
+
+def _compiled(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
+    if not env.jit_policy()[1]:
+        tried.append(("NVRTC", "forbidden by OMNIATTN_DISABLE_JIT=1"))
+        return
+    sources = get_store().sources
+    target = Arch.of_device(cc)
+    try:
+        target = jit_target(spec, cc, get_compiler())
+        result = compile_spec(spec, target, sources)
+        key = cache_key(spec, Arch.of_device(cc), sources)
+    except CompileError as error:
+        tried.append((f"NVRTC for {target}", str(error)))
+        if error.log:
+            dump(spec, str(target), "failed", b"", (), error.log)
+        return
+    if target.virtual:
+        tried.append(
+            (
+                f"NVRTC for {Arch.of_device(cc)}",
+                f"NVRTC {result.nvrtc_version[0]}.{result.nvrtc_version[1]} does not know it: {target} PTX was "
+                "compiled instead, for the driver to translate",
+            )
+        )
+    get_cache().put(key, CacheEntry.of(spec, result))
+    log.get().info("compiled %s for %s: %d registers", spec.name, target, result.registers)
+    yield Candidate("jit", result.arch, result.cubin, result.options, result.log)
+
+
+_lock = threading.RLock()
+_loaded: dict[tuple[str, int], LoadedKernel] = {}
+
+
+def load(spec: KernelSpec, ordinal: int) -> LoadedKernel:
+    """The kernel, loaded on a GPU; a dictionary look-up from the second call on.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The registry row.
+    ordinal : int
+        CUDA device number.
+
+    Raises
+    ------
+    KernelNotFoundError
+        No binary serves; lists everything that was tried, why not, and what to install.
+    DriverError
+        CUDA cannot be used (`DriverMissingError`), or fails for a reason that is not the binary's.
+    """
+    loaded = _loaded.get((spec.name, ordinal))
+    if loaded is not None:
+        return loaded
+    # One compilation at a time: a second thread, or GPU, that wants the same kernel finds it in the cache.
+    with _lock:
+        return _loaded.get((spec.name, ordinal)) or _load(spec, ordinal)
+
+
+def _load(spec: KernelSpec, ordinal: int) -> LoadedKernel:
+    driver = get_driver()
+    info = device_info(ordinal)
+    target = Arch.of_device(info.cc)
+    never = unsupported_reason(spec, info.cc, info.max_smem_optin)
+    if never:
+        raise KernelNotFoundError(
+            spec.name, str(target), [("this GPU", f"{info.name}: {never}")], "choose another kernel, or another GPU"
+        )
+    tried: Tried = []
+    with device_context(driver, ordinal):
+        for source in (_prebuilt, _cached, _compiled):
+            for candidate in source(spec, info.cc, tried):
+                dump(spec, candidate.arch, candidate.origin, candidate.image, candidate.options, candidate.log)
+                try:
+                    launcher = driver.load(candidate.image, spec.symbol, ordinal, spec.smem_bytes)
+                except DriverError as error:
+                    if error.code not in IMAGE_ERRORS:
+                        raise
+                    tried.append((f"{candidate.origin} ({candidate.arch})", str(error)))
+                    log.get().warning("%s %s does not load: %s", spec.name, candidate.origin, error)
+                    continue
+                kernel = LoadedKernel(spec, ordinal, candidate.origin, candidate.arch, tuple(tried), driver, launcher)
+                _loaded[spec.name, ordinal] = kernel
+                log.get().info("loaded %s on device %d (%s): %s", spec.name, ordinal, info.name, candidate.origin)
+                for what, reason in tried:
+                    log.get().debug("%s passed over: %s: %s", spec.name, what, reason)
+                return kernel
+    raise KernelNotFoundError(spec.name, str(target), tried, _advice())
+
+
+def _advice() -> str:
+    if not env.jit_policy()[1]:
+        return "unset OMNIATTN_DISABLE_JIT, so that the kernel can be compiled on this machine"
+    try:
+        compiler = get_compiler()
+    except CompileError:
+        return f"{install_hint()}, so that the kernel can be compiled on this machine"
+    return (
+        f"update the NVIDIA driver, or install an NVRTC that fits it (this one is {compiler.version[0]}."
+        f"{compiler.version[1]}); 'omniattn info' shows what is installed"
+    )
+
+
+def resolve(spec: KernelSpec, cc: tuple[int, int]) -> Resolution:
+    """What `load` would do on a GPU of compute capability ``cc``, without one.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The registry row.
+    cc : (major, minor)
+        Compute capability.
+    """
+    own = str(Arch.of_device(cc))
+    never = unsupported_reason(spec, cc)
+    if never:
+        return Resolution("unsupported", own, never)
+    tried: Tried = []
+    for candidate in _prebuilt(spec, cc, tried):
+        return Resolution("prebuilt", candidate.arch, f"{get_store().kind} holds {candidate.arch}")
+    for candidate in _cached(spec, cc, tried):
+        return Resolution("cache", candidate.arch, f"compiled on this machine before, for {candidate.arch}")
+    if not env.jit_policy()[1]:
+        return Resolution("unsupported", own, "not prebuilt, and OMNIATTN_DISABLE_JIT=1 forbids to compile it")
+    try:
+        compiler = get_compiler()
+        target = jit_target(spec, cc, compiler)
+    except CompileError as error:
+        return Resolution("unsupported", own, f"not prebuilt, and cannot be compiled: {error.message}")
+    return Resolution(
+        "jit", str(target), f"compiled at first use by NVRTC {compiler.version[0]}.{compiler.version[1]} for {target}"
+    )
+
+
+@dataclass(frozen=True)
+class CompiledFile:
+    """What `compile_to` wrote.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    result : CompileResult
+        The compilation.
+    """
+
+    path: Path
+    result: CompileResult
+
+
+def compile_to(spec: KernelSpec, arch: str, folder: Path | None = None) -> CompiledFile:
+    """Compile a kernel for a GPU that need not be here.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The registry row.
+    arch : str
+        Target: ``"sm_100a"``, ``"90a"``; into a folder also ``"compute_80"`` (PTX).
+    folder : Path, optional
+        Write ``<folder>/<arch>/<name>.cubin`` (``.ptx``). Default: the disk cache, for the target that a GPU of that
+        compute capability looks up (``sm_100`` fills ``sm_100a``).
+
+    Raises
+    ------
+    CompileError
+        NVRTC is missing, does not know the target, or rejects the source; or the kernel cannot run on the target.
+    CacheError
+        The file cannot be written.
+    """
+    target = Arch.parse(arch)
+    if folder is None:
+        if target.virtual:
+            raise ArgumentError("arch", "a binary target such as 'sm_100a' (PTX can only go into a folder)", repr(arch))
+        target = Arch.of_device(target.cc)
+    never = unsupported_reason(spec, target.cc)
+    if never:
+        raise CompileError(f"kernel {spec.name!r} is not for {target}: {never}")
+    result = compile_spec(spec, target)
+    if folder is None:
+        store = get_cache()
+        path = store.put(cache_key(spec, target, get_store().sources), CacheEntry.of(spec, result))
+        if path is None:
+            raise CacheError(
+                str(store.folder), "cannot be written", "set OMNIATTN_CACHE_DIR to a folder that can, with free space"
+            )
+        return CompiledFile(path, result)
+    path = folder / target.number / f"{spec.name}.{'ptx' if result.ptx else 'cubin'}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(result.cubin)
+    except OSError as error:
+        raise CacheError(
+            str(path), f"cannot be written ({error.strerror or error})", "choose a folder that can be written"
+        ) from error
+    return CompiledFile(path, result)
+
+
+def load_image(spec: KernelSpec, ordinal: int, image: bytes, origin: str = "image") -> LoadedKernel:
+    """Load a given binary or PTX as a kernel, past all caches (tests of other targets' code, experiments).
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        Gives the symbol and the dynamic shared memory.
+    ordinal : int
+        CUDA device number.
+    image : bytes
+        Cubin or PTX.
+    origin : str
+        What `LoadedKernel.origin` shall say.
+
+    Raises
+    ------
+    DriverError
+        The binary does not load.
+    """
+    driver = get_driver()
+    with device_context(driver, ordinal):
+        launcher = driver.load(image, spec.symbol, ordinal, spec.smem_bytes)
+    return LoadedKernel(spec, ordinal, origin, "", (), driver, launcher)
+
+
+def reset() -> None:
+    """Forget everything that is loaded or known (tests, and the child of a fork). Files of the cache stay."""
+    global _lock
+    # Another thread of the parent may have held the lock when it forked.
+    _lock = threading.RLock()
+    _loaded.clear()
+    device.reset()
+    cache.reset()
+
+
+on_reset(reset)
