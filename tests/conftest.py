@@ -1,18 +1,39 @@
-"""Rules for the whole test suite: what runs where."""
+"""Rules for the whole test suite: what runs where, and the record of GPU runs."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from build_tools.record import Recorder
 
 
 def _asks_for_gpu(config: pytest.Config) -> bool:
-    return "gpu" in (config.getoption("markexpr") or "")
+    expression = config.getoption("markexpr") or ""
+    return "gpu" in expression and "not gpu" not in expression
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this suite."""
+    parser.addoption(
+        "--record-out",
+        metavar="PATH",
+        type=Path,
+        help="write the results of a -m gpu run to PATH as well, also if the run is partial",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record GPU runs; the processes of pytest-xdist leave that to the one that started them."""
+    if _asks_for_gpu(config) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(config, config.getoption("--record-out")), "gpu-recorder")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave GPU tests out of a run that did not name them.
 
-    They are deselected, not skipped: a plain run on a machine without a GPU shows no skips, so that any skip there is news.
+    They are deselected, not skipped: a plain run on a machine without a GPU shows no skips, so that any skip is news.
     ``-m gpu`` on such a machine does run them, and they fail: asked-for tests never pass by not running.
     """
     if _asks_for_gpu(config):
