@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-# Scores of one block. 4 MB in float32 stays near the last-level cache, and its matrix products are large enough for BLAS.
+# Scores of one block. 4 MB in float32 stays near the last-level cache, and its products are large enough for BLAS.
 BLOCK_SCORES = 1 << 20
 MIN_BLOCK_ROWS = 16
 

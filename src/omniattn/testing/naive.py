@@ -39,8 +39,8 @@ def same_dtype_naive(
 
     Notes
     -----
-    A kernel in the same type keeps more between its steps, so the tests of FlashAttention (Dao, 2023) and of this package
-    ask for max|o - ref| <= 2 max|same_dtype_naive - ref| + rounding; `compare` applies that bound.
+    A kernel in the same type keeps more between its steps, so FlashAttention (Dao, 2023) and this package
+    test max|o - ref| <= 2 max|same_dtype_naive - ref| + rounding; `compare` applies that bound.
     """
     check_dtype(dtype, "same_dtype_naive")
     if "compute_dtype" in options:

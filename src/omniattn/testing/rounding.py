@@ -64,7 +64,7 @@ def _to_odd_float32(x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     wide = nearest.astype(x.dtype)
     truncated = np.where(np.abs(wide) > np.abs(x), np.nextafter(nearest, np.float32(0)), nearest)
     inexact = (wide != x) & ~np.isnan(x)
-    bits = np.ascontiguousarray(truncated, dtype=np.float32).view(np.uint32) | inexact.astype(np.uint32)
+    bits = np.array(truncated, dtype=np.float32, order="C").view(np.uint32) | inexact.astype(np.uint32)
     return bits.view(np.float32)
 
 
