@@ -1,0 +1,28 @@
+// Which keys a query row sees. Bottom-right alignment: query i stands at key position i + seqlen_k - seqlen_q.
+#pragma once
+#include "attention/params.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/types.cuh"
+
+struct KeyRange {
+    int32 lo, hi;  // visible keys: lo <= j < hi
+};
+
+// 64-bit in between: lengths reach 2^31 and windows are arbitrary 32-bit numbers.
+OA_DEVICE KeyRange visible_keys(int32 row, int32 seqlen_q, int32 seqlen_k, int32 window_left, int32 window_right) {
+    int64 center = int64(row) + seqlen_k - seqlen_q;
+    KeyRange r;
+    r.lo = window_left < 0 ? 0 : int32(max_of<int64>(min_of<int64>(center - window_left, seqlen_k), 0));
+    r.hi = window_right < 0 ? seqlen_k : int32(max_of<int64>(min_of<int64>(center + window_right + 1, seqlen_k), 0));
+    return r;
+}
+
+// The user's mask at (row, key) in natural-log units: 0 / -inf for booleans, the value for additive masks.
+template <typename Io>
+OA_DEVICE float mask_value(const AttnFwdParams& p, int64 head_offset, int32 row, int32 key) {
+    if (row >= p.mask_rows || key >= p.mask_cols) return neg_inf();
+    int64 at = head_offset + row * p.mask_stride_q + key * p.mask_stride_k;
+    if (p.mask_kind == kMaskBool) return static_cast<const uint8*>(p.mask)[at] ? 0.0f : neg_inf();
+    if (p.mask_kind == kMaskFloat) return static_cast<const float*>(p.mask)[at];
+    return to_float(Io{}, static_cast<const uint16*>(p.mask)[at]);
+}

@@ -1,0 +1,322 @@
+// Exact attention forward on mma.sync, any GPU from sm_80 on (FlashAttention-2, Dao 2023, algorithm 1).
+//
+//   S = softmax_scale * Q K^T;  S = softcap * tanh(S / softcap);  S += mask;  P = softmax([S, sink]);  O = P V
+//   LSE = log(sum(exp(S)) + exp(sink)), natural logarithm, fp32
+//
+// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
+// dimension contiguous; with cu_seqlens: packed [rows, heads, dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows].
+//
+// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q to
+// the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to the
+// first: the partly masked tiles of a causal head come first.
+//
+// NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)
+//   wait K,V(i) | bar | copy K,V(i-1) -> other stage       wait K(i) | bar | copy V(i) | QK(i)
+//   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
+//
+// Shared memory, bytes: Q/O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
+#include "attention/mask.cuh"
+#include "attention/params.cuh"
+#include "attention/softmax.cuh"
+#include "pipeline/tile_copy.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mma_sync.cuh"
+#include "scheduler/fwd_tile.cuh"
+#include "tile/panel.cuh"
+
+struct Config {
+    using Io = IO_TYPE;  // Half or BFloat16
+    static constexpr int kHeadDim = HEAD_DIM;
+    static constexpr int kBlockM = BLOCK_M;
+    static constexpr int kBlockN = BLOCK_N;
+    static constexpr int kWarps = NUM_WARPS;
+    static constexpr int kStages = NUM_STAGES;
+    static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, scale <= 0: scores are formed one by one
+    static constexpr int kThreads = kWarps * 32;
+    static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
+    static constexpr int kNTiles = kBlockN / 8;
+    static constexpr int kDTiles = kHeadDim / 8;
+    static constexpr bool kQInRegisters = Q_IN_REGISTERS;
+    static_assert(kBlockM == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0, "whole MMA tiles");
+    static_assert(kStages == 1 || kStages == 2, "single or double buffer");
+};
+
+struct SharedStorage {
+    alignas(1024) uint8 q[Config::kBlockM * Config::kHeadDim * 2];  // O on the way out
+    alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
+    alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
+};
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
+
+using QTile = PanelTile<Config::kBlockM, Config::kHeadDim>;
+using KvTile = PanelTile<Config::kBlockN, Config::kHeadDim>;
+using QLane = PanelLane<Config::kBlockM, Config::kHeadDim>;
+using KvLane = PanelLane<Config::kBlockN, Config::kHeadDim>;
+using QCopy = TileCopy<Config::kBlockM, Config::kHeadDim, Config::kThreads>;
+using KvCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
+using Scores = float[Config::kMTiles][Config::kNTiles][4];
+using Output = float[Config::kMTiles][Config::kDTiles][4];
+using QFragments = uint32[Config::kQInRegisters ? Config::kHeadDim / 16 : 1][Config::kMTiles][4];
+
+OA_DEVICE void load_q_step(uint32 (&a)[Config::kMTiles][4], uint32 smem_q, const QLane& lane, int step) {
+#pragma unroll
+    for (int i = 0; i < Config::kMTiles; ++i) ldmatrix_x4(a[i], smem_q + lane.at(i * 16, step));
+}
+
+// S = Q K^T of one tile. smem_q points at this warp's first row.
+OA_DEVICE void mma_qk(Scores& s, const QFragments& rq, uint32 smem_q, const QLane& q_lane, uint32 smem_k,
+                      const KvLane& k_lane) {
+#pragma unroll
+    for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+        for (int n = 0; n < Config::kNTiles; ++n) s[i][n][0] = s[i][n][1] = s[i][n][2] = s[i][n][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+        uint32 loaded[Config::kMTiles][4];
+        if (!Config::kQInRegisters) load_q_step(loaded, smem_q, q_lane, step);
+        const auto& a = Config::kQInRegisters ? rq[Config::kQInRegisters ? step : 0] : loaded;
+#pragma unroll
+        for (int n = 0; n < Config::kNTiles; n += 2) {
+            uint32 b[4];
+            ldmatrix_x4(b, smem_k + k_lane.at(n * 8, step));
+#pragma unroll
+            for (int i = 0; i < Config::kMTiles; ++i) {
+                mma_m16n8k16(Config::Io{}, s[i][n], a[i], b[0], b[1]);
+                mma_m16n8k16(Config::Io{}, s[i][n + 1], a[i], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// P = exp2(S c - bias), O += P V. 16 keys at a time, so that the exponentials of the next 16 fill the issue slots
+// that the products of these leave.
+OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTiles>& softmax, float c, uint32 smem_v,
+                              const KvLane& v_lane) {
+#pragma unroll
+    for (int n = 0; n < Config::kNTiles; n += 2) {
+        uint32 p[Config::kMTiles][4];
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float e[4];
+#pragma unroll
+                for (int x = 0; x < 4; ++x) {
+                    e[x] = exp2_approx(fmaf(s[i][n + half][x], c, -softmax.m2[i][x >> 1]));
+                    softmax.l[i][x >> 1] += e[x];
+                }
+                p[i][2 * half] = pack2(Config::Io{}, e[0], e[1]);
+                p[i][2 * half + 1] = pack2(Config::Io{}, e[2], e[3]);
+            }
+        }
+#pragma unroll
+        for (int d = 0; d < Config::kDTiles; d += 2) {
+            uint32 b[4];
+            ldmatrix_x4_trans(b, smem_v + v_lane.at(n * 8, d / 2));
+#pragma unroll
+            for (int i = 0; i < Config::kMTiles; ++i) {
+                mma_m16n8k16(Config::Io{}, o[i][d], p[i], b[0], b[1]);
+                mma_m16n8k16(Config::Io{}, o[i][d + 1], p[i], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Scores in base-2 units with softcap and mask (only in SCORE_MODS variants).
+OA_DEVICE void modify_scores(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0, int lane) {
+    int64 head_offset = t.batch_idx * p.mask_stride_b + t.head_idx * p.mask_stride_h;
+    float inv_softcap = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+        for (int n = 0; n < Config::kNTiles; ++n)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                float score = s[i][n][x] * p.softmax_scale;
+                if (p.softcap > 0.0f) score = p.softcap * tanh_exp2(score * inv_softcap);
+                if (p.mask_kind != kMaskNone) {
+                    int32 row = warp_row + i * 16 + (lane >> 2) + (x >> 1) * 8;
+                    int32 key = n0 + n * 8 + 2 * (lane & 3) + (x & 1);
+                    bool inside = row < t.seqlen_q && key < t.seqlen_k;
+                    float bias = inside ? mask_value<Config::Io>(p, head_offset, row, key) : neg_inf();
+                    // A masked key is gone whatever its score is, not a number included.
+                    score = bias == neg_inf() ? neg_inf() : score + bias;
+                }
+                s[i][n][x] = score * kLog2e;
+            }
+}
+
+OA_DEVICE void mask_edges(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0, int lane) {
+#pragma unroll
+    for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int32 row = warp_row + i * 16 + (lane >> 2) + r * 8;
+            KeyRange keys = visible_keys(row, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
+            // Relative to this lane's first column: one compare with a constant per score.
+            int32 lo = keys.lo - n0 - 2 * (lane & 3), hi = keys.hi - n0 - 2 * (lane & 3);
+#pragma unroll
+            for (int n = 0; n < Config::kNTiles; ++n)
+#pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    int32 col = n * 8 + x;
+                    if (col < lo || col >= hi) s[i][n][2 * r + x] = neg_inf();
+                }
+        }
+}
+
+// O / l through shared memory (the rows of Q that only this warp has read) to 16-byte stores, and the LSE.
+OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const AttnFwdParams& p,
+                        const FwdTile& t, uint8* q_smem, int warp_idx, int lane) {
+    softmax.reduce_denominator();
+    float sink2 = neg_inf();
+    if (p.sinks_kind != kSinksNone && t.has_keys) {
+        float sink = p.sinks_kind == kSinksFloat
+                         ? static_cast<const float*>(p.sinks)[t.head_idx]
+                         : to_float(Config::Io{}, static_cast<const uint16*>(p.sinks)[t.head_idx]);
+        sink2 = sink * kLog2e;
+    }
+    constexpr int kWarpRows = Config::kMTiles * 16;
+    int32 warp_row = t.m0 + warp_idx * kWarpRows;
+    float* lse = p.lse == nullptr ? nullptr
+                                  : p.lse + t.batch_idx * p.lse_stride_b + t.head_idx * p.lse_stride_h + t.q_begin;
+    __syncwarp();  // every lane's ldmatrix of Q comes before any lane's store of O
+#pragma unroll
+    for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            RowResult res = finish_row(softmax.m2[i][r], softmax.l[i][r], sink2);
+            int row = warp_idx * kWarpRows + i * 16 + (lane >> 2) + r * 8;
+            if (lse != nullptr && (lane & 3) == 0 && t.m0 + row < t.seqlen_q) lse[t.m0 + row] = res.lse;
+#pragma unroll
+            for (int d = 0; d < Config::kDTiles; ++d) {
+                uint32 packed = pack2(Config::Io{}, o[i][d][2 * r] * res.o_scale, o[i][d][2 * r + 1] * res.o_scale);
+                *reinterpret_cast<uint32*>(q_smem + QTile::offset(row, d) + (lane & 3) * 4) = packed;
+            }
+        }
+    __syncwarp();
+    uint16* go = p.o + t.batch_idx * p.o_stride_b + t.head_idx * p.o_stride_h + int64(t.q_begin) * p.o_stride_s;
+    constexpr int kChunks = Config::kHeadDim / 8;
+#pragma unroll
+    for (int at = 0; at < kWarpRows * kChunks; at += 32) {
+        int row = (at + lane) / kChunks, chunk = (at + lane) % kChunks;
+        if (warp_row + row < t.seqlen_q && chunk * 8 < p.head_dim) {
+            uint4 data = *reinterpret_cast<const uint4*>(q_smem + QTile::offset(warp_idx * kWarpRows + row, chunk));
+            *reinterpret_cast<uint4*>(go + int64(warp_row + row) * p.o_stride_s + chunk * 8) = data;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS)
+    attn_fwd_sm80(const __grid_constant__ AttnFwdParams p) {
+    extern __shared__ __align__(1024) uint8 smem_raw[];
+    SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
+    int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
+
+    int64 tile_idx = p.tile_offset + blockIdx.x;
+    FwdTile t = p.cu_seqlens_q == nullptr ? dense_tile<Config::kBlockM>(p, tile_idx)
+                                          : varlen_tile<Config::kBlockM>(p, tile_idx);
+    if (!t.valid) return;
+
+    // Keys that any row of this CTA sees, in tiles of BLOCK_N.
+    int32 last_row = min_of(t.m0 + Config::kBlockM, t.seqlen_q) - 1;
+    KeyRange first_keys = visible_keys(t.m0, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
+    KeyRange last_keys = visible_keys(last_row, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
+    int32 n_first = first_keys.lo / Config::kBlockN;
+    int32 n_end = (int64(last_keys.hi) + Config::kBlockN - 1) / Config::kBlockN;
+    // Tiles in [n_full_first, n_full_end) are visible to every row and need no masking.
+    int32 n_full_first = (int64(last_keys.lo) + Config::kBlockN - 1) / Config::kBlockN;
+    int32 n_full_end = first_keys.hi / Config::kBlockN;
+
+    int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
+    const uint16* gq = p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h +
+                       (int64(t.q_begin) + t.m0) * p.q_stride_s;
+    const uint16* gk = p.k + t.batch_idx * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
+    const uint16* gv = p.v + t.batch_idx * p.v_stride_b + kv_head * p.v_stride_h + int64(t.k_begin) * p.v_stride_s;
+    uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
+
+    KvCopy kv_copy(p.head_dim, tid);
+    auto copy_k = [&](int32 n, int stage) {
+        int64 row = int64(n) * Config::kBlockN;
+        kv_copy.issue(smem_k + stage * KvTile::kBytes, gk + row * p.k_stride_s, p.k_stride_s,
+                      int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN)), tid);
+    };
+    auto copy_v = [&](int32 n, int stage) {
+        int64 row = int64(n) * Config::kBlockN;
+        kv_copy.issue(smem_v + stage * KvTile::kBytes, gv + row * p.v_stride_s, p.v_stride_s,
+                      int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN)), tid);
+    };
+
+    Output o;
+#pragma unroll
+    for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+        for (int d = 0; d < Config::kDTiles; ++d) o[i][d][0] = o[i][d][1] = o[i][d][2] = o[i][d][3] = 0.0f;
+    OnlineSoftmax<Config::kMTiles> softmax;
+    softmax.init();
+    // Score units -> base-2 exponent. SCORE_MODS variants keep their scores in base-2 units already.
+    float c = Config::kScoreMods ? 1.0f : p.softmax_scale * kLog2e;
+
+    int32 n = n_end - 1;
+    if (n >= n_first) {
+        QCopy(p.head_dim, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
+        copy_k(n, 0);
+        if (Config::kStages == 2) copy_v(n, 0);
+        cp_async_commit();
+
+        constexpr int kWarpRows = Config::kMTiles * 16;
+        int32 warp_row = t.m0 + warp_idx * kWarpRows;
+        // ldmatrix lanes: Q (A fragments) and V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2 chunks.
+        QLane q_lane(lane & 15, lane >> 4);
+        KvLane k_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+        KvLane v_lane(lane & 15, lane >> 4);
+        // Warp offset inside the panels: whole 8-row groups, so the swizzle stays the same.
+        uint32 smem_q_warp = smem_q + warp_idx * kWarpRows * 128;
+        if (QTile::kHasTail) q_lane.tail -= warp_idx * kWarpRows * 64;
+
+        QFragments rq;
+        if (Config::kQInRegisters) {
+            cp_async_wait<0>();
+            __syncthreads();
+#pragma unroll
+            for (int step = 0; step < Config::kHeadDim / 16; ++step)
+                load_q_step(rq[Config::kQInRegisters ? step : 0], smem_q_warp, q_lane, step);
+        }
+
+        int stage = 0;
+        for (; n >= n_first; --n) {
+            cp_async_wait<0>();
+            __syncthreads();  // this tile has landed; every warp has left the tile before
+            if (Config::kStages == 2) {
+                if (n > n_first) {
+                    copy_k(n - 1, stage ^ 1);
+                    copy_v(n - 1, stage ^ 1);
+                }
+            } else {
+                copy_v(n, 0);
+            }
+            cp_async_commit();
+
+            Scores s;
+            mma_qk(s, rq, smem_q_warp, q_lane, smem_k + stage * KvTile::kBytes, k_lane);
+
+            if (Config::kStages == 1) {
+                cp_async_wait<0>();
+                __syncthreads();
+                if (n > n_first) copy_k(n - 1, 0);
+                cp_async_commit();
+            }
+            int32 n0 = n * Config::kBlockN;
+            if (Config::kScoreMods) modify_scores(s, p, t, warp_row, n0, lane);
+            if (n < n_full_first || n >= n_full_end) mask_edges(s, p, t, warp_row, n0, lane);
+
+            softmax.update(s, o, c);
+            exp_and_mma_pv(s, o, softmax, c, smem_v + stage * KvTile::kBytes, v_lane);
+            if (Config::kStages == 2) stage ^= 1;
+        }
+    }
+    epilogue(o, softmax, p, t, smem.q, warp_idx, lane);
+}

@@ -1,0 +1,59 @@
+// Global -> shared copy of a [rows x head_dim] tile by all threads of a CTA (cp.async, 16 bytes a thread and step).
+// Rows at or beyond `valid_rows` and columns at or beyond `head_dim` are filled with zeros: a tail of V that is not a
+// number would otherwise survive the product with P = 0.
+#pragma once
+#include "ptx/cp_async.cuh"
+#include "ptx/types.cuh"
+#include "tile/panel.cuh"
+
+template <int kRows, int kHeadDim, int kThreads>
+struct TileCopy {
+    using Tile = PanelTile<kRows, kHeadDim>;
+    static constexpr int kRowsPerStep = kThreads / 8;      // 8 chunks of 16 bytes in a 128-byte row
+    static constexpr int kTailRowsPerStep = kThreads / 4;  // 4 in a 64-byte row
+    static_assert(kRows % kRowsPerStep == 0 || kRows < kRowsPerStep, "steps must cover the tile exactly");
+
+    // What does not change from tile to tile; one per thread.
+    uint32 dst, tail_dst;                       // shared byte offsets of this thread's first chunk
+    uint32 column_bytes[Tile::kFullPanels + 1];  // 16 where the chunk lies inside head_dim, else 0; last: tail panel
+
+    OA_DEVICE TileCopy(int head_dim, int tid) {
+        int row = tid >> 3, chunk = tid & 7;
+        dst = row * 128 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+        for (int p = 0; p < Tile::kFullPanels; ++p) column_bytes[p] = p * 64 + chunk * 8 < head_dim ? 16 : 0;
+        int tail_row = tid >> 2, tail_chunk = tid & 3;
+        tail_dst = Tile::kFullPanels * Tile::kPanelBytes + tail_row * 64 + ((tail_chunk ^ ((tail_row >> 1) & 3)) << 4);
+        column_bytes[Tile::kFullPanels] = Tile::kFullPanels * 64 + tail_chunk * 8 < head_dim ? 16 : 0;
+    }
+
+    // smem: the tile's shared address; g: its first element; row_stride in elements.
+    OA_DEVICE void issue(uint32 smem, const uint16* g, int64 row_stride, int valid_rows, int tid) const {
+        if (Tile::kFullPanels > 0) {
+            int row0 = tid >> 3;
+            const uint16* src = g + row0 * row_stride + (tid & 7) * 8;
+#pragma unroll
+            for (int r = 0; r < kRows; r += kRowsPerStep) {
+                if (kRows >= kRowsPerStep || row0 < kRows) {
+                    bool row_ok = row0 + r < valid_rows;
+#pragma unroll
+                    for (int p = 0; p < Tile::kFullPanels; ++p)
+                        cp_async_16(smem + dst + p * Tile::kPanelBytes + r * 128, src + p * 64,
+                                    row_ok ? column_bytes[p] : 0);
+                }
+                src += kRowsPerStep * row_stride;
+            }
+        }
+        if (Tile::kHasTail) {
+            int row0 = tid >> 2;
+            const uint16* src = g + row0 * row_stride + Tile::kFullPanels * 64 + (tid & 3) * 8;
+#pragma unroll
+            for (int r = 0; r < kRows; r += kTailRowsPerStep) {
+                if (kRows >= kTailRowsPerStep || row0 < kRows)
+                    cp_async_16(smem + tail_dst + r * 64, src,
+                                row0 + r < valid_rows ? column_bytes[Tile::kFullPanels] : 0);
+                src += kTailRowsPerStep * row_stride;
+            }
+        }
+    }
+};

@@ -1,0 +1,25 @@
+// cp.async (PTX ISA, "cp.async"): global to shared copies that complete in groups.
+#pragma once
+#include "ptx/types.cuh"
+
+// cp.async.cg.shared.global.L2::128B [dst], [src], 16, src_bytes: copies src_bytes (0 or 16) and fills the rest of the
+// 16 with zeros; with 0 nothing is read. Any lane; both addresses 16-byte aligned. Pairs with commit/wait below.
+OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint32 src_bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(smem_dst), "l"(gmem_src), "r"(src_bytes)
+                 : "memory");
+}
+
+// cp.async.commit_group: closes this thread's current group of copies.
+OA_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// cp.async.wait_group N: at most N of this thread's groups are still in flight. Other threads see the data only after
+// a barrier that follows.
+template <int N>
+OA_DEVICE void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Shared-window byte address of a generic pointer into shared memory.
+OA_DEVICE uint32 smem_addr_of(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }

@@ -1,0 +1,31 @@
+// Approximate special functions of the multi-function unit (PTX ISA, "ex2", "lg2", "rcp").
+#pragma once
+#include "ptx/types.cuh"
+
+// ex2.approx.ftz.f32: 2^x, at most 2 ulp; ex2(-inf) = +0, ex2(NaN) = NaN.
+OA_DEVICE float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// lg2.approx.f32: log2(x), absolute error below 2^-22 around 1, relative elsewhere; log2(0) = -inf.
+OA_DEVICE float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// rcp.approx.ftz.f32: 1/x, at most 1 ulp.
+OA_DEVICE float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// tanh through exp2: absolute error about 2e-7 over the whole range. tanh.approx.f32 has 5e-4, which a softcap of 50
+// would turn into 0.025 on a logit.
+OA_DEVICE float tanh_exp2(float x) {
+    float e = exp2_approx(2.0f * kLog2e * x);  // inf for large x: 1 - 2/(inf) = 1
+    return 1.0f - 2.0f * rcp_approx(1.0f + e);
+}

@@ -1,0 +1,33 @@
+// Fixed-width names and the two 16-bit element types. No header is included anywhere below kernels_cu: NVRTC finds
+// none by default, and so the run-time compiler needs nothing but libnvrtc.
+#pragma once
+
+using int32 = int;
+using uint8 = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using int64 = long long;
+using uint64 = unsigned long long;
+
+static_assert(sizeof(int64) == 8 && sizeof(int32) == 4 && sizeof(uint16) == 2, "LP64 or LLP64 device model expected");
+
+#define OA_DEVICE __device__ __forceinline__
+
+// Tags for the element type of q, k, v. Values in memory are handled as raw 16-bit patterns.
+struct Half {};
+struct BFloat16 {};
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLowest = -3.402823466e38f;  // lowest finite fp32
+constexpr float kLn2 = 0.6931471805599453f;
+
+OA_DEVICE float neg_inf() { return __int_as_float(0xff800000); }
+
+template <typename T>
+OA_DEVICE T min_of(T a, T b) {
+    return a < b ? a : b;
+}
+template <typename T>
+OA_DEVICE T max_of(T a, T b) {
+    return a > b ? a : b;
+}
