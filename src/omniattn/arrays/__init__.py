@@ -1,0 +1,322 @@
+"""Arrays of every framework: facts in, the same framework's arrays out, and streams in the right order.
+
+A call goes through here in this order::
+
+    q = describe(q_object, "q")                 # and every other input
+    launch on  stream = prepare(tensors, stream_argument)
+    retire(tensors, stream)                     # memory that the queued kernel still reads
+    result = finish(out, stream)
+
+Nothing here waits on the host. Importing this package imports no framework: their modules are loaded when the first
+of their arrays is seen. On the common path (torch or CuPy, no ``stream=``) `prepare`, `retire` and `finish` touch no
+CUDA function but the query of the framework's current stream.
+
+Streams
+-------
+==========  =======================================  ==========================================================
+framework   kernel runs on (without ``stream=``)     result is safe to use
+==========  =======================================  ==========================================================
+torch       torch's current stream                   on that stream
+CuPy        CuPy's current stream                    on that stream
+JAX         legacy default stream, after the inputs  anywhere in JAX: it waits for the kernel
+other       legacy default stream, after the inputs  in the library, if it has ``from_dlpack``; else on that stream
+==========  =======================================  ==========================================================
+
+With ``stream=`` the kernel runs there, after what the framework has queued for the inputs; torch and CuPy results are
+then safe on ``stream``: work on another stream has to be made to wait, as always with streams in these frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..errors import ArgumentError, DeviceError
+from .host import bfloat16_bits, store, to_numpy
+from .streams import resolve_stream
+from .tensor import ITEMSIZE, CapsuleTensor, Tensor, contiguous_strides
+
+__all__ = [
+    "CapsuleTensor",
+    "ITEMSIZE",
+    "Tensor",
+    "bfloat16_bits",
+    "contiguous_strides",
+    "current_stream",
+    "describe",
+    "empty_like_framework",
+    "finish",
+    "prepare",
+    "require_same_device",
+    "require_writable",
+    "resolve_stream",
+    "retire",
+    "store",
+    "to_numpy",
+]
+
+Describer = Callable[[Any, str, "int | None"], Tensor]
+
+_describers: dict[type, Describer] = {}
+_empties: dict[str, Callable[[Tensor, tuple[int, ...], str], Tensor]] = {}
+_currents: dict[str, Callable[[Tensor], int]] = {}
+
+
+def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
+    """Facts of a caller's array.
+
+    Parameters
+    ----------
+    obj : array
+        torch, CuPy, JAX or NumPy array, or any object with ``__dlpack__`` and ``__dlpack_device__``.
+    argument : str
+        Name of the argument, for errors.
+    stream : int, optional
+        Raw stream of the launch, if it is known already. Only JAX and DLPack exporters use it (default: the legacy
+        default stream, 0), to save a second export when `prepare` arrives at another stream.
+
+    Returns
+    -------
+    Tensor
+
+    Raises
+    ------
+    ArgumentError
+        Not an array, or one that its exporter will not give.
+    DtypeError, DeviceError, StrideError
+        An element type, a device or strides that cannot be expressed.
+    UnsupportedError
+        Tracers, subclasses with a meaning of their own, sparse and nested tensors, tensors that require a gradient.
+    """
+    try:
+        describer = _describers[type(obj)]
+    except KeyError:
+        describer = _register(type(obj), argument)
+    return describer(obj, argument, stream)
+
+
+def _register(cls: type, argument: str) -> Describer:
+    """Find out, once for each class, whose arrays these are."""
+    for base in cls.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root == "torch" and base.__name__ == "Tensor":
+            from . import from_torch
+
+            _empties["torch"] = from_torch.empty
+            _currents["torch"] = from_torch.current_stream
+            _describers[cls] = from_torch.describer(cls)
+            return _describers[cls]
+        if root == "numpy" and base.__name__ == "ndarray":
+            from . import from_numpy
+
+            _empties["numpy"] = from_numpy.empty_numpy
+            _describers[cls] = from_numpy.numpy_describer(cls)
+            return _describers[cls]
+        if root == "cupy" and base.__name__ == "ndarray":
+            from . import from_numpy
+
+            _empties["cupy"] = from_numpy.empty_cupy
+            _currents["cupy"] = from_numpy.current_stream_cupy
+            _describers[cls] = from_numpy.cupy_describer(cls)
+            return _describers[cls]
+        if root in ("jax", "jaxlib") and base.__name__ in ("ArrayImpl", "Array", "Tracer"):
+            from . import from_dlpack
+
+            _empties["jax"] = from_dlpack.empty_jax
+            _describers[cls] = from_dlpack.jax_describer(cls)
+            return _describers[cls]
+    if not (hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__")):
+        raise ArgumentError(
+            argument,
+            "an array: torch, CuPy, JAX, NumPy, or any object with __dlpack__ and __dlpack_device__",
+            f"{cls.__module__}.{cls.__qualname__}",
+        )
+    from . import from_dlpack
+
+    _empties["dlpack"] = from_dlpack.empty_dlpack
+    _describers[cls] = from_dlpack.describe_dlpack
+    return _describers[cls]
+
+
+def empty_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """A new row-major array of ``ref``'s framework on ``ref``'s device, uninitialized.
+
+    Parameters
+    ----------
+    ref : Tensor
+        An input.
+    shape : tuple of int
+        Extents.
+    dtype : str
+        Element type.
+
+    Returns
+    -------
+    Tensor
+        Its array is given to the user by `finish`.
+
+    Raises
+    ------
+    ArgumentError
+        A plain DLPack exporter whose library has no array API ``empty``: the user has to pass ``out=``.
+    """
+    return _empties[ref.framework](ref, shape, dtype)
+
+
+def current_stream(ref: Tensor) -> int:
+    """Raw stream on which ``ref``'s framework queues its work; 0 for JAX and plain DLPack, and on the CPU."""
+    if ref.device == "cpu":
+        return 0
+    query = _currents.get(ref.framework)
+    return 0 if query is None else query(ref)
+
+
+def require_same_device(tensors: Iterable[Tensor]) -> None:
+    """Check that all tensors are where the first one is.
+
+    Raises
+    ------
+    DeviceError
+        Names the argument that is elsewhere.
+    """
+    iterator = iter(tensors)
+    first = next(iterator)
+    device, ordinal = first.device, first.ordinal
+    for t in iterator:
+        if t.device != device or t.ordinal != ordinal:
+            raise DeviceError(
+                t.argument, f"an array on {first.device_name}, like {first.argument!r}", f"one on {t.device_name}"
+            )
+
+
+def require_writable(t: Tensor) -> None:
+    """Check that a user's ``out`` may be written.
+
+    Raises
+    ------
+    ArgumentError
+        A read-only array; every JAX array is one. A torch inference tensor outside inference mode.
+    """
+    if t.readonly:
+        received = "a jax.Array, which never changes" if t.framework == "jax" else "a read-only array"
+        hint = "Leave it out: the result is then a new array" if t.framework == "jax" else None
+        raise ArgumentError(t.argument, "a writable array", received, hint=hint)
+    if t.framework == "torch":
+        from . import from_torch
+
+        from_torch.check_out(t)
+
+
+def prepare(tensors: Sequence[Tensor], stream: Any = None) -> int:
+    """Choose the launch stream, and make it wait for everything that the kernel will touch.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor
+        All arrays of the call, results included, all on one device; the first one's framework decides.
+    stream : optional
+        The user's ``stream`` argument, see `resolve_stream`.
+
+    Returns
+    -------
+    int
+        Raw stream to launch on; 0 on the CPU.
+
+    Raises
+    ------
+    ArgumentError
+        A bad ``stream``, or one given with arrays on the CPU.
+    """
+    first = tensors[0]
+    if first.device == "cpu":
+        if stream is not None:
+            raise ArgumentError("stream", "None, because the arrays are on the CPU", repr(stream))
+        return 0
+    framework = first.framework
+    chosen = None if stream is None else resolve_stream(stream)
+    raw = current_stream(first)
+    # Torch and CuPy queue on the stream that we launch on: nothing to wait for. The others need their capsules looked
+    # at.
+    if framework in _currents and (chosen is None or chosen == raw):
+        for t in tensors:
+            if t.framework is not framework:
+                break
+        else:
+            return raw
+    if chosen is None:
+        chosen = raw
+    _synchronize(tensors, chosen)
+    return chosen
+
+
+def _synchronize(tensors: Sequence[Tensor], stream: int) -> None:
+    groups: dict[str, list[Tensor]] = {}
+    for t in tensors:
+        if isinstance(t, CapsuleTensor):
+            if t.synced != stream:
+                from . import from_dlpack
+
+                from_dlpack.resync(t, stream)
+        else:
+            groups.setdefault(t.framework, []).append(t)
+    for framework, group in groups.items():
+        if current_stream(group[0]) == stream:
+            continue
+        if framework == "torch":
+            from . import from_torch
+
+            from_torch.enter(group, stream)
+        else:
+            from . import from_numpy
+
+            from_numpy.enter_cupy(group, stream)
+
+
+def retire(tensors: Sequence[Tensor], stream: int) -> None:
+    """After the launch: keep memory alive that its owner would otherwise reuse while the kernel still works on it.
+
+    Torch needs nothing here (its allocator was told in `prepare`), nor does CuPy on its own stream. Capsules of JAX
+    and other exporters, and CuPy arrays used on a foreign stream, are held until the kernel is through. Not during
+    graph capture: a graph's arrays are the caller's to keep.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor
+        All arrays of the call.
+    stream : int
+        What `prepare` returned.
+    """
+    held: list[Any] = []
+    for t in tensors:
+        if t.framework == "torch" or t.device == "cpu":
+            continue
+        if isinstance(t, CapsuleTensor):
+            held.append((t.capsule, t.obj))
+        elif current_stream(t) != stream:
+            held.append(t.obj)
+    if held:
+        from . import events
+
+        events.keep_until_done(stream, tensors[0].ordinal, held)
+
+
+def finish(out: Tensor, stream: int) -> Any:
+    """A result's array, for the user.
+
+    Parameters
+    ----------
+    out : Tensor
+        From `empty_like_framework`, or the user's ``out``.
+    stream : int
+        What `prepare` returned; the kernel must have been queued there.
+
+    Returns
+    -------
+    array
+        Of ``out``'s framework. For JAX and other DLPack libraries, one whose next use waits for the kernel.
+    """
+    if isinstance(out, CapsuleTensor):
+        from . import from_dlpack
+
+        return from_dlpack.finish(out, stream)
+    return out.obj

@@ -1,0 +1,229 @@
+"""CUDA events on raw stream handles, for frameworks whose own events are out of reach (JAX, plain DLPack exporters).
+
+Also the list of memory that queued kernels still read: an exporter that knows nothing of our stream may hand memory
+out again as soon as the capsule is released, so capsules are kept until an event behind the kernel has passed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from ..runtime import driver as _driver
+
+
+class EventBackend(Protocol):
+    """The five driver calls needed here; handles are integers."""
+
+    def context(self, ordinal: int) -> AbstractContextManager[None]:
+        """Run the block with a context of GPU ``ordinal`` current."""
+
+    def create(self) -> int:
+        """Make an event without timing."""
+
+    def destroy(self, event: int) -> None:
+        """Give an event back; pending waits on it stay valid."""
+
+    def record(self, event: int, stream: int) -> None:
+        """Record on a stream."""
+
+    def wait(self, stream: int, event: int) -> None:
+        """Make a stream wait."""
+
+    def done(self, event: int) -> bool:
+        """Whether everything before the record has run."""
+
+    def capturing(self, stream: int) -> bool:
+        """Whether the stream is recording a CUDA graph."""
+
+
+class _CudaBindings:
+    """Events through cuda-bindings."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver as cu
+
+        self._cu = cu
+
+    def _check(self, call: str, result: Any) -> Any:
+        code, *values = result
+        if code:
+            _, name = self._cu.cuGetErrorName(code)
+            _, text = self._cu.cuGetErrorString(code)
+            raise _driver.driver_error(call, (name or b"unknown").decode(), (text or b"").decode())
+        return values[0] if values else None
+
+    def context(self, ordinal: int) -> AbstractContextManager[None]:
+        return _driver.device_context(_driver.get_driver(), ordinal)
+
+    def create(self) -> int:
+        flags = self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        return int(self._check("cuEventCreate", self._cu.cuEventCreate(flags)))
+
+    def destroy(self, event: int) -> None:
+        self._check("cuEventDestroy", self._cu.cuEventDestroy(event))
+
+    def record(self, event: int, stream: int) -> None:
+        self._check("cuEventRecord", self._cu.cuEventRecord(event, stream))
+
+    def wait(self, stream: int, event: int) -> None:
+        self._check("cuStreamWaitEvent", self._cu.cuStreamWaitEvent(stream, event, 0))
+
+    def done(self, event: int) -> bool:
+        (code,) = self._cu.cuEventQuery(event)
+        if code == self._cu.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self._check("cuEventQuery", (code,))
+        return True
+
+    def capturing(self, stream: int) -> bool:
+        status = self._check("cuStreamIsCapturing", self._cu.cuStreamIsCapturing(stream))
+        return bool(status != self._cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+class _Cupy:
+    """Events through CuPy's binding of the CUDA runtime."""
+
+    def __init__(self) -> None:
+        from cupy.cuda import runtime
+
+        self._rt = runtime
+
+    def context(self, ordinal: int) -> AbstractContextManager[None]:
+        return _driver.device_context(_driver.get_driver(), ordinal)
+
+    def _call(self, name: str, *args: int) -> Any:
+        try:
+            return getattr(self._rt, name)(*args)
+        except self._rt.CUDARuntimeError as error:
+            code, _, text = str(error).partition(":")
+            raise _driver.driver_error("cuda" + name[0].upper() + name[1:], code, text.strip()) from error
+
+    def create(self) -> int:
+        return int(self._call("eventCreateWithFlags", self._rt.eventDisableTiming))
+
+    def destroy(self, event: int) -> None:
+        self._call("eventDestroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._call("eventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._call("streamWaitEvent", stream, event)
+
+    def done(self, event: int) -> bool:
+        # CuPy returns cudaErrorNotReady here instead of raising it.
+        return int(self._call("eventQuery", event)) == 0
+
+    def capturing(self, stream: int) -> bool:
+        return bool(self._call("streamIsCapturing", stream))
+
+
+_backend: EventBackend | None = None
+
+
+def set_backend(backend: EventBackend | None) -> None:
+    """Use ``backend`` from now on (tests); None: choose again at the next use."""
+    global _backend
+    _backend = backend
+    _pending.clear()
+
+
+def _get() -> EventBackend:
+    global _backend
+    if _backend is None:
+        # The same binding as the kernels' loader, so that OMNIATTN_DRIVER rules both.
+        _backend = _Cupy() if _driver.get_driver().name == "cupy" else _CudaBindings()
+    return _backend
+
+
+class Event:
+    """An event recorded on a raw stream.
+
+    Parameters
+    ----------
+    stream : int
+        Raw handle.
+    ordinal : int
+        The stream's GPU.
+    """
+
+    __slots__ = ("_backend", "_handle", "ordinal")
+
+    def __init__(self, stream: int, ordinal: int) -> None:
+        self._handle = 0
+        self.ordinal = ordinal
+        self._backend = _get()
+        with self._backend.context(ordinal):
+            self._handle = self._backend.create()
+            self._backend.record(self._handle, stream)
+
+    def make_wait(self, stream: int) -> None:
+        """Let later work on ``stream`` wait for the event; the host does not."""
+        with self._backend.context(self.ordinal):
+            self._backend.wait(stream, self._handle)
+
+    def done(self) -> bool:
+        """Whether everything before the record has run; never waits."""
+        with self._backend.context(self.ordinal):
+            return self._backend.done(self._handle)
+
+    def __del__(self) -> None:
+        if self._handle and not sys.is_finalizing():
+            with self._backend.context(self.ordinal):
+                self._backend.destroy(self._handle)
+
+
+_pending: deque[tuple[Event, list[Any]]] = deque()
+_lock = threading.Lock()
+
+
+def keep_until_done(stream: int, ordinal: int, owners: list[Any]) -> None:
+    """Keep ``owners`` alive until what is queued on ``stream`` now has run; looked after at the next such call.
+
+    During graph capture nothing is kept: the graph reads the arrays at every replay, so they are the caller's to keep
+    alive.
+    """
+    backend = _get()
+    with backend.context(ordinal):
+        if backend.capturing(stream):
+            return
+    event = Event(stream, ordinal)
+    with _lock:
+        _pending.append((event, owners))
+    collect()
+
+
+def collect() -> int:
+    """Let go of everything whose event has passed; returns how many calls are still pending.
+
+    Not only from the left: calls on different streams finish in any order.
+    """
+    finished = []
+    with _lock:
+        for _ in range(len(_pending)):
+            entry = _pending.popleft()
+            if entry[0].done():
+                finished.append(entry)
+            else:
+                _pending.append(entry)
+        pending = len(_pending)
+    # Deleters run outside the lock: they may be foreign code that comes back here.
+    finished.clear()
+    return pending
+
+
+def _forget() -> None:
+    global _backend, _lock
+    # The handles mean nothing in a forked child or under another driver; the memory belongs to the parent.
+    for event, _ in _pending:
+        event._handle = 0
+    _pending.clear()
+    _backend = None
+    _lock = threading.Lock()
+
+
+_driver.on_reset(_forget)

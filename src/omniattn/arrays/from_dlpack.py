@@ -1,0 +1,244 @@
+"""JAX arrays and every other exporter of DLPack: both come in a capsule, and go back through one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ArgumentError, DeviceError, UnsupportedError
+from . import capsule as dlpack
+from .events import Event
+from .tensor import CapsuleTensor, Tensor, fill
+
+
+def stream_for_exporter(stream: int) -> int:
+    """DLPack's name of a raw stream: the legacy default stream, 0 to CUDA, is 1 there."""
+    return 1 if stream == 0 else stream
+
+
+def request(obj: Any, argument: str, stream: int | None) -> dlpack.Capsule:
+    """Ask an exporter for its capsule, made safe to use on ``stream`` (None on the CPU).
+
+    Raises
+    ------
+    ArgumentError
+        The exporter refused; its own error is the cause.
+    """
+    options: dict[str, Any] = {} if stream is None else {"stream": stream_for_exporter(stream)}
+    try:
+        try:
+            made = obj.__dlpack__(**options, max_version=dlpack.MAX_VERSION)
+        except TypeError:
+            # An exporter from before DLPack 1.0 does not know max_version. If the TypeError came from elsewhere it
+            # comes again.
+            made = obj.__dlpack__(**options)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            argument,
+            "an array that can be exported by __dlpack__",
+            f"{type(error).__name__} from its exporter: {error}",
+        ) from error
+    return dlpack.Capsule(made, argument)
+
+
+def _device(obj: Any, argument: str) -> str:
+    try:
+        kind = int(obj.__dlpack_device__()[0])
+    except (BufferError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"argument {argument!r} cannot be exported by DLPack ({error})", instead="an array that lives on one device"
+        ) from error
+    if kind not in dlpack.DEVICES:
+        raise dlpack.unusable_device(argument, kind)
+    return dlpack.DEVICES[kind]
+
+
+def _describe(obj: Any, argument: str, stream: int | None, framework: str) -> CapsuleTensor:
+    device = _device(obj, argument)
+    if device == "cpu":
+        synced = None
+    else:
+        # Neither has a current stream that one could ask for: the legacy default stream it is.
+        synced = 0 if stream is None else stream
+    taken = request(obj, argument, synced)
+    t = CapsuleTensor()
+    t.capsule = taken
+    t.synced = synced
+    t.owned = False
+    readonly = taken.readonly or framework == "jax"
+    ptr, shape, strides = taken.ptr, taken.shape, taken.strides
+    fill(t, obj, framework, ptr, shape, strides, taken.dtype, taken.device, taken.ordinal, readonly, argument)
+    return t
+
+
+def describe_dlpack(obj: Any, argument: str, stream: int | None = None) -> Tensor:
+    """Facts of any exporter's array."""
+    return _describe(obj, argument, stream, "dlpack")
+
+
+def describe_jax(obj: Any, argument: str, stream: int | None = None) -> Tensor:
+    """Facts of a concrete JAX array. Always read-only: JAX's arrays do not change."""
+    return _describe(obj, argument, stream, "jax")
+
+
+def jax_describer(cls: type) -> Callable[[Any, str, int | None], Tensor]:
+    """The `describe` for one class of JAX values."""
+    tracer = any(base.__name__ == "Tracer" for base in cls.__mro__)
+    return _refuse_tracer if tracer else describe_jax
+
+
+def _refuse_tracer(obj: Any, argument: str, stream: int | None = None) -> Tensor:
+    raise UnsupportedError(
+        f"argument {argument!r} is a JAX tracer ({type(obj).__name__}): this version runs eagerly only, not inside "
+        "jax.jit, jax.grad or jax.vmap",
+        instead="calling outside the transform, with concrete jax.Array values",
+    )
+
+
+def resync(t: CapsuleTensor, stream: int) -> None:
+    """Have the exporter make ``stream`` wait as well. The second capsule replaces the first."""
+    again = request(t.obj, t.argument, stream)
+    if again.ptr != t.ptr:
+        again.release()
+        raise ArgumentError(
+            t.argument, "an exporter that gives the same memory every time", "another address at the second export"
+        )
+    t.capsule.release()
+    t.capsule = again
+    t.synced = stream
+
+
+def empty_jax(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """A new JAX array on ``ref``'s device, from JAX's allocator."""
+    from jax import numpy as jnp
+
+    (device,) = ref.obj.devices()
+    obj = jnp.empty(shape, dtype=dtype, device=device)
+    if str(obj.dtype) != dtype:
+        raise UnsupportedError(
+            f"JAX made {obj.dtype} instead of {dtype}", instead='jax.config.update("jax_enable_x64", True)'
+        )
+    return _own(describe_jax(obj, "out", _synced(ref)))
+
+
+def empty_dlpack(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """A new array of ``ref``'s library, by the ``empty`` of its array API namespace."""
+    obj = ref.obj
+    namespace = _namespace(obj)
+    make = getattr(namespace, "empty", None)
+    element = obj.dtype if dtype == ref.dtype and hasattr(obj, "dtype") else getattr(namespace, dtype, None)
+    if make is None or element is None:
+        missing = "no array API namespace with empty()" if make is None else f"no element type {dtype}"
+        raise ArgumentError(
+            "out",
+            f"an array for the result, because {type(obj).__module__}.{type(obj).__qualname__} has {missing}",
+            "None",
+            hint="Pass out= (and no return_lse), or convert the inputs to torch, CuPy, JAX or NumPy arrays",
+        )
+    options = {"device": obj.device} if hasattr(obj, "device") else {}
+    t = _own(describe_dlpack(make(shape, dtype=element, **options), "out", _synced(ref)))
+    if t.device_name != ref.device_name:
+        raise DeviceError(
+            "out", f"{ref.device_name}, as the inputs", f"{t.device_name} from {namespace.__name__}.empty"
+        )
+    return t
+
+
+def _namespace(obj: Any) -> Any:
+    method = getattr(obj, "__array_namespace__", None)
+    return None if method is None else method()
+
+
+def _synced(ref: Tensor) -> int | None:
+    return ref.synced if isinstance(ref, CapsuleTensor) else None
+
+
+def _own(t: Tensor) -> CapsuleTensor:
+    assert isinstance(t, CapsuleTensor)
+    t.owned = True
+    t.readonly = False
+    return t
+
+
+class Exporter:
+    """A result on its way into its owner's library.
+
+    The library's own ``from_dlpack`` asks for the capsule and names the stream on which it will read; that stream is
+    made to wait for our kernel.
+
+    Parameters
+    ----------
+    tensor : CapsuleTensor
+        The result; kept alive as long as the library holds what it imported.
+    event : Event or None
+        Recorded behind the kernel; None on the CPU.
+    """
+
+    __slots__ = ("_event", "_tensor")
+
+    def __init__(self, tensor: CapsuleTensor, event: Event | None) -> None:
+        self._tensor = tensor
+        self._event = event
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Device type and number."""
+        return (dlpack.CPU, 0) if self._tensor.device == "cpu" else (dlpack.CUDA, self._tensor.ordinal)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Make the capsule; ``stream``: None and 1 are the legacy default stream, -1 asks for no waiting."""
+        device = self.__dlpack_device__()
+        if copy:
+            raise BufferError("omniattn exports its results without copies")
+        if dl_device is not None and (int(dl_device[0]), int(dl_device[1])) != device:
+            raise BufferError(f"omniattn exports this result on DLPack device {device}, not {tuple(dl_device)}")
+        if self._event is None:
+            if stream is not None and stream != -1:
+                raise BufferError(f"an array on the CPU takes no stream, received {stream}")
+        elif stream != -1:
+            if stream is not None and (stream == 0 or stream < -1):
+                raise BufferError(f"stream must be -1, 1, 2 or a CUDA stream handle, received {stream}")
+            self._event.make_wait(0 if stream in (None, 1) else stream)
+        t = self._tensor
+        versioned = max_version is not None and max_version[0] >= 1
+        return dlpack.export(t.ptr, t.shape, t.strides, t.dtype, device, t, versioned=versioned)
+
+
+def finish(t: CapsuleTensor, stream: int) -> Any:
+    """Hand a result to its library, whose next use of it then waits for the kernel.
+
+    JAX: the array of `empty_jax` is never shown to the user; the imported one has the same memory and keeps it alive.
+    Other libraries: the import is made for its wait, and because a library may track readiness by array.
+    """
+    if 0 in t.shape:
+        return t.obj
+    event = None if t.device == "cpu" else Event(stream, t.ordinal)
+    exporter = Exporter(t, event)
+    if t.framework == "jax":
+        from jax import dlpack as jax_dlpack
+
+        return jax_dlpack.from_dlpack(exporter)
+    if event is None:
+        return t.obj
+    take = _importer(t.obj)
+    if take is None:
+        # No way to reach the library's stream. The result is ordered on `stream`, which is what the documentation says.
+        return t.obj
+    imported = take(exporter)
+    return imported if t.owned else t.obj
+
+
+def _importer(obj: Any) -> Callable[[Any], Any] | None:
+    """``from_dlpack`` of an array's library: its array API namespace, else its top module."""
+    namespace = _namespace(obj)
+    if namespace is None:
+        namespace = sys.modules.get(type(obj).__module__.partition(".")[0])
+    take = getattr(namespace, "from_dlpack", None)
+    return take if callable(take) else None

@@ -1,0 +1,171 @@
+"""PyTorch tensors. Imported only when one has been seen, because it imports torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
+from .tensor import Tensor
+
+NAME = "torch"
+
+_DTYPES: dict[Any, str] = {
+    getattr(torch, name): name
+    for name in ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+}
+# Not in every torch that this package works with.
+_DTYPES.update(
+    {
+        getattr(torch, name): name
+        for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
+        if hasattr(torch, name)
+    }
+)
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_NAMES = ", ".join(sorted(_BY_NAME))
+
+_new = Tensor.__new__
+_is_grad_enabled = torch.is_grad_enabled
+
+#: Subclasses that are plain memory, like their base.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def describer(cls: type) -> Callable[[Any, str, int | None], Tensor]:
+    """The `describe` for one class of tensors."""
+    return describe if cls in _PLAIN else _refuse_subclass
+
+
+def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
+    """A tensor's facts; the hot path, about ten attribute reads."""
+    t = _new(Tensor)
+    try:
+        t.ptr = obj.data_ptr()
+        t.shape = obj.shape
+        t.strides = obj.stride()
+        t.dtype = _DTYPES[obj.dtype]
+    except KeyError:
+        raise DtypeError(argument, f"one of {_NAMES}", str(obj.dtype).removeprefix("torch.")) from None
+    except RuntimeError as error:
+        raise _no_memory(obj, argument) from error
+    if obj.is_cuda:
+        t.device = "cuda"
+        t.ordinal = obj.get_device()
+    elif obj.is_cpu:
+        t.device = "cpu"
+        t.ordinal = 0
+    else:
+        raise _no_memory(obj, argument)
+    if obj.requires_grad and _is_grad_enabled():
+        raise UnsupportedError(
+            f"argument {argument!r} requires a gradient, and this version has no backward pass",
+            instead="calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()",
+        )
+    t.obj = obj
+    t.framework = NAME
+    t.readonly = False
+    t.argument = argument
+    return t
+
+
+def _no_memory(obj: Any, argument: str) -> Exception:
+    """The error for a tensor that is not plain strided memory on the CPU or on CUDA."""
+    if getattr(obj, "is_nested", False):
+        return UnsupportedError(
+            f"argument {argument!r} is a nested tensor",
+            instead="attention_varlen on the packed values() with cu_seqlens, or a padded tensor with mask=",
+        )
+    if obj.layout is not torch.strided:
+        layout = str(obj.layout).removeprefix("torch.")
+        return UnsupportedError(
+            f"argument {argument!r} has layout {layout}", instead="strided tensors: tensor.to_dense()"
+        )
+    if obj.device.type not in ("cpu", "cuda"):
+        return DeviceError(argument, "a tensor on the CPU or on CUDA", f"device {obj.device}")
+    return UnsupportedError(
+        f"argument {argument!r} is a tensor without memory of its own (inside vmap, a functional transform or a trace)",
+        instead="calling outside the transform",
+    )
+
+
+def _refuse_subclass(obj: Any, argument: str, stream: int | None = None) -> Tensor:
+    raise UnsupportedError(
+        f"argument {argument!r} is a {type(obj).__module__}.{type(obj).__qualname__}, a subclass of torch.Tensor "
+        "that may not be plain memory",
+        instead="the plain tensor: tensor.as_subclass(torch.Tensor) where the class only adds attributes, "
+        "to_local() for DTensor, nested tensors by values() with attention_varlen",
+    )
+
+
+@functools.cache
+def _device(kind: str, ordinal: int) -> Any:
+    return torch.device(kind, ordinal) if kind == "cuda" else torch.device("cpu")
+
+
+_empty = torch.empty
+
+
+def empty(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """A new tensor on ``ref``'s device, from torch's allocator and for torch's current stream."""
+    obj = _empty(shape, dtype=_BY_NAME[dtype], device=_device(ref.device, ref.ordinal))
+    t = _new(Tensor)
+    t.obj = obj
+    t.framework = NAME
+    t.ptr = obj.data_ptr()
+    t.shape = obj.shape
+    t.strides = obj.stride()
+    t.dtype = dtype
+    t.device = ref.device
+    t.ordinal = ref.ordinal
+    t.readonly = False
+    t.argument = "out"
+    return t
+
+
+# Two attribute reads and a Stream object cheaper than the public call; absent in builds without CUDA.
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _current_stream_public(ref: Tensor) -> int:
+    return int(torch.cuda.current_stream(ref.ordinal).cuda_stream)
+
+
+def _current_stream_raw(ref: Tensor) -> int:
+    return _raw_stream(ref.ordinal)
+
+
+#: Raw handle of torch's current stream on a tensor's GPU.
+current_stream = _current_stream_public if _raw_stream is None else _current_stream_raw
+
+
+def _stream_object(stream: int, ordinal: int) -> Any:
+    if stream == 0:
+        return torch.cuda.default_stream(ordinal)
+    return torch.cuda.ExternalStream(stream, device=ordinal)
+
+
+def enter(tensors: list[Tensor], stream: int) -> None:
+    """Make ``stream`` wait for what torch has queued on its current stream, and tell the allocator who uses these.
+
+    Torch's own events: under graph capture they make the other stream part of the graph.
+    """
+    ordinal = tensors[0].ordinal
+    other = _stream_object(stream, ordinal)
+    other.wait_stream(torch.cuda.current_stream(ordinal))
+    for t in tensors:
+        t.obj.record_stream(other)
+
+
+def check_out(t: Tensor) -> None:
+    """Refuse what torch forbids to write to."""
+    if t.obj.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            t.argument,
+            "a tensor that may be written here",
+            "an inference tensor outside inference mode",
+            hint="Allocate it outside torch.inference_mode()",
+        )
