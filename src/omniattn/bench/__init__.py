@@ -1,0 +1,35 @@
+"""Timing with anchors: the machinery behind ``omniattn bench``.
+
+``shapes``
+    The problems that are timed, and their FLOP and byte counts.
+``timing``
+    Interleaved measurement with device events, cold L2, rotating inputs; medians and spreads.
+``anchors``
+    What is timed side by side: omniattn, the torch SDPA backends, other attention packages that are installed.
+``ceilings``
+    What the chip gives in the same run: a large matrix product and a device-to-device copy.
+``host``
+    Host time of a warm call, import time, time of a first run-time compilation.
+``report``
+    Medians to TFLOP/s, ratios and percentages; no device needed.
+``plot``
+    Bar charts of a report (matplotlib).
+
+Nothing here imports torch or matplotlib before it is called.
+"""
+
+from __future__ import annotations
+
+from omniattn.bench.report import Measurement, Report, geometric_mean
+from omniattn.bench.shapes import FORWARD_SHAPES, ForwardShape, filter_shapes
+from omniattn.bench.timing import Timing
+
+__all__ = [
+    "FORWARD_SHAPES",
+    "ForwardShape",
+    "Measurement",
+    "Report",
+    "Timing",
+    "filter_shapes",
+    "geometric_mean",
+]

@@ -1,0 +1,211 @@
+"""What ``omniattn bench`` times side by side: omniattn itself and whatever attention packages are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omniattn.bench.shapes import ForwardShape
+
+#: Called with q, k, v in the candidate's own layout; enqueues the forward pass and returns o.
+Forward = Callable[[Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that computes attention on torch CUDA tensors.
+
+    Attributes
+    ----------
+    key : str
+        Name on the command line and in JSON.
+    label : str
+        Name in tables and plots.
+    package, module : str
+        Distribution to name in messages; module that must be importable.
+    layout : {"NHD", "HND"}
+        Layout it is handed, contiguous: each gets the one it was written for.
+    exact : bool
+        False for kernels that quantize their input (their times are not comparable without their errors).
+    build : callable
+        ``build(torch, shape) -> Forward``. Everything that a user would do once (planning, workspaces) happens here.
+    """
+
+    key: str
+    label: str
+    package: str
+    module: str
+    layout: str
+    exact: bool
+    build: Callable[[Any, ForwardShape], Forward]
+
+    def missing(self) -> str | None:
+        """Reason why it cannot run in this environment, or None. Imports nothing."""
+        if importlib.util.find_spec(self.module) is None:
+            return f"{self.package} is not installed"
+        return None
+
+    def version(self) -> str:
+        """Version of its distribution, or ``"unknown"`` (a module without installed metadata)."""
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
+
+
+def _omniattn(torch: Any, shape: ForwardShape) -> Forward:
+    import omniattn
+
+    return lambda q, k, v: omniattn.attention(q, k, v, causal=shape.causal)
+
+
+def _sdpa(backend_name: str) -> Callable[[Any, ForwardShape], Forward]:
+    def build(torch: Any, shape: ForwardShape) -> Forward:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend = getattr(SDPBackend, backend_name)
+
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
+
+        return forward
+
+    return build
+
+
+def _flash_attn(module_name: str) -> Callable[[Any, ForwardShape], Forward]:
+    def build(torch: Any, shape: ForwardShape) -> Forward:
+        function = importlib.import_module(module_name).flash_attn_func
+
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            result = function(q, k, v, causal=shape.causal)
+            # Some releases return (o, lse), some return o.
+            return result[0] if isinstance(result, tuple) else result
+
+        return forward
+
+    return build
+
+
+def _sageattention(torch: Any, shape: ForwardShape) -> Forward:
+    function = importlib.import_module("sageattention").sageattn
+    return lambda q, k, v: function(q, k, v, tensor_layout="NHD", is_causal=shape.causal)
+
+
+def _flashinfer(torch: Any, shape: ForwardShape) -> Forward:
+    wrapper_type = importlib.import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = wrapper_type(workspace, "NHD")
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda") * shape.seqlen
+    wrapper.plan(
+        starts, starts, shape.heads, shape.heads, shape.head_dim, causal=shape.causal, q_data_type=torch.bfloat16
+    )
+    packed = (shape.batch * shape.seqlen, shape.heads, shape.head_dim)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return wrapper.run(q.view(packed), k.view(packed), v.view(packed)).view(q.shape)
+
+    return forward
+
+
+#: All contenders in the order of tables and plots; the first one is ours.
+CONTENDERS: tuple[Contender, ...] = (
+    Contender("omniattn", "omniattn", "omniattn", "omniattn", "NHD", True, _omniattn),
+    Contender("fa2", "torch FLASH_ATTENTION", "torch", "torch", "HND", True, _sdpa("FLASH_ATTENTION")),
+    Contender("cudnn", "torch CUDNN_ATTENTION", "torch", "torch", "HND", True, _sdpa("CUDNN_ATTENTION")),
+    Contender("efficient", "torch EFFICIENT", "torch", "torch", "HND", True, _sdpa("EFFICIENT_ATTENTION")),
+    Contender("flash_attn", "flash-attn", "flash-attn", "flash_attn", "NHD", True, _flash_attn("flash_attn")),
+    Contender(
+        "fa3",
+        "FlashAttention-3",
+        "flash-attn-3",
+        "flash_attn_interface",
+        "NHD",
+        True,
+        _flash_attn("flash_attn_interface"),
+    ),
+    Contender("sageattention", "SageAttention", "sageattention", "sageattention", "NHD", False, _sageattention),
+    Contender("flashinfer", "FlashInfer", "flashinfer-python", "flashinfer", "NHD", True, _flashinfer),
+)
+
+
+def by_key(key: str) -> Contender:
+    """Return the contender called ``key``; KeyError if there is none."""
+    for contender in CONTENDERS:
+        if contender.key == key:
+            return contender
+    raise KeyError(f"no contender named {key!r}; known: {', '.join(c.key for c in CONTENDERS)}")
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """One set of random inputs in both layouts."""
+
+    nhd: tuple[Any, Any, Any]
+    hnd: tuple[Any, Any, Any]
+
+    def in_layout(self, layout: str) -> tuple[Any, Any, Any]:
+        """q, k, v, contiguous in ``layout``."""
+        return self.nhd if layout == "NHD" else self.hnd
+
+
+def make_inputs(torch: Any, shape: ForwardShape, count: int) -> list[InputSet]:
+    """Random normal bf16 inputs, ``count`` different sets."""
+    generator = torch.Generator(device="cuda").manual_seed(1234)
+    size = (shape.batch, shape.seqlen, shape.heads, shape.head_dim)
+    sets = []
+    for _ in range(count):
+        nhd = tuple(torch.randn(size, dtype=torch.bfloat16, device="cuda", generator=generator) for _ in range(3))
+        sets.append(InputSet(nhd=nhd, hnd=tuple(t.transpose(1, 2).contiguous() for t in nhd)))
+    return sets
+
+
+def sampled_error(torch: Any, shape: ForwardShape, inputs: InputSet, output: Any, layout: str) -> float:
+    """Relative L1 error of some rows of ``output`` against a plain fp64 computation of the same rows.
+
+    A fast wrong kernel must not get into a table: first, middle and last rows of the first and the last head are enough
+    to catch a kernel that did not run, skipped the mask or read the wrong layout.
+    """
+    q, k, v = inputs.nhd
+    o = output if layout == "NHD" else output.transpose(1, 2)
+    if tuple(o.shape) != tuple(q.shape):
+        return float("inf")
+    step = max(1, shape.seqlen // 16)
+    rows = torch.arange(0, shape.seqlen, step, device=q.device)
+    rows = torch.cat([rows, rows.new_tensor([shape.seqlen - 1])])
+    difference = total = 0.0
+    for batch, head in ((0, 0), (shape.batch - 1, shape.heads - 1)):
+        scores = q[batch, rows, head].double() @ k[batch, :, head].double().T * shape.head_dim**-0.5
+        if shape.causal:
+            keys = torch.arange(shape.seqlen, device=q.device)
+            scores = scores.masked_fill(keys[None, :] > rows[:, None], float("-inf"))
+        expected = torch.softmax(scores, dim=-1) @ v[batch, :, head].double()
+        difference += float((o[batch, rows, head].double() - expected).abs().sum())
+        total += float(expected.abs().sum())
+    return difference / total
+
+
+def available(keys: Sequence[str] | None = None) -> tuple[list[Contender], dict[str, str]]:
+    """Split contenders into those that can be tried here and those that cannot, with reasons.
+
+    Parameters
+    ----------
+    keys : sequence of str, optional
+        Consider only these.
+    """
+    usable: list[Contender] = []
+    missing: dict[str, str] = {}
+    for contender in CONTENDERS:
+        if keys is not None and contender.key not in keys:
+            continue
+        reason = contender.missing()
+        if reason is None:
+            usable.append(contender)
+        else:
+            missing[contender.key] = reason
+    return usable, missing

@@ -1,0 +1,127 @@
+"""The forward benchmark: shapes x contenders, one report."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omniattn.bench import anchors
+from omniattn.bench.ceilings import measure_ceilings
+from omniattn.bench.report import Measurement, Report
+from omniattn.bench.shapes import ForwardShape
+from omniattn.bench.timing import BenchError, Candidate, TorchClock, measure, require_torch
+
+#: A sampled error above this is a wrong result, not rounding: bf16 output alone costs about 0.002.
+_WRONG_RELATIVE_L1 = 0.02
+#: Quantizing contenders are allowed more; their error stands in the report.
+_WRONG_RELATIVE_L1_QUANTIZED = 0.2
+#: Different input sets that the timed calls go through in turn.
+_INPUT_SETS = 2
+
+
+def run_forward(
+    shapes: Sequence[ForwardShape],
+    *,
+    anchor: str,
+    iters: int,
+    contenders: Sequence[str] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Time the forward pass of every contender on every shape, on torch's current CUDA device.
+
+    Parameters
+    ----------
+    shapes : sequence of ForwardShape
+    anchor : str
+        Key of the contender that ratios are relative to.
+    iters : int
+        Timed rounds a shape.
+    contenders : sequence of str, optional
+        Keys to run; default: all that are installed. omniattn and the anchor always run.
+    progress : callable, optional
+        Called with one line of text before each shape.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    BenchError
+        torch or a CUDA device is missing, or the anchor is not installed.
+    """
+    torch = require_torch()
+    keys = None if contenders is None else {"omniattn", anchor, *contenders}
+    usable, missing = anchors.available(None if keys is None else sorted(keys))
+    if anchor in missing:
+        raise BenchError(f"bench: the anchor {anchor!r} cannot run: {missing[anchor]}")
+    clock = TorchClock(torch)
+    progress("ceilings")
+    ceilings = measure_ceilings(torch, clock)
+    measurements: list[Measurement] = []
+    for shape in shapes:
+        progress(shape.name)
+        measurements += _run_shape(torch, clock, shape, usable, iters)
+        torch.cuda.empty_cache()
+    return Report(
+        anchor=anchor,
+        environment=environment(torch, usable),
+        matmul_tflops=ceilings.matmul_tflops,
+        copy_tb_per_s=ceilings.copy_tb_per_s,
+        measurements=tuple(measurements),
+        labels={c.key: c.label for c in usable},
+        missing=missing,
+    )
+
+
+def _run_shape(
+    torch: Any, clock: TorchClock, shape: ForwardShape, usable: Sequence[anchors.Contender], iters: int
+) -> list[Measurement]:
+    inputs = anchors.make_inputs(torch, shape, _INPUT_SETS)
+    candidates: dict[str, Candidate] = {}
+    errors: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    for contender in usable:
+        try:
+            forward = contender.build(torch, shape)
+            output = forward(*inputs[0].in_layout(contender.layout))
+            torch.cuda.synchronize()
+        except Exception as error:
+            # Other packages raise whatever they like; the report carries it. Our own errors are not hidden.
+            if contender.key == "omniattn":
+                raise
+            reasons[contender.key] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            continue
+        relative_l1 = anchors.sampled_error(torch, shape, inputs[0], output, contender.layout)
+        errors[contender.key] = relative_l1
+        limit = _WRONG_RELATIVE_L1 if contender.exact else _WRONG_RELATIVE_L1_QUANTIZED
+        if not relative_l1 <= limit:
+            reasons[contender.key] = f"wrong result: relative L1 {relative_l1:.3g} against fp64, limit {limit}"
+            continue
+        candidates[contender.key] = _candidate(forward, [s.in_layout(contender.layout) for s in inputs])
+    timings = measure(candidates, clock, iters=iters)
+    return [Measurement(shape, c.key, timings.get(c.key), errors.get(c.key), reasons.get(c.key, "")) for c in usable]
+
+
+def _candidate(forward: anchors.Forward, sets: Sequence[tuple[Any, Any, Any]]) -> Candidate:
+    return lambda round_number: forward(*sets[round_number % len(sets)])
+
+
+def environment(torch: Any, usable: Sequence[anchors.Contender]) -> dict[str, str]:
+    """Device, software versions and date, for the head of a report."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    facts = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "device": str(properties.name),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "sm_count": str(properties.multi_processor_count),
+        "python": platform.python_version(),
+        "torch_cuda": str(torch.version.cuda),
+    }
+    cudnn = torch.backends.cudnn.version()
+    if cudnn is not None:
+        facts["cudnn"] = str(cudnn)
+    facts.update({contender.package: contender.version() for contender in usable})
+    return facts

@@ -1,0 +1,57 @@
+"""The command ``omniattn``: demo, info, verify, bench, compile.
+
+One module a command. Each has ``add_parser(subparsers)`` and ``run(arguments) -> int`` (the exit code). rich and
+matplotlib are imported when something is drawn: ``omniattn --help`` and ``--json`` work in the barest installation.
+
+Exit codes: 0 success; 1 the command ran and failed; 2 it cannot run here or was called wrongly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import omniattn
+from omniattn.cli import bench, compile, demo, info, verify
+from omniattn.cli.console import CannotRunError
+from omniattn.errors import ArgumentError, OmniattnError
+
+__all__ = ["build_parser", "main"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The argument parser of ``omniattn`` with all its commands."""
+    parser = argparse.ArgumentParser(
+        prog="omniattn",
+        description="Attention kernels for every array framework and every NVIDIA GPU from Ampere on.",
+    )
+    parser.add_argument("--version", action="version", version=f"omniattn {omniattn.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for module in (demo, info, verify, bench, compile):
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; default: the process's own.
+
+    Returns
+    -------
+    int
+        The exit code.
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (CannotRunError, ArgumentError) as error:
+        print(f"omniattn {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except OmniattnError as error:
+        print(f"omniattn {arguments.command}: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,154 @@
+"""``omniattn bench``: forward shapes side by side with other attention packages, or host overhead."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from omniattn.bench import forward, host
+from omniattn.bench.anchors import CONTENDERS
+from omniattn.bench.plot import plot_report
+from omniattn.bench.report import Report
+from omniattn.bench.shapes import filter_shapes
+from omniattn.bench.timing import BenchError
+from omniattn.cli import console
+from omniattn.errors import ArgumentError, CompileError, UnsupportedError
+
+_DESCRIPTION = """\
+forward (default): 16k tokens, hidden size 2048, bf16, head_dim 64/128/256, sequence length 1024/4096/16384, full and
+causal; every attention package that is installed runs in the same rounds. Medians of CUDA event times with a cold L2;
+±: half the distance of the 10th and the 90th percentile; (x.xx×): speed relative to the anchor.
+host: microseconds of a warm call from Python call to return, import time, first run-time compilation.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``bench`` to the commands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench", help="time kernels against other packages", description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    others = [contender.key for contender in CONTENDERS if contender.key != "omniattn"]
+    parser.add_argument("what", nargs="?", choices=("forward", "host"), default="forward")
+    parser.add_argument(
+        "--shapes", action="append", default=[], metavar="WORDS",
+        help='shapes whose name has all these words, e.g. "d128 causal"; may be repeated (default: all)',
+    )  # fmt: skip
+    parser.add_argument(
+        "--anchor", choices=others, default="cudnn", help="what ratios are relative to (default: cudnn)"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=others, metavar="NAME",
+        help=f"run only omniattn, the anchor and these; may be repeated: {', '.join(others)}",
+    )  # fmt: skip
+    parser.add_argument("--iters", type=int, default=20, help="timed rounds a shape (default: 20)")
+    parser.add_argument("--json", action="store_true", help="print JSON, samples included")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="bar chart (.png, .svg, .pdf)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    if arguments.iters < 1:
+        raise ArgumentError("--iters", "an integer >= 1", arguments.iters)
+    if not (arguments.json or arguments.markdown):
+        console.require_rich()
+    try:
+        return _run_host(arguments) if arguments.what == "host" else _run_forward(arguments)
+    except BenchError as error:
+        raise console.CannotRunError(str(error)) from error
+
+
+def _run_forward(arguments: argparse.Namespace) -> int:
+    shapes = filter_shapes(arguments.shapes)
+    if arguments.plot is not None:
+        console.require_matplotlib(arguments.plot)
+    with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
+        report = forward.run_forward(
+            shapes, anchor=arguments.anchor, iters=arguments.iters, contenders=arguments.only, progress=bar.step
+        )
+    if arguments.plot is not None:
+        plot_report(report, arguments.plot)
+    show(report, as_json=arguments.json, as_markdown=arguments.markdown)
+    return 1 if any(m.contender == "omniattn" and m.reason for m in report.measurements) else 0
+
+
+def show(report: Report, *, as_json: bool, as_markdown: bool) -> None:
+    """Print a report in the form that was asked for."""
+    if as_json:
+        print(report.to_json())
+        return
+    header, rows = report.table()
+    facts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
+    facts.append(
+        f"Ceilings in this run: bf16 matrix product 8192³ {report.matmul_tflops:.0f} TFLOP/s, "
+        f"copy {report.copy_tb_per_s:.2f} TB/s (read + written)"
+    )
+    for key in report.contenders:
+        mean = report.mean_ratio(key)
+        if key != report.anchor and mean is not None:
+            facts.append(f"{report.label(key)} / {report.label(report.anchor)}: geometric mean {mean:.3f}×")
+    for m in report.measurements:
+        if m.reason:
+            facts.append(f"{report.label(m.contender)}, {m.shape.name}: {m.reason}")
+    facts += [f"not run: {reason}" for reason in report.missing.values()]
+    if as_markdown:
+        print(report.markdown() + "\n\n" + "\n".join(f"- {fact}" for fact in facts))
+        return
+    title = f"Forward, bf16, TFLOP/s ± spread (speed relative to {report.label(report.anchor)})"
+    console.print_table(title, header, rows, numeric=range(1, len(header)))
+    for fact in facts:
+        console.print_line(fact)
+
+
+def _run_host(arguments: argparse.Namespace) -> int:
+    for option in ("shapes", "only", "plot", "markdown"):
+        if getattr(arguments, option):
+            raise ArgumentError(f"--{option}", "nothing: 'bench host' has no shapes, contenders or plot", "a value")
+    imports = host.import_time()
+    jit_name, jit_s, jit_note = first_jit()
+    try:
+        calls, calls_note = host.warm_calls(), ""
+    except BenchError as error:
+        # Import and compilation need no GPU: on a machine without one those two are still worth having.
+        calls, calls_note = [], str(error)
+    if arguments.json:
+        console.print_json(
+            {
+                "import": dataclasses.asdict(imports),
+                "first_jit": {"kernel": jit_name, "seconds": jit_s, "note": jit_note},
+                "warm_calls": [dataclasses.asdict(call) for call in calls],
+                "warm_calls_note": calls_note,
+            }
+        )
+        return 0
+    rows = [[call.name, f"{call.median_us:.1f}", f"{call.p10_us:.1f} – {call.p90_us:.1f}"] for call in calls]
+    if rows:
+        console.print_table(
+            "Warm call, Python call to return", ["call", "µs, median", "10 % – 90 %"], rows, numeric=(1,)
+        )
+    else:
+        console.print_line(f"Warm calls were not timed: {calls_note}")
+    console.print_line(f"Import: {imports.total_ms:.0f} ms, of which NumPy {imports.numpy_ms:.0f} ms")
+    jit_text = jit_note if jit_s is None else f"{jit_s:.2f} s ({jit_name})"
+    console.print_line(f"First run-time compilation of a kernel: {jit_text}")
+    return 0
+
+
+def first_jit() -> tuple[str, float | None, str]:
+    """Compile one attention kernel with NVRTC, past every cache.
+
+    Returns
+    -------
+    (kernel, seconds or None, reason if None)
+    """
+    from omniattn.cli.kernels import compile_uncached, jit_sample
+
+    spec = jit_sample()
+    try:
+        return spec.name, compile_uncached(spec), ""
+    except (CompileError, UnsupportedError) as error:
+        return spec.name, None, f"not possible here: {error}"

@@ -1,0 +1,153 @@
+"""``omniattn compile``: compile kernels for a GPU that is not here, into the cache or a folder."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from omniattn import runtime
+from omniattn.cli import console, kernels
+from omniattn.errors import CacheError, CompileError
+from omniattn.registry import KernelSpec
+from omniattn.runtime.arch import Arch
+from omniattn.runtime.loader import unsupported_reason
+
+_DESCRIPTION = """\
+Compiles with NVRTC; needs no GPU. Without --out the results go into the kernel cache (OMNIATTN_CACHE_DIR), where a
+process on a GPU of that kind finds them, even without NVRTC. With --out: <folder>/<arch>/<kernel>.cubin.
+Without --all, kernels that this installation holds prebuilt for the target are left out.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One compilation.
+
+    Attributes
+    ----------
+    kernel : str
+    file : str
+        Empty if it failed.
+    registers, spill_bytes, size : int
+        Per thread, per thread, of the binary in bytes.
+    seconds : float
+    error : str
+        Empty if it succeeded.
+    """
+
+    kernel: str
+    file: str = ""
+    registers: int = 0
+    spill_bytes: int = 0
+    size: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``compile`` to the commands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "compile", help="compile kernels for a GPU that is not here", description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--arch", required=True, help="target, e.g. sm_100a; with --out also compute_80 (PTX)")
+    parser.add_argument("--all", action="store_true", help="also kernels that are prebuilt for the target")
+    parser.add_argument(
+        "--kernel", action="append", default=[], metavar="NAME", help="only this registry row; may be repeated"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write binaries here instead of into the cache")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    target = Arch.parse(arguments.arch, argument="--arch")
+    if not arguments.json:
+        console.require_rich()
+    wanted = kernels.named(arguments.kernel)
+    specs, left_out = choose(wanted, target, keep_prebuilt=arguments.all or bool(arguments.kernel))
+    if not specs and not any(reason == _PREBUILT for reason in left_out.values()):
+        reasons = "; ".join(dict.fromkeys(left_out.values())) or "the registry is empty"
+        raise console.CannotRunError(f"no kernel can be compiled for {target}: {reasons}")
+    with console.progress(len(specs), enabled=not arguments.json) as bar:
+        outcomes = compile_all(specs, str(target), arguments.out, bar.step)
+    if arguments.json:
+        console.print_json({
+            "arch": str(target),
+            "compiled": [dataclasses.asdict(outcome) for outcome in outcomes],
+            "left_out": left_out,
+        })  # fmt: skip
+    else:
+        _show(target, outcomes, left_out)
+    return 1 if any(outcome.error for outcome in outcomes) else 0
+
+
+_PREBUILT = "prebuilt for this target (--all compiles it too)"
+
+
+def choose(
+    specs: Sequence[KernelSpec], target: Arch, *, keep_prebuilt: bool
+) -> tuple[list[KernelSpec], dict[str, str]]:
+    """Split rows into those to compile and those left out, with reasons."""
+    chosen, left_out = [], {}
+    for spec in specs:
+        never = unsupported_reason(spec, target.cc)
+        if never:
+            left_out[spec.name] = never
+        elif not keep_prebuilt and runtime.resolve(spec, target.cc).kind == "prebuilt":
+            left_out[spec.name] = _PREBUILT
+        else:
+            chosen.append(spec)
+    return chosen, left_out
+
+
+def compile_all(
+    specs: Sequence[KernelSpec], arch: str, folder: Path | None, step: Callable[[str], None] = lambda _: None
+) -> list[Outcome]:
+    """Compile all rows, in threads (NVRTC runs without the interpreter's lock); in the order of ``specs``."""
+
+    def one(spec: KernelSpec) -> Outcome:
+        start = time.perf_counter()
+        try:
+            compiled = runtime.compile_to(spec, arch, folder)
+        except (CompileError, CacheError) as error:
+            return Outcome(spec.name, seconds=time.perf_counter() - start, error=str(error))
+        result = compiled.result
+        return Outcome(
+            spec.name, str(compiled.path), result.registers, result.spill_bytes, len(result.cubin),
+            time.perf_counter() - start,
+        )  # fmt: skip
+
+    outcomes = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        for spec, outcome in zip(specs, pool.map(one, specs), strict=True):
+            outcomes.append(outcome)
+            step(spec.name)
+    return outcomes
+
+
+def _show(target: Arch, outcomes: Sequence[Outcome], left_out: dict[str, str]) -> None:
+    rows = [
+        [
+            outcome.kernel, str(outcome.registers), str(outcome.spill_bytes), str(outcome.size),
+            f"{outcome.seconds:.2f}", outcome.file,
+        ]
+        for outcome in outcomes
+        if not outcome.error
+    ]  # fmt: skip
+    if rows:
+        header = ["kernel", "registers", "spill bytes", "size", "s", "file"]
+        console.print_table(f"Compiled for {target}", header, rows, numeric=(1, 2, 3, 4))
+    for outcome in outcomes:
+        if outcome.error:
+            console.print_line(f"FAILED {outcome.kernel}: {outcome.error}")
+    for reason in dict.fromkeys(left_out.values()):
+        count = sum(value == reason for value in left_out.values())
+        console.print_line(f"{count} kernel{'s' if count > 1 else ''} left out: {reason}")

@@ -1,0 +1,137 @@
+"""Terminal output of the commands: tables and progress with rich, which is imported when the first one is drawn."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from omniattn.errors import ArgumentError, OmniattnError
+
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+class CannotRunError(OmniattnError, RuntimeError):
+    """The command cannot run in this environment; the message says what is missing. Exit code 2."""
+
+
+def require_rich() -> None:
+    """Raise :class:`CannotRunError` unless rich can be imported."""
+    try:
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise CannotRunError(
+            'tables and progress need rich, which is not installed: pip install "omniattn[cli]" '
+            "(with --json the command runs without it)"
+        ) from error
+
+
+def require_matplotlib(path: Path) -> None:
+    """Raise :class:`CannotRunError` unless matplotlib can be imported, :class:`ArgumentError` for an unknown suffix.
+
+    Called before the work starts, so that a long benchmark does not end in an error that could have come first.
+    """
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise ArgumentError("--plot", f"a file name ending in {', '.join(_PLOT_SUFFIXES)}", repr(str(path)))
+    if not path.resolve().parent.is_dir():
+        raise ArgumentError("--plot", "a file in an existing folder", repr(str(path)))
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise CannotRunError('--plot needs matplotlib, which is not installed: pip install "omniattn[cli]"') from error
+
+
+def print_json(data: Any) -> None:
+    """Write ``data`` to standard output as indented JSON."""
+    print(json.dumps(data, indent=2))
+
+
+def _console() -> Any:
+    require_rich()
+    from rich.console import Console
+
+    # Into a pipe rich assumes 80 columns and cuts cells off; wide tables are then better than wrong ones.
+    width = None if sys.stdout.isatty() else shutil.get_terminal_size(fallback=(160, 50)).columns
+    return Console(width=width, highlight=False)
+
+
+def print_line(text: str = "") -> None:
+    """Write one line; square brackets are text, not markup."""
+    _console().print(text, markup=False, soft_wrap=True)
+
+
+def print_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: Sequence[int] = ()
+) -> None:
+    """Draw a table.
+
+    Parameters
+    ----------
+    title : str
+    header : sequence of str
+        All empty: the table has none.
+    rows : sequence of sequence of str
+    numeric : sequence of int
+        Columns that are aligned to the right.
+    """
+    console = _console()
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", header_style="bold", show_header=any(header))
+    for index, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if index in numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+class Progress(Protocol):
+    """What a command may do with a running progress display."""
+
+    def step(self, text: str) -> None:
+        """One more item begins; ``text`` says which."""
+
+
+class _Silent:
+    def step(self, text: str) -> None:
+        return
+
+
+class _Bar:
+    def __init__(self, progress: Any, task: Any) -> None:
+        self._progress = progress
+        self._task = task
+        self._started = False
+
+    def step(self, text: str) -> None:
+        self._progress.update(self._task, description=text, advance=1 if self._started else 0)
+        self._started = True
+
+
+@contextmanager
+def progress(total: int, *, enabled: bool) -> Iterator[Progress]:
+    """Show a progress bar on standard error while the block runs.
+
+    Parameters
+    ----------
+    total : int
+        Number of steps.
+    enabled : bool
+        False, or a standard error that is no terminal: nothing is shown.
+    """
+    if not enabled or not sys.stderr.isatty():
+        yield _Silent()
+        return
+    require_rich()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as display:
+        yield _Bar(display, display.add_task("", total=total))

@@ -1,0 +1,183 @@
+"""``omniattn demo``: real activations through every available precision, with errors and times."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import omniattn
+from omniattn.cli import console
+from omniattn.cli.frameworks import Framework, NumpyFramework, gpu_framework, time_call
+from omniattn.data import Activations, load_activations
+from omniattn.errors import ArgumentError
+from omniattn.reference import attention as reference_attention
+from omniattn.testing import compare
+
+_DESCRIPTION = """\
+Runs the query, key and value tensors of several layers of SmolLM2-135M-Instruct, recorded on English text, through
+omniattn.attention(causal=True) in every available precision, and compares with the same computation in fp64.
+On a GPU it uses torch, else CuPy, else JAX; without one, NumPy on the CPU.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One layer in one precision.
+
+    Attributes
+    ----------
+    layer, precision, dtype, kernel : str
+    cosine : float
+        Cosine similarity with the fp64 result.
+    relative_l1 : float
+        Sum of absolute errors over the sum of absolute values.
+    rmse, max_abs : float
+    milliseconds : float
+        Best wall time of a call, host included.
+    """
+
+    layer: str
+    precision: str
+    dtype: str
+    kernel: str
+    cosine: float
+    relative_l1: float
+    rmse: float
+    max_abs: float
+    milliseconds: float
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``demo`` to the commands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "demo", help="real activations through every precision", description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto (default): the GPU if one can be used"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="timed calls a row; the best counts (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="error and time bars (.png, .svg, .pdf)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    if arguments.repeats < 1:
+        raise ArgumentError("--repeats", "an integer >= 1", arguments.repeats)
+    if not arguments.json:
+        console.require_rich()
+    if arguments.plot is not None:
+        console.require_matplotlib(arguments.plot)
+    framework, note = choose_framework(arguments.device)
+    samples = load_activations()
+    dtypes = ("float32", "float16") if framework.device == "CPU" else ("bfloat16", "float16")
+    rows = []
+    with console.progress(len(samples), enabled=not arguments.json) as bar:
+        for sample in samples:
+            bar.step(sample.name)
+            rows += run_sample(framework, sample, dtypes, arguments.repeats)
+    if arguments.plot is not None:
+        plot_rows(rows, framework, arguments.plot)
+    if arguments.json:
+        console.print_json(
+            {
+                "omniattn": omniattn.__version__,
+                "framework": framework.name,
+                "device": framework.device,
+                "note": note,
+                "rows": [dataclasses.asdict(row) for row in rows],
+            }
+        )
+        return 0
+    _show(rows, samples, framework, note)
+    return 0
+
+
+def choose_framework(device: str) -> tuple[Framework, str]:
+    """The framework for ``--device``, and a note if "auto" fell back to the CPU."""
+    if device == "cpu":
+        return NumpyFramework(), ""
+    try:
+        return gpu_framework(), ""
+    except console.CannotRunError as error:
+        if device == "gpu":
+            raise
+        return NumpyFramework(), f"on the CPU because {error}"
+
+
+def run_sample(framework: Framework, sample: Activations, dtypes: Sequence[str], repeats: int) -> list[Row]:
+    """One layer through every precision in every dtype."""
+    expected, _ = reference_attention(sample.q, sample.k, sample.v, causal=True, compute_dtype=np.float64)
+    rows = []
+    for dtype in dtypes:
+        q, k, v = (framework.array(values, dtype) for values in (sample.q, sample.k, sample.v))
+        for precision in omniattn.PRECISIONS:
+            choice = omniattn.explain(q, k, v, causal=True, precision=precision)
+            call = functools.partial(omniattn.attention, q, k, v, causal=True, precision=precision)
+            result, milliseconds = time_call(framework, call, repeats=repeats)
+            report = compare(framework.to_numpy(result), expected)
+            errors = (report.cosine, report.rel_l1, report.rmse, report.max_abs)
+            rows.append(Row(sample.name, precision, dtype, choice.kernel, *errors, milliseconds))
+    return rows
+
+
+def _show(rows: Sequence[Row], samples: Sequence[Activations], framework: Framework, note: str) -> None:
+    q, k = samples[0].q, samples[0].k
+    title = (
+        f"Real activations: {q.shape[1]} tokens, {q.shape[2]} query heads, {k.shape[2]} key/value heads, "
+        f"head_dim {q.shape[3]}, causal. {framework.name} on {framework.device}"
+    )
+    header = ["layer", "precision", "dtype", "kernel", "1 − cosine", "relative L1", "RMSE", "max error", "ms"]
+    cells = [
+        [
+            row.layer, row.precision, row.dtype, row.kernel,
+            f"{max(0.0, 1.0 - row.cosine):.1e}", f"{row.relative_l1:.1e}",
+            f"{row.rmse:.1e}", f"{row.max_abs:.1e}", f"{row.milliseconds:.3f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    console.print_table(title, header, cells, numeric=range(4, 9))
+    console.print_line("Errors are against fp64. ms: best wall time of one call, host included.")
+    if note:
+        console.print_line(f"Ran {note}.")
+
+
+def plot_rows(rows: Sequence[Row], framework: Framework, path: Path) -> None:
+    """Draw relative L1 error and time, one group of bars a layer."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from omniattn.bench.plot import COLOURS
+
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    variants = list(dict.fromkeys((row.precision, row.dtype) for row in rows))
+    figure = Figure(figsize=(11.0, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2)
+    width = 0.8 / max(len(variants), 1)
+    for index, (precision, dtype) in enumerate(variants):
+        chosen = {row.layer: row for row in rows if (row.precision, row.dtype) == (precision, dtype)}
+        offset = (index - (len(variants) - 1) / 2) * width
+        places = [position + offset for position in range(len(layers))]
+        style: dict[str, Any] = {"label": f"{precision}, {dtype}", "color": COLOURS[index % len(COLOURS)]}
+        panels[0].bar(places, [chosen[layer].relative_l1 for layer in layers], width, **style)
+        panels[1].bar(places, [chosen[layer].milliseconds for layer in layers], width, **style)
+    panels[0].set_yscale("log")
+    panels[0].set_title("relative L1 error against fp64 (log scale)", fontsize=10)
+    panels[1].set_title("time of one call, ms", fontsize=10)
+    for panel in panels:
+        panel.set_xticks(range(len(layers)), [layer.replace("SmolLM2 ", "") for layer in layers])
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.3)
+        panel.set_axisbelow(True)
+    panels[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle(f"omniattn {omniattn.__version__} on real activations · {framework.name} on {framework.device}")
+    figure.savefig(path, dpi=150)

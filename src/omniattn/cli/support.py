@@ -1,0 +1,208 @@
+"""The support table: operation x dtype x head_dim class x GPU -> prebuilt, JIT or unsupported.
+
+It is computed from the registry, never written by hand. Two questions share the code: what a released wheel holds
+(README), and what this installation can do (``omniattn info``, through :func:`omniattn.runtime.resolve`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from omniattn.bench.report import markdown_table
+from omniattn.errors import ArgumentError
+from omniattn.registry import REGISTRY, KernelSpec
+from omniattn.runtime.arch import Arch
+from omniattn.runtime.loader import unsupported_reason
+
+
+@dataclass(frozen=True)
+class Column:
+    """A kind of GPU.
+
+    Attributes
+    ----------
+    cc : (major, minor)
+        Compute capability.
+    products : str
+        What it is sold as.
+    smem_bytes : int
+        Opt-in shared memory of one CTA.
+    """
+
+    cc: tuple[int, int]
+    products: str
+    smem_bytes: int
+
+    @property
+    def target(self) -> str:
+        """``"sm_90"``."""
+        return f"sm_{self.cc[0]}{self.cc[1]}"
+
+
+#: Shared memory: CUDA programming guide, "Technical Specifications per Compute Capability", 1 KiB less than an SM has.
+GPUS: tuple[Column, ...] = (
+    Column((8, 0), "A100, A30", 163 << 10),
+    Column((8, 6), "A10, A40, RTX 30", 99 << 10),
+    Column((8, 9), "L4, L40, RTX 40", 99 << 10),
+    Column((9, 0), "H100, H200", 227 << 10),
+    Column((10, 0), "B200", 227 << 10),
+    Column((12, 0), "RTX 50", 99 << 10),
+)
+
+#: Best first: a cell shows the best that any of its kernels offers, and says so when others differ.
+KINDS: tuple[str, ...] = ("prebuilt", "cache", "jit", "unsupported")
+
+#: Kind to the word in a table.
+WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported": "–"}
+
+#: ``(spec, cc) -> (kind, reason)``
+Resolver = Callable[[KernelSpec, tuple[int, int]], tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one GPU offers for one class of problems.
+
+    Attributes
+    ----------
+    kind : str
+        One of :data:`KINDS`.
+    kernels : tuple of str
+        Kernels that stand behind it.
+    reason : str
+        Why.
+    """
+
+    kind: str
+    kernels: tuple[str, ...]
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """Text of the cell in a table."""
+        return WORDS[self.kind]
+
+
+@dataclass(frozen=True)
+class SupportRow:
+    """One line of the table.
+
+    Attributes
+    ----------
+    op, dtype, head_dim : str
+        ``head_dim`` is a range such as ``"8–64"``.
+    cells : tuple of Cell
+        One a column.
+    """
+
+    op: str
+    dtype: str
+    head_dim: str
+    cells: tuple[Cell, ...]
+
+
+def wheel_resolver(spec: KernelSpec, cc: tuple[int, int]) -> tuple[str, str]:
+    """What a released wheel offers on a GPU that can run the kernel, from the registry row alone."""
+    for target in spec.prebuild:
+        if Arch.parse(target).runs_on(cc):
+            return "prebuilt", f"sm_{target} cubin"
+    return "jit", "compiled by NVRTC on first use"
+
+
+def runtime_resolver(spec: KernelSpec, cc: tuple[int, int]) -> tuple[str, str]:
+    """What this installation offers: files and compilers that are really here."""
+    from omniattn import runtime
+
+    try:
+        resolution = runtime.resolve(spec, cc)
+    except ArgumentError as error:
+        # An environment variable with a bad value: every call on a GPU would raise this.
+        return "unsupported", str(error)
+    return resolution.kind, resolution.reason
+
+
+def columns_with(gpus: Iterable[tuple[tuple[int, int], str, int]]) -> tuple[Column, ...]:
+    """:data:`GPUS`, preceded by the given GPUs, each compute capability once."""
+    chosen = {cc: Column(cc, name, smem) for cc, name, smem in gpus}
+    return (*chosen.values(), *(column for column in GPUS if column.cc not in chosen))
+
+
+def support_rows(
+    resolver: Resolver, registry: Iterable[KernelSpec] = REGISTRY, columns: Sequence[Column] = GPUS
+) -> list[SupportRow]:
+    """Compute the table.
+
+    Parameters
+    ----------
+    resolver : callable
+        :func:`wheel_resolver` or :func:`runtime_resolver`.
+    registry : iterable of KernelSpec
+    columns : sequence of Column
+
+    Returns
+    -------
+    list of SupportRow
+        Sorted by operation, dtype, head_dim.
+    """
+    specs = list(registry)
+    rows = []
+    for op in dict.fromkeys(spec.op for spec in specs):
+        for dtype in sorted({spec.dtype for spec in specs if spec.op == op}):
+            chosen = [spec for spec in specs if (spec.op, spec.dtype) == (op, dtype)]
+            smallest = 8
+            for head_dim in sorted({spec.head_dim for spec in chosen}):
+                # A kernel takes every head_dim up to its own; the next smaller one is only faster below that.
+                able = [spec for spec in chosen if spec.head_dim == head_dim]
+                cells = tuple(_cell(able, resolver, column) for column in columns)
+                rows.append(SupportRow(op, dtype, f"{smallest}–{head_dim}", cells))
+                smallest = head_dim + 8
+    return rows
+
+
+def _cell(specs: Sequence[KernelSpec], resolver: Resolver, column: Column) -> Cell:
+    found: dict[str, list[tuple[str, str]]] = {}
+    for spec in specs:
+        never = unsupported_reason(spec, column.cc, column.smem_bytes)
+        kind, reason = ("unsupported", never) if never else resolver(spec, column.cc)
+        found.setdefault(kind, []).append((spec.name, reason))
+    best = min(found, key=KINDS.index)
+    names = tuple(name for name, _ in found[best])
+    reasons = "; ".join(dict.fromkeys(reason for _, reason in found[best]))
+    return Cell(best, names, reasons)
+
+
+def merge_rows(rows: Sequence[SupportRow]) -> list[SupportRow]:
+    """Join rows that differ only in dtype, then neighbouring head_dim ranges with the same cells."""
+    by_dtype: dict[tuple[str, str, tuple[str, ...]], list[SupportRow]] = {}
+    for row in rows:
+        by_dtype.setdefault((row.op, row.head_dim, tuple(c.text for c in row.cells)), []).append(row)
+    joined = [
+        SupportRow(group[0].op, ", ".join(row.dtype for row in group), group[0].head_dim, group[0].cells)
+        for group in by_dtype.values()
+    ]
+    merged: list[SupportRow] = []
+    for row in joined:
+        last = merged[-1] if merged else None
+        if last and (last.op, last.dtype) == (row.op, row.dtype) and _texts(last) == _texts(row):
+            span = f"{last.head_dim.split('–')[0]}–{row.head_dim.split('–')[1]}"
+            merged[-1] = SupportRow(row.op, row.dtype, span, row.cells)
+        else:
+            merged.append(row)
+    return merged
+
+
+def _texts(row: SupportRow) -> tuple[str, ...]:
+    return tuple(cell.text for cell in row.cells)
+
+
+def table(rows: Sequence[SupportRow]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells as text."""
+    header = ["operation", "dtype", "head_dim", *(f"{gpu.target} ({gpu.products})" for gpu in GPUS)]
+    return header, [[row.op, row.dtype, row.head_dim, *_texts(row)] for row in rows]
+
+
+def readme_table() -> str:
+    """The table of the README: what a released wheel holds, merged, in Markdown."""
+    header, rows = table(merge_rows(support_rows(wheel_resolver)))
+    return markdown_table(header, rows)

@@ -1,0 +1,220 @@
+"""``omniattn verify``: every registered kernel on this machine's GPU against the reference."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import omniattn
+from omniattn import runtime
+from omniattn.cli import console, kernels
+from omniattn.cli.cases import ATTENTION_CASES, MERGE_CASES, Case, Problem, cases_for, problem
+from omniattn.cli.frameworks import Framework, NumpyFramework, gpu_framework
+from omniattn.errors import OmniattnError, UnsupportedError
+from omniattn.registry import KernelSpec
+from omniattn.runtime.loader import unsupported_reason
+from omniattn.testing import compare
+
+_DESCRIPTION = """\
+Runs every kernel of the registry on GPU 0 over small problems with odd sizes, masks, windows, grouped heads, empty rows
+and variable lengths, and compares o and LSE with the fp64 reference:
+max|o - ref| <= 2 max|same-dtype baseline - ref| + rounding.
+Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to test (--cpu tests the CPU backend).
+"""
+
+#: Added to the tolerance of the baseline: fp32 sums and a base-2 exponential of a few units in the last place.
+_LSE_ATOL = 1e-3
+#: fp32 arithmetic against fp64: rounding of sums of a few hundred terms of order 1.
+_O_ATOL = 1e-5
+
+PASSED, FAILED, NOT_HERE = "passed", "FAILED", "not for this GPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One kernel.
+
+    Attributes
+    ----------
+    kernel, origin : str
+        Name; ``"prebuilt sm_90a"``, ``"cache"``, ``"jit"``, or empty if it was not loaded.
+    status : str
+        ``"passed"``, ``"FAILED"`` or ``"not for this GPU"``.
+    cases : int
+        Problems that ran.
+    worst : float
+        Largest error as a fraction of its tolerance; above 1 is a failure.
+    seconds : float
+    notes : tuple of str
+        What failed, with figures; which problems the kernel does not take.
+    """
+
+    kernel: str
+    origin: str
+    status: str
+    cases: int
+    worst: float
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``verify`` to the commands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "verify", help="self-test of this installation on this GPU", description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--cpu", action="store_true", help="test the CPU backend instead; needs no GPU")
+    parser.add_argument(
+        "--kernel", action="append", default=[], metavar="NAME", help="only this registry row; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    if not arguments.json:
+        console.require_rich()
+    if arguments.cpu:
+        framework: Framework = NumpyFramework()
+        outcomes = verify_cpu()
+    else:
+        specs = kernels.named(arguments.kernel)
+        if not specs:
+            raise console.CannotRunError("the registry holds no kernel")
+        framework = gpu_framework()
+        with console.progress(len(specs), enabled=not arguments.json) as bar:
+            outcomes = []
+            for spec in specs:
+                bar.step(spec.name)
+                outcomes.append(verify_kernel(framework, spec))
+    failed = [outcome for outcome in outcomes if outcome.status == FAILED]
+    # A GPU on which nothing can run has not passed.
+    code = 1 if failed or not any(outcome.status == PASSED for outcome in outcomes) else 0
+    if arguments.json:
+        rows = [dataclasses.asdict(outcome) for outcome in outcomes]
+        console.print_json({"framework": framework.name, "device": framework.device, "ok": code == 0, "kernels": rows})
+    else:
+        _show(outcomes, framework)
+    return code
+
+
+def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
+    """Run one registry row over all problems of its operation, on GPU 0."""
+    info = runtime.device_info(0)
+    never = unsupported_reason(spec, info.cc, info.max_smem_optin)
+    if never:
+        return Outcome(spec.name, "", NOT_HERE, 0, 0.0, 0.0, (never,))
+    start = time.perf_counter()
+    notes: list[str] = []
+    ran, worst, failed = 0, 0.0, False
+    origin = ""
+    with forced(spec.name):
+        try:
+            origin = runtime.load(spec, 0).origin
+        except OmniattnError as error:
+            return Outcome(spec.name, "", FAILED, 0, 0.0, time.perf_counter() - start, (str(error),))
+        for case in cases_for(spec.op):
+            try:
+                share, note = check(framework, case, problem(case, spec.op, spec.dtype, spec.head_dim), spec.dtype)
+            except UnsupportedError as error:
+                # The row was compiled without this feature; another row serves it and is tested with it.
+                notes.append(f"{case.name}: not taken: {error}")
+                continue
+            except OmniattnError as error:
+                share, note = float("inf"), str(error)
+            ran += 1
+            worst = max(worst, share)
+            if note:
+                failed = True
+                notes.append(f"{case.name}: {note}")
+    if ran == 0:
+        failed = True
+        notes.append("no problem could be run")
+    return Outcome(
+        spec.name, origin, FAILED if failed else PASSED, ran, worst, time.perf_counter() - start, tuple(notes)
+    )
+
+
+def verify_cpu() -> list[Outcome]:
+    """Run all problems on NumPy arrays, in float16 and float32."""
+    outcomes = []
+    framework = NumpyFramework()
+    for op, cases in (("attention", ATTENTION_CASES), ("merge_states", MERGE_CASES)):
+        for dtype in ("float16", "float32"):
+            start = time.perf_counter()
+            notes: list[str] = []
+            worst = 0.0
+            for case in cases:
+                share, note = check(framework, case, problem(case, op, dtype, 64), dtype)
+                worst = max(worst, share)
+                if note:
+                    notes.append(f"{case.name}: {note}")
+            outcomes.append(
+                Outcome(
+                    f"{op}, NumPy {dtype}", "reference", FAILED if notes else PASSED, len(cases), worst,
+                    time.perf_counter() - start, tuple(notes),
+                )
+            )  # fmt: skip
+    return outcomes
+
+
+@contextlib.contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Have selection use the registry row ``name`` inside the block."""
+    before = os.environ.get("OMNIATTN_FORCE_KERNEL")
+    os.environ["OMNIATTN_FORCE_KERNEL"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMNIATTN_FORCE_KERNEL"]
+        else:
+            os.environ["OMNIATTN_FORCE_KERNEL"] = before
+
+
+def check(framework: Framework, case: Case, numbers: Problem, dtype: str) -> tuple[float, str]:
+    """Call the public function and compare.
+
+    Returns
+    -------
+    (float, str)
+        Largest error as a fraction of its tolerance (inf if NaN or infinities differ); what is wrong, empty if nothing.
+    """
+    positional = [
+        framework.array(values, "float32" if index in numbers.float32_positions else dtype)
+        for index, values in enumerate(numbers.positional)
+    ]
+    arrays = {name: framework.array(values, kind) for name, (values, kind) in numbers.arrays.items()}
+    function = getattr(omniattn, case.function)
+    wants_lse = {} if case.function == "merge_states" else {"return_lse": True}
+    o, lse = function(*positional, **arrays, **numbers.options, **wants_lse)
+    framework.synchronize()
+    reports = {
+        "o": compare(framework.to_numpy(o), numbers.o, naive=numbers.naive_o, dtype=dtype, atol=_O_ATOL),
+        "lse": compare(framework.to_numpy(lse), numbers.lse, naive=numbers.naive_lse, atol=_LSE_ATOL),
+    }
+    worst = max(r.max_abs / r.tolerance if r.nan_equal and r.inf_equal else float("inf") for r in reports.values())
+    return worst, "; ".join(f"{name}: {report}" for name, report in reports.items() if not report.ok)
+
+
+def _show(outcomes: Sequence[Outcome], framework: Framework) -> None:
+    rows = [
+        [o.kernel, o.origin, o.status, str(o.cases), f"{o.worst:.2f}" if o.cases else "–", f"{o.seconds:.2f}"]
+        for o in outcomes
+    ]
+    header = ["kernel", "binary", "result", "problems", "worst error / tolerance", "s"]
+    console.print_table(f"{framework.name} on {framework.device}", header, rows, numeric=(3, 4, 5))
+    for outcome in outcomes:
+        if outcome.status != PASSED:
+            for note in outcome.notes:
+                console.print_line(f"{outcome.kernel}: {note}")
+    count = sum(outcome.status == PASSED for outcome in outcomes)
+    total = sum(outcome.status != NOT_HERE for outcome in outcomes)
+    console.print_line(f"{count} of {total} passed in {sum(outcome.seconds for outcome in outcomes):.1f} s")

@@ -1,0 +1,100 @@
+"""The support table, from synthetic registry rows; the README that is made from the real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from omniattn.cli import main, readme, support
+from omniattn.errors import ArgumentError
+from omniattn.registry import REGISTRY, KernelSpec
+from omniattn.runtime import env
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def _spec(name: str, *, dtype: str = "float16", head_dim: int = 64, smem: int = 1024, **more: object) -> KernelSpec:
+    fields: dict[str, object] = {
+        "name": name, "family": "f", "op": "attention", "source": "entry/x.cu", "symbol": "x", "defines": (),
+        "dtype": dtype, "head_dim": head_dim, "block_m": 64, "block_n": 64, "num_warps": 4, "smem_bytes": smem,
+    }  # fmt: skip
+    return KernelSpec(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def _texts(rows: list[support.SupportRow]) -> list[tuple[str, str, str, tuple[str, ...]]]:
+    return [(row.op, row.dtype, row.head_dim, tuple(cell.text for cell in row.cells)) for row in rows]
+
+
+def test_prebuilt_follows_binary_compatibility() -> None:
+    rows = support.support_rows(support.wheel_resolver, [_spec("a", prebuild=("80", "90a"))])
+    assert _texts(rows) == [
+        ("attention", "float16", "8–64", ("prebuilt", "prebuilt", "prebuilt", "prebuilt", "JIT", "JIT"))
+    ]
+
+
+def test_arch_specific_and_minimum_capability() -> None:
+    specs = [_spec("a", min_arch=(9, 0), arch_specific=True, prebuild=("90a",))]
+    (row,) = support.support_rows(support.wheel_resolver, specs)
+    assert [cell.text for cell in row.cells] == ["–", "–", "–", "prebuilt", "–", "–"]
+    assert "9.0" in row.cells[0].reason
+
+
+def test_shared_memory_excludes_small_gpus_unless_another_row_fits() -> None:
+    big = _spec("big", smem=160 << 10, prebuild=("80", "90a"))
+    (row,) = support.support_rows(support.wheel_resolver, [big])
+    assert [cell.text for cell in row.cells] == ["prebuilt", "–", "–", "prebuilt", "JIT", "–"]
+    assert "shared memory" in row.cells[1].reason
+    (row,) = support.support_rows(support.wheel_resolver, [big, _spec("small", prebuild=())])
+    assert [cell.text for cell in row.cells] == ["prebuilt", "JIT", "JIT", "prebuilt", "JIT", "JIT"]
+    assert row.cells[1].kernels == ("small",)
+
+
+def test_head_dim_classes_and_merging() -> None:
+    specs = [_spec(f"{t}{d}", dtype=t, head_dim=d) for t in ("float16", "bfloat16") for d in (64, 128)]
+    rows = support.support_rows(support.wheel_resolver, specs)
+    assert [(row.dtype, row.head_dim) for row in rows] == [
+        ("bfloat16", "8–64"), ("bfloat16", "72–128"), ("float16", "8–64"), ("float16", "72–128")
+    ]  # fmt: skip
+    merged = support.merge_rows(rows)
+    assert [(row.dtype, row.head_dim) for row in merged] == [("bfloat16, float16", "8–128")]
+
+
+def test_rows_with_different_cells_are_not_merged() -> None:
+    specs = [_spec("a", head_dim=64), _spec("b", head_dim=128, prebuild=())]
+    assert len(support.merge_rows(support.support_rows(support.wheel_resolver, specs))) == 2
+
+
+def test_own_gpu_comes_first_and_is_not_repeated() -> None:
+    columns = support.columns_with([((9, 0), "H200", 232448), ((9, 0), "H200", 232448)])
+    assert [column.target for column in columns] == ["sm_90", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120"]
+    assert columns[0].products == "H200"
+
+
+def test_readme_tables_do_not_drift() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.filled(text) == text, "run: omniattn info --markdown --write README.md"
+
+
+def test_readme_write_fills_the_markers_and_touches_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    markers = "".join(f"<!-- {name}:begin -->\nstale text\n<!-- {name}:end -->\n" for name in readme.tables())
+    path.write_text(f"before\n{markers}after\n", encoding="utf-8")
+    assert main(["info", "--markdown", "--write", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "stale text" not in text
+    assert text.startswith("before\n<!-- support-table:begin -->\n| operation |")
+    assert text.endswith("<!-- environment-table:end -->\nafter\n")
+    assert all(variable.name in text for variable in env.VARIABLES)
+
+
+def test_readme_without_markers_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="support-table:begin"):
+        readme.filled("nothing here")
+
+
+def test_readme_names_every_registered_operation() -> None:
+    assert REGISTRY, "the registry is empty"
+    table = support.readme_table()
+    for op in {spec.op for spec in REGISTRY}:
+        assert f"| {op} |" in table
