@@ -54,7 +54,7 @@ def _report() -> Report:
             Measurement(SHAPE_B, "cudnn", timing(500.0), 0.002),
             Measurement(SHAPE_B, "fa3", None, None, "not for this shape"),
         ),
-        labels={"cudnn": "torch CUDNN_ATTENTION"},
+        labels={"cudnn": "torch cuDNN"},
         missing={"flashinfer": "flashinfer-python is not installed"},
     )
 
@@ -159,7 +159,7 @@ def test_geometric_mean() -> None:
 
 def test_table_and_markdown() -> None:
     header, rows = _report().table()
-    assert header == ["shape", "omniattn", "torch CUDNN_ATTENTION", "fa3", "omniattn, % of matmul"]
+    assert header == ["shape", "omniattn", "torch cuDNN", "fa3", "omniattn, % of matmul"]
     assert [len(row) for row in rows] == [5, 5]
     assert rows[0][0] == "d128 s4096 full"
     assert "(2.00×)" in rows[0][1]

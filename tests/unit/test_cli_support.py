@@ -60,6 +60,15 @@ def test_head_dim_classes_and_merging() -> None:
     assert [(row.dtype, row.head_dim) for row in merged] == [("bfloat16, float16", "8–128")]
 
 
+def test_features_have_rows_of_their_own_that_merge_when_alike() -> None:
+    specs = [_spec("a"), _spec("b", features=frozenset({"score_mods"}))]
+    rows = support.support_rows(support.wheel_resolver, specs)
+    assert [row.label for row in rows] == ["attention", "attention, with softcap or mask"]
+    assert [row.label for row in support.merge_rows(rows)] == ["attention, also with softcap or mask"]
+    specs[1] = _spec("b", features=frozenset({"score_mods"}), prebuild=())
+    assert len(support.merge_rows(support.support_rows(support.wheel_resolver, specs))) == 2
+
+
 def test_rows_with_different_cells_are_not_merged() -> None:
     specs = [_spec("a", head_dim=64), _spec("b", head_dim=128, prebuild=())]
     assert len(support.merge_rows(support.support_rows(support.wheel_resolver, specs))) == 2
@@ -97,4 +106,4 @@ def test_readme_names_every_registered_operation() -> None:
     assert REGISTRY, "the registry is empty"
     table = support.readme_table()
     for op in {spec.op for spec in REGISTRY}:
-        assert f"| {op} |" in table
+        assert f"| {op}" in table

@@ -116,9 +116,9 @@ def _flashinfer(torch: Any, shape: ForwardShape) -> Forward:
 #: All contenders in the order of tables and plots; the first one is ours.
 CONTENDERS: tuple[Contender, ...] = (
     Contender("omniattn", "omniattn", "omniattn", "omniattn", "NHD", True, _omniattn),
-    Contender("fa2", "torch FLASH_ATTENTION", "torch", "torch", "HND", True, _sdpa("FLASH_ATTENTION")),
-    Contender("cudnn", "torch CUDNN_ATTENTION", "torch", "torch", "HND", True, _sdpa("CUDNN_ATTENTION")),
-    Contender("efficient", "torch EFFICIENT", "torch", "torch", "HND", True, _sdpa("EFFICIENT_ATTENTION")),
+    Contender("fa2", "torch FA2", "torch", "torch", "HND", True, _sdpa("FLASH_ATTENTION")),
+    Contender("cudnn", "torch cuDNN", "torch", "torch", "HND", True, _sdpa("CUDNN_ATTENTION")),
+    Contender("efficient", "torch efficient", "torch", "torch", "HND", True, _sdpa("EFFICIENT_ATTENTION")),
     Contender("flash_attn", "flash-attn", "flash-attn", "flash_attn", "NHD", True, _flash_attn("flash_attn")),
     Contender(
         "fa3",

@@ -24,13 +24,15 @@ def plot_report(report: Report, path: str | Path) -> None:
 
     head_dims = sorted({shape.head_dim for shape in report.shapes})
     contenders = [key for key in report.contenders if any(_tflops(report, s.name, key) for s in report.shapes)]
+    # Three digits must fit the width of a bar.
+    label_size = 8 if len(contenders) <= 5 else 6
     panels = max(len(head_dims), 1)
-    figure = Figure(figsize=(11.0, 1.2 + 3.4 * panels), layout="constrained")
+    figure = Figure(figsize=(13.0, 1.2 + 3.4 * panels), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
     for panel, (axis, head_dim) in enumerate(zip(axes, head_dims, strict=False)):
         shapes = [shape for shape in report.shapes if shape.head_dim == head_dim]
-        width = 0.8 / max(len(contenders), 1)
+        width = 0.84 / max(len(contenders), 1)
         for index, key in enumerate(contenders):
             heights = [_tflops(report, shape.name, key) for shape in shapes]
             offset = (index - (len(contenders) - 1) / 2) * width
@@ -41,7 +43,7 @@ def plot_report(report: Report, path: str | Path) -> None:
                 label=report.label(key),
                 color=COLOURS[index % len(COLOURS)],
             )
-            axis.bar_label(bars, labels=[f"{h:.0f}" if h else "" for h in heights], fontsize=7, padding=1)
+            axis.bar_label(bars, labels=[f"{h:.0f}" if h else "" for h in heights], fontsize=label_size, padding=1)
         axis.axhline(report.matmul_tflops, color="0.4", linestyle="--", linewidth=1, label="8192³ bf16 matrix product")
         axis.set_xticks(range(len(shapes)), [shape.name.split(" ", 1)[1] for shape in shapes])
         axis.set_ylabel("TFLOP/s")

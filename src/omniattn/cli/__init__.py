@@ -9,6 +9,7 @@ Exit codes: 0 success; 1 the command ran and failed; 2 it cannot run here or was
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -48,7 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = build_parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (CannotRunError, ArgumentError) as error:
         print(f"omniattn {arguments.command}: {error}", file=sys.stderr)
         return 2

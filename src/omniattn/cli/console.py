@@ -84,7 +84,12 @@ def print_table(
 
     table = Table(title=Text(title), title_justify="left", header_style="bold", show_header=any(header))
     for index, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if index in numeric else "left", overflow="fold")
+        table.add_column(
+            Text(name),
+            justify="right" if index in numeric else "left",
+            overflow="fold",
+            no_wrap=index == 0 and bool(name),
+        )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)

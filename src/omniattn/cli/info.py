@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.json:
         console.require_rich()
-    facts = collect()
+    gpus, driver = gpus_and_driver()
+    facts = collect(gpus, driver)
+    columns, rows = support_here(gpus)
     if arguments.json:
-        console.print_json(facts)
+        console.print_json({**facts, "support": [_support_dict(columns, row) for row in rows]})
     else:
         _show(facts)
+        _show_support(columns, rows)
     return 0
 
 
-def collect() -> dict[str, Any]:
-    """Everything that ``info`` reports, ready for JSON."""
-    gpus, driver = gpus_and_driver()
+def collect(gpus: Sequence[DeviceInfo], driver: dict[str, Any]) -> dict[str, Any]:
+    """Everything that ``info`` reports but the support table, ready for JSON."""
     return {
         "omniattn": {"version": omniattn.__version__, "path": str(Path(omniattn.__file__).parent)},
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -80,7 +83,6 @@ def collect() -> dict[str, Any]:
         "kernels": kernel_store(),
         "cache": cache_facts(),
         "environment": environment(),
-        "support": support_table(gpus),
     }
 
 
@@ -189,21 +191,15 @@ def environment() -> list[dict[str, Any]]:
     return rows
 
 
-def support_table(gpus: list[DeviceInfo]) -> list[dict[str, Any]]:
+def support_here(gpus: Sequence[DeviceInfo]) -> tuple[tuple[support.Column, ...], list[support.SupportRow]]:
     """Operation x dtype x head_dim class x GPU, for this installation; this machine's GPUs come first."""
-    columns = support.columns_with([(gpu.cc, gpu.name, gpu.max_smem_optin) for gpu in gpus])
-    return [
-        {
-            "op": row.op,
-            "dtype": row.dtype,
-            "head_dim": row.head_dim,
-            "gpus": {
-                column.target: {"kind": cell.kind, "kernels": list(cell.kernels), "reason": cell.reason}
-                for column, cell in zip(columns, row.cells, strict=True)
-            },
-        }
-        for row in support.support_rows(support.runtime_resolver, columns=columns)
-    ]
+    columns = support.columns_with((gpu.cc, gpu.name, gpu.max_smem_optin) for gpu in gpus)
+    return columns, support.support_rows(support.runtime_resolver, columns=columns)
+
+
+def _support_dict(columns: Sequence[support.Column], row: support.SupportRow) -> dict[str, Any]:
+    cells = {column.target: dataclasses.asdict(cell) for column, cell in zip(columns, row.cells, strict=True)}
+    return {"op": row.op, "features": row.features, "dtype": row.dtype, "head_dim": row.head_dim, "gpus": cells}
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -233,7 +229,6 @@ def _show(facts: dict[str, Any]) -> None:
         ["variable", "value", "meaning"],
         [[v["name"], v["error"] or v["value"] or "(unset)", v["meaning"]] for v in facts["environment"]],
     )
-    _show_support(facts["support"])
 
 
 def _gpu_text(gpu: dict[str, Any]) -> str:
@@ -244,21 +239,14 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
     )
 
 
-def _show_support(rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        console.print_line("The registry holds no kernel.")
-        return
-    targets = list(rows[0]["gpus"])
+def _show_support(columns: Sequence[support.Column], rows: Sequence[support.SupportRow]) -> None:
     # Reasons are few and long: they are numbered below the table.
     reasons: dict[str, int] = {}
     body = []
-    for row in rows:
-        cells = []
-        for target in targets:
-            cell = row["gpus"][target]
-            number = reasons.setdefault(cell["reason"], len(reasons) + 1)
-            cells.append(f"{support.WORDS[cell['kind']]} [{number}]")
-        body.append([row["op"], row["dtype"], row["head_dim"], *cells])
-    console.print_table("Which kernels this installation has", ["operation", "dtype", "head_dim", *targets], body)
+    for row in support.merge_rows(rows, same_reasons=True):
+        cells = [f"{cell.text} [{reasons.setdefault(cell.reason, len(reasons) + 1)}]" for cell in row.cells]
+        body.append([row.label, row.dtype, row.head_dim, *cells])
+    header = ["operation", "dtype", "head_dim", *(f"{column.target} {column.products}" for column in columns)]
+    console.print_table("Which kernels this installation has", header, body)
     for reason, number in reasons.items():
         console.print_line(f"[{number}] {reason}")

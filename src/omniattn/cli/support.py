@@ -7,7 +7,7 @@ It is computed from the registry, never written by hand. Two questions share the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omniattn.bench.report import markdown_table
 from omniattn.errors import ArgumentError
@@ -50,11 +50,14 @@ GPUS: tuple[Column, ...] = (
     Column((12, 0), "RTX 50", 99 << 10),
 )
 
-#: Best first: a cell shows the best that any of its kernels offers, and says so when others differ.
+#: Best first: a cell shows the best that any of its kernels offers.
 KINDS: tuple[str, ...] = ("prebuilt", "cache", "jit", "unsupported")
 
 #: Kind to the word in a table.
 WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported": "–"}
+
+#: Registry feature to words.
+FEATURES = {"score_mods": "with softcap or mask"}
 
 #: ``(spec, cc) -> (kind, reason)``
 Resolver = Callable[[KernelSpec, tuple[int, int]], tuple[str, str]]
@@ -90,16 +93,25 @@ class SupportRow:
 
     Attributes
     ----------
-    op, dtype, head_dim : str
+    op : str
+    features : str
+        Options that its kernels were compiled for, in words; empty for the common set.
+    dtype, head_dim : str
         ``head_dim`` is a range such as ``"8–64"``.
     cells : tuple of Cell
         One a column.
     """
 
     op: str
+    features: str
     dtype: str
     head_dim: str
     cells: tuple[Cell, ...]
+
+    @property
+    def label(self) -> str:
+        """The first cell of the line."""
+        return f"{self.op}, {self.features}" if self.features else self.op
 
 
 def wheel_resolver(spec: KernelSpec, cc: tuple[int, int]) -> tuple[str, str]:
@@ -143,19 +155,21 @@ def support_rows(
     Returns
     -------
     list of SupportRow
-        Sorted by operation, dtype, head_dim.
+        By operation and features as in the registry, then dtype, then head_dim.
     """
     specs = list(registry)
     rows = []
-    for op in dict.fromkeys(spec.op for spec in specs):
-        for dtype in sorted({spec.dtype for spec in specs if spec.op == op}):
-            chosen = [spec for spec in specs if (spec.op, spec.dtype) == (op, dtype)]
+    for op, features in dict.fromkeys((spec.op, spec.features) for spec in specs):
+        alike = [spec for spec in specs if (spec.op, spec.features) == (op, features)]
+        words = ", ".join(FEATURES.get(feature, feature) for feature in sorted(features))
+        for dtype in sorted({spec.dtype for spec in alike}):
+            chosen = [spec for spec in alike if spec.dtype == dtype]
             smallest = 8
             for head_dim in sorted({spec.head_dim for spec in chosen}):
                 # A kernel takes every head_dim up to its own; the next smaller one is only faster below that.
                 able = [spec for spec in chosen if spec.head_dim == head_dim]
                 cells = tuple(_cell(able, resolver, column) for column in columns)
-                rows.append(SupportRow(op, dtype, f"{smallest}–{head_dim}", cells))
+                rows.append(SupportRow(op, words, dtype, f"{smallest}–{head_dim}", cells))
                 smallest = head_dim + 8
     return rows
 
@@ -172,34 +186,55 @@ def _cell(specs: Sequence[KernelSpec], resolver: Resolver, column: Column) -> Ce
     return Cell(best, names, reasons)
 
 
-def merge_rows(rows: Sequence[SupportRow]) -> list[SupportRow]:
-    """Join rows that differ only in dtype, then neighbouring head_dim ranges with the same cells."""
-    by_dtype: dict[tuple[str, str, tuple[str, ...]], list[SupportRow]] = {}
-    for row in rows:
-        by_dtype.setdefault((row.op, row.head_dim, tuple(c.text for c in row.cells)), []).append(row)
-    joined = [
-        SupportRow(group[0].op, ", ".join(row.dtype for row in group), group[0].head_dim, group[0].cells)
-        for group in by_dtype.values()
-    ]
-    merged: list[SupportRow] = []
-    for row in joined:
-        last = merged[-1] if merged else None
-        if last and (last.op, last.dtype) == (row.op, row.dtype) and _texts(last) == _texts(row):
-            span = f"{last.head_dim.split('–')[0]}–{row.head_dim.split('–')[1]}"
-            merged[-1] = SupportRow(row.op, row.dtype, span, row.cells)
-        else:
-            merged.append(row)
-    return merged
-
-
 def _texts(row: SupportRow) -> tuple[str, ...]:
     return tuple(cell.text for cell in row.cells)
+
+
+def _reasons(row: SupportRow) -> tuple[str, ...]:
+    return tuple(f"{cell.kind}: {cell.reason}" for cell in row.cells)
+
+
+def merge_rows(rows: Sequence[SupportRow], *, same_reasons: bool = False) -> list[SupportRow]:
+    """Join rows with the same cells: dtypes, then neighbouring head_dim ranges, then features with the common set.
+
+    Parameters
+    ----------
+    rows : sequence of SupportRow
+    same_reasons : bool
+        Join only rows whose reasons agree too.
+    """
+    seen = _reasons if same_reasons else _texts
+    by_dtype: dict[tuple[object, ...], list[SupportRow]] = {}
+    for row in rows:
+        by_dtype.setdefault((row.op, row.features, row.head_dim, seen(row)), []).append(row)
+    merged: list[SupportRow] = []
+    for group in by_dtype.values():
+        row = replace(group[0], dtype=", ".join(one.dtype for one in group))
+        last = merged[-1] if merged else None
+        if (
+            last
+            and replace(last, head_dim="", cells=()) == replace(row, head_dim="", cells=())
+            and seen(last) == seen(row)
+        ):
+            span = f"{last.head_dim.split('–')[0]}–{row.head_dim.split('–')[1]}"
+            merged[-1] = replace(row, head_dim=span)
+        else:
+            merged.append(row)
+    by_features: dict[tuple[object, ...], list[SupportRow]] = {}
+    for row in merged:
+        by_features.setdefault((row.op, row.dtype, row.head_dim, seen(row)), []).append(row)
+    return [
+        replace(
+            group[0], features=", ".join(f"also {row.features}" if row.features else "" for row in group).strip(", ")
+        )
+        for group in by_features.values()
+    ]
 
 
 def table(rows: Sequence[SupportRow]) -> tuple[list[str], list[list[str]]]:
     """Header and cells as text."""
     header = ["operation", "dtype", "head_dim", *(f"{gpu.target} ({gpu.products})" for gpu in GPUS)]
-    return header, [[row.op, row.dtype, row.head_dim, *_texts(row)] for row in rows]
+    return header, [[row.label, row.dtype, row.head_dim, *_texts(row)] for row in rows]
 
 
 def readme_table() -> str:
