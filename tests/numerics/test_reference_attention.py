@@ -206,6 +206,18 @@ def test_non_finite_input_reaches_only_the_rows_that_see_it(value: float, tensor
         assert not np.array_equal(o[:, 3], clean[:, 3])
 
 
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 2**32 - 1), causal=st.booleans(), kind=st.sampled_from(["none", "bool", "float-inf"]))
+def test_many_non_finite_inputs(seed: int, causal: bool, kind: str):
+    """NaN and both infinities together: opposite infinities meet, and NaN weights meet infinite values."""
+    rng = np.random.default_rng(seed)
+    tensors = make_qkv(seqlen_q=5, seqlen_k=6, heads_q=2, heads_kv=1, head_dim=8, seed=seed % 1000)
+    for tensor, count in zip(tensors, (1, 1, 12), strict=True):
+        at = rng.choice(tensor.size, size=rng.integers(count + 1), replace=False)
+        tensor.reshape(-1)[at] = rng.choice([np.nan, np.inf, -np.inf], size=at.size)
+    check(*tensors, causal=causal, mask=make_mask(kind, 1, 2, 5, 6))
+
+
 def test_additive_minus_infinity_hides_even_nan():
     q, k, v = make_qkv(seqlen_q=4, seqlen_k=4, heads_q=1, head_dim=8)
     mask = np.zeros((4, 4), dtype=np.float32)

@@ -169,12 +169,17 @@ def _attend_block(
         if sink is not None:
             denominator = denominator + np.exp(sink - row_max)
         lse = row_max + np.log(denominator)  # log(0) = -inf: the row attends to nothing
-        divisor = np.where(denominator == 0, options.compute_dtype.type(1), denominator)[:, None]
+        attends_to_nothing = denominator == 0
+        divisor = np.where(attends_to_nothing, options.compute_dtype.type(1), denominator)[:, None]
 
         if options.round_to is not None:
-            p = options.round_to(p / divisor)
-            return _weighted_sum(p, v, hidden, v_is_finite), lse
-        return _weighted_sum(p, v, hidden, v_is_finite) / divisor, lse
+            o = _weighted_sum(options.round_to(p / divisor), v, hidden, v_is_finite)
+        else:
+            o = _weighted_sum(p, v, hidden, v_is_finite) / divisor
+        if not v_is_finite:
+            # Keys whose scores are all -inf are visible, but 0 * NaN must not decide what such a row gives.
+            o[attends_to_nothing] = 0
+        return o, lse
 
 
 def _weighted_sum(p: Array, v: Array, hidden: Array | None, v_is_finite: bool) -> Array:
@@ -199,6 +204,4 @@ def _weighted_sum(p: Array, v: Array, hidden: Array | None, v_is_finite: bool) -
     total[plus] = np.inf
     total[minus] = -np.inf
     total[nan] = np.nan
-    # A NaN weight has spread through `p @ ...` over its whole row already; infinities must not hide it.
-    total[np.isnan(p).any(axis=1)] = np.nan
     return total
