@@ -16,7 +16,7 @@
 //
 // Shared memory, bytes: Q/O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
 #include "attention/mask.cuh"
-#include "attention/params.cuh"
+#include "scheduler/fwd_params.cuh"
 #include "attention/softmax.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
@@ -173,7 +173,7 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
                         const FwdTile& t, uint8* q_smem, int warp_idx, int lane) {
     softmax.reduce_denominator();
     float sink2 = neg_inf();
-    if (p.sinks_kind != kSinksNone && t.has_keys) {
+    if (p.sinks_kind != kSinksNone && t.seqlen_k != kNoSequence) {
         float sink = p.sinks_kind == kSinksFloat
                          ? static_cast<const float*>(p.sinks)[t.head_idx]
                          : to_float(Config::Io{}, static_cast<const uint16*>(p.sinks)[t.head_idx]);

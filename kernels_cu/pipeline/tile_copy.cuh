@@ -14,18 +14,20 @@ struct TileCopy {
     static_assert(kRows % kRowsPerStep == 0 || kRows < kRowsPerStep, "steps must cover the tile exactly");
 
     // What does not change from tile to tile; one per thread.
-    uint32 dst, tail_dst;                       // shared byte offsets of this thread's first chunk
-    uint32 column_bytes[Tile::kFullPanels + 1];  // 16 where the chunk lies inside head_dim, else 0; last: tail panel
+    uint32 dst;      // shared byte offset of this thread's first chunk in a 128-byte panel
+    uint32 columns;  // bit p: this thread's chunk of panel p lies inside head_dim (one register, not one a panel)
 
     OA_DEVICE TileCopy(int head_dim, int tid) {
         int row = tid >> 3, chunk = tid & 7;
         dst = row * 128 + ((chunk ^ (row & 7)) << 4);
+        columns = 0;
 #pragma unroll
-        for (int p = 0; p < Tile::kFullPanels; ++p) column_bytes[p] = p * 64 + chunk * 8 < head_dim ? 16 : 0;
-        int tail_row = tid >> 2, tail_chunk = tid & 3;
-        tail_dst = Tile::kFullPanels * Tile::kPanelBytes + tail_row * 64 + ((tail_chunk ^ ((tail_row >> 1) & 3)) << 4);
-        column_bytes[Tile::kFullPanels] = Tile::kFullPanels * 64 + tail_chunk * 8 < head_dim ? 16 : 0;
+        for (int p = 0; p < Tile::kFullPanels; ++p) columns |= uint32(p * 64 + chunk * 8 < head_dim) << p;
+        if (Tile::kHasTail)
+            columns |= uint32(Tile::kFullPanels * 64 + (tid & 3) * 8 < head_dim) << Tile::kFullPanels;
     }
+
+    OA_DEVICE uint32 bytes(bool row_ok, int panel) const { return row_ok && (columns >> panel & 1) ? 16 : 0; }
 
     // smem: the tile's shared address; g: its first element; row_stride in elements.
     OA_DEVICE void issue(uint32 smem, const uint16* g, int64 row_stride, int valid_rows, int tid) const {
@@ -39,7 +41,7 @@ struct TileCopy {
 #pragma unroll
                     for (int p = 0; p < Tile::kFullPanels; ++p)
                         cp_async_16(smem + dst + p * Tile::kPanelBytes + r * 128, src + p * 64,
-                                    row_ok ? column_bytes[p] : 0);
+                                    bytes(row_ok, p));
                 }
                 src += kRowsPerStep * row_stride;
             }
@@ -47,11 +49,11 @@ struct TileCopy {
         if (Tile::kHasTail) {
             int row0 = tid >> 2;
             const uint16* src = g + row0 * row_stride + Tile::kFullPanels * 64 + (tid & 3) * 8;
+            uint32 tail_dst = Tile::kFullPanels * Tile::kPanelBytes + row0 * 64 + (((tid & 3) ^ ((row0 >> 1) & 3)) << 4);
 #pragma unroll
             for (int r = 0; r < kRows; r += kTailRowsPerStep) {
                 if (kRows >= kTailRowsPerStep || row0 < kRows)
-                    cp_async_16(smem + tail_dst + r * 64, src,
-                                row0 + r < valid_rows ? column_bytes[Tile::kFullPanels] : 0);
+                    cp_async_16(smem + tail_dst + r * 64, src, bytes(row0 + r < valid_rows, Tile::kFullPanels));
                 src += kTailRowsPerStep * row_stride;
             }
         }

@@ -13,9 +13,16 @@ static_assert(sizeof(int64) == 8 && sizeof(int32) == 4 && sizeof(uint16) == 2, "
 
 #define OA_DEVICE __device__ __forceinline__
 
-// Tags for the element type of q, k, v. Values in memory are handled as raw 16-bit patterns.
-struct Half {};
-struct BFloat16 {};
+// Tags for element types in memory. The 16-bit ones are handled as raw bit patterns.
+struct Float {
+    static constexpr int kBytes = 4;
+};
+struct Half {
+    static constexpr int kBytes = 2;
+};
+struct BFloat16 {
+    static constexpr int kBytes = 2;
+};
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowest = -3.402823466e38f;  // lowest finite fp32

@@ -1,14 +1,16 @@
 // Tile index -> (batch, head, block of query rows) of the forward kernels.
 #pragma once
-#include "attention/params.cuh"
+#include "scheduler/fwd_params.cuh"
 #include "ptx/types.cuh"
+
+// Rows of a packed tensor that belong to no sequence. A length and not a flag: registers are what these kernels lack.
+constexpr int32 kNoSequence = -1;
 
 struct FwdTile {
     int32 batch_idx, head_idx;
     int32 m0;                    // first query row of the tile inside its sequence
     int32 q_begin, k_begin;      // first row of the sequence in packed tensors; 0 for dense batches
-    int32 seqlen_q, seqlen_k;    // of this sequence
-    bool has_keys;               // false: rows that belong to no sequence and only receive O = 0, LSE = -inf
+    int32 seqlen_q, seqlen_k;    // of this sequence; seqlen_k = kNoSequence: rows that only receive O = 0, LSE = -inf
     bool valid;                  // false: nothing to do
 };
 
@@ -32,7 +34,6 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
     t.q_begin = t.k_begin = 0;
     t.seqlen_q = p.seqlen_q;
     t.seqlen_k = p.seqlen_k;
-    t.has_keys = true;
     t.valid = true;
     return t;
 }
@@ -73,8 +74,7 @@ OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
             int32 k_hi = min_of(max_of(p.cu_seqlens_k[t.batch_idx + 1], k_lo), total_k);
             t.k_begin = k_lo;
             t.seqlen_k = k_hi - k_lo;
-            t.has_keys = true;
-            t.valid = true;
+                    t.valid = true;
             return t;
         }
         block -= __shfl_sync(0xffffffffu, inclusive, 31);
@@ -83,8 +83,8 @@ OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
     int32 last = p.batch > 0 ? min_of(max_of(p.cu_seqlens_q[p.batch], first), total_q) : total_q;
     int32 head_blocks = (first + kBlockM - 1) / kBlockM;
     t.batch_idx = 0;
-    t.k_begin = t.seqlen_k = 0;
-    t.has_keys = false;
+    t.k_begin = 0;
+    t.seqlen_k = kNoSequence;
     if (block < head_blocks) {
         t.q_begin = 0;
         t.seqlen_q = first;

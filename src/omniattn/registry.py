@@ -49,7 +49,7 @@ class KernelSpec:
     smem_bytes : int
         Dynamic shared memory per CTA.
     features : frozenset of str
-        Options beyond the common set that it was compiled with.
+        Options beyond the common set that it was compiled with. ``"score_mods"``: softcap, mask, softmax_scale <= 0.
     allowed_spill_bytes : int
         Register spills that are known and measured to be harmless; the build fails above it.
     """
@@ -73,7 +73,106 @@ class KernelSpec:
     allowed_spill_bytes: int = 0
 
 
-REGISTRY: tuple[KernelSpec, ...] = ()
+#: Short names of the element types in kernel names, and the tags of ``kernels_cu/ptx/types.cuh``.
+_IO_TYPES: dict[str, tuple[str, str]] = {
+    "float16": ("fp16", "Half"),
+    "bfloat16": ("bf16", "BFloat16"),
+    "float32": ("fp32", "Float"),
+}
+
+
+@dataclass(frozen=True)
+class _FwdTile:
+    """Tile shape of ``attn_fwd_sm80`` for one padded head_dim (tuning record: docs/performance/attn_fwd_sm80.md)."""
+
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    q_in_registers: bool
+    min_ctas: int
+
+
+# Every tile fits into the 99 KB of sm_86, sm_89 and sm_120, so that one row serves all GPUs.
+_FWD_SM80_TILES: tuple[_FwdTile, ...] = (
+    _FwdTile(32, 128, 64, 4, 2, True, 2),
+    _FwdTile(64, 128, 64, 4, 2, True, 2),
+    _FwdTile(96, 128, 48, 4, 2, False, 2),
+    _FwdTile(128, 128, 48, 4, 2, False, 2),
+    _FwdTile(192, 64, 64, 4, 1, False, 2),
+    _FwdTile(256, 64, 64, 4, 1, False, 2),
+)
+
+# Score modifiers take registers for mask addresses: half the rows a warp.
+_FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
+    _FwdTile(32, 128, 32, 4, 2, True, 2),
+    _FwdTile(64, 128, 32, 4, 2, False, 2),
+    _FwdTile(96, 64, 64, 4, 2, False, 2),
+    _FwdTile(128, 64, 64, 4, 2, False, 2),
+    _FwdTile(192, 64, 64, 4, 1, False, 2),
+    _FwdTile(256, 64, 64, 4, 1, False, 2),
+)
+
+
+def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
+    short, tag = _IO_TYPES[dtype]
+    smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
+    return KernelSpec(
+        name=f"attn_fwd_sm80_{short}_d{tile.head_dim}" + ("_mods" if score_mods else ""),
+        family="attn_fwd_sm80",
+        op="attention",
+        source="entry/attn_fwd_sm80.cu",
+        symbol="attn_fwd_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("BLOCK_M", str(tile.block_m)),
+            ("BLOCK_N", str(tile.block_n)),
+            ("NUM_WARPS", str(tile.num_warps)),
+            ("NUM_STAGES", str(tile.num_stages)),
+            ("Q_IN_REGISTERS", str(int(tile.q_in_registers))),
+            ("MIN_CTAS", str(tile.min_ctas)),
+            ("SCORE_MODS", str(int(score_mods))),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        num_warps=tile.num_warps,
+        smem_bytes=smem_bytes,
+        features=frozenset({"score_mods"}) if score_mods else frozenset(),
+    )
+
+
+def _merge_states(dtype: str) -> KernelSpec:
+    short, tag = _IO_TYPES[dtype]
+    return KernelSpec(
+        name=f"merge_states_sm80_{short}",
+        family="merge_states_sm80",
+        op="merge_states",
+        source="entry/merge_states_sm80.cu",
+        symbol="merge_states_sm80",
+        defines=(("IO_TYPE", tag),),
+        dtype=dtype,
+        head_dim=256,
+        block_m=1,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+    )
+
+
+REGISTRY: tuple[KernelSpec, ...] = (
+    *(
+        _attn_fwd_sm80(tile, dtype, score_mods)
+        for score_mods, tiles in ((False, _FWD_SM80_TILES), (True, _FWD_SM80_MODS_TILES))
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    ),
+    *(_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32")),
+)
 
 
 def by_name(name: str) -> KernelSpec:
