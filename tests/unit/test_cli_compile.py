@@ -60,6 +60,15 @@ def test_target_that_no_kernel_can_run_on(capsys: pytest.CaptureFixture[str]) ->
     assert "8.0 or newer" in error
 
 
+def test_several_kernels_are_compiled_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [row.name for row in REGISTRY if row.op == "merge_states"]
+    assert len(names) > 1
+    options = [word for name in names for word in ("--kernel", name)]
+    assert main(["compile", "--arch", "sm_80", *options, "--out", str(tmp_path)]) == 0
+    assert sorted(path.stem for path in (tmp_path / "80").iterdir()) == sorted(names)
+    assert f"{len(names)} kernels written to {tmp_path}" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_failures_are_reported_and_counted(
     spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ ATTENTION_CASES: tuple[Case, ...] = (
     Case("causal, rows without keys, HND", "attention", ((190, 60),), layout="HND", options={"causal": True}),
     Case("one query row", "attention", ((1, 513),), 8, 1, options={"causal": True}),
     Case("window", "attention", ((200, 200),), below=8, options={"window": (64, 17)}),
+    Case("sinks, causal", "attention", ((70, 40),), options={"causal": True}, arrays=("sinks",)),
     Case("softcap and sinks", "attention", ((130, 140),), options={"softcap": 20.0}, arrays=("sinks",)),
     Case("boolean mask with an empty row", "attention", ((100, 150),), below=8, arrays=("mask",)),
     Case("additive mask", "attention", ((65, 129),), arrays=("bias",)),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,43 +110,43 @@ def choose(
     return chosen, left_out
 
 
+def compile_one(spec: KernelSpec, arch: str, folder: Path | None) -> Outcome:
+    """Compile one row; failures of the compiler and of the file system are part of the result."""
+    start = time.perf_counter()
+    try:
+        compiled = runtime.compile_to(spec, arch, folder)
+    except (CompileError, CacheError) as error:
+        return Outcome(spec.name, seconds=time.perf_counter() - start, error=str(error))
+    result = compiled.result
+    seconds = time.perf_counter() - start
+    path = str(compiled.path)
+    return Outcome(spec.name, path, result.registers, result.spill_bytes, len(result.cubin), seconds)
+
+
 def compile_all(
     specs: Sequence[KernelSpec], arch: str, folder: Path | None, step: Callable[[str], None] = lambda _: None
 ) -> list[Outcome]:
-    """Compile all rows, in threads (NVRTC runs without the interpreter's lock); in the order of ``specs``."""
-
-    def one(spec: KernelSpec) -> Outcome:
-        start = time.perf_counter()
-        try:
-            compiled = runtime.compile_to(spec, arch, folder)
-        except (CompileError, CacheError) as error:
-            return Outcome(spec.name, seconds=time.perf_counter() - start, error=str(error))
-        result = compiled.result
-        return Outcome(
-            spec.name, str(compiled.path), result.registers, result.spill_bytes, len(result.cubin),
-            time.perf_counter() - start,
-        )  # fmt: skip
-
+    """Compile all rows, in the order of ``specs``. Several go into processes: NVRTC serializes the threads of one."""
+    workers = min(len(specs), os.cpu_count() or 1)
+    if workers < 2:
+        return [compile_one(spec, arch, folder) for spec in specs]
     outcomes = []
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        for spec, outcome in zip(specs, pool.map(one, specs), strict=True):
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        repeated = (itertools.repeat(arch), itertools.repeat(folder))
+        for spec, outcome in zip(specs, pool.map(compile_one, specs, *repeated), strict=True):
             outcomes.append(outcome)
             step(spec.name)
     return outcomes
 
 
 def _show(target: Arch, outcomes: Sequence[Outcome], left_out: dict[str, str]) -> None:
-    rows = [
-        [
-            outcome.kernel, str(outcome.registers), str(outcome.spill_bytes), str(outcome.size),
-            f"{outcome.seconds:.2f}", outcome.file,
-        ]
-        for outcome in outcomes
-        if not outcome.error
-    ]  # fmt: skip
-    if rows:
-        header = ["kernel", "registers", "spill bytes", "size", "s", "file"]
+    done = [outcome for outcome in outcomes if not outcome.error]
+    if done:
+        header = ["kernel", "registers", "spill bytes", "size", "s"]
+        rows = [[o.kernel, str(o.registers), str(o.spill_bytes), str(o.size), f"{o.seconds:.2f}"] for o in done]
         console.print_table(f"Compiled for {target}", header, rows, numeric=(1, 2, 3, 4))
+        folder = os.path.commonpath([str(Path(o.file).parent) for o in done])
+        console.print_line(f"{len(done)} kernel{'s' if len(done) > 1 else ''} written to {folder}")
     for outcome in outcomes:
         if outcome.error:
             console.print_line(f"FAILED {outcome.kernel}: {outcome.error}")
