@@ -74,7 +74,8 @@ class CudaDriver:
         version = int(_checked("cuDriverGetVersion", cu.cuDriverGetVersion()))
         return DeviceInfo(
             ordinal=ordinal,
-            name=_text(_checked("cuDeviceGetName", cu.cuDeviceGetName(256, device))).rstrip("\0"),
+            # The binding hands back the whole buffer that the driver wrote the name into.
+            name=_text(_checked("cuDeviceGetName", cu.cuDeviceGetName(256, device))).partition("\0")[0],
             cc=(
                 query(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
                 query(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),

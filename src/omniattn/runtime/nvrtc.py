@@ -115,7 +115,9 @@ class CupyCompiler:
                 raise CompileError(f"nvrtcCompileProgram failed: {error}", log=nvrtc.getProgramLog(program)) from None
             image = nvrtc.getPTX(program) if ptx else nvrtc.getCUBIN(program)
             text = nvrtc.getProgramLog(program)
-            return (image.encode() if isinstance(image, str) else bytes(image)), text
+            data = image.encode() if isinstance(image, str) else bytes(image)
+            # CuPy takes the last byte of either for a terminating NUL; a cubin's last byte belongs to it (and is zero).
+            return (data if ptx else data + b"\0"), text
         finally:
             nvrtc.destroyProgram(program)
 

@@ -1,0 +1,111 @@
+"""The text of every error class, and that errors survive the way between processes."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from omniattn import errors
+from omniattn.errors import (
+    AlignmentError,
+    ArgumentError,
+    CacheError,
+    CompileError,
+    DeviceError,
+    DriverError,
+    DriverMissingError,
+    DtypeError,
+    KernelNotFoundError,
+    OmniattnError,
+    ShapeError,
+    StrideError,
+    UnsupportedError,
+)
+
+ARGUMENT_CLASSES = (ArgumentError, DtypeError, ShapeError, StrideError, AlignmentError, DeviceError)
+
+SAMPLES: dict[type[OmniattnError], tuple[OmniattnError, str]] = {
+    OmniattnError: (OmniattnError("plain"), "plain"),
+    **{
+        cls: (
+            cls("k", "float16", "float32", function="attention", hint="Cast it"),
+            "attention(): argument 'k': expected float16, received float32. Cast it",
+        )
+        for cls in ARGUMENT_CLASSES
+    },
+    UnsupportedError: (
+        UnsupportedError("precision 'int8' is not in this version", instead="precision='exact'"),
+        "precision 'int8' is not in this version. What works: precision='exact'",
+    ),
+    KernelNotFoundError: (
+        KernelNotFoundError("toy", "sm_90a", [("disk cache", "not there"), ("NVRTC", "missing")], "install it"),
+        "no usable binary of kernel 'toy' for sm_90a. Tried, in this order:\n  - disk cache: not there\n"
+        "  - NVRTC: missing\nWhat to do: install it",
+    ),
+    CompileError: (
+        CompileError("it does not compile", log="toy.cu(1): error\n"),
+        "it does not compile\ntoy.cu(1): error",
+    ),
+    DriverError: (
+        DriverError("cuInit", "CUDA_ERROR_NO_DEVICE", "no GPU", "look for one"),
+        "cuInit failed with CUDA_ERROR_NO_DEVICE: no GPU. What to do: look for one",
+    ),
+    DriverMissingError: (
+        DriverMissingError("cuInit", "LIBRARY_NOT_FOUND", "no libcuda", "install the driver"),
+        "cuInit failed with LIBRARY_NOT_FOUND: no libcuda. What to do: install the driver",
+    ),
+    CacheError: (
+        CacheError("/cache", "cannot be removed", "check its owner"),
+        "kernel cache /cache: cannot be removed. What to do: check its owner",
+    ),
+}
+
+
+def test_every_class_has_a_sample() -> None:
+    classes = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, Exception)}
+    assert classes == set(SAMPLES)
+    assert {cls.__name__ for cls in classes} == set(errors.__all__)
+
+
+@pytest.mark.parametrize("cls", SAMPLES, ids=lambda cls: cls.__name__)
+def test_text(cls: type[OmniattnError]) -> None:
+    error, text = SAMPLES[cls]
+    assert type(error) is cls
+    assert str(error) == text
+
+
+@pytest.mark.parametrize("cls", SAMPLES, ids=lambda cls: cls.__name__)
+def test_pickling_keeps_text_and_attributes(cls: type[OmniattnError]) -> None:
+    error, text = SAMPLES[cls]
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is cls
+    assert str(copy) == text
+    assert copy.__dict__ == error.__dict__
+
+
+def test_builtin_bases() -> None:
+    """Callers who catch the built-in exceptions keep working."""
+    assert all(issubclass(cls, ValueError) for cls in (*ARGUMENT_CLASSES, UnsupportedError))
+    assert issubclass(DtypeError, TypeError)
+    assert all(issubclass(cls, RuntimeError) for cls in (KernelNotFoundError, CompileError, DriverError))
+    assert issubclass(CacheError, OSError)
+
+
+def test_argument_attributes_and_short_form() -> None:
+    error = ShapeError("k", "(2, 8)", (2, 9))
+    assert (error.argument, error.expected, error.received) == ("k", "(2, 8)", (2, 9))
+    assert str(error) == "argument 'k': expected (2, 8), received (2, 9)"
+
+
+def test_received_objects_are_kept_as_text() -> None:
+    """An error must not keep a caller's array alive."""
+    assert ArgumentError("k", "an array", object).received == "<class 'object'>"
+
+
+def test_short_forms() -> None:
+    assert str(UnsupportedError("no")) == "no"
+    assert str(CompileError("no log", log="  \n")) == "no log"
+    assert str(DriverError("cuX", "CODE", "text")) == "cuX failed with CODE: text"
+    assert "  - nothing\n" in str(KernelNotFoundError("toy", "sm_80", [], "x"))

@@ -1,0 +1,133 @@
+// A stand-in for libcuda with two devices, for tests of the driver bindings on machines without a GPU. It keeps a stack of
+// contexts, remembers nothing else, and writes the calls that matter to stderr when FAKE_CUDA_TRACE is set.
+//
+// A binary whose text holds "WRONG" is accepted when it is loaded and refused when its kernel is looked up, as the real
+// driver does with a cubin of another architecture.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+typedef int Result;
+typedef struct { unsigned grid[3], block[3], smem; void *stream; void *attrs; unsigned num_attrs; } LaunchConfig;
+typedef struct { int id; char pad[4]; unsigned cluster[3]; } LaunchAttribute;
+
+static int contexts[2];  // their addresses are the handles of the primary contexts
+static __thread void *stack[16];
+static __thread int depth;
+static int owner;  // process that called cuInit
+static int tracing;
+
+static void trace(const char *format, ...) {
+    if (!tracing) return;
+    va_list args;
+    va_start(args, format);
+    vfprintf(stderr, format, args);
+    va_end(args);
+}
+
+static Result device_of(void *context) { return (int)((int *)context - contexts); }
+
+Result cuInit(unsigned flags) {
+    const char *code = getenv("FAKE_CUDA_INIT");
+    if (code) return atoi(code);
+    if (owner && owner != getpid()) return 3;
+    owner = getpid();
+    tracing = getenv("FAKE_CUDA_TRACE") != NULL;
+    trace("cuInit\n");
+    return flags ? 1 : 0;
+}
+Result cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+Result cuDeviceGetCount(int *count) { *count = 2; return 0; }
+Result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal < 2 ? 0 : 101; }
+Result cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "Fake GPU %d", device); return 0; }
+Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+    switch (attribute) {
+        case 16: *value = 132; break;      // multiprocessors
+        case 38: *value = 50 << 20; break;  // L2 bytes
+        case 75: *value = device ? 8 : 9; break;
+        case 76: *value = 0; break;
+        case 97: *value = 232448; break;  // opt-in shared memory
+        default: return 1;
+    }
+    return 0;
+}
+Result cuGetErrorName(Result code, const char **text) {
+    *text = code == 3 ? "CUDA_ERROR_NOT_INITIALIZED" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU"
+          : code == 500 ? "CUDA_ERROR_NOT_FOUND" : code == 1 ? "CUDA_ERROR_INVALID_VALUE" : NULL;
+    return *text ? 0 : 1;
+}
+Result cuGetErrorString(Result code, const char **text) { *text = code == 1 ? "invalid argument" : "text of the driver"; return 0; }
+
+Result cuCtxGetDevice(int *device) {
+    if (owner != getpid()) return 3;
+    if (!depth) return 201;
+    *device = device_of(stack[depth - 1]);
+    return 0;
+}
+Result cuCtxGetCurrent(void **context) { *context = depth ? stack[depth - 1] : NULL; return 0; }
+Result cuDevicePrimaryCtxRetain(void **context, int device) { trace("retain %d\n", device); *context = &contexts[device]; return 0; }
+Result cuCtxPushCurrent_v2(void *context) { trace("push %d\n", device_of(context)); stack[depth++] = context; return 0; }
+Result cuCtxPopCurrent_v2(void **context) {
+    if (!depth) return 201;
+    *context = stack[--depth];
+    trace("pop %d\n", device_of(*context));
+    return 0;
+}
+Result cuThreadExchangeStreamCaptureMode(int *mode) { trace("capture mode %d\n", *mode); *mode = 2 - *mode; return 0; }
+
+Result cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned n, void *c, void *d, unsigned m) {
+    *library = (void *)strdup(code);
+    trace("load %.12s\n", (const char *)code);
+    return n || m ? 1 : 0;
+}
+Result cuLibraryUnload(void *library) { trace("unload\n"); free(library); return 0; }
+Result cuLibraryGetKernel(void **kernel, void *library, const char *name) {
+    if (strstr(library, "WRONG")) return 209;
+    if (strcmp(name, "toy")) return 500;
+    *kernel = library;
+    return 0;
+}
+Result cuKernelSetAttribute(int attribute, int value, void *kernel, int device) {
+    trace("attribute %d = %d on %d\n", attribute, value, device);
+    return 0;
+}
+Result cuKernelGetFunction(void **function, void *kernel) { *function = kernel; return depth ? 0 : 201; }
+
+Result cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned smem,
+                      void *stream, void **params, void **extra) {
+    if (!gx || extra || by != 1 || bz != 1) return 1;
+    if (tracing)
+        trace("launch %u,%u,%u x %u smem %u stream %p param %llu on %d\n", gx, gy, gz, bx, smem, stream,
+              *(unsigned long long *)params[0], device_of(stack[depth - 1]));
+    return 0;
+}
+Result cuLaunchKernelEx(const LaunchConfig *c, void *f, void **params, void **extra) {
+    const LaunchAttribute *a = c->attrs;
+    if (!c->grid[0] || extra || c->num_attrs != 1) return 1;
+    if (tracing)
+        trace("launchex %u,%u,%u x %u smem %u stream %p attribute %d cluster %u,%u,%u param %llu on %d\n", c->grid[0], c->grid[1],
+              c->grid[2], c->block[0], c->smem, c->stream, a->id, a->cluster[0], a->cluster[1], a->cluster[2],
+              *(unsigned long long *)params[0], device_of(stack[depth - 1]));
+    return 0;
+}
+
+// The bindings look every function up here, by its name without a version.
+Result cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
+    char versioned[128];
+    snprintf(versioned, sizeof versioned, "%s_v2", symbol);
+    void *self = dlopen(NULL, RTLD_LAZY);
+    Dl_info info;
+    if (dladdr((void *)cuInit, &info)) self = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+    *function = dlsym(self, versioned);
+    if (!*function) *function = dlsym(self, symbol);
+    if (status) *status = *function ? 0 : 1;
+    return *function ? 0 : 500;
+}
+Result cuGetProcAddress(const char *symbol, void **function, int version, uint64_t flags) {
+    return cuGetProcAddress_v2(symbol, function, version, flags, NULL);
+}

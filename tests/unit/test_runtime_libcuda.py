@@ -1,0 +1,187 @@
+"""The cuda-bindings driver against a stand-in for libcuda, compiled here: every call that it makes, for real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+pytestmark = pytest.mark.skipif(
+    COMPILER is None or not sys.platform.startswith("linux"), reason="needs Linux and a C compiler for the stand-in"
+)
+
+PRELUDE = """
+import ctypes, os
+from omniattn.errors import OmniattnError
+from omniattn.runtime import device_info, load_image
+from omniattn.runtime.driver import get_driver, device_context
+from tests.unit.runtime_fakes import toy_spec
+value = ctypes.c_uint64(77)
+address = ctypes.addressof(value)
+def attempt(work):
+    try:
+        print(work())
+    except OmniattnError as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("libcuda")
+    source = Path(__file__).with_name("test_runtime_fake_libcuda.c")
+    command = [str(COMPILER), "-shared", "-fPIC", "-O1", "-o", str(folder / "libcuda.so.1"), str(source), "-ldl"]
+    subprocess.run(command, check=True, timeout=60)
+    return folder
+
+
+def run(libcuda: Path, code: str, **variables: str) -> tuple[str, list[str]]:
+    """Standard output, and the calls of the driver, of a new process."""
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMNIATTN_")}
+    environment.update(
+        LD_LIBRARY_PATH=str(libcuda), PYTHONPATH=f"{root / 'src'}{os.pathsep}{root}", FAKE_CUDA_TRACE="1", **variables
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, env=environment, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr.splitlines()
+
+
+def test_device_info(libcuda: Path) -> None:
+    out, calls = run(libcuda, "print(device_info(1)); attempt(lambda: device_info(2))")
+    assert out.splitlines() == [
+        "DeviceInfo(ordinal=1, name='Fake GPU 1', cc=(8, 0), sm_count=132, max_smem_optin=232448, l2_bytes=52428800, "
+        "driver_version=(13, 0))",
+        "DeviceError argument 'device': expected a CUDA device number below 2, received 2",
+    ]
+    assert calls == ["cuInit"]
+
+
+def test_load_and_launch(libcuda: Path) -> None:
+    code = """
+kernel = load_image(toy_spec(), 1, b"good image")
+kernel.launch((3, 2, 1), 128, 0xABC, address)
+kernel.launch((4, 2, 1), 256, 0xABC, address, (2, 1, 1))
+get_driver().push_primary(1)
+kernel.launch((5, 1, 1), 128, 0, address)
+kernel.launch((6, 1, 1), 128, 2, address, (2, 1, 1))
+"""
+    out, calls = run(libcuda, code)
+    assert out == ""
+    assert calls == [
+        "cuInit",
+        "retain 1",
+        "push 1",
+        "capture mode 2",
+        "load good image",
+        "attribute 8 = 4096 on 1",
+        "capture mode 0",
+        "pop 1",
+        "push 1",
+        "launch 3,2,1 x 128 smem 4096 stream 0xabc param 77 on 1",
+        "pop 1",
+        "push 1",
+        "launchex 4,2,1 x 256 smem 4096 stream 0xabc attribute 4 cluster 2,1,1 param 77 on 1",
+        "pop 1",
+        "push 1",
+        "launch 5,1,1 x 128 smem 4096 stream (nil) param 77 on 1",
+        "launchex 6,1,1 x 128 smem 4096 stream 0x2 attribute 4 cluster 2,1,1 param 77 on 1",
+    ]
+
+
+def test_return_codes_become_errors(libcuda: Path) -> None:
+    code = """
+attempt(lambda: load_image(toy_spec(), 0, b"WRONG"))
+attempt(lambda: load_image(toy_spec(symbol="absent"), 0, b"good"))
+kernel = load_image(toy_spec(), 0, b"good")
+attempt(lambda: kernel.launch((0, 1, 1), 128, 0, address))
+attempt(lambda: kernel.launch((0, 1, 1), 128, 0, address, (2, 1, 1)))
+print(get_driver().current_device())
+"""
+    out, calls = run(libcuda, code)
+    assert out.splitlines() == [
+        "DriverError cuLibraryGetKernel failed with CUDA_ERROR_NO_BINARY_FOR_GPU: text of the driver",
+        "DriverError cuLibraryGetKernel failed with CUDA_ERROR_NOT_FOUND: text of the driver",
+        "DriverError cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: invalid argument",
+        "DriverError cuLaunchKernelEx failed with CUDA_ERROR_INVALID_VALUE: invalid argument",
+        "None",
+    ]
+    assert calls.count("unload") == 2
+    assert calls.count("capture mode 0") == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            "100",
+            "DriverError cuInit failed with CUDA_ERROR_NO_DEVICE: text of the driver. What to do: check nvidia-smi",
+        ),
+        (
+            "3",
+            "DriverError cuInit failed with CUDA_ERROR_NOT_INITIALIZED: text of the driver. What to do: if this process",
+        ),
+    ],
+)
+def test_cuda_cannot_be_initialized(libcuda: Path, code: str, text: str) -> None:
+    out, _ = run(libcuda, "attempt(get_driver)", FAKE_CUDA_INIT=code)
+    assert out.startswith(text)
+
+
+def test_fork_after_import_and_after_use(libcuda: Path) -> None:
+    code = """
+def fork(work):
+    import sys
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        attempt(work)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(pid, 0)
+fork(lambda: device_info(0).name)
+kernel = load_image(toy_spec(), 0, b"good")
+fork(lambda: device_info(0).name)
+fork(lambda: kernel.launch((1, 1, 1), 32, 0, address))
+print(device_info(0).name)
+"""
+    out, _ = run(libcuda, code)
+    lines = out.splitlines()
+    assert lines[0] == lines[3] == "Fake GPU 0"
+    assert "had already used CUDA through omniattn when it forked" in lines[1]
+    assert "cuCtxGetDevice failed with CUDA_ERROR_NOT_INITIALIZED" in lines[2]
+    assert "multiprocessing.get_context('spawn')" in lines[2]
+
+
+def test_launches_from_many_threads_keep_their_parameters(libcuda: Path) -> None:
+    code = """
+import threading
+kernel = load_image(toy_spec(), 0, b"good")
+def work(number):
+    mine = ctypes.c_uint64(number)
+    for _ in range(50):
+        kernel.launch((number + 1, 1, 1), 32, 0, ctypes.addressof(mine))
+threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    _, calls = run(libcuda, code)
+    launches = [line.split() for line in calls if line.startswith("launch ")]
+    assert len(launches) == 400
+    assert all(int(words[1].split(",")[0]) == int(words[words.index("param") + 1]) + 1 for words in launches)
+
+
+def test_no_libcuda(tmp_path: Path) -> None:
+    """On a machine with a driver the library is found on the system's path, and there is nothing to see."""
+    out, _ = run(tmp_path, "attempt(lambda: get_driver().name)")
+    assert out == "cuda\n" or (
+        out.startswith("DriverMissingError cuInit failed with LIBRARY_NOT_FOUND: no CUDA driver library (libcuda.so.1")
+        and "install the NVIDIA driver, R525 or newer" in out
+    )
