@@ -1,0 +1,117 @@
+"""The build's complaints: each is provoked, so that none can rot into silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from build_tools import checks
+from omniattn.registry import KernelSpec
+
+CLEAN_LOG = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'k' for 'sm_90a'
+ptxas info    : Function properties for k
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers
+"""
+
+
+def row(name: str = "k", source: str = "entry/k.cu", allowed_spill_bytes: int = 0) -> KernelSpec:
+    return KernelSpec(
+        name=name,
+        family="k",
+        op="attention",
+        source=source,
+        symbol="k",
+        defines=(),
+        dtype="float16",
+        head_dim=64,
+        block_m=64,
+        block_n=64,
+        num_warps=4,
+        smem_bytes=0,
+        allowed_spill_bytes=allowed_spill_bytes,
+    )
+
+
+def test_a_clean_log_gives_no_complaint() -> None:
+    assert checks.log_complaints(row(), "90a", CLEAN_LOG, 0) == []
+    assert checks.warnings(CLEAN_LOG) == []
+
+
+def test_an_undeclared_spill_is_named_with_its_size() -> None:
+    (text,) = checks.log_complaints(row(allowed_spill_bytes=8), "80", CLEAN_LOG, 24)
+    assert "k (sm_80): spills 24 bytes" in text
+    assert "allows 8" in text
+    assert checks.log_complaints(row(allowed_spill_bytes=24), "80", CLEAN_LOG, 24) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "meaning"),
+    [
+        (
+            "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+            "insufficient register resources for the wgmma pipeline in the function 'k'",
+            "serialized",
+        ),
+        (
+            "ptxas info    : (C7517) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+            "ill formed pipeline stage in the function 'k'",
+            "serialized",
+        ),
+        ("ptxas warning : (C7508) setmaxnreg ignored; unable to determine register count at entry", "setmaxnreg"),
+        ("ptxas info    : setmaxnreg ignored to maintain minimum register requirements", "setmaxnreg"),
+    ],
+)
+def test_silent_slowdowns_are_complaints(line: str, meaning: str) -> None:
+    (text,) = checks.log_complaints(row(), "90a", CLEAN_LOG + line + "\n", 0)
+    assert meaning in text
+    assert "k (sm_90a)" in text
+
+
+def test_warnings_are_shown() -> None:
+    line = 'k.cu(3): warning #177-D: variable "x" was declared but never referenced'
+    assert checks.warnings(CLEAN_LOG + line) == [line]
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+def test_registry_and_sources_must_match(tmp_path: Path) -> None:
+    root = tree(tmp_path, {"entry/k.cu": "", "entry/lonely.cu": ""})
+    assert checks.registry_complaints([row(), row("j")], tree(tmp_path / "good", {"entry/k.cu": ""})) == []
+    complaints = checks.registry_complaints([row(), row(), row("gone", "entry/gone.cu")], root)
+    assert [text.split(":")[0] for text in complaints] == ["k", "gone", "entry/lonely.cu"]
+    assert "unique" in complaints[0]
+    assert "does not exist" in complaints[1]
+    assert "orphan" in complaints[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("#include <cuda_fp16.h>\n", "no system or CUDA header"),
+        ("  #  include   <stdint.h>\n", "no system or CUDA header"),
+        ('#include "ptx/gone.cuh"\n', "does not exist"),
+        ('#include "entry/k.cu"\n', "layer above"),
+    ],
+)
+def test_includes_that_cannot_be(tmp_path: Path, text: str, complaint: str) -> None:
+    root = tree(tmp_path, {"entry/k.cu": '#include "tile/a.cuh"\n', "tile/a.cuh": text})
+    (found,) = checks.include_complaints(root)
+    assert found.startswith("tile/a.cuh: ")
+    assert complaint in found
+
+
+def test_includes_that_can_be(tmp_path: Path) -> None:
+    files = {
+        "entry/k.cu": '/* #include <vector> */\n// #include <vector>\n#include "tile/a.cuh"\n',
+        "tile/a.cuh": '#include "ptx/b.cuh"\n',
+        "ptx/b.cuh": "",
+    }
+    assert checks.include_complaints(tree(tmp_path, files)) == []

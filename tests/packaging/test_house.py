@@ -1,0 +1,98 @@
+"""House rules that a tool can check, over the whole tree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from build_tools import checks, kernels, record
+from omniattn.registry import REGISTRY
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ROOT / "kernels_cu"
+MAX_LINES = 500
+
+
+def python(*arguments: str) -> str:
+    """Run a module; return its output if it fails, nothing if it succeeds."""
+    result = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return "" if result.returncode == 0 else result.stdout + result.stderr
+
+
+def code_files() -> Iterable[Path]:
+    for folder in ("src", "build_tools", "tests", "wheels", "examples"):
+        yield from sorted((ROOT / folder).glob("**/*.py"))
+    yield from kernels.kernel_sources(KERNELS)
+
+
+def test_ruff_check() -> None:
+    assert python("ruff", "check", "--no-cache", "--output-format=concise", ".") == ""
+
+
+def test_ruff_format() -> None:
+    assert python("ruff", "format", "--no-cache", "--check", ".") == ""
+
+
+def test_types() -> None:
+    assert python("mypy", "--no-incremental", "src", "build_tools") == ""
+
+
+def test_device_code_format() -> None:
+    files = [str(path) for path in kernels.kernel_sources(KERNELS)]
+    assert files
+    assert python("clang_format", "--dry-run", "--Werror", *files) == ""
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in code_files()
+    }
+    assert len(lengths) > 20
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_every_source_has_a_row_and_every_row_a_source() -> None:
+    assert checks.registry_complaints(REGISTRY, KERNELS) == []
+
+
+def test_kernels_include_only_what_they_may() -> None:
+    assert checks.include_complaints(KERNELS) == []
+
+
+def test_gpu_tests_are_where_the_record_looks() -> None:
+    """A GPU test elsewhere would be left out by ``pytest -m gpu tests/gpu``, which counts as a complete run."""
+    marked = [
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / "tests").glob("**/test_*.py"))
+        if path.parent.name not in ("gpu", "packaging") and "mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+    assert marked == []
+
+
+def test_all_prebuilt_kernels_compile_without_complaint(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ahead-of-time build of every row for every target: errors, spills, serialized wgmma."""
+    built = kernels.build(ROOT)
+    wanted = {(spec.name, arch) for spec in REGISTRY for arch in spec.prebuild}
+    assert {(entry["name"], entry["arch"]) for entry in built.manifest["kernels"]} == wanted
+    assert len(wanted) > 0
+
+
+def test_every_family_compiles_for_gpus_that_are_not_prebuilt() -> None:
+    assert kernels.check_portable(ROOT) == []
+
+
+def test_kernels_have_run_on_a_gpu(pytestconfig: pytest.Config) -> None:
+    """The record of GPU results is of this code; ``tests/gpu/unverified.txt`` excuses, loudly."""
+    verdict = record.check(ROOT)
+    if verdict.warning:
+        reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(verdict.text, red=True)
+        import warnings
+
+        warnings.warn(verdict.text, stacklevel=1)
+    assert verdict.ok, verdict.text

@@ -1,0 +1,228 @@
+"""The guard of the GPU record: what it lets pass, what it does not, and what a run writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from build_tools import record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in (
+        "kernels_cu/entry/k.cu",
+        "src/omniattn/registry.py",
+        "src/omniattn/launch/k.py",
+        "tests/gpu/test_k.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n", encoding="utf-8")
+    return tmp_path
+
+
+def write_record(checkout: Path, **changes: Any) -> None:
+    data: dict[str, Any] = {
+        "format": 1,
+        "digest": record.digest(checkout),
+        "complete": True,
+        "device": [{"name": "NVIDIA H200", "compute_capability": "9.0"}],
+        "tests": {"a": ["passed", 0.1], "b": ["skipped", 0.0]},
+    }
+    (checkout / record.RECORD).write_text(record.render({**data, **changes}), encoding="utf-8")
+
+
+def test_a_good_record_passes(checkout: Path) -> None:
+    write_record(checkout)
+    verdict = record.check(checkout)
+    assert verdict.ok, verdict.text
+    assert not verdict.warning
+
+
+def test_a_missing_record_fails_and_says_what_to_do(checkout: Path) -> None:
+    verdict = record.check(checkout)
+    assert not verdict.ok
+    assert "does not exist" in verdict.text
+    assert "pytest -m gpu" in verdict.text
+    assert record.digest(checkout) in verdict.text
+
+
+@pytest.mark.parametrize("name", ["kernels_cu/entry/k.cu", "src/omniattn/registry.py", "src/omniattn/launch/k.py"])
+def test_a_change_of_what_is_watched_makes_it_stale(checkout: Path, name: str) -> None:
+    write_record(checkout)
+    with (checkout / name).open("a", encoding="utf-8") as stream:
+        stream.write("more\n")
+    verdict = record.check(checkout)
+    assert not verdict.ok
+    assert "of other code" in verdict.text
+
+
+def test_new_removed_and_renamed_files_make_it_stale(checkout: Path) -> None:
+    before = record.digest(checkout)
+    added = checkout / "kernels_cu/ptx/new.cuh"
+    added.parent.mkdir()
+    added.write_text("", encoding="utf-8")
+    with_new = record.digest(checkout)
+    added.rename(added.with_name("other.cuh"))
+    renamed = record.digest(checkout)
+    assert len({before, with_new, renamed}) == 3
+
+
+def test_tests_documents_and_line_ends_do_not_matter(checkout: Path) -> None:
+    before = record.digest(checkout)
+    (checkout / "tests/gpu/test_k.py").write_text("changed", encoding="utf-8")
+    (checkout / "kernels_cu/README.md").write_text("changed", encoding="utf-8")
+    source = checkout / "kernels_cu/entry/k.cu"
+    source.write_bytes(source.read_bytes().replace(b"\n", b"\r\n"))
+    assert record.digest(checkout) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"tests": {"a": ["passed", 0.1], "b": ["failed", 0.1]}}, "1 failed test(s), first b"),
+        ({"tests": {"a": ["passed", 0.1], "b": ["error", 0.1]}}, "1 failed test(s), first b"),
+        ({"tests": {"a": ["skipped", 0.1]}}, "no passed test"),
+        ({"tests": {}}, "no passed test"),
+        ({"complete": False}, "partial run"),
+        ({"device": []}, "names no device"),
+        ({"format": 99}, "another format"),
+    ],
+)
+def test_a_record_that_vouches_for_nothing_fails(checkout: Path, changes: dict[str, Any], complaint: str) -> None:
+    write_record(checkout, **changes)
+    verdict = record.check(checkout)
+    assert not verdict.ok
+    assert complaint in verdict.text
+
+
+def test_a_damaged_record_fails(checkout: Path) -> None:
+    (checkout / record.RECORD).write_text('{"format": 1,', encoding="utf-8")
+    verdict = record.check(checkout)
+    assert not verdict.ok
+    assert "not JSON" in verdict.text
+
+
+def test_unverified_needs_this_digest_and_a_reason(checkout: Path) -> None:
+    excuse = checkout / record.UNVERIFIED
+    for line in ("0" * 64 + " no GPU was free", record.digest(checkout), record.digest(checkout) + "  "):
+        excuse.write_text(line + "\n", encoding="utf-8")
+        assert not record.check(checkout).ok, line
+    excuse.write_text(f"# comment\n{record.digest(checkout)} no GPU was free\n", encoding="utf-8")
+    verdict = record.check(checkout)
+    assert verdict.ok
+    assert verdict.warning
+    assert "NOT VERIFIED" in verdict.text
+    assert "no GPU was free" in verdict.text
+
+
+def test_unverified_beside_a_good_record_is_pointed_out(checkout: Path) -> None:
+    write_record(checkout)
+    (checkout / record.UNVERIFIED).write_text("old\n", encoding="utf-8")
+    verdict = record.check(checkout)
+    assert verdict.ok
+    assert verdict.warning
+    assert "remove it" in verdict.text
+
+
+# A run inside a run: the plugin is tested on a suite of its own, with its root set there.
+CONFTEST = """
+from pathlib import Path
+from build_tools.record import Recorder
+def pytest_addoption(parser):
+    parser.addoption("--record-out", type=Path)
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: test")
+    config.pluginmanager.register(Recorder(config, config.getoption("--record-out"), Path(__file__).parents[1]))
+"""
+SUITE = """
+import pytest
+@pytest.mark.gpu
+def test_good(): pass
+@pytest.mark.gpu
+def test_other(): assert not OTHER_FAILS
+@pytest.mark.gpu
+def test_skipped(): pytest.skip("no JAX")
+def test_cpu(): pass
+"""
+
+
+def run_suite(checkout: Path, *arguments: str, other_fails: bool = False) -> tuple[dict[str, Any] | None, str]:
+    (checkout / "tests/conftest.py").write_text(CONFTEST, encoding="utf-8")
+    (checkout / "tests/gpu/test_k.py").write_text(f"OTHER_FAILS = {other_fails}\n{SUITE}", encoding="utf-8")
+    (checkout / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    shown = subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout
+    path = checkout / record.RECORD
+    return (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None), shown
+
+
+@pytest.mark.parametrize("paths", [(), ("tests",), ("tests/gpu",)])
+def test_a_complete_run_writes_the_record(checkout: Path, paths: tuple[str, ...]) -> None:
+    data, shown = run_suite(checkout, "-m", "gpu", *paths)
+    assert data is not None, shown
+    assert data["complete"] is True
+    assert data["digest"] == record.digest(checkout)
+    assert data["summary"] == {"passed": 2, "skipped": 1}
+    assert {name.split("::")[1]: outcome for name, (outcome, _) in data["tests"].items()} == {
+        "test_good": "passed",
+        "test_other": "passed",
+        "test_skipped": "skipped",
+    }
+    assert data["versions"]["python"]
+    assert "GPU record: wrote" in shown
+
+
+def test_a_failure_is_recorded_and_then_fails_the_check(checkout: Path) -> None:
+    data, shown = run_suite(checkout, "-m", "gpu", other_fails=True)
+    assert data is not None, shown
+    assert data["summary"] == {"passed": 1, "failed": 1, "skipped": 1}
+    # Without nvidia-smi the device is unknown, which is a complaint of its own.
+    write_record(checkout, tests=data["tests"])
+    assert "failed test(s)" in record.check(checkout).text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-m", "gpu", "-k", "good"),
+        ("-m", "gpu", "tests/gpu/test_k.py"),
+        ("-m", "gpu", "tests/gpu/test_k.py::test_good"),
+        ("-m", "gpu", "--deselect", "tests/gpu/test_k.py::test_other"),
+        ("-m", "gpu and not slow"),
+        ("-m", "gpu", "-x"),
+        ("-m", "gpu", "--collect-only"),
+        (),
+    ],
+)
+def test_a_partial_run_writes_no_record(checkout: Path, arguments: tuple[str, ...]) -> None:
+    data, shown = run_suite(checkout, *arguments, other_fails="-x" in arguments)
+    assert data is None, shown
+
+
+def test_record_out_takes_partial_runs_too(checkout: Path) -> None:
+    out = checkout / "out/partial.json"
+    data, shown = run_suite(checkout, "-m", "gpu", "-k", "good", "--record-out", str(out))
+    assert data is None
+    partial = json.loads(out.read_text(encoding="utf-8"))
+    assert partial["complete"] is False
+    assert next(iter(partial["tests"].values()))[0] == "passed"
+    assert "partial run: option keyword='good'" in shown
+
+
+def test_plain_runs_leave_gpu_tests_out(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/conftest.py").write_text(
+        (ROOT / "tests/conftest.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / "tests/test_k.py").write_text(SUITE.replace("OTHER_FAILS", "True"), encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers = gpu: test\n", encoding="utf-8")
+    shown = subprocess.run([sys.executable, "-m", "pytest"], cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "1 passed, 3 deselected" in shown

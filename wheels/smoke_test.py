@@ -1,0 +1,174 @@
+"""Check a wheel as a user meets it: ``python wheels/smoke_test.py [WHEEL]`` (built first if none is named).
+
+Reads the file, then installs it into a fresh virtual environment and uses it there: contents against the manifest,
+size, tag, import time, a CPU call, the command line, and what a GPU call says on a machine without a driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROBE = Path(__file__).resolve().parent / "probe.py"
+
+MAX_WHEEL_BYTES = 20 * 2**20
+KERNELS = "omniattn/_kernels/"
+
+
+class SmokeTestError(Exception):
+    """The wheel is not what it should be."""
+
+
+def run(command: Sequence[str | Path], **changes: str) -> str:
+    """Run a command away from the checkout, so that nothing is imported from it; return its standard output."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    with tempfile.TemporaryDirectory() as elsewhere:
+        result = subprocess.run(
+            [str(part) for part in command],
+            cwd=elsewhere,
+            env={**environment, **changes},
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+    if result.returncode != 0:
+        shown = " ".join(str(part) for part in command)
+        raise SmokeTestError(f"{shown}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
+    return result.stdout
+
+
+def build_wheel(out: Path, source: Path = ROOT) -> Path:
+    """Build the wheel of ``source`` into ``out`` with this interpreter's own tools; return its path."""
+    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source])
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path, sources: Path | None = ROOT / "kernels_cu") -> str:
+    """Check names, tag, size, and that cubins and manifest say the same; return a one-line summary.
+
+    Parameters
+    ----------
+    wheel : Path
+        The file.
+    sources : Path, optional
+        Kernel sources that the wheel must hold, byte for byte; None where there is no checkout to compare with.
+    """
+    problems = []
+    if not wheel.name.endswith("-py3-none-any.whl"):
+        problems.append(f"expected a tag py3-none-any, received {wheel.name}")
+    size = wheel.stat().st_size
+    if size >= MAX_WHEEL_BYTES:
+        problems.append(f"expected less than {MAX_WHEEL_BYTES} bytes, received {size}")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        if len(names) != len(archive.namelist()):
+            problems.append("a file is in the archive twice")
+        manifest = json.loads(archive.read(KERNELS + "manifest.json"))
+        listed = {KERNELS + entry["file"]: entry for entry in manifest["kernels"]}
+        held = {name for name in names if name.startswith(KERNELS + "cubins/")}
+        problems += [f"{name} is in the manifest, not in the wheel" for name in sorted(listed.keys() - held)]
+        problems += [f"{name} is in the wheel, not in the manifest" for name in sorted(held - listed.keys())]
+        for name in sorted(held & listed.keys()):
+            cubin = archive.read(name)
+            if hashlib.sha256(cubin).hexdigest() != listed[name]["sha256"] or len(cubin) != listed[name]["size"]:
+                problems.append(f"{name} does not match its checksum or size in the manifest")
+            if cubin[:4] != b"\x7fELF":
+                problems.append(f"{name} is no ELF file")
+        problems += _source_problems(archive, names, sources)
+        allowed = ("omniattn/", f"omniattn-{manifest['package_version']}.dist-info/")
+        problems += [f"{name} does not belong into the wheel" for name in sorted(names) if not name.startswith(allowed)]
+        problems += [f"{name} is build waste" for name in sorted(names) if name.endswith((".pyc", "~"))]
+        (metadata,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
+        if "Root-Is-Purelib: true" not in archive.read(metadata).decode():
+            problems.append("expected Root-Is-Purelib: true in WHEEL")
+        for wanted in ("omniattn/py.typed", "omniattn/__init__.py"):
+            if wanted not in names:
+                problems.append(f"{wanted} is missing")
+        if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
+            problems.append("the license is missing")
+    if problems:
+        raise SmokeTestError(f"{wheel.name}:\n" + "\n".join(problems))
+    return f"{wheel.name}: {size / 2**20:.2f} MiB, {len(names)} files, {len(listed)} cubins by {manifest['compiler']}"
+
+
+def _source_problems(archive: zipfile.ZipFile, names: set[str], sources: Path | None) -> list[str]:
+    prefix = KERNELS + "src/"
+    held = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    if not held:
+        return ["the wheel holds no kernel sources: it could not compile for a new GPU"]
+    if sources is None:
+        return []
+    wanted = {path.relative_to(sources).as_posix(): path for path in sources.glob("**/*.cu*")}
+    problems = [f"kernel source {name} is missing" for name in sorted(wanted.keys() - held)]
+    problems += [f"kernel source {name} is not in the checkout" for name in sorted(held - wanted.keys())]
+    for name in sorted(held & wanted.keys()):
+        if archive.read(prefix + name) != wanted[name].read_bytes():
+            problems.append(f"kernel source {name} differs from the checkout's")
+    return problems
+
+
+def make_environment(folder: Path, wheel: Path) -> Path:
+    """Install the wheel, with what it requires and nothing else, into a new environment; return its interpreter."""
+    venv.create(folder, with_pip=True, clear=True)
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel])
+    run([python, "-m", "pip", "check", "--disable-pip-version-check"])
+    return python
+
+
+def check_use(python: Path) -> list[str]:
+    """Use the installed package as ``wheels/probe.py`` says; return its lines."""
+    # Each probe is a process of its own: what one imports or initializes must not hide the next one's fault.
+    lines = [
+        run([python, "-I", PROBE, name]).strip() for name in ("imports", "import-time", "cpu", "gpu-error", "kernels")
+    ]
+    program = python.parent / ("omniattn.exe" if os.name == "nt" else "omniattn")
+    shown = run([program, "info"], NO_COLOR="1")
+    if "omniattn" not in shown:
+        raise SmokeTestError(f"omniattn info does not name the package:\n{shown}")
+    lines.append(f"omniattn info: {len(shown.splitlines())} lines")
+    return lines
+
+
+def smoke_test(wheel: Path, *, sources: Path | None = ROOT / "kernels_cu") -> list[str]:
+    """Run every check on ``wheel``; return what was seen, raise SmokeTestError at the first failure."""
+    lines = [check_contents(wheel, sources)]
+    with tempfile.TemporaryDirectory(prefix="omniattn-smoke-") as folder:
+        lines += check_use(make_environment(Path(folder) / "venv", wheel))
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "wheel", type=Path, nargs="?", help="the wheel to check (default: build one from this checkout)"
+    )
+    options = parser.parse_args(argv)
+    try:
+        if options.wheel is not None:
+            lines = smoke_test(options.wheel.resolve())
+        else:
+            with tempfile.TemporaryDirectory(prefix="omniattn-wheel-") as folder:
+                lines = smoke_test(build_wheel(Path(folder)))
+    except SmokeTestError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
