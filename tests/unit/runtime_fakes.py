@@ -138,7 +138,7 @@ class World:
             path.write_text(text)
 
     def install(self, *archs: str, kind: str = "wheel", **changes: Any) -> Store:
-        """Make and use a store with a prebuilt cubin of the toy kernel for each target; ``changes`` go into its rows."""
+        """Make and use a store with a prebuilt cubin of the toy kernel per target; ``changes`` go into its rows."""
         rows = []
         for arch in archs:
             image = f"\x7fELF prebuilt sm_{arch}".encode()

@@ -27,6 +27,15 @@ extern "C" __global__ void __launch_bounds__(1024, 2) toy(float* data) {
 }
 """
 
+STATIC = """
+extern "C" __global__ void toy(int* data) {
+    __shared__ int staged[256];
+    staged[threadIdx.x] = data[0];
+    __syncthreads();
+    data[1] = staged[7];
+}
+"""
+
 # The accumulator is read between the issue of wgmma and its wait, so ptxas has to serialize.
 SERIALIZED = """
 extern "C" __global__ void toy(float* out, unsigned long long a, unsigned long long b) {
@@ -69,7 +78,7 @@ def test_missing_source(tmp_path: Path) -> None:
 def test_system_headers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text("#include <cuda_fp16.h>\n")
     with pytest.raises(
-        CompileError, match="a.cu includes <cuda_fp16.h>: kernels include only files of the kernels folder"
+        CompileError, match=r"a.cu includes <cuda_fp16.h>: kernels include only files of the kernels folder"
     ):
         Sources(tmp_path).closure("a.cu")
 
@@ -127,8 +136,7 @@ def test_static_shared_memory_and_spills(world: World) -> None:
     spilling = compile_spec(toy_spec(source="spill.cu", defines=()), "80")
     assert spilling.registers <= 32
     assert spilling.spill_bytes > 0
-    text = 'extern "C" __global__ void toy(int* p) { __shared__ int s[256]; s[threadIdx.x] = p[0]; __syncthreads(); p[1] = s[7]; }'
-    (world.root / "static.cu").write_text(text)
+    (world.root / "static.cu").write_text(STATIC)
     assert compile_spec(toy_spec(source="static.cu", defines=()), "80").smem_static_bytes == 1024
 
 

@@ -48,7 +48,7 @@ def test_otherwise_the_primary_context_is_pushed_and_popped(world: World, curren
 def test_the_context_is_popped_when_the_launch_fails(world: World) -> None:
     loaded = runtime.load(world.spec, 0)
     world.driver.launch_error = True
-    with pytest.raises(DriverError, match="cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(DriverError, match=r"cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE"):
         loaded.launch((1, 1, 1), 32, 0, 1)
     assert world.driver.contexts == []
 
@@ -56,7 +56,12 @@ def test_the_context_is_popped_when_the_launch_fails(world: World) -> None:
 def test_device_info_is_asked_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     real = world.driver.device_info
-    monkeypatch.setattr(world.driver, "device_info", lambda ordinal: asked.append(ordinal) or real(ordinal))
+
+    def ask(ordinal: int) -> runtime.DeviceInfo:
+        asked.append(ordinal)
+        return real(ordinal)
+
+    monkeypatch.setattr(world.driver, "device_info", ask)
     infos = [runtime.device_info(0), runtime.device_info(0), runtime.device_info(1)]
     assert asked == [0, 1]
     assert infos[0] is infos[1]
@@ -120,7 +125,7 @@ def test_no_bindings_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_asked_for_but_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNIATTN_DRIVER", "cuda")
     _block(monkeypatch, "cuda.bindings")
-    with pytest.raises(DriverMissingError, match="import cuda.bindings failed with IMPORT_ERROR") as caught:
+    with pytest.raises(DriverMissingError, match=r"import cuda.bindings failed with IMPORT_ERROR") as caught:
         get_driver()
     assert "CuPy" not in str(caught.value)
 
@@ -128,7 +133,7 @@ def test_cuda_asked_for_but_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cupy_asked_for_but_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNIATTN_DRIVER", "cupy")
     _block(monkeypatch, "cupy")
-    with pytest.raises(DriverMissingError, match="CuPy cannot be imported .*pip install cupy-cuda12x or cupy-cuda13x"):
+    with pytest.raises(DriverMissingError, match=r"CuPy cannot be imported .*pip install cupy-cuda12x or cupy-cuda13x"):
         get_driver()
 
 
@@ -224,7 +229,7 @@ def test_cupy_driver(cupy: FakeCupy) -> None:
         ) as caught:
             launch((2, 1, 1), 128, 0, 0, (2, 1, 1))
         assert "cuda-bindings" in str(caught.value)
-        with pytest.raises(DriverError, match="cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: invalid argument"):
+        with pytest.raises(DriverError, match=r"cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: invalid argument"):
             launch((0, 1, 1), 128, 0, 0, None)
     assert cupy.current == 0
     assert cupy.calls == [
@@ -251,7 +256,7 @@ def test_cupy_errors(cupy: FakeCupy) -> None:
         driver.load(b"image", "absent", 0, 0)
     assert caught.value.code == "CUDA_ERROR_NOT_FOUND"
     assert cupy.calls[-1] == ("unload",)
-    with pytest.raises(DeviceError, match="argument 'device': expected a CUDA device number below 2, received 2"):
+    with pytest.raises(DeviceError, match=r"argument 'device': expected a CUDA device number below 2, received 2"):
         driver.device_info(2)
 
 
@@ -261,7 +266,7 @@ def test_cupy_without_a_driver_library(cupy: FakeCupy, monkeypatch: pytest.Monke
 
     cupy.version = 0
     monkeypatch.setattr(cupy.cu, "ctxGetCurrent", fail)
-    with pytest.raises(DriverMissingError, match="no CUDA driver library .*failed to load libcuda.so.1"):
+    with pytest.raises(DriverMissingError, match=r"no CUDA driver library .*failed to load libcuda.so.1"):
         get_driver()
 
 

@@ -84,7 +84,7 @@ def test_contradictory_jit_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNIATTN_FORCE_JIT", "1")
     assert env.jit_policy() == (False, True)
     monkeypatch.setenv("OMNIATTN_DISABLE_JIT", "1")
-    with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_JIT.*OMNIATTN_DISABLE_JIT=1.*Unset one"):
+    with pytest.raises(ArgumentError, match=r"OMNIATTN_FORCE_JIT.*OMNIATTN_DISABLE_JIT=1.*Unset one"):
         env.jit_policy()
 
 

@@ -126,7 +126,7 @@ print(get_driver().current_device())
         ),
         (
             "3",
-            "DriverError cuInit failed with CUDA_ERROR_NOT_INITIALIZED: text of the driver. What to do: if this process",
+            "DriverError cuInit failed with CUDA_ERROR_NOT_INITIALIZED: text of the driver. What to do: if this",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_refused_cubin_is_passed_over(world: World, code: str) -> None:
 def test_other_driver_errors_are_not_the_binarys_fault(world: World) -> None:
     world.install("90a")
     world.driver.refuse[b"prebuilt"] = "CUDA_ERROR_OUT_OF_MEMORY"
-    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY.*What to do: free GPU memory"):
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_OUT_OF_MEMORY.*What to do: free GPU memory"):
         runtime.load(world.spec, 0)
     assert world.compiler.compiled == []
     assert world.driver.contexts == [], "the context is popped on an error too"
@@ -118,7 +118,7 @@ def test_disable_jit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_policies_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNIATTN_FORCE_JIT", "1")
     monkeypatch.setenv("OMNIATTN_DISABLE_JIT", "1")
-    with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_JIT"):
+    with pytest.raises(ArgumentError, match=r"OMNIATTN_FORCE_JIT"):
         runtime.load(world.spec, 0)
 
 
@@ -159,7 +159,7 @@ def test_jit_result_that_the_driver_refuses(world: World) -> None:
     """As an NVRTC that is newer than the driver gives it."""
     world.driver.refuse[b"jit"] = "CUDA_ERROR_INVALID_IMAGE"
     with pytest.raises(
-        KernelNotFoundError, match="update the NVIDIA driver, or install an NVRTC that fits it"
+        KernelNotFoundError, match=r"update the NVIDIA driver, or install an NVRTC that fits it"
     ) as caught:
         runtime.load(world.spec, 0)
     assert [what for what, _ in caught.value.tried] == ["prebuilt kernels", "disk cache", "jit (sm_90a)"]
@@ -254,14 +254,14 @@ def test_cached_ptx_gives_way_to_a_newer_nvrtc(world: World, monkeypatch: pytest
 def test_arch_specific_kernels_get_no_ptx(world: World) -> None:
     world.use_compiler(FakeCompiler(archs=(80, 89)))
     with pytest.raises(
-        KernelNotFoundError, match="does not know sm_90a, and this kernel cannot be compiled for an older"
+        KernelNotFoundError, match=r"does not know sm_90a, and this kernel cannot be compiled for an older"
     ):
         runtime.load(toy_spec(arch_specific=True, min_arch=(9, 0)), 0)
 
 
 def test_nvrtc_that_knows_nothing_suitable(world: World) -> None:
     world.use_compiler(FakeCompiler(archs=(50, 75)))
-    with pytest.raises(KernelNotFoundError, match="nor an older target that this kernel can be compiled for"):
+    with pytest.raises(KernelNotFoundError, match=r"nor an older target that this kernel can be compiled for"):
         runtime.load(world.spec, 0)
 
 
@@ -355,15 +355,15 @@ def test_compile_to_the_cache_is_what_load_finds(world: World) -> None:
 def test_compile_to_errors(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"argument 'arch': expected a binary target.*received 'compute_80'"):
         runtime.compile_to(world.spec, "compute_80")
-    with pytest.raises(CompileError, match="'toy_f3' is not for sm_75: the kernel needs compute capability 8.0"):
+    with pytest.raises(CompileError, match=r"'toy_f3' is not for sm_75: the kernel needs compute capability 8.0"):
         runtime.compile_to(world.spec, "sm_75")
     with pytest.raises(CompileError, match=r"NVRTC 12.9 does not know sm_130a \(it knows 80, 86"):
         runtime.compile_to(world.spec, "sm_130")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CacheError, match="cannot be written .*choose a folder that can be written"):
+    with pytest.raises(CacheError, match=r"cannot be written .*choose a folder that can be written"):
         runtime.compile_to(world.spec, "sm_90a", tmp_path / "file" / "out")
     monkeypatch.setenv("OMNIATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(CacheError, match="What to do: set OMNIATTN_CACHE_DIR to a folder that can"):
+    with pytest.raises(CacheError, match=r"What to do: set OMNIATTN_CACHE_DIR to a folder that can"):
         runtime.compile_to(world.spec, "sm_90a")
 
 
