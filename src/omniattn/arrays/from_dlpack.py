@@ -45,7 +45,7 @@ def request(obj: Any, argument: str, stream: int | None) -> dlpack.Capsule:
 def _device(obj: Any, argument: str) -> str:
     try:
         kind = int(obj.__dlpack_device__()[0])
-    except (BufferError, RuntimeError) as error:
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(
             f"argument {argument!r} cannot be exported by DLPack ({error})", instead="an array that lives on one device"
         ) from error
@@ -79,6 +79,8 @@ def describe_dlpack(obj: Any, argument: str, stream: int | None = None) -> Tenso
 
 def describe_jax(obj: Any, argument: str, stream: int | None = None) -> Tensor:
     """Facts of a concrete JAX array. Always read-only: JAX's arrays do not change."""
+    if obj.is_deleted():
+        raise ArgumentError(argument, "a live jax.Array", "one whose memory was deleted or donated")
     return _describe(obj, argument, stream, "jax")
 
 

@@ -155,6 +155,7 @@ def store(tensor: Tensor, values: np.ndarray[Any, Any]) -> None:
     if tensor.dtype == "bfloat16":
         view[...] = bfloat16_bits(values)
         return
-    # Beyond the type's range is infinity, as every framework has it; that is no reason for a warning.
-    with np.errstate(over="ignore", under="ignore"):
+    # Beyond the type's range is infinity, as every framework has it: that, or a signalling NaN, is no reason for a
+    # warning.
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         view[...] = values

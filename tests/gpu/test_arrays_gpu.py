@@ -1,0 +1,330 @@
+"""Every framework's arrays on a real GPU: facts, results, and streams with producers that are slow on purpose."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+# JAX would otherwise take most of the GPU's memory for itself, and torch shares this process.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = (2, 96, 4, 64)
+#: Cycles that a producer wastes: about 100 ms, far longer than a launch takes to arrive.
+SLOW = 200_000_000
+
+
+@pytest.fixture(scope="module")
+def oa() -> Any:
+    import omniattn
+
+    return omniattn
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    module = pytest.importorskip("torch")
+    assert module.cuda.is_available(), "these tests need a GPU that torch can use"
+    return module
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture(scope="module")
+def jax() -> Any:
+    return pytest.importorskip("jax")
+
+
+def _inputs(seed: int = 0) -> tuple[np.ndarray[Any, Any], ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(SHAPE).astype(np.float16) for _ in range(3))
+
+
+def _expected(q: Any, k: Any, v: Any) -> np.ndarray[Any, Any]:
+    """Attention in float32, NHD."""
+    q, k, v = (np.asarray(x, dtype=np.float32).transpose(0, 2, 1, 3) for x in (q, k, v))
+    s = q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1])
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    return ((p / p.sum(axis=-1, keepdims=True)) @ v).transpose(0, 2, 1, 3)
+
+
+def _close(got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], tolerance: float = 4e-3) -> None:
+    error = float(np.abs(got.astype(np.float32) - expected).max())
+    assert error <= tolerance, f"max error {error}"  # a NaN fails too
+
+
+def _torch_inputs(torch: Any, seed: int = 0) -> list[Any]:
+    return [torch.from_numpy(x).cuda() for x in _inputs(seed)]
+
+
+def _slow_fill(torch: Any, targets: list[Any], sources: list[Any]) -> None:
+    """Queue, on the current stream, a long wait and then the copies."""
+    torch.cuda._sleep(SLOW)
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+# torch
+
+
+def test_torch_facts(torch: Any) -> None:
+    from omniattn import arrays
+
+    x = torch.zeros(3, 4, 8, dtype=torch.bfloat16, device="cuda")[1:, ::2]
+    t = arrays.describe(x, "q")
+    assert (t.framework, t.device, t.ordinal, t.dtype) == ("torch", "cuda", x.device.index, "bfloat16")
+    assert (tuple(t.shape), t.strides, t.ptr) == ((2, 2, 8), (32, 16, 1), x.data_ptr())
+    assert arrays.current_stream(t) == torch.cuda.current_stream().cuda_stream
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert arrays.current_stream(t) == side.cuda_stream
+    assert arrays.resolve_stream(side) == side.cuda_stream
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_torch(oa: Any, torch: Any, dtype: str) -> None:
+    q, k, v = (x.to(getattr(torch, dtype)) for x in _torch_inputs(torch))
+    o, lse = oa.attention(q, k, v, return_lse=True)
+    assert (type(o), o.dtype, o.device, tuple(o.shape)) == (torch.Tensor, q.dtype, q.device, SHAPE)
+    assert (lse.dtype, tuple(lse.shape)) == (torch.float32, (2, 4, 96))
+    _close(o.float().cpu().numpy(), _expected(*(x.float().cpu().numpy() for x in (q, k, v))), 2e-2)
+    out = torch.full_like(q, float("nan"))
+    assert oa.attention(q, k, v, out=out) is out
+    assert torch.equal(out, o)
+
+
+def test_torch_current_stream_with_slow_producer(oa: Any, torch: Any) -> None:
+    source = _torch_inputs(torch)
+    target = [torch.zeros_like(x) for x in source]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        _slow_fill(torch, target, source)
+        o = oa.attention(*target)
+    side.synchronize()
+    _close(o.cpu().numpy(), _expected(*_inputs()))
+
+
+@pytest.mark.parametrize("form", ["object", "handle", "protocol"])
+def test_torch_stream_override_waits_for_slow_producer(oa: Any, torch: Any, form: str) -> None:
+    source = _torch_inputs(torch)
+    target = [torch.zeros_like(x) for x in source]
+    oa.attention(*target)
+    torch.cuda.synchronize()
+    producer, side = torch.cuda.Stream(), torch.cuda.Stream()
+
+    class Protocol:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return (0, side.cuda_stream)
+
+    stream = {"object": side, "handle": side.cuda_stream, "protocol": Protocol()}[form]
+    with torch.cuda.stream(producer):
+        _slow_fill(torch, target, source)
+        o = oa.attention(*target, stream=stream)
+        assert not side.query()  # it is still waiting, and the host did not
+    side.synchronize()
+    _close(o.cpu().numpy(), _expected(*_inputs()))
+
+
+def test_torch_memory_is_not_reused_under_a_foreign_stream(oa: Any, torch: Any) -> None:
+    source = _torch_inputs(torch)
+    oa.attention(*source)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLOW)
+    inputs = [x.clone() for x in source]
+    o = oa.attention(*inputs, stream=side)
+    del inputs
+    for _ in range(8):  # would land in the inputs' memory, long before the kernel reads it
+        torch.full(SHAPE, float("nan"), dtype=torch.float16, device="cuda")
+    side.synchronize()
+    _close(o.cpu().numpy(), _expected(*_inputs()))
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_torch_graph_capture(oa: Any, torch: Any, fork: bool) -> None:
+    q, k, v = _torch_inputs(torch)
+    oa.attention(q, k, v)
+    torch.cuda.synchronize()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        o = oa.attention(q, k, v, stream=side) if fork else oa.attention(q, k, v)
+        if fork:
+            torch.cuda.current_stream().wait_stream(side)
+    for seed in (1, 2):
+        for target, source in zip((q, k, v), _torch_inputs(torch, seed), strict=True):
+            target.copy_(source)
+        o.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        _close(o.cpu().numpy(), _expected(*_inputs(seed)))
+
+
+# CuPy
+
+
+def test_cupy(oa: Any, cupy: Any) -> None:
+    q, k, v = (cupy.asarray(x) for x in _inputs())
+    o, lse = oa.attention(q, k, v, return_lse=True)
+    assert (type(o), o.dtype, o.shape, o.device) == (cupy.ndarray, np.float16, SHAPE, q.device)
+    assert (lse.dtype, lse.shape) == (np.float32, (2, 4, 96))
+    _close(cupy.asnumpy(o), _expected(*_inputs()))
+    out = cupy.full_like(q, np.nan)
+    assert oa.attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(cupy.asnumpy(out), cupy.asnumpy(o))
+
+
+@pytest.mark.parametrize("override", [False, True])
+def test_cupy_slow_producer(oa: Any, cupy: Any, torch: Any, override: bool) -> None:
+    source = [cupy.asarray(x) for x in _inputs()]
+    target = [cupy.zeros_like(x) for x in source]
+    oa.attention(*target)
+    cupy.cuda.Device().synchronize()
+    producer, side = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+    with cupy.cuda.ExternalStream(producer.cuda_stream), torch.cuda.stream(producer):
+        torch.cuda._sleep(SLOW)
+        for t, s in zip(target, source, strict=True):
+            t[...] = s
+        o = oa.attention(*target, stream=side) if override else oa.attention(*target)
+        del target
+        for _ in range(8):
+            cupy.full(SHAPE, np.nan, dtype=np.float16)
+    (side if override else producer).synchronize()
+    _close(cupy.asnumpy(o), _expected(*_inputs()))
+
+
+# JAX
+
+
+def _jax_inputs(jax: Any, seed: int = 0) -> list[Any]:
+    gpu = jax.devices("gpu")[0]
+    return [jax.device_put(x, gpu) for x in _inputs(seed)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_jax(oa: Any, jax: Any, dtype: str) -> None:
+    q, k, v = (x.astype(dtype) for x in _jax_inputs(jax))
+    o, lse = oa.attention(q, k, v, return_lse=True)
+    assert isinstance(o, jax.Array)
+    assert isinstance(lse, jax.Array)
+    assert (str(o.dtype), o.shape, o.devices()) == (dtype, SHAPE, q.devices())
+    assert (str(lse.dtype), lse.shape) == ("float32", (2, 4, 96))
+    _close(np.asarray(o.astype("float32")), _expected(*(np.asarray(x.astype("float32")) for x in (q, k, v))), 2e-2)
+
+
+@pytest.mark.parametrize("override", [False, True])
+def test_jax_slow_producer_and_reader(oa: Any, jax: Any, torch: Any, override: bool) -> None:
+    q, k, v = _jax_inputs(jax)
+    oa.attention(q, k, v)
+
+    @jax.jit
+    def slow(x: Any, heavy: Any) -> Any:
+        for _ in range(40):
+            heavy = heavy @ heavy * 0
+        return x + heavy[0, 0].astype(x.dtype)
+
+    heavy = jax.numpy.ones((4096, 4096), dtype="float32")
+    slow(q, heavy).block_until_ready()
+    side = torch.cuda.Stream()
+    late = [slow(x, heavy) for x in (q, k, v)]
+    o = oa.attention(*late, stream=side) if override else oa.attention(*late)
+    # Read at once by JAX, which has to wait for a stream that it knows nothing of.
+    doubled = o.astype("float32") * 2
+    _close(np.asarray(doubled) / 2, _expected(*_inputs()))
+
+
+def test_jax_memory_is_held_until_the_kernel_is_through(oa: Any, jax: Any, torch: Any) -> None:
+    from omniattn.arrays import events
+
+    side = torch.cuda.Stream()
+    inputs = _jax_inputs(jax)
+    oa.attention(*inputs)
+    jax.numpy.full(SHAPE, np.nan, dtype="float16").block_until_ready()  # compiled before it counts
+    torch.cuda.synchronize()
+    events.collect()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLOW)
+    o = oa.attention(*inputs, stream=side)
+    del inputs
+    assert events.collect() == 1
+    for _ in range(8):
+        jax.numpy.full(SHAPE, np.nan, dtype="float16").block_until_ready()
+    _close(np.asarray(o), _expected(*_inputs()))
+    torch.cuda.synchronize()
+    assert events.collect() == 0
+
+
+def test_jax_out_is_refused(oa: Any, jax: Any) -> None:
+    q, k, v = _jax_inputs(jax)
+    with pytest.raises(oa.errors.ArgumentError, match=r"argument 'out'.*jax\.Array"):
+        oa.attention(q, k, v, out=q)
+
+
+# Any other exporter, and mixtures
+
+
+class OnlyDlpack:
+    """A torch tensor that shows nothing but the two DLPack methods."""
+
+    def __init__(self, tensor: Any, versioned: bool = True) -> None:
+        self._tensor = tensor
+        self._versioned = versioned
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> Any:
+        version = max_version if self._versioned else None
+        return self._tensor.__dlpack__(stream=stream, max_version=version)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_plain_exporter_with_slow_producer(oa: Any, torch: Any, versioned: bool) -> None:
+    source = _torch_inputs(torch)
+    target = [torch.zeros_like(x) for x in source]
+    out = torch.full_like(source[0], float("nan"))
+    wrapped = OnlyDlpack(out, versioned)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        _slow_fill(torch, target, source)
+        result = oa.attention(*(OnlyDlpack(x, versioned) for x in target), out=wrapped)
+    assert result is wrapped
+    # Documented: without a library to tell, the result is ordered on the legacy default stream, torch's default.
+    torch.cuda.default_stream().synchronize()
+    _close(out.cpu().numpy(), _expected(*_inputs()))
+
+
+def test_plain_exporter_needs_out(oa: Any, torch: Any) -> None:
+    q, k, v = (OnlyDlpack(x) for x in _torch_inputs(torch))
+    with pytest.raises(oa.errors.ArgumentError, match=r"argument 'out'.*Pass out="):
+        oa.attention(q, k, v)
+
+
+def test_mixture_with_slow_producers(oa: Any, torch: Any, cupy: Any, jax: Any) -> None:
+    q, k, _ = _torch_inputs(torch)
+    late = torch.zeros_like(k)
+    v = _jax_inputs(jax)[2]
+    torch.cuda.synchronize()
+    producer = torch.cuda.Stream()
+    with cupy.cuda.ExternalStream(producer.cuda_stream):
+        with torch.cuda.stream(producer):
+            _slow_fill(torch, [late], [k])
+        # CuPy's current stream is the slow one, torch's is not.
+        o = oa.attention(q, cupy.from_dlpack(late), v)
+    assert isinstance(o, torch.Tensor)
+    _close(o.cpu().numpy(), _expected(*_inputs()))
+
+
+def test_arrays_on_different_devices(oa: Any, torch: Any) -> None:
+    q, k, v = _torch_inputs(torch)
+    with pytest.raises(oa.errors.DeviceError) as caught:
+        oa.attention(q, k.cpu(), v)
+    assert "argument 'k': expected an array on cuda:0, like 'q', received one on cpu" in str(caught.value)

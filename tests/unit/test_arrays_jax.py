@@ -1,0 +1,97 @@
+"""JAX on the CPU: the same capsules and the same way back as on a GPU, without the events."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from omniattn import arrays
+from omniattn.arrays import capsule
+from omniattn.errors import ArgumentError, UnsupportedError
+
+jax = pytest.importorskip("jax")
+jnp = pytest.importorskip("jax.numpy")
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "bool"])
+def test_facts(dtype: str) -> None:
+    x = jnp.ones((2, 3, 8), dtype=dtype)
+    t = arrays.describe(x, "q")
+    assert (t.framework, t.device, t.dtype, t.shape, t.strides) == ("jax", "cpu", dtype, (2, 3, 8), (24, 8, 1))
+    assert t.readonly is True
+    np.testing.assert_array_equal(arrays.to_numpy(t), np.asarray(x).astype(arrays.to_numpy(t).dtype))
+
+
+def test_out_is_refused() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        arrays.require_writable(arrays.describe(jnp.zeros(2), "out"))
+    assert "argument 'out': expected a writable array, received a jax.Array, which never changes" in str(caught.value)
+    with pytest.raises(ArgumentError):
+        arrays.store(arrays.describe(jnp.zeros(2), "out"), np.zeros(2))
+
+
+@pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
+def test_tracers(transform: str) -> None:
+    def f(x):
+        arrays.describe(x, "k")
+        return x.sum()
+
+    with pytest.raises(UnsupportedError) as caught:
+        getattr(jax, transform)(f)(jnp.zeros((2, 2)))
+    assert "argument 'k' is a JAX tracer" in str(caught.value)
+    assert "outside the transform" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_result_goes_back_without_a_copy_and_is_let_go(dtype: str) -> None:
+    gc.collect()
+    before = len(capsule._exports)
+    ref = arrays.describe(jnp.zeros((2, 8), dtype=dtype), "q")
+    out = arrays.empty_like_framework(ref, (64, 8), dtype)
+    assert out.readonly is False
+    values = np.arange(512, dtype=np.float32).reshape(64, 8) / 8
+    arrays.store(out, values)
+    address = out.ptr
+    result = arrays.finish(out, arrays.prepare([ref, out]))
+    assert isinstance(result, jax.Array)
+    assert result.unsafe_buffer_pointer() == address
+    assert len(capsule._exports) == before + 1
+    del ref, out
+    gc.collect()
+    expected = jnp.asarray(values).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(result).astype(np.float32), np.asarray(expected).astype(np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(result * 2).astype(np.float32), np.asarray(expected * 2).astype(np.float32)
+    )
+    del result
+    gc.collect()
+    assert len(capsule._exports) == before
+
+
+def test_empty_result() -> None:
+    out = arrays.empty_like_framework(arrays.describe(jnp.zeros((2, 8)), "q"), (0, 8), "float32")
+    assert arrays.finish(out, 0).shape == (0, 8)
+
+
+def test_double_precision_that_jax_does_not_have_switched_on() -> None:
+    ref = arrays.describe(jnp.zeros(2), "q")
+    with pytest.raises(UnsupportedError, match="jax_enable_x64"), pytest.warns(UserWarning, match="float64"):
+        arrays.empty_like_framework(ref, (2,), "float64")
+
+
+def test_deleted_array() -> None:
+    x = jnp.zeros(4)
+    x.delete()
+    with pytest.raises(ArgumentError) as caught:
+        arrays.describe(x, "v")
+    assert "argument 'v': expected a live jax.Array, received one whose memory was deleted or donated" in str(
+        caught.value
+    )

@@ -1,0 +1,137 @@
+"""torch tensors on the CPU, and bfloat16 rounding bit for bit against torch's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from omniattn import arrays
+from omniattn.errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64", "bool", "uint8", "int8"]
+)
+def test_facts(dtype: str) -> None:
+    base = torch.zeros(2, 3, 4, 8, dtype=getattr(torch, dtype))
+    view = base.transpose(1, 2)[1:]
+    t = arrays.describe(view, "v")
+    assert (t.framework, t.device, t.ordinal, t.dtype, t.argument) == ("torch", "cpu", 0, dtype, "v")
+    assert tuple(t.shape) == (1, 4, 3, 8)
+    assert t.strides == (96, 8, 32, 1)
+    assert t.ptr == base.data_ptr() + 96 * base.element_size()
+    assert t.readonly is False
+    assert t.obj is view
+    expanded = arrays.describe(base[:, :1].expand(2, 5, 4, 8), "k")
+    assert expanded.strides[1] == 0
+
+
+def test_float8_and_small_sizes() -> None:
+    assert arrays.describe(torch.zeros(4, dtype=torch.float8_e4m3fn), "k").dtype == "float8_e4m3fn"
+    assert tuple(arrays.describe(torch.zeros(0, 8), "k").shape) == (0, 8)
+    assert arrays.describe(torch.tensor(1.0), "k").strides == ()
+
+
+def test_gradients_are_never_cut_silently() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    for wanting in (x, x * 2, torch.nn.Parameter(torch.zeros(2))):
+        with pytest.raises(UnsupportedError) as caught:
+            arrays.describe(wanting, "q")
+        assert "argument 'q' requires a gradient" in str(caught.value)
+        assert "torch.no_grad()" in str(caught.value)
+        assert "detach()" in str(caught.value)
+        with torch.no_grad():
+            assert arrays.describe(wanting, "q").obj is wanting
+    assert arrays.describe(x.detach(), "q").dtype == "float32"
+    assert arrays.describe(torch.nn.Parameter(torch.zeros(2), requires_grad=False), "q").dtype == "float32"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_what_is_not_plain_memory() -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    cases = [
+        (torch.zeros(2).as_subclass(Tagged), UnsupportedError, "subclass of torch.Tensor"),
+        (torch.zeros(2, 2).to_sparse(), UnsupportedError, "layout sparse_coo"),
+        (torch.zeros(2, 2).to_sparse_csr(), UnsupportedError, "layout sparse_csr"),
+        (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), UnsupportedError, "nested tensor"),
+        (torch.zeros(2, device="meta"), DeviceError, "device meta"),
+    ]
+    for tensor, error, text in cases:
+        with pytest.raises(error) as caught:
+            arrays.describe(tensor, "k")
+        assert "'k'" in str(caught.value)
+        assert text in str(caught.value)
+    with pytest.raises(DtypeError) as dtype:
+        arrays.describe(torch.zeros(2, dtype=torch.complex64), "k")
+    assert dtype.value.received == "complex64"
+
+
+def test_inside_vmap() -> None:
+    def inner(x):
+        arrays.describe(x, "q")
+        return x
+
+    with pytest.raises(UnsupportedError, match=r"without memory of its own .*vmap"):
+        torch.vmap(inner)(torch.zeros(2, 3))
+
+
+def test_inference_tensor_as_out() -> None:
+    with torch.inference_mode():
+        out = torch.zeros(2)
+        arrays.require_writable(arrays.describe(out, "out"))
+    with pytest.raises(ArgumentError, match="an inference tensor outside inference mode"):
+        arrays.require_writable(arrays.describe(out, "out"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_store_rounds_as_torch_does(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    # Every exponent, both signs, subnormals, zeros, infinities; NaN apart, because its payload is nobody's business.
+    bits = np.concatenate(
+        [rng.integers(0, 1 << 32, 200_000, dtype=np.uint32), np.arange(0, 1 << 24, 97, dtype=np.uint32)]
+    )
+    source = bits.view(np.float32)
+    expected = torch.from_numpy(source).to(getattr(torch, dtype))
+    out = torch.full((source.size, 2), 7.0, dtype=getattr(torch, dtype))
+    arrays.store(arrays.describe(out[:, 0], "out"), source)
+    nan = np.isnan(source)
+    assert torch.isnan(out[:, 0]).numpy().tolist() == nan.tolist()
+    keep = torch.from_numpy(~nan)
+    width = {"float16": torch.int16, "bfloat16": torch.int16, "float32": torch.int32, "float64": torch.int64}[dtype]
+    same = out[:, 0][keep].contiguous().view(width) == expected[keep].view(width)
+    assert bool(same.all())
+    assert bool((out[:, 1] == 7).all())
+
+
+def test_to_numpy_of_bfloat16_is_exact() -> None:
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).reshape(256, 256).t()
+    got = arrays.to_numpy(arrays.describe(bits, "q"))
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, bits.float().numpy())
+
+
+def test_empty_and_finish() -> None:
+    ref = arrays.describe(torch.zeros(2, 3, dtype=torch.bfloat16), "q")
+    out = arrays.empty_like_framework(ref, (2, 5), "bfloat16")
+    arrays.store(out, np.full((2, 5), 1.5))
+    result = arrays.finish(out, arrays.prepare([ref, out]))
+    assert result.dtype == torch.bfloat16
+    assert result.tolist() == [[1.5] * 5] * 2
+    assert out.strides == (5, 1)
+    assert arrays.empty_like_framework(ref, (4,), "float32").obj.dtype == torch.float32
+
+
+def test_numpy_and_torch_may_be_mixed_on_the_cpu() -> None:
+    tensors = [arrays.describe(torch.zeros(2), "q"), arrays.describe(np.zeros(2), "k")]
+    arrays.require_same_device(tensors)
+    assert arrays.prepare(tensors) == 0
+
+
+def test_lookup_happens_once_for_each_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays.describe(torch.zeros(2), "q")
+    monkeypatch.setattr(arrays, "_register", None)
+    assert arrays.describe(torch.zeros(2), "q").framework == "torch"
