@@ -92,6 +92,9 @@ class _FwdTile:
     num_stages: int
     q_in_registers: bool
     min_ctas: int
+    suffix: str = ""
+    min_arch: tuple[int, int] = (8, 0)
+    prebuild: tuple[str, ...] = PREBUILT_ARCHS
 
 
 # Every tile fits into the 99 KB of sm_86, sm_89 and sm_120, so that one row serves all GPUs.
@@ -99,7 +102,9 @@ _FWD_SM80_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(32, 128, 64, 4, 2, True, 2),
     _FwdTile(64, 128, 64, 4, 2, True, 2),
     _FwdTile(96, 128, 48, 4, 2, False, 2),
-    _FwdTile(128, 128, 48, 4, 2, False, 2),
+    # 48 keys spill registers on sm_80 and sm_89, and are 4 % faster than 32 on sm_90.
+    _FwdTile(128, 128, 32, 4, 2, False, 2, prebuild=("80", "89")),
+    _FwdTile(128, 128, 48, 4, 2, False, 2, suffix="_n48", min_arch=(9, 0), prebuild=("90a",)),
     _FwdTile(192, 64, 64, 4, 1, False, 2),
     _FwdTile(256, 64, 64, 4, 1, False, 2),
 )
@@ -119,7 +124,7 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     return KernelSpec(
-        name=f"attn_fwd_sm80_{short}_d{tile.head_dim}" + ("_mods" if score_mods else ""),
+        name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}" + ("_mods" if score_mods else ""),
         family="attn_fwd_sm80",
         op="attention",
         source="entry/attn_fwd_sm80.cu",
@@ -142,6 +147,8 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
         block_n=tile.block_n,
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
+        min_arch=tile.min_arch,
+        prebuild=tile.prebuild,
         features=frozenset({"score_mods"}) if score_mods else frozenset(),
     )
 
