@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -181,6 +180,9 @@ def install_hint() -> str:
 
 
 def _installed(package: str) -> str | None:
+    # Imported here because it takes a third of the time that importing this package takes.
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
