@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -95,3 +98,21 @@ def test_deleted_array() -> None:
     assert "argument 'v': expected a live jax.Array, received one whose memory was deleted or donated" in str(
         caught.value
     )
+
+
+@pytest.mark.parametrize("where", ["globals()", "__import__('builtins').__dict__", "__import__('sys').__dict__"])
+def test_result_that_outlives_the_interpreter(where: str) -> None:
+    code = f"""
+import jax.numpy as jnp, numpy as np
+from omniattn import arrays
+ref = arrays.describe(jnp.zeros((2, 8)), "q")
+out = arrays.empty_like_framework(ref, (4, 8), "float32")
+arrays.store(out, np.ones((4, 8)))
+{where}["result"] = arrays.finish(out, 0)
+{where}["described"] = ref
+del ref, out
+print("end")
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -297,12 +297,17 @@ def export(
         raise
 
 
+# A C function that does nothing, may be called without an interpreter, and ignores its caller's argument.
+_NOTHING = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, c_void_p).value
+
+
 @atexit.register
 def _disarm() -> None:
-    """Take the deleters out of what consumers still hold: they may drop it after the interpreter is gone.
+    """Replace the deleters of what consumers still hold: they may drop it after the interpreter is gone.
 
-    The structures are leaked on purpose, because the consumer still reads them.
+    Not by NULL: XLA looks whether there is a deleter when it imports, and calls it without looking again. The
+    structures are leaked on purpose, because the consumer still reads them.
     """
     for item in list(_exports.values()):
-        item.struct.deleter = None
+        item.struct.deleter = _NOTHING
         ctypes.pythonapi.Py_IncRef(py_object(item))
