@@ -62,7 +62,7 @@ def test_python_code_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None
         carried: dict[str, Any] = {}
         for node in ast.parse(text).body:
             source = ast.unparse(node)
-            # Later lines of a block stand for themselves, so they get inputs of their own kind, after what the block made.
+            # Lines of a block stand for themselves: each gets inputs of its kind, then what the block has made so far.
             given = namespace(torch, oa, packed="attention_varlen" in source)
             if "attention_varlen" not in source:
                 given.update(carried)
