@@ -1,3 +1,23 @@
-"""omniattn: attention kernels for every array framework and every NVIDIA GPU from Ampere on."""
+"""omniattn: attention kernels for every array framework and every NVIDIA GPU from Ampere on.
+
+Importing this package imports no framework and touches no GPU.
+"""
+
+from . import errors
+from .attention import attention, attention_varlen
+from .explain import Explanation, explain
+from .merge import merge_states
+from .problem import PRECISIONS
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "PRECISIONS",
+    "Explanation",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "errors",
+    "explain",
+    "merge_states",
+]

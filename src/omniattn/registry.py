@@ -1,8 +1,8 @@
 """The only place where a kernel is made known.
 
 A row describes one cubin: which source, which compile-time constants, which GPUs, and what it can do. The ahead-of-time
-build, the run-time compiler, selection, the support tables, the parametrized tests and the benchmarks all read these rows.
-This module imports nothing but the standard library, so that build tools can load it without the package being built.
+build, the run-time compiler, selection, the support tables, the parametrized tests and the benchmarks all read these
+rows. This module imports nothing but the standard library, so that build tools can load it without the package being built.
 """
 
 from __future__ import annotations

@@ -1,0 +1,445 @@
+"""``attention`` and ``attention_varlen``: validate, describe the problem, run.
+
+The first call with given shapes, strides, dtypes and options validates them and builds a plan (kernel, grid, packed
+arguments); later calls find the plan by the same facts and pay for pointers only.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from . import arguments, arrays
+from .arrays import Tensor
+from .errors import ArgumentError, ShapeError
+from .launch.attn_fwd import ForwardPlan, ForwardStrides
+from .problem import Problem
+from .select import Selection, Target, select_attention
+
+_MAX_PLANS = 4096
+_plans: dict[Any, _Plan] = {}
+
+
+class _Plan:
+    """A validated call: what to allocate, and how to run it."""
+
+    __slots__ = ("forward", "lse_shape", "problem", "q_shape", "selection")
+
+    def __init__(
+        self,
+        problem: Problem,
+        q_shape: tuple[int, ...],
+        lse_shape: tuple[int, ...],
+        selection: Selection | None,
+        forward: ForwardPlan | None,
+    ) -> None:
+        self.problem = problem
+        self.q_shape = q_shape
+        self.lse_shape = lse_shape
+        self.selection = selection
+        self.forward = forward
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: Any = None,
+    sinks: Any = None,
+    precision: str = "exact",
+    return_lse: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    deterministic: bool = False,
+) -> Any:
+    """Attention of a batch of equally long sequences.
+
+    ::
+
+        S = softmax_scale * q @ k.T;  if softcap: S = softcap * tanh(S / softcap);  S += mask
+        o = softmax(S) @ v            lse = log(sum(exp(S)))
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, num_q_heads, head_dim) for "NHD", (batch, num_q_heads, seqlen_q, head_dim) for "HND"
+        torch, CuPy, JAX or NumPy array, or any DLPack exporter; float16 or bfloat16, on the CPU float32 and float64
+        too. head_dim is a multiple of 8 from 8 to 256 and contiguous; the other strides are free (on a GPU multiples
+        of 8 elements, addresses multiples of 16 bytes).
+    k, v : array
+        The same with seqlen_k and num_kv_heads, which divides num_q_heads: query head h reads kv head
+        h // (num_q_heads // num_kv_heads).
+    layout : "NHD" or "HND"
+    causal : bool
+        Query i sees the keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
+    window : (left, right), optional
+        Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right; -1 is unlimited.
+    softmax_scale : float, optional
+        1 / sqrt(head_dim) unless given.
+    softcap : float
+        0 for none.
+    mask : array, optional
+        Broadcastable to (batch, num_q_heads, seqlen_q, seqlen_k) in either layout. bool (True: visible), or float32 or
+        q's dtype (added to the scores; -inf hides).
+    sinks : array, (num_q_heads,), float32 or q's dtype, optional
+        One more logit a head that takes part in the softmax and has no value; LSE counts it.
+    precision : str
+        "exact": the inputs' dtype with fp32 accumulation.
+    return_lse : bool
+        Also return the log-sum-exp.
+    out : array, optional
+        Where o goes; q's shape and dtype.
+    stream : optional
+        Stream to run on: an integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``. Unless
+        given, the current stream of q's framework.
+    deterministic : bool
+        Same bits at every run. The exact kernels always are.
+
+    Returns
+    -------
+    o : array
+        Of q's framework, shape, layout and dtype. A row that attends to nothing is 0.
+    lse : array, (batch, num_q_heads, seqlen_q), float32, natural logarithm
+        Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
+
+    Raises
+    ------
+    ArgumentError
+        Or its subclasses DtypeError, ShapeError, StrideError, AlignmentError, DeviceError: names the argument, what was
+        expected and what came. Nothing has been launched or written then.
+    UnsupportedError
+        A precision or GPU that this version lacks, a tensor that needs a gradient, a traced JAX array.
+    KernelNotFoundError, CompileError, DriverError
+        The kernel could not be had or launched: says what was tried and what to do.
+
+    Notes
+    -----
+    GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
+    algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2.
+    """
+    return _run(
+        "attention", q, k, v, None, None, 0, 0, layout, causal, window, softmax_scale, softcap, mask, sinks, precision,
+        return_lse, out, stream, deterministic,
+    )  # fmt: skip
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: Any = None,
+    sinks: Any = None,
+    precision: str = "exact",
+    return_lse: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    deterministic: bool = False,
+) -> Any:
+    """Attention of sequences of different lengths, packed one behind the other.
+
+    Sequence b owns the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] and the key rows cu_seqlens_k[b] to
+    cu_seqlens_k[b + 1]; causal and window align at the end of each sequence.
+
+    Parameters
+    ----------
+    q : array, (total_q, num_q_heads, head_dim) for "NHD", (num_q_heads, total_q, head_dim) for "HND"
+        Dtypes, strides and frameworks as in `attention`.
+    k, v : array
+        The same with total_k and num_kv_heads.
+    cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, on q's device
+        Row at which each sequence begins, and the end of the last one; never decreasing. On the CPU they are checked;
+        on a GPU that would need a synchronization, and values outside the tensors are clamped to them.
+    max_seqlen_q, max_seqlen_k : int
+        At least the longest sequence. They give the mask its extent; the result does not depend on them otherwise.
+    mask : array, optional
+        Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
+    layout, causal, window, softmax_scale, softcap, sinks, precision, return_lse, out, stream, deterministic
+        As in `attention`.
+
+    Returns
+    -------
+    o : array
+        Of q's framework, shape, layout and dtype. Rows that attend to nothing, or belong to no sequence, are 0.
+    lse : array, (num_q_heads, total_q), float32, natural logarithm
+        Only with ``return_lse``. -inf for rows that attend to nothing (with sinks: the sink) or belong to no sequence.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
+        As in `attention`.
+    """
+    return _run(
+        "attention_varlen", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layout, causal, window,
+        softmax_scale, softcap, mask, sinks, precision, return_lse, out, stream, deterministic,
+    )  # fmt: skip
+
+
+def _run(
+    function: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: Any,
+    max_k: Any,
+    layout: Any,
+    causal: Any,
+    window: Any,
+    softmax_scale: Any,
+    softcap: Any,
+    mask: Any,
+    sinks: Any,
+    precision: Any,
+    return_lse: Any,
+    out: Any,
+    stream: Any,
+    deterministic: Any,
+) -> Any:
+    raw = None if stream is None else arrays.resolve_stream(stream)
+    describe = arrays.describe
+    tq, tk, tv = describe(q, "q", raw), describe(k, "k", raw), describe(v, "v", raw)
+    key: Any = (
+        function, tq.dtype, tq.device, tq.ordinal, tq.shape, tq.strides, tk.dtype, tk.device, tk.ordinal, tk.shape,
+        tk.strides, tv.dtype, tv.device, tv.ordinal, tv.shape, tv.strides, layout, causal, window, softmax_scale,
+        softcap, precision, return_lse, deterministic, max_q, max_k, os.environ.get("OMNIATTN_FORCE_KERNEL"),
+    )  # fmt: skip
+    extra: dict[str, Tensor] = {}
+    if not (cu_q is None and mask is None and sinks is None and out is None and function == "attention"):
+        for name, value in (
+            ("cu_seqlens_q", cu_q),
+            ("cu_seqlens_k", cu_k),
+            ("mask", mask),
+            ("sinks", sinks),
+            ("out", out),
+        ):
+            if value is not None:
+                t = extra[name] = describe(value, name, raw)
+                key += (name, t.dtype, t.device, t.ordinal, t.shape, t.strides)
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an unhashable option, a list for window say: validation has the last word
+        plan, key = None, None
+    if plan is None:
+        plan = _make_plan(
+            function, tq, tk, tv, extra, max_q, max_k, layout, causal, window, softmax_scale, softcap, precision,
+            return_lse, deterministic, run=True,
+        )  # fmt: skip
+        if key is not None:
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+
+    given = extra.get("out")
+    if given is not None:
+        arrays.require_writable(given)
+        _check_aliasing(function, given, tq, tk, tv)
+    if plan.forward is None:
+        return _run_on_cpu(plan, tq, tk, tv, extra, max_q, max_k, layout, bool(return_lse), stream)
+    if (tq.ptr | tk.ptr | tv.ptr | (given.ptr if given is not None else 0)) & 15:
+        for t in (tq, tk, tv) if given is None else (tq, tk, tv, given):
+            arguments.check_alignment(t, function)
+
+    o = given if given is not None else arrays.empty_like_framework(tq, plan.q_shape, tq.dtype)
+    lse = arrays.empty_like_framework(tq, plan.lse_shape, "float32") if return_lse else None
+    tensors = [tq, tk, tv, o]
+    if lse is not None:
+        tensors.append(lse)
+    pointers = [tq.ptr, tk.ptr, tv.ptr, o.ptr, 0 if lse is None else lse.ptr, 0, 0, 0, 0]
+    if extra:
+        for at, name in enumerate(("cu_seqlens_q", "cu_seqlens_k", "mask", "sinks"), start=5):
+            if name in extra:
+                tensors.append(extra[name])
+                pointers[at] = extra[name].ptr
+    handle = arrays.prepare(tensors, stream)
+    plan.forward.launch(handle, tuple(pointers))
+    arrays.retire(tensors, handle)
+    result = arrays.finish(o, handle)
+    return result if lse is None else (result, arrays.finish(lse, handle))
+
+
+def _check_aliasing(function: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """o may take q's place exactly (each row of q is read before it is written), and nobody else's."""
+    if 0 in out.shape or out.device == "cpu":
+        return
+    for t in (k, v):
+        if t.ptr == out.ptr:
+            raise ArgumentError("out", f"memory of its own, not that of {t.argument}", hex(out.ptr), function=function)
+    if q.ptr == out.ptr and tuple(q.strides) != tuple(out.strides):
+        raise ArgumentError(
+            "out", "q's own strides, where it takes q's memory", f"strides {tuple(out.strides)}", function=function
+        )
+
+
+def _make_plan(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: dict[str, Tensor],
+    max_q: Any,
+    max_k: Any,
+    layout: Any,
+    causal: Any,
+    window: Any,
+    softmax_scale: Any,
+    softcap: Any,
+    precision: Any,
+    return_lse: Any,
+    deterministic: Any,
+    *,
+    run: bool,
+) -> _Plan:
+    """Validate everything but pointers; choose the kernel; load it if ``run``."""
+    varlen = function == "attention_varlen"
+    arguments.check_layout(layout, function)
+    causal = arguments.check_bool(causal, "causal", function)
+    arguments.check_bool(return_lse, "return_lse", function)
+    deterministic = arguments.check_bool(deterministic, "deterministic", function)
+    left, right = arguments.check_window(window, causal, function)
+    precision = arguments.check_precision(precision, function)
+    softcap = arguments.check_number(softcap, "softcap", function, least=0.0)
+    arguments.check_qkv(q, k, v, 3 if varlen else 4, layout, function)
+    arrays.require_same_device([q, k, v, *extra.values()])
+    head_dim = q.shape[-1]
+    if softmax_scale is None:
+        softmax_scale = head_dim**-0.5
+    else:
+        softmax_scale = arguments.check_number(softmax_scale, "softmax_scale", function)
+
+    seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
+    heads_q, heads_kv = q.shape[head], k.shape[head]
+    rows_q, rows_k = q.shape[seq], k.shape[seq]
+    batch = q.shape[0]
+    extent_q, extent_k = rows_q, rows_k
+    if varlen:
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            if name not in extra:
+                raise ArgumentError(name, "an int32 array of shape (batch + 1,)", "None", function=function)
+            arguments.check_cu_seqlens(extra[name], name, function)
+        batch = extra["cu_seqlens_q"].shape[0] - 1
+        if extra["cu_seqlens_k"].shape[0] != batch + 1:
+            raise ShapeError(
+                "cu_seqlens_k",
+                f"shape ({batch + 1},), like cu_seqlens_q",
+                f"{tuple(extra['cu_seqlens_k'].shape)}",
+                function=function,
+            )
+        extent_q = arguments.check_int(max_q, "max_seqlen_q", function)
+        extent_k = arguments.check_int(max_k, "max_seqlen_k", function)
+        for extent, rows, name, of in (
+            (extent_q, rows_q, "max_seqlen_q", "q"),
+            (extent_k, rows_k, "max_seqlen_k", "k"),
+        ):
+            if extent > arguments.MAX_ROWS:
+                raise ArgumentError(name, f"at most {arguments.MAX_ROWS}", str(extent), function=function)
+            if extent == 0 and rows > 0 and "mask" in extra:
+                raise ArgumentError(name, f"the longest sequence of {of}", "0", function=function)
+
+    mask_kind, mask_strides = "none", (0, 0, 0, 0)
+    if "mask" in extra:
+        full = (batch, heads_q, extent_q, extent_k)
+        mask_kind = arguments.check_mask(extra["mask"], full, q.dtype, function)
+        mask_strides = arguments.broadcast_strides(extra["mask"], full)
+    sinks_kind = arguments.check_sinks(extra["sinks"], heads_q, q.dtype, function) if "sinks" in extra else "none"
+    for t in (q, k, v):
+        arguments.check_strides(t, function)
+    o_strides = arrays.contiguous_strides(tuple(q.shape))
+    if "out" in extra:
+        arguments.check_like(extra["out"], q.shape, q.dtype, function)
+        arguments.check_strides(extra["out"], function, written=True)
+        o_strides = extra["out"].strides
+
+    problem = Problem(
+        q.dtype, batch, rows_q, rows_k, heads_q, heads_kv, head_dim, left, right, softmax_scale, softcap, mask_kind,
+        sinks_kind, varlen, precision, deterministic,
+    )  # fmt: skip
+    q_shape = tuple(q.shape)
+    lse_shape = (heads_q, rows_q) if varlen else (batch, heads_q, rows_q)
+    if q.device == "cpu":
+        return _Plan(problem, q_shape, lse_shape, None, None)
+
+    def canonical(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:
+        """(batch, seq, head) strides; 0 where the extent is 1, whatever the framework wrote there."""
+        s = [0 if n == 1 else x for n, x in zip(shape, strides, strict=True)]
+        return (0 if varlen else s[0], s[seq], s[head])
+
+    from . import runtime
+
+    device = runtime.device_info(q.ordinal)
+    selection = select_attention(
+        problem, Target(device.cc, device.max_smem_optin), os.environ.get("OMNIATTN_FORCE_KERNEL")
+    )
+    strides = ForwardStrides(
+        canonical(q.shape, q.strides),
+        canonical(k.shape, k.strides),
+        canonical(v.shape, v.strides),
+        canonical(q.shape, o_strides),
+        (0 if varlen else heads_q * rows_q, rows_q),
+        mask_strides,
+    )
+    kernel = runtime.load(selection.spec, q.ordinal) if run else None
+    forward = ForwardPlan(selection.spec, kernel, problem, strides, (extent_q, extent_k))
+    return _Plan(problem, q_shape, lse_shape, selection, forward)
+
+
+def _run_on_cpu(
+    plan: _Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: dict[str, Tensor],
+    max_q: int,
+    max_k: int,
+    layout: str,
+    return_lse: bool,
+    stream: Any,
+) -> Any:
+    """The NumPy reference on the very arguments; computes all before it writes anything."""
+    from . import reference
+
+    problem = plan.problem
+    arrays.prepare([q], stream)  # refuses a stream
+    options: dict[str, Any] = {
+        "layout": layout,
+        "window": (problem.window_left, problem.window_right),
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+        "mask": arrays.to_numpy(extra["mask"]) if "mask" in extra else None,
+        "sinks": arrays.to_numpy(extra["sinks"]) if "sinks" in extra else None,
+        "compute_dtype": "float64" if q.dtype == "float64" else "float32",
+    }
+    inputs = [arrays.to_numpy(t) for t in (q, k, v)]
+    if problem.varlen:
+        o, lse = reference.attention_varlen(
+            *inputs,
+            cu_seqlens_q=arrays.to_numpy(extra["cu_seqlens_q"]),
+            cu_seqlens_k=arrays.to_numpy(extra["cu_seqlens_k"]),
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            **options,
+        )
+    else:
+        o, lse = reference.attention(*inputs, **options)
+    result = extra["out"] if "out" in extra else arrays.empty_like_framework(q, plan.q_shape, q.dtype)
+    arrays.store(result, o)
+    if not return_lse:
+        return arrays.finish(result, 0)
+    lse_out = arrays.empty_like_framework(q, plan.lse_shape, "float32")
+    arrays.store(lse_out, lse)
+    return arrays.finish(result, 0), arrays.finish(lse_out, 0)

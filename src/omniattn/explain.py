@@ -1,0 +1,144 @@
+"""``explain``: what a call would do, without doing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import arrays
+from .attention import _make_plan
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of ``attention`` or ``attention_varlen`` would do.
+
+    Attributes
+    ----------
+    kernel : str
+        Registry name of the kernel, or ``"reference (NumPy, CPU)"``.
+    why : tuple of str
+        One sentence for each fact that decided.
+    origin : str
+        ``"prebuilt"``, ``"cache"``, ``"jit"``, or ``"python"`` on the CPU.
+    origin_reason : str
+        Why the binary comes from there.
+    arch : str
+        Target of the binary, ``"cpu"`` on the CPU.
+    device : str
+        Where it runs.
+    grid, threads, smem_bytes : int
+        CTAs in all, threads per CTA, dynamic shared memory per CTA.
+    flops : int or None
+        Operations of both products over the visible (query, key) pairs; None if the lengths are on the device.
+    min_bytes : int
+        Bytes that have to move at least: every input read once, every output written once.
+    problem : Problem
+        The call as selection sees it.
+    """
+
+    kernel: str
+    why: tuple[str, ...]
+    origin: str
+    origin_reason: str
+    arch: str
+    device: str
+    grid: int
+    threads: int
+    smem_bytes: int
+    flops: int | None
+    min_bytes: int
+    problem: Problem
+
+    def __str__(self) -> str:
+        flops = "unknown (lengths are on the device)" if self.flops is None else f"{self.flops / 1e9:.3f} GFLOP"
+        lines = [
+            f"kernel   {self.kernel}",
+            *(f"         - {reason}" for reason in self.why),
+            f"binary   {self.origin}, {self.arch}: {self.origin_reason}",
+            f"device   {self.device}",
+        ]
+        if self.threads:
+            lines.append(f"launch   {self.grid} CTAs of {self.threads} threads, {self.smem_bytes} B shared memory each")
+        lines.append(f"work     {flops}, at least {self.min_bytes / 1e6:.3f} MB of traffic")
+        return "\n".join(lines)
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: Any = None,
+    sinks: Any = None,
+    precision: str = "exact",
+    return_lse: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    deterministic: bool = False,
+) -> Explanation:
+    """Say what ``attention`` (or, with cu_seqlens, ``attention_varlen``) would do with these arguments.
+
+    Validates like the call itself, chooses the kernel and finds out where its binary comes from; launches and allocates
+    nothing.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As in `attention` and `attention_varlen`.
+    layout, causal, window, softmax_scale, softcap, mask, sinks, precision, return_lse, out, stream, deterministic
+        As in `attention`.
+
+    Returns
+    -------
+    Explanation
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError, DriverError
+        As the call would.
+    """
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    function = "attention_varlen" if varlen else "attention"
+    raw = None if stream is None else arrays.resolve_stream(stream)
+    tq, tk, tv = (arrays.describe(x, n, raw) for x, n in ((q, "q"), (k, "k"), (v, "v")))
+    named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "mask": mask, "sinks": sinks, "out": out}
+    extra = {name: arrays.describe(x, name, raw) for name, x in named.items() if x is not None}
+    plan = _make_plan(
+        function, tq, tk, tv, extra, max_seqlen_q, max_seqlen_k, layout, causal, window, softmax_scale, softcap,
+        precision, return_lse, deterministic, run=False,
+    )  # fmt: skip
+    problem = plan.problem
+    if plan.selection is None or plan.forward is None:
+        return Explanation(
+            "reference (NumPy, CPU)", ("the arrays are on the CPU",), "python", "no binary is needed", "cpu", "cpu",
+            0, 0, 0, problem.flops, problem.min_bytes, problem,
+        )  # fmt: skip
+    from . import runtime
+
+    device = runtime.device_info(tq.ordinal)
+    resolution = runtime.resolve(plan.selection.spec, device.cc)
+    return Explanation(
+        plan.selection.spec.name,
+        plan.selection.why,
+        resolution.kind,
+        resolution.reason,
+        resolution.arch,
+        f"cuda:{tq.ordinal} {device.name}",
+        plan.forward.num_tiles,
+        plan.forward.threads,
+        plan.selection.spec.smem_bytes,
+        problem.flops,
+        problem.min_bytes,
+        problem,
+    )

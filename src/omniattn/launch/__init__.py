@@ -1,0 +1,1 @@
+"""One module per kernel family: grid, packed arguments, launch."""

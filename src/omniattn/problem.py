@@ -1,0 +1,99 @@
+"""Problem: everything that selection may look at, and nothing that it may not (no pointers, no framework objects)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Precisions that this version has kernels for.
+PRECISIONS: tuple[str, ...] = ("exact",)
+
+#: Precisions of the public API that a later version brings.
+PLANNED_PRECISIONS: tuple[str, ...] = ("int8", "int4", "fp8")
+
+UNLIMITED = -1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of ``attention`` or ``attention_varlen``, after validation.
+
+    Attributes
+    ----------
+    dtype : str
+        Element type of q, k, v.
+    batch, seqlen_q, seqlen_k, num_q_heads, num_kv_heads, head_dim : int
+        Extents; for packed sequences seqlen_q and seqlen_k are the rows of the packed tensors.
+    window_left, window_right : int
+        Keys visible left and right of the diagonal, `UNLIMITED` for all; causal is ``window_right = 0``.
+    softmax_scale, softcap : float
+        Scale of the scores; 0 for no softcap.
+    mask : str
+        ``"none"``, ``"bool"``, ``"float32"`` or ``"io"`` (q's dtype).
+    sinks : str
+        ``"none"``, ``"float32"`` or ``"io"``.
+    varlen : bool
+        Packed sequences with cu_seqlens.
+    precision : str
+        One of `PRECISIONS`.
+    deterministic : bool
+        The caller wants the same bits at every run.
+    """
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window_left: int
+    window_right: int
+    softmax_scale: float
+    softcap: float
+    mask: str
+    sinks: str
+    varlen: bool
+    precision: str
+    deterministic: bool
+
+    @property
+    def score_mods(self) -> bool:
+        """Whether scores have to be formed one by one before the softmax.
+
+        The plain kernels take the row maximum of the unscaled products, which is the maximum of the scores only if the
+        scale is positive.
+        """
+        return self.softcap > 0.0 or self.mask != "none" or not self.softmax_scale > 0.0
+
+    @property
+    def visible_pairs(self) -> int | None:
+        """(query, key) pairs of one head and batch that are computed; None if the lengths are on the device."""
+        if self.varlen:
+            return None
+        offset = self.seqlen_k - self.seqlen_q
+
+        def below(start: int) -> int:
+            """Sum over the rows i of clamp(i + start, 0, seqlen_k)."""
+            first = min(max(-start, 0), self.seqlen_q)  # rows before it count 0
+            last = min(max(self.seqlen_k - start, first), self.seqlen_q)  # rows from it on count seqlen_k
+            rising = (last - first) * (first + start) + (last - first) * (last - first - 1) // 2
+            return rising + (self.seqlen_q - last) * self.seqlen_k
+
+        upper = self.seqlen_q * self.seqlen_k
+        if self.window_right != UNLIMITED:
+            upper = below(offset + self.window_right + 1)
+        lower = 0 if self.window_left == UNLIMITED else below(offset - self.window_left)
+        return upper - lower
+
+    @property
+    def flops(self) -> int | None:
+        """Multiply-adds of both products, two operations each."""
+        pairs = self.visible_pairs
+        return None if pairs is None else 4 * pairs * self.head_dim * self.num_q_heads * self.batch
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes that have to move: q, k, v read once, o and the LSE written once (16-bit elements)."""
+        batch = 1 if self.varlen else self.batch
+        rows_q, rows_kv = self.seqlen_q * self.num_q_heads, self.seqlen_k * self.num_kv_heads
+        return batch * (2 * self.head_dim * (2 * rows_q + 2 * rows_kv) + 4 * rows_q)

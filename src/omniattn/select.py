@@ -1,0 +1,129 @@
+"""Problem + GPU -> kernel. Pure: no driver, no arrays; testable without a GPU, and able to explain itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ArgumentError, UnsupportedError
+from .problem import Problem
+from .registry import REGISTRY, KernelSpec, by_name
+
+
+@dataclass(frozen=True)
+class Target:
+    """What selection looks at of a GPU.
+
+    Attributes
+    ----------
+    cc : (major, minor)
+        Compute capability.
+    max_smem : int
+        Bytes of shared memory that one CTA can opt in to.
+    """
+
+    cc: tuple[int, int]
+    max_smem: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A chosen kernel.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        The registry row.
+    why : tuple of str
+        One sentence for each fact that decided.
+    """
+
+    spec: KernelSpec
+    why: tuple[str, ...]
+
+
+def _unfit(spec: KernelSpec, problem: Problem, target: Target) -> str | None:
+    """Why ``spec`` cannot serve ``problem``; None if it can."""
+    if spec.dtype != problem.dtype:
+        return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
+    if spec.head_dim < problem.head_dim:
+        return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
+    if problem.score_mods and "score_mods" not in spec.features:
+        return "it has no softcap, mask or non-positive softmax_scale"
+    if target.cc < spec.min_arch:
+        return f"it needs compute capability {_dotted(spec.min_arch)}, this GPU has {_dotted(target.cc)}"
+    if spec.smem_bytes > target.max_smem:
+        return f"it needs {spec.smem_bytes} bytes of shared memory, this GPU gives {target.max_smem}"
+    return None
+
+
+def _dotted(cc: tuple[int, int]) -> str:
+    return f"{cc[0]}.{cc[1]}"
+
+
+def select_attention(problem: Problem, target: Target, force: str | None = None) -> Selection:
+    """Choose the kernel of an attention problem.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call.
+    target : Target
+        The GPU.
+    force : str, optional
+        Name of a registry row that has to be used (``OMNIATTN_FORCE_KERNEL``).
+
+    Returns
+    -------
+    Selection
+
+    Raises
+    ------
+    ArgumentError
+        ``force`` names no attention kernel, or one that cannot serve the problem.
+    UnsupportedError
+        No kernel serves the problem on this GPU.
+    """
+    if force:
+        try:
+            spec = by_name(force)
+        except KeyError as error:
+            raise ArgumentError("OMNIATTN_FORCE_KERNEL", "the name of a registered kernel", error.args[0]) from None
+        reason = "it is no attention kernel" if spec.op != "attention" else _unfit(spec, problem, target)
+        if reason:
+            raise ArgumentError("OMNIATTN_FORCE_KERNEL", "a kernel that can serve this call", f"{force!r}: {reason}")
+        return Selection(spec, (f"OMNIATTN_FORCE_KERNEL={force}",))
+
+    rows = [spec for spec in REGISTRY if spec.op == "attention"]
+    fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
+    if not fitting:
+        reasons = sorted({reason for spec in rows if (reason := _unfit(spec, problem, target))})
+        raise UnsupportedError(
+            f"no attention kernel serves {problem.dtype}, head_dim {problem.head_dim} on compute capability "
+            f"{_dotted(target.cc)}: " + "; ".join(reasons),
+            instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
+        )
+    # The narrowest tile that holds head_dim; no features that are not needed; among equals the newest tuning.
+    best = min(fitting, key=lambda s: (s.head_dim, len(s.features), (-s.min_arch[0], -s.min_arch[1])))
+    why = [
+        f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {best.head_dim}",
+        "score modifiers (softcap, mask or softmax_scale <= 0)" if problem.score_mods else "no score modifiers",
+        f"tuned for compute capability {_dotted(best.min_arch)} and newer, this GPU has {_dotted(target.cc)}",
+    ]
+    return Selection(best, tuple(why))
+
+
+def select_merge_states(dtype: str) -> Selection:
+    """Choose the kernel that merges partial results of element type ``dtype``.
+
+    Raises
+    ------
+    UnsupportedError
+        There is none for that element type.
+    """
+    for spec in REGISTRY:
+        if spec.op == "merge_states" and spec.dtype == dtype:
+            return Selection(spec, (f"merges {dtype} outputs",))
+    raise UnsupportedError(
+        f"merge_states has no kernel for {dtype}",
+        instead=", ".join(s.dtype for s in REGISTRY if s.op == "merge_states"),
+    )
