@@ -18,8 +18,6 @@ from text import describe_text, load_text
 from tokenizer import load_tokenizer
 from weights import WeightsNotFoundError, load_weights, locate_gguf, open_gguf, read_config
 
-PRECISIONS = ("exact", "int8", "int4", "fp8")
-
 
 @dataclass(frozen=True)
 class Result:
@@ -90,7 +88,7 @@ def main() -> int:
     measure(model, "warm-up", plain, warm_up)
     results = [measure(model, "plain softmax (float32)", plain, windows)]
     unavailable = []
-    for precision in PRECISIONS:
+    for precision in oa.PRECISIONS:
         label = f'omniattn.attention "{precision}"'
         attention = omniattn_attention(precision)
         try:
