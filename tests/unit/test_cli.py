@@ -36,7 +36,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"omniattn.cli.{module}.gpu_framework", fail)
 
     def fail_torch() -> None:
-        raise BenchError("bench: torch finds no CUDA device")
+        raise BenchError("torch finds no CUDA device")
 
     monkeypatch.setattr("omniattn.bench.forward.require_torch", fail_torch)
     monkeypatch.setattr("omniattn.bench.host.require_torch", fail_torch)

@@ -56,7 +56,7 @@ def run_forward(
     keys = None if contenders is None else {"omniattn", anchor, *contenders}
     usable, missing = anchors.available(None if keys is None else sorted(keys))
     if anchor in missing:
-        raise BenchError(f"bench: the anchor {anchor!r} cannot run: {missing[anchor]}")
+        raise BenchError(f"the anchor {anchor!r} cannot run: {missing[anchor]}")
     clock = TorchClock(torch)
     progress("ceilings")
     ceilings = measure_ceilings(torch, clock)

@@ -130,7 +130,7 @@ def import_time() -> ImportTiming:
     for _ in range(_IMPORT_RUNS):
         result = subprocess.run([sys.executable, "-c", _IMPORT_PROGRAM], capture_output=True, text=True, check=False)
         if result.returncode != 0:
-            raise BenchError(f"bench host: importing omniattn in a fresh interpreter failed:\n{result.stderr.strip()}")
+            raise BenchError(f"importing omniattn in a fresh interpreter failed:\n{result.stderr.strip()}")
         numpy_part, own_part = (float(word) for word in result.stdout.split())
         numpy_ms.append(numpy_part)
         own_ms.append(own_part)

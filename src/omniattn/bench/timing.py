@@ -139,13 +139,13 @@ def require_torch() -> Any:
         import torch
     except ImportError as error:
         raise BenchError(
-            "bench: GPU timing uses torch's CUDA events and allocator, and torch is not installed; "
+            "GPU timing uses torch's CUDA events and allocator, and torch is not installed; "
             "install it (see https://pytorch.org/get-started) and run again"
         ) from error
     if not torch.cuda.is_available():
         build = "built without CUDA" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
         raise BenchError(
-            f"bench: torch {torch.__version__} ({build}) finds no CUDA device; GPU timing needs an NVIDIA GPU, its "
+            f"torch {torch.__version__} ({build}) finds no CUDA device; GPU timing needs an NVIDIA GPU, its "
             "driver, and a CUDA build of torch"
         )
     return torch
