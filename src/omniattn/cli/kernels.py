@@ -42,7 +42,7 @@ def local_target(default: str = "sm_90a") -> Arch:
 
     try:
         return Arch.of_device(runtime.device_info(0).cc)
-    except DriverError:
+    except (DriverError, ArgumentError):
         return Arch.parse(default)
 
 
