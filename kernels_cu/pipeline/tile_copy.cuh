@@ -11,7 +11,10 @@ struct TileCopy {
     using Tile = PanelTile<kRows, kHeadDim>;
     static constexpr int kRowsPerStep = kThreads / 8;      // 8 chunks of 16 bytes in a 128-byte row
     static constexpr int kTailRowsPerStep = kThreads / 4;  // 4 in a 64-byte row
-    static_assert(kRows % kRowsPerStep == 0 || kRows < kRowsPerStep, "steps must cover the tile exactly");
+
+    // Whether a thread's row of the step that starts at row `r` lies inside the tile: known at compile time but for the
+    // last step of a tile that is no multiple of it.
+    static OA_DEVICE bool inside(int r, int row0, int step) { return r + step <= kRows || r + row0 < kRows; }
 
     // What does not change from tile to tile; one per thread.
     uint32 dst;      // shared byte offset of this thread's first chunk in a 128-byte panel
@@ -36,7 +39,7 @@ struct TileCopy {
             const uint16* src = g + row0 * row_stride + (tid & 7) * 8;
 #pragma unroll
             for (int r = 0; r < kRows; r += kRowsPerStep) {
-                if (kRows >= kRowsPerStep || row0 < kRows) {
+                if (inside(r, row0, kRowsPerStep)) {
                     bool row_ok = row0 + r < valid_rows;
 #pragma unroll
                     for (int p = 0; p < Tile::kFullPanels; ++p)
@@ -52,7 +55,7 @@ struct TileCopy {
             uint32 tail_dst = Tile::kFullPanels * Tile::kPanelBytes + row0 * 64 + (((tid & 3) ^ ((row0 >> 1) & 3)) << 4);
 #pragma unroll
             for (int r = 0; r < kRows; r += kTailRowsPerStep) {
-                if (kRows >= kTailRowsPerStep || row0 < kRows)
+                if (inside(r, row0, kTailRowsPerStep))
                     cp_async_16(smem + tail_dst + r * 64, src, bytes(row0 + r < valid_rows, Tile::kFullPanels));
                 src += kTailRowsPerStep * row_stride;
             }

@@ -81,8 +81,8 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None,
         kernel,
         handle,
         (a.ptr, b.ptr, o_out.ptr, log_a.ptr, log_b.ptr, lse_out.ptr),
-        (_three(a), _three(b), _three(o_out)),
-        (_three(log_a), _three(log_b), _three(lse_out)),
+        (_three(a.strides[:-1]), _three(b.strides[:-1]), _three(o_out.strides[:-1])),
+        (_three(log_a.strides), _three(log_b.strides), _three(lse_out.strides)),
         (batch, shape[-3], shape[-2], shape[-1]),
         a.itemsize,
     )
@@ -90,10 +90,8 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None,
     return arrays.finish(o_out, handle), arrays.finish(lse_out, handle)
 
 
-def _three(t: Tensor) -> tuple[int, int, int]:
-    """Strides (batch, x, y) of an output without its last dimension, or of an LSE; a packed one has batch stride 0."""
-    is_lse = t.argument.startswith("lse") or len(t.shape) == 2
-    strides = t.strides if is_lse else t.strides[:-1]
+def _three(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """Strides (batch, x, y); those of a packed array have no batch."""
     return (0, strides[0], strides[1]) if len(strides) == 2 else (strides[0], strides[1], strides[2])
 
 

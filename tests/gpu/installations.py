@@ -1,0 +1,95 @@
+"""Installations of the package with chosen cubins, and fresh processes that use them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omniattn import __version__
+from omniattn.registry import KernelSpec
+from omniattn.runtime.compile import source_digest
+from omniattn.runtime.store import MANIFEST_FORMAT
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = Path(__file__).with_name("runtime_child.py")
+
+#: (kernel, target as the manifest calls it, for example "90a") -> binary.
+Cubins = Mapping[tuple[KernelSpec, str], bytes]
+
+
+def write_cubins(folder: Path, cubins: Cubins) -> None:
+    """Write binaries and a manifest that vouches for them, as the ahead-of-time build does."""
+    entries = []
+    for (spec, arch), image in cubins.items():
+        file = Path("cubins") / arch / f"{spec.name}.cubin"
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(image)
+        entries.append(
+            {
+                "name": spec.name,
+                "arch": arch,
+                "file": file.as_posix(),
+                "sha256": hashlib.sha256(image).hexdigest(),
+                "source_digest": source_digest(spec),
+            }
+        )
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "package_version": __version__,
+        "compiler": "the NVRTC of this test",
+        "kernels": entries,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def wheel_layout(folder: Path, cubins: Cubins) -> Path:
+    """Lay the package out in ``folder`` as an installed wheel has it, with ``cubins`` and no others; returns ``folder``."""
+    package = folder / "omniattn"
+    shutil.copytree(ROOT / "src" / "omniattn", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "kernels_cu", package / "_kernels" / "src")
+    write_cubins(package / "_kernels", cubins)
+    return folder
+
+
+def clean_environment(package: Path, **variables: str) -> dict[str, str]:
+    """This process's environment without omniattn's variables; ``package`` is the folder to import omniattn from."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIATTN_")}
+    path = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # JAX is not used there, but CuPy and torch share the GPU with whatever this process holds.
+    return {**kept, "PYTHONPATH": os.pathsep.join(path), **variables}
+
+
+def start(*command: str, package: Path = ROOT / "src", **variables: str) -> subprocess.Popen[str]:
+    """Start ``runtime_child.py`` in a fresh process; `finish` waits for it."""
+    return subprocess.Popen(
+        [sys.executable, str(CHILD), *command],
+        env=clean_environment(package, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return what the child reported; its traceback fails the test."""
+    try:
+        out, err = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"the child process did not end\n{out}\n{err}") from None
+    assert process.returncode == 0, f"the child process ended with {process.returncode}\n{out}\n{err}"
+    report: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return report
+
+
+def run(*command: str, package: Path = ROOT / "src", **variables: str) -> dict[str, Any]:
+    """Run ``runtime_child.py`` in a fresh process and return its report."""
+    return finish(start(*command, package=package, **variables))

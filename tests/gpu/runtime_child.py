@@ -1,0 +1,181 @@
+"""What the runtime tests do in fresh processes: ``python runtime_child.py COMMAND ...``; prints one line of JSON.
+
+Nothing of omniattn but the public names is imported before the command needs it, because what happens at first use is
+what is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import omniattn as oa
+
+SHAPE: dict[str, int] = {"batch": 2, "seqlen_q": 77, "seqlen_k": 130, "heads_q": 4, "heads_kv": 2, "head_dim": 64}
+
+
+def hide(name: str) -> None:
+    """Make the module ``name`` impossible to import from now on."""
+    parent, _, leaf = name.rpartition(".")
+    package = sys.modules.get(parent)
+    if package is not None and hasattr(package, leaf):
+        delattr(package, leaf)
+    sys.modules[name] = None  # type: ignore[assignment]
+
+
+def hide_nvrtc() -> None:
+    """Neither binding of NVRTC can be imported any more."""
+    hide("cuda.bindings.nvrtc")
+    hide("cupy.cuda.nvrtc")
+
+
+def first_use(name: str, *options: str) -> dict[str, Any]:
+    """Load kernel ``name``, time that, and attend with it; CuPy arrays in float16, moved without any kernel of CuPy's."""
+    import cupy
+
+    if "--no-nvrtc" in options:
+        hide_nvrtc()
+    from omniattn import reference, runtime, testing
+    from omniattn.registry import by_name
+
+    spec = by_name(name)
+    assert spec.dtype == "float16"
+    os.environ["OMNIATTN_FORCE_KERNEL"] = name
+    host = testing.make_qkv(**{**SHAPE, "head_dim": spec.head_dim}, dtype="float16")
+    q, k, v = (cupy.asarray(x.astype(np.float16)) for x in host)
+    out = cupy.asarray(np.full(host[0].shape, np.nan, dtype=np.float16))
+    report: dict[str, Any] = {"package": str(Path(oa.__file__).parent)}
+    explained = oa.explain(q, k, v, causal=True)
+    report |= {"kernel": explained.kernel, "explained": explained.origin, "reason": explained.origin_reason}
+    start = time.perf_counter()
+    try:
+        loaded = runtime.load(spec, 0)
+    except oa.errors.KernelNotFoundError as error:
+        return report | {"error": str(error)}
+    report |= {"seconds": time.perf_counter() - start, "origin": loaded.origin, "arch": loaded.arch}
+    assert oa.attention(q, k, v, causal=True, out=out) is out
+    exact, _ = reference.attention(*host, causal=True, compute_dtype=np.float64)
+    naive, _ = testing.same_dtype_naive(*host, causal=True, dtype="float16")
+    testing.assert_close(cupy.asnumpy(out), exact, naive=naive, dtype="float16", atol=1e-6)
+    return report | {"tried": loaded.tried}
+
+
+def operations(file: str, *options: str) -> dict[str, Any]:
+    """Every operation in every dtype against its reference; the results' bits go to ``file``."""
+    import torch
+
+    if "--no-cuda-bindings" in options:
+        hide("cuda.bindings")
+    from kernel_cases import cases, run_case
+
+    from omniattn.registry import REGISTRY
+    from omniattn.runtime import nvrtc
+    from omniattn.runtime.driver import get_driver
+
+    bits = {}
+    for op, dtype in sorted({(spec.op, spec.dtype) for spec in REGISTRY}):
+        for case in cases(op):
+            o, lse = run_case(torch, case, op, dtype, 64)
+            label = f"{op} {dtype} {case.name}".replace("/", " ")
+            bits[f"{label} o"] = o.contiguous().view(torch.uint8).cpu().numpy()
+            bits[f"{label} lse"] = lse.contiguous().view(torch.uint8).cpu().numpy()
+    np.savez(file, **bits)
+    compiler = nvrtc.loaded_compiler()
+    return {"driver": get_driver().name, "compiler": compiler.binding if compiler else None}
+
+
+def capture() -> dict[str, Any]:
+    """The first call of the process happens inside a CUDA-graph capture."""
+    import torch
+
+    from omniattn import reference, testing
+
+    host = [testing.make_qkv(**SHAPE, dtype="bfloat16", seed=seed) for seed in (1, 2, 3)]
+    sets = [[torch.from_numpy(x).to("cuda", torch.bfloat16) for x in qkv] for qkv in host]
+    q, k, v = (torch.zeros_like(x) for x in sets[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = oa.attention(q, k, v, causal=True, return_lse=True)
+    for values, arrays in zip(host, sets, strict=True):
+        for target, source in zip((q, k, v), arrays, strict=True):
+            target.copy_(source)
+        o.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        exact, exact_lse = reference.attention(*values, causal=True, compute_dtype=np.float64)
+        naive, naive_lse = testing.same_dtype_naive(*values, causal=True, dtype="bfloat16")
+        testing.assert_close(o.float().cpu().numpy(), exact, naive=naive, dtype="bfloat16", atol=1e-6)
+        testing.assert_close(lse.cpu().numpy(), exact_lse, naive=naive_lse, atol=1e-4)
+    return {"replays": len(sets)}
+
+
+def fork() -> dict[str, Any]:
+    """A child made before the first use of CUDA has its own; one made after it gets an error that says why."""
+    x = np.ones((1, 8, 1, 8), dtype=np.float32)
+    oa.attention(x, x, x)
+    before = _in_fork(_attend_in_torch)
+    _attend_in_torch()
+    after = _in_fork(_load_any)
+    _attend_in_torch()
+    return {"before": before, "after": after}
+
+
+def _attend_in_torch() -> str:
+    import torch
+
+    from omniattn import reference, testing
+
+    host = testing.make_qkv(**SHAPE, dtype="float16")
+    q, k, v = (torch.from_numpy(x).to("cuda", torch.float16) for x in host)
+    out = torch.full_like(q, float("nan"))
+    oa.attention(q, k, v, out=out)
+    exact, _ = reference.attention(*host, compute_dtype=np.float64)
+    naive, _ = testing.same_dtype_naive(*host, dtype="float16")
+    testing.assert_close(out.float().cpu().numpy(), exact, naive=naive, dtype="float16", atol=1e-6)
+    return "right"
+
+
+def _load_any() -> str:
+    from omniattn import runtime
+    from omniattn.registry import REGISTRY
+
+    return runtime.load(REGISTRY[0], 0).origin
+
+
+def _in_fork(work: Callable[[], str]) -> str:
+    """What ``work`` returns in a forked child, or the error that it raises there."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = work()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent reports it
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode())
+        # Without interpreter shutdown: exit handlers belong to the parent.
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "first_use": first_use,
+    "operations": operations,
+    "capture": capture,
+    "fork": fork,
+}
+
+if __name__ == "__main__":
+    print(json.dumps(COMMANDS[sys.argv[1]](*sys.argv[2:])))

@@ -1,0 +1,175 @@
+"""Packed sequences and merged partial results on a GPU against the NumPy reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+from omniattn import reference, testing  # noqa: E402
+
+from .attention_cases import check_lse, poisoned, to_gpu, to_numpy  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS: dict[str, tuple[list[int], list[int]]] = {
+    "mixed": ([100, 1, 0, 257, 64], [130, 300, 5, 257, 0]),
+    "single": ([200], [200]),
+    "all_empty": ([0, 0], [0, 0]),
+    "many": ([3, 0, 17] * 30, [5, 9, 1] * 30),  # more than one step of 32 sequences
+}
+
+
+def _cu(lengths: list[int]) -> np.ndarray[Any, Any]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _run(
+    lengths_q: list[int],
+    lengths_k: list[int],
+    *,
+    extra_rows: int = 0,
+    head_dim: int = 64,
+    dtype: str = "bfloat16",
+    layout: str = "NHD",
+    max_seqlen_q: int | None = None,
+    **options: Any,
+) -> None:
+    q, _, _ = testing.make_qkv(
+        batch=None, seqlen_q=sum(lengths_q) + extra_rows, heads_q=4, head_dim=head_dim, dtype=dtype, layout=layout
+    )
+    k, v, _ = testing.make_qkv(
+        batch=None,
+        seqlen_q=sum(lengths_k) + extra_rows,
+        heads_q=2,
+        head_dim=head_dim,
+        dtype=dtype,
+        layout=layout,
+        seed=9,
+    )
+    cu_q, cu_k = _cu(lengths_q), _cu(lengths_k)
+    maxima = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    given = {name: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    out = poisoned(q.shape, dtype)
+    _, lse = oa.attention_varlen(
+        *(to_gpu(x, dtype) for x in (q, k, v)),
+        cu_seqlens_q=torch.from_numpy(cu_q).cuda(),
+        cu_seqlens_k=torch.from_numpy(cu_k).cuda(),
+        max_seqlen_q=maxima["max_seqlen_q"] if max_seqlen_q is None else max_seqlen_q,
+        max_seqlen_k=maxima["max_seqlen_k"],
+        layout=layout,
+        out=out,
+        return_lse=True,
+        **given,
+    )
+    ref, ref_lse = reference.attention_varlen(
+        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **maxima, layout=layout, **options
+    )
+    # Relative to |o| <= 4: two roundings of P and O in the dtype.
+    testing.assert_close(to_numpy(out), ref, atol=3e-2 if dtype == "bfloat16" else 4e-3)
+    mean = np.abs(to_numpy(out) - ref).mean() if ref.size else 0.0
+    assert mean <= (2e-3 if dtype == "bfloat16" else 3e-4), mean
+    check_lse(lse.cpu().numpy(), ref_lse, "varlen")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (40, 3)}, {"softcap": 5.0, "causal": True}], ids=str
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("extra_rows", [0, 70])
+def test_varlen(lengths: str, options: dict[str, Any], layout: str, extra_rows: int) -> None:
+    """Rows behind the last sequence are written too: O = 0, LSE = -inf."""
+    _run(*LENGTHS[lengths], extra_rows=extra_rows, layout=layout, **options)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_varlen_head_dims(head_dim: int, dtype: str) -> None:
+    _run(*LENGTHS["mixed"], head_dim=head_dim, dtype=dtype, causal=True)
+
+
+def test_varlen_sinks_and_mask() -> None:
+    lengths_q, lengths_k = LENGTHS["mixed"]
+    sinks = np.array([0.5, -1.0, 2.0, 0.0], dtype=np.float32)
+    _run(lengths_q, lengths_k, extra_rows=10, sinks=sinks)
+    mask = np.random.default_rng(0).random((5, 1, max(lengths_q), max(lengths_k))) < 0.6
+    _run(lengths_q, lengths_k, mask=mask)
+
+
+@pytest.mark.parametrize("max_seqlen_q", [0, 1, 100_000])
+def test_result_does_not_depend_on_max_seqlen(max_seqlen_q: int) -> None:
+    """A wrong bound cannot leave rows unwritten."""
+    _run(*LENGTHS["mixed"], max_seqlen_q=max_seqlen_q, causal=True)
+
+
+def test_cu_seqlens_outside_the_tensors_are_clamped() -> None:
+    q = torch.randn(64, 2, 64, device="cuda", dtype=torch.float16)
+    bad = torch.tensor([-5, 40, 4000], dtype=torch.int32, device="cuda")
+    good = torch.tensor([0, 40, 64], dtype=torch.int32, device="cuda")
+    sizes = {"max_seqlen_q": 64, "max_seqlen_k": 64}
+    got = oa.attention_varlen(q, q, q, cu_seqlens_q=bad, cu_seqlens_k=bad, **sizes)
+    want = oa.attention_varlen(q, q, q, cu_seqlens_q=good, cu_seqlens_k=good, **sizes)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_equals_dense(causal: bool) -> None:
+    """The same rows through both calls give the same bits."""
+    q, k, v = (torch.randn(3, 200, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    cu = torch.arange(0, 601, 200, dtype=torch.int32, device="cuda")
+    dense, dense_lse = oa.attention(q, k, v, causal=causal, return_lse=True)
+    packed, packed_lse = oa.attention_varlen(
+        *(x.reshape(600, 4, 128) for x in (q, k, v)),
+        cu_seqlens_q=cu,
+        cu_seqlens_k=cu,
+        max_seqlen_q=200,
+        max_seqlen_k=200,
+        causal=causal,
+        return_lse=True,
+    )
+    assert torch.equal(dense.reshape(600, 4, 128), packed)
+    assert torch.equal(dense_lse.transpose(0, 1).reshape(4, 600), packed_lse)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 64, 136, 256])
+def test_merge_states(dtype: str, packed: bool, head_dim: int) -> None:
+    shape = (97, 3, head_dim) if packed else (2, 97, 3, head_dim)
+    lse_shape = (*shape[:-3], shape[-2], shape[-3])
+    rng = np.random.default_rng(head_dim)
+    o_a, o_b = (testing.round_to(rng.standard_normal(shape).astype(np.float32), dtype) for _ in range(2))
+    lse_a, lse_b = ((20 * rng.standard_normal(lse_shape)).astype(np.float32) for _ in range(2))
+    lse_a[..., :10] = -np.inf
+    lse_b[..., 5:15] = -np.inf
+    o_a[..., :10, :, :] = np.nan  # a side without keys is not looked at
+    torch_dtype = getattr(torch, dtype)
+    args = [
+        torch.from_numpy(o_a).to("cuda", torch_dtype),
+        torch.from_numpy(lse_a).cuda(),
+        torch.from_numpy(o_b).to("cuda", torch_dtype),
+        torch.from_numpy(lse_b).cuda(),
+    ]
+    out = torch.full(shape, float("nan"), device="cuda", dtype=torch_dtype)
+    o, lse = oa.merge_states(*args, out=out)
+    assert o is out
+    ref, ref_lse = reference.merge_states(o_a, lse_a, o_b, lse_b)
+    testing.assert_close(to_numpy(o), ref, dtype=dtype, atol=1e-5)
+    check_lse(lse.cpu().numpy(), ref_lse, "merge")
+    in_place, _ = oa.merge_states(*args, out=args[2])
+    assert torch.equal(in_place, o)
+
+
+def test_merge_of_split_keys_is_the_whole() -> None:
+    q = torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.float16) for _ in range(2))
+    parts = [oa.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 120), slice(120, 300))]
+    o, lse = oa.merge_states(*parts[0], *parts[1])
+    want, want_lse = oa.attention(q, k, v, return_lse=True)
+    testing.assert_close(to_numpy(o), to_numpy(want), atol=2e-3)
+    check_lse(lse.cpu().numpy(), want_lse.cpu().numpy(), "merged")
