@@ -135,10 +135,11 @@ def check_use(python: Path) -> list[str]:
         run([python, "-I", PROBE, name]).strip() for name in ("imports", "import-time", "cpu", "gpu-error", "kernels")
     ]
     program = python.parent / ("omniattn.exe" if os.name == "nt" else "omniattn")
-    shown = run([program, "info"], NO_COLOR="1")
-    if "omniattn" not in shown:
-        raise SmokeTestError(f"omniattn info does not name the package:\n{shown}")
-    lines.append(f"omniattn info: {len(shown.splitlines())} lines")
+    # Tables need the extra "cli"; the bare package answers in JSON, and says so.
+    shown = json.loads(run([program, "info", "--json"]))
+    if not isinstance(shown, dict) or not shown:
+        raise SmokeTestError(f"omniattn info --json: expected an object with content, received {shown!r}")
+    lines.append(f"omniattn info --json: {', '.join(shown)}")
     return lines
 
 

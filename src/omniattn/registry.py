@@ -2,7 +2,7 @@
 
 A row describes one cubin: which source, which compile-time constants, which GPUs, and what it can do. The ahead-of-time
 build, the run-time compiler, selection, the support tables, the parametrized tests and the benchmarks all read these
-rows. This module imports nothing but the standard library, so that build tools can load it without the package being built.
+rows. This module imports nothing but the standard library, so that build tools can load it before the package is built.
 """
 
 from __future__ import annotations

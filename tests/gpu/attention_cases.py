@@ -13,6 +13,9 @@ from omniattn import reference, testing
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Absolute error of the LSE: fp32 sums of a few hundred terms, ex2.approx and lg2.approx.
 LSE_ATOL = 2e-5
+#: Relative error of the scores, and so of a large LSE: the tensor core truncates its fp32 accumulator at each of up to
+#: 16 steps along head_dim, up to 2^-23 each and all in one direction (seen on an H200 at head_dim 256: 1.7e-6).
+LSE_RTOL = 16 * 2.0**-23 + 5e-7
 
 
 def to_gpu(x: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
@@ -29,11 +32,11 @@ def to_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def check_lse(lse: np.ndarray[Any, Any], ref: np.ndarray[Any, Any], label: str) -> None:
-    """-inf, +inf and NaN at the same places, the rest within LSE_ATOL + 1e-6 relative."""
+    """-inf, +inf and NaN at the same places, the rest within the bounds above."""
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(ref), err_msg=label)
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(ref), err_msg=label)
     finite = np.isfinite(ref)
-    np.testing.assert_allclose(lse[finite], ref[finite], rtol=1e-6, atol=LSE_ATOL, err_msg=label)
+    np.testing.assert_allclose(lse[finite], ref[finite], rtol=LSE_RTOL, atol=LSE_ATOL, err_msg=label)
 
 
 def run_dense(

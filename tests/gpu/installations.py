@@ -62,7 +62,6 @@ def clean_environment(package: Path, **variables: str) -> dict[str, str]:
     """This process's environment without omniattn's variables; ``package`` is the folder to import omniattn from."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIATTN_")}
     path = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # JAX is not used there, but CuPy and torch share the GPU with whatever this process holds.
     return {**kept, "PYTHONPATH": os.pathsep.join(path), **variables}
 
 

@@ -120,6 +120,9 @@ def capture() -> dict[str, Any]:
 
 def fork() -> dict[str, Any]:
     """A child made before the first use of CUDA has its own; one made after it gets an error that says why."""
+    import torch
+
+    assert not torch.cuda.is_initialized()
     x = np.ones((1, 8, 1, 8), dtype=np.float32)
     oa.attention(x, x, x)
     before = _in_fork(_attend_in_torch)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -44,7 +46,9 @@ def test_types() -> None:
 def test_device_code_format() -> None:
     files = [str(path) for path in kernels.kernel_sources(KERNELS)]
     assert files
-    assert python("clang_format", "--dry-run", "--Werror", *files) == ""
+    program = Path(sysconfig.get_path("scripts")) / "clang-format"
+    done = subprocess.run([program, "--dry-run", "--Werror", *files], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"run clang-format -i on the files named:\n{done.stderr}"
 
 
 def test_no_file_is_too_long() -> None:
@@ -92,7 +96,5 @@ def test_kernels_have_run_on_a_gpu(pytestconfig: pytest.Config) -> None:
         reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.write_line(verdict.text, red=True)
-        import warnings
-
         warnings.warn(verdict.text, stacklevel=1)
     assert verdict.ok, verdict.text
