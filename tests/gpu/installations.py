@@ -50,7 +50,7 @@ def write_cubins(folder: Path, cubins: Cubins) -> None:
 
 
 def wheel_layout(folder: Path, cubins: Cubins) -> Path:
-    """Lay the package out in ``folder`` as an installed wheel has it, with ``cubins`` and no others; returns ``folder``."""
+    """Lay the package out in ``folder`` as a wheel installs it, with ``cubins`` and no others; returns ``folder``."""
     package = folder / "omniattn"
     shutil.copytree(ROOT / "src" / "omniattn", package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "kernels_cu", package / "_kernels" / "src")

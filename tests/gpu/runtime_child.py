@@ -18,7 +18,7 @@ import numpy as np
 
 import omniattn as oa
 
-SHAPE: dict[str, int] = {"batch": 2, "seqlen_q": 77, "seqlen_k": 130, "heads_q": 4, "heads_kv": 2, "head_dim": 64}
+SHAPE: dict[str, Any] = {"batch": 2, "seqlen_q": 77, "seqlen_k": 130, "heads_q": 4, "heads_kv": 2, "head_dim": 64}
 
 
 def hide(name: str) -> None:
@@ -37,7 +37,7 @@ def hide_nvrtc() -> None:
 
 
 def first_use(name: str, *options: str) -> dict[str, Any]:
-    """Load kernel ``name``, time that, and attend with it; CuPy arrays in float16, moved without any kernel of CuPy's."""
+    """Load kernel ``name``, time that, attend with it; CuPy arrays in float16, moved without a kernel of CuPy's."""
     import cupy
 
     if "--no-nvrtc" in options:
@@ -73,7 +73,7 @@ def operations(file: str, *options: str) -> dict[str, Any]:
 
     if "--no-cuda-bindings" in options:
         hide("cuda.bindings")
-    from kernel_cases import cases, run_case
+    from kernel_cases import cases, run_case  # type: ignore[import-not-found]
 
     from omniattn.registry import REGISTRY
     from omniattn.runtime import nvrtc

@@ -1,0 +1,121 @@
+"""Small calls of every tile class, for compute-sanitizer: ``python sanitizer_cases.py [faulty]``.
+
+CuPy arrays in memory of their own (no pool), so that an access behind any of them is seen; moved by copies alone, so
+that no kernel runs but omniattn's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import cupy
+import numpy as np
+
+import omniattn as oa
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+#: Below the tile: the last 8 channels of every row are outside.
+BELOW = 8
+HEADS, HEADS_KV = 2, 1
+SEQLEN_Q, SEQLEN_K = 131, 195
+
+#: What each call adds to a plain one; arrays are made by `options_for`.
+CALLS: Mapping[str, Mapping[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (40, 9)},
+    "sinks": {"causal": True, "sinks": True},
+    "softcap": {"softcap": 5.0},
+    "mask": {"mask": "bool"},
+    "bias": {"mask": "float32", "causal": True},
+}
+
+
+def to_gpu(x: Any, dtype: Any = np.float16) -> Any:
+    return cupy.asarray(np.ascontiguousarray(x, dtype=dtype))
+
+
+def poisoned(shape: tuple[int, ...]) -> Any:
+    return to_gpu(np.full(shape, np.nan))
+
+
+def check(o: Any, lse: Any = None) -> None:
+    """Everything has been written; values are compared elsewhere."""
+    assert not np.isnan(cupy.asnumpy(o)).any()
+    assert lse is None or not np.isnan(cupy.asnumpy(lse)).any()
+
+
+def options_for(call: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    options = dict(call)
+    if "sinks" in options:
+        options["sinks"] = to_gpu(rng.standard_normal(HEADS), np.float32)
+    if options.get("mask") == "bool":
+        options["mask"] = to_gpu(rng.random((SEQLEN_Q, SEQLEN_K)) < 0.7, np.bool_)
+    elif options.get("mask") == "float32":
+        options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, SEQLEN_K)), np.float32)
+    return options
+
+
+def dense(head_dim: int, rng: np.random.Generator) -> None:
+    for width, names in ((head_dim - BELOW, tuple(CALLS)), (head_dim, ("full", "mask"))):
+        q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
+        k, v = (to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, width))) for _ in range(2))
+        for name in names:
+            check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options_for(CALLS[name], rng)))
+
+
+def varlen(head_dim: int, rng: np.random.Generator) -> None:
+    lengths_q, lengths_k = (70, 0, 1, 129), (131, 5, 0, 66)
+    q = to_gpu(rng.standard_normal((sum(lengths_q) + 3, HEADS, head_dim)))
+    k, v = (to_gpu(rng.standard_normal((sum(lengths_k) + 3, HEADS_KV, head_dim))) for _ in range(2))
+    starts = {
+        "cu_seqlens_q": to_gpu([0, *np.cumsum(lengths_q)], np.int32),
+        "cu_seqlens_k": to_gpu([0, *np.cumsum(lengths_k)], np.int32),
+    }
+    for options in ({"causal": True}, {"causal": True, "softcap": 5.0}):
+        check(
+            *oa.attention_varlen(
+                q,
+                k,
+                v,
+                **starts,
+                max_seqlen_q=max(lengths_q),
+                max_seqlen_k=max(lengths_k),
+                out=poisoned(q.shape),
+                return_lse=True,
+                **options,
+            )
+        )
+
+
+def merge(head_dim: int, rng: np.random.Generator) -> None:
+    for dtype in (np.float16, np.float32):
+        a, b = (to_gpu(rng.standard_normal((2, 77, 3, head_dim)), dtype) for _ in range(2))
+        lse_a, lse_b = rng.standard_normal((2, 2, 3, 77))
+        lse_a[0, 0, ::2] = lse_b[0, 0, ::4] = -np.inf
+        check(*oa.merge_states(a, to_gpu(lse_a, np.float32), b, to_gpu(lse_b, np.float32)))
+
+
+def faulty() -> None:
+    """k says that it has twice the rows that its memory holds: proof that the tool sees what it has to."""
+    q = to_gpu(np.zeros((1, 64, 1, 64)))
+    v = to_gpu(np.zeros((1, 128, 1, 64)))
+    out = poisoned(q.shape)
+    half = to_gpu(np.zeros((1, 64, 1, 64)))
+    k = cupy.ndarray((1, 128, 1, 64), np.float16, memptr=half.data)
+    cupy.asnumpy(oa.attention(q, k, v, out=out))
+
+
+if __name__ == "__main__":
+    cupy.cuda.set_allocator(None)
+    if sys.argv[1:] == ["faulty"]:
+        faulty()
+    else:
+        for width in HEAD_DIMS:
+            generator = np.random.default_rng(width)
+            dense(width, generator)
+            varlen(width, generator)
+            merge(width, generator)
+    print("all calls done")

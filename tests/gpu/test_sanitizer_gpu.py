@@ -1,0 +1,121 @@
+"""compute-sanitizer over a few calls: accesses out of bounds, races in shared memory, reads of unset memory."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from omniattn import runtime
+from omniattn.registry import REGISTRY
+from omniattn.runtime.arch import Arch
+from omniattn.runtime.loader import compile_to
+
+from .installations import ROOT, clean_environment
+
+pytestmark = pytest.mark.gpu
+
+SCRIPT = Path(__file__).with_name("sanitizer_cases.py")
+#: Exit status that the tool is told to use when it has found something.
+FOUND = 86
+SUMMARY = {
+    "memcheck": r"ERROR SUMMARY: 0 errors",
+    "racecheck": r"RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\)",
+    "initcheck": r"ERROR SUMMARY: 0 errors",
+}
+
+
+def find_tool(name: str) -> str | None:
+    """Path of a program of the CUDA toolkit: on PATH, below CUDA_HOME, or where toolkits are installed."""
+    folders = [os.environ.get("CUDA_HOME", ""), *sorted(glob.glob("/usr/local/cuda*"), reverse=True)]
+    path = os.pathsep.join([os.environ.get("PATH", ""), *(f"{folder}/bin" for folder in folders if folder)])
+    return shutil.which(name, path=path)
+
+
+class Outcome(NamedTuple):
+    """How a run under the tool ended."""
+
+    status: int
+    text: str
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All runs, started together: most of their time is the tool's own start."""
+    tool = find_tool("compute-sanitizer")
+    if tool is None and find_tool("nvcc") is None:
+        pytest.skip("this machine has no CUDA toolkit, and so no compute-sanitizer")
+    assert tool is not None, "there is a CUDA toolkit (nvcc), but no compute-sanitizer in it"
+    assert importlib.util.find_spec("cupy") is not None, "sanitizer_cases.py needs CuPy"
+    cache = tmp_path_factory.mktemp("cache")
+    environment = clean_environment(ROOT / "src", OMNIATTN_CACHE_DIR=str(cache))
+    fill_cache(cache)
+    runs = {name: ["--tool", name] for name in SUMMARY}
+    # Without padding an access behind one array may hit the next. Failed API calls raise in the script, where they
+    # matter; frameworks make some on purpose, to find out what is there.
+    runs["memcheck"] += ["--padding", "4096", "--report-api-errors", "no"]
+    commands = {name: [tool, *options, "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT)]
+                for name, options in runs.items()}  # fmt: skip
+    commands["faulty"] = [*commands["memcheck"], "faulty"]
+    started = {
+        name: subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for name, command in commands.items()
+    }
+    yield started
+    for process in started.values():
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def fill_cache(folder: Path) -> None:
+    """Compile what the script needs where it is not prebuilt, in parallel; four runs would each do it one by one."""
+    cc = runtime.device_info(0).cc
+    wanted = [spec for spec in REGISTRY if spec.dtype != "bfloat16" and runtime.resolve(spec, cc).kind == "jit"]
+    before = os.environ.get("OMNIATTN_CACHE_DIR")
+    os.environ["OMNIATTN_CACHE_DIR"] = str(folder)
+    try:
+        if wanted:
+            with get_context("spawn").Pool(min(8, len(wanted))) as pool:
+                pool.starmap(compile_to, [(spec, Arch.of_device(cc).number) for spec in wanted])
+    finally:
+        if before is None:
+            del os.environ["OMNIATTN_CACHE_DIR"]
+        else:
+            os.environ["OMNIATTN_CACHE_DIR"] = before
+
+
+def finish(process: subprocess.Popen[str]) -> Outcome:
+    try:
+        text, _ = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, _ = process.communicate()
+        raise AssertionError(f"compute-sanitizer did not end\n{text[-4000:]}") from None
+    return Outcome(process.returncode, text)
+
+
+@pytest.mark.parametrize("tool", sorted(SUMMARY))
+def test_clean(outcomes: dict[str, subprocess.Popen[str]], tool: str) -> None:
+    status, text = finish(outcomes[tool])
+    assert "all calls done" in text, text[-4000:]
+    assert re.search(SUMMARY[tool], text), text[-4000:]
+    assert status == 0, text[-4000:]
+
+
+def test_the_tool_sees_a_fault(outcomes: dict[str, subprocess.Popen[str]]) -> None:
+    """Without this, a tool that watches nothing would pass for a clean result."""
+    status, text = finish(outcomes["faulty"])
+    assert status == FOUND, text[-4000:]
+    assert re.search(r"Invalid __global__ read of size \d+ bytes", text), text[-4000:]
+    assert "attn_fwd_sm80" in text, text[-4000:]
