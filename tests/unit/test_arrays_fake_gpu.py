@@ -43,19 +43,20 @@ class FakeCupy(types.ModuleType):
             def __init__(self, ptr: int) -> None:
                 self.ptr = ptr
 
-            def wait_event(self, event: Any) -> None:
-                log.append(("wait", self.ptr, event))
-
         class Event:
             def __init__(self, disable_timing: bool) -> None:
                 assert disable_timing
                 self.device = outer.device[0]
+                self.ptr = id(self)
 
             def record(self, stream: Any) -> None:
                 log.append(("record", stream.ptr, self))
 
         self.cuda = types.SimpleNamespace(
-            Device=Device, ExternalStream=Stream, Event=Event, get_current_stream=lambda device: Stream(current[device])
+            Device=Device,
+            Event=Event,
+            get_current_stream=lambda device: Stream(current[device]),
+            runtime=types.SimpleNamespace(streamWaitEvent=lambda stream, event: log.append(("wait", stream, event))),
         )
 
         class ndarray:
@@ -113,7 +114,7 @@ def test_fake_cupy_stream_override_waits_for_the_current_stream(
     assert arrays.prepare([t, t], 0x7000) == 0x7000
     (record, wait) = cupy.log
     assert record[:2] == ("record", 0x101)
-    assert wait == ("wait", 0x7000, record[2])
+    assert wait == ("wait", 0x7000, record[2].ptr)
     assert record[2].device == 1
     arrays.retire([t], 0x7000)
     assert held == [(0x7000, 1, [t.obj])]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import sys
+from collections.abc import Callable
 from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p, py_object
 from typing import Any
 
@@ -194,9 +195,10 @@ class Capsule:
         if managed and deleter:
             _DELETER(deleter)(managed)
 
-    def __del__(self) -> None:
-        # While the interpreter goes down the exporter may be gone already; the process returns the memory anyway.
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # While the interpreter goes down the exporter may be gone already; the process returns the memory anyway. The
+        # function is a default value because this module's globals are None by then.
+        if not is_finalizing():
             self.release()
 
 

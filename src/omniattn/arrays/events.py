@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -171,8 +172,9 @@ class Event:
         with self._backend.context(self.ordinal):
             return self._backend.done(self._handle)
 
-    def __del__(self) -> None:
-        if self._handle and not sys.is_finalizing():
+    # A default value, because this module's globals are None while the interpreter goes down.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._handle and not is_finalizing():
             with self._backend.context(self.ordinal):
                 self._backend.destroy(self._handle)
 

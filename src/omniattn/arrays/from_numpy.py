@@ -134,4 +134,6 @@ def enter_cupy(tensors: list[Tensor], stream: int) -> None:
     with cupy.cuda.Device(ordinal):
         event = cupy.cuda.Event(disable_timing=True)
         event.record(_current_cupy(ordinal))
-        cupy.cuda.ExternalStream(stream).wait_event(event)
+        # Not through a stream object: ExternalStream is deprecated, and one of Stream.from_external destroys the
+        # caller's stream when it dies.
+        cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
