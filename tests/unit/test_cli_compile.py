@@ -95,3 +95,10 @@ def test_jit_sample_and_its_compilation_time(monkeypatch: pytest.MonkeyPatch) ->
     sample = kernels.jit_sample()
     assert (sample.op, sample.dtype, sample.head_dim) == ("attention", "bfloat16", 128)
     assert 0 < kernels.compile_uncached(sample) < 60
+
+
+def test_compilation_time_is_not_that_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr("omniattn.runtime.compile.compile_spec", lambda *_, **options: asked.append(options))
+    kernels.compile_uncached(kernels.jit_sample())
+    assert asked == [{"nvrtc_cache": False}]

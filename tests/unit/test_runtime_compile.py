@@ -13,7 +13,7 @@ from omniattn.errors import CompileError, KernelNotFoundError
 from omniattn.runtime.cache import get_cache
 from omniattn.runtime.compile import Sources, compile_options, compile_spec, source_digest
 from omniattn.runtime.nvrtc import get_compiler
-from tests.unit.runtime_fakes import HEADER, World, isolated, toy_spec
+from tests.unit.runtime_fakes import HEADER, FakeCompiler, World, isolated, toy_spec
 
 SPILLING = """
 extern "C" __global__ void __launch_bounds__(1024, 2) toy(float* data) {
@@ -180,3 +180,19 @@ def test_unseen_architecture_for_real(world: World, monkeypatch: pytest.MonkeyPa
     world.reopen()
     with pytest.raises(KernelNotFoundError):
         runtime.load(world.spec, 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [((12, 8), ()), ((12, 9), ("--no-cache",)), ((13, 0), ("--no-cache",))]
+)
+def test_compiling_past_the_cache_of_nvrtc(
+    world: World, version: tuple[int, int], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVRTC keeps binaries on disk from 12.9 on; before, the option would be an error."""
+    given: list[tuple[str, ...]] = []
+    compiler = FakeCompiler(version)
+    monkeypatch.setattr(compiler, "compile", lambda *args: given.append(args[3]) or (b"\x7fELF", ""))
+    results = [compile_spec(toy_spec(), "90a", compiler=compiler, nvrtc_cache=cache) for cache in (True, False)]
+    assert given[0] == results[0].options
+    assert given[1] == results[1].options + expected
+    assert results[0].options == results[1].options, "the binary is the same, and so is its name in the cache"

@@ -182,6 +182,7 @@ def compile_spec(
     *,
     lineinfo: bool | None = None,
     compiler: Compiler | None = None,
+    nvrtc_cache: bool = True,
 ) -> CompileResult:
     """Compile one kernel for one target.
 
@@ -197,6 +198,9 @@ def compile_spec(
         Add ``-lineinfo``; default: OMNIATTN_LINEINFO.
     compiler : Compiler, optional
         NVRTC; default: the installed one.
+    nvrtc_cache : bool
+        Whether NVRTC may take the binary from the cache on disk that it keeps itself, from 12.9 on, where there is a
+        CUDA driver.
 
     Returns
     -------
@@ -218,8 +222,10 @@ def compile_spec(
     options = compile_options(spec, target, lineinfo=lineinfo)
     files = (sources or default_sources()).closure(spec.source)
     headers = {name: text for name, text in files.items() if name != spec.source}
+    # Not one of the options that name a binary, because it changes none; older versions have neither cache nor option.
+    fresh = ("--no-cache",) if not nvrtc_cache and compiler.version >= (12, 9) else ()
     try:
-        image, log = compiler.compile(files[spec.source], spec.source, headers, options, target.virtual)
+        image, log = compiler.compile(files[spec.source], spec.source, headers, (*options, *fresh), target.virtual)
     except CompileError as error:
         raise CompileError(
             f"kernel {spec.name!r} does not compile for {target} with {version}: {error.message}", log=error.log
