@@ -17,6 +17,12 @@ CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
 #: Rows of one tensor; the kernels count rows in 32 bits and round up to whole tiles.
 MAX_ROWS = 2**31 - 512
+#: Sequences and heads: the kernels count them in 32 bits.
+MAX_EXTENT = 2**31 - 1
+#: Packed sequences: each may add a partly filled tile, and the tiles of a head are counted in 32 bits too.
+MAX_PACKED_SEQUENCES = 2**30
+#: Smallest and largest numbers that the kernels' fp32 arithmetic keeps: the smallest one's inverse is finite.
+_LEAST_FP32, _MOST_FP32 = 2.0**-126, 3.4028234e38
 
 
 def check_layout(layout: Any, function: str) -> None:
@@ -35,9 +41,12 @@ def check_number(value: Any, argument: str, function: str, *, least: float | Non
     expected = "a finite number" if least is None else f"a finite number >= {least:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentError(argument, expected, repr(value), function=function)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction beyond every float
+        number = math.inf
     # Written so that NaN fails.
-    if not (math.isfinite(number) and abs(number) <= 3.4028234e38 and (least is None or number >= least)):
+    if not (math.isfinite(number) and abs(number) <= _MOST_FP32 and (least is None or number >= least)):
         raise ArgumentError(argument, expected, repr(value), function=function)
     return number
 
@@ -155,11 +164,18 @@ def check_no_overlap(t: Tensor, function: str) -> None:
         reach += s * (n - 1)
 
 
-def check_alignment(t: Tensor, function: str) -> None:
-    if t.ptr % 16 != 0 and 0 not in t.shape:
+def check_softcap(value: Any, function: str) -> float:
+    softcap = check_number(value, "softcap", function, least=0.0)
+    if 0.0 < softcap < _LEAST_FP32:
+        raise ArgumentError("softcap", f"0, or a number >= {_LEAST_FP32:.3g}", repr(value), function=function)
+    return softcap
+
+
+def check_alignment(t: Tensor, function: str, multiple: int = 16) -> None:
+    if t.ptr % multiple != 0 and 0 not in t.shape:
         raise AlignmentError(
             t.argument,
-            "an address that is a multiple of 16 bytes",
+            f"an address that is a multiple of {multiple} bytes",
             hex(t.ptr),
             function=function,
             hint="A contiguous copy is aligned",

@@ -13,11 +13,15 @@ from . import arguments, arrays
 from .arrays import Tensor
 from .errors import ArgumentError, ShapeError
 from .launch.attn_fwd import ForwardPlan, ForwardStrides
+from .launch.attn_fwd_sm90 import ForwardSm90Plan
 from .problem import Problem
+from .runtime.driver import on_reset
 from .select import Selection, Target, select_attention
 
 _MAX_PLANS = 4096
 _plans: dict[Any, _Plan] = {}
+# A plan holds a loaded kernel, which is worth nothing under another driver or in a forked child.
+on_reset(_plans.clear)
 
 
 class _Plan:
@@ -31,7 +35,7 @@ class _Plan:
         q_shape: tuple[int, ...],
         lse_shape: tuple[int, ...],
         selection: Selection | None,
-        forward: ForwardPlan | None,
+        forward: ForwardPlan | ForwardSm90Plan | None,
     ) -> None:
         self.problem = problem
         self.q_shape = q_shape
@@ -162,7 +166,7 @@ def attention_varlen(
     k, v : array
         The same with total_k and num_kv_heads.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, on q's device
-        Row at which each sequence begins, and the end of the last one; never decreasing. On the CPU they are checked;
+        Row at which each sequence begins, and the end of the last one: 0 first, never decreasing. Checked on the CPU;
         on a GPU that would need a synchronization, and values outside the tensors are clamped to them.
     max_seqlen_q, max_seqlen_k : int
         At least the longest sequence. They give the mask its extent; the result does not depend on them otherwise.
@@ -218,7 +222,12 @@ def _run(
         function, tq.dtype, tq.device, tq.ordinal, tq.shape, tq.strides, tk.dtype, tk.device, tk.ordinal, tk.shape,
         tk.strides, tv.dtype, tv.device, tv.ordinal, tv.shape, tv.strides, layout, causal, window, softmax_scale,
         softcap, precision, return_lse, deterministic, max_q, max_k, os.environ.get("OMNIATTN_FORCE_KERNEL"),
+        # True == 1 == 1.0, but not every one of them is valid everywhere.
+        causal.__class__, softmax_scale.__class__, softcap.__class__, return_lse.__class__, deterministic.__class__,
+        max_q.__class__, max_k.__class__,
     )  # fmt: skip
+    if window is not None:
+        key += (window.__class__, *(x.__class__ for x in window)) if isinstance(window, tuple) else (window.__class__,)
     extra: dict[str, Tensor] = {}
     if not (cu_q is None and mask is None and sinks is None and out is None and function == "attention"):
         for name, value in (
@@ -264,8 +273,11 @@ def _run(
     if extra:
         for at, name in enumerate(("cu_seqlens_q", "cu_seqlens_k", "mask", "sinks"), start=5):
             if name in extra:
-                tensors.append(extra[name])
-                pointers[at] = extra[name].ptr
+                t = extra[name]
+                if t.ptr % t.itemsize:
+                    arguments.check_alignment(t, function, t.itemsize)
+                tensors.append(t)
+                pointers[at] = t.ptr
     handle = arrays.prepare(tensors, stream)
     plan.forward.launch(handle, tuple(pointers))
     arrays.retire(tensors, handle)
@@ -313,7 +325,7 @@ def _make_plan(
     deterministic = arguments.check_bool(deterministic, "deterministic", function)
     left, right = arguments.check_window(window, causal, function)
     precision = arguments.check_precision(precision, function)
-    softcap = arguments.check_number(softcap, "softcap", function, least=0.0)
+    softcap = arguments.check_softcap(softcap, function)
     arguments.check_qkv(q, k, v, 3 if varlen else 4, layout, function)
     arrays.require_same_device([q, k, v, *extra.values()])
     head_dim = q.shape[-1]
@@ -351,6 +363,13 @@ def _make_plan(
             if extent == 0 and rows > 0 and "mask" in extra:
                 raise ArgumentError(name, f"the longest sequence of {of}", "0", function=function)
 
+    most = arguments.MAX_PACKED_SEQUENCES if varlen else arguments.MAX_EXTENT
+    if batch > most:
+        name = "cu_seqlens_q" if varlen else "q"
+        raise ShapeError(name, f"at most {most} sequences", str(batch), function=function)
+    if heads_q > arguments.MAX_EXTENT:
+        raise ShapeError("q", f"at most {arguments.MAX_EXTENT} heads", str(heads_q), function=function)
+
     mask_kind, mask_strides = "none", (0, 0, 0, 0)
     if "mask" in extra:
         full = (batch, heads_q, extent_q, extent_k)
@@ -365,21 +384,23 @@ def _make_plan(
         arguments.check_strides(extra["out"], function, written=True)
         o_strides = extra["out"].strides
 
+    from . import runtime
+
+    on_gpu = q.device == "cuda"
     problem = Problem(
         q.dtype, batch, rows_q, rows_k, heads_q, heads_kv, head_dim, left, right, softmax_scale, softcap, mask_kind,
         sinks_kind, varlen, precision, deterministic,
+        tensor_maps=on_gpu and all(_describable(t) for t in (q, k, v)) and runtime.has_tensor_maps(),
     )  # fmt: skip
     q_shape = tuple(q.shape)
     lse_shape = (heads_q, rows_q) if varlen else (batch, heads_q, rows_q)
-    if q.device == "cpu":
+    if not on_gpu:
         return _Plan(problem, q_shape, lse_shape, None, None)
 
     def canonical(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:
         """(batch, seq, head) strides; 0 where the extent is 1, whatever the framework wrote there."""
         s = [0 if n == 1 else x for n, x in zip(shape, strides, strict=True)]
         return (0 if varlen else s[0], s[seq], s[head])
-
-    from . import runtime
 
     device = runtime.device_info(q.ordinal)
     selection = select_attention(
@@ -394,8 +415,17 @@ def _make_plan(
         mask_strides,
     )
     kernel = runtime.load(selection.spec, q.ordinal) if run else None
-    forward = ForwardPlan(selection.spec, kernel, problem, strides, (extent_q, extent_k))
+    forward: ForwardPlan | ForwardSm90Plan
+    if selection.spec.family == "attn_fwd_sm90":
+        forward = ForwardSm90Plan(selection.spec, kernel, problem, strides, device.sm_count)
+    else:
+        forward = ForwardPlan(selection.spec, kernel, problem, strides, (extent_q, extent_k))
     return _Plan(problem, q_shape, lse_shape, selection, forward)
+
+
+def _describable(t: Tensor) -> bool:
+    """Whether a tensor map can describe the array: no zero, negative or huge strides."""
+    return all(n <= 1 or 0 < s * t.itemsize < 2**40 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
 
 
 def _run_on_cpu(

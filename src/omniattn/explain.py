@@ -7,6 +7,7 @@ from typing import Any
 
 from . import arrays
 from .attention import _make_plan
+from .errors import ArgumentError
 from .problem import Problem
 
 
@@ -110,6 +111,12 @@ def explain(
     """
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     function = "attention_varlen" if varlen else "attention"
+    if not varlen:
+        for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if value != 0:
+                raise ArgumentError(
+                    name, "nothing, without cu_seqlens_q and cu_seqlens_k", repr(value), function="explain"
+                )
     raw = None if stream is None else arrays.resolve_stream(stream)
     tq, tk, tv = (arrays.describe(x, n, raw) for x, n in ((q, "q"), (k, "k"), (v, "v")))
     named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "mask": mask, "sinks": sinks, "out": out}
@@ -118,8 +125,11 @@ def explain(
         function, tq, tk, tv, extra, max_seqlen_q, max_seqlen_k, layout, causal, window, softmax_scale, softcap,
         precision, return_lse, deterministic, run=False,
     )  # fmt: skip
+    if "out" in extra:
+        arrays.require_writable(extra["out"])
     problem = plan.problem
     if plan.selection is None or plan.forward is None:
+        arrays.prepare([tq], stream)  # refuses a stream
         return Explanation(
             "reference (NumPy, CPU)", ("the arrays are on the CPU",), "python", "no binary is needed", "cpu", "cpu",
             0, 0, 0, problem.flops, problem.min_bytes, problem,

@@ -125,6 +125,9 @@ def _check(a: Tensor, log_a: Tensor, b: Tensor, log_b: Tensor, out: Tensor | Non
             arguments.check_strides(t, _NAME, written=t is out)
             if t.device == "cuda":
                 arguments.check_alignment(t, _NAME)
+    if a.device == "cuda":
+        for t in (log_a, log_b):
+            arguments.check_alignment(t, _NAME, t.itemsize)
     if out is not None and out.device == "cuda" and 0 not in out.shape:
         for t in (a, b):
             if t.ptr == out.ptr and tuple(t.strides) != tuple(out.strides):

@@ -37,6 +37,8 @@ class Problem:
         One of `PRECISIONS`.
     deterministic : bool
         The caller wants the same bits at every run.
+    tensor_maps : bool
+        Tensor maps can describe q, k and v (positive strides below 2^40 bytes), and the driver can make them.
     """
 
     dtype: str
@@ -55,15 +57,17 @@ class Problem:
     varlen: bool
     precision: str
     deterministic: bool
+    tensor_maps: bool = True
 
     @property
     def score_mods(self) -> bool:
         """Whether scores have to be formed one by one before the softmax.
 
         The plain kernels take the row maximum of the unscaled products, which is the maximum of the scores only if the
-        scale is positive.
+        scale is positive, and apply scale * log2(e) to the -inf of hidden keys: neither 0 nor infinity will do in fp32.
         """
-        return self.softcap > 0.0 or self.mask != "none" or not self.softmax_scale > 0.0
+        plain_scale = 2.0**-126 <= self.softmax_scale <= 2.0**127
+        return self.softcap > 0.0 or self.mask != "none" or not plain_scale
 
     @property
     def visible_pairs(self) -> int | None:
@@ -93,7 +97,8 @@ class Problem:
 
     @property
     def min_bytes(self) -> int:
-        """Bytes that have to move: q, k, v read once, o and the LSE written once (16-bit elements)."""
+        """Bytes that have to move: q, k, v read once, o and the LSE written once."""
         batch = 1 if self.varlen else self.batch
         rows_q, rows_kv = self.seqlen_q * self.num_q_heads, self.seqlen_k * self.num_kv_heads
-        return batch * (2 * self.head_dim * (2 * rows_q + 2 * rows_kv) + 4 * rows_q)
+        itemsize = {"float32": 4, "float64": 8}.get(self.dtype, 2)
+        return batch * (itemsize * self.head_dim * (2 * rows_q + 2 * rows_kv) + 4 * rows_q)

@@ -60,6 +60,11 @@ def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
         t.ordinal = 0
     else:
         raise _no_memory(obj, argument)
+    if obj.is_neg():
+        raise UnsupportedError(
+            f"argument {argument!r} is a lazily negated view, whose memory holds the opposite sign",
+            instead="tensor.resolve_neg()",
+        )
     if obj.requires_grad and _is_grad_enabled():
         raise UnsupportedError(
             f"argument {argument!r} requires a gradient, and this version has no backward pass",

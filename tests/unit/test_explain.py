@@ -1,0 +1,152 @@
+"""explain on the CPU, and what it shares with the call itself: validation, the problem, the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import omniattn
+from omniattn.errors import ArgumentError, OmniattnError, ShapeError, UnsupportedError
+from omniattn.problem import UNLIMITED
+
+
+def arrays(dtype: str = "float32", sq: int = 5, sk: int = 7) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    q, k, v = ((2, sq, 4, 16), (2, sk, 2, 16), (2, sk, 2, 16))
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in (q, k, v))  # type: ignore[return-value]
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+def test_dense_on_the_cpu() -> None:
+    q, k, v = arrays()
+    got = omniattn.explain(q, k, v, causal=True, window=(2, 9), softcap=4.0)
+    assert (got.kernel, got.origin, got.arch, got.device) == ("reference (NumPy, CPU)", "python", "cpu", "cpu")
+    assert (got.grid, got.threads, got.smem_bytes) == (0, 0, 0)
+    problem = got.problem
+    assert (problem.batch, problem.seqlen_q, problem.seqlen_k) == (2, 5, 7)
+    assert (problem.num_q_heads, problem.num_kv_heads, problem.head_dim) == (4, 2, 16)
+    assert (problem.window_left, problem.window_right) == (2, 0)
+    assert (problem.softmax_scale, problem.softcap) == (0.25, 4.0)
+    # 5 rows that each see 3 keys.
+    assert got.flops == 4 * 15 * 16 * 4 * 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_least_traffic_is_that_of_the_arrays(dtype: str) -> None:
+    q, k, v = arrays(dtype)
+    o, lse = omniattn.attention(q, k, v, return_lse=True)
+    assert omniattn.explain(q, k, v).min_bytes == sum(x.nbytes for x in (q, k, v, o, lse))
+
+
+def test_layout_decides_which_dimension_is_which() -> None:
+    q, k, v = (x.swapaxes(1, 2) for x in arrays())
+    problem = omniattn.explain(q, k, v, layout="HND").problem
+    assert (problem.seqlen_q, problem.seqlen_k, problem.num_q_heads, problem.num_kv_heads) == (5, 7, 4, 2)
+
+
+def test_varlen() -> None:
+    q, k, v = (x[0] for x in arrays())
+    starts_q, starts_k = np.array([0, 2, 5], np.int32), np.array([0, 7, 7], np.int32)
+    got = omniattn.explain(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=3, max_seqlen_k=7)
+    assert got.problem.varlen
+    assert got.problem.batch == 2
+    assert (got.problem.window_left, got.problem.window_right) == (UNLIMITED, UNLIMITED)
+    assert got.flops is None
+    assert "unknown" in str(got)
+
+
+def test_text_names_kernel_reason_and_work() -> None:
+    text = str(omniattn.explain(*arrays()))
+    for words in ("reference (NumPy, CPU)", "the arrays are on the CPU", "python", "GFLOP", "MB"):
+        assert words in text
+    assert "launch" not in text
+
+
+def test_nothing_is_written() -> None:
+    q, k, v = arrays()
+    out = np.full_like(q, 7.5)
+    omniattn.explain(q, k, v, out=out)
+    assert (out == 7.5).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "argument"),
+    [
+        ({"causal": 1}, ArgumentError, "causal"),
+        ({"window": (1.0, 0)}, ArgumentError, "window"),
+        ({"softcap": -1.0}, ArgumentError, "softcap"),
+        ({"softcap": 1e-45}, ArgumentError, "softcap"),
+        ({"softcap": 10**400}, ArgumentError, "softcap"),
+        ({"softmax_scale": float("nan")}, ArgumentError, "softmax_scale"),
+        ({"layout": "BSHD"}, ArgumentError, "layout"),
+        ({"stream": 5}, ArgumentError, "stream"),
+        ({"out": np.zeros((2, 5, 4, 8), np.float32)}, ShapeError, "out"),
+        ({"out": read_only(np.zeros((2, 5, 4, 16), np.float32))}, ArgumentError, "out"),
+        ({"sinks": np.zeros(3, np.float32)}, ShapeError, "sinks"),
+    ],
+)
+def test_refuses_what_the_call_refuses(options: dict[str, Any], error: type[OmniattnError], argument: str) -> None:
+    for function in (omniattn.explain, omniattn.attention):
+        with pytest.raises(error) as caught:
+            function(*arrays(), **options)
+        assert repr(argument) in str(caught.value)
+        assert getattr(caught.value, "argument", None) == argument
+
+
+def test_one_of_two_cu_seqlens() -> None:
+    q, k, v = (x[0] for x in arrays())
+    with pytest.raises(ArgumentError, match="'cu_seqlens_k'"):
+        omniattn.explain(q, k, v, cu_seqlens_q=np.array([0, 5], np.int32))
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_lengths_without_packed_sequences(name: str) -> None:
+    with pytest.raises(ArgumentError, match=name):
+        omniattn.explain(*arrays(), **{name: 4})
+
+
+def test_later_precision() -> None:
+    with pytest.raises(UnsupportedError, match="int8"):
+        omniattn.explain(*arrays(), precision="int8")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"causal": False}, {"causal": 0}),
+        ({"softcap": 0.0}, {"softcap": False}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+        ({"window": (1, 0)}, {"window": (1.0, 0)}),
+        ({"window": (1, 0)}, {"window": (True, 0)}),
+        ({"return_lse": True}, {"return_lse": 1}),
+        ({"deterministic": True}, {"deterministic": 1.0}),
+    ],
+)
+def test_an_equal_value_of_another_type_is_checked_on_its_own(good: dict[str, Any], bad: dict[str, Any]) -> None:
+    """Plans are found again by the call's arguments, and 1 == 1.0 == True."""
+    q, k, v = arrays()
+    omniattn.attention(q, k, v, **good)
+    with pytest.raises(ArgumentError, match=repr(next(iter(bad)))):
+        omniattn.attention(q, k, v, **bad)
+
+
+def test_numpy_booleans_are_booleans() -> None:
+    q, k, v = arrays()
+    expected = omniattn.attention(q, k, v, causal=True)
+    assert np.array_equal(omniattn.attention(q, k, v, causal=np.True_), expected)
+    assert not np.array_equal(omniattn.attention(q, k, v, causal=np.False_), expected)
+
+
+def test_options_given_as_lists() -> None:
+    """A list cannot be a dictionary key; the call works all the same."""
+    q, k, v = arrays()
+    expected = omniattn.attention(q, k, v, window=(2, 1))
+    assert np.array_equal(omniattn.attention(q, k, v, window=[2, 1]), expected)

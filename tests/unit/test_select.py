@@ -1,0 +1,180 @@
+"""Selection: which registry row serves which problem on which GPU. No GPU, no driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.problem import UNLIMITED, Problem
+from omniattn.registry import REGISTRY, KernelSpec
+from omniattn.select import Target, select_attention, select_merge_states
+
+# Shared memory that one CTA may have, by compute capability.
+GPUS = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (12, 0): 99 * 1024,
+}
+TARGETS = [Target(cc, smem) for cc, smem in GPUS.items()]
+PLAIN = Problem(
+    dtype="bfloat16",
+    batch=1,
+    seqlen_q=8,
+    seqlen_k=8,
+    num_q_heads=1,
+    num_kv_heads=1,
+    head_dim=64,
+    window_left=UNLIMITED,
+    window_right=UNLIMITED,
+    softmax_scale=0.125,
+    softcap=0.0,
+    mask="none",
+    sinks="none",
+    varlen=False,
+    precision="exact",
+    deterministic=False,
+)
+FEATURES = [
+    {},
+    {"window_right": 0},
+    {"window_left": 3},
+    {"sinks": "float32"},
+    {"sinks": "io"},
+    {"varlen": True},
+    {"deterministic": True},
+]
+SCORE_MODS = [
+    {"softcap": 30.0},
+    {"mask": "bool"},
+    {"mask": "float32"},
+    {"mask": "io"},
+    {"softmax_scale": 0.0},
+    {"softmax_scale": -1.0},
+    {"softmax_scale": 1e-60},  # 0 in fp32
+    {"softmax_scale": 3e38},  # times log2(e): infinity in fp32
+]
+
+
+def changed(**fields: object) -> Problem:
+    return dataclasses.replace(PLAIN, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"sm_{t.cc[0]}{t.cc[1]}")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_problem_gets_a_row_that_serves_it(target: Target, dtype: str, head_dim: int) -> None:
+    for fields in (*FEATURES, *SCORE_MODS):
+        problem = changed(dtype=dtype, head_dim=head_dim, **fields)
+        spec = select_attention(problem, target).spec
+        assert (spec.op, spec.dtype) == ("attention", dtype)
+        assert spec.head_dim >= head_dim
+        assert spec.smem_bytes <= target.max_smem
+        assert spec.min_arch <= target.cc
+        assert problem.score_mods == (fields in SCORE_MODS)
+        assert ("score_mods" in spec.features) == problem.score_mods
+        narrower = [
+            row
+            for row in REGISTRY
+            if row.op == "attention"
+            and row.dtype == dtype
+            and row.features == spec.features
+            and head_dim <= row.head_dim < spec.head_dim
+            and row.min_arch <= target.cc
+            and row.smem_bytes <= target.max_smem
+        ]
+        assert narrower == []
+
+
+@pytest.mark.parametrize("spec", [s for s in REGISTRY if s.op == "attention"], ids=lambda s: s.name)
+def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
+    mask = "bool" if "score_mods" in spec.features else "none"
+    problem = changed(dtype=spec.dtype, head_dim=spec.head_dim, mask=mask)
+    chosen = {select_attention(problem, target).spec.name for target in TARGETS}
+    assert spec.name in chosen
+
+
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
+def test_reasons_name_what_decided(cc: tuple[int, int]) -> None:
+    why = "\n".join(select_attention(changed(head_dim=72, softcap=5.0), Target(cc, GPUS[cc])).why)
+    for words in ("bfloat16", "72", "96", "softcap", f"{cc[0]}.{cc[1]}"):
+        assert words in why
+
+
+def test_force() -> None:
+    target = Target((9, 0), GPUS[9, 0])
+    wide = "attn_fwd_sm80_bf16_d256_mods"
+    selection = select_attention(PLAIN, target, wide)
+    assert selection.spec.name == wide
+    assert selection.why == (f"OMNIATTN_FORCE_KERNEL={wide}",)
+    assert select_attention(PLAIN, target, "").spec == select_attention(PLAIN, target, None).spec
+
+
+@pytest.mark.parametrize(
+    ("force", "fields", "shows"),
+    [
+        ("attn_fwd_sm80_bf16_d46", {}, "attn_fwd_sm80_bf16_d64"),  # suggests a near name
+        ("merge_states_sm80_bf16", {}, "no attention kernel"),
+        ("attn_fwd_sm80_fp16_d64", {}, "float16"),
+        ("attn_fwd_sm80_bf16_d32", {}, "up to 32"),
+        ("attn_fwd_sm80_bf16_d64", {"softcap": 1.0}, "softcap"),
+    ],
+)
+def test_force_that_cannot_serve(force: str, fields: dict[str, object], shows: str) -> None:
+    with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_KERNEL") as caught:
+        select_attention(changed(**fields), Target((9, 0), GPUS[9, 0]), force)
+    assert force in str(caught.value)
+    assert shows in str(caught.value)
+
+
+def test_force_on_an_older_gpu() -> None:
+    newer = next(spec for spec in REGISTRY if spec.op == "attention" and spec.min_arch > (8, 0))
+    with pytest.raises(ArgumentError, match=r"this GPU has 8\.0"):
+        select_attention(changed(dtype=newer.dtype, head_dim=newer.head_dim), Target((8, 0), 2**20), newer.name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "target", "shows"),
+    [
+        ({}, Target((7, 5), 64 * 1024), r"this GPU has 7\.5"),
+        ({"dtype": "float32"}, Target((9, 0), 2**20), "float32"),
+        ({"head_dim": 264}, Target((9, 0), 2**20), "264"),
+        ({"head_dim": 256}, Target((8, 0), 48 * 1024), "bytes of shared memory"),
+    ],
+)
+def test_nothing_serves(fields: dict[str, object], target: Target, shows: str) -> None:
+    with pytest.raises(UnsupportedError, match=shows):
+        select_attention(changed(**fields), target)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_merge_states(dtype: str) -> None:
+    spec = select_merge_states(dtype).spec
+    assert (spec.op, spec.dtype) == ("merge_states", dtype)
+
+
+def test_merge_states_of_other_types() -> None:
+    with pytest.raises(UnsupportedError, match="float64"):
+        select_merge_states("float64")
+
+
+def test_visible_pairs_against_brute_force() -> None:
+    rng = random.Random(11)
+    for _ in range(3000):
+        sq, sk = rng.randint(0, 12), rng.randint(0, 12)
+        left, right = (rng.choice((UNLIMITED, rng.randint(0, 15))) for _ in range(2))
+        problem = changed(seqlen_q=sq, seqlen_k=sk, window_left=left, window_right=right, batch=2, num_q_heads=3)
+        pairs = sum(
+            (left == UNLIMITED or j >= i + sk - sq - left) and (right == UNLIMITED or j <= i + sk - sq + right)
+            for i in range(sq)
+            for j in range(sk)
+        )
+        assert problem.visible_pairs == pairs, (sq, sk, left, right)
+        assert problem.flops == 4 * pairs * 64 * 2 * 3
+    assert changed(varlen=True).visible_pairs is None
+    assert changed(varlen=True).flops is None
