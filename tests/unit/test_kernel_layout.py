@@ -1,0 +1,295 @@
+"""What host and device code have to agree on, and index arithmetic of the kernels, worked out again in Python.
+
+The formulas are those of tile/panel.cuh, pipeline/tile_copy.cuh, attention/mask.cuh and scheduler/fwd_tile.cuh.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from omniattn.launch import attn_fwd, merge_states
+from omniattn.registry import REGISTRY, KernelSpec
+
+KERNELS = Path(__file__).parents[2] / "kernels_cu"
+FORWARD = [spec for spec in REGISTRY if spec.family == "attn_fwd_sm80"]
+# (rows, head_dim) of every tile that a kernel keeps in shared memory.
+TILES = sorted({(rows, spec.head_dim) for spec in FORWARD for rows in (spec.block_m, spec.block_n)})
+
+
+def panel_offset(rows: int, head_dim: int, row: int, chunk: int) -> int:
+    """Byte of 16-byte chunk `chunk` of row `row`."""
+    panel, full_panels = chunk // 8, head_dim // 64
+    if panel == full_panels:  # the 64-byte rows of an odd multiple of 32 columns
+        return full_panels * rows * 128 + row * 64 + 16 * ((chunk % 4) ^ (row // 2 % 4))
+    return panel * rows * 128 + row * 128 + 16 * ((chunk % 8) ^ (row % 8))
+
+
+def banks(offsets: list[int]) -> set[int]:
+    """16-byte bank groups that eight 16-byte accesses touch."""
+    return {offset // 16 % 8 for offset in offsets}
+
+
+@pytest.mark.parametrize(("rows", "head_dim"), TILES)
+def test_every_chunk_has_a_place_of_its_own(rows: int, head_dim: int) -> None:
+    places = {panel_offset(rows, head_dim, row, chunk) for row in range(rows) for chunk in range(head_dim // 8)}
+    assert places == set(range(0, rows * head_dim * 2, 16))
+
+
+@pytest.mark.parametrize(("rows", "head_dim"), TILES)
+def test_ldmatrix_and_row_accesses_have_no_bank_conflict(rows: int, head_dim: int) -> None:
+    """One 8x8 matrix of ldmatrix: the same chunk of 8 rows. A copy: 8 lanes that follow each other."""
+    full_panels, has_tail = head_dim // 64, head_dim % 64 != 0
+    for first in range(0, rows, 8):
+        for chunk in range(head_dim // 8):
+            assert len(banks([panel_offset(rows, head_dim, first + r, chunk) for r in range(8)])) == 8
+    for row in range(rows):
+        for panel in range(full_panels):
+            assert len(banks([panel_offset(rows, head_dim, row, panel * 8 + c) for c in range(8)])) == 8
+    if has_tail:
+        for row in range(0, rows, 2):
+            lanes = [panel_offset(rows, head_dim, row + lane // 4, full_panels * 8 + lane % 4) for lane in range(8)]
+            assert len(banks(lanes)) == 8
+
+
+@pytest.mark.parametrize(("rows", "head_dim"), TILES)
+def test_address_of_a_step_is_one_xor(rows: int, head_dim: int) -> None:
+    """PanelLane computes a lane's offset once and reaches the other columns by XOR."""
+    full_panels = head_dim // 64
+    for row in range(16):
+        for half in range(2):
+            full = row * 128 + ((half ^ (row & 7)) << 4)
+            tail = row * 64 + ((half ^ ((row >> 1) & 3)) << 4)
+            for base in range(0, rows - 15, 8):
+                for step in range(head_dim // 16):
+                    panel = step >> 2
+                    if panel == full_panels:
+                        at = (tail ^ ((step & 1) << 5)) + full_panels * rows * 128 + base * 64
+                    else:
+                        at = (full ^ ((step & 3) << 5)) + panel * rows * 128 + base * 128
+                    assert at == panel_offset(rows, head_dim, base + row, 2 * step + half)
+
+
+@pytest.mark.parametrize("spec", FORWARD, ids=lambda spec: spec.name)
+def test_copies_fill_each_tile_once(spec: KernelSpec) -> None:
+    """Every chunk is written by exactly one thread and step, at the place where ldmatrix looks for it."""
+    threads, head_dim = spec.num_warps * 32, spec.head_dim
+    full_panels = head_dim // 64
+    for rows in (spec.block_m, spec.block_n):
+        written: dict[int, tuple[int, int]] = {}
+
+        def write(place: int, row: int, chunk: int, written: dict[int, tuple[int, int]] = written) -> None:
+            assert place not in written
+            written[place] = (row, chunk)
+
+        for tid in range(threads):
+            if full_panels:
+                row0, chunk = tid >> 3, tid & 7
+                dst = row0 * 128 + ((chunk ^ (row0 & 7)) << 4)
+                for r in range(0, rows, threads // 8):
+                    if row0 + r < rows:
+                        for panel in range(full_panels):
+                            write(dst + panel * rows * 128 + r * 128, row0 + r, panel * 8 + chunk)
+            if head_dim % 64:
+                row0, chunk = tid >> 2, tid & 3
+                dst = full_panels * rows * 128 + row0 * 64 + ((chunk ^ ((row0 >> 1) & 3)) << 4)
+                for r in range(0, rows, threads // 4):
+                    if row0 + r < rows:
+                        write(dst + r * 64, row0 + r, full_panels * 8 + chunk)
+        expected = {
+            panel_offset(rows, head_dim, row, chunk): (row, chunk)
+            for row in range(rows)
+            for chunk in range(head_dim // 8)
+        }
+        assert written == expected
+
+
+@pytest.mark.parametrize("spec", FORWARD, ids=lambda spec: spec.name)
+def test_shared_memory_of_a_row(spec: KernelSpec) -> None:
+    """SharedStorage aligns each member to 1024 bytes; smem_bytes has to leave room for that (here: none is needed)."""
+    stages = int(dict(spec.defines)["NUM_STAGES"])
+    sizes = [spec.block_m * spec.head_dim * 2, *[spec.block_n * spec.head_dim * 2] * (2 * stages)]
+    assert all(size % 1024 == 0 for size in sizes)
+    assert spec.smem_bytes == sum(sizes)
+    assert spec.smem_bytes <= 99 * 1024, "more than a CTA may have on sm_86, sm_89 and sm_120"
+
+
+def visible(row: int, sq: int, sk: int, left: int, right: int) -> tuple[int, int]:
+    """visible_keys: keys lo <= j < hi."""
+    center = row + sk - sq
+    lo = 0 if left < 0 else max(min(center - left, sk), 0)
+    hi = sk if right < 0 else max(min(center + right + 1, sk), 0)
+    return lo, hi
+
+
+def test_walk_over_key_tiles_meets_every_visible_pair() -> None:
+    """The tiles that a CTA walks, and the ones that it does not mask, against the definition of the window."""
+    rng = random.Random(7)
+    far = (2**31 - 513, 2**31 - 514)
+    for _ in range(4000):
+        sq, sk = rng.randint(1, 90), rng.randint(0, 90)
+        left, right = (rng.choice((-1, 0, rng.randint(0, 40), rng.choice(far))) for _ in range(2))
+        block_m, block_n = rng.choice((16, 32)), rng.choice((8, 16, 24))
+        for m0 in range(0, sq, block_m):
+            last = min(m0 + block_m, sq) - 1
+            first_lo, first_hi = visible(m0, sq, sk, left, right)
+            last_lo, last_hi = visible(last, sq, sk, left, right)
+            n_first, n_end = first_lo // block_n, -(-last_hi // block_n)
+            n_full_first, n_full_end = -(-last_lo // block_n), first_hi // block_n
+            for row in range(m0, last + 1):
+                lo, hi = visible(row, sq, sk, left, right)
+                center = row + sk - sq
+                met = set()
+                for n in range(n_end - 1, n_first - 1, -1):
+                    unmasked = n_full_first <= n < n_full_end
+                    met |= {j for j in range(n * block_n, (n + 1) * block_n) if unmasked or lo <= j < hi}
+                assert met == {
+                    j for j in range(sk) if (left < 0 or j >= center - left) and (right < 0 or j <= center + right)
+                }, (sq, sk, left, right, m0, row)
+
+
+def varlen_tile(starts_q: list[int], total_q: int, block: int, block_m: int) -> tuple[int | None, int, int, int] | None:
+    """(sequence or None, begin, length, first row) of a packed tile; None for nothing to do."""
+    batch = len(starts_q) - 1
+    for base in range(0, batch, 32):
+        lanes, inclusive = [], []
+        for lane in range(32):
+            b = min(base + lane, batch - 1)
+            lo = min(max(starts_q[b], 0), total_q)
+            hi = min(max(starts_q[b + 1], lo), total_q)
+            blocks = -(-(hi - lo) // block_m) if base + lane < batch else 0
+            lanes.append((lo, hi, blocks))
+            inclusive.append(blocks + (inclusive[-1] if inclusive else 0))
+        for lane, (lo, hi, blocks) in enumerate(lanes):
+            if inclusive[lane] > block:
+                return base + lane, lo, hi - lo, (blocks - 1 - (block - (inclusive[lane] - blocks))) * block_m
+        block -= inclusive[31]
+    first = min(max(starts_q[0], 0), total_q) if batch else total_q
+    end = min(max(starts_q[batch], first), total_q) if batch else total_q
+    head_blocks = -(-first // block_m)
+    begin, length = (0, first) if block < head_blocks else (end, total_q - end)
+    m0 = (block if block < head_blocks else block - head_blocks) * block_m
+    return (None, begin, length, m0) if m0 < length else None
+
+
+@pytest.mark.parametrize("batch", [0, 1, 5, 31, 32, 33, 64, 65])
+def test_packed_tiles_cover_each_row_once(batch: int) -> None:
+    rng = random.Random(batch)
+    for _ in range(60):
+        block_m, total = 16, rng.randint(0, 400)
+        starts = sorted(rng.choice((rng.randint(0, total), 0, total)) for _ in range(batch + 1))
+        if rng.random() < 0.5:
+            starts[0] = 0
+        # As launch/attn_fwd.py sizes the grid.
+        grid = -(-total // block_m) + batch + 2 if total else 0
+        owner: dict[int, int | None] = {}
+        for block in range(grid):
+            tile = varlen_tile(starts, total, block, block_m)
+            if tile is None:
+                continue
+            sequence, begin, length, m0 = tile
+            assert 0 <= m0 < length
+            for row in range(begin + m0, begin + min(m0 + block_m, length)):
+                assert row not in owner
+                owner[row] = sequence
+        expected: dict[int, int | None] = dict.fromkeys(range(total))
+        for b in range(batch):
+            expected.update(dict.fromkeys(range(starts[b], starts[b + 1]), b))
+        assert owner == expected
+
+
+def test_garbage_lengths_stay_inside_the_tensor() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        total, batch = rng.randint(1, 200), rng.randint(1, 70)
+        starts = [rng.choice((rng.randint(-(2**31), 2**31 - 1), rng.randint(-5, 250))) for _ in range(batch + 1)]
+        for block in range(-(-total // 16) + batch + 2):
+            tile = varlen_tile(starts, total, block, 16)
+            if tile is not None:
+                _, begin, length, m0 = tile
+                assert begin >= 0
+                assert begin + length <= total
+                assert 0 <= m0 < length
+
+
+CODES = {"int64": "q", "int32": "i", "float": "f"}
+
+
+def device_struct(source: str, name: str) -> list[tuple[str, str]]:
+    """(struct code, field) of a struct in device code."""
+    text = re.sub(r"//[^\n]*", "", (KERNELS / source).read_text(encoding="utf-8"))
+    body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
+    assert body is not None
+    fields = []
+    for statement in filter(None, (s.strip() for s in body[1].split(";"))):
+        declaration = re.fullmatch(r"((?:const )?\w+)(\s*\*)?\s*(\w+(?:\s*,\s*\w+)*)", statement)
+        assert declaration is not None, f"a declaration that this test does not understand: {statement!r}"
+        code = "Q" if declaration[2] else CODES[declaration[1]]
+        fields += [(code, field.strip()) for field in declaration[3].split(",")]
+    return fields
+
+
+def expanded(*formats: str) -> str:
+    """Struct formats with their repeat counts written out."""
+    joined = "".join(text.removeprefix("<") for text in formats)
+    return "".join(code * int(count or 1) for count, code in re.findall(r"(\d*)([A-Za-z])", joined))
+
+
+def check_natural_alignment(codes: str) -> None:
+    """Without padding a field's place in the packed bytes is its place in the device struct."""
+    at = 0
+    for code in codes:
+        size = struct.calcsize("<" + code)
+        assert at % size == 0
+        at += size
+    assert at % 8 == 0, "the device struct would be padded at its end"
+
+
+def test_forward_arguments_match_the_device_struct() -> None:
+    fields = device_struct("scheduler/fwd_params.cuh", "AttnFwdParams")
+    codes = expanded(attn_fwd._POINTERS.format, attn_fwd._REST.format)
+    assert codes == "".join(code for code, _ in fields)
+    check_natural_alignment(codes)
+    names = [field for _, field in fields]
+    assert names[:9] == ["q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks"]
+    strides = [f"{t}_stride_{d}" for t in "qkvo" for d in "bsh"]
+    strides += ["lse_stride_b", "lse_stride_h", *(f"mask_stride_{d}" for d in "bhqk")]
+    # The last one is the scheduler's own.
+    assert names[9:-1] == [
+        *strides, "tile_offset", "batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k", "mask_rows",
+        "mask_cols", "head_dim", "window_left", "window_right", "num_m_blocks", "mask_kind", "sinks_kind",
+        "softmax_scale", "softcap",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("enum", "codes"),
+    [
+        ("MaskKind", {"kMaskNone": "none", "kMaskBool": "bool", "kMaskFloat": "float32", "kMaskIo": "io"}),
+        ("SinksKind", {"kSinksNone": "none", "kSinksFloat": "float32", "kSinksIo": "io"}),
+    ],
+)
+def test_kinds_have_the_same_numbers(enum: str, codes: dict[str, str]) -> None:
+    text = (KERNELS / "scheduler/fwd_params.cuh").read_text(encoding="utf-8")
+    body = re.search(rf"enum {enum} : int32 \{{(.*?)\}}", text, re.DOTALL)
+    assert body is not None
+    host = attn_fwd._MASK_KINDS if enum == "MaskKind" else attn_fwd._SINKS_KINDS
+    device = {codes[name]: int(number) for name, number in re.findall(r"(\w+) = (\d+)", body[1])}
+    assert device == host
+
+
+def test_merge_arguments_match_the_device_struct() -> None:
+    fields = device_struct("entry/merge_states_sm80.cu", "MergeParams")
+    codes = expanded(merge_states._PARAMS.format)
+    assert codes == "".join(code for code, _ in fields)
+    check_natural_alignment(codes)
+    assert [field for _, field in fields] == [
+        "o_a", "o_b", "o", "lse_a", "lse_b", "lse",
+        *(f"{t}_stride_{d}" for t in ("o_a", "o_b", "o") for d in "bsh"),
+        *(f"{t}_stride_{d}" for t in ("lse_a", "lse_b", "lse") for d in "bhs"),
+        "total", "seqlen", "num_heads", "chunks", "reserved",
+    ]  # fmt: skip
