@@ -18,6 +18,12 @@ from omniattn.registry import REGISTRY
 from omniattn.runtime.device import DeviceInfo
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parallel workers of pytest have 80 columns, in which a table's words break."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 def test_demo_json_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "demo.png"
     assert main(["demo", "--device", "cpu", "--repeats", "1", "--json", "--plot", str(plot)]) == 0

@@ -107,8 +107,9 @@ def test_one_of_two_cu_seqlens() -> None:
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
 def test_lengths_without_packed_sequences(name: str) -> None:
+    options: dict[str, Any] = {name: 4}
     with pytest.raises(ArgumentError, match=name):
-        omniattn.explain(*arrays(), **{name: 4})
+        omniattn.explain(*arrays(), **options)
 
 
 def test_later_precision() -> None:
@@ -141,12 +142,15 @@ def test_an_equal_value_of_another_type_is_checked_on_its_own(good: dict[str, An
 def test_numpy_booleans_are_booleans() -> None:
     q, k, v = arrays()
     expected = omniattn.attention(q, k, v, causal=True)
-    assert np.array_equal(omniattn.attention(q, k, v, causal=np.True_), expected)
-    assert not np.array_equal(omniattn.attention(q, k, v, causal=np.False_), expected)
+    yes: Any = np.True_
+    no: Any = np.False_
+    assert np.array_equal(omniattn.attention(q, k, v, causal=yes), expected)
+    assert not np.array_equal(omniattn.attention(q, k, v, causal=no), expected)
 
 
 def test_options_given_as_lists() -> None:
     """A list cannot be a dictionary key; the call works all the same."""
     q, k, v = arrays()
     expected = omniattn.attention(q, k, v, window=(2, 1))
-    assert np.array_equal(omniattn.attention(q, k, v, window=[2, 1]), expected)
+    window: Any = [2, 1]
+    assert np.array_equal(omniattn.attention(q, k, v, window=window), expected)

@@ -156,7 +156,8 @@ def varlen_tile(starts_q: list[int], total_q: int, block: int, block_m: int) -> 
     """(sequence or None, begin, length, first row) of a packed tile; None for nothing to do."""
     batch = len(starts_q) - 1
     for base in range(0, batch, 32):
-        lanes, inclusive = [], []
+        lanes: list[tuple[int, int, int]] = []
+        inclusive: list[int] = []
         for lane in range(32):
             b = min(base + lane, batch - 1)
             lo = min(max(starts_q[b], 0), total_q)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ PLAIN = Problem(
     precision="exact",
     deterministic=False,
 )
-FEATURES = [
+FEATURES: list[dict[str, Any]] = [
     {},
     {"window_right": 0},
     {"window_left": 3},
@@ -49,7 +50,7 @@ FEATURES = [
     {"varlen": True},
     {"deterministic": True},
 ]
-SCORE_MODS = [
+SCORE_MODS: list[dict[str, Any]] = [
     {"softcap": 30.0},
     {"mask": "bool"},
     {"mask": "float32"},
@@ -61,8 +62,8 @@ SCORE_MODS = [
 ]
 
 
-def changed(**fields: object) -> Problem:
-    return dataclasses.replace(PLAIN, **fields)  # type: ignore[arg-type]
+def changed(**fields: Any) -> Problem:
+    return dataclasses.replace(PLAIN, **fields)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"sm_{t.cc[0]}{t.cc[1]}")
@@ -75,13 +76,13 @@ def test_every_problem_gets_a_row_that_serves_it(target: Target, dtype: str, hea
         assert (spec.op, spec.dtype) == ("attention", dtype)
         assert spec.head_dim >= head_dim
         assert spec.smem_bytes <= target.max_smem
-        assert spec.min_arch <= target.cc
+        assert spec.min_arch == target.cc if spec.arch_specific else spec.min_arch <= target.cc
         assert problem.score_mods == (fields in SCORE_MODS)
         assert ("score_mods" in spec.features) == problem.score_mods
         narrower = [
             row
             for row in REGISTRY
-            if row.op == "attention"
+            if row.family == spec.family
             and row.dtype == dtype
             and row.features == spec.features
             and head_dim <= row.head_dim < spec.head_dim
@@ -125,7 +126,7 @@ def test_force() -> None:
         ("attn_fwd_sm80_bf16_d64", {"softcap": 1.0}, "softcap"),
     ],
 )
-def test_force_that_cannot_serve(force: str, fields: dict[str, object], shows: str) -> None:
+def test_force_that_cannot_serve(force: str, fields: dict[str, Any], shows: str) -> None:
     with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_KERNEL") as caught:
         select_attention(changed(**fields), Target((9, 0), GPUS[9, 0]), force)
     assert force in str(caught.value)
@@ -147,7 +148,7 @@ def test_force_on_an_older_gpu() -> None:
         ({"head_dim": 256}, Target((8, 0), 48 * 1024), "bytes of shared memory"),
     ],
 )
-def test_nothing_serves(fields: dict[str, object], target: Target, shows: str) -> None:
+def test_nothing_serves(fields: dict[str, Any], target: Target, shows: str) -> None:
     with pytest.raises(UnsupportedError, match=shows):
         select_attention(changed(**fields), target)
 
