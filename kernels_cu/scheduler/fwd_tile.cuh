@@ -14,10 +14,22 @@ struct FwdTile {
     bool valid;                  // false: nothing to do
 };
 
-// Dense: tiles of one head are neighbours (they share K and V in L2), the longest of a causal head first.
+// A tile of a dense batch.
+OA_DEVICE FwdTile tile_of(const AttnFwdParams& p, int32 batch_idx, int32 head_idx, int32 m0) {
+    FwdTile t;
+    t.batch_idx = batch_idx;
+    t.head_idx = head_idx;
+    t.m0 = m0;
+    t.q_begin = t.k_begin = 0;
+    t.seqlen_q = p.seqlen_q;
+    t.seqlen_k = p.seqlen_k;
+    t.valid = true;
+    return t;
+}
+
+// Dense, one tile a CTA: tiles of one head are neighbours (they share K and V in L2), the longest of a causal head first.
 template <int kBlockM>
 OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
-    FwdTile t;
     int64 head_flat;
     int32 m;
     if (tile_idx < 0x7fffffff) {  // 64-bit division costs about 100 cycles more
@@ -28,15 +40,49 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
         head_flat = tile_idx / p.num_m_blocks;
         m = int32(tile_idx - head_flat * p.num_m_blocks);
     }
-    t.batch_idx = int32(head_flat / p.num_q_heads);
-    t.head_idx = int32(head_flat - int64(t.batch_idx) * p.num_q_heads);
-    t.m0 = (p.num_m_blocks - 1 - m) * kBlockM;
-    t.q_begin = t.k_begin = 0;
-    t.seqlen_q = p.seqlen_q;
-    t.seqlen_k = p.seqlen_k;
-    t.valid = true;
-    return t;
+    int32 batch_idx = int32(head_flat / p.num_q_heads);
+    int32 head_idx = int32(head_flat - int64(batch_idx) * p.num_q_heads);
+    return tile_of(p, batch_idx, head_idx, (p.num_m_blocks - 1 - m) * kBlockM);
 }
+
+// The tiles of one CTA of a persistent kernel, in order: item blockIdx.x, then every gridDim.x further. Every warp role
+// walks the same list. Fewer than 2^31 - gridDim.x items.
+//   kHeadMajor     an item is a tile; the tiles of a head are neighbours
+//   kLongestFirst  an item is a tile; the last rows of all heads come first (causal, few tiles)
+//   kPaired        item j of a head is its j-th longest and its j-th shortest tile: all items of a causal problem are
+//                  equally long, so that a static order balances them without a counter in global memory
+class PersistentTiles {
+public:
+    OA_DEVICE PersistentTiles() : item_(blockIdx.x), second_(false) {}
+
+    // Moves `t` to the next tile; false when there is none.
+    template <int kBlockM>
+    OA_DEVICE bool next(const AttnFwdParams& p, uint32 num_items, FwdTile& t) {
+        if (item_ >= num_items) return false;
+        uint32 blocks = p.num_m_blocks, head, m;
+        if (p.tile_order == kLongestFirst) {
+            uint32 heads = uint32(p.batch) * p.num_q_heads, rank = item_ / heads;
+            head = item_ - rank * heads;
+            m = blocks - 1 - rank;
+            item_ += gridDim.x;
+        } else {
+            uint32 per_head = p.tile_order == kPaired ? (blocks + 1) / 2 : blocks;
+            head = item_ / per_head;
+            uint32 j = item_ - head * per_head;
+            m = second_ ? j : blocks - 1 - j;
+            // The middle tile of an odd number is its own partner.
+            second_ = p.tile_order == kPaired && !second_ && 2 * j + 1 != blocks;
+            if (!second_) item_ += gridDim.x;
+        }
+        uint32 batch_idx = head / p.num_q_heads;
+        t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, m * kBlockM);
+        return true;
+    }
+
+private:
+    uint32 item_;
+    bool second_;
+};
 
 // Packed sequences: every warp walks cu_seqlens_q, 32 sequences a step, until the running number of blocks passes the
 // tile's own. The grid holds ceil(total/kBlockM) + batch + 2 blocks a head, an upper bound for any lengths, so that the

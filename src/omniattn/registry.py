@@ -50,6 +50,9 @@ class KernelSpec:
         Dynamic shared memory per CTA.
     features : frozenset of str
         Options beyond the common set that it was compiled with. ``"score_mods"``: softcap, mask, softmax_scale <= 0.
+    lacks : frozenset of str
+        What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences;
+        ``"any_strides"``: arrays that no tensor map describes (zero, negative or huge strides).
     allowed_spill_bytes : int
         Register spills that are known and measured to be harmless; the build fails above it.
     """
@@ -70,6 +73,7 @@ class KernelSpec:
     arch_specific: bool = False
     prebuild: tuple[str, ...] = PREBUILT_ARCHS
     features: frozenset[str] = field(default_factory=frozenset)
+    lacks: frozenset[str] = field(default_factory=frozenset)
     allowed_spill_bytes: int = 0
 
 
@@ -153,6 +157,56 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
     )
 
 
+@dataclass(frozen=True)
+class _FwdSm90Tile:
+    """Tile shape of ``attn_fwd_sm90`` for one padded head_dim (tuning record: docs/performance/attn_fwd_sm90.md)."""
+
+    head_dim: int
+    num_consumers: int
+    block_n: int
+    ping_pong: bool
+
+
+_FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 3, 128, False),
+    _FwdSm90Tile(128, 2, 128, False),
+    _FwdSm90Tile(192, 2, 96, True),
+    _FwdSm90Tile(256, 2, 64, False),
+)
+
+
+def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str) -> KernelSpec:
+    short, tag = _IO_TYPES[dtype]
+    block_m = 64 * tile.num_consumers
+    # Q, two stages each of K and V, ten barriers; the struct is aligned to 1024 bytes.
+    smem_bytes = -(-(2 * tile.head_dim * (block_m + 4 * tile.block_n) + 80) // 1024) * 1024
+    return KernelSpec(
+        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}",
+        family="attn_fwd_sm90",
+        op="attention",
+        source="entry/attn_fwd_sm90.cu",
+        symbol="attn_fwd_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("NUM_CONSUMERS", str(tile.num_consumers)),
+            ("BLOCK_N", str(tile.block_n)),
+            ("PING_PONG", str(int(tile.ping_pong))),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=block_m,
+        block_n=tile.block_n,
+        num_warps=4 * (1 + tile.num_consumers),
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        prebuild=("90a",),
+        lacks=frozenset({"varlen", "any_strides"}),
+    )
+
+
 def _merge_states(dtype: str) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
     return KernelSpec(
@@ -178,6 +232,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
         for tile in tiles
         for dtype in ("float16", "bfloat16")
     ),
+    *(_attn_fwd_sm90(tile, dtype) for tile in _FWD_SM90_TILES for dtype in ("float16", "bfloat16")),
     *(_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32")),
 )
 

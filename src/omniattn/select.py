@@ -49,6 +49,17 @@ def _unfit(spec: KernelSpec, problem: Problem, target: Target) -> str | None:
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
     if problem.score_mods and "score_mods" not in spec.features:
         return "it has no softcap, mask or non-positive softmax_scale"
+    if problem.varlen and "varlen" in spec.lacks:
+        return "it takes no packed sequences"
+    if not problem.tensor_maps and "any_strides" in spec.lacks:
+        return "tensor maps cannot describe these strides, or the driver in use cannot make them"
+    if (
+        "any_strides" in spec.lacks
+        and problem.batch * problem.num_q_heads * (problem.seqlen_q // 64 + 1) >= 2**31 - 2**16
+    ):
+        return "it counts tiles in 31 bits"
+    if spec.arch_specific and target.cc != spec.min_arch:
+        return f"it is for compute capability {_dotted(spec.min_arch)} only, this GPU has {_dotted(target.cc)}"
     if target.cc < spec.min_arch:
         return f"it needs compute capability {_dotted(spec.min_arch)}, this GPU has {_dotted(target.cc)}"
     if spec.smem_bytes > target.max_smem:
@@ -102,13 +113,30 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
             f"{_dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
         )
-    # The narrowest tile that holds head_dim; no features that are not needed; among equals the newest tuning.
-    best = min(fitting, key=lambda s: (s.head_dim, len(s.features), (-s.min_arch[0], -s.min_arch[1])))
+    # A kernel made for this very architecture; then the narrowest tile that holds head_dim; no features that are not
+    # needed; among equals the newest tuning.
+    best = min(
+        fitting, key=lambda s: (not s.arch_specific, s.head_dim, len(s.features), (-s.min_arch[0], -s.min_arch[1]))
+    )
     why = [
         f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {best.head_dim}",
         "score modifiers (softcap, mask or softmax_scale <= 0)" if problem.score_mods else "no score modifiers",
-        f"tuned for compute capability {_dotted(best.min_arch)} and newer, this GPU has {_dotted(target.cc)}",
+        f"tuned for compute capability {_dotted(best.min_arch)}{'' if best.arch_specific else ' and newer'}, this GPU "
+        f"has {_dotted(target.cc)}",
     ]
+    if not best.arch_specific:
+        # Why the faster kernel of this GPU does not serve the call.
+        why += sorted(
+            {
+                f"not {spec.family}: {reason}"
+                for spec in rows
+                if spec.arch_specific
+                and spec.min_arch == target.cc
+                and spec.dtype == problem.dtype
+                and spec.head_dim >= problem.head_dim
+                and (reason := _unfit(spec, problem, target))
+            }
+        )
     return Selection(best, tuple(why))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
-from omniattn import reference, testing  # noqa: E402
+from omniattn import reference, select, testing  # noqa: E402
 
 from .attention_cases import check_lse, poisoned, to_gpu, to_numpy  # noqa: E402
 
@@ -118,8 +119,10 @@ def test_cu_seqlens_outside_the_tensors_are_clamped() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_varlen_equals_dense(causal: bool) -> None:
-    """The same rows through both calls give the same bits."""
+def test_varlen_equals_dense(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows through both calls give the same bits, where the same kernel serves both."""
+    monkeypatch.setitem(sys.modules["omniattn.attention"].__dict__, "_plans", {})
+    monkeypatch.setattr(select, "REGISTRY", tuple(spec for spec in select.REGISTRY if not spec.lacks))
     q, k, v = (torch.randn(3, 200, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     cu = torch.arange(0, 601, 200, dtype=torch.int32, device="cuda")
     dense, dense_lse = oa.attention(q, k, v, causal=causal, return_lse=True)

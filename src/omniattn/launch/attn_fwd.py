@@ -25,10 +25,13 @@ _REST = struct.Struct(
     "i"  # num_m_blocks
     "2i"  # mask_kind, sinks_kind
     "2f"  # softmax_scale, softcap
-    "i"  # reserved
+    "i"  # tile_order
 )
 _MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
 _SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
+
+#: TileOrder of ``kernels_cu/scheduler/fwd_params.cuh``.
+HEAD_MAJOR, LONGEST_FIRST, PAIRED = 0, 1, 2
 
 Strides3 = tuple[int, int, int]
 
@@ -43,6 +46,47 @@ class ForwardStrides:
     o: Strides3
     lse: tuple[int, int]
     mask: tuple[int, int, int, int]
+
+
+def pack_pointers(pointers: tuple[int, ...]) -> bytes:
+    """The leading fields of AttnFwdParams: q k v o lse cu_seqlens_q cu_seqlens_k mask sinks, 0 for what is absent."""
+    return _POINTERS.pack(*pointers)
+
+
+def pack_rest(
+    problem: Problem,
+    strides: ForwardStrides,
+    mask_extent: tuple[int, int],
+    num_m_blocks: int,
+    *,
+    tile_offset: int = 0,
+    tile_order: int = HEAD_MAJOR,
+) -> bytes:
+    """All fields of AttnFwdParams behind the pointers."""
+    return _REST.pack(
+        *strides.q,
+        *strides.k,
+        *strides.v,
+        *strides.o,
+        *strides.lse,
+        *strides.mask,
+        tile_offset,
+        problem.batch,
+        problem.num_q_heads,
+        problem.num_kv_heads,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        *mask_extent,
+        problem.head_dim,
+        problem.window_left,
+        problem.window_right,
+        num_m_blocks,
+        _MASK_KINDS[problem.mask],
+        _SINKS_KINDS[problem.sinks],
+        problem.softmax_scale,
+        problem.softcap,
+        tile_order,
+    )
 
 
 class ForwardPlan:
@@ -69,35 +113,12 @@ class ForwardPlan:
             self.num_tiles = blocks * problem.num_q_heads * problem.batch
         self.launches: list[tuple[tuple[int, int, int], bytes]] = []
         for offset in range(0, self.num_tiles, MAX_GRID_X):
-            rest = _REST.pack(
-                *strides.q,
-                *strides.k,
-                *strides.v,
-                *strides.o,
-                *strides.lse,
-                *strides.mask,
-                offset,
-                problem.batch,
-                problem.num_q_heads,
-                problem.num_kv_heads,
-                problem.seqlen_q,
-                problem.seqlen_k,
-                *mask_extent,
-                problem.head_dim,
-                problem.window_left,
-                problem.window_right,
-                blocks,
-                _MASK_KINDS[problem.mask],
-                _SINKS_KINDS[problem.sinks],
-                problem.softmax_scale,
-                problem.softcap,
-                0,
-            )
+            rest = pack_rest(problem, strides, mask_extent, blocks, tile_offset=offset)
             self.launches.append(((min(MAX_GRID_X, self.num_tiles - offset), 1, 1), rest))
 
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
         """Queue the kernel on ``stream``; ``pointers`` in the order of `_POINTERS`, 0 for what is absent."""
-        head = _POINTERS.pack(*pointers)
+        head = pack_pointers(pointers)
         kernel = self.kernel
         if kernel is None:
             raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")

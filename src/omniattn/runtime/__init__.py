@@ -6,6 +6,7 @@ Importing this package imports neither CUDA bindings nor NumPy, and initializes 
 from __future__ import annotations
 
 from .device import DeviceInfo, device_info
+from .driver import has_tensor_maps
 from .kernel import LoadedKernel
 from .loader import CompiledFile, Resolution, compile_to, load, load_image, resolve
 
@@ -16,6 +17,7 @@ __all__ = [
     "Resolution",
     "compile_to",
     "device_info",
+    "has_tensor_maps",
     "load",
     "load_image",
     "resolve",

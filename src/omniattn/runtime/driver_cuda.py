@@ -111,6 +111,34 @@ class CudaDriver:
         """Undo `push_primary`."""
         _checked("cuCtxPopCurrent", cu.cuCtxPopCurrent())
 
+    has_tensor_maps = True
+
+    def encode_tensor_map(
+        self,
+        dtype: str,
+        address: int,
+        dims: tuple[int, ...],
+        strides_bytes: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> bytes:
+        tensor_map = _checked(
+            "cuTensorMapEncodeTiled",
+            cu.cuTensorMapEncodeTiled(
+                _tensor_map_type(dtype),
+                len(dims),
+                address,
+                [cu.cuuint64_t(n) for n in dims],
+                [cu.cuuint64_t(n) for n in strides_bytes],
+                [cu.cuuint32_t(n) for n in box],
+                [cu.cuuint32_t(1)] * len(dims),
+                cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            ),
+        )
+        return ctypes.string_at(int(tensor_map.getPtr()), 128)
+
     def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
         """Load a binary and make its launcher; see `omniattn.runtime.driver.Driver.load`."""
         relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -141,6 +169,14 @@ class CudaDriver:
             cu.cuLibraryUnload(library)
             raise
         return kernel
+
+
+def _tensor_map_type(dtype: str) -> Any:
+    types = cu.CUtensorMapDataType
+    return {
+        "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }[dtype]
 
 
 class _ThreadState(threading.local):

@@ -95,6 +95,21 @@ class CupyDriver:
         with _errors("cuCtxSetCurrent"):
             cu.ctxSetCurrent(token)
 
+    has_tensor_maps = False
+
+    def encode_tensor_map(
+        self,
+        dtype: str,
+        address: int,
+        dims: tuple[int, ...],
+        strides_bytes: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> bytes:
+        raise UnsupportedError(
+            "CuPy has no call that encodes tensor maps",
+            instead="the cuda driver: pip install cuda-bindings, and leave OMNIATTN_DRIVER unset",
+        )
+
     def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
         """Load a binary and make its launcher; see `omniattn.runtime.driver.Driver.load`."""
         functions: dict[int, int] = {}

@@ -1,0 +1,42 @@
+// Full/empty barrier rings between a producer and consumer warps (CUTLASS calls it PipelineTmaAsync).
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "ptx/types.cuh"
+
+// Position in a ring of kStages buffers; `phase` flips at every wrap.
+template <int kStages>
+struct RingState {
+    int32 stage = 0;
+    uint32 phase = 0;
+    OA_DEVICE void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// `full`: one arrival (the producer's expect_tx) and the copy's bytes. `empty`: one arrival a consumer warp.
+template <int kStages>
+struct Ring {
+    uint32 full, empty;  // shared addresses of kStages barriers each
+
+    OA_DEVICE void init(uint32 consumer_warps) const {
+        for (int s = 0; s < kStages; ++s) {
+            mbarrier_init(full + 8 * s, 1);
+            mbarrier_init(empty + 8 * s, consumer_warps);
+        }
+    }
+    // Producer: waits until the buffer is free (at once in the first round) and announces `bytes`.
+    OA_DEVICE uint32 acquire(const RingState<kStages>& at, uint32 bytes) const {
+        mbarrier_wait(empty + 8 * at.stage, at.phase ^ 1);
+        mbarrier_arrive_expect_tx(full + 8 * at.stage, bytes);
+        return full + 8 * at.stage;
+    }
+    // Consumer, every thread.
+    OA_DEVICE void wait(const RingState<kStages>& at) const { mbarrier_wait(full + 8 * at.stage, at.phase); }
+    // Consumer, one lane of each warp, after the warp's last read.
+    OA_DEVICE void release(const RingState<kStages>& at, int lane) const {
+        if (lane == 0) mbarrier_arrive(empty + 8 * at.stage);
+    }
+};

@@ -1,0 +1,24 @@
+// Bulk tensor copies, global -> shared (PTX ISA, "cp.async.bulk.tensor").
+#pragma once
+#include "ptx/types.cuh"
+
+// 128 opaque bytes from cuTensorMapEncodeTiled; a __grid_constant__ kernel parameter.
+struct alignas(64) TensorMap {
+    uint8 opaque[128];
+};
+
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes: the map's box at the element coordinates
+// {c0 .. c3} (innermost first) to shared memory; elements outside the tensor arrive as zeros and count as bytes.
+// One thread; dst 1024-byte aligned for the 128-byte swizzle; completes on `bar`, which must expect the box's bytes.
+OA_DEVICE void tma_load_4d(uint32 dst, const TensorMap* map, uint32 bar, int32 c0, int32 c1, int32 c2, int32 c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+            "r"(dst),
+        "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+
+// prefetch.tensormap: fetches the descriptor ahead of the first copy. One thread.
+OA_DEVICE void tma_prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}

@@ -1,0 +1,90 @@
+"""Launch of ``attn_fwd_sm90``: tensor maps, persistent grid, order of the tiles."""
+
+from __future__ import annotations
+
+import struct
+
+from ..problem import UNLIMITED, Problem
+from ..registry import KernelSpec
+from ..runtime import LoadedKernel
+from .attn_fwd import HEAD_MAJOR, LONGEST_FIRST, PAIRED, ForwardStrides, pack_pointers, pack_rest
+from .params import PARAMS
+
+_TAIL = struct.Struct("<I28x")  # num_items, and the padding of a struct that is aligned to 64 bytes
+_PANEL = 64  # columns of one copy: 128 bytes, the width of the swizzle
+
+#: Tensor maps are kept for this many addresses of each operand; encoding one takes about a microsecond.
+_MAX_MAPS = 64
+
+
+class _Operand:
+    """One of q, k, v: everything about its tensor map but the address."""
+
+    __slots__ = ("_box", "_dims", "_dtype", "_maps", "_strides")
+
+    def __init__(self, dtype: str, shape: tuple[int, int, int, int], strides: tuple[int, int, int], rows: int) -> None:
+        batch, seqlen, heads, head_dim = shape
+        self._dtype = dtype
+        self._dims = (head_dim, seqlen, heads, batch)
+        # An extent of 1 has no stride of its own; the map wants a positive multiple of 16 bytes all the same.
+        self._strides = tuple(2 * s if s else 16 for s in (strides[1], strides[2], strides[0]))
+        self._box = (_PANEL, rows, 1, 1)
+        self._maps: dict[int, bytes] = {}
+
+    def at(self, address: int, kernel: LoadedKernel) -> bytes:
+        found = self._maps.get(address)
+        if found is None:
+            found = kernel.encode_tensor_map(self._dtype, address, self._dims, self._strides, self._box)
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            self._maps[address] = found
+        return found
+
+
+class ForwardSm90Plan:
+    """Everything about a call but its pointers; the same interface as `ForwardPlan`."""
+
+    __slots__ = ("_grid", "_k", "_q", "_rest", "_v", "kernel", "num_tiles", "threads")
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        kernel: LoadedKernel | None,
+        problem: Problem,
+        strides: ForwardStrides,
+        sm_count: int,
+    ) -> None:
+        self.kernel = kernel
+        self.threads = spec.num_warps * 32
+        blocks = -(-problem.seqlen_q // spec.block_m)
+        heads = problem.batch * problem.num_q_heads
+        self.num_tiles = blocks * heads
+        items, order = self.num_tiles, HEAD_MAJOR
+        if problem.window_right != UNLIMITED and problem.window_left == UNLIMITED:
+            # Tiles grow with their row: pairs of a long and a short one where there are enough of them for all SMs.
+            pairs = heads * ((blocks + 1) // 2)
+            items, order = (pairs, PAIRED) if pairs >= sm_count else (self.num_tiles, LONGEST_FIRST)
+        self._grid = (min(items, sm_count), 1, 1)
+        self._rest = pack_rest(problem, strides, (0, 0), blocks, tile_order=order) + _TAIL.pack(items)
+        q_shape = (problem.batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim)
+        kv_shape = (problem.batch, problem.seqlen_k, problem.num_kv_heads, problem.head_dim)
+        self._q = _Operand(problem.dtype, q_shape, strides.q, spec.block_m)
+        # Without keys nothing is copied, but a map of zero rows cannot be made: the rows of q stand in.
+        empty = problem.seqlen_k == 0
+        self._k = self._q if empty else _Operand(problem.dtype, kv_shape, strides.k, spec.block_n)
+        self._v = self._q if empty else _Operand(problem.dtype, kv_shape, strides.v, spec.block_n)
+
+    def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
+        """Queue the kernel on ``stream``; ``pointers`` as `pack_pointers` takes them."""
+        if self.num_tiles == 0:
+            return
+        kernel = self.kernel
+        if kernel is None:
+            raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
+        q, k, v = pointers[:3]
+        if self._k is self._q:
+            k = v = q
+        data = (
+            self._q.at(q, kernel) + self._k.at(k, kernel) + self._v.at(v, kernel) + pack_pointers(pointers) + self._rest
+        )
+        kernel.launch(self._grid, self.threads, stream, PARAMS.write(data))
