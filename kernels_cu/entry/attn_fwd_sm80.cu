@@ -145,7 +145,10 @@ OA_DEVICE void modify_scores(Scores& s, const AttnFwdParams& p, const FwdTile& t
                     // A masked key is gone whatever its score is, not a number included.
                     score = bias == neg_inf() ? neg_inf() : score + bias;
                 }
-                s[i][n][x] = score * kLog2e;
+                float score2 = score * kLog2e;
+                // A finite score stays one: masks that add the lowest finite number are common.
+                if (score2 == neg_inf() && score != neg_inf()) score2 = 0.5f * kLowest;
+                s[i][n][x] = score2;
             }
 }
 

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256) merge_states_sm80(const __grid
         float top = fmaxf(lse_a, lse_b);
         Side side_a{0.0f, lse_a != neg_inf()}, side_b{0.0f, lse_b != neg_inf()};
         float lse = neg_inf();
-        if (top != neg_inf()) {
+        if (side_a.present || side_b.present) {  // fmaxf drops a NaN, so `top` cannot tell
             float ea = exp2_approx((lse_a - top) * kLog2e), eb = exp2_approx((lse_b - top) * kLog2e);
             float sum = ea + eb;
             side_a.weight = ea / sum;

@@ -8,7 +8,7 @@ from . import arguments, arrays
 from .arrays import Tensor
 from .errors import ArgumentError, DtypeError, ShapeError
 from .launch.merge_states import launch_merge_states
-from .select import select_merge_states
+from .select import Target, select_merge_states
 
 _NAME = "merge_states"
 
@@ -71,7 +71,9 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None,
 
     from . import runtime
 
-    kernel = runtime.load(select_merge_states(a.dtype).spec, a.ordinal)
+    device = runtime.device_info(a.ordinal)
+    selection = select_merge_states(a.dtype, Target(device.cc, device.max_smem_optin))
+    kernel = runtime.load(selection.spec, a.ordinal)
     o_out = given if given is not None else arrays.empty_like_framework(a, shape, a.dtype)
     lse_out = arrays.empty_like_framework(a, lse_shape, "float32")
     tensors = [a, b, log_a, log_b, o_out, lse_out]

@@ -140,16 +140,21 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
     return Selection(best, tuple(why))
 
 
-def select_merge_states(dtype: str) -> Selection:
+def select_merge_states(dtype: str, target: Target | None = None) -> Selection:
     """Choose the kernel that merges partial results of element type ``dtype``.
 
     Raises
     ------
     UnsupportedError
-        There is none for that element type.
+        There is none for that element type, or for the GPU ``target``.
     """
     for spec in REGISTRY:
         if spec.op == "merge_states" and spec.dtype == dtype:
+            if target is not None and target.cc < spec.min_arch:
+                raise UnsupportedError(
+                    f"merge_states needs compute capability {_dotted(spec.min_arch)}, this GPU has {_dotted(target.cc)}",
+                    instead="arrays on the CPU, or a newer GPU",
+                )
             return Selection(spec, (f"merges {dtype} outputs",))
     raise UnsupportedError(
         f"merge_states has no kernel for {dtype}",

@@ -125,6 +125,24 @@ def test_mask_hides_nan() -> None:
     run_dense(q, k, v, "bfloat16", mask=mask)
 
 
+@pytest.mark.parametrize("lowest", [np.finfo(np.float32).min, -1e30])
+def test_mask_of_lowest_numbers(lowest: float) -> None:
+    """Frameworks mask with the lowest finite number: a row that has nothing else is the mean of v, not 0."""
+    q, k, v = testing.make_qkv(seqlen_q=64, seqlen_k=80)
+    mask = np.full((64, 80), lowest, dtype=np.float32)
+    mask[10:, :40] = 0.0
+    out = oa.attention(*(to_gpu(x, "bfloat16") for x in (q, k, v)), mask=torch.from_numpy(mask).cuda())
+    ref, _ = reference.attention(q, k, v, mask=mask)
+    testing.assert_close(to_numpy(out), ref, atol=2e-2)
+    assert np.abs(ref[:, :10]).max() > 0.1
+
+
+@pytest.mark.parametrize("softcap", [1e3, 1e5, 1e8])
+def test_large_softcap_is_no_softcap(softcap: float) -> None:
+    q, k, v = testing.make_qkv(seqlen_q=64, seqlen_k=80, dtype="float16")
+    run_dense(q, k, v, "float16", softcap=softcap)
+
+
 @pytest.mark.parametrize("kind", ["float32", "io"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 4.0}], ids=str)

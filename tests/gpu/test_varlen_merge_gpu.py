@@ -151,6 +151,7 @@ def test_merge_states(dtype: str, packed: bool, head_dim: int) -> None:
     lse_a[..., :10] = -np.inf
     lse_b[..., 5:15] = -np.inf
     o_a[..., :10, :, :] = np.nan  # a side without keys is not looked at
+    lse_b[..., 8] = np.nan  # and NaN is not hidden by the other side's -inf
     torch_dtype = getattr(torch, dtype)
     args = [
         torch.from_numpy(o_a).to("cuda", torch_dtype),

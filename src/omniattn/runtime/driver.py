@@ -71,7 +71,135 @@ class Driver(Protocol):
     #: Whether `encode_tensor_map` works.
     has_tensor_maps: bool
 
-    def no_library(error: BaseException) -> DriverMissingError:
+    def device_count(self) -> int:
+        """Number of visible GPUs."""
+
+    def device_info(self, ordinal: int) -> DeviceInfo:
+        """Facts about one GPU; needs no context."""
+
+    def current_device(self) -> int | None:
+        """Device of the calling thread's current context; None without a context."""
+
+    def push_primary(self, ordinal: int) -> Any:
+        """Make the device's primary context current; returns what `pop` needs."""
+
+    def pop(self, token: Any) -> None:
+        """Undo `push_primary`."""
+
+    def encode_tensor_map(
+        self,
+        dtype: str,
+        address: int,
+        dims: tuple[int, ...],
+        strides_bytes: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> bytes:
+        """The 128 bytes of a tiled tensor map: 128-byte swizzle, zeros outside the tensor, innermost dimension first.
+
+        ``strides_bytes`` are those of all dimensions but the innermost. A context must be current.
+        """
+
+    def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
+        """Load a cubin or PTX, find its kernel, allow it ``smem_bytes`` of dynamic shared memory.
+
+        A context of the device must be current. The module stays loaded for the life of the process.
+        """
+
+
+@contextmanager
+def device_context(driver: Driver, ordinal: int) -> Iterator[None]:
+    """Run the block with a context of GPU ``ordinal`` current.
+
+    A context of that device that the framework made current is used as it is, because the caller's stream belongs to
+    it; otherwise the primary context is pushed, and popped at the end.
+    """
+    if driver.current_device() == ordinal:
+        yield
+        return
+    token = driver.push_primary(ordinal)
+    try:
+        yield
+    finally:
+        driver.pop(token)
+
+
+_lock = threading.Lock()
+_driver: Driver | None = None
+_forked_from: int | None = None
+_reset_hooks: list[Callable[[], None]] = []
+
+
+def on_reset(hook: Callable[[], None]) -> None:
+    """Have ``hook`` called when everything that hangs on a driver becomes void: after a fork, and in `reset`."""
+    _reset_hooks.append(hook)
+
+
+def get_driver() -> Driver:
+    """The driver of this process, opened on the first call.
+
+    Raises
+    ------
+    DriverMissingError
+        No binding can be imported, or there is no CUDA driver library.
+    DriverError
+        CUDA cannot be initialized, or had been before this process was forked.
+    """
+    driver = _driver
+    return driver if driver is not None else _open()
+
+
+def _open() -> Driver:
+    global _driver
+    if _forked_from is not None:
+        raise DriverError(
+            "cuInit",
+            "CUDA_ERROR_NOT_INITIALIZED",
+            f"process {_forked_from} had already used CUDA through omniattn when it forked this process "
+            f"({os.getpid()}), and CUDA does not survive a fork",
+            "start workers with multiprocessing.get_context('spawn'), or fork before the first GPU call",
+        )
+    with _lock:
+        if _driver is None:
+            _driver = _choose(env.get("OMNIATTN_DRIVER"))
+            log.get().info("CUDA driver reached through %s", _driver.name)
+        return _driver
+
+
+def _choose(wanted: str | None) -> Driver:
+    if wanted in (None, "cuda"):
+        try:
+            from .driver_cuda import CudaDriver
+        except ImportError as error:
+            if wanted == "cuda" or importlib.util.find_spec("cupy") is None:
+                also = "" if wanted else ", and CuPy is not installed either"
+                raise DriverMissingError(
+                    "import cuda.bindings",
+                    "IMPORT_ERROR",
+                    f"the Python binding of the CUDA driver cannot be imported ({error}){also}",
+                    'pip install "cuda-bindings>=12.9.4,<14"',
+                ) from error
+            log.get().info("cuda-bindings cannot be imported (%s): using CuPy", error)
+        else:
+            return CudaDriver()
+    try:
+        from .driver_cupy import CupyDriver
+    except ImportError as error:
+        raise DriverMissingError(
+            "import cupy",
+            "IMPORT_ERROR",
+            f"CuPy cannot be imported ({error})",
+            "pip install cupy-cuda12x or cupy-cuda13x; or unset OMNIATTN_DRIVER and "
+            'pip install "cuda-bindings>=12.9.4,<14"',
+        ) from error
+    return CupyDriver()
+
+
+def has_tensor_maps() -> bool:
+    """Whether kernels that need tensor maps can run through the driver in use."""
+    return get_driver().has_tensor_maps
+
+
+def no_library(error: BaseException) -> DriverMissingError:
     """The error for a machine without a CUDA driver library."""
     return DriverMissingError(
         "cuInit",
