@@ -1,6 +1,7 @@
 // Which keys a query row sees. Bottom-right alignment: query i stands at key position i + seqlen_k - seqlen_q.
 #pragma once
 #include "scheduler/fwd_params.cuh"
+#include "scheduler/fwd_tile.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
 
@@ -15,6 +16,31 @@ OA_DEVICE KeyRange visible_keys(int32 row, int32 seqlen_q, int32 seqlen_k, int32
     r.lo = window_left < 0 ? 0 : int32(max_of<int64>(min_of<int64>(center - window_left, seqlen_k), 0));
     r.hi = window_right < 0 ? seqlen_k : int32(max_of<int64>(min_of<int64>(center + window_right + 1, seqlen_k), 0));
     return r;
+}
+
+// The tiles of kBlockN keys that kBlockM query rows from t.m0 on have to look at.
+template <int kBlockM, int kBlockN>
+struct KeyTiles {
+    int32 first, end;            // [first, end) holds every visible key
+    int32 full_first, full_end;  // tiles in [full_first, full_end) are visible to every row and need no masking
+    OA_DEVICE KeyTiles(const AttnFwdParams& p, const FwdTile& t) {
+        int32 last_row = min_of(t.m0 + kBlockM, t.seqlen_q) - 1;
+        KeyRange top = visible_keys(t.m0, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
+        KeyRange bottom = visible_keys(last_row, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
+        first = top.lo / kBlockN;
+        end = (int64(bottom.hi) + kBlockN - 1) / kBlockN;
+        full_first = (int64(bottom.lo) + kBlockN - 1) / kBlockN;
+        full_end = top.hi / kBlockN;
+    }
+};
+
+// The head's sink in base-2 units; -inf if there is none, or the rows belong to no sequence.
+template <typename Io>
+OA_DEVICE float sink_log2(const AttnFwdParams& p, const FwdTile& t) {
+    if (p.sinks_kind == kSinksNone || t.seqlen_k == kNoSequence) return neg_inf();
+    float sink = p.sinks_kind == kSinksFloat ? static_cast<const float*>(p.sinks)[t.head_idx]
+                                             : to_float(Io{}, static_cast<const uint16*>(p.sinks)[t.head_idx]);
+    return sink * kLog2e;
 }
 
 // The user's mask at (row, key) in natural-log units: 0 / -inf for booleans, the value for additive masks.

@@ -44,8 +44,7 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int i = 0; i < kMTiles; ++i)
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(0xffffffffu, top[i][r], mask));
+                for (int r = 0; r < 2; ++r) top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(0xffffffffu, top[i][r], mask));
         bool grew = false;
 #pragma unroll
         for (int i = 0; i < kMTiles; ++i)

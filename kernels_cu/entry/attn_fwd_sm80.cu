@@ -172,20 +172,14 @@ OA_DEVICE void mask_edges(Scores& s, const AttnFwdParams& p, const FwdTile& t, i
 }
 
 // O / l through shared memory (the rows of Q that only this warp has read) to 16-byte stores, and the LSE.
-OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const AttnFwdParams& p,
-                        const FwdTile& t, uint8* q_smem, int warp_idx, int lane) {
+OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const AttnFwdParams& p, const FwdTile& t,
+                        uint8* q_smem, int warp_idx, int lane) {
     softmax.reduce_denominator();
-    float sink2 = neg_inf();
-    if (p.sinks_kind != kSinksNone && t.seqlen_k != kNoSequence) {
-        float sink = p.sinks_kind == kSinksFloat
-                         ? static_cast<const float*>(p.sinks)[t.head_idx]
-                         : to_float(Config::Io{}, static_cast<const uint16*>(p.sinks)[t.head_idx]);
-        sink2 = sink * kLog2e;
-    }
+    float sink2 = sink_log2<Config::Io>(p, t);
     constexpr int kWarpRows = Config::kMTiles * 16;
     int32 warp_row = t.m0 + warp_idx * kWarpRows;
-    float* lse = p.lse == nullptr ? nullptr
-                                  : p.lse + t.batch_idx * p.lse_stride_b + t.head_idx * p.lse_stride_h + t.q_begin;
+    float* lse =
+        p.lse == nullptr ? nullptr : p.lse + t.batch_idx * p.lse_stride_b + t.head_idx * p.lse_stride_h + t.q_begin;
     __syncwarp();  // every lane's ldmatrix of Q comes before any lane's store of O
 #pragma unroll
     for (int i = 0; i < Config::kMTiles; ++i)
@@ -213,8 +207,8 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
     }
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS)
-    attn_fwd_sm80(const __grid_constant__ AttnFwdParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fwd_sm80(
+    const __grid_constant__ AttnFwdParams p) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
@@ -224,19 +218,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS)
                                           : varlen_tile<Config::kBlockM>(p, tile_idx);
     if (!t.valid) return;
 
-    // Keys that any row of this CTA sees, in tiles of BLOCK_N.
-    int32 last_row = min_of(t.m0 + Config::kBlockM, t.seqlen_q) - 1;
-    KeyRange first_keys = visible_keys(t.m0, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
-    KeyRange last_keys = visible_keys(last_row, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
-    int32 n_first = first_keys.lo / Config::kBlockN;
-    int32 n_end = (int64(last_keys.hi) + Config::kBlockN - 1) / Config::kBlockN;
-    // Tiles in [n_full_first, n_full_end) are visible to every row and need no masking.
-    int32 n_full_first = (int64(last_keys.lo) + Config::kBlockN - 1) / Config::kBlockN;
-    int32 n_full_end = first_keys.hi / Config::kBlockN;
-
+    KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);
     int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
-    const uint16* gq = p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h +
-                       (int64(t.q_begin) + t.m0) * p.q_stride_s;
+    const uint16* gq =
+        p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h + (int64(t.q_begin) + t.m0) * p.q_stride_s;
     const uint16* gk = p.k + t.batch_idx * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
     const uint16* gv = p.v + t.batch_idx * p.v_stride_b + kv_head * p.v_stride_h + int64(t.k_begin) * p.v_stride_s;
     uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
@@ -263,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS)
     // Score units -> base-2 exponent. SCORE_MODS variants keep their scores in base-2 units already.
     float c = Config::kScoreMods ? 1.0f : p.softmax_scale * kLog2e;
 
-    int32 n = n_end - 1;
-    if (n >= n_first) {
+    int32 n = keys.end - 1;
+    if (n >= keys.first) {
         QCopy(p.head_dim, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
         copy_k(n, 0);
         if (Config::kStages == 2) copy_v(n, 0);
@@ -290,11 +275,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS)
         }
 
         int stage = 0;
-        for (; n >= n_first; --n) {
+        for (; n >= keys.first; --n) {
             cp_async_wait<0>();
             __syncthreads();  // this tile has landed; every warp has left the tile before
             if (Config::kStages == 2) {
-                if (n > n_first) {
+                if (n > keys.first) {
                     copy_k(n - 1, stage ^ 1);
                     copy_v(n - 1, stage ^ 1);
                 }
@@ -309,12 +294,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS)
             if (Config::kStages == 1) {
                 cp_async_wait<0>();
                 __syncthreads();
-                if (n > n_first) copy_k(n - 1, 0);
+                if (n > keys.first) copy_k(n - 1, 0);
                 cp_async_commit();
             }
             int32 n0 = n * Config::kBlockN;
             if (Config::kScoreMods) modify_scores(s, p, t, warp_row, n0, lane);
-            if (n < n_full_first || n >= n_full_end) mask_edges(s, p, t, warp_row, n0, lane);
+            if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p, t, warp_row, n0, lane);
 
             softmax.update(s, o, c);
             exp_and_mma_pv(s, o, softmax, c, smem_v + stage * KvTile::kBytes, v_lane);

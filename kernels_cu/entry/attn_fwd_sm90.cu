@@ -9,15 +9,16 @@
 //   warpgroup 0, one thread   copies: Q, then K(i), V(i) from the last visible tile to the first
 //   warpgroups 1 ..           64 query rows each: S, softmax, O
 //
-//   producer        Q full -------+     K full[2] ------+        V full[2] -----------+
-//   consumer   wait Q  S(0)=QK(0) softmax(0) | wait K  S(i+1)=QK(i+1)   wait V  O+=P(i)V(i)   softmax(i+1) | ... O+=P V
-//              release: K when S is there; Q after the last S of a tile; V when O is there
+//   producer   copy Q -> q.full   copy K(i) -> k.full[stage]   copy V(i) -> v.full[stage]   (each waits for its .empty)
+//   consumer   wait q, k(0) | S(0) = QK(0) | softmax(0)
+//              wait k(i+1) | S(i+1) = QK(i+1) | wait v(i) | O += P(i)V(i) | softmax(i+1) | ... | O += P V
+//              arrives at k.empty when S is there, at q.empty after a tile's last S, at v.empty when O is there
 //
-// The products of one warpgroup run while it does the softmax of the next tile; with ping-pong (PING_PONG) two
-// warpgroups also take turns in issuing their products, so that one's softmax runs under the other's products.
+// The products of one warpgroup run while it does the softmax of the next tile, and the warpgroups take turns in issuing
+// their products (ping-pong), so that one's softmax runs under the others' products.
 //
-// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * 2] | K [2][BLOCK_N * HEAD_DIM * 2] | V [same] | barriers. Every tile is
-// made of panels of 64 columns with the 128-byte swizzle.
+// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same] | barriers.
+// Every tile is made of panels of 64 columns with the 128-byte swizzle.
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
 #include "pipeline/ring.cuh"
@@ -37,14 +38,12 @@ struct Config {
     static constexpr int kConsumers = NUM_CONSUMERS;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
-    static constexpr int kStages = 2;
-    static constexpr bool kPingPong = PING_PONG;
+    static constexpr int kStages = NUM_STAGES;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     static constexpr int kNTiles = kBlockN / 8;
     static constexpr int kDTiles = kHeadDim / 8;
     static_assert(kHeadDim % 64 == 0 && kBlockN % 16 == 0, "whole panels and k steps");
-    static_assert(!kPingPong || kConsumers == 2, "two warpgroups take turns");
 };
 
 struct SharedStorage {
@@ -81,20 +80,7 @@ struct Barriers {
           v{smem_addr_of(smem.v_full), smem_addr_of(smem.v_empty)} {}
 };
 
-// The tiles of keys of one tile of queries.
-struct KeyTiles {
-    int32 first, end;            // [first, end) has visible keys
-    int32 full_first, full_end;  // tiles in [full_first, full_end) need no masking
-    OA_DEVICE KeyTiles(const AttnFwdParams& p, const FwdTile& t) {
-        int32 last_row = min_of(t.m0 + Config::kBlockM, t.seqlen_q) - 1;
-        KeyRange top = visible_keys(t.m0, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
-        KeyRange bottom = visible_keys(last_row, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
-        first = top.lo / Config::kBlockN;
-        end = (int64(bottom.hi) + Config::kBlockN - 1) / Config::kBlockN;
-        full_first = (int64(bottom.lo) + Config::kBlockN - 1) / Config::kBlockN;
-        full_end = top.hi / Config::kBlockN;
-    }
-};
+using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
 
 OA_DEVICE void produce(const AttnFwdSm90Params& params, SharedStorage& smem, const Barriers& bars) {
     const AttnFwdParams& p = params.p;
@@ -106,7 +92,7 @@ OA_DEVICE void produce(const AttnFwdSm90Params& params, SharedStorage& smem, con
     KvState k_at, v_at;
     PersistentTiles tiles;
     for (FwdTile t; tiles.next<Config::kBlockM>(p, params.num_items, t);) {
-        KeyTiles keys(p, t);
+        Keys keys(p, t);
         if (keys.end <= keys.first) continue;
         int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
         uint32 bar = bars.q.acquire(q_at, kQBytes);
@@ -138,10 +124,9 @@ OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 16; ++step) {
         uint32 column = (step & 3) * 32;  // inside a panel's 128-byte rows
-        Wgmma<Config::kBlockN>::ss(Config::Io{}, s,
-                                   wgmma_descriptor(smem_q + (step >> 2) * Config::kBlockM * 128 + column, 16, 1024),
-                                   wgmma_descriptor(smem_k + (step >> 2) * kKvPanelBytes + column, 16, 1024),
-                                   step != 0);
+        Wgmma<Config::kBlockN>::ss(
+            Config::Io{}, s, wgmma_descriptor(smem_q + (step >> 2) * Config::kBlockM * 128 + column, 16, 1024),
+            wgmma_descriptor(smem_k + (step >> 2) * kKvPanelBytes + column, 16, 1024), step != 0);
     }
     wgmma_commit();
     wgmma_pin(s);
@@ -162,8 +147,8 @@ OA_DEVICE void issue_pv(Output& o, const Probabilities& probs, uint32 smem_v) {
 OA_DEVICE void mask_edges(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0, int lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        KeyRange keys = visible_keys(warp_row + (lane >> 2) + r * 8, t.seqlen_q, t.seqlen_k, p.window_left,
-                                     p.window_right);
+        KeyRange keys =
+            visible_keys(warp_row + (lane >> 2) + r * 8, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
         int32 lo = keys.lo - n0 - 2 * (lane & 3), hi = keys.hi - n0 - 2 * (lane & 3);
 #pragma unroll
         for (int n = 0; n < Config::kNTiles; ++n)
@@ -239,13 +224,7 @@ OA_DEVICE void pack_probabilities(Probabilities& probs, const Scores& s) {
 // transpose inside the quad gives each lane 16 contiguous bytes.
 OA_DEVICE void epilogue(const Output& o, RowState& rows, const AttnFwdParams& p, const FwdTile& t, int32 warp_row,
                         int lane) {
-    float sink2 = neg_inf();
-    if (p.sinks_kind != kSinksNone) {
-        float sink = p.sinks_kind == kSinksFloat
-                         ? static_cast<const float*>(p.sinks)[t.head_idx]
-                         : to_float(Config::Io{}, static_cast<const uint16*>(p.sinks)[t.head_idx]);
-        sink2 = sink * kLog2e;
-    }
+    float sink2 = sink_log2<Config::Io>(p, t);
     int quad_lane = lane & 3;
     uint16* go = p.o + t.batch_idx * p.o_stride_b + t.head_idx * p.o_stride_h;
 #pragma unroll
@@ -263,7 +242,8 @@ OA_DEVICE void epilogue(const Output& o, RowState& rows, const AttnFwdParams& p,
             uint32 w[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                w[j] = pack2(Config::Io{}, o[4 * (d + j) + 2 * r] * res.o_scale, o[4 * (d + j) + 2 * r + 1] * res.o_scale);
+                w[j] =
+                    pack2(Config::Io{}, o[4 * (d + j) + 2 * r] * res.o_scale, o[4 * (d + j) + 2 * r + 1] * res.o_scale);
             // Two butterfly steps: afterwards lane q holds the words of lanes 0..3 of block d + q.
             bool odd = quad_lane & 1, upper = quad_lane & 2;
             uint32 x0 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
@@ -273,8 +253,7 @@ OA_DEVICE void epilogue(const Output& o, RowState& rows, const AttnFwdParams& p,
             uint32 y1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
             uint4 out = upper ? make_uint4(y0, y1, b0, b1) : make_uint4(a0, a1, y0, y1);
             int32 column = (d + quad_lane) * 8;
-            if (row_ok && column < p.head_dim)
-                *reinterpret_cast<uint4*>(go + int64(row) * p.o_stride_s + column) = out;
+            if (row_ok && column < p.head_dim) *reinterpret_cast<uint4*>(go + int64(row) * p.o_stride_s + column) = out;
         }
     }
 }
@@ -287,18 +266,14 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
     float c = p.softmax_scale * kLog2e;
     RingState<1> q_at;
     KvState k_at, v_at;
-    // Ping-pong: barrier 1 + g opens warpgroup g's turn to issue products.
-    if (Config::kPingPong && group == 1) named_barrier_arrive(1, 256);
-    auto my_turn = [&] {
-        if (Config::kPingPong) named_barrier_sync(1 + group, 256);
-    };
-    auto your_turn = [&] {
-        if (Config::kPingPong) named_barrier_arrive(2 - group, 256);
-    };
+    // Barrier 1 + g opens warpgroup g's turn to issue products; each tile of keys is one turn of every warpgroup.
+    if (group == Config::kConsumers - 1) named_barrier_arrive(1, 256);
+    auto my_turn = [&] { named_barrier_sync(1 + group, 256); };
+    auto next_turn = [&] { named_barrier_arrive(group == Config::kConsumers - 1 ? 1 : 2 + group, 256); };
 
     PersistentTiles tiles;
     for (FwdTile t; tiles.next<Config::kBlockM>(p, params.num_items, t);) {
-        KeyTiles keys(p, t);
+        Keys keys(p, t);
         int32 warp_row = t.m0 + group * 64 + warp_in_group * 16;
         Output o;
 #pragma unroll
@@ -313,11 +288,12 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
             bars.k.wait(k_at);
             my_turn();
             issue_qk(s, smem_q, smem_k + k_at.stage * kKvBytes);
-            your_turn();
+            next_turn();
             wgmma_wait<0>();
             wgmma_pin(s);
             bars.k.release(k_at, lane);
             k_at.advance();
+            if (n == keys.first) bars.q.release(q_at, lane);
             if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p, t, warp_row, n * Config::kBlockN, lane);
             rows.raise(s, c, alpha);
             rows.exponentiate(s, c);
@@ -329,13 +305,14 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
                 issue_qk(s, smem_q, smem_k + k_at.stage * kKvBytes);
                 bars.v.wait(v_at);
                 issue_pv(o, probs, smem_v + v_at.stage * kKvBytes);
-                your_turn();
+                next_turn();
                 wgmma_wait<1>();
                 wgmma_pin(s);
                 bars.k.release(k_at, lane);
                 k_at.advance();
-                if (n < keys.full_first || n >= keys.full_end)
-                    mask_edges(s, p, t, warp_row, n * Config::kBlockN, lane);
+                // The last scores are there: the producer may fetch the next tile's Q under the rest of this one.
+                if (n == keys.first) bars.q.release(q_at, lane);
+                if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p, t, warp_row, n * Config::kBlockN, lane);
                 bool raised = rows.raise(s, c, alpha);
                 rows.exponentiate(s, c);
                 wgmma_wait<0>();
@@ -348,7 +325,6 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
                 }
                 pack_probabilities(probs, s);
             }
-            bars.q.release(q_at, lane);
             q_at.advance();
             bars.v.wait(v_at);
             issue_pv(o, probs, smem_v + v_at.stage * kKvBytes);
@@ -359,11 +335,11 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
         }
         epilogue(o, rows, p, t, warp_row, lane);
     }
-    if (Config::kPingPong && group == 0) named_barrier_sync(1, 256);  // balances the arrive at the start
+    if (group == 0) named_barrier_sync(1, 256);  // balances the arrive at the start
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
-    attn_fwd_sm90(const __grid_constant__ AttnFwdSm90Params params) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
+    const __grid_constant__ AttnFwdSm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     Barriers bars(smem);

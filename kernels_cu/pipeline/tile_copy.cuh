@@ -17,7 +17,7 @@ struct TileCopy {
     static OA_DEVICE bool inside(int r, int row0, int step) { return r + step <= kRows || r + row0 < kRows; }
 
     // What does not change from tile to tile; one per thread.
-    uint32 dst;      // shared byte offset of this thread's first chunk in a 128-byte panel
+    uint32 dst;  // shared byte offset of this thread's first chunk in a 128-byte panel
     uint32 columns;  // bit p: this thread's chunk of panel p lies inside head_dim (one register, not one a panel)
 
     OA_DEVICE TileCopy(int head_dim, int tid) {
@@ -26,8 +26,7 @@ struct TileCopy {
         columns = 0;
 #pragma unroll
         for (int p = 0; p < Tile::kFullPanels; ++p) columns |= uint32(p * 64 + chunk * 8 < head_dim) << p;
-        if (Tile::kHasTail)
-            columns |= uint32(Tile::kFullPanels * 64 + (tid & 3) * 8 < head_dim) << Tile::kFullPanels;
+        if (Tile::kHasTail) columns |= uint32(Tile::kFullPanels * 64 + (tid & 3) * 8 < head_dim) << Tile::kFullPanels;
     }
 
     OA_DEVICE uint32 bytes(bool row_ok, int panel) const { return row_ok && (columns >> panel & 1) ? 16 : 0; }
@@ -43,8 +42,7 @@ struct TileCopy {
                     bool row_ok = row0 + r < valid_rows;
 #pragma unroll
                     for (int p = 0; p < Tile::kFullPanels; ++p)
-                        cp_async_16(smem + dst + p * Tile::kPanelBytes + r * 128, src + p * 64,
-                                    bytes(row_ok, p));
+                        cp_async_16(smem + dst + p * Tile::kPanelBytes + r * 128, src + p * 64, bytes(row_ok, p));
                 }
                 src += kRowsPerStep * row_stride;
             }
@@ -52,7 +50,8 @@ struct TileCopy {
         if (Tile::kHasTail) {
             int row0 = tid >> 2;
             const uint16* src = g + row0 * row_stride + Tile::kFullPanels * 64 + (tid & 3) * 8;
-            uint32 tail_dst = Tile::kFullPanels * Tile::kPanelBytes + row0 * 64 + (((tid & 3) ^ ((row0 >> 1) & 3)) << 4);
+            uint32 tail_dst =
+                Tile::kFullPanels * Tile::kPanelBytes + row0 * 64 + (((tid & 3) ^ ((row0 >> 1) & 3)) << 4);
 #pragma unroll
             for (int r = 0; r < kRows; r += kTailRowsPerStep) {
                 if (inside(r, row0, kTailRowsPerStep))

@@ -12,13 +12,11 @@ struct alignas(64) TensorMap {
 // One thread; dst 1024-byte aligned for the 128-byte swizzle; completes on `bar`, which must expect the box's bytes.
 OA_DEVICE void tma_load_4d(uint32 dst, const TensorMap* map, uint32 bar, int32 c0, int32 c1, int32 c2, int32 c3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
-            "r"(dst),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(dst),
         "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
 
 // prefetch.tensormap: fetches the descriptor ahead of the first copy. One thread.
-OA_DEVICE void tma_prefetch(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
+OA_DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

@@ -4,7 +4,7 @@
 // Issued by all 128 threads of a warpgroup; asynchronous: D and a register A must not be touched between the issue and
 // the wgmma_wait that covers it. wgmma_fence comes before the first product that reads registers which ordinary code
 // wrote. Warp w of the warpgroup owns rows 16w .. 16w+15; lane l holds D at d[4i + {0,1}]: row l/4, columns
-// 8i + 2(l%4) + {0,1}; d[4i + {2,3}]: row l/4 + 8. Register A as in mma.m16n8k16. Shared operands by 64-bit descriptors.
+// 8i + 2(l%4) + {0,1}; d[4i + {2,3}]: row l/4 + 8. Register A as in mma.m16n8k16. Shared operands by descriptors.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -10,8 +10,8 @@ struct FwdTile {
     int32 batch_idx, head_idx;
     int32 m0;                    // first query row of the tile inside its sequence
     int32 q_begin, k_begin;      // first row of the sequence in packed tensors; 0 for dense batches
-    int32 seqlen_q, seqlen_k;    // of this sequence; seqlen_k = kNoSequence: rows that only receive O = 0, LSE = -inf
-    bool valid;                  // false: nothing to do
+    int32 seqlen_q, seqlen_k;  // of this sequence; seqlen_k = kNoSequence: rows that only receive O = 0, LSE = -inf
+    bool valid;  // false: nothing to do
 };
 
 // A tile of a dense batch.
@@ -52,7 +52,7 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
 //   kPaired        item j of a head is its j-th longest and its j-th shortest tile: all items of a causal problem are
 //                  equally long, so that a static order balances them without a counter in global memory
 class PersistentTiles {
-public:
+  public:
     OA_DEVICE PersistentTiles() : item_(blockIdx.x), second_(false) {}
 
     // Moves `t` to the next tile; false when there is none.
@@ -79,7 +79,7 @@ public:
         return true;
     }
 
-private:
+  private:
     uint32 item_;
     bool second_;
 };
@@ -120,7 +120,7 @@ OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
             int32 k_hi = min_of(max_of(p.cu_seqlens_k[t.batch_idx + 1], k_lo), total_k);
             t.k_begin = k_lo;
             t.seqlen_k = k_hi - k_lo;
-                    t.valid = true;
+            t.valid = true;
             return t;
         }
         block -= __shfl_sync(0xffffffffu, inclusive, 31);

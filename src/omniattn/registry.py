@@ -164,22 +164,23 @@ class _FwdSm90Tile:
     head_dim: int
     num_consumers: int
     block_n: int
-    ping_pong: bool
+    num_stages: int = 2
 
 
 _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
-    _FwdSm90Tile(64, 3, 128, False),
-    _FwdSm90Tile(128, 2, 128, False),
-    _FwdSm90Tile(192, 2, 96, True),
-    _FwdSm90Tile(256, 2, 64, False),
+    _FwdSm90Tile(64, 3, 128),
+    _FwdSm90Tile(128, 2, 128),
+    _FwdSm90Tile(192, 2, 96),
+    _FwdSm90Tile(256, 2, 64),
 )
 
 
 def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
     block_m = 64 * tile.num_consumers
-    # Q, two stages each of K and V, ten barriers; the struct is aligned to 1024 bytes.
-    smem_bytes = -(-(2 * tile.head_dim * (block_m + 4 * tile.block_n) + 80) // 1024) * 1024
+    # Q, the stages of K and V, two barriers for Q and four for each stage; the struct is aligned to 1024 bytes.
+    tiles_bytes = 2 * tile.head_dim * (block_m + 2 * tile.num_stages * tile.block_n)
+    smem_bytes = -(-(tiles_bytes + 8 * (2 + 4 * tile.num_stages)) // 1024) * 1024
     return KernelSpec(
         name=f"attn_fwd_sm90_{short}_d{tile.head_dim}",
         family="attn_fwd_sm90",
@@ -191,7 +192,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str) -> KernelSpec:
             ("HEAD_DIM", str(tile.head_dim)),
             ("NUM_CONSUMERS", str(tile.num_consumers)),
             ("BLOCK_N", str(tile.block_n)),
-            ("PING_PONG", str(int(tile.ping_pong))),
+            ("NUM_STAGES", str(tile.num_stages)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,

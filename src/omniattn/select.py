@@ -152,7 +152,8 @@ def select_merge_states(dtype: str, target: Target | None = None) -> Selection:
         if spec.op == "merge_states" and spec.dtype == dtype:
             if target is not None and target.cc < spec.min_arch:
                 raise UnsupportedError(
-                    f"merge_states needs compute capability {_dotted(spec.min_arch)}, this GPU has {_dotted(target.cc)}",
+                    f"merge_states needs compute capability {_dotted(spec.min_arch)}, "
+                    f"this GPU has {_dotted(target.cc)}",
                     instead="arrays on the CPU, or a newer GPU",
                 )
             return Selection(spec, (f"merges {dtype} outputs",))
