@@ -66,7 +66,32 @@ def test_features_have_rows_of_their_own_that_merge_when_alike() -> None:
     assert [row.label for row in rows] == ["attention", "attention, with softcap or mask"]
     assert [row.label for row in support.merge_rows(rows)] == ["attention, also with softcap or mask"]
     specs[1] = _spec("b", features=frozenset({"score_mods"}), prebuild=())
-    assert len(support.merge_rows(support.support_rows(support.wheel_resolver, specs))) == 2
+    apart = support.merge_rows(support.support_rows(support.wheel_resolver, specs))
+    assert [row.label for row in apart] == ["attention", "attention, with softcap or mask"]
+
+
+def test_a_kernel_for_dense_arrays_does_not_speak_for_the_whole_class() -> None:
+    generic = [_spec(f"g{d}", head_dim=d, prebuild=("80",)) for d in (64, 96, 128)]
+    own = _spec("own", head_dim=128, family="fast", min_arch=(9, 0), arch_specific=True, prebuild=("90a",),
+                lacks=frozenset({"varlen", "any_strides"}))  # fmt: skip
+    rows = support.support_rows(support.wheel_resolver, [*generic, own])
+    assert [row.head_dim for row in rows] == ["8–64", "72–96", "104–128"]
+    for row, spec in zip(rows, generic, strict=True):
+        sm_80, _, _, sm_90, sm_100, _ = row.cells
+        assert (sm_80.text, sm_80.kernels) == ("prebuilt", (spec.name,))
+        # Packed sequences compile at run time there, whatever dense arrays get.
+        assert (sm_90.kind, sm_90.text) == ("jit", "JIT; dense: fast (prebuilt)")
+        assert sm_90.kernels == (spec.name, "own")
+        assert (sm_100.text, sm_100.dense) == ("JIT", "")
+    assert len(support.merge_rows(rows)) == 1
+
+
+def test_a_kernel_for_dense_arrays_alone_says_so() -> None:
+    own = _spec("own", family="fast", min_arch=(9, 0), arch_specific=True, prebuild=("90a",),
+                lacks=frozenset({"varlen"}))  # fmt: skip
+    (row,) = support.support_rows(support.wheel_resolver, [own])
+    assert [cell.text for cell in row.cells] == ["–", "–", "–", "dense only: fast (prebuilt)", "–", "–"]
+    assert "9.0" in row.cells[0].reason
 
 
 def test_rows_with_different_cells_are_not_merged() -> None:

@@ -75,16 +75,23 @@ class Cell:
         Kernels that stand behind it.
     reason : str
         Why.
+    dense : str
+        Family of the kernel that dense arrays get instead, with its kind where that differs; empty if there is none.
     """
 
     kind: str
     kernels: tuple[str, ...]
     reason: str
+    dense: str = ""
 
     @property
     def text(self) -> str:
         """Text of the cell in a table."""
-        return WORDS[self.kind]
+        if not self.dense:
+            return WORDS[self.kind]
+        if self.kind == "unsupported":
+            return f"dense only: {self.dense}"
+        return f"{WORDS[self.kind]}; dense: {self.dense}"
 
 
 @dataclass(frozen=True)
@@ -163,27 +170,42 @@ def support_rows(
         alike = [spec for spec in specs if (spec.op, spec.features) == (op, features)]
         words = ", ".join(FEATURES.get(feature, feature) for feature in sorted(features))
         for dtype in sorted({spec.dtype for spec in alike}):
-            chosen = [spec for spec in alike if spec.dtype == dtype]
+            # A row that lacks something speaks for the dense part of its class only: it must not decide the whole cell.
+            chosen = [spec for spec in alike if spec.dtype == dtype and not spec.lacks]
+            partial = [spec for spec in alike if spec.dtype == dtype and spec.lacks]
             smallest = 8
-            for head_dim in sorted({spec.head_dim for spec in chosen}):
+            for head_dim in sorted({spec.head_dim for spec in chosen or partial}):
                 # A kernel takes every head_dim up to its own; the next smaller one is only faster below that.
                 able = [spec for spec in chosen if spec.head_dim == head_dim]
-                cells = tuple(_cell(able, resolver, column) for column in columns)
+                wide = [spec for spec in partial if spec.head_dim >= head_dim]
+                cells = tuple(_cell(able, wide, resolver, column) for column in columns)
                 rows.append(SupportRow(op, words, dtype, f"{smallest}–{head_dim}", cells))
                 smallest = head_dim + 8
     return rows
 
 
-def _cell(specs: Sequence[KernelSpec], resolver: Resolver, column: Column) -> Cell:
-    found: dict[str, list[tuple[str, str]]] = {}
+def _cell(specs: Sequence[KernelSpec], partial: Sequence[KernelSpec], resolver: Resolver, column: Column) -> Cell:
+    """``specs`` take everything of the class; ``partial``, only dense arrays."""
+    kind, names, reasons = _best(specs, resolver, column)
+    dense_kind, dense_names, dense_reasons = _best(partial, resolver, column)
+    if dense_kind == "unsupported":
+        return Cell(kind, names, reasons or dense_reasons)
+    families = ", ".join(dict.fromkeys(spec.family for spec in partial if spec.name in dense_names))
+    reasons = f"{reasons or 'no kernel takes packed sequences or any strides'}; {families}: {dense_reasons}"
+    dense = families if dense_kind == kind else f"{families} ({WORDS[dense_kind]})"
+    return Cell(kind, (*names, *dense_names), reasons, dense)
+
+
+def _best(specs: Sequence[KernelSpec], resolver: Resolver, column: Column) -> tuple[str, tuple[str, ...], str]:
+    """The best kind that any of the kernels offers, the kernels that offer it, and why."""
+    found: dict[str, list[tuple[str, str]]] = {"unsupported": []}
     for spec in specs:
         never = unsupported_reason(spec, column.cc, column.smem_bytes)
         kind, reason = ("unsupported", never) if never else resolver(spec, column.cc)
         found.setdefault(kind, []).append((spec.name, reason))
     best = min(found, key=KINDS.index)
     names = tuple(name for name, _ in found[best])
-    reasons = "; ".join(dict.fromkeys(reason for _, reason in found[best]))
-    return Cell(best, names, reasons)
+    return best, names, "; ".join(dict.fromkeys(reason for _, reason in found[best]))
 
 
 def _texts(row: SupportRow) -> tuple[str, ...]:
@@ -224,7 +246,9 @@ def merge_rows(rows: Sequence[SupportRow], *, same_reasons: bool = False) -> lis
     for row in merged:
         by_features.setdefault((row.op, row.dtype, row.head_dim, seen(row)), []).append(row)
     return [
-        replace(
+        group[0]
+        if len(group) == 1
+        else replace(
             group[0], features=", ".join(f"also {row.features}" if row.features else "" for row in group).strip(", ")
         )
         for group in by_features.values()
