@@ -70,7 +70,7 @@ def test_features_have_rows_of_their_own_that_merge_when_alike() -> None:
     assert [row.label for row in apart] == ["attention", "attention, with softcap or mask"]
 
 
-def test_a_kernel_for_dense_arrays_does_not_speak_for_the_whole_class() -> None:
+def test_a_kernel_that_lacks_something_does_not_speak_for_the_whole_class() -> None:
     generic = [_spec(f"g{d}", head_dim=d, prebuild=("80",)) for d in (64, 96, 128)]
     own = _spec("own", head_dim=128, family="fast", min_arch=(9, 0), arch_specific=True, prebuild=("90a",),
                 lacks=frozenset({"varlen", "any_strides"}))  # fmt: skip
@@ -82,15 +82,28 @@ def test_a_kernel_for_dense_arrays_does_not_speak_for_the_whole_class() -> None:
         # Packed sequences compile at run time there, whatever dense arrays get.
         assert (sm_90.kind, sm_90.text) == ("jit", "JIT; dense: fast (prebuilt)")
         assert sm_90.kernels == (spec.name, "own")
-        assert (sm_100.text, sm_100.dense) == ("JIT", "")
+        assert (sm_100.text, sm_100.partial) == ("JIT", "")
     assert len(support.merge_rows(rows)) == 1
+
+
+def test_kernels_for_dense_and_packed_arrays_together_still_leave_odd_strides() -> None:
+    fast = {"family": "fast", "min_arch": (9, 0), "arch_specific": True, "prebuild": ("90a",)}
+    specs = [
+        _spec("generic"),
+        _spec("dense", lacks=frozenset({"varlen", "any_strides"}), **fast),
+        _spec("packed", lacks=frozenset({"dense", "any_strides"}), **fast),
+    ]
+    (row,) = support.support_rows(support.wheel_resolver, specs)
+    assert row.cells[3].text == "prebuilt; dense, packed: fast"
+    (row,) = support.support_rows(support.wheel_resolver, [specs[0], specs[2]])
+    assert row.cells[3].text == "prebuilt; packed: fast"
 
 
 def test_a_kernel_for_dense_arrays_alone_says_so() -> None:
     own = _spec("own", family="fast", min_arch=(9, 0), arch_specific=True, prebuild=("90a",),
                 lacks=frozenset({"varlen"}))  # fmt: skip
     (row,) = support.support_rows(support.wheel_resolver, [own])
-    assert [cell.text for cell in row.cells] == ["–", "–", "–", "dense only: fast (prebuilt)", "–", "–"]
+    assert [cell.text for cell in row.cells] == ["–", "–", "–", "only dense: fast (prebuilt)", "–", "–"]
     assert "9.0" in row.cells[0].reason
 
 

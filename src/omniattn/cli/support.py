@@ -59,6 +59,9 @@ WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported":
 #: Registry feature to words.
 FEATURES = {"score_mods": "with softcap or mask"}
 
+#: What a kernel takes that does not list the key among what it lacks.
+SCOPES = {"dense": "dense", "varlen": "packed"}
+
 #: ``(spec, cc) -> (kind, reason)``
 Resolver = Callable[[KernelSpec, tuple[int, int]], tuple[str, str]]
 
@@ -75,23 +78,22 @@ class Cell:
         Kernels that stand behind it.
     reason : str
         Why.
-    dense : str
-        Family of the kernel that dense arrays get instead, with its kind where that differs; empty if there is none.
+    partial : str
+        What part of the class a kernel of this GPU takes, its family, and its kind where that differs, such as
+        ``"dense: attn_fwd_sm90"``; empty if there is none.
     """
 
     kind: str
     kernels: tuple[str, ...]
     reason: str
-    dense: str = ""
+    partial: str = ""
 
     @property
     def text(self) -> str:
         """Text of the cell in a table."""
-        if not self.dense:
+        if not self.partial:
             return WORDS[self.kind]
-        if self.kind == "unsupported":
-            return f"dense only: {self.dense}"
-        return f"{WORDS[self.kind]}; dense: {self.dense}"
+        return f"only {self.partial}" if self.kind == "unsupported" else f"{WORDS[self.kind]}; {self.partial}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def support_rows(
         alike = [spec for spec in specs if (spec.op, spec.features) == (op, features)]
         words = ", ".join(FEATURES.get(feature, feature) for feature in sorted(features))
         for dtype in sorted({spec.dtype for spec in alike}):
-            # A row that lacks something speaks for the dense part of its class only: it must not decide the whole cell.
+            # A row that lacks something speaks for a part of its class only: it must not decide the whole cell.
             chosen = [spec for spec in alike if spec.dtype == dtype and not spec.lacks]
             partial = [spec for spec in alike if spec.dtype == dtype and spec.lacks]
             smallest = 8
@@ -185,15 +187,17 @@ def support_rows(
 
 
 def _cell(specs: Sequence[KernelSpec], partial: Sequence[KernelSpec], resolver: Resolver, column: Column) -> Cell:
-    """``specs`` take everything of the class; ``partial``, only dense arrays."""
+    """``specs`` take everything of the class; each of ``partial`` lacks something."""
     kind, names, reasons = _best(specs, resolver, column)
-    dense_kind, dense_names, dense_reasons = _best(partial, resolver, column)
-    if dense_kind == "unsupported":
-        return Cell(kind, names, reasons or dense_reasons)
-    families = ", ".join(dict.fromkeys(spec.family for spec in partial if spec.name in dense_names))
-    reasons = f"{reasons or 'no kernel takes packed sequences or any strides'}; {families}: {dense_reasons}"
-    dense = families if dense_kind == kind else f"{families} ({WORDS[dense_kind]})"
-    return Cell(kind, (*names, *dense_names), reasons, dense)
+    part_kind, part_names, part_reasons = _best(partial, resolver, column)
+    if part_kind == "unsupported":
+        return Cell(kind, names, reasons or part_reasons)
+    chosen = [spec for spec in partial if spec.name in part_names]
+    scope = ", ".join(word for lack, word in SCOPES.items() if any(lack not in spec.lacks for spec in chosen))
+    families = ", ".join(dict.fromkeys(spec.family for spec in chosen))
+    reasons = f"{reasons or 'no kernel takes the whole class'}; {families}: {part_reasons}"
+    quality = "" if part_kind == kind else f" ({WORDS[part_kind]})"
+    return Cell(kind, (*names, *part_names), reasons, f"{scope}: {families}{quality}")
 
 
 def _best(specs: Sequence[KernelSpec], resolver: Resolver, column: Column) -> tuple[str, tuple[str, ...], str]:
