@@ -3,7 +3,7 @@
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]; strides that tensor
-// maps take. lse: [batch, num_q_heads, seqlen_q]. head_dim below HEAD_DIM reads zeros beyond the tensor's edge.
+// maps take; VARLEN: packed [rows, heads, dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows]. head_dim below HEAD_DIM reads zeros beyond the tensor's edge.
 //
 // One CTA an SM walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head (scheduler/fwd_tile.cuh).
 //   warpgroup 0, one thread   copies: Q, then K(i), V(i) from the last visible tile to the first
@@ -39,6 +39,7 @@ struct Config {
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kStages = NUM_STAGES;
+    static constexpr bool kVarlen = VARLEN;  // packed sequences; a constant, because the dense loop pays for more code
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     static constexpr int kNTiles = kBlockN / 8;
@@ -53,8 +54,11 @@ struct SharedStorage {
     uint64 q_full, q_empty;
     uint64 k_full[Config::kStages], k_empty[Config::kStages];
     uint64 v_full[Config::kStages], v_empty[Config::kStages];
+    FwdTile tile;  // kVarlen: the tile that Q belongs to, valid from q_full to q_empty; m0 = kNoMoreTiles ends
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
+
+constexpr int32 kNoMoreTiles = -1;
 
 struct AttnFwdSm90Params {
     TensorMap map_q, map_k, map_v;
@@ -82,40 +86,97 @@ struct Barriers {
 
 using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
 
-OA_DEVICE void produce(const AttnFwdSm90Params& params, SharedStorage& smem, const Barriers& bars) {
-    const AttnFwdParams& p = params.p;
-    tma_prefetch(&params.map_q);
-    tma_prefetch(&params.map_k);
-    tma_prefetch(&params.map_v);
-    uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
-    RingState<1> q_at;
-    KvState k_at, v_at;
-    PersistentTiles tiles;
-    for (FwdTile t; tiles.next<Config::kBlockM>(p, params.num_items, t);) {
-        Keys keys(p, t);
-        if (keys.end <= keys.first) continue;
-        int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
-        uint32 bar = bars.q.acquire(q_at, kQBytes);
-#pragma unroll
-        for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_q + c * Config::kBlockM * 128, &params.map_q, bar, c * 64, t.m0, t.head_idx, t.batch_idx);
-        q_at.advance();
-        for (int32 n = keys.end - 1; n >= keys.first; --n) {
-            bar = bars.k.acquire(k_at, kKvBytes);
-#pragma unroll
-            for (int c = 0; c < Config::kPanels; ++c)
-                tma_load_4d(smem_k + k_at.stage * kKvBytes + c * kKvPanelBytes, &params.map_k, bar, c * 64,
-                            n * Config::kBlockN, kv_head, t.batch_idx);
-            k_at.advance();
-            bar = bars.v.acquire(v_at, kKvBytes);
-#pragma unroll
-            for (int c = 0; c < Config::kPanels; ++c)
-                tma_load_4d(smem_v + v_at.stage * kKvBytes + c * kKvPanelBytes, &params.map_v, bar, c * 64,
-                            n * Config::kBlockN, kv_head, t.batch_idx);
-            v_at.advance();
+class Producer {
+  public:
+    OA_DEVICE Producer(const AttnFwdSm90Params& params, SharedStorage& smem, const Barriers& bars)
+        : params_(params),
+          smem_(smem),
+          bars_(bars),
+          smem_q_(smem_addr_of(smem.q)),
+          smem_k_(smem_addr_of(smem.k)),
+          smem_v_(smem_addr_of(smem.v)) {}
+
+    // One thread.
+    OA_DEVICE void run_dense() {
+        prefetch_maps();
+        PersistentTiles tiles;
+        for (FwdTile t; tiles.next<Config::kBlockM>(params_.p, params_.num_items, t);) {
+            Keys keys(params_.p, t);
+            if (keys.end > keys.first) {
+                bars_.q.wait_empty(q_at_);
+                copy_tile(t, keys);
+            }
         }
     }
-}
+
+    // One warp: the walk over cu_seqlens takes all lanes, the copies one. The consumers get the tile through shared
+    // memory, so that the walk is done once, and ahead of them.
+    OA_DEVICE void run_varlen(int lane) {
+        if (lane == 0) prefetch_maps();
+        for (uint32 item = blockIdx.x; item < params_.num_items; item += gridDim.x) {
+            // Heads side by side: a CTA's tiles are then spread over all sequences, long and short.
+            uint32 block = item / params_.p.num_q_heads, head = item - block * params_.p.num_q_heads;
+            FwdTile t = varlen_tile<Config::kBlockM>(params_.p, int64(head) * params_.p.num_m_blocks + block);
+            if (!t.valid) continue;
+            t.batch_idx = 0;  // packed tensors have no batch
+            if (lane == 0) {
+                Keys keys(params_.p, t);
+                bars_.q.wait_empty(q_at_);
+                smem_.tile = t;
+                if (keys.end > keys.first) {
+                    copy_tile(t, keys);
+                } else {
+                    bars_.q.announce(q_at_, 0);
+                    q_at_.advance();
+                }
+            }
+            __syncwarp();
+        }
+        if (lane == 0) {
+            bars_.q.wait_empty(q_at_);
+            smem_.tile.m0 = kNoMoreTiles;
+            bars_.q.announce(q_at_, 0);
+        }
+    }
+
+  private:
+    OA_DEVICE void prefetch_maps() const {
+        tma_prefetch(&params_.map_q);
+        tma_prefetch(&params_.map_k);
+        tma_prefetch(&params_.map_v);
+    }
+
+    OA_DEVICE void copy_tile(const FwdTile& t, const Keys& keys) {
+        int32 kv_head = t.head_idx / (params_.p.num_q_heads / params_.p.num_kv_heads);
+        uint32 bar = bars_.q.announce(q_at_, kQBytes);
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c)
+            tma_load_4d(smem_q_ + c * Config::kBlockM * 128, &params_.map_q, bar, c * 64, t.q_begin + t.m0, t.head_idx,
+                        t.batch_idx);
+        q_at_.advance();
+        for (int32 n = keys.end - 1; n >= keys.first; --n) {
+            int32 row = t.k_begin + n * Config::kBlockN;
+            copy_keys(bars_.k, k_at_, smem_k_, &params_.map_k, row, kv_head, t.batch_idx);
+            copy_keys(bars_.v, v_at_, smem_v_, &params_.map_v, row, kv_head, t.batch_idx);
+        }
+    }
+
+    OA_DEVICE void copy_keys(const KvRing& ring, KvState& at, uint32 smem, const TensorMap* map, int32 row,
+                             int32 kv_head, int32 batch_idx) {
+        uint32 bar = ring.acquire(at, kKvBytes);
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c)
+            tma_load_4d(smem + at.stage * kKvBytes + c * kKvPanelBytes, map, bar, c * 64, row, kv_head, batch_idx);
+        at.advance();
+    }
+
+    const AttnFwdSm90Params& params_;
+    SharedStorage& smem_;
+    const Barriers& bars_;
+    uint32 smem_q_, smem_k_, smem_v_;
+    RingState<1> q_at_;
+    KvState k_at_, v_at_;
+};
 
 // S = Q K^T, asynchronous. smem_q: this warpgroup's 64 rows.
 OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
@@ -142,6 +203,21 @@ OA_DEVICE void issue_pv(Output& o, const Probabilities& probs, uint32 smem_v) {
                                        wgmma_descriptor(smem_v + step * 16 * 128, kKvPanelBytes, 1024), 1);
     wgmma_commit();
     wgmma_pin(o);
+}
+
+// Clears the rows of V from `valid_rows` on: in packed tensors they belong to the next sequence, and 0 times its NaN
+// would be NaN. Every warpgroup clears all of them before its own product; they write the same zeros.
+OA_DEVICE void clear_tail(uint32 smem_v, int32 valid_rows, int32 group) {
+    int32 words = (Config::kBlockN - valid_rows) * 8;  // 16 bytes each, in one panel
+    for (int32 i = threadIdx.x & 127; i < words; i += 128)
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c)
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(smem_v + c * kKvPanelBytes +
+                                                                          valid_rows * 128 + i * 16),
+                         "r"(0)
+                         : "memory");
+    fence_proxy_async();
+    named_barrier_sync(8 + group, 128);
 }
 
 OA_DEVICE void mask_edges(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0, int lane) {
@@ -226,7 +302,7 @@ OA_DEVICE void epilogue(const Output& o, RowState& rows, const AttnFwdParams& p,
                         int lane) {
     float sink2 = sink_log2<Config::Io>(p, t);
     int quad_lane = lane & 3;
-    uint16* go = p.o + t.batch_idx * p.o_stride_b + t.head_idx * p.o_stride_h;
+    uint16* go = p.o + t.batch_idx * p.o_stride_b + t.head_idx * p.o_stride_h + int64(t.q_begin) * p.o_stride_s;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float l = rows.l[r];
@@ -236,7 +312,7 @@ OA_DEVICE void epilogue(const Output& o, RowState& rows, const AttnFwdParams& p,
         int32 row = warp_row + (lane >> 2) + r * 8;
         bool row_ok = row < t.seqlen_q;
         if (p.lse != nullptr && quad_lane == 0 && row_ok)
-            p.lse[t.batch_idx * p.lse_stride_b + t.head_idx * p.lse_stride_h + row] = res.lse;
+            p.lse[t.batch_idx * p.lse_stride_b + t.head_idx * p.lse_stride_h + t.q_begin + row] = res.lse;
 #pragma unroll
         for (int d = 0; d < Config::kDTiles; d += 4) {
             uint32 w[4];
@@ -272,7 +348,27 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
     auto next_turn = [&] { named_barrier_arrive(group == Config::kConsumers - 1 ? 1 : 2 + group, 256); };
 
     PersistentTiles tiles;
-    for (FwdTile t; tiles.next<Config::kBlockM>(p, params.num_items, t);) {
+    auto next_tile = [&](FwdTile& t) {
+        if constexpr (Config::kVarlen) {
+            bars.q.wait(q_at);
+            t = smem.tile;
+            return t.m0 != kNoMoreTiles;
+        } else {
+            return tiles.next<Config::kBlockM>(p, params.num_items, t);
+        }
+    };
+    auto release_q = [&] {
+        // Every lane, where every lane has read the tile: each orders its own read before the producer's next write.
+        bars.q.release(q_at, Config::kVarlen ? 0 : lane);
+    };
+    // Before the product with V of tile n.
+    auto clear_foreign_rows = [&](const FwdTile& t, int32 n) {
+        if constexpr (Config::kVarlen) {
+            int32 valid_rows = t.seqlen_k - n * Config::kBlockN;
+            if (valid_rows < Config::kBlockN) clear_tail(smem_v + v_at.stage * kKvBytes, valid_rows, group);
+        }
+    };
+    for (FwdTile t; next_tile(t);) {
         Keys keys(p, t);
         int32 warp_row = t.m0 + group * 64 + warp_in_group * 16;
         Output o;
@@ -293,7 +389,7 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
             wgmma_pin(s);
             bars.k.release(k_at, lane);
             k_at.advance();
-            if (n == keys.first) bars.q.release(q_at, lane);
+            if (n == keys.first) release_q();
             if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p, t, warp_row, n * Config::kBlockN, lane);
             rows.raise(s, c, alpha);
             rows.exponentiate(s, c);
@@ -304,6 +400,7 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
                 my_turn();
                 issue_qk(s, smem_q, smem_k + k_at.stage * kKvBytes);
                 bars.v.wait(v_at);
+                clear_foreign_rows(t, n + 1);
                 issue_pv(o, probs, smem_v + v_at.stage * kKvBytes);
                 next_turn();
                 wgmma_wait<1>();
@@ -311,7 +408,7 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
                 bars.k.release(k_at, lane);
                 k_at.advance();
                 // The last scores are there: the producer may fetch the next tile's Q under the rest of this one.
-                if (n == keys.first) bars.q.release(q_at, lane);
+                if (n == keys.first) release_q();
                 if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p, t, warp_row, n * Config::kBlockN, lane);
                 bool raised = rows.raise(s, c, alpha);
                 rows.exponentiate(s, c);
@@ -327,11 +424,15 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
             }
             q_at.advance();
             bars.v.wait(v_at);
+            clear_foreign_rows(t, keys.first);
             issue_pv(o, probs, smem_v + v_at.stage * kKvBytes);
             wgmma_wait<0>();
             wgmma_pin(o);
             bars.v.release(v_at, lane);
             v_at.advance();
+        } else if (Config::kVarlen) {
+            release_q();
+            q_at.advance();
         }
         epilogue(o, rows, p, t, warp_row, lane);
     }
@@ -344,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     Barriers bars(smem);
     if (threadIdx.x == 0) {
-        bars.q.init(4 * Config::kConsumers);
+        bars.q.init(Config::kConsumers * (Config::kVarlen ? 128 : 4));
         bars.k.init(4 * Config::kConsumers);
         bars.v.init(4 * Config::kConsumers);
         fence_barrier_init();
@@ -353,7 +454,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_release<Config::kConsumers == 2 ? 40 : 32>();
-        if (threadIdx.x == 0) produce(params, smem, bars);
+        Producer producer(params, smem, bars);
+        if constexpr (Config::kVarlen) {
+            if (threadIdx.x < 32) producer.run_varlen(threadIdx.x);
+        } else {
+            if (threadIdx.x == 0) producer.run_dense();
+        }
     } else {
         registers_claim<Config::kConsumers == 2 ? 232 : 160>();
         consume(params, smem, bars, warpgroup - 1);

@@ -16,26 +16,32 @@ struct RingState {
     }
 };
 
-// `full`: one arrival (the producer's expect_tx) and the copy's bytes. `empty`: one arrival a consumer warp.
+// `full`: one arrival (the producer's expect_tx) and the copy's bytes. `empty`: as many arrivals as `init` says, one a
+// consumer warp as a rule.
 template <int kStages>
 struct Ring {
     uint32 full, empty;  // shared addresses of kStages barriers each
 
-    OA_DEVICE void init(uint32 consumer_warps) const {
+    OA_DEVICE void init(uint32 arrivals) const {
         for (int s = 0; s < kStages; ++s) {
             mbarrier_init(full + 8 * s, 1);
-            mbarrier_init(empty + 8 * s, consumer_warps);
+            mbarrier_init(empty + 8 * s, arrivals);
         }
     }
-    // Producer: waits until the buffer is free (at once in the first round) and announces `bytes`.
-    OA_DEVICE uint32 acquire(const RingState<kStages>& at, uint32 bytes) const {
-        mbarrier_wait(empty + 8 * at.stage, at.phase ^ 1);
+    // Producer: waits until the buffer is free (at once in the first round).
+    OA_DEVICE void wait_empty(const RingState<kStages>& at) const { mbarrier_wait(empty + 8 * at.stage, at.phase ^ 1); }
+    // Producer: the buffer is full once `bytes` of copies have landed; returns the barrier that they complete on.
+    OA_DEVICE uint32 announce(const RingState<kStages>& at, uint32 bytes) const {
         mbarrier_arrive_expect_tx(full + 8 * at.stage, bytes);
         return full + 8 * at.stage;
     }
+    OA_DEVICE uint32 acquire(const RingState<kStages>& at, uint32 bytes) const {
+        wait_empty(at);
+        return announce(at, bytes);
+    }
     // Consumer, every thread.
     OA_DEVICE void wait(const RingState<kStages>& at) const { mbarrier_wait(full + 8 * at.stage, at.phase); }
-    // Consumer, one lane of each warp, after the warp's last read.
+    // Consumer, after the warp's last read: the lane that is 0 arrives.
     OA_DEVICE void release(const RingState<kStages>& at, int lane) const {
         if (lane == 0) mbarrier_arrive(empty + 8 * at.stage);
     }

@@ -20,3 +20,7 @@ OA_DEVICE void tma_load_4d(uint32 dst, const TensorMap* map, uint32 bar, int32 c
 
 // prefetch.tensormap: fetches the descriptor ahead of the first copy. One thread.
 OA_DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// fence.proxy.async.shared::cta: this thread's ordinary stores to shared memory come before later reads of it by wgmma
+// or bulk copies. Every writing thread, then a barrier.
+OA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

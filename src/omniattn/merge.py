@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import arguments, arrays
+from . import arguments, arrays, runtime
 from .arrays import Tensor
 from .errors import ArgumentError, DtypeError, ShapeError
 from .launch.merge_states import launch_merge_states
+from .runtime.driver import on_reset
 from .select import Target, select_merge_states
 
 _NAME = "merge_states"
+_MAX_KERNELS = 1024
+#: Kernels by the facts of the arrays they have been checked for.
+_kernels: dict[Any, runtime.LoadedKernel] = {}
+# Kernels of a lost driver, in a forked child for example.
+on_reset(_kernels.clear)
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None, stream: Any = None) -> tuple[Any, Any]:
@@ -52,7 +58,13 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None,
     a, b = arrays.describe(o_a, "o_a", raw), arrays.describe(o_b, "o_b", raw)
     log_a, log_b = arrays.describe(lse_a, "lse_a", raw), arrays.describe(lse_b, "lse_b", raw)
     given = None if out is None else arrays.describe(out, "out", raw)
-    _check(a, log_a, b, log_b, given)
+    # Shapes, strides and dtypes that passed once pass again; addresses are looked at in every call.
+    key = tuple((t.dtype, t.device, t.ordinal, t.shape, t.strides) for t in (a, b, log_a, log_b))
+    kernel = (
+        _kernels.get(key) if given is None and not (a.ptr | b.ptr) & 15 and not (log_a.ptr | log_b.ptr) & 3 else None
+    )
+    if kernel is None:
+        _check(a, log_a, b, log_b, given)
     shape, lse_shape = tuple(a.shape), tuple(log_a.shape)
 
     if a.device == "cpu":
@@ -69,11 +81,13 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None,
         arrays.store(lse_out, lse)
         return arrays.finish(o_out, 0), arrays.finish(lse_out, 0)
 
-    from . import runtime
-
-    device = runtime.device_info(a.ordinal)
-    selection = select_merge_states(a.dtype, Target(device.cc, device.max_smem_optin))
-    kernel = runtime.load(selection.spec, a.ordinal)
+    if kernel is None:
+        device = runtime.device_info(a.ordinal)
+        selection = select_merge_states(a.dtype, Target(device.cc, device.max_smem_optin))
+        kernel = runtime.load(selection.spec, a.ordinal)
+        if len(_kernels) >= _MAX_KERNELS:
+            _kernels.clear()
+        _kernels[key] = kernel
     o_out = given if given is not None else arrays.empty_like_framework(a, shape, a.dtype)
     lse_out = arrays.empty_like_framework(a, lse_shape, "float32")
     tensors = [a, b, log_a, log_b, o_out, lse_out]

@@ -52,7 +52,7 @@ class KernelSpec:
         Options beyond the common set that it was compiled with. ``"score_mods"``: softcap, mask, softmax_scale <= 0.
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences;
-        ``"any_strides"``: arrays that no tensor map describes (zero, negative or huge strides).
+        ``"dense"``: batches; ``"any_strides"``: arrays that no tensor map describes (zero, negative or huge strides).
     allowed_spill_bytes : int
         Register spills that are known and measured to be harmless; the build fails above it.
     """
@@ -175,14 +175,14 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 
 
-def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str) -> KernelSpec:
+def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
     block_m = 64 * tile.num_consumers
-    # Q, the stages of K and V, two barriers for Q and four for each stage; the struct is aligned to 1024 bytes.
+    # Q, the stages of K and V; two barriers for Q, four for each stage, and a tile of 32 bytes. Aligned to 1024 bytes.
     tiles_bytes = 2 * tile.head_dim * (block_m + 2 * tile.num_stages * tile.block_n)
-    smem_bytes = -(-(tiles_bytes + 8 * (2 + 4 * tile.num_stages)) // 1024) * 1024
+    smem_bytes = -(-(tiles_bytes + 8 * (2 + 4 * tile.num_stages) + 32) // 1024) * 1024
     return KernelSpec(
-        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}",
+        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}" + ("_varlen" if varlen else ""),
         family="attn_fwd_sm90",
         op="attention",
         source="entry/attn_fwd_sm90.cu",
@@ -193,6 +193,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str) -> KernelSpec:
             ("NUM_CONSUMERS", str(tile.num_consumers)),
             ("BLOCK_N", str(tile.block_n)),
             ("NUM_STAGES", str(tile.num_stages)),
+            ("VARLEN", str(int(varlen))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -204,7 +205,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str) -> KernelSpec:
         min_arch=(9, 0),
         arch_specific=True,
         prebuild=("90a",),
-        lacks=frozenset({"varlen", "any_strides"}),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
     )
 
 
@@ -233,7 +234,12 @@ REGISTRY: tuple[KernelSpec, ...] = (
         for tile in tiles
         for dtype in ("float16", "bfloat16")
     ),
-    *(_attn_fwd_sm90(tile, dtype) for tile in _FWD_SM90_TILES for dtype in ("float16", "bfloat16")),
+    *(
+        _attn_fwd_sm90(tile, dtype, varlen)
+        for varlen in (False, True)
+        for tile in _FWD_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    ),
     *(_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32")),
 )
 

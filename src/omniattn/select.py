@@ -51,6 +51,8 @@ def _unfit(spec: KernelSpec, problem: Problem, target: Target) -> str | None:
         return "it has no softcap, mask or non-positive softmax_scale"
     if problem.varlen and "varlen" in spec.lacks:
         return "it takes no packed sequences"
+    if not problem.varlen and "dense" in spec.lacks:
+        return "it takes packed sequences only"
     if not problem.tensor_maps and "any_strides" in spec.lacks:
         return "tensor maps cannot describe these strides, or the driver in use cannot make them"
     if (

@@ -89,6 +89,15 @@ def pack_rest(
     )
 
 
+def num_m_blocks(problem: Problem, block_m: int) -> int:
+    """Blocks of query rows for each head: of one sequence, or for packed ones a bound that holds for any lengths."""
+    blocks = -(-problem.seqlen_q // block_m)
+    if problem.varlen and blocks:
+        # One partly filled block a sequence, and one each before and behind all sequences.
+        blocks += problem.batch + 2
+    return blocks
+
+
 class ForwardPlan:
     """Everything about a call but its pointers, packed once and used at every call with the same shapes."""
 
@@ -104,13 +113,8 @@ class ForwardPlan:
     ) -> None:
         self.kernel = kernel
         self.threads = spec.num_warps * 32
-        blocks = -(-problem.seqlen_q // spec.block_m)
-        if problem.varlen:
-            # Bound for any lengths: one partly filled block a sequence, and one each before and behind all sequences.
-            blocks = blocks + problem.batch + 2 if problem.seqlen_q else 0
-            self.num_tiles = blocks * problem.num_q_heads
-        else:
-            self.num_tiles = blocks * problem.num_q_heads * problem.batch
+        blocks = num_m_blocks(problem, spec.block_m)
+        self.num_tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)
         self.launches: list[tuple[tuple[int, int, int], bytes]] = []
         for offset in range(0, self.num_tiles, MAX_GRID_X):
             rest = pack_rest(problem, strides, mask_extent, blocks, tile_offset=offset)

@@ -7,7 +7,7 @@ import struct
 from ..problem import UNLIMITED, Problem
 from ..registry import KernelSpec
 from ..runtime import LoadedKernel
-from .attn_fwd import HEAD_MAJOR, LONGEST_FIRST, PAIRED, ForwardStrides, pack_pointers, pack_rest
+from .attn_fwd import HEAD_MAJOR, LONGEST_FIRST, PAIRED, ForwardStrides, num_m_blocks, pack_pointers, pack_rest
 from .params import PARAMS
 
 _TAIL = struct.Struct("<I28x")  # num_items, and the padding of a struct that is aligned to 64 bytes
@@ -56,18 +56,18 @@ class ForwardSm90Plan:
     ) -> None:
         self.kernel = kernel
         self.threads = spec.num_warps * 32
-        blocks = -(-problem.seqlen_q // spec.block_m)
-        heads = problem.batch * problem.num_q_heads
+        blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
+        heads = batch * problem.num_q_heads
         self.num_tiles = blocks * heads
         items, order = self.num_tiles, HEAD_MAJOR
-        if problem.window_right != UNLIMITED and problem.window_left == UNLIMITED:
+        if not problem.varlen and problem.window_right != UNLIMITED and problem.window_left == UNLIMITED:
             # Tiles grow with their row: pairs of a long and a short one where there are enough of them for all SMs.
             pairs = heads * ((blocks + 1) // 2)
             items, order = (pairs, PAIRED) if pairs >= sm_count else (self.num_tiles, LONGEST_FIRST)
         self._grid = (min(items, sm_count), 1, 1)
         self._rest = pack_rest(problem, strides, (0, 0), blocks, tile_order=order) + _TAIL.pack(items)
-        q_shape = (problem.batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim)
-        kv_shape = (problem.batch, problem.seqlen_k, problem.num_kv_heads, problem.head_dim)
+        q_shape = (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim)
+        kv_shape = (batch, problem.seqlen_k, problem.num_kv_heads, problem.head_dim)
         self._q = _Operand(problem.dtype, q_shape, strides.q, spec.block_m)
         # Without keys nothing is copied, but a map of zero rows cannot be made: the rows of q stand in.
         empty = problem.seqlen_k == 0
