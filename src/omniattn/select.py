@@ -55,11 +55,12 @@ def _unfit(spec: KernelSpec, problem: Problem, target: Target) -> str | None:
         return "it takes packed sequences only"
     if not problem.tensor_maps and "any_strides" in spec.lacks:
         return "tensor maps cannot describe these strides, or the driver in use cannot make them"
-    if (
-        "any_strides" in spec.lacks
-        and problem.batch * problem.num_q_heads * (problem.seqlen_q // 64 + 1) >= 2**31 - 2**16
-    ):
-        return "it counts tiles in 31 bits"
+    if "any_strides" in spec.lacks:
+        # A bound: 64 rows are the smallest tile, and packed sequences add one each.
+        blocks = problem.seqlen_q // 64 + (problem.batch + 3 if problem.varlen else 1)
+        heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
+        if heads * blocks >= 2**31 - 2**16:
+            return "it counts tiles in 31 bits"
     if spec.arch_specific and target.cc != spec.min_arch:
         return f"it is for compute capability {_dotted(spec.min_arch)} only, this GPU has {_dotted(target.cc)}"
     if target.cc < spec.min_arch:
