@@ -243,7 +243,9 @@ struct RowState {
     OA_DEVICE RowState() : m2{kLowest, kLowest}, l{0.0f, 0.0f} {}
 
     // Takes a tile's maximum in; returns true for the whole warp if any row's base was raised, with the factors.
-    OA_DEVICE bool raise(const Scores& s, float c, float (&alpha)[2]) {
+    // own: whether the rows belong to the tile's sequence. In packed tensors a tile's last rows may be the next sequence's;
+    // they must not have a say in the vote, or a result would depend on its neighbour.
+    OA_DEVICE bool raise(const Scores& s, float c, float (&alpha)[2], const bool (&own)[2]) {
         constexpr float kSlack = 8.0f;
         float top[2];
 #pragma unroll
@@ -257,7 +259,7 @@ struct RowState {
         for (int mask = 1; mask <= 2; mask <<= 1)
 #pragma unroll
             for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], mask));
-        bool grew = fmaf(top[0], c, -m2[0]) > kSlack || fmaf(top[1], c, -m2[1]) > kSlack;
+        bool grew = (own[0] && fmaf(top[0], c, -m2[0]) > kSlack) || (own[1] && fmaf(top[1], c, -m2[1]) > kSlack);
         alpha[0] = alpha[1] = 1.0f;
         bool any = __any_sync(0xffffffffu, grew);
         if (any) {
@@ -375,6 +377,9 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
 #pragma unroll
         for (int i = 0; i < Config::kDTiles * 4; ++i) o[i] = 0.0f;
         RowState rows;
+        // Rows of dense batches beyond the end are zeros, whose scores never grow.
+        bool own[2] = {!Config::kVarlen || warp_row + (lane >> 2) < t.seqlen_q,
+                       !Config::kVarlen || warp_row + (lane >> 2) + 8 < t.seqlen_q};
         if (keys.end > keys.first) {
             int32 n = keys.end - 1;
             Scores s;
@@ -391,7 +396,7 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
             k_at.advance();
             if (n == keys.first) release_q();
             if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p, t, warp_row, n * Config::kBlockN, lane);
-            rows.raise(s, c, alpha);
+            rows.raise(s, c, alpha, own);
             rows.exponentiate(s, c);
             pack_probabilities(probs, s);
 
@@ -410,7 +415,7 @@ OA_DEVICE void consume(const AttnFwdSm90Params& params, SharedStorage& smem, con
                 // The last scores are there: the producer may fetch the next tile's Q under the rest of this one.
                 if (n == keys.first) release_q();
                 if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p, t, warp_row, n * Config::kBlockN, lane);
-                bool raised = rows.raise(s, c, alpha);
+                bool raised = rows.raise(s, c, alpha, own);
                 rows.exponentiate(s, c);
                 wgmma_wait<0>();
                 wgmma_pin(o);

@@ -145,7 +145,7 @@ def explain(
         resolution.reason,
         resolution.arch,
         f"cuda:{tq.ordinal} {device.name}",
-        plan.forward.num_tiles,
+        plan.forward.num_ctas,
         plan.forward.threads,
         plan.selection.spec.smem_bytes,
         problem.flops,

@@ -134,6 +134,24 @@ def test_neighbours_do_not_leak(head_dim: int) -> None:
     assert torch.equal(got[250:], want[250:])
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bits_do_not_depend_on_neighbours(head_dim: int) -> None:
+    """Rows of the next sequence share a tile, but have no say in it; so o may take q's place here too."""
+    cu = torch.tensor([0, 100, 612, 1124], dtype=torch.int32, device="cuda")
+    sizes = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 512, "max_seqlen_k": 512}
+    q = 10 * torch.randn(1124, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1124, 2, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    want = oa.attention_varlen(q, k, v, **sizes)
+    other = q.clone()
+    other[100:612] = 0
+    got = oa.attention_varlen(other, k, v, **sizes)
+    assert torch.equal(got[:100], want[:100])
+    for _ in range(10):
+        in_place = q.clone()
+        oa.attention_varlen(in_place, k, v, out=in_place, **sizes)
+        assert torch.equal(in_place, want)
+
+
 def test_cu_seqlens_outside_the_tensors_are_clamped() -> None:
     q = torch.randn(64, 2, 64, device="cuda", dtype=torch.float16)
     bad = torch.tensor([-5, 40, 4000], dtype=torch.int32, device="cuda")

@@ -179,3 +179,17 @@ def test_visible_pairs_against_brute_force() -> None:
         assert problem.flops == 4 * pairs * 64 * 2 * 3
     assert changed(varlen=True).visible_pairs is None
     assert changed(varlen=True).flops is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"batch": 8192, "seqlen_q": 524288, "num_q_heads": 32, "varlen": True}, "attn_fwd_sm90"),
+        ({"batch": 1, "seqlen_q": 1, "num_q_heads": 2**30, "varlen": True}, "attn_fwd_sm80"),
+        ({"batch": 2**20, "seqlen_q": 1, "num_q_heads": 2**11}, "attn_fwd_sm80"),
+    ],
+    ids=str,
+)
+def test_tiles_are_counted_in_31_bits(fields: dict[str, object], expected: str) -> None:
+    target = Target((9, 0), GPUS[9, 0])
+    assert select_attention(changed(**fields), target).spec.family == expected

@@ -120,6 +120,11 @@ class ForwardPlan:
             rest = pack_rest(problem, strides, mask_extent, blocks, tile_offset=offset)
             self.launches.append(((min(MAX_GRID_X, self.num_tiles - offset), 1, 1), rest))
 
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of all launches of a call."""
+        return self.num_tiles
+
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
         """Queue the kernel on ``stream``; ``pointers`` in the order of `_POINTERS`, 0 for what is absent."""
         head = pack_pointers(pointers)

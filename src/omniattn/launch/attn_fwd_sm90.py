@@ -74,6 +74,11 @@ class ForwardSm90Plan:
         self._k = self._q if empty else _Operand(problem.dtype, kv_shape, strides.k, spec.block_n)
         self._v = self._q if empty else _Operand(problem.dtype, kv_shape, strides.v, spec.block_n)
 
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of a launch."""
+        return self._grid[0]
+
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
         """Queue the kernel on ``stream``; ``pointers`` as `pack_pointers` takes them."""
         if self.num_tiles == 0:
