@@ -15,6 +15,7 @@ from .errors import ArgumentError, ShapeError
 from .launch.attn_fwd import ForwardPlan, ForwardStrides
 from .launch.attn_fwd_sm90 import ForwardSm90Plan
 from .problem import Problem
+from .repeat import RepeatedForward, repeated_forward
 from .runtime.driver import on_reset
 from .select import Selection, Target, select_attention
 
@@ -25,9 +26,12 @@ on_reset(_plans.clear)
 
 
 class _Plan:
-    """A validated call: what to allocate, and how to run it."""
+    """A validated call: what to allocate, and how to run it.
 
-    __slots__ = ("forward", "lse_shape", "problem", "q_shape", "selection")
+    ``repeat`` is the short way for calls whose arrays `arrays.look` knows; None for all others.
+    """
+
+    __slots__ = ("forward", "lse_shape", "problem", "q_shape", "repeat", "selection")
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class _Plan:
         self.lse_shape = lse_shape
         self.selection = selection
         self.forward = forward
+        self.repeat: RepeatedForward | None = None
 
 
 def attention(
@@ -216,39 +221,43 @@ def _run(
     deterministic: Any,
 ) -> Any:
     raw = None if stream is None else arrays.resolve_stream(stream)
-    describe = arrays.describe
-    tq, tk, tv = describe(q, "q", raw), describe(k, "k", raw), describe(v, "v", raw)
+    plain = out is None and mask is None and sinks is None and function == "attention"
+    seen = arrays.look((q, k, v) if plain else (q, k, v, out, cu_q, cu_k, mask, sinks))
+    if seen is None:
+        tq, tk, tv, extra = _describe(q, k, v, cu_q, cu_k, mask, sinks, out, raw)
+        facts = tuple(
+            (name, t.dtype, t.device, t.ordinal, t.shape, t.strides)
+            for name, t in (("q", tq), ("k", tk), ("v", tv), *extra.items())
+        )
+    else:
+        facts, addresses = seen
     key: Any = (
-        function, tq.dtype, tq.device, tq.ordinal, tq.shape, tq.strides, tk.dtype, tk.device, tk.ordinal, tk.shape,
-        tk.strides, tv.dtype, tv.device, tv.ordinal, tv.shape, tv.strides, layout, causal, window, softmax_scale,
-        softcap, precision, return_lse, deterministic, max_q, max_k, os.environ.get("OMNIATTN_FORCE_KERNEL"),
+        function, facts, layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_q,
+        max_k, os.environ.get("OMNIATTN_FORCE_KERNEL"),
         # True == 1 == 1.0, but not every one of them is valid everywhere.
         causal.__class__, softmax_scale.__class__, softcap.__class__, return_lse.__class__, deterministic.__class__,
         max_q.__class__, max_k.__class__,
     )  # fmt: skip
     if window is not None:
         key += (window.__class__, *(x.__class__ for x in window)) if isinstance(window, tuple) else (window.__class__,)
-    extra: dict[str, Tensor] = {}
-    if not (cu_q is None and mask is None and sinks is None and out is None and function == "attention"):
-        for name, value in (
-            ("cu_seqlens_q", cu_q),
-            ("cu_seqlens_k", cu_k),
-            ("mask", mask),
-            ("sinks", sinks),
-            ("out", out),
-        ):
-            if value is not None:
-                t = extra[name] = describe(value, name, raw)
-                key += (name, t.dtype, t.device, t.ordinal, t.shape, t.strides)
     try:
         plan = _plans.get(key)
     except TypeError:  # an unhashable option, a list for window say: validation has the last word
         plan, key = None, None
+    if seen is not None:
+        if plan is not None and plan.repeat is not None:
+            result = plan.repeat(q, out, addresses, raw)
+            if result is not None:
+                return result
+        tq, tk, tv, extra = _describe(q, k, v, cu_q, cu_k, mask, sinks, out, raw)
     if plan is None:
         plan = _make_plan(
             function, tq, tk, tv, extra, max_q, max_k, layout, causal, window, softmax_scale, softcap, precision,
             return_lse, deterministic, run=True,
         )  # fmt: skip
+        if seen is not None:
+            lse_shape = plan.lse_shape if return_lse else None
+            plan.repeat = repeated_forward(plan.forward, plan.problem, tq, plan.q_shape, lse_shape)
         if key is not None:
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
@@ -283,6 +292,16 @@ def _run(
     arrays.retire(tensors, handle)
     result = arrays.finish(o, handle)
     return result if lse is None else (result, arrays.finish(lse, handle))
+
+
+def _describe(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, mask: Any, sinks: Any, out: Any, raw: int | None
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """q, k, v, and by name those of the others that were given."""
+    describe = arrays.describe
+    tq, tk, tv = describe(q, "q", raw), describe(k, "k", raw), describe(v, "v", raw)
+    others = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": mask, "sinks": sinks, "out": out}
+    return tq, tk, tv, {name: describe(x, name, raw) for name, x in others.items() if x is not None}
 
 
 def _check_aliasing(function: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import omniattn as oa
-from omniattn import arrays
 from omniattn.cli.cases import Case, cases_for, problem
 from omniattn.testing import assert_close
 
@@ -26,19 +25,18 @@ def cases(op: str, score_mods: bool = True) -> tuple[Case, ...]:
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Every torch output that the library allocates begins as NaN, the LSE included."""
-    plain = arrays.empty_like_framework
+    """Every torch output that the library allocates begins as NaN, the LSE included, however it is allocated."""
+    import torch
 
-    def poisoned(ref: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        t = plain(ref, shape, dtype)
-        t.obj.fill_(float("nan"))
-        return t
-
-    arrays.empty_like_framework = poisoned
+    before = torch.are_deterministic_algorithms_enabled()
+    # Torch fills what its `empty` functions give with NaN then.
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
     try:
+        assert torch.empty_strided((1,), (1,), device="cuda").isnan().all()
         yield
     finally:
-        arrays.empty_like_framework = plain
+        torch.use_deterministic_algorithms(before)
 
 
 def run_case(torch: Any, case: Case, op: str, dtype: str, head_dim: int) -> tuple[Any, Any]:

@@ -89,7 +89,7 @@ def test_row(
 
     # Plans keep the kernel that they were made with: none may come from, or remain for, other tests.
     monkeypatch.setattr(importlib.import_module("omniattn.attention"), "_plans", {})
-    monkeypatch.setattr(importlib.import_module("omniattn.merge"), "_kernels", {})
+    monkeypatch.setattr(importlib.import_module("omniattn.merge"), "_plans", {})
     monkeypatch.setattr(runtime, "load", load)
     if spec.op == "attention":
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", name)

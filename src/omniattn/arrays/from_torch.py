@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
-from .tensor import Tensor
+from .tensor import Tensor, contiguous_strides
 
 NAME = "torch"
 
@@ -77,6 +77,30 @@ def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
     return t
 
 
+def look(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:
+    """See `omniattn.arrays.look`; the hot path of all, eight attribute reads a tensor."""
+    facts: list[Any] = []
+    addresses: list[int] = []
+    try:
+        for obj in objects:
+            if obj is None:
+                facts.append(None)
+                addresses.append(0)
+                continue
+            if (
+                obj.__class__ not in _PLAIN
+                or not obj.is_cuda
+                or obj.is_neg()
+                or (obj.requires_grad and _is_grad_enabled())
+            ):
+                return None
+            facts += (obj.dtype, obj.get_device(), obj.shape, obj.stride())
+            addresses.append(obj.data_ptr())
+    except RuntimeError:  # no strides, or no memory
+        return None
+    return tuple(facts), addresses
+
+
 def _no_memory(obj: Any, argument: str) -> Exception:
     """The error for a tensor that is not plain strided memory on the CPU or on CUDA."""
     if getattr(obj, "is_nested", False):
@@ -111,12 +135,13 @@ def _device(kind: str, ordinal: int) -> Any:
     return torch.device(kind, ordinal) if kind == "cuda" else torch.device("cpu")
 
 
-_empty = torch.empty
+# Strides given, because torch.empty tries a form with dimension names first: 2.5 µs against 1.6 µs.
+_empty = torch.empty_strided
 
 
 def empty(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
     """A new tensor on ``ref``'s device, from torch's allocator and for torch's current stream."""
-    obj = _empty(shape, dtype=_BY_NAME[dtype], device=_device(ref.device, ref.ordinal))
+    obj = _empty(shape, contiguous_strides(shape), dtype=_BY_NAME[dtype], device=_device(ref.device, ref.ordinal))
     t = _new(Tensor)
     t.obj = obj
     t.framework = NAME
@@ -131,6 +156,15 @@ def empty(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
     return t
 
 
+def allocator(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Callable[[Any], Any]:
+    """What gives the tensor of `empty` call after call, from ``ref``'s tensor or any with the same facts."""
+    strides = contiguous_strides(shape)
+    if dtype == ref.dtype and shape == tuple(ref.shape) and strides == tuple(ref.strides):
+        return torch.empty_like  # the cheapest of torch's calls: 1.3 µs
+    make = functools.partial(_empty, shape, strides, dtype=_BY_NAME[dtype], device=_device(ref.device, ref.ordinal))
+    return lambda like: make()
+
+
 # Two attribute reads and a Stream object cheaper than the public call; absent in builds without CUDA.
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -141,6 +175,14 @@ def _current_stream_public(ref: Tensor) -> int:
 
 def _current_stream_raw(ref: Tensor) -> int:
     return _raw_stream(ref.ordinal)
+
+
+def stream_query(ref: Tensor) -> Callable[[], int]:
+    """`current_stream` of ``ref``'s GPU for later calls, without ``ref``."""
+    if _raw_stream is not None:
+        return functools.partial(_raw_stream, ref.ordinal)
+    ordinal = ref.ordinal
+    return lambda: int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 #: Raw handle of torch's current stream on a tensor's GPU.

@@ -11,7 +11,7 @@ from ..runtime import LoadedKernel
 from .params import MAX_GRID_X, PARAMS
 
 # The fields of AttnFwdParams in order, little-endian, no padding.
-_POINTERS = struct.Struct("<9Q")  # q k v o lse cu_seqlens_q cu_seqlens_k mask sinks
+_POINTERS = struct.Struct("<9Q")  # q k v o lse cu_seqlens_q cu_seqlens_k mask sinks; 0 for what is absent
 _REST = struct.Struct(
     "<12q"  # strides of q k v o: batch, seq, head
     "2q"  # lse: batch, head
@@ -27,6 +27,10 @@ _REST = struct.Struct(
     "2f"  # softmax_scale, softcap
     "i"  # tile_order
 )
+# The same struct where all behind the pointers is packed already.
+_ARGUMENTS = struct.Struct(f"<9Q{_REST.size}s")
+#: Bytes of AttnFwdParams behind the pointers.
+REST_BYTES = _REST.size
 _MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
 _SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
 
@@ -46,11 +50,6 @@ class ForwardStrides:
     o: Strides3
     lse: tuple[int, int]
     mask: tuple[int, int, int, int]
-
-
-def pack_pointers(pointers: tuple[int, ...]) -> bytes:
-    """The leading fields of AttnFwdParams: q k v o lse cu_seqlens_q cu_seqlens_k mask sinks, 0 for what is absent."""
-    return _POINTERS.pack(*pointers)
 
 
 def pack_rest(
@@ -127,9 +126,9 @@ class ForwardPlan:
 
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
         """Queue the kernel on ``stream``; ``pointers`` in the order of `_POINTERS`, 0 for what is absent."""
-        head = pack_pointers(pointers)
         kernel = self.kernel
         if kernel is None:
             raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
         for grid, rest in self.launches:
-            kernel.launch(grid, self.threads, stream, PARAMS.write(head + rest))
+            _ARGUMENTS.pack_into(PARAMS.buffer, 0, *pointers, rest)
+            kernel.launch(grid, self.threads, stream, PARAMS.address)

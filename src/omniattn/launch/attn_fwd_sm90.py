@@ -7,10 +7,12 @@ import struct
 from ..problem import UNLIMITED, Problem
 from ..registry import KernelSpec
 from ..runtime import LoadedKernel
-from .attn_fwd import HEAD_MAJOR, LONGEST_FIRST, PAIRED, ForwardStrides, num_m_blocks, pack_pointers, pack_rest
+from .attn_fwd import HEAD_MAJOR, LONGEST_FIRST, PAIRED, REST_BYTES, ForwardStrides, num_m_blocks, pack_rest
 from .params import PARAMS
 
 _TAIL = struct.Struct("<I28x")  # num_items, and the padding of a struct that is aligned to 64 bytes
+# Three tensor maps, the pointers, and all that is packed already.
+_ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES + _TAIL.size}s")
 _PANEL = 64  # columns of one copy: 128 bytes, the width of the swizzle
 
 #: Tensor maps are kept for this many addresses of each operand; encoding one takes about a microsecond.
@@ -80,7 +82,7 @@ class ForwardSm90Plan:
         return self._grid[0]
 
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
-        """Queue the kernel on ``stream``; ``pointers`` as `pack_pointers` takes them."""
+        """Queue the kernel on ``stream``; ``pointers`` as `ForwardPlan.launch` takes them."""
         if self.num_tiles == 0:
             return
         kernel = self.kernel
@@ -89,7 +91,7 @@ class ForwardSm90Plan:
         q, k, v = pointers[:3]
         if self._k is self._q:
             k = v = q
-        data = (
-            self._q.at(q, kernel) + self._k.at(k, kernel) + self._v.at(v, kernel) + pack_pointers(pointers) + self._rest
+        _ARGUMENTS.pack_into(
+            PARAMS.buffer, 0, self._q.at(q, kernel), self._k.at(k, kernel), self._v.at(v, kernel), *pointers, self._rest
         )
-        kernel.launch(self._grid, self.threads, stream, PARAMS.write(data))
+        kernel.launch(self._grid, self.threads, stream, PARAMS.address)

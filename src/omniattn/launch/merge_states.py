@@ -14,6 +14,9 @@ _PARAMS = struct.Struct(
     "q"  # total: rows * chunks
     "4i"  # seqlen, num_heads, chunks, reserved
 )
+# The same struct where all behind the pointers is packed already.
+_REST_BYTES = _PARAMS.size - 48
+_ARGUMENTS = struct.Struct(f"<6Q{_REST_BYTES}s")
 _THREADS = 256
 # Enough CTAs to fill any GPU several times; the kernel strides over the rest.
 _MAX_CTAS = 1 << 20
@@ -21,41 +24,49 @@ _MAX_CTAS = 1 << 20
 Strides3 = tuple[int, int, int]
 
 
-def launch_merge_states(
-    kernel: LoadedKernel,
-    stream: int,
-    pointers: tuple[int, int, int, int, int, int],
-    o_strides: tuple[Strides3, Strides3, Strides3],
-    lse_strides: tuple[Strides3, Strides3, Strides3],
-    extents: tuple[int, int, int, int],
-    itemsize: int,
-) -> None:
-    """Queue the kernel on ``stream``.
+class MergePlan:
+    """Everything about a call but its pointers, packed once and used at every call with the same shapes and strides.
 
     Parameters
     ----------
-    pointers : tuple of int
-        o_a, o_b, o, lse_a, lse_b, lse.
+    kernel : LoadedKernel
     o_strides : (batch, seq, head) strides in elements of o_a, o_b, o.
     lse_strides : (batch, head, seq) strides in elements of lse_a, lse_b, lse.
     extents : (batch, seq, heads, head_dim).
     itemsize : int
         Bytes per element of o.
     """
-    batch, seqlen, heads, head_dim = extents
-    chunks = head_dim * itemsize // 16
-    total = batch * seqlen * heads * chunks
-    if total == 0:
-        return
-    data = _PARAMS.pack(
-        *pointers,
-        *(s for strides in o_strides for s in strides),
-        *(s for strides in lse_strides for s in strides),
-        total,
-        seqlen,
-        heads,
-        chunks,
-        0,
-    )
-    ctas = min(-(-total // _THREADS), _MAX_CTAS)
-    kernel.launch((ctas, 1, 1), _THREADS, stream, PARAMS.write(data))
+
+    __slots__ = ("_grid", "_rest", "kernel")
+
+    def __init__(
+        self,
+        kernel: LoadedKernel,
+        o_strides: tuple[Strides3, Strides3, Strides3],
+        lse_strides: tuple[Strides3, Strides3, Strides3],
+        extents: tuple[int, int, int, int],
+        itemsize: int,
+    ) -> None:
+        self.kernel = kernel
+        batch, seqlen, heads, head_dim = extents
+        chunks = head_dim * itemsize // 16
+        total = batch * seqlen * heads * chunks
+        packed = _PARAMS.pack(
+            *(0, 0, 0, 0, 0, 0),
+            *(s for strides in o_strides for s in strides),
+            *(s for strides in lse_strides for s in strides),
+            total,
+            seqlen,
+            heads,
+            chunks,
+            0,
+        )
+        self._rest = packed[-_REST_BYTES:]
+        self._grid = (min(-(-total // _THREADS), _MAX_CTAS), 1, 1)
+
+    def launch(self, stream: int, pointers: tuple[int, int, int, int, int, int]) -> None:
+        """Queue the kernel on ``stream``; ``pointers`` are o_a, o_b, o, lse_a, lse_b, lse."""
+        if self._grid[0] == 0:
+            return
+        _ARGUMENTS.pack_into(PARAMS.buffer, 0, *pointers, self._rest)
+        self.kernel.launch(self._grid, _THREADS, stream, PARAMS.address)

@@ -7,20 +7,19 @@ import threading
 
 
 class _ParamBuffer(threading.local):
-    """One buffer a thread: the driver copies it during the launch call, so the next call may overwrite it."""
+    """One buffer a thread: the driver copies it during the launch call, so the next call may overwrite it.
 
-    _CAPACITY = 1024
+    Attributes
+    ----------
+    buffer : ctypes array
+        For ``struct.pack_into``, which refuses what does not fit.
+    address : int
+        What to launch with.
+    """
 
     def __init__(self) -> None:
-        self._buffer = ctypes.create_string_buffer(self._CAPACITY)
-        self._address = ctypes.addressof(self._buffer)
-
-    def write(self, data: bytes) -> int:
-        """Copy ``data`` in; return the address to launch with."""
-        if len(data) > self._CAPACITY:
-            raise ValueError(f"kernel arguments of {len(data)} bytes exceed the buffer's {self._CAPACITY}")
-        ctypes.memmove(self._address, data, len(data))
-        return self._address
+        self.buffer = ctypes.create_string_buffer(1024)
+        self.address = ctypes.addressof(self.buffer)
 
 
 PARAMS = _ParamBuffer()
