@@ -258,3 +258,7 @@ def test_merge_of_nothing_launches_nothing() -> None:
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(struct.error):
         struct.Struct("<2000s").pack_into(PARAMS.buffer, 0, b"")
+    with pytest.raises(ValueError, match="2000 bytes exceed"):
+        PARAMS.write(bytes(2000))
+    assert PARAMS.write(b"abc") == PARAMS.address
+    assert PARAMS.buffer.raw[:3] == b"abc"

@@ -86,16 +86,16 @@ def look(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:
             if obj is None:
                 facts.append(None)
                 addresses.append(0)
-                continue
-            if (
-                obj.__class__ not in _PLAIN
-                or not obj.is_cuda
-                or obj.is_neg()
-                or (obj.requires_grad and _is_grad_enabled())
+            elif (
+                obj.__class__ in _PLAIN
+                and obj.is_cuda
+                and not obj.is_neg()
+                and not (obj.requires_grad and _is_grad_enabled())
             ):
+                facts.append((obj.dtype, obj.get_device(), obj.shape, obj.stride()))
+                addresses.append(obj.data_ptr())
+            else:
                 return None
-            facts += (obj.dtype, obj.get_device(), obj.shape, obj.stride())
-            addresses.append(obj.data_ptr())
     except RuntimeError:  # no strides, or no memory
         return None
     return tuple(facts), addresses

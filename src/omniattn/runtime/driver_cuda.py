@@ -237,7 +237,9 @@ def _launcher(kernel: Any, smem_bytes: int) -> Launcher:
         state.slot[0] = params_address
         if cluster is None:
             x, y, z = grid
-            handle = streams.get(stream) or _stream_object(stream)
+            handle = streams.get(stream)
+            if handle is None:
+                handle = _stream_object(stream)
             code = launch_kernel(function, x, y, z, block_x, 1, 1, smem_bytes, handle, state.address, 0)[0]
             if code:
                 raise _failure("cuLaunchKernel", code)
