@@ -28,15 +28,16 @@ def poisoned_outputs() -> Iterator[None]:
     """Every torch output that the library allocates begins as NaN, the LSE included, however it is allocated."""
     import torch
 
-    before = torch.are_deterministic_algorithms_enabled()
-    # Torch fills what its `empty` functions give with NaN then.
+    before = torch.get_deterministic_debug_mode()
+    # Torch fills what its `empty` functions give with NaN then. torch.use_deterministic_algorithms has that effect too,
+    # but imports torch's compiler, and with it modules that a caller may have hidden.
     assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     try:
         assert torch.empty_strided((1,), (1,), device="cuda").isnan().all()
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 def run_case(torch: Any, case: Case, op: str, dtype: str, head_dim: int) -> tuple[Any, Any]:
