@@ -23,6 +23,12 @@ struct Half {
 struct BFloat16 {
     static constexpr int kBytes = 2;
 };
+struct Int8 {
+    static constexpr int kBytes = 1;
+};
+struct E4m3 {
+    static constexpr int kBytes = 1;
+};
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowest = -3.402823466e38f;  // lowest finite fp32

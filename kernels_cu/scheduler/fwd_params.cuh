@@ -6,9 +6,6 @@
 enum MaskKind : int32 { kMaskNone = 0, kMaskBool = 1, kMaskFloat = 2, kMaskIo = 3 };     // kMaskIo: q's dtype
 enum SinksKind : int32 { kSinksNone = 0, kSinksFloat = 1, kSinksIo = 2 };
 
-// In which order a persistent kernel takes its tiles, see PersistentTiles.
-enum TileOrder : int32 { kHeadMajor = 0, kLongestFirst = 1, kPaired = 2 };
-
 struct AttnFwdParams {
     const uint16* q;
     const uint16* k;
@@ -35,5 +32,5 @@ struct AttnFwdParams {
     int32 mask_kind, sinks_kind;
     float softmax_scale;
     float softcap;  // 0: none
-    int32 tile_order;  // TileOrder, for persistent kernels
+    int32 reserved;  // the struct's size is a multiple of 8
 };

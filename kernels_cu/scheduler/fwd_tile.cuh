@@ -45,86 +45,35 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
     return tile_of(p, batch_idx, head_idx, (p.num_m_blocks - 1 - m) * kBlockM);
 }
 
-// The tiles of one CTA of a persistent kernel, in order: item blockIdx.x, then every gridDim.x further. Every warp role
-// walks the same list. Fewer than 2^31 - gridDim.x items.
-//   kHeadMajor     an item is a tile; the tiles of a head are neighbours
-//   kLongestFirst  an item is a tile; the last rows of all heads come first (causal, few tiles)
-//   kPaired        item j of a head is its j-th longest and its j-th shortest tile: all items of a causal problem are
-//                  equally long, so that a static order balances them without a counter in global memory
-class PersistentTiles {
-  public:
-    OA_DEVICE PersistentTiles() : item_(blockIdx.x), second_(false) {}
-
-    // Moves `t` to the next tile; false when there is none.
-    template <int kBlockM>
-    OA_DEVICE bool next(const AttnFwdParams& p, uint32 num_items, FwdTile& t) {
-        if (item_ >= num_items) return false;
-        uint32 blocks = p.num_m_blocks, head, m;
-        if (p.tile_order == kLongestFirst) {
-            uint32 heads = uint32(p.batch) * p.num_q_heads, rank = item_ / heads;
-            head = item_ - rank * heads;
-            m = blocks - 1 - rank;
-            item_ += gridDim.x;
-        } else {
-            uint32 per_head = p.tile_order == kPaired ? (blocks + 1) / 2 : blocks;
-            head = item_ / per_head;
-            uint32 j = item_ - head * per_head;
-            m = second_ ? j : blocks - 1 - j;
-            // The middle tile of an odd number is its own partner.
-            second_ = p.tile_order == kPaired && !second_ && 2 * j + 1 != blocks;
-            if (!second_) item_ += gridDim.x;
-        }
-        uint32 batch_idx = head / p.num_q_heads;
-        t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, m * kBlockM);
-        return true;
-    }
-
-  private:
-    uint32 item_;
-    bool second_;
+// Rows of one sequence in the packed tensors. Clamped to them: lengths come from device memory and cannot be checked
+// without a synchronization.
+struct SequenceRange {
+    int32 q_begin, seqlen_q, k_begin, seqlen_k;
 };
+OA_DEVICE SequenceRange sequence_range(const AttnFwdParams& p, int32 b) {
+    SequenceRange r;
+    r.q_begin = min_of(max_of(p.cu_seqlens_q[b], 0), p.seqlen_q);
+    r.seqlen_q = min_of(max_of(p.cu_seqlens_q[b + 1], r.q_begin), p.seqlen_q) - r.q_begin;
+    r.k_begin = min_of(max_of(p.cu_seqlens_k[b], 0), p.seqlen_k);
+    r.seqlen_k = min_of(max_of(p.cu_seqlens_k[b + 1], r.k_begin), p.seqlen_k) - r.k_begin;
+    return r;
+}
 
-// Packed sequences: every warp walks cu_seqlens_q, 32 sequences a step, until the running number of blocks passes the
-// tile's own. The grid holds ceil(total/kBlockM) + batch + 2 blocks a head, an upper bound for any lengths, so that the
-// result does not depend on max_seqlen_q. Blocks behind the last sequence clear the rows that no sequence owns.
-template <int kBlockM>
-OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
-    FwdTile t;
-    t.valid = false;
-    t.head_idx = int32(tile_idx / p.num_m_blocks);
-    int32 block = int32(tile_idx - int64(t.head_idx) * p.num_m_blocks);
-    int lane = threadIdx.x & 31;
-    int32 total_q = p.seqlen_q, total_k = p.seqlen_k;
-    for (int32 base = 0; base < p.batch; base += 32) {
-        int32 b = min_of(base + lane, p.batch - 1);
-        // Clamped to the tensors: lengths come from device memory and cannot be checked without a synchronization.
-        int32 q_lo = min_of(max_of(p.cu_seqlens_q[b], 0), total_q);
-        int32 q_hi = min_of(max_of(p.cu_seqlens_q[b + 1], q_lo), total_q);
-        int32 blocks = base + lane < p.batch ? (q_hi - q_lo + kBlockM - 1) / kBlockM : 0;
-        int32 inclusive = blocks;
+// Sum over the lanes up to this one.
+OA_DEVICE int32 inclusive_sum(int32 x, int lane) {
 #pragma unroll
-        for (int d = 1; d < 32; d <<= 1) {
-            int32 up = __shfl_up_sync(0xffffffffu, inclusive, d);
-            if (lane >= d) inclusive += up;
-        }
-        uint32 past = __ballot_sync(0xffffffffu, inclusive > block);
-        if (past != 0) {
-            int src = __ffs(int(past)) - 1;
-            int32 before = __shfl_sync(0xffffffffu, inclusive - blocks, src);
-            int32 own_blocks = __shfl_sync(0xffffffffu, blocks, src);
-            t.batch_idx = base + src;
-            t.q_begin = __shfl_sync(0xffffffffu, q_lo, src);
-            t.seqlen_q = __shfl_sync(0xffffffffu, q_hi, src) - t.q_begin;
-            t.m0 = (own_blocks - 1 - (block - before)) * kBlockM;
-            int32 k_lo = min_of(max_of(p.cu_seqlens_k[t.batch_idx], 0), total_k);
-            int32 k_hi = min_of(max_of(p.cu_seqlens_k[t.batch_idx + 1], k_lo), total_k);
-            t.k_begin = k_lo;
-            t.seqlen_k = k_hi - k_lo;
-            t.valid = true;
-            return t;
-        }
-        block -= __shfl_sync(0xffffffffu, inclusive, 31);
+    for (int d = 1; d < 32; d <<= 1) {
+        int32 up = __shfl_up_sync(0xffffffffu, x, d);
+        if (lane >= d) x += up;
     }
+    return x;
+}
+
+// Block `block` of the rows before the first and behind the last sequence, which no sequence owns; all fields but the
+// head. Not valid behind the last of them.
+template <int kBlockM>
+OA_DEVICE void unowned_tile(const AttnFwdParams& p, int32 block, FwdTile& t) {
+    int32 total_q = p.seqlen_q;
     int32 first = p.batch > 0 ? min_of(max_of(p.cu_seqlens_q[0], 0), total_q) : total_q;
     int32 last = p.batch > 0 ? min_of(max_of(p.cu_seqlens_q[p.batch], first), total_q) : total_q;
     int32 head_blocks = (first + kBlockM - 1) / kBlockM;
@@ -141,5 +90,36 @@ OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
         t.m0 = (block - head_blocks) * kBlockM;
     }
     t.valid = t.m0 < t.seqlen_q;
+}
+
+// Packed sequences, one tile a CTA: every warp walks cu_seqlens, 32 sequences a step, until the running number of blocks
+// passes the tile's own. The grid holds ceil(total/kBlockM) + batch + 2 blocks a head, an upper bound for any lengths, so
+// that the result does not depend on max_seqlen_q. Blocks behind the last sequence clear the rows that no sequence owns.
+template <int kBlockM>
+OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
+    FwdTile t;
+    t.head_idx = int32(tile_idx / p.num_m_blocks);
+    int32 block = int32(tile_idx - int64(t.head_idx) * p.num_m_blocks);
+    int lane = threadIdx.x & 31;
+    for (int32 base = 0; base < p.batch; base += 32) {
+        SequenceRange mine = sequence_range(p, min_of(base + lane, p.batch - 1));
+        int32 blocks = base + lane < p.batch ? (mine.seqlen_q + kBlockM - 1) / kBlockM : 0;
+        int32 inclusive = inclusive_sum(blocks, lane);
+        uint32 past = __ballot_sync(0xffffffffu, inclusive > block);
+        if (past != 0) {
+            int src = __ffs(int(past)) - 1;
+            int32 before = __shfl_sync(0xffffffffu, inclusive - blocks, src);
+            t.batch_idx = base + src;
+            t.q_begin = __shfl_sync(0xffffffffu, mine.q_begin, src);
+            t.seqlen_q = __shfl_sync(0xffffffffu, mine.seqlen_q, src);
+            t.k_begin = __shfl_sync(0xffffffffu, mine.k_begin, src);
+            t.seqlen_k = __shfl_sync(0xffffffffu, mine.seqlen_k, src);
+            t.m0 = (__shfl_sync(0xffffffffu, blocks, src) - 1 - (block - before)) * kBlockM;
+            t.valid = true;
+            return t;
+        }
+        block -= __shfl_sync(0xffffffffu, inclusive, 31);
+    }
+    unowned_tile<kBlockM>(p, block, t);
     return t;
 }

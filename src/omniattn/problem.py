@@ -12,6 +12,9 @@ PLANNED_PRECISIONS: tuple[str, ...] = ("int8", "int4", "fp8")
 
 UNLIMITED = -1
 
+#: Keys from which on a problem counts as long.
+LONG_KEYS = 4096
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -68,6 +71,14 @@ class Problem:
         """
         plain_scale = 2.0**-126 <= self.softmax_scale <= 2.0**127
         return self.softcap > 0.0 or self.mask != "none" or not plain_scale
+
+    @property
+    def workload(self) -> str:
+        """``"causal"`` (windows too: the keys end with the row), else ``"short"`` or ``"long"``, by the keys."""
+        if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
+            return "causal"
+        keys = self.seqlen_k // max(self.batch, 1) if self.varlen else self.seqlen_k
+        return "long" if keys >= LONG_KEYS else "short"
 
     @property
     def visible_pairs(self) -> int | None:

@@ -53,6 +53,8 @@ class KernelSpec:
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences;
         ``"dense"``: batches; ``"any_strides"``: arrays that no tensor map describes (zero, negative or huge strides).
+    tuned_for : frozenset of str
+        Workloads (`Problem.workload`) for which this row comes before others of the same reach; empty: all.
     allowed_spill_bytes : int
         Register spills that are known and measured to be harmless; the build fails above it.
     """
@@ -74,6 +76,7 @@ class KernelSpec:
     prebuild: tuple[str, ...] = PREBUILT_ARCHS
     features: frozenset[str] = field(default_factory=frozenset)
     lacks: frozenset[str] = field(default_factory=frozenset)
+    tuned_for: frozenset[str] = field(default_factory=frozenset)
     allowed_spill_bytes: int = 0
 
 
@@ -165,11 +168,16 @@ class _FwdSm90Tile:
     num_consumers: int
     block_n: int
     num_stages: int = 2
+    num_q_stages: int = 1
+    tuned_for: tuple[str, ...] = ()
 
 
 _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
-    _FwdSm90Tile(64, 3, 128),
-    _FwdSm90Tile(128, 2, 128),
+    _FwdSm90Tile(64, 4, 64, 4, 2, ("causal", "short")),
+    _FwdSm90Tile(64, 3, 128, 2, 2, ("long",)),
+    _FwdSm90Tile(96, 3, 96),
+    _FwdSm90Tile(128, 2, 128, 2, 2, ("causal",)),
+    _FwdSm90Tile(128, 3, 64, 3, 1, ("short", "long")),
     _FwdSm90Tile(192, 2, 96),
     _FwdSm90Tile(256, 2, 64),
 )
@@ -178,11 +186,13 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
 def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
     block_m = 64 * tile.num_consumers
-    # Q, the stages of K and V; two barriers for Q, four for each stage, and a tile of 32 bytes. Aligned to 1024 bytes.
-    tiles_bytes = 2 * tile.head_dim * (block_m + 2 * tile.num_stages * tile.block_n)
-    smem_bytes = -(-(tiles_bytes + 8 * (2 + 4 * tile.num_stages) + 32) // 1024) * 1024
+    row_bytes = -(-tile.head_dim // 64) * 128
+    tiles_bytes = row_bytes * (tile.num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
+    barriers_bytes = 8 * (2 * tile.num_q_stages + 4 * tile.num_stages)
+    # And for packed sequences a tile of 32 bytes with each Q, and 32 sequences of 16 bytes.
+    smem_bytes = -(-(tiles_bytes + barriers_bytes + 32 * tile.num_q_stages + 512) // 1024) * 1024
     return KernelSpec(
-        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}" + ("_varlen" if varlen else ""),
+        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else ""),
         family="attn_fwd_sm90",
         op="attention",
         source="entry/attn_fwd_sm90.cu",
@@ -193,6 +203,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
             ("NUM_CONSUMERS", str(tile.num_consumers)),
             ("BLOCK_N", str(tile.block_n)),
             ("NUM_STAGES", str(tile.num_stages)),
+            ("NUM_Q_STAGES", str(tile.num_q_stages)),
             ("VARLEN", str(int(varlen))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
@@ -206,6 +217,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
         arch_specific=True,
         prebuild=("90a",),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
+        tuned_for=frozenset(tile.tuned_for),
     )
 
 

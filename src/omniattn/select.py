@@ -117,9 +117,16 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
         )
     # A kernel made for this very architecture; then the narrowest tile that holds head_dim; no features that are not
-    # needed; among equals the newest tuning.
+    # needed; tuned for such a problem; among equals the newest tuning.
     best = min(
-        fitting, key=lambda s: (not s.arch_specific, s.head_dim, len(s.features), (-s.min_arch[0], -s.min_arch[1]))
+        fitting,
+        key=lambda s: (
+            not s.arch_specific,
+            s.head_dim,
+            len(s.features),
+            bool(s.tuned_for) and problem.workload not in s.tuned_for,
+            (-s.min_arch[0], -s.min_arch[1]),
+        ),
     )
     why = [
         f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {best.head_dim}",
@@ -127,6 +134,8 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
         f"tuned for compute capability {_dotted(best.min_arch)}{'' if best.arch_specific else ' and newer'}, this GPU "
         f"has {_dotted(target.cc)}",
     ]
+    if best.tuned_for:
+        why.append(f"tile of {best.block_m} query rows and {best.block_n} keys, tuned for {problem.workload} problems")
     if not best.arch_specific:
         # Why the faster kernel of this GPU does not serve the call.
         why += sorted(

@@ -95,9 +95,12 @@ def test_every_problem_gets_a_row_that_serves_it(target: Target, dtype: str, hea
 @pytest.mark.parametrize("spec", [s for s in REGISTRY if s.op == "attention"], ids=lambda s: s.name)
 def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
     mask = "bool" if "score_mods" in spec.features else "none"
-    problem = changed(dtype=spec.dtype, head_dim=spec.head_dim, mask=mask, varlen="dense" in spec.lacks)
-    chosen = {select_attention(problem, target).spec.name for target in TARGETS}
-    assert spec.name in chosen
+    problems = [
+        changed(dtype=spec.dtype, head_dim=spec.head_dim, mask=mask, varlen="dense" in spec.lacks, **workload)
+        for workload in ({"window_right": 0}, {"seqlen_k": 1024}, {"seqlen_k": 4096 * PLAIN.batch})
+    ]
+    assert {problem.workload for problem in problems} == {"causal", "short", "long"}
+    assert spec.name in {select_attention(p, target).spec.name for p in problems for target in TARGETS}
 
 
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0)])

@@ -25,7 +25,7 @@ _REST = struct.Struct(
     "i"  # num_m_blocks
     "2i"  # mask_kind, sinks_kind
     "2f"  # softmax_scale, softcap
-    "i"  # tile_order
+    "i"  # reserved: the size is a multiple of 8
 )
 # The same struct where all behind the pointers is packed already.
 _ARGUMENTS = struct.Struct(f"<9Q{_REST.size}s")
@@ -33,9 +33,6 @@ _ARGUMENTS = struct.Struct(f"<9Q{_REST.size}s")
 REST_BYTES = _REST.size
 _MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
 _SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
-
-#: TileOrder of ``kernels_cu/scheduler/fwd_params.cuh``.
-HEAD_MAJOR, LONGEST_FIRST, PAIRED = 0, 1, 2
 
 Strides3 = tuple[int, int, int]
 
@@ -59,7 +56,6 @@ def pack_rest(
     num_m_blocks: int,
     *,
     tile_offset: int = 0,
-    tile_order: int = HEAD_MAJOR,
 ) -> bytes:
     """All fields of AttnFwdParams behind the pointers."""
     return _REST.pack(
@@ -84,7 +80,7 @@ def pack_rest(
         _SINKS_KINDS[problem.sinks],
         problem.softmax_scale,
         problem.softcap,
-        tile_order,
+        0,
     )
 
 

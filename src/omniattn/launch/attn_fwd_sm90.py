@@ -7,12 +7,13 @@ import struct
 from ..problem import UNLIMITED, Problem
 from ..registry import KernelSpec
 from ..runtime import LoadedKernel
-from .attn_fwd import HEAD_MAJOR, LONGEST_FIRST, PAIRED, REST_BYTES, ForwardStrides, num_m_blocks, pack_rest
+from . import tile_order
+from .attn_fwd import REST_BYTES, ForwardStrides, num_m_blocks, pack_rest
 from .params import PARAMS
 
-_TAIL = struct.Struct("<I28x")  # num_items, and the padding of a struct that is aligned to 64 bytes
+_TILE_LIST = struct.Struct("<3I20x")  # and the padding of a struct that is aligned to 64 bytes
 # Three tensor maps, the pointers, and all that is packed already.
-_ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES + _TAIL.size}s")
+_ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES + _TILE_LIST.size}s")
 _PANEL = 64  # columns of one copy: 128 bytes, the width of the swizzle
 
 #: Tensor maps are kept for this many addresses of each operand; encoding one takes about a microsecond.
@@ -43,6 +44,14 @@ class _Operand:
         return found
 
 
+def _tile_lengths(problem: Problem, spec: KernelSpec, blocks: int) -> list[int]:
+    """Tiles of keys that each block of query rows looks at, and one for what it costs to begin and end a block."""
+    offset = problem.seqlen_k - problem.seqlen_q + problem.window_right
+    last_rows = (min((m + 1) * spec.block_m, problem.seqlen_q) for m in range(blocks))
+    keys = (min(max(row + offset, 0), problem.seqlen_k) for row in last_rows)
+    return [1 - (-n // spec.block_n) for n in keys]
+
+
 class ForwardSm90Plan:
     """Everything about a call but its pointers; the same interface as `ForwardPlan`."""
 
@@ -61,13 +70,18 @@ class ForwardSm90Plan:
         blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
         heads = batch * problem.num_q_heads
         self.num_tiles = blocks * heads
-        items, order = self.num_tiles, HEAD_MAJOR
-        if not problem.varlen and problem.window_right != UNLIMITED and problem.window_left == UNLIMITED:
-            # Tiles grow with their row: pairs of a long and a short one where there are enough of them for all SMs.
-            pairs = heads * ((blocks + 1) // 2)
-            items, order = (pairs, PAIRED) if pairs >= sm_count else (self.num_tiles, LONGEST_FIRST)
-        self._grid = (min(items, sm_count), 1, 1)
-        self._rest = pack_rest(problem, strides, (0, 0), blocks, tile_order=order) + _TAIL.pack(items)
+        tiles = tile_order.head_by_head(heads, blocks)
+        if (
+            self.num_tiles
+            and not problem.varlen
+            and problem.window_right != UNLIMITED
+            and problem.window_left == UNLIMITED
+        ):
+            # Tiles grow with their row.
+            tiles = tile_order.causal(heads, _tile_lengths(problem, spec, blocks), sm_count)
+        self._grid = (min(tiles.num_items, sm_count), 1, 1)
+        self._rest = pack_rest(problem, strides, (0, 0), blocks)
+        self._rest += _TILE_LIST.pack(tiles.num_items, tiles.num_pairs, tiles.num_tail_heads)
         q_shape = (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim)
         kv_shape = (batch, problem.seqlen_k, problem.num_kv_heads, problem.head_dim)
         self._q = _Operand(problem.dtype, q_shape, strides.q, spec.block_m)

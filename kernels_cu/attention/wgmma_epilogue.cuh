@@ -1,0 +1,47 @@
+// O and LSE of one warp's 16 rows from wgmma accumulators to global memory; layout as in attention/wgmma_softmax.cuh.
+#pragma once
+#include "attention/mask.cuh"
+#include "attention/softmax.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/fwd_params.cuh"
+#include "scheduler/fwd_tile.cuh"
+
+// Scales and stores this thread's two rows. The four lanes of a quad hold 4 x 4 words of one row (four 8-column blocks);
+// a transpose inside the quad gives each lane 16 contiguous bytes. m2, l: base and this lane's part of the denominator.
+template <typename Io, int kOutputs>
+OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2], const AttnFwdParams& p,
+                          const FwdTile& t, int32 warp_row, int lane) {
+    static_assert(kOutputs % 16 == 0, "whole groups of four column blocks");
+    float sink2 = sink_log2<Io>(p, t);
+    int quad_lane = lane & 3;
+    uint16* go = p.o + t.batch_idx * p.o_stride_b + t.head_idx * p.o_stride_h + int64(t.q_begin) * p.o_stride_s;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float sum = l[r];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        RowResult res = finish_row(m2[r], sum, sink2);
+        int32 row = warp_row + (lane >> 2) + r * 8;
+        bool row_ok = row < t.seqlen_q;
+        if (p.lse != nullptr && quad_lane == 0 && row_ok)
+            p.lse[t.batch_idx * p.lse_stride_b + t.head_idx * p.lse_stride_h + t.q_begin + row] = res.lse;
+#pragma unroll
+        for (int d = 0; d < kOutputs / 4; d += 4) {
+            uint32 w[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                w[j] = pack2(Io{}, o[4 * (d + j) + 2 * r] * res.o_scale, o[4 * (d + j) + 2 * r + 1] * res.o_scale);
+            // Two butterfly steps: afterwards lane q holds the words of lanes 0..3 of block d + q.
+            bool odd = quad_lane & 1, upper = quad_lane & 2;
+            uint32 x0 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
+            uint32 x1 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
+            uint32 a0 = odd ? x0 : w[0], a1 = odd ? w[1] : x0, b0 = odd ? x1 : w[2], b1 = odd ? w[3] : x1;
+            uint32 y0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
+            uint32 y1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
+            uint4 out = upper ? make_uint4(y0, y1, b0, b1) : make_uint4(a0, a1, y0, y1);
+            int32 column = (d + quad_lane) * 8;
+            if (row_ok && column < p.head_dim) *reinterpret_cast<uint4*>(go + int64(row) * p.o_stride_s + column) = out;
+        }
+    }
+}

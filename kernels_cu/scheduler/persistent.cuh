@@ -1,0 +1,140 @@
+// The tiles of one CTA of a persistent kernel.
+#pragma once
+#include "ptx/types.cuh"
+#include "scheduler/fwd_params.cuh"
+#include "scheduler/fwd_tile.cuh"
+
+// The work of a launch as one list of items, which the host composes (launch/tile_order.py). CTA b takes item b, then
+// every gridDim.x-th further; from the first round that holds no pair only, every second round runs backwards, so
+// that a list that goes from long to short is shared out evenly. No counter in global memory is needed, and every warp
+// role walks the list by itself. Fewer than 2^31 - gridDim.x items.
+//   items < num_pairs   the j-th longest and the j-th shortest tile of one head: causal pairs are all equally long
+//   then                the tiles of the last num_tail_heads heads, the longest of all heads first
+// or, with neither, head by head: neighbours share K and V in L2.
+struct TileList {
+    uint32 num_items;
+    uint32 num_pairs;
+    uint32 num_tail_heads;
+};
+
+class PersistentTiles {
+  public:
+    OA_DEVICE PersistentTiles() : round_begin_(0), backwards_(false), second_(false) {}
+
+    // Moves `t` to the next tile; false when there is none.
+    template <int kBlockM>
+    OA_DEVICE bool next(const AttnFwdParams& p, const TileList& list, FwdTile& t) {
+        uint32 item = round_begin_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        if (item >= list.num_items) return false;
+        uint32 blocks = p.num_m_blocks, head, m;
+        bool last_of_item = true;
+        if (item < list.num_pairs) {
+            uint32 per_head = (blocks + 1) / 2;
+            head = item / per_head;
+            uint32 j = item - head * per_head;
+            m = second_ ? j : blocks - 1 - j;
+            // The middle tile of an odd number is its own partner.
+            second_ = !second_ && 2 * j + 1 != blocks;
+            last_of_item = !second_;
+        } else if (list.num_tail_heads != 0) {
+            uint32 at = item - list.num_pairs, rank = at / list.num_tail_heads;
+            head = uint32(p.batch) * p.num_q_heads - list.num_tail_heads + (at - rank * list.num_tail_heads);
+            m = blocks - 1 - rank;
+        } else {
+            head = item / blocks;
+            m = blocks - 1 - (item - head * blocks);
+        }
+        if (last_of_item) {
+            round_begin_ += gridDim.x;
+            if (round_begin_ > list.num_pairs) backwards_ = !backwards_;
+        }
+        uint32 batch_idx = head / p.num_q_heads;
+        t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, m * kBlockM);
+        return true;
+    }
+
+  private:
+    uint32 round_begin_;
+    bool backwards_;
+    bool second_;
+};
+
+// Packed sequences; one warp walks, all lanes together. Item i is block i / num_q_heads, heads side by side, of the
+// blocks of all sequences: 32 sequences at a time, those with the most keys first, and of each sequence its last rows
+// first; then the blocks of the rows that no sequence owns. The walk goes on where the CTA's last tile was found, so
+// that all tiles of a CTA together cost one pass over cu_seqlens.
+template <int kBlockM>
+class PackedTiles {
+  public:
+    // ranges: 32 of them in shared memory, this warp's own (registers are what a producer lacks).
+    OA_DEVICE PackedTiles(const AttnFwdParams& p, const TileList& list, SequenceRange* ranges)
+        : p_(p), list_(list), ranges_(ranges), round_begin_(0), backwards_(false), chunk_(0), before_(0) {
+        load_chunk();
+    }
+
+    // Moves `t` to the next tile; false when there is none.
+    OA_DEVICE bool next(FwdTile& t) {
+        for (;;) {
+            uint32 item = round_begin_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+            if (item >= list_.num_items) return false;
+            round_begin_ += gridDim.x;
+            backwards_ = !backwards_;
+            uint32 block = item / p_.num_q_heads;
+            if (find(int32(block), t)) {
+                t.head_idx = int32(item - block * p_.num_q_heads);
+                return true;
+            }
+        }
+    }
+
+  private:
+    // Block `block` of all; false for the slack at the end of the list.
+    OA_DEVICE bool find(int32 block, FwdTile& t) {
+        while (chunk_ < p_.batch) {
+            uint32 past = __ballot_sync(0xffffffffu, inclusive_ > block - before_);
+            if (past != 0) {
+                int src = __ffs(int(past)) - 1;
+                SequenceRange r = ranges_[src];
+                int32 left = __shfl_sync(0xffffffffu, inclusive_, src) - (block - before_);  // 1 for its first rows
+                t.m0 = (left - 1) * kBlockM;
+                t.batch_idx = 0;
+                t.q_begin = r.q_begin;
+                t.seqlen_q = r.seqlen_q;
+                t.k_begin = r.k_begin;
+                t.seqlen_k = r.seqlen_k;
+                t.valid = true;
+                return true;
+            }
+            before_ += __shfl_sync(0xffffffffu, inclusive_, 31);
+            chunk_ += 32;
+            load_chunk();
+        }
+        unowned_tile<kBlockM>(p_, block - before_, t);
+        return t.valid;
+    }
+
+    // Sorts the chunk's sequences by their number of keys.
+    OA_DEVICE void load_chunk() {
+        int lane = threadIdx.x & 31;
+        bool exists = chunk_ + lane < p_.batch;
+        SequenceRange mine = exists ? sequence_range(p_, chunk_ + lane) : SequenceRange{0, 0, 0, -1};
+        int32 rank = 0;
+#pragma unroll 1
+        for (int j = 0; j < 32; ++j) {
+            int32 other = __shfl_sync(0xffffffffu, mine.seqlen_k, j);
+            rank += other > mine.seqlen_k || (other == mine.seqlen_k && j < lane);
+        }
+        __syncwarp();
+        ranges_[rank] = mine;
+        __syncwarp();
+        inclusive_ = inclusive_sum((ranges_[lane].seqlen_q + kBlockM - 1) / kBlockM, lane);
+    }
+
+    const AttnFwdParams& p_;
+    const TileList& list_;
+    SequenceRange* ranges_;  // of the chunk's sequences, those with the most keys first
+    uint32 round_begin_;
+    bool backwards_;
+    int32 chunk_, before_;  // first sequence of the chunk; blocks of all sequences before it
+    int32 inclusive_;       // blocks of the chunk's sequences 0 .. lane, as sorted
+};

@@ -1,0 +1,96 @@
+"""The list of tiles of a persistent kernel (``kernels_cu/scheduler/persistent.cuh``): its order and its balance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# Beyond this many rounds one item more or less on some SM no longer matters, and simulating the list would take long.
+_MAX_ROUNDS = 64
+# How many rounds of pairs may be given up for single tiles: their heads do not share K and V in L2.
+_MAX_TAIL_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class TileList:
+    """``TileList`` of the kernels.
+
+    Attributes
+    ----------
+    num_items : int
+        Pairs and single tiles.
+    num_pairs : int
+        Items that are a long and a short tile of one head.
+    num_tail_heads : int
+        Heads, the last ones, whose tiles follow one by one, the longest first.
+    """
+
+    num_items: int
+    num_pairs: int
+    num_tail_heads: int
+
+
+def head_by_head(heads: int, blocks: int) -> TileList:
+    """Every head's tiles as neighbours: for tiles of equal length, and for packed sequences."""
+    return TileList(heads * blocks, 0, 0)
+
+
+def causal(heads: int, lengths: list[int], num_ctas: int) -> TileList:
+    """The list that ends first, among pairs with or without a tail of single tiles.
+
+    Parameters
+    ----------
+    heads : int
+        Heads of all batch entries.
+    lengths : list of int
+        Work of each block of query rows, in any unit, not decreasing.
+    num_ctas : int
+        SMs.
+
+    Returns
+    -------
+    TileList
+    """
+    blocks = len(lengths)
+    per_head = (blocks + 1) // 2
+    pairs = heads * per_head
+    best = TileList(pairs, pairs, 0)
+    if pairs > _MAX_ROUNDS * num_ctas:
+        return best
+    candidates = []
+    for rounds in range(pairs // num_ctas, max(-1, pairs // num_ctas - _MAX_TAIL_ROUNDS), -1):
+        tail_heads = heads - rounds * num_ctas // per_head
+        num_pairs = (heads - tail_heads) * per_head
+        candidates.append(TileList(num_pairs + tail_heads * blocks, num_pairs, tail_heads))
+    # A tail costs L2 traffic: it has to gain one per cent.
+    shortest = 0.99 * makespan(best, heads, lengths, num_ctas)
+    for candidate in candidates:
+        span = makespan(candidate, heads, lengths, num_ctas)
+        if span < shortest:
+            best, shortest = candidate, span
+    return best
+
+
+def makespan(tiles: TileList, heads: int, lengths: list[int], num_ctas: int) -> float:
+    """Work of the busiest CTA."""
+    work = np.asarray(lengths, dtype=np.float64)
+    blocks = len(lengths)
+    per_head = (blocks + 1) // 2
+    pair: npt.NDArray[np.float64] = work[::-1][:per_head].copy()
+    pair[: blocks // 2] += work[: blocks // 2]
+    if tiles.num_pairs == 0 and tiles.num_tail_heads == 0:
+        items = np.tile(work[::-1], heads)
+    else:
+        items = np.concatenate(
+            [np.tile(pair, tiles.num_pairs // per_head), np.repeat(work[::-1], tiles.num_tail_heads)]
+        )
+    rounds = -(-items.size // num_ctas)
+    table = np.zeros(rounds * num_ctas)
+    table[: items.size] = items
+    table = table.reshape(rounds, num_ctas)
+    # Rounds run forwards and backwards in turn from the first one that holds no pair only.
+    first = tiles.num_pairs // num_ctas
+    table[first + 1 :: 2] = table[first + 1 :: 2, ::-1]
+    return float(table.sum(axis=0).max())
