@@ -7,17 +7,26 @@ from . import errors
 from .attention import attention, attention_varlen
 from .explain import Explanation, explain
 from .merge import merge_states
+from .precision import Int4, Int8
 from .problem import PRECISIONS
+from .quantize import quantize_qk, quantize_v
+from .quantized import QuantizedQK, QuantizedV
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PRECISIONS",
     "Explanation",
+    "Int4",
+    "Int8",
+    "QuantizedQK",
+    "QuantizedV",
     "__version__",
     "attention",
     "attention_varlen",
     "errors",
     "explain",
     "merge_states",
+    "quantize_qk",
+    "quantize_v",
 ]

@@ -27,7 +27,7 @@ class KernelSpec:
     family : str
         Kernel family, ``<op>_<variant>_<arch>``.
     op : str
-        The operation it serves: ``"attention"`` or ``"merge_states"``.
+        The operation it serves: ``"attention"``, ``"merge_states"``, ``"quantize"`` or ``"quantize_delta"``.
     source : str
         Path of the ``.cu`` file below the kernels root.
     symbol : str
@@ -239,6 +239,47 @@ def _merge_states(dtype: str) -> KernelSpec:
     )
 
 
+def _quantize(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = _IO_TYPES[dtype]
+    # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
+    num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
+    return KernelSpec(
+        name=f"quantize_sm80_{short}_d{head_dim}",
+        family="quantize_sm80",
+        op="quantize",
+        source="entry/quantize_sm80.cu",
+        symbol="quantize_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=num_warps,
+        smem_bytes=0,
+        # The ticket of the next item, and an address or two, across the work on an item.
+        allowed_spill_bytes=64,
+    )
+
+
+def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = _IO_TYPES[dtype]
+    smem_bytes = 2 * 64 * (2 * head_dim + 16)
+    return KernelSpec(
+        name=f"quantize_delta_sm80_{short}_d{head_dim}",
+        family="quantize_delta_sm80",
+        op="quantize_delta",
+        source="entry/quantize_delta_sm80.cu",
+        symbol="quantize_delta_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("SMEM_BYTES", str(smem_bytes))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=16,
+        block_n=64,
+        num_warps=4,
+        smem_bytes=smem_bytes,
+    )
+
+
 REGISTRY: tuple[KernelSpec, ...] = (
     *(
         _attn_fwd_sm80(tile, dtype, score_mods)
@@ -253,6 +294,12 @@ REGISTRY: tuple[KernelSpec, ...] = (
         for dtype in ("float16", "bfloat16")
     ),
     *(_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32")),
+    *(
+        make(head_dim, dtype)
+        for make in (_quantize, _quantize_delta)
+        for head_dim in (64, 128, 256)
+        for dtype in ("float16", "bfloat16")
+    ),
 )
 
 

@@ -1,0 +1,130 @@
+// The order of the quantizers' work, and what an item waits for.
+//
+//   partial sums of group 0 | partial sums of group 1, [amax], Q, K and V of group 0 | sums of group 2, Q, K, V of 1 | ...
+//
+// A group is as many kv heads as stay in the L2 cache between the reading for the sums and the reading for the
+// quantization. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a CTA
+// that runs, so that nothing can wait for ever however the CTAs are scheduled.
+#pragma once
+#include "attention/quantize_params.cuh"
+#include "ptx/gpu_sync.cuh"
+
+// Splits an item of the second half of a group's step.
+OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint32 units, uint32 off) {
+    uint32 heads_per_kv = p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0, span;
+    if (off < (span = units * p.per_unit_a)) {
+        uint32 unit = off / p.per_unit_a, rest = off - unit * p.per_unit_a;
+        uint32 queries = heads_per_kv * p.slots_q;
+        t.kind = rest < queries ? kAmaxQ : kAmaxK;
+        t.unit = group * p.units_per_group + unit;
+        t.slot = rest < queries ? rest : rest - queries;
+    } else if ((off -= span) < (span = units * p.per_unit_q)) {
+        uint32 unit = off / p.per_unit_q;
+        t.kind = kQuantizeQ;
+        t.unit = group * p.units_per_group + unit;
+        t.slot = off - unit * p.per_unit_q;
+    } else {
+        off -= span;
+        uint32 unit = off / p.per_unit_kv, rest = off - unit * p.per_unit_kv;
+        bool is_v = !(p.flags & kHasQk) || ((p.flags & kHasV) && (rest & 1));
+        t.kind = is_v ? kQuantizeV : kQuantizeK;
+        t.unit = group * p.units_per_group + unit;
+        t.slot = p.per_unit_kv == p.slots_k ? rest : rest >> 1;
+    }
+}
+
+// By all lanes of a warp, which all return the same.
+OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
+    Item t;
+    uint32 full_r = p.units_per_group * p.per_unit_r;
+    uint32 rest_units = p.units - (p.num_groups - 1) * p.units_per_group;  // of the last group
+    uint32 group = 0, units = p.num_groups == 1 ? rest_units : p.units_per_group, off = ticket;
+    bool reduce = off < units * p.per_unit_r;
+    if (!reduce) {
+        off -= units * p.per_unit_r;
+        uint32 per_unit = p.per_unit_a + p.per_unit_q + p.per_unit_kv;
+        uint32 following = 0;
+        if (off >= uint32(p.last_base)) {
+            group = p.num_groups - 1;
+            off -= p.last_base;
+        } else {
+            uint32 step = full_r + p.units_per_group * per_unit;
+            group = off / step;
+            off -= group * step;
+            following = (int32(group) + 2 == p.num_groups ? rest_units : p.units_per_group) * p.per_unit_r;
+        }
+        units = int32(group) + 1 == p.num_groups ? rest_units : p.units_per_group;
+        if (off < following) {
+            reduce = true;
+            ++group;
+        } else {
+            off -= following;
+        }
+    }
+    if (reduce) {
+        uint32 unit = off / p.per_unit_r, rest = off - unit * p.per_unit_r;
+        bool has_k = (p.flags & kSmoothK) != 0, is_v = !has_k || rest >= uint32(p.slots_r);
+        t.kind = is_v ? kReduceV : kReduceK;
+        t.unit = group * p.units_per_group + unit;
+        t.slot = is_v && has_k ? rest - p.slots_r : rest;
+    } else {
+        decode_pass(p, t, group, units, off);
+    }
+
+    // Unit and slot to sequence, head and rows.
+    bool dense = !p.packed;
+    bool is_q = t.kind == kAmaxQ || t.kind == kQuantizeQ;
+    t.batch_idx = dense ? t.unit / p.num_kv_heads : 0;
+    t.head = dense ? t.unit - t.batch_idx * p.num_kv_heads : t.unit;
+    int32 rows = t.kind == kReduceK || t.kind == kReduceV ? kChunkRows : kBlockRows;
+    if (is_q) {
+        int32 per_kv = p.num_q_heads / p.num_kv_heads, h = t.slot / p.slots_q;
+        t.slot -= h * p.slots_q;
+        t.head = t.head * per_kv + h;
+        t.unit = t.unit * per_kv + h;
+    }
+    int32 total = is_q ? p.seqlen_q : p.seqlen_k;
+    t.index = t.slot;
+    t.begin = 0;
+    t.len = total;
+    if (!dense) {
+        const int32* cu = is_q ? p.cu_seqlens_q : p.cu_seqlens_k;
+        t.batch_idx = sequence_of_slot(cu, p.batch, total, t.slot, rows);
+        Sequence s = packed_sequence(cu, t.batch_idx, total);
+        t.begin = s.begin;
+        t.len = s.len;
+        t.index = t.slot - first_slot(s.begin, t.batch_idx, rows);
+    }
+    int32 filled = rows == kChunkRows ? num_chunks(t.len) : int32((uint32(t.len) + kBlockRows - 1) / kBlockRows);
+    if (t.index < 0 || t.index >= filled) t.batch_idx = -1;
+    return t;
+}
+
+// Index of the item's (batch, head) among counters and per-sequence results.
+OA_DEVICE int64 sequence_head(const Item& t, int32 num_heads) { return int64(t.batch_idx) * num_heads + t.head; }
+
+// First row of the item's sequence in an output [unit, rows, ...]; dense outputs have len rows a unit.
+OA_DEVICE int64 output_row(const Item& t, int32 rows_of_unit) { return int64(t.unit) * rows_of_unit + t.begin; }
+
+// First byte of row 0 of the item's sequence and head in an input of 16-bit elements.
+OA_DEVICE const uint8* input_rows(const uint8* x, const Item& t, int64 stride_b, int64 stride_s, int64 stride_h,
+                                  bool dense) {
+    return x + 2 * ((dense ? t.batch_idx * stride_b : 0) + t.head * stride_h + int64(t.begin) * stride_s);
+}
+
+// All threads: until `word` is at least `target`. The barrier hands the acquire of thread 0 on to the CTA.
+OA_DEVICE void wait_for(const uint32* word, uint32 target) {
+    if (threadIdx.x == 0) {
+        while (load_acquire(word) < target) nanosleep(64);
+    }
+    __syncthreads();
+}
+
+// All threads, after their writes: true in all of them for the CTA that is the last of `expected` to arrive; that CTA
+// sees what the others wrote. `flag` is a word of shared memory.
+OA_DEVICE bool arrive_is_last(uint32* word, uint32 expected, uint32* flag) {
+    __syncthreads();
+    if (threadIdx.x == 0) *flag = atomic_add_acq_rel(word, 1) + 1 == expected;
+    __syncthreads();
+    return *flag != 0;
+}

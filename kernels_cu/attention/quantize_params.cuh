@@ -1,0 +1,110 @@
+// Arguments of the quantizers, and which rows a piece of their work has. Formats: docs/quantization.md.
+#pragma once
+#include "ptx/types.cuh"
+
+// The host packs the same fields in the same order (src/omniattn/launch/quantize.py).
+struct QuantizeParams {
+    const uint8* q;
+    const uint8* k;
+    const uint8* v;
+    const int32* cu_seqlens_q;  // null: a dense batch
+    const int32* cu_seqlens_k;
+    uint8* q_int;
+    uint8* k_int;
+    float* q_scale;
+    float* k_scale;
+    float* row_bias;  // null: not wanted
+    float* q_mean;    // null unless smooth_q
+    float* k_mean;    // null unless smooth_k
+    uint8* v_out;
+    float* v_scale;
+    float* v_mean;
+    float* partials;   // per kv head and chunk: sums of K, sums, maxima and minima of V, HEAD_DIM each
+    // Words that a launch of its own zeroes: the ticket, then one of each kind per (batch, head).
+    uint32* ticket;
+    uint32* k_ready;  // chunks that have arrived, then kReady
+    uint32* v_ready;
+    uint32* v_bad;  // V has NaN or infinity
+    uint32* k_amax;  // bits of the largest magnitude, and blocks that have arrived (per_tensor only)
+    uint32* k_amax_done;
+    uint32* q_amax;
+    uint32* q_amax_done;
+    int64 q_stride_b, q_stride_s, q_stride_h;  // elements
+    int64 k_stride_b, k_stride_s, k_stride_h;
+    int64 v_stride_b, v_stride_s, v_stride_h;
+    int32 batch, num_q_heads, num_kv_heads;
+    int32 seqlen_q, seqlen_k;  // rows of the packed tensors when there are cu_seqlens
+    int32 head_dim, head_dim_pad;
+    int32 slots_q, slots_k, slots_r;  // blocks of 128 queries, of 128 keys, and chunks of keys of one head
+    int32 key_tile, tiles_k;          // keys that share k_scale groups: 128 or 64; such tiles of one head
+    int32 bits;                       // 8 or 4
+    int32 q_group_rows;               // queries of a 16- or 32-row slice share scales: 16 or 32
+    int32 granularity;                // Granularity
+    int32 flags;                      // Flag
+    int32 packed;                     // sequences of different lengths, with cu_seqlens
+    int32 units, units_per_group, num_groups;  // heads of K (of all batch entries if dense), in groups that stay in L2
+    int32 per_unit_r, per_unit_a, per_unit_q, per_unit_kv;  // items of one unit
+    int32 last_base, num_items;  // first item of the last group's step, behind the first group's sums; all items
+    int32 clear_words;  // > 0: this launch zeroes that many words from `ticket` on and does nothing else
+    int32 delta_columns;  // extent of delta_s along the keys
+};
+
+enum Granularity : int32 { kPerTensor, kPerBlock, kPerWarp, kPerThread, kPerToken };
+enum Flag : int32 { kSmoothQ = 1, kSmoothK = 2, kSmoothV = 4, kFullBias = 8, kHasQk = 16, kHasV = 32, kHalfV = 64 };
+
+constexpr int32 kBlockRows = 128;  // rows of every tile, of queries and of keys
+constexpr int32 kChunkRows = 256;  // keys of a partial sum, while a sequence has at most kMaxChunks of them
+constexpr int32 kMaxChunks = 64;
+// Sums are kept times 2^-32, so that 2^31 values of any size stay finite.
+constexpr float kSumScale = 2.3283064365386963e-10f, kSumUnscale = 4294967296.0f;
+// A group whose largest magnitude is below this has scale 1 and becomes zeros: the reciprocal of every scale is finite.
+constexpr float kLeastAmax = 7.888609052210118e-31f;  // 2^-100
+
+constexpr uint32 kReady = 0x80000000u;
+
+enum ItemKind : int32 { kReduceK, kReduceV, kAmaxQ, kAmaxK, kQuantizeQ, kQuantizeK, kQuantizeV };
+
+// One piece of work: a block of 128 rows, or a chunk, of one head of one sequence.
+struct Item {
+    int32 kind;
+    int32 batch_idx;  // -1: a slot that no sequence fills
+    int32 head;  // query head for Q, kv head for K and V
+    int32 unit;  // batch * heads + head for dense batches, head for packed sequences: leads the outputs
+    int32 slot;  // of this head
+    int32 index;  // of this sequence
+    int32 begin, len;  // the sequence's rows in the tensor
+};
+
+// Keys of one partial sum of a sequence of `len` keys, and how many partial sums it has (one when it is empty).
+OA_DEVICE int32 chunk_rows(int32 len) {
+    constexpr uint32 kMost = kChunkRows * kMaxChunks;
+    return int32(max_of<uint32>((uint32(len) + kMost - 1) / kMost, 1) * kChunkRows);
+}
+OA_DEVICE int32 num_chunks(int32 len) {
+    return int32(max_of<uint32>((uint32(len) + chunk_rows(len) - 1) / chunk_rows(len), 1));
+}
+
+struct Sequence {
+    int32 begin, len;
+};
+// Sequence b of a packed tensor of `total` rows; lengths that do not fit are clamped to it.
+OA_DEVICE Sequence packed_sequence(const int32* cu, int32 b, int32 total) {
+    int32 lo = min_of(max_of(cu[b], 0), total);
+    return {lo, min_of(max_of(cu[b + 1], lo), total) - lo};
+}
+// First slot of sequence b among slots of `rows` rows: at least one slot for every sequence, empty ones too.
+OA_DEVICE int32 first_slot(int32 begin, int32 b, int32 rows) { return int32((uint32(begin) + rows - 1) / rows) + b; }
+
+// The sequence whose first slot is the last one at or before `slot`. By all lanes of a warp: 32-ary search.
+OA_DEVICE int32 sequence_of_slot(const int32* cu, int32 batch, int32 total, int32 slot, int32 rows) {
+    int32 lane = threadIdx.x & 31, lo = 0, count = batch;
+    while (count > 1) {
+        int32 step = int32((uint32(count) + 31) / 32);
+        int64 b = lo + int64(lane) * step;
+        bool before = lane * int64(step) < count && first_slot(min_of(max_of(cu[b], 0), total), int32(b), rows) <= slot;
+        int32 last = 31 - __clz(__ballot_sync(0xffffffffu, before) | 1u);
+        lo += last * step;
+        count = min_of(step, count - last * step);
+    }
+    return lo;
+}

@@ -1,0 +1,246 @@
+// Sums over the keys, chunk by chunk: the mean of K and of V, and the range of every channel of V.
+//
+// Order of a chunk's sum, which NumPy repeats: row r goes to lane r % 32, each lane adds its rows in order, then lane i
+// adds lane i + 16, + 8, + 4, + 2, + 1. A chunk with NaN, infinity or a sum beyond fp32 in a channel adds that channel
+// again: finite values only, times 2^-32 each.
+// Threads: 2 * HEAD_DIM; thread t has the channels 8 (t % (HEAD_DIM / 8)) + 0..7 and the rows t / (HEAD_DIM / 8) + 16 i.
+#pragma once
+#include "attention/quantize_items.cuh"
+#include "ptx/cvt_quant.cuh"
+
+constexpr int32 kRowLanes = 16;
+
+// ld.global.nc.L1::no_allocate.v4: 16 bytes of an input, which nobody writes; 16-byte aligned.
+OA_DEVICE uint4 load_input(const uint8* p) {
+    uint4 w;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+        : "l"(p));
+    return w;
+}
+
+OA_DEVICE uint32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+template <typename Io>
+OA_DEVICE void unpack8(Io io, const uint4& w, float (&x)[8]) {
+    x[0] = low_float(io, w.x), x[1] = high_float(io, w.x);
+    x[2] = low_float(io, w.y), x[3] = high_float(io, w.y);
+    x[4] = low_float(io, w.z), x[5] = high_float(io, w.z);
+    x[6] = low_float(io, w.w), x[7] = high_float(io, w.w);
+}
+
+// Lanes of one channel, kRowLanes apart in shared memory by `kHeadDim`: the rest of the tree.
+template <int kHeadDim>
+OA_DEVICE float tree_sum(const float* column) {
+    float s[kRowLanes];
+#pragma unroll
+    for (int i = 0; i < kRowLanes; ++i) s[i] = column[i * kHeadDim];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) s[i] += s[i + 8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] += s[i + 4];
+    return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+// First level of the tree: lanes ty (even steps) and ty + 16 (odd steps) of this thread's channels, into `buffer`,
+// which holds 16 * kHeadDim floats.
+template <int kHeadDim>
+OA_DEVICE void store_lanes(const float (&even)[8], const float (&odd)[8], float* buffer) {
+    float4* own = reinterpret_cast<float4*>(buffer + threadIdx.x * 8);
+    own[0] = {even[0] + odd[0], even[1] + odd[1], even[2] + odd[2], even[3] + odd[3]};
+    own[1] = {even[4] + odd[4], even[5] + odd[5], even[6] + odd[6], even[7] + odd[7]};
+}
+
+// Row lanes' sums again: finite values only, times 2^-32. Out of line: rare, and its registers would cost every caller.
+template <typename Io, int kHeadDim>
+OA_DEVICE void sum_finite(const uint8* rows, int64 stride_bytes, int32 count, int32 head_dim, float* buffer) {
+    constexpr int kColumns = kHeadDim / 8;
+    int32 cc = threadIdx.x % kColumns, ty = threadIdx.x / kColumns;
+    float x[8], even[8] = {}, odd[8] = {};
+    for (int32 r = ty; cc * 8 < head_dim && r < count; r += 2 * kRowLanes) {
+        unpack8(Io{}, load_input(rows + r * stride_bytes + cc * 16), x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) even[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
+        if (r + kRowLanes >= count) break;
+        unpack8(Io{}, load_input(rows + (r + kRowLanes) * stride_bytes + cc * 16), x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) odd[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
+    }
+    store_lanes<kHeadDim>(even, odd, buffer);
+}
+
+// Sum of channel `tid` over `count` rows, from what store_lanes wrote, in threads below kHeadDim; times 2^-32.
+template <typename Io, int kHeadDim>
+OA_DEVICE float channel_sum(const uint8* rows, int64 stride_bytes, int32 count, int32 head_dim, float* buffer) {
+    int32 tid = threadIdx.x;
+    __syncthreads();
+    float sum = 0.0f;
+    if (tid < kHeadDim) sum = tree_sum<kHeadDim>(buffer + tid);
+    bool again = tid < kHeadDim && !is_finite(sum);
+    sum = mul_rn(sum, kSumScale);
+    if (__syncthreads_or(again)) {
+        sum_finite<Io, kHeadDim>(rows, stride_bytes, count, head_dim, buffer);
+        __syncthreads();
+        if (again) sum = tree_sum<kHeadDim>(buffer + tid);
+    }
+    return sum;
+}
+
+// The partials of an item: [unit][slot][sum K, sum V, max V, min V][kHeadDim].
+template <int kHeadDim>
+OA_DEVICE float* partial_of(const QuantizeParams& p, const Item& t, int32 slot, int32 which) {
+    return p.partials + ((int64(t.unit) * p.slots_r + slot) * 4 + which) * kHeadDim;
+}
+
+template <typename Io, int kHeadDim>
+OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, uint32* flag) {
+    constexpr int kColumns = kHeadDim / 8, kBatch = 8;
+    Io io;
+    int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
+    int64 stride = p.k_stride_s * 2;
+    int32 size = chunk_rows(t.len), first = t.index * size, count = min_of(size, t.len - first);
+    const uint8* rows = input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, !p.packed) + first * stride;
+    float sums[2][8] = {};
+    bool inside = cc * 8 < p.head_dim;
+    for (int32 r0 = ty; r0 < count; r0 += kRowLanes * kBatch) {
+        uint4 raw[kBatch];
+        const uint8* at = rows + r0 * stride + cc * 16;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            raw[i] = inside && r0 + i * kRowLanes < count ? load_input(at) : uint4{0, 0, 0, 0};
+            at += kRowLanes * stride;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            float x[8];
+            unpack8(io, raw[i], x);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sums[i & 1][j] += x[j];
+        }
+    }
+    store_lanes<kHeadDim>(sums[0], sums[1], buffer);
+    float sum = channel_sum<Io, kHeadDim>(rows, stride, count, p.head_dim, buffer);
+    if (tid < kHeadDim) partial_of<kHeadDim>(p, t, t.slot, 0)[tid] = sum;
+
+    int64 at = sequence_head(t, p.num_kv_heads);
+    if (!arrive_is_last(p.k_ready + at, num_chunks(t.len), flag)) return;
+    if (tid < p.head_dim_pad) {
+        const float* partial = partial_of<kHeadDim>(p, t, t.slot - t.index, 0) + tid;
+        float total = 0.0f;
+        for (int32 c = 0; c < num_chunks(t.len); ++c) total += load_gpu(partial + int64(c) * (4 * kHeadDim));
+        p.k_mean[at * p.head_dim_pad + tid] = t.len ? mul_rn(div_rn(total, float(t.len)), kSumUnscale) : 0.0f;
+    }
+    __syncthreads();
+    if (tid == 0) store_release(p.k_ready + at, kReady);
+}
+
+// Largest (kMax) or smallest value of a channel over the row lanes; NaN if there is one.
+template <int kHeadDim, bool kMax>
+OA_DEVICE float channel_extreme(const float (&own)[8], float* buffer) {
+    constexpr int kColumns = kHeadDim / 8;
+    int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) buffer[ty * kHeadDim + cc * 8 + j] = kMax ? own[j] : -own[j];
+    __syncthreads();
+    float m = neg_inf();
+    if (tid < kHeadDim) {
+#pragma unroll
+        for (int i = 0; i < kRowLanes; ++i) m = max_nan(m, buffer[i * kHeadDim + tid]);
+    }
+    return kMax ? m : -m;
+}
+
+// Range of every channel and, with smooth_v, its sum; the last chunk of a sequence makes mean and scale of it.
+template <typename Io, int kHeadDim>
+OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, uint32* flag) {
+    constexpr int kColumns = kHeadDim / 8, kBatch = 4;
+    Io io;
+    int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
+    int64 stride = p.v_stride_s * 2;
+    int32 size = chunk_rows(t.len), first = t.index * size, count = min_of(size, t.len - first);
+    const uint8* rows = input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, !p.packed) + first * stride;
+    bool smooth = (p.flags & kSmoothV) != 0, inside = cc * 8 < p.head_dim;
+    uint4 none_hi, none_lo;  // -inf and +inf: no row seen
+    none_lo.x = none_lo.y = none_lo.z = none_lo.w = infinities(io);
+    none_hi.x = none_hi.y = none_hi.z = none_hi.w = infinities(io) | kBothSigns;
+    uint4 hi = none_hi, lo = none_lo;
+    float sums[2][8] = {};
+    for (int32 r0 = ty; inside && r0 < count; r0 += kRowLanes * kBatch) {
+        uint4 raw[kBatch];
+        const uint8* at = rows + r0 * stride + cc * 16;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            // Rows behind the last one: the first one again, which changes no range.
+            raw[i] = load_input(r0 + i * kRowLanes < count ? at : rows + r0 * stride + cc * 16);
+            at += kRowLanes * stride;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            hi.x = max2_nan(io, hi.x, raw[i].x), lo.x = min2_nan(io, lo.x, raw[i].x);
+            hi.y = max2_nan(io, hi.y, raw[i].y), lo.y = min2_nan(io, lo.y, raw[i].y);
+            hi.z = max2_nan(io, hi.z, raw[i].z), lo.z = min2_nan(io, lo.z, raw[i].z);
+            hi.w = max2_nan(io, hi.w, raw[i].w), lo.w = min2_nan(io, lo.w, raw[i].w);
+            if (smooth && r0 + i * kRowLanes < count) {
+                float x[8];
+                unpack8(io, raw[i], x);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sums[i & 1][j] += x[j];
+            }
+        }
+    }
+    int64 at = sequence_head(t, p.num_kv_heads);
+    float sum = 0.0f, x[8];
+    if (smooth) {
+        store_lanes<kHeadDim>(sums[0], sums[1], buffer);
+        sum = channel_sum<Io, kHeadDim>(rows, stride, count, p.head_dim, buffer);
+    }
+    unpack8(io, hi, x);
+    float most = channel_extreme<kHeadDim, true>(x, buffer);
+    unpack8(io, lo, x);
+    float least = channel_extreme<kHeadDim, false>(x, buffer);
+    bool again = count > 0 && tid < p.head_dim && !(is_finite(most) && is_finite(least));
+    if (__syncthreads_or(again)) {
+        if (again) {  // this thread's channel alone, finite values only
+            most = neg_inf(), least = -neg_inf();
+            for (int32 r = 0; r < count; ++r) {
+                uint16 bits = *reinterpret_cast<const uint16*>(rows + r * stride + tid * 2);
+                float value = to_float(io, bits);
+                if (is_finite(value)) most = fmaxf(most, value), least = fminf(least, value);
+            }
+        }
+        if (tid == 0) reduce_max_global(p.v_bad + at, 1);
+    }
+    if (tid < kHeadDim) {
+        partial_of<kHeadDim>(p, t, t.slot, 1)[tid] = sum;
+        partial_of<kHeadDim>(p, t, t.slot, 2)[tid] = most;
+        partial_of<kHeadDim>(p, t, t.slot, 3)[tid] = least;
+    }
+    if (!arrive_is_last(p.v_ready + at, num_chunks(t.len), flag)) return;
+    if (tid < p.head_dim_pad) {
+        const float* partial = partial_of<kHeadDim>(p, t, t.slot - t.index, 1) + tid;
+        float total = 0.0f;
+        most = neg_inf(), least = -neg_inf();
+        for (int32 c = 0; c < num_chunks(t.len); ++c, partial += 4 * kHeadDim) {
+            total += load_gpu(partial);
+            most = fmaxf(most, load_gpu(partial + kHeadDim));
+            least = fminf(least, load_gpu(partial + 2 * kHeadDim));
+        }
+        bool real = tid < p.head_dim && most >= least;
+        float mean = smooth && real ? mul_rn(div_rn(total, float(t.len)), kSumUnscale) : 0.0f;
+        // A difference beyond fp32 counts as infinity.
+        if (real && !is_finite(fmaxf(most - mean, mean - least))) reduce_max_global(p.v_bad + at, 1);
+        float amax = real ? fminf(fmaxf(most - mean, mean - least), kMaxFinite) : 0.0f;
+        float scale = 1.0f;
+        if (amax >= kLeastAmax) {
+            // fp8: the largest magnitude becomes 448. fp16: a power of two, so that only subnormals are rounded, which
+            // puts it into [128, 256): 128 products with P <= 1 stay below 65504.
+            scale = p.flags & kHalfV ? __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23))
+                                     : div_rn(amax, 448.0f);
+        }
+        p.v_scale[at * p.head_dim_pad + tid] = scale;
+        p.v_mean[at * p.head_dim_pad + tid] = mean;
+    }
+    __syncthreads();
+    if (tid == 0) store_release(p.v_ready + at, kReady);
+}

@@ -1,0 +1,77 @@
+// Quantization of Q, K and V for low-precision attention: integers for Q K^T, e4m3 or fp16 for P V.
+//
+//   q_int = round((q - q_mean) / q_scale), k_int = round((k - k_mean) / k_scale), v_fp8 = e4m3((v - v_mean) / v_scale)
+//
+// q: [batch, seqlen_q, num_q_heads, head_dim], k, v: [batch, seqlen_k, num_kv_heads, head_dim], fp16 or bf16, any
+// strides with 16-byte rows; or packed sequences. Outputs, granularities and the order of every sum:
+// docs/quantization.md. Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3.
+//
+// One persistent grid does everything; work is taken by ticket (attention/quantize_items.cuh):
+//
+//   CTA:  ticket -> item ---+-> sums of 256 keys of K or V -> last one of a head: mean, scale -> ready flag (release)
+//                           +-> 128 rows of Q             -> integers, scales, row_bias          |
+//                           +-> 128 keys of K or V        -> wait for the flag (acquire) <-------+
+//
+// K and V are read twice, the second time from L2: the sums run one group of heads ahead of the quantization.
+// Threads: 2 * HEAD_DIM. Shared memory: 128 * HEAD_DIM bytes of one item, or RowsStorage; the item; a flag.
+#include "attention/quantize_items.cuh"
+#include "attention/quantize_reduce.cuh"
+#include "attention/quantize_rows.cuh"
+#include "attention/quantize_values.cuh"
+
+constexpr int kHeadDim = HEAD_DIM;
+static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "8, 16 or 32 threads a row");
+constexpr int kThreads = 2 * kHeadDim;
+
+union WorkStorage {
+    float sums[kRowLanes * kHeadDim];
+    RowsStorage<kHeadDim> rows;
+    ValuesStorage<kHeadDim> values;
+};
+
+struct SharedStorage {
+    alignas(16) WorkStorage work;
+    Item item;
+    uint32 ticket;
+    uint32 flag;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const __grid_constant__ QuantizeParams p) {
+    __shared__ SharedStorage s;
+    if (p.clear_words > 0) {
+        for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.clear_words; i += int64(gridDim.x) * kThreads)
+            p.ticket[i] = 0;
+        return;
+    }
+    uint32 next = 0;
+    if (threadIdx.x < 32) {
+        if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
+    }
+    for (;;) {
+        if (threadIdx.x < 32) {
+            uint32 ticket = __shfl_sync(0xffffffffu, next, 0);
+            // The next ticket travels while this item is worked on.
+            if (threadIdx.x == 0 && ticket < uint32(p.num_items)) next = atomic_add_relaxed(p.ticket, 1);
+            if (ticket < uint32(p.num_items)) {
+                Item item = decode_item(p, ticket);
+                if (threadIdx.x == 0) s.item = item;
+            }
+            if (threadIdx.x == 0) s.ticket = ticket;
+        }
+        __syncthreads();
+        if (s.ticket >= uint32(p.num_items)) return;
+        const Item& t = s.item;
+        if (t.batch_idx < 0) {
+            // a slot that no sequence fills
+        } else if (t.kind == kReduceK) {
+            reduce_k<IO_TYPE, kHeadDim>(p, t, s.work.sums, &s.flag);
+        } else if (t.kind == kReduceV) {
+            reduce_v<IO_TYPE, kHeadDim>(p, t, s.work.sums, &s.flag);
+        } else if (t.kind == kQuantizeV) {
+            quantize_v<IO_TYPE, kHeadDim>(p, t, s.work.values);
+        } else {
+            quantize_rows<IO_TYPE, kHeadDim>(p, t, s.work.rows);
+        }
+        __syncthreads();  // item and work storage are free again
+    }
+}

@@ -1,0 +1,53 @@
+// Order between CTAs of one grid (PTX ISA, "Memory Consistency Model"; "atom", "red", "ld", "st").
+#pragma once
+#include "ptx/types.cuh"
+
+// ld.acquire.gpu / st.release.gpu: one lane; what it or, behind a CTA barrier, its CTA wrote before the release is seen
+// by whoever reads the released value with an acquire, and by its CTA behind the next CTA barrier.
+OA_DEVICE uint32 load_acquire(const uint32* p) {
+    uint32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+OA_DEVICE void store_release(uint32* p, uint32 v) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// atom.acq_rel.gpu.add.u32: both at once; returns the value before.
+OA_DEVICE uint32 atomic_add_acq_rel(uint32* p, uint32 v) {
+    uint32 old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+// atom.relaxed.gpu.add.u32: a ticket, orders nothing else.
+OA_DEVICE uint32 atomic_add_relaxed(uint32* p, uint32 v) {
+    uint32 old;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
+// red.relaxed.gpu.{max,or}.u32: the barrier and atomic that follow publish it.
+OA_DEVICE void reduce_max_global(uint32* p, uint32 v) {
+    asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// red.shared.{max,or}.u32: any lane, ordered by the CTA barrier that follows.
+OA_DEVICE void reduce_max_shared(uint32* p, uint32 v) {
+    asm volatile("red.shared.max.u32 [%0], %1;" ::"l"(__cvta_generic_to_shared(p)), "r"(v) : "memory");
+}
+
+// ld.relaxed.gpu: a value that another CTA wrote, past the L1 cache, which may hold an older one. Behind an acquire.
+OA_DEVICE float load_gpu(const float* p) {
+    float v;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+OA_DEVICE uint32 load_gpu(const uint32* p) {
+    uint32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// nanosleep.u32: about t ns without issuing.
+OA_DEVICE void nanosleep(uint32 t) { asm volatile("nanosleep.u32 %0;" ::"r"(t)); }

@@ -1,0 +1,291 @@
+"""Launch of the quantizers: outputs, workspace, arguments (``kernels_cu/attention/quantize_params.cuh``).
+
+The byte-exact formats are in docs/quantization.md.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+from ..registry import KernelSpec
+from ..runtime import LoadedKernel
+from .params import PARAMS
+
+BLOCK_ROWS, CHUNK_ROWS, MAX_CHUNKS = 128, 256, 64
+KEY_TILES = {"sm90": 128, "sm80": 64}
+QUERY_SLICES = {"sm90": 16, "sm80": 32}
+#: In the order of `Granularity` in the device code.
+GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread", "per_token")
+
+_SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i for i in range(7))
+
+#: Bytes of K and V that are read for the sums before they are read again: a part of the L2 cache, because Q and the
+#: outputs pass through it in between.
+GROUP_BYTES = 1 << 30
+_MAX_GRID = 1 << 20
+_ALIGNMENT = 256
+
+# The fields of QuantizeParams in order, little-endian, no padding.
+_POINTERS = struct.Struct("<24Q")
+_REST = struct.Struct("<9q 28i")
+
+Strides3 = tuple[int, int, int]
+
+#: Outputs in the order of their pointers in QuantizeParams.
+OUTPUTS = ("q_int", "k_int", "q_scale", "k_scale", "row_bias", "q_mean", "k_mean", "v", "v_scale", "v_mean")
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """What is quantized, and how; no pointers.
+
+    Attributes
+    ----------
+    dtype : str
+        Element type of the inputs.
+    batch, rows_q, rows_k, heads_q, heads_kv, head_dim : int
+        Extents; rows of the packed tensors when ``varlen``.
+    varlen : bool
+    bits : int
+        8 or 4.
+    granularity, grouping : str
+    smooth_q, smooth_k, smooth_v : bool
+    row_bias : str
+        ``"none"``, ``"marks"`` (zeros, NaN for rows with NaN or infinity) or ``"full"`` (q . k_mean).
+    qk, v : bool
+        What there is to quantize.
+    v_dtype : str
+        ``"float8_e4m3"`` or ``"float16"``.
+    max_seqlen_k : int
+        Of packed sequences: extent of ``delta_s``.
+    """
+
+    dtype: str
+    batch: int
+    rows_q: int
+    rows_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    varlen: bool
+    bits: int = 8
+    granularity: str = "per_thread"
+    grouping: str = "sm90"
+    smooth_q: bool = False
+    smooth_k: bool = True
+    smooth_v: bool = False
+    row_bias: str = "marks"
+    qk: bool = True
+    v: bool = True
+    v_dtype: str = "float8_e4m3"
+    max_seqlen_k: int = 0
+
+    @property
+    def head_dim_pad(self) -> int:
+        """head_dim rounded up to 32."""
+        return -(-self.head_dim // 32) * 32
+
+    @property
+    def key_tile(self) -> int:
+        """Keys of one tile of scales."""
+        return KEY_TILES[self.grouping]
+
+    def slots(self, rows: int, of: int) -> int:
+        """Blocks of ``of`` rows of one head: of a sequence, or for packed ones a bound that holds for any lengths."""
+        return -(-rows // of) + (self.batch if self.varlen else 0)
+
+    @property
+    def slots_r(self) -> int:
+        """Chunks of keys of one head."""
+        if self.varlen:
+            return self.slots(self.rows_k, CHUNK_ROWS)
+        return num_chunks(self.rows_k)
+
+    @property
+    def delta_columns(self) -> int:
+        """Extent of ``delta_s`` along the keys."""
+        longest = self.max_seqlen_k if self.varlen else self.rows_k
+        return -(-longest // self.key_tile) * self.key_tile
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every output that this problem has."""
+        lead_q = (self.heads_q,) if self.varlen else (self.batch, self.heads_q)
+        lead_k = (self.heads_kv,) if self.varlen else (self.batch, self.heads_kv)
+        d, blocks = self.head_dim_pad, self.slots(self.rows_q, BLOCK_ROWS)
+        tiles, values = self.slots(self.rows_k, self.key_tile), self.slots(self.rows_k, BLOCK_ROWS) * BLOCK_ROWS
+        per_kv = (self.batch, self.heads_kv, d)
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        if self.qk:
+            element, width = ("int8", d) if self.bits == 8 else ("uint8", d // 2)
+            per_token = self.granularity == "per_token"
+            q_slots = BLOCK_ROWS if per_token else BLOCK_ROWS // QUERY_SLICES[self.grouping] * 8
+            found["q_int"] = (*lead_q, self.rows_q, width), element
+            found["k_int"] = (*lead_k, self.rows_k, width), element
+            found["q_scale"] = (*lead_q, blocks * q_slots), "float32"
+            found["k_scale"] = (*lead_k, tiles * (self.key_tile if per_token else 4)), "float32"
+            if self.row_bias != "none":
+                found["row_bias"] = (*lead_q, self.rows_q), "float32"
+            if self.smooth_k:
+                found["k_mean"] = per_kv, "float32"
+            if self.smooth_q:
+                found["q_mean"] = (*lead_q, blocks, d), "float32"
+                found["delta_s"] = (*lead_q, blocks, self.delta_columns), "float32"
+        if self.v:
+            if self.v_dtype == "float16":
+                found["v"] = (*lead_k, self.rows_k, d), "float16"
+            else:
+                found["v"] = (*lead_k, d, values), "uint8"
+            found["v_scale"] = found["v_mean"] = per_kv, "float32"
+        return found
+
+
+def num_chunks(rows: int) -> int:
+    """Partial sums of a sequence of ``rows`` keys; one for an empty sequence."""
+    return max(-(-rows // chunk_rows(rows)), 1)
+
+
+def chunk_rows(rows: int) -> int:
+    """Keys of one partial sum: 256, more where that would be more than 64 of them."""
+    return max(-(-rows // (CHUNK_ROWS * MAX_CHUNKS)), 1) * CHUNK_ROWS
+
+
+def carve(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[dict[str, int], int]:
+    """Offsets of arrays in one allocation, each at a multiple of 256 bytes, and the allocation's size."""
+    sizes = {"int8": 1, "uint8": 1, "float16": 2, "float32": 4}
+    offsets, end = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        offsets[name] = end
+        end += -(-math.prod(shape) * sizes[dtype] // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+class QuantizePlan:
+    """Everything about a call but its pointers.
+
+    Parameters
+    ----------
+    spec, delta_spec : KernelSpec
+        Rows of the operations ``"quantize"`` and ``"quantize_delta"``; the second is used with ``smooth_q`` only.
+    kernel, delta_kernel : LoadedKernel or None
+        The loaded kernels.
+    problem : QuantizeProblem
+    strides : (Strides3, Strides3, Strides3)
+        Element strides (batch, seq, head) of q, k, v; 0 for an extent of 1 and for what is absent.
+    sm_count : int
+    """
+
+    __slots__ = (
+        "_clear", "_delta", "_delta_grid", "_grid", "_items", "_rest", "_threads", "_words", "counters_bytes",
+        "delta_kernel", "kernel", "problem", "workspace_bytes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        kernel: LoadedKernel | None,
+        delta_kernel: LoadedKernel | None,
+        problem: QuantizeProblem,
+        strides: tuple[Strides3, Strides3, Strides3],
+        sm_count: int,
+        group_bytes: int = GROUP_BYTES,
+    ) -> None:
+        p = self.problem = problem
+        self.kernel, self.delta_kernel = kernel, delta_kernel
+        self._threads = 32 * spec.num_warps
+        units = p.heads_kv * (1 if p.varlen else p.batch)
+        per_kv = p.heads_q // p.heads_kv if p.heads_kv else 0
+        slots_q, slots_k = p.slots(p.rows_q, BLOCK_ROWS), p.slots(p.rows_k, BLOCK_ROWS)
+        per_r = p.slots_r * (int(p.qk and p.smooth_k) + int(p.v))
+        per_a = per_kv * slots_q + slots_k if p.qk and p.granularity == "per_tensor" else 0
+        per_q = per_kv * slots_q if p.qk else 0
+        per_pass = slots_k * (int(p.qk) + int(p.v))
+        unit_bytes = max(2 * p.rows_k * p.head_dim * (int(p.qk) + int(p.v)), 1)
+        per_group = max(1, min(group_bytes // unit_bytes, units))
+        groups = -(-units // per_group)
+        last = units - (groups - 1) * per_group
+        rest = per_a + per_q + per_pass
+        last_base = (groups - 2) * per_group * (per_r + rest) + last * per_r + per_group * rest if groups > 1 else 0
+        self._items = units * (per_r + rest)
+        if self._items >= 2**31 - 2**24:
+            raise ValueError(f"{self._items} blocks to quantize: more than any memory holds")
+        flags = (
+            (_SMOOTH_Q if p.smooth_q else 0)
+            | (_SMOOTH_K if p.smooth_k and p.qk else 0)
+            | (_SMOOTH_V if p.smooth_v else 0)
+            | (_FULL_BIAS if p.row_bias == "full" and p.smooth_k else 0)
+            | (_HAS_QK if p.qk else 0)
+            | (_HAS_V if p.v else 0)
+            | (_HALF_V if p.v_dtype == "float16" else 0)
+        )
+        # Words that are zeroed: the ticket, three kinds for each kv head, and for per_tensor two more of each head.
+        kv, qs = p.batch * p.heads_kv, p.batch * p.heads_q
+        tail = (2 * kv + 2 * qs) if per_a else 0
+        self._words = (1, 1 + kv, 1 + 2 * kv, 1 + 3 * kv, 1 + 4 * kv, 1 + 5 * kv, 1 + 5 * kv + qs)
+        clear = 1 + 3 * kv + tail
+        tile = spec.head_dim
+
+        def pack(clear_words: int) -> bytes:
+            return _REST.pack(
+                *strides[0], *strides[1], *strides[2],
+                p.batch, p.heads_q, p.heads_kv, p.rows_q, p.rows_k, p.head_dim, p.head_dim_pad,
+                slots_q, slots_k, p.slots_r, p.key_tile, p.slots(p.rows_k, p.key_tile), p.bits,
+                QUERY_SLICES[p.grouping], GRANULARITIES.index(p.granularity), flags, int(p.varlen),
+                units, per_group, groups, per_r, per_a, per_q, per_pass, last_base, self._items, clear_words,
+                p.delta_columns,
+            )  # fmt: skip
+
+        self._rest, self._clear = pack(0), pack(clear)
+        self.counters_bytes = -(-4 * clear // _ALIGNMENT) * _ALIGNMENT
+        #: Partial sums, behind the counters.
+        self.workspace_bytes = self.counters_bytes + 16 * units * p.slots_r * tile
+        self._grid = (
+            (min(self._items, sm_count * int(dict(spec.defines)["CTAS"])), 1, 1),
+            (min(-(-clear // self._threads), _MAX_GRID), 1, 1),
+        )
+        self._delta_grid = (units * p.slots(p.rows_k, p.key_tile), 1, 1)
+        self._delta = p.smooth_q and p.qk and p.rows_q > 0 and self._delta_grid[0] > 0
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels of a call."""
+        return 0 if self._items == 0 else 3 if self._delta else 2
+
+    def launch(
+        self, stream: int, inputs: tuple[int, int, int, int, int], outputs: dict[str, int], workspace: int
+    ) -> None:
+        """Queue everything on ``stream``.
+
+        Parameters
+        ----------
+        stream : int
+        inputs : tuple of int
+            Addresses of q, k, v, cu_seqlens_q, cu_seqlens_k; 0 for what is absent.
+        outputs : dict
+            Addresses by the names of `QuantizeProblem.shapes`.
+        workspace : int
+            Address of `workspace_bytes` bytes, at a multiple of 256.
+        """
+        if self._items == 0:
+            return
+        kernel = self.kernel
+        if kernel is None:
+            raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
+        get = outputs.get
+        pointers = _POINTERS.pack(
+            *inputs,
+            *(get(name, 0) for name in OUTPUTS),
+            workspace + self.counters_bytes,
+            workspace,
+            *(workspace + 4 * at for at in self._words),
+        )
+        grid, clear_grid = self._grid
+        kernel.launch(clear_grid, self._threads, stream, PARAMS.write(pointers + self._clear))
+        kernel.launch(grid, self._threads, stream, PARAMS.write(pointers + self._rest))
+        if self._delta:
+            delta = self.delta_kernel
+            if delta is None:
+                raise RuntimeError("smooth_q needs the kernel of delta_s")
+            data = pointers + self._rest + struct.pack("<Q", outputs["delta_s"])
+            delta.launch(self._delta_grid, 128, stream, PARAMS.write(data))

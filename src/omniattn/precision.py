@@ -1,0 +1,78 @@
+"""Precisions with their knobs, for ``precision=`` where ``"int8"`` or ``"int4"`` is not precise enough a wish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ArgumentError
+
+#: How many rows share a scale, from many to one.
+GRANULARITIES: tuple[str, ...] = ("per_tensor", "per_block", "per_warp", "per_thread", "per_token")
+#: Which rows a per-thread or per-warp group has, and how many keys a tile: as the tensor cores of these GPUs want it.
+GROUPINGS: tuple[str, ...] = ("sm90", "sm80")
+#: Element type of P and V in the second product: e4m3, float16, or no rounding of either.
+PV_TYPES: tuple[str, ...] = ("fp8", "fp16", "exact")
+
+
+def check_choice(value: Any, argument: str, choices: tuple[str, ...], function: str) -> str:
+    """One of ``choices``; the error names argument, expected and received."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(argument, " or ".join(map(repr, choices)), repr(value), function=function)
+    return value
+
+
+def _check_bool(value: Any, argument: str, function: str) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(argument, "True or False", repr(value), function=function)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """8-bit integers for Q and K, fp8 or fp16 for P and V (SageAttention2, Zhang et al. 2024).
+
+    Attributes
+    ----------
+    granularity : str
+        Rows that share a scale: "per_tensor" (a head), "per_block" (128 queries, a tile of keys), "per_warp" (16 or 32
+        queries), "per_thread" (2 or 4 queries, 16 or 32 keys: as exact as per_token at no cost), "per_token".
+    smooth_k : bool
+        Quantize K minus its mean over the keys, which no softmax sees.
+    smooth_q : bool
+        Quantize Q minus its mean over 128 queries; the difference is added to the scores.
+    smooth_v : bool
+        Quantize V minus its mean over the keys; the mean is added to the output.
+    pv : str
+        "fp8": P and V in e4m3; "fp16": both in float16; "exact": neither is rounded (CPU reference only).
+    """
+
+    granularity: str = "per_thread"
+    smooth_k: bool = True
+    smooth_q: bool = False
+    smooth_v: bool = False
+    pv: str = "fp8"
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for a value that no kernel knows."""
+        name = type(self).__name__
+        check_choice(self.granularity, "granularity", GRANULARITIES, name)
+        check_choice(self.pv, "pv", PV_TYPES, name)
+        for argument in ("smooth_k", "smooth_q", "smooth_v"):
+            _check_bool(getattr(self, argument), argument, name)
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element of Q and K."""
+        return 8
+
+
+@dataclass(frozen=True)
+class Int4(Int8):
+    """4-bit integers (-7 to 7) for Q and K; `Int8` says the rest. Smooths Q as well unless told otherwise."""
+
+    smooth_q: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element of Q and K."""
+        return 4

@@ -1,0 +1,289 @@
+"""The quantizers on a GPU against NumPy: the same bits, whatever the format, the shape and the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+from omniattn import arrays, testing  # noqa: E402
+from omniattn.precision import GRANULARITIES, GROUPINGS  # noqa: E402
+from omniattn.reference import quantize as reference  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+#: fp32 sums of up to 256 products in another order.
+BIAS_RTOL = 1e-5
+#: bf16 split into two: 16 mantissa bits a factor.
+DELTA_RTOL = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and workspaces of the GPU begin as 0xff: NaN, and -1."""
+    plain = arrays.empty_like_framework
+
+    def allocate(ref: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        t = plain(ref, shape, dtype)
+        if t.framework == "torch" and t.device == "cuda" and 0 not in shape:
+            t.obj.view(torch.uint8).fill_(255)
+        return t
+
+    monkeypatch.setattr(arrays, "empty_like_framework", allocate)
+
+
+def tensor(values: Any, dtype: str, layout: str = "NHD") -> Any:
+    """NHD values as a torch tensor of a layout."""
+    x = torch.from_numpy(np.array(values, dtype=np.float32)).to(getattr(torch, dtype))
+    return x if layout == "NHD" else x.transpose(-3, -2).contiguous()
+
+
+def numpy(x: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(x.cpu().numpy())
+
+
+def written(call: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
+    """The reference's result, and for each array where it says anything: where two different backgrounds agree."""
+    results = []
+    for fill in (3, 5):
+
+        def empty(problem: Any, fill: int = fill) -> dict[str, np.ndarray[Any, Any]]:
+            return {name: np.full(shape, fill, dtype) for name, (shape, dtype) in problem.shapes().items()}
+
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "_empty", empty)
+            results.append(call())
+    names = [n for n, x in vars(results[0]).items() if isinstance(x, torch.Tensor) and "cu_" not in n]
+    masks = {}
+    for name in names:
+        a, b = (numpy(getattr(r, name)) for r in results)
+        masks[name] = (a == b) | ((a != a) & (b != b))
+    return results[0], masks
+
+
+def assert_same(got: Any, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, masks = written(call, monkeypatch)
+    for name, mask in masks.items():
+        a, b = numpy(getattr(got, name))[mask], numpy(getattr(expected, name))[mask]
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        if name in ("row_bias", "delta_s"):
+            assert np.array_equal(np.isnan(a), np.isnan(b)), name
+            a, b = np.nan_to_num(a.astype(np.float64)), np.nan_to_num(b.astype(np.float64))
+            tolerance = BIAS_RTOL if name == "row_bias" else DELTA_RTOL
+            error = np.abs(a - b).max(initial=0)
+            assert error <= tolerance * max(1.0, np.abs(b).max(initial=0)), (name, error)
+            continue
+        same = (a == b) | ((a != a) & (b != b))
+        assert same.all(), f"{name}: {(~same).sum()} of {same.size} differ, first {a[~same][:4]} and {b[~same][:4]}"
+
+
+def check_qk(q: Any, k: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    got = oa.quantize_qk(q.cuda(), k.cuda(), **on_gpu)
+    assert_same(got, lambda: oa.quantize_qk(q, k, **options), monkeypatch)
+    return got
+
+
+def check_v(v: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    got = oa.quantize_v(v.cuda(), **on_gpu)
+    assert_same(got, lambda: oa.quantize_v(v, **options), monkeypatch)
+    return got
+
+
+def inputs(dtype: str, head_dim: int, rows_q: int, rows_k: int, kind: str = "channel_bias", **shape: int) -> Any:
+    layout = str(shape.pop("layout", "NHD"))
+    q, k, v = testing.make_qkv(
+        kind, batch=2, seqlen_q=rows_q, seqlen_k=rows_k, heads_q=4, heads_kv=2, head_dim=head_dim, dtype=dtype
+    )
+    return tuple(tensor(x, dtype, layout) for x in (q, k, v))
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_formats(dtype: str, granularity: str, grouping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for smooth_q, smooth_k, with_bias in ((False, True, True), (True, True, False), (True, False, True)):
+        q, k, _ = inputs("bfloat16", 64, 333, 517)
+        check_qk(
+            q, k, monkeypatch, dtype=dtype, granularity=granularity, grouping=grouping,
+            smooth_q=smooth_q, smooth_k=smooth_k, with_bias=with_bias,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("io", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 128, 136, 192, 256])
+def test_head_dims(head_dim: int, io: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(io, head_dim, 130, 300)
+    check_qk(q, k, monkeypatch, smooth_q=True, with_bias=True)
+    check_qk(q, k, monkeypatch, dtype="int4", grouping="sm80")
+    for dtype in ("float8_e4m3", "float16"):
+        for smooth_v in (False, True):
+            check_v(v, monkeypatch, dtype=dtype, smooth_v=smooth_v)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000])
+def test_lengths(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs("float16", 64, rows, rows + 1, layout="HND")
+    for grouping in GROUPINGS:
+        check_qk(q, k, monkeypatch, grouping=grouping, layout="HND", smooth_q=True)
+    check_v(v, monkeypatch, layout="HND", smooth_v=True)
+
+
+@pytest.mark.parametrize(("rows_q", "rows_k", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 5, 0)])
+def test_nothing_there(rows_q: int, rows_k: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.ones(batch, rows_q, 2, 64, dtype=torch.bfloat16)
+    k = torch.ones(batch, rows_k, 2, 64, dtype=torch.bfloat16)
+    check_qk(q, k, monkeypatch, smooth_q=True, with_bias=True)
+    check_v(k, monkeypatch, smooth_v=True)
+
+
+@pytest.mark.parametrize("kind", sorted(testing.GENERATORS))
+def test_kinds_of_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs("bfloat16", 128, 200, 700, kind)
+    check_qk(q, k, monkeypatch, smooth_q=True)
+    check_v(v, monkeypatch, smooth_v=True)
+
+
+@pytest.mark.parametrize("io", ["float16", "bfloat16"])
+def test_extreme_values(io: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(io, 64, 200, 700)
+    least, most = (6e-8, 65504.0) if io == "float16" else (1e-40, 3.3e38)
+    for x in (q, k, v):
+        x[0, :, 0] = 0
+        x[0, :, 1] = least
+        x[1, :, 0] = most
+        x[1, 100:, 1] = -most
+    for granularity in GRANULARITIES:
+        check_qk(q, k, monkeypatch, granularity=granularity, smooth_q=True)
+    check_qk(q, k, monkeypatch, smooth_k=False)
+    for dtype in ("float8_e4m3", "float16"):
+        for smooth_v in (False, True):
+            check_v(v, monkeypatch, dtype=dtype, smooth_v=smooth_v)
+
+
+def test_not_a_number_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    nan, inf = float("nan"), float("inf")
+    q, k, v = inputs("bfloat16", 64, 300, 700)
+    for x in (q, k, v):
+        x[0, 5, 0, 3], x[0, 5, 0, 4] = nan, inf
+        x[0, 77, 1, 0] = -inf
+        x[0, 200, 1, :] = inf
+        x[1, :, 0, 7] = nan
+        x[1, :, 1, 9] = -inf
+    for granularity in GRANULARITIES:
+        for grouping in GROUPINGS:
+            for smooth in (False, True):
+                check_qk(
+                    q, k, monkeypatch, granularity=granularity, grouping=grouping, smooth_q=smooth, smooth_k=smooth,
+                )  # fmt: skip
+    got = check_qk(q, k, monkeypatch, with_bias=True)
+    bad = np.isnan(numpy(got.row_bias))
+    assert bad[0, 0].nonzero()[0].tolist() == [5]
+    assert bad[0, 1].nonzero()[0].tolist() == [77, 200]
+    assert not bad[0, 2:].any()
+    for dtype in ("float8_e4m3", "float16"):
+        for smooth_v in (False, True):
+            check_v(v, monkeypatch, dtype=dtype, smooth_v=smooth_v)
+
+
+LENGTHS: dict[str, tuple[list[int], list[int]]] = {
+    "mixed": ([100, 1, 0, 257, 64], [130, 300, 5, 257, 0]),
+    "single": ([200], [200]),
+    "all_empty": ([0, 0], [0, 0]),
+    "many": ([3, 0, 17] * 400, [5, 9, 1] * 400),
+    "long": ([128, 256], [5000, 20000]),
+}
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("lengths", list(LENGTHS))
+def test_packed_sequences(lengths: str, grouping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_q, of_k = LENGTHS[lengths]
+    cu_q, cu_k = (torch.tensor([0, *np.cumsum(x)], dtype=torch.int32) for x in (of_q, of_k))
+    q, _, _ = testing.make_qkv("channel_bias", batch=None, seqlen_q=sum(of_q) + 7, heads_q=4, head_dim=64)
+    k, _, v = testing.make_qkv("channel_bias", batch=None, seqlen_q=sum(of_k) + 7, heads_q=2, head_dim=64, seed=1)
+    q, k, v = (tensor(x, "bfloat16") for x in (q, k, v))
+    common = {"cu_seqlens_k": cu_k, "max_seqlen_k": max(of_k)}
+    both = {**common, "cu_seqlens_q": cu_q, "max_seqlen_q": max(of_q), "grouping": grouping}
+    check_qk(q, k, monkeypatch, smooth_q=True, with_bias=True, **both)
+    check_qk(q, k, monkeypatch, granularity="per_tensor", **both)
+    check_qk(q, k, monkeypatch, granularity="per_token", dtype="int4", **both)
+    for dtype in ("float8_e4m3", "float16"):
+        check_v(v, monkeypatch, dtype=dtype, smooth_v=True, **common)
+
+
+def test_sequences_that_do_not_fit_stay_inside() -> None:
+    """Values of cu_seqlens outside the tensors are clamped; nothing is read or written elsewhere."""
+    q, k, v = (x[0].cuda() for x in inputs("bfloat16", 64, 300, 300))
+    for starts in ([0, 1000, 2000], [-5, 300, 10], [400, 2**31 - 1, -(2**31)], [0, 200, 100]):
+        cu = torch.tensor(starts, dtype=torch.int32).cuda()
+        oa.quantize_qk(
+            q, k, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=300, max_seqlen_k=300, smooth_q=True, with_bias=True
+        )
+        oa.quantize_v(v, cu_seqlens_k=cu, max_seqlen_k=300, smooth_v=True)
+    torch.cuda.synchronize()
+
+
+def test_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of wider arrays, expanded and reversed ones."""
+    q, k, v = inputs("bfloat16", 128, 300, 300)
+    check_qk(q[..., 32:104], k[..., 32:104], monkeypatch)
+    check_qk(q[:, 3:200:2, 1:3], k[:, 5:, 1:], monkeypatch)
+    check_qk(q[:1].expand(3, -1, -1, -1), k[:, :, :1].expand(-1, -1, 2, -1)[:1].expand(3, -1, -1, -1), monkeypatch)
+    check_v(v[:, ::3, 1:, 8:80], monkeypatch)
+
+
+def test_same_bits_every_time() -> None:
+    q, k, v = (x.cuda() for x in inputs("bfloat16", 128, 3000, 5000))
+    runs = [(oa.quantize_qk(q, k, smooth_q=True, with_bias=True), oa.quantize_v(v, smooth_v=True)) for _ in range(5)]
+    for qk, values in runs[1:]:
+        for name in ("q_int", "k_int", "q_scale", "k_scale", "row_bias", "k_mean", "q_mean", "delta_s"):
+            assert torch.equal(getattr(qk, name), getattr(runs[0][0], name)), name
+        for name in ("v", "v_scale", "v_mean"):
+            assert torch.equal(getattr(values, name), getattr(runs[0][1], name)), name
+
+
+def test_on_another_stream() -> None:
+    q, k, v = (x.cuda() for x in inputs("bfloat16", 64, 300, 400))
+    expected = oa.quantize_qk(q, k), oa.quantize_v(v)
+    stream = torch.cuda.Stream()
+    got = oa.quantize_qk(q, k, stream=stream), oa.quantize_v(v, stream=stream)
+    stream.synchronize()
+    assert torch.equal(got[0].k_int, expected[0].k_int)
+    assert torch.equal(got[1].v, expected[1].v)
+
+
+def test_under_a_cuda_graph() -> None:
+    q, k, v = (x.cuda() for x in inputs("bfloat16", 64, 300, 400))
+    oa.quantize_qk(q, k, smooth_q=True), oa.quantize_v(v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        qk, values = oa.quantize_qk(q, k, smooth_q=True), oa.quantize_v(v)
+    for _ in range(3):
+        for x in (q, k, v):
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        expected = oa.quantize_qk(q, k, smooth_q=True), oa.quantize_v(v)
+        assert torch.equal(qk.q_int, expected[0].q_int)
+        assert torch.equal(qk.delta_s, expected[0].delta_s)
+        assert torch.equal(values.v, expected[1].v)
+
+
+def test_cupy_and_jax_arrays_stay_theirs() -> None:
+    cupy = pytest.importorskip("cupy")
+    jax = pytest.importorskip("jax")
+    q, k, v = (x.cuda() for x in inputs("float16", 64, 100, 200))
+    expected = oa.quantize_qk(q, k), oa.quantize_v(v)
+    for own, kind in ((cupy.from_dlpack, cupy.ndarray), (jax.dlpack.from_dlpack, jax.Array)):
+        a, b, c = own(q), own(k), own(v)
+        qk, values = oa.quantize_qk(a, b), oa.quantize_v(c)
+        assert isinstance(qk.q_int, kind)
+        assert isinstance(values.v, kind)
+        for got, want in ((qk.q_int, expected[0].q_int), (qk.k_scale, expected[0].k_scale), (values.v, expected[1].v)):
+            assert np.array_equal(np.asarray(got.get() if kind is cupy.ndarray else got), numpy(want))
