@@ -168,18 +168,18 @@ class Producer {
 #pragma unroll 1
         for (int32 n = keys.end - 1; n >= keys.first; --n) {
             int32 row = t.k_begin + n * Config::kBlockN;
-            copy_keys(bars_.k, k_at_, smem_k_, &params_.map_k, row, kv_head, t.batch_idx);
-            copy_keys(bars_.v, v_at_, smem_v_, &params_.map_v, row, kv_head, t.batch_idx);
+            copy_keys(bars_.k, smem_k_, &params_.map_k, row, kv_head, t.batch_idx);
+            copy_keys(bars_.v, smem_v_, &params_.map_v, row, kv_head, t.batch_idx);
+            kv_at_.advance();
         }
     }
 
-    OA_DEVICE void copy_keys(const KvRing& ring, KvState& at, uint32 smem, const TensorMap* map, int32 row,
-                             int32 kv_head, int32 batch_idx) {
-        uint32 bar = ring.acquire(at, kKvBytes);
+    OA_DEVICE void copy_keys(const KvRing& ring, uint32 smem, const TensorMap* map, int32 row, int32 kv_head,
+                             int32 batch_idx) {
+        uint32 bar = ring.acquire(kv_at_, kKvBytes);
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem + at.stage * kKvBytes + c * kKvPanelBytes, map, bar, c * 64, row, kv_head, batch_idx);
-        at.advance();
+            tma_load_4d(smem + kv_at_.stage * kKvBytes + c * kKvPanelBytes, map, bar, c * 64, row, kv_head, batch_idx);
     }
 
     const AttnFwdSm90Params& params_;
@@ -187,7 +187,7 @@ class Producer {
     const Barriers& bars_;
     uint32 smem_q_, smem_k_, smem_v_;
     QState q_at_;
-    KvState k_at_, v_at_;
+    KvState kv_at_;
 };
 
 // S = Q K^T, asynchronous. smem_q: this warpgroup's 64 rows.
@@ -343,13 +343,13 @@ class Consumer {
         rows.raise(s, c, alpha);
         probabilities(rows, s, c, probs, sum);
         rows.add(sum);
+        clear_foreign_rows(t, n);
 
         for (--n; n >= keys.first; --n) {
             bars_.k.wait(k_at_);
             turns_.wait();
             issue_qk(s, smem_q_ + q_at_.stage * kQBytes, smem_k_ + k_at_.stage * kKvBytes);
             bars_.v.wait(v_at_);
-            clear_foreign_rows(t, n + 1);
             issue_pv(o, probs, smem_v_ + v_at_.stage * kKvBytes, pass_on);
             wgmma_wait<0>();
             wgmma_pin(s);
@@ -368,7 +368,6 @@ class Consumer {
             rows.add(sum);
         }
         bars_.v.wait(v_at_);
-        clear_foreign_rows(t, keys.first);
         issue_pv(o, probs, smem_v_ + v_at_.stage * kKvBytes, nothing);
         wgmma_wait<0>();
         wgmma_pin(o);
@@ -388,11 +387,14 @@ class Consumer {
         v_at_.advance();
     }
 
-    // Before the product with V of tile n.
+    // Before the product with V of tile n, the first one: no other can be the sequence's last tile.
     OA_DEVICE void clear_foreign_rows(const FwdTile& t, int32 n) const {
         if constexpr (Config::kVarlen) {
             int32 valid_rows = t.seqlen_k - n * Config::kBlockN;
-            if (valid_rows < Config::kBlockN) clear_tail(smem_v_ + v_at_.stage * kKvBytes, valid_rows, group_);
+            if (valid_rows < Config::kBlockN) {
+                bars_.v.wait(v_at_);
+                clear_tail(smem_v_ + v_at_.stage * kKvBytes, valid_rows, group_);
+            }
         }
     }
 

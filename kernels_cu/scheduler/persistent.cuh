@@ -59,45 +59,48 @@ class PersistentTiles {
     bool second_;
 };
 
-// Packed sequences; one warp walks, all lanes together. Item i is block i / num_q_heads, heads side by side, of the
-// blocks of all sequences: 32 sequences at a time, those with the most keys first, and of each sequence its last rows
-// first; then the blocks of the rows that no sequence owns. The walk goes on where the CTA's last tile was found, so
-// that all tiles of a CTA together cost one pass over cu_seqlens.
+// Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time and
+// the ones with the most keys first; of each sequence head by head, so that neighbours share K and V in L2; of each head
+// the tiles, or with causality pairs of a long and a short one. At the end come the rows that no sequence owns. Rounds
+// run forwards and backwards in turn. The walk goes on where the CTA's last item was found, so that all tiles of a CTA
+// together cost one pass over cu_seqlens.
 template <int kBlockM>
 class PackedTiles {
   public:
     // ranges: 32 of them in shared memory, this warp's own (registers are what a producer lacks).
     OA_DEVICE PackedTiles(const AttnFwdParams& p, const TileList& list, SequenceRange* ranges)
-        : p_(p), list_(list), ranges_(ranges), round_begin_(0), backwards_(false), chunk_(0), before_(0) {
+        : p_(p), list_(list), ranges_(ranges), round_(0), second_(false), chunk_(0), before_(0) {
         load_chunk();
     }
 
     // Moves `t` to the next tile; false when there is none.
     OA_DEVICE bool next(FwdTile& t) {
         for (;;) {
-            uint32 item = round_begin_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+            uint32 item = round_ * gridDim.x + (round_ & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
             if (item >= list_.num_items) return false;
-            round_begin_ += gridDim.x;
-            backwards_ = !backwards_;
-            uint32 block = item / p_.num_q_heads;
-            if (find(int32(block), t)) {
-                t.head_idx = int32(item - block * p_.num_q_heads);
-                return true;
-            }
+            bool found = find(int32(item), t);
+            if (second_) return true;
+            ++round_;
+            if (found) return true;
         }
     }
 
   private:
-    // Block `block` of all; false for the slack at the end of the list.
-    OA_DEVICE bool find(int32 block, FwdTile& t) {
+    // The next tile of an item, and whether another one follows; false for the slack at the end of the list.
+    OA_DEVICE bool find(int32 item, FwdTile& t) {
+        t.batch_idx = 0;
         while (chunk_ < p_.batch) {
-            uint32 past = __ballot_sync(0xffffffffu, inclusive_ > block - before_);
-            if (past != 0) {
-                int src = __ffs(int(past)) - 1;
+            uint32 candidates = __ballot_sync(0xffffffffu, inclusive_ * p_.num_q_heads > item - before_);
+            if (candidates != 0) {
+                int src = __ffs(int(candidates)) - 1;
                 SequenceRange r = ranges_[src];
-                int32 left = __shfl_sync(0xffffffffu, inclusive_, src) - (block - before_);  // 1 for its first rows
-                t.m0 = (left - 1) * kBlockM;
-                t.batch_idx = 0;
+                int32 blocks = num_blocks(r), units = num_units(r);
+                int32 at = item - before_ - (__shfl_sync(0xffffffffu, inclusive_, src) - units) * p_.num_q_heads;
+                t.head_idx = at / units;
+                int32 j = at - t.head_idx * units;
+                t.m0 = (second_ ? j : blocks - 1 - j) * kBlockM;
+                // The middle tile of an odd number is its own partner.
+                second_ = in_pairs() && !second_ && 2 * j + 1 != blocks;
                 t.q_begin = r.q_begin;
                 t.seqlen_q = r.seqlen_q;
                 t.k_begin = r.k_begin;
@@ -105,12 +108,20 @@ class PackedTiles {
                 t.valid = true;
                 return true;
             }
-            before_ += __shfl_sync(0xffffffffu, inclusive_, 31);
+            before_ += __shfl_sync(0xffffffffu, inclusive_, 31) * p_.num_q_heads;
             chunk_ += 32;
             load_chunk();
         }
-        unowned_tile<kBlockM>(p_, block - before_, t);
+        int32 block = (item - before_) / p_.num_q_heads;
+        t.head_idx = item - before_ - block * p_.num_q_heads;
+        unowned_tile<kBlockM>(p_, block, t);
         return t.valid;
+    }
+
+    OA_DEVICE bool in_pairs() const { return p_.window_right >= 0 && p_.window_left < 0; }
+    OA_DEVICE int32 num_blocks(const SequenceRange& r) const { return (r.seqlen_q + kBlockM - 1) / kBlockM; }
+    OA_DEVICE int32 num_units(const SequenceRange& r) const {
+        return in_pairs() ? (num_blocks(r) + 1) / 2 : num_blocks(r);
     }
 
     // Sorts the chunk's sequences by their number of keys.
@@ -118,23 +129,24 @@ class PackedTiles {
         int lane = threadIdx.x & 31;
         bool exists = chunk_ + lane < p_.batch;
         SequenceRange mine = exists ? sequence_range(p_, chunk_ + lane) : SequenceRange{0, 0, 0, -1};
-        int32 rank = 0;
+        int32 place = 0;
 #pragma unroll 1
         for (int j = 0; j < 32; ++j) {
             int32 other = __shfl_sync(0xffffffffu, mine.seqlen_k, j);
-            rank += other > mine.seqlen_k || (other == mine.seqlen_k && j < lane);
+            place += other > mine.seqlen_k || (other == mine.seqlen_k && j < lane);
         }
         __syncwarp();
-        ranges_[rank] = mine;
+        ranges_[place] = mine;
         __syncwarp();
-        inclusive_ = inclusive_sum((ranges_[lane].seqlen_q + kBlockM - 1) / kBlockM, lane);
+        inclusive_ = inclusive_sum(num_units(ranges_[lane]), lane);
     }
 
     const AttnFwdParams& p_;
     const TileList& list_;
     SequenceRange* ranges_;  // of the chunk's sequences, those with the most keys first
-    uint32 round_begin_;
-    bool backwards_;
-    int32 chunk_, before_;  // first sequence of the chunk; blocks of all sequences before it
-    int32 inclusive_;       // blocks of the chunk's sequences 0 .. lane, as sorted
+    uint32 round_;
+    bool second_;
+    int32 chunk_;      // its first sequence
+    int32 before_;     // items of all sequences before the chunk
+    int32 inclusive_;  // tiles or pairs, of one head, of the chunk's sequences 0 .. lane, as sorted
 };
