@@ -1,0 +1,348 @@
+"""Attention on quantized operands as the GPU kernels compute it, up to the rounding of fp32 arithmetic.
+
+For a row i, key tile by key tile with a running maximum m:
+
+    s_ij = scale (q_scale_i k_scale_j (q_int_i . k_int_j) + delta_s_ij [+ row_bias_i])
+    p_ij = exp(s_ij - m);  l = sum p_ij;  o = v_scale sum e4m3(448 p_ij) v_j / (448 l) + v_mean sum p_ij / l
+
+row_bias is a constant of its row: the softmax does not see it, but softcap, sinks and the LSE do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from omniattn.errors import ArgumentError
+from omniattn.launch.quantize import BLOCK_ROWS, QuantizeProblem
+from omniattn.precision import Int8, check_choice
+from omniattn.reference import checks
+from omniattn.reference.core import Array, Options, block_rows, key_range, outside_window
+from omniattn.reference.dequantize import contents, head_of, rows_of, values_of
+from omniattn.reference.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
+from omniattn.reference.quantize import Sequence, quantize, sequences
+from omniattn.reference.varlen import check_cu_seqlens
+
+_NAME = "reference.low_precision.attention"
+_F = np.float32
+#: How the product of P and V is accumulated. Tensor cores that multiply 8-bit floats keep about 13 mantissa bits.
+ACCUMULATORS = ("fp32", "two_level", "single_level")
+_STEP = 32  # keys of one tensor-core instruction on 8-bit operands
+
+
+@dataclass(frozen=True)
+class Product:
+    """How P V is computed.
+
+    Attributes
+    ----------
+    pv : str
+        "fp8", "fp16" or "exact", as in `omniattn.Int8`.
+    key_tile : int
+        Keys between two updates of the running maximum.
+    accumulator : str
+        "fp32": exact but for fp32 rounding. "two_level": 13 bits within a tile, fp32 across tiles, as the kernels do.
+        "single_level": 13 bits throughout, to show why they do not.
+    """
+
+    pv: str = "fp8"
+    key_tile: int = 128
+    accumulator: str = "fp32"
+
+
+def truncate_to_13_bits(x: Array) -> Array:
+    """Mantissas cut to 13 explicit bits, as the accumulators of 8-bit float products are."""
+    bits = np.ascontiguousarray(x, dtype=_F).view(np.uint32) & np.uint32(0xFFFFFC00)
+    return np.asarray(bits.view(_F))
+
+
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    precision: Int8,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
+    cu_seqlens_q: npt.ArrayLike | None = None,
+    cu_seqlens_k: npt.ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    grouping: str = "sm90",
+    key_tile: int | None = None,
+    accumulator: str = "fp32",
+) -> tuple[Array, Array]:
+    """Quantize, then attend.
+
+    Parameters
+    ----------
+    q, k, v : array_like, floating
+        As in `omniattn.reference.attention`; packed, as in `attention_varlen`, when ``cu_seqlens_*`` are given.
+    precision : Int8 or Int4
+    grouping : "sm90" or "sm80"
+        Which GPU's groups of rows share scales.
+    key_tile : int, optional
+        Keys between two updates of the running maximum; by default the grouping's tile.
+    accumulator : str
+        One of `ACCUMULATORS`.
+    layout, causal, window, softmax_scale, softcap, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As in `omniattn.reference.attention` and `attention_varlen`.
+
+    Returns
+    -------
+    o : ndarray, float32
+        Shape and layout of q.
+    lse : ndarray, float32
+        (batch, heads_q, seqlen_q), packed (heads_q, total_q); natural logarithm.
+    """
+    checks.check_layout(layout, _NAME)
+    if not isinstance(precision, Int8):
+        raise ArgumentError("precision", "an Int8 or Int4", repr(precision), function=_NAME)
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    ndim, is_nhd = 3 if varlen else 4, layout == "NHD"
+    qh, kh, vh = (checks.heads_first(x, name, _NAME, ndim, is_nhd) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    checks.check_heads(qh, kh, vh, _NAME)
+    starts_q = starts_k = None
+    if varlen:
+        starts_q = np.array(check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", qh.shape[1]))
+        starts_k = np.array(check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", kh.shape[1]))
+    batch = qh.shape[0] if starts_k is None else len(starts_k) - 1
+    longest = kh.shape[-2] if starts_k is None else int(np.diff(starts_k).max(initial=0))
+    problem = QuantizeProblem(
+        "float32", batch, qh.shape[-2], kh.shape[-2], qh.shape[-3], kh.shape[-3], qh.shape[-1], varlen,
+        precision.bits, precision.granularity, grouping, precision.smooth_q, precision.smooth_k, precision.smooth_v,
+        "full", v=precision.pv != "exact", v_dtype="float16" if precision.pv == "fp16" else "float8_e4m3",
+        max_seqlen_k=max(longest, max_seqlen_k or 0),
+    )  # fmt: skip
+    out = quantize(problem, qh, kh, vh, starts_q, starts_k)
+    o, lse = attend(
+        problem, out, None if problem.v else vh, starts_q, starts_k,
+        options=checks.make_options(qh.shape[-1], causal, window, softmax_scale, softcap, _F, _NAME),
+        product=Product(precision.pv, key_tile or problem.key_tile, accumulator),
+        mask=mask, sinks=sinks, longest_q=max_seqlen_q, longest_k=max_seqlen_k,
+    )  # fmt: skip
+    return (np.ascontiguousarray(o.swapaxes(-3, -2)) if is_nhd else o), lse
+
+
+def attention_quantized(
+    qk: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
+    key_tile: int | None = None,
+    accumulator: str = "fp32",
+) -> tuple[Array, Array]:
+    """Attention of a `QuantizedQK` and a `QuantizedV` whose arrays are on the CPU.
+
+    Returns
+    -------
+    o : ndarray, float32, (batch, heads_q, seqlen_q, head_dim), packed (heads_q, total_q, head_dim)
+        Heads first.
+    lse : ndarray, float32
+        Without the part of ``row_bias`` unless ``qk`` was made ``with_bias``.
+    """
+    problem, out = contents(qk)
+    of_v, values = contents(v)
+    problem = dataclasses.replace(problem, v=True, v_dtype=of_v.v_dtype, smooth_v=of_v.smooth_v)
+    options = checks.make_options(problem.head_dim, causal, window, softmax_scale, softcap, _F, _NAME)
+    starts = [None if x is None else np.asarray(x) for x in (qk.cu_seqlens_q, qk.cu_seqlens_k)]
+    product = Product("fp16" if of_v.v_dtype == "float16" else "fp8", key_tile or problem.key_tile, accumulator)
+    return attend(
+        problem, {**out, **values}, None, starts[0], starts[1], options=options, product=product, mask=mask, sinks=sinks
+    )
+
+
+def attend(
+    problem: QuantizeProblem,
+    out: dict[str, Array],
+    exact_v: Array | None,
+    starts_q: Array | None,
+    starts_k: Array | None,
+    *,
+    options: Options,
+    product: Product,
+    mask: Any = None,
+    sinks: Any = None,
+    longest_q: int | None = None,
+    longest_k: int | None = None,
+) -> tuple[Array, Array]:
+    """Attention from what `quantize` returns; ``exact_v``, heads first, takes the place of a quantized v."""
+    check_choice(product.accumulator, "accumulator", ACCUMULATORS, _NAME)
+    all_q, all_k = sequences(problem, problem.rows_q, starts_q), sequences(problem, problem.rows_k, starts_k)
+    lead = (problem.heads_q,) if problem.varlen else (problem.batch, problem.heads_q)
+    o = np.zeros((*lead, problem.rows_q, problem.head_dim), dtype=_F)
+    lse = np.full((*lead, problem.rows_q), -np.inf, dtype=_F)
+    rows = longest_q or max((s.length for s in all_q), default=0)
+    keys = longest_k or max((s.length for s in all_k), default=0)
+    full_mask = (
+        None if mask is None else checks.broadcast_mask(mask, (problem.batch, problem.heads_q, rows, keys), _NAME)
+    )
+    logits = None if sinks is None else checks.check_sinks(sinks, problem.heads_q, _NAME)
+    group = problem.heads_q // max(problem.heads_kv, 1)
+    with np.errstate(all="ignore"):
+        for of_q, of_k in zip(all_q, all_k, strict=True):
+            span = slice(of_q.begin, of_q.begin + of_q.length)
+            for head in range(problem.heads_q):
+                head_mask = None if full_mask is None else full_mask[of_q.batch, head, : of_q.length, : of_k.length]
+                sink = None if logits is None else _F(logits[head])
+                operands = _operands(problem, out, exact_v, of_q, of_k, head, head // group)
+                result = _attend_head(operands, head_mask, sink, options, product)
+                head_of(o, problem, of_q, head)[span], head_of(lse, problem, of_q, head)[span] = result
+    return o, lse
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """One query head of one sequence and its keys."""
+
+    q: Array
+    q_scale: Array
+    k: Array
+    k_scale: Array
+    bias: Array
+    delta: Array | None
+    v: Array
+    v_scale: Array
+    v_mean: Array
+
+
+def _operands(
+    problem: QuantizeProblem,
+    out: dict[str, Array],
+    exact_v: Array | None,
+    of_q: Sequence,
+    of_k: Sequence,
+    head: int,
+    kv: int,
+) -> _Operands:
+    q, k = (rows_of(out, problem, s, h, is_q=is_q) for s, h, is_q in ((of_q, head, True), (of_k, kv, False)))
+    delta = None
+    if problem.smooth_q:
+        first = of_q.slot(BLOCK_ROWS, problem.varlen)
+        delta = head_of(out["delta_s"], problem, of_q, head)[first:, : of_k.length]
+    bias = head_of(out["row_bias"], problem, of_q, head)[of_q.begin : of_q.begin + of_q.length]
+    if exact_v is not None:
+        v = head_of(exact_v, problem, of_k, kv)[of_k.begin : of_k.begin + of_k.length].astype(_F)
+        scale, mean = np.ones(problem.head_dim, dtype=_F), np.zeros(problem.head_dim, dtype=_F)
+    else:
+        v, scale, mean = values_of(out, problem, of_k, kv)
+    return _Operands(q.integers, q.scale, k.integers, k.scale, bias, delta, v, scale, mean)
+
+
+def _attend_head(
+    x: _Operands, mask: Array | None, sink: Any, options: Options, product: Product
+) -> tuple[Array, Array]:
+    seqlen_q, seqlen_k = len(x.q), len(x.k)
+    o, lse = np.zeros((seqlen_q, x.v.shape[1]), dtype=_F), np.full(seqlen_q, -np.inf, dtype=_F)
+    step = max(BLOCK_ROWS, block_rows(seqlen_q, seqlen_k) // BLOCK_ROWS * BLOCK_ROWS)
+    for begin in range(0, seqlen_q, step):
+        end = min(begin + step, seqlen_q)
+        lo, hi = key_range(begin, end, seqlen_q, seqlen_k, options)
+        # Tiles count from key 0, as scales and kernels have them.
+        lo = lo // product.key_tile * product.key_tile
+        hidden = outside_window(begin, end, lo, hi, seqlen_q, seqlen_k, options)
+        scores = x.q[begin:end] @ x.k[lo:hi].T
+        scores *= x.q_scale[begin:end, None] * x.k_scale[None, lo:hi]
+        if x.delta is not None:
+            scores += x.delta[np.arange(begin, end) // BLOCK_ROWS, lo:hi]
+        # A row's constant moves the scores only where something looks at their absolute size.
+        absolute = options.softcap > 0 or sink is not None
+        bias = x.bias[begin:end]
+        if absolute:
+            scores += bias[:, None]
+        scores *= _F(options.softmax_scale)
+        if options.softcap > 0:
+            cap = _F(options.softcap)
+            scores = np.tanh(scores / cap) * cap
+        if mask is not None:
+            part = mask[begin:end, lo:hi]
+            off = ~part if part.dtype == np.bool_ else np.isneginf(part)
+            if part.dtype != np.bool_:
+                scores = scores + part.astype(_F)
+            hidden = off if hidden is None else hidden | off
+        if hidden is not None:
+            scores[hidden] = -np.inf
+        o[begin:end], lse[begin:end] = _softmax_times_v(scores, hidden, x, lo, hi, sink, product)
+        if not absolute:
+            lse[begin:end] += _F(options.softmax_scale) * np.where(np.isneginf(lse[begin:end]), _F(0), bias)
+        bad = np.isnan(bias)
+        sees = np.ones(end - begin, dtype=bool) if hidden is None else ~hidden.all(axis=1)
+        o[begin:end][bad & sees & (hi > lo)] = np.nan
+    return o, lse
+
+
+def _softmax_times_v(
+    scores: Array, hidden: Array | None, x: _Operands, lo: int, hi: int, sink: Any, product: Product
+) -> tuple[Array, Array]:
+    """Online softmax over tiles of keys, P rounded against the maximum of its time."""
+    rows = len(scores)
+    top = np.full(rows, -np.inf, dtype=_F)
+    total, acc = np.zeros(rows, dtype=_F), np.zeros((rows, x.v.shape[1]), dtype=_F)
+    for begin in range(lo, hi, product.key_tile):
+        end = min(begin + product.key_tile, hi)
+        tile = scores[:, begin - lo : end - lo]
+        new_top = np.maximum(top, tile.max(axis=1))
+        shift = np.where(np.isneginf(new_top), _F(0), new_top)
+        p = np.exp(tile - shift[:, None])
+        rescale = np.exp(top - shift)
+        total = total * rescale + p.sum(axis=1, dtype=_F)
+        part_hidden = None if hidden is None else hidden[:, begin - lo : end - lo]
+        acc = _accumulate(acc * rescale[:, None], p, x.v[begin:end], part_hidden, product)
+        top = new_top
+    shift = np.where(np.isneginf(top), _F(0), top)
+    denominator = total
+    if sink is not None:
+        # The sink may exceed every score.
+        larger = np.maximum(shift, sink)
+        larger = np.where(np.isneginf(top), sink, larger)
+        factor = np.exp(shift - larger)
+        denominator = total * factor + np.exp(sink - larger)
+        total, acc, shift = total * factor, acc * factor[:, None], larger
+    lse = np.where(denominator == 0, -np.inf, shift + np.log(denominator)).astype(_F)
+    safe = np.where(denominator == 0, _F(1), denominator)[:, None]
+    # The mean of V counts with the weight that all keys have together: less than 1 when there is a sink.
+    o = acc / safe * x.v_scale + x.v_mean * (total[:, None] / safe)
+    o[denominator == 0] = 0
+    return o, lse
+
+
+def _accumulate(acc: Array, p: Array, v: Array, hidden: Array | None, product: Product) -> Array:
+    """acc + P V with P rounded as the product wants it, in the scale of p."""
+    unscale = _F(1)
+    if product.pv == "fp8":
+        p = np.where(np.isnan(p), _F(np.nan), decode_e4m3(encode_e4m3(p * _F(E4M3_MAX))))
+        unscale = _F(1 / E4M3_MAX)
+    elif product.pv == "fp16":
+        p = p.astype(np.float16).astype(_F)
+    finite = np.isfinite(v)
+    poison = None
+    if not finite.all():
+        # A key that a row does not see adds nothing, whatever its value is.
+        seen = np.ones(p.shape, dtype=_F) if hidden is None else (~hidden).astype(_F)
+        poison = seen @ (~finite).astype(_F) > 0
+        v = np.where(finite, v, _F(0))
+    if product.accumulator == "fp32":
+        result = acc + (p @ v) * unscale
+    else:
+        single = product.accumulator == "single_level"
+        part = truncate_to_13_bits(acc / unscale) if single else np.zeros_like(acc)
+        for begin in range(0, len(v), _STEP):
+            part = truncate_to_13_bits(part + p[:, begin : begin + _STEP] @ v[begin : begin + _STEP])
+        result = part * unscale if single else acc + part * unscale
+    if poison is not None:
+        result = np.where(poison, _F(np.nan), result)
+    return np.asarray(result, dtype=_F)
