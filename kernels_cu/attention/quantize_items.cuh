@@ -9,33 +9,42 @@
 #include "attention/quantize_params.cuh"
 #include "ptx/gpu_sync.cuh"
 
+// Items of a group go over its heads before they go on to the next rows: heads of one row lie side by side in memory.
+struct Split {
+    uint32 row, unit, part;
+    OA_DEVICE Split(uint32 off, uint32 units, uint32 parts) {
+        uint32 per_row = units * parts;
+        row = off / per_row;
+        uint32 rest = off - row * per_row;
+        unit = rest / parts;
+        part = rest - unit * parts;
+    }
+};
+
 // Splits an item of the second half of a group's step.
 OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint32 units, uint32 off) {
-    uint32 heads_per_kv = p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0, span;
+    uint32 first_unit = group * p.units_per_group, span, heads = p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0;
     if (off < (span = units * p.per_unit_a)) {
-        uint32 unit = off / p.per_unit_a, rest = off - unit * p.per_unit_a;
-        uint32 queries = heads_per_kv * p.slots_q;
-        t.kind = rest < queries ? kAmaxQ : kAmaxK;
-        t.unit = group * p.units_per_group + unit;
-        t.slot = rest < queries ? rest : rest - queries;
+        uint32 of_q = units * heads * p.slots_q;
+        t.kind = off < of_q ? kAmaxQ : kAmaxK;
+        Split split(off < of_q ? off : off - of_q, units, off < of_q ? heads : 1);
+        t.unit = first_unit + split.unit, t.slot = split.row, t.head = split.part;
     } else if ((off -= span) < (span = units * p.per_unit_q)) {
-        uint32 unit = off / p.per_unit_q;
+        Split split(off, units, heads);
         t.kind = kQuantizeQ;
-        t.unit = group * p.units_per_group + unit;
-        t.slot = off - unit * p.per_unit_q;
+        t.unit = first_unit + split.unit, t.slot = split.row, t.head = split.part;
     } else {
-        off -= span;
-        uint32 unit = off / p.per_unit_kv, rest = off - unit * p.per_unit_kv;
-        bool is_v = !(p.flags & kHasQk) || ((p.flags & kHasV) && (rest & 1));
-        t.kind = is_v ? kQuantizeV : kQuantizeK;
-        t.unit = group * p.units_per_group + unit;
-        t.slot = p.per_unit_kv == p.slots_k ? rest : rest >> 1;
+        bool both = (p.flags & kHasQk) && (p.flags & kHasV);
+        Split split(off - span, units, both ? 2 : 1);
+        t.kind = split.part == 1 || !(p.flags & kHasQk) ? kQuantizeV : kQuantizeK;
+        t.unit = first_unit + split.unit, t.slot = split.row;
     }
 }
 
 // By all lanes of a warp, which all return the same.
 OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
     Item t;
+    t.head = 0;
     uint32 full_r = p.units_per_group * p.per_unit_r;
     uint32 rest_units = p.units - (p.num_groups - 1) * p.units_per_group;  // of the last group
     uint32 group = 0, units = p.num_groups == 1 ? rest_units : p.units_per_group, off = ticket;
@@ -62,11 +71,11 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
         }
     }
     if (reduce) {
-        uint32 unit = off / p.per_unit_r, rest = off - unit * p.per_unit_r;
-        bool has_k = (p.flags & kSmoothK) != 0, is_v = !has_k || rest >= uint32(p.slots_r);
-        t.kind = is_v ? kReduceV : kReduceK;
-        t.unit = group * p.units_per_group + unit;
-        t.slot = is_v && has_k ? rest - p.slots_r : rest;
+        bool has_k = (p.flags & kSmoothK) != 0, has_v = (p.flags & kHasV) != 0;
+        units = int32(group) + 1 == p.num_groups ? rest_units : p.units_per_group;
+        Split split(off, units, has_k && has_v ? 2 : 1);
+        t.kind = split.part == 1 || !has_k ? kReduceV : kReduceK;
+        t.unit = group * p.units_per_group + split.unit, t.slot = split.row;
     } else {
         decode_pass(p, t, group, units, off);
     }
@@ -75,13 +84,14 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
     bool dense = !p.packed;
     bool is_q = t.kind == kAmaxQ || t.kind == kQuantizeQ;
     t.batch_idx = dense ? t.unit / p.num_kv_heads : 0;
-    t.head = dense ? t.unit - t.batch_idx * p.num_kv_heads : t.unit;
+    int32 kv_head = dense ? t.unit - t.batch_idx * p.num_kv_heads : t.unit;
     int32 rows = t.kind == kReduceK || t.kind == kReduceV ? kChunkRows : kBlockRows;
     if (is_q) {
-        int32 per_kv = p.num_q_heads / p.num_kv_heads, h = t.slot / p.slots_q;
-        t.slot -= h * p.slots_q;
-        t.head = t.head * per_kv + h;
-        t.unit = t.unit * per_kv + h;
+        int32 per_kv = p.num_q_heads / p.num_kv_heads;
+        t.unit = t.unit * per_kv + t.head;
+        t.head = kv_head * per_kv + t.head;
+    } else {
+        t.head = kv_head;
     }
     int32 total = is_q ? p.seqlen_q : p.seqlen_k;
     t.index = t.slot;
@@ -112,12 +122,21 @@ OA_DEVICE const uint8* input_rows(const uint8* x, const Item& t, int64 stride_b,
     return x + 2 * ((dense ? t.batch_idx * stride_b : 0) + t.head * stride_h + int64(t.begin) * stride_s);
 }
 
-// All threads: until `word` is at least `target`. The barrier hands the acquire of thread 0 on to the CTA.
-OA_DEVICE void wait_for(const uint32* word, uint32 target) {
-    if (threadIdx.x == 0) {
-        while (load_acquire(word) < target) nanosleep(64);
-    }
-    __syncthreads();
+// Any thread, for itself: until `word` is at least `target`. The lanes of a warp ask together.
+OA_DEVICE void wait_for_own(const uint32* word, uint32 target) {
+    while (load_acquire(word) < target) nanosleep(64);
+}
+
+// A per-channel array that another CTA writes before it releases `word`, into shared memory, by the CTA's last warps:
+// one copy for all threads, because every CTA of a head reads the same few lines. A barrier has to follow.
+template <int kHeadDim>
+OA_DEVICE void fetch_channels(const uint32* word, const float* x, int32 head_dim_pad, float* y) {
+    int32 lane = int32(threadIdx.x) - (2 * kHeadDim - kHeadDim / 4);
+    if (lane < 0) return;
+    wait_for_own(word, kReady);
+    float4 values{0.0f, 0.0f, 0.0f, 0.0f};
+    if (lane * 4 < head_dim_pad) values = load_gpu(reinterpret_cast<const float4*>(x) + lane);
+    reinterpret_cast<float4*>(y)[lane] = values;
 }
 
 // All threads, after their writes: true in all of them for the CTA that is the last of `expected` to arrive; that CTA

@@ -62,7 +62,7 @@ constexpr float kLeastAmax = 7.888609052210118e-31f;  // 2^-100
 
 constexpr uint32 kReady = 0x80000000u;
 
-enum ItemKind : int32 { kReduceK, kReduceV, kAmaxQ, kAmaxK, kQuantizeQ, kQuantizeK, kQuantizeV };
+enum ItemKind : int32 { kReduceK, kReduceV, kAmaxQ, kAmaxK, kQuantizeQ, kQuantizeK, kQuantizeV, kNoItem };
 
 // One piece of work: a block of 128 rows, or a chunk, of one head of one sequence.
 struct Item {

@@ -9,13 +9,40 @@
 #include "ptx/cvt_quant.cuh"
 
 constexpr int32 kRowLanes = 16;
+// Partial results that a thread loads before it adds the first of them: one after the other costs half a microsecond
+// each, while every block of the head waits.
+constexpr int kInFlight = 8;
 
-// ld.global.nc.L1::no_allocate.v4: 16 bytes of an input, which nobody writes; 16-byte aligned.
-OA_DEVICE uint4 load_input(const uint8* p) {
+// createpolicy.fractional.L2: how the L2 cache treats what is read: first out (not needed again), or last (needed soon).
+OA_DEVICE uint64 passing_policy() {
+    uint64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+OA_DEVICE uint64 keeping_policy() {
+    uint64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// st.global.L2::cache_hint: outputs, which are not read here; aligned to their size.
+OA_DEVICE void store_output(uint8* p, const uint4& w) {
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z),
+                 "r"(w.w), "l"(passing_policy())
+                 : "memory");
+}
+OA_DEVICE void store_output(uint8* p, const uint2& w) {
+    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1,%2}, %3;" ::"l"(p), "r"(w.x), "r"(w.y),
+                 "l"(passing_policy())
+                 : "memory");
+}
+
+// ld.global.nc.L1::no_allocate.L2::cache_hint.v4: 16 bytes of an input, which nobody writes; 16-byte aligned.
+OA_DEVICE uint4 load_input(const uint8* p, uint64 policy) {
     uint4 w;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+    asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
         : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-        : "l"(p));
+        : "l"(p), "l"(policy));
     return w;
 }
 
@@ -58,11 +85,11 @@ OA_DEVICE void sum_finite(const uint8* rows, int64 stride_bytes, int32 count, in
     int32 cc = threadIdx.x % kColumns, ty = threadIdx.x / kColumns;
     float x[8], even[8] = {}, odd[8] = {};
     for (int32 r = ty; cc * 8 < head_dim && r < count; r += 2 * kRowLanes) {
-        unpack8(Io{}, load_input(rows + r * stride_bytes + cc * 16), x);
+        unpack8(Io{}, load_input(rows + r * stride_bytes + cc * 16, keeping_policy()), x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) even[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
         if (r + kRowLanes >= count) break;
-        unpack8(Io{}, load_input(rows + (r + kRowLanes) * stride_bytes + cc * 16), x);
+        unpack8(Io{}, load_input(rows + (r + kRowLanes) * stride_bytes + cc * 16, keeping_policy()), x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) odd[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
     }
@@ -86,7 +113,7 @@ OA_DEVICE float channel_sum(const uint8* rows, int64 stride_bytes, int32 count, 
     return sum;
 }
 
-// The partials of an item: [unit][slot][sum K, sum V, max V, min V][kHeadDim].
+// The partials of a chunk: [unit][slot][sum K, sum V, max V, min V][kHeadDim].
 template <int kHeadDim>
 OA_DEVICE float* partial_of(const QuantizeParams& p, const Item& t, int32 slot, int32 which) {
     return p.partials + ((int64(t.unit) * p.slots_r + slot) * 4 + which) * kHeadDim;
@@ -102,12 +129,13 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, u
     const uint8* rows = input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, !p.packed) + first * stride;
     float sums[2][8] = {};
     bool inside = cc * 8 < p.head_dim;
+    uint64 policy = keeping_policy();
     for (int32 r0 = ty; r0 < count; r0 += kRowLanes * kBatch) {
         uint4 raw[kBatch];
         const uint8* at = rows + r0 * stride + cc * 16;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            raw[i] = inside && r0 + i * kRowLanes < count ? load_input(at) : uint4{0, 0, 0, 0};
+            raw[i] = inside && r0 + i * kRowLanes < count ? load_input(at, policy) : uint4{0, 0, 0, 0};
             at += kRowLanes * stride;
         }
 #pragma unroll
@@ -126,29 +154,29 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, u
     if (!arrive_is_last(p.k_ready + at, num_chunks(t.len), flag)) return;
     if (tid < p.head_dim_pad) {
         const float* partial = partial_of<kHeadDim>(p, t, t.slot - t.index, 0) + tid;
-        float total = 0.0f;
-        for (int32 c = 0; c < num_chunks(t.len); ++c) total += load_gpu(partial + int64(c) * (4 * kHeadDim));
+        float total = 0.0f, part[kInFlight];
+        for (int32 c0 = 0, end = num_chunks(t.len); c0 < end; c0 += kInFlight) {
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i)
+                part[i] = load_gpu(partial + int64(min_of(c0 + i, end - 1)) * (4 * kHeadDim));
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                if (c0 + i < end) total += part[i];
+            }
+        }
         p.k_mean[at * p.head_dim_pad + tid] = t.len ? mul_rn(div_rn(total, float(t.len)), kSumUnscale) : 0.0f;
     }
     __syncthreads();
     if (tid == 0) store_release(p.k_ready + at, kReady);
 }
 
-// Largest (kMax) or smallest value of a channel over the row lanes; NaN if there is one.
-template <int kHeadDim, bool kMax>
-OA_DEVICE float channel_extreme(const float (&own)[8], float* buffer) {
-    constexpr int kColumns = kHeadDim / 8;
-    int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < 8; ++j) buffer[ty * kHeadDim + cc * 8 + j] = kMax ? own[j] : -own[j];
-    __syncthreads();
+// Largest value of a channel over the row lanes that a thread's 8 channels were stored for; NaN if there is one.
+template <int kHeadDim>
+OA_DEVICE float column_max(const float* column) {
     float m = neg_inf();
-    if (tid < kHeadDim) {
 #pragma unroll
-        for (int i = 0; i < kRowLanes; ++i) m = max_nan(m, buffer[i * kHeadDim + tid]);
-    }
-    return kMax ? m : -m;
+    for (int i = 0; i < kRowLanes; ++i) m = max_nan(m, column[i * kHeadDim]);
+    return m;
 }
 
 // Range of every channel and, with smooth_v, its sum; the last chunk of a sequence makes mean and scale of it.
@@ -166,13 +194,14 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
     none_hi.x = none_hi.y = none_hi.z = none_hi.w = infinities(io) | kBothSigns;
     uint4 hi = none_hi, lo = none_lo;
     float sums[2][8] = {};
+    uint64 policy = keeping_policy();
     for (int32 r0 = ty; inside && r0 < count; r0 += kRowLanes * kBatch) {
         uint4 raw[kBatch];
         const uint8* at = rows + r0 * stride + cc * 16;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             // Rows behind the last one: the first one again, which changes no range.
-            raw[i] = load_input(r0 + i * kRowLanes < count ? at : rows + r0 * stride + cc * 16);
+            raw[i] = load_input(r0 + i * kRowLanes < count ? at : rows + r0 * stride + cc * 16, policy);
             at += kRowLanes * stride;
         }
 #pragma unroll
@@ -195,10 +224,17 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
         store_lanes<kHeadDim>(sums[0], sums[1], buffer);
         sum = channel_sum<Io, kHeadDim>(rows, stride, count, p.head_dim, buffer);
     }
+    __syncthreads();
+    float* of_lo = buffer + kRowLanes * kHeadDim;
     unpack8(io, hi, x);
-    float most = channel_extreme<kHeadDim, true>(x, buffer);
+    reinterpret_cast<float4*>(buffer + tid * 8)[0] = {x[0], x[1], x[2], x[3]};
+    reinterpret_cast<float4*>(buffer + tid * 8)[1] = {x[4], x[5], x[6], x[7]};
     unpack8(io, lo, x);
-    float least = channel_extreme<kHeadDim, false>(x, buffer);
+    reinterpret_cast<float4*>(of_lo + tid * 8)[0] = {-x[0], -x[1], -x[2], -x[3]};
+    reinterpret_cast<float4*>(of_lo + tid * 8)[1] = {-x[4], -x[5], -x[6], -x[7]};
+    __syncthreads();
+    float most = neg_inf(), least = neg_inf();
+    if (tid < kHeadDim) most = column_max<kHeadDim>(buffer + tid), least = -column_max<kHeadDim>(of_lo + tid);
     bool again = count > 0 && tid < p.head_dim && !(is_finite(most) && is_finite(least));
     if (__syncthreads_or(again)) {
         if (again) {  // this thread's channel alone, finite values only
@@ -221,10 +257,20 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
         const float* partial = partial_of<kHeadDim>(p, t, t.slot - t.index, 1) + tid;
         float total = 0.0f;
         most = neg_inf(), least = -neg_inf();
-        for (int32 c = 0; c < num_chunks(t.len); ++c, partial += 4 * kHeadDim) {
-            total += load_gpu(partial);
-            most = fmaxf(most, load_gpu(partial + kHeadDim));
-            least = fminf(least, load_gpu(partial + 2 * kHeadDim));
+        for (int32 c0 = 0, end = num_chunks(t.len); c0 < end; c0 += kInFlight) {
+            float part[3][kInFlight];
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                const float* from = partial + int64(min_of(c0 + i, end - 1)) * (4 * kHeadDim);
+#pragma unroll
+                for (int which = 0; which < 3; ++which) part[which][i] = load_gpu(from + which * kHeadDim);
+            }
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                if (c0 + i < end) total += part[0][i];
+                most = fmaxf(most, part[1][i]);
+                least = fminf(least, part[2][i]);
+            }
         }
         bool real = tid < p.head_dim && most >= least;
         float mean = smooth && real ? mul_rn(div_rn(total, float(t.len)), kSumUnscale) : 0.0f;
@@ -238,6 +284,8 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
             scale = p.flags & kHalfV ? __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23))
                                      : div_rn(amax, 448.0f);
         }
+        // Where the first chunk had its maxima: read by all blocks of the sequence.
+        partial_of<kHeadDim>(p, t, t.slot - t.index, 2)[tid] = div_rn(1.0f, scale);
         p.v_scale[at * p.head_dim_pad + tid] = scale;
         p.v_mean[at * p.head_dim_pad + tid] = mean;
     }

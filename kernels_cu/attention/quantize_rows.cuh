@@ -14,13 +14,14 @@ constexpr int32 kSteps = kBlockRows / kRowLanes;
 
 template <int kHeadDim>
 struct RowsStorage {
-    float sums[kRowLanes * kHeadDim];
-    float mean[kHeadDim], k_mean[kHeadDim];
-    float row_amax[kBlockRows];
-    float row_dot[kBlockRows];
-    float row_inverse[kBlockRows];  // NaN: a bad row
-    uint32 group_amax[kBlockRows];
-    uint32 group_bad[kBlockRows];
+    alignas(16) float sums[kRowLanes * kHeadDim];
+    float mean[kHeadDim];
+};
+
+// Largest magnitudes of the groups of a block, and whether one of their rows is bad. Two of them take turns, so that one
+// can be cleared while the other is in use.
+struct GroupStorage {
+    uint32 amax[kBlockRows], bad[kBlockRows];
 };
 
 struct MaxOp {
@@ -48,28 +49,32 @@ OA_DEVICE float combine_rows(float (&v)[8], Op op) {
     for (int bit = 8; bit < kLanes; bit *= 2) v[0] = op(v[0], __shfl_xor_sync(0xffffffffu, v[0], bit));
     return v[0];
 }
+// Three bits reversed: its own inverse.
 OA_DEVICE int32 row_of_lane(int32 c) { return (c & 1) * 4 + (c & 2) + (c >> 2 & 1); }
 
 // Which rows of a block share a scale, and where that scale is stored, for queries and keys. Slots are what the
 // per-thread granularity needs; coarser ones repeat their scale in all of them.
 struct Grouping {
-    int32 granularity, slice;  // slice: 16 or 32 queries, 64 or 128 keys
+    int32 granularity, slice_log2;  // slices of 16 or 32 queries, 64 or 128 keys
     bool is_q;
+    OA_DEVICE Grouping(int32 granularity, int32 slice, bool is_q)
+        : granularity(granularity), slice_log2(31 - __clz(slice)), is_q(is_q) {}
     OA_DEVICE int32 slot(int32 row) const {
         if (granularity == kPerToken) return row;
-        return is_q ? row / slice * 8 + (row & 7) : row / slice * 4 + (row & 7) / 2;
+        return is_q ? (row >> slice_log2) * 8 + (row & 7) : (row >> slice_log2) * 4 + (row >> 1 & 3);
     }
     // First row of those that share the slot.
     OA_DEVICE bool leads(int32 row) const {
-        return granularity == kPerToken || (is_q ? row % slice < 8 : (row % slice < 8 && !(row & 1)));
+        int32 in_slice = row & ((1 << slice_log2) - 1);
+        return granularity == kPerToken || (in_slice < 8 && (is_q || !(row & 1)));
     }
     OA_DEVICE int32 group(int32 row) const {
         if (granularity >= kPerThread) return slot(row);
-        if (is_q) return granularity == kPerWarp ? row / slice : 0;
-        return granularity == kPerTensor ? 0 : row / slice;
+        if (is_q) return granularity == kPerWarp ? row >> slice_log2 : 0;
+        return granularity == kPerTensor ? 0 : row >> slice_log2;
     }
     OA_DEVICE int32 slots_of(int32 rows) const {
-        return granularity == kPerToken ? rows : rows / slice * (is_q ? 8 : 4);
+        return granularity == kPerToken ? rows : (rows >> slice_log2) * (is_q ? 8 : 4);
     }
 };
 
@@ -80,59 +85,63 @@ OA_DEVICE float scale_of(float amax, int32 bits) {
 // 1.5 * 2^23: x * inverse + kRound is x * inverse rounded to an integer, which stands in the low bits.
 constexpr float kRound = 12582912.0f;
 
+// Makes the compiler forget what it has computed from these registers: it would otherwise keep 64 differences from the
+// search of the maximum for the rounding, which costs more registers than there are.
+OA_DEVICE void forget(uint4 (&raw)[kSteps]) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) asm volatile("" : "+r"(raw[i].x), "+r"(raw[i].y), "+r"(raw[i].z), "+r"(raw[i].w));
+}
+
 template <typename Io, int kHeadDim>
-OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage<kHeadDim>& s) {
+OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage<kHeadDim>& s, GroupStorage& groups) {
     constexpr int kColumns = kHeadDim / 8;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
     bool is_q = t.kind == kQuantizeQ || t.kind == kAmaxQ;
     bool only_amax = t.kind == kAmaxQ || t.kind == kAmaxK;
-    int32 heads = is_q ? p.num_q_heads : p.num_kv_heads;
-    Grouping grouping{p.granularity, is_q ? p.q_group_rows : p.key_tile, is_q};
-    int64 at = sequence_head(t, heads);
-    int64 kv_at = int64(t.batch_idx) * p.num_kv_heads + (is_q ? t.head / (p.num_q_heads / p.num_kv_heads) : t.head);
+    int64 at = sequence_head(t, is_q ? p.num_q_heads : p.num_kv_heads);
     int32 first = t.index * kBlockRows, count = min_of(t.len - first, kBlockRows);
     int64 stride = (is_q ? p.q_stride_s : p.k_stride_s) * 2;
-    bool dense = !p.packed;
-    const uint8* rows = is_q ? input_rows(p.q, t, p.q_stride_b, p.q_stride_s, p.q_stride_h, dense)
-                             : input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, dense);
+    const uint8* rows = is_q ? input_rows(p.q, t, p.q_stride_b, p.q_stride_s, p.q_stride_h, !p.packed)
+                             : input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, !p.packed);
     rows += first * stride;
 
     uint4 raw[kSteps];
-    const uint8* from = rows + ty * stride + cc * 16;
+    {
+        const uint8* from = rows + ty * stride + cc * 16;
+        uint64 policy = passing_policy();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-        bool inside = cc * 8 < p.head_dim && ty + i * kRowLanes < count;
-        raw[i] = inside ? load_input(from) : uint4{0, 0, 0, 0};
-        from += kRowLanes * stride;
+        for (int i = 0; i < kSteps; ++i) {
+            bool inside = cc * 8 < p.head_dim && ty + i * kRowLanes < count;
+            raw[i] = inside ? load_input(from, policy) : uint4{0, 0, 0, 0};
+            from += kRowLanes * stride;
+        }
     }
-    if (tid < kBlockRows) s.group_amax[tid] = s.group_bad[tid] = 0, s.row_dot[tid] = 0.0f;
     bool full_bias = is_q && !only_amax && (p.flags & kFullBias);
-    bool needs_k_mean = (!is_q && (p.flags & kSmoothK)) || full_bias;
-    if (needs_k_mean) wait_for(p.k_ready + kv_at, kReady);
-    if (tid < kHeadDim) {
-        float k_mean = needs_k_mean && tid < p.head_dim_pad ? load_gpu(p.k_mean + kv_at * p.head_dim_pad + tid) : 0.0f;
-        s.k_mean[tid] = k_mean;
-        s.mean[tid] = is_q ? 0.0f : k_mean;
+    float mean[8] = {}, value[kSteps], dot = 0.0f;
+    if ((!is_q && (p.flags & kSmoothK)) || full_bias) {
+        int64 kv_at = int64(t.batch_idx) * p.num_kv_heads + (is_q ? t.head / (p.num_q_heads / p.num_kv_heads) : t.head);
+        fetch_channels<kHeadDim>(p.k_ready + kv_at, p.k_mean + kv_at * p.head_dim_pad, p.head_dim_pad, s.mean);
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
     }
-    __syncthreads();
-    float value[kSteps];
-    // Registers are what this kernel lacks: two channels at a time.
+    // Registers are what this kernel lacks: one or two channels at a time.
     if (full_bias) {
         // What smoothing K takes away from every score of a row: q . k_mean.
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) value[i] = 0.0f;
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            float2 mean = reinterpret_cast<const float2*>(s.k_mean + cc * 8)[w];
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
-                value[i] = fmaf(low_float(io, word_of(raw[i], w)), mean.x, value[i]);
-                value[i] = fmaf(high_float(io, word_of(raw[i], w)), mean.y, value[i]);
+                value[i] = fmaf(low_float(io, word_of(raw[i], w)), mean[2 * w], value[i]);
+                value[i] = fmaf(high_float(io, word_of(raw[i], w)), mean[2 * w + 1], value[i]);
             }
         }
-        float dot = combine_rows<kColumns>(value, SumOp{});
-        if (cc < 8) s.row_dot[ty + row_of_lane(cc) * kRowLanes] = dot;
+        dot = combine_rows<kColumns>(value, SumOp{});
+#pragma unroll
+        for (int j = 0; j < 8; ++j) mean[j] = 0.0f;
     }
     if (is_q && (p.flags & kSmoothQ)) {
 #pragma unroll
@@ -147,91 +156,93 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
         }
         float sum = channel_sum<Io, kHeadDim>(rows, stride, count, p.head_dim, s.sums);
         if (tid < kHeadDim) {
-            float mean = mul_rn(div_rn(sum, float(count)), kSumUnscale);
-            s.mean[tid] = mean;
+            float of_block = mul_rn(div_rn(sum, float(count)), kSumUnscale);
+            s.mean[tid] = of_block;
             if (!only_amax && tid < p.head_dim_pad)
-                p.q_mean[(int64(t.unit) * p.slots_q + t.slot) * p.head_dim_pad + tid] = mean;
+                p.q_mean[(int64(t.unit) * p.slots_q + t.slot) * p.head_dim_pad + tid] = of_block;
         }
         __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
     }
 
+    forget(raw);
     // Largest magnitude of every row; rows that do not exist are zeros, not minus the mean.
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) value[i] = 0.0f;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-        float2 mean = reinterpret_cast<const float2*>(s.mean + cc * 8)[w];
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-            value[i] = max_abs_nan(value[i], low_float(io, word_of(raw[i], w)) - mean.x);
-            value[i] = max_abs_nan(value[i], high_float(io, word_of(raw[i], w)) - mean.y);
+            value[i] = max_abs_nan(value[i], low_float(io, word_of(raw[i], w)) - mean[2 * w]);
+            value[i] = max_abs_nan(value[i], high_float(io, word_of(raw[i], w)) - mean[2 * w + 1]);
         }
     }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) value[i] = ty + i * kRowLanes < count ? value[i] : 0.0f;
     float most = combine_rows<kColumns>(value, MaxOp{});
-    if (cc < 8) s.row_amax[ty + row_of_lane(cc) * kRowLanes] = most;
-    __syncthreads();
-    bool bad = false;
-    if (tid < kBlockRows) {
-        float amax = s.row_amax[tid];
-        bad = !is_finite(amax);
-        reduce_max_shared(&s.group_amax[grouping.group(tid)], bad ? 0 : __float_as_uint(amax));
-        if (bad) reduce_max_shared(&s.group_bad[grouping.granularity == kPerToken ? tid : grouping.slot(tid)], 1);
+
+    // From here on lane cc < 8 of a row's lanes speaks for one row.
+    Grouping grouping(p.granularity, is_q ? p.q_group_rows : p.key_tile, is_q);
+    int32 own_row = ty + row_of_lane(cc & 7) * kRowLanes, slot = grouping.slot(own_row),
+          group = grouping.group(own_row);
+    bool bad = !is_finite(most);
+    if (cc < 8) {
+        reduce_max_shared(&groups.amax[group], bad ? 0 : __float_as_uint(most));
+        if (bad) reduce_max_shared(&groups.bad[slot], 1);
     }
     __syncthreads();
-    uint32* tensor_amax = (is_q ? p.q_amax : p.k_amax) + at;
-    uint32* tensor_done = (is_q ? p.q_amax_done : p.k_amax_done) + at;
-    if (only_amax) {
-        if (tid == 0) {
-            reduce_max_global(tensor_amax, s.group_amax[0]);
-            atomic_add_acq_rel(tensor_done, 1);
-        }
-        return;
-    }
     bool per_tensor = p.granularity == kPerTensor;
-    if (per_tensor) wait_for(tensor_done, uint32(t.len + kBlockRows - 1) / kBlockRows);
-    // Blocks of queries and tiles of keys begin at slots of their own in packed arrays.
-    int32 tiles = is_q ? p.slots_q : p.tiles_k, tile_rows = is_q ? kBlockRows : p.key_tile;
-    int32 tile = first / tile_rows + (dense ? 0 : first_slot(t.begin, t.batch_idx, tile_rows));
-    float* scales = (is_q ? p.q_scale : p.k_scale) + (int64(t.unit) * tiles + tile) * grouping.slots_of(tile_rows);
-    if (tid < kBlockRows) {
-        float amax = __uint_as_float(per_tensor ? load_gpu(tensor_amax) : s.group_amax[grouping.group(tid)]);
-        float scale = scale_of(amax, p.bits);
-        s.row_inverse[tid] = bad ? __uint_as_float(0x7fffffffu) : div_rn(1.0f, scale);
-        int32 slot = grouping.slot(tid);
-        // The block's rows end with the sequence's last tile.
-        bool exists = tid / tile_rows * tile_rows < count;
-        if (exists && grouping.leads(tid))
-            scales[slot] = !is_q && s.group_bad[slot] ? __uint_as_float(0x7fffffffu) : scale;
-        if (is_q && p.row_bias && tid < count)
-            p.row_bias[output_row(t, p.seqlen_q) + first + tid] = bad ? __uint_as_float(0x7fffffffu) : s.row_dot[tid];
+    uint32 amax = groups.amax[group];
+    if (per_tensor) {
+        uint32* tensor_amax = (is_q ? p.q_amax : p.k_amax) + at;
+        uint32* tensor_done = (is_q ? p.q_amax_done : p.k_amax_done) + at;
+        if (only_amax) {
+            if (tid == 0) {
+                reduce_max_global(tensor_amax, amax);
+                atomic_add_acq_rel(tensor_done, 1);
+            }
+            return;
+        }
+        wait_for_own(tensor_done, uint32(t.len + kBlockRows - 1) / kBlockRows);
+        amax = load_gpu(tensor_amax);
     }
-    __syncthreads();
+    float scale = scale_of(__uint_as_float(amax), p.bits), inverse = div_rn(1.0f, scale);
+    if (cc < 8) {
+        // Blocks of queries and tiles of keys begin at slots of their own in packed arrays. The block's rows end with
+        // the sequence's last tile.
+        int32 tile_rows = is_q ? kBlockRows : p.key_tile, tile_log2 = 31 - __clz(tile_rows);
+        if (own_row >> tile_log2 << tile_log2 < count && grouping.leads(own_row)) {
+            int32 tile = (first >> tile_log2) + (p.packed ? first_slot(t.begin, t.batch_idx, tile_rows) : 0);
+            int64 at_slot =
+                (int64(t.unit) * (is_q ? p.slots_q : p.tiles_k) + tile) * grouping.slots_of(tile_rows) + slot;
+            (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && groups.bad[slot] ? quiet_nan() : scale;
+        }
+        if (is_q && p.row_bias && own_row < count)
+            p.row_bias[output_row(t, p.seqlen_q) + first + own_row] = bad ? quiet_nan() : dot;
+    }
+    if (bad) inverse = quiet_nan();
+    forget(raw);
 
     int32 row_bytes = p.head_dim_pad * p.bits / 8;
     uint8* to = (is_q ? p.q_int : p.k_int) + (output_row(t, is_q ? p.seqlen_q : p.seqlen_k) + first + ty) * row_bytes +
                 cc * p.bits;
     bool stored = cc * 8 < p.head_dim_pad;
-    float mean[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i, to += kRowLanes * row_bytes) {
-        int32 row = ty + i * kRowLanes;
-        float inverse = s.row_inverse[row], x[8];
-        bool is_bad = !is_finite(inverse);
+        float of_row = __shfl_sync(0xffffffffu, inverse, row_of_lane(i), kColumns), x[8];
         uint32 n[8];
         unpack8(io, raw[i], x);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) n[j] = __float_as_uint(fmaf(x[j] - mean[j], inverse, kRound));
-        if (!stored || row >= count) continue;
+        for (int j = 0; j < 8; ++j) n[j] = __float_as_uint(fmaf(x[j] - mean[j], of_row, kRound));
+        if (!stored || ty + i * kRowLanes >= count) continue;
+        bool is_bad = !is_finite(of_row);
         if (p.bits == 8) {
             uint2 packed;
             packed.x = permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410);
             packed.y = permute_bytes(permute_bytes(n[4], n[5], 0x0040), permute_bytes(n[6], n[7], 0x0040), 0x5410);
             if (is_bad) packed.x = packed.y = 0;
-            *reinterpret_cast<uint2*>(to) = packed;
+            store_output(to, packed);
         } else {
             uint32 packed = 0;
 #pragma unroll

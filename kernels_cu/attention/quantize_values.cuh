@@ -14,6 +14,7 @@ template <int kHeadDim>
 struct ValuesStorage {
     alignas(16) uint32 words[kBlockRows / 4 * kHeadDim];
     float inverse[kHeadDim], mean[kHeadDim];
+    uint32 bad;
 };
 
 // First of the four keys of a 32-bit word of a tile; the others are 1, 8 and 9 further.
@@ -33,24 +34,24 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
         input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, !p.packed) + first * stride + cc * 16;
     bool inside = cc * 8 < p.head_dim;
     uint4 raw[2][4];
+    uint64 policy = passing_policy();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             int32 row = key_of_word(ty + r * kRowLanes) + (i & 1) + (i >> 1) * 8;
-            raw[r][i] = inside && row < count ? load_input(rows + row * stride) : uint4{0, 0, 0, 0};
+            raw[r][i] = inside && row < count ? load_input(rows + row * stride, policy) : uint4{0, 0, 0, 0};
         }
     }
     int64 at = sequence_head(t, p.num_kv_heads);
-    wait_for(p.v_ready + at, kReady);
-    bool bad = load_gpu(p.v_bad + at) != 0, smooth = (p.flags & kSmoothV) != 0;
-    for (int32 c = tid; c < p.head_dim_pad; c += 2 * kHeadDim) {
-        s.inverse[c] = div_rn(1.0f, load_gpu(p.v_scale + at * p.head_dim_pad + c));
-        s.mean[c] = load_gpu(p.v_mean + at * p.head_dim_pad + c);
-    }
+    int32 first_chunk = p.packed ? first_slot(t.begin, t.batch_idx, kChunkRows) : 0;
+    fetch_channels<kHeadDim>(p.v_ready + at, partial_of<kHeadDim>(p, t, first_chunk, 2), p.head_dim_pad, s.inverse);
+    bool smooth = (p.flags & kSmoothV) != 0;
+    if (smooth) fetch_channels<kHeadDim>(p.v_ready + at, p.v_mean + at * p.head_dim_pad, p.head_dim_pad, s.mean);
+    if (tid == 2 * kHeadDim - 1) s.bad = load_gpu(p.v_bad + at);
     __syncthreads();
-    // Channels behind head_dim_pad exist for threads only.
-    int32 channel = cc * 8 < p.head_dim_pad ? cc * 8 : 0;
+    bool bad = s.bad != 0;
+    const float *inverse = s.inverse + cc * 8, *means = s.mean + cc * 8;
     if (half) {
         uint8* to = p.v_out + (output_row(t, p.seqlen_k) + first) * p.head_dim_pad * 2 + cc * 16;
 #pragma unroll
@@ -61,8 +62,7 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
                 float x[8];
                 unpack8(io, raw[r][i], x);
 #pragma unroll
-                for (int j = 0; j < 8; ++j)
-                    x[j] = mul_rn(smooth ? x[j] - s.mean[channel + j] : x[j], s.inverse[channel + j]);
+                for (int j = 0; j < 8; ++j) x[j] = mul_rn(smooth ? x[j] - means[j] : x[j], inverse[j]);
                 uint4 packed;
                 packed.x = pack2(Half{}, x[0], x[1]), packed.y = pack2(Half{}, x[2], x[3]);
                 packed.z = pack2(Half{}, x[4], x[5]), packed.w = pack2(Half{}, x[6], x[7]);
@@ -77,13 +77,13 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
         int32 word = ty + r * kRowLanes, key = key_of_word(word);
 #pragma unroll
         for (int w = 0; w < 4; ++w) {  // two channels at a time: registers are what this kernel lacks
-            float2 inverse = reinterpret_cast<const float2*>(s.inverse + channel)[w];
-            float2 mean = smooth ? reinterpret_cast<const float2*>(s.mean + channel)[w] : float2{0.0f, 0.0f};
+            float2 by = reinterpret_cast<const float2*>(inverse)[w];
+            float2 mean = smooth ? reinterpret_cast<const float2*>(means)[w] : float2{0.0f, 0.0f};
             float x[4], y[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                x[i] = mul_rn(low_float(io, word_of(raw[r][i], w)) - mean.x, inverse.x);
-                y[i] = mul_rn(high_float(io, word_of(raw[r][i], w)) - mean.y, inverse.y);
+                x[i] = mul_rn(low_float(io, word_of(raw[r][i], w)) - mean.x, by.x);
+                y[i] = mul_rn(high_float(io, word_of(raw[r][i], w)) - mean.y, by.y);
                 if (smooth && key + (i & 1) + (i >> 1) * 8 >= count) x[i] = y[i] = 0.0f;
                 if (bad) {  // the conversion would make 448 of an infinity
                     if (!is_finite(x[i])) x[i] = __uint_as_float(0x7fffffffu);
@@ -108,6 +108,6 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
             uint32 a = w.x, b = w.y;
             w.x = w.z, w.z = a, w.y = w.w, w.w = b;
         }
-        if (c < p.head_dim_pad) *reinterpret_cast<uint4*>(out + c * keys_of_unit + vec * 16) = w;
+        if (c < p.head_dim_pad) store_output(out + c * keys_of_unit + vec * 16, w);
     }
 }

@@ -13,7 +13,8 @@
 //                           +-> 128 keys of K or V        -> wait for the flag (acquire) <-------+
 //
 // K and V are read twice, the second time from L2: the sums run one group of heads ahead of the quantization.
-// Threads: 2 * HEAD_DIM. Shared memory: 128 * HEAD_DIM bytes of one item, or RowsStorage; the item; a flag.
+// Threads: 2 * HEAD_DIM. Shared memory: 128 * HEAD_DIM bytes of work on an item; two each of items
+// and of what blocks of rows collect, one for this item and one for the next; a flag.
 #include "attention/quantize_items.cuh"
 #include "attention/quantize_reduce.cuh"
 #include "attention/quantize_rows.cuh"
@@ -24,15 +25,15 @@ static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "8, 16 or 32
 constexpr int kThreads = 2 * kHeadDim;
 
 union WorkStorage {
-    float sums[kRowLanes * kHeadDim];
+    float sums[2 * kRowLanes * kHeadDim];
     RowsStorage<kHeadDim> rows;
     ValuesStorage<kHeadDim> values;
 };
 
 struct SharedStorage {
     alignas(16) WorkStorage work;
-    Item item;
-    uint32 ticket;
+    GroupStorage groups[2];
+    Item items[2];
     uint32 flag;
 };
 
@@ -43,35 +44,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
             p.ticket[i] = 0;
         return;
     }
-    uint32 next = 0;
-    if (threadIdx.x < 32) {
-        if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
-    }
-    for (;;) {
-        if (threadIdx.x < 32) {
-            uint32 ticket = __shfl_sync(0xffffffffu, next, 0);
-            // The next ticket travels while this item is worked on.
-            if (threadIdx.x == 0 && ticket < uint32(p.num_items)) next = atomic_add_relaxed(p.ticket, 1);
-            if (ticket < uint32(p.num_items)) {
-                Item item = decode_item(p, ticket);
-                if (threadIdx.x == 0) s.item = item;
-            }
-            if (threadIdx.x == 0) s.ticket = ticket;
+    bool first_warp = threadIdx.x < 32;
+    uint32 next = 0;  // thread 0: the ticket behind the item that has been decoded last
+    auto decode_next = [&](Item& item) {
+        uint32 ticket = __shfl_sync(0xffffffffu, next, 0);
+        Item decoded;
+        decoded.kind = kNoItem;
+        if (ticket < uint32(p.num_items)) {
+            // Tickets travel while an item is worked on.
+            if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
+            decoded = decode_item(p, ticket);
         }
-        __syncthreads();
-        if (s.ticket >= uint32(p.num_items)) return;
-        const Item& t = s.item;
-        if (t.batch_idx < 0) {
-            // a slot that no sequence fills
-        } else if (t.kind == kReduceK) {
+        if (threadIdx.x == 0) item = decoded;
+    };
+    if (first_warp) {
+        if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
+        decode_next(s.items[0]);
+    }
+    for (int32 i = threadIdx.x; i < kBlockRows; i += kThreads) s.groups[0].amax[i] = s.groups[0].bad[i] = 0;
+    for (uint32 turn = 0;; turn ^= 1) {
+        __syncthreads();  // the item is there, and everything else of the one before is free
+        const Item& t = s.items[turn];
+        if (t.kind == kNoItem) return;
+        if (first_warp) decode_next(s.items[turn ^ 1]);
+        GroupStorage& other = s.groups[turn ^ 1];
+        for (int32 i = threadIdx.x; i < kBlockRows; i += kThreads) other.amax[i] = other.bad[i] = 0;
+        if (t.batch_idx < 0) continue;  // a slot that no sequence fills
+        if (t.kind == kReduceK) {
             reduce_k<IO_TYPE, kHeadDim>(p, t, s.work.sums, &s.flag);
         } else if (t.kind == kReduceV) {
             reduce_v<IO_TYPE, kHeadDim>(p, t, s.work.sums, &s.flag);
         } else if (t.kind == kQuantizeV) {
             quantize_v<IO_TYPE, kHeadDim>(p, t, s.work.values);
         } else {
-            quantize_rows<IO_TYPE, kHeadDim>(p, t, s.work.rows);
+            quantize_rows<IO_TYPE, kHeadDim>(p, t, s.work.rows, s.groups[turn]);
         }
-        __syncthreads();  // item and work storage are free again
     }
 }

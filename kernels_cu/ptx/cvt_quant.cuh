@@ -50,6 +50,8 @@ OA_DEVICE float high_float(BFloat16, uint32 w) { return __uint_as_float(w & 0xff
 OA_DEVICE float low_float(Half io, uint32 w) { return to_float(io, uint16(w)); }
 OA_DEVICE float high_float(Half io, uint32 w) { return to_float(io, uint16(w >> 16)); }
 
+OA_DEVICE float quiet_nan() { return __uint_as_float(0x7fffffffu); }
+
 // False for NaN and infinities.
 OA_DEVICE bool is_finite(float x) { return fabsf(x) <= kMaxFinite; }
 

@@ -48,6 +48,14 @@ OA_DEVICE uint32 load_gpu(const uint32* p) {
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+OA_DEVICE float4 load_gpu(const float4* p) {
+    float4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
 
 // nanosleep.u32: about t ns without issuing.
 OA_DEVICE void nanosleep(uint32 t) { asm volatile("nanosleep.u32 %0;" ::"r"(t)); }

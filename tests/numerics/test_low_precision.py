@@ -14,8 +14,7 @@ from omniattn.errors import ArgumentError
 from omniattn.reference import low_precision
 from omniattn.reference.dequantize import dequantize_qk, dequantize_v
 from omniattn.testing import Report, compare
-
-from . import naive64
+from tests.numerics import naive64
 
 #: Cosine similarity and relative L1 of SageAttention2 (8-bit, d128, s4096) on these kinds of inputs on an H200. Outliers
 #: are few, and so the L1 of one draw differs by 3 %: several draws are averaged.

@@ -23,7 +23,7 @@ _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i 
 
 #: Bytes of K and V that are read for the sums before they are read again: a part of the L2 cache, because Q and the
 #: outputs pass through it in between.
-GROUP_BYTES = 1 << 30
+GROUP_BYTES = 16 << 20
 _MAX_GRID = 1 << 20
 _ALIGNMENT = 256
 
