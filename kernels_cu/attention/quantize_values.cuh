@@ -20,9 +20,43 @@ struct ValuesStorage {
 // First of the four keys of a 32-bit word of a tile; the others are 1, 8 and 9 further.
 OA_DEVICE int32 key_of_word(int32 word) { return (word >> 2) * 16 + (word & 3) * 2; }
 
+// Eight channels of eight keys to e4m3 in shared memory. kPlain: no mean, and V has neither NaN nor infinity.
+template <bool kPlain, typename Io, int kHeadDim>
+OA_DEVICE void convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<kHeadDim>& s, int32 count, bool smooth) {
+    constexpr int kColumns = kHeadDim / 8, kWords = kBlockRows / 4, kSwizzle = 256 / kHeadDim;
+    int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {  // two channels at a time: registers are what this kernel lacks
+        float2 inverse = reinterpret_cast<const float2*>(s.inverse + cc * 8)[w], mean{0.0f, 0.0f};
+        if (!kPlain && smooth) mean = reinterpret_cast<const float2*>(s.mean + cc * 8)[w];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int32 word = ty + r * kRowLanes;
+            float x[4], y[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[i] = low_float(io, word_of(raw[r][i], w));
+                y[i] = high_float(io, word_of(raw[r][i], w));
+                if (!kPlain) x[i] -= mean.x, y[i] -= mean.y;
+                x[i] = mul_rn(x[i], inverse.x);
+                y[i] = mul_rn(y[i], inverse.y);
+                if (!kPlain) {
+                    // The conversion would make 448 of an infinity. Rows that do not exist are zeros, not minus the mean.
+                    if (!is_finite(x[i])) x[i] = quiet_nan();
+                    if (!is_finite(y[i])) y[i] = quiet_nan();
+                    if (smooth && key_of_word(word) + (i & 1) + (i >> 1) * 8 >= count) x[i] = y[i] = 0.0f;
+                }
+            }
+            uint32* to = s.words + (cc * 8 + 2 * w) * kWords + (word ^ (cc * kSwizzle));
+            to[0] = permute_bytes(pack_e4m3x2(x[0], x[1]), pack_e4m3x2(x[2], x[3]), 0x5410);
+            to[kWords] = permute_bytes(pack_e4m3x2(y[0], y[1]), pack_e4m3x2(y[2], y[3]), 0x5410);
+        }
+    }
+}
+
 template <typename Io, int kHeadDim>
 OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<kHeadDim>& s) {
-    constexpr int kColumns = kHeadDim / 8, kWords = kBlockRows / 4, kSwizzle = 256 / kHeadDim;
+    constexpr int kColumns = kHeadDim / 8, kSwizzle = 256 / kHeadDim;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
     bool half = (p.flags & kHalfV) != 0;
@@ -72,28 +106,10 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
         }
         return;
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        int32 word = ty + r * kRowLanes, key = key_of_word(word);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {  // two channels at a time: registers are what this kernel lacks
-            float2 by = reinterpret_cast<const float2*>(inverse)[w];
-            float2 mean = smooth ? reinterpret_cast<const float2*>(means)[w] : float2{0.0f, 0.0f};
-            float x[4], y[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                x[i] = mul_rn(low_float(io, word_of(raw[r][i], w)) - mean.x, by.x);
-                y[i] = mul_rn(high_float(io, word_of(raw[r][i], w)) - mean.y, by.y);
-                if (smooth && key + (i & 1) + (i >> 1) * 8 >= count) x[i] = y[i] = 0.0f;
-                if (bad) {  // the conversion would make 448 of an infinity
-                    if (!is_finite(x[i])) x[i] = __uint_as_float(0x7fffffffu);
-                    if (!is_finite(y[i])) y[i] = __uint_as_float(0x7fffffffu);
-                }
-            }
-            uint32* to = s.words + (cc * 8 + 2 * w) * kWords + (word ^ (cc * kSwizzle));
-            to[0] = permute_bytes(pack_e4m3x2(x[0], x[1]), pack_e4m3x2(x[2], x[3]), 0x5410);
-            to[kWords] = permute_bytes(pack_e4m3x2(y[0], y[1]), pack_e4m3x2(y[2], y[3]), 0x5410);
-        }
+    if (bad || smooth) {
+        convert_values<false, Io, kHeadDim>(io, raw, s, count, smooth);
+    } else {
+        convert_values<true, Io, kHeadDim>(io, raw, s, count, false);
     }
     __syncthreads();
 #pragma unroll
