@@ -256,8 +256,8 @@ def _quantize(head_dim: int, dtype: str) -> KernelSpec:
         block_n=128,
         num_warps=num_warps,
         smem_bytes=0,
-        # The ticket of the next item, and an address or two, across the work on an item.
-        allowed_spill_bytes=64,
+        # Mostly in paths that are rare (NaN, smoothed Q). Measured: without spills, two CTAs an SM and 10 % slower.
+        allowed_spill_bytes=320,
     )
 
 
