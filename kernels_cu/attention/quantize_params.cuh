@@ -37,7 +37,7 @@ struct QuantizeParams {
     int32 head_dim, head_dim_pad;
     int32 slots_q, slots_k, slots_r;  // blocks of 128 queries, of 128 keys, and chunks of keys of one head
     int32 key_tile, tiles_k;          // keys that share k_scale groups: 128 or 64; such tiles of one head
-    int32 bits;                       // 8 or 4
+    int32 bits;                       // of a stored element: 8 or 4
     int32 q_group_rows;               // queries of a 16- or 32-row slice share scales: 16 or 32
     int32 granularity;                // Granularity
     int32 flags;                      // Flag
@@ -47,6 +47,8 @@ struct QuantizeParams {
     int32 last_base, num_items;  // first item of the last group's step, behind the first group's sums; all items
     int32 clear_words;  // > 0: this launch zeroes that many words from `ticket` on and does nothing else
     int32 delta_columns;  // extent of delta_s along the keys
+    int32 levels;  // largest magnitude of an element: 127 or 7
+    int32 reserved;  // the size is a multiple of 8
 };
 
 enum Granularity : int32 { kPerTensor, kPerBlock, kPerWarp, kPerThread, kPerToken };

@@ -78,9 +78,7 @@ struct Grouping {
     }
 };
 
-OA_DEVICE float scale_of(float amax, int32 bits) {
-    return amax >= kLeastAmax ? div_rn(amax, bits == 8 ? 127.0f : 7.0f) : 1.0f;
-}
+OA_DEVICE float scale_of(float amax, int32 levels) { return amax >= kLeastAmax ? div_rn(amax, float(levels)) : 1.0f; }
 
 // 1.5 * 2^23: x * inverse + kRound is x * inverse rounded to an integer, which stands in the low bits.
 constexpr float kRound = 12582912.0f;
@@ -207,7 +205,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
         wait_for_own(tensor_done, uint32(t.len + kBlockRows - 1) / kBlockRows);
         amax = load_gpu(tensor_amax);
     }
-    float scale = scale_of(__uint_as_float(amax), p.bits), inverse = div_rn(1.0f, scale);
+    float scale = scale_of(__uint_as_float(amax), p.levels), inverse = div_rn(1.0f, scale);
     if (cc < 8) {
         // Blocks of queries and tiles of keys begin at slots of their own in packed arrays. The block's rows end with
         // the sequence's last tile.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import arrays
 from .arrays import Tensor
 from .errors import UnsupportedError
-from .launch.quantize import QuantizePlan, QuantizeProblem, Strides3, carve
+from .launch.quantize import GROUP_BYTES, QuantizePlan, QuantizeProblem, Strides3, carve
 from .precision import Int8
 from .registry import REGISTRY, KernelSpec
 
@@ -76,12 +76,13 @@ def problem_for(
     grouping: str,
     full_bias: bool,
     max_seqlen_k: int = 0,
+    wide: bool = False,
 ) -> QuantizeProblem:
     """The quantization that an attention call of this precision needs."""
     return QuantizeProblem(
         dtype, batch, rows_q, rows_k, heads_q, heads_kv, head_dim, varlen, precision.bits, precision.granularity,
         grouping, precision.smooth_q, precision.smooth_k, precision.smooth_v, "full" if full_bias else "marks",
-        v_dtype="float16" if precision.pv == "fp16" else "float8_e4m3", max_seqlen_k=max_seqlen_k,
+        v_dtype="float16" if precision.pv == "fp16" else "float8_e4m3", max_seqlen_k=max_seqlen_k, wide=wide,
     )  # fmt: skip
 
 
@@ -112,8 +113,14 @@ def select_quantizer(op: str, dtype: str, head_dim: int, cc: tuple[int, int]) ->
 
 
 def device_plan(
-    problem: QuantizeProblem, strides: tuple[Strides3, Strides3, Strides3], ordinal: int, *, run: bool
+    problem: QuantizeProblem,
+    strides: tuple[Strides3, Strides3, Strides3],
+    ordinal: int,
+    *,
+    run: bool,
+    group_bytes: int = GROUP_BYTES,
 ) -> QuantizePlan:
+    """The plan for GPU ``ordinal``, with its kernels loaded if ``run``."""
     from . import runtime
 
     device = runtime.device_info(ordinal)
@@ -126,4 +133,5 @@ def device_plan(
         problem,
         strides,
         device.sm_count,
+        group_bytes,
     )

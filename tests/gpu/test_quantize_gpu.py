@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import omniattn as oa  # noqa: E402
 from omniattn import arrays, testing  # noqa: E402
 from omniattn.precision import GRANULARITIES, GROUPINGS  # noqa: E402
+from omniattn.quantizer import FusedQuantizer, device_plan, problem_for, strides_of  # noqa: E402
 from omniattn.reference import quantize as reference  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -216,6 +217,59 @@ def test_packed_sequences(lengths: str, grouping: str, monkeypatch: pytest.Monke
     check_qk(q, k, monkeypatch, granularity="per_token", dtype="int4", **both)
     for dtype in ("float8_e4m3", "float16"):
         check_v(v, monkeypatch, dtype=dtype, smooth_v=True, **common)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "wide"),
+    [
+        (oa.Int8(), False),
+        (oa.Int8(smooth_v=True, pv="fp16"), False),
+        (oa.Int4(), False),
+        (oa.Int4(granularity="per_tensor"), True),
+    ],
+)
+def test_everything_of_a_call_in_one_allocation(
+    precision: oa.Int8, wide: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `attention` runs first: q, k and v together, groups of heads one after the other."""
+    q, k, v = inputs("bfloat16", 72, 300, 700)
+    starts = []
+    if packed:
+        q, k, v = q[0], k[0], v[0]
+        starts = [torch.tensor(x, dtype=torch.int32) for x in ([0, 130, 300], [0, 411, 700])]
+    made = problem_for(
+        precision, dtype="bfloat16", batch=2, rows_q=300, rows_k=700, heads_q=4, heads_kv=2, head_dim=72,
+        varlen=packed, grouping="sm90", full_bias=True, max_seqlen_k=411, wide=wide,
+    )  # fmt: skip
+    on_gpu = [x.cuda() for x in (q, k, v, *starts)]
+    tensors = [arrays.describe(x, "x") for x in on_gpu]
+    strides = tuple(strides_of(t, "NHD", packed) for t in tensors[:3])
+    fused = FusedQuantizer(made, strides, 0)
+    fused.plan = device_plan(made, strides, 0, run=True, group_bytes=1)
+    buffer = fused.allocate(tensors[0])
+    addresses = [t.ptr for t in tensors] + [0] * (5 - len(tensors))
+    fused.launch(torch.cuda.current_stream().cuda_stream, tuple(addresses), buffer.ptr)
+    assert fused.num_launches == (3 if precision.smooth_q else 2)
+    expected = []
+    heads_first = [x.float().numpy().swapaxes(-3, -2) for x in (q, k, v)]
+    for fill in (3, 5):
+
+        def empty(problem: Any, fill: int = fill) -> dict[str, np.ndarray[Any, Any]]:
+            return {name: np.full(shape, fill, dtype) for name, (shape, dtype) in problem.shapes().items()}
+
+        monkeypatch.setattr(reference, "_empty", empty)
+        expected.append(reference.quantize(made, *heads_first, *(x.numpy() for x in starts)))
+    for name, (shape, dtype) in made.shapes().items():
+        a, b = (x[name] for x in expected)
+        said = a == b
+        offset = fused.offsets[name]
+        raw = numpy(buffer.obj)[offset : offset + a.nbytes]
+        got = raw.view(dtype).reshape(shape)[said]
+        if name in ("row_bias", "delta_s"):
+            assert np.abs(got - a[said]).max() <= DELTA_RTOL * np.abs(a[said]).max(), name
+        else:
+            assert np.array_equal(got, a[said]), name
 
 
 def test_sequences_that_do_not_fit_stay_inside() -> None:

@@ -16,8 +16,8 @@ from omniattn.reference.dequantize import dequantize_qk, dequantize_v
 from omniattn.testing import Report, compare
 from tests.numerics import naive64
 
-#: Cosine similarity and relative L1 of SageAttention2 (8-bit, d128, s4096) on these kinds of inputs on an H200. Outliers
-#: are few, and so the L1 of one draw differs by 3 %: several draws are averaged.
+#: Cosine similarity and relative L1 of SageAttention2 (8-bit, d128, s4096) on these inputs on an H200. Outliers are
+#: few, and so the L1 of one draw differs by 3 %: several draws are averaged.
 PUBLISHED = {"normal": (0.99928, 0.038), "outlier": (0.99931, 0.043), "channel_bias": (0.99972, 0.020)}
 
 

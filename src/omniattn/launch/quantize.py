@@ -29,7 +29,7 @@ _ALIGNMENT = 256
 
 # The fields of QuantizeParams in order, little-endian, no padding.
 _POINTERS = struct.Struct("<24Q")
-_REST = struct.Struct("<9q 28i")
+_REST = struct.Struct("<9q 30i")
 
 Strides3 = tuple[int, int, int]
 
@@ -58,6 +58,8 @@ class QuantizeProblem:
         What there is to quantize.
     v_dtype : str
         ``"float8_e4m3"`` or ``"float16"``.
+    wide : bool
+        4-bit values one to a byte, for tensor cores that have no 4-bit products.
     max_seqlen_k : int
         Of packed sequences: extent of ``delta_s``.
     """
@@ -81,11 +83,17 @@ class QuantizeProblem:
     v: bool = True
     v_dtype: str = "float8_e4m3"
     max_seqlen_k: int = 0
+    wide: bool = False
 
     @property
     def head_dim_pad(self) -> int:
         """head_dim rounded up to 32."""
         return -(-self.head_dim // 32) * 32
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of an element of q_int and k_int in memory."""
+        return 8 if self.wide else self.bits
 
     @property
     def key_tile(self) -> int:
@@ -118,7 +126,7 @@ class QuantizeProblem:
         per_kv = (self.batch, self.heads_kv, d)
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         if self.qk:
-            element, width = ("int8", d) if self.bits == 8 else ("uint8", d // 2)
+            element, width = ("int8", d) if self.stored_bits == 8 else ("uint8", d // 2)
             per_token = self.granularity == "per_token"
             q_slots = BLOCK_ROWS if per_token else BLOCK_ROWS // QUERY_SLICES[self.grouping] * 8
             found["q_int"] = (*lead_q, self.rows_q, width), element
@@ -230,10 +238,10 @@ class QuantizePlan:
             return _REST.pack(
                 *strides[0], *strides[1], *strides[2],
                 p.batch, p.heads_q, p.heads_kv, p.rows_q, p.rows_k, p.head_dim, p.head_dim_pad,
-                slots_q, slots_k, p.slots_r, p.key_tile, p.slots(p.rows_k, p.key_tile), p.bits,
+                slots_q, slots_k, p.slots_r, p.key_tile, p.slots(p.rows_k, p.key_tile), p.stored_bits,
                 QUERY_SLICES[p.grouping], GRANULARITIES.index(p.granularity), flags, int(p.varlen),
                 units, per_group, groups, per_r, per_a, per_q, per_pass, last_base, self._items, clear_words,
-                p.delta_columns,
+                p.delta_columns, 127 if p.bits == 8 else 7, 0,
             )  # fmt: skip
 
         self._rest, self._clear = pack(0), pack(clear)

@@ -43,7 +43,7 @@ def rows_of(out: dict[str, Array], problem: QuantizeProblem, s: Sequence, head: 
     """One head of one sequence of q or k."""
     name = "q" if is_q else "k"
     integers = head_of(out[name + "_int"], problem, s, head)[s.begin : s.begin + s.length]
-    if problem.bits == 4:
+    if problem.stored_bits == 4:
         integers = unpack_int4(integers)
     _, slot = groups_of(s.length, problem, is_q=is_q)
     tile = BLOCK_ROWS if is_q else problem.key_tile

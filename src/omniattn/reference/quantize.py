@@ -262,7 +262,7 @@ def _store_rows(
     padded[:, : problem.head_dim] = integers
     name = "q" if is_q else "k"
     target = _at(out[name + "_int"], problem, s, head)
-    target[s.begin : s.begin + s.length] = padded if problem.bits == 8 else pack_int4(padded)
+    target[s.begin : s.begin + s.length] = padded if problem.stored_bits == 8 else pack_int4(padded)
     tile = BLOCK_ROWS if is_q else problem.key_tile
     first = s.slot(tile, problem.varlen) * slots_per_tile(problem, is_q=is_q)
     _at(out[name + "_scale"], problem, s, head)[first : first + len(scales)] = scales
