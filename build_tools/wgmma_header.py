@@ -74,11 +74,22 @@ OA_DEVICE void wgmma_pin(int32 (&d)[N]) {
 // 64, is also the length of a row. K-major operands (rows along k): stride = bytes between 8-row groups, leading unused.
 // MN-major operands (rows along m or n): stride = bytes between groups of 8 k, leading = distance between blocks of
 // 64 m or n.
+struct WgmmaDescriptor {
+    uint32 lo, hi;
+
+    // The same operand `bytes` further on, a multiple of 16. One addition: no address in shared memory carries into the
+    // fields above it.
+    OA_DEVICE uint64 at(uint32 bytes) const {
+        uint64 d;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lo + (bytes >> 4)), "r"(hi));
+        return d;
+    }
+};
 template <int kSwizzleBytes = 128>
-OA_DEVICE uint64 wgmma_descriptor(uint32 smem_addr, uint32 leading_bytes, uint32 stride_bytes) {
+OA_DEVICE WgmmaDescriptor wgmma_descriptor(uint32 smem_addr, uint32 leading_bytes, uint32 stride_bytes) {
     static_assert(kSwizzleBytes == 128 || kSwizzleBytes == 64, "layout types 1 and 2");
-    return uint64((smem_addr & 0x3ffff) >> 4) | uint64(leading_bytes >> 4) << 16 | uint64(stride_bytes >> 4) << 32 |
-           uint64(kSwizzleBytes == 128 ? 1 : 2) << 62;
+    return {(smem_addr >> 4) | (leading_bytes >> 4) << 16,
+            (stride_bytes >> 4) | uint32(kSwizzleBytes == 128 ? 1 : 2) << 30};
 }
 
 template <int kWidth>

@@ -8,20 +8,21 @@
 #include "scheduler/fwd_tile.cuh"
 
 // Scales and stores this thread's two rows. The four lanes of a quad hold 4 x 4 words of one row (four 8-column blocks);
-// a transpose inside the quad gives each lane 16 contiguous bytes. m2, l: base and this lane's part of the denominator.
+// a transpose inside the quad gives each lane 16 contiguous bytes. m2, l: base and denominator of either row. bias: what the
+// scores lack, in natural-log units; a row whose bias is NaN becomes NaN.
 template <typename Io, int kOutputs>
-OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2], const AttnFwdParams& p,
-                          const FwdTile& t, int32 warp_row, int lane) {
+OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2], const float (&bias)[2],
+                          const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int lane) {
     static_assert(kOutputs % 16 == 0, "whole groups of four column blocks");
     float sink2 = sink_log2<Io>(p, t);
     int quad_lane = lane & 3;
     uint16* go = p.o + t.batch_idx * p.o_stride_b + t.head_idx * p.o_stride_h + int64(t.q_begin) * p.o_stride_s;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        float sum = l[r];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        RowResult res = finish_row(m2[r], sum, sink2);
+        float lacks = l[r] == 0.0f ? 0.0f : bias[r];  // a row that attends to nothing gives 0, whatever its bias
+        RowResult res = finish_row(m2[r], l[r], sink2 - lacks * kLog2e);
+        res.lse += lacks;
+        if (lacks != lacks) res.o_scale = lacks;
         int32 row = warp_row + (lane >> 2) + r * 8;
         bool row_ok = row < t.seqlen_q;
         if (p.lse != nullptr && quad_lane == 0 && row_ok)

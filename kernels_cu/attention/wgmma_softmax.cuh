@@ -7,9 +7,24 @@
 #include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
 
+// Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S for
+// |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3 * 2^22,
+// scale_without_rounding cuts the scale c to 20 bits, the base m2 of the softmax is an integer, so 12582912 c + m2 has its
+// 24 bits.
+OA_DEVICE float score_of(float s) { return s; }
+OA_DEVICE float score_of(int32 s) { return __int_as_float(s + 0x4b400000); }
+template <typename Score>
+constexpr float kScoreBias = 0.0f;
+template <>
+constexpr float kScoreBias<int32> = 12582912.0f;
+OA_DEVICE float scale_without_rounding(float c) { return __uint_as_float(__float_as_uint(c) & 0xfffffff0u); }
+// A hidden key's score: score_of it is -inf.
+OA_DEVICE void hide(float& s) { s = neg_inf(); }
+OA_DEVICE void hide(int32& s) { s = int32(0xff800000u - 0x4b400000u); }
+
 // Hides the keys of tile n0 .. that causality, the window and the sequence's end hide. warp_row: the warp's first row.
-template <int kScores>
-OA_DEVICE void mask_edges(float (&s)[kScores], const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0,
+template <typename Score, int kScores>
+OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0,
                           int lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -21,21 +36,31 @@ OA_DEVICE void mask_edges(float (&s)[kScores], const AttnFwdParams& p, const Fwd
 #pragma unroll
             for (int x = 0; x < 2; ++x) {
                 int32 col = n * 8 + x;
-                if (col < lo || col >= hi) s[4 * n + 2 * r + x] = neg_inf();
+                if (col < lo || col >= hi) hide(s[4 * n + 2 * r + x]);
             }
     }
 }
+
+struct NoLift {
+    static constexpr float kValue = 0.0f;
+    static constexpr float kSumLimit = 256.0f;  // p <= 2^8 costs no relative precision in bf16, fp16 or fp32
+};
+struct NoShift {
+    static constexpr bool kPresent = false;
+    OA_DEVICE float operator()(int, int) const { return 0.0f; }
+};
 
 // Running base and denominator of this thread's two rows, in base 2: p = exp2(s c - m2).
 //
 // The base need not be the maximum, only near enough for p to neither overflow nor vanish. So the maximum is looked for
 // in a row block's first tile only; afterwards a tile's probabilities are taken against the base as it stands, and their
-// sum, which is needed anyway, tells whether that was good enough: p <= sum <= kSumLimit. Only otherwise (a score 8 or
+// sum, which is needed anyway, tells whether that was good enough: p <= sum <= Lift::kSumLimit. Only otherwise (a score 8 or
 // more above the base in base 2) is the tile done again, with the base raised. This takes 64 comparisons a tile and the
 // exchange of maxima out of the chain between the two products.
+//
+// Lift: kValue is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a short range of exponents want p large.
+template <typename Lift = NoLift>
 struct RowState {
-    static constexpr float kSumLimit = 256.0f;  // p <= 2^8 costs no relative precision in bf16, fp16 or fp32
-
     // Before the first visible key the base is the lowest finite number and not -inf, so that a hidden score gives
     // exp2(-inf) = 0, and the first visible one infinity, which the sum reports.
     float m2[2], l[2];
@@ -43,16 +68,23 @@ struct RowState {
     OA_DEVICE RowState() : m2{kLowest, kLowest}, l{0.0f, 0.0f} {}
 
     // Raises the base to the maximum of these scores (of four lanes); alpha: what O and l are to be multiplied by, l
-    // has been. c: score units -> base-2 exponent, positive, of either row.
-    template <int kScores>
-    OA_DEVICE void raise(const float (&s)[kScores], const float (&c)[2], float (&alpha)[2]) {
+    // has been. c: score units -> base-2 exponent, positive, of either row. shift: see exponentiate.
+    template <typename Score, int kScores, typename Shift = NoShift>
+    OA_DEVICE void raise(const Score (&s)[kScores], const float (&c)[2], float (&alpha)[2], Shift shift = {}) {
         float top[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            top[r] = fmaxf(s[2 * r], s[2 * r + 1]);
+            top[r] = neg_inf();
 #pragma unroll
-            for (int n = 1; n < kScores / 4; ++n) top[r] = fmaxf(top[r], fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
-            top[r] *= c[r];  // the lanes of a row may have scales of their own
+            for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    float score = score_of(s[4 * n + 2 * r + x]);
+                    if constexpr (Shift::kPresent) score = fmaf(score - kScoreBias<Score>, c[r], shift(n, x));
+                    top[r] = fmaxf(top[r], score);
+                }
+            // The lanes of a row may have scales of their own.
+            if constexpr (!Shift::kPresent) top[r] = (top[r] - kScoreBias<Score>)*c[r];
         }
 #pragma unroll
         for (int mask = 1; mask <= 2; mask <<= 1)
@@ -60,7 +92,8 @@ struct RowState {
             for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], mask));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float m2_new = fmaxf(m2[r], top[r]);
+            float m2_new = fmaxf(m2[r], top[r] - Lift::kValue);
+            if constexpr (kScoreBias<Score> != 0.0f) m2_new = ceilf(m2_new);
             alpha[r] = exp2_approx(m2[r] - m2_new);
             m2[r] = m2_new;
             l[r] *= alpha[r];
@@ -68,17 +101,33 @@ struct RowState {
     }
 
     // Calls put(n, r, p0, p1) for the two neighbouring columns of row r in column block n; sum: this lane's sums.
-    template <int kScores, typename Put>
-    OA_DEVICE void exponentiate(const float (&s)[kScores], const float (&c)[2], float (&sum)[2], Put put) const {
+    // shift(n, x): what is added to the exponents of a column, in base 2.
+    // kCareful: hidden keys give 0 even where c is NaN.
+    template <bool kCareful = false, typename Score, int kScores, typename Put, typename Shift = NoShift>
+    OA_DEVICE void exponentiate(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put put,
+                                Shift shift = {}) const {
         sum[0] = sum[1] = 0.0f;
+        float base[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            base[r] = kScoreBias<Score> == 0.0f ? -m2[r] : fmaf(-kScoreBias<Score>, c[r], -m2[r]);
 #pragma unroll
         for (int n = 0; n < kScores / 4; ++n)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float p0 = exp2_approx(fmaf(s[4 * n + 2 * r], c[r], -m2[r]));
-                float p1 = exp2_approx(fmaf(s[4 * n + 2 * r + 1], c[r], -m2[r]));
-                sum[r] += p0 + p1;
-                put(n, r, p0, p1);
+                float p[2];
+#pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    float score = score_of(s[4 * n + 2 * r + x]);
+                    float offset = base[r];
+                    // A shift is no integer. Beside the constant it is rounded to 12582912 c 2^-24: at most 0.4 of what
+                    // one unit of an integer score is worth, and different for every column.
+                    if constexpr (Shift::kPresent) offset += shift(n, x);
+                    p[x] = exp2_approx(fmaf(score, c[r], offset));
+                    if constexpr (kCareful) p[x] = score == neg_inf() ? 0.0f : p[x];
+                }
+                sum[r] += p[0] + p[1];
+                put(n, r, p[0], p[1]);
             }
     }
 
@@ -86,12 +135,22 @@ struct RowState {
     // tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they must not have a say, or a
     // result would depend on its neighbour.
     OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2]) {
-        return __any_sync(0xffffffffu, (own[0] && !(sum[0] <= kSumLimit)) || (own[1] && !(sum[1] <= kSumLimit)));
+        return __any_sync(0xffffffffu,
+                          (own[0] && !(sum[0] <= Lift::kSumLimit)) || (own[1] && !(sum[1] <= Lift::kSumLimit)));
     }
 
     OA_DEVICE void add(const float (&sum)[2]) {
         l[0] += sum[0];
         l[1] += sum[1];
+    }
+
+    // Sums the denominators over the four lanes of a row; once, after the last tile.
+    OA_DEVICE void reduce() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            l[r] += __shfl_xor_sync(0xffffffffu, l[r], 1);
+            l[r] += __shfl_xor_sync(0xffffffffu, l[r], 2);
+        }
     }
 };
 

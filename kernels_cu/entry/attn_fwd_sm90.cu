@@ -21,19 +21,15 @@
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same] |
 // barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; columns beyond HEAD_DIM are zeros that
 // no product reads.
-#include "attention/mask.cuh"
 #include "attention/wgmma_epilogue.cuh"
+#include "attention/wgmma_roles.cuh"
 #include "attention/wgmma_softmax.cuh"
-#include "pipeline/ring.cuh"
-#include "pipeline/turns.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/fwd_params.cuh"
-#include "scheduler/fwd_tile.cuh"
 #include "scheduler/persistent.cuh"
 
 struct Config {
@@ -62,16 +58,9 @@ struct SharedStorage {
     alignas(1024) uint8 q[Config::kQStages][Config::kBlockM * Config::kPanels * 128];
     alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kPanels * 128];
     alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kPanels * 128];
-    uint64 q_full[Config::kQStages], q_empty[Config::kQStages];
-    uint64 k_full[Config::kStages], k_empty[Config::kStages];
-    uint64 v_full[Config::kStages], v_empty[Config::kStages];
-    // kVarlen: the tile that each Q belongs to, valid from q_full to q_empty; m0 = kNoMoreTiles ends.
-    FwdTile tile[Config::kQStages];
-    SequenceRange sequences[32];
+    RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
-constexpr int32 kNoMoreTiles = -1;
 
 struct AttnFwdSm90Params {
     TensorMap map_q, map_k, map_v;
@@ -82,124 +71,62 @@ struct AttnFwdSm90Params {
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128;
 constexpr uint32 kKvBytes = Config::kBlockN * Config::kPanels * 128;
 constexpr uint32 kKvPanelBytes = Config::kBlockN * 128;
-using QState = RingState<Config::kQStages>;
-using KvState = RingState<Config::kStages>;
-using KvRing = Ring<Config::kStages>;
 using Scores = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 using Probabilities = uint32[Config::kBlockN / 16][4];
 
-struct Barriers {
-    Ring<Config::kQStages> q;
-    KvRing k, v;
-    OA_DEVICE explicit Barriers(SharedStorage& smem)
-        : q{smem_addr_of(smem.q_full), smem_addr_of(smem.q_empty)},
-          k{smem_addr_of(smem.k_full), smem_addr_of(smem.k_empty)},
-          v{smem_addr_of(smem.v_full), smem_addr_of(smem.v_empty)} {}
-};
-
-using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
-
-class Producer {
+class Producer : public ProducerRole<Config, Producer> {
   public:
-    OA_DEVICE Producer(const AttnFwdSm90Params& params, SharedStorage& smem, const Barriers& bars)
-        : params_(params),
-          smem_(smem),
-          bars_(bars),
+    static constexpr uint32 kQBytes = ::kQBytes, kKBytes = kKvBytes, kVBytes = kKvBytes;
+
+    OA_DEVICE Producer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
+        : ProducerRole(params.p, params.tiles, smem.roles, bars),
+          params_(params),
           smem_q_(smem_addr_of(smem.q)),
           smem_k_(smem_addr_of(smem.k)),
           smem_v_(smem_addr_of(smem.v)) {}
 
-    // One thread.
-    OA_DEVICE void run_dense() {
-        prefetch_maps();
-        PersistentTiles tiles;
-        for (FwdTile t; tiles.next<Config::kBlockM>(params_.p, params_.tiles, t);) {
-            Keys keys(params_.p, t);
-            if (keys.end > keys.first) {
-                bars_.q.wait_empty(q_at_);
-                copy_tile(t, keys);
-            }
-        }
-    }
-
-    // One warp: the walk over cu_seqlens takes all lanes, the copies one. The consumers get the tile through shared
-    // memory, so that the walk is done once, and ahead of them.
-    OA_DEVICE void run_varlen(int lane) {
-        if (lane == 0) prefetch_maps();
-        PackedTiles<Config::kBlockM> tiles(params_.p, params_.tiles, smem_.sequences);
-        for (FwdTile t; tiles.next(t);) {
-            t.batch_idx = 0;  // packed tensors have no batch
-            if (lane == 0) {
-                Keys keys(params_.p, t);
-                bars_.q.wait_empty(q_at_);
-                smem_.tile[q_at_.stage] = t;
-                if (keys.end > keys.first) {
-                    copy_tile(t, keys);
-                } else {
-                    bars_.q.announce(q_at_, 0);
-                    q_at_.advance();
-                }
-            }
-            __syncwarp();
-        }
-        if (lane == 0) {
-            bars_.q.wait_empty(q_at_);
-            smem_.tile[q_at_.stage].m0 = kNoMoreTiles;
-            bars_.q.announce(q_at_, 0);
-        }
-    }
-
-  private:
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
         tma_prefetch(&params_.map_k);
         tma_prefetch(&params_.map_v);
     }
-
-    OA_DEVICE void copy_tile(const FwdTile& t, const Keys& keys) {
-        int32 kv_head = t.head_idx / (params_.p.num_q_heads / params_.p.num_kv_heads);
-        uint32 bar = bars_.q.announce(q_at_, kQBytes);
+    OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_q_ + q_at_.stage * kQBytes + c * Config::kBlockM * 128, &params_.map_q, bar, c * 64,
+            tma_load_4d(smem_q_ + stage * kQBytes + c * Config::kBlockM * 128, &params_.map_q, bar, c * 64,
                         t.q_begin + t.m0, t.head_idx, t.batch_idx);
-        q_at_.advance();
-#pragma unroll 1
-        for (int32 n = keys.end - 1; n >= keys.first; --n) {
-            int32 row = t.k_begin + n * Config::kBlockN;
-            copy_keys(bars_.k, smem_k_, &params_.map_k, row, kv_head, t.batch_idx);
-            copy_keys(bars_.v, smem_v_, &params_.map_v, row, kv_head, t.batch_idx);
-            kv_at_.advance();
-        }
+    }
+    OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
+        copy_keys(t, kv_head, n, smem_k_ + stage * kKvBytes, &params_.map_k, bar);
+    }
+    OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
+        copy_keys(t, kv_head, n, smem_v_ + stage * kKvBytes, &params_.map_v, bar);
     }
 
-    OA_DEVICE void copy_keys(const KvRing& ring, uint32 smem, const TensorMap* map, int32 row, int32 kv_head,
-                             int32 batch_idx) {
-        uint32 bar = ring.acquire(kv_at_, kKvBytes);
+  private:
+    OA_DEVICE void copy_keys(const FwdTile& t, int32 kv_head, int32 n, uint32 smem, const TensorMap* map,
+                             uint32 bar) const {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem + kv_at_.stage * kKvBytes + c * kKvPanelBytes, map, bar, c * 64, row, kv_head, batch_idx);
+            tma_load_4d(smem + c * kKvPanelBytes, map, bar, c * 64, t.k_begin + n * Config::kBlockN, kv_head,
+                        t.batch_idx);
     }
 
     const AttnFwdSm90Params& params_;
-    SharedStorage& smem_;
-    const Barriers& bars_;
     uint32 smem_q_, smem_k_, smem_v_;
-    QState q_at_;
-    KvState kv_at_;
 };
 
 // S = Q K^T, asynchronous. smem_q: this warpgroup's 64 rows.
 OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
+    WgmmaDescriptor q = wgmma_descriptor(smem_q, 16, 1024), k = wgmma_descriptor(smem_k, 16, 1024);
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-        uint32 column = (step & 3) * 32;  // inside a panel's 128-byte rows
-        Wgmma<Config::kBlockN>::ss(
-            Config::Io{}, s, wgmma_descriptor(smem_q + (step >> 2) * Config::kBlockM * 128 + column, 16, 1024),
-            wgmma_descriptor(smem_k + (step >> 2) * kKvPanelBytes + column, 16, 1024), step != 0);
+        uint32 panel = step >> 2, column = (step & 3) * 32;  // inside a panel's 128-byte rows
+        Wgmma<Config::kBlockN>::ss(Config::Io{}, s, q.at(panel * Config::kBlockM * 128 + column),
+                                   k.at(panel * kKvPanelBytes + column), step != 0);
     }
     wgmma_commit();
     wgmma_pin(s);
@@ -208,13 +135,13 @@ OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
 // O += P V, asynchronous. pass_on: called when the next warpgroup may issue.
 template <typename PassOn>
 OA_DEVICE void issue_pv(Output& o, const Probabilities& probs, uint32 smem_v, PassOn pass_on) {
+    WgmmaDescriptor v = wgmma_descriptor(smem_v, kKvPanelBytes, 1024);
     wgmma_pin(o);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 16; ++step) {
         if (step == Config::kTurnStep) pass_on();
-        Wgmma<Config::kHeadDim>::rs_mn(Config::Io{}, o, probs[step],
-                                       wgmma_descriptor(smem_v + step * 16 * 128, kKvPanelBytes, 1024), 1);
+        Wgmma<Config::kHeadDim>::rs_mn(Config::Io{}, o, probs[step], v.at(step * 16 * 128), 1);
     }
     wgmma_commit();
     if (Config::kTurnStep == Config::kBlockN / 16) pass_on();
@@ -237,90 +164,36 @@ OA_DEVICE void clear_tail(uint32 smem_v, int32 valid_rows, int32 group) {
 }
 
 // P, packed, from S: the accumulator layout of S is the operand layout of P.
-OA_DEVICE void probabilities(const RowState& rows, const Scores& s, const float (&c)[2], Probabilities& probs,
+OA_DEVICE void probabilities(const RowState<>& rows, const Scores& s, const float (&c)[2], Probabilities& probs,
                              float (&sum)[2]) {
     rows.exponentiate(s, c, sum, [&](int n, int r, float p0, float p1) {
         probs[n >> 1][2 * (n & 1) + r] = pack2(Config::Io{}, p0, p1);
     });
 }
 
-class Consumer {
+class Consumer : public ConsumerRole<Config, Consumer> {
   public:
-    OA_DEVICE Consumer(const AttnFwdSm90Params& params, SharedStorage& smem, const Barriers& bars, int32 group)
-        : params_(params),
-          p_(params.p),
-          smem_(smem),
-          bars_(bars),
-          turns_(group),
-          group_(group),
-          lane_(threadIdx.x & 31),
+    struct Rows {
+        Output o;
+        RowState<> softmax;
+
+        OA_DEVICE Rows() {
+#pragma unroll
+            for (int i = 0; i < Config::kDTiles * 4; ++i) o[i] = 0.0f;
+        }
+    };
+
+    OA_DEVICE Consumer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
+                       int32 group)
+        : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
           smem_q_(smem_addr_of(smem.q) + group * 64 * 128),
           smem_k_(smem_addr_of(smem.k)),
           smem_v_(smem_addr_of(smem.v)) {}
 
-    OA_DEVICE void run() {
-        PersistentTiles tiles;
-        for (FwdTile t; next_tile(tiles, t);) {
-            Keys keys(p_, t);
-            int32 warp_row = t.m0 + group_ * 64 + ((threadIdx.x >> 5) & 3) * 16;
-            Output o;
-#pragma unroll
-            for (int i = 0; i < Config::kDTiles * 4; ++i) o[i] = 0.0f;
-            RowState rows;
-            if (keys.end > keys.first) {
-                int32 n = pass_over(t, keys);
-                if (n >= keys.first) {
-                    attend(t, keys, n, warp_row, o, rows);
-                } else {
-                    bars_.q.wait(q_at_);
-                    release_q();
-                }
-                q_at_.advance();
-            } else if (Config::kVarlen) {
-                release_q();
-                q_at_.advance();
-            }
-            store_rows<Config::Io>(o, rows.m2, rows.l, p_, t, warp_row, lane_);
-        }
-        turns_.finish(threadIdx.x < 256);
-    }
-
-  private:
-    OA_DEVICE bool next_tile(PersistentTiles& tiles, FwdTile& t) {
-        if constexpr (Config::kVarlen) {
-            bars_.q.wait(q_at_);
-            t = smem_.tile[q_at_.stage];
-            return t.m0 != kNoMoreTiles;
-        } else {
-            return tiles.next<Config::kBlockM>(p_, params_.tiles, t);
-        }
-    }
-
-    // Passes over the last tiles of keys, which only later rows of the CTA see; returns the first tile to look at, or
-    // keys.first - 1 if there is none.
-    OA_DEVICE int32 pass_over(const FwdTile& t, const Keys& keys) {
-        int32 own_end = keys.first, first_row = t.m0 + group_ * 64;
-        if (first_row < t.seqlen_q) {
-            KeyRange seen = visible_keys(min_of(first_row + 64, t.seqlen_q) - 1, t.seqlen_q, t.seqlen_k, p_.window_left,
-                                         p_.window_right);
-            own_end = max_of(int32((int64(seen.hi) + Config::kBlockN - 1) / Config::kBlockN), keys.first);
-        }
-        int32 n = keys.end - 1;
-#pragma unroll 1
-        for (; n >= own_end; --n) {
-            turns_.wait();
-            turns_.pass_on();
-            // A buffer is given back after it has been filled: an earlier arrival would count for the round before.
-            bars_.k.wait(k_at_);
-            release_k();
-            bars_.v.wait(v_at_);
-            release_v();
-        }
-        return n;
-    }
-
     // All tiles from n down to keys.first.
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, Output& o, RowState& rows) {
+    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, Rows& state) {
+        Output& o = state.o;
+        RowState<>& rows = state.softmax;
         // Rows of dense batches beyond the end are zeros, whose scores never grow.
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
@@ -360,7 +233,7 @@ class Consumer {
             if (n == keys.first) release_q();
             if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
             probabilities(rows, s, c, probs, sum);
-            if (RowState::too_large(sum, own)) {
+            if (RowState<>::too_large(sum, own)) {
                 rows.raise(s, c, alpha);
                 rescale(o, alpha);
                 probabilities(rows, s, c, probs, sum);
@@ -374,19 +247,12 @@ class Consumer {
         release_v();
     }
 
-    OA_DEVICE void release_q() const {
-        // Every lane, where every lane has read the tile: each orders its own read before the producer's next write.
-        bars_.q.release(q_at_, Config::kVarlen ? 0 : lane_);
-    }
-    OA_DEVICE void release_k() {
-        bars_.k.release(k_at_, lane_);
-        k_at_.advance();
-    }
-    OA_DEVICE void release_v() {
-        bars_.v.release(v_at_, lane_);
-        v_at_.advance();
+    OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
+        state.softmax.reduce();
+        store_rows<Config::Io>(state.o, state.softmax.m2, state.softmax.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
     }
 
+  private:
     // Before the product with V of tile n, the first one: no other can be the sequence's last tile.
     OA_DEVICE void clear_foreign_rows(const FwdTile& t, int32 n) const {
         if constexpr (Config::kVarlen) {
@@ -398,39 +264,20 @@ class Consumer {
         }
     }
 
-    const AttnFwdSm90Params& params_;
-    const AttnFwdParams& p_;
-    SharedStorage& smem_;
-    const Barriers& bars_;
-    Turns<Config::kConsumers> turns_;
-    int32 group_;
-    int lane_;
     uint32 smem_q_, smem_k_, smem_v_;
-    QState q_at_;
-    KvState k_at_, v_at_;
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
     const __grid_constant__ AttnFwdSm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    Barriers bars(smem);
-    if (threadIdx.x == 0) {
-        bars.q.init(Config::kConsumers * (Config::kVarlen ? 128 : 4));
-        bars.k.init(4 * Config::kConsumers);
-        bars.v.init(4 * Config::kConsumers);
-        fence_barrier_init();
-    }
+    RoleBarriers<Config> bars(smem.roles);
+    if (threadIdx.x == 0) bars.init();
     __syncthreads();
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();
-        Producer producer(params, smem, bars);
-        if constexpr (Config::kVarlen) {
-            if (threadIdx.x < 32) producer.run_varlen(threadIdx.x);
-        } else {
-            if (threadIdx.x == 0) producer.run_dense();
-        }
+        if (threadIdx.x < 32) Producer(params, smem, bars).run(threadIdx.x);
     } else {
         registers_claim<Config::kConsumerRegisters>();
         Consumer(params, smem, bars, warpgroup - 1).run();

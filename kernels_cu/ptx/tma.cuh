@@ -18,6 +18,14 @@ OA_DEVICE void tma_load_4d(uint32 dst, const TensorMap* map, uint32 bar, int32 c
         : "memory");
 }
 
+// cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes: contiguous bytes, a multiple of 16, both addresses
+// 16-byte aligned; completes on `bar`, which must expect them. One thread.
+OA_DEVICE void bulk_load(uint32 dst, const void* src, uint32 bytes, uint32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
 // prefetch.tensormap: fetches the descriptor ahead of the first copy. One thread.
 OA_DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 

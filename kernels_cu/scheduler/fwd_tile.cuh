@@ -10,6 +10,7 @@ struct FwdTile {
     int32 batch_idx, head_idx;
     int32 m0;                    // first query row of the tile inside its sequence
     int32 q_begin, k_begin;      // first row of the sequence in packed tensors; 0 for dense batches
+    int32 sequence;              // its number: of packed tensors that in cu_seqlens, of dense batches batch_idx
     int32 seqlen_q, seqlen_k;  // of this sequence; seqlen_k = kNoSequence: rows that only receive O = 0, LSE = -inf
     bool valid;  // false: nothing to do
 };
@@ -21,6 +22,7 @@ OA_DEVICE FwdTile tile_of(const AttnFwdParams& p, int32 batch_idx, int32 head_id
     t.head_idx = head_idx;
     t.m0 = m0;
     t.q_begin = t.k_begin = 0;
+    t.sequence = batch_idx;
     t.seqlen_q = p.seqlen_q;
     t.seqlen_k = p.seqlen_k;
     t.valid = true;
@@ -49,9 +51,11 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
 // without a synchronization.
 struct SequenceRange {
     int32 q_begin, seqlen_q, k_begin, seqlen_k;
+    int32 sequence;
 };
 OA_DEVICE SequenceRange sequence_range(const AttnFwdParams& p, int32 b) {
     SequenceRange r;
+    r.sequence = b;
     r.q_begin = min_of(max_of(p.cu_seqlens_q[b], 0), p.seqlen_q);
     r.seqlen_q = min_of(max_of(p.cu_seqlens_q[b + 1], r.q_begin), p.seqlen_q) - r.q_begin;
     r.k_begin = min_of(max_of(p.cu_seqlens_k[b], 0), p.seqlen_k);
@@ -78,6 +82,7 @@ OA_DEVICE void unowned_tile(const AttnFwdParams& p, int32 block, FwdTile& t) {
     int32 last = p.batch > 0 ? min_of(max_of(p.cu_seqlens_q[p.batch], first), total_q) : total_q;
     int32 head_blocks = (first + kBlockM - 1) / kBlockM;
     t.batch_idx = 0;
+    t.sequence = 0;
     t.k_begin = 0;
     t.seqlen_k = kNoSequence;
     if (block < head_blocks) {
@@ -109,7 +114,7 @@ OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
         if (past != 0) {
             int src = __ffs(int(past)) - 1;
             int32 before = __shfl_sync(0xffffffffu, inclusive - blocks, src);
-            t.batch_idx = base + src;
+            t.batch_idx = t.sequence = base + src;
             t.q_begin = __shfl_sync(0xffffffffu, mine.q_begin, src);
             t.seqlen_q = __shfl_sync(0xffffffffu, mine.seqlen_q, src);
             t.k_begin = __shfl_sync(0xffffffffu, mine.k_begin, src);

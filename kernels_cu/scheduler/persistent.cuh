@@ -101,6 +101,7 @@ class PackedTiles {
                 t.m0 = (second_ ? j : blocks - 1 - j) * kBlockM;
                 // The middle tile of an odd number is its own partner.
                 second_ = in_pairs() && !second_ && 2 * j + 1 != blocks;
+                t.sequence = r.sequence;
                 t.q_begin = r.q_begin;
                 t.seqlen_q = r.seqlen_q;
                 t.k_begin = r.k_begin;
@@ -128,7 +129,7 @@ class PackedTiles {
     OA_DEVICE void load_chunk() {
         int lane = threadIdx.x & 31;
         bool exists = chunk_ + lane < p_.batch;
-        SequenceRange mine = exists ? sequence_range(p_, chunk_ + lane) : SequenceRange{0, 0, 0, -1};
+        SequenceRange mine = exists ? sequence_range(p_, chunk_ + lane) : SequenceRange{0, 0, 0, -1, 0};
         int32 place = 0;
 #pragma unroll 1
         for (int j = 0; j < 32; ++j) {

@@ -9,6 +9,7 @@ from typing import Any
 
 from .arrays import Tensor
 from .errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from .precision import Int4, Int8
 from .problem import PLANNED_PRECISIONS, PRECISIONS, UNLIMITED
 
 LAYOUTS = ("NHD", "HND")
@@ -69,16 +70,19 @@ def check_window(window: Any, causal: bool, function: str) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-def check_precision(precision: Any, function: str) -> str:
+def check_precision(precision: Any, function: str) -> tuple[str, Int8 | None]:
+    """Name and knobs of a precision; ``"exact"`` has none."""
+    if isinstance(precision, Int8):
+        return f"int{precision.bits}", precision
     if not isinstance(precision, str) or precision not in PRECISIONS + PLANNED_PRECISIONS:
         names = ", ".join(map(repr, PRECISIONS))
-        raise ArgumentError("precision", f"one of {names}", repr(precision), function=function)
+        raise ArgumentError("precision", f"one of {names}, an Int8 or an Int4", repr(precision), function=function)
     if precision not in PRECISIONS:
         raise UnsupportedError(
             f"{function}(): precision={precision!r} is not in this version",
             instead="precision=" + " or ".join(map(repr, PRECISIONS)),
         )
-    return precision
+    return precision, {"exact": None, "int8": Int8(), "int4": Int4()}[precision]
 
 
 def check_int(value: Any, argument: str, function: str) -> int:

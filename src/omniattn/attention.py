@@ -11,42 +11,16 @@ from typing import Any
 
 from . import arguments, arrays
 from .arrays import Tensor
-from .errors import ArgumentError, ShapeError
-from .launch.attn_fwd import ForwardPlan, ForwardStrides
-from .launch.attn_fwd_sm90 import ForwardSm90Plan
-from .problem import Problem
-from .repeat import RepeatedForward, repeated_forward
+from .errors import ArgumentError
+from .planning import Plan, make_plan
+from .precision import Int8
+from .repeat import repeated_forward
 from .runtime.driver import on_reset
-from .select import Selection, Target, select_attention
 
 _MAX_PLANS = 4096
-_plans: dict[Any, _Plan] = {}
+_plans: dict[Any, Plan] = {}
 # A plan holds a loaded kernel, which is worth nothing under another driver or in a forked child.
 on_reset(_plans.clear)
-
-
-class _Plan:
-    """A validated call: what to allocate, and how to run it.
-
-    ``repeat`` is the short way for calls whose arrays `arrays.look` knows; None for all others.
-    """
-
-    __slots__ = ("forward", "lse_shape", "problem", "q_shape", "repeat", "selection")
-
-    def __init__(
-        self,
-        problem: Problem,
-        q_shape: tuple[int, ...],
-        lse_shape: tuple[int, ...],
-        selection: Selection | None,
-        forward: ForwardPlan | ForwardSm90Plan | None,
-    ) -> None:
-        self.problem = problem
-        self.q_shape = q_shape
-        self.lse_shape = lse_shape
-        self.selection = selection
-        self.forward = forward
-        self.repeat: RepeatedForward | None = None
 
 
 def attention(
@@ -61,7 +35,7 @@ def attention(
     softcap: float = 0.0,
     mask: Any = None,
     sinks: Any = None,
-    precision: str = "exact",
+    precision: str | Int8 = "exact",
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -97,8 +71,10 @@ def attention(
         q's dtype (added to the scores; -inf hides).
     sinks : array, (num_q_heads,), float32 or q's dtype, optional
         One more logit a head that takes part in the softmax and has no value; LSE counts it.
-    precision : str
-        "exact": the inputs' dtype with fp32 accumulation.
+    precision : str, Int8 or Int4
+        "exact": the inputs' dtype with fp32 accumulation. "int8": INT8 Q K^T and FP8 P V with smoothing of K
+        (SageAttention2); "int4": 4-bit Q and K, smoothed both. `Int8` and `Int4` have the knobs. On a GPU of compute
+        capability 9.0 without mask, softcap and softmax_scale <= 0; on the CPU with everything.
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
@@ -153,7 +129,7 @@ def attention_varlen(
     softcap: float = 0.0,
     mask: Any = None,
     sinks: Any = None,
-    precision: str = "exact",
+    precision: str | Int8 = "exact",
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -251,7 +227,7 @@ def _run(
                 return result
         tq, tk, tv, extra = _describe(q, k, v, cu_q, cu_k, mask, sinks, out, raw)
     if plan is None:
-        plan = _make_plan(
+        plan = make_plan(
             function, tq, tk, tv, extra, max_q, max_k, layout, causal, window, softmax_scale, softcap, precision,
             return_lse, deterministic, run=True,
         )  # fmt: skip
@@ -278,6 +254,10 @@ def _run(
     tensors = [tq, tk, tv, o]
     if lse is not None:
         tensors.append(lse)
+    workspace = None
+    if plan.forward.workspace_bytes:
+        workspace = arrays.empty_like_framework(tq, (plan.forward.workspace_bytes,), "uint8")
+        tensors.append(workspace)
     pointers = [tq.ptr, tk.ptr, tv.ptr, o.ptr, 0 if lse is None else lse.ptr, 0, 0, 0, 0]
     if extra:
         for at, name in enumerate(("cu_seqlens_q", "cu_seqlens_k", "mask", "sinks"), start=5):
@@ -287,6 +267,8 @@ def _run(
                     arguments.check_alignment(t, function, t.itemsize)
                 tensors.append(t)
                 pointers[at] = t.ptr
+    if workspace is not None:
+        pointers.append(workspace.ptr)
     handle = arrays.prepare(tensors, stream)
     plan.forward.launch(handle, tuple(pointers))
     arrays.retire(tensors, handle)
@@ -317,138 +299,8 @@ def _check_aliasing(function: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor)
         )
 
 
-def _make_plan(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extra: dict[str, Tensor],
-    max_q: Any,
-    max_k: Any,
-    layout: Any,
-    causal: Any,
-    window: Any,
-    softmax_scale: Any,
-    softcap: Any,
-    precision: Any,
-    return_lse: Any,
-    deterministic: Any,
-    *,
-    run: bool,
-) -> _Plan:
-    """Validate everything but pointers; choose the kernel; load it if ``run``."""
-    varlen = function == "attention_varlen"
-    arguments.check_layout(layout, function)
-    causal = arguments.check_bool(causal, "causal", function)
-    arguments.check_bool(return_lse, "return_lse", function)
-    deterministic = arguments.check_bool(deterministic, "deterministic", function)
-    left, right = arguments.check_window(window, causal, function)
-    precision = arguments.check_precision(precision, function)
-    softcap = arguments.check_softcap(softcap, function)
-    arguments.check_qkv(q, k, v, 3 if varlen else 4, layout, function)
-    arrays.require_same_device([q, k, v, *extra.values()])
-    head_dim = q.shape[-1]
-    if softmax_scale is None:
-        softmax_scale = head_dim**-0.5
-    else:
-        softmax_scale = arguments.check_number(softmax_scale, "softmax_scale", function)
-
-    seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
-    heads_q, heads_kv = q.shape[head], k.shape[head]
-    rows_q, rows_k = q.shape[seq], k.shape[seq]
-    batch = q.shape[0]
-    extent_q, extent_k = rows_q, rows_k
-    if varlen:
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
-            if name not in extra:
-                raise ArgumentError(name, "an int32 array of shape (batch + 1,)", "None", function=function)
-            arguments.check_cu_seqlens(extra[name], name, function)
-        batch = extra["cu_seqlens_q"].shape[0] - 1
-        if extra["cu_seqlens_k"].shape[0] != batch + 1:
-            raise ShapeError(
-                "cu_seqlens_k",
-                f"shape ({batch + 1},), like cu_seqlens_q",
-                f"{tuple(extra['cu_seqlens_k'].shape)}",
-                function=function,
-            )
-        extent_q = arguments.check_int(max_q, "max_seqlen_q", function)
-        extent_k = arguments.check_int(max_k, "max_seqlen_k", function)
-        for extent, rows, name, of in (
-            (extent_q, rows_q, "max_seqlen_q", "q"),
-            (extent_k, rows_k, "max_seqlen_k", "k"),
-        ):
-            if extent > arguments.MAX_ROWS:
-                raise ArgumentError(name, f"at most {arguments.MAX_ROWS}", str(extent), function=function)
-            if extent == 0 and rows > 0 and "mask" in extra:
-                raise ArgumentError(name, f"the longest sequence of {of}", "0", function=function)
-
-    most = arguments.MAX_PACKED_SEQUENCES if varlen else arguments.MAX_EXTENT
-    if batch > most:
-        name = "cu_seqlens_q" if varlen else "q"
-        raise ShapeError(name, f"at most {most} sequences", str(batch), function=function)
-    if heads_q > arguments.MAX_EXTENT:
-        raise ShapeError("q", f"at most {arguments.MAX_EXTENT} heads", str(heads_q), function=function)
-
-    mask_kind, mask_strides = "none", (0, 0, 0, 0)
-    if "mask" in extra:
-        full = (batch, heads_q, extent_q, extent_k)
-        mask_kind = arguments.check_mask(extra["mask"], full, q.dtype, function)
-        mask_strides = arguments.broadcast_strides(extra["mask"], full)
-    sinks_kind = arguments.check_sinks(extra["sinks"], heads_q, q.dtype, function) if "sinks" in extra else "none"
-    for t in (q, k, v):
-        arguments.check_strides(t, function)
-    o_strides = arrays.contiguous_strides(tuple(q.shape))
-    if "out" in extra:
-        arguments.check_like(extra["out"], q.shape, q.dtype, function)
-        arguments.check_strides(extra["out"], function, written=True)
-        o_strides = extra["out"].strides
-
-    from . import runtime
-
-    on_gpu = q.device == "cuda"
-    problem = Problem(
-        q.dtype, batch, rows_q, rows_k, heads_q, heads_kv, head_dim, left, right, softmax_scale, softcap, mask_kind,
-        sinks_kind, varlen, precision, deterministic,
-        tensor_maps=on_gpu and all(_describable(t) for t in (q, k, v)) and runtime.has_tensor_maps(),
-    )  # fmt: skip
-    q_shape = tuple(q.shape)
-    lse_shape = (heads_q, rows_q) if varlen else (batch, heads_q, rows_q)
-    if not on_gpu:
-        return _Plan(problem, q_shape, lse_shape, None, None)
-
-    def canonical(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:
-        """(batch, seq, head) strides; 0 where the extent is 1, whatever the framework wrote there."""
-        s = [0 if n == 1 else x for n, x in zip(shape, strides, strict=True)]
-        return (0 if varlen else s[0], s[seq], s[head])
-
-    device = runtime.device_info(q.ordinal)
-    selection = select_attention(
-        problem, Target(device.cc, device.max_smem_optin), os.environ.get("OMNIATTN_FORCE_KERNEL")
-    )
-    strides = ForwardStrides(
-        canonical(q.shape, q.strides),
-        canonical(k.shape, k.strides),
-        canonical(v.shape, v.strides),
-        canonical(q.shape, o_strides),
-        (0 if varlen else heads_q * rows_q, rows_q),
-        mask_strides,
-    )
-    kernel = runtime.load(selection.spec, q.ordinal) if run else None
-    forward: ForwardPlan | ForwardSm90Plan
-    if selection.spec.family == "attn_fwd_sm90":
-        forward = ForwardSm90Plan(selection.spec, kernel, problem, strides, device.sm_count)
-    else:
-        forward = ForwardPlan(selection.spec, kernel, problem, strides, (extent_q, extent_k))
-    return _Plan(problem, q_shape, lse_shape, selection, forward)
-
-
-def _describable(t: Tensor) -> bool:
-    """Whether a tensor map can describe the array: no zero, negative or huge strides."""
-    return all(n <= 1 or 0 < s * t.itemsize < 2**40 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
-
-
 def _run_on_cpu(
-    plan: _Plan,
+    plan: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -474,7 +326,15 @@ def _run_on_cpu(
         "compute_dtype": "float64" if q.dtype == "float64" else "float32",
     }
     inputs = [arrays.to_numpy(t) for t in (q, k, v)]
-    if problem.varlen:
+    if problem.low is not None:
+        from .reference import low_precision
+
+        del options["compute_dtype"]
+        if problem.varlen:
+            options |= {name: arrays.to_numpy(extra[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+            options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        o, lse = low_precision.attention(*inputs, precision=problem.low, **options)
+    elif problem.varlen:
         o, lse = reference.attention_varlen(
             *inputs,
             cu_seqlens_q=arrays.to_numpy(extra["cu_seqlens_q"]),

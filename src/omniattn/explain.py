@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import arrays
-from .attention import _make_plan
 from .errors import ArgumentError
+from .planning import make_plan
+from .precision import Int8
 from .problem import Problem
 
 
@@ -82,7 +83,7 @@ def explain(
     softcap: float = 0.0,
     mask: Any = None,
     sinks: Any = None,
-    precision: str = "exact",
+    precision: str | Int8 = "exact",
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -121,7 +122,7 @@ def explain(
     tq, tk, tv = (arrays.describe(x, n, raw) for x, n in ((q, "q"), (k, "k"), (v, "v")))
     named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "mask": mask, "sinks": sinks, "out": out}
     extra = {name: arrays.describe(x, name, raw) for name, x in named.items() if x is not None}
-    plan = _make_plan(
+    plan = make_plan(
         function, tq, tk, tv, extra, max_seqlen_q, max_seqlen_k, layout, causal, window, softmax_scale, softcap,
         precision, return_lse, deterministic, run=False,
     )  # fmt: skip

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .precision import Int8
+
 #: Precisions that this version has kernels for.
-PRECISIONS: tuple[str, ...] = ("exact",)
+PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4")
 
 #: Precisions of the public API that a later version brings.
-PLANNED_PRECISIONS: tuple[str, ...] = ("int8", "int4", "fp8")
+PLANNED_PRECISIONS: tuple[str, ...] = ("fp8",)
 
 UNLIMITED = -1
 
@@ -42,6 +44,8 @@ class Problem:
         The caller wants the same bits at every run.
     tensor_maps : bool
         Tensor maps can describe q, k and v (positive strides below 2^40 bytes), and the driver can make them.
+    low : Int8 or Int4, optional
+        The knobs of a low precision; None for ``"exact"``.
     """
 
     dtype: str
@@ -61,6 +65,7 @@ class Problem:
     precision: str
     deterministic: bool
     tensor_maps: bool = True
+    low: Int8 | None = None
 
     @property
     def score_mods(self) -> bool:

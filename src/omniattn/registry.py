@@ -27,7 +27,8 @@ class KernelSpec:
     family : str
         Kernel family, ``<op>_<variant>_<arch>``.
     op : str
-        The operation it serves: ``"attention"``, ``"merge_states"``, ``"quantize"`` or ``"quantize_delta"``.
+        The operation it serves: ``"attention"``, ``"attention_int8"``, ``"merge_states"``, ``"quantize"`` or
+        ``"quantize_delta"``.
     source : str
         Path of the ``.cu`` file below the kernels root.
     symbol : str
@@ -186,11 +187,12 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
 def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
     block_m = 64 * tile.num_consumers
+    num_q_stages = 1 if varlen else tile.num_q_stages  # a second one costs packed sequences registers
     row_bytes = -(-tile.head_dim // 64) * 128
-    tiles_bytes = row_bytes * (tile.num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
-    barriers_bytes = 8 * (2 * tile.num_q_stages + 4 * tile.num_stages)
-    # And for packed sequences a tile of 32 bytes with each Q, and 32 sequences of 16 bytes.
-    smem_bytes = -(-(tiles_bytes + barriers_bytes + 32 * tile.num_q_stages + 512) // 1024) * 1024
+    tiles_bytes = row_bytes * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
+    barriers_bytes = 8 * (2 * num_q_stages + 4 * tile.num_stages)
+    # And for packed sequences a tile of 36 bytes with each Q, and 32 sequences of 20 bytes.
+    smem_bytes = -(-(tiles_bytes + barriers_bytes + 36 * num_q_stages + 640) // 1024) * 1024
     return KernelSpec(
         name=f"attn_fwd_sm90_{short}_d{tile.head_dim}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else ""),
         family="attn_fwd_sm90",
@@ -203,7 +205,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
             ("NUM_CONSUMERS", str(tile.num_consumers)),
             ("BLOCK_N", str(tile.block_n)),
             ("NUM_STAGES", str(tile.num_stages)),
-            ("NUM_Q_STAGES", str(tile.num_q_stages)),
+            ("NUM_Q_STAGES", str(num_q_stages)),
             ("VARLEN", str(int(varlen))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
@@ -218,6 +220,73 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
         prebuild=("90a",),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
         tuned_for=frozenset(tile.tuned_for),
+        # What is known of a tile, stored once before the loop over keys and read after it.
+        allowed_spill_bytes=64 if varlen and tile.head_dim == 64 else 0,
+    )
+
+
+@dataclass(frozen=True)
+class _Int8Sm90Tile:
+    """Tile shape of ``attn_int8_sm90`` for one padded head_dim (tuning record: docs/performance/attn_int8_sm90.md)."""
+
+    head_dim: int
+    num_consumers: int
+    block_n: int
+    num_stages: int
+    num_q_stages: int
+
+
+_INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
+    _Int8Sm90Tile(64, 4, 64, 4, 1),
+    _Int8Sm90Tile(128, 3, 64, 4, 1),
+    _Int8Sm90Tile(256, 2, 64, 2, 1),
+)
+
+#: Keys whose products with V the tensor cores sum by themselves, with their 13 bits.
+_FLUSH_KEYS = 512
+
+
+def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: bool) -> KernelSpec:
+    short, tag = _IO_TYPES[dtype]
+    block_m = 64 * tile.num_consumers
+    num_q_stages = 1 if varlen else tile.num_q_stages
+    tiles_bytes = tile.head_dim * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
+    delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * tile.block_n * 4
+    sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
+    barriers_bytes = 8 * (2 * num_q_stages + 4 * tile.num_stages)
+    smem_bytes = tiles_bytes + delta_bytes + sums_bytes + barriers_bytes + 36 * num_q_stages + 640
+    smem_bytes = -(-smem_bytes // 1024) * 1024
+    return KernelSpec(
+        name=f"attn_int8_sm90_{short}_d{tile.head_dim}" + "_smoothq" * smooth_q + "_varlen" * varlen,
+        family="attn_int8_sm90",
+        op="attention_int8",
+        source="entry/attn_int8_sm90.cu",
+        symbol="attn_int8_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("NUM_CONSUMERS", str(tile.num_consumers)),
+            ("BLOCK_N", str(tile.block_n)),
+            ("NUM_STAGES", str(tile.num_stages)),
+            ("NUM_Q_STAGES", str(num_q_stages)),
+            ("FLUSH_KEYS", str(_FLUSH_KEYS)),
+            ("VARLEN", str(int(varlen))),
+            ("SMOOTH_Q", str(int(smooth_q))),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=block_m,
+        block_n=tile.block_n,
+        num_warps=4 * (1 + tile.num_consumers),
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        prebuild=("90a",),
+        features=frozenset({"smooth_q"}) if smooth_q else frozenset(),
+        lacks=frozenset({"dense" if varlen else "varlen"}),
+        # What is known of a tile, stored once before the loop over keys and read after it.
+        allowed_spill_bytes=448 if varlen else 16 if tile.head_dim == 64 else 0,
     )
 
 
@@ -291,6 +360,13 @@ REGISTRY: tuple[KernelSpec, ...] = (
         _attn_fwd_sm90(tile, dtype, varlen)
         for varlen in (False, True)
         for tile in _FWD_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    ),
+    *(
+        _attn_int8_sm90(tile, dtype, varlen, smooth_q)
+        for smooth_q in (False, True)
+        for varlen in (False, True)
+        for tile in _INT8_SM90_TILES
         for dtype in ("float16", "bfloat16")
     ),
     *(_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32")),

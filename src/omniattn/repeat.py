@@ -14,6 +14,7 @@ from . import arrays
 from .arrays import Tensor
 from .launch.attn_fwd import ForwardPlan
 from .launch.attn_fwd_sm90 import ForwardSm90Plan
+from .launch.attn_int8_sm90 import Int8Sm90Plan
 from .launch.merge_states import MergePlan
 from .problem import Problem
 
@@ -25,27 +26,29 @@ class RepeatedForward:
 
     Parameters
     ----------
-    forward : ForwardPlan or ForwardSm90Plan
+    forward : ForwardPlan, ForwardSm90Plan or Int8Sm90Plan
     problem : Problem
-    new_o, new_lse : callable
-        From `arrays.allocator`; None for an LSE that nobody wants.
+    new_o, new_lse, new_workspace : callable
+        From `arrays.allocator`; None for an LSE that nobody wants, and for a workspace that is not needed.
     current_stream : callable
         From `arrays.stream_query`.
     """
 
-    __slots__ = ("_current_stream", "_launch", "_mask_bits", "_new_lse", "_new_o", "_sinks_bits")
+    __slots__ = ("_current_stream", "_launch", "_mask_bits", "_new_lse", "_new_o", "_new_workspace", "_sinks_bits")
 
     def __init__(
         self,
-        forward: ForwardPlan | ForwardSm90Plan,
+        forward: ForwardPlan | ForwardSm90Plan | Int8Sm90Plan,
         problem: Problem,
         new_o: New,
         new_lse: New | None,
+        new_workspace: New | None,
         current_stream: Callable[[], int],
     ) -> None:
         self._launch = forward.launch
         self._new_o = new_o
         self._new_lse = new_lse
+        self._new_workspace = new_workspace
         self._current_stream = current_stream
         # Set in a misaligned address; the kernels' own types have 2 bytes.
         self._mask_bits = {"none": 0, "bool": 0, "float32": 3, "io": 1}[problem.mask]
@@ -84,6 +87,13 @@ class RepeatedForward:
         if out is None:
             out = self._new_o(q)
             at_out = out.data_ptr()
+        if self._new_workspace is not None:
+            lse = None if self._new_lse is None else self._new_lse(q)
+            at_lse = 0 if lse is None else lse.data_ptr()
+            # The allocator gives its memory to nobody before the kernels are through: they are on its stream.
+            workspace = self._new_workspace(q).data_ptr()
+            self._launch(current, (at_q, at_k, at_v, at_out, at_lse, starts_q, starts_k, at_mask, at_sinks, workspace))
+            return out if lse is None else (out, lse)
         if self._new_lse is None:
             self._launch(current, (at_q, at_k, at_v, at_out, 0, starts_q, starts_k, at_mask, at_sinks))
             return out
@@ -94,7 +104,7 @@ class RepeatedForward:
 
 
 def repeated_forward(
-    forward: ForwardPlan | ForwardSm90Plan | None,
+    forward: ForwardPlan | ForwardSm90Plan | Int8Sm90Plan | None,
     problem: Problem,
     q: Tensor,
     q_shape: tuple[int, ...],
@@ -105,7 +115,9 @@ def repeated_forward(
     if forward is None or new_o is None or current_stream is None:
         return None
     new_lse = None if lse_shape is None else arrays.allocator(q, lse_shape, "float32")
-    return RepeatedForward(forward, problem, new_o, new_lse, current_stream)
+    size = forward.workspace_bytes
+    new_workspace = arrays.allocator(q, (size,), "uint8") if size else None
+    return RepeatedForward(forward, problem, new_o, new_lse, new_workspace, current_stream)
 
 
 class RepeatedMerge:

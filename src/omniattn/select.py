@@ -49,13 +49,21 @@ def _unfit(spec: KernelSpec, problem: Problem, target: Target) -> str | None:
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
     if problem.score_mods and "score_mods" not in spec.features:
         return "it has no softcap, mask or non-positive softmax_scale"
+    if problem.low is not None:
+        low = problem.low
+        if low.smooth_q != ("smooth_q" in spec.features):
+            return f"it is compiled with{'out' if low.smooth_q else ''} smooth_q"
+        if low.pv != "fp8":
+            return f"it multiplies P and V in fp8, not {low.pv}"
+        if low.granularity == "per_token":
+            return "it has one scale a lane, not one a token"
     if problem.varlen and "varlen" in spec.lacks:
         return "it takes no packed sequences"
     if not problem.varlen and "dense" in spec.lacks:
         return "it takes packed sequences only"
     if not problem.tensor_maps and "any_strides" in spec.lacks:
         return "tensor maps cannot describe these strides, or the driver in use cannot make them"
-    if "any_strides" in spec.lacks:
+    if spec.arch_specific:
         # A bound: 64 rows are the smallest tile, and packed sequences add one each.
         blocks = problem.seqlen_q // 64 + (problem.batch + 3 if problem.varlen else 1)
         heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
@@ -97,24 +105,27 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
     UnsupportedError
         No kernel serves the problem on this GPU.
     """
+    op = "attention" if problem.low is None else "attention_int8"
     if force:
         try:
             spec = by_name(force)
         except KeyError as error:
             raise ArgumentError("OMNIATTN_FORCE_KERNEL", "the name of a registered kernel", error.args[0]) from None
-        reason = "it is no attention kernel" if spec.op != "attention" else _unfit(spec, problem, target)
+        reason = f"it is no kernel of {op}" if spec.op != op else _unfit(spec, problem, target)
         if reason:
             raise ArgumentError("OMNIATTN_FORCE_KERNEL", "a kernel that can serve this call", f"{force!r}: {reason}")
         return Selection(spec, (f"OMNIATTN_FORCE_KERNEL={force}",))
 
-    rows = [spec for spec in REGISTRY if spec.op == "attention"]
+    rows = [spec for spec in REGISTRY if spec.op == op]
     fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
     if not fitting:
         reasons = sorted({reason for spec in rows if (reason := _unfit(spec, problem, target))})
         raise UnsupportedError(
-            f"no attention kernel serves {problem.dtype}, head_dim {problem.head_dim} on compute capability "
-            f"{_dotted(target.cc)}: " + "; ".join(reasons),
-            instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
+            f"no attention kernel serves {problem.precision} {problem.dtype}, head_dim {problem.head_dim} on compute "
+            f"capability {_dotted(target.cc)}: " + "; ".join(reasons),
+            instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer"
+            if problem.low is None
+            else "precision='exact'",
         )
     # A kernel made for this very architecture; then the narrowest tile that holds head_dim; no features that are not
     # needed; tuned for such a problem; among equals the newest tuning.
@@ -134,6 +145,8 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
         f"tuned for compute capability {_dotted(best.min_arch)}{'' if best.arch_specific else ' and newer'}, this GPU "
         f"has {_dotted(target.cc)}",
     ]
+    if problem.low is not None and problem.low.bits == 4:
+        why.append("this GPU has no 4-bit products: 4-bit values go through the 8-bit ones, no faster than int8")
     if best.tuned_for:
         why.append(f"tile of {best.block_m} query rows and {best.block_n} keys, tuned for {problem.workload} problems")
     if not best.arch_specific:

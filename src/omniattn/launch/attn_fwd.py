@@ -98,6 +98,8 @@ class ForwardPlan:
 
     __slots__ = ("kernel", "launches", "num_tiles", "threads")
 
+    workspace_bytes = 0
+
     def __init__(
         self,
         spec: KernelSpec,

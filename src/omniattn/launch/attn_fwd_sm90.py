@@ -10,38 +10,12 @@ from ..runtime import LoadedKernel
 from . import tile_order
 from .attn_fwd import REST_BYTES, ForwardStrides, num_m_blocks, pack_rest
 from .params import PARAMS
+from .tensor_maps import MappedOperand
 
 _TILE_LIST = struct.Struct("<3I20x")  # and the padding of a struct that is aligned to 64 bytes
 # Three tensor maps, the pointers, and all that is packed already.
 _ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES + _TILE_LIST.size}s")
 _PANEL = 64  # columns of one copy: 128 bytes, the width of the swizzle
-
-#: Tensor maps are kept for this many addresses of each operand; encoding one takes about a microsecond.
-_MAX_MAPS = 64
-
-
-class _Operand:
-    """One of q, k, v: everything about its tensor map but the address."""
-
-    __slots__ = ("_box", "_dims", "_dtype", "_maps", "_strides")
-
-    def __init__(self, dtype: str, shape: tuple[int, int, int, int], strides: tuple[int, int, int], rows: int) -> None:
-        batch, seqlen, heads, head_dim = shape
-        self._dtype = dtype
-        self._dims = (head_dim, seqlen, heads, batch)
-        # An extent of 1 has no stride of its own; the map wants a positive multiple of 16 bytes all the same.
-        self._strides = tuple(2 * s if s else 16 for s in (strides[1], strides[2], strides[0]))
-        self._box = (_PANEL, rows, 1, 1)
-        self._maps: dict[int, bytes] = {}
-
-    def at(self, address: int, kernel: LoadedKernel) -> bytes:
-        found = self._maps.get(address)
-        if found is None:
-            found = kernel.encode_tensor_map(self._dtype, address, self._dims, self._strides, self._box)
-            if len(self._maps) >= _MAX_MAPS:
-                self._maps.clear()
-            self._maps[address] = found
-        return found
 
 
 def _tile_lengths(problem: Problem, spec: KernelSpec, blocks: int) -> list[int]:
@@ -52,10 +26,29 @@ def _tile_lengths(problem: Problem, spec: KernelSpec, blocks: int) -> list[int]:
     return [1 - (-n // spec.block_n) for n in keys]
 
 
+def tiles_of(problem: Problem, spec: KernelSpec, blocks: int, sm_count: int) -> tile_order.TileList:
+    """In which order the persistent kernel ``spec`` takes its ``blocks`` blocks of query rows of every head."""
+    heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
+    causal = problem.window_right != UNLIMITED and problem.window_left == UNLIMITED
+    if heads * blocks and causal and not problem.varlen:
+        # Tiles grow with their row.
+        return tile_order.causal(heads, _tile_lengths(problem, spec, blocks), sm_count)
+    return tile_order.head_by_head(heads, blocks)
+
+
+def _operand(dtype: str, shape: tuple[int, int, int, int], strides: tuple[int, int, int], rows: int) -> MappedOperand:
+    """One of q, k, v: (batch, seq, heads, head_dim) with the strides (batch, seq, head) in elements of two bytes."""
+    batch, seqlen, heads, head_dim = shape
+    strides_bytes = (2 * strides[1], 2 * strides[2], 2 * strides[0])
+    return MappedOperand(dtype, (head_dim, seqlen, heads, batch), strides_bytes, (_PANEL, rows, 1, 1))
+
+
 class ForwardSm90Plan:
     """Everything about a call but its pointers; the same interface as `ForwardPlan`."""
 
     __slots__ = ("_grid", "_k", "_q", "_rest", "_v", "kernel", "num_tiles", "threads")
+
+    workspace_bytes = 0
 
     def __init__(
         self,
@@ -70,25 +63,17 @@ class ForwardSm90Plan:
         blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
         heads = batch * problem.num_q_heads
         self.num_tiles = blocks * heads
-        tiles = tile_order.head_by_head(heads, blocks)
-        if (
-            self.num_tiles
-            and not problem.varlen
-            and problem.window_right != UNLIMITED
-            and problem.window_left == UNLIMITED
-        ):
-            # Tiles grow with their row.
-            tiles = tile_order.causal(heads, _tile_lengths(problem, spec, blocks), sm_count)
+        tiles = tiles_of(problem, spec, blocks, sm_count)
         self._grid = (min(tiles.num_items, sm_count), 1, 1)
         self._rest = pack_rest(problem, strides, (0, 0), blocks)
         self._rest += _TILE_LIST.pack(tiles.num_items, tiles.num_pairs, tiles.num_tail_heads)
         q_shape = (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim)
         kv_shape = (batch, problem.seqlen_k, problem.num_kv_heads, problem.head_dim)
-        self._q = _Operand(problem.dtype, q_shape, strides.q, spec.block_m)
+        self._q = _operand(problem.dtype, q_shape, strides.q, spec.block_m)
         # Without keys nothing is copied, but a map of zero rows cannot be made: the rows of q stand in.
         empty = problem.seqlen_k == 0
-        self._k = self._q if empty else _Operand(problem.dtype, kv_shape, strides.k, spec.block_n)
-        self._v = self._q if empty else _Operand(problem.dtype, kv_shape, strides.v, spec.block_n)
+        self._k = self._q if empty else _operand(problem.dtype, kv_shape, strides.k, spec.block_n)
+        self._v = self._q if empty else _operand(problem.dtype, kv_shape, strides.v, spec.block_n)
 
     @property
     def num_ctas(self) -> int:

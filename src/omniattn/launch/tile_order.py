@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 # Beyond this many rounds one item more or less on some SM no longer matters, and simulating the list would take long.
 _MAX_ROUNDS = 64
 # How many rounds of pairs may be given up for single tiles: their heads do not share K and V in L2.
@@ -75,10 +72,12 @@ def causal(heads: int, lengths: list[int], num_ctas: int) -> TileList:
 
 def makespan(tiles: TileList, heads: int, lengths: list[int], num_ctas: int) -> float:
     """Work of the busiest CTA."""
+    import numpy as np  # not at import: importing the package loads no library
+
     work = np.asarray(lengths, dtype=np.float64)
     blocks = len(lengths)
     per_head = (blocks + 1) // 2
-    pair: npt.NDArray[np.float64] = work[::-1][:per_head].copy()
+    pair = work[::-1][:per_head].copy()
     pair[: blocks // 2] += work[: blocks // 2]
     if tiles.num_pairs == 0 and tiles.num_tail_heads == 0:
         items = np.tile(work[::-1], heads)
@@ -87,9 +86,9 @@ def makespan(tiles: TileList, heads: int, lengths: list[int], num_ctas: int) -> 
             [np.tile(pair, tiles.num_pairs // per_head), np.repeat(work[::-1], tiles.num_tail_heads)]
         )
     rounds = -(-items.size // num_ctas)
-    table = np.zeros(rounds * num_ctas)
-    table[: items.size] = items
-    table = table.reshape(rounds, num_ctas)
+    padded = np.zeros(rounds * num_ctas)
+    padded[: items.size] = items
+    table = padded.reshape(rounds, num_ctas)
     # Rounds run forwards and backwards in turn from the first one that holds no pair only.
     first = tiles.num_pairs // num_ctas
     table[first + 1 :: 2] = table[first + 1 :: 2, ::-1]

@@ -132,7 +132,7 @@ class CudaDriver:
                 [cu.cuuint32_t(n) for n in box],
                 [cu.cuuint32_t(1)] * len(dims),
                 cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                _swizzle(dtype, box[0]),
                 cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             ),
@@ -176,7 +176,16 @@ def _tensor_map_type(dtype: str) -> Any:
     return {
         "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "uint8": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[dtype]
+
+
+def _swizzle(dtype: str, box_columns: int) -> Any:
+    """The swizzle as wide as the box's rows: what the kernels' products expect."""
+    kinds = cu.CUtensorMapSwizzle
+    return {128: kinds.CU_TENSOR_MAP_SWIZZLE_128B, 64: kinds.CU_TENSOR_MAP_SWIZZLE_64B}[
+        box_columns * (1 if dtype == "uint8" else 2)
+    ]
 
 
 class _ThreadState(threading.local):

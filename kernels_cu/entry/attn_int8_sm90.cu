@@ -1,0 +1,408 @@
+// Low-precision attention forward on Hopper's wgmma (SageAttention2, Zhang et al. 2024; warp specialization as in
+// FlashAttention-3), sm_90a only: INT8 Q K^T, FP8 P V with two-level accumulation.
+//
+//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  P = softmax([S, sink])
+//   O = (P V8) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
+//
+// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] s8   k_int [batch, num_kv_heads, seqlen_k, head_dim_pad] s8
+// v [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys padded to 128 and permuted inside each 16 (docs/quantization.md),
+// so that the accumulator layout of S is the operand layout of P. Packed sequences have no batch; theirs begin at slots of
+// 128 (q_scale, k_scale, delta_s, v). o: any strides of attention. Scales are per thread: of the 16 rows of a warp rows
+// r and r + 8 share one, of a tile of 128 keys keys 8i + 2j and 8i + 2j + 1 do, so a lane meets one of each.
+// row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
+//
+// Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh).
+//   consumer   turn: wait k(i+1) | S = QK(i+1) | wait v(i) | A += P(i)V(i) | next one's turn
+//              every FLUSH_KEYS keys: O += A, A = 0 | softmax(i+1) ...
+// The tensor cores keep about 13 bits of mantissa when they add e4m3 products. So A, in registers, covers FLUSH_KEYS keys
+// only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no registers for both.
+// P is at most 27 (with 128 keys 13.5) at the largest score that the base of the softmax was made for, which leaves room
+// below the largest e4m3 for scores that exceed it.
+//
+// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | delta_s
+// [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | barriers. Rows of Q and K
+// are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
+#include "attention/quantize_params.cuh"
+#include "attention/wgmma_epilogue.cuh"
+#include "attention/wgmma_roles.cuh"
+#include "attention/wgmma_softmax.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/cvt_e4m3.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+#include "scheduler/fwd_params.cuh"
+#include "scheduler/persistent.cuh"
+
+struct Config {
+    using Io = IO_TYPE;  // of o and sinks
+    static constexpr int kHeadDim = HEAD_DIM;
+    static constexpr int kConsumers = NUM_CONSUMERS;
+    static constexpr int kBlockM = 64 * kConsumers;
+    static constexpr int kBlockN = BLOCK_N;
+    static constexpr int kStages = NUM_STAGES;
+    static constexpr int kQStages = NUM_Q_STAGES;
+    static constexpr bool kVarlen = VARLEN;
+    static constexpr bool kDelta = SMOOTH_Q;
+    static constexpr int kThreads = 128 * (1 + kConsumers);
+    static constexpr int kRowBytes = kHeadDim < 128 ? kHeadDim : 128;
+    static constexpr int kPanels = kHeadDim / kRowBytes;
+    static constexpr int kNTiles = kBlockN / 8;
+    static constexpr int kDTiles = kHeadDim / 8;
+    static constexpr int kFlushTiles = FLUSH_KEYS / kBlockN;
+    static constexpr int kOutputs = kHeadDim / 2;  // of one thread
+    // Blocks of 128 query rows, which delta_s has, in a tile.
+    static constexpr int kDeltaRows = kBlockM % 128 == 0 ? kBlockM / 128 : kBlockM / 128 + 1;
+    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
+    static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
+    static_assert(kBlockN == 64 || kBlockN == 128, "rows of V, and a scale's tile of 128 keys");
+};
+
+struct SharedStorage {
+    alignas(1024) uint8 q[Config::kQStages][Config::kBlockM * Config::kHeadDim];
+    alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim];
+    alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim];
+    alignas(16) float delta[Config::kDelta ? Config::kStages : 1][Config::kDeltaRows][Config::kBlockN];
+    float4 o[Config::kConsumers][Config::kOutputs / 4][128];  // each thread's own, in its order
+    alignas(16) float k_scale[Config::kStages][4];
+    RoleStorage<Config> roles;
+};
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
+
+struct AttnInt8Sm90Params {
+    TensorMap map_q, map_k, map_v;
+    AttnFwdParams p;  // q, k, v and their strides are not used
+    const float* q_scale;
+    const float* k_scale;
+    const float* row_bias;
+    const float* v_scale;
+    const float* v_mean;  // null: zeros
+    const float* delta_s;  // null unless SMOOTH_Q
+    int64 q_scale_stride_h, k_scale_stride_h, delta_stride_h;  // elements, between heads
+    int32 delta_columns;
+    int32 head_dim_pad;
+    TileList tiles;
+};
+
+constexpr uint32 kQBytes = Config::kBlockM * Config::kHeadDim;
+constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
+constexpr uint32 kDeltaBytes = Config::kBlockN * 4;
+using Scores = int32[Config::kNTiles * 4];
+using Output = float[Config::kOutputs];
+using Probabilities = uint32[Config::kBlockN / 32][4];
+
+// First block of 128 rows of the tile's sequence, of queries or of keys.
+OA_DEVICE int32 slot_of(const FwdTile& t, int32 begin) {
+    return Config::kVarlen ? first_slot(begin, t.sequence, kBlockRows) : 0;
+}
+
+class Producer : public ProducerRole<Config, Producer> {
+  public:
+    static constexpr uint32 kQBytes = ::kQBytes, kVBytes = ::kKBytes;
+    static constexpr uint32 kKBytes = ::kKBytes + 16 + (Config::kDelta ? Config::kDeltaRows * kDeltaBytes : 0);
+
+    OA_DEVICE Producer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
+        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params), smem_(smem) {}
+
+    OA_DEVICE void prefetch_maps() const {
+        tma_prefetch(&params_.map_q);
+        tma_prefetch(&params_.map_k);
+        tma_prefetch(&params_.map_v);
+    }
+    OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c)
+            tma_load_4d(smem_addr_of(smem_.q[stage]) + c * Config::kBlockM * Config::kRowBytes, &params_.map_q, bar,
+                        c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
+    }
+    OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
+        const AttnFwdParams& p = params_.p;
+        int32 key = n * Config::kBlockN;
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c)
+            tma_load_4d(smem_addr_of(smem_.k[stage]) + c * Config::kBlockN * Config::kRowBytes, &params_.map_k, bar,
+                        c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
+        int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
+        bulk_load(smem_addr_of(smem_.k_scale[stage]),
+                  params_.k_scale + head * params_.k_scale_stride_h + (slot_of(t, t.k_begin) + key / kBlockRows) * 4,
+                  16, bar);
+        if constexpr (Config::kDelta) {
+            int64 q_head = int64(t.batch_idx) * p.num_q_heads + t.head_idx;
+            int32 first = t.m0 / kBlockRows, last = (t.seqlen_q - 1) / kBlockRows;
+            const float* rows = params_.delta_s + q_head * params_.delta_stride_h + key;
+#pragma unroll
+            for (int i = 0; i < Config::kDeltaRows; ++i)
+                bulk_load(smem_addr_of(smem_.delta[stage][i]),
+                          rows + int64(slot_of(t, t.q_begin) + min_of(first + i, last)) * params_.delta_columns,
+                          kDeltaBytes, bar);
+        }
+    }
+    OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
+        tma_load_4d(smem_addr_of(smem_.v[stage]), &params_.map_v, bar,
+                    slot_of(t, t.k_begin) * kBlockRows + n * Config::kBlockN, 0, kv_head, t.batch_idx);
+    }
+
+  private:
+    const AttnInt8Sm90Params& params_;
+    SharedStorage& smem_;
+};
+
+// S = Q K^T, asynchronous. smem_q: this warpgroup's 64 rows.
+OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
+    WgmmaDescriptor q = wgmma_descriptor<Config::kRowBytes>(smem_q, 16, 8 * Config::kRowBytes);
+    WgmmaDescriptor k = wgmma_descriptor<Config::kRowBytes>(smem_k, 16, 8 * Config::kRowBytes);
+    wgmma_pin(s);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Config::kHeadDim / 32; ++step) {
+        uint32 panel = step * 32 / Config::kRowBytes, column = step * 32 % Config::kRowBytes;
+        Wgmma<Config::kBlockN>::ss(Int8{}, s, q.at(panel * Config::kBlockM * Config::kRowBytes + column),
+                                   k.at(panel * Config::kBlockN * Config::kRowBytes + column), step != 0);
+    }
+    wgmma_commit();
+    wgmma_pin(s);
+}
+
+// A = P V, or A += P V if `accumulate`, asynchronous.
+OA_DEVICE void issue_pv(Output& acc, const Probabilities& probs, uint32 smem_v, int32 accumulate) {
+    WgmmaDescriptor v = wgmma_descriptor<Config::kBlockN>(smem_v, 16, 8 * Config::kBlockN);
+    wgmma_pin(acc);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Config::kBlockN / 32; ++step)
+        Wgmma<Config::kHeadDim>::rs(E4m3{}, acc, probs[step], v.at(step * 32), step == 0 ? accumulate : 1);
+    wgmma_commit();
+    wgmma_pin(acc);
+}
+
+// P at the base of the softmax. No P beyond 448 goes unnoticed: a lane has kBlockN / 4 of a row, P is at most their sum, and
+// that is looked at. All of them at the base stay below.
+struct Lift {
+    static constexpr float kValue = Config::kBlockN == 64 ? 4.754887502f : 3.754887502f;  // log2(27), log2(13.5)
+    static constexpr float kSumLimit = 448.0f;
+};
+using Softmax = RowState<Lift>;
+
+// delta_s of a column, in base 2: added to the exponents of every row of a block.
+struct DeltaShift {
+    static constexpr bool kPresent = true;
+    const float* delta;  // shared memory, from this lane's first column on
+    float scale_log2;
+    OA_DEVICE float operator()(int n, int x) const { return delta[8 * n + x] * scale_log2; }
+};
+
+// Pairs of P in e4m3, [column block][row], in the low halves. P is made while the product of the last P runs, whose
+// operands no instruction may write to: so it waits in this form.
+using Pairs = uint32[Config::kNTiles][2];
+
+template <bool kCareful, typename Shift>
+OA_DEVICE void probabilities(const Softmax& rows, const Scores& s, const float (&c)[2], Shift shift, Pairs& pairs,
+                             float (&sum)[2]) {
+    rows.exponentiate<kCareful>(
+        s, c, sum, [&](int n, int r, float p0, float p1) { pairs[n][r] = pack2_e4m3(p0, p1); }, shift);
+}
+
+// P as operand: keys are permuted inside each 16, as those of V are.
+OA_DEVICE void pack(Probabilities& probs, const Pairs& pairs) {
+#pragma unroll
+    for (int n = 0; n < Config::kNTiles; n += 2)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) probs[n >> 2][(n & 2) + r] = join_halves(pairs[n][r], pairs[n + 1][r]);
+}
+
+class Consumer : public ConsumerRole<Config, Consumer> {
+  public:
+    struct Rows {
+        Output acc;
+        Softmax softmax;
+        float shrink[2];  // what O, as it lies in shared memory, has to be multiplied by
+        int32 tiles;  // of keys that have gone into acc and O
+
+        OA_DEVICE Rows() : shrink{1.0f, 1.0f}, tiles(0) {
+#pragma unroll
+            for (int i = 0; i < Config::kOutputs; ++i) acc[i] = 0.0f;
+        }
+    };
+
+    OA_DEVICE Consumer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
+                       int32 group)
+        : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
+          params_(params),
+          storage_(smem),
+          smem_q_(smem_addr_of(smem.q) + group * 64 * Config::kRowBytes),
+          smem_k_(smem_addr_of(smem.k)),
+          smem_v_(smem_addr_of(smem.v)) {}
+
+    // All tiles from n down to keys.first.
+    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, Rows& state) {
+        const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
+                             !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
+        const float q_scale = scale_of_queries(t, warp_row);
+        Scores s;
+        Probabilities probs;
+        bars_.q.wait(q_at_);
+        bars_.k.wait(k_at_);
+        turns_.wait();
+        issue_qk(s, smem_q_ + q_at_.stage * kQBytes, smem_k_ + k_at_.stage * kKBytes);
+        turns_.pass_on();
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        softmax<true>(t, keys, n, warp_row, q_scale, own, s, probs, state);
+
+        for (--n; n >= keys.first; --n) {
+            bars_.k.wait(k_at_);
+            turns_.wait();
+            issue_qk(s, smem_q_ + q_at_.stage * kQBytes, smem_k_ + k_at_.stage * kKBytes);
+            bars_.v.wait(v_at_);
+            issue_pv(state.acc, probs, smem_v_ + v_at_.stage * kKBytes, state.tiles % Config::kFlushTiles);
+            turns_.pass_on();
+            wgmma_wait<1>();
+            wgmma_pin(s);
+            softmax<false>(t, keys, n, warp_row, q_scale, own, s, probs, state);
+        }
+        bars_.v.wait(v_at_);
+        issue_pv(state.acc, probs, smem_v_ + v_at_.stage * kKBytes, state.tiles % Config::kFlushTiles);
+        wgmma_wait<0>();
+        wgmma_pin(state.acc);
+        release_v();
+        if (state.tiles >= Config::kFlushTiles) add_flushed(state);
+    }
+
+    // Undoes V's scale and mean, both per channel: O = A v_scale + (sum of P) v_mean, before the division by that sum.
+    OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
+        state.softmax.reduce();
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        int64 channels = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.head_dim_pad;
+#pragma unroll
+        for (int d = 0; d < Config::kDTiles; ++d) {
+            int32 column = 8 * d + 2 * (lane_ & 3);
+            if (column >= params_.head_dim_pad) continue;
+            float2 scale = *reinterpret_cast<const float2*>(params_.v_scale + channels + column);
+            float2 mean = params_.v_mean == nullptr
+                              ? make_float2(0.0f, 0.0f)
+                              : *reinterpret_cast<const float2*>(params_.v_mean + channels + column);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float* o = state.acc + 4 * d + 2 * r;
+                o[0] = fmaf(o[0], scale.x, state.softmax.l[r] * mean.x);
+                o[1] = fmaf(o[1], scale.y, state.softmax.l[r] * mean.y);
+            }
+        }
+        float bias[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int32 row = warp_row + (lane_ >> 2) + 8 * r;
+            int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
+            bias[r] =
+                row < t.seqlen_q ? params_.row_bias[head * p_.seqlen_q + t.q_begin + row] * p_.softmax_scale : 0.0f;
+        }
+        store_rows<Config::Io>(state.acc, state.softmax.m2, state.softmax.l, bias, p_, t, warp_row, lane_);
+    }
+
+  private:
+    // Of this lane's two rows, with the softmax's scale, in base 2.
+    OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
+        if (warp_row >= t.seqlen_q) return 1.0f;
+        int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
+        return params_.q_scale[head * params_.q_scale_stride_h + slot_of(t, t.q_begin) * 64 + (warp_row >> 4) * 8 +
+                               (lane_ >> 2)] *
+               (p_.softmax_scale * kLog2e);
+    }
+
+    // Waits for A; releases V.
+    OA_DEVICE void finish_pv(Rows& state) {
+        wgmma_wait<0>();
+        wgmma_pin(state.acc);
+        release_v();
+        if (++state.tiles % Config::kFlushTiles == 0) flush(state);
+    }
+
+    OA_DEVICE float4& flushed(int i) const { return storage_.o[group_][i][threadIdx.x & 127]; }
+
+    // A = A + O.
+    OA_DEVICE void add_flushed(Rows& state) const {
+#pragma unroll
+        for (int i = 0; i < Config::kOutputs / 4; ++i) {
+            float4 o = flushed(i);
+            float* acc = state.acc + 4 * i;
+            acc[0] = fmaf(o.x, state.shrink[0], acc[0]);
+            acc[1] = fmaf(o.y, state.shrink[0], acc[1]);
+            acc[2] = fmaf(o.z, state.shrink[1], acc[2]);
+            acc[3] = fmaf(o.w, state.shrink[1], acc[3]);
+        }
+    }
+
+    // O = O + A; the next product begins A anew.
+    OA_DEVICE void flush(Rows& state) const {
+        if (state.tiles > Config::kFlushTiles) add_flushed(state);
+#pragma unroll
+        for (int i = 0; i < Config::kOutputs / 4; ++i) {
+            const float* acc = state.acc + 4 * i;
+            flushed(i) = make_float4(acc[0], acc[1], acc[2], acc[3]);
+        }
+        state.shrink[0] = state.shrink[1] = 1.0f;
+    }
+
+    // P of tile n; releases K and, with the last tile, Q.
+    template <bool kFirst>
+    OA_DEVICE void softmax(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, float q_scale,
+                           const bool (&own)[2], Scores& s, Probabilities& probs, Rows& state) {
+        const float c0 = scale_without_rounding(q_scale * storage_.k_scale[k_at_.stage][lane_ & 3]);
+        const float c[2] = {c0, c0};
+        if constexpr (Config::kDelta) {
+            int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
+            DeltaShift shift{storage_.delta[k_at_.stage][row] + 2 * (lane_ & 3), p_.softmax_scale * kLog2e};
+            if (n == keys.first) release_q();
+            probabilities_of<kFirst>(t, keys, n, warp_row, c, shift, own, s, probs, state);
+            release_k();
+        } else {
+            release_k();
+            if (n == keys.first) release_q();
+            probabilities_of<kFirst>(t, keys, n, warp_row, c, NoShift{}, own, s, probs, state);
+        }
+    }
+
+    template <bool kFirst, typename Shift>
+    OA_DEVICE void probabilities_of(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, const float (&c)[2],
+                                    Shift shift, const bool (&own)[2], Scores& s, Probabilities& probs, Rows& state) {
+        Softmax& rows = state.softmax;
+        Pairs pairs;
+        float sum[2], alpha[2];
+        if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
+        if constexpr (kFirst) rows.raise(s, c, alpha, shift);
+        probabilities<false>(rows, s, c, shift, pairs, sum);
+        // The product with V has run on under the softmax.
+        if constexpr (!kFirst) finish_pv(state);
+        if (Softmax::too_large(sum, own)) {
+            rows.raise(s, c, alpha, shift);
+            rescale(state.acc, alpha);
+            state.shrink[0] *= alpha[0];
+            state.shrink[1] *= alpha[1];
+            probabilities<true>(rows, s, c, shift, pairs, sum);
+        }
+        pack(probs, pairs);
+        rows.add(sum);
+    }
+
+    const AttnInt8Sm90Params& params_;
+    SharedStorage& storage_;
+    uint32 smem_q_, smem_k_, smem_v_;
+};
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90(
+    const __grid_constant__ AttnInt8Sm90Params params) {
+    extern __shared__ __align__(1024) uint8 smem_raw[];
+    SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
+    RoleBarriers<Config> bars(smem.roles);
+    if (threadIdx.x == 0) bars.init();
+    __syncthreads();
+    int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
+    if (warpgroup == 0) {
+        registers_release<Config::kProducerRegisters>();
+        if (threadIdx.x < 32) Producer(params, smem, bars).run(threadIdx.x);
+    } else {
+        registers_claim<Config::kConsumerRegisters>();
+        Consumer(params, smem, bars, warpgroup - 1).run();
+    }
+}

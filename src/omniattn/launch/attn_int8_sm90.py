@@ -1,0 +1,129 @@
+"""Launch of ``attn_int8_sm90``: quantization first, then attention on the integers."""
+
+from __future__ import annotations
+
+import struct
+
+from ..problem import Problem
+from ..registry import KernelSpec
+from ..runtime import LoadedKernel
+from .attn_fwd import REST_BYTES, ForwardStrides, num_m_blocks, pack_rest
+from .attn_fwd_sm90 import tiles_of
+from .params import PARAMS
+from .quantize import QuantizePlan, carve
+from .tensor_maps import MappedOperand
+
+# Behind AttnFwdParams: addresses of scales, bias, mean and delta_s; strides between heads of q_scale, k_scale, delta_s;
+# delta_columns, head_dim_pad; TileList, and the padding of a struct that is aligned to 64 bytes.
+_OPERANDS = struct.Struct("<6Q3q2i3I4x")
+_ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES}s{_OPERANDS.size}s")
+_ALIGNMENT = 256
+
+
+class Int8Sm90Plan:
+    """Everything about a call but its pointers; the same interface as `ForwardPlan`, and a workspace.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    kernel : LoadedKernel or None
+        None for a plan that only describes.
+    quantizer : QuantizePlan
+        Of q, k and v together, in the sm90 grouping.
+    problem : Problem
+    strides : ForwardStrides
+    sm_count : int
+
+    Attributes
+    ----------
+    workspace_bytes : int
+        What a launch needs for the quantized operands.
+    """
+
+    __slots__ = (
+        "_grid", "_head_strides", "_k", "_offsets", "_outputs_bytes", "_q", "_quantizer", "_rest", "_tail", "_v",
+        "kernel", "num_tiles", "threads", "workspace_bytes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        kernel: LoadedKernel | None,
+        quantizer: QuantizePlan,
+        problem: Problem,
+        strides: ForwardStrides,
+        sm_count: int,
+    ) -> None:
+        self.kernel = kernel
+        self.threads = spec.num_warps * 32
+        self._quantizer = quantizer
+        shapes = quantizer.problem.shapes()
+        self._offsets, self._outputs_bytes = carve(shapes)
+        self.workspace_bytes = self._outputs_bytes + quantizer.workspace_bytes + _ALIGNMENT
+        blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
+        self.num_tiles = blocks * batch * problem.num_q_heads
+        tiles = tiles_of(problem, spec, blocks, sm_count)
+        self._grid = (min(tiles.num_items, sm_count), 1, 1)
+        self._rest = pack_rest(problem, strides, (0, 0), blocks)
+        delta = shapes["delta_s"][0] if "delta_s" in shapes else (0, 0)
+        pad = quantizer.problem.head_dim_pad
+        self._head_strides = (shapes["q_scale"][0][-1], shapes["k_scale"][0][-1], delta[-2] * delta[-1])
+        self._tail = (delta[-1], pad, tiles.num_items, tiles.num_pairs, tiles.num_tail_heads)
+        row = min(spec.head_dim, 128)
+        rows_q, rows_k = problem.seqlen_q, problem.seqlen_k
+        self._q = MappedOperand(
+            "uint8",
+            (pad, rows_q, problem.num_q_heads, batch),
+            (pad, pad * rows_q, pad * rows_q * problem.num_q_heads),
+            (row, spec.block_m, 1, 1),
+        )
+        self._k = self._v = self._q  # without keys nothing is copied, but a map of zero rows cannot be made
+        if rows_k:
+            heads, keys = problem.num_kv_heads, shapes["v"][0][-1]
+            self._k = MappedOperand(
+                "uint8",
+                (pad, rows_k, heads, batch),
+                (pad, pad * rows_k, pad * rows_k * heads),
+                (row, spec.block_n, 1, 1),
+            )
+            self._v = MappedOperand(
+                "uint8",
+                (keys, pad, heads, batch),
+                (keys, keys * pad, keys * pad * heads),
+                (spec.block_n, spec.head_dim, 1, 1),
+            )
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of the attention kernel."""
+        return self._grid[0]
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels of a call: those of the quantization, and attention."""
+        return self._quantizer.num_launches + 1
+
+    def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
+        """Queue everything on ``stream``; ``pointers`` as `ForwardPlan.launch` takes them, then the workspace's."""
+        if self.num_tiles == 0:
+            return
+        kernel = self.kernel
+        if kernel is None:
+            raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
+        q, k, v, _, _, starts_q, starts_k, _, _, workspace = pointers
+        base = -(-workspace // _ALIGNMENT) * _ALIGNMENT
+        at = {name: base + offset for name, offset in self._offsets.items()}
+        self._quantizer.launch(stream, (q, k, v, starts_q, starts_k), at, base + self._outputs_bytes)
+        smooth_v = self._quantizer.problem.smooth_v
+        operands = _OPERANDS.pack(
+            at["q_scale"], at["k_scale"], at["row_bias"], at["v_scale"], at["v_mean"] if smooth_v else 0,
+            at.get("delta_s", 0), *self._head_strides, *self._tail,
+        )  # fmt: skip
+        at_q, at_k, at_v = at["q_int"], at["k_int"], at["v"]
+        if self._k is self._q:
+            at_k = at_v = at_q
+        _ARGUMENTS.pack_into(
+            PARAMS.buffer, 0, self._q.at(at_q, kernel), self._k.at(at_k, kernel), self._v.at(at_v, kernel),
+            *pointers[:9], self._rest, operands,
+        )  # fmt: skip
+        kernel.launch(self._grid, self.threads, stream, PARAMS.address)

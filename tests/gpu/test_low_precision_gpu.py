@@ -1,0 +1,287 @@
+"""INT8 and INT4 attention on Hopper against the NumPy emulation of the same quantization."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+from omniattn import testing  # noqa: E402
+from omniattn.errors import UnsupportedError  # noqa: E402
+from omniattn.precision import Int4, Int8  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="low precision has a kernel for compute capability 9.0 only",
+    ),
+]
+
+SMOOTH = Int8(smooth_q=True, smooth_v=True)
+PRECISIONS = {"int8": "int8", "int4": "int4", "smooth": SMOOTH}
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (37, 11)},
+    "window_empty_rows": {"window": (0, 0)},
+    "scale": {"softmax_scale": 0.2, "causal": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules["omniattn.attention"].__dict__, "_plans", {})
+
+
+def _inputs(dtype: str = "bfloat16", **shape: Any) -> list[torch.Tensor]:
+    return [
+        torch.from_numpy(np.asarray(x, dtype=np.float32)).to(getattr(torch, dtype))
+        for x in testing.make_qkv(dtype=dtype, **shape)
+    ]
+
+
+def _numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    return np.asarray(x.detach().float().cpu().numpy())
+
+
+def _check(got: Any, want: Any, *, lse_atol: float, cosine: float = 0.9990, relative_l1: float = 0.03) -> None:
+    """O and LSE of the kernel against the emulation: they round P at different bases, and nothing else."""
+    o, o_ref = _numpy(got[0]), _numpy(want[0])
+    np.testing.assert_array_equal(np.isnan(o), np.isnan(o_ref))
+    report = testing.compare(o, o_ref)
+    assert report.cosine >= cosine, report
+    assert report.rel_l1 <= relative_l1, report
+    lse, lse_ref = _numpy(got[1]), _numpy(want[1])
+    hidden = np.isneginf(lse_ref)
+    np.testing.assert_array_equal(np.isneginf(lse), hidden)
+    assert np.abs(lse[~hidden] - lse_ref[~hidden]).max(initial=0.0) <= lse_atol
+    # A row that attends to nothing is 0, not almost.
+    rows = o if hidden.ndim == 2 else o.reshape(-1, *o.shape[-2:])
+    nothing = np.moveaxis(hidden, -2, -1).reshape(rows.shape[:-1])
+    assert not rows[nothing].any()
+
+
+def _both(tensors: list[torch.Tensor], **options: Any) -> tuple[Any, Any]:
+    on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    call = oa.attention_varlen if "cu_seqlens_q" in options else oa.attention
+    return (
+        call(*(t.cuda() for t in tensors), return_lse=True, **on_gpu),
+        call(*tensors, return_lse=True, **options),
+    )
+
+
+def _lse_atol(precision: Any) -> float:
+    return 5e-3 if precision == "int8" else 2e-2
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
+def test_features(head_dim: int, name: str, feature: str) -> None:
+    dtype = "float16" if head_dim == 192 else "bfloat16"
+    tensors = _inputs(
+        dtype, batch=2, seqlen_q=150, seqlen_k=203, heads_q=4, heads_kv=2, head_dim=head_dim, seed=head_dim
+    )
+    got, want = _both(tensors, precision=PRECISIONS[name], **FEATURES[feature])
+    _check(got, want, lse_atol=_lse_atol(PRECISIONS[name]))
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_block", "per_warp"])
+@pytest.mark.parametrize("smooth_k", [False, True])
+def test_granularities(granularity: str, smooth_k: bool) -> None:
+    tensors = _inputs(batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=128, seed=2)
+    got, want = _both(tensors, precision=Int8(granularity=granularity, smooth_k=smooth_k), causal=True)
+    _check(got, want, lse_atol=5e-3)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_sinks(name: str) -> None:
+    tensors = _inputs(batch=2, seqlen_q=90, seqlen_k=140, heads_q=4, heads_kv=2, head_dim=64, seed=5)
+    # A common offset of K makes the term that smoothing removes large: sinks and LSE need it back.
+    tensors[1] = tensors[1] + 2
+    sinks = torch.tensor([0.0, 3.0, -2.0, 30.0])
+    got, want = _both(tensors, precision=PRECISIONS[name], causal=True, sinks=sinks)
+    _check(got, want, lse_atol=_lse_atol(PRECISIONS[name]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lengths_around_tiles(head_dim: int) -> None:
+    for seqlen_q in (1, 64, 129, 257):
+        for seqlen_k in (1, 63, 128, 129, 300):
+            tensors = _inputs(
+                batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=2, heads_kv=1, head_dim=head_dim, seed=seqlen_k
+            )
+            for causal in (False, True):
+                got, want = _both(tensors, precision="int8", causal=causal)
+                _check(got, want, lse_atol=5e-3)
+
+
+def test_no_keys_and_no_queries() -> None:
+    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=70, seqlen_k=70, heads_q=2, heads_kv=2, head_dim=64))
+    o, lse = oa.attention(q, k[:, :0], v[:, :0], precision="int8", return_lse=True)
+    assert not o.any()
+    assert torch.isneginf(lse).all()
+    assert oa.attention(q[:, :0], k, v, precision="int8").shape == (1, 0, 2, 64)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences(head_dim: int, causal: bool, name: str) -> None:
+    lengths_q, lengths_k = [70, 0, 1, 129, 300, 2], [131, 5, 0, 66, 300, 700]
+    tensors = [
+        torch.randn(n + 3, heads, head_dim, generator=torch.Generator().manual_seed(n)).to(torch.bfloat16)
+        for n, heads in ((sum(lengths_q), 4), (sum(lengths_k), 2), (sum(lengths_k), 2))
+    ]
+    starts = [torch.tensor([0, *np.cumsum(x)], dtype=torch.int32) for x in (lengths_q, lengths_k)]
+    got, want = _both(
+        tensors, precision=PRECISIONS[name], causal=causal, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
+        max_seqlen_q=300, max_seqlen_k=700,
+    )  # fmt: skip
+    _check(got, want, lse_atol=_lse_atol(PRECISIONS[name]))
+    # Rows that belong to no sequence.
+    assert not got[0][sum(lengths_q) :].any()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_large_logits_raise_the_base(seed: int) -> None:
+    """Scores that grow along the keys, beyond what P has room for, against a softmax on dequantized operands."""
+    head_dim = (64, 128, 256)[seed % 3]
+    torch.manual_seed(seed)
+    q = (torch.randn(1, 611, 2, head_dim, device="cuda") * (1 + 5 * seed)).to(torch.bfloat16)
+    growth = torch.linspace(4, 0.1, 900, device="cuda")[None, :, None, None]
+    k = (torch.randn(1, 900, 2, head_dim, device="cuda") * growth).to(torch.bfloat16)
+    v = torch.randn(1, 900, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    o, lse = oa.attention(q, k, v, causal=True, precision="int8", return_lse=True)
+    qk = oa.quantize_qk(q, k, with_bias=True)
+    rows, keys = torch.arange(611, device="cuda"), torch.arange(900, device="cuda")
+    q_scale = qk.q_scale.view(1, 2, -1, 8)[:, :, rows // 16, rows % 8]
+    k_scale = qk.k_scale.view(1, 2, -1, 4)[:, :, keys // 128, keys % 8 // 2]
+    scores = (qk.q_int[..., :head_dim].double() * q_scale[..., None]) @ (
+        qk.k_int[..., :head_dim].double() * k_scale[..., None]
+    ).transpose(-1, -2)
+    scores = (scores + qk.row_bias[..., None]) * head_dim**-0.5
+    scores = scores.masked_fill(keys[None] > rows[:, None] + 289, float("-inf"))
+    want_lse = torch.logsumexp(scores, -1)
+    error = ((lse - want_lse).abs() / (1 + want_lse.abs())).max().item()
+    assert error <= 2e-4
+    want = (torch.softmax(scores, -1) @ v.double().transpose(1, 2)).transpose(1, 2)
+    report = testing.compare(_numpy(o), _numpy(want))
+    assert report.cosine >= 0.998, report
+
+
+def test_nan_stays_with_the_rows_that_meet_it() -> None:
+    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=400, seqlen_k=400, heads_q=2, heads_kv=2, head_dim=128))
+    bad = q.clone()
+    bad[0, 77, 1, 5] = float("nan")
+    o, lse = oa.attention(bad, k, v, causal=True, precision="int8", return_lse=True)
+    expected = torch.zeros(1, 400, 2, dtype=torch.bool, device="cuda")
+    expected[0, 77, 1] = True
+    assert torch.equal(o.isnan().any(-1), expected)
+    assert torch.equal(o.isnan().all(-1), expected)
+    assert torch.equal(lse.isnan(), expected.transpose(1, 2))
+
+    bad = k.clone()
+    bad[0, 300, 0, 9] = float("inf")  # its group: keys 256 + {8i + 4, 8i + 5}
+    o = oa.attention(q, bad, v, causal=True, precision="int8")
+    nan = o.isnan().any(-1)[0]
+    assert nan[300:, 0].all()
+    assert not nan[:260, 0].any()
+    assert not nan[:, 1].any()
+
+    bad = v.clone()
+    bad[0, 350, 1, 3] = float("nan")
+    o = oa.attention(q, k, bad, precision="int8")
+    assert o[0, :, 1, 3].isnan().all()
+    assert not o[0, :, 1, 4:].isnan().any()
+    assert not o[0, :, 0].isnan().any()
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_same_bits_every_time(name: str) -> None:
+    q, k, v = (t.cuda() for t in _inputs(batch=2, seqlen_q=1000, seqlen_k=1000, heads_q=8, heads_kv=2, head_dim=128))
+    first = oa.attention(q, k, v, causal=True, precision=PRECISIONS[name], return_lse=True)
+    for _ in range(6):
+        again = oa.attention(q, k, v, causal=True, precision=PRECISIONS[name], return_lse=True)
+        assert torch.equal(again[0], first[0])
+        assert torch.equal(again[1], first[1])
+
+
+def test_layouts_and_strides_give_the_same_bits() -> None:
+    q, k, v = (t.cuda() for t in _inputs(batch=2, seqlen_q=200, seqlen_k=260, heads_q=4, heads_kv=4, head_dim=64))
+    want = oa.attention(q, k, v, causal=True, precision="int8")
+    hnd = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+    assert torch.equal(oa.attention(*hnd, layout="HND", causal=True, precision="int8").transpose(1, 2), want)
+    one = k[:, :, :1].expand(-1, -1, 4, -1)
+    got = oa.attention(q, one, v, precision="int8")
+    assert torch.equal(got, oa.attention(q, one.contiguous(), v, precision="int8"))
+    out = torch.full((2, 200, 4, 80), float("nan"), dtype=q.dtype, device="cuda")
+    assert oa.attention(q, k, v, causal=True, precision="int8", out=out[..., :64]) is not None
+    assert torch.equal(out[..., :64], want)
+    assert out[..., 64:].isnan().all()
+
+
+def test_long_context_is_no_less_accurate() -> None:
+    """Sums of 131072 products, 13 bits wide in the tensor cores, are kept in parts that fp32 adds up."""
+    errors = []
+    for seqlen in (4096, 131072):
+        torch.manual_seed(seqlen)
+        q, k, v = (torch.randn(1, seqlen, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        q, v = q[:, -2048:], v + 1
+        low, exact = (oa.attention(q, k, v, precision=p).float() for p in ("int8", "exact"))
+        assert testing.compare(_numpy(low), _numpy(exact)).cosine >= 0.998
+        errors.append(abs((low.mean() / exact.mean()).item() - 1))
+    assert errors[1] <= errors[0] + 2e-3
+
+
+def test_graph_capture_and_replay() -> None:
+    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=300, seqlen_k=300, heads_q=4, heads_kv=4, head_dim=128))
+    oa.attention(q, k, v, precision="int8")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = oa.attention(q, k, v, precision="int8")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q.copy_(torch.randn_like(q))
+        k.copy_(torch.randn_like(k))
+        graph.replay()
+        assert torch.equal(out, oa.attention(q, k, v, precision="int8"))
+
+
+def test_cupy_arrays_come_back_as_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    tensors = [t.cuda() for t in _inputs("float16", batch=1, seqlen_q=130, seqlen_k=130, head_dim=64)]
+    want = oa.attention(*tensors, precision="int8")
+    got = oa.attention(*(cupy.asarray(t) for t in tensors), precision="int8")
+    assert isinstance(got, cupy.ndarray)
+    np.testing.assert_array_equal(cupy.asnumpy(got), want.cpu().numpy())
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"softcap": 5.0}, "softcap"),
+        ({"mask": True}, "mask"),
+        ({"precision": Int8(granularity="per_token")}, "token"),
+        ({"precision": Int4(pv="fp16")}, "fp16"),
+    ],
+)
+def test_what_no_kernel_can_do_is_an_error(options: dict[str, Any], names: str) -> None:
+    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64))
+    if "mask" in options:
+        options = {"mask": torch.ones(64, 64, dtype=torch.bool, device="cuda")}
+    with pytest.raises(UnsupportedError, match=names):
+        oa.attention(q, k, v, **{"precision": "int8", **options})
+
+
+def test_explain_names_the_kernel_and_4_bit_speed() -> None:
+    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64))
+    assert oa.explain(q, k, v, precision="int8").kernel.startswith("attn_int8_sm90_bf16_d64")
+    why = " ".join(oa.explain(q, k, v, precision="int4").why)
+    assert "no faster" in why
