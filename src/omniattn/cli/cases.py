@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from omniattn import reference, testing
-
-Values = npt.NDArray[Any]
+from omniattn.cli.expected import Exact, Expected, LowPrecision, Quantized, Values
+from omniattn.precision import Int4, Int8
+from omniattn.quantize import quantize_qk, quantize_v
+from omniattn.quantized import QuantizedQK, QuantizedV
+from omniattn.reference import low_precision
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,9 @@ class Case:
     ----------
     name : str
     function : str
-        ``"attention"``, ``"attention_varlen"`` or ``"merge_states"``.
+        ``"attention"``, ``"attention_varlen"``, ``"merge_states"``, ``"quantize_qk"`` or ``"quantize_v"``.
     lengths : tuple of (seqlen_q, seqlen_k)
-        One a sequence; for ``attention`` all the same.
+        One a sequence; all the same unless ``packed``.
     heads_q, heads_kv : int
     below : int
         How far head_dim lies below the kernel's own: not every head_dim fills a tile.
@@ -34,6 +36,8 @@ class Case:
         Plain keyword arguments of the call.
     arrays : tuple of str
         Which array arguments to make: ``"mask"``, ``"bias"``, ``"sinks"``.
+    packed : bool
+        Sequences one behind the other, with cu_seqlens.
     """
 
     name: str
@@ -45,7 +49,11 @@ class Case:
     layout: str = "NHD"
     options: Mapping[str, Any] = field(default_factory=dict)
     arrays: tuple[str, ...] = ()
+    packed: bool = False
 
+
+#: Lengths of packed sequences: without queries, without keys, longer than a tile.
+_RAGGED = ((5, 70), (0, 3), (130, 130), (9, 0))
 
 ATTENTION_CASES: tuple[Case, ...] = (
     Case("full", "attention", ((257, 257),) * 2),
@@ -60,15 +68,86 @@ ATTENTION_CASES: tuple[Case, ...] = (
     Case(
         "varlen, causal, empty sequences",
         "attention_varlen",
-        ((5, 70), (0, 3), (130, 130), (9, 0)),
+        _RAGGED,
         options={"causal": True},
+        packed=True,
     ),
 )
+
+#: A row of the registry takes those with its own smooth_q, and dense or packed arrays.
+INT8_CASES: tuple[Case, ...] = (
+    Case("full", "attention", ((257, 257),) * 2, options={"precision": Int8()}),
+    Case("causal", "attention", ((77, 300),), 6, 2, options={"precision": Int8(), "causal": True}),
+    Case("one query row", "attention", ((1, 513),), 8, 1, options={"precision": Int8()}),
+    Case(
+        "window, smooth_v, HND",
+        "attention",
+        ((200, 200),),
+        below=8,
+        layout="HND",
+        options={"precision": Int8(granularity="per_block", smooth_v=True), "window": (64, 17)},
+    ),
+    Case(
+        "sinks, rows without keys",
+        "attention",
+        ((190, 60),),
+        options={"precision": Int8(), "causal": True},
+        arrays=("sinks",),
+    ),
+    Case("full, smooth_q", "attention", ((257, 257),) * 2, options={"precision": Int8(smooth_q=True)}),
+    Case("causal, int4", "attention", ((300, 330),), below=8, options={"precision": Int4(), "causal": True}),
+    Case(
+        "varlen, causal, empty sequences",
+        "attention_varlen",
+        _RAGGED,
+        options={"precision": Int8(), "causal": True},
+        packed=True,
+    ),
+    Case(
+        "varlen, int4, empty sequences",
+        "attention_varlen",
+        _RAGGED,
+        below=8,
+        options={"precision": Int4()},
+        packed=True,
+    ),
+)
+
+QUANTIZE_CASES: tuple[Case, ...] = (
+    Case("q and k, with bias", "quantize_qk", ((200, 333),) * 2, options={"with_bias": True}),
+    Case(
+        "q and k in int4, a scale a token, HND",
+        "quantize_qk",
+        ((130, 70),),
+        below=8,
+        layout="HND",
+        options={"dtype": "int4", "granularity": "per_token", "grouping": "sm80"},
+    ),
+    Case("q and k, packed", "quantize_qk", _RAGGED, packed=True),
+    Case("v", "quantize_v", ((1, 333),) * 2),
+    Case("v in fp16, smoothed", "quantize_v", ((1, 70),), below=8, options={"dtype": "float16", "smooth_v": True}),
+    Case("v, packed", "quantize_v", _RAGGED, options={"smooth_v": True}, packed=True),
+)
+
+QUANTIZE_DELTA_CASES: tuple[Case, ...] = (
+    Case("smooth_q", "quantize_qk", ((200, 333),) * 2, options={"smooth_q": True}),
+    Case("smooth_q, int4, packed", "quantize_qk", _RAGGED, below=8, options={"smooth_q": True, "dtype": "int4"},
+         packed=True),
+)  # fmt: skip
 
 MERGE_CASES: tuple[Case, ...] = (
     Case("merge", "merge_states", ((100, 100),) * 2),
     Case("merge, one side empty", "merge_states", ((33, 33),), below=8),
 )
+
+
+_CASES: dict[str, tuple[Case, ...]] = {
+    "attention": ATTENTION_CASES,
+    "attention_int8": INT8_CASES,
+    "merge_states": MERGE_CASES,
+    "quantize": QUANTIZE_CASES,
+    "quantize_delta": QUANTIZE_DELTA_CASES,
+}
 
 
 @dataclass(frozen=True)
@@ -85,32 +164,42 @@ class Problem:
         Array keyword arguments with their dtypes.
     options : dict
         Other keyword arguments.
-    o, lse : ndarray
-        fp64 reference.
-    naive_o, naive_lse : ndarray or None
-        The same operation as a plain framework computes it in this dtype: the yardstick of the tolerance.
+    expected : Expected
+        What must come out, and how close.
     """
 
     positional: tuple[Values, ...]
     float32_positions: tuple[int, ...]
     arrays: dict[str, tuple[Values, str]]
     options: dict[str, Any]
-    o: Values
-    lse: Values
-    naive_o: Values | None
-    naive_lse: Values | None
+    expected: Expected
 
 
 def cases_for(op: str) -> tuple[Case, ...]:
     """The cases of one operation of the registry."""
-    return {"attention": ATTENTION_CASES, "merge_states": MERGE_CASES}[op]
+    return _CASES[op]
+
+
+def call(function: Callable[..., Any], numbers: Problem, array: Callable[[Values, str], Any], dtype: str) -> Any:
+    """Call a public function with a problem's numbers, which ``array`` turns into arrays of a framework."""
+    positional = [
+        array(values, "float32" if index in numbers.float32_positions else dtype)
+        for index, values in enumerate(numbers.positional)
+    ]
+    arrays = {name: array(values, kind) for name, (values, kind) in numbers.arrays.items()}
+    return function(*positional, **arrays, **numbers.options)
 
 
 @functools.cache
 def _cached(index: int, op: str, dtype: str, head_dim: int) -> Problem:
     case = cases_for(op)[index]
-    builders = {"attention": _dense, "attention_varlen": _varlen, "merge_states": _merge}
-    return builders[case.function](case, dtype, head_dim - case.below if head_dim > 8 else head_dim, index)
+    head_dim = head_dim - case.below if head_dim > 8 else head_dim
+    if op == "merge_states":
+        return _merge(case, dtype, head_dim, index)
+    if op in ("quantize", "quantize_delta"):
+        return _quantize(case, dtype, head_dim, index)
+    build = _packed if case.packed else _dense
+    return build(case, dtype, head_dim, index)
 
 
 def problem(case: Case, op: str, dtype: str, head_dim: int) -> Problem:
@@ -118,11 +207,13 @@ def problem(case: Case, op: str, dtype: str, head_dim: int) -> Problem:
     return _cached(cases_for(op).index(case), op, dtype, head_dim)
 
 
-def _qkv(case: Case, dtype: str, head_dim: int, seed: int, *, packed: bool) -> tuple[Values, Values, Values]:
+def _qkv(
+    case: Case, dtype: str, head_dim: int, seed: int, *, packed: bool, kind: str = "normal"
+) -> tuple[Values, Values, Values]:
     total_q, total_k = sum(q for q, _ in case.lengths), sum(k for _, k in case.lengths)
     seqlen_q, seqlen_k = (total_q, total_k) if packed else case.lengths[0]
     return testing.make_qkv(
-        "normal",
+        kind,
         batch=None if packed else len(case.lengths),
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -150,14 +241,31 @@ def _dense(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
         arrays["mask"] = (rng.standard_normal((case.heads_q, seqlen_q, seqlen_k)).astype(np.float32), "float32")
     options = {**case.options, "layout": case.layout}
     given = {**options, **{name: values for name, (values, _) in arrays.items()}}
-    o, lse = reference.attention(q, k, v, compute_dtype=np.float64, **given)
-    naive_o, naive_lse = testing.same_dtype_naive(q, k, v, dtype=dtype, **given)
-    return Problem((q, k, v), (), arrays, options, o, lse, naive_o, naive_lse)
+    options["return_lse"] = True
+    if "precision" in given:
+        return Problem((q, k, v), (), arrays, options, LowPrecision(*low_precision.attention(q, k, v, **given)))
+    exact = reference.attention(q, k, v, compute_dtype=np.float64, **given)
+    naive = testing.same_dtype_naive(q, k, v, dtype=dtype, **given)
+    return Problem((q, k, v), (), arrays, options, Exact(*exact, *naive))
 
 
-def _varlen(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
+def _starts(case: Case, side: int) -> Values:
+    """cu_seqlens of the queries (0) or the keys (1)."""
+    return np.cumsum([0, *(pair[side] for pair in case.lengths)]).astype(np.int32)
+
+
+def _packed(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
     q, k, v = _qkv(case, dtype, head_dim, seed, packed=True)
-    starts_q, starts_k = (np.cumsum([0, *(pair[side] for pair in case.lengths)]).astype(np.int32) for side in (0, 1))
+    starts_q, starts_k = _starts(case, 0), _starts(case, 1)
+    arrays: dict[str, tuple[Values, str]] = {"cu_seqlens_q": (starts_q, "int32"), "cu_seqlens_k": (starts_k, "int32")}
+    longest: dict[str, Any] = {
+        "max_seqlen_q": max(pair[0] for pair in case.lengths),
+        "max_seqlen_k": max(pair[1] for pair in case.lengths),
+    }
+    options = {**case.options, **longest, "return_lse": True}
+    if "precision" in case.options:
+        low = low_precision.attention(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **longest, **case.options)
+        return Problem((q, k, v), (), arrays, options, LowPrecision(*low))
     parts = []
     for b in range(len(case.lengths)):
         rows_q, rows_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
@@ -165,13 +273,7 @@ def _varlen(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
         exact = reference.attention(*one, compute_dtype=np.float64, **case.options)
         parts.append((*exact, *testing.same_dtype_naive(*one, dtype=dtype, **case.options)))
     o, lse, naive_o, naive_lse = (np.concatenate([x[0] for x in xs], axis=i % 2) for i, xs in enumerate(zip(*parts)))
-    options = {
-        **case.options,
-        "max_seqlen_q": max(pair[0] for pair in case.lengths),
-        "max_seqlen_k": max(pair[1] for pair in case.lengths),
-    }
-    arrays: dict[str, tuple[Values, str]] = {"cu_seqlens_q": (starts_q, "int32"), "cu_seqlens_k": (starts_k, "int32")}
-    return Problem((q, k, v), (), arrays, options, o, lse, naive_o, naive_lse)
+    return Problem((q, k, v), (), arrays, options, Exact(o, lse, naive_o, naive_lse))
 
 
 def _merge(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
@@ -182,4 +284,20 @@ def _merge(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
         lse_a[:, 0], lse_b[:, 1] = -np.inf, -np.inf
         lse_a[:, 2, ::2], lse_b[:, 2, ::2] = -np.inf, -np.inf
     o, lse = reference.merge_states(o_a, lse_a, o_b, lse_b, compute_dtype=np.float64)
-    return Problem((o_a, lse_a, o_b, lse_b), (1, 3), {}, {}, o, lse, None, None)
+    return Problem((o_a, lse_a, o_b, lse_b), (1, 3), {}, {}, Exact(o, lse, None, None))
+
+
+def _quantize(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
+    # Means that are far from 0: there is something to smooth.
+    q, k, v = _qkv(case, dtype, head_dim, seed, packed=case.packed, kind="channel_bias")
+    of_v = case.function == "quantize_v"
+    positional = (v,) if of_v else (q, k)
+    options = {**case.options, "layout": case.layout}
+    arrays: dict[str, tuple[Values, str]] = {}
+    if case.packed:
+        for name, side in (("k", 1),) if of_v else (("q", 0), ("k", 1)):
+            arrays[f"cu_seqlens_{name}"] = (_starts(case, side), "int32")
+            options[f"max_seqlen_{name}"] = max(pair[side] for pair in case.lengths)
+    on_cpu: Callable[..., QuantizedQK | QuantizedV] = quantize_v if of_v else quantize_qk
+    given = {name: values for name, (values, _) in arrays.items()}
+    return Problem(positional, (), arrays, options, Quantized(on_cpu(*positional, **given, **options)))

@@ -13,25 +13,29 @@ from typing import Any
 import omniattn
 from omniattn import runtime
 from omniattn.cli import console, kernels
-from omniattn.cli.cases import ATTENTION_CASES, MERGE_CASES, Case, Problem, cases_for, problem
+from omniattn.cli.cases import Case, Problem, call, cases_for, problem
+from omniattn.cli.expected import outputs_of
 from omniattn.cli.frameworks import Framework, NumpyFramework, gpu_framework
 from omniattn.errors import ArgumentError, OmniattnError
+from omniattn.quantizer import select_quantizer
 from omniattn.registry import KernelSpec
 from omniattn.runtime.loader import unsupported_reason
 from omniattn.select import select_merge_states
-from omniattn.testing import compare
 
 _DESCRIPTION = """\
 Runs every kernel of the registry on GPU 0 over small problems with odd sizes, masks, windows, grouped heads, empty rows
-and variable lengths, and compares o and LSE with the fp64 reference:
-max|o - ref| <= 2 max|same-dtype baseline - ref| + rounding.
+and variable lengths. Exact kernels are compared with the fp64 reference:
+max|o - ref| <= 2 max|same-dtype baseline - ref| + rounding;
+low-precision attention with its emulation on the CPU (cosine, relative L1, LSE); quantizers with the CPU bit for bit.
 Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to test (--cpu tests the CPU backend).
 """
 
 #: Added to the tolerance of the baseline: fp32 sums and a base-2 exponential of a few units in the last place.
 _LSE_ATOL = 1e-3
-#: fp32 arithmetic against fp64: rounding of sums of a few hundred terms of order 1.
-_O_ATOL = 1e-5
+
+#: Operations that ``--cpu`` tests. What the quantizers must give is what they give on the CPU, so they have nothing to
+#: be compared with there; attention_int8 goes through them.
+_CPU_OPS = ("attention", "attention_int8", "merge_states")
 
 _FORCE = "OMNIATTN_FORCE_KERNEL"
 
@@ -114,8 +118,14 @@ def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
     never = unsupported_reason(spec, info.cc, info.max_smem_optin)
     if never:
         return Outcome(spec.name, "", NOT_HERE, 0, 0.0, 0.0, (never,))
-    if spec.op == "merge_states" and select_merge_states(spec.dtype).spec != spec:
-        return Outcome(spec.name, "", FAILED, 0, 0.0, 0.0, ("merge_states never chooses this row",))
+    # The environment variable does not concern these: what is chosen is what is tested.
+    chosen = spec
+    if spec.op == "merge_states":
+        chosen = select_merge_states(spec.dtype).spec
+    elif spec.op in ("quantize", "quantize_delta"):
+        chosen = select_quantizer(spec.op, spec.dtype, spec.head_dim, info.cc)
+    if chosen != spec:
+        return Outcome(spec.name, "", FAILED, 0, 0.0, 0.0, (f"{spec.op} never chooses this row",))
     start = time.perf_counter()
     notes: list[str] = []
     ran, worst, failed = 0, 0.0, False
@@ -151,7 +161,8 @@ def verify_cpu() -> list[Outcome]:
     """Run all problems on NumPy arrays, in float16 and float32."""
     outcomes = []
     framework = NumpyFramework()
-    for op, cases in (("attention", ATTENTION_CASES), ("merge_states", MERGE_CASES)):
+    for op in _CPU_OPS:
+        cases = cases_for(op)
         for dtype in ("float16", "float32"):
             start = time.perf_counter()
             notes: list[str] = []
@@ -192,21 +203,11 @@ def check(framework: Framework, case: Case, numbers: Problem, dtype: str) -> tup
     (float, str)
         Largest error as a fraction of its tolerance (inf if NaN or infinities differ); what is wrong, empty if nothing.
     """
-    positional = [
-        framework.array(values, "float32" if index in numbers.float32_positions else dtype)
-        for index, values in enumerate(numbers.positional)
-    ]
-    arrays = {name: framework.array(values, kind) for name, (values, kind) in numbers.arrays.items()}
-    function = getattr(omniattn, case.function)
-    wants_lse = {} if case.function == "merge_states" else {"return_lse": True}
-    o, lse = function(*positional, **arrays, **numbers.options, **wants_lse)
+    result = call(getattr(omniattn, case.function), numbers, framework.array, dtype)
     framework.synchronize()
-    reports = {
-        "o": compare(framework.to_numpy(o), numbers.o, naive=numbers.naive_o, dtype=dtype, atol=_O_ATOL),
-        "lse": compare(framework.to_numpy(lse), numbers.lse, naive=numbers.naive_lse, atol=_LSE_ATOL),
-    }
-    worst = max(r.max_abs / r.tolerance if r.nan_equal and r.inf_equal else float("inf") for r in reports.values())
-    return worst, "; ".join(f"{name}: {report}" for name, report in reports.items() if not report.ok)
+    got = {name: framework.to_numpy(array) for name, array in outputs_of(result).items()}
+    grades = numbers.expected.grade(got, dtype, _LSE_ATOL)
+    return max(grade.share for grade in grades), "; ".join(str(grade) for grade in grades if not grade.ok)
 
 
 def _show(outcomes: Sequence[Outcome], framework: Framework) -> None:
