@@ -119,7 +119,9 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
     rows = [spec for spec in REGISTRY if spec.op == op]
     fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
     if not fitting:
-        reasons = sorted({reason for spec in rows if (reason := _unfit(spec, problem, target))})
+        # Of rows for other element types and narrower heads nobody wants to hear, unless there are no others.
+        near = [s for s in rows if s.dtype == problem.dtype and s.head_dim >= problem.head_dim] or rows
+        reasons = sorted({reason for spec in near if (reason := _unfit(spec, problem, target))})
         raise UnsupportedError(
             f"no attention kernel serves {problem.precision} {problem.dtype}, head_dim {problem.head_dim} on compute "
             f"capability {_dotted(target.cc)}: " + "; ".join(reasons),
