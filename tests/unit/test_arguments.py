@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import omniattn
-from omniattn import reference
-from omniattn.errors import UnsupportedError
+from omniattn import Int4, Int8, reference
+from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.testing import assert_close
 from tests.unit.argument_faults import (
     ATTENTION,
@@ -86,7 +86,7 @@ def test_valid_calls(varlen: bool, data: st.DataObject):
 
 
 @pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("precision", ["fp8"])
 @settings(deadline=None, max_examples=5)
 @given(data=st.data())
 def test_precision_of_a_later_version(varlen: bool, precision: str, data: st.DataObject):
@@ -96,8 +96,43 @@ def test_precision_of_a_later_version(varlen: bool, precision: str, data: st.Dat
     with pytest.raises(UnsupportedError) as caught:
         function(call.pop("q"), call.pop("k"), call.pop("v"), **call, precision=precision)
     assert precision in str(caught.value)
-    assert "exact" in str(caught.value)
+    assert all(repr(name) in str(caught.value) for name in omniattn.PRECISIONS)
     assert np.all(out == MARK)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize(
+    "precision",
+    ["int8", "int4", Int8(), Int4(), Int8(granularity="per_token", smooth_q=True, smooth_v=True, pv="fp16")],
+    ids=str,
+)
+@settings(deadline=None, max_examples=5)
+@given(data=st.data())
+def test_low_precisions_are_taken(varlen: bool, precision: str | Int8, data: st.DataObject):
+    """On the CPU, every knob; a name is short for the object with its defaults."""
+    call = data.draw(problems(varlen))
+    call.pop("out")
+    function = omniattn.attention_varlen if varlen else omniattn.attention
+    q, k, v = (call.pop(name) for name in ("q", "k", "v"))
+    o, lse = function(q, k, v, **call, precision=precision, return_lse=True)
+    assert (o.shape, o.dtype) == (q.shape, q.dtype)
+    assert not np.isnan(o).any()
+    assert not np.isnan(lse).any()
+    knobs = {"int8": Int8(), "int4": Int4()}.get(precision, precision) if isinstance(precision, str) else precision
+    again = function(q, k, v, **call, precision=knobs)
+    np.testing.assert_array_equal(o, again)
+
+
+@pytest.mark.parametrize("precision", ["int16", "INT8", None, 8, Int8, ("int8",)], ids=str)
+def test_wrong_precision_names_what_is_expected(precision: Any):
+    x = np.zeros((1, 2, 1, 8), np.float32)
+    for function in (omniattn.attention, omniattn.explain):
+        with pytest.raises(ArgumentError) as caught:
+            function(x, x, x, precision=precision)
+        text = str(caught.value)
+        assert "'precision'" in text
+        assert "expected one of 'exact', 'int8', 'int4', an Int8 or an Int4" in text
+        assert repr(precision) in text
 
 
 @pytest.mark.parametrize("varlen", [False, True])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import omniattn
+from omniattn import Int4, Int8
 from omniattn.errors import ArgumentError, OmniattnError, ShapeError, UnsupportedError
 from omniattn.problem import UNLIMITED
 
@@ -113,8 +114,25 @@ def test_lengths_without_packed_sequences(name: str) -> None:
 
 
 def test_later_precision() -> None:
-    with pytest.raises(UnsupportedError, match="int8"):
-        omniattn.explain(*arrays(), precision="int8")
+    with pytest.raises(UnsupportedError, match="fp8"):
+        omniattn.explain(*arrays(), precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("precision", "name", "knobs"),
+    [
+        ("exact", "exact", None),
+        ("int8", "int8", Int8()),
+        ("int4", "int4", Int4()),
+        (Int8(smooth_q=True, pv="fp16"), "int8", Int8(smooth_q=True, pv="fp16")),
+        (Int4(smooth_q=False), "int4", Int4(smooth_q=False)),
+    ],
+    ids=str,
+)
+def test_precision_and_its_knobs_reach_the_problem(precision: str | Int8, name: str, knobs: Int8 | None) -> None:
+    got = omniattn.explain(*arrays(), precision=precision)
+    assert (got.problem.precision, got.problem.low) == (name, knobs)
+    assert got.kernel == "reference (NumPy, CPU)"
 
 
 @pytest.mark.parametrize(

@@ -140,13 +140,22 @@ class Forward:
         self.launched.append((stream, pointers))
 
 
-def forward(*, lse: bool = False, mask: str = "none", sinks: str = "none") -> tuple[Forward, repeat.RepeatedForward]:
+def forward(
+    *, lse: bool = False, mask: str = "none", sinks: str = "none", new_workspace: Any = None
+) -> tuple[Forward, repeat.RepeatedForward]:
     problem = Problem(
         "float16", 1, 4, 4, 2, 2, 8, -1, -1, 1.0, 0.0, mask, sinks, False, "exact", False, tensor_maps=False
     )
     plan = Forward()
     new_lse = (lambda like: torch.empty(2, 4)) if lse else None
-    return plan, repeat.RepeatedForward(plan, problem, torch.empty_like, new_lse, lambda: STREAM)  # type: ignore[arg-type]
+    return plan, repeat.RepeatedForward(
+        plan,
+        problem,
+        torch.empty_like,
+        new_lse,
+        new_workspace,
+        lambda: STREAM,  # type: ignore[arg-type]
+    )
 
 
 def test_forward_passes_every_pointer_in_its_place() -> None:
@@ -161,6 +170,41 @@ def test_forward_passes_every_pointer_in_its_place() -> None:
     o, lse = call(q, out, addresses, STREAM)
     assert o is out
     assert plan.launched == [(STREAM, (0x10, 0x20, 0x30, 0x40, lse.data_ptr(), 0x54, 0x64, 0x72, 0x84))]
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_the_workspace_is_the_last_pointer_and_new_at_every_call(lse: bool) -> None:
+    q = torch.zeros(4, 2, 8, dtype=torch.float16)
+    given = []
+
+    def new_workspace(like: Any) -> Any:
+        assert like is q
+        given.append(torch.empty(100, dtype=torch.uint8))
+        return given[-1]
+
+    plan, call = forward(lse=lse, new_workspace=new_workspace)
+    result = call(q, None, [0x10, 0x20, 0x30], None)
+    o, at_lse = (result[0], result[1].data_ptr()) if lse else (result, 0)
+    assert plan.launched.pop() == (
+        STREAM, (0x10, 0x20, 0x30, o.data_ptr(), at_lse, 0, 0, 0, 0, given[0].data_ptr()),
+    )  # fmt: skip
+    out = torch.zeros_like(q)
+    call(q, out, [0x10, 0x20, 0x30, 0x40, 0x54, 0x64, 0, 0x84], STREAM)
+    ((_, pointers),) = plan.launched
+    assert pointers[:4] == (0x10, 0x20, 0x30, 0x40)
+    assert pointers[5:] == (0x54, 0x64, 0, 0x84, given[1].data_ptr())
+    assert len(given) == 2
+
+
+def test_no_workspace_for_a_call_that_goes_the_long_way() -> None:
+    def new_workspace(like: Any) -> Any:
+        raise AssertionError("allocated for nothing")
+
+    q = torch.zeros(4, 2, 8, dtype=torch.float16)
+    plan, call = forward(new_workspace=new_workspace)
+    assert call(q, None, [0x10, 0x20, 0x38], None) is None
+    assert call(q, None, [0x10, 0x20, 0x30], STREAM + 1) is None
+    assert plan.launched == []
 
 
 @pytest.mark.parametrize(

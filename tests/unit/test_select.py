@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problem import UNLIMITED, Problem
+from omniattn.precision import Int4, Int8
+from omniattn.problem import LONG_KEYS, UNLIMITED, Problem
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import Target, select_attention, select_merge_states
 
@@ -123,7 +124,13 @@ def test_force() -> None:
     ("force", "fields", "shows"),
     [
         ("attn_fwd_sm80_bf16_d46", {}, "attn_fwd_sm80_bf16_d64"),  # suggests a near name
-        ("merge_states_sm80_bf16", {}, "no attention kernel"),
+        ("merge_states_sm80_bf16", {}, "it is no kernel of attention"),
+        ("attn_int8_sm90_bf16_d64", {}, "it is no kernel of attention"),
+        ("attn_fwd_sm90_bf16_d64_m256n64", {"low": Int8()}, "it is no kernel of attention_int8"),
+        ("attn_int8_sm90_bf16_d64", {"low": Int8(smooth_q=True)}, "compiled without smooth_q"),
+        ("attn_int8_sm90_bf16_d64_smoothq", {"low": Int8()}, "compiled with smooth_q"),
+        ("attn_int8_sm90_bf16_d64", {"low": Int8(), "varlen": True}, "no packed sequences"),
+        ("attn_int8_sm90_bf16_d64_varlen", {"low": Int8()}, "packed sequences only"),
         ("attn_fwd_sm80_fp16_d64", {}, "float16"),
         ("attn_fwd_sm80_bf16_d32", {}, "up to 32"),
         ("attn_fwd_sm80_bf16_d64", {"softcap": 1.0}, "softcap"),
@@ -154,6 +161,79 @@ def test_force_on_an_older_gpu() -> None:
 def test_nothing_serves(fields: dict[str, Any], target: Target, shows: str) -> None:
     with pytest.raises(UnsupportedError, match=shows):
         select_attention(changed(**fields), target)
+
+
+HOPPER = Target((9, 0), GPUS[9, 0])
+LOW = [Int8(), Int8(smooth_q=True, smooth_v=True), Int8(granularity="per_tensor", smooth_k=False), Int4()]
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8) -> None:
+    for head_dim in range(8, 257, 8):
+        for fields in FEATURES:
+            problem = changed(dtype=dtype, head_dim=head_dim, low=low, precision=f"int{low.bits}", **fields)
+            spec = select_attention(problem, HOPPER).spec
+            assert (spec.op, spec.dtype) == ("attention_int8", dtype)
+            assert spec.head_dim == (64 if head_dim <= 64 else 128 if head_dim <= 128 else 256)
+            assert ("smooth_q" in spec.features) == low.smooth_q
+            assert ("varlen" if problem.varlen else "dense") not in spec.lacks
+
+
+@pytest.mark.parametrize("spec", [s for s in REGISTRY if s.op == "attention_int8"], ids=lambda s: s.name)
+def test_every_low_precision_row_is_chosen_and_can_be_forced(spec: KernelSpec) -> None:
+    low = Int8(smooth_q="smooth_q" in spec.features)
+    problem = changed(dtype=spec.dtype, head_dim=spec.head_dim, varlen="dense" in spec.lacks, low=low)
+    assert select_attention(problem, HOPPER).spec == spec
+    assert select_attention(problem, HOPPER, spec.name).spec == spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "target", "shows"),
+    [
+        ({"low": Int8(granularity="per_token")}, HOPPER, "one scale a lane, not one a token"),
+        ({"low": Int8(pv="fp16")}, HOPPER, "P and V in fp8, not fp16"),
+        ({"low": Int4(pv="exact")}, HOPPER, "P and V in fp8, not exact"),
+        ({"low": Int8(), "softcap": 30.0}, HOPPER, "softcap"),
+        ({"low": Int8(), "mask": "bool"}, HOPPER, "mask"),
+        ({"low": Int8(), "softmax_scale": -1.0}, HOPPER, "softmax_scale"),
+        ({"low": Int8(), "dtype": "float32"}, HOPPER, "float32"),
+        *(({"low": Int8()}, target, r"for compute capability 9\.0 only") for target in TARGETS if target != HOPPER),
+    ],
+    ids=str,
+)
+def test_no_low_precision_row_serves(fields: dict[str, Any], target: Target, shows: str) -> None:
+    """An error that says what is missing, and what to use instead: nothing falls back to another precision silently."""
+    with pytest.raises(UnsupportedError, match=shows) as caught:
+        select_attention(changed(precision=f"int{fields['low'].bits}", **fields), target)
+    assert "precision='exact'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "workload"),
+    [
+        ({"seqlen_k": LONG_KEYS - 1}, "short"),
+        ({"seqlen_k": LONG_KEYS}, "long"),
+        ({"seqlen_k": 1, "seqlen_q": 2 * LONG_KEYS}, "short"),  # the keys decide
+        ({"seqlen_k": LONG_KEYS, "batch": 64}, "long"),  # a batch has keys of its own ...
+        ({"seqlen_k": 4 * LONG_KEYS, "batch": 4, "varlen": True}, "long"),  # ... packed sequences share them
+        ({"seqlen_k": 4 * LONG_KEYS - 1, "batch": 4, "varlen": True}, "short"),
+        ({"seqlen_k": 5, "batch": 0, "varlen": True}, "short"),
+        ({"seqlen_k": 0, "batch": 0}, "short"),
+        ({"seqlen_k": LONG_KEYS, "window_right": 0}, "causal"),
+        ({"seqlen_k": LONG_KEYS, "window_right": 7}, "causal"),
+        ({"seqlen_k": LONG_KEYS, "window_left": 0}, "causal"),
+        ({"seqlen_k": 5, "window_left": 100, "varlen": True}, "causal"),
+    ],
+    ids=str,
+)
+def test_workload(fields: dict[str, Any], workload: str) -> None:
+    assert changed(**fields).workload == workload
+
+
+def test_workloads_of_the_registry_exist() -> None:
+    """A row tuned for a workload that no problem has would come last everywhere."""
+    assert {name for spec in REGISTRY for name in spec.tuned_for} <= {"causal", "short", "long"}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
