@@ -1,4 +1,4 @@
-"""Small calls of every tile class, for compute-sanitizer: ``python sanitizer_cases.py [faulty]``.
+"""Small calls of every tile class, for compute-sanitizer: ``python sanitizer_cases.py [low_precision | faulty]``.
 
 CuPy arrays in memory of their own (no pool), so that an access behind any of them is seen; moved by copies alone, so
 that no kernel runs but omniattn's.
@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 import omniattn as oa
-from omniattn import select
+from omniattn import runtime, select
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 #: Below the tile: the last 8 channels of every row are outside.
@@ -67,7 +67,7 @@ def dense(head_dim: int, rng: np.random.Generator) -> None:
             check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options_for(CALLS[name], rng)))
 
 
-def varlen(head_dim: int, rng: np.random.Generator) -> None:
+def varlen(head_dim: int, rng: np.random.Generator, precisions: tuple[oa.Int8, ...] = ()) -> None:
     lengths_q, lengths_k = (70, 0, 1, 129), (131, 5, 0, 66)
     q = to_gpu(rng.standard_normal((sum(lengths_q) + 3, HEADS, head_dim)))
     k, v = (to_gpu(rng.standard_normal((sum(lengths_k) + 3, HEADS_KV, head_dim))) for _ in range(2))
@@ -75,7 +75,10 @@ def varlen(head_dim: int, rng: np.random.Generator) -> None:
         "cu_seqlens_q": to_gpu([0, *np.cumsum(lengths_q)], np.int32),
         "cu_seqlens_k": to_gpu([0, *np.cumsum(lengths_k)], np.int32),
     }
-    for options in ({"causal": True}, {"causal": True, "softcap": 5.0}):
+    options_of_calls: list[dict[str, Any]] = [{"causal": True}, {"causal": True, "softcap": 5.0}]
+    if precisions:
+        options_of_calls = [{"causal": causal, "precision": p} for p in precisions for causal in (False, True)]
+    for options in options_of_calls:
         check(
             *oa.attention_varlen(
                 q,
@@ -97,6 +100,32 @@ def merge(head_dim: int, rng: np.random.Generator) -> None:
         lse_a, lse_b = rng.standard_normal((2, 2, 3, 77))
         lse_a[0, 0, ::2] = lse_b[0, 0, ::4] = -np.inf
         check(*oa.merge_states(a, to_gpu(lse_a, np.float32), b, to_gpu(lse_b, np.float32)))
+
+
+def quantizers(head_dim: int, rng: np.random.Generator) -> None:
+    """Every format; outputs are checked elsewhere."""
+    for width in (head_dim - BELOW, head_dim):
+        q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
+        k = to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, width)))
+        oa.quantize_qk(q, k, smooth_q=True, with_bias=True)
+        oa.quantize_qk(q, k, dtype="int4", granularity="per_tensor", grouping="sm80")
+        oa.quantize_qk(q, k, granularity="per_token")
+        oa.quantize_v(k, smooth_v=True)
+        oa.quantize_v(k, dtype="float16")
+        cupy.cuda.runtime.deviceSynchronize()
+
+
+def low_precision(head_dim: int, rng: np.random.Generator) -> None:
+    """Quantization and attention together, in one workspace."""
+    precisions = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())
+    for width in (head_dim - BELOW, head_dim):
+        q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
+        k, v = (to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, width))) for _ in range(2))
+        for precision in precisions:
+            for name in ("full", "causal", "window", "sinks"):
+                options = options_for(CALLS[name], rng)
+                check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, precision=precision, **options))
+    varlen(head_dim, rng, precisions)
 
 
 def faulty() -> None:
@@ -125,4 +154,11 @@ if __name__ == "__main__":
                 dense(width, generator)
                 varlen(width, generator)
                 merge(width, generator)
+        select.REGISTRY = everything
+    if sys.argv[1:] == ["low_precision"]:
+        serves = runtime.has_tensor_maps() and runtime.device_info(0).cc == (9, 0)
+        for width in (64, 128, 256):
+            quantizers(width, np.random.default_rng(width))
+            if serves:
+                low_precision(width, np.random.default_rng(width))
     print("all calls done")

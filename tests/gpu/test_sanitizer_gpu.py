@@ -67,6 +67,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, sub
     commands = {name: [tool, *options, "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT)]
                 for name, options in runs.items()}  # fmt: skip
     commands["faulty"] = [*commands["memcheck"], "faulty"]
+    # Low precision for accesses alone: its operands lie in one workspace with padding that nobody writes and copies
+    # read; roles and barriers, which racecheck would look at, are those of the exact kernels.
+    commands["memcheck"].append("low_precision")
     started = {
         name: subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for name, command in commands.items()

@@ -1,0 +1,198 @@
+"""The list of tiles of the persistent kernels, walked as ``kernels_cu/scheduler/persistent.cuh`` walks it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from omniattn.launch import tile_order
+from omniattn.launch.attn_fwd import num_m_blocks
+from omniattn.launch.attn_fwd_sm90 import tiles_of
+from omniattn.launch.tile_order import TileList
+from omniattn.problem import UNLIMITED, Problem
+from omniattn.registry import REGISTRY, KernelSpec
+
+SMS = 132
+BLOCKS = [1, 2, 3, 4, 7, 8, 16, 33]
+HEADS = [1, 2, 5, 16, 131, 132, 133, 300]
+
+
+def walk(tiles: TileList, heads: int, blocks: int, num_ctas: int, cta: int) -> Iterator[tuple[int, int]]:
+    """PersistentTiles::next of one CTA: (head over all batch entries, block of query rows)."""
+    round_begin, backwards, second = 0, False, False
+    while True:
+        item = round_begin + (num_ctas - 1 - cta if backwards else cta)
+        if item >= tiles.num_items:
+            return
+        last_of_item = True
+        if item < tiles.num_pairs:
+            head, j = divmod(item, (blocks + 1) // 2)
+            m = j if second else blocks - 1 - j
+            second = not second and 2 * j + 1 != blocks
+            last_of_item = not second
+        elif tiles.num_tail_heads:
+            rank, at = divmod(item - tiles.num_pairs, tiles.num_tail_heads)
+            head, m = heads - tiles.num_tail_heads + at, blocks - 1 - rank
+        else:
+            head, at = divmod(item, blocks)
+            m = blocks - 1 - at
+        if last_of_item:
+            round_begin += num_ctas
+            if round_begin > tiles.num_pairs:
+                backwards = not backwards
+        yield head, m
+
+
+def walk_all(tiles: TileList, heads: int, blocks: int, num_ctas: int) -> list[list[tuple[int, int]]]:
+    """Of every CTA of the launch, whose grid is never larger than the list."""
+    grid = min(tiles.num_items, num_ctas)
+    return [list(walk(tiles, heads, blocks, grid, cta)) for cta in range(grid)]
+
+
+def check_once(tiles: TileList, heads: int, blocks: int, num_ctas: int) -> None:
+    met = Counter(tile for tiles_of_cta in walk_all(tiles, heads, blocks, num_ctas) for tile in tiles_of_cta)
+    assert met == Counter({(head, m): 1 for head in range(heads) for m in range(blocks)}), tiles
+
+
+def triangle(blocks: int, offset: int = 0) -> list[int]:
+    """Tiles of keys of each block of query rows under causality, and one."""
+    return [2 + m + offset for m in range(blocks)]
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_tile_exactly_once(heads: int, blocks: int) -> None:
+    for num_ctas in (1, 7, SMS):
+        check_once(tile_order.head_by_head(heads, blocks), heads, blocks, num_ctas)
+        check_once(tile_order.causal(heads, triangle(blocks), num_ctas), heads, blocks, num_ctas)
+
+
+def test_every_tile_exactly_once_whatever_the_tail() -> None:
+    """Also the lists that `causal` considers and does not choose, and some that it never would."""
+    rng = random.Random(5)
+    for _ in range(300):
+        heads, blocks, num_ctas = rng.randint(1, 40), rng.randint(1, 12), rng.randint(1, 30)
+        tail = rng.randint(0, heads)
+        num_pairs = (heads - tail) * ((blocks + 1) // 2)
+        check_once(TileList(num_pairs + tail * blocks, num_pairs, tail), heads, blocks, num_ctas)
+
+
+def test_a_pair_is_one_item_of_one_head() -> None:
+    """Its two tiles follow each other on one CTA: the second finds the keys of the first in L2."""
+    tiles = tile_order.causal(2 * SMS, triangle(6), SMS)
+    assert tiles == TileList(3 * 2 * SMS, 3 * 2 * SMS, 0)
+    for of_cta in walk_all(tiles, 2 * SMS, 6, SMS):
+        for (head, m), (other, n) in zip(of_cta[0::2], of_cta[1::2], strict=True):
+            assert head == other
+            assert m + n == 5
+            assert m > n
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_makespan_is_that_of_the_walk(heads: int, blocks: int) -> None:
+    rng = random.Random(heads * 100 + blocks)
+    for lengths in (triangle(blocks), triangle(blocks, 30), sorted(rng.randint(1, 50) for _ in range(blocks))):
+        for num_ctas in (3, 20, SMS):
+            pairs = heads * ((blocks + 1) // 2)
+            lists = [
+                tile_order.head_by_head(heads, blocks),
+                TileList(pairs, pairs, 0),
+                tile_order.causal(heads, lengths, num_ctas),
+                TileList(heads * blocks, 0, heads),
+            ]
+            for tiles in lists:
+                work = [sum(lengths[m] for _, m in cta) for cta in walk_all(tiles, heads, blocks, num_ctas)]
+                assert tile_order.makespan(tiles, heads, lengths, num_ctas) == max(work), (tiles, num_ctas)
+
+
+@pytest.mark.parametrize("blocks", [*BLOCKS, 64, 128])
+@pytest.mark.parametrize("heads", [*HEADS, 1000])
+def test_causal_is_never_worse_than_pairs(heads: int, blocks: int) -> None:
+    for offset in (0, 5, 100):
+        lengths = triangle(blocks, offset)
+        pairs = heads * ((blocks + 1) // 2)
+        chosen = tile_order.causal(heads, lengths, SMS)
+        in_pairs = tile_order.makespan(TileList(pairs, pairs, 0), heads, lengths, SMS)
+        took = tile_order.makespan(chosen, heads, lengths, SMS)
+        assert took <= in_pairs
+        # Neighbours in L2 are given up for a gain only.
+        assert chosen.num_tail_heads == 0 or took < 0.99 * in_pairs
+        assert took >= sum(lengths) * heads / SMS
+
+
+def test_a_tail_helps_where_pairs_do_not_fill_the_last_round() -> None:
+    lengths = triangle(16)
+    chosen = tile_order.causal(20, lengths, SMS)  # 160 pairs: 28 of them in a round of their own
+    assert chosen.num_tail_heads > 0
+    pairs = tile_order.makespan(TileList(160, 160, 0), 20, lengths, SMS)
+    assert tile_order.makespan(chosen, 20, lengths, SMS) < 0.8 * pairs
+
+
+def test_long_lists_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def makespan(*_: Any) -> float:
+        raise AssertionError("takes as long as the list is")
+
+    monkeypatch.setattr(tile_order, "makespan", makespan)
+    heads = 100_000
+    assert tile_order.causal(heads, triangle(1024), SMS) == TileList(heads * 512, heads * 512, 0)
+
+
+PLAIN = Problem(
+    dtype="bfloat16",
+    batch=3,
+    seqlen_q=1000,
+    seqlen_k=1300,
+    num_q_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    window_left=UNLIMITED,
+    window_right=0,
+    softmax_scale=0.1,
+    softcap=0.0,
+    mask="none",
+    sinks="none",
+    varlen=False,
+    precision="exact",
+    deterministic=False,
+)
+PERSISTENT = [spec for spec in REGISTRY if spec.arch_specific and spec.dtype == "bfloat16" and not spec.features]
+
+
+@pytest.mark.parametrize("spec", PERSISTENT, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window_right": UNLIMITED},
+        {"window_left": 100},
+        {"seqlen_q": 1300, "seqlen_k": 1000},  # rows without keys
+        {"seqlen_k": 0},
+        {"batch": 1, "seqlen_q": 1},
+        {"batch": 0},
+        {"seqlen_q": 0},
+    ],
+    ids=str,
+)
+def test_lists_of_problems(spec: KernelSpec, changes: dict[str, int]) -> None:
+    problem = dataclasses.replace(PLAIN, **changes)
+    blocks = num_m_blocks(problem, spec.block_m)
+    heads = problem.batch * problem.num_q_heads
+    tiles = tiles_of(problem, spec, blocks, SMS)
+    check_once(tiles, heads, blocks, SMS)
+    causal = problem.window_right != UNLIMITED and problem.window_left == UNLIMITED
+    assert (tiles.num_pairs + tiles.num_tail_heads > 0) == (causal and heads * blocks > 0)
+
+
+@pytest.mark.parametrize("spec", PERSISTENT, ids=lambda spec: spec.name)
+def test_packed_sequences_are_listed_head_by_head(spec: KernelSpec) -> None:
+    """Their lengths are on the device, where PackedTiles pairs them; the list is a bound for any lengths."""
+    problem = dataclasses.replace(PLAIN, varlen=True)
+    blocks = num_m_blocks(problem, spec.block_m)
+    assert blocks == -(-1000 // spec.block_m) + 3 + 2
+    assert tiles_of(problem, spec, blocks, SMS) == TileList(8 * blocks, 0, 0)
