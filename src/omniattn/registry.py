@@ -285,8 +285,8 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         prebuild=("90a",),
         features=frozenset({"smooth_q"}) if smooth_q else frozenset(),
         lacks=frozenset({"dense" if varlen else "varlen"}),
-        # What is known of a tile, stored before the loop over keys and read after it; with packed sequences a few registers
-        # in the loop too (3 to 8 local accesses an iteration of some 270 instructions, with smoothed Q at d64 36).
+        # What is known of a tile, stored before the loop over keys and read after it; with packed sequences a few
+        # registers in the loop too (3 to 8 local accesses an iteration of some 270 instructions; d64 smooth_q: 36).
         allowed_spill_bytes=448 if varlen else 16 if tile.head_dim == 64 else 0,
     )
 
