@@ -6,6 +6,8 @@
     Interleaved measurement with device events, cold L2, rotating inputs; medians and spreads.
 ``anchors``
     What is timed side by side: omniattn, the torch SDPA backends, other attention packages that are installed.
+``low_precision``
+    This package's contenders for a low precision: exact, end to end, the kernel alone.
 ``ceilings``
     What the chip gives in the same run: a large matrix product and a device-to-device copy.
 ``host``
@@ -21,11 +23,12 @@ Nothing here imports torch or matplotlib before it is called.
 from __future__ import annotations
 
 from omniattn.bench.report import Measurement, Report, geometric_mean
-from omniattn.bench.shapes import FORWARD_SHAPES, ForwardShape, filter_shapes
+from omniattn.bench.shapes import FORWARD_SHAPES, LOW_PRECISION_SHAPES, ForwardShape, filter_shapes
 from omniattn.bench.timing import Timing
 
 __all__ = [
     "FORWARD_SHAPES",
+    "LOW_PRECISION_SHAPES",
     "ForwardShape",
     "Measurement",
     "Report",

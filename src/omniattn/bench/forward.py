@@ -7,16 +7,12 @@ import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from omniattn.bench import anchors
+from omniattn.bench import anchors, low_precision
 from omniattn.bench.ceilings import measure_ceilings
 from omniattn.bench.report import Measurement, Report
 from omniattn.bench.shapes import ForwardShape
 from omniattn.bench.timing import BenchError, Candidate, TorchClock, measure, require_torch
 
-#: A sampled error above this is a wrong result, not rounding: bf16 output alone costs about 0.002.
-_WRONG_RELATIVE_L1 = 0.02
-#: Quantizing contenders are allowed more; their error stands in the report.
-_WRONG_RELATIVE_L1_QUANTIZED = 0.2
 #: Different input sets that the timed calls go through in turn.
 _INPUT_SETS = 2
 
@@ -27,6 +23,7 @@ def run_forward(
     anchor: str,
     iters: int,
     contenders: Sequence[str] | None = None,
+    precision: str = "exact",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Time the forward pass of every contender on every shape, on torch's current CUDA device.
@@ -40,6 +37,9 @@ def run_forward(
         Timed rounds a shape.
     contenders : sequence of str, optional
         Keys to run; default: all that are installed. omniattn and the anchor always run.
+    precision : {"exact", "int8", "int4"}
+        For a low one omniattn runs three times: exact, end to end in that precision, and the kernel of that precision
+        alone, on operands that were quantized before.
     progress : callable, optional
         Called with one line of text before each shape.
 
@@ -51,10 +51,13 @@ def run_forward(
     ------
     BenchError
         torch or a CUDA device is missing, or the anchor is not installed.
+    UnsupportedError
+        The GPU has no kernel of this precision.
     """
+    everything = low_precision.contenders(precision)
     torch = require_torch()
-    keys = None if contenders is None else {"omniattn", anchor, *contenders}
-    usable, missing = anchors.available(None if keys is None else sorted(keys))
+    keys = None if contenders is None else {anchor, *contenders}
+    usable, missing = anchors.available(None if keys is None else sorted(keys), everything)
     if anchor in missing:
         raise BenchError(f"the anchor {anchor!r} cannot run: {missing[anchor]}")
     clock = TorchClock(torch)
@@ -73,6 +76,8 @@ def run_forward(
         measurements=tuple(measurements),
         labels={c.key: c.label for c in usable},
         missing=missing,
+        precision=precision,
+        own=tuple(c.key for c in usable if c.own),
     )
 
 
@@ -90,18 +95,19 @@ def _run_shape(
             torch.cuda.synchronize()
         except Exception as error:
             # Other packages raise whatever they like; the report carries it. Our own errors are not hidden.
-            if contender.key == "omniattn":
+            if contender.own:
                 raise
             reasons[contender.key] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
             continue
         relative_l1 = anchors.sampled_error(torch, shape, inputs[0], output, contender.layout)
         errors[contender.key] = relative_l1
-        limit = _WRONG_RELATIVE_L1 if contender.exact else _WRONG_RELATIVE_L1_QUANTIZED
+        limit = contender.error_limit
         if not relative_l1 <= limit:
             reasons[contender.key] = f"wrong result: relative L1 {relative_l1:.3g} against fp64, limit {limit}"
             continue
         candidates[contender.key] = _candidate(forward, [s.in_layout(contender.layout) for s in inputs])
-    timings = measure(candidates, clock, iters=iters)
+    # One round for each input set at least: what a contender does once for a set must not be in a timed round.
+    timings = measure(candidates, clock, iters=iters, warmup=max(2, _INPUT_SETS))
     return [Measurement(shape, c.key, timings.get(c.key), errors.get(c.key), reasons.get(c.key, "")) for c in usable]
 
 

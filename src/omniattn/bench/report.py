@@ -11,6 +11,9 @@ from typing import Any
 from omniattn.bench.shapes import ForwardShape
 from omniattn.bench.timing import Timing
 
+#: Key of this package's 16-bit attention.
+EXACT = "omniattn"
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -58,6 +61,10 @@ class Report:
         Contender key to label.
     missing : dict
         Contender key to the reason why it was not tried.
+    precision : {"exact", "int8", "int4"}
+        Of this package's contender that the report is about.
+    own : tuple of str
+        Keys of this package's contenders.
     """
 
     anchor: str
@@ -67,6 +74,8 @@ class Report:
     measurements: tuple[Measurement, ...]
     labels: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    precision: str = "exact"
+    own: tuple[str, ...] = (EXACT,)
 
     @property
     def shapes(self) -> tuple[ForwardShape, ...]:
@@ -77,6 +86,11 @@ class Report:
     def contenders(self) -> tuple[str, ...]:
         """Contender keys in the order in which they were measured."""
         return tuple(dict.fromkeys(m.contender for m in self.measurements))
+
+    @property
+    def end_to_end(self) -> str | None:
+        """Key of the low-precision attention from bf16 to bf16; None for an exact report."""
+        return None if self.precision == "exact" else f"{EXACT}_{self.precision}"
 
     def label(self, contender: str) -> str:
         """Label of a contender in tables and plots."""
@@ -89,32 +103,42 @@ class Report:
                 return measurement
         return None
 
-    def ratio(self, measurement: Measurement) -> float | None:
-        """Speed relative to the anchor on the same shape: above 1 is faster. None if either did not run."""
-        anchor = self.find(measurement.shape, self.anchor)
-        if anchor is None or anchor.timing is None or measurement.timing is None:
+    def ratio(self, measurement: Measurement, to: str | None = None) -> float | None:
+        """Speed relative to ``to`` (default: the anchor) on the same shape: above 1 is faster.
+
+        None if either did not run.
+        """
+        other = self.find(measurement.shape, self.anchor if to is None else to)
+        if other is None or other.timing is None or measurement.timing is None:
             return None
-        return anchor.timing.median_us / measurement.timing.median_us
+        return other.timing.median_us / measurement.timing.median_us
 
     def share_of_ceiling(self, measurement: Measurement) -> float | None:
         """TFLOP/s as a fraction of the matrix product measured in the same run."""
         tflops = measurement.tflops
         return None if tflops is None else tflops / self.matmul_tflops
 
-    def mean_ratio(self, contender: str) -> float | None:
-        """Geometric mean of the ratios of a contender over all shapes where it and the anchor ran."""
+    def mean_ratio(self, contender: str, to: str | None = None) -> float | None:
+        """Geometric mean of the ratios of a contender over all shapes where it and ``to`` (the anchor) ran."""
         return geometric_mean(
-            ratio for m in self.measurements if m.contender == contender and (ratio := self.ratio(m)) is not None
+            ratio for m in self.measurements if m.contender == contender and (ratio := self.ratio(m, to)) is not None
         )
+
+    def largest_error(self, contender: str) -> float | None:
+        """Largest relative L1 error of a contender over all shapes where it was checked."""
+        errors = [m.relative_l1 for m in self.measurements if m.contender == contender and m.relative_l1 is not None]
+        return max(errors, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
         return {
             "anchor": self.anchor,
+            "precision": self.precision,
             "environment": self.environment,
             "ceilings": {"bf16_matmul_8192_tflops": self.matmul_tflops, "copy_tb_per_s": self.copy_tb_per_s},
             "missing": self.missing,
             "geometric_mean_ratio": {key: self.mean_ratio(key) for key in self.contenders},
+            "geometric_mean_ratio_to_exact": {key: self.mean_ratio(key, EXACT) for key in self.own},
             "measurements": [self._measurement_dict(m) for m in self.measurements],
         }
 
@@ -123,16 +147,27 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows: one row a shape; per contender ``TFLOP/s ±spread% (ratio)``."""
-        contenders = self.contenders
+        """Header and rows: one row a shape; per contender ``TFLOP/s ±spread% (ratio)``.
+
+        The last column is what a reader would work out: of an exact report omniattn's share of the matrix product, of
+        a low-precision one the speed end to end relative to the exact attention.
+        """
+        contenders, end_to_end = self.contenders, self.end_to_end
         header = ["shape", *(self.label(key) for key in contenders)]
-        if "omniattn" in contenders:
+        if end_to_end is not None:
+            header.append(f"{self.label(end_to_end)} / exact")
+        elif EXACT in contenders:
             header.append("omniattn, % of matmul")
         rows = []
         for shape in self.shapes:
-            row = [shape.name, *(self._cell(self.find(shape, key)) for key in contenders)]
-            if "omniattn" in contenders:
-                ours = self.find(shape, "omniattn")
+            name = shape.name if end_to_end is None else shape.long_name
+            row = [name, *(self._cell(self.find(shape, key)) for key in contenders)]
+            if end_to_end is not None:
+                ours = self.find(shape, end_to_end)
+                ratio = None if ours is None else self.ratio(ours, EXACT)
+                row.append("–" if ratio is None else f"{ratio:.2f}×")
+            elif EXACT in contenders:
+                ours = self.find(shape, EXACT)
                 share = None if ours is None else self.share_of_ceiling(ours)
                 row.append("–" if share is None else f"{100 * share:.0f} %")
             rows.append(row)
@@ -163,6 +198,7 @@ class Report:
             "samples_us": None if m.timing is None else list(m.timing.samples_us),
             "tflops": m.tflops,
             "ratio_to_anchor": self.ratio(m),
+            "ratio_to_exact": self.ratio(m, EXACT),
             "share_of_matmul": self.share_of_ceiling(m),
             "relative_l1": m.relative_l1,
             "reason": m.reason,

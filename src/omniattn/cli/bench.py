@@ -9,9 +9,10 @@ from typing import Any
 
 from omniattn.bench import forward, host
 from omniattn.bench.anchors import CONTENDERS
+from omniattn.bench.low_precision import PRECISIONS
 from omniattn.bench.plot import plot_report
-from omniattn.bench.report import Report
-from omniattn.bench.shapes import filter_shapes
+from omniattn.bench.report import EXACT, Report
+from omniattn.bench.shapes import LOW_PRECISION_SHAPES, filter_shapes
 from omniattn.bench.timing import BenchError
 from omniattn.cli import console
 from omniattn.errors import ArgumentError, CompileError, UnsupportedError
@@ -20,6 +21,9 @@ _DESCRIPTION = """\
 forward (default): 16k tokens, hidden size 2048, bf16, head_dim 64/128/256, sequence length 1024/4096/16384, full and
 causal; every attention package that is installed runs in the same rounds. Medians of CUDA event times with a cold L2;
 ±: half the distance of the 10th and the 90th percentile; (x.xx×): speed relative to the anchor.
+--precision int8 or int4: this package's 16-bit attention, its low-precision attention end to end (from bf16 tensors,
+quantization included) and the low-precision kernel alone (on operands quantized before) side by side, on these shapes
+and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·b·h·s²·d, half of it when causal.
 host: microseconds of a warm call from Python call to return, import time, first run-time compilation.
 """
 
@@ -34,7 +38,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("what", nargs="?", choices=("forward", "host"), default="forward")
     parser.add_argument(
         "--shapes", action="append", default=[], metavar="WORDS",
-        help='shapes whose name has all these words, e.g. "d128 causal"; may be repeated (default: all)',
+        help='shapes whose name has all these words, e.g. "d128 causal" or "b1 h16"; may be repeated (default: all)',
     )  # fmt: skip
     parser.add_argument(
         "--anchor", choices=others, default="cudnn", help="what ratios are relative to (default: cudnn)"
@@ -42,6 +46,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--only", action="append", choices=others, metavar="NAME",
         help=f"run only omniattn, the anchor and these; may be repeated: {', '.join(others)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="exact",
+        help="a low one is timed end to end and as a kernel alone, beside exact (default: exact)",
     )  # fmt: skip
     parser.add_argument("--iters", type=int, default=20, help="timed rounds a shape (default: 20)")
     parser.add_argument("--json", action="store_true", help="print JSON, samples included")
@@ -63,17 +71,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_forward(arguments: argparse.Namespace) -> int:
-    shapes = filter_shapes(arguments.shapes)
+    if arguments.precision == "exact":
+        shapes = filter_shapes(arguments.shapes)
+    else:
+        shapes = filter_shapes(arguments.shapes, LOW_PRECISION_SHAPES)
     if arguments.plot is not None:
         console.require_matplotlib(arguments.plot)
     with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
         report = forward.run_forward(
-            shapes, anchor=arguments.anchor, iters=arguments.iters, contenders=arguments.only, progress=bar.step
-        )
+            shapes, anchor=arguments.anchor, iters=arguments.iters, contenders=arguments.only,
+            precision=arguments.precision, progress=bar.step,
+        )  # fmt: skip
     if arguments.plot is not None:
         plot_report(report, arguments.plot)
     show(report, as_json=arguments.json, as_markdown=arguments.markdown)
-    return 1 if any(m.contender == "omniattn" and m.reason for m in report.measurements) else 0
+    return 1 if any(m.contender in report.own and m.reason for m in report.measurements) else 0
 
 
 def show(report: Report, *, as_json: bool, as_markdown: bool) -> None:
@@ -91,6 +103,8 @@ def show(report: Report, *, as_json: bool, as_markdown: bool) -> None:
         mean = report.mean_ratio(key)
         if key != report.anchor and mean is not None:
             facts.append(f"{report.label(key)} / {report.label(report.anchor)}: geometric mean {mean:.3f}×")
+    if report.end_to_end is not None:
+        facts += _low_precision_facts(report, report.end_to_end)
     for m in report.measurements:
         if m.reason:
             facts.append(f"{report.label(m.contender)}, {m.shape.name}: {m.reason}")
@@ -98,16 +112,31 @@ def show(report: Report, *, as_json: bool, as_markdown: bool) -> None:
     if as_markdown:
         print(report.markdown() + "\n\n" + "\n".join(f"- {fact}" for fact in facts))
         return
-    title = f"Forward, bf16, TFLOP/s ± spread (speed relative to {report.label(report.anchor)})"
+    what = "bf16" if report.end_to_end is None else f"bf16 and {report.precision}"
+    title = f"Forward, {what}, TFLOP/s ± spread (speed relative to {report.label(report.anchor)})"
     console.print_table(title, header, rows, numeric=range(1, len(header)))
     for fact in facts:
         console.print_line(fact)
+
+
+def _low_precision_facts(report: Report, end_to_end: str) -> list[str]:
+    """What a reader needs beside the table: what the columns pay for, the mean, the errors."""
+    label, exact = report.label(end_to_end), report.label(EXACT)
+    facts = [f"{label}: from bf16 tensors, quantization included; {label} kernel: on operands quantized before"]
+    mean = report.mean_ratio(end_to_end, EXACT)
+    if mean is not None:
+        facts.append(f"{label} / {exact}: geometric mean {mean:.3f}×")
+    errors = [(report.label(key), report.largest_error(key)) for key in report.own]
+    shown = ", ".join(f"{name} {error:.3g}" for name, error in errors if error is not None)
+    return [*facts, f"Largest relative L1 error of sampled rows against fp64: {shown}"] if shown else facts
 
 
 def _run_host(arguments: argparse.Namespace) -> int:
     for option in ("shapes", "only", "plot", "markdown"):
         if getattr(arguments, option):
             raise ArgumentError(f"--{option}", "nothing: 'bench host' has no shapes, contenders or plot", "a value")
+    if arguments.precision != "exact":
+        raise ArgumentError("--precision", "'exact': 'bench host' times exact calls only", repr(arguments.precision))
     imports = host.import_time()
     jit_name, jit_s, jit_note = first_jit()
     try:

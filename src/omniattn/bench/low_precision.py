@@ -1,0 +1,148 @@
+"""What ``omniattn bench --precision`` times of this package: exact, end to end, and the low-precision kernel alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from omniattn.bench.anchors import CONTENDERS, INT4_ERROR, QUANTIZED_ERROR, Contender, Forward
+from omniattn.bench.shapes import ForwardShape
+from omniattn.errors import ArgumentError, UnsupportedError
+
+#: What can be timed, beside what: ``"exact"`` has only itself.
+PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4")
+
+_ERROR_LIMITS = {"int8": QUANTIZED_ERROR, "int4": INT4_ERROR}
+
+
+def contenders(precision: str) -> tuple[Contender, ...]:
+    """All contenders of a benchmark of ``precision`` in the order of tables; this package's come first.
+
+    Parameters
+    ----------
+    precision : {"exact", "int8", "int4"}
+        For the low ones there are three of this package: ``"omniattn"`` (16 bits, the kernel that the package chooses),
+        ``"omniattn_int8"`` (end to end: bf16 in, quantization paid for) and ``"omniattn_int8_kernel"`` (`KernelAlone`).
+
+    Raises
+    ------
+    ArgumentError
+        Another precision.
+    """
+    if precision not in PRECISIONS:
+        raise ArgumentError("precision", " or ".join(map(repr, PRECISIONS)), repr(precision))
+    if precision == "exact":
+        return CONTENDERS
+    exact, *others = CONTENDERS
+    end_to_end = Contender(
+        f"omniattn_{precision}", f"omniattn {precision}", exact.package, exact.module, exact.layout,
+        _ERROR_LIMITS[precision], lambda _, shape: _end_to_end(shape, precision),
+    )  # fmt: skip
+    alone = dataclasses.replace(
+        end_to_end, key=f"{end_to_end.key}_kernel", label=f"{end_to_end.label} kernel",
+        build=lambda torch, shape: KernelAlone(torch, shape, precision),
+    )  # fmt: skip
+    return (dataclasses.replace(exact, label="omniattn exact"), end_to_end, alone, *others)
+
+
+def _end_to_end(shape: ForwardShape, precision: str) -> Forward:
+    import omniattn
+
+    return lambda q, k, v: omniattn.attention(q, k, v, causal=shape.causal, precision=precision)
+
+
+class _AlreadyQuantized:
+    """Stands where a plan has its quantizer, and leaves the operands in the workspace as they are."""
+
+    def __init__(self, problem: Any) -> None:
+        self.problem = problem
+
+    def launch(self, *_: object) -> None:
+        return
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """One input set with its quantized operands.
+
+    Attributes
+    ----------
+    o : tensor
+    pointers : tuple of int
+        What the plan is launched with.
+    tensors : tuple of tensor
+        Inputs and workspace: kept, so that their addresses are nobody else's.
+    """
+
+    o: Any
+    pointers: tuple[int, ...]
+    tensors: tuple[Any, ...]
+
+
+class KernelAlone:
+    """The attention kernel of a low-precision call without the quantization before it.
+
+    A measuring device, not a way to use the package: it takes the quantizer out of a plan of its own and launches that
+    on a workspace which an unchanged plan has filled. The first call with an input set quantizes it; calls from then on
+    launch one kernel, with the very arguments that it has in ``attention(precision=...)``. What the first call returns
+    comes from the kernel alone too, so a check of that output checks what is timed.
+
+    Parameters
+    ----------
+    torch : module
+    shape : ForwardShape
+    precision : {"int8", "int4"}
+
+    Raises
+    ------
+    UnsupportedError
+        On the first call: the arrays are on the CPU, or on a GPU without such a kernel.
+    """
+
+    def __init__(self, torch: Any, shape: ForwardShape, precision: str) -> None:
+        self._torch = torch
+        self._causal = shape.causal
+        self._precision = precision
+        self._alone: Any = None
+        self._prepared: dict[tuple[int, ...], _Prepared] = {}
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        """Enqueue; returns o, the same tensor every time for the same input set."""
+        key = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared[key] = self._prepare(q, k, v)
+        self._alone.launch(self._stream(), prepared.pointers)
+        return prepared.o
+
+    def _stream(self) -> int:
+        return self._torch.cuda.current_stream().cuda_stream
+
+    def _prepare(self, q: Any, k: Any, v: Any) -> _Prepared:
+        whole = self._plan(q, k, v)
+        if self._alone is None:
+            alone: Any = self._plan(q, k, v)
+            alone._quantizer = _AlreadyQuantized(alone._quantizer.problem)
+            self._alone = alone
+        workspace = self._torch.empty(whole.workspace_bytes, dtype=self._torch.uint8, device=q.device)
+        o = self._torch.empty_like(q)
+        pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), 0, 0, 0, 0, 0, workspace.data_ptr())
+        whole.launch(self._stream(), pointers)
+        # The output that gets checked must not be the one of the whole call.
+        o.fill_(float("nan"))
+        return _Prepared(o, pointers, (q, k, v, workspace))
+
+    def _plan(self, q: Any, k: Any, v: Any) -> Any:
+        from omniattn import arrays, planning
+        from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
+
+        plan = planning.make_plan(
+            "attention", arrays.describe(q, "q"), arrays.describe(k, "k"), arrays.describe(v, "v"), {}, 0, 0, "NHD",
+            self._causal, None, None, 0.0, self._precision, False, False, run=True,
+        )  # fmt: skip
+        if not isinstance(plan.forward, Int8Sm90Plan):
+            raise UnsupportedError(
+                f"the {self._precision} kernel alone can be timed on a GPU of compute capability 9.0 only",
+                instead=f"attention(precision={self._precision!r}) as a whole, on the CPU too",
+            )
+        return plan.forward

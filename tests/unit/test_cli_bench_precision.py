@@ -1,0 +1,377 @@
+"""``omniattn bench --precision``: contenders, ratios, forms; the kernel-alone device on a driver that computes here."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import omniattn
+from omniattn import planning
+from omniattn.bench import FORWARD_SHAPES, LOW_PRECISION_SHAPES, ForwardShape, Measurement, Report, Timing, forward
+from omniattn.bench import low_precision as low
+from omniattn.bench.anchors import CONTENDERS
+from omniattn.bench.ceilings import Ceilings
+from omniattn.bench.plot import plot_report
+from omniattn.bench.shapes import filter_shapes
+from omniattn.cli import main
+from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.launch.attn_fwd import ForwardStrides
+from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
+from omniattn.quantizer import problem_for
+from omniattn.registry import REGISTRY
+from tests.unit.test_cli_bench_forward import CpuTorch, WallClock
+
+torch = pytest.importorskip("torch")
+
+SHAPES = (ForwardShape(1, 2, 48, 64, False), ForwardShape(1, 2, 48, 64, True))
+
+
+class _WithStream(type(CpuTorch.cuda)):  # type: ignore[misc]
+    def current_stream(self) -> Any:
+        return type("Stream", (), {"cuda_stream": 77})
+
+
+class StreamTorch(CpuTorch):
+    """With a stream that can be told from any default."""
+
+    cuda = _WithStream()
+
+
+class CpuHopper:
+    """Kernel and quantizer of an `Int8Sm90Plan`, computing on the CPU.
+
+    "Quantizing" writes the addresses of q, k, v into the workspace, where q_int is. "Attention" reads them back from
+    there: on a workspace that nobody has filled it finds no addresses.
+    """
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.streams: set[int] = set()
+        self.broken = False
+
+    def plan(self, real: planning.Plan, q_shape: tuple[int, ...], precision: str) -> planning.Plan:
+        """``real``, which was made for CPU arrays, with a forward as a Hopper GPU would get."""
+        batch, seqlen, heads, dim = q_shape
+        spec = next(s for s in REGISTRY if s.name == f"attn_int8_sm90_bf16_d64{'_smoothq' * (precision == 'int4')}")
+        assert real.problem.low is not None
+        problem = problem_for(
+            real.problem.low, dtype="bfloat16", batch=batch, rows_q=seqlen, rows_k=seqlen, heads_q=heads,
+            heads_kv=heads, head_dim=dim, varlen=False, grouping="sm90", full_bias=False, wide=True,
+        )  # fmt: skip
+        strides = (seqlen * heads * dim, heads * dim, dim)
+        kernel, quantizer = _Kernel(self), _Quantizer(self, problem)
+        kernel.facts = (q_shape, real.problem.window_right == 0, precision)
+        real.forward = Int8Sm90Plan(
+            spec, kernel, quantizer, real.problem,  # type: ignore[arg-type]
+            ForwardStrides(strides, strides, strides, strides, (heads * seqlen, seqlen), (0, 0, 0, 0)), 132,
+        )  # fmt: skip
+        return real
+
+
+class _Quantizer:
+    num_launches = 2
+    workspace_bytes = 1024
+
+    def __init__(self, gpu: CpuHopper, problem: Any) -> None:
+        self._gpu = gpu
+        self.problem = problem
+
+    def launch(self, stream: int, inputs: tuple[int, ...], outputs: dict[str, int], scratch: int) -> None:
+        assert outputs["q_int"] % 256 == 0
+        assert scratch > max(outputs.values())
+        self._gpu.launched.append("quantize")
+        self._gpu.streams.add(stream)
+        ctypes.memmove(outputs["q_int"], struct.pack("<4Q", 0x5EED, *inputs[:3]), 32)
+
+
+class _Kernel:
+    facts: tuple[tuple[int, ...], bool, str]
+
+    def __init__(self, gpu: CpuHopper) -> None:
+        self._gpu = gpu
+
+    def encode_tensor_map(self, dtype: str, address: int, *_: object) -> bytes:
+        return struct.pack("<Q120x", address)
+
+    def launch(self, grid: tuple[int, int, int], threads: int, stream: int, params: int) -> None:
+        self._gpu.launched.append("attention")
+        self._gpu.streams.add(stream)
+        (at_q_int,) = struct.unpack("<Q", ctypes.string_at(params, 8))
+        o_address = struct.unpack("<9Q", ctypes.string_at(params + 3 * 128, 72))[3]
+        mark, *inputs = struct.unpack("<4Q", ctypes.string_at(at_q_int, 32))
+        assert mark == 0x5EED, "attention on a workspace without quantized operands"
+        if self._gpu.broken:
+            return
+        shape, causal, precision = self.facts
+        o = omniattn.attention(*(_at(x, shape) for x in inputs), causal=causal, precision=precision)
+        _at(o_address, shape).copy_(o)
+
+
+def _at(address: int, shape: tuple[int, ...]) -> Any:
+    """The bf16 tensor that lies at an address."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    memory = (ctypes.c_char * (2 * count)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> CpuHopper:
+    gpu, make_plan = CpuHopper(), planning.make_plan
+
+    def on_hopper(*arguments: Any, run: bool) -> planning.Plan:
+        assert run
+        return gpu.plan(make_plan(*arguments, run=run), tuple(arguments[1].shape), arguments[12])
+
+    # Only the kernel alone plans by the module's name; attention() keeps the real one, and runs on the CPU.
+    monkeypatch.setattr(planning, "make_plan", on_hopper)
+    monkeypatch.setattr(forward, "require_torch", StreamTorch)
+    monkeypatch.setattr(forward, "TorchClock", WallClock)
+    monkeypatch.setattr(forward, "measure_ceilings", lambda *_: Ceilings(100.0, 1.0))
+    monkeypatch.setattr("omniattn.cli.bench.filter_shapes", lambda *_: SHAPES)
+    return gpu
+
+
+def _inputs(seed: int = 0) -> tuple[Any, Any, Any]:
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(1, 48, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    return q, k, v
+
+
+# The kernel alone
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_kernel_alone_quantizes_an_input_set_once(precision: str, hopper: CpuHopper) -> None:
+    alone = low.KernelAlone(StreamTorch(), SHAPES[1], precision)
+    first, second = _inputs(1), _inputs(2)
+    for inputs in (first, second):
+        hopper.launched.clear()
+        o = alone(*inputs)
+        assert hopper.launched == ["quantize", "attention", "attention"]
+        assert torch.equal(o, omniattn.attention(*inputs, causal=True, precision=precision))
+    hopper.launched.clear()
+    for inputs in (first, second, first):
+        o = alone(*inputs)
+        assert torch.equal(o, omniattn.attention(*inputs, causal=True, precision=precision))
+    assert hopper.launched == ["attention"] * 3
+    assert hopper.streams == {77}
+
+
+def test_what_kernel_alone_returns_is_not_left_from_the_whole_call(hopper: CpuHopper) -> None:
+    alone = low.KernelAlone(StreamTorch(), SHAPES[0], "int8")
+    inputs = _inputs()
+    prepare = alone._prepare
+
+    def prepare_then_break(*tensors: Any) -> Any:
+        prepared = prepare(*tensors)
+        hopper.broken = True
+        return prepared
+
+    alone._prepare = prepare_then_break  # type: ignore[method-assign]
+    assert torch.isnan(alone(*inputs)).all()
+
+
+def test_kernel_alone_has_its_own_plan(hopper: CpuHopper) -> None:
+    made: list[Any] = []
+    alone = low.KernelAlone(StreamTorch(), SHAPES[0], "int8")
+    plan = alone._plan
+    alone._plan = lambda *tensors: made.append(plan(*tensors)) or made[-1]  # type: ignore[func-returns-value,method-assign]
+    alone(*_inputs())
+    whole, taken_apart = made
+    assert isinstance(whole._quantizer, _Quantizer)
+    assert not isinstance(taken_apart._quantizer, _Quantizer)
+    assert taken_apart._quantizer.problem == whole._quantizer.problem
+
+
+def test_there_is_no_kernel_alone_on_the_cpu() -> None:
+    with pytest.raises(UnsupportedError, match="the int8 kernel alone can be timed on a GPU of compute capability 9"):
+        low.KernelAlone(StreamTorch(), SHAPES[0], "int8")(*_inputs())
+
+
+# Contenders and shapes
+
+
+def test_exact_has_the_contenders_it_had() -> None:
+    assert low.contenders("exact") == CONTENDERS
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_low_precision_has_three_contenders_of_this_package(precision: str) -> None:
+    own = [c for c in low.contenders(precision) if c.own]
+    assert [c.key for c in own] == ["omniattn", f"omniattn_{precision}", f"omniattn_{precision}_kernel"]
+    assert [c.label for c in own] == ["omniattn exact", f"omniattn {precision}", f"omniattn {precision} kernel"]
+    assert own[0].error_limit < own[1].error_limit == own[2].error_limit < 0.5
+    assert low.contenders(precision)[3:] == CONTENDERS[1:]
+
+
+def test_unknown_precision_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="'exact' or 'int8' or 'int4', received 'fp8'"):
+        low.contenders("fp8")
+
+
+def test_low_precision_shapes_are_the_default_ones_and_those_of_the_goals() -> None:
+    assert set(FORWARD_SHAPES) < set(LOW_PRECISION_SHAPES)
+    assert len(LOW_PRECISION_SHAPES) == len(set(LOW_PRECISION_SHAPES)) == len(FORWARD_SHAPES) + 4
+    goals = ("d128 b4 h16 s4096", "d128 b1 h16 s16384", "d128 b1 h16 s32768", "d128 b4 h32 s8192",
+             "d64 b4 h32 s4096", "d64 b1 h32 s16384")  # fmt: skip
+    for name in goals:
+        pair = filter_shapes([name], LOW_PRECISION_SHAPES)
+        assert [shape.long_name for shape in pair] == [f"{name} full", f"{name} causal"]
+    assert len({shape.name for shape in LOW_PRECISION_SHAPES}) == len(LOW_PRECISION_SHAPES)
+    with pytest.raises(ArgumentError, match="s32768"):
+        filter_shapes(["s2048"], LOW_PRECISION_SHAPES)
+
+
+# Runs
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_run_checks_and_times_all_three(precision: str, hopper: CpuHopper) -> None:
+    report = forward.run_forward(SHAPES, anchor="fa2", iters=2, contenders=[], precision=precision)
+    keys = ("omniattn", f"omniattn_{precision}", f"omniattn_{precision}_kernel")
+    assert report.own == keys
+    assert report.contenders == (*keys, "fa2")
+    for shape in SHAPES:
+        exact, whole, alone = (report.find(shape, key) for key in keys)
+        assert exact is not None
+        assert whole is not None
+        assert alone is not None
+        assert exact.reason == whole.reason == alone.reason == ""
+        assert exact.relative_l1 is not None
+        assert whole.relative_l1 == alone.relative_l1
+        assert whole.relative_l1 is not None
+        assert exact.relative_l1 < whole.relative_l1 < low._ERROR_LIMITS[precision]
+    # A shape has two input sets, and each is quantized in the warm-up, never in a timed round.
+    assert hopper.launched.count("quantize") == 2 * len(SHAPES)
+    last = len(hopper.launched) - 1 - hopper.launched[::-1].index("quantize")
+    assert hopper.launched[last + 1 :] == ["attention"] * (2 + 2)
+
+
+def test_a_kernel_that_writes_nothing_gets_no_time_and_fails_the_command(
+    hopper: CpuHopper, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hopper.broken = True
+    options = ["--anchor", "fa2", "--only", "fa2", "--iters", "1", "--json", "--precision", "int8"]
+    assert main(["bench", *options]) == 1
+    rows = json.loads(capsys.readouterr().out)["measurements"]
+    alone = [row for row in rows if row["contender"] == "omniattn_int8_kernel"]
+    assert len(alone) == 2
+    assert all("wrong result: relative L1 nan" in row["reason"] and row["median_us"] is None for row in alone)
+    assert all(row["reason"] == "" for row in rows if row not in alone)
+
+
+def test_own_low_precision_errors_are_not_hidden(hopper: CpuHopper, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = omniattn.attention
+
+    def no_int8(*tensors: Any, precision: str = "exact", **options: Any) -> Any:
+        if precision != "exact":
+            raise UnsupportedError("no int8 here")
+        return exact(*tensors, **options)
+
+    monkeypatch.setattr(omniattn, "attention", no_int8)
+    with pytest.raises(UnsupportedError, match="no int8 here"):
+        forward.run_forward(SHAPES, anchor="fa2", iters=1, contenders=[], precision="int8")
+
+
+@pytest.mark.parametrize("form", ["table", "markdown"])
+def test_tables_show_all_columns_side_by_side(
+    form: str, hopper: CpuHopper, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    options = ["--markdown"] if form == "markdown" else []
+    command = ["bench", "--precision", "int8", "--anchor", "fa2", "--only", "fa2", "--iters", "2", *options]
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    for words in (
+        "omniattn exact", "omniattn int8 kernel", "torch FA2", "omniattn int8 / exact", "d64 b1 h2 s48 causal",
+        "omniattn int8 / omniattn exact: geometric mean", "omniattn int8 / torch FA2: geometric mean",
+        "quantization included", "Largest relative L1 error",
+    ):  # fmt: skip
+        assert words in output
+    assert "% of matmul" not in output
+
+
+@pytest.mark.parametrize(
+    ("command", "word"), [("bench --precision fp8", "invalid choice"), ("bench host --precision int8", "--precision")]
+)
+def test_precisions_that_cannot_be_timed(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: Any = main(command.split())
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert word in capsys.readouterr().err
+
+
+# Arithmetic
+
+A, B = (ForwardShape(4, 32, 8192, 128, causal) for causal in (False, True))
+
+
+def _report() -> Report:
+    def row(shape: ForwardShape, key: str, microseconds: float, error: float) -> Measurement:
+        return Measurement(shape, key, Timing((microseconds,) * 3), error)
+
+    return Report(
+        anchor="cudnn",
+        environment={"device": "TEST", "date": "2000-01-01"},
+        matmul_tflops=800.0,
+        copy_tb_per_s=4.0,
+        measurements=(
+            row(A, "omniattn", 6000.0, 0.002),
+            row(A, "omniattn_int8", 4000.0, 0.04),
+            row(A, "omniattn_int8_kernel", 3000.0, 0.04),
+            row(A, "cudnn", 9000.0, 0.002),
+            row(B, "omniattn", 3000.0, 0.002),
+            Measurement(B, "omniattn_int8", None, 0.5, "wrong result"),
+            row(B, "omniattn_int8_kernel", 1500.0, 0.05),
+            row(B, "cudnn", 3000.0, 0.002),
+        ),
+        labels={"omniattn": "omniattn exact", "omniattn_int8": "omniattn int8"},
+        precision="int8",
+        own=("omniattn", "omniattn_int8", "omniattn_int8_kernel"),
+    )
+
+
+def test_ratios_to_the_anchor_and_to_exact() -> None:
+    report = _report()
+    header, (full, causal) = report.table()
+    assert header == ["shape", "omniattn exact", "omniattn int8", "omniattn_int8_kernel", "cudnn",
+                      "omniattn int8 / exact"]  # fmt: skip
+    assert full[0] == "d128 b4 h32 s8192 full"
+    assert full[2] == f"{A.flops / 4000e-6 / 1e12:.0f} ±0.0% (2.25×)"
+    assert full[3].endswith("(3.00×)")
+    assert full[-1] == "1.50×"
+    assert causal[2] == causal[-1] == "–"
+    assert report.mean_ratio("omniattn_int8", "omniattn") == pytest.approx(1.5)
+    assert report.mean_ratio("omniattn_int8_kernel", "omniattn") == pytest.approx(2.0)
+    assert report.largest_error("omniattn_int8_kernel") == 0.05
+    assert report.largest_error("fa3") is None
+
+
+def test_json_gains_keys_and_loses_none() -> None:
+    data = json.loads(_report().to_json())
+    assert {"anchor", "environment", "ceilings", "missing", "geometric_mean_ratio", "measurements"} < data.keys()
+    assert data["precision"] == "int8"
+    assert data["geometric_mean_ratio_to_exact"] == pytest.approx(
+        {"omniattn": 1.0, "omniattn_int8": 1.5, "omniattn_int8_kernel": 2.0}
+    )
+    whole = data["measurements"][1]
+    assert whole["ratio_to_anchor"] == 2.25
+    assert whole["ratio_to_exact"] == 1.5
+    assert (whole["batch"], whole["heads"], whole["shape"]) == (4, 32, "d128 s8192 full")
+    assert data["measurements"][5]["ratio_to_exact"] is None
+
+
+def test_plot_of_a_low_precision_report(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "bench.svg"
+    plot_report(_report(), path)
+    assert path.stat().st_size > 10_000
