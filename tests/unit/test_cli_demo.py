@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +14,16 @@ import pytest
 
 import omniattn
 from omniattn.cli import main, verify
+from omniattn.cli.cases import Case, call, cases_for, problem
+from omniattn.cli.expected import outputs_of
 from omniattn.cli.frameworks import NumpyFramework
 from omniattn.data import load_activations
-from omniattn.errors import ArgumentError
+from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.reference import low_precision
+from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
 from omniattn.runtime.device import DeviceInfo
+from omniattn.select import Target, select_attention
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +39,39 @@ def test_demo_json_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert data["device"] == "CPU"
     layers = {sample.name for sample in load_activations()}
     assert {row["layer"] for row in data["rows"]} == layers
-    assert {row["precision"] for row in data["rows"]} >= {"exact"}
+    assert {row["precision"] for row in data["rows"]} == set(omniattn.PRECISIONS)
+    assert data["note"] == ""
+    # docs/precision.md has what the formats cost on these very activations.
+    limits = {"int8": (0.04, 0.999), "int4": (0.22, 0.97)}
     for row in data["rows"]:
-        limit = 1e-5 if row["dtype"] == "float32" else 2e-3
-        assert 0 < row["relative_l1"] < limit
-        assert row["cosine"] > 1 - 1e-5
+        exact = (1e-5 if row["dtype"] == "float32" else 2e-3, 1 - 1e-5)
+        relative_l1, cosine = limits.get(row["precision"], exact)
+        assert 0 < row["relative_l1"] < relative_l1
+        assert row["cosine"] > cosine
         assert row["milliseconds"] > 0
         assert row["kernel"]
     content = plot.read_bytes()
     assert content.startswith(b"\x89PNG")
     assert len(content) > 10_000
+
+
+def test_demo_leaves_out_precisions_without_a_kernel_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU that has no kernel for them."""
+    explain = omniattn.explain
+
+    def refuse(*arrays: object, precision: str, **options: object) -> omniattn.Explanation:
+        if precision != "exact":
+            raise UnsupportedError(f"no attention kernel serves {precision}", instead="precision='exact'")
+        return explain(*arrays, precision=precision, **options)
+
+    monkeypatch.setattr(omniattn, "explain", refuse)
+    assert main(["demo", "--device", "cpu", "--repeats", "1", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {row["precision"] for row in data["rows"]} == {"exact"}
+    for precision in ("int8", "int4"):
+        assert f"without {precision}: no attention kernel serves {precision}" in data["note"]
 
 
 def test_demo_table_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +86,9 @@ def test_verify_cpu_passes(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(capsys.readouterr().out)
     assert data["ok"] is True
     assert [row["kernel"] for row in data["kernels"]] == [
-        f"{op}, NumPy {dtype}" for op in ("attention", "merge_states") for dtype in ("float16", "float32")
+        f"{op}, NumPy {dtype}"
+        for op in ("attention", "attention_int8", "merge_states")
+        for dtype in ("float16", "float32")
     ]
     assert all(row["status"] == "passed" and row["worst"] <= 1 for row in data["kernels"])
 
@@ -80,6 +113,7 @@ def test_verify_finds_wrong_results(
     assert main(["verify", "--cpu"]) == 1
     output = capsys.readouterr().out
     assert "FAILED" in output
+    assert re.search(r"attention_int8, NumPy float16 .*FAILED", output)
     assert {"nan": "NaN at different places", "mask": "causal", "lse": "lse: max abs"}[wrong] in output
 
 
@@ -125,6 +159,94 @@ def test_verify_kernel_that_takes_no_problem_has_not_passed(
     monkeypatch.setattr(verify, "check", check)
     assert main(["verify", "--kernel", REGISTRY[0].name]) == 1
     assert "no problem could be run" in capsys.readouterr().out
+
+
+def test_every_kernel_has_a_problem_that_it_takes() -> None:
+    """Each row of attention, forced, against selection itself: none is verified with nothing."""
+    target = Target((9, 0), 227 << 10)
+    for spec in REGISTRY:
+        cases = cases_for(spec.op)
+        assert cases
+        if spec.op not in ("attention", "attention_int8"):
+            continue
+        taken = []
+        for case in cases:
+            described = omniattn.explain(*_arrays(case, spec.head_dim)).problem
+            low = case.options.get("precision")
+            problem = dataclasses.replace(
+                described,
+                dtype=spec.dtype,
+                low=low,
+                varlen=case.packed,
+                tensor_maps=True,
+                softcap=case.options.get("softcap", 0.0),
+                mask="bool" if {"mask", "bias"} & set(case.arrays) else "none",
+            )
+            with contextlib.suppress(ArgumentError):
+                select_attention(problem, target, spec.name)
+                taken.append(case.name)
+        assert len(taken) >= 1, spec.name
+        if spec.op == "attention_int8":
+            assert any("smooth" in name or "int4" in name or not spec.features for name in taken)
+
+
+def _arrays(case: Case, head_dim: int) -> tuple[np.ndarray, ...]:
+    shape = (1, 4, case.heads_q, head_dim - case.below)
+    return (np.zeros(shape, np.float32),) * 3
+
+
+QUANTIZERS = [
+    (op, case, dtype)
+    for op in ("quantize", "quantize_delta")
+    for case in cases_for(op)
+    for dtype in ("float16", "float32")
+]
+
+
+@pytest.mark.parametrize(("op", "case", "dtype"), QUANTIZERS, ids=lambda x: x.name if isinstance(x, Case) else x)
+def test_verify_of_quantizers_finds_every_wrong_output(op: str, case: Case, dtype: str) -> None:
+    numbers = problem(case, op, dtype, 64)
+    framework = NumpyFramework()
+    result = call(getattr(omniattn, case.function), numbers, framework.array, dtype)
+    right = {name: np.array(array) for name, array in outputs_of(result).items()}
+    assert all(grade.ok for grade in numbers.expected.grade(right, dtype, 1e-3))
+    for name, array in right.items():
+        wrong = {**right, name: array + 1 if array.dtype.kind == "f" else array ^ 0x41}
+        assert not all(grade.ok for grade in numbers.expected.grade(wrong, dtype, 1e-3)), name
+        missing = {other: x for other, x in right.items() if other != name}
+        assert not all(grade.ok for grade in numbers.expected.grade(missing, dtype, 1e-3)), name
+        short = {**right, name: array[..., :-1]}
+        assert not all(grade.ok for grade in numbers.expected.grade(short, dtype, 1e-3)), name
+
+
+@pytest.mark.parametrize("case", cases_for("attention_int8"), ids=lambda case: case.name)
+def test_verify_of_low_precision_has_room_for_rounding_and_none_for_faults(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels round P against a base that is a power of two, the emulation against the row's maximum."""
+    numbers = problem(case, "attention_int8", "float16", 64)
+    framework = NumpyFramework()
+    rng = np.random.default_rng(0)
+
+    def accumulate(acc: np.ndarray, p: np.ndarray, v: np.ndarray, *_: object) -> np.ndarray:
+        lift = (2 ** rng.uniform(3.75, 4.75, size=(len(p), 1))).astype(np.float32)
+        return np.asarray(acc + decode_e4m3(encode_e4m3(p * lift)) / lift @ v)
+
+    function = getattr(omniattn, case.function)
+    with monkeypatch.context() as patch:
+        patch.setattr(low_precision, "_accumulate", accumulate)
+        o, lse = call(function, numbers, framework.array, "float16")
+    grades = numbers.expected.grade({"o": o.astype(np.float32), "lse": lse}, "float16", 1e-3)
+    assert all(grade.ok for grade in grades), grades
+    o, lse = (x.astype(np.float32) for x in call(function, numbers, framework.array, "float16"))
+    axis = -3 if case.layout == "NHD" else -2
+    for fault, wrong in {
+        "another row": {"o": np.roll(o, 1, axis=axis) if o.shape[axis] > 1 else np.roll(o, 1, axis=-2), "lse": lse},
+        "scale": {"o": o * np.float32(1.1), "lse": lse},
+        "base of the logarithm": {"o": o, "lse": lse * np.float32(np.log2(np.e))},
+        "NaN": {"o": np.where(np.arange(o.shape[-1]) == 3, np.float32(np.nan), o), "lse": lse},
+    }.items():
+        assert not all(grade.ok for grade in numbers.expected.grade(wrong, "float16", 1e-3)), fault
 
 
 def test_verify_gpu_that_no_kernel_runs_on_has_not_passed(

@@ -107,6 +107,33 @@ def test_a_kernel_for_dense_arrays_alone_says_so() -> None:
     assert "9.0" in row.cells[0].reason
 
 
+def test_kernels_that_lack_nothing_together_speak_for_the_whole_class() -> None:
+    fast = {"family": "fast", "min_arch": (9, 0), "arch_specific": True, "prebuild": ("90a",), "op": "attention_int8"}
+    dense, packed = (_spec(lack, lacks=frozenset({lack}), **fast) for lack in ("varlen", "dense"))
+    (row,) = support.support_rows(support.wheel_resolver, [dense, packed])
+    no = "no kernel yet, CPU reference"
+    assert [cell.text for cell in row.cells] == [no, no, no, "prebuilt", no, no]
+    assert row.cells[3].kernels == ("varlen", "dense")
+    assert row.label == "attention_int8 (precision int8, int4)"
+    # A kernel that takes everything and is compiled at run time is the worse offer.
+    (row,) = support.support_rows(
+        support.wheel_resolver, [_spec("all", op="attention_int8", prebuild=()), dense, packed]
+    )
+    assert [cell.text for cell in row.cells] == ["JIT", "JIT", "JIT", "prebuilt", "JIT", "JIT"]
+
+
+def test_rows_of_the_registry_for_low_precision() -> None:
+    rows = support.merge_rows(support.support_rows(support.wheel_resolver))
+    (low,) = [row for row in rows if row.op == "attention_int8"]
+    assert (low.features, low.dtype, low.head_dim) == ("also with smooth_q", "bfloat16, float16", "8–256")
+    by_target = {gpu.target: cell.text for gpu, cell in zip(support.GPUS, low.cells, strict=True)}
+    assert by_target.pop("sm_90") == "prebuilt"
+    assert set(by_target.values()) == {"no kernel yet, CPU reference"}
+    for op in ("quantize", "quantize_delta"):
+        (row,) = [row for row in rows if row.op == op]
+        assert [cell.text for cell in row.cells] == ["prebuilt"] * 4 + ["JIT"] * 2
+
+
 def test_rows_with_different_cells_are_not_merged() -> None:
     specs = [_spec("a", head_dim=64), _spec("b", head_dim=128, prebuild=())]
     assert len(support.merge_rows(support.support_rows(support.wheel_resolver, specs))) == 2

@@ -15,7 +15,7 @@ import omniattn
 from omniattn.cli import console
 from omniattn.cli.frameworks import Framework, NumpyFramework, gpu_framework, time_call
 from omniattn.data import Activations, load_activations
-from omniattn.errors import ArgumentError
+from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.reference import attention as reference_attention
 from omniattn.testing import compare
 
@@ -79,11 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
     framework, note = choose_framework(arguments.device)
     samples = load_activations()
     dtypes = ("float32", "float16") if framework.device == "CPU" else ("bfloat16", "float16")
+    precisions, missing = available(framework, samples[0], dtypes[0])
+    note = "; ".join(filter(None, (note, *missing)))
     rows = []
     with console.progress(len(samples), enabled=not arguments.json) as bar:
         for sample in samples:
             bar.step(sample.name)
-            rows += run_sample(framework, sample, dtypes, arguments.repeats)
+            rows += run_sample(framework, sample, dtypes, precisions, arguments.repeats)
     if arguments.plot is not None:
         plot_rows(rows, framework, arguments.plot)
     if arguments.json:
@@ -110,16 +112,32 @@ def choose_framework(device: str) -> tuple[Framework, str]:
     except console.CannotRunError as error:
         if device == "gpu":
             raise
-        return NumpyFramework(), f"on the CPU because {error}"
+        return NumpyFramework(), f"ran on the CPU because {error}"
 
 
-def run_sample(framework: Framework, sample: Activations, dtypes: Sequence[str], repeats: int) -> list[Row]:
+def available(framework: Framework, sample: Activations, dtype: str) -> tuple[list[str], list[str]]:
+    """Precisions that have a kernel here, and for each of the others a sentence."""
+    q, k, v = (framework.array(values, dtype) for values in (sample.q, sample.k, sample.v))
+    found, missing = [], []
+    for precision in omniattn.PRECISIONS:
+        try:
+            omniattn.explain(q, k, v, causal=True, precision=precision)
+        except UnsupportedError as error:
+            missing.append(f"without {precision}: {error}")
+        else:
+            found.append(precision)
+    return found, missing
+
+
+def run_sample(
+    framework: Framework, sample: Activations, dtypes: Sequence[str], precisions: Sequence[str], repeats: int
+) -> list[Row]:
     """One layer through every precision in every dtype."""
     expected, _ = reference_attention(sample.q, sample.k, sample.v, causal=True, compute_dtype=np.float64)
     rows = []
     for dtype in dtypes:
         q, k, v = (framework.array(values, dtype) for values in (sample.q, sample.k, sample.v))
-        for precision in omniattn.PRECISIONS:
+        for precision in precisions:
             choice = omniattn.explain(q, k, v, causal=True, precision=precision)
             call = functools.partial(omniattn.attention, q, k, v, causal=True, precision=precision)
             result, milliseconds = time_call(framework, call, repeats=repeats)
@@ -147,7 +165,7 @@ def _show(rows: Sequence[Row], samples: Sequence[Activations], framework: Framew
     console.print_table(title, header, cells, numeric=range(4, 9))
     console.print_line("Errors are against fp64. ms: best wall time of one call, host included.")
     if note:
-        console.print_line(f"Ran {note}.")
+        console.print_line(f"Note: {note}.")
 
 
 def plot_rows(rows: Sequence[Row], framework: Framework, path: Path) -> None:

@@ -57,7 +57,17 @@ KINDS: tuple[str, ...] = ("prebuilt", "cache", "jit", "unsupported")
 WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported": "–"}
 
 #: Registry feature to words.
-FEATURES = {"score_mods": "with softcap or mask"}
+FEATURES = {"score_mods": "with softcap or mask", "smooth_q": "with smooth_q"}
+
+#: What calls an operation whose name is not that of a public function.
+CALLS = {
+    "attention_int8": "precision int8, int4",
+    "quantize": "quantize_qk, quantize_v",
+    "quantize_delta": "quantize_qk with smooth_q",
+}
+
+#: Text of the cells of GPUs for which an operation has no kernel so far.
+NOT_YET = {"attention_int8": "no kernel yet, CPU reference"}
 
 #: What a kernel takes that does not list the key among what it lacks.
 SCOPES = {"dense": "dense", "varlen": "packed"}
@@ -81,18 +91,21 @@ class Cell:
     partial : str
         What part of the class a kernel of this GPU takes, its family, and its kind where that differs, such as
         ``"dense: attn_fwd_sm90"``; empty if there is none.
+    missing : str
+        What to say where there is no kernel; empty for a dash.
     """
 
     kind: str
     kernels: tuple[str, ...]
     reason: str
     partial: str = ""
+    missing: str = ""
 
     @property
     def text(self) -> str:
         """Text of the cell in a table."""
         if not self.partial:
-            return WORDS[self.kind]
+            return (self.missing if self.kind == "unsupported" else "") or WORDS[self.kind]
         return f"only {self.partial}" if self.kind == "unsupported" else f"{WORDS[self.kind]}; {self.partial}"
 
 
@@ -120,7 +133,8 @@ class SupportRow:
     @property
     def label(self) -> str:
         """The first cell of the line."""
-        return f"{self.op}, {self.features}" if self.features else self.op
+        op = f"{self.op} ({CALLS[self.op]})" if self.op in CALLS else self.op
+        return f"{op}, {self.features}" if self.features else op
 
 
 def wheel_resolver(spec: KernelSpec, cc: tuple[int, int]) -> tuple[str, str]:
@@ -180,7 +194,9 @@ def support_rows(
                 # A kernel takes every head_dim up to its own; the next smaller one is only faster below that.
                 able = [spec for spec in chosen if spec.head_dim == head_dim]
                 wide = [spec for spec in partial if spec.head_dim >= head_dim]
-                cells = tuple(_cell(able, wide, resolver, column) for column in columns)
+                cells = tuple(
+                    replace(_cell(able, wide, resolver, column), missing=NOT_YET.get(op, "")) for column in columns
+                )
                 rows.append(SupportRow(op, words, dtype, f"{smallest}–{head_dim}", cells))
                 smallest = head_dim + 8
     return rows
@@ -193,6 +209,9 @@ def _cell(specs: Sequence[KernelSpec], partial: Sequence[KernelSpec], resolver: 
     if part_kind == "unsupported":
         return Cell(kind, names, reasons or part_reasons)
     chosen = [spec for spec in partial if spec.name in part_names]
+    if not frozenset.intersection(*(spec.lacks for spec in chosen)) and KINDS.index(part_kind) < KINDS.index(kind):
+        # What one of them lacks another one has: together they take the whole class.
+        return Cell(part_kind, part_names, part_reasons)
     scope = ", ".join(word for lack, word in SCOPES.items() if any(lack not in spec.lacks for spec in chosen))
     families = ", ".join(dict.fromkeys(spec.family for spec in chosen))
     reasons = f"{reasons or 'no kernel takes the whole class'}; {families}: {part_reasons}"
