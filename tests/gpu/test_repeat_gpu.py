@@ -39,15 +39,24 @@ def _calls() -> dict[str, Callable[[], Any]]:
         "mask and sinks": lambda: oa.attention(q, k, v, mask=bias, sinks=sinks, softcap=20.0, return_lse=True),
         "out and stream": lambda: oa.attention(q, k, v, out=out.fill_(float("nan")), stream=here),
         "varlen": lambda: oa.attention_varlen(*packed, **lengths, causal=True, return_lse=True),
+        "int8": lambda: oa.attention(q, k, v, precision="int8", causal=True, return_lse=True),
+        "int4 into out": lambda: oa.attention(q, k, v, precision="int4", out=out.fill_(float("nan")), stream=here),
+        "int8 varlen": lambda: oa.attention_varlen(*packed, **lengths, precision="int8", return_lse=True),
         "merge": lambda: oa.merge_states(q, lse[0], v, lse[1]),
         "merge into out": lambda: oa.merge_states(q, lse[0], v, lse[1], out=out.fill_(float("nan")), stream=here),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "lse", "HND", "mask and sinks", "out and stream", "varlen", "merge", "merge into out"]
-)
+    "name",
+    [
+        "plain", "lse", "HND", "mask and sinks", "out and stream", "varlen", "int8", "int4 into out", "int8 varlen",
+        "merge", "merge into out",
+    ],
+)  # fmt: skip
 def test_the_short_way_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name.startswith("int") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("low precision has a kernel for compute capability 9.0 only")
     call = _calls()[name]
 
     def copies() -> list[Any]:

@@ -104,6 +104,20 @@ INT8_CASES: tuple[Case, ...] = (
         packed=True,
     ),
     Case(
+        "varlen, smooth_v",
+        "attention_varlen",
+        ((200, 300), (64, 128), (1, 1)),
+        options={"precision": Int8(smooth_v=True)},
+        packed=True,
+    ),
+    Case(
+        "varlen, causal, smooth_q",
+        "attention_varlen",
+        ((200, 300), (64, 128), (1, 1)),
+        options={"precision": Int8(smooth_q=True), "causal": True},
+        packed=True,
+    ),
+    Case(
         "varlen, int4, empty sequences",
         "attention_varlen",
         _RAGGED,
