@@ -196,3 +196,68 @@ def test_packed_sequences_are_listed_head_by_head(spec: KernelSpec) -> None:
     blocks = num_m_blocks(problem, spec.block_m)
     assert blocks == -(-1000 // spec.block_m) + 3 + 2
     assert tiles_of(problem, spec, blocks, SMS) == TileList(8 * blocks, 0, 0)
+
+
+def packed_walk(
+    starts: list[int], lengths_k: list[int], total: int, heads: int, block_m: int, pairs: bool, grid: int, cta: int
+) -> Iterator[tuple[int | None, int, int, int]]:
+    """PackedTiles of one CTA: (sequence or None, head, first row, rows of its owner behind it)."""
+    batch = len(starts) - 1
+    num_items = heads * (-(-total // block_m) + batch + 2 if total else 0)
+    chunk, before, walk_round = 0, 0, 0
+
+    def units_of(b: int) -> int:
+        blocks = -(-(starts[b + 1] - starts[b]) // block_m)
+        return (blocks + 1) // 2 if pairs else blocks
+
+    while True:
+        item = walk_round * grid + (grid - 1 - cta if walk_round & 1 else cta)
+        if item >= num_items:
+            return
+        walk_round += 1
+        while chunk < batch:
+            # The ones with the most keys first, then in their order.
+            sequences = sorted(range(chunk, min(chunk + 32, batch)), key=lambda b: -lengths_k[b])
+            if item - before < heads * sum(map(units_of, sequences)):
+                at = item - before
+                for b in sequences:
+                    if at < heads * units_of(b):
+                        break
+                    at -= heads * units_of(b)
+                head, j = divmod(at, units_of(b))
+                rows = starts[b + 1] - starts[b]
+                blocks = -(-rows // block_m)
+                for m in dict.fromkeys((blocks - 1 - j, j)) if pairs else (blocks - 1 - j,):
+                    yield b, head, starts[b] + m * block_m, rows - m * block_m
+                break
+            before += heads * sum(map(units_of, sequences))
+            chunk += 32
+        else:
+            block, head = divmod(item - before, heads)
+            head_blocks = -(-starts[0] // block_m)
+            begin, length = (0, starts[0]) if block < head_blocks else (starts[-1], total - starts[-1])
+            m0 = (block if block < head_blocks else block - head_blocks) * block_m
+            if m0 < length:
+                yield None, head, begin + m0, length - m0
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("batch", [1, 3, 31, 32, 33, 70])
+def test_packed_tiles_cover_each_row_of_each_head_once(batch: int, pairs: bool) -> None:
+    rng = random.Random(batch)
+    for _ in range(20):
+        total, heads, block_m, grid = rng.randint(1, 600), rng.randint(1, 5), rng.choice((16, 48)), rng.randint(1, 40)
+        starts = sorted(rng.choice((rng.randint(0, total), 0, total)) for _ in range(batch + 1))
+        lengths_k = [rng.choice((0, 5, rng.randint(0, 300))) for _ in range(batch)]
+        owner: dict[tuple[int, int], int | None] = {}
+        for cta in range(grid):
+            walked = packed_walk(starts, lengths_k, total, heads, block_m, pairs, grid, cta)
+            for sequence, head, first, rows in walked:
+                assert rows > 0
+                for row in range(first, first + min(rows, block_m)):
+                    assert (head, row) not in owner
+                    owner[head, row] = sequence
+        expected: dict[tuple[int, int], int | None] = {(h, row): None for h in range(heads) for row in range(total)}
+        for b in range(batch):
+            expected.update({(h, row): b for h in range(heads) for row in range(starts[b], starts[b + 1])})
+        assert owner == expected
