@@ -29,6 +29,9 @@ struct QuantizeParams {
     uint32* k_amax_done;
     uint32* q_amax;
     uint32* q_amax_done;
+    int32*
+        starts_q;  // copies of cu_seqlens that never decrease, for the launches behind the one that zeroes; null: none
+    int32* starts_k;
     int64 q_stride_b, q_stride_s, q_stride_h;  // elements
     int64 k_stride_b, k_stride_s, k_stride_h;
     int64 v_stride_b, v_stride_s, v_stride_h;
@@ -36,16 +39,16 @@ struct QuantizeParams {
     int32 seqlen_q, seqlen_k;  // rows of the packed tensors when there are cu_seqlens
     int32 head_dim, head_dim_pad;
     int32 slots_q, slots_k, slots_r;  // blocks of 128 queries, of 128 keys, and chunks of keys of one head
-    int32 key_tile, tiles_k;          // keys that share k_scale groups: 128 or 64; such tiles of one head
-    int32 bits;                       // of a stored element: 8 or 4
-    int32 q_group_rows;               // queries of a 16- or 32-row slice share scales: 16 or 32
-    int32 granularity;                // Granularity
-    int32 flags;                      // Flag
-    int32 packed;                     // sequences of different lengths, with cu_seqlens
+    int32 key_tile, tiles_k;  // keys that share k_scale groups: 128 or 64; such tiles of one head
+    int32 bits;  // of a stored element: 8 or 4
+    int32 q_group_rows;  // queries of a 16- or 32-row slice share scales: 16 or 32
+    int32 granularity;  // Granularity
+    int32 flags;  // Flag
+    int32 packed;  // sequences of different lengths, with cu_seqlens
     int32 units, units_per_group, num_groups;  // heads of K (of all batch entries if dense), in groups that stay in L2
     int32 per_unit_r, per_unit_a, per_unit_q, per_unit_kv;  // items of one unit
     int32 last_base, num_items;  // first item of the last group's step, behind the first group's sums; all items
-    int32 clear_words;  // > 0: this launch zeroes that many words from `ticket` on and does nothing else
+    int32 clear_words;  // > 0: this launch zeroes that many words from `ticket` on, copies cu_seqlens, and that is all
     int32 delta_columns;  // extent of delta_s along the keys
     int32 levels;  // largest magnitude of an element: 127 or 7
     int32 reserved;  // the size is a multiple of 8
@@ -94,6 +97,23 @@ OA_DEVICE Sequence packed_sequence(const int32* cu, int32 b, int32 total) {
     int32 lo = min_of(max_of(cu[b], 0), total);
     return {lo, min_of(max_of(cu[b + 1], lo), total) - lo};
 }
+// Copies cu_seqlens, clamped to the tensor, with every entry at least as large as those before it: with lengths that go
+// backwards two sequences would share slots, and one would wait for sums that nobody makes. One warp.
+OA_DEVICE void copy_starts(const int32* cu, int32* starts, int32 batch, int32 total) {
+    int32 lane = threadIdx.x & 31, most = 0;
+    for (int64 base = 0; base <= batch; base += 32) {
+        int32 x = base + lane <= batch ? min_of(max_of(cu[base + lane], 0), total) : 0;
+#pragma unroll
+        for (int32 d = 1; d < 32; d <<= 1) {
+            int32 before = __shfl_up_sync(0xffffffffu, x, d);
+            if (lane >= d) x = max_of(x, before);
+        }
+        x = max_of(x, most);
+        if (base + lane <= batch) starts[base + lane] = x;
+        most = __shfl_sync(0xffffffffu, x, 31);
+    }
+}
+
 // First slot of sequence b among slots of `rows` rows: at least one slot for every sequence, empty ones too.
 OA_DEVICE int32 first_slot(int32 begin, int32 b, int32 rows) { return int32((uint32(begin) + rows - 1) / rows) + b; }
 

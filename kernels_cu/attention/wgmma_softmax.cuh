@@ -9,14 +9,18 @@
 
 // Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S for
 // |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3 * 2^22,
-// scale_without_rounding cuts the scale c to 20 bits, the base m2 of the softmax is an integer, so 12582912 c + m2 has its
-// 24 bits.
+// scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is an integer, so that 12582912 c + m2
+// has 24 bits while c <= kCoarseScale. Coarser scores (a unit of which is worth a third and more in the result) take the
+// careful way, which subtracts the constant first.
 OA_DEVICE float score_of(float s) { return s; }
 OA_DEVICE float score_of(int32 s) { return __int_as_float(s + 0x4b400000); }
 template <typename Score>
 constexpr float kScoreBias = 0.0f;
 template <>
 constexpr float kScoreBias<int32> = 12582912.0f;
+constexpr float kCoarseScale = 0.5f;
+// With a shift, which is no integer, the sum is rounded to 0.6 c at most: that much is let pass.
+constexpr float kCoarseScaleShifted = 0.005f;
 OA_DEVICE float scale_without_rounding(float c) { return __uint_as_float(__float_as_uint(c) & 0xfffffff0u); }
 // A hidden key's score: score_of it is -inf.
 OA_DEVICE void hide(float& s) { s = neg_inf(); }
@@ -65,6 +69,8 @@ struct RowState {
     // exp2(-inf) = 0, and the first visible one infinity, which the sum reports.
     float m2[2], l[2];
 
+    static constexpr float kTooMuch = 3.0e38f;  // a sum that is never good enough
+
     OA_DEVICE RowState() : m2{kLowest, kLowest}, l{0.0f, 0.0f} {}
 
     // Raises the base to the maximum of these scores (of four lanes); alpha: what O and l are to be multiplied by, l
@@ -102,7 +108,7 @@ struct RowState {
 
     // Calls put(n, r, p0, p1) for the two neighbouring columns of row r in column block n; sum: this lane's sums.
     // shift(n, x): what is added to the exponents of a column, in base 2.
-    // kCareful: hidden keys give 0 even where c is NaN.
+    // kCareful: hidden keys give 0 even where c is NaN, and integer scores of any scale lose nothing.
     template <bool kCareful = false, typename Score, int kScores, typename Put, typename Shift = NoShift>
     OA_DEVICE void exponentiate(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put put,
                                 Shift shift = {}) const {
@@ -120,11 +126,13 @@ struct RowState {
                 for (int x = 0; x < 2; ++x) {
                     float score = score_of(s[4 * n + 2 * r + x]);
                     float offset = base[r];
-                    // A shift is no integer. Beside the constant it is rounded to 12582912 c 2^-24: at most 0.4 of what
-                    // one unit of an integer score is worth, and different for every column.
                     if constexpr (Shift::kPresent) offset += shift(n, x);
-                    p[x] = exp2_approx(fmaf(score, c[r], offset));
-                    if constexpr (kCareful) p[x] = score == neg_inf() ? 0.0f : p[x];
+                    if constexpr (kCareful) {
+                        float exponent = fmaf(score - kScoreBias<Score>, c[r], shift(n, x)) - m2[r];
+                        p[x] = score == neg_inf() ? 0.0f : exp2_approx(exponent);
+                    } else {
+                        p[x] = exp2_approx(fmaf(score, c[r], offset));
+                    }
                 }
                 sum[r] += p[0] + p[1];
                 put(n, r, p[0], p[1]);

@@ -130,7 +130,9 @@ class Producer : public ProducerRole<Config, Producer> {
         if constexpr (Config::kDelta) {
             int64 q_head = int64(t.batch_idx) * p.num_q_heads + t.head_idx;
             int32 first = t.m0 / kBlockRows, last = (t.seqlen_q - 1) / kBlockRows;
-            const float* rows = params_.delta_s + q_head * params_.delta_stride_h + key;
+            // Beyond the columns that max_seqlen_k allowed for there is nothing to read; the consumers make NaN of it.
+            int32 column = min_of(key, params_.delta_columns - Config::kBlockN);
+            const float* rows = params_.delta_s + q_head * params_.delta_stride_h + column;
 #pragma unroll
             for (int i = 0; i < Config::kDeltaRows; ++i)
                 bulk_load(smem_addr_of(smem_.delta[stage][i]),
@@ -272,6 +274,10 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     // Undoes V's scale and mean, both per channel: O = A v_scale + (sum of P) v_mean, before the division by that sum.
     OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
         state.softmax.reduce();
+        if (t.seqlen_k <= 0) {  // rows of no sequence have no channels to look up, and nothing to scale
+            store_rows<Config::Io>(state.acc, state.softmax.m2, state.softmax.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
+            return;
+        }
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
         int64 channels = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.head_dim_pad;
 #pragma unroll
@@ -348,15 +354,19 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     template <bool kFirst>
     OA_DEVICE void softmax(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, float q_scale,
                            const bool (&own)[2], Scores& s, Probabilities& probs, Rows& state) {
-        const float c0 = scale_without_rounding(q_scale * storage_.k_scale[k_at_.stage][lane_ & 3]);
+        float c0 = scale_without_rounding(q_scale * storage_.k_scale[k_at_.stage][lane_ & 3]);
+        // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
+        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.delta_columns) c0 = __int_as_float(0x7fffffff);
         const float c[2] = {c0, c0};
         if constexpr (Config::kDelta) {
             int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
             DeltaShift shift{storage_.delta[k_at_.stage][row] + 2 * (lane_ & 3), p_.softmax_scale * kLog2e};
             if (n == keys.first) release_q();
             probabilities_of<kFirst>(t, keys, n, warp_row, c, shift, own, s, probs, state);
+            __syncwarp();  // every lane has read delta_s and k_scale
             release_k();
         } else {
+            __syncwarp();  // every lane has read k_scale
             release_k();
             if (n == keys.first) release_q();
             probabilities_of<kFirst>(t, keys, n, warp_row, c, NoShift{}, own, s, probs, state);
@@ -369,11 +379,14 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         Softmax& rows = state.softmax;
         Pairs pairs;
         float sum[2], alpha[2];
+
         if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
         if constexpr (kFirst) rows.raise(s, c, alpha, shift);
         probabilities<false>(rows, s, c, shift, pairs, sum);
         // The product with V has run on under the softmax.
         if constexpr (!kFirst) finish_pv(state);
+        constexpr float kCoarse = Shift::kPresent ? kCoarseScaleShifted : kCoarseScale;
+        if (c[0] > kCoarse) sum[0] = sum[1] = Softmax::kTooMuch;  // scores too coarse for the short way
         if (Softmax::too_large(sum, own)) {
             rows.raise(s, c, alpha, shift);
             rescale(state.acc, alpha);

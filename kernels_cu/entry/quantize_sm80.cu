@@ -42,6 +42,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
     if (p.clear_words > 0) {
         for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.clear_words; i += int64(gridDim.x) * kThreads)
             p.ticket[i] = 0;
+        if (blockIdx.x == 0 && threadIdx.x < 32 && p.starts_q != nullptr)
+            copy_starts(p.cu_seqlens_q, p.starts_q, p.batch, p.seqlen_q);
+        if (blockIdx.x == 0 && threadIdx.x / 32 == 1 && p.starts_k != nullptr)
+            copy_starts(p.cu_seqlens_k, p.starts_k, p.batch, p.seqlen_k);
         return;
     }
     bool first_warp = threadIdx.x < 32;

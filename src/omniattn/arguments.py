@@ -72,7 +72,7 @@ def check_window(window: Any, causal: bool, function: str) -> tuple[int, int]:
 
 def check_precision(precision: Any, function: str) -> tuple[str, Int8 | None]:
     """Name and knobs of a precision; ``"exact"`` has none."""
-    if isinstance(precision, Int8):
+    if precision.__class__ in (Int8, Int4):
         return f"int{precision.bits}", precision
     if not isinstance(precision, str) or precision not in PRECISIONS + PLANNED_PRECISIONS:
         names = ", ".join(map(repr, PRECISIONS))

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import arguments, arrays
 from .arrays import Tensor
-from .errors import ArgumentError
+from .errors import ArgumentError, UnsupportedError
 from .planning import Plan, make_plan
 from .precision import Int8
 from .repeat import repeated_forward
@@ -150,7 +150,8 @@ def attention_varlen(
         Row at which each sequence begins, and the end of the last one: 0 first, never decreasing. Checked on the CPU;
         on a GPU that would need a synchronization, and values outside the tensors are clamped to them.
     max_seqlen_q, max_seqlen_k : int
-        At least the longest sequence. They give the mask its extent; the result does not depend on them otherwise.
+        At least the longest sequence. They give the mask its extent, and with smooth_q ("int4") a workspace, where too
+        small a max_seqlen_k makes NaN. The result does not depend on them otherwise.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
     layout, causal, window, softmax_scale, softcap, sinks, precision, return_lse, out, stream, deterministic
@@ -256,6 +257,12 @@ def _run(
         tensors.append(lse)
     workspace = None
     if plan.forward.workspace_bytes:
+        if tq.framework == "dlpack":
+            raise UnsupportedError(
+                f"{function}(): precision={plan.problem.precision!r} needs memory that only the arrays' own library "
+                "can give, and DLPack has no way to ask for it",
+                instead="torch, CuPy or JAX arrays, or precision='exact'",
+            )
         workspace = arrays.empty_like_framework(tq, (plan.forward.workspace_bytes,), "uint8")
         tensors.append(workspace)
     pointers = [tq.ptr, tk.ptr, tv.ptr, o.ptr, 0 if lse is None else lse.ptr, 0, 0, 0, 0]

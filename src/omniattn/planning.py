@@ -172,7 +172,7 @@ def make_plan(
             problem_for(
                 low, dtype=q.dtype, batch=batch, rows_q=rows_q, rows_k=rows_k, heads_q=heads_q, heads_kv=heads_kv,
                 head_dim=head_dim, varlen=varlen, grouping="sm90", full_bias=bool(return_lse) or sinks_kind != "none",
-                max_seqlen_k=extent_k, wide=True,
+                max_seqlen_k=max(extent_k, 1), wide=True,
             ),
             (strides.q, strides.k, strides.v),
             q.ordinal,

@@ -248,7 +248,9 @@ _FLUSH_KEYS = 512
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: bool) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
-    block_m = 64 * tile.num_consumers
+    # delta_s takes registers that a fourth warpgroup would need.
+    num_consumers = min(tile.num_consumers, 3) if smooth_q else tile.num_consumers
+    block_m = 64 * num_consumers
     num_q_stages = 1 if varlen else tile.num_q_stages
     tiles_bytes = tile.head_dim * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
     delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * tile.block_n * 4
@@ -265,7 +267,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         defines=(
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(tile.head_dim)),
-            ("NUM_CONSUMERS", str(tile.num_consumers)),
+            ("NUM_CONSUMERS", str(num_consumers)),
             ("BLOCK_N", str(tile.block_n)),
             ("NUM_STAGES", str(tile.num_stages)),
             ("NUM_Q_STAGES", str(num_q_stages)),
@@ -278,7 +280,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         head_dim=tile.head_dim,
         block_m=block_m,
         block_n=tile.block_n,
-        num_warps=4 * (1 + tile.num_consumers),
+        num_warps=4 * (1 + num_consumers),
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,

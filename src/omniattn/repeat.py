@@ -90,9 +90,11 @@ class RepeatedForward:
         if self._new_workspace is not None:
             lse = None if self._new_lse is None else self._new_lse(q)
             at_lse = 0 if lse is None else lse.data_ptr()
-            # The allocator gives its memory to nobody before the kernels are through: they are on its stream.
-            workspace = self._new_workspace(q).data_ptr()
-            self._launch(current, (at_q, at_k, at_v, at_out, at_lse, starts_q, starts_k, at_mask, at_sinks, workspace))
+            # Held until the kernels are queued: another thread on this stream could be given its memory before that.
+            workspace = self._new_workspace(q)
+            pointers = (at_q, at_k, at_v, at_out, at_lse, starts_q, starts_k, at_mask, at_sinks, workspace.data_ptr())
+            self._launch(current, pointers)
+            del workspace
             return out if lse is None else (out, lse)
         if self._new_lse is None:
             self._launch(current, (at_q, at_k, at_v, at_out, 0, starts_q, starts_k, at_mask, at_sinks))

@@ -60,6 +60,10 @@ class _AlreadyQuantized:
     def launch(self, *_: object) -> None:
         return
 
+    def starts(self, _: int) -> tuple[int, int]:
+        """Dense batches have no cu_seqlens."""
+        return 0, 0
+
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:

@@ -124,6 +124,6 @@ class Int8Sm90Plan:
             at_k = at_v = at_q
         _ARGUMENTS.pack_into(
             PARAMS.buffer, 0, self._q.at(at_q, kernel), self._k.at(at_k, kernel), self._v.at(at_v, kernel),
-            *pointers[:9], self._rest, operands,
+            *pointers[:5], *self._quantizer.starts(base + self._outputs_bytes), *pointers[7:9], self._rest, operands,
         )  # fmt: skip
         kernel.launch(self._grid, self.threads, stream, PARAMS.address)

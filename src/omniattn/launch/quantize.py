@@ -28,7 +28,7 @@ _MAX_GRID = 1 << 20
 _ALIGNMENT = 256
 
 # The fields of QuantizeParams in order, little-endian, no padding.
-_POINTERS = struct.Struct("<24Q")
+_POINTERS = struct.Struct("<26Q")
 _REST = struct.Struct("<9q 30i")
 
 Strides3 = tuple[int, int, int]
@@ -186,7 +186,7 @@ class QuantizePlan:
 
     __slots__ = (
         "_clear", "_delta", "_delta_grid", "_grid", "_items", "_rest", "_threads", "_words", "counters_bytes",
-        "delta_kernel", "kernel", "problem", "workspace_bytes",
+        "delta_kernel", "kernel", "problem", "starts_bytes", "workspace_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -215,7 +215,7 @@ class QuantizePlan:
         last = units - (groups - 1) * per_group
         rest = per_a + per_q + per_pass
         last_base = (groups - 2) * per_group * (per_r + rest) + last * per_r + per_group * rest if groups > 1 else 0
-        self._items = units * (per_r + rest)
+        self._items = units * (per_r + rest) if p.batch else 0  # rows without a sequence are nobody's
         if self._items >= 2**31 - 2**24:
             raise ValueError(f"{self._items} blocks to quantize: more than any memory holds")
         flags = (
@@ -246,14 +246,22 @@ class QuantizePlan:
 
         self._rest, self._clear = pack(0), pack(clear)
         self.counters_bytes = -(-4 * clear // _ALIGNMENT) * _ALIGNMENT
-        #: Partial sums, behind the counters.
-        self.workspace_bytes = self.counters_bytes + 16 * units * p.slots_r * tile
+        #: Of each copy of cu_seqlens, behind the counters.
+        self.starts_bytes = -(-4 * (p.batch + 1) // _ALIGNMENT) * _ALIGNMENT if p.varlen else 0
+        #: Partial sums, behind the copies.
+        self.workspace_bytes = self.counters_bytes + 2 * self.starts_bytes + 16 * units * p.slots_r * tile
         self._grid = (
             (min(self._items, sm_count * int(dict(spec.defines)["CTAS"])), 1, 1),
             (min(-(-clear // self._threads), _MAX_GRID), 1, 1),
         )
         self._delta_grid = (units * p.slots(p.rows_k, p.key_tile), 1, 1)
         self._delta = p.smooth_q and p.qk and p.rows_q > 0 and self._delta_grid[0] > 0
+
+    def starts(self, workspace: int) -> tuple[int, int]:
+        """Addresses of the copies of cu_seqlens_q and cu_seqlens_k that `launch` makes: clamped, never decreasing."""
+        if not self.starts_bytes:
+            return 0, 0
+        return workspace + self.counters_bytes, workspace + self.counters_bytes + self.starts_bytes
 
     @property
     def num_launches(self) -> int:
@@ -281,15 +289,18 @@ class QuantizePlan:
         if kernel is None:
             raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
         get = outputs.get
-        pointers = _POINTERS.pack(
-            *inputs,
+        copies = self.starts(workspace)
+        starts = tuple(copy if given else 0 for copy, given in zip(copies, inputs[3:], strict=True))
+        rest = (
             *(get(name, 0) for name in OUTPUTS),
-            workspace + self.counters_bytes,
+            workspace + self.counters_bytes + 2 * self.starts_bytes,
             workspace,
             *(workspace + 4 * at for at in self._words),
+            *starts,
         )
         grid, clear_grid = self._grid
-        kernel.launch(clear_grid, self._threads, stream, PARAMS.write(pointers + self._clear))
+        kernel.launch(clear_grid, self._threads, stream, PARAMS.write(_POINTERS.pack(*inputs, *rest) + self._clear))
+        pointers = _POINTERS.pack(*inputs[:3], *starts, *rest)
         kernel.launch(grid, self._threads, stream, PARAMS.write(pointers + self._rest))
         if self._delta:
             delta = self.delta_kernel
