@@ -32,10 +32,10 @@ OA_DEVICE void wgmma_pin(int32 (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// Descriptor fields (PTX ISA, "matrix descriptor"), all addresses and offsets in units of 16 bytes. kSwizzleBytes, 128 or
-// 64, is also the length of a row. K-major operands (rows along k): stride = bytes between 8-row groups, leading unused.
-// MN-major operands (rows along m or n): stride = bytes between groups of 8 k, leading = distance between blocks of
-// 64 m or n.
+// Descriptor fields (PTX ISA, "matrix descriptor"), all addresses and offsets in units of 16 bytes. kSwizzleBytes, 128
+// or 64, is also the length of a row. K-major operands (rows along k): stride = bytes between 8-row groups, leading
+// unused. MN-major operands (rows along m or n): stride = bytes between groups of 8 k, leading = distance between
+// blocks of 64 m or n.
 struct WgmmaDescriptor {
     uint32 lo, hi;
 

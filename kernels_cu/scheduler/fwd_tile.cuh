@@ -107,18 +107,19 @@ OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
     int32 block = int32(tile_idx - int64(t.head_idx) * p.num_m_blocks);
     int lane = threadIdx.x & 31;
     for (int32 base = 0; base < p.batch; base += 32) {
-        SequenceRange mine = sequence_range(p, min_of(base + lane, p.batch - 1));
-        int32 blocks = base + lane < p.batch ? (mine.seqlen_q + kBlockM - 1) / kBlockM : 0;
+        int32 seqlen_q = sequence_range(p, min_of(base + lane, p.batch - 1)).seqlen_q;
+        int32 blocks = base + lane < p.batch ? (seqlen_q + kBlockM - 1) / kBlockM : 0;
         int32 inclusive = inclusive_sum(blocks, lane);
         uint32 past = __ballot_sync(0xffffffffu, inclusive > block);
         if (past != 0) {
             int src = __ffs(int(past)) - 1;
             int32 before = __shfl_sync(0xffffffffu, inclusive - blocks, src);
+            SequenceRange found = sequence_range(p, base + src);
             t.batch_idx = t.sequence = base + src;
-            t.q_begin = __shfl_sync(0xffffffffu, mine.q_begin, src);
-            t.seqlen_q = __shfl_sync(0xffffffffu, mine.seqlen_q, src);
-            t.k_begin = __shfl_sync(0xffffffffu, mine.k_begin, src);
-            t.seqlen_k = __shfl_sync(0xffffffffu, mine.seqlen_k, src);
+            t.q_begin = found.q_begin;
+            t.seqlen_q = found.seqlen_q;
+            t.k_begin = found.k_begin;
+            t.seqlen_k = found.seqlen_k;
             t.m0 = (__shfl_sync(0xffffffffu, blocks, src) - 1 - (block - before)) * kBlockM;
             t.valid = true;
             return t;

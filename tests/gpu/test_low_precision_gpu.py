@@ -51,7 +51,7 @@ def _numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
     return np.asarray(x.detach().float().cpu().numpy())
 
 
-def _check(got: Any, want: Any, *, lse_atol: float, cosine: float = 0.9990, relative_l1: float = 0.03) -> None:
+def _check(got: Any, want: Any, *, lse_atol: float, cosine: float = 0.9985, relative_l1: float = 0.05) -> None:
     """O and LSE of the kernel against the emulation: they round P at different bases, and nothing else."""
     o, o_ref = _numpy(got[0]), _numpy(want[0])
     np.testing.assert_array_equal(np.isnan(o), np.isnan(o_ref))
