@@ -237,6 +237,30 @@ def test_cu_seqlens_that_go_backwards_neither_hang_nor_touch_others() -> None:
         assert torch.equal(got, oa.attention_varlen(q, k, v, cu_seqlens_q=plain, cu_seqlens_k=plain, **options))
 
 
+def test_too_small_a_max_seqlen_k_is_not_a_number() -> None:
+    q, k, v = (torch.randn(1000, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    cu = torch.tensor([0, 1000], dtype=torch.int32, device="cuda")
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 1000, "precision": "int4", "causal": True}
+    want = oa.attention_varlen(q, k, v, max_seqlen_k=1000, **options)
+    for short in (0, 128):
+        got = oa.attention_varlen(q, k, v, max_seqlen_k=short, **options)
+        assert torch.equal(got[:128], want[:128])
+        assert got[128:].isnan().all()
+
+
+def test_many_sequences_that_go_backwards_once() -> None:
+    """More than one step of 32 entries; the running maximum goes from one to the next."""
+    lengths = [7 * (i % 5) for i in range(70)]
+    plain = torch.tensor([5, *(5 + np.cumsum(lengths))], dtype=torch.int32, device="cuda")
+    total = int(plain[-1]) + 9
+    q, k, v = (torch.randn(total, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    backwards = torch.cat([plain[:41], plain[40:41].clone().zero_(), plain[41:]])
+    options = {"max_seqlen_q": 28, "max_seqlen_k": 28, "precision": "int8"}
+    want = oa.attention_varlen(q, k, v, cu_seqlens_q=plain, cu_seqlens_k=plain, **options)
+    got = oa.attention_varlen(q, k, v, cu_seqlens_q=backwards, cu_seqlens_k=backwards, **options)
+    assert torch.equal(got, want)
+
+
 def test_rows_without_any_sequence_are_zero() -> None:
     q, k, v = (torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     none = torch.zeros(1, dtype=torch.int32, device="cuda")
