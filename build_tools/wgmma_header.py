@@ -11,29 +11,30 @@ from pathlib import Path
 
 TARGET = Path(__file__).resolve().parent.parent / "kernels_cu" / "ptx" / "wgmma.cuh"
 
-#: Widths N of D that the kernels use.
-WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
-
 
 @dataclass(frozen=True)
 class _Kind:
-    """Operand types that the kernels multiply."""
+    """Operand types that the kernels multiply, and the widths N of D that they use."""
 
     types: str  # D, A and B, as the instruction names them
     depth: int  # k of one instruction: 32 bytes
     tag: str
     accumulator: str
     constraint: str
-    #: What follows the predicate for A in shared memory and in registers; None: not wrapped.
-    shared_a: str | None
-    registers_a: str | None
+    #: What follows the predicate for A in shared memory and in registers.
+    shared_a: str
+    registers_a: str
+    shared_widths: tuple[int, ...]
+    register_widths: tuple[int, ...]
 
 
 _KINDS = (
-    _Kind("f32.bf16.bf16", 16, "BFloat16", "float", "f", "1, 1, 0, 0", "1, 1, 1"),
-    _Kind("f32.f16.f16", 16, "Half", "float", "f", "1, 1, 0, 0", "1, 1, 1"),
-    _Kind("s32.s8.s8", 32, "Int8", "int32", "r", "", None),
-    _Kind("f32.e4m3.e4m3", 32, "E4m3", "float", "f", None, "1, 1"),
+    _Kind(
+        "f32.bf16.bf16", 16, "BFloat16", "float", "f", "1, 1, 0, 0", "1, 1, 1", (64, 96, 128), (64, 96, 128, 192, 256)
+    ),
+    _Kind("f32.f16.f16", 16, "Half", "float", "f", "1, 1, 0, 0", "1, 1, 1", (64, 96, 128), (64, 96, 128, 192, 256)),
+    _Kind("s32.s8.s8", 32, "Int8", "int32", "r", "", "", (64,), ()),
+    _Kind("f32.e4m3.e4m3", 32, "E4m3", "float", "f", "1, 1", "1, 1", (), (64, 128, 256)),
 )
 
 _HEAD = """\
@@ -147,12 +148,12 @@ def _instruction(width: int, kind: _Kind, registers_a: bool) -> str:
 def header() -> str:
     """The whole text of the header."""
     parts = [_HEAD]
-    for width in WIDTHS:
+    for width in sorted({n for kind in _KINDS for n in kind.shared_widths + kind.register_widths}):
         body = "".join(
             _instruction(width, kind, registers_a)
             for kind in _KINDS
-            for registers_a, wrapped in ((False, kind.shared_a), (True, kind.registers_a))
-            if wrapped is not None
+            for registers_a, widths in ((False, kind.shared_widths), (True, kind.register_widths))
+            if width in widths
         )
         parts.append(f"template <>\nstruct Wgmma<{width}> {{\n{body}}};\n")
     return "// clang-format off\n" + "\n".join(parts)

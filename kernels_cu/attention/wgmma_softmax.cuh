@@ -19,7 +19,7 @@ constexpr float kScoreBias = 0.0f;
 template <>
 constexpr float kScoreBias<int32> = 12582912.0f;
 constexpr float kCoarseScale = 0.5f;
-// With a shift, which is no integer, the sum is rounded to 0.6 c at most: that much is let pass.
+// With a shift, which is no integer, the sum is rounded to 0.75 c at most: that much is let pass.
 constexpr float kCoarseScaleShifted = 0.005f;
 OA_DEVICE float scale_without_rounding(float c) { return __uint_as_float(__float_as_uint(c) & 0xfffffff0u); }
 // A hidden key's score: score_of it is -inf.
