@@ -12,8 +12,8 @@
 // row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
 //
 // Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh).
-//   consumer   turn: wait k(i+1) | S = QK(i+1) | wait v(i) | A += P(i)V(i) | next one's turn
-//              every FLUSH_KEYS keys: O += A, A = 0 | softmax(i+1) ...
+//   consumer   wait kv(i) | turn: S = QK(i) | A += P(i-1)V(i-1) | next one's turn
+//              softmax(i), under the product with V | every FLUSH_KEYS keys: O += A, A = 0 ...
 // The tensor cores keep about 13 bits of mantissa when they add e4m3 products. So A, in registers, covers FLUSH_KEYS keys
 // only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no registers for both.
 // P is at most 27 (with 128 keys 13.5) at the largest score that the base of the softmax was made for, which leaves room
@@ -150,10 +150,8 @@ class Producer : public ProducerRole<Config, Producer> {
     SharedStorage& smem_;
 };
 
-// S = Q K^T, asynchronous. smem_q: this warpgroup's 64 rows.
-OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
-    WgmmaDescriptor q = wgmma_descriptor<Config::kRowBytes>(smem_q, 16, 8 * Config::kRowBytes);
-    WgmmaDescriptor k = wgmma_descriptor<Config::kRowBytes>(smem_k, 16, 8 * Config::kRowBytes);
+// S = Q K^T, asynchronous. q: this warpgroup's 64 rows.
+OA_DEVICE void issue_qk(Scores& s, WgmmaDescriptor q, WgmmaDescriptor k) {
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
@@ -166,14 +164,13 @@ OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
     wgmma_pin(s);
 }
 
-// A = P V, or A += P V if `accumulate`, asynchronous.
-OA_DEVICE void issue_pv(Output& acc, const Probabilities& probs, uint32 smem_v, int32 accumulate) {
-    WgmmaDescriptor v = wgmma_descriptor<Config::kBlockN>(smem_v, 16, 8 * Config::kBlockN);
+// A += P V, asynchronous.
+OA_DEVICE void issue_pv(Output& acc, const Probabilities& probs, WgmmaDescriptor v) {
     wgmma_pin(acc);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 32; ++step)
-        Wgmma<Config::kHeadDim>::rs(E4m3{}, acc, probs[step], v.at(step * 32), step == 0 ? accumulate : 1);
+        Wgmma<Config::kHeadDim>::rs(E4m3{}, acc, probs[step], v.at(step * 32), 1);
     wgmma_commit();
     wgmma_pin(acc);
 }
@@ -194,23 +191,22 @@ struct DeltaShift {
     OA_DEVICE float operator()(int n, int x) const { return delta[8 * n + x] * scale_log2; }
 };
 
-// Pairs of P in e4m3, [column block][row], in the low halves. P is made while the product of the last P runs, whose
-// operands no instruction may write to: so it waits in this form.
-using Pairs = uint32[Config::kNTiles][2];
-
+// P as operand. Keys are permuted inside each 16, as those of V are: a register holds columns x of blocks n and n + 1.
 template <bool kCareful, typename Shift>
-OA_DEVICE void probabilities(const Softmax& rows, const Scores& s, const float (&c)[2], Shift shift, Pairs& pairs,
-                             float (&sum)[2]) {
+OA_DEVICE void probabilities(const Softmax& rows, const Scores& s, const float (&c)[2], Shift shift,
+                             Probabilities& probs, float (&sum)[2]) {
+    float even[2][2] = {};
     rows.exponentiate<kCareful>(
-        s, c, sum, [&](int n, int r, float p0, float p1) { pairs[n][r] = pack2_e4m3(p0, p1); }, shift);
-}
-
-// P as operand: keys are permuted inside each 16, as those of V are.
-OA_DEVICE void pack(Probabilities& probs, const Pairs& pairs) {
-#pragma unroll
-    for (int n = 0; n < Config::kNTiles; n += 2)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) probs[n >> 2][(n & 2) + r] = join_halves(pairs[n][r], pairs[n + 1][r]);
+        s, c, sum,
+        [&](int n, int r, float p0, float p1) {
+            if (n & 1) {
+                probs[n >> 2][(n & 2) + r] = pack4_e4m3(even[r][0], even[r][1], p0, p1);
+            } else {
+                even[r][0] = p0;
+                even[r][1] = p1;
+            }
+        },
+        shift);
 }
 
 class Consumer : public ConsumerRole<Config, Consumer> {
@@ -219,9 +215,10 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         Output acc;
         Softmax softmax;
         float shrink[2];  // what O, as it lies in shared memory, has to be multiplied by
-        int32 tiles;  // of keys that have gone into acc and O
+        bool flushed;  // whether O has anything
 
-        OA_DEVICE Rows() : shrink{1.0f, 1.0f}, tiles(0) {
+        OA_DEVICE Rows() : shrink{1.0f, 1.0f}, flushed(false) { clear(); }
+        OA_DEVICE void clear() {
 #pragma unroll
             for (int i = 0; i < Config::kOutputs; ++i) acc[i] = 0.0f;
         }
@@ -232,43 +229,46 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
           params_(params),
           storage_(smem),
-          smem_q_(smem_addr_of(smem.q) + group * 64 * Config::kRowBytes),
-          smem_k_(smem_addr_of(smem.k)),
-          smem_v_(smem_addr_of(smem.v)) {}
+          q_(wgmma_descriptor<Config::kRowBytes>(smem_addr_of(smem.q) + group * 64 * Config::kRowBytes, 16,
+                                                 8 * Config::kRowBytes)),
+          k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_of(smem.k), 16, 8 * Config::kRowBytes)),
+          v_(wgmma_descriptor<Config::kBlockN>(smem_addr_of(smem.v), 16, 8 * Config::kBlockN)) {}
 
-    // All tiles from n down to keys.first.
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, Rows& state) {
-        const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
-                             !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
-        const float q_scale = scale_of_queries(t, warp_row);
-        Scores s;
-        Probabilities probs;
+    // All steps from `first` on. P is made while the product of the last P runs, whose operands no instruction may write
+    // to: so there are two of them, and the loop takes two steps a round.
+    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 first, int32 warp_row, Rows& state) {
+        Steps steps{t, keys, warp_row, first, keys.end - keys.first};
+        steps.own[0] = !Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q;
+        steps.own[1] = !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q;
+        steps.q_scale = scale_of_queries(t, warp_row);
+        steps.q = q_.next(q_at_.stage * kQBytes);
+        steps.flush_at = first + Config::kFlushTiles;
+        steps.special = next_special(steps, first);
+        Probabilities probs[2];
         bars_.q.wait(q_at_);
-        bars_.k.wait(k_at_);
-        turns_.wait();
-        issue_qk(s, smem_q_ + q_at_.stage * kQBytes, smem_k_ + k_at_.stage * kKBytes);
-        turns_.pass_on();
-        wgmma_wait<0>();
-        wgmma_pin(s);
-        softmax<true>(t, keys, n, warp_row, q_scale, own, s, probs, state);
+        take<true>(steps, first, probs[1], probs[0], state);
+#pragma unroll
+        for (int k = 0; k < Config::kBlockN / 32; ++k)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) probs[1][k][x] = probs[0][k][x];
 
-        for (--n; n >= keys.first; --n) {
-            bars_.k.wait(k_at_);
-            turns_.wait();
-            issue_qk(s, smem_q_ + q_at_.stage * kQBytes, smem_k_ + k_at_.stage * kKBytes);
-            bars_.v.wait(v_at_);
-            issue_pv(state.acc, probs, smem_v_ + v_at_.stage * kKBytes, state.tiles % Config::kFlushTiles);
-            turns_.pass_on();
-            wgmma_wait<1>();
-            wgmma_pin(s);
-            softmax<false>(t, keys, n, warp_row, q_scale, own, s, probs, state);
+        // Even steps read probs[1] and write probs[0].
+        for (int32 i = (first + 1) & ~1; i < steps.num_tiles; i += 2) {
+            if (i != first) take<false>(steps, i, probs[1], probs[0], state);
+            if (i + 1 < steps.num_tiles) take<false>(steps, i + 1, probs[0], probs[1], state);
         }
-        bars_.v.wait(v_at_);
-        issue_pv(state.acc, probs, smem_v_ + v_at_.stage * kKBytes, state.tiles % Config::kFlushTiles);
+        if (steps.num_tiles & 1) {
+#pragma unroll
+            for (int k = 0; k < Config::kBlockN / 32; ++k)
+#pragma unroll
+                for (int x = 0; x < 4; ++x) probs[1][k][x] = probs[0][k][x];
+        }
+        wait_kv();
+        issue_pv(state.acc, probs[1], v_.next(kv_at_.stage * kKBytes));
         wgmma_wait<0>();
         wgmma_pin(state.acc);
-        release_v();
-        if (state.tiles >= Config::kFlushTiles) add_flushed(state);
+        release_kv();
+        if (state.flushed) add_flushed(state);
     }
 
     // Undoes V's scale and mean, both per channel: O = A v_scale + (sum of P) v_mean, before the division by that sum.
@@ -316,14 +316,6 @@ class Consumer : public ConsumerRole<Config, Consumer> {
                (p_.softmax_scale * kLog2e);
     }
 
-    // Waits for A; releases V.
-    OA_DEVICE void finish_pv(Rows& state) {
-        wgmma_wait<0>();
-        wgmma_pin(state.acc);
-        release_v();
-        if (++state.tiles % Config::kFlushTiles == 0) flush(state);
-    }
-
     OA_DEVICE float4& flushed(int i) const { return storage_.o[group_][i][threadIdx.x & 127]; }
 
     // A = A + O.
@@ -339,68 +331,101 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         }
     }
 
-    // O = O + A; the next product begins A anew.
+    // O = O + A, A = 0.
     OA_DEVICE void flush(Rows& state) const {
-        if (state.tiles > Config::kFlushTiles) add_flushed(state);
+        if (state.flushed) add_flushed(state);
 #pragma unroll
         for (int i = 0; i < Config::kOutputs / 4; ++i) {
             const float* acc = state.acc + 4 * i;
             flushed(i) = make_float4(acc[0], acc[1], acc[2], acc[3]);
         }
+        state.clear();
+        state.flushed = true;
         state.shrink[0] = state.shrink[1] = 1.0f;
     }
 
-    // P of tile n; releases K and, with the last tile, Q.
+    // What the steps of one tile of queries share.
+    struct Steps {
+        const FwdTile& t;
+        const Keys& keys;
+        int32 warp_row, first, num_tiles;
+        int32 flush_at, special;  // the next step after which A goes to O; the next one that is not like the others
+        float q_scale;
+        WgmmaDescriptor q;
+        bool own[2];
+    };
+    OA_DEVICE static int32 next_special(const Steps& steps, int32 i) {
+        return min_of(ConsumerRole::next_special(steps.keys, i), steps.flush_at);
+    }
+
+    // Step i: scores of its tile; the product of the last step's P, if any, with V; P.
     template <bool kFirst>
-    OA_DEVICE void softmax(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, float q_scale,
-                           const bool (&own)[2], Scores& s, Probabilities& probs, Rows& state) {
-        float c0 = scale_without_rounding(q_scale * storage_.k_scale[k_at_.stage][lane_ & 3]);
+    OA_DEVICE void take(Steps& steps, int32 i, const Probabilities& last, Probabilities& probs, Rows& state) {
+        wait_kv();
+        const int32 stage = kv_at_.stage, n = steps.keys.end - 1 - i;
+        float c0 = scale_without_rounding(steps.q_scale * storage_.k_scale[stage][lane_ & 3]);
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
         if (Config::kDelta && (n + 1) * Config::kBlockN > params_.delta_columns) c0 = __int_as_float(0x7fffffff);
         const float c[2] = {c0, c0};
+        Scores s;
+        turns_.wait();
+        issue_qk(s, steps.q, k_.next(stage * kKBytes));
+        if constexpr (!kFirst) issue_pv(state.acc, last, v_.next(stage * kKBytes));
+        turns_.pass_on();
+        wgmma_wait<kFirst ? 0 : 1>();
+        wgmma_pin(s);
         if constexpr (Config::kDelta) {
-            int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
-            DeltaShift shift{storage_.delta[k_at_.stage][row] + 2 * (lane_ & 3), p_.softmax_scale * kLog2e};
-            if (n == keys.first) release_q();
-            probabilities_of<kFirst>(t, keys, n, warp_row, c, shift, own, s, probs, state);
-            __syncwarp();  // every lane has read delta_s and k_scale
-            release_k();
+            int32 row = (steps.t.m0 + group_ * 64) / kBlockRows - steps.t.m0 / kBlockRows;
+            DeltaShift shift{storage_.delta[stage][row] + 2 * (lane_ & 3), p_.softmax_scale * kLog2e};
+            softmax<kFirst>(steps, i, c, shift, s, probs, state);
         } else {
-            __syncwarp();  // every lane has read k_scale
-            release_k();
-            if (n == keys.first) release_q();
-            probabilities_of<kFirst>(t, keys, n, warp_row, c, NoShift{}, own, s, probs, state);
+            softmax<kFirst>(steps, i, c, NoShift{}, s, probs, state);
         }
     }
 
+    // P of step i; finishes the product with V, which has run on under it; releases the step's buffer and, with the last
+    // scores, Q.
     template <bool kFirst, typename Shift>
-    OA_DEVICE void probabilities_of(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, const float (&c)[2],
-                                    Shift shift, const bool (&own)[2], Scores& s, Probabilities& probs, Rows& state) {
-        Softmax& rows = state.softmax;
-        Pairs pairs;
-        float sum[2], alpha[2];
-
-        if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
-        if constexpr (kFirst) rows.raise(s, c, alpha, shift);
-        probabilities<false>(rows, s, c, shift, pairs, sum);
-        // The product with V has run on under the softmax.
-        if constexpr (!kFirst) finish_pv(state);
+    OA_DEVICE void softmax(Steps& steps, int32 i, const float (&c)[2], Shift shift, Scores& s, Probabilities& probs,
+                           Rows& state) {
         constexpr float kCoarse = Shift::kPresent ? kCoarseScaleShifted : kCoarseScale;
-        if (c[0] > kCoarse) sum[0] = sum[1] = Softmax::kTooMuch;  // scores too coarse for the short way
-        if (Softmax::too_large(sum, own)) {
+        Softmax& rows = state.softmax;
+        float sum[2], alpha[2];
+        const bool special = kFirst || i >= steps.special;
+        if (special) {
+            if (i == steps.num_tiles - 1) release_q();
+            if (is_masked(steps.keys, i))
+                mask_edges(s, p_, steps.t, steps.warp_row, (steps.keys.end - 1 - i) * Config::kBlockN, lane_);
+        }
+        if constexpr (kFirst) rows.raise(s, c, alpha, shift);
+        probabilities<false>(rows, s, c, shift, probs, sum);
+        if constexpr (!kFirst) {
+            wgmma_wait<0>();
+            wgmma_pin(state.acc);
+            if (special) {
+                if (i == steps.flush_at) {
+                    flush(state);
+                    steps.flush_at += Config::kFlushTiles;
+                }
+                steps.special = next_special(steps, i);
+            }
+        }
+        // Scores too coarse for the short way are done again, too.
+        if (Softmax::too_large(sum, steps.own, c[0] > kCoarse)) {
             rows.raise(s, c, alpha, shift);
             rescale(state.acc, alpha);
             state.shrink[0] *= alpha[0];
             state.shrink[1] *= alpha[1];
-            probabilities<true>(rows, s, c, shift, pairs, sum);
+            probabilities<true>(rows, s, c, shift, probs, sum);
         }
-        pack(probs, pairs);
+        __syncwarp();  // every lane has read k_scale and delta_s
+        release_kv();
         rows.add(sum);
     }
 
     const AttnInt8Sm90Params& params_;
     SharedStorage& storage_;
-    uint32 smem_q_, smem_k_, smem_v_;
+    WgmmaDescriptor q_, k_, v_;  // in the first buffers
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90(

@@ -44,3 +44,10 @@ template <typename T>
 OA_DEVICE T max_of(T a, T b) {
     return a > b ? a : b;
 }
+
+// The same value, kept in a register: what the compiler sees through, it computes anew at every use in a loop.
+OA_DEVICE int32 kept(int32 x) {
+    int32 y;
+    asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
