@@ -12,8 +12,8 @@
 #include "attention/mask.cuh"
 #include "pipeline/ring.cuh"
 #include "pipeline/turns.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
@@ -35,9 +35,12 @@ struct RoleBarriers {
     Ring<Config::kQStages> q;
     Ring<Config::kStages> kv;
 
-    OA_DEVICE explicit RoleBarriers(RoleStorage<Config>& smem)
-        : q{smem_addr_of(smem.q_full), smem_addr_of(smem.q_empty)},
-          kv{smem_addr_of(smem.kv_full), smem_addr_of(smem.kv_empty)} {}
+    // storage: shared address of the RoleStorage.
+    OA_DEVICE explicit RoleBarriers(uint32 storage)
+        : q{storage + uint32(__builtin_offsetof(RoleStorage<Config>, q_full)),
+            storage + uint32(__builtin_offsetof(RoleStorage<Config>, q_empty))},
+          kv{storage + uint32(__builtin_offsetof(RoleStorage<Config>, kv_full)),
+             storage + uint32(__builtin_offsetof(RoleStorage<Config>, kv_empty))} {}
 
     // One thread; a CTA barrier must follow.
     OA_DEVICE void init() const {

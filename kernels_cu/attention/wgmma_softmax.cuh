@@ -143,8 +143,8 @@ struct RowState {
     // tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they must not have a say, or a
     // result would depend on its neighbour. too_coarse: another reason of a lane's.
     OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2], bool too_coarse = false) {
-        return __any_sync(0xffffffffu, too_coarse || (own[0] && !(sum[0] <= Lift::kSumLimit)) ||
-                                           (own[1] && !(sum[1] <= Lift::kSumLimit)));
+        float top = max_nan(own[0] ? sum[0] : 0.0f, own[1] ? sum[1] : 0.0f);
+        return __any_sync(0xffffffffu, too_coarse || !(top <= Lift::kSumLimit));
     }
 
     OA_DEVICE void add(const float (&sum)[2]) {

@@ -61,6 +61,10 @@ struct SharedStorage {
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
+constexpr uint32 kSmemQ = kSmemBase + __builtin_offsetof(SharedStorage, q);
+constexpr uint32 kSmemK = kSmemBase + __builtin_offsetof(SharedStorage, k);
+constexpr uint32 kSmemV = kSmemBase + __builtin_offsetof(SharedStorage, v);
+constexpr uint32 kSmemRoles = kSmemBase + __builtin_offsetof(SharedStorage, roles);
 
 struct AttnFwdSm90Params {
     TensorMap map_q, map_k, map_v;
@@ -80,11 +84,7 @@ class Producer : public ProducerRole<Config, Producer> {
     static constexpr uint32 kQBytes = ::kQBytes, kKBytes = kKvBytes, kVBytes = kKvBytes;
 
     OA_DEVICE Producer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.p, params.tiles, smem.roles, bars),
-          params_(params),
-          smem_q_(smem_addr_of(smem.q)),
-          smem_k_(smem_addr_of(smem.k)),
-          smem_v_(smem_addr_of(smem.v)) {}
+        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -94,14 +94,14 @@ class Producer : public ProducerRole<Config, Producer> {
     OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_q_ + stage * kQBytes + c * Config::kBlockM * 128, &params_.map_q, bar, c * 64,
+            tma_load_4d(kSmemQ + stage * kQBytes + c * Config::kBlockM * 128, &params_.map_q, bar, c * 64,
                         t.q_begin + t.m0, t.head_idx, t.batch_idx);
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys(t, kv_head, n, smem_k_ + stage * kKvBytes, &params_.map_k, bar);
+        copy_keys(t, kv_head, n, kSmemK + stage * kKvBytes, &params_.map_k, bar);
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys(t, kv_head, n, smem_v_ + stage * kKvBytes, &params_.map_v, bar);
+        copy_keys(t, kv_head, n, kSmemV + stage * kKvBytes, &params_.map_v, bar);
     }
 
   private:
@@ -114,7 +114,6 @@ class Producer : public ProducerRole<Config, Producer> {
     }
 
     const AttnFwdSm90Params& params_;
-    uint32 smem_q_, smem_k_, smem_v_;
 };
 
 // S = Q K^T, asynchronous. q: this warpgroup's 64 rows.
@@ -184,10 +183,9 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     OA_DEVICE Consumer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
                        int32 group)
         : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
-          q_(wgmma_descriptor(smem_addr_of(smem.q) + group * 64 * 128, 16, 1024)),
-          k_(wgmma_descriptor(smem_addr_of(smem.k), 16, 1024)),
-          v_(wgmma_descriptor(smem_addr_of(smem.v), kKvPanelBytes, 1024)),
-          smem_v_(smem_addr_of(smem.v)) {}
+          q_(wgmma_descriptor(kSmemQ + group * 64 * 128, 16, 1024)),
+          k_(wgmma_descriptor(kSmemK, 16, 1024)),
+          v_(wgmma_descriptor(kSmemV, kKvPanelBytes, 1024)) {}
 
     // All steps from i on.
     OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 i, int32 warp_row, Rows& state) {
@@ -219,9 +217,8 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         rows.add(sum);
         clear_foreign_rows(t, keys.end - 1 - i);
 
-        int32 special = next_special(keys, i);
-        for (++i; i < num_tiles; ++i) {
-            wait_kv();
+        // S(i) and O += P(i - 1) V(i - 1).
+        auto products = [&] {
             turns_.wait();
             issue_qk(s, q, k_.next(kv_at_.stage * kKvBytes));
             issue_pv(o, probs, v_.next(kv_at_.stage * kKvBytes), pass_on);
@@ -229,21 +226,44 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             wgmma_pin(s);
             wgmma_pin(o);
             release_kv();
+        };
+        auto once_more = [&] {
+            rows.raise(s, c, alpha);
+            rescale(o, alpha);
+            probabilities(rows, s, c, probs, sum);
+        };
+        int32 special = next_special(keys, i);
+        bool is_full = false;
+        for (++i; i < num_tiles;) {
+            if (!is_full) wait_kv();
             if (i >= special) {
+                products();
                 // The last scores are there: the producer may fetch another tile's Q under the rest of this one.
                 if (i == num_tiles - 1) release_q();
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
-            }
-            probabilities(rows, s, c, probs, sum);
-            if (RowState<>::too_large(sum, own)) {
-                rows.raise(s, c, alpha);
-                rescale(o, alpha);
                 probabilities(rows, s, c, probs, sum);
+                if (RowState<>::too_large(sum, own)) once_more();
+                is_full = bars_.kv.is_full(kv_at_);
+            } else {
+                // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more. (It
+                // comes back to the same products: all four warps have to issue them by the very same instruction.)
+                bool again;
+                for (;;) {
+                    products();
+                    probabilities(rows, s, c, probs, sum);
+                    is_full = bars_.kv.is_full(kv_at_);
+                    again = RowState<>::too_large(sum, own);
+                    if (again || !(is_full && i + 1 < special)) break;
+                    rows.add(sum);
+                    ++i;
+                }
+                if (again) once_more();
             }
             rows.add(sum);
+            ++i;
         }
-        wait_kv();
+        if (!is_full) wait_kv();
         issue_pv(o, probs, v_.next(kv_at_.stage * kKvBytes), nothing);
         wgmma_wait<0>();
         wgmma_pin(o);
@@ -263,21 +283,23 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             int32 valid_rows = t.seqlen_k - n * Config::kBlockN;
             if (valid_rows < Config::kBlockN) {
                 wait_kv();
-                clear_tail(smem_v_ + kv_at_.stage * kKvBytes, valid_rows, group_);
+                clear_tail(kSmemV + kv_at_.stage * kKvBytes, valid_rows, group_);
             }
         }
     }
 
     WgmmaDescriptor q_, k_, v_;  // in the first buffers
-    uint32 smem_v_;
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
     const __grid_constant__ AttnFwdSm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    RoleBarriers<Config> bars(smem.roles);
-    if (threadIdx.x == 0) bars.init();
+    RoleBarriers<Config> bars(kSmemRoles);
+    if (threadIdx.x == 0) {
+        check_smem_base(smem_raw);
+        bars.init();
+    }
     __syncthreads();
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {

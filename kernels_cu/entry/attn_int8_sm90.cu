@@ -69,6 +69,12 @@ struct SharedStorage {
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
+constexpr uint32 kSmemQ = kSmemBase + __builtin_offsetof(SharedStorage, q);
+constexpr uint32 kSmemK = kSmemBase + __builtin_offsetof(SharedStorage, k);
+constexpr uint32 kSmemV = kSmemBase + __builtin_offsetof(SharedStorage, v);
+constexpr uint32 kSmemKScale = kSmemBase + __builtin_offsetof(SharedStorage, k_scale);
+constexpr uint32 kSmemDelta = kSmemBase + __builtin_offsetof(SharedStorage, delta);
+constexpr uint32 kSmemRoles = kSmemBase + __builtin_offsetof(SharedStorage, roles);
 
 struct AttnInt8Sm90Params {
     TensorMap map_q, map_k, map_v;
@@ -103,7 +109,7 @@ class Producer : public ProducerRole<Config, Producer> {
     static constexpr uint32 kKBytes = ::kKBytes + 16 + (Config::kDelta ? Config::kDeltaRows * kDeltaBytes : 0);
 
     OA_DEVICE Producer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params), smem_(smem) {}
+        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -113,7 +119,7 @@ class Producer : public ProducerRole<Config, Producer> {
     OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_addr_of(smem_.q[stage]) + c * Config::kBlockM * Config::kRowBytes, &params_.map_q, bar,
+            tma_load_4d(kSmemQ + stage * kQBytes + c * Config::kBlockM * Config::kRowBytes, &params_.map_q, bar,
                         c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
@@ -121,10 +127,10 @@ class Producer : public ProducerRole<Config, Producer> {
         int32 key = n * Config::kBlockN;
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_addr_of(smem_.k[stage]) + c * Config::kBlockN * Config::kRowBytes, &params_.map_k, bar,
+            tma_load_4d(kSmemK + stage * ::kKBytes + c * Config::kBlockN * Config::kRowBytes, &params_.map_k, bar,
                         c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
         int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
-        bulk_load(smem_addr_of(smem_.k_scale[stage]),
+        bulk_load(kSmemKScale + 16 * stage,
                   params_.k_scale + head * params_.k_scale_stride_h + (slot_of(t, t.k_begin) + key / kBlockRows) * 4,
                   16, bar);
         if constexpr (Config::kDelta) {
@@ -135,19 +141,18 @@ class Producer : public ProducerRole<Config, Producer> {
             const float* rows = params_.delta_s + q_head * params_.delta_stride_h + column;
 #pragma unroll
             for (int i = 0; i < Config::kDeltaRows; ++i)
-                bulk_load(smem_addr_of(smem_.delta[stage][i]),
+                bulk_load(kSmemDelta + (stage * Config::kDeltaRows + i) * kDeltaBytes,
                           rows + int64(slot_of(t, t.q_begin) + min_of(first + i, last)) * params_.delta_columns,
                           kDeltaBytes, bar);
         }
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        tma_load_4d(smem_addr_of(smem_.v[stage]), &params_.map_v, bar,
+        tma_load_4d(kSmemV + stage * ::kKBytes, &params_.map_v, bar,
                     slot_of(t, t.k_begin) * kBlockRows + n * Config::kBlockN, 0, kv_head, t.batch_idx);
     }
 
   private:
     const AttnInt8Sm90Params& params_;
-    SharedStorage& smem_;
 };
 
 // S = Q K^T, asynchronous. q: this warpgroup's 64 rows.
@@ -190,9 +195,20 @@ struct DeltaShift {
     float scale_log2;
     OA_DEVICE float operator()(int n, int x) const { return delta[8 * n + x] * scale_log2; }
 };
+template <bool kDelta>
+struct ShiftIf {
+    using Type = NoShift;
+    static OA_DEVICE Type of(const float*, float) { return {}; }
+};
+template <>
+struct ShiftIf<true> {
+    using Type = DeltaShift;
+    static OA_DEVICE Type of(const float* delta, float scale_log2) { return {delta, scale_log2}; }
+};
+using Shift = ShiftIf<Config::kDelta>::Type;
 
 // P as operand. Keys are permuted inside each 16, as those of V are: a register holds columns x of blocks n and n + 1.
-template <bool kCareful, typename Shift>
+template <bool kCareful>
 OA_DEVICE void probabilities(const Softmax& rows, const Scores& s, const float (&c)[2], Shift shift,
                              Probabilities& probs, float (&sum)[2]) {
     float even[2][2] = {};
@@ -229,44 +245,131 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
           params_(params),
           storage_(smem),
-          q_(wgmma_descriptor<Config::kRowBytes>(smem_addr_of(smem.q) + group * 64 * Config::kRowBytes, 16,
+          q_(wgmma_descriptor<Config::kRowBytes>(kSmemQ + group * 64 * Config::kRowBytes, 16,
                                                  8 * Config::kRowBytes)),
-          k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_of(smem.k), 16, 8 * Config::kRowBytes)),
-          v_(wgmma_descriptor<Config::kBlockN>(smem_addr_of(smem.v), 16, 8 * Config::kBlockN)) {}
+          k_(wgmma_descriptor<Config::kRowBytes>(kSmemK, 16, 8 * Config::kRowBytes)),
+          v_(wgmma_descriptor<Config::kBlockN>(kSmemV, 16, 8 * Config::kBlockN)),
+          k_scale_(kept(kSmemKScale + 4 * (lane_ & 3))),
+          zero_(kept(0)) {}
 
-    // All steps from `first` on. P is made while the product of the last P runs, whose operands no instruction may write
-    // to: so there are two of them, and the loop takes two steps a round.
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 first, int32 warp_row, Rows& state) {
-        Steps steps{t, keys, warp_row, first, keys.end - keys.first};
-        steps.own[0] = !Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q;
-        steps.own[1] = !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q;
-        steps.q_scale = scale_of_queries(t, warp_row);
-        steps.q = q_.next(q_at_.stage * kQBytes);
-        steps.flush_at = first + Config::kFlushTiles;
-        steps.special = next_special(steps, first);
-        Probabilities probs[2];
-        bars_.q.wait(q_at_);
-        take<true>(steps, first, probs[1], probs[0], state);
-#pragma unroll
-        for (int k = 0; k < Config::kBlockN / 32; ++k)
-#pragma unroll
-            for (int x = 0; x < 4; ++x) probs[1][k][x] = probs[0][k][x];
+    // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal for the
+    // whole warpgroup may decide between two places where products are issued.
+    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 i, int32 warp_row, Rows& state) {
+        const int32 num_tiles = keys.end - keys.first;
+        const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
+                             !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
+        const float q_scale = scale_of_queries(t, warp_row);
+        const WgmmaDescriptor q = q_.next(q_at_.stage * kQBytes);
+        Softmax& rows = state.softmax;
+        Scores s;
+        // P is made while the product of the last P runs, whose operands no instruction may write to.
+        Probabilities probs, fresh;
+        float c[2], sum[2], alpha[2];
+        bool is_full = false;  // whether the next step's buffer was seen to be
 
-        // Even steps read probs[1] and write probs[0].
-        for (int32 i = (first + 1) & ~1; i < steps.num_tiles; i += 2) {
-            if (i != first) take<false>(steps, i, probs[1], probs[0], state);
-            if (i + 1 < steps.num_tiles) take<false>(steps, i + 1, probs[0], probs[1], state);
-        }
-        if (steps.num_tiles & 1) {
+        // S(i), and A += P(i - 1) V(i - 1), which runs on.
+        auto products = [&] {
+            c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
+            turns_.wait();
+            issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
+            issue_pv(state.acc, probs, v_.next(kv_at_.stage * kKBytes));
+            turns_.pass_on();
+            wgmma_wait<1>();
+            wgmma_pin(s);
+        };
+        auto finish_pv = [&] {
+            wgmma_wait<0>();
+            wgmma_pin(state.acc);
+#pragma unroll
+            for (int k = 0; k < Config::kBlockN / 32; ++k) wgmma_pin(probs[k]);
+        };
+        auto renew_probs = [&] {
 #pragma unroll
             for (int k = 0; k < Config::kBlockN / 32; ++k)
 #pragma unroll
-                for (int x = 0; x < 4; ++x) probs[1][k][x] = probs[0][k][x];
-        }
+                for (int x = 0; x < 4; ++x) probs[k][x] = moved(fresh[k][x], zero_);
+        };
+        // After the last read of the step's buffer.
+        auto give_back = [&] {
+            __syncwarp();
+            release_kv();
+            is_full = bars_.kv.is_full(kv_at_);
+        };
+        auto too_large = [&] { return Softmax::too_large(sum, own, c[0] > kCoarse); };
+        auto once_more = [&] {
+            Shift shift = shift_of(t);
+            rows.raise(s, c, alpha, shift);
+            rescale(state.acc, alpha);
+            state.shrink[0] *= alpha[0];
+            state.shrink[1] *= alpha[1];
+            probabilities<true>(rows, s, c, shift, probs, sum);
+        };
+        auto mask = [&] {
+            if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
+        };
+
+        bars_.q.wait(q_at_);
         wait_kv();
-        issue_pv(state.acc, probs[1], v_.next(kv_at_.stage * kKBytes));
+        c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
+        turns_.wait();
+        issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
+        turns_.pass_on();
         wgmma_wait<0>();
-        wgmma_pin(state.acc);
+        wgmma_pin(s);
+        if (i == num_tiles - 1) release_q();
+        mask();
+        rows.raise(s, c, alpha, shift_of(t));
+        probabilities<false>(rows, s, c, shift_of(t), probs, sum);
+        if (too_large()) once_more();
+        give_back();
+        rows.add(sum);
+
+        int32 flush_at = i + Config::kFlushTiles;
+        auto next_special = [&](int32 j) { return min_of(ConsumerRole::next_special(keys, j), flush_at); };
+        int32 special = next_special(i);
+        for (++i; i < num_tiles;) {
+            if (!is_full) wait_kv();
+            if (i >= special) {
+                products();
+                if (i == num_tiles - 1) release_q();
+                mask();
+                probabilities<false>(rows, s, c, shift_of(t), fresh, sum);
+                finish_pv();
+                if (i == flush_at) {
+                    flush(state);
+                    flush_at += Config::kFlushTiles;
+                }
+                special = next_special(i);
+                renew_probs();
+                if (too_large()) once_more();
+                give_back();
+            } else {
+                // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more.
+                bool again;
+                for (;;) {
+                    products();
+                    probabilities<false>(rows, s, c, shift_of(t), fresh, sum);
+                    finish_pv();
+                    again = too_large();
+                    if (!Config::kDelta) give_back();
+                    renew_probs();
+                    if (again) break;
+                    if (Config::kDelta) give_back();  // doing it again needs delta_s
+                    if (!(is_full && i + 1 < special)) break;
+                    rows.add(sum);
+                    ++i;
+                }
+                if (again) {
+                    once_more();
+                    if (Config::kDelta) give_back();
+                }
+            }
+            rows.add(sum);
+            ++i;
+        }
+        if (!is_full) wait_kv();
+        issue_pv(state.acc, probs, v_.next(kv_at_.stage * kKBytes));
+        finish_pv();
         release_kv();
         if (state.flushed) add_flushed(state);
     }
@@ -344,96 +447,38 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         state.shrink[0] = state.shrink[1] = 1.0f;
     }
 
-    // What the steps of one tile of queries share.
-    struct Steps {
-        const FwdTile& t;
-        const Keys& keys;
-        int32 warp_row, first, num_tiles;
-        int32 flush_at, special;  // the next step after which A goes to O; the next one that is not like the others
-        float q_scale;
-        WgmmaDescriptor q;
-        bool own[2];
-    };
-    OA_DEVICE static int32 next_special(const Steps& steps, int32 i) {
-        return min_of(ConsumerRole::next_special(steps.keys, i), steps.flush_at);
-    }
+    static constexpr float kCoarse = Config::kDelta ? kCoarseScaleShifted : kCoarseScale;
 
-    // Step i: scores of its tile; the product of the last step's P, if any, with V; P.
-    template <bool kFirst>
-    OA_DEVICE void take(Steps& steps, int32 i, const Probabilities& last, Probabilities& probs, Rows& state) {
-        wait_kv();
-        const int32 stage = kv_at_.stage, n = steps.keys.end - 1 - i;
-        float c0 = scale_without_rounding(steps.q_scale * storage_.k_scale[stage][lane_ & 3]);
+    // Score units of tile n -> base-2 exponent, of this lane's two rows and its keys.
+    OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
-        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.delta_columns) c0 = __int_as_float(0x7fffffff);
-        const float c[2] = {c0, c0};
-        Scores s;
-        turns_.wait();
-        issue_qk(s, steps.q, k_.next(stage * kKBytes));
-        if constexpr (!kFirst) issue_pv(state.acc, last, v_.next(stage * kKBytes));
-        turns_.pass_on();
-        wgmma_wait<kFirst ? 0 : 1>();
-        wgmma_pin(s);
-        if constexpr (Config::kDelta) {
-            int32 row = (steps.t.m0 + group_ * 64) / kBlockRows - steps.t.m0 / kBlockRows;
-            DeltaShift shift{storage_.delta[stage][row] + 2 * (lane_ & 3), p_.softmax_scale * kLog2e};
-            softmax<kFirst>(steps, i, c, shift, s, probs, state);
-        } else {
-            softmax<kFirst>(steps, i, c, NoShift{}, s, probs, state);
-        }
+        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.delta_columns) return __int_as_float(0x7fffffff);
+        return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * kv_at_.stage));
     }
 
-    // P of step i; finishes the product with V, which has run on under it; releases the step's buffer and, with the last
-    // scores, Q.
-    template <bool kFirst, typename Shift>
-    OA_DEVICE void softmax(Steps& steps, int32 i, const float (&c)[2], Shift shift, Scores& s, Probabilities& probs,
-                           Rows& state) {
-        constexpr float kCoarse = Shift::kPresent ? kCoarseScaleShifted : kCoarseScale;
-        Softmax& rows = state.softmax;
-        float sum[2], alpha[2];
-        const bool special = kFirst || i >= steps.special;
-        if (special) {
-            if (i == steps.num_tiles - 1) release_q();
-            if (is_masked(steps.keys, i))
-                mask_edges(s, p_, steps.t, steps.warp_row, (steps.keys.end - 1 - i) * Config::kBlockN, lane_);
-        }
-        if constexpr (kFirst) rows.raise(s, c, alpha, shift);
-        probabilities<false>(rows, s, c, shift, probs, sum);
-        if constexpr (!kFirst) {
-            wgmma_wait<0>();
-            wgmma_pin(state.acc);
-            if (special) {
-                if (i == steps.flush_at) {
-                    flush(state);
-                    steps.flush_at += Config::kFlushTiles;
-                }
-                steps.special = next_special(steps, i);
-            }
-        }
-        // Scores too coarse for the short way are done again, too.
-        if (Softmax::too_large(sum, steps.own, c[0] > kCoarse)) {
-            rows.raise(s, c, alpha, shift);
-            rescale(state.acc, alpha);
-            state.shrink[0] *= alpha[0];
-            state.shrink[1] *= alpha[1];
-            probabilities<true>(rows, s, c, shift, probs, sum);
-        }
-        __syncwarp();  // every lane has read k_scale and delta_s
-        release_kv();
-        rows.add(sum);
+    // delta_s of the step's tile.
+    OA_DEVICE Shift shift_of(const FwdTile& t) const {
+        int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
+        return ShiftIf<Config::kDelta>::of(storage_.delta[Config::kDelta ? kv_at_.stage : 0][row] + 2 * (lane_ & 3),
+                                           p_.softmax_scale * kLog2e);
     }
 
     const AttnInt8Sm90Params& params_;
     SharedStorage& storage_;
     WgmmaDescriptor q_, k_, v_;  // in the first buffers
+    uint32 k_scale_;  // shared address of this lane's
+    uint32 zero_;
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90(
     const __grid_constant__ AttnInt8Sm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    RoleBarriers<Config> bars(smem.roles);
-    if (threadIdx.x == 0) bars.init();
+    RoleBarriers<Config> bars(kSmemRoles);
+    if (threadIdx.x == 0) {
+        check_smem_base(smem_raw);
+        bars.init();
+    }
     __syncthreads();
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {

@@ -45,6 +45,14 @@ OA_DEVICE T max_of(T a, T b) {
     return a > b ? a : b;
 }
 
+// x again, in another register, by an instruction that stays where it stands: the compiler would let both share one. `zero`
+// is 0, unknown to it.
+OA_DEVICE uint32 moved(uint32 x, uint32 zero) {
+    uint32 y;
+    asm volatile("or.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(zero) : "memory");
+    return y;
+}
+
 // The same value, kept in a register: what the compiler sees through, it computes anew at every use in a loop.
 OA_DEVICE int32 kept(int32 x) {
     int32 y;
