@@ -37,10 +37,9 @@ struct RoleBarriers {
 
     // storage: shared address of the RoleStorage.
     OA_DEVICE explicit RoleBarriers(uint32 storage)
-        : q{storage + uint32(__builtin_offsetof(RoleStorage<Config>, q_full)),
-            storage + uint32(__builtin_offsetof(RoleStorage<Config>, q_empty))},
-          kv{storage + uint32(__builtin_offsetof(RoleStorage<Config>, kv_full)),
-             storage + uint32(__builtin_offsetof(RoleStorage<Config>, kv_empty))} {}
+        : q{smem_addr_at(&RoleStorage<Config>::q_full, storage), smem_addr_at(&RoleStorage<Config>::q_empty, storage)},
+          kv{smem_addr_at(&RoleStorage<Config>::kv_full, storage),
+             smem_addr_at(&RoleStorage<Config>::kv_empty, storage)} {}
 
     // One thread; a CTA barrier must follow.
     OA_DEVICE void init() const {
@@ -211,7 +210,8 @@ class ConsumerRole {
         if constexpr (Config::kVarlen) {
             bars_.q.wait(q_at_);
             t = smem_.tile[q_at_.stage];
-            return t.m0 != kNoMoreTiles;
+            // A vote, because its outcome is known to be the warp's: what comes then stays in uniform registers.
+            return __any_sync(0xffffffffu, t.m0 != kNoMoreTiles);
         } else {
             return tiles.next<Config::kBlockM>(p_, list_, t);
         }

@@ -11,7 +11,7 @@
 // |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3 * 2^22,
 // scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is an integer, so that 12582912 c + m2
 // has 24 bits while c <= kCoarseScale. Coarser scores (a unit of which is worth a third and more in the result) take the
-// careful way, which subtracts the constant first.
+// careful way, which subtracts the constant first; so do scores with a shift, which is no integer.
 OA_DEVICE float score_of(float s) { return s; }
 OA_DEVICE float score_of(int32 s) { return __int_as_float(s + 0x4b400000); }
 template <typename Score>
@@ -19,8 +19,6 @@ constexpr float kScoreBias = 0.0f;
 template <>
 constexpr float kScoreBias<int32> = 12582912.0f;
 constexpr float kCoarseScale = 0.5f;
-// With a shift, which is no integer, the sum is rounded to 0.75 c at most: that much is let pass.
-constexpr float kCoarseScaleShifted = 0.005f;
 OA_DEVICE float scale_without_rounding(float c) { return __uint_as_float(__float_as_uint(c) & 0xfffffff0u); }
 // A hidden key's score: score_of it is -inf.
 OA_DEVICE void hide(float& s) { s = neg_inf(); }
@@ -125,13 +123,13 @@ struct RowState {
 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
                     float score = score_of(s[4 * n + 2 * r + x]);
-                    float offset = base[r];
-                    if constexpr (Shift::kPresent) offset += shift(n, x);
                     if constexpr (kCareful) {
                         float exponent = fmaf(score - kScoreBias<Score>, c[r], shift(n, x)) - m2[r];
                         p[x] = score == neg_inf() ? 0.0f : exp2_approx(exponent);
+                    } else if constexpr (Shift::kPresent) {
+                        p[x] = exp2_approx(fmaf(score - kScoreBias<Score>, c[r], shift(n, x) - m2[r]));
                     } else {
-                        p[x] = exp2_approx(fmaf(score, c[r], offset));
+                        p[x] = exp2_approx(fmaf(score, c[r], base[r]));
                     }
                 }
                 sum[r] += p[0] + p[1];

@@ -61,10 +61,6 @@ struct SharedStorage {
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-constexpr uint32 kSmemQ = kSmemBase + __builtin_offsetof(SharedStorage, q);
-constexpr uint32 kSmemK = kSmemBase + __builtin_offsetof(SharedStorage, k);
-constexpr uint32 kSmemV = kSmemBase + __builtin_offsetof(SharedStorage, v);
-constexpr uint32 kSmemRoles = kSmemBase + __builtin_offsetof(SharedStorage, roles);
 
 struct AttnFwdSm90Params {
     TensorMap map_q, map_k, map_v;
@@ -94,14 +90,14 @@ class Producer : public ProducerRole<Config, Producer> {
     OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(kSmemQ + stage * kQBytes + c * Config::kBlockM * 128, &params_.map_q, bar, c * 64,
-                        t.q_begin + t.m0, t.head_idx, t.batch_idx);
+            tma_load_4d(smem_addr_at(&SharedStorage::q) + stage * kQBytes + c * Config::kBlockM * 128, &params_.map_q,
+                        bar, c * 64, t.q_begin + t.m0, t.head_idx, t.batch_idx);
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys(t, kv_head, n, kSmemK + stage * kKvBytes, &params_.map_k, bar);
+        copy_keys(t, kv_head, n, smem_addr_at(&SharedStorage::k) + stage * kKvBytes, &params_.map_k, bar);
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys(t, kv_head, n, kSmemV + stage * kKvBytes, &params_.map_v, bar);
+        copy_keys(t, kv_head, n, smem_addr_at(&SharedStorage::v) + stage * kKvBytes, &params_.map_v, bar);
     }
 
   private:
@@ -183,9 +179,9 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     OA_DEVICE Consumer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
                        int32 group)
         : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
-          q_(wgmma_descriptor(kSmemQ + group * 64 * 128, 16, 1024)),
-          k_(wgmma_descriptor(kSmemK, 16, 1024)),
-          v_(wgmma_descriptor(kSmemV, kKvPanelBytes, 1024)) {}
+          q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
+          k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
+          v_(wgmma_descriptor(smem_addr_at(&SharedStorage::v), kKvPanelBytes, 1024)) {}
 
     // All steps from i on.
     OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 i, int32 warp_row, Rows& state) {
@@ -283,7 +279,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             int32 valid_rows = t.seqlen_k - n * Config::kBlockN;
             if (valid_rows < Config::kBlockN) {
                 wait_kv();
-                clear_tail(kSmemV + kv_at_.stage * kKvBytes, valid_rows, group_);
+                clear_tail(smem_addr_at(&SharedStorage::v) + kv_at_.stage * kKvBytes, valid_rows, group_);
             }
         }
     }
@@ -295,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
     const __grid_constant__ AttnFwdSm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    RoleBarriers<Config> bars(kSmemRoles);
+    RoleBarriers<Config> bars(smem_addr_at(&SharedStorage::roles));
     if (threadIdx.x == 0) {
         check_smem_base(smem_raw);
         bars.init();

@@ -69,12 +69,6 @@ struct SharedStorage {
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-constexpr uint32 kSmemQ = kSmemBase + __builtin_offsetof(SharedStorage, q);
-constexpr uint32 kSmemK = kSmemBase + __builtin_offsetof(SharedStorage, k);
-constexpr uint32 kSmemV = kSmemBase + __builtin_offsetof(SharedStorage, v);
-constexpr uint32 kSmemKScale = kSmemBase + __builtin_offsetof(SharedStorage, k_scale);
-constexpr uint32 kSmemDelta = kSmemBase + __builtin_offsetof(SharedStorage, delta);
-constexpr uint32 kSmemRoles = kSmemBase + __builtin_offsetof(SharedStorage, roles);
 
 struct AttnInt8Sm90Params {
     TensorMap map_q, map_k, map_v;
@@ -119,18 +113,18 @@ class Producer : public ProducerRole<Config, Producer> {
     OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(kSmemQ + stage * kQBytes + c * Config::kBlockM * Config::kRowBytes, &params_.map_q, bar,
-                        c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
+            tma_load_4d(smem_addr_at(&SharedStorage::q) + stage * kQBytes + c * Config::kBlockM * Config::kRowBytes,
+                        &params_.map_q, bar, c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
         const AttnFwdParams& p = params_.p;
         int32 key = n * Config::kBlockN;
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(kSmemK + stage * ::kKBytes + c * Config::kBlockN * Config::kRowBytes, &params_.map_k, bar,
-                        c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
+            tma_load_4d(smem_addr_at(&SharedStorage::k) + stage * ::kKBytes + c * Config::kBlockN * Config::kRowBytes,
+                        &params_.map_k, bar, c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
         int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
-        bulk_load(kSmemKScale + 16 * stage,
+        bulk_load(smem_addr_at(&SharedStorage::k_scale) + 16 * stage,
                   params_.k_scale + head * params_.k_scale_stride_h + (slot_of(t, t.k_begin) + key / kBlockRows) * 4,
                   16, bar);
         if constexpr (Config::kDelta) {
@@ -141,13 +135,13 @@ class Producer : public ProducerRole<Config, Producer> {
             const float* rows = params_.delta_s + q_head * params_.delta_stride_h + column;
 #pragma unroll
             for (int i = 0; i < Config::kDeltaRows; ++i)
-                bulk_load(kSmemDelta + (stage * Config::kDeltaRows + i) * kDeltaBytes,
+                bulk_load(smem_addr_at(&SharedStorage::delta) + (stage * Config::kDeltaRows + i) * kDeltaBytes,
                           rows + int64(slot_of(t, t.q_begin) + min_of(first + i, last)) * params_.delta_columns,
                           kDeltaBytes, bar);
         }
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        tma_load_4d(kSmemV + stage * ::kKBytes, &params_.map_v, bar,
+        tma_load_4d(smem_addr_at(&SharedStorage::v) + stage * ::kKBytes, &params_.map_v, bar,
                     slot_of(t, t.k_begin) * kBlockRows + n * Config::kBlockN, 0, kv_head, t.batch_idx);
     }
 
@@ -245,12 +239,11 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
           params_(params),
           storage_(smem),
-          q_(wgmma_descriptor<Config::kRowBytes>(kSmemQ + group * 64 * Config::kRowBytes, 16,
+          q_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::q) + group * 64 * Config::kRowBytes, 16,
                                                  8 * Config::kRowBytes)),
-          k_(wgmma_descriptor<Config::kRowBytes>(kSmemK, 16, 8 * Config::kRowBytes)),
-          v_(wgmma_descriptor<Config::kBlockN>(kSmemV, 16, 8 * Config::kBlockN)),
-          k_scale_(kept(kSmemKScale + 4 * (lane_ & 3))),
-          zero_(kept(0)) {}
+          k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::k), 16, 8 * Config::kRowBytes)),
+          v_(wgmma_descriptor<Config::kBlockN>(smem_addr_at(&SharedStorage::v), 16, 8 * Config::kBlockN)),
+          k_scale_(kept(smem_addr_at(&SharedStorage::k_scale) + 4 * (lane_ & 3))) {}
 
     // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal for the
     // whole warpgroup may decide between two places where products are issued.
@@ -287,7 +280,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 #pragma unroll
             for (int k = 0; k < Config::kBlockN / 32; ++k)
 #pragma unroll
-                for (int x = 0; x < 4; ++x) probs[k][x] = moved(fresh[k][x], zero_);
+                for (int x = 0; x < 4; ++x) probs[k][x] = moved(fresh[k][x]);
         };
         // After the last read of the step's buffer.
         auto give_back = [&] {
@@ -295,7 +288,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             release_kv();
             is_full = bars_.kv.is_full(kv_at_);
         };
-        auto too_large = [&] { return Softmax::too_large(sum, own, c[0] > kCoarse); };
+        auto too_large = [&] { return Softmax::too_large(sum, own, !Config::kDelta && c[0] > kCoarseScale); };
         auto once_more = [&] {
             Shift shift = shift_of(t);
             rows.raise(s, c, alpha, shift);
@@ -412,7 +405,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
   private:
     // Of this lane's two rows, with the softmax's scale, in base 2.
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
-        if (warp_row >= t.seqlen_q) return 1.0f;
+        if (warp_row >= t.seqlen_q) return 1e-30f;  // zeros; not so coarse as to need the careful way
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.q_scale[head * params_.q_scale_stride_h + slot_of(t, t.q_begin) * 64 + (warp_row >> 4) * 8 +
                                (lane_ >> 2)] *
@@ -447,8 +440,6 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         state.shrink[0] = state.shrink[1] = 1.0f;
     }
 
-    static constexpr float kCoarse = Config::kDelta ? kCoarseScaleShifted : kCoarseScale;
-
     // Score units of tile n -> base-2 exponent, of this lane's two rows and its keys.
     OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
@@ -467,14 +458,13 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     SharedStorage& storage_;
     WgmmaDescriptor q_, k_, v_;  // in the first buffers
     uint32 k_scale_;  // shared address of this lane's
-    uint32 zero_;
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90(
     const __grid_constant__ AttnInt8Sm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    RoleBarriers<Config> bars(kSmemRoles);
+    RoleBarriers<Config> bars(smem_addr_at(&SharedStorage::roles));
     if (threadIdx.x == 0) {
         check_smem_base(smem_raw);
         bars.init();
