@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import omniattn as oa
-from omniattn import testing
+from omniattn import operands, testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError
 
 torch = pytest.importorskip("torch")
@@ -257,3 +257,62 @@ def test_explain() -> None:
         oa.explain(*(lambda x, y: (x.q, x.k, y))(*of()), return_lse=True)
     packed = packed_values()
     assert packed.cu_seqlens_k.tolist() == [0, 200, 400]
+
+
+# The short way of warm calls
+
+
+class Forward:
+    """Writes down what it is asked to launch."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, int], tuple[int, ...]]] = []
+
+    def attend(self, stream: int, at: dict[str, int], pointers: tuple[int, ...]) -> None:
+        self.calls.append((stream, at, pointers))
+
+
+def warm(forward: Any, lse: bool) -> Any:
+    return operands.OperandsPlan(
+        *[None] * 5, forward, (), torch.empty_like, (lambda like: torch.empty(3)) if lse else None, lambda: 0x51
+    )  # fmt: skip
+
+
+AT = [16 * (i + 1) for i in range(len(operands._ALL))]
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_short_way_launches_what_it_was_given(lse: bool) -> None:
+    forward = Forward()
+    like = torch.empty(4, 8)
+    at = [0 if name == "out" else x for name, x in zip(operands._ALL, AT, strict=True)]
+    got = operands._repeat(warm(forward, lse), like, None, at, None)
+    ((stream, found, pointers),) = forward.calls
+    named = dict(zip(operands._ALL, at, strict=True))
+    assert stream == 0x51
+    assert found == {name: named[name] for name in operands._OPERANDS}
+    o = got[0] if lse else got
+    assert pointers == (
+        0, 0, 0, o.data_ptr(), got[1].data_ptr() if lse else 0, named["cu_seqlens_q"], named["cu_seqlens_k"],
+        named["mask"], named["sinks"],
+    )  # fmt: skip
+    out = torch.empty(4, 8)
+    got = operands._repeat(warm(forward, False), like, out, AT, 0x51)
+    assert got is out
+    assert forward.calls[-1][2][3] == dict(zip(operands._ALL, AT, strict=True))["out"]
+
+
+def test_short_way_leaves_the_unusual_alone() -> None:
+    forward = Forward()
+    plan, like = warm(forward, False), torch.empty(4, 8)
+    assert operands._repeat(plan, like, None, AT, 0x52) is None  # another stream
+    for i in range(len(AT)):
+        assert operands._repeat(plan, like, None, [*AT[:i], AT[i] + 2, *AT[i + 1 :]], None) is None
+    with torch.inference_mode():
+        inferred = torch.empty(4, 8)
+    assert operands._repeat(plan, like, inferred, AT, None) is None
+    overlapping = list(AT)
+    overlapping[operands._ALL.index("out")] = AT[0]
+    assert operands._repeat(plan, like, torch.empty(4, 8), overlapping, None) is None
+    assert operands._repeat(dataclasses.replace(plan, current_stream=None), like, None, AT, None) is None
+    assert forward.calls == []
