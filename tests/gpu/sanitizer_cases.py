@@ -1,4 +1,8 @@
-"""Small calls of every tile class, for compute-sanitizer: ``python sanitizer_cases.py [low_precision | faulty]``.
+"""Small calls of every tile class, for compute-sanitizer.
+
+``python sanitizer_cases.py [low_precision | few_low_precision | faulty]``: exact attention; or quantization and
+attention on integers (`few`: for tools that take long); or one call with a fault.
+
 
 CuPy arrays in memory of their own (no pool), so that an access behind any of them is seen; moved by copies alone, so
 that no kernel runs but omniattn's.
@@ -102,9 +106,9 @@ def merge(head_dim: int, rng: np.random.Generator) -> None:
         check(*oa.merge_states(a, to_gpu(lse_a, np.float32), b, to_gpu(lse_b, np.float32)))
 
 
-def quantizers(head_dim: int, rng: np.random.Generator) -> None:
+def quantizers(head_dim: int, rng: np.random.Generator, few: bool) -> None:
     """Every format; outputs are checked elsewhere."""
-    for width in (head_dim - BELOW, head_dim):
+    for width in (head_dim,) if few else (head_dim - BELOW, head_dim):
         q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
         k = to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, width)))
         oa.quantize_qk(q, k, smooth_q=True, with_bias=True)
@@ -115,17 +119,20 @@ def quantizers(head_dim: int, rng: np.random.Generator) -> None:
         cupy.cuda.runtime.deviceSynchronize()
 
 
-def low_precision(head_dim: int, rng: np.random.Generator) -> None:
-    """Quantization and attention together, in one workspace."""
-    precisions = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())
-    for width in (head_dim - BELOW, head_dim):
+def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
+    """Quantization and attention together, in one workspace; and one behind the other, each array by itself."""
+    precisions = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())[: 2 if few else 3]
+    for width in (head_dim - BELOW,) if few else (head_dim - BELOW, head_dim):
         q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
         k, v = (to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, width))) for _ in range(2))
         for precision in precisions:
-            for name in ("full", "causal", "window", "sinks"):
+            for name in ("causal",) if few else ("full", "causal", "window", "sinks"):
                 options = options_for(CALLS[name], rng)
                 check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, precision=precision, **options))
-    varlen(head_dim, rng, precisions)
+            qk = oa.quantize_qk(q, k, dtype=f"int{precision.bits}", smooth_q=precision.smooth_q, with_bias=True)
+            values = oa.quantize_v(v, smooth_v=precision.smooth_v)
+            check(*oa.attention(qk.q, qk.k, values, out=poisoned(q.shape), return_lse=True))
+    varlen(head_dim, rng, precisions[:1] if few else precisions)
 
 
 def faulty() -> None:
@@ -141,8 +148,17 @@ def faulty() -> None:
 
 if __name__ == "__main__":
     cupy.cuda.set_allocator(None)
-    if sys.argv[1:] == ["faulty"]:
+    which = " ".join(sys.argv[1:])
+    if which == "faulty":
         faulty()
+    elif which in ("low_precision", "few_low_precision"):
+        serves = runtime.has_tensor_maps() and runtime.device_info(0).cc == (9, 0)
+        for width in (64, 128, 256):
+            quantizers(width, np.random.default_rng(width), which.startswith("few"))
+            if serves:
+                low_precision(width, np.random.default_rng(width), which.startswith("few"))
+    elif which:
+        raise SystemExit(f"not one of low_precision, few_low_precision, faulty: {which}")
     else:
         everything = select.REGISTRY
         # What this GPU gets, then what every GPU gets.
@@ -155,10 +171,4 @@ if __name__ == "__main__":
                 varlen(width, generator)
                 merge(width, generator)
         select.REGISTRY = everything
-    if sys.argv[1:] == ["low_precision"]:
-        serves = runtime.has_tensor_maps() and runtime.device_info(0).cc == (9, 0)
-        for width in (64, 128, 256):
-            quantizers(width, np.random.default_rng(width))
-            if serves:
-                low_precision(width, np.random.default_rng(width))
     print("all calls done")
