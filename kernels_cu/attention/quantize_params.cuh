@@ -29,8 +29,8 @@ struct QuantizeParams {
     uint32* k_amax_done;
     uint32* q_amax;
     uint32* q_amax_done;
-    int32*
-        starts_q;  // copies of cu_seqlens that never decrease, for the launches behind the one that zeroes; null: none
+    // Copies of cu_seqlens that never decrease, for the launches behind the one that zeroes; null: none.
+    int32* starts_q;
     int32* starts_k;
     int64 q_stride_b, q_stride_s, q_stride_h;  // elements
     int64 k_stride_b, k_stride_s, k_stride_h;
@@ -51,7 +51,7 @@ struct QuantizeParams {
     int32 clear_words;  // > 0: this launch zeroes that many words from `ticket` on, copies cu_seqlens, and that is all
     int32 delta_columns;  // extent of delta_s along the keys
     int32 levels;  // largest magnitude of an element: 127 or 7
-    int32 reserved;  // the size is a multiple of 8
+    int32 lookahead;  // items of a group that come behind the sums of the next one
 };
 
 enum Granularity : int32 { kPerTensor, kPerBlock, kPerWarp, kPerThread, kPerToken };
