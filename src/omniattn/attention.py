@@ -152,8 +152,8 @@ def attention_varlen(
         The same with total_k and num_kv_heads. Or all three quantized, as in `attention`.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, on q's device
         Row at which each sequence begins, and the end of the last one: 0 first, never decreasing. Checked on the CPU;
-        on a GPU that would need a synchronization, and values outside the tensors are clamped to them. To be left out
-        for quantized operands, which bring theirs.
+        on a GPU that would need a synchronization: values outside the tensors are clamped to them, and where values
+        decrease the results are unspecified. To be left out for quantized operands, which bring theirs.
     max_seqlen_q, max_seqlen_k : int
         At least the longest sequence. They give the mask its extent, and with smooth_q ("int4") a workspace, where too
         small a max_seqlen_k makes NaN. The result does not depend on them otherwise. For quantized operands needed only
