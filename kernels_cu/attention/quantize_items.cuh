@@ -1,10 +1,9 @@
 // The order of the quantizers' work, and what an item waits for.
 //
-//   sums of group 0 | [amax], Q, K and V of group 0, but for the last `lookahead` items, sums of group 1, those items | ...
+//   partial sums of group 0 | partial sums of group 1, [amax], Q, K and V of group 0 | sums of group 2, Q, K, V of 1 | ...
 //
 // A group is as many kv heads as stay in the L2 cache between the reading for the sums and the reading for the
-// quantization. In between lie the rest of the group before and Q of its own: enough that nobody waits for the sums, and
-// no more, because it passes through the cache too. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a CTA
+// quantization. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a CTA
 // that runs, so that nothing can wait for ever however the CTAs are scheduled.
 #pragma once
 #include "attention/quantize_params.cuh"
@@ -64,14 +63,11 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
             following = (int32(group) + 2 == p.num_groups ? rest_units : p.units_per_group) * p.per_unit_r;
         }
         units = int32(group) + 1 == p.num_groups ? rest_units : p.units_per_group;
-        // Items before the next group's sums.
-        uint32 before = units * per_unit - min_of(units * per_unit, uint32(p.lookahead));
-        if (off >= before + following) {
-            off -= following;
-        } else if (off >= before) {
+        if (off < following) {
             reduce = true;
-            off -= before;
             ++group;
+        } else {
+            off -= following;
         }
     }
     if (reduce) {

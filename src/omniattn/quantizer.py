@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import arrays
 from .arrays import Tensor
 from .errors import UnsupportedError
-from .launch.quantize import GROUP_BYTES, LOOKAHEAD, QuantizePlan, QuantizeProblem, Strides3, carve
+from .launch.quantize import GROUP_BYTES, QuantizePlan, QuantizeProblem, Strides3, carve
 from .precision import Int8
 from .registry import REGISTRY, KernelSpec
 
@@ -124,7 +124,6 @@ def device_plan(
     *,
     run: bool,
     group_bytes: int = GROUP_BYTES,
-    lookahead: float = LOOKAHEAD,
 ) -> QuantizePlan:
     """The plan for GPU ``ordinal``, with its kernels loaded if ``run``."""
     from . import runtime
@@ -140,5 +139,4 @@ def device_plan(
         strides,
         device.sm_count,
         group_bytes,
-        lookahead,
     )

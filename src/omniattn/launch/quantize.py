@@ -24,8 +24,6 @@ _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i 
 #: Bytes of K and V that are read for the sums before they are read again: a part of the L2 cache, because Q and the
 #: outputs pass through it in between.
 GROUP_BYTES = 16 << 20
-#: Blocks of a group that each CTA takes behind the sums of the next group.
-LOOKAHEAD = 1e6
 _MAX_GRID = 1 << 20
 _ALIGNMENT = 256
 
@@ -200,7 +198,6 @@ class QuantizePlan:
         strides: tuple[Strides3, Strides3, Strides3],
         sm_count: int,
         group_bytes: int = GROUP_BYTES,
-        lookahead: float = LOOKAHEAD,
     ) -> None:
         p = self.problem = problem
         self.kernel, self.delta_kernel = kernel, delta_kernel
@@ -236,8 +233,6 @@ class QuantizePlan:
         self._words = (1, 1 + kv, 1 + 2 * kv, 1 + 3 * kv, 1 + 4 * kv, 1 + 5 * kv, 1 + 5 * kv + qs)
         clear = 1 + 3 * kv + tail
         tile = spec.head_dim
-        ctas = sm_count * int(dict(spec.defines)["CTAS"])
-        behind = min(int(lookahead * ctas), 2**31 - 1)
 
         def pack(clear_words: int) -> bytes:
             return _REST.pack(
@@ -246,7 +241,7 @@ class QuantizePlan:
                 slots_q, slots_k, p.slots_r, p.key_tile, p.slots(p.rows_k, p.key_tile), p.stored_bits,
                 QUERY_SLICES[p.grouping], GRANULARITIES.index(p.granularity), flags, int(p.varlen),
                 units, per_group, groups, per_r, per_a, per_q, per_pass, last_base, self._items, clear_words,
-                p.delta_columns, 127 if p.bits == 8 else 7, behind,
+                p.delta_columns, 127 if p.bits == 8 else 7, 0,
             )  # fmt: skip
 
         self._rest, self._clear = pack(0), pack(clear)
@@ -256,7 +251,7 @@ class QuantizePlan:
         #: Partial sums, behind the copies.
         self.workspace_bytes = self.counters_bytes + 2 * self.starts_bytes + 16 * units * p.slots_r * tile
         self._grid = (
-            (min(self._items, ctas), 1, 1),
+            (min(self._items, sm_count * int(dict(spec.defines)["CTAS"])), 1, 1),
             (min(-(-clear // self._threads), _MAX_GRID), 1, 1),
         )
         self._delta_grid = (units * p.slots(p.rows_k, p.key_tile), 1, 1)
