@@ -30,9 +30,9 @@ _plans: dict[Any, OperandsPlan] = {}
 # A plan holds a loaded kernel, which is worth nothing under another driver or in a forked child.
 on_reset(_plans.clear)
 
-#: Whose array each operand is, and which fields it has: arguments of a call in this order.
-_Q_ARRAYS = ("q_int", "q_scale", "row_bias", "q_mean", "delta_s")
-_K_ARRAYS = ("k_int", "k_scale", "k_mean")
+# Whose array each operand is, in the order in which a call looks at them. Attention reads neither q_mean nor k_mean.
+_Q_ARRAYS = ("q_int", "q_scale", "row_bias", "delta_s")
+_K_ARRAYS = ("k_int", "k_scale")
 _V_ARRAYS = ("v", "v_scale", "v_mean")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _OPERANDS = (*_Q_ARRAYS, *_K_ARRAYS, *_V_ARRAYS)
@@ -42,8 +42,10 @@ _ARGUMENT = {
     **dict.fromkeys((*_K_ARRAYS, "cu_seqlens_k"), "k"),
     **dict.fromkeys(_V_ARRAYS, "v"),
 }
+_OUT, _MASK, _SINKS = (_ALL.index(name) for name in ("out", "mask", "sinks"))
+_STARTS_Q, _STARTS_K = (_ALL.index(name) for name in _STARTS)
 #: What a kernel reads of them.
-READ = frozenset(_OPERANDS) - {"q_mean", "k_mean"}
+READ = frozenset(_OPERANDS)
 # Kernels copy 16 bytes at once.
 _ALIGNMENT = 16
 
@@ -101,10 +103,13 @@ def run(
     options = (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_q, max_k)
     key: Any = (
         function, facts, id(of_q.problem), id(of_k.problem), id(v.problem), of_q is of_k, of_q.layout, of_k.layout,
-        v.layout, options, tuple(x.__class__ for x in options), os.environ.get("OMNIATTN_FORCE_KERNEL"),
+        v.layout, options, os.environ.get("OMNIATTN_FORCE_KERNEL"),
+        # True == 1 == 1.0, but not every one of them is valid everywhere.
+        causal.__class__, softmax_scale.__class__, softcap.__class__, return_lse.__class__, deterministic.__class__,
+        max_q.__class__, max_k.__class__,
     )  # fmt: skip
-    if isinstance(window, tuple):
-        key += tuple(x.__class__ for x in window)
+    if window is not None:
+        key += (window.__class__, *(x.__class__ for x in window)) if isinstance(window, tuple) else (window.__class__,)
     try:
         plan = _plans.get(key)
     except TypeError:  # an unhashable option: validation has the last word
@@ -134,8 +139,8 @@ def run(
 def _objects(of_q: QuantizedQK, of_k: QuantizedQK, v: QuantizedV, others: tuple[Any, Any, Any]) -> tuple[Any, ...]:
     """In the order of `_ALL`."""
     return (
-        of_q.q_int, of_q.q_scale, of_q.row_bias, of_q.q_mean, of_q.delta_s, of_k.k_int, of_k.k_scale, of_k.k_mean,
-        v.v, v.v_scale, v.v_mean, of_q.cu_seqlens_q, of_k.cu_seqlens_k, *others,
+        of_q.q_int, of_q.q_scale, of_q.row_bias, of_q.delta_s, of_k.k_int, of_k.k_scale, v.v, v.v_scale, v.v_mean,
+        of_q.cu_seqlens_q, of_k.cu_seqlens_k, *others,
     )  # fmt: skip
 
 
@@ -192,11 +197,12 @@ def _repeat(plan: OperandsPlan, like: Any, out: Any, at: list[int], stream: int 
         out = new_o(like)
         at_out = out.data_ptr()
     else:
-        at_out = at[13]
-        if out.is_inference() or at_out in at[:13]:
+        at_out = at[_OUT]
+        if out.is_inference() or at_out in at[:_OUT]:
             return None
     lse = None if plan.new_lse is None else plan.new_lse(like)
-    pointers = (0, 0, 0, at_out, 0 if lse is None else lse.data_ptr(), at[11], at[12], at[14], at[15])
+    at_lse = 0 if lse is None else lse.data_ptr()
+    pointers = (0, 0, 0, at_out, at_lse, at[_STARTS_Q], at[_STARTS_K], at[_MASK], at[_SINKS])
     forward.attend(current, dict(zip(_OPERANDS, at, strict=False)), pointers)
     return out if lse is None else (out, lse)
 
@@ -451,7 +457,7 @@ def _check_extents(function: str, operands: QuantizeProblem, max_q: Any, max_k: 
 
 
 def _check_arrays(function: str, operands: QuantizeProblem, tensors: dict[str, Tensor]) -> None:
-    expected: dict[str, tuple[tuple[int, ...], str]] = operands.shapes()
+    expected = {name: facts for name, facts in operands.shapes().items() if name in READ}
     if operands.varlen:
         expected |= dict.fromkeys(_STARTS, ((operands.batch + 1,), "int32"))
     for name in (*_OPERANDS, *_STARTS):

@@ -131,7 +131,8 @@ def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
     """Quantization and attention together, in one workspace; and one behind the other, each array by itself."""
     precisions = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())[: 2 if few else 3]
     # Consumers read k_scale and delta_s themselves, and a warp's first lane gives the buffer back for all 32 behind a
-    # __syncwarp. racecheck sees the order of that lane's reads only, so it gets no more keys than there are buffers.
+    # __syncwarp. racecheck sees the order of that lane's reads only, so it gets no more keys than there are buffers. (A
+    # build in which all lanes give the buffer back is clean with more.)
     seqlen_k = keys_of_all_stages(head_dim) if few else SEQLEN_K
     for width in (head_dim - BELOW,) if few else (head_dim - BELOW, head_dim):
         q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))

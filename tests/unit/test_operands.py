@@ -224,7 +224,7 @@ def test_what_does_not_fit(message: str, call: Any) -> None:
         (DtypeError, r"'k.k_int'.*int8.*uint8", "k_int", lambda x: x.view(torch.uint8)),
         (StrideError, r"'k.k_scale'.*contiguous.*strides", "k_scale", lambda x: torch.cat([x, x], -1)[..., ::2]),
         (ArgumentError, r"'q.row_bias'.*an array.*None", "row_bias", lambda x: None),
-        (ArgumentError, r"'q.q_mean'.*None.*an array", "q_mean", lambda x: torch.zeros(2)),
+        (ArgumentError, r"'q.delta_s'.*None.*an array", "delta_s", lambda x: torch.zeros(2)),
         (ArgumentError, r"array.*str", "q_scale", lambda x: "scales"),
     ],
 )
