@@ -8,6 +8,7 @@ from typing import Any
 from . import arrays, operands
 from .arrays import Tensor
 from .errors import ArgumentError
+from .operand_checks import ARRAYS
 from .planning import Plan, make_plan
 from .precision import Int8
 from .problem import Problem
@@ -161,7 +162,7 @@ def _explain_quantized(
     # Operands as they are; o and the LSE once.
     written = plan.problem.num_q_heads * plan.problem.seqlen_q * (1 if plan.problem.varlen else plan.problem.batch)
     itemsize = {"float32": 4, "float64": 8}.get(plan.problem.dtype, 2)
-    min_bytes = sum(t.size * t.itemsize for name, t in tensors.items() if name in operands.READ)
+    min_bytes = sum(t.size * t.itemsize for name, t in tensors.items() if name in ARRAYS)
     return _explanation(plan, tensors["q_int"], min_bytes + written * (itemsize * plan.problem.head_dim + 4), stream)
 
 

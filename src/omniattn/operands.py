@@ -13,11 +13,24 @@ from typing import Any
 
 from . import arguments, arrays
 from .arrays import Tensor
-from .errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from .errors import ArgumentError, DtypeError, UnsupportedError
 from .launch.attn_fwd import ForwardStrides
 from .launch.attn_int8_sm90 import Int8Sm90Plan
 from .launch.quantize import QuantizeProblem
-from .precision import GROUPINGS, Int4, Int8
+from .operand_checks import (
+    ALL,
+    ARGUMENT,
+    ARRAYS,
+    STARTS,
+    check_aliasing,
+    check_arrays,
+    check_extents,
+    check_kinds,
+    check_precision,
+    check_same_sequences,
+    combine,
+)
+from .precision import GROUPINGS
 from .problem import Problem
 from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 from .quantizer import grouping_of
@@ -30,22 +43,8 @@ _plans: dict[Any, OperandsPlan] = {}
 # A plan holds a loaded kernel, which is worth nothing under another driver or in a forked child.
 on_reset(_plans.clear)
 
-# Whose array each operand is, in the order in which a call looks at them. Attention reads neither q_mean nor k_mean.
-_Q_ARRAYS = ("q_int", "q_scale", "row_bias", "delta_s")
-_K_ARRAYS = ("k_int", "k_scale")
-_V_ARRAYS = ("v", "v_scale", "v_mean")
-_STARTS = ("cu_seqlens_q", "cu_seqlens_k")
-_OPERANDS = (*_Q_ARRAYS, *_K_ARRAYS, *_V_ARRAYS)
-_ALL = (*_OPERANDS, *_STARTS, "out", "mask", "sinks")
-_ARGUMENT = {
-    **dict.fromkeys((*_Q_ARRAYS, "cu_seqlens_q"), "q"),
-    **dict.fromkeys((*_K_ARRAYS, "cu_seqlens_k"), "k"),
-    **dict.fromkeys(_V_ARRAYS, "v"),
-}
-_OUT, _MASK, _SINKS = (_ALL.index(name) for name in ("out", "mask", "sinks"))
-_STARTS_Q, _STARTS_K = (_ALL.index(name) for name in _STARTS)
-#: What a kernel reads of them.
-READ = frozenset(_OPERANDS)
+_OUT, _MASK, _SINKS = (ALL.index(name) for name in ("out", "mask", "sinks"))
+_STARTS_Q, _STARTS_K = (ALL.index(name) for name in STARTS)
 # Kernels copy 16 bytes at once.
 _ALIGNMENT = 16
 
@@ -90,7 +89,7 @@ def run(
     deterministic: Any,
 ) -> Any:
     """``attention`` or ``attention_varlen`` where one of q, k, v is quantized."""
-    _check_kinds(function, q, k, v, cu_q, cu_k)
+    check_kinds(function, q, k, v, cu_q, cu_k)
     of_q, of_k = q.pair, k.pair
     objects = _objects(of_q, of_k, v, (out, mask, sinks))
     raw = None if stream is None else arrays.resolve_stream(stream)
@@ -129,15 +128,15 @@ def run(
     given = tensors.get("out")
     if given is not None:
         arrays.require_writable(given)
-        _check_aliasing(function, given, tensors)
+        check_aliasing(function, given, tensors)
     if plan.forward is None:
-        _check_same_sequences(function, v, tensors)
+        check_same_sequences(function, v, tensors)
         return _run_on_cpu(plan, tensors, layout, bool(return_lse), max_q, max_k, stream)
     return _run_on_gpu(plan, function, tensors, stream)
 
 
 def _objects(of_q: QuantizedQK, of_k: QuantizedQK, v: QuantizedV, others: tuple[Any, Any, Any]) -> tuple[Any, ...]:
-    """In the order of `_ALL`."""
+    """In the order of `ALL`."""
     return (
         of_q.q_int, of_q.q_scale, of_q.row_bias, of_q.delta_s, of_k.k_int, of_k.k_scale, v.v, v.v_scale, v.v_mean,
         of_q.cu_seqlens_q, of_k.cu_seqlens_k, *others,
@@ -148,33 +147,15 @@ def describe(
     function: str, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, others: tuple[Any, Any, Any], raw: int | None
 ) -> dict[str, Tensor]:
     """All arrays of a call by name; ``others`` are out, mask and sinks."""
-    _check_kinds(function, q, k, v, cu_q, cu_k)
+    check_kinds(function, q, k, v, cu_q, cu_k)
     return _describe(_objects(q.pair, k.pair, v, others), raw)
-
-
-def _check_kinds(function: str, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> None:
-    for value, argument, kind, source in (
-        (q, "q", QuantizedQ, "quantize_qk(...).q"),
-        (k, "k", QuantizedK, "quantize_qk(...).k"),
-        (v, "v", QuantizedV, "quantize_v(...)"),
-    ):
-        if value.__class__ is not kind:
-            raise ArgumentError(
-                argument, f"a {kind.__name__}, from {source}, because one of q, k, v is quantized",
-                type(value).__name__, function=function,
-            )  # fmt: skip
-    for value, argument in ((cu_q, "cu_seqlens_q"), (cu_k, "cu_seqlens_k")):
-        if value is not None:
-            raise ArgumentError(
-                argument, "None, because quantized operands bring theirs", type(value).__name__, function=function
-            )
 
 
 def _describe(objects: tuple[Any, ...], raw: int | None) -> dict[str, Tensor]:
     found = {}
-    for name, x in zip(_ALL, objects, strict=True):
+    for name, x in zip(ALL, objects, strict=True):
         if x is not None:
-            of = _ARGUMENT.get(name)
+            of = ARGUMENT.get(name)
             found[name] = arrays.describe(x, name if of is None else f"{of}.{name}", raw)
     return found
 
@@ -203,7 +184,7 @@ def _repeat(plan: OperandsPlan, like: Any, out: Any, at: list[int], stream: int 
     lse = None if plan.new_lse is None else plan.new_lse(like)
     at_lse = 0 if lse is None else lse.data_ptr()
     pointers = (0, 0, 0, at_out, at_lse, at[_STARTS_Q], at[_STARTS_K], at[_MASK], at[_SINKS])
-    forward.attend(current, dict(zip(_OPERANDS, at, strict=False)), pointers)
+    forward.attend(current, dict(zip(ARRAYS, at, strict=False)), pointers)
     return out if lse is None else (out, lse)
 
 
@@ -211,7 +192,7 @@ def _run_on_gpu(plan: OperandsPlan, function: str, tensors: dict[str, Tensor], s
     assert plan.forward is not None
     ref = tensors["q_int"]
     for name, t in tensors.items():
-        arguments.check_alignment(t, function, t.itemsize if name in (*_STARTS, "mask", "sinks") else _ALIGNMENT)
+        arguments.check_alignment(t, function, t.itemsize if name in (*STARTS, "mask", "sinks") else _ALIGNMENT)
     o = tensors.get("out") or arrays.empty_like_framework(ref, plan.o_shape, plan.problem.dtype)
     lse = None if plan.lse_shape is None else arrays.empty_like_framework(ref, plan.lse_shape, "float32")
     everything = [*(t for name, t in tensors.items() if name != "out"), o]
@@ -240,14 +221,14 @@ def _run_on_cpu(
     problem, operands, ref = plan.problem, plan.operands, tensors["q_int"]
     arrays.prepare([ref], stream)  # refuses a stream
     values = {name: arrays.to_numpy(t) for name, t in tensors.items() if name != "out"}
-    starts = [values.get(name) for name in _STARTS]
+    starts = [values.get(name) for name in STARTS]
     options = checks.make_options(
         problem.head_dim, False, (problem.window_left, problem.window_right), problem.softmax_scale, problem.softcap,
         np.float32, "attention",
     )  # fmt: skip
     product = low_precision.Product("fp16" if operands.v_dtype == "float16" else "fp8", operands.key_tile)
     o, lse = low_precision.attend(
-        operands, {name: values[name] for name in _OPERANDS if name in values}, None, starts[0], starts[1],
+        operands, {name: values[name] for name in ARRAYS if name in values}, None, starts[0], starts[1],
         options=options, product=product, mask=values.get("mask"), sinks=values.get("sinks"), longest_q=max_q,
         longest_k=max_k,
     )  # fmt: skip
@@ -282,20 +263,20 @@ def make_plan(
     deterministic = arguments.check_bool(deterministic, "deterministic", function)
     left, right = arguments.check_window(window, causal, function)
     softcap = arguments.check_softcap(softcap, function)
-    operands = _combine(function, q.pair, k.pair, v, layout)
+    operands = combine(function, q.pair, k.pair, v, layout)
     absolute = return_lse or softcap > 0 or "sinks" in tensors
     if absolute and operands.smooth_k and operands.row_bias != "full":
         raise ArgumentError(
             "q", "operands of quantize_qk(with_bias=True), because LSE, sinks and softcap need q . k_mean",
             "with_bias=False", function=function,
         )  # fmt: skip
-    low = _check_precision(function, precision, operands)
+    low = check_precision(function, precision, operands)
     if softmax_scale is None:
         softmax_scale = operands.head_dim**-0.5
     else:
         softmax_scale = arguments.check_number(softmax_scale, "softmax_scale", function)
-    extents = _check_extents(function, operands, max_q, max_k, "mask" in tensors)
-    _check_arrays(function, operands, tensors)
+    extents = check_extents(function, operands, max_q, max_k, "mask" in tensors)
+    check_arrays(function, operands, tensors)
 
     heads, rows, batch = operands.heads_q, operands.rows_q, operands.batch
     lead = () if operands.varlen else (batch,)
@@ -374,130 +355,4 @@ def _select(function: str, problem: Problem, operands: QuantizeProblem, target: 
     return select_attention(problem, target, os.environ.get("OMNIATTN_FORCE_KERNEL"))
 
 
-def _combine(function: str, of_q: QuantizedQK, of_k: QuantizedQK, v: QuantizedV, layout: str) -> QuantizeProblem:
-    """The quantization of all three together, if they belong together."""
-    a, b, c = of_q.problem, of_k.problem, v.problem
-    for own, argument in ((of_q.layout, "q"), (of_k.layout, "k"), (v.layout, "v")):
-        if own != layout:
-            raise ArgumentError(
-                argument, f"operands quantized with layout {layout!r}, that of this call", repr(own), function=function
-            )
-    varlen = function == "attention_varlen"
-    kind = {True: "packed sequences", False: "a batch"}
-    for problem, argument in ((a, "q"), (b, "k"), (c, "v")):
-        if problem.varlen != varlen:
-            hint = f"attention{'_varlen' if problem.varlen else ''} takes {kind[problem.varlen]}"
-            raise ArgumentError(
-                argument, f"operands quantized from {kind[varlen]}", kind[problem.varlen], function=function, hint=hint
-            )
-    if of_q is not of_k:
-        for there, what in (
-            (of_q.delta_s is not None, "smooth_q (delta_s)"),
-            (a.row_bias == "full" and a.smooth_k, "with_bias (row_bias)"),
-        ):
-            if there:
-                raise ArgumentError(
-                    "k", f"the K of q's own quantize_qk call, to which {what} ties q", "K of another call",
-                    function=function,
-                )  # fmt: skip
-        _check_equal(function, "k", a, b, "q", ("bits", "wide", "granularity", "grouping"))
-        if a.heads_kv != b.heads_kv and (b.heads_kv == 0 or a.heads_q % b.heads_kv):
-            raise ArgumentError(
-                "k", f"a number of heads that divides q's {a.heads_q}", str(b.heads_kv), function=function
-            )
-    _check_equal(function, "k", a, b, "q", ("dtype", "batch", "head_dim"))
-    _check_equal(function, "v", b, c, "k", ("dtype", "batch", "rows_k", "heads_kv", "head_dim"))
-    return dataclasses.replace(
-        b, rows_q=a.rows_q, heads_q=a.heads_q, smooth_q=a.smooth_q, row_bias=a.row_bias, v=True, v_dtype=c.v_dtype,
-        smooth_v=c.smooth_v,
-    )  # fmt: skip
-
-
-_WORDS = {"rows_k": "rows", "heads_kv": "heads", "dtype": "dtype of what was quantized"}
-
-
-def _check_equal(
-    function: str, argument: str, wanted: QuantizeProblem, got: QuantizeProblem, like: str, names: tuple[str, ...]
-) -> None:
-    for name in names:
-        expected, received = getattr(wanted, name), getattr(got, name)
-        if expected != received:
-            raise ArgumentError(
-                argument, f"{_WORDS.get(name, name)} {expected}, like {like}", str(received), function=function
-            )
-
-
-def _check_precision(function: str, precision: Any, operands: QuantizeProblem) -> Int8:
-    """The knobs that the operands were made with. ``"exact"``, the default, leaves it to them."""
-    kind = Int8 if operands.bits == 8 else Int4
-    low = kind(
-        operands.granularity, operands.smooth_k, operands.smooth_q, operands.smooth_v,
-        "fp16" if operands.v_dtype == "float16" else "fp8",
-    )  # fmt: skip
-    name, knobs = arguments.check_precision(precision, function)
-    asked = precision if isinstance(precision, Int8) else None
-    if (knobs is not None and name != f"int{operands.bits}") or (asked is not None and asked != low):
-        raise ArgumentError(
-            "precision", f"that of the operands, {low!r}, or left out", repr(precision), function=function
-        )
-    return low
-
-
-def _check_extents(function: str, operands: QuantizeProblem, max_q: Any, max_k: Any, has_mask: bool) -> tuple[int, int]:
-    """Extents of the mask along queries and keys."""
-    if not operands.varlen:
-        return operands.rows_q, operands.rows_k
-    found = []
-    for value, name in ((max_q, "max_seqlen_q"), (max_k, "max_seqlen_k")):
-        if value is None and not has_mask:
-            found.append(0)
-        else:
-            found.append(arguments.check_int(value, name, function))
-    return found[0], found[1]
-
-
-def _check_arrays(function: str, operands: QuantizeProblem, tensors: dict[str, Tensor]) -> None:
-    expected = {name: facts for name, facts in operands.shapes().items() if name in READ}
-    if operands.varlen:
-        expected |= dict.fromkeys(_STARTS, ((operands.batch + 1,), "int32"))
-    for name in (*_OPERANDS, *_STARTS):
-        t, wanted = tensors.get(name), expected.get(name)
-        argument = f"{_ARGUMENT[name]}.{name}"
-        if t is None and wanted is None:
-            continue
-        if t is None or wanted is None:
-            raise ArgumentError(
-                argument, "None" if wanted is None else "an array", "an array" if t is not None else "None",
-                function=function,
-            )  # fmt: skip
-        shape, dtype = wanted
-        if t.dtype != dtype:
-            raise DtypeError(argument, dtype, t.dtype, function=function)
-        if tuple(t.shape) != tuple(shape):
-            raise ShapeError(argument, f"shape {tuple(shape)}", f"{tuple(t.shape)}", function=function)
-        steps = arrays.contiguous_strides(tuple(shape))
-        if 0 not in shape and any(n > 1 and s != x for n, s, x in zip(shape, t.strides, steps, strict=True)):
-            raise StrideError(argument, "a contiguous array", f"strides {tuple(t.strides)}", function=function)
-    arrays.require_same_device(tensors.values())
-
-
-def _check_same_sequences(function: str, v: QuantizedV, tensors: dict[str, Tensor]) -> None:
-    """For the CPU; on a GPU that would need a synchronization."""
-    if v.cu_seqlens_k is None:
-        return
-    starts = arrays.to_numpy(arrays.describe(v.cu_seqlens_k, "v.cu_seqlens_k"))
-    wanted = arrays.to_numpy(tensors["cu_seqlens_k"])
-    if starts.tolist() != wanted.tolist():
-        raise ArgumentError("v", f"cu_seqlens_k {wanted.tolist()}, like k", str(starts.tolist()), function=function)
-
-
-def _check_aliasing(function: str, out: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Tiles are written while others are still read, so o needs memory of its own."""
-    if out.device == "cpu" or 0 in out.shape:
-        return
-    for name, t in tensors.items():
-        if name != "out" and t.ptr == out.ptr:
-            raise ArgumentError("out", f"memory of its own, not that of {t.argument}", hex(out.ptr), function=function)
-
-
-__all__ = ["READ", "OperandsPlan", "describe", "make_plan", "run"]
+__all__ = ["OperandsPlan", "describe", "make_plan", "run"]

@@ -13,6 +13,7 @@ import pytest
 import omniattn as oa
 from omniattn import operands, testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError
+from omniattn.operand_checks import ALL, ARRAYS
 
 torch = pytest.importorskip("torch")
 
@@ -278,19 +279,19 @@ def warm(forward: Any, lse: bool) -> Any:
     )  # fmt: skip
 
 
-AT = [16 * (i + 1) for i in range(len(operands._ALL))]
+AT = [16 * (i + 1) for i in range(len(ALL))]
 
 
 @pytest.mark.parametrize("lse", [False, True])
 def test_short_way_launches_what_it_was_given(lse: bool) -> None:
     forward = Forward()
     like = torch.empty(4, 8)
-    at = [0 if name == "out" else x for name, x in zip(operands._ALL, AT, strict=True)]
+    at = [0 if name == "out" else x for name, x in zip(ALL, AT, strict=True)]
     got = operands._repeat(warm(forward, lse), like, None, at, None)
     ((stream, found, pointers),) = forward.calls
-    named = dict(zip(operands._ALL, at, strict=True))
+    named = dict(zip(ALL, at, strict=True))
     assert stream == 0x51
-    assert found == {name: named[name] for name in operands._OPERANDS}
+    assert found == {name: named[name] for name in ARRAYS}
     o = got[0] if lse else got
     assert pointers == (
         0, 0, 0, o.data_ptr(), got[1].data_ptr() if lse else 0, named["cu_seqlens_q"], named["cu_seqlens_k"],
@@ -299,7 +300,7 @@ def test_short_way_launches_what_it_was_given(lse: bool) -> None:
     out = torch.empty(4, 8)
     got = operands._repeat(warm(forward, False), like, out, AT, 0x51)
     assert got is out
-    assert forward.calls[-1][2][3] == dict(zip(operands._ALL, AT, strict=True))["out"]
+    assert forward.calls[-1][2][3] == dict(zip(ALL, AT, strict=True))["out"]
 
 
 def test_short_way_leaves_the_unusual_alone() -> None:
@@ -312,7 +313,7 @@ def test_short_way_leaves_the_unusual_alone() -> None:
         inferred = torch.empty(4, 8)
     assert operands._repeat(plan, like, inferred, AT, None) is None
     overlapping = list(AT)
-    overlapping[operands._ALL.index("out")] = AT[0]
+    overlapping[ALL.index("out")] = AT[0]
     assert operands._repeat(plan, like, torch.empty(4, 8), overlapping, None) is None
     assert operands._repeat(dataclasses.replace(plan, current_stream=None), like, None, AT, None) is None
     assert forward.calls == []
