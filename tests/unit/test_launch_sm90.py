@@ -227,6 +227,33 @@ def test_a_launch_finds_everything_in_the_workspace() -> None:
     ]
 
 
+@pytest.mark.parametrize("low", [Int8(), Int8(smooth_q=True, smooth_v=True), Int4()], ids=str)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_quantized_operands_are_launched_with_the_same_arguments(varlen: bool, low: Int8) -> None:
+    p = problem(low=low, varlen=varlen)
+    _, quantizer, plan, log = make(p)
+    plan.launch(STREAM, (*POINTERS, WORKSPACE))
+    offsets, outputs_bytes = carve(quantizer.problem.shapes())
+    base = -(-WORKSPACE // 256) * 256
+    starts = quantizer.starts(base + outputs_bytes)
+    alone = Int8Sm90Plan(
+        select_attention(p, Target((9, 0), 227 << 10)).spec,
+        Kernel(log),
+        quantizer.problem,
+        p,
+        STRIDES,
+        SMS,  # type: ignore[arg-type]
+    )
+    assert (alone.workspace_bytes, alone.num_launches) == (0, 1)
+    at = {name: base + offset for name, offset in offsets.items()}
+    alone.attend(STREAM, at, (*POINTERS[:5], *starts, *POINTERS[7:]))
+    whole, part = log[-2:]
+    # The first 384 bytes are the maps, of which the fake ones are numbered for each kernel: 1, 2, 3 in both.
+    assert part[1:] == whole[1:]
+    with pytest.raises(RuntimeError, match="describes a call"):
+        alone.launch(STREAM, (*POINTERS, WORKSPACE))
+
+
 def test_what_is_not_smoothed_is_null() -> None:
     fields, _, _, at, plan = launched(problem())
     assert (fields["v_mean"], fields["delta_s"], fields["delta_columns"], fields["delta_stride_h"]) == (0, 0, 0, 0)
