@@ -13,11 +13,12 @@
 //
 // Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh).
 //   consumer   wait kv(i) | turn: S = QK(i) | A += P(i-1)V(i-1) | next one's turn
-//              softmax(i), under the product with V | every FLUSH_KEYS keys: O += A, A = 0 ...
-// The tensor cores keep about 13 bits of mantissa when they add e4m3 products. So A, in registers, covers FLUSH_KEYS keys
-// only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no registers for both.
-// P is at most 27 (with 128 keys 13.5) at the largest score that the base of the softmax was made for, which leaves room
-// below the largest e4m3 for scores that exceed it.
+//              softmax(i), under the product with V | every flush_keys keys: O += A, A = 0 ...
+// The tensor cores keep about 13 bits of mantissa when they add e4m3 products, and cut off what lies below. So A, in
+// registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no
+// registers for both.
+// P is 28 (with tiles of 128 keys 14) at the largest score that the base of the softmax was made for: an e4m3 number, so
+// that a key that counts for more than all others is not rounded, with room below the largest e4m3 for scores that exceed it.
 //
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | delta_s
 // [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | barriers. Rows of Q and K
@@ -49,7 +50,6 @@ struct Config {
     static constexpr int kPanels = kHeadDim / kRowBytes;
     static constexpr int kNTiles = kBlockN / 8;
     static constexpr int kDTiles = kHeadDim / 8;
-    static constexpr int kFlushTiles = FLUSH_KEYS / kBlockN;
     static constexpr int kOutputs = kHeadDim / 2;  // of one thread
     // Blocks of 128 query rows, which delta_s has, in a tile.
     static constexpr int kDeltaRows = kBlockM % 128 == 0 ? kBlockM / 128 : kBlockM / 128 + 1;
@@ -83,6 +83,7 @@ struct AttnInt8Sm90Params {
     int32 delta_columns;
     int32 head_dim_pad;
     TileList tiles;
+    int32 flush_keys;
 };
 
 constexpr uint32 kQBytes = Config::kBlockM * Config::kHeadDim;
@@ -177,7 +178,7 @@ OA_DEVICE void issue_pv(Output& acc, const Probabilities& probs, WgmmaDescriptor
 // P at the base of the softmax. No P beyond 448 goes unnoticed: a lane has kBlockN / 4 of a row, P is at most their sum, and
 // that is looked at. All of them at the base stay below.
 struct Lift {
-    static constexpr float kValue = Config::kBlockN == 64 ? 4.754887502f : 3.754887502f;  // log2(27), log2(13.5)
+    static constexpr float kValue = Config::kBlockN == 64 ? 4.8068f : 3.8068f;  // just below log2(28), log2(14)
     static constexpr float kSumLimit = 448.0f;
 };
 using Softmax = RowState<Lift>;
@@ -317,7 +318,8 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         give_back();
         rows.add(sum);
 
-        int32 flush_at = i + Config::kFlushTiles;
+        const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
+        int32 flush_at = i + flush_tiles;
         auto next_special = [&](int32 j) { return min_of(ConsumerRole::next_special(keys, j), flush_at); };
         int32 special = next_special(i);
         for (++i; i < num_tiles;) {
@@ -330,7 +332,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
                 finish_pv();
                 if (i == flush_at) {
                     flush(state);
-                    flush_at += Config::kFlushTiles;
+                    flush_at += flush_tiles;
                 }
                 special = next_special(i);
                 renew_probs();

@@ -119,7 +119,7 @@ def quantize_v(
     *,
     layout: str = "NHD",
     dtype: str = "float8_e4m3",
-    smooth_v: bool = False,
+    smooth_v: bool = True,
     cu_seqlens_k: Any = None,
     max_seqlen_k: int | None = None,
     stream: Any = None,

@@ -241,10 +241,6 @@ _INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
     _Int8Sm90Tile(256, 2, 64, 2, 1),
 )
 
-#: Keys whose products with V the tensor cores sum by themselves, with their 13 bits.
-_FLUSH_KEYS = 2048
-
-
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: bool) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
     # delta_s takes registers that a fourth warpgroup would need.
@@ -273,7 +269,6 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
             ("BLOCK_N", str(tile.block_n)),
             ("NUM_STAGES", str(tile.num_stages)),
             ("NUM_Q_STAGES", str(num_q_stages)),
-            ("FLUSH_KEYS", str(_FLUSH_KEYS)),
             ("VARLEN", str(int(varlen))),
             ("SMOOTH_Q", str(int(smooth_q))),
             ("SMEM_BYTES", str(smem_bytes)),
@@ -289,7 +284,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         prebuild=("90a",),
         features=frozenset({"smooth_q"}) if smooth_q else frozenset(),
         lacks=frozenset({"dense" if varlen else "varlen"}),
-        tuned_for=frozenset({"long"} if tile.long else {"short causal", "causal", "short"} if tile.head_dim == 64 else ()),
+        tuned_for=frozenset({"long"} if tile.long else ()),
         # What is known of a tile; none of it in the loop of the common step.
         allowed_spill_bytes=(192 if smooth_q else 96) if varlen else 64,
     )

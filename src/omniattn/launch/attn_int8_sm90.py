@@ -14,10 +14,14 @@ from .quantize import QuantizePlan, QuantizeProblem, carve
 from .tensor_maps import MappedOperand
 
 # Behind AttnFwdParams: addresses of scales, bias, mean and delta_s; strides between heads of q_scale, k_scale, delta_s;
-# delta_columns, head_dim_pad; TileList, and the padding of a struct that is aligned to 64 bytes.
-_OPERANDS = struct.Struct("<6Q3q2i3I4x")
+# delta_columns, head_dim_pad; TileList; flush_keys.
+_OPERANDS = struct.Struct("<6Q3q2i3Ii")
 _ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES}s{_OPERANDS.size}s")
 _ALIGNMENT = 256
+#: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation: outputs shrink by 0.4 % if
+#: V has one sign over 256 keys, by 4 % over 2048. V without its mean has no such loss (docs/performance/attn_int8_sm90.md).
+FLUSH_KEYS = 256
+FLUSH_KEYS_SMOOTH_V = 2048
 
 
 class Int8Sm90Plan:
@@ -72,7 +76,8 @@ class Int8Sm90Plan:
         delta = shapes["delta_s"][0] if "delta_s" in shapes else (0, 0)
         pad = operands.head_dim_pad
         self._head_strides = (shapes["q_scale"][0][-1], shapes["k_scale"][0][-1], delta[-2] * delta[-1])
-        self._tail = (delta[-1], pad, tiles.num_items, tiles.num_pairs, tiles.num_tail_heads)
+        flush_keys = FLUSH_KEYS_SMOOTH_V if operands.smooth_v else FLUSH_KEYS
+        self._tail = (delta[-1], pad, tiles.num_items, tiles.num_pairs, tiles.num_tail_heads, flush_keys)
         row = min(spec.head_dim, 128)
         rows_q, rows_k = problem.seqlen_q, problem.seqlen_k
         self._q = MappedOperand(
