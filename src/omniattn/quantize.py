@@ -138,7 +138,7 @@ def quantize_v(
     dtype : "float8_e4m3" or "float16"
         8 bits, transposed; or fp16 with a power of two as scale, which no bfloat16 value overflows.
     smooth_v : bool
-        Take the mean over the keys away.
+        Take the mean over the keys away, in channels where it is more than 1/16 of the range.
     cu_seqlens_k : array, (batch + 1,), int32, optional
     max_seqlen_k : int
         With ``cu_seqlens_k``: at least the longest sequence.

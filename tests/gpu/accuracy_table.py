@@ -16,7 +16,7 @@ from .test_low_precision_accuracy_gpu import PUBLISHED, draw, exact, figures
 
 COLUMNS: dict[str, oa.Int8] = {
     "int8": oa.Int8(),
-    "int8, smooth V": oa.Int8(smooth_v=True),
+    "int8, V as it is": oa.Int8(smooth_v=False),
     "int8, smooth Q": oa.Int8(smooth_q=True),
     "int4": oa.Int4(),
     "int4, smooth K": oa.Int4(smooth_q=False),

@@ -22,9 +22,9 @@ pytestmark = [
 
 #: Cosine similarity and relative L1 of SageAttention2 (8-bit, d128, s4096) on these inputs on an H200.
 PUBLISHED = {"normal": (0.99928, 0.038), "outlier": (0.99931, 0.043), "channel_bias": (0.99972, 0.020)}
-#: What attn_int8_sm90 reaches there. The largest P of a row lies anywhere between two e4m3 numbers, because the base of
-#: the softmax is not its maximum, while the denominator is the sum of P before rounding.
-REACHED = {"normal": (0.9992, 0.0395), "outlier": (0.9990, 0.0480), "channel_bias": (0.99972, 0.020)}
+#: What attn_int8_sm90 reaches where it is less. The largest P of a row is not always an e4m3 number, because the base of
+#: the softmax is the maximum of the first tile (docs/performance/attn_int8_sm90.md).
+REACHED = {"normal": (0.9992, 0.0392)}
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False) -> torch.Tensor:
@@ -60,25 +60,20 @@ def of_kind(kind: str) -> tuple[float, float]:
     return float(np.mean([x[0] for x in found])), float(np.mean([x[1] for x in found]))
 
 
-@pytest.mark.parametrize("kind", REACHED)
+@pytest.mark.parametrize("kind", PUBLISHED)
 def test_accuracy_of_int8(kind: str) -> None:
     cosine, l1 = of_kind(kind)
-    assert cosine >= REACHED[kind][0] - 1e-5
-    assert l1 <= REACHED[kind][1] + 5e-4
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind == "channel_bias" else pytest.mark.xfail(strict=True, reason="see REACHED"))
-        for kind in PUBLISHED
-    ],
-)
-def test_int8_is_as_accurate_as_published(kind: str) -> None:
-    cosine, l1 = of_kind(kind)
+    least, most = REACHED.get(kind, PUBLISHED[kind])
     # The cosine of the mean of four draws moves by 1e-5; the L1 is given with three digits.
-    assert cosine >= PUBLISHED[kind][0] - 1e-5
-    assert l1 <= PUBLISHED[kind][1] + 5e-4
+    assert cosine >= least - 1e-5
+    assert l1 <= most + 5e-4
+
+
+@pytest.mark.xfail(strict=True, reason="see REACHED")
+def test_int8_of_normal_inputs_is_as_accurate_as_published() -> None:
+    cosine, l1 = of_kind("normal")
+    assert cosine >= PUBLISHED["normal"][0] - 1e-5
+    assert l1 <= PUBLISHED["normal"][1] + 5e-4
 
 
 @pytest.mark.parametrize("layer", range(4))
@@ -91,9 +86,8 @@ def test_a_real_model(layer: int) -> None:
         return figures(oa.attention(q, k, v, causal=True, precision=precision), ref)
 
     cosine, l1 = of(oa.Int8())
-    # The emulation, whose base is the maximum, reaches .999 and .04.
-    assert cosine >= 0.9988
-    assert l1 <= 0.042
+    assert cosine >= 0.999
+    assert l1 <= 0.04
     none, only_k, both = (
         of(oa.Int4(smooth_k=smooth_k, smooth_q=smooth_q))[1]
         for smooth_k, smooth_q in ((False, False), (True, False), (True, True))
@@ -114,23 +108,25 @@ def test_order_of_the_ablations() -> None:
     assert both < of(granularity="per_block") < of(granularity="per_tensor")
 
 
-def test_error_does_not_grow_with_length() -> None:
+@pytest.mark.parametrize("precision", [oa.Int8(), oa.Int8(smooth_v=False)], ids=["smooth_v", "plain"])
+def test_error_does_not_grow_with_length(precision: oa.Int8) -> None:
     """One causal head of 131072 tokens: rows with all keys against rows with a 32nd of them, and the exact kernel."""
     length, band = 131072, 128
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, length, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     # Values that do not cancel: sums of 131072 of them lose what 13 bits cannot hold.
     v = v + 1
-    low, full = (oa.attention(q, k, v, causal=True, precision=p) for p in ("int8", "exact"))
+    low, full = (oa.attention(q, k, v, causal=True, precision=p) for p in (precision, "exact"))
     errors = {}
     for end in (4096, 32768, length):
         rows = slice(end - band, end)
         ref = exact(q[:, rows], k[:, :end], v[:, :end], causal=True)
         errors[end] = figures(low[:, rows], ref)[1]
         assert figures(full[:, rows], ref)[1] <= 4e-3
-        # Tensor cores round each product towards 0, at 13 bits of the sum so far: over 512 keys half a per cent.
+        # Tensor cores round each product towards 0, at 13 bits of the sum so far: over 256 keys 0.4 per cent, and nothing
+        # where V has no mean.
         mean = (low[:, rows].double().mean() / ref.mean()).item()
-        assert -6e-3 <= mean - 1 <= 1e-3, (end, mean)
+        assert (-1e-3 if precision.smooth_v else -6e-3) <= mean - 1 <= 1e-3, (end, mean)
     assert errors[length] <= errors[32768] * 1.1 <= errors[4096] * 1.1**2, errors
     # All rows, with the exact kernel as reference.
     cosine, l1 = figures(low, full)
