@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .reference.decode import CacheArrays
 
 #: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
-MAX_CACHE_ROWS = 2**31 - 1
+MAX_CACHE_ROWS = 2**32 - 1
 
 
 class KVCache:
@@ -112,10 +112,9 @@ class KVCache:
             raise ArgumentError(
                 "head_dim", f"a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}", repr(head_dim), function=name
             )
-        if blocks * block_size > MAX_CACHE_ROWS:
-            raise ArgumentError(
-                names[1], f"at most {MAX_CACHE_ROWS} tokens in all", f"{blocks} x {block_size}", function=name
-            )
+        if blocks * block_size * heads > MAX_CACHE_ROWS or block_size > arguments.MAX_ROWS:
+            expected = f"at most {MAX_CACHE_ROWS} rows in all (tokens x heads)"
+            raise ArgumentError(names[1], expected, f"{blocks} x {block_size} x {heads}", function=name)
         zero_point = arguments.check_bool(zero_point, "zero_point", name)
         self.hadamard = arguments.check_bool(hadamard, "hadamard", name)
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = blocks, block_size, heads, dim
