@@ -15,6 +15,9 @@ constexpr float kDecodeSlack = 8.0f;  // probabilities reach 2^8 before the maxi
 // 2^80: with the smallest scale of V, 2^-60, still far beyond 2^kDecodeSlack, so that the first key sets the factor.
 constexpr float kLargestFactor = 1208925819614629174706176.0f;
 
+// 1 / x of a power of two from 2^-126 to 2^126.
+OA_DEVICE float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
+
 // Type of the products: that of a 16-bit cache, fp16 for codes.
 template <bool kQuantized, typename Io>
 struct ProductType {
@@ -76,14 +79,14 @@ struct DecodeTile {
 
     // Scores of one tile in base-2 units.
     static OA_DEVICE void mma_qk(Scores& x, const uint32 (&b)[Config::kNTiles][Config::kHeadDim / 16][2],
-                                 const Rows& rows, const KvStage<Config>& stage, int lane) {
+                                 const Rows& rows, const KvStage<Config>& stage, HalfMagic magic, int first, int lane) {
         using Type = typename ProductType<Config::kQuantK, typename Config::Io>::Type;
         constexpr int kSteps = Config::kHeadDim / 16, kGroupSteps = kSteps / Config::kKGroups;
         constexpr int kPieceSteps = kSteps / KRow::kPieces;
         int q = lane & 3, token = token_of_row(lane >> 2);
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) {
-            const uint8* at = stage.k + i * 16 * KRow::kBytes;
+            const uint8* at = stage.k + (first + i * 16) * KRow::kBytes;
             float acc[Config::kNTiles][4];
 #pragma unroll
             for (int piece = 0; piece < KRow::kPieces; ++piece) {
@@ -101,7 +104,7 @@ struct DecodeTile {
                         constexpr int kWordRegs = 2 * kPieceSteps / (KRow::kPiece / 4);
 #pragma unroll
                         for (int j = 0; j < KRow::kPiece / 4; ++j)
-                            unpack_k_word<Config::kKKind>(w[r][j], a[r] + j * kWordRegs);
+                            unpack_k_word<Config::kKKind>(w[r][j], magic, a[r] + j * kWordRegs);
                     }
                 }
 #pragma unroll
@@ -120,7 +123,7 @@ struct DecodeTile {
                     if (Config::kQuantK)
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
-                            uint32 word = stage.k_params[(i * 16 + token + 8 * r) * Config::kKGroups + group];
+                            uint32 word = stage.k_params[(first + i * 16 + token + 8 * r) * Config::kKGroups + group];
                             s[r] = param_scale(word);
                             z[r] = param_zero(word);
                         }
@@ -198,8 +201,9 @@ struct DecodeTile {
                 if (Config::kQuantV) {
                     // What was large becomes small: the factor follows, in whole powers of two.
                     float steps = fminf(floorf(m_new - rows.m[n][r]), 126.0f);
-                    float f_new = fminf(rows.f[n][r] * exp2_approx(steps), kLargestFactor);
-                    o_scale *= f_new / rows.f[n][r];
+                    float f_new =
+                        fminf(rows.f[n][r] * __uint_as_float(uint32(127 + int32(steps)) << 23), kLargestFactor);
+                    o_scale *= f_new * inverse_power(rows.f[n][r]);
                     rows.f[n][r] = f_new;
 #pragma unroll
                     for (int group = 0; group < Config::kVGroups; ++group) rows.z[group][n][r] *= alpha;
@@ -226,14 +230,14 @@ struct DecodeTile {
                 if (most * rows.f[n][r] <= 256.0f) continue;
                 int32 exponent = min_of(max_of(int32(__float_as_uint(most) >> 23) - 127, -79), 126);
                 float f_new = __uint_as_float(uint32(127 - exponent) << 23);
-                scale_output(rows, n, r, f_new / rows.f[n][r]);
+                scale_output(rows, n, r, f_new * inverse_power(rows.f[n][r]));
                 rows.f[n][r] = f_new;
             }
     }
 
     // O^T += V^T P^T of 16 keys; b: P^T as fragments, one for each group of V.
     static OA_DEVICE void mma_pv(Rows& rows, const uint32 (&b)[Config::kVGroups][Config::kNTiles][2], const uint8* at,
-                                 int lane) {
+                                 HalfMagic magic, int lane) {
         using Type = typename ProductType<Config::kQuantV, typename Config::Io>::Type;
         constexpr int kUnits = VRow::kUnits, kPieceUnits = kUnits / VRow::kPieces;
         int q = lane & 3, g = lane >> 2;
@@ -253,7 +257,7 @@ struct DecodeTile {
                         a[r][2 * j + 1] = permute_bytes(w0, w1, 0x7632);
                     } else {
                         constexpr int kWordRegs = 4 * kPieceUnits / (VRow::kPiece / 4);
-                        unpack_v_words<Config::kVKind>(w0, w1, a[r] + j * kWordRegs);
+                        unpack_v_words<Config::kVKind>(w0, w1, magic, a[r] + j * kWordRegs);
                     }
                 }
 #pragma unroll
@@ -271,7 +275,8 @@ struct DecodeTile {
         }
     }
 
-    static OA_DEVICE void softmax_pv(Scores& x, Rows& rows, const KvStage<Config>& stage, int lane) {
+    static OA_DEVICE void softmax_pv(Scores& x, Rows& rows, const KvStage<Config>& stage, HalfMagic magic, int first,
+                                     int lane) {
         using Type = typename ProductType<Config::kQuantV, typename Config::Io>::Type;
         update_maximum(x, rows);
         int token = token_of_row(lane >> 2);
@@ -293,7 +298,7 @@ struct DecodeTile {
                 for (int group = 0; group < Config::kVGroups; ++group)
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        uint32 word = stage.v_params[(i * 16 + token + 8 * r) * Config::kVGroups + group];
+                        uint32 word = stage.v_params[(first + i * 16 + token + 8 * r) * Config::kVGroups + group];
                         s[i][group][r] = param_scale(word);
 #pragma unroll
                         for (int n = 0; n < Config::kNTiles; ++n)
@@ -323,7 +328,7 @@ struct DecodeTile {
                         }
                         b[group][n][r] = transpose_8x8(pack2(Type{}, p0, p1));
                     }
-            mma_pv(rows, b, stage.v + i * 16 * VRow::kBytes, lane);
+            mma_pv(rows, b, stage.v + (first + i * 16) * VRow::kBytes, magic, lane);
         }
     }
 };

@@ -10,14 +10,20 @@ constexpr uint32 kHalf2Minus1032 = 0xe408e408u;  // -1032
 constexpr uint32 kHalf2Sixteenth = 0x2c002c00u;  // 2^-4
 constexpr uint32 kHalf2Minus72 = 0xd480d480u;  // -72
 
+// 1024 twice, from the kernel's arguments: a constant that the compiler knows would cost an instruction more for each mask, which
+// has one immediate operand only.
+struct HalfMagic {
+    uint32 two_1024;
+};
+
 // Eight nibbles: out[j] has nibble j of the low half of w and nibble j of its high half. A nibble n in the mantissa of 1024 is
 // 1024 + n, four bits further up 1024 + 16 n.
-OA_DEVICE void unpack_int4(uint32 w, uint32 (&out)[4]) {
+OA_DEVICE void unpack_int4(uint32 w, HalfMagic magic, uint32 (&out)[4]) {
     uint32 high = w >> 8;
-    out[0] = add_half2((w & 0x000f000fu) | 0x64006400u, kHalf2Minus1032);
-    out[1] = fma_half2((w & 0x00f000f0u) | 0x64006400u, kHalf2Sixteenth, kHalf2Minus72);
-    out[2] = add_half2((high & 0x000f000fu) | 0x64006400u, kHalf2Minus1032);
-    out[3] = fma_half2((high & 0x00f000f0u) | 0x64006400u, kHalf2Sixteenth, kHalf2Minus72);
+    out[0] = add_half2((w & 0x000f000fu) | magic.two_1024, kHalf2Minus1032);
+    out[1] = fma_half2((w & 0x00f000f0u) | magic.two_1024, kHalf2Sixteenth, kHalf2Minus72);
+    out[2] = add_half2((high & 0x000f000fu) | magic.two_1024, kHalf2Minus1032);
+    out[3] = fma_half2((high & 0x00f000f0u) | magic.two_1024, kHalf2Sixteenth, kHalf2Minus72);
 }
 
 // Two bytes to two fp16: bytes 0 and 1 of w (kHigh: 2 and 3).
@@ -42,10 +48,10 @@ OA_DEVICE uint32 unpack_bytes(uint32 w) {
 
 // A piece of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it.
 template <int kKind>
-OA_DEVICE void unpack_k_word(uint32 w, uint32* out) {
+OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
     if (kKind == kKvInt4) {
         uint32 r[4];
-        unpack_int4(w, r);
+        unpack_int4(w, magic, r);
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[i] = r[i];
     } else {
@@ -57,13 +63,13 @@ OA_DEVICE void unpack_k_word(uint32 w, uint32* out) {
 // Words of V of two tokens with one unit (int4: two) each: out[2 i] and out[2 i + 1] have elements 2i and 2i + 1 of both tokens
 // (int4: out[4] on are of the second unit).
 template <int kKind>
-OA_DEVICE void unpack_v_words(uint32 w0, uint32 w1, uint32* out) {
+OA_DEVICE void unpack_v_words(uint32 w0, uint32 w1, HalfMagic magic, uint32* out) {
     if (kKind == kKvInt4) {
         uint32 r[4];
-        unpack_int4(permute_bytes(w0, w1, 0x5410), r);
+        unpack_int4(permute_bytes(w0, w1, 0x5410), magic, r);
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[i] = r[i];
-        unpack_int4(permute_bytes(w0, w1, 0x7632), r);
+        unpack_int4(permute_bytes(w0, w1, 0x7632), magic, r);
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[4 + i] = r[i];
     } else {

@@ -41,7 +41,7 @@ struct Config {
     static constexpr int kNTiles = N_TILES;  // eights of query rows
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kRows = 8 * kNTiles;
-    static constexpr int kMTiles = kTile / 16;
+    static constexpr int kMTiles = M_TILES;  // sixteens of keys that are computed together
     static_assert(kTile % 16 == 0 && kTile <= 32, "a lane looks up one key of a tile");
     static_assert(kStages >= 2, "a tile is copied while another one is computed");
 };
@@ -147,9 +147,10 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
         ++copied;
         cp_async_commit();
     };
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
     load_rows(b, rows, p, piece, lane);
+    HalfMagic magic{p.two_1024};
     int32 seen_by_all = piece.seq_len - p.q_len + 1;  // every row sees the keys before it, but for the window
     int32 window_begin = p.window_left < 0 ? 0 : piece.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
@@ -157,12 +158,16 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
         __syncwarp();  // tile i has landed; every lane has left tile i - 1
         copy_next();
         const KvStage<Config>& stage = stages[i % Config::kStages];
-        int32 key = first + i * kStep;
-        Tile::Scores x;
-        Tile::mma_qk(x, b, rows, stage, lane);
-        if (p.softcap > 0.0f) Tile::apply_softcap(x, p.softcap);
-        if (key + Config::kTile > seen_by_all || key < window_begin) Tile::mask_keys(x, rows, key, p.window_left, lane);
-        Tile::softmax_pv(x, rows, stage, lane);
+#pragma unroll 1
+        for (int part = 0; part < Config::kTile; part += 16 * Config::kMTiles) {
+            int32 key = first + i * kStep + part;
+            Tile::Scores x;
+            Tile::mma_qk(x, b, rows, stage, magic, part, lane);
+            if (p.softcap > 0.0f) Tile::apply_softcap(x, p.softcap);
+            if (key + 16 * Config::kMTiles > seen_by_all || key < window_begin)
+                Tile::mask_keys(x, rows, key, p.window_left, lane);
+            Tile::softmax_pv(x, rows, stage, magic, part, lane);
+        }
     }
     cp_async_wait<0>();
 }
@@ -179,7 +184,7 @@ OA_DEVICE void store_warp(Merge& merge, Rows& rows, int warp_idx, int lane) {
                 merge.m[warp_idx][row] = rows.m[n][r];
                 merge.l[warp_idx][row] = l;
             }
-            float back = Config::kQuantV ? 1.0f / rows.f[n][r] : 1.0f;
+            float back = Config::kQuantV ? inverse_power(rows.f[n][r]) : 1.0f;
 #pragma unroll
             for (int unit = 0; unit < Tile::VRow::kUnits; ++unit) {
                 constexpr int kGroupUnits = Tile::VRow::kUnits / Config::kVGroups;

@@ -36,7 +36,7 @@ struct DecodeParams {
     int32 num_workers;  // CTAs of the main kernel
     float softmax_scale;
     float softcap;  // 0: none
-    int32 reserved;
+    uint32 two_1024;  // 0x64006400, see attention/kv_dequant.cuh
 };
 
 // A query head's sink in base-2 units; -inf if there is none.

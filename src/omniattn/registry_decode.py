@@ -29,6 +29,17 @@ def _format_name(kind: int, groups: int, head_dim: int) -> str:
     return name if groups == 1 else f"{name}g{head_dim // groups}"
 
 
+def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) -> dict[str, int]:
+    """Keys of a warp's tile, sixteens of them that are computed together, and CTAs that share an SM.
+
+    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: parameters of groups, and eights of query rows,
+    take more of them.
+    """
+    tile = 32 if token_bytes <= 160 and n_tiles == 1 else 16
+    ctas = 2 if n_tiles > 1 or token_bytes > 288 else 3 if groups > 2 or head_dim == 256 else 4
+    return {"tile": tile, "m_tiles": 1, "ctas": ctas}
+
+
 def decode_row(
     dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int], n_tiles: int, prebuild: tuple[str, ...] = ()
 ) -> dict[str, Any]:
@@ -48,11 +59,11 @@ def decode_row(
     """
     short, tag = _IO[dtype]
     sizes = [head_dim * _BITS[kind] // 8 for kind, _ in (k, v)]
-    token_bytes = sum(sizes) + sum(4 * groups for kind, groups in (k, v) if kind)
-    tile = 32 if token_bytes <= 160 and n_tiles == 1 else 16
-    # Registers decide: parameters of groups, and eights of rows, take more of them.
-    ctas = 2 if n_tiles > 1 or token_bytes > 288 or max(k[1], v[1]) > 2 else 3
-    params = [4 * tile * groups if kind else 16 for kind, groups in (k, v)]
+    groups = max(k[1], v[1])
+    token_bytes = sum(sizes) + sum(4 * count for kind, count in (k, v) if kind)
+    shape = _decode_shape(head_dim, token_bytes, groups, n_tiles)
+    tile, ctas = shape["tile"], shape["ctas"]
+    params = [4 * tile * count if kind else 16 for kind, count in (k, v)]
     stage = _up(_up(tile * sizes[0], 128) + tile * sizes[1] + sum(params), 128)
     warps = 4 if 8 * stage <= _MOST_CTA else 2
     stages = max(2, min(4, min(_MOST_CTA, _MOST_SM // ctas) // (warps * stage)))
@@ -76,6 +87,7 @@ def decode_row(
             ("NUM_WARPS", str(warps)),
             ("NUM_STAGES", str(stages)),
             ("TILE_TOKENS", str(tile)),
+            ("M_TILES", str(shape["m_tiles"])),
             ("N_TILES", str(n_tiles)),
             ("MIN_CTAS", str(ctas)),
             ("SMEM_BYTES", str(smem_bytes)),

@@ -27,13 +27,15 @@ _REST = struct.Struct(
     "3i"  # window_left, sinks_kind, hadamard
     "3i"  # granule, whole_granules, num_workers
     "2f"  # softmax_scale, softcap
-    "i"  # reserved
+    "I"  # two_1024
 )
 _ARGUMENTS = struct.Struct(f"<14Q{_REST.size}s")
 _SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
 #: Keys of the smallest part of a sequence that work is divided into; and with ``deterministic`` of every part.
 GRANULE, WHOLE_GRANULE = 128, 512
 _ALIGNMENT = 256
+#: fp16 1024 twice; the kernels must not know it at compile time (kernels_cu/attention/kv_dequant.cuh).
+_TWO_1024 = 0x64006400
 
 
 class DecodePlan:
@@ -95,7 +97,7 @@ class DecodePlan:
             *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), o_strides, strict=False)),
             p.batch, p.q_len, p.num_q_heads, p.num_kv_heads, p.group, row_blocks, p.head_dim, p.capacity, p.block_size,
             p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard), granule,
-            int(p.deterministic), self.num_workers, p.softmax_scale, p.softcap, 0,
+            int(p.deterministic), self.num_workers, p.softmax_scale, p.softcap, _TWO_1024,
         )  # fmt: skip
         self._threads = 32 * spec.num_warps
         self._grid = (self.num_workers, 1, 1) if segments else (0, 1, 1)
