@@ -12,6 +12,7 @@
 // Shared memory, bytes: partial sums 4 * HEAD_DIM * 4 | maxima, denominators 32 | scan.
 #include "attention/softmax.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/math.cuh"
 #include "scheduler/decode_params.cuh"
 #include "scheduler/decode_plan.cuh"
@@ -59,7 +60,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     int32 kv_head = segment / p.num_row_blocks;
     int32 row = blockIdx.y, flat = (segment - kv_head * p.num_row_blocks) * Config::kRows + row;
     int32 token = flat / p.group, head = kv_head * p.group + (flat - token * p.group);
-    if (token >= p.q_len) return;
 
     int32 granules = key_span(p, sequence).granules, first_worker = 0, first_slot = 0, count = 0;
     Scan<Config::kThreads> scan(p, smem.scan);
@@ -73,8 +73,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
             first_worker = share.worker_of(first_slot);
             count = share.worker_of(first_slot + granules - 1) - first_worker + 1;
         }
-        if (count == 1) return;  // decode_sm80 wrote it
     }
+    wait_for_kernel_ahead();  // it was launched early, and has worked out the plan meanwhile
+    if (count == 1 || token >= p.q_len) return;  // decode_sm80 wrote it
     auto slot_row = [&](int32 i) {
         return int64(partial_slot(p, share, first_worker + i, first_slot, first_slot + i)) * Config::kRows + row;
     };

@@ -25,6 +25,7 @@
 #include "pipeline/kv_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "scheduler/decode_params.cuh"
 #include "scheduler/decode_plan.cuh"
 #include "tile/kv_row.cuh"
@@ -257,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
+    launch_dependents();  // decode_combine, which waits for the end of this kernel
     Scan<Config::kThreads> scan(p, smem.scan);
     Share share(scan.total, p.num_workers);
     int32 at = share.begin(blockIdx.x), end = share.begin(blockIdx.x + 1);

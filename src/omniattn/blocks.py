@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from .errors import ArgumentError, OutOfBlocksError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 #: (source, destination) block numbers.
 Copy = tuple[int, int]
@@ -154,6 +156,8 @@ class BlockManager:
 
         ``max_blocks``: columns, at least those of the longest sequence, which is the default (at least 1).
         """
+        import numpy as np
+
         names = list(sequences)
         for sequence in names:
             self._known(sequence, "block_table")
@@ -168,6 +172,8 @@ class BlockManager:
 
     def seq_lens(self, sequences: Iterable[Hashable]) -> npt.NDArray[np.int32]:
         """Lengths for `append` and `decode`, (sequences,)."""
+        import numpy as np
+
         return np.array([self.length(sequence) for sequence in sequences], dtype=np.int32)
 
     def _take(self) -> int:
@@ -195,8 +201,11 @@ class BlockManager:
 
 
 def _count(value: Any, argument: str, least: int, function: str, most: int = 2**31 - 1) -> int:
-    integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not integer or not least <= value <= most:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not least <= number <= most:
         expected = f"an integer >= {least}" if most == 2**31 - 1 else f"an integer from {least} to {most}"
         raise ArgumentError(argument, expected, repr(value), function=function)
-    return int(value)
+    return number

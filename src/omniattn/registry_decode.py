@@ -32,8 +32,8 @@ def _format_name(kind: int, groups: int, head_dim: int) -> str:
 def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) -> dict[str, int]:
     """Keys of a warp's tile, sixteens of them that are computed together, and CTAs that share an SM.
 
-    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: parameters of groups, and eights of query rows,
-    take more of them.
+    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: parameters of groups, and eights of query
+    rows, take more of them.
     """
     tile = 32 if token_bytes <= 160 and n_tiles == 1 else 16
     ctas = 2 if n_tiles > 1 or token_bytes > 288 else 3 if groups > 2 or head_dim == 256 else 4

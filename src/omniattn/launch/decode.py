@@ -9,6 +9,7 @@ from .. import runtime
 from ..errors import UnsupportedError
 from ..registry import KernelSpec, decode_combine_spec, decode_spec
 from ..runtime import LoadedKernel
+from ..runtime.driver import OVERLAP
 from .params import MAX_GRID_X, PARAMS
 
 if TYPE_CHECKING:
@@ -38,6 +39,19 @@ _ALIGNMENT = 256
 _TWO_1024 = 0x64006400
 
 
+def workers(most: int, segments: int, granules: int) -> int:
+    """CTAs of the main kernel.
+
+    As many as are on the GPU at a time, ``most``, or a few less where sequences of one length then end where CTAs end:
+    each piece more that a CTA has costs it the time of filling its pipeline once more.
+    """
+    most = max(1, min(most, granules))
+    if segments == 0 or granules <= most:
+        return most
+    aligned = segments * (most // segments) if segments <= most else -(-segments // -(-segments // most))
+    return aligned if 10 * aligned >= 9 * most else most
+
+
 class DecodePlan:
     """Everything about a call but its pointers.
 
@@ -52,11 +66,13 @@ class DecodePlan:
     q_strides, o_strides : (batch, seq, head, ...) in elements
     sm_count, max_smem : int
         Of the GPU.
+    overlap : bool
+        Launch the second kernel so that it may begin while the first one runs.
     """
 
     __slots__ = (
-        "_combine_grid", "_grid", "_ml_offset", "_rest", "_threads", "combine", "kernel", "num_slots", "num_workers",
-        "workspace_bytes",
+        "_cluster", "_combine_grid", "_grid", "_ml_offset", "_rest", "_threads", "combine", "kernel", "num_slots",
+        "num_workers", "workspace_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +87,7 @@ class DecodePlan:
         o_strides: tuple[int, ...],
         sm_count: int,
         max_smem: int,
+        overlap: bool,
     ) -> None:
         p = problem
         self.kernel, self.combine = kernel, combine
@@ -87,7 +104,7 @@ class DecodePlan:
             )
         # As many CTAs as are on the GPU at a time: 1 KiB of each CTA's shared memory is the system's.
         at_a_time = min(int(dict(spec.defines)["MIN_CTAS"]), (max_smem + 1024) // (spec.smem_bytes + 1024))
-        self.num_workers = max(1, min(sm_count * max(at_a_time, 1), granules))
+        self.num_workers = workers(sm_count * max(at_a_time, 1), segments, granules)
         self.num_slots = granules if p.deterministic else 2 * self.num_workers
         values = self.num_slots * rows
         self._ml_offset = -(-4 * values * spec.head_dim // _ALIGNMENT) * _ALIGNMENT
@@ -100,6 +117,7 @@ class DecodePlan:
             int(p.deterministic), self.num_workers, p.softmax_scale, p.softcap, _TWO_1024,
         )  # fmt: skip
         self._threads = 32 * spec.num_warps
+        self._cluster = OVERLAP if overlap else None
         self._grid = (self.num_workers, 1, 1) if segments else (0, 1, 1)
         self._combine_grid = (segments, min(rows, p.group * p.q_len), 1)
 
@@ -111,7 +129,7 @@ class DecodePlan:
             raise RuntimeError("a plan without loaded kernels describes a call, it cannot run one")
         _ARGUMENTS.pack_into(PARAMS.buffer, 0, *pointers, pointers[-1] + self._ml_offset, self._rest)
         self.kernel.launch(self._grid, self._threads, stream, PARAMS.address)
-        self.combine.launch(self._combine_grid, 128, stream, PARAMS.address)
+        self.combine.launch(self._combine_grid, 128, stream, PARAMS.address, self._cluster)
 
 
 def plan_decode(
@@ -119,10 +137,12 @@ def plan_decode(
 ) -> DecodePlan:
     """The plan for GPU ``ordinal``, with its kernels loaded."""
     device = runtime.device_info(ordinal)
+    # Part of captured graphs from CUDA 12.3 on.
+    overlap = device.cc >= (9, 0) and device.driver_version >= (12, 4)
     n_tiles = 1 if problem.group * problem.q_len <= 8 else 2
     spec = decode_spec(problem.dtype, cache.k_format, cache.v_format, n_tiles)
     combine = decode_combine_spec(problem.dtype, cache.k_format.row_dim, n_tiles)
     return DecodePlan(
         spec, combine, runtime.load(spec, ordinal), runtime.load(combine, ordinal), problem, cache.hadamard, q_strides,
-        o_strides, device.sm_count, device.max_smem_optin,
+        o_strides, device.sm_count, device.max_smem_optin, overlap,
     )  # fmt: skip
