@@ -14,7 +14,7 @@ from .merge import merge_states
 from .precision import Int4, Int8
 from .problem import PRECISIONS
 from .quantize import quantize_qk, quantize_v
-from .quantized import QuantizedQK, QuantizedV
+from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,8 @@ __all__ = [
     "Int8",
     "KVCache",
     "PagedKVCache",
+    "QuantizedK",
+    "QuantizedQ",
     "QuantizedQK",
     "QuantizedV",
     "__version__",

@@ -41,7 +41,8 @@ class Int8:
     smooth_q : bool
         Quantize Q minus its mean over 128 queries; the difference is added to the scores.
     smooth_v : bool
-        Quantize V minus its mean over the keys; the mean is added to the output.
+        Quantize V minus its mean over the keys; the mean is added to the output. Tensor cores that multiply 8-bit floats
+        cut off small summands of a large sum; without the mean sums stay small, and more of them may be left to these.
     pv : str
         "fp8": P and V in e4m3; "fp16": both in float16; "exact": neither is rounded (CPU reference only).
     """
@@ -49,7 +50,7 @@ class Int8:
     granularity: str = "per_thread"
     smooth_k: bool = True
     smooth_q: bool = False
-    smooth_v: bool = False
+    smooth_v: bool = True
     pv: str = "fp8"
 
     def __post_init__(self) -> None:

@@ -95,6 +95,11 @@ def strides_of(t: Tensor | None, layout: str, varlen: bool) -> Strides3:
     return (0 if varlen else own[0], own[seq], own[head])
 
 
+def grouping_of(spec: KernelSpec) -> str:
+    """The grouping of the operands that a kernel of low-precision attention reads."""
+    return "sm90" if spec.family == "attn_int8_sm90" else "sm80"
+
+
 def select_quantizer(op: str, dtype: str, head_dim: int, cc: tuple[int, int]) -> KernelSpec:
     """The row of ``op`` ("quantize" or "quantize_delta") with the narrowest tile that holds ``head_dim``.
 
