@@ -247,6 +247,7 @@ _INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
     _Int8Sm90Tile(256, 2, 64, 2, 1),
 )
 
+
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: bool) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
     # delta_s takes registers that a fourth warpgroup would need.
