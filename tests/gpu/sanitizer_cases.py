@@ -160,6 +160,9 @@ def caches(rng: np.random.Generator) -> None:
     turn = {"cos": to_gpu(np.cos(angle), np.float32), "sin": to_gpu(np.sin(angle), np.float32)}
     for dtype in ("fp16", "fp8", "int8", "int4"):
         cache = oa.PagedKVCache(28, block_size, heads_kv, 64, like=q, k_dtype=dtype)
+        for plane in (cache.k, cache.v, cache.k_params, cache.v_params):
+            if plane is not None:  # NaN; and copies of partly filled blocks may read all of them
+                cupy.cuda.runtime.memset(plane.data.ptr, 0xFF, plane.nbytes)
         oa.append(cache, k, v, cu_seqlens=to_gpu(starts, np.int32), **turn, **pages)
         oa.copy_blocks(cache, [(18, 26), (0, 27)])
         for options in ({}, {"deterministic": True}, {"window": (40, 0), "softcap": 10.0}):
