@@ -10,11 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn.append import copy_blocks  # noqa: E402
+from omniattn.bench.decode import FORMATS, run_decode  # noqa: E402
+from omniattn.bench.decode_report import DecodeShape  # noqa: E402
 from omniattn.cache import PagedKVCache  # noqa: E402
 from omniattn.errors import DtypeError  # noqa: E402
 from omniattn.reference.decode import append_tokens  # noqa: E402
 from omniattn.reference.kv_cache import rotate  # noqa: E402
 from tests.gpu.decode_cases import COMMON, Case, Filled, compare  # noqa: E402
+from tests.unit.test_docs_recipes import check_prefix  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 #: Besides the common formats: groups, and K and V of different formats (compiled at run time).
@@ -190,18 +193,21 @@ def test_deterministic_results_do_not_depend_on_the_batch(formats: Any) -> None:
     assert torch.equal(a[1][0], b[1][0])
 
 
-def test_a_captured_graph_follows_the_lengths() -> None:
-    case = Case(**sized(COMMON[3]), lengths=(900, 400, 900), block_size=16)
+@pytest.mark.parametrize("formats", COMMON, ids=str)
+@pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_captured_graph_follows_the_lengths(formats: Any, block_size: int, deterministic: bool) -> None:
+    case = Case(**sized(formats), lengths=(900, 400, 900), block_size=block_size)
     filled = Filled(case)
     filled.append()
-    filled.decode()
+    filled.decode(deterministic=deterministic)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        filled.decode()
+        filled.decode(deterministic=deterministic)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            results = filled.decode()
+            results = filled.decode(deterministic=deterministic)
     torch.cuda.current_stream().wait_stream(stream)
     for lengths in ((900, 400, 900), (1, 0, 333), (512, 400, 17)):
         filled.lens.copy_(torch.tensor(lengths, dtype=torch.int32))
@@ -282,3 +288,16 @@ def test_strides_and_streams(formats: Any) -> None:
     torch.cuda.synchronize()
     assert result[0] is out
     compare(result, filled.reference(), case, str(formats))
+
+
+@pytest.mark.parametrize("cache_dtype", ["bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_a_shared_prefix_is_read_once(cache_dtype: str, q_len: int) -> None:
+    check_prefix("cuda", torch.bfloat16, cache_dtype, q_len, 0.015)
+
+
+def test_what_the_benchmark_times_is_right() -> None:
+    shapes = (DecodeShape(3, 8, 1, 700), DecodeShape(5, 16, 2, 300, block_size=16, ragged=True))
+    report = run_decode(shapes, iters=1)
+    assert [m.reason for m in report.measurements if m.key in FORMATS] == [""] * (len(shapes) * len(FORMATS))
+    assert all(m.timing is not None for m in report.measurements if m.key in FORMATS)
