@@ -130,14 +130,14 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
             else "precision='exact'",
         )
     # A kernel made for this very architecture; then the narrowest tile that holds head_dim; no features that are not
-    # needed; tuned for such a problem; among equals the newest tuning.
+    # needed; tuned for such a problem, or else for all; among equals the newest tuning.
     best = min(
         fitting,
         key=lambda s: (
             not s.arch_specific,
             s.head_dim,
             len(s.features),
-            bool(s.tuned_for) and problem.workload not in s.tuned_for,
+            0 if problem.workload in s.tuned_for else 2 if s.tuned_for else 1,
             (-s.min_arch[0], -s.min_arch[1]),
         ),
     )
