@@ -42,7 +42,7 @@ def variants() -> list[CacheVariant]:
         CacheVariant("int4", int4),
         CacheVariant("int4, K Hadamard", int4 | {"hadamard": True}),
         CacheVariant("int4, K mean", int4, mean=True),
-        CacheVariant("int4, K mean and channel scales", int4, mean=True, channel_scale=True),
+        CacheVariant("int4, K mean, Hadamard", int4 | {"hadamard": True}, mean=True),
         CacheVariant("int4, groups of 32", int4g),
         CacheVariant("int4, groups of 32, K mean and channel scales", int4g, mean=True, channel_scale=True),
         CacheVariant("K int8, V int4, groups of 32", int4g | {"k_dtype": "int8", "v_dtype": "int4"}),
@@ -63,7 +63,8 @@ def cache_attention(backend: Backend, variant: CacheVariant) -> AttentionFn:
             options["k_mean"] = backend.table(first.mean(axis=0))
             first = first - first.mean(axis=0)
         if variant.channel_scale:
-            options["k_channel_scale"] = backend.table(np.maximum(np.abs(first).max(axis=0), 1e-3))
+            # The root: a channel's range is taken from K in equal parts by its scale and by its token's.
+            options["k_channel_scale"] = backend.table(np.maximum(np.abs(first).max(axis=0), 1e-3) ** 0.5)
         cache = oa.KVCache(batch, seqlen, heads, dim, like=k, **options)
         oa.append(cache, k, v, seq_lens=lengths(backend, batch, seqlen))
         parts = []
