@@ -27,7 +27,7 @@ def command(word: str) -> str:
 
 
 def namespace(torch: Any, oa: Any, packed: bool) -> dict[str, Any]:
-    """What README's snippets take as given: q, k, v, two partial results, offsets of packed batches, new tokens of caches."""
+    """What README's snippets take as given: q, k, v, two partial results, offsets of packed batches, new tokens."""
 
     def array(*shape: int) -> Any:
         return torch.randn(*shape, dtype=torch.bfloat16)
