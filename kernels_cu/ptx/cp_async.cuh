@@ -11,6 +11,16 @@ OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint32 src_byt
                  : "memory");
 }
 
+// cp.async.ca.shared.global [dst], [src], kBytes, src_bytes: the same for 4, 8 or 16 bytes, addresses aligned to as many.
+template <int kBytes>
+OA_DEVICE void cp_async_small(uint32 smem_dst, const void* gmem_src, uint32 src_bytes) {
+    static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "sizes that cp.async has");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 :
+                 : "r"(smem_dst), "l"(gmem_src), "n"(kBytes), "r"(src_bytes)
+                 : "memory");
+}
+
 // cp.async.commit_group: closes this thread's current group of copies.
 OA_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

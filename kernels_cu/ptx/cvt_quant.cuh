@@ -1,6 +1,7 @@
 // Conversions to 8-bit types and what surrounds them (PTX ISA, "cvt", "max", "prmt"). Any lane; no ordering.
 #pragma once
 #include "ptx/cvt.cuh"
+#include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
 constexpr float kMaxFinite = 3.402823466e38f;
@@ -10,11 +11,6 @@ constexpr uint32 kE4m3Nan = 0x7f;
 OA_DEVICE float max_abs_nan(float a, float b) {
     float d;
     asm("{ .reg .f32 t; abs.f32 t, %2; max.NaN.f32 %0, %1, t; }" : "=f"(d) : "f"(a), "f"(b));
-    return d;
-}
-OA_DEVICE float max_nan(float a, float b) {
-    float d;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
     return d;
 }
 

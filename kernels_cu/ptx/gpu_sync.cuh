@@ -57,5 +57,19 @@ OA_DEVICE float4 load_gpu(const float4* p) {
     return v;
 }
 
+// griddepcontrol (PTX ISA, sm_90 and newer; nothing before): programmatic dependent launch. Any thread; after launch_dependents
+// of every CTA the next kernel on the stream may be started, wait returns when the kernel ahead has ended and its writes are
+// seen. Every CTA has to wait, also those that need nothing: a kernel that ends counts as done, and so do those before it.
+OA_DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+OA_DEVICE void wait_for_kernel_ahead() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // nanosleep.u32: about t ns without issuing.
 OA_DEVICE void nanosleep(uint32 t) { asm volatile("nanosleep.u32 %0;" ::"r"(t)); }

@@ -4,7 +4,11 @@ Importing this package imports no framework and touches no GPU.
 """
 
 from . import errors
+from .append import append, copy_blocks
 from .attention import attention, attention_varlen
+from .blocks import BlockManager
+from .cache import KVCache, PagedKVCache
+from .decode import decode
 from .explain import Explanation, explain
 from .merge import merge_states
 from .precision import Int4, Int8
@@ -16,16 +20,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRECISIONS",
+    "BlockManager",
     "Explanation",
     "Int4",
     "Int8",
+    "KVCache",
+    "PagedKVCache",
     "QuantizedK",
     "QuantizedQ",
     "QuantizedQK",
     "QuantizedV",
     "__version__",
+    "append",
     "attention",
     "attention_varlen",
+    "copy_blocks",
+    "decode",
     "errors",
     "explain",
     "merge_states",

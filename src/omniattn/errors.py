@@ -20,6 +20,7 @@ __all__ = [
     "DtypeError",
     "KernelNotFoundError",
     "OmniattnError",
+    "OutOfBlocksError",
     "ShapeError",
     "StrideError",
     "UnsupportedError",
@@ -112,6 +113,28 @@ class UnsupportedError(OmniattnError, ValueError):
         self.what = what
         self.instead = instead
         super().__init__(what if instead is None else f"{what}. What works: {instead}")
+
+
+class OutOfBlocksError(OmniattnError, RuntimeError):
+    """A paged cache has fewer free blocks than a call needs; nothing has changed.
+
+    Parameters
+    ----------
+    needed, free, num_blocks : int
+        Blocks that the call needs more, that are free, and of the whole cache.
+    block_size : int
+        Tokens of a block.
+    """
+
+    def __init__(self, needed: int, free: int, num_blocks: int, block_size: int) -> None:
+        self.needed = needed
+        self.free = free
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        super().__init__(
+            f"{needed} more blocks of {block_size} tokens are needed, {free} of {num_blocks} are free. What to do: "
+            "free() or truncate() sequences, let some wait, or make the cache larger"
+        )
 
 
 class KernelNotFoundError(OmniattnError, RuntimeError):

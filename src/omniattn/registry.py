@@ -8,6 +8,12 @@ rows. This module imports nothing but the standard library, so that build tools 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .registry_decode import KV_KINDS, append_row, combine_row, decode_row, decode_rows
+
+if TYPE_CHECKING:
+    from .kv_format import KVFormat
 
 #: Targets that a wheel carries. sm_86 and sm_87 load the sm_80 cubin (same major, lower minor).
 PREBUILT_ARCHS: tuple[str, ...] = ("80", "89", "90a")
@@ -378,7 +384,32 @@ REGISTRY: tuple[KernelSpec, ...] = (
         for head_dim in (64, 128, 256)
         for dtype in ("float16", "bfloat16")
     ),
+    *(KernelSpec(**row) for row in decode_rows()),
 )
+
+
+def _kv(fmt: KVFormat) -> tuple[int, int]:
+    return KV_KINDS[fmt.dtype], max(fmt.groups, 1)
+
+
+def _registered(row: dict[str, Any]) -> KernelSpec:
+    """The registry's row of this name, or one that is compiled where it is used."""
+    return next((spec for spec in REGISTRY if spec.name == row["name"]), None) or KernelSpec(**row)
+
+
+def decode_spec(dtype: str, k: KVFormat, v: KVFormat, n_tiles: int) -> KernelSpec:
+    """The kernel that decodes queries of ``dtype`` over a cache of these formats."""
+    return _registered(decode_row(dtype, k.row_dim, _kv(k), _kv(v), n_tiles))
+
+
+def decode_combine_spec(dtype: str, row_dim: int, n_tiles: int) -> KernelSpec:
+    """The kernel that merges what `decode_spec`'s leaves."""
+    return _registered(combine_row(dtype, row_dim, n_tiles))
+
+
+def append_spec(dtype: str, k: KVFormat, v: KVFormat) -> KernelSpec:
+    """The kernel that appends tokens of ``dtype`` to a cache of these formats."""
+    return _registered(append_row(dtype, k.row_dim, _kv(k), _kv(v)))
 
 
 def by_name(name: str) -> KernelSpec:

@@ -83,14 +83,40 @@ def operations(file: str, *options: str) -> dict[str, Any]:
     # CuPy has no tensor maps: the kernels that both drivers can launch. All of attention_int8 need them.
     select.REGISTRY = tuple(spec for spec in REGISTRY if "any_strides" not in spec.lacks)
     bits = {}
-    for op, dtype in sorted({(spec.op, spec.dtype) for spec in REGISTRY if spec.op != "attention_int8"}):
+    elsewhere = {"attention_int8", "decode", "decode_combine", "append", "copy_blocks"}
+    for op, dtype in sorted({(spec.op, spec.dtype) for spec in REGISTRY if spec.op not in elsewhere}):
         for case in cases(op):
             for name, output in run_case(torch, case, op, dtype, 64).items():
                 label = f"{op} {dtype} {case.name} {name}".replace("/", " ")
                 bits[label] = output.contiguous().view(torch.uint8).cpu().numpy()
+    bits |= _caches()
     np.savez(file, **bits)
     compiler = nvrtc.loaded_compiler()
     return {"driver": get_driver().name, "compiler": compiler.binding if compiler else None}
+
+
+def _caches() -> dict[str, Any]:
+    """append, copy_blocks and decode, planes and results."""
+    import torch
+
+    found = {}
+    generator = torch.Generator("cuda").manual_seed(0)
+    for k_dtype in ("bf16", "fp8", "int4"):
+        q, k, v = (
+            torch.randn(2, n, h, 64, device="cuda", generator=generator).bfloat16()
+            for n, h in ((1, 8), (300, 1), (300, 1))
+        )
+        cache = oa.PagedKVCache(80, 16, 1, 64, like=q, k_dtype=k_dtype)
+        lens = torch.full((2,), 300, dtype=torch.int32, device="cuda")
+        table = torch.arange(38, dtype=torch.int32, device="cuda").reshape(2, 19)
+        oa.append(cache, k, v, seq_lens=lens, block_table=table)
+        oa.copy_blocks(cache, [(i, 40 + i) for i in range(38)])
+        o, lse = oa.decode(q, cache, seq_lens=lens, block_table=table + 40, return_lse=True)
+        values = {"append k": cache.k[:18], "append v": cache.v[:18], "decode o": o, "decode lse": lse}
+        for name, x in values.items():
+            label = f"{name.split()[0]} {k_dtype} {name.split()[1]}"
+            found[label] = x.contiguous().view(torch.uint8).cpu().numpy()
+    return found
 
 
 def capture() -> dict[str, Any]:

@@ -147,6 +147,28 @@ def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
     varlen(head_dim, rng, precisions[:1] if few else precisions, seqlen_k)
 
 
+def caches(rng: np.random.Generator) -> None:
+    """Append, copy of blocks and decode in every common format, in pages that are not all used."""
+    lengths, block_size, heads_kv = (300, 0, 37), 16, 2
+    starts = np.cumsum((0, *lengths))
+    table = np.full((3, 19), 2**31 - 1)
+    table[0, :], table[2, :3] = np.arange(19), (25, 22, 20)
+    pages = {"block_table": to_gpu(table, np.int32), "seq_lens": to_gpu(np.array(lengths), np.int32)}
+    q = to_gpu(rng.standard_normal((3, 2, 8, 64)))
+    k, v = (to_gpu(rng.standard_normal((337, heads_kv, 64))) for _ in range(2))
+    angle = rng.standard_normal((300, 32))
+    turn = {"cos": to_gpu(np.cos(angle), np.float32), "sin": to_gpu(np.sin(angle), np.float32)}
+    for dtype in ("fp16", "fp8", "int8", "int4"):
+        cache = oa.PagedKVCache(28, block_size, heads_kv, 64, like=q, k_dtype=dtype)
+        for plane in (cache.k, cache.v, cache.k_params, cache.v_params):
+            if plane is not None:  # NaN; and copies of partly filled blocks may read all of them
+                cupy.cuda.runtime.memset(plane.data.ptr, 0xFF, plane.nbytes)
+        oa.append(cache, k, v, cu_seqlens=to_gpu(starts, np.int32), **turn, **pages)
+        oa.copy_blocks(cache, [(18, 26), (0, 27)])
+        for options in ({}, {"deterministic": True}, {"window": (40, 0), "softcap": 10.0}):
+            check(*oa.decode(q, cache, out=poisoned(q.shape), return_lse=True, **pages, **options))
+
+
 def faulty() -> None:
     """k says that it has twice the rows that its memory holds: proof that the tool sees what it has to."""
     q = to_gpu(np.zeros((1, 64, 1, 64)))
@@ -163,6 +185,8 @@ if __name__ == "__main__":
     which = " ".join(sys.argv[1:])
     if which == "faulty":
         faulty()
+    elif which == "caches":
+        caches(np.random.default_rng(0))
     elif which in ("low_precision", "few_low_precision"):
         serves = runtime.has_tensor_maps() and runtime.device_info(0).cc == (9, 0)
         for width in (64, 128, 256):
@@ -170,8 +194,9 @@ if __name__ == "__main__":
             if serves:
                 low_precision(width, np.random.default_rng(width), which.startswith("few"))
     elif which:
-        raise SystemExit(f"not one of low_precision, few_low_precision, faulty: {which}")
+        raise SystemExit(f"not one of caches, low_precision, few_low_precision, faulty: {which}")
     else:
+        caches(np.random.default_rng(0))
         everything = select.REGISTRY
         # What this GPU gets, then what every GPU gets.
         for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):

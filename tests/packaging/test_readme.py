@@ -27,7 +27,7 @@ def command(word: str) -> str:
 
 
 def namespace(torch: Any, oa: Any, packed: bool) -> dict[str, Any]:
-    """What README's snippets take as given: q, k, v, two partial results, and for packed batches their offsets."""
+    """What README's snippets take as given: q, k, v, two partial results, offsets of packed batches, new tokens."""
 
     def array(*shape: int) -> Any:
         return torch.randn(*shape, dtype=torch.bfloat16)
@@ -49,6 +49,11 @@ def namespace(torch: Any, oa: Any, packed: bool) -> dict[str, Any]:
         "lse_a": lse_a,
         "o_b": o_b,
         "lse_b": lse_b,
+        "k_new": array(2, 3, 8, 128),
+        "v_new": array(2, 3, 8, 128),
+        "q_new": array(2, 3, 16, 128),
+        "lens": torch.tensor([5, 16], dtype=torch.int32),
+        "table": torch.tensor([[7], [2]], dtype=torch.int32),
     }
 
 

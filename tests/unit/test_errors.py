@@ -19,6 +19,7 @@ from omniattn.errors import (
     DtypeError,
     KernelNotFoundError,
     OmniattnError,
+    OutOfBlocksError,
     ShapeError,
     StrideError,
     UnsupportedError,
@@ -38,6 +39,11 @@ SAMPLES: dict[type[OmniattnError], tuple[OmniattnError, str]] = {
     UnsupportedError: (
         UnsupportedError("precision 'int8' is not in this version", instead="precision='exact'"),
         "precision 'int8' is not in this version. What works: precision='exact'",
+    ),
+    OutOfBlocksError: (
+        OutOfBlocksError(3, 1, 8, 16),
+        "3 more blocks of 16 tokens are needed, 1 of 8 are free. What to do: free() or truncate() sequences, let some "
+        "wait, or make the cache larger",
     ),
     KernelNotFoundError: (
         KernelNotFoundError("toy", "sm_90a", [("disk cache", "not there"), ("NVRTC", "missing")], "install it"),

@@ -20,6 +20,7 @@ MODULES = (
     "tokenizer",
     "text",
     "precisions",
+    "caches",
     "perplexity",
     "generate",
     "make_sample",
@@ -280,6 +281,40 @@ def test_command_line_prints_the_table(
     assert "20 tokens in sequences of up to 10" in lines[0]
     rule = lines.index("|---|---|---|---|---|")
     assert [cells(line)[0] for line in lines[rule + 1 :]] == [f"`{v.label}`" for v in ex.precisions.variants()]
+
+
+def test_cache_table_has_a_row_for_each_format(ex: Any, tiny: Any) -> None:
+    model = ex.model.Model(tiny.config, tiny.weights, tiny.backend, tiny.attention)
+    lines: list[str] = []
+    ex.caches.write_table(model, [TOKENS, TOKENS[:9]], lines.append)
+    variants = ex.caches.variants()
+    assert [cells(line)[0] for line in lines[2:]] == [v.label for v in variants]
+    assert {len(cells(line)) for line in lines} == {5}
+    losses = np.concatenate([tiny.negative_log_likelihood(window) for window in (TOKENS, TOKENS[:9])])
+    found = {cells(line)[0]: float(cells(line)[2]) for line in lines[2:]}
+    assert found["16 bit"] == pytest.approx(np.exp(losses.mean()), rel=1e-3)
+    assert 0 < abs(found["int8"] / found["16 bit"] - 1) <= 0.01
+    assert 0 < abs(found["int4"] / found["16 bit"] - 1) <= 0.2
+    # Two layers, two kv heads, rows padded to 64 channels.
+    sizes = {cells(line)[0]: int(cells(line)[1]) for line in lines[2:]}
+    assert sizes["16 bit"] == 2 * 2 * 256
+    assert sizes["int4"] == 2 * 2 * 2 * (32 + 4)
+    assert sizes["int4, groups of 32"] == 2 * 2 * 2 * (32 + 8)
+
+
+@pytest.mark.parametrize("chunk", [16, 5, 1])
+def test_attention_through_a_cache_is_causal_attention(
+    chunk: int, ex: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ex.caches, "CHUNK", chunk)
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((2, 21, 6, 16)).astype(np.float32)
+    k, v = rng.standard_normal((2, 2, 21, 2, 16)).astype(np.float32)
+    expected = tiny.attention(q, k, v)
+    for variant in ex.caches.variants():
+        o = ex.caches.cache_attention(tiny.backend, variant)(q, k, v)
+        limit = 2e-3 if variant.label == "16 bit" else 0.4
+        assert np.abs(o - expected).mean() <= limit * np.abs(expected).mean(), variant.label
 
 
 def test_greedy_takes_the_best_token_and_stops(ex: Any, tiny: Any) -> None:

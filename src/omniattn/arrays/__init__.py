@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError
-from .host import bfloat16_bits, store, to_numpy
+from .host import bfloat16_bits, raw_view, store, to_numpy
 from .streams import resolve_stream
 from .tensor import ITEMSIZE, CapsuleTensor, Tensor, contiguous_strides
 
@@ -49,6 +49,7 @@ __all__ = [
     "finish",
     "look",
     "prepare",
+    "raw_view",
     "require_same_device",
     "require_writable",
     "resolve_stream",

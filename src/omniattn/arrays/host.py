@@ -58,6 +58,17 @@ def _view(tensor: Tensor, *, writable: bool) -> np.ndarray[Any, Any]:
     return np.asarray(_Memory(tensor, writable))
 
 
+def raw_view(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A CPU tensor's memory, to be written in place; bfloat16 as its bits, uint16.
+
+    Raises
+    ------
+    DeviceError, DtypeError
+        As `to_numpy`.
+    """
+    return _view(tensor, writable=True)
+
+
 def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     """A CPU tensor's values.
 

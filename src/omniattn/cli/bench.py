@@ -1,4 +1,4 @@
-"""``omniattn bench``: forward shapes side by side with other attention packages, or host overhead."""
+"""``omniattn bench``: forward shapes and decoding side by side with other packages, or host overhead."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from omniattn.bench import forward, host
+from omniattn.bench import decode, forward, host
 from omniattn.bench.anchors import CONTENDERS
+from omniattn.bench.decode_report import filter_decode_shapes, label
 from omniattn.bench.low_precision import PRECISIONS
 from omniattn.bench.plot import plot_report
 from omniattn.bench.report import EXACT, Report
@@ -24,6 +25,8 @@ causal; every attention package that is installed runs in the same rounds. Media
 --precision int8 or int4: this package's 16-bit attention, its low-precision attention end to end (from bf16 tensors,
 quantization included) and the low-precision kernel alone (on operands quantized before) side by side, on these shapes
 and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·b·h·s²·d, half of it when causal.
+decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
+Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
 host: microseconds of a warm call from Python call to return, import time, first run-time compilation.
 """
 
@@ -35,7 +38,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     others = [contender.key for contender in CONTENDERS if contender.key != "omniattn"]
-    parser.add_argument("what", nargs="?", choices=("forward", "host"), default="forward")
+    parser.add_argument("what", nargs="?", choices=("forward", "decode", "host"), default="forward")
     parser.add_argument(
         "--shapes", action="append", default=[], metavar="WORDS",
         help='shapes whose name has all these words, e.g. "d128 causal" or "b1 h16"; may be repeated (default: all)',
@@ -51,6 +54,10 @@ def add_parser(commands: Any) -> None:
         "--precision", choices=PRECISIONS, default="exact",
         help="a low one is timed end to end and as a kernel alone, beside exact (default: exact)",
     )  # fmt: skip
+    parser.add_argument(
+        "--format", action="append", choices=tuple(decode.FORMATS), metavar="NAME",
+        help=f"decode: only these caches; may be repeated: {', '.join(decode.FORMATS)} (default: all)",
+    )  # fmt: skip
     parser.add_argument("--iters", type=int, default=20, help="timed rounds a shape (default: 20)")
     parser.add_argument("--json", action="store_true", help="print JSON, samples included")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -65,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.json or arguments.markdown):
         console.require_rich()
     try:
-        return _run_host(arguments) if arguments.what == "host" else _run_forward(arguments)
+        run_one = {"forward": _run_forward, "decode": _run_decode, "host": _run_host}[arguments.what]
+        if arguments.format and arguments.what != "decode":
+            raise ArgumentError("--format", f"nothing: 'bench {arguments.what}' has no caches", "a value")
+        return run_one(arguments)
     except BenchError as error:
         raise console.CannotRunError(str(error)) from error
 
@@ -86,6 +96,38 @@ def _run_forward(arguments: argparse.Namespace) -> int:
         plot_report(report, arguments.plot)
     show(report, as_json=arguments.json, as_markdown=arguments.markdown)
     return 1 if any(m.contender in report.own and m.reason for m in report.measurements) else 0
+
+
+def _run_decode(arguments: argparse.Namespace) -> int:
+    for option in ("only", "plot"):
+        if getattr(arguments, option):
+            raise ArgumentError(f"--{option}", "nothing: 'bench decode' has formats and an anchor", "a value")
+    if arguments.precision != "exact":
+        raise ArgumentError("--precision", "'exact': 'bench decode' has --format", repr(arguments.precision))
+    if arguments.anchor not in decode.ANCHORS:
+        raise ArgumentError("--anchor", f"{' or '.join(decode.ANCHORS)} with 'bench decode'", repr(arguments.anchor))
+    shapes = filter_decode_shapes(arguments.shapes)
+    formats = tuple(dict.fromkeys(arguments.format or decode.FORMATS))
+    with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
+        report = decode.run_decode(
+            shapes, anchor=arguments.anchor, formats=formats, iters=arguments.iters, progress=bar.step
+        )
+    if arguments.json:
+        print(report.to_json())
+    else:
+        header, rows = report.table()
+        facts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
+        facts.append(f"Ceiling in this run: copy {report.copy_tb_per_s:.2f} TB/s (read + written)")
+        facts += report.slower_than_wider()
+        facts += [f"{label(m.key)}, {m.shape.name}: {m.reason}" for m in report.measurements if m.reason]
+        if arguments.markdown:
+            print(report.markdown() + "\n\n" + "\n".join(f"- {fact}" for fact in facts))
+        else:
+            title = f"Decode, µs ± spread, TB/s of the format's bytes (time relative to {label(report.anchor)})"
+            console.print_table(title, header, rows, numeric=range(1, len(header)))
+            for fact in facts:
+                console.print_line(fact)
+    return 1 if any(m.key in decode.FORMATS and m.reason for m in report.measurements) else 0
 
 
 def show(report: Report, *, as_json: bool, as_markdown: bool) -> None:

@@ -57,13 +57,22 @@ KINDS: tuple[str, ...] = ("prebuilt", "cache", "jit", "unsupported")
 WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported": "–"}
 
 #: Registry feature to words.
-FEATURES = {"score_mods": "with softcap or mask", "smooth_q": "with smooth_q"}
+FEATURES = {
+    "score_mods": "with softcap or mask",
+    "smooth_q": "with smooth_q",
+    "cache_16": "16-bit cache",
+    "cache_fp8": "fp8 cache",
+    "cache_int8": "int8 cache",
+    "cache_int4": "int4 cache",
+    "cache_int4g32": "int4 cache, group_size 32",
+}
 
 #: What calls an operation whose name is not that of a public function.
 CALLS = {
     "attention_int8": "precision int8, int4",
     "quantize": "quantize_qk, quantize_v",
     "quantize_delta": "quantize_qk with smooth_q",
+    "decode_combine": "decode",
 }
 
 #: Text of the cells of GPUs for which an operation has no kernel so far.

@@ -16,6 +16,7 @@ from omniattn.cli import console, kernels
 from omniattn.cli.cases import Case, Problem, call, cases_for, problem
 from omniattn.cli.expected import outputs_of
 from omniattn.cli.frameworks import Framework, NumpyFramework, gpu_framework
+from omniattn.cli.verify_decode import DECODE_OPS, verify_row
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.quantizer import select_quantizer
 from omniattn.registry import KernelSpec
@@ -118,6 +119,8 @@ def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
     never = unsupported_reason(spec, info.cc, info.max_smem_optin)
     if never:
         return Outcome(spec.name, "", NOT_HERE, 0, 0.0, 0.0, (never,))
+    if spec.op in DECODE_OPS:
+        return _verify_cache_kernel(framework, spec)
     # The environment variable does not concern these: what is chosen is what is tested.
     chosen = spec
     if spec.op == "merge_states":
@@ -155,6 +158,18 @@ def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
     return Outcome(
         spec.name, origin, FAILED if failed else PASSED, ran, worst, time.perf_counter() - start, tuple(notes)
     )
+
+
+def _verify_cache_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
+    """A row of the KV caches' operations, with problems of its own."""
+    start = time.perf_counter()
+    try:
+        origin = runtime.load(spec, 0).origin
+        ran, worst, notes = verify_row(framework, spec)
+    except OmniattnError as error:
+        return Outcome(spec.name, "", FAILED, 0, 0.0, time.perf_counter() - start, (str(error),))
+    status = FAILED if notes else PASSED
+    return Outcome(spec.name, origin, status, ran, worst, time.perf_counter() - start, tuple(notes))
 
 
 def verify_cpu() -> list[Outcome]:

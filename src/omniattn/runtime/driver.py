@@ -21,6 +21,11 @@ from .device import DeviceInfo
 #: ``launch(grid, block_x, stream, params_address, cluster)``: needs a context of the kernel's device to be current.
 Launcher = Callable[[tuple[int, int, int], int, int, int, "tuple[int, int, int] | None"], None]
 
+#: In place of a cluster: the kernel may begin before the one ahead of it on the stream has ended (programmatic
+#: dependent launch, compute capability 9.0 and newer); it waits itself, by griddepcontrol.wait. CuPy launches it behind
+#: the other one.
+OVERLAP = (0, 0, 0)
+
 #: Codes that condemn one binary, not the driver: the loader goes on to the next candidate.
 IMAGE_ERRORS = frozenset(
     {

@@ -17,7 +17,7 @@ from cupy.cuda import runtime as rt
 
 from ..errors import DeviceError, DriverError, UnsupportedError
 from .device import DeviceInfo
-from .driver import Launcher, driver_error, no_library
+from .driver import OVERLAP, Launcher, driver_error, no_library
 
 _CUDA_ERRORS = (cu.CUDADriverError, rt.CUDARuntimeError)
 
@@ -134,7 +134,7 @@ class CupyDriver:
             params_address: int,
             cluster: tuple[int, int, int] | None = None,
         ) -> None:
-            if cluster is not None:
+            if cluster is not None and cluster != OVERLAP:
                 raise UnsupportedError(
                     f"kernel {symbol} is launched in clusters {cluster}, for which CuPy has no launch attribute",
                     instead='pip install "cuda-bindings>=12.9.4,<14" and unset OMNIATTN_DRIVER',

@@ -72,7 +72,7 @@ class LoadedKernel:
         params_address : int
             Host address of the one struct that the kernel takes by value. The driver copies it before this returns.
         cluster : (int, int, int), optional
-            CTAs per cluster.
+            CTAs per cluster; or `driver.OVERLAP`.
 
         Raises
         ------

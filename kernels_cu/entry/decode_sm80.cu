@@ -1,0 +1,297 @@
+// Attention of one or a few new query tokens over a KV cache, any GPU from sm_80 on (Flash-Decoding, Dao et al. 2023;
+// PagedAttention, Kwon et al. 2023), with K and V in 16, 8 or 4 bits.
+//
+//   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink]);  O = P (s_v c_v + z_v)
+//
+// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Query token i of sequence b sees the keys up to
+// seq_lens[b] - q_len + i.
+//
+// Keys are on the M side of both products (mma.m16n8k16), the rows (query token, head of the kv head's group) on the N side,
+// eight at a time: S^T = K Q^T and O^T = V^T P^T waste nothing for groups of up to eight heads. Codes are multiplied as they
+// are: K's scale and zero go into the scores (S = s (Q.c) + z sum(Q)), V's scale into the probabilities, and V's zero adds
+// sum(P z) to each channel.
+//
+// Each warp walks tiles of its own, TILE_TOKENS keys apart by turns, with its own running maximum and O, and its own ring of
+// shared memory: no barrier but __syncwarp until the piece ends.
+//
+//   wait tile i | __syncwarp | copy tile i + NUM_STAGES - 1 | S^T  softmax  O^T of tile i
+//
+// Pieces (scheduler/decode_plan.cuh) end with a merge of the warps through shared memory; O goes out, or a partial result.
+//
+// Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V); the merge uses the same.
+#include "attention/decode_query.cuh"
+#include "attention/decode_tile.cuh"
+#include "attention/softmax.cuh"
+#include "pipeline/kv_copy.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
+#include "scheduler/decode_params.cuh"
+#include "scheduler/decode_plan.cuh"
+#include "tile/kv_row.cuh"
+
+struct Config {
+    using Io = IO_TYPE;  // Half or BFloat16: q, o, and 16-bit caches
+    static constexpr int kHeadDim = HEAD_DIM;
+    static constexpr int kKKind = K_KIND, kVKind = V_KIND;
+    static constexpr bool kQuantK = kKKind != kKv16, kQuantV = kVKind != kKv16;
+    static constexpr int kKGroups = K_GROUPS, kVGroups = V_GROUPS;  // parameters of a row; 1 for 16 bits too
+    static constexpr int kWarps = NUM_WARPS;
+    static constexpr int kStages = NUM_STAGES;
+    static constexpr int kTile = TILE_TOKENS;  // keys of a warp's tile
+    static constexpr int kNTiles = N_TILES;  // eights of query rows
+    static constexpr int kThreads = kWarps * 32;
+    static constexpr int kRows = 8 * kNTiles;
+    static constexpr int kMTiles = M_TILES;  // sixteens of keys that are computed together
+    static_assert(kTile % 16 == 0 && kTile <= 32, "a lane looks up one key of a tile");
+    static_assert(kStages >= 2, "a tile is copied while another one is computed");
+};
+
+using Tile = DecodeTile<Config>;
+using Rows = Tile::Rows;
+using Query = QueryRow<Config::kKKind, Config::kHeadDim, Config::kKGroups>;
+using QueryFragments = uint32[Config::kNTiles][Config::kHeadDim / 16][2];
+
+// A warp's result on its way to the others.
+struct Merge {
+    float o[Config::kWarps][Config::kRows][Config::kHeadDim + 4];
+    float m[Config::kWarps][Config::kRows], l[Config::kWarps][Config::kRows];
+};
+struct SharedStorage {
+    union {
+        KvStage<Config> stages[Config::kWarps][Config::kStages];
+        Merge merge;
+    };
+    ScanStorage<Config::kThreads> scan;
+};
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
+
+// Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, the host sees to that.
+OA_DEVICE uint32 cache_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 token) {
+    if (p.block_table == nullptr) return uint32(sequence * p.num_kv_heads + kv_head) * uint32(p.block_size) + token;
+    uint32 index = uint32(token) / uint32(p.block_size);
+    uint32 block = p.block_table[int64(sequence) * p.table_columns + index];
+    block = min_of(block, uint32(p.num_blocks - 1));  // a bad number reads the last block instead of foreign memory
+    return (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + (uint32(token) - index * uint32(p.block_size));
+}
+
+// A piece of a segment.
+struct Piece {
+    int32 sequence, kv_head, row_block;
+    int32 begin, end;  // keys to walk
+    int32 seq_len;
+};
+
+OA_DEVICE void load_rows(QueryFragments& b, Rows& rows, const DecodeParams& p, const Piece& piece, int lane) {
+    int q = lane & 3;
+#pragma unroll
+    for (int n = 0; n < Config::kNTiles; ++n) {
+        int32 row = piece.row_block * Config::kRows + n * 8 + (lane >> 2);
+        int32 token = row / p.group;
+        int32 head = piece.kv_head * p.group + (row - token * p.group);
+        const uint16* from = token >= p.q_len
+                                 ? nullptr
+                                 : p.q + piece.sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
+        Query query;
+        if constexpr (Config::kQuantK) {
+            query.load_transformed(Config::Io{}, from, p, piece.kv_head, q);
+        } else {
+            query.load_plain(Config::Io{}, from, p, q);
+        }
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            b[n][step][0] = query.b[step][0];
+            b[n][step][1] = query.b[step][1];
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int src = 8 * q + 4 * r;  // a lane of row 2 q + r
+            rows.scale[n][r] = __shfl_sync(0xffffffffu, query.scale, src);
+            rows.bias[n][r] = __shfl_sync(0xffffffffu, query.bias, src);
+            if (Config::kQuantK)
+#pragma unroll
+                for (int group = 0; group < Config::kKGroups; ++group)
+                    rows.sum[group][n][r] = __shfl_sync(0xffffffffu, query.sum[group], src);
+            int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
+            rows.end[n][r] = piece.seq_len - p.q_len + 1 + its_token;
+            rows.m[n][r] = kLowest;
+            rows.l[n][r] = 0.0f;
+            rows.f[n][r] = kLargestFactor;
+#pragma unroll
+            for (int group = 0; group < (Config::kQuantV ? Config::kVGroups : 1); ++group) rows.z[group][n][r] = 0.0f;
+        }
+#pragma unroll
+        for (int d = 0; d < Config::kHeadDim / 16; ++d)
+            rows.o[n][d][0] = rows.o[n][d][1] = rows.o[n][d][2] = rows.o[n][d][3] = 0.0f;
+    }
+}
+
+// The keys of a piece that fall to this warp.
+OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Piece& piece,
+                    KvStage<Config> (&stages)[Config::kStages], int warp_idx, int lane) {
+    constexpr int kStep = Config::kWarps * Config::kTile;
+    int32 first = piece.begin + warp_idx * Config::kTile;
+    int32 tiles = first < piece.end ? (piece.end - first + kStep - 1) / kStep : 0;
+    KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, lane};
+    // Looked up a tile ahead of its copy: the block table is another trip to memory.
+    auto row_of = [&](int32 tile) {
+        int32 key = first + tile * kStep + lane;
+        return lane < Config::kTile && key < piece.end ? cache_row(p, piece.sequence, piece.kv_head, key) : 0u;
+    };
+    uint32 row = row_of(0);
+    int32 copied = 0;
+    auto copy_next = [&]() {
+        if (copied < tiles) {
+            copy.tile(stages[copied % Config::kStages], row, piece.end - first - copied * kStep);
+            row = row_of(copied + 1);
+        }
+        ++copied;
+        cp_async_commit();
+    };
+#pragma unroll 1
+    for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
+    load_rows(b, rows, p, piece, lane);
+    HalfMagic magic{p.two_1024};
+    int32 seen_by_all = piece.seq_len - p.q_len + 1;  // every row sees the keys before it, but for the window
+    int32 window_begin = p.window_left < 0 ? 0 : piece.seq_len - 1 - p.window_left;
+    for (int32 i = 0; i < tiles; ++i) {
+        cp_async_wait<Config::kStages - 2>();
+        __syncwarp();  // tile i has landed; every lane has left tile i - 1
+        copy_next();
+        const KvStage<Config>& stage = stages[i % Config::kStages];
+#pragma unroll 1
+        for (int part = 0; part < Config::kTile; part += 16 * Config::kMTiles) {
+            int32 key = first + i * kStep + part;
+            Tile::Scores x;
+            Tile::mma_qk(x, b, rows, stage, magic, part, lane);
+            if (p.softcap > 0.0f) Tile::apply_softcap(x, p.softcap);
+            if (key + 16 * Config::kMTiles > seen_by_all || key < window_begin)
+                Tile::mask_keys(x, rows, key, p.window_left, lane);
+            Tile::softmax_pv(x, rows, stage, magic, part, lane);
+        }
+    }
+    cp_async_wait<0>();
+}
+
+OA_DEVICE void store_warp(Merge& merge, Rows& rows, int warp_idx, int lane) {
+    int q = lane & 3, g = lane >> 2;
+#pragma unroll
+    for (int n = 0; n < Config::kNTiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int row = n * 8 + 2 * q + r;
+            float l = sum_over_keys(rows.l[n][r]);
+            if (g == 0) {
+                merge.m[warp_idx][row] = rows.m[n][r];
+                merge.l[warp_idx][row] = l;
+            }
+            float back = Config::kQuantV ? inverse_power(rows.f[n][r]) : 1.0f;
+#pragma unroll
+            for (int unit = 0; unit < Tile::VRow::kUnits; ++unit) {
+                constexpr int kGroupUnits = Tile::VRow::kUnits / Config::kVGroups;
+                if (Config::kQuantV && unit % kGroupUnits == 0)
+                    rows.z[unit / kGroupUnits][n][r] = sum_over_keys(rows.z[unit / kGroupUnits][n][r]);
+                float z = Config::kQuantV ? rows.z[unit / kGroupUnits][n][r] : 0.0f;
+                float4 o = make_float4(rows.o[n][2 * unit][r], rows.o[n][2 * unit][2 + r], rows.o[n][2 * unit + 1][r],
+                                       rows.o[n][2 * unit + 1][2 + r]);
+                o = make_float4(fmaf(o.x, back, z), fmaf(o.y, back, z), fmaf(o.z, back, z), fmaf(o.w, back, z));
+                *reinterpret_cast<float4*>(&merge.o[warp_idx][row][Tile::VRow::channel(unit, g, 0)]) = o;
+            }
+        }
+}
+
+// The warps' results together, to O and LSE or (slot >= 0) to a partial result.
+OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piece& piece, int32 slot, int tid) {
+    constexpr int kRowThreads = Config::kThreads / 8;
+    int at = tid % kRowThreads;
+#pragma unroll
+    for (int n = 0; n < Config::kNTiles; ++n) {
+        int row = n * 8 + tid / kRowThreads;
+        float m = merge.m[0][row], l = 0.0f, weight[Config::kWarps];
+#pragma unroll
+        for (int w = 1; w < Config::kWarps; ++w) m = fmaxf(m, merge.m[w][row]);
+#pragma unroll
+        for (int w = 0; w < Config::kWarps; ++w) {
+            weight[w] = exp2_approx(merge.m[w][row] - m);
+            l = fmaf(merge.l[w][row], weight[w], l);
+        }
+        int32 flat = piece.row_block * Config::kRows + row, token = flat / p.group;
+        if (token >= p.q_len) continue;
+        int32 head = piece.kv_head * p.group + (flat - token * p.group);
+        float scale = 1.0f;
+        int64 slot_row = int64(slot) * Config::kRows + row;
+        if (slot < 0) {
+            RowResult result = finish_row(m, l, decode_sink_log2<Config::Io>(p, head));
+            scale = result.o_scale;
+            if (p.lse != nullptr && at == 0)
+                p.lse[(int64(piece.sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;
+        } else if (at == 0) {
+            *reinterpret_cast<float2*>(p.partial_ml + 2 * slot_row) = make_float2(m, l);
+        }
+        uint16* to = p.o + piece.sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
+#pragma unroll
+        for (int i = 0; i < Config::kHeadDim / 4 / kRowThreads; ++i) {
+            int channel = 4 * (i * kRowThreads + at);
+            float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (int w = 0; w < Config::kWarps; ++w) {
+                float4 part = *reinterpret_cast<const float4*>(&merge.o[w][row][channel]);
+                o.x = fmaf(part.x, weight[w], o.x);
+                o.y = fmaf(part.y, weight[w], o.y);
+                o.z = fmaf(part.z, weight[w], o.z);
+                o.w = fmaf(part.w, weight[w], o.w);
+            }
+            if (slot >= 0) {
+                *reinterpret_cast<float4*>(p.partial_o + slot_row * Config::kHeadDim + channel) = o;
+            } else if (channel < p.head_dim) {
+                uint2 packed = make_uint2(pack2(Config::Io{}, o.x * scale, o.y * scale),
+                                          pack2(Config::Io{}, o.z * scale, o.w * scale));
+                *reinterpret_cast<uint2*>(to + channel) = packed;
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_sm80(const
+                                                                                     __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(128) uint8 smem_raw[];
+    SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
+    int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
+
+    launch_dependents();  // decode_combine, which waits for the end of this kernel
+    Scan<Config::kThreads> scan(p, smem.scan);
+    Share share(scan.total, p.num_workers);
+    int32 at = share.begin(blockIdx.x), end = share.begin(blockIdx.x + 1);
+    if (at >= end) return;
+    scan.locate(p, at, smem.scan);
+    int32 sequence = smem.scan.sequence, before = smem.scan.before;
+    while (at < end) {
+        KeySpan span = key_span(p, sequence);
+        int32 all = span.granules * p.num_kv_heads * p.num_row_blocks;
+        if (at >= before + all) {  // sequences without keys have none
+            before += all;
+            ++sequence;
+            continue;
+        }
+        int32 segment = (at - before) / span.granules, segment_begin = before + segment * span.granules;
+        int32 stop = p.whole_granules ? at + 1 : min_of(end, segment_begin + span.granules);
+        Piece piece;
+        piece.sequence = sequence;
+        piece.kv_head = segment / p.num_row_blocks;
+        piece.row_block = segment - piece.kv_head * p.num_row_blocks;
+        piece.begin = span.begin + (at - segment_begin) * p.granule;
+        piece.end = min_of<int64>(span.end, span.begin + int64(stop - segment_begin) * p.granule);
+        piece.seq_len = span.end;
+        bool whole = stop - at == span.granules;
+
+        QueryFragments b;
+        Rows rows;
+        walk(b, rows, p, piece, smem.stages[warp_idx], warp_idx, lane);
+        __syncthreads();  // every warp is through with its stages
+        store_warp(smem.merge, rows, warp_idx, lane);
+        __syncthreads();
+        write_piece(smem.merge, p, piece, whole ? -1 : partial_slot(p, share, blockIdx.x, segment_begin, at), tid);
+        __syncthreads();
+        at = stop;
+    }
+}

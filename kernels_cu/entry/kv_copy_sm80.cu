@@ -1,0 +1,30 @@
+// Copies of whole blocks inside the planes of a paged KV cache (copy-on-write): block pairs come with the arguments, so that
+// nothing has to be on the device before.
+//
+// One CTA a pair and a part of a plane: blockIdx.x the pair, blockIdx.y the plane (K, V, parameters of K, of V), blockIdx.z the part.
+// No shared memory.
+#include "ptx/types.cuh"
+
+constexpr int32 kMaxPairs = 112;
+
+struct KvCopyParams {
+    uint8* planes[4];  // null: there is none
+    int64 block_bytes[4];  // multiples of 4
+    int32 pairs[2 * kMaxPairs];
+};
+
+extern "C" __global__ void __launch_bounds__(256) kv_copy_sm80(const __grid_constant__ KvCopyParams p) {
+    uint8* plane = p.planes[blockIdx.y];
+    int64 bytes = p.block_bytes[blockIdx.y];
+    if (plane == nullptr) return;
+    const uint8* from = plane + p.pairs[2 * blockIdx.x] * bytes;
+    uint8* to = plane + p.pairs[2 * blockIdx.x + 1] * bytes;
+    int64 first = int64(blockIdx.z) * 256 + threadIdx.x, step = int64(gridDim.z) * 256;
+    if (bytes % 16 == 0) {
+        for (int64 i = first; i < bytes / 16; i += step)
+            reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    } else {
+        for (int64 i = first; i < bytes / 4; i += step)
+            reinterpret_cast<uint32*>(to)[i] = reinterpret_cast<const uint32*>(from)[i];
+    }
+}

@@ -1,0 +1,55 @@
+// A warp's tile of a KV cache on its way to shared memory: rows that a block table scatters, copied by cp.async.
+#pragma once
+#include "ptx/cp_async.cuh"
+#include "tile/kv_row.cuh"
+
+// One tile of one warp. Config: kHeadDim, kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys).
+template <typename Config>
+struct KvStage {
+    alignas(128) uint8 k[Config::kTile * KvRow<Config::kKKind, Config::kHeadDim, 4>::kBytes];
+    alignas(128) uint8 v[Config::kTile * KvRow<Config::kVKind, Config::kHeadDim, 8>::kBytes];
+    alignas(16) uint32 k_params[Config::kQuantK ? Config::kTile * Config::kKGroups : 4];
+    alignas(16) uint32 v_params[Config::kQuantV ? Config::kTile * Config::kVGroups : 4];
+};
+
+// Copies by all 32 lanes of a warp. `row`: lane t's is the number of key t's row in the cache's planes; `count` keys exist, the
+// others become zeros. The caller commits the group of copies.
+template <typename Config>
+struct KvCopy {
+    const uint8* k;
+    const uint8* v;
+    const uint32* k_params;
+    const uint32* v_params;
+    int lane;
+
+    template <typename Tile>
+    OA_DEVICE void plane(uint32 dst, const uint8* src, uint32 row, int32 count) const {
+        constexpr int kChunks = Tile::Row::kChunks;
+#pragma unroll
+        for (int i = 0; i < Config::kTile * kChunks / 32; ++i) {
+            int at = i * 32 + lane, t = at / kChunks;
+            uint32 from = __shfl_sync(0xffffffffu, row, t);
+            const uint8* address = src + uint64(from) * Tile::Row::kBytes + (at % kChunks) * 16;
+            cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0);
+        }
+    }
+    template <int kGroups>
+    OA_DEVICE void params(uint32 dst, const uint32* src, uint32 row, int32 count) const {
+        constexpr int kBytes = kGroups >= 4 ? 16 : 4 * kGroups, kPerRow = 4 * kGroups / kBytes;
+#pragma unroll
+        for (int i = 0; i < (Config::kTile * kPerRow + 31) / 32; ++i) {
+            int at = i * 32 + lane, t = at / kPerRow;
+            uint32 from = __shfl_sync(0xffffffffu, row, t & 31);
+            if (t < Config::kTile) {
+                const uint32* address = src + uint64(from) * kGroups + at % kPerRow * (kBytes / 4);
+                cp_async_small<kBytes>(dst + at * kBytes, address, t < count ? kBytes : 0);
+            }
+        }
+    }
+    OA_DEVICE void tile(KvStage<Config>& stage, uint32 row, int32 count) const {
+        plane<KTile<Config::kKKind, Config::kHeadDim>>(smem_addr_of(stage.k), k, row, count);
+        plane<VTile<Config::kVKind, Config::kHeadDim>>(smem_addr_of(stage.v), v, row, count);
+        if (Config::kQuantK) params<Config::kKGroups>(smem_addr_of(stage.k_params), k_params, row, count);
+        if (Config::kQuantV) params<Config::kVGroups>(smem_addr_of(stage.v_params), v_params, row, count);
+    }
+};

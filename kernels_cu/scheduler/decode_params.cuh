@@ -1,0 +1,49 @@
+// Arguments of the decode kernels, as the host packs them (src/omniattn/launch/decode.py declares the same fields in the same
+// order, little-endian, no padding: 8-byte fields first). Strides in elements.
+#pragma once
+#include "ptx/cvt.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/fwd_params.cuh"
+
+struct DecodeParams {
+    const uint16* q;
+    const uint8* k;  // data planes [num_blocks, num_kv_heads, block_size, row bytes]
+    const uint8* v;
+    const uint32* k_params;  // parameter planes [num_blocks, num_kv_heads, block_size, groups], or null
+    const uint32* v_params;
+    const float* k_mean;  // [num_kv_heads, head_dim] or null
+    const float* k_channel_scale;  // the same
+    const int32* seq_lens;  // [batch]
+    const int32* block_table;  // [batch, table_columns]; null: block b is sequence b
+    const void* sinks;
+    uint16* o;
+    float* lse;  // [batch, num_q_heads, q_len] or null
+    float* partial_o;  // [slots, rows, padded head_dim]
+    float* partial_ml;  // [slots, rows, 2]: maximum in base-2 units, denominator
+    int64 q_stride_b, q_stride_s, q_stride_h;
+    int64 o_stride_b, o_stride_s, o_stride_h;
+    int32 batch, q_len, num_q_heads, num_kv_heads;
+    int32 group;  // query heads of a kv head
+    int32 num_row_blocks;  // blocks of rows (query token, head of the group) of a kv head
+    int32 head_dim;
+    int32 capacity;  // tokens that a sequence can have at most
+    int32 block_size, num_blocks, table_columns;
+    int32 window_left;  // -1: unlimited
+    int32 sinks_kind;
+    int32 hadamard;
+    int32 granule;  // tokens of the smallest part that work is divided into
+    int32 whole_granules;  // deterministic: every granule is a part of its own
+    int32 num_workers;  // CTAs of the main kernel
+    float softmax_scale;
+    float softcap;  // 0: none
+    uint32 two_1024;  // 0x64006400, see attention/kv_dequant.cuh
+};
+
+// A query head's sink in base-2 units; -inf if there is none.
+template <typename Io>
+OA_DEVICE float decode_sink_log2(const DecodeParams& p, int32 head) {
+    if (p.sinks_kind == kSinksNone) return neg_inf();
+    float sink = p.sinks_kind == kSinksFloat ? static_cast<const float*>(p.sinks)[head]
+                                             : to_float(Io{}, static_cast<const uint16*>(p.sinks)[head]);
+    return sink * kLog2e;
+}

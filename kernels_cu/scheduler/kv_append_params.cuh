@@ -1,0 +1,29 @@
+// Arguments of kv_append_sm80, as the host packs them (src/omniattn/launch/kv_append.py declares the same fields in the same
+// order, little-endian, no padding: 8-byte fields first). Strides in elements.
+#pragma once
+#include "ptx/types.cuh"
+
+enum RopeStyle : int32 { kRopeNone = 0, kRopeHalf = 1, kRopeInterleaved = 2 };
+
+struct KvAppendParams {
+    const uint16* k;
+    const uint16* v;
+    const int32* seq_lens;  // [batch], new tokens included
+    const int32* cu_seqlens;  // [batch + 1]; null: `tokens` a sequence
+    const int32* block_table;  // [batch, table_columns]; null: block b is sequence b
+    const float* cos;  // [rope_rows, rope_pairs]
+    const float* sin;
+    uint8* k_data;  // planes, see scheduler/decode_params.cuh
+    uint8* v_data;
+    uint32* k_params;
+    uint32* v_params;
+    const float* k_mean;
+    const float* k_channel_scale;
+    int64 k_stride_b, k_stride_s, k_stride_h;
+    int64 v_stride_b, v_stride_s, v_stride_h;
+    int64 items;  // rows * heads
+    int32 batch, tokens, num_kv_heads, head_dim;
+    int32 capacity, block_size, num_blocks, table_columns;
+    int32 rope, rope_pairs, rope_rows;
+    int32 hadamard, zero_point, reserved;
+};

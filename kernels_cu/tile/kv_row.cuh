@@ -1,0 +1,57 @@
+// A row of a KV cache (docs/kv_formats.md; src/omniattn/kv_format.py has the same formulas), and where its 16-byte chunks
+// lie in shared memory.
+#pragma once
+#include "ptx/types.cuh"
+
+// Element types of a cache, as the registry passes them.
+enum KvKind : int { kKv16 = 0, kKvE4m3 = 1, kKvInt8 = 2, kKvInt4 = 3 };
+
+OA_DEVICE constexpr int kv_bits(int kind) { return kind == kKv16 ? 16 : kind == kKvInt4 ? 4 : 8; }
+
+// Lanes of a fragment that divide a row: 4 for K (l % 4), 8 for V (l / 4). A lane owns units of four elements, stored one
+// behind the other in pieces of up to 16 bytes; piece i of all lanes comes before piece i + 1.
+template <int kKind, int kHeadDim, int kLanes>
+struct KvRow {
+    static constexpr bool kQuantized = kKind != kKv16;
+    static constexpr int kBytes = kHeadDim * kv_bits(kKind) / 8;
+    static constexpr int kChunks = kBytes / 16;
+    static constexpr int kUnits = kHeadDim / (4 * kLanes);  // of a lane
+    static constexpr int kUnitBytes = kv_bits(kKind) / 2;
+    static constexpr int kLaneBytes = kUnits * kUnitBytes;
+    static constexpr int kPiece = kLaneBytes < 16 ? kLaneBytes : 16;
+    static constexpr int kPieces = kLaneBytes / kPiece;
+    static_assert(kBytes >= 32 && (kPiece == 4 || kPiece == 8 || kPiece == 16), "head_dim 64, 128 or 256");
+
+    // Byte of the row at which unit `unit` of lane `lane` begins (quantized rows).
+    static OA_DEVICE constexpr int unit_byte(int unit, int lane) {
+        return (unit * kUnitBytes / kPiece * kLanes + lane) * kPiece + unit * kUnitBytes % kPiece;
+    }
+    // Channel of element `element` of unit `unit` of lane `lane`. 16-bit rows are in their natural order, two units a piece.
+    static OA_DEVICE constexpr int channel(int unit, int lane, int element) {
+        return kQuantized ? 4 * (kLanes * unit + lane) + element
+                          : 8 * (kLanes * (unit >> 1) + lane) + 4 * (unit & 1) + element;
+    }
+};
+
+// In shared memory chunk c of token t of a tile stands at chunk (t kChunks + c) ^ swizzle(t), so that the eight lanes of a
+// 16-byte access (sixteen of an 8-byte one) meet all banks: lanes of K are 2 tokens (t and t + 4) by 4 chunks, those of V 4
+// tokens (t .. t + 3) by 2.
+template <int kKind, int kHeadDim>
+struct KTile {
+    using Row = KvRow<kKind, kHeadDim, 4>;
+    static OA_DEVICE uint32 swizzle(int t) { return ((t >> 2) & 1) << 2; }
+    // Bytes: piece `piece` of lane q of token t.
+    static OA_DEVICE uint32 offset(int t, int q, int piece) {
+        return (t * Row::kBytes + (piece * 4 + q) * Row::kPiece) ^ (swizzle(t) << 4);
+    }
+};
+template <int kKind, int kHeadDim>
+struct VTile {
+    using Row = KvRow<kKind, kHeadDim, 8>;
+    static OA_DEVICE uint32 swizzle(int t) {
+        return Row::kChunks >= 8 ? (t & 3) << 1 : Row::kChunks == 4 ? ((t >> 1) & 1) << 1 : 0;
+    }
+    static OA_DEVICE uint32 offset(int t, int g, int piece) {
+        return (t * Row::kBytes + (piece * 8 + g) * Row::kPiece) ^ (swizzle(t) << 4);
+    }
+};

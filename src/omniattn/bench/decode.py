@@ -1,0 +1,231 @@
+"""The decode benchmark: shapes x cache formats, beside torch's attention on 16-bit K and V of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omniattn.bench.anchors import EXACT_ERROR, INT4_ERROR, QUANTIZED_ERROR
+from omniattn.bench.ceilings import measure_ceilings
+from omniattn.bench.decode_report import DecodeMeasurement, DecodeReport, DecodeShape, label
+from omniattn.bench.forward import environment
+from omniattn.bench.timing import Candidate, TorchClock, measure, require_torch
+from omniattn.errors import ArgumentError
+
+#: Cache formats by their names on the command line: dtype and group_size.
+FORMATS: dict[str, tuple[str, int | None]] = {
+    "bf16": ("bf16", None),
+    "fp8": ("fp8", None),
+    "int8": ("int8", None),
+    "int4": ("int4", None),
+    "int4g32": ("int4", 32),
+}
+#: Backends of torch's attention that run beside them.
+ANCHORS: dict[str, str] = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION"}
+_ERROR_LIMITS = {"bf16": EXACT_ERROR, "fp8": QUANTIZED_ERROR, "int8": QUANTIZED_ERROR, "int4": INT4_ERROR}
+#: Tokens that are appended in one call at most.
+_APPEND_ROWS = 1 << 22
+
+
+def run_decode(
+    shapes: Sequence[DecodeShape],
+    *,
+    anchor: str = "cudnn",
+    formats: Sequence[str] = tuple(FORMATS),
+    iters: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> DecodeReport:
+    """Time one decoding step of every format on every shape, on torch's current CUDA device.
+
+    Parameters
+    ----------
+    shapes : sequence of DecodeShape
+    anchor : str
+        Key of `ANCHORS`: what ratios are relative to.
+    formats : sequence of str
+        Keys of `FORMATS`.
+    iters : int
+        Timed rounds a shape.
+    progress : callable, optional
+        Called with one line of text before each shape.
+
+    Returns
+    -------
+    DecodeReport
+
+    Raises
+    ------
+    BenchError
+        torch or a CUDA device is missing.
+    ArgumentError
+        An unknown anchor or format.
+    """
+    if anchor not in ANCHORS:
+        raise ArgumentError("anchor", " or ".join(ANCHORS), repr(anchor), function="run_decode")
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown or not formats:
+        raise ArgumentError("formats", f"names out of {', '.join(FORMATS)}", repr(unknown), function="run_decode")
+    torch = require_torch()
+    clock = TorchClock(torch)
+    progress("ceilings")
+    ceilings = measure_ceilings(torch, clock)
+    found: list[DecodeMeasurement] = []
+    for shape in shapes:
+        progress(shape.name)
+        found += _run_shape(torch, clock, shape, anchor, formats, iters)
+        torch.cuda.empty_cache()
+    facts = environment(torch, ())
+    facts.update({name: _version(name) for name in ("omniattn", "torch")})
+    return DecodeReport(anchor, facts, ceilings.copy_tb_per_s, tuple(found))
+
+
+def _version(package: str) -> str:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _run_shape(
+    torch: Any, clock: TorchClock, shape: DecodeShape, anchor: str, formats: Sequence[str], iters: int
+) -> list[DecodeMeasurement]:
+    free, _ = torch.cuda.mem_get_info()
+    needed = shape.needed_bytes([FORMATS[name] for name in formats])
+    if needed > 0.9 * free:
+        reason = f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+        return [DecodeMeasurement(shape, key, None, 0, None, reason) for key in (*formats, anchor)]
+    tokens = Tokens(torch, shape)
+    candidates: dict[str, Candidate] = {}
+    errors: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for key in (*formats, anchor):
+        own = key in FORMATS
+        try:
+            step = own_step(torch, tokens, key) if own else _torch_step(torch, tokens, key)
+            output = step()
+            torch.cuda.synchronize()
+        except Exception as error:
+            # torch raises whatever it likes; the report carries it. Our own errors are not hidden.
+            if own:
+                raise
+            reasons[key] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            continue
+        dtype, group = FORMATS.get(key, ("bf16", None))
+        sizes[key] = shape.cache_bytes(dtype, group)
+        errors[key] = tokens.sampled_error(output)
+        if not errors[key] <= _ERROR_LIMITS[dtype]:
+            limit = _ERROR_LIMITS[dtype]
+            reasons[key] = f"wrong result: relative L1 {errors[key]:.3g} against fp64, limit {limit}"
+            continue
+        candidates[key] = _round(step)
+    timings = measure(candidates, clock, iters=iters)
+    return [
+        DecodeMeasurement(shape, key, timings.get(key), sizes.get(key, 0), errors.get(key), reasons.get(key, ""))
+        for key in (*formats, anchor)
+    ]
+
+
+def _round(step: Callable[[], Any]) -> Candidate:
+    return lambda _: step()
+
+
+class Tokens:
+    """Random normal queries, keys and values of one shape, packed: a sequence's tokens behind each other.
+
+    Parameters
+    ----------
+    torch : module
+    shape : DecodeShape
+    """
+
+    def __init__(self, torch: Any, shape: DecodeShape) -> None:
+        self.torch, self.shape = torch, shape
+        generator = torch.Generator(device="cuda").manual_seed(1234)
+        self.lengths = shape.lengths()
+
+        def random(*size: int) -> Any:
+            return torch.randn(size, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+        self.q = random(shape.batch, 1, shape.heads_q, shape.head_dim)
+        self.k, self.v = (random(sum(self.lengths), shape.heads_kv, shape.head_dim) for _ in range(2))
+        self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
+
+    def sampled_error(self, output: Any) -> float:
+        """Relative L1 error of the first and the last sequence of (batch, 1, heads_q, head_dim) against fp64."""
+        shape, torch = self.shape, self.torch
+        if tuple(output.shape) != tuple(self.q.shape):
+            return float("inf")
+        group = shape.heads_q // shape.heads_kv
+        difference = total = 0.0
+        for b, begin in ((0, 0), (shape.batch - 1, sum(self.lengths[:-1]))):
+            rows = slice(begin, begin + self.lengths[b])
+            for head in (0, shape.heads_q - 1):
+                k, v = (x[rows, head // group].double() for x in (self.k, self.v))
+                scores = k @ self.q[b, 0, head].double() * shape.head_dim**-0.5
+                expected = torch.softmax(scores, dim=-1) @ v
+                difference += float((output[b, 0, head].double() - expected).abs().sum())
+                total += float(expected.abs().sum())
+        return difference / total
+
+
+def own_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:
+    """A cache of a format, filled by ``append``, and the step that is timed: one call of ``decode``."""
+    import omniattn
+
+    shape = tokens.shape
+    dtype, group = FORMATS[name]
+    options: dict[str, Any] = {"like": tokens.q, "k_dtype": dtype, "group_size": group}
+    pages: dict[str, Any] = {}
+    cache: omniattn.KVCache
+    if shape.block_size:
+        counts = [-(-length // shape.block_size) for length in tokens.lengths]
+        cache = omniattn.PagedKVCache(sum(counts), shape.block_size, shape.heads_kv, shape.head_dim, **options)
+        # Blocks anywhere in the cache, as after some hours of service.
+        generator = torch.Generator(device="cuda").manual_seed(5)
+        order = torch.randperm(sum(counts), device="cuda", generator=generator).to(torch.int32)
+        table = torch.zeros((shape.batch, max(counts)), dtype=torch.int32, device="cuda")
+        begin = 0
+        for b, count in enumerate(counts):
+            table[b, :count] = order[begin : begin + count]
+            begin += count
+        pages["block_table"] = table
+    else:
+        cache = omniattn.KVCache(shape.batch, max(tokens.lengths), shape.heads_kv, shape.head_dim, **options)
+    starts = [0]
+    for length in tokens.lengths:
+        starts.append(starts[-1] + length)
+    if starts[-1] <= _APPEND_ROWS:
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        omniattn.append(cache, tokens.k, tokens.v, seq_lens=tokens.seq_lens, cu_seqlens=cu_seqlens, **pages)
+    else:
+        # All but one sequence of a call have no new tokens.
+        for b in range(shape.batch):
+            cu_seqlens = torch.zeros(shape.batch + 1, dtype=torch.int32, device="cuda")
+            cu_seqlens[b + 1 :] = tokens.lengths[b]
+            rows = slice(starts[b], starts[b + 1])
+            k, v = tokens.k[rows], tokens.v[rows]
+            omniattn.append(cache, k, v, seq_lens=tokens.seq_lens, cu_seqlens=cu_seqlens, **pages)
+    return lambda: omniattn.decode(tokens.q, cache, seq_lens=tokens.seq_lens, **pages)
+
+
+def _torch_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:
+    """torch's attention on contiguous K and V: what there is without a paged cache, so of equal lengths only."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape = tokens.shape
+    if shape.ragged:
+        raise ValueError(f"{label(name)} has no lengths of sequences here: equal ones only")
+    backend = getattr(SDPBackend, ANCHORS[name])
+    size = (shape.batch, shape.seqlen, shape.heads_kv, shape.head_dim)
+    q = tokens.q.transpose(1, 2).contiguous()
+    k, v = (x.view(size).transpose(1, 2).contiguous() for x in (tokens.k, tokens.v))
+    grouped = {"enable_gqa": True} if shape.heads_q != shape.heads_kv else {}
+
+    def step() -> Any:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **grouped).transpose(1, 2)
+
+    return step

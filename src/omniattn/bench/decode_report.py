@@ -1,0 +1,241 @@
+"""Shapes of the decode benchmark, and from timings to TB/s and ratios. Pure arithmetic: no device, no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omniattn.bench.report import markdown_table
+from omniattn.bench.timing import Timing
+from omniattn.errors import ArgumentError
+from omniattn.kv_format import check_format
+
+_LABELS = {"cudnn": "torch cuDNN bf16", "fa2": "torch FA2 bf16"}
+#: Spread of ragged lengths: standard deviation of their logarithms, and longest in units of the mean.
+_SIGMA, _LONGEST = 1.0, 4
+
+
+def label(key: str) -> str:
+    """Name of a format or an anchor in tables."""
+    return _LABELS.get(key, key)
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """One decoding step: a new token for each sequence.
+
+    Attributes
+    ----------
+    batch, heads_q, heads_kv, seqlen, head_dim : int
+        ``seqlen`` tokens in each cache, on average where lengths are ragged.
+    block_size : int
+        Of a paged cache; 0: contiguous.
+    ragged : bool
+        Lengths are drawn from a lognormal distribution, the same ones in every run.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen: int
+    head_dim: int = 128
+    block_size: int = 0
+    ragged: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name used by filters and reports, for example ``b128 h8/1 t8192 d128 p16``."""
+        text = f"b{self.batch} h{self.heads_q}/{self.heads_kv} t{self.seqlen} d{self.head_dim}"
+        return text + f" p{self.block_size}" * bool(self.block_size) + " ragged" * self.ragged
+
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence; their sum is batch * seqlen."""
+        if not self.ragged:
+            return [self.seqlen] * self.batch
+        rng = random.Random(11)
+        drawn = [min(rng.lognormvariate(0.0, _SIGMA), _LONGEST * math.exp(_SIGMA**2 / 2)) for _ in range(self.batch)]
+        total, mean = self.batch * self.seqlen, math.fsum(drawn) / self.batch
+        lengths = [max(1, int(x / mean * self.seqlen)) for x in drawn]
+        # What rounding has left over goes to the longest one.
+        lengths[lengths.index(max(lengths))] += total - sum(lengths)
+        return lengths
+
+    def cache_bytes(self, dtype: str, group_size: int | None = None) -> int:
+        """Bytes of the cache that a step has to read: all tokens of all sequences, K and V, codes and parameters."""
+        formats = (
+            check_format(dtype, self.head_dim, group_size, True, "DecodeShape", is_key=is_key)
+            for is_key in (True, False)
+        )
+        return self.batch * self.seqlen * self.heads_kv * sum(fmt.token_bytes for fmt in formats)
+
+    def needed_bytes(self, formats: Iterable[tuple[str, int | None]]) -> int:
+        """Memory of a run: K and V, their copy in torch's layout, and a cache of each format."""
+        # Contiguous caches and last blocks have room that nobody fills; a fourth is more than it takes.
+        return int(1.25 * (2 * self.cache_bytes("bf16") + sum(self.cache_bytes(*x) for x in formats)))
+
+
+#: One kv head for 8 query heads as the published comparisons have it, models with 8 of them, pages, ragged lengths.
+DECODE_SHAPES: tuple[DecodeShape, ...] = (
+    *(DecodeShape(batch, 8, 1, 8192) for batch in (1, 32, 128, 512)),
+    DecodeShape(1, 64, 8, 131072),
+    DecodeShape(16, 64, 8, 8192),
+    DecodeShape(64, 64, 8, 32768),
+    *(DecodeShape(128, 8, 1, 8192, block_size=size) for size in (1, 16, 64, 256)),
+    DecodeShape(128, 8, 1, 8192, block_size=64, ragged=True),
+)
+
+
+def filter_decode_shapes(
+    patterns: Sequence[str], shapes: Sequence[DecodeShape] = DECODE_SHAPES
+) -> tuple[DecodeShape, ...]:
+    """Shapes whose name has all words of one of the patterns; without patterns all.
+
+    Raises
+    ------
+    ArgumentError
+        A pattern matches no shape.
+    """
+    if not patterns:
+        return tuple(shapes)
+    chosen: set[DecodeShape] = set()
+    for pattern in patterns:
+        words = set(pattern.replace(",", " ").lower().split())
+        matching = {shape for shape in shapes if words <= set(shape.name.split())}
+        if not words or not matching:
+            known = sorted({word for shape in shapes for word in shape.name.split()})
+            raise ArgumentError("--shapes", f"words out of {', '.join(known)}", repr(pattern))
+        chosen |= matching
+    return tuple(shape for shape in shapes if shape in chosen)
+
+
+@dataclass(frozen=True)
+class DecodeMeasurement:
+    """One format, or the anchor, on one shape.
+
+    Attributes
+    ----------
+    shape : DecodeShape
+    key : str
+        Name of the format or of the anchor.
+    timing : Timing or None
+        None: it could not run; ``reason`` says why.
+    cache_bytes : int
+        What a step has to read in this format.
+    relative_l1 : float or None
+        Error of sampled rows against fp64 on the numbers before they were quantized.
+    reason : str
+        Empty if it ran.
+    """
+
+    shape: DecodeShape
+    key: str
+    timing: Timing | None
+    cache_bytes: int
+    relative_l1: float | None = None
+    reason: str = ""
+
+    @property
+    def tb_per_s(self) -> float | None:
+        """The format's own bytes over the median, or None."""
+        return None if self.timing is None else self.cache_bytes / self.timing.median_us * 1e-6
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """All measurements of one run.
+
+    Attributes
+    ----------
+    anchor : str
+    environment : dict
+    copy_tb_per_s : float
+        A large copy in the same run, read plus written.
+    measurements : tuple of DecodeMeasurement
+    """
+
+    anchor: str
+    environment: dict[str, str]
+    copy_tb_per_s: float
+    measurements: tuple[DecodeMeasurement, ...]
+
+    @property
+    def shapes(self) -> tuple[DecodeShape, ...]:
+        """Shapes in the order in which they were measured."""
+        return tuple(dict.fromkeys(m.shape for m in self.measurements))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Formats and the anchor in the order in which they were measured."""
+        return tuple(dict.fromkeys(m.key for m in self.measurements))
+
+    def find(self, shape: DecodeShape, key: str) -> DecodeMeasurement | None:
+        """The measurement of one cell, if it was made."""
+        return next((m for m in self.measurements if m.shape == shape and m.key == key), None)
+
+    def ratio(self, measurement: DecodeMeasurement) -> float | None:
+        """Time relative to the anchor's on the same shape: below 1 is faster. None if either did not run."""
+        other = self.find(measurement.shape, self.anchor)
+        if other is None or other.timing is None or measurement.timing is None:
+            return None
+        return measurement.timing.median_us / other.timing.median_us
+
+    def slower_than_wider(self) -> list[str]:
+        """Formats that take longer than one with more bytes on the same shape, by more than both spreads."""
+        found = []
+        for shape in self.shapes:
+            ran = [m for m in self.measurements if m.shape == shape and m.key != self.anchor and m.timing is not None]
+            for narrow in ran:
+                for wide in ran:
+                    if narrow.cache_bytes >= wide.cache_bytes or narrow.timing is None or wide.timing is None:
+                        continue
+                    slack = 1 + narrow.timing.spread + wide.timing.spread
+                    if narrow.timing.median_us > slack * wide.timing.median_us:
+                        found.append(f"{shape.name}: {narrow.key} is slower than {wide.key}")
+        return found
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Header and rows: one row a shape; each cell ``µs ±spread% TB/s (ratio)``."""
+        header = ["shape", *(label(key) for key in self.keys)]
+        return header, [[s.name, *(self._cell(self.find(s, key)) for key in self.keys)] for s in self.shapes]
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        return markdown_table(*self.table())
+
+    def to_json(self) -> str:
+        """Everything, samples included."""
+        return json.dumps(
+            {
+                "anchor": self.anchor,
+                "environment": self.environment,
+                "ceilings": {"copy_tb_per_s": self.copy_tb_per_s},
+                "slower_than_wider": self.slower_than_wider(),
+                "measurements": [self._measurement_dict(m) for m in self.measurements],
+            },
+            indent=2,
+        )
+
+    def _cell(self, m: DecodeMeasurement | None) -> str:
+        if m is None or m.timing is None or m.tb_per_s is None:
+            return "–"
+        text = f"{m.timing.median_us:.1f} ±{100 * m.timing.spread:.1f}% {m.tb_per_s:.2f} TB/s"
+        ratio = self.ratio(m)
+        return text if ratio is None or m.key == self.anchor else f"{text} ({ratio:.2f}×)"
+
+    def _measurement_dict(self, m: DecodeMeasurement) -> dict[str, Any]:
+        return {
+            "shape": m.shape.name,
+            "format": m.key,
+            "median_us": None if m.timing is None else m.timing.median_us,
+            "spread": None if m.timing is None else m.timing.spread,
+            "samples_us": None if m.timing is None else list(m.timing.samples_us),
+            "cache_bytes": m.cache_bytes,
+            "tb_per_s": m.tb_per_s,
+            "time_relative_to_anchor": self.ratio(m),
+            "relative_l1": m.relative_l1,
+            "reason": m.reason,
+        }

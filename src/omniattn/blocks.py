@@ -1,0 +1,211 @@
+"""``BlockManager``: which blocks of a paged cache belong to which sequence. Host only, no arrays of any framework."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .errors import ArgumentError, OutOfBlocksError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+#: (source, destination) block numbers.
+Copy = tuple[int, int]
+
+
+class BlockManager:
+    """Blocks of a `PagedKVCache`: allocation, reference counts, shared prefixes, copy-on-write.
+
+    A sequence is any hashable name with a length in tokens and the blocks that hold them. Blocks may be shared; a block
+    that would be written while others see it is replaced first, and the copies to make are returned.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks of the cache.
+    block_size : int
+        Tokens of a block.
+
+    Raises
+    ------
+    ArgumentError
+        From every method: an unknown or a used name, a bad count. Nothing has changed then.
+    OutOfBlocksError
+        From `extend`: more blocks are needed than are free. Nothing has changed then.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = _count(num_blocks, "num_blocks", 1, "BlockManager")
+        self.block_size = _count(block_size, "block_size", 1, "BlockManager")
+        # Taken from the end: block 0 goes first.
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._references = [0] * self.num_blocks
+        self._tables: dict[Hashable, list[int]] = {}
+        self._lengths: dict[Hashable, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence has."""
+        return len(self._free)
+
+    @property
+    def sequences(self) -> tuple[Hashable, ...]:
+        """Names of all sequences."""
+        return tuple(self._tables)
+
+    def length(self, sequence: Hashable) -> int:
+        """Tokens of a sequence."""
+        self._known(sequence, "length")
+        return self._lengths[sequence]
+
+    def blocks(self, sequence: Hashable) -> tuple[int, ...]:
+        """Blocks of a sequence, in the order of its tokens."""
+        self._known(sequence, "blocks")
+        return tuple(self._tables[sequence])
+
+    def references(self, block: int) -> int:
+        """How many sequences have a block."""
+        if not 0 <= block < self.num_blocks:
+            raise ArgumentError("block", f"0 to {self.num_blocks - 1}", repr(block), function="BlockManager.references")
+        return self._references[block]
+
+    def add(self, sequence: Hashable) -> None:
+        """Begin an empty sequence."""
+        self._unknown(sequence, "sequence", "add")
+        self._tables[sequence] = []
+        self._lengths[sequence] = 0
+
+    def fork(self, parent: Hashable, child: Hashable) -> None:
+        """Begin a sequence with all tokens of another; no block is copied until one of them grows."""
+        self._known(parent, "fork", "parent")
+        self._unknown(child, "child", "fork")
+        self._tables[child] = list(self._tables[parent])
+        self._lengths[child] = self._lengths[parent]
+        for block in self._tables[child]:
+            self._references[block] += 1
+
+    def extend(self, growth: Mapping[Any, int]) -> list[Copy]:
+        """Make room for new tokens, for all sequences named or for none.
+
+        Parameters
+        ----------
+        growth : mapping
+            New tokens by sequence.
+
+        Returns
+        -------
+        list of (source, destination)
+            Blocks to copy, all at once (`PagedKVCache.copy_blocks`), before the new tokens are appended.
+        """
+        function = "extend"
+        for sequence, count in growth.items():
+            self._known(sequence, function)
+            _count(count, f"growth[{sequence!r}]", 0, f"BlockManager.{function}")
+        # References as they will be: of two sequences that share a last block the second one need not copy.
+        shared: dict[int, int] = {}
+        to_copy: list[tuple[Hashable, int]] = []
+        needed = 0
+        for sequence, count in growth.items():
+            if count == 0:
+                continue
+            table, length = self._tables[sequence], self._lengths[sequence]
+            needed += -(-(length + count) // self.block_size) - len(table)
+            if length % self.block_size:
+                last = table[length // self.block_size]
+                references = shared.get(last, self._references[last])
+                if references > 1:
+                    shared[last] = references - 1
+                    to_copy.append((sequence, length // self.block_size))
+                    needed += 1
+        if needed > len(self._free):
+            raise OutOfBlocksError(needed, len(self._free), self.num_blocks, self.block_size)
+        copies = []
+        for sequence, index in to_copy:
+            source = self._tables[sequence][index]
+            self._references[source] -= 1
+            self._tables[sequence][index] = self._take()
+            copies.append((source, self._tables[sequence][index]))
+        for sequence, count in growth.items():
+            table = self._tables[sequence]
+            self._lengths[sequence] += count
+            while len(table) * self.block_size < self._lengths[sequence]:
+                table.append(self._take())
+        return copies
+
+    def truncate(self, sequence: Hashable, length: int) -> None:
+        """Drop the tokens from ``length`` on (rejected guesses of speculative decoding), and blocks without any."""
+        self._known(sequence, "truncate")
+        _count(length, "length", 0, "BlockManager.truncate", self._lengths[sequence])
+        table = self._tables[sequence]
+        while (len(table) - 1) * self.block_size >= length and table:
+            self._release(table.pop())
+        self._lengths[sequence] = length
+
+    def free(self, sequence: Hashable) -> None:
+        """End a sequence."""
+        self._known(sequence, "free")
+        for block in reversed(self._tables.pop(sequence)):
+            self._release(block)
+        del self._lengths[sequence]
+
+    def block_table(self, sequences: Iterable[Hashable], max_blocks: int | None = None) -> npt.NDArray[np.int32]:
+        """Block table for `append` and `decode`, (sequences, max_blocks); 0 where a sequence has no block.
+
+        ``max_blocks``: columns, at least those of the longest sequence, which is the default (at least 1).
+        """
+        import numpy as np
+
+        names = list(sequences)
+        for sequence in names:
+            self._known(sequence, "block_table")
+        longest = max((len(self._tables[s]) for s in names), default=0)
+        columns = max(longest, 1)
+        if max_blocks is not None:
+            columns = _count(max_blocks, "max_blocks", columns, "BlockManager.block_table")
+        table = np.zeros((len(names), columns), dtype=np.int32)
+        for row, sequence in enumerate(names):
+            table[row, : len(self._tables[sequence])] = self._tables[sequence]
+        return table
+
+    def seq_lens(self, sequences: Iterable[Hashable]) -> npt.NDArray[np.int32]:
+        """Lengths for `append` and `decode`, (sequences,)."""
+        import numpy as np
+
+        return np.array([self.length(sequence) for sequence in sequences], dtype=np.int32)
+
+    def _take(self) -> int:
+        block = self._free.pop()
+        self._references[block] = 1
+        return block
+
+    def _release(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self._free.append(block)
+
+    def _known(self, sequence: Hashable, function: str, argument: str = "sequence") -> None:
+        if sequence not in self._tables:
+            raise ArgumentError(
+                argument, "the name of a sequence", repr(sequence), function=f"BlockManager.{function}",
+                hint=f"There are {len(self._tables)}; add() and fork() begin one",
+            )  # fmt: skip
+
+    def _unknown(self, sequence: Hashable, argument: str, function: str) -> None:
+        if sequence in self._tables:
+            raise ArgumentError(
+                argument, "a name that no sequence has", repr(sequence), function=f"BlockManager.{function}"
+            )
+
+
+def _count(value: Any, argument: str, least: int, function: str, most: int = 2**31 - 1) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not least <= number <= most:
+        expected = f"an integer >= {least}" if most == 2**31 - 1 else f"an integer from {least} to {most}"
+        raise ArgumentError(argument, expected, repr(value), function=function)
+    return number

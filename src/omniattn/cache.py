@@ -1,0 +1,302 @@
+"""``KVCache`` and ``PagedKVCache``: the memory of keys and values between the steps of a decoder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import arguments, arrays
+from .arrays import Tensor
+from .errors import ArgumentError, DtypeError, ShapeError
+from .kv_format import KV_ARRAY_DTYPES, KVFormat, check_format
+
+if TYPE_CHECKING:
+    from .reference.decode import CacheArrays
+
+#: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
+MAX_CACHE_ROWS = 2**32 - 1
+
+
+class KVCache:
+    """A contiguous cache: room for ``max_seqlen`` tokens of each of ``batch`` sequences.
+
+    Parameters
+    ----------
+    batch, max_seqlen, num_kv_heads, head_dim : int
+        Extents; head_dim is a multiple of 8 from 8 to 256. Rows are padded to 64, 128 or 256 channels.
+    like : array
+        Any array of the framework and on the device that the cache's memory shall come from: torch, CuPy, JAX, NumPy.
+    k_dtype, v_dtype : "bf16", "fp16", "fp8" (e4m3), "int8" or "int4"
+        Element types; ``v_dtype`` is ``k_dtype`` unless given. A 16-bit type has to be that of the queries.
+    group_size : int, optional
+        Channels that share a scale (and zero) in quantized rows: 32, 64, 128 or 256; unless given, a whole row: one a
+        token and head.
+    zero_point : bool
+        int8 and int4: fit a zero to each group, or keep it 0 (symmetric).
+    k_mean, k_channel_scale : array, (num_kv_heads, head_dim), float32, optional
+        Quantized K only: what is subtracted from K, and what K is divided by, before it is quantized (smoothing, and
+        scales per channel; channels with outliers then cost the others no precision). Queries are changed to match.
+        Positive scales. The arrays have to stay alive and as they are.
+    hadamard : bool
+        Quantized K only: rotate K's and the queries' channels by a Hadamard matrix, which spreads outliers.
+
+    Attributes
+    ----------
+    k, v : array
+        Data planes, (batch, num_kv_heads, max_seqlen, row): 16-bit elements, or uint8 bytes.
+    k_params, v_params : array or None
+        Parameter planes of quantized K and V, int32 words.
+    k_format, v_format : KVFormat
+        Which byte is what; docs/kv_formats.md has the tables.
+    nbytes : int
+        Bytes of all planes.
+
+    Raises
+    ------
+    ArgumentError
+        Or a subclass: names argument, what was expected and what came.
+
+    Notes
+    -----
+    Memory is not cleared; what lies beyond a sequence's length is never looked at. `append` writes, `decode` reads.
+    GPUs: compute capability 8.0 and newer; on the CPU everything runs in NumPy.
+    """
+
+    paged = False
+
+    def __init__(
+        self,
+        batch: int,
+        max_seqlen: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        like: Any,
+        k_dtype: str = "bf16",
+        v_dtype: str | None = None,
+        group_size: int | None = None,
+        zero_point: bool = True,
+        k_mean: Any = None,
+        k_channel_scale: Any = None,
+        hadamard: bool = False,
+    ) -> None:
+        self._build(
+            "KVCache", (batch, max_seqlen), ("batch", "max_seqlen"), num_kv_heads, head_dim, like, k_dtype, v_dtype,
+            group_size, zero_point, k_mean, k_channel_scale, hadamard,
+        )  # fmt: skip
+
+    def _build(
+        self,
+        name: str,
+        extents: tuple[Any, Any],
+        names: tuple[str, str],
+        num_kv_heads: Any,
+        head_dim: Any,
+        like: Any,
+        k_dtype: Any,
+        v_dtype: Any,
+        group_size: Any,
+        zero_point: Any,
+        k_mean: Any,
+        k_channel_scale: Any,
+        hadamard: Any,
+    ) -> None:
+        numbers = []
+        for value, argument in zip((*extents, num_kv_heads), (*names, "num_kv_heads"), strict=True):
+            number = arguments.check_int(value, argument, name)
+            if number < 1:
+                raise ArgumentError(argument, "an integer >= 1", repr(value), function=name)
+            numbers.append(number)
+        blocks, block_size, heads = numbers
+        dim = arguments.check_int(head_dim, "head_dim", name)
+        if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
+            raise ArgumentError(
+                "head_dim", f"a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}", repr(head_dim), function=name
+            )
+        if blocks * block_size * heads > MAX_CACHE_ROWS or block_size > arguments.MAX_ROWS:
+            expected = f"at most {MAX_CACHE_ROWS} rows in all (tokens x heads)"
+            raise ArgumentError(names[1], expected, f"{blocks} x {block_size} x {heads}", function=name)
+        zero_point = arguments.check_bool(zero_point, "zero_point", name)
+        self.hadamard = arguments.check_bool(hadamard, "hadamard", name)
+        self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = blocks, block_size, heads, dim
+        self.k_format = check_format(k_dtype, dim, group_size, zero_point, name, is_key=True)
+        self.v_format = check_format(
+            k_dtype if v_dtype is None else v_dtype, dim, group_size, zero_point, name, is_key=False
+        )
+        formats = (self.k_format, self.v_format)
+        wide = [f.dtype for f in formats if not f.quantized]
+        if len(set(wide)) > 1:
+            raise ArgumentError(
+                "v_dtype", f"{wide[0]!r} or an 8- or 4-bit type, with k_dtype {wide[0]!r}", repr(v_dtype)
+            )
+        if not any(f.quantized for f in formats) and group_size is not None:
+            raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)
+        ref = arrays.describe(like, "like")
+        self._ref = ref
+        self._key_arrays = self._describe_key_arrays({"k_mean": k_mean, "k_channel_scale": k_channel_scale}, name)
+        if self.hadamard and not self.k_format.quantized:
+            raise ArgumentError("hadamard", f"False with k_dtype {k_dtype!r}, which is exact", "True", function=name)
+        self._planes: dict[str, Tensor] = {}
+        for argument, fmt in (("k", self.k_format), ("v", self.v_format)):
+            lead = (blocks, heads, block_size)
+            dtype = "uint8" if fmt.quantized else KV_ARRAY_DTYPES[fmt.dtype]
+            width = fmt.row_bytes if fmt.quantized else fmt.row_dim
+            self._planes[argument] = arrays.empty_like_framework(ref, (*lead, width), dtype)
+            if fmt.quantized:
+                self._planes[argument + "_params"] = arrays.empty_like_framework(ref, (*lead, fmt.groups), "int32")
+        for plane, t in self._planes.items():
+            t.argument = f"cache.{plane}"
+
+    def _describe_key_arrays(self, given: dict[str, Any], name: str) -> dict[str, Tensor]:
+        """The caller's arrays that change K, checked."""
+        found: dict[str, Tensor] = {}
+        shape = (self.num_kv_heads, self.head_dim)
+        for argument, value in given.items():
+            if value is None:
+                continue
+            if not self.k_format.quantized:
+                raise ArgumentError(
+                    argument, f"None with k_dtype {self.k_format.dtype!r}, which is exact", "an array", function=name
+                )
+            t = arrays.describe(value, argument)
+            if t.dtype != "float32":
+                raise DtypeError(argument, "float32", t.dtype, function=name)
+            if tuple(t.shape) != shape:
+                raise ShapeError(argument, f"(num_kv_heads, head_dim) = {shape}", f"{tuple(t.shape)}", function=name)
+            if tuple(t.strides) != arrays.contiguous_strides(shape):
+                raise ArgumentError(argument, "a contiguous array", f"strides {tuple(t.strides)}", function=name)
+            if t.device == "cuda":
+                arguments.check_alignment(t, name)
+            found[argument] = t
+        if found:
+            arrays.require_same_device([self._ref, *found.values()])
+        return found
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.num_blocks} x {self.block_size} tokens, {self.num_kv_heads} heads of "
+            f"{self.head_dim}, K {self.k_format.dtype}, V {self.v_format.dtype}, {self._ref.device_name}>"
+        )
+
+    @property
+    def k(self) -> Any:
+        """Data plane of K."""
+        return self._planes["k"].obj
+
+    @property
+    def v(self) -> Any:
+        """Data plane of V."""
+        return self._planes["v"].obj
+
+    @property
+    def k_params(self) -> Any:
+        """Parameter plane of K, or None."""
+        t = self._planes.get("k_params")
+        return None if t is None else t.obj
+
+    @property
+    def v_params(self) -> Any:
+        """Parameter plane of V, or None."""
+        t = self._planes.get("v_params")
+        return None if t is None else t.obj
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(t.size * t.itemsize for t in self._planes.values())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes, all heads, K and V."""
+        return self.num_kv_heads * (self.k_format.token_bytes + self.v_format.token_bytes)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All arrays that kernels touch: planes, then the caller's."""
+        return [*self._planes.values(), *self._key_arrays.values()]
+
+    def address(self, name: str) -> int:
+        """Address of a plane (``"k_params"`` say) or of one of the caller's arrays (``"k_mean"``); 0 for none."""
+        t = self._planes.get(name) or self._key_arrays.get(name)
+        return 0 if t is None else t.ptr
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """All that a plan depends on, but not the addresses."""
+        return (
+            self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.k_format, self.v_format,
+            self.hadamard, tuple(self._key_arrays), self._ref.device, self._ref.ordinal,
+        )  # fmt: skip
+
+    def on_host(self) -> CacheArrays:
+        """The cache's memory for the NumPy reference; on the CPU only, written in place."""
+        import numpy as np
+
+        from .reference.decode import CacheArrays
+
+        def plane(name: str, fmt: KVFormat) -> Any:
+            raw = arrays.raw_view(self._planes[name])
+            return raw if fmt.quantized else raw.view(np.uint8)
+
+        def params(name: str, fmt: KVFormat) -> Any:
+            lead = (self.num_blocks, self.num_kv_heads, self.block_size)
+            if not fmt.quantized:
+                return np.empty((*lead, 0), dtype=np.uint32)
+            return arrays.raw_view(self._planes[name]).view(np.uint32)
+
+        own = {name: arrays.to_numpy(t) for name, t in self._key_arrays.items()}
+        return CacheArrays(
+            self.k_format, self.v_format, plane("k", self.k_format), plane("v", self.v_format),
+            params("k_params", self.k_format), params("v_params", self.v_format), own.get("k_mean"),
+            own.get("k_channel_scale"), self.hadamard,
+        )  # fmt: skip
+
+
+class PagedKVCache(KVCache):
+    """A cache of blocks that sequences take as they grow; a block table says which (PagedAttention, Kwon et al. 2023).
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks in all.
+    block_size : int
+        Tokens of a block, any number from 1 on. Multiples of 16 are fastest.
+    num_kv_heads, head_dim, like, k_dtype, v_dtype, group_size, zero_point, k_mean, k_channel_scale, hadamard
+        As in `KVCache`.
+
+    Attributes
+    ----------
+    k, v, k_params, v_params, k_format, v_format, nbytes
+        As in `KVCache`, the planes with the leading dimensions (num_blocks, num_kv_heads, block_size).
+
+    Raises
+    ------
+    ArgumentError
+        As in `KVCache`.
+
+    Notes
+    -----
+    `BlockManager` gives out blocks, on the host.
+    """
+
+    paged = True
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        like: Any,
+        k_dtype: str = "bf16",
+        v_dtype: str | None = None,
+        group_size: int | None = None,
+        zero_point: bool = True,
+        k_mean: Any = None,
+        k_channel_scale: Any = None,
+        hadamard: bool = False,
+    ) -> None:
+        self._build(
+            "PagedKVCache", (num_blocks, block_size), ("num_blocks", "block_size"), num_kv_heads, head_dim, like,
+            k_dtype, v_dtype, group_size, zero_point, k_mean, k_channel_scale, hadamard,
+        )  # fmt: skip

@@ -1,0 +1,148 @@
+"""Launch of ``decode_sm80`` and ``decode_combine_sm80`` (arguments: ``kernels_cu/scheduler/decode_params.cuh``)."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from .. import runtime
+from ..errors import UnsupportedError
+from ..registry import KernelSpec, decode_combine_spec, decode_spec
+from ..runtime import LoadedKernel
+from ..runtime.driver import OVERLAP
+from .params import MAX_GRID_X, PARAMS
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
+    from ..decode import DecodeProblem
+
+# DecodeParams, little-endian, no padding.
+_POINTERS = struct.Struct(
+    "<14Q"
+)  # q k v k_params v_params k_mean k_channel_scale seq_lens block_table sinks o lse partials
+_REST = struct.Struct(
+    "<6q"  # strides of q and o: batch, seq, head
+    "4i"  # batch, q_len, num_q_heads, num_kv_heads
+    "3i"  # group, num_row_blocks, head_dim
+    "4i"  # capacity, block_size, num_blocks, table_columns
+    "3i"  # window_left, sinks_kind, hadamard
+    "3i"  # granule, whole_granules, num_workers
+    "2f"  # softmax_scale, softcap
+    "I"  # two_1024
+)
+_ARGUMENTS = struct.Struct(f"<14Q{_REST.size}s")
+_SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
+#: Keys of the smallest part of a sequence that work is divided into; and with ``deterministic`` of every part.
+GRANULE, WHOLE_GRANULE = 128, 512
+_ALIGNMENT = 256
+#: fp16 1024 twice; the kernels must not know it at compile time (kernels_cu/attention/kv_dequant.cuh).
+_TWO_1024 = 0x64006400
+
+
+def workers(most: int, segments: int, granules: int) -> int:
+    """CTAs of the main kernel.
+
+    As many as are on the GPU at a time, ``most``, or a few less where sequences of one length then end where CTAs end:
+    each piece more that a CTA has costs it the time of filling its pipeline once more.
+    """
+    most = max(1, min(most, granules))
+    if segments == 0 or granules <= most:
+        return most
+    aligned = segments * (most // segments) if segments <= most else -(-segments // -(-segments // most))
+    return aligned if 10 * aligned >= 9 * most else most
+
+
+class DecodePlan:
+    """Everything about a call but its pointers.
+
+    Parameters
+    ----------
+    spec, combine_spec : KernelSpec
+    kernel, combine : LoadedKernel or None
+        None: the plan describes a call, it cannot run one.
+    problem : DecodeProblem
+    hadamard : bool
+        Of the cache.
+    q_strides, o_strides : (batch, seq, head, ...) in elements
+    sm_count, max_smem : int
+        Of the GPU.
+    overlap : bool
+        Launch the second kernel so that it may begin while the first one runs.
+    """
+
+    __slots__ = (
+        "_cluster", "_combine_grid", "_grid", "_ml_offset", "_rest", "_threads", "combine", "kernel", "num_slots",
+        "num_workers", "workspace_bytes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        combine_spec: KernelSpec,
+        kernel: LoadedKernel | None,
+        combine: LoadedKernel | None,
+        problem: DecodeProblem,
+        hadamard: bool,
+        q_strides: tuple[int, ...],
+        o_strides: tuple[int, ...],
+        sm_count: int,
+        max_smem: int,
+        overlap: bool,
+    ) -> None:
+        p = problem
+        self.kernel, self.combine = kernel, combine
+        rows = spec.block_m
+        row_blocks = -(-p.group * p.q_len // rows)
+        segments = p.batch * p.num_kv_heads * row_blocks
+        granule = WHOLE_GRANULE if p.deterministic else GRANULE
+        granules = segments * -(-p.capacity // granule)
+        if granules >= 2**31 or segments > MAX_GRID_X:
+            raise UnsupportedError(
+                f"decode(): {p.batch} sequences of up to {p.capacity} tokens, {p.num_kv_heads} heads and {row_blocks} "
+                f"blocks of query rows are more than the kernels count in 31 bits",
+                instead="a smaller batch",
+            )
+        # As many CTAs as are on the GPU at a time: 1 KiB of each CTA's shared memory is the system's.
+        at_a_time = min(int(dict(spec.defines)["MIN_CTAS"]), (max_smem + 1024) // (spec.smem_bytes + 1024))
+        self.num_workers = workers(sm_count * max(at_a_time, 1), segments, granules)
+        self.num_slots = granules if p.deterministic else 2 * self.num_workers
+        values = self.num_slots * rows
+        self._ml_offset = -(-4 * values * spec.head_dim // _ALIGNMENT) * _ALIGNMENT
+        self.workspace_bytes = max(self._ml_offset + 8 * values, 1)
+        self._rest = _REST.pack(
+            *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), q_strides, strict=False)),
+            *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), o_strides, strict=False)),
+            p.batch, p.q_len, p.num_q_heads, p.num_kv_heads, p.group, row_blocks, p.head_dim, p.capacity, p.block_size,
+            p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard), granule,
+            int(p.deterministic), self.num_workers, p.softmax_scale, p.softcap, _TWO_1024,
+        )  # fmt: skip
+        self._threads = 32 * spec.num_warps
+        self._cluster = OVERLAP if overlap else None
+        self._grid = (self.num_workers, 1, 1) if segments else (0, 1, 1)
+        self._combine_grid = (segments, min(rows, p.group * p.q_len), 1)
+
+    def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
+        """Queue both kernels on ``stream``; ``pointers`` in the order of `_POINTERS`, the workspace last."""
+        if self._grid[0] == 0:
+            return
+        if self.kernel is None or self.combine is None:
+            raise RuntimeError("a plan without loaded kernels describes a call, it cannot run one")
+        _ARGUMENTS.pack_into(PARAMS.buffer, 0, *pointers, pointers[-1] + self._ml_offset, self._rest)
+        self.kernel.launch(self._grid, self._threads, stream, PARAMS.address)
+        self.combine.launch(self._combine_grid, 128, stream, PARAMS.address, self._cluster)
+
+
+def plan_decode(
+    problem: DecodeProblem, cache: KVCache, q_strides: tuple[int, ...], o_strides: tuple[int, ...], ordinal: int
+) -> DecodePlan:
+    """The plan for GPU ``ordinal``, with its kernels loaded."""
+    device = runtime.device_info(ordinal)
+    # Part of captured graphs from CUDA 12.3 on.
+    overlap = device.cc >= (9, 0) and device.driver_version >= (12, 4)
+    n_tiles = 1 if problem.group * problem.q_len <= 8 else 2
+    spec = decode_spec(problem.dtype, cache.k_format, cache.v_format, n_tiles)
+    combine = decode_combine_spec(problem.dtype, cache.k_format.row_dim, n_tiles)
+    return DecodePlan(
+        spec, combine, runtime.load(spec, ordinal), runtime.load(combine, ordinal), problem, cache.hadamard, q_strides,
+        o_strides, device.sm_count, device.max_smem_optin, overlap,
+    )  # fmt: skip

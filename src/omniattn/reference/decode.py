@@ -1,0 +1,135 @@
+"""Decode and append on KV caches in NumPy: the oracle of the tests and the CPU backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from omniattn.kv_format import KVFormat
+from omniattn.reference import kv_cache
+from omniattn.reference.attention import attention
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class CacheArrays:
+    """A cache's memory as NumPy sees it.
+
+    Attributes
+    ----------
+    k_format, v_format : KVFormat
+    k, v : uint8 (blocks, heads, block_size, row_bytes)
+    k_params, v_params : uint32 (blocks, heads, block_size, groups)
+    k_mean, k_channel_scale : float32 (heads, head_dim) or None
+    hadamard : bool
+    """
+
+    k_format: KVFormat
+    v_format: KVFormat
+    k: Array
+    v: Array
+    k_params: Array
+    v_params: Array
+    k_mean: Array | None = None
+    k_channel_scale: Array | None = None
+    hadamard: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return int(self.k.shape[2])
+
+
+def _places(table: Array, positions: Array, block_size: int) -> tuple[Array, Array]:
+    """(block, row) of token positions by one sequence's block table."""
+    return np.asarray(table)[positions // block_size], positions % block_size
+
+
+def append_tokens(cache: CacheArrays, k: Array, v: Array, table: Array, first: int) -> None:
+    """Quantize tokens (tokens, heads, head_dim) of one sequence, and write them at positions ``first`` and on."""
+    blocks, rows = _places(table, np.arange(first, first + k.shape[0]), cache.block_size)
+    stored = (
+        kv_cache.transform_key(k, cache.k_format, cache.k_mean, cache.k_channel_scale, cache.hadamard)
+        if cache.k_format.quantized
+        else kv_cache.pad_row(np.asarray(k), cache.k_format)
+    )
+    k_valid = None if cache.hadamard else cache.k_format.head_dim
+    planes = (
+        (cache.k, cache.k_params, cache.k_format, stored, k_valid),
+        (
+            cache.v,
+            cache.v_params,
+            cache.v_format,
+            kv_cache.pad_row(np.asarray(v), cache.v_format),
+            cache.v_format.head_dim,
+        ),
+    )
+    for data, params, fmt, values, valid in planes:
+        row_data, row_params = kv_cache.encode(values, fmt, valid)
+        data[blocks, :, rows] = row_data
+        params[blocks, :, rows] = row_params
+
+
+def read_tokens(cache: CacheArrays, table: Array, count: int) -> tuple[Array, Array]:
+    """The first ``count`` tokens of one sequence as float32 (tokens, heads, head_dim): what attention sees."""
+    blocks, rows = _places(table, np.arange(count), cache.block_size)
+    k = kv_cache.decode_rows(cache.k[blocks, :, rows], cache.k_params[blocks, :, rows], cache.k_format)
+    v = kv_cache.decode_rows(cache.v[blocks, :, rows], cache.v_params[blocks, :, rows], cache.v_format)
+    if cache.k_format.quantized:
+        k = kv_cache.restore_key(k, cache.k_format, cache.k_mean, cache.k_channel_scale, cache.hadamard)
+    return k[..., : cache.k_format.head_dim], v[..., : cache.v_format.head_dim]
+
+
+def decode(
+    q: Array,
+    cache: CacheArrays,
+    *,
+    seq_lens: Array,
+    block_table: Array,
+    window_left: int = -1,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    compute_dtype: npt.DTypeLike = np.float32,
+) -> tuple[Array, Array]:
+    """Attention of the newest tokens over each sequence's cache.
+
+    Parameters
+    ----------
+    q : (batch, q_len, heads_q, head_dim)
+        The last q_len tokens of each sequence.
+    cache : CacheArrays
+    seq_lens : (batch,) int
+        Tokens of each sequence, the new ones included: query i sees the keys j <= seq_lens[b] - q_len + i.
+    block_table : (batch, blocks) int
+    window_left : int
+        Keys before its own that a query sees at most, -1 for all.
+    softmax_scale, softcap, sinks, compute_dtype
+        As in `reference.attention`.
+
+    Returns
+    -------
+    o : (batch, q_len, heads_q, head_dim)
+    lse : (batch, heads_q, q_len)
+    """
+    batch, q_len, heads, _ = q.shape
+    o = np.zeros(q.shape, dtype=compute_dtype)
+    lse = np.empty((batch, heads, q_len), dtype=compute_dtype)
+    for b in range(batch):
+        k, v = read_tokens(cache, np.asarray(block_table[b]), int(seq_lens[b]))
+        o[b : b + 1], lse[b : b + 1] = attention(
+            q[b : b + 1],
+            k[None],
+            v[None],
+            causal=True,
+            window=(window_left, -1),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            sinks=sinks,
+            compute_dtype=compute_dtype,
+        )
+    return o, lse

@@ -1,0 +1,66 @@
+"""Caches by the code for sm_80 and sm_89, on whatever GPU is here; and each row by the problems of ``verify``."""
+
+from __future__ import annotations
+
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from omniattn import runtime  # noqa: E402
+from omniattn.cli.frameworks import TorchFramework  # noqa: E402
+from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel  # noqa: E402
+from omniattn.cli.verify_decode import DECODE_OPS, verify_row  # noqa: E402
+from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
+from omniattn.runtime import LoadedKernel  # noqa: E402
+from omniattn.runtime.compile import compile_spec  # noqa: E402
+from omniattn.runtime.loader import unsupported_reason  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+ROWS = [spec for spec in REGISTRY if spec.op in DECODE_OPS]
+#: Everything prebuilt for bfloat16: the element types, widths and numbers of rows that the sources know.
+TRANSLATED = [spec for spec in ROWS if spec.prebuild and spec.dtype in ("bfloat16", "uint8")]
+
+
+@pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
+def test_row(spec: KernelSpec) -> None:
+    info = runtime.device_info(0)
+    never = unsupported_reason(spec, info.cc, info.max_smem_optin)
+    outcome = verify_kernel(TorchFramework(), spec)
+    assert outcome.status == (NOT_HERE if never else PASSED), "\n".join(outcome.notes)
+    if not never:
+        assert outcome.cases == 3
+        assert outcome.worst <= 1.0
+
+
+@pytest.mark.parametrize("target", ["compute_80", "compute_89"])
+def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sources as PTX, translated by the driver; fp8 has other instructions before sm_89."""
+
+    def load(spec: KernelSpec) -> LoadedKernel:
+        made = compile_spec(spec, target)
+        assert made.ptx
+        return runtime.load_image(spec, 0, made.cubin, origin=f"{target} PTX")
+
+    chosen = TRANSLATED if target == "compute_80" else [s for s in TRANSLATED if "cache_fp8" in s.features]
+    helpers = [s for s in TRANSLATED if s.op in ("decode_combine", "copy_blocks", "append")]
+    wanted = list({spec.name: spec for spec in (*chosen, *helpers)}.values())
+    with ThreadPoolExecutor(8) as pool:
+        loaded = dict(zip((spec.name for spec in wanted), pool.map(load, wanted), strict=True))
+    for module in ("append", "decode"):
+        monkeypatch.setattr(importlib.import_module(f"omniattn.{module}"), "_plans", {})
+    asked: set[str] = set()
+
+    def from_ptx(spec: KernelSpec, ordinal: int) -> LoadedKernel:
+        asked.add(spec.name)
+        return loaded[spec.name]
+
+    monkeypatch.setattr(runtime, "load", from_ptx)
+    for spec in chosen:
+        _, worst, notes = verify_row(TorchFramework(), spec)
+        assert notes == []
+        assert worst <= 1.0
+    assert {spec.name for spec in chosen} <= asked
