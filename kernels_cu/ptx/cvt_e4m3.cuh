@@ -15,6 +15,18 @@ OA_DEVICE uint32 pack2_e4m3(float a, float b) {
     return out;
 }
 
+// Four fp32 to one register, `a` in the lowest byte; as pack2_e4m3.
+OA_DEVICE uint32 pack4_e4m3(float a, float b, float c, float d) {
+    uint32 out;
+    asm("{.reg .b16 lo, hi;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
+        "mov.b32 %0, {lo, hi};}"
+        : "=r"(out)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return out;
+}
+
 // prmt.b32: the low halves of two registers in one. Volatile, because where it stands matters: operands of a product must
 // not be written while another one runs.
 OA_DEVICE uint32 join_halves(uint32 lo, uint32 hi) {

@@ -44,3 +44,13 @@ template <typename T>
 OA_DEVICE T max_of(T a, T b) {
     return a > b ? a : b;
 }
+
+// One of two types.
+template <bool kFirst, typename A, typename B>
+struct Select {
+    using Type = A;
+};
+template <typename A, typename B>
+struct Select<false, A, B> {
+    using Type = B;
+};

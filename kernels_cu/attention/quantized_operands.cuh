@@ -1,0 +1,50 @@
+// What attention on quantized operands needs besides AttnFwdParams (src/omniattn/launch/attn_int8_sm80.py packs the same
+// fields in the same order). Formats: docs/quantization.md.
+#pragma once
+#include "attention/quantize_params.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/fwd_params.cuh"
+#include "scheduler/fwd_tile.cuh"
+
+struct QuantizedOperands {
+    const float* q_scale;
+    const float* k_scale;
+    const float* row_bias;
+    const float* v_scale;
+    const float* v_mean;  // null: zeros
+    const float* delta_s;  // null without smooth_q
+    int64 q_scale_stride_h, k_scale_stride_h, delta_stride_h;  // elements, between heads
+    int32 delta_columns;
+    int32 head_dim_pad;
+};
+
+// First block of `rows` rows of the tile's sequence, of queries or of keys. Dense batches have their own for every head.
+OA_DEVICE int32 slot_of(const AttnFwdParams& p, const FwdTile& t, int32 begin, int32 rows) {
+    return p.cu_seqlens_q == nullptr ? 0 : first_slot(begin, t.sequence, rows);
+}
+
+// Number of a head among all that an array holds; packed sequences share their heads.
+OA_DEVICE int64 head_of(const AttnFwdParams& p, const FwdTile& t, int32 heads, int32 head) {
+    return (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * heads : 0) + head;
+}
+
+// Undoes V's scale and mean, both per channel, on one thread's part of two rows: O = O v_scale + (sum of P) v_mean, before the
+// division by that sum. o[4d + 2r + x]: row r, channel 8d + 2(lane % 4) + x.
+template <int kOutputs>
+OA_DEVICE void restore_values(float (&o)[kOutputs], const float (&l)[2], const QuantizedOperands& x, int64 kv_head,
+                              int lane) {
+    const float* scales = x.v_scale + kv_head * x.head_dim_pad;
+    const float* means = x.v_mean == nullptr ? nullptr : x.v_mean + kv_head * x.head_dim_pad;
+#pragma unroll
+    for (int d = 0; d < kOutputs / 4; ++d) {
+        int32 column = 8 * d + 2 * (lane & 3);
+        if (column >= x.head_dim_pad) continue;
+        float2 scale = *reinterpret_cast<const float2*>(scales + column), mean = make_float2(0.0f, 0.0f);
+        if (means != nullptr) mean = *reinterpret_cast<const float2*>(means + column);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            o[4 * d + 2 * r] = fmaf(o[4 * d + 2 * r], scale.x, l[r] * mean.x);
+            o[4 * d + 2 * r + 1] = fmaf(o[4 * d + 2 * r + 1], scale.y, l[r] * mean.y);
+        }
+    }
+}

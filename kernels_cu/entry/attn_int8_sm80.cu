@@ -1,0 +1,504 @@
+// Low-precision attention forward on mma.sync, any GPU from sm_80 on (SageAttention, Zhang et al. 2024, and SageAttention2,
+// Zhang et al. 2024): INT8 or INT4 Q K^T, FP16 or (sm_89 and newer) FP8 P V.
+//
+//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  S = softcap * tanh(S / softcap);  S += mask
+//   P = softmax([S, sink]);  O = (P V_q) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
+//
+// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8 or s4 (two to
+// a byte); v [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16, or [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys
+// permuted inside each 16. Formats, and packed sequences: docs/quantization.md, grouping "sm80". Of the 32 rows of a slice
+// r, r + 8, r + 16, r + 24 share a scale, of a tile of 64 keys 8i + 2j and 8i + 2j + 1 do: a lane meets one of each.
+// row_bias is a constant of its row, which the softmax does not see: it enters with LSE, sinks and softcap.
+//
+// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q to the
+// stores of O. Keys are walked from the last visible tile to the first. The softmax is that of the Hopper kernels
+// (attention/wgmma_softmax.cuh): a warp's 16 rows of m16n8 accumulators lie as 16 rows of a wgmma do.
+//
+// P V is summed over a tile of 64 keys in the tensor cores, which for e4m3 keep about 13 bits of mantissa, then in fp32;
+// PV_ACC16: in fp16 over the tile, at twice the rate on GPUs where that is so. No sum can overflow fp16, because of its terms
+// none is negative but by V's sign: |sum of p v| <= max |v| * sum of p, and the softmax sees to the sum of p.
+//   e4m3  a lane's p add up to at most 448, a row's to 1792; rounding to e4m3 adds 1/16 at most, and 64 * 2^-10 where p is
+//         subnormal; |v| <= 32 (QuantizeParams::v_levels): 32 * (1792 * 17/16 + 1/16) = 60930
+//   fp16  a lane's p add up to at most 60, a row's to 240; rounding adds 2^-11; |v| < 256: 256 * 240.2 = 61480
+//   Every partial sum stays within the same bound, and rounding it to fp16 adds 2^-11 a step: at most 61480 * 1.002 < 65504.
+// With fp32 accumulators fp16 P V goes into O directly.
+//
+// NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)
+//   wait K,V(i) | bar | copy K,V(i-1) -> other stage       wait K(i) | bar | copy V(i) | QK(i)
+//   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
+//
+// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V [NUM_STAGES][64 *
+// HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4].
+#include "attention/quantized_operands.cuh"
+#include "attention/score_mods.cuh"
+#include "attention/wgmma_epilogue.cuh"
+#include "attention/wgmma_softmax.cuh"
+#include "pipeline/tile_copy.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/cvt_e4m3.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mma_sync.cuh"
+#include "scheduler/fwd_params.cuh"
+#include "scheduler/fwd_tile.cuh"
+#include "tile/panel.cuh"
+
+struct Config {
+    using Io = IO_TYPE;  // of o, sinks and masks
+    using Value = PV_TYPE;  // Half or E4m3
+    static constexpr int kHeadDim = HEAD_DIM;
+    static constexpr int kBits = BITS;  // of an element of Q and K
+    static constexpr int kBlockM = BLOCK_M;
+    static constexpr int kBlockN = 64;  // keys that share scales
+    static constexpr int kWarps = NUM_WARPS;
+    static constexpr int kStages = NUM_STAGES;
+    static constexpr bool kHalfV = Value::kBytes == 2;
+    static constexpr bool kAcc16 = PV_ACC16;
+    static constexpr bool kSmoothQ = SMOOTH_Q;  // delta_s is added
+    static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, scale <= 0; delta_s where there is one
+    static constexpr bool kFloatScores = kSmoothQ || kScoreMods;
+    static constexpr bool kQInRegisters = Q_IN_REGISTERS;
+    static constexpr int kThreads = kWarps * 32;
+    static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
+    static constexpr int kNTiles = kBlockN / 8;
+    static constexpr int kDTiles = kHeadDim / 8;
+    static constexpr int kRowHalves = kHeadDim * kBits / 16;  // 16-bit units of a row of Q and K
+    static_assert(kBlockM == kMTiles * kWarps * 16 && (kMTiles == 1 || kMTiles == 2),
+                  "whole MMA tiles, one q_scale a lane");
+    static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 32, 64, 128 or 256 bytes");
+    static_assert(kStages == 1 || kStages == 2, "single or double buffer");
+};
+
+template <bool kHalfV>
+struct ValuesTile {  // keys x channels
+    using Tile = PanelTile<Config::kBlockN, Config::kHeadDim>;
+    using Lane = PanelLane<Config::kBlockN, Config::kHeadDim>;
+    using Copy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
+};
+template <>
+struct ValuesTile<false> {  // channels x keys, 64 bytes
+    using Tile = PanelTile<Config::kHeadDim, 32>;
+    using Lane = PanelLane<Config::kHeadDim, 32>;
+    using Copy = TileCopy<Config::kHeadDim, 32, Config::kThreads>;
+};
+
+using QTile = PanelTile<Config::kBlockM, Config::kRowHalves>;
+using KTile = PanelTile<Config::kBlockN, Config::kRowHalves>;
+using VTile = ValuesTile<Config::kHalfV>::Tile;
+using QLane = PanelLane<Config::kBlockM, Config::kRowHalves>;
+using KLane = PanelLane<Config::kBlockN, Config::kRowHalves>;
+using VLane = ValuesTile<Config::kHalfV>::Lane;
+using QCopy = TileCopy<Config::kBlockM, Config::kRowHalves, Config::kThreads>;
+using KCopy = TileCopy<Config::kBlockN, Config::kRowHalves, Config::kThreads>;
+using VCopy = ValuesTile<Config::kHalfV>::Copy;
+
+struct SharedStorage {
+    alignas(1024) uint8 q[QTile::kBytes];
+    alignas(1024) uint8 k[Config::kStages][KTile::kBytes];
+    alignas(1024) uint8 v[Config::kStages][VTile::kBytes];
+    alignas(16) float delta[2][Config::kBlockN];
+    alignas(16) float k_scale[2][4];
+    FwdTile
+        tiles[Config::kWarps];  // each warp's own copy, for the way out: in registers it would cost some of the loop's
+};
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
+
+struct AttnInt8Sm80Params {
+    AttnFwdParams p;  // q, k, v are the quantized ones, their strides in 16-bit units
+    QuantizedOperands x;
+};
+
+constexpr int kSteps = Config::kRowHalves / 16;
+using Integers = int32[Config::kNTiles * 4];
+using Floats = float[Config::kNTiles * 4];
+using Output = float[Config::kDTiles * 4];
+using QFragments = uint32[Config::kQInRegisters ? kSteps : 1][Config::kMTiles][4];
+// A operands of P V: of 16 keys each (fp16), or of 32.
+constexpr int kPSteps = Config::kBlockN / (Config::kHalfV ? 16 : 32);
+using Probabilities = uint32[kPSteps][4];
+
+// P at the base of the softmax, and what a lane's 16 of them may add up to.
+struct Lift {
+    // log2(27): all 16 at the base give 432.
+    static constexpr float kValue = Config::kHalfV ? 0.0f : 4.754887502f;
+    static constexpr float kSumLimit = !Config::kHalfV ? 448.0f : Config::kAcc16 ? 60.0f : 256.0f;
+};
+using Softmax = RowState<Lift>;
+
+OA_DEVICE void load_q_step(uint32 (&a)[Config::kMTiles][4], uint32 smem_q, const QLane& lane, int step) {
+#pragma unroll
+    for (int i = 0; i < Config::kMTiles; ++i) ldmatrix_x4(a[i], smem_q + lane.at(i * 16, step));
+}
+
+// S + 0x4b400000 (see score_of) of one tile.
+OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], const QFragments& rq, uint32 smem_q, const QLane& q_lane,
+                      uint32 smem_k, const KLane& k_lane) {
+    constexpr int32 kSeed = 0x4b400000;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        uint32 loaded[Config::kMTiles][4];
+        if (!Config::kQInRegisters) load_q_step(loaded, smem_q, q_lane, step);
+        const auto& a = Config::kQInRegisters ? rq[Config::kQInRegisters ? step : 0] : loaded;
+#pragma unroll
+        for (int n = 0; n < Config::kNTiles; n += 2) {
+            uint32 b[4];
+            ldmatrix_x4(b, smem_k + k_lane.at(n * 8, step));
+#pragma unroll
+            for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    int32* d = s[i] + 4 * (n + h);
+                    if (step == 0) {
+                        mma_integers<Config::kBits>(d, a[i], b[2 * h], b[2 * h + 1], kSeed, kSeed, kSeed, kSeed);
+                    } else {
+                        mma_integers<Config::kBits>(d, a[i], b[2 * h], b[2 * h + 1], d[0], d[1], d[2], d[3]);
+                    }
+                }
+        }
+    }
+}
+
+// Sums of one tile, 16 rows by 8 channels, to those in fp32.
+OA_DEVICE void add_part(float* o, const float (&part)[4]) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x) o[x] += part[x];
+}
+OA_DEVICE void add_part(float* o, const uint32 (&part)[2]) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x) o[x] += to_float(Half{}, uint16(part[x >> 1] >> 16 * (x & 1)));
+}
+
+// O += P V of one tile.
+OA_DEVICE void mma_pv_tile(Output (&o)[Config::kMTiles], const Probabilities (&probs)[Config::kMTiles], uint32 smem_v,
+                           const VLane& v_lane) {
+    typename Config::Value value;
+    if constexpr (Config::kHalfV && !Config::kAcc16) {
+#pragma unroll
+        for (int step = 0; step < kPSteps; ++step)
+#pragma unroll
+            for (int d = 0; d < Config::kDTiles; d += 2) {
+                uint32 b[4];
+                ldmatrix_x4_trans(b, smem_v + v_lane.at(step * 16, d / 2));
+#pragma unroll
+                for (int i = 0; i < Config::kMTiles; ++i) {
+                    mma_pv_more(value, o[i] + 4 * d, probs[i][step], b[0], b[1]);
+                    mma_pv_more(value, o[i] + 4 * d + 4, probs[i][step], b[2], b[3]);
+                }
+            }
+    } else {
+        // Two blocks of 8 channels at a time, all keys: then the sums leave the tensor cores' format.
+        constexpr int kWords = Config::kAcc16 ? 2 : 4;
+        using Word = typename Select<Config::kAcc16, uint32, float>::Type;
+#pragma unroll
+        for (int d = 0; d < Config::kDTiles; d += 2) {
+            Word part[Config::kMTiles][2][kWords];
+#pragma unroll
+            for (int step = 0; step < kPSteps; step += Config::kHalfV ? 1 : 2) {
+                uint32 b[2][4];  // fp16: b[0] has 16 keys of both blocks; e4m3: b[h] has all keys of block h
+                if constexpr (Config::kHalfV) {
+                    ldmatrix_x4_trans(b[0], smem_v + v_lane.at(step * 16, d / 2));
+                } else {
+                    ldmatrix_x4(b[0], smem_v + v_lane.at(d * 8, 0));
+                    ldmatrix_x4(b[1], smem_v + v_lane.at(d * 8 + 8, 0));
+                }
+#pragma unroll
+                for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const uint32* of = Config::kHalfV ? b[0] + 2 * h : b[h];
+                        if (step == 0) {
+                            mma_pv_first(value, part[i][h], probs[i][0], of[0], of[1]);
+                        } else {
+                            mma_pv_more(value, part[i][h], probs[i][step], of[0], of[1]);
+                        }
+                        if constexpr (!Config::kHalfV) mma_pv_more(value, part[i][h], probs[i][1], of[2], of[3]);
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) add_part(o[i] + 4 * (d + h), part[i][h]);
+        }
+    }
+}
+
+// Puts P of 16 rows where the second product wants it.
+struct Packer {
+    Probabilities& probs;
+    float held[2][2];  // e4m3: P of the last even column block, which shares words with the next one
+    OA_DEVICE void operator()(int n, int r, float p0, float p1) {
+        if constexpr (Config::kHalfV) {
+            probs[n / 2][2 * (n & 1) + r] = pack2(Half{}, p0, p1);
+        } else if (n & 1) {
+            probs[n / 4][(n & 2) + r] = pack4_e4m3(held[r][0], held[r][1], p0, p1);
+        } else {
+            held[r][0] = p0;
+            held[r][1] = p1;
+        }
+    }
+};
+
+// P of 16 rows from their scores; O and the denominator follow where the base of the softmax has to move.
+template <typename Scores>
+OA_DEVICE void softmax_rows(Softmax& rows, const Scores& s, float c0, bool coarse, Probabilities& probs, Output& o) {
+    const float c[2] = {c0, c0};
+    // Rows that are not there are zeros (QCopy), and not the next sequence's: they may have a say.
+    constexpr bool kOwn[2] = {true, true};
+    float sum[2];
+    rows.template exponentiate<false>(s, c, sum, Packer{probs, {}});
+    if (coarse) sum[0] = sum[1] = Softmax::kTooMuch;
+    if (Softmax::too_large(sum, kOwn)) {
+        float alpha[2];
+        rows.raise(s, c, alpha);
+        rescale(o, alpha);
+        rows.template exponentiate<true>(s, c, sum, Packer{probs, {}});
+    }
+    rows.add(sum);
+}
+
+class Worker {
+  public:
+    OA_DEVICE Worker(const AttnInt8Sm80Params& params, const FwdTile& t, SharedStorage& smem, int warp_idx, int lane)
+        : p_(params.p),
+          x_(params.x),
+          t_(t),
+          smem_(smem),
+          lane_(lane),
+          warp_row_(t.m0 + warp_idx * Config::kMTiles * 16) {
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+            for (int d = 0; d < Config::kDTiles * 4; ++d) o_[i][d] = 0.0f;
+        // Where none of the lane's rows exists, neither does their scale.
+        int32 slice = slot_of(p_, t_, t_.q_begin, kBlockRows) * 4 + (warp_row_ >> 5);
+        int64 head = head_of(p_, t_, p_.num_q_heads, t_.head_idx);
+        q_scale_ = 1.0f;
+        if (warp_row_ + (lane_ >> 2) < t_.seqlen_q)
+            q_scale_ = x_.q_scale[head * x_.q_scale_stride_h + slice * 8 + (lane_ >> 2)];
+        k_scales_ =
+            x_.k_scale +
+            head_of(p_, t_, p_.num_kv_heads, t.head_idx / (p_.num_q_heads / p_.num_kv_heads)) * x_.k_scale_stride_h +
+            slot_of(p_, t_, t_.k_begin, Config::kBlockN) * 4;
+        if (has_delta())
+            delta_ = x_.delta_s + head * x_.delta_stride_h +
+                     int64(slot_of(p_, t_, t_.q_begin, kBlockRows) + t_.m0 / kBlockRows) * x_.delta_columns;
+    }
+
+    OA_DEVICE bool has_delta() const { return Config::kSmoothQ || (Config::kScoreMods && x_.delta_s != nullptr); }
+
+    // k_scale and delta_s of a tile, with the copies of K. Two of them take turns, however many stages there are.
+    OA_DEVICE void copy_scales(int32 n, int tid) const {
+        if (tid == 0) cp_async_16(smem_addr_of(smem_.k_scale[n & 1]), k_scales_ + int64(n) * 4, 16);
+        if (!has_delta() || tid >= Config::kBlockN / 4) return;
+        // Beyond the columns that max_seqlen_k allowed for there is nothing to read; softmax makes NaN of it.
+        int32 column = min_of(n * Config::kBlockN, x_.delta_columns - Config::kBlockN);
+        cp_async_16(smem_addr_of(smem_.delta[n & 1]) + tid * 16, delta_ + column + tid * 4, 16);
+    }
+
+    // P of tile n from its integers.
+    OA_DEVICE void softmax(Integers (&s)[Config::kMTiles], int32 n, bool edges,
+                           Probabilities (&probs)[Config::kMTiles]) {
+        int32 n0 = n * Config::kBlockN;
+        float k_scale = smem_.k_scale[n & 1][lane_ & 3];
+        if constexpr (!Config::kFloatScores) {
+            float c = scale_without_rounding(q_scale_ * k_scale * (p_.softmax_scale * kLog2e));
+#pragma unroll
+            for (int i = 0; i < Config::kMTiles; ++i) {
+                if (edges) mask_edges(s[i], p_, t_, warp_row_ + i * 16, n0, lane_);
+                softmax_rows(rows_[i], s[i], c, c > kCoarseScale, probs[i], o_[i]);
+            }
+        } else {
+            float c = q_scale_ * k_scale;
+            // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
+            if (has_delta() && n0 + Config::kBlockN > x_.delta_columns) c = __int_as_float(0x7fffffff);
+            const float* delta = smem_.delta[n & 1] + 2 * (lane_ & 3);
+#pragma unroll
+            for (int i = 0; i < Config::kMTiles; ++i) {
+                Floats f;
+                if constexpr (Config::kScoreMods) {
+                    modified_scores(f, s[i], c, has_delta() ? delta : nullptr, warp_row_ + i * 16, n0);
+                } else {
+                    shifted_scores(f, s[i], c * (p_.softmax_scale * kLog2e), delta);
+                }
+                if (edges) mask_edges(f, p_, t_, warp_row_ + i * 16, n0, lane_);
+                softmax_rows(rows_[i], f, 1.0f, false, probs[i], o_[i]);
+            }
+        }
+    }
+
+    // O and LSE to global memory.
+    OA_DEVICE void store(const FwdTile& t, int warp_idx) {
+        int32 warp_row = t.m0 + warp_idx * Config::kMTiles * 16;
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) {
+            Softmax& rows = rows_[i];
+            rows.reduce();
+            float bias[2] = {0.0f, 0.0f};
+            if (t.seqlen_k > 0) {  // rows of no sequence have no channels to look up, and nothing to scale
+                restore_values(o_[i], rows.l, x_, int64(t.sequence) * p_.num_kv_heads + kv_head, lane_);
+                // With a softcap the scores have had it before.
+                if (!(Config::kScoreMods && p_.softcap > 0.0f)) {
+                    bias[0] = row_bias(t, warp_row + i * 16) * p_.softmax_scale;
+                    bias[1] = row_bias(t, warp_row + i * 16 + 8) * p_.softmax_scale;
+                }
+            }
+            store_rows<Config::Io>(o_[i], rows.m2, rows.l, bias, p_, t, warp_row + i * 16, lane_);
+        }
+    }
+
+    Output o_[Config::kMTiles];
+
+  private:
+    // Of row first_row + lane / 4.
+    OA_DEVICE float row_bias(const FwdTile& t, int32 first_row) const {
+        int32 row = first_row + (lane_ >> 2);
+        if (row >= t.seqlen_q) return 0.0f;
+        return x_.row_bias[head_of(p_, t, p_.num_q_heads, t.head_idx) * p_.seqlen_q + t.q_begin + row];
+    }
+
+    // Scores in base-2 units; c with the softmax's scale.
+    OA_DEVICE void shifted_scores(Floats& f, const Integers& s, float c, const float* delta) const {
+        float scale_log2 = p_.softmax_scale * kLog2e;
+#pragma unroll
+        for (int n = 0; n < Config::kNTiles; ++n) {
+            float2 d = *reinterpret_cast<const float2*>(delta + 8 * n);
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                f[4 * n + e] = fmaf(score_of(s[4 * n + e]) - kScoreBias<int32>, c, (e & 1 ? d.y : d.x) * scale_log2);
+        }
+    }
+
+    OA_DEVICE void modified_scores(Floats& f, const Integers& s, float c, const float* delta, int32 first_row,
+                                   int32 n0) const {
+        ScoreMods<Config::Io> mods(p_, t_);
+        float bias[2] = {0.0f, 0.0f};
+        if (p_.softcap > 0.0f) {
+            bias[0] = row_bias(t_, first_row);
+            bias[1] = row_bias(t_, first_row + 8);
+        }
+#pragma unroll
+        for (int n = 0; n < Config::kNTiles; ++n) {
+            float2 d = make_float2(0.0f, 0.0f);
+            if (delta != nullptr) d = *reinterpret_cast<const float2*>(delta + 8 * n);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float score = fmaf(score_of(s[4 * n + e]) - kScoreBias<int32>, c, e & 1 ? d.y : d.x) + bias[e >> 1];
+                f[4 * n + e] = mods.apply(score * p_.softmax_scale, first_row + (lane_ >> 2) + (e >> 1) * 8,
+                                          n0 + n * 8 + 2 * (lane_ & 3) + (e & 1));
+            }
+        }
+    }
+
+    const AttnFwdParams& p_;
+    const QuantizedOperands& x_;
+    const FwdTile& t_;
+    SharedStorage& smem_;
+    const int lane_;
+    const int32 warp_row_;
+    float q_scale_;  // of all of the lane's rows
+    const float* k_scales_;
+    const float* delta_ = nullptr;
+    Softmax rows_[Config::kMTiles];
+};
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_int8_sm80(
+    const __grid_constant__ AttnInt8Sm80Params params) {
+    extern __shared__ __align__(1024) uint8 smem_raw[];
+    SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
+    const AttnFwdParams& p = params.p;
+    int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
+
+    int64 tile_idx = p.tile_offset + blockIdx.x;
+    FwdTile t = p.cu_seqlens_q == nullptr ? dense_tile<Config::kBlockM>(p, tile_idx)
+                                          : varlen_tile<Config::kBlockM>(p, tile_idx);
+    if (!t.valid) return;
+
+    KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);
+    if (lane == 0) smem.tiles[warp_idx] = t;
+    __syncwarp();
+    Worker worker(params, t, smem, warp_idx, lane);
+    int32 n = keys.end - 1;
+    if (n >= keys.first) {
+        int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
+        const uint16* gq =
+            p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h + (int64(t.q_begin) + t.m0) * p.q_stride_s;
+        const uint16* gk = p.k + t.batch_idx * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
+        const uint16* gv = p.v + t.batch_idx * p.v_stride_b + kv_head * p.v_stride_h;
+        if constexpr (Config::kHalfV) {
+            gv += int64(t.k_begin) * p.v_stride_s;
+        } else {
+            gv += int64(slot_of(p, t, t.k_begin, kBlockRows)) * (kBlockRows / 2);
+        }
+        uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
+        const int32 row_halves = params.x.head_dim_pad * Config::kBits / 16;
+        KCopy k_copy(row_halves, tid);
+        VCopy v_copy(Config::kHalfV ? params.x.head_dim_pad : 32, tid);
+        auto copy_k = [&](int32 n, int stage) {
+            int64 row = int64(n) * Config::kBlockN;
+            k_copy.issue(smem_k + stage * KTile::kBytes, gk + row * p.k_stride_s, p.k_stride_s,
+                         int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN)), tid);
+            worker.copy_scales(n, tid);
+        };
+        auto copy_v = [&](int32 n, int stage) {
+            int64 row = int64(n) * Config::kBlockN;
+            if constexpr (Config::kHalfV) {
+                v_copy.issue(smem_v + stage * VTile::kBytes, gv + row * p.v_stride_s, p.v_stride_s,
+                             int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN)), tid);
+            } else {
+                v_copy.issue(smem_v + stage * VTile::kBytes, gv + row / 2, p.v_stride_s, params.x.head_dim_pad, tid);
+            }
+        };
+
+        QCopy(row_halves, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
+        copy_k(n, 0);
+        if (Config::kStages == 2) copy_v(n, 0);
+        cp_async_commit();
+
+        // ldmatrix lanes: Q (A fragments) and fp16 V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2
+        // chunks; e4m3 V (B) 8 rows by 4 chunks.
+        QLane q_lane(warp_idx * Config::kMTiles * 16 + (lane & 15), lane >> 4);
+        KLane k_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+        VLane v_lane(Config::kHalfV ? lane & 15 : lane & 7, Config::kHalfV ? lane >> 4 : lane >> 3);
+
+        QFragments rq;
+        if (Config::kQInRegisters) {
+            cp_async_wait<0>();
+            __syncthreads();
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+                load_q_step(rq[Config::kQInRegisters ? step : 0], smem_q, q_lane, step);
+        }
+
+        int stage = 0;
+        for (; n >= keys.first; --n) {
+            cp_async_wait<0>();
+            __syncthreads();  // this tile has landed; every warp has left the tile before
+            if (Config::kStages == 2) {
+                if (n > keys.first) {
+                    copy_k(n - 1, stage ^ 1);
+                    copy_v(n - 1, stage ^ 1);
+                }
+            } else {
+                copy_v(n, 0);
+            }
+            cp_async_commit();
+
+            Integers s[Config::kMTiles];
+            mma_qk(s, rq, smem_q, q_lane, smem_k + stage * KTile::kBytes, k_lane);
+
+            if (Config::kStages == 1) {
+                cp_async_wait<0>();
+                __syncthreads();
+                if (n > keys.first) copy_k(n - 1, 0);
+                cp_async_commit();
+            }
+            Probabilities probs[Config::kMTiles];
+            worker.softmax(s, n, n < keys.full_first || n >= keys.full_end, probs);
+            mma_pv_tile(worker.o_, probs, smem_v + stage * VTile::kBytes, v_lane);
+            if (Config::kStages == 2) stage ^= 1;
+        }
+    }
+    worker.store(smem.tiles[warp_idx], warp_idx);
+}
