@@ -54,6 +54,9 @@ class KernelSpec:
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences;
         ``"dense"``: batches; ``"any_strides"``: arrays that no tensor map describes (zero, negative or huge strides).
+    bits, pv, pv_accumulator : int, str, str
+        Of low-precision attention: bits of an element in Q K^T, element type (``"fp8"``, ``"fp16"``) and accumulator
+        (``"fp32"``, ``"fp16"``) of P V.
     tuned_for : frozenset of str
         Workloads (`Problem.workload`) for which this row comes before others of the same reach; empty: all.
     allowed_spill_bytes : int
@@ -79,6 +82,9 @@ class KernelSpec:
     lacks: frozenset[str] = field(default_factory=frozenset)
     tuned_for: frozenset[str] = field(default_factory=frozenset)
     allowed_spill_bytes: int = 0
+    bits: int = 0
+    pv: str = ""
+    pv_accumulator: str = ""
 
 
 #: Short names of the element types in kernel names, and the tags of ``kernels_cu/ptx/types.cuh``.
@@ -288,10 +294,89 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         arch_specific=True,
         prebuild=("90a",),
         features=frozenset({"smooth_q"}) if smooth_q else frozenset(),
-        lacks=frozenset({"dense" if varlen else "varlen"}),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
+        bits=8,
+        pv="fp8",
+        pv_accumulator="fp32",
         # What is known of a tile, stored before the loop over keys and read after it; with packed sequences a few
         # registers in the loop too.
         allowed_spill_bytes=160 if varlen else 16 if tile.head_dim == 64 else 0,
+    )
+
+
+@dataclass(frozen=True)
+class _Int8Sm80Tile:
+    """Tile shape of ``attn_int8_sm80`` for one padded head_dim (docs/performance/sage_sm80_sm89.md)."""
+
+    head_dim: int
+    num_warps: int
+    num_stages: int
+    q_in_registers: bool
+    min_ctas: int
+
+
+_INT8_SM80_TILES: tuple[_Int8Sm80Tile, ...] = (
+    _Int8Sm80Tile(64, 4, 2, True, 2),
+    _Int8Sm80Tile(128, 4, 2, False, 2),
+    _Int8Sm80Tile(256, 8, 1, False, 1),
+)
+# Score modifiers take registers for mask addresses: half the rows a warp.
+_INT8_SM80_MODS_TILES: tuple[_Int8Sm80Tile, ...] = (
+    _Int8Sm80Tile(64, 8, 2, True, 1),
+    _Int8Sm80Tile(128, 8, 2, False, 1),
+    _Int8Sm80Tile(256, 8, 1, False, 1),
+)
+
+
+def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: str, kind: str) -> KernelSpec:
+    """kind: ``""``, ``"smoothq"`` (delta_s is added) or ``"mods"`` (softcap, masks; delta_s too)."""
+    short, tag = _IO_TYPES[dtype]
+    fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
+    row_bytes = tile.head_dim * bits // 8
+    tiles_bytes = row_bytes * (block_m + tile.num_stages * keys) + tile.num_stages * keys * tile.head_dim * (2 - fp8)
+    smem_bytes = tiles_bytes + 1024  # scales, delta_s, and what each warp knows of its tile
+    family = f"attn_int{bits}_sm{89 if fp8 else 80}"
+    # The common widths, as the GPUs of an architecture choose them (select.PV_CHOICES), and what Hopper falls back to.
+    common = tile.head_dim <= 128 and kind == ("smoothq" if bits == 4 else "")
+    prebuild: tuple[str, ...] = (("89",) if acc == "fp16" else ()) if fp8 else ("80",)
+    if not common:
+        prebuild = ()
+    if (bits, pv, acc) == (8, "fp16", "fp32") and tile.head_dim <= 128 and kind != "smoothq":
+        prebuild = (*prebuild, "90a")
+    return KernelSpec(
+        name=f"{family}_{short}_d{tile.head_dim}" + "_acc16" * (acc == "fp16") + (f"_{kind}" if kind else ""),
+        family=family,
+        op="attention_int8",
+        source="entry/attn_int8_sm80.cu",
+        symbol="attn_int8_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("BITS", str(bits)),
+            ("PV_TYPE", "E4m3" if fp8 else "Half"),
+            ("PV_ACC16", str(int(acc == "fp16"))),
+            ("SMOOTH_Q", str(int(kind == "smoothq"))),
+            ("SCORE_MODS", str(int(mods))),
+            ("BLOCK_M", str(block_m)),
+            ("NUM_WARPS", str(tile.num_warps)),
+            ("NUM_STAGES", str(tile.num_stages)),
+            ("Q_IN_REGISTERS", str(int(tile.q_in_registers))),
+            ("MIN_CTAS", str(tile.min_ctas)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=block_m,
+        block_n=keys,
+        num_warps=tile.num_warps,
+        smem_bytes=smem_bytes,
+        min_arch=(8, 9) if fp8 else (8, 0),
+        prebuild=prebuild,
+        allowed_spill_bytes=300,
+        features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
+        bits=bits,
+        pv=pv,
+        pv_accumulator=acc,
     )
 
 
@@ -372,6 +457,15 @@ REGISTRY: tuple[KernelSpec, ...] = (
         for smooth_q in (False, True)
         for varlen in (False, True)
         for tile in _INT8_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    ),
+    *(
+        _attn_int8_sm80(tile, dtype, bits, pv, acc, kind)
+        for kind, tiles in (("", _INT8_SM80_TILES), ("smoothq", _INT8_SM80_TILES), ("mods", _INT8_SM80_MODS_TILES))
+        for bits in (8, 4)
+        for pv in ("fp16", "fp8")
+        for acc in ("fp32", "fp16")
+        for tile in tiles
         for dtype in ("float16", "bfloat16")
     ),
     *(_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32")),
