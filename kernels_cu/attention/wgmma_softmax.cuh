@@ -1,4 +1,4 @@
-// Softmax on wgmma accumulators: lane l of warp w of a warpgroup owns rows 16w + l/4 and + 8, of every block of 8 columns
+// Softmax on wgmma accumulators, and on a 16-row slice of mma.sync ones, which lie alike: lane l of warp w of a warpgroup owns rows 16w + l/4 and + 8, of every block of 8 columns
 // those at 2(l%4) and + 1: s[4n + 2r + x] is row r, column 8n + 2(l%4) + x.
 #pragma once
 #include "attention/mask.cuh"
@@ -12,18 +12,26 @@
 // scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is an integer, so that 12582912 c + m2
 // has 24 bits while c <= kCoarseScale. Coarser scores (a unit of which is worth a third and more in the result) take the
 // careful way, which subtracts the constant first.
+// SeededScore: the pattern is in already, because the sum of products began with it (mma.sync takes any accumulator).
+struct SeededScore {
+    int32 bits;
+};
 OA_DEVICE float score_of(float s) { return s; }
+OA_DEVICE float score_of(SeededScore s) { return __int_as_float(s.bits); }
 OA_DEVICE float score_of(int32 s) { return __int_as_float(s + 0x4b400000); }
 template <typename Score>
 constexpr float kScoreBias = 0.0f;
 template <>
 constexpr float kScoreBias<int32> = 12582912.0f;
+template <>
+constexpr float kScoreBias<SeededScore> = 12582912.0f;
 constexpr float kCoarseScale = 0.5f;
 // With a shift, which is no integer, the sum is rounded to 0.75 c at most: that much is let pass.
 constexpr float kCoarseScaleShifted = 0.005f;
 OA_DEVICE float scale_without_rounding(float c) { return __uint_as_float(__float_as_uint(c) & 0xfffffff0u); }
 // A hidden key's score: score_of it is -inf.
 OA_DEVICE void hide(float& s) { s = neg_inf(); }
+OA_DEVICE void hide(SeededScore& s) { s.bits = int32(0xff800000u); }
 OA_DEVICE void hide(int32& s) { s = int32(0xff800000u - 0x4b400000u); }
 
 // Hides the keys of tile n0 .. that causality, the window and the sequence's end hide. warp_row: the warp's first row.

@@ -110,7 +110,7 @@ struct AttnInt8Sm80Params {
 };
 
 constexpr int kSteps = Config::kRowHalves / 16;
-using Integers = int32[Config::kNTiles * 4];
+using Integers = SeededScore[Config::kNTiles * 4];
 using Floats = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 using QFragments = uint32[Config::kQInRegisters ? kSteps : 1][Config::kMTiles][4];
@@ -131,7 +131,7 @@ OA_DEVICE void load_q_step(uint32 (&a)[Config::kMTiles][4], uint32 smem_q, const
     for (int i = 0; i < Config::kMTiles; ++i) ldmatrix_x4(a[i], smem_q + lane.at(i * 16, step));
 }
 
-// S + 0x4b400000 (see score_of) of one tile.
+// S of one tile.
 OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], const QFragments& rq, uint32 smem_q, const QLane& q_lane,
                       uint32 smem_k, const KLane& k_lane) {
     constexpr int32 kSeed = 0x4b400000;
@@ -148,11 +148,13 @@ OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], const QFragments& rq, uint
             for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    int32* d = s[i] + 4 * (n + h);
+                    SeededScore* d = s[i] + 4 * (n + h);
                     if (step == 0) {
-                        mma_integers<Config::kBits>(d, a[i], b[2 * h], b[2 * h + 1], kSeed, kSeed, kSeed, kSeed);
+                        mma_integers<Config::kBits>(d[0].bits, d[1].bits, d[2].bits, d[3].bits, a[i], b[2 * h],
+                                                    b[2 * h + 1], kSeed);
                     } else {
-                        mma_integers<Config::kBits>(d, a[i], b[2 * h], b[2 * h + 1], d[0], d[1], d[2], d[3]);
+                        mma_integers<Config::kBits>(d[0].bits, d[1].bits, d[2].bits, d[3].bits, a[i], b[2 * h],
+                                                    b[2 * h + 1]);
                     }
                 }
         }
@@ -366,7 +368,8 @@ class Worker {
             float2 d = *reinterpret_cast<const float2*>(delta + 8 * n);
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                f[4 * n + e] = fmaf(score_of(s[4 * n + e]) - kScoreBias<int32>, c, (e & 1 ? d.y : d.x) * scale_log2);
+                f[4 * n + e] =
+                    fmaf(score_of(s[4 * n + e]) - kScoreBias<SeededScore>, c, (e & 1 ? d.y : d.x) * scale_log2);
         }
     }
 
@@ -384,7 +387,8 @@ class Worker {
             if (delta != nullptr) d = *reinterpret_cast<const float2*>(delta + 8 * n);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                float score = fmaf(score_of(s[4 * n + e]) - kScoreBias<int32>, c, e & 1 ? d.y : d.x) + bias[e >> 1];
+                float score =
+                    fmaf(score_of(s[4 * n + e]) - kScoreBias<SeededScore>, c, e & 1 ? d.y : d.x) + bias[e >> 1];
                 f[4 * n + e] = mods.apply(score * p_.softmax_scale, first_row + (lane_ >> 2) + (e >> 1) * 8,
                                           n0 + n * 8 + 2 * (lane_ & 3) + (e & 1));
             }

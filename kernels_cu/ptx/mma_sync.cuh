@@ -17,22 +17,35 @@ OA_DEVICE void mma_m16n8k16(Half, float (&d)[4], const uint32 (&a)[4], uint32 b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 and m16n8k64 with s4 (PTX ISA, "mma"): D = A·B + C on integers. Counted in
-// bytes of k, operands lie as those of m16n8k16 do: lane l holds bytes 4(l%4) .. +3 and 16 further; of two 4-bit elements in a
-// byte the first is in the low half. sm_80 and newer; where there are no 4-bit products (from sm_90 on) ptxas unpacks to 8
-// bits. The first product of a sum has the same number in all of C.
+// mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 and m16n8k64 with s4 (PTX ISA, "mma"): D = A·B + D on integers, or
+// A·B + seed in every element. Counted in bytes of k, operands lie as those of m16n8k16 do: lane l holds bytes 4(l%4) .. +3
+// and 16 further; of two 4-bit elements in a byte the first is in the low half. sm_80 and newer; where there are no 4-bit
+// products (from sm_90 on) ptxas unpacks to 8 bits.
 template <int kBits>
-OA_DEVICE void mma_integers(int32* d, const uint32 (&a)[4], uint32 b0, uint32 b1, int32 c0, int32 c1, int32 c2,
-                            int32 c3) {
+OA_DEVICE void mma_integers(int32& d0, int32& d1, int32& d2, int32& d3, const uint32 (&a)[4], uint32 b0, uint32 b1) {
     static_assert(kBits == 8 || kBits == 4, "s8 or s4");
     if constexpr (kBits == 8) {
-        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(d0), "+r"(d1), "+r"(d2), "+r"(d3)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     } else {
-        asm("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+        asm("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(d0), "+r"(d1), "+r"(d2), "+r"(d3)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+template <int kBits>
+OA_DEVICE void mma_integers(int32& d0, int32& d1, int32& d2, int32& d3, const uint32 (&a)[4], uint32 b0, uint32 b1,
+                            int32 seed) {
+    static_assert(kBits == 8 || kBits == 4, "s8 or s4");
+    if constexpr (kBits == 8) {
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=r"(d0), "=r"(d1), "=r"(d2), "=r"(d3)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(seed));
+    } else {
+        asm("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=r"(d0), "=r"(d1), "=r"(d2), "=r"(d3)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(seed));
     }
 }
 
