@@ -61,13 +61,16 @@ struct Config {
     static constexpr bool kQInRegisters = Q_IN_REGISTERS;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
-    static constexpr int kNTiles = kBlockN / 8;
+    static constexpr int kPartKeys = PART_KEYS;  // of a tile, whose scores are in registers at a time
+    static constexpr int kNTiles = kPartKeys / 8;
     static constexpr int kDTiles = kHeadDim / 8;
     static constexpr int kRowHalves = kHeadDim * kBits / 16;  // 16-bit units of a row of Q and K
     static_assert(kBlockM == kMTiles * kWarps * 16 && (kMTiles == 1 || kMTiles == 2),
                   "whole MMA tiles, one q_scale a lane");
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 32, 64, 128 or 256 bytes");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
+    static_assert(kPartKeys == 64 || (kPartKeys == 32 && kStages == 2),
+                  "whole k32 steps, and K stays for the second part");
 };
 
 template <bool kHalfV>
@@ -109,20 +112,25 @@ struct AttnInt8Sm80Params {
     QuantizedOperands x;
 };
 
+// Of a part of K in each of its panels.
+constexpr uint32 kKPartBytes = Config::kPartKeys * (KTile::kHasTail ? KTile::kTailBytes : 128);
 constexpr int kSteps = Config::kRowHalves / 16;
 using Integers = SeededScore[Config::kNTiles * 4];
 using Floats = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 using QFragments = uint32[Config::kQInRegisters ? kSteps : 1][Config::kMTiles][4];
-// A operands of P V: of 16 keys each (fp16), or of 32.
+// A operands of P V, of 16 keys each (fp16) or of 32 (e4m3).
 constexpr int kPSteps = Config::kBlockN / (Config::kHalfV ? 16 : 32);
+constexpr int kParts = Config::kBlockN / Config::kPartKeys, kPartSteps = kPSteps / kParts;
 using Probabilities = uint32[kPSteps][4];
+// Whether products go into O itself, or a tile's are summed first.
+constexpr bool kDirect = Config::kHalfV && !Config::kAcc16;
 
-// P at the base of the softmax, and what a lane's 16 of them may add up to.
+// P at the base of the softmax, and what a lane's P of one part of a tile may add up to.
 struct Lift {
-    // log2(27): all 16 at the base give 432.
-    static constexpr float kValue = Config::kHalfV ? 0.0f : 4.754887502f;
-    static constexpr float kSumLimit = !Config::kHalfV ? 448.0f : Config::kAcc16 ? 60.0f : 256.0f;
+    static constexpr float kValue = Config::kHalfV ? 0.0f : 4.754887502f;  // log2(27): 16 at the base give 432
+    static constexpr float kSumLimit =
+        (Config::kAcc16 ? (Config::kHalfV ? 60.0f : 448.0f) / kParts : (Config::kHalfV ? 256.0f : 448.0f));
 };
 using Softmax = RowState<Lift>;
 
@@ -131,7 +139,7 @@ OA_DEVICE void load_q_step(uint32 (&a)[Config::kMTiles][4], uint32 smem_q, const
     for (int i = 0; i < Config::kMTiles; ++i) ldmatrix_x4(a[i], smem_q + lane.at(i * 16, step));
 }
 
-// S of one tile.
+// S of one part of a tile, whose first key smem_k points at.
 OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], const QFragments& rq, uint32 smem_q, const QLane& q_lane,
                       uint32 smem_k, const KLane& k_lane) {
     constexpr int32 kSeed = 0x4b400000;
@@ -171,50 +179,51 @@ OA_DEVICE void add_part(float* o, const uint32 (&part)[2]) {
     for (int x = 0; x < 4; ++x) o[x] += to_float(Half{}, uint16(part[x >> 1] >> 16 * (x & 1)));
 }
 
-// O += P V of one tile.
-OA_DEVICE void mma_pv_tile(Output (&o)[Config::kMTiles], const Probabilities (&probs)[Config::kMTiles], uint32 smem_v,
-                           const VLane& v_lane) {
+// O += P V of steps [kFirst, kEnd) of a tile.
+template <int kFirst, int kEnd>
+OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities (&probs)[Config::kMTiles], uint32 smem_v,
+                            const VLane& v_lane) {
     typename Config::Value value;
-    if constexpr (Config::kHalfV && !Config::kAcc16) {
+    // B operands of one step for two blocks of 8 channels: b[0], b[1] and b[2], b[3].
+    auto load = [&](uint32(&b)[4], int step, int d) {
+        if constexpr (Config::kHalfV) {
+            ldmatrix_x4_trans(b, smem_v + v_lane.at(step * 16, d / 2));
+        } else {
+            ldmatrix_x4(b, smem_v + v_lane.at(d * 8, step));
+        }
+    };
+    if constexpr (kDirect) {
 #pragma unroll
-        for (int step = 0; step < kPSteps; ++step)
+        for (int step = kFirst; step < kEnd; ++step)
 #pragma unroll
             for (int d = 0; d < Config::kDTiles; d += 2) {
                 uint32 b[4];
-                ldmatrix_x4_trans(b, smem_v + v_lane.at(step * 16, d / 2));
+                load(b, step, d);
 #pragma unroll
-                for (int i = 0; i < Config::kMTiles; ++i) {
-                    mma_pv_more(value, o[i] + 4 * d, probs[i][step], b[0], b[1]);
-                    mma_pv_more(value, o[i] + 4 * d + 4, probs[i][step], b[2], b[3]);
-                }
+                for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        mma_pv_more(value, o[i] + 4 * (d + h), probs[i][step], b[2 * h], b[2 * h + 1]);
             }
     } else {
-        // Two blocks of 8 channels at a time, all keys: then the sums leave the tensor cores' format.
         constexpr int kWords = Config::kAcc16 ? 2 : 4;
         using Word = typename Select<Config::kAcc16, uint32, float>::Type;
 #pragma unroll
         for (int d = 0; d < Config::kDTiles; d += 2) {
             Word part[Config::kMTiles][2][kWords];
 #pragma unroll
-            for (int step = 0; step < kPSteps; step += Config::kHalfV ? 1 : 2) {
-                uint32 b[2][4];  // fp16: b[0] has 16 keys of both blocks; e4m3: b[h] has all keys of block h
-                if constexpr (Config::kHalfV) {
-                    ldmatrix_x4_trans(b[0], smem_v + v_lane.at(step * 16, d / 2));
-                } else {
-                    ldmatrix_x4(b[0], smem_v + v_lane.at(d * 8, 0));
-                    ldmatrix_x4(b[1], smem_v + v_lane.at(d * 8 + 8, 0));
-                }
+            for (int step = kFirst; step < kEnd; ++step) {
+                uint32 b[4];
+                load(b, step, d);
 #pragma unroll
                 for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const uint32* of = Config::kHalfV ? b[0] + 2 * h : b[h];
-                        if (step == 0) {
-                            mma_pv_first(value, part[i][h], probs[i][0], of[0], of[1]);
+                        if (step == kFirst) {
+                            mma_pv_first(value, part[i][h], probs[i][step], b[2 * h], b[2 * h + 1]);
                         } else {
-                            mma_pv_more(value, part[i][h], probs[i][step], of[0], of[1]);
+                            mma_pv_more(value, part[i][h], probs[i][step], b[2 * h], b[2 * h + 1]);
                         }
-                        if constexpr (!Config::kHalfV) mma_pv_more(value, part[i][h], probs[i][1], of[2], of[3]);
                     }
             }
 #pragma unroll
@@ -225,39 +234,22 @@ OA_DEVICE void mma_pv_tile(Output (&o)[Config::kMTiles], const Probabilities (&p
     }
 }
 
-// Puts P of 16 rows where the second product wants it.
+// Puts P of 16 rows and part kPart of the keys where the second product wants it.
+template <int kPart>
 struct Packer {
     Probabilities& probs;
     float held[2][2];  // e4m3: P of the last even column block, which shares words with the next one
     OA_DEVICE void operator()(int n, int r, float p0, float p1) {
         if constexpr (Config::kHalfV) {
-            probs[n / 2][2 * (n & 1) + r] = pack2(Half{}, p0, p1);
+            probs[kPart * kPartSteps + n / 2][2 * (n & 1) + r] = pack2(Half{}, p0, p1);
         } else if (n & 1) {
-            probs[n / 4][(n & 2) + r] = pack4_e4m3(held[r][0], held[r][1], p0, p1);
+            probs[kPart * kPartSteps + n / 4][(n & 2) + r] = pack4_e4m3(held[r][0], held[r][1], p0, p1);
         } else {
             held[r][0] = p0;
             held[r][1] = p1;
         }
     }
 };
-
-// P of 16 rows from their scores; O and the denominator follow where the base of the softmax has to move.
-template <typename Scores>
-OA_DEVICE void softmax_rows(Softmax& rows, const Scores& s, float c0, bool coarse, Probabilities& probs, Output& o) {
-    const float c[2] = {c0, c0};
-    // Rows that are not there are zeros (QCopy), and not the next sequence's: they may have a say.
-    constexpr bool kOwn[2] = {true, true};
-    float sum[2];
-    rows.template exponentiate<false>(s, c, sum, Packer{probs, {}});
-    if (coarse) sum[0] = sum[1] = Softmax::kTooMuch;
-    if (Softmax::too_large(sum, kOwn)) {
-        float alpha[2];
-        rows.raise(s, c, alpha);
-        rescale(o, alpha);
-        rows.template exponentiate<true>(s, c, sum, Packer{probs, {}});
-    }
-    rows.add(sum);
-}
 
 class Worker {
   public:
@@ -298,34 +290,28 @@ class Worker {
         cp_async_16(smem_addr_of(smem_.delta[n & 1]) + tid * 16, delta_ + column + tid * 4, 16);
     }
 
-    // P of tile n from its integers.
-    OA_DEVICE void softmax(Integers (&s)[Config::kMTiles], int32 n, bool edges,
-                           Probabilities (&probs)[Config::kMTiles]) {
-        int32 n0 = n * Config::kBlockN;
+    // P of part kPart of tile n from its integers. multiply_before: P V of the parts before, where that has not happened yet.
+    template <int kPart, typename Multiply>
+    OA_DEVICE void softmax(Integers (&s)[Config::kMTiles], int32 n, bool edges, Multiply multiply_before) {
+        int32 n0 = n * Config::kBlockN + kPart * Config::kPartKeys;
         float k_scale = smem_.k_scale[n & 1][lane_ & 3];
         if constexpr (!Config::kFloatScores) {
             float c = scale_without_rounding(q_scale_ * k_scale * (p_.softmax_scale * kLog2e));
-#pragma unroll
-            for (int i = 0; i < Config::kMTiles; ++i) {
-                if (edges) mask_edges(s[i], p_, t_, warp_row_ + i * 16, n0, lane_);
-                softmax_rows(rows_[i], s[i], c, c > kCoarseScale, probs[i], o_[i]);
-            }
+            if (edges) hide_keys(s, n0);
+            exponentiate<kPart>(s, c, c > kCoarseScale, multiply_before);
         } else {
             float c = q_scale_ * k_scale;
             // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
-            if (has_delta() && n0 + Config::kBlockN > x_.delta_columns) c = __int_as_float(0x7fffffff);
-            const float* delta = smem_.delta[n & 1] + 2 * (lane_ & 3);
-#pragma unroll
-            for (int i = 0; i < Config::kMTiles; ++i) {
-                Floats f;
-                if constexpr (Config::kScoreMods) {
-                    modified_scores(f, s[i], c, has_delta() ? delta : nullptr, warp_row_ + i * 16, n0);
-                } else {
-                    shifted_scores(f, s[i], c * (p_.softmax_scale * kLog2e), delta);
-                }
-                if (edges) mask_edges(f, p_, t_, warp_row_ + i * 16, n0, lane_);
-                softmax_rows(rows_[i], f, 1.0f, false, probs[i], o_[i]);
+            if (has_delta() && (n + 1) * Config::kBlockN > x_.delta_columns) c = __int_as_float(0x7fffffff);
+            const float* delta = smem_.delta[n & 1] + kPart * Config::kPartKeys + 2 * (lane_ & 3);
+            Floats f[Config::kMTiles];
+            if constexpr (Config::kScoreMods) {
+                modified_scores(f, s, c, has_delta() ? delta : nullptr, n0);
+            } else {
+                shifted_scores(f, s, c * (p_.softmax_scale * kLog2e), delta);
             }
+            if (edges) hide_keys(f, n0);
+            exponentiate<kPart>(f, 1.0f, false, multiply_before);
         }
     }
 
@@ -351,8 +337,41 @@ class Worker {
     }
 
     Output o_[Config::kMTiles];
+    Probabilities probs_[Config::kMTiles];
 
   private:
+    template <typename Scores>
+    OA_DEVICE void hide_keys(Scores (&s)[Config::kMTiles], int32 n0) const {
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) mask_edges(s[i], p_, t_, warp_row_ + i * 16, n0, lane_);
+    }
+
+    // P and its sums from scores; O and the denominators follow where the base of the softmax has to move. Rows that are not
+    // there are zeros (QCopy), and not the next sequence's: they may have a say in that.
+    template <int kPart, typename Scores, typename Multiply>
+    OA_DEVICE void exponentiate(const Scores (&s)[Config::kMTiles], float c0, bool coarse, Multiply multiply_before) {
+        const float c[2] = {c0, c0};
+        float sum[Config::kMTiles][2];
+        bool too_large = coarse;
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) {
+            rows_[i].template exponentiate<false>(s[i], c, sum[i], Packer<kPart>{probs_[i], {}});
+            too_large |= !(sum[i][0] <= Lift::kSumLimit) || !(sum[i][1] <= Lift::kSumLimit);
+        }
+        if (__any_sync(0xffffffffu, too_large)) {
+            multiply_before();
+#pragma unroll
+            for (int i = 0; i < Config::kMTiles; ++i) {
+                float alpha[2];
+                rows_[i].raise(s[i], c, alpha);
+                rescale(o_[i], alpha);
+                rows_[i].template exponentiate<true>(s[i], c, sum[i], Packer<kPart>{probs_[i], {}});
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) rows_[i].add(sum[i]);
+    }
+
     // Of row first_row + lane / 4.
     OA_DEVICE float row_bias(const FwdTile& t, int32 first_row) const {
         int32 row = first_row + (lane_ >> 2);
@@ -361,36 +380,44 @@ class Worker {
     }
 
     // Scores in base-2 units; c with the softmax's scale.
-    OA_DEVICE void shifted_scores(Floats& f, const Integers& s, float c, const float* delta) const {
+    OA_DEVICE void shifted_scores(Floats (&f)[Config::kMTiles], const Integers (&s)[Config::kMTiles], float c,
+                                  const float* delta) const {
         float scale_log2 = p_.softmax_scale * kLog2e;
 #pragma unroll
         for (int n = 0; n < Config::kNTiles; ++n) {
             float2 d = *reinterpret_cast<const float2*>(delta + 8 * n);
+            d.x *= scale_log2;
+            d.y *= scale_log2;
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                f[4 * n + e] =
-                    fmaf(score_of(s[4 * n + e]) - kScoreBias<SeededScore>, c, (e & 1 ? d.y : d.x) * scale_log2);
+            for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+                for (int e = 4 * n; e < 4 * n + 4; ++e)
+                    f[i][e] = fmaf(score_of(s[i][e]) - kScoreBias<SeededScore>, c, e & 1 ? d.y : d.x);
         }
     }
 
-    OA_DEVICE void modified_scores(Floats& f, const Integers& s, float c, const float* delta, int32 first_row,
-                                   int32 n0) const {
+    OA_DEVICE void modified_scores(Floats (&f)[Config::kMTiles], const Integers (&s)[Config::kMTiles], float c,
+                                   const float* delta, int32 n0) const {
         ScoreMods<Config::Io> mods(p_, t_);
-        float bias[2] = {0.0f, 0.0f};
-        if (p_.softcap > 0.0f) {
-            bias[0] = row_bias(t_, first_row);
-            bias[1] = row_bias(t_, first_row + 8);
-        }
 #pragma unroll
-        for (int n = 0; n < Config::kNTiles; ++n) {
-            float2 d = make_float2(0.0f, 0.0f);
-            if (delta != nullptr) d = *reinterpret_cast<const float2*>(delta + 8 * n);
+        for (int i = 0; i < Config::kMTiles; ++i) {
+            float bias[2] = {0.0f, 0.0f};
+            if (p_.softcap > 0.0f) {
+                bias[0] = row_bias(t_, warp_row_ + i * 16);
+                bias[1] = row_bias(t_, warp_row_ + i * 16 + 8);
+            }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float score =
-                    fmaf(score_of(s[4 * n + e]) - kScoreBias<SeededScore>, c, e & 1 ? d.y : d.x) + bias[e >> 1];
-                f[4 * n + e] = mods.apply(score * p_.softmax_scale, first_row + (lane_ >> 2) + (e >> 1) * 8,
-                                          n0 + n * 8 + 2 * (lane_ & 3) + (e & 1));
+            for (int n = 0; n < Config::kNTiles; ++n) {
+                float2 d = make_float2(0.0f, 0.0f);
+                if (delta != nullptr) d = *reinterpret_cast<const float2*>(delta + 8 * n);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float score = score_of(s[i][4 * n + e]) - kScoreBias<SeededScore>;
+                    score = fmaf(score, c, e & 1 ? d.y : d.x) + bias[e >> 1];
+                    f[i][4 * n + e] =
+                        mods.apply(score * p_.softmax_scale, warp_row_ + i * 16 + (lane_ >> 2) + (e >> 1) * 8,
+                                   n0 + n * 8 + 2 * (lane_ & 3) + (e & 1));
+                }
             }
         }
     }
@@ -460,11 +487,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         if (Config::kStages == 2) copy_v(n, 0);
         cp_async_commit();
 
-        // ldmatrix lanes: Q (A fragments) and fp16 V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2
-        // chunks; e4m3 V (B) 8 rows by 4 chunks.
+        // ldmatrix lanes: Q (A fragments) and fp16 V (B, transposed) walk 16 rows by 2 chunks; K and e4m3 V (B) 2 x 8 rows
+        // by 2 chunks.
         QLane q_lane(warp_idx * Config::kMTiles * 16 + (lane & 15), lane >> 4);
         KLane k_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-        VLane v_lane(Config::kHalfV ? lane & 15 : lane & 7, Config::kHalfV ? lane >> 4 : lane >> 3);
+        VLane v_lane(Config::kHalfV ? lane & 15 : (lane & 7) + ((lane >> 4) << 3),
+                     Config::kHalfV ? lane >> 4 : (lane >> 3) & 1);
 
         QFragments rq;
         if (Config::kQInRegisters) {
@@ -489,18 +517,33 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             }
             cp_async_commit();
 
+            bool edges = n < keys.full_first || n >= keys.full_end;
+            uint32 k_tile = smem_k + stage * KTile::kBytes, v_tile = smem_v + stage * VTile::kBytes;
             Integers s[Config::kMTiles];
-            mma_qk(s, rq, smem_q, q_lane, smem_k + stage * KTile::kBytes, k_lane);
-
+            mma_qk(s, rq, smem_q, q_lane, k_tile, k_lane);
             if (Config::kStages == 1) {
                 cp_async_wait<0>();
                 __syncthreads();
                 if (n > keys.first) copy_k(n - 1, 0);
                 cp_async_commit();
             }
-            Probabilities probs[Config::kMTiles];
-            worker.softmax(s, n, n < keys.full_first || n >= keys.full_end, probs);
-            mma_pv_tile(worker.o_, probs, smem_v + stage * VTile::kBytes, v_lane);
+            worker.template softmax<0>(s, n, edges, [] {});
+            if constexpr (kParts == 2) {
+                mma_qk(s, rq, smem_q, q_lane, k_tile + kKPartBytes, k_lane);
+                if constexpr (kDirect) {
+                    mma_pv_steps<0, kPartSteps>(worker.o_, worker.probs_, v_tile, v_lane);
+                    worker.template softmax<1>(s, n, edges, [] {});
+                } else {
+                    worker.template softmax<1>(s, n, edges, [&] {
+                        mma_pv_steps<0, kPartSteps>(worker.o_, worker.probs_, v_tile, v_lane);
+#pragma unroll
+                        for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+                            for (int w = 0; w < kPartSteps * 4; ++w) worker.probs_[i][w / 4][w % 4] = 0;
+                    });
+                }
+            }
+            mma_pv_steps<kDirect && kParts == 2 ? kPartSteps : 0, kPSteps>(worker.o_, worker.probs_, v_tile, v_lane);
             if (Config::kStages == 2) stage ^= 1;
         }
     }

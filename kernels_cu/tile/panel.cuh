@@ -32,8 +32,7 @@ struct PanelTile {
 };
 
 // Address generator for ldmatrix over a PanelTile: lane-dependent parts are computed once, a 16-column step is one XOR.
-// `row` and `half` are this lane's row (0..15 of a 16-row slice) and its chunk (0 or 1) inside a 16-column step; in a tile of
-// 64-byte rows a lane may also be given one of all four chunks, for step 0.
+// `row` and `half` are this lane's row (0..15 of a 16-row slice) and its chunk (0 or 1) inside a 16-column step.
 // All base addresses are multiples of 1024 bytes, so that XOR on the low bits of the sum is exact.
 template <int kRows, int kHeadDim>
 struct PanelLane {

@@ -313,11 +313,12 @@ class _Int8Sm80Tile:
     num_stages: int
     q_in_registers: bool
     min_ctas: int
+    part_keys: int = 64
 
 
 _INT8_SM80_TILES: tuple[_Int8Sm80Tile, ...] = (
-    _Int8Sm80Tile(64, 4, 2, True, 2),
-    _Int8Sm80Tile(128, 4, 2, False, 2),
+    _Int8Sm80Tile(64, 4, 2, False, 3, part_keys=32),
+    _Int8Sm80Tile(128, 4, 2, False, 2, part_keys=32),
     _Int8Sm80Tile(256, 8, 1, False, 1),
 )
 # Score modifiers take registers for mask addresses: half the rows a warp.
@@ -358,6 +359,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
             ("SMOOTH_Q", str(int(kind == "smoothq"))),
             ("SCORE_MODS", str(int(mods))),
             ("BLOCK_M", str(block_m)),
+            ("PART_KEYS", str(tile.part_keys)),
             ("NUM_WARPS", str(tile.num_warps)),
             ("NUM_STAGES", str(tile.num_stages)),
             ("Q_IN_REGISTERS", str(int(tile.q_in_registers))),
@@ -372,7 +374,6 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
         smem_bytes=smem_bytes,
         min_arch=(8, 9) if fp8 else (8, 0),
         prebuild=prebuild,
-        allowed_spill_bytes=300,
         features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
         bits=bits,
         pv=pv,
