@@ -58,7 +58,6 @@ struct Config {
     static constexpr bool kSmoothQ = SMOOTH_Q;  // delta_s is added
     static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, scale <= 0; delta_s where there is one
     static constexpr bool kFloatScores = kSmoothQ || kScoreMods;
-    static constexpr bool kQInRegisters = Q_IN_REGISTERS;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
     static constexpr int kPartKeys = PART_KEYS;  // of a tile, whose scores are in registers at a time
@@ -69,8 +68,7 @@ struct Config {
                   "whole MMA tiles, one q_scale a lane");
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 32, 64, 128 or 256 bytes");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
-    static_assert(kPartKeys == 64 || (kPartKeys == 32 && kStages == 2),
-                  "whole k32 steps, and K stays for the second part");
+    static_assert(kPartKeys == 32 || kPartKeys == 64, "whole k32 steps");
 };
 
 template <bool kHalfV>
@@ -118,7 +116,6 @@ constexpr int kSteps = Config::kRowHalves / 16;
 using Integers = SeededScore[Config::kNTiles * 4];
 using Floats = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
-using QFragments = uint32[Config::kQInRegisters ? kSteps : 1][Config::kMTiles][4];
 // A operands of P V, of 16 keys each (fp16) or of 32 (e4m3).
 constexpr int kPSteps = Config::kBlockN / (Config::kHalfV ? 16 : 32);
 constexpr int kParts = Config::kBlockN / Config::kPartKeys, kPartSteps = kPSteps / kParts;
@@ -134,20 +131,15 @@ struct Lift {
 };
 using Softmax = RowState<Lift>;
 
-OA_DEVICE void load_q_step(uint32 (&a)[Config::kMTiles][4], uint32 smem_q, const QLane& lane, int step) {
-#pragma unroll
-    for (int i = 0; i < Config::kMTiles; ++i) ldmatrix_x4(a[i], smem_q + lane.at(i * 16, step));
-}
-
 // S of one part of a tile, whose first key smem_k points at.
-OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], const QFragments& rq, uint32 smem_q, const QLane& q_lane,
-                      uint32 smem_k, const KLane& k_lane) {
+OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane& q_lane, uint32 smem_k,
+                      const KLane& k_lane) {
     constexpr int32 kSeed = 0x4b400000;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        uint32 loaded[Config::kMTiles][4];
-        if (!Config::kQInRegisters) load_q_step(loaded, smem_q, q_lane, step);
-        const auto& a = Config::kQInRegisters ? rq[Config::kQInRegisters ? step : 0] : loaded;
+        uint32 a[Config::kMTiles][4];
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) ldmatrix_x4(a[i], smem_q + q_lane.at(i * 16, step));
 #pragma unroll
         for (int n = 0; n < Config::kNTiles; n += 2) {
             uint32 b[4];
@@ -494,15 +486,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         VLane v_lane(Config::kHalfV ? lane & 15 : (lane & 7) + ((lane >> 4) << 3),
                      Config::kHalfV ? lane >> 4 : (lane >> 3) & 1);
 
-        QFragments rq;
-        if (Config::kQInRegisters) {
-            cp_async_wait<0>();
-            __syncthreads();
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step)
-                load_q_step(rq[Config::kQInRegisters ? step : 0], smem_q, q_lane, step);
-        }
-
         int stage = 0;
         for (; n >= keys.first; --n) {
             cp_async_wait<0>();
@@ -520,16 +503,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             bool edges = n < keys.full_first || n >= keys.full_end;
             uint32 k_tile = smem_k + stage * KTile::kBytes, v_tile = smem_v + stage * VTile::kBytes;
             Integers s[Config::kMTiles];
-            mma_qk(s, rq, smem_q, q_lane, k_tile, k_lane);
-            if (Config::kStages == 1) {
+            mma_qk(s, smem_q, q_lane, k_tile, k_lane);
+            auto next_k = [&] {  // where V(n) has to be there, and no warp needs K(n) any more
+                if (Config::kStages == 2) return;
                 cp_async_wait<0>();
                 __syncthreads();
                 if (n > keys.first) copy_k(n - 1, 0);
                 cp_async_commit();
-            }
+            };
+            if constexpr (kParts == 1) next_k();
             worker.template softmax<0>(s, n, edges, [] {});
             if constexpr (kParts == 2) {
-                mma_qk(s, rq, smem_q, q_lane, k_tile + kKPartBytes, k_lane);
+                mma_qk(s, smem_q, q_lane, k_tile + kKPartBytes, k_lane);
+                next_k();
                 if constexpr (kDirect) {
                     mma_pv_steps<0, kPartSteps>(worker.o_, worker.probs_, v_tile, v_lane);
                     worker.template softmax<1>(s, n, edges, [] {});

@@ -310,22 +310,20 @@ class _Int8Sm80Tile:
 
     head_dim: int
     num_warps: int
-    num_stages: int
-    q_in_registers: bool
     min_ctas: int
-    part_keys: int = 64
+    part_keys: int = 32
 
 
 _INT8_SM80_TILES: tuple[_Int8Sm80Tile, ...] = (
-    _Int8Sm80Tile(64, 4, 2, False, 3, part_keys=32),
-    _Int8Sm80Tile(128, 4, 2, False, 2, part_keys=32),
-    _Int8Sm80Tile(256, 8, 1, False, 1),
+    _Int8Sm80Tile(64, 4, 3),
+    _Int8Sm80Tile(128, 4, 2),
+    _Int8Sm80Tile(256, 8, 1),
 )
-# Score modifiers take registers for mask addresses: half the rows a warp.
+# Score modifiers take registers for mask addresses: at head_dim 128 half the rows a warp.
 _INT8_SM80_MODS_TILES: tuple[_Int8Sm80Tile, ...] = (
-    _Int8Sm80Tile(64, 8, 2, True, 1),
-    _Int8Sm80Tile(128, 8, 2, False, 1),
-    _Int8Sm80Tile(256, 8, 1, False, 1),
+    _Int8Sm80Tile(64, 4, 2),
+    _Int8Sm80Tile(128, 8, 1, part_keys=64),
+    _Int8Sm80Tile(256, 8, 1),
 )
 
 
@@ -334,8 +332,11 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
     short, tag = _IO_TYPES[dtype]
     fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
     row_bytes = tile.head_dim * bits // 8
-    tiles_bytes = row_bytes * (block_m + tile.num_stages * keys) + tile.num_stages * keys * tile.head_dim * (2 - fp8)
-    smem_bytes = tiles_bytes + 1024  # scales, delta_s, and what each warp knows of its tile
+    stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
+    # One stage where two would leave an SM of sm_86 one CTA less, which takes fp16 sums, or not fit at all.
+    num_stages = 1 if (pv, acc) == ("fp16", "fp16") or block_m * row_bytes + 2 * stage_bytes > 96 << 10 else 2
+    # And scales, delta_s, and what each warp knows of its tile.
+    smem_bytes = block_m * row_bytes + num_stages * stage_bytes + 1024
     family = f"attn_int{bits}_sm{89 if fp8 else 80}"
     # The common widths, as the GPUs of an architecture choose them (select.PV_CHOICES), and what Hopper falls back to.
     common = tile.head_dim <= 128 and kind == ("smoothq" if bits == 4 else "")
@@ -361,8 +362,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
             ("BLOCK_M", str(block_m)),
             ("PART_KEYS", str(tile.part_keys)),
             ("NUM_WARPS", str(tile.num_warps)),
-            ("NUM_STAGES", str(tile.num_stages)),
-            ("Q_IN_REGISTERS", str(int(tile.q_in_registers))),
+            ("NUM_STAGES", str(num_stages)),
             ("MIN_CTAS", str(tile.min_ctas)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
