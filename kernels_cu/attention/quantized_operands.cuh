@@ -2,6 +2,7 @@
 // fields in the same order). Formats: docs/quantization.md.
 #pragma once
 #include "attention/quantize_params.cuh"
+#include "ptx/math.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
@@ -28,13 +29,23 @@ OA_DEVICE int64 head_of(const AttnFwdParams& p, const FwdTile& t, int32 heads, i
     return (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * heads : 0) + head;
 }
 
-// Undoes V's scale and mean, both per channel, on one thread's part of two rows: O = O v_scale + (sum of P) v_mean, before the
-// division by that sum. o[4d + 2r + x]: row r, channel 8d + 2(lane % 4) + x.
+// Divides one thread's part of two rows of O by the sum of P and undoes V's scale and mean, both per channel:
+// O = (O / l) v_scale + v_mean, l = 1, and the base m2 with what l was. The division comes first, because v_scale times a sum of
+// products may exceed fp32 where their mean does not. o[4d + 2r + x]: row r, channel 8d + 2(lane % 4) + x.
 template <int kOutputs>
-OA_DEVICE void restore_values(float (&o)[kOutputs], const float (&l)[2], const QuantizedOperands& x, int64 kv_head,
-                              int lane) {
+OA_DEVICE void restore_values(float (&o)[kOutputs], float (&m2)[2], float (&l)[2], const QuantizedOperands& x,
+                              int64 kv_head, int lane) {
     const float* scales = x.v_scale + kv_head * x.head_dim_pad;
     const float* means = x.v_mean == nullptr ? nullptr : x.v_mean + kv_head * x.head_dim_pad;
+    float inverse[2], weight[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        bool nothing = l[r] == 0.0f;  // a row that attends to nothing stays 0
+        inverse[r] = nothing ? 0.0f : 1.0f / l[r];
+        weight[r] = nothing ? 0.0f : 1.0f;
+        if (!nothing) m2[r] += log2_approx(l[r]);
+        l[r] = nothing ? 0.0f : l[r] * inverse[r];  // 1, or NaN
+    }
 #pragma unroll
     for (int d = 0; d < kOutputs / 4; ++d) {
         int32 column = 8 * d + 2 * (lane & 3);
@@ -43,8 +54,8 @@ OA_DEVICE void restore_values(float (&o)[kOutputs], const float (&l)[2], const Q
         if (means != nullptr) mean = *reinterpret_cast<const float2*>(means + column);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            o[4 * d + 2 * r] = fmaf(o[4 * d + 2 * r], scale.x, l[r] * mean.x);
-            o[4 * d + 2 * r + 1] = fmaf(o[4 * d + 2 * r + 1], scale.y, l[r] * mean.y);
+            o[4 * d + 2 * r] = fmaf(o[4 * d + 2 * r] * inverse[r], scale.x, weight[r] * mean.x);
+            o[4 * d + 2 * r + 1] = fmaf(o[4 * d + 2 * r + 1] * inverse[r], scale.y, weight[r] * mean.y);
         }
     }
 }

@@ -16,10 +16,11 @@
 //
 // P V is summed over a tile of 64 keys in the tensor cores, which for e4m3 keep about 13 bits of mantissa, then in fp32;
 // PV_ACC16: in fp16 over the tile, at twice the rate on GPUs where that is so. No sum can overflow fp16, because the softmax
-// keeps every p within a bound: |sum of p v| <= 64 max p max |v|, every partial sum too.
-//   e4m3  p <= 224, a number that e4m3 has; |v| <= 4.5, another one (QuantizeParams::v_levels): 64 * 224 * 4.5 = 64512
-//   fp16  p <= 2^1.9 = 3.74 with the error of ex2 and the rounding to fp16; |v| < 256: 64 * 3.74 * 256 = 61277
-//   Sums are rounded to fp16 once for 32 or 16 keys, by 16 at most: less than 65504 + 16, where rounding to infinity begins.
+// keeps the sum of p within a bound: |sum of p v| <= max |v| * sum of p, every partial sum too.
+//   e4m3  a lane's p add up to at most 448, a row's to 1792; rounding to e4m3 adds 1/16 at most, and 64 * 2^-10 where p is
+//         subnormal; |v| <= 32 (QuantizeParams::v_levels): 32 * (1792 * 17/16 + 1/16) = 60930
+//   fp16  a lane's p add up to at most 60, a row's to 240; rounding adds 2^-11; |v| < 256: 256 * 240.2 = 61480
+//   Sums are rounded to fp16 once for 32 or 16 keys, by 16 at most: 61480 + 4 * 16 < 65504.
 // With fp32 accumulators fp16 P V goes into O directly.
 //
 // NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)
@@ -28,10 +29,10 @@
 //
 // Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V [NUM_STAGES][64 *
 // HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4].
-#include "attention/bounded_softmax.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/score_mods.cuh"
 #include "attention/wgmma_epilogue.cuh"
+#include "attention/wgmma_softmax.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
@@ -127,17 +128,17 @@ using Output = float[Config::kDTiles * 4];
 // A operands of P V, of 16 keys each (fp16) or of 32 (e4m3).
 constexpr int kPSteps = Config::kBlockN / (Config::kHalfV ? 16 : 32);
 constexpr int kParts = Config::kBlockN / Config::kPartKeys, kPartSteps = kPSteps / kParts;
-using Probabilities = uint32[kPSteps][Config::kMTiles][4];
+using Probabilities = uint32[kPSteps][4];
 // Whether products go into O itself, or a tile's are summed first.
 constexpr bool kDirect = Config::kHalfV && !Config::kAcc16;
 
-// log2 of P at the maximum and of the largest P.
+// P at the base of the softmax, and what a lane's P of one part of a tile may add up to.
 struct Lift {
-    static constexpr float kValue = Config::kHalfV ? 0.0f : 4.807354922f;  // 28
-    static constexpr float kMost =
-        Config::kHalfV ? (Config::kAcc16 ? 1.9f : 8.0f) : (Config::kAcc16 ? 7.807354922f : 8.807354922f);  // 224, 448
+    static constexpr float kValue = Config::kHalfV ? 0.0f : 4.754887502f;  // log2(27): 16 at the base give 432
+    static constexpr float kSumLimit =
+        (Config::kAcc16 ? (Config::kHalfV ? 60.0f : 448.0f) / kParts : (Config::kHalfV ? 256.0f : 448.0f));
 };
-using Softmax = BoundedSoftmax<Config::kMTiles, Lift>;
+using Softmax = RowState<Lift>;
 
 // S of one part of a tile, whose first key smem_k points at.
 OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane& q_lane, uint32 smem_k,
@@ -179,82 +180,77 @@ OA_DEVICE void add_part(float* o, const uint32 (&part)[2]) {
     for (int x = 0; x < 4; ++x) o[x] += to_float(Half{}, uint16(part[x >> 1] >> 16 * (x & 1)));
 }
 
-// B operands of one step for two blocks of 8 channels: b[0], b[1] and b[2], b[3].
-OA_DEVICE void load_values(uint32 (&b)[4], uint32 smem_v, const VLane& v_lane, int step, int d) {
-    if constexpr (Config::kHalfV) {
-        ldmatrix_x4_trans(b, smem_v + v_lane.at(step * 16, d / 2));
-    } else {
-        ldmatrix_x4(b, smem_v + v_lane.at(d * 8, step));
-    }
-}
-
-// O += P V of one step.
-OA_DEVICE void mma_pv_step(Output (&o)[Config::kMTiles], const uint32 (&p)[Config::kMTiles][4], int step, uint32 smem_v,
-                           const VLane& v_lane) {
-#pragma unroll
-    for (int d = 0; d < Config::kDTiles; d += 2) {
-        uint32 b[4];
-        load_values(b, smem_v, v_lane, step, d);
-#pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                mma_pv_more(typename Config::Value{}, o[i] + 4 * (d + h), p[i], b[2 * h], b[2 * h + 1]);
-    }
-}
-
-// O += P V of steps [kFirst, kEnd) of a tile, summed by themselves first.
+// O += P V of steps [kFirst, kEnd) of a tile.
 template <int kFirst, int kEnd>
-OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities& p, uint32 smem_v, const VLane& v_lane) {
+OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities (&probs)[Config::kMTiles], uint32 smem_v,
+                            const VLane& v_lane) {
     typename Config::Value value;
-    constexpr int kWords = Config::kAcc16 ? 2 : 4;
-    using Word = typename Select<Config::kAcc16, uint32, float>::Type;
+    // B operands of one step for two blocks of 8 channels: b[0], b[1] and b[2], b[3].
+    auto load = [&](uint32(&b)[4], int step, int d) {
+        if constexpr (Config::kHalfV) {
+            ldmatrix_x4_trans(b, smem_v + v_lane.at(step * 16, d / 2));
+        } else {
+            ldmatrix_x4(b, smem_v + v_lane.at(d * 8, step));
+        }
+    };
+    if constexpr (kDirect) {
 #pragma unroll
-    for (int d = 0; d < Config::kDTiles; d += 2) {
-        Word part[Config::kMTiles][2][kWords];
+        for (int step = kFirst; step < kEnd; ++step)
 #pragma unroll
-        for (int step = kFirst; step < kEnd; ++step) {
-            uint32 b[4];
-            load_values(b, smem_v, v_lane, step, d);
+            for (int d = 0; d < Config::kDTiles; d += 2) {
+                uint32 b[4];
+                load(b, step, d);
+#pragma unroll
+                for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        mma_pv_more(value, o[i] + 4 * (d + h), probs[i][step], b[2 * h], b[2 * h + 1]);
+            }
+    } else {
+        constexpr int kWords = Config::kAcc16 ? 2 : 4;
+        using Word = typename Select<Config::kAcc16, uint32, float>::Type;
+#pragma unroll
+        for (int d = 0; d < Config::kDTiles; d += 2) {
+            Word part[Config::kMTiles][2][kWords];
+#pragma unroll
+            for (int step = kFirst; step < kEnd; ++step) {
+                uint32 b[4];
+                load(b, step, d);
+#pragma unroll
+                for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        if (step == kFirst) {
+                            mma_pv_first(value, part[i][h], probs[i][step], b[2 * h], b[2 * h + 1]);
+                        } else {
+                            mma_pv_more(value, part[i][h], probs[i][step], b[2 * h], b[2 * h + 1]);
+                        }
+                    }
+            }
 #pragma unroll
             for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    if (step == kFirst) {
-                        mma_pv_first(value, part[i][h], p[step][i], b[2 * h], b[2 * h + 1]);
-                    } else {
-                        mma_pv_more(value, part[i][h], p[step][i], b[2 * h], b[2 * h + 1]);
-                    }
-                }
+                for (int h = 0; h < 2; ++h) add_part(o[i] + 4 * (d + h), part[i][h]);
         }
-#pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) add_part(o[i] + 4 * (d + h), part[i][h]);
     }
 }
 
-// P of the 16 or 32 keys of one step from their scores, as A operands.
-template <typename Scores>
-OA_DEVICE void exponentials(uint32 (&p)[Config::kMTiles][4], const Scores (&s)[Config::kMTiles], int step,
-                            Softmax& softmax) {
-    constexpr int kScores = Config::kHalfV ? 8 : 16;
-#pragma unroll
-    for (int i = 0; i < Config::kMTiles; ++i) {
-        float x[kScores];
-#pragma unroll
-        for (int e = 0; e < kScores; ++e) x[e] = softmax.exponential(s[i][step * kScores + e], i, e);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {  // w & 1: which of the two rows
-            if constexpr (Config::kHalfV) {
-                p[i][w] = pack2(Half{}, x[2 * w], x[2 * w + 1]);
-            } else {
-                const float* of = x + (w >> 1) * 8 + (w & 1) * 2;
-                p[i][w] = pack4_e4m3(of[0], of[1], of[4], of[5]);
-            }
+// Puts P of 16 rows and part kPart of the keys where the second product wants it.
+template <int kPart>
+struct Packer {
+    Probabilities& probs;
+    float held[2][2];  // e4m3: P of the last even column block, which shares words with the next one
+    OA_DEVICE void operator()(int n, int r, float p0, float p1) {
+        if constexpr (Config::kHalfV) {
+            probs[kPart * kPartSteps + n / 2][2 * (n & 1) + r] = pack2(Half{}, p0, p1);
+        } else if (n & 1) {
+            probs[kPart * kPartSteps + n / 4][(n & 2) + r] = pack4_e4m3(held[r][0], held[r][1], p0, p1);
+        } else {
+            held[r][0] = p0;
+            held[r][1] = p1;
         }
     }
-}
+};
 
 OA_DEVICE TileFacts facts_of(const AttnInt8Sm80Params& params, const FwdTile& t, int32 full_first, int32 full_end) {
     const AttnFwdParams& p = params.p;
@@ -304,16 +300,15 @@ class Worker {
         cp_async_16(smem_addr_of(smem_.delta[n & 1]) + tid * 16, smem_.facts.delta + column + tid * 4, 16);
     }
 
-    // O += P V of part kPart of tile n, from its integers. Where a tile's products are summed by themselves, those of the first
-    // part wait for the second.
-    template <int kPart>
-    OA_DEVICE void attend(Integers (&s)[Config::kMTiles], int32 n, bool edges, uint32 smem_v, const VLane& v_lane) {
+    // P of part kPart of tile n from its integers. multiply_before: P V of the parts before, where that has not happened yet.
+    template <int kPart, typename Multiply>
+    OA_DEVICE void softmax(Integers (&s)[Config::kMTiles], int32 n, bool edges, Multiply multiply_before) {
         int32 n0 = n * Config::kBlockN + kPart * Config::kPartKeys;
         float k_scale = smem_.k_scale[n & 1][lane_ & 3];
         if constexpr (!Config::kFloatScores) {
             float c = scale_without_rounding(q_scale_ * k_scale * (p_.softmax_scale * kLog2e));
             if (edges) hide_keys(s, n0);
-            multiply<kPart>(s, c, smem_v, v_lane);
+            exponentiate<kPart>(s, c, c > kCoarseScale, multiply_before);
         } else {
             float c = q_scale_ * k_scale;
             // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
@@ -326,7 +321,7 @@ class Worker {
                 shifted_scores(f, s, c * (p_.softmax_scale * kLog2e), delta);
             }
             if (edges) hide_keys(f, n0);
-            multiply<kPart>(f, 1.0f, smem_v, v_lane);
+            exponentiate<kPart>(f, 1.0f, false, multiply_before);
         }
     }
 
@@ -336,11 +331,11 @@ class Worker {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) {
-            RowState<Lift>& rows = softmax_.rows[i];
+            Softmax& rows = rows_[i];
             rows.reduce();
             float bias[2] = {0.0f, 0.0f};
             if (t.seqlen_k > 0) {  // rows of no sequence have no channels to look up, and nothing to scale
-                restore_values(o_[i], rows.l, x_, int64(t.sequence) * p_.num_kv_heads + kv_head, lane_);
+                restore_values(o_[i], rows.m2, rows.l, x_, int64(t.sequence) * p_.num_kv_heads + kv_head, lane_);
                 // With a softcap the scores have had it before.
                 if (!(Config::kScoreMods && p_.softcap > 0.0f)) {
                     bias[0] = row_bias(t, warp_row + i * 16) * p_.softmax_scale;
@@ -351,6 +346,9 @@ class Worker {
         }
     }
 
+    Output o_[Config::kMTiles];
+    Probabilities probs_[Config::kMTiles];
+
   private:
     template <typename Scores>
     OA_DEVICE void hide_keys(Scores (&s)[Config::kMTiles], int32 n0) const {
@@ -358,27 +356,25 @@ class Worker {
         for (int i = 0; i < Config::kMTiles; ++i) mask_edges(s[i], p_, t_, warp_row_ + i * 16, n0, lane_);
     }
 
-    template <int kPart, typename Scores>
-    OA_DEVICE void multiply(Scores (&s)[Config::kMTiles], float c, uint32 smem_v, const VLane& v_lane) {
-        softmax_.prepare(s, c, o_, [&] {
-            if constexpr (!kDirect && kPart > 0) {  // P that waits has been made for the base as it was
-                mma_pv_steps<0, kPart * kPartSteps>(o_, waiting_, smem_v, v_lane);
+    // P and its sums from scores; O and the denominators follow where the base of the softmax has to move. Rows that are not
+    // there are zeros (QCopy), and not the next sequence's: they may have a say in that.
+    template <int kPart, typename Scores, typename Multiply>
+    OA_DEVICE void exponentiate(const Scores (&s)[Config::kMTiles], float c0, bool coarse, Multiply multiply_before) {
+        const float c[2] = {c0, c0};
 #pragma unroll
-                for (int w = 0; w < kPart * kPartSteps * Config::kMTiles * 4; ++w)
-                    waiting_[w / (Config::kMTiles * 4)][w / 4 % Config::kMTiles][w % 4] = 0;
+        for (int i = 0; i < Config::kMTiles; ++i) {
+            float sum[2];
+            rows_[i].template exponentiate<false>(s[i], c, sum, Packer<kPart>{probs_[i], {}});
+            bool too_large = coarse || !(sum[0] <= Lift::kSumLimit) || !(sum[1] <= Lift::kSumLimit);
+            if (__any_sync(0xffffffffu, too_large)) {
+                multiply_before(i);
+                float alpha[2];
+                rows_[i].raise(s[i], c, alpha);
+                rescale(o_[i], alpha);
+                rows_[i].template exponentiate<true>(s[i], c, sum, Packer<kPart>{probs_[i], {}});
             }
-        });
-#pragma unroll
-        for (int step = 0; step < kPartSteps; ++step) {
-            if constexpr (kDirect) {
-                uint32 p[Config::kMTiles][4];
-                exponentials(p, s, step, softmax_);
-                mma_pv_step(o_, p, kPart * kPartSteps + step, smem_v, v_lane);
-            } else {
-                exponentials(waiting_[kPart * kPartSteps + step], s, step, softmax_);
-            }
+            rows_[i].add(sum);
         }
-        if constexpr (!kDirect && kPart == kParts - 1) mma_pv_steps<0, kPSteps>(o_, waiting_, smem_v, v_lane);
     }
 
     // Of row first_row + lane / 4.
@@ -438,9 +434,7 @@ class Worker {
     const int lane_;
     const int32 warp_row_;
     float q_scale_;  // of all of the lane's rows
-    Output o_[Config::kMTiles];
-    Softmax softmax_;
-    Probabilities waiting_;
+    Softmax rows_[Config::kMTiles];
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_int8_sm80(
@@ -523,12 +517,24 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
                 cp_async_commit();
             };
             if constexpr (kParts == 1) next_k();
-            worker.template attend<0>(s, n, edges, v_tile, v_lane);
+            worker.template softmax<0>(s, n, edges, [](int) {});
             if constexpr (kParts == 2) {
                 mma_qk(s, smem_q, q_lane, k_tile + kKPartBytes, k_lane);
                 next_k();
-                worker.template attend<1>(s, n, edges, v_tile, v_lane);
+                if constexpr (kDirect) {
+                    mma_pv_steps<0, kPartSteps>(worker.o_, worker.probs_, v_tile, v_lane);
+                    worker.template softmax<1>(s, n, edges, [](int) {});
+                } else {
+                    worker.template softmax<1>(s, n, edges, [&](int) {
+                        mma_pv_steps<0, kPartSteps>(worker.o_, worker.probs_, v_tile, v_lane);
+#pragma unroll
+                        for (int j = 0; j < Config::kMTiles; ++j)
+#pragma unroll
+                            for (int w = 0; w < kPartSteps * 4; ++w) worker.probs_[j][w / 4][w % 4] = 0;
+                    });
+                }
             }
+            mma_pv_steps<kDirect && kParts == 2 ? kPartSteps : 0, kPSteps>(worker.o_, worker.probs_, v_tile, v_lane);
             if (Config::kStages == 2) stage ^= 1;
         }
     }

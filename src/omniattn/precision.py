@@ -87,7 +87,7 @@ class Int8:
 
 def value_levels(pv: str, pv_accumulator: str) -> float:
     """What the largest magnitude of a channel of V becomes in e4m3: less where sums have to stay below fp16's 65504."""
-    return 4.5 if (pv, pv_accumulator) == ("fp8", "fp16") else 448.0
+    return 32.0 if (pv, pv_accumulator) == ("fp8", "fp16") else 448.0
 
 
 @dataclass(frozen=True)

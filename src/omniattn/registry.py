@@ -316,7 +316,7 @@ class _Int8Sm80Tile:
 
 _INT8_SM80_TILES: tuple[_Int8Sm80Tile, ...] = (
     _Int8Sm80Tile(64, 4, 3),
-    _Int8Sm80Tile(128, 4, 2),
+    _Int8Sm80Tile(128, 4, 2, part_keys=64),
     _Int8Sm80Tile(256, 8, 1),
 )
 # Score modifiers take registers for mask addresses: at head_dim 128 half the rows a warp.
