@@ -29,6 +29,31 @@ OA_DEVICE int64 head_of(const AttnFwdParams& p, const FwdTile& t, int32 heads, i
     return (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * heads : 0) + head;
 }
 
+// What is known of a CTA's tile and not needed all the time: registers are what this kernel lacks.
+struct TileFacts {
+    FwdTile tile;
+    int32 full_first, full_end;  // as in KeyTiles
+    const uint16* k;
+    const uint16* v;
+    const float* k_scale;
+    const float* delta;  // of its block of queries
+};
+
+template <int kBlockN, bool kHalfV>
+OA_DEVICE TileFacts facts_of(const AttnFwdParams& p, const QuantizedOperands& x, const FwdTile& t, int32 full_first,
+                             int32 full_end) {
+    int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
+    TileFacts f{t, full_first, full_end, nullptr, nullptr, nullptr, nullptr};
+    f.k = p.k + t.batch_idx * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
+    f.v = p.v + t.batch_idx * p.v_stride_b + kv_head * p.v_stride_h;
+    f.v += kHalfV ? int64(t.k_begin) * p.v_stride_s : int64(slot_of(p, t, t.k_begin, kBlockRows)) * (kBlockRows / 2);
+    f.k_scale =
+        x.k_scale + head_of(p, t, p.num_kv_heads, kv_head) * x.k_scale_stride_h + slot_of(p, t, t.k_begin, kBlockN) * 4;
+    f.delta = x.delta_s + head_of(p, t, p.num_q_heads, t.head_idx) * x.delta_stride_h +
+              int64(slot_of(p, t, t.q_begin, kBlockRows) + t.m0 / kBlockRows) * x.delta_columns;
+    return f;
+}
+
 // Divides one thread's part of two rows of O by the sum of P and undoes V's scale and mean, both per channel:
 // O = (O / l) v_scale + v_mean, l = 1, and the base m2 with what l was. The division comes first, because v_scale times a sum of
 // products may exceed fp32 where their mean does not. o[4d + 2r + x]: row r, channel 8d + 2(lane % 4) + x.

@@ -30,6 +30,7 @@
 // Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V [NUM_STAGES][64 *
 // HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4].
 #include "attention/quantized_operands.cuh"
+#include "attention/quantized_products.cuh"
 #include "attention/score_mods.cuh"
 #include "attention/wgmma_epilogue.cuh"
 #include "attention/wgmma_softmax.cuh"
@@ -71,38 +72,18 @@ struct Config {
     static_assert(kPartKeys == 32 || kPartKeys == 64, "whole k32 steps");
 };
 
-template <bool kHalfV>
-struct ValuesTile {  // keys x channels
-    using Tile = PanelTile<Config::kBlockN, Config::kHeadDim>;
-    using Lane = PanelLane<Config::kBlockN, Config::kHeadDim>;
-    using Copy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
-};
-template <>
-struct ValuesTile<false> {  // channels x keys, 64 bytes
-    using Tile = PanelTile<Config::kHeadDim, 32>;
-    using Lane = PanelLane<Config::kHeadDim, 32>;
-    using Copy = TileCopy<Config::kHeadDim, 32, Config::kThreads>;
-};
-
 using QTile = PanelTile<Config::kBlockM, Config::kRowHalves>;
 using KTile = PanelTile<Config::kBlockN, Config::kRowHalves>;
-using VTile = ValuesTile<Config::kHalfV>::Tile;
+// fp16 V: keys by channels; e4m3 V: channels by keys.
+constexpr int kVRows = Config::kHalfV ? Config::kBlockN : Config::kHeadDim,
+              kVHalves = Config::kHalfV ? Config::kHeadDim : 32;
+using VTile = PanelTile<kVRows, kVHalves>;
 using QLane = PanelLane<Config::kBlockM, Config::kRowHalves>;
 using KLane = PanelLane<Config::kBlockN, Config::kRowHalves>;
-using VLane = ValuesTile<Config::kHalfV>::Lane;
+using VLane = PanelLane<kVRows, kVHalves>;
 using QCopy = TileCopy<Config::kBlockM, Config::kRowHalves, Config::kThreads>;
 using KCopy = TileCopy<Config::kBlockN, Config::kRowHalves, Config::kThreads>;
-using VCopy = ValuesTile<Config::kHalfV>::Copy;
-
-// What is known of a CTA's tile and not needed all the time: registers are what this kernel lacks.
-struct TileFacts {
-    FwdTile tile;
-    int32 full_first, full_end;  // as in KeyTiles
-    const uint16* k;
-    const uint16* v;
-    const float* k_scale;
-    const float* delta;  // of the tile's block of queries
-};
+using VCopy = TileCopy<kVRows, kVHalves, Config::kThreads>;
 
 struct SharedStorage {
     alignas(1024) uint8 q[QTile::kBytes];
@@ -170,16 +151,6 @@ OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane
     }
 }
 
-// Sums of one tile, 16 rows by 8 channels, to those in fp32.
-OA_DEVICE void add_part(float* o, const float (&part)[4]) {
-#pragma unroll
-    for (int x = 0; x < 4; ++x) o[x] += part[x];
-}
-OA_DEVICE void add_part(float* o, const uint32 (&part)[2]) {
-#pragma unroll
-    for (int x = 0; x < 4; ++x) o[x] += to_float(Half{}, uint16(part[x >> 1] >> 16 * (x & 1)));
-}
-
 // O += P V of steps [kFirst, kEnd) of a tile.
 template <int kFirst, int kEnd>
 OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities (&probs)[Config::kMTiles], uint32 smem_v,
@@ -233,39 +204,6 @@ OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities (&
                 for (int h = 0; h < 2; ++h) add_part(o[i] + 4 * (d + h), part[i][h]);
         }
     }
-}
-
-// Puts P of 16 rows and part kPart of the keys where the second product wants it.
-template <int kPart>
-struct Packer {
-    Probabilities& probs;
-    float held[2][2];  // e4m3: P of the last even column block, which shares words with the next one
-    OA_DEVICE void operator()(int n, int r, float p0, float p1) {
-        if constexpr (Config::kHalfV) {
-            probs[kPart * kPartSteps + n / 2][2 * (n & 1) + r] = pack2(Half{}, p0, p1);
-        } else if (n & 1) {
-            probs[kPart * kPartSteps + n / 4][(n & 2) + r] = pack4_e4m3(held[r][0], held[r][1], p0, p1);
-        } else {
-            held[r][0] = p0;
-            held[r][1] = p1;
-        }
-    }
-};
-
-OA_DEVICE TileFacts facts_of(const AttnInt8Sm80Params& params, const FwdTile& t, int32 full_first, int32 full_end) {
-    const AttnFwdParams& p = params.p;
-    const QuantizedOperands& x = params.x;
-    int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
-    TileFacts f{t, full_first, full_end, nullptr, nullptr, nullptr, nullptr};
-    f.k = p.k + t.batch_idx * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
-    f.v = p.v + t.batch_idx * p.v_stride_b + kv_head * p.v_stride_h;
-    f.v += Config::kHalfV ? int64(t.k_begin) * p.v_stride_s
-                          : int64(slot_of(p, t, t.k_begin, kBlockRows)) * (kBlockRows / 2);
-    f.k_scale = x.k_scale + head_of(p, t, p.num_kv_heads, kv_head) * x.k_scale_stride_h +
-                slot_of(p, t, t.k_begin, Config::kBlockN) * 4;
-    f.delta = x.delta_s + head_of(p, t, p.num_q_heads, t.head_idx) * x.delta_stride_h +
-              int64(slot_of(p, t, t.q_begin, kBlockRows) + t.m0 / kBlockRows) * x.delta_columns;
-    return f;
 }
 
 class Worker {
@@ -361,17 +299,18 @@ class Worker {
     template <int kPart, typename Scores, typename Multiply>
     OA_DEVICE void exponentiate(const Scores (&s)[Config::kMTiles], float c0, bool coarse, Multiply multiply_before) {
         const float c[2] = {c0, c0};
+        using Packer = OperandPacker<Config::kHalfV, kPart * kPartSteps, kPSteps>;
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) {
             float sum[2];
-            rows_[i].template exponentiate<false>(s[i], c, sum, Packer<kPart>{probs_[i], {}});
+            rows_[i].template exponentiate<false>(s[i], c, sum, Packer{probs_[i], {}});
             bool too_large = coarse || !(sum[0] <= Lift::kSumLimit) || !(sum[1] <= Lift::kSumLimit);
             if (__any_sync(0xffffffffu, too_large)) {
                 multiply_before(i);
                 float alpha[2];
                 rows_[i].raise(s[i], c, alpha);
                 rescale(o_[i], alpha);
-                rows_[i].template exponentiate<true>(s[i], c, sum, Packer<kPart>{probs_[i], {}});
+                rows_[i].template exponentiate<true>(s[i], c, sum, Packer{probs_[i], {}});
             }
             rows_[i].add(sum);
         }
@@ -451,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
 
     KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);
     TileFacts& facts = smem.facts;
-    if (tid == 0) facts = facts_of(params, t, keys.full_first, keys.full_end);
+    if (tid == 0) facts = facts_of<Config::kBlockN, Config::kHalfV>(p, params.x, t, keys.full_first, keys.full_end);
     __syncthreads();
     Worker worker(params, t, smem, warp_idx, lane);
     int32 n = keys.end - 1;

@@ -311,19 +311,19 @@ class _Int8Sm80Tile:
     head_dim: int
     num_warps: int
     min_ctas: int
-    part_keys: int = 32
+    part_keys: int
 
 
 _INT8_SM80_TILES: tuple[_Int8Sm80Tile, ...] = (
-    _Int8Sm80Tile(64, 4, 3),
-    _Int8Sm80Tile(128, 4, 2, part_keys=64),
-    _Int8Sm80Tile(256, 8, 1),
+    _Int8Sm80Tile(64, 4, 3, 32),
+    _Int8Sm80Tile(128, 4, 2, 64),
+    _Int8Sm80Tile(256, 8, 1, 64),
 )
 # Score modifiers take registers for mask addresses: at head_dim 128 half the rows a warp.
 _INT8_SM80_MODS_TILES: tuple[_Int8Sm80Tile, ...] = (
-    _Int8Sm80Tile(64, 4, 2),
-    _Int8Sm80Tile(128, 8, 1, part_keys=64),
-    _Int8Sm80Tile(256, 8, 1),
+    _Int8Sm80Tile(64, 4, 2, 32),
+    _Int8Sm80Tile(128, 8, 1, 64),
+    _Int8Sm80Tile(256, 8, 1, 64),
 )
 
 
@@ -333,8 +333,9 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
     fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
     row_bytes = tile.head_dim * bits // 8
     stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
-    # One stage where two would leave an SM of sm_86 one CTA less, which takes fp16 sums, or not fit at all.
-    num_stages = 1 if (pv, acc) == ("fp16", "fp16") or block_m * row_bytes + 2 * stage_bytes > 96 << 10 else 2
+    # One stage where two do not fit, or would leave sm_86, which takes fp16 sums of fp16 products, a CTA less.
+    sm_bytes = (101 << 10) if tile.min_ctas == 1 or (pv, acc) == ("fp16", "fp16") else (164 << 10)
+    num_stages = 2 if tile.min_ctas * (block_m * row_bytes + 2 * stage_bytes + 2048) <= sm_bytes else 1
     # And scales, delta_s, and what each warp knows of its tile.
     smem_bytes = block_m * row_bytes + num_stages * stage_bytes + 1024
     family = f"attn_int{bits}_sm{89 if fp8 else 80}"
@@ -374,6 +375,8 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
         smem_bytes=smem_bytes,
         min_arch=(8, 9) if fp8 else (8, 0),
         prebuild=prebuild,
+        # Values of masked tiles, and up to four of every tile, that the loop only reads.
+        allowed_spill_bytes={64: 32, 128: 100, 256: 100}[tile.head_dim],
         features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
         bits=bits,
         pv=pv,
