@@ -376,7 +376,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
         min_arch=(8, 9) if fp8 else (8, 0),
         prebuild=prebuild,
         # Values of masked tiles, and up to four of every tile, that the loop only reads.
-        allowed_spill_bytes={64: 32, 128: 100, 256: 100}[tile.head_dim],
+        allowed_spill_bytes={64: 32, 128: 100, 256: 160}[tile.head_dim],
         features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
         bits=bits,
         pv=pv,

@@ -118,11 +118,16 @@ def quantizers(head_dim: int, rng: np.random.Generator) -> None:
 def low_precision(head_dim: int, rng: np.random.Generator) -> None:
     """Quantization and attention together, in one workspace."""
     precisions = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())
+    generic = not any(spec.arch_specific for spec in select.REGISTRY)
+    if generic:  # every product of the kernel on mma.sync that this GPU has
+        newer = runtime.device_info(0).cc >= (8, 9)
+        kinds = [(pv, acc) for pv in ("fp16", "fp8")[: 1 + newer] for acc in ("fp32", "fp16")]
+        precisions += tuple(oa.Int8(pv=pv, pv_accumulator=acc) for pv, acc in kinds)
     for width in (head_dim - BELOW, head_dim):
         q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
         k, v = (to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, width))) for _ in range(2))
         for precision in precisions:
-            for name in ("full", "causal", "window", "sinks"):
+            for name in ("full", "causal", "window", "sinks") + generic * ("softcap", "mask"):
                 options = options_for(CALLS[name], rng)
                 check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, precision=precision, **options))
     varlen(head_dim, rng, precisions)
@@ -156,9 +161,11 @@ if __name__ == "__main__":
                 merge(width, generator)
         select.REGISTRY = everything
     if sys.argv[1:] == ["low_precision"]:
-        serves = runtime.has_tensor_maps() and runtime.device_info(0).cc == (9, 0)
         for width in (64, 128, 256):
             quantizers(width, np.random.default_rng(width))
-            if serves:
+        for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):
+            select.REGISTRY = rows
+            sys.modules["omniattn.attention"].__dict__["_plans"].clear()
+            for width in (64, 128, 256):
                 low_precision(width, np.random.default_rng(width))
     print("all calls done")

@@ -264,7 +264,8 @@ def test_fp16_sums_do_not_overflow(monkeypatch: Any, product: tuple[int, str, st
         got, _ = _run(monkeypatch, tensors, precision, softmax_scale=1.0)
         assert got[0].isfinite().all()
         error = (got[0].double() / tensors[2].double().cuda()[:, :1] - 1).abs().max().item()
-        assert error <= 2.0**-6
+        # P is the same for all keys of a tile: so is its rounding.
+        assert error <= (2.0**-4 if product[1] == "fp8" else 2.0**-8)
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=PRODUCT_IDS)
