@@ -61,6 +61,8 @@ struct Config {
     static constexpr bool kFloatScores = kSmoothQ || kScoreMods;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
+    // Of these together it is asked whether P was too large: fewer votes, or fewer registers.
+    static constexpr int kVoteTiles = ONE_VOTE ? kMTiles : 1;
     static constexpr int kPartKeys = PART_KEYS;  // of a tile, whose scores are in registers at a time
     static constexpr int kNTiles = kPartKeys / 8;
     static constexpr int kDTiles = kHeadDim / 8;
@@ -301,18 +303,26 @@ class Worker {
         const float c[2] = {c0, c0};
         using Packer = OperandPacker<Config::kHalfV, kPart * kPartSteps, kPSteps>;
 #pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i) {
-            float sum[2];
-            rows_[i].template exponentiate<false>(s[i], c, sum, Packer{probs_[i], {}});
-            bool too_large = coarse || !(sum[0] <= Lift::kSumLimit) || !(sum[1] <= Lift::kSumLimit);
-            if (__any_sync(0xffffffffu, too_large)) {
-                multiply_before(i);
-                float alpha[2];
-                rows_[i].raise(s[i], c, alpha);
-                rescale(o_[i], alpha);
-                rows_[i].template exponentiate<true>(s[i], c, sum, Packer{probs_[i], {}});
+        for (int first = 0; first < Config::kMTiles; first += Config::kVoteTiles) {
+            float sum[Config::kMTiles][2];
+            bool too_large = coarse;
+#pragma unroll
+            for (int i = first; i < first + Config::kVoteTiles; ++i) {
+                rows_[i].template exponentiate<false>(s[i], c, sum[i], Packer{probs_[i], {}});
+                too_large |= !(sum[i][0] <= Lift::kSumLimit) || !(sum[i][1] <= Lift::kSumLimit);
             }
-            rows_[i].add(sum);
+            if (__any_sync(0xffffffffu, too_large)) {
+                multiply_before();
+#pragma unroll
+                for (int i = first; i < first + Config::kVoteTiles; ++i) {
+                    float alpha[2];
+                    rows_[i].raise(s[i], c, alpha);
+                    rescale(o_[i], alpha);
+                    rows_[i].template exponentiate<true>(s[i], c, sum[i], Packer{probs_[i], {}});
+                }
+            }
+#pragma unroll
+            for (int i = first; i < first + Config::kVoteTiles; ++i) rows_[i].add(sum[i]);
         }
     }
 
@@ -456,15 +466,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
                 cp_async_commit();
             };
             if constexpr (kParts == 1) next_k();
-            worker.template softmax<0>(s, n, edges, [](int) {});
+            worker.template softmax<0>(s, n, edges, [] {});
             if constexpr (kParts == 2) {
                 mma_qk(s, smem_q, q_lane, k_tile + kKPartBytes, k_lane);
                 next_k();
                 if constexpr (kDirect) {
                     mma_pv_steps<0, kPartSteps>(worker.o_, worker.probs_, v_tile, v_lane);
-                    worker.template softmax<1>(s, n, edges, [](int) {});
+                    worker.template softmax<1>(s, n, edges, [] {});
                 } else {
-                    worker.template softmax<1>(s, n, edges, [&](int) {
+                    worker.template softmax<1>(s, n, edges, [&] {
                         mma_pv_steps<0, kPartSteps>(worker.o_, worker.probs_, v_tile, v_lane);
 #pragma unroll
                         for (int j = 0; j < Config::kMTiles; ++j)

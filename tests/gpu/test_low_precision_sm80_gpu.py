@@ -76,15 +76,16 @@ def _precision(bits: int, pv: str, acc: str, **knobs: Any) -> Int8:
 
 def _row(precision: Int8, head_dim: int, dtype: str, mods: bool) -> KernelSpec:
     features = {"score_mods", "smooth_q"} if mods else {"smooth_q"} if precision.smooth_q else set()
-    (found,) = (
+    # On Hopper some have a twin with another trade of registers.
+    found = [
         s
         for s in ROWS
         if (s.bits, s.pv, s.pv_accumulator) == (precision.bits, precision.pv, precision.pv_accumulator)
         and s.dtype == dtype
         and s.features == features
         and s.head_dim == (64 if head_dim <= 64 else 128 if head_dim <= 128 else 256)
-    )
-    return found
+    ]
+    return max(found, key=lambda s: s.min_arch)
 
 
 def _inputs(dtype: str = "bfloat16", **shape: Any) -> list[torch.Tensor]:
@@ -185,7 +186,8 @@ def test_lengths_around_tiles(monkeypatch: Any, product: tuple[int, str, str]) -
                 )  # fmt: skip
                 for causal in (False, True):
                     got, want = _run(monkeypatch, tensors, _precision(*product), causal=causal)
-                    _check(got, want)
+                    # With one key or two, P is rounded by up to 1/16 at the kernel's base, not at the emulation's.
+                    _check(got, want, relative_l1=0.05 if product[1] == "fp16" else 0.07)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 5.0}], ids=str)

@@ -34,8 +34,8 @@ ACCUMULATORS = ("fp32", "two_level", "single_level", "fp16")
 _STEP = 32  # keys of one tensor-core instruction on 8-bit operands
 _STEP_FP16 = 16  # on fp16
 _FP16_KEYS = 64  # whose products fp16 sums
-#: What P is multiplied by where e4m3 products are summed in fp16: 64 times 27 times the 32 of V stay below 65504.
-_P_LEVELS_FP16 = 27.0
+#: What P is multiplied by where e4m3 products are summed in fp16: 64 times 28 times the 32 of V stay below 65504.
+_P_LEVELS_FP16 = 28.0
 
 
 @dataclass(frozen=True)
