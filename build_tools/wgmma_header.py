@@ -33,7 +33,7 @@ _KINDS = (
         "f32.bf16.bf16", 16, "BFloat16", "float", "f", "1, 1, 0, 0", "1, 1, 1", (64, 96, 128), (64, 96, 128, 192, 256)
     ),
     _Kind("f32.f16.f16", 16, "Half", "float", "f", "1, 1, 0, 0", "1, 1, 1", (64, 96, 128), (64, 96, 128, 192, 256)),
-    _Kind("s32.s8.s8", 32, "Int8", "int32", "r", "", "", (64,), ()),
+    _Kind("s32.s8.s8", 32, "Int8", "int32", "r", "", "", (64, 128), ()),
     _Kind("f32.e4m3.e4m3", 32, "E4m3", "float", "f", "1, 1", "1, 1", (), (64, 128, 256)),
 )
 
@@ -66,6 +66,11 @@ OA_DEVICE void wgmma_pin(float (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 template <int N>
+OA_DEVICE void wgmma_pin(uint32 (&a)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+template <int N>
 OA_DEVICE void wgmma_pin(int32 (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
@@ -85,6 +90,7 @@ struct WgmmaDescriptor {
         asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lo + (bytes >> 4)), "r"(hi));
         return d;
     }
+    OA_DEVICE WgmmaDescriptor next(uint32 bytes) const { return {lo + (bytes >> 4), hi}; }
 };
 template <int kSwizzleBytes = 128>
 OA_DEVICE WgmmaDescriptor wgmma_descriptor(uint32 smem_addr, uint32 leading_bytes, uint32 stride_bytes) {

@@ -29,8 +29,8 @@ struct QuantizeParams {
     uint32* k_amax_done;
     uint32* q_amax;
     uint32* q_amax_done;
-    int32*
-        starts_q;  // copies of cu_seqlens that never decrease, for the launches behind the one that zeroes; null: none
+    // Copies of cu_seqlens that never decrease, for the launches behind the one that zeroes; null: none.
+    int32* starts_q;
     int32* starts_k;
     int64 q_stride_b, q_stride_s, q_stride_h;  // elements
     int64 k_stride_b, k_stride_s, k_stride_h;

@@ -4,12 +4,16 @@
 //
 // A kernel's Config has kConsumers, kBlockM = 64 * kConsumers, kBlockN, kStages (of K and V), kQStages, kVarlen (packed
 // sequences; a constant, because the dense loop pays for more code).
+//
+// Step i of a tile of queries multiplies Q by the i-th tile of keys and P by the tile of V before it. So K(i) and V(i - 1)
+// share a buffer and its barriers: one wait, one release and one position a step. N tiles of keys take N + 1 steps, the
+// last with V alone. Tiles of keys go from the last visible one to the first: step i's is keys.end - 1 - i.
 #pragma once
 #include "attention/mask.cuh"
 #include "pipeline/ring.cuh"
 #include "pipeline/turns.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
@@ -20,8 +24,7 @@ constexpr int32 kNoMoreTiles = -1;
 template <typename Config>
 struct RoleStorage {
     uint64 q_full[Config::kQStages], q_empty[Config::kQStages];
-    uint64 k_full[Config::kStages], k_empty[Config::kStages];
-    uint64 v_full[Config::kStages], v_empty[Config::kStages];
+    uint64 kv_full[Config::kStages], kv_empty[Config::kStages];
     // kVarlen: the tile that each Q belongs to, valid from q_full to q_empty; m0 = kNoMoreTiles ends.
     FwdTile tile[Config::kQStages];
     SequenceRange sequences[32];
@@ -30,19 +33,19 @@ struct RoleStorage {
 template <typename Config>
 struct RoleBarriers {
     Ring<Config::kQStages> q;
-    Ring<Config::kStages> k, v;
+    Ring<Config::kStages> kv;
 
-    OA_DEVICE explicit RoleBarriers(RoleStorage<Config>& smem)
-        : q{smem_addr_of(smem.q_full), smem_addr_of(smem.q_empty)},
-          k{smem_addr_of(smem.k_full), smem_addr_of(smem.k_empty)},
-          v{smem_addr_of(smem.v_full), smem_addr_of(smem.v_empty)} {}
+    // storage: shared address of the RoleStorage.
+    OA_DEVICE explicit RoleBarriers(uint32 storage)
+        : q{smem_addr_at(&RoleStorage<Config>::q_full, storage), smem_addr_at(&RoleStorage<Config>::q_empty, storage)},
+          kv{smem_addr_at(&RoleStorage<Config>::kv_full, storage),
+             smem_addr_at(&RoleStorage<Config>::kv_empty, storage)} {}
 
     // One thread; a CTA barrier must follow.
     OA_DEVICE void init() const {
         // Of packed sequences every lane has read the tile: each orders its own read before the producer's next write.
         q.init(Config::kConsumers * (Config::kVarlen ? 128 : 4));
-        k.init(4 * Config::kConsumers);
-        v.init(4 * Config::kConsumers);
+        kv.init(4 * Config::kConsumers);
         fence_barrier_init();
     }
 };
@@ -114,10 +117,13 @@ class ProducerRole {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
         derived().copy_q(t, q_at_.stage, bars_.q.announce(q_at_, Derived::kQBytes));
         q_at_.advance();
+        // n: the tile of K; that of V is n + 1.
 #pragma unroll 1
-        for (int32 n = keys.end - 1; n >= keys.first; --n) {
-            derived().copy_k(t, kv_head, n, at_.stage, bars_.k.acquire(at_, Derived::kKBytes));
-            derived().copy_v(t, kv_head, n, at_.stage, bars_.v.acquire(at_, Derived::kVBytes));
+        for (int32 n = keys.end - 1; n >= keys.first - 1; --n) {
+            bool has_k = n >= keys.first, has_v = n < keys.end - 1;
+            uint32 bar = bars_.kv.acquire(at_, (has_k ? Derived::kKBytes : 0) + (has_v ? Derived::kVBytes : 0));
+            if (has_v) derived().copy_v(t, kv_head, n + 1, at_.stage, bar);
+            if (has_k) derived().copy_k(t, kv_head, n, at_.stage, bar);
             at_.advance();
         }
     }
@@ -130,8 +136,8 @@ class ProducerRole {
     RingState<Config::kStages> at_;  // of K and V
 };
 
-// Derived: attend(t, keys, n, warp_row), which looks at the tiles of keys from n down to keys.first, releases them and,
-// with the last scores, Q; begin() and store(t, warp_row) before and after.
+// Derived: attend(t, keys, first, warp_row, rows), which takes the steps from `first` to the last, releases their buffers
+// and, with the last scores, Q; store(t, warp_row, rows) after it.
 template <typename Config, typename Derived>
 class ConsumerRole {
   public:
@@ -139,7 +145,7 @@ class ConsumerRole {
 
     OA_DEVICE ConsumerRole(const AttnFwdParams& p, const TileList& list, RoleStorage<Config>& smem,
                            const RoleBarriers<Config>& bars, int32 group)
-        : p_(p), list_(list), smem_(smem), bars_(bars), turns_(group), group_(group), lane_(threadIdx.x & 31) {}
+        : p_(p), list_(list), smem_(smem), bars_(bars), turns_(group), group_(group), lane_(kept(threadIdx.x & 31)) {}
 
     // All consumer warpgroups.
     OA_DEVICE void run() {
@@ -149,10 +155,12 @@ class ConsumerRole {
             int32 warp_row = t.m0 + group_ * 64 + ((threadIdx.x >> 5) & 3) * 16;
             typename Derived::Rows rows;
             if (keys.end > keys.first) {
-                int32 n = pass_over(t, keys);
-                if (n >= keys.first) {
-                    derived().attend(t, keys, n, warp_row, rows);
+                int32 first = pass_over(t, keys);
+                if (first < keys.end - keys.first) {
+                    derived().attend(t, keys, first, warp_row, rows);
                 } else {
+                    wait_kv();
+                    release_kv();
                     bars_.q.wait(q_at_);
                     release_q();
                 }
@@ -168,13 +176,10 @@ class ConsumerRole {
 
   protected:
     OA_DEVICE void release_q() const { bars_.q.release(q_at_, Config::kVarlen ? 0 : lane_); }
-    OA_DEVICE void release_k() {
-        bars_.k.release(k_at_, lane_);
-        k_at_.advance();
-    }
-    OA_DEVICE void release_v() {
-        bars_.v.release(v_at_, lane_);
-        v_at_.advance();
+    OA_DEVICE void wait_kv() const { bars_.kv.wait(kv_at_); }
+    OA_DEVICE void release_kv() {
+        bars_.kv.release(kv_at_, lane_);
+        kv_at_.advance();
     }
 
     const AttnFwdParams& p_;
@@ -185,7 +190,18 @@ class ConsumerRole {
     int32 group_;
     int lane_;
     RingState<Config::kQStages> q_at_;
-    RingState<Config::kStages> k_at_, v_at_;
+    RingState<Config::kStages> kv_at_;
+
+    // Whether the keys of step i need masking.
+    OA_DEVICE static bool is_masked(const Keys& keys, int32 i) {
+        int32 n = keys.end - 1 - i;
+        return n < keys.full_first || n >= keys.full_end;
+    }
+    // The first step after i that is masked or the last with scores: what a loop must look out for.
+    OA_DEVICE static int32 next_special(const Keys& keys, int32 i) {
+        int32 last = keys.end - 1 - keys.first;
+        return is_masked(keys, i + 1) ? i + 1 : min_of(keys.end - keys.full_first, last);
+    }
 
   private:
     OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
@@ -194,14 +210,15 @@ class ConsumerRole {
         if constexpr (Config::kVarlen) {
             bars_.q.wait(q_at_);
             t = smem_.tile[q_at_.stage];
-            return t.m0 != kNoMoreTiles;
+            // A vote, because its outcome is known to be the warp's: what comes then stays in uniform registers.
+            return __any_sync(0xffffffffu, t.m0 != kNoMoreTiles);
         } else {
             return tiles.next<Config::kBlockM>(p_, list_, t);
         }
     }
 
-    // Passes over the last tiles of keys, which only later rows of the CTA see; returns the first tile to look at, or
-    // keys.first - 1 if there is none.
+    // Passes over the first steps, whose tiles of keys only later rows of the CTA see; returns the first to take, or
+    // the number of tiles of keys if this warpgroup sees none.
     OA_DEVICE int32 pass_over(const FwdTile& t, const Keys& keys) {
         int32 own_end = keys.first, first_row = t.m0 + group_ * 64;
         if (first_row < t.seqlen_q) {
@@ -209,17 +226,15 @@ class ConsumerRole {
                                          p_.window_right);
             own_end = max_of(int32((int64(seen.hi) + Config::kBlockN - 1) / Config::kBlockN), keys.first);
         }
-        int32 n = keys.end - 1;
+        int32 first = max_of(keys.end - own_end, 0);
 #pragma unroll 1
-        for (; n >= own_end; --n) {
+        for (int32 i = 0; i < first; ++i) {
             turns_.wait();
             turns_.pass_on();
             // A buffer is given back after it has been filled: an earlier arrival would count for the round before.
-            bars_.k.wait(k_at_);
-            release_k();
-            bars_.v.wait(v_at_);
-            release_v();
+            wait_kv();
+            release_kv();
         }
-        return n;
+        return first;
     }
 };

@@ -9,29 +9,41 @@
 
 // Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S for
 // |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3 * 2^22,
-// scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is an integer, so that 12582912 c + m2
-// has 24 bits while c <= kCoarseScale. Coarser scores (a unit of which is worth a third and more in the result) take the
-// careful way, which subtracts the constant first.
-// SeededScore: the pattern is in already, because the sum of products began with it (mma.sync takes any accumulator).
+// scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is a multiple of 1 / kBaseSteps, so that
+// 12582912 c + m2 has 24 bits while c <= kCoarseScale. Coarser scores take the careful way, which subtracts the constant
+// first; so do scores with a shift, which is a multiple of nothing.
+// SeededScore: the pattern is in already, because the sum of products began with it (mma.sync takes any accumulator). Of
+// 4-bit products, whose units are worth 300 times as much, the base is an integer.
+template <int kBits>
 struct SeededScore {
     int32 bits;
 };
 OA_DEVICE float score_of(float s) { return s; }
-OA_DEVICE float score_of(SeededScore s) { return __int_as_float(s.bits); }
+template <int kBits>
+OA_DEVICE float score_of(SeededScore<kBits> s) {
+    return __int_as_float(s.bits);
+}
 OA_DEVICE float score_of(int32 s) { return __int_as_float(s + 0x4b400000); }
 template <typename Score>
 constexpr float kScoreBias = 0.0f;
 template <>
 constexpr float kScoreBias<int32> = 12582912.0f;
+template <int kBits>
+constexpr float kScoreBias<SeededScore<kBits>> = 12582912.0f;
+template <typename Score>
+constexpr float kBaseSteps = 128.0f;
 template <>
-constexpr float kScoreBias<SeededScore> = 12582912.0f;
-constexpr float kCoarseScale = 0.5f;
-// With a shift, which is no integer, the sum is rounded to 0.75 c at most: that much is let pass.
-constexpr float kCoarseScaleShifted = 0.005f;
+constexpr float kBaseSteps<SeededScore<4>> = 1.0f;
+template <typename Score>
+constexpr float kCoarseScaleOf = kBaseSteps<Score> == 1.0f ? 0.5f : 0.005f;
+constexpr float kCoarseScale = kCoarseScaleOf<int32>;
 OA_DEVICE float scale_without_rounding(float c) { return __uint_as_float(__float_as_uint(c) & 0xfffffff0u); }
 // A hidden key's score: score_of it is -inf.
 OA_DEVICE void hide(float& s) { s = neg_inf(); }
-OA_DEVICE void hide(SeededScore& s) { s.bits = int32(0xff800000u); }
+template <int kBits>
+OA_DEVICE void hide(SeededScore<kBits>& s) {
+    s.bits = int32(0xff800000u);
+}
 OA_DEVICE void hide(int32& s) { s = int32(0xff800000u - 0x4b400000u); }
 
 // Hides the keys of tile n0 .. that causality, the window and the sequence's end hide. warp_row: the warp's first row.
@@ -77,8 +89,6 @@ struct RowState {
     // exp2(-inf) = 0, and the first visible one infinity, which the sum reports.
     float m2[2], l[2];
 
-    static constexpr float kTooMuch = 3.0e38f;  // a sum that is never good enough
-
     OA_DEVICE RowState() : m2{kLowest, kLowest}, l{0.0f, 0.0f} {}
 
     // Raises the base to the maximum of these scores (of four lanes); alpha: what O and l are to be multiplied by, l
@@ -107,7 +117,8 @@ struct RowState {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float m2_new = fmaxf(m2[r], top[r] - Lift::kValue);
-            if constexpr (kScoreBias<Score> != 0.0f) m2_new = ceilf(m2_new);
+            if constexpr (kScoreBias<Score> != 0.0f)
+                m2_new = fmaxf(ceilf(m2_new * kBaseSteps<Score>) / kBaseSteps<Score>, kLowest);
             alpha[r] = exp2_approx(m2[r] - m2_new);
             m2[r] = m2_new;
             l[r] *= alpha[r];
@@ -133,13 +144,13 @@ struct RowState {
 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
                     float score = score_of(s[4 * n + 2 * r + x]);
-                    float offset = base[r];
-                    if constexpr (Shift::kPresent) offset += shift(n, x);
                     if constexpr (kCareful) {
                         float exponent = fmaf(score - kScoreBias<Score>, c[r], shift(n, x)) - m2[r];
                         p[x] = score == neg_inf() ? 0.0f : exp2_approx(exponent);
+                    } else if constexpr (Shift::kPresent) {
+                        p[x] = exp2_approx(fmaf(score - kScoreBias<Score>, c[r], shift(n, x) - m2[r]));
                     } else {
-                        p[x] = exp2_approx(fmaf(score, c[r], offset));
+                        p[x] = exp2_approx(fmaf(score, c[r], base[r]));
                     }
                 }
                 sum[r] += p[0] + p[1];
@@ -149,10 +160,10 @@ struct RowState {
 
     // Whether the probabilities of any of the warp's rows were too large, or NaN. own: whether the rows belong to the
     // tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they must not have a say, or a
-    // result would depend on its neighbour.
-    OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2]) {
-        return __any_sync(0xffffffffu,
-                          (own[0] && !(sum[0] <= Lift::kSumLimit)) || (own[1] && !(sum[1] <= Lift::kSumLimit)));
+    // result would depend on its neighbour. too_coarse: another reason of a lane's.
+    OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2], bool too_coarse = false) {
+        float top = max_nan(own[0] ? sum[0] : 0.0f, own[1] ? sum[1] : 0.0f);
+        return __any_sync(0xffffffffu, too_coarse || !(top <= Lift::kSumLimit));
     }
 
     OA_DEVICE void add(const float (&sum)[2]) {

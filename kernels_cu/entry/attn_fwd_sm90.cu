@@ -9,11 +9,11 @@
 //   warpgroup 0, one thread   copies: Q, then K(i), V(i) from the last visible tile to the first
 //   warpgroups 1 ..           64 query rows each: S, softmax, O
 //
-//   producer   copy Q -> q.full[stage]   copy K(i) -> k.full[stage]   copy V(i) -> v.full[stage]   (each waits for its .empty)
-//   consumer   wait q, k(0) | S(0) = QK(0) | softmax(0)
-//              turn: wait k(i+1) | S(i+1) = QK(i+1) | wait v(i) | O += P(i)V(i) | next one's turn
-//              softmax(i+1) | ... | O += P V
-//              arrives at k.empty and v.empty when S and O are there, at q.empty after a tile's last S
+//   producer   copy Q -> q.full[stage]   copy V(i-1), K(i) -> kv.full[stage]   (each waits for its .empty)
+//   consumer   wait q, kv(0) | S(0) = QK(0) | softmax(0)
+//              wait kv(i) | turn: S(i) = QK(i) | O += P(i-1)V(i-1) | next one's turn
+//              softmax(i) | ... | wait kv(N) | O += P(N-1)V(N-1)
+//              arrives at kv.empty when S and O are there, at q.empty after a tile's last S
 //
 // The warpgroups take turns in issuing their products (pipeline/turns.cuh), so that one's softmax runs under the others'
 // products. Each passes over the key tiles that none of its 64 rows sees, and may be a tile of queries ahead.
@@ -80,11 +80,7 @@ class Producer : public ProducerRole<Config, Producer> {
     static constexpr uint32 kQBytes = ::kQBytes, kKBytes = kKvBytes, kVBytes = kKvBytes;
 
     OA_DEVICE Producer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.p, params.tiles, smem.roles, bars),
-          params_(params),
-          smem_q_(smem_addr_of(smem.q)),
-          smem_k_(smem_addr_of(smem.k)),
-          smem_v_(smem_addr_of(smem.v)) {}
+        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -94,14 +90,14 @@ class Producer : public ProducerRole<Config, Producer> {
     OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_q_ + stage * kQBytes + c * Config::kBlockM * 128, &params_.map_q, bar, c * 64,
-                        t.q_begin + t.m0, t.head_idx, t.batch_idx);
+            tma_load_4d(smem_addr_at(&SharedStorage::q) + stage * kQBytes + c * Config::kBlockM * 128, &params_.map_q,
+                        bar, c * 64, t.q_begin + t.m0, t.head_idx, t.batch_idx);
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys(t, kv_head, n, smem_k_ + stage * kKvBytes, &params_.map_k, bar);
+        copy_keys(t, kv_head, n, smem_addr_at(&SharedStorage::k) + stage * kKvBytes, &params_.map_k, bar);
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys(t, kv_head, n, smem_v_ + stage * kKvBytes, &params_.map_v, bar);
+        copy_keys(t, kv_head, n, smem_addr_at(&SharedStorage::v) + stage * kKvBytes, &params_.map_v, bar);
     }
 
   private:
@@ -114,12 +110,10 @@ class Producer : public ProducerRole<Config, Producer> {
     }
 
     const AttnFwdSm90Params& params_;
-    uint32 smem_q_, smem_k_, smem_v_;
 };
 
-// S = Q K^T, asynchronous. smem_q: this warpgroup's 64 rows.
-OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
-    WgmmaDescriptor q = wgmma_descriptor(smem_q, 16, 1024), k = wgmma_descriptor(smem_k, 16, 1024);
+// S = Q K^T, asynchronous. q: this warpgroup's 64 rows.
+OA_DEVICE void issue_qk(Scores& s, WgmmaDescriptor q, WgmmaDescriptor k) {
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
@@ -134,8 +128,7 @@ OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
 
 // O += P V, asynchronous. pass_on: called when the next warpgroup may issue.
 template <typename PassOn>
-OA_DEVICE void issue_pv(Output& o, const Probabilities& probs, uint32 smem_v, PassOn pass_on) {
-    WgmmaDescriptor v = wgmma_descriptor(smem_v, kKvPanelBytes, 1024);
+OA_DEVICE void issue_pv(Output& o, const Probabilities& probs, WgmmaDescriptor v, PassOn pass_on) {
     wgmma_pin(o);
     wgmma_fence();
 #pragma unroll
@@ -186,65 +179,91 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     OA_DEVICE Consumer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
                        int32 group)
         : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
-          smem_q_(smem_addr_of(smem.q) + group * 64 * 128),
-          smem_k_(smem_addr_of(smem.k)),
-          smem_v_(smem_addr_of(smem.v)) {}
+          q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
+          k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
+          v_(wgmma_descriptor(smem_addr_at(&SharedStorage::v), kKvPanelBytes, 1024)) {}
 
-    // All tiles from n down to keys.first.
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, Rows& state) {
+    // All steps from i on.
+    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 i, int32 warp_row, Rows& state) {
         Output& o = state.o;
         RowState<>& rows = state.softmax;
+        const int32 num_tiles = keys.end - keys.first;
         // Rows of dense batches beyond the end are zeros, whose scores never grow.
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         const float c[2] = {p_.softmax_scale * kLog2e, p_.softmax_scale * kLog2e};
+        const WgmmaDescriptor q = q_.next(q_at_.stage * kQBytes);
         auto pass_on = [&] { turns_.pass_on(); };
         auto nothing = [] {};
         Scores s;
         Probabilities probs;
         float alpha[2], sum[2];
         bars_.q.wait(q_at_);
-        bars_.k.wait(k_at_);
+        wait_kv();
         turns_.wait();
-        issue_qk(s, smem_q_ + q_at_.stage * kQBytes, smem_k_ + k_at_.stage * kKvBytes);
+        issue_qk(s, q, k_.next(kv_at_.stage * kKvBytes));
         turns_.pass_on();
         wgmma_wait<0>();
         wgmma_pin(s);
-        release_k();
-        if (n == keys.first) release_q();
-        if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
+        release_kv();
+        if (i == num_tiles - 1) release_q();
+        if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
         rows.raise(s, c, alpha);
         probabilities(rows, s, c, probs, sum);
         rows.add(sum);
-        clear_foreign_rows(t, n);
+        clear_foreign_rows(t, keys.end - 1 - i);
 
-        for (--n; n >= keys.first; --n) {
-            bars_.k.wait(k_at_);
+        // S(i) and O += P(i - 1) V(i - 1).
+        auto products = [&] {
             turns_.wait();
-            issue_qk(s, smem_q_ + q_at_.stage * kQBytes, smem_k_ + k_at_.stage * kKvBytes);
-            bars_.v.wait(v_at_);
-            issue_pv(o, probs, smem_v_ + v_at_.stage * kKvBytes, pass_on);
+            issue_qk(s, q, k_.next(kv_at_.stage * kKvBytes));
+            issue_pv(o, probs, v_.next(kv_at_.stage * kKvBytes), pass_on);
             wgmma_wait<0>();
             wgmma_pin(s);
             wgmma_pin(o);
-            release_k();
-            release_v();
-            // The last scores are there: the producer may fetch another tile's Q under the rest of this one.
-            if (n == keys.first) release_q();
-            if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
+            release_kv();
+        };
+        auto once_more = [&] {
+            rows.raise(s, c, alpha);
+            rescale(o, alpha);
             probabilities(rows, s, c, probs, sum);
-            if (RowState<>::too_large(sum, own)) {
-                rows.raise(s, c, alpha);
-                rescale(o, alpha);
+        };
+        int32 special = next_special(keys, i);
+        bool is_full = false;
+        for (++i; i < num_tiles;) {
+            if (!is_full) wait_kv();
+            if (i >= special) {
+                products();
+                // The last scores are there: the producer may fetch another tile's Q under the rest of this one.
+                if (i == num_tiles - 1) release_q();
+                if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
+                special = next_special(keys, i);
                 probabilities(rows, s, c, probs, sum);
+                if (RowState<>::too_large(sum, own)) once_more();
+                is_full = bars_.kv.is_full(kv_at_);
+            } else {
+                // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more. (It
+                // comes back to the same products: all four warps have to issue them by the very same instruction.)
+                bool again;
+                for (;;) {
+                    products();
+                    probabilities(rows, s, c, probs, sum);
+                    is_full = bars_.kv.is_full(kv_at_);
+                    again = RowState<>::too_large(sum, own);
+                    if (again || !(is_full && i + 1 < special)) break;
+                    rows.add(sum);
+                    ++i;
+                }
+                if (again) once_more();
             }
             rows.add(sum);
+            ++i;
         }
-        bars_.v.wait(v_at_);
-        issue_pv(o, probs, smem_v_ + v_at_.stage * kKvBytes, nothing);
+        if (!is_full) wait_kv();
+        issue_pv(o, probs, v_.next(kv_at_.stage * kKvBytes), nothing);
         wgmma_wait<0>();
         wgmma_pin(o);
-        release_v();
+        release_kv();
     }
 
     OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
@@ -253,26 +272,30 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     }
 
   private:
-    // Before the product with V of tile n, the first one: no other can be the sequence's last tile.
+    // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next step's buffer
+    // holds its V.
     OA_DEVICE void clear_foreign_rows(const FwdTile& t, int32 n) const {
         if constexpr (Config::kVarlen) {
             int32 valid_rows = t.seqlen_k - n * Config::kBlockN;
             if (valid_rows < Config::kBlockN) {
-                bars_.v.wait(v_at_);
-                clear_tail(smem_v_ + v_at_.stage * kKvBytes, valid_rows, group_);
+                wait_kv();
+                clear_tail(smem_addr_at(&SharedStorage::v) + kv_at_.stage * kKvBytes, valid_rows, group_);
             }
         }
     }
 
-    uint32 smem_q_, smem_k_, smem_v_;
+    WgmmaDescriptor q_, k_, v_;  // in the first buffers
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
     const __grid_constant__ AttnFwdSm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    RoleBarriers<Config> bars(smem.roles);
-    if (threadIdx.x == 0) bars.init();
+    RoleBarriers<Config> bars(smem_addr_at(&SharedStorage::roles));
+    if (threadIdx.x == 0) {
+        check_smem_base(smem_raw);
+        bars.init();
+    }
     __syncthreads();
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {

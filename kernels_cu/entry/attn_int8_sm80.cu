@@ -105,7 +105,8 @@ struct AttnInt8Sm80Params {
 // Of a part of K in each of its panels.
 constexpr uint32 kKPartBytes = Config::kPartKeys * (KTile::kHasTail ? KTile::kTailBytes : 128);
 constexpr int kSteps = Config::kRowHalves / 16;
-using Integers = SeededScore[Config::kNTiles * 4];
+using Score = SeededScore<Config::kBits>;
+using Integers = Score[Config::kNTiles * 4];
 using Floats = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 // A operands of P V, of 16 keys each (fp16) or of 32 (e4m3).
@@ -140,7 +141,7 @@ OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane
             for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    SeededScore* d = s[i] + 4 * (n + h);
+                    Score* d = s[i] + 4 * (n + h);
                     if (step == 0) {
                         mma_integers<Config::kBits>(d[0].bits, d[1].bits, d[2].bits, d[3].bits, a[i], b[2 * h],
                                                     b[2 * h + 1], kSeed);
@@ -248,7 +249,7 @@ class Worker {
         if constexpr (!Config::kFloatScores) {
             float c = scale_without_rounding(q_scale_ * k_scale * (p_.softmax_scale * kLog2e));
             if (edges) hide_keys(s, n0);
-            exponentiate<kPart>(s, c, c > kCoarseScale, multiply_before);
+            exponentiate<kPart>(s, c, c > kCoarseScaleOf<Score>, multiply_before);
         } else {
             float c = q_scale_ * k_scale;
             // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
@@ -346,7 +347,7 @@ class Worker {
             for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
                 for (int e = 4 * n; e < 4 * n + 4; ++e)
-                    f[i][e] = fmaf(score_of(s[i][e]) - kScoreBias<SeededScore>, c, e & 1 ? d.y : d.x);
+                    f[i][e] = fmaf(score_of(s[i][e]) - kScoreBias<Score>, c, e & 1 ? d.y : d.x);
         }
     }
 
@@ -366,7 +367,7 @@ class Worker {
                 if (delta != nullptr) d = *reinterpret_cast<const float2*>(delta + 8 * n);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    float score = score_of(s[i][4 * n + e]) - kScoreBias<SeededScore>;
+                    float score = score_of(s[i][4 * n + e]) - kScoreBias<Score>;
                     score = fmaf(score, c, e & 1 ? d.y : d.x) + bias[e >> 1];
                     f[i][4 * n + e] =
                         mods.apply(score * p_.softmax_scale, warp_row_ + i * 16 + (lane_ >> 2) + (e >> 1) * 8,

@@ -12,12 +12,13 @@
 // row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
 //
 // Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh).
-//   consumer   turn: wait k(i+1) | S = QK(i+1) | wait v(i) | A += P(i)V(i) | next one's turn
-//              every FLUSH_KEYS keys: O += A, A = 0 | softmax(i+1) ...
-// The tensor cores keep about 13 bits of mantissa when they add e4m3 products. So A, in registers, covers FLUSH_KEYS keys
-// only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no registers for both.
-// P is at most 27 (with 128 keys 13.5) at the largest score that the base of the softmax was made for, which leaves room
-// below the largest e4m3 for scores that exceed it.
+//   consumer   wait kv(i) | turn: S = QK(i) | A += P(i-1)V(i-1) | next one's turn
+//              softmax(i), under the product with V | every flush_keys keys: O += A, A = 0 ...
+// The tensor cores keep about 13 bits of mantissa when they add e4m3 products, and cut off what lies below. So A, in
+// registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no
+// registers for both.
+// P is 28 (with tiles of 128 keys 14) at the largest score that the base of the softmax was made for: an e4m3 number, so
+// that a key that counts for more than all others is not rounded, with room below the largest e4m3 for scores that exceed it.
 //
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | delta_s
 // [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | barriers. Rows of Q and K
@@ -49,7 +50,6 @@ struct Config {
     static constexpr int kPanels = kHeadDim / kRowBytes;
     static constexpr int kNTiles = kBlockN / 8;
     static constexpr int kDTiles = kHeadDim / 8;
-    static constexpr int kFlushTiles = FLUSH_KEYS / kBlockN;
     static constexpr int kOutputs = kHeadDim / 2;  // of one thread
     // Blocks of 128 query rows, which delta_s has, in a tile.
     static constexpr int kDeltaRows = kBlockM % 128 == 0 ? kBlockM / 128 : kBlockM / 128 + 1;
@@ -83,6 +83,7 @@ struct AttnInt8Sm90Params {
     int32 delta_columns;
     int32 head_dim_pad;
     TileList tiles;
+    int32 flush_keys;
 };
 
 constexpr uint32 kQBytes = Config::kBlockM * Config::kHeadDim;
@@ -103,7 +104,7 @@ class Producer : public ProducerRole<Config, Producer> {
     static constexpr uint32 kKBytes = ::kKBytes + 16 + (Config::kDelta ? Config::kDeltaRows * kDeltaBytes : 0);
 
     OA_DEVICE Producer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params), smem_(smem) {}
+        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -113,18 +114,18 @@ class Producer : public ProducerRole<Config, Producer> {
     OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_addr_of(smem_.q[stage]) + c * Config::kBlockM * Config::kRowBytes, &params_.map_q, bar,
-                        c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
+            tma_load_4d(smem_addr_at(&SharedStorage::q) + stage * kQBytes + c * Config::kBlockM * Config::kRowBytes,
+                        &params_.map_q, bar, c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
         const AttnFwdParams& p = params_.p;
         int32 key = n * Config::kBlockN;
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_addr_of(smem_.k[stage]) + c * Config::kBlockN * Config::kRowBytes, &params_.map_k, bar,
-                        c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
+            tma_load_4d(smem_addr_at(&SharedStorage::k) + stage * ::kKBytes + c * Config::kBlockN * Config::kRowBytes,
+                        &params_.map_k, bar, c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
         int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
-        bulk_load(smem_addr_of(smem_.k_scale[stage]),
+        bulk_load(smem_addr_at(&SharedStorage::k_scale) + 16 * stage,
                   params_.k_scale + head * params_.k_scale_stride_h + (slot_of(t, t.k_begin) + key / kBlockRows) * 4,
                   16, bar);
         if constexpr (Config::kDelta) {
@@ -135,25 +136,22 @@ class Producer : public ProducerRole<Config, Producer> {
             const float* rows = params_.delta_s + q_head * params_.delta_stride_h + column;
 #pragma unroll
             for (int i = 0; i < Config::kDeltaRows; ++i)
-                bulk_load(smem_addr_of(smem_.delta[stage][i]),
+                bulk_load(smem_addr_at(&SharedStorage::delta) + (stage * Config::kDeltaRows + i) * kDeltaBytes,
                           rows + int64(slot_of(t, t.q_begin) + min_of(first + i, last)) * params_.delta_columns,
                           kDeltaBytes, bar);
         }
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        tma_load_4d(smem_addr_of(smem_.v[stage]), &params_.map_v, bar,
+        tma_load_4d(smem_addr_at(&SharedStorage::v) + stage * ::kKBytes, &params_.map_v, bar,
                     slot_of(t, t.k_begin) * kBlockRows + n * Config::kBlockN, 0, kv_head, t.batch_idx);
     }
 
   private:
     const AttnInt8Sm90Params& params_;
-    SharedStorage& smem_;
 };
 
-// S = Q K^T, asynchronous. smem_q: this warpgroup's 64 rows.
-OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
-    WgmmaDescriptor q = wgmma_descriptor<Config::kRowBytes>(smem_q, 16, 8 * Config::kRowBytes);
-    WgmmaDescriptor k = wgmma_descriptor<Config::kRowBytes>(smem_k, 16, 8 * Config::kRowBytes);
+// S = Q K^T, asynchronous. q: this warpgroup's 64 rows.
+OA_DEVICE void issue_qk(Scores& s, WgmmaDescriptor q, WgmmaDescriptor k) {
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
@@ -166,14 +164,13 @@ OA_DEVICE void issue_qk(Scores& s, uint32 smem_q, uint32 smem_k) {
     wgmma_pin(s);
 }
 
-// A = P V, or A += P V if `accumulate`, asynchronous.
-OA_DEVICE void issue_pv(Output& acc, const Probabilities& probs, uint32 smem_v, int32 accumulate) {
-    WgmmaDescriptor v = wgmma_descriptor<Config::kBlockN>(smem_v, 16, 8 * Config::kBlockN);
+// A += P V, asynchronous.
+OA_DEVICE void issue_pv(Output& acc, const Probabilities& probs, WgmmaDescriptor v) {
     wgmma_pin(acc);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 32; ++step)
-        Wgmma<Config::kHeadDim>::rs(E4m3{}, acc, probs[step], v.at(step * 32), step == 0 ? accumulate : 1);
+        Wgmma<Config::kHeadDim>::rs(E4m3{}, acc, probs[step], v.at(step * 32), 1);
     wgmma_commit();
     wgmma_pin(acc);
 }
@@ -181,7 +178,7 @@ OA_DEVICE void issue_pv(Output& acc, const Probabilities& probs, uint32 smem_v, 
 // P at the base of the softmax. No P beyond 448 goes unnoticed: a lane has kBlockN / 4 of a row, P is at most their sum, and
 // that is looked at. All of them at the base stay below.
 struct Lift {
-    static constexpr float kValue = Config::kBlockN == 64 ? 4.754887502f : 3.754887502f;  // log2(27), log2(13.5)
+    static constexpr float kValue = Config::kBlockN == 64 ? 4.8068f : 3.8068f;  // just below log2(28), log2(14)
     static constexpr float kSumLimit = 448.0f;
 };
 using Softmax = RowState<Lift>;
@@ -193,24 +190,34 @@ struct DeltaShift {
     float scale_log2;
     OA_DEVICE float operator()(int n, int x) const { return delta[8 * n + x] * scale_log2; }
 };
+template <bool kDelta>
+struct ShiftIf {
+    using Type = NoShift;
+    static OA_DEVICE Type of(const float*, float) { return {}; }
+};
+template <>
+struct ShiftIf<true> {
+    using Type = DeltaShift;
+    static OA_DEVICE Type of(const float* delta, float scale_log2) { return {delta, scale_log2}; }
+};
+using Shift = ShiftIf<Config::kDelta>::Type;
 
-// Pairs of P in e4m3, [column block][row], in the low halves. P is made while the product of the last P runs, whose
-// operands no instruction may write to: so it waits in this form.
-using Pairs = uint32[Config::kNTiles][2];
-
-template <bool kCareful, typename Shift>
-OA_DEVICE void probabilities(const Softmax& rows, const Scores& s, const float (&c)[2], Shift shift, Pairs& pairs,
-                             float (&sum)[2]) {
+// P as operand. Keys are permuted inside each 16, as those of V are: a register holds columns x of blocks n and n + 1.
+template <bool kCareful>
+OA_DEVICE void probabilities(const Softmax& rows, const Scores& s, const float (&c)[2], Shift shift,
+                             Probabilities& probs, float (&sum)[2]) {
+    float even[2][2] = {};
     rows.exponentiate<kCareful>(
-        s, c, sum, [&](int n, int r, float p0, float p1) { pairs[n][r] = pack2_e4m3(p0, p1); }, shift);
-}
-
-// P as operand: keys are permuted inside each 16, as those of V are.
-OA_DEVICE void pack(Probabilities& probs, const Pairs& pairs) {
-#pragma unroll
-    for (int n = 0; n < Config::kNTiles; n += 2)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) probs[n >> 2][(n & 2) + r] = join_halves(pairs[n][r], pairs[n + 1][r]);
+        s, c, sum,
+        [&](int n, int r, float p0, float p1) {
+            if (n & 1) {
+                probs[n >> 2][(n & 2) + r] = pack4_e4m3(even[r][0], even[r][1], p0, p1);
+            } else {
+                even[r][0] = p0;
+                even[r][1] = p1;
+            }
+        },
+        shift);
 }
 
 class Consumer : public ConsumerRole<Config, Consumer> {
@@ -219,9 +226,10 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         Output acc;
         Softmax softmax;
         float shrink[2];  // what O, as it lies in shared memory, has to be multiplied by
-        int32 tiles;  // of keys that have gone into acc and O
+        bool flushed;  // whether O has anything
 
-        OA_DEVICE Rows() : shrink{1.0f, 1.0f}, tiles(0) {
+        OA_DEVICE Rows() : shrink{1.0f, 1.0f}, flushed(false) { clear(); }
+        OA_DEVICE void clear() {
 #pragma unroll
             for (int i = 0; i < Config::kOutputs; ++i) acc[i] = 0.0f;
         }
@@ -232,43 +240,133 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
           params_(params),
           storage_(smem),
-          smem_q_(smem_addr_of(smem.q) + group * 64 * Config::kRowBytes),
-          smem_k_(smem_addr_of(smem.k)),
-          smem_v_(smem_addr_of(smem.v)) {}
+          q_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::q) + group * 64 * Config::kRowBytes, 16,
+                                                 8 * Config::kRowBytes)),
+          k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::k), 16, 8 * Config::kRowBytes)),
+          v_(wgmma_descriptor<Config::kBlockN>(smem_addr_at(&SharedStorage::v), 16, 8 * Config::kBlockN)),
+          k_scale_(kept(smem_addr_at(&SharedStorage::k_scale) + 4 * (lane_ & 3))) {}
 
-    // All tiles from n down to keys.first.
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, Rows& state) {
+    // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal for the
+    // whole warpgroup may decide between two places where products are issued.
+    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 i, int32 warp_row, Rows& state) {
+        const int32 num_tiles = keys.end - keys.first;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         const float q_scale = scale_of_queries(t, warp_row);
+        const WgmmaDescriptor q = q_.next(q_at_.stage * kQBytes);
+        Softmax& rows = state.softmax;
         Scores s;
-        Probabilities probs;
-        bars_.q.wait(q_at_);
-        bars_.k.wait(k_at_);
-        turns_.wait();
-        issue_qk(s, smem_q_ + q_at_.stage * kQBytes, smem_k_ + k_at_.stage * kKBytes);
-        turns_.pass_on();
-        wgmma_wait<0>();
-        wgmma_pin(s);
-        softmax<true>(t, keys, n, warp_row, q_scale, own, s, probs, state);
+        // P is made while the product of the last P runs, whose operands no instruction may write to.
+        Probabilities probs, fresh;
+        float c[2], sum[2], alpha[2];
+        bool is_full = false;  // whether the next step's buffer was seen to be
 
-        for (--n; n >= keys.first; --n) {
-            bars_.k.wait(k_at_);
+        // S(i), and A += P(i - 1) V(i - 1), which runs on.
+        auto products = [&] {
+            c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
             turns_.wait();
-            issue_qk(s, smem_q_ + q_at_.stage * kQBytes, smem_k_ + k_at_.stage * kKBytes);
-            bars_.v.wait(v_at_);
-            issue_pv(state.acc, probs, smem_v_ + v_at_.stage * kKBytes, state.tiles % Config::kFlushTiles);
+            issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
+            issue_pv(state.acc, probs, v_.next(kv_at_.stage * kKBytes));
             turns_.pass_on();
             wgmma_wait<1>();
             wgmma_pin(s);
-            softmax<false>(t, keys, n, warp_row, q_scale, own, s, probs, state);
-        }
-        bars_.v.wait(v_at_);
-        issue_pv(state.acc, probs, smem_v_ + v_at_.stage * kKBytes, state.tiles % Config::kFlushTiles);
+        };
+        auto finish_pv = [&] {
+            wgmma_wait<0>();
+            wgmma_pin(state.acc);
+#pragma unroll
+            for (int k = 0; k < Config::kBlockN / 32; ++k) wgmma_pin(probs[k]);
+        };
+        auto renew_probs = [&] {
+#pragma unroll
+            for (int k = 0; k < Config::kBlockN / 32; ++k)
+#pragma unroll
+                for (int x = 0; x < 4; ++x) probs[k][x] = moved(fresh[k][x]);
+        };
+        // After the last read of the step's buffer.
+        auto give_back = [&] {
+            __syncwarp();
+            release_kv();
+            is_full = bars_.kv.is_full(kv_at_);
+        };
+        auto too_large = [&] { return Softmax::too_large(sum, own, !Config::kDelta && c[0] > kCoarseScale); };
+        auto once_more = [&] {
+            Shift shift = shift_of(t);
+            rows.raise(s, c, alpha, shift);
+            rescale(state.acc, alpha);
+            state.shrink[0] *= alpha[0];
+            state.shrink[1] *= alpha[1];
+            probabilities<true>(rows, s, c, shift, probs, sum);
+        };
+        auto mask = [&] {
+            if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
+        };
+
+        bars_.q.wait(q_at_);
+        wait_kv();
+        c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
+        turns_.wait();
+        issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
+        turns_.pass_on();
         wgmma_wait<0>();
-        wgmma_pin(state.acc);
-        release_v();
-        if (state.tiles >= Config::kFlushTiles) add_flushed(state);
+        wgmma_pin(s);
+        if (i == num_tiles - 1) release_q();
+        mask();
+        rows.raise(s, c, alpha, shift_of(t));
+        probabilities<false>(rows, s, c, shift_of(t), probs, sum);
+        if (too_large()) once_more();
+        give_back();
+        rows.add(sum);
+
+        const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
+        int32 flush_at = i + flush_tiles;
+        auto next_special = [&](int32 j) { return min_of(ConsumerRole::next_special(keys, j), flush_at); };
+        int32 special = next_special(i);
+        for (++i; i < num_tiles;) {
+            if (!is_full) wait_kv();
+            if (i >= special) {
+                products();
+                if (i == num_tiles - 1) release_q();
+                mask();
+                probabilities<false>(rows, s, c, shift_of(t), fresh, sum);
+                finish_pv();
+                if (i == flush_at) {
+                    flush(state);
+                    flush_at += flush_tiles;
+                }
+                special = next_special(i);
+                renew_probs();
+                if (too_large()) once_more();
+                give_back();
+            } else {
+                // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more.
+                bool again;
+                for (;;) {
+                    products();
+                    probabilities<false>(rows, s, c, shift_of(t), fresh, sum);
+                    finish_pv();
+                    again = too_large();
+                    if (!Config::kDelta) give_back();
+                    renew_probs();
+                    if (again) break;
+                    if (Config::kDelta) give_back();  // doing it again needs delta_s
+                    if (!(is_full && i + 1 < special)) break;
+                    rows.add(sum);
+                    ++i;
+                }
+                if (again) {
+                    once_more();
+                    if (Config::kDelta) give_back();
+                }
+            }
+            rows.add(sum);
+            ++i;
+        }
+        if (!is_full) wait_kv();
+        issue_pv(state.acc, probs, v_.next(kv_at_.stage * kKBytes));
+        finish_pv();
+        release_kv();
+        if (state.flushed) add_flushed(state);
     }
 
     // Undoes V's scale and mean, both per channel: O = A v_scale + (sum of P) v_mean, before the division by that sum.
@@ -309,19 +407,11 @@ class Consumer : public ConsumerRole<Config, Consumer> {
   private:
     // Of this lane's two rows, with the softmax's scale, in base 2.
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
-        if (warp_row >= t.seqlen_q) return 1.0f;
+        if (warp_row >= t.seqlen_q) return 1e-30f;  // zeros; not so coarse as to need the careful way
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.q_scale[head * params_.q_scale_stride_h + slot_of(t, t.q_begin) * 64 + (warp_row >> 4) * 8 +
                                (lane_ >> 2)] *
                (p_.softmax_scale * kLog2e);
-    }
-
-    // Waits for A; releases V.
-    OA_DEVICE void finish_pv(Rows& state) {
-        wgmma_wait<0>();
-        wgmma_pin(state.acc);
-        release_v();
-        if (++state.tiles % Config::kFlushTiles == 0) flush(state);
     }
 
     OA_DEVICE float4& flushed(int i) const { return storage_.o[group_][i][threadIdx.x & 127]; }
@@ -339,76 +429,48 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         }
     }
 
-    // O = O + A; the next product begins A anew.
+    // O = O + A, A = 0.
     OA_DEVICE void flush(Rows& state) const {
-        if (state.tiles > Config::kFlushTiles) add_flushed(state);
+        if (state.flushed) add_flushed(state);
 #pragma unroll
         for (int i = 0; i < Config::kOutputs / 4; ++i) {
             const float* acc = state.acc + 4 * i;
             flushed(i) = make_float4(acc[0], acc[1], acc[2], acc[3]);
         }
+        state.clear();
+        state.flushed = true;
         state.shrink[0] = state.shrink[1] = 1.0f;
     }
 
-    // P of tile n; releases K and, with the last tile, Q.
-    template <bool kFirst>
-    OA_DEVICE void softmax(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, float q_scale,
-                           const bool (&own)[2], Scores& s, Probabilities& probs, Rows& state) {
-        float c0 = scale_without_rounding(q_scale * storage_.k_scale[k_at_.stage][lane_ & 3]);
+    // Score units of tile n -> base-2 exponent, of this lane's two rows and its keys.
+    OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
-        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.delta_columns) c0 = __int_as_float(0x7fffffff);
-        const float c[2] = {c0, c0};
-        if constexpr (Config::kDelta) {
-            int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
-            DeltaShift shift{storage_.delta[k_at_.stage][row] + 2 * (lane_ & 3), p_.softmax_scale * kLog2e};
-            if (n == keys.first) release_q();
-            probabilities_of<kFirst>(t, keys, n, warp_row, c, shift, own, s, probs, state);
-            __syncwarp();  // every lane has read delta_s and k_scale
-            release_k();
-        } else {
-            __syncwarp();  // every lane has read k_scale
-            release_k();
-            if (n == keys.first) release_q();
-            probabilities_of<kFirst>(t, keys, n, warp_row, c, NoShift{}, own, s, probs, state);
-        }
+        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.delta_columns) return __int_as_float(0x7fffffff);
+        return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * kv_at_.stage));
     }
 
-    template <bool kFirst, typename Shift>
-    OA_DEVICE void probabilities_of(const FwdTile& t, const Keys& keys, int32 n, int32 warp_row, const float (&c)[2],
-                                    Shift shift, const bool (&own)[2], Scores& s, Probabilities& probs, Rows& state) {
-        Softmax& rows = state.softmax;
-        Pairs pairs;
-        float sum[2], alpha[2];
-
-        if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
-        if constexpr (kFirst) rows.raise(s, c, alpha, shift);
-        probabilities<false>(rows, s, c, shift, pairs, sum);
-        // The product with V has run on under the softmax.
-        if constexpr (!kFirst) finish_pv(state);
-        constexpr float kCoarse = Shift::kPresent ? kCoarseScaleShifted : kCoarseScale;
-        if (c[0] > kCoarse) sum[0] = sum[1] = Softmax::kTooMuch;  // scores too coarse for the short way
-        if (Softmax::too_large(sum, own)) {
-            rows.raise(s, c, alpha, shift);
-            rescale(state.acc, alpha);
-            state.shrink[0] *= alpha[0];
-            state.shrink[1] *= alpha[1];
-            probabilities<true>(rows, s, c, shift, pairs, sum);
-        }
-        pack(probs, pairs);
-        rows.add(sum);
+    // delta_s of the step's tile.
+    OA_DEVICE Shift shift_of(const FwdTile& t) const {
+        int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
+        return ShiftIf<Config::kDelta>::of(storage_.delta[Config::kDelta ? kv_at_.stage : 0][row] + 2 * (lane_ & 3),
+                                           p_.softmax_scale * kLog2e);
     }
 
     const AttnInt8Sm90Params& params_;
     SharedStorage& storage_;
-    uint32 smem_q_, smem_k_, smem_v_;
+    WgmmaDescriptor q_, k_, v_;  // in the first buffers
+    uint32 k_scale_;  // shared address of this lane's
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90(
     const __grid_constant__ AttnInt8Sm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    RoleBarriers<Config> bars(smem.roles);
-    if (threadIdx.x == 0) bars.init();
+    RoleBarriers<Config> bars(smem_addr_at(&SharedStorage::roles));
+    if (threadIdx.x == 0) {
+        check_smem_base(smem_raw);
+        bars.init();
+    }
     __syncthreads();
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {

@@ -41,6 +41,8 @@ struct Ring {
     }
     // Consumer, every thread.
     OA_DEVICE void wait(const RingState<kStages>& at) const { mbarrier_wait(full + 8 * at.stage, at.phase); }
+    // Consumer: whether the buffer is full. Asked ahead of time, so that the answer is there when it is needed.
+    OA_DEVICE bool is_full(const RingState<kStages>& at) const { return mbarrier_test(full + 8 * at.stage, at.phase); }
     // Consumer, after the warp's last read: the lane that is 0 arrives.
     OA_DEVICE void release(const RingState<kStages>& at, int lane) const {
         if (lane == 0) mbarrier_arrive(empty + 8 * at.stage);

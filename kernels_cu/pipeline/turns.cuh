@@ -9,11 +9,11 @@
 template <int kGroups>
 class Turns {
   public:
-    OA_DEVICE explicit Turns(int32 group) : group_(group) {
+    OA_DEVICE explicit Turns(int32 group) : own_(kept(1 + group)), next_(kept(group == kGroups - 1 ? 1 : 2 + group)) {
         if (group == kGroups - 1) named_barrier_arrive(1, 256);
     }
-    OA_DEVICE void wait() const { named_barrier_sync(1 + group_, 256); }
-    OA_DEVICE void pass_on() const { named_barrier_arrive(group_ == kGroups - 1 ? 1 : 2 + group_, 256); }
+    OA_DEVICE void wait() const { named_barrier_sync(own_, 256); }
+    OA_DEVICE void pass_on() const { named_barrier_arrive(next_, 256); }
     // After the last turn: takes the arrival that the constructor, or the last warpgroup's last turn, left.
     // is_first: in warpgroup 0; asked for anew, because remembering it would take a register through all loops.
     OA_DEVICE void finish(bool is_first) const {
@@ -21,7 +21,7 @@ class Turns {
     }
 
   private:
-    int32 group_;
+    int32 own_, next_;
 };
 // First named barrier that Turns leaves to others.
 constexpr int32 kFirstFreeBarrier = 8;

@@ -21,6 +21,19 @@ OA_DEVICE void mbarrier_arrive_expect_tx(uint32 bar, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 
+// mbarrier.test_wait.parity: whether the phase has completed, without waiting; acquire semantics if it has.
+OA_DEVICE bool mbarrier_test(uint32 bar, uint32 parity) {
+    uint32 done;
+    asm volatile(
+        "{.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // mbarrier.try_wait.parity in a loop; acquire semantics. The "memory" clobber keeps later loads below it.
 OA_DEVICE void mbarrier_wait(uint32 bar, uint32 parity) {
     asm volatile(

@@ -54,3 +54,17 @@ template <typename A, typename B>
 struct Select<false, A, B> {
     using Type = B;
 };
+
+// x again, by an instruction that stays where it stands: of a plain copy the compiler makes one register for both.
+OA_DEVICE uint32 moved(uint32 x) {
+    uint32 y;
+    asm volatile("or.b32 %0, %1, 0;" : "=r"(y) : "r"(x) : "memory");
+    return y;
+}
+
+// The same value, kept in a register: what the compiler sees through, it computes anew at every use in a loop.
+OA_DEVICE int32 kept(int32 x) {
+    int32 y;
+    asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}

@@ -10,7 +10,7 @@ from .merge import merge_states
 from .precision import Int4, Int8
 from .problem import PRECISIONS
 from .quantize import quantize_qk, quantize_v
-from .quantized import QuantizedQK, QuantizedV
+from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,8 @@ __all__ = [
     "Explanation",
     "Int4",
     "Int8",
+    "QuantizedK",
+    "QuantizedQ",
     "QuantizedQK",
     "QuantizedV",
     "__version__",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from . import arguments, arrays
+from . import arguments, arrays, operands
 from .arrays import Tensor
 from .errors import ArgumentError, UnsupportedError
 from .planning import Plan, make_plan
 from .precision import Int8
+from .quantized import OPERANDS
 from .repeat import repeated_forward
 from .runtime.driver import on_reset
 
@@ -57,6 +58,8 @@ def attention(
     k, v : array
         The same with seqlen_k and num_kv_heads, which divides num_q_heads: query head h reads kv head
         h // (num_q_heads // num_kv_heads).
+        Or all three quantized: ``quantize_qk(...).q``, ``quantize_qk(...).k`` and ``quantize_v(...)``, with the result
+        that ``precision`` of the same knobs gives for the arrays they were made of, bit for bit.
     layout : "NHD" or "HND"
     causal : bool
         Query i sees the keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
@@ -74,7 +77,8 @@ def attention(
     precision : str, Int8 or Int4
         "exact": the inputs' dtype with fp32 accumulation. "int8": INT8 Q K^T and FP8 P V with smoothing of K
         (SageAttention2); "int4": 4-bit Q and K, smoothed both. `Int8` and `Int4` have the knobs. On a GPU of compute
-        capability 9.0 without mask, softcap and softmax_scale <= 0; on the CPU with everything.
+        capability 9.0 without mask, softcap and softmax_scale <= 0; on the CPU with everything. Quantized operands have
+        their precision, and it may be left out.
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
@@ -118,10 +122,10 @@ def attention_varlen(
     k: Any,
     v: Any,
     *,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     layout: str = "NHD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
@@ -145,13 +149,15 @@ def attention_varlen(
     q : array, (total_q, num_q_heads, head_dim) for "NHD", (num_q_heads, total_q, head_dim) for "HND"
         Dtypes, strides and frameworks as in `attention`.
     k, v : array
-        The same with total_k and num_kv_heads.
+        The same with total_k and num_kv_heads. Or all three quantized, as in `attention`.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, on q's device
         Row at which each sequence begins, and the end of the last one: 0 first, never decreasing. Checked on the CPU;
-        on a GPU that would need a synchronization, and values outside the tensors are clamped to them.
+        on a GPU that would need a synchronization: values outside the tensors are clamped to them, and where values
+        decrease the results are unspecified. To be left out for quantized operands, which bring theirs.
     max_seqlen_q, max_seqlen_k : int
         At least the longest sequence. They give the mask its extent, and with smooth_q ("int4") a workspace, where too
-        small a max_seqlen_k makes NaN. The result does not depend on them otherwise.
+        small a max_seqlen_k makes NaN. The result does not depend on them otherwise. For quantized operands needed only
+        with a mask.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
     layout, causal, window, softmax_scale, softcap, sinks, precision, return_lse, out, stream, deterministic
@@ -201,6 +207,11 @@ def _run(
     plain = out is None and mask is None and sinks is None and function == "attention"
     seen = arrays.look((q, k, v) if plain else (q, k, v, out, cu_q, cu_k, mask, sinks))
     if seen is None:
+        if q.__class__ in OPERANDS or k.__class__ in OPERANDS or v.__class__ in OPERANDS:
+            return operands.run(
+                function, q, k, v, cu_q, cu_k, max_q, max_k, layout, causal, window, softmax_scale, softcap, mask,
+                sinks, precision, return_lse, out, stream, deterministic,
+            )  # fmt: skip
         tq, tk, tv, extra = _describe(q, k, v, cu_q, cu_k, mask, sinks, out, raw)
         facts = tuple(
             (name, t.dtype, t.device, t.ordinal, t.shape, t.strides)

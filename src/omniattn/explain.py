@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from . import arrays
+from . import arrays, operands
+from .arrays import Tensor
 from .errors import ArgumentError
-from .planning import make_plan
+from .operand_checks import ARRAYS
+from .planning import Plan, make_plan
 from .precision import Int8
 from .problem import Problem
+from .quantized import OPERANDS
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def explain(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        As in `attention` and `attention_varlen`.
+        As in `attention` and `attention_varlen`; quantized operands too.
     layout, causal, window, softmax_scale, softcap, mask, sinks, precision, return_lse, out, stream, deterministic
         As in `attention`.
 
@@ -110,6 +113,12 @@ def explain(
     ArgumentError, UnsupportedError, DriverError
         As the call would.
     """
+    if any(x.__class__ in OPERANDS for x in (q, k, v)):
+        return _explain_quantized(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, mask, sinks, out, stream,
+            (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic,
+             max_seqlen_q or None, max_seqlen_k or None),
+        )  # fmt: skip
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     function = "attention_varlen" if varlen else "attention"
     if not varlen:
@@ -128,16 +137,46 @@ def explain(
     )  # fmt: skip
     if "out" in extra:
         arrays.require_writable(extra["out"])
+    return _explanation(plan, tq, plan.problem.min_bytes, stream)
+
+
+def _explain_quantized(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    mask: Any,
+    sinks: Any,
+    out: Any,
+    stream: Any,
+    options: tuple[Any, ...],
+) -> Explanation:
+    of_q = getattr(q, "pair", None)
+    function = "attention" if of_q is None or of_q.cu_seqlens_q is None else "attention_varlen"
+    raw = None if stream is None else arrays.resolve_stream(stream)
+    tensors = operands.describe(function, q, k, v, cu_q, cu_k, (out, mask, sinks), raw)
+    plan = operands.make_plan(function, q, k, v, tensors, options, run=False)
+    if "out" in tensors:
+        arrays.require_writable(tensors["out"])
+    # Operands as they are; o and the LSE once.
+    written = plan.problem.num_q_heads * plan.problem.seqlen_q * (1 if plan.problem.varlen else plan.problem.batch)
+    itemsize = {"float32": 4, "float64": 8}.get(plan.problem.dtype, 2)
+    min_bytes = sum(t.size * t.itemsize for name, t in tensors.items() if name in ARRAYS)
+    return _explanation(plan, tensors["q_int"], min_bytes + written * (itemsize * plan.problem.head_dim + 4), stream)
+
+
+def _explanation(plan: Plan | operands.OperandsPlan, ref: Tensor, min_bytes: int, stream: Any) -> Explanation:
     problem = plan.problem
     if plan.selection is None or plan.forward is None:
-        arrays.prepare([tq], stream)  # refuses a stream
+        arrays.prepare([ref], stream)  # refuses a stream
         return Explanation(
             "reference (NumPy, CPU)", ("the arrays are on the CPU",), "python", "no binary is needed", "cpu", "cpu",
-            0, 0, 0, problem.flops, problem.min_bytes, problem,
+            0, 0, 0, problem.flops, min_bytes, problem,
         )  # fmt: skip
     from . import runtime
 
-    device = runtime.device_info(tq.ordinal)
+    device = runtime.device_info(ref.ordinal)
     resolution = runtime.resolve(plan.selection.spec, device.cc)
     return Explanation(
         plan.selection.spec.name,
@@ -145,11 +184,11 @@ def explain(
         resolution.kind,
         resolution.reason,
         resolution.arch,
-        f"cuda:{tq.ordinal} {device.name}",
+        f"cuda:{ref.ordinal} {device.name}",
         plan.forward.num_ctas,
         plan.forward.threads,
         plan.selection.spec.smem_bytes,
         problem.flops,
-        problem.min_bytes,
+        min_bytes,
         problem,
     )

@@ -167,19 +167,18 @@ def make_plan(
     forward: Forward
     if low is not None:
         spec = selection.spec
-        hopper = spec.family == "attn_int8_sm90"
         fused = FusedQuantizer(
             problem_for(
                 replace(low, pv=spec.pv, pv_accumulator=spec.pv_accumulator), dtype=q.dtype, batch=batch, rows_q=rows_q,
                 rows_k=rows_k, heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, varlen=varlen,
-                grouping="sm90" if hopper else "sm80", max_seqlen_k=max(extent_k, 1), wide=spec.bits == 8,
+                grouping=spec.grouping, max_seqlen_k=max(extent_k, 1), wide=spec.bits == 8,
                 full_bias=bool(return_lse) or sinks_kind != "none" or softcap > 0,
             ),
             (strides.q, strides.k, strides.v),
             q.ordinal,
             run=run,
         )  # fmt: skip
-        if hopper:
+        if spec.grouping == "sm90":
             forward = Int8Sm90Plan(spec, kernel, fused.plan, problem, strides, device.sm_count)
         else:
             forward = Int8Sm80Plan(spec, kernel, fused.plan, problem, strides, (extent_q, extent_k))

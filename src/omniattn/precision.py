@@ -44,7 +44,8 @@ class Int8:
     smooth_q : bool
         Quantize Q minus its mean over 128 queries; the difference is added to the scores.
     smooth_v : bool
-        Quantize V minus its mean over the keys; the mean is added to the output.
+        Quantize V minus its mean over the keys; the mean is added to the output. Tensor cores that multiply 8-bit
+        floats cut off small summands of a large sum; without the mean sums stay small, and more may be left to these.
     pv : str
         "fp8": P and V in e4m3; "fp16": both in float16; "exact": neither is rounded (CPU reference only). "auto": what
         is fastest on the GPU (`omniattn.explain` says which; docs/precision.md has the table), "fp8" on the CPU.
@@ -56,7 +57,7 @@ class Int8:
     granularity: str = "per_thread"
     smooth_k: bool = True
     smooth_q: bool = False
-    smooth_v: bool = False
+    smooth_v: bool = True
     pv: str = "auto"
     pv_accumulator: str = "auto"
 

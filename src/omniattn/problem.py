@@ -14,8 +14,9 @@ PLANNED_PRECISIONS: tuple[str, ...] = ("fp8",)
 
 UNLIMITED = -1
 
-#: Keys from which on a problem counts as long.
-LONG_KEYS = 4096
+#: Keys from which on a problem without causality counts as long, and below which a causal one counts as short.
+LONG_KEYS = 8192
+SHORT_CAUSAL_KEYS = 2048
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Problem:
         Tensor maps can describe q, k and v (positive strides below 2^40 bytes), and the driver can make them.
     low : Int8 or Int4, optional
         The knobs of a low precision; None for ``"exact"``.
+    operands : (str, int), optional
+        Grouping of operands that come quantized, and the bits in which they store an integer.
     """
 
     dtype: str
@@ -66,6 +69,7 @@ class Problem:
     deterministic: bool
     tensor_maps: bool = True
     low: Int8 | None = None
+    operands: tuple[str, int] | None = None
 
     @property
     def score_mods(self) -> bool:
@@ -79,10 +83,10 @@ class Problem:
 
     @property
     def workload(self) -> str:
-        """``"causal"`` (windows too: the keys end with the row), else ``"short"`` or ``"long"``, by the keys."""
-        if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
-            return "causal"
+        """``"short causal"`` or ``"causal"`` (windows too: the keys end with the row), ``"short"`` or ``"long"``."""
         keys = self.seqlen_k // max(self.batch, 1) if self.varlen else self.seqlen_k
+        if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
+            return "short causal" if keys < SHORT_CAUSAL_KEYS else "causal"
         return "long" if keys >= LONG_KEYS else "short"
 
     @property

@@ -10,12 +10,13 @@ from . import arguments, arrays
 from .arrays import Tensor
 from .errors import ArgumentError, DtypeError, ShapeError
 from .launch.quantize import QuantizePlan, QuantizeProblem
-from .precision import GRANULARITIES, GROUPINGS, check_choice
+from .precision import GRANULARITIES, GROUPINGS, check_choice, value_levels
 from .quantized import QuantizedQK, QuantizedV
 from .quantizer import device_plan, strides_of
 from .runtime.driver import on_reset
 
 _MAX_PLANS = 1024
+_STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _plans: dict[Any, _Plan] = {}
 # A plan holds loaded kernels, which are worth nothing under another driver or in a forked child.
 on_reset(_plans.clear)
@@ -63,7 +64,8 @@ def quantize_qk(
         As `attention` takes them, or packed as `attention_varlen` takes them when ``cu_seqlens_*`` are given.
     layout : "NHD" or "HND"
     dtype : "int8" or "int4"
-        Values -127 to 127, or -7 to 7, two to a byte.
+        Values -127 to 127, or -7 to 7: two to a byte in the sm80 grouping, one in the sm90 grouping, because Hopper's
+        tensor cores multiply bytes.
     granularity : str
         Rows that share a scale, see `omniattn.Int8`.
     grouping : "sm90" or "sm80"
@@ -84,6 +86,7 @@ def quantize_qk(
     Returns
     -------
     QuantizedQK
+        Its parts ``q`` and ``k`` take the places of q and k in `attention` and `attention_varlen`.
 
     Raises
     ------
@@ -107,7 +110,7 @@ def quantize_qk(
     out = _run(plan, tensors, stream)
     return QuantizedQK(
         out["q_int"], out["k_int"], out["q_scale"], out["k_scale"], out["row_bias"], out.get("k_mean"),
-        out.get("q_mean"), out.get("delta_s"), cu_seqlens_q, cu_seqlens_k, plan.problem, layout,
+        out.get("q_mean"), out.get("delta_s"), out.get("cu_seqlens_q"), out.get("cu_seqlens_k"), plan.problem, layout,
     )  # fmt: skip
 
 
@@ -116,7 +119,8 @@ def quantize_v(
     *,
     layout: str = "NHD",
     dtype: str = "float8_e4m3",
-    smooth_v: bool = False,
+    smooth_v: bool = True,
+    pv_accumulator: str = "fp32",
     cu_seqlens_k: Any = None,
     max_seqlen_k: int | None = None,
     stream: Any = None,
@@ -136,6 +140,9 @@ def quantize_v(
         8 bits, transposed; or fp16 with a power of two as scale, which no bfloat16 value overflows.
     smooth_v : bool
         Take the mean over the keys away.
+    pv_accumulator : "fp32" or "fp16"
+        "fp16": e4m3 values so small that sums of their products may be fp16, which is faster on GeForce GPUs from sm_89
+        on (docs/precision.md). float16 values always are.
     cu_seqlens_k : array, (batch + 1,), int32, optional
     max_seqlen_k : int
         With ``cu_seqlens_k``: at least the longest sequence.
@@ -145,6 +152,7 @@ def quantize_v(
     Returns
     -------
     QuantizedV
+        Takes v's place in `attention` and `attention_varlen`.
 
     Raises
     ------
@@ -160,9 +168,9 @@ def quantize_v(
     tensors = {"v": arrays.describe(v, "v", raw)}
     if cu_seqlens_k is not None:
         tensors["cu_seqlens_k"] = arrays.describe(cu_seqlens_k, "cu_seqlens_k", raw)
-    plan = _plan_for(function, tensors, (layout, dtype, smooth_v, max_seqlen_k), _plan_v)
+    plan = _plan_for(function, tensors, (layout, dtype, smooth_v, pv_accumulator, max_seqlen_k), _plan_v)
     out = _run(plan, tensors, stream)
-    return QuantizedV(out["v"], out["v_scale"], out["v_mean"], cu_seqlens_k, plan.problem, layout)
+    return QuantizedV(out["v"], out["v_scale"], out["v_mean"], out.get("cu_seqlens_k"), plan.problem, layout)
 
 
 def _plan_for(function: str, tensors: dict[str, Tensor], options: tuple[Any, ...], make: Any) -> _Plan:
@@ -212,16 +220,19 @@ def _plan_qk(
     problem = QuantizeProblem(
         q.dtype, batch, q.shape[seq], k.shape[seq], q.shape[head], k.shape[head], q.shape[-1], varlen,
         8 if dtype == "int8" else 4, granularity, grouping, smooth_q, smooth_k, False, "full" if with_bias else "marks",
-        v=False, max_seqlen_k=longest_k,
+        v=False, max_seqlen_k=longest_k, wide=dtype == "int4" and grouping == "sm90",
     )  # fmt: skip
     return _finish_plan(problem, q, k, None, layout, function)
 
 
-def _plan_v(tensors: dict[str, Tensor], layout: Any, dtype: Any, smooth_v: Any, max_k: Any) -> _Plan:
+def _plan_v(
+    tensors: dict[str, Tensor], layout: Any, dtype: Any, smooth_v: Any, pv_accumulator: Any, max_k: Any
+) -> _Plan:
     function = "quantize_v"
     arguments.check_layout(layout, function)
     check_choice(dtype, "dtype", ("float8_e4m3", "float16"), function)
     smooth_v = arguments.check_bool(smooth_v, "smooth_v", function)
+    check_choice(pv_accumulator, "pv_accumulator", ("fp32", "fp16"), function)
     v = tensors["v"]
     varlen = "cu_seqlens_k" in tensors
     _check_values(v, 3 if varlen else 4, function)
@@ -232,6 +243,7 @@ def _plan_v(tensors: dict[str, Tensor], layout: Any, dtype: Any, smooth_v: Any, 
     problem = QuantizeProblem(
         v.dtype, batch, 0, v.shape[seq], 0, v.shape[head], v.shape[-1], varlen, smooth_k=False, smooth_v=smooth_v,
         row_bias="none", qk=False, v_dtype=dtype, max_seqlen_k=longest_k,
+        v_levels=value_levels("fp16" if dtype == "float16" else "fp8", pv_accumulator),
     )  # fmt: skip
     return _finish_plan(problem, None, None, v, layout, function)
 
@@ -301,18 +313,23 @@ def _run(plan: _Plan, tensors: dict[str, Tensor], stream: Any) -> dict[str, Any]
         multiple = 16 if name in ("q", "k", "v") else t.itemsize
         arguments.check_alignment(t, "quantize_v" if "v" in tensors else "quantize_qk", multiple)
     outputs = {name: arrays.empty_like_framework(ref, shape, dtype) for name, (shape, dtype) in plan.shapes.items()}
+    starts = {
+        name: arrays.empty_like_framework(ref, t.shape, "int32") for name, t in tensors.items() if name in _STARTS
+    }
     workspace = arrays.empty_like_framework(ref, (max(plan.quantizer.workspace_bytes, 1),), "uint8")
-    everything = [*tensors.values(), *outputs.values(), workspace]
+    everything = [*tensors.values(), *outputs.values(), *starts.values(), workspace]
     handle = arrays.prepare(everything, stream)
-    inputs = [tensors[name].ptr if name in tensors else 0 for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
+    inputs = [tensors[name].ptr if name in tensors else 0 for name in ("q", "k", "v", *_STARTS)]
+    copies = [starts[name].ptr if name in starts else 0 for name in _STARTS]
     plan.quantizer.launch(
         handle,
         (inputs[0], inputs[1], inputs[2], inputs[3], inputs[4]),
         {name: t.ptr for name, t in outputs.items()},
         workspace.ptr,
+        (copies[0], copies[1]),
     )
     arrays.retire(everything, handle)
-    return {name: arrays.finish(t, handle) for name, t in outputs.items()}
+    return {name: arrays.finish(t, handle) for name, t in (outputs | starts).items()}
 
 
 def _run_on_cpu(plan: _Plan, tensors: dict[str, Tensor], ref: Tensor, stream: Any) -> dict[str, Any]:
@@ -332,9 +349,10 @@ def _run_on_cpu(plan: _Plan, tensors: dict[str, Tensor], ref: Tensor, stream: An
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
     values = reference.quantize(problem, *(given.get(name) for name in names))
     results = {}
-    for name, (shape, dtype) in plan.shapes.items():
-        result = arrays.empty_like_framework(ref, shape, dtype)
-        source = np.ascontiguousarray(values[name])
+    copies = {name: np.asarray(given[name], dtype=np.int32) for name in _STARTS if name in given}
+    for name, source in (values | copies).items():
+        result = arrays.empty_like_framework(ref, source.shape, source.dtype.name)
+        source = np.ascontiguousarray(source)
         # `arrays.store` rounds to floating types; these bytes are final.
         if source.nbytes:
             ctypes.memmove(result.ptr, source.ctypes.data, source.nbytes)

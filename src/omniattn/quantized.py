@@ -1,4 +1,7 @@
-"""Quantized operands of attention: arrays of the caller's framework and the facts about them."""
+"""Quantized operands of attention: arrays of the caller's framework and the facts about them.
+
+``attention(qk.q, qk.k, v)`` takes them in the places of q, k and v; ``omniattn.operands`` says what has to fit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ class QuantizedQK:
 
     Attributes
     ----------
-    q_int, k_int : array, (batch, heads, rows, head_dim_pad) int8, or (..., head_dim_pad / 2) uint8 for int4
+    q, k : QuantizedQ, QuantizedK
+        One of them each, for `omniattn.attention` and `omniattn.attention_varlen`.
+    q_int, k_int : array, (batch, heads, rows, head_dim_pad) int8; int4 for "sm80": (..., head_dim_pad / 2) uint8
         Heads first whatever the layout of the input; (heads, rows, ...) for packed sequences.
     q_scale, k_scale : array, float32
         Scales of the groups.
@@ -28,7 +33,7 @@ class QuantizedQK:
     delta_s : array, (batch, num_q_heads, blocks of 128, keys), float32, or None
         q_mean . (k - k_mean), which smooth_q takes from the scores.
     cu_seqlens_q, cu_seqlens_k : array or None
-        Of packed sequences, as they were given.
+        Of packed sequences: copies of what was given, clamped to the tensors and never decreasing.
     problem : QuantizeProblem
         Element type, granularity, grouping, what was smoothed, extents.
     layout : str
@@ -47,6 +52,18 @@ class QuantizedQK:
     cu_seqlens_k: Any
     problem: QuantizeProblem
     layout: str
+
+    # New ones at every use: an object that two refer to, and that refers to them, would be freed by the garbage
+    # collector only, and its GPU memory with it.
+    @property
+    def q(self) -> QuantizedQ:
+        """Q, as `omniattn.attention` takes it."""
+        return QuantizedQ(self)
+
+    @property
+    def k(self) -> QuantizedK:
+        """K, as `omniattn.attention` takes it."""
+        return QuantizedK(self)
 
     @property
     def dtype(self) -> str:
@@ -69,6 +86,32 @@ class QuantizedQK:
         return self.problem.row_bias == "full"
 
 
+@dataclass(frozen=True, eq=False)
+class QuantizedQ:
+    """Q of a `QuantizedQK`: what `omniattn.attention` takes in q's place.
+
+    Attributes
+    ----------
+    pair : QuantizedQK
+        Whose Q it is.
+    """
+
+    pair: QuantizedQK
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedK:
+    """K of a `QuantizedQK`: what `omniattn.attention` takes in k's place.
+
+    Attributes
+    ----------
+    pair : QuantizedQK
+        Whose K it is.
+    """
+
+    pair: QuantizedQK
+
+
 @dataclass(frozen=True)
 class QuantizedV:
     """V in 8 or 16 bits with a scale for each channel; arrays of the caller's framework.
@@ -81,6 +124,7 @@ class QuantizedV:
     v_scale, v_mean : array, (batch, num_kv_heads, head_dim_pad), float32
         Of each channel; means are 0 without smooth_v.
     cu_seqlens_k : array or None
+        As in `QuantizedQK`.
     problem : QuantizeProblem
     layout : str
     """
@@ -96,3 +140,7 @@ class QuantizedV:
     def dtype(self) -> str:
         """``"float8_e4m3"`` or ``"float16"``."""
         return self.problem.v_dtype
+
+
+#: What `omniattn.attention` recognizes.
+OPERANDS = frozenset((QuantizedQ, QuantizedK, QuantizedV, QuantizedQK))

@@ -57,6 +57,8 @@ class KernelSpec:
     bits, pv, pv_accumulator : int, str, str
         Of low-precision attention: bits of an element in Q K^T, element type (``"fp8"``, ``"fp16"``) and accumulator
         (``"fp32"``, ``"fp16"``) of P V.
+    grouping : str
+        Of low-precision attention: grouping of the operands that it reads (`omniattn.quantize_qk`).
     tuned_for : frozenset of str
         Workloads (`Problem.workload`) for which this row comes before others of the same reach; empty: all.
     allowed_spill_bytes : int
@@ -85,6 +87,7 @@ class KernelSpec:
     bits: int = 0
     pv: str = ""
     pv_accumulator: str = ""
+    grouping: str = ""
 
 
 #: Short names of the element types in kernel names, and the tags of ``kernels_cu/ptx/types.cuh``.
@@ -180,12 +183,11 @@ class _FwdSm90Tile:
 
 
 _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
-    _FwdSm90Tile(64, 4, 64, 4, 2, ("causal", "short")),
-    _FwdSm90Tile(64, 3, 128, 2, 2, ("long",)),
+    _FwdSm90Tile(64, 4, 64, 4, 2),
     _FwdSm90Tile(96, 3, 96),
-    _FwdSm90Tile(128, 2, 128, 2, 2, ("causal",)),
-    _FwdSm90Tile(128, 3, 64, 3, 1, ("short", "long")),
-    _FwdSm90Tile(192, 2, 96),
+    _FwdSm90Tile(128, 2, 128, 2, 2, ("short causal",)),
+    _FwdSm90Tile(128, 3, 64, 3, 1, ("causal", "short", "long")),
+    _FwdSm90Tile(192, 2, 64, 3),
     _FwdSm90Tile(256, 2, 64),
 )
 
@@ -196,7 +198,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
     num_q_stages = 1 if varlen else tile.num_q_stages  # a second one costs packed sequences registers
     row_bytes = -(-tile.head_dim // 64) * 128
     tiles_bytes = row_bytes * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
-    barriers_bytes = 8 * (2 * num_q_stages + 4 * tile.num_stages)
+    barriers_bytes = 16 * (num_q_stages + tile.num_stages)
     # And for packed sequences a tile of 36 bytes with each Q, and 32 sequences of 20 bytes.
     smem_bytes = -(-(tiles_bytes + barriers_bytes + 36 * num_q_stages + 640) // 1024) * 1024
     return KernelSpec(
@@ -226,8 +228,6 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
         prebuild=("90a",),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
         tuned_for=frozenset(tile.tuned_for),
-        # What is known of a tile, stored once before the loop over keys and read after it.
-        allowed_spill_bytes=64 if varlen and tile.head_dim == 64 else 0,
     )
 
 
@@ -240,34 +240,34 @@ class _Int8Sm90Tile:
     block_n: int
     num_stages: int
     num_q_stages: int
+    long: bool = False  # a further tile, for long problems that need nothing special
 
 
 _INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
-    _Int8Sm90Tile(64, 4, 64, 4, 1),
+    _Int8Sm90Tile(64, 4, 64, 4, 2),
+    _Int8Sm90Tile(64, 3, 128, 4, 1, long=True),
     _Int8Sm90Tile(128, 3, 64, 4, 1),
     _Int8Sm90Tile(256, 2, 64, 2, 1),
 )
 
-#: Keys whose products with V the tensor cores sum by themselves, with their 13 bits.
-_FLUSH_KEYS = 512
-
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: bool) -> KernelSpec:
     short, tag = _IO_TYPES[dtype]
-    # delta_s, and what is known of a tile of packed sequences, take registers that more warpgroups would need.
-    num_consumers = (
-        2 if smooth_q and varlen else min(tile.num_consumers, 3) if smooth_q or varlen else tile.num_consumers
-    )
+    # delta_s takes registers that a fourth warpgroup would need.
+    num_consumers = min(tile.num_consumers, 3) if smooth_q else tile.num_consumers
     block_m = 64 * num_consumers
-    num_q_stages = 1 if varlen else tile.num_q_stages
+    num_q_stages = 1 if varlen or smooth_q else tile.num_q_stages
     tiles_bytes = tile.head_dim * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
     delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * tile.block_n * 4
     sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
-    barriers_bytes = 8 * (2 * num_q_stages + 4 * tile.num_stages)
+    barriers_bytes = 16 * (num_q_stages + tile.num_stages)
     smem_bytes = tiles_bytes + delta_bytes + sums_bytes + barriers_bytes + 36 * num_q_stages + 640
     smem_bytes = -(-smem_bytes // 1024) * 1024
     return KernelSpec(
-        name=f"attn_int8_sm90_{short}_d{tile.head_dim}" + "_smoothq" * smooth_q + "_varlen" * varlen,
+        name=f"attn_int8_sm90_{short}_d{tile.head_dim}"
+        + "_long" * tile.long
+        + "_smoothq" * smooth_q
+        + "_varlen" * varlen,
         family="attn_int8_sm90",
         op="attention_int8",
         source="entry/attn_int8_sm90.cu",
@@ -279,7 +279,6 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
             ("BLOCK_N", str(tile.block_n)),
             ("NUM_STAGES", str(tile.num_stages)),
             ("NUM_Q_STAGES", str(num_q_stages)),
-            ("FLUSH_KEYS", str(_FLUSH_KEYS)),
             ("VARLEN", str(int(varlen))),
             ("SMOOTH_Q", str(int(smooth_q))),
             ("SMEM_BYTES", str(smem_bytes)),
@@ -295,12 +294,13 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         prebuild=("90a",),
         features=frozenset({"smooth_q"}) if smooth_q else frozenset(),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
+        tuned_for=frozenset({"long"} if tile.long else ()),
         bits=8,
         pv="fp8",
         pv_accumulator="fp32",
-        # What is known of a tile, stored before the loop over keys and read after it; with packed sequences a few
-        # registers in the loop too.
-        allowed_spill_bytes=160 if varlen else 16 if tile.head_dim == 64 else 0,
+        grouping="sm90",
+        # What is known of a tile; none of it in the loop of the common step.
+        allowed_spill_bytes=(192 if smooth_q else 96) if varlen else 64,
     )
 
 
@@ -378,6 +378,7 @@ def _attn_int8_sm80(
         bits=bits,
         pv=pv,
         pv_accumulator=acc,
+        grouping="sm80",
     )
 
 
@@ -459,6 +460,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
         for varlen in (False, True)
         for tile in _INT8_SM90_TILES
         for dtype in ("float16", "bfloat16")
+        if not tile.long or not (smooth_q or varlen)
     ),
     *(
         _attn_int8_sm80(tile, dtype, bits, pv, acc, kind)

@@ -70,13 +70,17 @@ def _unfit(spec: KernelSpec, problem: Problem, target: Target) -> str | None:
         return "it has no softcap, mask or non-positive softmax_scale"
     if problem.low is not None:
         low = problem.low
+        if problem.operands not in (None, (spec.grouping, spec.bits)):
+            return "it reads {1}-bit operands in the {0} grouping, these are {3}-bit ones in the {2} grouping".format(
+                spec.grouping, spec.bits, *problem.operands
+            )
         if low.pv not in ("auto", spec.pv):
             return f"it multiplies P and V in {spec.pv}, not {low.pv}"
         if low.pv_accumulator not in ("auto", spec.pv_accumulator):
             return f"it sums P V in {spec.pv_accumulator}, not {low.pv_accumulator}"
         if spec.bits == 4 and low.bits == 8:
             return "it multiplies 4-bit integers"
-        if spec.bits == 8 and low.bits == 4 and target.cc < (9, 0):
+        if spec.bits == 8 and low.bits == 4 and target.cc < (9, 0) and problem.operands is None:
             return "it multiplies 8-bit integers, and this GPU has 4-bit products"
         if low.smooth_q != ("smooth_q" in spec.features) and "score_mods" not in spec.features:
             return f"it is compiled with{'out' if low.smooth_q else ''} smooth_q"
@@ -165,7 +169,8 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
             s.bits == 4 and target.cc >= (9, 0),
             s.head_dim,
             len(s.features),
-            bool(s.tuned_for) and problem.workload not in s.tuned_for,
+            # Tuned for such problems, for all, for others.
+            1 if not s.tuned_for else 0 if problem.workload in s.tuned_for else 2,
             (-s.min_arch[0], -s.min_arch[1]),
         ),
     )

@@ -1,4 +1,8 @@
-"""Small calls of every tile class, for compute-sanitizer: ``python sanitizer_cases.py [low_precision | faulty]``.
+"""Small calls of every tile class, for compute-sanitizer.
+
+``python sanitizer_cases.py [low_precision | few_low_precision | faulty]``: exact attention; or quantization and
+attention on integers (`few`: for tools that take long); or one call with a fault.
+
 
 CuPy arrays in memory of their own (no pool), so that an access behind any of them is seen; moved by copies alone, so
 that no kernel runs but omniattn's.
@@ -14,7 +18,7 @@ import cupy
 import numpy as np
 
 import omniattn as oa
-from omniattn import runtime, select
+from omniattn import operands, runtime, select
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 #: Below the tile: the last 8 channels of every row are outside.
@@ -67,8 +71,10 @@ def dense(head_dim: int, rng: np.random.Generator) -> None:
             check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options_for(CALLS[name], rng)))
 
 
-def varlen(head_dim: int, rng: np.random.Generator, precisions: tuple[oa.Int8, ...] = ()) -> None:
-    lengths_q, lengths_k = (70, 0, 1, 129), (131, 5, 0, 66)
+def varlen(
+    head_dim: int, rng: np.random.Generator, precisions: tuple[oa.Int8, ...] = (), most_keys: int = SEQLEN_K
+) -> None:
+    lengths_q, lengths_k = (70, 0, 1, 129), tuple(min(n, most_keys) for n in (131, 5, 0, 66))
     q = to_gpu(rng.standard_normal((sum(lengths_q) + 3, HEADS, head_dim)))
     k, v = (to_gpu(rng.standard_normal((sum(lengths_k) + 3, HEADS_KV, head_dim))) for _ in range(2))
     starts = {
@@ -102,9 +108,9 @@ def merge(head_dim: int, rng: np.random.Generator) -> None:
         check(*oa.merge_states(a, to_gpu(lse_a, np.float32), b, to_gpu(lse_b, np.float32)))
 
 
-def quantizers(head_dim: int, rng: np.random.Generator) -> None:
+def quantizers(head_dim: int, rng: np.random.Generator, few: bool) -> None:
     """Every format; outputs are checked elsewhere."""
-    for width in (head_dim - BELOW, head_dim):
+    for width in (head_dim,) if few else (head_dim - BELOW, head_dim):
         q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
         k = to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, width)))
         oa.quantize_qk(q, k, smooth_q=True, with_bias=True)
@@ -115,22 +121,40 @@ def quantizers(head_dim: int, rng: np.random.Generator) -> None:
         cupy.cuda.runtime.deviceSynchronize()
 
 
-def low_precision(head_dim: int, rng: np.random.Generator) -> None:
-    """Quantization and attention together, in one workspace."""
-    precisions = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())
+def keys_of_all_stages(head_dim: int) -> int:
+    """Keys that every int8 kernel for this head_dim holds without using a buffer twice; at most `SEQLEN_K`."""
+    rows = [s for s in select.REGISTRY if s.family == "attn_int8_sm90" and s.head_dim == head_dim]
+    return min([SEQLEN_K, *(s.block_n * int(dict(s.defines)["NUM_STAGES"]) for s in rows)])
+
+
+def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
+    """Quantization and attention together, in one workspace; and one behind the other, each array by itself."""
+    precisions: tuple[oa.Int8, ...] = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())[: 2 if few else 3]
     generic = not any(spec.arch_specific for spec in select.REGISTRY)
-    if generic:  # every product of the kernel on mma.sync that this GPU has
+    mods: tuple[str, ...] = ()
+    if generic and not few:  # every product of the kernel on mma.sync that this GPU has, and what it alone serves
         newer = runtime.device_info(0).cc >= (8, 9)
         kinds = [(pv, acc) for pv in ("fp16", "fp8")[: 1 + newer] for acc in ("fp32", "fp16")]
         precisions += tuple(oa.Int8(pv=pv, pv_accumulator=acc) for pv, acc in kinds)
-    for width in (head_dim - BELOW, head_dim):
+        mods = ("softcap", "mask")
+    grouping = "sm80" if generic else "sm90"
+    # Consumers read k_scale and delta_s themselves, and a warp's first lane gives the buffer back for all 32 behind a
+    # __syncwarp. racecheck sees the order of that lane's reads only, so it gets no more keys than there are buffers. (A
+    # build in which all lanes give the buffer back is clean with more.)
+    seqlen_k = keys_of_all_stages(head_dim) if few else SEQLEN_K
+    for width in (head_dim - BELOW,) if few else (head_dim - BELOW, head_dim):
         q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
-        k, v = (to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, width))) for _ in range(2))
+        k, v = (to_gpu(rng.standard_normal((1, seqlen_k, HEADS_KV, width))) for _ in range(2))
         for precision in precisions:
-            for name in ("full", "causal", "window", "sinks") + generic * ("softcap", "mask"):
+            for name in ("causal",) if few else ("full", "causal", "window", "sinks", *mods):
                 options = options_for(CALLS[name], rng)
                 check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, precision=precision, **options))
-    varlen(head_dim, rng, precisions)
+            made = {"dtype": f"int{precision.bits}", "smooth_q": precision.smooth_q, "grouping": grouping}
+            qk = oa.quantize_qk(q, k, with_bias=True, **made)
+            kind = "float16" if precision.pv == "fp16" else "float8_e4m3"
+            values = oa.quantize_v(v, smooth_v=precision.smooth_v, dtype=kind)
+            check(*oa.attention(qk.q, qk.k, values, out=poisoned(q.shape), return_lse=True))
+    varlen(head_dim, rng, precisions[:1] if few else precisions, seqlen_k)
 
 
 def faulty() -> None:
@@ -146,8 +170,22 @@ def faulty() -> None:
 
 if __name__ == "__main__":
     cupy.cuda.set_allocator(None)
-    if sys.argv[1:] == ["faulty"]:
+    which = " ".join(sys.argv[1:])
+    if which == "faulty":
         faulty()
+    elif which in ("low_precision", "few_low_precision"):
+        everything, few = select.REGISTRY, which.startswith("few")
+        for width in (64, 128, 256):
+            quantizers(width, np.random.default_rng(width), few)
+        for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):
+            select.REGISTRY = operands.REGISTRY = rows
+            sys.modules["omniattn.attention"].__dict__["_plans"].clear()
+            operands._plans.clear()
+            for width in (64, 128, 256):
+                low_precision(width, np.random.default_rng(width), few)
+        select.REGISTRY = operands.REGISTRY = everything
+    elif which:
+        raise SystemExit(f"not one of low_precision, few_low_precision, faulty: {which}")
     else:
         everything = select.REGISTRY
         # What this GPU gets, then what every GPU gets.
@@ -160,12 +198,4 @@ if __name__ == "__main__":
                 varlen(width, generator)
                 merge(width, generator)
         select.REGISTRY = everything
-    if sys.argv[1:] == ["low_precision"]:
-        for width in (64, 128, 256):
-            quantizers(width, np.random.default_rng(width))
-        for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):
-            select.REGISTRY = rows
-            sys.modules["omniattn.attention"].__dict__["_plans"].clear()
-            for width in (64, 128, 256):
-                low_precision(width, np.random.default_rng(width))
     print("all calls done")

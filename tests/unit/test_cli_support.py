@@ -126,7 +126,7 @@ def test_rows_of_the_registry_for_low_precision() -> None:
     rows = support.merge_rows(support.support_rows(support.wheel_resolver))
     low = [row for row in rows if row.op == "attention_int8"]
     assert {row.dtype for row in low} == {"bfloat16, float16"}
-    assert {row.head_dim for row in low} == {"8–128", "136–256"}
+    assert {row.head_dim for row in low} == {"8–64", "72–128", "8–128", "136–256"}
     for row in low:
         by_target = {gpu.target: cell.text for gpu, cell in zip(support.GPUS, row.cells, strict=True)}
         assert all(text.startswith(("prebuilt", "JIT")) for text in by_target.values())

@@ -87,9 +87,9 @@ def int8_fields() -> list[tuple[str, str]]:
     assert body is not None
     statements = [" ".join(s.split()) for s in body[1].split(";") if s.strip()]
     assert statements[:2] == ["TensorMap map_q, map_k, map_v", "AttnFwdParams p"]
-    assert statements[-1] == "TileList tiles"
+    assert statements[-2:] == ["TileList tiles", "int32 flush_keys"]
     fields = []
-    for statement in statements[2:-1]:
+    for statement in statements[2:-2]:
         kind, star, names = re.fullmatch(r"((?:const )?\w+)(\*?) (.*)", statement).groups()  # type: ignore[union-attr]
         code = "Q" if star else {"int64": "q", "int32": "i"}[kind]
         fields += [(code, name.strip()) for name in names.split(",")]
@@ -97,7 +97,7 @@ def int8_fields() -> list[tuple[str, str]]:
     assert tile_list is not None
     names_of_list = re.findall(r"uint32 (\w+);", tile_list[1])
     assert len(names_of_list) == tile_list[1].count(";")
-    return fields + [("I", name) for name in names_of_list]
+    return [*fields, *(("I", name) for name in names_of_list), ("i", "flush_keys")]
 
 
 def _read(source: str) -> str:
@@ -107,11 +107,12 @@ def _read(source: str) -> str:
 
 def test_arguments_match_the_device_struct() -> None:
     fields = int8_fields()
-    packed = attn_int8_sm90._OPERANDS.format.removeprefix("<").removesuffix("4x")
+    packed = attn_int8_sm90._OPERANDS.format.removeprefix("<")
     assert expanded(packed) == "".join(code for code, _ in fields)
     assert [name for _, name in fields] == [
         "q_scale", "k_scale", "row_bias", "v_scale", "v_mean", "delta_s", "q_scale_stride_h", "k_scale_stride_h",
         "delta_stride_h", "delta_columns", "head_dim_pad", "num_items", "num_pairs", "num_tail_heads",
+        "flush_keys",
     ]  # fmt: skip
     # Maps are aligned to 64 bytes, and so is the struct: every field where C puts it, and a whole number of 64.
     at = 3 * 128 + _POINTERS.size + _REST.size
@@ -225,6 +226,33 @@ def test_a_launch_finds_everything_in_the_workspace() -> None:
         repr(("uint8", at["k_int"], (128, 500, 2, 2), (128, 128 * 500, 128 * 500 * 2), (128, 64, 1, 1))),
         repr(("uint8", at["v"], (512, 128, 2, 2), (512, 512 * 128, 512 * 128 * 2), (64, 128, 1, 1))),
     ]
+
+
+@pytest.mark.parametrize("low", [Int8(), Int8(smooth_q=True, smooth_v=True), Int4()], ids=str)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_quantized_operands_are_launched_with_the_same_arguments(varlen: bool, low: Int8) -> None:
+    p = problem(low=low, varlen=varlen)
+    _, quantizer, plan, log = make(p)
+    plan.launch(STREAM, (*POINTERS, WORKSPACE))
+    offsets, outputs_bytes = carve(quantizer.problem.shapes())
+    base = -(-WORKSPACE // 256) * 256
+    starts = quantizer.starts(base + outputs_bytes)
+    alone = Int8Sm90Plan(
+        select_attention(p, Target((9, 0), 227 << 10)).spec,
+        Kernel(log),
+        quantizer.problem,
+        p,
+        STRIDES,
+        SMS,  # type: ignore[arg-type]
+    )
+    assert (alone.workspace_bytes, alone.num_launches) == (0, 1)
+    at = {name: base + offset for name, offset in offsets.items()}
+    alone.attend(STREAM, at, (*POINTERS[:5], *starts, *POINTERS[7:]))
+    whole, part = log[-2:]
+    # The first 384 bytes are the maps, of which the fake ones are numbered for each kernel: 1, 2, 3 in both.
+    assert part[1:] == whole[1:]
+    with pytest.raises(RuntimeError, match="describes a call"):
+        alone.launch(STREAM, (*POINTERS, WORKSPACE))
 
 
 def test_what_is_not_smoothed_is_null() -> None:

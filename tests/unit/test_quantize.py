@@ -74,8 +74,10 @@ def test_dequantized_is_near(dtype: str, granularity: str, grouping: str) -> Non
         x = x.swapaxes(1, 2)
         spread = np.abs(x).max() + np.abs(mean).max()
         assert np.abs(got - x).max() <= spread / levels / 2 * 1.0001
-    assert np.abs(np.asarray(qk.q_int, dtype=np.int16)).max() <= (127 if dtype == "int8" else 255)
-    assert qk.q_int.shape[-1] == (96 if dtype == "int8" else 48)
+    two_to_a_byte = dtype == "int4" and grouping == "sm80"
+    assert np.abs(np.asarray(qk.q_int, dtype=np.int16)).max() <= (255 if two_to_a_byte else levels)
+    assert qk.q_int.shape[-1] == (48 if two_to_a_byte else 96)
+    assert qk.q_int.dtype == (np.uint8 if two_to_a_byte else np.int8)
 
 
 @pytest.mark.parametrize(("grouping", "slice_rows", "tile"), [("sm90", 16, 128), ("sm80", 32, 64)])

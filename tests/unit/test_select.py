@@ -10,7 +10,7 @@ import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.precision import Int4, Int8
-from omniattn.problem import LONG_KEYS, UNLIMITED, Problem
+from omniattn.problem import LONG_KEYS, SHORT_CAUSAL_KEYS, UNLIMITED, Problem
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import Target, select_attention, select_merge_states
 
@@ -98,9 +98,14 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
     mask = "bool" if "score_mods" in spec.features else "none"
     problems = [
         changed(dtype=spec.dtype, head_dim=spec.head_dim, mask=mask, varlen="dense" in spec.lacks, **workload)
-        for workload in ({"window_right": 0}, {"seqlen_k": 1024}, {"seqlen_k": 4096 * PLAIN.batch})
+        for workload in (
+            {"window_right": 0, "seqlen_k": SHORT_CAUSAL_KEYS - 1},
+            {"window_right": 0, "seqlen_k": SHORT_CAUSAL_KEYS * PLAIN.batch},
+            {"seqlen_k": 1024},
+            {"seqlen_k": LONG_KEYS * PLAIN.batch},
+        )
     ]
-    assert {problem.workload for problem in problems} == {"causal", "short", "long"}
+    assert {problem.workload for problem in problems} == {"short causal", "causal", "short", "long"}
     assert spec.name in {select_attention(p, target).spec.name for p in problems for target in TARGETS}
 
 
@@ -193,12 +198,19 @@ def test_every_low_precision_row_is_chosen_and_can_be_forced(spec: KernelSpec) -
     # 4-bit rows are for GPUs with 4-bit products, e4m3 ones for those with such products; and one is for Hopper alone.
     target = HOPPER if spec.min_arch >= (9, 0) else Target((8, 9), GPUS[8, 9])
     mods = {"softcap": 5.0} if "score_mods" in spec.features else {}
-    problem = changed(
-        dtype=spec.dtype, head_dim=spec.head_dim, varlen="dense" in spec.lacks, low=low_of(spec), precision="int8",
-        **mods,
-    )  # fmt: skip
-    assert select_attention(problem, target).spec == spec
-    assert select_attention(problem, target, spec.name).spec == spec
+    problems = [
+        changed(
+            dtype=spec.dtype, head_dim=spec.head_dim, varlen="dense" in spec.lacks, low=low_of(spec), precision="int8",
+            seqlen_k=keys, **mods,
+        )
+        for keys in (512, LONG_KEYS)
+    ]  # fmt: skip
+    chosen = [problem for problem in problems if select_attention(problem, target).spec == spec]
+    assert chosen
+    assert not spec.tuned_for or {problem.workload for problem in chosen} <= spec.tuned_for
+    for problem in problems:
+        assert select_attention(problem, target, spec.name).spec == spec
+    problem = problems[0]
     if not mods and spec.bits == 8:
         problem = dataclasses.replace(problem, low=low_of(spec, pv="auto", pv_accumulator="auto"))
         assert select_attention(problem, target, spec.name).spec == spec
@@ -292,7 +304,10 @@ def test_no_low_precision_row_serves(fields: dict[str, Any], target: Target, sho
         ({"seqlen_k": LONG_KEYS, "window_right": 0}, "causal"),
         ({"seqlen_k": LONG_KEYS, "window_right": 7}, "causal"),
         ({"seqlen_k": LONG_KEYS, "window_left": 0}, "causal"),
-        ({"seqlen_k": 5, "window_left": 100, "varlen": True}, "causal"),
+        ({"seqlen_k": SHORT_CAUSAL_KEYS, "window_right": 0}, "causal"),
+        ({"seqlen_k": SHORT_CAUSAL_KEYS - 1, "window_right": 0}, "short causal"),
+        ({"seqlen_k": SHORT_CAUSAL_KEYS - 1, "window_left": 5}, "short causal"),
+        ({"seqlen_k": 5, "window_left": 100, "varlen": True}, "short causal"),
     ],
     ids=str,
 )
@@ -302,7 +317,7 @@ def test_workload(fields: dict[str, Any], workload: str) -> None:
 
 def test_workloads_of_the_registry_exist() -> None:
     """A row tuned for a workload that no problem has would come last everywhere."""
-    assert {name for spec in REGISTRY for name in spec.tuned_for} <= {"causal", "short", "long"}
+    assert {name for spec in REGISTRY for name in spec.tuned_for} <= {"short causal", "causal", "short", "long"}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -1,4 +1,4 @@
-"""Launch of ``attn_int8_sm80``: quantization first, then attention on the integers, on mma.sync."""
+"""Launch of ``attn_int8_sm80``: quantization first, unless that has been done; then attention on mma.sync."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Int8Sm80Plan:
     spec : KernelSpec
     kernel : LoadedKernel or None
         None for a plan that only describes.
-    quantizer : QuantizePlan
-        Of q, k and v together, in the sm80 grouping.
+    quantizer : QuantizePlan or QuantizeProblem
+        Of q, k and v together, in the sm80 grouping. A problem where they come quantized: then `attend` runs the plan.
     problem : Problem
     strides : ForwardStrides
         Those of o, LSE and mask are used.
@@ -54,28 +54,32 @@ class Int8Sm80Plan:
     """
 
     __slots__ = (
-        "_facts", "_launches", "_offsets", "_outputs_bytes", "_quantizer", "kernel", "num_tiles", "threads",
-        "workspace_bytes",
+        "_facts", "_launches", "_offsets", "_outputs_bytes", "_quantizer", "_smooth_v", "kernel", "num_tiles",
+        "threads", "workspace_bytes",
     )  # fmt: skip
 
     def __init__(
         self,
         spec: KernelSpec,
         kernel: LoadedKernel | None,
-        quantizer: QuantizePlan,
+        quantizer: QuantizePlan | QuantizeProblem,
         problem: Problem,
         strides: ForwardStrides,
         mask_extent: tuple[int, int],
     ) -> None:
         self.kernel = kernel
         self.threads = spec.num_warps * 32
-        self._quantizer = quantizer
-        shapes = quantizer.problem.shapes()
+        self._quantizer = None if isinstance(quantizer, QuantizeProblem) else quantizer
+        operands = quantizer if isinstance(quantizer, QuantizeProblem) else quantizer.problem
+        self._smooth_v = operands.smooth_v
+        shapes = operands.shapes()
         self._offsets, self._outputs_bytes = carve(shapes)
-        self.workspace_bytes = self._outputs_bytes + quantizer.workspace_bytes + _ALIGNMENT
+        self.workspace_bytes = 0
+        if self._quantizer is not None:
+            self.workspace_bytes = self._outputs_bytes + self._quantizer.workspace_bytes + _ALIGNMENT
         blocks = num_m_blocks(problem, spec.block_m)
         self.num_tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)
-        of_q, of_k, of_v = operand_strides(quantizer.problem)
+        of_q, of_k, of_v = operand_strides(operands)
         own = replace(strides, q=of_q, k=of_k, v=of_v)
         self._launches: list[tuple[tuple[int, int, int], bytes]] = []
         for offset in range(0, self.num_tiles, MAX_GRID_X):
@@ -84,7 +88,7 @@ class Int8Sm80Plan:
         delta = shapes["delta_s"][0] if "delta_s" in shapes else (0, 0)
         self._facts = (
             shapes["q_scale"][0][-1], shapes["k_scale"][0][-1], delta[-2] * delta[-1], delta[-1],
-            quantizer.problem.head_dim_pad,
+            operands.head_dim_pad,
         )  # fmt: skip
 
     @property
@@ -95,26 +99,42 @@ class Int8Sm80Plan:
     @property
     def num_launches(self) -> int:
         """Kernels of a call: those of the quantization, and attention."""
-        return self._quantizer.num_launches + len(self._launches)
+        return (0 if self._quantizer is None else self._quantizer.num_launches) + len(self._launches)
 
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
         """Queue everything on ``stream``; ``pointers`` as `ForwardPlan.launch` takes them, then the workspace's."""
         if self.num_tiles == 0:
             return
-        kernel = self.kernel
-        if kernel is None:
+        quantizer = self._quantizer
+        if self.kernel is None or quantizer is None:
             raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
         q, k, v, o, lse, starts_q, starts_k, mask, sinks, workspace = pointers
         base = -(-workspace // _ALIGNMENT) * _ALIGNMENT
         at = {name: base + offset for name, offset in self._offsets.items()}
-        self._quantizer.launch(stream, (q, k, v, starts_q, starts_k), at, base + self._outputs_bytes)
+        behind = base + self._outputs_bytes
+        quantizer.launch(stream, (q, k, v, starts_q, starts_k), at, behind)
+        self.attend(stream, at, (q, k, v, o, lse, *quantizer.starts(behind), mask, sinks))
+
+    def attend(self, stream: int, at: dict[str, int], pointers: tuple[int, ...]) -> None:
+        """Queue attention alone on ``stream``.
+
+        Parameters
+        ----------
+        at : dict
+            Addresses of the operands by the names of `QuantizeProblem.shapes`.
+        pointers : tuple of int
+            As `ForwardPlan.launch` takes them; the first three are not looked at, and cu_seqlens never decrease.
+        """
+        if self.num_tiles == 0:
+            return
+        kernel = self.kernel
+        if kernel is None:
+            raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
         operands = _OPERANDS.pack(
-            at["q_scale"], at["k_scale"], at["row_bias"], at["v_scale"],
-            at["v_mean"] if self._quantizer.problem.smooth_v else 0, at.get("delta_s", 0), *self._facts,
+            at["q_scale"], at["k_scale"], at["row_bias"], at["v_scale"], at["v_mean"] if self._smooth_v else 0,
+            at.get("delta_s", 0), *self._facts,
         )  # fmt: skip
-        given = (
-            at["q_int"], at["k_int"], at["v"], o, lse, *self._quantizer.starts(base + self._outputs_bytes), mask, sinks,
-        )  # fmt: skip
+        given = (at["q_int"], at["k_int"], at["v"], *pointers[3:])
         for grid, rest in self._launches:
             _ARGUMENTS.pack_into(PARAMS.buffer, 0, *given, rest, operands)
             kernel.launch(grid, self.threads, stream, PARAMS.address)

@@ -272,7 +272,12 @@ class QuantizePlan:
         return 0 if self._items == 0 else 3 if self._delta else 2
 
     def launch(
-        self, stream: int, inputs: tuple[int, int, int, int, int], outputs: dict[str, int], workspace: int
+        self,
+        stream: int,
+        inputs: tuple[int, int, int, int, int],
+        outputs: dict[str, int],
+        workspace: int,
+        copies: tuple[int, int] | None = None,
     ) -> None:
         """Queue everything on ``stream``.
 
@@ -285,14 +290,18 @@ class QuantizePlan:
             Addresses by the names of `QuantizeProblem.shapes`.
         workspace : int
             Address of `workspace_bytes` bytes, at a multiple of 256.
+        copies : tuple of int, optional
+            Where copies of cu_seqlens_q and cu_seqlens_k go, as `starts` describes them; there unless given. They are
+            made even if there is nothing to quantize.
         """
-        if self._items == 0:
+        if self._items == 0 and not (copies and any(copies)):
             return
         kernel = self.kernel
         if kernel is None:
             raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
         get = outputs.get
-        copies = self.starts(workspace)
+        if copies is None:
+            copies = self.starts(workspace)
         starts = tuple(copy if given else 0 for copy, given in zip(copies, inputs[3:], strict=True))
         rest = (
             *(get(name, 0) for name in OUTPUTS),
@@ -303,6 +312,8 @@ class QuantizePlan:
         )
         grid, clear_grid = self._grid
         kernel.launch(clear_grid, self._threads, stream, PARAMS.write(_POINTERS.pack(*inputs, *rest) + self._clear))
+        if self._items == 0:
+            return
         pointers = _POINTERS.pack(*inputs[:3], *starts, *rest)
         kernel.launch(grid, self._threads, stream, PARAMS.write(pointers + self._rest))
         if self._delta:

@@ -1,0 +1,21 @@
+// Ordinary accesses to shared memory by its own addresses (PTX ISA, "ld.shared").
+#pragma once
+#include "ptx/types.cuh"
+
+// ld.shared.f32. Any lane; the "memory" clobber keeps it below the wait for the data.
+OA_DEVICE float load_shared_float(uint32 addr) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(addr) : "memory");
+    return x;
+}
+
+// Where dynamic shared memory begins in a CTA that has no other: sm_90 keeps the first 1024 bytes to itself. As a
+// constant of the binary it spares loops what computing addresses costs. A kernel that counts on it checks it once.
+constexpr uint32 kSmemBase = 1024;
+template <typename Storage, typename Member>
+OA_DEVICE uint32 smem_addr_at(Member Storage::* member, uint32 base = kSmemBase) {
+    return uint32(reinterpret_cast<uint64>(&(reinterpret_cast<Storage*>(uint64(base))->*member)));
+}
+OA_DEVICE void check_smem_base(const void* dynamic) {
+    if (static_cast<uint32>(__cvta_generic_to_shared(dynamic)) != kSmemBase) asm volatile("trap;");
+}

@@ -1,0 +1,186 @@
+"""What quantized operands of one call have to have in common. Every error names argument, expected and received."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from . import arguments, arrays
+from .arrays import Tensor
+from .errors import ArgumentError, DtypeError, ShapeError, StrideError
+from .launch.quantize import QuantizeProblem
+from .precision import Int4, Int8, value_levels
+from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
+
+#: Whose array each operand is, in the order in which a call looks at them. Attention reads neither q_mean nor k_mean.
+_Q_ARRAYS = ("q_int", "q_scale", "row_bias", "delta_s")
+_K_ARRAYS = ("k_int", "k_scale")
+_V_ARRAYS = ("v", "v_scale", "v_mean")
+STARTS = ("cu_seqlens_q", "cu_seqlens_k")
+ARRAYS = (*_Q_ARRAYS, *_K_ARRAYS, *_V_ARRAYS)
+#: All arrays of a call.
+ALL = (*ARRAYS, *STARTS, "out", "mask", "sinks")
+#: Which argument each belongs to.
+ARGUMENT = {
+    **dict.fromkeys((*_Q_ARRAYS, "cu_seqlens_q"), "q"),
+    **dict.fromkeys((*_K_ARRAYS, "cu_seqlens_k"), "k"),
+    **dict.fromkeys(_V_ARRAYS, "v"),
+}
+
+_WORDS = {"rows_k": "rows", "heads_kv": "heads", "dtype": "dtype of what was quantized"}
+
+
+def check_kinds(function: str, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> None:
+    for value, argument, kind, source in (
+        (q, "q", QuantizedQ, "quantize_qk(...).q"),
+        (k, "k", QuantizedK, "quantize_qk(...).k"),
+        (v, "v", QuantizedV, "quantize_v(...)"),
+    ):
+        if value.__class__ is not kind:
+            raise ArgumentError(
+                argument, f"a {kind.__name__}, from {source}, because one of q, k, v is quantized",
+                type(value).__name__, function=function,
+            )  # fmt: skip
+    for value, argument in ((cu_q, "cu_seqlens_q"), (cu_k, "cu_seqlens_k")):
+        if value is not None:
+            raise ArgumentError(
+                argument, "None, because quantized operands bring theirs", type(value).__name__, function=function
+            )
+
+
+def combine(function: str, of_q: QuantizedQK, of_k: QuantizedQK, v: QuantizedV, layout: str) -> QuantizeProblem:
+    """The quantization of all three together, if they belong together."""
+    a, b, c = of_q.problem, of_k.problem, v.problem
+    for own, argument in ((of_q.layout, "q"), (of_k.layout, "k"), (v.layout, "v")):
+        if own != layout:
+            raise ArgumentError(
+                argument, f"operands quantized with layout {layout!r}, that of this call", repr(own), function=function
+            )
+    varlen = function == "attention_varlen"
+    kind = {True: "packed sequences", False: "a batch"}
+    for problem, argument in ((a, "q"), (b, "k"), (c, "v")):
+        if problem.varlen != varlen:
+            hint = f"attention{'_varlen' if problem.varlen else ''} takes {kind[problem.varlen]}"
+            raise ArgumentError(
+                argument, f"operands quantized from {kind[varlen]}", kind[problem.varlen], function=function, hint=hint
+            )
+    if of_q is not of_k:
+        for there, what in (
+            (of_q.delta_s is not None, "smooth_q (delta_s)"),
+            (a.row_bias == "full" and a.smooth_k, "with_bias (row_bias)"),
+        ):
+            if there:
+                raise ArgumentError(
+                    "k", f"the K of q's own quantize_qk call, to which {what} ties q", "K of another call",
+                    function=function,
+                )  # fmt: skip
+        _check_equal(function, "k", a, b, "q", ("bits", "wide", "granularity", "grouping"))
+        if a.heads_kv != b.heads_kv and (b.heads_kv == 0 or a.heads_q % b.heads_kv):
+            raise ArgumentError(
+                "k", f"a number of heads that divides q's {a.heads_q}", str(b.heads_kv), function=function
+            )
+    _check_equal(function, "k", a, b, "q", ("dtype", "batch", "head_dim"))
+    _check_equal(function, "v", b, c, "k", ("dtype", "batch", "rows_k", "heads_kv", "head_dim"))
+    return dataclasses.replace(
+        b, rows_q=a.rows_q, heads_q=a.heads_q, smooth_q=a.smooth_q, row_bias=a.row_bias, v=True, v_dtype=c.v_dtype,
+        smooth_v=c.smooth_v, v_levels=c.v_levels,
+    )  # fmt: skip
+
+
+def _check_equal(
+    function: str, argument: str, wanted: QuantizeProblem, got: QuantizeProblem, like: str, names: tuple[str, ...]
+) -> None:
+    for name in names:
+        expected, received = getattr(wanted, name), getattr(got, name)
+        if expected != received:
+            raise ArgumentError(
+                argument, f"{_WORDS.get(name, name)} {expected}, like {like}", str(received), function=function
+            )
+
+
+def check_precision(function: str, precision: Any, operands: QuantizeProblem) -> Int8:
+    """The knobs that the operands were made with. ``"exact"``, the default, leaves it to them."""
+    kind = Int8 if operands.bits == 8 else Int4
+    pv = "fp16" if operands.v_dtype == "float16" else "fp8"
+    # Sums of float16 values, and of e4m3 ones that are small enough, may be of either type.
+    either = pv == "fp16" or operands.v_levels <= value_levels(pv, "fp16")
+    low = kind(
+        operands.granularity, operands.smooth_k, operands.smooth_q, operands.smooth_v, pv, "auto" if either else "fp32"
+    )
+    name, knobs = arguments.check_precision(precision, function)
+    asked = precision if isinstance(precision, Int8) else None
+    if asked is not None and either:
+        low = dataclasses.replace(low, pv_accumulator=asked.pv_accumulator)
+    if asked is not None:
+        wanted = dataclasses.replace(
+            asked,
+            pv=pv if asked.pv == "auto" else asked.pv,
+            pv_accumulator=low.pv_accumulator if asked.pv_accumulator == "auto" else asked.pv_accumulator,
+        )
+    else:
+        wanted = low
+    if (knobs is not None and name != f"int{operands.bits}") or wanted != low:
+        hint = None
+        if wanted == dataclasses.replace(low, pv_accumulator="fp16"):
+            hint = "fp16 sums need values of quantize_v(pv_accumulator='fp16') or quantize_v(dtype='float16')"
+        raise ArgumentError(
+            "precision", f"that of the operands, {low!r}, or left out", repr(precision), function=function, hint=hint
+        )
+    return low
+
+
+def check_extents(function: str, operands: QuantizeProblem, max_q: Any, max_k: Any, has_mask: bool) -> tuple[int, int]:
+    """Extents of the mask along queries and keys."""
+    if not operands.varlen:
+        return operands.rows_q, operands.rows_k
+    found = []
+    for value, name in ((max_q, "max_seqlen_q"), (max_k, "max_seqlen_k")):
+        if value is None and not has_mask:
+            found.append(0)
+        else:
+            found.append(arguments.check_int(value, name, function))
+    return found[0], found[1]
+
+
+def check_arrays(function: str, operands: QuantizeProblem, tensors: dict[str, Tensor]) -> None:
+    expected = {name: facts for name, facts in operands.shapes().items() if name in ARRAYS}
+    if operands.varlen:
+        expected |= dict.fromkeys(STARTS, ((operands.batch + 1,), "int32"))
+    for name in (*ARRAYS, *STARTS):
+        t, wanted = tensors.get(name), expected.get(name)
+        argument = f"{ARGUMENT[name]}.{name}"
+        if t is None and wanted is None:
+            continue
+        if t is None or wanted is None:
+            raise ArgumentError(
+                argument, "None" if wanted is None else "an array", "an array" if t is not None else "None",
+                function=function,
+            )  # fmt: skip
+        shape, dtype = wanted
+        if t.dtype != dtype:
+            raise DtypeError(argument, dtype, t.dtype, function=function)
+        if tuple(t.shape) != tuple(shape):
+            raise ShapeError(argument, f"shape {tuple(shape)}", f"{tuple(t.shape)}", function=function)
+        steps = arrays.contiguous_strides(tuple(shape))
+        if 0 not in shape and any(n > 1 and s != x for n, s, x in zip(shape, t.strides, steps, strict=True)):
+            raise StrideError(argument, "a contiguous array", f"strides {tuple(t.strides)}", function=function)
+    arrays.require_same_device(tensors.values())
+
+
+def check_same_sequences(function: str, v: QuantizedV, tensors: dict[str, Tensor]) -> None:
+    """For the CPU; on a GPU that would need a synchronization."""
+    if v.cu_seqlens_k is None:
+        return
+    starts = arrays.to_numpy(arrays.describe(v.cu_seqlens_k, "v.cu_seqlens_k"))
+    wanted = arrays.to_numpy(tensors["cu_seqlens_k"])
+    if starts.tolist() != wanted.tolist():
+        raise ArgumentError("v", f"cu_seqlens_k {wanted.tolist()}, like k", str(starts.tolist()), function=function)
+
+
+def check_aliasing(function: str, out: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Tiles are written while others are still read, so o needs memory of its own."""
+    if out.device == "cpu" or 0 in out.shape:
+        return
+    for name, t in tensors.items():
+        if name != "out" and t.ptr == out.ptr:
+            raise ArgumentError("out", f"memory of its own, not that of {t.argument}", hex(out.ptr), function=function)

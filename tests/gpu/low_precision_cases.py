@@ -1,0 +1,91 @@
+"""A softmax in double precision on dequantized operands: low-precision attention but for the rounding of P."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import omniattn as oa
+from omniattn.reference.quantize import KEY_ORDER
+
+#: Steps of e4m3: half of one, relative to a normal number, and absolute below the least one.
+_RELATIVE, _ABSOLUTE = 2.0**-4, 2.0**-10
+#: What the kernels make of the largest probability at least when they round it.
+_LEAST_TOP = 13.5
+
+
+def quantize(precision: oa.Int8, q: Any, k: Any, v: Any, **more: Any) -> tuple[oa.QuantizedQK, oa.QuantizedV]:
+    """With the knobs of a precision; ``more``: layout, with_bias, and what packed sequences need."""
+    of_k = {name: more[name] for name in ("layout", "cu_seqlens_k", "max_seqlen_k") if name in more}
+    qk = oa.quantize_qk(
+        q, k, dtype=f"int{precision.bits}", granularity=precision.granularity, smooth_k=precision.smooth_k,
+        smooth_q=precision.smooth_q, **more,
+    )  # fmt: skip
+    return qk, oa.quantize_v(v, smooth_v=precision.smooth_v, **of_k)
+
+
+def _values(v: oa.QuantizedV, of_batch: tuple[int, ...], batch: int, begin: int, keys: int, d: int) -> torch.Tensor:
+    """(kv heads, keys, d), dequantized."""
+    first = (-(-begin // 128) + batch) * 128 if not of_batch else 0
+    codes = v.v[of_batch][:, :d, first : first + -(-keys // 128) * 128]
+    codes = codes.reshape(*codes.shape[:2], -1, 16)
+    ordered = torch.empty_like(codes)
+    ordered[..., torch.as_tensor(KEY_ORDER, device=codes.device)] = codes
+    values = ordered.flatten(2)[..., :keys].contiguous().view(torch.float8_e4m3fn).double().transpose(1, 2)
+    return values * v.v_scale[batch, :, None, :d].double() + v.v_mean[batch, :, None, :d].double()
+
+
+def expected(
+    qk: oa.QuantizedQK,
+    v: oa.QuantizedV,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(o, lse, bound of o's error by the rounding of P), double precision, heads first; for the sm90 grouping."""
+    p = qk.problem
+    d, group = p.head_dim, p.heads_q // max(p.heads_kv, 1)
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    device = qk.q_int.device
+    lead = (p.heads_q,) if p.varlen else (p.batch, p.heads_q)
+    o, bound = (torch.zeros(*lead, p.rows_q, d, dtype=torch.float64, device=device) for _ in range(2))
+    lse = torch.full((*lead, p.rows_q), -torch.inf, dtype=torch.float64, device=device)
+    starts = [[0, p.rows_q]] * p.batch, [[0, p.rows_k]] * p.batch
+    if p.varlen:
+        starts = tuple(list(zip(x.tolist(), x.tolist()[1:], strict=False)) for x in (qk.cu_seqlens_q, qk.cu_seqlens_k))  # type: ignore[assignment]
+    for b in range(p.batch):
+        (q0, q1), (k0, k1) = starts[0][b], starts[1][b]
+        n, m = q1 - q0, k1 - k0
+        if n == 0:
+            continue
+        at: tuple[int, ...] = () if p.varlen else (b,)
+        slot_q, slot_k = ((-(-x // 128) + b) if p.varlen else 0 for x in (q0, k0))
+        rows, keys = torch.arange(n, device=device), torch.arange(m, device=device)
+        q_scale = qk.q_scale[at][:, slot_q * 64 + rows // 16 * 8 + rows % 8].double()
+        k_scale = qk.k_scale[at][:, slot_k * 4 + keys // 128 * 4 + keys % 8 // 2].double()
+        of_q = qk.q_int[at][:, q0:q1, :d].double() * q_scale[..., None]
+        of_k = (qk.k_int[at][:, k0:k1, :d].double() * k_scale[..., None]).repeat_interleave(group, 0)
+        scores = of_q @ of_k.transpose(1, 2)
+        if qk.delta_s is not None:
+            scores = scores + qk.delta_s[at][:, slot_q + rows // 128, :m].double()
+        scores = (scores + qk.row_bias[at][:, q0:q1, None].double()) * scale
+        place = keys[None] - rows[:, None] - (m - n)
+        left, right = (-1, -1) if window is None else window
+        right = 0 if causal else right
+        hidden = (place < -left if left >= 0 else place != place) | (place > right if right >= 0 else place != place)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        logits = [scores] if sinks is None else [scores, sinks.double().view(-1, 1, 1).expand(-1, n, 1)]
+        own = torch.logsumexp(torch.cat(logits, 2), 2)
+        weights = torch.exp(scores - torch.where(own == -torch.inf, 0.0, own)[..., None])
+        values = _values(v, at, b, k0, m, d).repeat_interleave(group, 0)
+        o[at][:, q0:q1] = weights @ values
+        bare = (values - v.v_mean[b, :, None, :d].double().repeat_interleave(group, 0)).abs()
+        top = weights.amax(2, keepdim=True) if m else torch.zeros(p.heads_q, n, 1, dtype=weights.dtype, device=device)
+        # Each P is off by half a step: relative, or absolute where it is small against the largest one.
+        error = torch.maximum(weights * _RELATIVE, (top * (_ABSOLUTE / _LEAST_TOP)).expand_as(weights))
+        bound[at][:, q0:q1] = error.masked_fill(hidden, 0.0) @ bare
+        lse[at][:, q0:q1] = own
+    return o, lse, bound
