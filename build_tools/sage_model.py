@@ -82,7 +82,7 @@ GPUS: tuple[Gpu, ...] = (
         generic=True,
     ),
 )  # fmt: skip
-#: Published TOPS at d128, full (SageAttention2, Zhang et al. 2024, and SageAttention2++ with fp16 sums): least and most.
+#: Published TOPS at d128, full (SageAttention2, Zhang et al. 2024, and SageAttention2++, fp16 sums): least and most.
 PUBLISHED: dict[tuple[str, int], tuple[float, float]] = {
     ("RTX 4090", 4): (574, 640),
     ("RTX 4090", 8): (411, 493),
@@ -204,8 +204,8 @@ def table() -> list[str]:
                 counts = f"{step.products} (least {step.least_products}) | {step.others}"
                 a_score = 32 * step.others / (step.rows * KEYS)
                 lines.append(
-                    f"| {gpu.name} | `{spec.name}` | {step.ctas(gpu)} | {counts} ({a_score:.1f}) | {bound:.0f}, {what} | "
-                    f"{expected:.0f} | {causal:.0f} | {chain:.0f} | {text} |"
+                    f"| {gpu.name} | `{spec.name}` | {step.ctas(gpu)} | {counts} ({a_score:.1f}) | "
+                    f"{bound:.0f}, {what} | {expected:.0f} | {causal:.0f} | {chain:.0f} | {text} |"
                 )
     return lines
 

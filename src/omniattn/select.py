@@ -156,7 +156,9 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
             f"capability {_dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer"
             if problem.low is None
-            else "precision='exact'",
+            else "precision='exact'"
+            if problem.operands is None
+            else "arrays that are not quantized, with precision='exact' where it has to be",
         )
     # A kernel made for this very architecture; then the narrowest tile that holds head_dim; no features that are not
     # needed; tuned for such a problem; among equals the newest tuning.

@@ -146,7 +146,8 @@ def test_features(monkeypatch: Any, product: tuple[int, str, str], head_dim: int
     dtype = "float16" if head_dim == 64 else "bfloat16"
     shape = {"batch": 2, "seqlen_q": 150, "seqlen_k": 203, "heads_q": 4, "heads_kv": 2, "head_dim": head_dim}
     q, k, v = _inputs(dtype, seed=head_dim, **shape)
-    got, want = _run(monkeypatch, [q, k, v], _precision(*product), **_options(FEATURES[feature], q, k))
+    precision = _precision(*product, smooth_v=head_dim != 128)
+    got, want = _run(monkeypatch, [q, k, v], precision, **_options(FEATURES[feature], q, k))
     # fp16 P has 11 bits: then what is left is the order of sums.
     tight = product[1] == "fp16"
     _check(got, want, lse_atol=2e-3, cosine=0.99999 if tight else 0.9985, relative_l1=6e-3 if tight else 0.05)
@@ -262,7 +263,8 @@ def test_fp16_sums_do_not_overflow(monkeypatch: Any, product: tuple[int, str, st
     for value in (1.9921875, -255.0, 65280.0, 3.0e38):
         v = torch.full((1, 64 * tiles, 1, head_dim), value)
         tensors = [t.to(torch.bfloat16) for t in (q, k, v)]
-        precision = _precision(*product, smooth_q=False, smooth_k=False)
+        # A smoothed V would be nothing but its mean.
+        precision = _precision(*product, smooth_q=False, smooth_k=False, smooth_v=False)
         got, _ = _run(monkeypatch, tensors, precision, softmax_scale=1.0)
         assert got[0].isfinite().all()
         error = (got[0].double() / tensors[2].double().cuda()[:, :1] - 1).abs().max().item()
@@ -320,6 +322,62 @@ def test_same_bits_every_time_and_in_any_batch(monkeypatch: Any, product: tuple[
             assert torch.equal(again[1], first[1])
         alone = oa.attention(q[1:2], k[1:2], v[1:2], causal=True, precision=precision, **options)
         assert torch.equal(alone[0], first[0][1])
+
+
+def _operands(precision: Int8, tensors: list[torch.Tensor], **lengths: Any) -> tuple[Any, Any]:
+    of_k = {name: lengths[name] for name in ("cu_seqlens_k", "max_seqlen_k") if name in lengths}
+    qk = oa.quantize_qk(
+        tensors[0], tensors[1], dtype=f"int{precision.bits}", grouping="sm80", smooth_q=precision.smooth_q,
+        with_bias=True, **lengths,
+    )  # fmt: skip
+    kind = "float16" if precision.pv == "fp16" else "float8_e4m3"
+    return qk, oa.quantize_v(tensors[2], dtype=kind, pv_accumulator=precision.pv_accumulator, **of_k)
+
+
+@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize("product", PRODUCTS, ids=PRODUCT_IDS)
+def test_operands_that_are_quantized_already_give_the_same_bits(
+    monkeypatch: Any, product: tuple[int, str, str], head_dim: int
+) -> None:
+    monkeypatch.setitem(sys.modules["omniattn.operands"].__dict__, "_plans", {})
+    tensors = [t.cuda() for t in _inputs(batch=2, seqlen_q=150, seqlen_k=203, heads_q=4, heads_kv=2, head_dim=head_dim)]
+    mask = torch.rand(150, 203, generator=torch.Generator().manual_seed(1)).cuda() < 0.8
+    sinks = torch.tensor([0.0, 3.0, -2.0, 30.0], device="cuda")
+    for smooth_q in (False, True):
+        precision = _precision(*product, smooth_q=smooth_q)
+        qk, values = _operands(precision, tensors)
+        for options in ({}, {"causal": True, "sinks": sinks}, {"softcap": 6.0}, {"mask": mask}):
+            mods = "softcap" in options or "mask" in options
+            monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", _row(precision, head_dim, "bfloat16", mods).name)
+            want = oa.attention(*tensors, precision=precision, return_lse=True, **options)
+            for _ in range(2):  # the second call takes the short way
+                got = oa.attention(qk.q, qk.k, values, precision=precision, return_lse=True, **options)
+                assert torch.equal(got[0], want[0])
+                assert torch.equal(got[1], want[1])
+    lengths_q, lengths_k = [70, 0, 1, 129], [131, 5, 0, 66]
+    starts = [torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device="cuda") for x in (lengths_q, lengths_k)]
+    lengths = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "max_seqlen_q": 129, "max_seqlen_k": 131}
+    packed = [tensors[0][:, :100].flatten(0, 1), *(t[:, :101].flatten(0, 1) for t in tensors[1:])]
+    qk, values = _operands(precision, packed, **lengths)
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", _row(precision, head_dim, "bfloat16", False).name)
+    want = oa.attention_varlen(*packed, precision=precision, causal=True, **lengths)
+    assert torch.equal(oa.attention_varlen(qk.q, qk.k, values, precision=precision, causal=True), want)
+
+
+def test_operands_choose_their_kernel(monkeypatch: Any) -> None:
+    """Without being told, on Hopper too: the grouping and the packing decide."""
+    monkeypatch.delenv("OMNIATTN_FORCE_KERNEL", raising=False)
+    tensors = [t.cuda() for t in _inputs(batch=1, seqlen_q=140, seqlen_k=140, head_dim=64)]
+    for precision in (Int8(pv="fp16", pv_accumulator="fp32"), Int4(pv="fp16", pv_accumulator="fp32")):
+        qk, values = _operands(precision, tensors)
+        found = oa.explain(qk.q, qk.k, values)
+        assert found.kernel.startswith(f"attn_int{precision.bits}_sm80")
+        got = oa.attention(qk.q, qk.k, values, causal=True)
+        want = low_precision.attention(
+            *(_numpy(t) for t in tensors), precision=precision, grouping="sm80", causal=True
+        )[0]  # fmt: skip
+        report = testing.compare(_numpy(got), want)
+        assert report.cosine >= 0.99999, report
 
 
 def test_too_small_a_max_seqlen_k_is_not_a_number(monkeypatch: Any) -> None:

@@ -112,6 +112,28 @@ def test_a_launch_finds_everything_in_the_workspace(varlen: bool, target: Target
     assert base + outputs_bytes + quantizer.workspace_bytes <= WORKSPACE + plan.workspace_bytes
 
 
+@pytest.mark.parametrize("low", [Int8(smooth_v=False), Int4()], ids=str)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_operands_that_are_quantized_already(varlen: bool, low: Int8) -> None:
+    """The same arguments as when the plan quantizes itself; no launch but that of attention."""
+    p = problem(low=low, varlen=varlen)
+    spec, quantizer, plan, log = make(p, ADA)
+    plan.launch(STREAM, (*POINTERS, WORKSPACE))
+    offsets, outputs_bytes = carve(quantizer.problem.shapes())
+    base = -(-WORKSPACE // 256) * 256
+    alone = Int8Sm80Plan(spec, Kernel(log), quantizer.problem, p, STRIDES, (17, 19))  # type: ignore[arg-type]
+    assert alone.workspace_bytes == 0
+    assert alone.num_launches == 1
+    whole = log[-1]
+    del log[:]
+    at = {name: base + offset for name, offset in offsets.items()}
+    alone.attend(STREAM, at, (0, 0, 0, *POINTERS[3:5], *quantizer.starts(base + outputs_bytes), *POINTERS[7:]))
+    assert log[0][1:] == whole[1:]
+    assert len(log) == 1
+    with pytest.raises(RuntimeError, match="cannot run"):
+        alone.launch(STREAM, (*POINTERS, WORKSPACE))
+
+
 @pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"batch": 0}], ids=str)
 def test_nothing_to_do_launches_nothing(changes: dict[str, int]) -> None:
     _, _, plan, log = make(problem(**changes), AMPERE)
