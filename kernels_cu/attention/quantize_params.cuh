@@ -64,6 +64,9 @@ constexpr int32 kMaxChunks = 64;
 constexpr float kSumScale = 2.3283064365386963e-10f, kSumUnscale = 4294967296.0f;
 // A group whose largest magnitude is below this has scale 1 and becomes zeros: the reciprocal of every scale is finite.
 constexpr float kLeastAmax = 7.888609052210118e-31f;  // 2^-100
+// A channel of V keeps its mean below 1 / kMeanCounts of its range: too small to matter, and values on the grid of their own
+// 16 bits, moved by it, are rounded to 8 bits with a bias that they do not have as they are.
+constexpr float kMeanCounts = 16.0f;
 
 constexpr uint32 kReady = 0x80000000u;
 

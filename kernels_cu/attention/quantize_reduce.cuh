@@ -274,6 +274,7 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
         }
         bool real = tid < p.head_dim && most >= least;
         float mean = smooth && real ? mul_rn(div_rn(total, float(t.len)), kSumUnscale) : 0.0f;
+        if (!(fabsf(mean) * kMeanCounts > fmaxf(most - mean, mean - least))) mean = 0.0f;
         // A difference beyond fp32 counts as infinity.
         if (real && !is_finite(fmaxf(most - mean, mean - least))) reduce_max_global(p.v_bad + at, 1);
         float amax = real ? fminf(fmaxf(most - mean, mean - least), kMaxFinite) : 0.0f;

@@ -44,8 +44,9 @@ class Int8:
     smooth_q : bool
         Quantize Q minus its mean over 128 queries; the difference is added to the scores.
     smooth_v : bool
-        Quantize V minus its mean over the keys; the mean is added to the output. Tensor cores that multiply 8-bit
-        floats cut off small summands of a large sum; without the mean sums stay small, and more may be left to these.
+        Quantize V minus its mean over the keys, where that is more than 1/16 of a channel's range; the mean is added to
+        the output. Tensor cores that multiply 8-bit floats cut off small summands of a large sum; without the mean
+        sums stay small, and more of them may be left to these cores.
     pv : str
         "fp8": P and V in e4m3; "fp16": both in float16; "exact": neither is rounded (CPU reference only). "auto": what
         is fastest on the GPU (`omniattn.explain` says which; docs/precision.md has the table), "fp8" on the CPU.

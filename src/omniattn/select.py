@@ -161,7 +161,7 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
             else "arrays that are not quantized, with precision='exact' where it has to be",
         )
     # A kernel made for this very architecture; then the narrowest tile that holds head_dim; no features that are not
-    # needed; tuned for such a problem; among equals the newest tuning.
+    # needed; tuned for such a problem, or else for all; among equals the newest tuning.
     choices, why_pv = PV_CHOICES.get(target.cc, _PV_OTHERWISE)
     best = min(
         fitting,
@@ -171,8 +171,7 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
             s.bits == 4 and target.cc >= (9, 0),
             s.head_dim,
             len(s.features),
-            # Tuned for such problems, for all, for others.
-            1 if not s.tuned_for else 0 if problem.workload in s.tuned_for else 2,
+            0 if problem.workload in s.tuned_for else 2 if s.tuned_for else 1,
             (-s.min_arch[0], -s.min_arch[1]),
         ),
     )

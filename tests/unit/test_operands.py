@@ -205,7 +205,7 @@ def packed_values() -> oa.QuantizedV:
         (r"'q'.*with_bias=True", lambda qk, v: oa.attention(qk.q, qk.k, v, softcap=3.0)),
         (r"'q'.*with_bias=True", lambda qk, v: oa.attention(qk.q, qk.k, v, sinks=torch.zeros(4))),
         (r"'precision'.*Int8\(.*int4", lambda qk, v: oa.attention(qk.q, qk.k, v, precision="int4")),
-        (r"'precision'.*smooth_v=True", lambda qk, v: oa.attention(qk.q, qk.k, v, precision=oa.Int8(smooth_v=True))),
+        (r"'precision'.*smooth_v=False", lambda qk, v: oa.attention(qk.q, qk.k, v, precision=oa.Int8(smooth_v=False))),
         (r"'out'.*float32", lambda qk, v: oa.attention(qk.q, qk.k, v, out=torch.empty(2, 150, 4, 72))),
         (r"'stream'.*CPU", lambda qk, v: oa.attention(qk.q, qk.k, v, stream=7)),
         (r"'window'", lambda qk, v: oa.attention(qk.q, qk.k, v, window=[3, "x"])),

@@ -28,6 +28,8 @@ _F = np.float32
 _SUM_SCALE, _SUM_UNSCALE = _F(2.0**-32), _F(2.0**32)
 #: A group whose largest magnitude is below this has scale 1 and becomes zeros.
 LEAST_AMAX = _F(2.0**-100)
+#: A channel of V keeps its mean below 1 / MEAN_COUNTS of its range (docs/quantization.md says why).
+MEAN_COUNTS = _F(16)
 #: Position p of 16 keys of the transposed V holds this key.
 KEY_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
 
@@ -277,6 +279,9 @@ def value_range(values: Array, smooth: bool, half: bool, levels: float = E4M3_MA
     least = np.where(finite, values, np.inf).min(axis=0, initial=np.inf).astype(_F)
     real = most >= least
     mean = np.where(real, mean, _F(0))
+    with np.errstate(over="ignore"):
+        counts = np.abs(mean) * MEAN_COUNTS > np.maximum(most - mean, mean - least)
+    mean = np.where(counts, mean, _F(0))
     amax = np.where(real, np.minimum(np.maximum(most - mean, mean - least), np.finfo(_F).max), _F(0)).astype(_F)
     if half:
         scale = ((amax.view(np.uint32) & np.uint32(0x7F800000)) - np.uint32(7 << 23)).view(_F)
