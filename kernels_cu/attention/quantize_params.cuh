@@ -51,7 +51,7 @@ struct QuantizeParams {
     int32 clear_words;  // > 0: this launch zeroes that many words from `ticket` on, copies cu_seqlens, and that is all
     int32 delta_columns;  // extent of delta_s along the keys
     int32 levels;  // largest magnitude of an element: 127 or 7
-    int32 reserved;  // the size is a multiple of 8
+    float v_levels;  // what the largest magnitude of a channel of V becomes in e4m3: 448, or less
 };
 
 enum Granularity : int32 { kPerTensor, kPerBlock, kPerWarp, kPerThread, kPerToken };

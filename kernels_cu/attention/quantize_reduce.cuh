@@ -280,10 +280,10 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
         float amax = real ? fminf(fmaxf(most - mean, mean - least), kMaxFinite) : 0.0f;
         float scale = 1.0f;
         if (amax >= kLeastAmax) {
-            // fp8: the largest magnitude becomes 448. fp16: a power of two, so that only subnormals are rounded, which
+            // fp8: the largest magnitude becomes v_levels. fp16: a power of two, so that only subnormals are rounded, which
             // puts it into [128, 256): 128 products with P <= 1 stay below 65504.
             scale = p.flags & kHalfV ? __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23))
-                                     : div_rn(amax, 448.0f);
+                                     : div_rn(amax, p.v_levels);
         }
         // Where the first chunk had its maxima: read by all blocks of the sequence.
         partial_of<kHeadDim>(p, t, t.slot - t.index, 2)[tid] = div_rn(1.0f, scale);

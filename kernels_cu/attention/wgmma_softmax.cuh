@@ -1,4 +1,4 @@
-// Softmax on wgmma accumulators: lane l of warp w of a warpgroup owns rows 16w + l/4 and + 8, of every block of 8 columns
+// Softmax on wgmma accumulators, and on a 16-row slice of mma.sync ones, which lie alike: lane l of warp w of a warpgroup owns rows 16w + l/4 and + 8, of every block of 8 columns
 // those at 2(l%4) and + 1: s[4n + 2r + x] is row r, column 8n + 2(l%4) + x.
 #pragma once
 #include "attention/mask.cuh"
@@ -12,16 +12,38 @@
 // scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is a multiple of 1 / kBaseSteps, so that
 // 12582912 c + m2 has 24 bits while c <= kCoarseScale. Coarser scores take the careful way, which subtracts the constant
 // first; so do scores with a shift, which is a multiple of nothing.
+// SeededScore: the pattern is in already, because the sum of products began with it (mma.sync takes any accumulator). Of
+// 4-bit products, whose units are worth 300 times as much, the base is an integer.
+template <int kBits>
+struct SeededScore {
+    int32 bits;
+};
 OA_DEVICE float score_of(float s) { return s; }
+template <int kBits>
+OA_DEVICE float score_of(SeededScore<kBits> s) {
+    return __int_as_float(s.bits);
+}
 OA_DEVICE float score_of(int32 s) { return __int_as_float(s + 0x4b400000); }
 template <typename Score>
 constexpr float kScoreBias = 0.0f;
 template <>
 constexpr float kScoreBias<int32> = 12582912.0f;
-constexpr float kBaseSteps = 128.0f, kCoarseScale = 0.005f;
+template <int kBits>
+constexpr float kScoreBias<SeededScore<kBits>> = 12582912.0f;
+template <typename Score>
+constexpr float kBaseSteps = 128.0f;
+template <>
+constexpr float kBaseSteps<SeededScore<4>> = 1.0f;
+template <typename Score>
+constexpr float kCoarseScaleOf = kBaseSteps<Score> == 1.0f ? 0.5f : 0.005f;
+constexpr float kCoarseScale = kCoarseScaleOf<int32>;
 OA_DEVICE float scale_without_rounding(float c) { return __uint_as_float(__float_as_uint(c) & 0xfffffff0u); }
 // A hidden key's score: score_of it is -inf.
 OA_DEVICE void hide(float& s) { s = neg_inf(); }
+template <int kBits>
+OA_DEVICE void hide(SeededScore<kBits>& s) {
+    s.bits = int32(0xff800000u);
+}
 OA_DEVICE void hide(int32& s) { s = int32(0xff800000u - 0x4b400000u); }
 
 // Hides the keys of tile n0 .. that causality, the window and the sequence's end hide. warp_row: the warp's first row.
@@ -95,7 +117,8 @@ struct RowState {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float m2_new = fmaxf(m2[r], top[r] - Lift::kValue);
-            if constexpr (kScoreBias<Score> != 0.0f) m2_new = fmaxf(ceilf(m2_new * kBaseSteps) / kBaseSteps, kLowest);
+            if constexpr (kScoreBias<Score> != 0.0f)
+                m2_new = fmaxf(ceilf(m2_new * kBaseSteps<Score>) / kBaseSteps<Score>, kLowest);
             alpha[r] = exp2_approx(m2[r] - m2_new);
             m2[r] = m2_new;
             l[r] *= alpha[r];

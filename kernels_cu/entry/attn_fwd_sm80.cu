@@ -16,6 +16,7 @@
 //
 // Shared memory, bytes: Q/O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
 #include "attention/mask.cuh"
+#include "attention/score_mods.cuh"
 #include "scheduler/fwd_params.cuh"
 #include "attention/softmax.cuh"
 #include "pipeline/tile_copy.cuh"
@@ -127,28 +128,16 @@ OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTile
 
 // Scores in base-2 units with softcap and mask (only in SCORE_MODS variants).
 OA_DEVICE void modify_scores(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0, int lane) {
-    int64 head_offset = t.batch_idx * p.mask_stride_b + t.head_idx * p.mask_stride_h;
-    float inv_softcap = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
+    ScoreMods<Config::Io> mods(p, t);
 #pragma unroll
     for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
         for (int n = 0; n < Config::kNTiles; ++n)
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
-                float score = s[i][n][x] * p.softmax_scale;
-                if (p.softcap > 0.0f) score = p.softcap * tanh_exp2(score * inv_softcap);
-                if (p.mask_kind != kMaskNone) {
-                    int32 row = warp_row + i * 16 + (lane >> 2) + (x >> 1) * 8;
-                    int32 key = n0 + n * 8 + 2 * (lane & 3) + (x & 1);
-                    bool inside = row < t.seqlen_q && key < t.seqlen_k;
-                    float bias = inside ? mask_value<Config::Io>(p, head_offset, row, key) : neg_inf();
-                    // A masked key is gone whatever its score is, not a number included.
-                    score = bias == neg_inf() ? neg_inf() : score + bias;
-                }
-                float score2 = score * kLog2e;
-                // A finite score stays one: masks that add the lowest finite number are common.
-                if (score2 == neg_inf() && score != neg_inf()) score2 = 0.5f * kLowest;
-                s[i][n][x] = score2;
+                int32 row = warp_row + i * 16 + (lane >> 2) + (x >> 1) * 8;
+                int32 key = n0 + n * 8 + 2 * (lane & 3) + (x & 1);
+                s[i][n][x] = mods.apply(s[i][n][x] * p.softmax_scale, row, key);
             }
 }
 
@@ -263,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         KvLane v_lane(lane & 15, lane >> 4);
         // Warp offset inside the panels: whole 8-row groups, so the swizzle stays the same.
         uint32 smem_q_warp = smem_q + warp_idx * kWarpRows * 128;
-        if (QTile::kHasTail) q_lane.tail -= warp_idx * kWarpRows * 64;
+        if (QTile::kHasTail) q_lane.tail -= warp_idx * kWarpRows * (128 - QTile::kTailBytes);
 
         QFragments rq;
         if (Config::kQInRegisters) {

@@ -10,7 +10,8 @@ template <int kRows, int kHeadDim, int kThreads>
 struct TileCopy {
     using Tile = PanelTile<kRows, kHeadDim>;
     static constexpr int kRowsPerStep = kThreads / 8;      // 8 chunks of 16 bytes in a 128-byte row
-    static constexpr int kTailRowsPerStep = kThreads / 4;  // 4 in a 64-byte row
+    static constexpr int kTailChunks = Tile::kHasTail ? Tile::kTailBytes / 16 : 4;  // in a row of the last panel
+    static constexpr int kTailRowsPerStep = kThreads / kTailChunks;
 
     // Whether a thread's row of the step that starts at row `r` lies inside the tile: known at compile time but for the
     // last step of a tile that is no multiple of it.
@@ -26,7 +27,8 @@ struct TileCopy {
         columns = 0;
 #pragma unroll
         for (int p = 0; p < Tile::kFullPanels; ++p) columns |= uint32(p * 64 + chunk * 8 < head_dim) << p;
-        if (Tile::kHasTail) columns |= uint32(Tile::kFullPanels * 64 + (tid & 3) * 8 < head_dim) << Tile::kFullPanels;
+        if (Tile::kHasTail)
+            columns |= uint32(Tile::kFullPanels * 64 + tid % kTailChunks * 8 < head_dim) << Tile::kFullPanels;
     }
 
     OA_DEVICE uint32 bytes(bool row_ok, int panel) const { return row_ok && (columns >> panel & 1) ? 16 : 0; }
@@ -48,14 +50,15 @@ struct TileCopy {
             }
         }
         if (Tile::kHasTail) {
-            int row0 = tid >> 2;
-            const uint16* src = g + row0 * row_stride + Tile::kFullPanels * 64 + (tid & 3) * 8;
+            int row0 = tid / kTailChunks, chunk = tid % kTailChunks;
+            const uint16* src = g + row0 * row_stride + Tile::kFullPanels * 64 + chunk * 8;
             uint32 tail_dst =
-                Tile::kFullPanels * Tile::kPanelBytes + row0 * 64 + (((tid & 3) ^ ((row0 >> 1) & 3)) << 4);
+                Tile::kFullPanels * Tile::kPanelBytes + row0 * Tile::kTailBytes + Tile::tail_chunk(row0, chunk) * 16;
 #pragma unroll
             for (int r = 0; r < kRows; r += kTailRowsPerStep) {
                 if (inside(r, row0, kTailRowsPerStep))
-                    cp_async_16(smem + tail_dst + r * 64, src, bytes(row0 + r < valid_rows, Tile::kFullPanels));
+                    cp_async_16(smem + tail_dst + r * Tile::kTailBytes, src,
+                                bytes(row0 + r < valid_rows, Tile::kFullPanels));
                 src += kTailRowsPerStep * row_stride;
             }
         }

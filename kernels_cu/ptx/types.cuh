@@ -45,6 +45,16 @@ OA_DEVICE T max_of(T a, T b) {
     return a > b ? a : b;
 }
 
+// One of two types.
+template <bool kFirst, typename A, typename B>
+struct Select {
+    using Type = A;
+};
+template <typename A, typename B>
+struct Select<false, A, B> {
+    using Type = B;
+};
+
 // x again, by an instruction that stays where it stands: of a plain copy the compiler makes one register for both.
 OA_DEVICE uint32 moved(uint32 x) {
     uint32 y;

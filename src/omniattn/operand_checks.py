@@ -9,7 +9,7 @@ from . import arguments, arrays
 from .arrays import Tensor
 from .errors import ArgumentError, DtypeError, ShapeError, StrideError
 from .launch.quantize import QuantizeProblem
-from .precision import Int4, Int8
+from .precision import Int4, Int8, value_levels
 from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 
 #: Whose array each operand is, in the order in which a call looks at them. Attention reads neither q_mean nor k_mean.
@@ -83,7 +83,7 @@ def combine(function: str, of_q: QuantizedQK, of_k: QuantizedQK, v: QuantizedV, 
     _check_equal(function, "v", b, c, "k", ("dtype", "batch", "rows_k", "heads_kv", "head_dim"))
     return dataclasses.replace(
         b, rows_q=a.rows_q, heads_q=a.heads_q, smooth_q=a.smooth_q, row_bias=a.row_bias, v=True, v_dtype=c.v_dtype,
-        smooth_v=c.smooth_v,
+        smooth_v=c.smooth_v, v_levels=c.v_levels,
     )  # fmt: skip
 
 
@@ -101,15 +101,30 @@ def _check_equal(
 def check_precision(function: str, precision: Any, operands: QuantizeProblem) -> Int8:
     """The knobs that the operands were made with. ``"exact"``, the default, leaves it to them."""
     kind = Int8 if operands.bits == 8 else Int4
+    pv = "fp16" if operands.v_dtype == "float16" else "fp8"
+    # Sums of float16 values, and of e4m3 ones that are small enough, may be of either type.
+    either = pv == "fp16" or operands.v_levels <= value_levels(pv, "fp16")
     low = kind(
-        operands.granularity, operands.smooth_k, operands.smooth_q, operands.smooth_v,
-        "fp16" if operands.v_dtype == "float16" else "fp8",
-    )  # fmt: skip
+        operands.granularity, operands.smooth_k, operands.smooth_q, operands.smooth_v, pv, "auto" if either else "fp32"
+    )
     name, knobs = arguments.check_precision(precision, function)
     asked = precision if isinstance(precision, Int8) else None
-    if (knobs is not None and name != f"int{operands.bits}") or (asked is not None and asked != low):
+    if asked is not None and either:
+        low = dataclasses.replace(low, pv_accumulator=asked.pv_accumulator)
+    if asked is not None:
+        wanted = dataclasses.replace(
+            asked,
+            pv=pv if asked.pv == "auto" else asked.pv,
+            pv_accumulator=low.pv_accumulator if asked.pv_accumulator == "auto" else asked.pv_accumulator,
+        )
+    else:
+        wanted = low
+    if (knobs is not None and name != f"int{operands.bits}") or wanted != low:
+        hint = None
+        if wanted == dataclasses.replace(low, pv_accumulator="fp16"):
+            hint = "fp16 sums need values of quantize_v(pv_accumulator='fp16') or quantize_v(dtype='float16')"
         raise ArgumentError(
-            "precision", f"that of the operands, {low!r}, or left out", repr(precision), function=function
+            "precision", f"that of the operands, {low!r}, or left out", repr(precision), function=function, hint=hint
         )
     return low
 

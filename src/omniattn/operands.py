@@ -15,6 +15,7 @@ from . import arguments, arrays
 from .arrays import Tensor
 from .errors import ArgumentError, DtypeError, UnsupportedError
 from .launch.attn_fwd import ForwardStrides
+from .launch.attn_int8_sm80 import Int8Sm80Plan
 from .launch.attn_int8_sm90 import Int8Sm90Plan
 from .launch.quantize import QuantizeProblem
 from .operand_checks import (
@@ -33,7 +34,6 @@ from .operand_checks import (
 from .precision import GROUPINGS
 from .problem import Problem
 from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
-from .quantizer import grouping_of
 from .registry import REGISTRY
 from .runtime.driver import on_reset
 from .select import Selection, Target, select_attention
@@ -58,7 +58,7 @@ class OperandsPlan:
     o_shape: tuple[int, ...]
     lse_shape: tuple[int, ...] | None
     selection: Selection | None
-    forward: Int8Sm90Plan | None
+    forward: Int8Sm80Plan | Int8Sm90Plan | None
     # The plan is found by the identity of these, which is theirs alone as long as they live.
     problems: tuple[QuantizeProblem, ...]
     new_o: Callable[[Any], Any] | None
@@ -226,7 +226,9 @@ def _run_on_cpu(
         problem.head_dim, False, (problem.window_left, problem.window_right), problem.softmax_scale, problem.softcap,
         np.float32, "attention",
     )  # fmt: skip
-    product = low_precision.Product("fp16" if operands.v_dtype == "float16" else "fp8", operands.key_tile)
+    assert problem.low is not None
+    low = problem.low.on_cpu
+    product = low_precision.Product(low.pv, operands.key_tile, low.pv_accumulator)
     o, lse = low_precision.attend(
         operands, {name: values[name] for name in ARRAYS if name in values}, None, starts[0], starts[1],
         options=options, product=product, mask=values.get("mask"), sinks=values.get("sinks"), longest_q=max_q,
@@ -304,6 +306,7 @@ def make_plan(
         operands.dtype, batch, rows, operands.rows_k, heads, operands.heads_kv, operands.head_dim, left, right,
         softmax_scale, softcap, mask_kind, sinks_kind, operands.varlen, f"int{operands.bits}", deterministic,
         tensor_maps=on_gpu and runtime.has_tensor_maps(), low=low,
+        operands=(operands.grouping, operands.stored_bits),
     )  # fmt: skip
     problems = (q.pair.problem, k.pair.problem, v.problem)
     wanted = lse_shape if return_lse else None
@@ -321,7 +324,11 @@ def make_plan(
         (0 if operands.varlen else heads * rows, rows), mask_strides,
     )  # fmt: skip
     kernel = runtime.load(selection.spec, ref.ordinal) if run else None
-    forward = Int8Sm90Plan(selection.spec, kernel, operands, problem, strides, device.sm_count)
+    forward: Int8Sm80Plan | Int8Sm90Plan
+    if selection.spec.grouping == "sm90":
+        forward = Int8Sm90Plan(selection.spec, kernel, operands, problem, strides, device.sm_count)
+    else:
+        forward = Int8Sm80Plan(selection.spec, kernel, operands, problem, strides, extents)
     return OperandsPlan(
         problem, operands, o_shape, wanted, selection, forward, problems,
         arrays.allocator(ref, o_shape, operands.dtype),
@@ -336,7 +343,7 @@ def _select(function: str, problem: Problem, operands: QuantizeProblem, target: 
             function=function,
         )  # fmt: skip
     read = {
-        grouping_of(spec)
+        spec.grouping
         for spec in REGISTRY
         if spec.op == "attention_int8" and (spec.min_arch == target.cc or not spec.arch_specific)
     }
@@ -347,10 +354,10 @@ def _select(function: str, problem: Problem, operands: QuantizeProblem, target: 
             "q", f"operands of quantize_qk({wanted}), which the kernels of this GPU read",
             f"grouping={operands.grouping!r}", function=function,
         )  # fmt: skip
-    if not problem.tensor_maps:
+    if not problem.tensor_maps and operands.grouping == "sm90":
         raise UnsupportedError(
-            f"{function}(): quantized operands need tensor maps, which CuPy cannot make",
-            instead="arrays that are not quantized, or cuda-bindings as the driver",
+            f"{function}(): quantized operands of this grouping need tensor maps, which CuPy cannot make",
+            instead="quantize_qk(grouping='sm80'), or cuda-bindings as the driver",
         )
     return select_attention(problem, target, os.environ.get("OMNIATTN_FORCE_KERNEL"))
 

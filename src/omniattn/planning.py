@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from . import arguments, arrays
 from .arrays import Tensor
-from .errors import ArgumentError, ShapeError, UnsupportedError
+from .errors import ArgumentError, ShapeError
 from .launch.attn_fwd import ForwardPlan, ForwardStrides
 from .launch.attn_fwd_sm90 import ForwardSm90Plan
+from .launch.attn_int8_sm80 import Int8Sm80Plan
 from .launch.attn_int8_sm90 import Int8Sm90Plan
 from .problem import Problem
 from .quantizer import FusedQuantizer, problem_for
 from .repeat import RepeatedForward
 from .select import Selection, Target, select_attention
 
-Forward = ForwardPlan | ForwardSm90Plan | Int8Sm90Plan
+Forward = ForwardPlan | ForwardSm90Plan | Int8Sm80Plan | Int8Sm90Plan
 
 
 class Plan:
@@ -135,7 +137,8 @@ def make_plan(
     problem = Problem(
         q.dtype, batch, rows_q, rows_k, heads_q, heads_kv, head_dim, left, right, softmax_scale, softcap, mask_kind,
         sinks_kind, varlen, precision, deterministic,
-        tensor_maps=on_gpu and all(_describable(t) for t in (q, k, v)) and runtime.has_tensor_maps(),
+        # Quantized operands are the library's own.
+        tensor_maps=on_gpu and (low is not None or all(map(_describable, (q, k, v)))) and runtime.has_tensor_maps(),
         low=low,
     )  # fmt: skip
     q_shape = tuple(q.shape)
@@ -149,11 +152,6 @@ def make_plan(
         return (0 if varlen else s[0], s[seq], s[head])
 
     device = runtime.device_info(q.ordinal)
-    if low is not None and not runtime.has_tensor_maps():
-        raise UnsupportedError(
-            f"{function}(): precision={precision!r} needs tensor maps, which CuPy cannot make",
-            instead="precision='exact', or cuda-bindings as the driver",
-        )
     selection = select_attention(
         problem, Target(device.cc, device.max_smem_optin), os.environ.get("OMNIATTN_FORCE_KERNEL")
     )
@@ -168,17 +166,22 @@ def make_plan(
     kernel = runtime.load(selection.spec, q.ordinal) if run else None
     forward: Forward
     if low is not None:
+        spec = selection.spec
         fused = FusedQuantizer(
             problem_for(
-                low, dtype=q.dtype, batch=batch, rows_q=rows_q, rows_k=rows_k, heads_q=heads_q, heads_kv=heads_kv,
-                head_dim=head_dim, varlen=varlen, grouping="sm90", full_bias=bool(return_lse) or sinks_kind != "none",
-                max_seqlen_k=max(extent_k, 1), wide=True,
+                replace(low, pv=spec.pv, pv_accumulator=spec.pv_accumulator), dtype=q.dtype, batch=batch, rows_q=rows_q,
+                rows_k=rows_k, heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, varlen=varlen,
+                grouping=spec.grouping, max_seqlen_k=max(extent_k, 1), wide=spec.bits == 8,
+                full_bias=bool(return_lse) or sinks_kind != "none" or softcap > 0,
             ),
             (strides.q, strides.k, strides.v),
             q.ordinal,
             run=run,
         )  # fmt: skip
-        forward = Int8Sm90Plan(selection.spec, kernel, fused.plan, problem, strides, device.sm_count)
+        if spec.grouping == "sm90":
+            forward = Int8Sm90Plan(spec, kernel, fused.plan, problem, strides, device.sm_count)
+        else:
+            forward = Int8Sm80Plan(spec, kernel, fused.plan, problem, strides, (extent_q, extent_k))
     elif selection.spec.family == "attn_fwd_sm90":
         forward = ForwardSm90Plan(selection.spec, kernel, problem, strides, device.sm_count)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ from .errors import ArgumentError
 GRANULARITIES: tuple[str, ...] = ("per_tensor", "per_block", "per_warp", "per_thread", "per_token")
 #: Which rows a per-thread or per-warp group has, and how many keys a tile: as the tensor cores of these GPUs want it.
 GROUPINGS: tuple[str, ...] = ("sm90", "sm80")
-#: Element type of P and V in the second product: e4m3, float16, or no rounding of either.
-PV_TYPES: tuple[str, ...] = ("fp8", "fp16", "exact")
+#: Element type of P and V in the second product: what suits the GPU, e4m3, float16, or no rounding of either.
+PV_TYPES: tuple[str, ...] = ("auto", "fp8", "fp16", "exact")
+#: What the tensor cores sum P V in, over the keys of a tile: what suits the GPU, fp32, or fp16.
+PV_ACCUMULATORS: tuple[str, ...] = ("auto", "fp32", "fp16")
 
 
 def check_choice(value: Any, argument: str, choices: tuple[str, ...], function: str) -> str:
@@ -45,20 +48,28 @@ class Int8:
         the output. Tensor cores that multiply 8-bit floats cut off small summands of a large sum; without the mean
         sums stay small, and more of them may be left to these cores.
     pv : str
-        "fp8": P and V in e4m3; "fp16": both in float16; "exact": neither is rounded (CPU reference only).
+        "fp8": P and V in e4m3; "fp16": both in float16; "exact": neither is rounded (CPU reference only). "auto": what
+        is fastest on the GPU (`omniattn.explain` says which; docs/precision.md has the table), "fp8" on the CPU.
+    pv_accumulator : str
+        What P V is summed in over the 64 keys of a tile, before fp32: "fp16" is twice as fast as "fp32" on some GPUs.
+        "auto": what is fastest on the GPU, "fp32" on the CPU.
     """
 
     granularity: str = "per_thread"
     smooth_k: bool = True
     smooth_q: bool = False
     smooth_v: bool = True
-    pv: str = "fp8"
+    pv: str = "auto"
+    pv_accumulator: str = "auto"
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a value that no kernel knows."""
         name = type(self).__name__
         check_choice(self.granularity, "granularity", GRANULARITIES, name)
         check_choice(self.pv, "pv", PV_TYPES, name)
+        check_choice(self.pv_accumulator, "pv_accumulator", PV_ACCUMULATORS, name)
+        if self.pv == "exact" and self.pv_accumulator == "fp16":
+            raise ArgumentError("pv_accumulator", "'fp32' with pv='exact'", "'fp16'", function=name)
         for argument in ("smooth_k", "smooth_q", "smooth_v"):
             _check_bool(getattr(self, argument), argument, name)
 
@@ -66,6 +77,19 @@ class Int8:
     def bits(self) -> int:
         """Bits of an element of Q and K."""
         return 8
+
+    @property
+    def on_cpu(self) -> Int8:
+        """With a type and an accumulator in place of "auto": those of the CPU reference."""
+        if "auto" not in (self.pv, self.pv_accumulator):
+            return self
+        accumulator = "fp32" if self.pv_accumulator == "auto" else self.pv_accumulator
+        return dataclasses.replace(self, pv="fp8" if self.pv == "auto" else self.pv, pv_accumulator=accumulator)
+
+
+def value_levels(pv: str, pv_accumulator: str) -> float:
+    """What the largest magnitude of a channel of V becomes in e4m3: less where sums have to stay below fp16's 65504."""
+    return 32.0 if (pv, pv_accumulator) == ("fp8", "fp16") else 448.0
 
 
 @dataclass(frozen=True)

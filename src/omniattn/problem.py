@@ -47,6 +47,8 @@ class Problem:
         Tensor maps can describe q, k and v (positive strides below 2^40 bytes), and the driver can make them.
     low : Int8 or Int4, optional
         The knobs of a low precision; None for ``"exact"``.
+    operands : (str, int), optional
+        Grouping of operands that come quantized, and the bits in which they store an integer.
     """
 
     dtype: str
@@ -67,6 +69,7 @@ class Problem:
     deterministic: bool
     tensor_maps: bool = True
     low: Int8 | None = None
+    operands: tuple[str, int] | None = None
 
     @property
     def score_mods(self) -> bool:

@@ -10,7 +10,7 @@ from . import arguments, arrays
 from .arrays import Tensor
 from .errors import ArgumentError, DtypeError, ShapeError
 from .launch.quantize import QuantizePlan, QuantizeProblem
-from .precision import GRANULARITIES, GROUPINGS, check_choice
+from .precision import GRANULARITIES, GROUPINGS, check_choice, value_levels
 from .quantized import QuantizedQK, QuantizedV
 from .quantizer import device_plan, strides_of
 from .runtime.driver import on_reset
@@ -120,6 +120,7 @@ def quantize_v(
     layout: str = "NHD",
     dtype: str = "float8_e4m3",
     smooth_v: bool = True,
+    pv_accumulator: str = "fp32",
     cu_seqlens_k: Any = None,
     max_seqlen_k: int | None = None,
     stream: Any = None,
@@ -139,6 +140,9 @@ def quantize_v(
         8 bits, transposed; or fp16 with a power of two as scale, which no bfloat16 value overflows.
     smooth_v : bool
         Take the mean over the keys away, in channels where it is more than 1/16 of the range.
+    pv_accumulator : "fp32" or "fp16"
+        "fp16": e4m3 values so small that sums of their products may be fp16, which is faster on GeForce GPUs from sm_89
+        on (docs/precision.md). float16 values always are.
     cu_seqlens_k : array, (batch + 1,), int32, optional
     max_seqlen_k : int
         With ``cu_seqlens_k``: at least the longest sequence.
@@ -164,7 +168,7 @@ def quantize_v(
     tensors = {"v": arrays.describe(v, "v", raw)}
     if cu_seqlens_k is not None:
         tensors["cu_seqlens_k"] = arrays.describe(cu_seqlens_k, "cu_seqlens_k", raw)
-    plan = _plan_for(function, tensors, (layout, dtype, smooth_v, max_seqlen_k), _plan_v)
+    plan = _plan_for(function, tensors, (layout, dtype, smooth_v, pv_accumulator, max_seqlen_k), _plan_v)
     out = _run(plan, tensors, stream)
     return QuantizedV(out["v"], out["v_scale"], out["v_mean"], out.get("cu_seqlens_k"), plan.problem, layout)
 
@@ -221,11 +225,14 @@ def _plan_qk(
     return _finish_plan(problem, q, k, None, layout, function)
 
 
-def _plan_v(tensors: dict[str, Tensor], layout: Any, dtype: Any, smooth_v: Any, max_k: Any) -> _Plan:
+def _plan_v(
+    tensors: dict[str, Tensor], layout: Any, dtype: Any, smooth_v: Any, pv_accumulator: Any, max_k: Any
+) -> _Plan:
     function = "quantize_v"
     arguments.check_layout(layout, function)
     check_choice(dtype, "dtype", ("float8_e4m3", "float16"), function)
     smooth_v = arguments.check_bool(smooth_v, "smooth_v", function)
+    check_choice(pv_accumulator, "pv_accumulator", ("fp32", "fp16"), function)
     v = tensors["v"]
     varlen = "cu_seqlens_k" in tensors
     _check_values(v, 3 if varlen else 4, function)
@@ -236,6 +243,7 @@ def _plan_v(tensors: dict[str, Tensor], layout: Any, dtype: Any, smooth_v: Any, 
     problem = QuantizeProblem(
         v.dtype, batch, 0, v.shape[seq], 0, v.shape[head], v.shape[-1], varlen, smooth_k=False, smooth_v=smooth_v,
         row_bias="none", qk=False, v_dtype=dtype, max_seqlen_k=longest_k,
+        v_levels=value_levels("fp16" if dtype == "float16" else "fp8", pv_accumulator),
     )  # fmt: skip
     return _finish_plan(problem, None, None, v, layout, function)
 

@@ -6,7 +6,7 @@ from . import arrays
 from .arrays import Tensor
 from .errors import UnsupportedError
 from .launch.quantize import GROUP_BYTES, QuantizePlan, QuantizeProblem, Strides3, carve
-from .precision import Int8
+from .precision import Int8, value_levels
 from .registry import REGISTRY, KernelSpec
 
 
@@ -78,11 +78,12 @@ def problem_for(
     max_seqlen_k: int = 0,
     wide: bool = False,
 ) -> QuantizeProblem:
-    """The quantization that an attention call of this precision needs."""
+    """The quantization that an attention call of this precision needs; ``precision`` without "auto"."""
     return QuantizeProblem(
         dtype, batch, rows_q, rows_k, heads_q, heads_kv, head_dim, varlen, precision.bits, precision.granularity,
         grouping, precision.smooth_q, precision.smooth_k, precision.smooth_v, "full" if full_bias else "marks",
         v_dtype="float16" if precision.pv == "fp16" else "float8_e4m3", max_seqlen_k=max_seqlen_k, wide=wide,
+        v_levels=value_levels(precision.pv, precision.pv_accumulator),
     )  # fmt: skip
 
 
@@ -93,11 +94,6 @@ def strides_of(t: Tensor | None, layout: str, varlen: bool) -> Strides3:
     own = [0 if n == 1 else s for n, s in zip(t.shape, t.strides, strict=True)]
     seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
     return (0 if varlen else own[0], own[seq], own[head])
-
-
-def grouping_of(spec: KernelSpec) -> str:
-    """The grouping of the operands that a kernel of low-precision attention reads."""
-    return "sm90" if spec.family == "attn_int8_sm90" else "sm80"
 
 
 def select_quantizer(op: str, dtype: str, head_dim: int, cc: tuple[int, int]) -> KernelSpec:

@@ -60,6 +60,11 @@ class KernelSpec:
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences;
         ``"dense"``: batches; ``"any_strides"``: arrays that no tensor map describes (zero, negative or huge strides).
+    bits, pv, pv_accumulator : int, str, str
+        Of low-precision attention: bits of an element in Q K^T, element type (``"fp8"``, ``"fp16"``) and accumulator
+        (``"fp32"``, ``"fp16"``) of P V.
+    grouping : str
+        Of low-precision attention: grouping of the operands that it reads (`omniattn.quantize_qk`).
     tuned_for : frozenset of str
         Workloads (`Problem.workload`) for which this row comes before others of the same reach; empty: all.
     allowed_spill_bytes : int
@@ -85,6 +90,10 @@ class KernelSpec:
     lacks: frozenset[str] = field(default_factory=frozenset)
     tuned_for: frozenset[str] = field(default_factory=frozenset)
     allowed_spill_bytes: int = 0
+    bits: int = 0
+    pv: str = ""
+    pv_accumulator: str = ""
+    grouping: str = ""
 
 
 #: Short names of the element types in kernel names, and the tags of ``kernels_cu/ptx/types.cuh``.
@@ -290,10 +299,92 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         arch_specific=True,
         prebuild=("90a",),
         features=frozenset({"smooth_q"}) if smooth_q else frozenset(),
-        lacks=frozenset({"dense" if varlen else "varlen"}),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
         tuned_for=frozenset({"long"} if tile.long else ()),
+        bits=8,
+        pv="fp8",
+        pv_accumulator="fp32",
+        grouping="sm90",
         # What is known of a tile; none of it in the loop of the common step.
         allowed_spill_bytes=(192 if smooth_q else 96) if varlen else 64,
+    )
+
+
+@dataclass(frozen=True)
+class _Int8Sm80Tile:
+    """Tile shape of ``attn_int8_sm80`` for one padded head_dim (docs/performance/sage_sm80_sm89.md)."""
+
+    head_dim: int
+    num_warps: int
+    min_ctas: int
+    part_keys: int
+
+
+_INT8_SM80_TILES = (_Int8Sm80Tile(64, 4, 3, 32), _Int8Sm80Tile(128, 4, 2, 64), _Int8Sm80Tile(256, 8, 1, 64))
+# Score modifiers take registers for mask addresses: at head_dim 128 half the rows a warp.
+_INT8_SM80_MODS_TILES = (_Int8Sm80Tile(64, 4, 2, 32), _Int8Sm80Tile(128, 8, 1, 64), _Int8Sm80Tile(256, 8, 1, 64))
+
+
+def _attn_int8_sm80(
+    tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: str, kind: str, hopper: bool = False
+) -> KernelSpec:
+    """kind: ``""``, ``"smoothq"`` (delta_s is added) or ``"mods"`` (softcap, masks; delta_s too)."""
+    short, tag = _IO_TYPES[dtype]
+    fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
+    row_bytes = tile.head_dim * bits // 8
+    stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
+    # One stage where two do not fit, or would leave sm_86, which takes fp16 sums of fp16 products, a CTA less.
+    sm_bytes = (101 << 10) if tile.min_ctas == 1 or (pv, acc) == ("fp16", "fp16") else (164 << 10)
+    num_stages = 2 if tile.min_ctas * (block_m * row_bytes + 2 * stage_bytes + 2048) <= sm_bytes else 1
+    # And scales, delta_s, and what each warp knows of its tile.
+    smem_bytes = block_m * row_bytes + num_stages * stage_bytes + 1024
+    family = f"attn_int{bits}_sm{89 if fp8 else 80}"
+    # The common widths, as the GPUs of an architecture choose them (select.PV_CHOICES), and what Hopper falls back to.
+    prebuild: tuple[str, ...] = ()
+    if tile.head_dim <= 128 and not hopper and kind == ("smoothq" if bits == 4 else ""):
+        prebuild = ("80",) if not fp8 else ("89",) if acc == "fp16" else ()
+    if hopper or ((bits, pv, acc) == (8, "fp16", "fp32") and tile.head_dim <= 128 and kind == "mods"):
+        prebuild = (*prebuild, "90a")
+    return KernelSpec(
+        name=f"{family}_{short}_d{tile.head_dim}"
+        + "_acc16" * (acc == "fp16")
+        + (f"_{kind}" if kind else "")
+        + "_vote" * hopper,
+        family=family,
+        op="attention_int8",
+        source="entry/attn_int8_sm80.cu",
+        symbol="attn_int8_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("BITS", str(bits)),
+            ("PV_TYPE", "E4m3" if fp8 else "Half"),
+            ("PV_ACC16", str(int(acc == "fp16"))),
+            ("SMOOTH_Q", str(int(kind == "smoothq"))),
+            ("SCORE_MODS", str(int(mods))),
+            ("BLOCK_M", str(block_m)),
+            ("PART_KEYS", str(tile.part_keys)),
+            ("ONE_VOTE", str(int(hopper or fp8 or tile.head_dim != 128))),
+            ("NUM_WARPS", str(tile.num_warps)),
+            ("NUM_STAGES", str(num_stages)),
+            ("MIN_CTAS", str(tile.min_ctas)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=block_m,
+        block_n=keys,
+        num_warps=tile.num_warps,
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0) if hopper else (8, 9) if fp8 else (8, 0),
+        prebuild=prebuild,
+        # Mostly what only masked tiles need. hopper: one vote was 5 % faster than one for every 16 rows all the same.
+        allowed_spill_bytes=216 if hopper else {64: 32, 128: 100, 256: 192}[tile.head_dim],
+        features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
+        bits=bits,
+        pv=pv,
+        pv_accumulator=acc,
+        grouping="sm80",
     )
 
 
@@ -376,6 +467,19 @@ REGISTRY: tuple[KernelSpec, ...] = (
         for tile in _INT8_SM90_TILES
         for dtype in ("float16", "bfloat16")
         if not tile.long or not (smooth_q or varlen)
+    ),
+    *(
+        _attn_int8_sm80(tile, dtype, bits, pv, acc, kind)
+        for kind, tiles in (("", _INT8_SM80_TILES), ("smoothq", _INT8_SM80_TILES), ("mods", _INT8_SM80_MODS_TILES))
+        for bits in (8, 4)
+        for pv in ("fp16", "fp8")
+        for acc in ("fp32", "fp16")
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    ),
+    *(
+        _attn_int8_sm80(_INT8_SM80_TILES[1], dtype, 8, "fp16", "fp32", "", hopper=True)
+        for dtype in ("float16", "bfloat16")
     ),
     *(_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32")),
     *(

@@ -14,6 +14,7 @@ from . import arrays
 from .arrays import Tensor
 from .launch.attn_fwd import ForwardPlan
 from .launch.attn_fwd_sm90 import ForwardSm90Plan
+from .launch.attn_int8_sm80 import Int8Sm80Plan
 from .launch.attn_int8_sm90 import Int8Sm90Plan
 from .launch.merge_states import MergePlan
 from .problem import Problem
@@ -26,7 +27,7 @@ class RepeatedForward:
 
     Parameters
     ----------
-    forward : ForwardPlan, ForwardSm90Plan or Int8Sm90Plan
+    forward : ForwardPlan, ForwardSm90Plan, Int8Sm80Plan or Int8Sm90Plan
     problem : Problem
     new_o, new_lse, new_workspace : callable
         From `arrays.allocator`; None for an LSE that nobody wants, and for a workspace that is not needed.
@@ -38,7 +39,7 @@ class RepeatedForward:
 
     def __init__(
         self,
-        forward: ForwardPlan | ForwardSm90Plan | Int8Sm90Plan,
+        forward: ForwardPlan | ForwardSm90Plan | Int8Sm80Plan | Int8Sm90Plan,
         problem: Problem,
         new_o: New,
         new_lse: New | None,
@@ -106,7 +107,7 @@ class RepeatedForward:
 
 
 def repeated_forward(
-    forward: ForwardPlan | ForwardSm90Plan | Int8Sm90Plan | None,
+    forward: ForwardPlan | ForwardSm90Plan | Int8Sm80Plan | Int8Sm90Plan | None,
     problem: Problem,
     q: Tensor,
     q_shape: tuple[int, ...],

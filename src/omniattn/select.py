@@ -8,6 +8,25 @@ from .errors import ArgumentError, UnsupportedError
 from .problem import Problem
 from .registry import REGISTRY, KernelSpec, by_name
 
+#: Element type and accumulator of P V by compute capability, best first, for kernels on mma.sync: (choices, why). The
+#: rates are the vendor's (docs/precision.md cites them). Other GPUs take `_PV_OTHERWISE`.
+PV_CHOICES: dict[tuple[int, int], tuple[tuple[tuple[str, str], ...], str]] = {
+    (8, 0): ((("fp16", "fp32"), ("fp16", "fp16")), "fp16 products are as fast with fp32 sums as with fp16 ones"),
+    (8, 6): ((("fp16", "fp16"), ("fp16", "fp32")), "fp16 products are twice as fast with fp16 sums as with fp32 ones"),
+    (8, 9): (
+        (("fp8", "fp16"), ("fp8", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")),
+        "fp8 products are twice as fast as fp16 ones, and with fp16 sums as with fp32 ones",
+    ),
+    (12, 0): (
+        (("fp8", "fp16"), ("fp8", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")),
+        "fp8 products are twice as fast as fp16 ones, and with fp16 sums as with fp32 ones",
+    ),
+}
+_PV_OTHERWISE = (
+    (("fp16", "fp32"), ("fp16", "fp16"), ("fp8", "fp32"), ("fp8", "fp16")),
+    "fp16 products run on every GPU at full rate; mma.sync on fp8 may be converted to them first, as on Hopper",
+)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -51,10 +70,20 @@ def _unfit(spec: KernelSpec, problem: Problem, target: Target) -> str | None:
         return "it has no softcap, mask or non-positive softmax_scale"
     if problem.low is not None:
         low = problem.low
-        if low.smooth_q != ("smooth_q" in spec.features):
+        if problem.operands not in (None, (spec.grouping, spec.bits)):
+            return "it reads {1}-bit operands in the {0} grouping, these are {3}-bit ones in the {2} grouping".format(
+                spec.grouping, spec.bits, *problem.operands
+            )
+        if low.pv not in ("auto", spec.pv):
+            return f"it multiplies P and V in {spec.pv}, not {low.pv}"
+        if low.pv_accumulator not in ("auto", spec.pv_accumulator):
+            return f"it sums P V in {spec.pv_accumulator}, not {low.pv_accumulator}"
+        if spec.bits == 4 and low.bits == 8:
+            return "it multiplies 4-bit integers"
+        if spec.bits == 8 and low.bits == 4 and target.cc < (9, 0) and problem.operands is None:
+            return "it multiplies 8-bit integers, and this GPU has 4-bit products"
+        if low.smooth_q != ("smooth_q" in spec.features) and "score_mods" not in spec.features:
             return f"it is compiled with{'out' if low.smooth_q else ''} smooth_q"
-        if low.pv != "fp8":
-            return f"it multiplies P and V in fp8, not {low.pv}"
         if low.granularity == "per_token":
             return "it has one scale a lane, not one a token"
     if problem.varlen and "varlen" in spec.lacks:
@@ -127,14 +156,19 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
             f"capability {_dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer"
             if problem.low is None
-            else "precision='exact'",
+            else "precision='exact'"
+            if problem.operands is None
+            else "arrays that are not quantized, with precision='exact' where it has to be",
         )
     # A kernel made for this very architecture; then the narrowest tile that holds head_dim; no features that are not
     # needed; tuned for such a problem, or else for all; among equals the newest tuning.
+    choices, why_pv = PV_CHOICES.get(target.cc, _PV_OTHERWISE)
     best = min(
         fitting,
         key=lambda s: (
             not s.arch_specific,
+            (s.pv, s.pv_accumulator) != ("", "") and choices.index((s.pv, s.pv_accumulator)),
+            s.bits == 4 and target.cc >= (9, 0),
             s.head_dim,
             len(s.features),
             0 if problem.workload in s.tuned_for else 2 if s.tuned_for else 1,
@@ -147,7 +181,11 @@ def select_attention(problem: Problem, target: Target, force: str | None = None)
         f"tuned for compute capability {_dotted(best.min_arch)}{'' if best.arch_specific else ' and newer'}, this GPU "
         f"has {_dotted(target.cc)}",
     ]
-    if problem.low is not None and problem.low.bits == 4:
+    if problem.low is not None:
+        asked = "auto" not in (problem.low.pv, problem.low.pv_accumulator)
+        reason = "as asked for" if asked else "two-level sums" if best.arch_specific else why_pv
+        why.append(f"P V in {best.pv} with {best.pv_accumulator} accumulators: {reason}")
+    if problem.low is not None and problem.low.bits == 4 and best.bits == 8:
         why.append("this GPU has no 4-bit products: 4-bit values go through the 8-bit ones, no faster than int8")
     if best.tuned_for:
         why.append(f"tile of {best.block_m} query rows and {best.block_n} keys, tuned for {problem.workload} problems")

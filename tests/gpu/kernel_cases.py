@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import omniattn as oa
-from omniattn.cli.cases import Case, call, cases_for, problem
+from omniattn.cli.cases import Case, call, cases_for, flavour_of, problem
 from omniattn.cli.expected import outputs_of
+from omniattn.registry import KernelSpec
 
 #: fp32 sums of a few hundred terms and a base-2 exponential, against fp64.
 LSE_ATOL = 1e-4
@@ -39,9 +40,14 @@ def poisoned_outputs() -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-def run_case(torch: Any, case: Case, op: str, dtype: str, head_dim: int) -> dict[str, Any]:
-    """Run on the GPU and compare with what the problem expects; returns the outputs by name."""
-    numbers = problem(case, op, dtype, head_dim)
+def run_case(
+    torch: Any, case: Case, op: str, dtype: str, head_dim: int, spec: KernelSpec | None = None
+) -> dict[str, Any]:
+    """Run on the GPU and compare with what the problem expects; returns the outputs by name.
+
+    ``spec``: the kernel that the call will choose; low precision is emulated as that kernel computes it.
+    """
+    numbers = problem(case, op, dtype, head_dim, None if spec is None else flavour_of(spec))
 
     def to_gpu(values: Any, kind: str) -> Any:
         return torch.from_numpy(values).to("cuda", getattr(torch, kind))

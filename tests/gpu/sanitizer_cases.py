@@ -18,7 +18,7 @@ import cupy
 import numpy as np
 
 import omniattn as oa
-from omniattn import runtime, select
+from omniattn import operands, runtime, select
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 #: Below the tile: the last 8 channels of every row are outside.
@@ -124,12 +124,20 @@ def quantizers(head_dim: int, rng: np.random.Generator, few: bool) -> None:
 def keys_of_all_stages(head_dim: int) -> int:
     """Keys that every int8 kernel for this head_dim holds without using a buffer twice; at most `SEQLEN_K`."""
     rows = [s for s in select.REGISTRY if s.family == "attn_int8_sm90" and s.head_dim == head_dim]
-    return min(SEQLEN_K, *(s.block_n * int(dict(s.defines)["NUM_STAGES"]) for s in rows))
+    return min([SEQLEN_K, *(s.block_n * int(dict(s.defines)["NUM_STAGES"]) for s in rows)])
 
 
 def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
     """Quantization and attention together, in one workspace; and one behind the other, each array by itself."""
-    precisions = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())[: 2 if few else 3]
+    precisions: tuple[oa.Int8, ...] = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())[: 2 if few else 3]
+    generic = not any(spec.arch_specific for spec in select.REGISTRY)
+    mods: tuple[str, ...] = ()
+    if generic and not few:  # every product of the kernel on mma.sync that this GPU has, and what it alone serves
+        newer = runtime.device_info(0).cc >= (8, 9)
+        kinds = [(pv, acc) for pv in ("fp16", "fp8")[: 1 + newer] for acc in ("fp32", "fp16")]
+        precisions += tuple(oa.Int8(pv=pv, pv_accumulator=acc) for pv, acc in kinds)
+        mods = ("softcap", "mask")
+    grouping = "sm80" if generic else "sm90"
     # Consumers read k_scale and delta_s themselves, and a warp's first lane gives the buffer back for all 32 behind a
     # __syncwarp. racecheck sees the order of that lane's reads only, so it gets no more keys than there are buffers. (A
     # build in which all lanes give the buffer back is clean with more.)
@@ -138,11 +146,13 @@ def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
         q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
         k, v = (to_gpu(rng.standard_normal((1, seqlen_k, HEADS_KV, width))) for _ in range(2))
         for precision in precisions:
-            for name in ("causal",) if few else ("full", "causal", "window", "sinks"):
+            for name in ("causal",) if few else ("full", "causal", "window", "sinks", *mods):
                 options = options_for(CALLS[name], rng)
                 check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, precision=precision, **options))
-            qk = oa.quantize_qk(q, k, dtype=f"int{precision.bits}", smooth_q=precision.smooth_q, with_bias=True)
-            values = oa.quantize_v(v, smooth_v=precision.smooth_v)
+            made = {"dtype": f"int{precision.bits}", "smooth_q": precision.smooth_q, "grouping": grouping}
+            qk = oa.quantize_qk(q, k, with_bias=True, **made)
+            kind = "float16" if precision.pv == "fp16" else "float8_e4m3"
+            values = oa.quantize_v(v, smooth_v=precision.smooth_v, dtype=kind)
             check(*oa.attention(qk.q, qk.k, values, out=poisoned(q.shape), return_lse=True))
     varlen(head_dim, rng, precisions[:1] if few else precisions, seqlen_k)
 
@@ -188,11 +198,16 @@ if __name__ == "__main__":
     elif which == "caches":
         caches(np.random.default_rng(0))
     elif which in ("low_precision", "few_low_precision"):
-        serves = runtime.has_tensor_maps() and runtime.device_info(0).cc == (9, 0)
+        everything, few = select.REGISTRY, which.startswith("few")
         for width in (64, 128, 256):
-            quantizers(width, np.random.default_rng(width), which.startswith("few"))
-            if serves:
-                low_precision(width, np.random.default_rng(width), which.startswith("few"))
+            quantizers(width, np.random.default_rng(width), few)
+        for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):
+            select.REGISTRY = operands.REGISTRY = rows
+            sys.modules["omniattn.attention"].__dict__["_plans"].clear()
+            operands._plans.clear()
+            for width in (64, 128, 256):
+                low_precision(width, np.random.default_rng(width), few)
+        select.REGISTRY = operands.REGISTRY = everything
     elif which:
         raise SystemExit(f"not one of caches, low_precision, few_low_precision, faulty: {which}")
     else:

@@ -22,8 +22,8 @@ pytestmark = [
 
 #: Cosine similarity and relative L1 of SageAttention2 (8-bit, d128, s4096) on these inputs on an H200.
 PUBLISHED = {"normal": (0.99928, 0.038), "outlier": (0.99931, 0.043), "channel_bias": (0.99972, 0.020)}
-#: What attn_int8_sm90 reaches where it is less. The largest P of a row is not always an e4m3 number, because the base of
-#: the softmax is the maximum of the first tile (docs/performance/attn_int8_sm90.md).
+#: What attn_int8_sm90 reaches where it is less. The largest P of a row is not always an e4m3 number, because the base
+#: of the softmax is the maximum of the first tile (docs/performance/attn_int8_sm90.md).
 REACHED = {"normal": (0.9992, 0.0392)}
 
 
@@ -123,8 +123,8 @@ def test_error_does_not_grow_with_length(precision: oa.Int8) -> None:
         ref = exact(q[:, rows], k[:, :end], v[:, :end], causal=True)
         errors[end] = figures(low[:, rows], ref)[1]
         assert figures(full[:, rows], ref)[1] <= 4e-3
-        # Tensor cores round each product towards 0, at 13 bits of the sum so far: over 256 keys 0.4 per cent, and nothing
-        # where V has no mean.
+        # Tensor cores round each product towards 0, at 13 bits of the sum so far: over 256 keys 0.4 per cent, and
+        # nothing where V has no mean.
         mean = (low[:, rows].double().mean() / ref.mean()).item()
         assert (-1e-3 if precision.smooth_v else -6e-3) <= mean - 1 <= 1e-3, (end, mean)
     assert errors[length] <= errors[32768] * 1.1 <= errors[4096] * 1.1**2, errors

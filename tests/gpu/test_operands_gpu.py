@@ -199,9 +199,8 @@ def test_cupy_and_jax() -> None:
 def test_what_the_gpu_cannot_do() -> None:
     q, k, v = inputs()
     qk, values = quantize(oa.Int8(), q, k, v, with_bias=True)
-    sm80 = oa.quantize_qk(q, k, grouping="sm80")
-    with pytest.raises(ArgumentError, match=r"'q'.*grouping='sm90'.*grouping='sm80'"):
-        oa.attention(sm80.q, sm80.k, values)
+    with pytest.raises(ArgumentError, match=r"'precision'.*fp16 sums need"):
+        oa.attention(qk.q, qk.k, values, precision=oa.Int8(pv_accumulator="fp16"))
     token = oa.quantize_qk(q, k, granularity="per_token")
     with pytest.raises(UnsupportedError, match="token"):
         oa.attention(token.q, token.k, values)

@@ -25,5 +25,5 @@ def test_row(spec: KernelSpec) -> None:
     outcome = verify_kernel(TorchFramework(), spec)
     assert outcome.status == (NOT_HERE if never else PASSED), "\n".join(outcome.notes)
     if not never:
-        assert outcome.cases >= 2
+        assert outcome.cases >= 1
         assert outcome.worst <= 1.0

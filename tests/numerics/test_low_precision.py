@@ -159,7 +159,7 @@ def test_it_is_attention_of_the_dequantized_operands(name: str, precision: oa.In
         np.concatenate(more_q, axis=3), np.concatenate(more_k, axis=3), deq_v, layout="HND", **options
     )
     expected = expected.swapaxes(1, 2)
-    bound = 2.0**-4 if precision.pv == "fp8" else 2.0**-10
+    bound = 2.0**-4 if precision.on_cpu.pv == "fp8" else 2.0**-10
     assert np.array_equal(np.isneginf(lse), np.isneginf(expected_lse))
     finite = np.isfinite(expected_lse)
     assert np.abs(lse[finite] - expected_lse[finite]).max() <= 2e-4
@@ -217,4 +217,4 @@ def test_what_is_no_precision() -> None:
     with pytest.raises(ArgumentError, match="precision"):
         low_precision.attention(q, k, v, precision="int8")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="accumulator"):
-        low_precision.attention(q, k, v, precision=oa.Int8(), accumulator="fp16")
+        low_precision.attention(q, k, v, precision=oa.Int8(), accumulator="bf16")

@@ -12,8 +12,10 @@ import pytest
 
 import omniattn as oa
 from omniattn import operands, testing
-from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError
-from omniattn.operand_checks import ALL, ARRAYS
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from omniattn.operand_checks import ALL, ARRAYS, check_precision, combine
+from omniattn.problem import Problem
+from omniattn.select import Target
 
 torch = pytest.importorskip("torch")
 
@@ -317,3 +319,70 @@ def test_short_way_leaves_the_unusual_alone() -> None:
     assert operands._repeat(plan, like, torch.empty(4, 8), overlapping, None) is None
     assert operands._repeat(dataclasses.replace(plan, current_stream=None), like, None, AT, None) is None
     assert forward.calls == []
+
+
+# Which kernel reads them
+
+
+def chosen(cc: tuple[int, int], qk: oa.QuantizedQK, v: oa.QuantizedV, **changes: Any) -> Any:
+    """What a GPU takes for these operands, described as if they were there."""
+    both = combine("attention", qk, qk, v, "NHD")
+    low = check_precision("attention", changes.pop("precision", "exact"), both)
+    p = Problem(
+        both.dtype, both.batch, both.rows_q, both.rows_k, both.heads_q, both.heads_kv, both.head_dim, -1, -1, 0.125,
+        changes.pop("softcap", 0.0), "none", "none", False, f"int{both.bits}", False, low=low,
+        operands=(both.grouping, both.stored_bits), **changes,
+    )  # fmt: skip
+    return operands._select("attention", p, both, Target(cc, 99 << 10 if cc != (9, 0) else 227 << 10)).spec
+
+
+@pytest.mark.parametrize("cc", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_grouping_and_packing_choose_the_kernel(cc: tuple[int, int], bits: int) -> None:
+    qk, _ = of(grouping="sm80", dtype=f"int{bits}", smooth_q=bits == 4)
+    v = inputs()[2]
+    half, small, full = (
+        oa.quantize_v(v, dtype="float16"), oa.quantize_v(v, pv_accumulator="fp16"), oa.quantize_v(v),
+    )  # fmt: skip
+    spec = chosen(cc, qk, half)
+    assert (spec.family, spec.bits, spec.grouping) == (f"attn_int{bits}_sm80", bits, "sm80")
+    for softcap in (0.0, 5.0):
+        if cc < (8, 9):
+            with pytest.raises(UnsupportedError, match=r"needs compute capability 8\.9"):
+                chosen(cc, qk, full, softcap=softcap)
+            continue
+        assert chosen(cc, qk, full, softcap=softcap).pv_accumulator == "fp32"
+        found = chosen(cc, qk, small, softcap=softcap)
+        assert found.pv_accumulator == ("fp16" if cc in ((8, 9), (12, 0)) else "fp32")
+        kind = oa.Int8 if bits == 8 else oa.Int4
+        for acc in ("fp32", "fp16"):
+            precision = kind(smooth_q=bits == 4, pv_accumulator=acc)
+            assert chosen(cc, qk, small, softcap=softcap, precision=precision).pv_accumulator == acc
+            assert chosen(cc, qk, half, softcap=softcap, precision=precision).pv_accumulator == acc
+
+
+def test_operands_of_hopper_stay_there() -> None:
+    qk, v = of(with_bias=True)
+    assert chosen((9, 0), qk, v).family == "attn_int8_sm90"
+    assert chosen((9, 0), of(dtype="int4")[0], v).family == "attn_int8_sm90"
+    with pytest.raises(ArgumentError, match=r"'q'.*grouping='sm80'.*grouping='sm90'"):
+        chosen((8, 9), qk, v)
+    with pytest.raises(UnsupportedError, match=r"softcap.*8-bit operands in the sm80 grouping"):
+        chosen((9, 0), qk, v, softcap=3.0)
+    with pytest.raises(UnsupportedError, match=r"tensor maps.*grouping='sm80'"):
+        chosen((9, 0), qk, v, tensor_maps=False)
+    spec = chosen((9, 0), of(grouping="sm80")[0], v, tensor_maps=False)
+    assert spec.grouping == "sm80"
+
+
+def test_sums_in_fp16_need_values_that_are_small() -> None:
+    q, k, v = inputs()
+    wanted = oa.Int8(pv_accumulator="fp16")
+    qk = oa.quantize_qk(q, k)
+    with pytest.raises(ArgumentError, match=r"'precision'.*fp16 sums need values of quantize_v\(pv_accumulator='fp16'"):
+        oa.attention(qk.q, qk.k, oa.quantize_v(v), precision=wanted)
+    small = oa.quantize_v(v, pv_accumulator="fp16")
+    assert small.problem.v_levels == 32
+    assert torch.equal(oa.attention(qk.q, qk.k, small, precision=wanted), oa.attention(q, k, v, precision=wanted))
+    with pytest.raises(ArgumentError, match=r"'pv_accumulator'.*'fp32' or 'fp16'.*'bf16'"):
+        oa.quantize_v(v, pv_accumulator="bf16")

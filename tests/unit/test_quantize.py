@@ -371,7 +371,7 @@ def test_precisions() -> None:
     assert oa.Int8() != oa.Int4(smooth_q=False)
 
 
-CODES = {"int64": "q", "int32": "i"}
+CODES = {"int64": "q", "int32": "i", "float": "f"}
 
 
 def test_struct_of_host_and_device() -> None:

@@ -181,36 +181,106 @@ def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8) -> None:
             spec = select_attention(problem, HOPPER).spec
             assert (spec.op, spec.dtype) == ("attention_int8", dtype)
             assert spec.head_dim == (64 if head_dim <= 64 else 128 if head_dim <= 128 else 256)
+            assert spec.family == "attn_int8_sm90"
             assert ("smooth_q" in spec.features) == low.smooth_q
             assert ("varlen" if problem.varlen else "dense") not in spec.lacks
 
 
+def low_of(spec: KernelSpec, **knobs: Any) -> Int8:
+    """The knobs that only this row's product serves."""
+    kind = Int4 if spec.bits == 4 else Int8
+    knobs = {"smooth_q": "smooth_q" in spec.features, "pv": spec.pv, "pv_accumulator": spec.pv_accumulator} | knobs
+    return kind(**knobs)
+
+
 @pytest.mark.parametrize("spec", [s for s in REGISTRY if s.op == "attention_int8"], ids=lambda s: s.name)
 def test_every_low_precision_row_is_chosen_and_can_be_forced(spec: KernelSpec) -> None:
-    low = Int8(smooth_q="smooth_q" in spec.features)
+    # 4-bit rows are for GPUs with 4-bit products, e4m3 ones for those with such products; and one is for Hopper alone.
+    target = HOPPER if spec.min_arch >= (9, 0) else Target((8, 9), GPUS[8, 9])
+    mods = {"softcap": 5.0} if "score_mods" in spec.features else {}
     problems = [
-        changed(dtype=spec.dtype, head_dim=spec.head_dim, varlen="dense" in spec.lacks, low=low, seqlen_k=keys)
+        changed(
+            dtype=spec.dtype, head_dim=spec.head_dim, varlen="dense" in spec.lacks, low=low_of(spec), precision="int8",
+            seqlen_k=keys, **mods,
+        )
         for keys in (512, LONG_KEYS)
-    ]
-    chosen = [problem for problem in problems if select_attention(problem, HOPPER).spec == spec]
+    ]  # fmt: skip
+    chosen = [problem for problem in problems if select_attention(problem, target).spec == spec]
     assert chosen
     if spec.tuned_for:
         assert {problem.workload for problem in chosen} <= spec.tuned_for
     for problem in problems:
-        assert select_attention(problem, HOPPER, spec.name).spec == spec
+        assert select_attention(problem, target, spec.name).spec == spec
+    problem = problems[0]
+    if not mods and spec.bits == 8:
+        problem = dataclasses.replace(problem, low=low_of(spec, pv="auto", pv_accumulator="auto"))
+        assert select_attention(problem, target, spec.name).spec == spec
+
+
+#: (compute capability, bits) -> family, element type and accumulator of P V that "auto" takes.
+CHOSEN = {
+    ((8, 0), 8): ("attn_int8_sm80", "fp16", "fp32"),
+    ((8, 0), 4): ("attn_int4_sm80", "fp16", "fp32"),
+    ((8, 6), 8): ("attn_int8_sm80", "fp16", "fp16"),
+    ((8, 6), 4): ("attn_int4_sm80", "fp16", "fp16"),
+    ((8, 9), 8): ("attn_int8_sm89", "fp8", "fp16"),
+    ((8, 9), 4): ("attn_int4_sm89", "fp8", "fp16"),
+    ((9, 0), 8): ("attn_int8_sm90", "fp8", "fp32"),
+    ((9, 0), 4): ("attn_int8_sm90", "fp8", "fp32"),
+    ((10, 0), 8): ("attn_int8_sm80", "fp16", "fp32"),
+    ((12, 0), 8): ("attn_int8_sm89", "fp8", "fp16"),
+    ((12, 0), 4): ("attn_int8_sm89", "fp8", "fp16"),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+def test_low_precision_by_architecture(case: tuple[tuple[int, int], int]) -> None:
+    cc, bits = case
+    target = Target(cc, GPUS.get(cc, 99 << 10))
+    for smooth_q in (False, True):
+        for head_dim in (8, 64, 128, 136, 256):
+            low = (Int8 if bits == 8 else Int4)(smooth_q=smooth_q)
+            found = select_attention(changed(head_dim=head_dim, low=low, precision=f"int{bits}"), target)
+            assert (found.spec.family, found.spec.pv, found.spec.pv_accumulator) == CHOSEN[case]
+            (reason,) = [x for x in found.why if "accumulators" in x]
+            assert f"{found.spec.pv} with {found.spec.pv_accumulator} accumulators" in reason
+            assert any("no faster than int8" in x for x in found.why) == (bits == 4 and cc >= (9, 0))
+            capped = select_attention(changed(head_dim=head_dim, low=low, precision="int8", softcap=9.0), target)
+            assert "score_mods" in capped.spec.features
+            assert any("not attn_int8_sm90: it has no softcap" in x for x in capped.why) == (cc == (9, 0))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_every_choice_of_pv_can_be_forced(target: Target) -> None:
+    for pv in ("fp16", "fp8"):
+        for acc in ("fp32", "fp16"):
+            for kind in (Int8, Int4):
+                low = kind(pv=pv, pv_accumulator=acc)
+                problem = changed(low=low, precision=f"int{low.bits}")
+                if pv == "fp8" and target.cc < (8, 9):
+                    with pytest.raises(UnsupportedError, match=r"needs compute capability 8\.9"):
+                        select_attention(problem, target)
+                    continue
+                found = select_attention(problem, target)
+                assert (found.spec.pv, found.spec.pv_accumulator) == (pv, acc)
+                assert any("as asked for" in reason for reason in found.why)
+
+
+def test_a_driver_without_tensor_maps_has_low_precision_too() -> None:
+    found = select_attention(changed(low=Int8(), precision="int8", tensor_maps=False), HOPPER)
+    assert found.spec.family == "attn_int8_sm80"
+    assert any("tensor maps" in reason for reason in found.why)
 
 
 @pytest.mark.parametrize(
     ("fields", "target", "shows"),
     [
         ({"low": Int8(granularity="per_token")}, HOPPER, "one scale a lane, not one a token"),
-        ({"low": Int8(pv="fp16")}, HOPPER, "P and V in fp8, not fp16"),
-        ({"low": Int4(pv="exact")}, HOPPER, "P and V in fp8, not exact"),
-        ({"low": Int8(), "softcap": 30.0}, HOPPER, "softcap"),
-        ({"low": Int8(), "mask": "bool"}, HOPPER, "mask"),
-        ({"low": Int8(), "softmax_scale": -1.0}, HOPPER, "softmax_scale"),
+        ({"low": Int4(pv="exact")}, HOPPER, "P and V in fp16, not exact"),
         ({"low": Int8(), "dtype": "float32"}, HOPPER, "float32"),
-        *(({"low": Int8()}, target, r"for compute capability 9\.0 only") for target in TARGETS if target != HOPPER),
+        ({"low": Int8(), "head_dim": 264}, HOPPER, "264"),
+        ({"low": Int8()}, Target((7, 5), 64 << 10), r"this GPU has 7\.5"),
+        ({"low": Int8(pv="fp8")}, Target((8, 6), 99 << 10), r"needs compute capability 8\.9, this GPU has 8\.6"),
     ],
     ids=str,
 )

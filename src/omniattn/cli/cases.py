@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from omniattn.precision import Int4, Int8
 from omniattn.quantize import quantize_qk, quantize_v
 from omniattn.quantized import QuantizedQK, QuantizedV
 from omniattn.reference import low_precision
+from omniattn.registry import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ ATTENTION_CASES: tuple[Case, ...] = (
     ),
 )
 
-#: A row of the registry takes those with its own smooth_q, and dense or packed arrays.
+#: A row of the registry takes those with its own smooth_q and score modifiers, and dense or packed arrays.
 INT8_CASES: tuple[Case, ...] = (
     Case("full", "attention", ((257, 257),) * 2, options={"precision": Int8()}),
     Case("causal", "attention", ((77, 300),), 6, 2, options={"precision": Int8(), "causal": True}),
@@ -95,6 +97,23 @@ INT8_CASES: tuple[Case, ...] = (
         arrays=("sinks",),
     ),
     Case("full, smooth_q", "attention", ((257, 257),) * 2, options={"precision": Int8(smooth_q=True)}),
+    Case("smooth K only, int4", "attention", ((140, 200),), options={"precision": Int4(smooth_q=False)}),
+    Case(
+        "softcap and sinks, smooth_v",
+        "attention",
+        ((130, 140),),
+        options={"precision": Int8(smooth_v=True), "softcap": 20.0},
+        arrays=("sinks",),
+    ),
+    Case(
+        "boolean mask with an empty row, smooth_q",
+        "attention",
+        ((100, 150),),
+        below=8,
+        options={"precision": Int8(smooth_q=True)},
+        arrays=("mask",),
+    ),
+    Case("additive mask, int4", "attention", ((65, 129),), options={"precision": Int4()}, arrays=("bias",)),
     Case("causal, int4", "attention", ((300, 330),), below=8, options={"precision": Int4(), "causal": True}),
     Case(
         "varlen, causal, empty sequences",
@@ -204,8 +223,15 @@ def call(function: Callable[..., Any], numbers: Problem, array: Callable[[Values
     return function(*positional, **arrays, **numbers.options)
 
 
+def flavour_of(spec: KernelSpec) -> tuple[str, str, str] | None:
+    """Grouping, element type and accumulator of P V of a low-precision kernel, as its emulation wants them."""
+    if spec.op != "attention_int8":
+        return None
+    return "sm90" if spec.family.endswith("sm90") else "sm80", spec.pv, spec.pv_accumulator
+
+
 @functools.cache
-def _cached(index: int, op: str, dtype: str, head_dim: int) -> Problem:
+def _cached(index: int, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None) -> Problem:
     case = cases_for(op)[index]
     head_dim = head_dim - case.below if head_dim > 8 else head_dim
     if op == "merge_states":
@@ -213,12 +239,23 @@ def _cached(index: int, op: str, dtype: str, head_dim: int) -> Problem:
     if op in ("quantize", "quantize_delta"):
         return _quantize(case, dtype, head_dim, index)
     build = _packed if case.packed else _dense
-    return build(case, dtype, head_dim, index)
+    return build(case, dtype, head_dim, index, flavour)
 
 
-def problem(case: Case, op: str, dtype: str, head_dim: int) -> Problem:
-    """Numbers for a case; computed once per dtype and head_dim, because several kernels share them."""
-    return _cached(cases_for(op).index(case), op, dtype, head_dim)
+def problem(case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None) -> Problem:
+    """Numbers for a case; computed once per dtype and head_dim, because several kernels share them.
+
+    ``flavour``: `flavour_of` the kernel; by default what the CPU does.
+    """
+    return _cached(cases_for(op).index(case), op, dtype, head_dim, flavour)
+
+
+def _emulated(precision: Int8, flavour: tuple[str, str, str] | None) -> dict[str, Any]:
+    """Options of the emulation of a kernel."""
+    if flavour is None:
+        return {"precision": precision}
+    grouping, pv, accumulator = flavour
+    return {"precision": dataclasses.replace(precision, pv=pv, pv_accumulator=accumulator), "grouping": grouping}
 
 
 def _qkv(
@@ -240,7 +277,7 @@ def _qkv(
     )
 
 
-def _dense(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
+def _dense(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str, str, str] | None) -> Problem:
     q, k, v = _qkv(case, dtype, head_dim, seed, packed=False)
     rng = np.random.default_rng(1000 + seed)
     seqlen_q, seqlen_k = case.lengths[0]
@@ -257,6 +294,7 @@ def _dense(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
     given = {**options, **{name: values for name, (values, _) in arrays.items()}}
     options["return_lse"] = True
     if "precision" in given:
+        given |= _emulated(given["precision"], flavour)
         return Problem((q, k, v), (), arrays, options, LowPrecision(*low_precision.attention(q, k, v, **given)))
     exact = reference.attention(q, k, v, compute_dtype=np.float64, **given)
     naive = testing.same_dtype_naive(q, k, v, dtype=dtype, **given)
@@ -268,7 +306,7 @@ def _starts(case: Case, side: int) -> Values:
     return np.cumsum([0, *(pair[side] for pair in case.lengths)]).astype(np.int32)
 
 
-def _packed(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
+def _packed(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str, str, str] | None) -> Problem:
     q, k, v = _qkv(case, dtype, head_dim, seed, packed=True)
     starts_q, starts_k = _starts(case, 0), _starts(case, 1)
     arrays: dict[str, tuple[Values, str]] = {"cu_seqlens_q": (starts_q, "int32"), "cu_seqlens_k": (starts_k, "int32")}
@@ -278,7 +316,8 @@ def _packed(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
     }
     options = {**case.options, **longest, "return_lse": True}
     if "precision" in case.options:
-        low = low_precision.attention(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **longest, **case.options)
+        given = {**case.options, **longest, **_emulated(case.options["precision"], flavour)}
+        low = low_precision.attention(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **given)
         return Problem((q, k, v), (), arrays, options, LowPrecision(*low))
     parts = []
     for b in range(len(case.lengths)):

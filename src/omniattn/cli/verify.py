@@ -13,7 +13,7 @@ from typing import Any
 import omniattn
 from omniattn import runtime
 from omniattn.cli import console, kernels
-from omniattn.cli.cases import Case, Problem, call, cases_for, problem
+from omniattn.cli.cases import Case, Problem, call, cases_for, flavour_of, problem
 from omniattn.cli.expected import outputs_of
 from omniattn.cli.frameworks import Framework, NumpyFramework, gpu_framework
 from omniattn.cli.verify_decode import DECODE_OPS, verify_row
@@ -140,7 +140,8 @@ def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
             return Outcome(spec.name, "", FAILED, 0, 0.0, time.perf_counter() - start, (str(error),))
         for case in cases_for(spec.op):
             try:
-                share, note = check(framework, case, problem(case, spec.op, spec.dtype, spec.head_dim), spec.dtype)
+                numbers = problem(case, spec.op, spec.dtype, spec.head_dim, flavour_of(spec))
+                share, note = check(framework, case, numbers, spec.dtype)
             except OmniattnError as error:
                 if isinstance(error, ArgumentError) and error.argument == _FORCE:
                     # The row was compiled without this feature; another row serves it and is tested with it.

@@ -19,7 +19,8 @@ _OPERANDS = struct.Struct("<6Q3q2i3Ii")
 _ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES}s{_OPERANDS.size}s")
 _ALIGNMENT = 256
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
-#: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss (docs/performance/attn_int8_sm90.md).
+#: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss
+#: (docs/performance/attn_int8_sm90.md).
 FLUSH_KEYS = 256
 FLUSH_KEYS_SMOOTH_V = 2048
 

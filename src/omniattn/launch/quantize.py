@@ -29,7 +29,7 @@ _ALIGNMENT = 256
 
 # The fields of QuantizeParams in order, little-endian, no padding.
 _POINTERS = struct.Struct("<26Q")
-_REST = struct.Struct("<9q 30i")
+_REST = struct.Struct("<9q 29i f")
 
 Strides3 = tuple[int, int, int]
 
@@ -60,6 +60,8 @@ class QuantizeProblem:
         ``"float8_e4m3"`` or ``"float16"``.
     wide : bool
         4-bit values one to a byte, for tensor cores that have no 4-bit products.
+    v_levels : float
+        What the largest magnitude of a channel of v becomes in e4m3.
     max_seqlen_k : int
         Of packed sequences: extent of ``delta_s``.
     """
@@ -84,6 +86,7 @@ class QuantizeProblem:
     v_dtype: str = "float8_e4m3"
     max_seqlen_k: int = 0
     wide: bool = False
+    v_levels: float = 448.0
 
     @property
     def head_dim_pad(self) -> int:
@@ -241,7 +244,7 @@ class QuantizePlan:
                 slots_q, slots_k, p.slots_r, p.key_tile, p.slots(p.rows_k, p.key_tile), p.stored_bits,
                 QUERY_SLICES[p.grouping], GRANULARITIES.index(p.granularity), flags, int(p.varlen),
                 units, per_group, groups, per_r, per_a, per_q, per_pass, last_base, self._items, clear_words,
-                p.delta_columns, 127 if p.bits == 8 else 7, 0,
+                p.delta_columns, 127 if p.bits == 8 else 7, p.v_levels,
             )  # fmt: skip
 
         self._rest, self._clear = pack(0), pack(clear)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from omniattn.errors import ArgumentError
 from omniattn.launch.quantize import BLOCK_ROWS, QuantizeProblem
-from omniattn.precision import Int8, check_choice
+from omniattn.precision import Int8, check_choice, value_levels
 from omniattn.reference import checks
 from omniattn.reference.core import Array, Options, block_rows, key_range, outside_window
 from omniattn.reference.dequantize import contents, head_of, rows_of, values_of
@@ -30,8 +30,12 @@ from omniattn.reference.varlen import check_cu_seqlens
 _NAME = "reference.low_precision.attention"
 _F = np.float32
 #: How the product of P and V is accumulated. Tensor cores that multiply 8-bit floats keep about 13 mantissa bits.
-ACCUMULATORS = ("fp32", "two_level", "single_level")
+ACCUMULATORS = ("fp32", "two_level", "single_level", "fp16")
 _STEP = 32  # keys of one tensor-core instruction on 8-bit operands
+_STEP_FP16 = 16  # on fp16
+_FP16_KEYS = 64  # whose products fp16 sums
+#: What P is multiplied by where e4m3 products are summed in fp16: 64 times 28 times the 32 of V stay below 65504.
+_P_LEVELS_FP16 = 28.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Product:
         Keys between two updates of the running maximum.
     accumulator : str
         "fp32": exact but for fp32 rounding. "two_level": 13 bits within a tile, fp32 across tiles, as the kernels do.
-        "single_level": 13 bits throughout, to show why they do not.
+        "single_level": 13 bits throughout, to show why they do not. "fp16": fp16 over 64 keys, fp32 across them.
     """
 
     pv: str = "fp8"
@@ -93,7 +97,7 @@ def attention(
     key_tile : int, optional
         Keys between two updates of the running maximum; by default the grouping's tile.
     accumulator : str
-        One of `ACCUMULATORS`.
+        One of `ACCUMULATORS`; "fp32" gives way to ``precision.pv_accumulator``.
     layout, causal, window, softmax_scale, softcap, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As in `omniattn.reference.attention` and `attention_varlen`.
 
@@ -107,6 +111,9 @@ def attention(
     checks.check_layout(layout, _NAME)
     if not isinstance(precision, Int8):
         raise ArgumentError("precision", "an Int8 or Int4", repr(precision), function=_NAME)
+    precision = precision.on_cpu
+    if accumulator == "fp32":
+        accumulator = precision.pv_accumulator
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     ndim, is_nhd = 3 if varlen else 4, layout == "NHD"
     qh, kh, vh = (checks.heads_first(x, name, _NAME, ndim, is_nhd) for x, name in ((q, "q"), (k, "k"), (v, "v")))
@@ -121,7 +128,7 @@ def attention(
         "float32", batch, qh.shape[-2], kh.shape[-2], qh.shape[-3], kh.shape[-3], qh.shape[-1], varlen,
         precision.bits, precision.granularity, grouping, precision.smooth_q, precision.smooth_k, precision.smooth_v,
         "full", v=precision.pv != "exact", v_dtype="float16" if precision.pv == "fp16" else "float8_e4m3",
-        max_seqlen_k=max(longest, max_seqlen_k or 0),
+        max_seqlen_k=max(longest, max_seqlen_k or 0), v_levels=value_levels(precision.pv, precision.pv_accumulator),
     )  # fmt: skip
     out = quantize(problem, qh, kh, vh, starts_q, starts_k)
     o, lse = attend(
@@ -324,8 +331,9 @@ def _accumulate(acc: Array, p: Array, v: Array, hidden: Array | None, product: P
     """acc + P V with P rounded as the product wants it, in the scale of p."""
     unscale = _F(1)
     if product.pv == "fp8":
-        p = np.where(np.isnan(p), _F(np.nan), decode_e4m3(encode_e4m3(p * _F(E4M3_MAX))))
-        unscale = _F(1 / E4M3_MAX)
+        levels = _P_LEVELS_FP16 if product.accumulator == "fp16" else E4M3_MAX
+        p = np.where(np.isnan(p), _F(np.nan), decode_e4m3(encode_e4m3(p * _F(levels))))
+        unscale = _F(1 / levels)
     elif product.pv == "fp16":
         p = p.astype(np.float16).astype(_F)
     finite = np.isfinite(v)
@@ -337,6 +345,14 @@ def _accumulate(acc: Array, p: Array, v: Array, hidden: Array | None, product: P
         v = np.where(finite, v, _F(0))
     if product.accumulator == "fp32":
         result = acc + (p @ v) * unscale
+    elif product.accumulator == "fp16":
+        step = _STEP_FP16 if product.pv == "fp16" else _STEP
+        result = acc
+        for first in range(0, len(v), _FP16_KEYS):
+            half = np.zeros(acc.shape, dtype=np.float16)
+            for begin in range(first, min(first + _FP16_KEYS, len(v)), step):
+                half = (half + p[:, begin : begin + step] @ v[begin : begin + step]).astype(np.float16)
+            result = result + half.astype(_F) * unscale
     else:
         single = product.accumulator == "single_level"
         part = truncate_to_13_bits(acc / unscale) if single else np.zeros_like(acc)

@@ -271,8 +271,8 @@ def _store_rows(
     return bad
 
 
-def value_range(values: Array, smooth: bool, half: bool) -> tuple[Array, Array]:
-    """(mean, scale) of the channels of one head."""
+def value_range(values: Array, smooth: bool, half: bool, levels: float = E4M3_MAX) -> tuple[Array, Array]:
+    """(mean, scale) of the channels of one head; levels: what the largest magnitude becomes in e4m3."""
     finite = np.isfinite(values)
     mean = channel_mean(values) if smooth else np.zeros(values.shape[1], dtype=_F)
     most = np.where(finite, values, -np.inf).max(axis=0, initial=-np.inf).astype(_F)
@@ -286,14 +286,14 @@ def value_range(values: Array, smooth: bool, half: bool) -> tuple[Array, Array]:
     if half:
         scale = ((amax.view(np.uint32) & np.uint32(0x7F800000)) - np.uint32(7 << 23)).view(_F)
     else:
-        scale = amax / _F(E4M3_MAX)
+        scale = amax / _F(levels)
     return mean, np.where(amax >= LEAST_AMAX, scale, _F(1)).astype(_F)
 
 
 def _quantize_v_head(problem: QuantizeProblem, v: Array, s: Sequence, head: int, out: dict[str, Array]) -> None:
     values, d = _rows(v, problem, s, head), problem.head_dim
     half = problem.v_dtype == "float16"
-    mean, scale = value_range(values, problem.smooth_v, half)
+    mean, scale = value_range(values, problem.smooth_v, half, problem.v_levels)
     out["v_mean"][s.batch, head, :d] = mean
     out["v_scale"][s.batch, head, :d] = scale
     y = (values - mean) * (_F(1) / scale) if problem.smooth_v else values * (_F(1) / scale)

@@ -1,0 +1,117 @@
+"""Which instructions a cubin executes, without a disassembler: opcodes and branches of sm_80 to sm_90 machine code.
+
+An instruction has 128 bits: the operation in bits 0 to 8, its predicate in bits 12 to 15 (7: always), a branch's
+distance from the next instruction, in units of 4 bytes, in bits 34 to 81.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_NAMES = {
+    0x02: "MOV", 0x05: "CS2R", 0x06: "VOTE", 0x07: "SEL", 0x08: "FSEL", 0x09: "FMNMX", 0x0B: "FSETP", 0x0C: "ISETP",
+    0x10: "IADD3", 0x11: "LEA", 0x12: "LOP3", 0x16: "PRMT", 0x17: "IMNMX", 0x19: "SHF", 0x1C: "PLOP3", 0x20: "FMUL",
+    0x21: "FADD", 0x23: "FFMA", 0x24: "IMAD", 0x25: "IMAD", 0x27: "IMAD", 0x30: "HADD2", 0x36: "VIADD", 0x37: "IMMA",
+    0x3B: "LDSM", 0x3C: "HMMA", 0x3E: "F2FP", 0x7A: "QMMA", 0x108: "MUFU", 0x11D: "BAR", 0x141: "BSYNC",
+    0x144: "CALL", 0x145: "BSSY", 0x147: "BRA", 0x14D: "EXIT", 0x150: "RET", 0x183: "LDL", 0x184: "LDS", 0x187: "STL",
+    0x188: "STS", 0x189: "SHFL", 0x1AE: "LDGSTS",
+}  # fmt: skip
+#: Tensor-core products of integers, halves, and 8-bit floats.
+PRODUCTS = ("IMMA", "HMMA", "QMMA")
+_NOP, _ALWAYS = 0x118, 7
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: its name (or opcode in hexadecimal), where it jumps to, and whether it always does."""
+
+    name: str
+    target: int | None
+    always: bool
+
+
+def instructions(cubin: bytes, arch: str = "80") -> list[Instruction]:
+    """The one kernel of a cubin for ``arch``; targets are indices.
+
+    Raises
+    ------
+    ValueError
+        The file is no 64-bit ELF file with one kernel.
+    """
+    if cubin[:5] != b"\x7fELF\x02":
+        raise ValueError("a cubin (64-bit ELF) is expected")
+    (sections_at,) = struct.unpack_from("<Q", cubin, 0x28)
+    count, names_index = struct.unpack_from("<HH", cubin, 0x3C)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, sections_at + 64 * i) for i in range(count)]
+    names_at = sections[names_index][4]
+
+    def name(section: tuple[int, ...]) -> str:
+        start = names_at + section[0]
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    texts = [s for s in sections if name(s).startswith(".text.")]
+    if len(texts) != 1:
+        raise ValueError(f"a cubin with one kernel is expected, this one has {len(texts)}")
+    begin, size = texts[0][4], texts[0][5]
+    found = []
+    for i in range(size // 16):
+        low, high = struct.unpack_from("<QQ", cubin, begin + 16 * i)
+        operation = low & 0x1FF
+        target = None
+        if _NAMES.get(operation) == "BRA":
+            distance = (low >> 34) | ((high & 0x3FFFF) << 30)
+            distance -= (distance >> 47) << 48
+            if arch.startswith("9"):  # the lowest 8 bits lie apart
+                distance = (distance << 8) | (low >> 16 & 0xFF)
+            target = i + 1 + distance // 4
+        found.append(Instruction(_NAMES.get(operation, hex(operation)), target, low >> 12 & 15 == _ALWAYS))
+    return found
+
+
+def count(code: Iterable[Instruction]) -> Counter[str]:
+    """How often each name occurs."""
+    return Counter(x.name for x in code if x.name != hex(_NOP))
+
+
+def main_loop(code: list[Instruction]) -> tuple[int, int]:
+    """[first, last] of the outermost loop with products."""
+    loops = [
+        (x.target, i)
+        for i, x in enumerate(code)
+        if x.target is not None and x.target <= i and any(y.name in PRODUCTS for y in code[x.target : i + 1])
+    ]
+    if not loops:
+        raise ValueError("no loop with tensor-core products")
+    return max(loops, key=lambda loop: loop[1] - loop[0])
+
+
+def common_step(code: list[Instruction]) -> Counter[str]:
+    """Instructions of one pass through the main loop in the common case.
+
+    Of all ways from the loop's head to its branch back the shortest among those that copy the next tile: what masks
+    edges, and what raises the base of the softmax, is jumped over.
+    """
+    first, last = main_loop(code)
+    best: dict[int, tuple[int, int, int]] = {first: (0, 0, -1)}  # -copies, instructions, from where
+    for i in range(first, last):
+        if i not in best:
+            continue
+        x = code[i]
+        cost = (best[i][0] - (x.name == "LDGSTS"), best[i][1] + 1, i)
+        leaves = x.target is not None or x.name in ("EXIT", "CALL", "RET")
+        following = [] if leaves and x.always else [i + 1]
+        if x.target is not None and i < x.target <= last:
+            following.append(x.target)
+        for j in following:
+            if j not in best or cost < best[j]:
+                best[j] = cost
+    if last not in best:
+        raise ValueError("no way through the main loop")
+    way, at = [code[last]], best[last][2]
+    while at >= 0:
+        way.append(code[at])
+        at = best[at][2]
+    return count(way)

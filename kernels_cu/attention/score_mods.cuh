@@ -1,0 +1,37 @@
+// Softcap and user masks: scores one by one, on their way from the first product to the softmax.
+#pragma once
+#include "attention/mask.cuh"
+#include "ptx/math.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/fwd_params.cuh"
+#include "scheduler/fwd_tile.cuh"
+
+template <typename Io>
+class ScoreMods {
+  public:
+    OA_DEVICE ScoreMods(const AttnFwdParams& p, const FwdTile& t)
+        : p_(p),
+          t_(t),
+          head_offset_(t.batch_idx * p.mask_stride_b + t.head_idx * p.mask_stride_h),
+          inv_softcap_(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f) {}
+
+    // score: softmax_scale * q.k, natural-log units. Returns base-2 units; -inf for a masked key.
+    OA_DEVICE float apply(float score, int32 row, int32 key) const {
+        if (p_.softcap > 0.0f) score = p_.softcap * tanh_exp2(score * inv_softcap_);
+        if (p_.mask_kind != kMaskNone) {
+            bool inside = row < t_.seqlen_q && key < t_.seqlen_k;
+            float bias = inside ? mask_value<Io>(p_, head_offset_, row, key) : neg_inf();
+            // A masked key is gone whatever its score is, not a number included.
+            score = bias == neg_inf() ? neg_inf() : score + bias;
+        }
+        float score2 = score * kLog2e;
+        // A finite score stays one: masks that add the lowest finite number are common.
+        return score2 == neg_inf() && score != neg_inf() ? 0.5f * kLowest : score2;
+    }
+
+  private:
+    const AttnFwdParams& p_;
+    const FwdTile& t_;
+    int64 head_offset_;
+    float inv_softcap_;
+};
