@@ -8,13 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from omniattn import __version__
+from omniattn import __version__, runtime
 from omniattn.registry import KernelSpec
+from omniattn.runtime.arch import Arch
 from omniattn.runtime.compile import source_digest
+from omniattn.runtime.loader import compile_to, unsupported_reason
 from omniattn.runtime.store import MANIFEST_FORMAT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +25,16 @@ CHILD = Path(__file__).with_name("runtime_child.py")
 
 #: (kernel, target as the manifest calls it, for example "90a") -> binary.
 Cubins = Mapping[tuple[KernelSpec, str], bytes]
+
+
+def compile_missing(specs: Iterable[KernelSpec]) -> None:
+    """Compile into the cache, in parallel, what this GPU has no binary of: one after the other would take minutes."""
+    cc = runtime.device_info(0).cc
+    missing = [s for s in specs if not unsupported_reason(s, cc) and runtime.resolve(s, cc).kind == "jit"]
+    if missing:
+        # Spawned: this process has used CUDA.
+        with get_context("spawn").Pool(min(16, os.cpu_count() or 1, len(missing))) as pool:
+            pool.starmap(compile_to, [(spec, Arch.of_device(cc).number) for spec in missing], chunksize=1)
 
 
 def write_cubins(folder: Path, cubins: Cubins) -> None:
@@ -79,7 +92,7 @@ def start(*command: str, package: Path = ROOT / "src", **variables: str) -> subp
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Return what the child reported; its traceback fails the test."""
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()

@@ -28,8 +28,14 @@ from .kernel_cases import cases, run_case  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 TARGETS = ("compute_80", "compute_89")
-# The kernels of caches have test_decode_architectures_gpu.py.
-SPECS = [spec for spec in REGISTRY if spec.op not in DECODE_OPS]
+# The kernels of caches have test_decode_architectures_gpu.py. Of low precision, whose inputs only the quantizers read,
+# one width speaks for float16: the kernels differ from those of bfloat16 in how they store the output.
+SPECS = [
+    spec
+    for spec in REGISTRY
+    if spec.op not in DECODE_OPS
+    and not (spec.op == "attention_int8" and spec.dtype == "float16" and spec.head_dim > 64)
+]
 ROWS = [
     (spec.name, target)
     for target in TARGETS

@@ -18,11 +18,18 @@ from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.runtime.loader import unsupported_reason  # noqa: E402
 
+from .installations import compile_missing  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 
 ROWS = [spec for spec in REGISTRY if spec.op in DECODE_OPS]
 #: Everything prebuilt for bfloat16: the element types, widths and numbers of rows that the sources know.
 TRANSLATED = [spec for spec in ROWS if spec.prebuild and spec.dtype in ("bfloat16", "uint8")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    compile_missing(ROWS)
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)

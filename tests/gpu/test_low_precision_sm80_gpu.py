@@ -5,10 +5,7 @@ As the GPU's own code; `test_architectures_gpu.py` runs the same rows as PTX for
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -17,13 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
-from omniattn import runtime, testing  # noqa: E402
+from omniattn import testing  # noqa: E402
 from omniattn.errors import ArgumentError, UnsupportedError  # noqa: E402
 from omniattn.precision import Int4, Int8  # noqa: E402
 from omniattn.reference import low_precision  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
-from omniattn.runtime.arch import Arch  # noqa: E402
-from omniattn.runtime.loader import compile_to  # noqa: E402
+
+from .installations import compile_missing  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -53,16 +50,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the wheel does not carry, compiled in parallel; one after the other it would take minutes."""
-    folder = str(tmp_path_factory.mktemp("cache"))
-    wanted = [s for s in ROWS if s.dtype == "bfloat16" or s.head_dim == 64]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMNIATTN_CACHE_DIR", folder)
-        missing = [spec for spec in wanted if runtime.resolve(spec, CC).kind == "jit"]
-        with get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
-            pool.starmap(compile_to, [(spec, Arch.of_device(CC).number) for spec in missing], chunksize=1)
-        yield
+def compiled() -> None:
+    compile_missing(s for s in ROWS if s.dtype == "bfloat16" or s.head_dim == 64)
 
 
 @pytest.fixture(autouse=True)

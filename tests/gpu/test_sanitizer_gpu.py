@@ -10,18 +10,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from omniattn import runtime
 from omniattn.registry import REGISTRY
-from omniattn.runtime.arch import Arch
-from omniattn.runtime.loader import compile_to
 
-from .installations import ROOT, clean_environment
+from .installations import ROOT, clean_environment, compile_missing
 
 pytestmark = pytest.mark.gpu
 
@@ -90,25 +86,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, sub
 
 
 def fill_cache(folder: Path) -> None:
-    """Compile what the script needs where it is not prebuilt, in parallel; four runs would each do it one by one."""
-    cc = runtime.device_info(0).cc
-    wanted = [spec for spec in REGISTRY if spec.dtype != "bfloat16" and runtime.resolve(spec, cc).kind == "jit"]
-    before = os.environ.get("OMNIATTN_CACHE_DIR")
-    os.environ["OMNIATTN_CACHE_DIR"] = str(folder)
-    try:
-        if wanted:
-            with get_context("spawn").Pool(min(8, len(wanted))) as pool:
-                pool.starmap(compile_to, [(spec, Arch.of_device(cc).number) for spec in wanted])
-    finally:
-        if before is None:
-            del os.environ["OMNIATTN_CACHE_DIR"]
-        else:
-            os.environ["OMNIATTN_CACHE_DIR"] = before
+    """Compile what the script needs where it is not prebuilt; all runs would each do it, one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMNIATTN_CACHE_DIR", str(folder))
+        compile_missing(spec for spec in REGISTRY if spec.dtype != "bfloat16")
 
 
 def finish(process: subprocess.Popen[str]) -> Outcome:
     try:
-        text, _ = process.communicate(timeout=150)
+        text, _ = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         process.kill()
         text, _ = process.communicate()

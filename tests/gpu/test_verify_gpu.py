@@ -12,10 +12,17 @@ from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime.loader import unsupported_reason  # noqa: E402
 
+from .installations import compile_missing  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 
 # Exact attention and merging have test_architectures_gpu and the numerics tests.
 ROWS = [spec for spec in REGISTRY if spec.op in ("attention_int8", "quantize", "quantize_delta")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    compile_missing(ROWS)
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
