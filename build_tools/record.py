@@ -29,7 +29,8 @@ FORMAT = 1
 WATCHED: tuple[str, ...] = (
     "kernels_cu/**/*.cu",
     "kernels_cu/**/*.cuh",
-    "src/omniattn/registry.py",
+    "src/omniattn/kernel_spec.py",
+    "src/omniattn/registry*.py",
     "src/omniattn/select.py",
     "src/omniattn/problem.py",
     "src/omniattn/launch/**/*.py",

@@ -1,0 +1,90 @@
+"""What a row of the registry says. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Targets that a wheel carries. sm_86 and sm_87 load the sm_80 cubin (same major, lower minor).
+PREBUILT_ARCHS: tuple[str, ...] = ("80", "89", "90a")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel binary.
+
+    Attributes
+    ----------
+    name : str
+        Unique; the cubin's file stem and its key in the manifest.
+    family : str
+        Kernel family, ``<op>_<variant>_<arch>``.
+    op : str
+        The operation it serves: ``"attention"``, ``"attention_int8"``, ``"merge_states"``, ``"quantize"`` or
+        ``"quantize_delta"``.
+    source : str
+        Path of the ``.cu`` file below the kernels root.
+    symbol : str
+        Name of its one ``extern "C"`` kernel.
+    defines : tuple of (name, value)
+        Compile-time constants.
+    min_arch : (major, minor)
+        Lowest compute capability it runs on.
+    arch_specific : bool
+        True if it uses instructions of one ``sm_XYa`` target only.
+    prebuild : tuple of str
+        Targets the wheel carries it for; elsewhere it is compiled at run time.
+    dtype : str
+        Element type of q, k, v.
+    head_dim : int
+        Largest head_dim it takes (the padded tile width).
+    block_m, block_n, num_warps : int
+        Tile of query rows and keys, and warps per CTA.
+    smem_bytes : int
+        Dynamic shared memory per CTA.
+    features : frozenset of str
+        Options beyond the common set that it was compiled with. ``"score_mods"``: softcap, mask, softmax_scale <= 0.
+    lacks : frozenset of str
+        What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences;
+        ``"dense"``: batches; ``"any_strides"``: arrays that no tensor map describes (zero, negative or huge strides).
+    bits, pv, pv_accumulator : int, str, str
+        Of low-precision attention: bits of an element in Q K^T, element type (``"fp8"``, ``"fp16"``) and accumulator
+        (``"fp32"``, ``"fp16"``) of P V.
+    grouping : str
+        Of low-precision attention: grouping of the operands that it reads (`omniattn.quantize_qk`).
+    tuned_for : frozenset of str
+        Workloads (`Problem.workload`) for which this row comes before others of the same reach; empty: all.
+    allowed_spill_bytes : int
+        Register spills that are known and measured to be harmless; the build fails above it.
+    """
+
+    name: str
+    family: str
+    op: str
+    source: str
+    symbol: str
+    defines: tuple[tuple[str, str], ...]
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    smem_bytes: int
+    min_arch: tuple[int, int] = (8, 0)
+    arch_specific: bool = False
+    prebuild: tuple[str, ...] = PREBUILT_ARCHS
+    features: frozenset[str] = field(default_factory=frozenset)
+    lacks: frozenset[str] = field(default_factory=frozenset)
+    tuned_for: frozenset[str] = field(default_factory=frozenset)
+    allowed_spill_bytes: int = 0
+    bits: int = 0
+    pv: str = ""
+    pv_accumulator: str = ""
+    grouping: str = ""
+
+
+#: Short names of the element types in kernel names, and the tags of ``kernels_cu/ptx/types.cuh``.
+IO_TYPES: dict[str, tuple[str, str]] = {
+    "float16": ("fp16", "Half"),
+    "bfloat16": ("bf16", "BFloat16"),
+    "float32": ("fp32", "Float"),
+}

@@ -1,0 +1,235 @@
+"""Rows of INT8 and INT4 attention and of the quantizers in front of it. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .kernel_spec import IO_TYPES, KernelSpec
+
+
+@dataclass(frozen=True)
+class _Int8Sm90Tile:
+    """Tile shape of ``attn_int8_sm90`` for one padded head_dim (tuning record: docs/performance/attn_int8_sm90.md)."""
+
+    head_dim: int
+    num_consumers: int
+    block_n: int
+    num_stages: int
+    num_q_stages: int
+    long: bool = False  # a further tile, for long problems that need nothing special
+
+
+_INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
+    _Int8Sm90Tile(64, 4, 64, 4, 2),
+    _Int8Sm90Tile(64, 3, 128, 4, 1, long=True),
+    _Int8Sm90Tile(128, 3, 64, 4, 1),
+    _Int8Sm90Tile(256, 2, 64, 2, 1),
+)
+
+
+def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: bool) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    # delta_s takes registers that a fourth warpgroup would need.
+    num_consumers = min(tile.num_consumers, 3) if smooth_q else tile.num_consumers
+    block_m = 64 * num_consumers
+    num_q_stages = 1 if varlen or smooth_q else tile.num_q_stages
+    tiles_bytes = tile.head_dim * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
+    delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * tile.block_n * 4
+    sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
+    barriers_bytes = 16 * (num_q_stages + tile.num_stages)
+    smem_bytes = tiles_bytes + delta_bytes + sums_bytes + barriers_bytes + 36 * num_q_stages + 640
+    smem_bytes = -(-smem_bytes // 1024) * 1024
+    return KernelSpec(
+        name=f"attn_int8_sm90_{short}_d{tile.head_dim}"
+        + "_long" * tile.long
+        + "_smoothq" * smooth_q
+        + "_varlen" * varlen,
+        family="attn_int8_sm90",
+        op="attention_int8",
+        source="entry/attn_int8_sm90.cu",
+        symbol="attn_int8_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("NUM_CONSUMERS", str(num_consumers)),
+            ("BLOCK_N", str(tile.block_n)),
+            ("NUM_STAGES", str(tile.num_stages)),
+            ("NUM_Q_STAGES", str(num_q_stages)),
+            ("VARLEN", str(int(varlen))),
+            ("SMOOTH_Q", str(int(smooth_q))),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=block_m,
+        block_n=tile.block_n,
+        num_warps=4 * (1 + num_consumers),
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        prebuild=("90a",),
+        features=frozenset({"smooth_q"}) if smooth_q else frozenset(),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
+        tuned_for=frozenset({"long"} if tile.long else ()),
+        bits=8,
+        pv="fp8",
+        pv_accumulator="fp32",
+        grouping="sm90",
+        # What is known of a tile; none of it in the loop of the common step.
+        allowed_spill_bytes=(192 if smooth_q else 96) if varlen else 64,
+    )
+
+
+@dataclass(frozen=True)
+class _Int8Sm80Tile:
+    """Tile shape of ``attn_int8_sm80`` for one padded head_dim (docs/performance/sage_sm80_sm89.md)."""
+
+    head_dim: int
+    num_warps: int
+    min_ctas: int
+    part_keys: int
+
+
+_INT8_SM80_TILES = (_Int8Sm80Tile(64, 4, 3, 32), _Int8Sm80Tile(128, 4, 2, 64), _Int8Sm80Tile(256, 8, 1, 64))
+# Score modifiers take registers for mask addresses: at head_dim 128 half the rows a warp.
+_INT8_SM80_MODS_TILES = (_Int8Sm80Tile(64, 4, 2, 32), _Int8Sm80Tile(128, 8, 1, 64), _Int8Sm80Tile(256, 8, 1, 64))
+
+
+def _attn_int8_sm80(
+    tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: str, kind: str, hopper: bool = False
+) -> KernelSpec:
+    """kind: ``""``, ``"smoothq"`` (delta_s is added) or ``"mods"`` (softcap, masks; delta_s too)."""
+    short, tag = IO_TYPES[dtype]
+    fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
+    row_bytes = tile.head_dim * bits // 8
+    stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
+    # One stage where two do not fit, or would leave sm_86, which takes fp16 sums of fp16 products, a CTA less.
+    sm_bytes = (101 << 10) if tile.min_ctas == 1 or (pv, acc) == ("fp16", "fp16") else (164 << 10)
+    num_stages = 2 if tile.min_ctas * (block_m * row_bytes + 2 * stage_bytes + 2048) <= sm_bytes else 1
+    # And scales, delta_s, and what each warp knows of its tile.
+    smem_bytes = block_m * row_bytes + num_stages * stage_bytes + 1024
+    family = f"attn_int{bits}_sm{89 if fp8 else 80}"
+    # The common widths, as the GPUs of an architecture choose them (select.PV_CHOICES), and what Hopper falls back to.
+    prebuild: tuple[str, ...] = ()
+    if tile.head_dim <= 128 and not hopper and kind == ("smoothq" if bits == 4 else ""):
+        prebuild = ("80",) if not fp8 else ("89",) if acc == "fp16" else ()
+    if hopper or ((bits, pv, acc) == (8, "fp16", "fp32") and tile.head_dim <= 128 and kind == "mods"):
+        prebuild = (*prebuild, "90a")
+    return KernelSpec(
+        name=f"{family}_{short}_d{tile.head_dim}"
+        + "_acc16" * (acc == "fp16")
+        + (f"_{kind}" if kind else "")
+        + "_vote" * hopper,
+        family=family,
+        op="attention_int8",
+        source="entry/attn_int8_sm80.cu",
+        symbol="attn_int8_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("BITS", str(bits)),
+            ("PV_TYPE", "E4m3" if fp8 else "Half"),
+            ("PV_ACC16", str(int(acc == "fp16"))),
+            ("SMOOTH_Q", str(int(kind == "smoothq"))),
+            ("SCORE_MODS", str(int(mods))),
+            ("BLOCK_M", str(block_m)),
+            ("PART_KEYS", str(tile.part_keys)),
+            ("ONE_VOTE", str(int(hopper or fp8 or tile.head_dim != 128))),
+            ("NUM_WARPS", str(tile.num_warps)),
+            ("NUM_STAGES", str(num_stages)),
+            ("MIN_CTAS", str(tile.min_ctas)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=block_m,
+        block_n=keys,
+        num_warps=tile.num_warps,
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0) if hopper else (8, 9) if fp8 else (8, 0),
+        prebuild=prebuild,
+        # Mostly what only masked tiles need. hopper: one vote was 5 % faster than one for every 16 rows all the same.
+        allowed_spill_bytes=216 if hopper else {64: 32, 128: 100, 256: 192}[tile.head_dim],
+        features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
+        bits=bits,
+        pv=pv,
+        pv_accumulator=acc,
+        grouping="sm80",
+    )
+
+
+def _quantize(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
+    num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
+    return KernelSpec(
+        name=f"quantize_sm80_{short}_d{head_dim}",
+        family="quantize_sm80",
+        op="quantize",
+        source="entry/quantize_sm80.cu",
+        symbol="quantize_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=num_warps,
+        smem_bytes=0,
+        # Two CTAs an SM would need no spills: measured 5 to 10 % slower.
+        allowed_spill_bytes=320,
+    )
+
+
+def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    smem_bytes = 2 * 64 * (2 * head_dim + 16)
+    return KernelSpec(
+        name=f"quantize_delta_sm80_{short}_d{head_dim}",
+        family="quantize_delta_sm80",
+        op="quantize_delta",
+        source="entry/quantize_delta_sm80.cu",
+        symbol="quantize_delta_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("SMEM_BYTES", str(smem_bytes))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=16,
+        block_n=64,
+        num_warps=4,
+        smem_bytes=smem_bytes,
+    )
+
+
+def low_precision_rows() -> Iterator[KernelSpec]:
+    """Rows of attention, Hopper's own first."""
+    yield from (
+        _attn_int8_sm90(tile, dtype, varlen, smooth_q)
+        for smooth_q in (False, True)
+        for varlen in (False, True)
+        for tile in _INT8_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+        if not tile.long or not (smooth_q or varlen)
+    )
+    yield from (
+        _attn_int8_sm80(tile, dtype, bits, pv, acc, kind)
+        for kind, tiles in (("", _INT8_SM80_TILES), ("smoothq", _INT8_SM80_TILES), ("mods", _INT8_SM80_MODS_TILES))
+        for bits in (8, 4)
+        for pv in ("fp16", "fp8")
+        for acc in ("fp32", "fp16")
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_int8_sm80(_INT8_SM80_TILES[1], dtype, 8, "fp16", "fp32", "", hopper=True)
+        for dtype in ("float16", "bfloat16")
+    )
+
+
+def quantizer_rows() -> Iterator[KernelSpec]:
+    """Rows of the quantizers."""
+    yield from (
+        make(head_dim, dtype)
+        for make in (_quantize, _quantize_delta)
+        for head_dim in (64, 128, 256)
+        for dtype in ("float16", "bfloat16")
+    )
