@@ -2,8 +2,8 @@
 
 A row describes one cubin: which source, which compile-time constants, which GPUs, and what it can do. The ahead-of-time
 build, the run-time compiler, selection, the support tables, the parametrized tests and the benchmarks all read these
-rows. It and the modules of its rows import nothing but the standard library, so that build tools can load them before the
-package is built.
+rows. It and the modules of its rows import nothing but the standard library, so that build tools can load them before
+the package is built.
 """
 
 from __future__ import annotations
