@@ -156,7 +156,7 @@ class Recorder:
     """pytest plugin: collects outcomes of a ``-m gpu`` run and writes the record at its end.
 
     Only a complete run becomes ``tests/gpu/record.json``: every GPU test, none left out by ``-k``, paths, ``-x`` or
-    ``--lf``. ``out`` receives the results of any run, complete or not.
+    ``--lf``; processes of pytest-xdist may share them. ``out`` receives the results of any run, complete or not.
     """
 
     def __init__(self, config: Any, out: Path | None, root: Path = ROOT) -> None:
@@ -187,10 +187,10 @@ class Recorder:
         option = self.config.getoption
         if option("markexpr") != "gpu":
             return f"-m {option('markexpr')!r} instead of -m gpu"
-        for flag in ("keyword", "deselect", "ignore", "ignore_glob", "lf", "last_failed_no_failures", "numprocesses"):
+        for flag in ("keyword", "deselect", "ignore", "ignore_glob", "lf", "last_failed_no_failures"):
             value = option(flag, None)
             if value and not (flag == "last_failed_no_failures" and value == "all"):
-                return f"option {flag}={value!r} leaves tests out or spreads them over processes"
+                return f"option {flag}={value!r} leaves tests out"
         whole = {self.root, self.root / "tests", self.root / "tests/gpu"}
         here = Path(str(self.config.invocation_params.dir))
         for argument in self.config.args:

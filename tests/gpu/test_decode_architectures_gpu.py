@@ -39,7 +39,7 @@ def test_row(spec: KernelSpec) -> None:
     outcome = verify_kernel(TorchFramework(), spec)
     assert outcome.status == (NOT_HERE if never else PASSED), "\n".join(outcome.notes)
     if not never:
-        assert outcome.cases == 3
+        assert outcome.cases == (2 if spec.op == "copy_blocks" else 3)  # a contiguous cache has no blocks
         assert outcome.worst <= 1.0
 
 
@@ -63,6 +63,8 @@ def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def from_ptx(spec: KernelSpec, ordinal: int) -> LoadedKernel:
         asked.add(spec.name)
+        if spec.name not in loaded:  # what a row needs beside it and the wheel does not carry
+            loaded[spec.name] = load(spec)
         return loaded[spec.name]
 
     monkeypatch.setattr(runtime, "load", from_ptx)

@@ -158,15 +158,15 @@ def run_suite(checkout: Path, *arguments: str, other_fails: bool = False) -> tup
     (checkout / "tests/conftest.py").write_text(CONFTEST, encoding="utf-8")
     (checkout / "tests/gpu/test_k.py").write_text(f"OTHER_FAILS = {other_fails}\n{SUITE}", encoding="utf-8")
     (checkout / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     shown = subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout
     path = checkout / record.RECORD
     return (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None), shown
 
 
-@pytest.mark.parametrize("paths", [(), ("tests",), ("tests/gpu",)])
-def test_a_complete_run_writes_the_record(checkout: Path, paths: tuple[str, ...]) -> None:
-    data, shown = run_suite(checkout, "-m", "gpu", *paths)
+@pytest.mark.parametrize("arguments", [(), ("tests",), ("tests/gpu",), ("-n", "2", "--dist", "loadfile")], ids=str)
+def test_a_complete_run_writes_the_record(checkout: Path, arguments: tuple[str, ...]) -> None:
+    data, shown = run_suite(checkout, "-m", "gpu", *arguments)
     assert data is not None, shown
     assert data["complete"] is True
     assert data["digest"] == record.digest(checkout)
@@ -198,6 +198,7 @@ def test_a_failure_is_recorded_and_then_fails_the_check(checkout: Path) -> None:
         ("-m", "gpu", "--deselect", "tests/gpu/test_k.py::test_other"),
         ("-m", "gpu and not slow"),
         ("-m", "gpu", "-x"),
+        ("-m", "gpu", "-n", "2", "-k", "good"),
         ("-m", "gpu", "--collect-only"),
         (),
     ],
