@@ -3,7 +3,7 @@
 Runs as `python examples/smollm2/perplexity.py --products`. Q and K become 8-bit or 4-bit integers in groups of 4
 queries and 16 keys (`grouping="sm80"`), whatever device the arrays are on; P and V are float16 or e4m3, and the
 products of 64 keys are summed in fp32 or float16. On the CPU omniattn computes these products as the GPU kernels define
-them; float16 sums take it several times as long, and so they come last.
+them; float16 sums take it longer, and so they come last.
 """
 
 from __future__ import annotations
