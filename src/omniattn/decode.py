@@ -159,7 +159,9 @@ def decode(
             extra[name] = arrays.describe(value, name, raw)
     options = (window, softmax_scale, softcap, return_lse, deterministic)
     key: Any = (
+        # True == 1 == 1.0, but not every one of them is valid everywhere.
         cache.facts, options, tuple(x.__class__ for x in options),
+        tuple(x.__class__ for x in window) if isinstance(window, tuple) else None,
         tuple((n, t.dtype, t.device, t.ordinal, tuple(t.shape), tuple(t.strides)) for n, t in
               (("q", tq), ("seq_lens", lengths), *extra.items())),
     )  # fmt: skip
@@ -176,6 +178,9 @@ def decode(
     given = extra.get("out")
     if given is not None:
         arrays.require_writable(given)
+        # Not part of the plan, which knows no addresses.
+        if tq.device == "cuda" and given.ptr == tq.ptr and 0 not in tq.shape:
+            raise ArgumentError("out", "memory of its own, not that of q", hex(tq.ptr), function=_NAME)
     if plan.launch is None:
         return _run_on_cpu(plan, tq, cache, lengths, extra, bool(return_lse), stream)
 
@@ -251,8 +256,6 @@ def _make_plan(
     if "out" in extra:
         arguments.check_like(extra["out"], q.shape, q.dtype, _NAME)
         arguments.check_strides(extra["out"], _NAME, written=True)
-        if q.device == "cuda" and extra["out"].ptr == q.ptr and 0 not in q.shape:
-            raise ArgumentError("out", "memory of its own, not that of q", hex(q.ptr), function=_NAME)
     columns = extra["block_table"].shape[1] if "block_table" in extra else 0
     problem = DecodeProblem(
         q.dtype, batch, q_len, heads, cache.num_kv_heads, dim, capacity, cache.block_size, cache.num_blocks, columns,
