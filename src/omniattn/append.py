@@ -97,7 +97,8 @@ def append(
         With a `PagedKVCache`, as in `decode`. Blocks that are written must belong to one sequence only:
         `BlockManager.extend` sees to that.
     cos, sin : array, (positions, pairs), float32, contiguous, optional
-        Both: K's first 2 * pairs channels are rotated by the angle of their position.
+        Both: K's first 2 * pairs channels are rotated by the angle of their position. A position without a row raises
+        on the CPU; on a GPU its key is NaN.
     rope : "half" or "interleaved"
         Pairs are channels (i, i + pairs), or (2i, 2i + 1). Looked at with cos and sin only.
     stream : optional
@@ -235,15 +236,17 @@ def _run_on_cpu(problem: AppendProblem, cache: KVCache, tensors: dict[str, Tenso
             function=_NAME,
         )
     host = cache.on_host()
-    for b in range(problem.batch):
-        begin, end = starts[b], starts[b + 1]
-        first = int(lengths[b]) - (end - begin)
-        keys = np.asarray(k[begin:end])
-        if problem.rope != "none":
-            angles = slice(first, first + end - begin)
-            cos, sin = (arrays.to_numpy(tensors[n])[angles, None] for n in ("cos", "sin"))
-            keys = rotate(keys, cos, sin, problem.rope == "interleaved")
-        append_tokens(host, keys, np.asarray(v[begin:end]), table[b], first)
+    # IEEE arithmetic without warnings, which somebody may have made errors: half the tokens would be written then.
+    with np.errstate(all="ignore"):
+        for b in range(problem.batch):
+            begin, end = starts[b], starts[b + 1]
+            first = int(lengths[b]) - (end - begin)
+            keys = np.asarray(k[begin:end])
+            if problem.rope != "none":
+                angles = slice(first, first + end - begin)
+                cos, sin = (arrays.to_numpy(tensors[n])[angles, None] for n in ("cos", "sin"))
+                keys = rotate(keys, cos, sin, problem.rope == "interleaved")
+            append_tokens(host, keys, np.asarray(v[begin:end]), table[b], first)
 
 
 def copy_blocks(cache: PagedKVCache, copies: Any, *, stream: Any = None) -> None:

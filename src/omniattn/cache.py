@@ -132,6 +132,8 @@ class KVCache:
             )
         if not any(f.quantized for f in formats) and group_size is not None:
             raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)
+        # A module's parameter says where it is as well as any array; nothing is computed with it.
+        like = like.detach() if getattr(like, "requires_grad", False) is True else like
         ref = arrays.describe(like, "like")
         # Of `like` only the place is kept: it may be a large array that its owner wants to be rid of.
         self._device, self._ordinal, self._device_name = ref.device, ref.ordinal, ref.device_name

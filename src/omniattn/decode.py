@@ -124,12 +124,14 @@ def decode(
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
-        Where o goes; q's shape and dtype.
+        Where o goes; q's shape and dtype. On a GPU memory of its own, not that of q.
     stream : optional
         As in `attention`.
     deterministic : bool
         The bits of a sequence's result depend on that sequence only, not on the batch it is in. Repeated calls give the
-        same bits in any case.
+        same bits in any case. On a GPU it takes scratch memory for the whole capacity, not for the lengths: for each
+        sequence, kv head and 512 tokens 4 * head_dim + 8 bytes a query row (q_len times the query heads of a kv head,
+        rounded up to 8 or a multiple of 16).
 
     Returns
     -------
@@ -279,6 +281,8 @@ def _run_on_cpu(
     stream: Any,
 ) -> Any:
     """The NumPy reference; computes all before it writes anything."""
+    import numpy as np
+
     from .reference import decode as reference
 
     arrays.prepare([q], stream)  # refuses a stream
@@ -286,17 +290,18 @@ def _run_on_cpu(
     table = host_table(cache, extra.get("block_table"), problem.batch)
     seq_lens = arrays.to_numpy(lengths)
     check_values(cache, seq_lens, table, problem.capacity, _NAME)
-    o, lse = reference.decode(
-        arrays.to_numpy(q),
-        cache.on_host(),
-        seq_lens=seq_lens,
-        block_table=table,
-        window_left=problem.window_left,
-        softmax_scale=problem.softmax_scale,
-        softcap=problem.softcap,
-        sinks=arrays.to_numpy(extra["sinks"]) if "sinks" in extra else None,
-        compute_dtype="float64" if q.dtype == "float64" else "float32",
-    )
+    with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
+        o, lse = reference.decode(
+            arrays.to_numpy(q),
+            cache.on_host(),
+            seq_lens=seq_lens,
+            block_table=table,
+            window_left=problem.window_left,
+            softmax_scale=problem.softmax_scale,
+            softcap=problem.softcap,
+            sinks=arrays.to_numpy(extra["sinks"]) if "sinks" in extra else None,
+            compute_dtype="float64" if q.dtype == "float64" else "float32",
+        )
     result = extra["out"] if "out" in extra else arrays.empty_like_framework(q, plan.q_shape, q.dtype)
     arrays.store(result, o)
     if not return_lse:

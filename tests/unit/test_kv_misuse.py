@@ -61,6 +61,13 @@ def test_like_is_not_kept_alive() -> None:
     assert "cpu" in repr(cache)
 
 
+def test_like_may_be_a_parameter_of_a_module() -> None:
+    torch = pytest.importorskip("torch")
+    cache = KVCache(1, 4, 1, 64, like=torch.nn.Linear(2, 2).weight)
+    assert isinstance(cache.k, torch.Tensor)
+    assert not cache.k.requires_grad
+
+
 @pytest.mark.parametrize(
     ("options", "argument", "expected"),
     [
@@ -161,6 +168,29 @@ def test_not_a_number_harms_only_who_attends_to_it() -> None:
     append(cache, k, v, seq_lens=eight)
     o = decode(ones(2, 3, 1, 64), cache, seq_lens=eight)
     assert np.isnan(o).any(axis=(2, 3)).tolist() == [[False, False, True], [False, False, False]]
+
+
+@pytest.mark.parametrize("k_dtype", ["bf16", "fp16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("value", [np.inf, 1e300, 3e38])
+def test_overflow_is_no_warning_and_leaves_nothing_half_written(k_dtype: str, value: float) -> None:
+    k = np.ones((2, 3, 1, 64))
+    k[1, 2, 0, 5], k[1, 1, 0, 6] = value, -value
+    repairs = [{"hadamard": True}, {"k_channel_scale": np.full((1, 64), 1e-30, np.float32)}]
+    turn = {"cos": np.zeros((9, 32), np.float32), "sin": np.ones((9, 32), np.float32)}
+    for options in ({}, *(repairs if k_dtype in ("fp8", "int8", "int4") else [])):
+        cache = KVCache(2, 8, 1, 64, like=LIKE, k_dtype=k_dtype, **options)
+        with np.errstate(all="raise"):
+            append(cache, k, k, seq_lens=THREE, **turn)
+            o = decode(ones(2, 1, 1, 64), cache, seq_lens=THREE)
+        # Ones, turned by a quarter, in both halves: finite where nothing overflows.
+        assert np.isfinite(o[0]).all()
+
+
+def test_block_numbers_behind_the_end_are_not_looked_at() -> None:
+    cache = PagedKVCache(4, 2, 1, 64, like=LIKE)
+    table = np.array([[3, 1, -1, 99], [0, 2, -1, -1]], dtype=np.int32)
+    append(cache, ones(2, 3, 1, 64), ones(2, 3, 1, 64), seq_lens=THREE, block_table=table)
+    assert (decode(ones(2, 1, 1, 64), cache, seq_lens=THREE, block_table=table) == 1).all()
 
 
 @pytest.mark.parametrize("copies", [None, 5, [(0, 1.0)], [(True, 1)], np.array([[0, 1]]), {0: 1}, [(1, 1)], "ab"])
