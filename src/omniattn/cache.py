@@ -178,6 +178,12 @@ class KVCache:
             arrays.require_same_device([ref, *found.values()])
         return found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What kernels believe of the memory: another number would send them out of bounds.
+        if "_planes" in self.__dict__ and not name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__}.{name} is fixed when the cache is made; make another cache")
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
         state = self.__dict__.copy()
