@@ -97,7 +97,8 @@ def append(
         With a `PagedKVCache`, as in `decode`. Blocks that are written must belong to one sequence only:
         `BlockManager.extend` sees to that.
     cos, sin : array, (positions, pairs), float32, contiguous, optional
-        Both: K's first 2 * pairs channels are rotated by the angle of their position.
+        Both: K's first 2 * pairs channels are rotated by the angle of their position. A position without a row raises
+        on the CPU; on a GPU its key is NaN.
     rope : "half" or "interleaved"
         Pairs are channels (i, i + pairs), or (2i, 2i + 1). Looked at with cos and sin only.
     stream : optional
@@ -164,7 +165,9 @@ def _make_plan(cache: KVCache, tensors: dict[str, Tensor], rope: Any) -> _Plan:
         raise ShapeError("k", expected, f"shape {tuple(k.shape)}", function=_NAME)
     arguments.check_like(v, k.shape, k.dtype, _NAME)
     lengths = tensors["seq_lens"]
-    check_int32(lengths, (None,) if packed else (k.shape[0],), "(batch,)" if packed else f"({k.shape[0]},)", _NAME)
+    # The batch of packed rows is that of seq_lens, 0 included.
+    extent = None if packed and len(lengths.shape) != 1 else lengths.shape[0] if packed else k.shape[0]
+    check_int32(lengths, (extent,), "(batch,)" if packed else f"({extent},)", _NAME)
     batch = lengths.shape[0]
     if packed:
         check_int32(tensors["cu_seqlens"], (batch + 1,), f"({batch + 1},)", _NAME)
@@ -189,6 +192,8 @@ def _make_plan(cache: KVCache, tensors: dict[str, Tensor], rope: Any) -> _Plan:
                 raise ArgumentError(name, "a contiguous array", received, function=_NAME)
         positions, pairs = cos.shape
     rows = k.shape[0] if packed else k.shape[0] * k.shape[1]
+    if batch == 0:
+        rows = 0  # packed rows of no sequence
     if rows > arguments.MAX_ROWS:
         raise ShapeError("k", f"at most {arguments.MAX_ROWS} tokens", f"{rows}", function=_NAME)
     problem = AppendProblem(
@@ -231,15 +236,17 @@ def _run_on_cpu(problem: AppendProblem, cache: KVCache, tensors: dict[str, Tenso
             function=_NAME,
         )
     host = cache.on_host()
-    for b in range(problem.batch):
-        begin, end = starts[b], starts[b + 1]
-        first = int(lengths[b]) - (end - begin)
-        keys = np.asarray(k[begin:end])
-        if problem.rope != "none":
-            angles = slice(first, first + end - begin)
-            cos, sin = (arrays.to_numpy(tensors[n])[angles, None] for n in ("cos", "sin"))
-            keys = rotate(keys, cos, sin, problem.rope == "interleaved")
-        append_tokens(host, keys, np.asarray(v[begin:end]), table[b], first)
+    # IEEE arithmetic without warnings, which somebody may have made errors: half the tokens would be written then.
+    with np.errstate(all="ignore"):
+        for b in range(problem.batch):
+            begin, end = starts[b], starts[b + 1]
+            first = int(lengths[b]) - (end - begin)
+            keys = np.asarray(k[begin:end])
+            if problem.rope != "none":
+                angles = slice(first, first + end - begin)
+                cos, sin = (arrays.to_numpy(tensors[n])[angles, None] for n in ("cos", "sin"))
+                keys = rotate(keys, cos, sin, problem.rope == "interleaved")
+            append_tokens(host, keys, np.asarray(v[begin:end]), table[b], first)
 
 
 def copy_blocks(cache: PagedKVCache, copies: Any, *, stream: Any = None) -> None:
@@ -262,7 +269,12 @@ def copy_blocks(cache: PagedKVCache, copies: Any, *, stream: Any = None) -> None
     if not isinstance(cache, PagedKVCache):
         raise ArgumentError("cache", "a PagedKVCache", type(cache).__name__, function=function)
     pairs: list[tuple[int, int]] = []
-    for pair in copies:
+    try:
+        given = list(copies)
+    except TypeError:
+        expected = "a sequence of pairs (source, destination)"
+        raise ArgumentError("copies", expected, repr(copies), function=function) from None
+    for pair in given:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ArgumentError("copies", "pairs (source, destination)", repr(pair), function=function)
         numbers = [arguments.check_int(x, "copies", function) for x in pair]

@@ -85,13 +85,13 @@ def check_precision(precision: Any, function: str) -> tuple[str, Int8 | None]:
     return precision, {"exact": None, "int8": Int8(), "int4": Int4()}[precision]
 
 
-def check_int(value: Any, argument: str, function: str) -> int:
+def check_int(value: Any, argument: str, function: str, *, least: int = 0) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        number = -1
-    if number < 0 or isinstance(value, bool):
-        raise ArgumentError(argument, "an integer >= 0", repr(value), function=function)
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ArgumentError(argument, f"an integer >= {least}", repr(value), function=function)
     return number
 
 

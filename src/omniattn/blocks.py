@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: (source, destination) block numbers.
 Copy = tuple[int, int]
+#: Tokens of a sequence at most, and any other count: `append` and `decode` take them as int32.
+_MOST = 2**31 - 1
 
 
 class BlockManager:
@@ -68,9 +70,7 @@ class BlockManager:
 
     def references(self, block: int) -> int:
         """How many sequences have a block."""
-        if not 0 <= block < self.num_blocks:
-            raise ArgumentError("block", f"0 to {self.num_blocks - 1}", repr(block), function="BlockManager.references")
-        return self._references[block]
+        return self._references[_count(block, "block", 0, "BlockManager.references", self.num_blocks - 1)]
 
     def add(self, sequence: Hashable) -> None:
         """Begin an empty sequence."""
@@ -98,12 +98,15 @@ class BlockManager:
         Returns
         -------
         list of (source, destination)
-            Blocks to copy, all at once (`PagedKVCache.copy_blocks`), before the new tokens are appended.
+            Blocks to copy, all at once (`omniattn.copy_blocks`), before the new tokens are appended.
         """
         function = "extend"
-        for sequence, count in growth.items():
-            self._known(sequence, function)
-            _count(count, f"growth[{sequence!r}]", 0, f"BlockManager.{function}")
+        if not isinstance(growth, Mapping):
+            raise ArgumentError(
+                "growth", "a mapping, {sequence: new tokens}", repr(growth), function=f"BlockManager.{function}"
+            )
+        # As Python's integers: sums of NumPy's would overflow, and an array's number may change later.
+        growth = {name: self._growth(name, count, function) for name, count in growth.items()}
         # References as they will be: of two sequences that share a last block the second one need not copy.
         shared: dict[int, int] = {}
         to_copy: list[tuple[Hashable, int]] = []
@@ -138,7 +141,7 @@ class BlockManager:
     def truncate(self, sequence: Hashable, length: int) -> None:
         """Drop the tokens from ``length`` on (rejected guesses of speculative decoding), and blocks without any."""
         self._known(sequence, "truncate")
-        _count(length, "length", 0, "BlockManager.truncate", self._lengths[sequence])
+        length = _count(length, "length", 0, "BlockManager.truncate", self._lengths[sequence])
         table = self._tables[sequence]
         while (len(table) - 1) * self.block_size >= length and table:
             self._release(table.pop())
@@ -158,9 +161,7 @@ class BlockManager:
         """
         import numpy as np
 
-        names = list(sequences)
-        for sequence in names:
-            self._known(sequence, "block_table")
+        names = self._all_known(sequences, "block_table")
         longest = max((len(self._tables[s]) for s in names), default=0)
         columns = max(longest, 1)
         if max_blocks is not None:
@@ -174,7 +175,29 @@ class BlockManager:
         """Lengths for `append` and `decode`, (sequences,)."""
         import numpy as np
 
-        return np.array([self.length(sequence) for sequence in sequences], dtype=np.int32)
+        return np.array([self._lengths[s] for s in self._all_known(sequences, "seq_lens")], dtype=np.int32)
+
+    def _growth(self, sequence: Hashable, count: Any, function: str) -> int:
+        self._known(sequence, function)
+        argument, where = f"growth[{sequence!r}]", f"BlockManager.{function}"
+        number = _count(count, argument, 0, where)
+        length = self._lengths[sequence]
+        if length + number > _MOST:
+            # What the int32 arrays of append and decode can hold.
+            expected = f"at most {_MOST - length} tokens more than the {length} there are"
+            raise ArgumentError(argument, expected, repr(count), function=where)
+        return number
+
+    def _all_known(self, sequences: Iterable[Hashable], function: str) -> list[Hashable]:
+        try:
+            names = list(sequences)
+        except TypeError:
+            raise ArgumentError(
+                "sequences", "an iterable of names", repr(sequences), function=f"BlockManager.{function}"
+            ) from None
+        for sequence in names:
+            self._known(sequence, function)
+        return names
 
     def _take(self) -> int:
         block = self._free.pop()
@@ -187,6 +210,7 @@ class BlockManager:
             self._free.append(block)
 
     def _known(self, sequence: Hashable, function: str, argument: str = "sequence") -> None:
+        _check_name(sequence, argument, function)
         if sequence not in self._tables:
             raise ArgumentError(
                 argument, "the name of a sequence", repr(sequence), function=f"BlockManager.{function}",
@@ -194,18 +218,28 @@ class BlockManager:
             )  # fmt: skip
 
     def _unknown(self, sequence: Hashable, argument: str, function: str) -> None:
+        _check_name(sequence, argument, function)
         if sequence in self._tables:
             raise ArgumentError(
                 argument, "a name that no sequence has", repr(sequence), function=f"BlockManager.{function}"
             )
 
 
-def _count(value: Any, argument: str, least: int, function: str, most: int = 2**31 - 1) -> int:
+def _check_name(name: Any, argument: str, function: str) -> None:
+    try:
+        hash(name)
+    except TypeError:
+        raise ArgumentError(
+            argument, "a hashable name", f"{type(name).__name__} {name!r}", function=f"BlockManager.{function}"
+        ) from None
+
+
+def _count(value: Any, argument: str, least: int, function: str, most: int = _MOST) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        number = -1
+        number = least - 1
     if isinstance(value, bool) or not least <= number <= most:
-        expected = f"an integer >= {least}" if most == 2**31 - 1 else f"an integer from {least} to {most}"
+        expected = f"an integer >= {least}" if most == _MOST else f"an integer from {least} to {most}"
         raise ArgumentError(argument, expected, repr(value), function=function)
     return number

@@ -35,7 +35,8 @@ class KVCache:
     k_mean, k_channel_scale : array, (num_kv_heads, head_dim), float32, optional
         Quantized K only: what is subtracted from K, and what K is divided by, before it is quantized (smoothing, and
         scales per channel; channels with outliers then cost the others no precision). Queries are changed to match.
-        Positive scales. The arrays have to stay alive and as they are.
+        Finite numbers, and scales above 0: checked on the CPU; on a GPU that would need a synchronization. The arrays
+        have to stay as they are.
     hadamard : bool
         Quantized K only: rotate K's and the queries' channels by a Hadamard matrix, which spreads outliers.
 
@@ -58,7 +59,8 @@ class KVCache:
     Notes
     -----
     Memory is not cleared; what lies beyond a sequence's length is never looked at. `append` writes, `decode` reads.
-    GPUs: compute capability 8.0 and newer; on the CPU everything runs in NumPy.
+    Of ``like`` nothing is kept. ``copy.deepcopy`` makes a cache with memory of its own (and copies ``k_mean`` and
+    ``k_channel_scale`` too). GPUs: compute capability 8.0 and newer; on the CPU everything runs in NumPy.
     """
 
     paged = False
@@ -102,17 +104,17 @@ class KVCache:
     ) -> None:
         numbers = []
         for value, argument in zip((*extents, num_kv_heads), (*names, "num_kv_heads"), strict=True):
-            number = arguments.check_int(value, argument, name)
-            if number < 1:
-                raise ArgumentError(argument, "an integer >= 1", repr(value), function=name)
-            numbers.append(number)
+            numbers.append(arguments.check_int(value, argument, name, least=1))
         blocks, block_size, heads = numbers
         dim = arguments.check_int(head_dim, "head_dim", name)
         if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
             raise ArgumentError(
                 "head_dim", f"a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}", repr(head_dim), function=name
             )
-        if blocks * block_size * heads > MAX_CACHE_ROWS or block_size > arguments.MAX_ROWS:
+        for number, argument in ((blocks, names[0]), (block_size, names[1])):
+            if number > arguments.MAX_ROWS:
+                raise ArgumentError(argument, f"at most {arguments.MAX_ROWS}", f"{number}", function=name)
+        if blocks * block_size * heads > MAX_CACHE_ROWS:
             expected = f"at most {MAX_CACHE_ROWS} rows in all (tokens x heads)"
             raise ArgumentError(names[1], expected, f"{blocks} x {block_size} x {heads}", function=name)
         zero_point = arguments.check_bool(zero_point, "zero_point", name)
@@ -126,13 +128,16 @@ class KVCache:
         wide = [f.dtype for f in formats if not f.quantized]
         if len(set(wide)) > 1:
             raise ArgumentError(
-                "v_dtype", f"{wide[0]!r} or an 8- or 4-bit type, with k_dtype {wide[0]!r}", repr(v_dtype)
+                "v_dtype", f"{wide[0]!r} or an 8- or 4-bit type, with k_dtype {wide[0]!r}", repr(v_dtype), function=name
             )
         if not any(f.quantized for f in formats) and group_size is not None:
             raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)
+        # A module's parameter says where it is as well as any array; nothing is computed with it.
+        like = like.detach() if getattr(like, "requires_grad", False) is True else like
         ref = arrays.describe(like, "like")
-        self._ref = ref
-        self._key_arrays = self._describe_key_arrays({"k_mean": k_mean, "k_channel_scale": k_channel_scale}, name)
+        # Of `like` only the place is kept: it may be a large array that its owner wants to be rid of.
+        self._device, self._ordinal, self._device_name = ref.device, ref.ordinal, ref.device_name
+        self._key_arrays = self._describe_key_arrays({"k_mean": k_mean, "k_channel_scale": k_channel_scale}, ref, name)
         if self.hadamard and not self.k_format.quantized:
             raise ArgumentError("hadamard", f"False with k_dtype {k_dtype!r}, which is exact", "True", function=name)
         self._planes: dict[str, Tensor] = {}
@@ -146,7 +151,7 @@ class KVCache:
         for plane, t in self._planes.items():
             t.argument = f"cache.{plane}"
 
-    def _describe_key_arrays(self, given: dict[str, Any], name: str) -> dict[str, Tensor]:
+    def _describe_key_arrays(self, given: dict[str, Any], ref: Tensor, name: str) -> dict[str, Tensor]:
         """The caller's arrays that change K, checked."""
         found: dict[str, Tensor] = {}
         shape = (self.num_kv_heads, self.head_dim)
@@ -166,15 +171,42 @@ class KVCache:
                 raise ArgumentError(argument, "a contiguous array", f"strides {tuple(t.strides)}", function=name)
             if t.device == "cuda":
                 arguments.check_alignment(t, name)
+            else:
+                _check_values(t, name)
             found[argument] = t
         if found:
-            arrays.require_same_device([self._ref, *found.values()])
+            arrays.require_same_device([ref, *found.values()])
         return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What kernels believe of the memory: another number would send them out of bounds.
+        if "_planes" in self.__dict__ and not name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__}.{name} is fixed when the cache is made; make another cache")
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
+        state = self.__dict__.copy()
+        for group in ("_planes", "_key_arrays"):
+            state[group] = {name: (t.argument, t.obj, t.readonly) for name, t in state[group].items()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in ("_planes", "_key_arrays"):
+            tensors = {}
+            for name, (argument, obj, readonly) in state[group].items():
+                t = arrays.describe(obj, argument)
+                t.argument, t.readonly = argument, readonly
+                tensors[name] = t
+            state = state | {group: tensors}
+        self.__dict__.update(state)
+        place = self._planes["k"]  # an array on a GPU may have been unpickled onto another one
+        self._device, self._ordinal, self._device_name = place.device, place.ordinal, place.device_name
 
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.num_blocks} x {self.block_size} tokens, {self.num_kv_heads} heads of "
-            f"{self.head_dim}, K {self.k_format.dtype}, V {self.v_format.dtype}, {self._ref.device_name}>"
+            f"{self.head_dim}, K {self.k_format.dtype}, V {self.v_format.dtype}, {self._device_name}>"
         )
 
     @property
@@ -224,7 +256,7 @@ class KVCache:
         """All that a plan depends on, but not the addresses."""
         return (
             self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.k_format, self.v_format,
-            self.hadamard, tuple(self._key_arrays), self._ref.device, self._ref.ordinal,
+            self.hadamard, tuple(self._key_arrays), self._device, self._ordinal,
         )  # fmt: skip
 
     def on_host(self) -> CacheArrays:
@@ -249,6 +281,18 @@ class KVCache:
             params("k_params", self.k_format), params("v_params", self.v_format), own.get("k_mean"),
             own.get("k_channel_scale"), self.hadamard,
         )  # fmt: skip
+
+
+def _check_values(t: Tensor, function: str) -> None:
+    """Numbers of one of the caller's arrays, on the CPU."""
+    import numpy as np
+
+    values = arrays.to_numpy(t)
+    positive = t.argument == "k_channel_scale"
+    bad = values[~(np.isfinite(values) & ((values > 0) | (not positive)))]
+    if bad.size:
+        expected = "finite numbers" + (" above 0" if positive else "")
+        raise ArgumentError(t.argument, expected, f"{bad[0]}", function=function)
 
 
 class PagedKVCache(KVCache):

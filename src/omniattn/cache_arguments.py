@@ -44,7 +44,7 @@ def check_table(cache: KVCache, table: Tensor | None, batch: int, function: str)
     if table is None:
         expected = f"an int32 array of shape ({batch}, max_blocks), with a PagedKVCache"
         raise ArgumentError("block_table", expected, "None", function=function)
-    check_int32(table, (batch, None), f"({batch}, max_blocks)", function)
+    check_int32(table, (batch, None), f"({batch}, max_blocks), max_blocks >= 1", function)
     return min(table.shape[1] * cache.block_size, arguments.MAX_ROWS)
 
 
@@ -57,7 +57,12 @@ def check_values(cache: KVCache, lengths: Any, table: Any, capacity: int, functi
         least = 0 if new is None else int(new[b])
         if not least <= length <= capacity:
             of = "" if new is None else f", of which {least} are new"
-            raise ArgumentError("seq_lens", f"{least} to {capacity}{of}", f"{length} at {b}", function=function)
+            hint = None
+            if cache.paged and length > capacity:
+                hint = f"block_table has {table.shape[1]} blocks of {cache.block_size} tokens for a sequence"
+            raise ArgumentError(
+                "seq_lens", f"{least} to {capacity}{of}", f"{length} at {b}", function=function, hint=hint
+            )
         if cache.paged:
             used = table[b, : -(-int(length) // cache.block_size)]
             bad = [int(x) for x in used if not 0 <= x < cache.num_blocks]

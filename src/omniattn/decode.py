@@ -124,12 +124,14 @@ def decode(
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
-        Where o goes; q's shape and dtype.
+        Where o goes; q's shape and dtype. On a GPU memory of its own, not that of q.
     stream : optional
         As in `attention`.
     deterministic : bool
         The bits of a sequence's result depend on that sequence only, not on the batch it is in. Repeated calls give the
-        same bits in any case.
+        same bits in any case. On a GPU it takes scratch memory for the whole capacity, not for the lengths: for each
+        sequence, kv head and 512 tokens 4 * head_dim + 8 bytes a query row (q_len times the query heads of a kv head,
+        rounded up to 8 or a multiple of 16).
 
     Returns
     -------
@@ -159,7 +161,9 @@ def decode(
             extra[name] = arrays.describe(value, name, raw)
     options = (window, softmax_scale, softcap, return_lse, deterministic)
     key: Any = (
+        # True == 1 == 1.0, but not every one of them is valid everywhere.
         cache.facts, options, tuple(x.__class__ for x in options),
+        tuple(x.__class__ for x in window) if isinstance(window, tuple) else None,
         tuple((n, t.dtype, t.device, t.ordinal, tuple(t.shape), tuple(t.strides)) for n, t in
               (("q", tq), ("seq_lens", lengths), *extra.items())),
     )  # fmt: skip
@@ -176,6 +180,9 @@ def decode(
     given = extra.get("out")
     if given is not None:
         arrays.require_writable(given)
+        # Not part of the plan, which knows no addresses.
+        if tq.device == "cuda" and given.ptr == tq.ptr and 0 not in tq.shape:
+            raise ArgumentError("out", "memory of its own, not that of q", hex(tq.ptr), function=_NAME)
     if plan.launch is None:
         return _run_on_cpu(plan, tq, cache, lengths, extra, bool(return_lse), stream)
 
@@ -251,8 +258,6 @@ def _make_plan(
     if "out" in extra:
         arguments.check_like(extra["out"], q.shape, q.dtype, _NAME)
         arguments.check_strides(extra["out"], _NAME, written=True)
-        if q.device == "cuda" and extra["out"].ptr == q.ptr and 0 not in q.shape:
-            raise ArgumentError("out", "memory of its own, not that of q", hex(q.ptr), function=_NAME)
     columns = extra["block_table"].shape[1] if "block_table" in extra else 0
     problem = DecodeProblem(
         q.dtype, batch, q_len, heads, cache.num_kv_heads, dim, capacity, cache.block_size, cache.num_blocks, columns,
@@ -276,6 +281,8 @@ def _run_on_cpu(
     stream: Any,
 ) -> Any:
     """The NumPy reference; computes all before it writes anything."""
+    import numpy as np
+
     from .reference import decode as reference
 
     arrays.prepare([q], stream)  # refuses a stream
@@ -283,17 +290,18 @@ def _run_on_cpu(
     table = host_table(cache, extra.get("block_table"), problem.batch)
     seq_lens = arrays.to_numpy(lengths)
     check_values(cache, seq_lens, table, problem.capacity, _NAME)
-    o, lse = reference.decode(
-        arrays.to_numpy(q),
-        cache.on_host(),
-        seq_lens=seq_lens,
-        block_table=table,
-        window_left=problem.window_left,
-        softmax_scale=problem.softmax_scale,
-        softcap=problem.softcap,
-        sinks=arrays.to_numpy(extra["sinks"]) if "sinks" in extra else None,
-        compute_dtype="float64" if q.dtype == "float64" else "float32",
-    )
+    with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
+        o, lse = reference.decode(
+            arrays.to_numpy(q),
+            cache.on_host(),
+            seq_lens=seq_lens,
+            block_table=table,
+            window_left=problem.window_left,
+            softmax_scale=problem.softmax_scale,
+            softcap=problem.softcap,
+            sinks=arrays.to_numpy(extra["sinks"]) if "sinks" in extra else None,
+            compute_dtype="float64" if q.dtype == "float64" else "float32",
+        )
     result = extra["out"] if "out" in extra else arrays.empty_like_framework(q, plan.q_shape, q.dtype)
     arrays.store(result, o)
     if not return_lse:

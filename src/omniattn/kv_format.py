@@ -6,6 +6,7 @@ docs/kv_formats.md has the tables; kernels_cu/tile/kv_row.cuh has the same formu
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 from .errors import ArgumentError
@@ -126,9 +127,12 @@ def check_format(
         group = width
     else:
         choices = [MIN_GROUP << i for i in range(int(math.log2(width // MIN_GROUP)) + 1)]
-        if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size not in choices:
+        try:
+            group = -1 if isinstance(group_size, bool) else operator.index(group_size)  # type: ignore[arg-type]
+        except TypeError:
+            group = -1
+        if group not in choices:
             expected = f"None or one of {', '.join(map(str, choices))} for head_dim {head_dim}"
             raise ArgumentError("group_size", expected, repr(group_size), function=function)
-        group = group_size
     quantized = KV_BITS[dtype] < 16
     return KVFormat(dtype, head_dim, group if quantized else width, zero_point and dtype in ("int8", "int4"), is_key)
