@@ -29,11 +29,11 @@ def variants() -> list[Variant]:
 
     return [
         Variant("exact", '"exact"', ""),
-        Variant("int8", '"int8"', "K"),
-        Variant(oa.Int8(smooth_q=True), "Int8(smooth_q=True)", "Q, K"),
-        Variant("int4", '"int4"', "Q, K"),
-        Variant(oa.Int4(smooth_q=False), "Int4(smooth_q=False)", "K"),
-        Variant(oa.Int4(smooth_k=False, smooth_q=False), "Int4(smooth_k=False, smooth_q=False)", "nothing"),
+        Variant("int8", '"int8"', "K, V"),
+        Variant(oa.Int8(smooth_q=True), "Int8(smooth_q=True)", "Q, K, V"),
+        Variant("int4", '"int4"', "Q, K, V"),
+        Variant(oa.Int4(smooth_q=False), "Int4(smooth_q=False)", "K, V"),
+        Variant(oa.Int4(smooth_k=False, smooth_q=False), "Int4(smooth_k=False, smooth_q=False)", "V"),
     ]
 
 

@@ -215,11 +215,11 @@ def test_table_has_a_row_for_each_precision(ex: Any, tiny: Any) -> None:
     ex.precisions.write_table(model, windows, lines.append)
     assert [cells(line)[:2] for line in lines[2:]] == [
         ['`"exact"`', ""],
-        ['`"int8"`', "K"],
-        ["`Int8(smooth_q=True)`", "Q, K"],
-        ['`"int4"`', "Q, K"],
-        ["`Int4(smooth_q=False)`", "K"],
-        ["`Int4(smooth_k=False, smooth_q=False)`", "nothing"],
+        ['`"int8"`', "K, V"],
+        ["`Int8(smooth_q=True)`", "Q, K, V"],
+        ['`"int4"`', "Q, K, V"],
+        ["`Int4(smooth_q=False)`", "K, V"],
+        ["`Int4(smooth_k=False, smooth_q=False)`", "V"],
     ]
     assert {len(cells(line)) for line in lines} == {5}
     losses = np.concatenate([tiny.negative_log_likelihood(window) for window in windows])
@@ -237,7 +237,7 @@ def test_labels_say_what_runs(ex: Any) -> None:
         assert eval(variant.label, names) == variant.precision
         if variant.precision != "exact":
             low = {"int8": oa.Int8(), "int4": oa.Int4()}.get(variant.precision, variant.precision)
-            smoothed = [name for name, on in (("Q", low.smooth_q), ("K", low.smooth_k)) if on]
+            smoothed = [name for name, on in (("Q", low.smooth_q), ("K", low.smooth_k), ("V", low.smooth_v)) if on]
             assert variant.smoothed == (", ".join(smoothed) or "nothing")
 
 
