@@ -1,18 +1,50 @@
-"""A softmax in double precision on dequantized operands: low-precision attention but for the rounding of P."""
+"""What the tests of low-precision attention share: inputs, comparison, a softmax in fp64 on dequantized operands."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 import omniattn as oa
+from omniattn import testing
 from omniattn.reference.quantize import KEY_ORDER
 
 #: Steps of e4m3: half of one, relative to a normal number, and absolute below the least one.
 _RELATIVE, _ABSOLUTE = 2.0**-4, 2.0**-10
 #: What the kernels make of the largest probability at least when they round it.
 _LEAST_TOP = 13.5
+
+
+def inputs(dtype: str = "bfloat16", **shape: Any) -> list[torch.Tensor]:
+    """Q, K and V of `testing.make_qkv` on the CPU."""
+    return [
+        torch.from_numpy(np.asarray(x, dtype=np.float32)).to(getattr(torch, dtype))
+        for x in testing.make_qkv(dtype=dtype, **shape)
+    ]
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """In fp32, on the host."""
+    return np.asarray(x.detach().float().cpu().numpy())
+
+
+def check(got: Any, want: Any, *, lse_atol: float = 5e-3, cosine: float = 0.9985, relative_l1: float = 0.05) -> None:
+    """O and LSE of the kernel against the emulation's, NumPy: they round P at different bases, and nothing else."""
+    o, o_ref = to_numpy(got[0]), want[0]
+    np.testing.assert_array_equal(np.isnan(o), np.isnan(o_ref))
+    report = testing.compare(o, o_ref)
+    assert report.cosine >= cosine, report
+    assert report.rel_l1 <= relative_l1, report
+    lse, lse_ref = to_numpy(got[1]), want[1]
+    hidden = np.isneginf(lse_ref)
+    np.testing.assert_array_equal(np.isneginf(lse), hidden)
+    assert np.abs(lse[~hidden] - lse_ref[~hidden]).max(initial=0.0) <= lse_atol
+    # A row that attends to nothing is 0, not almost.
+    rows = o if hidden.ndim == 2 else o.reshape(-1, *o.shape[-2:])
+    nothing = np.moveaxis(hidden, -2, -1).reshape(rows.shape[:-1])
+    assert not rows[nothing].any()
 
 
 def quantize(precision: oa.Int8, q: Any, k: Any, v: Any, **more: Any) -> tuple[oa.QuantizedQK, oa.QuantizedV]:

@@ -16,6 +16,8 @@ from omniattn import testing  # noqa: E402
 from omniattn.errors import UnsupportedError  # noqa: E402
 from omniattn.precision import Int4, Int8  # noqa: E402
 
+from .low_precision_cases import check, inputs, to_numpy  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -40,41 +42,12 @@ def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules["omniattn.attention"].__dict__, "_plans", {})
 
 
-def _inputs(dtype: str = "bfloat16", **shape: Any) -> list[torch.Tensor]:
-    return [
-        torch.from_numpy(np.asarray(x, dtype=np.float32)).to(getattr(torch, dtype))
-        for x in testing.make_qkv(dtype=dtype, **shape)
-    ]
-
-
-def _numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    return np.asarray(x.detach().float().cpu().numpy())
-
-
-def _check(got: Any, want: Any, *, lse_atol: float, cosine: float = 0.9985, relative_l1: float = 0.05) -> None:
-    """O and LSE of the kernel against the emulation: they round P at different bases, and nothing else."""
-    o, o_ref = _numpy(got[0]), _numpy(want[0])
-    np.testing.assert_array_equal(np.isnan(o), np.isnan(o_ref))
-    report = testing.compare(o, o_ref)
-    assert report.cosine >= cosine, report
-    assert report.rel_l1 <= relative_l1, report
-    lse, lse_ref = _numpy(got[1]), _numpy(want[1])
-    hidden = np.isneginf(lse_ref)
-    np.testing.assert_array_equal(np.isneginf(lse), hidden)
-    assert np.abs(lse[~hidden] - lse_ref[~hidden]).max(initial=0.0) <= lse_atol
-    # A row that attends to nothing is 0, not almost.
-    rows = o if hidden.ndim == 2 else o.reshape(-1, *o.shape[-2:])
-    nothing = np.moveaxis(hidden, -2, -1).reshape(rows.shape[:-1])
-    assert not rows[nothing].any()
-
-
 def _both(tensors: list[torch.Tensor], **options: Any) -> tuple[Any, Any]:
     on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     call = oa.attention_varlen if "cu_seqlens_q" in options else oa.attention
-    return (
-        call(*(t.cuda() for t in tensors), return_lse=True, **on_gpu),
-        call(*tensors, return_lse=True, **options),
-    )
+    got = call(*(t.cuda() for t in tensors), return_lse=True, **on_gpu)
+    want = call(*tensors, return_lse=True, **options)
+    return got, tuple(to_numpy(x) for x in want)
 
 
 def _lse_atol(precision: Any) -> float:
@@ -86,45 +59,45 @@ def _lse_atol(precision: Any) -> float:
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
 def test_features(head_dim: int, name: str, feature: str) -> None:
     dtype = "float16" if head_dim == 192 else "bfloat16"
-    tensors = _inputs(
+    tensors = inputs(
         dtype, batch=2, seqlen_q=150, seqlen_k=203, heads_q=4, heads_kv=2, head_dim=head_dim, seed=head_dim
     )
     got, want = _both(tensors, precision=PRECISIONS[name], **FEATURES[feature])
-    _check(got, want, lse_atol=_lse_atol(PRECISIONS[name]))
+    check(got, want, lse_atol=_lse_atol(PRECISIONS[name]))
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_block", "per_warp"])
 @pytest.mark.parametrize("smooth_k", [False, True])
 def test_granularities(granularity: str, smooth_k: bool) -> None:
-    tensors = _inputs(batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=128, seed=2)
+    tensors = inputs(batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=128, seed=2)
     got, want = _both(tensors, precision=Int8(granularity=granularity, smooth_k=smooth_k), causal=True)
-    _check(got, want, lse_atol=5e-3)
+    check(got, want, lse_atol=5e-3)
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_sinks(name: str) -> None:
-    tensors = _inputs(batch=2, seqlen_q=90, seqlen_k=140, heads_q=4, heads_kv=2, head_dim=64, seed=5)
+    tensors = inputs(batch=2, seqlen_q=90, seqlen_k=140, heads_q=4, heads_kv=2, head_dim=64, seed=5)
     # A common offset of K makes the term that smoothing removes large: sinks and LSE need it back.
     tensors[1] = tensors[1] + 2
     sinks = torch.tensor([0.0, 3.0, -2.0, 30.0])
     got, want = _both(tensors, precision=PRECISIONS[name], causal=True, sinks=sinks)
-    _check(got, want, lse_atol=_lse_atol(PRECISIONS[name]))
+    check(got, want, lse_atol=_lse_atol(PRECISIONS[name]))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_lengths_around_tiles(head_dim: int) -> None:
     for seqlen_q in (1, 64, 129, 257):
         for seqlen_k in (1, 63, 128, 129, 300):
-            tensors = _inputs(
+            tensors = inputs(
                 batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=2, heads_kv=1, head_dim=head_dim, seed=seqlen_k
             )
             for causal in (False, True):
                 got, want = _both(tensors, precision="int8", causal=causal)
-                _check(got, want, lse_atol=5e-3)
+                check(got, want, lse_atol=5e-3)
 
 
 def test_no_keys_and_no_queries() -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=70, seqlen_k=70, heads_q=2, heads_kv=2, head_dim=64))
+    q, k, v = (t.cuda() for t in inputs(batch=1, seqlen_q=70, seqlen_k=70, heads_q=2, heads_kv=2, head_dim=64))
     o, lse = oa.attention(q, k[:, :0], v[:, :0], precision="int8", return_lse=True)
     assert not o.any()
     assert torch.isneginf(lse).all()
@@ -145,7 +118,7 @@ def test_packed_sequences(head_dim: int, causal: bool, name: str) -> None:
         tensors, precision=PRECISIONS[name], causal=causal, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
         max_seqlen_q=300, max_seqlen_k=700,
     )  # fmt: skip
-    _check(got, want, lse_atol=_lse_atol(PRECISIONS[name]))
+    check(got, want, lse_atol=_lse_atol(PRECISIONS[name]))
     # Rows that belong to no sequence.
     assert not got[0][sum(lengths_q) :].any()
 
@@ -173,12 +146,12 @@ def test_large_logits_raise_the_base(seed: int) -> None:
     error = ((lse - want_lse).abs() / (1 + want_lse.abs())).max().item()
     assert error <= 2e-4
     want = (torch.softmax(scores, -1) @ v.double().transpose(1, 2)).transpose(1, 2)
-    report = testing.compare(_numpy(o), _numpy(want))
+    report = testing.compare(to_numpy(o), to_numpy(want))
     assert report.cosine >= 0.998, report
 
 
 def test_nan_stays_with_the_rows_that_meet_it() -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=400, seqlen_k=400, heads_q=2, heads_kv=2, head_dim=128))
+    q, k, v = (t.cuda() for t in inputs(batch=1, seqlen_q=400, seqlen_k=400, heads_q=2, heads_kv=2, head_dim=128))
     bad = q.clone()
     bad[0, 77, 1, 5] = float("nan")
     o, lse = oa.attention(bad, k, v, causal=True, precision="int8", return_lse=True)
@@ -206,7 +179,7 @@ def test_nan_stays_with_the_rows_that_meet_it() -> None:
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_same_bits_every_time(name: str) -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=2, seqlen_q=1000, seqlen_k=1000, heads_q=8, heads_kv=2, head_dim=128))
+    q, k, v = (t.cuda() for t in inputs(batch=2, seqlen_q=1000, seqlen_k=1000, heads_q=8, heads_kv=2, head_dim=128))
     first = oa.attention(q, k, v, causal=True, precision=PRECISIONS[name], return_lse=True)
     for _ in range(6):
         again = oa.attention(q, k, v, causal=True, precision=PRECISIONS[name], return_lse=True)
@@ -222,9 +195,9 @@ def test_coarse_scores(name: str, spread: float) -> None:
     tensors = [(torch.randn(1, 200, 2, 128) * (spread if i < 2 else 1.0)).to(torch.bfloat16) for i in range(3)]
     got, want = _both(tensors, precision=PRECISIONS[name], causal=True)
     # Softmaxes this sharp choose one key or two; equal scores may come out in another order.
-    report = testing.compare(_numpy(got[0]), _numpy(want[0]))
+    report = testing.compare(to_numpy(got[0]), want[0])
     assert report.cosine >= 0.97, report
-    assert ((got[1].cpu() - want[1]).abs() <= 1e-3 * (1 + want[1].abs())).all()
+    assert (np.abs(to_numpy(got[1]) - want[1]) <= 1e-3 * (1 + np.abs(want[1]))).all()
 
 
 def test_cu_seqlens_that_go_backwards_neither_hang_nor_touch_others() -> None:
@@ -272,7 +245,7 @@ def test_rows_without_any_sequence_are_zero() -> None:
 
 
 def test_threads_on_one_stream_do_not_share_a_workspace() -> None:
-    tensors = [[t.cuda() for t in _inputs(batch=1, seqlen_q=512, head_dim=64, seed=s)] for s in range(4)]
+    tensors = [[t.cuda() for t in inputs(batch=1, seqlen_q=512, head_dim=64, seed=s)] for s in range(4)]
     want = [oa.attention(*t, precision="int8") for t in tensors]
     wrong: list[int] = []
 
@@ -290,7 +263,7 @@ def test_threads_on_one_stream_do_not_share_a_workspace() -> None:
 
 
 def test_layouts_and_strides_give_the_same_bits() -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=2, seqlen_q=200, seqlen_k=260, heads_q=4, heads_kv=4, head_dim=64))
+    q, k, v = (t.cuda() for t in inputs(batch=2, seqlen_q=200, seqlen_k=260, heads_q=4, heads_kv=4, head_dim=64))
     want = oa.attention(q, k, v, causal=True, precision="int8")
     hnd = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
     assert torch.equal(oa.attention(*hnd, layout="HND", causal=True, precision="int8").transpose(1, 2), want)
@@ -311,13 +284,13 @@ def test_long_context_is_no_less_accurate() -> None:
         q, k, v = (torch.randn(1, seqlen, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         q, v = q[:, -2048:], v + 1
         low, exact = (oa.attention(q, k, v, precision=p).float() for p in ("int8", "exact"))
-        assert testing.compare(_numpy(low), _numpy(exact)).cosine >= 0.998
+        assert testing.compare(to_numpy(low), to_numpy(exact)).cosine >= 0.998
         errors.append(abs((low.mean() / exact.mean()).item() - 1))
     assert errors[1] <= errors[0] + 2e-3
 
 
 def test_graph_capture_and_replay() -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=300, seqlen_k=300, heads_q=4, heads_kv=4, head_dim=128))
+    q, k, v = (t.cuda() for t in inputs(batch=1, seqlen_q=300, seqlen_k=300, heads_q=4, heads_kv=4, head_dim=128))
     oa.attention(q, k, v, precision="int8")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -332,7 +305,7 @@ def test_graph_capture_and_replay() -> None:
 
 def test_cupy_arrays_come_back_as_cupy() -> None:
     cupy = pytest.importorskip("cupy")
-    tensors = [t.cuda() for t in _inputs("float16", batch=1, seqlen_q=130, seqlen_k=130, head_dim=64)]
+    tensors = [t.cuda() for t in inputs("float16", batch=1, seqlen_q=130, seqlen_k=130, head_dim=64)]
     want = oa.attention(*tensors, precision="int8")
     got = oa.attention(*(cupy.asarray(t) for t in tensors), precision="int8")
     assert isinstance(got, cupy.ndarray)
@@ -347,13 +320,13 @@ def test_cupy_arrays_come_back_as_cupy() -> None:
     ],
 )
 def test_what_no_kernel_can_do_is_an_error(options: dict[str, Any], names: str) -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64))
+    q, k, v = (t.cuda() for t in inputs(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64))
     with pytest.raises(UnsupportedError, match=names):
         oa.attention(q, k, v, **{"precision": "int8", **options})
 
 
 def test_explain_names_the_kernel_and_4_bit_speed() -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64))
+    q, k, v = (t.cuda() for t in inputs(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64))
     assert oa.explain(q, k, v, precision="int8").kernel.startswith("attn_int8_sm90_bf16_d64")
     why = " ".join(oa.explain(q, k, v, precision="int4").why)
     assert "no faster" in why

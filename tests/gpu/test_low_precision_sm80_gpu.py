@@ -21,6 +21,7 @@ from omniattn.reference import low_precision  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 
 from .installations import compile_missing  # noqa: E402
+from .low_precision_cases import check, inputs, to_numpy  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -77,17 +78,6 @@ def _row(precision: Int8, head_dim: int, dtype: str, mods: bool) -> KernelSpec:
     return max(found, key=lambda s: s.min_arch)
 
 
-def _inputs(dtype: str = "bfloat16", **shape: Any) -> list[torch.Tensor]:
-    return [
-        torch.from_numpy(np.asarray(x, dtype=np.float32)).to(getattr(torch, dtype))
-        for x in testing.make_qkv(dtype=dtype, **shape)
-    ]
-
-
-def _numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    return np.asarray(x.detach().float().cpu().numpy())
-
-
 def _options(options: dict[str, Any], q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
     """With arrays in place of the kinds of masks."""
     made = dict(options)
@@ -108,24 +98,8 @@ def _run(monkeypatch: Any, tensors: list[torch.Tensor], precision: Int8, **optio
     call = oa.attention_varlen if "cu_seqlens_q" in options else oa.attention
     got = call(*(t.cuda() for t in tensors), return_lse=True, precision=precision, **on_gpu)
     on_cpu = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    want = low_precision.attention(*map(_numpy, tensors), precision=precision, grouping="sm80", **on_cpu)
+    want = low_precision.attention(*map(to_numpy, tensors), precision=precision, grouping="sm80", **on_cpu)
     return got, want
-
-
-def _check(got: Any, want: Any, *, lse_atol: float = 5e-3, cosine: float = 0.9985, relative_l1: float = 0.05) -> None:
-    """They round P at different bases, and nothing else."""
-    o, o_ref = _numpy(got[0]), want[0]
-    np.testing.assert_array_equal(np.isnan(o), np.isnan(o_ref))
-    report = testing.compare(o, o_ref)
-    assert report.cosine >= cosine, report
-    assert report.rel_l1 <= relative_l1, report
-    lse, lse_ref = _numpy(got[1]), want[1]
-    hidden = np.isneginf(lse_ref)
-    np.testing.assert_array_equal(np.isneginf(lse), hidden)
-    assert np.abs(lse[~hidden] - lse_ref[~hidden]).max(initial=0.0) <= lse_atol
-    rows = o if hidden.ndim == 2 else o.reshape(-1, *o.shape[-2:])
-    nothing = np.moveaxis(hidden, -2, -1).reshape(rows.shape[:-1])
-    assert not rows[nothing].any()
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -134,35 +108,35 @@ def _check(got: Any, want: Any, *, lse_atol: float = 5e-3, cosine: float = 0.998
 def test_features(monkeypatch: Any, product: tuple[int, str, str], head_dim: int, feature: str) -> None:
     dtype = "float16" if head_dim == 64 else "bfloat16"
     shape = {"batch": 2, "seqlen_q": 150, "seqlen_k": 203, "heads_q": 4, "heads_kv": 2, "head_dim": head_dim}
-    q, k, v = _inputs(dtype, seed=head_dim, **shape)
+    q, k, v = inputs(dtype, seed=head_dim, **shape)
     precision = _precision(*product, smooth_v=head_dim != 128)
     got, want = _run(monkeypatch, [q, k, v], precision, **_options(FEATURES[feature], q, k))
     # fp16 P has 11 bits: then what is left is the order of sums.
     tight = product[1] == "fp16"
-    _check(got, want, lse_atol=2e-3, cosine=0.99999 if tight else 0.9985, relative_l1=6e-3 if tight else 0.05)
+    check(got, want, lse_atol=2e-3, cosine=0.99999 if tight else 0.9985, relative_l1=6e-3 if tight else 0.05)
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=PRODUCT_IDS)
 def test_every_smoothing(monkeypatch: Any, product: tuple[int, str, str]) -> None:
     """Means of K and V that the results have to get back, in LSE, sinks and softcap too."""
-    q, k, v = _inputs(batch=2, seqlen_q=170, seqlen_k=140, heads_q=4, heads_kv=2, head_dim=128, seed=5)
+    q, k, v = inputs(batch=2, seqlen_q=170, seqlen_k=140, heads_q=4, heads_kv=2, head_dim=128, seed=5)
     k, v = k + 2, v + 3
     sinks = torch.tensor([0.0, 3.0, -2.0, 30.0])
     for smooth_q in (False, True):
         precision = _precision(*product, smooth_q=smooth_q, smooth_v=True)
         for options in ({"sinks": sinks, "causal": True}, {"softcap": 6.0}, {"softcap": 6.0, "sinks": sinks}):
             got, want = _run(monkeypatch, [q, k, v], precision, **options)
-            _check(got, want, lse_atol=2e-3)
+            check(got, want, lse_atol=2e-3)
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_block", "per_warp"])
 @pytest.mark.parametrize("product", PRODUCTS, ids=PRODUCT_IDS)
 def test_granularities(monkeypatch: Any, product: tuple[int, str, str], granularity: str) -> None:
-    tensors = _inputs(batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=128, seed=2)
+    tensors = inputs(batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=128, seed=2)
     for smooth_k in (False, True):
         precision = _precision(*product, granularity=granularity, smooth_k=smooth_k)
         got, want = _run(monkeypatch, tensors, precision, causal=True)
-        _check(got, want)
+        check(got, want)
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=PRODUCT_IDS)
@@ -170,14 +144,14 @@ def test_lengths_around_tiles(monkeypatch: Any, product: tuple[int, str, str]) -
     for head_dim in (64, 128, 256):
         for seqlen_q in (1, 31, 129):
             for seqlen_k in (1, 63, 65, 200):
-                tensors = _inputs(
+                tensors = inputs(
                     batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=2, heads_kv=1, head_dim=head_dim,
                     seed=seqlen_k,
                 )  # fmt: skip
                 for causal in (False, True):
                     got, want = _run(monkeypatch, tensors, _precision(*product), causal=causal)
                     # With one key or two, P is rounded by up to 1/16 at the kernel's base, not at the emulation's.
-                    _check(got, want, relative_l1=0.05 if product[1] == "fp16" else 0.07)
+                    check(got, want, relative_l1=0.05 if product[1] == "fp16" else 0.07)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 5.0}], ids=str)
@@ -196,7 +170,7 @@ def test_packed_sequences(
         monkeypatch, tensors, _precision(*product), cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=300,
         max_seqlen_k=700, **options,
     )  # fmt: skip
-    _check(got, want)
+    check(got, want)
     assert not got[0][sum(lengths_q) :].any()
 
 
@@ -229,7 +203,7 @@ def test_scores_that_grow_against_a_softmax_on_dequantized_operands(
         error = ((lse - want_lse).abs() / (1 + want_lse.abs())).max().item()
         assert error <= 2e-4
         want = (torch.softmax(scores, -1) @ v.double().transpose(1, 2)).transpose(1, 2)
-        report = testing.compare(_numpy(o), _numpy(want))
+        report = testing.compare(to_numpy(o), to_numpy(want))
         assert report.cosine >= (0.99999 if product[1] == "fp16" else 0.998), report
 
 
@@ -263,7 +237,7 @@ def test_fp16_sums_do_not_overflow(monkeypatch: Any, product: tuple[int, str, st
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=PRODUCT_IDS)
 def test_nan_stays_with_the_rows_that_meet_it(monkeypatch: Any, product: tuple[int, str, str]) -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=400, seqlen_k=400, heads_q=2, heads_kv=2, head_dim=128))
+    q, k, v = (t.cuda() for t in inputs(batch=1, seqlen_q=400, seqlen_k=400, heads_q=2, heads_kv=2, head_dim=128))
     precision = _precision(*product)
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", _row(precision, 128, "bfloat16", False).name)
     bad = q.clone()
@@ -294,13 +268,13 @@ def test_coarse_scores(monkeypatch: Any, product: tuple[int, str, str], spread: 
     torch.manual_seed(3)
     tensors = [(torch.randn(1, 200, 2, 128) * (spread if i < 2 else 1.0)).to(torch.bfloat16) for i in range(3)]
     got, want = _run(monkeypatch, tensors, _precision(*product), causal=True)
-    assert testing.compare(_numpy(got[0]), want[0]).cosine >= 0.97
-    assert (np.abs(_numpy(got[1]) - want[1]) <= 1e-3 * (1 + np.abs(want[1]))).all()
+    assert testing.compare(to_numpy(got[0]), want[0]).cosine >= 0.97
+    assert (np.abs(to_numpy(got[1]) - want[1]) <= 1e-3 * (1 + np.abs(want[1]))).all()
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=PRODUCT_IDS)
 def test_same_bits_every_time_and_in_any_batch(monkeypatch: Any, product: tuple[int, str, str]) -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=3, seqlen_q=500, seqlen_k=500, heads_q=4, heads_kv=2, head_dim=128))
+    q, k, v = (t.cuda() for t in inputs(batch=3, seqlen_q=500, seqlen_k=500, heads_q=4, heads_kv=2, head_dim=128))
     precision = _precision(*product)
     for options in ({}, {"softcap": 9.0}):
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", _row(precision, 128, "bfloat16", bool(options)).name)
@@ -329,7 +303,7 @@ def test_operands_that_are_quantized_already_give_the_same_bits(
     monkeypatch: Any, product: tuple[int, str, str], head_dim: int
 ) -> None:
     monkeypatch.setitem(sys.modules["omniattn.operands"].__dict__, "_plans", {})
-    tensors = [t.cuda() for t in _inputs(batch=2, seqlen_q=150, seqlen_k=203, heads_q=4, heads_kv=2, head_dim=head_dim)]
+    tensors = [t.cuda() for t in inputs(batch=2, seqlen_q=150, seqlen_k=203, heads_q=4, heads_kv=2, head_dim=head_dim)]
     mask = torch.rand(150, 203, generator=torch.Generator().manual_seed(1)).cuda() < 0.8
     sinks = torch.tensor([0.0, 3.0, -2.0, 30.0], device="cuda")
     for smooth_q in (False, True):
@@ -356,16 +330,16 @@ def test_operands_that_are_quantized_already_give_the_same_bits(
 def test_operands_choose_their_kernel(monkeypatch: Any) -> None:
     """Without being told, on Hopper too: the grouping and the packing decide."""
     monkeypatch.delenv("OMNIATTN_FORCE_KERNEL", raising=False)
-    tensors = [t.cuda() for t in _inputs(batch=1, seqlen_q=140, seqlen_k=140, head_dim=64)]
+    tensors = [t.cuda() for t in inputs(batch=1, seqlen_q=140, seqlen_k=140, head_dim=64)]
     for precision in (Int8(pv="fp16", pv_accumulator="fp32"), Int4(pv="fp16", pv_accumulator="fp32")):
         qk, values = _operands(precision, tensors)
         found = oa.explain(qk.q, qk.k, values)
         assert found.kernel.startswith(f"attn_int{precision.bits}_sm80")
         got = oa.attention(qk.q, qk.k, values, causal=True)
         want = low_precision.attention(
-            *(_numpy(t) for t in tensors), precision=precision, grouping="sm80", causal=True
+            *(to_numpy(t) for t in tensors), precision=precision, grouping="sm80", causal=True
         )[0]  # fmt: skip
-        report = testing.compare(_numpy(got), want)
+        report = testing.compare(to_numpy(got), want)
         assert report.cosine >= 0.99999, report
 
 
@@ -382,7 +356,7 @@ def test_too_small_a_max_seqlen_k_is_not_a_number(monkeypatch: Any) -> None:
 
 
 def test_no_keys_and_no_queries(monkeypatch: Any) -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=70, seqlen_k=70, heads_q=2, heads_kv=2, head_dim=64))
+    q, k, v = (t.cuda() for t in inputs(batch=1, seqlen_q=70, seqlen_k=70, heads_q=2, heads_kv=2, head_dim=64))
     precision = Int8(pv="fp16")
     o, lse = oa.attention(q, k[:, :0], v[:, :0], precision=precision, return_lse=True)
     assert not o.any()
@@ -391,7 +365,7 @@ def test_no_keys_and_no_queries(monkeypatch: Any) -> None:
 
 
 def test_layouts_strides_and_graphs() -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=2, seqlen_q=200, seqlen_k=260, heads_q=4, heads_kv=4, head_dim=64))
+    q, k, v = (t.cuda() for t in inputs(batch=2, seqlen_q=200, seqlen_k=260, heads_q=4, heads_kv=4, head_dim=64))
     options = {"causal": True, "precision": Int8(pv="fp16")}
     want = oa.attention(q, k, v, **options)
     hnd = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
@@ -409,7 +383,7 @@ def test_layouts_strides_and_graphs() -> None:
 
 
 def test_what_is_chosen_is_explained(monkeypatch: Any) -> None:
-    q, k, v = (t.cuda() for t in _inputs(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64))
+    q, k, v = (t.cuda() for t in inputs(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64))
     monkeypatch.delenv("OMNIATTN_FORCE_KERNEL", raising=False)
     for options in ({"softcap": 5.0}, {"mask": torch.ones(64, 64, dtype=torch.bool, device="cuda")}):
         for precision in ("int8", "int4"):
