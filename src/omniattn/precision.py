@@ -38,7 +38,8 @@ class Int8:
     ----------
     granularity : str
         Rows that share a scale: "per_tensor" (a head), "per_block" (128 queries, a tile of keys), "per_warp" (16 or 32
-        queries), "per_thread" (2 or 4 queries, 16 or 32 keys: as exact as per_token at no cost), "per_token".
+        queries), "per_thread" (2 or 4 queries, 16 or 32 keys: no slower than per_block, and between it and per_token
+        in accuracy), "per_token" (CPU reference only).
     smooth_k : bool
         Quantize K minus its mean over the keys, which no softmax sees.
     smooth_q : bool
