@@ -75,19 +75,18 @@ def attention(
     sinks : array, (num_q_heads,), float32 or q's dtype, optional
         One more logit a head that takes part in the softmax and has no value; LSE counts it.
     precision : str, Int8 or Int4
-        "exact": the inputs' dtype with fp32 accumulation. "int8": INT8 Q K^T and FP8 P V with smoothing of K
-        (SageAttention2); "int4": 4-bit Q and K, smoothed both. `Int8` and `Int4` have the knobs. On a GPU of compute
-        capability 9.0 without mask, softcap and softmax_scale <= 0; on the CPU with everything. Quantized operands have
-        their precision, and it may be left out.
+        "exact": the inputs' dtype with fp32 accumulation. "int8": 8-bit Q and K, P V in fp8 or fp16, whichever suits
+        the GPU, with smoothing of K and V (SageAttention2); "int4": 4-bit Q and K, Q smoothed too. `Int8` and `Int4`
+        have the knobs. Quantized operands have their precision, and it may be left out.
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
-        Where o goes; q's shape and dtype.
+        Where o goes; q's shape and dtype. It may be q itself, with the same strides, but neither k nor v.
     stream : optional
         Stream to run on: an integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``. Unless
         given, the current stream of q's framework.
     deterministic : bool
-        Same bits at every run. The exact kernels always are.
+        Same bits at every run. The kernels of this version give them in any case, quantization included.
 
     Returns
     -------
@@ -153,7 +152,8 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, on q's device
         Row at which each sequence begins, and the end of the last one: 0 first, never decreasing. Checked on the CPU;
         on a GPU that would need a synchronization: values outside the tensors are clamped to them, and where values
-        decrease the results are unspecified. To be left out for quantized operands, which bring theirs.
+        decrease the results of "exact" are unspecified (a low precision takes a value for at least as large as those
+        before it). To be left out for quantized operands, which bring theirs.
     max_seqlen_q, max_seqlen_k : int
         At least the longest sequence. They give the mask its extent, and with smooth_q ("int4") a workspace, where too
         small a max_seqlen_k makes NaN. The result does not depend on them otherwise. For quantized operands needed only

@@ -77,8 +77,8 @@ def explain(
     *,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     layout: str = "NHD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
@@ -117,13 +117,13 @@ def explain(
         return _explain_quantized(
             q, k, v, cu_seqlens_q, cu_seqlens_k, mask, sinks, out, stream,
             (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic,
-             max_seqlen_q or None, max_seqlen_k or None),
+             max_seqlen_q, max_seqlen_k),
         )  # fmt: skip
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     function = "attention_varlen" if varlen else "attention"
     if not varlen:
         for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            if value != 0:
+            if value is not None:
                 raise ArgumentError(
                     name, "nothing, without cu_seqlens_q and cu_seqlens_k", repr(value), function="explain"
                 )

@@ -107,10 +107,27 @@ def test_one_of_two_cu_seqlens() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
-def test_lengths_without_packed_sequences(name: str) -> None:
-    options: dict[str, Any] = {name: 4}
+@pytest.mark.parametrize("value", [0, 4])
+def test_lengths_without_packed_sequences(name: str, value: int) -> None:
+    options: dict[str, Any] = {name: value}
     with pytest.raises(ArgumentError, match=name):
         omniattn.explain(*arrays(), **options)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_packed_sequences_without_lengths(name: str) -> None:
+    q, k, v = (x[0] for x in arrays())
+    starts_q, starts_k = np.array([0, 5], np.int32), np.array([0, 7], np.int32)
+    options: dict[str, Any] = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": 5, "max_seqlen_k": 7}
+    del options[name]
+    for function in (omniattn.explain, omniattn.attention_varlen):
+        with pytest.raises(ArgumentError, match=f"'{name}'.*received None"):
+            function(q, k, v, **options)
+
+
+def test_lengths_that_were_left_out_may_be_named() -> None:
+    q, k, v = arrays()
+    assert omniattn.explain(q, k, v, max_seqlen_q=None, max_seqlen_k=None) == omniattn.explain(q, k, v)
 
 
 def test_later_precision() -> None:
