@@ -386,3 +386,24 @@ def test_sums_in_fp16_need_values_that_are_small() -> None:
     assert torch.equal(oa.attention(qk.q, qk.k, small, precision=wanted), oa.attention(q, k, v, precision=wanted))
     with pytest.raises(ArgumentError, match=r"'pv_accumulator'.*'fp32' or 'fp16'.*'bf16'"):
         oa.quantize_v(v, pv_accumulator="bf16")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("precision", ["exact", "int8", "int4", "operands"])
+def test_a_longest_sequence_that_is_none(precision: str, name: str, masked: bool) -> None:
+    """On the CPU, where the lengths can be seen: the same error for every precision, with a mask and without."""
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((30, 2, 16)).astype(np.float32) for _ in range(3))
+    starts = np.array([0, 10, 30], np.int32)
+    packed: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    extents: dict[str, Any] = {"max_seqlen_q": 20, "max_seqlen_k": 20, name: 19}
+    mask = np.ones((extents["max_seqlen_q"], extents["max_seqlen_k"]), bool) if masked else None
+    if precision == "operands":
+        qk = oa.quantize_qk(q, k, **packed, max_seqlen_q=20, max_seqlen_k=20)
+        q, k, v = qk.q, qk.k, oa.quantize_v(v, cu_seqlens_k=starts, max_seqlen_k=20)
+        options: dict[str, Any] = extents
+    else:
+        options = {**packed, **extents, "precision": precision}
+    with pytest.raises(ArgumentError, match=f"'{name}': expected at least 20, the longest sequence, received 19"):
+        oa.attention_varlen(q, k, v, mask=mask, **options)

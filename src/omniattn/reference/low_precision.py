@@ -183,6 +183,14 @@ def attention_quantized(
     )
 
 
+def _extent(given: int | None, of: list[Sequence], argument: str) -> int:
+    """Rows of the longest sequence, or what the caller says if no sequence is longer."""
+    longest = max((s.length for s in of), default=0)
+    if given is not None and given < longest:
+        raise ArgumentError(argument, f"at least {longest}, the longest sequence", str(given), function=_NAME)
+    return longest if given is None else given
+
+
 def attend(
     problem: QuantizeProblem,
     out: dict[str, Array],
@@ -203,8 +211,9 @@ def attend(
     lead = (problem.heads_q,) if problem.varlen else (problem.batch, problem.heads_q)
     o = np.zeros((*lead, problem.rows_q, problem.head_dim), dtype=_F)
     lse = np.full((*lead, problem.rows_q), -np.inf, dtype=_F)
-    rows = longest_q or max((s.length for s in all_q), default=0)
-    keys = longest_k or max((s.length for s in all_k), default=0)
+    if not problem.varlen:
+        longest_q = longest_k = None
+    rows, keys = _extent(longest_q, all_q, "max_seqlen_q"), _extent(longest_k, all_k, "max_seqlen_k")
     full_mask = (
         None if mask is None else checks.broadcast_mask(mask, (problem.batch, problem.heads_q, rows, keys), _NAME)
     )
