@@ -155,9 +155,9 @@ def attention_varlen(
         decrease the results of "exact" are unspecified (a low precision takes a value for at least as large as those
         before it). To be left out for quantized operands, which bring theirs.
     max_seqlen_q, max_seqlen_k : int
-        At least the longest sequence. They give the mask its extent, and with smooth_q ("int4") a workspace, where too
-        small a max_seqlen_k makes NaN. The result does not depend on them otherwise. For quantized operands needed only
-        with a mask.
+        At least the longest sequence; less raises on the CPU. They give the mask its extent, and with smooth_q ("int4")
+        a GPU's workspace, where too small a max_seqlen_k makes NaN. The result does not depend on them otherwise. For
+        quantized operands needed only with a mask.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
     layout, causal, window, softmax_scale, softcap, sinks, precision, return_lse, out, stream, deterministic

@@ -1,0 +1,106 @@
+"""The documents against the package: links lead somewhere, code runs, nothing public is left out."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import omniattn
+from omniattn import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "wheels/*.md", "src/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+FUNCTIONS = [getattr(omniattn, name) for name in omniattn.__all__ if callable(getattr(omniattn, name))]
+# Made by the package, never by a caller.
+RESULTS = ("Explanation", "QuantizedK", "QuantizedQ", "QuantizedQK", "QuantizedV")
+
+
+def prose(page: Path) -> str:
+    """Text of a page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_tables(page: Path) -> None:
+    text = prose(page)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not link.startswith("https://") and not (target.exists() and (not anchor or anchor in anchors(target))):
+            broken.append(link)
+    assert broken == []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        columns = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+        assert len(columns) == 1, table.splitlines()[0]
+
+
+def test_every_public_name_has_a_place() -> None:
+    assert [name for name in omniattn.__all__ if not re.search(rf"\b{name}\b", API)] == []
+    assert [name for name in errors.__all__ if name != "OmniattnError" and f"`{name}`" not in README] == []
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_every_argument_has_a_place(function: Any) -> None:
+    if function.__name__ in RESULTS:
+        return
+    names = list(inspect.signature(function).parameters)
+    documented = inspect.getdoc(function) or ""
+    if function is omniattn.Int4:  # "`Int8` says the rest"
+        documented += inspect.getdoc(omniattn.Int8) or ""
+    assert [name for name in names if not re.search(rf"\b{name}\b", documented)] == []
+    assert [name for name in names if not re.search(rf"`{name}\b|\b{name}[=,`)]", API)] == []
+
+
+def code(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M | re.DOTALL)
+
+
+def test_code_of_the_pages_about_precision() -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(4)
+
+    def array(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator)
+
+    q, k, v = array(1, 40, 4, 64), array(1, 200, 2, 64), array(1, 200, 2, 64)
+    for block in code("precision.md"):
+        exec(block, {"oa": omniattn, "q": q, "k": k, "v": v})
+
+    whole, parts = code("quantization.md")
+    names: dict[str, Any] = {"oa": omniattn, "q": q, "k": k, "v": v}
+    exec(whole, names)
+    assert torch.equal(names["o"], omniattn.attention(q, k, v, causal=True, precision="int8"))
+
+    fixed, packed = parts.split("# Packed")
+    names = {"oa": omniattn, "k": k, "v": v, "queries": [array(1, 5, 4, 64), q]}
+    exec(fixed, names)
+    assert torch.equal(names["o"], omniattn.attention(q, k, v, precision="int8"))
+
+    cu = torch.tensor([0, 10, 40], dtype=torch.int32)
+    q, k, v = array(40, 4, 64), array(40, 2, 64), array(40, 2, 64)
+    names = {"oa": omniattn, "q": q, "k": k, "v": v, "cu_q": cu, "cu_k": cu, "n": 30, "m": 30}
+    exec("# Packed" + packed, names)
+    options: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 30, "max_seqlen_k": 30}
+    o, lse = omniattn.attention_varlen(q, k, v, **options, causal=True, return_lse=True, precision="int8")
+    assert torch.equal(names["o"], o)
+    assert torch.equal(names["lse"], lse)
