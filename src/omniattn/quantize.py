@@ -77,7 +77,8 @@ def quantize_qk(
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, optional
         Both or neither: packed sequences.
     max_seqlen_q, max_seqlen_k : int
-        With ``cu_seqlens_*``: at least the longest sequence. max_seqlen_k is the extent of ``delta_s``.
+        With ``cu_seqlens_*``: at least the longest sequence. max_seqlen_k is the extent of ``delta_s``: a smaller one
+        raises on the CPU, and makes NaN on a GPU.
     with_bias : bool
         Compute q . k_mean for every query: LSE, sinks and softcap need it.
     stream : optional
@@ -344,6 +345,16 @@ def _run_on_cpu(plan: _Plan, tensors: dict[str, Tensor], ref: Tensor, stream: An
     for name, rows in (("cu_seqlens_q", problem.rows_q), ("cu_seqlens_k", problem.rows_k)):
         if name in given:
             _check_starts([int(x) for x in given[name]], name, rows, ref.argument)
+    if "cu_seqlens_k" in given:
+        longest = int(np.diff(given["cu_seqlens_k"]).max(initial=0))
+        if problem.max_seqlen_k < longest:
+            function = "quantize_v" if ref.argument == "v" else "quantize_qk"
+            raise ArgumentError(
+                "max_seqlen_k",
+                f"at least {longest}, the longest sequence",
+                str(problem.max_seqlen_k),
+                function=function,
+            )
     if plan.layout == "NHD":
         given = {name: x.swapaxes(-3, -2) if name in ("q", "k", "v") else x for name, x in given.items()}
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")

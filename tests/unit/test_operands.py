@@ -407,3 +407,17 @@ def test_a_longest_sequence_that_is_none(precision: str, name: str, masked: bool
         options = {**packed, **extents, "precision": precision}
     with pytest.raises(ArgumentError, match=f"'{name}': expected at least 20, the longest sequence, received 19"):
         oa.attention_varlen(q, k, v, mask=mask, **options)
+
+
+def test_a_longest_sequence_that_is_none_in_quantization() -> None:
+    q, k, v = (np.ones((30, 2, 16), np.float32) for _ in range(3))
+    starts = np.array([0, 10, 30], np.int32)
+    packed: dict[str, Any] = {"cu_seqlens_k": starts, "max_seqlen_k": 19}
+    calls = {
+        "quantize_qk": lambda: oa.quantize_qk(q, k, cu_seqlens_q=starts, max_seqlen_q=20, smooth_q=True, **packed),
+        "quantize_v": lambda: oa.quantize_v(v, **packed),
+    }
+    for function, call in calls.items():
+        wanted = rf"^{function}\(\): argument 'max_seqlen_k': expected at least 20, the longest sequence, received 19"
+        with pytest.raises(ArgumentError, match=wanted):
+            call()
