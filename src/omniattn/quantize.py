@@ -69,7 +69,8 @@ def quantize_qk(
     granularity : str
         Rows that share a scale, see `omniattn.Int8`.
     grouping : "sm90" or "sm80"
-        Which GPU's kernels will read it: groups of 2 queries and 32 of 128 keys, or of 4 queries and 16 of 64 keys.
+        Which kernels will read it. "sm90": groups of 2 queries and 32 of 128 keys, on compute capability 9.0. "sm80":
+        4 queries and 16 of 64 keys, on every GPU (docs/quantization.md says what suits which). The CPU reads both.
     smooth_k : bool
         Take K's mean over the keys of the sequence away.
     smooth_q : bool
