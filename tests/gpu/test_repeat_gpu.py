@@ -55,8 +55,6 @@ def _calls() -> dict[str, Callable[[], Any]]:
     ],
 )  # fmt: skip
 def test_the_short_way_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name.startswith("int") and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("low precision has a kernel for compute capability 9.0 only")
     call = _calls()[name]
 
     def copies() -> list[Any]:
