@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+import omniattn
 from omniattn import arrays
 from omniattn.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StrideError, UnsupportedError
 
@@ -33,6 +34,12 @@ def test_numpy_facts() -> None:
     assert t.obj is view
     view.flags.writeable = False
     assert arrays.describe(view, "k").readonly is True
+
+
+def test_a_type_that_numpy_lacks_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(UnsupportedError, match=r"pip install ml_dtypes.*fp16"):
+        omniattn.KVCache(1, 16, 1, 64, like=np.zeros(1))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])

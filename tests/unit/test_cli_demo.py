@@ -82,6 +82,22 @@ def test_demo_table_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SmolLM2 layer" in output
 
 
+@pytest.mark.parametrize(
+    ("words", "argument"),
+    [
+        (["verify", "--cpu", "--kernel", "attn_fwd_sm80_bf16_d64"], "--kernel"),
+        (["info", "--markdown", "--json"], "--json"),
+        (["bench", "--markdown", "--json"], "--json"),
+    ],
+    ids=str,
+)
+def test_options_that_exclude_each_other(words: list[str], argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert argument in shown.err
+    assert shown.out == ""
+
+
 def test_verify_cpu_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--cpu", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

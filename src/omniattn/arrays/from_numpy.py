@@ -30,7 +30,13 @@ def numpy_dtype(name: str) -> Any:
     import numpy as np
 
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        import ml_dtypes
+        try:
+            import ml_dtypes
+        except ModuleNotFoundError:
+            raise UnsupportedError(
+                f"NumPy has no {name} of its own, and the package that adds it is not installed",
+                instead="pip install ml_dtypes, or another dtype (of a cache: k_dtype='fp16')",
+            ) from None
 
         return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)

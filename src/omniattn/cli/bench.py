@@ -69,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if arguments.iters < 1:
         raise ArgumentError("--iters", "an integer >= 1", arguments.iters)
+    if arguments.markdown and arguments.json:
+        raise ArgumentError("--json", "to be used without --markdown", "both")
     if not (arguments.json or arguments.markdown):
         console.require_rich()
     try:

@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if arguments.write is not None and not arguments.markdown:
         raise ArgumentError("--write", "to be used with --markdown", str(arguments.write))
+    if arguments.markdown and arguments.json:
+        raise ArgumentError("--json", "to be used without --markdown", "both")
     if arguments.markdown:
         if arguments.write is not None:
             readme.write(arguments.write)

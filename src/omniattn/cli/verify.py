@@ -87,6 +87,8 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
+    if arguments.cpu and arguments.kernel:
+        raise ArgumentError("--kernel", "to be used without --cpu, which runs no kernel", ", ".join(arguments.kernel))
     if not arguments.json:
         console.require_rich()
     if arguments.cpu:
