@@ -9,6 +9,20 @@
 #include "attention/quantize_params.cuh"
 #include "ptx/gpu_sync.cuh"
 
+// KEY_TILE 128 or 64: a kernel for what attention(precision="int8") asks for unless it is told otherwise, and for nothing
+// else: dense batches of Q, K and V, int8 with one scale a thread in the grouping that has tiles of so many keys, K and V
+// smoothed, V to e4m3. What is an argument otherwise is a constant there: a third of the code, so that it stays in the
+// instruction cache. 0: anything.
+constexpr bool kCommon = KEY_TILE != 0;
+constexpr int32 kCommonFlags = kSmoothK | kSmoothV | kHasQk | kHasV;
+OA_DEVICE bool has(const QuantizeParams& p, Flag flag) { return ((kCommon ? kCommonFlags : p.flags) & flag) != 0; }
+OA_DEVICE bool is_packed(const QuantizeParams& p) { return !kCommon && p.packed; }
+OA_DEVICE int32 granularity_of(const QuantizeParams& p) { return kCommon ? kPerThread : p.granularity; }
+OA_DEVICE int32 bits_of(const QuantizeParams& p) { return kCommon ? 8 : p.bits; }
+OA_DEVICE int32 levels_of(const QuantizeParams& p) { return kCommon ? 127 : p.levels; }
+OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? KEY_TILE : p.key_tile; }
+OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? (KEY_TILE == 128 ? 16 : 32) : p.q_group_rows; }
+
 // Items of a group go over its heads before they go on to the next rows: heads of one row lie side by side in memory.
 struct Split {
     uint32 row, unit, part;
@@ -24,7 +38,7 @@ struct Split {
 // Splits an item of the second half of a group's step.
 OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint32 units, uint32 off) {
     uint32 first_unit = group * p.units_per_group, span, heads = p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0;
-    if (off < (span = units * p.per_unit_a)) {
+    if (off < (span = kCommon ? 0 : units * p.per_unit_a)) {
         uint32 of_q = units * heads * p.slots_q;
         t.kind = off < of_q ? kAmaxQ : kAmaxK;
         Split split(off < of_q ? off : off - of_q, units, off < of_q ? heads : 1);
@@ -34,9 +48,9 @@ OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint3
         t.kind = kQuantizeQ;
         t.unit = first_unit + split.unit, t.slot = split.row, t.head = split.part;
     } else {
-        bool both = (p.flags & kHasQk) && (p.flags & kHasV);
+        bool both = has(p, kHasQk) && has(p, kHasV);
         Split split(off - span, units, both ? 2 : 1);
-        t.kind = split.part == 1 || !(p.flags & kHasQk) ? kQuantizeV : kQuantizeK;
+        t.kind = split.part == 1 || !has(p, kHasQk) ? kQuantizeV : kQuantizeK;
         t.unit = first_unit + split.unit, t.slot = split.row;
     }
 }
@@ -71,7 +85,7 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
         }
     }
     if (reduce) {
-        bool has_k = (p.flags & kSmoothK) != 0, has_v = (p.flags & kHasV) != 0;
+        bool has_k = has(p, kSmoothK), has_v = has(p, kHasV);
         units = int32(group) + 1 == p.num_groups ? rest_units : p.units_per_group;
         Split split(off, units, has_k && has_v ? 2 : 1);
         t.kind = split.part == 1 || !has_k ? kReduceV : kReduceK;
@@ -81,7 +95,7 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
     }
 
     // Unit and slot to sequence, head and rows.
-    bool dense = !p.packed;
+    bool dense = !is_packed(p);
     bool is_q = t.kind == kAmaxQ || t.kind == kQuantizeQ;
     t.batch_idx = dense ? t.unit / p.num_kv_heads : 0;
     int32 kv_head = dense ? t.unit - t.batch_idx * p.num_kv_heads : t.unit;

@@ -126,7 +126,7 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, u
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
     int64 stride = p.k_stride_s * 2;
     int32 size = chunk_rows(t.len), first = t.index * size, count = min_of(size, t.len - first);
-    const uint8* rows = input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, !p.packed) + first * stride;
+    const uint8* rows = input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, !is_packed(p)) + first * stride;
     float sums[2][8] = {};
     bool inside = cc * 8 < p.head_dim;
     uint64 policy = keeping_policy();
@@ -182,13 +182,13 @@ OA_DEVICE float column_max(const float* column) {
 // Range of every channel and, with smooth_v, its sum; the last chunk of a sequence makes mean and scale of it.
 template <typename Io, int kHeadDim>
 OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, uint32* flag) {
-    constexpr int kColumns = kHeadDim / 8, kBatch = 4;
+    constexpr int kColumns = kHeadDim / 8, kBatch = kCommon ? 8 : 4;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
     int64 stride = p.v_stride_s * 2;
     int32 size = chunk_rows(t.len), first = t.index * size, count = min_of(size, t.len - first);
-    const uint8* rows = input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, !p.packed) + first * stride;
-    bool smooth = (p.flags & kSmoothV) != 0, inside = cc * 8 < p.head_dim;
+    const uint8* rows = input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, !is_packed(p)) + first * stride;
+    bool smooth = has(p, kSmoothV), inside = cc * 8 < p.head_dim;
     uint4 none_hi, none_lo;  // -inf and +inf: no row seen
     none_lo.x = none_lo.y = none_lo.z = none_lo.w = infinities(io);
     none_hi.x = none_hi.y = none_hi.z = none_hi.w = infinities(io) | kBothSigns;
@@ -282,7 +282,7 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
         if (amax >= kLeastAmax) {
             // fp8: the largest magnitude becomes v_levels. fp16: a power of two, so that only subnormals are rounded, which
             // puts it into [128, 256): 128 products with P <= 1 stay below 65504.
-            scale = p.flags & kHalfV ? __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23))
+            scale = has(p, kHalfV) ? __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23))
                                      : div_rn(amax, p.v_levels);
         }
         // Where the first chunk had its maxima: read by all blocks of the sequence.

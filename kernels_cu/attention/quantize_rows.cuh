@@ -22,10 +22,22 @@ struct RowsStorage {
 // can be cleared while the other is in use.
 struct GroupStorage {
     uint32 amax[kBlockRows], bad[kBlockRows];
+    uint32 irregular;  // kCommon: some magnitude is not finite
+
+    // All threads; a barrier has to follow.
+    template <int kThreads>
+    OA_DEVICE void clear() {
+        for (int32 i = threadIdx.x; i < kBlockRows; i += kThreads) amax[i] = bad[i] = 0;
+        if (threadIdx.x == 0) irregular = 0;
+    }
 };
 
 struct MaxOp {
     OA_DEVICE float operator()(float a, float b) const { return max_nan(a, b); }
+};
+template <typename Io>
+struct PackedMaxOp {
+    OA_DEVICE uint32 operator()(uint32 a, uint32 b) const { return max2_nan(Io{}, a, b); }
 };
 struct SumOp {
     OA_DEVICE float operator()(float a, float b) const { return a + b; }
@@ -33,15 +45,15 @@ struct SumOp {
 
 // Combines kLanes neighbouring lanes' values of 8 rows. Each step exchanges half of what is left, so that 8 rows cost
 // 7 shuffles and not 24. Lane c ends up with row `row_of_lane(c)`, the lanes 8, 16, ... further on with the same.
-template <int kLanes, class Op>
-OA_DEVICE float combine_rows(float (&v)[8], Op op) {
+template <int kLanes, class Value, class Op>
+OA_DEVICE Value combine_rows(Value (&v)[8], Op op) {
     int32 lane = threadIdx.x & 31;
 #pragma unroll
     for (int step = 0; step < 3; ++step) {
         bool up = lane >> step & 1;
 #pragma unroll
         for (int j = 0; j < 4 >> step; ++j) {
-            float other = v[j + (4 >> step)], keep = up ? other : v[j], send = up ? v[j] : other;
+            Value other = v[j + (4 >> step)], keep = up ? other : v[j], send = up ? v[j] : other;
             v[j] = op(keep, __shfl_xor_sync(0xffffffffu, send, 1 << step));
         }
     }
@@ -90,18 +102,56 @@ OA_DEVICE void forget(uint4 (&raw)[kSteps]) {
     for (int i = 0; i < kSteps; ++i) asm volatile("" : "+r"(raw[i].x), "+r"(raw[i].y), "+r"(raw[i].z), "+r"(raw[i].w));
 }
 
+// Largest magnitude of the row that combine_rows gives to this lane, of 8 rows of Q as they are.
+template <typename Io, int kColumns>
+OA_DEVICE float largest_of_row(const uint4 (&raw)[kSteps]) {
+    Io io;
+    uint32 most[kSteps];
+    auto magnitudes = [](uint32 w) { return w & ~kBothSigns; };
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+        most[i] = max2_nan(io, max2_nan(io, magnitudes(raw[i].x), magnitudes(raw[i].y)),
+                           max2_nan(io, magnitudes(raw[i].z), magnitudes(raw[i].w)));
+    uint32 pair = combine_rows<kColumns>(most, PackedMaxOp<Io>{});
+    return max_nan(low_float(io, pair), high_float(io, pair));
+}
+
+// Largest magnitude of x - mean over this thread's rows kFirst .. kFirst + kRows - 1 of K and the other threads of the same
+// rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel have it.
+template <typename Io, int kColumns, int kFirst, int kRows>
+OA_DEVICE float largest_of_rows(const uint4 (&raw)[kSteps], const float (&mean)[8]) {
+    Io io;
+    float most = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        uint32 hi = word_of(raw[kFirst], w), lo = hi;
+#pragma unroll
+        for (int i = 1; i < kRows; ++i) {
+            hi = max2_nan(io, hi, word_of(raw[kFirst + i], w));
+            lo = min2_nan(io, lo, word_of(raw[kFirst + i], w));
+        }
+        most = max_abs_nan(most, low_float(io, hi) - mean[2 * w]);
+        most = max_abs_nan(most, low_float(io, lo) - mean[2 * w]);
+        most = max_abs_nan(most, high_float(io, hi) - mean[2 * w + 1]);
+        most = max_abs_nan(most, high_float(io, lo) - mean[2 * w + 1]);
+    }
+#pragma unroll
+    for (int bit = 1; bit < kColumns; bit *= 2) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, bit));
+    return most;
+}
+
 template <typename Io, int kHeadDim>
 OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage<kHeadDim>& s, GroupStorage& groups) {
     constexpr int kColumns = kHeadDim / 8;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
     bool is_q = t.kind == kQuantizeQ || t.kind == kAmaxQ;
-    bool only_amax = t.kind == kAmaxQ || t.kind == kAmaxK;
+    bool only_amax = !kCommon && (t.kind == kAmaxQ || t.kind == kAmaxK);
     int64 at = sequence_head(t, is_q ? p.num_q_heads : p.num_kv_heads);
     int32 first = t.index * kBlockRows, count = min_of(t.len - first, kBlockRows);
     int64 stride = (is_q ? p.q_stride_s : p.k_stride_s) * 2;
-    const uint8* rows = is_q ? input_rows(p.q, t, p.q_stride_b, p.q_stride_s, p.q_stride_h, !p.packed)
-                             : input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, !p.packed);
+    const uint8* rows = is_q ? input_rows(p.q, t, p.q_stride_b, p.q_stride_s, p.q_stride_h, !is_packed(p))
+                             : input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, !is_packed(p));
     rows += first * stride;
 
     uint4 raw[kSteps];
@@ -115,9 +165,9 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
             from += kRowLanes * stride;
         }
     }
-    bool full_bias = is_q && !only_amax && (p.flags & kFullBias);
+    bool full_bias = is_q && !only_amax && has(p, kFullBias);
     float mean[8] = {}, value[kSteps], dot = 0.0f;
-    if ((!is_q && (p.flags & kSmoothK)) || full_bias) {
+    if ((!is_q && has(p, kSmoothK)) || full_bias) {
         int64 kv_at = int64(t.batch_idx) * p.num_kv_heads + (is_q ? t.head / (p.num_q_heads / p.num_kv_heads) : t.head);
         fetch_channels<kHeadDim>(p.k_ready + kv_at, p.k_mean + kv_at * p.head_dim_pad, p.head_dim_pad, s.mean);
         __syncthreads();
@@ -141,7 +191,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
 #pragma unroll
         for (int j = 0; j < 8; ++j) mean[j] = 0.0f;
     }
-    if (is_q && (p.flags & kSmoothQ)) {
+    if (is_q && has(p, kSmoothQ)) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
             float lo[2] = {}, hi[2] = {};
@@ -164,33 +214,58 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
         for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
     }
 
-    forget(raw);
-    // Largest magnitude of every row; rows that do not exist are zeros, not minus the mean.
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) value[i] = 0.0f;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            value[i] = max_abs_nan(value[i], low_float(io, word_of(raw[i], w)) - mean[2 * w]);
-            value[i] = max_abs_nan(value[i], high_float(io, word_of(raw[i], w)) - mean[2 * w + 1]);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) value[i] = ty + i * kRowLanes < count ? value[i] : 0.0f;
-    float most = combine_rows<kColumns>(value, MaxOp{});
-
-    // From here on lane cc < 8 of a row's lanes speaks for one row.
-    Grouping grouping(p.granularity, is_q ? p.q_group_rows : p.key_tile, is_q);
+    // Lane cc < 8 of a row's lanes speaks for one row.
+    Grouping grouping(granularity_of(p), is_q ? query_slice_of(p) : key_tile_of(p), is_q);
     int32 own_row = ty + row_of_lane(cc & 7) * kRowLanes, slot = grouping.slot(own_row),
           group = grouping.group(own_row);
-    bool bad = !is_finite(most);
-    if (cc < 8) {
-        reduce_max_shared(&groups.amax[group], bad ? 0 : __float_as_uint(most));
-        if (bad) reduce_max_shared(&groups.bad[slot], 1);
+    bool regular = kCommon && count == kBlockRows, bad = false;  // rows that all exist, and are finite
+    if (regular) {
+        float most = 0.0f;
+        if (is_q) {
+            most = largest_of_row<Io, kColumns>(raw);
+        } else if (KEY_TILE == 128) {  // all rows of a thread are of one group
+            most = largest_of_rows<Io, kColumns, 0, kSteps>(raw, mean);
+        } else {
+            float first_half = largest_of_rows<Io, kColumns, 0, kSteps / 2>(raw, mean);
+            float second_half = largest_of_rows<Io, kColumns, kSteps / 2, kSteps / 2>(raw, mean);
+            most = own_row < kBlockRows / 2 ? first_half : second_half;
+        }
+        if (cc < (is_q ? 8 : KEY_TILE == 128 ? 1 : 2)) {  // a lane for each group
+            reduce_max_shared(&groups.amax[group], __float_as_uint(most));
+            if (!is_finite(most)) groups.irregular = 1;
+        }
+        __syncthreads();
+        regular = groups.irregular == 0;
+        if (!regular) {
+            __syncthreads();
+            groups.clear<2 * kHeadDim>();
+            __syncthreads();
+        }
     }
-    __syncthreads();
-    bool per_tensor = p.granularity == kPerTensor;
+    if (!regular) {
+        forget(raw);
+        // Largest magnitude of every row; rows that do not exist are zeros, not minus the mean.
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) value[i] = 0.0f;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+                value[i] = max_abs_nan(value[i], low_float(io, word_of(raw[i], w)) - mean[2 * w]);
+                value[i] = max_abs_nan(value[i], high_float(io, word_of(raw[i], w)) - mean[2 * w + 1]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) value[i] = ty + i * kRowLanes < count ? value[i] : 0.0f;
+        float most = combine_rows<kColumns>(value, MaxOp{});
+        bad = !is_finite(most);
+        if (cc < 8) {
+            reduce_max_shared(&groups.amax[group], bad ? 0 : __float_as_uint(most));
+            if (bad) reduce_max_shared(&groups.bad[slot], 1);
+        }
+        __syncthreads();
+    }
+    bool per_tensor = granularity_of(p) == kPerTensor;
     uint32 amax = groups.amax[group];
     if (per_tensor) {
         uint32* tensor_amax = (is_q ? p.q_amax : p.k_amax) + at;
@@ -205,13 +280,13 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
         wait_for_own(tensor_done, uint32(t.len + kBlockRows - 1) / kBlockRows);
         amax = load_gpu(tensor_amax);
     }
-    float scale = scale_of(__uint_as_float(amax), p.levels), inverse = div_rn(1.0f, scale);
+    float scale = scale_of(__uint_as_float(amax), levels_of(p)), inverse = div_rn(1.0f, scale);
     if (cc < 8) {
         // Blocks of queries and tiles of keys begin at slots of their own in packed arrays. The block's rows end with
         // the sequence's last tile.
-        int32 tile_rows = is_q ? kBlockRows : p.key_tile, tile_log2 = 31 - __clz(tile_rows);
+        int32 tile_rows = is_q ? kBlockRows : key_tile_of(p), tile_log2 = 31 - __clz(tile_rows);
         if (own_row >> tile_log2 << tile_log2 < count && grouping.leads(own_row)) {
-            int32 tile = (first >> tile_log2) + (p.packed ? first_slot(t.begin, t.batch_idx, tile_rows) : 0);
+            int32 tile = (first >> tile_log2) + (is_packed(p) ? first_slot(t.begin, t.batch_idx, tile_rows) : 0);
             int64 at_slot =
                 (int64(t.unit) * (is_q ? p.slots_q : p.tiles_k) + tile) * grouping.slots_of(tile_rows) + slot;
             (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && groups.bad[slot] ? quiet_nan() : scale;
@@ -222,9 +297,9 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
     if (bad) inverse = quiet_nan();
     forget(raw);
 
-    int32 row_bytes = p.head_dim_pad * p.bits / 8;
+    int32 row_bytes = p.head_dim_pad * bits_of(p) / 8;
     uint8* to = (is_q ? p.q_int : p.k_int) + (output_row(t, is_q ? p.seqlen_q : p.seqlen_k) + first + ty) * row_bytes +
-                cc * p.bits;
+                cc * bits_of(p);
     bool stored = cc * 8 < p.head_dim_pad;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i, to += kRowLanes * row_bytes) {
@@ -234,8 +309,8 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
 #pragma unroll
         for (int j = 0; j < 8; ++j) n[j] = __float_as_uint(fmaf(x[j] - mean[j], of_row, kRound));
         if (!stored || ty + i * kRowLanes >= count) continue;
-        bool is_bad = !is_finite(of_row);
-        if (p.bits == 8) {
+        bool is_bad = !regular && !is_finite(of_row);
+        if (bits_of(p) == 8) {
             uint2 packed;
             packed.x = permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410);
             packed.y = permute_bytes(permute_bytes(n[4], n[5], 0x0040), permute_bytes(n[6], n[7], 0x0040), 0x5410);

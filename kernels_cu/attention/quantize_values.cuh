@@ -20,15 +20,18 @@ struct ValuesStorage {
 // First of the four keys of a 32-bit word of a tile; the others are 1, 8 and 9 further.
 OA_DEVICE int32 key_of_word(int32 word) { return (word >> 2) * 16 + (word & 3) * 2; }
 
-// Eight channels of eight keys to e4m3 in shared memory. kPlain: no mean, and V has neither NaN nor infinity.
-template <bool kPlain, typename Io, int kHeadDim>
+// What a tile of V may hold. kRegular: finite values and keys that all exist.
+enum class Values { kRegular, kRegularSmooth, kAny };
+
+// Eight channels of eight keys to e4m3 in shared memory. smooth: for kAny.
+template <Values kValues, typename Io, int kHeadDim>
 OA_DEVICE void convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<kHeadDim>& s, int32 count, bool smooth) {
     constexpr int kColumns = kHeadDim / 8, kWords = kBlockRows / 4, kSwizzle = 256 / kHeadDim;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {  // two channels at a time: registers are what this kernel lacks
         float2 inverse = reinterpret_cast<const float2*>(s.inverse + cc * 8)[w], mean{0.0f, 0.0f};
-        if (!kPlain && smooth) mean = reinterpret_cast<const float2*>(s.mean + cc * 8)[w];
+        if (kValues == Values::kRegularSmooth || (kValues == Values::kAny && smooth)) mean = reinterpret_cast<const float2*>(s.mean + cc * 8)[w];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int32 word = ty + r * kRowLanes;
@@ -37,10 +40,10 @@ OA_DEVICE void convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<kHe
             for (int i = 0; i < 4; ++i) {
                 x[i] = low_float(io, word_of(raw[r][i], w));
                 y[i] = high_float(io, word_of(raw[r][i], w));
-                if (!kPlain) x[i] -= mean.x, y[i] -= mean.y;
+                if (kValues != Values::kRegular) x[i] -= mean.x, y[i] -= mean.y;
                 x[i] = mul_rn(x[i], inverse.x);
                 y[i] = mul_rn(y[i], inverse.y);
-                if (!kPlain) {
+                if (kValues == Values::kAny) {
                     // The conversion would make 448 of an infinity. Rows that do not exist are zeros, not minus the mean.
                     if (!is_finite(x[i])) x[i] = quiet_nan();
                     if (!is_finite(y[i])) y[i] = quiet_nan();
@@ -59,13 +62,13 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
     constexpr int kColumns = kHeadDim / 8, kSwizzle = 256 / kHeadDim;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
-    bool half = (p.flags & kHalfV) != 0;
+    bool half = has(p, kHalfV);
     int64 keys_of_unit = int64(p.slots_k) * kBlockRows;
     uint8* out = p.v_out + int64(t.unit) * p.head_dim_pad * keys_of_unit + int64(t.slot) * kBlockRows;
     int32 first = t.index * kBlockRows, count = min_of(t.len - first, kBlockRows);
     int64 stride = p.v_stride_s * 2;
     const uint8* rows =
-        input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, !p.packed) + first * stride + cc * 16;
+        input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, !is_packed(p)) + first * stride + cc * 16;
     bool inside = cc * 8 < p.head_dim;
     uint4 raw[2][4];
     uint64 policy = passing_policy();
@@ -78,9 +81,9 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
         }
     }
     int64 at = sequence_head(t, p.num_kv_heads);
-    int32 first_chunk = p.packed ? first_slot(t.begin, t.batch_idx, kChunkRows) : 0;
+    int32 first_chunk = is_packed(p) ? first_slot(t.begin, t.batch_idx, kChunkRows) : 0;
     fetch_channels<kHeadDim>(p.v_ready + at, partial_of<kHeadDim>(p, t, first_chunk, 2), p.head_dim_pad, s.inverse);
-    bool smooth = (p.flags & kSmoothV) != 0;
+    bool smooth = has(p, kSmoothV);
     if (smooth) fetch_channels<kHeadDim>(p.v_ready + at, p.v_mean + at * p.head_dim_pad, p.head_dim_pad, s.mean);
     if (tid == 2 * kHeadDim - 1) s.bad = load_gpu(p.v_bad + at);
     __syncthreads();
@@ -106,10 +109,12 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
         }
         return;
     }
-    if (bad || smooth) {
-        convert_values<false, Io, kHeadDim>(io, raw, s, count, smooth);
+    if (bad || (smooth && (!kCommon || count < kBlockRows))) {
+        convert_values<Values::kAny, Io, kHeadDim>(io, raw, s, count, smooth);
+    } else if (kCommon) {
+        convert_values<Values::kRegularSmooth, Io, kHeadDim>(io, raw, s, count, true);
     } else {
-        convert_values<true, Io, kHeadDim>(io, raw, s, count, false);
+        convert_values<Values::kRegular, Io, kHeadDim>(io, raw, s, count, false);
     }
     __syncthreads();
 #pragma unroll

@@ -21,8 +21,9 @@
 // that a key that counts for more than all others is not rounded, with room below the largest e4m3 for scores that exceed it.
 //
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | delta_s
-// [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | barriers. Rows of Q and K
-// are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
+// [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and
+// v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], where there is room (else they follow O in its place) | barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with
+// a swizzle of its length.
 #include "attention/quantize_params.cuh"
 #include "attention/wgmma_epilogue.cuh"
 #include "attention/wgmma_roles.cuh"
@@ -53,6 +54,8 @@ struct Config {
     static constexpr int kOutputs = kHeadDim / 2;  // of one thread
     // Blocks of 128 query rows, which delta_s has, in a tile.
     static constexpr int kDeltaRows = kBlockM % 128 == 0 ? kBlockM / 128 : kBlockM / 128 + 1;
+    static constexpr bool kEarlyChannels = kHeadDim <= 128;
+    static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
@@ -66,6 +69,7 @@ struct SharedStorage {
     alignas(16) float delta[Config::kDelta ? Config::kStages : 1][Config::kDeltaRows][Config::kBlockN];
     float4 o[Config::kConsumers][Config::kOutputs / 4][128];  // each thread's own, in its order
     alignas(16) float k_scale[Config::kStages][4];
+    float channels[Config::kConsumers][2][Config::kOwnChannels];  // v_scale and v_mean
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
@@ -227,8 +231,9 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         Softmax softmax;
         float shrink[2];  // what O, as it lies in shared memory, has to be multiplied by
         bool flushed;  // whether O has anything
+        bool attended;  // whether there was a tile of keys
 
-        OA_DEVICE Rows() : shrink{1.0f, 1.0f}, flushed(false) { clear(); }
+        OA_DEVICE Rows() : shrink{1.0f, 1.0f}, flushed(false), attended(false) { clear(); }
         OA_DEVICE void clear() {
 #pragma unroll
             for (int i = 0; i < Config::kOutputs; ++i) acc[i] = 0.0f;
@@ -304,10 +309,12 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
         bars_.q.wait(q_at_);
         wait_kv();
-        c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
         turns_.wait();
         issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
         turns_.pass_on();
+        if (Config::kEarlyChannels) fetch_channels(t);
+        state.attended = true;
+        c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
         wgmma_wait<0>();
         wgmma_pin(s);
         if (i == num_tiles - 1) release_q();
@@ -372,25 +379,28 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     // Undoes V's scale and mean, both per channel: O = A v_scale + (sum of P) v_mean, before the division by that sum.
     OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
         state.softmax.reduce();
-        if (t.seqlen_k <= 0) {  // rows of no sequence have no channels to look up, and nothing to scale
+        if (t.seqlen_k <= 0) {  // rows of no sequence have no bias to look up
             store_rows<Config::Io>(state.acc, state.softmax.m2, state.softmax.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
             return;
         }
-        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
-        int64 channels = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.head_dim_pad;
+        if (state.attended) {
+            if (!Config::kEarlyChannels) {
+                named_barrier_sync(kFirstFreeBarrier + group_, 128);  // O has been read
+                fetch_channels(t);
+            }
+            cp_async_wait<0>();
+            named_barrier_sync(kFirstFreeBarrier + group_, 128);
 #pragma unroll
-        for (int d = 0; d < Config::kDTiles; ++d) {
-            int32 column = 8 * d + 2 * (lane_ & 3);
-            if (column >= params_.head_dim_pad) continue;
-            float2 scale = *reinterpret_cast<const float2*>(params_.v_scale + channels + column);
-            float2 mean = params_.v_mean == nullptr
-                              ? make_float2(0.0f, 0.0f)
-                              : *reinterpret_cast<const float2*>(params_.v_mean + channels + column);
+            for (int d = 0; d < Config::kDTiles; ++d) {
+                int32 column = 8 * d + 2 * (lane_ & 3);
+                float2 scale = *reinterpret_cast<const float2*>(channels() + column);
+                float2 mean = *reinterpret_cast<const float2*>(channels() + Config::kHeadDim + column);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float* o = state.acc + 4 * d + 2 * r;
-                o[0] = fmaf(o[0], scale.x, state.softmax.l[r] * mean.x);
-                o[1] = fmaf(o[1], scale.y, state.softmax.l[r] * mean.y);
+                for (int r = 0; r < 2; ++r) {
+                    float* o = state.acc + 4 * d + 2 * r;
+                    o[0] = fmaf(o[0], scale.x, state.softmax.l[r] * mean.x);
+                    o[1] = fmaf(o[1], scale.y, state.softmax.l[r] * mean.y);
+                }
             }
         }
         float bias[2];
@@ -412,6 +422,30 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         return params_.q_scale[head * params_.q_scale_stride_h + slot_of(t, t.q_begin) * 64 + (warp_row >> 4) * 8 +
                                (lane_ >> 2)] *
                (p_.softmax_scale * kLog2e);
+    }
+
+    // V's scale and mean for `store`, by way of shared memory: loads there would wait for the L2 cache one after the other,
+    // having no registers to wait in. Early: after a turn has begun, when the whole warpgroup has read the last tile's.
+    OA_DEVICE void fetch_channels(const FwdTile& t) const {
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.head_dim_pad;
+        const float* mean = params_.v_mean == nullptr ? params_.v_scale : params_.v_mean;
+#pragma unroll
+        for (int i = 0; i < (Config::kHeadDim + 127) / 128; ++i) {
+            int32 c = (threadIdx.x & 127) + 128 * i;
+            if (c >= Config::kHeadDim) continue;
+            bool inside = c < params_.head_dim_pad;
+            int64 from = inside ? first + c : 0;
+            uint32 to = smem_addr_of(channels() + c);
+            cp_async_small<4>(to, params_.v_scale + from, inside ? 4 : 0);
+            cp_async_small<4>(to + 4 * Config::kHeadDim, mean + from, inside && params_.v_mean != nullptr ? 4 : 0);
+        }
+        cp_async_commit();
+    }
+
+    // This warpgroup's v_scale and, HEAD_DIM further, v_mean.
+    OA_DEVICE float* channels() const {
+        return Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_]);
     }
 
     OA_DEVICE float4& flushed(int i) const { return storage_.o[group_][i][threadIdx.x & 127]; }

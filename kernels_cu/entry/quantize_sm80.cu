@@ -65,14 +65,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
         if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
         decode_next(s.items[0]);
     }
-    for (int32 i = threadIdx.x; i < kBlockRows; i += kThreads) s.groups[0].amax[i] = s.groups[0].bad[i] = 0;
+    s.groups[0].clear<kThreads>();
     for (uint32 turn = 0;; turn ^= 1) {
         __syncthreads();  // the item is there, and everything else of the one before is free
         const Item& t = s.items[turn];
         if (t.kind == kNoItem) return;
         if (first_warp) decode_next(s.items[turn ^ 1]);
-        GroupStorage& other = s.groups[turn ^ 1];
-        for (int32 i = threadIdx.x; i < kBlockRows; i += kThreads) other.amax[i] = other.bad[i] = 0;
+        s.groups[turn ^ 1].clear<kThreads>();
         if (t.batch_idx < 0) continue;  // a slot that no sequence fills
         if (t.kind == kReduceK) {
             reduce_k<IO_TYPE, kHeadDim>(p, t, s.work.sums, &s.flag);

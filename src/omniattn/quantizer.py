@@ -96,8 +96,10 @@ def strides_of(t: Tensor | None, layout: str, varlen: bool) -> Strides3:
     return (0 if varlen else own[0], own[seq], own[head])
 
 
-def select_quantizer(op: str, dtype: str, head_dim: int, cc: tuple[int, int]) -> KernelSpec:
+def select_quantizer(op: str, dtype: str, head_dim: int, cc: tuple[int, int], common: str = "") -> KernelSpec:
     """The row of ``op`` ("quantize" or "quantize_delta") with the narrowest tile that holds ``head_dim``.
+
+    ``common``: the grouping, if the problem is one that `QuantizeProblem.is_common` names.
 
     Raises
     ------
@@ -105,6 +107,7 @@ def select_quantizer(op: str, dtype: str, head_dim: int, cc: tuple[int, int]) ->
         There is none for this element type, or for the GPU.
     """
     rows = [s for s in REGISTRY if s.op == op and s.dtype == dtype and s.head_dim >= head_dim and s.min_arch <= cc]
+    rows = [s for s in rows if s.grouping == common]
     if not rows:
         raise UnsupportedError(
             f"no quantizer serves {dtype}, head_dim {head_dim} on compute capability {cc[0]}.{cc[1]}",
@@ -125,7 +128,8 @@ def device_plan(
     from . import runtime
 
     device = runtime.device_info(ordinal)
-    spec = select_quantizer("quantize", problem.dtype, problem.head_dim, device.cc)
+    common = problem.grouping if problem.is_common else ""
+    spec = select_quantizer("quantize", problem.dtype, problem.head_dim, device.cc, common)
     delta = select_quantizer("quantize_delta", problem.dtype, problem.head_dim, device.cc)
     return QuantizePlan(
         spec,

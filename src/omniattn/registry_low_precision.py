@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .kernel_spec import IO_TYPES, KernelSpec
+from .kernel_spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
     tiles_bytes = tile.head_dim * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
     delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * tile.block_n * 4
     sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
+    channels_bytes = 8 * num_consumers * (tile.head_dim if tile.head_dim <= 128 else 1)  # scales and means of V
     barriers_bytes = 16 * (num_q_stages + tile.num_stages)
-    smem_bytes = tiles_bytes + delta_bytes + sums_bytes + barriers_bytes + 36 * num_q_stages + 640
+    smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes + 36 * num_q_stages + 640
     smem_bytes = -(-smem_bytes // 1024) * 1024
     return KernelSpec(
         name=f"attn_int8_sm90_{short}_d{tile.head_dim}"
@@ -77,7 +78,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         pv_accumulator="fp32",
         grouping="sm90",
         # What is known of a tile; none of it in the loop of the common step.
-        allowed_spill_bytes=(192 if smooth_q else 96) if varlen else 64,
+        allowed_spill_bytes=(208 if smooth_q else 96) if varlen else 72,
     )
 
 
@@ -159,25 +160,29 @@ def _attn_int8_sm80(
     )
 
 
-def _quantize(head_dim: int, dtype: str) -> KernelSpec:
+def _quantize(head_dim: int, dtype: str, grouping: str = "") -> KernelSpec:
+    """For anything, or with a grouping for what int8 attention asks for by default (`QuantizeProblem.is_common`)."""
     short, tag = IO_TYPES[dtype]
     # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
     num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
+    key_tile = {"": 0, "sm90": 128, "sm80": 64}[grouping]
     return KernelSpec(
-        name=f"quantize_sm80_{short}_d{head_dim}",
+        name=f"quantize_sm80_{short}_d{head_dim}" + (f"_int8_{grouping}" if grouping else ""),
         family="quantize_sm80",
         op="quantize",
         source="entry/quantize_sm80.cu",
         symbol="quantize_sm80",
-        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas))),
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas)), ("KEY_TILE", str(key_tile))),
         dtype=dtype,
         head_dim=head_dim,
         block_m=128,
         block_n=128,
         num_warps=num_warps,
         smem_bytes=0,
-        # Two CTAs an SM would need no spills: measured 5 to 10 % slower.
-        allowed_spill_bytes=320,
+        grouping=grouping,
+        # Of the kernels for anything. Two CTAs an SM would need no spills: measured 5 to 10 % slower.
+        allowed_spill_bytes=200 if grouping else 320,
+        prebuild=("90a",) if grouping == "sm90" else PREBUILT_ARCHS,
     )
 
 
@@ -190,7 +195,7 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
         op="quantize_delta",
         source="entry/quantize_delta_sm80.cu",
         symbol="quantize_delta_sm80",
-        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("SMEM_BYTES", str(smem_bytes))),
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("SMEM_BYTES", str(smem_bytes)), ("KEY_TILE", "0")),
         dtype=dtype,
         head_dim=head_dim,
         block_m=16,
@@ -227,9 +232,7 @@ def low_precision_rows() -> Iterator[KernelSpec]:
 
 def quantizer_rows() -> Iterator[KernelSpec]:
     """Rows of the quantizers."""
-    yield from (
-        make(head_dim, dtype)
-        for make in (_quantize, _quantize_delta)
-        for head_dim in (64, 128, 256)
-        for dtype in ("float16", "bfloat16")
-    )
+    sizes = [(head_dim, dtype) for head_dim in (64, 128, 256) for dtype in ("float16", "bfloat16")]
+    for grouping in ("", "sm90", "sm80"):
+        yield from (_quantize(head_dim, dtype, grouping) for head_dim, dtype in sizes)
+    yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)

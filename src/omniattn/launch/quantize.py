@@ -103,6 +103,16 @@ class QuantizeProblem:
         """Keys of one tile of scales."""
         return KEY_TILES[self.grouping]
 
+    @property
+    def is_common(self) -> bool:
+        """Whether it is what int8 attention asks for by default: a kernel of its own serves that (KEY_TILE there)."""
+        asked = (self.qk, self.v, self.smooth_k, self.smooth_v, self.smooth_q, self.varlen, self.stored_bits, self.bits)
+        return (
+            asked == (True, True, True, True, False, False, 8, 8)
+            and (self.granularity, self.v_dtype) == ("per_thread", "float8_e4m3")
+            and self.row_bias != "full"
+        )
+
     def slots(self, rows: int, of: int) -> int:
         """Blocks of ``of`` rows of one head: of a sequence, or for packed ones a bound that holds for any lengths."""
         return -(-rows // of) + (self.batch if self.varlen else 0)
