@@ -21,7 +21,9 @@ OA_DEVICE int32 granularity_of(const QuantizeParams& p) { return kCommon ? kPerT
 OA_DEVICE int32 bits_of(const QuantizeParams& p) { return kCommon ? 8 : p.bits; }
 OA_DEVICE int32 levels_of(const QuantizeParams& p) { return kCommon ? 127 : p.levels; }
 OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? KEY_TILE : p.key_tile; }
-OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? (KEY_TILE == 128 ? 16 : 32) : p.q_group_rows; }
+OA_DEVICE int32 query_slice_of(const QuantizeParams& p) {
+    return kCommon ? (KEY_TILE == 128 ? 16 : 32) : p.q_group_rows;
+}
 
 // Items of a group go over its heads before they go on to the next rows: heads of one row lie side by side in memory.
 struct Split {
@@ -53,6 +55,12 @@ OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint3
         t.kind = split.part == 1 || !has(p, kHasQk) ? kQuantizeV : kQuantizeK;
         t.unit = first_unit + split.unit, t.slot = split.row;
     }
+}
+
+// First byte of row 0 of the item's sequence and head in an input of 16-bit elements.
+OA_DEVICE const uint8* input_rows(const uint8* x, const Item& t, int64 stride_b, int64 stride_s, int64 stride_h,
+                                  bool dense) {
+    return x + 2 * ((dense ? t.batch_idx * stride_b : 0) + t.head * stride_h + int64(t.begin) * stride_s);
 }
 
 // By all lanes of a warp, which all return the same.
@@ -121,6 +129,16 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
     }
     int32 filled = rows == kChunkRows ? num_chunks(t.len) : int32((uint32(t.len) + kBlockRows - 1) / kBlockRows);
     if (t.index < 0 || t.index >= filled) t.batch_idx = -1;
+    if constexpr (kCommon) {
+        int32 first = t.index * (rows == kChunkRows ? chunk_rows(t.len) : kBlockRows);
+        bool is_k = t.kind == kReduceK || t.kind == kQuantizeK;
+        t.stride_bytes = 2 * (is_q ? p.q_stride_s : is_k ? p.k_stride_s : p.v_stride_s);
+        t.rows = is_q   ? input_rows(p.q, t, p.q_stride_b, p.q_stride_s, p.q_stride_h, true)
+                 : is_k ? input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, true)
+                        : input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, true);
+        t.rows += first * t.stride_bytes;
+        t.count = max_of(min_of(t.len - first, kBlockRows), 0);
+    }
     return t;
 }
 
@@ -130,10 +148,10 @@ OA_DEVICE int64 sequence_head(const Item& t, int32 num_heads) { return int64(t.b
 // First row of the item's sequence in an output [unit, rows, ...]; dense outputs have len rows a unit.
 OA_DEVICE int64 output_row(const Item& t, int32 rows_of_unit) { return int64(t.unit) * rows_of_unit + t.begin; }
 
-// First byte of row 0 of the item's sequence and head in an input of 16-bit elements.
-OA_DEVICE const uint8* input_rows(const uint8* x, const Item& t, int64 stride_b, int64 stride_s, int64 stride_h,
-                                  bool dense) {
-    return x + 2 * ((dense ? t.batch_idx * stride_b : 0) + t.head * stride_h + int64(t.begin) * stride_s);
+// Where the item's rows begin in an input: row `first` of its sequence and head.
+OA_DEVICE const uint8* item_rows(const QuantizeParams& p, const Item& t, const uint8* x, int64 stride_b, int64 stride_s,
+                                 int64 stride_h, int32 first) {
+    return kCommon ? t.rows : input_rows(x, t, stride_b, stride_s, stride_h, !is_packed(p)) + 2 * stride_s * first;
 }
 
 // Any thread, for itself: until `word` is at least `target`. The lanes of a warp ask together.

@@ -2,6 +2,23 @@
 #pragma once
 #include "ptx/types.cuh"
 
+enum ItemKind : int32 { kReduceK, kReduceV, kAmaxQ, kAmaxK, kQuantizeQ, kQuantizeK, kQuantizeV, kNoItem };
+
+// One piece of work: a block of 128 rows, or a chunk, of one head of one sequence.
+struct alignas(16) Item {
+    int32 kind;
+    int32 batch_idx;  // -1: a slot that no sequence fills
+    int32 head;  // query head for Q, kv head for K and V
+    int32 unit;  // batch * heads + head for dense batches, head for packed sequences: leads the outputs
+    int32 slot;  // of this head
+    int32 index;  // of this sequence
+    int32 begin, len;  // the sequence's rows in the tensor
+    // Kernels with KEY_TILE only: the item's first kBlockRows rows, or as many as there are.
+    const uint8* rows;
+    int64 stride_bytes;
+    int32 count;
+};
+
 // The host packs the same fields in the same order (src/omniattn/launch/quantize.py).
 struct QuantizeParams {
     const uint8* q;
@@ -32,6 +49,8 @@ struct QuantizeParams {
     // Copies of cu_seqlens that never decrease, for the launches behind the one that zeroes; null: none.
     int32* starts_q;
     int32* starts_k;
+    Item*
+        table;  // all items in the order of their tickets, decoded by the launch that zeroes (kernels with KEY_TILE only)
     int64 q_stride_b, q_stride_s, q_stride_h;  // elements
     int64 k_stride_b, k_stride_s, k_stride_h;
     int64 v_stride_b, v_stride_s, v_stride_h;
@@ -69,19 +88,6 @@ constexpr float kLeastAmax = 7.888609052210118e-31f;  // 2^-100
 constexpr float kMeanCounts = 16.0f;
 
 constexpr uint32 kReady = 0x80000000u;
-
-enum ItemKind : int32 { kReduceK, kReduceV, kAmaxQ, kAmaxK, kQuantizeQ, kQuantizeK, kQuantizeV, kNoItem };
-
-// One piece of work: a block of 128 rows, or a chunk, of one head of one sequence.
-struct Item {
-    int32 kind;
-    int32 batch_idx;  // -1: a slot that no sequence fills
-    int32 head;  // query head for Q, kv head for K and V
-    int32 unit;  // batch * heads + head for dense batches, head for packed sequences: leads the outputs
-    int32 slot;  // of this head
-    int32 index;  // of this sequence
-    int32 begin, len;  // the sequence's rows in the tensor
-};
 
 // Keys of one partial sum of a sequence of `len` keys, and how many partial sums it has (one when it is empty).
 OA_DEVICE int32 chunk_rows(int32 len) {

@@ -6,45 +6,13 @@
 // Threads: 2 * HEAD_DIM; thread t has the channels 8 (t % (HEAD_DIM / 8)) + 0..7 and the rows t / (HEAD_DIM / 8) + 16 i.
 #pragma once
 #include "attention/quantize_items.cuh"
+#include "attention/quantize_memory.cuh"
 #include "ptx/cvt_quant.cuh"
 
 constexpr int32 kRowLanes = 16;
 // Partial results that a thread loads before it adds the first of them: one after the other costs half a microsecond
 // each, while every block of the head waits.
 constexpr int kInFlight = 8;
-
-// createpolicy.fractional.L2: how the L2 cache treats what is read: first out (not needed again), or last (needed soon).
-OA_DEVICE uint64 passing_policy() {
-    uint64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-OA_DEVICE uint64 keeping_policy() {
-    uint64 policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-// st.global.L2::cache_hint: outputs, which are not read here; aligned to their size.
-OA_DEVICE void store_output(uint8* p, const uint4& w) {
-    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z),
-                 "r"(w.w), "l"(passing_policy())
-                 : "memory");
-}
-OA_DEVICE void store_output(uint8* p, const uint2& w) {
-    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1,%2}, %3;" ::"l"(p), "r"(w.x), "r"(w.y),
-                 "l"(passing_policy())
-                 : "memory");
-}
-
-// ld.global.nc.L1::no_allocate.L2::cache_hint.v4: 16 bytes of an input, which nobody writes; 16-byte aligned.
-OA_DEVICE uint4 load_input(const uint8* p, uint64 policy) {
-    uint4 w;
-    asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-        : "l"(p), "l"(policy));
-    return w;
-}
 
 OA_DEVICE uint32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
@@ -124,20 +92,14 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, u
     constexpr int kColumns = kHeadDim / 8, kBatch = 8;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
-    int64 stride = p.k_stride_s * 2;
+    int64 stride = kCommon ? t.stride_bytes : p.k_stride_s * 2;
     int32 size = chunk_rows(t.len), first = t.index * size, count = min_of(size, t.len - first);
-    const uint8* rows = input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, !is_packed(p)) + first * stride;
+    const uint8* rows = item_rows(p, t, p.k, p.k_stride_b, p.k_stride_s, p.k_stride_h, first);
     float sums[2][8] = {};
     bool inside = cc * 8 < p.head_dim;
     uint64 policy = keeping_policy();
-    for (int32 r0 = ty; r0 < count; r0 += kRowLanes * kBatch) {
-        uint4 raw[kBatch];
-        const uint8* at = rows + r0 * stride + cc * 16;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            raw[i] = inside && r0 + i * kRowLanes < count ? load_input(at, policy) : uint4{0, 0, 0, 0};
-            at += kRowLanes * stride;
-        }
+    uint4 raw[kBatch];
+    auto add = [&] {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             float x[8];
@@ -145,6 +107,15 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, u
 #pragma unroll
             for (int j = 0; j < 8; ++j) sums[i & 1][j] += x[j];
         }
+    };
+    for (int32 r0 = ty; r0 < count; r0 += kRowLanes * kBatch) {
+        const uint8* at = rows + r0 * stride + cc * 16;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            raw[i] = inside && r0 + i * kRowLanes < count ? load_input(at, policy) : uint4{0, 0, 0, 0};
+            at += kRowLanes * stride;
+        }
+        add();
     }
     store_lanes<kHeadDim>(sums[0], sums[1], buffer);
     float sum = channel_sum<Io, kHeadDim>(rows, stride, count, p.head_dim, buffer);
@@ -185,9 +156,9 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
     constexpr int kColumns = kHeadDim / 8, kBatch = kCommon ? 8 : 4;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
-    int64 stride = p.v_stride_s * 2;
+    int64 stride = kCommon ? t.stride_bytes : p.v_stride_s * 2;
     int32 size = chunk_rows(t.len), first = t.index * size, count = min_of(size, t.len - first);
-    const uint8* rows = input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, !is_packed(p)) + first * stride;
+    const uint8* rows = item_rows(p, t, p.v, p.v_stride_b, p.v_stride_s, p.v_stride_h, first);
     bool smooth = has(p, kSmoothV), inside = cc * 8 < p.head_dim;
     uint4 none_hi, none_lo;  // -inf and +inf: no row seen
     none_lo.x = none_lo.y = none_lo.z = none_lo.w = infinities(io);
@@ -195,15 +166,8 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
     uint4 hi = none_hi, lo = none_lo;
     float sums[2][8] = {};
     uint64 policy = keeping_policy();
-    for (int32 r0 = ty; inside && r0 < count; r0 += kRowLanes * kBatch) {
-        uint4 raw[kBatch];
-        const uint8* at = rows + r0 * stride + cc * 16;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            // Rows behind the last one: the first one again, which changes no range.
-            raw[i] = load_input(r0 + i * kRowLanes < count ? at : rows + r0 * stride + cc * 16, policy);
-            at += kRowLanes * stride;
-        }
+    uint4 raw[kBatch];
+    auto add = [&](int32 r0) {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             hi.x = max2_nan(io, hi.x, raw[i].x), lo.x = min2_nan(io, lo.x, raw[i].x);
@@ -217,6 +181,16 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
                 for (int j = 0; j < 8; ++j) sums[i & 1][j] += x[j];
             }
         }
+    };
+    // Rows behind the last one: this thread's first one again, which changes no range.
+    for (int32 r0 = ty; inside && r0 < count; r0 += kRowLanes * kBatch) {
+        const uint8* at = rows + r0 * stride + cc * 16;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            raw[i] = load_input(r0 + i * kRowLanes < count ? at : rows + r0 * stride + cc * 16, policy);
+            at += kRowLanes * stride;
+        }
+        add(r0);
     }
     int64 at = sequence_head(t, p.num_kv_heads);
     float sum = 0.0f, x[8];
@@ -283,7 +257,7 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
             // fp8: the largest magnitude becomes v_levels. fp16: a power of two, so that only subnormals are rounded, which
             // puts it into [128, 256): 128 products with P <= 1 stay below 65504.
             scale = has(p, kHalfV) ? __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23))
-                                     : div_rn(amax, p.v_levels);
+                                   : div_rn(amax, p.v_levels);
         }
         // Where the first chunk had its maxima: read by all blocks of the sequence.
         partial_of<kHeadDim>(p, t, t.slot - t.index, 2)[tid] = div_rn(1.0f, scale);

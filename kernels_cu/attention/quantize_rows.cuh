@@ -149,10 +149,9 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
     bool only_amax = !kCommon && (t.kind == kAmaxQ || t.kind == kAmaxK);
     int64 at = sequence_head(t, is_q ? p.num_q_heads : p.num_kv_heads);
     int32 first = t.index * kBlockRows, count = min_of(t.len - first, kBlockRows);
-    int64 stride = (is_q ? p.q_stride_s : p.k_stride_s) * 2;
-    const uint8* rows = is_q ? input_rows(p.q, t, p.q_stride_b, p.q_stride_s, p.q_stride_h, !is_packed(p))
-                             : input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, !is_packed(p));
-    rows += first * stride;
+    int64 stride = kCommon ? t.stride_bytes : (is_q ? p.q_stride_s : p.k_stride_s) * 2;
+    const uint8* rows = is_q ? item_rows(p, t, p.q, p.q_stride_b, p.q_stride_s, p.q_stride_h, first)
+                             : item_rows(p, t, p.k, p.k_stride_b, p.k_stride_s, p.k_stride_h, first);
 
     uint4 raw[kSteps];
     {
@@ -300,7 +299,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
     int32 row_bytes = p.head_dim_pad * bits_of(p) / 8;
     uint8* to = (is_q ? p.q_int : p.k_int) + (output_row(t, is_q ? p.seqlen_q : p.seqlen_k) + first + ty) * row_bytes +
                 cc * bits_of(p);
-    bool stored = cc * 8 < p.head_dim_pad;
+    bool has_channels = cc * 8 < p.head_dim_pad;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i, to += kRowLanes * row_bytes) {
         float of_row = __shfl_sync(0xffffffffu, inverse, row_of_lane(i), kColumns), x[8];
@@ -308,19 +307,19 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
         unpack8(io, raw[i], x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) n[j] = __float_as_uint(fmaf(x[j] - mean[j], of_row, kRound));
-        if (!stored || ty + i * kRowLanes >= count) continue;
+        bool stored = has_channels && (regular || ty + i * kRowLanes < count);
         bool is_bad = !regular && !is_finite(of_row);
         if (bits_of(p) == 8) {
             uint2 packed;
             packed.x = permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410);
             packed.y = permute_bytes(permute_bytes(n[4], n[5], 0x0040), permute_bytes(n[6], n[7], 0x0040), 0x5410);
             if (is_bad) packed.x = packed.y = 0;
-            store_output(to, packed);
+            store_output_if(stored, to, packed);
         } else {
             uint32 packed = 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) packed |= (n[j] & 15u) << (4 * j);
-            *reinterpret_cast<uint32*>(to) = is_bad ? 0 : packed;
+            if (stored) *reinterpret_cast<uint32*>(to) = is_bad ? 0 : packed;
         }
     }
 }

@@ -31,7 +31,8 @@ OA_DEVICE void convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<kHe
 #pragma unroll
     for (int w = 0; w < 4; ++w) {  // two channels at a time: registers are what this kernel lacks
         float2 inverse = reinterpret_cast<const float2*>(s.inverse + cc * 8)[w], mean{0.0f, 0.0f};
-        if (kValues == Values::kRegularSmooth || (kValues == Values::kAny && smooth)) mean = reinterpret_cast<const float2*>(s.mean + cc * 8)[w];
+        if (kValues == Values::kRegularSmooth || (kValues == Values::kAny && smooth))
+            mean = reinterpret_cast<const float2*>(s.mean + cc * 8)[w];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int32 word = ty + r * kRowLanes;
@@ -66,9 +67,8 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
     int64 keys_of_unit = int64(p.slots_k) * kBlockRows;
     uint8* out = p.v_out + int64(t.unit) * p.head_dim_pad * keys_of_unit + int64(t.slot) * kBlockRows;
     int32 first = t.index * kBlockRows, count = min_of(t.len - first, kBlockRows);
-    int64 stride = p.v_stride_s * 2;
-    const uint8* rows =
-        input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, !is_packed(p)) + first * stride + cc * 16;
+    int64 stride = kCommon ? t.stride_bytes : p.v_stride_s * 2;
+    const uint8* rows = item_rows(p, t, p.v, p.v_stride_b, p.v_stride_s, p.v_stride_h, first) + cc * 16;
     bool inside = cc * 8 < p.head_dim;
     uint4 raw[2][4];
     uint64 policy = passing_policy();

@@ -24,7 +24,7 @@ OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], cons
         res.lse += lacks;
         if (lacks != lacks) res.o_scale = lacks;
         int32 row = warp_row + (lane >> 2) + r * 8;
-        bool row_ok = row < t.seqlen_q;
+        bool row_ok = uint32(row) < uint32(t.seqlen_q);
         if (p.lse != nullptr && quad_lane == 0 && row_ok)
             p.lse[t.batch_idx * p.lse_stride_b + t.head_idx * p.lse_stride_h + t.q_begin + row] = res.lse;
 #pragma unroll

@@ -37,6 +37,10 @@ constexpr float kBaseSteps<SeededScore<4>> = 1.0f;
 template <typename Score>
 constexpr float kCoarseScaleOf = kBaseSteps<Score> == 1.0f ? 0.5f : 0.005f;
 constexpr float kCoarseScale = kCoarseScaleOf<int32>;
+template <typename Score>
+constexpr bool kIsWgmmaInteger = false;
+template <>
+constexpr bool kIsWgmmaInteger<int32> = true;
 OA_DEVICE float scale_without_rounding(float c) { return __uint_as_float(__float_as_uint(c) & 0xfffffff0u); }
 // A hidden key's score: score_of it is -inf.
 OA_DEVICE void hide(float& s) { s = neg_inf(); }
@@ -136,26 +140,43 @@ struct RowState {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             base[r] = kScoreBias<Score> == 0.0f ? -m2[r] : fmaf(-kScoreBias<Score>, c[r], -m2[r]);
+        // wgmma's integer scores: exponents one pair ahead of the powers, sums two pairs behind, so that fewer of them wait for
+        // the result of the instruction before. Others as the compiler orders them.
+        constexpr bool kInOrder = kIsWgmmaInteger<Score>;
+        constexpr int kPairs = kScores / 2, kEarlier = kInOrder ? 1 : 0, kLater = kInOrder ? 2 : 0;
+        float e[kScores];
+        auto exponent = [&](int k) {
 #pragma unroll
-        for (int n = 0; n < kScores / 4; ++n)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float p[2];
-#pragma unroll
-                for (int x = 0; x < 2; ++x) {
-                    float score = score_of(s[4 * n + 2 * r + x]);
-                    if constexpr (kCareful) {
-                        float exponent = fmaf(score - kScoreBias<Score>, c[r], shift(n, x)) - m2[r];
-                        p[x] = score == neg_inf() ? 0.0f : exp2_approx(exponent);
-                    } else if constexpr (Shift::kPresent) {
-                        p[x] = exp2_approx(fmaf(score - kScoreBias<Score>, c[r], shift(n, x) - m2[r]));
-                    } else {
-                        p[x] = exp2_approx(fmaf(score, c[r], base[r]));
-                    }
+            for (int x = 0; x < 2; ++x) {
+                int n = k >> 1, r = k & 1;
+                float score = score_of(s[4 * n + 2 * r + x]);
+                if constexpr (kCareful) {
+                    float y = fmaf(score - kScoreBias<Score>, c[r], shift(n, x)) - m2[r];
+                    e[2 * k + x] = score == neg_inf() ? neg_inf() : y;
+                } else if constexpr (Shift::kPresent) {
+                    e[2 * k + x] = fmaf(score - kScoreBias<Score>, c[r], shift(n, x) - m2[r]);
+                } else {
+                    e[2 * k + x] = fmaf(score, c[r], base[r]);
                 }
-                sum[r] += p[0] + p[1];
-                put(n, r, p[0], p[1]);
             }
+        };
+        auto power = [&](int k) {
+#pragma unroll
+            for (int i = 2 * k; i < 2 * k + 2; ++i) e[i] = kInOrder ? exp2_in_order(e[i]) : exp2_approx(e[i]);
+        };
+        auto take = [&](int k) {
+            sum[k & 1] += e[2 * k] + e[2 * k + 1];
+            put(k >> 1, k & 1, e[2 * k], e[2 * k + 1]);
+        };
+#pragma unroll
+        for (int k = 0; k < kEarlier; ++k) exponent(k);
+#pragma unroll
+        for (int k = 0; k < kPairs + kLater; ++k) {
+            if (kEarlier == 0) exponent(k);
+            if (k < kPairs) power(k);
+            if (kEarlier > 0 && k + kEarlier < kPairs) exponent(k + kEarlier);
+            if (k >= kLater) take(k - kLater);
+        }
     }
 
     // Whether the probabilities of any of the warp's rows were too large, or NaN. own: whether the rows belong to the

@@ -409,7 +409,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             int32 row = warp_row + (lane_ >> 2) + 8 * r;
             int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
             bias[r] =
-                row < t.seqlen_q ? params_.row_bias[head * p_.seqlen_q + t.q_begin + row] * p_.softmax_scale : 0.0f;
+                uint32(row) < uint32(t.seqlen_q) ? params_.row_bias[head * p_.seqlen_q + t.q_begin + row] * p_.softmax_scale : 0.0f;
         }
         store_rows<Config::Io>(state.acc, state.softmax.m2, state.softmax.l, bias, p_, t, warp_row, lane_);
     }
@@ -417,7 +417,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
   private:
     // Of this lane's two rows, with the softmax's scale, in base 2.
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
-        if (warp_row >= t.seqlen_q) return 1e-30f;  // zeros; not so coarse as to need the careful way
+        if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;  // zeros; not so coarse as to need the careful way
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.q_scale[head * params_.q_scale_stride_h + slot_of(t, t.q_begin) * 64 + (warp_row >> 4) * 8 +
                                (lane_ >> 2)] *

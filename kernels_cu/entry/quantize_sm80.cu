@@ -19,6 +19,7 @@
 #include "attention/quantize_reduce.cuh"
 #include "attention/quantize_rows.cuh"
 #include "attention/quantize_values.cuh"
+#include "ptx/cp_async.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;
 static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "8, 16 or 32 threads a row");
@@ -42,35 +43,57 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
     if (p.clear_words > 0) {
         for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.clear_words; i += int64(gridDim.x) * kThreads)
             p.ticket[i] = 0;
+        if constexpr (kCommon) {
+            for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.num_items;
+                 i += int64(gridDim.x) * kThreads)
+                p.table[i] = decode_item(p, uint32(i));
+            return;
+        }
         if (blockIdx.x == 0 && threadIdx.x < 32 && p.starts_q != nullptr)
             copy_starts(p.cu_seqlens_q, p.starts_q, p.batch, p.seqlen_q);
         if (blockIdx.x == 0 && threadIdx.x / 32 == 1 && p.starts_k != nullptr)
             copy_starts(p.cu_seqlens_k, p.starts_k, p.batch, p.seqlen_k);
         return;
     }
+    // Tickets, and items of the table, travel while an item is worked on.
     bool first_warp = threadIdx.x < 32;
-    uint32 next = 0;  // thread 0: the ticket behind the item that has been decoded last
-    auto decode_next = [&](Item& item) {
+    uint32 next = 0;  // thread 0: the ticket behind the item that has been taken last
+    if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
+    auto take_next = [&](Item& item) {
+        if constexpr (kCommon) {
+            if (threadIdx.x != 0) return;
+            if (next < uint32(p.num_items)) {
+                const uint8* from = reinterpret_cast<const uint8*>(p.table + next);
+#pragma unroll
+                for (uint32 i = 0; i < sizeof(Item); i += 16) cp_async_16(smem_addr_of(&item) + i, from + i, 16);
+                next = atomic_add_relaxed(p.ticket, 1);
+            } else {
+                item.kind = kNoItem;
+            }
+            return;
+        }
         uint32 ticket = __shfl_sync(0xffffffffu, next, 0);
         Item decoded;
         decoded.kind = kNoItem;
         if (ticket < uint32(p.num_items)) {
-            // Tickets travel while an item is worked on.
             if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
             decoded = decode_item(p, ticket);
         }
         if (threadIdx.x == 0) item = decoded;
     };
-    if (first_warp) {
-        if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
-        decode_next(s.items[0]);
-    }
+    auto arrived = [&] {
+        if (!kCommon || threadIdx.x != 0) return;
+        cp_async_commit();
+        cp_async_wait<0>();
+    };
+    if (first_warp) take_next(s.items[0]);
     s.groups[0].clear<kThreads>();
     for (uint32 turn = 0;; turn ^= 1) {
+        arrived();
         __syncthreads();  // the item is there, and everything else of the one before is free
         const Item& t = s.items[turn];
         if (t.kind == kNoItem) return;
-        if (first_warp) decode_next(s.items[turn ^ 1]);
+        if (first_warp) take_next(s.items[turn ^ 1]);
         s.groups[turn ^ 1].clear<kThreads>();
         if (t.batch_idx < 0) continue;  // a slot that no sequence fills
         if (t.kind == kReduceK) {

@@ -15,6 +15,9 @@ struct TileList {
     uint32 num_items;
     uint32 num_pairs;
     uint32 num_tail_heads;
+    // Rows of a head's first tile that lie before row 0, a multiple of 64: of causal heads it is the short first tile that
+    // is better not full, and not the long last one.
+    uint32 lead_rows;
 };
 
 class PersistentTiles {
@@ -49,7 +52,7 @@ class PersistentTiles {
             if (round_begin_ > list.num_pairs) backwards_ = !backwards_;
         }
         uint32 batch_idx = head / p.num_q_heads;
-        t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, m * kBlockM);
+        t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, int32(m * kBlockM) - int32(list.lead_rows));
         return true;
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 from ..problem import UNLIMITED, Problem
 from ..registry import KernelSpec
@@ -12,16 +13,17 @@ from .attn_fwd import REST_BYTES, ForwardStrides, num_m_blocks, pack_rest
 from .params import PARAMS
 from .tensor_maps import MappedOperand
 
-_TILE_LIST = struct.Struct("<3I20x")  # and the padding of a struct that is aligned to 64 bytes
+_TILE_LIST = struct.Struct("<4I16x")  # and the padding of a struct that is aligned to 64 bytes
 # Three tensor maps, the pointers, and all that is packed already.
 _ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES + _TILE_LIST.size}s")
+_GROUP_ROWS = 64  # query rows of a warpgroup
 _PANEL = 64  # columns of one copy: 128 bytes, the width of the swizzle
 
 
-def _tile_lengths(problem: Problem, spec: KernelSpec, blocks: int) -> list[int]:
+def _tile_lengths(problem: Problem, spec: KernelSpec, blocks: int, lead_rows: int) -> list[int]:
     """Tiles of keys that each block of query rows looks at, and one for what it costs to begin and end a block."""
     offset = problem.seqlen_k - problem.seqlen_q + problem.window_right
-    last_rows = (min((m + 1) * spec.block_m, problem.seqlen_q) for m in range(blocks))
+    last_rows = (min((m + 1) * spec.block_m - lead_rows, problem.seqlen_q) for m in range(blocks))
     keys = (min(max(row + offset, 0), problem.seqlen_k) for row in last_rows)
     return [1 - (-n // spec.block_n) for n in keys]
 
@@ -31,8 +33,12 @@ def tiles_of(problem: Problem, spec: KernelSpec, blocks: int, sm_count: int) -> 
     heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
     causal = problem.window_right != UNLIMITED and problem.window_left == UNLIMITED
     if heads * blocks and causal and not problem.varlen:
-        # Tiles grow with their row.
-        return tile_order.causal(heads, _tile_lengths(problem, spec, blocks), sm_count)
+        # Tiles grow with their row. Rows that fill up the last tile go before the first one, where keys are few; whole
+        # warpgroups of them, and not with delta_s, whose blocks of 128 rows start at row 0.
+        spare = blocks * spec.block_m - problem.seqlen_q
+        lead_rows = 0 if "smooth_q" in spec.features else spare // _GROUP_ROWS * _GROUP_ROWS
+        order = tile_order.causal(heads, _tile_lengths(problem, spec, blocks, lead_rows), sm_count)
+        return replace(order, lead_rows=lead_rows)
     return tile_order.head_by_head(heads, blocks)
 
 
@@ -66,7 +72,7 @@ class ForwardSm90Plan:
         tiles = tiles_of(problem, spec, blocks, sm_count)
         self._grid = (min(tiles.num_items, sm_count), 1, 1)
         self._rest = pack_rest(problem, strides, (0, 0), blocks)
-        self._rest += _TILE_LIST.pack(tiles.num_items, tiles.num_pairs, tiles.num_tail_heads)
+        self._rest += _TILE_LIST.pack(tiles.num_items, tiles.num_pairs, tiles.num_tail_heads, tiles.lead_rows)
         q_shape = (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim)
         kv_shape = (batch, problem.seqlen_k, problem.num_kv_heads, problem.head_dim)
         self._q = _operand(problem.dtype, q_shape, strides.q, spec.block_m)

@@ -15,7 +15,7 @@ from .tensor_maps import MappedOperand
 
 # Behind AttnFwdParams: addresses of scales, bias, mean and delta_s; strides between heads of q_scale, k_scale, delta_s;
 # delta_columns, head_dim_pad; TileList; flush_keys.
-_OPERANDS = struct.Struct("<6Q3q2i3Ii")
+_OPERANDS = struct.Struct("<6Q3q2i4Ii")
 _ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES}s{_OPERANDS.size}s")
 _ALIGNMENT = 256
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
@@ -78,7 +78,9 @@ class Int8Sm90Plan:
         pad = operands.head_dim_pad
         self._head_strides = (shapes["q_scale"][0][-1], shapes["k_scale"][0][-1], delta[-2] * delta[-1])
         flush_keys = FLUSH_KEYS_SMOOTH_V if operands.smooth_v else FLUSH_KEYS
-        self._tail = (delta[-1], pad, tiles.num_items, tiles.num_pairs, tiles.num_tail_heads, flush_keys)
+        self._tail = (
+            delta[-1], pad, tiles.num_items, tiles.num_pairs, tiles.num_tail_heads, tiles.lead_rows, flush_keys
+        )  # fmt: skip
         row = min(spec.head_dim, 128)
         rows_q, rows_k = problem.seqlen_q, problem.seqlen_k
         self._q = MappedOperand(

@@ -25,10 +25,11 @@ _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i 
 #: outputs pass through it in between.
 GROUP_BYTES = 16 << 20
 _MAX_GRID = 1 << 20
+_ITEM_BYTES = 64
 _ALIGNMENT = 256
 
 # The fields of QuantizeParams in order, little-endian, no padding.
-_POINTERS = struct.Struct("<26Q")
+_POINTERS = struct.Struct("<27Q")
 _REST = struct.Struct("<9q 29i f")
 
 Strides3 = tuple[int, int, int]
@@ -198,7 +199,7 @@ class QuantizePlan:
     """
 
     __slots__ = (
-        "_clear", "_delta", "_delta_grid", "_grid", "_items", "_rest", "_threads", "_words", "counters_bytes",
+        "_clear", "_delta", "_delta_grid", "_grid", "_items", "_rest", "_table", "_threads", "_words", "counters_bytes",
         "delta_kernel", "kernel", "problem", "starts_bytes", "workspace_bytes",
     )  # fmt: skip
 
@@ -262,10 +263,13 @@ class QuantizePlan:
         #: Of each copy of cu_seqlens, behind the counters.
         self.starts_bytes = -(-4 * (p.batch + 1) // _ALIGNMENT) * _ALIGNMENT if p.varlen else 0
         #: Partial sums, behind the copies.
-        self.workspace_bytes = self.counters_bytes + 2 * self.starts_bytes + 16 * units * p.slots_r * tile
+        self._table = self.counters_bytes + 2 * self.starts_bytes + 16 * units * p.slots_r * tile
+        # Items decoded ahead of time, behind the partial sums: of the kernels for common problems.
+        table_bytes = _ITEM_BYTES * self._items if spec.grouping else 0
+        self.workspace_bytes = self._table + table_bytes
         self._grid = (
             (min(self._items, sm_count * int(dict(spec.defines)["CTAS"])), 1, 1),
-            (min(-(-clear // self._threads), _MAX_GRID), 1, 1),
+            (min(-(-max(clear, self._items if table_bytes else 0) // self._threads), _MAX_GRID), 1, 1),
         )
         self._delta_grid = (units * p.slots(p.rows_k, p.key_tile), 1, 1)
         self._delta = p.smooth_q and p.qk and p.rows_q > 0 and self._delta_grid[0] > 0
@@ -319,6 +323,7 @@ class QuantizePlan:
             workspace,
             *(workspace + 4 * at for at in self._words),
             *starts,
+            workspace + self._table,
         )
         grid, clear_grid = self._grid
         kernel.launch(clear_grid, self._threads, stream, PARAMS.write(_POINTERS.pack(*inputs, *rest) + self._clear))

@@ -22,11 +22,14 @@ class TileList:
         Items that are a long and a short tile of one head.
     num_tail_heads : int
         Heads, the last ones, whose tiles follow one by one, the longest first.
+    lead_rows : int
+        Rows of each head's first tile that lie before row 0.
     """
 
     num_items: int
     num_pairs: int
     num_tail_heads: int
+    lead_rows: int = 0
 
 
 def head_by_head(heads: int, blocks: int) -> TileList:
