@@ -9,21 +9,18 @@
 #include "attention/quantize_params.cuh"
 #include "ptx/gpu_sync.cuh"
 
-// KEY_TILE 128 or 64: a kernel for what attention(precision="int8") asks for unless it is told otherwise, and for nothing
-// else: dense batches of Q, K and V, int8 with one scale a thread in the grouping that has tiles of so many keys, K and V
-// smoothed, V to e4m3. What is an argument otherwise is a constant there: a third of the code, so that it stays in the
-// instruction cache. 0: anything.
-constexpr bool kCommon = KEY_TILE != 0;
+// COMMON 1: a kernel for what attention(precision="int8") asks for on Hopper unless it is told otherwise, and for nothing else:
+// dense batches of Q, K and V, int8 with one scale a thread in the sm90 grouping, K and V smoothed, V to e4m3. What is an
+// argument otherwise is a constant there. 0: anything.
+constexpr bool kCommon = COMMON != 0;
 constexpr int32 kCommonFlags = kSmoothK | kSmoothV | kHasQk | kHasV;
 OA_DEVICE bool has(const QuantizeParams& p, Flag flag) { return ((kCommon ? kCommonFlags : p.flags) & flag) != 0; }
 OA_DEVICE bool is_packed(const QuantizeParams& p) { return !kCommon && p.packed; }
 OA_DEVICE int32 granularity_of(const QuantizeParams& p) { return kCommon ? kPerThread : p.granularity; }
 OA_DEVICE int32 bits_of(const QuantizeParams& p) { return kCommon ? 8 : p.bits; }
 OA_DEVICE int32 levels_of(const QuantizeParams& p) { return kCommon ? 127 : p.levels; }
-OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? KEY_TILE : p.key_tile; }
-OA_DEVICE int32 query_slice_of(const QuantizeParams& p) {
-    return kCommon ? (KEY_TILE == 128 ? 16 : 32) : p.q_group_rows;
-}
+OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? 128 : p.key_tile; }
+OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? 16 : p.q_group_rows; }
 
 // Items of a group go over its heads before they go on to the next rows: heads of one row lie side by side in memory.
 struct Split {

@@ -13,7 +13,7 @@ struct alignas(16) Item {
     int32 slot;  // of this head
     int32 index;  // of this sequence
     int32 begin, len;  // the sequence's rows in the tensor
-    // Kernels with KEY_TILE only: the item's first kBlockRows rows, or as many as there are.
+    // COMMON kernels only: the item's first kBlockRows rows, or as many as there are.
     const uint8* rows;
     int64 stride_bytes;
     int32 count;
@@ -49,8 +49,7 @@ struct QuantizeParams {
     // Copies of cu_seqlens that never decrease, for the launches behind the one that zeroes; null: none.
     int32* starts_q;
     int32* starts_k;
-    Item*
-        table;  // all items in the order of their tickets, decoded by the launch that zeroes (kernels with KEY_TILE only)
+    Item* table;  // all items in the order of their tickets, decoded by the launch that zeroes (COMMON kernels only)
     int64 q_stride_b, q_stride_s, q_stride_h;  // elements
     int64 k_stride_b, k_stride_s, k_stride_h;
     int64 v_stride_b, v_stride_s, v_stride_h;

@@ -116,19 +116,19 @@ OA_DEVICE float largest_of_row(const uint4 (&raw)[kSteps]) {
     return max_nan(low_float(io, pair), high_float(io, pair));
 }
 
-// Largest magnitude of x - mean over this thread's rows kFirst .. kFirst + kRows - 1 of K and the other threads of the same
-// rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel have it.
-template <typename Io, int kColumns, int kFirst, int kRows>
+// Largest magnitude of x - mean over this thread's rows of K, which are of one group, and those of the other threads of the
+// same rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel have it.
+template <typename Io, int kColumns>
 OA_DEVICE float largest_of_rows(const uint4 (&raw)[kSteps], const float (&mean)[8]) {
     Io io;
     float most = 0.0f;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-        uint32 hi = word_of(raw[kFirst], w), lo = hi;
+        uint32 hi = word_of(raw[0], w), lo = hi;
 #pragma unroll
-        for (int i = 1; i < kRows; ++i) {
-            hi = max2_nan(io, hi, word_of(raw[kFirst + i], w));
-            lo = min2_nan(io, lo, word_of(raw[kFirst + i], w));
+        for (int i = 1; i < kSteps; ++i) {
+            hi = max2_nan(io, hi, word_of(raw[i], w));
+            lo = min2_nan(io, lo, word_of(raw[i], w));
         }
         most = max_abs_nan(most, low_float(io, hi) - mean[2 * w]);
         most = max_abs_nan(most, low_float(io, lo) - mean[2 * w]);
@@ -219,17 +219,8 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
           group = grouping.group(own_row);
     bool regular = kCommon && count == kBlockRows, bad = false;  // rows that all exist, and are finite
     if (regular) {
-        float most = 0.0f;
-        if (is_q) {
-            most = largest_of_row<Io, kColumns>(raw);
-        } else if (KEY_TILE == 128) {  // all rows of a thread are of one group
-            most = largest_of_rows<Io, kColumns, 0, kSteps>(raw, mean);
-        } else {
-            float first_half = largest_of_rows<Io, kColumns, 0, kSteps / 2>(raw, mean);
-            float second_half = largest_of_rows<Io, kColumns, kSteps / 2, kSteps / 2>(raw, mean);
-            most = own_row < kBlockRows / 2 ? first_half : second_half;
-        }
-        if (cc < (is_q ? 8 : KEY_TILE == 128 ? 1 : 2)) {  // a lane for each group
+        float most = is_q ? largest_of_row<Io, kColumns>(raw) : largest_of_rows<Io, kColumns>(raw, mean);
+        if (cc < (is_q ? 8 : 1)) {  // a lane for each group
             reduce_max_shared(&groups.amax[group], __float_as_uint(most));
             if (!is_finite(most)) groups.irregular = 1;
         }

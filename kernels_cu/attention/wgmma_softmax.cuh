@@ -140,42 +140,50 @@ struct RowState {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             base[r] = kScoreBias<Score> == 0.0f ? -m2[r] : fmaf(-kScoreBias<Score>, c[r], -m2[r]);
-        // wgmma's integer scores: exponents one pair ahead of the powers, sums two pairs behind, so that fewer of them wait for
-        // the result of the instruction before. Others as the compiler orders them.
-        constexpr bool kInOrder = kIsWgmmaInteger<Score>;
-        constexpr int kPairs = kScores / 2, kEarlier = kInOrder ? 1 : 0, kLater = kInOrder ? 2 : 0;
-        float e[kScores];
-        auto exponent = [&](int k) {
+        auto exponent = [&](int n, int r, int x) {
+            float score = score_of(s[4 * n + 2 * r + x]);
+            if constexpr (kCareful) return fmaf(score - kScoreBias<Score>, c[r], shift(n, x)) - m2[r];
+            if constexpr (Shift::kPresent) return fmaf(score - kScoreBias<Score>, c[r], shift(n, x) - m2[r]);
+            return fmaf(score, c[r], base[r]);
+        };
+        auto hidden = [&](int n, int r, int x) { return kCareful && score_of(s[4 * n + 2 * r + x]) == neg_inf(); };
+        if constexpr (kIsWgmmaInteger<Score>) {
+            // Exponents one pair ahead of the powers, sums two pairs behind, so that fewer of them wait for the result of the
+            // instruction before.
+            constexpr int kPairs = kScores / 2, kLater = 2;
+            float e[kScores];
+            auto prepare = [&](int k) {
+                e[2 * k] = exponent(k >> 1, k & 1, 0);
+                e[2 * k + 1] = exponent(k >> 1, k & 1, 1);
+            };
+            prepare(0);
 #pragma unroll
-            for (int x = 0; x < 2; ++x) {
-                int n = k >> 1, r = k & 1;
-                float score = score_of(s[4 * n + 2 * r + x]);
-                if constexpr (kCareful) {
-                    float y = fmaf(score - kScoreBias<Score>, c[r], shift(n, x)) - m2[r];
-                    e[2 * k + x] = score == neg_inf() ? neg_inf() : y;
-                } else if constexpr (Shift::kPresent) {
-                    e[2 * k + x] = fmaf(score - kScoreBias<Score>, c[r], shift(n, x) - m2[r]);
-                } else {
-                    e[2 * k + x] = fmaf(score, c[r], base[r]);
+            for (int k = 0; k < kPairs + kLater; ++k) {
+                if (k < kPairs) {
+#pragma unroll
+                    for (int x = 0; x < 2; ++x) {
+                        float p = exp2_in_order(e[2 * k + x]);
+                        e[2 * k + x] = hidden(k >> 1, k & 1, x) ? 0.0f : p;
+                    }
+                    if (k + 1 < kPairs) prepare(k + 1);
+                }
+                if (k >= kLater) {
+                    int done = k - kLater;
+                    sum[done & 1] += e[2 * done] + e[2 * done + 1];
+                    put(done >> 1, done & 1, e[2 * done], e[2 * done + 1]);
                 }
             }
-        };
-        auto power = [&](int k) {
+        } else {
 #pragma unroll
-            for (int i = 2 * k; i < 2 * k + 2; ++i) e[i] = kInOrder ? exp2_in_order(e[i]) : exp2_approx(e[i]);
-        };
-        auto take = [&](int k) {
-            sum[k & 1] += e[2 * k] + e[2 * k + 1];
-            put(k >> 1, k & 1, e[2 * k], e[2 * k + 1]);
-        };
+            for (int n = 0; n < kScores / 4; ++n)
 #pragma unroll
-        for (int k = 0; k < kEarlier; ++k) exponent(k);
+                for (int r = 0; r < 2; ++r) {
+                    float p[2];
 #pragma unroll
-        for (int k = 0; k < kPairs + kLater; ++k) {
-            if (kEarlier == 0) exponent(k);
-            if (k < kPairs) power(k);
-            if (kEarlier > 0 && k + kEarlier < kPairs) exponent(k + kEarlier);
-            if (k >= kLater) take(k - kLater);
+                    for (int x = 0; x < 2; ++x) p[x] = hidden(n, r, x) ? 0.0f : exp2_approx(exponent(n, r, x));
+                    sum[r] += p[0] + p[1];
+                    put(n, r, p[0], p[1]);
+                }
         }
     }
 

@@ -24,6 +24,7 @@
 // [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and
 // v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], where there is room (else they follow O in its place) | barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with
 // a swizzle of its length.
+#include "attention/channel_scales.cuh"
 #include "attention/quantize_params.cuh"
 #include "attention/wgmma_epilogue.cuh"
 #include "attention/wgmma_roles.cuh"
@@ -390,26 +391,16 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             }
             cp_async_wait<0>();
             named_barrier_sync(kFirstFreeBarrier + group_, 128);
-#pragma unroll
-            for (int d = 0; d < Config::kDTiles; ++d) {
-                int32 column = 8 * d + 2 * (lane_ & 3);
-                float2 scale = *reinterpret_cast<const float2*>(channels() + column);
-                float2 mean = *reinterpret_cast<const float2*>(channels() + Config::kHeadDim + column);
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    float* o = state.acc + 4 * d + 2 * r;
-                    o[0] = fmaf(o[0], scale.x, state.softmax.l[r] * mean.x);
-                    o[1] = fmaf(o[1], scale.y, state.softmax.l[r] * mean.y);
-                }
-            }
+            channels().undo(state.acc, state.softmax.l, lane_);
         }
         float bias[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int32 row = warp_row + (lane_ >> 2) + 8 * r;
             int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
-            bias[r] =
-                uint32(row) < uint32(t.seqlen_q) ? params_.row_bias[head * p_.seqlen_q + t.q_begin + row] * p_.softmax_scale : 0.0f;
+            bias[r] = uint32(row) < uint32(t.seqlen_q)
+                          ? params_.row_bias[head * p_.seqlen_q + t.q_begin + row] * p_.softmax_scale
+                          : 0.0f;
         }
         store_rows<Config::Io>(state.acc, state.softmax.m2, state.softmax.l, bias, p_, t, warp_row, lane_);
     }
@@ -424,28 +415,15 @@ class Consumer : public ConsumerRole<Config, Consumer> {
                (p_.softmax_scale * kLog2e);
     }
 
-    // V's scale and mean for `store`, by way of shared memory: loads there would wait for the L2 cache one after the other,
-    // having no registers to wait in. Early: after a turn has begun, when the whole warpgroup has read the last tile's.
+    // V's scale and mean for `store`. Early: after a turn has begun, when the whole warpgroup has read the last tile's.
     OA_DEVICE void fetch_channels(const FwdTile& t) const {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
         int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.head_dim_pad;
-        const float* mean = params_.v_mean == nullptr ? params_.v_scale : params_.v_mean;
-#pragma unroll
-        for (int i = 0; i < (Config::kHeadDim + 127) / 128; ++i) {
-            int32 c = (threadIdx.x & 127) + 128 * i;
-            if (c >= Config::kHeadDim) continue;
-            bool inside = c < params_.head_dim_pad;
-            int64 from = inside ? first + c : 0;
-            uint32 to = smem_addr_of(channels() + c);
-            cp_async_small<4>(to, params_.v_scale + from, inside ? 4 : 0);
-            cp_async_small<4>(to + 4 * Config::kHeadDim, mean + from, inside && params_.v_mean != nullptr ? 4 : 0);
-        }
-        cp_async_commit();
+        channels().fetch(params_.v_scale + first, params_.v_mean == nullptr ? nullptr : params_.v_mean + first,
+                         params_.head_dim_pad);
     }
-
-    // This warpgroup's v_scale and, HEAD_DIM further, v_mean.
-    OA_DEVICE float* channels() const {
-        return Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_]);
+    OA_DEVICE ChannelScales<Config::kHeadDim> channels() const {
+        return {Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_])};
     }
 
     OA_DEVICE float4& flushed(int i) const { return storage_.o[group_][i][threadIdx.x & 127]; }

@@ -8,7 +8,8 @@ constexpr int32 kNoSequence = -1;
 
 struct FwdTile {
     int32 batch_idx, head_idx;
-    int32 m0;                    // first query row of the tile inside its sequence; may be negative (TileList::lead_rows)
+    // First query row of the tile inside its sequence; negative for the first tile of a head (TileList::lead_rows).
+    int32 m0;
     int32 q_begin, k_begin;      // first row of the sequence in packed tensors; 0 for dense batches
     int32 sequence;              // its number: of packed tensors that in cu_seqlens, of dense batches batch_idx
     int32 seqlen_q, seqlen_k;  // of this sequence; seqlen_k = kNoSequence: rows that only receive O = 0, LSE = -inf

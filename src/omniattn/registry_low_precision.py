@@ -160,14 +160,13 @@ def _attn_int8_sm80(
     )
 
 
-def _quantize(head_dim: int, dtype: str, grouping: str = "") -> KernelSpec:
-    """For anything, or with a grouping for what int8 attention asks for by default (`QuantizeProblem.is_common`)."""
+def _quantize(head_dim: int, dtype: str, common: bool = False) -> KernelSpec:
+    """For anything, or only for what int8 attention asks for by default on Hopper (`QuantizeProblem.is_common`)."""
     short, tag = IO_TYPES[dtype]
     # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
     num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
-    key_tile = {"": 0, "sm90": 128, "sm80": 64}[grouping]
     return KernelSpec(
-        name=f"quantize_sm80_{short}_d{head_dim}" + f"_int8_{grouping}" * bool(grouping),
+        name=f"quantize_sm80_{short}_d{head_dim}" + "_common" * common,
         family="quantize_sm80",
         op="quantize",
         source="entry/quantize_sm80.cu",
@@ -176,7 +175,7 @@ def _quantize(head_dim: int, dtype: str, grouping: str = "") -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("CTAS", str(ctas)),
-            ("KEY_TILE", str(key_tile)),
+            ("COMMON", str(int(common))),
         ),
         dtype=dtype,
         head_dim=head_dim,
@@ -184,10 +183,11 @@ def _quantize(head_dim: int, dtype: str, grouping: str = "") -> KernelSpec:
         block_n=128,
         num_warps=num_warps,
         smem_bytes=0,
-        prebuild=("90a",) if grouping == "sm90" else PREBUILT_ARCHS,
-        grouping=grouping,
+        prebuild=("90a",) if common else PREBUILT_ARCHS,
+        min_arch=(9, 0) if common else (8, 0),
+        features=frozenset({"common"} if common else ()),
         # Of the kernels for anything. Two CTAs an SM would need no spills: measured 5 to 10 % slower.
-        allowed_spill_bytes=120 if grouping else 320,
+        allowed_spill_bytes=40 if common else 320,
     )
 
 
@@ -200,7 +200,7 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
         op="quantize_delta",
         source="entry/quantize_delta_sm80.cu",
         symbol="quantize_delta_sm80",
-        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("SMEM_BYTES", str(smem_bytes)), ("KEY_TILE", "0")),
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("SMEM_BYTES", str(smem_bytes)), ("COMMON", "0")),
         dtype=dtype,
         head_dim=head_dim,
         block_m=16,
@@ -238,6 +238,6 @@ def low_precision_rows() -> Iterator[KernelSpec]:
 def quantizer_rows() -> Iterator[KernelSpec]:
     """Rows of the quantizers."""
     sizes = [(head_dim, dtype) for head_dim in (64, 128, 256) for dtype in ("float16", "bfloat16")]
-    for grouping in ("", "sm90", "sm80"):
-        yield from (_quantize(head_dim, dtype, grouping) for head_dim, dtype in sizes)
+    for common in (False, True):
+        yield from (_quantize(head_dim, dtype, common) for head_dim, dtype in sizes)
     yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)

@@ -162,8 +162,12 @@ def test_verify_forces_each_kernel_and_restores_the_environment(
     monkeypatch.setattr(verify, "check", check)
     caches = []
     monkeypatch.setattr(verify, "verify_row", lambda framework, spec: (caches.append(spec.name) or 3, 0.5, []))
+    common = []
+    monkeypatch.setattr(verify, "verify_common", lambda framework, spec: (common.append(spec.name) or 3, 0.0, []))
     assert main(["verify", "--json"]) == 0
-    assert set(seen) == {spec.name for spec in REGISTRY if spec.op not in DECODE_OPS}
+    by_itself = {spec.name for spec in REGISTRY if "common" in spec.features}
+    assert set(common) == by_itself != set()
+    assert set(seen) == {spec.name for spec in REGISTRY if spec.op not in DECODE_OPS} - by_itself
     assert set(caches) == {spec.name for spec in REGISTRY if spec.op in DECODE_OPS}
     data = json.loads(capsys.readouterr().out)
     assert {row["origin"] for row in data["kernels"]} == {"prebuilt sm_90a"}

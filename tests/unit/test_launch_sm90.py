@@ -112,7 +112,7 @@ def test_arguments_match_the_device_struct() -> None:
     assert [name for _, name in fields] == [
         "q_scale", "k_scale", "row_bias", "v_scale", "v_mean", "delta_s", "q_scale_stride_h", "k_scale_stride_h",
         "delta_stride_h", "delta_columns", "head_dim_pad", "num_items", "num_pairs", "num_tail_heads",
-        "flush_keys",
+        "lead_rows", "flush_keys",
     ]  # fmt: skip
     # Maps are aligned to 64 bytes, and so is the struct: every field where C puts it, and a whole number of 64.
     at = 3 * 128 + _POINTERS.size + _REST.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import struct
@@ -454,3 +455,27 @@ def test_plans_of_little(changes: dict[str, Any]) -> None:
     plan = QuantizePlan(spec, None, None, problem(**changes), ((0, 0, 0),) * 3, 132)
     assert plan.num_launches in (0, 2)
     assert plan.workspace_bytes >= 0
+
+
+def test_the_kernel_for_what_int8_attention_asks_for_by_default() -> None:
+    """One option changed, and it is the kernel for anything."""
+    facts: dict[str, Any] = {
+        "dtype": "bfloat16", "batch": 2, "rows_q": 300, "rows_k": 500, "heads_q": 4, "heads_kv": 2, "head_dim": 72,
+        "varlen": False, "grouping": "sm90", "full_bias": False,
+    }  # fmt: skip
+    made = problem_for(oa.Int8(), **facts)
+    assert made.is_common
+    spec = select_quantizer("quantize", "bfloat16", 72, (9, 0), True)
+    assert (spec.name, spec.head_dim) == ("quantize_sm80_bf16_d128_common", 128)
+    for changes in (
+        {"varlen": True}, {"grouping": "sm80"}, {"row_bias": "full"}, {"smooth_q": True}, {"smooth_k": False},
+        {"smooth_v": False}, {"granularity": "per_token"}, {"v_dtype": "float16"}, {"bits": 4}, {"qk": False},
+        {"v": False}, {"bits": 4, "wide": True},
+    ):  # fmt: skip
+        assert not dataclasses.replace(made, **changes).is_common, changes
+    # Its items lie behind the partial sums.
+    strides = ((0, 0, 0),) * 3
+    general = select_quantizer("quantize", "bfloat16", 72, (9, 0))
+    sizes = [QuantizePlan(s, None, None, made, strides, 132).workspace_bytes for s in (general, spec)]
+    chunks, q_blocks, k_blocks = 2, 3, 4  # of 256 and 128 rows; heads: 4 of Q, 2 of K and of V, of 2 batch entries
+    assert sizes[1] - sizes[0] == 64 * 2 * (4 * q_blocks + 2 * (2 * k_blocks + 2 * chunks))

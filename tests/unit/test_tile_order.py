@@ -12,7 +12,7 @@ import pytest
 
 from omniattn.launch import tile_order
 from omniattn.launch.attn_fwd import num_m_blocks
-from omniattn.launch.attn_fwd_sm90 import tiles_of
+from omniattn.launch.attn_fwd_sm90 import _tile_lengths, tiles_of
 from omniattn.launch.tile_order import TileList
 from omniattn.problem import UNLIMITED, Problem
 from omniattn.registry import REGISTRY, KernelSpec
@@ -187,6 +187,24 @@ def test_lists_of_problems(spec: KernelSpec, changes: dict[str, int]) -> None:
     check_once(tiles, heads, blocks, SMS)
     causal = problem.window_right != UNLIMITED and problem.window_left == UNLIMITED
     assert (tiles.num_pairs + tiles.num_tail_heads > 0) == (causal and heads * blocks > 0)
+    # The tiles of a head cover its rows once: from lead_rows before the first one on.
+    assert tiles.lead_rows % 64 == 0
+    assert 0 <= tiles.lead_rows < spec.block_m
+    assert blocks * spec.block_m - tiles.lead_rows >= problem.seqlen_q
+    if not causal or "smooth_q" in spec.features:
+        assert tiles.lead_rows == 0
+    elif heads * blocks:
+        assert blocks * spec.block_m - tiles.lead_rows - problem.seqlen_q < 64
+
+
+def test_rows_before_the_first_save_work() -> None:
+    """4096 causal rows in tiles of 192: the tile that is not full is the one with few keys."""
+    spec = next(s for s in PERSISTENT if s.family == "attn_int8_sm90" and s.block_m == 192 and s.block_n == 64
+                and not s.features and "varlen" in s.lacks)  # fmt: skip
+    problem = dataclasses.replace(PLAIN, seqlen_q=4096, seqlen_k=4096, window_right=0)
+    assert tiles_of(problem, spec, 22, SMS).lead_rows == 128
+    assert sum(_tile_lengths(problem, spec, 22, 0)) == 757 + 22
+    assert sum(_tile_lengths(problem, spec, 22, 128)) == 715 + 22
 
 
 @pytest.mark.parametrize("spec", PERSISTENT, ids=lambda spec: spec.name)

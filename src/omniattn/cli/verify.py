@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import omniattn
@@ -17,6 +17,7 @@ from omniattn.cli.cases import Case, Problem, call, cases_for, flavour_of, probl
 from omniattn.cli.expected import outputs_of
 from omniattn.cli.frameworks import Framework, NumpyFramework, gpu_framework
 from omniattn.cli.verify_decode import DECODE_OPS, verify_row
+from omniattn.cli.verify_quantizer import verify_common
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.quantizer import select_quantizer
 from omniattn.registry import KernelSpec
@@ -122,7 +123,9 @@ def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
     if never:
         return Outcome(spec.name, "", NOT_HERE, 0, 0.0, 0.0, (never,))
     if spec.op in DECODE_OPS:
-        return _verify_cache_kernel(framework, spec)
+        return _verify_with(verify_row, framework, spec)
+    if "common" in spec.features:
+        return _verify_with(verify_common, framework, spec)
     # The environment variable does not concern these: what is chosen is what is tested.
     chosen = spec
     if spec.op == "merge_states":
@@ -163,12 +166,16 @@ def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
     )
 
 
-def _verify_cache_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
-    """A row of the KV caches' operations, with problems of its own."""
+def _verify_with(
+    run_problems: Callable[[Framework, KernelSpec], tuple[int, float, list[str]]],
+    framework: Framework,
+    spec: KernelSpec,
+) -> Outcome:
+    """A row that brings problems of its own."""
     start = time.perf_counter()
     try:
         origin = runtime.load(spec, 0).origin
-        ran, worst, notes = verify_row(framework, spec)
+        ran, worst, notes = run_problems(framework, spec)
     except OmniattnError as error:
         return Outcome(spec.name, "", FAILED, 0, 0.0, time.perf_counter() - start, (str(error),))
     status = FAILED if notes else PASSED

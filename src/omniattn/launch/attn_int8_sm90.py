@@ -16,7 +16,7 @@ from .tensor_maps import MappedOperand
 # Behind AttnFwdParams: addresses of scales, bias, mean and delta_s; strides between heads of q_scale, k_scale, delta_s;
 # delta_columns, head_dim_pad; TileList; flush_keys.
 _OPERANDS = struct.Struct("<6Q3q2i4Ii")
-_ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES}s{_OPERANDS.size}s")
+_ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES}s{_OPERANDS.size}s60x")  # a multiple of 64, as the struct is
 _ALIGNMENT = 256
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
 #: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss

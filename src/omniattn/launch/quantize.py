@@ -106,11 +106,11 @@ class QuantizeProblem:
 
     @property
     def is_common(self) -> bool:
-        """Whether it is what int8 attention asks for by default: a kernel of its own serves that (KEY_TILE there)."""
+        """Whether it is what int8 attention asks for by default on Hopper, which has a kernel of its own."""
         asked = (self.qk, self.v, self.smooth_k, self.smooth_v, self.smooth_q, self.varlen, self.stored_bits, self.bits)
         return (
             asked == (True, True, True, True, False, False, 8, 8)
-            and (self.granularity, self.v_dtype) == ("per_thread", "float8_e4m3")
+            and (self.granularity, self.grouping, self.v_dtype) == ("per_thread", "sm90", "float8_e4m3")
             and self.row_bias != "full"
         )
 
@@ -200,7 +200,7 @@ class QuantizePlan:
 
     __slots__ = (
         "_clear", "_delta", "_delta_grid", "_grid", "_items", "_rest", "_table", "_threads", "_words", "counters_bytes",
-        "delta_kernel", "kernel", "problem", "starts_bytes", "workspace_bytes",
+        "delta_kernel", "kernel", "problem", "spec", "starts_bytes", "workspace_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -214,6 +214,7 @@ class QuantizePlan:
         group_bytes: int = GROUP_BYTES,
     ) -> None:
         p = self.problem = problem
+        self.spec = spec
         self.kernel, self.delta_kernel = kernel, delta_kernel
         self._threads = 32 * spec.num_warps
         units = p.heads_kv * (1 if p.varlen else p.batch)
@@ -265,7 +266,7 @@ class QuantizePlan:
         #: Partial sums, behind the copies.
         self._table = self.counters_bytes + 2 * self.starts_bytes + 16 * units * p.slots_r * tile
         # Items decoded ahead of time, behind the partial sums: of the kernels for common problems.
-        table_bytes = _ITEM_BYTES * self._items if spec.grouping else 0
+        table_bytes = _ITEM_BYTES * self._items if "common" in spec.features else 0
         self.workspace_bytes = self._table + table_bytes
         self._grid = (
             (min(self._items, sm_count * int(dict(spec.defines)["CTAS"])), 1, 1),
