@@ -54,6 +54,8 @@ struct Config {
     static constexpr int kSteps = kHeadDim / 32;  // of 32 channels in Q K^T
     static constexpr int kPSteps = kBlockN / 16;  // of 16 keys in P V
     static constexpr int kAhead = QK_AHEAD;
+    static constexpr bool kAskEarly =
+        ASK_EARLY;  // whether a tile is there: during the product before, or when it is needed
     static constexpr int kEarly = V_EARLY;  // operands of V that are loaded before the vote
     static_assert(kBlockM == 32 * NUM_WARPS, "32 rows a warp: one q_scale a lane");
     static_assert(kHeadDim == 128 && kStages == 3, "rows of K and of V's panels are 128 bytes: one place for both");
@@ -330,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         uint32 here = 0, there = kStageBytes;  // of this tile and the next behind the first stage
         bool ready = false;
         for (; n >= keys.first; --n) {
-            if (!ready) {
+            if (!Config::kAskEarly || !ready) {
                 ring.wait(use);
                 ring.wait_empty(next);
             }
@@ -356,8 +358,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             const RingState<Config::kStages> used = use;
             use.advance();
             next.advance();
-            bool landed = ring.is_full(use), left = ring.is_empty(next);
-            ready = landed & left;
+            if (Config::kAskEarly) {
+                bool landed = ring.is_full(use), left = ring.is_empty(next);
+                ready = landed & left;
+            }
             mma_pv<1, Config::kPSteps>(worker.o_, worker.probs_, here, v_lane, early);
             here = there;
             there = there == (Config::kStages - 1) * kStageBytes ? 0 : there + kStageBytes;

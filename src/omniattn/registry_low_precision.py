@@ -174,6 +174,7 @@ def _attn_int8_ring(dtype: str) -> KernelSpec:
             ("NUM_STAGES", str(num_stages)),
             ("QK_AHEAD", "2"),
             ("V_EARLY", "4"),
+            ("ASK_EARLY", "1"),
             ("MIN_CTAS", "2"),
             ("SMEM_BYTES", str(smem_bytes)),
         ),

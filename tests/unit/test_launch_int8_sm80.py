@@ -97,6 +97,7 @@ def test_a_launch_finds_everything_in_the_workspace(varlen: bool, target: Target
     of_q, of_k, of_v = operand_strides(quantizer.problem)
     own = type(STRIDES)(of_q, of_k, of_v, STRIDES.o, STRIDES.lse, STRIDES.mask)
     assert values[9] == pack_rest(p, own, (17, 19), num_m_blocks(p, spec.block_m))
+    assert values[9][-4:] == bytes(4), "AttnFwdParams::zero, which addresses depend on"
     shapes = quantizer.problem.shapes()
     operands = attn_int8_sm80._OPERANDS.unpack(values[10])
     assert operands[:4] == tuple(at[n] for n in ("q_scale", "k_scale", "row_bias", "v_scale"))
@@ -197,7 +198,7 @@ def test_address_of_a_step_is_one_xor(rows: int, row_bytes: int) -> None:
 @pytest.mark.parametrize("row_bytes", [64, 128, 256])
 @pytest.mark.parametrize("threads", [128, 256])
 def test_copies_of_whole_tiles(row_bytes: int, threads: int) -> None:
-    """WholeTileCopy: every chunk once, to its place; a thread has one address in global memory, two in shared memory."""
+    """WholeTileCopy: every chunk once, to its place; a thread has one address in global, two in shared memory."""
     rows, warps = 64, threads // 32
     panel_row = min(row_bytes, 128)
     chunks = panel_row // 16
