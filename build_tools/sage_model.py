@@ -180,7 +180,9 @@ def compiled_step(spec: KernelSpec, arch: str, root: Path = ROOT / "kernels_cu")
     """Compile a row and count its common step."""
     result = compile_spec(spec, arch, Sources(root), lineinfo=False)
     code = sass.instructions(result.cubin, arch)
-    return Step(spec, arch, result.registers, result.spill_bytes, dict(sass.common_step(code)))
+    tile = KEYS * spec.head_dim * (spec.bits + (16 if spec.pv == "fp16" else 8)) // 8
+    copies = tile // (16 * 32 * spec.num_warps) + 2  # and scales of K, and delta_s
+    return Step(spec, arch, result.registers, result.spill_bytes, dict(sass.common_step(code, copies)))
 
 
 def table() -> list[str]:

@@ -77,7 +77,7 @@ def count(code: Iterable[Instruction]) -> Counter[str]:
 
 
 def main_loop(code: list[Instruction]) -> tuple[int, int]:
-    """[first, last] of the outermost loop with products."""
+    """[first, last] of the outermost loop with products. Behind it there may be more that jumps into its middle."""
     loops = [
         (x.target, i)
         for i, x in enumerate(code)
@@ -85,33 +85,40 @@ def main_loop(code: list[Instruction]) -> tuple[int, int]:
     ]
     if not loops:
         raise ValueError("no loop with tensor-core products")
-    return max(loops, key=lambda loop: loop[1] - loop[0])
+    return min(loops, key=lambda loop: (loop[0], -loop[1]))
 
 
-def common_step(code: list[Instruction]) -> Counter[str]:
+def common_step(code: list[Instruction], most_copies: int | None = None) -> Counter[str]:
     """Instructions of one pass through the main loop in the common case.
 
     Of all ways from the loop's head to its branch back the shortest among those that copy the next tile: what masks
-    edges, and what raises the base of the softmax, is jumped over.
+    edges, and what raises the base of the softmax, is jumped over. ``most_copies``: how many copies (LDGSTS) the next
+    tile takes; ways with more have copies of two kinds, of which only one happens.
     """
     first, last = main_loop(code)
-    best: dict[int, tuple[int, int, int]] = {first: (0, 0, -1)}  # -copies, instructions, from where
+    # (instruction, copies so far): instructions so far, from where.
+    best: dict[tuple[int, int], tuple[int, tuple[int, int] | None]] = {(first, 0): (0, None)}
+    ways: dict[int, set[int]] = {first: {0}}
     for i in range(first, last):
-        if i not in best:
-            continue
         x = code[i]
-        cost = (best[i][0] - (x.name == "LDGSTS"), best[i][1] + 1, i)
         leaves = x.target is not None or x.name in ("EXIT", "CALL", "RET")
         following = [] if leaves and x.always else [i + 1]
         if x.target is not None and i < x.target <= last:
             following.append(x.target)
-        for j in following:
-            if j not in best or cost < best[j]:
-                best[j] = cost
-    if last not in best:
+        for copies in ways.get(i, ()):
+            now = copies + (x.name == "LDGSTS")
+            if most_copies is not None and now > most_copies:
+                continue
+            length = best[i, copies][0] + 1
+            for j in following:
+                if (j, now) not in best or length < best[j, now][0]:
+                    best[j, now] = length, (i, copies)
+                    ways.setdefault(j, set()).add(now)
+    if last not in ways:
         raise ValueError("no way through the main loop")
-    way, at = [code[last]], best[last][2]
-    while at >= 0:
-        way.append(code[at])
-        at = best[at][2]
+    at: tuple[int, int] | None = (last, max(ways[last]))
+    way = []
+    while at is not None:
+        way.append(code[at[0]])
+        at = best[at][1]
     return count(way)

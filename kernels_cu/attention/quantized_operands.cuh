@@ -29,6 +29,18 @@ OA_DEVICE int64 head_of(const AttnFwdParams& p, const FwdTile& t, int32 heads, i
     return (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * heads : 0) + head;
 }
 
+// Scales of the rows from warp_row on, 8 for the slice of 32 that they are.
+OA_DEVICE const float* q_scales(const AttnFwdParams& p, const QuantizedOperands& x, const FwdTile& t, int32 warp_row) {
+    int32 slice = slot_of(p, t, t.q_begin, kBlockRows) * 4 + (warp_row >> 5);
+    return x.q_scale + head_of(p, t, p.num_q_heads, t.head_idx) * x.q_scale_stride_h + slice * 8;
+}
+
+// What smoothing took from the scores of a row, before the softmax's scale.
+OA_DEVICE float row_bias_of(const AttnFwdParams& p, const QuantizedOperands& x, const FwdTile& t, int32 row) {
+    if (row >= t.seqlen_q) return 0.0f;
+    return x.row_bias[head_of(p, t, p.num_q_heads, t.head_idx) * p.seqlen_q + t.q_begin + row];
+}
+
 // What is known of a CTA's tile and not needed all the time: registers are what this kernel lacks.
 struct TileFacts {
     FwdTile tile;
@@ -71,16 +83,25 @@ OA_DEVICE void restore_values(float (&o)[kOutputs], float (&m2)[2], float (&l)[2
         if (!nothing) m2[r] += log2_approx(l[r]);
         l[r] = nothing ? 0.0f : l[r] * inverse[r];  // 1, or NaN
     }
+    // All loads of a group before any of them is waited for. What lies behind head_dim_pad is stored nowhere.
+    constexpr int kGroup = 8;
 #pragma unroll
-    for (int d = 0; d < kOutputs / 4; ++d) {
-        int32 column = 8 * d + 2 * (lane & 3);
-        if (column >= x.head_dim_pad) continue;
-        float2 scale = *reinterpret_cast<const float2*>(scales + column), mean = make_float2(0.0f, 0.0f);
-        if (means != nullptr) mean = *reinterpret_cast<const float2*>(means + column);
+    for (int first = 0; first < kOutputs / 4; first += kGroup) {
+        float2 scale[kGroup], mean[kGroup];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            o[4 * d + 2 * r] = fmaf(o[4 * d + 2 * r] * inverse[r], scale.x, weight[r] * mean.x);
-            o[4 * d + 2 * r + 1] = fmaf(o[4 * d + 2 * r + 1] * inverse[r], scale.y, weight[r] * mean.y);
+        for (int j = 0; j < kGroup; ++j) {
+            int32 column = min_of(8 * (first + j) + 2 * (lane & 3), x.head_dim_pad - 2);
+            scale[j] = *reinterpret_cast<const float2*>(scales + column);
+            mean[j] = make_float2(0.0f, 0.0f);
+            if (means != nullptr) mean[j] = *reinterpret_cast<const float2*>(means + column);
         }
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float* at = o + 4 * (first + j) + 2 * r;
+                at[0] = fmaf(at[0] * inverse[r], scale[j].x, weight[r] * mean[j].x);
+                at[1] = fmaf(at[1] * inverse[r], scale[j].y, weight[r] * mean[j].y);
+            }
     }
 }

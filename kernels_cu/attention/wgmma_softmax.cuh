@@ -136,6 +136,14 @@ struct RowState {
     OA_DEVICE void exponentiate(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put put,
                                 Shift shift = {}) const {
         sum[0] = sum[1] = 0.0f;
+        exponentiate_blocks<0, kScores / 4, kCareful>(s, c, sum, put, shift);
+    }
+
+    // The same for column blocks [kFirst, kEnd), whose sums are added to those that there are.
+    template <int kFirst, int kEnd, bool kCareful = false, typename Score, int kScores, typename Put,
+              typename Shift = NoShift>
+    OA_DEVICE void exponentiate_blocks(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put& put,
+                                       Shift shift = {}) const {
         float base[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -175,7 +183,7 @@ struct RowState {
             }
         } else {
 #pragma unroll
-            for (int n = 0; n < kScores / 4; ++n)
+            for (int n = kFirst; n < kEnd; ++n)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     float p[2];

@@ -29,10 +29,10 @@
 //
 // Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V [NUM_STAGES][64 *
 // HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4].
+#include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/quantized_products.cuh"
 #include "attention/score_mods.cuh"
-#include "attention/wgmma_epilogue.cuh"
 #include "attention/wgmma_softmax.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
@@ -223,11 +223,8 @@ class Worker {
 #pragma unroll
             for (int d = 0; d < Config::kDTiles * 4; ++d) o_[i][d] = 0.0f;
         // Where none of the lane's rows exists, neither does their scale.
-        int32 slice = slot_of(p_, t_, t_.q_begin, kBlockRows) * 4 + (warp_row_ >> 5);
-        int64 head = head_of(p_, t_, p_.num_q_heads, t_.head_idx);
         q_scale_ = 1.0f;
-        if (warp_row_ + (lane_ >> 2) < t_.seqlen_q)
-            q_scale_ = x_.q_scale[head * x_.q_scale_stride_h + slice * 8 + (lane_ >> 2)];
+        if (warp_row_ + (lane_ >> 2) < t_.seqlen_q) q_scale_ = q_scales(p_, x_, t_, warp_row_)[lane_ >> 2];
     }
 
     OA_DEVICE bool has_delta() const { return Config::kSmoothQ || (Config::kScoreMods && x_.delta_s != nullptr); }
@@ -269,22 +266,10 @@ class Worker {
     // O and LSE to global memory.
     OA_DEVICE void store(const FwdTile& t, int warp_idx) {
         int32 warp_row = t.m0 + warp_idx * Config::kMTiles * 16;
-        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        bool lacks_bias = !(Config::kScoreMods && p_.softcap > 0.0f);  // with a softcap the scores have had it before
 #pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i) {
-            Softmax& rows = rows_[i];
-            rows.reduce();
-            float bias[2] = {0.0f, 0.0f};
-            if (t.seqlen_k > 0) {  // rows of no sequence have no channels to look up, and nothing to scale
-                restore_values(o_[i], rows.m2, rows.l, x_, int64(t.sequence) * p_.num_kv_heads + kv_head, lane_);
-                // With a softcap the scores have had it before.
-                if (!(Config::kScoreMods && p_.softcap > 0.0f)) {
-                    bias[0] = row_bias(t, warp_row + i * 16) * p_.softmax_scale;
-                    bias[1] = row_bias(t, warp_row + i * 16 + 8) * p_.softmax_scale;
-                }
-            }
-            store_rows<Config::Io>(o_[i], rows.m2, rows.l, bias, p_, t, warp_row + i * 16, lane_);
-        }
+        for (int i = 0; i < Config::kMTiles; ++i)
+            store_quantized<Config::Io>(o_[i], rows_[i], lacks_bias, p_, x_, t, warp_row + i * 16, lane_);
     }
 
     Output o_[Config::kMTiles];
@@ -327,13 +312,6 @@ class Worker {
         }
     }
 
-    // Of row first_row + lane / 4.
-    OA_DEVICE float row_bias(const FwdTile& t, int32 first_row) const {
-        int32 row = first_row + (lane_ >> 2);
-        if (row >= t.seqlen_q) return 0.0f;
-        return x_.row_bias[head_of(p_, t, p_.num_q_heads, t.head_idx) * p_.seqlen_q + t.q_begin + row];
-    }
-
     // Scores in base-2 units; c with the softmax's scale.
     OA_DEVICE void shifted_scores(Floats (&f)[Config::kMTiles], const Integers (&s)[Config::kMTiles], float c,
                                   const float* delta) const {
@@ -358,8 +336,8 @@ class Worker {
         for (int i = 0; i < Config::kMTiles; ++i) {
             float bias[2] = {0.0f, 0.0f};
             if (p_.softcap > 0.0f) {
-                bias[0] = row_bias(t_, warp_row_ + i * 16);
-                bias[1] = row_bias(t_, warp_row_ + i * 16 + 8);
+                bias[0] = row_bias_of(p_, x_, t_, warp_row_ + i * 16 + (lane_ >> 2));
+                bias[1] = row_bias_of(p_, x_, t_, warp_row_ + i * 16 + (lane_ >> 2) + 8);
             }
 #pragma unroll
             for (int n = 0; n < Config::kNTiles; ++n) {

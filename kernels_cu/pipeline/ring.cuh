@@ -16,8 +16,8 @@ struct RingState {
     }
 };
 
-// `full`: one arrival (the producer's expect_tx) and the copy's bytes. `empty`: as many arrivals as `init` says, one a
-// consumer warp as a rule.
+// `full`: one arrival (the producer's expect_tx) and the copy's bytes; where all threads copy (cp.async), one of each.
+// `empty`: as many arrivals as `init` says, one a consumer warp as a rule.
 template <int kStages>
 struct Ring {
     uint32 full, empty;  // shared addresses of kStages barriers each
@@ -30,6 +30,10 @@ struct Ring {
     }
     // Producer: waits until the buffer is free (at once in the first round).
     OA_DEVICE void wait_empty(const RingState<kStages>& at) const { mbarrier_wait(empty + 8 * at.stage, at.phase ^ 1); }
+    // Whether it is; asked ahead of time.
+    OA_DEVICE bool is_empty(const RingState<kStages>& at) const {
+        return mbarrier_test(empty + 8 * at.stage, at.phase ^ 1);
+    }
     // Producer: the buffer is full once `bytes` of copies have landed; returns the barrier that they complete on.
     OA_DEVICE uint32 announce(const RingState<kStages>& at, uint32 bytes) const {
         mbarrier_arrive_expect_tx(full + 8 * at.stage, bytes);

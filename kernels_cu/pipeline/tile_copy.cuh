@@ -64,3 +64,37 @@ struct TileCopy {
         }
     }
 };
+
+// The same for tiles that lie in one piece and have all their rows and columns. A warp copies rows that follow each other,
+// 512 bytes of a panel with each instruction; one address in global memory serves for all of them, because cp.async takes
+// offsets from -2048 to 2047, and two in shared memory: rows that are a multiple of 8 apart have their chunks in one order.
+template <int kRows, int kHeadDim, int kThreads>
+struct WholeTileCopy {
+    using Tile = PanelTile<kRows, kHeadDim>;
+    static_assert(!Tile::kHasTail || Tile::kFullPanels == 0, "panels of one width");
+    static constexpr int kPanelRowBytes = Tile::kHasTail ? Tile::kTailBytes : 128, kRowBytes = kHeadDim * 2;
+    static constexpr int kChunks = kPanelRowBytes / 16, kStepRows = 32 / kChunks;
+    static constexpr int kWarpRows = kRows / (kThreads / 32), kSpan = kWarpRows * kRowBytes;
+    static_assert(kWarpRows % 8 == 0 && kWarpRows % kStepRows == 0 && kSpan <= 4096, "whole steps within the offsets");
+
+    uint32 dst[2], src;  // this thread's first chunk, and the one 4 rows on; the middle of its chunks in the tile
+
+    OA_DEVICE explicit WholeTileCopy(int tid) {
+        int row = (tid >> 5) * kWarpRows + (tid & 31) / kChunks, chunk = tid % kChunks;
+        dst[0] = Tile::offset(row, chunk);
+        dst[1] = Tile::offset(row + kStepRows, chunk);
+        src = row * kRowBytes + chunk * 16 + kSpan / 2;
+    }
+
+    // g: `src` behind the tile's beginning.
+    OA_DEVICE void issue(uint32 smem, const uint8* g, bool wanted) const {
+#pragma unroll
+        for (int r = 0; r < kWarpRows; r += kStepRows)
+#pragma unroll
+            for (int p = 0; p < Tile::kNumPanels; ++p) {
+                int own = r % 8 / kStepRows;  // rows of 128 bytes: 0 or 1; narrower ones: 0
+                cp_async_16_if(smem + dst[own] + p * Tile::kPanelBytes + (r - own * kStepRows) * kPanelRowBytes,
+                               g + (r * kRowBytes + p * 128 - kSpan / 2), wanted);
+            }
+    }
+};

@@ -11,6 +11,17 @@ OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint32 src_byt
                  : "memory");
 }
 
+// The same without zeros: all 16 bytes, or nothing at all.
+OA_DEVICE void cp_async_16_if(uint32 smem_dst, const void* gmem_src, bool wanted) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}"
+        :
+        : "r"(smem_dst), "l"(gmem_src), "r"(uint32(wanted))
+        : "memory");
+}
+
 // cp.async.ca.shared.global [dst], [src], kBytes, src_bytes: the same for 4, 8 or 16 bytes, addresses aligned to as many.
 template <int kBytes>
 OA_DEVICE void cp_async_small(uint32 smem_dst, const void* gmem_src, uint32 src_bytes) {

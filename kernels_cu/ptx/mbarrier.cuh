@@ -21,6 +21,11 @@ OA_DEVICE void mbarrier_arrive_expect_tx(uint32 bar, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 
+// cp.async.mbarrier.arrive.noinc: this thread arrives once all its cp.async so far have landed.
+OA_DEVICE void mbarrier_arrive_after_copies(uint32 bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
 // mbarrier.test_wait.parity: whether the phase has completed, without waiting; acquire semantics if it has.
 OA_DEVICE bool mbarrier_test(uint32 bar, uint32 parity) {
     uint32 done;

@@ -68,3 +68,8 @@ OA_DEVICE int32 kept(int32 x) {
     asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
+OA_DEVICE const uint8* kept(const uint8* x) {
+    const uint8* y;
+    asm volatile("mov.b64 %0, %1;" : "=l"(y) : "l"(x));
+    return y;
+}

@@ -32,5 +32,5 @@ struct AttnFwdParams {
     int32 mask_kind, sinks_kind;
     float softmax_scale;
     float softcap;  // 0: none
-    int32 reserved;  // the struct's size is a multiple of 8
+    int32 zero;  // always 0, which the compiler does not know; and the struct's size is a multiple of 8
 };

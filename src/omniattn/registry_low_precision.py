@@ -97,9 +97,7 @@ _INT8_SM80_TILES = (_Int8Sm80Tile(64, 4, 3, 32), _Int8Sm80Tile(128, 4, 2, 64), _
 _INT8_SM80_MODS_TILES = (_Int8Sm80Tile(64, 4, 2, 32), _Int8Sm80Tile(128, 8, 1, 64), _Int8Sm80Tile(256, 8, 1, 64))
 
 
-def _attn_int8_sm80(
-    tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: str, kind: str, hopper: bool = False
-) -> KernelSpec:
+def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: str, kind: str) -> KernelSpec:
     """kind: ``""``, ``"smoothq"`` (delta_s is added) or ``"mods"`` (softcap, masks; delta_s too)."""
     short, tag = IO_TYPES[dtype]
     fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
@@ -113,15 +111,12 @@ def _attn_int8_sm80(
     family = f"attn_int{bits}_sm{89 if fp8 else 80}"
     # The common widths, as the GPUs of an architecture choose them (select.PV_CHOICES), and what Hopper falls back to.
     prebuild: tuple[str, ...] = ()
-    if tile.head_dim <= 128 and not hopper and kind == ("smoothq" if bits == 4 else ""):
+    if tile.head_dim <= 128 and kind == ("smoothq" if bits == 4 else ""):
         prebuild = ("80",) if not fp8 else ("89",) if acc == "fp16" else ()
-    if hopper or ((bits, pv, acc) == (8, "fp16", "fp32") and tile.head_dim <= 128 and kind == "mods"):
+    if (bits, pv, acc) == (8, "fp16", "fp32") and tile.head_dim <= 128 and kind == "mods":
         prebuild = (*prebuild, "90a")
     return KernelSpec(
-        name=f"{family}_{short}_d{tile.head_dim}"
-        + "_acc16" * (acc == "fp16")
-        + (f"_{kind}" if kind else "")
-        + "_vote" * hopper,
+        name=f"{family}_{short}_d{tile.head_dim}" + "_acc16" * (acc == "fp16") + (f"_{kind}" if kind else ""),
         family=family,
         op="attention_int8",
         source="entry/attn_int8_sm80.cu",
@@ -136,7 +131,7 @@ def _attn_int8_sm80(
             ("SCORE_MODS", str(int(mods))),
             ("BLOCK_M", str(block_m)),
             ("PART_KEYS", str(tile.part_keys)),
-            ("ONE_VOTE", str(int(hopper or fp8 or tile.head_dim != 128))),
+            ("ONE_VOTE", str(int(fp8 or tile.head_dim != 128))),
             ("NUM_WARPS", str(tile.num_warps)),
             ("NUM_STAGES", str(num_stages)),
             ("MIN_CTAS", str(tile.min_ctas)),
@@ -148,15 +143,57 @@ def _attn_int8_sm80(
         block_n=keys,
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
-        min_arch=(9, 0) if hopper else (8, 9) if fp8 else (8, 0),
+        min_arch=(8, 9) if fp8 else (8, 0),
         prebuild=prebuild,
-        # Mostly what only masked tiles need. hopper: one vote was 5 % faster than one for every 16 rows all the same.
-        allowed_spill_bytes=216 if hopper else {64: 32, 128: 100, 256: 192}[tile.head_dim],
+        # Mostly what only masked tiles need.
+        allowed_spill_bytes={64: 32, 128: 100, 256: 192}[tile.head_dim],
         features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
         bits=bits,
         pv=pv,
         pv_accumulator=acc,
         grouping="sm80",
+    )
+
+
+def _attn_int8_ring(dtype: str) -> KernelSpec:
+    """The common case at head_dim 128 on GPUs that have mbarrier.try_wait."""
+    short, tag = IO_TYPES[dtype]
+    head_dim, block_m, keys, num_stages = 128, 128, 64, 3
+    # And scales, barriers, and what each warp knows of its tile.
+    smem_bytes = block_m * head_dim + num_stages * keys * head_dim * 3 + 1024
+    return KernelSpec(
+        name=f"attn_int8_sm80_{short}_d{head_dim}_ring",
+        family="attn_int8_sm80",
+        op="attention_int8",
+        source="entry/attn_int8_ring.cu",
+        symbol="attn_int8_ring",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("BLOCK_M", str(block_m)),
+            ("NUM_WARPS", "4"),
+            ("NUM_STAGES", str(num_stages)),
+            ("QK_AHEAD", "2"),
+            ("V_EARLY", "4"),
+            ("ASK_EARLY", "1"),
+            ("MIN_CTAS", "2"),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=block_m,
+        block_n=keys,
+        num_warps=4,
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        prebuild=("90a",),
+        features=frozenset(),
+        bits=8,
+        pv="fp16",
+        pv_accumulator="fp32",
+        grouping="sm80",
+        # Three reloads a step: V's early operands were worth 3 % (docs/performance/sage_sm80_sm89.md).
+        allowed_spill_bytes=48,
     )
 
 
@@ -229,10 +266,7 @@ def low_precision_rows() -> Iterator[KernelSpec]:
         for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
-    yield from (
-        _attn_int8_sm80(_INT8_SM80_TILES[1], dtype, 8, "fp16", "fp32", "", hopper=True)
-        for dtype in ("float16", "bfloat16")
-    )
+    yield from (_attn_int8_ring(dtype) for dtype in ("float16", "bfloat16"))
 
 
 def quantizer_rows() -> Iterator[KernelSpec]:

@@ -35,7 +35,7 @@ PRODUCTS = [
     if pv == "fp16" or CC >= (8, 9)
 ]
 PRODUCT_IDS = [f"int{bits}-{pv}-acc_{acc}" for bits, pv, acc in PRODUCTS]
-ROWS = [spec for spec in REGISTRY if spec.source == "entry/attn_int8_sm80.cu" and spec.min_arch <= CC]
+ROWS = [spec for spec in REGISTRY if spec.op == "attention_int8" and spec.grouping == "sm80" and spec.min_arch <= CC]
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},

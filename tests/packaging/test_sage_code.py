@@ -8,6 +8,7 @@ import pytest
 
 from build_tools import sage_model, sass
 from build_tools.sage_model import GPUS, PUBLISHED, Step
+from omniattn.registry import by_name
 
 #: Instructions a score besides products in the common step, at most: counted, and a twentieth more.
 MOST_A_SCORE = {
@@ -47,6 +48,19 @@ def test_main_loop(steps: dict[tuple[str, int, int], Step], key: tuple[str, int,
     of_k = sage_model.KEYS * d * step.spec.bits // 8 // 512
     of_v = sage_model.KEYS * d * (2 if step.spec.pv == "fp16" else 1) // 512
     assert step.counts["LDSM"] == of_q + of_k + of_v
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_main_loop_of_the_ring(dtype: str) -> None:
+    """The kernel of Hopper: what its step may take besides products, a twentieth more than counted."""
+    step = sage_model.compiled_step(by_name(f"attn_int8_sm80_{dtype}_d128_ring"), "90")
+    assert step.products == step.least_products
+    assert 0 < step.others / sage_model.KEYS <= 7.1
+    assert step.counts["MUFU"] == 64, "32 by 64 scores"
+    assert step.counts["LDSM"] == 8 + 16 + 32, "Q, K and V once"
+    assert step.counts["LDGSTS"] == 4 + 8 + 1, "K, V and the scales"
+    assert step.counts.get("LDL", 0) <= 4
+    assert step.spill_bytes <= step.spec.allowed_spill_bytes
 
 
 def test_expected_is_at_or_above_what_is_published(steps: dict[tuple[str, int, int], Step]) -> None:
@@ -109,6 +123,8 @@ def test_the_common_step_jumps_over_what_is_rare() -> None:
     assert sass.main_loop(found) == (1, 9)
     step = sass.common_step(found)
     assert step == {"IMMA": 1, "BRA": 3, "LDGSTS": 1, "HMMA": 1, "CALL": 1}
+    assert sass.common_step(found, most_copies=1) == step
+    assert "LDGSTS" not in sass.common_step(found, most_copies=0), "too many copies: another kind of them"
     with pytest.raises(ValueError, match="no loop"):
         sass.main_loop(found[:9])
     with pytest.raises(ValueError, match="64-bit ELF"):

@@ -24,7 +24,7 @@ from omniattn.select import Target, select_attention
 from tests.unit.test_kernel_layout import KERNELS, check_natural_alignment, expanded
 from tests.unit.test_launch_sm90 import POINTERS, STREAM, STRIDES, WORKSPACE, Kernel, problem
 
-ROWS = [spec for spec in REGISTRY if spec.source == "entry/attn_int8_sm80.cu"]
+ROWS = [spec for spec in REGISTRY if spec.op == "attention_int8" and spec.grouping == "sm80"]
 AMPERE, ADA = Target((8, 0), 163 << 10), Target((8, 9), 99 << 10)
 
 
@@ -97,6 +97,7 @@ def test_a_launch_finds_everything_in_the_workspace(varlen: bool, target: Target
     of_q, of_k, of_v = operand_strides(quantizer.problem)
     own = type(STRIDES)(of_q, of_k, of_v, STRIDES.o, STRIDES.lse, STRIDES.mask)
     assert values[9] == pack_rest(p, own, (17, 19), num_m_blocks(p, spec.block_m))
+    assert values[9][-4:] == bytes(4), "AttnFwdParams::zero, which addresses depend on"
     shapes = quantizer.problem.shapes()
     operands = attn_int8_sm80._OPERANDS.unpack(values[10])
     assert operands[:4] == tuple(at[n] for n in ("q_scale", "k_scale", "row_bias", "v_scale"))
@@ -194,6 +195,36 @@ def test_address_of_a_step_is_one_xor(rows: int, row_bytes: int) -> None:
             assert at == tile_offset(rows, row_bytes, base + row, 2 * step + half)
 
 
+@pytest.mark.parametrize("row_bytes", [64, 128, 256])
+@pytest.mark.parametrize("threads", [128, 256])
+def test_copies_of_whole_tiles(row_bytes: int, threads: int) -> None:
+    """WholeTileCopy: every chunk once, to its place; a thread has one address in global, two in shared memory."""
+    rows, warps = 64, threads // 32
+    panel_row = min(row_bytes, 128)
+    chunks = panel_row // 16
+    step, of_a_warp = 32 // chunks, rows // warps
+    span = of_a_warp * row_bytes
+    assert of_a_warp % 8 == 0
+    found = {}
+    for warp in range(warps):
+        for r, panel in itertools.product(range(0, of_a_warp, step), range(row_bytes // panel_row)):
+            own, offset = r % 8 // step, r * row_bytes + panel * 128 - span // 2
+            assert own in (0, 1)
+            assert -2048 <= offset <= 2047, "what cp.async adds to an address"
+            written = []
+            for lane in range(32):
+                row, chunk = warp * of_a_warp + lane // chunks, lane % chunks
+                source = row * row_bytes + chunk * 16 + span // 2 + offset
+                start = tile_offset(rows, row_bytes, row + own * step, chunk)
+                written.append(start + panel * rows * 128 + (r - own * step) * panel_row)
+                found[source // row_bytes, source % row_bytes // 16] = written[-1]
+            for first in range(0, 32, 8):
+                assert len({at // 16 % 8 for at in written[first : first + 8]}) == 8, "bank conflicts"
+    assert found == {
+        (row, c): tile_offset(rows, row_bytes, row, c) for row in range(rows) for c in range(row_bytes // 16)
+    }
+
+
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
 def test_shared_memory_and_threads_of_a_row(spec: KernelSpec) -> None:
     defines = dict(spec.defines)
@@ -205,6 +236,10 @@ def test_shared_memory_and_threads_of_a_row(spec: KernelSpec) -> None:
     assert spec.smem_bytes == sizes["q"] + stages * (sizes["k"] + sizes["v"]) + 1024
     assert spec.smem_bytes <= 99 << 10, "more than a CTA may have on sm_86, sm_89 and sm_120"
     ctas = int(defines["MIN_CTAS"])
+    if spec.min_arch >= (9, 0):
+        assert ctas * (spec.smem_bytes + 1024) <= 228 << 10, "an SM of sm_90 has 228 KiB"
+        assert spec.block_m == 32 * spec.num_warps
+        return
     if (spec.pv, spec.pv_accumulator) != ("fp16", "fp32"):
         assert ctas * (spec.smem_bytes + 1024) <= 100 << 10, "an SM of sm_86 and sm_89 has 100 KiB"
     assert ctas * (spec.smem_bytes + 1024) <= 164 << 10, "an SM of sm_80 has 164 KiB"

@@ -25,7 +25,7 @@ _REST = struct.Struct(
     "i"  # num_m_blocks
     "2i"  # mask_kind, sinks_kind
     "2f"  # softmax_scale, softcap
-    "i"  # reserved: the size is a multiple of 8
+    "i"  # zero; and the size is a multiple of 8
 )
 # The same struct where all behind the pointers is packed already.
 _ARGUMENTS = struct.Struct(f"<9Q{_REST.size}s")
