@@ -2,6 +2,8 @@
 // as src/omniattn/reference/kv_cache.py.
 #pragma once
 #include "ptx/cvt_quant.cuh"
+#include "ptx/math.cuh"
+#include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"
 #include "tile/kv_row.cuh"
 

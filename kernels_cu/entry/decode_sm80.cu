@@ -26,6 +26,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
+#include "ptx/l2.cuh"
 #include "scheduler/decode_params.cuh"
 #include "scheduler/decode_plan.cuh"
 #include "tile/kv_row.cuh"
