@@ -26,6 +26,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
+#include "ptx/l2.cuh"
 #include "scheduler/decode_params.cuh"
 #include "scheduler/decode_plan.cuh"
 #include "tile/kv_row.cuh"
@@ -66,6 +67,8 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
+constexpr int64 kBriefStream = 200 << 20;  // bytes, four times an H200's L2: docs/performance/decode.md
+
 // Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, the host sees to that.
 OA_DEVICE uint32 cache_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 token) {
     if (p.block_table == nullptr) return uint32(sequence * p.num_kv_heads + kv_head) * uint32(p.block_size) + token;
@@ -82,21 +85,32 @@ struct Piece {
     int32 seq_len;
 };
 
-OA_DEVICE void load_rows(QueryFragments& b, Rows& rows, const DecodeParams& p, const Piece& piece, int lane) {
-    int q = lane & 3;
+// Address of query row `row` of a piece, null if there is none.
+OA_DEVICE const uint16* query_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 row) {
+    int32 token = row / p.group, head = kv_head * p.group + (row - token * p.group);
+    if (token >= p.q_len) return nullptr;
+    return p.q + sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
+}
+
+OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParams& p, const Piece& piece, int lane) {
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
         int32 row = piece.row_block * Config::kRows + n * 8 + (lane >> 2);
-        int32 token = row / p.group;
-        int32 head = piece.kv_head * p.group + (row - token * p.group);
-        const uint16* from = token >= p.q_len
-                                 ? nullptr
-                                 : p.q + piece.sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
-        Query query;
+        queries[n].load(query_row(p, piece.sequence, piece.kv_head, row), p, lane & 3);
+    }
+}
+
+OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config::kNTiles], const DecodeParams& p,
+                         const Piece& piece, int lane) {
+    int q = lane & 3;
+#pragma unroll
+    for (int n = 0; n < Config::kNTiles; ++n) {
+        int32 token = (piece.row_block * Config::kRows + n * 8 + (lane >> 2)) / p.group;
+        Query& query = queries[n];
         if constexpr (Config::kQuantK) {
-            query.load_transformed(Config::Io{}, from, p, piece.kv_head, q);
+            query.transform(Config::Io{}, p, piece.kv_head, q);
         } else {
-            query.load_plain(Config::Io{}, from, p, q);
+            query.keep(p);
         }
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
@@ -128,11 +142,11 @@ OA_DEVICE void load_rows(QueryFragments& b, Rows& rows, const DecodeParams& p, c
 
 // The keys of a piece that fall to this warp.
 OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Piece& piece,
-                    KvStage<Config> (&stages)[Config::kStages], int warp_idx, int lane) {
+                    KvStage<Config> (&stages)[Config::kStages], uint64 policy, int warp_idx, int lane) {
     constexpr int kStep = Config::kWarps * Config::kTile;
     int32 first = piece.begin + warp_idx * Config::kTile;
     int32 tiles = first < piece.end ? (piece.end - first + kStep - 1) / kStep : 0;
-    KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, lane};
+    KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane};
     // Looked up a tile ahead of its copy: the block table is another trip to memory.
     auto row_of = [&](int32 tile) {
         int32 key = first + tile * kStep + lane;
@@ -140,17 +154,21 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     };
     uint32 row = row_of(0);
     int32 copied = 0;
+    KvRing<KvStage<Config>, Config::kStages> ring(stages, lane);
     auto copy_next = [&]() {
         if (copied < tiles) {
-            copy.tile(stages[copied % Config::kStages], row, piece.end - first - copied * kStep);
+            copy.tile(ring.address, row, piece.end - first - copied * kStep);
+            ring.advance();
             row = row_of(copied + 1);
         }
         ++copied;
         cp_async_commit();
     };
+    Query queries[Config::kNTiles];
+    load_queries(queries, p, piece, lane);
 #pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
-    load_rows(b, rows, p, piece, lane);
+    make_rows(b, rows, queries, p, piece, lane);
     HalfMagic magic{p.two_1024};
     int32 seen_by_all = piece.seq_len - p.q_len + 1;  // every row sees the keys before it, but for the window
     int32 window_begin = p.window_left < 0 ? 0 : piece.seq_len - 1 - p.window_left;
@@ -252,6 +270,23 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
     }
 }
 
+// Brings the lengths to L2, and while they are on their way this CTA's queries, if it is a batch of equal lengths.
+OA_DEVICE void prefetch_first(const DecodeParams& p, int tid) {
+    constexpr int kLines = Config::kHeadDim / 64;
+    if (tid < 32) prefetch_l2(p.seq_lens + min_of(tid * 32, p.batch - 1));
+    if (tid < 32 || Config::kRows * kLines <= tid - 32) return;
+    // Divisions by products: it is a hint.
+    float heads = float(p.num_kv_heads * p.num_row_blocks),
+          place = float(blockIdx.x) * rcp_approx(float(p.num_workers));
+    int32 sequence = min_of(int32(place * float(p.batch)), p.batch - 1);
+    int32 row_block = int32((place * float(p.batch) - float(sequence)) * heads), kv_head = row_block;
+    if (p.num_row_blocks > 1) kv_head = row_block / p.num_row_blocks;
+    row_block -= kv_head * p.num_row_blocks;
+    int line = (tid - 32) % kLines, row = row_block * Config::kRows + (tid - 32) / kLines;
+    if (row >= p.group || kv_head >= p.num_kv_heads || 64 * line >= p.head_dim) return;
+    prefetch_l2(p.q + sequence * p.q_stride_b + (kv_head * p.group + row) * p.q_stride_h + 64 * line);
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_sm80(const
                                                                                      __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) uint8 smem_raw[];
@@ -259,12 +294,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
     launch_dependents();  // decode_combine, which waits for the end of this kernel
+    prefetch_first(p, tid);
     Scan<Config::kThreads> scan(p, smem.scan);
     Share share(scan.total, p.num_workers);
     int32 at = share.begin(blockIdx.x), end = share.begin(blockIdx.x + 1);
     if (at >= end) return;
     scan.locate(p, at, smem.scan);
     int32 sequence = smem.scan.sequence, before = smem.scan.before;
+    // A stream that is not many times L2 is over before it would be worth its while to push out what is there. (Blocks of rows read
+    // the same keys, which had better stay.)
+    constexpr int kKeyBytes = Tile::KRow::kBytes + Tile::VRow::kBytes + (Config::kQuantK ? 4 * Config::kKGroups : 0) +
+                              (Config::kQuantV ? 4 * Config::kVGroups : 0);
+    bool brief = int64(scan.total) * p.granule * kKeyBytes < kBriefStream;
+    uint64 policy = l2_policy(brief && (Config::kNTiles == 1 || p.num_row_blocks == 1));
     while (at < end) {
         KeySpan span = key_span(p, sequence);
         int32 all = span.granules * p.num_kv_heads * p.num_row_blocks;
@@ -286,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
 
         QueryFragments b;
         Rows rows;
-        walk(b, rows, p, piece, smem.stages[warp_idx], warp_idx, lane);
+        walk(b, rows, p, piece, smem.stages[warp_idx], policy, warp_idx, lane);
         __syncthreads();  // every warp is through with its stages
         store_warp(smem.merge, rows, warp_idx, lane);
         __syncthreads();

@@ -1,6 +1,7 @@
 // A warp's tile of a KV cache on its way to shared memory: rows that a block table scatters, copied by cp.async.
 #pragma once
 #include "ptx/cp_async.cuh"
+#include "ptx/l2.cuh"
 #include "tile/kv_row.cuh"
 
 // One tile of one warp. Config: kHeadDim, kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys).
@@ -10,6 +11,9 @@ struct KvStage {
     alignas(128) uint8 v[Config::kTile * KvRow<Config::kVKind, Config::kHeadDim, 8>::kBytes];
     alignas(16) uint32 k_params[Config::kQuantK ? Config::kTile * Config::kKGroups : 4];
     alignas(16) uint32 v_params[Config::kQuantV ? Config::kTile * Config::kVGroups : 4];
+    // Where they begin, bytes.
+    static constexpr int kVAt = (sizeof(k) + 127) / 128 * 128, kKParamsAt = kVAt + sizeof(v);
+    static constexpr int kVParamsAt = kKParamsAt + sizeof(k_params);
 };
 
 // Copies by all 32 lanes of a warp. `row`: lane t's is the number of key t's row in the cache's planes; `count` keys exist, the
@@ -20,6 +24,7 @@ struct KvCopy {
     const uint8* v;
     const uint32* k_params;
     const uint32* v_params;
+    uint64 policy;  // of L2
     int lane;
 
     template <typename Tile>
@@ -30,7 +35,7 @@ struct KvCopy {
             int at = i * 32 + lane, t = at / kChunks;
             uint32 from = __shfl_sync(0xffffffffu, row, t);
             const uint8* address = src + uint64(from) * Tile::Row::kBytes + (at % kChunks) * 16;
-            cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0);
+            cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0, policy);
         }
     }
     template <int kGroups>
@@ -42,14 +47,32 @@ struct KvCopy {
             uint32 from = __shfl_sync(0xffffffffu, row, t & 31);
             if (t < Config::kTile) {
                 const uint32* address = src + uint64(from) * kGroups + at % kPerRow * (kBytes / 4);
-                cp_async_small<kBytes>(dst + at * kBytes, address, t < count ? kBytes : 0);
+                cp_async_small<kBytes>(dst + at * kBytes, address, t < count ? kBytes : 0, policy);
             }
         }
     }
-    OA_DEVICE void tile(KvStage<Config>& stage, uint32 row, int32 count) const {
-        plane<KTile<Config::kKKind, Config::kHeadDim>>(smem_addr_of(stage.k), k, row, count);
-        plane<VTile<Config::kVKind, Config::kHeadDim>>(smem_addr_of(stage.v), v, row, count);
-        if (Config::kQuantK) params<Config::kKGroups>(smem_addr_of(stage.k_params), k_params, row, count);
-        if (Config::kQuantV) params<Config::kVGroups>(smem_addr_of(stage.v_params), v_params, row, count);
+    // `stage`: address of a KvStage, see KvRing.
+    OA_DEVICE void tile(uint32 stage, uint32 row, int32 count) const {
+        using Stage = KvStage<Config>;
+        plane<KTile<Config::kKKind, Config::kHeadDim>>(stage, k, row, count);
+        plane<VTile<Config::kVKind, Config::kHeadDim>>(stage + Stage::kVAt, v, row, count);
+        if (Config::kQuantK) params<Config::kKGroups>(stage + Stage::kKParamsAt, k_params, row, count);
+        if (Config::kQuantV) params<Config::kVGroups>(stage + Stage::kVParamsAt, v_params, row, count);
+    }
+};
+
+// Where a warp's copies go: its stages in turn. The address comes through a shuffle, of which each lane takes its own value, so that the
+// compiler does not know it to be the same in all lanes: ptxas 12.9 and 13.0 encode a cp.async that has both an L2 policy and an
+// address with a part in a uniform register as an illegal instruction (sm_90a).
+template <typename Stage, int kStages>
+struct KvRing {
+    uint32 address;
+    int32 stage = 0;
+    OA_DEVICE KvRing(Stage (&stages)[kStages], int lane)
+        : address(__shfl_sync(0xffffffffu, smem_addr_of(&stages[0]), lane)) {}
+    OA_DEVICE void advance() {
+        bool last = ++stage == kStages;
+        address += last ? uint32(sizeof(Stage)) * uint32(1 - kStages) : uint32(sizeof(Stage));
+        if (last) stage = 0;
     }
 };

@@ -19,17 +19,24 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     return s;
 }
 
-// Granules dealt to the workers: the first total % num_workers of them have one more.
+// Granules dealt to the workers: worker w has those from floor(w total / num_workers) on, so that sequences of equal length end where
+// workers end if each has a whole number of them. Workers without granules come last: those of a segment follow each other.
 struct Share {
-    int32 each, extra;
-    OA_DEVICE Share(int32 total, int32 num_workers) {
+    int32 total, num_workers;  // of those that have any
+    int32 each, extra;  // total = each num_workers + extra
+    OA_DEVICE Share(int32 total_granules, int32 workers)
+        : total(total_granules), num_workers(max_of(min_of(workers, total_granules), 1)) {
         each = total / num_workers;
         extra = total - each * num_workers;
     }
-    OA_DEVICE int32 begin(int32 worker) const { return worker * each + min_of(worker, extra); }
+    // A GPU has fewer than 2^16 workers.
+    OA_DEVICE int32 begin(int32 worker) const {
+        if (worker >= num_workers) return total;
+        return worker * each + int32(uint32(worker) * uint32(extra) / uint32(num_workers));
+    }
+    // The last one that begins at `granule` < total or before it.
     OA_DEVICE int32 worker_of(int32 granule) const {
-        int32 wide = extra * (each + 1);
-        return granule < wide ? granule / (each + 1) : extra + (granule - wide) / max_of(each, 1);
+        return int32((uint64(granule + 1) * uint32(num_workers) - 1) / uint32(total));
     }
 };
 

@@ -35,8 +35,10 @@ def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) ->
     Tuning record: docs/performance/decode.md. Registers decide on the CTAs: parameters of groups, and eights of query
     rows, take more of them.
     """
+    if head_dim == 128 and n_tiles == 1 and (token_bytes <= 160 or (token_bytes <= 288 and groups == 1)):
+        return {"tile": 32, "m_tiles": 2, "ctas": 3 if groups == 1 else 2}
     tile = 32 if token_bytes <= 160 and n_tiles == 1 else 16
-    ctas = 2 if n_tiles > 1 or token_bytes > 288 else 3 if groups > 2 or head_dim == 256 else 4
+    ctas = 2 if n_tiles > 1 or token_bytes > 288 or head_dim == 256 else 3 if groups > 2 else 4
     return {"tile": tile, "m_tiles": 1, "ctas": ctas}
 
 
@@ -66,7 +68,8 @@ def decode_row(
     params = [4 * tile * count if kind else 16 for kind, count in (k, v)]
     stage = _up(_up(tile * sizes[0], 128) + tile * sizes[1] + sum(params), 128)
     warps = 4 if 8 * stage <= _MOST_CTA else 2
-    stages = max(2, min(4, min(_MOST_CTA, _MOST_SM // ctas) // (warps * stage)))
+    most = 3 if shape["m_tiles"] > 1 and groups == 1 else 4
+    stages = max(2, min(most, min(_MOST_CTA, _MOST_SM // ctas) // (warps * stage)))
     merge = 4 * warps * 8 * n_tiles * (head_dim + 4) + 8 * warps * 8 * n_tiles
     smem_bytes = _up(_up(max(stage * warps * stages, merge), 128) + 4 * (warps + _SCAN_WORDS), 128)
     names = [_format_name(*x, head_dim) for x in (k, v)]
@@ -119,7 +122,7 @@ def combine_row(dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ..
         "head_dim": head_dim,
         "block_m": 8 * n_tiles,
         "block_n": 1,
-        "num_warps": 4,
+        "num_warps": 8,
         "smem_bytes": 0,
         "prebuild": prebuild,
     }
@@ -150,7 +153,7 @@ def append_row(
         "head_dim": head_dim,
         "block_m": 1,
         "block_n": 1,
-        "num_warps": 8,
+        "num_warps": 4,
         "smem_bytes": 0,
         "prebuild": prebuild,
         "features": frozenset({f"cache_{names[0]}" if k == v else f"cache_{names[0]}_{names[1]}"}),

@@ -1,0 +1,46 @@
+// What L2 shall do with data (PTX ISA, "prefetch", "createpolicy", "cp.async"). Any lane; no ordering of their own.
+#pragma once
+#include "ptx/cp_async.cuh"
+#include "ptx/types.cuh"
+
+// prefetch.global.L2 [address]: asks for a line of 128 bytes. A hint.
+OA_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+// createpolicy.fractional.L2: what is read once makes room first, so that a stream does not push out what others will need, nor
+// has it written to memory where it is newer than there. A long stream is faster if only a fourth of it does (measured on an H200;
+// the rest changes no order). sm_90 only: elsewhere nobody has run it, and ptxas has a bug there
+// (KvRing in pipeline/kv_copy.cuh).
+OA_DEVICE uint64 l2_policy(bool all) {
+#if __CUDA_ARCH__ == 900
+    uint64 whole, fourth;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(whole));
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 0.25;" : "=l"(fourth));
+    return all ? whole : fourth;
+#else
+    return 0;
+#endif
+}
+
+// cp_async_16 and cp_async_small (ptx/cp_async.cuh) under a policy.
+OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint32 src_bytes, uint64 policy) {
+#if __CUDA_ARCH__ == 900
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+                 :
+                 : "r"(smem_dst), "l"(gmem_src), "r"(src_bytes), "l"(policy)
+                 : "memory");
+#else
+    cp_async_16(smem_dst, gmem_src, src_bytes);
+#endif
+}
+template <int kBytes>
+OA_DEVICE void cp_async_small(uint32 smem_dst, const void* gmem_src, uint32 src_bytes, uint64 policy) {
+#if __CUDA_ARCH__ == 900
+    static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "sizes that cp.async has");
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3, %4;"
+                 :
+                 : "r"(smem_dst), "l"(gmem_src), "n"(kBytes), "r"(src_bytes), "l"(policy)
+                 : "memory");
+#else
+    cp_async_small<kBytes>(smem_dst, gmem_src, src_bytes);
+#endif
+}
