@@ -124,8 +124,8 @@ struct DecodeTile {
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
                             uint32 word = stage.k_params[(first + i * 16 + token + 8 * r) * Config::kKGroups + group];
-                            s[r] = param_scale(word);
-                            z[r] = param_zero(word);
+                            s[r] = param_scale<Config::kKKind>(word);
+                            z[r] = param_zero<Config::kKKind>(word);
                         }
 #pragma unroll
                     for (int n = 0; n < Config::kNTiles; ++n)
@@ -257,7 +257,7 @@ struct DecodeTile {
                         a[r][2 * j + 1] = permute_bytes(w0, w1, 0x7632);
                     } else {
                         constexpr int kWordRegs = 4 * kPieceUnits / (VRow::kPiece / 4);
-                        unpack_v_words<Config::kVKind>(w0, w1, magic, a[r] + j * kWordRegs);
+                        unpack_v_words<Config::kVKind>(w0, w1, magic, g, a[r] + j * kWordRegs);
                     }
                 }
 #pragma unroll
@@ -299,14 +299,15 @@ struct DecodeTile {
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
                         uint32 word = stage.v_params[(first + i * 16 + token + 8 * r) * Config::kVGroups + group];
-                        s[i][group][r] = param_scale(word);
+                        s[i][group][r] = param_scale<Config::kVKind>(word);
 #pragma unroll
                         for (int n = 0; n < Config::kNTiles; ++n)
 #pragma unroll
                             for (int y = 0; y < 2; ++y) {
                                 float p = x[i][n][2 * r + y];
                                 if (Config::kVKind != kKvE4m3)
-                                    rows.z[group][n][y] = fmaf(p, param_zero(word), rows.z[group][n][y]);
+                                    rows.z[group][n][y] =
+                                        fmaf(p, param_zero<Config::kVKind>(word), rows.z[group][n][y]);
                                 largest[n][y] = fmaxf(largest[n][y], p * s[i][group][r]);
                             }
                     }

@@ -47,6 +47,12 @@ OA_DEVICE void hadamard_row(float (&x)[kHeadDim / 4 / kLanes][4], int at) {
 OA_DEVICE float bf16_up(float x) { return __uint_as_float((__float_as_uint(x) + 0xffffu) & 0xffff0000u); }
 OA_DEVICE float bf16_nearest(float x) { return __uint_as_float(pack2(BFloat16{}, x, 0.0f) << 16); }
 
+// FBGEMM's parameters of a group from `low` to `high`, fp16 as floats; what is beyond fp16 is not finite.
+OA_DEVICE void fbgemm_params(float low, float high, float& scale, float& shift) {
+    shift = to_float(Half{}, half_down(low + 0.0f));  // the sum makes -0 +0
+    scale = to_float(Half{}, half_up(fmaxf(div_rn(high - shift, 15.0f), 5.9604644775390625e-8f)));  // 2^-24
+}
+
 // The group's parameters and this lane's codes, as stored: words[i] has element 0 in its low bits. `params`: the row's; lanes that begin a group write them, if `writes`.
 template <int kKind, int kHeadDim, int kGroups, int kLanes>
 OA_DEVICE void quantize_row(const float (&x)[kHeadDim / 4 / kLanes][4], uint32 (&words)[kHeadDim / 4 / kLanes],
@@ -54,7 +60,8 @@ OA_DEVICE void quantize_row(const float (&x)[kHeadDim / 4 / kLanes][4], uint32 (
     constexpr int kUnits = kHeadDim / 4 / kLanes, kGroup = kHeadDim / kGroups;
     constexpr bool kBoth = kGroup > 4 * kLanes;  // one group has both units
     constexpr int kGroupLanes = kBoth ? kLanes : kGroup / 4;
-    constexpr int kLow = kKind == kKvInt4 ? -8 : -128, kHigh = kKind == kKvInt4 ? 7 : 127;
+    constexpr int kLow = kKind == kKvFbgemm ? 0 : kKind == kKvInt4 ? -8 : -128;
+    constexpr int kHigh = kKind == kKvFbgemm ? 15 : kKind == kKvInt4 ? 7 : 127;
     float infinity = -neg_inf();
     float amax[kUnits], low[kUnits], high[kUnits];
 #pragma unroll
@@ -87,7 +94,10 @@ OA_DEVICE void quantize_row(const float (&x)[kHeadDim / 4 / kLanes][4], uint32 (
         bool finite = is_finite(amax[i]);
         if (low[i] > high[i]) low[i] = high[i] = 0.0f;  // nothing but padding
         float zero = 0.0f, scale;
-        if (kKind == kKvE4m3) {
+        if (kKind == kKvFbgemm) {
+            fbgemm_params(low[i], high[i], scale, zero);
+            finite = finite && is_finite(scale) && is_finite(zero);
+        } else if (kKind == kKvE4m3) {
             scale = div_rn(amax[i], 448.0f);
         } else if (zero_point) {
             constexpr float kSteps = kHigh - kLow;
@@ -96,10 +106,13 @@ OA_DEVICE void quantize_row(const float (&x)[kHeadDim / 4 / kLanes][4], uint32 (
         } else {
             scale = div_rn(amax[i], kHigh);
         }
-        scale = bf16_up(fmaxf(scale, kMinKvScale));
+        if (kKind != kKvFbgemm) scale = bf16_up(fmaxf(scale, kMinKvScale));
         if (!finite) zero = 0.0f;
         int channel = 4 * (at + 32 * i);
-        if (writes && channel % kGroup == 0) {
+        if (kKind == kKvFbgemm) {
+            if (writes && channel % kGroup == 0)
+                params[channel / kGroup] = finite ? pack2(Half{}, scale, zero) : 0x7e00u;
+        } else if (writes && channel % kGroup == 0) {
             uint32 stored = finite ? __float_as_uint(scale) >> 16 : 0x7fc0u;
             params[channel / kGroup] = stored | (__float_as_uint(zero) & 0xffff0000u);
         }
@@ -113,7 +126,7 @@ OA_DEVICE void quantize_row(const float (&x)[kHeadDim / 4 / kLanes][4], uint32 (
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 int32 c = min_of(max_of(__float2int_rn(code[e]), kLow), kHigh) - kLow;
-                words[i] |= uint32(c) << (e * (kKind == kKvInt4 ? 4 : 8));
+                words[i] |= uint32(c) << (e * kv_bits(kKind));
             }
         }
     }

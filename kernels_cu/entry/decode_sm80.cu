@@ -67,12 +67,17 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 // Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, the host sees to that.
+// FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
 OA_DEVICE uint32 cache_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 token) {
-    if (p.block_table == nullptr) return uint32(sequence * p.num_kv_heads + kv_head) * uint32(p.block_size) + token;
+    auto row_of = [&](uint32 block, uint32 row) {
+        return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
+                                           : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
+    };
+    if (p.block_table == nullptr) return row_of(sequence, token);
     uint32 index = uint32(token) / uint32(p.block_size);
     uint32 block = p.block_table[int64(sequence) * p.table_columns + index];
     block = min_of(block, uint32(p.num_blocks - 1));  // a bad number reads the last block instead of foreign memory
-    return (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + (uint32(token) - index * uint32(p.block_size));
+    return row_of(block, uint32(token) - index * uint32(p.block_size));
 }
 
 // A piece of a segment.

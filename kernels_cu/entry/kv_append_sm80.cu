@@ -113,7 +113,9 @@ template <int kKind, int kGroups, bool kIsKey>
 OA_DEVICE void store_row(uint8* data, uint32* params, uint64 row, const Values& x, int32 valid_dim, bool zero_point,
                          bool writes, int at) {
     using Row = KvRow<kKind, Config::kHeadDim, kIsKey ? 4 : 8>;
-    uint8* to = data + row * Row::kBytes;
+    constexpr bool kFbgemm = kKind == kKvFbgemm;  // parameters in front of the codes
+    uint8* to = data + row * (kFbgemm ? FbgemmRow<Config::kHeadDim, kGroups>::kBytes : Row::kBytes);
+    params = kFbgemm ? reinterpret_cast<uint32*>(to) : params + row * kGroups;
     if constexpr (kKind == kKv16) {
 #pragma unroll
         for (int i = 0; i < Config::kUnits; ++i) {
@@ -122,12 +124,14 @@ OA_DEVICE void store_row(uint8* data, uint32* params, uint64 row, const Values& 
         }
     } else {
         uint32 words[Config::kUnits];
-        quantize_row<kKind, Config::kHeadDim, kGroups, Config::kLanes>(x, words, params + row * kGroups, valid_dim,
-                                                                       zero_point, writes, at);
+        quantize_row<kKind, Config::kHeadDim, kGroups, Config::kLanes>(x, words, params, valid_dim, zero_point, writes,
+                                                                       at);
 #pragma unroll
         for (int i = 0; i < Config::kUnits; ++i) {
             int flat = at + 32 * i, unit = flat / (kIsKey ? 4 : 8), lane = flat % (kIsKey ? 4 : 8);
-            if constexpr (kKind != kKvInt4) {
+            if constexpr (kFbgemm) {
+                if (writes) *reinterpret_cast<uint16*>(to + 4 * kGroups + 2 * flat) = uint16(words[i]);
+            } else if constexpr (kKind != kKvInt4) {
                 if (writes) *reinterpret_cast<uint32*>(to + Row::unit_byte(unit, lane)) = words[i];
             } else if constexpr (kIsKey) {
                 // Elements 0 and 2 in a byte of the word's low half, 1 and 3 in its high half; the unit beside it has the
@@ -187,7 +191,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(co
             block = p.block_table[int64(sequence) * p.table_columns + index];
         }
         writes = block < uint32(p.num_blocks);
-        at_row = (uint64(block) * p.num_kv_heads + head) * p.block_size + (position - int64(index) * p.block_size);
+        int64 in_block = position - int64(index) * p.block_size;
+        at_row = K_KIND == kKvFbgemm ? (uint64(block) * p.block_size + in_block) * p.num_kv_heads + head
+                                     : (uint64(block) * p.num_kv_heads + head) * p.block_size + in_block;
     }
     // The row's index in its own array: packed rows have stride_b 0.
     int64 in_sequence = p.cu_seqlens == nullptr ? row - begin : row;

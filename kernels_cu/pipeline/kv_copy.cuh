@@ -33,7 +33,7 @@ struct KvCopy {
             cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0);
         }
     }
-    template <int kGroups>
+    template <int kGroups, int kStride = kGroups>  // words of a row, and from one row to the next
     OA_DEVICE void params(uint32 dst, const uint32* src, uint32 row, int32 count) const {
         constexpr int kBytes = kGroups >= 4 ? 16 : 4 * kGroups, kPerRow = 4 * kGroups / kBytes;
 #pragma unroll
@@ -41,12 +41,40 @@ struct KvCopy {
             int at = i * 32 + lane, t = at / kPerRow;
             uint32 from = __shfl_sync(0xffffffffu, row, t & 31);
             if (t < Config::kTile) {
-                const uint32* address = src + uint64(from) * kGroups + at % kPerRow * (kBytes / 4);
+                const uint32* address = src + uint64(from) * kStride + at % kPerRow * (kBytes / 4);
                 cp_async_small<kBytes>(dst + at * kBytes, address, t < count ? kBytes : 0);
             }
         }
     }
+    // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: whole rows side by side.
+    OA_DEVICE void fbgemm_rows(KvStage<Config>& stage, uint32 row, int32 count) const {
+        using Row = FbgemmRow<Config::kHeadDim, Config::kKGroups>;
+        constexpr int kRows = 32 / Row::kWords;
+        int first = lane / Row::kWords, w = lane % Row::kWords;
+        uint32 to = first * 4 * Row::kWords + Row::place(w);
+        uint32 to_k = smem_addr_of(stage.k), to_v = smem_addr_of(stage.v);
+        const uint8* from_k = k + 4 * (Config::kKGroups + w);
+        const uint8* from_v = v + 4 * (Config::kKGroups + w);
+#pragma unroll
+        for (int i = 0; i < Config::kTile / kRows; ++i) {
+            // Which chunks are exchanged is the same for rows side by side.
+            uint32 at_k = to ^ (KTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
+            uint32 at_v = to ^ (VTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
+            uint64 from = uint64(__shfl_sync(0xffffffffu, row, i * kRows + first)) * Row::kBytes;
+            uint32 bytes = i * kRows + first < count ? 4 : 0;
+            cp_async_small<4>(to_k + i * 128 + at_k, from_k + from, bytes);
+            cp_async_small<4>(to_v + i * 128 + at_v, from_v + from, bytes);
+        }
+        auto words = [](const uint8* plane) { return reinterpret_cast<const uint32*>(plane); };
+        params<Config::kKGroups, Row::kBytes / 4>(smem_addr_of(stage.k_params), words(k), row, count);
+        params<Config::kVGroups, Row::kBytes / 4>(smem_addr_of(stage.v_params), words(v), row, count);
+    }
     OA_DEVICE void tile(KvStage<Config>& stage, uint32 row, int32 count) const {
+        if constexpr (Config::kKKind == kKvFbgemm) {
+            static_assert(Config::kVKind == kKvFbgemm && Config::kKGroups == Config::kVGroups, "one layout for both");
+            fbgemm_rows(stage, row, count);
+            return;
+        }
         plane<KTile<Config::kKKind, Config::kHeadDim>>(smem_addr_of(stage.k), k, row, count);
         plane<VTile<Config::kVKind, Config::kHeadDim>>(smem_addr_of(stage.v), v, row, count);
         if (Config::kQuantK) params<Config::kKGroups>(smem_addr_of(stage.k_params), k_params, row, count);

@@ -31,7 +31,10 @@ class KVCache:
         Channels that share a scale (and zero) in quantized rows: 32, 64, 128 or 256; unless given, a whole row: one a
         token and head.
     zero_point : bool
-        int8 and int4: fit a zero to each group, or keep it 0 (symmetric).
+        int8 and int4: fit a zero to each group, or keep it 0 (symmetric). False needs one of these types.
+    layout : "fragment" or "fbgemm"
+        Order of the bytes: the kernels' own, or that of FBGEMM's int4 caches (K and V int4; head_dim 64, 128 or 256;
+        one group a row, or four), for memory that its kernels read or write as well.
     k_mean, k_channel_scale : array, (num_kv_heads, head_dim), float32, optional
         Quantized K only: what is subtracted from K, and what K is divided by, before it is quantized (smoothing, and
         scales per channel; channels with outliers then cost the others no precision). Queries are changed to match.
@@ -43,9 +46,10 @@ class KVCache:
     Attributes
     ----------
     k, v : array
-        Data planes, (batch, num_kv_heads, max_seqlen, row): 16-bit elements, or uint8 bytes.
+        Data planes, (batch, num_kv_heads, max_seqlen, row): 16-bit elements, or uint8 bytes. With ``layout="fbgemm"``
+        (batch, max_seqlen, num_kv_heads, row), FBGEMM's own shape.
     k_params, v_params : array or None
-        Parameter planes of quantized K and V, int32 words.
+        Parameter planes of quantized K and V, int32 words; None with ``layout="fbgemm"``, whose rows have them.
     k_format, v_format : KVFormat
         Which byte is what; docs/kv_formats.md has the tables.
     nbytes : int
@@ -77,13 +81,14 @@ class KVCache:
         v_dtype: str | None = None,
         group_size: int | None = None,
         zero_point: bool = True,
+        layout: str = "fragment",
         k_mean: Any = None,
         k_channel_scale: Any = None,
         hadamard: bool = False,
     ) -> None:
         self._build(
             "KVCache", (batch, max_seqlen), ("batch", "max_seqlen"), num_kv_heads, head_dim, like, k_dtype, v_dtype,
-            group_size, zero_point, k_mean, k_channel_scale, hadamard,
+            group_size, zero_point, layout, k_mean, k_channel_scale, hadamard,
         )  # fmt: skip
 
     def _build(
@@ -98,6 +103,7 @@ class KVCache:
         v_dtype: Any,
         group_size: Any,
         zero_point: Any,
+        layout: Any,
         k_mean: Any,
         k_channel_scale: Any,
         hadamard: Any,
@@ -120,9 +126,9 @@ class KVCache:
         zero_point = arguments.check_bool(zero_point, "zero_point", name)
         self.hadamard = arguments.check_bool(hadamard, "hadamard", name)
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = blocks, block_size, heads, dim
-        self.k_format = check_format(k_dtype, dim, group_size, zero_point, name, is_key=True)
-        self.v_format = check_format(
-            k_dtype if v_dtype is None else v_dtype, dim, group_size, zero_point, name, is_key=False
+        self.k_format, self.v_format = (
+            check_format(dtype, dim, group_size, zero_point, name, is_key=is_key, layout=layout)
+            for dtype, is_key in ((k_dtype, True), (k_dtype if v_dtype is None else v_dtype, False))
         )
         formats = (self.k_format, self.v_format)
         wide = [f.dtype for f in formats if not f.quantized]
@@ -132,6 +138,8 @@ class KVCache:
             )
         if not any(f.quantized for f in formats) and group_size is not None:
             raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)
+        if not zero_point and not any(f.dtype in ("int8", "int4") for f in formats):
+            raise ArgumentError("zero_point", "True, because no format has a zero", "False", function=name)
         # A module's parameter says where it is as well as any array; nothing is computed with it.
         like = like.detach() if getattr(like, "requires_grad", False) is True else like
         ref = arrays.describe(like, "like")
@@ -142,12 +150,12 @@ class KVCache:
             raise ArgumentError("hadamard", f"False with k_dtype {k_dtype!r}, which is exact", "True", function=name)
         self._planes: dict[str, Tensor] = {}
         for argument, fmt in (("k", self.k_format), ("v", self.v_format)):
-            lead = (blocks, heads, block_size)
+            lead = (blocks, heads, block_size) if layout != "fbgemm" else (blocks, block_size, heads)
             dtype = "uint8" if fmt.quantized else KV_ARRAY_DTYPES[fmt.dtype]
             width = fmt.row_bytes if fmt.quantized else fmt.row_dim
             self._planes[argument] = arrays.empty_like_framework(ref, (*lead, width), dtype)
-            if fmt.quantized:
-                self._planes[argument + "_params"] = arrays.empty_like_framework(ref, (*lead, fmt.groups), "int32")
+            if fmt.plane_words:
+                self._planes[argument + "_params"] = arrays.empty_like_framework(ref, (*lead, fmt.plane_words), "int32")
         for plane, t in self._planes.items():
             t.argument = f"cache.{plane}"
 
@@ -267,11 +275,13 @@ class KVCache:
 
         def plane(name: str, fmt: KVFormat) -> Any:
             raw = arrays.raw_view(self._planes[name])
+            if fmt.layout == "fbgemm":
+                return raw.swapaxes(1, 2)
             return raw if fmt.quantized else raw.view(np.uint8)
 
         def params(name: str, fmt: KVFormat) -> Any:
             lead = (self.num_blocks, self.num_kv_heads, self.block_size)
-            if not fmt.quantized:
+            if not fmt.plane_words:
                 return np.empty((*lead, 0), dtype=np.uint32)
             return arrays.raw_view(self._planes[name]).view(np.uint32)
 
@@ -304,13 +314,14 @@ class PagedKVCache(KVCache):
         Blocks in all.
     block_size : int
         Tokens of a block, any number from 1 on. Multiples of 16 are fastest.
-    num_kv_heads, head_dim, like, k_dtype, v_dtype, group_size, zero_point, k_mean, k_channel_scale, hadamard
+    num_kv_heads, head_dim, like, k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard
         As in `KVCache`.
 
     Attributes
     ----------
     k, v, k_params, v_params, k_format, v_format, nbytes
-        As in `KVCache`, the planes with the leading dimensions (num_blocks, num_kv_heads, block_size).
+        As in `KVCache`, the planes with the leading dimensions (num_blocks, num_kv_heads, block_size), or (num_blocks,
+        block_size, num_kv_heads) with ``layout="fbgemm"``.
 
     Raises
     ------
@@ -336,11 +347,12 @@ class PagedKVCache(KVCache):
         v_dtype: str | None = None,
         group_size: int | None = None,
         zero_point: bool = True,
+        layout: str = "fragment",
         k_mean: Any = None,
         k_channel_scale: Any = None,
         hadamard: bool = False,
     ) -> None:
         self._build(
             "PagedKVCache", (num_blocks, block_size), ("num_blocks", "block_size"), num_kv_heads, head_dim, like,
-            k_dtype, v_dtype, group_size, zero_point, k_mean, k_channel_scale, hadamard,
+            k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard,
         )  # fmt: skip

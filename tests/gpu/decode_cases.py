@@ -124,8 +124,13 @@ class Filled:
             name: None if name not in cache._key_arrays else cache._key_arrays[name].obj.cpu().numpy()
             for name in ("k_mean", "k_channel_scale")
         }
+        if cache.k_format.layout == "fbgemm":
+            lead = (cache.num_blocks, cache.block_size, cache.num_kv_heads)
+            rows = [planes[name].reshape(*lead, -1).swapaxes(1, 2) for name in ("k", "v")]
+        else:
+            rows = [planes[name].reshape(*lead, -1) for name in ("k", "v")]
         return CacheArrays(
-            cache.k_format, cache.v_format, planes["k"].reshape(*lead, -1), planes["v"].reshape(*lead, -1),
+            cache.k_format, cache.v_format, rows[0], rows[1],
             planes["k_params"].view(np.uint32).reshape(*lead, -1) if "k_params" in planes else empty,
             planes["v_params"].view(np.uint32).reshape(*lead, -1) if "v_params" in planes else empty,
             changes["k_mean"], changes["k_channel_scale"], cache.hadamard,

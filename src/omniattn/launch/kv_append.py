@@ -91,7 +91,7 @@ def launch_copies(cache: PagedKVCache, pairs: list[tuple[int, int]], stream: int
     addresses = [cache.address(name) for name in ("k", "v", "k_params", "v_params")]
     rows = cache.num_kv_heads * cache.block_size
     formats = (cache.k_format, cache.v_format)
-    sizes = [*(rows * f.row_bytes for f in formats), *(rows * 4 * f.groups for f in formats)]
+    sizes = [*(rows * f.row_bytes for f in formats), *(rows * 4 * f.plane_words for f in formats)]
     parts = max(1, min(32, max(sizes) // (16 * _THREADS)))
     for first in range(0, len(pairs), MAX_PAIRS):
         some = pairs[first : first + MAX_PAIRS]

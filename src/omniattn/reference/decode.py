@@ -23,7 +23,7 @@ class CacheArrays:
     ----------
     k_format, v_format : KVFormat
     k, v : uint8 (blocks, heads, block_size, row_bytes)
-    k_params, v_params : uint32 (blocks, heads, block_size, groups)
+    k_params, v_params : uint32 (blocks, heads, block_size, words of the parameter plane)
     k_mean, k_channel_scale : float32 (heads, head_dim) or None
     hadamard : bool
     """
