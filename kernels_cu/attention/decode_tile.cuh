@@ -154,8 +154,9 @@ struct DecodeTile {
                 for (int y = 0; y < 4; ++y) x[i][n][y] = back * tanh_exp2(x[i][n][y] * inverse);
     }
 
-    // Hides what a row must not see; `first`: first key of the tile.
-    static OA_DEVICE void mask_keys(Scores& x, const Rows& rows, int32 first, int32 window_left, int lane) {
+    // Hides what a row must not see, and what is not the launch's; `first`: first key of the tile, `limit`: end of the keys.
+    static OA_DEVICE void mask_keys(Scores& x, const Rows& rows, int32 first, int32 limit, int32 window_left,
+                                    int lane) {
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
@@ -163,7 +164,8 @@ struct DecodeTile {
 #pragma unroll
                 for (int y = 0; y < 4; ++y) {
                     int32 key = first + i * 16 + token_of_row(lane >> 2) + 8 * (y >> 1), end = rows.end[n][y & 1];
-                    bool hidden = key >= end || (window_left >= 0 && int64(key) < int64(end) - 1 - window_left);
+                    bool hidden =
+                        key >= min_of(end, limit) || (window_left >= 0 && int64(key) < int64(end) - 1 - window_left);
                     if (hidden) x[i][n][y] = neg_inf();
                 }
     }

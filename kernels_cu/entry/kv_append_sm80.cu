@@ -12,6 +12,7 @@
 #include "ptx/cvt_quant.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/kv_append_params.cuh"
+#include "scheduler/recent_window.cuh"
 #include "tile/kv_row.cuh"
 
 struct Config {
@@ -162,6 +163,14 @@ OA_DEVICE int32 sequence_of(const KvAppendParams& p, int32 row) {
     return low;
 }
 
+// A sequence's ring has got its newest tokens.
+OA_DEVICE void note_ring(const KvAppendParams& p, int32 sequence, int32 count) {
+    uint32 slot = p.block_table == nullptr ? sequence : p.block_table[sequence];
+    if (slot >= uint32(p.num_blocks)) return;
+    int32 length = p.seq_lens[sequence];
+    recent_append(p.ring_state + 2 * int64(slot), max_of(length - count, 0), length, p.ring);
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(const
                                                                               __grid_constant__ KvAppendParams p) {
     int64 item = (int64(blockIdx.x) * Config::kThreads + threadIdx.x) / Config::kLanes;
@@ -182,16 +191,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(co
         writes &= row >= begin && row - begin < count;
     }
     int64 position = int64(p.seq_lens[sequence]) - count + (row - begin);
+    if (p.ring > 0 && writes && head == 0 && at == 0 && row - begin == count - 1) note_ring(p, sequence, count);
     writes &= position >= 0 && position < p.capacity;
+    int64 place = position;
+    if (p.ring > 0 && writes) {
+        writes = position >= int64(p.seq_lens[sequence]) - p.ring;  // another one has the same place
+        place = uint32(position) % uint32(p.ring);
+    }
     uint64 at_row = 0;
     if (writes) {
         uint32 index = 0, block = sequence;
         if (p.block_table != nullptr) {
-            index = uint32(position) / uint32(p.block_size);
+            index = uint32(place) / uint32(p.block_size);
             block = p.block_table[int64(sequence) * p.table_columns + index];
         }
         writes = block < uint32(p.num_blocks);
-        int64 in_block = position - int64(index) * p.block_size;
+        int64 in_block = place - int64(index) * p.block_size;
         at_row = K_KIND == kKvFbgemm ? (uint64(block) * p.block_size + in_block) * p.num_kv_heads + head
                                      : (uint64(block) * p.num_kv_heads + head) * p.block_size + in_block;
     }

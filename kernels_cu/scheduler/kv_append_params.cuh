@@ -19,11 +19,13 @@ struct KvAppendParams {
     uint32* v_params;
     const float* k_mean;
     const float* k_channel_scale;
+    int32* ring_state;  // [num_blocks, 2], see scheduler/recent_window.cuh
     int64 k_stride_b, k_stride_s, k_stride_h;
     int64 v_stride_b, v_stride_s, v_stride_h;
     int64 items;  // rows * heads
     int32 batch, tokens, num_kv_heads, head_dim;
     int32 capacity, block_size, num_blocks, table_columns;
     int32 rope, rope_pairs, rope_rows;
-    int32 hadamard, zero_point, reserved;
+    int32 hadamard, zero_point;
+    int32 ring;  // 0: positions are places. Else the newest tokens go to rings of so many, a block each
 };

@@ -12,6 +12,9 @@ from .kv_format import KV_ARRAY_DTYPES, KVFormat, check_format
 if TYPE_CHECKING:
     from .reference.decode import CacheArrays
 
+#: Tokens that a ring of the newest ones has beyond the window: as many as `decode` takes may be dropped again, and the
+#: window is still whole.
+RECENT_SPARE = 16
 #: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
 MAX_CACHE_ROWS = 2**32 - 1
 
@@ -42,6 +45,12 @@ class KVCache:
         have to stay as they are.
     hadamard : bool
         Quantized K only: rotate K's and the queries' channels by a Hadamard matrix, which spreads outliers.
+    recent_window : int
+        Quantized K or V only: `decode` reads a sequence's newest tokens, so many, as they came, in 16 bits, and the
+        older ones quantized (as KIVI's residual does). 0: all are read quantized.
+    recent_dtype : "bf16" or "fp16", optional
+        Type of the newest tokens; on a GPU it has to be that of the queries. Unless given, that of a 16-bit K or V,
+        else "bf16".
 
     Attributes
     ----------
@@ -52,6 +61,9 @@ class KVCache:
         Parameter planes of quantized K and V, int32 words; None with ``layout="fbgemm"``, whose rows have them.
     k_format, v_format : KVFormat
         Which byte is what; docs/kv_formats.md has the tables.
+    recent_k, recent_v, recent_state : array or None
+        The newest tokens, (batch, num_kv_heads, recent_window + 16, row) 16-bit elements, and which of them are there,
+        (batch, 2) int32.
     nbytes : int
         Bytes of all planes.
 
@@ -85,10 +97,12 @@ class KVCache:
         k_mean: Any = None,
         k_channel_scale: Any = None,
         hadamard: bool = False,
+        recent_window: int = 0,
+        recent_dtype: str | None = None,
     ) -> None:
         self._build(
             "KVCache", (batch, max_seqlen), ("batch", "max_seqlen"), num_kv_heads, head_dim, like, k_dtype, v_dtype,
-            group_size, zero_point, layout, k_mean, k_channel_scale, hadamard,
+            group_size, zero_point, layout, k_mean, k_channel_scale, hadamard, (recent_window, recent_dtype, batch),
         )  # fmt: skip
 
     def _build(
@@ -107,6 +121,7 @@ class KVCache:
         k_mean: Any,
         k_channel_scale: Any,
         hadamard: Any,
+        recent: tuple[Any, Any, Any],
     ) -> None:
         numbers = []
         for value, argument in zip((*extents, num_kv_heads), (*names, "num_kv_heads"), strict=True):
@@ -148,6 +163,7 @@ class KVCache:
         self._key_arrays = self._describe_key_arrays({"k_mean": k_mean, "k_channel_scale": k_channel_scale}, ref, name)
         if self.hadamard and not self.k_format.quantized:
             raise ArgumentError("hadamard", f"False with k_dtype {k_dtype!r}, which is exact", "True", function=name)
+        self.recent_window, self.recent_slots, self.recent_format = self._check_recent(name, *recent)
         self._planes: dict[str, Tensor] = {}
         for argument, fmt in (("k", self.k_format), ("v", self.v_format)):
             lead = (blocks, heads, block_size) if layout != "fbgemm" else (blocks, block_size, heads)
@@ -156,8 +172,43 @@ class KVCache:
             self._planes[argument] = arrays.empty_like_framework(ref, (*lead, width), dtype)
             if fmt.plane_words:
                 self._planes[argument + "_params"] = arrays.empty_like_framework(ref, (*lead, fmt.plane_words), "int32")
+        if self.recent_format is not None:
+            ring = (self.recent_slots, heads, self.recent_window + RECENT_SPARE)
+            dtype = KV_ARRAY_DTYPES[self.recent_format.dtype]
+            for plane in ("recent_k", "recent_v"):
+                self._planes[plane] = arrays.empty_like_framework(ref, (*ring, self.recent_format.row_dim), dtype)
+            self._planes["recent_state"] = arrays.zeros_like_framework(ref, (self.recent_slots, 2), "int32")
         for plane, t in self._planes.items():
             t.argument = f"cache.{plane}"
+
+    def _check_recent(self, name: str, window: Any, dtype: Any, slots: Any) -> tuple[int, int, KVFormat | None]:
+        """The recent window's tokens, slots and format; (0, 0, None) for none."""
+        tokens = arguments.check_int(window, "recent_window", name)
+        formats = (self.k_format, self.v_format)
+        wide = next((f.dtype for f in formats if not f.quantized), None)
+        if tokens == 0:
+            # KVCache's slots are its sequences, no argument.
+            for value, argument in ((dtype, "recent_dtype"), (slots if self.paged else None, "recent_slots")):
+                if value is not None:
+                    raise ArgumentError(argument, "None without recent_window", repr(value), function=name)
+            return 0, 0, None
+        if not any(f.quantized for f in formats):
+            expected = f"0 with {wide!r}, which keeps all tokens as they are"
+            raise ArgumentError("recent_window", expected, repr(window), function=name)
+        if dtype is None:
+            dtype = wide or "bf16"
+        choices = tuple(KV_ARRAY_DTYPES) if wide is None else (wide,)
+        if not isinstance(dtype, str) or dtype not in choices:
+            raise ArgumentError("recent_dtype", " or ".join(map(repr, choices)), repr(dtype), function=name)
+        if slots is None:
+            raise ArgumentError("recent_slots", "an integer >= 1, with recent_window", "None", function=name)
+        count = arguments.check_int(slots, "recent_slots", name, least=1)
+        ring = tokens + RECENT_SPARE
+        if ring > arguments.MAX_ROWS or count * ring * self.num_kv_heads > MAX_CACHE_ROWS:
+            expected = f"at most {MAX_CACHE_ROWS} rows in all (slots x ({tokens} + {RECENT_SPARE}) x heads)"
+            received = f"{count} x {ring} x {self.num_kv_heads}"
+            raise ArgumentError("recent_window", expected, received, function=name)
+        return tokens, count, KVFormat(dtype, self.head_dim, self.k_format.row_dim, False, True)
 
     def _describe_key_arrays(self, given: dict[str, Any], ref: Tensor, name: str) -> dict[str, Tensor]:
         """The caller's arrays that change K, checked."""
@@ -240,6 +291,29 @@ class KVCache:
         return None if t is None else t.obj
 
     @property
+    def recent_k(self) -> Any:
+        """K of the newest tokens, or None."""
+        t = self._planes.get("recent_k")
+        return None if t is None else t.obj
+
+    @property
+    def recent_v(self) -> Any:
+        """V of the newest tokens, or None."""
+        t = self._planes.get("recent_v")
+        return None if t is None else t.obj
+
+    @property
+    def recent_state(self) -> Any:
+        """Which positions of each slot's sequence are there, or None."""
+        t = self._planes.get("recent_state")
+        return None if t is None else t.obj
+
+    @property
+    def recent_ring(self) -> int:
+        """Tokens of a slot."""
+        return self.recent_window + RECENT_SPARE if self.recent_window else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all planes."""
         return sum(t.size * t.itemsize for t in self._planes.values())
@@ -264,14 +338,15 @@ class KVCache:
         """All that a plan depends on, but not the addresses."""
         return (
             self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.k_format, self.v_format,
-            self.hadamard, tuple(self._key_arrays), self._device, self._ordinal,
+            self.hadamard, tuple(self._key_arrays), self.recent_window, self.recent_slots, self.recent_format,
+            self._device, self._ordinal,
         )  # fmt: skip
 
     def on_host(self) -> CacheArrays:
         """The cache's memory for the NumPy reference; on the CPU only, written in place."""
         import numpy as np
 
-        from .reference.decode import CacheArrays
+        from .reference.decode import CacheArrays, RecentArrays
 
         def plane(name: str, fmt: KVFormat) -> Any:
             raw = arrays.raw_view(self._planes[name])
@@ -285,11 +360,15 @@ class KVCache:
                 return np.empty((*lead, 0), dtype=np.uint32)
             return arrays.raw_view(self._planes[name]).view(np.uint32)
 
+        recent = None
+        if self.recent_format is not None:
+            k, v, state = (arrays.raw_view(self._planes[name]) for name in ("recent_k", "recent_v", "recent_state"))
+            recent = RecentArrays(self.recent_window, self.recent_format, k.view(np.uint8), v.view(np.uint8), state)
         own = {name: arrays.to_numpy(t) for name, t in self._key_arrays.items()}
         return CacheArrays(
             self.k_format, self.v_format, plane("k", self.k_format), plane("v", self.v_format),
             params("k_params", self.k_format), params("v_params", self.v_format), own.get("k_mean"),
-            own.get("k_channel_scale"), self.hadamard,
+            own.get("k_channel_scale"), self.hadamard, recent,
         )  # fmt: skip
 
 
@@ -316,10 +395,15 @@ class PagedKVCache(KVCache):
         Tokens of a block, any number from 1 on. Multiples of 16 are fastest.
     num_kv_heads, head_dim, like, k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard
         As in `KVCache`.
+    recent_window, recent_dtype
+        As in `KVCache`.
+    recent_slots : int
+        With recent_window: sequences that there is room for in it; `append` and `decode` take the number of the slot of
+        each sequence.
 
     Attributes
     ----------
-    k, v, k_params, v_params, k_format, v_format, nbytes
+    k, v, k_params, v_params, k_format, v_format, recent_k, recent_v, recent_state, nbytes
         As in `KVCache`, the planes with the leading dimensions (num_blocks, num_kv_heads, block_size), or (num_blocks,
         block_size, num_kv_heads) with ``layout="fbgemm"``.
 
@@ -351,8 +435,12 @@ class PagedKVCache(KVCache):
         k_mean: Any = None,
         k_channel_scale: Any = None,
         hadamard: bool = False,
+        recent_window: int = 0,
+        recent_dtype: str | None = None,
+        recent_slots: int | None = None,
     ) -> None:
         self._build(
             "PagedKVCache", (num_blocks, block_size), ("num_blocks", "block_size"), num_kv_heads, head_dim, like,
             k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard,
+            (recent_window, recent_dtype, recent_slots),
         )  # fmt: skip

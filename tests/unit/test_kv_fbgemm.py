@@ -98,6 +98,13 @@ def test_what_fp16_cannot_hold_marks_its_group_and_no_other(dim: int, groups: in
     assert np.isfinite(back[fmt.group_size :]).all()
 
 
+def test_no_rows_are_rows_too() -> None:
+    fmt = KVFormat("int4", 128, 32, True, True, "fbgemm")
+    data, params = kv_cache.encode(np.zeros((0, 2, 128), dtype=np.float32), fmt)
+    assert data.shape == (0, 2, 80)
+    assert kv_cache.decode_rows(data, params, fmt).shape == (0, 2, 128)
+
+
 def test_rounding_down_to_fp16() -> None:
     x = np.array([1.0, 1.0001, -1.0001, 65504.0, 65519.0, 7e4, -65504.0, -65505.0, -7e4, 1e-9, -1e-9], np.float32)
     got = kv_cache.fp16_down(x)

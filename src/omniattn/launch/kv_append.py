@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,10 @@ _REST = struct.Struct(
     "4i"  # batch, tokens, num_kv_heads, head_dim
     "4i"  # capacity, block_size, num_blocks, table_columns
     "3i"  # rope, rope_pairs, rope_rows
-    "3i"  # hadamard, zero_point, reserved
+    "3i"  # hadamard, zero_point, ring
 )
-# k v seq_lens cu_seqlens block_table cos sin | planes k v k_params v_params | k_mean k_channel_scale
-_ARGUMENTS = struct.Struct(f"<13Q{_REST.size}s")
+# k v seq_lens cu_seqlens block_table cos sin | planes k v k_params v_params | k_mean k_channel_scale | ring_state
+_ARGUMENTS = struct.Struct(f"<14Q{_REST.size}s")
 _ROPE = {"none": 0, "half": 1, "interleaved": 2}
 _THREADS = 256
 #: Pairs of blocks that one launch copies.
@@ -34,7 +35,10 @@ _COPY = struct.Struct(f"<4Q4q{2 * MAX_PAIRS}i")
 
 
 class AppendPlan:
-    """Everything about a call but its pointers."""
+    """Everything about a call but its pointers.
+
+    ``ring``: the tokens go to rings of so many, where the problem's blocks are the rings; 0 for a cache.
+    """
 
     __slots__ = ("_grid", "_rest", "kernel")
 
@@ -45,6 +49,7 @@ class AppendPlan:
         cache: KVCache,
         k_strides: tuple[int, ...],
         v_strides: tuple[int, ...],
+        ring: int = 0,
     ) -> None:
         p = problem
         self.kernel = kernel
@@ -61,7 +66,7 @@ class AppendPlan:
         self._rest = _REST.pack(
             *three(k_strides), *three(v_strides), items, p.batch, p.tokens, p.num_kv_heads, p.head_dim, p.capacity,
             p.block_size, p.num_blocks, p.table_columns, _ROPE[p.rope], p.rope_pairs, p.rope_rows, int(cache.hadamard),
-            int(cache.k_format.zero_point or cache.v_format.zero_point), 0,
+            int(cache.k_format.zero_point or cache.v_format.zero_point), ring,
         )  # fmt: skip
 
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
@@ -76,22 +81,42 @@ class AppendPlan:
 
 def plan_append(
     problem: AppendProblem, cache: KVCache, k_strides: tuple[int, ...], v_strides: tuple[int, ...], ordinal: int
-) -> AppendPlan:
-    """The plan for GPU ``ordinal``, with its kernel loaded."""
-    for fmt in (cache.k_format, cache.v_format):
-        if not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != problem.dtype:
+) -> tuple[AppendPlan, AppendPlan | None]:
+    """The plan for GPU ``ordinal``, with its kernel loaded, and that of the recent window."""
+    for fmt in (cache.k_format, cache.v_format, cache.recent_format):
+        if fmt is not None and not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != problem.dtype:
             raise DtypeError("k", f"{KV_ARRAY_DTYPES[fmt.dtype]}, like the cache", problem.dtype, function="append")
     spec = append_spec(problem.dtype, cache.k_format, cache.v_format)
-    return AppendPlan(runtime.load(spec, ordinal), problem, cache, k_strides, v_strides)
+    plan = AppendPlan(runtime.load(spec, ordinal), problem, cache, k_strides, v_strides)
+    if cache.recent_format is None:
+        return plan, None
+    rings = dataclasses.replace(
+        problem, block_size=cache.recent_ring, num_blocks=cache.recent_slots, table_columns=int(cache.paged)
+    )
+    spec = append_spec(problem.dtype, cache.recent_format, cache.recent_format)
+    return plan, AppendPlan(runtime.load(spec, ordinal), rings, cache, k_strides, v_strides, cache.recent_ring)
 
 
 def launch_copies(cache: PagedKVCache, pairs: list[tuple[int, int]], stream: int) -> None:
     """Queue copies of blocks on ``stream``."""
-    kernel = runtime.load(by_name("kv_copy_sm80"), cache.tensors[0].ordinal)
-    addresses = [cache.address(name) for name in ("k", "v", "k_params", "v_params")]
     rows = cache.num_kv_heads * cache.block_size
     formats = (cache.k_format, cache.v_format)
     sizes = [*(rows * f.row_bytes for f in formats), *(rows * 4 * f.plane_words for f in formats)]
+    _launch_copies(cache, [cache.address(name) for name in ("k", "v", "k_params", "v_params")], sizes, pairs, stream)
+
+
+def launch_recent_copies(cache: KVCache, pairs: list[tuple[int, int]], stream: int) -> None:
+    """Queue copies of slots of the recent window on ``stream``."""
+    assert cache.recent_format is not None
+    ring = cache.num_kv_heads * cache.recent_ring * cache.recent_format.row_bytes
+    addresses = [cache.address(name) for name in ("recent_k", "recent_v", "recent_state")]
+    _launch_copies(cache, [*addresses, 0], [ring, ring, 8, 0], pairs, stream)
+
+
+def _launch_copies(
+    cache: KVCache, addresses: list[int], sizes: list[int], pairs: list[tuple[int, int]], stream: int
+) -> None:
+    kernel = runtime.load(by_name("kv_copy_sm80"), cache.tensors[0].ordinal)
     parts = max(1, min(32, max(sizes) // (16 * _THREADS)))
     for first in range(0, len(pairs), MAX_PAIRS):
         some = pairs[first : first + MAX_PAIRS]

@@ -207,7 +207,7 @@ def encode(
         pairs = np.stack([scale, zero], axis=-1).astype("<f2")
         # One NaN of the many, as the kernels write it.
         bits = np.where(np.isnan(pairs), np.uint16(0x7E00), pairs.view("<u2"))
-        data[..., : 4 * fmt.groups] = bits.reshape(*scale.shape[:-1], -1).view(np.uint8)
+        data[..., : 4 * fmt.groups] = bits.reshape(*scale.shape[:-1], 2 * fmt.groups).view(np.uint8)
         return data, np.zeros((*x.shape[:-1], 0), dtype=np.uint32)
     params = bfloat16_bits(scale).astype(np.uint32) | bfloat16_bits(zero).astype(np.uint32) << np.uint32(16)
     return pack_row(codes, fmt), params
