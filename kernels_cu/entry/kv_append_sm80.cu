@@ -198,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(co
         writes = position >= int64(p.seq_lens[sequence]) - p.ring;  // another one has the same place
         place = uint32(position) % uint32(p.ring);
     }
+    if (p.ring > 0 && !__any_sync(0xffffffffu, writes)) return;  // of a prompt a ring takes the end only
     uint64 at_row = 0;
     if (writes) {
         uint32 index = 0, block = sequence;

@@ -46,7 +46,8 @@ struct KvCopy {
             }
         }
     }
-    // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: whole rows side by side.
+    // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: rows side by side, which share sectors. Rows beyond `count` get
+    // parameters of 0, which make nothing of any nibbles; theirs are those of row `row`, wherever that is in the cache.
     OA_DEVICE void fbgemm_rows(KvStage<Config>& stage, uint32 row, int32 count) const {
         using Row = FbgemmRow<Config::kHeadDim, Config::kKGroups>;
         constexpr int kRows = 32 / Row::kWords;
@@ -61,9 +62,8 @@ struct KvCopy {
             uint32 at_k = to ^ (KTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
             uint32 at_v = to ^ (VTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
             uint64 from = uint64(__shfl_sync(0xffffffffu, row, i * kRows + first)) * Row::kBytes;
-            uint32 bytes = i * kRows + first < count ? 4 : 0;
-            cp_async_small<4>(to_k + i * 128 + at_k, from_k + from, bytes);
-            cp_async_small<4>(to_v + i * 128 + at_v, from_v + from, bytes);
+            cp_async_4(to_k + i * 128 + at_k, from_k + from);
+            cp_async_4(to_v + i * 128 + at_v, from_v + from);
         }
         auto words = [](const uint8* plane) { return reinterpret_cast<const uint32*>(plane); };
         params<Config::kKGroups, Row::kBytes / 4>(smem_addr_of(stage.k_params), words(k), row, count);

@@ -229,11 +229,11 @@ def swizzle(t: int, dim: int, is_key: bool) -> int:
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("is_key", [True, False])
-def test_lanes_find_their_channels(dim: int, is_key: bool) -> None:
+@pytest.mark.parametrize("tile", [16, 32])
+def test_lanes_find_their_channels(dim: int, is_key: bool, tile: int) -> None:
     """Copies, swizzle, loads and the order of the nibbles, worked out again: lanes multiply what they believe to."""
-    words, tile = dim // 8, 16
+    words, rows = dim // 8, 256 // dim
     memory: dict[int, tuple[int, int]] = {}
-    rows = 32 // words
     for i in range(tile // rows):
         for lane in range(32):
             first, w = lane // words, lane % words
