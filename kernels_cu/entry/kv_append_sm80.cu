@@ -3,7 +3,8 @@
 //   k' = H (rope(k) - k_mean) / k_channel_scale;   code = clip(round((x - zero) / scale));   formats: docs/kv_formats.md
 //
 // k, v: [batch, tokens, num_kv_heads, head_dim] or packed [rows, num_kv_heads, head_dim], any strides, last dimension contiguous.
-// Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are passed over.
+// Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are passed over. With a recent
+// window the newest ones go to its rings too, in 16 bits, rotated and not otherwise changed.
 //
 // A warp takes one token of one head (head_dim 64: two), each lane the four channels 4 l .. 4 l + 3, which are a unit of K's and
 // of V's row (head_dim 256: and 128 + 4 l on). fp32 throughout, rounded as the NumPy reference does, bit for bit. No shared
@@ -163,12 +164,20 @@ OA_DEVICE int32 sequence_of(const KvAppendParams& p, int32 row) {
     return low;
 }
 
-// A sequence's ring has got its newest tokens.
-OA_DEVICE void note_ring(const KvAppendParams& p, int32 sequence, int32 count) {
-    uint32 slot = p.block_table == nullptr ? sequence : p.block_table[sequence];
-    if (slot >= uint32(p.num_blocks)) return;
+// The newest tokens once more, in 16 bits (scheduler/recent_window.cuh). Of a prompt the ring keeps the end only: others have the
+// same places. `first`: of the sequence's new tokens.
+OA_DEVICE void keep_recent(const KvAppendParams& p, int32 sequence, int32 head, int64 position, int64 first,
+                           const Values& key, const Values& value, bool writes, int at) {
     int32 length = p.seq_lens[sequence];
-    recent_append(p.ring_state + 2 * int64(slot), max_of(length - count, 0), length, p.ring);
+    uint32 slot = p.recent_slots == nullptr ? sequence : p.recent_slots[sequence];
+    writes &= slot < uint32(p.recent_num_slots);
+    if (writes && position == length - 1 && head == 0 && at == 0)
+        recent_append(p.recent_state + 2 * int64(slot), int32(max_of<int64>(first, 0)), length, p.recent_ring);
+    writes &= position >= 0 && position < p.capacity && position >= int64(length) - p.recent_ring;
+    uint64 row = 0;
+    if (writes) row = (uint64(slot) * p.num_kv_heads + head) * p.recent_ring + uint32(position) % uint32(p.recent_ring);
+    store_row<kKv16, 1, true>(p.recent_k, nullptr, row, key, p.head_dim, false, writes, at);
+    store_row<kKv16, 1, false>(p.recent_v, nullptr, row, value, p.head_dim, false, writes, at);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(const
@@ -191,23 +200,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(co
         writes &= row >= begin && row - begin < count;
     }
     int64 position = int64(p.seq_lens[sequence]) - count + (row - begin);
-    if (p.ring > 0 && writes && head == 0 && at == 0 && row - begin == count - 1) note_ring(p, sequence, count);
+    bool is_token = writes;
     writes &= position >= 0 && position < p.capacity;
-    int64 place = position;
-    if (p.ring > 0 && writes) {
-        writes = position >= int64(p.seq_lens[sequence]) - p.ring;  // another one has the same place
-        place = uint32(position) % uint32(p.ring);
-    }
-    if (p.ring > 0 && !__any_sync(0xffffffffu, writes)) return;  // of a prompt a ring takes the end only
     uint64 at_row = 0;
     if (writes) {
         uint32 index = 0, block = sequence;
         if (p.block_table != nullptr) {
-            index = uint32(place) / uint32(p.block_size);
+            index = uint32(position) / uint32(p.block_size);
             block = p.block_table[int64(sequence) * p.table_columns + index];
         }
         writes = block < uint32(p.num_blocks);
-        int64 in_block = place - int64(index) * p.block_size;
+        int64 in_block = position - int64(index) * p.block_size;
         at_row = K_KIND == kKvFbgemm ? (uint64(block) * p.block_size + in_block) * p.num_kv_heads + head
                                      : (uint64(block) * p.num_kv_heads + head) * p.block_size + in_block;
     }
@@ -227,6 +230,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(co
 #pragma unroll
     for (int i = 0; i < Config::kUnits; ++i)
         if (4 * (at + 32 * i) >= p.head_dim) key[i][0] = key[i][1] = key[i][2] = key[i][3] = 0.0f;
+    constexpr bool kQuantized = K_KIND != kKv16 || V_KIND != kKv16;
+    if (kQuantized && p.recent_ring > 0)
+        keep_recent(p, sequence, head, position, position - (row - begin), key, value, is_token, at);
     if (K_KIND != kKv16) transform_key(p, head, at, key);
     store_row<K_KIND, K_GROUPS, true>(p.k_data, p.k_params, at_row, key, p.hadamard ? Config::kHeadDim : p.head_dim,
                                       p.zero_point, writes, at);

@@ -19,7 +19,10 @@ struct KvAppendParams {
     uint32* v_params;
     const float* k_mean;
     const float* k_channel_scale;
-    int32* ring_state;  // [num_blocks, 2], see scheduler/recent_window.cuh
+    const int32* recent_slots;  // [batch], null: slot b. The recent window as in scheduler/decode_params.cuh
+    uint8* recent_k;  // [recent_num_slots, num_kv_heads, recent_ring, row], 16 bits
+    uint8* recent_v;
+    int32* recent_state;
     int64 k_stride_b, k_stride_s, k_stride_h;
     int64 v_stride_b, v_stride_s, v_stride_h;
     int64 items;  // rows * heads
@@ -27,5 +30,6 @@ struct KvAppendParams {
     int32 capacity, block_size, num_blocks, table_columns;
     int32 rope, rope_pairs, rope_rows;
     int32 hadamard, zero_point;
-    int32 ring;  // 0: positions are places. Else the newest tokens go to rings of so many, a block each
+    int32 recent_ring, recent_num_slots;  // 0: there is no recent window
+    int32 reserved;
 };

@@ -24,6 +24,7 @@ from .runtime.driver import on_reset
 
 _NAME = "append"
 _MAX_PLANS = 1024
+_RECENT = ("recent_k", "recent_v", "recent_state")
 #: Which channels make a pair of the rotary embedding.
 ROPE_STYLES: tuple[str, ...] = ("half", "interleaved")
 _plans: dict[Any, _Plan] = {}
@@ -65,14 +66,11 @@ class AppendProblem:
 
 
 class _Plan:
-    """``launch`` and, for the recent window, ``recent`` are `launch.kv_append.AppendPlan`, or None."""
+    __slots__ = ("launch", "problem")
 
-    __slots__ = ("launch", "problem", "recent")
-
-    def __init__(self, problem: AppendProblem, launch: Any, recent: Any = None) -> None:
+    def __init__(self, problem: AppendProblem, launch: Any) -> None:
         self.problem = problem
         self.launch = launch
-        self.recent = recent
 
 
 def append(
@@ -127,7 +125,7 @@ def append(
 
     Notes
     -----
-    The rotation is computed in fp32 and rounded once, by the cache's format. With a recent_window a second launch keeps
+    The rotation is computed in fp32 and rounded once, by the cache's format. With a recent_window the same kernel keeps
     the newest tokens in 16 bits; the quantized ones are the same with and without it. GPUs: compute capability 8.0 and
     newer; on the CPU NumPy writes the same bytes.
     """
@@ -162,12 +160,9 @@ def append(
     handle = arrays.prepare(everything, stream)
     names = ("k", "v", "seq_lens", "cu_seqlens", "block_table", "cos", "sin")
     planes = ("k", "v", "k_params", "v_params", "k_mean", "k_channel_scale")
-    given = [tensors[n].ptr if n in tensors else 0 for n in names]
-    plan.launch.launch(handle, (*given, *(cache.address(n) for n in planes), 0))
-    if plan.recent is not None:
-        given[names.index("block_table")] = tensors["recent_slots"].ptr if "recent_slots" in tensors else 0
-        rings = (cache.address(n) for n in ("recent_k", "recent_v"))
-        plan.recent.launch(handle, (*given, *rings, 0, 0, 0, 0, cache.address("recent_state")))
+    recent = (tensors["recent_slots"].ptr if "recent_slots" in tensors else 0, *(cache.address(n) for n in _RECENT))
+    pointers = (*(tensors[n].ptr if n in tensors else 0 for n in names), *(cache.address(n) for n in planes), *recent)
+    plan.launch.launch(handle, pointers)
     arrays.retire(everything, handle)
 
 
@@ -228,8 +223,7 @@ def _make_plan(cache: KVCache, tensors: dict[str, Tensor], rope: Any) -> _Plan:
         return _Plan(problem, None)
     from .launch.kv_append import plan_append
 
-    plans = plan_append(problem, cache, k.strides, v.strides, k.ordinal)
-    return _Plan(problem, *plans)
+    return _Plan(problem, plan_append(problem, cache, k.strides, v.strides, k.ordinal))
 
 
 def _run_on_cpu(problem: AppendProblem, cache: KVCache, tensors: dict[str, Tensor], stream: Any) -> None:

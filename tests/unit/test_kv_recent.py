@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import numpy as np
@@ -231,6 +232,26 @@ def test_tokens_that_never_went_through_the_window_are_read_quantized() -> None:
     # Only what is appended is exact.
     append(cache, k[:, 18:], v[:, 18:], seq_lens=lengths(20))
     assert exact_from(cache, k, 20) == 18
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks(framework: str) -> None:
+    """Rings begin empty and are written in place in every framework's memory."""
+    module = pytest.importorskip(framework)
+    array = module.from_numpy if framework == "torch" else importlib.import_module("jax.numpy").asarray
+    k, v = tokens(1, 30)
+    results = []
+    for convert in (np.asarray, array):
+        cache = KVCache(1, 40, 2, 64, like=convert(LIKE), k_dtype="int4", recent_window=8)
+        assert not np.asarray(cache.recent_state).any()
+        for begin, end in ((0, 20), (20, 30)):
+            append(
+                cache, convert(k[:, begin:end].copy()), convert(v[:, begin:end].copy()), seq_lens=convert(lengths(end))
+            )
+        results.append(np.asarray(decode(convert(k[:, :1].copy()), cache, seq_lens=convert(lengths(30)))))
+        assert as_read(cache, 30)[0].shape == (30, 2, 64)
+        assert exact_from(cache, k, 30) == 22
+    np.testing.assert_array_equal(*results)
 
 
 def test_sizes_copies_and_other_layouts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from typing import TYPE_CHECKING
 
@@ -23,10 +22,11 @@ _REST = struct.Struct(
     "4i"  # batch, tokens, num_kv_heads, head_dim
     "4i"  # capacity, block_size, num_blocks, table_columns
     "3i"  # rope, rope_pairs, rope_rows
-    "3i"  # hadamard, zero_point, ring
+    "5i"  # hadamard, zero_point, recent_ring, recent_num_slots, reserved
 )
-# k v seq_lens cu_seqlens block_table cos sin | planes k v k_params v_params | k_mean k_channel_scale | ring_state
-_ARGUMENTS = struct.Struct(f"<14Q{_REST.size}s")
+# k v seq_lens cu_seqlens block_table cos sin | planes k v k_params v_params | k_mean k_channel_scale
+# | recent: slots k v state
+_ARGUMENTS = struct.Struct(f"<17Q{_REST.size}s")
 _ROPE = {"none": 0, "half": 1, "interleaved": 2}
 _THREADS = 256
 #: Pairs of blocks that one launch copies.
@@ -35,10 +35,7 @@ _COPY = struct.Struct(f"<4Q4q{2 * MAX_PAIRS}i")
 
 
 class AppendPlan:
-    """Everything about a call but its pointers.
-
-    ``ring``: the tokens go to rings of so many, where the problem's blocks are the rings; 0 for a cache.
-    """
+    """Everything about a call but its pointers."""
 
     __slots__ = ("_grid", "_rest", "kernel")
 
@@ -49,7 +46,6 @@ class AppendPlan:
         cache: KVCache,
         k_strides: tuple[int, ...],
         v_strides: tuple[int, ...],
-        ring: int = 0,
     ) -> None:
         p = problem
         self.kernel = kernel
@@ -66,7 +62,7 @@ class AppendPlan:
         self._rest = _REST.pack(
             *three(k_strides), *three(v_strides), items, p.batch, p.tokens, p.num_kv_heads, p.head_dim, p.capacity,
             p.block_size, p.num_blocks, p.table_columns, _ROPE[p.rope], p.rope_pairs, p.rope_rows, int(cache.hadamard),
-            int(cache.k_format.zero_point or cache.v_format.zero_point), ring,
+            int(cache.k_format.zero_point or cache.v_format.zero_point), cache.recent_ring, cache.recent_slots, 0,
         )  # fmt: skip
 
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
@@ -81,20 +77,13 @@ class AppendPlan:
 
 def plan_append(
     problem: AppendProblem, cache: KVCache, k_strides: tuple[int, ...], v_strides: tuple[int, ...], ordinal: int
-) -> tuple[AppendPlan, AppendPlan | None]:
-    """The plan for GPU ``ordinal``, with its kernel loaded, and that of the recent window."""
+) -> AppendPlan:
+    """The plan for GPU ``ordinal``, with its kernel loaded."""
     for fmt in (cache.k_format, cache.v_format, cache.recent_format):
         if fmt is not None and not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != problem.dtype:
             raise DtypeError("k", f"{KV_ARRAY_DTYPES[fmt.dtype]}, like the cache", problem.dtype, function="append")
     spec = append_spec(problem.dtype, cache.k_format, cache.v_format)
-    plan = AppendPlan(runtime.load(spec, ordinal), problem, cache, k_strides, v_strides)
-    if cache.recent_format is None:
-        return plan, None
-    rings = dataclasses.replace(
-        problem, block_size=cache.recent_ring, num_blocks=cache.recent_slots, table_columns=int(cache.paged)
-    )
-    spec = append_spec(problem.dtype, cache.recent_format, cache.recent_format)
-    return plan, AppendPlan(runtime.load(spec, ordinal), rings, cache, k_strides, v_strides, cache.recent_ring)
+    return AppendPlan(runtime.load(spec, ordinal), problem, cache, k_strides, v_strides)
 
 
 def launch_copies(cache: PagedKVCache, pairs: list[tuple[int, int]], stream: int) -> None:
