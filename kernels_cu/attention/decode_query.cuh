@@ -35,39 +35,51 @@ struct QueryRow {
     float bias;  // to add, in base-2 units: what smoothing took from K
     float sum[kGroups];  // of the fragments' values, by group, times `scale`
 
+    // Asks for the row; null is a row of zeros. Before the first copies of K and V: behind them it would be answered last.
+    OA_DEVICE void load(const uint16* row, const DecodeParams& p, int q) {
+        if constexpr (kKind == kKv16) {
+#pragma unroll
+            for (int piece = 0; piece < kHeadDim / 32; ++piece) {
+                int channel = 8 * (4 * piece + q);
+                uint4 w = make_uint4(0, 0, 0, 0);
+                if (row != nullptr && channel < p.head_dim) w = *reinterpret_cast<const uint4*>(row + channel);
+                b[2 * piece][0] = w.x;
+                b[2 * piece][1] = w.y;
+                b[2 * piece + 1][0] = w.z;
+                b[2 * piece + 1][1] = w.w;
+            }
+        } else {
+#pragma unroll
+            for (int unit = 0; unit < kHeadDim / 16; ++unit) {
+                int channel = Row::channel(unit, q, 0);
+                uint2 w = make_uint2(0, 0);
+                if (row != nullptr && channel < p.head_dim) w = *reinterpret_cast<const uint2*>(row + channel);
+                b[unit][0] = w.x;
+                b[unit][1] = w.y;
+            }
+        }
+    }
+
     // 16-bit K: the queries as they are.
-    template <typename Io>
-    OA_DEVICE void load_plain(Io, const uint16* row, const DecodeParams& p, int q) {
+    OA_DEVICE void keep(const DecodeParams& p) {
         scale = p.softmax_scale * kLog2e;
         bias = 0.0f;
-#pragma unroll
-        for (int piece = 0; piece < kHeadDim / 32; ++piece) {
-            int channel = 8 * (4 * piece + q);
-            uint4 w = make_uint4(0, 0, 0, 0);
-            if (row != nullptr && channel < p.head_dim) w = *reinterpret_cast<const uint4*>(row + channel);
-            b[2 * piece][0] = w.x;
-            b[2 * piece][1] = w.y;
-            b[2 * piece + 1][0] = w.z;
-            b[2 * piece + 1][1] = w.w;
-        }
     }
 
     // Quantized K: scaled per channel, rotated, and brought to fp16 with a power of two, so that no bfloat16 overflows.
     template <typename Io>
-    OA_DEVICE void load_transformed(Io io, const uint16* row, const DecodeParams& p, int32 kv_head, int q) {
+    OA_DEVICE void transform(Io io, const DecodeParams& p, int32 kv_head, int q) {
         constexpr int kUnits = kHeadDim / 16;
         float x[kUnits][4];
         float dot = 0.0f;
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
             int channel = Row::channel(unit, q, 0);
-            uint2 w = make_uint2(0, 0);
-            bool there = row != nullptr && channel < p.head_dim;
-            if (there) w = *reinterpret_cast<const uint2*>(row + channel);
-            x[unit][0] = low_float(io, w.x);
-            x[unit][1] = high_float(io, w.x);
-            x[unit][2] = low_float(io, w.y);
-            x[unit][3] = high_float(io, w.y);
+            bool there = channel < p.head_dim;
+            x[unit][0] = low_float(io, b[unit][0]);
+            x[unit][1] = high_float(io, b[unit][0]);
+            x[unit][2] = low_float(io, b[unit][1]);
+            x[unit][3] = high_float(io, b[unit][1]);
             int64 at = int64(kv_head) * p.head_dim + channel;
             if (there && p.k_mean != nullptr) {
                 float4 mean = *reinterpret_cast<const float4*>(p.k_mean + at);

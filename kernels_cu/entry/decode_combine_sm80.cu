@@ -4,12 +4,13 @@
 //
 // partial_o: [slots, ROWS, HEAD_DIM] fp32, partial_ml: [slots, ROWS, 2]: maximum in base-2 units and denominator.
 //
-// One CTA a segment (sequence, kv head, block of query rows) and query row. It works out the plan as decode_sm80 does
-// (scheduler/decode_plan.cuh). Segments that one CTA of decode_sm80 had as a whole are done; those without keys become O = 0,
-// LSE = -inf (or the sink) here. Each warp sums every fourth partial result, a lane HEAD_DIM / 32 channels. Bits depend on the
-// plan alone, with whole granules on the sequence alone.
+// `combine_split` warps (1, 2, 4, 8) a row (sequence, query head, query token), all rows of a CTA of one segment (sequence, kv
+// head, block of query rows). It works out the plan as decode_sm80 does (scheduler/decode_plan.cuh). Segments that one CTA of
+// decode_sm80 had as a whole are done; those without keys become O = 0, LSE = -inf (or the sink) here. A warp asks for
+// kUnroll partial results at once and takes them in with a running maximum, a lane HEAD_DIM / 32 channels: one trip to L2
+// where there are no more. Bits depend on the plan alone, with whole granules (whose split is fixed) on the sequence alone.
 //
-// Shared memory, bytes: partial sums 4 * HEAD_DIM * 4 | maxima, denominators 32 | scan.
+// Shared memory, bytes: the warps' sums 8 * HEAD_DIM * 4 | maxima, denominators 64 | scan.
 #include "attention/softmax.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
@@ -21,10 +22,10 @@ struct Config {
     using Io = IO_TYPE;
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kRows = ROWS;
-    static constexpr int kWarps = 4;
+    static constexpr int kWarps = 8;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kWidth = kHeadDim / 32;  // channels of a lane
-    static constexpr int kUnroll = kWidth == 8 ? 2 : 4;  // loads in flight
+    static constexpr int kUnroll = kWidth == 8 ? 4 : 8;  // partial results that are asked for at once
 };
 
 struct SharedStorage {
@@ -34,20 +35,29 @@ struct SharedStorage {
 };
 
 template <int kWidth>
-OA_DEVICE void add_scaled(float (&sum)[kWidth], const float* from, float weight) {
+OA_DEVICE void load_channels(float (&x)[kWidth], const float* from) {
     if constexpr (kWidth == 2) {
-        float2 x = *reinterpret_cast<const float2*>(from);
-        sum[0] = fmaf(x.x, weight, sum[0]);
-        sum[1] = fmaf(x.y, weight, sum[1]);
+        float2 v = *reinterpret_cast<const float2*>(from);
+        x[0] = v.x, x[1] = v.y;
     } else {
 #pragma unroll
         for (int i = 0; i < kWidth; i += 4) {
-            float4 x = *reinterpret_cast<const float4*>(from + i);
-            sum[i] = fmaf(x.x, weight, sum[i]);
-            sum[i + 1] = fmaf(x.y, weight, sum[i + 1]);
-            sum[i + 2] = fmaf(x.z, weight, sum[i + 2]);
-            sum[i + 3] = fmaf(x.w, weight, sum[i + 3]);
+            float4 v = *reinterpret_cast<const float4*>(from + i);
+            x[i] = v.x, x[i + 1] = v.y, x[i + 2] = v.z, x[i + 3] = v.w;
         }
+    }
+}
+template <int kWidth>
+OA_DEVICE void store_channels(uint16* to, const float (&x)[kWidth], float scale) {
+    uint32 w[kWidth / 2];
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) w[i] = pack2(Config::Io{}, x[2 * i] * scale, x[2 * i + 1] * scale);
+    if constexpr (kWidth == 2) {
+        *reinterpret_cast<uint32*>(to) = w[0];
+    } else if constexpr (kWidth == 4) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
+    } else {
+        *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
     }
 }
 
@@ -58,61 +68,84 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     int32 segments = p.num_kv_heads * p.num_row_blocks;
     int32 sequence = int32(blockIdx.x) / segments, segment = int32(blockIdx.x) - sequence * segments;
     int32 kv_head = segment / p.num_row_blocks;
-    int32 row = blockIdx.y, flat = (segment - kv_head * p.num_row_blocks) * Config::kRows + row;
+    int32 split = p.combine_split, part = warp_idx & (split - 1);
+    int32 row = (int32(blockIdx.y) * Config::kWarps + warp_idx) / split;
+    int32 flat = (segment - kv_head * p.num_row_blocks) * Config::kRows + row;
     int32 token = flat / p.group, head = kv_head * p.group + (flat - token * p.group);
+    bool active = row < Config::kRows && token < p.q_len;
 
-    int32 granules = key_span(p, sequence).granules, first_worker = 0, first_slot = 0, count = 0;
+    int32 granules = key_span(p, sequence).granules, count = 0;
+    int64 first_slot = 0, later_slots = 0;  // slots of partial result 0, and of i > 0: later_slots + i * step
+    int32 step = p.whole_granules ? 1 : 2;
     Scan<Config::kThreads> scan(p, smem.scan);
     Share share(scan.total, p.num_workers);
     if (granules > 0) {
         scan.before_sequence(p, sequence, smem.scan);
-        first_slot = smem.scan.before + segment * granules;
+        int32 begin = smem.scan.before + segment * granules;
         if (p.whole_granules) {
             count = granules;
+            first_slot = later_slots = begin;
         } else {
-            first_worker = share.worker_of(first_slot);
-            count = share.worker_of(first_slot + granules - 1) - first_worker + 1;
+            int32 worker = share.worker_of(begin);
+            count = share.worker_of(begin + granules - 1) - worker + 1;
+            later_slots = 2 * worker;
+            first_slot = partial_slot(p, share, worker, begin, begin);
         }
     }
     wait_for_kernel_ahead();  // it was launched early, and has worked out the plan meanwhile
-    if (count == 1 || token >= p.q_len) return;  // decode_sm80 wrote it
-    auto slot_row = [&](int32 i) {
-        return int64(partial_slot(p, share, first_worker + i, first_slot, first_slot + i)) * Config::kRows + row;
-    };
-    float m = kLowest, l = 0.0f;
-    for (int32 i = tid; i < count; i += Config::kThreads) m = fmaxf(m, p.partial_ml[2 * slot_row(i)]);
+    if (count == 1) return;  // decode_sm80 wrote it
+    float m = kLowest, l = 0.0f, sum[Config::kWidth] = {};
+    for (int32 i = part; active && i < count; i += split * Config::kUnroll) {
+        float2 ml[Config::kUnroll];
+        float o[Config::kUnroll][Config::kWidth];
+        float top = m;
 #pragma unroll
-    for (int mask = 16; mask >= 1; mask >>= 1) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, mask));
-    if (lane == 0) smem.m[warp_idx] = m;
-    __syncthreads();
+        for (int u = 0; u < Config::kUnroll; ++u) {
+            int32 at = i + u * split;
+            int64 slot_row = (at == 0 ? first_slot : later_slots + int64(at) * step) * Config::kRows + row;
+            ml[u] = make_float2(kLowest, 0.0f);
 #pragma unroll
-    for (int w = 0; w < Config::kWarps; ++w) m = fmaxf(m, smem.m[w]);
-    float sum[Config::kWidth] = {};
-#pragma unroll Config::kUnroll
-    for (int32 i = warp_idx; i < count; i += Config::kWarps) {
-        int64 at = slot_row(i);
-        float2 ml = *reinterpret_cast<const float2*>(p.partial_ml + 2 * at);
-        float weight = exp2_approx(ml.x - m);
-        l = fmaf(ml.y, weight, l);
-        add_scaled(sum, p.partial_o + at * Config::kHeadDim + lane * Config::kWidth, weight);
+            for (int e = 0; e < Config::kWidth; ++e) o[u][e] = 0.0f;
+            if (at >= count) continue;
+            ml[u] = *reinterpret_cast<const float2*>(p.partial_ml + 2 * slot_row);
+            load_channels(o[u], p.partial_o + slot_row * Config::kHeadDim + lane * Config::kWidth);
+        }
+#pragma unroll
+        for (int u = 0; u < Config::kUnroll; ++u) top = fmaxf(top, ml[u].x);
+        float alpha = exp2_approx(m - top);
+        m = top;
+        l *= alpha;
+#pragma unroll
+        for (int e = 0; e < Config::kWidth; ++e) sum[e] *= alpha;
+#pragma unroll
+        for (int u = 0; u < Config::kUnroll; ++u) {
+            float weight = exp2_approx(ml[u].x - m);
+            l = fmaf(ml[u].y, weight, l);
+#pragma unroll
+            for (int e = 0; e < Config::kWidth; ++e) sum[e] = fmaf(o[u][e], weight, sum[e]);
+        }
     }
-    if (lane == 0) smem.l[warp_idx] = l;
+    if (split > 1) {
 #pragma unroll
-    for (int i = 0; i < Config::kWidth; ++i) smem.o[warp_idx][lane * Config::kWidth + i] = sum[i];
-    __syncthreads();
-    l = 0.0f;
+        for (int e = 0; e < Config::kWidth; ++e) smem.o[warp_idx][lane * Config::kWidth + e] = sum[e];
+        if (lane == 0) smem.m[warp_idx] = m, smem.l[warp_idx] = l;
+        __syncthreads();
+        if (part != 0) return;
+        for (int w = warp_idx + 1; w < warp_idx + split; ++w) m = fmaxf(m, smem.m[w]);
+        l = 0.0f;
 #pragma unroll
-    for (int w = 0; w < Config::kWarps; ++w) l += smem.l[w];
+        for (int e = 0; e < Config::kWidth; ++e) sum[e] = 0.0f;
+        for (int w = warp_idx; w < warp_idx + split; ++w) {
+            float weight = exp2_approx(smem.m[w] - m);
+            l = fmaf(smem.l[w], weight, l);
+#pragma unroll
+            for (int e = 0; e < Config::kWidth; ++e)
+                sum[e] = fmaf(smem.o[w][lane * Config::kWidth + e], weight, sum[e]);
+        }
+    }
+    if (!active) return;
     RowResult result = finish_row(m, l, decode_sink_log2<Config::Io>(p, head));
     uint16* to = p.o + sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
-    for (int channel = 2 * tid; channel < p.head_dim; channel += 2 * Config::kThreads) {
-        float a = 0.0f, b = 0.0f;
-#pragma unroll
-        for (int w = 0; w < Config::kWarps; ++w) {
-            a += smem.o[w][channel];
-            b += smem.o[w][channel + 1];
-        }
-        *reinterpret_cast<uint32*>(to + channel) = pack2(Config::Io{}, a * result.o_scale, b * result.o_scale);
-    }
-    if (p.lse != nullptr && tid == 0) p.lse[(int64(sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;
+    if (lane * Config::kWidth < p.head_dim) store_channels(to + lane * Config::kWidth, sum, result.o_scale);
+    if (p.lse != nullptr && lane == 0) p.lse[(int64(sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;
 }

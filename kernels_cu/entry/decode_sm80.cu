@@ -89,21 +89,32 @@ struct Piece {
     int32 limit;  // end of the keys that are this launch's
 };
 
-OA_DEVICE void load_rows(QueryFragments& b, Rows& rows, const DecodeParams& p, const Piece& piece, int lane) {
-    int q = lane & 3;
+// Address of query row `row` of a piece, null if there is none.
+OA_DEVICE const uint16* query_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 row) {
+    int32 token = row / p.group, head = kv_head * p.group + (row - token * p.group);
+    if (token >= p.q_len) return nullptr;
+    return p.q + sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
+}
+
+OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParams& p, const Piece& piece, int lane) {
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
         int32 row = piece.row_block * Config::kRows + n * 8 + (lane >> 2);
-        int32 token = row / p.group;
-        int32 head = piece.kv_head * p.group + (row - token * p.group);
-        const uint16* from = token >= p.q_len
-                                 ? nullptr
-                                 : p.q + piece.sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
-        Query query;
+        queries[n].load(query_row(p, piece.sequence, piece.kv_head, row), p, lane & 3);
+    }
+}
+
+OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config::kNTiles], const DecodeParams& p,
+                         const Piece& piece, int lane) {
+    int q = lane & 3;
+#pragma unroll
+    for (int n = 0; n < Config::kNTiles; ++n) {
+        int32 token = (piece.row_block * Config::kRows + n * 8 + (lane >> 2)) / p.group;
+        Query& query = queries[n];
         if constexpr (Config::kQuantK) {
-            query.load_transformed(Config::Io{}, from, p, piece.kv_head, q);
+            query.transform(Config::Io{}, p, piece.kv_head, q);
         } else {
-            query.load_plain(Config::Io{}, from, p, q);
+            query.keep(p);
         }
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
@@ -155,9 +166,11 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
         ++copied;
         cp_async_commit();
     };
+    Query queries[Config::kNTiles];
+    load_queries(queries, p, piece, lane);
 #pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
-    load_rows(b, rows, p, piece, lane);
+    make_rows(b, rows, queries, p, piece, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before it, but for the window.
     int32 seen_by_all = min_of(piece.seq_len - p.q_len + 1, piece.limit);
@@ -260,6 +273,19 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
     }
 }
 
+// Brings the queries to L2 while the lengths, which tell whose they are, are on their way: those of a batch of equal lengths.
+OA_DEVICE void prefetch_queries(const DecodeParams& p, int tid) {
+    constexpr int kLines = Config::kHeadDim / 64;
+    int line = tid % kLines;
+    if (tid >= Config::kRows * kLines || 64 * line >= p.head_dim) return;
+    int32 each = p.num_kv_heads * p.num_row_blocks, all = p.batch * each;
+    int32 segment = min_of(int32(float(blockIdx.x) * float(all) * rcp_approx(float(p.num_workers))), all - 1);
+    int32 sequence = segment / each, kv_head = (segment - sequence * each) / p.num_row_blocks;
+    int32 row_block = segment - (sequence * p.num_kv_heads + kv_head) * p.num_row_blocks;
+    const uint16* row = query_row(p, sequence, kv_head, row_block * Config::kRows + tid / kLines);
+    if (row != nullptr) prefetch_l2(row + 64 * line);
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_sm80(const
                                                                                      __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) uint8 smem_raw[];
@@ -267,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
     launch_dependents();  // decode_combine, which waits for the end of this kernel
+    prefetch_queries(p, tid);
     Scan<Config::kThreads> scan(p, smem.scan);
     Share share(scan.total, p.num_workers);
     int32 at = share.begin(blockIdx.x), end = share.begin(blockIdx.x + 1);

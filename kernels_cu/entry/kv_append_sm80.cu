@@ -6,8 +6,9 @@
 // Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are passed over. With a recent
 // window the newest ones go to its rings too, in 16 bits, rotated and not otherwise changed.
 //
-// A warp takes one token of one head (head_dim 64: two), each lane the four channels 4 l .. 4 l + 3, which are a unit of K's and
-// of V's row (head_dim 256: and 128 + 4 l on). fp32 throughout, rounded as the NumPy reference does, bit for bit. No shared
+// One CTA takes 2048 / head_dim tokens of one head (packed or not, one sequence behind the other), a lane sixteen channels of a token's K
+// and sixteen of its V: those that lie together in the cache's rows, so that what is read in 8 bytes is written in 16 (int4: in 8), and
+// rows of a warp follow each other in the cache. fp32 throughout, rounded as the NumPy reference does, bit for bit. No shared
 // memory; no row's bytes are anybody else's.
 #include "attention/kv_quantize.cuh"
 #include "ptx/cvt_quant.cuh"
@@ -19,19 +20,42 @@
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16: k, v, and 16-bit caches
     static constexpr int kHeadDim = HEAD_DIM;
-    static constexpr int kThreads = 256;
-    static constexpr int kLanes = kHeadDim / 4 < 32 ? kHeadDim / 4 : 32;  // of a row
-    static constexpr int kUnits = kHeadDim / 4 / kLanes;  // of a lane
+    static constexpr int kThreads = 128;
+    static constexpr int kCtas = 7;  // on an SM: 72 registers
+    static constexpr int kLanes = kHeadDim / 16;  // of a row
+    static constexpr int kRows = kThreads / kLanes;  // of a CTA
 };
-using Values = float[Config::kUnits][4];
+using KChunk = KvChunk<K_KIND, Config::kHeadDim, 4>;
+using VChunk = KvChunk<V_KIND, Config::kHeadDim, 8>;
 
-template <typename Io>
-OA_DEVICE void load_unit(Io io, const uint16* from, float (&x)[4]) {
-    uint2 w = *reinterpret_cast<const uint2*>(from);
-    x[0] = low_float(io, w.x);
-    x[1] = high_float(io, w.x);
-    x[2] = low_float(io, w.y);
-    x[3] = high_float(io, w.y);
+// The chunk's sixteen channels of a row, padding as zeros.
+template <typename Chunk>
+OA_DEVICE void load_chunk(ChunkWords& w, const uint16* from, int32 head_dim, int at) {
+#pragma unroll
+    for (int unit = 0; unit < 4; ++unit) {
+        int channel = Chunk::channel(at, unit);
+        if (Chunk::channel(0, 1) == 4) {  // two units beside each other
+            if (unit & 1) continue;
+            uint4 x = make_uint4(0, 0, 0, 0);
+            if (channel < head_dim) x = *reinterpret_cast<const uint4*>(from + channel);
+            w[unit][0] = x.x, w[unit][1] = x.y, w[unit + 1][0] = x.z, w[unit + 1][1] = x.w;
+        } else {
+            uint2 x = make_uint2(0, 0);
+            if (channel < head_dim) x = *reinterpret_cast<const uint2*>(from + channel);
+            w[unit][0] = x.x, w[unit][1] = x.y;
+        }
+    }
+}
+
+OA_DEVICE void to_values(const ChunkWords& w, ChunkValues& x) {
+    Config::Io io;
+#pragma unroll
+    for (int unit = 0; unit < 4; ++unit)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            x[unit][2 * i] = low_float(io, w[unit][i]);
+            x[unit][2 * i + 1] = high_float(io, w[unit][i]);
+        }
 }
 
 // Rotation of channel c, whose own value is x, by row `cos`, `sin` of the tables.
@@ -53,8 +77,9 @@ OA_DEVICE void rotate_halves(const KvAppendParams& p, const uint16* k, const flo
     int n = p.rope_pairs;
     if (c >= 2 * n) return;
     bool second = c >= n;
-    float other[4];
-    load_unit(Config::Io{}, k + (second ? c - n : c + n), other);
+    uint2 w = *reinterpret_cast<const uint2*>(k + (second ? c - n : c + n));
+    Config::Io io;
+    float other[4] = {low_float(io, w.x), high_float(io, w.x), low_float(io, w.y), high_float(io, w.y)};
     float4 cs = *reinterpret_cast<const float4*>(cos + (second ? c - n : c));
     float4 sn = *reinterpret_cast<const float4*>(sin + (second ? c - n : c));
     float sign = second ? 1.0f : -1.0f;
@@ -64,88 +89,85 @@ OA_DEVICE void rotate_halves(const KvAppendParams& p, const uint16* k, const flo
     x[3] = mul_rn(x[3], cs.w) + sign * mul_rn(other[3], sn.w);
 }
 
-OA_DEVICE void rotate(const KvAppendParams& p, const uint16* k, int32 position, int at, Values& x) {
-    if (p.rope == kRopeNone) return;
-    if (position >= p.rope_rows) {  // there is no angle
-#pragma unroll
-        for (int i = 0; i < Config::kUnits; ++i)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[i][e] = quiet_nan();
-        return;
-    }
+OA_DEVICE void rotate(const KvAppendParams& p, const uint16* k, int32 position, int at, ChunkValues& x) {
     const float* cos = p.cos + int64(position) * p.rope_pairs;
     const float* sin = p.sin + int64(position) * p.rope_pairs;
     bool whole_units = p.rope == kRopeHalf && p.rope_pairs % 4 == 0 &&
                        ((reinterpret_cast<uint64>(p.cos) | reinterpret_cast<uint64>(p.sin)) & 15) == 0;
 #pragma unroll
-    for (int i = 0; i < Config::kUnits; ++i) {
-        int channel = 4 * (at + 32 * i);
-        if (whole_units) {
-            rotate_halves(p, k, cos, sin, channel, x[i]);
+    for (int unit = 0; unit < 4; ++unit) {
+        int channel = KChunk::channel(at, unit);
+        if (channel >= p.head_dim) continue;
+        if (position >= p.rope_rows) {  // there is no angle
+            x[unit][0] = x[unit][1] = x[unit][2] = x[unit][3] = quiet_nan();
+        } else if (whole_units) {
+            rotate_halves(p, k, cos, sin, channel, x[unit]);
         } else {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[i][e] = rotate_one(p, k, cos, sin, channel + e, x[i][e]);
+            for (int e = 0; e < 4; ++e) x[unit][e] = rotate_one(p, k, cos, sin, channel + e, x[unit][e]);
         }
     }
 }
 
 // What a quantized cache stores in place of K.
-OA_DEVICE void transform_key(const KvAppendParams& p, int32 head, int at, Values& x) {
+OA_DEVICE void transform_key(const KvAppendParams& p, int32 head, int at, ChunkValues& x) {
 #pragma unroll
-    for (int i = 0; i < Config::kUnits; ++i) {
-        int channel = 4 * (at + 32 * i);
+    for (int unit = 0; unit < 4; ++unit) {
+        int channel = KChunk::channel(at, unit);
         if (channel >= p.head_dim) continue;
         int64 from = int64(head) * p.head_dim + channel;
         if (p.k_mean != nullptr) {
             float4 m = *reinterpret_cast<const float4*>(p.k_mean + from);
-            x[i][0] -= m.x, x[i][1] -= m.y, x[i][2] -= m.z, x[i][3] -= m.w;
+            x[unit][0] -= m.x, x[unit][1] -= m.y, x[unit][2] -= m.z, x[unit][3] -= m.w;
         }
         if (p.k_channel_scale != nullptr) {
             float4 s = *reinterpret_cast<const float4*>(p.k_channel_scale + from);
-            x[i][0] = div_rn(x[i][0], s.x);
-            x[i][1] = div_rn(x[i][1], s.y);
-            x[i][2] = div_rn(x[i][2], s.z);
-            x[i][3] = div_rn(x[i][3], s.w);
+            x[unit][0] = div_rn(x[unit][0], s.x);
+            x[unit][1] = div_rn(x[unit][1], s.y);
+            x[unit][2] = div_rn(x[unit][2], s.z);
+            x[unit][3] = div_rn(x[unit][3], s.w);
         }
     }
-    if (p.hadamard) hadamard_row<Config::kHeadDim, Config::kLanes>(x, at);
+    if (p.hadamard) hadamard_row<KChunk, Config::kHeadDim>(x, at);
 }
 
+// `raw`: the elements of x, if nothing has changed them (`as_they_were`).
 template <int kKind, int kGroups, bool kIsKey>
-OA_DEVICE void store_row(uint8* data, uint32* params, uint64 row, const Values& x, int32 valid_dim, bool zero_point,
-                         bool writes, int at) {
-    using Row = KvRow<kKind, Config::kHeadDim, kIsKey ? 4 : 8>;
+OA_DEVICE void store_row(uint8* data, uint32* params, uint64 row, const ChunkValues& x, const ChunkWords& raw,
+                         bool as_they_were, int32 valid_dim, bool zero_point, bool writes, int at) {
+    using Chunk = KvChunk<kKind, Config::kHeadDim, kIsKey ? 4 : 8>;
     constexpr bool kFbgemm = kKind == kKvFbgemm;  // parameters in front of the codes
-    uint8* to = data + row * (kFbgemm ? FbgemmRow<Config::kHeadDim, kGroups>::kBytes : Row::kBytes);
+    uint8* to = data + row * (kFbgemm ? FbgemmRow<Config::kHeadDim, kGroups>::kBytes : Chunk::Row::kBytes);
     params = kFbgemm ? reinterpret_cast<uint32*>(to) : params + row * kGroups;
     if constexpr (kKind == kKv16) {
 #pragma unroll
-        for (int i = 0; i < Config::kUnits; ++i) {
-            uint2 w = make_uint2(pack2(Config::Io{}, x[i][0], x[i][1]), pack2(Config::Io{}, x[i][2], x[i][3]));
-            if (writes) *reinterpret_cast<uint2*>(to + 8 * (at + 32 * i)) = w;
+        for (int i = 0; i < 2; ++i) {
+            const float (&a)[4] = x[2 * i];
+            const float (&b)[4] = x[2 * i + 1];
+            Config::Io io;
+            uint4 w =
+                make_uint4(pack2(io, a[0], a[1]), pack2(io, a[2], a[3]), pack2(io, b[0], b[1]), pack2(io, b[2], b[3]));
+            if (writes) *reinterpret_cast<uint4*>(to + 2 * Chunk::channel(at, 2 * i)) = w;
         }
     } else {
-        uint32 words[Config::kUnits];
-        quantize_row<kKind, Config::kHeadDim, kGroups, Config::kLanes>(x, words, params, valid_dim, zero_point, writes,
-                                                                       at);
-#pragma unroll
-        for (int i = 0; i < Config::kUnits; ++i) {
-            int flat = at + 32 * i, unit = flat / (kIsKey ? 4 : 8), lane = flat % (kIsKey ? 4 : 8);
-            if constexpr (kFbgemm) {
-                if (writes) *reinterpret_cast<uint16*>(to + 4 * kGroups + 2 * flat) = uint16(words[i]);
-            } else if constexpr (kKind != kKvInt4) {
-                if (writes) *reinterpret_cast<uint32*>(to + Row::unit_byte(unit, lane)) = words[i];
-            } else if constexpr (kIsKey) {
-                // Elements 0 and 2 in a byte of the word's low half, 1 and 3 in its high half; the unit beside it has the
-                // other two bytes.
-                uint32 w = words[i];
-                uint32 mine = (w & 0xf) | ((w >> 4) & 0xf0) | (w & 0xf0) << 12 | (w & 0xf000) << 8;
-                uint32 other = __shfl_xor_sync(0xffffffffu, mine, 4);
-                if (writes && (unit & 1) == 0)
-                    *reinterpret_cast<uint32*>(to + Row::unit_byte(unit, lane)) = mine | other << 8;
-            } else if (writes) {
-                *reinterpret_cast<uint16*>(to + Row::unit_byte(unit, lane)) = uint16(words[i]);
-            }
+        using Quantizer = KvQuantizer<kKind, Config::kHeadDim, kIsKey ? 4 : 8, kGroups>;
+        uint32 w[Chunk::kBytes / 4];
+        float low[Quantizer::kParts], high[Quantizer::kParts];
+        if (as_they_were) {
+            Quantizer::extremes(Config::Io{}, raw, valid_dim, at, low, high);
+        } else {
+            Quantizer::extremes(x, valid_dim, at, low, high);
+        }
+        Quantizer::quantize(x, low, high, w, params, valid_dim < Config::kHeadDim, zero_point, writes, at);
+        if (!writes) return;
+        to += at * Chunk::kBytes;
+        if constexpr (kFbgemm) {  // rows are aligned to 4 bytes
+            reinterpret_cast<uint32*>(to)[kGroups] = w[0];
+            reinterpret_cast<uint32*>(to)[kGroups + 1] = w[1];
+        } else if constexpr (Chunk::kBytes == 16) {
+            *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+        } else {
+            *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
         }
     }
 }
@@ -164,30 +186,36 @@ OA_DEVICE int32 sequence_of(const KvAppendParams& p, int32 row) {
     return low;
 }
 
-// The newest tokens once more, in 16 bits (scheduler/recent_window.cuh). Of a prompt the ring keeps the end only: others have the
-// same places. `first`: of the sequence's new tokens.
-OA_DEVICE void keep_recent(const KvAppendParams& p, int32 sequence, int32 head, int64 position, int64 first,
-                           const Values& key, const Values& value, bool writes, int at) {
+// The newest tokens once more, in 16 bits (scheduler/recent_window.cuh): whether this one is kept, and in which row. Of a prompt the
+// ring keeps the end only: others have the same places. `first`: position of the first of the sequence's new tokens.
+OA_DEVICE bool recent_place(const KvAppendParams& p, int32 sequence, int32 head, int64 position, int64 first,
+                            bool is_token, int at, uint64& row) {
     int32 length = p.seq_lens[sequence];
     uint32 slot = p.recent_slots == nullptr ? sequence : p.recent_slots[sequence];
-    writes &= slot < uint32(p.recent_num_slots);
-    if (writes && position == length - 1 && head == 0 && at == 0)
+    if (!is_token || slot >= uint32(p.recent_num_slots)) return false;
+    if (position == length - 1 && head == 0 && at == 0)
         recent_append(p.recent_state + 2 * int64(slot), int32(max_of<int64>(first, 0)), length, p.recent_ring);
-    writes &= position >= 0 && position < p.capacity && position >= int64(length) - p.recent_ring;
-    uint64 row = 0;
-    if (writes) row = (uint64(slot) * p.num_kv_heads + head) * p.recent_ring + uint32(position) % uint32(p.recent_ring);
-    store_row<kKv16, 1, true>(p.recent_k, nullptr, row, key, p.head_dim, false, writes, at);
-    store_row<kKv16, 1, false>(p.recent_v, nullptr, row, value, p.head_dim, false, writes, at);
+    row = (uint64(slot) * p.num_kv_heads + head) * p.recent_ring + uint32(position) % uint32(p.recent_ring);
+    return position >= 0 && position < p.capacity && position >= int64(length) - p.recent_ring;
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(const
-                                                                              __grid_constant__ KvAppendParams p) {
-    int64 item = (int64(blockIdx.x) * Config::kThreads + threadIdx.x) / Config::kLanes;
+template <typename Chunk>
+OA_DEVICE void store_recent(uint8* plane, uint64 row, const ChunkValues& x, int at) {
+    Config::Io io;
+#pragma unroll
+    for (int unit = 0; unit < 4; ++unit)
+        *reinterpret_cast<uint2*>(plane + 2 * (row * Config::kHeadDim + Chunk::channel(at, unit))) =
+            make_uint2(pack2(io, x[unit][0], x[unit][1]), pack2(io, x[unit][2], x[unit][3]));
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv_append_sm80(
+    const __grid_constant__ KvAppendParams p) {
+    int32 row_block = int32(blockIdx.x) / p.num_kv_heads, head = int32(blockIdx.x) - row_block * p.num_kv_heads;
+    int64 wanted = int64(row_block) * Config::kRows + threadIdx.x / Config::kLanes;
     int at = threadIdx.x % Config::kLanes;
-    // Lanes beyond the last item work on it too, and write nothing: shuffles need every lane.
-    bool writes = item < p.items;
-    item = min_of(item, p.items - 1);
-    int32 row = int32(item / p.num_kv_heads), head = int32(item - int64(row) * p.num_kv_heads);
+    // Lanes beyond the last row work on it too, and write nothing: shuffles need every lane.
+    bool writes = wanted < p.rows;
+    int32 row = int32(min_of<int64>(wanted, p.rows - 1));
     int32 sequence, begin, count;
     if (p.cu_seqlens == nullptr) {
         sequence = row / p.tokens;
@@ -200,7 +228,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(co
         writes &= row >= begin && row - begin < count;
     }
     int64 position = int64(p.seq_lens[sequence]) - count + (row - begin);
-    bool is_token = writes;
+    uint64 recent_row = 0;
+    bool recent = false;
+    if ((K_KIND != kKv16 || V_KIND != kKv16) && p.recent_ring > 0)
+        recent = recent_place(p, sequence, head, position, position - (row - begin), writes, at, recent_row);
     writes &= position >= 0 && position < p.capacity;
     uint64 at_row = 0;
     if (writes) {
@@ -218,23 +249,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) kv_append_sm80(co
     int64 in_sequence = p.cu_seqlens == nullptr ? row - begin : row;
     const uint16* k = p.k + sequence * p.k_stride_b + in_sequence * p.k_stride_s + head * p.k_stride_h;
     const uint16* v = p.v + sequence * p.v_stride_b + in_sequence * p.v_stride_s + head * p.v_stride_h;
-    Values key = {}, value = {};
-#pragma unroll
-    for (int i = 0; i < Config::kUnits; ++i) {
-        int channel = 4 * (at + 32 * i);
-        if (channel >= p.head_dim) continue;
-        load_unit(Config::Io{}, k + channel, key[i]);
-        load_unit(Config::Io{}, v + channel, value[i]);
+    ChunkWords raw_key, raw_value;
+    load_chunk<KChunk>(raw_key, k, p.head_dim, at);
+    load_chunk<VChunk>(raw_value, v, p.head_dim, at);
+    ChunkValues x;
+    to_values(raw_key, x);
+    bool changed = p.rope != kRopeNone;
+    if (changed) rotate(p, k, int32(max_of<int64>(min_of<int64>(position, p.capacity), 0)), at, x);
+    if (recent) store_recent<KChunk>(p.recent_k, recent_row, x, at);
+    if (K_KIND != kKv16 && (p.k_mean != nullptr || p.k_channel_scale != nullptr || p.hadamard)) {
+        changed = true;
+        transform_key(p, head, at, x);
     }
-    rotate(p, k, int32(max_of<int64>(min_of<int64>(position, p.capacity), 0)), at, key);
-#pragma unroll
-    for (int i = 0; i < Config::kUnits; ++i)
-        if (4 * (at + 32 * i) >= p.head_dim) key[i][0] = key[i][1] = key[i][2] = key[i][3] = 0.0f;
-    constexpr bool kQuantized = K_KIND != kKv16 || V_KIND != kKv16;
-    if (kQuantized && p.recent_ring > 0)
-        keep_recent(p, sequence, head, position, position - (row - begin), key, value, is_token, at);
-    if (K_KIND != kKv16) transform_key(p, head, at, key);
-    store_row<K_KIND, K_GROUPS, true>(p.k_data, p.k_params, at_row, key, p.hadamard ? Config::kHeadDim : p.head_dim,
-                                      p.zero_point, writes, at);
-    store_row<V_KIND, V_GROUPS, false>(p.v_data, p.v_params, at_row, value, p.head_dim, p.zero_point, writes, at);
+    store_row<K_KIND, K_GROUPS, true>(p.k_data, p.k_params, at_row, x, raw_key, !changed,
+                                      p.hadamard ? Config::kHeadDim : p.head_dim, p.zero_point, writes, at);
+    to_values(raw_value, x);
+    if (recent) store_recent<VChunk>(p.recent_v, recent_row, x, at);
+    store_row<V_KIND, V_GROUPS, false>(p.v_data, p.v_params, at_row, x, raw_value, true, p.head_dim, p.zero_point,
+                                       writes, at);
 }

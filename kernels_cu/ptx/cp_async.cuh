@@ -36,5 +36,8 @@ OA_DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// prefetch.global.L2 [address]: asks for a line of 128 bytes. Any lane; a hint.
+OA_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // Shared-window byte address of a generic pointer into shared memory.
 OA_DEVICE uint32 smem_addr_of(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }

@@ -30,6 +30,13 @@ OA_DEVICE float max_nan(float a, float b) {
     return y;
 }
 
+// min.NaN.f32: the smaller one; NaN if either is.
+OA_DEVICE float min_nan(float a, float b) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
 // tanh through exp2, absolute error about 2e-7; near 0, where a large softcap would multiply that error, by its series
 // with a relative error of 1e-7. (tanh.approx.f32 has 5e-4, which a softcap of 50 would turn into 0.025 on a logit.)
 OA_DEVICE float tanh_exp2(float x) {

@@ -42,6 +42,8 @@ struct DecodeParams {
     int32 recent_side;  // RecentSide
     float softmax_scale;
     float softcap;  // 0: none
+    int32 combine_split;  // warps of decode_combine that share a row
+    int32 reserved;
     uint32 two_1024;  // 0x64006400, see attention/kv_dequant.cuh
 };
 

@@ -25,7 +25,7 @@ struct KvAppendParams {
     int32* recent_state;
     int64 k_stride_b, k_stride_s, k_stride_h;
     int64 v_stride_b, v_stride_s, v_stride_h;
-    int64 items;  // rows * heads
+    int64 rows;  // new tokens in all
     int32 batch, tokens, num_kv_heads, head_dim;
     int32 capacity, block_size, num_blocks, table_columns;
     int32 rope, rope_pairs, rope_rows;

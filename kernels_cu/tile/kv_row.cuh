@@ -40,6 +40,23 @@ struct KvRow {
     }
 };
 
+// Sixteen elements of a row that one lane quantizes and stores: four units, in quantized rows 16 or 8 bytes behind each other, in
+// 16-bit ones two times 16 bytes. Chunks 0 .. kChunks - 1 are a row.
+template <int kKind, int kHeadDim, int kLanes>
+struct KvChunk {
+    using Row = KvRow<kKind, kHeadDim, kLanes>;
+    static constexpr int kChunks = kHeadDim / 16;
+    static constexpr int kBytes = 2 * kv_bits(kKind);
+    // First channel of unit `unit` of chunk `at`: the inverse of Row::unit_byte. Bits of both go to bits of the channel.
+    static OA_DEVICE constexpr int channel(int at, int unit) {
+        if (kKind == kKvFbgemm) return 16 * at + 4 * unit;
+        int byte = at * kBytes + unit * Row::kUnitBytes, piece = byte / Row::kPiece;
+        return !Row::kQuantized ? 8 * (at + kChunks * (unit >> 1)) + 4 * (unit & 1)
+                                : Row::channel((piece / kLanes * Row::kPiece + byte % Row::kPiece) / Row::kUnitBytes,
+                                               piece % kLanes, 0);
+    }
+};
+
 // In shared memory chunk c of token t of a tile stands at chunk (t kChunks + c) ^ swizzle(t), so that the eight lanes of a
 // 16-byte access (sixteen of an 8-byte one) meet all banks: lanes of K are 2 tokens (t and t + 4) by 4 chunks, those of V 4
 // tokens (t .. t + 3) by 2.

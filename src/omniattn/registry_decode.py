@@ -121,7 +121,7 @@ def combine_row(dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ..
         "head_dim": head_dim,
         "block_m": 8 * n_tiles,
         "block_n": 1,
-        "num_warps": 4,
+        "num_warps": 8,
         "smem_bytes": 0,
         "prebuild": prebuild,
     }
@@ -152,7 +152,7 @@ def append_row(
         "head_dim": head_dim,
         "block_m": 1,
         "block_n": 1,
-        "num_warps": 8,
+        "num_warps": 4,
         "smem_bytes": 0,
         "prebuild": prebuild,
         "features": frozenset({f"cache_{names[0]}" if k == v else f"cache_{names[0]}_{names[1]}"}),

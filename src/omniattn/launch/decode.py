@@ -30,6 +30,7 @@ _REST = struct.Struct(
     "3i"  # granule, whole_granules, num_workers
     "4i"  # recent_window, recent_ring, recent_num_slots, recent_side
     "2f"  # softmax_scale, softcap
+    "2i"  # combine_split, reserved
     "I"  # two_1024
 )
 _ARGUMENTS = struct.Struct(f"<16Q{_REST.size}s")
@@ -39,6 +40,7 @@ _SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
 #: Keys of the smallest part of a sequence that work is divided into; and with ``deterministic`` of every part.
 GRANULE, WHOLE_GRANULE = 128, 512
 _ALIGNMENT = 256
+_COMBINE_WARPS = 8
 #: fp16 1024 twice; the kernels must not know it at compile time (kernels_cu/attention/kv_dequant.cuh).
 _TWO_1024 = 0x64006400
 
@@ -54,6 +56,22 @@ def workers(most: int, segments: int, granules: int) -> int:
         return most
     aligned = segments * (most // segments) if segments <= most else -(-segments // -(-segments // most))
     return aligned if 10 * aligned >= 9 * most else most
+
+
+def combine_split(deterministic: bool, num_workers: int, segments: int) -> int:
+    """Warps of the second kernel that share a row: as many as ask for all partial results of a segment at once.
+
+    Parameters
+    ----------
+    deterministic : bool
+        One number for all batches then: the order of the sum depends on it.
+    num_workers, segments : int
+        About ``num_workers / segments`` partial results are a segment's.
+    """
+    if deterministic:
+        return 4
+    results = -(-num_workers // max(segments, 1))
+    return next(split for split in (1, 2, 4, 8) if results <= 8 * split or split == 8)
 
 
 @dataclass(frozen=True)
@@ -134,18 +152,19 @@ class DecodePlan:
         values = self.num_slots * rows
         self._ml_offset = -(-4 * values * spec.head_dim // _ALIGNMENT) * _ALIGNMENT
         self.workspace_bytes = max(self._ml_offset + 8 * values, 1)
+        split = combine_split(p.deterministic, self.num_workers, segments)
         self._rest = _REST.pack(
             *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), q_strides, strict=False)),
             *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), o_strides, strict=False)),
             p.batch, p.q_len, p.num_q_heads, p.num_kv_heads, p.group, row_blocks, p.head_dim, p.capacity, p.block_size,
             p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard), granule,
             int(p.deterministic), self.num_workers, recent.window, recent.ring, recent.slots, recent.side,
-            p.softmax_scale, p.softcap, _TWO_1024,
+            p.softmax_scale, p.softcap, split, 0, _TWO_1024,
         )  # fmt: skip
         self._threads = 32 * spec.num_warps
         self._cluster = OVERLAP if overlap else None
         self._grid = (self.num_workers, 1, 1) if segments else (0, 1, 1)
-        self._combine_grid = (segments, min(rows, p.group * p.q_len), 1)
+        self._combine_grid = (segments, -(-min(rows, p.group * p.q_len) * split // _COMBINE_WARPS), 1)
 
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
         """Queue both kernels on ``stream``; ``pointers`` in the order of `_POINTERS`, the workspace last."""
@@ -155,7 +174,7 @@ class DecodePlan:
             raise RuntimeError("a plan without loaded kernels describes a call, it cannot run one")
         _ARGUMENTS.pack_into(PARAMS.buffer, 0, *pointers, pointers[-1] + self._ml_offset, self._rest)
         self.kernel.launch(self._grid, self._threads, stream, PARAMS.address)
-        self.combine.launch(self._combine_grid, 128, stream, PARAMS.address, self._cluster)
+        self.combine.launch(self._combine_grid, 32 * _COMBINE_WARPS, stream, PARAMS.address, self._cluster)
 
 
 def plan_decode(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _REST = struct.Struct(
     "<6q"  # strides of k and v: batch, seq, head
-    "q"  # items
+    "q"  # rows
     "4i"  # batch, tokens, num_kv_heads, head_dim
     "4i"  # capacity, block_size, num_blocks, table_columns
     "3i"  # rope, rope_pairs, rope_rows
@@ -28,7 +28,7 @@ _REST = struct.Struct(
 # | recent: slots k v state
 _ARGUMENTS = struct.Struct(f"<17Q{_REST.size}s")
 _ROPE = {"none": 0, "half": 1, "interleaved": 2}
-_THREADS = 256
+_THREADS, _COPY_THREADS = 128, 256
 #: Pairs of blocks that one launch copies.
 MAX_PAIRS = 112
 _COPY = struct.Struct(f"<4Q4q{2 * MAX_PAIRS}i")
@@ -49,18 +49,18 @@ class AppendPlan:
     ) -> None:
         p = problem
         self.kernel = kernel
-        items = p.rows * p.num_kv_heads
-        lanes = min(cache.k_format.row_dim // 4, 32)
-        blocks = -(-items * lanes // _THREADS)
+        # A thread has 16 channels of a token and head, a CTA tokens of one head.
+        blocks = -(-p.rows * (cache.k_format.row_dim // 16) // _THREADS) * p.num_kv_heads
         if blocks > MAX_GRID_X:
-            raise UnsupportedError(f"append(): {items} rows are more than one launch takes", instead="several calls")
+            received = f"{p.rows} tokens of {p.num_kv_heads} heads"
+            raise UnsupportedError(f"append(): {received} are more than one launch takes", instead="several calls")
 
         def three(strides: tuple[int, ...]) -> tuple[int, int, int]:
             return (0, strides[0], strides[1]) if len(strides) == 3 else (strides[0], strides[1], strides[2])
 
         self._grid = (blocks, 1, 1)
         self._rest = _REST.pack(
-            *three(k_strides), *three(v_strides), items, p.batch, p.tokens, p.num_kv_heads, p.head_dim, p.capacity,
+            *three(k_strides), *three(v_strides), p.rows, p.batch, p.tokens, p.num_kv_heads, p.head_dim, p.capacity,
             p.block_size, p.num_blocks, p.table_columns, _ROPE[p.rope], p.rope_pairs, p.rope_rows, int(cache.hadamard),
             int(cache.k_format.zero_point or cache.v_format.zero_point), cache.recent_ring, cache.recent_slots, 0,
         )  # fmt: skip
@@ -106,9 +106,9 @@ def _launch_copies(
     cache: KVCache, addresses: list[int], sizes: list[int], pairs: list[tuple[int, int]], stream: int
 ) -> None:
     kernel = runtime.load(by_name("kv_copy_sm80"), cache.tensors[0].ordinal)
-    parts = max(1, min(32, max(sizes) // (16 * _THREADS)))
+    parts = max(1, min(32, max(sizes) // (16 * _COPY_THREADS)))
     for first in range(0, len(pairs), MAX_PAIRS):
         some = pairs[first : first + MAX_PAIRS]
         flat = [x for pair in some for x in pair]
         data = _COPY.pack(*addresses, *sizes, *flat, *[0] * (2 * MAX_PAIRS - len(flat)))
-        kernel.launch((len(some), 4, parts), _THREADS, stream, PARAMS.write(data))
+        kernel.launch((len(some), 4, parts), _COPY_THREADS, stream, PARAMS.write(data))
