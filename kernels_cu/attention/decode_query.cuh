@@ -11,6 +11,22 @@
 OA_DEVICE float half_lo(uint32 w) { return to_float(Half{}, uint16(w)); }
 OA_DEVICE float half_hi(uint32 w) { return to_float(Half{}, uint16(w >> 16)); }
 
+// Eight channels of two units in the order in which `unpack_int4` gives the nibbles of a word: 0 4 1 5 | 2 6 3 7.
+template <int kUnits>
+OA_DEVICE void order_fbgemm_query(float (&x)[kUnits][4]) {
+#pragma unroll
+    for (int unit = 0; unit < kUnits; unit += 2) {
+        float a[4] = {x[unit][0], x[unit][1], x[unit][2], x[unit][3]}, b[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) b[e] = x[unit + 1][e];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            x[unit][e] = e & 1 ? b[e >> 1] : a[e >> 1];
+            x[unit + 1][e] = e & 1 ? b[2 + (e >> 1)] : a[2 + (e >> 1)];
+        }
+    }
+}
+
 template <int kKind, int kHeadDim, int kGroups>
 struct QueryRow {
     using Row = KvRow<kKind, kHeadDim, 4>;
@@ -93,6 +109,7 @@ struct QueryRow {
         float down = __uint_as_float(uint32(127 - exponent) << 23);
         scale = p.softmax_scale * kLog2e * __uint_as_float(uint32(127 + exponent) << 23);
         bias = dot * p.softmax_scale * kLog2e;
+        if (kKind == kKvFbgemm) order_fbgemm_query(x);
         float sums[kGroups];
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) sums[i] = 0.0f;
@@ -112,7 +129,8 @@ struct QueryRow {
         }
     }
 
-    // Hadamard transform over the channels: bits 0, 1 of a channel are the element, 2, 3 the lane, the rest the unit.
+    // Hadamard transform over the channels: bits 0, 1 of a channel are the element, 2, 3 the lane, the rest the unit (in
+    // FBGEMM's layout other ones; the order of the bits is nothing to the transform).
     static OA_DEVICE void rotate(float (&x)[kHeadDim / 16][4], int q) {
         constexpr int kUnits = kHeadDim / 16;
 #pragma unroll

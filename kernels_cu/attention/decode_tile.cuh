@@ -124,8 +124,8 @@ struct DecodeTile {
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
                             uint32 word = stage.k_params[(first + i * 16 + token + 8 * r) * Config::kKGroups + group];
-                            s[r] = param_scale(word);
-                            z[r] = param_zero(word);
+                            s[r] = param_scale<Config::kKKind>(word);
+                            z[r] = param_zero<Config::kKKind>(word);
                         }
 #pragma unroll
                     for (int n = 0; n < Config::kNTiles; ++n)
@@ -154,8 +154,9 @@ struct DecodeTile {
                 for (int y = 0; y < 4; ++y) x[i][n][y] = back * tanh_exp2(x[i][n][y] * inverse);
     }
 
-    // Hides what a row must not see; `first`: first key of the tile.
-    static OA_DEVICE void mask_keys(Scores& x, const Rows& rows, int32 first, int32 window_left, int lane) {
+    // Hides what a row must not see, and what is not the launch's; `first`: first key of the tile, `limit`: end of the keys.
+    static OA_DEVICE void mask_keys(Scores& x, const Rows& rows, int32 first, int32 limit, int32 window_left,
+                                    int lane) {
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
@@ -163,7 +164,8 @@ struct DecodeTile {
 #pragma unroll
                 for (int y = 0; y < 4; ++y) {
                     int32 key = first + i * 16 + token_of_row(lane >> 2) + 8 * (y >> 1), end = rows.end[n][y & 1];
-                    bool hidden = key >= end || (window_left >= 0 && int64(key) < int64(end) - 1 - window_left);
+                    bool hidden =
+                        key >= min_of(end, limit) || (window_left >= 0 && int64(key) < int64(end) - 1 - window_left);
                     if (hidden) x[i][n][y] = neg_inf();
                 }
     }
@@ -257,7 +259,7 @@ struct DecodeTile {
                         a[r][2 * j + 1] = permute_bytes(w0, w1, 0x7632);
                     } else {
                         constexpr int kWordRegs = 4 * kPieceUnits / (VRow::kPiece / 4);
-                        unpack_v_words<Config::kVKind>(w0, w1, magic, a[r] + j * kWordRegs);
+                        unpack_v_words<Config::kVKind>(w0, w1, magic, g, a[r] + j * kWordRegs);
                     }
                 }
 #pragma unroll
@@ -299,14 +301,15 @@ struct DecodeTile {
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
                         uint32 word = stage.v_params[(first + i * 16 + token + 8 * r) * Config::kVGroups + group];
-                        s[i][group][r] = param_scale(word);
+                        s[i][group][r] = param_scale<Config::kVKind>(word);
 #pragma unroll
                         for (int n = 0; n < Config::kNTiles; ++n)
 #pragma unroll
                             for (int y = 0; y < 2; ++y) {
                                 float p = x[i][n][2 * r + y];
                                 if (Config::kVKind != kKvE4m3)
-                                    rows.z[group][n][y] = fmaf(p, param_zero(word), rows.z[group][n][y]);
+                                    rows.z[group][n][y] =
+                                        fmaf(p, param_zero<Config::kVKind>(word), rows.z[group][n][y]);
                                 largest[n][y] = fmaxf(largest[n][y], p * s[i][group][r]);
                             }
                     }

@@ -49,7 +49,7 @@ OA_DEVICE uint32 unpack_bytes(uint32 w) {
 // A piece of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it.
 template <int kKind>
 OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
-    if (kKind == kKvInt4) {
+    if (kKind == kKvInt4 || kKind == kKvFbgemm) {
         uint32 r[4];
         unpack_int4(w, magic, r);
 #pragma unroll
@@ -61,10 +61,15 @@ OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
 }
 
 // Words of V of two tokens with one unit (int4: two) each: out[2 i] and out[2 i + 1] have elements 2i and 2i + 1 of both tokens
-// (int4: out[4] on are of the second unit).
+// (int4: out[4] on are of the second unit; FBGEMM's int4: the unit of `lane`, half of each word).
 template <int kKind>
-OA_DEVICE void unpack_v_words(uint32 w0, uint32 w1, HalfMagic magic, uint32* out) {
-    if (kKind == kKvInt4) {
+OA_DEVICE void unpack_v_words(uint32 w0, uint32 w1, HalfMagic magic, int lane, uint32* out) {
+    if (kKind == kKvFbgemm) {
+        uint32 r[4];
+        unpack_int4(permute_bytes(w0, w1, lane & 1 ? 0x7632 : 0x5410), magic, r);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i] = r[i];
+    } else if (kKind == kKvInt4) {
         uint32 r[4];
         unpack_int4(permute_bytes(w0, w1, 0x5410), magic, r);
 #pragma unroll
@@ -81,6 +86,13 @@ OA_DEVICE void unpack_v_words(uint32 w0, uint32 w1, HalfMagic magic, uint32* out
     }
 }
 
-// A word of the parameter plane.
-OA_DEVICE float param_scale(uint32 w) { return __uint_as_float(w << 16); }
-OA_DEVICE float param_zero(uint32 w) { return __uint_as_float(w & 0xffff0000u); }
+// A word of parameters. FBGEMM's have scale and shift in fp16, the shift that of nibble 0, which is code -8.
+template <int kKind>
+OA_DEVICE float param_scale(uint32 w) {
+    return kKind == kKvFbgemm ? low_float(Half{}, w) : __uint_as_float(w << 16);
+}
+template <int kKind>
+OA_DEVICE float param_zero(uint32 w) {
+    return kKind == kKvFbgemm ? fmaf(8.0f, low_float(Half{}, w), high_float(Half{}, w))
+                              : __uint_as_float(w & 0xffff0000u);
+}

@@ -62,6 +62,12 @@ OA_DEVICE void hadamard_row(ChunkValues& x, int at) {
 OA_DEVICE float bf16_up(float x) { return __uint_as_float((__float_as_uint(x) + 0xffffu) & 0xffff0000u); }
 OA_DEVICE float bf16_nearest(float x) { return __uint_as_float(pack2(BFloat16{}, x, 0.0f) << 16); }
 
+// FBGEMM's parameters of a group from `low` to `high`, fp16 as floats; what is beyond fp16 is not finite.
+OA_DEVICE void fbgemm_params(float low, float high, float& scale, float& shift) {
+    shift = to_float(Half{}, half_down(low + 0.0f));  // the sum makes -0 +0
+    scale = to_float(Half{}, half_up(fmaxf(div_rn(high - shift, 15.0f), 5.9604644775390625e-8f)));  // 2^-24
+}
+
 // x / c rounded to nearest, for c of at most eight significant bits (a bfloat16, a small integer) and `inverse` within 2^-22 of 1 / c:
 // the corrected quotient is off by less than 2^-43 of itself before it is rounded, and x / c, unless it is a number, is at least
 // 2^-34 away from any that is halfway between two numbers. Needs |x| >= 2^-117 or an integer c; below, codes are 0 anyway.
@@ -86,7 +92,8 @@ struct KvQuantizer {
     static OA_DEVICE constexpr int unit_of(int part) {
         return kLow0 ? (part & 1) + (part >> 1 << 1) : kHigh0 ? part << 1 : 0;
     }
-    static constexpr int kMin = kKind == kKvInt4 ? -8 : -128, kMax = kKind == kKvInt4 ? 7 : 127;
+    static constexpr bool kFbgemm = kKind == kKvFbgemm;
+    static constexpr int kMin = kFbgemm ? 0 : kKind == kKvInt4 ? -8 : -128, kMax = kKind == kKvInt4 ? 7 : 127;
 
     // Smallest and largest values of the chunk's groups, NaN if one is; channels from valid_dim on do not count.
     template <typename Io>
@@ -146,6 +153,13 @@ struct KvQuantizer {
             float low = low_in[part], high = high_in[part];
             finite[part] = is_finite(low) && is_finite(high);
             if (low > high) low = high = 0.0f, finite[part] = true;  // nothing but padding
+            if constexpr (kFbgemm) {
+                fbgemm_params(low, high, scale[part], zero[part]);
+                finite[part] = finite[part] && is_finite(scale[part]) && is_finite(zero[part]);
+                uint32 stored = finite[part] ? pack2(Half{}, scale[part], zero[part]) : 0x7e00u;
+                if (begins) params[group_of(at, unit_of(part))] = stored;
+                continue;
+            }
             float amax = fmaxf(high, -low), s;
             zero[part] = 0.0f;
             if (kKind == kKvE4m3) {
@@ -170,7 +184,9 @@ struct KvQuantizer {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 int part = part_of(unit);
-                code[unit][e] = div_short(x[unit][e] - zero[part], scale[part], inverse[part]);
+                // fp16 has too many significant bits for the short way.
+                code[unit][e] = kFbgemm ? div_rn(x[unit][e] - zero[part], scale[part])
+                                        : div_short(x[unit][e] - zero[part], scale[part], inverse[part]);
             }
         if constexpr (kKind == kKvE4m3) {
 #pragma unroll
@@ -206,15 +222,16 @@ struct KvQuantizer {
                 const uint32(&a)[4] = bits[2 * i];
                 const uint32(&b)[4] = bits[2 * i + 1];
                 bool first = finite[part_of(2 * i)], second = finite[part_of(2 * i + 1)];
-                if (kLanes == 4) {  // K: elements 0 and 2 of both units, then 1 and 3
+                if (kLanes == 4 && !kFbgemm) {  // K: elements 0 and 2 of both units, then 1 and 3
                     uint32 even = a[0] + (a[2] << 4) + (b[0] << 8) + (b[2] << 12);
                     uint32 odd = a[1] + (a[3] << 4) + (b[1] << 8) + (b[3] << 12);
-                    static_assert(kLanes != 4 || kLow0 == 0, "units that share a word share a group");
+                    static_assert(kLanes != 4 || kFbgemm || kLow0 == 0, "units that share a word share a group");
                     words[i] = first ? permute_bytes(even, odd, 0x5410) : 0x88888888u;
                 } else {
                     uint32 lo = a[0] + (a[1] << 4) + (a[2] << 8) + (a[3] << 12);
                     uint32 hi = b[0] + (b[1] << 4) + (b[2] << 8) + (b[3] << 12);
-                    words[i] = permute_bytes(first ? lo : 0x8888u, second ? hi : 0x8888u, 0x5410);
+                    constexpr uint32 kNothing = kFbgemm ? 0u : 0x8888u;
+                    words[i] = permute_bytes(first ? lo : kNothing, second ? hi : kNothing, 0x5410);
                 }
             }
         }

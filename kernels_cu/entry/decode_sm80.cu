@@ -70,12 +70,18 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes mu
 constexpr int64 kBriefStream = 200 << 20;  // bytes, four times an H200's L2: docs/performance/decode.md
 
 // Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, the host sees to that.
+// FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
 OA_DEVICE uint32 cache_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 token) {
-    if (p.block_table == nullptr) return uint32(sequence * p.num_kv_heads + kv_head) * uint32(p.block_size) + token;
+    auto row_of = [&](uint32 block, uint32 row) {
+        return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
+                                           : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
+    };
+    if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));  // a slot is a block
+    if (p.block_table == nullptr) return row_of(sequence, token);
     uint32 index = uint32(token) / uint32(p.block_size);
     uint32 block = p.block_table[int64(sequence) * p.table_columns + index];
     block = min_of(block, uint32(p.num_blocks - 1));  // a bad number reads the last block instead of foreign memory
-    return (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + (uint32(token) - index * uint32(p.block_size));
+    return row_of(block, uint32(token) - index * uint32(p.block_size));
 }
 
 // A piece of a segment.
@@ -83,6 +89,7 @@ struct Piece {
     int32 sequence, kv_head, row_block;
     int32 begin, end;  // keys to walk
     int32 seq_len;
+    int32 limit;  // end of the keys that are this launch's
 };
 
 // Address of query row `row` of a piece, null if there is none.
@@ -170,7 +177,8 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
     make_rows(b, rows, queries, p, piece, lane);
     HalfMagic magic{p.two_1024};
-    int32 seen_by_all = piece.seq_len - p.q_len + 1;  // every row sees the keys before it, but for the window
+    // Every row sees the keys before it, but for the window.
+    int32 seen_by_all = min_of(piece.seq_len - p.q_len + 1, piece.limit);
     int32 window_begin = p.window_left < 0 ? 0 : piece.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();
@@ -184,7 +192,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
             Tile::mma_qk(x, b, rows, stage, magic, part, lane);
             if (p.softcap > 0.0f) Tile::apply_softcap(x, p.softcap);
             if (key + 16 * Config::kMTiles > seen_by_all || key < window_begin)
-                Tile::mask_keys(x, rows, key, p.window_left, lane);
+                Tile::mask_keys(x, rows, key, piece.limit, p.window_left, lane);
             Tile::softmax_pv(x, rows, stage, magic, part, lane);
         }
     }
@@ -323,7 +331,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         piece.row_block = segment - piece.kv_head * p.num_row_blocks;
         piece.begin = span.begin + (at - segment_begin) * p.granule;
         piece.end = min_of<int64>(span.end, span.begin + int64(stop - segment_begin) * p.granule);
-        piece.seq_len = span.end;
+        piece.seq_len = span.seq_len;
+        piece.limit = span.end;
         bool whole = stop - at == span.granules;
 
         QueryFragments b;

@@ -3,7 +3,8 @@
 //   k' = H (rope(k) - k_mean) / k_channel_scale;   code = clip(round((x - zero) / scale));   formats: docs/kv_formats.md
 //
 // k, v: [batch, tokens, num_kv_heads, head_dim] or packed [rows, num_kv_heads, head_dim], any strides, last dimension contiguous.
-// Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are passed over.
+// Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are passed over. With a recent
+// window the newest ones go to its rings too, in 16 bits, rotated and not otherwise changed.
 //
 // One CTA takes 2048 / head_dim tokens of one head (packed or not, one sequence behind the other), a lane sixteen channels of a token's K
 // and sixteen of its V: those that lie together in the cache's rows, so that what is read in 8 bytes is written in 16 (int4: in 8), and
@@ -13,6 +14,7 @@
 #include "ptx/cvt_quant.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/kv_append_params.cuh"
+#include "scheduler/recent_window.cuh"
 #include "tile/kv_row.cuh"
 
 struct Config {
@@ -134,7 +136,9 @@ template <int kKind, int kGroups, bool kIsKey>
 OA_DEVICE void store_row(uint8* data, uint32* params, uint64 row, const ChunkValues& x, const ChunkWords& raw,
                          bool as_they_were, int32 valid_dim, bool zero_point, bool writes, int at) {
     using Chunk = KvChunk<kKind, Config::kHeadDim, kIsKey ? 4 : 8>;
-    uint8* to = data + row * Chunk::Row::kBytes;
+    constexpr bool kFbgemm = kKind == kKvFbgemm;  // parameters in front of the codes
+    uint8* to = data + row * (kFbgemm ? FbgemmRow<Config::kHeadDim, kGroups>::kBytes : Chunk::Row::kBytes);
+    params = kFbgemm ? reinterpret_cast<uint32*>(to) : params + row * kGroups;
     if constexpr (kKind == kKv16) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -154,11 +158,13 @@ OA_DEVICE void store_row(uint8* data, uint32* params, uint64 row, const ChunkVal
         } else {
             Quantizer::extremes(x, valid_dim, at, low, high);
         }
-        Quantizer::quantize(x, low, high, w, params + row * kGroups, valid_dim < Config::kHeadDim, zero_point, writes,
-                            at);
+        Quantizer::quantize(x, low, high, w, params, valid_dim < Config::kHeadDim, zero_point, writes, at);
         if (!writes) return;
         to += at * Chunk::kBytes;
-        if constexpr (Chunk::kBytes == 16) {
+        if constexpr (kFbgemm) {  // rows are aligned to 4 bytes
+            reinterpret_cast<uint32*>(to)[kGroups] = w[0];
+            reinterpret_cast<uint32*>(to)[kGroups + 1] = w[1];
+        } else if constexpr (Chunk::kBytes == 16) {
             *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
         } else {
             *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
@@ -178,6 +184,28 @@ OA_DEVICE int32 sequence_of(const KvAppendParams& p, int32 row) {
         }
     }
     return low;
+}
+
+// The newest tokens once more, in 16 bits (scheduler/recent_window.cuh): whether this one is kept, and in which row. Of a prompt the
+// ring keeps the end only: others have the same places. `first`: position of the first of the sequence's new tokens.
+OA_DEVICE bool recent_place(const KvAppendParams& p, int32 sequence, int32 head, int64 position, int64 first,
+                            bool is_token, int at, uint64& row) {
+    int32 length = p.seq_lens[sequence];
+    uint32 slot = p.recent_slots == nullptr ? sequence : p.recent_slots[sequence];
+    if (!is_token || slot >= uint32(p.recent_num_slots)) return false;
+    if (position == length - 1 && head == 0 && at == 0)
+        recent_append(p.recent_state + 2 * int64(slot), int32(max_of<int64>(first, 0)), length, p.recent_ring);
+    row = (uint64(slot) * p.num_kv_heads + head) * p.recent_ring + uint32(position) % uint32(p.recent_ring);
+    return position >= 0 && position < p.capacity && position >= int64(length) - p.recent_ring;
+}
+
+template <typename Chunk>
+OA_DEVICE void store_recent(uint8* plane, uint64 row, const ChunkValues& x, int at) {
+    Config::Io io;
+#pragma unroll
+    for (int unit = 0; unit < 4; ++unit)
+        *reinterpret_cast<uint2*>(plane + 2 * (row * Config::kHeadDim + Chunk::channel(at, unit))) =
+            make_uint2(pack2(io, x[unit][0], x[unit][1]), pack2(io, x[unit][2], x[unit][3]));
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv_append_sm80(
@@ -200,6 +228,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
         writes &= row >= begin && row - begin < count;
     }
     int64 position = int64(p.seq_lens[sequence]) - count + (row - begin);
+    uint64 recent_row = 0;
+    bool recent = false;
+    if ((K_KIND != kKv16 || V_KIND != kKv16) && p.recent_ring > 0)
+        recent = recent_place(p, sequence, head, position, position - (row - begin), writes, at, recent_row);
     writes &= position >= 0 && position < p.capacity;
     uint64 at_row = 0;
     if (writes) {
@@ -209,7 +241,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
             block = p.block_table[int64(sequence) * p.table_columns + index];
         }
         writes = block < uint32(p.num_blocks);
-        at_row = (uint64(block) * p.num_kv_heads + head) * p.block_size + (position - int64(index) * p.block_size);
+        int64 in_block = position - int64(index) * p.block_size;
+        at_row = K_KIND == kKvFbgemm ? (uint64(block) * p.block_size + in_block) * p.num_kv_heads + head
+                                     : (uint64(block) * p.num_kv_heads + head) * p.block_size + in_block;
     }
     // The row's index in its own array: packed rows have stride_b 0.
     int64 in_sequence = p.cu_seqlens == nullptr ? row - begin : row;
@@ -222,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     to_values(raw_key, x);
     bool changed = p.rope != kRopeNone;
     if (changed) rotate(p, k, int32(max_of<int64>(min_of<int64>(position, p.capacity), 0)), at, x);
+    if (recent) store_recent<KChunk>(p.recent_k, recent_row, x, at);
     if (K_KIND != kKv16 && (p.k_mean != nullptr || p.k_channel_scale != nullptr || p.hadamard)) {
         changed = true;
         transform_key(p, head, at, x);
@@ -229,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     store_row<K_KIND, K_GROUPS, true>(p.k_data, p.k_params, at_row, x, raw_key, !changed,
                                       p.hadamard ? Config::kHeadDim : p.head_dim, p.zero_point, writes, at);
     to_values(raw_value, x);
+    if (recent) store_recent<VChunk>(p.recent_v, recent_row, x, at);
     store_row<V_KIND, V_GROUPS, false>(p.v_data, p.v_params, at_row, x, raw_value, true, p.head_dim, p.zero_point,
                                        writes, at);
 }

@@ -38,7 +38,7 @@ struct KvCopy {
             cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0, policy);
         }
     }
-    template <int kGroups>
+    template <int kGroups, int kStride = kGroups>  // words of a row, and from one row to the next
     OA_DEVICE void params(uint32 dst, const uint32* src, uint32 row, int32 count) const {
         constexpr int kBytes = kGroups >= 4 ? 16 : 4 * kGroups, kPerRow = 4 * kGroups / kBytes;
 #pragma unroll
@@ -46,13 +46,42 @@ struct KvCopy {
             int at = i * 32 + lane, t = at / kPerRow;
             uint32 from = __shfl_sync(0xffffffffu, row, t & 31);
             if (t < Config::kTile) {
-                const uint32* address = src + uint64(from) * kGroups + at % kPerRow * (kBytes / 4);
+                const uint32* address = src + uint64(from) * kStride + at % kPerRow * (kBytes / 4);
                 cp_async_small<kBytes>(dst + at * kBytes, address, t < count ? kBytes : 0, policy);
             }
         }
     }
+    // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: rows side by side, which share sectors. Rows beyond `count` get
+    // parameters of 0, which make nothing of any nibbles; theirs are those of row `row`, wherever that is in the cache.
+    OA_DEVICE void fbgemm_rows(uint32 stage, uint32 row, int32 count) const {
+        using Stage = KvStage<Config>;
+        using Row = FbgemmRow<Config::kHeadDim, Config::kKGroups>;
+        constexpr int kRows = 32 / Row::kWords;
+        int first = lane / Row::kWords, w = lane % Row::kWords;
+        uint32 to = first * 4 * Row::kWords + Row::place(w);
+        uint32 to_k = stage, to_v = stage + Stage::kVAt;
+        const uint8* from_k = k + 4 * (Config::kKGroups + w);
+        const uint8* from_v = v + 4 * (Config::kKGroups + w);
+#pragma unroll
+        for (int i = 0; i < Config::kTile / kRows; ++i) {
+            // Which chunks are exchanged is the same for rows side by side.
+            uint32 at_k = to ^ (KTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
+            uint32 at_v = to ^ (VTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
+            uint64 from = uint64(__shfl_sync(0xffffffffu, row, i * kRows + first)) * Row::kBytes;
+            cp_async_4(to_k + i * 128 + at_k, from_k + from);
+            cp_async_4(to_v + i * 128 + at_v, from_v + from);
+        }
+        auto words = [](const uint8* plane) { return reinterpret_cast<const uint32*>(plane); };
+        params<Config::kKGroups, Row::kBytes / 4>(stage + Stage::kKParamsAt, words(k), row, count);
+        params<Config::kVGroups, Row::kBytes / 4>(stage + Stage::kVParamsAt, words(v), row, count);
+    }
     // `stage`: address of a KvStage, see KvRing.
     OA_DEVICE void tile(uint32 stage, uint32 row, int32 count) const {
+        if constexpr (Config::kKKind == kKvFbgemm) {
+            static_assert(Config::kVKind == kKvFbgemm && Config::kKGroups == Config::kVGroups, "one layout for both");
+            fbgemm_rows(stage, row, count);
+            return;
+        }
         using Stage = KvStage<Config>;
         plane<KTile<Config::kKKind, Config::kHeadDim>>(stage, k, row, count);
         plane<VTile<Config::kVKind, Config::kHeadDim>>(stage + Stage::kVAt, v, row, count);

@@ -46,6 +46,18 @@ OA_DEVICE float high_float(BFloat16, uint32 w) { return __uint_as_float(w & 0xff
 OA_DEVICE float low_float(Half io, uint32 w) { return to_float(io, uint16(w)); }
 OA_DEVICE float high_float(Half io, uint32 w) { return to_float(io, uint16(w >> 16)); }
 
+// cvt.rm, cvt.rp: fp32 to fp16 towards -infinity and +infinity.
+OA_DEVICE uint16 half_down(float x) {
+    uint16 d;
+    asm("cvt.rm.f16.f32 %0, %1;" : "=h"(d) : "f"(x));
+    return d;
+}
+OA_DEVICE uint16 half_up(float x) {
+    uint16 d;
+    asm("cvt.rp.f16.f32 %0, %1;" : "=h"(d) : "f"(x));
+    return d;
+}
+
 OA_DEVICE float quiet_nan() { return __uint_as_float(0x7fffffffu); }
 
 // False for NaN and infinities.

@@ -15,6 +15,8 @@ struct DecodeParams {
     const float* k_channel_scale;  // the same
     const int32* seq_lens;  // [batch]
     const int32* block_table;  // [batch, table_columns]; null: block b is sequence b
+    const int32* recent_slots;  // [batch]: which slot of the recent window is a sequence's; null: slot b
+    const int32* recent_state;  // [num_slots, 2], see scheduler/recent_window.cuh; null: there is no recent window
     const void* sinks;
     uint16* o;
     float* lse;  // [batch, num_q_heads, q_len] or null
@@ -34,6 +36,10 @@ struct DecodeParams {
     int32 granule;  // tokens of the smallest part that work is divided into
     int32 whole_granules;  // deterministic: every granule is a part of its own
     int32 num_workers;  // CTAs of the main kernel
+    int32 recent_window;  // newest tokens that are kept in 16 bits
+    int32 recent_ring;  // tokens of a slot
+    int32 recent_num_slots;
+    int32 recent_side;  // RecentSide
     float softmax_scale;
     float softcap;  // 0: none
     int32 combine_split;  // warps of decode_combine that share a row

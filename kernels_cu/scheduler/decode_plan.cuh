@@ -5,16 +5,29 @@
 #pragma once
 #include "ptx/types.cuh"
 #include "scheduler/decode_params.cuh"
+#include "scheduler/recent_window.cuh"
 
-// Keys that some row of a sequence sees: [begin, end), begin a multiple of 16.
+// Keys of a sequence that some row sees and this launch computes: [begin, end); begin is a multiple of 16, but for the newest keys
+// beside a quantized cache.
 struct KeySpan {
     int32 begin, end, granules;
+    int32 seq_len;
 };
 OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     KeySpan s;
-    s.end = min_of(max_of(p.seq_lens[b], 0), p.capacity);
+    s.seq_len = s.end = min_of(max_of(p.seq_lens[b], 0), p.capacity);
     int64 first = p.window_left < 0 ? 0 : int64(s.end) - p.q_len - p.window_left;
     s.begin = first <= 0 ? 0 : int32(first) & ~15;
+    if (p.recent_side != kRecentNone) {
+        // A bad number takes the last slot instead of foreign memory.
+        uint32 slot = min_of(uint32(p.recent_slots == nullptr ? b : p.recent_slots[b]), uint32(p.recent_num_slots - 1));
+        int32 newest = recent_begin(p.recent_state + 2 * int64(slot), s.seq_len, p.recent_window, p.recent_ring);
+        if (p.recent_side == kRecentNewest) {
+            s.begin = max_of(s.begin, newest);
+        } else {
+            s.end = max_of(newest, s.begin);
+        }
+    }
     s.granules = (s.end - s.begin + p.granule - 1) / p.granule;
     return s;
 }

@@ -19,11 +19,17 @@ struct KvAppendParams {
     uint32* v_params;
     const float* k_mean;
     const float* k_channel_scale;
+    const int32* recent_slots;  // [batch], null: slot b. The recent window as in scheduler/decode_params.cuh
+    uint8* recent_k;  // [recent_num_slots, num_kv_heads, recent_ring, row], 16 bits
+    uint8* recent_v;
+    int32* recent_state;
     int64 k_stride_b, k_stride_s, k_stride_h;
     int64 v_stride_b, v_stride_s, v_stride_h;
     int64 rows;  // new tokens in all
     int32 batch, tokens, num_kv_heads, head_dim;
     int32 capacity, block_size, num_blocks, table_columns;
     int32 rope, rope_pairs, rope_rows;
-    int32 hadamard, zero_point, reserved;
+    int32 hadamard, zero_point;
+    int32 recent_ring, recent_num_slots;  // 0: there is no recent window
+    int32 reserved;
 };

@@ -4,19 +4,24 @@
 #include "ptx/types.cuh"
 
 // Element types of a cache, as the registry passes them.
-enum KvKind : int { kKv16 = 0, kKvE4m3 = 1, kKvInt8 = 2, kKvInt4 = 3 };
+enum KvKind : int { kKv16 = 0, kKvE4m3 = 1, kKvInt8 = 2, kKvInt4 = 3, kKvFbgemm = 4 };
 
-OA_DEVICE constexpr int kv_bits(int kind) { return kind == kKv16 ? 16 : kind == kKvInt4 ? 4 : 8; }
+OA_DEVICE constexpr int kv_bits(int kind) { return kind == kKv16 ? 16 : kind == kKvInt4 || kind == kKvFbgemm ? 4 : 8; }
 
 // Lanes of a fragment that divide a row: 4 for K (l % 4), 8 for V (l / 4). A lane owns units of four elements, stored one
 // behind the other in pieces of up to 16 bytes; piece i of all lanes comes before piece i + 1.
+//
+// FBGEMM's int4 rows (kKvFbgemm) have the nibbles in the order of the channels, and parameters in front of them. They are copied
+// word by word, so that in shared memory they are in pieces too: word 4 j + q of a row, channels 8 (4 j + q) and on, is word j of
+// lane q of four. For K that is two units, whose elements `order_fbgemm_query` names (attention/decode_query.cuh); for V unit j of the lanes 2 q (its low half) and
+// 2 q + 1, which both load the word.
 template <int kKind, int kHeadDim, int kLanes>
 struct KvRow {
     static constexpr bool kQuantized = kKind != kKv16;
     static constexpr int kBytes = kHeadDim * kv_bits(kKind) / 8;
     static constexpr int kChunks = kBytes / 16;
     static constexpr int kUnits = kHeadDim / (4 * kLanes);  // of a lane
-    static constexpr int kUnitBytes = kv_bits(kKind) / 2;
+    static constexpr int kUnitBytes = kKind == kKvFbgemm && kLanes == 8 ? 4 : kv_bits(kKind) / 2;
     static constexpr int kLaneBytes = kUnits * kUnitBytes;
     static constexpr int kPiece = kLaneBytes < 16 ? kLaneBytes : 16;
     static constexpr int kPieces = kLaneBytes / kPiece;
@@ -27,9 +32,11 @@ struct KvRow {
         return (unit * kUnitBytes / kPiece * kLanes + lane) * kPiece + unit * kUnitBytes % kPiece;
     }
     // Channel of element `element` of unit `unit` of lane `lane`. 16-bit rows are in their natural order, two units a piece.
+    // FBGEMM's K: of the two units' elements together, before their nibbles' order is applied.
     static OA_DEVICE constexpr int channel(int unit, int lane, int element) {
-        return kQuantized ? 4 * (kLanes * unit + lane) + element
-                          : 8 * (kLanes * (unit >> 1) + lane) + 4 * (unit & 1) + element;
+        return kQuantized && !(kKind == kKvFbgemm && kLanes == 4)
+                   ? 4 * (kLanes * unit + lane) + element
+                   : 8 * (kLanes * (unit >> 1) + lane) + 4 * (unit & 1) + element;
     }
 };
 
@@ -42,6 +49,7 @@ struct KvChunk {
     static constexpr int kBytes = 2 * kv_bits(kKind);
     // First channel of unit `unit` of chunk `at`: the inverse of Row::unit_byte. Bits of both go to bits of the channel.
     static OA_DEVICE constexpr int channel(int at, int unit) {
+        if (kKind == kKvFbgemm) return 16 * at + 4 * unit;
         int byte = at * kBytes + unit * Row::kUnitBytes, piece = byte / Row::kPiece;
         return !Row::kQuantized ? 8 * (at + kChunks * (unit >> 1)) + 4 * (unit & 1)
                                 : Row::channel((piece / kLanes * Row::kPiece + byte % Row::kPiece) / Row::kUnitBytes,
@@ -68,6 +76,20 @@ struct VTile {
         return Row::kChunks >= 8 ? (t & 3) << 1 : Row::kChunks == 4 ? ((t >> 1) & 1) << 1 : 0;
     }
     static OA_DEVICE uint32 offset(int t, int g, int piece) {
-        return (t * Row::kBytes + (piece * 8 + g) * Row::kPiece) ^ (swizzle(t) << 4);
+        int place = kKind == kKvFbgemm ? piece * 4 + (g >> 1) : piece * 8 + g;
+        return (t * Row::kBytes + place * Row::kPiece) ^ (swizzle(t) << 4);
+    }
+};
+
+// FBGEMM's rows in the cache: [block, row, head], words of parameters, then words of eight channels.
+template <int kHeadDim, int kGroups>
+struct FbgemmRow {
+    static constexpr int kWords = kHeadDim / 8;
+    static constexpr int kBytes = 4 * (kGroups + kWords);
+    // Bytes: word `w` of a row in shared memory, K's and V's alike.
+    static OA_DEVICE uint32 place(int w) {
+        constexpr int kPieceWords = kWords / 4 < 4 ? kWords / 4 : 4;
+        int j = w >> 2, q = w & 3;
+        return ((j / kPieceWords * 4 + q) * kPieceWords + j % kPieceWords) * 4;
     }
 };

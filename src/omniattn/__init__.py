@@ -4,7 +4,7 @@ Importing this package imports no framework and touches no GPU.
 """
 
 from . import errors
-from .append import append, copy_blocks
+from .append import append, copy_blocks, copy_recent
 from .attention import attention, attention_varlen
 from .blocks import BlockManager
 from .cache import KVCache, PagedKVCache
@@ -35,6 +35,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "copy_blocks",
+    "copy_recent",
     "decode",
     "errors",
     "explain",

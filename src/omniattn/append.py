@@ -9,13 +9,22 @@ from typing import Any
 from . import arguments, arrays
 from .arrays import Tensor
 from .cache import KVCache, PagedKVCache
-from .cache_arguments import check_cache, check_int32, check_table, check_values, host_table
+from .cache_arguments import (
+    check_cache,
+    check_int32,
+    check_slots,
+    check_table,
+    check_values,
+    host_slots,
+    host_table,
+)
 from .errors import ArgumentError, DtypeError, ShapeError
 from .precision import check_choice
 from .runtime.driver import on_reset
 
 _NAME = "append"
 _MAX_PLANS = 1024
+_RECENT = ("recent_k", "recent_v", "recent_state")
 #: Which channels make a pair of the rotary embedding.
 ROPE_STYLES: tuple[str, ...] = ("half", "interleaved")
 _plans: dict[Any, _Plan] = {}
@@ -75,6 +84,7 @@ def append(
     cos: Any = None,
     sin: Any = None,
     rope: str = "half",
+    recent_slots: Any = None,
     stream: Any = None,
 ) -> None:
     """Write new tokens into a cache: rotary embedding of K (optional), quantization and scatter in one kernel.
@@ -101,6 +111,10 @@ def append(
         on the CPU; on a GPU its key is NaN.
     rope : "half" or "interleaved"
         Pairs are channels (i, i + pairs), or (2i, 2i + 1). Looked at with cos and sin only.
+    recent_slots : array, (batch,), int32
+        With a `PagedKVCache` that has a recent_window: each sequence's slot in it, the same as long as it lives, and
+        nobody else's (`BlockManager.slots`). A sequence that begins with tokens of another one needs a copy of its slot
+        (`copy_recent`).
     stream : optional
         As in `attention`.
 
@@ -111,13 +125,15 @@ def append(
 
     Notes
     -----
-    The rotation is computed in fp32 and rounded once, by the cache's format. GPUs: compute capability 8.0 and newer; on
-    the CPU NumPy writes the same bytes.
+    The rotation is computed in fp32 and rounded once, by the cache's format. With a recent_window the same kernel keeps
+    the newest tokens in 16 bits; the quantized ones are the same with and without it. GPUs: compute capability 8.0 and
+    newer; on the CPU NumPy writes the same bytes.
     """
     raw = None if stream is None else arrays.resolve_stream(stream)
     check_cache(cache, _NAME)
     tensors = {"k": arrays.describe(k, "k", raw), "v": arrays.describe(v, "v", raw)}
     others = {"seq_lens": seq_lens, "cu_seqlens": cu_seqlens, "block_table": block_table, "cos": cos, "sin": sin}
+    others["recent_slots"] = recent_slots
     for name, value in others.items():
         if value is not None or name == "seq_lens":
             tensors[name] = arrays.describe(value, name, raw)
@@ -144,7 +160,8 @@ def append(
     handle = arrays.prepare(everything, stream)
     names = ("k", "v", "seq_lens", "cu_seqlens", "block_table", "cos", "sin")
     planes = ("k", "v", "k_params", "v_params", "k_mean", "k_channel_scale")
-    pointers = (*(tensors[n].ptr if n in tensors else 0 for n in names), *(cache.address(n) for n in planes))
+    recent = (tensors["recent_slots"].ptr if "recent_slots" in tensors else 0, *(cache.address(n) for n in _RECENT))
+    pointers = (*(tensors[n].ptr if n in tensors else 0 for n in names), *(cache.address(n) for n in planes), *recent)
     plan.launch.launch(handle, pointers)
     arrays.retire(everything, handle)
 
@@ -172,6 +189,7 @@ def _make_plan(cache: KVCache, tensors: dict[str, Tensor], rope: Any) -> _Plan:
     if packed:
         check_int32(tensors["cu_seqlens"], (batch + 1,), f"({batch + 1},)", _NAME)
     capacity = check_table(cache, tensors.get("block_table"), batch, _NAME)
+    check_slots(cache, tensors.get("recent_slots"), batch, _NAME)
     for t in (k, v):
         arguments.check_strides(t, _NAME)
     style, pairs, positions = "none", 0, 0
@@ -228,6 +246,7 @@ def _run_on_cpu(problem: AppendProblem, cache: KVCache, tensors: dict[str, Tenso
     new = [end - begin for begin, end in itertools.pairwise(starts)]
     table = host_table(cache, tensors.get("block_table"), problem.batch)
     check_values(cache, lengths, table, problem.capacity, _NAME, new=new)
+    slots = host_slots(cache, tensors.get("recent_slots"), problem.batch, _NAME)
     if problem.rope != "none" and problem.rows and int(lengths.max()) > problem.rope_rows:
         raise ArgumentError(
             "cos",
@@ -246,7 +265,7 @@ def _run_on_cpu(problem: AppendProblem, cache: KVCache, tensors: dict[str, Tenso
                 angles = slice(first, first + end - begin)
                 cos, sin = (arrays.to_numpy(tensors[n])[angles, None] for n in ("cos", "sin"))
                 keys = rotate(keys, cos, sin, problem.rope == "interleaved")
-            append_tokens(host, keys, np.asarray(v[begin:end]), table[b], first)
+            append_tokens(host, keys, np.asarray(v[begin:end]), table[b], first, int(slots[b]))
 
 
 def copy_blocks(cache: PagedKVCache, copies: Any, *, stream: Any = None) -> None:
@@ -268,23 +287,7 @@ def copy_blocks(cache: PagedKVCache, copies: Any, *, stream: Any = None) -> None
     function = "copy_blocks"
     if not isinstance(cache, PagedKVCache):
         raise ArgumentError("cache", "a PagedKVCache", type(cache).__name__, function=function)
-    pairs: list[tuple[int, int]] = []
-    try:
-        given = list(copies)
-    except TypeError:
-        expected = "a sequence of pairs (source, destination)"
-        raise ArgumentError("copies", expected, repr(copies), function=function) from None
-    for pair in given:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ArgumentError("copies", "pairs (source, destination)", repr(pair), function=function)
-        numbers = [arguments.check_int(x, "copies", function) for x in pair]
-        if max(numbers) >= cache.num_blocks:
-            raise ArgumentError("copies", f"blocks 0 to {cache.num_blocks - 1}", repr(pair), function=function)
-        pairs.append((numbers[0], numbers[1]))
-    destinations = {d for _, d in pairs}
-    if len(destinations) < len(pairs) or destinations & {s for s, _ in pairs}:
-        expected = "destinations that come once and are no sources"
-        raise ArgumentError("copies", expected, repr(pairs), function=function)
+    pairs = _check_pairs(copies, cache.num_blocks, "blocks", function)
     handle = arrays.prepare(cache.tensors, stream)
     if not pairs:
         return
@@ -298,3 +301,62 @@ def copy_blocks(cache: PagedKVCache, copies: Any, *, stream: Any = None) -> None
 
     launch_copies(cache, pairs, handle)
     arrays.retire(cache.tensors, handle)
+
+
+def copy_recent(cache: KVCache, copies: Any, *, stream: Any = None) -> None:
+    """Copy slots of a cache's recent window, as `BlockManager.fork` wishes.
+
+    Parameters
+    ----------
+    cache : KVCache or PagedKVCache
+        With a recent_window.
+    copies : sequence of (source, destination)
+        Numbers of slots on the host. No destination may come twice or be a source.
+    stream : optional
+        As in `attention`.
+
+    Raises
+    ------
+    ArgumentError
+        A cache without recent window, bad numbers.
+    """
+    function = "copy_recent"
+    check_cache(cache, function)
+    if cache.recent_format is None:
+        raise ArgumentError("cache", "one with a recent_window", "one without", function=function)
+    pairs = _check_pairs(copies, cache.recent_slots, "slots", function)
+    handle = arrays.prepare(cache.tensors, stream)
+    if not pairs:
+        return
+    if cache.tensors[0].device == "cpu":
+        recent = cache.on_host().recent
+        assert recent is not None
+        for plane in (recent.k, recent.v, recent.state):
+            plane[[d for _, d in pairs]] = plane[[s for s, _ in pairs]]
+        return
+    from .launch.kv_append import launch_recent_copies
+
+    launch_recent_copies(cache, pairs, handle)
+    arrays.retire(cache.tensors, handle)
+
+
+def _check_pairs(copies: Any, count: int, what: str, function: str) -> list[tuple[int, int]]:
+    """Pairs (source, destination) of numbers below ``count``."""
+    pairs: list[tuple[int, int]] = []
+    try:
+        given = list(copies)
+    except TypeError:
+        expected = "a sequence of pairs (source, destination)"
+        raise ArgumentError("copies", expected, repr(copies), function=function) from None
+    for pair in given:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ArgumentError("copies", "pairs (source, destination)", repr(pair), function=function)
+        numbers = [arguments.check_int(x, "copies", function) for x in pair]
+        if max(numbers) >= count:
+            raise ArgumentError("copies", f"{what} 0 to {count - 1}", repr(pair), function=function)
+        pairs.append((numbers[0], numbers[1]))
+    destinations = {d for _, d in pairs}
+    if len(destinations) < len(pairs) or destinations & {s for s, _ in pairs}:
+        expected = "destinations that come once and are no sources"
+        raise ArgumentError("copies", expected, repr(pairs), function=function)
+    return pairs

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .errors import ArgumentError, OutOfBlocksError
+from .errors import ArgumentError, OutOfBlocksError, OutOfSlotsError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +30,9 @@ class BlockManager:
         Blocks of the cache.
     block_size : int
         Tokens of a block.
+    num_slots : int
+        Of a cache with a recent window its ``recent_slots``: each sequence then has a slot of its own. 0: there are
+        none.
 
     Raises
     ------
@@ -37,9 +40,11 @@ class BlockManager:
         From every method: an unknown or a used name, a bad count. Nothing has changed then.
     OutOfBlocksError
         From `extend`: more blocks are needed than are free. Nothing has changed then.
+    OutOfSlotsError
+        From `add` and `fork`: all slots belong to sequences. Nothing has changed then.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int = 0) -> None:
         self.num_blocks = _count(num_blocks, "num_blocks", 1, "BlockManager")
         self.block_size = _count(block_size, "block_size", 1, "BlockManager")
         # Taken from the end: block 0 goes first.
@@ -47,6 +52,9 @@ class BlockManager:
         self._references = [0] * self.num_blocks
         self._tables: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
+        self.num_slots = _count(num_slots, "num_slots", 0, "BlockManager")
+        self._free_slots = list(range(self.num_slots - 1, -1, -1))
+        self._slots: dict[Hashable, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -75,17 +83,26 @@ class BlockManager:
     def add(self, sequence: Hashable) -> None:
         """Begin an empty sequence."""
         self._unknown(sequence, "sequence", "add")
+        self._take_slot(sequence)
         self._tables[sequence] = []
         self._lengths[sequence] = 0
 
-    def fork(self, parent: Hashable, child: Hashable) -> None:
-        """Begin a sequence with all tokens of another; no block is copied until one of them grows."""
+    def fork(self, parent: Hashable, child: Hashable) -> list[Copy]:
+        """Begin a sequence with all tokens of another; no block is copied until one of them grows.
+
+        Returns
+        -------
+        list of (source, destination)
+            Slots to copy (`omniattn.copy_recent`) before either of them grows; empty without slots.
+        """
         self._known(parent, "fork", "parent")
         self._unknown(child, "child", "fork")
+        self._take_slot(child)
         self._tables[child] = list(self._tables[parent])
         self._lengths[child] = self._lengths[parent]
         for block in self._tables[child]:
             self._references[block] += 1
+        return [(self._slots[parent], self._slots[child])] if self.num_slots else []
 
     def extend(self, growth: Mapping[Any, int]) -> list[Copy]:
         """Make room for new tokens, for all sequences named or for none.
@@ -153,6 +170,8 @@ class BlockManager:
         for block in reversed(self._tables.pop(sequence)):
             self._release(block)
         del self._lengths[sequence]
+        if self.num_slots:
+            self._free_slots.append(self._slots.pop(sequence))
 
     def block_table(self, sequences: Iterable[Hashable], max_blocks: int | None = None) -> npt.NDArray[np.int32]:
         """Block table for `append` and `decode`, (sequences, max_blocks); 0 where a sequence has no block.
@@ -176,6 +195,21 @@ class BlockManager:
         import numpy as np
 
         return np.array([self._lengths[s] for s in self._all_known(sequences, "seq_lens")], dtype=np.int32)
+
+    def slots(self, sequences: Iterable[Hashable]) -> npt.NDArray[np.int32]:
+        """Slots of the recent window for `append` and `decode`, (sequences,)."""
+        import numpy as np
+
+        names = self._all_known(sequences, "slots")
+        if not self.num_slots:
+            raise ArgumentError("num_slots", "at least 1 for slots", "0", function="BlockManager.slots")
+        return np.array([self._slots[s] for s in names], dtype=np.int32)
+
+    def _take_slot(self, sequence: Hashable) -> None:
+        if self.num_slots:
+            if not self._free_slots:
+                raise OutOfSlotsError(self.num_slots)
+            self._slots[sequence] = self._free_slots.pop()
 
     def _growth(self, sequence: Hashable, count: Any, function: str) -> int:
         self._known(sequence, function)

@@ -12,6 +12,9 @@ from .kv_format import KV_ARRAY_DTYPES, KVFormat, check_format
 if TYPE_CHECKING:
     from .reference.decode import CacheArrays
 
+#: Tokens that a ring of the newest ones has beyond the window: as many as `decode` takes may be dropped again, and the
+#: window is still whole.
+RECENT_SPARE = 16
 #: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
 MAX_CACHE_ROWS = 2**32 - 1
 
@@ -31,7 +34,10 @@ class KVCache:
         Channels that share a scale (and zero) in quantized rows: 32, 64, 128 or 256; unless given, a whole row: one a
         token and head.
     zero_point : bool
-        int8 and int4: fit a zero to each group, or keep it 0 (symmetric).
+        int8 and int4: fit a zero to each group, or keep it 0 (symmetric). False needs one of these types.
+    layout : "fragment" or "fbgemm"
+        Order of the bytes: the kernels' own, or that of FBGEMM's int4 caches (K and V int4; head_dim 64, 128 or 256;
+        one group a row, or four), for memory that its kernels read or write as well.
     k_mean, k_channel_scale : array, (num_kv_heads, head_dim), float32, optional
         Quantized K only: what is subtracted from K, and what K is divided by, before it is quantized (smoothing, and
         scales per channel; channels with outliers then cost the others no precision). Queries are changed to match.
@@ -39,15 +45,25 @@ class KVCache:
         have to stay as they are.
     hadamard : bool
         Quantized K only: rotate K's and the queries' channels by a Hadamard matrix, which spreads outliers.
+    recent_window : int
+        Quantized K or V only: `decode` reads a sequence's newest tokens, so many, as they came, in 16 bits, and the
+        older ones quantized (as KIVI's residual does). 0: all are read quantized.
+    recent_dtype : "bf16" or "fp16", optional
+        Type of the newest tokens; on a GPU it has to be that of the queries. Unless given, that of a 16-bit K or V,
+        else "bf16".
 
     Attributes
     ----------
     k, v : array
-        Data planes, (batch, num_kv_heads, max_seqlen, row): 16-bit elements, or uint8 bytes.
+        Data planes, (batch, num_kv_heads, max_seqlen, row): 16-bit elements, or uint8 bytes. With ``layout="fbgemm"``
+        (batch, max_seqlen, num_kv_heads, row), FBGEMM's own shape.
     k_params, v_params : array or None
-        Parameter planes of quantized K and V, int32 words.
+        Parameter planes of quantized K and V, int32 words; None with ``layout="fbgemm"``, whose rows have them.
     k_format, v_format : KVFormat
         Which byte is what; docs/kv_formats.md has the tables.
+    recent_k, recent_v, recent_state : array or None
+        The newest tokens, (batch, num_kv_heads, recent_window + 16, row) 16-bit elements, and which of them are there,
+        (batch, 2) int32.
     nbytes : int
         Bytes of all planes.
 
@@ -77,13 +93,16 @@ class KVCache:
         v_dtype: str | None = None,
         group_size: int | None = None,
         zero_point: bool = True,
+        layout: str = "fragment",
         k_mean: Any = None,
         k_channel_scale: Any = None,
         hadamard: bool = False,
+        recent_window: int = 0,
+        recent_dtype: str | None = None,
     ) -> None:
         self._build(
             "KVCache", (batch, max_seqlen), ("batch", "max_seqlen"), num_kv_heads, head_dim, like, k_dtype, v_dtype,
-            group_size, zero_point, k_mean, k_channel_scale, hadamard,
+            group_size, zero_point, layout, k_mean, k_channel_scale, hadamard, (recent_window, recent_dtype, batch),
         )  # fmt: skip
 
     def _build(
@@ -98,9 +117,11 @@ class KVCache:
         v_dtype: Any,
         group_size: Any,
         zero_point: Any,
+        layout: Any,
         k_mean: Any,
         k_channel_scale: Any,
         hadamard: Any,
+        recent: tuple[Any, Any, Any],
     ) -> None:
         numbers = []
         for value, argument in zip((*extents, num_kv_heads), (*names, "num_kv_heads"), strict=True):
@@ -120,9 +141,9 @@ class KVCache:
         zero_point = arguments.check_bool(zero_point, "zero_point", name)
         self.hadamard = arguments.check_bool(hadamard, "hadamard", name)
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = blocks, block_size, heads, dim
-        self.k_format = check_format(k_dtype, dim, group_size, zero_point, name, is_key=True)
-        self.v_format = check_format(
-            k_dtype if v_dtype is None else v_dtype, dim, group_size, zero_point, name, is_key=False
+        self.k_format, self.v_format = (
+            check_format(dtype, dim, group_size, zero_point, name, is_key=is_key, layout=layout)
+            for dtype, is_key in ((k_dtype, True), (k_dtype if v_dtype is None else v_dtype, False))
         )
         formats = (self.k_format, self.v_format)
         wide = [f.dtype for f in formats if not f.quantized]
@@ -132,6 +153,8 @@ class KVCache:
             )
         if not any(f.quantized for f in formats) and group_size is not None:
             raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)
+        if not zero_point and not any(f.dtype in ("int8", "int4") for f in formats):
+            raise ArgumentError("zero_point", "True, because no format has a zero", "False", function=name)
         # A module's parameter says where it is as well as any array; nothing is computed with it.
         like = like.detach() if getattr(like, "requires_grad", False) is True else like
         ref = arrays.describe(like, "like")
@@ -140,16 +163,52 @@ class KVCache:
         self._key_arrays = self._describe_key_arrays({"k_mean": k_mean, "k_channel_scale": k_channel_scale}, ref, name)
         if self.hadamard and not self.k_format.quantized:
             raise ArgumentError("hadamard", f"False with k_dtype {k_dtype!r}, which is exact", "True", function=name)
+        self.recent_window, self.recent_slots, self.recent_format = self._check_recent(name, *recent)
         self._planes: dict[str, Tensor] = {}
         for argument, fmt in (("k", self.k_format), ("v", self.v_format)):
-            lead = (blocks, heads, block_size)
+            lead = (blocks, heads, block_size) if layout != "fbgemm" else (blocks, block_size, heads)
             dtype = "uint8" if fmt.quantized else KV_ARRAY_DTYPES[fmt.dtype]
             width = fmt.row_bytes if fmt.quantized else fmt.row_dim
             self._planes[argument] = arrays.empty_like_framework(ref, (*lead, width), dtype)
-            if fmt.quantized:
-                self._planes[argument + "_params"] = arrays.empty_like_framework(ref, (*lead, fmt.groups), "int32")
+            if fmt.plane_words:
+                self._planes[argument + "_params"] = arrays.empty_like_framework(ref, (*lead, fmt.plane_words), "int32")
+        if self.recent_format is not None:
+            ring = (self.recent_slots, heads, self.recent_window + RECENT_SPARE)
+            dtype = KV_ARRAY_DTYPES[self.recent_format.dtype]
+            for plane in ("recent_k", "recent_v"):
+                self._planes[plane] = arrays.empty_like_framework(ref, (*ring, self.recent_format.row_dim), dtype)
+            self._planes["recent_state"] = arrays.zeros_like_framework(ref, (self.recent_slots, 2), "int32")
         for plane, t in self._planes.items():
             t.argument = f"cache.{plane}"
+
+    def _check_recent(self, name: str, window: Any, dtype: Any, slots: Any) -> tuple[int, int, KVFormat | None]:
+        """The recent window's tokens, slots and format; (0, 0, None) for none."""
+        tokens = arguments.check_int(window, "recent_window", name)
+        formats = (self.k_format, self.v_format)
+        wide = next((f.dtype for f in formats if not f.quantized), None)
+        if tokens == 0:
+            # KVCache's slots are its sequences, no argument.
+            for value, argument in ((dtype, "recent_dtype"), (slots if self.paged else None, "recent_slots")):
+                if value is not None:
+                    raise ArgumentError(argument, "None without recent_window", repr(value), function=name)
+            return 0, 0, None
+        if not any(f.quantized for f in formats):
+            expected = f"0 with {wide!r}, which keeps all tokens as they are"
+            raise ArgumentError("recent_window", expected, repr(window), function=name)
+        if dtype is None:
+            dtype = wide or "bf16"
+        choices = tuple(KV_ARRAY_DTYPES) if wide is None else (wide,)
+        if not isinstance(dtype, str) or dtype not in choices:
+            raise ArgumentError("recent_dtype", " or ".join(map(repr, choices)), repr(dtype), function=name)
+        if slots is None:
+            raise ArgumentError("recent_slots", "an integer >= 1, with recent_window", "None", function=name)
+        count = arguments.check_int(slots, "recent_slots", name, least=1)
+        ring = tokens + RECENT_SPARE
+        if ring > arguments.MAX_ROWS or count * ring * self.num_kv_heads > MAX_CACHE_ROWS:
+            expected = f"at most {MAX_CACHE_ROWS} rows in all (slots x ({tokens} + {RECENT_SPARE}) x heads)"
+            received = f"{count} x {ring} x {self.num_kv_heads}"
+            raise ArgumentError("recent_window", expected, received, function=name)
+        return tokens, count, KVFormat(dtype, self.head_dim, self.k_format.row_dim, False, True)
 
     def _describe_key_arrays(self, given: dict[str, Any], ref: Tensor, name: str) -> dict[str, Tensor]:
         """The caller's arrays that change K, checked."""
@@ -232,6 +291,29 @@ class KVCache:
         return None if t is None else t.obj
 
     @property
+    def recent_k(self) -> Any:
+        """K of the newest tokens, or None."""
+        t = self._planes.get("recent_k")
+        return None if t is None else t.obj
+
+    @property
+    def recent_v(self) -> Any:
+        """V of the newest tokens, or None."""
+        t = self._planes.get("recent_v")
+        return None if t is None else t.obj
+
+    @property
+    def recent_state(self) -> Any:
+        """Which positions of each slot's sequence are there, or None."""
+        t = self._planes.get("recent_state")
+        return None if t is None else t.obj
+
+    @property
+    def recent_ring(self) -> int:
+        """Tokens of a slot."""
+        return self.recent_window + RECENT_SPARE if self.recent_window else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all planes."""
         return sum(t.size * t.itemsize for t in self._planes.values())
@@ -256,30 +338,37 @@ class KVCache:
         """All that a plan depends on, but not the addresses."""
         return (
             self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.k_format, self.v_format,
-            self.hadamard, tuple(self._key_arrays), self._device, self._ordinal,
+            self.hadamard, tuple(self._key_arrays), self.recent_window, self.recent_slots, self.recent_format,
+            self._device, self._ordinal,
         )  # fmt: skip
 
     def on_host(self) -> CacheArrays:
         """The cache's memory for the NumPy reference; on the CPU only, written in place."""
         import numpy as np
 
-        from .reference.decode import CacheArrays
+        from .reference.decode import CacheArrays, RecentArrays
 
         def plane(name: str, fmt: KVFormat) -> Any:
             raw = arrays.raw_view(self._planes[name])
+            if fmt.layout == "fbgemm":
+                return raw.swapaxes(1, 2)
             return raw if fmt.quantized else raw.view(np.uint8)
 
         def params(name: str, fmt: KVFormat) -> Any:
             lead = (self.num_blocks, self.num_kv_heads, self.block_size)
-            if not fmt.quantized:
+            if not fmt.plane_words:
                 return np.empty((*lead, 0), dtype=np.uint32)
             return arrays.raw_view(self._planes[name]).view(np.uint32)
 
+        recent = None
+        if self.recent_format is not None:
+            k, v, state = (arrays.raw_view(self._planes[name]) for name in ("recent_k", "recent_v", "recent_state"))
+            recent = RecentArrays(self.recent_window, self.recent_format, k.view(np.uint8), v.view(np.uint8), state)
         own = {name: arrays.to_numpy(t) for name, t in self._key_arrays.items()}
         return CacheArrays(
             self.k_format, self.v_format, plane("k", self.k_format), plane("v", self.v_format),
             params("k_params", self.k_format), params("v_params", self.v_format), own.get("k_mean"),
-            own.get("k_channel_scale"), self.hadamard,
+            own.get("k_channel_scale"), self.hadamard, recent,
         )  # fmt: skip
 
 
@@ -304,13 +393,19 @@ class PagedKVCache(KVCache):
         Blocks in all.
     block_size : int
         Tokens of a block, any number from 1 on. Multiples of 16 are fastest.
-    num_kv_heads, head_dim, like, k_dtype, v_dtype, group_size, zero_point, k_mean, k_channel_scale, hadamard
+    num_kv_heads, head_dim, like, k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard
         As in `KVCache`.
+    recent_window, recent_dtype
+        As in `KVCache`.
+    recent_slots : int
+        With recent_window: sequences that there is room for in it; `append` and `decode` take the number of the slot of
+        each sequence.
 
     Attributes
     ----------
-    k, v, k_params, v_params, k_format, v_format, nbytes
-        As in `KVCache`, the planes with the leading dimensions (num_blocks, num_kv_heads, block_size).
+    k, v, k_params, v_params, k_format, v_format, recent_k, recent_v, recent_state, nbytes
+        As in `KVCache`, the planes with the leading dimensions (num_blocks, num_kv_heads, block_size), or (num_blocks,
+        block_size, num_kv_heads) with ``layout="fbgemm"``.
 
     Raises
     ------
@@ -336,11 +431,16 @@ class PagedKVCache(KVCache):
         v_dtype: str | None = None,
         group_size: int | None = None,
         zero_point: bool = True,
+        layout: str = "fragment",
         k_mean: Any = None,
         k_channel_scale: Any = None,
         hadamard: bool = False,
+        recent_window: int = 0,
+        recent_dtype: str | None = None,
+        recent_slots: int | None = None,
     ) -> None:
         self._build(
             "PagedKVCache", (num_blocks, block_size), ("num_blocks", "block_size"), num_kv_heads, head_dim, like,
-            k_dtype, v_dtype, group_size, zero_point, k_mean, k_channel_scale, hadamard,
+            k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard,
+            (recent_window, recent_dtype, recent_slots),
         )  # fmt: skip

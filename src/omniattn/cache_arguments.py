@@ -48,6 +48,35 @@ def check_table(cache: KVCache, table: Tensor | None, batch: int, function: str)
     return min(table.shape[1] * cache.block_size, arguments.MAX_ROWS)
 
 
+def check_slots(cache: KVCache, slots: Tensor | None, batch: int, function: str) -> None:
+    """Shape and presence of ``recent_slots``."""
+    if slots is None:
+        if cache.paged and cache.recent_window:
+            expected = f"an int32 array of shape ({batch},), with a PagedKVCache that has a recent_window"
+            raise ArgumentError("recent_slots", expected, "None", function=function)
+    elif not cache.recent_window:
+        raise ArgumentError("recent_slots", "None with a cache without recent_window", "an array", function=function)
+    elif not cache.paged:
+        raise ArgumentError("recent_slots", "None with a KVCache", "an array", function=function)
+    else:
+        check_int32(slots, (batch,), f"({batch},)", function)
+
+
+def host_slots(cache: KVCache, slots: Tensor | None, batch: int, function: str) -> Any:
+    """Slots of the recent window on the CPU, their numbers checked; those of a contiguous cache are its sequences."""
+    import numpy as np
+
+    if slots is None:
+        return np.arange(batch, dtype=np.int32)
+    numbers = arrays.to_numpy(slots)
+    expected = f"numbers from 0 to {cache.recent_slots - 1}, each once"
+    bad = [int(x) for x in numbers if not 0 <= x < cache.recent_slots]
+    if bad or len(set(numbers.tolist())) < batch:
+        received = f"{bad[0]}" if bad else str(numbers.tolist())
+        raise ArgumentError("recent_slots", expected, received, function=function)
+    return numbers
+
+
 def check_values(cache: KVCache, lengths: Any, table: Any, capacity: int, function: str, *, new: Any = None) -> None:
     """Lengths and block numbers on the CPU; on a GPU that would need a synchronization.
 

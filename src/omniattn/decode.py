@@ -8,7 +8,15 @@ from typing import Any
 from . import arguments, arrays
 from .arrays import Tensor
 from .cache import KVCache
-from .cache_arguments import check_cache, check_int32, check_table, check_values, host_table
+from .cache_arguments import (
+    check_cache,
+    check_int32,
+    check_slots,
+    check_table,
+    check_values,
+    host_slots,
+    host_table,
+)
 from .errors import ArgumentError, DtypeError, ShapeError
 from .kv_format import KV_ARRAY_DTYPES
 from .runtime.driver import on_reset
@@ -66,7 +74,7 @@ class DecodeProblem:
 
 
 class _Plan:
-    """A validated call; ``launch`` is a `launch.decode.DecodePlan`, or None on the CPU."""
+    """A validated call; ``launch`` is a plan of `launch.decode` or `launch.decode_recent`, or None on the CPU."""
 
     __slots__ = ("launch", "lse_shape", "problem", "q_shape")
 
@@ -89,6 +97,7 @@ def decode(
     sinks: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    recent_slots: Any = None,
     stream: Any = None,
     deterministic: bool = False,
 ) -> Any:
@@ -104,7 +113,8 @@ def decode(
     q : array, (batch, q_len, num_q_heads, head_dim), float16 or bfloat16, on the CPU float32 and float64 too
         The last q_len tokens of each sequence, 1 to 16 (several in speculative decoding). head_dim is contiguous; the
         other strides are free (on a GPU multiples of 8 elements, addresses multiples of 16 bytes). Query head h reads
-        kv head h // (num_q_heads // num_kv_heads). On a GPU a 16-bit cache has to have q's own type.
+        kv head h // (num_q_heads // num_kv_heads). On a GPU a 16-bit cache and a recent window have to have q's own
+        type.
     cache : KVCache or PagedKVCache
         With these tokens appended already.
     seq_lens : array, (batch,), int32, on q's device
@@ -125,6 +135,8 @@ def decode(
         Also return the log-sum-exp.
     out : array, optional
         Where o goes; q's shape and dtype. On a GPU memory of its own, not that of q.
+    recent_slots : array, (batch,), int32, on q's device
+        With a `PagedKVCache` that has a recent_window, as in `append`.
     stream : optional
         As in `attention`.
     deterministic : bool
@@ -156,7 +168,8 @@ def decode(
     tq = arrays.describe(q, "q", raw)
     lengths = arrays.describe(seq_lens, "seq_lens", raw)
     extra: dict[str, Tensor] = {}
-    for name, value in (("block_table", block_table), ("sinks", sinks), ("out", out)):
+    given_arrays = (("block_table", block_table), ("sinks", sinks), ("recent_slots", recent_slots), ("out", out))
+    for name, value in given_arrays:
         if value is not None:
             extra[name] = arrays.describe(value, name, raw)
     options = (window, softmax_scale, softcap, return_lse, deterministic)
@@ -204,8 +217,10 @@ def decode(
         (
             tq.ptr, *(cache.address(n) for n in ("k", "v", "k_params", "v_params", "k_mean", "k_channel_scale")),
             lengths.ptr, extra["block_table"].ptr if "block_table" in extra else 0,
+            extra["recent_slots"].ptr if "recent_slots" in extra else 0, cache.address("recent_state"),
             extra["sinks"].ptr if "sinks" in extra else 0, o.ptr, 0 if lse is None else lse.ptr, workspace.ptr,
         ),
+        *(cache.address(n) for n in ("recent_k", "recent_v") if cache.recent_window),
     )  # fmt: skip
     arrays.retire(tensors, handle)
     result = arrays.finish(o, handle)
@@ -247,11 +262,12 @@ def _make_plan(
         expected = f"a multiple of the cache's {cache.num_kv_heads} heads"
         raise ShapeError("q", expected, f"{heads} heads", function=_NAME)
     if q.device == "cuda":
-        for fmt in (cache.k_format, cache.v_format):
-            if not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != q.dtype:
+        for fmt in (cache.k_format, cache.v_format, cache.recent_format):
+            if fmt is not None and not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != q.dtype:
                 raise DtypeError("q", f"{KV_ARRAY_DTYPES[fmt.dtype]}, like the cache", q.dtype, function=_NAME)
     check_int32(lengths, (batch,), f"({batch},)", _NAME)
     capacity = check_table(cache, extra.get("block_table"), batch, _NAME)
+    check_slots(cache, extra.get("recent_slots"), batch, _NAME)
     scale = dim**-0.5 if softmax_scale is None else arguments.check_number(softmax_scale, "softmax_scale", _NAME)
     sinks = arguments.check_sinks(extra["sinks"], heads, q.dtype, _NAME) if "sinks" in extra else "none"
     arguments.check_strides(q, _NAME)
@@ -265,10 +281,15 @@ def _make_plan(
     )  # fmt: skip
     if q.device == "cpu":
         return _Plan(problem, q, None)
+    o_strides = extra["out"].strides if "out" in extra else arrays.contiguous_strides(tuple(q.shape))
+    if cache.recent_window:
+        from .launch.decode_recent import plan_decode_recent
+
+        return _Plan(problem, q, plan_decode_recent(problem, cache, q.strides, o_strides, q.ordinal))
     from .launch.decode import plan_decode
 
-    o_strides = extra["out"].strides if "out" in extra else arrays.contiguous_strides(tuple(q.shape))
-    return _Plan(problem, q, plan_decode(problem, cache, q.strides, o_strides, q.ordinal))
+    formats = (cache.k_format, cache.v_format)
+    return _Plan(problem, q, plan_decode(problem, formats, cache.hadamard, q.strides, o_strides, q.ordinal))
 
 
 def _run_on_cpu(
@@ -290,12 +311,14 @@ def _run_on_cpu(
     table = host_table(cache, extra.get("block_table"), problem.batch)
     seq_lens = arrays.to_numpy(lengths)
     check_values(cache, seq_lens, table, problem.capacity, _NAME)
+    slots = host_slots(cache, extra.get("recent_slots"), problem.batch, _NAME)
     with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
         o, lse = reference.decode(
             arrays.to_numpy(q),
             cache.on_host(),
             seq_lens=seq_lens,
             block_table=table,
+            recent_slots=slots,
             window_left=problem.window_left,
             softmax_scale=problem.softmax_scale,
             softcap=problem.softcap,

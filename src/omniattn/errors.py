@@ -21,6 +21,7 @@ __all__ = [
     "KernelNotFoundError",
     "OmniattnError",
     "OutOfBlocksError",
+    "OutOfSlotsError",
     "ShapeError",
     "StrideError",
     "UnsupportedError",
@@ -134,6 +135,23 @@ class OutOfBlocksError(OmniattnError, RuntimeError):
         super().__init__(
             f"{needed} more blocks of {block_size} tokens are needed, {free} of {num_blocks} are free. What to do: "
             "free() or truncate() sequences, let some wait, or make the cache larger"
+        )
+
+
+class OutOfSlotsError(OmniattnError, RuntimeError):
+    """Every slot of a cache's recent window belongs to a sequence; nothing has changed.
+
+    Parameters
+    ----------
+    num_slots : int
+        Slots in all.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        super().__init__(
+            f"all {num_slots} slots of the recent window belong to sequences. What to do: free() sequences, let some "
+            "wait, or make a cache with more recent_slots"
         )
 
 

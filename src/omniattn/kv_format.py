@@ -17,6 +17,10 @@ KV_BITS: dict[str, int] = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 
 KV_ARRAY_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 #: Widths of a stored row: head_dim is padded with zeros to one of these.
 ROW_DIMS: tuple[int, ...] = (64, 128, 256)
+#: Where rows have their parameters and in which order their elements: the kernels' own way, or that of FBGEMM's int4.
+LAYOUTS: tuple[str, ...] = ("fragment", "fbgemm")
+#: Parameter groups of a row that FBGEMM has.
+FBGEMM_GROUPS: tuple[int, ...] = (1, 4)
 #: Channels of a parameter group at least: K is multiplied 16 channels at a time, V in tiles of 32.
 MIN_GROUP = 32
 
@@ -41,6 +45,9 @@ class KVFormat:
         int8 and int4: whether the quantizer fits a zero, or keeps it 0.
     is_key : bool
         K and V order their channels differently.
+    layout : str
+        One of `LAYOUTS`. "fbgemm" (int4): the row begins with a word of parameters for each group, scale and shift in
+        fp16, and has the channels in their order behind them; an element with the nibble n is ``scale * n + shift``.
     """
 
     dtype: str
@@ -48,6 +55,7 @@ class KVFormat:
     group_size: int
     zero_point: bool
     is_key: bool
+    layout: str = "fragment"
 
     @property
     def bits(self) -> int:
@@ -66,30 +74,38 @@ class KVFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in the data plane, a multiple of 16."""
-        return self.row_dim * self.bits // 8
+        """Bytes of a row in the data plane, a multiple of 16; with FBGEMM's layout parameters too, a multiple of 4."""
+        return self.row_dim * self.bits // 8 + 4 * (self.groups - self.plane_words)
 
     @property
     def groups(self) -> int:
-        """Words of a row in the parameter plane; 0 for 16-bit formats."""
+        """Words of parameters of a row; 0 for 16-bit formats."""
         return self.row_dim // self.group_size if self.quantized else 0
+
+    @property
+    def plane_words(self) -> int:
+        """Words of a row in the parameter plane; 0 where there is no such plane."""
+        return 0 if self.layout == "fbgemm" else self.groups
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a row in both planes."""
-        return self.row_bytes + 4 * self.groups
+        return self.row_bytes + 4 * self.plane_words
 
     def position(self, channel: int) -> int:
         """Bit of the row at which the element of ``channel`` begins.
 
-        16-bit rows are in their natural order. Quantized rows consist of units of four elements, ordered so that a lane
-        of the tensor core's fragment finds all units that it needs in pieces of up to 16 bytes:
+        16-bit rows are in their natural order, FBGEMM's too, behind their parameters. Quantized rows consist of units
+        of four elements, ordered so that a lane of the tensor core's fragment finds all units that it needs in pieces
+        of up to 16 bytes:
 
         - K: channel 16 s + 4 q + e is element e of unit s of lane q, 4 lanes;
         - V: channel 32 u + 4 g + e is element e of unit u of lane g, 8 lanes.
         """
         if not self.quantized:
             return 16 * channel
+        if self.layout == "fbgemm":
+            return 32 * self.groups + 4 * channel
         lanes = 4 if self.is_key else 8
         unit, lane, element = channel // (4 * lanes), channel // 4 % lanes, channel % 4
         unit_bits = 4 * self.bits
@@ -110,14 +126,21 @@ def row_dim(head_dim: int) -> int:
 
 
 def check_format(
-    dtype: object, head_dim: int, group_size: object, zero_point: bool, function: str, *, is_key: bool
+    dtype: object,
+    head_dim: int,
+    group_size: object,
+    zero_point: bool,
+    function: str,
+    *,
+    is_key: bool,
+    layout: object = "fragment",
 ) -> KVFormat:
     """Validate one of K's and V's formats.
 
     Raises
     ------
     ArgumentError
-        Names ``k_dtype``, ``v_dtype`` or ``group_size``.
+        Names ``k_dtype``, ``v_dtype``, ``group_size``, ``layout`` or ``head_dim``.
     """
     name = "k_dtype" if is_key else "v_dtype"
     if not isinstance(dtype, str) or dtype not in KV_BITS:
@@ -134,5 +157,23 @@ def check_format(
         if group not in choices:
             expected = f"None or one of {', '.join(map(str, choices))} for head_dim {head_dim}"
             raise ArgumentError("group_size", expected, repr(group_size), function=function)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ArgumentError("layout", " or ".join(map(repr, LAYOUTS)), repr(layout), function=function)
+    if layout == "fbgemm":
+        if dtype != "int4":
+            raise ArgumentError(name, "'int4' with layout 'fbgemm'", repr(dtype), function=function)
+        if head_dim not in ROW_DIMS:
+            expected = f"{', '.join(map(str, ROW_DIMS))} with layout 'fbgemm', whose rows are not padded"
+            raise ArgumentError("head_dim", expected, f"{head_dim}", function=function)
+        if width // group not in FBGEMM_GROUPS:
+            sizes = [str(width // n) for n in FBGEMM_GROUPS[1:] if width // n >= MIN_GROUP]
+            expected = f"None{' or ' + sizes[0] if sizes else ''} with layout 'fbgemm' and head_dim {head_dim}"
+            raise ArgumentError("group_size", expected, repr(group_size), function=function)
+        if not zero_point:
+            raise ArgumentError(
+                "zero_point", "True with layout 'fbgemm', which always has one", "False", function=function
+            )
     quantized = KV_BITS[dtype] < 16
-    return KVFormat(dtype, head_dim, group if quantized else width, zero_point and dtype in ("int8", "int4"), is_key)
+    return KVFormat(
+        dtype, head_dim, group if quantized else width, zero_point and dtype in ("int8", "int4"), is_key, layout
+    )

@@ -199,7 +199,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
 
 
 def _kv(fmt: KVFormat) -> tuple[int, int]:
-    return KV_KINDS[fmt.dtype], max(fmt.groups, 1)
+    return KV_KINDS["fbgemm" if fmt.layout == "fbgemm" else fmt.dtype], max(fmt.groups, 1)
 
 
 def _registered(row: dict[str, Any]) -> KernelSpec:

@@ -11,9 +11,9 @@ from typing import Any
 
 #: Short names of the element types of q, and their tags in device code.
 _IO = {"float16": ("fp16", "Half"), "bfloat16": ("bf16", "BFloat16")}
-#: `KvKind` of device code by cache dtype.
-KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}
-_BITS = (16, 8, 8, 4)
+#: `KvKind` of device code by cache dtype; "fbgemm" is int4 in that layout.
+KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fbgemm": 4}
+_BITS = (16, 8, 8, 4, 4)
 #: Shared memory of a CTA that every GPU gives, and that of an SM of the GPUs that the tiles are tuned for, bytes.
 _MOST_CTA, _MOST_SM = 99 << 10, 220 << 10
 #: Words of the arguments behind the plan's scan: one sum a warp, and what was found.
@@ -25,7 +25,7 @@ def _up(value: int, multiple: int) -> int:
 
 
 def _format_name(kind: int, groups: int, head_dim: int) -> str:
-    name = ("16", "fp8", "int8", "int4")[kind]
+    name = ("16", "fp8", "int8", "int4", "fbgemm")[kind]
     return name if groups == 1 else f"{name}g{head_dim // groups}"
 
 
@@ -64,6 +64,8 @@ def decode_row(
     groups = max(k[1], v[1])
     token_bytes = sum(sizes) + sum(4 * count for kind, count in (k, v) if kind)
     shape = _decode_shape(head_dim, token_bytes, groups, n_tiles)
+    if KV_KINDS["fbgemm"] in (k[0], v[0]) and head_dim == 256:
+        shape["ctas"] = 2  # copies word by word take registers too
     tile, ctas = shape["tile"], shape["ctas"]
     params = [4 * tile * count if kind else 16 for kind, count in (k, v)]
     stage = _up(_up(tile * sizes[0], 128) + tile * sizes[1] + sum(params), 128)

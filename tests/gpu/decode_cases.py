@@ -11,10 +11,12 @@ import torch
 from omniattn.append import append
 from omniattn.cache import KVCache, PagedKVCache
 from omniattn.decode import decode
-from omniattn.reference.decode import CacheArrays
+from omniattn.reference.decode import CacheArrays, RecentArrays
 from omniattn.reference.decode import decode as reference_decode
 from tests.gpu.attention_cases import TORCH_DTYPES
 
+#: Memory of a cache that appending writes.
+PLANES = ("k", "v", "k_params", "v_params", "recent_k", "recent_v")
 #: (k_dtype, v_dtype, group_size) that the wheel has kernels for; "io" stands for q's own type.
 COMMON = (("io", "io", None), ("fp8", "fp8", None), ("int8", "int8", None), ("int4", "int4", None))
 #: Largest error of O as a part of its largest value: rounding of O, of P, and of Q where codes are multiplied.
@@ -80,9 +82,14 @@ class Filled:
             self.cache: KVCache = PagedKVCache(blocks, case.block_size, case.heads_kv, case.head_dim, **options)
         else:
             self.cache = KVCache(batch, longest, case.heads_kv, case.head_dim, **options)
-        for plane in (self.cache.k, self.cache.v, self.cache.k_params, self.cache.v_params):
+        for name in PLANES:
+            plane = getattr(self.cache, name)
             if plane is not None:  # NaN in 16 bits, in scales and in zeros
                 plane.view(torch.uint8).fill_(0xFF)
+        self.slots: torch.Tensor | None = None
+        if self.cache.recent_window and case.block_size:
+            order = rng.permutation(self.cache.recent_slots)[:batch].astype(np.int32)
+            self.slots = torch.from_numpy(order).to(device)
         self.lens = torch.tensor(case.lengths, dtype=torch.int32, device=device)
         self.starts = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
         rows = sum(case.lengths)
@@ -99,16 +106,20 @@ class Filled:
         self.k, self.v, self.q = (torch.from_numpy(x).to(device, self.io) for x in (k, v, q))
 
     def append(self, **more: Any) -> None:
-        append(self.cache, self.k, self.v, seq_lens=self.lens, cu_seqlens=self.starts, block_table=self.table, **more)
+        append(
+            self.cache, self.k, self.v, seq_lens=self.lens, cu_seqlens=self.starts, block_table=self.table,
+            recent_slots=self.slots, **more,
+        )  # fmt: skip
 
     def decode(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.full_like(self.q, float("nan"))
-        options = {"seq_lens": self.lens, "block_table": self.table, "out": out} | options
+        places = {"block_table": self.table, "recent_slots": self.slots}
+        options = {"seq_lens": self.lens, "out": out} | places | options
         return decode(self.q, self.cache, return_lse=True, **options)
 
     def planes(self) -> dict[str, np.ndarray[Any, Any]]:
         found = {}
-        for name in ("k", "v", "k_params", "v_params"):
+        for name in (*PLANES, "recent_state"):
             plane = getattr(self.cache, name)
             if plane is not None:
                 found[name] = plane.contiguous().view(torch.uint8).cpu().numpy()
@@ -124,11 +135,22 @@ class Filled:
             name: None if name not in cache._key_arrays else cache._key_arrays[name].obj.cpu().numpy()
             for name in ("k_mean", "k_channel_scale")
         }
+        recent = None
+        if cache.recent_format is not None:
+            ring = (cache.recent_slots, cache.num_kv_heads, cache.recent_ring)
+            k, v = (planes[name].reshape(*ring, -1) for name in ("recent_k", "recent_v"))
+            state = planes["recent_state"].view(np.int32).reshape(-1, 2)
+            recent = RecentArrays(cache.recent_window, cache.recent_format, k, v, state)
+        if cache.k_format.layout == "fbgemm":
+            lead = (cache.num_blocks, cache.block_size, cache.num_kv_heads)
+            rows = [planes[name].reshape(*lead, -1).swapaxes(1, 2) for name in ("k", "v")]
+        else:
+            rows = [planes[name].reshape(*lead, -1) for name in ("k", "v")]
         return CacheArrays(
-            cache.k_format, cache.v_format, planes["k"].reshape(*lead, -1), planes["v"].reshape(*lead, -1),
+            cache.k_format, cache.v_format, rows[0], rows[1],
             planes["k_params"].view(np.uint32).reshape(*lead, -1) if "k_params" in planes else empty,
             planes["v_params"].view(np.uint32).reshape(*lead, -1) if "v_params" in planes else empty,
-            changes["k_mean"], changes["k_channel_scale"], cache.hadamard,
+            changes["k_mean"], changes["k_channel_scale"], cache.hadamard, recent,
         )  # fmt: skip
 
     def reference(self, **options: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -136,6 +158,8 @@ class Filled:
         batch = len(self.case.lengths)
         table = np.arange(batch)[:, None] if self.table is None else self.table.cpu().numpy()
         window = options.pop("window", None)
+        if self.slots is not None:
+            options["recent_slots"] = self.slots.cpu().numpy()
         return reference_decode(
             self.q.float().cpu().numpy(), self.on_host(), seq_lens=lens, block_table=table,
             window_left=-1 if window is None else window[0], **options,

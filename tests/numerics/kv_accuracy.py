@@ -40,6 +40,13 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4, K mean, Hadamard": _INT4 | {"k_mean": True, "hadamard": True},
     "int4, K mean, channel scales": _INT4 | {"k_mean": True, "k_channel_scale": True},
     "int4, groups of 32, K mean, channel scales": _INT4 | {"k_mean": True, "k_channel_scale": True, "group_size": 32},
+    "int4, the newest 32 in 16 bits": _INT4 | {"recent_window": 32},
+    "int4, K mean, channel scales, the newest 32": _INT4
+    | {
+        "k_mean": True,
+        "k_channel_scale": True,
+        "recent_window": 32,
+    },
     "K int8, V int4, groups of 32": {"k_dtype": "int8", "v_dtype": "int4", "group_size": 32},
 }
 
@@ -84,19 +91,30 @@ def accuracy(fmt: str, name: str, v_dtype: str | None = None) -> Report:
     if v_dtype is not None:
         options["v_dtype"] = v_dtype
     # All positions are sequences of their own that share the one block.
-    cache = PagedKVCache(1, SEQLEN, KV_HEADS, DIM, like=k, **options)
-    append(cache, k, v, seq_lens=np.array([SEQLEN], np.int32), block_table=np.zeros((1, 1), np.int32))
     positions = np.arange(PROMPT, SEQLEN, STEP)
-    o = decode(
-        np.ascontiguousarray(q[0, positions, None]), cache, seq_lens=(positions + 1).astype(np.int32),
-        block_table=np.zeros((len(positions), 1), np.int32),
+    lengths, table = (positions + 1).astype(np.int32), np.zeros((len(positions), 1), np.int32)
+    window = options.get("recent_window", 0)
+    slots = np.arange(len(positions), dtype=np.int32) if window else None
+    cache = PagedKVCache(
+        1, SEQLEN, KV_HEADS, DIM, like=k, **options | ({} if slots is None else {"recent_slots": slots.size})
+    )
+    places: dict[str, Any] = {"block_table": table, "recent_slots": slots}
+    append(
+        cache, k, v, seq_lens=np.array([SEQLEN], np.int32), block_table=table[:1],
+        recent_slots=None if slots is None else slots[:1],
     )  # fmt: skip
+    if window:  # each one's newest tokens once more, into its own slot
+        rows = (lengths[:, None] - window + np.arange(window)).ravel()
+        starts = np.arange(len(positions) + 1, dtype=np.int32) * window
+        append(cache, k[0, rows], v[0, rows], seq_lens=lengths, cu_seqlens=starts.astype(np.int32), **places)
+    o = decode(np.ascontiguousarray(q[0, positions, None]), cache, seq_lens=lengths, **places)
     return compare(o, _exact(name))
 
 
 def token_bytes(fmt: str) -> int:
     """Bytes that one token and kv head take, K and V."""
     options = {name: value for name, value in FORMATS[fmt].items() if name not in ("k_mean", "k_channel_scale")}
+    options.pop("recent_window", None)  # that many tokens a sequence, however long it is
     return PagedKVCache(1, 1, 1, DIM, like=np.zeros(1, np.float32), **options).token_bytes
 
 

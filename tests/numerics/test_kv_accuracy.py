@@ -115,3 +115,15 @@ def test_repairs_on_a_real_model(name: str) -> None:
 @pytest.mark.parametrize(("name", "share"), [("shifted K", 0.5), ("biased K", 0.45)])
 def test_fp8_has_no_zero_point_and_wants_the_mean(name: str, share: float) -> None:
     assert accuracy("fp8, K mean", name).rel_l1 <= share * accuracy("fp8", name).rel_l1
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    # Share of int4's error that is left: queries of the model look at what is near.
+    [("layer 0", 0.55), ("layer 11", 0.1), ("layer 19", 0.28), ("layer 29", 0.6), ("normal", 0.95)],
+)
+def test_the_newest_tokens_in_16_bits(name: str, share: float) -> None:
+    window = "int4, the newest 32 in 16 bits"
+    assert accuracy(window, name).rel_l1 <= share * accuracy("int4", name).rel_l1
+    if name in LAYERS:
+        assert accuracy(f"{MEAN_SCALES}, the newest 32", name).rel_l1 <= accuracy(window, name).rel_l1

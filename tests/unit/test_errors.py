@@ -20,6 +20,7 @@ from omniattn.errors import (
     KernelNotFoundError,
     OmniattnError,
     OutOfBlocksError,
+    OutOfSlotsError,
     ShapeError,
     StrideError,
     UnsupportedError,
@@ -44,6 +45,11 @@ SAMPLES: dict[type[OmniattnError], tuple[OmniattnError, str]] = {
         OutOfBlocksError(3, 1, 8, 16),
         "3 more blocks of 16 tokens are needed, 1 of 8 are free. What to do: free() or truncate() sequences, let some "
         "wait, or make the cache larger",
+    ),
+    OutOfSlotsError: (
+        OutOfSlotsError(4),
+        "all 4 slots of the recent window belong to sequences. What to do: free() sequences, let some wait, or make a "
+        "cache with more recent_slots",
     ),
     KernelNotFoundError: (
         KernelNotFoundError("toy", "sm_90a", [("disk cache", "not there"), ("NVRTC", "missing")], "install it"),

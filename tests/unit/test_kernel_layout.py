@@ -217,7 +217,7 @@ def test_garbage_lengths_stay_inside_the_tensor() -> None:
                 assert 0 <= m0 < length
 
 
-CODES = {"int64": "q", "int32": "i", "float": "f"}
+CODES = {"int64": "q", "int32": "i", "uint32": "I", "float": "f"}
 
 
 def device_struct(source: str, name: str) -> list[tuple[str, str]]:

@@ -189,6 +189,8 @@ CACHE = {"batch": 2, "max_seqlen": 8, "num_kv_heads": 2, "head_dim": 40, "like":
         ({"group_size": 16}, "group_size", ArgumentError),
         ({"k_dtype": "bf16", "group_size": 32}, "group_size", ArgumentError),
         ({"zero_point": 1}, "zero_point", ArgumentError),
+        ({"zero_point": False, "k_dtype": "fp8"}, "zero_point", ArgumentError),
+        ({"zero_point": False, "k_dtype": "bf16"}, "zero_point", ArgumentError),
         ({"hadamard": None}, "hadamard", ArgumentError),
         ({"k_dtype": "bf16", "hadamard": True}, "hadamard", ArgumentError),
         ({"k_dtype": "bf16", "k_mean": np.zeros((2, 40), np.float32)}, "k_mean", ArgumentError),

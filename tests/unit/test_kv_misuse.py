@@ -68,14 +68,14 @@ def test_like_may_be_a_parameter_of_a_module() -> None:
     assert not cache.k.requires_grad
 
 
-@pytest.mark.parametrize("name", ["hadamard", "num_blocks", "head_dim", "k_format", "k", "recent_window"])
+@pytest.mark.parametrize("name", ["hadamard", "num_blocks", "head_dim", "k_format", "k", "smoothness"])
 def test_a_cache_stays_what_it_is(name: str) -> None:
     cache = KVCache(1, 4, 1, 64, like=LIKE, k_dtype="int8")
     facts = cache.facts
     with pytest.raises(AttributeError, match=name):
         setattr(cache, name, 3)
     assert cache.facts == facts
-    assert not hasattr(cache, "recent_window")
+    assert not hasattr(cache, "smoothness")
 
 
 @pytest.mark.parametrize(

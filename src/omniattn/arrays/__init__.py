@@ -204,6 +204,22 @@ def empty_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Ten
     return _empties[ref.framework](ref, shape, dtype)
 
 
+def zeros_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """`empty_like_framework`, all zeros (on a GPU: queued where the framework queues its work)."""
+    t = empty_like_framework(ref, shape, dtype)
+    if t.device == "cpu":
+        raw_view(t)[...] = 0
+    elif t.framework == "torch":
+        t.obj.zero_()
+    elif t.framework == "cupy":
+        from . import from_numpy
+
+        from_numpy.clear_cupy(t)
+    elif t.framework != "jax":  # JAX has no other empty arrays than zeros
+        t.obj[...] = 0
+    return t
+
+
 def current_stream(ref: Tensor) -> int:
     """Raw stream on which ``ref``'s framework queues its work; 0 for JAX and plain DLPack, and on the CPU."""
     if ref.device == "cpu":

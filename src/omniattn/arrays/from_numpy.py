@@ -143,3 +143,11 @@ def enter_cupy(tensors: list[Tensor], stream: int) -> None:
         # Not through a stream object: ExternalStream is deprecated, and one of Stream.from_external destroys the
         # caller's stream when it dies.
         cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
+
+
+def clear_cupy(t: Tensor) -> None:
+    """Fill an array with zeros, on CuPy's current stream of its GPU."""
+    import cupy
+
+    with cupy.cuda.Device(t.ordinal):
+        t.obj.fill(0)

@@ -12,13 +12,14 @@ from omniattn.bench.forward import environment
 from omniattn.bench.timing import Candidate, TorchClock, measure, require_torch
 from omniattn.errors import ArgumentError
 
-#: Cache formats by their names on the command line: dtype and group_size.
+#: Cache formats by their names on the command line: dtype and group_size ("fbgemm": int4 in that layout).
 FORMATS: dict[str, tuple[str, int | None]] = {
     "bf16": ("bf16", None),
     "fp8": ("fp8", None),
     "int8": ("int8", None),
     "int4": ("int4", None),
     "int4g32": ("int4", 32),
+    "fbgemm": ("int4", None),
 }
 #: Backends of torch's attention that run beside them.
 ANCHORS: dict[str, str] = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION"}
@@ -178,6 +179,8 @@ def own_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:
     shape = tokens.shape
     dtype, group = FORMATS[name]
     options: dict[str, Any] = {"like": tokens.q, "k_dtype": dtype, "group_size": group}
+    if name == "fbgemm":
+        options["layout"] = "fbgemm"
     pages: dict[str, Any] = {}
     cache: omniattn.KVCache
     if shape.block_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import runtime
@@ -13,13 +14,13 @@ from ..runtime.driver import OVERLAP
 from .params import MAX_GRID_X, PARAMS
 
 if TYPE_CHECKING:
-    from ..cache import KVCache
     from ..decode import DecodeProblem
+    from ..kv_format import KVFormat
 
 # DecodeParams, little-endian, no padding.
 _POINTERS = struct.Struct(
-    "<14Q"
-)  # q k v k_params v_params k_mean k_channel_scale seq_lens block_table sinks o lse partials
+    "<16Q"  # q k v k_params v_params k_mean k_channel_scale seq_lens block_table
+)  # recent_slots recent_state sinks o lse partials
 _REST = struct.Struct(
     "<6q"  # strides of q and o: batch, seq, head
     "4i"  # batch, q_len, num_q_heads, num_kv_heads
@@ -27,11 +28,14 @@ _REST = struct.Struct(
     "4i"  # capacity, block_size, num_blocks, table_columns
     "3i"  # window_left, sinks_kind, hadamard
     "3i"  # granule, whole_granules, num_workers
+    "4i"  # recent_window, recent_ring, recent_num_slots, recent_side
     "2f"  # softmax_scale, softcap
     "2i"  # combine_split, reserved
     "I"  # two_1024
 )
-_ARGUMENTS = struct.Struct(f"<14Q{_REST.size}s")
+_ARGUMENTS = struct.Struct(f"<16Q{_REST.size}s")
+#: `RecentSide` of device code.
+OLDER, NEWEST = 1, 2
 _SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
 #: Keys of the smallest part of a sequence that work is divided into; and with ``deterministic`` of every part.
 GRANULE, WHOLE_GRANULE = 128, 512
@@ -70,6 +74,24 @@ def combine_split(deterministic: bool, num_workers: int, segments: int) -> int:
     return next(split for split in (1, 2, 4, 8) if results <= 8 * split or split == 8)
 
 
+@dataclass(frozen=True)
+class Recent:
+    """The part of a decode launch that computes one side of a cache with a recent window.
+
+    Attributes
+    ----------
+    window, ring, slots : int
+        Of the cache.
+    side : int
+        `OLDER`: the quantized tokens before the window. `NEWEST`: those of the window; the problem's blocks are slots.
+    """
+
+    window: int = 0
+    ring: int = 0
+    slots: int = 0
+    side: int = 0
+
+
 class DecodePlan:
     """Everything about a call but its pointers.
 
@@ -86,6 +108,7 @@ class DecodePlan:
         Of the GPU.
     overlap : bool
         Launch the second kernel so that it may begin while the first one runs.
+    recent : Recent
     """
 
     __slots__ = (
@@ -106,6 +129,7 @@ class DecodePlan:
         sm_count: int,
         max_smem: int,
         overlap: bool,
+        recent: Recent = Recent(),
     ) -> None:
         p = problem
         self.kernel, self.combine = kernel, combine
@@ -113,7 +137,8 @@ class DecodePlan:
         row_blocks = -(-p.group * p.q_len // rows)
         segments = p.batch * p.num_kv_heads * row_blocks
         granule = WHOLE_GRANULE if p.deterministic else GRANULE
-        granules = segments * -(-p.capacity // granule)
+        most_keys = min(p.capacity, recent.window) if recent.side == NEWEST else p.capacity
+        granules = segments * -(-most_keys // granule)
         if granules >= 2**31 or segments > MAX_GRID_X:
             raise UnsupportedError(
                 f"decode(): {p.batch} sequences of up to {p.capacity} tokens, {p.num_kv_heads} heads and {row_blocks} "
@@ -133,7 +158,8 @@ class DecodePlan:
             *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), o_strides, strict=False)),
             p.batch, p.q_len, p.num_q_heads, p.num_kv_heads, p.group, row_blocks, p.head_dim, p.capacity, p.block_size,
             p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard), granule,
-            int(p.deterministic), self.num_workers, p.softmax_scale, p.softcap, split, 0, _TWO_1024,
+            int(p.deterministic), self.num_workers, recent.window, recent.ring, recent.slots, recent.side,
+            p.softmax_scale, p.softcap, split, 0, _TWO_1024,
         )  # fmt: skip
         self._threads = 32 * spec.num_warps
         self._cluster = OVERLAP if overlap else None
@@ -152,16 +178,22 @@ class DecodePlan:
 
 
 def plan_decode(
-    problem: DecodeProblem, cache: KVCache, q_strides: tuple[int, ...], o_strides: tuple[int, ...], ordinal: int
+    problem: DecodeProblem,
+    formats: tuple[KVFormat, KVFormat],
+    hadamard: bool,
+    q_strides: tuple[int, ...],
+    o_strides: tuple[int, ...],
+    ordinal: int,
+    recent: Recent = Recent(),
 ) -> DecodePlan:
-    """The plan for GPU ``ordinal``, with its kernels loaded."""
+    """The plan for K and V of these formats on GPU ``ordinal``, with its kernels loaded."""
     device = runtime.device_info(ordinal)
     # Part of captured graphs from CUDA 12.3 on.
     overlap = device.cc >= (9, 0) and device.driver_version >= (12, 4)
     n_tiles = 1 if problem.group * problem.q_len <= 8 else 2
-    spec = decode_spec(problem.dtype, cache.k_format, cache.v_format, n_tiles)
-    combine = decode_combine_spec(problem.dtype, cache.k_format.row_dim, n_tiles)
+    spec = decode_spec(problem.dtype, *formats, n_tiles)
+    combine = decode_combine_spec(problem.dtype, formats[0].row_dim, n_tiles)
     return DecodePlan(
-        spec, combine, runtime.load(spec, ordinal), runtime.load(combine, ordinal), problem, cache.hadamard, q_strides,
-        o_strides, device.sm_count, device.max_smem_optin, overlap,
+        spec, combine, runtime.load(spec, ordinal), runtime.load(combine, ordinal), problem, hadamard, q_strides,
+        o_strides, device.sm_count, device.max_smem_optin, overlap, recent,
     )  # fmt: skip

@@ -22,10 +22,11 @@ _REST = struct.Struct(
     "4i"  # batch, tokens, num_kv_heads, head_dim
     "4i"  # capacity, block_size, num_blocks, table_columns
     "3i"  # rope, rope_pairs, rope_rows
-    "3i"  # hadamard, zero_point, reserved
+    "5i"  # hadamard, zero_point, recent_ring, recent_num_slots, reserved
 )
 # k v seq_lens cu_seqlens block_table cos sin | planes k v k_params v_params | k_mean k_channel_scale
-_ARGUMENTS = struct.Struct(f"<13Q{_REST.size}s")
+# | recent: slots k v state
+_ARGUMENTS = struct.Struct(f"<17Q{_REST.size}s")
 _ROPE = {"none": 0, "half": 1, "interleaved": 2}
 _THREADS, _COPY_THREADS = 128, 256
 #: Pairs of blocks that one launch copies.
@@ -61,7 +62,7 @@ class AppendPlan:
         self._rest = _REST.pack(
             *three(k_strides), *three(v_strides), p.rows, p.batch, p.tokens, p.num_kv_heads, p.head_dim, p.capacity,
             p.block_size, p.num_blocks, p.table_columns, _ROPE[p.rope], p.rope_pairs, p.rope_rows, int(cache.hadamard),
-            int(cache.k_format.zero_point or cache.v_format.zero_point), 0,
+            int(cache.k_format.zero_point or cache.v_format.zero_point), cache.recent_ring, cache.recent_slots, 0,
         )  # fmt: skip
 
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
@@ -78,8 +79,8 @@ def plan_append(
     problem: AppendProblem, cache: KVCache, k_strides: tuple[int, ...], v_strides: tuple[int, ...], ordinal: int
 ) -> AppendPlan:
     """The plan for GPU ``ordinal``, with its kernel loaded."""
-    for fmt in (cache.k_format, cache.v_format):
-        if not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != problem.dtype:
+    for fmt in (cache.k_format, cache.v_format, cache.recent_format):
+        if fmt is not None and not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != problem.dtype:
             raise DtypeError("k", f"{KV_ARRAY_DTYPES[fmt.dtype]}, like the cache", problem.dtype, function="append")
     spec = append_spec(problem.dtype, cache.k_format, cache.v_format)
     return AppendPlan(runtime.load(spec, ordinal), problem, cache, k_strides, v_strides)
@@ -87,11 +88,24 @@ def plan_append(
 
 def launch_copies(cache: PagedKVCache, pairs: list[tuple[int, int]], stream: int) -> None:
     """Queue copies of blocks on ``stream``."""
-    kernel = runtime.load(by_name("kv_copy_sm80"), cache.tensors[0].ordinal)
-    addresses = [cache.address(name) for name in ("k", "v", "k_params", "v_params")]
     rows = cache.num_kv_heads * cache.block_size
     formats = (cache.k_format, cache.v_format)
-    sizes = [*(rows * f.row_bytes for f in formats), *(rows * 4 * f.groups for f in formats)]
+    sizes = [*(rows * f.row_bytes for f in formats), *(rows * 4 * f.plane_words for f in formats)]
+    _launch_copies(cache, [cache.address(name) for name in ("k", "v", "k_params", "v_params")], sizes, pairs, stream)
+
+
+def launch_recent_copies(cache: KVCache, pairs: list[tuple[int, int]], stream: int) -> None:
+    """Queue copies of slots of the recent window on ``stream``."""
+    assert cache.recent_format is not None
+    ring = cache.num_kv_heads * cache.recent_ring * cache.recent_format.row_bytes
+    addresses = [cache.address(name) for name in ("recent_k", "recent_v", "recent_state")]
+    _launch_copies(cache, [*addresses, 0], [ring, ring, 8, 0], pairs, stream)
+
+
+def _launch_copies(
+    cache: KVCache, addresses: list[int], sizes: list[int], pairs: list[tuple[int, int]], stream: int
+) -> None:
+    kernel = runtime.load(by_name("kv_copy_sm80"), cache.tensors[0].ordinal)
     parts = max(1, min(32, max(sizes) // (16 * _COPY_THREADS)))
     for first in range(0, len(pairs), MAX_PAIRS):
         some = pairs[first : first + MAX_PAIRS]

@@ -16,6 +16,52 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
+class RecentArrays:
+    """Rings of the newest tokens in 16 bits: position t of a sequence is in row t % ring of its slot.
+
+    Attributes
+    ----------
+    window : int
+        Newest tokens that are read from the ring.
+    format : KVFormat
+    k, v : uint8 (slots, heads, ring, row_bytes)
+    state : int32 (slots, 2)
+        Positions that the ring has, from the first number to before the second; what is more than ``ring`` before the
+        second is overwritten.
+    """
+
+    window: int
+    format: KVFormat
+    k: Array
+    v: Array
+    state: Array
+
+    def begin(self, slot: int, length: int) -> int:
+        """First position of a sequence of ``length`` tokens that is read from its ring."""
+        first, end = (int(x) for x in self.state[slot])
+        if end < length:
+            return length
+        return min(max(first, end - self.k.shape[2], length - self.window, 0), length)
+
+    def append(self, slot: int, k: Array, v: Array, first: int) -> None:
+        """Write tokens (tokens, heads, head_dim) at positions ``first`` and on."""
+        ring, count = self.k.shape[2], k.shape[0]
+        if count == 0:
+            return
+        length = first + count
+        begin, end = (int(x) for x in self.state[slot])
+        kept = max(begin, end - ring)
+        if not kept <= first <= end:
+            kept = first
+        self.state[slot] = max(kept, length - ring), length
+        some = min(count, ring)
+        rows = np.arange(length - some, length) % ring
+        for plane, values in ((self.k, k), (self.v, v)):
+            data, _ = kv_cache.encode(kv_cache.pad_row(np.asarray(values[count - some :]), self.format), self.format)
+            plane[slot, :, rows] = data
+
+
+@dataclass(frozen=True)
 class CacheArrays:
     """A cache's memory as NumPy sees it.
 
@@ -23,9 +69,10 @@ class CacheArrays:
     ----------
     k_format, v_format : KVFormat
     k, v : uint8 (blocks, heads, block_size, row_bytes)
-    k_params, v_params : uint32 (blocks, heads, block_size, groups)
+    k_params, v_params : uint32 (blocks, heads, block_size, words of the parameter plane)
     k_mean, k_channel_scale : float32 (heads, head_dim) or None
     hadamard : bool
+    recent : RecentArrays or None
     """
 
     k_format: KVFormat
@@ -37,6 +84,7 @@ class CacheArrays:
     k_mean: Array | None = None
     k_channel_scale: Array | None = None
     hadamard: bool = False
+    recent: RecentArrays | None = None
 
     @property
     def block_size(self) -> int:
@@ -49,8 +97,13 @@ def _places(table: Array, positions: Array, block_size: int) -> tuple[Array, Arr
     return np.asarray(table)[positions // block_size], positions % block_size
 
 
-def append_tokens(cache: CacheArrays, k: Array, v: Array, table: Array, first: int) -> None:
-    """Quantize tokens (tokens, heads, head_dim) of one sequence, and write them at positions ``first`` and on."""
+def append_tokens(cache: CacheArrays, k: Array, v: Array, table: Array, first: int, slot: int = 0) -> None:
+    """Quantize tokens (tokens, heads, head_dim) of one sequence, and write them at positions ``first`` and on.
+
+    ``slot``: the sequence's in the recent window.
+    """
+    if cache.recent is not None:
+        cache.recent.append(slot, k, v, first)
     blocks, rows = _places(table, np.arange(first, first + k.shape[0]), cache.block_size)
     stored = (
         kv_cache.transform_key(k, cache.k_format, cache.k_mean, cache.k_channel_scale, cache.hadamard)
@@ -74,14 +127,22 @@ def append_tokens(cache: CacheArrays, k: Array, v: Array, table: Array, first: i
         params[blocks, :, rows] = row_params
 
 
-def read_tokens(cache: CacheArrays, table: Array, count: int) -> tuple[Array, Array]:
+def read_tokens(cache: CacheArrays, table: Array, count: int, slot: int = 0) -> tuple[Array, Array]:
     """The first ``count`` tokens of one sequence as float32 (tokens, heads, head_dim): what attention sees."""
     blocks, rows = _places(table, np.arange(count), cache.block_size)
     k = kv_cache.decode_rows(cache.k[blocks, :, rows], cache.k_params[blocks, :, rows], cache.k_format)
     v = kv_cache.decode_rows(cache.v[blocks, :, rows], cache.v_params[blocks, :, rows], cache.v_format)
     if cache.k_format.quantized:
         k = kv_cache.restore_key(k, cache.k_format, cache.k_mean, cache.k_channel_scale, cache.hadamard)
-    return k[..., : cache.k_format.head_dim], v[..., : cache.v_format.head_dim]
+    k, v = k[..., : cache.k_format.head_dim], v[..., : cache.v_format.head_dim]
+    if cache.recent is not None:
+        recent = cache.recent
+        newest = np.arange(recent.begin(slot, count), count)
+        none = np.zeros((0,), dtype=np.uint32)
+        for seen, plane in ((k, recent.k), (v, recent.v)):
+            kept = kv_cache.decode_rows(plane[slot, :, newest % recent.k.shape[2]], none, recent.format)
+            seen[newest] = kept[..., : recent.format.head_dim]
+    return k, v
 
 
 def decode(
@@ -90,6 +151,7 @@ def decode(
     *,
     seq_lens: Array,
     block_table: Array,
+    recent_slots: Array | None = None,
     window_left: int = -1,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -106,6 +168,8 @@ def decode(
     seq_lens : (batch,) int
         Tokens of each sequence, the new ones included: query i sees the keys j <= seq_lens[b] - q_len + i.
     block_table : (batch, blocks) int
+    recent_slots : (batch,) int, optional
+        Slots of the recent window; those of a contiguous cache unless given.
     window_left : int
         Keys before its own that a query sees at most, -1 for all.
     softmax_scale, softcap, sinks, compute_dtype
@@ -120,7 +184,8 @@ def decode(
     o = np.zeros(q.shape, dtype=compute_dtype)
     lse = np.empty((batch, heads, q_len), dtype=compute_dtype)
     for b in range(batch):
-        k, v = read_tokens(cache, np.asarray(block_table[b]), int(seq_lens[b]))
+        slot = b if recent_slots is None else int(recent_slots[b])
+        k, v = read_tokens(cache, np.asarray(block_table[b]), int(seq_lens[b]), slot)
         o[b : b + 1], lse[b : b + 1] = attention(
             q[b : b + 1],
             k[None],

@@ -17,6 +17,8 @@ _F = np.float32
 
 #: Smallest scale: what it rounds away is below 2^-61, and its inverse leaves room in fp32.
 MIN_SCALE = _F(2.0**-60)
+#: Smallest scale of FBGEMM's layout: the smallest fp16 number.
+MIN_FP16 = _F(2.0**-24)
 #: Codes of the integer formats.
 CODES: dict[str, tuple[int, int]] = {"int8": (-128, 127), "int4": (-8, 7)}
 
@@ -30,6 +32,14 @@ def bf16_up(x: Array) -> Array:
     """Smallest bfloat16 that is not below a positive ``x``, as float32."""
     bits = np.ascontiguousarray(x, dtype=_F).view(np.uint32)
     return ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(_F)
+
+
+def fp16_down(x: Array) -> Array:
+    """Largest fp16 number that is not above ``x``, -infinity below all, as float32."""
+    with np.errstate(over="ignore"):
+        near = np.asarray(x, dtype=_F).astype(np.float16)
+        below = np.nextafter(near, np.float16(-np.inf))
+    return np.where(near.astype(_F) > x, below, near).astype(_F)
 
 
 def rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
@@ -100,10 +110,16 @@ def quantize_row(x: Array, fmt: KVFormat, valid_dim: int | None = None) -> tuple
     Without zero point, and for fp8, zero = 0 and scale = bf16_up(max|x| / hi), hi = 448 for fp8. A group with NaN or
     infinity gets the scale NaN and codes of 0. Channels from ``valid_dim`` on are padding and count in no group.
 
+    FBGEMM's layout, nibble = code + 8::
+
+        shift = fp16_down(min);   scale = fp16_up(max((max - shift) / 15, 2^-24));   nibble = clip(round((x - shift) / scale), 0, 15)
+
+    ``zero`` is the shift. A group whose shift or scale is beyond fp16 is marked as one with infinity is (nibbles of 0).
+
     Returns
     -------
     codes : int16 (..., row_dim), for fp8 the byte
-    scale, zero : float32 (..., groups), bfloat16 numbers
+    scale, zero : float32 (..., groups), bfloat16 numbers; FBGEMM's layout: fp16 numbers
     """  # noqa: E501
     x = np.asarray(x, dtype=_F)
     lead = x.shape[:-1]
@@ -113,6 +129,8 @@ def quantize_row(x: Array, fmt: KVFormat, valid_dim: int | None = None) -> tuple
     )
     finite: Array = np.asarray(np.isfinite(grouped).all(axis=-1))
     grouped = np.where(finite[..., None], grouped, _F(0))
+    if fmt.layout == "fbgemm":
+        return _quantize_fbgemm(grouped, finite, fmt)
     amax = np.abs(grouped).max(axis=-1)
     with np.errstate(over="ignore"):
         if fmt.zero_point:
@@ -136,6 +154,19 @@ def quantize_row(x: Array, fmt: KVFormat, valid_dim: int | None = None) -> tuple
     codes = np.where(finite[..., None], codes, np.int16(0)).reshape(*lead, fmt.row_dim)
     zero = np.where(finite, zero, _F(0))
     return codes, np.where(finite, scale, _F(np.nan)), zero
+
+
+def _quantize_fbgemm(grouped: Array, finite: Array, fmt: KVFormat) -> tuple[Array, Array, Array]:
+    """`quantize_row` of rows without padding, (..., groups, group_size); not finite groups are 0."""
+    # The sum makes -0 +0: which of the two a minimum is, is nobody's business.
+    shift = fp16_down(grouped.min(axis=-1) + _F(0))
+    scale = -fp16_down(-np.maximum((grouped.max(axis=-1) - shift) / _F(15), MIN_FP16))
+    finite = finite & np.isfinite(shift) & np.isfinite(scale)
+    with np.errstate(invalid="ignore"):
+        nibbles = np.clip(np.rint((grouped - shift[..., None]) / scale[..., None]), _F(0), _F(15))
+    nibbles = np.where(finite[..., None], nibbles, _F(0)).astype(np.int16)
+    codes = (nibbles + CODES["int4"][0]).astype(np.int16).reshape(*grouped.shape[:-2], fmt.row_dim)
+    return codes, np.where(finite, scale, _F(np.nan)), np.where(finite, shift, _F(0))
 
 
 @functools.lru_cache(maxsize=64)
@@ -171,6 +202,13 @@ def encode(
         data = np.ascontiguousarray(bits).view(np.uint8)
         return data, np.zeros((*x.shape[:-1], 0), dtype=np.uint32)
     codes, scale, zero = quantize_row(x, fmt, valid_dim)
+    if fmt.layout == "fbgemm":
+        data = pack_row(codes, fmt)
+        pairs = np.stack([scale, zero], axis=-1).astype("<f2")
+        # One NaN of the many, as the kernels write it.
+        bits = np.where(np.isnan(pairs), np.uint16(0x7E00), pairs.view("<u2"))
+        data[..., : 4 * fmt.groups] = bits.reshape(*scale.shape[:-1], 2 * fmt.groups).view(np.uint8)
+        return data, np.zeros((*x.shape[:-1], 0), dtype=np.uint32)
     params = bfloat16_bits(scale).astype(np.uint32) | bfloat16_bits(zero).astype(np.uint32) << np.uint32(16)
     return pack_row(codes, fmt), params
 
@@ -185,6 +223,10 @@ def decode_rows(data: Array, params: Array, fmt: KVFormat) -> Array:
             else bits.view(np.float16).astype(_F)
         )
     codes = unpack_row(data, fmt)
+    if fmt.layout == "fbgemm":
+        pairs = np.ascontiguousarray(data[..., : 4 * fmt.groups]).view("<f2").astype(_F)
+        nibbles = (codes - CODES["int4"][0]).astype(_F).reshape(*codes.shape[:-1], fmt.groups, fmt.group_size)
+        return (nibbles * pairs[..., 0::2, None] + pairs[..., 1::2, None]).reshape(codes.shape)
     values = decode_e4m3(codes) if fmt.dtype == "fp8" else codes.astype(_F)
     scale = (params << np.uint32(16)).view(_F)
     zero = (params & np.uint32(0xFFFF0000)).view(_F)
