@@ -221,16 +221,17 @@ def test_packed_sequences(lengths: str, grouping: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("precision", "wide"),
+    ("precision", "wide", "full_bias"),
     [
-        (oa.Int8(), False),
-        (oa.Int8(smooth_v=True, pv="fp16"), False),
-        (oa.Int4(), False),
-        (oa.Int4(granularity="per_tensor"), True),
+        (oa.Int8(), False, False),  # dense: the kernel for common problems
+        (oa.Int8(), False, True),
+        (oa.Int8(smooth_v=True, pv="fp16"), False, True),
+        (oa.Int4(), False, True),
+        (oa.Int4(granularity="per_tensor"), True, True),
     ],
 )
 def test_everything_of_a_call_in_one_allocation(
-    precision: oa.Int8, wide: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+    precision: oa.Int8, wide: bool, full_bias: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `attention` runs first: q, k and v together, groups of heads one after the other."""
     q, k, v = inputs("bfloat16", 72, 300, 700)
@@ -240,13 +241,14 @@ def test_everything_of_a_call_in_one_allocation(
         starts = [torch.tensor(x, dtype=torch.int32) for x in ([0, 130, 300], [0, 411, 700])]
     made = problem_for(
         precision, dtype="bfloat16", batch=2, rows_q=300, rows_k=700, heads_q=4, heads_kv=2, head_dim=72,
-        varlen=packed, grouping="sm90", full_bias=True, max_seqlen_k=411, wide=wide,
+        varlen=packed, grouping="sm90", full_bias=full_bias, max_seqlen_k=411, wide=wide,
     )  # fmt: skip
     on_gpu = [x.cuda() for x in (q, k, v, *starts)]
     tensors = [arrays.describe(x, "x") for x in on_gpu]
     strides = tuple(strides_of(t, "NHD", packed) for t in tensors[:3])
     fused = FusedQuantizer(made, strides, 0)
     fused.plan = device_plan(made, strides, 0, run=True, group_bytes=1)
+    assert ("common" in fused.plan.spec.features) == made.is_common == (not packed and not full_bias)
     buffer = fused.allocate(tensors[0])
     addresses = [t.ptr for t in tensors] + [0] * (5 - len(tensors))
     fused.launch(torch.cuda.current_stream().cuda_stream, tuple(addresses), buffer.ptr)

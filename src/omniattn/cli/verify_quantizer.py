@@ -11,13 +11,13 @@ from omniattn.quantizer import FusedQuantizer, problem_for, strides_of
 from omniattn.reference import quantize as reference
 from omniattn.registry import KernelSpec
 
-# (seqlen_q, seqlen_k, whether some values are NaN or infinite): full blocks, and blocks of all three with an end inside.
+# (seqlen_q, seqlen_k, whether some values are NaN or infinite): full blocks; blocks that end early; with odd values.
 _PROBLEMS = ((256, 1024, False), (300, 700, False), (384, 640, True))
 _HEADS_Q, _HEADS_KV, _BATCH = 4, 2, 2
 
 
 def verify_common(framework: Framework, spec: KernelSpec) -> tuple[int, float, list[str]]:
-    """Run a row's problems; returns their number, 0.0 or inf as error, and what was wrong: bits must be those of the CPU."""
+    """Run a row's problems; returns their number, an error of 0 or inf, what was wrong. Bits must be the CPU's."""
     notes: list[str] = []
     for seed, (seqlen_q, seqlen_k, odd) in enumerate(_PROBLEMS):
         q, k, v = testing.make_qkv(
