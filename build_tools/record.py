@@ -33,6 +33,7 @@ WATCHED: tuple[str, ...] = (
     "src/omniattn/registry*.py",
     "src/omniattn/select.py",
     "src/omniattn/problem.py",
+    "src/omniattn/quantizer.py",
     "src/omniattn/launch/**/*.py",
     "src/omniattn/runtime/arch.py",
     "src/omniattn/runtime/compile.py",
