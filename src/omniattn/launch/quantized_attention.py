@@ -112,4 +112,4 @@ class QuantizedAttentionPlan(ABC):
         scales: tuple[int, ...],
         pointers: tuple[int, ...],
     ) -> None:
-        """Launch attention. Addresses of quantized q, k, v; of scales, bias, mean, delta_s; and what `attend` was given."""
+        """Launch attention. Addresses of quantized q, k, v; of scales, bias, mean, delta_s; what `attend` was given."""
