@@ -60,7 +60,7 @@ OA_DEVICE const uint8* input_rows(const uint8* x, const Item& t, int64 stride_b,
     return x + 2 * ((dense ? t.batch_idx * stride_b : 0) + t.head * stride_h + int64(t.begin) * stride_s);
 }
 
-// By all lanes of a warp, which all return the same.
+// By all lanes of a warp, which all return the same; of COMMON kernels by any thread for itself.
 OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
     Item t;
     t.head = 0;

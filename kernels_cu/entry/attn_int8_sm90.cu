@@ -21,9 +21,9 @@
 // that a key that counts for more than all others is not rounded, with room below the largest e4m3 for scores that exceed it.
 //
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | delta_s
-// [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and
-// v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], where there is room (else they follow O in its place) | barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with
-// a swizzle of its length.
+// [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean
+// [NUM_CONSUMERS][2][HEAD_DIM * 4], where there is room (else they follow O in its place) | barriers. Rows of Q and K are
+// min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/channel_scales.cuh"
 #include "attention/quantize_params.cuh"
 #include "attention/wgmma_epilogue.cuh"
