@@ -174,3 +174,24 @@ def test_readme_names_every_registered_operation() -> None:
     table = support.readme_table()
     for op in {spec.op for spec in REGISTRY}:
         assert f"| {op}" in table
+
+
+@pytest.mark.parametrize("columns", [80, 120, 240])
+def test_no_cell_is_cut_off_whatever_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Narrow terminals get one column for all GPUs."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["info"]) == 0
+    table = capsys.readouterr().out.split("Which kernels this installation has")[1]
+    lines = [line for line in table.splitlines() if line and line[0] in "┏┃┡│├└"]
+    assert max(map(len, lines)) <= columns
+    assert not any("…" in line for line in lines)
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line[0] == "│"]
+    assert len({len(row) for row in cells}) == 1
+    words = " ".join(row[0] for row in cells)
+    for op in {row.op for row in support.support_rows(support.wheel_resolver)}:
+        assert op in words
+    for column in support.GPUS:
+        assert column.target in table
+    assert ("dtype" in table) and (len(cells[0]) == 4) == (columns < 190)

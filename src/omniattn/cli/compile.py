@@ -147,9 +147,12 @@ def _show(target: Arch, outcomes: Sequence[Outcome], left_out: dict[str, str]) -
         console.print_table(f"Compiled for {target}", header, rows, numeric=(1, 2, 3, 4))
         folder = os.path.commonpath([str(Path(o.file).parent) for o in done])
         console.print_line(f"{len(done)} kernel{'s' if len(done) > 1 else ''} written to {folder}")
+    failed: dict[str, list[str]] = {}  # a missing compiler fails them all alike
     for outcome in outcomes:
         if outcome.error:
-            console.print_line(f"FAILED {outcome.kernel}: {outcome.error}")
+            failed.setdefault(outcome.error, []).append(outcome.kernel)
+    for error, names in failed.items():
+        console.print_line(f"FAILED {', '.join(names)}: {error}")
     for reason in dict.fromkeys(left_out.values()):
         count = sum(value == reason for value in left_out.values())
         console.print_line(f"{count} kernel{'s' if count > 1 else ''} left out: {reason}")

@@ -59,13 +59,23 @@ def _console() -> Any:
     return Console(width=width, highlight=False)
 
 
+def width() -> int:
+    """Columns of the terminal."""
+    return int(_console().width)
+
+
 def print_line(text: str = "") -> None:
     """Write one line; square brackets are text, not markup."""
     _console().print(text, markup=False, soft_wrap=True)
 
 
 def print_table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: Sequence[int] = ()
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numeric: Sequence[int] = (),
+    wrapped: bool = False,
 ) -> None:
     """Draw a table.
 
@@ -77,18 +87,22 @@ def print_table(
     rows : sequence of sequence of str
     numeric : sequence of int
         Columns that are aligned to the right.
+    wrapped : bool
+        Every column may take several lines, with rules between the rows. Otherwise the first one keeps to one line.
     """
     console = _console()
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", header_style="bold", show_header=any(header))
+    table = Table(
+        title=Text(title), title_justify="left", header_style="bold", show_header=any(header), show_lines=wrapped
+    )
     for index, name in enumerate(header):
         table.add_column(
             Text(name),
             justify="right" if index in numeric else "left",
             overflow="fold",
-            no_wrap=index == 0 and bool(name),
+            no_wrap=index == 0 and bool(name) and not wrapped,
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))

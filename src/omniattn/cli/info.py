@@ -241,7 +241,15 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
     )
 
 
+#: Columns of a terminal that the table with a column for every GPU needs.
+_WIDE = 190
+
+
 def _show_support(columns: Sequence[support.Column], rows: Sequence[support.SupportRow]) -> None:
+    title = "Which kernels this installation has"
+    if console.width() < _WIDE:
+        _show_support_narrow(title, columns, rows)
+        return
     # Reasons are few and long: they are numbered below the table.
     reasons: dict[str, int] = {}
     body = []
@@ -249,6 +257,23 @@ def _show_support(columns: Sequence[support.Column], rows: Sequence[support.Supp
         cells = [f"{cell.text} [{reasons.setdefault(cell.reason, len(reasons) + 1)}]" for cell in row.cells]
         body.append([row.label, row.dtype, row.head_dim, *cells])
     header = ["operation", "dtype", "head_dim", *(f"{column.target} {column.products}" for column in columns)]
-    console.print_table("Which kernels this installation has", header, body)
+    console.print_table(title, header, body)
     for reason, number in reasons.items():
         console.print_line(f"[{number}] {reason}")
+
+
+def _show_support_narrow(title: str, columns: Sequence[support.Column], rows: Sequence[support.SupportRow]) -> None:
+    """One column for all GPUs: those that a line has the same for stand together."""
+    body = []
+    reasons: dict[str, dict[str, None]] = {column.target: {} for column in columns}
+    for row in support.merge_rows(rows, same_reasons=True):
+        same: dict[str, list[str]] = {}
+        for column, cell in zip(columns, row.cells, strict=True):
+            same.setdefault(cell.text, []).append(column.target)
+            reasons[column.target].update(dict.fromkeys(cell.reason.split("; ")))
+        kernels = "\n".join(f"{', '.join(targets)}: {text}" for text, targets in same.items())
+        dtypes = row.dtype.replace("bfloat", "bf").replace("float", "fp")
+        body.append([row.label, dtypes, row.head_dim, kernels])
+    console.print_table(title, ["operation", "dtype", "head_dim", "kernels"], body, wrapped=True)
+    for target, of_target in reasons.items():
+        console.print_line(f"{target}: {'; '.join(of_target)}")
