@@ -14,6 +14,7 @@ from .arrays import Tensor
 from .errors import ArgumentError, UnsupportedError
 from .planning import Plan, make_plan
 from .precision import Int8
+from .problem import Problem
 from .quantized import OPERANDS
 from .repeat import repeated_forward
 from .runtime.driver import on_reset
@@ -330,10 +331,33 @@ def _run_on_cpu(
     stream: Any,
 ) -> Any:
     """The NumPy reference on the very arguments; computes all before it writes anything."""
+    arrays.prepare([q], stream)  # refuses a stream
+    try:
+        o, lse = _reference(plan.problem, q, k, v, extra, max_q, max_k, layout)
+    except ArgumentError as error:  # in the contents of an array
+        raise error.named("attention_varlen" if plan.problem.varlen else "attention") from None
+    result = extra["out"] if "out" in extra else arrays.empty_like_framework(q, plan.q_shape, q.dtype)
+    arrays.store(result, o)
+    if not return_lse:
+        return arrays.finish(result, 0)
+    lse_out = arrays.empty_like_framework(q, plan.lse_shape, "float32")
+    arrays.store(lse_out, lse)
+    return arrays.finish(result, 0), arrays.finish(lse_out, 0)
+
+
+def _reference(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: dict[str, Tensor],
+    max_q: int,
+    max_k: int,
+    layout: str,
+) -> tuple[Any, Any]:
+    """o and LSE as NumPy arrays."""
     from . import reference
 
-    problem = plan.problem
-    arrays.prepare([q], stream)  # refuses a stream
     options: dict[str, Any] = {
         "layout": layout,
         "window": (problem.window_left, problem.window_right),
@@ -351,9 +375,9 @@ def _run_on_cpu(
         if problem.varlen:
             options |= {name: arrays.to_numpy(extra[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
             options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        o, lse = low_precision.attention(*inputs, precision=problem.low, **options)
-    elif problem.varlen:
-        o, lse = reference.attention_varlen(
+        return low_precision.attention(*inputs, precision=problem.low, **options)
+    if problem.varlen:
+        return reference.attention_varlen(
             *inputs,
             cu_seqlens_q=arrays.to_numpy(extra["cu_seqlens_q"]),
             cu_seqlens_k=arrays.to_numpy(extra["cu_seqlens_k"]),
@@ -361,12 +385,4 @@ def _run_on_cpu(
             max_seqlen_k=max_k,
             **options,
         )
-    else:
-        o, lse = reference.attention(*inputs, **options)
-    result = extra["out"] if "out" in extra else arrays.empty_like_framework(q, plan.q_shape, q.dtype)
-    arrays.store(result, o)
-    if not return_lse:
-        return arrays.finish(result, 0)
-    lse_out = arrays.empty_like_framework(q, plan.lse_shape, "float32")
-    arrays.store(lse_out, lse)
-    return arrays.finish(result, 0), arrays.finish(lse_out, 0)
+    return reference.attention(*inputs, **options)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import pickle
 
+import numpy as np
 import pytest
 
+import omniattn
 from omniattn import errors
 from omniattn.errors import (
     AlignmentError,
@@ -121,3 +123,22 @@ def test_short_forms() -> None:
     assert str(CompileError("no log", log="  \n")) == "no log"
     assert str(DriverError("cuX", "CODE", "text")) == "cuX failed with CODE: text"
     assert "  - nothing\n" in str(KernelNotFoundError("toy", "sm_80", [], "x"))
+
+
+@pytest.mark.parametrize("precision", ["exact", "int8"])
+@pytest.mark.parametrize(
+    ("starts", "longest", "argument"),
+    [([0, 2, 9], 4, "cu_seqlens_k"), ([0, 3, 2], 4, "cu_seqlens_k"), ([1, 2, 4], 4, "cu_seqlens_k"),
+     ([0, 1, 4], 2, "max_seqlen_k")],
+)  # fmt: skip
+def test_errors_in_the_contents_of_arrays_name_the_public_function(
+    starts: list[int], longest: int, argument: str, precision: str
+) -> None:
+    """The CPU finds them behind the public function, in the reference."""
+    x = np.zeros((4, 2, 64), np.float16)
+    with pytest.raises(ArgumentError) as caught:
+        omniattn.attention_varlen(
+            x, x, x, cu_seqlens_q=np.array([0, 2, 4], np.int32), cu_seqlens_k=np.array(starts, np.int32),
+            max_seqlen_q=2, max_seqlen_k=longest, precision=precision,
+        )  # fmt: skip
+    assert str(caught.value).startswith(f"attention_varlen(): argument '{argument}': expected ")
