@@ -73,7 +73,7 @@ def check(root: Path = ROOT) -> Verdict:
     complaint = _complaint(root / RECORD, now)
     excuse = _excuse(root / UNVERIFIED, now)
     if complaint is None:
-        text = f"{RECORD}: complete, without failures, and of this code (digest {now[:12]})"
+        text = f"{RECORD}: complete and of this code (digest {now[:12]}), {_outcomes(root / RECORD)}"
         if (root / UNVERIFIED).is_file():
             return Verdict(True, True, f"{text}. {UNVERIFIED} is out of date: remove it")
         return Verdict(True, False, text)
@@ -112,6 +112,21 @@ def _complaint(path: Path, now: str) -> str | None:
     if bad:
         return f"{RECORD} holds {len(bad)} failed test(s), first {bad[0]}"
     return None
+
+
+def _outcomes(path: Path) -> str:
+    """Say of a good record what passed, and by name what did not: expected failures, and files with skipped tests."""
+    tests: dict[str, tuple[str, float]] = json.loads(path.read_text(encoding="utf-8"))["tests"]
+    of: dict[str, list[str]] = {}
+    for name, (outcome, _) in tests.items():
+        of.setdefault(outcome, []).append(name)
+    parts = [f"{len(of['passed'])} passed"]
+    if "skipped" in of:
+        files = sorted({name.partition("::")[0].rpartition("/")[2] for name in of["skipped"]})
+        parts.append(f"{len(of['skipped'])} skipped ({', '.join(files)})")
+    if "xfailed" in of:
+        parts.append(f"failing as expected: {', '.join(name.rpartition('::')[2] for name in of['xfailed'])}")
+    return ", ".join(parts)
 
 
 def _excuse(path: Path, now: str) -> str | None:
@@ -229,7 +244,9 @@ class Recorder:
         """Return the record as JSON data."""
         gpus, driver = machine()
         tests = {
-            name: [outcome or "passed", round(seconds, 3)] for name, (outcome, seconds) in sorted(self.tests.items())
+            # Without an outcome: the test began, and nobody heard of its end.
+            name: [outcome or "error", round(seconds, 3)]
+            for name, (outcome, seconds) in sorted(self.tests.items())
         }
         counts = {kind: sum(outcome == kind for outcome, _ in tests.values()) for kind in _OUTCOMES}
         return {

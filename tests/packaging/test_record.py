@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_a_good_record_passes(checkout: Path) -> None:
     verdict = record.check(checkout)
     assert verdict.ok, verdict.text
     assert not verdict.warning
+
+
+def test_what_did_not_pass_is_named(checkout: Path) -> None:
+    tests = {"a": ["passed", 0.1], "tests/gpu/test_b.py::one[x]": ["skipped", 0.0], "c.py::missed": ["xfailed", 0.1]}
+    write_record(checkout, tests=tests)
+    verdict = record.check(checkout)
+    assert verdict.ok, verdict.text
+    assert verdict.text.endswith("1 passed, 1 skipped (test_b.py), failing as expected: missed")
+    write_record(checkout, tests={**tests, "d": ["xpassed", 0.1]})
+    assert not record.check(checkout).ok
 
 
 def test_a_missing_record_fails_and_says_what_to_do(checkout: Path) -> None:
@@ -154,9 +165,11 @@ def test_cpu(): pass
 """
 
 
-def run_suite(checkout: Path, *arguments: str, other_fails: bool = False) -> tuple[dict[str, Any] | None, str]:
+def run_suite(
+    checkout: Path, *arguments: str, other_fails: bool = False, more: str = ""
+) -> tuple[dict[str, Any] | None, str]:
     (checkout / "tests/conftest.py").write_text(CONFTEST, encoding="utf-8")
-    (checkout / "tests/gpu/test_k.py").write_text(f"OTHER_FAILS = {other_fails}\n{SUITE}", encoding="utf-8")
+    (checkout / "tests/gpu/test_k.py").write_text(f"OTHER_FAILS = {other_fails}\n{SUITE}{more}", encoding="utf-8")
     (checkout / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     shown = subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout
@@ -227,3 +240,29 @@ def test_plain_runs_leave_gpu_tests_out(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers = gpu: test\n", encoding="utf-8")
     shown = subprocess.run([sys.executable, "-m", "pytest"], cwd=tmp_path, capture_output=True, text=True).stdout
     assert "1 passed, 3 deselected" in shown
+
+
+EXPECTED_TO_FAIL = """
+@pytest.mark.gpu
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a goal")
+def test_goal(): {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome"), [("assert False", "xfailed"), ("pass", "failed"), ("raise OSError", "failed")], ids=str
+)
+def test_an_expected_failure_is_one_only_while_it_fails_as_expected(checkout: Path, body: str, outcome: str) -> None:
+    """A goal that is reached, or a test that breaks down instead, makes the record a bad one."""
+    data, shown = run_suite(checkout, "-m", "gpu", more=EXPECTED_TO_FAIL.format(body=body))
+    assert data is not None, shown
+    assert data["tests"]["tests/gpu/test_k.py::test_goal"][0] == outcome
+    write_record(checkout, tests=data["tests"])  # as if there had been a GPU
+    assert record.check(checkout).ok == (outcome == "xfailed")
+
+
+def test_a_test_whose_end_nobody_heard_of_has_not_passed(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    recorder = record.Recorder(None, None, tmp_path)
+    recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="a", when="setup", outcome="passed", duration=0.1))
+    assert recorder.record(complete=True)["tests"] == {"a": ["error", 0.1]}
