@@ -25,10 +25,13 @@ on_reset(_plans.clear)
 class _Plan:
     """A validated call."""
 
-    __slots__ = ("layout", "problem", "quantizer", "shapes")
+    __slots__ = ("layout", "max_seqlen_q", "problem", "quantizer", "shapes")
 
-    def __init__(self, problem: QuantizeProblem, layout: str, quantizer: QuantizePlan | None) -> None:
+    def __init__(
+        self, problem: QuantizeProblem, layout: str, quantizer: QuantizePlan | None, max_seqlen_q: int = 0
+    ) -> None:
         self.problem = problem
+        self.max_seqlen_q = max_seqlen_q
         self.layout = layout
         self.quantizer = quantizer
         self.shapes = problem.shapes()
@@ -78,8 +81,8 @@ def quantize_qk(
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, optional
         Both or neither: packed sequences.
     max_seqlen_q, max_seqlen_k : int
-        With ``cu_seqlens_*``: at least the longest sequence. max_seqlen_k is the extent of ``delta_s``: a smaller one
-        raises on the CPU, and makes NaN on a GPU.
+        With ``cu_seqlens_*``: at least the longest sequence; smaller ones raise on the CPU. max_seqlen_k is the extent
+        of ``delta_s``: a smaller one makes NaN on a GPU.
     with_bias : bool
         Compute q . k_mean for every query: LSE, sinks and softcap need it.
     stream : optional
@@ -224,7 +227,7 @@ def _plan_qk(
         8 if dtype == "int8" else 4, granularity, grouping, smooth_q, smooth_k, False, "full" if with_bias else "marks",
         v=False, max_seqlen_k=longest_k, wide=dtype == "int4" and grouping == "sm90",
     )  # fmt: skip
-    return _finish_plan(problem, q, k, None, layout, function)
+    return _finish_plan(problem, q, k, None, layout, function, int(max_q) if varlen else 0)
 
 
 def _plan_v(
@@ -292,13 +295,19 @@ def _check_longest(max_q: Any, max_k: Any, varlen: bool, function: str) -> int:
 
 
 def _finish_plan(
-    problem: QuantizeProblem, q: Tensor | None, k: Tensor | None, v: Tensor | None, layout: str, function: str
+    problem: QuantizeProblem,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    layout: str,
+    function: str,
+    max_seqlen_q: int = 0,
 ) -> _Plan:
     given = [t for t in (q, k, v) if t is not None]
     for t in given:
         arguments.check_strides(t, function)
     if given[0].device == "cpu":
-        return _Plan(problem, layout, None)
+        return _Plan(problem, layout, None, max_seqlen_q)
     strides = (
         strides_of(q, layout, problem.varlen),
         strides_of(k, layout, problem.varlen),
@@ -339,6 +348,7 @@ def _run_on_cpu(plan: _Plan, tensors: dict[str, Tensor], ref: Tensor, stream: An
     import numpy as np
 
     from .reference import quantize as reference
+    from .reference.varlen import check_max_seqlen
 
     arrays.prepare([ref], stream)  # refuses a stream
     problem = plan.problem
@@ -346,16 +356,11 @@ def _run_on_cpu(plan: _Plan, tensors: dict[str, Tensor], ref: Tensor, stream: An
     for name, rows in (("cu_seqlens_q", problem.rows_q), ("cu_seqlens_k", problem.rows_k)):
         if name in given:
             _check_starts([int(x) for x in given[name]], name, rows, ref.argument)
-    if "cu_seqlens_k" in given:
-        longest = int(np.diff(given["cu_seqlens_k"]).max(initial=0))
-        if problem.max_seqlen_k < longest:
-            function = "quantize_v" if ref.argument == "v" else "quantize_qk"
-            raise ArgumentError(
-                "max_seqlen_k",
-                f"at least {longest}, the longest sequence",
-                str(problem.max_seqlen_k),
-                function=function,
-            )
+    function = "quantize_v" if ref.argument == "v" else "quantize_qk"
+    for name, extent in (("q", plan.max_seqlen_q), ("k", problem.max_seqlen_k)):
+        if f"cu_seqlens_{name}" in given:
+            longest = int(np.diff(given[f"cu_seqlens_{name}"]).max(initial=0))
+            check_max_seqlen(extent, longest, f"max_seqlen_{name}", function)
     if plan.layout == "NHD":
         given = {name: x.swapaxes(-3, -2) if name in ("q", "k", "v") else x for name, x in given.items()}
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")

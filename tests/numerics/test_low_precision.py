@@ -218,3 +218,8 @@ def test_what_is_no_precision() -> None:
         low_precision.attention(q, k, v, precision="int8")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="accumulator"):
         low_precision.attention(q, k, v, precision=oa.Int8(), accumulator="bf16")
+    # Sums in fp16 need other levels of P and V: precision asks for them, and then nothing else can.
+    with pytest.raises(ArgumentError, match="accumulator"):
+        low_precision.attention(q, k, v, precision=oa.Int8(), accumulator="fp16")
+    with pytest.raises(ArgumentError, match="pv_accumulator='fp16'"):
+        low_precision.attention(q, k, v, precision=oa.Int8(pv_accumulator="fp16"), accumulator="two_level")

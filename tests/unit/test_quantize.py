@@ -479,3 +479,12 @@ def test_the_kernel_for_what_int8_attention_asks_for_by_default() -> None:
     sizes = [QuantizePlan(s, None, None, made, strides, 132).workspace_bytes for s in (general, spec)]
     chunks, q_blocks, k_blocks = 2, 3, 4  # of 256 and 128 rows; heads: 4 of Q, 2 of K and of V, of 2 batch entries
     assert sizes[1] - sizes[0] == 64 * 2 * (4 * q_blocks + 2 * (2 * k_blocks + 2 * chunks))
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_maximum_below_the_longest_sequence_raises_on_the_cpu(name: str) -> None:
+    x, starts = np.zeros((5, 2, 64), np.float16), np.array([0, 2, 5], np.int32)
+    most = {"max_seqlen_q": 3, "max_seqlen_k": 3}
+    oa.quantize_qk(x, x, cu_seqlens_q=starts, cu_seqlens_k=starts, **most)
+    with pytest.raises(ArgumentError, match=rf"quantize_qk\(\): argument '{name}': expected at least 3"):
+        oa.quantize_qk(x, x, cu_seqlens_q=starts, cu_seqlens_k=starts, **{**most, name: 2})

@@ -26,7 +26,7 @@ from omniattn.reference.core import Array, Options, block_rows, key_range, outsi
 from omniattn.reference.dequantize import contents, head_of, rows_of, values_of
 from omniattn.reference.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 from omniattn.reference.quantize import Sequence, quantize, sequences
-from omniattn.reference.varlen import check_cu_seqlens
+from omniattn.reference.varlen import check_cu_seqlens, check_max_seqlen
 
 _NAME = "reference.low_precision.attention"
 _F = np.float32
@@ -98,8 +98,8 @@ def attention(
         Which GPU's groups of rows share scales.
     key_tile : int, optional
         Keys between two updates of the running maximum; by default the grouping's tile.
-    accumulator : str
-        One of `ACCUMULATORS`; "fp32" gives way to ``precision.pv_accumulator``.
+    accumulator : "fp32", "two_level" or "single_level"
+        How the product of P and V keeps its sum; the last two are for studies, and for ``pv_accumulator="fp32"`` only.
     pv : "e5m2" or "int8", optional
         In place of ``precision.pv``: P and V in a format that no kernel has, summed in fp32.
     layout, causal, window, softmax_scale, softcap, mask, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -116,8 +116,12 @@ def attention(
     if not isinstance(precision, Int8):
         raise ArgumentError("precision", "an Int8 or Int4", repr(precision), function=_NAME)
     precision = precision.on_cpu
-    if accumulator == "fp32":
-        accumulator = precision.pv_accumulator
+    # Sums in fp16 change the levels of P and V as well, so that precision alone asks for them.
+    check_choice(accumulator, "accumulator", tuple(name for name in ACCUMULATORS if name != "fp16"), _NAME)
+    if precision.pv_accumulator == "fp16":
+        if accumulator != "fp32":
+            raise ArgumentError("accumulator", "'fp32' with pv_accumulator='fp16'", repr(accumulator), function=_NAME)
+        accumulator = "fp16"
     if pv is None:
         pv = precision.pv
     else:
@@ -185,10 +189,7 @@ def attention_quantized(
 
 def _extent(given: int | None, of: list[Sequence], argument: str) -> int:
     """Rows of the longest sequence, or what the caller says if no sequence is longer."""
-    longest = max((s.length for s in of), default=0)
-    if given is not None and given < longest:
-        raise ArgumentError(argument, f"at least {longest}, the longest sequence", str(given), function=_NAME)
-    return longest if given is None else given
+    return check_max_seqlen(given, max((s.length for s in of), default=0), argument, _NAME)
 
 
 def attend(

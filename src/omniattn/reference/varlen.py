@@ -84,8 +84,8 @@ def attention_varlen(
             f"{len(starts_k)} elements",
             function=_NAME,
         )
-    longest_q = _check_max_seqlen(max_seqlen_q, starts_q, "max_seqlen_q")
-    longest_k = _check_max_seqlen(max_seqlen_k, starts_k, "max_seqlen_k")
+    longest_q = check_max_seqlen(max_seqlen_q, _longest(starts_q), "max_seqlen_q", _NAME)
+    longest_k = check_max_seqlen(max_seqlen_k, _longest(starts_k), "max_seqlen_k", _NAME)
     batch = len(starts_q) - 1
     full_mask = None if mask is None else checks.broadcast_mask(mask, (batch, heads_q, longest_q, longest_k), _NAME)
     sink_logits = None if sinks is None else checks.check_sinks(sinks, heads_q, _NAME)
@@ -136,11 +136,14 @@ def check_cu_seqlens(value: Any, argument: str, total: int) -> list[int]:
     return starts
 
 
-def _check_max_seqlen(value: int | None, starts: list[int], argument: str) -> int:
-    """The given maximum, if no sequence is longer."""
-    longest = max((end - begin for begin, end in itertools.pairwise(starts)), default=0)
+def _longest(starts: list[int]) -> int:
+    return max((end - begin for begin, end in itertools.pairwise(starts)), default=0)
+
+
+def check_max_seqlen(value: int | None, longest: int, argument: str, function: str) -> int:
+    """The given maximum, if the longest sequence is not longer; its length where there is none."""
     if value is None:
         return longest
     if int(value) < longest:
-        raise ArgumentError(argument, f"at least {longest}, the longest sequence", str(value), function=_NAME)
+        raise ArgumentError(argument, f"at least {longest}, the longest sequence", str(value), function=function)
     return int(value)
