@@ -85,13 +85,14 @@ def check_precision(precision: Any, function: str) -> tuple[str, Int8 | None]:
     return precision, {"exact": None, "int8": Int8(), "int4": Int4()}[precision]
 
 
-def check_int(value: Any, argument: str, function: str, *, least: int = 0) -> int:
+def check_int(value: Any, argument: str, function: str, *, least: int = 0, most: int | None = None) -> int:
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if number < least or isinstance(value, bool):
-        raise ArgumentError(argument, f"an integer >= {least}", repr(value), function=function)
+    if number < least or isinstance(value, bool) or (most is not None and number > most):
+        expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+        raise ArgumentError(argument, expected, repr(value), function=function)
     return number
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .arguments import check_int
 from .errors import ArgumentError, OutOfBlocksError, OutOfSlotsError
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_slots: int = 0) -> None:
-        self.num_blocks = _count(num_blocks, "num_blocks", 1, "BlockManager")
-        self.block_size = _count(block_size, "block_size", 1, "BlockManager")
+        self.num_blocks = check_int(num_blocks, "num_blocks", "BlockManager", least=1, most=_MOST)
+        self.block_size = check_int(block_size, "block_size", "BlockManager", least=1, most=_MOST)
         # Taken from the end: block 0 goes first.
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._references = [0] * self.num_blocks
         self._tables: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
-        self.num_slots = _count(num_slots, "num_slots", 0, "BlockManager")
+        self.num_slots = check_int(num_slots, "num_slots", "BlockManager", least=0, most=_MOST)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._slots: dict[Hashable, int] = {}
 
@@ -78,7 +78,7 @@ class BlockManager:
 
     def references(self, block: int) -> int:
         """How many sequences have a block."""
-        return self._references[_count(block, "block", 0, "BlockManager.references", self.num_blocks - 1)]
+        return self._references[check_int(block, "block", "BlockManager.references", least=0, most=self.num_blocks - 1)]
 
     def add(self, sequence: Hashable) -> None:
         """Begin an empty sequence."""
@@ -158,7 +158,7 @@ class BlockManager:
     def truncate(self, sequence: Hashable, length: int) -> None:
         """Drop the tokens from ``length`` on (rejected guesses of speculative decoding), and blocks without any."""
         self._known(sequence, "truncate")
-        length = _count(length, "length", 0, "BlockManager.truncate", self._lengths[sequence])
+        length = check_int(length, "length", "BlockManager.truncate", least=0, most=self._lengths[sequence])
         table = self._tables[sequence]
         while (len(table) - 1) * self.block_size >= length and table:
             self._release(table.pop())
@@ -184,7 +184,7 @@ class BlockManager:
         longest = max((len(self._tables[s]) for s in names), default=0)
         columns = max(longest, 1)
         if max_blocks is not None:
-            columns = _count(max_blocks, "max_blocks", columns, "BlockManager.block_table")
+            columns = check_int(max_blocks, "max_blocks", "BlockManager.block_table", least=columns, most=_MOST)
         table = np.zeros((len(names), columns), dtype=np.int32)
         for row, sequence in enumerate(names):
             table[row, : len(self._tables[sequence])] = self._tables[sequence]
@@ -214,7 +214,7 @@ class BlockManager:
     def _growth(self, sequence: Hashable, count: Any, function: str) -> int:
         self._known(sequence, function)
         argument, where = f"growth[{sequence!r}]", f"BlockManager.{function}"
-        number = _count(count, argument, 0, where)
+        number = check_int(count, argument, where, least=0, most=_MOST)
         length = self._lengths[sequence]
         if length + number > _MOST:
             # What the int32 arrays of append and decode can hold.
@@ -266,14 +266,3 @@ def _check_name(name: Any, argument: str, function: str) -> None:
         raise ArgumentError(
             argument, "a hashable name", f"{type(name).__name__} {name!r}", function=f"BlockManager.{function}"
         ) from None
-
-
-def _count(value: Any, argument: str, least: int, function: str, most: int = _MOST) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or not least <= number <= most:
-        expected = f"an integer >= {least}" if most == _MOST else f"an integer from {least} to {most}"
-        raise ArgumentError(argument, expected, repr(value), function=function)
-    return number

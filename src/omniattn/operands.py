@@ -15,9 +15,8 @@ from . import arguments, arrays
 from .arrays import Tensor
 from .errors import ArgumentError, DtypeError, UnsupportedError
 from .launch.attn_fwd import ForwardStrides
-from .launch.attn_int8_sm80 import Int8Sm80Plan
-from .launch.attn_int8_sm90 import Int8Sm90Plan
 from .launch.quantize import QuantizeProblem
+from .launch.quantized_attention import QuantizedAttentionPlan
 from .operand_checks import (
     ALL,
     ARGUMENT,
@@ -31,6 +30,7 @@ from .operand_checks import (
     check_same_sequences,
     combine,
 )
+from .planning import quantized_forward
 from .precision import GROUPINGS
 from .problem import Problem
 from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
@@ -58,7 +58,7 @@ class OperandsPlan:
     o_shape: tuple[int, ...]
     lse_shape: tuple[int, ...] | None
     selection: Selection | None
-    forward: Int8Sm80Plan | Int8Sm90Plan | None
+    forward: QuantizedAttentionPlan | None
     # The plan is found by the identity of these, which is theirs alone as long as they live.
     problems: tuple[QuantizeProblem, ...]
     new_o: Callable[[Any], Any] | None
@@ -324,11 +324,7 @@ def make_plan(
         (0 if operands.varlen else heads * rows, rows), mask_strides,
     )  # fmt: skip
     kernel = runtime.load(selection.spec, ref.ordinal) if run else None
-    forward: Int8Sm80Plan | Int8Sm90Plan
-    if selection.spec.grouping == "sm90":
-        forward = Int8Sm90Plan(selection.spec, kernel, operands, problem, strides, device.sm_count)
-    else:
-        forward = Int8Sm80Plan(selection.spec, kernel, operands, problem, strides, extents)
+    forward = quantized_forward(selection.spec, kernel, operands, problem, strides, device.sm_count, extents)
     return OperandsPlan(
         problem, operands, o_shape, wanted, selection, forward, problems,
         arrays.allocator(ref, o_shape, operands.dtype),

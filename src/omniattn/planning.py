@@ -13,12 +13,16 @@ from .launch.attn_fwd import ForwardPlan, ForwardStrides
 from .launch.attn_fwd_sm90 import ForwardSm90Plan
 from .launch.attn_int8_sm80 import Int8Sm80Plan
 from .launch.attn_int8_sm90 import Int8Sm90Plan
+from .launch.quantize import QuantizePlan, QuantizeProblem
+from .launch.quantized_attention import QuantizedAttentionPlan
 from .problem import Problem
 from .quantizer import FusedQuantizer, problem_for
+from .registry import KernelSpec
 from .repeat import RepeatedForward
+from .runtime import LoadedKernel
 from .select import Selection, Target, select_attention
 
-Forward = ForwardPlan | ForwardSm90Plan | Int8Sm80Plan | Int8Sm90Plan
+Forward = ForwardPlan | ForwardSm90Plan | QuantizedAttentionPlan
 
 
 class Plan:
@@ -178,15 +182,28 @@ def make_plan(
             q.ordinal,
             run=run,
         )  # fmt: skip
-        if spec.grouping == "sm90":
-            forward = Int8Sm90Plan(spec, kernel, fused.plan, problem, strides, device.sm_count)
-        else:
-            forward = Int8Sm80Plan(spec, kernel, fused.plan, problem, strides, (extent_q, extent_k))
+        extents = (extent_q, extent_k)
+        forward = quantized_forward(spec, kernel, fused.plan, problem, strides, device.sm_count, extents)
     elif selection.spec.family == "attn_fwd_sm90":
         forward = ForwardSm90Plan(selection.spec, kernel, problem, strides, device.sm_count)
     else:
         forward = ForwardPlan(selection.spec, kernel, problem, strides, (extent_q, extent_k))
     return Plan(problem, q_shape, lse_shape, selection, forward)
+
+
+def quantized_forward(
+    spec: KernelSpec,
+    kernel: LoadedKernel | None,
+    quantizer: QuantizePlan | QuantizeProblem,
+    problem: Problem,
+    strides: ForwardStrides,
+    sm_count: int,
+    mask_extent: tuple[int, int],
+) -> QuantizedAttentionPlan:
+    """The launch of a low-precision kernel, by its grouping; of operands that are given, ``quantizer`` is a problem."""
+    if spec.grouping == "sm90":
+        return Int8Sm90Plan(spec, kernel, quantizer, problem, strides, sm_count)
+    return Int8Sm80Plan(spec, kernel, quantizer, problem, strides, mask_extent)
 
 
 def _describable(t: Tensor) -> bool:

@@ -14,9 +14,8 @@ from . import arrays
 from .arrays import Tensor
 from .launch.attn_fwd import ForwardPlan
 from .launch.attn_fwd_sm90 import ForwardSm90Plan
-from .launch.attn_int8_sm80 import Int8Sm80Plan
-from .launch.attn_int8_sm90 import Int8Sm90Plan
 from .launch.merge_states import MergePlan
+from .launch.quantized_attention import QuantizedAttentionPlan
 from .problem import Problem
 
 New = Callable[[Any], Any]
@@ -27,7 +26,7 @@ class RepeatedForward:
 
     Parameters
     ----------
-    forward : ForwardPlan, ForwardSm90Plan, Int8Sm80Plan or Int8Sm90Plan
+    forward : ForwardPlan, ForwardSm90Plan or QuantizedAttentionPlan
     problem : Problem
     new_o, new_lse, new_workspace : callable
         From `arrays.allocator`; None for an LSE that nobody wants, and for a workspace that is not needed.
@@ -39,7 +38,7 @@ class RepeatedForward:
 
     def __init__(
         self,
-        forward: ForwardPlan | ForwardSm90Plan | Int8Sm80Plan | Int8Sm90Plan,
+        forward: ForwardPlan | ForwardSm90Plan | QuantizedAttentionPlan,
         problem: Problem,
         new_o: New,
         new_lse: New | None,
@@ -107,7 +106,7 @@ class RepeatedForward:
 
 
 def repeated_forward(
-    forward: ForwardPlan | ForwardSm90Plan | Int8Sm80Plan | Int8Sm90Plan | None,
+    forward: ForwardPlan | ForwardSm90Plan | QuantizedAttentionPlan | None,
     problem: Problem,
     q: Tensor,
     q_shape: tuple[int, ...],

@@ -138,14 +138,13 @@ class KernelAlone:
 
     def _plan(self, q: Any, k: Any, v: Any) -> Any:
         from omniattn import arrays, planning
-        from omniattn.launch.attn_int8_sm80 import Int8Sm80Plan
-        from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
+        from omniattn.launch.quantized_attention import QuantizedAttentionPlan
 
         plan = planning.make_plan(
             "attention", arrays.describe(q, "q"), arrays.describe(k, "k"), arrays.describe(v, "v"), {}, 0, 0, "NHD",
             self._causal, None, None, 0.0, self._precision, False, False, run=True,
         )  # fmt: skip
-        if not isinstance(plan.forward, Int8Sm80Plan | Int8Sm90Plan):
+        if not isinstance(plan.forward, QuantizedAttentionPlan):
             raise UnsupportedError(
                 f"the {self._precision} kernel alone can be timed on a GPU only",
                 instead=f"attention(precision={self._precision!r}) as a whole, on the CPU too",

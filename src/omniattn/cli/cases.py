@@ -227,7 +227,7 @@ def flavour_of(spec: KernelSpec) -> tuple[str, str, str] | None:
     """Grouping, element type and accumulator of P V of a low-precision kernel, as its emulation wants them."""
     if spec.op != "attention_int8":
         return None
-    return "sm90" if spec.family.endswith("sm90") else "sm80", spec.pv, spec.pv_accumulator
+    return spec.grouping, spec.pv, spec.pv_accumulator
 
 
 @functools.cache
