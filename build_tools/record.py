@@ -25,7 +25,8 @@ RECORD = Path("tests/gpu/record.json")
 UNVERIFIED = Path("tests/gpu/unverified.txt")
 FORMAT = 1
 
-#: Everything between the public function and the bits that a kernel writes.
+#: Device code, what chooses and launches it, and the runtime below. Host code above it (checks of arguments, plans,
+#: caches) is left to the CPU suite, which runs it.
 WATCHED: tuple[str, ...] = (
     "kernels_cu/**/*.cu",
     "kernels_cu/**/*.cuh",
