@@ -8,11 +8,13 @@ cubins alone.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import multiprocessing
 import os
 import shutil
+import site
 import sys
 import tempfile
 import time
@@ -39,6 +41,9 @@ MANIFEST_FORMAT = 1
 
 #: Compiler of the wheel: cubins of a 13.x compiler load on drivers from R580 on only, those of 12.9 from R525 on.
 AOT_COMPILER = (12, 9)
+
+#: Where NVRTC's package for CUDA 12 has it.
+_COMPILER_LIBRARY = "nvidia/cuda_nvrtc/" + ("bin/nvrtc64_12*.dll" if sys.platform == "win32" else "lib/libnvrtc.so.12")
 
 #: Folder in place of ``build/kernels/objects``, so that a build from an sdist can reuse a checkout's objects.
 OBJECTS_VARIABLE = "OMNIATTN_BUILD_OBJECTS"
@@ -93,8 +98,26 @@ def wanted_archs(argument: str | None = None) -> frozenset[str] | None:
         raise BuildError(str(error)) from error
 
 
+def preload_compiler() -> None:
+    """Load NVRTC from a folder that is on ``sys.path`` without being site-packages, if there is one.
+
+    The requirements of ``pip install .`` are in such a folder. cuda-pathfinder looks into site-packages only, but takes
+    a library that is loaded already.
+    """
+    known = {os.path.realpath(folder) for folder in (*site.getsitepackages(), site.getusersitepackages())}
+    for entry in sys.path:
+        if os.path.realpath(entry) in known:
+            continue
+        for library in sorted(Path(entry).glob(_COMPILER_LIBRARY)):
+            if sys.platform == "win32":  # the compiler loads its builtins by name
+                os.add_dll_directory(str(library.parent))
+            ctypes.CDLL(str(library))
+            return
+
+
 def compiler_version(require: tuple[int, int] = AOT_COMPILER) -> str:
     """Return the compiler's name and full version, such as ``NVRTC 12.9.86``; raise unless it is ``require``."""
+    preload_compiler()
     try:
         major, minor = nvrtc.get_compiler().version
     except CompileError as error:
@@ -170,7 +193,8 @@ def run_jobs(jobs: Sequence[Job], kernels_root: Path, workers: int, done: Callab
     # Processes, not threads: NVRTC serializes parts of its work within one. spawn, because forking a process that holds
     # a loaded CUDA library is undefined.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=min(workers, len(jobs)), mp_context=context) as pool:
+    workers = min(workers, len(jobs))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=preload_compiler) as pool:
         pending = {pool.submit(compile_job, job, kernels_root): job for job in jobs}
         for future in as_completed(pending):
             job = pending[future]

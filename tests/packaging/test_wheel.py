@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -73,6 +74,24 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     assert again.name == wheel.name
     assert contents(again) == contents(wheel)
     assert again.read_bytes() == wheel.read_bytes()
+
+
+def test_pip_makes_the_same_wheel_of_a_checkout(wheel: Path, tmp_path: Path) -> None:
+    """``pip install .``: the compiler comes into pip's isolated environment, and is found there and nowhere else."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OMNIATTN_CUDA_ARCHS")}
+    # This environment has the compiler too, so pip runs in one that has nothing.
+    venv.create(tmp_path / "empty", with_pip=True)
+    (python,) = (tmp_path / "empty").glob("*/python.exe" if os.name == "nt" else "bin/python")
+    command = [str(python), "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "out"), str(ROOT)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = (tmp_path / "out").iterdir()
+    same, other = contents(wheel), contents(made)
+    for name in [
+        name for name in same if name.endswith(("/WHEEL", "/RECORD"))
+    ]:  # name the version of the build backend
+        del same[name], other[name]
+    assert other == same
 
 
 def test_the_sdist_holds_no_build_output(tmp_path: Path) -> None:
