@@ -154,7 +154,7 @@ class KVCache:
         if not any(f.quantized for f in formats) and group_size is not None:
             raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)
         if not zero_point and not any(f.dtype in ("int8", "int4") for f in formats):
-            raise ArgumentError("zero_point", "True, because no format has a zero", "False", function=name)
+            raise ArgumentError("zero_point", "True: only int8 and int4 have a zero point", "False", function=name)
         # A module's parameter says where it is as well as any array; nothing is computed with it.
         like = like.detach() if getattr(like, "requires_grad", False) is True else like
         ref = arrays.describe(like, "like")
@@ -193,13 +193,14 @@ class KVCache:
                     raise ArgumentError(argument, "None without recent_window", repr(value), function=name)
             return 0, 0, None
         if not any(f.quantized for f in formats):
-            expected = f"0 with {wide!r}, which keeps all tokens as they are"
+            expected = f"0 with {wide!r}, which keeps all tokens as they are; a window is for 'fp8', 'int8' and 'int4'"
             raise ArgumentError("recent_window", expected, repr(window), function=name)
         if dtype is None:
             dtype = wide or "bf16"
         choices = tuple(KV_ARRAY_DTYPES) if wide is None else (wide,)
         if not isinstance(dtype, str) or dtype not in choices:
-            raise ArgumentError("recent_dtype", " or ".join(map(repr, choices)), repr(dtype), function=name)
+            expected = " or ".join(map(repr, choices)) if wide is None else f"{wide!r}, like the 16-bit K or V"
+            raise ArgumentError("recent_dtype", expected, repr(dtype), function=name)
         if slots is None:
             raise ArgumentError("recent_slots", "an integer >= 1, with recent_window", "None", function=name)
         count = arguments.check_int(slots, "recent_slots", name, least=1)

@@ -75,9 +75,6 @@ CALLS = {
     "decode_combine": "decode",
 }
 
-#: Text of the cells of GPUs for which an operation has no kernel so far.
-NOT_YET = {"attention_int8": "no kernel yet, CPU reference"}
-
 #: What a kernel takes that does not list the key among what it lacks.
 SCOPES = {"dense": "dense", "varlen": "packed"}
 
@@ -100,21 +97,18 @@ class Cell:
     partial : str
         What part of the class a kernel of this GPU takes, its family, and its kind where that differs, such as
         ``"dense: attn_fwd_sm90"``; empty if there is none.
-    missing : str
-        What to say where there is no kernel; empty for a dash.
     """
 
     kind: str
     kernels: tuple[str, ...]
     reason: str
     partial: str = ""
-    missing: str = ""
 
     @property
     def text(self) -> str:
         """Text of the cell in a table."""
         if not self.partial:
-            return (self.missing if self.kind == "unsupported" else "") or WORDS[self.kind]
+            return WORDS[self.kind]
         return f"only {self.partial}" if self.kind == "unsupported" else f"{WORDS[self.kind]}; {self.partial}"
 
 
@@ -204,9 +198,7 @@ def support_rows(
                 # A kernel takes every head_dim up to its own; the next smaller one is only faster below that.
                 able = [spec for spec in chosen if spec.head_dim == head_dim]
                 wide = [spec for spec in partial if spec.head_dim >= head_dim]
-                cells = tuple(
-                    replace(_cell(able, wide, resolver, column), missing=NOT_YET.get(op, "")) for column in columns
-                )
+                cells = tuple(_cell(able, wide, resolver, column) for column in columns)
                 rows.append(SupportRow(op, words, dtype, f"{smallest}–{head_dim}", cells))
                 smallest = head_dim + 8
     return rows
