@@ -163,7 +163,7 @@ def check_format(
         if dtype != "int4":
             raise ArgumentError(name, "'int4' with layout 'fbgemm'", repr(dtype), function=function)
         if head_dim not in ROW_DIMS:
-            expected = f"64, 128 or 256 with layout 'fbgemm', whose rows are not padded"
+            expected = "64, 128 or 256 with layout 'fbgemm', whose rows are not padded"
             raise ArgumentError("head_dim", expected, f"{head_dim}", function=function)
         if width // group not in FBGEMM_GROUPS:
             sizes = [str(width // n) for n in FBGEMM_GROUPS[1:] if width // n >= MIN_GROUP]
