@@ -2,25 +2,26 @@
 //
 //   partial sums of group 0 | partial sums of group 1, [amax], Q, K and V of group 0 | sums of group 2, Q, K, V of 1 | ...
 //
-// A group is as many kv heads as stay in the L2 cache between the reading for the sums and the reading for the
-// quantization. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a CTA
+// The sums are of samples of long sequences (quantize_params.cuh); one group of kv heads ahead, so that nobody waits for
+// them. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a CTA
 // that runs, so that nothing can wait for ever however the CTAs are scheduled.
 #pragma once
 #include "attention/quantize_params.cuh"
 #include "ptx/gpu_sync.cuh"
 
-// COMMON 1: a kernel for what attention(precision="int8") asks for on Hopper unless it is told otherwise, and for nothing else:
-// dense batches of Q, K and V, int8 with one scale a thread in the sm90 grouping, K and V smoothed, V to e4m3. What is an
-// argument otherwise is a constant there. 0: anything.
+// COMMON other than 0: a kernel for what attention(precision="int8") asks for unless it is told otherwise, and for nothing else:
+// dense batches of Q, K and V, int8 with one scale a thread, all but Q smoothed. What is an argument otherwise is a constant there.
+// 1: the sm90 grouping, V to e4m3; 2: the sm80 grouping, V to fp16; 3: the sm80 grouping, V to e4m3. 0: anything.
 constexpr bool kCommon = COMMON != 0;
-constexpr int32 kCommonFlags = kSmoothK | kSmoothV | kHasQk | kHasV;
+constexpr int32 kCommonFlags = kSmoothK | kSmoothV | kHasQk | kHasV | (COMMON == 2 ? kHalfV : 0);
+constexpr int32 kCommonKeyTile = COMMON == 1 ? 128 : 64, kCommonQuerySlice = COMMON == 1 ? 16 : 32;
 OA_DEVICE bool has(const QuantizeParams& p, Flag flag) { return ((kCommon ? kCommonFlags : p.flags) & flag) != 0; }
 OA_DEVICE bool is_packed(const QuantizeParams& p) { return !kCommon && p.packed; }
 OA_DEVICE int32 granularity_of(const QuantizeParams& p) { return kCommon ? kPerThread : p.granularity; }
 OA_DEVICE int32 bits_of(const QuantizeParams& p) { return kCommon ? 8 : p.bits; }
 OA_DEVICE int32 levels_of(const QuantizeParams& p) { return kCommon ? 127 : p.levels; }
-OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? 128 : p.key_tile; }
-OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? 16 : p.q_group_rows; }
+OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? kCommonKeyTile : p.key_tile; }
+OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? kCommonQuerySlice : p.q_group_rows; }
 
 // Items of a group go over its heads before they go on to the next rows: heads of one row lie side by side in memory.
 struct Split {
@@ -53,6 +54,8 @@ OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint3
         t.unit = first_unit + split.unit, t.slot = split.row;
     }
 }
+
+OA_DEVICE int32 blocks_of(int32 len) { return int32((uint32(len) + kBlockRows - 1) / kBlockRows); }
 
 // First byte of row 0 of the item's sequence and head in an input of 16-bit elements.
 OA_DEVICE const uint8* input_rows(const uint8* x, const Item& t, int64 stride_b, int64 stride_s, int64 stride_h,
@@ -124,10 +127,10 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
         t.len = s.len;
         t.index = t.slot - first_slot(s.begin, t.batch_idx, rows);
     }
-    int32 filled = rows == kChunkRows ? num_chunks(t.len) : int32((uint32(t.len) + kBlockRows - 1) / kBlockRows);
+    int32 filled = rows == kChunkRows ? num_chunks(num_samples(t.len)) : blocks_of(t.len);
     if (t.index < 0 || t.index >= filled) t.batch_idx = -1;
     if constexpr (kCommon) {
-        int32 first = t.index * (rows == kChunkRows ? chunk_rows(t.len) : kBlockRows);
+        int32 first = rows == kChunkRows ? 0 : t.index * kBlockRows;
         bool is_k = t.kind == kReduceK || t.kind == kQuantizeK;
         t.stride_bytes = 2 * (is_q ? p.q_stride_s : is_k ? p.k_stride_s : p.v_stride_s);
         t.rows = is_q   ? input_rows(p.q, t, p.q_stride_b, p.q_stride_s, p.q_stride_h, true)

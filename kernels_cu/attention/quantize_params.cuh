@@ -13,11 +13,13 @@ struct alignas(16) Item {
     int32 slot;  // of this head
     int32 index;  // of this sequence
     int32 begin, len;  // the sequence's rows in the tensor
-    // COMMON kernels only: the item's first kBlockRows rows, or as many as there are.
+    // COMMON kernels only: row 0 of the sequence where a sample of it is summed up, else the item's first kBlockRows rows, or as
+    // many as there are.
     const uint8* rows;
     int64 stride_bytes;
     int32 count;
 };
+static_assert(sizeof(Item) == 64, "the host makes room for that many bytes");
 
 // The host packs the same fields in the same order (src/omniattn/launch/quantize.py).
 struct QuantizeParams {
@@ -31,17 +33,19 @@ struct QuantizeParams {
     float* q_scale;
     float* k_scale;
     float* row_bias;  // null: not wanted
-    float* q_mean;    // null unless smooth_q
-    float* k_mean;    // null unless smooth_k
+    float* q_mean;  // null unless smooth_q
+    float* k_mean;  // null unless smooth_k
     uint8* v_out;
     float* v_scale;
     float* v_mean;
-    float* partials;   // per kv head and chunk: sums of K, sums, maxima and minima of V, HEAD_DIM each
-    // Words that a launch of its own zeroes: the ticket, then one of each kind per (batch, head).
+    float* partials;  // per kv head and chunk: sums of K, sums, maxima and minima of V, HEAD_DIM each
+    int64* v_error;  // per kv head and channel: what rounding took away, in 1 / kErrorUnits of a step
+    // Words that a launch of its own zeroes: the ticket, one of each kind per (batch, head), v_error.
     uint32* ticket;
     uint32* k_ready;  // chunks that have arrived, then kReady
     uint32* v_ready;
-    uint32* v_bad;  // V has NaN or infinity
+    uint32* v_bad;  // V has NaN or infinity, or, with a scale from a sample, values that the scale is too small for
+    uint32* v_done;  // blocks that have become bytes
     uint32* k_amax;  // bits of the largest magnitude, and blocks that have arrived (per_tensor only)
     uint32* k_amax_done;
     uint32* q_amax;
@@ -76,7 +80,7 @@ enum Granularity : int32 { kPerTensor, kPerBlock, kPerWarp, kPerThread, kPerToke
 enum Flag : int32 { kSmoothQ = 1, kSmoothK = 2, kSmoothV = 4, kFullBias = 8, kHasQk = 16, kHasV = 32, kHalfV = 64 };
 
 constexpr int32 kBlockRows = 128;  // rows of every tile, of queries and of keys
-constexpr int32 kChunkRows = 256;  // keys of a partial sum, while a sequence has at most kMaxChunks of them
+constexpr int32 kChunkRows = 256;  // sampled keys of a partial sum, while a sequence has at most kMaxChunks of them
 constexpr int32 kMaxChunks = 64;
 // Sums are kept times 2^-32, so that 2^31 values of any size stay finite.
 constexpr float kSumScale = 2.3283064365386963e-10f, kSumUnscale = 4294967296.0f;
@@ -85,16 +89,29 @@ constexpr float kLeastAmax = 7.888609052210118e-31f;  // 2^-100
 // A channel of V keeps its mean below 1 / kMeanCounts of its range: too small to matter, and values on the grid of their own
 // 16 bits, moved by it, are rounded to 8 bits with a bias that they do not have as they are.
 constexpr float kMeanCounts = 16.0f;
+// What a channel of V may exceed a sample's largest magnitude by: as floating-point numbers its values do not lose by it.
+constexpr float kHeadroom = 16.0f;
+constexpr float kErrorUnits = 256.0f;
 
 constexpr uint32 kReady = 0x80000000u;
 
-// Keys of one partial sum of a sequence of `len` keys, and how many partial sums it has (one when it is empty).
-OA_DEVICE int32 chunk_rows(int32 len) {
-    constexpr uint32 kMost = kChunkRows * kMaxChunks;
-    return int32(max_of<uint32>((uint32(len) + kMost - 1) / kMost, 1) * kChunkRows);
+// Means of K and V and ranges of V come from a sample of a long sequence: one key of 2^sample_log2(len), at least
+// kLeastSample keys. Any vector may be taken away from K and V, and ranges have headroom.
+constexpr int32 kLeastSample = 512, kMostSampleLog2 = 4;
+OA_DEVICE int32 sample_log2(int32 len) {
+    return len < 2 * kLeastSample ? 0 : min_of(31 - __clz(len / kLeastSample), kMostSampleLog2);
 }
-OA_DEVICE int32 num_chunks(int32 len) {
-    return int32(max_of<uint32>((uint32(len) + chunk_rows(len) - 1) / chunk_rows(len), 1));
+OA_DEVICE int32 num_samples(int32 len) { return len >> sample_log2(len); }
+// The key that is sample i. One of each 2^log2 neighbours, another one every time: no period of the data can hide from it.
+OA_DEVICE int32 sampled_row(int32 i, int32 log2) { return (i << log2) + ((i * 5) & ((1 << log2) - 1)); }
+
+// Samples of one partial sum, and how many partial sums a sequence has (one when it is empty).
+OA_DEVICE int32 chunk_rows(int32 samples) {
+    constexpr uint32 kMost = kChunkRows * kMaxChunks;
+    return int32(max_of<uint32>((uint32(samples) + kMost - 1) / kMost, 1) * kChunkRows);
+}
+OA_DEVICE int32 num_chunks(int32 samples) {
+    return int32(max_of<uint32>((uint32(samples) + chunk_rows(samples) - 1) / chunk_rows(samples), 1));
 }
 
 struct Sequence {

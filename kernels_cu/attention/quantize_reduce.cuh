@@ -1,13 +1,13 @@
-// Sums over the keys, chunk by chunk: the mean of K and of V, and the range of every channel of V.
+// Sums over sampled keys, chunk by chunk: the mean of K and of V, and the range of every channel of V.
 //
-// Order of a chunk's sum, which NumPy repeats: row r goes to lane r % 32, each lane adds its rows in order, then lane i
+// Order of a chunk's sum, which NumPy repeats: its row r goes to lane r % 32, each lane adds its rows in order, then lane i
 // adds lane i + 16, + 8, + 4, + 2, + 1. A chunk with NaN, infinity or a sum beyond fp32 in a channel adds that channel
 // again: finite values only, times 2^-32 each.
 // Threads: 2 * HEAD_DIM; thread t has the channels 8 (t % (HEAD_DIM / 8)) + 0..7 and the rows t / (HEAD_DIM / 8) + 16 i.
 #pragma once
 #include "attention/quantize_items.cuh"
-#include "attention/quantize_memory.cuh"
 #include "ptx/cvt_quant.cuh"
+#include "ptx/l2.cuh"
 
 constexpr int32 kRowLanes = 16;
 // Partial results that a thread loads before it adds the first of them: one after the other costs half a microsecond
@@ -46,27 +46,35 @@ OA_DEVICE void store_lanes(const float (&even)[8], const float (&odd)[8], float*
     own[1] = {even[4] + odd[4], even[5] + odd[5], even[6] + odd[6], even[7] + odd[7]};
 }
 
+// Rows that are summed up: all of a block, or some of a sequence's samples.
+struct RowsToSum {
+    const uint8* row_0;
+    int64 stride_bytes;
+    int32 first, log2, count;  // samples first + 0 .. count - 1
+    OA_DEVICE const uint8* at(int32 i) const { return row_0 + sampled_row(first + i, log2) * stride_bytes; }
+};
+
 // Row lanes' sums again: finite values only, times 2^-32. Out of line: rare, and its registers would cost every caller.
 template <typename Io, int kHeadDim>
-OA_DEVICE void sum_finite(const uint8* rows, int64 stride_bytes, int32 count, int32 head_dim, float* buffer) {
+OA_DEVICE void sum_finite(const RowsToSum& rows, int32 head_dim, float* buffer) {
     constexpr int kColumns = kHeadDim / 8;
     int32 cc = threadIdx.x % kColumns, ty = threadIdx.x / kColumns;
     float x[8], even[8] = {}, odd[8] = {};
-    for (int32 r = ty; cc * 8 < head_dim && r < count; r += 2 * kRowLanes) {
-        unpack8(Io{}, load_input(rows + r * stride_bytes + cc * 16, keeping_policy()), x);
+    for (int32 r = ty; cc * 8 < head_dim && r < rows.count; r += 2 * kRowLanes) {
+        unpack8(Io{}, load_input(rows.at(r) + cc * 16, keeping_policy()), x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) even[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
-        if (r + kRowLanes >= count) break;
-        unpack8(Io{}, load_input(rows + (r + kRowLanes) * stride_bytes + cc * 16, keeping_policy()), x);
+        if (r + kRowLanes >= rows.count) break;
+        unpack8(Io{}, load_input(rows.at(r + kRowLanes) + cc * 16, keeping_policy()), x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) odd[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
     }
     store_lanes<kHeadDim>(even, odd, buffer);
 }
 
-// Sum of channel `tid` over `count` rows, from what store_lanes wrote, in threads below kHeadDim; times 2^-32.
+// Sum of channel `tid` over the rows, from what store_lanes wrote, in threads below kHeadDim; times 2^-32.
 template <typename Io, int kHeadDim>
-OA_DEVICE float channel_sum(const uint8* rows, int64 stride_bytes, int32 count, int32 head_dim, float* buffer) {
+OA_DEVICE float channel_sum(const RowsToSum& rows, int32 head_dim, float* buffer) {
     int32 tid = threadIdx.x;
     __syncthreads();
     float sum = 0.0f;
@@ -74,7 +82,7 @@ OA_DEVICE float channel_sum(const uint8* rows, int64 stride_bytes, int32 count, 
     bool again = tid < kHeadDim && !is_finite(sum);
     sum = mul_rn(sum, kSumScale);
     if (__syncthreads_or(again)) {
-        sum_finite<Io, kHeadDim>(rows, stride_bytes, count, head_dim, buffer);
+        sum_finite<Io, kHeadDim>(rows, head_dim, buffer);
         __syncthreads();
         if (again) sum = tree_sum<kHeadDim>(buffer + tid);
     }
@@ -87,19 +95,30 @@ OA_DEVICE float* partial_of(const QuantizeParams& p, const Item& t, int32 slot, 
     return p.partials + ((int64(t.unit) * p.slots_r + slot) * 4 + which) * kHeadDim;
 }
 
+// The item's chunk of a sequence's samples.
+OA_DEVICE RowsToSum chunk_of(const Item& t, int32 samples, const uint8* row_0, int64 stride_bytes) {
+    int32 size = chunk_rows(samples), first = t.index * size;
+    return {row_0, stride_bytes, first, sample_log2(t.len), min_of(size, samples - first)};
+}
+
 template <typename Io, int kHeadDim>
 OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, uint32* flag) {
     constexpr int kColumns = kHeadDim / 8, kBatch = 8;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
-    int64 stride = kCommon ? t.stride_bytes : p.k_stride_s * 2;
-    int32 size = chunk_rows(t.len), first = t.index * size, count = min_of(size, t.len - first);
-    const uint8* rows = item_rows(p, t, p.k, p.k_stride_b, p.k_stride_s, p.k_stride_h, first);
+    int32 samples = num_samples(t.len), chunks = num_chunks(samples);
+    RowsToSum rows = chunk_of(t, samples, item_rows(p, t, p.k, p.k_stride_b, p.k_stride_s, p.k_stride_h, 0),
+                              kCommon ? t.stride_bytes : p.k_stride_s * 2);
     float sums[2][8] = {};
     bool inside = cc * 8 < p.head_dim;
     uint64 policy = keeping_policy();
-    uint4 raw[kBatch];
-    auto add = [&] {
+    for (int32 r0 = ty; r0 < rows.count; r0 += kRowLanes * kBatch) {
+        uint4 raw[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            int32 r = r0 + i * kRowLanes;
+            raw[i] = inside && r < rows.count ? load_input(rows.at(r) + cc * 16, policy) : uint4{0, 0, 0, 0};
+        }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             float x[8];
@@ -107,35 +126,26 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, u
 #pragma unroll
             for (int j = 0; j < 8; ++j) sums[i & 1][j] += x[j];
         }
-    };
-    for (int32 r0 = ty; r0 < count; r0 += kRowLanes * kBatch) {
-        const uint8* at = rows + r0 * stride + cc * 16;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            raw[i] = inside && r0 + i * kRowLanes < count ? load_input(at, policy) : uint4{0, 0, 0, 0};
-            at += kRowLanes * stride;
-        }
-        add();
     }
     store_lanes<kHeadDim>(sums[0], sums[1], buffer);
-    float sum = channel_sum<Io, kHeadDim>(rows, stride, count, p.head_dim, buffer);
+    float sum = channel_sum<Io, kHeadDim>(rows, p.head_dim, buffer);
     if (tid < kHeadDim) partial_of<kHeadDim>(p, t, t.slot, 0)[tid] = sum;
 
     int64 at = sequence_head(t, p.num_kv_heads);
-    if (!arrive_is_last(p.k_ready + at, num_chunks(t.len), flag)) return;
+    if (!arrive_is_last(p.k_ready + at, chunks, flag)) return;
     if (tid < p.head_dim_pad) {
         const float* partial = partial_of<kHeadDim>(p, t, t.slot - t.index, 0) + tid;
         float total = 0.0f, part[kInFlight];
-        for (int32 c0 = 0, end = num_chunks(t.len); c0 < end; c0 += kInFlight) {
+        for (int32 c0 = 0; c0 < chunks; c0 += kInFlight) {
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i)
-                part[i] = load_gpu(partial + int64(min_of(c0 + i, end - 1)) * (4 * kHeadDim));
+                part[i] = load_gpu(partial + int64(min_of(c0 + i, chunks - 1)) * (4 * kHeadDim));
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
-                if (c0 + i < end) total += part[i];
+                if (c0 + i < chunks) total += part[i];
             }
         }
-        p.k_mean[at * p.head_dim_pad + tid] = t.len ? mul_rn(div_rn(total, float(t.len)), kSumUnscale) : 0.0f;
+        p.k_mean[at * p.head_dim_pad + tid] = t.len ? mul_rn(div_rn(total, float(samples)), kSumUnscale) : 0.0f;
     }
     __syncthreads();
     if (tid == 0) store_release(p.k_ready + at, kReady);
@@ -150,15 +160,23 @@ OA_DEVICE float column_max(const float* column) {
     return m;
 }
 
+// Scale of a channel of V of which nothing exceeds `amax`. e4m3: amax becomes v_levels. fp16: a power of two, so that only
+// subnormals are rounded, which puts it into [128, 256): 128 products with P <= 1 stay below 65504.
+OA_DEVICE float value_scale(const QuantizeParams& p, float amax) {
+    if (!(amax >= kLeastAmax)) return 1.0f;
+    if (has(p, kHalfV)) return __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23));
+    return div_rn(amax, p.v_levels);
+}
+
 // Range of every channel and, with smooth_v, its sum; the last chunk of a sequence makes mean and scale of it.
 template <typename Io, int kHeadDim>
 OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, uint32* flag) {
     constexpr int kColumns = kHeadDim / 8, kBatch = kCommon ? 8 : 4;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
-    int64 stride = kCommon ? t.stride_bytes : p.v_stride_s * 2;
-    int32 size = chunk_rows(t.len), first = t.index * size, count = min_of(size, t.len - first);
-    const uint8* rows = item_rows(p, t, p.v, p.v_stride_b, p.v_stride_s, p.v_stride_h, first);
+    int32 samples = num_samples(t.len), chunks = num_chunks(samples);
+    RowsToSum rows = chunk_of(t, samples, item_rows(p, t, p.v, p.v_stride_b, p.v_stride_s, p.v_stride_h, 0),
+                              kCommon ? t.stride_bytes : p.v_stride_s * 2);
     bool smooth = has(p, kSmoothV), inside = cc * 8 < p.head_dim;
     uint4 none_hi, none_lo;  // -inf and +inf: no row seen
     none_lo.x = none_lo.y = none_lo.z = none_lo.w = infinities(io);
@@ -166,37 +184,33 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
     uint4 hi = none_hi, lo = none_lo;
     float sums[2][8] = {};
     uint64 policy = keeping_policy();
-    uint4 raw[kBatch];
-    auto add = [&](int32 r0) {
+    // Rows behind the last one: this thread's first one again, which changes no range.
+    for (int32 r0 = ty; inside && r0 < rows.count; r0 += kRowLanes * kBatch) {
+        uint4 raw[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            int32 r = r0 + i * kRowLanes;
+            raw[i] = load_input(rows.at(r < rows.count ? r : r0) + cc * 16, policy);
+        }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             hi.x = max2_nan(io, hi.x, raw[i].x), lo.x = min2_nan(io, lo.x, raw[i].x);
             hi.y = max2_nan(io, hi.y, raw[i].y), lo.y = min2_nan(io, lo.y, raw[i].y);
             hi.z = max2_nan(io, hi.z, raw[i].z), lo.z = min2_nan(io, lo.z, raw[i].z);
             hi.w = max2_nan(io, hi.w, raw[i].w), lo.w = min2_nan(io, lo.w, raw[i].w);
-            if (smooth && r0 + i * kRowLanes < count) {
+            if (smooth && r0 + i * kRowLanes < rows.count) {
                 float x[8];
                 unpack8(io, raw[i], x);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) sums[i & 1][j] += x[j];
             }
         }
-    };
-    // Rows behind the last one: this thread's first one again, which changes no range.
-    for (int32 r0 = ty; inside && r0 < count; r0 += kRowLanes * kBatch) {
-        const uint8* at = rows + r0 * stride + cc * 16;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            raw[i] = load_input(r0 + i * kRowLanes < count ? at : rows + r0 * stride + cc * 16, policy);
-            at += kRowLanes * stride;
-        }
-        add(r0);
     }
     int64 at = sequence_head(t, p.num_kv_heads);
     float sum = 0.0f, x[8];
     if (smooth) {
         store_lanes<kHeadDim>(sums[0], sums[1], buffer);
-        sum = channel_sum<Io, kHeadDim>(rows, stride, count, p.head_dim, buffer);
+        sum = channel_sum<Io, kHeadDim>(rows, p.head_dim, buffer);
     }
     __syncthreads();
     float* of_lo = buffer + kRowLanes * kHeadDim;
@@ -209,12 +223,12 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
     __syncthreads();
     float most = neg_inf(), least = neg_inf();
     if (tid < kHeadDim) most = column_max<kHeadDim>(buffer + tid), least = -column_max<kHeadDim>(of_lo + tid);
-    bool again = count > 0 && tid < p.head_dim && !(is_finite(most) && is_finite(least));
+    bool again = rows.count > 0 && tid < p.head_dim && !(is_finite(most) && is_finite(least));
     if (__syncthreads_or(again)) {
         if (again) {  // this thread's channel alone, finite values only
             most = neg_inf(), least = -neg_inf();
-            for (int32 r = 0; r < count; ++r) {
-                uint16 bits = *reinterpret_cast<const uint16*>(rows + r * stride + tid * 2);
+            for (int32 r = 0; r < rows.count; ++r) {
+                uint16 bits = *reinterpret_cast<const uint16*>(rows.at(r) + tid * 2);
                 float value = to_float(io, bits);
                 if (is_finite(value)) most = fmaxf(most, value), least = fminf(least, value);
             }
@@ -226,39 +240,35 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
         partial_of<kHeadDim>(p, t, t.slot, 2)[tid] = most;
         partial_of<kHeadDim>(p, t, t.slot, 3)[tid] = least;
     }
-    if (!arrive_is_last(p.v_ready + at, num_chunks(t.len), flag)) return;
+    if (!arrive_is_last(p.v_ready + at, chunks, flag)) return;
     if (tid < p.head_dim_pad) {
         const float* partial = partial_of<kHeadDim>(p, t, t.slot - t.index, 1) + tid;
         float total = 0.0f;
         most = neg_inf(), least = -neg_inf();
-        for (int32 c0 = 0, end = num_chunks(t.len); c0 < end; c0 += kInFlight) {
+        for (int32 c0 = 0; c0 < chunks; c0 += kInFlight) {
             float part[3][kInFlight];
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
-                const float* from = partial + int64(min_of(c0 + i, end - 1)) * (4 * kHeadDim);
+                const float* from = partial + int64(min_of(c0 + i, chunks - 1)) * (4 * kHeadDim);
 #pragma unroll
                 for (int which = 0; which < 3; ++which) part[which][i] = load_gpu(from + which * kHeadDim);
             }
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
-                if (c0 + i < end) total += part[0][i];
+                if (c0 + i < chunks) total += part[0][i];
                 most = fmaxf(most, part[1][i]);
                 least = fminf(least, part[2][i]);
             }
         }
         bool real = tid < p.head_dim && most >= least;
-        float mean = smooth && real ? mul_rn(div_rn(total, float(t.len)), kSumUnscale) : 0.0f;
+        float mean = smooth && real ? mul_rn(div_rn(total, float(samples)), kSumUnscale) : 0.0f;
         if (!(fabsf(mean) * kMeanCounts > fmaxf(most - mean, mean - least))) mean = 0.0f;
         // A difference beyond fp32 counts as infinity.
         if (real && !is_finite(fmaxf(most - mean, mean - least))) reduce_max_global(p.v_bad + at, 1);
-        float amax = real ? fminf(fmaxf(most - mean, mean - least), kMaxFinite) : 0.0f;
-        float scale = 1.0f;
-        if (amax >= kLeastAmax) {
-            // fp8: the largest magnitude becomes v_levels. fp16: a power of two, so that only subnormals are rounded, which
-            // puts it into [128, 256): 128 products with P <= 1 stay below 65504.
-            scale = has(p, kHalfV) ? __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23))
-                                   : div_rn(amax, p.v_levels);
-        }
+        float amax = real ? fmaxf(most - mean, mean - least) : 0.0f;
+        // A sample of zeros says nothing of the others: anything that is not 0 will be too large.
+        if (rows.log2 > 0) amax = mul_rn(fmaxf(amax, kLeastAmax), kHeadroom);
+        float scale = value_scale(p, fminf(amax, kMaxFinite));
         // Where the first chunk had its maxima: read by all blocks of the sequence.
         partial_of<kHeadDim>(p, t, t.slot - t.index, 2)[tid] = div_rn(1.0f, scale);
         p.v_scale[at * p.head_dim_pad + tid] = scale;

@@ -92,9 +92,6 @@ struct Grouping {
 
 OA_DEVICE float scale_of(float amax, int32 levels) { return amax >= kLeastAmax ? div_rn(amax, float(levels)) : 1.0f; }
 
-// 1.5 * 2^23: x * inverse + kRound is x * inverse rounded to an integer, which stands in the low bits.
-constexpr float kRound = 12582912.0f;
-
 // Makes the compiler forget what it has computed from these registers: it would otherwise keep 64 differences from the
 // search of the maximum for the rounding, which costs more registers than there are.
 OA_DEVICE void forget(uint4 (&raw)[kSteps]) {
@@ -116,17 +113,17 @@ OA_DEVICE float largest_of_row(const uint4 (&raw)[kSteps]) {
     return max_nan(low_float(io, pair), high_float(io, pair));
 }
 
-// Largest magnitude of x - mean over this thread's rows of K, which are of one group, and those of the other threads of the
-// same rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel have it.
-template <typename Io, int kColumns>
+// Largest magnitude of x - mean over some of this thread's rows of K, which are of one group, and over those of the other threads
+// of the same rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel have it.
+template <typename Io, int kColumns, int kFirst, int kCount>
 OA_DEVICE float largest_of_rows(const uint4 (&raw)[kSteps], const float (&mean)[8]) {
     Io io;
     float most = 0.0f;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-        uint32 hi = word_of(raw[0], w), lo = hi;
+        uint32 hi = word_of(raw[kFirst], w), lo = hi;
 #pragma unroll
-        for (int i = 1; i < kSteps; ++i) {
+        for (int i = kFirst + 1; i < kFirst + kCount; ++i) {
             hi = max2_nan(io, hi, word_of(raw[i], w));
             lo = min2_nan(io, lo, word_of(raw[i], w));
         }
@@ -201,7 +198,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
             }
             reinterpret_cast<float2*>(s.sums + tid * 8)[w] = {lo[0] + lo[1], hi[0] + hi[1]};
         }
-        float sum = channel_sum<Io, kHeadDim>(rows, stride, count, p.head_dim, s.sums);
+        float sum = channel_sum<Io, kHeadDim>({rows, stride, 0, 0, count}, p.head_dim, s.sums);
         if (tid < kHeadDim) {
             float of_block = mul_rn(div_rn(sum, float(count)), kSumUnscale);
             s.mean[tid] = of_block;
@@ -219,8 +216,19 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
           group = grouping.group(own_row);
     bool regular = kCommon && count == kBlockRows, bad = false;  // rows that all exist, and are finite
     if (regular) {
-        float most = is_q ? largest_of_row<Io, kColumns>(raw) : largest_of_rows<Io, kColumns>(raw, mean);
-        if (cc < (is_q ? 8 : 1)) {  // a lane for each group
+        constexpr int kTiles = kBlockRows / kCommonKeyTile, kHalf = kSteps / 2;
+        float most;
+        if (is_q) {
+            most = largest_of_row<Io, kColumns>(raw);
+        } else if (kTiles == 1) {
+            most = largest_of_rows<Io, kColumns, 0, kSteps>(raw, mean);
+        } else {
+            float first_tile = largest_of_rows<Io, kColumns, 0, kHalf>(raw, mean);
+            forget(raw);
+            most = largest_of_rows<Io, kColumns, kHalf, kHalf>(raw, mean);
+            if (cc == 0) most = first_tile;  // row_of_lane(1) is in the second tile
+        }
+        if (cc < (is_q ? 8 : kTiles)) {  // a lane for each row of Q, for each tile of K
             reduce_max_shared(&groups.amax[group], __float_as_uint(most));
             if (!is_finite(most)) groups.irregular = 1;
         }
@@ -267,7 +275,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
             }
             return;
         }
-        wait_for_own(tensor_done, uint32(t.len + kBlockRows - 1) / kBlockRows);
+        wait_for_own(tensor_done, uint32(blocks_of(t.len)));
         amax = load_gpu(tensor_amax);
     }
     float scale = scale_of(__uint_as_float(amax), levels_of(p)), inverse = div_rn(1.0f, scale);
@@ -305,7 +313,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
             packed.x = permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410);
             packed.y = permute_bytes(permute_bytes(n[4], n[5], 0x0040), permute_bytes(n[6], n[7], 0x0040), 0x5410);
             if (is_bad) packed.x = packed.y = 0;
-            store_output_if(stored, to, packed);
+            store_passing_if(stored, to, packed);
         } else {
             uint32 packed = 0;
 #pragma unroll

@@ -12,7 +12,7 @@
 //                           +-> 128 rows of Q             -> integers, scales, row_bias          |
 //                           +-> 128 keys of K or V        -> wait for the flag (acquire) <-------+
 //
-// K and V are read twice, the second time from L2: the sums run one group of heads ahead of the quantization.
+// The sums are of samples and come first, then Q, which needs none of them; so nobody waits long.
 // Threads: 2 * HEAD_DIM. Shared memory: 128 * HEAD_DIM bytes of work on an item; two each of items
 // and of what blocks of rows collect, one for this item and one for the next; a flag.
 #include "attention/quantize_items.cuh"
@@ -41,6 +41,7 @@ struct SharedStorage {
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const __grid_constant__ QuantizeParams p) {
     __shared__ SharedStorage s;
     if (p.clear_words > 0) {
+        launch_dependents();
         for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.clear_words; i += int64(gridDim.x) * kThreads)
             p.ticket[i] = 0;
         if constexpr (kCommon) {
@@ -55,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
             copy_starts(p.cu_seqlens_k, p.starts_k, p.batch, p.seqlen_k);
         return;
     }
+    wait_for_kernel_ahead();
     // Tickets, and items of the table, travel while an item is worked on.
     bool first_warp = threadIdx.x < 32;
     uint32 next = 0;  // thread 0: the ticket behind the item that has been taken last

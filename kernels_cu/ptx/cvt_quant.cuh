@@ -1,11 +1,14 @@
 // Conversions to 8-bit types and what surrounds them (PTX ISA, "cvt", "max", "prmt"). Any lane; no ordering.
 #pragma once
 #include "ptx/cvt.cuh"
+#include "ptx/half2.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
 constexpr float kMaxFinite = 3.402823466e38f;
 constexpr uint32 kE4m3Nan = 0x7f;
+// 1.5 * 2^23: x + kRound, |x| < 2^22, is x rounded to an integer, which stands in the low bits.
+constexpr float kRound = 12582912.0f;
 
 // max.NaN.f32 of magnitudes: NaN if either is NaN.
 OA_DEVICE float max_abs_nan(float a, float b) {
@@ -101,5 +104,18 @@ OA_DEVICE uint32 pack_e4m3x2(float lo, float hi) {
     return d;
 #else
     return e4m3_bits(lo) | e4m3_bits(hi) << 8;
+#endif
+}
+
+// cvt.rn.f16x2.e4m3x2, exact: two e4m3 numbers in bits 0..15 to fp16.
+OA_DEVICE uint32 half2_of_e4m3x2(uint32 codes) {
+#if __CUDA_ARCH__ >= 890
+    uint32 d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(uint16(codes)));
+    return d;
+#else
+    // An e4m3 number's bits as an fp16 number's highest are it times 2^-8, subnormals too. (NaN becomes 480.)
+    uint32 wide = permute_bytes(codes, 0, 0x1404);
+    return mul_half2((wide & kBothSigns) | (wide & 0x7f007f00u) >> 1, 0x5c005c00u);
 #endif
 }

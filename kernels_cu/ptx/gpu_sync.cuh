@@ -32,9 +32,16 @@ OA_DEVICE void reduce_max_global(uint32* p, uint32 v) {
     asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// red.shared.{max,or}.u32: any lane, ordered by the CTA barrier that follows.
+OA_DEVICE void reduce_add_global(int64* p, int64 v) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// red.shared.{max,add}: any lane, ordered by the CTA barrier that follows.
 OA_DEVICE void reduce_max_shared(uint32* p, uint32 v) {
     asm volatile("red.shared.max.u32 [%0], %1;" ::"l"(__cvta_generic_to_shared(p)), "r"(v) : "memory");
+}
+OA_DEVICE void reduce_add_shared(int32* p, int32 v) {
+    asm volatile("red.shared.add.s32 [%0], %1;" ::"l"(__cvta_generic_to_shared(p)), "r"(v) : "memory");
 }
 
 // ld.relaxed.gpu: a value that another CTA wrote, past the L1 cache, which may hold an older one. Behind an acquire.
@@ -46,6 +53,11 @@ OA_DEVICE float load_gpu(const float* p) {
 OA_DEVICE uint32 load_gpu(const uint32* p) {
     uint32 v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+OA_DEVICE int64 load_gpu(const int64* p) {
+    int64 v;
+    asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
 OA_DEVICE float4 load_gpu(const float4* p) {

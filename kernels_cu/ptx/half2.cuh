@@ -7,6 +7,11 @@ OA_DEVICE uint32 add_half2(uint32 a, uint32 b) {
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
+OA_DEVICE uint32 sub_half2(uint32 a, uint32 b) {
+    uint32 d;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
 OA_DEVICE uint32 mul_half2(uint32 a, uint32 b) {
     uint32 d;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));

@@ -6,16 +6,27 @@
 // prefetch.global.L2 [address]: asks for a line of 128 bytes. A hint.
 OA_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
+// createpolicy.fractional.L2: how the L2 cache treats what is read: first out (not needed again), or last (needed soon).
+OA_DEVICE uint64 passing_policy() {
+    uint64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+OA_DEVICE uint64 keeping_policy() {
+    uint64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // createpolicy.fractional.L2: what is read once makes room first, so that a stream does not push out what others will need, nor
 // has it written to memory where it is newer than there. A long stream is faster if only a fourth of it does (measured on an H200;
 // the rest changes no order). sm_90 only: elsewhere nobody has run it, and ptxas has a bug there
 // (KvRing in pipeline/kv_copy.cuh).
 OA_DEVICE uint64 l2_policy(bool all) {
 #if __CUDA_ARCH__ == 900
-    uint64 whole, fourth;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(whole));
+    uint64 fourth;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 0.25;" : "=l"(fourth));
-    return all ? whole : fourth;
+    return all ? passing_policy() : fourth;
 #else
     return 0;
 #endif
@@ -43,4 +54,33 @@ OA_DEVICE void cp_async_small(uint32 smem_dst, const void* gmem_src, uint32 src_
 #else
     cp_async_small<kBytes>(smem_dst, gmem_src, src_bytes);
 #endif
+}
+
+// st.global.L2::cache_hint: what this kernel does not read again; aligned to its size.
+OA_DEVICE void store_passing(uint8* p, const uint4& w) {
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z),
+                 "r"(w.w), "l"(passing_policy())
+                 : "memory");
+}
+OA_DEVICE void store_passing(uint8* p, const uint2& w) {
+    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1,%2}, %3;" ::"l"(p), "r"(w.x), "r"(w.y),
+                 "l"(passing_policy())
+                 : "memory");
+}
+
+// The same where `stored`.
+OA_DEVICE void store_passing_if(bool stored, uint8* p, const uint2& w) {
+    asm volatile(
+        "{ .reg .pred q; setp.ne.s32 q, %4, 0; @q st.global.L2::cache_hint.v2.u32 [%0], {%1,%2}, %3; }" ::"l"(p),
+        "r"(w.x), "r"(w.y), "l"(passing_policy()), "r"(int32(stored))
+        : "memory");
+}
+
+// ld.global.nc.L1::no_allocate.L2::cache_hint.v4: 16 bytes of an input, which nobody writes; 16-byte aligned.
+OA_DEVICE uint4 load_input(const uint8* p, uint64 policy) {
+    uint4 w;
+    asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+        : "l"(p), "l"(policy));
+    return w;
 }

@@ -96,10 +96,10 @@ def strides_of(t: Tensor | None, layout: str, varlen: bool) -> Strides3:
     return (0 if varlen else own[0], own[seq], own[head])
 
 
-def select_quantizer(op: str, dtype: str, head_dim: int, cc: tuple[int, int], common: bool = False) -> KernelSpec:
+def select_quantizer(op: str, dtype: str, head_dim: int, cc: tuple[int, int], common: int = 0) -> KernelSpec:
     """The row of ``op`` ("quantize" or "quantize_delta") with the narrowest tile that holds ``head_dim``.
 
-    ``common``: for a problem that `QuantizeProblem.is_common` names.
+    ``common``: `QuantizeProblem.common`; where the GPU has no row for it, that for anything.
 
     Raises
     ------
@@ -107,7 +107,8 @@ def select_quantizer(op: str, dtype: str, head_dim: int, cc: tuple[int, int], co
         There is none for this element type, or for the GPU.
     """
     rows = [s for s in REGISTRY if s.op == op and s.dtype == dtype and s.head_dim >= head_dim and s.min_arch <= cc]
-    rows = [s for s in rows if ("common" in s.features) == common]
+    wanted = [s for s in rows if dict(s.defines)["COMMON"] == str(common)]
+    rows = wanted or [s for s in rows if dict(s.defines)["COMMON"] == "0"]
     if not rows:
         raise UnsupportedError(
             f"no quantizer serves {dtype}, head_dim {head_dim} on compute capability {cc[0]}.{cc[1]}",
@@ -128,8 +129,7 @@ def device_plan(
     from . import runtime
 
     device = runtime.device_info(ordinal)
-    common = problem.is_common and device.cc >= (9, 0)
-    spec = select_quantizer("quantize", problem.dtype, problem.head_dim, device.cc, common)
+    spec = select_quantizer("quantize", problem.dtype, problem.head_dim, device.cc, problem.common)
     delta = select_quantizer("quantize_delta", problem.dtype, problem.head_dim, device.cc)
     return QuantizePlan(
         spec,
@@ -139,4 +139,5 @@ def device_plan(
         strides,
         device.sm_count,
         group_bytes,
+        device.cc >= (9, 0) and device.driver_version >= (12, 4),
     )

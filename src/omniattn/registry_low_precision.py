@@ -197,13 +197,18 @@ def _attn_int8_ring(dtype: str) -> KernelSpec:
     )
 
 
-def _quantize(head_dim: int, dtype: str, common: bool = False) -> KernelSpec:
-    """For anything, or only for what int8 attention asks for by default on Hopper (`QuantizeProblem.is_common`)."""
+#: Kernels for what int8 attention asks for by default (`QuantizeProblem.common`): end of the name, oldest architecture.
+_COMMON_QUANTIZERS = {1: ("common", (9, 0)), 2: ("common_sm80_fp16", (8, 0)), 3: ("common_sm80_fp8", (8, 9))}
+
+
+def _quantize(head_dim: int, dtype: str, common: int = 0) -> KernelSpec:
+    """For anything, or only for one kind of default."""
     short, tag = IO_TYPES[dtype]
     # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
     num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
+    kind, min_arch = _COMMON_QUANTIZERS.get(common, ("", (8, 0)))
     return KernelSpec(
-        name=f"quantize_sm80_{short}_d{head_dim}" + "_common" * common,
+        name="_".join(filter(None, (f"quantize_sm80_{short}_d{head_dim}", kind))),
         family="quantize_sm80",
         op="quantize",
         source="entry/quantize_sm80.cu",
@@ -212,7 +217,7 @@ def _quantize(head_dim: int, dtype: str, common: bool = False) -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("CTAS", str(ctas)),
-            ("COMMON", str(int(common))),
+            ("COMMON", str(common)),
         ),
         dtype=dtype,
         head_dim=head_dim,
@@ -220,11 +225,11 @@ def _quantize(head_dim: int, dtype: str, common: bool = False) -> KernelSpec:
         block_n=128,
         num_warps=num_warps,
         smem_bytes=0,
-        prebuild=("90a",) if common else PREBUILT_ARCHS,
-        min_arch=(9, 0) if common else (8, 0),
+        prebuild=tuple(arch for arch in PREBUILT_ARCHS if int(arch.rstrip("a")) >= 10 * min_arch[0] + min_arch[1]),
+        min_arch=min_arch,
         features=frozenset({"common"} if common else ()),
-        # Of the kernels for anything. Two CTAs an SM would need no spills: measured 5 to 10 % slower.
-        allowed_spill_bytes=40 if common else 320,
+        # Nearly all of it where V is done a second time. Two CTAs an SM would need no spills: measured 5 to 10 % slower.
+        allowed_spill_bytes=1100,
     )
 
 
@@ -272,6 +277,6 @@ def low_precision_rows() -> Iterator[KernelSpec]:
 def quantizer_rows() -> Iterator[KernelSpec]:
     """Rows of the quantizers."""
     sizes = [(head_dim, dtype) for head_dim in (64, 128, 256) for dtype in ("float16", "bfloat16")]
-    for common in (False, True):
+    for common in (0, *_COMMON_QUANTIZERS):
         yield from (_quantize(head_dim, dtype, common) for head_dim, dtype in sizes)
     yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)

@@ -193,6 +193,71 @@ def test_not_a_number_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None
             check_v(v, monkeypatch, dtype=dtype, smooth_v=smooth_v)
 
 
+def odd_values(v: Any, kind: str) -> None:
+    """What a sample of the keys of (batch, keys, heads, channels) does not show, in the first head."""
+    from omniattn.reference.quantize import sampled
+
+    hidden = np.setdiff1d(np.arange(v.shape[1]), sampled(np.arange(v.shape[1])[:, None])[:, 0])
+    if kind == "beyond the headroom":
+        v[0, hidden[7], 0, 3], v[0, hidden[-2], 0, 11] = 1000.0, -3e4
+    elif kind == "at the headroom":
+        v[:, :, 0, :8] = 1.0
+        v[0, hidden, 0, :4], v[0, hidden, 0, 4:8] = 15.0, 16.5
+    elif kind == "zeros in the sample":
+        v[0, :, 0, 2], v[0, hidden[5], 0, 2] = 0.0, 1e-3
+        v[0, :, 0, 4] = 0.0
+    elif kind == "not a number":
+        v[0, hidden[9], 0, 5], v[0, hidden[10], 0, 6], v[0, hidden[3], 0, 3] = float("nan"), float("inf"), 1000.0
+
+
+@pytest.mark.parametrize(
+    "kind", ["none", "beyond the headroom", "at the headroom", "zeros in the sample", "not a number"]
+)
+@pytest.mark.parametrize("rows", [1024, 2500, 8192 + 70])
+def test_samples_of_long_sequences(rows: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, k, v = inputs("bfloat16", 64, 1, rows)
+    odd_values(v, kind)
+    for options in (
+        {"dtype": "float8_e4m3"}, {"dtype": "float8_e4m3", "smooth_v": False}, {"dtype": "float16"},
+        {"dtype": "float8_e4m3", "pv_accumulator": "fp16"},
+    ):  # fmt: skip
+        got = check_v(v, monkeypatch, **options)
+        assert kind == "not a number" or torch.isfinite(got.v_mean).all()
+    check_qk(k[:, :1], k, monkeypatch)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["none", "beyond the headroom", "not a number"])
+@pytest.mark.parametrize(
+    ("precision", "grouping"),
+    [(oa.Int8(), "sm90"), (oa.Int8(pv="fp16"), "sm80"), (oa.Int8(pv="fp8", pv_accumulator="fp16"), "sm80")],
+)
+def test_kernels_for_defaults(
+    precision: oa.Int8, grouping: str, kind: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q, K and V in one call by the kernels for defaults: the same bits as apart, by the kernel for anything."""
+    q, k, v = (x.cuda() for x in inputs("float16", head_dim, 300, 2100))
+    odd_values(v, kind)
+    made = problem_for(
+        precision, dtype="float16", batch=2, rows_q=300, rows_k=2100, heads_q=4, heads_kv=2, head_dim=head_dim,
+        varlen=False, grouping=grouping, full_bias=False,
+    )  # fmt: skip
+    tensors = [arrays.describe(x, "x") for x in (q, k, v)]
+    strides = tuple(strides_of(t, "NHD", False) for t in tensors)
+    fused = FusedQuantizer(made, strides, 0)
+    assert made.common
+    assert dict(fused.plan.spec.defines)["COMMON"] == str(made.common)
+    buffer = fused.allocate(tensors[0])
+    fused.launch(torch.cuda.current_stream().cuda_stream, (*(t.ptr for t in tensors), 0, 0), buffer.ptr)
+    qk = oa.quantize_qk(q, k, grouping=grouping)
+    values = oa.quantize_v(v, dtype=made.v_dtype, pv_accumulator="fp16" if made.v_levels < 448 else "fp32")
+    raw = numpy(buffer.obj)
+    for name, (shape, dtype) in made.shapes().items():
+        wanted = numpy(getattr(values if name.startswith("v") else qk, name))
+        got = raw[fused.offsets[name] :][: wanted.nbytes].view(dtype).reshape(shape)
+        assert np.array_equal(got, wanted.view(dtype), equal_nan=got.dtype.kind == "f"), name
+
+
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
     "mixed": ([100, 1, 0, 257, 64], [130, 300, 5, 257, 0]),
     "single": ([200], [200]),
@@ -248,7 +313,7 @@ def test_everything_of_a_call_in_one_allocation(
     strides = tuple(strides_of(t, "NHD", packed) for t in tensors[:3])
     fused = FusedQuantizer(made, strides, 0)
     fused.plan = device_plan(made, strides, 0, run=True, group_bytes=1)
-    assert ("common" in fused.plan.spec.features) == made.is_common == (not packed and not full_bias)
+    assert ("common" in fused.plan.spec.features) == bool(made.common) == (not packed and not full_bias)
     buffer = fused.allocate(tensors[0])
     addresses = [t.ptr for t in tensors] + [0] * (5 - len(tensors))
     fused.launch(torch.cuda.current_stream().cuda_stream, tuple(addresses), buffer.ptr)

@@ -6,6 +6,7 @@ import numpy as np
 
 from omniattn import arrays, testing
 from omniattn.cli.frameworks import Framework
+from omniattn.launch.quantize import COMMON
 from omniattn.precision import Int8
 from omniattn.quantizer import FusedQuantizer, problem_for, strides_of
 from omniattn.reference import quantize as reference
@@ -19,6 +20,9 @@ _HEADS_Q, _HEADS_KV, _BATCH = 4, 2, 2
 def verify_common(framework: Framework, spec: KernelSpec) -> tuple[int, float, list[str]]:
     """Run a row's problems; returns their number, an error of 0 or inf, what was wrong. Bits must be the CPU's."""
     notes: list[str] = []
+    formats = COMMON[int(dict(spec.defines)["COMMON"])]
+    assert formats is not None
+    grouping, pv = formats[0], {"float16": "fp16", "float8_e4m3": "fp8"}[formats[1]]
     for seed, (seqlen_q, seqlen_k, odd) in enumerate(_PROBLEMS):
         q, k, v = testing.make_qkv(
             "channel_bias", batch=_BATCH, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=_HEADS_Q, heads_kv=_HEADS_KV,
@@ -27,8 +31,8 @@ def verify_common(framework: Framework, spec: KernelSpec) -> tuple[int, float, l
         if odd:
             q[0, 3, 1, 5], k[1, 130, 0, 7], v[0, 600, 1, 9] = np.nan, np.inf, -np.inf
         problem = problem_for(
-            Int8(), dtype=spec.dtype, batch=_BATCH, rows_q=seqlen_q, rows_k=seqlen_k, heads_q=_HEADS_Q,
-            heads_kv=_HEADS_KV, head_dim=spec.head_dim, varlen=False, grouping="sm90", full_bias=False,
+            Int8(pv=pv, pv_accumulator="fp32"), dtype=spec.dtype, batch=_BATCH, rows_q=seqlen_q, rows_k=seqlen_k, heads_q=_HEADS_Q,
+            heads_kv=_HEADS_KV, head_dim=spec.head_dim, varlen=False, grouping=grouping, full_bias=False,
         )  # fmt: skip
         on_gpu = [framework.array(x, spec.dtype) for x in (q, k, v)]
         tensors = [arrays.describe(x, name) for x, name in zip(on_gpu, "qkv", strict=True)]

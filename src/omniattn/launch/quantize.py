@@ -5,31 +5,37 @@ The byte-exact formats are in docs/quantization.md.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from dataclasses import dataclass
 
 from ..registry import KernelSpec
 from ..runtime import LoadedKernel
+from ..runtime.driver import OVERLAP
 from .params import PARAMS
 
 BLOCK_ROWS, CHUNK_ROWS, MAX_CHUNKS = 128, 256, 64
+#: Means and ranges of a sequence come from one key of 2^`sample_log2`, of at least LEAST_SAMPLE keys.
+LEAST_SAMPLE, MOST_SAMPLE_LOG2 = 512, 4
 KEY_TILES = {"sm90": 128, "sm80": 64}
 QUERY_SLICES = {"sm90": 16, "sm80": 32}
 #: In the order of `Granularity` in the device code.
 GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread", "per_token")
+#: Groupings and formats of V that have a kernel of their own; the index is the kernel's COMMON. First: the kernel for anything.
+COMMON = (None, ("sm90", "float8_e4m3"), ("sm80", "float16"), ("sm80", "float8_e4m3"))
 
 _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i for i in range(7))
 
-#: Bytes of K and V that are read for the sums before they are read again: a part of the L2 cache, because Q and the
-#: outputs pass through it in between.
-GROUP_BYTES = 16 << 20
+#: Bytes of K and V of the heads that are summed up before any of them is quantized: all, or a part of the L2 cache where the
+#: whole of them is read twice (short sequences, per_tensor), because Q and the outputs pass through it in between.
+GROUP_BYTES, CACHED_GROUP_BYTES = 1 << 62, 16 << 20
 _MAX_GRID = 1 << 20
 _ITEM_BYTES = 64
 _ALIGNMENT = 256
 
 # The fields of QuantizeParams in order, little-endian, no padding.
-_POINTERS = struct.Struct("<27Q")
+_POINTERS = struct.Struct("<29Q")
 _REST = struct.Struct("<9q 29i f")
 
 Strides3 = tuple[int, int, int]
@@ -105,14 +111,13 @@ class QuantizeProblem:
         return KEY_TILES[self.grouping]
 
     @property
-    def is_common(self) -> bool:
-        """Whether it is what int8 attention asks for by default on Hopper, which has a kernel of its own."""
+    def common(self) -> int:
+        """Index in `COMMON` if it is what int8 attention asks for by default, which has kernels of its own; otherwise 0."""
         asked = (self.qk, self.v, self.smooth_k, self.smooth_v, self.smooth_q, self.varlen, self.stored_bits, self.bits)
-        return (
-            asked == (True, True, True, True, False, False, 8, 8)
-            and (self.granularity, self.grouping, self.v_dtype) == ("per_thread", "sm90", "float8_e4m3")
-            and self.row_bias != "full"
-        )
+        if asked != (True, True, True, True, False, False, 8, 8) or self.row_bias == "full":
+            return 0
+        formats = (self.grouping, self.v_dtype)
+        return COMMON.index(formats) if self.granularity == "per_thread" and formats in COMMON else 0
 
     def slots(self, rows: int, of: int) -> int:
         """Blocks of ``of`` rows of one head: of a sequence, or for packed ones a bound that holds for any lengths."""
@@ -123,7 +128,7 @@ class QuantizeProblem:
         """Chunks of keys of one head."""
         if self.varlen:
             return self.slots(self.rows_k, CHUNK_ROWS)
-        return num_chunks(self.rows_k)
+        return num_chunks(num_samples(self.rows_k))
 
     @property
     def delta_columns(self) -> int:
@@ -163,14 +168,24 @@ class QuantizeProblem:
         return found
 
 
-def num_chunks(rows: int) -> int:
-    """Partial sums of a sequence of ``rows`` keys; one for an empty sequence."""
-    return max(-(-rows // chunk_rows(rows)), 1)
+def sample_log2(rows: int) -> int:
+    """Means and ranges of a sequence of ``rows`` keys are those of one key of 2 to the power of this."""
+    return 0 if rows < 2 * LEAST_SAMPLE else min((rows // LEAST_SAMPLE).bit_length() - 1, MOST_SAMPLE_LOG2)
 
 
-def chunk_rows(rows: int) -> int:
-    """Keys of one partial sum: 256, more where that would be more than 64 of them."""
-    return max(-(-rows // (CHUNK_ROWS * MAX_CHUNKS)), 1) * CHUNK_ROWS
+def num_samples(rows: int) -> int:
+    """Keys of a sequence of ``rows`` that means and ranges are taken of."""
+    return rows >> sample_log2(rows)
+
+
+def num_chunks(samples: int) -> int:
+    """Partial sums of a sequence with that many sampled keys; one for an empty sequence."""
+    return max(-(-samples // chunk_rows(samples)), 1)
+
+
+def chunk_rows(samples: int) -> int:
+    """Sampled keys of one partial sum: 256, more where that would be more than 64 of them."""
+    return max(-(-samples // (CHUNK_ROWS * MAX_CHUNKS)), 1) * CHUNK_ROWS
 
 
 def carve(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[dict[str, int], int]:
@@ -196,10 +211,14 @@ class QuantizePlan:
     strides : (Strides3, Strides3, Strides3)
         Element strides (batch, seq, head) of q, k, v; 0 for an extent of 1 and for what is absent.
     sm_count : int
+    group_bytes : int
+        See `GROUP_BYTES`.
+    overlap : bool
+        Programmatic dependent launch of the kernel behind the one that zeroes.
     """
 
     __slots__ = (
-        "_clear", "_delta", "_delta_grid", "_grid", "_items", "_rest", "_table", "_threads", "_words", "counters_bytes",
+        "_clear", "_cluster", "_delta", "_delta_grid", "_errors", "_grid", "_items", "_rest", "_table", "_threads", "_words", "counters_bytes",
         "delta_kernel", "kernel", "problem", "spec", "starts_bytes", "workspace_bytes",
     )  # fmt: skip
 
@@ -212,11 +231,13 @@ class QuantizePlan:
         strides: tuple[Strides3, Strides3, Strides3],
         sm_count: int,
         group_bytes: int = GROUP_BYTES,
+        overlap: bool = False,
     ) -> None:
         p = self.problem = problem
         self.spec = spec
         self.kernel, self.delta_kernel = kernel, delta_kernel
         self._threads = 32 * spec.num_warps
+        self._cluster = OVERLAP if overlap else None
         units = p.heads_kv * (1 if p.varlen else p.batch)
         per_kv = p.heads_q // p.heads_kv if p.heads_kv else 0
         slots_q, slots_k = p.slots(p.rows_q, BLOCK_ROWS), p.slots(p.rows_k, BLOCK_ROWS)
@@ -225,7 +246,9 @@ class QuantizePlan:
         per_q = per_kv * slots_q if p.qk else 0
         per_pass = slots_k * (int(p.qk) + int(p.v))
         unit_bytes = max(2 * p.rows_k * p.head_dim * (int(p.qk) + int(p.v)), 1)
-        per_group = max(1, min(group_bytes // unit_bytes, units))
+        usual_rows = p.rows_k // max(p.batch, 1) if p.varlen else p.rows_k
+        most_bytes = min(group_bytes, CACHED_GROUP_BYTES) if per_a or sample_log2(usual_rows) == 0 else group_bytes
+        per_group = max(1, min(most_bytes // unit_bytes, units))
         groups = -(-units // per_group)
         last = units - (groups - 1) * per_group
         rest = per_a + per_q + per_pass
@@ -242,11 +265,13 @@ class QuantizePlan:
             | (_HAS_V if p.v else 0)
             | (_HALF_V if p.v_dtype == "float16" else 0)
         )
-        # Words that are zeroed: the ticket, three kinds for each kv head, and for per_tensor two more of each head.
+        # Words that are zeroed: the ticket, four kinds for each kv head, for per_tensor two more of each head, and the errors of
+        # V, two words a channel, at an even one.
         kv, qs = p.batch * p.heads_kv, p.batch * p.heads_q
-        tail = (2 * kv + 2 * qs) if per_a else 0
-        self._words = (1, 1 + kv, 1 + 2 * kv, 1 + 3 * kv, 1 + 4 * kv, 1 + 5 * kv, 1 + 5 * kv + qs)
-        clear = 1 + 3 * kv + tail
+        counts = [kv, kv, kv, kv, *((kv, kv, qs, qs) if per_a else (0, 0, 0, 0))]
+        self._words = tuple(itertools.accumulate(counts[:-1], initial=1))
+        self._errors = -(-(1 + sum(counts)) // 2) * 2
+        clear = self._errors + (2 * kv * p.head_dim_pad if p.v else 0)
         tile = spec.head_dim
 
         def pack(clear_words: int) -> bytes:
@@ -321,6 +346,7 @@ class QuantizePlan:
         rest = (
             *(get(name, 0) for name in OUTPUTS),
             workspace + self.counters_bytes + 2 * self.starts_bytes,
+            workspace + 4 * self._errors,
             workspace,
             *(workspace + 4 * at for at in self._words),
             *starts,
@@ -331,7 +357,7 @@ class QuantizePlan:
         if self._items == 0:
             return
         pointers = _POINTERS.pack(*inputs[:3], *starts, *rest)
-        kernel.launch(grid, self._threads, stream, PARAMS.write(pointers + self._rest))
+        kernel.launch(grid, self._threads, stream, PARAMS.write(pointers + self._rest), self._cluster)
         if self._delta:
             delta = self.delta_kernel
             if delta is None:

@@ -64,7 +64,7 @@ class Format:
 
     def quantize_values(self, values: Array, smooth: bool) -> tuple[Array, Array, Array]:
         """One head of v, (keys, head_dim): (quantized values as float32, scale, mean), the latter (head_dim,)."""
-        mean, scale = value_range(values, smooth, False, self.levels)
+        mean, scale = value_range(values, smooth, False, self.levels, every_key=True)
         return self.round((values - mean) * (_F(1) / scale)), scale, mean
 
     def round_probabilities(self, p: Array) -> Array:

@@ -19,8 +19,10 @@ from omniattn.launch.quantize import (
     QuantizeProblem,
     chunk_rows,
     num_chunks,
+    num_samples,
+    sample_log2,
 )
-from omniattn.reference.e4m3 import E4M3_MAX, encode_e4m3
+from omniattn.reference.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 
 Array = npt.NDArray[Any]
 
@@ -30,6 +32,10 @@ _SUM_SCALE, _SUM_UNSCALE = _F(2.0**-32), _F(2.0**32)
 LEAST_AMAX = _F(2.0**-100)
 #: A channel of V keeps its mean below 1 / MEAN_COUNTS of its range (docs/quantization.md says why).
 MEAN_COUNTS = _F(16)
+#: What a channel of V may exceed a sample's largest magnitude by.
+HEADROOM = _F(16)
+#: Sums of what rounding took away from V are kept in 1 / ERROR_UNITS of a step.
+ERROR_UNITS = _F(256)
 #: Position p of 16 keys of the transposed V holds this key.
 KEY_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
 
@@ -80,8 +86,15 @@ def scaled_sum(rows: Array) -> Array:
     return np.where(np.isfinite(plain), plain * _SUM_SCALE, careful)
 
 
+def sampled(rows: Array) -> Array:
+    """The keys of one head that means and ranges are taken of: one of each 2^n neighbours, another one every time."""
+    log2 = sample_log2(len(rows))
+    i = np.arange(num_samples(len(rows)))
+    return np.asarray(rows[(i << log2) + (i * 5 & (1 << log2) - 1)])
+
+
 def channel_mean(rows: Array) -> Array:
-    """Mean of the finite values over all rows of one head, (rows, dim) to (dim,)."""
+    """Sum of the finite values over the number of all rows, (rows, dim) to (dim,); `sampled` rows of one head."""
     if len(rows) == 0:
         return np.zeros(rows.shape[1:], dtype=_F)
     size = chunk_rows(len(rows))
@@ -224,7 +237,7 @@ def _quantize_qk_head(
     keys = _rows(k, problem, of_k, head)
     mean = np.zeros(d, dtype=_F)
     if problem.smooth_k:
-        mean = channel_mean(keys)
+        mean = channel_mean(sampled(keys))
         out["k_mean"][of_k.batch, head, :d] = mean
     smooth_keys = keys - mean
     _store_rows(problem, smooth_keys, of_k, head, out, is_q=False)
@@ -271,23 +284,59 @@ def _store_rows(
     return bad
 
 
-def value_range(values: Array, smooth: bool, half: bool, levels: float = E4M3_MAX) -> tuple[Array, Array]:
-    """(mean, scale) of the channels of one head; levels: what the largest magnitude becomes in e4m3."""
-    finite = np.isfinite(values)
-    mean = channel_mean(values) if smooth else np.zeros(values.shape[1], dtype=_F)
-    most = np.where(finite, values, -np.inf).max(axis=0, initial=-np.inf).astype(_F)
-    least = np.where(finite, values, np.inf).min(axis=0, initial=np.inf).astype(_F)
+def value_range(
+    values: Array, smooth: bool, half: bool, levels: float = E4M3_MAX, *, every_key: bool = False
+) -> tuple[Array, Array]:
+    """(mean, scale) of the channels of one head; levels: what the largest magnitude becomes in e4m3.
+
+    Both are of a sample of the keys (unless ``every_key``), the scale with headroom; a channel that it is too small for has
+    one of all its keys.
+    """
+    sample = values if every_key else sampled(values)
+    finite = np.isfinite(sample)
+    mean = channel_mean(sample) if smooth else np.zeros(values.shape[1], dtype=_F)
+    most = np.where(finite, sample, -np.inf).max(axis=0, initial=-np.inf).astype(_F)
+    least = np.where(finite, sample, np.inf).min(axis=0, initial=np.inf).astype(_F)
     real = most >= least
     mean = np.where(real, mean, _F(0))
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         counts = np.abs(mean) * MEAN_COUNTS > np.maximum(most - mean, mean - least)
-    mean = np.where(counts, mean, _F(0))
-    amax = np.where(real, np.minimum(np.maximum(most - mean, mean - least), np.finfo(_F).max), _F(0)).astype(_F)
+        mean = np.where(counts, mean, _F(0))
+        amax = np.where(real, np.maximum(most - mean, mean - least), _F(0)).astype(_F)
+        if len(sample) == len(values):
+            return mean, _value_scale(amax, half, levels)
+        scale = _value_scale(np.maximum(amax, LEAST_AMAX) * HEADROOM, half, levels)
+        magnitudes = np.abs(values - mean)
+        largest = np.where(np.isfinite(magnitudes), magnitudes, _F(0)).max(axis=0)
+        stored = largest * (_F(1) / scale)
+        over = stored.astype(np.float16) >= 256 if half else encode_e4m3(stored) >= encode_e4m3(np.array([levels], _F))
+    return mean, np.where(over, _value_scale(largest, half, levels), scale)
+
+
+def _value_scale(amax: Array, half: bool, levels: float) -> Array:
+    """Scale of a channel of V of which nothing exceeds ``amax``; fp16: a power of two."""
+    amax = np.minimum(amax, np.finfo(_F).max)
     if half:
         scale = ((amax.view(np.uint32) & np.uint32(0x7F800000)) - np.uint32(7 << 23)).view(_F)
     else:
         scale = amax / _F(levels)
-    return mean, np.where(amax >= LEAST_AMAX, scale, _F(1)).astype(_F)
+    return np.where(amax >= LEAST_AMAX, scale, _F(1)).astype(_F)
+
+
+def rounding_error(y: Array, codes: Array) -> Array:
+    """Sum over the keys of y - e4m3(y), (keys, dim) to (dim,): the kernels' fp16 sums of 8 keys, added as integers."""
+    rows = -(-len(y) // BLOCK_ROWS) * BLOCK_ROWS
+    errors = np.zeros((rows, y.shape[1]), dtype=np.float16)
+    errors[: len(y)] = y.astype(np.float16) - decode_e4m3(codes).astype(np.float16)
+    # A thread has the words w and w + 16 of a tile of 32; word w has 4 keys, the parity of a key is its half of a register.
+    tiles = errors.reshape(
+        -1, 2, 4, 2, 4, 2, y.shape[1]
+    )  # tile, word / 16, word / 4 % 4, key / 8 % 2, word % 4, key % 2
+    of_word = tiles[:, :, :, 0] + tiles[:, :, :, 1]
+    of_thread = (of_word[:, 0] + of_word[:, 1]).astype(_F)
+    of_thread[~np.isfinite(of_thread)] = 0
+    units = np.rint((of_thread[:, :, :, 0] + of_thread[:, :, :, 1]) * ERROR_UNITS)
+    return np.asarray(units.astype(np.int64).sum(axis=(0, 1, 2)))
 
 
 def _quantize_v_head(problem: QuantizeProblem, v: Array, s: Sequence, head: int, out: dict[str, Array]) -> None:
@@ -304,6 +353,9 @@ def _quantize_v_head(problem: QuantizeProblem, v: Array, s: Sequence, head: int,
     tiles = -(-s.length // BLOCK_ROWS)
     codes = np.zeros((d, tiles * BLOCK_ROWS), dtype=np.uint8)
     codes[:, : s.length] = encode_e4m3(y).T
+    if problem.smooth_v and s.length:
+        error = rounding_error(y, codes[:, : s.length].T).astype(_F) * (_F(1) / ERROR_UNITS)
+        out["v_mean"][s.batch, head, :d] = mean + error / _F(s.length) * scale
     permuted = codes.reshape(d, -1, 16)[:, :, KEY_ORDER].reshape(d, -1)
     first = s.slot(BLOCK_ROWS, problem.varlen) * BLOCK_ROWS
     target[:d, first : first + tiles * BLOCK_ROWS] = permuted
