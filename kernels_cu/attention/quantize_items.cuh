@@ -1,6 +1,6 @@
 // The order of the quantizers' work, and what an item waits for.
 //
-//   partial sums of group 0 | partial sums of group 1, [amax], Q, K and V of group 0 | sums of group 2, Q, K, V of 1 | ...
+//   partial sums of group 0 | partial sums of group 1, [amax], Q and V, K, means of V of group 0 | sums of group 2, ...
 //
 // The sums are of samples of long sequences (quantize_params.cuh); one group of kv heads ahead, so that nobody waits for
 // them. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a CTA
@@ -23,7 +23,7 @@ OA_DEVICE int32 levels_of(const QuantizeParams& p) { return kCommon ? 127 : p.le
 OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? kCommonKeyTile : p.key_tile; }
 OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? kCommonQuerySlice : p.q_group_rows; }
 
-// Items of a group go over its heads before they go on to the next rows: heads of one row lie side by side in memory.
+// Items of a kind go over a group's heads before they go on to the next rows: heads of one row lie side by side in memory.
 struct Split {
     uint32 row, unit, part;
     OA_DEVICE Split(uint32 off, uint32 units, uint32 parts) {
@@ -35,24 +35,38 @@ struct Split {
     }
 };
 
-// Splits an item of the second half of a group's step.
+// Items of one unit that wait for all of a sequence's V.
+OA_DEVICE int32 finish_items(const QuantizeParams& p) { return has(p, kHasV) ? (is_packed(p) ? p.batch : 1) : 0; }
+
+// Splits an item of the second half of a group's step. Q and V take turns: one is light, one is heavy.
 OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint32 units, uint32 off) {
-    uint32 first_unit = group * p.units_per_group, span, heads = p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0;
+    uint32 span, heads = has(p, kHasQk) && p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0, values = has(p, kHasV);
+    uint32 both = heads && values ? min_of(p.slots_q, p.slots_k) : 0;  // rows of blocks of Q and of V
+    auto assign = [&](ItemKind kind, uint32 parts, uint32 first_slot) {
+        Split split(off, units, parts);
+        t.kind = kind;
+        t.unit = group * p.units_per_group + split.unit, t.slot = first_slot + split.row, t.head = split.part;
+    };
     if (off < (span = kCommon ? 0 : units * p.per_unit_a)) {
         uint32 of_q = units * heads * p.slots_q;
-        t.kind = off < of_q ? kAmaxQ : kAmaxK;
-        Split split(off < of_q ? off : off - of_q, units, off < of_q ? heads : 1);
-        t.unit = first_unit + split.unit, t.slot = split.row, t.head = split.part;
-    } else if ((off -= span) < (span = units * p.per_unit_q)) {
-        Split split(off, units, heads);
-        t.kind = kQuantizeQ;
-        t.unit = first_unit + split.unit, t.slot = split.row, t.head = split.part;
-    } else {
-        bool both = has(p, kHasQk) && has(p, kHasV);
-        Split split(off - span, units, both ? 2 : 1);
-        t.kind = split.part == 1 || !has(p, kHasQk) ? kQuantizeV : kQuantizeK;
-        t.unit = first_unit + split.unit, t.slot = split.row;
+        if (off < of_q) return assign(kAmaxQ, heads, 0);
+        off -= of_q;
+        return assign(kAmaxK, 1, 0);
     }
+    off -= span;
+    if (off < (span = units * both * (heads + 1))) {
+        assign(kQuantizeQ, heads + 1, 0);
+        if (t.head == int32(heads)) t.kind = kQuantizeV;
+        return;
+    }
+    off -= span;
+    if (off < (span = units * (p.slots_q - both) * heads)) return assign(kQuantizeQ, heads, both);
+    off -= span;
+    if (off < (span = units * (p.slots_k - both) * values)) return assign(kQuantizeV, 1, both);
+    off -= span;
+    if (off < (span = heads ? units * p.slots_k : 0)) return assign(kQuantizeK, 1, 0);
+    off -= span;
+    assign(kFinishV, 1, 0);
 }
 
 OA_DEVICE int32 blocks_of(int32 len) { return int32((uint32(len) + kBlockRows - 1) / kBlockRows); }
@@ -73,7 +87,7 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
     bool reduce = off < units * p.per_unit_r;
     if (!reduce) {
         off -= units * p.per_unit_r;
-        uint32 per_unit = p.per_unit_a + p.per_unit_q + p.per_unit_kv;
+        uint32 per_unit = p.per_unit_a + p.per_unit_q + p.per_unit_kv + finish_items(p);
         uint32 following = 0;
         if (off >= uint32(p.last_base)) {
             group = p.num_groups - 1;
@@ -121,11 +135,13 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
     t.len = total;
     if (!dense) {
         const int32* cu = is_q ? p.cu_seqlens_q : p.cu_seqlens_k;
-        t.batch_idx = sequence_of_slot(cu, p.batch, total, t.slot, rows);
+        t.batch_idx = t.kind == kFinishV ? t.slot : sequence_of_slot(cu, p.batch, total, t.slot, rows);
         Sequence s = packed_sequence(cu, t.batch_idx, total);
         t.begin = s.begin;
         t.len = s.len;
-        t.index = t.slot - first_slot(s.begin, t.batch_idx, rows);
+        int32 first = first_slot(s.begin, t.batch_idx, rows);
+        if (t.kind == kFinishV) t.slot = first;
+        t.index = t.slot - first;
     }
     int32 filled = rows == kChunkRows ? num_chunks(num_samples(t.len)) : blocks_of(t.len);
     if (t.index < 0 || t.index >= filled) t.batch_idx = -1;
@@ -169,6 +185,12 @@ OA_DEVICE void fetch_channels(const uint32* word, const float* x, int32 head_dim
     float4 values{0.0f, 0.0f, 0.0f, 0.0f};
     if (lane * 4 < head_dim_pad) values = load_gpu(reinterpret_cast<const float4*>(x) + lane);
     reinterpret_cast<float4*>(y)[lane] = values;
+}
+
+// All threads, after their writes, which whoever reads `word` with an acquire sees.
+OA_DEVICE void arrive(uint32* word) {
+    __syncthreads();
+    if (threadIdx.x == 0) reduce_add_release(word, 1);
 }
 
 // All threads, after their writes: true in all of them for the CTA that is the last of `expected` to arrive; that CTA

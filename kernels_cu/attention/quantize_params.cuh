@@ -2,9 +2,9 @@
 #pragma once
 #include "ptx/types.cuh"
 
-enum ItemKind : int32 { kReduceK, kReduceV, kAmaxQ, kAmaxK, kQuantizeQ, kQuantizeK, kQuantizeV, kNoItem };
+enum ItemKind : int32 { kReduceK, kReduceV, kAmaxQ, kAmaxK, kQuantizeQ, kQuantizeV, kQuantizeK, kFinishV, kNoItem };
 
-// One piece of work: a block of 128 rows, or a chunk, of one head of one sequence.
+// One piece of work: a block of 128 rows, or a chunk, or (kFinishV) all of one head of one sequence.
 struct alignas(16) Item {
     int32 kind;
     int32 batch_idx;  // -1: a slot that no sequence fills
@@ -97,7 +97,7 @@ constexpr uint32 kReady = 0x80000000u;
 
 // Means of K and V and ranges of V come from a sample of a long sequence: one key of 2^sample_log2(len), at least
 // kLeastSample keys. Any vector may be taken away from K and V, and ranges have headroom.
-constexpr int32 kLeastSample = 512, kMostSampleLog2 = 4;
+constexpr int32 kLeastSample = 256, kMostSampleLog2 = 5;
 OA_DEVICE int32 sample_log2(int32 len) {
     return len < 2 * kLeastSample ? 0 : min_of(31 - __clz(len / kLeastSample), kMostSampleLog2);
 }

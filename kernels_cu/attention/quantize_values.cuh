@@ -3,8 +3,8 @@
 //
 //   v_mean = mean + v_scale * (sum over the keys of x - e4m3(x)) / keys,   x = (v - mean) / v_scale
 //
-// so that attention with equal weights makes no error, and any other a smaller one (docs/quantization.md). The CTA that makes
-// the last tile of a head makes v_mean. Where the scale is from a sample and proves too small, that CTA does the head again.
+// so that attention with equal weights makes no error, and any other a smaller one (docs/quantization.md). v_mean is an item of
+// its own, behind all tiles. Where the scale is from a sample and proves too small, that item does the head again.
 //
 // A thread loads 8 channels of the four keys that become one 32-bit word of each channel (2w, 2w+1, 2w+8, 2w+9 of a 16),
 // writes the eight words to shared memory, and later copies 16-byte vectors from there.
@@ -21,7 +21,7 @@ struct ValuesStorage {
     alignas(16) uint32 words[kBlockRows / 4 * kHeadDim];
     float inverse[kHeadDim], mean[kHeadDim];
     int32 error[kHeadDim];  // channel c at (c % 8) * (kHeadDim / 8) + c / 8: neighbouring lanes in neighbouring banks
-    uint32 bad, flag;
+    uint32 bad;
 };
 
 // First of the four keys of a 32-bit word of a tile; the others are 1, 8 and 9 further.
@@ -204,7 +204,8 @@ OA_DEVICE ValuesTile values_tile(const QuantizeParams& p, const Item& t, int32 i
 // The whole head again with scales that its values fit, by one CTA: a channel's largest magnitude was beyond kHeadroom times
 // that of the sample, or the head has NaN or infinity. Returns the errors of channel threadIdx.x.
 template <typename Io, int kHeadDim>
-__device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const Item& t, ValuesStorage<kHeadDim>& s, float* scale) {
+__device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const Item& t, ValuesStorage<kHeadDim>& s,
+                                               float* scale) {
     constexpr int kColumns = kHeadDim / 8;
     Io io;
     int32 tid = threadIdx.x, tiles = blocks_of(t.len);
@@ -212,6 +213,7 @@ __device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const It
     // Largest magnitudes of all channels, in `words`, as bits.
     float most_of[8] = {};
     if (tid < kHeadDim) s.words[tid] = 0;
+    __syncthreads();
     for (int32 index = 0; index < tiles; ++index) {
         uint4 raw[2][4];
         ValuesTile tile = values_tile(p, t, index);
@@ -299,15 +301,28 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
     if (sampled && over) reduce_max_global(p.v_bad + at, 1);
     if (corrected && tid < p.head_dim_pad)
         reduce_add_global(p.v_error + at * p.head_dim_pad + tid, s.error[(tid & 7) * kColumns + (tid >> 3)]);
-    if (!(corrected || sampled) || !arrive_is_last(p.v_done + at, blocks_of(t.len), &s.flag)) return;
+    if (corrected || sampled) arrive(p.v_done + at);
+}
 
-    float scale = tid < p.head_dim_pad ? load_gpu(p.v_scale + at * p.head_dim_pad + tid) : 1.0f;
-    int64 error = corrected && tid < p.head_dim_pad ? load_gpu(p.v_error + at * p.head_dim_pad + tid) : 0;
-    if (sampled && load_gpu(p.v_bad + at) != 0) {
-        error = quantize_v_again<Io, kHeadDim>(p, t, s, &scale);
-        if (tid < p.head_dim_pad) p.v_scale[at * p.head_dim_pad + tid] = scale;
+// All of a head of V has become bytes: its mean, and all of it again if it has to be.
+template <typename Io, int kHeadDim>
+OA_DEVICE void finish_v(const QuantizeParams& p, const Item& t, ValuesStorage<kHeadDim>& s) {
+    int32 tid = threadIdx.x;
+    bool corrected = has(p, kSmoothV) && !has(p, kHalfV), sampled = sample_log2(t.len) > 0, mine = tid < p.head_dim_pad;
+    if (!(corrected || sampled)) return;
+    int64 at = sequence_head(t, p.num_kv_heads), channel = at * p.head_dim_pad + tid;
+    if (tid == 0) {
+        wait_for_own(p.v_done + at, uint32(blocks_of(t.len)));
+        s.bad = sampled && load_gpu(p.v_bad + at) != 0;
     }
-    if (corrected && tid < p.head_dim_pad)
-        p.v_mean[at * p.head_dim_pad + tid] =
-            s.mean[tid] + mul_rn(div_rn(mul_rn(float(error), 1.0f / kErrorUnits), float(t.len)), scale);
+    __syncthreads();
+    float scale = mine ? load_gpu(p.v_scale + channel) : 1.0f, mean = mine ? load_gpu(p.v_mean + channel) : 0.0f;
+    int64 error = mine && corrected ? load_gpu(p.v_error + channel) : 0;
+    if (s.bad != 0) {
+        if (tid < kHeadDim) s.inverse[tid] = div_rn(1.0f, scale), s.mean[tid] = mean;
+        error = quantize_v_again<Io, kHeadDim>(p, t, s, &scale);
+        if (mine) p.v_scale[channel] = scale;
+    }
+    if (mine && corrected)
+        p.v_mean[channel] = mean + mul_rn(div_rn(mul_rn(float(error), 1.0f / kErrorUnits), float(t.len)), scale);
 }

@@ -104,6 +104,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
             reduce_v<IO_TYPE, kHeadDim>(p, t, s.work.sums, &s.flag);
         } else if (t.kind == kQuantizeV) {
             quantize_v<IO_TYPE, kHeadDim>(p, t, s.work.values);
+        } else if (t.kind == kFinishV) {
+            finish_v<IO_TYPE, kHeadDim>(p, t, s.work.values);
         } else {
             quantize_rows<IO_TYPE, kHeadDim>(p, t, s.work.rows, s.groups[turn]);
         }

@@ -20,6 +20,11 @@ OA_DEVICE uint32 atomic_add_acq_rel(uint32* p, uint32 v) {
     return old;
 }
 
+// red.release.gpu.add.u32: counts an arrival, as store_release.
+OA_DEVICE void reduce_add_release(uint32* p, uint32 v) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 // atom.relaxed.gpu.add.u32: a ticket, orders nothing else.
 OA_DEVICE uint32 atomic_add_relaxed(uint32* p, uint32 v) {
     uint32 old;

@@ -213,7 +213,7 @@ def odd_values(v: Any, kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["none", "beyond the headroom", "at the headroom", "zeros in the sample", "not a number"]
 )
-@pytest.mark.parametrize("rows", [1024, 2500, 8192 + 70])
+@pytest.mark.parametrize("rows", [512, 1300, 8192 + 70])
 def test_samples_of_long_sequences(rows: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, k, v = inputs("bfloat16", 64, 1, rows)
     odd_values(v, kind)

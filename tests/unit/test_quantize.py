@@ -167,8 +167,8 @@ def test_samples_are_spread_over_the_sequence(rows: int) -> None:
     step = 1 << sample_log2(rows)
     assert len(chosen) == rows // step
     assert (chosen // step == np.arange(rows // step)).all()
-    assert step == 1 or len(chosen) >= 512
-    assert step <= 16
+    assert step == 1 or len(chosen) >= 256
+    assert step <= 32
     if step > 1:  # no residue is left out
         assert set(chosen % step) == set(range(step))
 
@@ -520,7 +520,7 @@ def test_the_kernel_for_what_int8_attention_asks_for_by_default() -> None:
     general = select_quantizer("quantize", "bfloat16", 72, (9, 0))
     sizes = [QuantizePlan(s, None, None, made, strides, 132).workspace_bytes for s in (general, spec)]
     chunks, q_blocks, k_blocks = 2, 3, 4  # of 256 and 128 rows; heads: 4 of Q, 2 of K and of V, of 2 batch entries
-    assert sizes[1] - sizes[0] == 64 * 2 * (4 * q_blocks + 2 * (2 * k_blocks + 2 * chunks))
+    assert sizes[1] - sizes[0] == 64 * 2 * (4 * q_blocks + 2 * (2 * k_blocks + 2 * chunks + 1))
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])

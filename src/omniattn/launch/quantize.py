@@ -17,7 +17,7 @@ from .params import PARAMS
 
 BLOCK_ROWS, CHUNK_ROWS, MAX_CHUNKS = 128, 256, 64
 #: Means and ranges of a sequence come from one key of 2^`sample_log2`, of at least LEAST_SAMPLE keys.
-LEAST_SAMPLE, MOST_SAMPLE_LOG2 = 512, 4
+LEAST_SAMPLE, MOST_SAMPLE_LOG2 = 256, 5
 KEY_TILES = {"sm90": 128, "sm80": 64}
 QUERY_SLICES = {"sm90": 16, "sm80": 32}
 #: In the order of `Granularity` in the device code.
@@ -251,7 +251,8 @@ class QuantizePlan:
         per_group = max(1, min(most_bytes // unit_bytes, units))
         groups = -(-units // per_group)
         last = units - (groups - 1) * per_group
-        rest = per_a + per_q + per_pass
+        per_end = (p.batch if p.varlen else 1) if p.v else 0
+        rest = per_a + per_q + per_pass + per_end
         last_base = (groups - 2) * per_group * (per_r + rest) + last * per_r + per_group * rest if groups > 1 else 0
         self._items = units * (per_r + rest) if p.batch else 0  # rows without a sequence are nobody's
         if self._items >= 2**31 - 2**24:
