@@ -64,7 +64,7 @@ OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint3
     off -= span;
     if (off < (span = units * (p.slots_k - both) * values)) return assign(kQuantizeV, 1, both);
     off -= span;
-    if (off < (span = heads ? units * p.slots_k : 0)) return assign(kQuantizeK, 1, 0);
+    if (off < (span = has(p, kHasQk) ? units * p.slots_k : 0)) return assign(kQuantizeK, 1, 0);
     off -= span;
     assign(kFinishV, 1, 0);
 }
