@@ -5,8 +5,9 @@ The rules, and why:
 * **One at a time, for a while.** A GPU at its power limit lowers its clock until the kernel that runs fits the limit,
   so a kernel's speed depends on the power that it takes itself. Interleaved calls (`timing.measure`) share one clock;
   this is what a server sees that runs one of them all day.
-* **The first half of a stretch is not timed.** In it the clock settles. The second is timed as a whole: device time
-  from its first call to its last over the number of calls. `SustainedTiming.drift` says whether the clock still moved.
+* **The first 60 % of a stretch are not timed.** In them the clock settles: on an H200 the limit takes hold after 0.1 s,
+  lowers the clock too far, and has given it back after 0.25 to 0.3 s. The rest is timed as a whole: device time from
+  its first call to its last over the number of calls. `SustainedTiming.drift` says whether the clock still moved.
 * **Two stretches, there and back.** A candidate's time is cut in two. The candidates run in order, then in reverse, so
   that what changes steadily (the chip gets hotter) falls on all of them alike: the mean moment is the same for all.
 * **The queue is never empty.** Calls are enqueued in chunks, two of them ahead of the one that runs. Where the device
@@ -32,12 +33,12 @@ from omniattn.errors import ArgumentError
 
 #: What ``--sustained`` may say, and what it says without a number.
 MIN_SECONDS, MAX_SECONDS, DEFAULT_SECONDS = 0.1, 60.0, 1.0
-#: A larger change within the timed half is reported: the clock had not settled.
+#: A larger change within the timed part is reported: the clock had not settled.
 SETTLED = 0.02
 
 _STRETCHES = 2
 #: Share of a stretch in which the clock settles.
-_WARMUP = 0.5
+_WARMUP = 0.6
 #: Chunks of calls in a stretch, about.
 _CHUNKS = 20
 #: Chunks that wait in the queue while another one runs.
@@ -76,7 +77,7 @@ class Load:
 
 @dataclass(frozen=True)
 class SustainedTiming(Timing):
-    """Durations of one candidate under load: a sample is the mean time of a call over a stretch's timed half.
+    """Durations of one candidate under load: a sample is the mean time of a call over a stretch's timed part.
 
     Attributes
     ----------
@@ -107,7 +108,7 @@ class SustainedTiming(Timing):
         found = []
         if abs(self.drift) > SETTLED:
             found.append(
-                f"the clock had not settled ({100 * self.drift:+.1f} % within the timed half): give more seconds"
+                f"the clock had not settled ({100 * self.drift:+.1f} % within the timed part): give more seconds"
             )
         if self.host_limited:
             found.append("the device was waiting for the host at times")

@@ -29,10 +29,10 @@ and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
 host: microseconds of a warm call from Python call to return, import time, first run-time compilation.
---sustained (forward, decode): one candidate at a time, back to back, as a server runs it, until the clock has settled
-and for as long again, twice, in opposite orders; SM clock and power stand beside each figure (–: no nvidia-smi). A GPU
-at its power limit gives each kernel another clock; interleaved calls share one. Decoding goes around copies of the
-caches that do not fit in L2, in CUDA graphs. ±: from the two turns.
+--sustained (forward, decode): one candidate at a time, back to back, as a server runs it, in two turns of opposite
+order; in the first 60 % of each the clock settles, the rest is timed. SM clock and power of that time stand beside each
+figure (–: no nvidia-smi). A GPU at its power limit gives each kernel another clock; interleaved calls share one.
+Decoding goes around copies of the caches that do not fit in L2, in CUDA graphs. ±: from the two turns.
 """
 
 #: Timed rounds a shape, where they are interleaved.
@@ -69,8 +69,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--iters", type=int, help=f"timed rounds a shape (default: {_ITERS})")
     parser.add_argument(
         "--sustained", nargs="?", const=str(DEFAULT_SECONDS), metavar="SECONDS",
-        help="run each candidate alone under load for so many seconds a shape, half of them timed "
-        f"(default: {DEFAULT_SECONDS:g})",
+        help="run each candidate alone under load, for so many seconds a shape; below 1 the clock may not settle, "
+        f"which is then said (default: {DEFAULT_SECONDS:g})",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, samples included")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -194,7 +194,7 @@ def _load_facts(report: Report | DecodeReport) -> list[str]:
     if report.sustained_s is None:
         return []
     how = (
-        f"Under load: each alone, back to back, {report.sustained_s:g} s in two turns, the second half of each timed; "
+        f"Under load: each alone, back to back, {report.sustained_s:g} s in two turns, the last 40 % of each timed; "
         "mean SM clock and power of that time"
     )
     return [how, *report.doubts()]
