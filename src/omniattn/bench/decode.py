@@ -111,7 +111,7 @@ def _run_shape(
     torch: Any, timer: Timer, shape: DecodeShape, anchor: str, formats: Sequence[str], rotated_bytes: int
 ) -> list[DecodeMeasurement]:
     free, _ = torch.cuda.mem_get_info()
-    # Copies of a small cache, or of what torch reads, are as large as one cache more than what rotates.
+    # Copies of a cache are at most as large as what has to rotate, and the cache itself.
     needed = shape.needed_bytes([FORMATS[name][:2] for name in formats]) + (len(formats) + 1) * rotated_bytes
     if needed > 0.9 * free:
         reason = f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
