@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import omniattn
-from omniattn.bench import decode
+from omniattn.bench import decode, forward
 from omniattn.bench.ceilings import Ceilings
 from omniattn.bench.decode_report import (
     DECODE_SHAPES,
@@ -50,7 +50,7 @@ class DecodeTorch(CpuTorch):
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "require_torch", DecodeTorch)
-    monkeypatch.setattr(decode, "TorchClock", WallClock)
+    monkeypatch.setattr(forward, "TorchClock", WallClock)
     monkeypatch.setattr(decode, "measure_ceilings", lambda *_: Ceilings(100.0, 1.0))
     monkeypatch.setattr("omniattn.cli.bench.filter_decode_shapes", lambda _: SHAPES)
 
@@ -109,7 +109,7 @@ def test_every_format_runs_is_checked_and_compared(on_the_cpu: None) -> None:
     assert report.shapes == SHAPES
     assert report.keys == (*decode.FORMATS, "fa2")
     for shape in SHAPES:
-        for name, (dtype, group) in decode.FORMATS.items():
+        for name, (dtype, group, _) in decode.FORMATS.items():
             found = report.find(shape, name)
             assert found is not None
             assert found.reason == ""

@@ -4,6 +4,10 @@
     The problems that are timed, and their FLOP and byte counts.
 ``timing``
     Interleaved measurement with device events, cold L2, rotating inputs; medians and spreads.
+``sustained``
+    One candidate at a time, back to back, at the clock that it settles at.
+``power``
+    SM clock and power from nvidia-smi meanwhile.
 ``anchors``
     What is timed side by side: omniattn, the torch SDPA backends, other attention packages that are installed.
 ``low_precision``

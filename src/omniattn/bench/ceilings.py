@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omniattn.bench.timing import Timing, TorchClock, measure
+from omniattn.bench.timing import Timer, Timing
 
 _MATMUL_SIZE = 8192
 _COPY_BYTES = 1 << 30
@@ -35,8 +35,8 @@ class Ceilings:
         )
 
 
-def measure_ceilings(torch: Any, clock: TorchClock, *, iters: int = 20) -> Ceilings:
-    """Time a large bf16 matrix product and a large copy on the current device."""
+def measure_ceilings(torch: Any, timer: Timer) -> Ceilings:
+    """Time a large bf16 matrix product and a large copy on the current device, as everything else is timed."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     size = (_MATMUL_SIZE, _MATMUL_SIZE)
     a = torch.randn(size, dtype=torch.bfloat16, device="cuda", generator=generator)
@@ -44,12 +44,10 @@ def measure_ceilings(torch: Any, clock: TorchClock, *, iters: int = 20) -> Ceili
     product = torch.empty_like(a)
     source = torch.zeros(_COPY_BYTES, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
-    timings = measure(
+    timings = timer(
         {
             "matmul": lambda _: torch.matmul(a, b, out=product),
             "copy": lambda _: target.copy_(source),
-        },
-        clock,
-        iters=iters,
+        }
     )
     return Ceilings.from_timings(timings["matmul"], timings["copy"])

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from omniattn.bench.anchors import EXACT_ERROR, INT4_ERROR, QUANTIZED_ERROR
 from omniattn.bench.ceilings import measure_ceilings
 from omniattn.bench.decode_report import DecodeMeasurement, DecodeReport, DecodeShape, label
-from omniattn.bench.forward import environment
-from omniattn.bench.timing import Candidate, TorchClock, measure, require_torch
+from omniattn.bench.forward import choose_timer, environment
+from omniattn.bench.power import device_id, limits
+from omniattn.bench.timing import Candidate, Timer, cold_bytes, require_torch
 from omniattn.errors import ArgumentError
 
-#: Cache formats by their names on the command line: dtype and group_size ("fbgemm": int4 in that layout).
-FORMATS: dict[str, tuple[str, int | None]] = {
-    "bf16": ("bf16", None),
-    "fp8": ("fp8", None),
-    "int8": ("int8", None),
-    "int4": ("int4", None),
-    "int4g32": ("int4", 32),
-    "fbgemm": ("int4", None),
+
+class CacheFormat(NamedTuple):
+    """What `KVCache` is told of a format; K and V alike."""
+
+    dtype: str
+    group_size: int | None = None
+    layout: str = "fragment"
+
+
+#: Cache formats by their names on the command line.
+FORMATS: dict[str, CacheFormat] = {
+    "bf16": CacheFormat("bf16"),
+    "fp8": CacheFormat("fp8"),
+    "int8": CacheFormat("int8"),
+    "int4": CacheFormat("int4"),
+    "int4g32": CacheFormat("int4", 32),
+    "fbgemm": CacheFormat("int4", layout="fbgemm"),
 }
 #: Backends of torch's attention that run beside them.
 ANCHORS: dict[str, str] = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION"}
@@ -34,6 +44,7 @@ def run_decode(
     anchor: str = "cudnn",
     formats: Sequence[str] = tuple(FORMATS),
     iters: int,
+    sustained_s: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> DecodeReport:
     """Time one decoding step of every format on every shape, on torch's current CUDA device.
@@ -46,7 +57,10 @@ def run_decode(
     formats : sequence of str
         Keys of `FORMATS`.
     iters : int
-        Timed rounds a shape.
+        Timed rounds a shape, where they are interleaved.
+    sustained_s : float, optional
+        Not interleaved: one format at a time, for so many seconds each (`sustained.sustain`). Steps go around copies of
+        the cache, so that none is in L2, and run as CUDA graphs, because the shortest ones take longer to enqueue.
     progress : callable, optional
         Called with one line of text before each shape.
 
@@ -59,7 +73,7 @@ def run_decode(
     BenchError
         torch or a CUDA device is missing.
     ArgumentError
-        An unknown anchor or format.
+        An unknown anchor or format, seconds out of bounds.
     """
     if anchor not in ANCHORS:
         raise ArgumentError("anchor", " or ".join(ANCHORS), repr(anchor), function="run_decode")
@@ -67,17 +81,21 @@ def run_decode(
     if unknown or not formats:
         raise ArgumentError("formats", f"names out of {', '.join(FORMATS)}", repr(unknown), function="run_decode")
     torch = require_torch()
-    clock = TorchClock(torch)
-    progress("ceilings")
-    ceilings = measure_ceilings(torch, clock)
+    # Between interleaved calls L2 is flushed; under load nothing else may run.
+    rotated_bytes = 0 if sustained_s is None else cold_bytes(torch)
     found: list[DecodeMeasurement] = []
-    for shape in shapes:
-        progress(shape.name)
-        found += _run_shape(torch, clock, shape, anchor, formats, iters)
-        torch.cuda.empty_cache()
+    with choose_timer(torch, iters, sustained_s, graphs=True) as timer:
+        progress("ceilings")
+        ceilings = measure_ceilings(torch, timer)
+        for shape in shapes:
+            progress(shape.name)
+            found += _run_shape(torch, timer, shape, anchor, formats, rotated_bytes)
+            torch.cuda.empty_cache()
     facts = environment(torch, ())
     facts.update({name: _version(name) for name in ("omniattn", "torch")})
-    return DecodeReport(anchor, facts, ceilings.copy_tb_per_s, tuple(found))
+    if sustained_s is not None:
+        facts.update(limits(device_id(torch)))
+    return DecodeReport(anchor, facts, ceilings.copy_tb_per_s, tuple(found), sustained_s)
 
 
 def _version(package: str) -> str:
@@ -90,10 +108,11 @@ def _version(package: str) -> str:
 
 
 def _run_shape(
-    torch: Any, clock: TorchClock, shape: DecodeShape, anchor: str, formats: Sequence[str], iters: int
+    torch: Any, timer: Timer, shape: DecodeShape, anchor: str, formats: Sequence[str], rotated_bytes: int
 ) -> list[DecodeMeasurement]:
     free, _ = torch.cuda.mem_get_info()
-    needed = shape.needed_bytes([FORMATS[name] for name in formats])
+    # Copies of a cache are at most as large as what has to rotate, and the cache itself.
+    needed = shape.needed_bytes([FORMATS[name][:2] for name in formats]) + (len(formats) + 1) * rotated_bytes
     if needed > 0.9 * free:
         reason = f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
         return [DecodeMeasurement(shape, key, None, 0, None, reason) for key in (*formats, anchor)]
@@ -102,11 +121,16 @@ def _run_shape(
     errors: dict[str, float] = {}
     reasons: dict[str, str] = {}
     sizes: dict[str, int] = {}
+    warmup = 2
     for key in (*formats, anchor):
         own = key in FORMATS
+        dtype, group, _ = FORMATS.get(key, FORMATS["bf16"])
+        sizes[key] = shape.cache_bytes(dtype, group)
         try:
-            step = own_step(torch, tokens, key) if own else _torch_step(torch, tokens, key)
-            output = step()
+            make = own_step if own else _torch_step
+            copies = max(1, -(-rotated_bytes // sizes[key]))
+            steps = [make(torch, tokens, key) for _ in range(copies)]
+            output = steps[0]()
             torch.cuda.synchronize()
         except Exception as error:
             # torch raises whatever it likes; the report carries it. Our own errors are not hidden.
@@ -114,23 +138,22 @@ def _run_shape(
                 raise
             reasons[key] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
             continue
-        dtype, group = FORMATS.get(key, ("bf16", None))
-        sizes[key] = shape.cache_bytes(dtype, group)
         errors[key] = tokens.sampled_error(output)
         if not errors[key] <= _ERROR_LIMITS[dtype]:
             limit = _ERROR_LIMITS[dtype]
             reasons[key] = f"wrong result: relative L1 {errors[key]:.3g} against fp64, limit {limit}"
             continue
-        candidates[key] = _round(step)
-    timings = measure(candidates, clock, iters=iters)
+        candidates[key] = _in_turn(steps)
+        warmup = max(warmup, copies)
+    timings = timer(candidates, warmup=warmup)
     return [
-        DecodeMeasurement(shape, key, timings.get(key), sizes.get(key, 0), errors.get(key), reasons.get(key, ""))
+        DecodeMeasurement(shape, key, timings.get(key), sizes[key], errors.get(key), reasons.get(key, ""))
         for key in (*formats, anchor)
     ]
 
 
-def _round(step: Callable[[], Any]) -> Candidate:
-    return lambda _: step()
+def _in_turn(steps: Sequence[Callable[[], Any]]) -> Candidate:
+    return lambda number: steps[number % len(steps)]()
 
 
 class Tokens:
@@ -177,10 +200,8 @@ def own_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:
     import omniattn
 
     shape = tokens.shape
-    dtype, group = FORMATS[name]
-    options: dict[str, Any] = {"like": tokens.q, "k_dtype": dtype, "group_size": group}
-    if name == "fbgemm":
-        options["layout"] = "fbgemm"
+    dtype, group, layout = FORMATS[name]
+    options: dict[str, Any] = {"like": tokens.q, "k_dtype": dtype, "group_size": group, "layout": layout}
     pages: dict[str, Any] = {}
     cache: omniattn.KVCache
     if shape.block_size:
@@ -224,7 +245,8 @@ def _torch_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:
     backend = getattr(SDPBackend, ANCHORS[name])
     size = (shape.batch, shape.seqlen, shape.heads_kv, shape.head_dim)
     q = tokens.q.transpose(1, 2).contiguous()
-    k, v = (x.view(size).transpose(1, 2).contiguous() for x in (tokens.k, tokens.v))
+    # Copies even where the order stays (one head): steps that take turns must not read the same memory.
+    k, v = (x.view(size).transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in (tokens.k, tokens.v))
     grouped = {"enable_gqa": True} if shape.heads_q != shape.heads_kv else {}
 
     def step() -> Any:

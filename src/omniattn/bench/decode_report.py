@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omniattn.bench.report import markdown_table
+from omniattn.bench.report import markdown_table, sustained_dict, timing_doubts, with_load
 from omniattn.bench.timing import Timing
 from omniattn.errors import ArgumentError
 from omniattn.kv_format import check_format
@@ -155,12 +155,15 @@ class DecodeReport:
     copy_tb_per_s : float
         A large copy in the same run, read plus written.
     measurements : tuple of DecodeMeasurement
+    sustained_s : float or None
+        Seconds of load a format (`sustained`); None: interleaved.
     """
 
     anchor: str
     environment: dict[str, str]
     copy_tb_per_s: float
     measurements: tuple[DecodeMeasurement, ...]
+    sustained_s: float | None = None
 
     @property
     def shapes(self) -> tuple[DecodeShape, ...]:
@@ -198,7 +201,7 @@ class DecodeReport:
         return found
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows: one row a shape; each cell ``µs ±spread% TB/s (ratio)``."""
+        """Header and rows: one row a shape; each cell ``µs ±spread% TB/s (ratio)``, under load also clock and power."""
         header = ["shape", *(label(key) for key in self.keys)]
         return header, [[s.name, *(self._cell(self.find(s, key)) for key in self.keys)] for s in self.shapes]
 
@@ -211,6 +214,7 @@ class DecodeReport:
         return json.dumps(
             {
                 "anchor": self.anchor,
+                "sustained_seconds": self.sustained_s,
                 "environment": self.environment,
                 "ceilings": {"copy_tb_per_s": self.copy_tb_per_s},
                 "slower_than_wider": self.slower_than_wider(),
@@ -224,7 +228,11 @@ class DecodeReport:
             return "–"
         text = f"{m.timing.median_us:.1f} ±{100 * m.timing.spread:.1f}% {m.tb_per_s:.2f} TB/s"
         ratio = self.ratio(m)
-        return text if ratio is None or m.key == self.anchor else f"{text} ({ratio:.2f}×)"
+        return with_load(text if ratio is None or m.key == self.anchor else f"{text} ({ratio:.2f}×)", m.timing)
+
+    def doubts(self) -> list[str]:
+        """What a reader should know before quoting a time: format, shape, reason."""
+        return [f"{label(m.key)}, {m.shape.name}: {d}" for m in self.measurements for d in timing_doubts(m.timing)]
 
     def _measurement_dict(self, m: DecodeMeasurement) -> dict[str, Any]:
         return {
@@ -233,6 +241,7 @@ class DecodeReport:
             "median_us": None if m.timing is None else m.timing.median_us,
             "spread": None if m.timing is None else m.timing.spread,
             "samples_us": None if m.timing is None else list(m.timing.samples_us),
+            "sustained": sustained_dict(m.timing),
             "cache_bytes": m.cache_bytes,
             "tb_per_s": m.tb_per_s,
             "time_relative_to_anchor": self.ratio(m),

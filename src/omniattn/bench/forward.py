@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from omniattn.bench import anchors, low_precision
 from omniattn.bench.ceilings import measure_ceilings
+from omniattn.bench.power import device_id, limits
 from omniattn.bench.report import Measurement, Report
 from omniattn.bench.shapes import ForwardShape
-from omniattn.bench.timing import BenchError, Candidate, TorchClock, measure, require_torch
+from omniattn.bench.sustained import under_load
+from omniattn.bench.timing import BenchError, Candidate, Timer, TorchClock, measure, require_torch
 
 #: Different input sets that the timed calls go through in turn.
 _INPUT_SETS = 2
@@ -24,6 +28,7 @@ def run_forward(
     iters: int,
     contenders: Sequence[str] | None = None,
     precision: str = "exact",
+    sustained_s: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Time the forward pass of every contender on every shape, on torch's current CUDA device.
@@ -34,12 +39,14 @@ def run_forward(
     anchor : str
         Key of the contender that ratios are relative to.
     iters : int
-        Timed rounds a shape.
+        Timed rounds a shape, where they are interleaved.
     contenders : sequence of str, optional
         Keys to run; default: all that are installed. omniattn and the anchor always run.
     precision : {"exact", "int8", "int4"}
         For a low one omniattn runs three times: exact, end to end in that precision, and the kernel of that precision
         alone, on operands that were quantized before.
+    sustained_s : float, optional
+        Not interleaved: one contender at a time, for so many seconds each (`sustained.sustain`), ceilings too.
     progress : callable, optional
         Called with one line of text before each shape.
 
@@ -51,6 +58,8 @@ def run_forward(
     ------
     BenchError
         torch or a CUDA device is missing, or the anchor is not installed.
+    ArgumentError
+        Seconds out of bounds.
     UnsupportedError
         The GPU has no kernel of this precision.
     """
@@ -60,17 +69,20 @@ def run_forward(
     usable, missing = anchors.available(None if keys is None else sorted(keys), everything)
     if anchor in missing:
         raise BenchError(f"the anchor {anchor!r} cannot run: {missing[anchor]}")
-    clock = TorchClock(torch)
-    progress("ceilings")
-    ceilings = measure_ceilings(torch, clock)
-    measurements: list[Measurement] = []
-    for shape in shapes:
-        progress(shape.name)
-        measurements += _run_shape(torch, clock, shape, usable, iters)
-        torch.cuda.empty_cache()
+    with choose_timer(torch, iters, sustained_s) as timer:
+        progress("ceilings")
+        ceilings = measure_ceilings(torch, timer)
+        measurements: list[Measurement] = []
+        for shape in shapes:
+            progress(shape.name)
+            measurements += _run_shape(torch, timer, shape, usable)
+            torch.cuda.empty_cache()
+    facts = environment(torch, usable)
+    if sustained_s is not None:
+        facts.update(limits(device_id(torch)))
     return Report(
         anchor=anchor,
-        environment=environment(torch, usable),
+        environment=facts,
         matmul_tflops=ceilings.matmul_tflops,
         copy_tb_per_s=ceilings.copy_tb_per_s,
         measurements=tuple(measurements),
@@ -78,12 +90,20 @@ def run_forward(
         missing=missing,
         precision=precision,
         own=tuple(c.key for c in usable if c.own),
+        sustained_s=sustained_s,
     )
 
 
-def _run_shape(
-    torch: Any, clock: TorchClock, shape: ForwardShape, usable: Sequence[anchors.Contender], iters: int
-) -> list[Measurement]:
+def choose_timer(
+    torch: Any, iters: int, sustained_s: float | None, *, graphs: bool = False
+) -> contextlib.AbstractContextManager[Timer]:
+    """Choose the protocol: `timing.measure`, or, with seconds, `sustained.sustain`."""
+    if sustained_s is not None:
+        return under_load(torch, sustained_s, graphs=graphs)
+    return contextlib.nullcontext(functools.partial(measure, clock=TorchClock(torch), iters=iters))
+
+
+def _run_shape(torch: Any, timer: Timer, shape: ForwardShape, usable: Sequence[anchors.Contender]) -> list[Measurement]:
     inputs = anchors.make_inputs(torch, shape, _INPUT_SETS)
     candidates: dict[str, Candidate] = {}
     errors: dict[str, float] = {}
@@ -107,7 +127,7 @@ def _run_shape(
             continue
         candidates[contender.key] = _candidate(forward, [s.in_layout(contender.layout) for s in inputs])
     # One round for each input set at least: what a contender does once for a set must not be in a timed round.
-    timings = measure(candidates, clock, iters=iters, warmup=max(2, _INPUT_SETS))
+    timings = timer(candidates, warmup=max(2, _INPUT_SETS))
     return [Measurement(shape, c.key, timings.get(c.key), errors.get(c.key), reasons.get(c.key, "")) for c in usable]
 
 

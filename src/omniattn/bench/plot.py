@@ -61,7 +61,8 @@ def plot_report(report: Report, path: str | Path) -> None:
             axis.legend(fontsize=8, ncols=min(4, len(contenders) + 1), loc="lower left", bbox_to_anchor=(0, 1.08))
     device, date = report.environment.get("device", "?"), report.environment.get("date", "?")
     what = f"bf16 and {report.precision}" if low else "bf16, 16k tokens, hidden size 2048"
-    figure.suptitle(f"Attention forward, {what} · {device} · {date}", fontsize=11)
+    load = "" if report.sustained_s is None else ", under load"
+    figure.suptitle(f"Attention forward, {what}{load} · {device} · {date}", fontsize=11)
     figure.savefig(path, dpi=150)
 
 

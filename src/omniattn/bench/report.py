@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omniattn.bench.shapes import ForwardShape
+from omniattn.bench.sustained import SustainedTiming
 from omniattn.bench.timing import Timing
 
 #: Key of this package's 16-bit attention.
@@ -65,6 +66,8 @@ class Report:
         Of this package's contender that the report is about.
     own : tuple of str
         Keys of this package's contenders.
+    sustained_s : float or None
+        Seconds of load a contender (`sustained`); None: interleaved.
     """
 
     anchor: str
@@ -76,6 +79,7 @@ class Report:
     missing: dict[str, str] = field(default_factory=dict)
     precision: str = "exact"
     own: tuple[str, ...] = (EXACT,)
+    sustained_s: float | None = None
 
     @property
     def shapes(self) -> tuple[ForwardShape, ...]:
@@ -134,6 +138,7 @@ class Report:
         return {
             "anchor": self.anchor,
             "precision": self.precision,
+            "sustained_seconds": self.sustained_s,
             "environment": self.environment,
             "ceilings": {"bf16_matmul_8192_tflops": self.matmul_tflops, "copy_tb_per_s": self.copy_tb_per_s},
             "missing": self.missing,
@@ -147,7 +152,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows: one row a shape; per contender ``TFLOP/s ±spread% (ratio)``.
+        """Header and rows: one row a shape; per contender ``TFLOP/s ±spread% (ratio)``; under load clock and power too.
 
         The last column is what a reader would work out: of an exact report omniattn's share of the matrix product, of
         a low-precision one the speed end to end relative to the exact attention.
@@ -182,7 +187,15 @@ class Report:
             return "–"
         text = f"{measurement.tflops:.0f} ±{100 * measurement.timing.spread:.1f}%"
         ratio = self.ratio(measurement)
-        return text if ratio is None else f"{text} ({ratio:.2f}×)"
+        return with_load(text if ratio is None else f"{text} ({ratio:.2f}×)", measurement.timing)
+
+    def doubts(self) -> list[str]:
+        """What a reader should know before quoting a time: contender, shape, reason."""
+        return [
+            f"{self.label(m.contender)}, {m.shape.long_name}: {doubt}"
+            for m in self.measurements
+            for doubt in timing_doubts(m.timing)
+        ]
 
     def _measurement_dict(self, m: Measurement) -> dict[str, Any]:
         return {
@@ -196,6 +209,7 @@ class Report:
             "median_us": None if m.timing is None else m.timing.median_us,
             "spread": None if m.timing is None else m.timing.spread,
             "samples_us": None if m.timing is None else list(m.timing.samples_us),
+            "sustained": sustained_dict(m.timing),
             "tflops": m.tflops,
             "ratio_to_anchor": self.ratio(m),
             "ratio_to_exact": self.ratio(m, EXACT),
@@ -203,6 +217,21 @@ class Report:
             "relative_l1": m.relative_l1,
             "reason": m.reason,
         }
+
+
+def with_load(text: str, timing: Timing) -> str:
+    """A table's cell; with clock and power if it was measured under load."""
+    return f"{text} {timing.text}" if isinstance(timing, SustainedTiming) else text
+
+
+def timing_doubts(timing: Timing | None) -> list[str]:
+    """`SustainedTiming.doubts` of what was measured under load."""
+    return timing.doubts() if isinstance(timing, SustainedTiming) else []
+
+
+def sustained_dict(timing: Timing | None) -> dict[str, Any] | None:
+    """`SustainedTiming.to_dict` of what was measured under load, else None."""
+    return timing.to_dict() if isinstance(timing, SustainedTiming) else None
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""Interleaved timing with device events.
+"""Interleaved timing with device events: short calls at one common clock. For sustained load: `sustained`.
 
 The rules, and why:
 
@@ -22,6 +22,8 @@ from omniattn.errors import ArgumentError, OmniattnError
 
 #: A candidate: called with the number of the round, enqueues its work, returns nothing of interest.
 Candidate = Callable[[int], object]
+#: Times candidates by name; takes ``warmup=`` (rounds, or calls, before anything is timed).
+Timer = Callable[..., "dict[str, Timing]"]
 
 
 class BenchError(OmniattnError, RuntimeError):
@@ -151,6 +153,12 @@ def require_torch() -> Any:
     return torch
 
 
+def cold_bytes(torch: Any) -> int:
+    """Bytes after which nothing of what was there before is left in L2: four times its size, at least 512 MiB."""
+    l2_bytes = int(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0))
+    return max(4 * l2_bytes, 512 << 20)
+
+
 class TorchClock:
     """:class:`Clock` of the current CUDA device and stream of torch.
 
@@ -159,15 +167,14 @@ class TorchClock:
     torch : module
         As returned by :func:`require_torch`.
     flush_bytes : int, optional
-        Size of the buffer that is written to evict L2. Default: four times L2, at least 512 MiB (about 0.15 ms on an
-        H200, longer than any Python call takes to enqueue its kernel).
+        Size of the buffer that is written to evict L2. Default: :func:`cold_bytes` (at least 512 MiB: about 0.15 ms on
+        an H200, longer than any Python call takes to enqueue its kernel).
     """
 
     def __init__(self, torch: Any, flush_bytes: int | None = None) -> None:
         self._torch = torch
         if flush_bytes is None:
-            l2_bytes = int(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0))
-            flush_bytes = max(4 * l2_bytes, 512 << 20)
+            flush_bytes = cold_bytes(torch)
         self._buffer = torch.empty(flush_bytes, dtype=torch.int8, device="cuda")
 
     def flush(self) -> None:

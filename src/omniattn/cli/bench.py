@@ -9,11 +9,12 @@ from typing import Any
 
 from omniattn.bench import decode, forward, host
 from omniattn.bench.anchors import CONTENDERS
-from omniattn.bench.decode_report import filter_decode_shapes, label
+from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
 from omniattn.bench.low_precision import PRECISIONS
 from omniattn.bench.plot import plot_report
 from omniattn.bench.report import EXACT, Report
 from omniattn.bench.shapes import LOW_PRECISION_SHAPES, filter_shapes
+from omniattn.bench.sustained import DEFAULT_SECONDS, check_seconds
 from omniattn.bench.timing import BenchError
 from omniattn.cli import console
 from omniattn.errors import ArgumentError, CompileError, UnsupportedError
@@ -28,7 +29,14 @@ and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
 host: microseconds of a warm call from Python call to return, import time, first run-time compilation.
+--sustained (forward, decode): one candidate at a time, back to back, as a server runs it, in two turns of opposite
+order; in the first 60 % of each the clock settles, the rest is timed. SM clock and power of that time stand beside each
+figure (–: no nvidia-smi). A GPU at its power limit gives each kernel another clock; interleaved calls share one.
+Decoding goes around copies of the caches that do not fit in L2, in CUDA graphs. ±: from the two turns.
 """
+
+#: Timed rounds a shape, where they are interleaved.
+_ITERS = 20
 
 
 def add_parser(commands: Any) -> None:
@@ -58,7 +66,12 @@ def add_parser(commands: Any) -> None:
         "--format", action="append", choices=tuple(decode.FORMATS), metavar="NAME",
         help=f"decode: only these caches; may be repeated: {', '.join(decode.FORMATS)} (default: all)",
     )  # fmt: skip
-    parser.add_argument("--iters", type=int, default=20, help="timed rounds a shape (default: 20)")
+    parser.add_argument("--iters", type=int, help=f"timed rounds a shape (default: {_ITERS})")
+    parser.add_argument(
+        "--sustained", nargs="?", const=str(DEFAULT_SECONDS), metavar="SECONDS",
+        help="run each candidate alone under load, for so many seconds a shape; below 1 the clock may not settle, "
+        f"which is then said (default: {DEFAULT_SECONDS:g})",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, samples included")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="bar chart (.png, .svg, .pdf)")
@@ -67,6 +80,12 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
+    if arguments.sustained is not None:
+        arguments.sustained = check_seconds(arguments.sustained, "--sustained")
+        if arguments.iters is not None:
+            raise ArgumentError("--iters", "to be used without --sustained, which has no rounds", arguments.iters)
+    if arguments.iters is None:
+        arguments.iters = _ITERS
     if arguments.iters < 1:
         raise ArgumentError("--iters", "an integer >= 1", arguments.iters)
     if arguments.markdown and arguments.json:
@@ -92,7 +111,7 @@ def _run_forward(arguments: argparse.Namespace) -> int:
     with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
         report = forward.run_forward(
             shapes, anchor=arguments.anchor, iters=arguments.iters, contenders=arguments.only,
-            precision=arguments.precision, progress=bar.step,
+            precision=arguments.precision, sustained_s=arguments.sustained, progress=bar.step,
         )  # fmt: skip
     if arguments.plot is not None:
         plot_report(report, arguments.plot)
@@ -112,20 +131,22 @@ def _run_decode(arguments: argparse.Namespace) -> int:
     formats = tuple(dict.fromkeys(arguments.format or decode.FORMATS))
     with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
         report = decode.run_decode(
-            shapes, anchor=arguments.anchor, formats=formats, iters=arguments.iters, progress=bar.step
-        )
+            shapes, anchor=arguments.anchor, formats=formats, iters=arguments.iters,
+            sustained_s=arguments.sustained, progress=bar.step,
+        )  # fmt: skip
     if arguments.json:
         print(report.to_json())
     else:
         header, rows = report.table()
         facts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
         facts.append(f"Ceiling in this run: copy {report.copy_tb_per_s:.2f} TB/s (read + written)")
-        facts += report.slower_than_wider()
+        facts += report.slower_than_wider() + _load_facts(report)
         facts += [f"{label(m.key)}, {m.shape.name}: {m.reason}" for m in report.measurements if m.reason]
         if arguments.markdown:
             print(report.markdown() + "\n\n" + "\n".join(f"- {fact}" for fact in facts))
         else:
-            title = f"Decode, µs ± spread, TB/s of the format's bytes (time relative to {label(report.anchor)})"
+            what = f"µs ± spread, TB/s of the format's bytes (time relative to {label(report.anchor)})"
+            title = f"Decode{_protocol(report)}, {what}"
             console.print_table(title, header, rows, numeric=range(1, len(header)))
             for fact in facts:
                 console.print_line(fact)
@@ -153,14 +174,30 @@ def show(report: Report, *, as_json: bool, as_markdown: bool) -> None:
         if m.reason:
             facts.append(f"{report.label(m.contender)}, {m.shape.name}: {m.reason}")
     facts += [f"not run: {reason}" for reason in report.missing.values()]
+    facts += _load_facts(report)
     if as_markdown:
         print(report.markdown() + "\n\n" + "\n".join(f"- {fact}" for fact in facts))
         return
     what = "bf16" if report.end_to_end is None else f"bf16 and {report.precision}"
-    title = f"Forward, {what}, TFLOP/s ± spread (speed relative to {report.label(report.anchor)})"
+    title = f"Forward{_protocol(report)}, {what}, TFLOP/s ± spread (speed relative to {report.label(report.anchor)})"
     console.print_table(title, header, rows, numeric=range(1, len(header)))
     for fact in facts:
         console.print_line(fact)
+
+
+def _protocol(report: Report | DecodeReport) -> str:
+    return "" if report.sustained_s is None else " under load"
+
+
+def _load_facts(report: Report | DecodeReport) -> list[str]:
+    """How figures under load were found, and which of them to doubt."""
+    if report.sustained_s is None:
+        return []
+    how = (
+        f"Under load: each alone, back to back, {report.sustained_s:g} s in two turns, the last 40 % of each timed; "
+        "mean SM clock and power of that time"
+    )
+    return [how, *report.doubts()]
 
 
 def _low_precision_facts(report: Report, end_to_end: str) -> list[str]:
@@ -176,9 +213,10 @@ def _low_precision_facts(report: Report, end_to_end: str) -> list[str]:
 
 
 def _run_host(arguments: argparse.Namespace) -> int:
-    for option in ("shapes", "only", "plot", "markdown"):
+    for option in ("shapes", "only", "plot", "markdown", "sustained"):
         if getattr(arguments, option):
-            raise ArgumentError(f"--{option}", "nothing: 'bench host' has no shapes, contenders or plot", "a value")
+            expected = "nothing: 'bench host' has no shapes, contenders, plot or load"
+            raise ArgumentError(f"--{option}", expected, "a value")
     if arguments.precision != "exact":
         raise ArgumentError("--precision", "'exact': 'bench host' times exact calls only", repr(arguments.precision))
     imports = host.import_time()
