@@ -23,50 +23,69 @@ OA_DEVICE int32 levels_of(const QuantizeParams& p) { return kCommon ? 127 : p.le
 OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? kCommonKeyTile : p.key_tile; }
 OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? kCommonQuerySlice : p.q_group_rows; }
 
-// Items of a kind go over a group's heads before they go on to the next rows: heads of one row lie side by side in memory.
+// Blocks of one kind, `parts` to a kv head and row of blocks: all heads of a batch entry before the next rows, because they lie
+// side by side in the inputs; all rows of a batch entry before the next one, because they do in the outputs.
 struct Split {
     uint32 row, unit, part;
-    OA_DEVICE Split(uint32 off, uint32 units, uint32 parts) {
-        uint32 per_row = units * parts;
-        row = off / per_row;
-        uint32 rest = off - row * per_row;
-        unit = rest / parts;
-        part = rest - unit * parts;
+    OA_DEVICE Split(uint32 index, uint32 units, uint32 rows, uint32 parts, uint32 heads) {
+        uint32 per_entry = heads * rows * parts, entry = index / per_entry;
+        uint32 first_unit = entry * heads;
+        index -= entry * per_entry;
+        heads = min_of(heads, units - first_unit);
+        uint32 per_row = heads * parts;
+        row = index / per_row;
+        index -= row * per_row;
+        unit = index / parts;
+        part = index - unit * parts;
+        unit += first_unit;
     }
 };
+
+// Blocks of Q before the first one of V, so many that the sums are there by then.
+constexpr uint32 kQueriesAhead = 1024;
 
 // Items of one unit that wait for all of a sequence's V.
 OA_DEVICE int32 finish_items(const QuantizeParams& p) { return has(p, kHasV) ? (is_packed(p) ? p.batch : 1) : 0; }
 
-// Splits an item of the second half of a group's step. Q and V take turns: one is light, one is heavy.
+// Heads that go through their rows together: those of a batch entry, if a group has no part of one.
+OA_DEVICE uint32 heads_abreast(const QuantizeParams& p, uint32 units) {
+    return is_packed(p) || p.num_groups > 1 ? units : uint32(p.num_kv_heads);
+}
+
+// Splits an item of the second half of a group's step. Some of Q comes first, during the sums; then kinds take turns, because they
+// strain different units.
 OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint32 units, uint32 off) {
-    uint32 span, heads = has(p, kHasQk) && p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0, values = has(p, kHasV);
-    uint32 both = heads && values ? min_of(p.slots_q, p.slots_k) : 0;  // rows of blocks of Q and of V
-    auto assign = [&](ItemKind kind, uint32 parts, uint32 first_slot) {
-        Split split(off, units, parts);
+    uint32 span, heads = has(p, kHasQk) && p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0;
+    uint32 abreast = heads_abreast(p, units);
+    auto assign = [&](ItemKind kind, uint32 index, uint32 rows, uint32 parts) {
+        Split split(index, units, rows, parts, abreast);
         t.kind = kind;
-        t.unit = group * p.units_per_group + split.unit, t.slot = first_slot + split.row, t.head = split.part;
+        t.unit = group * p.units_per_group + split.unit, t.slot = split.row, t.head = split.part;
     };
-    if (off < (span = kCommon ? 0 : units * p.per_unit_a)) {
-        uint32 of_q = units * heads * p.slots_q;
-        if (off < of_q) return assign(kAmaxQ, heads, 0);
-        off -= of_q;
-        return assign(kAmaxK, 1, 0);
-    }
+    uint32 of_q = units * heads * p.slots_q, of_k = has(p, kHasQk) ? units * p.slots_k : 0,
+           of_v = has(p, kHasV) ? units * p.slots_k : 0;
+    if (off < (span = kCommon ? 0 : units * p.per_unit_a))
+        return off < of_q ? assign(kAmaxQ, off, p.slots_q, heads) : assign(kAmaxK, off - of_q, p.slots_k, 1);
     off -= span;
-    if (off < (span = units * both * (heads + 1))) {
-        assign(kQuantizeQ, heads + 1, 0);
-        if (t.head == int32(heads)) t.kind = kQuantizeV;
-        return;
-    }
+    // Q alone | Q and V | the rest of Q or V, that of V in turns with K | the rest of V or K | means of V
+    uint32 ahead = min_of(of_q, kQueriesAhead), with_q = min_of(of_q - ahead, of_v), rest_q = of_q - ahead - with_q,
+           rest_v = of_v - with_q, with_k = min_of(rest_v, of_k);
+    if (off < ahead) return assign(kQuantizeQ, off, p.slots_q, heads);
+    off -= ahead;
+    if (off < (span = 2 * with_q))
+        return off & 1 ? assign(kQuantizeV, off >> 1, p.slots_k, 1)
+                       : assign(kQuantizeQ, ahead + (off >> 1), p.slots_q, heads);
     off -= span;
-    if (off < (span = units * (p.slots_q - both) * heads)) return assign(kQuantizeQ, heads, both);
+    if (off < rest_q) return assign(kQuantizeQ, ahead + with_q + off, p.slots_q, heads);
+    off -= rest_q;
+    if (off < (span = 2 * with_k))
+        return off & 1 ? assign(kQuantizeK, off >> 1, p.slots_k, 1)
+                       : assign(kQuantizeV, with_q + (off >> 1), p.slots_k, 1);
     off -= span;
-    if (off < (span = units * (p.slots_k - both) * values)) return assign(kQuantizeV, 1, both);
+    if (off < (span = rest_v - with_k)) return assign(kQuantizeV, with_q + with_k + off, p.slots_k, 1);
     off -= span;
-    if (off < (span = has(p, kHasQk) ? units * p.slots_k : 0)) return assign(kQuantizeK, 1, 0);
-    off -= span;
-    assign(kFinishV, 1, 0);
+    if (off < (span = of_k - with_k)) return assign(kQuantizeK, with_k + off, p.slots_k, 1);
+    assign(kFinishV, off - span, finish_items(p), 1);
 }
 
 OA_DEVICE int32 blocks_of(int32 len) { return int32((uint32(len) + kBlockRows - 1) / kBlockRows); }
@@ -109,7 +128,7 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
     if (reduce) {
         bool has_k = has(p, kSmoothK), has_v = has(p, kHasV);
         units = int32(group) + 1 == p.num_groups ? rest_units : p.units_per_group;
-        Split split(off, units, has_k && has_v ? 2 : 1);
+        Split split(off, units, p.slots_r, has_k && has_v ? 2 : 1, units);
         t.kind = split.part == 1 || !has_k ? kReduceV : kReduceK;
         t.unit = group * p.units_per_group + split.unit, t.slot = split.row;
     } else {

@@ -129,14 +129,15 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, u
     }
     store_lanes<kHeadDim>(sums[0], sums[1], buffer);
     float sum = channel_sum<Io, kHeadDim>(rows, p.head_dim, buffer);
-    if (tid < kHeadDim) partial_of<kHeadDim>(p, t, t.slot, 0)[tid] = sum;
-
     int64 at = sequence_head(t, p.num_kv_heads);
-    if (!arrive_is_last(p.k_ready + at, chunks, flag)) return;
+    if (chunks > 1) {
+        if (tid < kHeadDim) partial_of<kHeadDim>(p, t, t.slot, 0)[tid] = sum;
+        if (!arrive_is_last(p.k_ready + at, chunks, flag)) return;
+    }
     if (tid < p.head_dim_pad) {
         const float* partial = partial_of<kHeadDim>(p, t, t.slot - t.index, 0) + tid;
-        float total = 0.0f, part[kInFlight];
-        for (int32 c0 = 0; c0 < chunks; c0 += kInFlight) {
+        float total = chunks > 1 ? 0.0f : 0.0f + sum, part[kInFlight];
+        for (int32 c0 = 0; chunks > 1 && c0 < chunks; c0 += kInFlight) {
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i)
                 part[i] = load_gpu(partial + int64(min_of(c0 + i, chunks - 1)) * (4 * kHeadDim));
@@ -235,17 +236,19 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
         }
         if (tid == 0) reduce_max_global(p.v_bad + at, 1);
     }
-    if (tid < kHeadDim) {
-        partial_of<kHeadDim>(p, t, t.slot, 1)[tid] = sum;
-        partial_of<kHeadDim>(p, t, t.slot, 2)[tid] = most;
-        partial_of<kHeadDim>(p, t, t.slot, 3)[tid] = least;
+    if (chunks > 1) {
+        if (tid < kHeadDim) {
+            partial_of<kHeadDim>(p, t, t.slot, 1)[tid] = sum;
+            partial_of<kHeadDim>(p, t, t.slot, 2)[tid] = most;
+            partial_of<kHeadDim>(p, t, t.slot, 3)[tid] = least;
+        }
+        if (!arrive_is_last(p.v_ready + at, chunks, flag)) return;
     }
-    if (!arrive_is_last(p.v_ready + at, chunks, flag)) return;
     if (tid < p.head_dim_pad) {
         const float* partial = partial_of<kHeadDim>(p, t, t.slot - t.index, 1) + tid;
-        float total = 0.0f;
-        most = neg_inf(), least = -neg_inf();
-        for (int32 c0 = 0; c0 < chunks; c0 += kInFlight) {
+        float total = 0.0f + sum;
+        if (chunks > 1) total = 0.0f, most = neg_inf(), least = -neg_inf();
+        for (int32 c0 = 0; chunks > 1 && c0 < chunks; c0 += kInFlight) {
             float part[3][kInFlight];
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
