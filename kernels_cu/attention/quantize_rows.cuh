@@ -313,7 +313,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
             packed.x = permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410);
             packed.y = permute_bytes(permute_bytes(n[4], n[5], 0x0040), permute_bytes(n[6], n[7], 0x0040), 0x5410);
             if (is_bad) packed.x = packed.y = 0;
-            store_passing_if(stored, to, packed);
+            if (stored) *reinterpret_cast<uint2*>(to) = packed;
         } else {
             uint32 packed = 0;
 #pragma unroll

@@ -153,7 +153,7 @@ OA_DEVICE void store_values(const QuantizeParams& p, const ValuesTile& tile, con
             uint32 a = w.x, b = w.y;
             w.x = w.z, w.z = a, w.y = w.w, w.w = b;
         }
-        if (c < p.head_dim_pad) store_passing(tile.out + c * tile.keys_of_unit + vec * 16, w);
+        if (c < p.head_dim_pad) *reinterpret_cast<uint4*>(tile.out + c * tile.keys_of_unit + vec * 16) = w;
     }
 }
 
@@ -178,7 +178,7 @@ OA_DEVICE uint32 convert_to_half(const QuantizeParams& p, const ValuesTile& tile
             packed.x = pack2(Half{}, x[0], x[1]), packed.y = pack2(Half{}, x[2], x[3]);
             packed.z = pack2(Half{}, x[4], x[5]), packed.w = pack2(Half{}, x[6], x[7]);
             if (cc * 8 >= p.head_dim_pad || row >= tile.count) continue;
-            store_passing(tile.out + int64(row) * p.head_dim_pad * 2 + cc * 16, packed);
+            *reinterpret_cast<uint4*>(tile.out + int64(row) * p.head_dim_pad * 2 + cc * 16) = packed;
 #pragma unroll
             for (int j = 0; j < 4; ++j) over |= (word_of(packed, j) & ~kBothSigns) + addend;
         }

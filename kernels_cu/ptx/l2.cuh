@@ -56,26 +56,6 @@ OA_DEVICE void cp_async_small(uint32 smem_dst, const void* gmem_src, uint32 src_
 #endif
 }
 
-// st.global.L2::cache_hint: what this kernel does not read again; aligned to its size.
-OA_DEVICE void store_passing(uint8* p, const uint4& w) {
-    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z),
-                 "r"(w.w), "l"(passing_policy())
-                 : "memory");
-}
-OA_DEVICE void store_passing(uint8* p, const uint2& w) {
-    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1,%2}, %3;" ::"l"(p), "r"(w.x), "r"(w.y),
-                 "l"(passing_policy())
-                 : "memory");
-}
-
-// The same where `stored`.
-OA_DEVICE void store_passing_if(bool stored, uint8* p, const uint2& w) {
-    asm volatile(
-        "{ .reg .pred q; setp.ne.s32 q, %4, 0; @q st.global.L2::cache_hint.v2.u32 [%0], {%1,%2}, %3; }" ::"l"(p),
-        "r"(w.x), "r"(w.y), "l"(passing_policy()), "r"(int32(stored))
-        : "memory");
-}
-
 // ld.global.nc.L1::no_allocate.L2::cache_hint.v4: 16 bytes of an input, which nobody writes; 16-byte aligned.
 OA_DEVICE uint4 load_input(const uint8* p, uint64 policy) {
     uint4 w;
