@@ -67,7 +67,7 @@ def test_order_of_products(seed: int) -> None:
     l1 = {name: ablations.product(x, name).rel_l1 for name in PRODUCTS}
     assert l1["fp16"] < 0.5 * l1["e4m3"]
     assert l1["e4m3"] < 0.6 * l1["e5m2"]
-    assert l1["e4m3"] < 0.6 * l1["int8"]
+    assert l1["e4m3"] < 0.65 * l1["int8"]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
