@@ -41,13 +41,13 @@ class Int8:
         queries), "per_thread" (2 or 4 queries, 16 or 32 keys: no slower than per_block, and between it and per_token
         in accuracy), "per_token" (CPU reference only).
     smooth_k : bool
-        Quantize K minus its mean over the keys, which no softmax sees.
+        Quantize K minus its mean over the keys (a sample of long sequences), which no softmax sees.
     smooth_q : bool
         Quantize Q minus its mean over 128 queries; the difference is added to the scores.
     smooth_v : bool
         Quantize V minus its mean over the keys, where that is more than 1/16 of a channel's range; the mean is added to
         the output. Tensor cores that multiply 8-bit floats cut off small summands of a large sum; without the mean
-        sums stay small, and more of them may be left to these cores.
+        sums stay small, and more of them may be left to these cores. The mean of V's rounding errors is added back too.
     pv : str
         "fp8": P and V in e4m3; "fp16": both in float16; "exact": neither is rounded (CPU reference only). "auto": what
         is fastest on the GPU (`omniattn.explain` says which; docs/precision.md has the table), "fp8" on the CPU.

@@ -144,7 +144,10 @@ def quantize_v(
     dtype : "float8_e4m3" or "float16"
         8 bits, transposed; or fp16 with a power of two as scale, which no bfloat16 value overflows.
     smooth_v : bool
-        Take the mean over the keys away, in channels where it is more than 1/16 of the range.
+        Take the mean over the keys (a sample of long sequences) away, in channels where it is more than 1/16 of the
+        range.
+        With e4m3 v_mean has the mean of what rounding takes away too, so that the mean over the keys of
+        v_scale * v_quantized + v_mean is that of v.
     pv_accumulator : "fp32" or "fp16"
         "fp16": e4m3 values so small that sums of their products may be fp16, which is faster on GeForce GPUs from sm_89
         on (docs/precision.md). float16 values always are.

@@ -122,7 +122,7 @@ class QuantizedV:
         "float8_e4m3": uint8 bytes, (batch, num_kv_heads, head_dim_pad, keys rounded up to 128), keys permuted within
         16. "float16": (batch, num_kv_heads, seqlen_k, head_dim_pad).
     v_scale, v_mean : array, (batch, num_kv_heads, head_dim_pad), float32
-        Of each channel; means are 0 without smooth_v.
+        Of each channel; means are 0 without smooth_v, and with it no plain means of v (`quantize_v`).
     cu_seqlens_k : array or None
         As in `QuantizedQK`.
     problem : QuantizeProblem

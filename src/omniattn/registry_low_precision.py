@@ -228,7 +228,7 @@ def _quantize(head_dim: int, dtype: str, common: int = 0) -> KernelSpec:
         prebuild=tuple(arch for arch in PREBUILT_ARCHS if int(arch.rstrip("a")) >= 10 * min_arch[0] + min_arch[1]),
         min_arch=min_arch,
         features=frozenset({"common"} if common else ()),
-        # Nearly all of it where V is done a second time. Two CTAs an SM would need no spills: measured 5 to 10 % slower.
+        # Nearly all of it where V is done a second time. Two CTAs an SM would need none: measured 5 to 10 % slower.
         allowed_spill_bytes=1100,
     )
 

@@ -22,13 +22,15 @@ KEY_TILES = {"sm90": 128, "sm80": 64}
 QUERY_SLICES = {"sm90": 16, "sm80": 32}
 #: In the order of `Granularity` in the device code.
 GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread", "per_token")
-#: Groupings and formats of V that have a kernel of their own; the index is the kernel's COMMON. First: the kernel for anything.
+#: Groupings and formats of V that have a kernel of their own; the index is the kernel's COMMON. First: the kernel for
+#: anything.
 COMMON = (None, ("sm90", "float8_e4m3"), ("sm80", "float16"), ("sm80", "float8_e4m3"))
 
 _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i for i in range(7))
 
-#: Bytes of K and V of the heads that are summed up before any of them is quantized: all, or a part of the L2 cache where the
-#: whole of them is read twice (short sequences, per_tensor), because Q and the outputs pass through it in between.
+#: Bytes of K and V of the heads that are summed up before any of them is quantized: all, or a part of the L2 cache
+#: where the whole of them is read twice (short sequences, per_tensor), because Q and the outputs pass through it in
+#: between.
 GROUP_BYTES, CACHED_GROUP_BYTES = 1 << 62, 16 << 20
 _MAX_GRID = 1 << 20
 _ITEM_BYTES = 64
@@ -112,7 +114,7 @@ class QuantizeProblem:
 
     @property
     def common(self) -> int:
-        """Index in `COMMON` if it is what int8 attention asks for by default, which has kernels of its own; otherwise 0."""
+        """Index in `COMMON` if it is what int8 attention asks for by default, which has its own kernels; else 0."""
         asked = (self.qk, self.v, self.smooth_k, self.smooth_v, self.smooth_q, self.varlen, self.stored_bits, self.bits)
         if asked != (True, True, True, True, False, False, 8, 8) or self.row_bias == "full":
             return 0
@@ -218,8 +220,8 @@ class QuantizePlan:
     """
 
     __slots__ = (
-        "_clear", "_cluster", "_delta", "_delta_grid", "_errors", "_grid", "_items", "_rest", "_table", "_threads", "_words", "counters_bytes",
-        "delta_kernel", "kernel", "problem", "spec", "starts_bytes", "workspace_bytes",
+        "_clear", "_cluster", "_delta", "_delta_grid", "_errors", "_grid", "_items", "_rest", "_table", "_threads",
+        "_words", "counters_bytes", "delta_kernel", "kernel", "problem", "spec", "starts_bytes", "workspace_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -266,8 +268,8 @@ class QuantizePlan:
             | (_HAS_V if p.v else 0)
             | (_HALF_V if p.v_dtype == "float16" else 0)
         )
-        # Words that are zeroed: the ticket, four kinds for each kv head, for per_tensor two more of each head, and the errors of
-        # V, two words a channel, at an even one.
+        # Words that are zeroed: the ticket, four kinds for each kv head, for per_tensor two more of each head, and the
+        # errors of V, two words a channel, at an even one.
         kv, qs = p.batch * p.heads_kv, p.batch * p.heads_q
         counts = [kv, kv, kv, kv, *((kv, kv, qs, qs) if per_a else (0, 0, 0, 0))]
         self._words = tuple(itertools.accumulate(counts[:-1], initial=1))

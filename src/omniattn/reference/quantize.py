@@ -289,8 +289,8 @@ def value_range(
 ) -> tuple[Array, Array]:
     """(mean, scale) of the channels of one head; levels: what the largest magnitude becomes in e4m3.
 
-    Both are of a sample of the keys (unless ``every_key``), the scale with headroom; a channel that it is too small for has
-    one of all its keys.
+    Both are of a sample of the keys (unless ``every_key``), the scale with headroom; a channel that it is too small for
+    has one of all its keys.
     """
     sample = values if every_key else sampled(values)
     finite = np.isfinite(sample)
@@ -328,10 +328,9 @@ def rounding_error(y: Array, codes: Array) -> Array:
     rows = -(-len(y) // BLOCK_ROWS) * BLOCK_ROWS
     errors = np.zeros((rows, y.shape[1]), dtype=np.float16)
     errors[: len(y)] = y.astype(np.float16) - decode_e4m3(codes).astype(np.float16)
-    # A thread has the words w and w + 16 of a tile of 32; word w has 4 keys, the parity of a key is its half of a register.
-    tiles = errors.reshape(
-        -1, 2, 4, 2, 4, 2, y.shape[1]
-    )  # tile, word / 16, word / 4 % 4, key / 8 % 2, word % 4, key % 2
+    # A thread has the words w and w + 16 of a tile of 32; word w has 4 keys, a key's parity is its half of a register.
+    # Axes: tile, word / 16, word / 4 % 4, key / 8 % 2, word % 4, key % 2.
+    tiles = errors.reshape(-1, 2, 4, 2, 4, 2, y.shape[1])
     of_word = tiles[:, :, :, 0] + tiles[:, :, :, 1]
     of_thread = (of_word[:, 0] + of_word[:, 1]).astype(_F)
     of_thread[~np.isfinite(of_thread)] = 0
