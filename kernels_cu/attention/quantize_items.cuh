@@ -194,22 +194,22 @@ OA_DEVICE void wait_for_own(const uint32* word, uint32 target) {
     while (load_acquire(word) < target) nanosleep(64);
 }
 
-// A per-channel array that another CTA writes before it releases `word`, into shared memory, by the CTA's last warps:
-// one copy for all threads, because every CTA of a head reads the same few lines. A barrier has to follow.
-template <int kHeadDim>
-OA_DEVICE void fetch_channels(const uint32* word, const float* x, int32 head_dim_pad, float* y) {
-    int32 lane = int32(threadIdx.x) - (2 * kHeadDim - kHeadDim / 4);
+// Per-channel arrays that another CTA writes before it releases `word`, into shared memory, by the CTA's last threads:
+// one copy for all, because every CTA of a head reads the same few lines. A barrier has to follow. kArrays: 1, or 2: both at
+// once, because to wait and to read takes a microsecond and more.
+template <int kHeadDim, int kArrays>
+OA_DEVICE void fetch_channels(const uint32* word, const float* (&from)[kArrays], int32 head_dim_pad,
+                              float* (&to)[kArrays]) {
+    constexpr int kLanes = kHeadDim / 4;
+    int32 lane = int32(threadIdx.x) - (2 * kHeadDim - kArrays * kLanes);
     if (lane < 0) return;
+    const float* x = from[0];
+    float* y = to[0];
+    if (kArrays == 2 && lane >= kLanes) x = from[kArrays - 1], y = to[kArrays - 1], lane -= kLanes;
     wait_for_own(word, kReady);
     float4 values{0.0f, 0.0f, 0.0f, 0.0f};
     if (lane * 4 < head_dim_pad) values = load_gpu(reinterpret_cast<const float4*>(x) + lane);
     reinterpret_cast<float4*>(y)[lane] = values;
-}
-
-// All threads, after their writes, which whoever reads `word` with an acquire sees.
-OA_DEVICE void arrive(uint32* word) {
-    __syncthreads();
-    if (threadIdx.x == 0) reduce_add_release(word, 1);
 }
 
 // All threads, after their writes: true in all of them for the CTA that is the last of `expected` to arrive; that CTA

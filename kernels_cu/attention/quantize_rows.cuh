@@ -165,7 +165,9 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage
     float mean[8] = {}, value[kSteps], dot = 0.0f;
     if ((!is_q && has(p, kSmoothK)) || full_bias) {
         int64 kv_at = int64(t.batch_idx) * p.num_kv_heads + (is_q ? t.head / (p.num_q_heads / p.num_kv_heads) : t.head);
-        fetch_channels<kHeadDim>(p.k_ready + kv_at, p.k_mean + kv_at * p.head_dim_pad, p.head_dim_pad, s.mean);
+        const float* from[1] = {p.k_mean + kv_at * p.head_dim_pad};
+        float* to[1] = {s.mean};
+        fetch_channels<kHeadDim>(p.k_ready + kv_at, from, p.head_dim_pad, to);
         __syncthreads();
 #pragma unroll
         for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];

@@ -278,8 +278,10 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
     load_values<Io, kHeadDim>(p, tile, raw);
     int64 at = sequence_head(t, p.num_kv_heads);
     int32 first_chunk = is_packed(p) ? first_slot(t.begin, t.batch_idx, kChunkRows) : 0;
-    fetch_channels<kHeadDim>(p.v_ready + at, partial_of<kHeadDim>(p, t, first_chunk, 2), p.head_dim_pad, s.inverse);
-    if (smooth) fetch_channels<kHeadDim>(p.v_ready + at, p.v_mean + at * p.head_dim_pad, p.head_dim_pad, s.mean);
+    // The inverse of the scale and, even if it is zeros, the mean.
+    const float* from[2] = {partial_of<kHeadDim>(p, t, first_chunk, 2), p.v_mean + at * p.head_dim_pad};
+    float* to[2] = {s.inverse, s.mean};
+    fetch_channels<kHeadDim>(p.v_ready + at, from, p.head_dim_pad, to);
     if (tid == 2 * kHeadDim - 1) s.bad = load_gpu(p.v_bad + at);
     if (tid < kHeadDim) s.error[tid] = 0;
     __syncthreads();
@@ -297,11 +299,9 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
         __syncthreads();
         store_values<kHeadDim>(p, tile, s);
     }
-    bool corrected = smooth && !half;
     if (sampled && over) reduce_max_global(p.v_bad + at, 1);
-    if (corrected && tid < p.head_dim_pad)
+    if (smooth && !half && tid < p.head_dim_pad)
         reduce_add_global(p.v_error + at * p.head_dim_pad + tid, s.error[(tid & 7) * kColumns + (tid >> 3)]);
-    if (corrected || sampled) arrive(p.v_done + at);
 }
 
 // All of a head of V has become bytes: its mean, and all of it again if it has to be.
@@ -312,7 +312,8 @@ OA_DEVICE void finish_v(const QuantizeParams& p, const Item& t, ValuesStorage<kH
     if (!(corrected || sampled)) return;
     int64 at = sequence_head(t, p.num_kv_heads), channel = at * p.head_dim_pad + tid;
     if (tid == 0) {
-        wait_for_own(p.v_done + at, uint32(blocks_of(t.len)));
+        uint32 groups = t.unit / p.units_per_group + 1;  // of units whose blocks have been taken before
+        wait_for_own(p.v_done, min_of(groups * p.units_per_group, uint32(p.units)) * p.slots_k);
         s.bad = sampled && load_gpu(p.v_bad + at) != 0;
     }
     __syncthreads();

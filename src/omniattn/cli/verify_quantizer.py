@@ -32,7 +32,8 @@ def verify_common(framework: Framework, spec: KernelSpec) -> tuple[int, float, l
             q[0, 3, 1, 5], k[1, 130, 0, 7], v[0, 600, 1, 9] = np.nan, np.inf, -np.inf
         problem = problem_for(
             Int8(pv=pv, pv_accumulator="fp32"), dtype=spec.dtype, batch=_BATCH, rows_q=seqlen_q, rows_k=seqlen_k,
-            heads_q=_HEADS_Q, heads_kv=_HEADS_KV, head_dim=spec.head_dim, varlen=False, grouping=grouping, full_bias=False,
+            heads_q=_HEADS_Q, heads_kv=_HEADS_KV, head_dim=spec.head_dim, varlen=False, grouping=grouping,
+            full_bias=False,
         )  # fmt: skip
         on_gpu = [framework.array(x, spec.dtype) for x in (q, k, v)]
         tensors = [arrays.describe(x, name) for x, name in zip(on_gpu, "qkv", strict=True)]
