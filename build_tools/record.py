@@ -25,8 +25,8 @@ RECORD = Path("tests/gpu/record.json")
 UNVERIFIED = Path("tests/gpu/unverified.txt")
 FORMAT = 1
 
-#: Device code, what chooses and launches it, and the runtime below. Host code above it (checks of arguments, plans,
-#: caches) is left to the CPU suite, which runs it.
+#: Device code, what chooses and launches it and says what its formats are, and the runtime below. Host code above it
+#: (checks of arguments, caches) is left to the CPU suite, which runs it.
 WATCHED: tuple[str, ...] = (
     "kernels_cu/**/*.cu",
     "kernels_cu/**/*.cuh",
@@ -34,7 +34,10 @@ WATCHED: tuple[str, ...] = (
     "src/omniattn/registry*.py",
     "src/omniattn/select.py",
     "src/omniattn/problem.py",
+    "src/omniattn/planning.py",
+    "src/omniattn/precision.py",
     "src/omniattn/quantizer.py",
+    "src/omniattn/kv_format.py",
     "src/omniattn/launch/**/*.py",
     "src/omniattn/runtime/arch.py",
     "src/omniattn/runtime/compile.py",

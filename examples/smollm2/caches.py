@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from array_backend import Array, Backend
-from model import AttentionFn, Model, Predictions
-from precisions import compare
+from model import AttentionFn, Model
+from precisions import Row, write_rows
 
 #: Queries of one call: what `decode` takes.
 CHUNK = 16
@@ -94,19 +95,9 @@ def token_bytes(model: Model, variant: CacheVariant) -> int:
 
 
 def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> None:
-    """Measure every variant and hand the lines of a Markdown table to `write`, each as soon as it is known."""
-    write("| Cache | Bytes a token | Perplexity | Difference | Same top-1 |")
-    write("|---|---|---|---|---|")
-    base: Predictions | None = None
-    for variant in variants():
-        model.attention = cache_attention(model.backend, variant)
-        parts = [model.predictions(window) for window in windows]
-        found = Predictions(np.concatenate([p.losses for p in parts]), np.concatenate([p.best for p in parts]))
-        line = f"| {variant.label} | {token_bytes(model, variant)} |"
-        if base is None:
-            base = found
-            write(f"{line} {compare(base, found).perplexity:.4f} | | |")
-            continue
-        row = compare(base, found)
-        change = f"{100 * row.difference:+.2f} % ± {100 * row.error:.2f} %"
-        write(f"{line} {row.perplexity:.4f} | {change} | {100 * row.agreement:.2f} % |")
+    """Write the table of all caches."""
+    rows = [
+        Row((x.label, str(token_bytes(model, x))), partial(cache_attention, model.backend, x), x.label)
+        for x in variants()
+    ]
+    write_rows(("Cache", "Bytes a token"), rows, model, windows, write)

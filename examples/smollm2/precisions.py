@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from model import Model, Precision, Predictions, omniattn_attention
+from model import AttentionFn, Model, Precision, Predictions, omniattn_attention
 
 
 @dataclass(frozen=True)
@@ -71,46 +72,67 @@ def compare(base: Predictions, other: Predictions) -> Comparison:
     )
 
 
-def predict(model: Model, precision: Precision, windows: list[np.ndarray]) -> Predictions:
+def predict(model: Model, attention: AttentionFn, windows: list[np.ndarray]) -> Predictions:
     """Predictions of all windows, one after the other; windows do not see each other."""
-    model.attention = omniattn_attention(precision)
+    model.attention = attention
     parts = [model.predictions(window) for window in windows]
     return Predictions(np.concatenate([p.losses for p in parts]), np.concatenate([p.best for p in parts]))
 
 
-def format_row(variant: Variant, row: Comparison, is_base: bool) -> str:
-    """One line of the Markdown table."""
-    label = f"`{variant.label}`"
-    if is_base:
-        return f"| {label} | | {row.perplexity:.4f} | | |"
-    change = f"{100 * row.difference:+.2f} % ± {100 * row.error:.2f} %"
-    return f"| {label} | {variant.smoothed} | {row.perplexity:.4f} | {change} | {100 * row.agreement:.2f} % |"
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: its first cells, what makes its attention, and its name where the device cannot run it."""
+
+    cells: tuple[str, ...]
+    make: Callable[[], AttentionFn]
+    name: str
 
 
-def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> None:
-    """Measure every variant and hand the lines of a Markdown table to `write`, each as soon as it is known.
+def write_rows(
+    columns: tuple[str, ...],
+    rows: list[Row],
+    model: Model,
+    windows: list[np.ndarray],
+    write: Callable[[str], None],
+) -> None:
+    """Measure every row and hand the lines of a Markdown table to `write`, each as soon as it is known.
 
-    A variant that the device cannot run is named below the table with the reason; without the first one there is
-    nothing to compare with, and its error passes through.
+    The first row is what the others are compared with. A row that the device cannot run is named below the table with
+    the reason; without the first one there is nothing to compare with, and its error passes through.
     """
     from omniattn.errors import UnsupportedError
 
-    write("| `precision=` | Smoothed | Perplexity | Difference | Same top-1 |")
-    write("|---|---|---|---|---|")
+    write(f"| {' | '.join(columns)} | Perplexity | Difference | Same top-1 |")
+    write("|---" * (len(columns) + 3) + "|")
     base: Predictions | None = None
     unavailable = []
-    for variant in variants():
+    for row in rows:
         try:
-            found = predict(model, variant.precision, windows)
+            found = predict(model, row.make(), windows)
         except UnsupportedError as error:
             if base is None:
                 raise
-            unavailable.append(f"- `{variant.label}` is not available: {error}")
+            unavailable.append(f"- {row.name} is not available: {error}")
             continue
-        is_base = base is None
-        base = found if base is None else base
-        write(format_row(variant, compare(base, found), is_base))
+        change = agreement = ""
+        if base is None:
+            base = found
+            made = compare(base, found)
+        else:
+            made = compare(base, found)
+            change = f"{100 * made.difference:+.2f} % ± {100 * made.error:.2f} %"
+            agreement = f"{100 * made.agreement:.2f} %"
+        cells = (*row.cells, f"{made.perplexity:.4f}", change, agreement)
+        write("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
     if unavailable:
         write("")
     for line in unavailable:
         write(line)
+
+
+def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> None:
+    """Write the table of all precisions."""
+    rows = [
+        Row((f"`{x.label}`", x.smoothed), partial(omniattn_attention, x.precision), f"`{x.label}`") for x in variants()
+    ]
+    write_rows(("`precision=`", "Smoothed"), rows, model, windows, write)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from array_backend import Array
-from model import AttentionFn, Model, Precision, Predictions, omniattn_attention
-from precisions import compare
+from model import AttentionFn, Model, Precision, omniattn_attention
+from precisions import Row, write_rows
 
 
 @dataclass(frozen=True)
@@ -66,35 +67,9 @@ def product_attention(precision: Precision) -> AttentionFn:
 
 
 def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> None:
-    """Measure every variant and hand the lines of a Markdown table to `write`, each as soon as it is known.
-
-    A product that the device lacks (e4m3 before compute capability 8.9) is named below the table with the reason.
-    """
-    from omniattn.errors import UnsupportedError
-
-    write("| Q·Kᵀ | P·V | sums | Perplexity | Difference | Same top-1 |")
-    write("|---|---|---|---|---|---|")
-    base: Predictions | None = None
-    unavailable = []
-    for variant in variants():
-        model.attention = product_attention(variant.precision)
-        label = f"| {variant.qk} | {variant.pv} | {variant.sums} |"
-        try:
-            parts = [model.predictions(window) for window in windows]
-        except UnsupportedError as error:
-            if base is None:
-                raise
-            unavailable.append(f"- {variant.qk}, {variant.pv}, {variant.sums} sums: not available: {error}")
-            continue
-        found = Predictions(np.concatenate([p.losses for p in parts]), np.concatenate([p.best for p in parts]))
-        if base is None:
-            base = found
-            write(f"{label} {compare(base, found).perplexity:.4f} | | |")
-            continue
-        row = compare(base, found)
-        change = f"{100 * row.difference:+.2f} % ± {100 * row.error:.2f} %"
-        write(f"{label} {row.perplexity:.4f} | {change} | {100 * row.agreement:.2f} % |")
-    if unavailable:
-        write("")
-    for line in unavailable:
-        write(line)
+    """Write the table of all products; e4m3 needs compute capability 8.9."""
+    rows = [
+        Row((x.qk, x.pv, x.sums), partial(product_attention, x.precision), f"{x.qk}, {x.pv}, sums in {x.sums}")
+        for x in variants()
+    ]
+    write_rows(("Q·Kᵀ", "P·V", "sums"), rows, model, windows, write)

@@ -24,13 +24,18 @@ struct ChannelScales {
         cp_async_commit();
     }
 
+    // Of channels `column` and column + 1.
+    OA_DEVICE void get(int32 column, float2& scale, float2& mean) const {
+        scale = *reinterpret_cast<const float2*>(shared + column);
+        mean = *reinterpret_cast<const float2*>(shared + kHeadDim + column);
+    }
+
     // O = A scale + l mean, of a lane's two rows of wgmma accumulators; l: sums of P.
     OA_DEVICE void undo(float (&acc)[kHeadDim / 2], const float (&l)[2], int lane) const {
 #pragma unroll
         for (int d = 0; d < kHeadDim / 8; ++d) {
-            int32 column = 8 * d + 2 * (lane & 3);
-            float2 scale = *reinterpret_cast<const float2*>(shared + column);
-            float2 mean = *reinterpret_cast<const float2*>(shared + kHeadDim + column);
+            float2 scale, mean;
+            get(8 * d + 2 * (lane & 3), scale, mean);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float* o = acc + 4 * d + 2 * r;

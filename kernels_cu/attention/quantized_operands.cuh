@@ -1,4 +1,4 @@
-// What attention on quantized operands needs besides AttnFwdParams (src/omniattn/launch/attn_int8_sm80.py packs the same
+// What attention on quantized operands needs besides AttnFwdParams (src/omniattn/launch/quantized_attention.py packs the same
 // fields in the same order). Formats: docs/quantization.md.
 #pragma once
 #include "attention/quantize_params.cuh"
@@ -35,10 +35,12 @@ OA_DEVICE const float* q_scales(const AttnFwdParams& p, const QuantizedOperands&
     return x.q_scale + head_of(p, t, p.num_q_heads, t.head_idx) * x.q_scale_stride_h + slice * 8;
 }
 
-// What smoothing took from the scores of a row, before the softmax's scale.
+// What smoothing took from the scores of each row, before the softmax's scale; from row 0 of the tile's sequence on.
+OA_DEVICE const float* row_biases(const AttnFwdParams& p, const QuantizedOperands& x, const FwdTile& t) {
+    return x.row_bias + head_of(p, t, p.num_q_heads, t.head_idx) * p.seqlen_q + t.q_begin;
+}
 OA_DEVICE float row_bias_of(const AttnFwdParams& p, const QuantizedOperands& x, const FwdTile& t, int32 row) {
-    if (row >= t.seqlen_q) return 0.0f;
-    return x.row_bias[head_of(p, t, p.num_q_heads, t.head_idx) * p.seqlen_q + t.q_begin + row];
+    return row < t.seqlen_q ? row_biases(p, x, t)[row] : 0.0f;
 }
 
 // What is known of a CTA's tile and not needed all the time: registers are what this kernel lacks.
@@ -64,44 +66,4 @@ OA_DEVICE TileFacts facts_of(const AttnFwdParams& p, const QuantizedOperands& x,
     f.delta = x.delta_s + head_of(p, t, p.num_q_heads, t.head_idx) * x.delta_stride_h +
               int64(slot_of(p, t, t.q_begin, kBlockRows) + t.m0 / kBlockRows) * x.delta_columns;
     return f;
-}
-
-// Divides one thread's part of two rows of O by the sum of P and undoes V's scale and mean, both per channel:
-// O = (O / l) v_scale + v_mean, l = 1, and the base m2 with what l was. The division comes first, because v_scale times a sum of
-// products may exceed fp32 where their mean does not. o[4d + 2r + x]: row r, channel 8d + 2(lane % 4) + x.
-template <int kOutputs>
-OA_DEVICE void restore_values(float (&o)[kOutputs], float (&m2)[2], float (&l)[2], const QuantizedOperands& x,
-                              int64 kv_head, int lane) {
-    const float* scales = x.v_scale + kv_head * x.head_dim_pad;
-    const float* means = x.v_mean == nullptr ? nullptr : x.v_mean + kv_head * x.head_dim_pad;
-    float inverse[2], weight[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        bool nothing = l[r] == 0.0f;  // a row that attends to nothing stays 0
-        inverse[r] = nothing ? 0.0f : 1.0f / l[r];
-        weight[r] = nothing ? 0.0f : 1.0f;
-        if (!nothing) m2[r] += log2_approx(l[r]);
-        l[r] = nothing ? 0.0f : l[r] * inverse[r];  // 1, or NaN
-    }
-    // All loads of a group before any of them is waited for. What lies behind head_dim_pad is stored nowhere.
-    constexpr int kGroup = 8;
-#pragma unroll
-    for (int first = 0; first < kOutputs / 4; first += kGroup) {
-        float2 scale[kGroup], mean[kGroup];
-#pragma unroll
-        for (int j = 0; j < kGroup; ++j) {
-            int32 column = min_of(8 * (first + j) + 2 * (lane & 3), x.head_dim_pad - 2);
-            scale[j] = *reinterpret_cast<const float2*>(scales + column);
-            mean[j] = make_float2(0.0f, 0.0f);
-            if (means != nullptr) mean[j] = *reinterpret_cast<const float2*>(means + column);
-        }
-#pragma unroll
-        for (int j = 0; j < kGroup; ++j)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float* at = o + 4 * (first + j) + 2 * r;
-                at[0] = fmaf(at[0] * inverse[r], scale[j].x, weight[r] * mean[j].x);
-                at[1] = fmaf(at[1] * inverse[r], scale[j].y, weight[r] * mean[j].y);
-            }
-    }
 }

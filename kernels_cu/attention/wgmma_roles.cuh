@@ -221,7 +221,7 @@ class ConsumerRole {
     // the number of tiles of keys if this warpgroup sees none.
     OA_DEVICE int32 pass_over(const FwdTile& t, const Keys& keys) {
         int32 own_end = keys.first, first_row = t.m0 + group_ * 64;
-        if (uint32(first_row) < uint32(t.seqlen_q)) {
+        if (uint32(first_row) < uint32(t.seqlen_q)) {  // unsigned: rows before row 0 (FwdTile::m0) see nothing either
             KeyRange seen = visible_keys(min_of(first_row + 64, t.seqlen_q) - 1, t.seqlen_q, t.seqlen_k, p_.window_left,
                                          p_.window_right);
             own_end = max_of(int32((int64(seen.hi) + Config::kBlockN - 1) / Config::kBlockN), keys.first);

@@ -202,9 +202,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
-    int64 tile_idx = p.tile_offset + blockIdx.x;
-    FwdTile t = p.cu_seqlens_q == nullptr ? dense_tile<Config::kBlockM>(p, tile_idx)
-                                          : varlen_tile<Config::kBlockM>(p, tile_idx);
+    FwdTile t = fwd_tile<Config::kBlockM>(p);
     if (!t.valid) return;
 
     KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);

@@ -21,9 +21,9 @@
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same] |
 // barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; columns beyond HEAD_DIM are zeros that
 // no product reads.
-#include "attention/wgmma_epilogue.cuh"
+#include "attention/warp_epilogue.cuh"
 #include "attention/wgmma_roles.cuh"
-#include "attention/wgmma_softmax.cuh"
+#include "attention/warp_softmax.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/tma.cuh"

@@ -12,15 +12,15 @@
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q to the
 // stores of O. Keys are walked from the last visible tile to the first. The softmax is that of the Hopper kernels
-// (attention/wgmma_softmax.cuh): a warp's 16 rows of m16n8 accumulators lie as 16 rows of a wgmma do.
+// (attention/warp_softmax.cuh): a warp's 16 rows of m16n8 accumulators lie as 16 rows of a wgmma do.
 //
 // P V is summed over a tile of 64 keys in the tensor cores, which for e4m3 keep about 13 bits of mantissa, then in fp32;
 // PV_ACC16: in fp16 over the tile, at twice the rate on GPUs where that is so. No sum can overflow fp16, because the softmax
 // keeps the sum of p within a bound: |sum of p v| <= max |v| * sum of p, every partial sum too.
 //   e4m3  a lane's p add up to at most 448, a row's to 1792; rounding to e4m3 adds 1/16 at most, and 64 * 2^-10 where p is
 //         subnormal; |v| <= 32 (QuantizeParams::v_levels): 32 * (1792 * 17/16 + 1/16) = 60930
-//   fp16  a lane's p add up to at most 60, a row's to 240; rounding adds 2^-11; |v| < 256: 256 * 240.2 = 61480
-//   Sums are rounded to fp16 once for 32 or 16 keys, by 16 at most: 61480 + 4 * 16 < 65504.
+//   fp16  a lane's p add up to at most 60, a row's to 240; rounding adds 2^-11; |v| < 256: 256 * 240.12 = 61470
+//   Sums are rounded to fp16 once for 32 or 16 keys, by 16 at most: 61470 + 4 * 16 < 65504.
 // With fp32 accumulators fp16 P V goes into O directly.
 //
 // NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)
@@ -28,12 +28,12 @@
 //   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
 //
 // Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V [NUM_STAGES][64 *
-// HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4].
+// HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4] | scales of K [2][4 * 4] | facts of the tile.
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/quantized_products.cuh"
 #include "attention/score_mods.cuh"
-#include "attention/wgmma_softmax.cuh"
+#include "attention/warp_softmax.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
@@ -233,7 +233,7 @@ class Worker {
     OA_DEVICE void copy_scales(int32 n, int tid) const {
         if (tid == 0) cp_async_16(smem_addr_of(smem_.k_scale[n & 1]), smem_.facts.k_scale + int64(n) * 4, 16);
         if (!has_delta() || tid >= Config::kBlockN / 4) return;
-        // Beyond the columns that max_seqlen_k allowed for there is nothing to read; attend makes NaN of it.
+        // Beyond the columns that max_seqlen_k allowed for there is nothing to read; softmax makes NaN of it.
         int32 column = min_of(n * Config::kBlockN, x_.delta_columns - Config::kBlockN);
         cp_async_16(smem_addr_of(smem_.delta[n & 1]) + tid * 16, smem_.facts.delta + column + tid * 4, 16);
     }
@@ -372,9 +372,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
     const AttnFwdParams& p = params.p;
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
-    int64 tile_idx = p.tile_offset + blockIdx.x;
-    FwdTile t = p.cu_seqlens_q == nullptr ? dense_tile<Config::kBlockM>(p, tile_idx)
-                                          : varlen_tile<Config::kBlockM>(p, tile_idx);
+    FwdTile t = fwd_tile<Config::kBlockM>(p);
     if (!t.valid) return;
 
     KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);

@@ -26,9 +26,10 @@
 // min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/channel_scales.cuh"
 #include "attention/quantize_params.cuh"
-#include "attention/wgmma_epilogue.cuh"
+#include "attention/quantized_operands.cuh"
+#include "attention/warp_epilogue.cuh"
 #include "attention/wgmma_roles.cuh"
-#include "attention/wgmma_softmax.cuh"
+#include "attention/warp_softmax.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt_e4m3.cuh"
 #include "ptx/tma.cuh"
@@ -78,15 +79,7 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes mu
 struct AttnInt8Sm90Params {
     TensorMap map_q, map_k, map_v;
     AttnFwdParams p;  // q, k, v and their strides are not used
-    const float* q_scale;
-    const float* k_scale;
-    const float* row_bias;
-    const float* v_scale;
-    const float* v_mean;  // null: zeros
-    const float* delta_s;  // null unless SMOOTH_Q
-    int64 q_scale_stride_h, k_scale_stride_h, delta_stride_h;  // elements, between heads
-    int32 delta_columns;
-    int32 head_dim_pad;
+    QuantizedOperands x;
     TileList tiles;
     int32 flush_keys;
 };
@@ -130,19 +123,20 @@ class Producer : public ProducerRole<Config, Producer> {
             tma_load_4d(smem_addr_at(&SharedStorage::k) + stage * ::kKBytes + c * Config::kBlockN * Config::kRowBytes,
                         &params_.map_k, bar, c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
         int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
-        bulk_load(smem_addr_at(&SharedStorage::k_scale) + 16 * stage,
-                  params_.k_scale + head * params_.k_scale_stride_h + (slot_of(t, t.k_begin) + key / kBlockRows) * 4,
-                  16, bar);
+        bulk_load(
+            smem_addr_at(&SharedStorage::k_scale) + 16 * stage,
+            params_.x.k_scale + head * params_.x.k_scale_stride_h + (slot_of(t, t.k_begin) + key / kBlockRows) * 4, 16,
+            bar);
         if constexpr (Config::kDelta) {
             int64 q_head = int64(t.batch_idx) * p.num_q_heads + t.head_idx;
             int32 first = t.m0 / kBlockRows, last = (t.seqlen_q - 1) / kBlockRows;
             // Beyond the columns that max_seqlen_k allowed for there is nothing to read; the consumers make NaN of it.
-            int32 column = min_of(key, params_.delta_columns - Config::kBlockN);
-            const float* rows = params_.delta_s + q_head * params_.delta_stride_h + column;
+            int32 column = min_of(key, params_.x.delta_columns - Config::kBlockN);
+            const float* rows = params_.x.delta_s + q_head * params_.x.delta_stride_h + column;
 #pragma unroll
             for (int i = 0; i < Config::kDeltaRows; ++i)
                 bulk_load(smem_addr_at(&SharedStorage::delta) + (stage * Config::kDeltaRows + i) * kDeltaBytes,
-                          rows + int64(slot_of(t, t.q_begin) + min_of(first + i, last)) * params_.delta_columns,
+                          rows + int64(slot_of(t, t.q_begin) + min_of(first + i, last)) * params_.x.delta_columns,
                           kDeltaBytes, bar);
         }
     }
@@ -398,8 +392,8 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         for (int r = 0; r < 2; ++r) {
             int32 row = warp_row + (lane_ >> 2) + 8 * r;
             int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
-            bias[r] = uint32(row) < uint32(t.seqlen_q)
-                          ? params_.row_bias[head * p_.seqlen_q + t.q_begin + row] * p_.softmax_scale
+            bias[r] = uint32(row) < uint32(t.seqlen_q)  // row may be negative
+                          ? params_.x.row_bias[head * p_.seqlen_q + t.q_begin + row] * p_.softmax_scale
                           : 0.0f;
         }
         store_rows<Config::Io>(state.acc, state.softmax.m2, state.softmax.l, bias, p_, t, warp_row, lane_);
@@ -408,19 +402,20 @@ class Consumer : public ConsumerRole<Config, Consumer> {
   private:
     // Of this lane's two rows, with the softmax's scale, in base 2.
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
-        if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;  // zeros; not so coarse as to need the careful way
+        // Rows behind the sequence, or (unsigned) before row 0, are zeros: no scale so coarse as to need the careful way.
+        if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
-        return params_.q_scale[head * params_.q_scale_stride_h + slot_of(t, t.q_begin) * 64 + (warp_row >> 4) * 8 +
-                               (lane_ >> 2)] *
+        return params_.x.q_scale[head * params_.x.q_scale_stride_h + slot_of(t, t.q_begin) * 64 + (warp_row >> 4) * 8 +
+                                 (lane_ >> 2)] *
                (p_.softmax_scale * kLog2e);
     }
 
     // V's scale and mean for `store`. Early: after a turn has begun, when the whole warpgroup has read the last tile's.
     OA_DEVICE void fetch_channels(const FwdTile& t) const {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
-        int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.head_dim_pad;
-        channels().fetch(params_.v_scale + first, params_.v_mean == nullptr ? nullptr : params_.v_mean + first,
-                         params_.head_dim_pad);
+        int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.x.head_dim_pad;
+        channels().fetch(params_.x.v_scale + first, params_.x.v_mean == nullptr ? nullptr : params_.x.v_mean + first,
+                         params_.x.head_dim_pad);
     }
     OA_DEVICE ChannelScales<Config::kHeadDim> channels() const {
         return {Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_])};
@@ -457,7 +452,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     // Score units of tile n -> base-2 exponent, of this lane's two rows and its keys.
     OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
-        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.delta_columns) return __int_as_float(0x7fffffff);
+        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.x.delta_columns) return __int_as_float(0x7fffffff);
         return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * kv_at_.stage));
     }
 

@@ -30,22 +30,36 @@ OA_DEVICE FwdTile tile_of(const AttnFwdParams& p, int32 batch_idx, int32 head_id
     return t;
 }
 
-// Dense, one tile a CTA: tiles of one head are neighbours (they share K and V in L2), the longest of a causal head first.
+// Heads whose tiles take turns in a causal launch, and the number of their tiles that is enough.
+constexpr uint32 kTurnHeads = 16, kTurnTiles = 1024;
+
+// Dense, one tile a CTA. Tiles of one head are neighbours (they share K and V in L2), the longest first. Causal heads, whose
+// tiles grow with their row, take turns, up to 16 at a time and the longest tiles of all of them first, so that a launch does
+// not end with some long tiles alone; of long heads fewer, so that more of a head's tiles run at the same time and share K and
+// V. Turns are counted from the end: what is left of the heads comes first, where nothing waits for it.
 template <int kBlockM>
 OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
-    int64 head_flat;
-    int32 m;
-    if (tile_idx < 0x7fffffff) {  // 64-bit division costs about 100 cycles more
-        uint32 flat = uint32(tile_idx) / uint32(p.num_m_blocks);
-        m = int32(uint32(tile_idx) - flat * uint32(p.num_m_blocks));
-        head_flat = flat;
+    int64 num_tiles = int64(p.batch) * p.num_q_heads * p.num_m_blocks;
+    uint32 blocks = p.num_m_blocks, m;
+    int64 head;
+    if (num_tiles > 0x7fffffff) {  // 64-bit division costs about 100 cycles more
+        head = tile_idx / p.num_m_blocks;
+        m = blocks - 1 - uint32(tile_idx - head * p.num_m_blocks);
+    } else if (p.window_right >= 0 && p.window_left < 0) {
+        uint32 heads = min_of(max_of(kTurnTiles / blocks, 1u), kTurnHeads);
+        uint32 behind = uint32(num_tiles) - 1 - uint32(tile_idx), turn = behind / (heads * blocks);
+        behind -= turn * (heads * blocks);
+        uint32 end = uint32(p.batch) * p.num_q_heads - turn * heads;
+        heads = min_of(heads, end);
+        m = behind / heads;
+        head = end - 1 - (behind - m * heads);
     } else {
-        head_flat = tile_idx / p.num_m_blocks;
-        m = int32(tile_idx - head_flat * p.num_m_blocks);
+        uint32 flat = uint32(tile_idx) / blocks;
+        m = blocks - 1 - (uint32(tile_idx) - flat * blocks);
+        head = flat;
     }
-    int32 batch_idx = int32(head_flat / p.num_q_heads);
-    int32 head_idx = int32(head_flat - int64(batch_idx) * p.num_q_heads);
-    return tile_of(p, batch_idx, head_idx, (p.num_m_blocks - 1 - m) * kBlockM);
+    int32 batch_idx = int32(head / p.num_q_heads);
+    return tile_of(p, batch_idx, int32(head - int64(batch_idx) * p.num_q_heads), m * kBlockM);
 }
 
 // Rows of one sequence in the packed tensors. Clamped to them: lengths come from device memory and cannot be checked
@@ -129,4 +143,11 @@ OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
     }
     unowned_tile<kBlockM>(p, block, t);
     return t;
+}
+
+// The tile of a CTA that computes one.
+template <int kBlockM>
+OA_DEVICE FwdTile fwd_tile(const AttnFwdParams& p) {
+    int64 tile_idx = p.tile_offset + blockIdx.x;
+    return p.cu_seqlens_q == nullptr ? dense_tile<kBlockM>(p, tile_idx) : varlen_tile<kBlockM>(p, tile_idx);
 }

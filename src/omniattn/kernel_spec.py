@@ -19,8 +19,9 @@ class KernelSpec:
     family : str
         Kernel family, ``<op>_<variant>_<arch>``.
     op : str
-        The operation it serves: ``"attention"``, ``"attention_int8"``, ``"merge_states"``, ``"quantize"`` or
-        ``"quantize_delta"``.
+        The operation it serves: ``"attention"``, ``"attention_int8"`` (of quantized Q and K, 4-bit ones too),
+        ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of caches ``"append"``, ``"decode"``,
+        ``"decode_combine"``, ``"copy_blocks"``.
     source : str
         Path of the ``.cu`` file below the kernels root.
     symbol : str
@@ -42,7 +43,10 @@ class KernelSpec:
     smem_bytes : int
         Dynamic shared memory per CTA.
     features : frozenset of str
-        Options beyond the common set that it was compiled with. ``"score_mods"``: softcap, mask, softmax_scale <= 0.
+        What it was compiled with beyond the common set. ``"score_mods"``: softcap, mask, softmax_scale <= 0;
+        ``"smooth_q"``: ``delta_s``; ``"common"``: made for what most calls ask of a quantizer, and for nothing else;
+        ``"cache_16"``, ``"cache_fp8"``, ``"cache_int8"``, ``"cache_int4"``, ``"cache_int4g32"`` (groups of 32): the
+        format of a cache, of K and V, or of K followed by that of V (``"cache_int8_int4"``).
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences;
         ``"dense"``: batches; ``"any_strides"``: arrays that no tensor map describes (zero, negative or huge strides).

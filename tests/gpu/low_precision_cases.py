@@ -68,6 +68,51 @@ def _values(v: oa.QuantizedV, of_batch: tuple[int, ...], batch: int, begin: int,
     return values * v.v_scale[batch, :, None, :d].double() + v.v_mean[batch, :, None, :d].double()
 
 
+def softmax_on_integers(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouping: str, bits: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of causal attention with per-thread scales, double precision: Q and K quantized, V as it is.
+
+    q, k, v: dense, heads third, as many heads of K as of Q. o: as q; lse: heads first.
+    """
+    slice_rows, tile = (32, 64) if grouping == "sm80" else (16, 128)
+    batch, n, heads, d = q.shape
+    m = k.shape[1]
+    qk = oa.quantize_qk(q, k, with_bias=True, grouping=grouping, dtype=f"int{bits}")
+    of_q, of_k = (qk.q_int, qk.k_int) if bits == 8 or grouping == "sm90" else (nibbles(qk.q_int), nibbles(qk.k_int))
+    rows, keys = torch.arange(n, device=q.device), torch.arange(m, device=q.device)
+    q_scale = qk.q_scale.view(batch, heads, -1, 8)[:, :, rows // slice_rows, rows % 8]
+    k_scale = qk.k_scale.view(batch, heads, -1, 4)[:, :, keys // tile, keys % 8 // 2]
+    scores = (of_q[..., :d].double() * q_scale[..., None]) @ (of_k[..., :d].double() * k_scale[..., None]).mT
+    scores = (scores + qk.row_bias[..., None]) * d**-0.5
+    scores = scores.masked_fill(keys[None] > rows[:, None] + m - n, float("-inf"))
+    o = torch.softmax(scores, -1) @ v.double().transpose(1, 2)
+    return o.transpose(1, 2), torch.logsumexp(scores, -1)
+
+
+def check_against_integers(o: Any, lse: Any, want: tuple[torch.Tensor, torch.Tensor], cosine: float) -> None:
+    """O and LSE of a kernel against those of `softmax_on_integers`."""
+    error = ((lse - want[1]).abs() / (1 + want[1].abs())).max().item()
+    assert error <= 2e-4
+    report = testing.compare(to_numpy(o), to_numpy(want[0]))
+    assert report.cosine >= cosine, report
+
+
+def nibbles(x: torch.Tensor) -> torch.Tensor:
+    """4-bit integers, the low one of a byte first, as int8."""
+    both = torch.stack([x & 15, x >> 4], -1).flatten(-2).to(torch.int8)
+    return torch.where(both > 7, both - 16, both)
+
+
+def growing_scores(seed: int, head_dim: int, spread: float) -> list[torch.Tensor]:
+    """Q, K and V on the GPU whose scores grow along the keys, beyond what P has room for."""
+    torch.manual_seed(seed)
+    q = (torch.randn(1, 611, 2, head_dim, device="cuda") * (1 + spread * seed)).to(torch.bfloat16)
+    growth = torch.linspace(4, 0.1, 900, device="cuda")[None, :, None, None]
+    k = (torch.randn(1, 900, 2, head_dim, device="cuda") * growth).to(torch.bfloat16)
+    return [q, k, torch.randn(1, 900, 2, head_dim, device="cuda", dtype=torch.bfloat16)]
+
+
 def expected(
     qk: oa.QuantizedQK,
     v: oa.QuantizedV,

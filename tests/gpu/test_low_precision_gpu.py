@@ -16,7 +16,14 @@ from omniattn import testing  # noqa: E402
 from omniattn.errors import UnsupportedError  # noqa: E402
 from omniattn.precision import Int4, Int8  # noqa: E402
 
-from .low_precision_cases import check, inputs, to_numpy  # noqa: E402
+from .low_precision_cases import (  # noqa: E402
+    check,
+    check_against_integers,
+    growing_scores,
+    inputs,
+    softmax_on_integers,
+    to_numpy,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,29 +132,9 @@ def test_packed_sequences(head_dim: int, causal: bool, name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_large_logits_raise_the_base(seed: int) -> None:
-    """Scores that grow along the keys, beyond what P has room for, against a softmax on dequantized operands."""
-    head_dim = (64, 128, 256)[seed % 3]
-    torch.manual_seed(seed)
-    q = (torch.randn(1, 611, 2, head_dim, device="cuda") * (1 + 5 * seed)).to(torch.bfloat16)
-    growth = torch.linspace(4, 0.1, 900, device="cuda")[None, :, None, None]
-    k = (torch.randn(1, 900, 2, head_dim, device="cuda") * growth).to(torch.bfloat16)
-    v = torch.randn(1, 900, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = growing_scores(seed, (64, 128, 256)[seed % 3], 5)
     o, lse = oa.attention(q, k, v, causal=True, precision="int8", return_lse=True)
-    qk = oa.quantize_qk(q, k, with_bias=True)
-    rows, keys = torch.arange(611, device="cuda"), torch.arange(900, device="cuda")
-    q_scale = qk.q_scale.view(1, 2, -1, 8)[:, :, rows // 16, rows % 8]
-    k_scale = qk.k_scale.view(1, 2, -1, 4)[:, :, keys // 128, keys % 8 // 2]
-    scores = (qk.q_int[..., :head_dim].double() * q_scale[..., None]) @ (
-        qk.k_int[..., :head_dim].double() * k_scale[..., None]
-    ).transpose(-1, -2)
-    scores = (scores + qk.row_bias[..., None]) * head_dim**-0.5
-    scores = scores.masked_fill(keys[None] > rows[:, None] + 289, float("-inf"))
-    want_lse = torch.logsumexp(scores, -1)
-    error = ((lse - want_lse).abs() / (1 + want_lse.abs())).max().item()
-    assert error <= 2e-4
-    want = (torch.softmax(scores, -1) @ v.double().transpose(1, 2)).transpose(1, 2)
-    report = testing.compare(to_numpy(o), to_numpy(want))
-    assert report.cosine >= 0.998, report
+    check_against_integers(o, lse, softmax_on_integers(q, k, v, grouping="sm90"), 0.998)
 
 
 def test_nan_stays_with_the_rows_that_meet_it() -> None:

@@ -21,7 +21,14 @@ from omniattn.reference import low_precision  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 
 from .installations import compile_missing  # noqa: E402
-from .low_precision_cases import check, inputs, to_numpy  # noqa: E402
+from .low_precision_cases import (  # noqa: E402
+    check,
+    check_against_integers,
+    growing_scores,
+    inputs,
+    softmax_on_integers,
+    to_numpy,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -179,38 +186,12 @@ def test_scores_that_grow_against_a_softmax_on_dequantized_operands(
     monkeypatch: Any, product: tuple[int, str, str]
 ) -> None:
     for seed, head_dim in enumerate((64, 128, 256)):
-        torch.manual_seed(seed)
-        q = (torch.randn(1, 611, 2, head_dim, device="cuda") * (1 + 7 * seed)).to(torch.bfloat16)
-        growth = torch.linspace(4, 0.1, 900, device="cuda")[None, :, None, None]
-        k = (torch.randn(1, 900, 2, head_dim, device="cuda") * growth).to(torch.bfloat16)
-        v = torch.randn(1, 900, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+        q, k, v = growing_scores(seed, head_dim, 7)
         precision = _precision(*product, smooth_q=False)
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", _row(precision, head_dim, "bfloat16", False).name)
         o, lse = oa.attention(q, k, v, causal=True, precision=precision, return_lse=True)
-        qk = oa.quantize_qk(q, k, with_bias=True, grouping="sm80", dtype=f"int{product[0]}")
-        qk_q, qk_k = qk.q_int, qk.k_int
-        if product[0] == 4:
-            qk_q, qk_k = (_unpacked(x) for x in (qk_q, qk_k))
-        rows, keys = torch.arange(611, device="cuda"), torch.arange(900, device="cuda")
-        q_scale = qk.q_scale.view(1, 2, -1, 8)[:, :, rows // 32, rows % 8]
-        k_scale = qk.k_scale.view(1, 2, -1, 4)[:, :, keys // 64, keys % 8 // 2]
-        scores = (qk_q[..., :head_dim].double() * q_scale[..., None]) @ (
-            qk_k[..., :head_dim].double() * k_scale[..., None]
-        ).transpose(-1, -2)
-        scores = (scores + qk.row_bias[..., None]) * head_dim**-0.5
-        scores = scores.masked_fill(keys[None] > rows[:, None] + 289, float("-inf"))
-        want_lse = torch.logsumexp(scores, -1)
-        error = ((lse - want_lse).abs() / (1 + want_lse.abs())).max().item()
-        assert error <= 2e-4
-        want = (torch.softmax(scores, -1) @ v.double().transpose(1, 2)).transpose(1, 2)
-        report = testing.compare(to_numpy(o), to_numpy(want))
-        assert report.cosine >= (0.99999 if product[1] == "fp16" else 0.998), report
-
-
-def _unpacked(x: torch.Tensor) -> torch.Tensor:
-    """Nibbles, the low one first, as int8."""
-    both = torch.stack([x & 15, x >> 4], -1).flatten(-2).to(torch.int8)
-    return torch.where(both > 7, both - 16, both)
+        want = softmax_on_integers(q, k, v, grouping="sm80", bits=product[0])
+        check_against_integers(o, lse, want, 0.99999 if product[1] == "fp16" else 0.998)
 
 
 @pytest.mark.parametrize("product", [p for p in PRODUCTS if p[2] == "fp16"], ids=str)
@@ -388,7 +369,7 @@ def test_what_is_chosen_is_explained(monkeypatch: Any) -> None:
     for options in ({"softcap": 5.0}, {"mask": torch.ones(64, 64, dtype=torch.bool, device="cuda")}):
         for precision in ("int8", "int4"):
             found = oa.explain(q, k, v, precision=precision, **options)
-            assert found.kernel.startswith(("attn_int8_sm80", "attn_int8_sm89", "attn_int4_sm8"))
+            assert found.kernel.startswith(("attn_int8_sm8", "attn_int8_ring_sm90", "attn_int4_sm8"))
             assert any("accumulators" in reason for reason in found.why)
             if CC == (9, 0):
                 assert any("not attn_int8_sm90" in reason for reason in found.why)

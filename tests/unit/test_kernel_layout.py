@@ -5,6 +5,7 @@ The formulas are those of tile/panel.cuh, pipeline/tile_copy.cuh, attention/mask
 
 from __future__ import annotations
 
+import heapq
 import random
 import re
 import struct
@@ -152,6 +153,48 @@ def test_walk_over_key_tiles_meets_every_visible_pair() -> None:
                 }, (sq, sk, left, right, m0, row)
 
 
+def dense_tile(tile_idx: int, heads: int, blocks: int, causal: bool) -> tuple[int, int]:
+    """(head, block of query rows) of a tile, as scheduler/fwd_tile.cuh has it below 2^31 tiles."""
+    if not causal:
+        return tile_idx // blocks, blocks - 1 - tile_idx % blocks
+    turn_heads = min(max(TURN_TILES // blocks, 1), TURN_HEADS)
+    turn, behind = divmod(heads * blocks - 1 - tile_idx, turn_heads * blocks)
+    end = heads - turn * turn_heads
+    block, place = divmod(behind, min(turn_heads, end))
+    return end - 1 - place, block
+
+
+TURN_HEADS, TURN_TILES = 16, 1024
+
+
+def test_heads_that_take_turns_are_those_of_the_kernel() -> None:
+    text = (KERNELS / "scheduler/fwd_tile.cuh").read_text(encoding="utf-8")
+    assert f"kTurnHeads = {TURN_HEADS}, kTurnTiles = {TURN_TILES};" in text
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_tiles_are_all_there_once(causal: bool) -> None:
+    for heads in (1, 2, 15, 16, 17, 40):
+        for blocks in (1, 2, 7, 64, 65, 1025):
+            tiles = [dense_tile(i, heads, blocks, causal) for i in range(heads * blocks)]
+            assert sorted(tiles) == [(head, block) for head in range(heads) for block in range(blocks)]
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(32, 64), (40, 64), (33, 47), (64, 32), (16, 256)])
+def test_causal_launches_end_together(heads: int, blocks: int) -> None:
+    """264 places of an H200 take the next tile as they get free: none is busy for long after the first is idle."""
+
+    def ends(order: bool) -> list[int]:
+        free = [0] * 264
+        for i in range(heads * blocks):
+            heapq.heapreplace(free, free[0] + dense_tile(i, heads, blocks, order)[1] + 1)
+        return free
+
+    work = heads * blocks * (blocks + 1) / 2 / 264
+    assert max(ends(True)) <= 1.08 * work
+    assert max(ends(True)) <= max(ends(False))
+
+
 def varlen_tile(starts_q: list[int], total_q: int, block: int, block_m: int) -> tuple[int | None, int, int, int] | None:
     """(sequence or None, begin, length, first row) of a packed tile; None for nothing to do."""
     batch = len(starts_q) - 1
@@ -231,6 +274,18 @@ def device_struct(source: str, name: str) -> list[tuple[str, str]]:
         assert declaration is not None, f"a declaration that this test does not understand: {statement!r}"
         code = "Q" if declaration[2] else CODES[declaration[1]]
         fields += [(code, field.strip()) for field in declaration[3].split(",")]
+    return fields
+
+
+def fields_of(source: str, name: str) -> list[tuple[str, str]]:
+    """(struct code, name) of the fields of a device struct of pointers and integers."""
+    text = re.sub(r"//[^\n]*", "", (KERNELS / source).read_text(encoding="utf-8"))
+    body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
+    assert body is not None
+    fields = []
+    for statement in filter(None, (" ".join(s.split()) for s in body[1].split(";"))):
+        kind, star, names = re.fullmatch(r"((?:const )?\w+)(\*?) (.*)", statement).groups()  # type: ignore[union-attr]
+        fields += [("Q" if star else {"int64": "q", "int32": "i"}[kind], x.strip()) for x in names.split(",")]
     return fields
 
 

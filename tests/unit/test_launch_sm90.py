@@ -15,13 +15,14 @@ from omniattn.launch.attn_fwd import _POINTERS, _REST, ForwardStrides, num_m_blo
 from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
 from omniattn.launch.params import PARAMS
 from omniattn.launch.quantize import QuantizePlan, carve
+from omniattn.launch.quantized_attention import OPERANDS
 from omniattn.launch.tensor_maps import MappedOperand
 from omniattn.precision import Int4, Int8
 from omniattn.problem import UNLIMITED, Problem
 from omniattn.quantizer import problem_for, select_quantizer
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.select import Target, select_attention
-from tests.unit.test_kernel_layout import KERNELS, check_natural_alignment, expanded
+from tests.unit.test_kernel_layout import KERNELS, check_natural_alignment, expanded, fields_of
 
 SMS = 132
 STREAM = 0x51
@@ -87,17 +88,13 @@ def int8_fields() -> list[tuple[str, str]]:
     assert body is not None
     statements = [" ".join(s.split()) for s in body[1].split(";") if s.strip()]
     assert statements[:2] == ["TensorMap map_q, map_k, map_v", "AttnFwdParams p"]
-    assert statements[-2:] == ["TileList tiles", "int32 flush_keys"]
-    fields = []
-    for statement in statements[2:-2]:
-        kind, star, names = re.fullmatch(r"((?:const )?\w+)(\*?) (.*)", statement).groups()  # type: ignore[union-attr]
-        code = "Q" if star else {"int64": "q", "int32": "i"}[kind]
-        fields += [(code, name.strip()) for name in names.split(",")]
+    assert statements[2:] == ["QuantizedOperands x", "TileList tiles", "int32 flush_keys"]
     tile_list = re.search(r"struct TileList \{(.*?)\};", _read("scheduler/persistent.cuh"), re.DOTALL)
     assert tile_list is not None
     names_of_list = re.findall(r"uint32 (\w+);", tile_list[1])
     assert len(names_of_list) == tile_list[1].count(";")
-    return [*fields, *(("I", name) for name in names_of_list), ("i", "flush_keys")]
+    operands = fields_of("attention/quantized_operands.cuh", "QuantizedOperands")
+    return [*operands, *(("I", name) for name in names_of_list), ("i", "flush_keys")]
 
 
 def _read(source: str) -> str:
@@ -107,8 +104,7 @@ def _read(source: str) -> str:
 
 def test_arguments_match_the_device_struct() -> None:
     fields = int8_fields()
-    packed = attn_int8_sm90._OPERANDS.format.removeprefix("<")
-    assert expanded(packed) == "".join(code for code, _ in fields)
+    assert expanded(OPERANDS.format, attn_int8_sm90._TAIL.format) == "".join(code for code, _ in fields)
     assert [name for _, name in fields] == [
         "q_scale", "k_scale", "row_bias", "v_scale", "v_mean", "delta_s", "q_scale_stride_h", "k_scale_stride_h",
         "delta_stride_h", "delta_columns", "head_dim_pad", "num_items", "num_pairs", "num_tail_heads",
@@ -194,11 +190,12 @@ def launched(p: Problem) -> tuple[dict[str, int], Kernel, bytes, dict[str, int],
     starts = quantizer.starts(-(-WORKSPACE // 256) * 256 + outputs_bytes)
     assert all(starts) == p.varlen
     assert values[3:12] == (*POINTERS[:5], *starts, *POINTERS[7:])
-    fields = dict(zip((n for _, n in int8_fields()), attn_int8_sm90._OPERANDS.unpack(values[-1]), strict=True))
+    facts = (*OPERANDS.unpack(values[-2]), *attn_int8_sm90._TAIL.unpack(values[-1]))
+    fields = dict(zip((n for _, n in int8_fields()), facts, strict=True))
     base = -(-WORKSPACE // 256) * 256
     at = {name: base + offset for name, offset in offsets.items()}
     spec = select_attention(p, Target((9, 0), 227 << 10)).spec
-    assert values[-2] == pack_rest(p, STRIDES, (0, 0), num_m_blocks(p, spec.block_m))
+    assert values[12] == pack_rest(p, STRIDES, (0, 0), num_m_blocks(p, spec.block_m))
     # The maps in their order: the number of each was its content.
     numbers = [int.from_bytes(values[i], "little") for i in range(3)]
     maps = b"".join(repr(kernel.maps[n - 1]).encode() + b"\n" for n in numbers)

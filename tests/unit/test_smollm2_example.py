@@ -335,7 +335,7 @@ def test_product_table_names_what_the_device_cannot_run(ex: Any, tiny: Any, monk
     ex.products.write_table(model, [TOKENS], lines.append)
     assert len(lines) == 2 + 5 + 1 + 4
     assert lines[7] == ""
-    assert lines[8] == "- int8, e4m3, fp32 sums: not available: no e4m3 here"
+    assert lines[8] == "- int8, e4m3, sums in fp32 is not available: no e4m3 here"
     assert cells(lines[3])[4:] == ["+0.00 % ± 0.00 %", "100.00 %"]
 
 

@@ -1,4 +1,4 @@
-"""Launch of ``attn_int8_sm80``: quantization first, unless that has been done; then attention on mma.sync."""
+"""Launch of attention on mma.sync and operands in the sm80 grouping: ``attn_int8_sm80``, ``attn_int8_ring_sm90``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from ..runtime import LoadedKernel
 from .attn_fwd import REST_BYTES, ForwardStrides, Strides3, num_m_blocks, pack_rest
 from .params import MAX_GRID_X, PARAMS
 from .quantize import QuantizePlan, QuantizeProblem
-from .quantized_attention import QuantizedAttentionPlan
+from .quantized_attention import OPERANDS, QuantizedAttentionPlan
 
-# QuantizedOperands behind AttnFwdParams: addresses of scales, bias, mean and delta_s; strides between heads of q_scale,
-# k_scale, delta_s; delta_columns, head_dim_pad.
-_OPERANDS = struct.Struct("<6Q3q2i")
-_ARGUMENTS = struct.Struct(f"<9Q{REST_BYTES}s{_OPERANDS.size}s")
+# AttnFwdParams and QuantizedOperands.
+_ARGUMENTS = struct.Struct(f"<9Q{REST_BYTES}s{OPERANDS.size}s")
 
 
 def operand_strides(quantized: QuantizeProblem) -> tuple[Strides3, Strides3, Strides3]:
@@ -35,7 +33,7 @@ def operand_strides(quantized: QuantizeProblem) -> tuple[Strides3, Strides3, Str
 class Int8Sm80Plan(QuantizedAttentionPlan):
     """A call in the sm80 grouping; of ``strides`` those of o, LSE and mask are used."""
 
-    __slots__ = ("_facts", "_launches")
+    __slots__ = ("_launches",)
 
     def __init__(
         self,
@@ -55,12 +53,6 @@ class Int8Sm80Plan(QuantizedAttentionPlan):
         for offset in range(0, tiles, MAX_GRID_X):
             rest = pack_rest(problem, own, mask_extent, blocks, tile_offset=offset)
             self._launches.append(((min(MAX_GRID_X, tiles - offset), 1, 1), rest))
-        shapes = self.operands.shapes()
-        delta = shapes["delta_s"][0] if "delta_s" in shapes else (0, 0)
-        self._facts = (
-            shapes["q_scale"][0][-1], shapes["k_scale"][0][-1], delta[-2] * delta[-1], delta[-1],
-            self.operands.head_dim_pad,
-        )  # fmt: skip
 
     @property
     def num_ctas(self) -> int:
@@ -76,10 +68,9 @@ class Int8Sm80Plan(QuantizedAttentionPlan):
         kernel: LoadedKernel,
         stream: int,
         operands: tuple[int, int, int],
-        scales: tuple[int, ...],
+        rest: bytes,
         pointers: tuple[int, ...],
     ) -> None:
-        facts = _OPERANDS.pack(*scales, *self._facts)
-        for grid, rest in self._launches:
-            _ARGUMENTS.pack_into(PARAMS.buffer, 0, *operands, *pointers[3:], rest, facts)
+        for grid, forward in self._launches:
+            _ARGUMENTS.pack_into(PARAMS.buffer, 0, *operands, *pointers[3:], forward, rest)
             kernel.launch(grid, self.threads, stream, PARAMS.address)

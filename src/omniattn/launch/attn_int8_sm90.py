@@ -11,13 +11,13 @@ from .attn_fwd import REST_BYTES, ForwardStrides, num_m_blocks, pack_rest
 from .attn_fwd_sm90 import tiles_of
 from .params import PARAMS
 from .quantize import QuantizePlan, QuantizeProblem
-from .quantized_attention import QuantizedAttentionPlan
+from .quantized_attention import OPERANDS, QuantizedAttentionPlan
 from .tensor_maps import MappedOperand
 
-# Behind AttnFwdParams: addresses of scales, bias, mean and delta_s; strides between heads of q_scale, k_scale, delta_s;
-# delta_columns, head_dim_pad; TileList; flush_keys.
-_OPERANDS = struct.Struct("<6Q3q2i4Ii")
-_ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES}s{_OPERANDS.size}s60x")  # a multiple of 64, as the struct is
+# Behind QuantizedOperands: TileList; flush_keys.
+_TAIL = struct.Struct("<4Ii")
+# Tensor maps, AttnFwdParams, QuantizedOperands, the tail; a multiple of 64, as the struct is.
+_ARGUMENTS = struct.Struct(f"<128s128s128s9Q{REST_BYTES}s{OPERANDS.size}s{_TAIL.size}s60x")
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
 #: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss
 #: (docs/performance/attn_int8_sm90.md).
@@ -28,7 +28,7 @@ FLUSH_KEYS_SMOOTH_V = 2048
 class Int8Sm90Plan(QuantizedAttentionPlan):
     """A call in the sm90 grouping; of ``strides`` those of o and LSE are used."""
 
-    __slots__ = ("_grid", "_head_strides", "_k", "_q", "_rest", "_tail", "_v")
+    __slots__ = ("_grid", "_k", "_q", "_rest", "_tail", "_v")
 
     def __init__(
         self,
@@ -45,13 +45,9 @@ class Int8Sm90Plan(QuantizedAttentionPlan):
         tiles = tiles_of(problem, spec, blocks, sm_count)
         self._grid = (min(tiles.num_items, sm_count), 1, 1)
         self._rest = pack_rest(problem, strides, (0, 0), blocks)
-        delta = shapes["delta_s"][0] if "delta_s" in shapes else (0, 0)
         pad = operands.head_dim_pad
-        self._head_strides = (shapes["q_scale"][0][-1], shapes["k_scale"][0][-1], delta[-2] * delta[-1])
         flush_keys = FLUSH_KEYS_SMOOTH_V if operands.smooth_v else FLUSH_KEYS
-        self._tail = (
-            delta[-1], pad, tiles.num_items, tiles.num_pairs, tiles.num_tail_heads, tiles.lead_rows, flush_keys
-        )  # fmt: skip
+        self._tail = _TAIL.pack(tiles.num_items, tiles.num_pairs, tiles.num_tail_heads, tiles.lead_rows, flush_keys)
         row = min(spec.head_dim, 128)
         rows_q, rows_k = problem.seqlen_q, problem.seqlen_k
         self._q = MappedOperand(
@@ -90,15 +86,14 @@ class Int8Sm90Plan(QuantizedAttentionPlan):
         kernel: LoadedKernel,
         stream: int,
         operands: tuple[int, int, int],
-        scales: tuple[int, ...],
+        rest: bytes,
         pointers: tuple[int, ...],
     ) -> None:
         at_q, at_k, at_v = operands
         if self._k is self._q:
             at_k = at_v = at_q
-        facts = _OPERANDS.pack(*scales, *self._head_strides, *self._tail)
         _ARGUMENTS.pack_into(
             PARAMS.buffer, 0, self._q.at(at_q, kernel), self._k.at(at_k, kernel), self._v.at(at_v, kernel),
-            *pointers, self._rest, facts,
+            *pointers, self._rest, rest, self._tail,
         )  # fmt: skip
         kernel.launch(self._grid, self.threads, stream, PARAMS.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 
 from ..registry import KernelSpec
@@ -9,6 +10,9 @@ from ..runtime import LoadedKernel
 from .quantize import QuantizePlan, QuantizeProblem, carve
 
 _ALIGNMENT = 256
+#: QuantizedOperands (``kernels_cu/attention/quantized_operands.cuh``): addresses of scales, bias, mean and delta_s;
+#: strides between heads of q_scale, k_scale, delta_s; delta_columns, head_dim_pad.
+OPERANDS = struct.Struct("<6Q3q2i")
 
 
 class QuantizedAttentionPlan(ABC):
@@ -34,7 +38,8 @@ class QuantizedAttentionPlan(ABC):
     """
 
     __slots__ = (
-        "_offsets", "_outputs_bytes", "_quantizer", "kernel", "num_tiles", "operands", "threads", "workspace_bytes",
+        "_facts", "_offsets", "_outputs_bytes", "_quantizer", "kernel", "num_tiles", "operands", "threads",
+        "workspace_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -49,7 +54,13 @@ class QuantizedAttentionPlan(ABC):
         self.num_tiles = num_tiles
         self._quantizer = None if isinstance(quantizer, QuantizeProblem) else quantizer
         self.operands = quantizer if isinstance(quantizer, QuantizeProblem) else quantizer.problem
-        self._offsets, self._outputs_bytes = carve(self.operands.shapes())
+        shapes = self.operands.shapes()
+        self._offsets, self._outputs_bytes = carve(shapes)
+        delta = shapes["delta_s"][0] if "delta_s" in shapes else (0, 0)
+        self._facts = (
+            shapes["q_scale"][0][-1], shapes["k_scale"][0][-1], delta[-2] * delta[-1], delta[-1],
+            self.operands.head_dim_pad,
+        )  # fmt: skip
         self.workspace_bytes = 0
         if self._quantizer is not None:
             self.workspace_bytes = self._outputs_bytes + self._quantizer.workspace_bytes + _ALIGNMENT
@@ -97,11 +108,11 @@ class QuantizedAttentionPlan(ABC):
             return
         if self.kernel is None:
             raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
-        scales = (
+        rest = OPERANDS.pack(
             at["q_scale"], at["k_scale"], at["row_bias"], at["v_scale"],
-            at["v_mean"] if self.operands.smooth_v else 0, at.get("delta_s", 0),
+            at["v_mean"] if self.operands.smooth_v else 0, at.get("delta_s", 0), *self._facts,
         )  # fmt: skip
-        self._queue(self.kernel, stream, (at["q_int"], at["k_int"], at["v"]), scales, pointers)
+        self._queue(self.kernel, stream, (at["q_int"], at["k_int"], at["v"]), rest, pointers)
 
     @abstractmethod
     def _queue(
@@ -109,7 +120,7 @@ class QuantizedAttentionPlan(ABC):
         kernel: LoadedKernel,
         stream: int,
         operands: tuple[int, int, int],
-        scales: tuple[int, ...],
+        rest: bytes,
         pointers: tuple[int, ...],
     ) -> None:
-        """Launch attention. Addresses of quantized q, k, v; of scales, bias, mean, delta_s; what `attend` was given."""
+        """Launch attention. Addresses of quantized q, k, v; the packed `OPERANDS`; what `attend` was given."""

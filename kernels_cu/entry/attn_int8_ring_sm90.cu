@@ -10,7 +10,7 @@
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [32 w, 32 w + 32) from the loads of Q to the stores of O and
 // copies its share of K and V (cp.async). Keys are walked from the last visible tile of 64 to the first, through a ring of
 // three stages: a warp waits until a tile is there and until all warps have left the stage that it fills next, never for the
-// other warps themselves, so that they may be a tile apart. Whether it has to wait is asked during the product before.
+// other warps themselves, so that they may be a tile apart.
 //
 // A step, of one warp:
 //
@@ -18,19 +18,22 @@
 //                  for each block: its exponentials | scores of the block QK_AHEAD further
 //                  copies of tile n - 1 | the first V_EARLY operands of V
 //                  was P too large? (vote)
-//                  O += P V | is tile n - 1 there?
+//                  O += P V
 //
 // Up to the vote there is no branch, so the compiler may mix exponentials and products. By itself it would do all products
 // first: `after`, which is zero, makes the scores of a block depend on exponentials that shall come before them. Scores are
-// not kept in registers for the rare case that they are needed again, but computed again: of tiles at edges, which are masked
-// only then, and of those whose P was too large, for which the base of the softmax is raised.
+// not kept in registers for the rare case that they are needed again, but computed again where P was too large and the base of
+// the softmax is raised. The first tile, which always raises it, and tiles at edges, which are masked, are steps of their own:
+// all scores, the base, all exponentials.
 //
-// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K, barriers,
-// facts of the tile.
+// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K [4][16] |
+// barriers | facts of the tile | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
+#include "attention/channel_scales.cuh"
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/quantized_products.cuh"
-#include "attention/wgmma_softmax.cuh"
+#include "attention/warp_epilogue.cuh"
+#include "attention/warp_softmax.cuh"
 #include "pipeline/ring.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
@@ -54,10 +57,9 @@ struct Config {
     static constexpr int kSteps = kHeadDim / 32;  // of 32 channels in Q K^T
     static constexpr int kPSteps = kBlockN / 16;  // of 16 keys in P V
     static constexpr int kAhead = QK_AHEAD;
-    static constexpr bool kAskEarly =
-        ASK_EARLY;  // whether a tile is there: during the product before, or when it is needed
     static constexpr int kEarly = V_EARLY;  // operands of V that are loaded before the vote
-    static_assert(kBlockM == 32 * NUM_WARPS, "32 rows a warp: one q_scale a lane");
+    static_assert(kBlockM == 32 * NUM_WARPS && kBlockM == kThreads,
+                  "32 rows a warp: one q_scale a lane; a row a thread");
     static_assert(kHeadDim == 128 && kStages == 3, "rows of K and of V's panels are 128 bytes: one place for both");
     static_assert(kAhead >= 1 && kAhead <= kNTiles / 2 && kEarly >= 0 && kEarly <= kDTiles / 2, "within a tile");
 };
@@ -83,11 +85,13 @@ struct SharedStorage {
     alignas(16) float k_scale[4][4];  // of tile n in slot n % 4
     alignas(8) uint64 full[Config::kStages], empty[Config::kStages];
     TileFacts facts;
+    float channels[2 * Config::kHeadDim];  // v_scale and v_mean
+    float row_bias[Config::kBlockM];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 constexpr uint32 kStageBytes = KTile::kBytes + VTile::kBytes;
 
-struct AttnInt8RingParams {
+struct AttnInt8RingSm90Params {
     AttnFwdParams p;  // q, k, v are the quantized ones, their strides in 16-bit units
     QuantizedOperands x;
 };
@@ -133,12 +137,11 @@ OA_DEVICE void mma_qk_block(Integers (&s)[Config::kMTiles], const QOperands& q, 
     }
 }
 
-// O += P V of steps [kFirst, kEnd) of 16 keys; early: the first operands of the first step.
-template <int kFirst, int kEnd>
+// O += P V; early: the first operands of the first step.
 OA_DEVICE void mma_pv(Output (&o)[Config::kMTiles], const Probabilities (&probs)[Config::kMTiles], uint32 v,
                       const VLane& v_lane, const EarlyV& early) {
 #pragma unroll
-    for (int step = kFirst; step < kEnd; ++step)
+    for (int step = 0; step < Config::kPSteps; ++step)
 #pragma unroll
         for (int d = 0; d < Config::kDTiles; d += 2) {
             uint32 b[4];
@@ -158,7 +161,7 @@ OA_DEVICE void mma_pv(Output (&o)[Config::kMTiles], const Probabilities (&probs)
 
 class Worker {
   public:
-    OA_DEVICE Worker(const AttnInt8RingParams& params, const FwdTile& t, int warp_row, int lane)
+    OA_DEVICE Worker(const AttnInt8RingSm90Params& params, const FwdTile& t, int warp_row, int lane)
         : p_(params.p), x_(params.x), t_(t), lane_(lane), warp_row_(warp_row) {
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i)
@@ -171,7 +174,7 @@ class Worker {
 
     // P of a tile from its operands. copies: what to do once the last of K is on its way; load_early: V's first operands.
     template <typename Copies, typename LoadEarly>
-    OA_DEVICE void probabilities(int32 n, float k_scale, bool edges, const QLane& q_lane, uint32 k, const KLane& k_lane,
+    OA_DEVICE void probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane,
                                  Copies copies, LoadEarly load_early) {
         float c0 = scale_without_rounding(scale_ * k_scale);
         const float c[2] = {c0, c0};
@@ -185,23 +188,42 @@ class Worker {
             blocks_from<0>(s, c, sum, q, k, k_lane, copies);
         }
         load_early();
-        bool too_large = c0 > kCoarseScaleOf<Score> || edges;
+        bool too_large = c0 > kCoarseScaleOf<Score>;
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i)
             too_large |= !(sum[i][0] <= NoLift::kSumLimit) || !(sum[i][1] <= NoLift::kSumLimit);
         if (__any_sync(0xffffffffu, too_large)) {
-            do_again(n, c, edges, sum, q_lane, k, k_lane);
+            do_again(n, c, false, sum, q_lane, k, k_lane);
             load_early();  // so that they take no registers meanwhile
         }
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) rows_[i].add(sum[i]);
     }
 
-    // O and LSE to global memory.
-    OA_DEVICE void store(const FwdTile& t, int warp_row) {
+    // P of a tile at an edge, or of a row's first, which raises the base anyway.
+    OA_DEVICE void careful_probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane) {
+        float c0 = scale_without_rounding(scale_ * k_scale);
+        const float c[2] = {c0, c0};
+        float sum[Config::kMTiles][2];
+        do_again(n, c, true, sum, q_lane, k, k_lane);
 #pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i)
-            store_quantized<Config::Io>(o_[i], rows_[i], true, p_, x_, t, warp_row + i * 16, lane_);
+        for (int i = 0; i < Config::kMTiles; ++i) rows_[i].add(sum[i]);
+    }
+
+    // O and LSE to global memory. attended: whether there was a tile of keys. row_bias: of the warp's rows.
+    OA_DEVICE void store(const FwdTile& t, int32 warp_row, bool attended, ChannelScales<Config::kHeadDim> channels,
+                         const float* row_bias) {
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) {
+            rows_[i].reduce();
+            float bias[2] = {0.0f, 0.0f};
+            if (attended) {
+                restore_values(o_[i], rows_[i].m2, rows_[i].l, channels, lane_);
+                bias[0] = row_bias[i * 16 + (lane_ >> 2)] * p_.softmax_scale;
+                bias[1] = row_bias[i * 16 + (lane_ >> 2) + 8] * p_.softmax_scale;
+            }
+            store_rows<Config::Io>(o_[i], rows_[i].m2, rows_[i].l, bias, p_, t, warp_row + i * 16, lane_);
+        }
     }
 
     Output o_[Config::kMTiles];
@@ -260,16 +282,14 @@ class Worker {
     Softmax rows_[Config::kMTiles];
 };
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_int8_ring(
-    const __grid_constant__ AttnInt8RingParams params) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_int8_ring_sm90(
+    const __grid_constant__ AttnInt8RingSm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     const AttnFwdParams& p = params.p;
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
-    int64 tile_idx = p.tile_offset + blockIdx.x;
-    FwdTile t = p.cu_seqlens_q == nullptr ? dense_tile<Config::kBlockM>(p, tile_idx)
-                                          : varlen_tile<Config::kBlockM>(p, tile_idx);
+    FwdTile t = fwd_tile<Config::kBlockM>(p);
     if (!t.valid) return;
 
     KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);
@@ -282,6 +302,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
     if (tid == 0) facts = facts_of<Config::kBlockN, true>(p, params.x, t, keys.full_first, keys.full_end);
     __syncthreads();
     Worker worker(params, t, t.m0 + warp_idx * 32, lane);
+    const ChannelScales<Config::kHeadDim> channels{smem.channels};
     int32 n = keys.end - 1;
     if (n >= keys.first) {
         const uint16* gq =
@@ -289,8 +310,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         const uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.stages[0].k),
                      smem_v = smem_addr_of(smem.stages[0].v);
         const int32 columns = params.x.head_dim_pad;
-        auto copy_scale = [&](int32 n, bool wanted) {
-            cp_async_16_if(smem_addr_of(smem.k_scale[n & 3]), facts.k_scale + int64(n) * 4, wanted && tid == 0);
+        auto copy_scale = [&](int32 n) {
+            cp_async_16_if(smem_addr_of(smem.k_scale[n & 3]), facts.k_scale + int64(n) * 4, tid == 0);
         };
         auto copy_tile = [&](int32 n, uint32 stage, int tid) {
             int64 row = int64(n) * Config::kBlockN;
@@ -300,7 +321,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         };
         QCopy(columns / 2, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
         copy_tile(n, 0, tid);
-        copy_scale(n, true);
+        copy_scale(n);
+        // What the end needs, whose loads would wait for L2 there: registers to wait in are lacking.
+        const int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
+        const int64 channel = (int64(t.sequence) * p.num_kv_heads + kv_head) * columns;
+        const QuantizedOperands& x = params.x;
+        channels.fetch(x.v_scale + channel, x.v_mean == nullptr ? nullptr : x.v_mean + channel, columns);
+        const bool is_row = t.m0 + tid < t.seqlen_q;
+        cp_async_small<4>(smem_addr_of(smem.row_bias + tid), row_biases(p, x, t) + (is_row ? t.m0 + tid : 0),
+                          is_row ? 4 : 0);
         mbarrier_arrive_after_copies(ring.full);
 
         // All tiles but a sequence's last have all rows; rows lie together where none of their columns are left out.
@@ -326,48 +355,64 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         k_lane.full = opaque(smem_k + k_lane.full, lane), k_lane.tail = opaque(smem_k + k_lane.tail, lane);
         v_lane.full = opaque(smem_v + v_lane.full, lane);
 
-        const int32 full_first = keys.full_first, full_end = keys.full_end;
         RingState<Config::kStages> use, next;
         next.advance();
         uint32 here = 0, there = kStageBytes;  // of this tile and the next behind the first stage
-        bool ready = false;
-        for (; n >= keys.first; --n) {
-            if (!Config::kAskEarly || !ready) {
+        EarlyV early;
+        auto load_early = [&] {
+#pragma unroll
+            for (int d = 0; d < Config::kEarly; ++d) ldmatrix_x4_trans(early[d], here + v_lane.at(0, d));
+        };
+        auto begin = [&] {
+            // Both questions at once: their answers take longer than what there is to do with them.
+            bool landed = ring.is_full(use), left = ring.is_empty(next);
+            if (!(landed & left)) {
                 ring.wait(use);
                 ring.wait_empty(next);
             }
-            const bool more = n > keys.first;
-            float k_scale = smem.k_scale[n & 3][lane & 3];
-            auto copies = [&] {
-                whole_k.issue(there, k_from + int64(n - 1) * KTile::kBytes, n > last_whole);
-                whole_v.issue(there, v_from + int64(n - 1) * VTile::kBytes, n > last_whole);
-                cp_async_16_if(smem_addr_of(smem.k_scale[(n - 1) & 3]), scales_from + int64(n - 1) * 4,
-                               more && tid == 0);
-            };
-            EarlyV early;
-            auto load_early = [&] {
-#pragma unroll
-                for (int d = 0; d < Config::kEarly; ++d) ldmatrix_x4_trans(early[d], here + v_lane.at(0, d));
-            };
-            worker.probabilities(n, k_scale, n < full_first || n >= full_end, q_lane, here, k_lane, copies, load_early);
-            // head_dim_pad < 128; by a tid of its own, so that nothing that only this needs takes registers all the time.
-            if (more && n <= last_whole) copy_tile(n - 1, there, kept(tid));
+        };
+        auto end = [&] {
             mbarrier_arrive_after_copies(ring.full + 8 * next.stage);
-
-            mma_pv<0, 1>(worker.o_, worker.probs_, here, v_lane, early);
-            const RingState<Config::kStages> used = use;
+            mma_pv(worker.o_, worker.probs_, here, v_lane, early);
+            __syncwarp();
+            ring.release(use, lane);
             use.advance();
             next.advance();
-            if (Config::kAskEarly) {
-                bool landed = ring.is_full(use), left = ring.is_empty(next);
-                ready = landed & left;
-            }
-            mma_pv<1, Config::kPSteps>(worker.o_, worker.probs_, here, v_lane, early);
             here = there;
             there = there == (Config::kStages - 1) * kStageBytes ? 0 : there + kStageBytes;
-            __syncwarp();
-            ring.release(used, lane);
+            --n;
+        };
+        // Tiles [common_first, common_end) need no mask, and are not the first.
+        const int32 common_end = min_of(keys.full_end, n), common_first = max_of(keys.full_first, keys.first);
+#pragma unroll 1
+        while (n >= keys.first) {
+            if (n >= common_end || n < common_first) {
+                begin();
+                if (n > keys.first) {
+                    copy_tile(n - 1, there, kept(tid));
+                    copy_scale(n - 1);
+                }
+                worker.careful_probabilities(n, smem.k_scale[n & 3][lane & 3], q_lane, here, k_lane);
+                load_early();
+                end();
+                continue;
+            }
+#pragma unroll 1
+            do {
+                begin();
+                auto copies = [&] {
+                    whole_k.issue(there, k_from + int64(n - 1) * KTile::kBytes, n > last_whole);
+                    whole_v.issue(there, v_from + int64(n - 1) * VTile::kBytes, n > last_whole);
+                    cp_async_16_if(smem_addr_of(smem.k_scale[(n - 1) & 3]), scales_from + int64(n - 1) * 4,
+                                   n > keys.first && tid == 0);
+                };
+                worker.probabilities(n, smem.k_scale[n & 3][lane & 3], q_lane, here, k_lane, copies, load_early);
+                // head_dim_pad < 128; by a tid of its own, so that nothing that only this needs takes registers all the time.
+                if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, kept(tid));
+                end();
+            } while (n >= common_first);
         }
     }
-    worker.store(facts.tile, facts.tile.m0 + warp_idx * 32);
+    worker.store(facts.tile, facts.tile.m0 + warp_idx * 32, keys.end > keys.first, channels,
+                 smem.row_bias + warp_idx * 32);
 }

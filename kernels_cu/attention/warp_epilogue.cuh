@@ -1,4 +1,4 @@
-// O and LSE of one warp's 16 rows from wgmma accumulators to global memory; layout as in attention/wgmma_softmax.cuh.
+// O and LSE of one warp's 16 rows from accumulators of wgmma or mma.sync to global memory; layout as in attention/warp_softmax.cuh.
 #pragma once
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
@@ -24,7 +24,7 @@ OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], cons
         res.lse += lacks;
         if (lacks != lacks) res.o_scale = lacks;
         int32 row = warp_row + (lane >> 2) + r * 8;
-        bool row_ok = uint32(row) < uint32(t.seqlen_q);
+        bool row_ok = uint32(row) < uint32(t.seqlen_q);  // unsigned: rows before row 0 (FwdTile::m0) are none either
         if (p.lse != nullptr && quad_lane == 0 && row_ok)
             p.lse[t.batch_idx * p.lse_stride_b + t.head_idx * p.lse_stride_h + t.q_begin + row] = res.lse;
 #pragma unroll

@@ -1,5 +1,6 @@
-// Softmax on wgmma accumulators, and on a 16-row slice of mma.sync ones, which lie alike: lane l of warp w of a warpgroup owns rows 16w + l/4 and + 8, of every block of 8 columns
-// those at 2(l%4) and + 1: s[4n + 2r + x] is row r, column 8n + 2(l%4) + x.
+// Softmax of one warp's 16 rows of scores, as accumulators of wgmma and of mma.sync m16n8 hold them alike: lane l has rows l/4 and
+// l/4 + 8, of every block of 8 columns those at 2(l%4) and + 1: s[4n + 2r + x] is row r, column 8n + 2(l%4) + x. A wgmma's warp w
+// has rows 16w on.
 #pragma once
 #include "attention/mask.cuh"
 #include "ptx/math.cuh"
@@ -86,7 +87,8 @@ struct NoShift {
 // more above the base in base 2) is the tile done again, with the base raised. This takes 64 comparisons a tile and the
 // exchange of maxima out of the chain between the two products.
 //
-// Lift: kValue is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a short range of exponents want p large.
+// Lift: kValue is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a short range of exponents
+// want p large.
 template <typename Lift = NoLift>
 struct RowState {
     // Before the first visible key the base is the lowest finite number and not -inf, so that a hidden score gives
@@ -156,6 +158,7 @@ struct RowState {
         };
         auto hidden = [&](int n, int r, int x) { return kCareful && score_of(s[4 * n + 2 * r + x]) == neg_inf(); };
         if constexpr (kIsWgmmaInteger<Score>) {
+            static_assert(kFirst == 0 && kEnd == kScores / 4, "a whole tile at a time: the loop below knows no other");
             // Exponents one pair ahead of the powers, sums two pairs behind, so that fewer of them wait for the result of the
             // instruction before.
             constexpr int kPairs = kScores / 2, kLater = 2;
