@@ -212,6 +212,12 @@ OA_DEVICE void fetch_channels(const uint32* word, const float* (&from)[kArrays],
     reinterpret_cast<float4*>(y)[lane] = values;
 }
 
+// All threads, after their writes, which whoever reads `word` with an acquire sees.
+OA_DEVICE void arrive(uint32* word) {
+    __syncthreads();
+    if (threadIdx.x == 0) reduce_add_release(word, 1);
+}
+
 // All threads, after their writes: true in all of them for the CTA that is the last of `expected` to arrive; that CTA
 // sees what the others wrote. `flag` is a word of shared memory.
 OA_DEVICE bool arrive_is_last(uint32* word, uint32 expected, uint32* flag) {

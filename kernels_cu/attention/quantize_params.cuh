@@ -45,7 +45,7 @@ struct QuantizeParams {
     uint32* k_ready;  // chunks that have arrived, then kReady
     uint32* v_ready;
     uint32* v_bad;  // V has NaN or infinity, or, with a scale from a sample, values that the scale is too small for
-    uint32* v_done;  // blocks of V that have become bytes, of all heads: one word
+    uint32* v_done;  // blocks that have become bytes
     uint32* k_amax;  // bits of the largest magnitude, and blocks that have arrived (per_tensor only)
     uint32* k_amax_done;
     uint32* q_amax;

@@ -302,6 +302,7 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
     if (sampled && over) reduce_max_global(p.v_bad + at, 1);
     if (smooth && !half && tid < p.head_dim_pad)
         reduce_add_global(p.v_error + at * p.head_dim_pad + tid, s.error[(tid & 7) * kColumns + (tid >> 3)]);
+    if ((smooth && !half) || sampled) arrive(p.v_done + at);
 }
 
 // All of a head of V has become bytes: its mean, and all of it again if it has to be.
@@ -312,8 +313,7 @@ OA_DEVICE void finish_v(const QuantizeParams& p, const Item& t, ValuesStorage<kH
     if (!(corrected || sampled)) return;
     int64 at = sequence_head(t, p.num_kv_heads), channel = at * p.head_dim_pad + tid;
     if (tid == 0) {
-        uint32 groups = t.unit / p.units_per_group + 1;  // of units whose blocks have been taken before
-        wait_for_own(p.v_done, min_of(groups * p.units_per_group, uint32(p.units)) * p.slots_k);
+        wait_for_own(p.v_done + at, uint32(blocks_of(t.len)));
         s.bad = sampled && load_gpu(p.v_bad + at) != 0;
     }
     __syncthreads();

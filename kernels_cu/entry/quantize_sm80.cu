@@ -90,19 +90,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
     };
     if (first_warp) take_next(s.items[0]);
     s.groups[0].clear<kThreads>();
-    uint32 values_done = 0;
     for (uint32 turn = 0;; turn ^= 1) {
         arrived();
         __syncthreads();  // the item is there, and everything else of the one before is free
         const Item& t = s.items[turn];
-        // Blocks of V are announced late and many at once, because a release waits for all that has been written. Nobody needs
-        // them before the last blocks of K.
-        if (t.kind >= kQuantizeK && values_done > 0) {
-            if (threadIdx.x == 0) reduce_add_release(p.v_done, values_done);
-            values_done = 0;
-        }
         if (t.kind == kNoItem) return;
-        values_done += t.kind == kQuantizeV;
         if (first_warp) take_next(s.items[turn ^ 1]);
         s.groups[turn ^ 1].clear<kThreads>();
         if (t.batch_idx < 0) continue;  // a slot that no sequence fills

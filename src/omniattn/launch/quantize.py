@@ -268,10 +268,10 @@ class QuantizePlan:
             | (_HAS_V if p.v else 0)
             | (_HALF_V if p.v_dtype == "float16" else 0)
         )
-        # Words that are zeroed: the ticket, three kinds for each kv head, one of all of V, for per_tensor two more of each
-        # head, and the errors of V, two words a channel, at an even one.
+        # Words that are zeroed: the ticket, four kinds for each kv head, for per_tensor two more of each head, and the
+        # errors of V, two words a channel, at an even one.
         kv, qs = p.batch * p.heads_kv, p.batch * p.heads_q
-        counts = [kv, kv, kv, 1, *((kv, kv, qs, qs) if per_a else (0, 0, 0, 0))]
+        counts = [kv, kv, kv, kv, *((kv, kv, qs, qs) if per_a else (0, 0, 0, 0))]
         self._words = tuple(itertools.accumulate(counts[:-1], initial=1))
         self._errors = -(-(1 + sum(counts)) // 2) * 2
         clear = self._errors + (2 * kv * p.head_dim_pad if p.v else 0)
