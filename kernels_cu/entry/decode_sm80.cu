@@ -78,7 +78,7 @@ OA_DEVICE uint32 cache_row(const DecodeParams& p, int32 sequence, int32 kv_head,
     };
     if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));  // a slot is a block
     if (p.block_table == nullptr) return row_of(sequence, token);
-    uint32 index = uint32(token) / uint32(p.block_size);
+    uint32 index = uint32((uint64(2 * uint32(token)) * p.block_multiplier) >> 32) >> p.block_shift;
     uint32 block = p.block_table[int64(sequence) * p.table_columns + index];
     block = min_of(block, uint32(p.num_blocks - 1));  // a bad number reads the last block instead of foreign memory
     return row_of(block, uint32(token) - index * uint32(p.block_size));
@@ -116,6 +116,7 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
         Query& query = queries[n];
         if constexpr (Config::kQuantK) {
             query.transform(Config::Io{}, p, piece.kv_head, q);
+            if constexpr (Tile::kZeroProduct) query.pack_sums(rows.zero_b[n], q);
         } else {
             query.keep(p);
         }
@@ -131,8 +132,10 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
             rows.bias[n][r] = __shfl_sync(0xffffffffu, query.bias, src);
             if (Config::kQuantK)
 #pragma unroll
-                for (int group = 0; group < Config::kKGroups; ++group)
-                    rows.sum[group][n][r] = __shfl_sync(0xffffffffu, query.sum[group], src);
+                for (int group = 0; group < Config::kKGroups; ++group) {
+                    if (!Tile::kZeroProduct) rows.sum[group][n][r] = __shfl_sync(0xffffffffu, query.sum[group], src);
+                    rows.start[group][n][r] = __shfl_sync(0xffffffffu, query.start[group], src);
+                }
             int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
             rows.end[n][r] = piece.seq_len - p.q_len + 1 + its_token;
             rows.m[n][r] = kLowest;
@@ -160,11 +163,13 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
         return lane < Config::kTile && key < piece.end ? cache_row(p, piece.sequence, piece.kv_head, key) : 0u;
     };
     uint32 row = row_of(0);
+    // Where rows follow each other at least sixteen at a time, pieces begin at multiples of sixteen.
+    bool in_runs = p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0);
     int32 copied = 0;
     KvRing<KvStage<Config>, Config::kStages> ring(stages, lane);
     auto copy_next = [&]() {
         if (copied < tiles) {
-            copy.tile(ring.address, row, piece.end - first - copied * kStep);
+            copy.tile(ring.address, row, piece.end - first - copied * kStep, in_runs);
             ring.advance();
             row = row_of(copied + 1);
         }

@@ -38,13 +38,27 @@ struct KvCopy {
             cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0, policy);
         }
     }
+    // The same of a whole tile whose keys' rows follow each other in the plane, sixteen at a time: they are one piece of memory.
+    template <typename Tile>
+    OA_DEVICE void plane_of_runs(uint32 dst, const uint8* src, const uint32 (&runs)[Config::kTile / 16]) const {
+        constexpr int kChunks = Tile::Row::kChunks, kCopies = kChunks / 2;
+#pragma unroll
+        for (int run = 0; run < Config::kTile / 16; ++run) {
+            const uint8* from = src + uint64(runs[run]) * Tile::Row::kBytes + lane * 16;
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i) {
+                int at = (run * kCopies + i) * 32 + lane;
+                cp_async_16(dst + ((at ^ Tile::swizzle(at / kChunks)) << 4), from + i * 512, policy);
+            }
+        }
+    }
     template <int kGroups, int kStride = kGroups>  // words of a row, and from one row to the next
     OA_DEVICE void params(uint32 dst, const uint32* src, uint32 row, int32 count) const {
         constexpr int kBytes = kGroups >= 4 ? 16 : 4 * kGroups, kPerRow = 4 * kGroups / kBytes;
 #pragma unroll
         for (int i = 0; i < (Config::kTile * kPerRow + 31) / 32; ++i) {
             int at = i * 32 + lane, t = at / kPerRow;
-            uint32 from = __shfl_sync(0xffffffffu, row, t & 31);
+            uint32 from = kPerRow == 1 ? row : __shfl_sync(0xffffffffu, row, t & 31);
             if (t < Config::kTile) {
                 const uint32* address = src + uint64(from) * kStride + at % kPerRow * (kBytes / 4);
                 cp_async_small<kBytes>(dst + at * kBytes, address, t < count ? kBytes : 0, policy);
@@ -75,16 +89,24 @@ struct KvCopy {
         params<Config::kKGroups, Row::kBytes / 4>(stage + Stage::kKParamsAt, words(k), row, count);
         params<Config::kVGroups, Row::kBytes / 4>(stage + Stage::kVParamsAt, words(v), row, count);
     }
-    // `stage`: address of a KvStage, see KvRing.
-    OA_DEVICE void tile(uint32 stage, uint32 row, int32 count) const {
+    // `stage`: address of a KvStage, see KvRing. `in_runs`: rows follow each other sixteen at a time.
+    OA_DEVICE void tile(uint32 stage, uint32 row, int32 count, bool in_runs) const {
         if constexpr (Config::kKKind == kKvFbgemm) {
             static_assert(Config::kVKind == kKvFbgemm && Config::kKGroups == Config::kVGroups, "one layout for both");
             fbgemm_rows(stage, row, count);
             return;
         }
         using Stage = KvStage<Config>;
-        plane<KTile<Config::kKKind, Config::kHeadDim>>(stage, k, row, count);
-        plane<VTile<Config::kVKind, Config::kHeadDim>>(stage + Stage::kVAt, v, row, count);
+        if (in_runs && count >= Config::kTile) {
+            uint32 runs[Config::kTile / 16];
+#pragma unroll
+            for (int run = 0; run < Config::kTile / 16; ++run) runs[run] = __shfl_sync(0xffffffffu, row, run * 16);
+            plane_of_runs<KTile<Config::kKKind, Config::kHeadDim>>(stage, k, runs);
+            plane_of_runs<VTile<Config::kVKind, Config::kHeadDim>>(stage + Stage::kVAt, v, runs);
+        } else {
+            plane<KTile<Config::kKKind, Config::kHeadDim>>(stage, k, row, count);
+            plane<VTile<Config::kVKind, Config::kHeadDim>>(stage + Stage::kVAt, v, row, count);
+        }
         if (Config::kQuantK) params<Config::kKGroups>(stage + Stage::kKParamsAt, k_params, row, count);
         if (Config::kQuantV) params<Config::kVGroups>(stage + Stage::kVParamsAt, v_params, row, count);
     }

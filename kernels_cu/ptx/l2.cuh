@@ -32,6 +32,17 @@ OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint32 src_byt
     cp_async_16(smem_dst, gmem_src, src_bytes);
 #endif
 }
+// The same for chunks that are all there.
+OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint64 policy) {
+#if __CUDA_ARCH__ == 900
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(smem_dst), "l"(gmem_src), "l"(policy)
+                 : "memory");
+#else
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" : : "r"(smem_dst), "l"(gmem_src) : "memory");
+#endif
+}
 template <int kBytes>
 OA_DEVICE void cp_async_small(uint32 smem_dst, const void* gmem_src, uint32 src_bytes, uint64 policy) {
 #if __CUDA_ARCH__ == 900

@@ -43,8 +43,11 @@ struct DecodeParams {
     float softmax_scale;
     float softcap;  // 0: none
     int32 combine_split;  // warps of decode_combine that share a row
-    int32 reserved;
+    uint32
+        block_multiplier;  // token / block_size = token * block_multiplier >> 31 + block_shift, for tokens below 2^31
+    int32 block_shift;
     uint32 two_1024;  // 0x64006400, see attention/kv_dequant.cuh
+    int32 reserved;
 };
 
 // A query head's sink in base-2 units; -inf if there is none.

@@ -30,8 +30,8 @@ _REST = struct.Struct(
     "3i"  # granule, whole_granules, num_workers
     "4i"  # recent_window, recent_ring, recent_num_slots, recent_side
     "2f"  # softmax_scale, softcap
-    "2i"  # combine_split, reserved
-    "I"  # two_1024
+    "iIi"  # combine_split, block_multiplier, block_shift
+    "Ii"  # two_1024, reserved
 )
 _ARGUMENTS = struct.Struct(f"<16Q{_REST.size}s")
 #: `RecentSide` of device code.
@@ -72,6 +72,16 @@ def combine_split(deterministic: bool, num_workers: int, segments: int) -> int:
         return 4
     results = -(-num_workers // max(segments, 1))
     return next(split for split in (1, 2, 4, 8) if results <= 8 * split or split == 8)
+
+
+def quotient_factors(divisor: int) -> tuple[int, int]:
+    """Multiplier m and shift s with n // divisor == n * m >> 31 + s for all n from 0 to 2**31 - 1; m is below 2**32.
+
+    With s = ceil(log2(divisor)) and m = ceil(2**(31 + s) / divisor) the product is too large by less than n * 2**s, so
+    by less than 2**(31 + s): not enough to reach the next multiple (Granlund and Montgomery 1994).
+    """
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << (31 + shift)) // divisor), shift
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,7 @@ class DecodePlan:
             p.batch, p.q_len, p.num_q_heads, p.num_kv_heads, p.group, row_blocks, p.head_dim, p.capacity, p.block_size,
             p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard), granule,
             int(p.deterministic), self.num_workers, recent.window, recent.ring, recent.slots, recent.side,
-            p.softmax_scale, p.softcap, split, 0, _TWO_1024,
+            p.softmax_scale, p.softcap, split, *quotient_factors(p.block_size), _TWO_1024, 0,
         )  # fmt: skip
         self._threads = 32 * spec.num_warps
         self._cluster = OVERLAP if overlap else None
