@@ -69,19 +69,26 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes mu
 
 constexpr int64 kBriefStream = 200 << 20;  // bytes, four times an H200's L2: docs/performance/decode.md
 
+// token / block_size.
+OA_DEVICE uint32 block_index(const DecodeParams& p, int32 token) {
+    return uint32((uint64(2 * uint32(token)) * p.block_multiplier) >> 32) >> p.block_shift;
+}
+
+// The block that holds a key, as the table has it.
+OA_DEVICE uint32 block_of(const DecodeParams& p, int32 sequence, int32 token) {
+    if (p.block_table == nullptr) return sequence;
+    if (p.recent_side == kRecentNewest) return p.block_table[sequence];  // a slot is a block
+    return p.block_table[int64(sequence) * p.table_columns + block_index(p, token)];
+}
+
 // Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, the host sees to that.
 // FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
-OA_DEVICE uint32 cache_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 token) {
-    auto row_of = [&](uint32 block, uint32 row) {
-        return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
-                                           : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
-    };
-    if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));  // a slot is a block
-    if (p.block_table == nullptr) return row_of(sequence, token);
-    uint32 index = uint32((uint64(2 * uint32(token)) * p.block_multiplier) >> 32) >> p.block_shift;
-    uint32 block = p.block_table[int64(sequence) * p.table_columns + index];
+OA_DEVICE uint32 cache_row(const DecodeParams& p, uint32 block, int32 kv_head, int32 token) {
+    if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));
+    uint32 row = uint32(token) - block_index(p, token) * uint32(p.block_size);
     block = min_of(block, uint32(p.num_blocks - 1));  // a bad number reads the last block instead of foreign memory
-    return row_of(block, uint32(token) - index * uint32(p.block_size));
+    return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
+                                       : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
 }
 
 // A piece of a segment.
@@ -150,6 +157,16 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
     }
 }
 
+// Brings a piece's part of the block table to L2: behind the copies of K and V, a trip to memory takes longer than a tile.
+OA_DEVICE void prefetch_table(const DecodeParams& p, const Piece& piece, int tid) {
+    if (p.block_table == nullptr || piece.begin >= piece.end) return;
+    const int32* from = p.block_table + int64(piece.sequence) * p.table_columns;
+    int32 last = int32(block_index(p, piece.end - 1));
+    int32 i = int32(block_index(p, piece.begin)) + 32 * tid;
+    if (tid == Config::kThreads - 1) prefetch_l2(from + last);
+    for (; i <= last; i += 32 * Config::kThreads) prefetch_l2(from + i);
+}
+
 // The keys of a piece that fall to this warp.
 OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Piece& piece,
                     KvStage<Config> (&stages)[Config::kStages], uint64 policy, int warp_idx, int lane) {
@@ -157,21 +174,22 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     int32 first = piece.begin + warp_idx * Config::kTile;
     int32 tiles = first < piece.end ? (piece.end - first + kStep - 1) / kStep : 0;
     KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane};
-    // Looked up a tile ahead of its copy: the block table is another trip to memory.
-    auto row_of = [&](int32 tile) {
-        int32 key = first + tile * kStep + lane;
-        return lane < Config::kTile && key < piece.end ? cache_row(p, piece.sequence, piece.kv_head, key) : 0u;
-    };
-    uint32 row = row_of(0);
-    // Where rows follow each other at least sixteen at a time, pieces begin at multiples of sixteen.
-    bool in_runs = p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0);
+    // A lane's key of a tile; behind the end of the piece its last one, of which nothing is copied.
+    auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, piece.end - 1); };
+    // Asked for a tile ahead of its copy, and looked at no sooner: the block table is another trip to memory.
+    uint32 block = tiles > 0 ? block_of(p, piece.sequence, key_of(0)) : 0;
+    // Where rows follow each other at least sixteen at a time, pieces begin at multiples of sixteen. (FBGEMM's rows have those of
+    // other heads between them.)
+    bool in_runs = p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0) &&
+                   (Config::kKKind != kKvFbgemm || p.num_kv_heads == 1);
     int32 copied = 0;
     KvRing<KvStage<Config>, Config::kStages> ring(stages, lane);
     auto copy_next = [&]() {
         if (copied < tiles) {
+            uint32 row = cache_row(p, block, piece.kv_head, key_of(copied));
             copy.tile(ring.address, row, piece.end - first - copied * kStep, in_runs);
             ring.advance();
-            row = row_of(copied + 1);
+            block = block_of(p, piece.sequence, key_of(copied + 1));
         }
         ++copied;
         cp_async_commit();
@@ -287,11 +305,16 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
 OA_DEVICE void prefetch_first(const DecodeParams& p, int tid) {
     constexpr int kLines = Config::kHeadDim / 64;
     if (tid < 32) prefetch_l2(p.seq_lens + min_of(tid * 32, p.batch - 1));
-    if (tid < 32 || Config::kRows * kLines <= tid - 32) return;
+    if (tid < 32) return;
     // Divisions by products: it is a hint.
     float heads = float(p.num_kv_heads * p.num_row_blocks),
           place = float(blockIdx.x) * rcp_approx(float(p.num_workers));
     int32 sequence = min_of(int32(place * float(p.batch)), p.batch - 1);
+    // The block table's row, up to 32 lines of it.
+    int32 entry = 32 * (Config::kThreads - 1 - tid);
+    if (p.block_table != nullptr && tid >= Config::kThreads - 32 && entry < p.table_columns)
+        prefetch_l2(p.block_table + int64(sequence) * p.table_columns + entry);
+    if (Config::kRows * kLines <= tid - 32) return;
     int32 row_block = int32((place * float(p.batch) - float(sequence)) * heads), kv_head = row_block;
     if (p.num_row_blocks > 1) kv_head = row_block / p.num_row_blocks;
     row_block -= kv_head * p.num_row_blocks;
@@ -340,6 +363,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         piece.limit = span.end;
         bool whole = stop - at == span.granules;
 
+        if (p.recent_side != kRecentNewest) prefetch_table(p, piece, tid);
         QueryFragments b;
         Rows rows;
         walk(b, rows, p, piece, smem.stages[warp_idx], policy, warp_idx, lane);

@@ -67,7 +67,7 @@ struct KvCopy {
     }
     // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: rows side by side, which share sectors. Rows beyond `count` get
     // parameters of 0, which make nothing of any nibbles; theirs are those of row `row`, wherever that is in the cache.
-    OA_DEVICE void fbgemm_rows(uint32 stage, uint32 row, int32 count) const {
+    OA_DEVICE void fbgemm_rows(uint32 stage, uint32 row, int32 count, bool in_runs) const {
         using Stage = KvStage<Config>;
         using Row = FbgemmRow<Config::kHeadDim, Config::kKGroups>;
         constexpr int kRows = 32 / Row::kWords;
@@ -76,14 +76,24 @@ struct KvCopy {
         uint32 to_k = stage, to_v = stage + Stage::kVAt;
         const uint8* from_k = k + 4 * (Config::kKGroups + w);
         const uint8* from_v = v + 4 * (Config::kKGroups + w);
-#pragma unroll
-        for (int i = 0; i < Config::kTile / kRows; ++i) {
+        auto copy = [&](int i, uint64 from, int further) {
             // Which chunks are exchanged is the same for rows side by side.
             uint32 at_k = to ^ (KTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
             uint32 at_v = to ^ (VTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
-            uint64 from = uint64(__shfl_sync(0xffffffffu, row, i * kRows + first)) * Row::kBytes;
-            cp_async_4(to_k + i * 128 + at_k, from_k + from);
-            cp_async_4(to_v + i * 128 + at_v, from_v + from);
+            cp_async_4(to_k + i * 128 + at_k, from_k + from + further, policy);
+            cp_async_4(to_v + i * 128 + at_v, from_v + from + further, policy);
+        };
+        if (in_runs && count >= Config::kTile) {
+#pragma unroll
+            for (int run = 0; run < Config::kTile / 16; ++run) {
+                uint64 from = uint64(__shfl_sync(0xffffffffu, row, run * 16) + first) * Row::kBytes;
+#pragma unroll
+                for (int i = 0; i < 16 / kRows; ++i) copy(run * (16 / kRows) + i, from, i * kRows * Row::kBytes);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < Config::kTile / kRows; ++i)
+                copy(i, uint64(__shfl_sync(0xffffffffu, row, i * kRows + first)) * Row::kBytes, 0);
         }
         auto words = [](const uint8* plane) { return reinterpret_cast<const uint32*>(plane); };
         params<Config::kKGroups, Row::kBytes / 4>(stage + Stage::kKParamsAt, words(k), row, count);
@@ -93,7 +103,7 @@ struct KvCopy {
     OA_DEVICE void tile(uint32 stage, uint32 row, int32 count, bool in_runs) const {
         if constexpr (Config::kKKind == kKvFbgemm) {
             static_assert(Config::kVKind == kKvFbgemm && Config::kKGroups == Config::kVGroups, "one layout for both");
-            fbgemm_rows(stage, row, count);
+            fbgemm_rows(stage, row, count, in_runs);
             return;
         }
         using Stage = KvStage<Config>;

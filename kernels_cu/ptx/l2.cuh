@@ -32,7 +32,18 @@ OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint32 src_byt
     cp_async_16(smem_dst, gmem_src, src_bytes);
 #endif
 }
-// The same for chunks that are all there.
+// cp_async_4 (ptx/cp_async.cuh) under a policy.
+OA_DEVICE void cp_async_4(uint32 smem_dst, const void* gmem_src, uint64 policy) {
+#if __CUDA_ARCH__ == 900
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;"
+                 :
+                 : "r"(smem_dst), "l"(gmem_src), "l"(policy)
+                 : "memory");
+#else
+    cp_async_4(smem_dst, gmem_src);
+#endif
+}
+// cp_async_16 for chunks that are all there.
 OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint64 policy) {
 #if __CUDA_ARCH__ == 900
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
