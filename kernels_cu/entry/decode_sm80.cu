@@ -67,11 +67,12 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
+constexpr int32 kEarlyGranules = 2;  // of a CTA
 constexpr int64 kBriefStream = 200 << 20;  // bytes, four times an H200's L2: docs/performance/decode.md
 
 // token / block_size.
 OA_DEVICE uint32 block_index(const DecodeParams& p, int32 token) {
-    return uint32((uint64(2 * uint32(token)) * p.block_multiplier) >> 32) >> p.block_shift;
+    return uint32(quotient(token, p.block_multiplier, p.block_shift));
 }
 
 // The block that holds a key, as the table has it.
@@ -101,7 +102,7 @@ struct Piece {
 
 // Address of query row `row` of a piece, null if there is none.
 OA_DEVICE const uint16* query_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 row) {
-    int32 token = row / p.group, head = kv_head * p.group + (row - token * p.group);
+    int32 token = token_of(p, row), head = kv_head * p.group + (row - token * p.group);
     if (token >= p.q_len) return nullptr;
     return p.q + sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
 }
@@ -119,7 +120,7 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
     int q = lane & 3;
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
-        int32 token = (piece.row_block * Config::kRows + n * 8 + (lane >> 2)) / p.group;
+        int32 token = token_of(p, piece.row_block * Config::kRows + n * 8 + (lane >> 2));
         Query& query = queries[n];
         if constexpr (Config::kQuantK) {
             query.transform(Config::Io{}, p, piece.kv_head, q);
@@ -144,7 +145,7 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
                     rows.start[group][n][r] = __shfl_sync(0xffffffffu, query.start[group], src);
                 }
             int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
-            rows.end[n][r] = piece.seq_len - p.q_len + 1 + its_token;
+            rows.end[n][r] = p.first_key == kAllSeePrefix ? piece.seq_len : piece.seq_len - p.q_len + 1 + its_token;
             rows.m[n][r] = kLowest;
             rows.l[n][r] = 0.0f;
             rows.f[n][r] = kLargestFactor;
@@ -201,7 +202,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     make_rows(b, rows, queries, p, piece, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before it, but for the window.
-    int32 seen_by_all = min_of(piece.seq_len - p.q_len + 1, piece.limit);
+    int32 seen_by_all = p.first_key == kAllSeePrefix ? piece.limit : min_of(piece.seq_len - p.q_len + 1, piece.limit);
     int32 window_begin = p.window_left < 0 ? 0 : piece.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();
@@ -264,7 +265,7 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
             weight[w] = exp2_approx(merge.m[w][row] - m);
             l = fmaf(merge.l[w][row], weight[w], l);
         }
-        int32 flat = piece.row_block * Config::kRows + row, token = flat / p.group;
+        int32 flat = piece.row_block * Config::kRows + row, token = token_of(p, flat);
         if (token >= p.q_len) continue;
         int32 head = piece.kv_head * p.group + (flat - token * p.group);
         float scale = 1.0f;
@@ -329,19 +330,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
-    launch_dependents();  // decode_combine, which waits for the end of this kernel
     prefetch_first(p, tid);
     Scan<Config::kThreads> scan(p, smem.scan);
-    Share share(scan.total, p.num_workers);
+    Share share(scan.total, p);
     int32 at = share.begin(blockIdx.x), end = share.begin(blockIdx.x + 1);
     if (at >= end) return;
+    // decode_combine waits for the end of this kernel. Where there is work for more than a moment it comes late, so that it takes nothing
+    // from the first copies.
+    bool early = share.each <= kEarlyGranules;
+    if (early) launch_dependents();
     scan.locate(p, at, smem.scan);
     int32 sequence = smem.scan.sequence, before = smem.scan.before;
     // A stream that is not many times L2 is over before it would be worth its while to push out what is there. (Blocks of rows read
     // the same keys, which had better stay.)
     constexpr int kKeyBytes = Tile::KRow::kBytes + Tile::VRow::kBytes + (Config::kQuantK ? 4 * Config::kKGroups : 0) +
                               (Config::kQuantV ? 4 * Config::kVGroups : 0);
-    bool brief = int64(scan.total) * p.granule * kKeyBytes < kBriefStream;
+    bool brief = (int64(scan.total) << p.granule_log2) * kKeyBytes < kBriefStream;
     uint64 policy = l2_policy(brief && (Config::kNTiles == 1 || p.num_row_blocks == 1));
     while (at < end) {
         KeySpan span = key_span(p, sequence);
@@ -351,14 +355,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
             ++sequence;
             continue;
         }
-        int32 segment = (at - before) / span.granules, segment_begin = before + segment * span.granules;
+        int32 segment = all == span.granules ? 0 : (at - before) / span.granules;
+        int32 segment_begin = before + segment * span.granules;
         int32 stop = p.whole_granules ? at + 1 : min_of(end, segment_begin + span.granules);
         Piece piece;
         piece.sequence = sequence;
-        piece.kv_head = segment / p.num_row_blocks;
+        piece.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
         piece.row_block = segment - piece.kv_head * p.num_row_blocks;
-        piece.begin = span.begin + (at - segment_begin) * p.granule;
-        piece.end = min_of<int64>(span.end, span.begin + int64(stop - segment_begin) * p.granule);
+        piece.begin = span.begin + ((at - segment_begin) << p.granule_log2);
+        piece.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.granule_log2));
         piece.seq_len = span.seq_len;
         piece.limit = span.end;
         bool whole = stop - at == span.granules;
@@ -367,6 +372,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         QueryFragments b;
         Rows rows;
         walk(b, rows, p, piece, smem.stages[warp_idx], policy, warp_idx, lane);
+        if (!early) launch_dependents();
         __syncthreads();  // every warp is through with its stages
         store_warp(smem.merge, rows, warp_idx, lane);
         __syncthreads();

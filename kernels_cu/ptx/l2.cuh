@@ -7,15 +7,14 @@
 OA_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // createpolicy.fractional.L2: what is read once makes room first, so that a stream does not push out what others will need, nor
-// has it written to memory where it is newer than there. A long stream is faster if only a fourth of it does (measured on an H200;
-// the rest changes no order). sm_90 only: elsewhere nobody has run it, and ptxas has a bug there
-// (KvRing in pipeline/kv_copy.cuh).
-OA_DEVICE uint64 l2_policy(bool all) {
+// has it written to memory where it is newer than there. A long stream is faster if it leaves the order as it is (measured on an
+// H200). sm_90 only: elsewhere nobody has run it, and ptxas has a bug there (KvRing in pipeline/kv_copy.cuh).
+OA_DEVICE uint64 l2_policy(bool brief) {
 #if __CUDA_ARCH__ == 900
-    uint64 whole, fourth;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(whole));
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 0.25;" : "=l"(fourth));
-    return all ? whole : fourth;
+    uint64 first, unchanged;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(unchanged));
+    return brief ? first : unchanged;
 #else
     return 0;
 #endif
