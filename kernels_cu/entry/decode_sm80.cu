@@ -68,7 +68,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 constexpr int32 kEarlyGranules = 2;  // of a CTA
-constexpr int64 kBriefStream = 200 << 20;  // bytes, four times an H200's L2: docs/performance/decode.md
+constexpr int64 kBriefStream = 300 << 20;  // bytes, six times an H200's L2: docs/performance/decode.md
 
 // token / block_size.
 OA_DEVICE uint32 block_index(const DecodeParams& p, int32 token) {

@@ -21,7 +21,7 @@ struct Config {
     using Io = IO_TYPE;  // Half or BFloat16: k, v, and 16-bit caches
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kThreads = 128;
-    static constexpr int kCtas = 7;  // on an SM: 72 registers
+    static constexpr int kCtas = kHeadDim == 64 ? 6 : 7;  // on an SM: 80 and 72 registers
     static constexpr int kLanes = kHeadDim / 16;  // of a row
     static constexpr int kRows = kThreads / kLanes;  // of a CTA
 };

@@ -37,7 +37,7 @@ def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) ->
     """
     if head_dim == 128 and n_tiles == 1:
         if token_bytes <= 160 or (token_bytes <= 288 and groups == 1):
-            return {"tile": 32, "m_tiles": 2, "ctas": 2, "stages": 3 if token_bytes < 160 and groups == 1 else 2}
+            return {"tile": 32, "m_tiles": 2, "ctas": 3 if token_bytes < 160 else 2, "stages": 2}
         if groups == 1:
             return {"tile": 16, "m_tiles": 1, "ctas": 2, "stages": 2}
     tile = 32 if token_bytes <= 160 and n_tiles == 1 else 16
@@ -67,7 +67,7 @@ def decode_row(
     groups = max(k[1], v[1])
     token_bytes = sum(sizes) + sum(4 * count for kind, count in (k, v) if kind)
     shape = _decode_shape(head_dim, token_bytes, groups, n_tiles)
-    if KV_KINDS["fbgemm"] in (k[0], v[0]) and head_dim == 256:
+    if KV_KINDS["fbgemm"] in (k[0], v[0]) and head_dim > 64:
         shape["ctas"] = 2  # copies word by word take registers too
     tile, ctas = shape["tile"], shape["ctas"]
     params = [4 * tile * count if kind else 16 for kind, count in (k, v)]
