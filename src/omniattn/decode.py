@@ -150,10 +150,11 @@ def decode(
         rounded up to 8 or a multiple of 16).
     shared_prefix : int
         With a `PagedKVCache`: so many first tokens, a multiple of block_size, are in the same blocks for all sequences
-        (`BlockManager.fork`), and no query is one of them. Their keys are read once for the whole batch, as those of one
-        sequence, and the results merged (cascade). The values are those without it, up to rounding. Blocks and lengths
-        are checked on the CPU; on a GPU the blocks of sequence 0 are read for all. Not with ``window``,
-        ``deterministic`` or a recent window; where q_len > 1, q's first two dimensions have to lie as one.
+        (`BlockManager.fork`), and no query is one of them. Their keys are read for the whole batch together, as those
+        of one sequence, and the results merged (cascade): worth it where they do not fit L2, or sequences are many.
+        The values are those without it, up to rounding. Blocks and lengths are checked on the CPU; on a GPU the blocks
+        of sequence 0 are read for all. Not with ``window``, ``deterministic`` or a recent window. On a GPU, where
+        q_len > 1, q's first two dimensions have to lie as one.
 
     Returns
     -------
@@ -309,7 +310,7 @@ def _make_plan(
 
 
 def _check_prefix(shared: Any, q: Tensor, cache: KVCache, capacity: int, window_left: int, deterministic: bool) -> int:
-    """``shared_prefix``: whole blocks of a paged cache, and nothing beside it that would need the prefix's single keys."""
+    """``shared_prefix``: whole blocks of a paged cache, and nothing beside it that needs the prefix's single keys."""
     tokens = arguments.check_int(shared, "shared_prefix", _NAME, least=0, most=arguments.MAX_ROWS)
     if tokens == 0:
         return 0

@@ -32,8 +32,8 @@ def _format_name(kind: int, groups: int, head_dim: int) -> str:
 def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) -> dict[str, int]:
     """Keys of a warp's tile, sixteens of them that are computed together, CTAs that share an SM, and stages at most.
 
-    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: eights of query rows take more of them. More
-    copies in flight than memory has use for only wait in its queues, and take L2 from others.
+    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: eights of query rows take more of them.
+    More copies in flight than memory has use for only wait in its queues, and take L2 from others.
     """
     if head_dim == 128 and n_tiles == 1:
         if token_bytes <= 160 or (token_bytes <= 288 and groups == 1):

@@ -335,8 +335,8 @@ def test_a_prefix_of_many_queries() -> None:
     assert filled.table is not None
     filled.table[:, :128] = filled.table[0, :128].clone()
     compare(filled.decode(shared_prefix=2048), filled.reference(), case)
+    apart = filled.q.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ArgumentError, match="as one"):
-        apart = filled.q.transpose(0, 1).contiguous().transpose(0, 1)
         decode(apart, filled.cache, seq_lens=filled.lens, block_table=filled.table, shared_prefix=2048)
 
 

@@ -27,9 +27,7 @@ def shared(**options: Any) -> tuple[npt.NDArray[Any], PagedKVCache, dict[str, An
     def write(names: list[int], count: list[int]) -> None:
         starts = np.cumsum([0, *count]).astype(np.int32)
         k, v = (rng.standard_normal((starts[-1], 2, 16)).astype(np.float32) for _ in range(2))
-        append(
-            cache, k, v, seq_lens=manager.seq_lens(names), cu_seqlens=starts, block_table=manager.block_table(names)
-        )
+        append(cache, k, v, seq_lens=manager.seq_lens(names), cu_seqlens=starts, block_table=manager.block_table(names))
 
     write([0], [PREFIX])
     for name in (1, 2):

@@ -174,8 +174,9 @@ class DecodePlan:
             *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), q_strides, strict=False)),
             *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), o_strides, strict=False)),
             p.batch, p.q_len, p.num_q_heads, p.num_kv_heads, p.group, row_blocks, p.head_dim, p.capacity, p.block_size,
-            p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard), granule.bit_length() - 1,
-            int(p.deterministic), self.num_workers, recent.window, recent.ring, recent.slots, recent.side,
+            p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard),
+            granule.bit_length() - 1, int(p.deterministic), self.num_workers,
+            recent.window, recent.ring, recent.slots, recent.side,
             p.softmax_scale, p.softcap, split, *quotient_factors(p.block_size),
             *quotient_factors(self.num_workers), _TWO_1024, first_key,
         )  # fmt: skip
