@@ -1,6 +1,7 @@
 // Query rows of one kv head as B fragments of S^T = K Q^T, and what their scores need besides: rows are (query token, head of
 // the group), 8 a fragment; lane l holds channels of row l / 4.
 #pragma once
+#include "attention/kv_dequant.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
@@ -33,7 +34,8 @@ struct QueryRow {
     uint32 b[kHeadDim / 16][2];  // fragments
     float scale;  // products -> base-2 exponents
     float bias;  // to add, in base-2 units: what smoothing took from K
-    float sum[kGroups];  // of the fragments' values, by group, times `scale`
+    float sum[kGroups];  // of the row's values in units of the products, by group; if it is one, times `scale`
+    float start[kGroups];  // what products begin with, see KeyCodes
 
     // Asks for the row; null is a row of zeros. Before the first copies of K and V: behind them it would be answered last.
     OA_DEVICE void load(const uint16* row, const DecodeParams& p, int q) {
@@ -69,6 +71,7 @@ struct QueryRow {
     // Quantized K: scaled per channel, rotated, and brought to fp16 with a power of two, so that no bfloat16 overflows.
     template <typename Io>
     OA_DEVICE void transform(Io io, const DecodeParams& p, int32 kv_head, int q) {
+        using Codes = KeyCodes<kKind>;
         constexpr int kUnits = kHeadDim / 16;
         float x[kUnits][4];
         float dot = 0.0f;
@@ -107,26 +110,45 @@ struct QueryRow {
         // 2^-exponent is a normal number for exponents -126 .. 126.
         int32 exponent = min_of(max_of(int32(__float_as_uint(amax) >> 23) - 127, -126), 126);
         float down = __uint_as_float(uint32(127 - exponent) << 23);
-        scale = p.softmax_scale * kLog2e * __uint_as_float(uint32(127 + exponent) << 23);
+        scale = p.softmax_scale * kLog2e / Codes::kWeight * __uint_as_float(uint32(127 + exponent) << 23);
         bias = dot * p.softmax_scale * kLog2e;
         if (kKind == kKvFbgemm) order_fbgemm_query(x);
         float sums[kGroups];
 #pragma unroll
-        for (int i = 0; i < kGroups; ++i) sums[i] = 0.0f;
+        for (int i = 0; i < kGroups; ++i) sums[i] = start[i] = 0.0f;
+        float first = down * Codes::kFirst;
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
-            uint32 lo = pack2(Half{}, x[unit][0] * down, x[unit][1] * down);
+            uint32 lo = pack2(Half{}, x[unit][0] * first, x[unit][1] * first);
             uint32 hi = pack2(Half{}, x[unit][2] * down, x[unit][3] * down);
             b[unit][0] = lo;
             b[unit][1] = hi;
-            sums[unit * kGroups / kUnits] += half_lo(lo) + half_hi(lo) + half_lo(hi) + half_hi(hi);
+            float sum01 = half_lo(lo) + half_hi(lo), sum23 = half_lo(hi) + half_hi(hi);
+            sums[unit * kGroups / kUnits] += fmaf(sum23, Codes::kFirst, sum01);
+            start[unit * kGroups / kUnits] -= fmaf(sum01, Codes::kOffset01, sum23 * Codes::kOffset23);
         }
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) {
             sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], 1);
             sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], 2);
-            sum[i] = sums[i] * scale;
+            start[i] += __shfl_xor_sync(0xffffffffu, start[i], 1);
+            start[i] += __shfl_xor_sync(0xffffffffu, start[i], 2);
+            sum[i] = kGroups == 1 ? sums[i] * scale : sums[i];
         }
+    }
+
+    // The sums of four groups as a fragment beside K's zeros, which are bfloat16, in three parts that keep all of their 24 bits.
+    OA_DEVICE void pack_sums(uint32 (&b)[2], int q) const {
+        float x = q & 1 ? sum[2] : sum[0], y = q & 1 ? sum[3] : sum[1];
+        uint32 part[3];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            part[i] = pack2(BFloat16{}, x, y);
+            x -= low_float(BFloat16{}, part[i]);
+            y -= high_float(BFloat16{}, part[i]);
+        }
+        b[0] = q < 2 ? part[0] : part[1];
+        b[1] = q < 2 ? part[2] : 0;
     }
 
     // Hadamard transform over the channels: bits 0, 1 of a channel are the element, 2, 3 the lane, the rest the unit (in

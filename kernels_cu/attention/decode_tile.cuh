@@ -54,6 +54,19 @@ OA_DEVICE void load_piece(uint32 (&w)[kPiece / 4], const uint8* at) {
     }
 }
 
+// A token's parameters.
+template <int kGroups>
+OA_DEVICE void load_params(uint32 (&w)[kGroups], const uint32* at) {
+    constexpr int kBytes = kGroups >= 4 ? 16 : 4 * kGroups;
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups / kBytes; ++i) {
+        uint32 x[kBytes / 4];
+        load_piece<kBytes>(x, reinterpret_cast<const uint8*>(at) + i * kBytes);
+#pragma unroll
+        for (int j = 0; j < kBytes / 4; ++j) w[i * (kBytes / 4) + j] = x[j];
+    }
+}
+
 template <typename Config>
 struct DecodeTile {
     using KRow = KvRow<Config::kKKind, Config::kHeadDim, 4>;
@@ -61,10 +74,14 @@ struct DecodeTile {
     using KSmem = KTile<Config::kKKind, Config::kHeadDim>;
     using VSmem = VTile<Config::kVKind, Config::kHeadDim>;
 
+    static constexpr bool kZeroProduct = has_zero_product(Config::kKKind, Config::kKGroups);
+
     // What a warp knows of its rows: lane l has rows 2 (l % 4) + {0, 1} of each eight.
     struct Rows {
         float scale[Config::kNTiles][2], bias[Config::kNTiles][2];
         float sum[Config::kQuantK ? Config::kKGroups : 1][Config::kNTiles][2];
+        float start[Config::kQuantK ? Config::kKGroups : 1][Config::kNTiles][2];  // see QueryRow
+        uint32 zero_b[Config::kNTiles][2];  // `sum` as a fragment, with kZeroProduct in its place
         int32 end[Config::kNTiles][2];  // keys before it are visible
         float m[Config::kNTiles][2], l[Config::kNTiles][2];
         float f[Config::kNTiles][2];  // power of two that brings p * scale of V into the range of fp16
@@ -83,11 +100,31 @@ struct DecodeTile {
         using Type = typename ProductType<Config::kQuantK, typename Config::Io>::Type;
         constexpr int kSteps = Config::kHeadDim / 16, kGroupSteps = kSteps / Config::kKGroups;
         constexpr int kPieceSteps = kSteps / KRow::kPieces;
+        constexpr bool kOffsetCodes = KeyCodes<Config::kKKind>::kOffset01 != 0.0f;
         int q = lane & 3, token = token_of_row(lane >> 2);
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) {
             const uint8* at = stage.k + (first + i * 16) * KRow::kBytes;
             float acc[Config::kNTiles][4];
+            const uint32* params = stage.k_params + (first + i * 16 + token) * Config::kKGroups;
+            uint32 words[2][Config::kKGroups];  // of the tokens of rows l / 4 and l / 4 + 8
+            if (Config::kQuantK) {
+                load_params(words[0], params);
+                load_params(words[1], params + 8 * Config::kKGroups);
+            }
+            if constexpr (kZeroProduct) {  // x = sum of z sum(Q): columns are (part of the sums, group)
+                uint32 z[4];
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    uint2 two = *reinterpret_cast<const uint2*>(params + r * 8 * Config::kKGroups + 2 * (q & 1));
+                    z[r] = z[2 + r] = permute_bytes(two.x, two.y, 0x7632);
+                }
+#pragma unroll
+                for (int n = 0; n < Config::kNTiles; ++n) {
+                    x[i][n][0] = x[i][n][1] = x[i][n][2] = x[i][n][3] = 0.0f;
+                    mma_m16n8k16(BFloat16{}, x[i][n], z, rows.zero_b[n][0], rows.zero_b[n][1]);
+                }
+            }
 #pragma unroll
             for (int piece = 0; piece < KRow::kPieces; ++piece) {
                 uint32 w[2][KRow::kPiece / 4];
@@ -111,21 +148,22 @@ struct DecodeTile {
                 for (int j = 0; j < kPieceSteps; ++j) {
                     int step = piece * kPieceSteps + j;
                     uint32 fragment[4] = {a[0][2 * j], a[1][2 * j], a[0][2 * j + 1], a[1][2 * j + 1]};
+                    int group = step / kGroupSteps;
                     if (step % kGroupSteps == 0)
 #pragma unroll
-                        for (int n = 0; n < Config::kNTiles; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+                        for (int n = 0; n < Config::kNTiles; ++n)
+#pragma unroll
+                            for (int y = 0; y < 4; ++y) acc[n][y] = kOffsetCodes ? rows.start[group][n][y & 1] : 0.0f;
 #pragma unroll
                     for (int n = 0; n < Config::kNTiles; ++n)
                         mma_m16n8k16(Type{}, acc[n], fragment, b[n][step][0], b[n][step][1]);
                     if (step % kGroupSteps != kGroupSteps - 1) continue;
-                    int group = step / kGroupSteps;
                     float s[2] = {1.0f, 1.0f}, z[2] = {0.0f, 0.0f};
                     if (Config::kQuantK)
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
-                            uint32 word = stage.k_params[(first + i * 16 + token + 8 * r) * Config::kKGroups + group];
-                            s[r] = param_scale<Config::kKKind>(word);
-                            z[r] = param_zero<Config::kKKind>(word);
+                            s[r] = param_scale<Config::kKKind>(words[r][group]);
+                            z[r] = param_zero<Config::kKKind>(words[r][group]);
                         }
 #pragma unroll
                     for (int n = 0; n < Config::kNTiles; ++n)
@@ -135,9 +173,18 @@ struct DecodeTile {
                                 x[i][n][y] = acc[n][y] * rows.scale[n][y & 1];
                                 continue;
                             }
-                            float base = group == 0 ? rows.bias[n][y & 1] : x[i][n][y];
-                            if (Config::kKKind != kKvE4m3) base = fmaf(z[y >> 1], rows.sum[group][n][y & 1], base);
-                            x[i][n][y] = fmaf(acc[n][y] * s[y >> 1], rows.scale[n][y & 1], base);
+                            if (Config::kKGroups == 1) {
+                                float base = rows.bias[n][y & 1];
+                                if (Config::kKKind != kKvE4m3) base = fmaf(z[y >> 1], rows.sum[0][n][y & 1], base);
+                                x[i][n][y] = fmaf(acc[n][y] * s[y >> 1], rows.scale[n][y & 1], base);
+                                continue;
+                            }
+                            float base = kZeroProduct || group > 0 ? x[i][n][y] : 0.0f;
+                            if (Config::kKKind != kKvE4m3 && !kZeroProduct)
+                                base = fmaf(z[y >> 1], rows.sum[group][n][y & 1], base);
+                            x[i][n][y] = fmaf(acc[n][y], s[y >> 1], base);
+                            if (group == Config::kKGroups - 1)
+                                x[i][n][y] = fmaf(x[i][n][y], rows.scale[n][y & 1], rows.bias[n][y & 1]);
                         }
                 }
             }
@@ -297,27 +344,37 @@ struct DecodeTile {
 #pragma unroll
             for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
-                for (int group = 0; group < Config::kVGroups; ++group)
+                for (int r = 0; r < 2; ++r) {
+                    uint32 words[Config::kVGroups];
+                    load_params(words, stage.v_params + (first + i * 16 + token + 8 * r) * Config::kVGroups);
+                    float most = param_scale<Config::kVKind>(words[0]);
 #pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        uint32 word = stage.v_params[(first + i * 16 + token + 8 * r) * Config::kVGroups + group];
-                        s[i][group][r] = param_scale<Config::kVKind>(word);
+                    for (int group = 0; group < Config::kVGroups; ++group) {
+                        s[i][group][r] = param_scale<Config::kVKind>(words[group]);
+                        most = fmaxf(most, s[i][group][r]);
+                        if (Config::kVKind == kKvE4m3) continue;
+                        float zero = param_zero<Config::kVKind>(words[group]);
 #pragma unroll
                         for (int n = 0; n < Config::kNTiles; ++n)
 #pragma unroll
-                            for (int y = 0; y < 2; ++y) {
-                                float p = x[i][n][2 * r + y];
-                                if (Config::kVKind != kKvE4m3)
-                                    rows.z[group][n][y] =
-                                        fmaf(p, param_zero<Config::kVKind>(word), rows.z[group][n][y]);
-                                largest[n][y] = fmaxf(largest[n][y], p * s[i][group][r]);
-                            }
+                            for (int y = 0; y < 2; ++y)
+                                rows.z[group][n][y] = fmaf(x[i][n][2 * r + y], zero, rows.z[group][n][y]);
                     }
+#pragma unroll
+                    for (int n = 0; n < Config::kNTiles; ++n)
+#pragma unroll
+                        for (int y = 0; y < 2; ++y) largest[n][y] = fmaxf(largest[n][y], x[i][n][2 * r + y] * most);
+                }
             update_factor(largest, rows);
         }
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) {
             uint32 b[Config::kVGroups][Config::kNTiles][2];
+            if (Config::kVGroups > 1)  // once for all groups
+#pragma unroll
+                for (int n = 0; n < Config::kNTiles; ++n)
+#pragma unroll
+                    for (int y = 0; y < 4; ++y) x[i][n][y] *= rows.f[n][y & 1];
 #pragma unroll
             for (int group = 0; group < Config::kVGroups; ++group)
 #pragma unroll
@@ -326,8 +383,9 @@ struct DecodeTile {
                     for (int r = 0; r < 2; ++r) {
                         float p0 = x[i][n][2 * r], p1 = x[i][n][2 * r + 1];
                         if (Config::kQuantV) {  // 0 stays 0, whatever the scale is
-                            p0 = p0 * s[i][group][r] * rows.f[n][0];
-                            p1 = p1 * s[i][group][r] * rows.f[n][1];
+                            p0 *= s[i][group][r];
+                            p1 *= s[i][group][r];
+                            if (Config::kVGroups == 1) p0 *= rows.f[n][0], p1 *= rows.f[n][1];
                         }
                         b[group][n][r] = transpose_8x8(pack2(Type{}, p0, p1));
                     }

@@ -1,4 +1,6 @@
 // Codes of a quantized KV cache as fp16 numbers, exactly; scale and zero are applied to scores and probabilities instead.
+// V's are the codes. K's integers keep what the conversion puts in: an element is weight * code + offset, which the queries and the
+// beginnings of the sums make good (attention/decode_query.cuh), so that K costs no subtractions.
 #pragma once
 #include "ptx/cvt_quant.cuh"
 #include "ptx/half2.cuh"
@@ -26,6 +28,31 @@ OA_DEVICE void unpack_int4(uint32 w, HalfMagic magic, uint32 (&out)[4]) {
     out[3] = fma_half2((high & 0x00f000f0u) | magic.two_1024, kHalf2Sixteenth, kHalf2Minus72);
 }
 
+// The same as they are: nibbles, not codes, times 1 | 16 | 1 | 16, and 1024.
+OA_DEVICE void unpack_int4_offset(uint32 w, HalfMagic magic, uint32* out) {
+    uint32 high = w >> 8;
+    out[0] = (w & 0x000f000fu) | magic.two_1024;
+    out[1] = (w & 0x00f000f0u) | magic.two_1024;
+    out[2] = (high & 0x000f000fu) | magic.two_1024;
+    out[3] = (high & 0x00f000f0u) | magic.two_1024;
+}
+
+// What K's elements 0, 1 and 2, 3 of a unit are as fragments: weight * code + offset. Queries are multiplied by
+// kWeight / weight, so that all products are kWeight times too large.
+template <int kKind>
+struct KeyCodes {
+    static constexpr bool kInt4 = kKind == kKvInt4 || kKind == kKvFbgemm;
+    static constexpr float kWeight = kInt4 ? 16.0f : 1.0f;
+    static constexpr float kFirst = kInt4 ? 16.0f : 1.0f;  // kWeight / weight; that of elements 2 and 3 is 1
+    static constexpr float kOffset01 = kInt4 ? 1032.0f : kKind == kKvInt8 ? 1152.0f : 0.0f;
+    static constexpr float kOffset23 = kInt4 || kKind == kKvInt8 ? 1152.0f : 0.0f;
+};
+
+// Groups whose zeros go into the scores by a product of their own: four are a fragment's columns, in bfloat16 as they are stored.
+OA_DEVICE constexpr bool has_zero_product(int kind, int groups) {
+    return groups == 4 && (kind == kKvInt8 || kind == kKvInt4);
+}
+
 // Two bytes to two fp16: bytes 0 and 1 of w (kHigh: 2 and 3).
 template <int kKind, bool kHigh>
 OA_DEVICE uint32 unpack_bytes(uint32 w) {
@@ -46,14 +73,14 @@ OA_DEVICE uint32 unpack_bytes(uint32 w) {
 #endif
 }
 
-// A piece of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it.
+// A piece of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it, see KeyCodes.
 template <int kKind>
 OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
     if (kKind == kKvInt4 || kKind == kKvFbgemm) {
-        uint32 r[4];
-        unpack_int4(w, magic, r);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[i] = r[i];
+        unpack_int4_offset(w, magic, out);
+    } else if (kKind == kKvInt8) {
+        out[0] = permute_bytes(w, 0x64646464u, 0x4140);
+        out[1] = permute_bytes(w, 0x64646464u, 0x4342);
     } else {
         out[0] = unpack_bytes<kKind, false>(w);
         out[1] = unpack_bytes<kKind, true>(w);

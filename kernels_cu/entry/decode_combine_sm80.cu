@@ -71,14 +71,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     int32 split = p.combine_split, part = warp_idx & (split - 1);
     int32 row = (int32(blockIdx.y) * Config::kWarps + warp_idx) / split;
     int32 flat = (segment - kv_head * p.num_row_blocks) * Config::kRows + row;
-    int32 token = flat / p.group, head = kv_head * p.group + (flat - token * p.group);
+    int32 token = token_of(p, flat), head = kv_head * p.group + (flat - token * p.group);
     bool active = row < Config::kRows && token < p.q_len;
 
     int32 granules = key_span(p, sequence).granules, count = 0;
     int64 first_slot = 0, later_slots = 0;  // slots of partial result 0, and of i > 0: later_slots + i * step
     int32 step = p.whole_granules ? 1 : 2;
     Scan<Config::kThreads> scan(p, smem.scan);
-    Share share(scan.total, p.num_workers);
+    Share share(scan.total, p);
     if (granules > 0) {
         scan.before_sequence(p, sequence, smem.scan);
         int32 begin = smem.scan.before + segment * granules;

@@ -67,21 +67,29 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-constexpr int64 kBriefStream = 200 << 20;  // bytes, four times an H200's L2: docs/performance/decode.md
+constexpr int32 kEarlyGranules = 2;  // of a CTA
+constexpr int64 kBriefStream = 300 << 20;  // bytes, six times an H200's L2: docs/performance/decode.md
+
+// token / block_size.
+OA_DEVICE uint32 block_index(const DecodeParams& p, int32 token) {
+    return uint32(quotient(token, p.block_multiplier, p.block_shift));
+}
+
+// The block that holds a key, as the table has it.
+OA_DEVICE uint32 block_of(const DecodeParams& p, int32 sequence, int32 token) {
+    if (p.block_table == nullptr) return sequence;
+    if (p.recent_side == kRecentNewest) return p.block_table[sequence];  // a slot is a block
+    return p.block_table[int64(sequence) * p.table_columns + block_index(p, token)];
+}
 
 // Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, the host sees to that.
 // FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
-OA_DEVICE uint32 cache_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 token) {
-    auto row_of = [&](uint32 block, uint32 row) {
-        return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
-                                           : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
-    };
-    if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));  // a slot is a block
-    if (p.block_table == nullptr) return row_of(sequence, token);
-    uint32 index = uint32(token) / uint32(p.block_size);
-    uint32 block = p.block_table[int64(sequence) * p.table_columns + index];
+OA_DEVICE uint32 cache_row(const DecodeParams& p, uint32 block, int32 kv_head, int32 token) {
+    if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));
+    uint32 row = uint32(token) - block_index(p, token) * uint32(p.block_size);
     block = min_of(block, uint32(p.num_blocks - 1));  // a bad number reads the last block instead of foreign memory
-    return row_of(block, uint32(token) - index * uint32(p.block_size));
+    return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
+                                       : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
 }
 
 // A piece of a segment.
@@ -94,7 +102,7 @@ struct Piece {
 
 // Address of query row `row` of a piece, null if there is none.
 OA_DEVICE const uint16* query_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 row) {
-    int32 token = row / p.group, head = kv_head * p.group + (row - token * p.group);
+    int32 token = token_of(p, row), head = kv_head * p.group + (row - token * p.group);
     if (token >= p.q_len) return nullptr;
     return p.q + sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
 }
@@ -112,10 +120,11 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
     int q = lane & 3;
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
-        int32 token = (piece.row_block * Config::kRows + n * 8 + (lane >> 2)) / p.group;
+        int32 token = token_of(p, piece.row_block * Config::kRows + n * 8 + (lane >> 2));
         Query& query = queries[n];
         if constexpr (Config::kQuantK) {
             query.transform(Config::Io{}, p, piece.kv_head, q);
+            if constexpr (Tile::kZeroProduct) query.pack_sums(rows.zero_b[n], q);
         } else {
             query.keep(p);
         }
@@ -131,10 +140,12 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
             rows.bias[n][r] = __shfl_sync(0xffffffffu, query.bias, src);
             if (Config::kQuantK)
 #pragma unroll
-                for (int group = 0; group < Config::kKGroups; ++group)
-                    rows.sum[group][n][r] = __shfl_sync(0xffffffffu, query.sum[group], src);
+                for (int group = 0; group < Config::kKGroups; ++group) {
+                    if (!Tile::kZeroProduct) rows.sum[group][n][r] = __shfl_sync(0xffffffffu, query.sum[group], src);
+                    rows.start[group][n][r] = __shfl_sync(0xffffffffu, query.start[group], src);
+                }
             int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
-            rows.end[n][r] = piece.seq_len - p.q_len + 1 + its_token;
+            rows.end[n][r] = p.first_key == kAllSeePrefix ? piece.seq_len : piece.seq_len - p.q_len + 1 + its_token;
             rows.m[n][r] = kLowest;
             rows.l[n][r] = 0.0f;
             rows.f[n][r] = kLargestFactor;
@@ -147,6 +158,16 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
     }
 }
 
+// Brings a piece's part of the block table to L2: behind the copies of K and V, a trip to memory takes longer than a tile.
+OA_DEVICE void prefetch_table(const DecodeParams& p, const Piece& piece, int tid) {
+    if (p.block_table == nullptr || piece.begin >= piece.end) return;
+    const int32* from = p.block_table + int64(piece.sequence) * p.table_columns;
+    int32 last = int32(block_index(p, piece.end - 1));
+    int32 i = int32(block_index(p, piece.begin)) + 32 * tid;
+    if (tid == Config::kThreads - 1) prefetch_l2(from + last);
+    for (; i <= last; i += 32 * Config::kThreads) prefetch_l2(from + i);
+}
+
 // The keys of a piece that fall to this warp.
 OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Piece& piece,
                     KvStage<Config> (&stages)[Config::kStages], uint64 policy, int warp_idx, int lane) {
@@ -154,19 +175,22 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     int32 first = piece.begin + warp_idx * Config::kTile;
     int32 tiles = first < piece.end ? (piece.end - first + kStep - 1) / kStep : 0;
     KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane};
-    // Looked up a tile ahead of its copy: the block table is another trip to memory.
-    auto row_of = [&](int32 tile) {
-        int32 key = first + tile * kStep + lane;
-        return lane < Config::kTile && key < piece.end ? cache_row(p, piece.sequence, piece.kv_head, key) : 0u;
-    };
-    uint32 row = row_of(0);
+    // A lane's key of a tile; behind the end of the piece its last one, of which nothing is copied.
+    auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, piece.end - 1); };
+    // Asked for a tile ahead of its copy, and looked at no sooner: the block table is another trip to memory.
+    uint32 block = tiles > 0 ? block_of(p, piece.sequence, key_of(0)) : 0;
+    // Where rows follow each other at least sixteen at a time, pieces begin at multiples of sixteen. (FBGEMM's rows have those of
+    // other heads between them.)
+    bool in_runs = p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0) &&
+                   (Config::kKKind != kKvFbgemm || p.num_kv_heads == 1);
     int32 copied = 0;
     KvRing<KvStage<Config>, Config::kStages> ring(stages, lane);
     auto copy_next = [&]() {
         if (copied < tiles) {
-            copy.tile(ring.address, row, piece.end - first - copied * kStep);
+            uint32 row = cache_row(p, block, piece.kv_head, key_of(copied));
+            copy.tile(ring.address, row, piece.end - first - copied * kStep, in_runs);
             ring.advance();
-            row = row_of(copied + 1);
+            block = block_of(p, piece.sequence, key_of(copied + 1));
         }
         ++copied;
         cp_async_commit();
@@ -178,7 +202,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     make_rows(b, rows, queries, p, piece, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before it, but for the window.
-    int32 seen_by_all = min_of(piece.seq_len - p.q_len + 1, piece.limit);
+    int32 seen_by_all = p.first_key == kAllSeePrefix ? piece.limit : min_of(piece.seq_len - p.q_len + 1, piece.limit);
     int32 window_begin = p.window_left < 0 ? 0 : piece.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();
@@ -241,7 +265,7 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
             weight[w] = exp2_approx(merge.m[w][row] - m);
             l = fmaf(merge.l[w][row], weight[w], l);
         }
-        int32 flat = piece.row_block * Config::kRows + row, token = flat / p.group;
+        int32 flat = piece.row_block * Config::kRows + row, token = token_of(p, flat);
         if (token >= p.q_len) continue;
         int32 head = piece.kv_head * p.group + (flat - token * p.group);
         float scale = 1.0f;
@@ -282,11 +306,16 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
 OA_DEVICE void prefetch_first(const DecodeParams& p, int tid) {
     constexpr int kLines = Config::kHeadDim / 64;
     if (tid < 32) prefetch_l2(p.seq_lens + min_of(tid * 32, p.batch - 1));
-    if (tid < 32 || Config::kRows * kLines <= tid - 32) return;
+    if (tid < 32) return;
     // Divisions by products: it is a hint.
     float heads = float(p.num_kv_heads * p.num_row_blocks),
           place = float(blockIdx.x) * rcp_approx(float(p.num_workers));
     int32 sequence = min_of(int32(place * float(p.batch)), p.batch - 1);
+    // The block table's row, up to 32 lines of it.
+    int32 entry = 32 * (Config::kThreads - 1 - tid);
+    if (p.block_table != nullptr && tid >= Config::kThreads - 32 && entry < p.table_columns)
+        prefetch_l2(p.block_table + int64(sequence) * p.table_columns + entry);
+    if (Config::kRows * kLines <= tid - 32) return;
     int32 row_block = int32((place * float(p.batch) - float(sequence)) * heads), kv_head = row_block;
     if (p.num_row_blocks > 1) kv_head = row_block / p.num_row_blocks;
     row_block -= kv_head * p.num_row_blocks;
@@ -301,19 +330,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
-    launch_dependents();  // decode_combine, which waits for the end of this kernel
     prefetch_first(p, tid);
     Scan<Config::kThreads> scan(p, smem.scan);
-    Share share(scan.total, p.num_workers);
+    Share share(scan.total, p);
     int32 at = share.begin(blockIdx.x), end = share.begin(blockIdx.x + 1);
     if (at >= end) return;
+    // decode_combine waits for the end of this kernel. Where there is work for more than a moment it comes late, so that it takes nothing
+    // from the first copies.
+    bool early = share.each <= kEarlyGranules;
+    if (early) launch_dependents();
     scan.locate(p, at, smem.scan);
     int32 sequence = smem.scan.sequence, before = smem.scan.before;
     // A stream that is not many times L2 is over before it would be worth its while to push out what is there. (Blocks of rows read
     // the same keys, which had better stay.)
     constexpr int kKeyBytes = Tile::KRow::kBytes + Tile::VRow::kBytes + (Config::kQuantK ? 4 * Config::kKGroups : 0) +
                               (Config::kQuantV ? 4 * Config::kVGroups : 0);
-    bool brief = int64(scan.total) * p.granule * kKeyBytes < kBriefStream;
+    bool brief = (int64(scan.total) << p.granule_log2) * kKeyBytes < kBriefStream;
     uint64 policy = l2_policy(brief && (Config::kNTiles == 1 || p.num_row_blocks == 1));
     while (at < end) {
         KeySpan span = key_span(p, sequence);
@@ -323,21 +355,24 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
             ++sequence;
             continue;
         }
-        int32 segment = (at - before) / span.granules, segment_begin = before + segment * span.granules;
+        int32 segment = all == span.granules ? 0 : (at - before) / span.granules;
+        int32 segment_begin = before + segment * span.granules;
         int32 stop = p.whole_granules ? at + 1 : min_of(end, segment_begin + span.granules);
         Piece piece;
         piece.sequence = sequence;
-        piece.kv_head = segment / p.num_row_blocks;
+        piece.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
         piece.row_block = segment - piece.kv_head * p.num_row_blocks;
-        piece.begin = span.begin + (at - segment_begin) * p.granule;
-        piece.end = min_of<int64>(span.end, span.begin + int64(stop - segment_begin) * p.granule);
+        piece.begin = span.begin + ((at - segment_begin) << p.granule_log2);
+        piece.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.granule_log2));
         piece.seq_len = span.seq_len;
         piece.limit = span.end;
         bool whole = stop - at == span.granules;
 
+        if (p.recent_side != kRecentNewest) prefetch_table(p, piece, tid);
         QueryFragments b;
         Rows rows;
         walk(b, rows, p, piece, smem.stages[warp_idx], policy, warp_idx, lane);
+        if (!early) launch_dependents();
         __syncthreads();  // every warp is through with its stages
         store_warp(smem.merge, rows, warp_idx, lane);
         __syncthreads();

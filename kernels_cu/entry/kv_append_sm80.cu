@@ -21,7 +21,7 @@ struct Config {
     using Io = IO_TYPE;  // Half or BFloat16: k, v, and 16-bit caches
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kThreads = 128;
-    static constexpr int kCtas = 7;  // on an SM: 72 registers
+    static constexpr int kCtas = kHeadDim == 64 ? 6 : 7;  // on an SM: 80 and 72 registers
     static constexpr int kLanes = kHeadDim / 16;  // of a row
     static constexpr int kRows = kThreads / kLanes;  // of a CTA
 };
@@ -89,11 +89,44 @@ OA_DEVICE void rotate_halves(const KvAppendParams& p, const uint16* k, const flo
     x[3] = mul_rn(x[3], cs.w) + sign * mul_rn(other[3], sn.w);
 }
 
+// The same for a chunk of a row that is rotated as a whole, without padding. Nothing is asked for behind a branch: a unit's four values
+// come with those of the next, not after them.
+OA_DEVICE void rotate_row(const uint16* k, const float* cos, const float* sin, int at, ChunkValues& x) {
+    constexpr int kHalf = Config::kHeadDim / 2;
+    Config::Io io;
+#pragma unroll
+    for (int first = 0; first < 4; first += 2) {
+        uint2 w[2];
+        float4 cs[2], sn[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int c = KChunk::channel(at, first + i);
+            w[i] = *reinterpret_cast<const uint2*>(k + (c ^ kHalf));
+            cs[i] = *reinterpret_cast<const float4*>(cos + (c & (kHalf - 1)));
+            sn[i] = *reinterpret_cast<const float4*>(sin + (c & (kHalf - 1)));
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float sign = KChunk::channel(at, first + i) >= kHalf ? 1.0f : -1.0f;
+            float (&y)[4] = x[first + i];
+            y[0] = mul_rn(y[0], cs[i].x) + sign * mul_rn(low_float(io, w[i].x), sn[i].x);
+            y[1] = mul_rn(y[1], cs[i].y) + sign * mul_rn(high_float(io, w[i].x), sn[i].y);
+            y[2] = mul_rn(y[2], cs[i].z) + sign * mul_rn(low_float(io, w[i].y), sn[i].z);
+            y[3] = mul_rn(y[3], cs[i].w) + sign * mul_rn(high_float(io, w[i].y), sn[i].w);
+        }
+    }
+}
+
 OA_DEVICE void rotate(const KvAppendParams& p, const uint16* k, int32 position, int at, ChunkValues& x) {
     const float* cos = p.cos + int64(position) * p.rope_pairs;
     const float* sin = p.sin + int64(position) * p.rope_pairs;
     bool whole_units = p.rope == kRopeHalf && p.rope_pairs % 4 == 0 &&
                        ((reinterpret_cast<uint64>(p.cos) | reinterpret_cast<uint64>(p.sin)) & 15) == 0;
+    if (whole_units && 2 * p.rope_pairs == Config::kHeadDim && p.head_dim == Config::kHeadDim &&
+        position < p.rope_rows) {
+        rotate_row(k, cos, sin, at, x);
+        return;
+    }
 #pragma unroll
     for (int unit = 0; unit < 4; ++unit) {
         int channel = KChunk::channel(at, unit);

@@ -19,14 +19,13 @@ OA_DEVICE uint64 keeping_policy() {
 }
 
 // createpolicy.fractional.L2: what is read once makes room first, so that a stream does not push out what others will need, nor
-// has it written to memory where it is newer than there. A long stream is faster if only a fourth of it does (measured on an H200;
-// the rest changes no order). sm_90 only: elsewhere nobody has run it, and ptxas has a bug there
-// (KvRing in pipeline/kv_copy.cuh).
-OA_DEVICE uint64 l2_policy(bool all) {
+// has it written to memory where it is newer than there. A long stream is faster if it leaves the order as it is (measured on an
+// H200). sm_90 only: elsewhere nobody has run it, and ptxas has a bug there (KvRing in pipeline/kv_copy.cuh).
+OA_DEVICE uint64 l2_policy(bool brief) {
 #if __CUDA_ARCH__ == 900
-    uint64 fourth;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 0.25;" : "=l"(fourth));
-    return all ? passing_policy() : fourth;
+    uint64 unchanged;
+    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(unchanged));
+    return brief ? passing_policy() : unchanged;
 #else
     return 0;
 #endif
@@ -41,6 +40,28 @@ OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint32 src_byt
                  : "memory");
 #else
     cp_async_16(smem_dst, gmem_src, src_bytes);
+#endif
+}
+// cp_async_4 (ptx/cp_async.cuh) under a policy.
+OA_DEVICE void cp_async_4(uint32 smem_dst, const void* gmem_src, uint64 policy) {
+#if __CUDA_ARCH__ == 900
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;"
+                 :
+                 : "r"(smem_dst), "l"(gmem_src), "l"(policy)
+                 : "memory");
+#else
+    cp_async_4(smem_dst, gmem_src);
+#endif
+}
+// cp_async_16 for chunks that are all there.
+OA_DEVICE void cp_async_16(uint32 smem_dst, const void* gmem_src, uint64 policy) {
+#if __CUDA_ARCH__ == 900
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(smem_dst), "l"(gmem_src), "l"(policy)
+                 : "memory");
+#else
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" : : "r"(smem_dst), "l"(gmem_src) : "memory");
 #endif
 }
 template <int kBytes>

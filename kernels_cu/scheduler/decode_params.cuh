@@ -33,7 +33,7 @@ struct DecodeParams {
     int32 window_left;  // -1: unlimited
     int32 sinks_kind;
     int32 hadamard;
-    int32 granule;  // tokens of the smallest part that work is divided into
+    int32 granule_log2;  // of the tokens of the smallest part that work is divided into
     int32 whole_granules;  // deterministic: every granule is a part of its own
     int32 num_workers;  // CTAs of the main kernel
     int32 recent_window;  // newest tokens that are kept in 16 bits
@@ -43,9 +43,22 @@ struct DecodeParams {
     float softmax_scale;
     float softcap;  // 0: none
     int32 combine_split;  // warps of decode_combine that share a row
-    int32 reserved;
+    uint32 block_multiplier;  // for `quotient` by block_size
+    int32 block_shift;
+    uint32 worker_multiplier;  // and by num_workers
+    int32 worker_shift;
     uint32 two_1024;  // 0x64006400, see attention/kv_dequant.cuh
+    int32 first_key;  // keys before it are another launch's; kAllSeePrefix: of this launch all are seen by every row
 };
+
+constexpr int32 kAllSeePrefix = -1;
+
+// n / divisor for n from 0 to 2^31 - 1, by two factors that the host computes (launch/decode.py).
+OA_DEVICE int32 quotient(int32 n, uint32 multiplier, int32 shift) {
+    return int32(uint32((uint64(2 * uint32(n)) * multiplier) >> 32) >> shift);
+}
+// Query token of a row (token, head of the group).
+OA_DEVICE int32 token_of(const DecodeParams& p, int32 row) { return row < p.group ? 0 : row / p.group; }
 
 // A query head's sink in base-2 units; -inf if there is none.
 template <typename Io>

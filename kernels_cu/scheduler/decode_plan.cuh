@@ -28,7 +28,8 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
             s.end = max_of(newest, s.begin);
         }
     }
-    s.granules = (s.end - s.begin + p.granule - 1) / p.granule;
+    if (p.first_key > s.begin) s.begin = min_of(p.first_key, s.seq_len), s.end = max_of(s.end, s.begin);
+    s.granules = (s.end - s.begin + (1 << p.granule_log2) - 1) >> p.granule_log2;
     return s;
 }
 
@@ -37,15 +38,21 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
 struct Share {
     int32 total, num_workers;  // of those that have any
     int32 each, extra;  // total = each num_workers + extra
-    OA_DEVICE Share(int32 total_granules, int32 workers)
-        : total(total_granules), num_workers(max_of(min_of(workers, total_granules), 1)) {
-        each = total / num_workers;
-        extra = total - each * num_workers;
+    uint32 multiplier;
+    int32 shift;
+    OA_DEVICE Share(int32 total_granules, const DecodeParams& p)
+        : total(total_granules),
+          num_workers(max_of(min_of(p.num_workers, total_granules), 1)),
+          multiplier(p.worker_multiplier),
+          shift(p.worker_shift) {
+        bool one_each = total_granules <= p.num_workers;
+        each = one_each ? 1 : quotient(total, multiplier, shift);
+        extra = one_each ? 0 : total - each * num_workers;
     }
-    // A GPU has fewer than 2^16 workers.
+    // The host sees to it that the square of p.num_workers is below 2^31.
     OA_DEVICE int32 begin(int32 worker) const {
         if (worker >= num_workers) return total;
-        return worker * each + int32(uint32(worker) * uint32(extra) / uint32(num_workers));
+        return worker * each + quotient(worker * extra, multiplier, shift);
     }
     // The last one that begins at `granule` < total or before it.
     OA_DEVICE int32 worker_of(int32 granule) const {

@@ -49,6 +49,8 @@ class DecodeProblem:
     sinks : str
         ``"none"``, ``"float32"`` or ``"io"``.
     deterministic : bool
+    shared_prefix : int
+        First tokens that all sequences have in the same blocks, read once; 0: none.
     """
 
     dtype: str
@@ -66,6 +68,7 @@ class DecodeProblem:
     softcap: float
     sinks: str
     deterministic: bool
+    shared_prefix: int = 0
 
     @property
     def group(self) -> int:
@@ -74,7 +77,7 @@ class DecodeProblem:
 
 
 class _Plan:
-    """A validated call; ``launch`` is a plan of `launch.decode` or `launch.decode_recent`, or None on the CPU."""
+    """A validated call; ``launch`` is a plan of one of the modules ``launch.decode*``, or None on the CPU."""
 
     __slots__ = ("launch", "lse_shape", "problem", "q_shape")
 
@@ -100,6 +103,7 @@ def decode(
     recent_slots: Any = None,
     stream: Any = None,
     deterministic: bool = False,
+    shared_prefix: int = 0,
 ) -> Any:
     """Attention of the newest tokens of each sequence over all tokens that its cache holds.
 
@@ -144,6 +148,13 @@ def decode(
         same bits in any case. On a GPU it takes scratch memory for the whole capacity, not for the lengths: for each
         sequence, kv head and 512 tokens 4 * head_dim + 8 bytes a query row (q_len times the query heads of a kv head,
         rounded up to 8 or a multiple of 16).
+    shared_prefix : int
+        With a `PagedKVCache`: so many first tokens, a multiple of block_size, are in the same blocks for all sequences
+        (`BlockManager.fork`), and no query is one of them. Their keys are read for the whole batch together, as those
+        of one sequence, and the results merged (cascade): worth it where they do not fit L2, or sequences are many.
+        The values are those without it, up to rounding. Blocks and lengths are checked on the CPU; on a GPU the blocks
+        of sequence 0 are read for all. Not with ``window``, ``deterministic`` or a recent window. On a GPU, where
+        q_len > 1, q's first two dimensions have to lie as one.
 
     Returns
     -------
@@ -172,7 +183,7 @@ def decode(
     for name, value in given_arrays:
         if value is not None:
             extra[name] = arrays.describe(value, name, raw)
-    options = (window, softmax_scale, softcap, return_lse, deterministic)
+    options = (window, softmax_scale, softcap, return_lse, deterministic, shared_prefix)
     key: Any = (
         # True == 1 == 1.0, but not every one of them is valid everywhere.
         cache.facts, options, tuple(x.__class__ for x in options),
@@ -237,6 +248,7 @@ def _make_plan(
     softcap: Any,
     return_lse: Any,
     deterministic: Any,
+    shared_prefix: Any,
 ) -> _Plan:
     arguments.check_bool(return_lse, "return_lse", _NAME)
     deterministic = arguments.check_bool(deterministic, "deterministic", _NAME)
@@ -274,10 +286,11 @@ def _make_plan(
     if "out" in extra:
         arguments.check_like(extra["out"], q.shape, q.dtype, _NAME)
         arguments.check_strides(extra["out"], _NAME, written=True)
+    shared = _check_prefix(shared_prefix, q, cache, capacity, left, deterministic)
     columns = extra["block_table"].shape[1] if "block_table" in extra else 0
     problem = DecodeProblem(
         q.dtype, batch, q_len, heads, cache.num_kv_heads, dim, capacity, cache.block_size, cache.num_blocks, columns,
-        left, scale, softcap, sinks, deterministic,
+        left, scale, softcap, sinks, deterministic, shared,
     )  # fmt: skip
     if q.device == "cpu":
         return _Plan(problem, q, None)
@@ -286,10 +299,40 @@ def _make_plan(
         from .launch.decode_recent import plan_decode_recent
 
         return _Plan(problem, q, plan_decode_recent(problem, cache, q.strides, o_strides, q.ordinal))
+    if shared and batch:
+        from .launch.decode_prefix import plan_decode_prefix
+
+        return _Plan(problem, q, plan_decode_prefix(problem, cache, q.strides, o_strides, q.ordinal))
     from .launch.decode import plan_decode
 
     formats = (cache.k_format, cache.v_format)
     return _Plan(problem, q, plan_decode(problem, formats, cache.hadamard, q.strides, o_strides, q.ordinal))
+
+
+def _check_prefix(shared: Any, q: Tensor, cache: KVCache, capacity: int, window_left: int, deterministic: bool) -> int:
+    """``shared_prefix``: whole blocks of a paged cache, and nothing beside it that needs the prefix's single keys."""
+    tokens = arguments.check_int(shared, "shared_prefix", _NAME, least=0, most=arguments.MAX_ROWS)
+    if tokens == 0:
+        return 0
+    received = f"{tokens}"
+    if not cache.paged:
+        expected = "0 with a KVCache, whose sequences have memory of their own"
+        raise ArgumentError("shared_prefix", expected, received, function=_NAME)
+    if tokens % cache.block_size or tokens > capacity:
+        expected = f"a multiple of block_size {cache.block_size} of at most {capacity} tokens"
+        raise ArgumentError("shared_prefix", expected, received, function=_NAME)
+    if cache.recent_window:
+        raise ArgumentError("shared_prefix", "0 with a cache that has a recent_window", received, function=_NAME)
+    if window_left >= 0:
+        raise ArgumentError("shared_prefix", "0 with a window", received, function=_NAME)
+    if deterministic:
+        # Rows of several sequences are computed together: when one takes a new maximum, the others do.
+        raise ArgumentError("shared_prefix", "0 with deterministic=True", received, function=_NAME)
+    batch, q_len = q.shape[:2]
+    if q.device == "cuda" and min(batch, q_len) > 1 and q.strides[0] != q_len * q.strides[1]:
+        expected = f"q's first two dimensions as one with shared_prefix, strides ({q_len} * s, s, ...)"
+        raise ArgumentError("q", expected, f"strides {tuple(q.strides)}", function=_NAME)
+    return tokens
 
 
 def _run_on_cpu(
@@ -311,6 +354,8 @@ def _run_on_cpu(
     table = host_table(cache, extra.get("block_table"), problem.batch)
     seq_lens = arrays.to_numpy(lengths)
     check_values(cache, seq_lens, table, problem.capacity, _NAME)
+    if problem.shared_prefix:
+        _check_shared(table, seq_lens, problem, cache.block_size)
     slots = host_slots(cache, extra.get("recent_slots"), problem.batch, _NAME)
     with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
         o, lse = reference.decode(
@@ -332,3 +377,15 @@ def _run_on_cpu(
     lse_out = arrays.empty_like_framework(q, plan.lse_shape, "float32")
     arrays.store(lse_out, lse)
     return arrays.finish(result, 0), arrays.finish(lse_out, 0)
+
+
+def _check_shared(table: Any, seq_lens: Any, problem: DecodeProblem, block_size: int) -> None:
+    """What ``shared_prefix`` says of blocks and lengths."""
+    shared, least = problem.shared_prefix, problem.shared_prefix + problem.q_len
+    for b in range(problem.batch):
+        if seq_lens[b] < least:
+            expected = f"at least {least}: shared_prefix and the {problem.q_len} new tokens"
+            raise ArgumentError("seq_lens", expected, f"{seq_lens[b]} at {b}", function=_NAME)
+        if (table[b, : shared // block_size] != table[0, : shared // block_size]).any():
+            expected = f"the same first {shared // block_size} blocks for all sequences, with shared_prefix"
+            raise ArgumentError("block_table", expected, f"others at sequence {b}", function=_NAME)

@@ -30,16 +30,19 @@ def _format_name(kind: int, groups: int, head_dim: int) -> str:
 
 
 def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) -> dict[str, int]:
-    """Keys of a warp's tile, sixteens of them that are computed together, and CTAs that share an SM.
+    """Keys of a warp's tile, sixteens of them that are computed together, CTAs that share an SM, and stages at most.
 
-    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: parameters of groups, and eights of query
-    rows, take more of them.
+    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: eights of query rows take more of them.
+    More copies in flight than memory has use for only wait in its queues, and take L2 from others.
     """
-    if head_dim == 128 and n_tiles == 1 and (token_bytes <= 160 or (token_bytes <= 288 and groups == 1)):
-        return {"tile": 32, "m_tiles": 2, "ctas": 3 if groups == 1 else 2}
+    if head_dim == 128 and n_tiles == 1:
+        if token_bytes <= 160 or (token_bytes <= 288 and groups == 1):
+            return {"tile": 32, "m_tiles": 2, "ctas": 3 if token_bytes < 160 else 2, "stages": 2}
+        if groups == 1:
+            return {"tile": 16, "m_tiles": 1, "ctas": 2, "stages": 2}
     tile = 32 if token_bytes <= 160 and n_tiles == 1 else 16
     ctas = 2 if n_tiles > 1 or token_bytes > 288 or head_dim == 256 else 3 if groups > 2 else 4
-    return {"tile": tile, "m_tiles": 1, "ctas": ctas}
+    return {"tile": tile, "m_tiles": 1, "ctas": ctas, "stages": 4}
 
 
 def decode_row(
@@ -64,14 +67,13 @@ def decode_row(
     groups = max(k[1], v[1])
     token_bytes = sum(sizes) + sum(4 * count for kind, count in (k, v) if kind)
     shape = _decode_shape(head_dim, token_bytes, groups, n_tiles)
-    if KV_KINDS["fbgemm"] in (k[0], v[0]) and head_dim == 256:
+    if KV_KINDS["fbgemm"] in (k[0], v[0]) and head_dim > 64:
         shape["ctas"] = 2  # copies word by word take registers too
     tile, ctas = shape["tile"], shape["ctas"]
     params = [4 * tile * count if kind else 16 for kind, count in (k, v)]
     stage = _up(_up(tile * sizes[0], 128) + tile * sizes[1] + sum(params), 128)
     warps = 4 if 8 * stage <= _MOST_CTA else 2
-    most = 3 if shape["m_tiles"] > 1 and groups == 1 else 4
-    stages = max(2, min(most, min(_MOST_CTA, _MOST_SM // ctas) // (warps * stage)))
+    stages = max(2, min(shape["stages"], min(_MOST_CTA, _MOST_SM // ctas) // (warps * stage)))
     merge = 4 * warps * 8 * n_tiles * (head_dim + 4) + 8 * warps * 8 * n_tiles
     smem_bytes = _up(_up(max(stage * warps * stages, merge), 128) + 4 * (warps + _SCAN_WORDS), 128)
     names = [_format_name(*x, head_dim) for x in (k, v)]

@@ -13,7 +13,8 @@ from omniattn.append import copy_blocks  # noqa: E402
 from omniattn.bench.decode import FORMATS, run_decode  # noqa: E402
 from omniattn.bench.decode_report import DecodeShape  # noqa: E402
 from omniattn.cache import PagedKVCache  # noqa: E402
-from omniattn.errors import DtypeError  # noqa: E402
+from omniattn.decode import decode  # noqa: E402
+from omniattn.errors import ArgumentError, DtypeError  # noqa: E402
 from omniattn.reference.decode import append_tokens  # noqa: E402
 from omniattn.reference.kv_cache import rotate  # noqa: E402
 from tests.gpu.decode_cases import COMMON, Case, Filled, compare  # noqa: E402
@@ -294,6 +295,49 @@ def test_strides_and_streams(formats: Any) -> None:
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_a_shared_prefix_is_read_once(cache_dtype: str, q_len: int) -> None:
     check_prefix("cuda", torch.bfloat16, cache_dtype, q_len, 0.015)
+
+
+@pytest.mark.parametrize("formats", COMMON, ids=str)
+@pytest.mark.parametrize(("q_len", "heads_q", "heads_kv", "block_size"), [(1, 8, 1, 16), (3, 6, 2, 16), (2, 8, 8, 5)])
+def test_the_first_blocks_of_all_are_read_once(
+    formats: Any, q_len: int, heads_q: int, heads_kv: int, block_size: int
+) -> None:
+    """Sequences whose tables begin alike, with and without the kernels knowing it; with other lengths in a graph."""
+    more = {"heads_q": heads_q, "heads_kv": heads_kv, "q_len": q_len, "block_size": block_size}
+    case = Case(**sized(formats), lengths=(460, 323, 700, 900), **more)
+    filled = Filled(case)
+    filled.append()
+    assert filled.table is not None
+    prefix = 320
+    filled.table[:, : prefix // block_size] = filled.table[0, : prefix // block_size].clone()
+    sinks = torch.linspace(-1, 3, heads_q, device="cuda")
+    compare(filled.decode(shared_prefix=prefix), filled.reference(), case, "plain")
+    options = {"sinks": sinks, "softcap": 15.0}
+    expected = filled.reference(softcap=15.0, sinks=sinks.cpu().numpy())
+    compare(filled.decode(shared_prefix=prefix, **options), expected, case, "options")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            results = filled.decode(shared_prefix=prefix)
+    torch.cuda.current_stream().wait_stream(stream)
+    filled.lens.copy_(torch.tensor((323, 323, 500, 899), dtype=torch.int32))
+    graph.replay()
+    torch.cuda.synchronize()
+    compare(results, filled.reference(), case, "replayed")
+
+
+def test_a_prefix_of_many_queries() -> None:
+    case = Case(k_dtype="int4", v_dtype="int4", lengths=(2056,) * 70, q_len=4, block_size=16)
+    filled = Filled(case)
+    filled.append()
+    assert filled.table is not None
+    filled.table[:, :128] = filled.table[0, :128].clone()
+    compare(filled.decode(shared_prefix=2048), filled.reference(), case)
+    apart = filled.q.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ArgumentError, match="as one"):
+        decode(apart, filled.cache, seq_lens=filled.lens, block_table=filled.table, shared_prefix=2048)
 
 
 def test_what_the_benchmark_times_is_right() -> None:

@@ -42,7 +42,9 @@ class Kernel:
         self.maps.append(facts)
         return len(self.maps).to_bytes(128, "little")
 
-    def launch(self, grid: tuple[int, int, int], block_x: int, stream: int, params_address: int) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], block_x: int, stream: int, params_address: int, cluster: Any = None
+    ) -> None:
         assert params_address == PARAMS.address
         self.log.append((self, grid, block_x, stream, bytes(PARAMS.buffer.raw)))
 

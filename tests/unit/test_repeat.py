@@ -251,7 +251,9 @@ class Kernel:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def launch(self, grid: tuple[int, int, int], block_x: int, stream: int, params_address: int) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], block_x: int, stream: int, params_address: int, cluster: Any = None
+    ) -> None:
         assert params_address == PARAMS.address
         self.calls.append((grid, block_x, stream, _PARAMS.unpack_from(PARAMS.buffer)))
 

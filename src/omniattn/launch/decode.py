@@ -27,16 +27,20 @@ _REST = struct.Struct(
     "3i"  # group, num_row_blocks, head_dim
     "4i"  # capacity, block_size, num_blocks, table_columns
     "3i"  # window_left, sinks_kind, hadamard
-    "3i"  # granule, whole_granules, num_workers
+    "3i"  # granule_log2, whole_granules, num_workers
     "4i"  # recent_window, recent_ring, recent_num_slots, recent_side
     "2f"  # softmax_scale, softcap
-    "2i"  # combine_split, reserved
-    "I"  # two_1024
+    "iIiIi"  # combine_split, multipliers and shifts of block_size and num_workers
+    "Ii"  # two_1024, first_key
 )
 _ARGUMENTS = struct.Struct(f"<16Q{_REST.size}s")
 #: `RecentSide` of device code.
 OLDER, NEWEST = 1, 2
 _SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
+#: `kAllSeePrefix` of device code.
+ALL_SEE_PREFIX = -1
+#: CTAs of the main kernel at most: the kernels compute with their square in 31 bits.
+_MAX_WORKERS = 46340
 #: Keys of the smallest part of a sequence that work is divided into; and with ``deterministic`` of every part.
 GRANULE, WHOLE_GRANULE = 128, 512
 _ALIGNMENT = 256
@@ -74,6 +78,16 @@ def combine_split(deterministic: bool, num_workers: int, segments: int) -> int:
     return next(split for split in (1, 2, 4, 8) if results <= 8 * split or split == 8)
 
 
+def quotient_factors(divisor: int) -> tuple[int, int]:
+    """Multiplier m and shift s with n // divisor == n * m >> 31 + s for all n from 0 to 2**31 - 1; m is below 2**32.
+
+    With s = ceil(log2(divisor)) and m = ceil(2**(31 + s) / divisor) the product is too large by less than n * 2**s, so
+    by less than 2**(31 + s): not enough to reach the next multiple (Granlund and Montgomery 1994).
+    """
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << (31 + shift)) // divisor), shift
+
+
 @dataclass(frozen=True)
 class Recent:
     """The part of a decode launch that computes one side of a cache with a recent window.
@@ -109,6 +123,8 @@ class DecodePlan:
     overlap : bool
         Launch the second kernel so that it may begin while the first one runs.
     recent : Recent
+    first_key : int
+        Keys before it are another launch's. `ALL_SEE_PREFIX`: every query sees all keys of this one.
     """
 
     __slots__ = (
@@ -130,6 +146,7 @@ class DecodePlan:
         max_smem: int,
         overlap: bool,
         recent: Recent = Recent(),
+        first_key: int = 0,
     ) -> None:
         p = problem
         self.kernel, self.combine = kernel, combine
@@ -147,7 +164,7 @@ class DecodePlan:
             )
         # As many CTAs as are on the GPU at a time: 1 KiB of each CTA's shared memory is the system's.
         at_a_time = min(int(dict(spec.defines)["MIN_CTAS"]), (max_smem + 1024) // (spec.smem_bytes + 1024))
-        self.num_workers = workers(sm_count * max(at_a_time, 1), segments, granules)
+        self.num_workers = workers(min(sm_count * max(at_a_time, 1), _MAX_WORKERS), segments, granules)
         self.num_slots = granules if p.deterministic else 2 * self.num_workers
         values = self.num_slots * rows
         self._ml_offset = -(-4 * values * spec.head_dim // _ALIGNMENT) * _ALIGNMENT
@@ -157,9 +174,11 @@ class DecodePlan:
             *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), q_strides, strict=False)),
             *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), o_strides, strict=False)),
             p.batch, p.q_len, p.num_q_heads, p.num_kv_heads, p.group, row_blocks, p.head_dim, p.capacity, p.block_size,
-            p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard), granule,
-            int(p.deterministic), self.num_workers, recent.window, recent.ring, recent.slots, recent.side,
-            p.softmax_scale, p.softcap, split, 0, _TWO_1024,
+            p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard),
+            granule.bit_length() - 1, int(p.deterministic), self.num_workers,
+            recent.window, recent.ring, recent.slots, recent.side,
+            p.softmax_scale, p.softcap, split, *quotient_factors(p.block_size),
+            *quotient_factors(self.num_workers), _TWO_1024, first_key,
         )  # fmt: skip
         self._threads = 32 * spec.num_warps
         self._cluster = OVERLAP if overlap else None
@@ -185,6 +204,7 @@ def plan_decode(
     o_strides: tuple[int, ...],
     ordinal: int,
     recent: Recent = Recent(),
+    first_key: int = 0,
 ) -> DecodePlan:
     """The plan for K and V of these formats on GPU ``ordinal``, with its kernels loaded."""
     device = runtime.device_info(ordinal)
@@ -195,5 +215,5 @@ def plan_decode(
     combine = decode_combine_spec(problem.dtype, formats[0].row_dim, n_tiles)
     return DecodePlan(
         spec, combine, runtime.load(spec, ordinal), runtime.load(combine, ordinal), problem, hadamard, q_strides,
-        o_strides, device.sm_count, device.max_smem_optin, overlap, recent,
+        o_strides, device.sm_count, device.max_smem_optin, overlap, recent, first_key,
     )  # fmt: skip

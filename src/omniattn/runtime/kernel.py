@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .driver import Driver, Launcher, device_context
+from .arch import Arch
+from .driver import OVERLAP, Driver, Launcher, device_context
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
@@ -27,7 +28,7 @@ class LoadedKernel:
         Better candidates that did not serve, and why.
     """
 
-    __slots__ = ("_current_device", "_driver", "_launch", "arch", "ordinal", "origin", "spec", "tried")
+    __slots__ = ("_current_device", "_driver", "_launch", "_waits", "arch", "ordinal", "origin", "spec", "tried")
 
     def __init__(
         self,
@@ -47,6 +48,8 @@ class LoadedKernel:
         self._driver = driver
         self._launch = launch
         self._current_device = driver.current_device
+        # Code for older GPUs has no griddepcontrol.wait.
+        self._waits = bool(arch) and Arch.parse(arch).cc >= (9, 0)
 
     def __repr__(self) -> str:
         return f"<LoadedKernel {self.spec.name} on device {self.ordinal}, {self.origin}>"
@@ -72,7 +75,7 @@ class LoadedKernel:
         params_address : int
             Host address of the one struct that the kernel takes by value. The driver copies it before this returns.
         cluster : (int, int, int), optional
-            CTAs per cluster; or `driver.OVERLAP`.
+            CTAs per cluster; or `driver.OVERLAP`, which code for targets below 9.0 is launched without.
 
         Raises
         ------
@@ -81,6 +84,8 @@ class LoadedKernel:
         UnsupportedError
             A cluster was asked for through CuPy.
         """
+        if cluster == OVERLAP and not self._waits:
+            cluster = None
         if self._current_device() == self.ordinal:
             self._launch(grid, block_x, stream, params_address, cluster)
             return
