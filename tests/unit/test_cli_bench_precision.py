@@ -101,9 +101,7 @@ class _Kernel:
     def encode_tensor_map(self, dtype: str, address: int, *_: object) -> bytes:
         return struct.pack("<Q120x", address)
 
-    def launch(
-        self, grid: tuple[int, int, int], threads: int, stream: int, params: int, cluster: Any = None
-    ) -> None:
+    def launch(self, grid: tuple[int, int, int], threads: int, stream: int, params: int, cluster: Any = None) -> None:
         self._gpu.launched.append("attention")
         self._gpu.streams.add(stream)
         (at_q_int,) = struct.unpack("<Q", ctypes.string_at(params, 8))

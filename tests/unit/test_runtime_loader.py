@@ -13,6 +13,7 @@ from omniattn import runtime
 from omniattn.errors import ArgumentError, CacheError, CompileError, DriverError, KernelNotFoundError
 from omniattn.runtime import nvrtc
 from omniattn.runtime.cache import get_cache
+from omniattn.runtime.driver import OVERLAP
 from tests.unit.runtime_fakes import FakeCompiler, FakeDriver, World, isolated, no_nvrtc, toy_spec
 
 
@@ -290,6 +291,21 @@ def test_loaded_once_per_device(world: World) -> None:
     ]
     assert first.spec is world.spec
     assert repr(first) == "<LoadedKernel toy_f3 on device 0, prebuilt sm_90a>"
+
+
+@pytest.mark.parametrize(
+    ("cc", "arch", "overlaps"), [((9, 0), "90a", True), ((10, 0), "100a", True), ((8, 9), "89", False)]
+)
+def test_only_code_that_waits_itself_begins_before_the_kernel_ahead_ends(
+    world: World, cc: tuple[int, int], arch: str, overlaps: bool
+) -> None:
+    world.driver = FakeDriver(cc)
+    world.install(arch)
+    runtime.load(world.spec, 0).launch((1, 1, 1), 32, 0, 0, OVERLAP)
+    assert world.driver.calls[-2] == ("launch", (1, 1, 1), 32, 0, 0, OVERLAP if overlaps else None)
+    # Of a given image nobody knows what it was compiled for.
+    runtime.load_image(world.spec, 0, b"PTX").launch((1, 1, 1), 32, 0, 0, OVERLAP)
+    assert world.driver.calls[-2][-1] is None
 
 
 def test_gpus_of_different_architecture(world: World) -> None:
