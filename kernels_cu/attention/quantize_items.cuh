@@ -172,7 +172,6 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
                  : is_k ? input_rows(p.k, t, p.k_stride_b, p.k_stride_s, p.k_stride_h, true)
                         : input_rows(p.v, t, p.v_stride_b, p.v_stride_s, p.v_stride_h, true);
         t.rows += first * t.stride_bytes;
-        t.count = max_of(min_of(t.len - first, kBlockRows), 0);
     }
     return t;
 }

@@ -13,13 +13,11 @@ struct alignas(16) Item {
     int32 slot;  // of this head
     int32 index;  // of this sequence
     int32 begin, len;  // the sequence's rows in the tensor
-    // COMMON kernels only: row 0 of the sequence where a sample of it is summed up, else the item's first kBlockRows rows, or as
-    // many as there are.
+    // COMMON kernels only: the item's first row; row 0 of the sequence where a sample of it is summed up.
     const uint8* rows;
     int64 stride_bytes;
-    int32 count;
 };
-static_assert(sizeof(Item) == 64, "the host makes room for that many bytes");
+static_assert(sizeof(Item) == 48, "the host makes room for that many bytes");
 
 // The host packs the same fields in the same order (src/omniattn/launch/quantize.py).
 struct QuantizeParams {
@@ -39,7 +37,7 @@ struct QuantizeParams {
     float* v_scale;
     float* v_mean;
     float* partials;  // per kv head and chunk: sums of K, sums, maxima and minima of V, HEAD_DIM each
-    int64* v_error;  // per kv head and channel: what rounding took away, in 1 / kErrorUnits of a step
+    int64* v_error;  // per kv head and channel: what rounding took away (kErrorUnits)
     // Words that a launch of its own zeroes: the ticket, one of each kind per (batch, head), v_error.
     uint32* ticket;
     uint32* k_ready;  // chunks that have arrived, then kReady
@@ -70,7 +68,8 @@ struct QuantizeParams {
     int32 units, units_per_group, num_groups;  // heads of K (of all batch entries if dense), in groups that stay in L2
     int32 per_unit_r, per_unit_a, per_unit_q, per_unit_kv;  // items of one unit
     int32 last_base, num_items;  // first item of the last group's step, behind the first group's sums; all items
-    int32 clear_words;  // > 0: this launch zeroes that many words from `ticket` on, copies cu_seqlens, and that is all
+    int32
+        clear_vectors;  // > 0: this launch zeroes that many times 16 bytes from `ticket` on, copies cu_seqlens, and that is all
     int32 delta_columns;  // extent of delta_s along the keys
     int32 levels;  // largest magnitude of an element: 127 or 7
     float v_levels;  // what the largest magnitude of a channel of V becomes in e4m3: 448, or less
@@ -89,8 +88,7 @@ constexpr float kLeastAmax = 7.888609052210118e-31f;  // 2^-100
 // A channel of V keeps its mean below 1 / kMeanCounts of its range: too small to matter, and values on the grid of their own
 // 16 bits, moved by it, are rounded to 8 bits with a bias that they do not have as they are.
 constexpr float kMeanCounts = 16.0f;
-// What a channel of V may exceed a sample's largest magnitude by: as floating-point numbers its values do not lose by it.
-constexpr float kHeadroom = 16.0f;
+// Sums of what rounding takes away from V, which is stored as v / v_scale, are in 1 / kErrorUnits of that.
 constexpr float kErrorUnits = 256.0f;
 
 constexpr uint32 kReady = 0x80000000u;
@@ -102,8 +100,10 @@ OA_DEVICE int32 sample_log2(int32 len) {
     return len < 2 * kLeastSample ? 0 : min_of(31 - __clz(len / kLeastSample), kMostSampleLog2);
 }
 OA_DEVICE int32 num_samples(int32 len) { return len >> sample_log2(len); }
-// The key that is sample i. One of each 2^log2 neighbours, another one every time: no period of the data can hide from it.
-OA_DEVICE int32 sampled_row(int32 i, int32 log2) { return (i << log2) + ((i * 5) & ((1 << log2) - 1)); }
+// The key that is sample i: one of each 2^log2 neighbours, by the golden ratio's multiples, which follow no period of the data.
+OA_DEVICE int32 sampled_row(int32 i, int32 log2) {
+    return (i << log2) + int32((uint32(i) * 0x9e3779b1u) >> 16 & ((1u << log2) - 1));
+}
 
 // Samples of one partial sum, and how many partial sums a sequence has (one when it is empty).
 OA_DEVICE int32 chunk_rows(int32 samples) {

@@ -161,6 +161,10 @@ OA_DEVICE float column_max(const float* column) {
     return m;
 }
 
+// What a channel of V may exceed a sample's largest magnitude by: as floating-point numbers its values do not lose by it, while
+// few of them become subnormal (e4m3 values up to 32, for fp16 sums, have three octaves less above that).
+OA_DEVICE float headroom(const QuantizeParams& p) { return !has(p, kHalfV) && p.v_levels < 448.0f ? 4.0f : 16.0f; }
+
 // Scale of a channel of V of which nothing exceeds `amax`. e4m3: amax becomes v_levels. fp16: a power of two, so that only
 // subnormals are rounded, which puts it into [128, 256): 128 products with P <= 1 stay below 65504.
 OA_DEVICE float value_scale(const QuantizeParams& p, float amax) {
@@ -270,7 +274,7 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, u
         if (real && !is_finite(fmaxf(most - mean, mean - least))) reduce_max_global(p.v_bad + at, 1);
         float amax = real ? fmaxf(most - mean, mean - least) : 0.0f;
         // A sample of zeros says nothing of the others: anything that is not 0 will be too large.
-        if (rows.log2 > 0) amax = mul_rn(fmaxf(amax, kLeastAmax), kHeadroom);
+        if (rows.log2 > 0 && tid < p.head_dim) amax = mul_rn(fmaxf(amax, kLeastAmax), headroom(p));
         float scale = value_scale(p, fminf(amax, kMaxFinite));
         // Where the first chunk had its maxima: read by all blocks of the sequence.
         partial_of<kHeadDim>(p, t, t.slot - t.index, 2)[tid] = div_rn(1.0f, scale);

@@ -201,7 +201,7 @@ OA_DEVICE ValuesTile values_tile(const QuantizeParams& p, const Item& t, int32 i
     return tile;
 }
 
-// The whole head again with scales that its values fit, by one CTA: a channel's largest magnitude was beyond kHeadroom times
+// The whole head again with scales that its values fit, by one CTA: a channel's largest magnitude was beyond headroom() times
 // that of the sample, or the head has NaN or infinity. Returns the errors of channel threadIdx.x.
 template <typename Io, int kHeadDim>
 __device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const Item& t, ValuesStorage<kHeadDim>& s,

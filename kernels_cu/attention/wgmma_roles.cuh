@@ -186,7 +186,7 @@ class ConsumerRole {
     const TileList& list_;
     RoleStorage<Config>& smem_;
     const RoleBarriers<Config>& bars_;
-    Turns<Config::kConsumers> turns_;
+    Turns<Config::kConsumers, Config::kTurns> turns_;
     int32 group_;
     int lane_;
     RingState<Config::kQStages> q_at_;

@@ -36,6 +36,7 @@ struct Config {
     using Io = IO_TYPE;
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kConsumers = NUM_CONSUMERS;
+    static constexpr bool kTurns = true;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kStages = NUM_STAGES;

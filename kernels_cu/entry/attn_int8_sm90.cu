@@ -11,8 +11,8 @@
 // r and r + 8 share one, of a tile of 128 keys keys 8i + 2j and 8i + 2j + 1 do, so a lane meets one of each.
 // row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
 //
-// Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh).
-//   consumer   wait kv(i) | turn: S = QK(i) | A += P(i-1)V(i-1) | next one's turn
+// Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh); only two warpgroups take turns.
+//   consumer   wait kv(i) | [turn:] S = QK(i) | A += P(i-1)V(i-1) | [next one's turn]
 //              softmax(i), under the product with V | every flush_keys keys: O += A, A = 0 ...
 // The tensor cores keep about 13 bits of mantissa when they add e4m3 products, and cut off what lies below. So A, in
 // registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no
@@ -42,6 +42,7 @@ struct Config {
     using Io = IO_TYPE;  // of o and sinks
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kConsumers = NUM_CONSUMERS;
+    static constexpr bool kTurns = kConsumers == 2;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kStages = NUM_STAGES;

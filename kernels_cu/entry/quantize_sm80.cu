@@ -40,10 +40,11 @@ struct SharedStorage {
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const __grid_constant__ QuantizeParams p) {
     __shared__ SharedStorage s;
-    if (p.clear_words > 0) {
+    if (p.clear_vectors > 0) {
         launch_dependents();
-        for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.clear_words; i += int64(gridDim.x) * kThreads)
-            p.ticket[i] = 0;
+        for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.clear_vectors;
+             i += int64(gridDim.x) * kThreads)
+            reinterpret_cast<uint4*>(p.ticket)[i] = uint4{0, 0, 0, 0};
         if constexpr (kCommon) {
             for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.num_items;
                  i += int64(gridDim.x) * kThreads)

@@ -78,7 +78,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         pv_accumulator="fp32",
         grouping="sm90",
         # What is known of a tile; none of it in the loop of the common step.
-        allowed_spill_bytes=(240 if smooth_q else 96) if varlen else 72,
+        allowed_spill_bytes=(240 if smooth_q else 96) if varlen else 128,
     )
 
 
@@ -196,8 +196,14 @@ def _attn_int8_ring_sm90(dtype: str) -> KernelSpec:
     )
 
 
-#: Kernels for what int8 attention asks for by default (`QuantizeProblem.common`): end of the name, oldest architecture.
-_COMMON_QUANTIZERS = {1: ("common", (9, 0)), 2: ("common_sm80_fp16", (8, 0)), 3: ("common_sm80_fp8", (8, 9))}
+#: Kernels for anything (0) and for what int8 attention asks for by default (`QuantizeProblem.common`): end of the name,
+#: oldest architecture, those where it is asked for, spilled bytes at head_dim 64 and 128.
+_COMMON_QUANTIZERS: dict[int, tuple[str, tuple[int, int], tuple[str, ...], int]] = {
+    0: ("", (8, 0), PREBUILT_ARCHS, 1100),
+    1: ("common", (9, 0), ("90a",), 400),
+    2: ("common_sm80_fp16", (8, 0), ("80", "90a"), 400),
+    3: ("common_sm80_fp8", (8, 9), ("89",), 400),
+}
 
 
 def _quantize(head_dim: int, dtype: str, common: int = 0) -> KernelSpec:
@@ -205,7 +211,7 @@ def _quantize(head_dim: int, dtype: str, common: int = 0) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
     num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
-    kind, min_arch = _COMMON_QUANTIZERS.get(common, ("", (8, 0)))
+    kind, min_arch, prebuild, spills = _COMMON_QUANTIZERS[common]
     return KernelSpec(
         name="_".join(filter(None, (f"quantize_sm80_{short}_d{head_dim}", kind))),
         family="quantize_sm80",
@@ -224,11 +230,11 @@ def _quantize(head_dim: int, dtype: str, common: int = 0) -> KernelSpec:
         block_n=128,
         num_warps=num_warps,
         smem_bytes=0,
-        prebuild=tuple(arch for arch in PREBUILT_ARCHS if int(arch.rstrip("a")) >= 10 * min_arch[0] + min_arch[1]),
+        prebuild=prebuild,
         min_arch=min_arch,
         features=frozenset({"common"} if common else ()),
-        # Nearly all of it where V is done a second time. Two CTAs an SM would need none: measured 5 to 10 % slower.
-        allowed_spill_bytes=1100,
+        # Two CTAs an SM would need none: measured 5 to 10 % slower.
+        allowed_spill_bytes=spills if head_dim < 256 else 16,
     )
 
 
@@ -276,6 +282,6 @@ def low_precision_rows() -> Iterator[KernelSpec]:
 def quantizer_rows() -> Iterator[KernelSpec]:
     """Rows of the quantizers."""
     sizes = [(head_dim, dtype) for head_dim in (64, 128, 256) for dtype in ("float16", "bfloat16")]
-    for common in (0, *_COMMON_QUANTIZERS):
+    for common in _COMMON_QUANTIZERS:
         yield from (_quantize(head_dim, dtype, common) for head_dim, dtype in sizes)
     yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)

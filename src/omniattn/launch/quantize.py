@@ -33,7 +33,7 @@ _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i 
 #: between.
 GROUP_BYTES, CACHED_GROUP_BYTES = 1 << 62, 16 << 20
 _MAX_GRID = 1 << 20
-_ITEM_BYTES = 64
+_ITEM_BYTES = 48
 _ALIGNMENT = 256
 
 # The fields of QuantizeParams in order, little-endian, no padding.
@@ -274,21 +274,22 @@ class QuantizePlan:
         counts = [kv, kv, kv, kv, *((kv, kv, qs, qs) if per_a else (0, 0, 0, 0))]
         self._words = tuple(itertools.accumulate(counts[:-1], initial=1))
         self._errors = -(-(1 + sum(counts)) // 2) * 2
-        clear = self._errors + (2 * kv * p.head_dim_pad if p.v else 0)
+        corrected = p.v and p.smooth_v and p.v_dtype != "float16"
+        clear = -(-(self._errors + (2 * kv * p.head_dim_pad if corrected else 0)) // 4)  # of 16 bytes
         tile = spec.head_dim
 
-        def pack(clear_words: int) -> bytes:
+        def pack(clear_vectors: int) -> bytes:
             return _REST.pack(
                 *strides[0], *strides[1], *strides[2],
                 p.batch, p.heads_q, p.heads_kv, p.rows_q, p.rows_k, p.head_dim, p.head_dim_pad,
                 slots_q, slots_k, p.slots_r, p.key_tile, p.slots(p.rows_k, p.key_tile), p.stored_bits,
                 QUERY_SLICES[p.grouping], GRANULARITIES.index(p.granularity), flags, int(p.varlen),
-                units, per_group, groups, per_r, per_a, per_q, per_pass, last_base, self._items, clear_words,
+                units, per_group, groups, per_r, per_a, per_q, per_pass, last_base, self._items, clear_vectors,
                 p.delta_columns, 127 if p.bits == 8 else 7, p.v_levels,
             )  # fmt: skip
 
         self._rest, self._clear = pack(0), pack(clear)
-        self.counters_bytes = -(-4 * clear // _ALIGNMENT) * _ALIGNMENT
+        self.counters_bytes = -(-16 * clear // _ALIGNMENT) * _ALIGNMENT
         #: Of each copy of cu_seqlens, behind the counters.
         self.starts_bytes = -(-4 * (p.batch + 1) // _ALIGNMENT) * _ALIGNMENT if p.varlen else 0
         #: Partial sums, behind the copies.

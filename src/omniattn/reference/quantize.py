@@ -32,9 +32,7 @@ _SUM_SCALE, _SUM_UNSCALE = _F(2.0**-32), _F(2.0**32)
 LEAST_AMAX = _F(2.0**-100)
 #: A channel of V keeps its mean below 1 / MEAN_COUNTS of its range (docs/quantization.md says why).
 MEAN_COUNTS = _F(16)
-#: What a channel of V may exceed a sample's largest magnitude by.
-HEADROOM = _F(16)
-#: Sums of what rounding took away from V are kept in 1 / ERROR_UNITS of a step.
+#: Sums of what rounding takes away from V, which is stored as v / v_scale, are kept in 1 / ERROR_UNITS of that.
 ERROR_UNITS = _F(256)
 #: Position p of 16 keys of the transposed V holds this key.
 KEY_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
@@ -87,10 +85,10 @@ def scaled_sum(rows: Array) -> Array:
 
 
 def sampled(rows: Array) -> Array:
-    """The keys of one head that means and ranges are taken of: one of each 2^n neighbours, another one every time."""
+    """The keys of one head that means and ranges are taken of: one of each 2^n neighbours, following no period."""
     log2 = sample_log2(len(rows))
     i = np.arange(num_samples(len(rows)))
-    return np.asarray(rows[(i << log2) + (i * 5 & (1 << log2) - 1)])
+    return np.asarray(rows[(i << log2) + ((i * 0x9E3779B1 & 0xFFFFFFFF) >> 16 & (1 << log2) - 1)])
 
 
 def channel_mean(rows: Array) -> Array:
@@ -305,7 +303,8 @@ def value_range(
         amax = np.where(real, np.maximum(most - mean, mean - least), _F(0)).astype(_F)
         if len(sample) == len(values):
             return mean, _value_scale(amax, half, levels)
-        scale = _value_scale(np.maximum(amax, LEAST_AMAX) * HEADROOM, half, levels)
+        headroom = _F(4) if not half and levels < E4M3_MAX else _F(16)
+        scale = _value_scale(np.maximum(amax, LEAST_AMAX) * headroom, half, levels)
         magnitudes = np.abs(values - mean)
         largest = np.where(np.isfinite(magnitudes), magnitudes, _F(0)).max(axis=0)
         stored = largest * (_F(1) / scale)
