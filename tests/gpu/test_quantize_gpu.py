@@ -86,6 +86,8 @@ def assert_same(got: Any, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def check_qk(q: Any, k: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     got = oa.quantize_qk(q.cuda(), k.cuda(), **on_gpu)
+    if got.k_mean is not None:  # padding, of which `written` knows nothing
+        assert (numpy(got.k_mean)[..., k.shape[-1] :] == 0).all()
     assert_same(got, lambda: oa.quantize_qk(q, k, **options), monkeypatch)
     return got
 
@@ -93,6 +95,8 @@ def check_qk(q: Any, k: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
 def check_v(v: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     got = oa.quantize_v(v.cuda(), **on_gpu)
+    assert (numpy(got.v_scale)[..., v.shape[-1] :] == 1).all()
+    assert (numpy(got.v_mean)[..., v.shape[-1] :] == 0).all()
     assert_same(got, lambda: oa.quantize_v(v, **options), monkeypatch)
     return got
 
@@ -120,7 +124,7 @@ def test_formats(dtype: str, granularity: str, grouping: str, monkeypatch: pytes
 @pytest.mark.parametrize("io", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 128, 136, 192, 256])
 def test_head_dims(head_dim: int, io: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = inputs(io, head_dim, 130, 300)
+    q, k, v = inputs(io, head_dim, 130, 300 if io == "float16" else 600)
     check_qk(q, k, monkeypatch, smooth_q=True, with_bias=True)
     check_qk(q, k, monkeypatch, dtype="int4", grouping="sm80")
     for dtype in ("float8_e4m3", "float16"):
@@ -197,12 +201,14 @@ def odd_values(v: Any, kind: str) -> None:
     """What a sample of the keys of (batch, keys, heads, channels) does not show, in the first head."""
     from omniattn.reference.quantize import sampled
 
-    hidden = np.setdiff1d(np.arange(v.shape[1]), sampled(np.arange(v.shape[1])[:, None])[:, 0])
+    chosen = sampled(np.arange(v.shape[1])[:, None])[:, 0]
+    hidden = np.setdiff1d(np.arange(v.shape[1]), chosen)
     if kind == "beyond the headroom":
         v[0, hidden[7], 0, 3], v[0, hidden[-2], 0, 11] = 1000.0, -3e4
     elif kind == "at the headroom":
-        v[:, :, 0, :8] = 1.0
-        v[0, hidden, 0, :4], v[0, hidden, 0, 4:8] = 15.0, 16.5
+        # A range of 1 without a mean: up to 15.4 (e4m3), 3.8 (for fp16 sums) and below 32 (fp16) the scale stays.
+        v[:, chosen[0::2], 0, :8], v[:, chosen[1::2], 0, :8] = 1.0, -1.0
+        v[0, hidden, 0, :8] = torch.tensor([15.0, 16.5, 3.7, 4.1, 31.9, 32.0, -31.9, -32.0], dtype=v.dtype)
     elif kind == "zeros in the sample":
         v[0, :, 0, 2], v[0, hidden[5], 0, 2] = 0.0, 1e-3
         v[0, :, 0, 4] = 0.0
@@ -264,6 +270,7 @@ LENGTHS: dict[str, tuple[list[int], list[int]]] = {
     "all_empty": ([0, 0], [0, 0]),
     "many": ([3, 0, 17] * 400, [5, 9, 1] * 400),
     "long": ([128, 256], [5000, 20000]),
+    "sampled": ([100, 1, 0, 257, 64], [511, 512, 513, 0, 1300]),
 }
 
 
@@ -275,6 +282,9 @@ def test_packed_sequences(lengths: str, grouping: str, monkeypatch: pytest.Monke
     q, _, _ = testing.make_qkv("channel_bias", batch=None, seqlen_q=sum(of_q) + 7, heads_q=4, head_dim=64)
     k, _, v = testing.make_qkv("channel_bias", batch=None, seqlen_q=sum(of_k) + 7, heads_q=2, head_dim=64, seed=1)
     q, k, v = (tensor(x, "bfloat16") for x in (q, k, v))
+    if lengths == "sampled":  # sequences that are done again, and some that are not
+        for first, last in ((511, 1023), (1536, 2836)):
+            odd_values(v[None, first:last], "beyond the headroom")
     common = {"cu_seqlens_k": cu_k, "max_seqlen_k": max(of_k)}
     both = {**common, "cu_seqlens_q": cu_q, "max_seqlen_q": max(of_q), "grouping": grouping}
     check_qk(q, k, monkeypatch, smooth_q=True, with_bias=True, **both)
@@ -300,6 +310,7 @@ def test_everything_of_a_call_in_one_allocation(
 ) -> None:
     """What `attention` runs first: q, k and v together, groups of heads one after the other."""
     q, k, v = inputs("bfloat16", 72, 300, 700)
+    odd_values(v, "beyond the headroom")
     starts = []
     if packed:
         q, k, v = q[0], k[0], v[0]
@@ -380,19 +391,24 @@ def test_on_another_stream() -> None:
     assert torch.equal(got[1].v, expected[1].v)
 
 
-def test_under_a_cuda_graph() -> None:
-    q, k, v = (x.cuda() for x in inputs("bfloat16", 64, 300, 400))
+@pytest.mark.parametrize("rows", [400, 1300])
+def test_under_a_cuda_graph(rows: int) -> None:
+    q, k, v = (x.cuda() for x in inputs("bfloat16", 64, 300, rows))
     oa.quantize_qk(q, k, smooth_q=True), oa.quantize_v(v)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         qk, values = oa.quantize_qk(q, k, smooth_q=True), oa.quantize_v(v)
-    for _ in range(3):
+    for turn in range(4):
         for x in (q, k, v):
             x.copy_(torch.randn_like(x))
+        if rows > 512 and turn & 1:
+            odd_values(v, "beyond the headroom")
         graph.replay()
         expected = oa.quantize_qk(q, k, smooth_q=True), oa.quantize_v(v)
         assert torch.equal(qk.q_int, expected[0].q_int)
         assert torch.equal(qk.delta_s, expected[0].delta_s)
+        for name in ("v", "v_scale", "v_mean"):
+            assert torch.equal(getattr(values, name), getattr(expected[1], name)), name
         assert torch.equal(values.v, expected[1].v)
 
 

@@ -169,8 +169,31 @@ def test_samples_are_spread_over_the_sequence(rows: int) -> None:
     assert (chosen // step == np.arange(rows // step)).all()
     assert step == 1 or len(chosen) >= 256
     assert step <= 32
-    if step > 1:  # no residue is left out
+    if step > 1:  # no residue is left out, nor of a longer period most of those that there is room for
         assert set(chosen % step) == set(range(step))
+        period = step * step
+        assert len(set(chosen % period)) > 0.5 * min(period, len(chosen))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "replaced"),
+    [
+        ({"dtype": "float8_e4m3", "smooth_v": False}, 15.0, 16.5),
+        ({"dtype": "float8_e4m3", "smooth_v": True}, 15.0, 16.5),
+        ({"dtype": "float8_e4m3", "pv_accumulator": "fp16"}, 3.7, 4.1),
+        ({"dtype": "float16"}, 31.9, 32.0),
+    ],
+)
+def test_where_the_headroom_ends(options: dict[str, Any], kept: float, replaced: float) -> None:
+    chosen = sampled(np.arange(2000)[:, None])[:, 0]
+    hidden = np.setdiff1d(np.arange(2000), chosen)
+    v = np.ones((1, 2000, 1, 32), dtype=np.float32)
+    v[0, chosen[1::2]] = -1.0  # a range of 1, and no mean
+    plain = oa.quantize_v(v, **options)
+    v[0, hidden[3], 0, :3], v[0, hidden[3], 0, 3:6] = kept, replaced
+    changed = (oa.quantize_v(v, **options).v_scale != plain.v_scale)[0, 0]
+    assert changed[:6].tolist() == [False, False, False, True, True, True]
+    assert not changed[6:].any()
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3", "float16"])
