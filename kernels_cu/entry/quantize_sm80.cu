@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
             if (next < uint32(p.num_items)) {
                 const uint8* from = reinterpret_cast<const uint8*>(p.table + next);
 #pragma unroll
-                for (uint32 i = 0; i < sizeof(Item); i += 16) cp_async_16(smem_addr_of(&item) + i, from + i, 16);
+                for (uint32 i = 0; i < sizeof(Item); i += 16) cp_async_16(smem_addr_of(&item) + i, from + i, 16u);
                 next = atomic_add_relaxed(p.ticket, 1);
             } else {
                 item.kind = kNoItem;
