@@ -89,44 +89,67 @@ OA_DEVICE void rotate_halves(const KvAppendParams& p, const uint16* k, const flo
     x[3] = mul_rn(x[3], cs.w) + sign * mul_rn(other[3], sn.w);
 }
 
-// The same for a chunk of a row that is rotated as a whole, without padding. Nothing is asked for behind a branch: a unit's four values
-// come with those of the next, not after them.
-OA_DEVICE void rotate_row(const uint16* k, const float* cos, const float* sin, int at, ChunkValues& x) {
+// Where the channels of the other half of the row are that a chunk's are rotated with: bits of the lane's number and of the unit's that are
+// different.
+struct OtherHalf {
+    int lanes = 0, units = 0;
+    OA_DEVICE constexpr OtherHalf() {
+        for (int bit = 1; bit < KChunk::kChunks; bit <<= 1)
+            if (KChunk::channel(bit, 0) == Config::kHeadDim / 2) lanes = bit;
+        for (int bit = 1; bit < 4; bit <<= 1)
+            if (KChunk::channel(0, bit) == Config::kHeadDim / 2) units = bit;
+    }
+};
+
+// The same for a chunk of a row that is rotated as a whole, without padding. All lanes of a warp call it: one has the
+// other half in its own units, or another lane of its row has it. Angles of two units are asked for at once.
+OA_DEVICE void rotate_row(const ChunkWords& raw, const float* cos, const float* sin, int at, ChunkValues& x) {
     constexpr int kHalf = Config::kHeadDim / 2;
+    constexpr OtherHalf kOther;
+    static_assert((kOther.lanes == 0) != (kOther.units == 0), "a channel's first bit is a lane's or a unit's");
     Config::Io io;
+    int from = KChunk::channel(at, 0) & (kHalf - 1);
 #pragma unroll
     for (int first = 0; first < 4; first += 2) {
-        uint2 w[2];
         float4 cs[2], sn[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            int c = KChunk::channel(at, first + i);
-            w[i] = *reinterpret_cast<const uint2*>(k + (c ^ kHalf));
-            cs[i] = *reinterpret_cast<const float4*>(cos + (c & (kHalf - 1)));
-            sn[i] = *reinterpret_cast<const float4*>(sin + (c & (kHalf - 1)));
+            int c = from + (KChunk::channel(0, first + i) & (kHalf - 1));
+            cs[i] = *reinterpret_cast<const float4*>(cos + c);
+            sn[i] = *reinterpret_cast<const float4*>(sin + c);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            const uint32(&theirs)[2] = raw[(first + i) ^ kOther.units];
+            uint32 w[2] = {theirs[0], theirs[1]};
+            if (kOther.lanes > 0) {
+                w[0] = __shfl_xor_sync(0xffffffffu, w[0], kOther.lanes);
+                w[1] = __shfl_xor_sync(0xffffffffu, w[1], kOther.lanes);
+            }
             float sign = KChunk::channel(at, first + i) >= kHalf ? 1.0f : -1.0f;
+            const uint32(&own)[2] = raw[first + i];
             float (&y)[4] = x[first + i];
-            y[0] = mul_rn(y[0], cs[i].x) + sign * mul_rn(low_float(io, w[i].x), sn[i].x);
-            y[1] = mul_rn(y[1], cs[i].y) + sign * mul_rn(high_float(io, w[i].x), sn[i].y);
-            y[2] = mul_rn(y[2], cs[i].z) + sign * mul_rn(low_float(io, w[i].y), sn[i].z);
-            y[3] = mul_rn(y[3], cs[i].w) + sign * mul_rn(high_float(io, w[i].y), sn[i].w);
+            y[0] = mul_rn(low_float(io, own[0]), cs[i].x) + sign * mul_rn(low_float(io, w[0]), sn[i].x);
+            y[1] = mul_rn(high_float(io, own[0]), cs[i].y) + sign * mul_rn(high_float(io, w[0]), sn[i].y);
+            y[2] = mul_rn(low_float(io, own[1]), cs[i].z) + sign * mul_rn(low_float(io, w[1]), sn[i].z);
+            y[3] = mul_rn(high_float(io, own[1]), cs[i].w) + sign * mul_rn(high_float(io, w[1]), sn[i].w);
         }
     }
 }
 
-OA_DEVICE void rotate(const KvAppendParams& p, const uint16* k, int32 position, int at, ChunkValues& x) {
+// x: the elements `raw`, rotated. All lanes of a warp.
+OA_DEVICE void rotate(const KvAppendParams& p, const uint16* k, const ChunkWords& raw, int32 position, int at,
+                      ChunkValues& x) {
     const float* cos = p.cos + int64(position) * p.rope_pairs;
     const float* sin = p.sin + int64(position) * p.rope_pairs;
     bool whole_units = p.rope == kRopeHalf && p.rope_pairs % 4 == 0 &&
                        ((reinterpret_cast<uint64>(p.cos) | reinterpret_cast<uint64>(p.sin)) & 15) == 0;
     if (whole_units && 2 * p.rope_pairs == Config::kHeadDim && p.head_dim == Config::kHeadDim &&
-        position < p.rope_rows) {
-        rotate_row(k, cos, sin, at, x);
+        __all_sync(0xffffffffu, position < p.rope_rows)) {
+        rotate_row(raw, cos, sin, at, x);
         return;
     }
+    to_values(raw, x);
 #pragma unroll
     for (int unit = 0; unit < 4; ++unit) {
         int channel = KChunk::channel(at, unit);
@@ -286,9 +309,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     load_chunk<KChunk>(raw_key, k, p.head_dim, at);
     load_chunk<VChunk>(raw_value, v, p.head_dim, at);
     ChunkValues x;
-    to_values(raw_key, x);
     bool changed = p.rope != kRopeNone;
-    if (changed) rotate(p, k, int32(max_of<int64>(min_of<int64>(position, p.capacity), 0)), at, x);
+    if (!changed) to_values(raw_key, x);
+    if (changed) rotate(p, k, raw_key, int32(max_of<int64>(min_of<int64>(position, p.capacity), 0)), at, x);
     if (recent) store_recent<KChunk>(p.recent_k, recent_row, x, at);
     if (K_KIND != kKv16 && (p.k_mean != nullptr || p.k_channel_scale != nullptr || p.hadamard)) {
         changed = true;
