@@ -31,17 +31,20 @@ using VChunk = KvChunk<V_KIND, Config::kHeadDim, 8>;
 // The chunk's sixteen channels of a row, padding as zeros.
 template <typename Chunk>
 OA_DEVICE void load_chunk(ChunkWords& w, const uint16* from, int32 head_dim, int at) {
+    // From here on a unit's address is a constant more.
+    int first = Chunk::channel(at, 0);
+    from += first;
 #pragma unroll
     for (int unit = 0; unit < 4; ++unit) {
-        int channel = Chunk::channel(at, unit);
+        int offset = Chunk::channel(0, unit);
         if (Chunk::channel(0, 1) == 4) {  // two units beside each other
             if (unit & 1) continue;
             uint4 x = make_uint4(0, 0, 0, 0);
-            if (channel < head_dim) x = *reinterpret_cast<const uint4*>(from + channel);
+            if (first < head_dim - offset) x = *reinterpret_cast<const uint4*>(from + offset);
             w[unit][0] = x.x, w[unit][1] = x.y, w[unit + 1][0] = x.z, w[unit + 1][1] = x.w;
         } else {
             uint2 x = make_uint2(0, 0);
-            if (channel < head_dim) x = *reinterpret_cast<const uint2*>(from + channel);
+            if (first < head_dim - offset) x = *reinterpret_cast<const uint2*>(from + offset);
             w[unit][0] = x.x, w[unit][1] = x.y;
         }
     }
@@ -266,7 +269,8 @@ OA_DEVICE void store_recent(uint8* plane, uint64 row, const ChunkValues& x, int 
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv_append_sm80(
     const __grid_constant__ KvAppendParams p) {
-    int32 row_block = int32(blockIdx.x) / p.num_kv_heads, head = int32(blockIdx.x) - row_block * p.num_kv_heads;
+    int32 row_block = quotient(blockIdx.x, p.heads_multiplier, p.heads_shift);
+    int32 head = int32(blockIdx.x) - row_block * p.num_kv_heads;
     int64 wanted = int64(row_block) * Config::kRows + threadIdx.x / Config::kLanes;
     int at = threadIdx.x % Config::kLanes;
     // Lanes beyond the last row work on it too, and write nothing: shuffles need every lane.
@@ -274,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     int32 row = int32(min_of<int64>(wanted, p.rows - 1));
     int32 sequence, begin, count;
     if (p.cu_seqlens == nullptr) {
-        sequence = row / p.tokens;
+        sequence = quotient(row, p.tokens_multiplier, p.tokens_shift);
         begin = sequence * p.tokens;
         count = p.tokens;
     } else {
@@ -289,22 +293,24 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     if ((K_KIND != kKv16 || V_KIND != kKv16) && p.recent_ring > 0)
         recent = recent_place(p, sequence, head, position, position - (row - begin), writes, at, recent_row);
     writes &= position >= 0 && position < p.capacity;
-    uint64 at_row = 0;
+    uint32 at_row = 0;  // a cache has fewer than 2^32
     if (writes) {
         uint32 index = 0, block = sequence;
         if (p.block_table != nullptr) {
-            index = uint32(position) / uint32(p.block_size);
+            index = uint32(quotient(int32(position), p.block_multiplier, p.block_shift));
             block = p.block_table[int64(sequence) * p.table_columns + index];
         }
         writes = block < uint32(p.num_blocks);
-        int64 in_block = position - int64(index) * p.block_size;
-        at_row = K_KIND == kKvFbgemm ? (uint64(block) * p.block_size + in_block) * p.num_kv_heads + head
-                                     : (uint64(block) * p.num_kv_heads + head) * p.block_size + in_block;
+        uint32 in_block = uint32(position) - index * p.block_size;
+        at_row = K_KIND == kKvFbgemm ? (block * p.block_size + in_block) * p.num_kv_heads + head
+                                     : (block * p.num_kv_heads + head) * p.block_size + in_block;
     }
     // The row's index in its own array: packed rows have stride_b 0.
-    int64 in_sequence = p.cu_seqlens == nullptr ? row - begin : row;
-    const uint16* k = p.k + sequence * p.k_stride_b + in_sequence * p.k_stride_s + head * p.k_stride_h;
-    const uint16* v = p.v + sequence * p.v_stride_b + in_sequence * p.v_stride_s + head * p.v_stride_h;
+    uint64 in_sequence = uint32(p.cu_seqlens == nullptr ? row - begin : row);
+    const uint16* k = p.k + uint64(uint32(sequence)) * p.k_stride_b + in_sequence * p.k_stride_s +
+                      uint64(uint32(head)) * p.k_stride_h;
+    const uint16* v = p.v + uint64(uint32(sequence)) * p.v_stride_b + in_sequence * p.v_stride_s +
+                      uint64(uint32(head)) * p.v_stride_h;
     ChunkWords raw_key, raw_value;
     load_chunk<KChunk>(raw_key, k, p.head_dim, at);
     load_chunk<VChunk>(raw_value, v, p.head_dim, at);
