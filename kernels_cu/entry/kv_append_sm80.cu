@@ -34,20 +34,26 @@ OA_DEVICE void load_chunk(ChunkWords& w, const uint16* from, int32 head_dim, int
     // From here on a unit's address is a constant more.
     int first = Chunk::channel(at, 0);
     from += first;
-#pragma unroll
-    for (int unit = 0; unit < 4; ++unit) {
-        int offset = Chunk::channel(0, unit);
-        if (Chunk::channel(0, 1) == 4) {  // two units beside each other
-            if (unit & 1) continue;
-            uint4 x = make_uint4(0, 0, 0, 0);
-            if (first < head_dim - offset) x = *reinterpret_cast<const uint4*>(from + offset);
+    constexpr bool kPairs = Chunk::channel(0, 1) == 4;  // units are beside each other, two and two
+    auto load = [&](int unit) {
+        if (kPairs) {
+            uint4 x = *reinterpret_cast<const uint4*>(from + Chunk::channel(0, unit));
             w[unit][0] = x.x, w[unit][1] = x.y, w[unit + 1][0] = x.z, w[unit + 1][1] = x.w;
         } else {
-            uint2 x = make_uint2(0, 0);
-            if (first < head_dim - offset) x = *reinterpret_cast<const uint2*>(from + offset);
+            uint2 x = *reinterpret_cast<const uint2*>(from + Chunk::channel(0, unit));
             w[unit][0] = x.x, w[unit][1] = x.y;
         }
+    };
+    if (head_dim == Config::kHeadDim) {
+#pragma unroll
+        for (int unit = 0; unit < 4; unit += kPairs ? 2 : 1) load(unit);
+        return;
     }
+#pragma unroll
+    for (int unit = 0; unit < 4; ++unit) w[unit][0] = w[unit][1] = 0;
+#pragma unroll
+    for (int unit = 0; unit < 4; unit += kPairs ? 2 : 1)
+        if (first < head_dim - Chunk::channel(0, unit)) load(unit);
 }
 
 OA_DEVICE void to_values(const ChunkWords& w, ChunkValues& x) {
@@ -129,7 +135,7 @@ OA_DEVICE void rotate_row(const ChunkWords& raw, const float* cos, const float* 
                 w[0] = __shfl_xor_sync(0xffffffffu, w[0], kOther.lanes);
                 w[1] = __shfl_xor_sync(0xffffffffu, w[1], kOther.lanes);
             }
-            float sign = KChunk::channel(at, first + i) >= kHalf ? 1.0f : -1.0f;
+            float sign = (at & kOther.lanes) != 0 || ((first + i) & kOther.units) != 0 ? 1.0f : -1.0f;
             const uint32(&own)[2] = raw[first + i];
             float (&y)[4] = x[first + i];
             y[0] = mul_rn(low_float(io, own[0]), cs[i].x) + sign * mul_rn(low_float(io, w[0]), sn[i].x);
@@ -292,7 +298,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     bool recent = false;
     if ((K_KIND != kKv16 || V_KIND != kKv16) && p.recent_ring > 0)
         recent = recent_place(p, sequence, head, position, position - (row - begin), writes, at, recent_row);
-    writes &= position >= 0 && position < p.capacity;
+    bool in_cache = position >= 0 && position < p.capacity;
+    writes &= in_cache;
     uint32 at_row = 0;  // a cache has fewer than 2^32
     if (writes) {
         uint32 index = 0, block = sequence;
@@ -317,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     ChunkValues x;
     bool changed = p.rope != kRopeNone;
     if (!changed) to_values(raw_key, x);
-    if (changed) rotate(p, k, raw_key, int32(max_of<int64>(min_of<int64>(position, p.capacity), 0)), at, x);
+    if (changed) rotate(p, k, raw_key, in_cache ? int32(position) : 0, at, x);  // what is outside is written nowhere
     if (recent) store_recent<KChunk>(p.recent_k, recent_row, x, at);
     if (K_KIND != kKv16 && (p.k_mean != nullptr || p.k_channel_scale != nullptr || p.hadamard)) {
         changed = true;
