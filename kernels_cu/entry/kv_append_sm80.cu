@@ -31,20 +31,29 @@ using VChunk = KvChunk<V_KIND, Config::kHeadDim, 8>;
 // The chunk's sixteen channels of a row, padding as zeros.
 template <typename Chunk>
 OA_DEVICE void load_chunk(ChunkWords& w, const uint16* from, int32 head_dim, int at) {
-#pragma unroll
-    for (int unit = 0; unit < 4; ++unit) {
-        int channel = Chunk::channel(at, unit);
-        if (Chunk::channel(0, 1) == 4) {  // two units beside each other
-            if (unit & 1) continue;
-            uint4 x = make_uint4(0, 0, 0, 0);
-            if (channel < head_dim) x = *reinterpret_cast<const uint4*>(from + channel);
+    // From here on a unit's address is a constant more.
+    int first = Chunk::channel(at, 0);
+    from += first;
+    constexpr bool kPairs = Chunk::channel(0, 1) == 4;  // units are beside each other, two and two
+    auto load = [&](int unit) {
+        if (kPairs) {
+            uint4 x = *reinterpret_cast<const uint4*>(from + Chunk::channel(0, unit));
             w[unit][0] = x.x, w[unit][1] = x.y, w[unit + 1][0] = x.z, w[unit + 1][1] = x.w;
         } else {
-            uint2 x = make_uint2(0, 0);
-            if (channel < head_dim) x = *reinterpret_cast<const uint2*>(from + channel);
+            uint2 x = *reinterpret_cast<const uint2*>(from + Chunk::channel(0, unit));
             w[unit][0] = x.x, w[unit][1] = x.y;
         }
+    };
+    if (head_dim == Config::kHeadDim) {
+#pragma unroll
+        for (int unit = 0; unit < 4; unit += kPairs ? 2 : 1) load(unit);
+        return;
     }
+#pragma unroll
+    for (int unit = 0; unit < 4; ++unit) w[unit][0] = w[unit][1] = 0;
+#pragma unroll
+    for (int unit = 0; unit < 4; unit += kPairs ? 2 : 1)
+        if (first < head_dim - Chunk::channel(0, unit)) load(unit);
 }
 
 OA_DEVICE void to_values(const ChunkWords& w, ChunkValues& x) {
@@ -89,44 +98,67 @@ OA_DEVICE void rotate_halves(const KvAppendParams& p, const uint16* k, const flo
     x[3] = mul_rn(x[3], cs.w) + sign * mul_rn(other[3], sn.w);
 }
 
-// The same for a chunk of a row that is rotated as a whole, without padding. Nothing is asked for behind a branch: a unit's four values
-// come with those of the next, not after them.
-OA_DEVICE void rotate_row(const uint16* k, const float* cos, const float* sin, int at, ChunkValues& x) {
+// Where the channels of the other half of the row are that a chunk's are rotated with: bits of the lane's number and of the unit's that are
+// different.
+struct OtherHalf {
+    int lanes = 0, units = 0;
+    OA_DEVICE constexpr OtherHalf() {
+        for (int bit = 1; bit < KChunk::kChunks; bit <<= 1)
+            if (KChunk::channel(bit, 0) == Config::kHeadDim / 2) lanes = bit;
+        for (int bit = 1; bit < 4; bit <<= 1)
+            if (KChunk::channel(0, bit) == Config::kHeadDim / 2) units = bit;
+    }
+};
+
+// The same for a chunk of a row that is rotated as a whole, without padding. All lanes of a warp call it: one has the
+// other half in its own units, or another lane of its row has it. Angles of two units are asked for at once.
+OA_DEVICE void rotate_row(const ChunkWords& raw, const float* cos, const float* sin, int at, ChunkValues& x) {
     constexpr int kHalf = Config::kHeadDim / 2;
+    constexpr OtherHalf kOther;
+    static_assert((kOther.lanes == 0) != (kOther.units == 0), "a channel's first bit is a lane's or a unit's");
     Config::Io io;
+    int from = KChunk::channel(at, 0) & (kHalf - 1);
 #pragma unroll
     for (int first = 0; first < 4; first += 2) {
-        uint2 w[2];
         float4 cs[2], sn[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            int c = KChunk::channel(at, first + i);
-            w[i] = *reinterpret_cast<const uint2*>(k + (c ^ kHalf));
-            cs[i] = *reinterpret_cast<const float4*>(cos + (c & (kHalf - 1)));
-            sn[i] = *reinterpret_cast<const float4*>(sin + (c & (kHalf - 1)));
+            int c = from + (KChunk::channel(0, first + i) & (kHalf - 1));
+            cs[i] = *reinterpret_cast<const float4*>(cos + c);
+            sn[i] = *reinterpret_cast<const float4*>(sin + c);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float sign = KChunk::channel(at, first + i) >= kHalf ? 1.0f : -1.0f;
+            const uint32(&theirs)[2] = raw[(first + i) ^ kOther.units];
+            uint32 w[2] = {theirs[0], theirs[1]};
+            if (kOther.lanes > 0) {
+                w[0] = __shfl_xor_sync(0xffffffffu, w[0], kOther.lanes);
+                w[1] = __shfl_xor_sync(0xffffffffu, w[1], kOther.lanes);
+            }
+            float sign = (at & kOther.lanes) != 0 || ((first + i) & kOther.units) != 0 ? 1.0f : -1.0f;
+            const uint32(&own)[2] = raw[first + i];
             float (&y)[4] = x[first + i];
-            y[0] = mul_rn(y[0], cs[i].x) + sign * mul_rn(low_float(io, w[i].x), sn[i].x);
-            y[1] = mul_rn(y[1], cs[i].y) + sign * mul_rn(high_float(io, w[i].x), sn[i].y);
-            y[2] = mul_rn(y[2], cs[i].z) + sign * mul_rn(low_float(io, w[i].y), sn[i].z);
-            y[3] = mul_rn(y[3], cs[i].w) + sign * mul_rn(high_float(io, w[i].y), sn[i].w);
+            y[0] = mul_rn(low_float(io, own[0]), cs[i].x) + sign * mul_rn(low_float(io, w[0]), sn[i].x);
+            y[1] = mul_rn(high_float(io, own[0]), cs[i].y) + sign * mul_rn(high_float(io, w[0]), sn[i].y);
+            y[2] = mul_rn(low_float(io, own[1]), cs[i].z) + sign * mul_rn(low_float(io, w[1]), sn[i].z);
+            y[3] = mul_rn(high_float(io, own[1]), cs[i].w) + sign * mul_rn(high_float(io, w[1]), sn[i].w);
         }
     }
 }
 
-OA_DEVICE void rotate(const KvAppendParams& p, const uint16* k, int32 position, int at, ChunkValues& x) {
+// x: the elements `raw`, rotated. All lanes of a warp.
+OA_DEVICE void rotate(const KvAppendParams& p, const uint16* k, const ChunkWords& raw, int32 position, int at,
+                      ChunkValues& x) {
     const float* cos = p.cos + int64(position) * p.rope_pairs;
     const float* sin = p.sin + int64(position) * p.rope_pairs;
     bool whole_units = p.rope == kRopeHalf && p.rope_pairs % 4 == 0 &&
                        ((reinterpret_cast<uint64>(p.cos) | reinterpret_cast<uint64>(p.sin)) & 15) == 0;
     if (whole_units && 2 * p.rope_pairs == Config::kHeadDim && p.head_dim == Config::kHeadDim &&
-        position < p.rope_rows) {
-        rotate_row(k, cos, sin, at, x);
+        __all_sync(0xffffffffu, position < p.rope_rows)) {
+        rotate_row(raw, cos, sin, at, x);
         return;
     }
+    to_values(raw, x);
 #pragma unroll
     for (int unit = 0; unit < 4; ++unit) {
         int channel = KChunk::channel(at, unit);
@@ -243,7 +275,8 @@ OA_DEVICE void store_recent(uint8* plane, uint64 row, const ChunkValues& x, int 
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv_append_sm80(
     const __grid_constant__ KvAppendParams p) {
-    int32 row_block = int32(blockIdx.x) / p.num_kv_heads, head = int32(blockIdx.x) - row_block * p.num_kv_heads;
+    int32 row_block = quotient(blockIdx.x, p.heads_multiplier, p.heads_shift);
+    int32 head = int32(blockIdx.x) - row_block * p.num_kv_heads;
     int64 wanted = int64(row_block) * Config::kRows + threadIdx.x / Config::kLanes;
     int at = threadIdx.x % Config::kLanes;
     // Lanes beyond the last row work on it too, and write nothing: shuffles need every lane.
@@ -251,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     int32 row = int32(min_of<int64>(wanted, p.rows - 1));
     int32 sequence, begin, count;
     if (p.cu_seqlens == nullptr) {
-        sequence = row / p.tokens;
+        sequence = quotient(row, p.tokens_multiplier, p.tokens_shift);
         begin = sequence * p.tokens;
         count = p.tokens;
     } else {
@@ -265,30 +298,33 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     bool recent = false;
     if ((K_KIND != kKv16 || V_KIND != kKv16) && p.recent_ring > 0)
         recent = recent_place(p, sequence, head, position, position - (row - begin), writes, at, recent_row);
-    writes &= position >= 0 && position < p.capacity;
-    uint64 at_row = 0;
+    bool in_cache = position >= 0 && position < p.capacity;
+    writes &= in_cache;
+    uint32 at_row = 0;  // a cache has fewer than 2^32
     if (writes) {
         uint32 index = 0, block = sequence;
         if (p.block_table != nullptr) {
-            index = uint32(position) / uint32(p.block_size);
+            index = uint32(quotient(int32(position), p.block_multiplier, p.block_shift));
             block = p.block_table[int64(sequence) * p.table_columns + index];
         }
         writes = block < uint32(p.num_blocks);
-        int64 in_block = position - int64(index) * p.block_size;
-        at_row = K_KIND == kKvFbgemm ? (uint64(block) * p.block_size + in_block) * p.num_kv_heads + head
-                                     : (uint64(block) * p.num_kv_heads + head) * p.block_size + in_block;
+        uint32 in_block = uint32(position) - index * p.block_size;
+        at_row = K_KIND == kKvFbgemm ? (block * p.block_size + in_block) * p.num_kv_heads + head
+                                     : (block * p.num_kv_heads + head) * p.block_size + in_block;
     }
     // The row's index in its own array: packed rows have stride_b 0.
-    int64 in_sequence = p.cu_seqlens == nullptr ? row - begin : row;
-    const uint16* k = p.k + sequence * p.k_stride_b + in_sequence * p.k_stride_s + head * p.k_stride_h;
-    const uint16* v = p.v + sequence * p.v_stride_b + in_sequence * p.v_stride_s + head * p.v_stride_h;
+    uint64 in_sequence = uint32(p.cu_seqlens == nullptr ? row - begin : row);
+    const uint16* k = p.k + uint64(uint32(sequence)) * p.k_stride_b + in_sequence * p.k_stride_s +
+                      uint64(uint32(head)) * p.k_stride_h;
+    const uint16* v = p.v + uint64(uint32(sequence)) * p.v_stride_b + in_sequence * p.v_stride_s +
+                      uint64(uint32(head)) * p.v_stride_h;
     ChunkWords raw_key, raw_value;
     load_chunk<KChunk>(raw_key, k, p.head_dim, at);
     load_chunk<VChunk>(raw_value, v, p.head_dim, at);
     ChunkValues x;
-    to_values(raw_key, x);
     bool changed = p.rope != kRopeNone;
-    if (changed) rotate(p, k, int32(max_of<int64>(min_of<int64>(position, p.capacity), 0)), at, x);
+    if (!changed) to_values(raw_key, x);
+    if (changed) rotate(p, k, raw_key, in_cache ? int32(position) : 0, at, x);  // what is outside is written nowhere
     if (recent) store_recent<KChunk>(p.recent_k, recent_row, x, at);
     if (K_KIND != kKv16 && (p.k_mean != nullptr || p.k_channel_scale != nullptr || p.hadamard)) {
         changed = true;

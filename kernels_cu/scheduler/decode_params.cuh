@@ -4,6 +4,7 @@
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_params.cuh"
+#include "scheduler/quotient.cuh"
 
 struct DecodeParams {
     const uint16* q;
@@ -53,10 +54,6 @@ struct DecodeParams {
 
 constexpr int32 kAllSeePrefix = -1;
 
-// n / divisor for n from 0 to 2^31 - 1, by two factors that the host computes (launch/decode.py).
-OA_DEVICE int32 quotient(int32 n, uint32 multiplier, int32 shift) {
-    return int32(uint32((uint64(2 * uint32(n)) * multiplier) >> 32) >> shift);
-}
 // Query token of a row (token, head of the group).
 OA_DEVICE int32 token_of(const DecodeParams& p, int32 row) { return row < p.group ? 0 : row / p.group; }
 

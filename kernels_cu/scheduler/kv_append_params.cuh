@@ -2,6 +2,7 @@
 // order, little-endian, no padding: 8-byte fields first). Strides in elements.
 #pragma once
 #include "ptx/types.cuh"
+#include "scheduler/quotient.cuh"
 
 enum RopeStyle : int32 { kRopeNone = 0, kRopeHalf = 1, kRopeInterleaved = 2 };
 
@@ -31,5 +32,11 @@ struct KvAppendParams {
     int32 rope, rope_pairs, rope_rows;
     int32 hadamard, zero_point;
     int32 recent_ring, recent_num_slots;  // 0: there is no recent window
+    uint32 heads_multiplier;  // for `quotient` by num_kv_heads
+    int32 heads_shift;
+    uint32 tokens_multiplier;  // by tokens
+    int32 tokens_shift;
+    uint32 block_multiplier;  // and by block_size
+    int32 block_shift;
     int32 reserved;
 };

@@ -47,8 +47,12 @@ struct KvChunk {
     using Row = KvRow<kKind, kHeadDim, kLanes>;
     static constexpr int kChunks = kHeadDim / 16;
     static constexpr int kBytes = 2 * kv_bits(kKind);
-    // First channel of unit `unit` of chunk `at`: the inverse of Row::unit_byte. Bits of both go to bits of the channel.
-    static OA_DEVICE constexpr int channel(int at, int unit) {
+    // First channel of unit `unit` of chunk `at`: the inverse of Row::unit_byte. Bits of both go to bits of the channel of their own, and
+    // as a sum the unit's part is a constant, which addresses take as their offset.
+    static OA_DEVICE constexpr int channel(int at, int unit) { return place(at, 0) + place(0, unit); }
+
+  private:
+    static OA_DEVICE constexpr int place(int at, int unit) {
         if (kKind == kKvFbgemm) return 16 * at + 4 * unit;
         int byte = at * kBytes + unit * Row::kUnitBytes, piece = byte / Row::kPiece;
         return !Row::kQuantized ? 8 * (at + kChunks * (unit >> 1)) + 4 * (unit & 1)

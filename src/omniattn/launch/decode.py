@@ -11,7 +11,7 @@ from ..errors import UnsupportedError
 from ..registry import KernelSpec, decode_combine_spec, decode_spec
 from ..runtime import LoadedKernel
 from ..runtime.driver import OVERLAP
-from .params import MAX_GRID_X, PARAMS
+from .params import MAX_GRID_X, PARAMS, quotient_factors
 
 if TYPE_CHECKING:
     from ..decode import DecodeProblem
@@ -76,16 +76,6 @@ def combine_split(deterministic: bool, num_workers: int, segments: int) -> int:
         return 4
     results = -(-num_workers // max(segments, 1))
     return next(split for split in (1, 2, 4, 8) if results <= 8 * split or split == 8)
-
-
-def quotient_factors(divisor: int) -> tuple[int, int]:
-    """Multiplier m and shift s with n // divisor == n * m >> 31 + s for all n from 0 to 2**31 - 1; m is below 2**32.
-
-    With s = ceil(log2(divisor)) and m = ceil(2**(31 + s) / divisor) the product is too large by less than n * 2**s, so
-    by less than 2**(31 + s): not enough to reach the next multiple (Granlund and Montgomery 1994).
-    """
-    shift = (divisor - 1).bit_length()
-    return -(-(1 << (31 + shift)) // divisor), shift
 
 
 @dataclass(frozen=True)

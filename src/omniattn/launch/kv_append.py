@@ -9,7 +9,7 @@ from .. import runtime
 from ..errors import DtypeError, UnsupportedError
 from ..kv_format import KV_ARRAY_DTYPES
 from ..registry import append_spec, by_name
-from .params import MAX_GRID_X, PARAMS
+from .params import MAX_GRID_X, PARAMS, quotient_factors
 
 if TYPE_CHECKING:
     from ..append import AppendProblem
@@ -22,7 +22,8 @@ _REST = struct.Struct(
     "4i"  # batch, tokens, num_kv_heads, head_dim
     "4i"  # capacity, block_size, num_blocks, table_columns
     "3i"  # rope, rope_pairs, rope_rows
-    "5i"  # hadamard, zero_point, recent_ring, recent_num_slots, reserved
+    "4i"  # hadamard, zero_point, recent_ring, recent_num_slots
+    "IiIiIii"  # multipliers and shifts of num_kv_heads, tokens and block_size, reserved
 )
 # k v seq_lens cu_seqlens block_table cos sin | planes k v k_params v_params | k_mean k_channel_scale
 # | recent: slots k v state
@@ -62,7 +63,8 @@ class AppendPlan:
         self._rest = _REST.pack(
             *three(k_strides), *three(v_strides), p.rows, p.batch, p.tokens, p.num_kv_heads, p.head_dim, p.capacity,
             p.block_size, p.num_blocks, p.table_columns, _ROPE[p.rope], p.rope_pairs, p.rope_rows, int(cache.hadamard),
-            int(cache.k_format.zero_point or cache.v_format.zero_point), cache.recent_ring, cache.recent_slots, 0,
+            int(cache.k_format.zero_point or cache.v_format.zero_point), cache.recent_ring, cache.recent_slots,
+            *(f for n in (p.num_kv_heads, p.tokens, p.block_size) for f in quotient_factors(max(n, 1))), 0,
         )  # fmt: skip
 
     def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
