@@ -27,8 +27,6 @@
 // all scores, the base, all exponentials. First tile and edges are those of a warp's rows: of the two tiles on the diagonal of
 // a causal CTA its upper warps see the second only, and for its lower warps that one is a common step.
 //
-// May be launched before the kernel ahead has ended (programmatic dependent launch).
-//
 // Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K [4][16] |
 // barriers | facts of the tile | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
 #include "attention/channel_scales.cuh"
@@ -40,7 +38,6 @@
 #include "pipeline/ring.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/gpu_sync.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
@@ -294,8 +291,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
     const AttnFwdParams& p = params.p;
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
-    // What is read here the kernel ahead may have written, of packed sequences their beginnings too.
-    if (p.cu_seqlens_q != nullptr) wait_for_kernel_ahead();
     FwdTile t = fwd_tile<Config::kBlockM>(p);
     if (!t.valid) return;
 
@@ -308,7 +303,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
     }
     if (tid == 0) facts = facts_of<Config::kBlockN, true>(p, params.x, t, keys.full_first, keys.full_end);
     __syncthreads();
-    wait_for_kernel_ahead();
     Worker worker(params, t, t.m0 + warp_idx * 32, lane);
     const ChannelScales<Config::kHeadDim> channels{smem.channels};
     int32 n = keys.end - 1;
@@ -409,7 +403,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         auto other_copies = [&] {
             if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, kept(tid));
         };
-        // Of this warp's rows: tiles [own.first, own.end) are seen, [common_first, common_end) are not the first and need no mask.
+        // Of this warp's rows: tiles [own.first, own.end) are seen; of these [common_first, common_end) need no mask and are
+        // not the first.
         // Every warp has its own, and copies its share of every tile.
         FwdTile rows = t;
         rows.m0 += warp_idx * 32;

@@ -20,9 +20,8 @@ from omniattn.problem import Problem
 from omniattn.quantizer import problem_for, select_quantizer
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.runtime.driver import OVERLAP
 from omniattn.select import Target, select_attention
-from tests.unit.test_kernel_layout import KERNELS, check_natural_alignment, expanded, fields_of
+from tests.unit.test_kernel_layout import check_natural_alignment, expanded, fields_of
 from tests.unit.test_launch_sm90 import POINTERS, STREAM, STRIDES, WORKSPACE, Kernel, problem
 
 ROWS = [spec for spec in REGISTRY if spec.op == "attention_int8" and spec.grouping == "sm80"]
@@ -122,24 +121,6 @@ def test_operands_that_are_quantized_already(varlen: bool, low: Int8) -> None:
     assert len(log) == 1
     with pytest.raises(RuntimeError, match="cannot run"):
         alone.launch(STREAM, (*POINTERS, WORKSPACE))
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
-def test_only_a_kernel_that_waits_begins_before_the_quantizer_has_ended(
-    cc: tuple[int, int], overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And only behind the quantizer: what is ahead of an operand's own attention is not ours."""
-    monkeypatch.setattr(QuantizePlan, "overlap", property(lambda _: overlap))
-    p = problem(low=Int8(pv="fp16"))
-    spec, quantizer, plan, _ = make(p, Target(cc, 163 << 10))
-    if cc == (9, 0):
-        spec = next(s for s in ROWS if s.family == "attn_int8_ring_sm90" and s.dtype == p.dtype)
-        plan = Int8Sm80Plan(spec, None, quantizer, p, STRIDES, (17, 19))
-    assert plan._cluster == (OVERLAP if overlap and cc == (9, 0) else None)
-    assert Int8Sm80Plan(spec, None, quantizer.problem, p, STRIDES, (17, 19))._cluster is None
-    waits = "wait_for_kernel_ahead()" in (KERNELS / spec.source).read_text(encoding="utf-8")
-    assert waits == (spec.family in attn_int8_sm80._WAITING)
 
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"batch": 0}], ids=str)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from ..problem import Problem
 from ..registry import KernelSpec
 from ..runtime import LoadedKernel
-from ..runtime.driver import OVERLAP
 from .attn_fwd import REST_BYTES, ForwardStrides, Strides3, num_m_blocks, pack_rest
 from .params import MAX_GRID_X, PARAMS
 from .quantize import QuantizePlan, QuantizeProblem
@@ -16,8 +15,6 @@ from .quantized_attention import OPERANDS, QuantizedAttentionPlan
 
 # AttnFwdParams and QuantizedOperands.
 _ARGUMENTS = struct.Struct(f"<9Q{REST_BYTES}s{OPERANDS.size}s")
-#: Families whose kernel waits for the one ahead (griddepcontrol.wait).
-_WAITING = frozenset({"attn_int8_ring_sm90"})
 
 
 def operand_strides(quantized: QuantizeProblem) -> tuple[Strides3, Strides3, Strides3]:
@@ -36,7 +33,7 @@ def operand_strides(quantized: QuantizeProblem) -> tuple[Strides3, Strides3, Str
 class Int8Sm80Plan(QuantizedAttentionPlan):
     """A call in the sm80 grouping; of ``strides`` those of o, LSE and mask are used."""
 
-    __slots__ = ("_cluster", "_launches")
+    __slots__ = ("_launches",)
 
     def __init__(
         self,
@@ -50,9 +47,6 @@ class Int8Sm80Plan(QuantizedAttentionPlan):
         blocks = num_m_blocks(problem, spec.block_m)
         tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)
         super().__init__(spec, kernel, quantizer, tiles)
-        # Behind the quantizer only: of an operand's own kernel nobody knows what it waits for.
-        behind = self._quantizer is not None and self._quantizer.overlap
-        self._cluster = OVERLAP if behind and spec.family in _WAITING else None
         of_q, of_k, of_v = operand_strides(self.operands)
         own = replace(strides, q=of_q, k=of_k, v=of_v)
         self._launches: list[tuple[tuple[int, int, int], bytes]] = []
@@ -79,4 +73,4 @@ class Int8Sm80Plan(QuantizedAttentionPlan):
     ) -> None:
         for grid, forward in self._launches:
             _ARGUMENTS.pack_into(PARAMS.buffer, 0, *operands, *pointers[3:], forward, rest)
-            kernel.launch(grid, self.threads, stream, PARAMS.address, self._cluster)
+            kernel.launch(grid, self.threads, stream, PARAMS.address)

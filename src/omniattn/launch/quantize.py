@@ -310,11 +310,6 @@ class QuantizePlan:
         return workspace + self.counters_bytes, workspace + self.counters_bytes + self.starts_bytes
 
     @property
-    def overlap(self) -> bool:
-        """Whether kernels may begin before the one ahead of them has ended."""
-        return self._cluster is not None
-
-    @property
     def num_launches(self) -> int:
         """Kernels of a call."""
         return 0 if self._items == 0 else 3 if self._delta else 2
