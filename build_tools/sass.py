@@ -88,35 +88,40 @@ def main_loop(code: list[Instruction]) -> tuple[int, int]:
     return min(loops, key=lambda loop: (loop[0], -loop[1]))
 
 
+#: Instruction, whether there have been products, copies so far.
+_State = tuple[int, bool, int]
+
+
 def common_step(code: list[Instruction], most_copies: int | None = None) -> Counter[str]:
     """Instructions of one pass through the main loop in the common case.
 
-    Of all ways from the loop's head to its branch back the shortest among those that copy the next tile: what masks
-    edges, and what raises the base of the softmax, is jumped over. ``most_copies``: how many copies (LDGSTS) the next
-    tile takes; ways with more have copies of two kinds, of which only one happens.
+    Of all ways from the loop's head to its branch back the shortest among those that multiply and copy the next tile:
+    what masks edges, and what raises the base of the softmax, is jumped over. ``most_copies``: how many copies (LDGSTS)
+    the next tile takes; ways with more have copies of two kinds, of which only one happens.
     """
     first, last = main_loop(code)
-    # (instruction, copies so far): instructions so far, from where.
-    best: dict[tuple[int, int], tuple[int, tuple[int, int] | None]] = {(first, 0): (0, None)}
-    ways: dict[int, set[int]] = {first: {0}}
+    # Instructions so far, and from where.
+    best: dict[_State, tuple[int, _State | None]] = {(first, False, 0): (0, None)}
+    ways: dict[int, set[tuple[bool, int]]] = {first: {(False, 0)}}
     for i in range(first, last):
         x = code[i]
         leaves = x.target is not None or x.name in ("EXIT", "CALL", "RET")
         following = [] if leaves and x.always else [i + 1]
         if x.target is not None and i < x.target <= last:
             following.append(x.target)
-        for copies in ways.get(i, ()):
-            now = copies + (x.name == "LDGSTS")
-            if most_copies is not None and now > most_copies:
+        for multiplied, copies in ways.get(i, ()):
+            now = multiplied or x.name in PRODUCTS, copies + (x.name == "LDGSTS")
+            if most_copies is not None and now[1] > most_copies:
                 continue
-            length = best[i, copies][0] + 1
+            length = best[i, multiplied, copies][0] + 1
             for j in following:
-                if (j, now) not in best or length < best[j, now][0]:
-                    best[j, now] = length, (i, copies)
+                state = (j, *now)
+                if state not in best or length < best[state][0]:
+                    best[state] = length, (i, multiplied, copies)
                     ways.setdefault(j, set()).add(now)
     if last not in ways:
         raise ValueError("no way through the main loop")
-    at: tuple[int, int] | None = (last, max(ways[last]))
+    at: _State | None = (last, *max(ways[last]))
     way = []
     while at is not None:
         way.append(code[at[0]])

@@ -24,7 +24,8 @@
 // first: `after`, which is zero, makes the scores of a block depend on exponentials that shall come before them. Scores are
 // not kept in registers for the rare case that they are needed again, but computed again where P was too large and the base of
 // the softmax is raised. The first tile, which always raises it, and tiles at edges, which are masked, are steps of their own:
-// all scores, the base, all exponentials.
+// all scores, the base, all exponentials. First tile and edges are those of a warp's rows: of the two tiles on the diagonal of
+// a causal CTA its upper warps see the second only, and for its lower warps that one is a common step.
 //
 // Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K [4][16] |
 // barriers | facts of the tile | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
@@ -73,6 +74,7 @@ using VLane = PanelLane<Config::kBlockN, Config::kHeadDim>;
 using QCopy = TileCopy<Config::kBlockM, Config::kHeadDim / 2, Config::kThreads>;
 using KCopy = TileCopy<Config::kBlockN, Config::kHeadDim / 2, Config::kThreads>;
 using VCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
+using WholeQCopy = WholeTileCopy<Config::kBlockM, Config::kHeadDim / 2, Config::kThreads>;
 using WholeKCopy = WholeTileCopy<Config::kBlockN, Config::kHeadDim / 2, Config::kThreads>;
 using WholeVCopy = WholeTileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
 
@@ -319,18 +321,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             KCopy(columns / 2, tid).issue(smem_k + stage, facts.k + row * p.k_stride_s, p.k_stride_s, rows, tid);
             VCopy(columns, tid).issue(smem_v + stage, facts.v + row * p.v_stride_s, p.v_stride_s, rows, tid);
         };
-        QCopy(columns / 2, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
-        copy_tile(n, 0, tid);
-        copy_scale(n);
-        // What the end needs, whose loads would wait for L2 there: registers to wait in are lacking.
-        const int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
-        const int64 channel = (int64(t.sequence) * p.num_kv_heads + kv_head) * columns;
-        const QuantizedOperands& x = params.x;
-        channels.fetch(x.v_scale + channel, x.v_mean == nullptr ? nullptr : x.v_mean + channel, columns);
-        const bool is_row = t.m0 + tid < t.seqlen_q;
-        cp_async_small<4>(smem_addr_of(smem.row_bias + tid), row_biases(p, x, t) + (is_row ? t.m0 + tid : 0),
-                          is_row ? 4 : 0);
-        mbarrier_arrive_after_copies(ring.full);
 
         // All tiles but a sequence's last have all rows; rows lie together where none of their columns are left out.
         const bool whole = p.k_stride_s == Config::kHeadDim / 2 && p.v_stride_s == Config::kHeadDim;
@@ -346,6 +336,28 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         const uint8* k_from = kept(reinterpret_cast<const uint8*>(facts.k) + whole_k.src);
         const uint8* v_from = kept(reinterpret_cast<const uint8*>(facts.v) + whole_v.src);
         const float* scales_from = facts.k_scale;
+        if (whole && p.q_stride_s == Config::kHeadDim / 2 && t.seqlen_q - t.m0 >= Config::kBlockM) {
+            const WholeQCopy whole_q(tid);
+            whole_q.issue(smem_q, reinterpret_cast<const uint8*>(gq) + whole_q.src, true);
+        } else {
+            QCopy(columns / 2, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
+        }
+        if (whole && t.seqlen_k - int64(n) * Config::kBlockN >= Config::kBlockN) {
+            whole_k.issue(0, k_from + int64(n) * KTile::kBytes, true);
+            whole_v.issue(0, v_from + int64(n) * VTile::kBytes, true);
+        } else {
+            copy_tile(n, 0, tid);
+        }
+        copy_scale(n);
+        // What the end needs, whose loads would wait for L2 there: registers to wait in are lacking.
+        const int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
+        const int64 channel = (int64(t.sequence) * p.num_kv_heads + kv_head) * columns;
+        const QuantizedOperands& x = params.x;
+        channels.fetch(x.v_scale + channel, x.v_mean == nullptr ? nullptr : x.v_mean + channel, columns);
+        const bool is_row = t.m0 + tid < t.seqlen_q;
+        cp_async_small<4>(smem_addr_of(smem.row_bias + tid), row_biases(p, x, t) + (is_row ? t.m0 + tid : 0),
+                          is_row ? 4 : 0);
+        mbarrier_arrive_after_copies(ring.full);
 
         // ldmatrix lanes: Q (A fragments) and V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2 chunks.
         QLane q_lane(warp_idx * 32 + (lane & 15), lane >> 4);
@@ -372,8 +384,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             }
         };
         auto end = [&] {
-            mbarrier_arrive_after_copies(ring.full + 8 * next.stage);
-            mma_pv(worker.o_, worker.probs_, here, v_lane, early);
             __syncwarp();
             ring.release(use, lane);
             use.advance();
@@ -382,33 +392,46 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             there = there == (Config::kStages - 1) * kStageBytes ? 0 : there + kStageBytes;
             --n;
         };
-        // Tiles [common_first, common_end) need no mask, and are not the first.
-        const int32 common_end = min_of(keys.full_end, n), common_first = max_of(keys.full_first, keys.first);
+        auto announce = [&] { mbarrier_arrive_after_copies(ring.full + 8 * next.stage); };
+        auto copies = [&] {
+            whole_k.issue(there, k_from + int64(n - 1) * KTile::kBytes, n > last_whole);
+            whole_v.issue(there, v_from + int64(n - 1) * VTile::kBytes, n > last_whole);
+            cp_async_16_if(smem_addr_of(smem.k_scale[(n - 1) & 3]), scales_from + int64(n - 1) * 4,
+                           n > keys.first && tid == 0);
+        };
+        // head_dim_pad < 128; by a tid of its own, so that nothing that only this needs takes registers all the time.
+        auto other_copies = [&] {
+            if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, kept(tid));
+        };
+        // Of this warp's rows: tiles [own.first, own.end) are seen; of these [common_first, common_end) need no mask and are
+        // not the first.
+        // Every warp has its own, and copies its share of every tile.
+        FwdTile rows = t;
+        rows.m0 += warp_idx * 32;
+        const KeyTiles<32, Config::kBlockN> own(p, rows);
+        const int32 common_end = min_of(own.full_end, own.end - 1), common_first = max_of(own.full_first, keys.first);
 #pragma unroll 1
         while (n >= keys.first) {
             if (n >= common_end || n < common_first) {
                 begin();
-                if (n > keys.first) {
-                    copy_tile(n - 1, there, kept(tid));
-                    copy_scale(n - 1);
+                copies();
+                other_copies();
+                announce();
+                if (n < own.end && n >= own.first) {
+                    worker.careful_probabilities(n, smem.k_scale[n & 3][lane & 3], q_lane, here, k_lane);
+                    load_early();
+                    mma_pv(worker.o_, worker.probs_, here, v_lane, early);
                 }
-                worker.careful_probabilities(n, smem.k_scale[n & 3][lane & 3], q_lane, here, k_lane);
-                load_early();
                 end();
                 continue;
             }
 #pragma unroll 1
             do {
                 begin();
-                auto copies = [&] {
-                    whole_k.issue(there, k_from + int64(n - 1) * KTile::kBytes, n > last_whole);
-                    whole_v.issue(there, v_from + int64(n - 1) * VTile::kBytes, n > last_whole);
-                    cp_async_16_if(smem_addr_of(smem.k_scale[(n - 1) & 3]), scales_from + int64(n - 1) * 4,
-                                   n > keys.first && tid == 0);
-                };
                 worker.probabilities(n, smem.k_scale[n & 3][lane & 3], q_lane, here, k_lane, copies, load_early);
-                // head_dim_pad < 128; by a tid of its own, so that nothing that only this needs takes registers all the time.
-                if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, kept(tid));
+                other_copies();
+                announce();
+                mma_pv(worker.o_, worker.probs_, here, v_lane, early);
                 end();
             } while (n >= common_first);
         }

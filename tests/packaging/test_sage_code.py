@@ -125,6 +125,17 @@ def test_the_common_step_jumps_over_what_is_rare() -> None:
     assert step == {"IMMA": 1, "BRA": 3, "LDGSTS": 1, "HMMA": 1, "CALL": 1}
     assert sass.common_step(found, most_copies=1) == step
     assert "LDGSTS" not in sass.common_step(found, most_copies=0), "too many copies: another kind of them"
+    idle = b"".join(
+        [
+            instruction(0x147, predicate=0, distance=3),  # 0: to 4, a shorter way without products
+            instruction(0x37),
+            instruction(0x108),
+            instruction(0x108),
+            instruction(0x1AE),  # 4
+            instruction(0x147, distance=-6),  # 5: to 0
+        ]
+    )
+    assert sass.common_step(sass.instructions(elf(idle)))["IMMA"] == 1
     with pytest.raises(ValueError, match="no loop"):
         sass.main_loop(found[:9])
     with pytest.raises(ValueError, match="64-bit ELF"):
