@@ -1,4 +1,4 @@
-"""Means and ranges of long sequences come from a sample of their keys; what the sample does not show is not lost."""
+"""Means and ranges of V and K, of a sample of the keys of long sequences; what the sample does not show is not lost."""
 
 from __future__ import annotations
 
@@ -63,3 +63,13 @@ def test_values_beyond_what_the_sample_shows(dtype: str) -> None:
     back = dequantize_v(got)[0, 0]
     assert abs(back[hidden[40], 5] - 5000) <= 5000 / 16
     assert np.abs(back[:, others] - v[0, :, 0, others].T).max() <= 2.0**-4 * np.abs(v[..., others]).max()
+
+
+def test_fp16_scales_are_powers_of_two_and_never_overflow() -> None:
+    v = np.array([3.0e38, 65504.0, 1.0, 1e-3, 0.0, 1e-38, -2.0, 255.0], dtype=np.float32).reshape(1, 1, 1, 8)
+    got = oa.quantize_v(v.repeat(3, axis=1), dtype="float16")
+    mantissa, _ = np.frexp(got.v_scale)
+    assert (mantissa == 0.5).all()
+    assert np.isfinite(got.v).all()
+    assert np.abs(got.v).max() < 256
+    assert np.allclose(dequantize_v(got)[0, 0, 0], v[0, 0, 0], rtol=2**-11, atol=2.0**-100)
