@@ -15,7 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
+from omniattn.cli.frameworks import TorchFramework  # noqa: E402
 from omniattn.cli.verify_decode import DECODE_OPS  # noqa: E402
+from omniattn.cli.verify_quantizer import verify_common  # noqa: E402
 from omniattn.errors import ArgumentError  # noqa: E402
 from omniattn.quantizer import select_quantizer  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec, by_name  # noqa: E402
@@ -118,6 +120,11 @@ def test_row(
     monkeypatch.setattr(runtime, "load", load)
     if spec.op in ("attention", "attention_int8"):
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", name)
+    if "common" in spec.features:  # only attention starts these
+        _, _, notes = verify_common(TorchFramework(), spec)
+        assert not notes
+        assert asked == {name}
+        return
     ran = 0
     for case in cases(spec.op, "score_mods" in spec.features or spec.op != "attention"):
         try:
