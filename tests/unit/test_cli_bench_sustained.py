@@ -336,6 +336,8 @@ def test_decode_goes_around_copies_of_the_caches(
 
     monkeypatch.setattr(decode, "own_step", count(own))
     monkeypatch.setattr(decode, "_torch_step", count(torch_step))
+    captures: list[int] = []
+    monkeypatch.setattr(decode, "captured", lambda torch, step: captures.append(1) or step)
     command = ["bench", "decode", "--anchor", "fa2", "--format", "bf16", "--format", "int4", "--sustained", "0.1"]
     assert main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -346,10 +348,26 @@ def test_decode_goes_around_copies_of_the_caches(
     assert made.count("int4") > made.count("bf16") > 1
     # Calls shorter than they take to enqueue are captured into graphs.
     assert WallLoad.made == [True]
+    assert len(captures) == sum(row["format"] == "fa2" for row in data["measurements"]) > 0
     assert main(command) == 0
     output = capsys.readouterr().out
     assert output.count("– MHz – W") == 3
     assert "under load" in output
+
+
+def test_an_anchor_that_cannot_be_captured_is_a_reason(
+    on_the_cpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(torch: Any, step: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(decode, "captured", refuse)
+    command = ["bench", "decode", "--anchor", "fa2", "--format", "bf16", "--sustained", "0.1", "--json"]
+    main(command)
+    rows = json.loads(capsys.readouterr().out)["measurements"]
+    reasons = {row["format"]: row["reason"] for row in rows}
+    assert "stream is capturing" in reasons["fa2"]
+    assert reasons["bf16"] == ""
 
 
 def test_copies_of_what_torch_reads_do_not_share_memory(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

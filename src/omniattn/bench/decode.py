@@ -10,6 +10,7 @@ from omniattn.bench.ceilings import measure_ceilings
 from omniattn.bench.decode_report import DecodeMeasurement, DecodeReport, DecodeShape, label
 from omniattn.bench.forward import choose_timer, environment
 from omniattn.bench.power import device_id, limits
+from omniattn.bench.sustained import captured
 from omniattn.bench.timing import Candidate, Timer, cold_bytes, require_torch
 from omniattn.errors import ArgumentError
 
@@ -132,6 +133,8 @@ def _run_shape(
             steps = [make(torch, tokens, key) for _ in range(copies)]
             output = steps[0]()
             torch.cuda.synchronize()
+            if rotated_bytes and not own:  # the timer captures it, and what raises then would end the run
+                captured(torch, steps[0])
         except Exception as error:
             # torch raises whatever it likes; the report carries it. Our own errors are not hidden.
             if own:

@@ -285,13 +285,7 @@ class TorchLoad:
             for number in range(calls):
                 candidate(number)
 
-        if not self._graphs:
-            return enqueue
-        graph = self._torch.cuda.CUDAGraph()
-        with self._torch.cuda.graph(graph):
-            enqueue()
-        replay: Callable[[], object] = graph.replay
-        return replay
+        return captured(self._torch, enqueue) if self._graphs else enqueue
 
     def mark(self) -> Any:
         event = self._torch.cuda.Event(enable_timing=True)
@@ -309,6 +303,15 @@ class TorchLoad:
 
     def now(self) -> float:
         return time.monotonic()
+
+
+def captured(torch: Any, enqueue: Callable[[], object]) -> Callable[[], object]:
+    """A CUDA graph of what ``enqueue`` enqueues, to replay. Raises what torch does where that cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        enqueue()
+    replay: Callable[[], object] = graph.replay
+    return replay
 
 
 @contextlib.contextmanager
