@@ -409,7 +409,6 @@ def test_under_a_cuda_graph(rows: int) -> None:
         assert torch.equal(qk.delta_s, expected[0].delta_s)
         for name in ("v", "v_scale", "v_mean"):
             assert torch.equal(getattr(values, name), getattr(expected[1], name)), name
-        assert torch.equal(values.v, expected[1].v)
 
 
 def test_cupy_and_jax_arrays_stay_theirs() -> None:

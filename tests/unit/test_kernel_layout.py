@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from omniattn.launch import attn_fwd, merge_states
+from omniattn.launch import attn_fwd, merge_states, quantize
 from omniattn.registry import REGISTRY, KernelSpec
+from omniattn.registry_low_precision import _COMMON_QUANTIZERS
 
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
 FORWARD = [spec for spec in REGISTRY if spec.family == "attn_fwd_sm80"]
@@ -349,3 +350,17 @@ def test_merge_arguments_match_the_device_struct() -> None:
         *(f"{t}_stride_{d}" for t in ("lse_a", "lse_b", "lse") for d in "bhs"),
         "total", "seqlen", "num_heads", "chunks", "reserved",
     ]  # fmt: skip
+
+
+def test_kernels_for_defaults_mean_the_same_everywhere() -> None:
+    """The numbers of COMMON: host, registry and kernel."""
+    assert list(_COMMON_QUANTIZERS) == list(range(len(quantize.COMMON)))
+    source = (KERNELS / "attention/quantize_items.cuh").read_text(encoding="utf-8")
+    assert "kCommonKeyTile = COMMON == 1 ? 128 : 64, kCommonQuerySlice = COMMON == 1 ? 16 : 32" in source
+    assert "(COMMON == 2 ? kHalfV : 0)" in source
+    for common, formats in enumerate(quantize.COMMON[1:], 1):
+        assert formats is not None
+        grouping, dtype = formats
+        assert quantize.KEY_TILES[grouping] == (128 if common == 1 else 64)
+        assert quantize.QUERY_SLICES[grouping] == (16 if common == 1 else 32)
+        assert (dtype == "float16") == (common == 2)
