@@ -311,16 +311,22 @@ def _make_plan(
 
 def _check_prefix(shared: Any, q: Tensor, cache: KVCache, capacity: int, window_left: int, deterministic: bool) -> int:
     """``shared_prefix``: whole blocks of a paged cache, and nothing beside it that needs the prefix's single keys."""
-    tokens = arguments.check_int(shared, "shared_prefix", _NAME, least=0, most=arguments.MAX_ROWS)
+    size = cache.block_size if cache.paged else 1
+    whole = f"a multiple of block_size {size}, an integer from 0 to {capacity // size * size}"
+    try:
+        tokens = arguments.check_int(shared, "shared_prefix", _NAME, least=0, most=arguments.MAX_ROWS)
+    except ArgumentError as error:
+        if not cache.paged:
+            raise
+        raise ArgumentError("shared_prefix", whole, error.received, function=_NAME) from None
     if tokens == 0:
         return 0
     received = f"{tokens}"
     if not cache.paged:
         expected = "0 with a KVCache, whose sequences have memory of their own"
         raise ArgumentError("shared_prefix", expected, received, function=_NAME)
-    if tokens % cache.block_size or tokens > capacity:
-        expected = f"a multiple of block_size {cache.block_size} of at most {capacity} tokens"
-        raise ArgumentError("shared_prefix", expected, received, function=_NAME)
+    if tokens % size or tokens > capacity:
+        raise ArgumentError("shared_prefix", whole, received, function=_NAME)
     if cache.recent_window:
         raise ArgumentError("shared_prefix", "0 with a cache that has a recent_window", received, function=_NAME)
     if window_left >= 0:

@@ -38,7 +38,7 @@ SETTLED = 0.02
 
 _STRETCHES = 2
 #: Share of a stretch in which the clock settles.
-_WARMUP = 0.6
+WARMUP = 0.6
 #: Chunks of calls in a stretch, about.
 _CHUNKS = 20
 #: Chunks that wait in the queue while another one runs.
@@ -235,7 +235,7 @@ def _run_stretch(enqueue: Callable[[], object], calls: int, clock: LoadClock, st
             continue
         clock.wait(marks[complete])
         elapsed_us = clock.elapsed_us(marks[0], marks[complete])
-        if first_timed < 0 and elapsed_us >= _WARMUP * stretch_us:
+        if first_timed < 0 and elapsed_us >= WARMUP * stretch_us:
             first_timed, begin_s = complete, clock.now()
         if elapsed_us >= stretch_us:
             break

@@ -14,7 +14,7 @@ from omniattn.bench.low_precision import PRECISIONS
 from omniattn.bench.plot import plot_report
 from omniattn.bench.report import EXACT, Report
 from omniattn.bench.shapes import LOW_PRECISION_SHAPES, filter_shapes
-from omniattn.bench.sustained import DEFAULT_SECONDS, check_seconds
+from omniattn.bench.sustained import DEFAULT_SECONDS, WARMUP, check_seconds
 from omniattn.bench.timing import BenchError
 from omniattn.cli import console
 from omniattn.errors import ArgumentError, CompileError, UnsupportedError
@@ -194,8 +194,8 @@ def _load_facts(report: Report | DecodeReport) -> list[str]:
     if report.sustained_s is None:
         return []
     how = (
-        f"Under load: each alone, back to back, {report.sustained_s:g} s in two turns, the last 40 % of each timed; "
-        "mean SM clock and power of that time"
+        f"Under load: each alone, back to back, {report.sustained_s:g} s in two turns, "
+        f"the last {100 * (1 - WARMUP):.0f} % of each timed; mean SM clock and power of that time"
     )
     return [how, *report.doubts()]
 
