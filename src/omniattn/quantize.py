@@ -75,7 +75,7 @@ def quantize_qk(
         Which kernels will read it. "sm90": groups of 2 queries and 32 of 128 keys, on compute capability 9.0. "sm80":
         4 queries and 16 of 64 keys, on every GPU (docs/quantization.md says what suits which). The CPU reads both.
     smooth_k : bool
-        Take K's mean over the keys of the sequence away.
+        Take K's mean over the keys of the sequence (of a long one, a sample of them) away.
     smooth_q : bool
         Take Q's mean over each block of 128 queries away, and compute ``delta_s``.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, optional
