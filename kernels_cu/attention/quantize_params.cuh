@@ -65,7 +65,7 @@ struct QuantizeParams {
     int32 granularity;  // Granularity
     int32 flags;  // Flag
     int32 packed;  // sequences of different lengths, with cu_seqlens
-    int32 units, units_per_group, num_groups;  // heads of K (of all batch entries if dense), in groups that stay in L2
+    int32 units, units_per_group, num_groups;  // heads of K (of all batch entries if dense), in groups
     int32 per_unit_r, per_unit_a, per_unit_q, per_unit_kv;  // items of one unit
     int32 last_base, num_items;  // first item of the last group's step, behind the first group's sums; all items
     int32

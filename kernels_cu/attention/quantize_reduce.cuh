@@ -136,7 +136,7 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, u
     }
     if (tid < p.head_dim_pad) {
         const float* partial = partial_of<kHeadDim>(p, t, t.slot - t.index, 0) + tid;
-        float total = chunks > 1 ? 0.0f : 0.0f + sum, part[kInFlight];
+        float total = chunks > 1 ? 0.0f : 0.0f + sum, part[kInFlight];  // from 0 on, as NumPy does: -0 becomes 0
         for (int32 c0 = 0; chunks > 1 && c0 < chunks; c0 += kInFlight) {
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i)

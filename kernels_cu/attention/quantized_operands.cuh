@@ -40,7 +40,7 @@ OA_DEVICE const float* row_biases(const AttnFwdParams& p, const QuantizedOperand
     return x.row_bias + head_of(p, t, p.num_q_heads, t.head_idx) * p.seqlen_q + t.q_begin;
 }
 OA_DEVICE float row_bias_of(const AttnFwdParams& p, const QuantizedOperands& x, const FwdTile& t, int32 row) {
-    return row < t.seqlen_q ? row_biases(p, x, t)[row] : 0.0f;
+    return uint32(row) < uint32(t.seqlen_q) ? row_biases(p, x, t)[row] : 0.0f;  // row may be negative (FwdTile::m0)
 }
 
 // What is known of a CTA's tile and not needed all the time: registers are what this kernel lacks.

@@ -8,11 +8,12 @@
 #include "scheduler/fwd_tile.cuh"
 
 // Scales and stores this thread's two rows. The four lanes of a quad hold 4 x 4 words of one row (four 8-column blocks);
-// a transpose inside the quad gives each lane 16 contiguous bytes. m2, l: base and denominator of either row. bias: what the
-// scores lack, in natural-log units; a row whose bias is NaN becomes NaN.
+// a transpose inside the quad gives each lane 16 contiguous bytes. m2, l: base and denominator of either row; lse_l: what the
+// LSE is of, where that is something else. bias: what the scores lack, in natural-log units; a row whose bias is NaN becomes NaN.
 template <typename Io, int kOutputs>
-OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2], const float (&bias)[2],
-                          const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int lane) {
+OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2],
+                          const float (&lse_l)[2], const float (&bias)[2], const AttnFwdParams& p, const FwdTile& t,
+                          int32 warp_row, int lane) {
     static_assert(kOutputs % 16 == 0, "whole groups of four column blocks");
     float sink2 = sink_log2<Io>(p, t);
     int quad_lane = lane & 3;
@@ -21,7 +22,7 @@ OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], cons
     for (int r = 0; r < 2; ++r) {
         float lacks = l[r] == 0.0f ? 0.0f : bias[r];  // a row that attends to nothing gives 0, whatever its bias
         RowResult res = finish_row(m2[r], l[r], sink2 - lacks * kLog2e);
-        res.lse += lacks;
+        res.lse = finish_row(m2[r], lse_l[r], sink2 - lacks * kLog2e).lse + lacks;
         if (lacks != lacks) res.o_scale = lacks;
         int32 row = warp_row + (lane >> 2) + r * 8;
         bool row_ok = uint32(row) < uint32(t.seqlen_q);  // unsigned: rows before row 0 (FwdTile::m0) are none either
@@ -45,4 +46,9 @@ OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], cons
             if (row_ok && column < p.head_dim) *reinterpret_cast<uint4*>(go + int64(row) * p.o_stride_s + column) = out;
         }
     }
+}
+template <typename Io, int kOutputs>
+OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2], const float (&bias)[2],
+                          const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int lane) {
+    store_rows<Io>(o, m2, l, l, bias, p, t, warp_row, lane);
 }

@@ -38,10 +38,6 @@ constexpr float kBaseSteps<SeededScore<4>> = 1.0f;
 template <typename Score>
 constexpr float kCoarseScaleOf = kBaseSteps<Score> == 1.0f ? 0.5f : 0.005f;
 constexpr float kCoarseScale = kCoarseScaleOf<int32>;
-template <typename Score>
-constexpr bool kIsWgmmaInteger = false;
-template <>
-constexpr bool kIsWgmmaInteger<int32> = true;
 OA_DEVICE float scale_without_rounding(float c) { return __uint_as_float(__float_as_uint(c) & 0xfffffff0u); }
 // A hidden key's score: score_of it is -inf.
 OA_DEVICE void hide(float& s) { s = neg_inf(); }
@@ -70,6 +66,15 @@ OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const Fwd
     }
 }
 
+// Of the four lanes that have a row.
+OA_DEVICE void sum_of_quad(float (&l)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        l[r] += __shfl_xor_sync(0xffffffffu, l[r], 1);
+        l[r] += __shfl_xor_sync(0xffffffffu, l[r], 2);
+    }
+}
+
 struct NoLift {
     static constexpr float kValue = 0.0f;
     static constexpr float kSumLimit = 256.0f;  // p <= 2^8 costs no relative precision in bf16, fp16 or fp32
@@ -77,6 +82,36 @@ struct NoLift {
 struct NoShift {
     static constexpr bool kPresent = false;
     OA_DEVICE float operator()(int, int) const { return 0.0f; }
+};
+
+// Base-2 exponents of a tile's scores, relative to the base m2 of their row.
+template <bool kCareful, typename Score, int kScores, typename Shift>
+class Exponents {
+  public:
+    OA_DEVICE Exponents(const Score (&s)[kScores], const float (&c)[2], const float (&m2)[2], Shift shift)
+        : s_(s), c_(c), m2_(m2), shift_(shift) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            base_[r] = kScoreBias<Score> == 0.0f ? -m2[r] : fmaf(-kScoreBias<Score>, c[r], -m2[r]);
+    }
+    // Of row r, column x of block n.
+    OA_DEVICE float operator()(int n, int r, int x) const {
+        float score = score_of(s_[4 * n + 2 * r + x]);
+        if constexpr (kCareful) return fmaf(score - kScoreBias<Score>, c_[r], shift_(n, x)) - m2_[r];
+        if constexpr (Shift::kPresent) return fmaf(score - kScoreBias<Score>, c_[r], shift_(n, x) - m2_[r]);
+        return fmaf(score, c_[r], base_[r]);
+    }
+    // Whether its power has to be set to 0 whatever c is.
+    OA_DEVICE bool is_hidden(int n, int r, int x) const {
+        return kCareful && score_of(s_[4 * n + 2 * r + x]) == neg_inf();
+    }
+
+  private:
+    const Score (&s_)[kScores];
+    const float (&c_)[2];
+    const float (&m2_)[2];
+    Shift shift_;
+    float base_[2];
 };
 
 // Running base and denominator of this thread's two rows, in base 2: p = exp2(s c - m2).
@@ -146,55 +181,49 @@ struct RowState {
               typename Shift = NoShift>
     OA_DEVICE void exponentiate_blocks(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put& put,
                                        Shift shift = {}) const {
-        float base[2];
+        const Exponents<kCareful, Score, kScores, Shift> exponent(s, c, m2, shift);
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-            base[r] = kScoreBias<Score> == 0.0f ? -m2[r] : fmaf(-kScoreBias<Score>, c[r], -m2[r]);
-        auto exponent = [&](int n, int r, int x) {
-            float score = score_of(s[4 * n + 2 * r + x]);
-            if constexpr (kCareful) return fmaf(score - kScoreBias<Score>, c[r], shift(n, x)) - m2[r];
-            if constexpr (Shift::kPresent) return fmaf(score - kScoreBias<Score>, c[r], shift(n, x) - m2[r]);
-            return fmaf(score, c[r], base[r]);
-        };
-        auto hidden = [&](int n, int r, int x) { return kCareful && score_of(s[4 * n + 2 * r + x]) == neg_inf(); };
-        if constexpr (kIsWgmmaInteger<Score>) {
-            static_assert(kFirst == 0 && kEnd == kScores / 4, "a whole tile at a time: the loop below knows no other");
-            // Exponents one pair ahead of the powers, sums two pairs behind, so that fewer of them wait for the result of the
-            // instruction before.
-            constexpr int kPairs = kScores / 2, kLater = 2;
-            float e[kScores];
-            auto prepare = [&](int k) {
-                e[2 * k] = exponent(k >> 1, k & 1, 0);
-                e[2 * k + 1] = exponent(k >> 1, k & 1, 1);
-            };
-            prepare(0);
+        for (int n = kFirst; n < kEnd; ++n)
 #pragma unroll
-            for (int k = 0; k < kPairs + kLater; ++k) {
-                if (k < kPairs) {
+            for (int r = 0; r < 2; ++r) {
+                float p[2];
 #pragma unroll
-                    for (int x = 0; x < 2; ++x) {
-                        float p = exp2_in_order(e[2 * k + x]);
-                        e[2 * k + x] = hidden(k >> 1, k & 1, x) ? 0.0f : p;
-                    }
-                    if (k + 1 < kPairs) prepare(k + 1);
-                }
-                if (k >= kLater) {
-                    int done = k - kLater;
-                    sum[done & 1] += e[2 * done] + e[2 * done + 1];
-                    put(done >> 1, done & 1, e[2 * done], e[2 * done + 1]);
-                }
+                for (int x = 0; x < 2; ++x) p[x] = exponent.is_hidden(n, r, x) ? 0.0f : exp2_approx(exponent(n, r, x));
+                sum[r] += p[0] + p[1];
+                put(n, r, p[0], p[1]);
             }
-        } else {
+    }
+
+    // A whole tile, the powers in the order of the source: put(n, r, p0, p1) as above, but no sums. kByRow: row 0's columns
+    // before row 1's; else block by block. Exponents stand one pair ahead of the powers and puts two pairs behind, so that fewer
+    // of them wait for the result of the instruction before.
+    template <bool kCareful, bool kByRow, typename Score, int kScores, typename Put, typename Shift = NoShift>
+    OA_DEVICE void exponentiate_in_order(const Score (&s)[kScores], const float (&c)[2], Put put,
+                                         Shift shift = {}) const {
+        const Exponents<kCareful, Score, kScores, Shift> exponent(s, c, m2, shift);
+        constexpr int kPairs = kScores / 2, kLater = 2;
+        float e[kScores];
+        auto block = [](int k) { return kByRow ? k % (kPairs / 2) : k >> 1; };
+        auto row = [](int k) { return kByRow ? k / (kPairs / 2) : k & 1; };
+        auto prepare = [&](int k) {
+            e[2 * k] = exponent(block(k), row(k), 0);
+            e[2 * k + 1] = exponent(block(k), row(k), 1);
+        };
+        prepare(0);
 #pragma unroll
-            for (int n = kFirst; n < kEnd; ++n)
+        for (int k = 0; k < kPairs + kLater; ++k) {
+            if (k < kPairs) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    float p[2];
-#pragma unroll
-                    for (int x = 0; x < 2; ++x) p[x] = hidden(n, r, x) ? 0.0f : exp2_approx(exponent(n, r, x));
-                    sum[r] += p[0] + p[1];
-                    put(n, r, p[0], p[1]);
+                for (int x = 0; x < 2; ++x) {
+                    float p = exp2_in_order(e[2 * k + x]);
+                    e[2 * k + x] = exponent.is_hidden(block(k), row(k), x) ? 0.0f : p;
                 }
+                if (k + 1 < kPairs) prepare(k + 1);
+            }
+            if (k >= kLater) {
+                int done = k - kLater;
+                put(block(done), row(done), e[2 * done], e[2 * done + 1]);
+            }
         }
     }
 
@@ -212,13 +241,7 @@ struct RowState {
     }
 
     // Sums the denominators over the four lanes of a row; once, after the last tile.
-    OA_DEVICE void reduce() {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            l[r] += __shfl_xor_sync(0xffffffffu, l[r], 1);
-            l[r] += __shfl_xor_sync(0xffffffffu, l[r], 2);
-        }
-    }
+    OA_DEVICE void reduce() { sum_of_quad(l); }
 };
 
 template <int kOutputs>

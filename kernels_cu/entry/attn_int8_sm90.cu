@@ -12,26 +12,29 @@
 // row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
 //
 // Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh); only two warpgroups take turns.
-//   consumer   wait kv(i) | [turn:] S = QK(i) | A += P(i-1)V(i-1) | [next one's turn]
-//              softmax(i), under the product with V | every flush_keys keys: O += A, A = 0 ...
+//   consumer   wait kv(i) | [turn:] S = QK(i) | A += P(i-1)V(i-1), sums of P(i-1) | [next one's turn]
+//              softmax(i), under the products with P | every flush_keys keys: O += A, A = 0 ...
 // The tensor cores keep about 13 bits of mantissa when they add e4m3 products, and cut off what lies below. So A, in
 // registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no
 // registers for both.
-// P is 28 (with tiles of 128 keys 14) at the largest score that the base of the softmax was made for: an e4m3 number, so
+// P is 28 at the largest score that the base of the softmax was made for: an e4m3 number, so
 // that a key that counts for more than all others is not rounded, with room below the largest e4m3 for scores that exceed it.
+// What divides O are sums of P as rounded: products with ones, each tile's by itself. The LSE is of sums before rounding, which
+// kernels WITH_LSE form besides; what they make of O has the same bits.
 //
-// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | delta_s
+// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones [512] | delta_s
 // [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean
 // [NUM_CONSUMERS][2][HEAD_DIM * 4], where there is room (else they follow O in its place) | barriers. Rows of Q and K are
 // min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/channel_scales.cuh"
+#include "attention/delta_shift.cuh"
+#include "attention/e4m3_probs.cuh"
 #include "attention/quantize_params.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/wgmma_roles.cuh"
 #include "attention/warp_softmax.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/cvt_e4m3.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
@@ -49,6 +52,7 @@ struct Config {
     static constexpr int kQStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;
     static constexpr bool kDelta = SMOOTH_Q;
+    static constexpr bool kLse = WITH_LSE;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kRowBytes = kHeadDim < 128 ? kHeadDim : 128;
     static constexpr int kPanels = kHeadDim / kRowBytes;
@@ -57,18 +61,20 @@ struct Config {
     static constexpr int kOutputs = kHeadDim / 2;  // of one thread
     // Blocks of 128 query rows, which delta_s has, in a tile.
     static constexpr int kDeltaRows = kBlockM % 128 == 0 ? kBlockM / 128 : kBlockM / 128 + 1;
+    static constexpr bool kByRow = kHeadDim == 128;  // order of exponentials: the other one costs 1 to 2 %
     static constexpr bool kEarlyChannels = kHeadDim <= 128;
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
-    static_assert(kBlockN == 64 || kBlockN == 128, "rows of V, and a scale's tile of 128 keys");
+    static_assert(kBlockN == 64 || kBlockN == 128, "rows of V; a scale's tile has 128 keys");
 };
 
 struct SharedStorage {
     alignas(1024) uint8 q[Config::kQStages][Config::kBlockM * Config::kHeadDim];
     alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim];
     alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim];
+    alignas(512) uint8 ones[512];  // 8 rows of 64 e4m3
     alignas(16) float delta[Config::kDelta ? Config::kStages : 1][Config::kDeltaRows][Config::kBlockN];
     float4 o[Config::kConsumers][Config::kOutputs / 4][128];  // each thread's own, in its order
     alignas(16) float k_scale[Config::kStages][4];
@@ -90,10 +96,13 @@ constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
 constexpr uint32 kDeltaBytes = Config::kBlockN * 4;
 using Scores = int32[Config::kNTiles * 4];
 using Output = float[Config::kOutputs];
+using RowSums = float[4];
+// P as operand. Keys are permuted inside each 16, as those of V are: a register holds columns x of blocks n and n + 1.
 using Probabilities = uint32[Config::kBlockN / 32][4];
+using Packer = E4m3Packer<Config::kBlockN / 32, Config::kLse>;
 
-// First block of 128 rows of the tile's sequence, of queries or of keys.
-OA_DEVICE int32 slot_of(const FwdTile& t, int32 begin) {
+// slot_of, known when compiled of dense batches.
+OA_DEVICE int32 first_block(const FwdTile& t, int32 begin) {
     return Config::kVarlen ? first_slot(begin, t.sequence, kBlockRows) : 0;
 }
 
@@ -126,8 +135,8 @@ class Producer : public ProducerRole<Config, Producer> {
         int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
         bulk_load(
             smem_addr_at(&SharedStorage::k_scale) + 16 * stage,
-            params_.x.k_scale + head * params_.x.k_scale_stride_h + (slot_of(t, t.k_begin) + key / kBlockRows) * 4, 16,
-            bar);
+            params_.x.k_scale + head * params_.x.k_scale_stride_h + (first_block(t, t.k_begin) + key / kBlockRows) * 4,
+            16, bar);
         if constexpr (Config::kDelta) {
             int64 q_head = int64(t.batch_idx) * p.num_q_heads + t.head_idx;
             int32 first = t.m0 / kBlockRows, last = (t.seqlen_q - 1) / kBlockRows;
@@ -137,13 +146,13 @@ class Producer : public ProducerRole<Config, Producer> {
 #pragma unroll
             for (int i = 0; i < Config::kDeltaRows; ++i)
                 bulk_load(smem_addr_at(&SharedStorage::delta) + (stage * Config::kDeltaRows + i) * kDeltaBytes,
-                          rows + int64(slot_of(t, t.q_begin) + min_of(first + i, last)) * params_.x.delta_columns,
+                          rows + int64(first_block(t, t.q_begin) + min_of(first + i, last)) * params_.x.delta_columns,
                           kDeltaBytes, bar);
         }
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
         tma_load_4d(smem_addr_at(&SharedStorage::v) + stage * ::kKBytes, &params_.map_v, bar,
-                    slot_of(t, t.k_begin) * kBlockRows + n * Config::kBlockN, 0, kv_head, t.batch_idx);
+                    first_block(t, t.k_begin) * kBlockRows + n * Config::kBlockN, 0, kv_head, t.batch_idx);
     }
 
   private:
@@ -164,72 +173,39 @@ OA_DEVICE void issue_qk(Scores& s, WgmmaDescriptor q, WgmmaDescriptor k) {
     wgmma_pin(s);
 }
 
-// A += P V, asynchronous.
-OA_DEVICE void issue_pv(Output& acc, const Probabilities& probs, WgmmaDescriptor v) {
+// A += P V, and sums = P 1: elements 0 and 2 are the tile's sums of this lane's two rows. Asynchronous.
+OA_DEVICE void issue_pv(Output& acc, RowSums& sums, const Probabilities& probs, WgmmaDescriptor v) {
+    const WgmmaDescriptor ones = wgmma_descriptor<64>(smem_addr_at(&SharedStorage::ones), 16, 512);
     wgmma_pin(acc);
+    wgmma_pin(sums);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 32; ++step)
         Wgmma<Config::kHeadDim>::rs(E4m3{}, acc, probs[step], v.at(step * 32), 1);
+    // After the product with V, which takes longer: the other way round costs 2 %.
+#pragma unroll
+    for (int step = 0; step < Config::kBlockN / 32; ++step)
+        Wgmma<8>::rs(E4m3{}, sums, probs[step], ones.at(0), step != 0);
     wgmma_commit();
     wgmma_pin(acc);
+    wgmma_pin(sums);
 }
 
-// P at the base of the softmax. No P beyond 448 goes unnoticed: a lane has kBlockN / 4 of a row, P is at most their sum, and
-// that is looked at. All of them at the base stay below.
-struct Lift {
-    static constexpr float kValue = Config::kBlockN == 64 ? 4.8068f : 3.8068f;  // just below log2(28), log2(14)
-    static constexpr float kSumLimit = 448.0f;
-};
 using Softmax = RowState<Lift>;
 
-// delta_s of a column, in base 2: added to the exponents of every row of a block.
-struct DeltaShift {
-    static constexpr bool kPresent = true;
-    const float* delta;  // shared memory, from this lane's first column on
-    float scale_log2;
-    OA_DEVICE float operator()(int n, int x) const { return delta[8 * n + x] * scale_log2; }
-};
-template <bool kDelta>
-struct ShiftIf {
-    using Type = NoShift;
-    static OA_DEVICE Type of(const float*, float) { return {}; }
-};
-template <>
-struct ShiftIf<true> {
-    using Type = DeltaShift;
-    static OA_DEVICE Type of(const float* delta, float scale_log2) { return {delta, scale_log2}; }
-};
 using Shift = ShiftIf<Config::kDelta>::Type;
-
-// P as operand. Keys are permuted inside each 16, as those of V are: a register holds columns x of blocks n and n + 1.
-template <bool kCareful>
-OA_DEVICE void probabilities(const Softmax& rows, const Scores& s, const float (&c)[2], Shift shift,
-                             Probabilities& probs, float (&sum)[2]) {
-    float even[2][2] = {};
-    rows.exponentiate<kCareful>(
-        s, c, sum,
-        [&](int n, int r, float p0, float p1) {
-            if (n & 1) {
-                probs[n >> 2][(n & 2) + r] = pack4_e4m3(even[r][0], even[r][1], p0, p1);
-            } else {
-                even[r][0] = p0;
-                even[r][1] = p1;
-            }
-        },
-        shift);
-}
 
 class Consumer : public ConsumerRole<Config, Consumer> {
   public:
     struct Rows {
         Output acc;
         Softmax softmax;
+        float lse_sum[2];  // kLse: this lane's sums of P before rounding
         float shrink[2];  // what O, as it lies in shared memory, has to be multiplied by
         bool flushed;  // whether O has anything
         bool attended;  // whether there was a tile of keys
 
-        OA_DEVICE Rows() : shrink{1.0f, 1.0f}, flushed(false), attended(false) { clear(); }
+        OA_DEVICE Rows() : lse_sum{0.0f, 0.0f}, shrink{1.0f, 1.0f}, flushed(false), attended(false) { clear(); }
         OA_DEVICE void clear() {
 #pragma unroll
             for (int i = 0; i < Config::kOutputs; ++i) acc[i] = 0.0f;
@@ -253,13 +229,16 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         const int32 num_tiles = keys.end - keys.first;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
-        const float q_scale = scale_of_queries(t, warp_row);
+        // Asked for here, used behind the waits for Q and K: it comes from far away.
+        float q_scale = scale_of_queries(t, warp_row);
         const WgmmaDescriptor q = q_.next(q_at_.stage * kQBytes);
         Softmax& rows = state.softmax;
         Scores s;
         // P is made while the product of the last P runs, whose operands no instruction may write to.
         Probabilities probs, fresh;
-        float c[2], sum[2], alpha[2];
+        const uint32 zero = unseen_zero();
+        RowSums sums = {};
+        float c[2], alpha[2], sum[2];
         bool is_full = false;  // whether the next step's buffer was seen to be
 
         // S(i), and A += P(i - 1) V(i - 1), which runs on.
@@ -267,7 +246,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
             turns_.wait();
             issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
-            issue_pv(state.acc, probs, v_.next(kv_at_.stage * kKBytes));
+            issue_pv(state.acc, sums, probs, v_.next(kv_at_.stage * kKBytes));
             turns_.pass_on();
             wgmma_wait<1>();
             wgmma_pin(s);
@@ -275,14 +254,17 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         auto finish_pv = [&] {
             wgmma_wait<0>();
             wgmma_pin(state.acc);
+            wgmma_pin(sums);
 #pragma unroll
             for (int k = 0; k < Config::kBlockN / 32; ++k) wgmma_pin(probs[k]);
+            rows.l[0] += sums[0];
+            rows.l[1] += sums[2];
         };
         auto renew_probs = [&] {
 #pragma unroll
             for (int k = 0; k < Config::kBlockN / 32; ++k)
 #pragma unroll
-                for (int x = 0; x < 4; ++x) probs[k][x] = moved(fresh[k][x]);
+                for (int x = 0; x < 4; ++x) probs[k][x] = moved(fresh[k][x], zero);
         };
         // After the last read of the step's buffer.
         auto give_back = [&] {
@@ -290,14 +272,34 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             release_kv();
             is_full = bars_.kv.is_full(kv_at_);
         };
-        auto too_large = [&] { return Softmax::too_large(sum, own, !Config::kDelta && c[0] > kCoarseScale); };
+        // P(i), except as operand.
+        auto exponentiate = [&] {
+            sum[0] = sum[1] = 0.0f;
+            rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift_of(t));
+        };
+        // Of this lane's rows. In packed tensors a tile's last rows may be the next sequence's; they must not have a say, or a
+        // result would depend on its neighbour.
+        auto is_too_large = [&] {
+            uint32 signs[2];
+            past_largest(fresh, signs);
+            return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0 ||
+                   (!Config::kDelta && c[0] > kCoarseScale);
+        };
         auto once_more = [&] {
             Shift shift = shift_of(t);
             rows.raise(s, c, alpha, shift);
             rescale(state.acc, alpha);
             state.shrink[0] *= alpha[0];
             state.shrink[1] *= alpha[1];
-            probabilities<true>(rows, s, c, shift, probs, sum);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) state.lse_sum[r] *= alpha[r], sum[r] = 0.0f;
+            rows.exponentiate_in_order<true, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift);
+            renew_probs();
+        };
+        auto add = [&] {
+            if (!Config::kLse) return;
+            state.lse_sum[0] += sum[0];
+            state.lse_sum[1] += sum[1];
         };
         auto mask = [&] {
             if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
@@ -310,28 +312,30 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         turns_.pass_on();
         if (Config::kEarlyChannels) fetch_channels(t);
         state.attended = true;
+        q_scale *= p_.softmax_scale * kLog2e;
         c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
         wgmma_wait<0>();
         wgmma_pin(s);
         if (i == num_tiles - 1) release_q();
         mask();
         rows.raise(s, c, alpha, shift_of(t));
-        probabilities<false>(rows, s, c, shift_of(t), probs, sum);
-        if (too_large()) once_more();
+        exponentiate();
+        renew_probs();
+        if (__any_sync(0xffffffffu, is_too_large())) once_more();
+        add();
         give_back();
-        rows.add(sum);
 
         const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
         int32 flush_at = i + flush_tiles;
         auto next_special = [&](int32 j) { return min_of(ConsumerRole::next_special(keys, j), flush_at); };
         int32 special = next_special(i);
-        for (++i; i < num_tiles;) {
+        for (++i; i < num_tiles; ++i) {
             if (!is_full) wait_kv();
             if (i >= special) {
                 products();
                 if (i == num_tiles - 1) release_q();
                 mask();
-                probabilities<false>(rows, s, c, shift_of(t), fresh, sum);
+                exponentiate();
                 finish_pv();
                 if (i == flush_at) {
                     flush(state);
@@ -339,34 +343,36 @@ class Consumer : public ConsumerRole<Config, Consumer> {
                 }
                 special = next_special(i);
                 renew_probs();
-                if (too_large()) once_more();
+                if (__any_sync(0xffffffffu, is_too_large())) once_more();
                 give_back();
             } else {
-                // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more.
-                bool again;
+                // The common case. What is rare leaves the loop, by one branch for all: a jump over it would cost ten cycles a
+                // step and more.
+                bool again, given = !Config::kDelta;
                 for (;;) {
                     products();
-                    probabilities<false>(rows, s, c, shift_of(t), fresh, sum);
+                    exponentiate();
                     finish_pv();
-                    again = too_large();
                     if (!Config::kDelta) give_back();
                     renew_probs();
-                    if (again) break;
-                    if (Config::kDelta) give_back();  // doing it again needs delta_s
-                    if (!(is_full && i + 1 < special)) break;
-                    rows.add(sum);
+                    again = is_too_large();
+                    if (__any_sync(0xffffffffu, again || i + 1 >= special || (!Config::kDelta && !is_full))) break;
+                    if (Config::kDelta) {  // doing it again would have needed delta_s
+                        give_back();
+                        given = true;
+                        if (!is_full) break;
+                        given = false;
+                    }
+                    add();
                     ++i;
                 }
-                if (again) {
-                    once_more();
-                    if (Config::kDelta) give_back();
-                }
+                if (__any_sync(0xffffffffu, again)) once_more();
+                if (!given) give_back();
             }
-            rows.add(sum);
-            ++i;
+            add();
         }
         if (!is_full) wait_kv();
-        issue_pv(state.acc, probs, v_.next(kv_at_.stage * kKBytes));
+        issue_pv(state.acc, sums, probs, v_.next(kv_at_.stage * kKBytes));
         finish_pv();
         release_kv();
         if (state.flushed) add_flushed(state);
@@ -374,41 +380,32 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     // Undoes V's scale and mean, both per channel: O = A v_scale + (sum of P) v_mean, before the division by that sum.
     OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
-        state.softmax.reduce();
-        if (t.seqlen_k <= 0) {  // rows of no sequence have no bias to look up
-            store_rows<Config::Io>(state.acc, state.softmax.m2, state.softmax.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
-            return;
-        }
+        float bias[2] = {0.0f, 0.0f};
         if (state.attended) {
             if (!Config::kEarlyChannels) {
                 named_barrier_sync(kFirstFreeBarrier + group_, 128);  // O has been read
                 fetch_channels(t);
             }
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                bias[r] = row_bias_of(p_, params_.x, t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
             cp_async_wait<0>();
             named_barrier_sync(kFirstFreeBarrier + group_, 128);
             channels().undo(state.acc, state.softmax.l, lane_);
         }
-        float bias[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            int32 row = warp_row + (lane_ >> 2) + 8 * r;
-            int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
-            bias[r] = uint32(row) < uint32(t.seqlen_q)  // row may be negative
-                          ? params_.x.row_bias[head * p_.seqlen_q + t.q_begin + row] * p_.softmax_scale
-                          : 0.0f;
-        }
-        store_rows<Config::Io>(state.acc, state.softmax.m2, state.softmax.l, bias, p_, t, warp_row, lane_);
+        if (Config::kLse) sum_of_quad(state.lse_sum);
+        store_rows<Config::Io>(state.acc, state.softmax.m2, state.softmax.l,
+                               Config::kLse ? state.lse_sum : state.softmax.l, bias, p_, t, warp_row, lane_);
     }
 
   private:
-    // Of this lane's two rows, with the softmax's scale, in base 2.
+    // Of this lane's two rows.
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
         // Rows behind the sequence, or (unsigned) before row 0, are zeros: no scale so coarse as to need the careful way.
         if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
-        return params_.x.q_scale[head * params_.x.q_scale_stride_h + slot_of(t, t.q_begin) * 64 + (warp_row >> 4) * 8 +
-                                 (lane_ >> 2)] *
-               (p_.softmax_scale * kLog2e);
+        return params_.x.q_scale[head * params_.x.q_scale_stride_h + first_block(t, t.q_begin) * 64 +
+                                 (warp_row >> 4) * 8 + (lane_ >> 2)];
     }
 
     // V's scale and mean for `store`. Early: after a turn has begun, when the whole warpgroup has read the last tile's.
@@ -479,6 +476,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90
         check_smem_base(smem_raw);
         bars.init();
     }
+    if (threadIdx.x < sizeof(smem.ones) / 4) reinterpret_cast<uint32*>(smem.ones)[threadIdx.x] = kOnes;
+    fence_proxy_async();
     __syncthreads();
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {

@@ -55,12 +55,15 @@ struct Select<false, A, B> {
     using Type = B;
 };
 
-// x again, by an instruction that stays where it stands: of a plain copy the compiler makes one register for both.
-OA_DEVICE uint32 moved(uint32 x) {
+// x again, by an instruction that stays where it stands: of a plain copy the compiler makes one register for both, and of an
+// operation that changes nothing too, if it can see that. opaque_zero: 0, of unseen_zero().
+OA_DEVICE uint32 moved(uint32 x, uint32 opaque_zero) {
     uint32 y;
-    asm volatile("or.b32 %0, %1, 0;" : "=r"(y) : "r"(x) : "memory");
+    asm volatile("or.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(opaque_zero) : "memory");
     return y;
 }
+// 0 as something that is not known before the kernel runs. All lanes of a warp.
+OA_DEVICE uint32 unseen_zero() { return __shfl_sync(0xffffffffu, threadIdx.y, 0); }
 
 // The same value, kept in a register: what the compiler sees through, it computes anew at every use in a loop.
 OA_DEVICE int32 kept(int32 x) {

@@ -64,6 +64,19 @@ template <int kWidth>
 struct Wgmma;
 
 template <>
+struct Wgmma<8> {
+    static OA_DEVICE void rs(E4m3, float (&d)[4], const uint32 (&a)[4], uint64 b, int32 accumulate) {
+        asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, %8, p, 1, 1;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+    }
+};
+
+template <>
 struct Wgmma<64> {
     static OA_DEVICE void ss(BFloat16, float (&d)[32], uint64 a, uint64 b, int32 accumulate) {
         asm volatile(

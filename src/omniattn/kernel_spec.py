@@ -44,12 +44,14 @@ class KernelSpec:
         Dynamic shared memory per CTA.
     features : frozenset of str
         What it was compiled with beyond the common set. ``"score_mods"``: softcap, mask, softmax_scale <= 0;
-        ``"smooth_q"``: ``delta_s``; ``"common"``: made for what most calls ask of a quantizer, and for nothing else;
-        ``"cache_16"``, ``"cache_fp8"``, ``"cache_int8"``, ``"cache_int4"``, ``"cache_int4g32"`` (groups of 32): the
-        format of a cache, of K and V, or of K followed by that of V (``"cache_int8_int4"``).
+        ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own; ``"common"``: made for what most calls ask
+        of a quantizer, and for nothing else; ``"cache_16"``, ``"cache_fp8"``, ``"cache_int8"``, ``"cache_int4"``,
+        ``"cache_int4g32"`` (groups of 32): the format of a cache, of K and V, or of K followed by that of V
+        (``"cache_int8_int4"``).
     lacks : frozenset of str
-        What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences;
-        ``"dense"``: batches; ``"any_strides"``: arrays that no tensor map describes (zero, negative or huge strides).
+        What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
+        batches; ``"lse"``: calls that want the LSE; ``"any_strides"``: arrays that no tensor map describes (zero,
+        negative or huge strides).
     bits, pv, pv_accumulator : int, str, str
         Of low-precision attention: bits of an element in Q K^T, element type (``"fp8"``, ``"fp16"``) and accumulator
         (``"fp32"``, ``"fp16"``) of P V.

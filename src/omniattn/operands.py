@@ -306,7 +306,7 @@ def make_plan(
         operands.dtype, batch, rows, operands.rows_k, heads, operands.heads_kv, operands.head_dim, left, right,
         softmax_scale, softcap, mask_kind, sinks_kind, operands.varlen, f"int{operands.bits}", deterministic,
         tensor_maps=on_gpu and runtime.has_tensor_maps(), low=low,
-        operands=(operands.grouping, operands.stored_bits),
+        operands=(operands.grouping, operands.stored_bits), lse=return_lse,
     )  # fmt: skip
     problems = (q.pair.problem, k.pair.problem, v.problem)
     wanted = lse_shape if return_lse else None

@@ -72,7 +72,7 @@ def make_plan(
     varlen = function == "attention_varlen"
     arguments.check_layout(layout, function)
     causal = arguments.check_bool(causal, "causal", function)
-    arguments.check_bool(return_lse, "return_lse", function)
+    return_lse = arguments.check_bool(return_lse, "return_lse", function)
     deterministic = arguments.check_bool(deterministic, "deterministic", function)
     left, right = arguments.check_window(window, causal, function)
     precision, low = arguments.check_precision(precision, function)
@@ -143,7 +143,7 @@ def make_plan(
         sinks_kind, varlen, precision, deterministic,
         # Quantized operands are the library's own.
         tensor_maps=on_gpu and (low is not None or all(map(_describable, (q, k, v)))) and runtime.has_tensor_maps(),
-        low=low,
+        low=low, lse=return_lse,
     )  # fmt: skip
     q_shape = tuple(q.shape)
     lse_shape = (heads_q, rows_q) if varlen else (batch, heads_q, rows_q)
@@ -176,7 +176,7 @@ def make_plan(
                 replace(low, pv=spec.pv, pv_accumulator=spec.pv_accumulator), dtype=q.dtype, batch=batch, rows_q=rows_q,
                 rows_k=rows_k, heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, varlen=varlen,
                 grouping=spec.grouping, max_seqlen_k=max(extent_k, 1), wide=spec.bits == 8,
-                full_bias=bool(return_lse) or sinks_kind != "none" or softcap > 0,
+                full_bias=return_lse or sinks_kind != "none" or softcap > 0,
             ),
             (strides.q, strides.k, strides.v),
             q.ordinal,

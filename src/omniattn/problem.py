@@ -49,6 +49,8 @@ class Problem:
         The knobs of a low precision; None for ``"exact"``.
     operands : (str, int), optional
         Grouping of operands that come quantized, and the bits in which they store an integer.
+    lse : bool
+        The caller wants the LSE.
     """
 
     dtype: str
@@ -70,6 +72,7 @@ class Problem:
     tensor_maps: bool = True
     low: Int8 | None = None
     operands: tuple[str, int] | None = None
+    lse: bool = False
 
     @property
     def score_mods(self) -> bool:

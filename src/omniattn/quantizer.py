@@ -139,5 +139,4 @@ def device_plan(
         strides,
         device.sm_count,
         group_bytes,
-        device.cc >= (9, 0) and device.driver_version >= (12, 4),
     )

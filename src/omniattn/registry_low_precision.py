@@ -17,18 +17,18 @@ class _Int8Sm90Tile:
     block_n: int
     num_stages: int
     num_q_stages: int
-    long: bool = False  # a further tile, for long problems that need nothing special
 
 
 _INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
     _Int8Sm90Tile(64, 4, 64, 4, 2),
-    _Int8Sm90Tile(64, 3, 128, 4, 1, long=True),
     _Int8Sm90Tile(128, 3, 64, 4, 1),
     _Int8Sm90Tile(256, 2, 64, 2, 1),
 )
 
 
-def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: bool) -> KernelSpec:
+def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) -> KernelSpec:
+    """kind: ``""``, ``"lse"`` (makes the LSE too) or ``"smoothq"`` (adds delta_s, and makes the LSE)."""
+    smooth_q = kind == "smoothq"
     short, tag = IO_TYPES[dtype]
     # delta_s takes registers that a fourth warpgroup would need.
     num_consumers = min(tile.num_consumers, 3) if smooth_q else tile.num_consumers
@@ -39,13 +39,11 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
     sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
     channels_bytes = 8 * num_consumers * (tile.head_dim if tile.head_dim <= 128 else 1)  # scales and means of V
     barriers_bytes = 16 * (num_q_stages + tile.num_stages)
+    tiles_bytes += 512  # ones, which P is multiplied by for its sums
     smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes + 36 * num_q_stages + 640
     smem_bytes = -(-smem_bytes // 1024) * 1024
     return KernelSpec(
-        name=f"attn_int8_sm90_{short}_d{tile.head_dim}"
-        + "_long" * tile.long
-        + "_smoothq" * smooth_q
-        + "_varlen" * varlen,
+        name=f"attn_int8_sm90_{short}_d{tile.head_dim}" + f"_{kind}" * bool(kind) + "_varlen" * varlen,
         family="attn_int8_sm90",
         op="attention_int8",
         source="entry/attn_int8_sm90.cu",
@@ -59,6 +57,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
             ("NUM_Q_STAGES", str(num_q_stages)),
             ("VARLEN", str(int(varlen))),
             ("SMOOTH_Q", str(int(smooth_q))),
+            ("WITH_LSE", str(int(bool(kind)))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -70,15 +69,14 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, smooth_q: boo
         min_arch=(9, 0),
         arch_specific=True,
         prebuild=("90a",),
-        features=frozenset({"smooth_q"}) if smooth_q else frozenset(),
-        lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
-        tuned_for=frozenset({"long"} if tile.long else ()),
+        features=frozenset({"": (), "lse": ("lse",), "smoothq": ("smooth_q",)}[kind]),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", *(() if kind else ("lse",))}),
         bits=8,
         pv="fp8",
         pv_accumulator="fp32",
         grouping="sm90",
         # What is known of a tile; none of it in the loop of the common step.
-        allowed_spill_bytes=(240 if smooth_q else 96) if varlen else 128,
+        allowed_spill_bytes=(320 if smooth_q else 112) if varlen else 128,
     )
 
 
@@ -260,12 +258,11 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
 def low_precision_rows() -> Iterator[KernelSpec]:
     """Rows of attention, Hopper's own first."""
     yield from (
-        _attn_int8_sm90(tile, dtype, varlen, smooth_q)
-        for smooth_q in (False, True)
+        _attn_int8_sm90(tile, dtype, varlen, kind)
+        for kind in ("", "lse", "smoothq")
         for varlen in (False, True)
         for tile in _INT8_SM90_TILES
         for dtype in ("float16", "bfloat16")
-        if not tile.long or not (smooth_q or varlen)
     )
     yield from (
         _attn_int8_sm80(tile, dtype, bits, pv, acc, kind)

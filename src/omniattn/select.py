@@ -84,6 +84,8 @@ def _unfit(spec: KernelSpec, problem: Problem, target: Target) -> str | None:
             return f"it is compiled with{'out' if low.smooth_q else ''} smooth_q"
         if low.granularity == "per_token":
             return "it has one scale a lane, not one a token"
+    if problem.lse and "lse" in spec.lacks:
+        return "it makes no LSE"
     if problem.varlen and "varlen" in spec.lacks:
         return "it takes no packed sequences"
     if not problem.varlen and "dense" in spec.lacks:

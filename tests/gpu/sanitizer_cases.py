@@ -149,7 +149,9 @@ def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
         for precision in precisions:
             for name in ("causal",) if few else ("full", "causal", "window", "sinks", *mods):
                 options = options_for(CALLS[name], rng)
-                check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, precision=precision, **options))
+                o, lse = oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, precision=precision, **options)
+                check(o, lse)
+                check(oa.attention(q, k, v, out=poisoned(q.shape), precision=precision, **options), lse)
             made = {"dtype": f"int{precision.bits}", "smooth_q": precision.smooth_q, "grouping": grouping}
             qk = oa.quantize_qk(q, k, with_bias=True, **made)
             kind = "float16" if precision.pv == "fp16" else "float8_e4m3"

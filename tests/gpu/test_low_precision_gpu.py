@@ -53,6 +53,9 @@ def _both(tensors: list[torch.Tensor], **options: Any) -> tuple[Any, Any]:
     on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     call = oa.attention_varlen if "cu_seqlens_q" in options else oa.attention
     got = call(*(t.cuda() for t in tensors), return_lse=True, **on_gpu)
+    # Whether somebody asks for the LSE makes no difference to O, though it is a kernel of its own that makes both.
+    alone = call(*(t.cuda() for t in tensors), **on_gpu)
+    assert torch.equal(alone.view(torch.int16), got[0].view(torch.int16))
     want = call(*tensors, return_lse=True, **options)
     return got, tuple(to_numpy(x) for x in want)
 

@@ -34,6 +34,8 @@ INT8 = [spec for spec in REGISTRY if spec.family == "attn_int8_sm90"]
 class Kernel:
     """Encodes "maps" that can be read again, and keeps what it is launched with."""
 
+    overlap = None
+
     def __init__(self, log: list[Any] | None = None) -> None:
         self.maps: list[tuple[Any, ...]] = []
         self.log: list[Any] = [] if log is None else log

@@ -301,11 +301,9 @@ def test_only_code_that_waits_itself_begins_before_the_kernel_ahead_ends(
 ) -> None:
     world.driver = FakeDriver(cc)
     world.install(arch)
-    runtime.load(world.spec, 0).launch((1, 1, 1), 32, 0, 0, OVERLAP)
-    assert world.driver.calls[-2] == ("launch", (1, 1, 1), 32, 0, 0, OVERLAP if overlaps else None)
+    assert runtime.load(world.spec, 0).overlap == (OVERLAP if overlaps else None)
     # Of a given image nobody knows what it was compiled for.
-    runtime.load_image(world.spec, 0, b"PTX").launch((1, 1, 1), 32, 0, 0, OVERLAP)
-    assert world.driver.calls[-2][-1] is None
+    assert runtime.load_image(world.spec, 0, b"PTX").overlap is None
 
 
 def test_gpus_of_different_architecture(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import Any
 
@@ -175,15 +176,16 @@ LOW = [Int8(), Int8(smooth_q=True, smooth_v=True), Int8(granularity="per_tensor"
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8) -> None:
-    for head_dim in range(8, 257, 8):
+    for head_dim, lse in itertools.product(range(8, 257, 8), (False, True)):
         for fields in FEATURES:
-            problem = changed(dtype=dtype, head_dim=head_dim, low=low, precision=f"int{low.bits}", **fields)
+            problem = changed(dtype=dtype, head_dim=head_dim, low=low, precision=f"int{low.bits}", lse=lse, **fields)
             spec = select_attention(problem, HOPPER).spec
             assert (spec.op, spec.dtype) == ("attention_int8", dtype)
             assert spec.head_dim == (64 if head_dim <= 64 else 128 if head_dim <= 128 else 256)
             assert spec.family == "attn_int8_sm90"
             assert ("smooth_q" in spec.features) == low.smooth_q
             assert ("varlen" if problem.varlen else "dense") not in spec.lacks
+            assert ("lse" in spec.lacks) == (not lse and not low.smooth_q)
 
 
 def low_of(spec: KernelSpec, **knobs: Any) -> Int8:
@@ -201,7 +203,7 @@ def test_every_low_precision_row_is_chosen_and_can_be_forced(spec: KernelSpec) -
     problems = [
         changed(
             dtype=spec.dtype, head_dim=spec.head_dim, varlen="dense" in spec.lacks, low=low_of(spec), precision="int8",
-            seqlen_k=keys, **mods,
+            seqlen_k=keys, lse="lse" in spec.features, **mods,
         )
         for keys in (512, LONG_KEYS)
     ]  # fmt: skip

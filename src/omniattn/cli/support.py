@@ -183,8 +183,9 @@ def support_rows(
     list of SupportRow
         By operation and features as in the registry, then dtype, then head_dim.
     """
-    # A common problem's own kernel serves nothing that the kernel for anything does not.
-    specs = [spec for spec in registry if "common" not in spec.features]
+    # A common problem's own kernel serves nothing that the kernel for anything does not; of two kernels that differ by
+    # the LSE only, one is enough to see.
+    specs = [spec for spec in registry if not spec.features & {"common", "lse"}]
     rows = []
     for op, features in dict.fromkeys((spec.op, spec.features) for spec in specs):
         alike = [spec for spec in specs if (spec.op, spec.features) == (op, features)]

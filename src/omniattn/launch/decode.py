@@ -10,8 +10,7 @@ from .. import runtime
 from ..errors import UnsupportedError
 from ..registry import KernelSpec, decode_combine_spec, decode_spec
 from ..runtime import LoadedKernel
-from ..runtime.driver import OVERLAP
-from .params import MAX_GRID_X, PARAMS, quotient_factors
+from .params import MAX_GRID_X, PARAMS, WORKSPACE_ALIGNMENT, quotient_factors
 
 if TYPE_CHECKING:
     from ..decode import DecodeProblem
@@ -43,7 +42,6 @@ ALL_SEE_PREFIX = -1
 _MAX_WORKERS = 46340
 #: Keys of the smallest part of a sequence that work is divided into; and with ``deterministic`` of every part.
 GRANULE, WHOLE_GRANULE = 128, 512
-_ALIGNMENT = 256
 _COMBINE_WARPS = 8
 #: fp16 1024 twice; the kernels must not know it at compile time (kernels_cu/attention/kv_dequant.cuh).
 _TWO_1024 = 0x64006400
@@ -110,8 +108,6 @@ class DecodePlan:
     q_strides, o_strides : (batch, seq, head, ...) in elements
     sm_count, max_smem : int
         Of the GPU.
-    overlap : bool
-        Launch the second kernel so that it may begin while the first one runs.
     recent : Recent
     first_key : int
         Keys before it are another launch's. `ALL_SEE_PREFIX`: every query sees all keys of this one.
@@ -134,7 +130,6 @@ class DecodePlan:
         o_strides: tuple[int, ...],
         sm_count: int,
         max_smem: int,
-        overlap: bool,
         recent: Recent = Recent(),
         first_key: int = 0,
     ) -> None:
@@ -157,7 +152,7 @@ class DecodePlan:
         self.num_workers = workers(min(sm_count * max(at_a_time, 1), _MAX_WORKERS), segments, granules)
         self.num_slots = granules if p.deterministic else 2 * self.num_workers
         values = self.num_slots * rows
-        self._ml_offset = -(-4 * values * spec.head_dim // _ALIGNMENT) * _ALIGNMENT
+        self._ml_offset = -(-4 * values * spec.head_dim // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         self.workspace_bytes = max(self._ml_offset + 8 * values, 1)
         split = combine_split(p.deterministic, self.num_workers, segments)
         self._rest = _REST.pack(
@@ -171,7 +166,7 @@ class DecodePlan:
             *quotient_factors(self.num_workers), _TWO_1024, first_key,
         )  # fmt: skip
         self._threads = 32 * spec.num_warps
-        self._cluster = OVERLAP if overlap else None
+        self._cluster = combine.overlap if combine else None
         self._grid = (self.num_workers, 1, 1) if segments else (0, 1, 1)
         self._combine_grid = (segments, -(-min(rows, p.group * p.q_len) * split // _COMBINE_WARPS), 1)
 
@@ -198,12 +193,10 @@ def plan_decode(
 ) -> DecodePlan:
     """The plan for K and V of these formats on GPU ``ordinal``, with its kernels loaded."""
     device = runtime.device_info(ordinal)
-    # Part of captured graphs from CUDA 12.3 on.
-    overlap = device.cc >= (9, 0) and device.driver_version >= (12, 4)
     n_tiles = 1 if problem.group * problem.q_len <= 8 else 2
     spec = decode_spec(problem.dtype, *formats, n_tiles)
     combine = decode_combine_spec(problem.dtype, formats[0].row_dim, n_tiles)
     return DecodePlan(
         spec, combine, runtime.load(spec, ordinal), runtime.load(combine, ordinal), problem, hadamard, q_strides,
-        o_strides, device.sm_count, device.max_smem_optin, overlap, recent, first_key,
+        o_strides, device.sm_count, device.max_smem_optin, recent, first_key,
     )  # fmt: skip

@@ -6,8 +6,7 @@ from .. import runtime
 from ..select import Target, select_merge_states
 from .decode import DecodePlan
 from .merge_states import MergePlan, Strides3
-
-_ALIGNMENT = 256
+from .params import WORKSPACE_ALIGNMENT
 
 
 class MergedPlan:
@@ -55,7 +54,7 @@ class MergedPlan:
         # The sides' O, their LSE, a place for the merged one, and scratch memory that one side has after the other.
         self._places = [0]
         for size in (2 * rows * dim, 2 * rows * dim, 4 * rows, 4 * rows, 4 * rows):
-            self._places.append(self._places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+            self._places.append(self._places[-1] + -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT)
         self.workspace_bytes = self._places[-1] + max(first.workspace_bytes, second.workspace_bytes)
 
     def launch_sides(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 
+#: Bytes; of a workspace, and of the arrays in it.
+WORKSPACE_ALIGNMENT = 256
+
 _CAPACITY = 1024
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from ..registry import KernelSpec
 from ..runtime import LoadedKernel
-from ..runtime.driver import OVERLAP
-from .params import PARAMS
+from .params import PARAMS, WORKSPACE_ALIGNMENT
 
 BLOCK_ROWS, CHUNK_ROWS, MAX_CHUNKS = 128, 256, 64
 #: Means and ranges of a sequence come from one key of 2^`sample_log2`, of at least LEAST_SAMPLE keys.
@@ -34,7 +33,6 @@ _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i 
 GROUP_BYTES, CACHED_GROUP_BYTES = 1 << 62, 16 << 20
 _MAX_GRID = 1 << 20
 _ITEM_BYTES = 48
-_ALIGNMENT = 256
 
 # The fields of QuantizeParams in order, little-endian, no padding.
 _POINTERS = struct.Struct("<29Q")
@@ -196,7 +194,7 @@ def carve(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[dict[str, int
     offsets, end = {}, 0
     for name, (shape, dtype) in shapes.items():
         offsets[name] = end
-        end += -(-math.prod(shape) * sizes[dtype] // _ALIGNMENT) * _ALIGNMENT
+        end += -(-math.prod(shape) * sizes[dtype] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return offsets, end
 
 
@@ -215,8 +213,6 @@ class QuantizePlan:
     sm_count : int
     group_bytes : int
         See `GROUP_BYTES`.
-    overlap : bool
-        Programmatic dependent launch of the kernel behind the one that zeroes.
     """
 
     __slots__ = (
@@ -233,13 +229,12 @@ class QuantizePlan:
         strides: tuple[Strides3, Strides3, Strides3],
         sm_count: int,
         group_bytes: int = GROUP_BYTES,
-        overlap: bool = False,
     ) -> None:
         p = self.problem = problem
         self.spec = spec
         self.kernel, self.delta_kernel = kernel, delta_kernel
         self._threads = 32 * spec.num_warps
-        self._cluster = OVERLAP if overlap else None
+        self._cluster = kernel.overlap if kernel else None
         units = p.heads_kv * (1 if p.varlen else p.batch)
         per_kv = p.heads_q // p.heads_kv if p.heads_kv else 0
         slots_q, slots_k = p.slots(p.rows_q, BLOCK_ROWS), p.slots(p.rows_k, BLOCK_ROWS)
@@ -289,9 +284,9 @@ class QuantizePlan:
             )  # fmt: skip
 
         self._rest, self._clear = pack(0), pack(clear)
-        self.counters_bytes = -(-16 * clear // _ALIGNMENT) * _ALIGNMENT
+        self.counters_bytes = -(-16 * clear // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         #: Of each copy of cu_seqlens, behind the counters.
-        self.starts_bytes = -(-4 * (p.batch + 1) // _ALIGNMENT) * _ALIGNMENT if p.varlen else 0
+        self.starts_bytes = -(-4 * (p.batch + 1) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT if p.varlen else 0
         #: Partial sums, behind the copies.
         self._table = self.counters_bytes + 2 * self.starts_bytes + 16 * units * p.slots_r * tile
         # Items decoded ahead of time, behind the partial sums: of the kernels for common problems.
@@ -357,10 +352,11 @@ class QuantizePlan:
             workspace + self._table,
         )
         grid, clear_grid = self._grid
-        kernel.launch(clear_grid, self._threads, stream, PARAMS.write(_POINTERS.pack(*inputs, *rest) + self._clear))
+        pointers = _POINTERS.pack(*inputs[:3], *starts, *rest)
+        given = pointers if inputs[3:] == starts else _POINTERS.pack(*inputs, *rest)
+        kernel.launch(clear_grid, self._threads, stream, PARAMS.write(given + self._clear))
         if self._items == 0:
             return
-        pointers = _POINTERS.pack(*inputs[:3], *starts, *rest)
         kernel.launch(grid, self._threads, stream, PARAMS.write(pointers + self._rest), self._cluster)
         if self._delta:
             delta = self.delta_kernel

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 
 from ..registry import KernelSpec
 from ..runtime import LoadedKernel
+from .params import WORKSPACE_ALIGNMENT
 from .quantize import QuantizePlan, QuantizeProblem, carve
 
-_ALIGNMENT = 256
 #: QuantizedOperands (``kernels_cu/attention/quantized_operands.cuh``): addresses of scales, bias, mean and delta_s;
 #: strides between heads of q_scale, k_scale, delta_s; delta_columns, head_dim_pad.
 OPERANDS = struct.Struct("<6Q3q2i")
@@ -63,7 +63,7 @@ class QuantizedAttentionPlan(ABC):
         )  # fmt: skip
         self.workspace_bytes = 0
         if self._quantizer is not None:
-            self.workspace_bytes = self._outputs_bytes + self._quantizer.workspace_bytes + _ALIGNMENT
+            self.workspace_bytes = self._outputs_bytes + self._quantizer.workspace_bytes + WORKSPACE_ALIGNMENT
 
     @property
     @abstractmethod
@@ -88,7 +88,7 @@ class QuantizedAttentionPlan(ABC):
         if self.kernel is None or quantizer is None:
             raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
         q, k, v, o, lse, starts_q, starts_k, mask, sinks, workspace = pointers
-        base = -(-workspace // _ALIGNMENT) * _ALIGNMENT
+        base = -(-workspace // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         at = {name: base + offset for name, offset in self._offsets.items()}
         behind = base + self._outputs_bytes
         quantizer.launch(stream, (q, k, v, starts_q, starts_k), at, behind)

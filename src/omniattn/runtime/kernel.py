@@ -26,9 +26,12 @@ class LoadedKernel:
         Target of the binary, for example ``"sm_90a"``.
     tried : tuple of (what, reason)
         Better candidates that did not serve, and why.
+    overlap : (int, int, int) or None
+        What a kernel that waits for the one before it by itself is launched with, as ``cluster``, in order to begin
+        before that one has ended: `driver.OVERLAP`, or None where its code or the driver does not know how.
     """
 
-    __slots__ = ("_current_device", "_driver", "_launch", "_waits", "arch", "ordinal", "origin", "spec", "tried")
+    __slots__ = ("_current_device", "_driver", "_launch", "arch", "ordinal", "origin", "overlap", "spec", "tried")
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class LoadedKernel:
         tried: tuple[tuple[str, str], ...],
         driver: Driver,
         launch: Launcher,
+        driver_version: tuple[int, int] = (0, 0),
     ) -> None:
         self.spec = spec
         self.ordinal = ordinal
@@ -48,8 +52,9 @@ class LoadedKernel:
         self._driver = driver
         self._launch = launch
         self._current_device = driver.current_device
-        # Code for older GPUs has no griddepcontrol.wait.
-        self._waits = bool(arch) and Arch.parse(arch).cc >= (9, 0)
+        # Code for older GPUs has no griddepcontrol.wait; such launches are part of captured graphs from CUDA 12.3 on.
+        waits = bool(arch) and Arch.parse(arch).cc >= (9, 0)
+        self.overlap = OVERLAP if waits and driver_version >= (12, 4) else None
 
     def __repr__(self) -> str:
         return f"<LoadedKernel {self.spec.name} on device {self.ordinal}, {self.origin}>"
@@ -75,7 +80,7 @@ class LoadedKernel:
         params_address : int
             Host address of the one struct that the kernel takes by value. The driver copies it before this returns.
         cluster : (int, int, int), optional
-            CTAs per cluster; or `driver.OVERLAP`, which code for targets below 9.0 is launched without.
+            CTAs per cluster; or this kernel's `overlap`.
 
         Raises
         ------
@@ -84,8 +89,6 @@ class LoadedKernel:
         UnsupportedError
             A cluster was asked for through CuPy.
         """
-        if cluster == OVERLAP and not self._waits:
-            cluster = None
         if self._current_device() == self.ordinal:
             self._launch(grid, block_x, stream, params_address, cluster)
             return

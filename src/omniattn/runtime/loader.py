@@ -223,7 +223,9 @@ def _load(spec: KernelSpec, ordinal: int) -> LoadedKernel:
                     tried.append((f"{candidate.origin} ({candidate.arch})", str(error)))
                     log.get().warning("%s %s does not load: %s", spec.name, candidate.origin, error)
                     continue
-                kernel = LoadedKernel(spec, ordinal, candidate.origin, candidate.arch, tuple(tried), driver, launcher)
+                kernel = LoadedKernel(
+                    spec, ordinal, candidate.origin, candidate.arch, tuple(tried), driver, launcher, info.driver_version
+                )
                 _loaded[spec.name, ordinal] = kernel
                 log.get().info("loaded %s on device %d (%s): %s", spec.name, ordinal, info.name, candidate.origin)
                 for what, reason in tried:
