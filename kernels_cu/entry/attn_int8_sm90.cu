@@ -14,6 +14,7 @@
 // Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh); only two warpgroups take turns.
 //   consumer   wait kv(i) | [turn:] S = QK(i) | A += P(i-1)V(i-1), sums of P(i-1) | [next one's turn]
 //              softmax(i), under the products with P | every flush_keys keys: O += A, A = 0 ...
+// With REGISTER_Q consumers read Q before the first step and give its buffer back.
 // The tensor cores keep about 13 bits of mantissa when they add e4m3 products, and cut off what lies below. So A, in
 // registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no
 // registers for both.
@@ -29,6 +30,7 @@
 #include "attention/channel_scales.cuh"
 #include "attention/delta_shift.cuh"
 #include "attention/e4m3_probs.cuh"
+#include "attention/int8_queries.cuh"
 #include "attention/quantize_params.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/warp_epilogue.cuh"
@@ -53,6 +55,7 @@ struct Config {
     static constexpr bool kVarlen = VARLEN;
     static constexpr bool kDelta = SMOOTH_Q;
     static constexpr bool kLse = WITH_LSE;
+    static constexpr bool kRegisterQ = REGISTER_Q;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kRowBytes = kHeadDim < 128 ? kHeadDim : 128;
     static constexpr int kPanels = kHeadDim / kRowBytes;
@@ -94,6 +97,7 @@ struct AttnInt8Sm90Params {
 constexpr uint32 kQBytes = Config::kBlockM * Config::kHeadDim;
 constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
 constexpr uint32 kDeltaBytes = Config::kBlockN * 4;
+using Queries = Select<Config::kRegisterQ, RegisterQueries<Config>, SharedQueries<Config>>::Type;
 using Scores = int32[Config::kNTiles * 4];
 using Output = float[Config::kOutputs];
 using RowSums = float[4];
@@ -159,15 +163,14 @@ class Producer : public ProducerRole<Config, Producer> {
     const AttnInt8Sm90Params& params_;
 };
 
-// S = Q K^T, asynchronous. q: this warpgroup's 64 rows.
-OA_DEVICE void issue_qk(Scores& s, WgmmaDescriptor q, WgmmaDescriptor k) {
+// S = Q K^T, asynchronous.
+OA_DEVICE void issue_qk(Scores& s, const Queries& q, WgmmaDescriptor k) {
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 32; ++step) {
         uint32 panel = step * 32 / Config::kRowBytes, column = step * 32 % Config::kRowBytes;
-        Wgmma<Config::kBlockN>::ss(Int8{}, s, q.at(panel * Config::kBlockM * Config::kRowBytes + column),
-                                   k.at(panel * Config::kBlockN * Config::kRowBytes + column), step != 0);
+        q.multiply(s, step, k.at(panel * Config::kBlockN * Config::kRowBytes + column));
     }
     wgmma_commit();
     wgmma_pin(s);
@@ -217,8 +220,6 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
           params_(params),
           storage_(smem),
-          q_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::q) + group * 64 * Config::kRowBytes, 16,
-                                                 8 * Config::kRowBytes)),
           k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::k), 16, 8 * Config::kRowBytes)),
           v_(wgmma_descriptor<Config::kBlockN>(smem_addr_at(&SharedStorage::v), 16, 8 * Config::kBlockN)),
           k_scale_(kept(smem_addr_at(&SharedStorage::k_scale) + 4 * (lane_ & 3))) {}
@@ -231,7 +232,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         // Asked for here, used behind the waits for Q and K: it comes from far away.
         float q_scale = scale_of_queries(t, warp_row);
-        const WgmmaDescriptor q = q_.next(q_at_.stage * kQBytes);
+        Queries q;
         Softmax& rows = state.softmax;
         Scores s;
         // P is made while the product of the last P runs, whose operands no instruction may write to.
@@ -306,6 +307,11 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         };
 
         bars_.q.wait(q_at_);
+        q.take(smem_addr_at(&SharedStorage::q) + q_at_.stage * kQBytes, group_, lane_);
+        if (Queries::kTaken) {
+            __syncwarp();
+            release_q();
+        }
         wait_kv();
         turns_.wait();
         issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
@@ -316,7 +322,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
         wgmma_wait<0>();
         wgmma_pin(s);
-        if (i == num_tiles - 1) release_q();
+        if (!Queries::kTaken && i == num_tiles - 1) release_q();
         mask();
         rows.raise(s, c, alpha, shift_of(t));
         exponentiate();
@@ -333,7 +339,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             if (!is_full) wait_kv();
             if (i >= special) {
                 products();
-                if (i == num_tiles - 1) release_q();
+                if (!Queries::kTaken && i == num_tiles - 1) release_q();
                 mask();
                 exponentiate();
                 finish_pv();
@@ -463,7 +469,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     const AttnInt8Sm90Params& params_;
     SharedStorage& storage_;
-    WgmmaDescriptor q_, k_, v_;  // in the first buffers
+    WgmmaDescriptor k_, v_;  // in the first buffers
     uint32 k_scale_;  // shared address of this lane's
 };
 

@@ -9,6 +9,13 @@ OA_DEVICE float load_shared_float(uint32 addr) {
     return x;
 }
 
+// ld.shared.b32, the same way.
+OA_DEVICE uint32 load_shared(uint32 addr) {
+    uint32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");
+    return x;
+}
+
 // Where dynamic shared memory begins in a CTA that has no other: sm_90 keeps the first 1024 bytes to itself. As a
 // constant of the binary it spares loops what computing addresses costs. A kernel that counts on it checks it once.
 constexpr uint32 kSmemBase = 1024;

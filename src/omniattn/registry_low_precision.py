@@ -58,6 +58,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
             ("VARLEN", str(int(varlen))),
             ("SMOOTH_Q", str(int(smooth_q))),
             ("WITH_LSE", str(int(bool(kind)))),
+            ("REGISTER_Q", str(int(not kind and not varlen))),  # the others have no registers to spare
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
