@@ -59,6 +59,7 @@ class FakeDriver:
 
     def __init__(self, cc: tuple[int, int] = (9, 0), cc1: tuple[int, int] | None = None) -> None:
         self.ccs = [cc, cc1 or cc]
+        self.version = (13, 0)
         self.contexts: list[int] = []
         self.calls: list[tuple[Any, ...]] = []
         self.images: list[bytes] = []
@@ -70,7 +71,7 @@ class FakeDriver:
         return 2
 
     def device_info(self, ordinal: int) -> DeviceInfo:
-        return DeviceInfo(ordinal, f"Fake GPU {ordinal}", self.ccs[ordinal], 132, 232448, 50 << 20, (13, 0))
+        return DeviceInfo(ordinal, f"Fake GPU {ordinal}", self.ccs[ordinal], 132, 232448, 50 << 20, self.version)
 
     def current_device(self) -> int | None:
         return self.contexts[-1] if self.contexts else None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import omniattn
-from omniattn.bench import decode, forward
+from omniattn.bench import decode, sustained
 from omniattn.bench.ceilings import Ceilings
 from omniattn.bench.decode_report import (
     DECODE_SHAPES,
@@ -50,7 +50,7 @@ class DecodeTorch(CpuTorch):
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "require_torch", DecodeTorch)
-    monkeypatch.setattr(forward, "TorchClock", WallClock)
+    monkeypatch.setattr(sustained, "TorchClock", WallClock)
     monkeypatch.setattr(decode, "measure_ceilings", lambda *_: Ceilings(100.0, 1.0))
     monkeypatch.setattr("omniattn.cli.bench.filter_decode_shapes", lambda _: SHAPES)
 

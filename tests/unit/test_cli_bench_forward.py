@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import omniattn
-from omniattn.bench import ForwardShape, anchors, forward, host
+from omniattn.bench import ForwardShape, anchors, forward, host, sustained
 from omniattn.bench.ceilings import Ceilings
 from omniattn.bench.timing import BenchError, require_torch
 from omniattn.cli import main
@@ -79,7 +79,7 @@ class WallClock:
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "require_torch", CpuTorch)
     monkeypatch.setattr(host, "require_torch", CpuTorch)
-    monkeypatch.setattr(forward, "TorchClock", WallClock)
+    monkeypatch.setattr(sustained, "TorchClock", WallClock)
     monkeypatch.setattr(forward, "measure_ceilings", lambda *_: Ceilings(100.0, 1.0))
     monkeypatch.setattr("omniattn.cli.bench.filter_shapes", lambda _: SHAPES)
 

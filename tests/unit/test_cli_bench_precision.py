@@ -12,7 +12,16 @@ import pytest
 
 import omniattn
 from omniattn import planning
-from omniattn.bench import FORWARD_SHAPES, LOW_PRECISION_SHAPES, ForwardShape, Measurement, Report, Timing, forward
+from omniattn.bench import (
+    FORWARD_SHAPES,
+    LOW_PRECISION_SHAPES,
+    ForwardShape,
+    Measurement,
+    Report,
+    Timing,
+    forward,
+    sustained,
+)
 from omniattn.bench import low_precision as low
 from omniattn.bench.anchors import CONTENDERS
 from omniattn.bench.ceilings import Ceilings
@@ -135,7 +144,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> CpuHopper:
     # Only the kernel alone plans by the module's name; attention() keeps the real one, and runs on the CPU.
     monkeypatch.setattr(planning, "make_plan", on_hopper)
     monkeypatch.setattr(forward, "require_torch", StreamTorch)
-    monkeypatch.setattr(forward, "TorchClock", WallClock)
+    monkeypatch.setattr(sustained, "TorchClock", WallClock)
     monkeypatch.setattr(forward, "measure_ceilings", lambda *_: Ceilings(100.0, 1.0))
     monkeypatch.setattr("omniattn.cli.bench.filter_shapes", lambda *_: SHAPES)
     return gpu

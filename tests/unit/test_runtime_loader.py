@@ -306,6 +306,14 @@ def test_only_code_that_waits_itself_begins_before_the_kernel_ahead_ends(
     assert runtime.load_image(world.spec, 0, b"PTX").overlap is None
 
 
+def test_an_older_driver_does_not_overlap_launches(world: World) -> None:
+    """They became part of captured graphs with CUDA 12.3."""
+    world.driver = FakeDriver((9, 0))
+    world.driver.version = (12, 3)
+    world.install("90a")
+    assert runtime.load(world.spec, 0).overlap is None
+
+
 def test_gpus_of_different_architecture(world: World) -> None:
     world.driver = FakeDriver((9, 0), (8, 6))
     world.install("80", "90a")

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from omniattn.bench.anchors import EXACT_ERROR, INT4_ERROR, QUANTIZED_ERROR
 from omniattn.bench.ceilings import measure_ceilings
 from omniattn.bench.decode_report import DecodeMeasurement, DecodeReport, DecodeShape, label
-from omniattn.bench.forward import choose_timer, environment
+from omniattn.bench.forward import environment
 from omniattn.bench.power import device_id, limits
-from omniattn.bench.sustained import captured
+from omniattn.bench.sustained import captured, choose_timer
 from omniattn.bench.timing import Candidate, Timer, cold_bytes, require_torch
 from omniattn.errors import ArgumentError
 

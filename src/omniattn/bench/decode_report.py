@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omniattn.bench.report import markdown_table, sustained_dict, timing_doubts, with_load
+from omniattn.bench.report import markdown_table, with_load
 from omniattn.bench.timing import Timing
 from omniattn.errors import ArgumentError
 from omniattn.kv_format import check_format
@@ -232,7 +232,11 @@ class DecodeReport:
 
     def doubts(self) -> list[str]:
         """What a reader should know before quoting a time: format, shape, reason."""
-        return [f"{label(m.key)}, {m.shape.name}: {d}" for m in self.measurements for d in timing_doubts(m.timing)]
+        return [
+            f"{label(m.key)}, {m.shape.name}: {d}"
+            for m in self.measurements
+            for d in (m.timing.doubts() if m.timing else ())
+        ]
 
     def _measurement_dict(self, m: DecodeMeasurement) -> dict[str, Any]:
         return {
@@ -241,7 +245,7 @@ class DecodeReport:
             "median_us": None if m.timing is None else m.timing.median_us,
             "spread": None if m.timing is None else m.timing.spread,
             "samples_us": None if m.timing is None else list(m.timing.samples_us),
-            "sustained": sustained_dict(m.timing),
+            "sustained": None if m.timing is None else m.timing.load_dict(),
             "cache_bytes": m.cache_bytes,
             "tb_per_s": m.tb_per_s,
             "time_relative_to_anchor": self.ratio(m),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import functools
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +12,8 @@ from omniattn.bench.ceilings import measure_ceilings
 from omniattn.bench.power import device_id, limits
 from omniattn.bench.report import Measurement, Report
 from omniattn.bench.shapes import ForwardShape
-from omniattn.bench.sustained import under_load
-from omniattn.bench.timing import BenchError, Candidate, Timer, TorchClock, measure, require_torch
+from omniattn.bench.sustained import choose_timer
+from omniattn.bench.timing import BenchError, Candidate, Timer, require_torch
 
 #: Different input sets that the timed calls go through in turn.
 _INPUT_SETS = 2
@@ -92,15 +90,6 @@ def run_forward(
         own=tuple(c.key for c in usable if c.own),
         sustained_s=sustained_s,
     )
-
-
-def choose_timer(
-    torch: Any, iters: int, sustained_s: float | None, *, graphs: bool = False
-) -> contextlib.AbstractContextManager[Timer]:
-    """Choose the protocol: `timing.measure`, or, with seconds, `sustained.sustain`."""
-    if sustained_s is not None:
-        return under_load(torch, sustained_s, graphs=graphs)
-    return contextlib.nullcontext(functools.partial(measure, clock=TorchClock(torch), iters=iters))
 
 
 def _run_shape(torch: Any, timer: Timer, shape: ForwardShape, usable: Sequence[anchors.Contender]) -> list[Measurement]:

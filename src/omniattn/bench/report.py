@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omniattn.bench.shapes import ForwardShape
-from omniattn.bench.sustained import SustainedTiming
 from omniattn.bench.timing import Timing
 
 #: Key of this package's 16-bit attention.
@@ -194,7 +193,7 @@ class Report:
         return [
             f"{self.label(m.contender)}, {m.shape.long_name}: {doubt}"
             for m in self.measurements
-            for doubt in timing_doubts(m.timing)
+            for doubt in (m.timing.doubts() if m.timing else ())
         ]
 
     def _measurement_dict(self, m: Measurement) -> dict[str, Any]:
@@ -209,7 +208,7 @@ class Report:
             "median_us": None if m.timing is None else m.timing.median_us,
             "spread": None if m.timing is None else m.timing.spread,
             "samples_us": None if m.timing is None else list(m.timing.samples_us),
-            "sustained": sustained_dict(m.timing),
+            "sustained": None if m.timing is None else m.timing.load_dict(),
             "tflops": m.tflops,
             "ratio_to_anchor": self.ratio(m),
             "ratio_to_exact": self.ratio(m, EXACT),
@@ -221,17 +220,7 @@ class Report:
 
 def with_load(text: str, timing: Timing) -> str:
     """A table's cell; with clock and power if it was measured under load."""
-    return f"{text} {timing.text}" if isinstance(timing, SustainedTiming) else text
-
-
-def timing_doubts(timing: Timing | None) -> list[str]:
-    """`SustainedTiming.doubts` of what was measured under load."""
-    return timing.doubts() if isinstance(timing, SustainedTiming) else []
-
-
-def sustained_dict(timing: Timing | None) -> dict[str, Any] | None:
-    """`SustainedTiming.to_dict` of what was measured under load, else None."""
-    return timing.to_dict() if isinstance(timing, SustainedTiming) else None
+    return f"{text} {timing.text}".rstrip()
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from omniattn.bench.power import Meter, NvidiaSmi, PowerSample, device_id
-from omniattn.bench.timing import Candidate, Timer, Timing
+from omniattn.bench.timing import Candidate, Timer, Timing, TorchClock, measure
 from omniattn.errors import ArgumentError
 
 #: What ``--sustained`` may say, and what it says without a number.
@@ -104,7 +104,7 @@ class SustainedTiming(Timing):
         return f"{clock} MHz {watts} W"
 
     def doubts(self) -> list[str]:
-        """What a reader should know before quoting the time."""
+        """A clock that had not settled, a device that waited."""
         found = []
         if abs(self.drift) > SETTLED:
             found.append(
@@ -114,8 +114,8 @@ class SustainedTiming(Timing):
             found.append("the device was waiting for the host at times")
         return found
 
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+    def load_dict(self) -> dict[str, Any]:
+        """Clock, power, and what says whether they had settled."""
         clocks = self.load.sm_mhz
         return {
             "sm_mhz": None if clocks is None else dict(zip(("min", "mean", "max"), clocks, strict=True)),
@@ -320,3 +320,12 @@ def under_load(torch: Any, seconds: float, *, graphs: bool = False) -> Iterator[
     check_seconds(seconds, "seconds")
     with NvidiaSmi(device_id(torch)) as meter:
         yield functools.partial(sustain, clock=TorchLoad(torch, graphs=graphs), meter=meter, seconds=seconds)
+
+
+def choose_timer(
+    torch: Any, iters: int, sustained_s: float | None, *, graphs: bool = False
+) -> contextlib.AbstractContextManager[Timer]:
+    """Choose the protocol: `timing.measure`, or, with seconds, `sustain`."""
+    if sustained_s is not None:
+        return under_load(torch, sustained_s, graphs=graphs)
+    return contextlib.nullcontext(functools.partial(measure, clock=TorchClock(torch), iters=iters))

@@ -59,6 +59,19 @@ class Timing:
         ordered = sorted(self.samples_us)
         return (percentile(ordered, 0.9) - percentile(ordered, 0.1)) / (2.0 * self.median_us)
 
+    @property
+    def text(self) -> str:
+        """What a table says beside the figure."""
+        return ""
+
+    def doubts(self) -> list[str]:
+        """What a reader should know before quoting the time."""
+        return []
+
+    def load_dict(self) -> dict[str, Any] | None:
+        """How the device was loaded, ready for JSON; None unless that was what was measured."""
+        return None
+
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:
     """Linearly interpolated percentile of values that are sorted already."""

@@ -215,7 +215,7 @@ def _low_precision_facts(report: Report, end_to_end: str) -> list[str]:
 def _run_host(arguments: argparse.Namespace) -> int:
     for option in ("shapes", "only", "plot", "markdown", "sustained"):
         if getattr(arguments, option):
-            expected = "nothing: 'bench host' has no shapes, contenders, plot or load"
+            expected = "to be left out: 'bench host' times the host, which has no shapes, contenders, plot or load"
             raise ArgumentError(f"--{option}", expected, "a value")
     if arguments.precision != "exact":
         raise ArgumentError("--precision", "'exact': 'bench host' times exact calls only", repr(arguments.precision))
