@@ -14,15 +14,15 @@ import pytest
 
 import omniattn
 from omniattn.cli import main, verify
-from omniattn.cli.cases import Case, call, cases_for, problem
-from omniattn.cli.expected import outputs_of
+from omniattn.cli.cases import Case, Problem, call, cases_for, problem
+from omniattn.cli.expected import Quantized, outputs_of
 from omniattn.cli.frameworks import NumpyFramework
 from omniattn.cli.verify_decode import DECODE_OPS
 from omniattn.data import load_activations
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
-from omniattn.registry import REGISTRY
+from omniattn.registry import REGISTRY, by_name
 from omniattn.runtime.device import DeviceInfo
 from omniattn.select import Target, select_attention
 
@@ -152,11 +152,13 @@ def test_verify_forces_each_kernel_and_restores_the_environment(
 ) -> None:
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "before")
     # The numbers are not looked at here, and computing them for every row takes long.
-    monkeypatch.setattr(verify, "problem", lambda *_: None)
+    anything = Problem((), (), {}, {"return_lse": True}, Quantized(None))  # type: ignore[arg-type]
+    monkeypatch.setattr(verify, "problem", lambda *_: anything)
     seen = []
 
-    def check(framework: object, case: object, numbers: object, dtype: str) -> tuple[float, str]:
+    def check(framework: object, case: object, numbers: Problem, dtype: str) -> tuple[float, str]:
         seen.append(os.environ["OMNIATTN_FORCE_KERNEL"])
+        assert numbers.options["return_lse"] == ("lse" not in by_name(seen[-1]).lacks)
         return 0.5, ""
 
     monkeypatch.setattr(verify, "check", check)
@@ -207,13 +209,14 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
                 tensor_maps=True,
                 softcap=case.options.get("softcap", 0.0),
                 mask="bool" if {"mask", "bias"} & set(case.arrays) else "none",
+                lse="lse" not in spec.lacks,
             )
             with contextlib.suppress(ArgumentError):
                 select_attention(problem, target, spec.name)
                 taken.append(case.name)
         assert len(taken) >= 1, spec.name
         if spec.op == "attention_int8":
-            assert any("smooth" in name or "int4" in name or not spec.features for name in taken)
+            assert any("smooth" in name or "int4" in name or not spec.features - {"lse"} for name in taken)
 
 
 def _arrays(case: Case, head_dim: int) -> tuple[np.ndarray, ...]:
