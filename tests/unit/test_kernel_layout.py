@@ -11,9 +11,11 @@ import re
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from omniattn.launch import attn_fwd, merge_states, quantize
+from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.registry_low_precision import _COMMON_QUANTIZERS
 
@@ -364,3 +366,27 @@ def test_kernels_for_defaults_mean_the_same_everywhere() -> None:
         assert quantize.KEY_TILES[grouping] == (128 if common == 1 else 64)
         assert quantize.QUERY_SLICES[grouping] == (16 if common == 1 else 32)
         assert (dtype == "float16") == (common == 2)
+
+
+def test_p_that_has_no_room_in_e4m3_shows_in_its_byte() -> None:
+    text = (KERNELS / "attention/e4m3_probs.cuh").read_text(encoding="utf-8")
+    named = {name: int(value, 16) for name, value in re.findall(r"\b(k\w+) = (0x[0-9a-f]+)", text)}
+    ones, to_sign, signs = (named[name] for name in ("kOnes", "kToSign", "kSigns"))
+    codes = np.arange(128, dtype=np.uint8)  # P is never negative
+    values = decode_e4m3(codes)
+    too_large = np.isnan(values) | (values == 448)
+    # Every code in every place, beside any others: the addition must not carry into the next byte.
+    rng = np.random.default_rng(0)
+    for place in range(4):
+        words = rng.integers(0, 128, (128, 64, 4)).astype(np.uint8)
+        words[:, :, place] = codes[:, None]
+        marked = (words.view("<u4")[..., 0].astype(np.uint64) + to_sign).astype("<u4") & np.uint32(signs)
+        shown = marked[..., None].view(np.uint8)
+        np.testing.assert_array_equal(shown != 0, too_large[words])
+        assert set(np.unique(shown)) <= {0, 0x80}
+    assert set(ones.to_bytes(4, "little")) == set(encode_e4m3(np.ones(1, np.float32)).tolist())
+    # At the base P becomes an e4m3 number, and one that does not count as too large.
+    found = re.search(r"kValue = ([\d.]+)f;", text)
+    assert found is not None
+    at_base = np.array([2.0 ** float(found[1])], np.float32)
+    assert at_base[0] <= 28 == decode_e4m3(encode_e4m3(at_base))[0]
