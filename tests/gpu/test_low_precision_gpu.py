@@ -138,6 +138,7 @@ def test_large_logits_raise_the_base(seed: int) -> None:
     q, k, v = growing_scores(seed, (64, 128, 256)[seed % 3], 5)
     o, lse = oa.attention(q, k, v, causal=True, precision="int8", return_lse=True)
     check_against_integers(o, lse, softmax_on_integers(q, k, v, grouping="sm90"), 0.998)
+    assert torch.equal(oa.attention(q, k, v, causal=True, precision="int8"), o)
 
 
 def test_nan_stays_with_the_rows_that_meet_it() -> None:
@@ -165,6 +166,16 @@ def test_nan_stays_with_the_rows_that_meet_it() -> None:
     assert o[0, :, 1, 3].isnan().all()
     assert not o[0, :, 1, 4:].isnan().any()
     assert not o[0, :, 0].isnan().any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_several_tiles_of_queries_a_cta(head_dim: int, causal: bool) -> None:
+    """Buffers of Q are used again: the kernel that makes the LSE reads Q there at every step, the other one once."""
+    q, k, v = (torch.randn(4, 4096, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    o, _ = oa.attention(q, k, v, causal=causal, precision="int8", return_lse=True)
+    for _ in range(3):
+        assert torch.equal(oa.attention(q, k, v, causal=causal, precision="int8"), o)
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

@@ -276,6 +276,10 @@ def test_verify_of_low_precision_has_room_for_rounding_and_none_for_faults(
         "NaN": {"o": np.where(np.arange(o.shape[-1]) == 3, np.float32(np.nan), o), "lse": lse},
     }.items():
         assert not all(grade.ok for grade in numbers.expected.grade(wrong, "float16", 1e-3)), fault
+    # Of kernels that make no LSE.
+    for got, right in ((o, True), (o * np.float32(1.1), False)):
+        (grade,) = numbers.expected.grade(outputs_of(got) if right else {"o": got}, "float16", 1e-3)
+        assert (grade.name, grade.ok) == ("o", right)
 
 
 def test_verify_gpu_that_no_kernel_runs_on_has_not_passed(

@@ -189,3 +189,11 @@ def test_options_given_as_lists() -> None:
     expected = omniattn.attention(q, k, v, window=(2, 1))
     window: Any = [2, 1]
     assert np.array_equal(omniattn.attention(q, k, v, window=window), expected)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_whether_the_lse_is_wanted_decides_with_the_rest(lse: bool) -> None:
+    q, k, v = arrays()
+    assert omniattn.explain(q, k, v, precision="int8", return_lse=lse).problem.lse is lse
+    qk, values = omniattn.quantize_qk(q, k, with_bias=True), omniattn.quantize_v(v)
+    assert omniattn.explain(qk.q, qk.k, values, return_lse=lse).problem.lse is lse

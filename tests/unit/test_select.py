@@ -135,6 +135,7 @@ def test_force() -> None:
         ("attn_fwd_sm90_bf16_d64_m256n64", {"low": Int8()}, "it is no kernel of attention_int8"),
         ("attn_int8_sm90_bf16_d64", {"low": Int8(smooth_q=True)}, "compiled without smooth_q"),
         ("attn_int8_sm90_bf16_d64_smoothq", {"low": Int8()}, "compiled with smooth_q"),
+        ("attn_int8_sm90_bf16_d64", {"low": Int8(), "lse": True}, "it makes no LSE"),
         ("attn_int8_sm90_bf16_d64", {"low": Int8(), "varlen": True}, "no packed sequences"),
         ("attn_int8_sm90_bf16_d64_varlen", {"low": Int8()}, "packed sequences only"),
         ("attn_fwd_sm80_fp16_d64", {}, "float16"),

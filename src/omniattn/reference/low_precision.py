@@ -1,4 +1,7 @@
-"""Attention on quantized operands as the GPU kernels compute it, up to the rounding of fp32 arithmetic.
+"""Attention on quantized operands: the definition that the GPU kernels follow.
+
+They round P against another base than the running maximum, and ``attn_int8_sm90`` divides O by sums of P as rounded,
+not before; its LSE is of sums before rounding, as here.
 
 For a row i, key tile by key tile with a running maximum m:
 
