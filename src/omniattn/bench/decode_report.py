@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omniattn.bench.report import markdown_table, with_load
+from omniattn.bench.report import markdown_table, timing_dict, with_load
 from omniattn.bench.timing import Timing
 from omniattn.errors import ArgumentError
 from omniattn.kv_format import check_format
@@ -242,10 +242,7 @@ class DecodeReport:
         return {
             "shape": m.shape.name,
             "format": m.key,
-            "median_us": None if m.timing is None else m.timing.median_us,
-            "spread": None if m.timing is None else m.timing.spread,
-            "samples_us": None if m.timing is None else list(m.timing.samples_us),
-            "sustained": None if m.timing is None else m.timing.load_dict(),
+            **timing_dict(m.timing),
             "cache_bytes": m.cache_bytes,
             "tb_per_s": m.tb_per_s,
             "time_relative_to_anchor": self.ratio(m),

@@ -205,10 +205,7 @@ class Report:
             "head_dim": m.shape.head_dim,
             "causal": m.shape.causal,
             "contender": m.contender,
-            "median_us": None if m.timing is None else m.timing.median_us,
-            "spread": None if m.timing is None else m.timing.spread,
-            "samples_us": None if m.timing is None else list(m.timing.samples_us),
-            "sustained": None if m.timing is None else m.timing.load_dict(),
+            **timing_dict(m.timing),
             "tflops": m.tflops,
             "ratio_to_anchor": self.ratio(m),
             "ratio_to_exact": self.ratio(m, EXACT),
@@ -216,6 +213,18 @@ class Report:
             "relative_l1": m.relative_l1,
             "reason": m.reason,
         }
+
+
+def timing_dict(timing: Timing | None) -> dict[str, Any]:
+    """A measurement's times, ready for JSON; all None if there are none."""
+    if timing is None:
+        return dict.fromkeys(("median_us", "spread", "samples_us", "sustained"))
+    return {
+        "median_us": timing.median_us,
+        "spread": timing.spread,
+        "samples_us": list(timing.samples_us),
+        "sustained": timing.load_dict(),
+    }
 
 
 def with_load(text: str, timing: Timing) -> str:

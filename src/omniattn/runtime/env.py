@@ -121,7 +121,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "OMNIATTN_FORCE_KERNEL",
-        "use this registry row, or fail if it cannot serve the call",
+        "attention on a GPU: use this registry row, or fail if it cannot serve the call (the CPU has no rows)",
         None,
         "a kernel's name",
         _text,
