@@ -1,30 +1,11 @@
-"""The only place where a kernel is made known.
-
-A row describes one cubin: which source, which compile-time constants, which GPUs, and what it can do. The ahead-of-time
-build, the run-time compiler, selection, the support tables, the parametrized tests and the benchmarks all read these
-rows. It and the modules of its rows import nothing but the standard library, so that build tools can load them before
-the package is built.
-"""
+"""Rows of exact attention and of the merging of partial results. Standard library only."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from .kernel_spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
-from .registry_decode import KV_KINDS, append_row, combine_row, decode_row, decode_rows
-from .registry_low_precision import low_precision_rows, quantizer_rows
-
-if TYPE_CHECKING:
-    from .kv_format import KVFormat
-
-__all__ = [
-    "PORTABLE_ARCHS", "PREBUILT_ARCHS", "REGISTRY", "KernelSpec", "append_spec", "by_name", "decode_combine_spec",
-    "decode_spec",
-]  # fmt: skip
-
-#: Targets that every generic kernel source must compile for (checked by the tests; JIT builds them on the GPU itself).
-PORTABLE_ARCHS: tuple[str, ...] = ("80", "86", "89", "90a", "100a", "120a")
+from .spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -93,6 +74,7 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
         block_n=tile.block_n,
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
+        ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
         prebuild=tile.prebuild,
         features=frozenset({"score_mods"}) if score_mods else frozenset(),
@@ -180,56 +162,22 @@ def _merge_states(dtype: str) -> KernelSpec:
     )
 
 
-REGISTRY: tuple[KernelSpec, ...] = (
-    *(
+def attention_rows() -> Iterator[KernelSpec]:
+    """Rows of exact attention."""
+    yield from (
         _attn_fwd_sm80(tile, dtype, score_mods)
         for score_mods, tiles in ((False, _FWD_SM80_TILES), (True, _FWD_SM80_MODS_TILES))
         for tile in tiles
         for dtype in ("float16", "bfloat16")
-    ),
-    *(
+    )
+    yield from (
         _attn_fwd_sm90(tile, dtype, varlen)
         for varlen in (False, True)
         for tile in _FWD_SM90_TILES
         for dtype in ("float16", "bfloat16")
-    ),
-    *low_precision_rows(),
-    *(_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32")),
-    *quantizer_rows(),
-    *(KernelSpec(**row) for row in decode_rows()),
-)
+    )
 
 
-def _kv(fmt: KVFormat) -> tuple[int, int]:
-    return KV_KINDS["fbgemm" if fmt.layout == "fbgemm" else fmt.dtype], max(fmt.groups, 1)
-
-
-def _registered(row: dict[str, Any]) -> KernelSpec:
-    """The registry's row of this name, or one that is compiled where it is used."""
-    return next((spec for spec in REGISTRY if spec.name == row["name"]), None) or KernelSpec(**row)
-
-
-def decode_spec(dtype: str, k: KVFormat, v: KVFormat, n_tiles: int) -> KernelSpec:
-    """The kernel that decodes queries of ``dtype`` over a cache of these formats."""
-    return _registered(decode_row(dtype, k.row_dim, _kv(k), _kv(v), n_tiles))
-
-
-def decode_combine_spec(dtype: str, row_dim: int, n_tiles: int) -> KernelSpec:
-    """The kernel that merges what `decode_spec`'s leaves."""
-    return _registered(combine_row(dtype, row_dim, n_tiles))
-
-
-def append_spec(dtype: str, k: KVFormat, v: KVFormat) -> KernelSpec:
-    """The kernel that appends tokens of ``dtype`` to a cache of these formats."""
-    return _registered(append_row(dtype, k.row_dim, _kv(k), _kv(v)))
-
-
-def by_name(name: str) -> KernelSpec:
-    """Return the row called ``name``; KeyError lists near misses."""
-    for spec in REGISTRY:
-        if spec.name == name:
-            return spec
-    import difflib
-
-    close = difflib.get_close_matches(name, [s.name for s in REGISTRY], n=3)
-    raise KeyError(f"no kernel named {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
+def merge_rows() -> Iterator[KernelSpec]:
+    """Rows of ``merge_states``."""
+    yield from (_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32"))

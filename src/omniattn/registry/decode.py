@@ -1,16 +1,16 @@
-"""Rows of the decode, append and block-copy kernels, as arguments of `registry.KernelSpec`.
+"""Rows of the decode, append and block-copy kernels.
 
-K and V have formats of their own, so there are more combinations than a wheel should hold: the common ones are registry
-rows and prebuilt, the others are made by the same functions and compiled where they are used. Standard library only.
+K and V have formats of their own, so there are more combinations than a wheel should hold: the common ones are in the
+registry and prebuilt, the others are made by the same functions and compiled where they are used. Standard library
+only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-#: Short names of the element types of q, and their tags in device code.
-_IO = {"float16": ("fp16", "Half"), "bfloat16": ("bf16", "BFloat16")}
+from .spec import IO_TYPES, KernelSpec
+
 #: `KvKind` of device code by cache dtype; "fbgemm" is int4 in that layout.
 KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fbgemm": 4}
 _BITS = (16, 8, 8, 4, 4)
@@ -24,7 +24,8 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _format_name(kind: int, groups: int, head_dim: int) -> str:
+def row_format(kind: int, groups: int, head_dim: int) -> str:
+    """Name of a row's format: element type, and channels of a group where a row has several (``"int4g32"``)."""
     name = ("16", "fp8", "int8", "int4", "fbgemm")[kind]
     return name if groups == 1 else f"{name}g{head_dim // groups}"
 
@@ -47,7 +48,7 @@ def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) ->
 
 def decode_row(
     dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int], n_tiles: int, prebuild: tuple[str, ...] = ()
-) -> dict[str, Any]:
+) -> KernelSpec:
     """One ``decode_sm80`` kernel.
 
     Parameters
@@ -62,7 +63,7 @@ def decode_row(
         Eights of query rows that a CTA has.
     prebuild : tuple of str
     """
-    short, tag = _IO[dtype]
+    short, tag = IO_TYPES[dtype]
     sizes = [head_dim * _BITS[kind] // 8 for kind, _ in (k, v)]
     groups = max(k[1], v[1])
     token_bytes = sum(sizes) + sum(4 * count for kind, count in (k, v) if kind)
@@ -76,15 +77,15 @@ def decode_row(
     stages = max(2, min(shape["stages"], min(_MOST_CTA, _MOST_SM // ctas) // (warps * stage)))
     merge = 4 * warps * 8 * n_tiles * (head_dim + 4) + 8 * warps * 8 * n_tiles
     smem_bytes = _up(_up(max(stage * warps * stages, merge), 128) + 4 * (warps + _SCAN_WORDS), 128)
-    names = [_format_name(*x, head_dim) for x in (k, v)]
+    names = [row_format(*x, head_dim) for x in (k, v)]
     formats = f"kv{names[0]}" if k == v else f"k{names[0]}_v{names[1]}"
-    return {
-        "name": f"decode_sm80_{short}_d{head_dim}_{formats}" + (f"_n{n_tiles}" if n_tiles > 1 else ""),
-        "family": "decode_sm80",
-        "op": "decode",
-        "source": "entry/decode_sm80.cu",
-        "symbol": "decode_sm80",
-        "defines": (
+    return KernelSpec(
+        name=f"decode_sm80_{short}_d{head_dim}_{formats}" + (f"_n{n_tiles}" if n_tiles > 1 else ""),
+        family="decode_sm80",
+        op="decode",
+        source="entry/decode_sm80.cu",
+        symbol="decode_sm80",
+        defines=(
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("K_KIND", str(k[0])),
@@ -99,53 +100,54 @@ def decode_row(
             ("MIN_CTAS", str(ctas)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
-        "dtype": dtype,
-        "head_dim": head_dim,
-        "block_m": 8 * n_tiles,
-        "block_n": warps * tile,
-        "num_warps": warps,
-        "smem_bytes": smem_bytes,
-        "prebuild": prebuild,
-        "features": frozenset({f"cache_{names[0]}" if k == v else f"cache_{names[0]}_{names[1]}"}),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=8 * n_tiles,
+        block_n=warps * tile,
+        num_warps=warps,
+        smem_bytes=smem_bytes,
+        ctas_per_sm=ctas,
+        prebuild=prebuild,
+        cache=(names[0], names[1]),
         # sm_120a, which is not prebuilt, spills 32 bytes; the others none.
-        "allowed_spill_bytes": 32 if head_dim == 256 and k[0] == 0 and n_tiles == 1 else 0,
-    }
+        allowed_spill_bytes=32 if head_dim == 256 and k[0] == 0 and n_tiles == 1 else 0,
+    )
 
 
-def combine_row(dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ...] = ()) -> dict[str, Any]:
+def combine_row(dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ...] = ()) -> KernelSpec:
     """One ``decode_combine_sm80`` kernel."""
-    short, tag = _IO[dtype]
-    return {
-        "name": f"decode_combine_sm80_{short}_d{head_dim}" + (f"_n{n_tiles}" if n_tiles > 1 else ""),
-        "family": "decode_combine_sm80",
-        "op": "decode_combine",
-        "source": "entry/decode_combine_sm80.cu",
-        "symbol": "decode_combine_sm80",
-        "defines": (("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("ROWS", str(8 * n_tiles))),
-        "dtype": dtype,
-        "head_dim": head_dim,
-        "block_m": 8 * n_tiles,
-        "block_n": 1,
-        "num_warps": 8,
-        "smem_bytes": 0,
-        "prebuild": prebuild,
-    }
+    short, tag = IO_TYPES[dtype]
+    return KernelSpec(
+        name=f"decode_combine_sm80_{short}_d{head_dim}" + (f"_n{n_tiles}" if n_tiles > 1 else ""),
+        family="decode_combine_sm80",
+        op="decode_combine",
+        source="entry/decode_combine_sm80.cu",
+        symbol="decode_combine_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("ROWS", str(8 * n_tiles))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=8 * n_tiles,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+        prebuild=prebuild,
+    )
 
 
 def append_row(
     dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int], prebuild: tuple[str, ...] = ()
-) -> dict[str, Any]:
+) -> KernelSpec:
     """One ``kv_append_sm80`` kernel; parameters as in `decode_row`."""
-    short, tag = _IO[dtype]
-    names = [_format_name(*x, head_dim) for x in (k, v)]
+    short, tag = IO_TYPES[dtype]
+    names = [row_format(*x, head_dim) for x in (k, v)]
     formats = f"kv{names[0]}" if k == v else f"k{names[0]}_v{names[1]}"
-    return {
-        "name": f"kv_append_sm80_{short}_d{head_dim}_{formats}",
-        "family": "kv_append_sm80",
-        "op": "append",
-        "source": "entry/kv_append_sm80.cu",
-        "symbol": "kv_append_sm80",
-        "defines": (
+    return KernelSpec(
+        name=f"kv_append_sm80_{short}_d{head_dim}_{formats}",
+        family="kv_append_sm80",
+        op="append",
+        source="entry/kv_append_sm80.cu",
+        symbol="kv_append_sm80",
+        defines=(
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("K_KIND", str(k[0])),
@@ -153,38 +155,38 @@ def append_row(
             ("K_GROUPS", str(k[1])),
             ("V_GROUPS", str(v[1])),
         ),
-        "dtype": dtype,
-        "head_dim": head_dim,
-        "block_m": 1,
-        "block_n": 1,
-        "num_warps": 4,
-        "smem_bytes": 0,
-        "prebuild": prebuild,
-        "features": frozenset({f"cache_{names[0]}" if k == v else f"cache_{names[0]}_{names[1]}"}),
-    }
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=1,
+        block_n=1,
+        num_warps=4,
+        smem_bytes=0,
+        prebuild=prebuild,
+        cache=(names[0], names[1]),
+    )
 
 
-def copy_row(prebuild: tuple[str, ...]) -> dict[str, Any]:
+def copy_row(prebuild: tuple[str, ...]) -> KernelSpec:
     """``kv_copy_sm80``, for every format."""
-    return {
-        "name": "kv_copy_sm80",
-        "family": "kv_copy_sm80",
-        "op": "copy_blocks",
-        "source": "entry/kv_copy_sm80.cu",
-        "symbol": "kv_copy_sm80",
-        "defines": (),
-        "dtype": "uint8",
-        "head_dim": 256,
-        "block_m": 1,
-        "block_n": 1,
-        "num_warps": 8,
-        "smem_bytes": 0,
-        "prebuild": prebuild,
-    }
+    return KernelSpec(
+        name="kv_copy_sm80",
+        family="kv_copy_sm80",
+        op="copy_blocks",
+        source="entry/kv_copy_sm80.cu",
+        symbol="kv_copy_sm80",
+        defines=(),
+        dtype="uint8",
+        head_dim=256,
+        block_m=1,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+        prebuild=prebuild,
+    )
 
 
-def decode_rows() -> Iterator[dict[str, Any]]:
-    """Rows of the registry."""
+def decode_rows() -> Iterator[KernelSpec]:
+    """Rows that the registry lists."""
     # sm_86 and sm_89 load sm_80's; fp8 alone has an instruction of its own there.
     both, with_ada = ("80", "90a"), ("80", "89", "90a")
     for dtype in ("float16", "bfloat16"):

@@ -1,6 +1,6 @@
 """Quantized operands of attention: arrays of the caller's framework and the facts about them.
 
-``attention(qk.q, qk.k, v)`` takes them in the places of q, k and v; ``omniattn.operands`` says what has to fit.
+``attention(qk.q, qk.k, v)`` takes them in the places of q, k and v; ``omniattn.checks.operands`` says what has to fit.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .launch.quantize import QuantizeProblem
+from .quantize import QuantizeProblem
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class QuantizedQK:
     @property
     def dtype(self) -> str:
         """``"int8"`` or ``"int4"``."""
-        return f"int{self.problem.bits}"
+        return self.problem.qk_dtype
 
     @property
     def granularity(self) -> str:

@@ -19,9 +19,8 @@ class KernelSpec:
     family : str
         Kernel family, ``<op>_<variant>_<arch>``.
     op : str
-        The operation it serves: ``"attention"``, ``"attention_int8"`` (of quantized Q and K, 4-bit ones too),
-        ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of caches ``"append"``, ``"decode"``,
-        ``"decode_combine"``, ``"copy_blocks"``.
+        The operation it serves: ``"attention"``, ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of caches
+        ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
     source : str
         Path of the ``.cu`` file below the kernels root.
     symbol : str
@@ -42,21 +41,25 @@ class KernelSpec:
         Tile of query rows and keys, and warps per CTA.
     smem_bytes : int
         Dynamic shared memory per CTA.
+    ctas_per_sm : int
+        CTAs that the kernel's registers and shared memory leave room for on one SM.
     features : frozenset of str
         What it was compiled with beyond the common set. ``"score_mods"``: softcap, mask, softmax_scale <= 0;
-        ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own; ``"common"``: made for what most calls ask
-        of a quantizer, and for nothing else; ``"cache_16"``, ``"cache_fp8"``, ``"cache_int8"``, ``"cache_int4"``,
-        ``"cache_int4g32"`` (groups of 32): the format of a cache, of K and V, or of K followed by that of V
-        (``"cache_int8_int4"``).
+        ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own.
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
         batches; ``"lse"``: calls that want the LSE; ``"any_strides"``: arrays that no tensor map describes (zero,
         negative or huge strides).
-    bits, pv, pv_accumulator : int, str, str
-        Of low-precision attention: bits of an element in Q K^T, element type (``"fp8"``, ``"fp16"``) and accumulator
-        (``"fp32"``, ``"fp16"``) of P V.
+    qk, pv, pv_accumulator : str
+        Of attention: element types of Q K^T (``"io"``: that of q, k, v; ``"int8"``, ``"int4"``) and of P V (``"io"``,
+        ``"fp8"``, ``"fp16"``), and the accumulator of P V (``"fp32"``, ``"fp16"``).
     grouping : str
-        Of low-precision attention: grouping of the operands that it reads (`omniattn.quantize_qk`).
+        Of attention on quantized operands: grouping of the operands that it reads (`omniattn.quantize_qk`).
+    specialization : (str, str), optional
+        Of quantizers: grouping and dtype of V of the one default of int8 attention that the kernel is made for, see
+        `problems.quantize.QuantizeProblem.specialization`; None: it is made for anything.
+    cache : tuple of str
+        Of decode and append: row formats of K and V (`registry.decode.row_format`).
     tuned_for : frozenset of str
         Workloads (`Problem.workload`) for which this row comes before others of the same reach; empty: all.
     allowed_spill_bytes : int
@@ -75,6 +78,7 @@ class KernelSpec:
     block_n: int
     num_warps: int
     smem_bytes: int
+    ctas_per_sm: int = 1
     min_arch: tuple[int, int] = (8, 0)
     arch_specific: bool = False
     prebuild: tuple[str, ...] = PREBUILT_ARCHS
@@ -82,10 +86,17 @@ class KernelSpec:
     lacks: frozenset[str] = field(default_factory=frozenset)
     tuned_for: frozenset[str] = field(default_factory=frozenset)
     allowed_spill_bytes: int = 0
-    bits: int = 0
-    pv: str = ""
-    pv_accumulator: str = ""
+    qk: str = "io"
+    pv: str = "io"
+    pv_accumulator: str = "fp32"
     grouping: str = ""
+    specialization: tuple[str, str] | None = None
+    cache: tuple[str, ...] = ()
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is attention on quantized operands."""
+        return self.qk != "io"
 
 
 #: Short names of the element types in kernel names, and the tags of ``kernels_cu/ptx/types.cuh``.

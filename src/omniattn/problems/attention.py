@@ -1,16 +1,12 @@
-"""Problem: everything that selection may look at, and nothing that it may not (no pointers, no framework objects)."""
+"""One call of attention: all that selection and builders may look at. No pointers, no framework objects."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .precision import Int8
-
-#: Precisions that this version has kernels for.
-PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4")
-
-#: Precisions of the public API that a later version brings.
-PLANNED_PRECISIONS: tuple[str, ...] = ("fp8",)
+from .outputs import Output
+from .precision import EXACT, Precision, value_levels
+from .quantize import QuantizeProblem, Strides3
 
 UNLIMITED = -1
 
@@ -20,7 +16,19 @@ SHORT_CAUSAL_KEYS = 2048
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionStrides:
+    """Element strides of a call's arrays, in the order (batch, seq, head); extents of 1 have stride 0."""
+
+    q: Strides3
+    k: Strides3
+    v: Strides3
+    o: Strides3
+    lse: tuple[int, int]
+    mask: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
     """One call of ``attention`` or ``attention_varlen``, after validation.
 
     Attributes
@@ -39,18 +47,21 @@ class Problem:
         ``"none"``, ``"float32"`` or ``"io"``.
     varlen : bool
         Packed sequences with cu_seqlens.
-    precision : str
-        One of `PRECISIONS`.
+    precision : Precision
     deterministic : bool
         The caller wants the same bits at every run.
     tensor_maps : bool
         Tensor maps can describe q, k and v (positive strides below 2^40 bytes), and the driver can make them.
-    low : Int8 or Int4, optional
-        The knobs of a low precision; None for ``"exact"``.
-    operands : (str, int), optional
-        Grouping of operands that come quantized, and the bits in which they store an integer.
+    operands : QuantizeProblem, optional
+        What describes q, k and v that come quantized.
     lse : bool
         The caller wants the LSE.
+    layout : str
+        Of q, k, v and o: ``"NHD"`` or ``"HND"``.
+    max_seqlen_q, max_seqlen_k : int
+        Of packed sequences: extents of the mask, and of ``delta_s``.
+    strides : AttentionStrides, optional
+        None where nobody launches.
     """
 
     dtype: str
@@ -67,12 +78,42 @@ class Problem:
     mask: str
     sinks: str
     varlen: bool
-    precision: str
-    deterministic: bool
+    precision: Precision = EXACT
+    deterministic: bool = False
     tensor_maps: bool = True
-    low: Int8 | None = None
-    operands: tuple[str, int] | None = None
+    operands: QuantizeProblem | None = None
     lse: bool = False
+    layout: str = "NHD"
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    strides: AttentionStrides | None = None
+
+    @property
+    def o_shape(self) -> tuple[int, ...]:
+        """Shape of o."""
+        rows = (self.seqlen_q, self.num_q_heads) if self.layout == "NHD" else (self.num_q_heads, self.seqlen_q)
+        return (*(() if self.varlen else (self.batch,)), *rows, self.head_dim)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the LSE."""
+        return (*(() if self.varlen else (self.batch,)), self.num_q_heads, self.seqlen_q)
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Arrays that the call returns."""
+        o = Output("o", self.o_shape, self.dtype)
+        return (o, Output("lse", self.lse_shape, "float32")) if self.lse else (o,)
+
+    @property
+    def mask_extent(self) -> tuple[int, int]:
+        """Extents of the mask along queries and keys."""
+        return (self.max_seqlen_q, self.max_seqlen_k) if self.varlen else (self.seqlen_q, self.seqlen_k)
+
+    @property
+    def absolute_scores(self) -> bool:
+        """Whether something looks at the size of scores, to which smoothing adds a constant of each row."""
+        return self.lse or self.sinks != "none" or self.softcap > 0
 
     @property
     def score_mods(self) -> bool:
@@ -91,6 +132,16 @@ class Problem:
         if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
             return "short causal" if keys < SHORT_CAUSAL_KEYS else "causal"
         return "long" if keys >= LONG_KEYS else "short"
+
+    def quantization(self, *, grouping: str, pv: str, pv_accumulator: str, unpacked: bool) -> QuantizeProblem:
+        """The quantization of q, k and v that a kernel reading such operands needs first."""
+        p = self.precision
+        return QuantizeProblem(
+            self.dtype, self.batch, self.seqlen_q, self.seqlen_k, self.num_q_heads, self.num_kv_heads, self.head_dim,
+            self.varlen, p.qk, p.granularity, grouping, p.smooth_q, p.smooth_k, p.smooth_v,
+            "full" if self.absolute_scores else "marks", v_dtype="float16" if pv == "fp16" else "float8_e4m3",
+            max_seqlen_k=max(self.max_seqlen_k, 1), unpacked=unpacked, v_levels=value_levels(pv, pv_accumulator),
+        )  # fmt: skip
 
     @property
     def visible_pairs(self) -> int | None:

@@ -1,11 +1,11 @@
-"""Rows of INT8 and INT4 attention and of the quantizers in front of it. Standard library only."""
+"""Rows of attention on quantized operands and of the quantizers before it. Standard library only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .kernel_spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
+from .spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
     return KernelSpec(
         name=f"attn_int8_sm90_{short}_d{tile.head_dim}" + f"_{kind}" * bool(kind) + "_varlen" * varlen,
         family="attn_int8_sm90",
-        op="attention_int8",
+        op="attention",
         source="entry/attn_int8_sm90.cu",
         symbol="attn_int8_sm90",
         defines=(
@@ -72,7 +72,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
         prebuild=("90a",),
         features=frozenset({"": (), "lse": ("lse",), "smoothq": ("smooth_q",)}[kind]),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides", *(() if kind else ("lse",))}),
-        bits=8,
+        qk="int8",
         pv="fp8",
         pv_accumulator="fp32",
         grouping="sm90",
@@ -96,10 +96,11 @@ _INT8_SM80_TILES = (_Int8Sm80Tile(64, 4, 3, 32), _Int8Sm80Tile(128, 4, 2, 64), _
 _INT8_SM80_MODS_TILES = (_Int8Sm80Tile(64, 4, 2, 32), _Int8Sm80Tile(128, 8, 1, 64), _Int8Sm80Tile(256, 8, 1, 64))
 
 
-def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: str, kind: str) -> KernelSpec:
+def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str, kind: str) -> KernelSpec:
     """kind: ``""``, ``"smoothq"`` (delta_s is added) or ``"mods"`` (softcap, masks; delta_s too)."""
     short, tag = IO_TYPES[dtype]
     fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
+    bits = {"int8": 8, "int4": 4}[qk]
     row_bytes = tile.head_dim * bits // 8
     stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
     # One stage where two do not fit, or would leave sm_86, which takes fp16 sums of fp16 products, a CTA less.
@@ -107,17 +108,17 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
     num_stages = 2 if tile.min_ctas * (block_m * row_bytes + 2 * stage_bytes + 2048) <= sm_bytes else 1
     # And scales, delta_s, and what each warp knows of its tile.
     smem_bytes = block_m * row_bytes + num_stages * stage_bytes + 1024
-    family = f"attn_int{bits}_sm{89 if fp8 else 80}"
+    family = f"attn_{qk}_sm{89 if fp8 else 80}"
     # The common widths, as the GPUs of an architecture choose them (select.PV_CHOICES), and what Hopper falls back to.
     prebuild: tuple[str, ...] = ()
-    if tile.head_dim <= 128 and kind == ("smoothq" if bits == 4 else ""):
+    if tile.head_dim <= 128 and kind == ("smoothq" if qk == "int4" else ""):
         prebuild = ("80",) if not fp8 else ("89",) if acc == "fp16" else ()
-    if (bits, pv, acc) == (8, "fp16", "fp32") and tile.head_dim <= 128 and kind == "mods":
+    if (qk, pv, acc) == ("int8", "fp16", "fp32") and tile.head_dim <= 128 and kind == "mods":
         prebuild = (*prebuild, "90a")
     return KernelSpec(
         name=f"{family}_{short}_d{tile.head_dim}" + "_acc16" * (acc == "fp16") + (f"_{kind}" if kind else ""),
         family=family,
-        op="attention_int8",
+        op="attention",
         source="entry/attn_int8_sm80.cu",
         symbol="attn_int8_sm80",
         defines=(
@@ -142,12 +143,13 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
         block_n=keys,
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
+        ctas_per_sm=tile.min_ctas,
         min_arch=(8, 9) if fp8 else (8, 0),
         prebuild=prebuild,
         # Mostly what only masked tiles need.
         allowed_spill_bytes={64: 32, 128: 100, 256: 192}[tile.head_dim],
         features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
-        bits=bits,
+        qk=qk,
         pv=pv,
         pv_accumulator=acc,
         grouping="sm80",
@@ -163,7 +165,7 @@ def _attn_int8_ring_sm90(dtype: str) -> KernelSpec:
     return KernelSpec(
         name=f"attn_int8_ring_sm90_{short}_d{head_dim}",
         family="attn_int8_ring_sm90",
-        op="attention_int8",
+        op="attention",
         source="entry/attn_int8_ring_sm90.cu",
         symbol="attn_int8_ring_sm90",
         defines=(
@@ -183,10 +185,10 @@ def _attn_int8_ring_sm90(dtype: str) -> KernelSpec:
         block_n=keys,
         num_warps=4,
         smem_bytes=smem_bytes,
+        ctas_per_sm=2,
         min_arch=(9, 0),
         prebuild=("90a",),
-        features=frozenset(),
-        bits=8,
+        qk="int8",
         pv="fp16",
         pv_accumulator="fp32",
         grouping="sm80",
@@ -195,24 +197,46 @@ def _attn_int8_ring_sm90(dtype: str) -> KernelSpec:
     )
 
 
-#: Kernels for anything (0) and for what int8 attention asks for by default (`QuantizeProblem.common`): end of the name,
-#: oldest architecture, those where it is asked for, spilled bytes at head_dim 64 and 128.
-_COMMON_QUANTIZERS: dict[int, tuple[str, tuple[int, int], tuple[str, ...], int]] = {
-    0: ("", (8, 0), PREBUILT_ARCHS, 1100),
-    1: ("common", (9, 0), ("90a",), 400),
-    2: ("common_sm80_fp16", (8, 0), ("80", "90a"), 400),
-    3: ("common_sm80_fp8", (8, 9), ("89",), 480),
-}
+@dataclass(frozen=True)
+class _Quantizer:
+    """A variant of ``quantize_sm80``.
+
+    Attributes
+    ----------
+    suffix : str
+        End of the kernel's name.
+    common : int
+        ``COMMON`` of the device code.
+    specialization : (str, str), optional
+        Grouping and dtype of V of the default it is made for; None: anything.
+    min_arch, prebuild
+        As in `KernelSpec`: the architectures on which it is asked for.
+    spills : int
+        Spilled bytes allowed at head_dim 64 and 128.
+    """
+
+    suffix: str
+    common: int
+    specialization: tuple[str, str] | None
+    min_arch: tuple[int, int]
+    prebuild: tuple[str, ...]
+    spills: int
 
 
-def _quantize(head_dim: int, dtype: str, common: int = 0) -> KernelSpec:
-    """For anything, or only for one kind of default."""
+_QUANTIZERS: tuple[_Quantizer, ...] = (
+    _Quantizer("", 0, None, (8, 0), PREBUILT_ARCHS, 1100),
+    _Quantizer("_common", 1, ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
+    _Quantizer("_common_sm80_fp16", 2, ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
+    _Quantizer("_common_sm80_fp8", 3, ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
+)
+
+
+def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
     num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
-    kind, min_arch, prebuild, spills = _COMMON_QUANTIZERS[common]
     return KernelSpec(
-        name="_".join(filter(None, (f"quantize_sm80_{short}_d{head_dim}", kind))),
+        name=f"quantize_sm80_{short}_d{head_dim}{variant.suffix}",
         family="quantize_sm80",
         op="quantize",
         source="entry/quantize_sm80.cu",
@@ -221,7 +245,7 @@ def _quantize(head_dim: int, dtype: str, common: int = 0) -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("CTAS", str(ctas)),
-            ("COMMON", str(common)),
+            ("COMMON", str(variant.common)),
         ),
         dtype=dtype,
         head_dim=head_dim,
@@ -229,11 +253,12 @@ def _quantize(head_dim: int, dtype: str, common: int = 0) -> KernelSpec:
         block_n=128,
         num_warps=num_warps,
         smem_bytes=0,
-        prebuild=prebuild,
-        min_arch=min_arch,
-        features=frozenset({"common"} if common else ()),
+        ctas_per_sm=ctas,
+        prebuild=variant.prebuild,
+        min_arch=variant.min_arch,
+        specialization=variant.specialization,
         # Two CTAs an SM would need none: measured 5 to 10 % slower.
-        allowed_spill_bytes=spills if head_dim < 256 else 64,
+        allowed_spill_bytes=variant.spills if head_dim < 256 else 64,
     )
 
 
@@ -256,7 +281,7 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
     )
 
 
-def low_precision_rows() -> Iterator[KernelSpec]:
+def quantized_attention_rows() -> Iterator[KernelSpec]:
     """Rows of attention, Hopper's own first."""
     yield from (
         _attn_int8_sm90(tile, dtype, varlen, kind)
@@ -266,9 +291,9 @@ def low_precision_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_sm80(tile, dtype, bits, pv, acc, kind)
+        _attn_int8_sm80(tile, dtype, qk, pv, acc, kind)
         for kind, tiles in (("", _INT8_SM80_TILES), ("smoothq", _INT8_SM80_TILES), ("mods", _INT8_SM80_MODS_TILES))
-        for bits in (8, 4)
+        for qk in ("int8", "int4")
         for pv in ("fp16", "fp8")
         for acc in ("fp32", "fp16")
         for tile in tiles
@@ -280,6 +305,6 @@ def low_precision_rows() -> Iterator[KernelSpec]:
 def quantizer_rows() -> Iterator[KernelSpec]:
     """Rows of the quantizers."""
     sizes = [(head_dim, dtype) for head_dim in (64, 128, 256) for dtype in ("float16", "bfloat16")]
-    for common in _COMMON_QUANTIZERS:
-        yield from (_quantize(head_dim, dtype, common) for head_dim, dtype in sizes)
+    for variant in _QUANTIZERS:
+        yield from (_quantize(head_dim, dtype, variant) for head_dim, dtype in sizes)
     yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)
