@@ -22,7 +22,8 @@ from omniattn.registry import REGISTRY, KernelSpec, by_name  # noqa: E402
 from omniattn.runtime import loader  # noqa: E402
 from omniattn.runtime.arch import Arch  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
-from omniattn.runtime.driver import IMAGE_ERRORS, get_driver  # noqa: E402
+from omniattn.runtime.driver import get_driver  # noqa: E402
+from omniattn.runtime.driver_base import IMAGE_ERRORS  # noqa: E402
 from omniattn.runtime.store import Store, set_store  # noqa: E402
 
 from .attention_cases import poisoned, run_dense, to_gpu, to_numpy  # noqa: E402

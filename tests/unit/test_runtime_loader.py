@@ -13,7 +13,7 @@ from omniattn import runtime
 from omniattn.errors import ArgumentError, CacheError, CompileError, DriverError, KernelNotFoundError
 from omniattn.runtime import nvrtc
 from omniattn.runtime.cache import get_cache
-from omniattn.runtime.driver import OVERLAP
+from omniattn.runtime.driver_base import OVERLAP
 from tests.unit.runtime_fakes import FakeCompiler, FakeDriver, World, isolated, no_nvrtc, toy_spec
 
 

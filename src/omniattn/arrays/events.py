@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..runtime import driver as _driver
+from ..runtime.driver_base import driver_error
 
 
 class EventBackend(Protocol):
@@ -54,7 +55,7 @@ class _CudaBindings:
         if code:
             _, name = self._cu.cuGetErrorName(code)
             _, text = self._cu.cuGetErrorString(code)
-            raise _driver.driver_error(call, (name or b"unknown").decode(), (text or b"").decode())
+            raise driver_error(call, (name or b"unknown").decode(), (text or b"").decode())
         return values[0] if values else None
 
     def context(self, ordinal: int) -> AbstractContextManager[None]:
@@ -101,7 +102,7 @@ class _Cupy:
             return getattr(self._rt, name)(*args)
         except self._rt.CUDARuntimeError as error:
             code, _, text = str(error).partition(":")
-            raise _driver.driver_error("cuda" + name[0].upper() + name[1:], code, text.strip()) from error
+            raise driver_error("cuda" + name[0].upper() + name[1:], code, text.strip()) from error
 
     def create(self) -> int:
         return int(self._call("eventCreateWithFlags", self._rt.eventDisableTiming))

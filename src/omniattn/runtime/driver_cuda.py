@@ -10,7 +10,7 @@ from cuda.bindings import driver as cu
 
 from ..errors import DeviceError, DriverError
 from .device import DeviceInfo
-from .driver import OVERLAP, Launcher, driver_error, no_library
+from .driver_base import OVERLAP, Launcher, driver_error, no_library
 
 _INVALID_CONTEXT = int(cu.CUresult.CUDA_ERROR_INVALID_CONTEXT)
 
@@ -38,7 +38,7 @@ def _checked(call: str, result: tuple[Any, ...]) -> Any:
 
 
 class CudaDriver:
-    """`omniattn.runtime.driver.Driver` on cuda-bindings.
+    """`omniattn.runtime.driver_base.Driver` on cuda-bindings.
 
     Kernels are context independent (``cuLibraryLoadData``): one handle serves the primary context and any context that
     a framework made, also one that is destroyed and made again.
@@ -140,7 +140,7 @@ class CudaDriver:
         return ctypes.string_at(int(tensor_map.getPtr()), 128)
 
     def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
-        """Load a binary and make its launcher; see `omniattn.runtime.driver.Driver.load`."""
+        """Load a binary and make its launcher; see `omniattn.runtime.driver_base.Driver.load`."""
         relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         # A capture in the default mode forbids loading modules anywhere in the process; loading does not touch the
         # stream.

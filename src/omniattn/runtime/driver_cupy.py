@@ -17,7 +17,7 @@ from cupy.cuda import runtime as rt
 
 from ..errors import DeviceError, DriverError, UnsupportedError
 from .device import DeviceInfo
-from .driver import OVERLAP, Launcher, driver_error, no_library
+from .driver_base import OVERLAP, Launcher, driver_error, no_library
 
 _CUDA_ERRORS = (cu.CUDADriverError, rt.CUDARuntimeError)
 
@@ -37,7 +37,7 @@ def _failure(call: str, error: Exception) -> DriverError:
 
 
 class CupyDriver:
-    """`omniattn.runtime.driver.Driver` on CuPy, which has no launch attributes and so no thread block clusters."""
+    """`omniattn.runtime.driver_base.Driver` on CuPy, which has no launch attributes and so no thread block clusters."""
 
     name = "cupy"
 
@@ -111,7 +111,7 @@ class CupyDriver:
         )
 
     def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
-        """Load a binary and make its launcher; see `omniattn.runtime.driver.Driver.load`."""
+        """Load a binary and make its launcher; see `omniattn.runtime.driver_base.Driver.load`."""
         functions: dict[int, int] = {}
         lock = threading.Lock()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .arch import Arch
-from .driver import OVERLAP, Driver, Launcher, device_context
+from .driver import device_context
+from .driver_base import OVERLAP, Driver, Launcher
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
@@ -28,7 +29,7 @@ class LoadedKernel:
         Better candidates that did not serve, and why.
     overlap : (int, int, int) or None
         What a kernel that waits for the one before it by itself is launched with, as ``cluster``, in order to begin
-        before that one has ended: `driver.OVERLAP`, or None where its code or the driver does not know how.
+        before that one has ended: `driver_base.OVERLAP`, or None where its code or the driver does not know how.
     """
 
     __slots__ = ("_current_device", "_driver", "_launch", "arch", "ordinal", "origin", "overlap", "spec", "tried")

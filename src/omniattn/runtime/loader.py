@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError, CacheError, CompileError, DriverError, KernelNotFoundError
-from . import cache, device, env, log
+from . import cache, env, log
 from .arch import Arch
 from .cache import CacheEntry, cache_key, get_cache
 from .compile import CompileResult, compile_spec, jit_target
-from .device import device_info
-from .driver import IMAGE_ERRORS, device_context, get_driver, on_reset
+from .driver import device_context, device_info, get_driver, on_reset
+from .driver_base import IMAGE_ERRORS
 from .dump import dump
 from .kernel import LoadedKernel
 from .nvrtc import get_compiler, install_hint
@@ -373,7 +373,6 @@ def reset() -> None:
     # Another thread of the parent may have held the lock when it forked.
     _lock = threading.RLock()
     _loaded.clear()
-    device.reset()
     cache.reset()
 
 
