@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import errors
-    from .kv import BlockManager, KVCache, PagedKVCache
+    from .kv.blocks import BlockManager
+    from .kv.cache import KVCache, PagedKVCache
     from .ops import (
         Explanation,
         append,
@@ -39,12 +40,12 @@ __version__ = "0.1.0"
 #: Room that each public name comes from.
 _ROOMS = {
     "PRECISIONS": "problems",
-    "BlockManager": "kv",
+    "BlockManager": "kv.blocks",
     "Explanation": "ops",
     "Int4": "problems",
     "Int8": "problems",
-    "KVCache": "kv",
-    "PagedKVCache": "kv",
+    "KVCache": "kv.cache",
+    "PagedKVCache": "kv.cache",
     "QuantizedK": "problems",
     "QuantizedQ": "problems",
     "QuantizedQK": "problems",

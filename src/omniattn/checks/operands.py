@@ -5,12 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from . import arguments, arrays
-from .arrays import Tensor
-from .errors import ArgumentError, DtypeError, ShapeError, StrideError
-from .launch.quantize import QuantizeProblem
-from .precision import Int4, Int8, value_levels
-from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
+from .. import arrays, runtime
+from ..arrays import Tensor
+from ..errors import ArgumentError, DtypeError, ShapeError, StrideError
+from ..plan.engine import Call
+from ..problems import (
+    AttentionProblem,
+    AttentionStrides,
+    Precision,
+    QuantizedK,
+    QuantizedQ,
+    QuantizedQK,
+    QuantizedV,
+    QuantizeProblem,
+)
+from ..problems.precision import value_levels
+from . import values
+from .attention import canonical_strides, check_common, check_mask, check_out, check_scale
 
 #: Whose array each operand is, in the order in which a call looks at them. Attention reads neither q_mean nor k_mean.
 _Q_ARRAYS = ("q_int", "q_scale", "row_bias", "delta_s")
@@ -27,7 +38,10 @@ ARGUMENT = {
     **dict.fromkeys(_V_ARRAYS, "v"),
 }
 
-_WORDS = {"rows_k": "rows", "heads_kv": "heads", "dtype": "dtype of what was quantized"}
+#: Those that kernels access 16 bytes at a time.
+ALIGNED = frozenset({*ARRAYS, "out"})
+
+_WORDS = {"qk_dtype": "dtype", "rows_k": "rows", "heads_kv": "heads", "dtype": "dtype of what was quantized"}
 
 
 def check_kinds(function: str, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> None:
@@ -46,6 +60,14 @@ def check_kinds(function: str, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> 
             raise ArgumentError(
                 argument, "None, because quantized operands bring theirs", type(value).__name__, function=function
             )
+
+
+def arrays_of(of_q: QuantizedQK, of_k: QuantizedQK, v: QuantizedV, out: Any, mask: Any, sinks: Any) -> tuple[Any, ...]:
+    """All arrays of a call in the order of `ALL`."""
+    return (
+        of_q.q_int, of_q.q_scale, of_q.row_bias, of_q.delta_s, of_k.k_int, of_k.k_scale, v.v, v.v_scale, v.v_mean,
+        of_q.cu_seqlens_q, of_k.cu_seqlens_k, out, mask, sinks,
+    )  # fmt: skip
 
 
 def combine(function: str, of_q: QuantizedQK, of_k: QuantizedQK, v: QuantizedV, layout: str) -> QuantizeProblem:
@@ -74,7 +96,7 @@ def combine(function: str, of_q: QuantizedQK, of_k: QuantizedQK, v: QuantizedV, 
                     "k", f"the K of q's own quantize_qk call, to which {what} ties q", "K of another call",
                     function=function,
                 )  # fmt: skip
-        _check_equal(function, "k", a, b, "q", ("bits", "wide", "granularity", "grouping"))
+        _check_equal(function, "k", a, b, "q", ("qk_dtype", "unpacked", "granularity", "grouping"))
         if a.heads_kv != b.heads_kv and (b.heads_kv == 0 or a.heads_q % b.heads_kv):
             raise ArgumentError(
                 "k", f"a number of heads that divides q's {a.heads_q}", str(b.heads_kv), function=function
@@ -98,35 +120,33 @@ def _check_equal(
             )
 
 
-def check_precision(function: str, precision: Any, operands: QuantizeProblem) -> Int8:
-    """The knobs that the operands were made with. ``"exact"``, the default, leaves it to them."""
-    kind = Int8 if operands.bits == 8 else Int4
+def check_precision(function: str, precision: Any, operands: QuantizeProblem) -> Precision:
+    """The precision that the operands were made with. ``"exact"``, the default, leaves it to them."""
     pv = "fp16" if operands.v_dtype == "float16" else "fp8"
     # Sums of float16 values, and of e4m3 ones that are small enough, may be of either type.
     either = pv == "fp16" or operands.v_levels <= value_levels(pv, "fp16")
-    low = kind(
-        operands.granularity, operands.smooth_k, operands.smooth_q, operands.smooth_v, pv, "auto" if either else "fp32"
+    own = Precision(
+        operands.qk_dtype, pv, "auto" if either else "fp32", operands.granularity, operands.smooth_q,
+        operands.smooth_k, operands.smooth_v,
+    )  # fmt: skip
+    asked = values.check_precision(precision, function)
+    if not asked.quantized or precision == asked.qk == own.qk:
+        return own
+    if either and not isinstance(precision, str):
+        own = dataclasses.replace(own, pv_accumulator=asked.pv_accumulator)
+    wanted = dataclasses.replace(
+        asked,
+        pv=pv if asked.pv == "auto" else asked.pv,
+        pv_accumulator=own.pv_accumulator if asked.pv_accumulator == "auto" else asked.pv_accumulator,
     )
-    name, knobs = arguments.check_precision(precision, function)
-    asked = precision if isinstance(precision, Int8) else None
-    if asked is not None and either:
-        low = dataclasses.replace(low, pv_accumulator=asked.pv_accumulator)
-    if asked is not None:
-        wanted = dataclasses.replace(
-            asked,
-            pv=pv if asked.pv == "auto" else asked.pv,
-            pv_accumulator=low.pv_accumulator if asked.pv_accumulator == "auto" else asked.pv_accumulator,
-        )
-    else:
-        wanted = low
-    if (knobs is not None and name != f"int{operands.bits}") or wanted != low:
+    if isinstance(precision, str) or wanted != own:
         hint = None
-        if wanted == dataclasses.replace(low, pv_accumulator="fp16"):
+        if wanted == dataclasses.replace(own, pv_accumulator="fp16"):
             hint = "fp16 sums need values of quantize_v(pv_accumulator='fp16') or quantize_v(dtype='float16')"
         raise ArgumentError(
-            "precision", f"that of the operands, {low!r}, or left out", repr(precision), function=function, hint=hint
+            "precision", f"that of the operands, {own!r}, or left out", repr(precision), function=function, hint=hint
         )
-    return low
+    return own
 
 
 def check_extents(function: str, operands: QuantizeProblem, max_q: Any, max_k: Any, has_mask: bool) -> tuple[int, int]:
@@ -138,7 +158,7 @@ def check_extents(function: str, operands: QuantizeProblem, max_q: Any, max_k: A
         if value is None and not has_mask:
             found.append(0)
         else:
-            found.append(arguments.check_int(value, name, function))
+            found.append(values.check_int(value, name, function))
     return found[0], found[1]
 
 
@@ -184,3 +204,53 @@ def check_aliasing(function: str, out: Tensor, tensors: dict[str, Tensor]) -> No
     for name, t in tensors.items():
         if name != "out" and t.ptr == out.ptr:
             raise ArgumentError("out", f"memory of its own, not that of {t.argument}", hex(out.ptr), function=function)
+
+
+def check_operands(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
+    """The problem of a call on quantized operands; ``call.subject`` are the operands q, k, v."""
+    function, options = call.operation.name, call.options
+    q, k, v = call.subject
+    common = check_common(options, function)
+    operands = combine(function, q.pair, k.pair, v, options.layout)
+    absolute = common.return_lse or common.softcap > 0 or "sinks" in tensors
+    if absolute and operands.smooth_k and operands.row_bias != "full":
+        raise ArgumentError(
+            "q", "operands of quantize_qk(with_bias=True), because LSE, sinks and softcap need q . k_mean",
+            "with_bias=False", function=function,
+        )  # fmt: skip
+    precision = check_precision(function, options.precision, operands)
+    scale = check_scale(options, operands.head_dim, function)
+    extents = check_extents(function, operands, options.max_seqlen_q, options.max_seqlen_k, "mask" in tensors)
+    check_arrays(function, operands, tensors)
+    heads, rows, batch, varlen = operands.heads_q, operands.rows_q, operands.batch, operands.varlen
+    mask, mask_strides = check_mask(tensors, (batch, heads, *extents), operands.dtype, function)
+    sinks = "none"
+    if "sinks" in tensors:
+        sinks = values.check_sinks(tensors["sinks"], heads, operands.dtype, function)
+    on_gpu = tensors["q_int"].device == "cuda"
+    problem = AttentionProblem(
+        operands.dtype, batch, rows, operands.rows_k, heads, operands.heads_kv, operands.head_dim, *common.window,
+        scale, common.softcap, mask, sinks, varlen, precision, common.deterministic,
+        on_gpu and runtime.has_tensor_maps(), operands, common.return_lse, options.layout,
+        *(extents if varlen else (0, 0)),
+    )  # fmt: skip
+    o_strides = check_out(tensors, problem.o_shape, operands.dtype, function)
+    if on_gpu and operands.dtype not in values.GPU_DTYPES:
+        raise DtypeError(
+            "q", f"operands quantized from {' or '.join(values.GPU_DTYPES)} on a GPU", operands.dtype,
+            function=function,
+        )  # fmt: skip
+    unused = (0, 0, 0)
+    own = canonical_strides(problem.o_shape, o_strides, options.layout, varlen)
+    strides = AttentionStrides(unused, unused, unused, own, (0 if varlen else heads * rows, rows), mask_strides)
+    return dataclasses.replace(problem, strides=strides)
+
+
+def check_operands_memory(problem: AttentionProblem, tensors: dict[str, Tensor]) -> None:
+    """Tiles are written while others are still read, so o needs memory of its own."""
+    function = "attention_varlen" if problem.varlen else "attention"
+    if "out" in tensors:
+        arrays.require_writable(tensors["out"])
+        check_aliasing(function, tensors["out"], tensors)
+    if tensors["q_int"].device == "cuda":
+        values.check_addresses(tensors, ALIGNED, function)

@@ -7,10 +7,10 @@ import numbers
 import operator
 from typing import Any
 
-from .arrays import Tensor
-from .errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
-from .precision import Int4, Int8
-from .problem import PLANNED_PRECISIONS, PRECISIONS, UNLIMITED
+from ..arrays import Tensor
+from ..errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from ..problems import PRECISIONS, UNLIMITED, Int4, Int8, Precision
+from ..problems.precision import NAMED, PLANNED_PRECISIONS
 
 LAYOUTS = ("NHD", "HND")
 GPU_DTYPES = ("float16", "bfloat16")
@@ -70,10 +70,11 @@ def check_window(window: Any, causal: bool, function: str) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-def check_precision(precision: Any, function: str) -> tuple[str, Int8 | None]:
-    """Name and knobs of a precision; ``"exact"`` has none."""
+def check_precision(precision: Any, function: str) -> Precision:
+    """The precision that a name or a set of knobs means."""
     if precision.__class__ in (Int8, Int4):
-        return f"int{precision.bits}", precision
+        found: Precision = precision.precision
+        return found
     if not isinstance(precision, str) or precision not in PRECISIONS + PLANNED_PRECISIONS:
         names = ", ".join(map(repr, PRECISIONS))
         raise ArgumentError("precision", f"one of {names}, an Int8 or an Int4", repr(precision), function=function)
@@ -82,7 +83,7 @@ def check_precision(precision: Any, function: str) -> tuple[str, Int8 | None]:
             f"{function}(): precision={precision!r} is not in this version",
             instead="precision=" + " or ".join(map(repr, PRECISIONS)),
         )
-    return precision, {"exact": None, "int8": Int8(), "int4": Int4()}[precision]
+    return NAMED[precision]
 
 
 def check_int(value: Any, argument: str, function: str, *, least: int = 0, most: int | None = None) -> int:
@@ -185,6 +186,14 @@ def check_alignment(t: Tensor, function: str, multiple: int = 16) -> None:
             function=function,
             hint="A contiguous copy is aligned",
         )
+
+
+def check_addresses(tensors: dict[str, Tensor], aligned: frozenset[str], function: str) -> None:
+    """Addresses at multiples of 16 bytes for ``aligned``, of the element size for the others."""
+    for name, t in tensors.items():
+        multiple = 16 if name in aligned else t.itemsize
+        if t.ptr % multiple:
+            check_alignment(t, function, multiple)
 
 
 def check_mask(mask: Tensor, shape: tuple[int, int, int, int], io_dtype: str, function: str) -> str:

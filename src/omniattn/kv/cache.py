@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import arguments, arrays
-from .arrays import Tensor
-from .errors import ArgumentError, DtypeError, ShapeError
-from .kv_format import KV_ARRAY_DTYPES, KVFormat, check_format
-
-if TYPE_CHECKING:
-    from .reference.decode import CacheArrays
+from .. import arrays
+from ..arrays import Tensor
+from ..checks import values
+from ..errors import ArgumentError, DtypeError, ShapeError
+from .formats import KV_ARRAY_DTYPES, KVFormat, check_format
+from .layout import CacheLayout, intern
 
 #: Tokens that a ring of the newest ones has beyond the window: as many as `decode` takes may be dropped again, and the
 #: window is still whole.
@@ -125,31 +124,31 @@ class KVCache:
     ) -> None:
         numbers = []
         for value, argument in zip((*extents, num_kv_heads), (*names, "num_kv_heads"), strict=True):
-            numbers.append(arguments.check_int(value, argument, name, least=1))
+            numbers.append(values.check_int(value, argument, name, least=1))
         blocks, block_size, heads = numbers
-        dim = arguments.check_int(head_dim, "head_dim", name)
-        if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
+        dim = values.check_int(head_dim, "head_dim", name)
+        if not (8 <= dim <= values.MAX_HEAD_DIM and dim % 8 == 0):
             raise ArgumentError(
-                "head_dim", f"a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}", repr(head_dim), function=name
+                "head_dim", f"a multiple of 8 from 8 to {values.MAX_HEAD_DIM}", repr(head_dim), function=name
             )
         for number, argument in ((blocks, names[0]), (block_size, names[1])):
-            if number > arguments.MAX_ROWS:
-                raise ArgumentError(argument, f"at most {arguments.MAX_ROWS}", f"{number}", function=name)
+            if number > values.MAX_ROWS:
+                raise ArgumentError(argument, f"at most {values.MAX_ROWS}", f"{number}", function=name)
         if blocks * block_size * heads > MAX_CACHE_ROWS:
             expected = f"at most {MAX_CACHE_ROWS} rows in all (tokens x heads)"
             raise ArgumentError(names[1], expected, f"{blocks} x {block_size} x {heads}", function=name)
-        zero_point = arguments.check_bool(zero_point, "zero_point", name)
-        self.hadamard = arguments.check_bool(hadamard, "hadamard", name)
+        zero_point = values.check_bool(zero_point, "zero_point", name)
+        self.hadamard = values.check_bool(hadamard, "hadamard", name)
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = blocks, block_size, heads, dim
         self.k_format, self.v_format = (
             check_format(dtype, dim, group_size, zero_point, name, is_key=is_key, layout=layout)
             for dtype, is_key in ((k_dtype, True), (k_dtype if v_dtype is None else v_dtype, False))
         )
         formats = (self.k_format, self.v_format)
-        wide = [f.dtype for f in formats if not f.quantized]
-        if len(set(wide)) > 1:
+        exact = [f.dtype for f in formats if not f.quantized]
+        if len(set(exact)) > 1:
             raise ArgumentError(
-                "v_dtype", f"{wide[0]!r} or an 8- or 4-bit type, with k_dtype {wide[0]!r}", repr(v_dtype), function=name
+                "v_dtype", f"{exact[0]!r} or an 8- or 4-bit type, with k_dtype {exact[0]!r}", repr(v_dtype), function=name
             )
         if not any(f.quantized for f in formats) and group_size is not None:
             raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)
@@ -180,12 +179,13 @@ class KVCache:
             self._planes["recent_state"] = arrays.zeros_like_framework(ref, (self.recent_slots, 2), "int32")
         for plane, t in self._planes.items():
             t.argument = f"cache.{plane}"
+        self._settle()
 
     def _check_recent(self, name: str, window: Any, dtype: Any, slots: Any) -> tuple[int, int, KVFormat | None]:
         """The recent window's tokens, slots and format; (0, 0, None) for none."""
-        tokens = arguments.check_int(window, "recent_window", name)
+        tokens = values.check_int(window, "recent_window", name)
         formats = (self.k_format, self.v_format)
-        wide = next((f.dtype for f in formats if not f.quantized), None)
+        exact = next((f.dtype for f in formats if not f.quantized), None)
         if tokens == 0:
             # KVCache's slots are its sequences, no argument.
             for value, argument in ((dtype, "recent_dtype"), (slots if self.paged else None, "recent_slots")):
@@ -193,19 +193,19 @@ class KVCache:
                     raise ArgumentError(argument, "None without recent_window", repr(value), function=name)
             return 0, 0, None
         if not any(f.quantized for f in formats):
-            expected = f"0 with {wide!r}, which keeps all tokens as they are; a window is for 'fp8', 'int8' and 'int4'"
+            expected = f"0 with {exact!r}, which keeps all tokens as they are; a window is for 'fp8', 'int8' and 'int4'"
             raise ArgumentError("recent_window", expected, repr(window), function=name)
         if dtype is None:
-            dtype = wide or "bf16"
-        choices = tuple(KV_ARRAY_DTYPES) if wide is None else (wide,)
+            dtype = exact or "bf16"
+        choices = tuple(KV_ARRAY_DTYPES) if exact is None else (exact,)
         if not isinstance(dtype, str) or dtype not in choices:
-            expected = " or ".join(map(repr, choices)) if wide is None else f"{wide!r}, like the 16-bit K or V"
+            expected = " or ".join(map(repr, choices)) if exact is None else f"{exact!r}, like the 16-bit K or V"
             raise ArgumentError("recent_dtype", expected, repr(dtype), function=name)
         if slots is None:
             raise ArgumentError("recent_slots", "an integer >= 1, with recent_window", "None", function=name)
-        count = arguments.check_int(slots, "recent_slots", name, least=1)
+        count = values.check_int(slots, "recent_slots", name, least=1)
         ring = tokens + RECENT_SPARE
-        if ring > arguments.MAX_ROWS or count * ring * self.num_kv_heads > MAX_CACHE_ROWS:
+        if ring > values.MAX_ROWS or count * ring * self.num_kv_heads > MAX_CACHE_ROWS:
             expected = f"at most {MAX_CACHE_ROWS} rows in all (slots x ({tokens} + {RECENT_SPARE}) x heads)"
             received = f"{count} x {ring} x {self.num_kv_heads}"
             raise ArgumentError("recent_window", expected, received, function=name)
@@ -230,7 +230,7 @@ class KVCache:
             if tuple(t.strides) != arrays.contiguous_strides(shape):
                 raise ArgumentError(argument, "a contiguous array", f"strides {tuple(t.strides)}", function=name)
             if t.device == "cuda":
-                arguments.check_alignment(t, name)
+                values.check_alignment(t, name)
             else:
                 _check_values(t, name)
             found[argument] = t
@@ -262,6 +262,7 @@ class KVCache:
         self.__dict__.update(state)
         place = self._planes["k"]  # an array on a GPU may have been unpickled onto another one
         self._device, self._ordinal, self._device_name = place.device, place.ordinal, place.device_name
+        self._settle()
 
     def __repr__(self) -> str:
         return (
@@ -335,42 +336,40 @@ class KVCache:
         return 0 if t is None else t.ptr
 
     @property
-    def facts(self) -> tuple[Any, ...]:
-        """All that a plan depends on, but not the addresses."""
-        return (
-            self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.k_format, self.v_format,
-            self.hadamard, tuple(self._key_arrays), self.recent_window, self.recent_slots, self.recent_format,
-            self._device, self._ordinal,
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of all planes and of the caller's arrays, 0 for what is absent."""
+        return self._addresses
+
+    @property
+    def facts(self) -> CacheLayout:
+        """All that a plan depends on, but not the addresses; one object for equal facts."""
+        return self._facts
+
+    def _settle(self) -> None:
+        """Facts and addresses, once the arrays are there."""
+        self._addresses = tuple(
+            self.address(name)
+            for name in (
+                "k", "v", "k_params", "v_params", "k_mean", "k_channel_scale", "recent_k", "recent_v", "recent_state",
+            )
+        )  # fmt: skip
+        self._facts = intern(
+            CacheLayout(
+                self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim, self.k_format,
+                self.v_format, self.hadamard, tuple(self._key_arrays), self.recent_window, self.recent_ring,
+                self.recent_slots, self.recent_format, self._device, self._ordinal,
+            )
         )  # fmt: skip
 
-    def on_host(self) -> CacheArrays:
-        """The cache's memory for the NumPy reference; on the CPU only, written in place."""
-        import numpy as np
+    @property
+    def planes(self) -> dict[str, Tensor]:
+        """Planes by name."""
+        return self._planes
 
-        from .reference.decode import CacheArrays, RecentArrays
-
-        def plane(name: str, fmt: KVFormat) -> Any:
-            raw = arrays.raw_view(self._planes[name])
-            if fmt.layout == "fbgemm":
-                return raw.swapaxes(1, 2)
-            return raw if fmt.quantized else raw.view(np.uint8)
-
-        def params(name: str, fmt: KVFormat) -> Any:
-            lead = (self.num_blocks, self.num_kv_heads, self.block_size)
-            if not fmt.plane_words:
-                return np.empty((*lead, 0), dtype=np.uint32)
-            return arrays.raw_view(self._planes[name]).view(np.uint32)
-
-        recent = None
-        if self.recent_format is not None:
-            k, v, state = (arrays.raw_view(self._planes[name]) for name in ("recent_k", "recent_v", "recent_state"))
-            recent = RecentArrays(self.recent_window, self.recent_format, k.view(np.uint8), v.view(np.uint8), state)
-        own = {name: arrays.to_numpy(t) for name, t in self._key_arrays.items()}
-        return CacheArrays(
-            self.k_format, self.v_format, plane("k", self.k_format), plane("v", self.v_format),
-            params("k_params", self.k_format), params("v_params", self.v_format), own.get("k_mean"),
-            own.get("k_channel_scale"), self.hadamard, recent,
-        )  # fmt: skip
+    @property
+    def key_arrays(self) -> dict[str, Tensor]:
+        """The caller's k_mean and k_channel_scale, those that were given."""
+        return self._key_arrays
 
 
 def _check_values(t: Tensor, function: str) -> None:

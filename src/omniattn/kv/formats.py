@@ -9,7 +9,7 @@ import math
 import operator
 from dataclasses import dataclass
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 
 #: Names of element types of a cache, and bits per element.
 KV_BITS: dict[str, int] = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}

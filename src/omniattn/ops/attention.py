@@ -1,28 +1,32 @@
-"""``attention`` and ``attention_varlen``: validate, describe the problem, run.
-
-The first call with given shapes, strides, dtypes and options validates them and builds a plan (kernel, grid, packed
-arguments); later calls find the plan by the same facts and pay for pointers only.
-"""
+"""``attention`` and ``attention_varlen``."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from . import arguments, arrays, operands
-from .arrays import Tensor
-from .errors import ArgumentError, UnsupportedError
-from .planning import Plan, make_plan
-from .precision import Int8
-from .problem import Problem
-from .quantized import OPERANDS
-from .repeat import repeated_forward
-from .runtime.driver import on_reset
+from ..checks import attention as checks
+from ..checks import operands
+from ..checks.attention import AttentionOptions
+from ..plan.attention import plan_attention
+from ..plan.engine import Call, Operation, Same, run
+from ..problems import OPERANDS, Int4, Int8
+from . import on_cpu
 
-_MAX_PLANS = 4096
-_plans: dict[Any, Plan] = {}
-# A plan holds a loaded kernel, which is worth nothing under another driver or in a forked child.
-on_reset(_plans.clear)
+_ON_ARRAYS = {
+    name: Operation(
+        name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
+        checks.ALIGNED,
+    )
+    for name in ("attention", "attention_varlen")
+}  # fmt: skip
+_ON_OPERANDS = {
+    name: Operation(
+        name, operands.ALL, operands.check_operands, operands.check_operands_memory, plan_attention,
+        on_cpu.attention_on_operands, operands.ALIGNED,
+        {array: f"{of}.{array}" for array, of in operands.ARGUMENT.items()},
+    )
+    for name in ("attention", "attention_varlen")
+}  # fmt: skip
 
 
 def attention(
@@ -37,7 +41,7 @@ def attention(
     softcap: float = 0.0,
     mask: Any = None,
     sinks: Any = None,
-    precision: str | Int8 = "exact",
+    precision: str | Int8 | Int4 = "exact",
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -111,10 +115,11 @@ def attention(
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
     algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2.
     """
-    return _run(
-        "attention", q, k, v, None, None, 0, 0, layout, causal, window, softmax_scale, softcap, mask, sinks, precision,
-        return_lse, out, stream, deterministic,
-    )  # fmt: skip
+    options = AttentionOptions(
+        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic
+    )
+    objects = (q, k, v, out, None, None, mask, sinks)
+    return _run("attention", objects, options, stream)
 
 
 def attention_varlen(
@@ -133,7 +138,7 @@ def attention_varlen(
     softcap: float = 0.0,
     mask: Any = None,
     sinks: Any = None,
-    precision: str | Int8 = "exact",
+    precision: str | Int8 | Int4 = "exact",
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -176,213 +181,31 @@ def attention_varlen(
     ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
         As in `attention`.
     """
-    return _run(
-        "attention_varlen", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layout, causal, window,
-        softmax_scale, softcap, mask, sinks, precision, return_lse, out, stream, deterministic,
-    )  # fmt: skip
+    options = AttentionOptions(
+        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q, max_seqlen_k
+    )
+    objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
+    return _run("attention_varlen", objects, options, stream)
 
 
-def _run(
-    function: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_q: Any,
-    cu_k: Any,
-    max_q: Any,
-    max_k: Any,
-    layout: Any,
-    causal: Any,
-    window: Any,
-    softmax_scale: Any,
-    softcap: Any,
-    mask: Any,
-    sinks: Any,
-    precision: Any,
-    return_lse: Any,
-    out: Any,
-    stream: Any,
-    deterministic: Any,
-) -> Any:
-    raw = None if stream is None else arrays.resolve_stream(stream)
-    plain = out is None and mask is None and sinks is None and function == "attention"
-    seen = arrays.look((q, k, v) if plain else (q, k, v, out, cu_q, cu_k, mask, sinks))
-    if seen is None:
-        if q.__class__ in OPERANDS or k.__class__ in OPERANDS or v.__class__ in OPERANDS:
-            return operands.run(
-                function, q, k, v, cu_q, cu_k, max_q, max_k, layout, causal, window, softmax_scale, softcap, mask,
-                sinks, precision, return_lse, out, stream, deterministic,
-            )  # fmt: skip
-        tq, tk, tv, extra = _describe(q, k, v, cu_q, cu_k, mask, sinks, out, raw)
-        facts = tuple(
-            (name, t.dtype, t.device, t.ordinal, t.shape, t.strides)
-            for name, t in (("q", tq), ("k", tk), ("v", tv), *extra.items())
-        )
+def _run(function: str, objects: tuple[Any, ...], options: AttentionOptions, stream: Any) -> Any:
+    q, k, v = objects[:3]
+    if q.__class__ in OPERANDS or k.__class__ in OPERANDS or v.__class__ in OPERANDS:
+        call = _call_on_operands(function, objects, options, stream)
     else:
-        facts, addresses = seen
-    key: Any = (
-        function, facts, layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_q,
-        max_k, os.environ.get("OMNIATTN_FORCE_KERNEL"),
-        # True == 1 == 1.0, but not every one of them is valid everywhere.
-        causal.__class__, softmax_scale.__class__, softcap.__class__, return_lse.__class__, deterministic.__class__,
-        max_q.__class__, max_k.__class__,
+        call = Call(_ON_ARRAYS[function], objects, options, stream)
+    results = run(call)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _call_on_operands(function: str, objects: tuple[Any, ...], options: AttentionOptions, stream: Any) -> Call:
+    q, k, v, out, starts_q, starts_k, mask, sinks = objects
+    operands.check_kinds(function, q, k, v, starts_q, starts_k)
+    of_q, of_k = q.pair, k.pair
+    facts = (
+        Same(of_q.problem), Same(of_k.problem), Same(v.problem), of_q is of_k, of_q.layout, of_k.layout, v.layout,
     )  # fmt: skip
-    if window is not None:
-        key += (window.__class__, *(x.__class__ for x in window)) if isinstance(window, tuple) else (window.__class__,)
-    try:
-        plan = _plans.get(key)
-    except TypeError:  # an unhashable option, a list for window say: validation has the last word
-        plan, key = None, None
-    if seen is not None:
-        if plan is not None and plan.repeat is not None:
-            result = plan.repeat(q, out, addresses, raw)
-            if result is not None:
-                return result
-        tq, tk, tv, extra = _describe(q, k, v, cu_q, cu_k, mask, sinks, out, raw)
-    if plan is None:
-        plan = make_plan(
-            function, tq, tk, tv, extra, max_q, max_k, layout, causal, window, softmax_scale, softcap, precision,
-            return_lse, deterministic, run=True,
-        )  # fmt: skip
-        if seen is not None:
-            lse_shape = plan.lse_shape if return_lse else None
-            plan.repeat = repeated_forward(plan.forward, plan.problem, tq, plan.q_shape, lse_shape)
-        if key is not None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-
-    given = extra.get("out")
-    if given is not None:
-        arrays.require_writable(given)
-        _check_aliasing(function, given, tq, tk, tv)
-    if plan.forward is None:
-        return _run_on_cpu(plan, tq, tk, tv, extra, max_q, max_k, layout, bool(return_lse), stream)
-    if (tq.ptr | tk.ptr | tv.ptr | (given.ptr if given is not None else 0)) & 15:
-        for t in (tq, tk, tv) if given is None else (tq, tk, tv, given):
-            arguments.check_alignment(t, function)
-
-    o = given if given is not None else arrays.empty_like_framework(tq, plan.q_shape, tq.dtype)
-    lse = arrays.empty_like_framework(tq, plan.lse_shape, "float32") if return_lse else None
-    tensors = [tq, tk, tv, o]
-    if lse is not None:
-        tensors.append(lse)
-    workspace = None
-    if plan.forward.workspace_bytes:
-        if tq.framework == "dlpack":
-            raise UnsupportedError(
-                f"{function}(): precision={plan.problem.precision!r} needs memory that only the arrays' own library "
-                "can give, and DLPack has no way to ask for it",
-                instead="torch, CuPy or JAX arrays, or precision='exact'",
-            )
-        workspace = arrays.empty_like_framework(tq, (plan.forward.workspace_bytes,), "uint8")
-        tensors.append(workspace)
-    pointers = [tq.ptr, tk.ptr, tv.ptr, o.ptr, 0 if lse is None else lse.ptr, 0, 0, 0, 0]
-    if extra:
-        for at, name in enumerate(("cu_seqlens_q", "cu_seqlens_k", "mask", "sinks"), start=5):
-            if name in extra:
-                t = extra[name]
-                if t.ptr % t.itemsize:
-                    arguments.check_alignment(t, function, t.itemsize)
-                tensors.append(t)
-                pointers[at] = t.ptr
-    if workspace is not None:
-        pointers.append(workspace.ptr)
-    handle = arrays.prepare(tensors, stream)
-    plan.forward.launch(handle, tuple(pointers))
-    arrays.retire(tensors, handle)
-    result = arrays.finish(o, handle)
-    return result if lse is None else (result, arrays.finish(lse, handle))
-
-
-def _describe(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, mask: Any, sinks: Any, out: Any, raw: int | None
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """q, k, v, and by name those of the others that were given."""
-    describe = arrays.describe
-    tq, tk, tv = describe(q, "q", raw), describe(k, "k", raw), describe(v, "v", raw)
-    others = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": mask, "sinks": sinks, "out": out}
-    return tq, tk, tv, {name: describe(x, name, raw) for name, x in others.items() if x is not None}
-
-
-def _check_aliasing(function: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """o may take q's place exactly (each row of q is read before it is written), and nobody else's."""
-    if 0 in out.shape or out.device == "cpu":
-        return
-    for t in (k, v):
-        if t.ptr == out.ptr:
-            raise ArgumentError("out", f"memory of its own, not that of {t.argument}", hex(out.ptr), function=function)
-    if q.ptr == out.ptr and tuple(q.strides) != tuple(out.strides):
-        raise ArgumentError(
-            "out", "q's own strides, where it takes q's memory", f"strides {tuple(out.strides)}", function=function
-        )
-
-
-def _run_on_cpu(
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extra: dict[str, Tensor],
-    max_q: int,
-    max_k: int,
-    layout: str,
-    return_lse: bool,
-    stream: Any,
-) -> Any:
-    """The NumPy reference on the very arguments; computes all before it writes anything."""
-    arrays.prepare([q], stream)  # refuses a stream
-    try:
-        o, lse = _reference(plan.problem, q, k, v, extra, max_q, max_k, layout)
-    except ArgumentError as error:  # in the contents of an array
-        raise error.named("attention_varlen" if plan.problem.varlen else "attention") from None
-    result = extra["out"] if "out" in extra else arrays.empty_like_framework(q, plan.q_shape, q.dtype)
-    arrays.store(result, o)
-    if not return_lse:
-        return arrays.finish(result, 0)
-    lse_out = arrays.empty_like_framework(q, plan.lse_shape, "float32")
-    arrays.store(lse_out, lse)
-    return arrays.finish(result, 0), arrays.finish(lse_out, 0)
-
-
-def _reference(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extra: dict[str, Tensor],
-    max_q: int,
-    max_k: int,
-    layout: str,
-) -> tuple[Any, Any]:
-    """o and LSE as NumPy arrays."""
-    from . import reference
-
-    options: dict[str, Any] = {
-        "layout": layout,
-        "window": (problem.window_left, problem.window_right),
-        "softmax_scale": problem.softmax_scale,
-        "softcap": problem.softcap,
-        "mask": arrays.to_numpy(extra["mask"]) if "mask" in extra else None,
-        "sinks": arrays.to_numpy(extra["sinks"]) if "sinks" in extra else None,
-        "compute_dtype": "float64" if q.dtype == "float64" else "float32",
-    }
-    inputs = [arrays.to_numpy(t) for t in (q, k, v)]
-    if problem.low is not None:
-        from .reference import low_precision
-
-        del options["compute_dtype"]
-        if problem.varlen:
-            options |= {name: arrays.to_numpy(extra[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-            options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        return low_precision.attention(*inputs, precision=problem.low, **options)
-    if problem.varlen:
-        return reference.attention_varlen(
-            *inputs,
-            cu_seqlens_q=arrays.to_numpy(extra["cu_seqlens_q"]),
-            cu_seqlens_k=arrays.to_numpy(extra["cu_seqlens_k"]),
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
-            **options,
-        )
-    return reference.attention(*inputs, **options)
+    return Call(
+        _ON_OPERANDS[function], operands.arrays_of(of_q, of_k, v, out, mask, sinks), options, stream, None, facts,
+        (q, k, v),
+    )  # fmt: skip
