@@ -15,8 +15,7 @@ from .precision import Int4, Int8
 from .problem import PRECISIONS
 from .quantize import quantize_qk, quantize_v
 from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "PRECISIONS",
