@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT / "src"))
 from omniattn.precision import Int4, Int8  # noqa: E402
 from omniattn.problem import UNLIMITED, Problem  # noqa: E402
 from omniattn.registry import KernelSpec  # noqa: E402
-from omniattn.runtime.compile import Sources, compile_spec  # noqa: E402
+from omniattn.runtime.compile import compile_spec  # noqa: E402
+from omniattn.runtime.sources import Sources  # noqa: E402
 from omniattn.select import Target, select_attention  # noqa: E402
 
 ROWS, KEYS = 32, 64

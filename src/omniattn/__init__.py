@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from . import errors
     from .kv.blocks import BlockManager
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
         QuantizedQK,
         QuantizedV,
     )
-
-__version__ = "0.1.0"
 
 #: Room that each public name comes from.
 _ROOMS = {

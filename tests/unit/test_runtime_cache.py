@@ -17,7 +17,7 @@ from omniattn.runtime import cache as cache_module
 from omniattn.runtime import log
 from omniattn.runtime.arch import Arch
 from omniattn.runtime.cache import CacheEntry, KernelCache, cache_key
-from omniattn.runtime.compile import Sources
+from omniattn.runtime.sources import Sources
 from tests.unit.runtime_fakes import World, isolated, toy_spec
 
 KEY = "ab" + "0" * 62
@@ -207,7 +207,7 @@ def test_key_follows_everything_that_decides_the_binary(world: World, monkeypatc
     monkeypatch.setenv("OMNIATTN_LINEINFO", "1")
     changed.append(key())
     monkeypatch.delenv("OMNIATTN_LINEINFO")
-    monkeypatch.setattr("omniattn.__version__", "99.0")
+    monkeypatch.setattr(cache_module, "__version__", "99.0")
     changed.append(key())
     monkeypatch.undo()
     header = world.root / "ptx" / "scale.cuh"

@@ -11,8 +11,9 @@ import pytest
 from omniattn import runtime
 from omniattn.errors import CompileError, KernelNotFoundError
 from omniattn.runtime.cache import get_cache
-from omniattn.runtime.compile import Sources, compile_options, compile_spec, source_digest
+from omniattn.runtime.compile import compile_options, compile_spec
 from omniattn.runtime.nvrtc import get_compiler
+from omniattn.runtime.sources import Sources, source_digest
 from tests.unit.runtime_fakes import HEADER, FakeCompiler, World, isolated, toy_spec
 
 SPILLING = """

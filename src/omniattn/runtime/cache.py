@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CacheError
+from ..version import __version__
 from . import env, log
 from .arch import Arch
-from .compile import CompileResult, Sources, compile_options, source_digest
+from .compile import CompileResult, compile_options
+from .sources import Sources, source_digest
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
@@ -56,8 +58,6 @@ def default_folder() -> Path | None:
 
 def cache_key(spec: KernelSpec, arch: Arch, sources: Sources) -> str:
     """Digest of sources, includes, defines, options, target and package version."""
-    from .. import __version__
-
     parts = [source_digest(spec, sources), str(arch), *compile_options(spec, arch), __version__]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
