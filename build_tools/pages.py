@@ -339,6 +339,30 @@ def figure(report: Report) -> str:
     return figures.bars(title, ("exact attention", "int8, quantization included"), panels)
 
 
+def int8_choice(report: Report) -> str:
+    """Time of exact attention over that of int8, end to end: one row a head_dim."""
+    found = {
+        (row["head_dim"], row["seqlen"], row["causal"]): row["ratio_to_exact"]
+        for row in report["rows"]
+        if row["contender"] == "omniattn_int8"
+    }
+    columns = sorted({key[1:] for key in found})
+    lines = [
+        [f"d{head_dim}", *(_ratio(found.get((head_dim, *column))) for column in columns)]
+        for head_dim in sorted({key[0] for key in found})
+    ]
+    header = ["int8 over exact", *(f"s{seqlen} {'causal' if causal else 'full'}" for seqlen, causal in columns)]
+    return _below(_table(header, lines), report)
+
+
+def sources() -> str:
+    """The result files and what measures them."""
+    lines = [
+        [f"`{name}.json`", f"`{source.command}`", "yes" if source.required else "no"] for name, source in SOURCES.items()
+    ]
+    return _table(["file", "command", "required"], lines)
+
+
 def _mean(report: Report) -> str:
     return _number(report["geometric_mean_ratio"].get("omniattn"), 2)
 
@@ -378,6 +402,9 @@ PARTS: dict[str, Part] = {
     "decode_others": Part(("decode",), decode_others),
     "decode_sustained": Part(("decode_sustained",), decode),
     "host": Part(("host",), host),
+    "int8_choice": Part(("int8",), int8_choice),
+    "int8_choice_sustained": Part(("int8_sustained",), int8_choice),
+    "sources": Part((), sources),
     "readme": Part(("int8", "decode"), readme),
     "figure": Part(("int8",), readme_figure),
     "forward_mean": Part(("forward",), _mean),
@@ -403,6 +430,8 @@ def results(root: Path = ROOT) -> dict[str, Report]:
     """
     found: dict[str, Report] = {}
     for path in sorted((root / RESULTS).glob("*")):
+        if path.name == "README.md":
+            continue
         if path.suffix != ".json" or path.stem not in SOURCES:
             raise PageError(f"{path.name}: not one of {', '.join(SOURCES)} with .json")
         report = json.loads(path.read_text(encoding="utf-8"))

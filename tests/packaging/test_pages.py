@@ -103,6 +103,8 @@ def test_every_part_is_made(checkout: Path) -> None:
     assert "| cuDNN | 50.0, 3.50 | 50.0, 3.50 |" in text
     assert "| `decode`, int4 cache of 8192 tokens | 2.50× | 2.50× |" in text
     assert "| attention | 11.0 | 10.0–12.0 | 0.85 |" in text
+    assert "| `decode.json` | `omniattn bench decode --json` | yes |" in text
+    assert "| d64 | 1.20× | 1.20× | 1.20× | 1.20× | 1.20× | 1.20× |" in text
     assert "NVIDIA Test, driver 580.1, CUDA 13.0, torch 2.11.0, cuDNN 9.19.0; 2026-01-02;" in text
 
 
