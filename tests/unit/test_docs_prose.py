@@ -32,7 +32,7 @@ WORDS = {
 
 
 def is_prose(page: Path) -> list[tuple[int, str]]:
-    """Lines of a page with their numbers, without code blocks, tables and generated parts."""
+    """Lines of a page with their numbers, without headings, code blocks, tables and generated parts."""
     kept, fenced, generated = [], False, False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("```"):
@@ -41,7 +41,7 @@ def is_prose(page: Path) -> list[tuple[int, str]]:
             generated = True
         elif re.match(r"<!-- (end|[\w-]+:end) -->", line):
             generated = False
-        elif not (fenced or generated or line.startswith("|")):
+        elif not (fenced or generated or line.startswith(("|", "#"))):
             kept.append((number, re.sub(r"<!--.*?-->", "", line)))
     return kept
 
