@@ -11,7 +11,8 @@ WIDTH, PANEL, TOP, LEFT = 900, 190, 62, 44
 _COLOURS = ("#2f6db5", "#e08a1e", "#5a9e4b")
 _STYLE = (
     "text { font: 12px sans-serif; fill: #24292f } "
-    ".title { font-size: 15px; font-weight: bold } .small { font-size: 10px }"
+    ".title { font-size: 15px; font-weight: bold } .small { font-size: 10px } "
+    ".bar { font-size: 10px; paint-order: stroke; stroke: #ffffff; stroke-width: 3px }"
 )
 
 
@@ -76,7 +77,7 @@ def _panel(panel: Panel, y: int, top: float) -> list[str]:
                 f'<rect x="{x + 1:.1f}" y="{at(value):.1f}" width="{width - 2:.1f}" height="{base - at(value):.1f}" '
                 f'fill="{_COLOURS[j]}"/>'
             )
-            parts.append(_text(x + width / 2, at(value) - 3, f"{value:.2f}", "small", "middle"))
+            parts.append(_text(x + width / 2, at(value) - 3, f"{value:.2f}", "bar", "middle"))
         for j, line in enumerate(group.lines):
             parts.append(_text(middle, base + 15 + 14 * j, line, "", "middle"))
     return parts

@@ -358,7 +358,8 @@ def int8_choice(report: Report) -> str:
 def sources() -> str:
     """The result files and what measures them."""
     lines = [
-        [f"`{name}.json`", f"`{source.command}`", "yes" if source.required else "no"] for name, source in SOURCES.items()
+        [f"`{name}.json`", f"`{source.command}`", "yes" if source.required else "no"]
+        for name, source in SOURCES.items()
     ]
     return _table(["file", "command", "required"], lines)
 
