@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -14,65 +11,12 @@ from omniattn.bench import ForwardShape, anchors, forward, host, sustained
 from omniattn.bench.ceilings import Ceilings
 from omniattn.bench.timing import BenchError, require_torch
 from omniattn.cli import main
+from tests.unit.bench_fakes import CpuTorch, WallClock
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 SHAPES = (ForwardShape(2, 3, 96, 32, False), ForwardShape(2, 3, 96, 32, True))
-
-
-class _NoDevice:
-    """``torch.cuda`` of a machine whose GPU is its CPU."""
-
-    def synchronize(self) -> None:
-        return
-
-    def empty_cache(self) -> None:
-        return
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_device_properties(self, _: int) -> Any:
-        return type("Properties", (), {"name": "CPU", "major": 0, "minor": 0, "multi_processor_count": 1})
-
-    def current_stream(self) -> Any:
-        return type("Stream", (), {"cuda_stream": None})
-
-
-class CpuTorch:
-    """torch that puts onto the CPU what is asked for on a GPU."""
-
-    cuda = _NoDevice()
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(torch, name)
-        if name not in ("randn", "empty", "zeros", "arange", "tensor", "Generator"):
-            return value
-
-        def on_cpu(*arguments: Any, **options: Any) -> Any:
-            options.pop("device", None)
-            return value(*arguments, **options)
-
-        return on_cpu
-
-
-class WallClock:
-    """The CPU's own clock."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def flush(self) -> None:
-        return
-
-    def time(self, call: Callable[[], object]) -> Callable[[], float]:
-        start = time.perf_counter()
-        call()
-        elapsed = (time.perf_counter() - start) * 1e6
-        return lambda: elapsed
-
-    def synchronize(self) -> None:
-        return
 
 
 @pytest.fixture

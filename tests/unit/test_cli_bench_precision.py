@@ -33,22 +33,12 @@ from omniattn.launch.attn_fwd import ForwardStrides
 from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
 from omniattn.quantizer import problem_for
 from omniattn.registry import REGISTRY
-from tests.unit.test_cli_bench_forward import CpuTorch, WallClock
+from tests.unit.bench_fakes import StreamTorch, WallClock
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 SHAPES = (ForwardShape(1, 2, 48, 64, False), ForwardShape(1, 2, 48, 64, True))
-
-
-class _WithStream(type(CpuTorch.cuda)):  # type: ignore[misc]
-    def current_stream(self) -> Any:
-        return type("Stream", (), {"cuda_stream": 77})
-
-
-class StreamTorch(CpuTorch):
-    """With a stream that can be told from any default."""
-
-    cuda = _WithStream()
 
 
 class CpuHopper:

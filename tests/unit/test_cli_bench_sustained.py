@@ -18,8 +18,7 @@ from omniattn.bench.sustained import Load, SustainedTiming, check_seconds, susta
 from omniattn.bench.timing import cold_bytes
 from omniattn.cli import main
 from omniattn.errors import ArgumentError
-from tests.unit.test_cli_bench_decode import DecodeTorch
-from tests.unit.test_cli_bench_forward import CpuTorch
+from tests.unit.bench_fakes import CpuTorch, DecodeTorch
 
 
 class FakeGpu:
@@ -301,6 +300,7 @@ def forward_ceilings() -> Any:
     return Ceilings(100.0, 1.0)
 
 
+@pytest.mark.frameworks
 def test_forward_json(on_the_cpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "--anchor", "fa2", "--only", "fa2", "--json", "--sustained", "0.1"]
     assert main(command) == 0
@@ -316,6 +316,7 @@ def test_forward_json(on_the_cpu: None, capsys: pytest.CaptureFixture[str]) -> N
     assert WallLoad.made == [False]
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("form", [[], ["--markdown"]])
 def test_forward_tables(form: list[str], on_the_cpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--anchor", "fa2", "--only", "fa2", "--sustained", "0.1", *form]) == 0
@@ -325,6 +326,7 @@ def test_forward_tables(form: list[str], on_the_cpu: None, capsys: pytest.Captur
     assert ("under load" in output) == (not form)
 
 
+@pytest.mark.frameworks
 def test_decode_goes_around_copies_of_the_caches(
     on_the_cpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +357,7 @@ def test_decode_goes_around_copies_of_the_caches(
     assert "under load" in output
 
 
+@pytest.mark.frameworks
 def test_an_anchor_that_cannot_be_captured_is_a_reason(
     on_the_cpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +373,7 @@ def test_an_anchor_that_cannot_be_captured_is_a_reason(
     assert reasons["bf16"] == ""
 
 
+@pytest.mark.frameworks
 def test_copies_of_what_torch_reads_do_not_share_memory(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = DecodeTorch()
     tokens = decode.Tokens(torch, DECODE[0])
