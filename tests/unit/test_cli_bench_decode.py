@@ -133,7 +133,7 @@ def test_a_wrong_result_gets_no_time_and_fails_the_command(
 ) -> None:
     monkeypatch.setattr(omniattn, "decode", lambda q, *_, **__: q * 0 + wrong)
     assert main(["bench", "decode", "--anchor", "fa2", "--format", "int4", "--iters", "1", "--json"]) == 1
-    rows = json.loads(capsys.readouterr().out)["measurements"]
+    rows = json.loads(capsys.readouterr().out)["rows"]
     mine = [row for row in rows if row["format"] == "int4"]
     assert len(mine) == len(SHAPES)
     assert all("wrong result" in row["reason"] and row["median_us"] is None for row in mine)
@@ -225,6 +225,6 @@ def test_rates_and_ratios() -> None:
     assert report.slower_than_wider() == ["b128 h8/1 t8192 d128: int4 is slower than bf16"]
     data = json.loads(report.to_json())
     assert data["slower_than_wider"] == report.slower_than_wider()
-    assert data["measurements"][1]["time_relative_to_anchor"] == pytest.approx(0.4)
-    assert data["measurements"][5]["reason"] == "no such kernel"
+    assert data["rows"][1]["time_relative_to_anchor"] == pytest.approx(0.4)
+    assert data["rows"][5]["reason"] == "no such kernel"
     assert report.markdown().count("\n") == 3

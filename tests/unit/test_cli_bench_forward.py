@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -65,9 +66,7 @@ def test_a_wrong_result_gets_no_time_and_fails_the_command(
     monkeypatch.setattr(omniattn, "attention", lambda q, k, v, *, causal: right(q, k, v))  # the mask is left out
     code = main(["bench", "--anchor", "fa2", "--only", "fa2", "--iters", "1", "--json"])
     assert code == 1
-    full, causal = (
-        row for row in json.loads(capsys.readouterr().out)["measurements"] if row["contender"] == "omniattn"
-    )
+    full, causal = (row for row in json.loads(capsys.readouterr().out)["rows"] if row["contender"] == "omniattn")
     assert full["reason"] == ""
     assert "wrong result: relative L1" in causal["reason"]
     assert causal["median_us"] is None
@@ -103,9 +102,15 @@ def test_tables(form: str, on_the_cpu: None, capsys: pytest.CaptureFixture[str])
 
 def test_host_times_every_public_function(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_CALLS_PER_BATCH", 2)
-    names = [timing.name for timing in host.warm_calls()]
+    timings = host.warm_calls()
+    names = [timing.name for timing in timings]
     assert names[0] == "attention"
-    assert {"attention_varlen", "merge_states", "torch SDPA (anchor)"} <= set(names)
+    operations = {re.split(",", name)[0] for name in names}
+    assert operations == {
+        "attention", "attention_varlen", "decode", "append", "merge_states", "quantize_qk", "quantize_v", "torch SDPA",
+    }  # fmt: skip
+    assert {"attention, mask", "attention, int8", "decode, paged int8", "append, paged int8"} <= set(names)
+    assert timings[-1].row(timings)["ratio_to_sdpa"] == timings[0].row(timings)["ratio_to_attention"] == 1.0
 
 
 def test_import_time_is_measured_in_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,10 +306,12 @@ def test_forward_json(on_the_cpu: None, capsys: pytest.CaptureFixture[str]) -> N
     assert main(command) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["sustained_seconds"] == 0.1
-    assert len(data["measurements"]) == 4
-    for row in data["measurements"]:
-        assert len(row["samples_us"]) == 2
-        load = row["sustained"]
+    assert len(data["rows"]) == 4
+    assert data["protocol"] == "sustained"
+    assert all(row["watts"] is None and row["host_limited"] is False for row in data["rows"])
+    for samples in data["samples"]:
+        assert len(samples["samples_us"]) == 2
+        load = samples["sustained"]
         assert load.keys() == {"sm_mhz", "watts", "power_samples", "drift", "host_limited", "profile_us"}
         assert (load["sm_mhz"], load["watts"], load["power_samples"]) == (None, None, 0)
         assert all(sum(stretch) > 0 for stretch in load["profile_us"])
@@ -344,13 +346,15 @@ def test_decode_goes_around_copies_of_the_caches(
     assert main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["sustained_seconds"] == 0.1
-    assert all(row["sustained"]["watts"] is None for row in data["measurements"])
-    sizes = {row["format"]: row["cache_bytes"] for row in data["measurements"]}
+    assert [(s["sustained"] or {}).keys() >= {"watts"} for s in data["samples"]] == [
+        not row["reason"] for row in data["rows"]
+    ]
+    sizes = {row["format"]: row["cache_bytes"] for row in data["rows"]}
     assert {name: made.count(name) for name in sizes} == {name: -(-100_000 // size) for name, size in sizes.items()}
     assert made.count("int4") > made.count("bf16") > 1
     # Calls shorter than they take to enqueue are captured into graphs.
     assert WallLoad.made == [True]
-    assert len(captures) == sum(row["format"] == "fa2" for row in data["measurements"]) > 0
+    assert len(captures) == sum(row["format"] == "fa2" for row in data["rows"]) > 0
     assert main(command) == 0
     output = capsys.readouterr().out
     assert output.count("– MHz – W") == 3
@@ -367,7 +371,7 @@ def test_an_anchor_that_cannot_be_captured_is_a_reason(
     monkeypatch.setattr(decode, "captured", refuse)
     command = ["bench", "decode", "--anchor", "fa2", "--format", "bf16", "--sustained", "0.1", "--json"]
     main(command)
-    rows = json.loads(capsys.readouterr().out)["measurements"]
+    rows = json.loads(capsys.readouterr().out)["rows"]
     reasons = {row["format"]: row["reason"] for row in rows}
     assert "stream is capturing" in reasons["fa2"]
     assert reasons["bf16"] == ""
