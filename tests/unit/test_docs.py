@@ -74,6 +74,7 @@ def code(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M | re.DOTALL)
 
 
+@pytest.mark.frameworks
 def test_code_of_the_pages_about_precision() -> None:
     torch = pytest.importorskip("torch")
     generator = torch.Generator().manual_seed(4)

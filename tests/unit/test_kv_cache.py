@@ -143,6 +143,7 @@ def test_repairs_of_keys_with_strong_channels(repair: set[str]) -> None:
     assert errors[1][1] < 0.3
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("k_dtype", ["bf16", "int4"])
 def test_frameworks(framework: str, k_dtype: str) -> None:

@@ -234,6 +234,7 @@ def test_tokens_that_never_went_through_the_window_are_read_quantized() -> None:
     assert exact_from(cache, k, 20) == 18
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_frameworks(framework: str) -> None:
     """Rings begin empty and are written in place in every framework's memory."""

@@ -18,6 +18,7 @@ from omniattn.problem import Problem
 from omniattn.select import Target
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 PRECISIONS: dict[str, oa.Int8] = {
     "int8": oa.Int8(),

@@ -249,6 +249,7 @@ def test_packed_sequences_are_the_sequences(grouping: str) -> None:
         assert np.array_equal(values.v_scale[b], one_v.v_scale[0])
 
 
+@pytest.mark.frameworks
 def test_layouts_and_frameworks() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = qkv(rows_q=50, rows_k=60, head_dim=64)

@@ -13,6 +13,7 @@ from omniattn.launch.params import PARAMS
 from omniattn.problem import Problem
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 from omniattn.arrays import from_torch  # noqa: E402
 
