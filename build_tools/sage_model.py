@@ -24,12 +24,13 @@ from build_tools import sass
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from omniattn.precision import Int4, Int8  # noqa: E402
-from omniattn.problem import UNLIMITED, Problem  # noqa: E402
+from omniattn.problems.precision import Int4, Int8  # noqa: E402
+from omniattn.problems import UNLIMITED, AttentionProblem as Problem  # noqa: E402
 from omniattn.registry import KernelSpec  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.runtime.sources import Sources  # noqa: E402
-from omniattn.select import Target, select_attention  # noqa: E402
+from omniattn.problems import Target
+from omniattn.select import select_attention  # noqa: E402
 
 ROWS, KEYS = 32, 64
 #: Length at which causal is given.

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import omniattn as oa  # noqa: E402
 from omniattn import testing  # noqa: E402
 from omniattn.errors import ArgumentError, UnsupportedError  # noqa: E402
-from omniattn.precision import Int4, Int8  # noqa: E402
+from omniattn.problems.precision import Int4, Int8  # noqa: E402
 from omniattn.reference import low_precision  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 

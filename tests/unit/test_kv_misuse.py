@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from omniattn import arrays
-from omniattn.append import append, copy_blocks
-from omniattn.blocks import BlockManager
-from omniattn.cache import KVCache, PagedKVCache
-from omniattn.decode import decode
+from omniattn.ops import append, copy_blocks
+from omniattn.kv.blocks import BlockManager
+from omniattn.kv.cache import KVCache, PagedKVCache
+from omniattn.ops import decode
 from omniattn.errors import ArgumentError
 
 LIKE = np.zeros(1, dtype=np.float32)

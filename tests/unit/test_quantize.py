@@ -16,8 +16,8 @@ import omniattn as oa
 from omniattn import testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from omniattn.launch import quantize as launch
-from omniattn.launch.quantize import QuantizePlan, QuantizeProblem
-from omniattn.precision import GRANULARITIES, GROUPINGS
+from omniattn.problems.quantize import QuantizePlan, QuantizeProblem
+from omniattn.problems.precision import GRANULARITIES, GROUPINGS
 from omniattn.quantizer import FusedQuantizer, problem_for, select_quantizer
 from omniattn.reference.dequantize import dequantize_qk, dequantize_v
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3

@@ -10,7 +10,7 @@ import pytest
 from omniattn import arrays, repeat
 from omniattn.launch.merge_states import _PARAMS, MergePlan
 from omniattn.launch.params import PARAMS
-from omniattn.problem import Problem
+from omniattn.problems import AttentionProblem as Problem
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
