@@ -13,7 +13,7 @@ from omniattn.launch.quantize import BLOCK_ROWS
 from omniattn.quantized import QuantizedQK, QuantizedV
 from omniattn.reference.dequantize import contents, head_of, rows_of, values_of
 from omniattn.reference.quantize import sequences
-from omniattn.testing import compare
+from omniattn.testing.compare import compare
 
 Values = npt.NDArray[Any]
 
