@@ -14,19 +14,12 @@ if TYPE_CHECKING:
     from . import errors
     from .kv.blocks import BlockManager
     from .kv.cache import KVCache, PagedKVCache
-    from .ops import (
-        Explanation,
-        append,
-        attention,
-        attention_varlen,
-        copy_blocks,
-        copy_recent,
-        decode,
-        explain,
-        merge_states,
-        quantize_qk,
-        quantize_v,
-    )
+    from .ops.append import append, copy_blocks, copy_recent
+    from .ops.attention import attention, attention_varlen
+    from .ops.decode import decode
+    from .ops.explain import Explanation, explain
+    from .ops.merge import merge_states
+    from .ops.quantize import quantize_qk, quantize_v
     from .problems import (
         PRECISIONS,
         Int4,

@@ -148,7 +148,10 @@ class KVCache:
         exact = [f.dtype for f in formats if not f.quantized]
         if len(set(exact)) > 1:
             raise ArgumentError(
-                "v_dtype", f"{exact[0]!r} or an 8- or 4-bit type, with k_dtype {exact[0]!r}", repr(v_dtype), function=name
+                "v_dtype",
+                f"{exact[0]!r} or an 8- or 4-bit type, with k_dtype {exact[0]!r}",
+                repr(v_dtype),
+                function=name,
             )
         if not any(f.quantized for f in formats) and group_size is not None:
             raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)

@@ -68,7 +68,9 @@ def build(spec: KernelSpec, problem: AttentionProblem, target: Target) -> tuple[
     s = problem.strides
     assert s is not None
     tiles = tiles_of(problem, spec, blocks, target.sm_count)
-    q = _operand("q", problem.dtype, (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim), s.q, spec.block_m)
+    q = _operand(
+        "q", problem.dtype, (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim), s.q, spec.block_m
+    )
     k = v = q
     # Without keys nothing is copied, but a map of zero rows cannot be made: the rows of q stand in.
     if problem.seqlen_k:

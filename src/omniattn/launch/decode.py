@@ -138,9 +138,7 @@ def passes(problem: DecodeProblem) -> tuple[Pass, ...]:
             o_strides=(0, row, p.head_dim, 1),
         )  # fmt: skip
         prefix = Pass(alone, *formats, planes, cache.hadamard, first_key=ALL_SEE_PREFIX, sinks=False)
-        rest = Pass(
-            dataclasses.replace(p, o_strides=own), *formats, planes, cache.hadamard, first_key=p.shared_prefix
-        )
+        rest = Pass(dataclasses.replace(p, o_strides=own), *formats, planes, cache.hadamard, first_key=p.shared_prefix)
         return prefix, rest
     return (Pass(p, *formats, planes, cache.hadamard),)
 

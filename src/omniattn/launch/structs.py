@@ -186,16 +186,14 @@ KV_APPEND = HostStruct(
 #: Pairs of blocks that one launch of ``kv_copy_sm80`` copies.
 MAX_PAIRS = 112
 
-KV_COPY = HostStruct(
-    "KvCopyParams", "params/kv_copy.cuh", f"4P planes; 4q block_bytes; {2 * MAX_PAIRS}i pairs"
-)
+KV_COPY = HostStruct("KvCopyParams", "params/kv_copy.cuh", f"4P planes; 4q block_bytes; {2 * MAX_PAIRS}i pairs")
 
 MERGE_STATES = HostStruct(
     "MergeStatesParams",
     "params/merge_states.cuh",
     "P o_a o_b o lse_a lse_b lse;"
     f"q {' '.join(_STRIDES.format(x) for x in ('o_a', 'o_b', 'o'))}"
-    f" {' '.join('{0}_stride_b {0}_stride_h {0}_stride_s'.format(x) for x in ('lse_a', 'lse_b', 'lse'))} total;"
+    f" {' '.join(f'{x}_stride_b {x}_stride_h {x}_stride_s' for x in ('lse_a', 'lse_b', 'lse'))} total;"
     "i seqlen num_heads chunks reserved",
 )
 

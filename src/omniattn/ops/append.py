@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import arrays
+from ..arrays import Tensor
 from ..checks import append as checks
 from ..checks.append import AppendOptions, check_pairs
 from ..checks.caches import check_cache
@@ -18,13 +19,17 @@ from . import on_cpu
 _APPEND = Operation(
     "append", checks.ARRAYS, checks.check_append, checks.check_append_memory, plan_append, on_cpu.append, checks.ALIGNED
 )
+
+
+def _check_copy(call: Call, tensors: dict[str, Tensor]) -> CopyProblem:
+    assert call.cache is not None
+    return CopyProblem(call.cache.facts, *call.options)
+
+
 _COPIES = {
-    name: Operation(
-        name, (), lambda call, tensors: CopyProblem(call.cache.facts, *call.options), lambda problem, tensors: None,
-        plan_copy, on_cpu.copy, keep=False,
-    )
+    name: Operation(name, (), _check_copy, lambda problem, tensors: None, plan_copy, on_cpu.copy, keep=False)
     for name in ("copy_blocks", "copy_recent")
-}  # fmt: skip
+}
 
 
 def append(

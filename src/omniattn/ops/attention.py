@@ -115,9 +115,7 @@ def attention(
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
     algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2.
     """
-    options = AttentionOptions(
-        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic
-    )
+    options = AttentionOptions(layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic)
     objects = (q, k, v, out, None, None, mask, sinks)
     return _run("attention", objects, options, stream)
 
@@ -186,6 +184,14 @@ def attention_varlen(
     )
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
     return _run("attention_varlen", objects, options, stream)
+
+
+def call_of(
+    function: str, q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 = "exact"
+) -> Call:
+    """A call on arrays as data, not run: for measurements that need its plan."""
+    options = AttentionOptions("NHD", causal, None, None, 0.0, precision, False, False)
+    return Call(_ON_ARRAYS[function], (q, k, v, None, None, None, None, None), options)
 
 
 def _run(function: str, objects: tuple[Any, ...], options: AttentionOptions, stream: Any) -> Any:

@@ -201,6 +201,7 @@ def copy(call: Call, problem: CopyProblem, tensors: Tensors) -> list[Any]:
     assert cache is not None
     arrays.prepare(cache.tensors, call.stream)  # refuses a stream
     host = on_host(cache)
+    planes: tuple[Any, ...]
     if problem.recent:
         assert host.recent is not None
         planes = (host.recent.k, host.recent.v, host.recent.state)

@@ -48,9 +48,7 @@ def _quantize_first(selection: Selection, problem: AttentionProblem, target: Tar
     attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places)
     records: tuple[LaunchRecord, ...] = ()
     if attention:
-        records = quantize.build(
-            quantizer.spec, None if delta is None else delta.spec, call, target, at, memory
-        )
+        records = quantize.build(quantizer.spec, None if delta is None else delta.spec, call, target, at, memory)
     others = (quantizer,) if delta is None else (quantizer, delta)
     return Launches(selection, (*records, *attention), outputs_bytes + room.size, others)
 

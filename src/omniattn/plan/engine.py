@@ -160,7 +160,7 @@ class Same:
         return id(self.of)
 
     def __eq__(self, other: object) -> bool:
-        return other.__class__ is Same and self.of is other.of  # type: ignore[attr-defined]
+        return isinstance(other, Same) and self.of is other.of
 
 
 class Plan:
@@ -239,12 +239,12 @@ def run(call: Call) -> list[Any]:
             None if t is None else (t.dtype, t.device, t.ordinal, t.shape, t.strides)
             for t in map(tensors.get, call.operation.arrays)
         )
-        addresses = []
+        addresses: list[int] = []
     else:
         tensors = {}
         facts, addresses = seen
     # True == 1 == 1.0, but not every one of them is valid everywhere.
-    types = tuple(map(type, options))
+    types: tuple[Any, ...] = tuple(map(type, options))
     if tuple in types:
         types += tuple(tuple(map(type, x)) for x in options if x.__class__ is tuple)
     cache = call.cache

@@ -35,9 +35,7 @@ def plan_decode(problem: DecodeProblem, target: Target, force: str | None) -> La
     merge = select_merge(problem.dtype, target, force) if len(selections) > 1 else None
     records, workspace_bytes = decode.build(kernels, None if merge is None else merge.spec, problem, target)
     others = [selection for pair in selections for selection in pair][1:]
-    return Launches(
-        selections[0][0], records, workspace_bytes, (*others, *(() if merge is None else (merge,)))
-    )
+    return Launches(selections[0][0], records, workspace_bytes, (*others, *(() if merge is None else (merge,))))
 
 
 def plan_append(problem: AppendProblem, target: Target, force: str | None) -> Launches:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omniattn.errors import ArgumentError
-from omniattn.problems.quantize import BLOCK_ROWS, QuantizeProblem
 from omniattn.problems.precision import Int4, Int8, Precision, check_choice, value_levels
+from omniattn.problems.quantize import BLOCK_ROWS, QuantizeProblem
 from omniattn.reference import checks
 from omniattn.reference.ablation import FORMATS
 from omniattn.reference.core import Array, Options, block_rows, key_range, outside_window

@@ -152,7 +152,7 @@ class Program:
         LoadedKernel of a KernelSpec.
     """
 
-    __slots__ = ("kernels", "launches", "records")
+    __slots__ = ("kernels", "launches", "operands", "records")
 
     def __init__(
         self,
@@ -161,8 +161,9 @@ class Program:
         load: Callable[[KernelSpec], LoadedKernel],
     ) -> None:
         self.records = tuple(records)
+        self.operands = tuple(operands)
         self.kernels = tuple(load(record.spec) for record in self.records)
-        index = {name: i for i, name in enumerate(operands)}
+        index = {name: i for i, name in enumerate(self.operands)}
         self.launches: tuple[_Launch, ...] = tuple(
             _bind(record, kernel, index) for record, kernel in zip(self.records, self.kernels, strict=True)
         )
