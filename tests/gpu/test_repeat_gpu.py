@@ -1,4 +1,4 @@
-"""Repeated calls on a GPU take the short way, give the same bits, and refuse what first calls refuse."""
+"""Repeated calls on a GPU take the fast path, give the same bits, and refuse what first calls refuse."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _calls() -> dict[str, Callable[[], Any]]:
         "merge", "merge into out",
     ],
 )  # fmt: skip
-def test_the_short_way_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_path_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = _calls()[name]
 
     def copies() -> list[Any]:
@@ -70,7 +70,7 @@ def test_the_short_way_gives_the_same_bits(name: str, monkeypatch: pytest.Monkey
         expected = copies()
 
     def fail(*args: Any) -> None:
-        raise AssertionError("a repeated call went the long way")
+        raise AssertionError("a repeated call did not take the fast path")
 
     monkeypatch.setattr(arrays, "describe", fail)
     for _ in range(2):
