@@ -126,7 +126,9 @@ def keys_of_all_stages(head_dim: int) -> int:
 
 def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
     """Quantization and attention together, in one workspace; and one behind the other, each array by itself."""
-    precisions: tuple[oa.Int8 | oa.Int4, ...] = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())[: 2 if few else 3]
+    precisions: tuple[oa.Int8 | oa.Int4, ...] = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())[
+        : 2 if few else 3
+    ]
     generic = not any(spec.arch_specific for spec in select.REGISTRY)
     mods: tuple[str, ...] = ()
     if generic and not few:  # every product of the kernel on mma.sync that this GPU has, and what it alone serves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn import arrays, testing  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.problems import AttentionProblem, QuantizeCall, QuantizeProblem  # noqa: E402
 from omniattn.problems.precision import GRANULARITIES, GROUPINGS  # noqa: E402
 from omniattn.reference import quantize as reference  # noqa: E402
@@ -25,8 +27,8 @@ DELTA_RTOL = 1e-4
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and workspaces of the GPU begin as 0xff: NaN, and -1."""
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outputs and workspaces of the GPU begin as 0xff: NaN, and -1. No fast path, which allocates otherwise."""
     plain = arrays.empty_like_framework
 
     def allocate(ref: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -36,6 +38,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return t
 
     monkeypatch.setattr(arrays, "empty_like_framework", allocate)
+    monkeypatch.setattr(arrays, "allocator", lambda ref, shape, dtype: None)
+    PLANS.clear()
+    yield
+    PLANS.clear()
 
 
 def tensor(values: Any, dtype: str, layout: str = "NHD") -> Any:
