@@ -161,7 +161,7 @@ class Filled:
         if self.slots is not None:
             options["recent_slots"] = self.slots.cpu().numpy()
         return reference_decode(
-            self.q.float().cpu().numpy(), on_host(self), seq_lens=lens, block_table=table,
+            self.q.float().cpu().numpy(), self.on_host(), seq_lens=lens, block_table=table,
             window_left=-1 if window is None else window[0], **options,
         )  # fmt: skip
 

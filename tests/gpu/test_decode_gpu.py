@@ -32,7 +32,7 @@ def sized(formats: tuple[str, str, int | None]) -> dict[str, Any]:
 
 def expected_bytes(filled: Filled, **rope: Any) -> dict[str, np.ndarray[Any, Any]]:
     """What NumPy appends to a cache full of 0xff."""
-    host = on_host(filled)
+    host = filled.on_host()
     before = {name: getattr(host, name) for name in ("k", "v", "k_params", "v_params")}
     for plane in before.values():
         plane[...] = 0xFF if plane.dtype == np.uint8 else 0xFFFFFFFF

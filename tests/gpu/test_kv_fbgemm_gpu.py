@@ -26,7 +26,7 @@ def case(dim: int, group: int | None, **more: Any) -> Case:
 
 def check_bytes(filled: Filled) -> None:
     filled.append()
-    host = on_host(filled)
+    host = filled.on_host()
     got = [host.k.copy(), host.v.copy()]
     for plane in (host.k, host.v):
         plane[...] = 0xFF

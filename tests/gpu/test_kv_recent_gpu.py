@@ -73,7 +73,7 @@ def test_append_writes_what_numpy_writes(formats: tuple[str, str, str], block_si
     """A prompt, then guesses of which some are dropped, then prompts again; ragged, some without new tokens."""
     for dim, heads in ((128, 1), (64, 2)):
         filled = Filled(case(formats, 20, lengths=(150, 150, 150), block_size=block_size, head_dim=dim, heads_kv=heads))
-        host = on_host(filled)
+        host = filled.on_host()
         emptied(host)
         rng = np.random.default_rng(0)
         lengths = [0, 0, 0]
@@ -93,7 +93,7 @@ def test_append_writes_what_numpy_writes(formats: tuple[str, str, str], block_si
                 rows = slice(starts[b], starts[b + 1])
                 append_tokens(host, k[rows], v[rows], table, lengths[b] - counts[b], slot)
             lengths = [n - m for n, m in zip(lengths, drops, strict=True)]
-        same(on_host(filled), host)
+        same(filled.on_host(), host)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
@@ -199,7 +199,7 @@ def test_a_captured_step_moves_the_window(block_size: int) -> None:
         torch.cuda.synchronize()
         assert filled.lens.tolist() == lengths
         compare(results, filled.reference(), filled.case, str(lengths))
-    host = on_host(filled)
+    host = filled.on_host()
     assert host.recent is not None
     for b in range(2):
         _, slot = place(filled, b)
