@@ -15,15 +15,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
-from omniattn.cli.frameworks import TorchFramework  # noqa: E402
-from omniattn.cli.verify_decode import DECODE_OPS  # noqa: E402
-from omniattn.cli.verify_quantizer import verify_common  # noqa: E402
 from omniattn.errors import ArgumentError  # noqa: E402
 from omniattn.quantizer import select_quantizer  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec, by_name  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.arch import Arch  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
+from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
+from omniattn.testing.frameworks import TorchFramework  # noqa: E402
+from omniattn.testing.rows import run_row  # noqa: E402
 
 from .kernel_cases import cases, run_case  # noqa: E402
 
@@ -35,8 +35,7 @@ TARGETS = ("compute_80", "compute_89")
 SPECS = [
     spec
     for spec in REGISTRY
-    if spec.op not in DECODE_OPS
-    and not (spec.op == "attention_int8" and spec.dtype == "float16" and spec.head_dim > 64)
+    if spec.op not in CACHE_OPS and not (spec.op == "attention_int8" and spec.dtype == "float16" and spec.head_dim > 64)
 ]
 ROWS = [
     (spec.name, target)
@@ -121,8 +120,7 @@ def test_row(
     if spec.op in ("attention", "attention_int8"):
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", name)
     if "common" in spec.features:  # only attention starts these
-        _, _, notes = verify_common(TorchFramework(), spec)
-        assert not notes
+        assert not run_row(TorchFramework(), spec).failures
         assert asked == {name}
         return
     ran = 0

@@ -10,19 +10,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
-from omniattn.cli.frameworks import TorchFramework  # noqa: E402
 from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel  # noqa: E402
-from omniattn.cli.verify_decode import DECODE_OPS, verify_row  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.runtime.loader import unsupported_reason  # noqa: E402
+from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
+from omniattn.testing.frameworks import TorchFramework  # noqa: E402
+from omniattn.testing.rows import run_row  # noqa: E402
 
 from .installations import compile_missing  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-ROWS = [spec for spec in REGISTRY if spec.op in DECODE_OPS]
+ROWS = [spec for spec in REGISTRY if spec.op in CACHE_OPS]
 #: Everything prebuilt for bfloat16: the element types, widths and numbers of rows that the sources know.
 TRANSLATED = [spec for spec in ROWS if spec.prebuild and spec.dtype in ("bfloat16", "uint8")]
 
@@ -69,7 +70,7 @@ def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(runtime, "load", from_ptx)
     for spec in chosen:
-        _, worst, notes = verify_row(TorchFramework(), spec)
-        assert notes == []
-        assert worst <= 1.0
+        result = run_row(TorchFramework(), spec)
+        assert not result.failures
+        assert result.worst <= 1.0
     assert {spec.name for spec in chosen} <= asked

@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
-from omniattn.cli.frameworks import TorchFramework  # noqa: E402
 from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime.loader import unsupported_reason  # noqa: E402
+from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 
 from .installations import compile_missing  # noqa: E402
 
