@@ -11,7 +11,7 @@
 // r and r + 8 share one, of a tile of 128 keys keys 8i + 2j and 8i + 2j + 1 do, so a lane meets one of each.
 // row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
 //
-// Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh); only two warpgroups take turns.
+// Roles, barriers and turns are those of attn_fwd_sm90 (attention/fwd_roles.cuh); only two warpgroups take turns.
 //   consumer   wait kv(i) | [turn:] S = QK(i) | A += P(i-1)V(i-1), sums of P(i-1) | [next one's turn]
 //              softmax(i), under the products with P | every flush_keys keys: O += A, A = 0 ...
 // With REGISTER_Q consumers read Q before the first step and give its buffer back.
@@ -27,31 +27,31 @@
 // [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean
 // [NUM_CONSUMERS][2][HEAD_DIM * 4], where there is room (else they follow O in its place) | barriers. Rows of Q and K are
 // min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
-#include "attention/channel_scales.cuh"
+#include "pipeline/channel_scales.cuh"
 #include "attention/delta_shift.cuh"
-#include "attention/e4m3_probs.cuh"
-#include "attention/int8_queries.cuh"
-#include "attention/quantize_params.cuh"
+#include "attention/p_e4m3.cuh"
+#include "tile/int8_queries.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/warp_epilogue.cuh"
-#include "attention/wgmma_roles.cuh"
+#include "attention/fwd_roles.cuh"
 #include "attention/warp_softmax.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/tma.cuh"
+#include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_int8.cuh"
 #include "scheduler/persistent.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // of o and sinks
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kConsumers = NUM_CONSUMERS;
-    static constexpr bool kTurns = kConsumers == 2;
+    static constexpr bool kPingPong = kConsumers == 2;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
-    static constexpr int kStages = NUM_STAGES;
-    static constexpr int kQStages = NUM_Q_STAGES;
+    static constexpr int kInnerStages = NUM_STAGES;
+    static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;
     static constexpr bool kDelta = SMOOTH_Q;
     static constexpr bool kLse = WITH_LSE;
@@ -74,25 +74,17 @@ struct Config {
 };
 
 struct SharedStorage {
-    alignas(1024) uint8 q[Config::kQStages][Config::kBlockM * Config::kHeadDim];
-    alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim];
-    alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim];
+    alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kHeadDim];
+    alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kHeadDim];
+    alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kHeadDim];
     alignas(512) uint8 ones[512];  // 8 rows of 64 e4m3
-    alignas(16) float delta[Config::kDelta ? Config::kStages : 1][Config::kDeltaRows][Config::kBlockN];
+    alignas(16) float delta[Config::kDelta ? Config::kInnerStages : 1][Config::kDeltaRows][Config::kBlockN];
     float4 o[Config::kConsumers][Config::kOutputs / 4][128];  // each thread's own, in its order
-    alignas(16) float k_scale[Config::kStages][4];
+    alignas(16) float k_scale[Config::kInnerStages][4];
     float channels[Config::kConsumers][2][Config::kOwnChannels];  // v_scale and v_mean
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
-struct AttnInt8Sm90Params {
-    TensorMap map_q, map_k, map_v;
-    AttnFwdParams p;  // q, k, v and their strides are not used
-    QuantizedOperands x;
-    TileList tiles;
-    int32 flush_keys;
-};
 
 constexpr uint32 kQBytes = Config::kBlockM * Config::kHeadDim;
 constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
@@ -110,13 +102,15 @@ OA_DEVICE int32 first_block(const FwdTile& t, int32 begin) {
     return Config::kVarlen ? first_slot(begin, t.sequence, kBlockRows) : 0;
 }
 
-class Producer : public ProducerRole<Config, Producer> {
+class Producer : public ForwardProducer<Config, Producer> {
   public:
     static constexpr uint32 kQBytes = ::kQBytes, kVBytes = ::kKBytes;
-    static constexpr uint32 kKBytes = ::kKBytes + 16 + (Config::kDelta ? Config::kDeltaRows * kDeltaBytes : 0);
+    OA_DEVICE uint32 k_bytes() const {
+        return ::kKBytes + 16 + (Config::kDelta ? Config::kDeltaRows * kDeltaBytes : 0);
+    }
 
     OA_DEVICE Producer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params) {}
+        : ForwardProducer(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -130,28 +124,29 @@ class Producer : public ProducerRole<Config, Producer> {
                         &params_.map_q, bar, c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        const AttnFwdParams& p = params_.p;
+        const AttnFwdParams& p = params_.fwd;
         int32 key = n * Config::kBlockN;
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
             tma_load_4d(smem_addr_at(&SharedStorage::k) + stage * ::kKBytes + c * Config::kBlockN * Config::kRowBytes,
                         &params_.map_k, bar, c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
         int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
-        bulk_load(
-            smem_addr_at(&SharedStorage::k_scale) + 16 * stage,
-            params_.x.k_scale + head * params_.x.k_scale_stride_h + (first_block(t, t.k_begin) + key / kBlockRows) * 4,
-            16, bar);
+        bulk_load(smem_addr_at(&SharedStorage::k_scale) + 16 * stage,
+                  params_.operands.k_scale + head * params_.operands.k_scale_stride_h +
+                      (first_block(t, t.k_begin) + key / kBlockRows) * 4,
+                  16, bar);
         if constexpr (Config::kDelta) {
             int64 q_head = int64(t.batch_idx) * p.num_q_heads + t.head_idx;
             int32 first = t.m0 / kBlockRows, last = (t.seqlen_q - 1) / kBlockRows;
             // Beyond the columns that max_seqlen_k allowed for there is nothing to read; the consumers make NaN of it.
-            int32 column = min_of(key, params_.x.delta_columns - Config::kBlockN);
-            const float* rows = params_.x.delta_s + q_head * params_.x.delta_stride_h + column;
+            int32 column = min_of(key, params_.operands.delta_columns - Config::kBlockN);
+            const float* rows = params_.operands.delta_s + q_head * params_.operands.delta_stride_h + column;
 #pragma unroll
             for (int i = 0; i < Config::kDeltaRows; ++i)
-                bulk_load(smem_addr_at(&SharedStorage::delta) + (stage * Config::kDeltaRows + i) * kDeltaBytes,
-                          rows + int64(first_block(t, t.q_begin) + min_of(first + i, last)) * params_.x.delta_columns,
-                          kDeltaBytes, bar);
+                bulk_load(
+                    smem_addr_at(&SharedStorage::delta) + (stage * Config::kDeltaRows + i) * kDeltaBytes,
+                    rows + int64(first_block(t, t.q_begin) + min_of(first + i, last)) * params_.operands.delta_columns,
+                    kDeltaBytes, bar);
         }
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
@@ -198,7 +193,7 @@ using Softmax = RowState<Lift>;
 
 using Shift = ShiftIf<Config::kDelta>::Type;
 
-class Consumer : public ConsumerRole<Config, Consumer> {
+class Consumer : public ForwardConsumer<Config, Consumer> {
   public:
     struct Rows {
         Output acc;
@@ -217,7 +212,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     OA_DEVICE Consumer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
                        int32 group)
-        : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
+        : ForwardConsumer(params.fwd, params.tiles, smem.roles, bars, group),
           params_(params),
           storage_(smem),
           k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::k), 16, 8 * Config::kRowBytes)),
@@ -226,7 +221,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal for the
     // whole warpgroup may decide between two places where products are issued.
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 i, int32 warp_row, Rows& state) {
+    OA_DEVICE void attend(const FwdTile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
         const int32 num_tiles = keys.end - keys.first;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
@@ -245,10 +240,10 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         // S(i), and A += P(i - 1) V(i - 1), which runs on.
         auto products = [&] {
             c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
-            turns_.wait();
-            issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
-            issue_pv(state.acc, sums, probs, v_.next(kv_at_.stage * kKBytes));
-            turns_.pass_on();
+            ping_pong_.wait();
+            issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
+            issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * kKBytes));
+            ping_pong_.pass_on();
             wgmma_wait<1>();
             wgmma_pin(s);
         };
@@ -270,8 +265,8 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         // After the last read of the step's buffer.
         auto give_back = [&] {
             __syncwarp();
-            release_kv();
-            is_full = bars_.kv.is_full(kv_at_);
+            release_inner();
+            is_full = is_inner_full();
         };
         // P(i), except as operand.
         auto exponentiate = [&] {
@@ -306,23 +301,23 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
         };
 
-        bars_.q.wait(q_at_);
-        q.take(smem_addr_at(&SharedStorage::q) + q_at_.stage * kQBytes, group_, lane_);
+        wait_outer();
+        q.take(smem_addr_at(&SharedStorage::q) + outer_at_.stage * kQBytes, group_, lane_);
         if (Queries::kTaken) {
             __syncwarp();
-            release_q();
+            release_outer();
         }
-        wait_kv();
-        turns_.wait();
-        issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
-        turns_.pass_on();
+        wait_inner();
+        ping_pong_.wait();
+        issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
+        ping_pong_.pass_on();
         if (Config::kEarlyChannels) fetch_channels(t);
         state.attended = true;
         q_scale *= p_.softmax_scale * kLog2e;
         c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
         wgmma_wait<0>();
         wgmma_pin(s);
-        if (!Queries::kTaken && i == num_tiles - 1) release_q();
+        if (!Queries::kTaken && i == num_tiles - 1) release_outer();
         mask();
         rows.raise(s, c, alpha, shift_of(t));
         exponentiate();
@@ -333,13 +328,13 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
         const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
         int32 flush_at = i + flush_tiles;
-        auto next_special = [&](int32 j) { return min_of(ConsumerRole::next_special(keys, j), flush_at); };
+        auto next_special = [&](int32 j) { return min_of(ForwardConsumer::next_special(keys, j), flush_at); };
         int32 special = next_special(i);
         for (++i; i < num_tiles; ++i) {
-            if (!is_full) wait_kv();
+            if (!is_full) wait_inner();
             if (i >= special) {
                 products();
-                if (!Queries::kTaken && i == num_tiles - 1) release_q();
+                if (!Queries::kTaken && i == num_tiles - 1) release_outer();
                 mask();
                 exponentiate();
                 finish_pv();
@@ -377,10 +372,10 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             }
             add();
         }
-        if (!is_full) wait_kv();
-        issue_pv(state.acc, sums, probs, v_.next(kv_at_.stage * kKBytes));
+        if (!is_full) wait_inner();
+        issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * kKBytes));
         finish_pv();
-        release_kv();
+        release_inner();
         if (state.flushed) add_flushed(state);
     }
 
@@ -394,7 +389,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                bias[r] = row_bias_of(p_, params_.x, t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
+                bias[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
             cp_async_wait<0>();
             named_barrier_sync(kFirstFreeBarrier + group_, 128);
             channels().undo(state.acc, state.softmax.l, lane_);
@@ -410,16 +405,17 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         // Rows behind the sequence, or (unsigned) before row 0, are zeros: no scale so coarse as to need the careful way.
         if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
-        return params_.x.q_scale[head * params_.x.q_scale_stride_h + first_block(t, t.q_begin) * 64 +
-                                 (warp_row >> 4) * 8 + (lane_ >> 2)];
+        return params_.operands.q_scale[head * params_.operands.q_scale_stride_h + first_block(t, t.q_begin) * 64 +
+                                        (warp_row >> 4) * 8 + (lane_ >> 2)];
     }
 
     // V's scale and mean for `store`. Early: after a turn has begun, when the whole warpgroup has read the last tile's.
     OA_DEVICE void fetch_channels(const FwdTile& t) const {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
-        int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.x.head_dim_pad;
-        channels().fetch(params_.x.v_scale + first, params_.x.v_mean == nullptr ? nullptr : params_.x.v_mean + first,
-                         params_.x.head_dim_pad);
+        int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.operands.head_dim_pad;
+        channels().fetch(params_.operands.v_scale + first,
+                         params_.operands.v_mean == nullptr ? nullptr : params_.operands.v_mean + first,
+                         params_.operands.head_dim_pad);
     }
     OA_DEVICE ChannelScales<Config::kHeadDim> channels() const {
         return {Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_])};
@@ -456,14 +452,15 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     // Score units of tile n -> base-2 exponent, of this lane's two rows and its keys.
     OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
-        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.x.delta_columns) return __int_as_float(0x7fffffff);
-        return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * kv_at_.stage));
+        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.operands.delta_columns)
+            return __int_as_float(0x7fffffff);
+        return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * inner_at_.stage));
     }
 
     // delta_s of the step's tile.
     OA_DEVICE Shift shift_of(const FwdTile& t) const {
         int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
-        return ShiftIf<Config::kDelta>::of(storage_.delta[Config::kDelta ? kv_at_.stage : 0][row] + 2 * (lane_ & 3),
+        return ShiftIf<Config::kDelta>::of(storage_.delta[Config::kDelta ? inner_at_.stage : 0][row] + 2 * (lane_ & 3),
                                            p_.softmax_scale * kLog2e);
     }
 
@@ -485,12 +482,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90
     if (threadIdx.x < sizeof(smem.ones) / 4) reinterpret_cast<uint32*>(smem.ones)[threadIdx.x] = kOnes;
     fence_proxy_async();
     __syncthreads();
-    int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
-    if (warpgroup == 0) {
-        registers_release<Config::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer(params, smem, bars).run(threadIdx.x);
-    } else {
-        registers_claim<Config::kConsumerRegisters>();
-        Consumer(params, smem, bars, warpgroup - 1).run();
-    }
+    run_roles<Config::kConsumers>([&](int lane) { Producer(params, smem, bars).run(lane); },
+                                  [&](int32 group) { Consumer(params, smem, bars, group).run(); });
 }

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from omniattn.append import append
-from omniattn.cache import KVCache, PagedKVCache
-from omniattn.decode import decode
+from omniattn.ops import append
+from omniattn.kv.cache import KVCache, PagedKVCache
+from omniattn.ops import decode
 from omniattn.reference.decode import CacheArrays, RecentArrays
 from omniattn.reference.decode import decode as reference_decode
 from tests.gpu.attention_cases import TORCH_DTYPES
@@ -161,7 +161,7 @@ class Filled:
         if self.slots is not None:
             options["recent_slots"] = self.slots.cpu().numpy()
         return reference_decode(
-            self.q.float().cpu().numpy(), self.on_host(), seq_lens=lens, block_table=table,
+            self.q.float().cpu().numpy(), on_host(self), seq_lens=lens, block_table=table,
             window_left=-1 if window is None else window[0], **options,
         )  # fmt: skip
 

@@ -13,9 +13,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 torch = pytest.importorskip("torch")
 
-from omniattn.append import append, copy_recent  # noqa: E402
-from omniattn.cache import RECENT_SPARE, PagedKVCache  # noqa: E402
-from omniattn.decode import decode  # noqa: E402
+from omniattn.ops import append, copy_recent  # noqa: E402
+from omniattn.kv.cache import RECENT_SPARE, PagedKVCache  # noqa: E402
+from omniattn.ops import decode  # noqa: E402
 from omniattn.errors import DtypeError  # noqa: E402
 from omniattn.reference.decode import CacheArrays, append_tokens  # noqa: E402
 from tests.gpu.decode_cases import PLANES, Case, Filled, compare  # noqa: E402
@@ -73,7 +73,7 @@ def test_append_writes_what_numpy_writes(formats: tuple[str, str, str], block_si
     """A prompt, then guesses of which some are dropped, then prompts again; ragged, some without new tokens."""
     for dim, heads in ((128, 1), (64, 2)):
         filled = Filled(case(formats, 20, lengths=(150, 150, 150), block_size=block_size, head_dim=dim, heads_kv=heads))
-        host = filled.on_host()
+        host = on_host(filled)
         emptied(host)
         rng = np.random.default_rng(0)
         lengths = [0, 0, 0]
@@ -93,7 +93,7 @@ def test_append_writes_what_numpy_writes(formats: tuple[str, str, str], block_si
                 rows = slice(starts[b], starts[b + 1])
                 append_tokens(host, k[rows], v[rows], table, lengths[b] - counts[b], slot)
             lengths = [n - m for n, m in zip(lengths, drops, strict=True)]
-        same(filled.on_host(), host)
+        same(on_host(filled), host)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
@@ -199,7 +199,7 @@ def test_a_captured_step_moves_the_window(block_size: int) -> None:
         torch.cuda.synchronize()
         assert filled.lens.tolist() == lengths
         compare(results, filled.reference(), filled.case, str(lengths))
-    host = filled.on_host()
+    host = on_host(filled)
     assert host.recent is not None
     for b in range(2):
         _, slot = place(filled, b)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import omniattn as oa  # noqa: E402
 from omniattn import testing  # noqa: E402
 from omniattn.errors import UnsupportedError  # noqa: E402
-from omniattn.precision import Int4, Int8  # noqa: E402
+from omniattn.problems.precision import Int4, Int8  # noqa: E402
 
 from .low_precision_cases import (  # noqa: E402
     check,

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn import arrays, testing  # noqa: E402
-from omniattn.precision import GRANULARITIES, GROUPINGS  # noqa: E402
+from omniattn.problems.precision import GRANULARITIES, GROUPINGS  # noqa: E402
 from omniattn.quantizer import FusedQuantizer, device_plan, problem_for, strides_of  # noqa: E402
 from omniattn.reference import quantize as reference  # noqa: E402
 

@@ -24,7 +24,8 @@ from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, by_name
 from omniattn.runtime.device import DeviceInfo
-from omniattn.select import Target, select_attention
+from omniattn.problems import Target
+from omniattn.select import select_attention
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from omniattn import BlockManager, KVCache, PagedKVCache, append, decode, runtime
-from omniattn.decode import DecodeProblem
+from omniattn.ops import DecodeProblem
 from omniattn.errors import ArgumentError
-from omniattn.kernel_spec import KernelSpec
+from omniattn.registry.spec import KernelSpec
 from omniattn.launch.decode import _ARGUMENTS, _REST, ALL_SEE_PREFIX
 from omniattn.launch.decode_prefix import plan_decode_prefix
 from omniattn.launch.params import PARAMS

@@ -13,14 +13,15 @@ import pytest
 from omniattn.launch import attn_int8_sm80
 from omniattn.launch.attn_fwd import _POINTERS, _REST, num_m_blocks, pack_rest
 from omniattn.launch.attn_int8_sm80 import Int8Sm80Plan, operand_strides
-from omniattn.launch.quantize import QuantizePlan, carve
+from omniattn.problems.quantize import QuantizePlan, carve
 from omniattn.launch.quantized_attention import OPERANDS
-from omniattn.precision import Int4, Int8, value_levels
-from omniattn.problem import Problem
+from omniattn.problems.precision import Int4, Int8, value_levels
+from omniattn.problems import AttentionProblem as Problem
 from omniattn.quantizer import problem_for, select_quantizer
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.select import Target, select_attention
+from omniattn.problems import Target
+from omniattn.select import select_attention
 from tests.unit.test_kernel_layout import check_natural_alignment, expanded, fields_of
 from tests.unit.test_launch_sm90 import POINTERS, STREAM, STRIDES, WORKSPACE, Kernel, problem
 
@@ -54,7 +55,7 @@ def make(p: Problem, target: Target, *, run: bool = True) -> tuple[KernelSpec, Q
 
 
 def test_arguments_match_the_device_struct() -> None:
-    fields = fields_of("attention/quantized_operands.cuh", "QuantizedOperands")
+    fields = fields_of("params/attn_int8.cuh", "QuantizedOperands")
     assert expanded(OPERANDS.format) == "".join(code for code, _ in fields)
     assert [name for _, name in fields] == [
         "q_scale", "k_scale", "row_bias", "v_scale", "v_mean", "delta_s", "q_scale_stride_h", "k_scale_stride_h",
@@ -219,7 +220,7 @@ def test_shared_memory_and_threads_of_a_row(spec: KernelSpec) -> None:
     stages, tiles = int(defines["NUM_STAGES"]), tiles_of(spec)
     sizes = {name: rows * row for name, (rows, row) in tiles.items()}
     assert all(size % 1024 == 0 for size in sizes.values())
-    if spec.family == "attn_int8_ring_sm90":
+    if spec.family == "attn_int8_mbarrier_sm90":
         # k_scale four times, barriers, a FwdTile with what the loop seldom needs, scales and means of V, row_bias.
         rest, needed = 2048, 4 * 16 + 2 * stages * 8 + 40 + 8 + 4 * 8 + 8 * spec.head_dim + 4 * spec.block_m
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = build_parser().parse_args(argv)
+    arguments.command_line = shlex.join(["omniattn", *(sys.argv[1:] if argv is None else argv)])
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()

@@ -12,9 +12,9 @@ import numpy as np
 
 from omniattn import reference, testing
 from omniattn.cli.expected import Exact, Expected, LowPrecision, Quantized, Values
-from omniattn.precision import Int4, Int8
-from omniattn.quantize import quantize_qk, quantize_v
-from omniattn.quantized import QuantizedQK, QuantizedV
+from omniattn.ops import quantize_qk, quantize_v
+from omniattn.problems.operands import QuantizedQK, QuantizedV
+from omniattn.problems.precision import Int4, Int8
 from omniattn.reference import low_precision
 from omniattn.registry import KernelSpec
 

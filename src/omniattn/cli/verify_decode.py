@@ -11,10 +11,10 @@ import numpy.typing as npt
 import omniattn
 from omniattn import testing
 from omniattn.cli.frameworks import Framework
-from omniattn.kv_format import KVFormat, row_dim
+from omniattn.kv.formats import KVFormat, row_dim
 from omniattn.reference import decode as reference
 from omniattn.registry import KernelSpec, append_spec, by_name, decode_combine_spec, decode_spec
-from omniattn.registry_decode import KV_KINDS
+from omniattn.registry.decode import KV_KINDS
 
 #: Operations of the registry that this module verifies.
 DECODE_OPS: tuple[str, ...] = ("decode", "decode_combine", "append", "copy_blocks")

@@ -6,8 +6,8 @@ import numpy as np
 
 from omniattn import arrays, testing
 from omniattn.cli.frameworks import Framework
-from omniattn.launch.quantize import COMMON
-from omniattn.precision import Int8
+from omniattn.problems.precision import Int8
+from omniattn.problems.quantize import COMMON
 from omniattn.quantizer import FusedQuantizer, problem_for, strides_of
 from omniattn.reference import quantize as reference
 from omniattn.registry import KernelSpec

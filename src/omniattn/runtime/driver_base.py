@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import DriverError, DriverMissingError
 from .device import DeviceInfo
 
-#: ``launch(grid, block_x, stream, params_address, cluster)``: needs a context of the kernel's device to be current.
-Launcher = Callable[[tuple[int, int, int], int, int, int, "tuple[int, int, int] | None"], None]
 
-#: In place of a cluster: the kernel may begin before the one ahead of it on the stream has ended (programmatic
-#: dependent launch, compute capability 9.0 and newer); it waits itself, by griddepcontrol.wait. CuPy launches it behind
-#: the other one.
-OVERLAP = (0, 0, 0)
+class LaunchAttributes(NamedTuple):
+    """What a launch asks for besides grid, threads and shared memory.
+
+    Attributes
+    ----------
+    cluster : (int, int, int), optional
+        CTAs per cluster.
+    overlap : bool
+        The kernel may begin before the one ahead of it on the stream has ended (programmatic dependent launch, compute
+        capability 9.0 and newer); it waits itself, by griddepcontrol.wait. CuPy launches it behind the other one.
+    """
+
+    cluster: tuple[int, int, int] | None = None
+    overlap: bool = False
+
+
+#: ``launch(grid, threads, stream, params_address, attributes)``: needs a context of the kernel's device to be current.
+Launcher = Callable[[tuple[int, int, int], int, int, int, "LaunchAttributes | None"], None]
 
 #: Codes that condemn one binary, not the driver: the loader goes on to the next candidate.
 IMAGE_ERRORS = frozenset(
