@@ -1,6 +1,6 @@
 // Which keys a query row sees. Bottom-right alignment: query i stands at key position i + seqlen_k - seqlen_q.
 #pragma once
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"

@@ -1,23 +1,11 @@
-// What attention on quantized operands needs besides AttnFwdParams (src/omniattn/launch/quantized_attention.py packs the same
-// fields in the same order). Formats: docs/quantization.md.
+// Where the scales and biases of a tile of quantized operands lie. Formats: docs/quantization.md.
 #pragma once
-#include "attention/quantize_params.cuh"
+#include "params/attn_int8.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
-
-struct QuantizedOperands {
-    const float* q_scale;
-    const float* k_scale;
-    const float* row_bias;
-    const float* v_scale;
-    const float* v_mean;  // null: zeros
-    const float* delta_s;  // null without smooth_q
-    int64 q_scale_stride_h, k_scale_stride_h, delta_stride_h;  // elements, between heads
-    int32 delta_columns;
-    int32 head_dim_pad;
-};
+#include "scheduler/slots.cuh"
 
 // First block of `rows` rows of the tile's sequence, of queries or of keys. Dense batches have their own for every head.
 OA_DEVICE int32 slot_of(const AttnFwdParams& p, const FwdTile& t, int32 begin, int32 rows) {

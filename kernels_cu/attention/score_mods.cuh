@@ -3,7 +3,7 @@
 #include "attention/mask.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 
 template <typename Io>

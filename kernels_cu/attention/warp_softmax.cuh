@@ -5,7 +5,7 @@
 #include "attention/mask.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 
 // Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S for

@@ -15,21 +15,21 @@
 //              softmax(i) | ... | wait kv(N) | O += P(N-1)V(N-1)
 //              arrives at kv.empty when S and O are there, at q.empty after a tile's last S
 //
-// The warpgroups take turns in issuing their products (pipeline/turns.cuh), so that one's softmax runs under the others'
+// The warpgroups take turns in issuing their products (pipeline/ping_pong.cuh), so that one's softmax runs under the others'
 // products. Each passes over the key tiles that none of its 64 rows sees, and may be a tile of queries ahead.
 //
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same] |
 // barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; columns beyond HEAD_DIM are zeros that
 // no product reads.
 #include "attention/warp_epilogue.cuh"
-#include "attention/wgmma_roles.cuh"
+#include "attention/fwd_roles.cuh"
 #include "attention/warp_softmax.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_fwd.cuh"
 #include "scheduler/persistent.cuh"
 
 struct Config {
@@ -63,12 +63,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-struct AttnFwdSm90Params {
-    TensorMap map_q, map_k, map_v;
-    AttnFwdParams p;
-    TileList tiles;
-};
-
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128;
 constexpr uint32 kKvBytes = Config::kBlockN * Config::kPanels * 128;
 constexpr uint32 kKvPanelBytes = Config::kBlockN * 128;
@@ -81,7 +75,7 @@ class Producer : public ProducerRole<Config, Producer> {
     static constexpr uint32 kQBytes = ::kQBytes, kKBytes = kKvBytes, kVBytes = kKvBytes;
 
     OA_DEVICE Producer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params) {}
+        : ProducerRole(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -179,7 +173,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     OA_DEVICE Consumer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
                        int32 group)
-        : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
+        : ConsumerRole(params.fwd, params.tiles, smem.roles, bars, group),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
           k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
           v_(wgmma_descriptor(smem_addr_at(&SharedStorage::v), kKvPanelBytes, 1024)) {}

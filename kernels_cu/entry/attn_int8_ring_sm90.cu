@@ -29,10 +29,10 @@
 //
 // Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K [4][16] |
 // barriers | facts of the tile | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
-#include "attention/channel_scales.cuh"
+#include "pipeline/channel_scales.cuh"
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
-#include "attention/quantized_products.cuh"
+#include "attention/p_operands.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
 #include "pipeline/ring.cuh"
@@ -41,7 +41,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_int8.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
 
@@ -92,11 +92,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 constexpr uint32 kStageBytes = KTile::kBytes + VTile::kBytes;
-
-struct AttnInt8RingSm90Params {
-    AttnFwdParams p;  // q, k, v are the quantized ones, their strides in 16-bit units
-    QuantizedOperands x;
-};
 
 using Score = SeededScore<8>;
 using Integers = Score[Config::kNTiles * 4];
@@ -163,8 +158,8 @@ OA_DEVICE void mma_pv(Output (&o)[Config::kMTiles], const Probabilities (&probs)
 
 class Worker {
   public:
-    OA_DEVICE Worker(const AttnInt8RingSm90Params& params, const FwdTile& t, int warp_row, int lane)
-        : p_(params.p), x_(params.x), t_(t), lane_(lane), warp_row_(warp_row) {
+    OA_DEVICE Worker(const AttnInt8Sm80Params& params, const FwdTile& t, int warp_row, int lane)
+        : p_(params.fwd), x_(params.operands), t_(t), lane_(lane), warp_row_(warp_row) {
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
@@ -285,10 +280,10 @@ class Worker {
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_int8_ring_sm90(
-    const __grid_constant__ AttnInt8RingSm90Params params) {
+    const __grid_constant__ AttnInt8Sm80Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    const AttnFwdParams& p = params.p;
+    const AttnFwdParams& p = params.fwd;
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
     FwdTile t = fwd_tile<Config::kBlockM>(p);
@@ -301,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         mbarrier_init(ring.full + 8 * tid, Config::kThreads);
         mbarrier_init(ring.empty + 8 * tid, NUM_WARPS);
     }
-    if (tid == 0) facts = facts_of<Config::kBlockN, true>(p, params.x, t, keys.full_first, keys.full_end);
+    if (tid == 0) facts = facts_of<Config::kBlockN, true>(p, params.operands, t, keys.full_first, keys.full_end);
     __syncthreads();
     Worker worker(params, t, t.m0 + warp_idx * 32, lane);
     const ChannelScales<Config::kHeadDim> channels{smem.channels};
@@ -311,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h + (int64(t.q_begin) + t.m0) * p.q_stride_s;
         const uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.stages[0].k),
                      smem_v = smem_addr_of(smem.stages[0].v);
-        const int32 columns = params.x.head_dim_pad;
+        const int32 columns = params.operands.head_dim_pad;
         auto copy_scale = [&](int32 n) {
             cp_async_16_if(smem_addr_of(smem.k_scale[n & 3]), facts.k_scale + int64(n) * 4, tid == 0);
         };
@@ -352,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         // What the end needs, whose loads would wait for L2 there: registers to wait in are lacking.
         const int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
         const int64 channel = (int64(t.sequence) * p.num_kv_heads + kv_head) * columns;
-        const QuantizedOperands& x = params.x;
+        const QuantizedOperands& x = params.operands;
         channels.fetch(x.v_scale + channel, x.v_mean == nullptr ? nullptr : x.v_mean + channel, columns);
         const bool is_row = t.m0 + tid < t.seqlen_q;
         cp_async_small<4>(smem_addr_of(smem.row_bias + tid), row_biases(p, x, t) + (is_row ? t.m0 + tid : 0),

@@ -31,7 +31,7 @@
 // HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4] | scales of K [2][4 * 4] | facts of the tile.
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
-#include "attention/quantized_products.cuh"
+#include "attention/p_operands.cuh"
 #include "attention/score_mods.cuh"
 #include "attention/warp_softmax.cuh"
 #include "pipeline/tile_copy.cuh"
@@ -41,7 +41,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_int8.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
 
@@ -96,11 +96,6 @@ struct SharedStorage {
     TileFacts facts;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
-struct AttnInt8Sm80Params {
-    AttnFwdParams p;  // q, k, v are the quantized ones, their strides in 16-bit units
-    QuantizedOperands x;
-};
 
 // Of a part of K in each of its panels.
 constexpr uint32 kKPartBytes = Config::kPartKeys * (KTile::kHasTail ? KTile::kTailBytes : 128);
@@ -212,8 +207,8 @@ OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities (&
 class Worker {
   public:
     OA_DEVICE Worker(const AttnInt8Sm80Params& params, const FwdTile& t, SharedStorage& smem, int warp_idx, int lane)
-        : p_(params.p),
-          x_(params.x),
+        : p_(params.fwd),
+          x_(params.operands),
           t_(t),
           smem_(smem),
           lane_(lane),
@@ -369,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
     const __grid_constant__ AttnInt8Sm80Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    const AttnFwdParams& p = params.p;
+    const AttnFwdParams& p = params.fwd;
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
     FwdTile t = fwd_tile<Config::kBlockM>(p);
@@ -377,7 +372,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
 
     KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);
     TileFacts& facts = smem.facts;
-    if (tid == 0) facts = facts_of<Config::kBlockN, Config::kHalfV>(p, params.x, t, keys.full_first, keys.full_end);
+    if (tid == 0)
+        facts = facts_of<Config::kBlockN, Config::kHalfV>(p, params.operands, t, keys.full_first, keys.full_end);
     __syncthreads();
     Worker worker(params, t, smem, warp_idx, lane);
     int32 n = keys.end - 1;
@@ -385,9 +381,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         const uint16* gq =
             p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h + (int64(t.q_begin) + t.m0) * p.q_stride_s;
         uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
-        const int32 row_halves = params.x.head_dim_pad * Config::kBits / 16;
+        const int32 row_halves = params.operands.head_dim_pad * Config::kBits / 16;
         KCopy k_copy(row_halves, tid);
-        VCopy v_copy(Config::kHalfV ? params.x.head_dim_pad : 32, tid);
+        VCopy v_copy(Config::kHalfV ? params.operands.head_dim_pad : 32, tid);
         auto copy_k = [&](int32 n, int stage) {
             int64 row = int64(n) * Config::kBlockN;
             k_copy.issue(smem_k + stage * KTile::kBytes, facts.k + row * p.k_stride_s, p.k_stride_s,
@@ -400,8 +396,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
                 v_copy.issue(smem_v + stage * VTile::kBytes, facts.v + row * p.v_stride_s, p.v_stride_s,
                              int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN)), tid);
             } else {
-                v_copy.issue(smem_v + stage * VTile::kBytes, facts.v + row / 2, p.v_stride_s, params.x.head_dim_pad,
-                             tid);
+                v_copy.issue(smem_v + stage * VTile::kBytes, facts.v + row / 2, p.v_stride_s,
+                             params.operands.head_dim_pad, tid);
             }
         };
 

@@ -11,7 +11,7 @@
 // r and r + 8 share one, of a tile of 128 keys keys 8i + 2j and 8i + 2j + 1 do, so a lane meets one of each.
 // row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
 //
-// Roles, barriers and turns are those of attn_fwd_sm90 (attention/wgmma_roles.cuh); only two warpgroups take turns.
+// Roles, barriers and turns are those of attn_fwd_sm90 (attention/fwd_roles.cuh); only two warpgroups take turns.
 //   consumer   wait kv(i) | [turn:] S = QK(i) | A += P(i-1)V(i-1), sums of P(i-1) | [next one's turn]
 //              softmax(i), under the products with P | every flush_keys keys: O += A, A = 0 ...
 // With REGISTER_Q consumers read Q before the first step and give its buffer back.
@@ -27,20 +27,19 @@
 // [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean
 // [NUM_CONSUMERS][2][HEAD_DIM * 4], where there is room (else they follow O in its place) | barriers. Rows of Q and K are
 // min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
-#include "attention/channel_scales.cuh"
+#include "pipeline/channel_scales.cuh"
 #include "attention/delta_shift.cuh"
-#include "attention/e4m3_probs.cuh"
-#include "attention/int8_queries.cuh"
-#include "attention/quantize_params.cuh"
+#include "attention/p_e4m3.cuh"
+#include "tile/int8_queries.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/warp_epilogue.cuh"
-#include "attention/wgmma_roles.cuh"
+#include "attention/fwd_roles.cuh"
 #include "attention/warp_softmax.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_int8.cuh"
 #include "scheduler/persistent.cuh"
 
 struct Config {
@@ -86,14 +85,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-struct AttnInt8Sm90Params {
-    TensorMap map_q, map_k, map_v;
-    AttnFwdParams p;  // q, k, v and their strides are not used
-    QuantizedOperands x;
-    TileList tiles;
-    int32 flush_keys;
-};
-
 constexpr uint32 kQBytes = Config::kBlockM * Config::kHeadDim;
 constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
 constexpr uint32 kDeltaBytes = Config::kBlockN * 4;
@@ -116,7 +107,7 @@ class Producer : public ProducerRole<Config, Producer> {
     static constexpr uint32 kKBytes = ::kKBytes + 16 + (Config::kDelta ? Config::kDeltaRows * kDeltaBytes : 0);
 
     OA_DEVICE Producer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params) {}
+        : ProducerRole(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -130,28 +121,29 @@ class Producer : public ProducerRole<Config, Producer> {
                         &params_.map_q, bar, c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        const AttnFwdParams& p = params_.p;
+        const AttnFwdParams& p = params_.fwd;
         int32 key = n * Config::kBlockN;
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
             tma_load_4d(smem_addr_at(&SharedStorage::k) + stage * ::kKBytes + c * Config::kBlockN * Config::kRowBytes,
                         &params_.map_k, bar, c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
         int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
-        bulk_load(
-            smem_addr_at(&SharedStorage::k_scale) + 16 * stage,
-            params_.x.k_scale + head * params_.x.k_scale_stride_h + (first_block(t, t.k_begin) + key / kBlockRows) * 4,
-            16, bar);
+        bulk_load(smem_addr_at(&SharedStorage::k_scale) + 16 * stage,
+                  params_.operands.k_scale + head * params_.operands.k_scale_stride_h +
+                      (first_block(t, t.k_begin) + key / kBlockRows) * 4,
+                  16, bar);
         if constexpr (Config::kDelta) {
             int64 q_head = int64(t.batch_idx) * p.num_q_heads + t.head_idx;
             int32 first = t.m0 / kBlockRows, last = (t.seqlen_q - 1) / kBlockRows;
             // Beyond the columns that max_seqlen_k allowed for there is nothing to read; the consumers make NaN of it.
-            int32 column = min_of(key, params_.x.delta_columns - Config::kBlockN);
-            const float* rows = params_.x.delta_s + q_head * params_.x.delta_stride_h + column;
+            int32 column = min_of(key, params_.operands.delta_columns - Config::kBlockN);
+            const float* rows = params_.operands.delta_s + q_head * params_.operands.delta_stride_h + column;
 #pragma unroll
             for (int i = 0; i < Config::kDeltaRows; ++i)
-                bulk_load(smem_addr_at(&SharedStorage::delta) + (stage * Config::kDeltaRows + i) * kDeltaBytes,
-                          rows + int64(first_block(t, t.q_begin) + min_of(first + i, last)) * params_.x.delta_columns,
-                          kDeltaBytes, bar);
+                bulk_load(
+                    smem_addr_at(&SharedStorage::delta) + (stage * Config::kDeltaRows + i) * kDeltaBytes,
+                    rows + int64(first_block(t, t.q_begin) + min_of(first + i, last)) * params_.operands.delta_columns,
+                    kDeltaBytes, bar);
         }
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
@@ -217,7 +209,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     OA_DEVICE Consumer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
                        int32 group)
-        : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
+        : ConsumerRole(params.fwd, params.tiles, smem.roles, bars, group),
           params_(params),
           storage_(smem),
           k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::k), 16, 8 * Config::kRowBytes)),
@@ -394,7 +386,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                bias[r] = row_bias_of(p_, params_.x, t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
+                bias[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
             cp_async_wait<0>();
             named_barrier_sync(kFirstFreeBarrier + group_, 128);
             channels().undo(state.acc, state.softmax.l, lane_);
@@ -410,16 +402,17 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         // Rows behind the sequence, or (unsigned) before row 0, are zeros: no scale so coarse as to need the careful way.
         if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
-        return params_.x.q_scale[head * params_.x.q_scale_stride_h + first_block(t, t.q_begin) * 64 +
-                                 (warp_row >> 4) * 8 + (lane_ >> 2)];
+        return params_.operands.q_scale[head * params_.operands.q_scale_stride_h + first_block(t, t.q_begin) * 64 +
+                                        (warp_row >> 4) * 8 + (lane_ >> 2)];
     }
 
     // V's scale and mean for `store`. Early: after a turn has begun, when the whole warpgroup has read the last tile's.
     OA_DEVICE void fetch_channels(const FwdTile& t) const {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
-        int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.x.head_dim_pad;
-        channels().fetch(params_.x.v_scale + first, params_.x.v_mean == nullptr ? nullptr : params_.x.v_mean + first,
-                         params_.x.head_dim_pad);
+        int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.operands.head_dim_pad;
+        channels().fetch(params_.operands.v_scale + first,
+                         params_.operands.v_mean == nullptr ? nullptr : params_.operands.v_mean + first,
+                         params_.operands.head_dim_pad);
     }
     OA_DEVICE ChannelScales<Config::kHeadDim> channels() const {
         return {Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_])};
@@ -456,7 +449,8 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     // Score units of tile n -> base-2 exponent, of this lane's two rows and its keys.
     OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
-        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.x.delta_columns) return __int_as_float(0x7fffffff);
+        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.operands.delta_columns)
+            return __int_as_float(0x7fffffff);
         return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * kv_at_.stage));
     }
 

@@ -5,7 +5,7 @@
 // partial_o: [slots, ROWS, HEAD_DIM] fp32, partial_ml: [slots, ROWS, 2]: maximum in base-2 units and denominator.
 //
 // `combine_split` warps (1, 2, 4, 8) a row (sequence, query head, query token), all rows of a CTA of one segment (sequence, kv
-// head, block of query rows). It works out the plan as decode_sm80 does (scheduler/decode_plan.cuh). Segments that one CTA of
+// head, block of query rows). It works out the plan as decode_sm80 does (decode/plan.cuh). Segments that one CTA of
 // decode_sm80 had as a whole are done; those without keys become O = 0, LSE = -inf (or the sink) here. A warp asks for
 // kUnroll partial results at once and takes them in with a running maximum, a lane HEAD_DIM / 32 channels: one trip to L2
 // where there are no more. Bits depend on the plan alone, with whole granules (whose split is fixed) on the sequence alone.
@@ -15,8 +15,9 @@
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/math.cuh"
-#include "scheduler/decode_params.cuh"
-#include "scheduler/decode_plan.cuh"
+#include "params/decode.cuh"
+#include "decode/plan.cuh"
+#include "decode/rows.cuh"
 
 struct Config {
     using Io = IO_TYPE;
@@ -76,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
 
     int32 granules = key_span(p, sequence).granules, count = 0;
     int64 first_slot = 0, later_slots = 0;  // slots of partial result 0, and of i > 0: later_slots + i * step
-    int32 step = p.whole_granules ? 1 : 2;
+    int32 step = p.fixed_splits ? 1 : 2;
     Scan<Config::kThreads> scan(p, smem.scan);
     Share share(scan.total, p);
     if (granules > 0) {
         scan.before_sequence(p, sequence, smem.scan);
         int32 begin = smem.scan.before + segment * granules;
-        if (p.whole_granules) {
+        if (p.fixed_splits) {
             count = granules;
             first_slot = later_slots = begin;
         } else {

@@ -16,20 +16,21 @@
 //
 //   wait tile i | __syncwarp | copy tile i + NUM_STAGES - 1 | S^T  softmax  O^T of tile i
 //
-// Pieces (scheduler/decode_plan.cuh) end with a merge of the warps through shared memory; O goes out, or a partial result.
+// Pieces (decode/plan.cuh) end with a merge of the warps through shared memory; O goes out, or a partial result.
 //
 // Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V); the merge uses the same.
-#include "attention/decode_query.cuh"
-#include "attention/decode_tile.cuh"
+#include "decode/query.cuh"
+#include "decode/tile.cuh"
 #include "attention/softmax.cuh"
-#include "pipeline/kv_copy.cuh"
+#include "decode/kv_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/l2.cuh"
-#include "scheduler/decode_params.cuh"
-#include "scheduler/decode_plan.cuh"
-#include "tile/kv_row.cuh"
+#include "params/decode.cuh"
+#include "decode/plan.cuh"
+#include "decode/rows.cuh"
+#include "decode/kv_row.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16: q, o, and 16-bit caches
@@ -345,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     // the same keys, which had better stay.)
     constexpr int kKeyBytes = Tile::KRow::kBytes + Tile::VRow::kBytes + (Config::kQuantK ? 4 * Config::kKGroups : 0) +
                               (Config::kQuantV ? 4 * Config::kVGroups : 0);
-    bool brief = (int64(scan.total) << p.granule_log2) * kKeyBytes < kBriefStream;
+    bool brief = (int64(scan.total) << p.chunk_log2) * kKeyBytes < kBriefStream;
     uint64 policy = l2_policy(brief && (Config::kNTiles == 1 || p.num_row_blocks == 1));
     while (at < end) {
         KeySpan span = key_span(p, sequence);
@@ -357,13 +358,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         }
         int32 segment = all == span.granules ? 0 : (at - before) / span.granules;
         int32 segment_begin = before + segment * span.granules;
-        int32 stop = p.whole_granules ? at + 1 : min_of(end, segment_begin + span.granules);
+        int32 stop = p.fixed_splits ? at + 1 : min_of(end, segment_begin + span.granules);
         Piece piece;
         piece.sequence = sequence;
         piece.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
         piece.row_block = segment - piece.kv_head * p.num_row_blocks;
-        piece.begin = span.begin + ((at - segment_begin) << p.granule_log2);
-        piece.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.granule_log2));
+        piece.begin = span.begin + ((at - segment_begin) << p.chunk_log2);
+        piece.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.chunk_log2));
         piece.seq_len = span.seq_len;
         piece.limit = span.end;
         bool whole = stop - at == span.granules;

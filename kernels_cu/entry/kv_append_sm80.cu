@@ -10,12 +10,13 @@
 // and sixteen of its V: those that lie together in the cache's rows, so that what is read in 8 bytes is written in 16 (int4: in 8), and
 // rows of a warp follow each other in the cache. fp32 throughout, rounded as the NumPy reference does, bit for bit. No shared
 // memory; no row's bytes are anybody else's.
-#include "attention/kv_quantize.cuh"
+#include "decode/kv_quantize.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/kv_append_params.cuh"
-#include "scheduler/recent_window.cuh"
-#include "tile/kv_row.cuh"
+#include "params/kv_append.cuh"
+#include "scheduler/quotient.cuh"
+#include "decode/recent_window.cuh"
+#include "decode/kv_row.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16: k, v, and 16-bit caches
@@ -251,7 +252,7 @@ OA_DEVICE int32 sequence_of(const KvAppendParams& p, int32 row) {
     return low;
 }
 
-// The newest tokens once more, in 16 bits (scheduler/recent_window.cuh): whether this one is kept, and in which row. Of a prompt the
+// The newest tokens once more, in 16 bits (decode/recent_window.cuh): whether this one is kept, and in which row. Of a prompt the
 // ring keeps the end only: others have the same places. `first`: position of the first of the sequence's new tokens.
 OA_DEVICE bool recent_place(const KvAppendParams& p, int32 sequence, int32 head, int64 position, int64 first,
                             bool is_token, int at, uint64& row) {

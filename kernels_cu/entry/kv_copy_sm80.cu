@@ -3,15 +3,8 @@
 //
 // One CTA a pair and a part of a plane: blockIdx.x the pair, blockIdx.y the plane (K, V, parameters of K, of V), blockIdx.z the part.
 // No shared memory.
+#include "params/kv_copy.cuh"
 #include "ptx/types.cuh"
-
-constexpr int32 kMaxPairs = 112;
-
-struct KvCopyParams {
-    uint8* planes[4];  // null: there is none
-    int64 block_bytes[4];  // multiples of 4
-    int32 pairs[2 * kMaxPairs];
-};
 
 extern "C" __global__ void __launch_bounds__(256) kv_copy_sm80(const __grid_constant__ KvCopyParams p) {
     uint8* plane = p.planes[blockIdx.y];

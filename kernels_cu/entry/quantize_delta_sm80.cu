@@ -10,17 +10,12 @@
 // hi*hi + hi*lo + lo*hi: about 16 mantissa bits. Bound by the writes of delta_s.
 // Shared memory: hi[64][HEAD_DIM + 8], lo[64][HEAD_DIM + 8] in bf16; rows are 16 bytes longer than a multiple of 128, so
 // that the 8 rows of a fragment lie in different banks.
-#include "attention/quantize_items.cuh"
+#include "quantize/items.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/mma_sync.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kKeys = 64, kRowBytes = 2 * kHeadDim + 16, kThreads = 128;
 static_assert(2 * kKeys * kRowBytes == SMEM_BYTES, "what the registry row says");
-
-struct DeltaParams {
-    QuantizeParams base;
-    float* delta_s;
-};
 
 // x = hi + lo, each a pair of bf16 in one register.
 struct SplitPair {
@@ -31,9 +26,10 @@ struct SplitPair {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_delta_sm80(const __grid_constant__ DeltaParams all) {
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_delta_sm80(const
+                                                                           __grid_constant__ QuantizeDeltaParams all) {
     extern __shared__ __align__(16) uint8 smem[];
-    const QuantizeParams& p = all.base;
+    const QuantizeParams& p = all.quantize;
     IO_TYPE io;
     int32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     int32 unit = blockIdx.x / p.tiles_k, slot = blockIdx.x - unit * p.tiles_k;

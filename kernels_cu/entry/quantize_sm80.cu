@@ -6,7 +6,7 @@
 // strides with 16-byte rows; or packed sequences. Outputs, granularities and the order of every sum:
 // docs/quantization.md. Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3.
 //
-// One persistent grid does everything; work is taken by ticket (attention/quantize_items.cuh):
+// One persistent grid does everything; work is taken by ticket (quantize/items.cuh):
 //
 //   CTA:  ticket -> item ---+-> sums of 256 keys of K or V -> last one of a head: mean, scale -> ready flag (release)
 //                           +-> 128 rows of Q             -> integers, scales, row_bias          |
@@ -15,10 +15,10 @@
 // The sums are of samples and come first, then Q, which needs none of them; so nobody waits long.
 // Threads: 2 * HEAD_DIM. Shared memory: 128 * HEAD_DIM bytes of work on an item; two each of items
 // and of what blocks of rows collect, one for this item and one for the next; a flag.
-#include "attention/quantize_items.cuh"
-#include "attention/quantize_reduce.cuh"
-#include "attention/quantize_rows.cuh"
-#include "attention/quantize_values.cuh"
+#include "quantize/items.cuh"
+#include "quantize/reduce.cuh"
+#include "quantize/rows.cuh"
+#include "quantize/values.cuh"
 #include "ptx/cp_async.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;
@@ -34,7 +34,7 @@ union WorkStorage {
 struct SharedStorage {
     alignas(16) WorkStorage work;
     GroupStorage groups[2];
-    Item items[2];
+    QuantizeItem items[2];
     uint32 flag;
 };
 
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
         if constexpr (kCommon) {
             for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.num_items;
                  i += int64(gridDim.x) * kThreads)
-                p.table[i] = decode_item(p, uint32(i));
+                p.item_table[i] = decode_item(p, uint32(i));
             return;
         }
         if (blockIdx.x == 0 && threadIdx.x < 32 && p.starts_q != nullptr)
@@ -62,13 +62,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
     bool first_warp = threadIdx.x < 32;
     uint32 next = 0;  // thread 0: the ticket behind the item that has been taken last
     if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
-    auto take_next = [&](Item& item) {
+    auto take_next = [&](QuantizeItem& item) {
         if constexpr (kCommon) {
             if (threadIdx.x != 0) return;
             if (next < uint32(p.num_items)) {
-                const uint8* from = reinterpret_cast<const uint8*>(p.table + next);
+                const uint8* from = reinterpret_cast<const uint8*>(p.item_table + next);
 #pragma unroll
-                for (uint32 i = 0; i < sizeof(Item); i += 16) cp_async_16(smem_addr_of(&item) + i, from + i, 16u);
+                for (uint32 i = 0; i < sizeof(QuantizeItem); i += 16)
+                    cp_async_16(smem_addr_of(&item) + i, from + i, 16u);
                 next = atomic_add_relaxed(p.ticket, 1);
             } else {
                 item.kind = kNoItem;
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
             return;
         }
         uint32 ticket = __shfl_sync(0xffffffffu, next, 0);
-        Item decoded;
+        QuantizeItem decoded;
         decoded.kind = kNoItem;
         if (ticket < uint32(p.num_items)) {
             if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
@@ -94,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
     for (uint32 turn = 0;; turn ^= 1) {
         arrived();
         __syncthreads();  // the item is there, and everything else of the one before is free
-        const Item& t = s.items[turn];
+        const QuantizeItem& t = s.items[turn];
         if (t.kind == kNoItem) return;
         if (first_warp) take_next(s.items[turn ^ 1]);
         s.groups[turn ^ 1].clear<kThreads>();

@@ -20,7 +20,7 @@ OA_DEVICE uint64 keeping_policy() {
 
 // createpolicy.fractional.L2: what is read once makes room first, so that a stream does not push out what others will need, nor
 // has it written to memory where it is newer than there. A long stream is faster if it leaves the order as it is (measured on an
-// H200). sm_90 only: elsewhere nobody has run it, and ptxas has a bug there (KvRing in pipeline/kv_copy.cuh).
+// H200). sm_90 only: elsewhere nobody has run it, and ptxas has a bug there (KvRing in decode/kv_copy.cuh).
 OA_DEVICE uint64 l2_policy(bool brief) {
 #if __CUDA_ARCH__ == 900
     uint64 unchanged;

@@ -1,6 +1,6 @@
 // Tile index -> (batch, head, block of query rows) of the forward kernels.
 #pragma once
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
 
 // Rows of a packed tensor that belong to no sequence. A length and not a flag: registers are what these kernels lack.

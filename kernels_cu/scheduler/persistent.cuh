@@ -1,24 +1,8 @@
 // The tiles of one CTA of a persistent kernel.
 #pragma once
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
-
-// The work of a launch as one list of items, which the host composes (launch/tile_order.py). CTA b takes item b, then
-// every gridDim.x-th further; from the first round that holds no pair only, every second round runs backwards, so
-// that a list that goes from long to short is shared out evenly. No counter in global memory is needed, and every warp
-// role walks the list by itself. Fewer than 2^31 - gridDim.x items.
-//   items < num_pairs   the j-th longest and the j-th shortest tile of one head: causal pairs are all equally long
-//   then                the tiles of the last num_tail_heads heads, the longest of all heads first
-// or, with neither, head by head: neighbours share K and V in L2.
-struct TileList {
-    uint32 num_items;
-    uint32 num_pairs;
-    uint32 num_tail_heads;
-    // Rows of a head's first tile that lie before row 0, a multiple of 64: of causal heads it is the short first tile that
-    // is better not full, and not the long last one.
-    uint32 lead_rows;
-};
 
 class PersistentTiles {
   public:

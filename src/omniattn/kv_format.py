@@ -1,6 +1,6 @@
 """Formats of KV caches: which byte holds which element. Pure numbers, shared by host code, reference and tests.
 
-docs/kv_formats.md has the tables; kernels_cu/tile/kv_row.cuh has the same formulas for the kernels.
+docs/kv_formats.md has the tables; kernels_cu/decode/kv_row.cuh has the same formulas for the kernels.
 """
 
 from __future__ import annotations

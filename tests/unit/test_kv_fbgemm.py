@@ -214,7 +214,7 @@ def test_examples_of_the_documentation(groups: int) -> None:
 
 
 def place(w: int, dim: int) -> int:
-    """FbgemmRow::place of tile/kv_row.cuh."""
+    """FbgemmRow::place of decode/kv_row.cuh."""
     pieces = min(dim // 32, 4)
     j, q = w >> 2, w & 3
     return ((j // pieces * 4 + q) * pieces + j % pieces) * 4

@@ -353,11 +353,11 @@ def test_structs_of_host_and_device_agree() -> None:
     def codes(source: str, name: str) -> str:
         return "".join(code for code, _ in device_struct(source, name))
 
-    assert codes("scheduler/decode_params.cuh", "DecodeParams") == expanded(
+    assert codes("params/decode.cuh", "DecodeParams") == expanded(
         launch_decode._POINTERS.format, launch_decode._REST.format
     )
     pointers, _, _ = kv_append._ARGUMENTS.format.removeprefix("<").partition("Q")
-    assert codes("scheduler/kv_append_params.cuh", "KvAppendParams") == expanded(f"{pointers}Q", kv_append._REST.format)
+    assert codes("params/kv_append.cuh", "KvAppendParams") == expanded(f"{pointers}Q", kv_append._REST.format)
 
 
 def test_what_testing_makes_is_read_exactly_within_the_window() -> None:

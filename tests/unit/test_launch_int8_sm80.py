@@ -54,7 +54,7 @@ def make(p: Problem, target: Target, *, run: bool = True) -> tuple[KernelSpec, Q
 
 
 def test_arguments_match_the_device_struct() -> None:
-    fields = fields_of("attention/quantized_operands.cuh", "QuantizedOperands")
+    fields = fields_of("params/attn_int8.cuh", "QuantizedOperands")
     assert expanded(OPERANDS.format) == "".join(code for code, _ in fields)
     assert [name for _, name in fields] == [
         "q_scale", "k_scale", "row_bias", "v_scale", "v_mean", "delta_s", "q_scale_stride_h", "k_scale_stride_h",

@@ -88,16 +88,16 @@ def test_equal_addresses_of_different_operands_are_different_maps() -> None:
 
 def int8_fields() -> list[tuple[str, str]]:
     """Fields of AttnInt8Sm90Params behind the maps and the arguments of all forward kernels."""
-    body = re.search(r"struct AttnInt8Sm90Params \{(.*?)\};", _read("entry/attn_int8_sm90.cu"), re.DOTALL)
+    body = re.search(r"struct AttnInt8Sm90Params \{(.*?)\};", _read("params/attn_int8.cuh"), re.DOTALL)
     assert body is not None
     statements = [" ".join(s.split()) for s in body[1].split(";") if s.strip()]
-    assert statements[:2] == ["TensorMap map_q, map_k, map_v", "AttnFwdParams p"]
-    assert statements[2:] == ["QuantizedOperands x", "TileList tiles", "int32 flush_keys"]
-    tile_list = re.search(r"struct TileList \{(.*?)\};", _read("scheduler/persistent.cuh"), re.DOTALL)
+    assert statements[:2] == ["TensorMap map_q, map_k, map_v", "AttnFwdParams fwd"]
+    assert statements[2:] == ["QuantizedOperands operands", "TileList tiles", "int32 flush_keys"]
+    tile_list = re.search(r"struct TileList \{(.*?)\};", _read("params/attn_fwd.cuh"), re.DOTALL)
     assert tile_list is not None
     names_of_list = re.findall(r"uint32 (\w+);", tile_list[1])
     assert len(names_of_list) == tile_list[1].count(";")
-    operands = fields_of("attention/quantized_operands.cuh", "QuantizedOperands")
+    operands = fields_of("params/attn_int8.cuh", "QuantizedOperands")
     return [*operands, *(("I", name) for name in names_of_list), ("i", "flush_keys")]
 
 

@@ -372,7 +372,7 @@ CODES = {"int64": "q", "int32": "i", "float": "f"}
 
 
 def test_struct_of_host_and_device() -> None:
-    text = re.sub(r"//[^\n]*", "", (KERNELS / "attention/quantize_params.cuh").read_text(encoding="utf-8"))
+    text = re.sub(r"//[^\n]*", "", (KERNELS / "params/quantize.cuh").read_text(encoding="utf-8"))
     found = re.search(r"struct QuantizeParams \{(.*?)\};", text, re.DOTALL)
     assert found is not None
     codes = ""

@@ -1,8 +1,6 @@
-// Arguments of kv_append_sm80, as the host packs them (src/omniattn/launch/kv_append.py declares the same fields in the same
-// order, little-endian, no padding: 8-byte fields first). Strides in elements.
+// Arguments of kv_append_sm80. Strides in elements.
 #pragma once
 #include "ptx/types.cuh"
-#include "scheduler/quotient.cuh"
 
 enum RopeStyle : int32 { kRopeNone = 0, kRopeHalf = 1, kRopeInterleaved = 2 };
 
@@ -14,13 +12,13 @@ struct KvAppendParams {
     const int32* block_table;  // [batch, table_columns]; null: block b is sequence b
     const float* cos;  // [rope_rows, rope_pairs]
     const float* sin;
-    uint8* k_data;  // planes, see scheduler/decode_params.cuh
+    uint8* k_data;  // planes, see params/decode.cuh
     uint8* v_data;
     uint32* k_params;
     uint32* v_params;
     const float* k_mean;
     const float* k_channel_scale;
-    const int32* recent_slots;  // [batch], null: slot b. The recent window as in scheduler/decode_params.cuh
+    const int32* recent_slots;  // [batch], null: slot b. The recent window as in params/decode.cuh
     uint8* recent_k;  // [recent_num_slots, num_kv_heads, recent_ring, row], 16 bits
     uint8* recent_v;
     int32* recent_state;

@@ -5,7 +5,7 @@
 // again: finite values only, times 2^-32 each.
 // Threads: 2 * HEAD_DIM; thread t has the channels 8 (t % (HEAD_DIM / 8)) + 0..7 and the rows t / (HEAD_DIM / 8) + 16 i.
 #pragma once
-#include "attention/quantize_items.cuh"
+#include "quantize/items.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/l2.cuh"
 
@@ -91,18 +91,18 @@ OA_DEVICE float channel_sum(const RowsToSum& rows, int32 head_dim, float* buffer
 
 // The partials of a chunk: [unit][slot][sum K, sum V, max V, min V][kHeadDim].
 template <int kHeadDim>
-OA_DEVICE float* partial_of(const QuantizeParams& p, const Item& t, int32 slot, int32 which) {
+OA_DEVICE float* partial_of(const QuantizeParams& p, const QuantizeItem& t, int32 slot, int32 which) {
     return p.partials + ((int64(t.unit) * p.slots_r + slot) * 4 + which) * kHeadDim;
 }
 
 // The item's chunk of a sequence's samples.
-OA_DEVICE RowsToSum chunk_of(const Item& t, int32 samples, const uint8* row_0, int64 stride_bytes) {
+OA_DEVICE RowsToSum chunk_of(const QuantizeItem& t, int32 samples, const uint8* row_0, int64 stride_bytes) {
     int32 size = chunk_rows(samples), first = t.index * size;
     return {row_0, stride_bytes, first, sample_log2(t.len), min_of(size, samples - first)};
 }
 
 template <typename Io, int kHeadDim>
-OA_DEVICE void reduce_k(const QuantizeParams& p, const Item& t, float* buffer, uint32* flag) {
+OA_DEVICE void reduce_k(const QuantizeParams& p, const QuantizeItem& t, float* buffer, uint32* flag) {
     constexpr int kColumns = kHeadDim / 8, kBatch = 8;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
@@ -175,7 +175,7 @@ OA_DEVICE float value_scale(const QuantizeParams& p, float amax) {
 
 // Range of every channel and, with smooth_v, its sum; the last chunk of a sequence makes mean and scale of it.
 template <typename Io, int kHeadDim>
-OA_DEVICE void reduce_v(const QuantizeParams& p, const Item& t, float* buffer, uint32* flag) {
+OA_DEVICE void reduce_v(const QuantizeParams& p, const QuantizeItem& t, float* buffer, uint32* flag) {
     constexpr int kColumns = kHeadDim / 8, kBatch = kCommon ? 8 : 4;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;

@@ -6,8 +6,8 @@
 // in row_bias, a key by NaN in its group's k_scale.
 // Threads as in quantize_reduce.cuh: a thread has 8 channels of 8 rows, in registers between the two uses.
 #pragma once
-#include "attention/quantize_items.cuh"
-#include "attention/quantize_reduce.cuh"
+#include "quantize/items.cuh"
+#include "quantize/reduce.cuh"
 #include "ptx/cvt_quant.cuh"
 
 constexpr int32 kSteps = kBlockRows / kRowLanes;
@@ -138,7 +138,8 @@ OA_DEVICE float largest_of_rows(const uint4 (&raw)[kSteps], const float (&mean)[
 }
 
 template <typename Io, int kHeadDim>
-OA_DEVICE void quantize_rows(const QuantizeParams& p, const Item& t, RowsStorage<kHeadDim>& s, GroupStorage& groups) {
+OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, RowsStorage<kHeadDim>& s,
+                             GroupStorage& groups) {
     constexpr int kColumns = kHeadDim / 8;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;

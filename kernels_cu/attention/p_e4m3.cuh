@@ -1,6 +1,6 @@
 // P in e4m3 as operand of a product with V: the base that suits it, its sums, and the test for P that has no room in it.
 #pragma once
-#include "attention/quantized_products.cuh"
+#include "attention/p_operands.cuh"
 #include "ptx/types.cuh"
 
 // P at the base of the softmax.

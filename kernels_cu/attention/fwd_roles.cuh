@@ -11,11 +11,11 @@
 #pragma once
 #include "attention/mask.cuh"
 #include "pipeline/ring.cuh"
-#include "pipeline/turns.cuh"
+#include "pipeline/ping_pong.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/persistent.cuh"
 

@@ -13,7 +13,7 @@ OA_DEVICE constexpr int kv_bits(int kind) { return kind == kKv16 ? 16 : kind == 
 //
 // FBGEMM's int4 rows (kKvFbgemm) have the nibbles in the order of the channels, and parameters in front of them. They are copied
 // word by word, so that in shared memory they are in pieces too: word 4 j + q of a row, channels 8 (4 j + q) and on, is word j of
-// lane q of four. For K that is two units, whose elements `order_fbgemm_query` names (attention/decode_query.cuh); for V unit j of the lanes 2 q (its low half) and
+// lane q of four. For K that is two units, whose elements `order_fbgemm_query` names (decode/query.cuh); for V unit j of the lanes 2 q (its low half) and
 // 2 q + 1, which both load the word.
 template <int kKind, int kHeadDim, int kLanes>
 struct KvRow {

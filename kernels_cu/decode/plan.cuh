@@ -4,8 +4,9 @@
 // that are not a whole segment leave partial results, for decode_combine to merge.
 #pragma once
 #include "ptx/types.cuh"
-#include "scheduler/decode_params.cuh"
-#include "scheduler/recent_window.cuh"
+#include "params/decode.cuh"
+#include "scheduler/quotient.cuh"
+#include "decode/recent_window.cuh"
 
 // Keys of a sequence that some row sees and this launch computes: [begin, end); begin is a multiple of 16, but for the newest keys
 // beside a quantized cache.
@@ -29,7 +30,7 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
         }
     }
     if (p.first_key > s.begin) s.begin = min_of(p.first_key, s.seq_len), s.end = max_of(s.end, s.begin);
-    s.granules = (s.end - s.begin + (1 << p.granule_log2) - 1) >> p.granule_log2;
+    s.granules = (s.end - s.begin + (1 << p.chunk_log2) - 1) >> p.chunk_log2;
     return s;
 }
 
@@ -63,7 +64,7 @@ struct Share {
 // Slot of a partial result. With whole granules that of the piece's granule; else the worker's: only its first and its last
 // segment can be incomplete, so it has two.
 OA_DEVICE int32 partial_slot(const DecodeParams& p, const Share& share, int32 worker, int32 segment, int32 granule) {
-    return p.whole_granules ? granule : 2 * worker + (share.begin(worker) < segment ? 1 : 0);
+    return p.fixed_splits ? granule : 2 * worker + (share.begin(worker) < segment ? 1 : 0);
 }
 
 template <int kThreads>

@@ -1,12 +1,12 @@
 // Query rows of one kv head as B fragments of S^T = K Q^T, and what their scores need besides: rows are (query token, head of
 // the group), 8 a fragment; lane l holds channels of row l / 4.
 #pragma once
-#include "attention/kv_dequant.cuh"
+#include "decode/kv_dequant.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/decode_params.cuh"
-#include "tile/kv_row.cuh"
+#include "params/decode.cuh"
+#include "decode/kv_row.cuh"
 
 // Two fp16 numbers of one register as floats.
 OA_DEVICE float half_lo(uint32 w) { return to_float(Half{}, uint16(w)); }

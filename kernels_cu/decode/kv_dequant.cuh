@@ -1,11 +1,11 @@
 // Codes of a quantized KV cache as fp16 numbers, exactly; scale and zero are applied to scores and probabilities instead.
 // V's are the codes. K's integers keep what the conversion puts in: an element is weight * code + offset, which the queries and the
-// beginnings of the sums make good (attention/decode_query.cuh), so that K costs no subtractions.
+// beginnings of the sums make good (decode/query.cuh), so that K costs no subtractions.
 #pragma once
 #include "ptx/cvt_quant.cuh"
 #include "ptx/half2.cuh"
 #include "ptx/types.cuh"
-#include "tile/kv_row.cuh"
+#include "decode/kv_row.cuh"
 
 constexpr uint32 kHalf2Minus1152 = 0xe480e480u;  // -1152: 1024 of the magic number, and the bias of int8
 constexpr uint32 kHalf2Minus1032 = 0xe408e408u;  // -1032

@@ -1,10 +1,10 @@
-// Arguments of the decode kernels, as the host packs them (src/omniattn/launch/decode.py declares the same fields in the same
-// order, little-endian, no padding: 8-byte fields first). Strides in elements.
+// Arguments of the decode kernels. Strides in elements.
 #pragma once
-#include "ptx/cvt.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
-#include "scheduler/quotient.cuh"
+
+// Which keys a launch of the decode kernel computes.
+enum RecentSide : int32 { kRecentNone = 0, kRecentOlder = 1, kRecentNewest = 2 };
 
 struct DecodeParams {
     const uint16* q;
@@ -17,7 +17,7 @@ struct DecodeParams {
     const int32* seq_lens;  // [batch]
     const int32* block_table;  // [batch, table_columns]; null: block b is sequence b
     const int32* recent_slots;  // [batch]: which slot of the recent window is a sequence's; null: slot b
-    const int32* recent_state;  // [num_slots, 2], see scheduler/recent_window.cuh; null: there is no recent window
+    const int32* recent_state;  // [num_slots, 2], see decode/recent_window.cuh; null: there is no recent window
     const void* sinks;
     uint16* o;
     float* lse;  // [batch, num_q_heads, q_len] or null
@@ -34,8 +34,8 @@ struct DecodeParams {
     int32 window_left;  // -1: unlimited
     int32 sinks_kind;
     int32 hadamard;
-    int32 granule_log2;  // of the tokens of the smallest part that work is divided into
-    int32 whole_granules;  // deterministic: every granule is a part of its own
+    int32 chunk_log2;  // of the keys of a chunk, the unit that work is divided into
+    int32 fixed_splits;  // deterministic: every chunk is a split of its own
     int32 num_workers;  // CTAs of the main kernel
     int32 recent_window;  // newest tokens that are kept in 16 bits
     int32 recent_ring;  // tokens of a slot
@@ -48,20 +48,8 @@ struct DecodeParams {
     int32 block_shift;
     uint32 worker_multiplier;  // and by num_workers
     int32 worker_shift;
-    uint32 two_1024;  // 0x64006400, see attention/kv_dequant.cuh
+    uint32 two_1024;  // 0x64006400, see decode/kv_dequant.cuh
     int32 first_key;  // keys before it are another launch's; kAllSeePrefix: of this launch all are seen by every row
 };
 
 constexpr int32 kAllSeePrefix = -1;
-
-// Query token of a row (token, head of the group).
-OA_DEVICE int32 token_of(const DecodeParams& p, int32 row) { return row < p.group ? 0 : row / p.group; }
-
-// A query head's sink in base-2 units; -inf if there is none.
-template <typename Io>
-OA_DEVICE float decode_sink_log2(const DecodeParams& p, int32 head) {
-    if (p.sinks_kind == kSinksNone) return neg_inf();
-    float sink = p.sinks_kind == kSinksFloat ? static_cast<const float*>(p.sinks)[head]
-                                             : to_float(Io{}, static_cast<const uint16*>(p.sinks)[head]);
-    return sink * kLog2e;
-}

@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/l2.cuh"
-#include "tile/kv_row.cuh"
+#include "decode/kv_row.cuh"
 
 // One tile of one warp. Config: kHeadDim, kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys).
 template <typename Config>

@@ -6,9 +6,6 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// Which keys a launch of the decode kernel computes.
-enum RecentSide : int32 { kRecentNone = 0, kRecentOlder = 1, kRecentNewest = 2 };
-
 // First position that is read from the ring: of the newest `window` of `length` tokens those that are there. A ring that ends before
 // the sequence does has nothing that is of use.
 OA_DEVICE int32 recent_begin(const int32* state, int32 length, int32 window, int32 ring) {

@@ -5,7 +5,7 @@
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"
-#include "tile/kv_row.cuh"
+#include "decode/kv_row.cuh"
 
 constexpr float kMinKvScale = 8.673617379884035e-19f;  // 2^-60
 

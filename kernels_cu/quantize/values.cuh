@@ -11,8 +11,8 @@
 // Shared memory: channel c has 128 bytes = 32 words; word w lies at w ^ (c / 8 * (256 / kHeadDim)), so that the words
 // that a warp writes at once, of neighbouring groups of channels, are in 32 banks.
 #pragma once
-#include "attention/quantize_items.cuh"
-#include "attention/quantize_reduce.cuh"
+#include "quantize/items.cuh"
+#include "quantize/reduce.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/half2.cuh"
 
@@ -187,7 +187,7 @@ OA_DEVICE uint32 convert_to_half(const QuantizeParams& p, const ValuesTile& tile
 }
 
 // Tile `index` of the item's sequence and head.
-OA_DEVICE ValuesTile values_tile(const QuantizeParams& p, const Item& t, int32 index) {
+OA_DEVICE ValuesTile values_tile(const QuantizeParams& p, const QuantizeItem& t, int32 index) {
     int32 first = index * kBlockRows;
     ValuesTile tile;
     tile.stride_bytes = kCommon ? t.stride_bytes : p.v_stride_s * 2;
@@ -204,8 +204,8 @@ OA_DEVICE ValuesTile values_tile(const QuantizeParams& p, const Item& t, int32 i
 // The whole head again with scales that its values fit, by one CTA: a channel's largest magnitude was beyond headroom() times
 // that of the sample, or the head has NaN or infinity. Returns the errors of channel threadIdx.x.
 template <typename Io, int kHeadDim>
-__device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const Item& t, ValuesStorage<kHeadDim>& s,
-                                               float* scale) {
+__device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const QuantizeItem& t,
+                                               ValuesStorage<kHeadDim>& s, float* scale) {
     constexpr int kColumns = kHeadDim / 8;
     Io io;
     int32 tid = threadIdx.x, tiles = blocks_of(t.len);
@@ -268,7 +268,7 @@ __device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const It
 }
 
 template <typename Io, int kHeadDim>
-OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<kHeadDim>& s) {
+OA_DEVICE void quantize_v(const QuantizeParams& p, const QuantizeItem& t, ValuesStorage<kHeadDim>& s) {
     constexpr int kColumns = kHeadDim / 8;
     Io io;
     int32 tid = threadIdx.x;
@@ -307,7 +307,7 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const Item& t, ValuesStorage<
 
 // All of a head of V has become bytes: its mean, and all of it again if it has to be.
 template <typename Io, int kHeadDim>
-OA_DEVICE void finish_v(const QuantizeParams& p, const Item& t, ValuesStorage<kHeadDim>& s) {
+OA_DEVICE void finish_v(const QuantizeParams& p, const QuantizeItem& t, ValuesStorage<kHeadDim>& s) {
     int32 tid = threadIdx.x;
     bool corrected = has(p, kSmoothV) && !has(p, kHalfV), sampled = sample_log2(t.len) > 0, mine = tid < p.head_dim_pad;
     if (!(corrected || sampled)) return;

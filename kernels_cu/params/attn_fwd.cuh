@@ -1,6 +1,7 @@
-// Arguments of the exact forward kernels, as the host packs them (src/omniattn/launch/attn_fwd.py declares the same
-// fields in the same order, little-endian, no padding: 8-byte fields first). Strides in elements.
+// Arguments of the forward kernels. The host packs every struct of params/ by the same names, little-endian
+// (src/omniattn/launch/structs.py; a test compares sizes and offsets). Strides in elements.
 #pragma once
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
 enum MaskKind : int32 { kMaskNone = 0, kMaskBool = 1, kMaskFloat = 2, kMaskIo = 3 };     // kMaskIo: q's dtype
@@ -33,4 +34,27 @@ struct AttnFwdParams {
     float softmax_scale;
     float softcap;  // 0: none
     int32 zero;  // always 0, which the compiler does not know; and the struct's size is a multiple of 8
+};
+
+// The work of a launch as one list of items, which the host composes (launch/tile_order.py). CTA b takes item b, then
+// every gridDim.x-th further; from the first round that holds no pair only, every second round runs backwards, so
+// that a list that goes from long to short is shared out evenly. No counter in global memory is needed, and every warp
+// role walks the list by itself. Fewer than 2^31 - gridDim.x items.
+//   items < num_pairs   the j-th longest and the j-th shortest tile of one head: causal pairs are all equally long
+//   then                the tiles of the last num_tail_heads heads, the longest of all heads first
+// or, with neither, head by head: neighbours share K and V in L2.
+struct TileList {
+    uint32 num_items;
+    uint32 num_pairs;
+    uint32 num_tail_heads;
+    // Rows of a head's first tile that lie before row 0, a multiple of 64: of causal heads it is the short first tile that
+    // is better not full, and not the long last one.
+    uint32 lead_rows;
+};
+
+// attn_fwd_sm90. The maps are those of q, k and v, whose pointers and strides in `fwd` are not used.
+struct AttnFwdSm90Params {
+    TensorMap map_q, map_k, map_v;
+    AttnFwdParams fwd;
+    TileList tiles;
 };

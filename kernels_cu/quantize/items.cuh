@@ -2,12 +2,16 @@
 //
 //   partial sums of group 0 | partial sums of group 1, [amax], Q and V, K, means of V of group 0 | sums of group 2, ...
 //
-// The sums are of samples of long sequences (quantize_params.cuh); one group of kv heads ahead, so that nobody waits for
+// The sums are of samples of long sequences (quantize/sampling.cuh); one group of kv heads ahead, so that nobody waits for
 // them. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a CTA
 // that runs, so that nothing can wait for ever however the CTAs are scheduled.
 #pragma once
-#include "attention/quantize_params.cuh"
+#include "params/quantize.cuh"
 #include "ptx/gpu_sync.cuh"
+#include "quantize/sampling.cuh"
+#include "scheduler/slots.cuh"
+
+constexpr uint32 kReady = 0x80000000u;  // of a counter: what it counts has come, and its result is there
 
 // COMMON other than 0: a kernel for what attention(precision="int8") asks for unless it is told otherwise, and for nothing else:
 // dense batches of Q, K and V, int8 with one scale a thread, all but Q smoothed. What is an argument otherwise is a constant there.
@@ -54,7 +58,7 @@ OA_DEVICE uint32 heads_abreast(const QuantizeParams& p, uint32 units) {
 
 // Splits an item of the second half of a group's step. Some of Q comes first, during the sums; then kinds take turns, because they
 // strain different units.
-OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint32 units, uint32 off) {
+OA_DEVICE void decode_pass(const QuantizeParams& p, QuantizeItem& t, uint32 group, uint32 units, uint32 off) {
     uint32 span, heads = has(p, kHasQk) && p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0;
     uint32 abreast = heads_abreast(p, units);
     auto assign = [&](ItemKind kind, uint32 index, uint32 rows, uint32 parts) {
@@ -91,14 +95,14 @@ OA_DEVICE void decode_pass(const QuantizeParams& p, Item& t, uint32 group, uint3
 OA_DEVICE int32 blocks_of(int32 len) { return int32((uint32(len) + kBlockRows - 1) / kBlockRows); }
 
 // First byte of row 0 of the item's sequence and head in an input of 16-bit elements.
-OA_DEVICE const uint8* input_rows(const uint8* x, const Item& t, int64 stride_b, int64 stride_s, int64 stride_h,
+OA_DEVICE const uint8* input_rows(const uint8* x, const QuantizeItem& t, int64 stride_b, int64 stride_s, int64 stride_h,
                                   bool dense) {
     return x + 2 * ((dense ? t.batch_idx * stride_b : 0) + t.head * stride_h + int64(t.begin) * stride_s);
 }
 
 // By all lanes of a warp, which all return the same; of COMMON kernels by any thread for itself.
-OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
-    Item t;
+OA_DEVICE QuantizeItem decode_item(const QuantizeParams& p, uint32 ticket) {
+    QuantizeItem t;
     t.head = 0;
     uint32 full_r = p.units_per_group * p.per_unit_r;
     uint32 rest_units = p.units - (p.num_groups - 1) * p.units_per_group;  // of the last group
@@ -177,14 +181,16 @@ OA_DEVICE Item decode_item(const QuantizeParams& p, uint32 ticket) {
 }
 
 // Index of the item's (batch, head) among counters and per-sequence results.
-OA_DEVICE int64 sequence_head(const Item& t, int32 num_heads) { return int64(t.batch_idx) * num_heads + t.head; }
+OA_DEVICE int64 sequence_head(const QuantizeItem& t, int32 num_heads) {
+    return int64(t.batch_idx) * num_heads + t.head;
+}
 
 // First row of the item's sequence in an output [unit, rows, ...]; dense outputs have len rows a unit.
-OA_DEVICE int64 output_row(const Item& t, int32 rows_of_unit) { return int64(t.unit) * rows_of_unit + t.begin; }
+OA_DEVICE int64 output_row(const QuantizeItem& t, int32 rows_of_unit) { return int64(t.unit) * rows_of_unit + t.begin; }
 
 // Where the item's rows begin in an input: row `first` of its sequence and head.
-OA_DEVICE const uint8* item_rows(const QuantizeParams& p, const Item& t, const uint8* x, int64 stride_b, int64 stride_s,
-                                 int64 stride_h, int32 first) {
+OA_DEVICE const uint8* item_rows(const QuantizeParams& p, const QuantizeItem& t, const uint8* x, int64 stride_b,
+                                 int64 stride_s, int64 stride_h, int32 first) {
     return kCommon ? t.rows : input_rows(x, t, stride_b, stride_s, stride_h, !is_packed(p)) + 2 * stride_s * first;
 }
 
