@@ -154,18 +154,18 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, bits: int, pv: str, acc: st
     )
 
 
-def _attn_int8_ring_sm90(dtype: str) -> KernelSpec:
+def _attn_int8_mbarrier_sm90(dtype: str) -> KernelSpec:
     """The common case at head_dim 128 on GPUs that have mbarrier.try_wait."""
     short, tag = IO_TYPES[dtype]
     head_dim, block_m, keys, num_stages = 128, 128, 64, 3
     # And scales, barriers, what each warp knows of its tile; V's scales and means, and the rows' biases.
     smem_bytes = block_m * head_dim + num_stages * keys * head_dim * 3 + 2048
     return KernelSpec(
-        name=f"attn_int8_ring_sm90_{short}_d{head_dim}",
-        family="attn_int8_ring_sm90",
+        name=f"attn_int8_mbarrier_sm90_{short}_d{head_dim}",
+        family="attn_int8_mbarrier_sm90",
         op="attention_int8",
-        source="entry/attn_int8_ring_sm90.cu",
-        symbol="attn_int8_ring_sm90",
+        source="entry/attn_int8_mbarrier_sm90.cu",
+        symbol="attn_int8_mbarrier_sm90",
         defines=(
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
@@ -274,7 +274,7 @@ def low_precision_rows() -> Iterator[KernelSpec]:
         for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
-    yield from (_attn_int8_ring_sm90(dtype) for dtype in ("float16", "bfloat16"))
+    yield from (_attn_int8_mbarrier_sm90(dtype) for dtype in ("float16", "bfloat16"))
 
 
 def quantizer_rows() -> Iterator[KernelSpec]:

@@ -115,7 +115,7 @@ def quantizers(head_dim: int, rng: np.random.Generator, few: bool) -> None:
 
 def keys_of_all_stages(head_dim: int) -> int:
     """Keys that every int8 kernel for this head_dim holds without using a buffer twice; at most `SEQLEN_K`."""
-    rings = [s for s in select.REGISTRY if s.family in ("attn_int8_sm90", "attn_int8_ring_sm90")]
+    rings = [s for s in select.REGISTRY if s.family in ("attn_int8_sm90", "attn_int8_mbarrier_sm90")]
     rows = [s for s in rings if s.head_dim == head_dim]
     return min([SEQLEN_K, *(s.block_n * int(dict(s.defines)["NUM_STAGES"]) for s in rows)])
 

@@ -53,7 +53,7 @@ def test_main_loop(steps: dict[tuple[str, int, int], Step], key: tuple[str, int,
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_main_loop_of_the_ring(dtype: str) -> None:
     """The kernel of Hopper: what its step may take besides products, a twentieth more than counted."""
-    step = sage_model.compiled_step(by_name(f"attn_int8_ring_sm90_{dtype}_d128"), "90")
+    step = sage_model.compiled_step(by_name(f"attn_int8_mbarrier_sm90_{dtype}_d128"), "90")
     assert step.products == step.least_products
     assert 0 < step.others / sage_model.KEYS <= 7.1
     assert step.counts["MUFU"] == 64, "32 by 64 scores"

@@ -219,7 +219,7 @@ def test_shared_memory_and_threads_of_a_row(spec: KernelSpec) -> None:
     stages, tiles = int(defines["NUM_STAGES"]), tiles_of(spec)
     sizes = {name: rows * row for name, (rows, row) in tiles.items()}
     assert all(size % 1024 == 0 for size in sizes.values())
-    if spec.family == "attn_int8_ring_sm90":
+    if spec.family == "attn_int8_mbarrier_sm90":
         # k_scale four times, barriers, a FwdTile with what the loop seldom needs, scales and means of V, row_bias.
         rest, needed = 2048, 4 * 16 + 2 * stages * 8 + 40 + 8 + 4 * 8 + 8 * spec.head_dim + 4 * spec.block_m
     else:

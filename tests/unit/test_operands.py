@@ -345,7 +345,7 @@ def test_grouping_and_packing_choose_the_kernel(cc: tuple[int, int], bits: int) 
         oa.quantize_v(v, dtype="float16"), oa.quantize_v(v, pv_accumulator="fp16"), oa.quantize_v(v),
     )  # fmt: skip
     spec = chosen(cc, qk, half)
-    family = "attn_int8_ring_sm90" if bits == 8 and cc in ((9, 0), (10, 0)) else f"attn_int{bits}_sm80"
+    family = "attn_int8_mbarrier_sm90" if bits == 8 and cc in ((9, 0), (10, 0)) else f"attn_int{bits}_sm80"
     assert (spec.family, spec.bits, spec.grouping) == (family, bits, "sm80")
     for softcap in (0.0, 5.0):
         if cc < (8, 9):

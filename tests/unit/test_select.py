@@ -238,7 +238,7 @@ def test_low_precision_by_architecture(case: tuple[tuple[int, int], int]) -> Non
             found = select_attention(changed(head_dim=head_dim, low=low, precision=f"int{bits}"), target)
             family = CHOSEN[case][0]
             if (cc, bits, head_dim, smooth_q) == ((10, 0), 8, 128, False):
-                family = "attn_int8_ring_sm90"
+                family = "attn_int8_mbarrier_sm90"
             assert (found.spec.family, found.spec.pv, found.spec.pv_accumulator) == (family, *CHOSEN[case][1:])
             (reason,) = [x for x in found.why if "accumulators" in x]
             assert f"{found.spec.pv} with {found.spec.pv_accumulator} accumulators" in reason
