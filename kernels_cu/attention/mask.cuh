@@ -32,6 +32,7 @@ struct KeyTiles {
         full_first = (int64(bottom.lo) + kBlockN - 1) / kBlockN;
         full_end = top.hi / kBlockN;
     }
+    OA_DEVICE bool is_empty() const { return end <= first; }
 };
 
 // The head's sink in base-2 units; -inf if there is none, or the rows belong to no sequence.

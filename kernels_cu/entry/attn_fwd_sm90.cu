@@ -27,6 +27,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/tma.cuh"
+#include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "params/attn_fwd.cuh"
@@ -36,19 +37,16 @@ struct Config {
     using Io = IO_TYPE;
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kConsumers = NUM_CONSUMERS;
-    static constexpr bool kTurns = true;
+    static constexpr bool kPingPong = true;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
-    static constexpr int kStages = NUM_STAGES;
-    static constexpr int kQStages = NUM_Q_STAGES;
+    static constexpr int kInnerStages = NUM_STAGES;
+    static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;  // packed sequences; a constant, because the dense loop pays for more code
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + 63) / 64;
     static constexpr int kNTiles = kBlockN / 8;
     static constexpr int kDTiles = kHeadDim / 8;
-    // Registers a thread after setmaxnreg: what the launch gives (65536 / kThreads, a multiple of 8) is shared out anew.
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
     // After how many of a product's k steps the next warpgroup may issue. With four there is always one that is ready.
     static constexpr int kTurnStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
     static_assert(kHeadDim % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks, whole k steps");
@@ -56,9 +54,9 @@ struct Config {
 };
 
 struct SharedStorage {
-    alignas(1024) uint8 q[Config::kQStages][Config::kBlockM * Config::kPanels * 128];
-    alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kPanels * 128];
-    alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kPanels * 128];
+    alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kPanels * 128];
+    alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
+    alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
@@ -70,12 +68,13 @@ using Scores = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 using Probabilities = uint32[Config::kBlockN / 16][4];
 
-class Producer : public ProducerRole<Config, Producer> {
+class Producer : public ForwardProducer<Config, Producer> {
   public:
-    static constexpr uint32 kQBytes = ::kQBytes, kKBytes = kKvBytes, kVBytes = kKvBytes;
+    static constexpr uint32 kQBytes = ::kQBytes, kVBytes = kKvBytes;
+    OA_DEVICE static uint32 k_bytes() { return kKvBytes; }
 
     OA_DEVICE Producer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
+        : ForwardProducer(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -159,7 +158,7 @@ OA_DEVICE void probabilities(const RowState<>& rows, const Scores& s, const floa
     });
 }
 
-class Consumer : public ConsumerRole<Config, Consumer> {
+class Consumer : public ForwardConsumer<Config, Consumer> {
   public:
     struct Rows {
         Output o;
@@ -173,13 +172,13 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     OA_DEVICE Consumer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
                        int32 group)
-        : ConsumerRole(params.fwd, params.tiles, smem.roles, bars, group),
+        : ForwardConsumer(params.fwd, params.tiles, smem.roles, bars, group),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
           k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
           v_(wgmma_descriptor(smem_addr_at(&SharedStorage::v), kKvPanelBytes, 1024)) {}
 
     // All steps from i on.
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 i, int32 warp_row, Rows& state) {
+    OA_DEVICE void attend(const FwdTile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
         Output& o = state.o;
         RowState<>& rows = state.softmax;
         const int32 num_tiles = keys.end - keys.first;
@@ -187,21 +186,21 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         const float c[2] = {p_.softmax_scale * kLog2e, p_.softmax_scale * kLog2e};
-        const WgmmaDescriptor q = q_.next(q_at_.stage * kQBytes);
-        auto pass_on = [&] { turns_.pass_on(); };
+        const WgmmaDescriptor q = q_.next(outer_at_.stage * kQBytes);
+        auto pass_on = [&] { ping_pong_.pass_on(); };
         auto nothing = [] {};
         Scores s;
         Probabilities probs;
         float alpha[2], sum[2];
-        bars_.q.wait(q_at_);
-        wait_kv();
-        turns_.wait();
-        issue_qk(s, q, k_.next(kv_at_.stage * kKvBytes));
-        turns_.pass_on();
+        wait_outer();
+        wait_inner();
+        ping_pong_.wait();
+        issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+        ping_pong_.pass_on();
         wgmma_wait<0>();
         wgmma_pin(s);
-        release_kv();
-        if (i == num_tiles - 1) release_q();
+        release_inner();
+        if (i == num_tiles - 1) release_outer();
         if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
         rows.raise(s, c, alpha);
         probabilities(rows, s, c, probs, sum);
@@ -210,13 +209,13 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
         // S(i) and O += P(i - 1) V(i - 1).
         auto products = [&] {
-            turns_.wait();
-            issue_qk(s, q, k_.next(kv_at_.stage * kKvBytes));
-            issue_pv(o, probs, v_.next(kv_at_.stage * kKvBytes), pass_on);
+            ping_pong_.wait();
+            issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+            issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), pass_on);
             wgmma_wait<0>();
             wgmma_pin(s);
             wgmma_pin(o);
-            release_kv();
+            release_inner();
         };
         auto once_more = [&] {
             rows.raise(s, c, alpha);
@@ -226,16 +225,16 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         int32 special = next_special(keys, i);
         bool is_full = false;
         for (++i; i < num_tiles;) {
-            if (!is_full) wait_kv();
+            if (!is_full) wait_inner();
             if (i >= special) {
                 products();
                 // The last scores are there: the producer may fetch another tile's Q under the rest of this one.
-                if (i == num_tiles - 1) release_q();
+                if (i == num_tiles - 1) release_outer();
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
                 probabilities(rows, s, c, probs, sum);
                 if (RowState<>::too_large(sum, own)) once_more();
-                is_full = bars_.kv.is_full(kv_at_);
+                is_full = is_inner_full();
             } else {
                 // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more. (It
                 // comes back to the same products: all four warps have to issue them by the very same instruction.)
@@ -243,7 +242,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
                 for (;;) {
                     products();
                     probabilities(rows, s, c, probs, sum);
-                    is_full = bars_.kv.is_full(kv_at_);
+                    is_full = is_inner_full();
                     again = RowState<>::too_large(sum, own);
                     if (again || !(is_full && i + 1 < special)) break;
                     rows.add(sum);
@@ -254,11 +253,11 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             rows.add(sum);
             ++i;
         }
-        if (!is_full) wait_kv();
-        issue_pv(o, probs, v_.next(kv_at_.stage * kKvBytes), nothing);
+        if (!is_full) wait_inner();
+        issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), nothing);
         wgmma_wait<0>();
         wgmma_pin(o);
-        release_kv();
+        release_inner();
     }
 
     OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
@@ -273,8 +272,8 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         if constexpr (Config::kVarlen) {
             int32 valid_rows = t.seqlen_k - n * Config::kBlockN;
             if (valid_rows < Config::kBlockN) {
-                wait_kv();
-                clear_tail(smem_addr_at(&SharedStorage::v) + kv_at_.stage * kKvBytes, valid_rows, group_);
+                wait_inner();
+                clear_tail(smem_addr_at(&SharedStorage::v) + inner_at_.stage * kKvBytes, valid_rows, group_);
             }
         }
     }
@@ -292,12 +291,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
         bars.init();
     }
     __syncthreads();
-    int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
-    if (warpgroup == 0) {
-        registers_release<Config::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer(params, smem, bars).run(threadIdx.x);
-    } else {
-        registers_claim<Config::kConsumerRegisters>();
-        Consumer(params, smem, bars, warpgroup - 1).run();
-    }
+    run_roles<Config::kConsumers>([&](int lane) { Producer(params, smem, bars).run(lane); },
+                                  [&](int32 group) { Consumer(params, smem, bars, group).run(); });
 }

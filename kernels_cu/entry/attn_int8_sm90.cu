@@ -37,6 +37,7 @@
 #include "attention/warp_softmax.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/tma.cuh"
+#include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "params/attn_int8.cuh"
@@ -46,11 +47,11 @@ struct Config {
     using Io = IO_TYPE;  // of o and sinks
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kConsumers = NUM_CONSUMERS;
-    static constexpr bool kTurns = kConsumers == 2;
+    static constexpr bool kPingPong = kConsumers == 2;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
-    static constexpr int kStages = NUM_STAGES;
-    static constexpr int kQStages = NUM_Q_STAGES;
+    static constexpr int kInnerStages = NUM_STAGES;
+    static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;
     static constexpr bool kDelta = SMOOTH_Q;
     static constexpr bool kLse = WITH_LSE;
@@ -73,13 +74,13 @@ struct Config {
 };
 
 struct SharedStorage {
-    alignas(1024) uint8 q[Config::kQStages][Config::kBlockM * Config::kHeadDim];
-    alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim];
-    alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim];
+    alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kHeadDim];
+    alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kHeadDim];
+    alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kHeadDim];
     alignas(512) uint8 ones[512];  // 8 rows of 64 e4m3
-    alignas(16) float delta[Config::kDelta ? Config::kStages : 1][Config::kDeltaRows][Config::kBlockN];
+    alignas(16) float delta[Config::kDelta ? Config::kInnerStages : 1][Config::kDeltaRows][Config::kBlockN];
     float4 o[Config::kConsumers][Config::kOutputs / 4][128];  // each thread's own, in its order
-    alignas(16) float k_scale[Config::kStages][4];
+    alignas(16) float k_scale[Config::kInnerStages][4];
     float channels[Config::kConsumers][2][Config::kOwnChannels];  // v_scale and v_mean
     RoleStorage<Config> roles;
 };
@@ -101,13 +102,15 @@ OA_DEVICE int32 first_block(const FwdTile& t, int32 begin) {
     return Config::kVarlen ? first_slot(begin, t.sequence, kBlockRows) : 0;
 }
 
-class Producer : public ProducerRole<Config, Producer> {
+class Producer : public ForwardProducer<Config, Producer> {
   public:
     static constexpr uint32 kQBytes = ::kQBytes, kVBytes = ::kKBytes;
-    static constexpr uint32 kKBytes = ::kKBytes + 16 + (Config::kDelta ? Config::kDeltaRows * kDeltaBytes : 0);
+    OA_DEVICE uint32 k_bytes() const {
+        return ::kKBytes + 16 + (Config::kDelta ? Config::kDeltaRows * kDeltaBytes : 0);
+    }
 
     OA_DEVICE Producer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
+        : ForwardProducer(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -190,7 +193,7 @@ using Softmax = RowState<Lift>;
 
 using Shift = ShiftIf<Config::kDelta>::Type;
 
-class Consumer : public ConsumerRole<Config, Consumer> {
+class Consumer : public ForwardConsumer<Config, Consumer> {
   public:
     struct Rows {
         Output acc;
@@ -209,7 +212,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     OA_DEVICE Consumer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
                        int32 group)
-        : ConsumerRole(params.fwd, params.tiles, smem.roles, bars, group),
+        : ForwardConsumer(params.fwd, params.tiles, smem.roles, bars, group),
           params_(params),
           storage_(smem),
           k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::k), 16, 8 * Config::kRowBytes)),
@@ -218,7 +221,7 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal for the
     // whole warpgroup may decide between two places where products are issued.
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 i, int32 warp_row, Rows& state) {
+    OA_DEVICE void attend(const FwdTile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
         const int32 num_tiles = keys.end - keys.first;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
@@ -237,10 +240,10 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         // S(i), and A += P(i - 1) V(i - 1), which runs on.
         auto products = [&] {
             c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
-            turns_.wait();
-            issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
-            issue_pv(state.acc, sums, probs, v_.next(kv_at_.stage * kKBytes));
-            turns_.pass_on();
+            ping_pong_.wait();
+            issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
+            issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * kKBytes));
+            ping_pong_.pass_on();
             wgmma_wait<1>();
             wgmma_pin(s);
         };
@@ -262,8 +265,8 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         // After the last read of the step's buffer.
         auto give_back = [&] {
             __syncwarp();
-            release_kv();
-            is_full = bars_.kv.is_full(kv_at_);
+            release_inner();
+            is_full = is_inner_full();
         };
         // P(i), except as operand.
         auto exponentiate = [&] {
@@ -298,23 +301,23 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
         };
 
-        bars_.q.wait(q_at_);
-        q.take(smem_addr_at(&SharedStorage::q) + q_at_.stage * kQBytes, group_, lane_);
+        wait_outer();
+        q.take(smem_addr_at(&SharedStorage::q) + outer_at_.stage * kQBytes, group_, lane_);
         if (Queries::kTaken) {
             __syncwarp();
-            release_q();
+            release_outer();
         }
-        wait_kv();
-        turns_.wait();
-        issue_qk(s, q, k_.next(kv_at_.stage * kKBytes));
-        turns_.pass_on();
+        wait_inner();
+        ping_pong_.wait();
+        issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
+        ping_pong_.pass_on();
         if (Config::kEarlyChannels) fetch_channels(t);
         state.attended = true;
         q_scale *= p_.softmax_scale * kLog2e;
         c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
         wgmma_wait<0>();
         wgmma_pin(s);
-        if (!Queries::kTaken && i == num_tiles - 1) release_q();
+        if (!Queries::kTaken && i == num_tiles - 1) release_outer();
         mask();
         rows.raise(s, c, alpha, shift_of(t));
         exponentiate();
@@ -325,13 +328,13 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
         const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
         int32 flush_at = i + flush_tiles;
-        auto next_special = [&](int32 j) { return min_of(ConsumerRole::next_special(keys, j), flush_at); };
+        auto next_special = [&](int32 j) { return min_of(ForwardConsumer::next_special(keys, j), flush_at); };
         int32 special = next_special(i);
         for (++i; i < num_tiles; ++i) {
-            if (!is_full) wait_kv();
+            if (!is_full) wait_inner();
             if (i >= special) {
                 products();
-                if (!Queries::kTaken && i == num_tiles - 1) release_q();
+                if (!Queries::kTaken && i == num_tiles - 1) release_outer();
                 mask();
                 exponentiate();
                 finish_pv();
@@ -369,10 +372,10 @@ class Consumer : public ConsumerRole<Config, Consumer> {
             }
             add();
         }
-        if (!is_full) wait_kv();
-        issue_pv(state.acc, sums, probs, v_.next(kv_at_.stage * kKBytes));
+        if (!is_full) wait_inner();
+        issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * kKBytes));
         finish_pv();
-        release_kv();
+        release_inner();
         if (state.flushed) add_flushed(state);
     }
 
@@ -451,13 +454,13 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
         if (Config::kDelta && (n + 1) * Config::kBlockN > params_.operands.delta_columns)
             return __int_as_float(0x7fffffff);
-        return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * kv_at_.stage));
+        return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * inner_at_.stage));
     }
 
     // delta_s of the step's tile.
     OA_DEVICE Shift shift_of(const FwdTile& t) const {
         int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
-        return ShiftIf<Config::kDelta>::of(storage_.delta[Config::kDelta ? kv_at_.stage : 0][row] + 2 * (lane_ & 3),
+        return ShiftIf<Config::kDelta>::of(storage_.delta[Config::kDelta ? inner_at_.stage : 0][row] + 2 * (lane_ & 3),
                                            p_.softmax_scale * kLog2e);
     }
 
@@ -479,12 +482,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90
     if (threadIdx.x < sizeof(smem.ones) / 4) reinterpret_cast<uint32*>(smem.ones)[threadIdx.x] = kOnes;
     fence_proxy_async();
     __syncthreads();
-    int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
-    if (warpgroup == 0) {
-        registers_release<Config::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer(params, smem, bars).run(threadIdx.x);
-    } else {
-        registers_claim<Config::kConsumerRegisters>();
-        Consumer(params, smem, bars, warpgroup - 1).run();
-    }
+    run_roles<Config::kConsumers>([&](int lane) { Producer(params, smem, bars).run(lane); },
+                                  [&](int32 group) { Consumer(params, smem, bars, group).run(); });
 }
