@@ -1,4 +1,4 @@
-"""Where the device compiler puts the fields of a struct: read from a cubin, no GPU needed."""
+"""Constants of device code as its compiler works them out, read from a cubin, no GPU needed: layouts of structs."""
 
 from __future__ import annotations
 
@@ -36,18 +36,23 @@ extern "C" __device__ const uint32 layout_of_struct[] = {{
 """
 
 
-def _words(header: str, name: str, numbers: Sequence[str], root: Path) -> list[int]:
-    """Values of constant expressions about struct ``name``, worked out by the device compiler."""
-    # __INTADDR__ is what offsetof stands for in compilers with EDG's front end; NVRTC has no header that says so.
+def device_constants(header: str, numbers: Sequence[str], root: Path = ROOT / "kernels_cu") -> list[int]:
+    """Values of constant expressions of 32 bits over what ``header`` (below ``root``) declares, as unsigned numbers.
+
+    Raises
+    ------
+    CompileError
+        An expression is wrong, or no constant.
+    """
     preload_compiler()
     (root / header).stat()  # a missing header is an error of this call, not of the compiler
     source = f'#include "ptx/types.cuh"\n#include "{header}"\n' + _PROBE.format(
-        marker=", ".join(map(str, _MARKER)), numbers=",\n    ".join(numbers)
+        marker=", ".join(map(str, _MARKER)), numbers=",\n    ".join(f"uint32({number})" for number in numbers)
     )
     headers = dict(Sources(root).closure(header))
     headers |= Sources(root).closure("ptx/types.cuh")
     options = ("--gpu-architecture=sm_90a", "-std=c++17", "--relocatable-device-code=true")
-    cubin, _ = get_compiler().compile(source, f"layout_{name}.cu", headers, options, False)
+    cubin, _ = get_compiler().compile(source, "constants.cu", headers, options, False)
     marker = struct.pack("<4I", *_MARKER)
     (data,) = (data for section, data in sass.sections(cubin) if section == ".nv.global.init" and marker in data)
     return list(struct.unpack_from(f"<{len(numbers)}I", data, data.index(marker) + len(marker)))
@@ -74,10 +79,11 @@ def device_layout(
     CompileError
         There is no such struct or field.
     """
-    numbers = [f"uint32(sizeof({name}))"]
+    numbers = [f"sizeof({name})"]
     for field in fields:
-        numbers += [f"uint32(__INTADDR__(&(({name}*)0)->{field}))", f"uint32(sizeof((({name}*)0)->{field}))"]
-    size, *rest = _words(header, name, numbers, root)
+        # __INTADDR__ is what offsetof stands for in compilers with EDG's front end; NVRTC has no header that says so.
+        numbers += [f"__INTADDR__(&(({name}*)0)->{field})", f"sizeof((({name}*)0)->{field})"]
+    size, *rest = device_constants(header, numbers, root)
     return size, {field: (rest[2 * i], rest[2 * i + 1]) for i, field in enumerate(fields)}
 
 
@@ -87,4 +93,4 @@ def device_kinds(header: str, name: str, fields: Sequence[str], root: Path = ROO
     ``"bytes"`` stands for everything else. Parameters as in `device_layout`.
     """
     numbers = [f"Kind<decltype((({name}*)0)->{field})>::kIs" for field in fields]
-    return {field: _KINDS[i] for field, i in zip(fields, _words(header, name, numbers, root), strict=True)}
+    return {field: _KINDS[i] for field, i in zip(fields, device_constants(header, numbers, root), strict=True)}

@@ -37,11 +37,11 @@ constexpr float kLn2 = 0.6931471805599453f;
 OA_DEVICE float neg_inf() { return __int_as_float(0xff800000); }
 
 template <typename T>
-OA_DEVICE T min_of(T a, T b) {
+OA_DEVICE constexpr T min_of(T a, T b) {
     return a < b ? a : b;
 }
 template <typename T>
-OA_DEVICE T max_of(T a, T b) {
+OA_DEVICE constexpr T max_of(T a, T b) {
     return a > b ? a : b;
 }
 

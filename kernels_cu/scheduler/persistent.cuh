@@ -4,39 +4,36 @@
 #include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 
-class PersistentTiles {
+// The walk over the list, for tiles of queries and of keys alike: `blocks` tiles to each of `heads` heads.
+class PersistentItems {
   public:
-    OA_DEVICE PersistentTiles() : round_begin_(0), backwards_(false), second_(false) {}
+    OA_DEVICE PersistentItems() : round_begin_(0), backwards_(false), second_(false) {}
 
-    // Moves `t` to the next tile; false when there is none.
-    template <int kBlockM>
-    OA_DEVICE bool next(const AttnFwdParams& p, const TileList& list, FwdTile& t) {
+    // The next tile: block `block` of head `head` (batch * heads of an entry + head); false when there is none.
+    OA_DEVICE bool next(const TileList& list, uint32 blocks, uint32 heads, uint32& head, uint32& block) {
         uint32 item = round_begin_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
         if (item >= list.num_items) return false;
-        uint32 blocks = p.num_m_blocks, head, m;
         bool last_of_item = true;
         if (item < list.num_pairs) {
             uint32 per_head = (blocks + 1) / 2;
             head = item / per_head;
             uint32 j = item - head * per_head;
-            m = second_ ? j : blocks - 1 - j;
+            block = second_ ? j : blocks - 1 - j;
             // The middle tile of an odd number is its own partner.
             second_ = !second_ && 2 * j + 1 != blocks;
             last_of_item = !second_;
         } else if (list.num_tail_heads != 0) {
             uint32 at = item - list.num_pairs, rank = at / list.num_tail_heads;
-            head = uint32(p.batch) * p.num_q_heads - list.num_tail_heads + (at - rank * list.num_tail_heads);
-            m = blocks - 1 - rank;
+            head = heads - list.num_tail_heads + (at - rank * list.num_tail_heads);
+            block = blocks - 1 - rank;
         } else {
             head = item / blocks;
-            m = blocks - 1 - (item - head * blocks);
+            block = blocks - 1 - (item - head * blocks);
         }
         if (last_of_item) {
             round_begin_ += gridDim.x;
             if (round_begin_ > list.num_pairs) backwards_ = !backwards_;
         }
-        uint32 batch_idx = head / p.num_q_heads;
-        t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, int32(m * kBlockM) - int32(list.lead_rows));
         return true;
     }
 
@@ -44,6 +41,23 @@ class PersistentTiles {
     uint32 round_begin_;
     bool backwards_;
     bool second_;
+};
+
+// Tiles of queries of dense batches.
+class PersistentTiles {
+  public:
+    // Moves `t` to the next tile; false when there is none.
+    template <int kBlockM>
+    OA_DEVICE bool next(const AttnFwdParams& p, const TileList& list, FwdTile& t) {
+        uint32 head, m;
+        if (!items_.next(list, p.num_m_blocks, uint32(p.batch) * p.num_q_heads, head, m)) return false;
+        uint32 batch_idx = head / p.num_q_heads;
+        t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, int32(m * kBlockM) - int32(list.lead_rows));
+        return true;
+    }
+
+  private:
+    PersistentItems items_;
 };
 
 // Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time and
