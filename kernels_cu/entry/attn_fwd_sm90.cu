@@ -233,22 +233,23 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
                 probabilities(rows, s, c, probs, sum);
-                if (RowState<>::too_large(sum, own)) once_more();
+                if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) once_more();
                 is_full = is_inner_full();
             } else {
                 // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more. (It
-                // comes back to the same products: all four warps have to issue them by the very same instruction.)
+                // comes back to the same products: all four warps have to issue them by the very same instruction.) One vote
+                // decides for the warp: lanes may have seen a barrier at different times.
                 bool again;
                 for (;;) {
                     products();
                     probabilities(rows, s, c, probs, sum);
                     is_full = is_inner_full();
                     again = RowState<>::too_large(sum, own);
-                    if (again || !(is_full && i + 1 < special)) break;
+                    if (__any_sync(0xffffffffu, again || !is_full || i + 1 >= special)) break;
                     rows.add(sum);
                     ++i;
                 }
-                if (again) once_more();
+                if (__any_sync(0xffffffffu, again)) once_more();
             }
             rows.add(sum);
             ++i;

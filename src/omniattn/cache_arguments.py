@@ -80,9 +80,11 @@ def host_slots(cache: KVCache, slots: Tensor | None, batch: int, function: str) 
 def check_values(cache: KVCache, lengths: Any, table: Any, capacity: int, function: str, *, new: Any = None) -> None:
     """Lengths and block numbers on the CPU; on a GPU that would need a synchronization.
 
-    ``new``: tokens that are appended to each sequence, which its length includes.
+    ``new``: tokens that are appended to each sequence, which its length includes; of length 0 it is padding.
     """
     for b, length in enumerate(lengths):
+        if length == 0:
+            continue
         least = 0 if new is None else int(new[b])
         if not least <= length <= capacity:
             of = "" if new is None else f", of which {least} are new"

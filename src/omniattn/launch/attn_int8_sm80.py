@@ -1,4 +1,4 @@
-"""Launch of attention on mma.sync and operands in the sm80 grouping: ``attn_int8_sm80``, ``attn_int8_mbarrier_sm90``."""
+"""Launch of attention on mma.sync, sm80 grouping: ``attn_int8_sm80``, ``attn_int8_mbarrier_sm90``."""
 
 from __future__ import annotations
 
