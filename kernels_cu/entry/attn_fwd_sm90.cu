@@ -30,6 +30,8 @@
 #include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bf16.cuh"
+#include "ptx/wgmma_fp16.cuh"
 #include "params/attn_fwd.cuh"
 #include "scheduler/persistent.cuh"
 
@@ -113,8 +115,8 @@ OA_DEVICE void issue_qk(Scores& s, WgmmaDescriptor q, WgmmaDescriptor k) {
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 16; ++step) {
         uint32 panel = step >> 2, column = (step & 3) * 32;  // inside a panel's 128-byte rows
-        Wgmma<Config::kBlockN>::ss(Config::Io{}, s, q.at(panel * Config::kBlockM * 128 + column),
-                                   k.at(panel * kKvPanelBytes + column), step != 0);
+        Wgmma<Config::Io, Config::kBlockN>::ss(s, q.at(panel * Config::kBlockM * 128 + column),
+                                               k.at(panel * kKvPanelBytes + column), step != 0);
     }
     wgmma_commit();
     wgmma_pin(s);
@@ -128,7 +130,7 @@ OA_DEVICE void issue_pv(Output& o, const Probabilities& probs, WgmmaDescriptor v
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 16; ++step) {
         if (step == Config::kTurnStep) pass_on();
-        Wgmma<Config::kHeadDim>::rs_mn(Config::Io{}, o, probs[step], v.at(step * 16 * 128), 1);
+        Wgmma<Config::Io, Config::kHeadDim>::rs<kMnMajor>(o, probs[step], v.at(step * 16 * 128), 1);
     }
     wgmma_commit();
     if (Config::kTurnStep == Config::kBlockN / 16) pass_on();

@@ -40,6 +40,7 @@
 #include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
 #include "params/attn_int8.cuh"
 #include "scheduler/persistent.cuh"
 
@@ -181,11 +182,11 @@ OA_DEVICE void issue_pv(Output& acc, RowSums& sums, const Probabilities& probs, 
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 32; ++step)
-        Wgmma<Config::kHeadDim>::rs(E4m3{}, acc, probs[step], v.at(step * 32), 1);
+        Wgmma<E4m3, Config::kHeadDim>::rs(acc, probs[step], v.at(step * 32), 1);
     // After the product with V, which takes longer: the other way round costs 2 %.
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 32; ++step)
-        Wgmma<8>::rs(E4m3{}, sums, probs[step], ones.at(0), step != 0);
+        Wgmma<E4m3, 8>::rs(sums, probs[step], ones.at(0), step != 0);
     wgmma_commit();
     wgmma_pin(acc);
     wgmma_pin(sums);
