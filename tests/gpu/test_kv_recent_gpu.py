@@ -96,6 +96,31 @@ def test_append_writes_what_numpy_writes(formats: tuple[str, str, str], block_si
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_padding_rows_leave_the_window_alone(formats: tuple[str, str, str], block_size: int) -> None:
+    """Rows with seq_lens 0 (a paused sequence, padding) write nothing and leave every state as it is."""
+    filled = Filled(case(formats, 20, lengths=(150, 33, 90), block_size=block_size, heads_kv=2))
+    filled.append()
+    host = filled.on_host()
+    k, v = (torch.randn(3, 1, 2, 128, device="cuda", dtype=filled.io) for _ in range(2))
+    slots = filled.slots
+    if slots is not None:  # padding rows of a captured graph all name one slot: the first row's
+        slots = slots[:1].repeat(3)
+    append(
+        filled.cache, k, v, seq_lens=torch.zeros(3, dtype=torch.int32, device="cuda"), block_table=filled.table,
+        recent_slots=slots,
+    )  # fmt: skip
+    same(filled.on_host(), host)
+    # The first row goes on; what pads beside it must not race it for the slot's state.
+    lengths = torch.tensor([151, 0, 0], dtype=torch.int32, device="cuda")
+    for _ in range(20):
+        append(filled.cache, k, v, seq_lens=lengths, block_table=filled.table, recent_slots=slots)
+    table, slot = place(filled, 0)
+    append_tokens(host, k[0].float().cpu().numpy(), v[0].float().cpu().numpy(), table, 150, slot)
+    same(filled.on_host(), host)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_decode_reads_both_sides(formats: tuple[str, str, str], dtype: str) -> None:
     for block_size, heads, window, kind in ((0, 1, 40, "normal"), (16, 2, 1, "biased"), (16, 4, 333, "normal")):

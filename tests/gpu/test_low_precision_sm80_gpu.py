@@ -335,6 +335,23 @@ def test_too_small_a_max_seqlen_k_is_not_a_number(monkeypatch: Any) -> None:
     assert got[128:].isnan().all()
 
 
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_operands_of_a_max_seqlen_k_of_0_are_not_a_number(softcap: float) -> None:
+    """What lies behind the first tile of delta_s becomes NaN; nothing outside it is read."""
+    tensors = [torch.randn(500, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    cu = torch.tensor([0, 500], dtype=torch.int32, device="cuda")
+    precision = Int8(pv="fp16", pv_accumulator="fp32", smooth_q=True)
+    results = []
+    for longest in (500, 0):
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 500, "max_seqlen_k": longest}
+        qk, values = _operands(precision, tensors, **lengths)
+        results.append(oa.attention_varlen(qk.q, qk.k, values, causal=True, softcap=softcap))
+    torch.cuda.synchronize()
+    want, got = results
+    assert torch.equal(got[:64], want[:64])
+    assert got[64:].isnan().all()
+
+
 def test_no_keys_and_no_queries(monkeypatch: Any) -> None:
     q, k, v = (t.cuda() for t in inputs(batch=1, seqlen_q=70, seqlen_k=70, heads_q=2, heads_kv=2, head_dim=64))
     precision = Int8(pv="fp16")

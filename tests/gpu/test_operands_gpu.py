@@ -116,6 +116,22 @@ def test_cu_seqlens_that_go_backwards() -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("name", ["int4", "all_smooth"])
+def test_a_max_seqlen_k_of_0_is_not_a_number(name: str) -> None:
+    """What lies behind the first tile of delta_s becomes NaN; nothing outside it is read."""
+    q, k, v = (torch.randn(700, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    cu = torch.tensor([0, 700], dtype=torch.int32, device="cuda")
+    results = []
+    for longest in (700, 0):
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 700, "max_seqlen_k": longest}
+        qk, values = quantize(PRECISIONS[name], q, k, v, with_bias=True, **lengths)
+        results.append(oa.attention_varlen(qk.q, qk.k, values, causal=True))
+    torch.cuda.synchronize()
+    want, got = results
+    assert torch.equal(got[:128], want[:128])
+    assert got[128:].isnan().all()
+
+
 def test_no_sequences() -> None:
     q, k, v = (torch.randn(30, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     none = torch.zeros(1, dtype=torch.int32, device="cuda")
