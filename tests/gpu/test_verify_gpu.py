@@ -17,7 +17,7 @@ from .installations import compile_missing  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 # Exact attention and merging have test_architectures_gpu and the numerics tests.
-ROWS = [spec for spec in REGISTRY if spec.op in ("attention_int8", "quantize", "quantize_delta")]
+ROWS = [spec for spec in REGISTRY if spec.quantized or spec.op in ("quantize", "quantize_delta")]
 
 
 @pytest.fixture(scope="module", autouse=True)

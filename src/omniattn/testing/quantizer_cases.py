@@ -13,7 +13,7 @@ from omniattn.launch.attn_int8 import in_workspace
 from omniattn.launch.structs import At
 from omniattn.problems import QuantizeCall, QuantizeProblem, Target
 from omniattn.problems.precision import value_levels
-from omniattn.problems.quantize import WORKSPACE_ALIGNMENT
+from omniattn.problems.quantize import WORKSPACE_ALIGNMENT, Strides3
 from omniattn.reference import quantize as reference
 from omniattn.registry import KernelSpec
 from omniattn.runtime.record import Program
@@ -73,8 +73,9 @@ class Fused:
         self.program.launch(stream, [*inputs, *[0] * (5 - len(inputs)), base])
 
 
-def _strides(tensors: list[arrays.Tensor]) -> tuple[tuple[int, int, int], ...]:
-    return tuple((t.strides[0], t.strides[1], t.strides[2]) for t in tensors)
+def _strides(tensors: list[arrays.Tensor]) -> tuple[Strides3, Strides3, Strides3]:
+    q, k, v = ((t.strides[0], t.strides[1], t.strides[2]) for t in tensors)
+    return q, k, v
 
 
 @dataclass(frozen=True)
