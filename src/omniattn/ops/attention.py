@@ -15,14 +15,14 @@ from . import on_cpu
 _ON_ARRAYS = {
     name: Operation(
         name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
-        checks.ALIGNED,
+        ("q", "k", "v"), checks.ALIGNED,
     )
     for name in ("attention", "attention_varlen")
 }  # fmt: skip
 _ON_OPERANDS = {
     name: Operation(
         name, operands.ALL, operands.check_operands, operands.check_operands_memory, plan_attention,
-        on_cpu.attention_on_operands, operands.ALIGNED,
+        on_cpu.attention_on_operands, (), operands.ALIGNED,
         {array: f"{of}.{array}" for array, of in operands.ARGUMENT.items()},
     )
     for name in ("attention", "attention_varlen")
