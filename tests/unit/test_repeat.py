@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import struct
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+import omniattn as oa
 from omniattn import arrays
 from omniattn.launch.structs import MERGE_STATES, At
+from omniattn.plan import engine
 from omniattn.plan.engine import CACHE_OPERANDS
 from omniattn.plan.others import plan_merge
 from omniattn.plan.repeat import Repeat
 from omniattn.problems import MergeProblem, Output, Target
 from omniattn.registry import REGISTRY
 from omniattn.runtime.record import WORKSPACE_ALIGNMENT, LaunchRecord, Pointer, Program
+from omniattn.select import Selection
 from tests.unit.launch_fakes import Kernel, fields_of_record, unpacked
 
 torch = pytest.importorskip("torch")
@@ -130,7 +135,6 @@ def test_allocator_ignores_odd_strides_of_single_rows() -> None:
 
 
 def test_allocator_of_other_frameworks() -> None:
-    np = pytest.importorskip("numpy")
     ref = arrays.describe(np.zeros((2, 8), np.float32), "q")
     assert arrays.allocator(ref, (2, 8), "float32") is None
     assert arrays.stream_query(ref) is None
@@ -289,7 +293,6 @@ def test_other_streams_and_inference_tensors_are_left_to_the_engine(monkeypatch:
 
 
 def test_other_frameworks_have_no_fast_path() -> None:
-    np = pytest.importorskip("numpy")
     program = Program([], (), lambda spec: None)  # type: ignore[arg-type, return-value]
     t = arrays.describe(np.zeros((4, 8), np.float16), "q")
     assert Repeat.of(program, ("q",), frozenset(), {"q": t}, (), 0) is None
@@ -331,3 +334,22 @@ def test_merge_packs_the_whole_struct(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_merge_of_nothing_launches_nothing() -> None:
     problem = MergeProblem("float16", (2, 0, 3, 64), ((0, 0, 0),) * 3, ((0, 0, 0),) * 3)
     assert plan_merge(problem, Target((8, 0), 99 << 10, 108), None).records == ()
+
+
+def test_no_fast_path_beside_a_cache_of_another_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only torch's arrays are known to be ready on torch's stream; two such caches must not share a plan either."""
+    asked: list[str] = []
+    launches = engine.Launches(Selection(SPEC, ()), ())
+    plan = engine.Plan(SimpleNamespace(outputs=()), launches, Program([], (), lambda spec: None), 0)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(engine, "make_plan", lambda *_, **__: plan)
+    monkeypatch.setattr(engine, "execute", lambda *_: [None])
+    likes = {"numpy": np.zeros(1, np.float32), "torch": torch.zeros(1)}
+    caches = {name: oa.KVCache(2, 16, 2, 64, like=like, k_dtype="int8") for name, like in likes.items()}
+    monkeypatch.setattr(arrays, "look", lambda objects: (("facts",), [0x10] * len(objects)))
+    engine.PLANS.clear()
+    for name, cache in caches.items():
+        monkeypatch.setattr(engine.Repeat, "of", lambda *_, name=name: asked.append(name))
+        oa.decode(torch.zeros(2, 1, 4, 64), cache, seq_lens=torch.zeros(2, dtype=torch.int32))
+    assert asked == ["torch"]
+    assert len(engine.PLANS) == 2
+    engine.PLANS.clear()
