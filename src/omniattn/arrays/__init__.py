@@ -24,6 +24,8 @@ other       legacy default stream, after the inputs  in the library, if it has `
 
 With ``stream=`` the kernel runs there, after what the framework has queued for the inputs; torch and CuPy results are
 then safe on ``stream``: work on another stream has to be made to wait, as always with streams in these frameworks.
+
+Arrays that outlive a call and are written by it, those of KV caches, are kept in order by `order.LaunchOrder`.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def run(call: Call) -> list[Any]:
         plan = PLANS.get(key)
     except TypeError:  # an unhashable option, a list for window say: validation has the last word
         plan, key = None, None
-    if plan is not None and plan.repeat is not None and seen is not None:
+    if plan is not None and plan.repeat is not None and seen is not None and (cache is None or cache.plain_torch):
         call.problem = plan.problem
         results = plan.repeat(call.objects, addresses, cache, raw)
         if results is not None:
@@ -342,7 +342,11 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
         *(t.ptr for t in outputs),
         workspace,
     ]
+    if cache is not None:
+        cache.order.before(handle)
     plan.program.launch(handle, addresses)
+    if cache is not None:
+        cache.order.after(own, handle)
     arrays.retire(everything, handle)
     return [arrays.finish(t, handle) for t in outputs]
 
