@@ -227,12 +227,12 @@ struct RowState {
         }
     }
 
-    // Whether the probabilities of any of the warp's rows were too large, or NaN. own: whether the rows belong to the
-    // tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they must not have a say, or a
-    // result would depend on its neighbour. too_coarse: another reason of a lane's.
-    OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2], bool too_coarse = false) {
+    // Whether the probabilities of one of this lane's rows were too large, or NaN; the warp has to vote. own: whether the rows
+    // belong to the tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they must not have a say,
+    // or a result would depend on its neighbour.
+    OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2]) {
         float top = max_nan(own[0] ? sum[0] : 0.0f, own[1] ? sum[1] : 0.0f);
-        return __any_sync(0xffffffffu, too_coarse || !(top <= Lift::kSumLimit));
+        return !(top <= Lift::kSumLimit);
     }
 
     OA_DEVICE void add(const float (&sum)[2]) {

@@ -382,7 +382,7 @@ struct DecodeTile {
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
                         float p0 = x[i][n][2 * r], p1 = x[i][n][2 * r + 1];
-                        if (Config::kQuantV) {  // 0 stays 0, whatever the scale is
+                        if (Config::kQuantV) {  // a NaN scale makes NaN of 0 too: docs/kv_formats.md
                             p0 *= s[i][group][r];
                             p1 *= s[i][group][r];
                             if (Config::kVGroups == 1) p0 *= rows.f[n][0], p1 *= rows.f[n][1];

@@ -30,6 +30,8 @@
 #include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bf16.cuh"
+#include "ptx/wgmma_fp16.cuh"
 #include "params/attn_fwd.cuh"
 #include "scheduler/persistent.cuh"
 
@@ -113,8 +115,8 @@ OA_DEVICE void issue_qk(Scores& s, WgmmaDescriptor q, WgmmaDescriptor k) {
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 16; ++step) {
         uint32 panel = step >> 2, column = (step & 3) * 32;  // inside a panel's 128-byte rows
-        Wgmma<Config::kBlockN>::ss(Config::Io{}, s, q.at(panel * Config::kBlockM * 128 + column),
-                                   k.at(panel * kKvPanelBytes + column), step != 0);
+        Wgmma<Config::Io, Config::kBlockN>::ss(s, q.at(panel * Config::kBlockM * 128 + column),
+                                               k.at(panel * kKvPanelBytes + column), step != 0);
     }
     wgmma_commit();
     wgmma_pin(s);
@@ -128,7 +130,7 @@ OA_DEVICE void issue_pv(Output& o, const Probabilities& probs, WgmmaDescriptor v
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 16; ++step) {
         if (step == Config::kTurnStep) pass_on();
-        Wgmma<Config::kHeadDim>::rs_mn(Config::Io{}, o, probs[step], v.at(step * 16 * 128), 1);
+        Wgmma<Config::Io, Config::kHeadDim>::rs<kMnMajor>(o, probs[step], v.at(step * 16 * 128), 1);
     }
     wgmma_commit();
     if (Config::kTurnStep == Config::kBlockN / 16) pass_on();
@@ -233,22 +235,23 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
                 probabilities(rows, s, c, probs, sum);
-                if (RowState<>::too_large(sum, own)) once_more();
+                if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) once_more();
                 is_full = is_inner_full();
             } else {
                 // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more. (It
-                // comes back to the same products: all four warps have to issue them by the very same instruction.)
+                // comes back to the same products: all four warps have to issue them by the very same instruction.) One vote
+                // decides for the warp: lanes may have seen a barrier at different times.
                 bool again;
                 for (;;) {
                     products();
                     probabilities(rows, s, c, probs, sum);
                     is_full = is_inner_full();
                     again = RowState<>::too_large(sum, own);
-                    if (again || !(is_full && i + 1 < special)) break;
+                    if (__any_sync(0xffffffffu, again || !is_full || i + 1 >= special)) break;
                     rows.add(sum);
                     ++i;
                 }
-                if (again) once_more();
+                if (__any_sync(0xffffffffu, again)) once_more();
             }
             rows.add(sum);
             ++i;

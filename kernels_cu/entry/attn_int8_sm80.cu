@@ -227,8 +227,8 @@ class Worker {
     // k_scale and delta_s of a tile, with the copies of K. Two of them take turns, however many stages there are.
     OA_DEVICE void copy_scales(int32 n, int tid) const {
         if (tid == 0) cp_async_16(smem_addr_of(smem_.k_scale[n & 1]), smem_.facts.k_scale + int64(n) * 4, 16);
-        if (!has_delta() || tid >= Config::kBlockN / 4) return;
         // Beyond the columns that max_seqlen_k allowed for there is nothing to read; softmax makes NaN of it.
+        if (!has_delta() || tid >= Config::kBlockN / 4 || x_.delta_columns < Config::kBlockN) return;
         int32 column = min_of(n * Config::kBlockN, x_.delta_columns - Config::kBlockN);
         cp_async_16(smem_addr_of(smem_.delta[n & 1]) + tid * 16, smem_.facts.delta + column + tid * 4, 16);
     }

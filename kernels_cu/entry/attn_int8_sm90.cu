@@ -40,6 +40,7 @@
 #include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
 #include "params/attn_int8.cuh"
 #include "scheduler/persistent.cuh"
 
@@ -105,9 +106,7 @@ OA_DEVICE int32 first_block(const FwdTile& t, int32 begin) {
 class Producer : public ForwardProducer<Config, Producer> {
   public:
     static constexpr uint32 kQBytes = ::kQBytes, kVBytes = ::kKBytes;
-    OA_DEVICE uint32 k_bytes() const {
-        return ::kKBytes + 16 + (Config::kDelta ? Config::kDeltaRows * kDeltaBytes : 0);
-    }
+    OA_DEVICE uint32 k_bytes() const { return ::kKBytes + 16 + (has_columns() ? Config::kDeltaRows * kDeltaBytes : 0); }
 
     OA_DEVICE Producer(const AttnInt8Sm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
         : ForwardProducer(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
@@ -139,6 +138,7 @@ class Producer : public ForwardProducer<Config, Producer> {
             int64 q_head = int64(t.batch_idx) * p.num_q_heads + t.head_idx;
             int32 first = t.m0 / kBlockRows, last = (t.seqlen_q - 1) / kBlockRows;
             // Beyond the columns that max_seqlen_k allowed for there is nothing to read; the consumers make NaN of it.
+            if (!has_columns()) return;
             int32 column = min_of(key, params_.operands.delta_columns - Config::kBlockN);
             const float* rows = params_.operands.delta_s + q_head * params_.operands.delta_stride_h + column;
 #pragma unroll
@@ -155,6 +155,9 @@ class Producer : public ForwardProducer<Config, Producer> {
     }
 
   private:
+    // Whether delta_s has a tile's columns at all: with a max_seqlen_k of 0 it is empty.
+    OA_DEVICE bool has_columns() const { return Config::kDelta && params_.operands.delta_columns >= Config::kBlockN; }
+
     const AttnInt8Sm90Params& params_;
 };
 
@@ -179,11 +182,11 @@ OA_DEVICE void issue_pv(Output& acc, RowSums& sums, const Probabilities& probs, 
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 32; ++step)
-        Wgmma<Config::kHeadDim>::rs(E4m3{}, acc, probs[step], v.at(step * 32), 1);
+        Wgmma<E4m3, Config::kHeadDim>::rs(acc, probs[step], v.at(step * 32), 1);
     // After the product with V, which takes longer: the other way round costs 2 %.
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 32; ++step)
-        Wgmma<8>::rs(E4m3{}, sums, probs[step], ones.at(0), step != 0);
+        Wgmma<E4m3, 8>::rs(sums, probs[step], ones.at(0), step != 0);
     wgmma_commit();
     wgmma_pin(acc);
     wgmma_pin(sums);
@@ -311,7 +314,10 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         ping_pong_.wait();
         issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
         ping_pong_.pass_on();
-        if (Config::kEarlyChannels) fetch_channels(t);
+        if (Config::kEarlyChannels) {
+            named_barrier_sync(kFirstFreeBarrier + group_, 128);  // all four warps have read the last tile's
+            fetch_channels(t);
+        }
         state.attended = true;
         q_scale *= p_.softmax_scale * kLog2e;
         c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
@@ -361,7 +367,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                     if (Config::kDelta) {  // doing it again would have needed delta_s
                         give_back();
                         given = true;
-                        if (!is_full) break;
+                        if (__any_sync(0xffffffffu, !is_full)) break;  // lanes may have asked at different times
                         given = false;
                     }
                     add();
@@ -409,7 +415,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                                         (warp_row >> 4) * 8 + (lane_ >> 2)];
     }
 
-    // V's scale and mean for `store`. Early: after a turn has begun, when the whole warpgroup has read the last tile's.
+    // V's scale and mean for `store`, when the whole warpgroup has read the last tile's.
     OA_DEVICE void fetch_channels(const FwdTile& t) const {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
         int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.operands.head_dim_pad;

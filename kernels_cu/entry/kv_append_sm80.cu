@@ -259,7 +259,8 @@ OA_DEVICE bool recent_place(const KvAppendParams& p, int32 sequence, int32 head,
     int32 length = p.seq_lens[sequence];
     uint32 slot = p.recent_slots == nullptr ? sequence : p.recent_slots[sequence];
     if (!is_token || slot >= uint32(p.recent_num_slots)) return false;
-    if (position == length - 1 && head == 0 && at == 0)
+    // A row without new tokens, such as padding with seq_lens 0, has nothing to add to a ring that may be another row's.
+    if (position == length - 1 && position >= 0 && head == 0 && at == 0)
         recent_append(p.recent_state + 2 * int64(slot), int32(max_of<int64>(first, 0)), length, p.recent_ring);
     row = (uint64(slot) * p.num_kv_heads + head) * p.recent_ring + uint32(position) % uint32(p.recent_ring);
     return position >= 0 && position < p.capacity && position >= int64(length) - p.recent_ring;

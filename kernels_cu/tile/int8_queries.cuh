@@ -3,6 +3,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_s8.cuh"
 
 // Config: kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a swizzle of its length; further channels follow in a
 // panel behind all rows), kBlockN. `tile`: shared address of the CTA's rows.
@@ -18,8 +19,8 @@ struct SharedQueries {
     // S (+)= Q K^T over the 32 channels of `step`.
     OA_DEVICE void multiply(int32 (&s)[Config::kBlockN / 2], int step, uint64 k) const {
         uint32 panel = step * 32 / Config::kRowBytes, column = step * 32 % Config::kRowBytes;
-        Wgmma<Config::kBlockN>::ss(Int8{}, s, first.at(panel * Config::kBlockM * Config::kRowBytes + column), k,
-                                   step != 0);
+        Wgmma<Int8, Config::kBlockN>::ss(s, first.at(panel * Config::kBlockM * Config::kRowBytes + column), k,
+                                         step != 0);
     }
 };
 
@@ -43,6 +44,6 @@ struct RegisterQueries {
             }
     }
     OA_DEVICE void multiply(int32 (&s)[Config::kBlockN / 2], int step, uint64 k) const {
-        Wgmma<Config::kBlockN>::rs(Int8{}, s, words[step], k, step != 0);
+        Wgmma<Int8, Config::kBlockN>::rs(s, words[step], k, step != 0);
     }
 };

@@ -9,12 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from omniattn.ops import copy_blocks  # noqa: E402
 from omniattn.bench.decode import FORMATS, run_decode  # noqa: E402
 from omniattn.bench.decode_report import DecodeShape  # noqa: E402
-from omniattn.kv.cache import PagedKVCache  # noqa: E402
-from omniattn.ops import decode  # noqa: E402
 from omniattn.errors import ArgumentError, DtypeError  # noqa: E402
+from omniattn.kv.cache import PagedKVCache  # noqa: E402
+from omniattn.ops import copy_blocks, decode  # noqa: E402
 from omniattn.reference.decode import append_tokens  # noqa: E402
 from omniattn.reference.kv_cache import rotate  # noqa: E402
 from tests.gpu.decode_cases import COMMON, Case, Filled, compare  # noqa: E402
@@ -32,7 +31,7 @@ def sized(formats: tuple[str, str, int | None]) -> dict[str, Any]:
 
 def expected_bytes(filled: Filled, **rope: Any) -> dict[str, np.ndarray[Any, Any]]:
     """What NumPy appends to a cache full of 0xff."""
-    host = on_host(filled)
+    host = filled.on_host()
     before = {name: getattr(host, name) for name in ("k", "v", "k_params", "v_params")}
     for plane in before.values():
         plane[...] = 0xFF if plane.dtype == np.uint8 else 0xFFFFFFFF

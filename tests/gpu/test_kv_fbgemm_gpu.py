@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from omniattn.ops import copy_blocks  # noqa: E402
 from omniattn.kv.cache import PagedKVCache  # noqa: E402
+from omniattn.ops import copy_blocks  # noqa: E402
 from omniattn.reference.decode import append_tokens  # noqa: E402
 from tests.gpu.decode_cases import Case, Filled, compare  # noqa: E402
 
@@ -26,7 +26,7 @@ def case(dim: int, group: int | None, **more: Any) -> Case:
 
 def check_bytes(filled: Filled) -> None:
     filled.append()
-    host = on_host(filled)
+    host = filled.on_host()
     got = [host.k.copy(), host.v.copy()]
     for plane in (host.k, host.v):
         plane[...] = 0xFF

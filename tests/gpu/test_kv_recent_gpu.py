@@ -13,10 +13,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 torch = pytest.importorskip("torch")
 
-from omniattn.ops import append, copy_recent  # noqa: E402
-from omniattn.kv.cache import RECENT_SPARE, PagedKVCache  # noqa: E402
-from omniattn.ops import decode  # noqa: E402
 from omniattn.errors import DtypeError  # noqa: E402
+from omniattn.kv.cache import RECENT_SPARE, PagedKVCache  # noqa: E402
+from omniattn.ops import append, copy_recent, decode  # noqa: E402
 from omniattn.reference.decode import CacheArrays, append_tokens  # noqa: E402
 from tests.gpu.decode_cases import PLANES, Case, Filled, compare  # noqa: E402
 
@@ -73,7 +72,7 @@ def test_append_writes_what_numpy_writes(formats: tuple[str, str, str], block_si
     """A prompt, then guesses of which some are dropped, then prompts again; ragged, some without new tokens."""
     for dim, heads in ((128, 1), (64, 2)):
         filled = Filled(case(formats, 20, lengths=(150, 150, 150), block_size=block_size, head_dim=dim, heads_kv=heads))
-        host = on_host(filled)
+        host = filled.on_host()
         emptied(host)
         rng = np.random.default_rng(0)
         lengths = [0, 0, 0]
@@ -93,7 +92,32 @@ def test_append_writes_what_numpy_writes(formats: tuple[str, str, str], block_si
                 rows = slice(starts[b], starts[b + 1])
                 append_tokens(host, k[rows], v[rows], table, lengths[b] - counts[b], slot)
             lengths = [n - m for n, m in zip(lengths, drops, strict=True)]
-        same(on_host(filled), host)
+        same(filled.on_host(), host)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_padding_rows_leave_the_window_alone(formats: tuple[str, str, str], block_size: int) -> None:
+    """Rows with seq_lens 0 (a paused sequence, padding) write nothing and leave every state as it is."""
+    filled = Filled(case(formats, 20, lengths=(150, 33, 90), block_size=block_size, heads_kv=2))
+    filled.append()
+    host = filled.on_host()
+    k, v = (torch.randn(3, 1, 2, 128, device="cuda", dtype=filled.io) for _ in range(2))
+    slots = filled.slots
+    if slots is not None:  # padding rows of a captured graph all name one slot: the first row's
+        slots = slots[:1].repeat(3)
+    append(
+        filled.cache, k, v, seq_lens=torch.zeros(3, dtype=torch.int32, device="cuda"), block_table=filled.table,
+        recent_slots=slots,
+    )  # fmt: skip
+    same(filled.on_host(), host)
+    # The first row goes on; what pads beside it must not race it for the slot's state.
+    lengths = torch.tensor([151, 0, 0], dtype=torch.int32, device="cuda")
+    for _ in range(20):
+        append(filled.cache, k, v, seq_lens=lengths, block_table=filled.table, recent_slots=slots)
+    table, slot = place(filled, 0)
+    append_tokens(host, k[0].float().cpu().numpy(), v[0].float().cpu().numpy(), table, 150, slot)
+    same(filled.on_host(), host)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
@@ -199,7 +223,7 @@ def test_a_captured_step_moves_the_window(block_size: int) -> None:
         torch.cuda.synchronize()
         assert filled.lens.tolist() == lengths
         compare(results, filled.reference(), filled.case, str(lengths))
-    host = on_host(filled)
+    host = filled.on_host()
     assert host.recent is not None
     for b in range(2):
         _, slot = place(filled, b)

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from build_tools import figures, pages
+from build_tools import figures, page_tables, pages
 
 ROOT = Path(__file__).resolve().parents[2]
 PERFORMANCE = sorted((ROOT / "docs/performance").glob("*.md"))
@@ -21,7 +21,7 @@ ENVIRONMENT = {
 
 def head(name: str, **others: Any) -> dict[str, Any]:
     """A report without rows."""
-    bench = pages.SOURCES[name].bench
+    bench = page_tables.SOURCES[name].bench
     protocol = "host" if bench == "host" else "interleaved"
     return {
         "schema": 1, "bench": bench, "protocol": protocol, "command": f"omniattn bench {name}", "date": "2026-01-02",
@@ -43,8 +43,8 @@ def reports() -> dict[str, dict[str, Any]]:
     speeds = {"cudnn": 1.0, "omniattn": 1.25, "omniattn_int8": 1.5, "omniattn_int8_kernel": 1.75}
     rows = [
         forward_row(head_dim, seqlen, causal, contender, speed)
-        for head_dim in pages.HEAD_DIMS
-        for seqlen in pages.LENGTHS
+        for head_dim in page_tables.HEAD_DIMS
+        for seqlen in page_tables.LENGTHS
         for causal in (False, True)
         for contender, speed in speeds.items()
     ]
@@ -82,7 +82,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / pages.RESULTS).mkdir(parents=True)
     for name, report in reports().items():
         (tmp_path / pages.RESULTS / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
-    markers = "\n".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in pages.PARTS)
+    markers = "\n".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in page_tables.PARTS)
     (tmp_path / "README.md").write_text(f"# Page\n\n{markers}", encoding="utf-8")
     return tmp_path
 
@@ -91,17 +91,26 @@ def test_pages_are_what_the_results_say() -> None:
     assert pages.differences() == [], "run: python -m build_tools.pages --write"
 
 
+def test_every_part_is_on_a_page() -> None:
+    pages_ = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("**/*.md")]
+    texts = (page.read_text(encoding="utf-8") for page in pages_)
+    named = {name for text in texts for name in re.findall(r"<!-- (?:table|value): (\w+) -->", text)}
+    assert named == set(page_tables.PARTS)
+
+
 def test_every_part_is_made(checkout: Path) -> None:
-    assert pages.write(checkout) == ["README.md", pages.FIGURE.as_posix()]
+    assert pages.write(checkout) == ["README.md", page_tables.FIGURE.as_posix()]
     assert pages.differences(checkout) == []
     text = (checkout / "README.md").read_text(encoding="utf-8")
-    optional = [name for name, part in pages.PARTS.items() if not set(part.sources) <= set(reports())]
+    optional = [name for name, part in page_tables.PARTS.items() if not set(part.sources) <= set(reports())]
     assert text.count(pages.NOT_MEASURED) == len(optional)
     assert "| d128 s4096 | 500 | 1.25× | 500 | 1.25× |" in text
     assert "| d64 b4 h32 s4096 full | 500 | 1.25× | 600 | 1.50× | 1.20× | 700 | 1.75× |" in text
     assert "| int4 | 20.0, 3.50, 0.40 | 20.0, 3.50, 0.40 |" in text
     assert "| cuDNN | 50.0, 3.50 | 50.0, 3.50 |" in text
-    assert "| `decode`, int4 cache of 8192 tokens | 2.50× | 2.50× |" in text
+    assert "| `decode`, int4 cache | 8192 tokens, 8 query heads on 1, batch 1 / 128 | 2.50× / 2.50× |" in text
+    assert '| `attention`, `precision="int8"` | head_dim 128, causal, 1k / 4k / 16k tokens | 1.50× / 1.50×' in text
+    assert "medians. Measured by `omniattn bench int8`, `omniattn bench decode`.</sub>" in text
     assert "| attention | 11.0 | 10.0–12.0 | 0.85 |" in text
     assert "| `decode.json` | `omniattn bench decode --json` | yes |" in text
     assert "| d64 | 1.20× | 1.20× | 1.20× | 1.20× | 1.20× | 1.20× |" in text
@@ -114,11 +123,11 @@ def test_a_page_that_differs_is_found(checkout: Path) -> None:
     page.write_text(page.read_text(encoding="utf-8").replace("500 | 1.25×", "510 | 1.28×", 1), encoding="utf-8")
     assert pages.differences(checkout) == ["README.md"]
     pages.write(checkout)
-    figure = checkout / pages.FIGURE
+    figure = checkout / page_tables.FIGURE
     figure.write_text(figure.read_text(encoding="utf-8").replace("1.25", "1.35"), encoding="utf-8")
-    assert pages.differences(checkout) == [pages.FIGURE.as_posix()]
+    assert pages.differences(checkout) == [page_tables.FIGURE.as_posix()]
     figure.unlink()
-    assert pages.differences(checkout) == [pages.FIGURE.as_posix()]
+    assert pages.differences(checkout) == [page_tables.FIGURE.as_posix()]
 
 
 def test_a_new_result_makes_the_page_old(checkout: Path) -> None:
@@ -173,10 +182,10 @@ def test_a_wrong_result_file_is_an_error(checkout: Path, name: str, change: dict
 
 
 def test_the_figure_is_an_svg_with_every_bar(checkout: Path) -> None:
-    svg = pages.figure(reports()["int8"])
+    svg = page_tables.figure(reports()["int8"])
     texts = [node.text for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count("1.25") == texts.count("1.50") == 18
-    assert svg == pages.figure(reports()["int8"])
+    assert svg == page_tables.figure(reports()["int8"])
     panel = figures.Panel("one", (figures.Group(("a & b",), (None, 2.0)),))
     assert "a &amp; b" in figures.bars("title", ("x", "y"), [panel])
 

@@ -340,6 +340,34 @@ def test_slots_are_for_caches_that_have_them() -> None:
         BlockManager(4, 4, num_slots=-1)
 
 
+def test_padding_rows_leave_the_window_alone() -> None:
+    """Rows with seq_lens 0 have no new tokens, whatever slot they name: another sequence's, here."""
+    cache = PagedKVCache(8, 16, 2, 64, k_dtype="int4", recent_window=20, recent_slots=2, like=LIKE)
+    table = np.arange(4, dtype=np.int32).reshape(2, 2)
+    rng = np.random.default_rng(4)
+    k, v = (rng.standard_normal((2, 30, 2, 64)).astype(np.float32) for _ in range(2))
+    slots = np.array([1, 0], np.int32)
+    append(cache, k, v, seq_lens=lengths(30, 30), block_table=table, recent_slots=slots)
+    before = [np.array(x) for x in (cache.recent_state, cache.recent_k, cache.k)]
+    append(cache, k[:, :1], v[:, :1], seq_lens=lengths(0, 0), block_table=table, recent_slots=slots[::-1].copy())
+    for old, new in zip(before, (cache.recent_state, cache.recent_k, cache.k), strict=True):
+        np.testing.assert_array_equal(old, new)
+    # One row goes on, the others pad: its slot is written once.
+    append(cache, k[:, :1], v[:, :1], seq_lens=lengths(31, 0), block_table=table, recent_slots=slots)
+    np.testing.assert_array_equal(cache.recent_state, [[0, 30], [0, 31]])
+
+
+def test_the_reference_passes_over_tokens_before_position_0() -> None:
+    from omniattn.reference.decode import append_tokens
+
+    cache = KVCache(1, 40, 2, 64, k_dtype="int4", recent_window=20, like=LIKE)
+    k, v = np.ones((2, 3, 2, 64), np.float32)
+    append_tokens(cache.on_host(), k, v, np.array([0]), -1)
+    np.testing.assert_array_equal(cache.recent_state, [[0, 2]])
+    append_tokens(cache.on_host(), k[:1], v[:1], np.array([0]), -1)
+    np.testing.assert_array_equal(cache.recent_state, [[0, 2]])
+
+
 @pytest.mark.parametrize("copies", [[(0, 2)], [(0, 1), (1, 0)], [(0,)], 3])
 def test_wrong_copies(copies: Any) -> None:
     with pytest.raises(ArgumentError) as caught:

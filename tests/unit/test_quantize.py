@@ -386,6 +386,14 @@ def test_struct_of_host_and_device() -> None:
     assert launch._POINTERS.size + launch._REST.size == struct.calcsize("<" + expanded)
 
 
+@pytest.mark.parametrize("grouping", ["sm90", "sm80"])
+def test_delta_of_packed_sequences_is_never_empty(grouping: str) -> None:
+    """Attention would have no column to read, and no address to tell smoothed queries by."""
+    p = problem(varlen=True, smooth_q=True, max_seqlen_k=0, grouping=grouping)
+    assert p.delta_columns == p.key_tile
+    assert p.shapes()["delta_s"][0][-1] == p.key_tile
+
+
 def problem(**changes: Any) -> QuantizeProblem:
     facts = {
         "dtype": "bfloat16",

@@ -63,17 +63,21 @@ def check_slots(cache: KVCache, slots: Tensor | None, batch: int, function: str)
         check_int32(slots, (batch,), f"({batch},)", function)
 
 
-def host_slots(cache: KVCache, slots: Tensor | None, batch: int, function: str) -> Any:
-    """Slots of the recent window on the CPU, their numbers checked; those of a contiguous cache are its sequences."""
+def host_slots(cache: KVCache, slots: Tensor | None, lengths: Any, function: str) -> Any:
+    """Slots of the recent window on the CPU, their numbers checked; those of a contiguous cache are its sequences.
+
+    Rows of length 0 are padding: their slots are not looked at, and come back as 0.
+    """
     import numpy as np
 
     if slots is None:
-        return np.arange(batch, dtype=np.int32)
-    numbers = arrays.to_numpy(slots)
+        return np.arange(len(lengths), dtype=np.int32)
+    numbers = np.where(np.asarray(lengths) == 0, 0, arrays.to_numpy(slots))
+    used = [int(x) for x, length in zip(numbers, lengths, strict=True) if length != 0]
     expected = f"numbers from 0 to {cache.recent_slots - 1}, each once"
-    bad = [int(x) for x in numbers if not 0 <= x < cache.recent_slots]
-    if bad or len(set(numbers.tolist())) < batch:
-        received = f"{bad[0]}" if bad else str(numbers.tolist())
+    bad = [x for x in used if not 0 <= x < cache.recent_slots]
+    if bad or len(set(used)) < len(used):
+        received = f"{bad[0]}" if bad else str(used)
         raise ArgumentError("recent_slots", expected, received, function=function)
     return numbers
 
@@ -81,9 +85,11 @@ def host_slots(cache: KVCache, slots: Tensor | None, batch: int, function: str) 
 def check_values(cache: KVCache, lengths: Any, table: Any, capacity: int, function: str, *, new: Any = None) -> None:
     """Lengths and block numbers on the CPU; on a GPU that would need a synchronization.
 
-    ``new``: tokens that are appended to each sequence, which its length includes.
+    ``new``: tokens that are appended to each sequence, which its length includes; of length 0 it is padding.
     """
     for b, length in enumerate(lengths):
+        if length == 0:
+            continue
         least = 0 if new is None else int(new[b])
         if not least <= length <= capacity:
             of = "" if new is None else f", of which {least} are new"

@@ -141,10 +141,12 @@ def _check_prefix(shared: Any, q: Tensor, cache: KVCache, capacity: int, window_
 def check_shared(table: Any, seq_lens: Any, problem: DecodeProblem, block_size: int) -> None:
     """What ``shared_prefix`` says of blocks and lengths."""
     shared, least = problem.shared_prefix, problem.shared_prefix + problem.q_len
-    for b in range(problem.batch):
+    # A sequence without tokens pauses: it sees nothing, and its blocks are not looked at.
+    there = [b for b in range(problem.batch) if seq_lens[b] != 0]
+    for b in there:
         if seq_lens[b] < least:
-            expected = f"at least {least}: shared_prefix and the {problem.q_len} new tokens"
+            expected = f"0, or at least {least}: shared_prefix and the {problem.q_len} new tokens"
             raise ArgumentError("seq_lens", expected, f"{seq_lens[b]} at {b}", function=_NAME)
-        if (table[b, : shared // block_size] != table[0, : shared // block_size]).any():
+        if (table[b, : shared // block_size] != table[there[0], : shared // block_size]).any():
             expected = f"the same first {shared // block_size} blocks for all sequences, with shared_prefix"
             raise ArgumentError("block_table", expected, f"others at sequence {b}", function=_NAME)

@@ -18,6 +18,7 @@ import omniattn
 from omniattn.cli import bench, compile, demo, info, verify
 from omniattn.cli.console import CannotRunError
 from omniattn.errors import ArgumentError, OmniattnError
+from omniattn.testing.frameworks import NoGpuError
 
 __all__ = ["build_parser", "main"]
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (CannotRunError, ArgumentError) as error:
+    except (CannotRunError, NoGpuError, ArgumentError) as error:
         print(f"omniattn {arguments.command}: {error}", file=sys.stderr)
         return 2
     except OmniattnError as error:

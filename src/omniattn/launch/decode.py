@@ -18,8 +18,8 @@ from .structs import DECODE, At, strides
 
 #: `RecentSide` of device code.
 OLDER, NEWEST = 1, 2
-#: `kAllSeePrefix` of device code.
-ALL_SEE_PREFIX = -1
+#: `kSharedPrefix` of device code.
+SHARED_PREFIX = -1
 #: CTAs of the main kernel at most: the kernels compute with their square in 31 bits.
 _MAX_WORKERS = 46340
 #: Keys of the smallest chunk of a sequence that work is divided into; and with ``deterministic`` of every split.
@@ -82,9 +82,11 @@ class Pass:
     side : int
         `OLDER`: the quantized tokens before the recent window. `NEWEST`: those of the window; blocks are slots then.
     first_key : int
-        Keys before it are another pass's. `ALL_SEE_PREFIX`: every query sees all keys of this one.
+        Keys before it are another pass's. `SHARED_PREFIX`: this one's are those that all sequences share.
     sinks : bool
         Whether this pass counts the sinks.
+    prefix_sequences : int
+        Of the pass over a shared prefix, which takes all queries for those of one sequence: how many sequences.
     """
 
     problem: DecodeProblem
@@ -95,6 +97,7 @@ class Pass:
     side: int = 0
     first_key: int = 0
     sinks: bool = True
+    prefix_sequences: int = 0
 
 
 def passes(problem: DecodeProblem) -> tuple[Pass, ...]:
@@ -137,7 +140,9 @@ def passes(problem: DecodeProblem) -> tuple[Pass, ...]:
             p, batch=1, q_len=queries, capacity=p.shared_prefix, q_strides=(0, step, p.q_strides[2], 1),
             o_strides=(0, row, p.head_dim, 1),
         )  # fmt: skip
-        prefix = Pass(alone, *formats, planes, cache.hadamard, first_key=ALL_SEE_PREFIX, sinks=False)
+        prefix = Pass(
+            alone, *formats, planes, cache.hadamard, first_key=SHARED_PREFIX, sinks=False, prefix_sequences=p.batch
+        )
         rest = Pass(dataclasses.replace(p, o_strides=own), *formats, planes, cache.hadamard, first_key=p.shared_prefix)
         return prefix, rest
     return (Pass(p, *formats, planes, cache.hadamard),)
@@ -275,6 +280,8 @@ class _PassPlan:
             "worker_shift": worker_shift,
             "two_1024": _TWO_1024,
             "first_key": one.first_key,
+            "prefix_sequences": one.prefix_sequences,
+            "prefix_q_len": p.q_len // one.prefix_sequences if one.prefix_sequences else 0,
         }
         arguments = DECODE.pack(values)
         grid = (self.segments, -(-min(self.rows, p.group * p.q_len) * split // _COMBINE_WARPS), 1)

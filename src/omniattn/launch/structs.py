@@ -169,7 +169,8 @@ DECODE = HostStruct(
     "i batch q_len num_q_heads num_kv_heads group num_row_blocks head_dim capacity block_size num_blocks table_columns"
     " window_left sinks_kind hadamard chunk_log2 fixed_splits num_workers recent_window recent_ring recent_num_slots"
     " recent_side; f softmax_scale softcap; i combine_split; I block_multiplier; i block_shift; I worker_multiplier;"
-    "i worker_shift; I two_1024; i first_key",
+    "i worker_shift; I two_1024; i first_key"
+    " prefix_sequences prefix_q_len",
 )
 
 KV_APPEND = HostStruct(

@@ -81,8 +81,9 @@ def decode(
         With a `PagedKVCache`: so many first tokens, a multiple of block_size, are in the same blocks for all sequences
         (`BlockManager.fork`), and no query is one of them. Their keys are read for the whole batch together, as those
         of one sequence, and the results merged (cascade): worth it where they do not fit L2, or sequences are many.
-        The values are those without it, up to rounding. Blocks and lengths are checked on the CPU; on a GPU the blocks
-        of sequence 0 are read for all. Not with ``window``, ``deterministic`` or a recent window. On a GPU, where
+        The values are those without it, up to rounding. A sequence with seq_lens 0 pauses: it sees nothing, and its
+        blocks are not looked at. Blocks and lengths are checked on the CPU; on a GPU the blocks of the first sequence
+        that has the whole prefix are read for all. Not with ``window``, ``deterministic`` or a recent window. On a GPU, where
         q_len > 1, q's first two dimensions have to lie as one.
 
     Returns

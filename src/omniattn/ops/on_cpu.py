@@ -131,7 +131,7 @@ def decode(call: Call, problem: DecodeProblem, tensors: Tensors) -> list[Any]:
     check_values(cache, seq_lens, table, problem.capacity, name)
     if problem.shared_prefix:
         check_shared(table, seq_lens, problem, cache.block_size)
-    slots = host_slots(cache, tensors.get("recent_slots"), problem.batch, name)
+    slots = host_slots(cache, tensors.get("recent_slots"), seq_lens, name)
     with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
         o, lse = reference.decode(
             arrays.to_numpy(q),
@@ -170,7 +170,7 @@ def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
     new = [end - begin for begin, end in itertools.pairwise(starts)]
     table = host_table(cache, tensors.get("block_table"), problem.batch)
     check_values(cache, lengths, table, problem.capacity, function, new=new)
-    slots = host_slots(cache, tensors.get("recent_slots"), problem.batch, function)
+    slots = host_slots(cache, tensors.get("recent_slots"), lengths, function)
     if problem.rope != "none" and problem.rows and int(lengths.max()) > problem.rope_rows:
         raise ArgumentError(
             "cos",
@@ -182,6 +182,8 @@ def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
     # IEEE arithmetic without warnings, which somebody may have made errors: half the tokens would be written then.
     with np.errstate(all="ignore"):
         for b in range(problem.batch):
+            if lengths[b] == 0:  # padding
+                continue
             begin, end = starts[b], starts[b + 1]
             first = int(lengths[b]) - (end - begin)
             keys = np.asarray(k[begin:end])

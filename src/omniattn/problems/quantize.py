@@ -118,8 +118,8 @@ class QuantizeProblem:
 
     @property
     def delta_columns(self) -> int:
-        """Extent of ``delta_s`` along the keys."""
-        longest = self.max_seqlen_k if self.varlen else self.rows_k
+        """Extent of ``delta_s`` along the keys; of packed sequences one tile at least, so that it is never empty."""
+        longest = max(self.max_seqlen_k, 1) if self.varlen else self.rows_k
         return -(-longest // self.key_tile) * self.key_tile
 
     @property

@@ -46,7 +46,9 @@ class RecentArrays:
         return min(max(first, end - self.k.shape[2], length - self.window, 0), length)
 
     def append(self, slot: int, k: Array, v: Array, first: int) -> None:
-        """Write tokens (tokens, heads, head_dim) at positions ``first`` and on."""
+        """Write tokens (tokens, heads, head_dim) at positions ``first`` and on; none before position 0."""
+        missing = max(-first, 0)
+        k, v, first = k[missing:], v[missing:], first + missing
         ring, count = self.k.shape[2], k.shape[0]
         if count == 0:
             return
@@ -102,8 +104,12 @@ def _places(table: Array, positions: Array, block_size: int) -> tuple[Array, Arr
 def append_tokens(cache: CacheArrays, k: Array, v: Array, table: Array, first: int, slot: int = 0) -> None:
     """Quantize tokens (tokens, heads, head_dim) of one sequence, and write them at positions ``first`` and on.
 
-    ``slot``: the sequence's in the recent window.
+    Tokens before position 0 are passed over. ``slot``: the sequence's in the recent window.
     """
+    missing = max(-first, 0)
+    k, v, first = k[missing:], v[missing:], first + missing
+    if k.shape[0] == 0:
+        return
     if cache.recent is not None:
         cache.recent.append(slot, k, v, first)
     blocks, rows = _places(table, np.arange(first, first + k.shape[0]), cache.block_size)

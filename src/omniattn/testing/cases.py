@@ -1,4 +1,7 @@
-"""The problems of ``omniattn verify``: small, but each with something that kernels get wrong."""
+"""Calls of attention, merging and quantization: small, but each with something that kernels get wrong.
+
+A `Case` has the facts of a call; `build` gives it numbers, and what must come out (`omniattn.testing.expected`).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from omniattn import reference, testing
-from omniattn.cli.expected import Exact, Expected, LowPrecision, Quantized, Values
-from omniattn.ops import quantize_qk, quantize_v
-from omniattn.problems.operands import QuantizedQK, QuantizedV
-from omniattn.problems.precision import Int4, Int8
+import omniattn
+from omniattn import reference
 from omniattn.reference import low_precision
 from omniattn.registry import KernelSpec
+from omniattn.testing.expected import Exact, Expected, LowPrecision, Quantized, Values, outputs_of
+from omniattn.testing.frameworks import Framework
+from omniattn.testing.inputs import make_qkv
+from omniattn.testing.naive import same_dtype_naive
+
+Int8, Int4 = omniattn.Int8, omniattn.Int4
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Case:
     packed: bool = False
 
 
+#: Added to the tolerance of the baseline: fp32 sums and a base-2 exponential of a few units in the last place.
+LSE_ATOL = 1e-3
 #: Lengths of packed sequences: without queries, without keys, longer than a tile.
 _RAGGED = ((5, 70), (0, 3), (130, 130), (9, 0))
 
@@ -77,7 +85,7 @@ ATTENTION_CASES: tuple[Case, ...] = (
 )
 
 #: A row of the registry takes those with its own smooth_q and score modifiers, and dense or packed arrays.
-INT8_CASES: tuple[Case, ...] = (
+QUANTIZED_CASES: tuple[Case, ...] = (
     Case("full", "attention", ((257, 257),) * 2, options={"precision": Int8()}),
     Case("causal", "attention", ((77, 300),), 6, 2, options={"precision": Int8(), "causal": True}),
     Case("one query row", "attention", ((1, 513),), 8, 1, options={"precision": Int8()}),
@@ -176,7 +184,7 @@ MERGE_CASES: tuple[Case, ...] = (
 
 _CASES: dict[str, tuple[Case, ...]] = {
     "attention": ATTENTION_CASES,
-    "attention_int8": INT8_CASES,
+    "quantized_attention": QUANTIZED_CASES,
     "merge_states": MERGE_CASES,
     "quantize": QUANTIZE_CASES,
     "quantize_delta": QUANTIZE_DELTA_CASES,
@@ -209,8 +217,13 @@ class Problem:
 
 
 def cases_for(op: str) -> tuple[Case, ...]:
-    """The cases of one operation of the registry."""
+    """The cases of one operation, by the name that `operation_of` gives."""
     return _CASES[op]
+
+
+def operation_of(spec: KernelSpec) -> str:
+    """A row's operation; attention on quantized operands has cases of its own: ``"quantized_attention"``."""
+    return "quantized_attention" if spec.quantized else spec.op
 
 
 def call(function: Callable[..., Any], numbers: Problem, array: Callable[[Values, str], Any], dtype: str) -> Any:
@@ -225,32 +238,96 @@ def call(function: Callable[..., Any], numbers: Problem, array: Callable[[Values
 
 def flavour_of(spec: KernelSpec) -> tuple[str, str, str] | None:
     """Grouping, element type and accumulator of P V of a low-precision kernel, as its emulation wants them."""
-    if spec.op != "attention_int8":
+    if not spec.quantized:
         return None
     return spec.grouping, spec.pv, spec.pv_accumulator
 
 
-@functools.cache
-def _cached(index: int, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None) -> Problem:
-    case = cases_for(op)[index]
+def build(case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None) -> Problem:
+    """Numbers for a case.
+
+    Parameters
+    ----------
+    case : Case
+        Of `cases_for` this operation.
+    dtype, head_dim
+        Of the kernel.
+    flavour
+        `flavour_of` the kernel; by default what the CPU does.
+    """
+    index = cases_for(op).index(case)
     head_dim = head_dim - case.below if head_dim > 8 else head_dim
     if op == "merge_states":
         return _merge(case, dtype, head_dim, index)
     if op in ("quantize", "quantize_delta"):
         return _quantize(case, dtype, head_dim, index)
-    build = _packed if case.packed else _dense
-    return build(case, dtype, head_dim, index, flavour)
+    return (_packed if case.packed else _dense)(case, dtype, head_dim, index, flavour)
+
+
+@functools.cache
+def _cached(index: int, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None) -> Problem:
+    return build(cases_for(op)[index], op, dtype, head_dim, flavour)
 
 
 def problem(case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None) -> Problem:
-    """Numbers for a case; computed once per dtype and head_dim, because several kernels share them.
-
-    ``flavour``: `flavour_of` the kernel; by default what the CPU does.
-    """
+    """As `build`; kept, because several kernels share the numbers."""
     return _cached(cases_for(op).index(case), op, dtype, head_dim, flavour)
 
 
-def _emulated(precision: Int8, flavour: tuple[str, str, str] | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class CallCase:
+    """A case for one row of the registry: `RowCase`.
+
+    Attributes
+    ----------
+    op : str
+    index : int
+        In `cases_for` this operation.
+    dtype, head_dim, flavour
+        As in `build`.
+    lse : bool
+        Whether the call asks for the LSE; not a part of the numbers.
+    """
+
+    op: str
+    index: int
+    dtype: str
+    head_dim: int
+    flavour: tuple[str, str, str] | None = None
+    lse: bool = field(default=True, compare=False)
+
+    @property
+    def case(self) -> Case:
+        """The facts."""
+        return cases_for(self.op)[self.index]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.case.name
+
+    def prepare(self) -> Problem:
+        """Inputs, and what must come out."""
+        return build(self.case, self.op, self.dtype, self.head_dim, self.flavour)
+
+    def check(self, framework: Framework, prepared: Problem) -> tuple[float, str]:
+        """Call the public function and compare."""
+        if not self.lse:
+            prepared = dataclasses.replace(prepared, options={**prepared.options, "return_lse": False})
+        result = call(getattr(omniattn, self.case.function), prepared, framework.array, self.dtype)
+        framework.synchronize()
+        got = {name: framework.to_numpy(array) for name, array in outputs_of(result).items()}
+        grades = prepared.expected.grade(got, self.dtype, LSE_ATOL)
+        return max(grade.share for grade in grades), "; ".join(str(grade) for grade in grades if not grade.ok)
+
+
+def call_cases(spec: KernelSpec) -> tuple[CallCase, ...]:
+    """The cases of a row whose operation has a public function with arrays."""
+    op, flavour, lse = operation_of(spec), flavour_of(spec), "lse" not in spec.lacks
+    return tuple(CallCase(op, index, spec.dtype, spec.head_dim, flavour, lse) for index in range(len(cases_for(op))))
+
+
+def _emulated(precision: Any, flavour: tuple[str, str, str] | None) -> dict[str, Any]:
     """Options of the emulation of a kernel."""
     if flavour is None:
         return {"precision": precision}
@@ -263,7 +340,7 @@ def _qkv(
 ) -> tuple[Values, Values, Values]:
     total_q, total_k = sum(q for q, _ in case.lengths), sum(k for _, k in case.lengths)
     seqlen_q, seqlen_k = (total_q, total_k) if packed else case.lengths[0]
-    return testing.make_qkv(
+    return make_qkv(
         kind,
         batch=None if packed else len(case.lengths),
         seqlen_q=seqlen_q,
@@ -297,7 +374,7 @@ def _dense(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str,
         given |= _emulated(given["precision"], flavour)
         return Problem((q, k, v), (), arrays, options, LowPrecision(*low_precision.attention(q, k, v, **given)))
     exact = reference.attention(q, k, v, compute_dtype=np.float64, **given)
-    naive = testing.same_dtype_naive(q, k, v, dtype=dtype, **given)
+    naive = same_dtype_naive(q, k, v, dtype=dtype, **given)
     return Problem((q, k, v), (), arrays, options, Exact(*exact, *naive))
 
 
@@ -324,7 +401,7 @@ def _packed(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str
         rows_q, rows_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
         one = (q[None, rows_q], k[None, rows_k], v[None, rows_k])
         exact = reference.attention(*one, compute_dtype=np.float64, **case.options)
-        parts.append((*exact, *testing.same_dtype_naive(*one, dtype=dtype, **case.options)))
+        parts.append((*exact, *same_dtype_naive(*one, dtype=dtype, **case.options)))
     o, lse, naive_o, naive_lse = (np.concatenate([x[0] for x in xs], axis=i % 2) for i, xs in enumerate(zip(*parts)))
     return Problem((q, k, v), (), arrays, options, Exact(o, lse, naive_o, naive_lse))
 
@@ -351,6 +428,6 @@ def _quantize(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
         for name, side in (("k", 1),) if of_v else (("q", 0), ("k", 1)):
             arrays[f"cu_seqlens_{name}"] = (_starts(case, side), "int32")
             options[f"max_seqlen_{name}"] = max(pair[side] for pair in case.lengths)
-    on_cpu: Callable[..., QuantizedQK | QuantizedV] = quantize_v if of_v else quantize_qk
+    on_cpu: Callable[..., Any] = omniattn.quantize_v if of_v else omniattn.quantize_qk
     given = {name: values for name, (values, _) in arrays.items()}
     return Problem(positional, (), arrays, options, Quantized(on_cpu(*positional, **given, **options)))

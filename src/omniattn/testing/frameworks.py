@@ -1,4 +1,4 @@
-"""NumPy, torch, CuPy and JAX behind the few operations that the commands need.
+"""NumPy, torch, CuPy and JAX behind the few operations that cases and commands need.
 
 The library itself takes any of them through DLPack; this is only for making inputs, reading results and timing.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from omniattn.cli.console import CannotRunError
+from omniattn.errors import OmniattnError
 
-FloatArray = npt.NDArray[np.floating[Any]]
+
+class NoGpuError(OmniattnError, RuntimeError):
+    """No framework finds a GPU; the message says why for each."""
 
 
 class Framework(Protocol):
@@ -30,6 +31,9 @@ class Framework(Protocol):
 
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Copy to the host; 16-bit floats come as float32."""
+
+    def poison(self, array: Any) -> None:
+        """Set all bits of an array: NaN in every float type. What nobody writes afterwards cannot pass for a result."""
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -48,6 +52,9 @@ class NumpyFramework:
         values = np.asarray(array)
         return values.astype(np.float32) if values.dtype == np.float16 else values
 
+    def poison(self, array: Any) -> None:
+        array.view(np.uint8)[...] = 0xFF
+
     def synchronize(self) -> None:
         return
 
@@ -58,7 +65,7 @@ class TorchFramework:
     def __init__(self) -> None:
         self._torch = importlib.import_module("torch")
         if not self._torch.cuda.is_available():
-            raise CannotRunError(f"torch {self._torch.__version__} finds no CUDA device")
+            raise NoGpuError(f"torch {self._torch.__version__} finds no CUDA device")
         self.name = f"torch {self._torch.__version__}"
         self.device = str(self._torch.cuda.get_device_name())
 
@@ -71,6 +78,9 @@ class TorchFramework:
             array = array.float()
         return np.asarray(array.cpu().numpy())
 
+    def poison(self, array: Any) -> None:
+        array.view(self._torch.uint8).fill_(0xFF)
+
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
 
@@ -81,7 +91,7 @@ class CupyFramework:
     def __init__(self) -> None:
         self._cupy = importlib.import_module("cupy")
         if self._cupy.cuda.runtime.getDeviceCount() == 0:
-            raise CannotRunError("CuPy finds no CUDA device")
+            raise NoGpuError("CuPy finds no CUDA device")
         self.name = f"CuPy {self._cupy.__version__}"
         properties = self._cupy.cuda.runtime.getDeviceProperties(self._cupy.cuda.Device().id)
         self.device = properties["name"].decode()
@@ -97,6 +107,9 @@ class CupyFramework:
         if array.dtype.itemsize == 2 and array.dtype.kind not in "iu":
             array = array.astype(self._cupy.float32)
         return np.asarray(self._cupy.asnumpy(array))
+
+    def poison(self, array: Any) -> None:
+        array.view(self._cupy.uint8).fill(0xFF)
 
     def synchronize(self) -> None:
         self._cupy.cuda.Device().synchronize()
@@ -120,6 +133,9 @@ class JaxFramework:
             array = array.astype("float32")
         return np.asarray(array)
 
+    def poison(self, array: Any) -> None:
+        """Nothing: a JAX array cannot be written, and `jax.numpy.empty` gives zeros."""
+
     def synchronize(self) -> None:
         self._jax.effects_barrier()
 
@@ -136,7 +152,7 @@ def gpu_framework() -> Framework:
 
     Raises
     ------
-    CannotRunError
+    NoGpuError
         None does; the message says why for each.
     """
     reasons = []
@@ -148,25 +164,7 @@ def gpu_framework() -> Framework:
             return build()
         except Exception as error:  # noqa: BLE001 - a broken CUDA set-up raises anything; the reason is passed on
             reasons.append(f"{module}: {error}".split("\n", 1)[0])
-    raise CannotRunError(
+    raise NoGpuError(
         "no GPU can be used: " + "; ".join(reasons) + ". It takes an NVIDIA GPU with its driver, and a CUDA build of "
         "torch, CuPy or JAX"
     )
-
-
-def time_call(framework: Framework, call: Callable[[], Any], *, repeats: int) -> tuple[Any, float]:
-    """Run ``call`` once to warm up, then ``repeats`` times; return its result and the best wall time in milliseconds.
-
-    The best of several, host included: what a single call costs a user. ``omniattn bench`` times kernels.
-    """
-    result = call()
-    framework.synchronize()
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = call()
-        if hasattr(result, "block_until_ready"):
-            result.block_until_ready()
-        framework.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return result, best * 1e3

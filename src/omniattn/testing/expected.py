@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from omniattn.problems.operands import QuantizedQK, QuantizedV
+from omniattn.problems import QuantizedQK, QuantizedV
 from omniattn.problems.quantize import BLOCK_ROWS
 from omniattn.reference.dequantize import contents, head_of, rows_of, values_of
 from omniattn.reference.quantize import sequences
-from omniattn.testing import compare
+from omniattn.testing.compare import compare
 
 Values = npt.NDArray[Any]
 
