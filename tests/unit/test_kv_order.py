@@ -187,7 +187,7 @@ def test_the_fast_path_is_for_caches_of_torch(
         repeated.append(cache)
         return []
 
-    monkeypatch.setattr(engine.arrays, "look", lambda objects: (("facts",), [0] * len(objects)))
+    monkeypatch.setattr(engine.arrays, "torch_facts", lambda objects: (("facts",), [0] * len(objects)))
     monkeypatch.setattr(engine.Repeat, "of", lambda *args: repeat)
     cache = make()
     if not theirs:

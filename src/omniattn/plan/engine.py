@@ -232,7 +232,7 @@ def run(call: Call) -> list[Any]:
         return execute(make_plan(call, {}, load=True), call, {})
     stream, options = call.stream, call.options
     raw = None if stream is None else arrays.resolve_stream(stream)
-    seen = arrays.look(call.objects)
+    seen = arrays.torch_facts(call.objects)
     if seen is None:
         tensors = describe(call, raw)
         facts: Any = tuple(
@@ -347,7 +347,7 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     plan.program.launch(handle, addresses)
     if cache is not None:
         cache.order.after(own, handle)
-    arrays.retire(everything, handle)
+    arrays.release(everything, handle)
     return [arrays.finish(t, handle) for t in outputs]
 
 
