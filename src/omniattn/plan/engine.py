@@ -236,7 +236,7 @@ def run(call: Call) -> list[Any]:
         return execute(make_plan(call, {}, load=True), call, {})
     stream, options = call.stream, call.options
     raw = None if stream is None else arrays.resolve_stream(stream)
-    seen = arrays.look(call.objects)
+    seen = arrays.torch_facts(call.objects)
     if seen is None:
         other = None if call.operation.otherwise is None else call.operation.otherwise(call)
         if other is not None:
@@ -263,7 +263,7 @@ def run(call: Call) -> list[Any]:
         plan = PLANS.get(key)
     except TypeError:  # an unhashable option, a list for window say: validation has the last word
         plan, key = None, None
-    if plan is not None and plan.repeat is not None and seen is not None:
+    if plan is not None and plan.repeat is not None and seen is not None and (cache is None or cache.plain_torch):
         call.problem = plan.problem
         results = plan.repeat(call.objects, addresses, cache, raw)
         if results is not None:
@@ -349,8 +349,12 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
         *(t.ptr for t in outputs),
         workspace,
     ]
+    if cache is not None:
+        cache.order.before(handle)
     plan.program.launch(handle, addresses)
-    arrays.retire(everything, handle)
+    if cache is not None:
+        cache.order.after(own, handle)
+    arrays.release(everything, handle)
     return [arrays.finish(t, handle) for t in outputs]
 
 
