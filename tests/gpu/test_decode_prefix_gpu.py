@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.decode_cases import Case, Filled, compare
+pytest.importorskip("torch")
+
+from tests.gpu.decode_cases import Case, Filled, compare  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from . import on_cpu
 _ON_OPERANDS = {
     name: Operation(
         name, operands.ALL, operands.check_operands, operands.check_operands_memory, plan_attention,
-        on_cpu.attention_on_operands, operands.ALIGNED,
+        on_cpu.attention_on_operands, (), operands.ALIGNED,
         {array: f"{of}.{array}" for array, of in operands.ARGUMENT.items()},
     )
     for name in ("attention", "attention_varlen")
@@ -40,7 +40,7 @@ def _on_operands(call: Call) -> Call | None:
 _ATTENTION, _ATTENTION_VARLEN = (
     Operation(
         name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
-        checks.ALIGNED, otherwise=_on_operands,
+        ("q", "k", "v"), checks.ALIGNED, otherwise=_on_operands,
     )
     for name in ("attention", "attention_varlen")
 )  # fmt: skip

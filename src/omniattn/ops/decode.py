@@ -13,8 +13,9 @@ from ..plan.others import plan_decode
 from . import on_cpu
 
 _DECODE = Operation(
-    "decode", checks.ARRAYS, checks.check_decode, checks.check_decode_memory, plan_decode, on_cpu.decode, checks.ALIGNED
-)
+    "decode", checks.ARRAYS, checks.check_decode, checks.check_decode_memory, plan_decode, on_cpu.decode,
+    ("q", "seq_lens"), checks.ALIGNED,
+)  # fmt: skip
 
 
 def decode(

@@ -82,6 +82,8 @@ class Operation:
         (problem, target, force) -> Launches.
     reference : callable
         (call, problem, tensors) -> results, by NumPy.
+    required : tuple of str
+        Arrays that have to be there; ``check`` finds them in ``tensors``.
     aligned : frozenset of str
         Arrays that kernels access 16 bytes at a time; the others are aligned to their elements.
     labels : dict
@@ -98,6 +100,7 @@ class Operation:
     check_memory: Callable[[Any, dict[str, Tensor]], None]
     plan: Callable[[Any, Target, str | None], Launches]
     reference: Callable[[Call, Any, dict[str, Tensor]], list[Any]]
+    required: tuple[str, ...] = ()
     aligned: frozenset[str] = frozenset()
     labels: dict[str, str] = field(default_factory=dict)
     otherwise: Callable[[Call], Call | None] | None = None
@@ -283,13 +286,13 @@ def run(call: Call) -> list[Any]:
 
 
 def describe(call: Call, raw: int | None) -> dict[str, Tensor]:
-    """The caller's arrays by name, those that are there."""
+    """The caller's arrays by name, those that are there; raises for one that has to be and is None."""
     operation = call.operation
-    labels = operation.labels
+    labels, required = operation.labels, operation.required
     return {
         name: arrays.describe(x, labels.get(name, name), raw)
         for name, x in zip(operation.arrays, call.objects, strict=True)
-        if x is not None
+        if x is not None or name in required
     }
 
 
