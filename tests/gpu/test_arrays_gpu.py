@@ -179,12 +179,13 @@ def test_pending_calls_are_looked_after_while_another_thread_captures(oa: Any, t
     torch.cuda.synchronize()
     events.collect()
     side, ordinal = torch.cuda.Stream(), torch.cuda.current_device()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(SLOW)
-    events.keep_until_done(side.cuda_stream, ordinal, [object()])
     graph = torch.cuda.CUDAGraph()
     with ThreadPoolExecutor(1) as other, torch.cuda.graph(graph, capture_error_mode="global"):
         o = oa.attention(q, k, v)
+        # In here, because the capture's beginning waits for everything.
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(SLOW)
+        events.keep_until_done(side.cuda_stream, ordinal, [object()])
         assert other.submit(events.collect).result() == 1
     o.fill_(float("nan"))
     graph.replay()
