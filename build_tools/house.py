@@ -170,7 +170,7 @@ def climbing(found: Iterable[Import], package: str = PACKAGE, rooms: Sequence[Se
     return bad
 
 
-def homeless(names: Iterable[str], package: str = PACKAGE, rooms: Sequence[Sequence[str]] = ROOMS) -> list[str]:
+def unplaced(names: Iterable[str], package: str = PACKAGE, rooms: Sequence[Sequence[str]] = ROOMS) -> list[str]:
     """Return the modules that belong to no room."""
     return [name for name in names if room(name, package, rooms) is None]
 
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m build_tools.house", description=__doc__).parse_args(argv)
     folder = ROOT / "src" / PACKAGE
     found = imports(folder)
-    rings, up, strays = circles(found), climbing(found), homeless(modules(folder))
+    rings, up, strays = circles(found), climbing(found), unplaced(modules(folder))
     for ring in rings:
         print("circle:", ", ".join(ring))
     for one in up:

@@ -133,7 +133,7 @@ def test_imports_for_types_are_told_from_others(tmp_path: Path) -> None:
 
 def test_modules_without_a_room_are_named(tmp_path: Path) -> None:
     folder = package(tmp_path, errors="", errors_too="", low__deep="", low__init="")
-    assert house.homeless(house.modules(folder, "pkg"), "pkg", ROOMS) == ["pkg.errors_too"]
+    assert house.unplaced(house.modules(folder, "pkg"), "pkg", ROOMS) == ["pkg.errors_too"]
 
 
 def test_the_command_fails_on_a_broken_rule(
@@ -167,4 +167,4 @@ def test_this_package_imports_down_the_stair() -> None:
 
 
 def test_every_module_of_this_package_has_a_room() -> None:
-    assert house.homeless(house.modules(ROOT / "src/omniattn")) == []
+    assert house.unplaced(house.modules(ROOT / "src/omniattn")) == []
