@@ -1,4 +1,4 @@
-"""``omniattn verify`` on a real GPU: each row of low precision by itself, which selection alone would not reach."""
+"""``omniattn verify`` on a real GPU: each row of low precision and of caches by itself, which selection may not reach."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from omniattn import runtime  # noqa: E402
 from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime.loader import unsupported_reason  # noqa: E402
+from omniattn.testing.cache_cases import CACHE_OPS, cache_cases  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 
 from .installations import compile_missing  # noqa: E402
@@ -17,7 +18,7 @@ from .installations import compile_missing  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 # Exact attention and merging have test_architectures_gpu and the numerics tests.
-ROWS = [spec for spec in REGISTRY if spec.op in ("attention_int8", "quantize", "quantize_delta")]
+ROWS = [spec for spec in REGISTRY if spec.op in ("attention_int8", "quantize", "quantize_delta", *CACHE_OPS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,4 +34,5 @@ def test_row(spec: KernelSpec) -> None:
     assert outcome.status == (NOT_HERE if never else PASSED), "\n".join(outcome.notes)
     if not never:
         assert outcome.cases >= 1
+        assert spec.op not in CACHE_OPS or outcome.cases == len(cache_cases(spec))
         assert outcome.worst <= 1.0
