@@ -138,8 +138,7 @@ def verify_kernels(
         ahead.compile(able, info.cc)
         for spec in able:
             step(spec.name)
-            ahead.wait_for(spec)
-            outcomes[spec.name] = _verify(framework, spec, ahead)
+            outcomes[spec.name] = verify_row(framework, spec, ahead)
     return [outcomes[spec.name] for spec in specs]
 
 
@@ -149,7 +148,9 @@ def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
     return outcome
 
 
-def _verify(framework: Framework, spec: KernelSpec, ahead: Ahead) -> Outcome:
+def verify_row(framework: Framework, spec: KernelSpec, ahead: Ahead) -> Outcome:
+    """Run one registry row that this GPU can run, with numbers and a binary made ahead."""
+    ahead.wait_for(spec)
     start = time.perf_counter()
     try:
         origin = runtime.load(spec, 0).origin
