@@ -15,7 +15,7 @@ from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
 from omniattn.runtime.loader import unsupported_reason
 from omniattn.testing.ahead import Ahead, default_jobs, in_order
-from omniattn.testing.cases import CallCase, cases_for
+from omniattn.testing.cases import CallCase, cases_for, problem
 from omniattn.testing.frameworks import Framework, NumpyFramework, gpu_framework
 from omniattn.testing.rows import run_row
 
@@ -175,7 +175,7 @@ def verify_cpu(step: Callable[[str], None] = lambda _: None) -> list[Outcome]:
             worst = 0.0
             cases = [CallCase(op, index, dtype, 64) for index in range(len(cases_for(op)))]
             for case in cases:
-                share, note = case.check(framework, case.prepare())
+                share, note = case.check(framework, problem(case.case, op, dtype, case.head_dim))
                 worst = max(worst, share)
                 if note:
                     notes.append(f"{case.name}: {note}")
