@@ -72,15 +72,6 @@ struct QueryTiles {
     OA_DEVICE constexpr bool is_empty() const { return end <= first; }
 };
 
-// The head's sink in base-2 units; -inf if there is none, or the rows belong to no sequence.
-template <typename Io>
-OA_DEVICE float sink_log2(const AttnFwdParams& p, const FwdTile& t) {
-    if (p.sinks_kind == kSinksNone || t.seqlen_k == kNoSequence) return neg_inf();
-    float sink = p.sinks_kind == kSinksFloat ? static_cast<const float*>(p.sinks)[t.head_idx]
-                                             : to_float(Io{}, static_cast<const uint16*>(p.sinks)[t.head_idx]);
-    return sink * kLog2e;
-}
-
 // The user's mask at (row, key) in natural-log units: 0 / -inf for booleans, the value for additive masks.
 template <typename Io>
 OA_DEVICE float mask_value(const AttnFwdParams& p, int64 head_offset, int32 row, int32 key) {

@@ -1,6 +1,6 @@
 // O and LSE of one warp's 16 rows from accumulators of wgmma or mma.sync to global memory; layout as in attention/warp_softmax.cuh.
 #pragma once
-#include "attention/mask.cuh"
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"

@@ -81,6 +81,7 @@ struct NoLift {
 };
 struct NoShift {
     static constexpr bool kPresent = false;
+    OA_DEVICE NoShift(const float* = nullptr, float = 0.0f) {}
     OA_DEVICE float operator()(int, int) const { return 0.0f; }
 };
 

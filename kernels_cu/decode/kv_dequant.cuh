@@ -59,18 +59,7 @@ OA_DEVICE uint32 unpack_bytes(uint32 w) {
     if (kKind == kKvInt8) {
         return add_half2(permute_bytes(w, 0x64646464u, kHigh ? 0x4342 : 0x4140), kHalf2Minus1152);
     }
-#if __CUDA_ARCH__ >= 890
-    uint32 d;
-    uint16 pair = uint16(kHigh ? w >> 16 : w);
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(pair));
-    return d;
-#else
-    // The byte in the upper half of 16 bits has its sign in place; exponent and mantissa belong one bit lower, where they
-    // count 2^-8 of their value (the exponents' biases are 7 and 15).
-    uint32 x = permute_bytes(w, 0, kHigh ? 0x3424 : 0x1404);
-    constexpr uint32 k256 = 0x5c005c00u;
-    return mul_half2((x & 0x80008000u) | ((x >> 1) & 0x3f803f80u), k256);
-#endif
+    return half2_of_e4m3x2<kHigh>(w);
 }
 
 // A piece of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it, see KeyCodes.

@@ -1,6 +1,7 @@
 // Quantization of rows of a KV cache, sixteen channels (KvChunk) a lane, kHeadDim / 16 lanes a row, so several rows a warp: bit for bit
 // as src/omniattn/reference/kv_cache.py.
 #pragma once
+#include "decode/hadamard.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
@@ -17,45 +18,20 @@ using ChunkValues = float[4][4];
 template <typename Chunk, int kHeadDim>
 OA_DEVICE void hadamard_row(ChunkValues& x, int at) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float a = x[i][0] + x[i][1], b = x[i][0] - x[i][1], c = x[i][2] + x[i][3], d = x[i][2] - x[i][3];
-        x[i][0] = a + c;
-        x[i][1] = b + d;
-        x[i][2] = a - c;
-        x[i][3] = b - d;
-    }
+    for (int i = 0; i < 4; ++i) hadamard_elements(x[i]);
 #pragma unroll
     for (int bit = 4; bit < kHeadDim; bit <<= 1) {
 #pragma unroll
-        for (int mask = 1; mask < Chunk::kChunks; mask <<= 1) {
-            if (Chunk::channel(mask, 0) != bit) continue;
+        for (int mask = 1; mask < Chunk::kChunks; mask <<= 1)
+            if (Chunk::channel(mask, 0) == bit) hadamard_lanes(x, mask, at & mask);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float other = __shfl_xor_sync(0xffffffffu, x[i][e], mask);
-                    x[i][e] = (at & mask) ? other - x[i][e] : x[i][e] + other;
-                }
-        }
-#pragma unroll
-        for (int step = 1; step < 4; step <<= 1) {
-            if (Chunk::channel(0, step) != bit) continue;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    if (i & step) continue;
-                    float a = x[i][e], b = x[i + step][e];
-                    x[i][e] = a + b;
-                    x[i + step][e] = a - b;
-                }
-        }
+        for (int step = 1; step < 4; step <<= 1)
+            if (Chunk::channel(0, step) == bit) hadamard_units(x, step);
     }
-    constexpr float kNorm = kHeadDim == 64 ? 0.125f : kHeadDim == 128 ? 0.08838834764831845f : 0.0625f;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[i][e] = mul_rn(x[i][e], kNorm);
+        for (int e = 0; e < 4; ++e) x[i][e] = mul_rn(x[i][e], kHadamardNorm<kHeadDim>);
 }
 
 // Smallest bfloat16 that is not below a positive number, as a number.

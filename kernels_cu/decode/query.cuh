@@ -1,16 +1,13 @@
 // Query rows of one kv head as B fragments of S^T = K Q^T, and what their scores need besides: rows are (query token, head of
 // the group), 8 a fragment; lane l holds channels of row l / 4.
 #pragma once
+#include "decode/hadamard.cuh"
 #include "decode/kv_dequant.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 #include "params/decode.cuh"
 #include "decode/kv_row.cuh"
-
-// Two fp16 numbers of one register as floats.
-OA_DEVICE float half_lo(uint32 w) { return to_float(Half{}, uint16(w)); }
-OA_DEVICE float half_hi(uint32 w) { return to_float(Half{}, uint16(w >> 16)); }
 
 // Eight channels of two units in the order in which `unpack_int4` gives the nibbles of a word: 0 4 1 5 | 2 6 3 7.
 template <int kUnits>
@@ -123,7 +120,8 @@ struct QueryRow {
             uint32 hi = pack2(Half{}, x[unit][2] * down, x[unit][3] * down);
             b[unit][0] = lo;
             b[unit][1] = hi;
-            float sum01 = half_lo(lo) + half_hi(lo), sum23 = half_lo(hi) + half_hi(hi);
+            float sum01 = low_float(Half{}, lo) + high_float(Half{}, lo),
+                  sum23 = low_float(Half{}, hi) + high_float(Half{}, hi);
             sums[unit * kGroups / kUnits] += fmaf(sum23, Codes::kFirst, sum01);
             start[unit * kGroups / kUnits] -= fmaf(sum01, Codes::kOffset01, sum23 * Codes::kOffset23);
         }
@@ -156,38 +154,14 @@ struct QueryRow {
     static OA_DEVICE void rotate(float (&x)[kHeadDim / 16][4], int q) {
         constexpr int kUnits = kHeadDim / 16;
 #pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-            float a = x[unit][0] + x[unit][1], b = x[unit][0] - x[unit][1];
-            float c = x[unit][2] + x[unit][3], d = x[unit][2] - x[unit][3];
-            x[unit][0] = a + c;
-            x[unit][1] = b + d;
-            x[unit][2] = a - c;
-            x[unit][3] = b - d;
-        }
+        for (int unit = 0; unit < kUnits; ++unit) hadamard_elements(x[unit]);
 #pragma unroll
-        for (int mask = 1; mask <= 2; mask <<= 1)
+        for (int mask = 1; mask <= 2; mask <<= 1) hadamard_lanes(x, mask, q & mask);
 #pragma unroll
-            for (int unit = 0; unit < kUnits; ++unit)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float other = __shfl_xor_sync(0xffffffffu, x[unit][e], mask);
-                    x[unit][e] = (q & mask) ? other - x[unit][e] : x[unit][e] + other;
-                }
-#pragma unroll
-        for (int step = 1; step < kUnits; step <<= 1)
-#pragma unroll
-            for (int unit = 0; unit < kUnits; ++unit)
-                if ((unit & step) == 0)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        float a = x[unit][e], b = x[unit + step][e];
-                        x[unit][e] = a + b;
-                        x[unit + step][e] = a - b;
-                    }
-        constexpr float kNorm = kHeadDim == 64 ? 0.125f : kHeadDim == 128 ? 0.08838834764831845f : 0.0625f;
+        for (int step = 1; step < kUnits; step <<= 1) hadamard_units(x, step);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[unit][e] *= kNorm;
+            for (int e = 0; e < 4; ++e) x[unit][e] *= kHadamardNorm<kHeadDim>;
     }
 };

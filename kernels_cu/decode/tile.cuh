@@ -18,16 +18,6 @@ constexpr float kLargestFactor = 1208925819614629174706176.0f;
 // 1 / x of a power of two from 2^-126 to 2^126.
 OA_DEVICE float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
 
-// Type of the products: that of a 16-bit cache, fp16 for codes.
-template <bool kQuantized, typename Io>
-struct ProductType {
-    using Type = Half;
-};
-template <typename Io>
-struct ProductType<false, Io> {
-    using Type = Io;
-};
-
 // Largest value of all lanes that share a lane's rows.
 OA_DEVICE float max_over_keys(float v) {
 #pragma unroll
@@ -74,6 +64,10 @@ struct DecodeTile {
     using KSmem = KTile<Config::kKKind, Config::kHeadDim>;
     using VSmem = VTile<Config::kVKind, Config::kHeadDim>;
 
+    // Element type of the products: that of a 16-bit cache, fp16 for codes.
+    template <bool kQuantized>
+    using ProductType = typename Select<kQuantized, Half, typename Config::Io>::Type;
+
     static constexpr bool kZeroProduct = has_zero_product(Config::kKKind, Config::kKGroups);
 
     // What a warp knows of its rows: lane l has rows 2 (l % 4) + {0, 1} of each eight.
@@ -97,7 +91,7 @@ struct DecodeTile {
     // Scores of one tile in base-2 units.
     static OA_DEVICE void mma_qk(Scores& x, const uint32 (&b)[Config::kNTiles][Config::kHeadDim / 16][2],
                                  const Rows& rows, const KvStage<Config>& stage, HalfMagic magic, int first, int lane) {
-        using Type = typename ProductType<Config::kQuantK, typename Config::Io>::Type;
+        using Type = ProductType<Config::kQuantK>;
         constexpr int kSteps = Config::kHeadDim / 16, kGroupSteps = kSteps / Config::kKGroups;
         constexpr int kPieceSteps = kSteps / KRow::kPieces;
         constexpr bool kOffsetCodes = KeyCodes<Config::kKKind>::kOffset01 != 0.0f;
@@ -287,7 +281,7 @@ struct DecodeTile {
     // O^T += V^T P^T of 16 keys; b: P^T as fragments, one for each group of V.
     static OA_DEVICE void mma_pv(Rows& rows, const uint32 (&b)[Config::kVGroups][Config::kNTiles][2], const uint8* at,
                                  HalfMagic magic, int lane) {
-        using Type = typename ProductType<Config::kQuantV, typename Config::Io>::Type;
+        using Type = ProductType<Config::kQuantV>;
         constexpr int kUnits = VRow::kUnits, kPieceUnits = kUnits / VRow::kPieces;
         int q = lane & 3, g = lane >> 2;
 #pragma unroll
@@ -326,7 +320,7 @@ struct DecodeTile {
 
     static OA_DEVICE void softmax_pv(Scores& x, Rows& rows, const KvStage<Config>& stage, HalfMagic magic, int first,
                                      int lane) {
-        using Type = typename ProductType<Config::kQuantV, typename Config::Io>::Type;
+        using Type = ProductType<Config::kQuantV>;
         update_maximum(x, rows);
         int token = token_of_row(lane >> 2);
 #pragma unroll

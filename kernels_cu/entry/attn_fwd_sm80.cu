@@ -17,6 +17,7 @@
 // Shared memory, bytes: Q/O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
 #include "attention/mask.cuh"
 #include "attention/score_mods.cuh"
+#include "attention/sinks.cuh"
 #include "params/attn_fwd.cuh"
 #include "attention/softmax.cuh"
 #include "pipeline/tile_copy.cuh"

@@ -194,7 +194,7 @@ OA_DEVICE void issue_pv(Output& acc, RowSums& sums, const Probabilities& probs, 
 
 using Softmax = RowState<Lift>;
 
-using Shift = ShiftIf<Config::kDelta>::Type;
+using Shift = Select<Config::kDelta, DeltaShift, NoShift>::Type;
 
 class Consumer : public ForwardConsumer<Config, Consumer> {
   public:
@@ -466,8 +466,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
     // delta_s of the step's tile.
     OA_DEVICE Shift shift_of(const FwdTile& t) const {
         int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
-        return ShiftIf<Config::kDelta>::of(storage_.delta[Config::kDelta ? inner_at_.stage : 0][row] + 2 * (lane_ & 3),
-                                           p_.softmax_scale * kLog2e);
+        return Shift(storage_.delta[Config::kDelta ? inner_at_.stage : 0][row] + 2 * (lane_ & 3),
+                     p_.softmax_scale * kLog2e);
     }
 
     const AttnInt8Sm90Params& params_;

@@ -11,6 +11,7 @@
 // where there are no more. Bits depend on the plan alone, with whole granules (whose split is fixed) on the sequence alone.
 //
 // Shared memory, bytes: the warps' sums 8 * HEAD_DIM * 4 | maxima, denominators 64 | scan.
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
@@ -145,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
         }
     }
     if (!active) return;
-    RowResult result = finish_row(m, l, decode_sink_log2<Config::Io>(p, head));
+    RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
     uint16* to = p.o + sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
     if (lane * Config::kWidth < p.head_dim) store_channels(to + lane * Config::kWidth, sum, result.o_scale);
     if (p.lse != nullptr && lane == 0) p.lse[(int64(sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;

@@ -21,6 +21,7 @@
 // Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V); the merge uses the same.
 #include "decode/query.cuh"
 #include "decode/tile.cuh"
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/kv_copy.cuh"
 #include "ptx/cp_async.cuh"
@@ -272,7 +273,7 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
         float scale = 1.0f;
         int64 slot_row = int64(slot) * Config::kRows + row;
         if (slot < 0) {
-            RowResult result = finish_row(m, l, decode_sink_log2<Config::Io>(p, head));
+            RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
             scale = result.o_scale;
             if (p.lse != nullptr && at == 0)
                 p.lse[(int64(piece.sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;

@@ -2,6 +2,7 @@
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
+#include "scheduler/slots.cuh"
 
 // Rows of a packed tensor that belong to no sequence. A length and not a flag: registers are what these kernels lack.
 constexpr int32 kNoSequence = -1;
@@ -71,10 +72,10 @@ struct SequenceRange {
 OA_DEVICE SequenceRange sequence_range(const AttnFwdParams& p, int32 b) {
     SequenceRange r;
     r.sequence = b;
-    r.q_begin = min_of(max_of(p.cu_seqlens_q[b], 0), p.seqlen_q);
-    r.seqlen_q = min_of(max_of(p.cu_seqlens_q[b + 1], r.q_begin), p.seqlen_q) - r.q_begin;
-    r.k_begin = min_of(max_of(p.cu_seqlens_k[b], 0), p.seqlen_k);
-    r.seqlen_k = min_of(max_of(p.cu_seqlens_k[b + 1], r.k_begin), p.seqlen_k) - r.k_begin;
+    Sequence of_q = packed_sequence(p.cu_seqlens_q, b, p.seqlen_q);
+    Sequence of_k = packed_sequence(p.cu_seqlens_k, b, p.seqlen_k);
+    r.q_begin = of_q.begin, r.seqlen_q = of_q.len;
+    r.k_begin = of_k.begin, r.seqlen_k = of_k.len;
     return r;
 }
 
