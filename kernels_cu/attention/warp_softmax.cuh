@@ -3,6 +3,7 @@
 // has rows 16w on.
 #pragma once
 #include "attention/mask.cuh"
+#include "attention/softmax.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 #include "params/attn_fwd.cuh"
@@ -63,15 +64,6 @@ OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const Fwd
                 int32 col = n * 8 + x;
                 if (col < lo || col >= hi) hide(s[4 * n + 2 * r + x]);
             }
-    }
-}
-
-// Of the four lanes that have a row.
-OA_DEVICE void sum_of_quad(float (&l)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        l[r] += __shfl_xor_sync(0xffffffffu, l[r], 1);
-        l[r] += __shfl_xor_sync(0xffffffffu, l[r], 2);
     }
 }
 
@@ -182,6 +174,7 @@ struct RowState {
               typename Shift = NoShift>
     OA_DEVICE void exponentiate_blocks(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put& put,
                                        Shift shift = {}) const {
+        static_assert(0 <= kFirst && kFirst < kEnd && kEnd <= kScores / 4, "column blocks of the tile");
         const Exponents<kCareful, Score, kScores, Shift> exponent(s, c, m2, shift);
 #pragma unroll
         for (int n = kFirst; n < kEnd; ++n)

@@ -67,7 +67,7 @@ struct Config {
     static_assert(kBlockM == 32 * NUM_WARPS && kBlockM == kThreads,
                   "32 rows a warp: one q_scale a lane; a row a thread");
     static_assert(kHeadDim == 128 && kStages == 3, "rows of K and of V's panels are 128 bytes: one place for both");
-    static_assert(kAhead >= 1 && kAhead <= kNTiles / 2 && kEarly >= 0 && kEarly <= kDTiles / 2, "within a tile");
+    static_assert(kAhead >= 1 && kAhead <= kNTiles / 2 && kEarly >= 1 && kEarly <= kDTiles / 2, "within a tile");
 };
 
 using QTile = PanelTile<Config::kBlockM, Config::kHeadDim / 2>;
@@ -103,7 +103,7 @@ using Integers = Score[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 using Probabilities = uint32[Config::kPSteps][4];
 using QOperands = uint32[Config::kSteps][Config::kMTiles][4];
-using EarlyV = uint32[Config::kEarly > 0 ? Config::kEarly : 1][4];
+using EarlyV = uint32[Config::kEarly][4];
 using Softmax = RowState<NoLift>;
 
 // A value that the compiler cannot compute anew, as it likes to do with addresses in every iteration.
@@ -216,16 +216,10 @@ class Worker {
     OA_DEVICE void store(const FwdTile& t, int32 warp_row, bool attended, ChannelScales<Config::kHeadDim> channels,
                          const float* row_bias) {
 #pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i) {
-            rows_[i].reduce();
-            float bias[2] = {0.0f, 0.0f};
-            if (attended) {
-                restore_values(o_[i], rows_[i].m2, rows_[i].l, channels, lane_);
-                bias[0] = row_bias[i * 16 + (lane_ >> 2)] * p_.softmax_scale;
-                bias[1] = row_bias[i * 16 + (lane_ >> 2) + 8] * p_.softmax_scale;
-            }
-            store_rows<Config::Io>(o_[i], rows_[i].m2, rows_[i].l, bias, p_, t, warp_row + i * 16, lane_);
-        }
+        for (int i = 0; i < Config::kMTiles; ++i)
+            store_quantized<Config::Io>(
+                o_[i], rows_[i], attended, channels, [&](int32 row) { return row_bias[i * 16 + row]; }, p_, t,
+                warp_row + i * 16, lane_);
     }
 
     Output o_[Config::kMTiles];

@@ -262,9 +262,15 @@ class Worker {
     OA_DEVICE void store(const FwdTile& t, int warp_idx) {
         int32 warp_row = t.m0 + warp_idx * Config::kMTiles * 16;
         bool lacks_bias = !(Config::kScoreMods && p_.softcap > 0.0f);  // with a softcap the scores have had it before
+        // Rows of no sequence have no channels to look up.
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        const GlobalChannels channels(x_, int64(t.sequence) * p_.num_kv_heads + kv_head);
 #pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i)
-            store_quantized<Config::Io>(o_[i], rows_[i], lacks_bias, p_, x_, t, warp_row + i * 16, lane_);
+        for (int i = 0; i < Config::kMTiles; ++i) {
+            int32 first_row = warp_row + i * 16;
+            auto bias_of = [&](int32 row) { return lacks_bias ? row_bias_of(p_, x_, t, first_row + row) : 0.0f; };
+            store_quantized<Config::Io>(o_[i], rows_[i], t.seqlen_k > 0, channels, bias_of, p_, t, first_row, lane_);
+        }
     }
 
     Output o_[Config::kMTiles];

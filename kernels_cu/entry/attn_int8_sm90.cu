@@ -291,7 +291,10 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             state.shrink[0] *= alpha[0];
             state.shrink[1] *= alpha[1];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) state.lse_sum[r] *= alpha[r], sum[r] = 0.0f;
+            for (int r = 0; r < 2; ++r) {
+                state.lse_sum[r] *= alpha[r];
+                sum[r] = 0.0f;
+            }
             rows.exponentiate_in_order<true, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift);
             renew_probs();
         };
