@@ -4,8 +4,8 @@
 #include "ptx/types.cuh"
 
 // P at the base of the softmax.
-struct Lift {
-    static constexpr float kValue = 4.8068f;  // just below log2(28)
+struct PRange {
+    static constexpr float kBaseLog2 = 4.8068f;  // just below log2(28)
 };
 
 // Four e4m3 of 1; what makes bytes of 448, the largest e4m3, and of NaN negative; the signs of four bytes.

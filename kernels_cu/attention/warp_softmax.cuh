@@ -67,8 +67,8 @@ OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const Fwd
     }
 }
 
-struct NoLift {
-    static constexpr float kValue = 0.0f;
+struct FloatPRange {
+    static constexpr float kBaseLog2 = 0.0f;
     static constexpr float kSumLimit = 256.0f;  // p <= 2^8 costs no relative precision in bf16, fp16 or fp32
 };
 struct NoShift {
@@ -78,7 +78,7 @@ struct NoShift {
 };
 
 // Base-2 exponents of a tile's scores, relative to the base m2 of their row.
-template <bool kCareful, typename Score, int kScores, typename Shift>
+template <bool kSlowPath, typename Score, int kScores, typename Shift>
 class Exponents {
   public:
     OA_DEVICE Exponents(const Score (&s)[kScores], const float (&c)[2], const float (&m2)[2], Shift shift)
@@ -90,13 +90,13 @@ class Exponents {
     // Of row r, column x of block n.
     OA_DEVICE float operator()(int n, int r, int x) const {
         float score = score_of(s_[4 * n + 2 * r + x]);
-        if constexpr (kCareful) return fmaf(score - kScoreBias<Score>, c_[r], shift_(n, x)) - m2_[r];
+        if constexpr (kSlowPath) return fmaf(score - kScoreBias<Score>, c_[r], shift_(n, x)) - m2_[r];
         if constexpr (Shift::kPresent) return fmaf(score - kScoreBias<Score>, c_[r], shift_(n, x) - m2_[r]);
         return fmaf(score, c_[r], base_[r]);
     }
     // Whether its power has to be set to 0 whatever c is.
     OA_DEVICE bool is_hidden(int n, int r, int x) const {
-        return kCareful && score_of(s_[4 * n + 2 * r + x]) == neg_inf();
+        return kSlowPath && score_of(s_[4 * n + 2 * r + x]) == neg_inf();
     }
 
   private:
@@ -111,13 +111,13 @@ class Exponents {
 //
 // The base need not be the maximum, only near enough for p to neither overflow nor vanish. So the maximum is looked for
 // in a row block's first tile only; afterwards a tile's probabilities are taken against the base as it stands, and their
-// sum, which is needed anyway, tells whether that was good enough: p <= sum <= Lift::kSumLimit. Only otherwise (a score 8 or
+// sum, which is needed anyway, tells whether that was good enough: p <= sum <= PRange::kSumLimit. Only otherwise (a score 8 or
 // more above the base in base 2) is the tile done again, with the base raised. This takes 64 comparisons a tile and the
 // exchange of maxima out of the chain between the two products.
 //
-// Lift: kValue is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a short range of exponents
+// PRange: kValue is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a short range of exponents
 // want p large.
-template <typename Lift = NoLift>
+template <typename PRange = FloatPRange>
 struct RowState {
     // Before the first visible key the base is the lowest finite number and not -inf, so that a hidden score gives
     // exp2(-inf) = 0, and the first visible one infinity, which the sum reports.
@@ -150,7 +150,7 @@ struct RowState {
             for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], mask));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float m2_new = fmaxf(m2[r], top[r] - Lift::kValue);
+            float m2_new = fmaxf(m2[r], top[r] - PRange::kBaseLog2);
             if constexpr (kScoreBias<Score> != 0.0f)
                 m2_new = fmaxf(ceilf(m2_new * kBaseSteps<Score>) / kBaseSteps<Score>, kLowest);
             alpha[r] = exp2_approx(m2[r] - m2_new);
@@ -161,21 +161,21 @@ struct RowState {
 
     // Calls put(n, r, p0, p1) for the two neighbouring columns of row r in column block n; sum: this lane's sums.
     // shift(n, x): what is added to the exponents of a column, in base 2.
-    // kCareful: hidden keys give 0 even where c is NaN, and integer scores of any scale lose nothing.
-    template <bool kCareful = false, typename Score, int kScores, typename Put, typename Shift = NoShift>
+    // kSlowPath: hidden keys give 0 even where c is NaN, and integer scores of any scale lose nothing.
+    template <bool kSlowPath = false, typename Score, int kScores, typename Put, typename Shift = NoShift>
     OA_DEVICE void exponentiate(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put put,
                                 Shift shift = {}) const {
         sum[0] = sum[1] = 0.0f;
-        exponentiate_blocks<0, kScores / 4, kCareful>(s, c, sum, put, shift);
+        exponentiate_blocks<0, kScores / 4, kSlowPath>(s, c, sum, put, shift);
     }
 
     // The same for column blocks [kFirst, kEnd), whose sums are added to those that there are.
-    template <int kFirst, int kEnd, bool kCareful = false, typename Score, int kScores, typename Put,
+    template <int kFirst, int kEnd, bool kSlowPath = false, typename Score, int kScores, typename Put,
               typename Shift = NoShift>
     OA_DEVICE void exponentiate_blocks(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put& put,
                                        Shift shift = {}) const {
         static_assert(0 <= kFirst && kFirst < kEnd && kEnd <= kScores / 4, "column blocks of the tile");
-        const Exponents<kCareful, Score, kScores, Shift> exponent(s, c, m2, shift);
+        const Exponents<kSlowPath, Score, kScores, Shift> exponent(s, c, m2, shift);
 #pragma unroll
         for (int n = kFirst; n < kEnd; ++n)
 #pragma unroll
@@ -191,10 +191,10 @@ struct RowState {
     // A whole tile, the powers in the order of the source: put(n, r, p0, p1) as above, but no sums. kByRow: row 0's columns
     // before row 1's; else block by block. Exponents stand one pair ahead of the powers and puts two pairs behind, so that fewer
     // of them wait for the result of the instruction before.
-    template <bool kCareful, bool kByRow, typename Score, int kScores, typename Put, typename Shift = NoShift>
+    template <bool kSlowPath, bool kByRow, typename Score, int kScores, typename Put, typename Shift = NoShift>
     OA_DEVICE void exponentiate_in_order(const Score (&s)[kScores], const float (&c)[2], Put put,
                                          Shift shift = {}) const {
-        const Exponents<kCareful, Score, kScores, Shift> exponent(s, c, m2, shift);
+        const Exponents<kSlowPath, Score, kScores, Shift> exponent(s, c, m2, shift);
         constexpr int kPairs = kScores / 2, kLater = 2;
         float e[kScores];
         auto block = [](int k) { return kByRow ? k % (kPairs / 2) : k >> 1; };
@@ -226,7 +226,7 @@ struct RowState {
     // or a result would depend on its neighbour.
     OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2]) {
         float top = max_nan(own[0] ? sum[0] : 0.0f, own[1] ? sum[1] : 0.0f);
-        return !(top <= Lift::kSumLimit);
+        return !(top <= PRange::kSumLimit);
     }
 
     OA_DEVICE void add(const float (&sum)[2]) {

@@ -38,7 +38,7 @@ struct KvCopy {
             cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0, policy);
         }
     }
-    // The same of a whole tile whose keys' rows follow each other in the plane, sixteen at a time: they are one piece of memory.
+    // The same of a whole tile whose keys' rows follow each other in the plane, sixteen at a time: they are one vec of memory.
     template <typename Tile>
     OA_DEVICE void plane_of_runs(uint32 dst, const uint8* src, const uint32 (&runs)[Config::kTile / 16]) const {
         constexpr int kChunks = Tile::Row::kChunks, kCopies = kChunks / 2;

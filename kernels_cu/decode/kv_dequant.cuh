@@ -62,7 +62,7 @@ OA_DEVICE uint32 unpack_bytes(uint32 w) {
     return half2_of_e4m3x2<kHigh>(w);
 }
 
-// A piece of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it, see KeyCodes.
+// A vec of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it, see KeyCodes.
 template <int kKind>
 OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
     if (kKind == kKvInt4 || kKind == kKvFbgemm) {

@@ -38,14 +38,14 @@ struct QueryRow {
     OA_DEVICE void load(const uint16* row, const DecodeParams& p, int q) {
         if constexpr (kKind == kKv16) {
 #pragma unroll
-            for (int piece = 0; piece < kHeadDim / 32; ++piece) {
-                int channel = 8 * (4 * piece + q);
+            for (int vec = 0; vec < kHeadDim / 32; ++vec) {
+                int channel = 8 * (4 * vec + q);
                 uint4 w = make_uint4(0, 0, 0, 0);
                 if (row != nullptr && channel < p.head_dim) w = *reinterpret_cast<const uint4*>(row + channel);
-                b[2 * piece][0] = w.x;
-                b[2 * piece][1] = w.y;
-                b[2 * piece + 1][0] = w.z;
-                b[2 * piece + 1][1] = w.w;
+                b[2 * vec][0] = w.x;
+                b[2 * vec][1] = w.y;
+                b[2 * vec + 1][0] = w.z;
+                b[2 * vec + 1][1] = w.w;
             }
         } else {
 #pragma unroll

@@ -30,13 +30,13 @@ OA_DEVICE float sum_over_keys(float v) {
     return v;
 }
 
-// 16-, 8- or 4-byte piece of a row from shared memory.
-template <int kPiece>
-OA_DEVICE void load_piece(uint32 (&w)[kPiece / 4], const uint8* at) {
-    if constexpr (kPiece == 16) {
+// 16-, 8- or 4-byte vec of a row from shared memory.
+template <int kVecBytes>
+OA_DEVICE void load_vec(uint32 (&w)[kVecBytes / 4], const uint8* at) {
+    if constexpr (kVecBytes == 16) {
         uint4 x = *reinterpret_cast<const uint4*>(at);
         w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
-    } else if constexpr (kPiece == 8) {
+    } else if constexpr (kVecBytes == 8) {
         uint2 x = *reinterpret_cast<const uint2*>(at);
         w[0] = x.x, w[1] = x.y;
     } else {
@@ -51,7 +51,7 @@ OA_DEVICE void load_params(uint32 (&w)[kGroups], const uint32* at) {
 #pragma unroll
     for (int i = 0; i < 4 * kGroups / kBytes; ++i) {
         uint32 x[kBytes / 4];
-        load_piece<kBytes>(x, reinterpret_cast<const uint8*>(at) + i * kBytes);
+        load_vec<kBytes>(x, reinterpret_cast<const uint8*>(at) + i * kBytes);
 #pragma unroll
         for (int j = 0; j < kBytes / 4; ++j) w[i * (kBytes / 4) + j] = x[j];
     }
@@ -93,7 +93,7 @@ struct DecodeTile {
                                  const Rows& rows, const KvStage<Config>& stage, HalfMagic magic, int first, int lane) {
         using Type = ProductType<Config::kQuantK>;
         constexpr int kSteps = Config::kHeadDim / 16, kGroupSteps = kSteps / Config::kKGroups;
-        constexpr int kPieceSteps = kSteps / KRow::kPieces;
+        constexpr int kVecSteps = kSteps / KRow::kVecs;
         constexpr bool kOffsetCodes = KeyCodes<Config::kKKind>::kOffset01 != 0.0f;
         int q = lane & 3, token = token_of_row(lane >> 2);
 #pragma unroll
@@ -120,27 +120,27 @@ struct DecodeTile {
                 }
             }
 #pragma unroll
-            for (int piece = 0; piece < KRow::kPieces; ++piece) {
-                uint32 w[2][KRow::kPiece / 4];
-                uint32 offset = KSmem::offset(token, q, piece);
-                load_piece<KRow::kPiece>(w[0], at + offset);
-                load_piece<KRow::kPiece>(w[1], at + offset + 8 * KRow::kBytes);
-                uint32 a[2][2 * kPieceSteps];  // elements 0, 1 and 2, 3 of each unit
+            for (int vec = 0; vec < KRow::kVecs; ++vec) {
+                uint32 w[2][KRow::kVecBytes / 4];
+                uint32 offset = KSmem::offset(token, q, vec);
+                load_vec<KRow::kVecBytes>(w[0], at + offset);
+                load_vec<KRow::kVecBytes>(w[1], at + offset + 8 * KRow::kBytes);
+                uint32 a[2][2 * kVecSteps];  // elements 0, 1 and 2, 3 of each unit
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     if constexpr (!Config::kQuantK) {
 #pragma unroll
                         for (int j = 0; j < 4; ++j) a[r][j] = w[r][j];
                     } else {
-                        constexpr int kWordRegs = 2 * kPieceSteps / (KRow::kPiece / 4);
+                        constexpr int kWordRegs = 2 * kVecSteps / (KRow::kVecBytes / 4);
 #pragma unroll
-                        for (int j = 0; j < KRow::kPiece / 4; ++j)
+                        for (int j = 0; j < KRow::kVecBytes / 4; ++j)
                             unpack_k_word<Config::kKKind>(w[r][j], magic, a[r] + j * kWordRegs);
                     }
                 }
 #pragma unroll
-                for (int j = 0; j < kPieceSteps; ++j) {
-                    int step = piece * kPieceSteps + j;
+                for (int j = 0; j < kVecSteps; ++j) {
+                    int step = vec * kVecSteps + j;
                     uint32 fragment[4] = {a[0][2 * j], a[1][2 * j], a[0][2 * j + 1], a[1][2 * j + 1]};
                     int group = step / kGroupSteps;
                     if (step % kGroupSteps == 0)
@@ -282,30 +282,30 @@ struct DecodeTile {
     static OA_DEVICE void mma_pv(Rows& rows, const uint32 (&b)[Config::kVGroups][Config::kNTiles][2], const uint8* at,
                                  HalfMagic magic, int lane) {
         using Type = ProductType<Config::kQuantV>;
-        constexpr int kUnits = VRow::kUnits, kPieceUnits = kUnits / VRow::kPieces;
+        constexpr int kUnits = VRow::kUnits, kVecUnits = kUnits / VRow::kVecs;
         int q = lane & 3, g = lane >> 2;
 #pragma unroll
-        for (int piece = 0; piece < VRow::kPieces; ++piece) {
-            uint32 w[4][VRow::kPiece / 4];  // of tokens q, q + 4, q + 8, q + 12
+        for (int vec = 0; vec < VRow::kVecs; ++vec) {
+            uint32 w[4][VRow::kVecBytes / 4];  // of tokens q, q + 4, q + 8, q + 12
 #pragma unroll
-            for (int t = 0; t < 4; ++t) load_piece<VRow::kPiece>(w[t], at + VSmem::offset(q + 4 * t, g, piece));
-            uint32 a[2][4 * kPieceUnits];  // tokens q, q + 4 | q + 8, q + 12: elements 0 .. 3 of each unit
+            for (int t = 0; t < 4; ++t) load_vec<VRow::kVecBytes>(w[t], at + VSmem::offset(q + 4 * t, g, vec));
+            uint32 a[2][4 * kVecUnits];  // tokens q, q + 4 | q + 8, q + 12: elements 0 .. 3 of each unit
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int j = 0; j < VRow::kPiece / 4; ++j) {
+                for (int j = 0; j < VRow::kVecBytes / 4; ++j) {
                     uint32 w0 = w[2 * r][j], w1 = w[2 * r + 1][j];
                     if constexpr (!Config::kQuantV) {
                         a[r][2 * j] = permute_bytes(w0, w1, 0x5410);
                         a[r][2 * j + 1] = permute_bytes(w0, w1, 0x7632);
                     } else {
-                        constexpr int kWordRegs = 4 * kPieceUnits / (VRow::kPiece / 4);
+                        constexpr int kWordRegs = 4 * kVecUnits / (VRow::kVecBytes / 4);
                         unpack_v_words<Config::kVKind>(w0, w1, magic, g, a[r] + j * kWordRegs);
                     }
                 }
 #pragma unroll
-            for (int j = 0; j < kPieceUnits; ++j) {
-                int unit = piece * kPieceUnits + j, group = unit * Config::kVGroups / kUnits;
+            for (int j = 0; j < kVecUnits; ++j) {
+                int unit = vec * kVecUnits + j, group = unit * Config::kVGroups / kUnits;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     int e = 4 * j + 2 * half;

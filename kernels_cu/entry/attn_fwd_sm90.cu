@@ -219,7 +219,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             wgmma_pin(o);
             release_inner();
         };
-        auto once_more = [&] {
+        auto redo = [&] {
             rows.raise(s, c, alpha);
             rescale(o, alpha);
             probabilities(rows, s, c, probs, sum);
@@ -235,7 +235,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
                 probabilities(rows, s, c, probs, sum);
-                if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) once_more();
+                if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) redo();
                 is_full = is_inner_full();
             } else {
                 // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more. (It
@@ -251,7 +251,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                     rows.add(sum);
                     ++i;
                 }
-                if (__any_sync(0xffffffffu, again)) once_more();
+                if (__any_sync(0xffffffffu, again)) redo();
             }
             rows.add(sum);
             ++i;

@@ -104,7 +104,7 @@ using Output = float[Config::kDTiles * 4];
 using Probabilities = uint32[Config::kPSteps][4];
 using QOperands = uint32[Config::kSteps][Config::kMTiles][4];
 using EarlyV = uint32[Config::kEarly][4];
-using Softmax = RowState<NoLift>;
+using Softmax = RowState<FloatPRange>;
 
 // A value that the compiler cannot compute anew, as it likes to do with addresses in every iteration.
 OA_DEVICE uint32 opaque(uint32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
@@ -193,9 +193,9 @@ class Worker {
         bool too_large = c0 > kCoarseScaleOf<Score>;
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i)
-            too_large |= !(sum[i][0] <= NoLift::kSumLimit) || !(sum[i][1] <= NoLift::kSumLimit);
+            too_large |= !(sum[i][0] <= FloatPRange::kSumLimit) || !(sum[i][1] <= FloatPRange::kSumLimit);
         if (__any_sync(0xffffffffu, too_large)) {
-            do_again(n, c, false, sum, q_lane, k, k_lane);
+            redo(n, c, false, sum, q_lane, k, k_lane);
             load_early();  // so that they take no registers meanwhile
         }
 #pragma unroll
@@ -203,11 +203,11 @@ class Worker {
     }
 
     // P of a tile at an edge, or of a row's first, which raises the base anyway.
-    OA_DEVICE void careful_probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane) {
+    OA_DEVICE void masked_probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane) {
         float c0 = scale_without_rounding(scale_ * k_scale);
         const float c[2] = {c0, c0};
         float sum[Config::kMTiles][2];
-        do_again(n, c, true, sum, q_lane, k, k_lane);
+        redo(n, c, true, sum, q_lane, k, k_lane);
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) rows_[i].add(sum[i]);
     }
@@ -249,11 +249,11 @@ class Worker {
     }
 
     // A tile at an edge, or one whose P was too large: masked, with the base raised; O and the denominators follow.
-    OA_DEVICE void do_again(int32 n, const float (&c)[2], bool edges, float (&sum)[Config::kMTiles][2], QLane q_lane,
-                            uint32 k, KLane k_lane) {
+    OA_DEVICE void redo(int32 n, const float (&c)[2], bool edges, float (&sum)[Config::kMTiles][2], QLane q_lane,
+                        uint32 k, KLane k_lane) {
         // Or else what the first time has in common with this one is kept in registers for it.
-        q_lane.full = kept(q_lane.full), q_lane.tail = kept(q_lane.tail);
-        k_lane.full = kept(k_lane.full), k_lane.tail = kept(k_lane.tail);
+        q_lane.full = in_register(q_lane.full), q_lane.tail = in_register(q_lane.tail);
+        k_lane.full = in_register(k_lane.full), k_lane.tail = in_register(k_lane.tail);
         Integers s[Config::kMTiles];
         QOperands q;
         load_q(q, q_lane);
@@ -319,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         // All tiles but a sequence's last have all rows; rows lie together where none of their columns are left out.
         const bool whole = p.k_stride_s == Config::kHeadDim / 2 && p.v_stride_s == Config::kHeadDim;
         const int32 last_whole =
-            kept(whole ? keys.first : 0x7fffffff);  // while n > this, the next tile is copied as whole
+            in_register(whole ? keys.first : 0x7fffffff);  // while n > this, the next tile is copied as whole
         WholeKCopy whole_k(tid);
         WholeVCopy whole_v(tid);
 #pragma unroll
@@ -327,8 +327,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             whole_k.dst[i] = opaque(smem_k + whole_k.dst[i], lane);
             whole_v.dst[i] = whole_k.dst[i] + uint32(KTile::kBytes);  // the same place in K and in a panel of V
         }
-        const uint8* k_from = kept(reinterpret_cast<const uint8*>(facts.k) + whole_k.src);
-        const uint8* v_from = kept(reinterpret_cast<const uint8*>(facts.v) + whole_v.src);
+        const uint8* k_from = in_register(reinterpret_cast<const uint8*>(facts.k) + whole_k.src);
+        const uint8* v_from = in_register(reinterpret_cast<const uint8*>(facts.v) + whole_v.src);
         const float* scales_from = facts.k_scale;
         if (whole && p.q_stride_s == Config::kHeadDim / 2 && t.seqlen_q - t.m0 >= Config::kBlockM) {
             const WholeQCopy whole_q(tid);
@@ -395,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         };
         // head_dim_pad < 128; by a tid of its own, so that nothing that only this needs takes registers all the time.
         auto other_copies = [&] {
-            if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, kept(tid));
+            if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, in_register(tid));
         };
         // Of this warp's rows: tiles [own.first, own.end) are seen; of these [common_first, common_end) need no mask and are
         // not the first.
@@ -412,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
                 other_copies();
                 announce();
                 if (n < own.end && n >= own.first) {
-                    worker.careful_probabilities(n, smem.k_scale[n & 3][lane & 3], q_lane, here, k_lane);
+                    worker.masked_probabilities(n, smem.k_scale[n & 3][lane & 3], q_lane, here, k_lane);
                     load_early();
                     mma_pv(worker.o_, worker.probs_, here, v_lane, early);
                 }

@@ -112,12 +112,12 @@ using Probabilities = uint32[kPSteps][4];
 constexpr bool kDirect = Config::kHalfV && !Config::kAcc16;
 
 // P at the base of the softmax, and what a lane's P of one part of a tile may add up to.
-struct Lift {
-    static constexpr float kValue = Config::kHalfV ? 0.0f : 4.754887502f;  // log2(27): 16 at the base give 432
+struct PRange {
+    static constexpr float kBaseLog2 = Config::kHalfV ? 0.0f : 4.754887502f;  // log2(27): 16 at the base give 432
     static constexpr float kSumLimit =
         (Config::kAcc16 ? (Config::kHalfV ? 60.0f : 448.0f) / kParts : (Config::kHalfV ? 256.0f : 448.0f));
 };
-using Softmax = RowState<Lift>;
+using Softmax = RowState<PRange>;
 
 // S of one part of a tile, whose first key smem_k points at.
 OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane& q_lane, uint32 smem_k,
@@ -296,7 +296,7 @@ class Worker {
 #pragma unroll
             for (int i = first; i < first + Config::kVoteTiles; ++i) {
                 rows_[i].template exponentiate<false>(s[i], c, sum[i], Packer{probs_[i], {}});
-                too_large |= !(sum[i][0] <= Lift::kSumLimit) || !(sum[i][1] <= Lift::kSumLimit);
+                too_large |= !(sum[i][0] <= PRange::kSumLimit) || !(sum[i][1] <= PRange::kSumLimit);
             }
             if (__any_sync(0xffffffffu, too_large)) {
                 multiply_before();

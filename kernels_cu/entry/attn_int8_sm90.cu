@@ -192,7 +192,7 @@ OA_DEVICE void issue_pv(Output& acc, RowSums& sums, const Probabilities& probs, 
     wgmma_pin(sums);
 }
 
-using Softmax = RowState<Lift>;
+using Softmax = RowState<PRange>;
 
 using Shift = Select<Config::kDelta, DeltaShift, NoShift>::Type;
 
@@ -220,7 +220,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
           storage_(smem),
           k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::k), 16, 8 * Config::kRowBytes)),
           v_(wgmma_descriptor<Config::kBlockN>(smem_addr_at(&SharedStorage::v), 16, 8 * Config::kBlockN)),
-          k_scale_(kept(smem_addr_at(&SharedStorage::k_scale) + 4 * (lane_ & 3))) {}
+          k_scale_(in_register(smem_addr_at(&SharedStorage::k_scale) + 4 * (lane_ & 3))) {}
 
     // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal for the
     // whole warpgroup may decide between two places where products are issued.
@@ -235,7 +235,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         Scores s;
         // P is made while the product of the last P runs, whose operands no instruction may write to.
         Probabilities probs, fresh;
-        const uint32 zero = unseen_zero();
+        const uint32 zero = opaque_zero();
         RowSums sums = {};
         float c[2], alpha[2], sum[2];
         bool is_full = false;  // whether the next step's buffer was seen to be
@@ -263,10 +263,10 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
 #pragma unroll
             for (int k = 0; k < Config::kBlockN / 32; ++k)
 #pragma unroll
-                for (int x = 0; x < 4; ++x) probs[k][x] = moved(fresh[k][x], zero);
+                for (int x = 0; x < 4; ++x) probs[k][x] = copy_of(fresh[k][x], zero);
         };
         // After the last read of the step's buffer.
-        auto give_back = [&] {
+        auto release_stage = [&] {
             __syncwarp();
             release_inner();
             is_full = is_inner_full();
@@ -284,7 +284,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0 ||
                    (!Config::kDelta && c[0] > kCoarseScale);
         };
-        auto once_more = [&] {
+        auto redo = [&] {
             Shift shift = shift_of(t);
             rows.raise(s, c, alpha, shift);
             rescale(state.acc, alpha);
@@ -331,9 +331,9 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         rows.raise(s, c, alpha, shift_of(t));
         exponentiate();
         renew_probs();
-        if (__any_sync(0xffffffffu, is_too_large())) once_more();
+        if (__any_sync(0xffffffffu, is_too_large())) redo();
         add();
-        give_back();
+        release_stage();
 
         const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
         int32 flush_at = i + flush_tiles;
@@ -353,8 +353,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 }
                 special = next_special(i);
                 renew_probs();
-                if (__any_sync(0xffffffffu, is_too_large())) once_more();
-                give_back();
+                if (__any_sync(0xffffffffu, is_too_large())) redo();
+                release_stage();
             } else {
                 // The common case. What is rare leaves the loop, by one branch for all: a jump over it would cost ten cycles a
                 // step and more.
@@ -363,12 +363,12 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                     products();
                     exponentiate();
                     finish_pv();
-                    if (!Config::kDelta) give_back();
+                    if (!Config::kDelta) release_stage();
                     renew_probs();
                     again = is_too_large();
                     if (__any_sync(0xffffffffu, again || i + 1 >= special || (!Config::kDelta && !is_full))) break;
                     if (Config::kDelta) {  // doing it again would have needed delta_s
-                        give_back();
+                        release_stage();
                         given = true;
                         if (__any_sync(0xffffffffu, !is_full)) break;  // lanes may have asked at different times
                         given = false;
@@ -376,8 +376,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                     add();
                     ++i;
                 }
-                if (__any_sync(0xffffffffu, again)) once_more();
-                if (!given) give_back();
+                if (__any_sync(0xffffffffu, again)) redo();
+                if (!given) release_stage();
             }
             add();
         }

@@ -8,7 +8,7 @@
 // head, block of query rows). It works out the plan as decode_sm80 does (decode/plan.cuh). Segments that one CTA of
 // decode_sm80 had as a whole are done; those without keys become O = 0, LSE = -inf (or the sink) here. A warp asks for
 // kUnroll partial results at once and takes them in with a running maximum, a lane HEAD_DIM / 32 channels: one trip to L2
-// where there are no more. Bits depend on the plan alone, with whole granules (whose split is fixed) on the sequence alone.
+// where there are no more. Bits depend on the plan alone, with whole chunks (whose split is fixed) on the sequence alone.
 //
 // Shared memory, bytes: the warps' sums 8 * HEAD_DIM * 4 | maxima, denominators 64 | scan.
 #include "attention/sinks.cuh"
@@ -76,22 +76,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     int32 token = token_of(p, flat), head = kv_head * p.group + (flat - token * p.group);
     bool active = row < Config::kRows && token < p.q_len;
 
-    int32 granules = key_span(p, sequence).granules, count = 0;
+    int32 chunks = key_span(p, sequence).chunks, count = 0;
     int64 first_slot = 0, later_slots = 0;  // slots of partial result 0, and of i > 0: later_slots + i * step
     int32 step = p.fixed_splits ? 1 : 2;
     Scan<Config::kThreads> scan(p, smem.scan);
-    Share share(scan.total, p);
-    if (granules > 0) {
+    Partition partition(scan.total, p);
+    if (chunks > 0) {
         scan.before_sequence(p, sequence, smem.scan);
-        int32 begin = smem.scan.before + segment * granules;
+        int32 begin = smem.scan.before + segment * chunks;
         if (p.fixed_splits) {
-            count = granules;
+            count = chunks;
             first_slot = later_slots = begin;
         } else {
-            int32 worker = share.worker_of(begin);
-            count = share.worker_of(begin + granules - 1) - worker + 1;
+            int32 worker = partition.worker_of(begin);
+            count = partition.worker_of(begin + chunks - 1) - worker + 1;
             later_slots = 2 * worker;
-            first_slot = partial_slot(p, share, worker, begin, begin);
+            first_slot = partial_slot(p, partition, worker, begin, begin);
         }
     }
     wait_for_kernel_ahead();  // it was launched early, and has worked out the plan meanwhile

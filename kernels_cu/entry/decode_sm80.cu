@@ -12,11 +12,11 @@
 // sum(P z) to each channel.
 //
 // Each warp walks tiles of its own, TILE_TOKENS keys apart by turns, with its own running maximum and O, and its own ring of
-// shared memory: no barrier but __syncwarp until the piece ends.
+// shared memory: no barrier but __syncwarp until the split ends.
 //
 //   wait tile i | __syncwarp | copy tile i + NUM_STAGES - 1 | S^T  softmax  O^T of tile i
 //
-// Pieces (decode/plan.cuh) end with a merge of the warps through shared memory; O goes out, or a partial result.
+// Splits (decode/plan.cuh) end with a merge of the warps through shared memory; O goes out, or a partial result.
 //
 // Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V); the merge uses the same.
 #include "decode/query.cuh"
@@ -69,8 +69,8 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-constexpr int32 kEarlyGranules = 2;  // of a CTA
-constexpr int64 kBriefStream = 300 << 20;  // bytes, six times an H200's L2: docs/performance/decode.md
+constexpr int32 kEarlyChunks = 2;  // of a CTA
+constexpr int64 kShortStream = 300 << 20;  // bytes, six times an H200's L2: docs/performance/decode.md
 
 // token / block_size.
 OA_DEVICE uint32 block_index(const DecodeParams& p, int32 token) {
@@ -94,38 +94,38 @@ OA_DEVICE uint32 cache_row(const DecodeParams& p, uint32 block, int32 kv_head, i
                                        : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
 }
 
-// A piece of a segment.
-struct Piece {
+// A split of a segment.
+struct Split {
     int32 sequence, kv_head, row_block;
     int32 begin, end;  // keys to walk
     int32 seq_len;
     int32 limit;  // end of the keys that are this launch's
 };
 
-// Address of query row `row` of a piece, null if there is none.
+// Address of query row `row` of a split, null if there is none.
 OA_DEVICE const uint16* query_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 row) {
     int32 token = token_of(p, row), head = kv_head * p.group + (row - token * p.group);
     if (token >= p.q_len) return nullptr;
     return p.q + sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
 }
 
-OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParams& p, const Piece& piece, int lane) {
+OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParams& p, const Split& split, int lane) {
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
-        int32 row = piece.row_block * Config::kRows + n * 8 + (lane >> 2);
-        queries[n].load(query_row(p, piece.sequence, piece.kv_head, row), p, lane & 3);
+        int32 row = split.row_block * Config::kRows + n * 8 + (lane >> 2);
+        queries[n].load(query_row(p, split.sequence, split.kv_head, row), p, lane & 3);
     }
 }
 
 OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config::kNTiles], const DecodeParams& p,
-                         const Piece& piece, int lane) {
+                         const Split& split, int lane) {
     int q = lane & 3;
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
-        int32 token = token_of(p, piece.row_block * Config::kRows + n * 8 + (lane >> 2));
+        int32 token = token_of(p, split.row_block * Config::kRows + n * 8 + (lane >> 2));
         Query& query = queries[n];
         if constexpr (Config::kQuantK) {
-            query.transform(Config::Io{}, p, piece.kv_head, q);
+            query.transform(Config::Io{}, p, split.kv_head, q);
             if constexpr (Tile::kZeroProduct) query.pack_sums(rows.zero_b[n], q);
         } else {
             query.keep(p);
@@ -147,7 +147,7 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
                     rows.start[group][n][r] = __shfl_sync(0xffffffffu, query.start[group], src);
                 }
             int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
-            rows.end[n][r] = p.first_key == kAllSeePrefix ? piece.seq_len : piece.seq_len - p.q_len + 1 + its_token;
+            rows.end[n][r] = p.first_key == kAllSeePrefix ? split.seq_len : split.seq_len - p.q_len + 1 + its_token;
             rows.m[n][r] = kLowest;
             rows.l[n][r] = 0.0f;
             rows.f[n][r] = kLargestFactor;
@@ -160,28 +160,28 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
     }
 }
 
-// Brings a piece's part of the block table to L2: behind the copies of K and V, a trip to memory takes longer than a tile.
-OA_DEVICE void prefetch_table(const DecodeParams& p, const Piece& piece, int tid) {
-    if (p.block_table == nullptr || piece.begin >= piece.end) return;
-    const int32* from = p.block_table + int64(piece.sequence) * p.table_columns;
-    int32 last = int32(block_index(p, piece.end - 1));
-    int32 i = int32(block_index(p, piece.begin)) + 32 * tid;
+// Brings a split's part of the block table to L2: behind the copies of K and V, a trip to memory takes longer than a tile.
+OA_DEVICE void prefetch_table(const DecodeParams& p, const Split& split, int tid) {
+    if (p.block_table == nullptr || split.begin >= split.end) return;
+    const int32* from = p.block_table + int64(split.sequence) * p.table_columns;
+    int32 last = int32(block_index(p, split.end - 1));
+    int32 i = int32(block_index(p, split.begin)) + 32 * tid;
     if (tid == Config::kThreads - 1) prefetch_l2(from + last);
     for (; i <= last; i += 32 * Config::kThreads) prefetch_l2(from + i);
 }
 
-// The keys of a piece that fall to this warp.
-OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Piece& piece,
+// The keys of a split that fall to this warp.
+OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Split& split,
                     KvStage<Config> (&stages)[Config::kStages], uint64 policy, int warp_idx, int lane) {
     constexpr int kStep = Config::kWarps * Config::kTile;
-    int32 first = piece.begin + warp_idx * Config::kTile;
-    int32 tiles = first < piece.end ? (piece.end - first + kStep - 1) / kStep : 0;
+    int32 first = split.begin + warp_idx * Config::kTile;
+    int32 tiles = first < split.end ? (split.end - first + kStep - 1) / kStep : 0;
     KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane};
-    // A lane's key of a tile; behind the end of the piece its last one, of which nothing is copied.
-    auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, piece.end - 1); };
+    // A lane's key of a tile; behind the end of the split its last one, of which nothing is copied.
+    auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, split.end - 1); };
     // Asked for a tile ahead of its copy, and looked at no sooner: the block table is another trip to memory.
-    uint32 block = tiles > 0 ? block_of(p, piece.sequence, key_of(0)) : 0;
-    // Where rows follow each other at least sixteen at a time, pieces begin at multiples of sixteen. (FBGEMM's rows have those of
+    uint32 block = tiles > 0 ? block_of(p, split.sequence, key_of(0)) : 0;
+    // Where rows follow each other at least sixteen at a time, splits begin at multiples of sixteen. (FBGEMM's rows have those of
     // other heads between them.)
     bool in_runs = p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0) &&
                    (Config::kKKind != kKvFbgemm || p.num_kv_heads == 1);
@@ -189,23 +189,23 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     KvRing<KvStage<Config>, Config::kStages> ring(stages, lane);
     auto copy_next = [&]() {
         if (copied < tiles) {
-            uint32 row = cache_row(p, block, piece.kv_head, key_of(copied));
-            copy.tile(ring.address, row, piece.end - first - copied * kStep, in_runs);
+            uint32 row = cache_row(p, block, split.kv_head, key_of(copied));
+            copy.tile(ring.address, row, split.end - first - copied * kStep, in_runs);
             ring.advance();
-            block = block_of(p, piece.sequence, key_of(copied + 1));
+            block = block_of(p, split.sequence, key_of(copied + 1));
         }
         ++copied;
         cp_async_commit();
     };
     Query queries[Config::kNTiles];
-    load_queries(queries, p, piece, lane);
+    load_queries(queries, p, split, lane);
 #pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
-    make_rows(b, rows, queries, p, piece, lane);
+    make_rows(b, rows, queries, p, split, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before it, but for the window.
-    int32 seen_by_all = p.first_key == kAllSeePrefix ? piece.limit : min_of(piece.seq_len - p.q_len + 1, piece.limit);
-    int32 window_begin = p.window_left < 0 ? 0 : piece.seq_len - 1 - p.window_left;
+    int32 seen_by_all = p.first_key == kAllSeePrefix ? split.limit : min_of(split.seq_len - p.q_len + 1, split.limit);
+    int32 window_begin = p.window_left < 0 ? 0 : split.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();
         __syncwarp();  // tile i has landed; every lane has left tile i - 1
@@ -218,7 +218,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
             Tile::mma_qk(x, b, rows, stage, magic, part, lane);
             if (p.softcap > 0.0f) Tile::apply_softcap(x, p.softcap);
             if (key + 16 * Config::kMTiles > seen_by_all || key < window_begin)
-                Tile::mask_keys(x, rows, key, piece.limit, p.window_left, lane);
+                Tile::mask_keys(x, rows, key, split.limit, p.window_left, lane);
             Tile::softmax_pv(x, rows, stage, magic, part, lane);
         }
     }
@@ -253,7 +253,7 @@ OA_DEVICE void store_warp(Merge& merge, Rows& rows, int warp_idx, int lane) {
 }
 
 // The warps' results together, to O and LSE or (slot >= 0) to a partial result.
-OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piece& piece, int32 slot, int tid) {
+OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Split& split, int32 slot, int tid) {
     constexpr int kRowThreads = Config::kThreads / 8;
     int at = tid % kRowThreads;
 #pragma unroll
@@ -267,20 +267,20 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
             weight[w] = exp2_approx(merge.m[w][row] - m);
             l = fmaf(merge.l[w][row], weight[w], l);
         }
-        int32 flat = piece.row_block * Config::kRows + row, token = token_of(p, flat);
+        int32 flat = split.row_block * Config::kRows + row, token = token_of(p, flat);
         if (token >= p.q_len) continue;
-        int32 head = piece.kv_head * p.group + (flat - token * p.group);
+        int32 head = split.kv_head * p.group + (flat - token * p.group);
         float scale = 1.0f;
         int64 slot_row = int64(slot) * Config::kRows + row;
         if (slot < 0) {
             RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
             scale = result.o_scale;
             if (p.lse != nullptr && at == 0)
-                p.lse[(int64(piece.sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;
+                p.lse[(int64(split.sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;
         } else if (at == 0) {
             *reinterpret_cast<float2*>(p.partial_ml + 2 * slot_row) = make_float2(m, l);
         }
-        uint16* to = p.o + piece.sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
+        uint16* to = p.o + split.sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
 #pragma unroll
         for (int i = 0; i < Config::kHeadDim / 4 / kRowThreads; ++i) {
             int channel = 4 * (i * kRowThreads + at);
@@ -334,12 +334,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
 
     prefetch_first(p, tid);
     Scan<Config::kThreads> scan(p, smem.scan);
-    Share share(scan.total, p);
-    int32 at = share.begin(blockIdx.x), end = share.begin(blockIdx.x + 1);
+    Partition partition(scan.total, p);
+    int32 at = partition.begin(blockIdx.x), end = partition.begin(blockIdx.x + 1);
     if (at >= end) return;
     // decode_combine waits for the end of this kernel. Where there is work for more than a moment it comes late, so that it takes nothing
     // from the first copies.
-    bool early = share.each <= kEarlyGranules;
+    bool early = partition.each <= kEarlyChunks;
     if (early) launch_dependents();
     scan.locate(p, at, smem.scan);
     int32 sequence = smem.scan.sequence, before = smem.scan.before;
@@ -347,38 +347,38 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     // the same keys, which had better stay.)
     constexpr int kKeyBytes = Tile::KRow::kBytes + Tile::VRow::kBytes + (Config::kQuantK ? 4 * Config::kKGroups : 0) +
                               (Config::kQuantV ? 4 * Config::kVGroups : 0);
-    bool brief = (int64(scan.total) << p.chunk_log2) * kKeyBytes < kBriefStream;
+    bool brief = (int64(scan.total) << p.chunk_log2) * kKeyBytes < kShortStream;
     uint64 policy = l2_policy(brief && (Config::kNTiles == 1 || p.num_row_blocks == 1));
     while (at < end) {
         KeySpan span = key_span(p, sequence);
-        int32 all = span.granules * p.num_kv_heads * p.num_row_blocks;
+        int32 all = span.chunks * p.num_kv_heads * p.num_row_blocks;
         if (at >= before + all) {  // sequences without keys have none
             before += all;
             ++sequence;
             continue;
         }
-        int32 segment = all == span.granules ? 0 : (at - before) / span.granules;
-        int32 segment_begin = before + segment * span.granules;
-        int32 stop = p.fixed_splits ? at + 1 : min_of(end, segment_begin + span.granules);
-        Piece piece;
-        piece.sequence = sequence;
-        piece.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
-        piece.row_block = segment - piece.kv_head * p.num_row_blocks;
-        piece.begin = span.begin + ((at - segment_begin) << p.chunk_log2);
-        piece.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.chunk_log2));
-        piece.seq_len = span.seq_len;
-        piece.limit = span.end;
-        bool whole = stop - at == span.granules;
+        int32 segment = all == span.chunks ? 0 : (at - before) / span.chunks;
+        int32 segment_begin = before + segment * span.chunks;
+        int32 stop = p.fixed_splits ? at + 1 : min_of(end, segment_begin + span.chunks);
+        Split split;
+        split.sequence = sequence;
+        split.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
+        split.row_block = segment - split.kv_head * p.num_row_blocks;
+        split.begin = span.begin + ((at - segment_begin) << p.chunk_log2);
+        split.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.chunk_log2));
+        split.seq_len = span.seq_len;
+        split.limit = span.end;
+        bool whole = stop - at == span.chunks;
 
-        if (p.recent_side != kRecentNewest) prefetch_table(p, piece, tid);
+        if (p.recent_side != kRecentNewest) prefetch_table(p, split, tid);
         QueryFragments b;
         Rows rows;
-        walk(b, rows, p, piece, smem.stages[warp_idx], policy, warp_idx, lane);
+        walk(b, rows, p, split, smem.stages[warp_idx], policy, warp_idx, lane);
         if (!early) launch_dependents();
         __syncthreads();  // every warp is through with its stages
         store_warp(smem.merge, rows, warp_idx, lane);
         __syncthreads();
-        write_piece(smem.merge, p, piece, whole ? -1 : partial_slot(p, share, blockIdx.x, segment_begin, at), tid);
+        write_split(smem.merge, p, split, whole ? -1 : partial_slot(p, partition, blockIdx.x, segment_begin, at), tid);
         __syncthreads();
         at = stop;
     }

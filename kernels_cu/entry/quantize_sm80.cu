@@ -92,13 +92,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
     };
     if (first_warp) take_next(s.items[0]);
     s.groups[0].clear<kThreads>();
-    for (uint32 turn = 0;; turn ^= 1) {
+    for (uint32 buffer = 0;; buffer ^= 1) {
         arrived();
         __syncthreads();  // the item is there, and everything else of the one before is free
-        const QuantizeItem& t = s.items[turn];
+        const QuantizeItem& t = s.items[buffer];
         if (t.kind == kNoItem) return;
-        if (first_warp) take_next(s.items[turn ^ 1]);
-        s.groups[turn ^ 1].clear<kThreads>();
+        if (first_warp) take_next(s.items[buffer ^ 1]);
+        s.groups[buffer ^ 1].clear<kThreads>();
         if (t.batch_idx < 0) continue;  // a slot that no sequence fills
         if (t.kind == kReduceK) {
             reduce_k<IO_TYPE, kHeadDim>(p, t, s.work.sums, &s.flag);
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
         } else if (t.kind == kFinishV) {
             finish_v<IO_TYPE, kHeadDim>(p, t, s.work.values);
         } else {
-            quantize_rows<IO_TYPE, kHeadDim>(p, t, s.work.rows, s.groups[turn]);
+            quantize_rows<IO_TYPE, kHeadDim>(p, t, s.work.rows, s.groups[buffer]);
         }
     }
 }

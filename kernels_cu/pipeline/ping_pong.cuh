@@ -13,7 +13,8 @@ template <int kGroups, bool kOrdered>
 class PingPong {
   public:
     OA_DEVICE explicit PingPong(int32 group)
-        : own_(kOrdered ? kept(1 + group) : 0), next_(kOrdered ? kept(group == kGroups - 1 ? 1 : 2 + group) : 0) {
+        : own_(kOrdered ? in_register(1 + group) : 0),
+          next_(kOrdered ? in_register(group == kGroups - 1 ? 1 : 2 + group) : 0) {
         if (kOrdered && group == kGroups - 1) named_barrier_arrive(1, 256);
     }
     OA_DEVICE void wait() const {

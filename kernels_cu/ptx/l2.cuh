@@ -7,12 +7,12 @@
 OA_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // createpolicy.fractional.L2: how the L2 cache treats what is read: first out (not needed again), or last (needed soon).
-OA_DEVICE uint64 passing_policy() {
+OA_DEVICE uint64 evict_first_policy() {
     uint64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-OA_DEVICE uint64 keeping_policy() {
+OA_DEVICE uint64 evict_last_policy() {
     uint64 policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     return policy;
@@ -21,11 +21,11 @@ OA_DEVICE uint64 keeping_policy() {
 // createpolicy.fractional.L2: what is read once makes room first, so that a stream does not push out what others will need, nor
 // has it written to memory where it is newer than there. A long stream is faster if it leaves the order as it is (measured on an
 // H200). sm_90 only: elsewhere nobody has run it, and ptxas has a bug there (KvRing in decode/kv_copy.cuh).
-OA_DEVICE uint64 l2_policy(bool brief) {
+OA_DEVICE uint64 l2_policy(bool short_stream) {
 #if __CUDA_ARCH__ == 900
     uint64 unchanged;
     asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(unchanged));
-    return brief ? passing_policy() : unchanged;
+    return short_stream ? evict_first_policy() : unchanged;
 #else
     return 0;
 #endif

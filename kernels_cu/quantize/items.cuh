@@ -29,9 +29,9 @@ OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? kComm
 
 // Blocks of one kind, `parts` to a kv head and row of blocks: all heads of a batch entry before the next rows, because they lie
 // side by side in the inputs; all rows of a batch entry before the next one, because they do in the outputs.
-struct Split {
+struct BlockOrder {
     uint32 row, unit, part;
-    OA_DEVICE Split(uint32 index, uint32 units, uint32 rows, uint32 parts, uint32 heads) {
+    OA_DEVICE BlockOrder(uint32 index, uint32 units, uint32 rows, uint32 parts, uint32 heads) {
         uint32 per_entry = heads * rows * parts, entry = index / per_entry;
         uint32 first_unit = entry * heads;
         index -= entry * per_entry;
@@ -52,7 +52,7 @@ constexpr uint32 kQueriesAhead = 1024;
 OA_DEVICE int32 finish_items(const QuantizeParams& p) { return has(p, kHasV) ? (is_packed(p) ? p.batch : 1) : 0; }
 
 // Heads that go through their rows together: those of a batch entry, if a group has no part of one.
-OA_DEVICE uint32 heads_abreast(const QuantizeParams& p, uint32 units) {
+OA_DEVICE uint32 interleaved_heads(const QuantizeParams& p, uint32 units) {
     return is_packed(p) || p.num_groups > 1 ? units : uint32(p.num_kv_heads);
 }
 
@@ -60,11 +60,11 @@ OA_DEVICE uint32 heads_abreast(const QuantizeParams& p, uint32 units) {
 // strain different units.
 OA_DEVICE void decode_pass(const QuantizeParams& p, QuantizeItem& t, uint32 group, uint32 units, uint32 off) {
     uint32 span, heads = has(p, kHasQk) && p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0;
-    uint32 abreast = heads_abreast(p, units);
+    uint32 interleaved = interleaved_heads(p, units);
     auto assign = [&](ItemKind kind, uint32 index, uint32 rows, uint32 parts) {
-        Split split(index, units, rows, parts, abreast);
+        BlockOrder place(index, units, rows, parts, interleaved);
         t.kind = kind;
-        t.unit = group * p.units_per_group + split.unit, t.slot = split.row, t.head = split.part;
+        t.unit = group * p.units_per_group + place.unit, t.slot = place.row, t.head = place.part;
     };
     uint32 of_q = units * heads * p.slots_q, of_k = has(p, kHasQk) ? units * p.slots_k : 0,
            of_v = has(p, kHasV) ? units * p.slots_k : 0;
@@ -132,9 +132,9 @@ OA_DEVICE QuantizeItem decode_item(const QuantizeParams& p, uint32 ticket) {
     if (reduce) {
         bool has_k = has(p, kSmoothK), has_v = has(p, kHasV);
         units = int32(group) + 1 == p.num_groups ? rest_units : p.units_per_group;
-        Split split(off, units, p.slots_r, has_k && has_v ? 2 : 1, units);
-        t.kind = split.part == 1 || !has_k ? kReduceV : kReduceK;
-        t.unit = group * p.units_per_group + split.unit, t.slot = split.row;
+        BlockOrder place(off, units, p.slots_r, has_k && has_v ? 2 : 1, units);
+        t.kind = place.part == 1 || !has_k ? kReduceV : kReduceK;
+        t.unit = group * p.units_per_group + place.unit, t.slot = place.row;
     } else {
         decode_pass(p, t, group, units, off);
     }

@@ -61,11 +61,11 @@ OA_DEVICE void sum_finite(const RowsToSum& rows, int32 head_dim, float* buffer) 
     int32 cc = threadIdx.x % kColumns, ty = threadIdx.x / kColumns;
     float x[8], even[8] = {}, odd[8] = {};
     for (int32 r = ty; cc * 8 < head_dim && r < rows.count; r += 2 * kRowLanes) {
-        unpack8(Io{}, load_input(rows.at(r) + cc * 16, keeping_policy()), x);
+        unpack8(Io{}, load_input(rows.at(r) + cc * 16, evict_last_policy()), x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) even[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
         if (r + kRowLanes >= rows.count) break;
-        unpack8(Io{}, load_input(rows.at(r + kRowLanes) + cc * 16, keeping_policy()), x);
+        unpack8(Io{}, load_input(rows.at(r + kRowLanes) + cc * 16, evict_last_policy()), x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) odd[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
     }
@@ -111,7 +111,7 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const QuantizeItem& t, float* b
                               kCommon ? t.stride_bytes : p.k_stride_s * 2);
     float sums[2][8] = {};
     bool inside = cc * 8 < p.head_dim;
-    uint64 policy = keeping_policy();
+    uint64 policy = evict_last_policy();
     for (int32 r0 = ty; r0 < rows.count; r0 += kRowLanes * kBatch) {
         uint4 raw[kBatch];
 #pragma unroll
@@ -188,7 +188,7 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const QuantizeItem& t, float* b
     none_hi.x = none_hi.y = none_hi.z = none_hi.w = infinities(io) | kBothSigns;
     uint4 hi = none_hi, lo = none_lo;
     float sums[2][8] = {};
-    uint64 policy = keeping_policy();
+    uint64 policy = evict_last_policy();
     // Rows behind the last one: this thread's first one again, which changes no range.
     for (int32 r0 = ty; inside && r0 < rows.count; r0 += kRowLanes * kBatch) {
         uint4 raw[kBatch];

@@ -154,7 +154,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, Row
     uint4 raw[kSteps];
     {
         const uint8* from = rows + ty * stride + cc * 16;
-        uint64 policy = passing_policy();
+        uint64 policy = evict_first_policy();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             bool inside = cc * 8 < p.head_dim && ty + i * kRowLanes < count;

@@ -48,7 +48,7 @@ OA_DEVICE void load_values(const QuantizeParams& p, const ValuesTile& tile, uint
     constexpr int kColumns = kHeadDim / 8;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
     bool inside = cc * 8 < p.head_dim;
-    uint64 policy = passing_policy();
+    uint64 policy = evict_first_policy();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll

@@ -32,7 +32,7 @@ OA_DEVICE FwdTile tile_of(const AttnFwdParams& p, int32 batch_idx, int32 head_id
 }
 
 // Heads whose tiles take turns in a causal launch, and the number of their tiles that is enough.
-constexpr uint32 kTurnHeads = 16, kTurnTiles = 1024;
+constexpr uint32 kInterleavedHeads = 16, kInterleavedTiles = 1024;
 
 // Dense, one tile a CTA. Tiles of one head are neighbours (they share K and V in L2), the longest first. Causal heads, whose
 // tiles grow with their row, take turns, up to 16 at a time and the longest tiles of all of them first, so that a launch does
@@ -47,10 +47,10 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
         head = tile_idx / p.num_m_blocks;
         m = blocks - 1 - uint32(tile_idx - head * p.num_m_blocks);
     } else if (p.window_right >= 0 && p.window_left < 0) {
-        uint32 heads = min_of(max_of(kTurnTiles / blocks, 1u), kTurnHeads);
-        uint32 behind = uint32(num_tiles) - 1 - uint32(tile_idx), turn = behind / (heads * blocks);
-        behind -= turn * (heads * blocks);
-        uint32 end = uint32(p.batch) * p.num_q_heads - turn * heads;
+        uint32 heads = min_of(max_of(kInterleavedTiles / blocks, 1u), kInterleavedHeads);
+        uint32 behind = uint32(num_tiles) - 1 - uint32(tile_idx), group = behind / (heads * blocks);
+        behind -= group * (heads * blocks);
+        uint32 end = uint32(p.batch) * p.num_q_heads - group * heads;
         heads = min_of(heads, end);
         m = behind / heads;
         head = end - 1 - (behind - m * heads);

@@ -125,7 +125,7 @@ class PersistentConsumer {
   public:
     OA_DEVICE PersistentConsumer(const AttnFwdParams& p, const TileList& list, RoleStorage<Config>& smem,
                                  const RoleBarriers<Config>& bars, int32 group)
-        : p_(p), list_(list), smem_(smem), bars_(bars), group_(group), lane_(kept(threadIdx.x & 31)) {}
+        : p_(p), list_(list), smem_(smem), bars_(bars), group_(group), lane_(in_register(threadIdx.x & 31)) {}
 
   protected:
     // All consumer warpgroups.
