@@ -1,10 +1,10 @@
 // Which keys a query row sees. Bottom-right alignment: query i stands at key position i + seqlen_k - seqlen_q.
 #pragma once
 #include "params/attn_fwd.cuh"
-#include "scheduler/fwd_tile.cuh"
-#include "scheduler/bwd_tile.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
+#include "scheduler/bwd_tile.cuh"
+#include "scheduler/fwd_tile.cuh"
 
 struct KeyRange {
     int32 lo, hi;  // visible keys: lo <= j < hi

@@ -2,9 +2,9 @@
 #pragma once
 #include "attention/quantized_operands.cuh"
 #include "attention/warp_epilogue.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 
 // V's scales and means of one head, in global memory. What lies behind head_dim_pad is stored nowhere.

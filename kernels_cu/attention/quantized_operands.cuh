@@ -1,9 +1,9 @@
 // Where the scales and biases of a tile of quantized operands lie. Formats: docs/quantization.md.
 #pragma once
+#include "params/attn_fwd.cuh"
 #include "params/attn_int8.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/slots.cuh"
 

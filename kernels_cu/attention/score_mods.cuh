@@ -1,9 +1,9 @@
 // Softcap and user masks: scores one by one, on their way from the first product to the softmax.
 #pragma once
 #include "attention/mask.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 
 template <typename Io>

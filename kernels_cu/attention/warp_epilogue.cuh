@@ -2,9 +2,9 @@
 #pragma once
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
-#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 
 // Scales and stores this thread's two rows. The four lanes of a quad hold 4 x 4 words of one row (four 8-column blocks);

@@ -4,9 +4,9 @@
 #pragma once
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "params/attn_fwd.cuh"
 #include "scheduler/fwd_tile.cuh"
 
 // Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S for

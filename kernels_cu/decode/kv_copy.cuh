@@ -1,8 +1,8 @@
 // A warp's tile of a KV cache on its way to shared memory: rows that a block table scatters, copied by cp.async.
 #pragma once
+#include "decode/kv_row.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/l2.cuh"
-#include "decode/kv_row.cuh"
 
 // One tile of one warp. Config: kHeadDim, kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys).
 template <typename Config>

@@ -2,10 +2,10 @@
 // V's are the codes. K's integers keep what the conversion puts in: an element is weight * code + offset, which the queries and the
 // beginnings of the sums make good (decode/query.cuh), so that K costs no subtractions.
 #pragma once
+#include "decode/kv_row.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/half2.cuh"
 #include "ptx/types.cuh"
-#include "decode/kv_row.cuh"
 
 constexpr uint32 kHalf2Minus1152 = 0xe480e480u;  // -1152: 1024 of the magic number, and the bias of int8
 constexpr uint32 kHalf2Minus1032 = 0xe408e408u;  // -1032

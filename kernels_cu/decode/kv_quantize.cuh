@@ -2,11 +2,11 @@
 // as src/omniattn/reference/kv_cache.py.
 #pragma once
 #include "decode/hadamard.cuh"
+#include "decode/kv_row.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"
-#include "decode/kv_row.cuh"
 
 constexpr float kMinKvScale = 8.673617379884035e-19f;  // 2^-60
 

@@ -3,10 +3,10 @@
 // segments, in this order, are dealt to the CTAs in equal shares. The part of a segment that one CTA has is a split; splits
 // that are not a whole segment leave partial results, for decode_combine to merge.
 #pragma once
-#include "ptx/types.cuh"
-#include "params/decode.cuh"
-#include "scheduler/quotient.cuh"
 #include "decode/recent_window.cuh"
+#include "params/decode.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/quotient.cuh"
 
 // Keys of a sequence that some row sees and this launch computes: [begin, end); begin is a multiple of 16, but for the newest keys
 // beside a quantized cache.

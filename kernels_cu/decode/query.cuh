@@ -3,11 +3,11 @@
 #pragma once
 #include "decode/hadamard.cuh"
 #include "decode/kv_dequant.cuh"
+#include "decode/kv_row.cuh"
+#include "params/decode.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "params/decode.cuh"
-#include "decode/kv_row.cuh"
 
 // Eight channels of two units in the order in which `unpack_int4` gives the nibbles of a word: 0 4 1 5 | 2 6 3 7.
 template <int kUnits>

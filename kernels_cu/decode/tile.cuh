@@ -3,13 +3,13 @@
 // Keys are on the M side of both products. Lane l has in S^T the keys l/4 and l/4 + 8 of each 16 for the rows 2 (l % 4) + {0, 1} of
 // each eight; a transposition of 8x8 blocks makes P^T from it. In O^T it has channels for the same rows.
 #pragma once
-#include "decode/kv_dequant.cuh"
 #include "decode/kv_copy.cuh"
+#include "decode/kv_dequant.cuh"
+#include "decode/kv_row.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/half2.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
-#include "decode/kv_row.cuh"
 
 constexpr float kDecodeSlack = 8.0f;  // probabilities reach 2^8 before the maximum is taken again
 // 2^80: with the smallest scale of V, 2^-60, still far beyond 2^kDecodeSlack, so that the first key sets the factor.

@@ -1,26 +1,29 @@
-// Exact attention forward on mma.sync, any GPU from sm_80 on (FlashAttention-2, Dao 2023, algorithm 1).
+// Exact attention forward on mma.sync, any GPU from sm_80 on. Source: FlashAttention-2 (Dao 2023), algorithm 1.
 //
 //   S = softmax_scale * Q K^T;  S = softcap * tanh(S / softcap);  S += mask;  P = softmax([S, sink]);  O = P V
 //   LSE = log(sum(exp(S)) + exp(sink)), natural logarithm, fp32
 //
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
-// dimension contiguous; with cu_seqlens: packed [rows, heads, dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows].
+// dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows].
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q to
 // the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to the
-// first: the partly masked tiles of a causal head come first.
+// first: the partly masked tiles of a causal head come first. The maximum of a tile is found before its exponentials
+// (attention/softmax.cuh), because these are mixed with the products of P, 16 keys at a time: whether P was too large would be
+// known too late for the softmax of the other kernels (attention/warp_softmax.cuh).
 //
+// All warps copy (cp.async); bar: __syncthreads.
 // NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)
 //   wait K,V(i) | bar | copy K,V(i-1) -> other stage       wait K(i) | bar | copy V(i) | QK(i)
 //   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
 //
-// Shared memory, bytes: Q/O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
+// Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
 #include "attention/mask.cuh"
 #include "attention/score_mods.cuh"
 #include "attention/sinks.cuh"
-#include "params/attn_fwd.cuh"
 #include "attention/softmax.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_fwd.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"

@@ -1,38 +1,42 @@
-// Exact attention forward on Hopper's wgmma (FlashAttention-3, Shah et al. 2024), sm_90a only.
+// Exact attention forward on Hopper's wgmma, sm_90a only. Source: FlashAttention-3 (Shah et al. 2024), sections 3.1 and 3.2.
 //
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]; strides that tensor
-// maps take; VARLEN: packed [rows, heads, dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows]. head_dim below HEAD_DIM reads zeros beyond the tensor's edge.
+// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim], strides that tensor maps
+// take; VARLEN: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows], natural logarithm, fp32.
+// Where head_dim is below HEAD_DIM, TMA fills with zeros.
 //
-// One CTA an SM walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head (scheduler/fwd_tile.cuh).
-//   warpgroup 0, one thread   copies: Q, then K(i), V(i) from the last visible tile to the first
-//   warpgroups 1 ..           64 query rows each: S, softmax, O
+// A persistent kernel, one CTA an SM, walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head
+// (scheduler/persistent.cuh), keys from the last visible tile to the first.
+//   warpgroup 0: producer, one lane copies     warpgroups 1 ..: consumers, 64 query rows each: S, softmax, O
 //
-//   producer   copy Q -> q.full[stage]   copy V(i-1), K(i) -> kv.full[stage]   (each waits for its .empty)
-//   consumer   wait q, kv(0) | S(0) = QK(0) | softmax(0)
-//              wait kv(i) | turn: S(i) = QK(i) | O += P(i-1)V(i-1) | next one's turn
-//              softmax(i) | ... | wait kv(N) | O += P(N-1)V(N-1)
-//              arrives at kv.empty when S and O are there, at q.empty after a tile's last S
+//   producer                                        consumer g
+//   wait outer.empty <----------------------------- arrive outer.empty: the tile's last S is there
+//   TMA Q -> outer.full --------------------------> wait outer.full
+//   for i = 0 .. N:                                 for i = 0 .. N:
+//     wait inner.empty <----------------------------- arrive inner.empty: S(i) and O of P(i-1) are there
+//     TMA K(i), V(i-1) -> inner.full ---------------> wait inner.full
+//                                                     wait named barrier 1 + g (ping-pong)
+//                                                       S(i) = Q K(i)^T;  O += P(i-1) V(i-1)
+//                                                     arrive at the next warpgroup's
+//                                                     P(i) = softmax(S(i)), under the others' products
 //
-// The warpgroups take turns in issuing their products (pipeline/ping_pong.cuh), so that one's softmax runs under the others'
-// products. Each passes over the key tiles that none of its 64 rows sees, and may be a tile of queries ahead.
+// A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same] |
-// barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; columns beyond HEAD_DIM are zeros that
-// no product reads.
-#include "attention/warp_epilogue.cuh"
+// barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads columns beyond HEAD_DIM.
 #include "attention/fwd_roles.cuh"
+#include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_fwd.cuh"
+#include "pipeline/warp_roles.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/tma.cuh"
-#include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bf16.cuh"
 #include "ptx/wgmma_fp16.cuh"
-#include "params/attn_fwd.cuh"
 #include "scheduler/persistent.cuh"
 
 struct Config {

@@ -1,6 +1,6 @@
-// Attention forward with INT8 Q K^T and FP16 P V on mma.sync and a ring of mbarriers, for GPUs from sm_90 on that run no
-// wgmma code of ours (mbarrier.try_wait is what it needs of sm_90): the common case of attn_int8_sm80 at head_dim 128, where
-// scores stay integers (no mask, softcap or delta_s), V is fp16, and O is summed in fp32.
+// Attention forward with INT8 Q K^T and FP16 P V on mma.sync and a ring of mbarriers, sm_90 and newer (mbarrier.try_wait): the
+// common case of attn_int8_sm80 at head_dim 128, for GPUs without wgmma and for operands in the sm80 grouping. Scores stay
+// integers (no mask, softcap or delta_s), V is fp16, O is summed in fp32. Source: SageAttention (Zhang et al. 2024).
 //
 // Why it exists: int8 attention end to end at head_dim 128 is 9 to 13 % faster with it than with attn_int8_sm80, from 8192
 // tokens on (one run on an H200, docs/performance/sage_sm80_sm89.md): warps wait for tiles and not for each other, and a
@@ -12,18 +12,17 @@
 // q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8; v [batch,
 // num_kv_heads, seqlen_k, head_dim_pad] fp16. Formats, scales, and packed sequences: docs/quantization.md, grouping "sm80".
 //
-// One CTA computes BLOCK_M query rows of one head; warp w owns rows [32 w, 32 w + 32) from the loads of Q to the stores of O and
-// copies its share of K and V (cp.async). Keys are walked from the last visible tile of 64 to the first, through a ring of
-// three stages: a warp waits until a tile is there and until all warps have left the stage that it fills next, never for the
-// other warps themselves, so that they may be a tile apart.
+// One CTA computes BLOCK_M query rows of one head; warp w owns rows [32 w, 32 w + 32) from the loads of Q to the stores of O.
+// Keys are walked from the last visible tile of 64 to the first, through a ring of three stages that all warps fill (cp.async):
+// a warp waits until a tile is there and until all warps have left the stage that it fills next, so warps may be a tile apart.
 //
-// A step, of one warp:
-//
-//   (wait tile n)  scores of the first QK_AHEAD blocks of 16 keys
-//                  for each block: its exponentials | scores of the block QK_AHEAD further
-//                  copies of tile n - 1 | the first V_EARLY operands of V
-//                  was P too large? (vote)
-//                  O += P V
+//   each warp, tile n                                                              barriers (NUM_STAGES of each)
+//     wait full[n], empty[n-1]                                                     full: 32 * NUM_WARPS copies landed
+//     scores of the first QK_AHEAD blocks of 16 keys                               empty: NUM_WARPS warps have left
+//     for each block: its exponentials | scores of the block QK_AHEAD further
+//     copies of tile n - 1, arrive full[n-1] when they land | first V_EARLY operands of V
+//     vote: was P too large?
+//     O += P V | arrive empty[n]
 //
 // Up to the vote there is no branch, so the compiler may mix exponentials and products. By itself it would do all products
 // first: `after`, which is zero, makes the scores of a block depend on exponentials that shall come before them. Scores are
@@ -33,20 +32,20 @@
 // a causal CTA its upper warps see the second only, and for its lower warps that one is a common step.
 //
 // Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K [4][16] |
-// barriers | facts of the tile | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
-#include "pipeline/channel_scales.cuh"
+// barriers | TileFacts | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
+#include "attention/p_operands.cuh"
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
-#include "attention/p_operands.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_int8.cuh"
+#include "pipeline/channel_scales.cuh"
 #include "pipeline/ring.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
-#include "params/attn_int8.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
 

@@ -1,14 +1,14 @@
-// Low-precision attention forward on mma.sync, any GPU from sm_80 on (SageAttention, Zhang et al. 2024, and SageAttention2,
-// Zhang et al. 2024): INT8 or INT4 Q K^T, FP16 or (sm_89 and newer) FP8 P V.
+// Low-precision attention forward on mma.sync, any GPU from sm_80 on: INT8 or INT4 Q K^T, FP16 or (sm_89 and newer) FP8 P V.
+// Source: SageAttention (Zhang et al. 2024) and SageAttention2 (Zhang et al. 2024).
 //
 //   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  S = softcap * tanh(S / softcap);  S += mask
 //   P = softmax([S, sink]);  O = (P V_q) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8 or s4 (two to
-// a byte); v [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16, or [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys
-// permuted inside each 16. Formats, and packed sequences: docs/quantization.md, grouping "sm80". Of the 32 rows of a slice
-// r, r + 8, r + 16, r + 24 share a scale, of a tile of 64 keys 8i + 2j and 8i + 2j + 1 do: a lane meets one of each.
-// row_bias is a constant of its row, which the softmax does not see: it enters with LSE, sinks and softcap.
+// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8 or s4 (two
+// to a byte); v [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16, or [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys
+// permuted inside each 16. Formats, and packed sequences: docs/quantization.md, grouping "sm80". Of the 32 rows of a slice,
+// rows r, r + 8, r + 16, r + 24 have one scale; of a tile of 64 keys, keys 8i + 2j and 8i + 2j + 1 have one: a lane needs one
+// of each. row_bias is a constant of its row, which the softmax does not see: it enters with LSE, sinks and softcap.
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q to the
 // stores of O. Keys are walked from the last visible tile to the first. The softmax is that of the Hopper kernels
@@ -23,17 +23,19 @@
 //   Sums are rounded to fp16 once for 32 or 16 keys, by 16 at most: 61470 + 4 * 16 < 65504.
 // With fp32 accumulators fp16 P V goes into O directly.
 //
+// All warps copy (cp.async); bar: __syncthreads.
 // NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)
 //   wait K,V(i) | bar | copy K,V(i-1) -> other stage       wait K(i) | bar | copy V(i) | QK(i)
 //   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
 //
 // Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V [NUM_STAGES][64 *
-// HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4] | scales of K [2][4 * 4] | facts of the tile.
+// HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4] | scales of K [2][4 * 4] | TileFacts.
+#include "attention/p_operands.cuh"
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
-#include "attention/p_operands.cuh"
 #include "attention/score_mods.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_int8.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
@@ -41,7 +43,6 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
-#include "params/attn_int8.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
 

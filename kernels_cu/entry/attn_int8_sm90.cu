@@ -1,5 +1,5 @@
-// Low-precision attention forward on Hopper's wgmma (SageAttention2, Zhang et al. 2024; warp specialization as in
-// FlashAttention-3), sm_90a only: INT8 Q K^T, FP8 P V with two-level accumulation.
+// Low-precision attention forward on Hopper's wgmma, sm_90a only: INT8 Q K^T, FP8 P V with two-level accumulation.
+// Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3; warp specialization: FlashAttention-3 (Shah et al. 2024).
 //
 //   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  P = softmax([S, sink])
 //   O = (P V8) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
@@ -7,42 +7,43 @@
 // q_int [batch, num_q_heads, seqlen_q, head_dim_pad] s8   k_int [batch, num_kv_heads, seqlen_k, head_dim_pad] s8
 // v [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys padded to 128 and permuted inside each 16 (docs/quantization.md),
 // so that the accumulator layout of S is the operand layout of P. Packed sequences have no batch; theirs begin at slots of
-// 128 (q_scale, k_scale, delta_s, v). o: any strides of attention. Scales are per thread: of the 16 rows of a warp rows
-// r and r + 8 share one, of a tile of 128 keys keys 8i + 2j and 8i + 2j + 1 do, so a lane meets one of each.
+// 128 (q_scale, k_scale, delta_s, v). o: any strides of attention. Scales are per thread: of the 16 rows of a warp, rows r
+// and r + 8 have one scale; of a tile of 128 keys, keys 8i + 2j and 8i + 2j + 1 have one: a lane needs one of each.
 // row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
 //
-// Roles, barriers and turns are those of attn_fwd_sm90 (attention/fwd_roles.cuh); only two warpgroups take turns.
-//   consumer   wait kv(i) | [turn:] S = QK(i) | A += P(i-1)V(i-1), sums of P(i-1) | [next one's turn]
-//              softmax(i), under the products with P | every flush_keys keys: O += A, A = 0 ...
-// With REGISTER_Q consumers read Q before the first step and give its buffer back.
-// The tensor cores keep about 13 bits of mantissa when they add e4m3 products, and cut off what lies below. So A, in
+// Roles and barriers are those of attn_fwd_sm90 (attention/fwd_roles.cuh); only two warpgroups take part in ping-pong.
+//   consumer, step i   wait inner.full | S(i) = Q K(i)^T | A += P(i-1) V(i-1), sums of P(i-1)
+//                      softmax(i), under the products with P(i-1) | arrive inner.empty
+//                      every flush_keys keys: O += A, A = 0
+// With REGISTER_Q consumers read Q before the first step and release its stage at once.
+//
+// Two-level accumulation: the tensor cores keep about 13 bits of mantissa when they add e4m3 products, and truncate. So A, in
 // registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no
 // registers for both.
-// P is 28 at the largest score that the base of the softmax was made for: an e4m3 number, so
-// that a key that counts for more than all others is not rounded, with room below the largest e4m3 for scores that exceed it.
-// What divides O are sums of P as rounded: products with ones, each tile's by itself. The LSE is of sums before rounding, which
-// kernels WITH_LSE form besides; what they make of O has the same bits.
+// P is 28 at the base of the softmax: an e4m3 number, so that a key that counts for more than all others is not rounded, with
+// room below the largest e4m3 for scores that exceed the base. O is divided by sums of P as rounded: products with ones. The
+// LSE is of sums before rounding, which kernels WITH_LSE form besides; their O has the same bits.
 //
-// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones [512] | delta_s
-// [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean
-// [NUM_CONSUMERS][2][HEAD_DIM * 4], where there is room (else they follow O in its place) | barriers. Rows of Q and K are
-// min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
-#include "pipeline/channel_scales.cuh"
+// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones [512] |
+// delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean
+// [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place | barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes,
+// those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/delta_shift.cuh"
+#include "attention/fwd_roles.cuh"
 #include "attention/p_e4m3.cuh"
-#include "tile/int8_queries.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/warp_epilogue.cuh"
-#include "attention/fwd_roles.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_int8.cuh"
+#include "pipeline/channel_scales.cuh"
+#include "pipeline/warp_roles.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/tma.cuh"
-#include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_e4m3.cuh"
-#include "params/attn_int8.cuh"
 #include "scheduler/persistent.cuh"
+#include "tile/int8_queries.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // of o and sinks
@@ -68,8 +69,6 @@ struct Config {
     static constexpr bool kByRow = kHeadDim == 128;  // order of exponentials: the other one costs 1 to 2 %
     static constexpr bool kEarlyChannels = kHeadDim <= 128;
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(kBlockN == 64 || kBlockN == 128, "rows of V; a scale's tile has 128 keys");
 };

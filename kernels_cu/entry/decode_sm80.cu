@@ -1,37 +1,36 @@
-// Attention of one or a few new query tokens over a KV cache, any GPU from sm_80 on (Flash-Decoding, Dao et al. 2023;
-// PagedAttention, Kwon et al. 2023), with K and V in 16, 8 or 4 bits.
+// Attention of one or a few new query tokens over a KV cache, any GPU from sm_80 on, with K and V in 16, 8 or 4 bits.
+// Source: Flash-Decoding (Dao et al. 2023); PagedAttention (Kwon et al. 2023).
 //
 //   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink]);  O = P (s_v c_v + z_v)
 //
 // q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Query token i of sequence b sees the keys up to
-// seq_lens[b] - q_len + i.
+// seq_lens[b] - q_len + i. lse: [batch, num_q_heads, q_len].
 //
 // Keys are on the M side of both products (mma.m16n8k16), the rows (query token, head of the kv head's group) on the N side,
-// eight at a time: S^T = K Q^T and O^T = V^T P^T waste nothing for groups of up to eight heads. Codes are multiplied as they
-// are: K's scale and zero go into the scores (S = s (Q.c) + z sum(Q)), V's scale into the probabilities, and V's zero adds
-// sum(P z) to each channel.
+// in tiles of 8: S^T = K Q^T and O^T = V^T P^T waste nothing for groups of up to 8 heads. Codes are multiplied as they are: K's
+// scale and zero go into the scores (S = s (Q.c) + z sum(Q)), V's scale into the probabilities, and V's zero adds sum(P z) to
+// each channel.
 //
-// Each warp walks tiles of its own, TILE_TOKENS keys apart by turns, with its own running maximum and O, and its own ring of
-// shared memory: no barrier but __syncwarp until the split ends.
+// A CTA computes one split of the keys after another (decode/plan.cuh). Warp w takes every NUM_WARPS-th tile of TILE_TOKENS
+// keys of a split, with its own running maximum, O, and ring of NUM_STAGES in shared memory: no CTA barrier within a split.
 //
-//   wait tile i | __syncwarp | copy tile i + NUM_STAGES - 1 | S^T  softmax  O^T of tile i
+//   each warp, tile i: cp.async.wait(i) | __syncwarp | copy tile i + NUM_STAGES - 1 | S^T  softmax  O^T of tile i
+//   end of a split:    __syncthreads | merge of the warps through shared memory | O and LSE, or a partial result
 //
-// Splits (decode/plan.cuh) end with a merge of the warps through shared memory; O goes out, or a partial result.
-//
-// Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V); the merge uses the same.
-#include "decode/query.cuh"
-#include "decode/tile.cuh"
+// Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V), later the merge's m, l, O | scan.
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/kv_copy.cuh"
+#include "decode/kv_row.cuh"
+#include "decode/plan.cuh"
+#include "decode/query.cuh"
+#include "decode/rows.cuh"
+#include "decode/tile.cuh"
+#include "params/decode.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/l2.cuh"
-#include "params/decode.cuh"
-#include "decode/plan.cuh"
-#include "decode/rows.cuh"
-#include "decode/kv_row.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16: q, o, and 16-bit caches

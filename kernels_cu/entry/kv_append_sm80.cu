@@ -1,22 +1,22 @@
-// New tokens into a KV cache: rotary embedding of K, changes of K, quantization, scatter.
+// New tokens into a KV cache: rotary embedding of K, transforms of K, quantization, scatter.
 //
 //   k' = H (rope(k) - k_mean) / k_channel_scale;   code = clip(round((x - zero) / scale));   formats: docs/kv_formats.md
 //
-// k, v: [batch, tokens, num_kv_heads, head_dim] or packed [rows, num_kv_heads, head_dim], any strides, last dimension contiguous.
-// Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are passed over. With a recent
-// window the newest ones go to its rings too, in 16 bits, rotated and not otherwise changed.
+// k, v: [batch, tokens, num_kv_heads, head_dim] or packed [rows, num_kv_heads, head_dim], any strides, last dimension
+// contiguous. Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are passed
+// over. With a recent window the newest tokens go to its rings too, in 16 bits, rotated and not otherwise changed.
 //
-// One CTA takes 2048 / head_dim tokens of one head (packed or not, one sequence behind the other), a lane sixteen channels of a token's K
-// and sixteen of its V: those that lie together in the cache's rows, so that what is read in 8 bytes is written in 16 (int4: in 8), and
-// rows of a warp follow each other in the cache. fp32 throughout, rounded as the NumPy reference does, bit for bit. No shared
-// memory; no row's bytes are anybody else's.
+// One CTA takes 2048 / head_dim tokens of one head (packed or not, one sequence behind the other); a lane has 16 channels of a
+// token's K and 16 of its V: those that lie together in the cache's rows, so that what is read in 8 bytes is written in 16
+// (int4: in 8), and rows of a warp follow each other in the cache. fp32 throughout, rounded as the NumPy reference does, bit
+// for bit. No barrier and no shared memory; no two lanes write the same byte.
 #include "decode/kv_quantize.cuh"
+#include "decode/kv_row.cuh"
+#include "decode/recent_window.cuh"
+#include "params/kv_append.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/types.cuh"
-#include "params/kv_append.cuh"
 #include "scheduler/quotient.cuh"
-#include "decode/recent_window.cuh"
-#include "decode/kv_row.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16: k, v, and 16-bit caches

@@ -1,25 +1,26 @@
 // Quantization of Q, K and V for low-precision attention: integers for Q K^T, e4m3 or fp16 for P V.
+// Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3.
 //
 //   q_int = round((q - q_mean) / q_scale), k_int = round((k - k_mean) / k_scale), v_fp8 = e4m3((v - v_mean) / v_scale)
 //
 // q: [batch, seqlen_q, num_q_heads, head_dim], k, v: [batch, seqlen_k, num_kv_heads, head_dim], fp16 or bf16, any
-// strides with 16-byte rows; or packed sequences. Outputs, granularities and the order of every sum:
-// docs/quantization.md. Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3.
+// strides with 16-byte rows; or packed sequences. Outputs, granularities and the order of every sum: docs/quantization.md.
 //
-// One persistent grid does everything; work is taken by ticket (quantize/items.cuh):
+// One persistent grid of CTAs of 2 * HEAD_DIM threads; work items are taken by ticket (quantize/items.cuh):
 //
 //   CTA:  ticket -> item ---+-> sums of 256 keys of K or V -> last one of a head: mean, scale -> ready flag (release)
 //                           +-> 128 rows of Q             -> integers, scales, row_bias          |
 //                           +-> 128 keys of K or V        -> wait for the flag (acquire) <-------+
 //
-// The sums are of samples and come first, then Q, which needs none of them; so nobody waits long.
-// Threads: 2 * HEAD_DIM. Shared memory: 128 * HEAD_DIM bytes of work on an item; two each of items
-// and of what blocks of rows collect, one for this item and one for the next; a flag.
+// The sums are of samples and come first, then Q, which needs none of them; so no CTA waits long.
+//
+// Shared memory (static), bytes: work of an item, at most 128 * HEAD_DIM and means | [2] largest magnitudes of groups | [2] items:
+// one for this item and one for the next | flag.
+#include "ptx/cp_async.cuh"
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"
 #include "quantize/rows.cuh"
 #include "quantize/values.cuh"
-#include "ptx/cp_async.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;
 static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "8, 16 or 32 threads a row");

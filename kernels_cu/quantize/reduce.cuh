@@ -5,9 +5,9 @@
 // again: finite values only, times 2^-32 each.
 // Threads: 2 * HEAD_DIM; thread t has the channels 8 (t % (HEAD_DIM / 8)) + 0..7 and the rows t / (HEAD_DIM / 8) + 16 i.
 #pragma once
-#include "quantize/items.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/l2.cuh"
+#include "quantize/items.cuh"
 
 constexpr int32 kRowLanes = 16;
 // Partial results that a thread loads before it adds the first of them: one after the other costs half a microsecond

@@ -6,9 +6,9 @@
 // in row_bias, a key by NaN in its group's k_scale.
 // Threads as in quantize_reduce.cuh: a thread has 8 channels of 8 rows, in registers between the two uses.
 #pragma once
+#include "ptx/cvt_quant.cuh"
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"
-#include "ptx/cvt_quant.cuh"
 
 constexpr int32 kSteps = kBlockRows / kRowLanes;
 

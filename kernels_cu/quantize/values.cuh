@@ -11,10 +11,10 @@
 // Shared memory: channel c has 128 bytes = 32 words; word w lies at w ^ (c / 8 * (256 / kHeadDim)), so that the words
 // that a warp writes at once, of neighbouring groups of channels, are in 32 banks.
 #pragma once
-#include "quantize/items.cuh"
-#include "quantize/reduce.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/half2.cuh"
+#include "quantize/items.cuh"
+#include "quantize/reduce.cuh"
 
 template <int kHeadDim>
 struct ValuesStorage {

@@ -1,7 +1,7 @@
 // The tiles of one CTA of a persistent kernel.
 #pragma once
-#include "ptx/types.cuh"
 #include "params/attn_fwd.cuh"
+#include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 
 // The walk over the list, for tiles of queries and of keys alike: `blocks` tiles to each of `heads` heads.
