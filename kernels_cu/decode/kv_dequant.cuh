@@ -1,6 +1,6 @@
 // Codes of a quantized KV cache as fp16 numbers, exactly; scale and zero are applied to scores and probabilities instead.
-// V's are the codes. K's integers keep what the conversion puts in: an element is weight * code + offset, which the queries and the
-// beginnings of the sums make good (decode/query.cuh), so that K costs no subtractions.
+// V's are the codes. K's integers keep the conversion's weight and offset: an element is weight * code + offset, which queries
+// and accumulators correct (decode/query.cuh), so that K costs no subtractions.
 #pragma once
 #include "decode/kv_row.cuh"
 #include "ptx/cvt_quant.cuh"
@@ -12,8 +12,8 @@ constexpr uint32 kHalf2Minus1032 = 0xe408e408u;  // -1032
 constexpr uint32 kHalf2Sixteenth = 0x2c002c00u;  // 2^-4
 constexpr uint32 kHalf2Minus72 = 0xd480d480u;  // -72
 
-// 1024 twice, from the kernel's arguments: a constant that the compiler knows would cost an instruction more for each mask, which
-// has one immediate operand only.
+// fp16 1024 twice, from the kernel's arguments: the instruction that masks and adds it has one immediate operand only, and a
+// constant known to the compiler would be a second one.
 struct HalfMagic {
     uint32 two_1024;
 };
@@ -28,7 +28,7 @@ OA_DEVICE void unpack_int4(uint32 w, HalfMagic magic, uint32 (&out)[4]) {
     out[3] = fma_half2((high & 0x00f000f0u) | magic.two_1024, kHalf2Sixteenth, kHalf2Minus72);
 }
 
-// The same as they are: nibbles, not codes, times 1 | 16 | 1 | 16, and 1024.
+// The same without the correction: nibbles, not codes, times 1 | 16 | 1 | 16, and 1024.
 OA_DEVICE void unpack_int4_offset(uint32 w, HalfMagic magic, uint32* out) {
     uint32 high = w >> 8;
     out[0] = (w & 0x000f000fu) | magic.two_1024;
@@ -62,7 +62,7 @@ OA_DEVICE uint32 unpack_bytes(uint32 w) {
     return half2_of_e4m3x2<kHigh>(w);
 }
 
-// A vec of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it, see KeyCodes.
+// A vector of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it, see KeyCodes.
 template <int kKind>
 OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
     if (kKind == kKvInt4 || kKind == kKvFbgemm) {

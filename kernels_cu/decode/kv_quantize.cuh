@@ -1,5 +1,5 @@
-// Quantization of rows of a KV cache, sixteen channels (KvChunk) a lane, kHeadDim / 16 lanes a row, so several rows a warp: bit for bit
-// as src/omniattn/reference/kv_cache.py.
+// Quantization of rows of a KV cache, 16 channels (KvChunk) a lane, kHeadDim / 16 lanes a row, so several rows a warp: bit for
+// bit as the NumPy reference (reference/kv_cache.py).
 #pragma once
 #include "decode/hadamard.cuh"
 #include "decode/kv_row.cuh"
@@ -13,8 +13,7 @@ constexpr float kMinKvScale = 8.673617379884035e-19f;  // 2^-60
 using ChunkWords = uint32[4][2];  // 16-bit elements of a chunk's units
 using ChunkValues = float[4][4];
 
-// Hadamard transform over the row's channels, from the lowest bit of the channel up: each is a bit of the element, the unit or
-// the lane.
+// Hadamard transform of a row, from the lowest bit of the channel's number up.
 template <typename Chunk, int kHeadDim>
 OA_DEVICE void hadamard_row(ChunkValues& x, int at) {
 #pragma unroll
@@ -44,15 +43,15 @@ OA_DEVICE void fbgemm_params(float low, float high, float& scale, float& shift) 
     scale = to_float(Half{}, half_up(fmaxf(div_rn(high - shift, 15.0f), 5.9604644775390625e-8f)));  // 2^-24
 }
 
-// x / c rounded to nearest, for c of at most eight significant bits (a bfloat16, a small integer) and `inverse` within 2^-22 of 1 / c:
-// the corrected quotient is off by less than 2^-43 of itself before it is rounded, and x / c, unless it is a number, is at least
+// x / c rounded to nearest, for c of at most 8 significant bits (a bfloat16, a small integer) and `inverse` within 2^-22 of 1 / c:
+// the corrected quotient deviates by less than 2^-43 of itself before it is rounded, and x / c, unless it is a number, is at least
 // 2^-34 away from any that is halfway between two numbers. Needs |x| >= 2^-117 or an integer c; below, codes are 0 anyway.
 OA_DEVICE float div_short(float x, float c, float inverse) {
     float q = mul_rn(x, inverse);
     return fmaf(fmaf(-q, c, x), inverse, q);
 }
 
-// What the lanes of a row do together. kGroups: groups of channels with parameters of their own.
+// Quantization of a row by its lanes together. kGroups: groups of channels with parameters of their own.
 template <int kKind, int kHeadDim, int kLanes, int kGroups>
 struct KvQuantizer {
     using Chunk = KvChunk<kKind, kHeadDim, kLanes>;
@@ -160,7 +159,7 @@ struct KvQuantizer {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 int part = part_of(unit);
-                // fp16 has too many significant bits for the short way.
+                // fp16 has too many significant bits for div_short.
                 code[unit][e] = kFbgemm ? div_rn(x[unit][e] - zero[part], scale[part])
                                         : div_short(x[unit][e] - zero[part], scale[part], inverse[part]);
             }
@@ -172,14 +171,14 @@ struct KvQuantizer {
             }
             return;
         }
-        // Only padding, whose 0 the group knows nothing of, can be out of range.
+        // Only padding, whose 0 did not count for the group's extremes, can be out of range.
         if (padded)
 #pragma unroll
             for (int unit = 0; unit < 4; ++unit)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) code[unit][e] = fminf(fmaxf(code[unit][e], kMin), kMax);
-        // 1.5 2^23 more: the low bits of the sum are the code, rounded to nearest even, and as it is stored; the bits above them leave
-        // the low half of the sums below alone.
+        // Adding 1.5 * 2^23 leaves the code, rounded to nearest even and as it is stored, in the low bits; the bits above it do not
+        // reach the low half of the sums below.
         uint32 bits[4][4];
 #pragma unroll
         for (int unit = 0; unit < 4; ++unit)

@@ -1,4 +1,4 @@
-// A row of a KV cache (docs/kv_formats.md; src/omniattn/kv_format.py has the same formulas), and where its 16-byte chunks
+// A row of a KV cache (docs/kv_formats.md), and where its 16-byte chunks
 // lie in shared memory.
 #pragma once
 #include "ptx/types.cuh"
@@ -8,13 +8,13 @@ enum KvKind : int { kKv16 = 0, kKvE4m3 = 1, kKvInt8 = 2, kKvInt4 = 3, kKvFbgemm 
 
 OA_DEVICE constexpr int kv_bits(int kind) { return kind == kKv16 ? 16 : kind == kKvInt4 || kind == kKvFbgemm ? 4 : 8; }
 
-// Lanes of a fragment that divide a row: 4 for K (l % 4), 8 for V (l / 4). A lane owns units of four elements, stored one
-// behind the other in vectors of up to 16 bytes; vec i of all lanes comes before vec i + 1.
+// Lanes of a fragment that divide a row: 4 for K (l % 4), 8 for V (l / 4). A lane owns units of four elements, stored
+// in vectors of up to 16 bytes; vector i of all lanes comes before vector i + 1.
 //
 // FBGEMM's int4 rows (kKvFbgemm) have the nibbles in the order of the channels, and parameters in front of them. They are copied
-// word by word, so that in shared memory they are in vectors too: word 4 j + q of a row, channels 8 (4 j + q) and on, is word j of
-// lane q of four. For K that is two units, whose elements `order_fbgemm_query` names (decode/query.cuh); for V unit j of the lanes 2 q (its low half) and
-// 2 q + 1, which both load the word.
+// word by word, so that they are in vectors in shared memory: word 4 j + q of a row, channels 8 (4 j + q) and on, is word j of lane q of
+// four. For K that is two units, in the order of order_fbgemm_query (decode/query.cuh); for V unit j of the lanes 2 q (its low
+// half) and 2 q + 1, which both load the word.
 template <int kKind, int kHeadDim, int kLanes>
 struct KvRow {
     static constexpr bool kQuantized = kKind != kKv16;
@@ -31,7 +31,7 @@ struct KvRow {
     static OA_DEVICE constexpr int unit_byte(int unit, int lane) {
         return (unit * kUnitBytes / kVecBytes * kLanes + lane) * kVecBytes + unit * kUnitBytes % kVecBytes;
     }
-    // Channel of element `element` of unit `unit` of lane `lane`. 16-bit rows are in their natural order, two units a vec.
+    // Channel of element `element` of unit `unit` of lane `lane`. 16-bit rows are in their natural order, two units a vector.
     // FBGEMM's K: of the two units' elements together, before their nibbles' order is applied.
     static OA_DEVICE constexpr int channel(int unit, int lane, int element) {
         return kQuantized && !(kKind == kKvFbgemm && kLanes == 4)
@@ -40,15 +40,15 @@ struct KvRow {
     }
 };
 
-// Sixteen elements of a row that one lane quantizes and stores: four units, in quantized rows 16 or 8 bytes behind each other, in
-// 16-bit ones two times 16 bytes. Chunks 0 .. kChunks - 1 are a row.
+// 16 elements of a row that one lane quantizes and stores: four units, in quantized rows 16 or 8 adjacent bytes, in 16-bit ones
+// two times 16 bytes. Chunks 0 .. kChunks - 1 are a row.
 template <int kKind, int kHeadDim, int kLanes>
 struct KvChunk {
     using Row = KvRow<kKind, kHeadDim, kLanes>;
     static constexpr int kChunks = kHeadDim / 16;
     static constexpr int kBytes = 2 * kv_bits(kKind);
-    // First channel of unit `unit` of chunk `at`: the inverse of Row::unit_byte. Bits of both go to bits of the channel of their own, and
-    // as a sum the unit's part is a constant, which addresses take as their offset.
+    // First channel of unit `unit` of chunk `at`: the inverse of Row::unit_byte. Each bit of either is a
+    // bit of the channel, so the unit's part is a constant that addresses have as their offset.
     static OA_DEVICE constexpr int channel(int at, int unit) { return place(at, 0) + place(0, unit); }
 
   private:
@@ -62,14 +62,14 @@ struct KvChunk {
     }
 };
 
-// In shared memory chunk c of token t of a tile stands at chunk (t kChunks + c) ^ swizzle(t), so that the eight lanes of a
-// 16-byte access (sixteen of an 8-byte one) meet all banks: lanes of K are 2 tokens (t and t + 4) by 4 chunks, those of V 4
+// In shared memory chunk c of token t of a tile stands at chunk (t kChunks + c) ^ swizzle(t), so that the 8 lanes of a
+// 16-byte access (16 of an 8-byte one) touch all banks: lanes of K are 2 tokens (t and t + 4) by 4 chunks, those of V 4
 // tokens (t .. t + 3) by 2.
 template <int kKind, int kHeadDim>
 struct KTile {
     using Row = KvRow<kKind, kHeadDim, 4>;
     static OA_DEVICE uint32 swizzle(int t) { return ((t >> 2) & 1) << 2; }
-    // Bytes: vec `vec` of lane q of token t.
+    // Bytes: vector `vec` of lane q of token t.
     static OA_DEVICE uint32 offset(int t, int q, int vec) {
         return (t * Row::kBytes + (vec * 4 + q) * Row::kVecBytes) ^ (swizzle(t) << 4);
     }
@@ -86,7 +86,7 @@ struct VTile {
     }
 };
 
-// FBGEMM's rows in the cache: [block, row, head], words of parameters, then words of eight channels.
+// FBGEMM's rows in the cache: [block, row, head], words of parameters, then words of 8 channels.
 template <int kHeadDim, int kGroups>
 struct FbgemmRow {
     static constexpr int kWords = kHeadDim / 8;

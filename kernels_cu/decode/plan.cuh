@@ -1,7 +1,7 @@
-// Which CTA computes which keys: planned on the device from seq_lens, so that a captured graph may be replayed with other
-// lengths. The keys of each (sequence, kv head, block of query rows), a segment, are cut into chunks; all chunks of all
-// segments, in this order, are dealt to the CTAs in equal shares. The part of a segment that one CTA has is a split; splits
-// that are not a whole segment leave partial results, for decode_combine to merge.
+// Split-KV: which CTA computes which keys, planned on the device from seq_lens, so that a captured graph may be replayed with
+// other lengths. The keys of each (sequence, kv head, block of query rows), a segment, are cut into chunks; all chunks of all
+// segments, in this order, are distributed evenly over the CTAs. The part of a segment that one CTA has is a split; splits that
+// are not a whole segment leave partial results, for decode_combine to merge.
 #pragma once
 #include "decode/recent_window.cuh"
 #include "params/decode.cuh"
@@ -20,7 +20,7 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     int64 first = p.window_left < 0 ? 0 : int64(s.end) - p.q_len - p.window_left;
     s.begin = first <= 0 ? 0 : int32(first) & ~15;
     if (p.recent_side != kRecentNone) {
-        // A bad number takes the last slot instead of foreign memory.
+        // A number out of range reads the last slot, nothing outside the ring.
         uint32 slot = min_of(uint32(p.recent_slots == nullptr ? b : p.recent_slots[b]), uint32(p.recent_num_slots - 1));
         int32 newest = recent_begin(p.recent_state + 2 * int64(slot), s.seq_len, p.recent_window, p.recent_ring);
         if (p.recent_side == kRecentNewest) {
@@ -34,8 +34,8 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     return s;
 }
 
-// Chunks dealt to the workers: worker w has those from floor(w total / num_workers) on, so that sequences of equal length end where
-// workers end if each has a whole number of them. Workers without chunks come last: those of a segment follow each other.
+// Chunks of each worker (CTA): worker w has those from floor(w total / num_workers) on, so that sequences of equal length end
+// where workers end if each has a whole number of them. Workers without chunks come last: those of a segment are consecutive.
 struct Partition {
     int32 total, num_workers;  // of those that have any
     int32 each, extra;  // total = each num_workers + extra
@@ -50,7 +50,7 @@ struct Partition {
         each = one_each ? 1 : quotient(total, multiplier, shift);
         extra = one_each ? 0 : total - each * num_workers;
     }
-    // The host sees to it that the square of p.num_workers is below 2^31.
+    // The host keeps the square of p.num_workers below 2^31.
     OA_DEVICE int32 begin(int32 worker) const {
         if (worker >= num_workers) return total;
         return worker * each + quotient(worker * extra, multiplier, shift);
@@ -61,7 +61,7 @@ struct Partition {
     }
 };
 
-// Slot of a partial result. With whole chunks that of the split's chunk; else the worker's: only its first and its last
+// Slot of a partial result. With fixed splits that of the split's chunk; else the worker's: only its first and its last
 // segment can be incomplete, so it has two.
 OA_DEVICE int32 partial_slot(const DecodeParams& p, const Partition& partition, int32 worker, int32 segment,
                              int32 chunk) {
@@ -74,7 +74,7 @@ struct ScanStorage {
     int32 sequence, before;  // of `Scan::locate`
 };
 
-// Chunks of sequences, by all threads of a CTA; a thread looks at sequences that follow each other.
+// Prefix sums of the sequences' chunks, by all threads of a CTA; a thread has consecutive sequences.
 template <int kThreads>
 struct Scan {
     int32 first, last;  // this thread's sequences

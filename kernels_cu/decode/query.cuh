@@ -9,7 +9,7 @@
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
-// Eight channels of two units in the order in which `unpack_int4` gives the nibbles of a word: 0 4 1 5 | 2 6 3 7.
+// 8 channels of two units in the order in which `unpack_int4` gives the nibbles of a word: 0 4 1 5 | 2 6 3 7.
 template <int kUnits>
 OA_DEVICE void order_fbgemm_query(float (&x)[kUnits][4]) {
 #pragma unroll
@@ -34,7 +34,7 @@ struct QueryRow {
     float sum[kGroups];  // of the row's values in units of the products, by group; if it is one, times `scale`
     float start[kGroups];  // what products begin with, see KeyCodes
 
-    // Asks for the row; null is a row of zeros. Before the first copies of K and V: behind them it would be answered last.
+    // Loads the row; null is a row of zeros. Before the first copies of K and V: behind them it would arrive last.
     OA_DEVICE void load(const uint16* row, const DecodeParams& p, int q) {
         if constexpr (kKind == kKv16) {
 #pragma unroll
@@ -65,7 +65,8 @@ struct QueryRow {
         bias = 0.0f;
     }
 
-    // Quantized K: scaled per channel, rotated, and brought to fp16 with a power of two, so that no bfloat16 overflows.
+    // Quantized K: the queries scaled per channel, rotated, and converted to fp16 times a power of two, so that no bfloat16
+    // overflows.
     template <typename Io>
     OA_DEVICE void transform(Io io, const DecodeParams& p, int32 kv_head, int q) {
         using Codes = KeyCodes<kKind>;
@@ -150,7 +151,7 @@ struct QueryRow {
     }
 
     // Hadamard transform over the channels: bits 0, 1 of a channel are the element, 2, 3 the lane, the rest the unit (in
-    // FBGEMM's layout other ones; the order of the bits is nothing to the transform).
+    // FBGEMM's layout others; the order of the bits does not matter to the transform).
     static OA_DEVICE void rotate(float (&x)[kHeadDim / 16][4], int q) {
         constexpr int kUnits = kHeadDim / 16;
 #pragma unroll

@@ -1,7 +1,7 @@
 // What one warp of a decode kernel does with a tile of keys: scores, softmax, output (entry/decode_sm80.cu has the equations).
 //
 // Keys are on the M side of both products. Lane l has in S^T the keys l/4 and l/4 + 8 of each 16 for the rows 2 (l % 4) + {0, 1} of
-// each eight; a transposition of 8x8 blocks makes P^T from it. In O^T it has channels for the same rows.
+// each 8; a transposition of 8x8 blocks makes P^T from it. In O^T it has channels of the same rows.
 #pragma once
 #include "decode/kv_copy.cuh"
 #include "decode/kv_dequant.cuh"
@@ -11,14 +11,14 @@
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
 
-constexpr float kDecodeSlack = 8.0f;  // probabilities reach 2^8 before the maximum is taken again
+constexpr float kDecodeSlack = 8.0f;  // the maximum is updated once probabilities exceed 2^8
 // 2^80: with the smallest scale of V, 2^-60, still far beyond 2^kDecodeSlack, so that the first key sets the factor.
 constexpr float kLargestFactor = 1208925819614629174706176.0f;
 
 // 1 / x of a power of two from 2^-126 to 2^126.
 OA_DEVICE float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
 
-// Largest value of all lanes that share a lane's rows.
+// Largest value of all lanes with the same rows.
 OA_DEVICE float max_over_keys(float v) {
 #pragma unroll
     for (int mask = 4; mask <= 16; mask <<= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, mask));
@@ -30,7 +30,7 @@ OA_DEVICE float sum_over_keys(float v) {
     return v;
 }
 
-// 16-, 8- or 4-byte vec of a row from shared memory.
+// A vector of 16, 8 or 4 bytes of a row from shared memory.
 template <int kVecBytes>
 OA_DEVICE void load_vec(uint32 (&w)[kVecBytes / 4], const uint8* at) {
     if constexpr (kVecBytes == 16) {
@@ -70,7 +70,7 @@ struct DecodeTile {
 
     static constexpr bool kZeroProduct = has_zero_product(Config::kKKind, Config::kKGroups);
 
-    // What a warp knows of its rows: lane l has rows 2 (l % 4) + {0, 1} of each eight.
+    // A warp's state of its rows: lane l has rows 2 (l % 4) + {0, 1} of each 8.
     struct Rows {
         float scale[Config::kNTiles][2], bias[Config::kNTiles][2];
         float sum[Config::kQuantK ? Config::kKGroups : 1][Config::kNTiles][2];
@@ -195,7 +195,7 @@ struct DecodeTile {
                 for (int y = 0; y < 4; ++y) x[i][n][y] = back * tanh_exp2(x[i][n][y] * inverse);
     }
 
-    // Hides what a row must not see, and what is not the launch's; `first`: first key of the tile, `limit`: end of the keys.
+    // Masks keys that a row must not see, and those of another launch; `first`: first key of the tile, `limit`: end of the keys.
     static OA_DEVICE void mask_keys(Scores& x, const Rows& rows, int32 first, int32 limit, int32 window_left,
                                     int lane) {
 #pragma unroll
@@ -219,7 +219,7 @@ struct DecodeTile {
         }
     }
 
-    // Takes the tile's scores into the running maximum, when one of them is far beyond it.
+    // Updates the running maximum when a score is more than kDecodeSlack above it.
     static OA_DEVICE void update_maximum(const Scores& x, Rows& rows) {
         float top[Config::kNTiles][2];
         bool grew = false;
@@ -242,7 +242,7 @@ struct DecodeTile {
                 float alpha = exp2_approx(rows.m[n][r] - m_new);
                 float o_scale = alpha;
                 if (Config::kQuantV) {
-                    // What was large becomes small: the factor follows, in whole powers of two.
+                    // Probabilities shrink by alpha: the factor grows, in whole powers of two.
                     float steps = fminf(floorf(m_new - rows.m[n][r]), 126.0f);
                     float f_new =
                         fminf(rows.f[n][r] * __uint_as_float(uint32(127 + int32(steps)) << 23), kLargestFactor);

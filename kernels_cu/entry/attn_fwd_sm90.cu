@@ -48,7 +48,7 @@ struct Config {
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
-    static constexpr bool kVarlen = VARLEN;  // packed sequences; a constant, because the dense loop pays for more code
+    static constexpr bool kVarlen = VARLEN;  // packed sequences
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + 63) / 64;
     static constexpr int kNTiles = kBlockN / 8;
@@ -234,7 +234,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             if (!is_full) wait_inner();
             if (i >= special) {
                 products();
-                // The last scores are there: the producer may fetch another tile's Q under the rest of this one.
+                // The last scores are there: the producer may fetch the next tile's Q.
                 if (i == num_tiles - 1) release_outer();
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
@@ -242,9 +242,9 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) redo();
                 is_full = is_inner_full();
             } else {
-                // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more. (It
-                // comes back to the same products: all four warps have to issue them by the very same instruction.) One vote
-                // decides for the warp: lanes may have seen a barrier at different times.
+                // The common case. Rare cases leave the loop: a jump over them would cost ten cycles a step and more. (They come
+                // back to the same products: all four warps have to issue them by the very same instruction.) One vote decides
+                // for the warp: its lanes may have seen a barrier at different times.
                 bool again;
                 for (;;) {
                     products();
@@ -273,7 +273,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
     }
 
   private:
-    // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next step's buffer
+    // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next stage
     // holds its V.
     OA_DEVICE void clear_foreign_rows(const FwdTile& t, int32 n) const {
         if constexpr (Config::kVarlen) {
@@ -285,7 +285,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         }
     }
 
-    WgmmaDescriptor q_, k_, v_;  // in the first buffers
+    WgmmaDescriptor q_, k_, v_;  // of the first stages
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(

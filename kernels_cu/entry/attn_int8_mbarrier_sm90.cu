@@ -53,7 +53,7 @@ struct Config {
     using Io = IO_TYPE;  // of o and sinks
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kBlockM = BLOCK_M;
-    static constexpr int kBlockN = 64;  // keys that share scales
+    static constexpr int kBlockN = 64;  // a tile of k_scale
     static constexpr int kThreads = NUM_WARPS * 32;
     static constexpr int kStages = NUM_STAGES;
     static constexpr int kMTiles = 2;  // 16-row tiles of one warp
@@ -173,7 +173,7 @@ class Worker {
         if (warp_row_ + (lane_ >> 2) < t_.seqlen_q) scale_ *= q_scales(p_, x_, t_, warp_row_)[lane_ >> 2];
     }
 
-    // P of a tile from its operands. copies: what to do once the last of K is on its way; load_early: V's first operands.
+    // P of a tile from its operands. copies: called once the last of K has been read; load_early: loads V's first operands.
     template <typename Copies, typename LoadEarly>
     OA_DEVICE void probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane,
                                  Copies copies, LoadEarly load_early) {
@@ -201,7 +201,7 @@ class Worker {
         for (int i = 0; i < Config::kMTiles; ++i) rows_[i].add(sum[i]);
     }
 
-    // P of a tile at an edge, or of a row's first, which raises the base anyway.
+    // P of a tile at an edge, or of a row's first tile, which raises the base anyway.
     OA_DEVICE void masked_probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane) {
         float c0 = scale_without_rounding(scale_ * k_scale);
         const float c[2] = {c0, c0};
@@ -250,7 +250,7 @@ class Worker {
     // A tile at an edge, or one whose P was too large: masked, with the base raised; O and the denominators follow.
     OA_DEVICE void redo(int32 n, const float (&c)[2], bool edges, float (&sum)[Config::kMTiles][2], QLane q_lane,
                         uint32 k, KLane k_lane) {
-        // Or else what the first time has in common with this one is kept in registers for it.
+        // Opaque, or the compiler keeps what this has in common with the first computation in registers.
         q_lane.full = in_register(q_lane.full), q_lane.tail = in_register(q_lane.tail);
         k_lane.full = in_register(k_lane.full), k_lane.tail = in_register(k_lane.tail);
         Integers s[Config::kMTiles];
@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             copy_tile(n, 0, tid);
         }
         copy_scale(n);
-        // What the end needs, whose loads would wait for L2 there: registers to wait in are lacking.
+        // What the epilogue needs: loaded there, each would wait for L2, because there are no registers to load ahead into.
         const int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
         const int64 channel = (int64(t.sequence) * p.num_kv_heads + kv_head) * columns;
         const QuantizedOperands& x = params.operands;
@@ -369,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             for (int d = 0; d < Config::kEarly; ++d) ldmatrix_x4_trans(early[d], here + v_lane.at(0, d));
         };
         auto begin = [&] {
-            // Both questions at once: their answers take longer than what there is to do with them.
+            // Both tests at once: each takes longer than what depends on it.
             bool landed = ring.is_full(use), left = ring.is_empty(next);
             if (!(landed & left)) {
                 ring.wait(use);
@@ -392,13 +392,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             cp_async_16_if(smem_addr_of(smem.k_scale[(n - 1) & 3]), scales_from + int64(n - 1) * 4,
                            n > keys.first && tid == 0);
         };
-        // head_dim_pad < 128; by a tid of its own, so that nothing that only this needs takes registers all the time.
+        // head_dim_pad < 128. An opaque tid, so that nothing of this stays in registers through the loop.
         auto other_copies = [&] {
             if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, in_register(tid));
         };
         // Of this warp's rows: tiles [own.first, own.end) are seen; of these [common_first, common_end) need no mask and are
-        // not the first.
-        // Every warp has its own, and copies its share of every tile.
+        // not the first. Every warp copies its part of every tile, whether it sees it or not.
         FwdTile rows = t;
         rows.m0 += warp_idx * 32;
         const KeyTiles<32, Config::kBlockN> own(p, rows);

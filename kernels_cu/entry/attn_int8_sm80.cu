@@ -52,7 +52,7 @@ struct Config {
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kBits = BITS;  // of an element of Q and K
     static constexpr int kBlockM = BLOCK_M;
-    static constexpr int kBlockN = 64;  // keys that share scales
+    static constexpr int kBlockN = 64;  // a tile of k_scale
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
     static constexpr bool kHalfV = Value::kBytes == 2;
@@ -62,9 +62,9 @@ struct Config {
     static constexpr bool kFloatScores = kSmoothQ || kScoreMods;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
-    // Of these together it is asked whether P was too large: fewer votes, or fewer registers.
+    // 16-row tiles of one vote on whether P was too large: fewer votes, or fewer registers.
     static constexpr int kVoteTiles = ONE_VOTE ? kMTiles : 1;
-    static constexpr int kPartKeys = PART_KEYS;  // of a tile, whose scores are in registers at a time
+    static constexpr int kPartKeys = PART_KEYS;  // keys of a tile whose scores are in registers at a time
     static constexpr int kNTiles = kPartKeys / 8;
     static constexpr int kDTiles = kHeadDim / 8;
     static constexpr int kRowHalves = kHeadDim * kBits / 16;  // 16-bit units of a row of Q and K
@@ -225,7 +225,7 @@ class Worker {
 
     OA_DEVICE bool has_delta() const { return Config::kSmoothQ || (Config::kScoreMods && x_.delta_s != nullptr); }
 
-    // k_scale and delta_s of a tile, with the copies of K. Two of them take turns, however many stages there are.
+    // k_scale and delta_s of a tile, with the copies of K. Double-buffered, however many stages there are.
     OA_DEVICE void copy_scales(int32 n, int tid) const {
         if (tid == 0) cp_async_16(smem_addr_of(smem_.k_scale[n & 1]), smem_.facts.k_scale + int64(n) * 4, 16);
         // Beyond the columns that max_seqlen_k allowed for there is nothing to read; softmax makes NaN of it.
@@ -284,8 +284,8 @@ class Worker {
         for (int i = 0; i < Config::kMTiles; ++i) mask_edges(s[i], p_, t_, warp_row_ + i * 16, n0, lane_);
     }
 
-    // P and its sums from scores; O and the denominators follow where the base of the softmax has to move. Rows that are not
-    // there are zeros (QCopy), and not the next sequence's: they may have a say in that.
+    // P and its sums from scores; O and the denominators follow where the base of the softmax has to move. Rows that do not
+    // exist are zeros (QCopy), not the next sequence's: they may take part in the vote.
     template <int kPart, typename Scores, typename Multiply>
     OA_DEVICE void exponentiate(const Scores (&s)[Config::kMTiles], float c0, bool coarse, Multiply multiply_before) {
         const float c[2] = {c0, c0};

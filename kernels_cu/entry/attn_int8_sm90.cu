@@ -201,8 +201,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         Output acc;
         Softmax softmax;
         float lse_sum[2];  // kLse: this lane's sums of P before rounding
-        float shrink[2];  // what O, as it lies in shared memory, has to be multiplied by
-        bool flushed;  // whether O has anything
+        float shrink[2];  // what O in shared memory has to be multiplied by
+        bool flushed;  // whether O in shared memory holds anything
         bool attended;  // whether there was a tile of keys
 
         OA_DEVICE Rows() : lse_sum{0.0f, 0.0f}, shrink{1.0f, 1.0f}, flushed(false), attended(false) { clear(); }
@@ -227,19 +227,19 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         const int32 num_tiles = keys.end - keys.first;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
-        // Asked for here, used behind the waits for Q and K: it comes from far away.
+        // Loaded here, used behind the waits for Q and K: a trip to L2 or memory.
         float q_scale = scale_of_queries(t, warp_row);
         Queries q;
         Softmax& rows = state.softmax;
         Scores s;
-        // P is made while the product of the last P runs, whose operands no instruction may write to.
+        // The next P is computed while the product of the last one runs, whose operands must not be written.
         Probabilities probs, fresh;
         const uint32 zero = opaque_zero();
         RowSums sums = {};
         float c[2], alpha[2], sum[2];
-        bool is_full = false;  // whether the next step's buffer was seen to be
+        bool is_full = false;  // whether the next stage was seen to be
 
-        // S(i), and A += P(i - 1) V(i - 1), which runs on.
+        // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
         auto products = [&] {
             c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
             ping_pong_.wait();
@@ -264,7 +264,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
 #pragma unroll
                 for (int x = 0; x < 4; ++x) probs[k][x] = copy_of(fresh[k][x], zero);
         };
-        // After the last read of the step's buffer.
+        // After the last read of the stage.
         auto release_stage = [&] {
             __syncwarp();
             release_inner();
@@ -275,8 +275,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             sum[0] = sum[1] = 0.0f;
             rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift_of(t));
         };
-        // Of this lane's rows. In packed tensors a tile's last rows may be the next sequence's; they must not have a say, or a
-        // result would depend on its neighbour.
+        // Of this lane's rows. In packed tensors a tile's last rows may be the next sequence's; they must not take part in
+        // the vote, or a result would depend on its neighbour.
         auto is_too_large = [&] {
             uint32 signs[2];
             past_largest(fresh, signs);
@@ -355,7 +355,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 if (__any_sync(0xffffffffu, is_too_large())) redo();
                 release_stage();
             } else {
-                // The common case. What is rare leaves the loop, by one branch for all: a jump over it would cost ten cycles a
+                // The common case. Rare cases leave the loop, by one branch for all: a jump over them would cost ten cycles a
                 // step and more.
                 bool again, given = !Config::kDelta;
                 for (;;) {
@@ -366,7 +366,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                     renew_probs();
                     again = is_too_large();
                     if (__any_sync(0xffffffffu, again || i + 1 >= special || (!Config::kDelta && !is_full))) break;
-                    if (Config::kDelta) {  // doing it again would have needed delta_s
+                    if (Config::kDelta) {  // redo() needs the stage's delta_s
                         release_stage();
                         given = true;
                         if (__any_sync(0xffffffffu, !is_full)) break;  // lanes may have asked at different times
@@ -410,7 +410,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
   private:
     // Of this lane's two rows.
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
-        // Rows behind the sequence, or (unsigned) before row 0, are zeros: no scale so coarse as to need the careful way.
+        // Rows behind the sequence, or (unsigned) before row 0, are zeros: a scale that never needs the slow path.
         if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.operands.q_scale[head * params_.operands.q_scale_stride_h + first_block(t, t.q_begin) * 64 +
@@ -474,7 +474,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
 
     const AttnInt8Sm90Params& params_;
     SharedStorage& storage_;
-    WgmmaDescriptor k_, v_;  // in the first buffers
+    WgmmaDescriptor k_, v_;  // of the first stages
     uint32 k_scale_;  // shared address of this lane's
 };
 

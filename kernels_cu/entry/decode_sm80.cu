@@ -41,10 +41,10 @@ struct Config {
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
     static constexpr int kTile = TILE_TOKENS;  // keys of a warp's tile
-    static constexpr int kNTiles = N_TILES;  // eights of query rows
+    static constexpr int kNTiles = N_TILES;  // tiles of 8 query rows
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kRows = 8 * kNTiles;
-    static constexpr int kMTiles = M_TILES;  // sixteens of keys that are computed together
+    static constexpr int kMTiles = M_TILES;  // tiles of 16 keys that are computed together
     static_assert(kTile % 16 == 0 && kTile <= 32, "a lane looks up one key of a tile");
     static_assert(kStages >= 2, "a tile is copied while another one is computed");
 };
@@ -54,7 +54,7 @@ using Rows = Tile::Rows;
 using Query = QueryRow<Config::kKKind, Config::kHeadDim, Config::kKGroups>;
 using QueryFragments = uint32[Config::kNTiles][Config::kHeadDim / 16][2];
 
-// A warp's result on its way to the others.
+// The warps' results, to be merged.
 struct Merge {
     float o[Config::kWarps][Config::kRows][Config::kHeadDim + 4];
     float m[Config::kWarps][Config::kRows], l[Config::kWarps][Config::kRows];
@@ -76,19 +76,19 @@ OA_DEVICE uint32 block_index(const DecodeParams& p, int32 token) {
     return uint32(quotient(token, p.block_multiplier, p.block_shift));
 }
 
-// The block that holds a key, as the table has it.
+// The block that holds a key.
 OA_DEVICE uint32 block_of(const DecodeParams& p, int32 sequence, int32 token) {
     if (p.block_table == nullptr) return sequence;
     if (p.recent_side == kRecentNewest) return p.block_table[sequence];  // a slot is a block
     return p.block_table[int64(sequence) * p.table_columns + block_index(p, token)];
 }
 
-// Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, the host sees to that.
+// Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, which the host checks.
 // FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
 OA_DEVICE uint32 cache_row(const DecodeParams& p, uint32 block, int32 kv_head, int32 token) {
     if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));
     uint32 row = uint32(token) - block_index(p, token) * uint32(p.block_size);
-    block = min_of(block, uint32(p.num_blocks - 1));  // a bad number reads the last block instead of foreign memory
+    block = min_of(block, uint32(p.num_blocks - 1));  // a number out of range reads the last block, nothing outside
     return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
                                        : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
 }
@@ -169,7 +169,7 @@ OA_DEVICE void prefetch_table(const DecodeParams& p, const Split& split, int tid
     for (; i <= last; i += 32 * Config::kThreads) prefetch_l2(from + i);
 }
 
-// The keys of a split that fall to this warp.
+// This warp's keys of a split.
 OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Split& split,
                     KvStage<Config> (&stages)[Config::kStages], uint64 policy, int warp_idx, int lane) {
     constexpr int kStep = Config::kWarps * Config::kTile;
@@ -178,10 +178,10 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane};
     // A lane's key of a tile; behind the end of the split its last one, of which nothing is copied.
     auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, split.end - 1); };
-    // Asked for a tile ahead of its copy, and looked at no sooner: the block table is another trip to memory.
+    // Loaded a tile ahead of its copy: the block table is another trip to memory.
     uint32 block = tiles > 0 ? block_of(p, split.sequence, key_of(0)) : 0;
-    // Where rows follow each other at least sixteen at a time, splits begin at multiples of sixteen. (FBGEMM's rows have those of
-    // other heads between them.)
+    // Where rows are contiguous at least 16 at a time, splits begin at multiples of 16. (Between FBGEMM's rows are those of other
+    // heads.)
     bool in_runs = p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0) &&
                    (Config::kKKind != kKvFbgemm || p.num_kv_heads == 1);
     int32 copied = 0;
@@ -202,7 +202,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
     make_rows(b, rows, queries, p, split, lane);
     HalfMagic magic{p.two_1024};
-    // Every row sees the keys before it, but for the window.
+    // Every row sees the keys before this one, but for the window.
     int32 seen_by_all = p.first_key == kAllSeePrefix ? split.limit : min_of(split.seq_len - p.q_len + 1, split.limit);
     int32 window_begin = p.window_left < 0 ? 0 : split.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
@@ -251,7 +251,7 @@ OA_DEVICE void store_warp(Merge& merge, Rows& rows, int warp_idx, int lane) {
         }
 }
 
-// The warps' results together, to O and LSE or (slot >= 0) to a partial result.
+// The merged result, to O and LSE or (slot >= 0) to a partial result.
 OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Split& split, int32 slot, int tid) {
     constexpr int kRowThreads = Config::kThreads / 8;
     int at = tid % kRowThreads;
@@ -303,12 +303,12 @@ OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Spli
     }
 }
 
-// Brings the lengths to L2, and while they are on their way this CTA's queries, if it is a batch of equal lengths.
+// Prefetches the lengths to L2, and meanwhile this CTA's queries, guessing that all lengths are equal.
 OA_DEVICE void prefetch_first(const DecodeParams& p, int tid) {
     constexpr int kLines = Config::kHeadDim / 64;
     if (tid < 32) prefetch_l2(p.seq_lens + min_of(tid * 32, p.batch - 1));
     if (tid < 32) return;
-    // Divisions by products: it is a hint.
+    // Approximate divisions: a prefetch is a hint.
     float heads = float(p.num_kv_heads * p.num_row_blocks),
           place = float(blockIdx.x) * rcp_approx(float(p.num_workers));
     int32 sequence = min_of(int32(place * float(p.batch)), p.batch - 1);
@@ -336,14 +336,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     Partition partition(scan.total, p);
     int32 at = partition.begin(blockIdx.x), end = partition.begin(blockIdx.x + 1);
     if (at >= end) return;
-    // decode_combine waits for the end of this kernel. Where there is work for more than a moment it comes late, so that it takes nothing
+    // decode_combine waits for the end of this kernel. Where there is much work it is launched late, so that it takes nothing
     // from the first copies.
     bool early = partition.each <= kEarlyChunks;
     if (early) launch_dependents();
     scan.locate(p, at, smem.scan);
     int32 sequence = smem.scan.sequence, before = smem.scan.before;
-    // A stream that is not many times L2 is over before it would be worth its while to push out what is there. (Blocks of rows read
-    // the same keys, which had better stay.)
+    // A stream that is not many times L2 evicts itself first. (Blocks of rows read the same keys, which then stay.)
     constexpr int kKeyBytes = Tile::KRow::kBytes + Tile::VRow::kBytes + (Config::kQuantK ? 4 * Config::kKGroups : 0) +
                               (Config::kQuantV ? 4 * Config::kVGroups : 0);
     bool brief = (int64(scan.total) << p.chunk_log2) * kKeyBytes < kShortStream;
@@ -374,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         Rows rows;
         walk(b, rows, p, split, smem.stages[warp_idx], policy, warp_idx, lane);
         if (!early) launch_dependents();
-        __syncthreads();  // every warp is through with its stages
+        __syncthreads();  // every warp has left its stages
         store_warp(smem.merge, rows, warp_idx, lane);
         __syncthreads();
         write_split(smem.merge, p, split, whole ? -1 : partial_slot(p, partition, blockIdx.x, segment_begin, at), tid);

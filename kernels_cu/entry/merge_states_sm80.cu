@@ -11,7 +11,7 @@
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
-// A side without any key (LSE = -inf) is not looked at, whatever it holds.
+// A side without any key (LSE = -inf) does not count, whatever it holds.
 struct Side {
     float weight;
     bool present;

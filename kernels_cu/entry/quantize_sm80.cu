@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
         return;
     }
     wait_for_kernel_ahead();
-    // Tickets, and items of the table, travel while an item is worked on.
+    // The next ticket and item are loaded while this item is worked on.
     bool first_warp = threadIdx.x < 32;
     uint32 next = 0;  // thread 0: the ticket behind the item that has been taken last
     if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
     s.groups[0].clear<kThreads>();
     for (uint32 buffer = 0;; buffer ^= 1) {
         arrived();
-        __syncthreads();  // the item is there, and everything else of the one before is free
+        __syncthreads();  // the item is there, and the one before is done
         const QuantizeItem& t = s.items[buffer];
         if (t.kind == kNoItem) return;
         if (first_warp) take_next(s.items[buffer ^ 1]);

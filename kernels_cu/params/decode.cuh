@@ -43,7 +43,7 @@ struct DecodeParams {
     int32 recent_side;  // RecentSide
     float softmax_scale;
     float softcap;  // 0: none
-    int32 combine_split;  // warps of decode_combine that share a row
+    int32 combine_split;  // warps of decode_combine for a row
     uint32 block_multiplier;  // for `quotient` by block_size
     int32 block_shift;
     uint32 worker_multiplier;  // and by num_workers

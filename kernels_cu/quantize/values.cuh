@@ -4,10 +4,10 @@
 //   v_mean = mean + v_scale * (sum over the keys of x - e4m3(x)) / keys,   x = (v - mean) / v_scale
 //
 // so that attention with equal weights makes no error, and any other a smaller one (docs/quantization.md). v_mean is an item of
-// its own, behind all tiles. Where the scale is from a sample and proves too small, that item does the head again.
+// its own, behind all tiles. Where the scale is from a sample and proves too small, that item quantizes the head again.
 //
-// A thread loads 8 channels of the four keys that become one 32-bit word of each channel (2w, 2w+1, 2w+8, 2w+9 of a 16),
-// writes the eight words to shared memory, and later copies 16-byte vectors from there.
+// A thread loads 8 channels of the 4 keys that become one 32-bit word of each channel (2w, 2w+1, 2w+8, 2w+9 of a 16),
+// writes the 8 words to shared memory, and later copies 16-byte vectors from there.
 // Shared memory: channel c has 128 bytes = 32 words; word w lies at w ^ (c / 8 * (256 / kHeadDim)), so that the words
 // that a warp writes at once, of neighbouring groups of channels, are in 32 banks.
 #pragma once
@@ -79,7 +79,7 @@ OA_DEVICE void add_errors(uint32 errors, int32* sum) {
     if ((threadIdx.x & 31) < kColumns) reduce_add_shared(sum, units);
 }
 
-// Eight channels of eight keys to e4m3 in shared memory. smooth: for kAny. Bits of the result: some code is one that
+// 8 channels of 8 keys to e4m3 in shared memory. smooth: for kAny. Bits of the result: some code is one that
 // overflow_addend names.
 template <Values kValues, typename Io, int kHeadDim>
 OA_DEVICE uint32 convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<kHeadDim>& s, int32 count, bool smooth,
@@ -88,7 +88,7 @@ OA_DEVICE uint32 convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<k
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
     uint32 over = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {  // two channels at a time: registers are what this kernel lacks
+    for (int w = 0; w < 4; ++w) {  // two channels at a time: the kernel is short of registers
         float2 inverse = reinterpret_cast<const float2*>(s.inverse + cc * 8)[w], mean{0.0f, 0.0f};
         if (kValues == Values::kRegularSmooth || (kValues == Values::kAny && smooth))
             mean = reinterpret_cast<const float2*>(s.mean + cc * 8)[w];
@@ -137,7 +137,7 @@ OA_DEVICE uint32 convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<k
     return over & 0x80808080u;
 }
 
-// From shared memory to memory, behind a barrier.
+// From shared to global memory, behind a barrier.
 template <int kHeadDim>
 OA_DEVICE void store_values(const QuantizeParams& p, const ValuesTile& tile, const ValuesStorage<kHeadDim>& s) {
     constexpr int kSwizzle = 256 / kHeadDim;
@@ -157,7 +157,7 @@ OA_DEVICE void store_values(const QuantizeParams& p, const ValuesTile& tile, con
     }
 }
 
-// Eight channels of eight keys to fp16 in memory; result as that of convert_values.
+// 8 channels of 8 keys to fp16 in global memory; result as that of convert_values.
 template <typename Io, int kHeadDim>
 OA_DEVICE uint32 convert_to_half(const QuantizeParams& p, const ValuesTile& tile, const uint4 (&raw)[2][4],
                                  const ValuesStorage<kHeadDim>& s, bool smooth, uint32 addend) {

@@ -4,7 +4,7 @@
 #include "ptx/types.cuh"
 #include "scheduler/slots.cuh"
 
-// Rows of a packed tensor that belong to no sequence. A length and not a flag: registers are what these kernels lack.
+// Rows of a packed tensor that belong to no sequence. A length and not a flag: these kernels are short of registers.
 constexpr int32 kNoSequence = -1;
 
 struct FwdTile {
@@ -31,13 +31,13 @@ OA_DEVICE FwdTile tile_of(const AttnFwdParams& p, int32 batch_idx, int32 head_id
     return t;
 }
 
-// Heads whose tiles take turns in a causal launch, and the number of their tiles that is enough.
+// Heads whose tiles are interleaved in a causal launch, and the number of their tiles that is enough.
 constexpr uint32 kInterleavedHeads = 16, kInterleavedTiles = 1024;
 
-// Dense, one tile a CTA. Tiles of one head are neighbours (they share K and V in L2), the longest first. Causal heads, whose
-// tiles grow with their row, take turns, up to 16 at a time and the longest tiles of all of them first, so that a launch does
-// not end with some long tiles alone; of long heads fewer, so that more of a head's tiles run at the same time and share K and
-// V. Turns are counted from the end: what is left of the heads comes first, where nothing waits for it.
+// Dense, one tile a CTA. Tiles of one head are neighbours (K and V stay in L2), the longest first. Causal heads, whose tiles
+// grow with their row, are interleaved in groups of up to 16, the longest tiles of a group first, so that a launch does not end
+// with some long tiles alone; groups of long heads are smaller, so that more of a head's tiles run at the same time. Groups are
+// counted from the end: an incomplete one comes first, where nothing waits for it.
 template <int kBlockM>
 OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
     int64 num_tiles = int64(p.batch) * p.num_q_heads * p.num_m_blocks;
