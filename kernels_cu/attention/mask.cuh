@@ -20,7 +20,7 @@ OA_DEVICE constexpr KeyRange visible_keys(int32 row, int32 seqlen_q, int32 seqle
     return r;
 }
 
-// The tiles of kBlockN keys that kBlockM query rows from t.m0 on have to look at.
+// The tiles of kBlockN keys that kBlockM query rows from t.m0 on see.
 template <int kBlockM, int kBlockN>
 struct KeyTiles {
     int32 first = 0, end = 0;  // [first, end) holds every visible key
@@ -39,7 +39,7 @@ struct KeyTiles {
     OA_DEVICE constexpr bool is_empty() const { return end <= first; }
 };
 
-// The rows that see a key: the same turned round.
+// The rows that see a key: the transpose of visible_keys.
 struct QueryRange {
     int32 lo, hi;  // rows lo <= i < hi
 };

@@ -7,7 +7,7 @@
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 
-// V's scales and means of one head, in global memory. What lies behind head_dim_pad is stored nowhere.
+// V's scales and means of one head, in global memory. Columns beyond head_dim_pad are not stored.
 struct GlobalChannels {
     const float* scales;
     const float* means;  // null: zeros

@@ -13,7 +13,7 @@ OA_DEVICE void sum_of_quad(float (&l)[2]) {
 }
 
 // Rows of the m16n8 accumulator layout: lane l owns rows l/4 and l/4+8 of each 16-row tile; the four lanes of a quad
-// share a row.
+// have a row.
 template <int kMTiles>
 struct OnlineSoftmax {
     // Running maximum that the exponents are taken against, in base-2 units: p = exp2(s * c - m2). Before the first
@@ -30,7 +30,7 @@ struct OnlineSoftmax {
         }
     }
 
-    // Takes the new tile's scores into the maximum and rescales O and the denominator. The rescale is skipped for the
+    // Updates the maximum by the tile's scores and rescales O and the denominator. The rescale is skipped for the
     // whole warp while no row's maximum grew by more than kSlack in base 2: P is then at most 2^kSlack, which costs no
     // relative precision in bf16, fp16 or fp32, and the final division removes the common factor.
     // c: score units -> base-2 exponent (positive).

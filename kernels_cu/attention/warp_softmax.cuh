@@ -12,9 +12,9 @@
 // Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S for
 // |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3 * 2^22,
 // scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is a multiple of 1 / kBaseSteps, so that
-// 12582912 c + m2 has 24 bits while c <= kCoarseScale. Coarser scores take the careful way, which subtracts the constant
-// first; so do scores with a shift, which is a multiple of nothing.
-// SeededScore: the pattern is in already, because the sum of products began with it (mma.sync takes any accumulator). Of
+// 12582912 c + m2 has 24 bits while c <= kCoarseScale. Coarser scores take the slow path, which subtracts the constant
+// first; so do scores with a shift, which is no multiple of anything.
+// SeededScore: the accumulator began with the pattern (mma.sync takes any). Of
 // 4-bit products, whose units are worth 300 times as much, the base is an integer.
 template <int kBits>
 struct SeededScore {
@@ -94,7 +94,7 @@ class Exponents {
         if constexpr (Shift::kPresent) return fmaf(score - kScoreBias<Score>, c_[r], shift_(n, x) - m2_[r]);
         return fmaf(score, c_[r], base_[r]);
     }
-    // Whether its power has to be set to 0 whatever c is.
+    // Whether P has to be set to 0 whatever c is.
     OA_DEVICE bool is_hidden(int n, int r, int x) const {
         return kSlowPath && score_of(s_[4 * n + 2 * r + x]) == neg_inf();
     }
@@ -109,14 +109,14 @@ class Exponents {
 
 // Running base and denominator of this thread's two rows, in base 2: p = exp2(s c - m2).
 //
-// The base need not be the maximum, only near enough for p to neither overflow nor vanish. So the maximum is looked for
-// in a row block's first tile only; afterwards a tile's probabilities are taken against the base as it stands, and their
-// sum, which is needed anyway, tells whether that was good enough: p <= sum <= PRange::kSumLimit. Only otherwise (a score 8 or
-// more above the base in base 2) is the tile done again, with the base raised. This takes 64 comparisons a tile and the
-// exchange of maxima out of the chain between the two products.
+// The base need not be the maximum, only near enough for p to neither overflow nor vanish. So the maximum is found in a row
+// block's first tile only; afterwards a tile's probabilities are computed against the base as it is, and their sums, which are
+// needed anyway, tell whether that was good enough: p <= sum <= PRange::kSumLimit. (attn_int8_sm90 has no such sums: it tests the
+// packed bytes, attention/p_e4m3.cuh.) Only otherwise (a score 8 or more above the base in base 2) is the tile computed again,
+// with the base raised. This removes 64 comparisons a tile and the exchange of maxima from the chain between the two products.
 //
-// PRange: kValue is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a short range of exponents
-// want p large.
+// PRange: kBaseLog2 is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a small range of
+// exponents need p large.
 template <typename PRange = FloatPRange>
 struct RowState {
     // Before the first visible key the base is the lowest finite number and not -inf, so that a hidden score gives
@@ -141,7 +141,7 @@ struct RowState {
                     if constexpr (Shift::kPresent) score = fmaf(score - kScoreBias<Score>, c[r], shift(n, x));
                     top[r] = fmaxf(top[r], score);
                 }
-            // The lanes of a row may have scales of their own.
+            // The lanes of a row may have different scales.
             if constexpr (!Shift::kPresent) top[r] = (top[r] - kScoreBias<Score>)*c[r];
         }
 #pragma unroll
@@ -161,7 +161,7 @@ struct RowState {
 
     // Calls put(n, r, p0, p1) for the two neighbouring columns of row r in column block n; sum: this lane's sums.
     // shift(n, x): what is added to the exponents of a column, in base 2.
-    // kSlowPath: hidden keys give 0 even where c is NaN, and integer scores of any scale lose nothing.
+    // kSlowPath: hidden keys give 0 even where c is NaN, and integer scores of any scale are exact.
     template <bool kSlowPath = false, typename Score, int kScores, typename Put, typename Shift = NoShift>
     OA_DEVICE void exponentiate(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put put,
                                 Shift shift = {}) const {
@@ -188,9 +188,9 @@ struct RowState {
             }
     }
 
-    // A whole tile, the powers in the order of the source: put(n, r, p0, p1) as above, but no sums. kByRow: row 0's columns
-    // before row 1's; else block by block. Exponents stand one pair ahead of the powers and puts two pairs behind, so that fewer
-    // of them wait for the result of the instruction before.
+    // A whole tile, exponentials in the order of the source: put(n, r, p0, p1) as above, but no sums. kByRow: row 0's columns
+    // before row 1's; else block by block. Their arguments are computed one pair ahead and put() comes two pairs behind, so
+    // that fewer instructions wait for the result of the one before.
     template <bool kSlowPath, bool kByRow, typename Score, int kScores, typename Put, typename Shift = NoShift>
     OA_DEVICE void exponentiate_in_order(const Score (&s)[kScores], const float (&c)[2], Put put,
                                          Shift shift = {}) const {
@@ -222,8 +222,8 @@ struct RowState {
     }
 
     // Whether the probabilities of one of this lane's rows were too large, or NaN; the warp has to vote. own: whether the rows
-    // belong to the tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they must not have a say,
-    // or a result would depend on its neighbour.
+    // belong to the tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they must not take part in
+    // the vote, or a result would depend on its neighbour.
     OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2]) {
         float top = max_nan(own[0] ? sum[0] : 0.0f, own[1] ? sum[1] : 0.0f);
         return !(top <= PRange::kSumLimit);

@@ -70,7 +70,7 @@ struct Config {
     static constexpr bool kEarlyChannels = kHeadDim <= 128;
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
-    static_assert(kBlockN == 64 || kBlockN == 128, "rows of V; a scale's tile has 128 keys");
+    static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 
 struct SharedStorage {

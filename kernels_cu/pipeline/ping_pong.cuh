@@ -24,7 +24,7 @@ class PingPong {
         if (kOrdered) named_barrier_arrive(next_, 256);
     }
     // At the end: takes the arrival that the constructor, or the last warpgroup's last pass_on, left.
-    // is_first: in warpgroup 0; asked for anew, because remembering it would take a register through all loops.
+    // is_first: in warpgroup 0; computed anew, because keeping it would take a register through all loops.
     OA_DEVICE void finish(bool is_first) const {
         if (kOrdered && is_first) named_barrier_sync(1, 256);
     }
@@ -32,5 +32,5 @@ class PingPong {
   private:
     int32 own_, next_;
 };
-// First named barrier that PingPong leaves to others.
+// First named barrier that PingPong does not use.
 constexpr int32 kFirstFreeBarrier = 8;

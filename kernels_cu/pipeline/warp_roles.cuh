@@ -4,7 +4,7 @@
 #include "ptx/types.cuh"
 #include "ptx/warpgroup.cuh"
 
-// Registers a thread after setmaxnreg: what the launch gives (65536 / threads, a multiple of 8), handed out anew.
+// Registers a thread after setmaxnreg: what the launch gives (65536 / threads, a multiple of 8), redistributed.
 OA_DEVICE constexpr int producer_registers(int consumers) { return consumers == 2 ? 40 : 32; }
 OA_DEVICE constexpr int consumer_registers(int consumers) { return consumers == 2 ? 232 : consumers == 3 ? 160 : 112; }
 

@@ -38,7 +38,7 @@ OA_DEVICE uint32 min2_nan(Half, uint32 a, uint32 b) {
     asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-// Two infinities of one sign: what no maximum or minimum changes.
+// Two infinities: the neutral element of minima.
 OA_DEVICE uint32 infinities(BFloat16) { return 0x7f807f80u; }
 OA_DEVICE uint32 infinities(Half) { return 0x7c007c00u; }
 constexpr uint32 kBothSigns = 0x80008000u;
@@ -66,7 +66,7 @@ OA_DEVICE float quiet_nan() { return __uint_as_float(0x7fffffffu); }
 // False for NaN and infinities.
 OA_DEVICE bool is_finite(float x) { return fabsf(x) <= kMaxFinite; }
 
-// Separate rounding of product and sum, whatever the compiler would like to fuse.
+// Rounded by itself: never fused with an addition.
 OA_DEVICE float mul_rn(float a, float b) {
     float d;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));

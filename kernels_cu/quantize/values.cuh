@@ -201,7 +201,7 @@ OA_DEVICE ValuesTile values_tile(const QuantizeParams& p, const QuantizeItem& t,
     return tile;
 }
 
-// The whole head again with scales that its values fit, by one CTA: a channel's largest magnitude was beyond headroom() times
+// Quantizes the whole head again, by one CTA, with scales that its values fit: a channel's largest magnitude was beyond headroom() times
 // that of the sample, or the head has NaN or infinity. Returns the errors of channel threadIdx.x.
 template <typename Io, int kHeadDim>
 __device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const QuantizeItem& t,
@@ -305,7 +305,7 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const QuantizeItem& t, Values
     if ((smooth && !half) || sampled) arrive(p.v_done + at);
 }
 
-// All of a head of V has become bytes: its mean, and all of it again if it has to be.
+// After all tiles of a head of V: its mean, and the whole head again where the scale was too small.
 template <typename Io, int kHeadDim>
 OA_DEVICE void finish_v(const QuantizeParams& p, const QuantizeItem& t, ValuesStorage<kHeadDim>& s) {
     int32 tid = threadIdx.x;

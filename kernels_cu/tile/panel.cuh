@@ -2,7 +2,7 @@
 // of 32 columns (64-byte rows) when head_dim is an odd multiple of 32; rows of 16 columns (32 bytes) are a panel of their
 // own. Inside a panel the 16-byte chunk c of row r lies at chunk c ^ (r % 8) (128-byte rows), c ^ ((r / 2) % 4) (64) or
 // c ^ ((r / 4) % 2) (32): every ldmatrix and every 16-byte row access of 8 consecutive rows then touches all 32 banks
-// once. Narrower elements are moved in pairs or fours, with a quarter or half of their number as head_dim.
+// once. Elements of 8 and 4 bits are moved in pairs and fours, with half and a quarter of their number as head_dim.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -38,7 +38,7 @@ template <int kRows, int kHeadDim>
 struct PanelLane {
     using Tile = PanelTile<kRows, kHeadDim>;
     uint32 full;  // offset in a 128-byte panel at step 0
-    uint32 tail;  // offset in the last, narrower panel at its step 0
+    uint32 tail;  // offset in the last panel at its step 0
 
     OA_DEVICE PanelLane(int row, int half) {
         full = row * 128 + ((half ^ (row & 7)) << 4);
