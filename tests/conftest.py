@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from build_tools.record import Recorder
-
-
-def _asks_for_gpu(config: pytest.Config) -> bool:
-    expression = config.getoption("markexpr") or ""
-    return "gpu" in expression and "not gpu" not in expression
+from tests.skips import SkipRule, asks_for
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,21 +29,28 @@ def _share_cores(processes: int) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record GPU runs; the processes of pytest-xdist leave that to the one that started them, and share the cores."""
+    """Record GPU runs, judge skips in others.
+
+    The processes of pytest-xdist leave both to the one that started them, and share the cores.
+    """
     processes = config.getoption("numprocesses", None)
     if isinstance(processes, int) and processes > 0 and hasattr(os, "sched_getaffinity"):
         _share_cores(processes)
-    if _asks_for_gpu(config) and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    if asks_for(config, "gpu"):
         config.pluginmanager.register(Recorder(config, config.getoption("--record-out")), "gpu-recorder")
+    else:
+        config.pluginmanager.register(SkipRule(asked_for=asks_for(config, "frameworks")), "skip-rule")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave GPU tests out of a run that did not name them.
 
-    They are deselected, not skipped: a plain run on a machine without a GPU shows no skips, so that any skip is news.
+    They are deselected, not skipped: skips are for what is missing on a machine that could have it (tests/skips.py).
     ``-m gpu`` on such a machine does run them, and they fail: asked-for tests never pass by not running.
     """
-    if _asks_for_gpu(config):
+    if asks_for(config, "gpu"):
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:

@@ -146,7 +146,11 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
                     rows.start[group][n][r] = __shfl_sync(0xffffffffu, query.start[group], src);
                 }
             int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
-            rows.end[n][r] = p.first_key == kAllSeePrefix ? split.seq_len : split.seq_len - p.q_len + 1 + its_token;
+            rows.end[n][r] = split.seq_len - p.q_len + 1 + its_token;
+            if (p.first_key == kSharedPrefix) {
+                int32 b = its_token / p.prefix_q_len;  // a paused sequence sees nothing of the prefix
+                rows.end[n][r] = p.seq_lens[b] - p.prefix_q_len + 1 + (its_token - b * p.prefix_q_len);
+            }
             rows.m[n][r] = kLowest;
             rows.l[n][r] = 0.0f;
             rows.f[n][r] = kLargestFactor;
@@ -203,7 +207,14 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     make_rows(b, rows, queries, p, split, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before this one, but for the window.
-    int32 seen_by_all = p.first_key == kAllSeePrefix ? split.limit : min_of(split.seq_len - p.q_len + 1, split.limit);
+    int32 seen_by_all = min_of(split.seq_len - p.q_len + 1, split.limit);
+    if (p.first_key == kSharedPrefix) {
+        seen_by_all = split.limit;
+#pragma unroll
+        for (int n = 0; n < Config::kNTiles; ++n)
+            seen_by_all = min_of(seen_by_all, min_of(rows.end[n][0], rows.end[n][1]));
+        seen_by_all = __reduce_min_sync(0xffffffffu, seen_by_all);
+    }
     int32 window_begin = p.window_left < 0 ? 0 : split.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();
@@ -275,7 +286,8 @@ OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Spli
             RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
             scale = result.o_scale;
             if (p.lse != nullptr && at == 0)
-                p.lse[(int64(split.sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;
+                p.lse[(int64(p.prefix_sequences ? 0 : split.sequence) * p.num_q_heads + head) * p.q_len + token] =
+                    result.lse;
         } else if (at == 0) {
             *reinterpret_cast<float2*>(p.partial_ml + 2 * slot_row) = make_float2(m, l);
         }
@@ -359,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         int32 segment_begin = before + segment * span.chunks;
         int32 stop = p.fixed_splits ? at + 1 : min_of(end, segment_begin + span.chunks);
         Split split;
-        split.sequence = sequence;
+        split.sequence = p.first_key == kSharedPrefix ? prefix_owner(p) : sequence;
         split.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
         split.row_block = segment - split.kv_head * p.num_row_blocks;
         split.begin = span.begin + ((at - segment_begin) << p.chunk_log2);

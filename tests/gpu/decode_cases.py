@@ -8,21 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from omniattn.append import append
-from omniattn.cache import KVCache, PagedKVCache
-from omniattn.decode import decode
+from omniattn import append, decode
+from omniattn.kv.cache import KVCache, PagedKVCache
 from omniattn.reference.decode import CacheArrays, RecentArrays
 from omniattn.reference.decode import decode as reference_decode
+from omniattn.testing.cache_cases import decode_errors
 from tests.gpu.attention_cases import TORCH_DTYPES
 
 #: Memory of a cache that appending writes.
 PLANES = ("k", "v", "k_params", "v_params", "recent_k", "recent_v")
 #: (k_dtype, v_dtype, group_size) that the wheel has kernels for; "io" stands for q's own type.
 COMMON = (("io", "io", None), ("fp8", "fp8", None), ("int8", "int8", None), ("int4", "int4", None))
-#: Largest error of O as a part of its largest value: rounding of O, of P, and of Q where codes are multiplied.
-O_TOLERANCE = {"bfloat16": 8e-3, "float16": 1.5e-3}
-#: Absolute error of the LSE: with a 16-bit cache as `attention`, with codes that of Q in fp16 besides.
-LSE_TOLERANCE = {"io": 1e-4, "codes": 6e-3}
 
 
 @dataclass
@@ -174,17 +170,6 @@ def compare(
 ) -> tuple[float, float]:
     """Check O and LSE; return their errors as parts of the tolerance."""
     o, lse = got[0].float().cpu().numpy(), got[1].cpu().numpy()
-    ref_o, ref_lse = expected
-    assert np.isfinite(o).all(), f"{label}: {np.isnan(o).sum()} NaN"
-    # Rows of one sequence are of one size; with a wild V sequences are not.
-    largest = np.abs(ref_o).max(axis=(1, 2, 3), keepdims=True)
-    error = np.abs(o - ref_o) / np.maximum(largest, 1e-30)
-    share = float(error.max()) / O_TOLERANCE[case.dtype]
-    assert share <= 1.0, f"{label}: O is off by {share:.2f} tolerances"
-    assert (o[np.broadcast_to(largest == 0, o.shape)] == 0).all(), label
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(ref_lse), err_msg=label)
-    finite = np.isfinite(ref_lse)
-    lse_error = np.abs(lse[finite] - ref_lse[finite]) / np.maximum(np.abs(ref_lse[finite]), 1.0)
-    lse_share = float(lse_error.max(initial=0.0)) / LSE_TOLERANCE["io" if case.k_dtype == "io" else "codes"]
-    assert lse_share <= 1.0, f"{label}: LSE is off by {lse_share:.2f} tolerances"
-    return share, lse_share
+    shares = decode_errors(o, lse, *expected, case.dtype, "io" if case.k_dtype == "io" else "codes")
+    assert max(shares) <= 1.0, f"{label}: O is off by {shares[0]:.2f} tolerances, LSE by {shares[1]:.2f}"
+    return shares

@@ -16,8 +16,8 @@ from typing import Any
 from omniattn import __version__, runtime
 from omniattn.registry import KernelSpec
 from omniattn.runtime.arch import Arch
-from omniattn.runtime.compile import source_digest
 from omniattn.runtime.loader import compile_to, unsupported_reason
+from omniattn.runtime.sources import source_digest
 from omniattn.runtime.store import MANIFEST_FORMAT
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import omniattn as oa
-from omniattn.cli.cases import Case, call, cases_for, flavour_of, problem
-from omniattn.cli.expected import outputs_of
 from omniattn.registry import KernelSpec
+from omniattn.testing.cases import Case, call, cases_for, flavour_of, problem
+from omniattn.testing.expected import outputs_of
 
 #: fp32 sums of a few hundred terms and a base-2 exponential, against fp64.
 LSE_ATOL = 1e-4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,29 @@ def test_torch_graph_capture(oa: Any, torch: Any, fork: bool) -> None:
         graph.replay()
         torch.cuda.synchronize()
         _close(o.cpu().numpy(), _expected(*_inputs(seed)))
+
+
+def test_pending_calls_are_looked_after_while_another_thread_captures(oa: Any, torch: Any) -> None:
+    """In CUDA's default capture mode a query of an event, from any thread, fails and invalidates the capture."""
+    from omniattn.arrays import events
+
+    q, k, v = _torch_inputs(torch)
+    expected = oa.attention(q, k, v)
+    torch.cuda.synchronize()
+    events.collect()
+    side, ordinal = torch.cuda.Stream(), torch.cuda.current_device()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLOW)
+    events.keep_until_done(side.cuda_stream, ordinal, [object()])
+    graph = torch.cuda.CUDAGraph()
+    with ThreadPoolExecutor(1) as other, torch.cuda.graph(graph, capture_error_mode="global"):
+        o = oa.attention(q, k, v)
+        assert other.submit(events.collect).result() == 1
+    o.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(o, expected)
+    assert events.collect() == 0
 
 
 # CuPy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,19 +10,21 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
-from omniattn.cli.frameworks import TorchFramework  # noqa: E402
 from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel  # noqa: E402
-from omniattn.cli.verify_decode import DECODE_OPS, verify_row  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.runtime.loader import unsupported_reason  # noqa: E402
+from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
+from omniattn.testing.frameworks import TorchFramework  # noqa: E402
+from omniattn.testing.rows import run_row  # noqa: E402
 
 from .installations import compile_missing  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-ROWS = [spec for spec in REGISTRY if spec.op in DECODE_OPS]
+ROWS = [spec for spec in REGISTRY if spec.op in CACHE_OPS]
 #: Everything prebuilt for bfloat16: the element types, widths and numbers of rows that the sources know.
 TRANSLATED = [spec for spec in ROWS if spec.prebuild and spec.dtype in ("bfloat16", "uint8")]
 
@@ -43,6 +45,13 @@ def test_row(spec: KernelSpec) -> None:
         assert outcome.worst <= 1.0
 
 
+@pytest.fixture(autouse=True)
+def no_plans_remain() -> Iterator[None]:
+    """Plans keep the kernels that they were made with: none may remain for other tests."""
+    yield
+    PLANS.clear()
+
+
 @pytest.mark.parametrize("target", ["compute_80", "compute_89"])
 def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sources as PTX, translated by the driver; fp8 has other instructions before sm_89."""
@@ -52,13 +61,12 @@ def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert made.ptx
         return runtime.load_image(spec, 0, made.cubin, origin=f"{target} PTX")
 
-    chosen = TRANSLATED if target == "compute_80" else [s for s in TRANSLATED if "cache_fp8" in s.features]
+    chosen = TRANSLATED if target == "compute_80" else [s for s in TRANSLATED if "fp8" in s.cache]
     helpers = [s for s in TRANSLATED if s.op in ("decode_combine", "copy_blocks", "append")]
     wanted = list({spec.name: spec for spec in (*chosen, *helpers)}.values())
     with ThreadPoolExecutor(8) as pool:
         loaded = dict(zip((spec.name for spec in wanted), pool.map(load, wanted), strict=True))
-    for module in ("append", "decode"):
-        monkeypatch.setattr(importlib.import_module(f"omniattn.{module}"), "_plans", {})
+    PLANS.clear()
     asked: set[str] = set()
 
     def from_ptx(spec: KernelSpec, ordinal: int) -> LoadedKernel:
@@ -69,7 +77,7 @@ def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(runtime, "load", from_ptx)
     for spec in chosen:
-        _, worst, notes = verify_row(TorchFramework(), spec)
-        assert notes == []
-        assert worst <= 1.0
+        result = run_row(TorchFramework(), spec)
+        assert not result.failures
+        assert result.worst <= 1.0
     assert {spec.name for spec in chosen} <= asked

@@ -13,10 +13,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 torch = pytest.importorskip("torch")
 
-from omniattn.append import append, copy_recent  # noqa: E402
-from omniattn.cache import RECENT_SPARE, PagedKVCache  # noqa: E402
-from omniattn.decode import decode  # noqa: E402
 from omniattn.errors import DtypeError  # noqa: E402
+from omniattn.kv.cache import RECENT_SPARE, PagedKVCache  # noqa: E402
+from omniattn.ops import append, copy_recent, decode  # noqa: E402
 from omniattn.reference.decode import CacheArrays, append_tokens  # noqa: E402
 from tests.gpu.decode_cases import PLANES, Case, Filled, compare  # noqa: E402
 

@@ -7,17 +7,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
-from omniattn.cli.frameworks import TorchFramework  # noqa: E402
 from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime.loader import unsupported_reason  # noqa: E402
+from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 
 from .installations import compile_missing  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 # Exact attention and merging have test_architectures_gpu and the numerics tests.
-ROWS = [spec for spec in REGISTRY if spec.op in ("attention_int8", "quantize", "quantize_delta")]
+ROWS = [spec for spec in REGISTRY if spec.quantized or spec.op in ("quantize", "quantize_delta")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import omniattn as oa
 from omniattn import testing
 from omniattn.errors import ArgumentError
-from omniattn.precision import GRANULARITIES
+from omniattn.problems.precision import GRANULARITIES
 from omniattn.reference import ablation, low_precision
 from omniattn.reference.dequantize import dequantize_qk
 from tests.numerics import ablations
@@ -119,8 +119,9 @@ def test_e5m2_is_the_upper_half_of_float16() -> None:
     assert np.signbit(rounded[5])
 
 
+@pytest.mark.frameworks
 def test_e5m2_is_that_of_torch() -> None:
-    torch = pytest.importorskip("torch", reason="torch is optional")
+    torch = pytest.importorskip("torch")
     x = np.random.default_rng(0).standard_normal(20000).astype(np.float32) ** 9
     x = x[np.abs(x) < 57344]
     assert np.array_equal(ablation.round_e5m2(x), torch.from_numpy(x).to(torch.float8_e5m2).float().numpy())

@@ -44,8 +44,8 @@ def test_main_loop(steps: dict[tuple[str, int, int], Step], key: tuple[str, int,
     # Every operand of a product is loaded once by ldmatrix, but Q again for each part of a tile.
     d, tiles = key[1], step.rows // 16
     parts = sage_model.KEYS // int(dict(step.spec.defines)["PART_KEYS"])
-    of_q = parts * tiles * (d * step.spec.bits // 256)
-    of_k = sage_model.KEYS * d * step.spec.bits // 8 // 512
+    of_q = parts * tiles * (d * key[2] // 256)
+    of_k = sage_model.KEYS * d * key[2] // 8 // 512
     of_v = sage_model.KEYS * d * (2 if step.spec.pv == "fp16" else 1) // 512
     assert step.counts["LDSM"] == of_q + of_k + of_v
 

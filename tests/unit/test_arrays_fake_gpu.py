@@ -164,6 +164,7 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
+@pytest.mark.frameworks
 def test_fake_torch_common_path_does_nothing(torch_gpu: Any) -> None:
     tensors = [torch_gpu(), torch_gpu("k")]
     assert arrays.prepare(tensors) == 0x300
@@ -174,6 +175,7 @@ def test_fake_torch_common_path_does_nothing(torch_gpu: Any) -> None:
 
 
 @pytest.mark.parametrize(("stream", "name"), [(0x7000, (0x7000, 1)), (0, ("default", 1)), (1, ("default", 1))])
+@pytest.mark.frameworks
 def test_fake_torch_stream_override(torch_gpu: Any, stream: int, name: Any) -> None:
     tensors = [torch_gpu(), torch_gpu("out")]
     assert arrays.prepare(tensors, stream) == (0 if stream == 1 else stream)
@@ -184,6 +186,7 @@ def test_fake_torch_stream_override(torch_gpu: Any, stream: int, name: Any) -> N
     arrays.retire(tensors, stream)
 
 
+@pytest.mark.frameworks
 def test_fake_mixture_of_torch_and_cupy(torch_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)

@@ -16,6 +16,7 @@ from omniattn.errors import ArgumentError, UnsupportedError
 
 jax = pytest.importorskip("jax")
 jnp = pytest.importorskip("jax.numpy")
+pytestmark = pytest.mark.frameworks
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from omniattn import arrays
 from omniattn.errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 
 @pytest.mark.parametrize(

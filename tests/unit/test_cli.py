@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from omniattn.bench.timing import BenchError
-from omniattn.cli import console, frameworks, main
+from omniattn.cli import main
 from omniattn.errors import DriverMissingError
 from omniattn.runtime import env
 from omniattn.runtime import nvrtc as nvrtc_module
+from omniattn.testing import frameworks
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU, also where the tests run on one."""
 
     def fail() -> frameworks.Framework:
-        raise console.CannotRunError("no GPU can be used: torch is not installed")
+        raise frameworks.NoGpuError("no GPU can be used: torch is not installed")
 
     for module in ("demo", "verify"):
         monkeypatch.setattr(f"omniattn.cli.{module}.gpu_framework", fail)
@@ -116,7 +117,7 @@ def test_gpu_framework_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError("libsomething.so is missing\nmore lines")
 
     monkeypatch.setattr(frameworks, "_GPU_FRAMEWORKS", (("json", broken), ("no_such_module_anywhere", broken)))
-    with pytest.raises(console.CannotRunError) as caught:
+    with pytest.raises(frameworks.NoGpuError) as caught:
         frameworks.gpu_framework()
     text = str(caught.value)
     assert "json: libsomething.so is missing;" in text

@@ -20,9 +20,7 @@ from omniattn.bench.decode_report import (
 from omniattn.bench.timing import Timing
 from omniattn.cli import main
 from omniattn.errors import ArgumentError
-from tests.unit.test_cli_bench_forward import CpuTorch, WallClock
-
-torch = pytest.importorskip("torch")
+from tests.unit.bench_fakes import DecodeTorch, WallClock, WithMemory
 
 SHAPES = (
     DecodeShape(2, 4, 2, 40, 64),
@@ -31,24 +29,9 @@ SHAPES = (
 )
 
 
-class _WithMemory(type(CpuTorch.cuda)):  # type: ignore[misc]
-    free = 1 << 40
-
-    def mem_get_info(self) -> tuple[int, int]:
-        return self.free, self.free
-
-
-class DecodeTorch(CpuTorch):
-    cuda = _WithMemory()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "randperm":
-            return lambda n, **_: torch.randperm(n, generator=torch.Generator().manual_seed(1))
-        return super().__getattr__(name)
-
-
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
     monkeypatch.setattr(decode, "require_torch", DecodeTorch)
     monkeypatch.setattr(sustained, "TorchClock", WallClock)
     monkeypatch.setattr(decode, "measure_ceilings", lambda *_: Ceilings(100.0, 1.0))
@@ -104,6 +87,7 @@ def test_filters() -> None:
 # Runs
 
 
+@pytest.mark.frameworks
 def test_every_format_runs_is_checked_and_compared(on_the_cpu: None) -> None:
     report = decode.run_decode(SHAPES, anchor="fa2", iters=2)
     assert report.shapes == SHAPES
@@ -126,6 +110,7 @@ def test_every_format_runs_is_checked_and_compared(on_the_cpu: None) -> None:
             assert report.ratio(anchor) == 1.0
 
 
+@pytest.mark.frameworks
 def test_many_tokens_are_appended_in_parts(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_APPEND_ROWS", 10)
     calls = []
@@ -141,24 +126,27 @@ def test_many_tokens_are_appended_in_parts(on_the_cpu: None, monkeypatch: pytest
     assert [m.reason for m in report.measurements if m.key == "int8"] == ["", "", ""]
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("wrong", [0.0, float("nan")])
 def test_a_wrong_result_gets_no_time_and_fails_the_command(
     wrong: float, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(omniattn, "decode", lambda q, *_, **__: torch.full_like(q, wrong))
+    monkeypatch.setattr(omniattn, "decode", lambda q, *_, **__: q * 0 + wrong)
     assert main(["bench", "decode", "--anchor", "fa2", "--format", "int4", "--iters", "1", "--json"]) == 1
-    rows = json.loads(capsys.readouterr().out)["measurements"]
+    rows = json.loads(capsys.readouterr().out)["rows"]
     mine = [row for row in rows if row["format"] == "int4"]
     assert len(mine) == len(SHAPES)
     assert all("wrong result" in row["reason"] and row["median_us"] is None for row in mine)
 
 
+@pytest.mark.frameworks
 def test_shapes_that_do_not_fit_are_left_out_with_a_reason(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_WithMemory, "free", 1000)
+    monkeypatch.setattr(WithMemory, "free", 1000)
     report = decode.run_decode(SHAPES[:1], iters=1)
     assert all(m.timing is None and "GiB are free" in m.reason for m in report.measurements)
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("form", ["table", "markdown"])
 def test_tables(
     form: str, on_the_cpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -237,6 +225,6 @@ def test_rates_and_ratios() -> None:
     assert report.slower_than_wider() == ["b128 h8/1 t8192 d128: int4 is slower than bf16"]
     data = json.loads(report.to_json())
     assert data["slower_than_wider"] == report.slower_than_wider()
-    assert data["measurements"][1]["time_relative_to_anchor"] == pytest.approx(0.4)
-    assert data["measurements"][5]["reason"] == "no such kernel"
+    assert data["rows"][1]["time_relative_to_anchor"] == pytest.approx(0.4)
+    assert data["rows"][5]["reason"] == "no such kernel"
     assert report.markdown().count("\n") == 3

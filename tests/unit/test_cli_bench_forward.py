@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
-from typing import Any
+import re
 
 import pytest
 
@@ -14,65 +12,12 @@ from omniattn.bench import ForwardShape, anchors, forward, host, sustained
 from omniattn.bench.ceilings import Ceilings
 from omniattn.bench.timing import BenchError, require_torch
 from omniattn.cli import main
+from tests.unit.bench_fakes import CpuTorch, WallClock
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 SHAPES = (ForwardShape(2, 3, 96, 32, False), ForwardShape(2, 3, 96, 32, True))
-
-
-class _NoDevice:
-    """``torch.cuda`` of a machine whose GPU is its CPU."""
-
-    def synchronize(self) -> None:
-        return
-
-    def empty_cache(self) -> None:
-        return
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_device_properties(self, _: int) -> Any:
-        return type("Properties", (), {"name": "CPU", "major": 0, "minor": 0, "multi_processor_count": 1})
-
-    def current_stream(self) -> Any:
-        return type("Stream", (), {"cuda_stream": None})
-
-
-class CpuTorch:
-    """torch that puts onto the CPU what is asked for on a GPU."""
-
-    cuda = _NoDevice()
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(torch, name)
-        if name not in ("randn", "empty", "zeros", "arange", "tensor", "Generator"):
-            return value
-
-        def on_cpu(*arguments: Any, **options: Any) -> Any:
-            options.pop("device", None)
-            return value(*arguments, **options)
-
-        return on_cpu
-
-
-class WallClock:
-    """The CPU's own clock."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def flush(self) -> None:
-        return
-
-    def time(self, call: Callable[[], object]) -> Callable[[], float]:
-        start = time.perf_counter()
-        call()
-        elapsed = (time.perf_counter() - start) * 1e6
-        return lambda: elapsed
-
-    def synchronize(self) -> None:
-        return
 
 
 @pytest.fixture
@@ -121,9 +66,7 @@ def test_a_wrong_result_gets_no_time_and_fails_the_command(
     monkeypatch.setattr(omniattn, "attention", lambda q, k, v, *, causal: right(q, k, v))  # the mask is left out
     code = main(["bench", "--anchor", "fa2", "--only", "fa2", "--iters", "1", "--json"])
     assert code == 1
-    full, causal = (
-        row for row in json.loads(capsys.readouterr().out)["measurements"] if row["contender"] == "omniattn"
-    )
+    full, causal = (row for row in json.loads(capsys.readouterr().out)["rows"] if row["contender"] == "omniattn")
     assert full["reason"] == ""
     assert "wrong result: relative L1" in causal["reason"]
     assert causal["median_us"] is None
@@ -159,9 +102,15 @@ def test_tables(form: str, on_the_cpu: None, capsys: pytest.CaptureFixture[str])
 
 def test_host_times_every_public_function(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_CALLS_PER_BATCH", 2)
-    names = [timing.name for timing in host.warm_calls()]
+    timings = host.warm_calls()
+    names = [timing.name for timing in timings]
     assert names[0] == "attention"
-    assert {"attention_varlen", "merge_states", "torch SDPA (anchor)"} <= set(names)
+    operations = {re.split(",", name)[0] for name in names}
+    assert operations == {
+        "attention", "attention_varlen", "decode", "append", "merge_states", "quantize_qk", "quantize_v", "torch SDPA",
+    }  # fmt: skip
+    assert {"attention, mask", "attention, int8", "decode, paged int8", "append, paged int8"} <= set(names)
+    assert timings[-1].row(timings)["ratio_to_sdpa"] == timings[0].row(timings)["ratio_to_attention"] == 1.0
 
 
 def test_import_time_is_measured_in_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

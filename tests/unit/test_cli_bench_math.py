@@ -173,10 +173,11 @@ def test_table_and_markdown() -> None:
 def test_json_holds_samples_ratios_and_reasons() -> None:
     data = json.loads(_report().to_json())
     assert data["ceilings"] == {"bf16_matmul_8192_tflops": 800.0, "copy_tb_per_s": 4.0}
-    first = data["measurements"][0]
-    assert first["samples_us"] == [1000.0] * 3
+    first = data["rows"][0]
+    assert data["samples"][0] == {"samples_us": [1000.0] * 3, "sustained": None}
+    assert len(data["samples"]) == len(data["rows"])
     assert first["ratio_to_anchor"] == 2.0
-    assert data["measurements"][-1]["reason"] == "not for this shape"
+    assert data["rows"][-1]["reason"] == "not for this shape"
     assert data["missing"] == {"flashinfer": "flashinfer-python is not installed"}
     assert data["geometric_mean_ratio"]["omniattn"] == pytest.approx(1.0)
 
@@ -189,7 +190,7 @@ def test_ceilings_from_timings() -> None:
 
 def test_host_timing_synchronizes_between_batches_only() -> None:
     calls, waits = [], []
-    timing = time_calls("x", lambda: calls.append(1), lambda: waits.append(len(calls)), batches=3)
+    (timing,) = time_calls({"x": lambda: calls.append(1)}, lambda: waits.append(len(calls)), batches=3)
     assert waits == [100, 200, 300, 400]
     assert 0 < timing.p10_us <= timing.median_us <= timing.p90_us < 1e4
 

@@ -33,22 +33,12 @@ from omniattn.launch.attn_fwd import ForwardStrides
 from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
 from omniattn.quantizer import problem_for
 from omniattn.registry import REGISTRY
-from tests.unit.test_cli_bench_forward import CpuTorch, WallClock
+from tests.unit.bench_fakes import StreamTorch, WallClock
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 SHAPES = (ForwardShape(1, 2, 48, 64, False), ForwardShape(1, 2, 48, 64, True))
-
-
-class _WithStream(type(CpuTorch.cuda)):  # type: ignore[misc]
-    def current_stream(self) -> Any:
-        return type("Stream", (), {"cuda_stream": 77})
-
-
-class StreamTorch(CpuTorch):
-    """With a stream that can be told from any default."""
-
-    cuda = _WithStream()
 
 
 class CpuHopper:
@@ -272,7 +262,7 @@ def test_a_kernel_that_writes_nothing_gets_no_time_and_fails_the_command(
     hopper.broken = True
     options = ["--anchor", "fa2", "--only", "fa2", "--iters", "1", "--json", "--precision", "int8"]
     assert main(["bench", *options]) == 1
-    rows = json.loads(capsys.readouterr().out)["measurements"]
+    rows = json.loads(capsys.readouterr().out)["rows"]
     alone = [row for row in rows if row["contender"] == "omniattn_int8_kernel"]
     assert len(alone) == 2
     assert all("wrong result: relative L1 nan" in row["reason"] and row["median_us"] is None for row in alone)
@@ -370,16 +360,16 @@ def test_ratios_to_the_anchor_and_to_exact() -> None:
 
 def test_json_gains_keys_and_loses_none() -> None:
     data = json.loads(_report().to_json())
-    assert {"anchor", "environment", "ceilings", "missing", "geometric_mean_ratio", "measurements"} < data.keys()
+    assert {"anchor", "environment", "ceilings", "missing", "geometric_mean_ratio", "rows"} < data.keys()
     assert data["precision"] == "int8"
     assert data["geometric_mean_ratio_to_exact"] == pytest.approx(
         {"omniattn": 1.0, "omniattn_int8": 1.5, "omniattn_int8_kernel": 2.0}
     )
-    whole = data["measurements"][1]
+    whole = data["rows"][1]
     assert whole["ratio_to_anchor"] == 2.25
     assert whole["ratio_to_exact"] == 1.5
     assert (whole["batch"], whole["heads"], whole["shape"]) == (4, 32, "d128 s8192 full")
-    assert data["measurements"][5]["ratio_to_exact"] is None
+    assert data["rows"][5]["ratio_to_exact"] is None
 
 
 def test_plot_of_a_low_precision_report(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from omniattn.bench.sustained import Load, SustainedTiming, check_seconds, susta
 from omniattn.bench.timing import cold_bytes
 from omniattn.cli import main
 from omniattn.errors import ArgumentError
-from tests.unit.test_cli_bench_decode import DecodeTorch
-from tests.unit.test_cli_bench_forward import CpuTorch
+from tests.unit.bench_fakes import CpuTorch, DecodeTorch
 
 
 class FakeGpu:
@@ -301,21 +300,25 @@ def forward_ceilings() -> Any:
     return Ceilings(100.0, 1.0)
 
 
+@pytest.mark.frameworks
 def test_forward_json(on_the_cpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "--anchor", "fa2", "--only", "fa2", "--json", "--sustained", "0.1"]
     assert main(command) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["sustained_seconds"] == 0.1
-    assert len(data["measurements"]) == 4
-    for row in data["measurements"]:
-        assert len(row["samples_us"]) == 2
-        load = row["sustained"]
+    assert len(data["rows"]) == 4
+    assert data["protocol"] == "sustained"
+    assert all(row["watts"] is None and row["host_limited"] is False for row in data["rows"])
+    for samples in data["samples"]:
+        assert len(samples["samples_us"]) == 2
+        load = samples["sustained"]
         assert load.keys() == {"sm_mhz", "watts", "power_samples", "drift", "host_limited", "profile_us"}
         assert (load["sm_mhz"], load["watts"], load["power_samples"]) == (None, None, 0)
         assert all(sum(stretch) > 0 for stretch in load["profile_us"])
     assert WallLoad.made == [False]
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("form", [[], ["--markdown"]])
 def test_forward_tables(form: list[str], on_the_cpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--anchor", "fa2", "--only", "fa2", "--sustained", "0.1", *form]) == 0
@@ -325,6 +328,7 @@ def test_forward_tables(form: list[str], on_the_cpu: None, capsys: pytest.Captur
     assert ("under load" in output) == (not form)
 
 
+@pytest.mark.frameworks
 def test_decode_goes_around_copies_of_the_caches(
     on_the_cpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,19 +346,22 @@ def test_decode_goes_around_copies_of_the_caches(
     assert main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["sustained_seconds"] == 0.1
-    assert all(row["sustained"]["watts"] is None for row in data["measurements"])
-    sizes = {row["format"]: row["cache_bytes"] for row in data["measurements"]}
+    assert [(s["sustained"] or {}).keys() >= {"watts"} for s in data["samples"]] == [
+        not row["reason"] for row in data["rows"]
+    ]
+    sizes = {row["format"]: row["cache_bytes"] for row in data["rows"]}
     assert {name: made.count(name) for name in sizes} == {name: -(-100_000 // size) for name, size in sizes.items()}
     assert made.count("int4") > made.count("bf16") > 1
     # Calls shorter than they take to enqueue are captured into graphs.
     assert WallLoad.made == [True]
-    assert len(captures) == sum(row["format"] == "fa2" for row in data["measurements"]) > 0
+    assert len(captures) == sum(row["format"] == "fa2" for row in data["rows"]) > 0
     assert main(command) == 0
     output = capsys.readouterr().out
     assert output.count("– MHz – W") == 3
     assert "under load" in output
 
 
+@pytest.mark.frameworks
 def test_an_anchor_that_cannot_be_captured_is_a_reason(
     on_the_cpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,12 +371,13 @@ def test_an_anchor_that_cannot_be_captured_is_a_reason(
     monkeypatch.setattr(decode, "captured", refuse)
     command = ["bench", "decode", "--anchor", "fa2", "--format", "bf16", "--sustained", "0.1", "--json"]
     main(command)
-    rows = json.loads(capsys.readouterr().out)["measurements"]
+    rows = json.loads(capsys.readouterr().out)["rows"]
     reasons = {row["format"]: row["reason"] for row in rows}
     assert "stream is capturing" in reasons["fa2"]
     assert reasons["bf16"] == ""
 
 
+@pytest.mark.frameworks
 def test_copies_of_what_torch_reads_do_not_share_memory(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = DecodeTorch()
     tokens = decode.Tokens(torch, DECODE[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 
@@ -13,18 +12,18 @@ import numpy as np
 import pytest
 
 import omniattn
-from omniattn.cli import main, verify
-from omniattn.cli.cases import Case, Problem, call, cases_for, problem
-from omniattn.cli.expected import Quantized, outputs_of
-from omniattn.cli.frameworks import NumpyFramework
-from omniattn.cli.verify_decode import DECODE_OPS
+from omniattn.cli import main
 from omniattn.data import load_activations
 from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.problems import Target
 from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
-from omniattn.registry import REGISTRY, by_name
-from omniattn.runtime.device import DeviceInfo
-from omniattn.select import Target, select_attention
+from omniattn.registry import REGISTRY
+from omniattn.select import select_attention
+from omniattn.testing.cache_cases import CACHE_OPS
+from omniattn.testing.cases import Case, call, cases_for, problem
+from omniattn.testing.expected import outputs_of
+from omniattn.testing.frameworks import NumpyFramework
 
 
 @pytest.fixture(autouse=True)
@@ -134,64 +133,11 @@ def test_verify_finds_wrong_results(
     assert {"nan": "NaN at different places", "mask": "causal", "lse": "lse: max abs"}[wrong] in output
 
 
-class _FakeLoaded:
-    origin = "prebuilt sm_90a"
-
-
-@pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy poses as the GPU, so that the logic around the kernels can be tested."""
-    monkeypatch.setattr("omniattn.cli.verify.gpu_framework", NumpyFramework)
-    info = DeviceInfo(0, "Test GPU", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
-    monkeypatch.setattr("omniattn.runtime.device_info", lambda _: info)
-    monkeypatch.setattr("omniattn.runtime.load", lambda spec, ordinal: _FakeLoaded())
-
-
-def test_verify_forces_each_kernel_and_restores_the_environment(
-    pretend_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "before")
-    # The numbers are not looked at here, and computing them for every row takes long.
-    anything = Problem((), (), {}, {"return_lse": True}, Quantized(None))  # type: ignore[arg-type]
-    monkeypatch.setattr(verify, "problem", lambda *_: anything)
-    seen = []
-
-    def check(framework: object, case: object, numbers: Problem, dtype: str) -> tuple[float, str]:
-        seen.append(os.environ["OMNIATTN_FORCE_KERNEL"])
-        assert numbers.options["return_lse"] == ("lse" not in by_name(seen[-1]).lacks)
-        return 0.5, ""
-
-    monkeypatch.setattr(verify, "check", check)
-    caches = []
-    monkeypatch.setattr(verify, "verify_row", lambda framework, spec: (caches.append(spec.name) or 3, 0.5, []))
-    common = []
-    monkeypatch.setattr(verify, "verify_common", lambda framework, spec: (common.append(spec.name) or 3, 0.0, []))
-    assert main(["verify", "--json"]) == 0
-    by_itself = {spec.name for spec in REGISTRY if "common" in spec.features}
-    assert set(common) == by_itself != set()
-    assert set(seen) == {spec.name for spec in REGISTRY if spec.op not in DECODE_OPS} - by_itself
-    assert set(caches) == {spec.name for spec in REGISTRY if spec.op in DECODE_OPS}
-    data = json.loads(capsys.readouterr().out)
-    assert {row["origin"] for row in data["kernels"]} == {"prebuilt sm_90a"}
-    assert os.environ["OMNIATTN_FORCE_KERNEL"] == "before"
-
-
-def test_verify_kernel_that_takes_no_problem_has_not_passed(
-    pretend_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def check(*_: object) -> tuple[float, str]:
-        raise ArgumentError("OMNIATTN_FORCE_KERNEL", "a kernel that can serve this call", "another")
-
-    monkeypatch.setattr(verify, "check", check)
-    assert main(["verify", "--kernel", REGISTRY[0].name]) == 1
-    assert "no problem could be run" in capsys.readouterr().out
-
-
 def test_every_kernel_has_a_problem_that_it_takes() -> None:
     """Each row of attention, forced, against selection itself: none is verified with nothing."""
     target = Target((9, 0), 227 << 10)
     for spec in REGISTRY:
-        if spec.op in DECODE_OPS:  # test_verify_decode.py
+        if spec.op in CACHE_OPS:  # test_testing_rows.py
             continue
         cases = cases_for(spec.op)
         assert cases
@@ -280,12 +226,3 @@ def test_verify_of_low_precision_has_room_for_rounding_and_none_for_faults(
     for got, right in ((o, True), (o * np.float32(1.1), False)):
         (grade,) = numbers.expected.grade(outputs_of(got) if right else {"o": got}, "float16", 1e-3)
         assert (grade.name, grade.ok) == ("o", right)
-
-
-def test_verify_gpu_that_no_kernel_runs_on_has_not_passed(
-    pretend_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = DeviceInfo(0, "Old GPU", (7, 5), 40, 64 << 10, 6 << 20, (12, 0))
-    monkeypatch.setattr("omniattn.runtime.device_info", lambda _: old)
-    assert main(["verify"]) == 1
-    assert "not for this GPU" in capsys.readouterr().out

@@ -170,9 +170,55 @@ def test_readme_without_markers_is_an_error() -> None:
 
 def test_readme_names_every_registered_operation() -> None:
     assert REGISTRY, "the registry is empty"
-    table = support.readme_table()
+    lines = support.readme_table().splitlines()
     for op in {spec.op for spec in REGISTRY}:
-        assert f"| {op}" in table
+        assert sum(line.startswith(f"| {support.LINES[op]} |") for line in lines) == 1
+
+
+def test_the_readme_table_fits_a_screen() -> None:
+    """A line an operation, a column for GPUs that have the same, and every exception says what it is."""
+    table, _, notes = support.readme_table().partition("\n\n")
+    lines = [line.strip("|").split("|") for line in table.splitlines()]
+    assert len(lines) == 2 + len({support.LINES[spec.op] for spec in REGISTRY}) <= 10
+    assert len(lines[0]) <= 5
+    assert all(gpu.target in "".join(lines[0]) for gpu in support.GPUS)
+    marks = {mark for line in lines for cell in line for mark in cell if mark in support._MARKS}
+    assert [note[0] for note in notes.splitlines()] == sorted(marks, key=support._MARKS.index)
+    assert max(map(len, table.splitlines() + notes.splitlines())) <= 160
+
+
+def test_readme_table_of_synthetic_rows() -> None:
+    fast = {"family": "fast", "min_arch": (9, 0), "arch_specific": True, "prebuild": ("90a",)}
+    mods = {"features": frozenset({"score_mods"})}
+    specs = [
+        *(_spec(f"g{d}", head_dim=d, prebuild=() if d == 256 else ("80", "89")) for d in (64, 128, 256)),
+        *(_spec(f"m{d}", head_dim=d, prebuild=("80",) if d == 128 else (), **mods) for d in (64, 128, 256)),
+        *(
+            _spec(f"own{lack}", head_dim=256, lacks=frozenset({lack, "any_strides"}), **fast)
+            for lack in ("varlen", "dense")
+        ),
+        _spec("append", op="append", prebuild=("80", "89")),
+    ]
+    assert support.readme_table(specs).splitlines() == [
+        "| operation | A100, A30, A10, A40, RTX 30, L4, L40, RTX 40 (sm_80, sm_86, sm_89) | H100, H200 (sm_90) "
+        "| B200, RTX 50 (sm_100, sm_120) |",
+        "|---|---|---|---|",
+        "| `attention`, `attention_varlen` | prebuilt ¹ | prebuilt ²³⁴ | JIT |",
+        "| `append` | prebuilt | JIT | JIT |",
+        "",
+        "¹ JIT: head_dim 136–256; with softcap or mask at head_dim 8–64  ",
+        "² JIT: with softcap or mask  ",
+        "³ JIT: in part, arrays that tensor maps cannot describe  ",
+        "⁴ dense, packed: fast",
+    ]  # fmt: skip
+
+
+def test_an_exception_of_one_dtype_names_it() -> None:
+    specs = [_spec(t, dtype=t) for t in ("float16", "bfloat16")]
+    specs += [
+        _spec(f"{t}256", dtype=t, head_dim=256, prebuild=("80",) * (t == "float16")) for t in ("float16", "bfloat16")
+    ]
+    assert "\n¹ JIT: head_dim 72–256, bfloat16" in support.readme_table(specs)
 
 
 @pytest.mark.parametrize("columns", [80, 120, 240])

@@ -12,6 +12,7 @@ import pytest
 import omniattn
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 API = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 

@@ -17,7 +17,7 @@ import pytest
 from omniattn.launch import attn_fwd, merge_states, quantize
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.registry_low_precision import _COMMON_QUANTIZERS
+from omniattn.registry.quantized import _COMMON_QUANTIZERS
 
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
 FORWARD = [spec for spec in REGISTRY if spec.family == "attn_fwd_sm80"]

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pytest
 
 from omniattn import reference, testing
-from omniattn.append import append, copy_blocks
-from omniattn.cache import KVCache, PagedKVCache
-from omniattn.decode import decode
+from omniattn.ops import append, copy_blocks
+from omniattn.kv.cache import KVCache, PagedKVCache
+from omniattn.ops import decode
 from omniattn.errors import ArgumentError
-from omniattn.kv_format import KVFormat, check_format
+from omniattn.kv.formats import KVFormat, check_format
 from omniattn.reference import kv_cache
 
 Array = npt.NDArray[Any]

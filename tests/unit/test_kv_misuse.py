@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from omniattn import arrays
-from omniattn.append import append, copy_blocks
-from omniattn.blocks import BlockManager
-from omniattn.cache import KVCache, PagedKVCache
-from omniattn.decode import decode
+from omniattn.ops import append, copy_blocks
+from omniattn.kv.blocks import BlockManager
+from omniattn.kv.cache import KVCache, PagedKVCache
+from omniattn.ops import decode
 from omniattn.errors import ArgumentError
 
 LIKE = np.zeros(1, dtype=np.float32)
@@ -34,7 +34,7 @@ def filled(like: Any = LIKE, **options: Any) -> KVCache:
     return cache
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=pytest.mark.frameworks)])
 @pytest.mark.parametrize("k_dtype", ["bf16", "int4"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
 def test_a_copy_has_memory_of_its_own(framework: str, k_dtype: str, duplicate: Callable[[KVCache], KVCache]) -> None:
@@ -61,6 +61,7 @@ def test_like_is_not_kept_alive() -> None:
     assert "cpu" in repr(cache)
 
 
+@pytest.mark.frameworks
 def test_like_may_be_a_parameter_of_a_module() -> None:
     torch = pytest.importorskip("torch")
     cache = KVCache(1, 4, 1, 64, like=torch.nn.Linear(2, 2).weight)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omniattn import reference, testing
-from omniattn.append import append, copy_blocks, copy_recent
-from omniattn.blocks import BlockManager
-from omniattn.cache import RECENT_SPARE, KVCache, PagedKVCache
-from omniattn.decode import decode
+from omniattn.ops import append, copy_blocks, copy_recent
+from omniattn.kv.blocks import BlockManager
+from omniattn.kv.cache import RECENT_SPARE, KVCache, PagedKVCache
+from omniattn.ops import decode
 from omniattn.errors import ArgumentError, DtypeError, OutOfSlotsError, ShapeError
 from omniattn.reference.decode import read_tokens
 from omniattn.reference.kv_cache import rotate
@@ -38,7 +38,7 @@ def tokens(batch: int, count: int, heads: int = 2, dim: int = 64, seed: int = 0)
 
 
 def as_read(cache: KVCache, length: int, b: int = 0) -> tuple[Array, Array]:
-    return read_tokens(cache.on_host(), np.array([b]), length, b)
+    return read_tokens(on_host(cache), np.array([b]), length, b)
 
 
 def exact_from(cache: KVCache, k: Array, length: int, b: int = 0) -> int:
@@ -99,7 +99,7 @@ class KVCacheWithout:
     def on_host(self) -> Any:
         import dataclasses
 
-        return dataclasses.replace(self.cache.on_host(), recent=None)
+        return dataclasses.replace(on_host(self.cache), recent=None)
 
 
 def test_changes_of_keys_are_nothing_to_the_newest() -> None:
@@ -184,7 +184,7 @@ def test_pages_slots_and_forks() -> None:
 
     def newest(name: str) -> Array:
         slot = int(manager.slots([name])[0])
-        return read_tokens(cache.on_host(), manager.block_table([name])[0], manager.length(name), slot)[0]
+        return read_tokens(on_host(cache), manager.block_table([name])[0], manager.length(name), slot)[0]
 
     manager.add("other")
     grow("other", 1, 0, 11)
@@ -234,6 +234,7 @@ def test_tokens_that_never_went_through_the_window_are_read_quantized() -> None:
     assert exact_from(cache, k, 20) == 18
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_frameworks(framework: str) -> None:
     """Rings begin empty and are written in place in every framework's memory."""

@@ -13,14 +13,15 @@ import pytest
 from omniattn.launch import attn_int8_sm80
 from omniattn.launch.attn_fwd import _POINTERS, _REST, num_m_blocks, pack_rest
 from omniattn.launch.attn_int8_sm80 import Int8Sm80Plan, operand_strides
-from omniattn.launch.quantize import QuantizePlan, carve
+from omniattn.problems.quantize import QuantizePlan, carve
 from omniattn.launch.quantized_attention import OPERANDS
-from omniattn.precision import Int4, Int8, value_levels
-from omniattn.problem import Problem
+from omniattn.problems.precision import Int4, Int8, value_levels
+from omniattn.problems import AttentionProblem as Problem
 from omniattn.quantizer import problem_for, select_quantizer
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.select import Target, select_attention
+from omniattn.problems import Target
+from omniattn.select import select_attention
 from tests.unit.test_kernel_layout import check_natural_alignment, expanded, fields_of
 from tests.unit.test_launch_sm90 import POINTERS, STREAM, STRIDES, WORKSPACE, Kernel, problem
 

@@ -14,14 +14,15 @@ from omniattn.launch import attn_int8_sm90, tensor_maps
 from omniattn.launch.attn_fwd import _POINTERS, _REST, ForwardStrides, num_m_blocks, pack_rest
 from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
 from omniattn.launch.params import PARAMS
-from omniattn.launch.quantize import QuantizePlan, carve
+from omniattn.problems.quantize import QuantizePlan, carve
 from omniattn.launch.quantized_attention import OPERANDS
 from omniattn.launch.tensor_maps import MappedOperand
-from omniattn.precision import Int4, Int8
-from omniattn.problem import UNLIMITED, Problem
+from omniattn.problems.precision import Int4, Int8
+from omniattn.problems import UNLIMITED, AttentionProblem as Problem
 from omniattn.quantizer import problem_for, select_quantizer
 from omniattn.registry import REGISTRY, KernelSpec, by_name
-from omniattn.select import Target, select_attention
+from omniattn.problems import Target
+from omniattn.select import select_attention
 from tests.unit.test_kernel_layout import KERNELS, check_natural_alignment, expanded, fields_of
 
 SMS = 132

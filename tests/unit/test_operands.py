@@ -14,10 +14,11 @@ import omniattn as oa
 from omniattn import operands, testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from omniattn.operand_checks import ALL, ARRAYS, check_precision, combine
-from omniattn.problem import Problem
+from omniattn.problems import AttentionProblem as Problem
 from omniattn.select import Target
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 PRECISIONS: dict[str, oa.Int8] = {
     "int8": oa.Int8(),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_smollm2_example import tiny_weights
+from tests.unit.smollm2_fakes import tiny_weights
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = [str(EXAMPLES / name) for name in ("paged_generation", "smollm2")]
@@ -139,8 +139,9 @@ def test_a_stop_token_ends_an_answer(ex: Any, tiny: Any) -> None:
     assert first.answer == whole[: whole.index(whole[2])]
 
 
+@pytest.mark.frameworks
 def test_torch_generates_the_same(ex: Any, tiny: Any) -> None:
-    pytest.importorskip("torch", reason="torch is optional")
+    pytest.importorskip("torch")
     server = serve(ex, make(ex, ex.array_backend.make_backend("torch-cpu")))
     assert [r.answer for r in sorted(server.done, key=lambda r: r.number)] == alone(ex, tiny)
 

@@ -16,8 +16,8 @@ import omniattn as oa
 from omniattn import testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from omniattn.launch import quantize as launch
-from omniattn.launch.quantize import QuantizePlan, QuantizeProblem
-from omniattn.precision import GRANULARITIES, GROUPINGS
+from omniattn.problems.quantize import QuantizePlan, QuantizeProblem
+from omniattn.problems.precision import GRANULARITIES, GROUPINGS
 from omniattn.quantizer import FusedQuantizer, problem_for, select_quantizer
 from omniattn.reference.dequantize import dequantize_qk, dequantize_v
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
@@ -249,6 +249,7 @@ def test_packed_sequences_are_the_sequences(grouping: str) -> None:
         assert np.array_equal(values.v_scale[b], one_v.v_scale[0])
 
 
+@pytest.mark.frameworks
 def test_layouts_and_frameworks() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = qkv(rows_q=50, rows_k=60, head_dim=64)

@@ -10,9 +10,10 @@ import pytest
 from omniattn import arrays, repeat
 from omniattn.launch.merge_states import _PARAMS, MergePlan
 from omniattn.launch.params import PARAMS
-from omniattn.problem import Problem
+from omniattn.problems import AttentionProblem as Problem
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 from omniattn.arrays import from_torch  # noqa: E402
 

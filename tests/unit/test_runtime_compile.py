@@ -11,8 +11,9 @@ import pytest
 from omniattn import runtime
 from omniattn.errors import CompileError, KernelNotFoundError
 from omniattn.runtime.cache import get_cache
-from omniattn.runtime.compile import Sources, compile_options, compile_spec, source_digest
+from omniattn.runtime.compile import compile_options, compile_spec
 from omniattn.runtime.nvrtc import get_compiler
+from omniattn.runtime.sources import Sources, source_digest
 from tests.unit.runtime_fakes import HEADER, FakeCompiler, World, isolated, toy_spec
 
 SPILLING = """
@@ -176,7 +177,8 @@ def test_unseen_architecture_for_real(world: World, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("OMNIATTN_DISABLE_JIT", "1")
     assert runtime.load(world.spec, 0).origin == "cache"
     assert world.driver.images[0] == world.driver.images[1]
-    get_cache().clear()
+    for path in get_cache().entries():
+        path.unlink()
     world.reopen()
     with pytest.raises(KernelNotFoundError):
         runtime.load(world.spec, 0)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.precision import Int4, Int8
+from omniattn.problems.precision import Int4, Int8
 from omniattn.problem import LONG_KEYS, SHORT_CAUSAL_KEYS, UNLIMITED, Problem
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.select import Target, select_attention, select_merge_states
+from omniattn.problems import Target
+from omniattn.select import select_attention, select_merge_states
 
 # Shared memory that one CTA may have, by compute capability.
 GPUS = {

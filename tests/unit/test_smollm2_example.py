@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.smollm2_fakes import tiny_weights
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "smollm2"
 MODULES = (
     "array_backend",
@@ -39,33 +41,6 @@ def ex() -> Any:
         sys.path.remove(str(EXAMPLE))
         for name in MODULES:
             sys.modules.pop(name, None)
-
-
-def tiny_weights(ex: Any, config: Any, backend: Any) -> Any:
-    rng = np.random.default_rng(7)
-
-    def matrix(rows: int, columns: int) -> Any:
-        return backend.array(rng.standard_normal((rows, columns)) / np.sqrt(columns))
-
-    def gain() -> Any:
-        return backend.array(1 + 0.1 * rng.standard_normal(config.hidden))
-
-    q_rows, kv_rows = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layers = [
-        ex.model.Layer(
-            attn_norm=gain(),
-            wq=matrix(q_rows, config.hidden),
-            wk=matrix(kv_rows, config.hidden),
-            wv=matrix(kv_rows, config.hidden),
-            wo=matrix(config.hidden, q_rows),
-            ffn_norm=gain(),
-            w_gate=matrix(config.intermediate, config.hidden),
-            w_up=matrix(config.intermediate, config.hidden),
-            w_down=matrix(config.hidden, config.intermediate),
-        )
-        for _ in range(config.num_layers)
-    ]
-    return ex.model.Weights(matrix(config.vocab, config.hidden), layers, gain())
 
 
 @pytest.fixture(scope="module")
@@ -392,8 +367,9 @@ def test_greedy_takes_the_best_token_and_stops(ex: Any, tiny: Any) -> None:
     assert ex.generate.greedy(tiny, TOKENS, 4, stop=answer[0]) == []
 
 
+@pytest.mark.frameworks
 def test_torch_runs_the_same_model(ex: Any, tiny: Any) -> None:
-    pytest.importorskip("torch", reason="torch is optional")
+    pytest.importorskip("torch")
     backend = ex.array_backend.make_backend("torch-cpu")
     model = ex.model.Model(
         tiny.config, tiny_weights(ex, tiny.config, backend), backend, ex.model.plain_attention(backend)
@@ -462,6 +438,7 @@ def smollm2(ex: Any) -> Any:
     return SimpleNamespace(model=model, tokenizer=ex.tokenizer.load_tokenizer(reader), config=config)
 
 
+@pytest.mark.frameworks
 def test_real_tokenizer_round_trips(ex: Any, smollm2: Any) -> None:
     text = ex.text.load_text()[:20000] + " 12345 wörld 日本 🙂\t\n  <|im_start|>"
     encoded = smollm2.tokenizer.encode(text)
@@ -471,6 +448,7 @@ def test_real_tokenizer_round_trips(ex: Any, smollm2: Any) -> None:
     assert len(text) / len(encoded.ids) > 3
 
 
+@pytest.mark.frameworks
 def test_real_perplexity_with_omniattn_is_that_of_plain_attention(ex: Any, smollm2: Any) -> None:
     model = smollm2.model
     tokens = np.array(smollm2.tokenizer.encode(ex.text.load_text()[:4000]).ids[:192])
@@ -481,6 +459,7 @@ def test_real_perplexity_with_omniattn_is_that_of_plain_attention(ex: Any, smoll
     assert ours.perplexity == pytest.approx(plain.perplexity, rel=1e-4)
 
 
+@pytest.mark.frameworks
 def test_shipped_sample_is_what_the_model_computes(ex: Any, smollm2: Any) -> None:
     from omniattn.data import load_activations, load_tokens
 

@@ -34,7 +34,8 @@ from typing import Any
 from ..errors import ArgumentError, DeviceError
 from .host import bfloat16_bits, raw_view, store, to_numpy
 from .streams import resolve_stream
-from .tensor import ITEMSIZE, CapsuleTensor, Tensor, contiguous_strides
+from .strides import contiguous_strides
+from .tensor import ITEMSIZE, CapsuleTensor, Tensor
 
 __all__ = [
     "CapsuleTensor",

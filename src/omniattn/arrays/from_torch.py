@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
-from .tensor import Tensor, contiguous_strides
+from .strides import contiguous_strides
+from .tensor import Tensor
 
 NAME = "torch"
 

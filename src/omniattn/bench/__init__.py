@@ -16,6 +16,8 @@
     What the chip gives in the same run: a large matrix product and a device-to-device copy.
 ``host``
     Host time of a warm call, import time, time of a first run-time compilation.
+``document``
+    The JSON of all of them, and what it says of the machine.
 ``report``
     Medians to TFLOP/s, ratios and percentages; no device needed.
 ``plot``

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,13 +60,6 @@ class Contender:
         if importlib.util.find_spec(self.module) is None:
             return f"{self.package} is not installed"
         return None
-
-    def version(self) -> str:
-        """Version of its distribution, or ``"unknown"`` (a module without installed metadata)."""
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return "unknown"
 
 
 def _omniattn(torch: Any, shape: ForwardShape) -> Forward:

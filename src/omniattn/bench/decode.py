@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from omniattn.bench.anchors import EXACT_ERROR, INT4_ERROR, QUANTIZED_ERROR
 from omniattn.bench.ceilings import measure_ceilings
 from omniattn.bench.decode_report import DecodeMeasurement, DecodeReport, DecodeShape, label
-from omniattn.bench.forward import environment
+from omniattn.bench.document import environment
 from omniattn.bench.power import device_id, limits
 from omniattn.bench.sustained import captured, choose_timer
 from omniattn.bench.timing import Candidate, Timer, cold_bytes, require_torch
@@ -46,6 +46,7 @@ def run_decode(
     formats: Sequence[str] = tuple(FORMATS),
     iters: int,
     sustained_s: float | None = None,
+    command: str = "",
     progress: Callable[[str], None] = lambda _: None,
 ) -> DecodeReport:
     """Time one decoding step of every format on every shape, on torch's current CUDA device.
@@ -62,6 +63,8 @@ def run_decode(
     sustained_s : float, optional
         Not interleaved: one format at a time, for so many seconds each (`sustained.sustain`). Steps go around copies of
         the cache, so that none is in L2, and run as CUDA graphs, because the shortest ones take longer to enqueue.
+    command : str
+        The command line, for the report.
     progress : callable, optional
         Called with one line of text before each shape.
 
@@ -92,20 +95,10 @@ def run_decode(
             progress(shape.name)
             found += _run_shape(torch, timer, shape, anchor, formats, rotated_bytes)
             torch.cuda.empty_cache()
-    facts = environment(torch, ())
-    facts.update({name: _version(name) for name in ("omniattn", "torch")})
+    facts = environment(torch)
     if sustained_s is not None:
         facts.update(limits(device_id(torch)))
-    return DecodeReport(anchor, facts, ceilings.copy_tb_per_s, tuple(found), sustained_s)
-
-
-def _version(package: str) -> str:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return DecodeReport(anchor, facts, ceilings.copy_tb_per_s, tuple(found), sustained_s, command)
 
 
 def _run_shape(

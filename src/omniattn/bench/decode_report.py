@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omniattn.bench.report import markdown_table, timing_dict, with_load
+from omniattn.bench.document import document, samples_of, timing_facts, to_json
+from omniattn.bench.report import markdown_table, with_load
 from omniattn.bench.timing import Timing
 from omniattn.errors import ArgumentError
-from omniattn.kv_format import check_format
+from omniattn.kv.formats import check_format
 
 _LABELS = {"cudnn": "torch cuDNN bf16", "fa2": "torch FA2 bf16"}
 #: Spread of ragged lengths: standard deviation of their logarithms, and longest in units of the mean.
@@ -157,6 +158,8 @@ class DecodeReport:
     measurements : tuple of DecodeMeasurement
     sustained_s : float or None
         Seconds of load a format (`sustained`); None: interleaved.
+    command : str
+        The command line.
     """
 
     anchor: str
@@ -164,6 +167,7 @@ class DecodeReport:
     copy_tb_per_s: float
     measurements: tuple[DecodeMeasurement, ...]
     sustained_s: float | None = None
+    command: str = ""
 
     @property
     def shapes(self) -> tuple[DecodeShape, ...]:
@@ -209,19 +213,25 @@ class DecodeReport:
         """The table in Markdown."""
         return markdown_table(*self.table())
 
-    def to_json(self) -> str:
-        """Everything, samples included."""
-        return json.dumps(
-            {
-                "anchor": self.anchor,
-                "sustained_seconds": self.sustained_s,
-                "environment": self.environment,
-                "ceilings": {"copy_tb_per_s": self.copy_tb_per_s},
-                "slower_than_wider": self.slower_than_wider(),
-                "measurements": [self._measurement_dict(m) for m in self.measurements],
-            },
-            indent=2,
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON (`document`)."""
+        return document(
+            "decode",
+            protocol="interleaved" if self.sustained_s is None else "sustained",
+            command=self.command,
+            environment=self.environment,
+            rows=[self._row(m) for m in self.measurements],
+            anchor=self.anchor,
+            sustained_seconds=self.sustained_s,
+            ceilings={"copy_tb_per_s": self.copy_tb_per_s},
+            labels={key: label(key) for key in self.keys},
+            slower_than_wider=self.slower_than_wider(),
+            samples=[samples_of(m.timing) for m in self.measurements],
         )
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as text."""
+        return to_json(self.to_dict())
 
     def _cell(self, m: DecodeMeasurement | None) -> str:
         if m is None or m.timing is None or m.tb_per_s is None:
@@ -238,11 +248,12 @@ class DecodeReport:
             for d in (m.timing.doubts() if m.timing else ())
         ]
 
-    def _measurement_dict(self, m: DecodeMeasurement) -> dict[str, Any]:
+    def _row(self, m: DecodeMeasurement) -> dict[str, Any]:
         return {
             "shape": m.shape.name,
+            **dataclasses.asdict(m.shape),
             "format": m.key,
-            **timing_dict(m.timing),
+            **timing_facts(m.timing),
             "cache_bytes": m.cache_bytes,
             "tb_per_s": m.tb_per_s,
             "time_relative_to_anchor": self.ratio(m),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from omniattn.bench import anchors, low_precision
 from omniattn.bench.ceilings import measure_ceilings
+from omniattn.bench.document import environment
 from omniattn.bench.power import device_id, limits
 from omniattn.bench.report import Measurement, Report
 from omniattn.bench.shapes import ForwardShape
@@ -27,6 +26,7 @@ def run_forward(
     contenders: Sequence[str] | None = None,
     precision: str = "exact",
     sustained_s: float | None = None,
+    command: str = "",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Time the forward pass of every contender on every shape, on torch's current CUDA device.
@@ -45,6 +45,8 @@ def run_forward(
         alone, on operands that were quantized before.
     sustained_s : float, optional
         Not interleaved: one contender at a time, for so many seconds each (`sustained.sustain`), ceilings too.
+    command : str
+        The command line, for the report.
     progress : callable, optional
         Called with one line of text before each shape.
 
@@ -75,7 +77,7 @@ def run_forward(
             progress(shape.name)
             measurements += _run_shape(torch, timer, shape, usable)
             torch.cuda.empty_cache()
-    facts = environment(torch, usable)
+    facts = environment(torch, [contender.package for contender in usable])
     if sustained_s is not None:
         facts.update(limits(device_id(torch)))
     return Report(
@@ -89,6 +91,7 @@ def run_forward(
         precision=precision,
         own=tuple(c.key for c in usable if c.own),
         sustained_s=sustained_s,
+        command=command,
     )
 
 
@@ -122,21 +125,3 @@ def _run_shape(torch: Any, timer: Timer, shape: ForwardShape, usable: Sequence[a
 
 def _candidate(forward: anchors.Forward, sets: Sequence[tuple[Any, Any, Any]]) -> Candidate:
     return lambda round_number: forward(*sets[round_number % len(sets)])
-
-
-def environment(torch: Any, usable: Sequence[anchors.Contender]) -> dict[str, str]:
-    """Device, software versions and date, for the head of a report."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    facts = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "device": str(properties.name),
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "sm_count": str(properties.multi_processor_count),
-        "python": platform.python_version(),
-        "torch_cuda": str(torch.version.cuda),
-    }
-    cudnn = torch.backends.cudnn.version()
-    if cudnn is not None:
-        facts["cudnn"] = str(cudnn)
-    facts.update({contender.package: contender.version() for contender in usable})
-    return facts

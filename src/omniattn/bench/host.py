@@ -6,8 +6,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from omniattn.bench.timing import BenchError, percentile, require_torch
@@ -15,6 +15,8 @@ from omniattn.bench.timing import BenchError, percentile, require_torch
 #: Calls between two synchronizations: few enough that the launch queue (1024 entries) never fills and blocks the host.
 _CALLS_PER_BATCH = 100
 _IMPORT_RUNS = 5
+#: The call that others are compared with.
+ANCHOR = "torch SDPA"
 
 _IMPORT_PROGRAM = """
 import sys, time
@@ -44,6 +46,15 @@ class HostTiming:
     p10_us: float
     p90_us: float
 
+    def row(self, timings: Sequence[HostTiming]) -> dict[str, Any]:
+        """Facts for JSON, with the time relative to those of torch's attention and of this package's."""
+        medians = {timing.name: timing.median_us for timing in timings}
+        return {
+            **asdict(self),
+            "ratio_to_sdpa": self.median_us / medians[ANCHOR] if ANCHOR in medians else None,
+            "ratio_to_attention": self.median_us / medians["attention"] if "attention" in medians else None,
+        }
+
 
 @dataclass(frozen=True)
 class ImportTiming:
@@ -62,66 +73,97 @@ class ImportTiming:
 
 
 def time_calls(
-    name: str, call: Callable[[], object], synchronize: Callable[[], object], *, batches: int = 30
-) -> HostTiming:
-    """Time ``call`` on the host, without waiting for the device inside a batch.
+    calls: Mapping[str, Callable[[], object]], synchronize: Callable[[], object], *, batches: int = 30
+) -> list[HostTiming]:
+    """Time calls on the host, side by side, without waiting for the device inside a batch.
 
     Parameters
     ----------
-    name : str
-    call : callable
-        Enqueues its work and returns.
+    calls : mapping of str to callable
+        Each enqueues its work and returns.
     synchronize : callable
         Waits for the device; runs between batches, outside the timed part.
     batches : int
-        Batches of 100 calls each.
+        Batches of 100 calls of each. All have one batch in every round, so that what disturbs the host falls on all.
     """
-    for _ in range(_CALLS_PER_BATCH):
-        call()
-    synchronize()
-    means = []
-    for _ in range(batches):
-        start = time.perf_counter_ns()
+    for call in calls.values():
         for _ in range(_CALLS_PER_BATCH):
             call()
-        means.append((time.perf_counter_ns() - start) * 1e-3 / _CALLS_PER_BATCH)
         synchronize()
-    means.sort()
-    return HostTiming(name, statistics.median(means), percentile(means, 0.1), percentile(means, 0.9))
+    means: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(batches):
+        for name, call in calls.items():
+            start = time.perf_counter_ns()
+            for _ in range(_CALLS_PER_BATCH):
+                call()
+            means[name].append((time.perf_counter_ns() - start) * 1e-3 / _CALLS_PER_BATCH)
+            synchronize()
+    return [
+        HostTiming(name, statistics.median(found), percentile(sorted(found), 0.1), percentile(sorted(found), 0.9))
+        for name, found in means.items()
+    ]
 
 
 def warm_calls() -> list[HostTiming]:
-    """Host time of warm calls on torch CUDA tensors, with torch's own attention beside them.
+    """Host time of a warm call of every operation on torch CUDA tensors, beside torch's own attention.
 
-    The problem is so small (1 head, 64 tokens) that the device keeps up and never blocks the host.
+    The problems are so small (one or two heads, 64 tokens) that the device keeps up and never blocks the host.
     """
     torch = require_torch()
-    import omniattn
+    return time_calls(make_calls(torch), torch.cuda.synchronize)
+
+
+def make_calls(torch: Any) -> dict[str, Callable[[], object]]:
+    """Name to call, for every operation; torch's attention last."""
+    import omniattn as oa
 
     generator = torch.Generator(device="cuda").manual_seed(7)
 
     def random(*shape: int) -> Any:
         return torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
 
+    def int32(*values: int) -> Any:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
     q, k, v = (random(1, 64, 1, 64) for _ in range(3))
-    out = torch.empty_like(q)
-    starts = torch.tensor([0, 32, 64], dtype=torch.int32, device="cuda")
     packed_q, packed_k, packed_v = (t[0] for t in (q, k, v))
+    out = torch.empty_like(q)
     lse = torch.zeros((1, 1, 64), dtype=torch.float32, device="cuda")
+    mask = torch.ones((1, 1, 64, 64), dtype=torch.bool, device="cuda")
     hnd = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
-    stream = torch.cuda.current_stream().cuda_stream
-    calls: dict[str, Callable[[], object]] = {
-        "attention": lambda: omniattn.attention(q, k, v),
-        "attention, causal": lambda: omniattn.attention(q, k, v, causal=True),
-        "attention, out= and stream=": lambda: omniattn.attention(q, k, v, out=out, stream=stream),
-        "attention, return_lse=True": lambda: omniattn.attention(q, k, v, return_lse=True),
-        "attention_varlen": lambda: omniattn.attention_varlen(
-            packed_q, packed_k, packed_v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=32, max_seqlen_k=32
-        ),
-        "merge_states": lambda: omniattn.merge_states(q, lse, k, lse),
-        "torch SDPA (anchor)": lambda: torch.nn.functional.scaled_dot_product_attention(*hnd),
+    packed = {
+        "cu_seqlens_q": int32(0, 32, 64),
+        "cu_seqlens_k": int32(0, 32, 64),
+        "max_seqlen_q": 32,
+        "max_seqlen_k": 32,
     }
-    return [time_calls(name, call, torch.cuda.synchronize) for name, call in calls.items()]
+    stream = torch.cuda.current_stream().cuda_stream
+    token, new_k, new_v = random(2, 1, 2, 64), random(2, 1, 1, 64), random(2, 1, 1, 64)
+    cache = oa.KVCache(2, 64, 1, 64, like=q, k_dtype="bf16")
+    paged = oa.PagedKVCache(8, 16, 1, 64, like=q, k_dtype="int8")
+    lens = int32(64, 64)
+    table = torch.arange(8, dtype=torch.int32, device="cuda").reshape(2, 4)
+    pages = {"seq_lens": lens, "block_table": table}
+    starts, tokens = int32(0, 64, 128), random(128, 1, 64)
+    oa.append(cache, tokens, tokens, seq_lens=lens, cu_seqlens=starts)
+    oa.append(paged, tokens, tokens, cu_seqlens=starts, **pages)
+    return {
+        "attention": lambda: oa.attention(q, k, v),
+        "attention, causal": lambda: oa.attention(q, k, v, causal=True),
+        "attention, mask": lambda: oa.attention(q, k, v, mask=mask),
+        "attention, out= and stream=": lambda: oa.attention(q, k, v, out=out, stream=stream),
+        "attention, return_lse=True": lambda: oa.attention(q, k, v, return_lse=True),
+        "attention, int8": lambda: oa.attention(q, k, v, precision="int8"),
+        "attention_varlen": lambda: oa.attention_varlen(packed_q, packed_k, packed_v, **packed),
+        "decode": lambda: oa.decode(token, cache, seq_lens=lens),
+        "decode, paged int8": lambda: oa.decode(token, paged, **pages),
+        "append": lambda: oa.append(cache, new_k, new_v, seq_lens=lens),
+        "append, paged int8": lambda: oa.append(paged, new_k, new_v, **pages),
+        "merge_states": lambda: oa.merge_states(q, lse, k, lse),
+        "quantize_qk": lambda: oa.quantize_qk(q, k),
+        "quantize_v": lambda: oa.quantize_v(v),
+        ANCHOR: lambda: torch.nn.functional.scaled_dot_product_attention(*hnd),
+    }
 
 
 def import_time() -> ImportTiming:

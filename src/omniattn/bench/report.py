@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from omniattn.bench.document import document, samples_of, timing_facts, to_json
 from omniattn.bench.shapes import ForwardShape
 from omniattn.bench.timing import Timing
 
@@ -67,6 +67,8 @@ class Report:
         Keys of this package's contenders.
     sustained_s : float or None
         Seconds of load a contender (`sustained`); None: interleaved.
+    command : str
+        The command line.
     """
 
     anchor: str
@@ -79,6 +81,7 @@ class Report:
     precision: str = "exact"
     own: tuple[str, ...] = (EXACT,)
     sustained_s: float | None = None
+    command: str = ""
 
     @property
     def shapes(self) -> tuple[ForwardShape, ...]:
@@ -133,22 +136,27 @@ class Report:
         return max(errors, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            "anchor": self.anchor,
-            "precision": self.precision,
-            "sustained_seconds": self.sustained_s,
-            "environment": self.environment,
-            "ceilings": {"bf16_matmul_8192_tflops": self.matmul_tflops, "copy_tb_per_s": self.copy_tb_per_s},
-            "missing": self.missing,
-            "geometric_mean_ratio": {key: self.mean_ratio(key) for key in self.contenders},
-            "geometric_mean_ratio_to_exact": {key: self.mean_ratio(key, EXACT) for key in self.own},
-            "measurements": [self._measurement_dict(m) for m in self.measurements],
-        }
+        """Everything, ready for JSON (`document`)."""
+        return document(
+            "forward" if self.precision == "exact" else self.precision,
+            protocol="interleaved" if self.sustained_s is None else "sustained",
+            command=self.command,
+            environment=self.environment,
+            rows=[self._row(m) for m in self.measurements],
+            anchor=self.anchor,
+            precision=self.precision,
+            sustained_seconds=self.sustained_s,
+            ceilings={"bf16_matmul_8192_tflops": self.matmul_tflops, "copy_tb_per_s": self.copy_tb_per_s},
+            missing=self.missing,
+            labels={key: self.label(key) for key in self.contenders},
+            geometric_mean_ratio={key: self.mean_ratio(key) for key in self.contenders},
+            geometric_mean_ratio_to_exact={key: self.mean_ratio(key, EXACT) for key in self.own},
+            samples=[samples_of(m.timing) for m in self.measurements],
+        )
 
     def to_json(self) -> str:
         """:meth:`to_dict` as text."""
-        return json.dumps(self.to_dict(), indent=2)
+        return to_json(self.to_dict())
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Header and rows: one row a shape; per contender ``TFLOP/s ±spread% (ratio)``; under load clock and power too.
@@ -196,7 +204,7 @@ class Report:
             for doubt in (m.timing.doubts() if m.timing else ())
         ]
 
-    def _measurement_dict(self, m: Measurement) -> dict[str, Any]:
+    def _row(self, m: Measurement) -> dict[str, Any]:
         return {
             "shape": m.shape.name,
             "batch": m.shape.batch,
@@ -205,7 +213,7 @@ class Report:
             "head_dim": m.shape.head_dim,
             "causal": m.shape.causal,
             "contender": m.contender,
-            **timing_dict(m.timing),
+            **timing_facts(m.timing),
             "tflops": m.tflops,
             "ratio_to_anchor": self.ratio(m),
             "ratio_to_exact": self.ratio(m, EXACT),
@@ -213,18 +221,6 @@ class Report:
             "relative_l1": m.relative_l1,
             "reason": m.reason,
         }
-
-
-def timing_dict(timing: Timing | None) -> dict[str, Any]:
-    """A measurement's times, ready for JSON; all None if there are none."""
-    if timing is None:
-        return dict.fromkeys(("median_us", "spread", "samples_us", "sustained"))
-    return {
-        "median_us": timing.median_us,
-        "spread": timing.spread,
-        "samples_us": list(timing.samples_us),
-        "sustained": timing.load_dict(),
-    }
 
 
 def with_load(text: str, timing: Timing) -> str:

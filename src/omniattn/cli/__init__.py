@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ import omniattn
 from omniattn.cli import bench, compile, demo, info, verify
 from omniattn.cli.console import CannotRunError
 from omniattn.errors import ArgumentError, OmniattnError
+from omniattn.testing.frameworks import NoGpuError
 
 __all__ = ["build_parser", "main"]
 
@@ -48,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = build_parser().parse_args(argv)
+    arguments.command_line = shlex.join(["omniattn", *(sys.argv[1:] if argv is None else argv)])
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -56,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (CannotRunError, ArgumentError) as error:
+    except (CannotRunError, NoGpuError, ArgumentError) as error:
         print(f"omniattn {arguments.command}: {error}", file=sys.stderr)
         return 2
     except OmniattnError as error:

@@ -10,12 +10,13 @@ from typing import Any
 from omniattn.bench import decode, forward, host
 from omniattn.bench.anchors import CONTENDERS
 from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
+from omniattn.bench.document import document, environment, to_json
 from omniattn.bench.low_precision import PRECISIONS
 from omniattn.bench.plot import plot_report
-from omniattn.bench.report import EXACT, Report
+from omniattn.bench.report import EXACT, Report, markdown_table
 from omniattn.bench.shapes import LOW_PRECISION_SHAPES, filter_shapes
 from omniattn.bench.sustained import DEFAULT_SECONDS, WARMUP, check_seconds
-from omniattn.bench.timing import BenchError
+from omniattn.bench.timing import BenchError, require_torch
 from omniattn.cli import console
 from omniattn.errors import ArgumentError, CompileError, UnsupportedError
 
@@ -28,7 +29,8 @@ quantization included) and the low-precision kernel alone (on operands quantized
 and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·b·h·s²·d, half of it when causal.
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
-host: microseconds of a warm call from Python call to return, import time, first run-time compilation.
+host: microseconds of a warm call of every operation from Python call to return, beside torch SDPA; import time, first
+run-time compilation.
 --sustained (forward, decode): one candidate at a time, back to back, as a server runs it, in two turns of opposite
 order; in the first 60 % of each the clock settles, the rest is timed. SM clock and power of that time stand beside each
 figure (–: no nvidia-smi). A GPU at its power limit gives each kernel another clock; interleaved calls share one.
@@ -73,6 +75,7 @@ def add_parser(commands: Any) -> None:
         f"which is then said (default: {DEFAULT_SECONDS:g})",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, samples included")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to a file, whatever is printed")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="bar chart (.png, .svg, .pdf)")
     parser.set_defaults(run=run)
@@ -84,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.sustained = check_seconds(arguments.sustained, "--sustained")
         if arguments.iters is not None:
             raise ArgumentError("--iters", "to be used without --sustained, which has no rounds", arguments.iters)
+    if arguments.out is not None and not arguments.out.resolve().parent.is_dir():
+        raise ArgumentError("--out", "a file in an existing folder", repr(str(arguments.out)))
     if arguments.iters is None:
         arguments.iters = _ITERS
     if arguments.iters < 1:
@@ -111,11 +116,13 @@ def _run_forward(arguments: argparse.Namespace) -> int:
     with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
         report = forward.run_forward(
             shapes, anchor=arguments.anchor, iters=arguments.iters, contenders=arguments.only,
-            precision=arguments.precision, sustained_s=arguments.sustained, progress=bar.step,
+            precision=arguments.precision, sustained_s=arguments.sustained, command=arguments.command_line,
+            progress=bar.step,
         )  # fmt: skip
     if arguments.plot is not None:
         plot_report(report, arguments.plot)
-    show(report, as_json=arguments.json, as_markdown=arguments.markdown)
+    if not _written(arguments, report.to_dict()):
+        show(report, as_markdown=arguments.markdown)
     return 1 if any(m.contender in report.own and m.reason for m in report.measurements) else 0
 
 
@@ -132,11 +139,9 @@ def _run_decode(arguments: argparse.Namespace) -> int:
     with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
         report = decode.run_decode(
             shapes, anchor=arguments.anchor, formats=formats, iters=arguments.iters,
-            sustained_s=arguments.sustained, progress=bar.step,
+            sustained_s=arguments.sustained, command=arguments.command_line, progress=bar.step,
         )  # fmt: skip
-    if arguments.json:
-        print(report.to_json())
-    else:
+    if not _written(arguments, report.to_dict()):
         header, rows = report.table()
         facts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
         facts.append(f"Ceiling in this run: copy {report.copy_tb_per_s:.2f} TB/s (read + written)")
@@ -153,11 +158,8 @@ def _run_decode(arguments: argparse.Namespace) -> int:
     return 1 if any(m.key in decode.FORMATS and m.reason for m in report.measurements) else 0
 
 
-def show(report: Report, *, as_json: bool, as_markdown: bool) -> None:
-    """Print a report in the form that was asked for."""
-    if as_json:
-        print(report.to_json())
-        return
+def show(report: Report, *, as_markdown: bool) -> None:
+    """Print a report as a table."""
     header, rows = report.table()
     facts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
     facts.append(
@@ -213,7 +215,7 @@ def _low_precision_facts(report: Report, end_to_end: str) -> list[str]:
 
 
 def _run_host(arguments: argparse.Namespace) -> int:
-    for option in ("shapes", "only", "plot", "markdown", "sustained"):
+    for option in ("shapes", "only", "plot", "sustained"):
         if getattr(arguments, option):
             expected = "to be left out: 'bench host' times the host, which has no shapes, contenders, plot or load"
             raise ArgumentError(f"--{option}", expected, "a value")
@@ -226,27 +228,45 @@ def _run_host(arguments: argparse.Namespace) -> int:
     except BenchError as error:
         # Import and compilation need no GPU: on a machine without one those two are still worth having.
         calls, calls_note = [], str(error)
-    if arguments.json:
-        console.print_json(
-            {
-                "import": dataclasses.asdict(imports),
-                "first_jit": {"kernel": jit_name, "seconds": jit_s, "note": jit_note},
-                "warm_calls": [dataclasses.asdict(call) for call in calls],
-                "warm_calls_note": calls_note,
-            }
-        )
+    data = document(
+        "host", protocol="host", command=arguments.command_line,
+        environment=environment(require_torch() if calls else None), rows=[call.row(calls) for call in calls],
+        **{"import": dataclasses.asdict(imports)},
+        first_jit={"kernel": jit_name, "seconds": jit_s, "note": jit_note}, warm_calls_note=calls_note,
+    )  # fmt: skip
+    if _written(arguments, data):
         return 0
-    rows = [[call.name, f"{call.median_us:.1f}", f"{call.p10_us:.1f} – {call.p90_us:.1f}"] for call in calls]
-    if rows:
-        console.print_table(
-            "Warm call, Python call to return", ["call", "µs, median", "10 % – 90 %"], rows, numeric=(1,)
-        )
-    else:
-        console.print_line(f"Warm calls were not timed: {calls_note}")
-    console.print_line(f"Import: {imports.total_ms:.0f} ms, of which NumPy {imports.numpy_ms:.0f} ms")
+    header = ["call", "µs, median", "10 % – 90 %", f"time relative to {host.ANCHOR}"]
+    rows = []
+    for row in data["rows"]:
+        span = f"{row['p10_us']:.1f} – {row['p90_us']:.1f}"
+        rows.append([row["name"], f"{row['median_us']:.1f}", span, f"{row['ratio_to_sdpa']:.2f}×"])
     jit_text = jit_note if jit_s is None else f"{jit_s:.2f} s ({jit_name})"
-    console.print_line(f"First run-time compilation of a kernel: {jit_text}")
+    facts = [
+        ", ".join(f"{name} {value}" for name, value in data["environment"].items()),
+        f"Import: {imports.total_ms:.0f} ms, of which NumPy {imports.numpy_ms:.0f} ms",
+        f"First run-time compilation of a kernel: {jit_text}",
+    ]
+    if calls_note:
+        facts.append(f"Warm calls were not timed: {calls_note}")
+    if arguments.markdown:
+        print("\n\n".join([markdown_table(header, rows)] * bool(rows) + ["\n".join(f"- {fact}" for fact in facts)]))
+        return 0
+    if rows:
+        console.print_table("Warm call, Python call to return", header, rows, numeric=(1, 3))
+    for fact in facts:
+        console.print_line(fact)
     return 0
+
+
+def _written(arguments: argparse.Namespace, data: dict[str, Any]) -> bool:
+    """Write a report to the file that ``--out`` names, or print it for ``--json``: then nothing else is printed."""
+    text = to_json(data)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+    if arguments.json:
+        print(text)
+    return bool(arguments.json)
 
 
 def first_jit() -> tuple[str, float | None, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import numpy as np
 
 import omniattn
 from omniattn.cli import console
-from omniattn.cli.frameworks import Framework, NumpyFramework, gpu_framework, time_call
 from omniattn.data import Activations, load_activations
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.reference import attention as reference_attention
 from omniattn.testing import compare
+from omniattn.testing.frameworks import Framework, NoGpuError, NumpyFramework, gpu_framework
 
 _DESCRIPTION = """\
 Runs the query, key and value tensors of several layers of SmolLM2-135M-Instruct, recorded on English text, through
@@ -109,7 +110,7 @@ def choose_framework(device: str) -> tuple[Framework, str]:
         return NumpyFramework(), ""
     try:
         return gpu_framework(), ""
-    except console.CannotRunError as error:
+    except NoGpuError as error:
         if device == "gpu":
             raise
         return NumpyFramework(), f"ran on the CPU because {error}"
@@ -199,3 +200,21 @@ def plot_rows(rows: Sequence[Row], framework: Framework, path: Path) -> None:
     panels[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(f"omniattn {omniattn.__version__} on real activations · {framework.name} on {framework.device}")
     figure.savefig(path, dpi=150)
+
+
+def time_call(framework: Framework, call: Callable[[], Any], *, repeats: int) -> tuple[Any, float]:
+    """Run ``call`` once to warm up, then ``repeats`` times; return its result and the best wall time in milliseconds.
+
+    The best of several, host included: what a single call costs a user. ``omniattn bench`` times kernels.
+    """
+    result = call()
+    framework.synchronize()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = call()
+        if hasattr(result, "block_until_ready"):
+            result.block_until_ready()
+        framework.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return result, best * 1e3

@@ -6,6 +6,7 @@ It is computed from the registry, never written by hand. Two questions share the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -75,6 +76,22 @@ CALLS = {
     "decode_combine": "decode",
 }
 
+#: Features that name a class together, whatever each means alone: kernels for a mask serve calls without smooth_q too.
+_TOGETHER = {frozenset({"score_mods", "smooth_q"}): FEATURES["score_mods"]}
+
+#: Operation of the registry to its line in the README's table.
+LINES = {
+    "attention": "`attention`, `attention_varlen`",
+    "attention_int8": "the same, precision int8 and int4",
+    "quantize": "`quantize_qk`, `quantize_v`",
+    "quantize_delta": "`quantize_qk`, `quantize_v`",
+    "merge_states": "`merge_states`",
+    "decode": "`decode`",
+    "decode_combine": "`decode`",
+    "append": "`append`",
+    "copy_blocks": "`copy_blocks`",
+}
+
 #: What a kernel takes that does not list the key among what it lacks.
 SCOPES = {"dense": "dense", "varlen": "packed"}
 
@@ -97,12 +114,23 @@ class Cell:
     partial : str
         What part of the class a kernel of this GPU takes, its family, and its kind where that differs, such as
         ``"dense: attn_fwd_sm90"``; empty if there is none.
+    own : str
+        The same without the kind.
+    own_kind : str
+        The kind.
     """
 
     kind: str
     kernels: tuple[str, ...]
     reason: str
     partial: str = ""
+    own: str = ""
+    own_kind: str = ""
+
+    @property
+    def usual(self) -> str:
+        """The kind that most calls of the class get."""
+        return self.own_kind if self.own and KINDS.index(self.own_kind) < KINDS.index(self.kind) else self.kind
 
     @property
     def text(self) -> str:
@@ -189,7 +217,7 @@ def support_rows(
     rows = []
     for op, features in dict.fromkeys((spec.op, spec.features) for spec in specs):
         alike = [spec for spec in specs if (spec.op, spec.features) == (op, features)]
-        words = ", ".join(FEATURES.get(feature, feature) for feature in sorted(features))
+        words = _TOGETHER.get(features) or ", ".join(FEATURES.get(feature, feature) for feature in sorted(features))
         for dtype in sorted({spec.dtype for spec in alike}):
             # A row that lacks something speaks for a part of its class only: it must not decide the whole cell.
             chosen = [spec for spec in alike if spec.dtype == dtype and not spec.lacks]
@@ -219,7 +247,8 @@ def _cell(specs: Sequence[KernelSpec], partial: Sequence[KernelSpec], resolver: 
     families = ", ".join(dict.fromkeys(spec.family for spec in chosen))
     reasons = f"{reasons or 'no kernel takes the whole class'}; {families}: {part_reasons}"
     quality = "" if part_kind == kind else f" ({WORDS[part_kind]})"
-    return Cell(kind, (*names, *part_names), reasons, f"{scope}: {families}{quality}")
+    own = f"{scope}: {families}"
+    return Cell(kind, (*names, *part_names), reasons, f"{own}{quality}", own, part_kind)
 
 
 def _best(specs: Sequence[KernelSpec], resolver: Resolver, column: Column) -> tuple[str, tuple[str, ...], str]:
@@ -287,7 +316,88 @@ def table(rows: Sequence[SupportRow]) -> tuple[list[str], list[list[str]]]:
     return header, [[row.label, row.dtype, row.head_dim, *_texts(row)] for row in rows]
 
 
-def readme_table() -> str:
-    """The table of the README: what a released wheel holds, merged, in Markdown."""
-    header, rows = table(merge_rows(support_rows(wheel_resolver)))
-    return markdown_table(header, rows)
+_MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
+
+
+def readme_table(registry: Iterable[KernelSpec] = REGISTRY) -> str:
+    """The table of the README, in Markdown: a line an operation, what a released wheel holds; exceptions below."""
+    lines: dict[str, list[SupportRow]] = {}
+    for row in support_rows(wheel_resolver, registry):
+        lines.setdefault(LINES.get(row.op, f"`{row.op}`"), []).append(row)
+    notes: dict[str, str] = {}
+    cells = {}
+    for line, rows in lines.items():
+        for column in range(len(GPUS)):
+            usual, exceptions = _summary(rows, column)
+            marks = "".join(notes.setdefault(text, _MARKS[len(notes)]) for text in exceptions)
+            cells[line, column] = f"{WORDS[usual]} {marks}".strip()
+    # GPUs that have the same in every line share a column.
+    alike: dict[tuple[str, ...], list[Column]] = {}
+    for column, gpu in enumerate(GPUS):
+        alike.setdefault(tuple(cells[line, column] for line in lines), []).append(gpu)
+    header = ["operation"]
+    for gpus in alike:
+        products = ", ".join(gpu.products for gpu in alike[gpus])
+        header.append(f"{products} ({', '.join(gpu.target for gpu in alike[gpus])})")
+    body = [[line, *(column[index] for column in alike)] for index, line in enumerate(lines)]
+    below = "".join(f"\n{mark} {text}  " for text, mark in notes.items())
+    return markdown_table(header, body) + ("\n" + below.rstrip() if below else "")
+
+
+def _summary(rows: Sequence[SupportRow], column: int) -> tuple[str, list[str]]:
+    """The kind that a line of the README shows for a GPU, and what differs from it."""
+    # What stands first in the registry is the common set.
+    first = [row for row in rows if (row.op, row.features) == (rows[0].op, rows[0].features)]
+    counts = Counter(row.cells[column].usual for row in first)
+    usual = max(counts, key=lambda kind: (counts[kind], -KINDS.index(kind)))
+    notes = []
+    for kind in KINDS:
+        by_dtype = {
+            dtype: text
+            for dtype in dict.fromkeys(row.dtype for row in rows)
+            if kind != usual and (text := _classes(rows, column, kind, dtype))
+        }
+        everywhere = len({*by_dtype.values()}) == 1 and len(by_dtype) == len({row.dtype for row in rows})
+        texts = set(by_dtype.values()) if everywhere else [f"{text}, {dtype}" for dtype, text in by_dtype.items()]
+        notes += [f"{WORDS[kind]}: {text}" for text in texts]
+    cells = [row.cells[column] for row in rows if row.cells[column].own]
+    for kind in sorted({cell.kind for cell in cells if cell.kind != cell.usual}, key=KINDS.index):
+        notes.append(f"{WORDS[kind]}: in part, arrays that tensor maps cannot describe")
+    return usual, notes + list(dict.fromkeys(cell.own for cell in cells))
+
+
+def _classes(rows: Sequence[SupportRow], column: int, kind: str, dtype: str) -> str:
+    """Classes of problems for which a GPU has ``kind``, in words."""
+    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.dtype != dtype:
+            continue
+        name = row.features or (CALLS.get(row.op, row.op) if row.op != rows[0].op else "")
+        names.setdefault(name, []).append(row.head_dim)
+        if row.cells[column].usual == kind:
+            found.setdefault(name, []).append(row.head_dim)
+    if not found:
+        return ""
+    common = [width for width in next(iter(found.values())) if all(width in found.get(name, ()) for name in names)]
+    parts = [f"head_dim {_joined(common)}"] if common else []
+    rest: dict[str, list[str]] = {}
+    for name, widths in found.items():
+        left = [width for width in widths if width not in common]
+        if left:
+            where = "" if widths == names[name] else f" at head_dim {_joined(left)}"
+            rest.setdefault(where, []).append(name or "without options")
+    parts += [f"{', '.join(group)}{where}" for where, group in rest.items()]
+    return "; ".join(parts)
+
+
+def _joined(ranges: Sequence[str]) -> str:
+    """Neighbouring ranges as one: 8–64 and 72–128 are 8–128."""
+    joined: list[list[int]] = []
+    for text in ranges:
+        low, high = (int(number) for number in text.split("–"))
+        if joined and joined[-1][1] + 8 == low:
+            joined[-1][1] = high
+        else:
+            joined.append([low, high])
+    return ", ".join(f"{low}–{high}" for low, high in joined)

@@ -1,45 +1,36 @@
-"""``omniattn verify``: every registered kernel on this machine's GPU against the reference."""
+"""``omniattn verify``: registered kernels on this machine's GPU against the reference."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import omniattn
 from omniattn import runtime
 from omniattn.cli import console, kernels
-from omniattn.cli.cases import Case, Problem, call, cases_for, flavour_of, problem
-from omniattn.cli.expected import outputs_of
-from omniattn.cli.frameworks import Framework, NumpyFramework, gpu_framework
-from omniattn.cli.verify_decode import DECODE_OPS, verify_row
-from omniattn.cli.verify_quantizer import verify_common
+from omniattn.cli.support import wheel_resolver
 from omniattn.errors import ArgumentError, OmniattnError
-from omniattn.quantizer import select_quantizer
 from omniattn.registry import KernelSpec
 from omniattn.runtime.loader import unsupported_reason
-from omniattn.select import select_merge_states
+from omniattn.testing.ahead import Ahead, default_jobs, in_order
+from omniattn.testing.cases import CallCase, cases_for
+from omniattn.testing.frameworks import Framework, NumpyFramework, gpu_framework
+from omniattn.testing.rows import run_row
 
 _DESCRIPTION = """\
-Runs every kernel of the registry on GPU 0 over small problems with odd sizes, masks, windows, grouped heads, empty rows
-and variable lengths. Exact kernels are compared with the fp64 reference:
+Runs kernels of the registry on GPU 0 over small problems with odd sizes, masks, windows, grouped heads, empty rows and
+variable lengths: by default those that a released wheel has prebuilt for this GPU, with --all the others too, which are
+compiled first. Exact kernels are compared with the fp64 reference on the CPU:
 max|o - ref| <= 2 max|same-dtype baseline - ref| + rounding;
-low-precision attention with its emulation on the CPU (cosine, relative L1, LSE); quantizers with the CPU bit for bit.
-Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to test (--cpu tests the CPU backend).
+low-precision attention with its emulation on the CPU (cosine, relative L1, LSE); quantizers and caches with the CPU bit
+for bit. Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to test (--cpu tests the CPU backend).
 """
 
-#: Added to the tolerance of the baseline: fp32 sums and a base-2 exponential of a few units in the last place.
-_LSE_ATOL = 1e-3
-
 #: Operations that ``--cpu`` tests. What the quantizers must give is what they give on the CPU, so they have nothing to
-#: be compared with there; attention_int8 goes through them.
-_CPU_OPS = ("attention", "attention_int8", "merge_states")
-
-_FORCE = "OMNIATTN_FORCE_KERNEL"
+#: be compared with there; quantized_attention goes through them.
+_CPU_OPS = ("attention", "quantized_attention", "merge_states")
 
 PASSED, FAILED, NOT_HERE = "passed", "FAILED", "not for this GPU"
 
@@ -79,123 +70,111 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="test the CPU backend instead; needs no GPU")
+    parser.add_argument("--all", action="store_true", help="also kernels that are compiled at run time on this GPU")
     parser.add_argument(
         "--kernel", action="append", default=[], metavar="NAME", help="only this registry row; may be repeated"
     )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N",
+        help="processes that compute references and compile (default: a core each, 16 at most; 1: this one only)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    if arguments.cpu and arguments.kernel:
-        raise ArgumentError("--kernel", "to be used without --cpu, which runs no kernel", ", ".join(arguments.kernel))
+    for option in ("kernel", "all"):
+        if arguments.cpu and getattr(arguments, option):
+            raise ArgumentError(f"--{option}", "to be used without --cpu, which runs no kernel", "both")
+    if arguments.all and arguments.kernel:
+        raise ArgumentError("--all", "to be used without --kernel", "both")
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise ArgumentError("--jobs", "an integer >= 1", arguments.jobs)
     if not arguments.json:
         console.require_rich()
+    start = time.perf_counter()
+    left_out = 0
     if arguments.cpu:
         framework: Framework = NumpyFramework()
-        outcomes = verify_cpu()
+        with console.progress(2 * len(_CPU_OPS), enabled=not arguments.json) as bar:
+            outcomes = verify_cpu(bar.step)
     else:
         specs = kernels.named(arguments.kernel)
-        if not specs:
-            raise console.CannotRunError("the registry holds no kernel")
         framework = gpu_framework()
+        if not (arguments.all or arguments.kernel):
+            # A GPU that the wheel holds nothing for has all kernels compiled.
+            everything, specs = specs, prebuilt(specs, runtime.device_info(0).cc) or specs
+            left_out = len(everything) - len(specs)
         with console.progress(len(specs), enabled=not arguments.json) as bar:
-            outcomes = []
-            for spec in specs:
-                bar.step(spec.name)
-                outcomes.append(verify_kernel(framework, spec))
+            outcomes = verify_kernels(framework, specs, arguments.jobs or default_jobs(), bar.step)
     failed = [outcome for outcome in outcomes if outcome.status == FAILED]
     # A GPU on which nothing can run has not passed.
     code = 1 if failed or not any(outcome.status == PASSED for outcome in outcomes) else 0
+    seconds = time.perf_counter() - start
     if arguments.json:
         rows = [dataclasses.asdict(outcome) for outcome in outcomes]
-        console.print_json({"framework": framework.name, "device": framework.device, "ok": code == 0, "kernels": rows})
+        facts = {"framework": framework.name, "device": framework.device, "ok": code == 0, "seconds": seconds}
+        console.print_json({**facts, "left_out": left_out, "kernels": rows})
     else:
-        _show(outcomes, framework)
+        _show(outcomes, framework, seconds, left_out)
     return code
 
 
-def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
-    """Run one registry row over all problems of its operation, on GPU 0."""
+def prebuilt(specs: Sequence[KernelSpec], cc: tuple[int, int]) -> list[KernelSpec]:
+    """Rows that a released wheel holds for a GPU of this compute capability."""
+    return [spec for spec in specs if not unsupported_reason(spec, cc) and wheel_resolver(spec, cc)[0] == "prebuilt"]
+
+
+def verify_kernels(
+    framework: Framework, specs: Sequence[KernelSpec], jobs: int, step: Callable[[str], None] = lambda _: None
+) -> list[Outcome]:
+    """Run registry rows on GPU 0; outcomes in the order of ``specs``."""
     info = runtime.device_info(0)
-    never = unsupported_reason(spec, info.cc, info.max_smem_optin)
-    if never:
-        return Outcome(spec.name, "", NOT_HERE, 0, 0.0, 0.0, (never,))
-    if spec.op in DECODE_OPS:
-        return _verify_with(verify_row, framework, spec)
-    if "common" in spec.features:
-        return _verify_with(verify_common, framework, spec)
-    # The environment variable does not concern these: what is chosen is what is tested.
-    chosen = spec
-    if spec.op == "merge_states":
-        chosen = select_merge_states(spec.dtype).spec
-    elif spec.op in ("quantize", "quantize_delta"):
-        chosen = select_quantizer(spec.op, spec.dtype, spec.head_dim, info.cc)
-    if chosen != spec:
-        return Outcome(spec.name, "", FAILED, 0, 0.0, 0.0, (f"{spec.op} never chooses this row",))
-    start = time.perf_counter()
-    notes: list[str] = []
-    ran, worst, failed = 0, 0.0, False
-    origin = ""
-    with forced(spec.name):
-        try:
-            origin = runtime.load(spec, 0).origin
-        except OmniattnError as error:
-            return Outcome(spec.name, "", FAILED, 0, 0.0, time.perf_counter() - start, (str(error),))
-        for case in cases_for(spec.op):
-            try:
-                numbers = problem(case, spec.op, spec.dtype, spec.head_dim, flavour_of(spec))
-                if "lse" in spec.lacks:
-                    numbers = dataclasses.replace(numbers, options={**numbers.options, "return_lse": False})
-                share, note = check(framework, case, numbers, spec.dtype)
-            except OmniattnError as error:
-                if isinstance(error, ArgumentError) and error.argument == _FORCE:
-                    # The row was compiled without this feature; another row serves it and is tested with it.
-                    notes.append(f"{case.name}: not taken: {error}")
-                    continue
-                share, note = float("inf"), str(error)
-            ran += 1
-            worst = max(worst, share)
-            if note:
-                failed = True
-                notes.append(f"{case.name}: {note}")
-    if ran == 0:
-        failed = True
-        notes.append("no problem could be run")
-    return Outcome(
-        spec.name, origin, FAILED if failed else PASSED, ran, worst, time.perf_counter() - start, tuple(notes)
-    )
+    never = {spec.name: unsupported_reason(spec, info.cc, info.max_smem_optin) for spec in specs}
+    able = in_order(spec for spec in specs if not never[spec.name])
+    outcomes = {name: Outcome(name, "", NOT_HERE, 0, 0.0, 0.0, (reason,)) for name, reason in never.items() if reason}
+    with Ahead(able, min(jobs, max(len(able), 1))) as ahead:
+        ahead.compile(able, info.cc)
+        for spec in able:
+            step(spec.name)
+            ahead.wait_for(spec)
+            outcomes[spec.name] = _verify(framework, spec, ahead)
+    return [outcomes[spec.name] for spec in specs]
 
 
-def _verify_with(
-    run_problems: Callable[[Framework, KernelSpec], tuple[int, float, list[str]]],
-    framework: Framework,
-    spec: KernelSpec,
-) -> Outcome:
-    """A row that brings problems of its own."""
+def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
+    """Run one registry row on GPU 0, in this process alone."""
+    (outcome,) = verify_kernels(framework, [spec], 1)
+    return outcome
+
+
+def _verify(framework: Framework, spec: KernelSpec, ahead: Ahead) -> Outcome:
     start = time.perf_counter()
     try:
         origin = runtime.load(spec, 0).origin
-        ran, worst, notes = run_problems(framework, spec)
     except OmniattnError as error:
+        ahead.drop(spec)
         return Outcome(spec.name, "", FAILED, 0, 0.0, time.perf_counter() - start, (str(error),))
-    status = FAILED if notes else PASSED
-    return Outcome(spec.name, origin, status, ran, worst, time.perf_counter() - start, tuple(notes))
+    result = run_row(framework, spec, ahead.prepared)
+    status = FAILED if result.failures else PASSED
+    notes = result.failures + result.not_taken
+    return Outcome(spec.name, origin, status, result.cases, result.worst, time.perf_counter() - start, notes)
 
 
-def verify_cpu() -> list[Outcome]:
+def verify_cpu(step: Callable[[str], None] = lambda _: None) -> list[Outcome]:
     """Run all problems on NumPy arrays, in float16 and float32."""
     outcomes = []
     framework = NumpyFramework()
     for op in _CPU_OPS:
-        cases = cases_for(op)
         for dtype in ("float16", "float32"):
+            step(f"{op}, {dtype}")
             start = time.perf_counter()
             notes: list[str] = []
             worst = 0.0
+            cases = [CallCase(op, index, dtype, 64) for index in range(len(cases_for(op)))]
             for case in cases:
-                share, note = check(framework, case, problem(case, op, dtype, 64), dtype)
+                share, note = case.check(framework, case.prepare())
                 worst = max(worst, share)
                 if note:
                     notes.append(f"{case.name}: {note}")
@@ -208,36 +187,7 @@ def verify_cpu() -> list[Outcome]:
     return outcomes
 
 
-@contextlib.contextmanager
-def forced(name: str) -> Iterator[None]:
-    """Have selection use the registry row ``name`` inside the block."""
-    before = os.environ.get(_FORCE)
-    os.environ[_FORCE] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_FORCE]
-        else:
-            os.environ[_FORCE] = before
-
-
-def check(framework: Framework, case: Case, numbers: Problem, dtype: str) -> tuple[float, str]:
-    """Call the public function and compare.
-
-    Returns
-    -------
-    (float, str)
-        Largest error as a fraction of its tolerance (inf if NaN or infinities differ); what is wrong, empty if nothing.
-    """
-    result = call(getattr(omniattn, case.function), numbers, framework.array, dtype)
-    framework.synchronize()
-    got = {name: framework.to_numpy(array) for name, array in outputs_of(result).items()}
-    grades = numbers.expected.grade(got, dtype, _LSE_ATOL)
-    return max(grade.share for grade in grades), "; ".join(str(grade) for grade in grades if not grade.ok)
-
-
-def _show(outcomes: Sequence[Outcome], framework: Framework) -> None:
+def _show(outcomes: Sequence[Outcome], framework: Framework, seconds: float, left_out: int) -> None:
     rows = [
         [o.kernel, o.origin, o.status, str(o.cases), f"{o.worst:.2f}" if o.cases else "–", f"{o.seconds:.2f}"]
         for o in outcomes
@@ -250,4 +200,6 @@ def _show(outcomes: Sequence[Outcome], framework: Framework) -> None:
                 console.print_line(f"{outcome.kernel}: {note}")
     count = sum(outcome.status == PASSED for outcome in outcomes)
     total = sum(outcome.status != NOT_HERE for outcome in outcomes)
-    console.print_line(f"{count} of {total} passed in {sum(outcome.seconds for outcome in outcomes):.1f} s")
+    console.print_line(f"{count} of {total} passed in {seconds:.1f} s")
+    if left_out:
+        console.print_line(f"{left_out} kernels that are not prebuilt for this GPU were left out; --all runs them too")

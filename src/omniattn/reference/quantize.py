@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omniattn.launch.quantize import (
+from omniattn.problems.quantize import (
     BLOCK_ROWS,
     CHUNK_ROWS,
     KEY_TILES,

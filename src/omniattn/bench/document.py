@@ -1,0 +1,137 @@
+"""The JSON of ``omniattn bench``: one form for all of them, which the tables of docs/performance are made from."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omniattn.bench.timing import Timing
+from omniattn.errors import ArgumentError, DriverError
+
+#: Raised when a key changes its meaning or goes; new keys do not raise it.
+SCHEMA = 1
+#: What is said of a fact that is not known.
+UNKNOWN = "unknown"
+
+_KERNEL_MODULE_VERSION = Path("/sys/module/nvidia/version")
+
+
+def document(
+    bench: str,
+    *,
+    protocol: str,
+    command: str,
+    environment: Mapping[str, str],
+    rows: Sequence[Mapping[str, Any]],
+    **more: Any,
+) -> dict[str, Any]:
+    """A report, ready for JSON.
+
+    Parameters
+    ----------
+    bench : {"forward", "int8", "int4", "decode", "host"}
+    protocol : {"interleaved", "sustained", "host"}
+    command : str
+        The command line; empty if there was none.
+    environment : mapping of str to str
+        As :func:`environment` gives it.
+    rows : sequence of mapping
+        One a measurement: text, numbers, truth values and None only.
+    **more
+        Whatever else a bench has to say.
+    """
+    return {
+        "schema": SCHEMA,
+        "bench": bench,
+        "protocol": protocol,
+        "command": command,
+        "date": environment.get("date", UNKNOWN),
+        "environment": dict(environment),
+        **more,
+        "rows": [dict(row) for row in rows],
+    }
+
+
+def to_json(data: Mapping[str, Any]) -> str:
+    """A document as text."""
+    return json.dumps(data, indent=2)
+
+
+def version_of(package: str) -> str:
+    """Version of an installed distribution, or ``"unknown"``."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return UNKNOWN
+
+
+def environment(torch: Any, packages: Iterable[str] = ()) -> dict[str, str]:
+    """Device, driver, software versions and date, for the head of a report.
+
+    Parameters
+    ----------
+    torch : module or None
+        Its current CUDA device is the one that is described; None: there is none.
+    packages : iterable of str
+        Distributions beside omniattn, torch and NumPy.
+    """
+    facts = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        **dict.fromkeys(("device", "compute_capability", "sm_count"), UNKNOWN),
+        "driver": _driver(),
+        "cuda": UNKNOWN,
+        "python": platform.python_version(),
+        **dict.fromkeys(("torch_cuda", "cudnn"), UNKNOWN),
+    }
+    if torch is not None:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        facts["device"] = str(properties.name)
+        facts["compute_capability"] = f"{properties.major}.{properties.minor}"
+        facts["sm_count"] = str(properties.multi_processor_count)
+        facts["cuda"] = _cuda_of_driver(torch.cuda.current_device())
+        facts["torch_cuda"] = str(torch.version.cuda or UNKNOWN)
+        facts["cudnn"] = str(torch.backends.cudnn.version() or UNKNOWN)
+    names = dict.fromkeys(("omniattn", "torch", "numpy", *packages))
+    return {**facts, **{name: version_of(name) for name in names}}
+
+
+def _driver() -> str:
+    try:
+        return _KERNEL_MODULE_VERSION.read_text(encoding="ascii").strip()
+    except OSError:
+        return UNKNOWN
+
+
+def _cuda_of_driver(ordinal: int) -> str:
+    from omniattn import runtime
+
+    try:
+        return "{}.{}".format(*runtime.device_info(ordinal).driver_version)
+    except (DriverError, ArgumentError):
+        return UNKNOWN
+
+
+def timing_facts(timing: Timing | None) -> dict[str, Any]:
+    """A row's times: median and spread, and under load the means of clock and power. None where there is none."""
+    load = None if timing is None else timing.load_dict()
+    clocks = load and load["sm_mhz"]
+    return {
+        "median_us": None if timing is None else timing.median_us,
+        "spread": None if timing is None else timing.spread,
+        "sm_mhz": clocks["mean"] if clocks else None,
+        "watts": load["watts"] if load else None,
+        "drift": load["drift"] if load else None,
+        "host_limited": load["host_limited"] if load else None,
+    }
+
+
+def samples_of(timing: Timing | None) -> dict[str, Any]:
+    """What a row's times were found from."""
+    if timing is None:
+        return {"samples_us": [], "sustained": None}
+    return {"samples_us": list(timing.samples_us), "sustained": timing.load_dict()}

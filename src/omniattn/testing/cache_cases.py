@@ -1,0 +1,282 @@
+"""Calls of ``append``, ``copy_blocks`` and ``decode`` on small caches in the formats that kernels have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import omniattn
+from omniattn.kv.formats import KVFormat, check_format
+from omniattn.reference import decode as reference
+from omniattn.registry import KernelSpec
+from omniattn.testing.expected import Values
+from omniattn.testing.frameworks import Framework
+from omniattn.testing.inputs import make_qkv
+
+#: Operations of the registry that have these cases.
+CACHE_OPS: tuple[str, ...] = ("decode", "decode_combine", "append", "copy_blocks")
+#: Largest error of O as a part of its largest value: rounding of O, of P, and of Q where codes are multiplied.
+O_TOLERANCE = {"bfloat16": 8e-3, "float16": 1.5e-3}
+#: Absolute error of the LSE: with a 16-bit cache as `attention`, with codes that of Q in fp16 besides.
+LSE_TOLERANCE = {"io": 1e-4, "codes": 6e-3}
+#: The format of rows that serve every one.
+_ANY_FORMAT = "int4"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A cache and its queries.
+
+    Attributes
+    ----------
+    lengths : tuple of int
+        Tokens of each sequence.
+    heads_q, heads_kv : int
+    below : int
+        How far head_dim lies below the kernel's own.
+    block_size : int
+        0: contiguous.
+    """
+
+    lengths: tuple[int, ...]
+    heads_q: int
+    heads_kv: int
+    below: int
+    block_size: int
+
+
+def _shapes(group: int) -> tuple[Shape, ...]:
+    return (
+        Shape((700, 0, 33), group, 1, 0, 0),
+        Shape((250, 300), 2 * group, 2, 8, 16),
+        Shape((90,), group, 1, 0, 3),
+    )
+
+
+def formats_of(spec: KernelSpec) -> tuple[str, str, int | None]:
+    """(k_dtype, v_dtype, group_size) of a row's cache."""
+    words = spec.cache or (_ANY_FORMAT, _ANY_FORMAT)
+    own = "fp16" if spec.dtype == "float16" else "bf16"
+    dtypes = [own if word == "16" else word.partition("g")[0] for word in words]
+    groups = [int(word.partition("g")[2]) for word in words if "g" in word]
+    return dtypes[0], dtypes[1], groups[0] if groups else None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs, blocks, the reference's memory after appending (and copying), and what decoding gives.
+
+    Attributes
+    ----------
+    q, k, v : ndarray of float32
+        (batch, q_len, heads_q, head_dim), and packed (tokens, heads_kv, head_dim).
+    table : ndarray
+        The block table before blocks are copied.
+    copies : tuple of (source, destination)
+    host : CacheArrays
+    host_table : ndarray
+        The block table afterwards.
+    o, lse : ndarray
+    """
+
+    q: Values
+    k: Values
+    v: Values
+    table: Values
+    copies: tuple[tuple[int, int], ...]
+    host: reference.CacheArrays
+    host_table: Values
+    o: Values
+    lse: Values
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """A cache for one row of the registry: `RowCase`.
+
+    Attributes
+    ----------
+    dtype : str
+        Element type of q, k and v.
+    head_dim : int
+        The kernel's own.
+    formats : (k_dtype, v_dtype, group_size)
+    q_len : int
+        New tokens of a sequence.
+    index : int
+        Of the shape.
+    copies : bool
+        Whether blocks are copied.
+    decodes : bool
+        Whether what decoding gives is compared, and not the bytes of the cache. The numbers are the same.
+    """
+
+    dtype: str
+    head_dim: int
+    formats: tuple[str, str, int | None]
+    q_len: int
+    index: int
+    copies: bool
+    decodes: bool = field(compare=False)
+
+    @property
+    def shape(self) -> Shape:
+        """The facts."""
+        return _shapes(8 if self.q_len > 1 else 4)[self.index]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        cache = f"blocks of {self.shape.block_size}" if self.shape.block_size else "contiguous"
+        return f"lengths {self.shape.lengths}, {cache}"
+
+    @property
+    def _dim(self) -> int:
+        return self.head_dim - self.shape.below
+
+    def _format(self, *, is_key: bool) -> KVFormat:
+        k_dtype, v_dtype, group_size = self.formats
+        return check_format(k_dtype if is_key else v_dtype, self._dim, group_size, True, "CacheCase", is_key=is_key)
+
+    def prepare(self) -> Prepared:
+        """Inputs, and what must come out."""
+        shape, batch = self.shape, len(self.shape.lengths)
+        q, k, v = make_qkv(
+            "normal", batch=None, seqlen_q=batch * self.q_len, seqlen_k=sum(shape.lengths), heads_q=shape.heads_q,
+            heads_kv=shape.heads_kv, head_dim=self._dim, seed=self.index, dtype=self.dtype,
+        )  # fmt: skip
+        q = q.reshape(batch, self.q_len, shape.heads_q, self._dim)
+        starts = np.cumsum([0, *shape.lengths])
+        table, blocks, order = self._blocks()
+        host = self._memory(blocks)
+        for b in range(batch):
+            rows = slice(starts[b], starts[b + 1])
+            reference.append_tokens(host, k[rows], v[rows], table[b], 0)
+        host_table = table
+        copies: tuple[tuple[int, int], ...] = ()
+        if self.copies:
+            half = blocks // 2
+            copies = tuple((int(order[i]), int(order[half + i])) for i in range(half))
+            moved = dict(copies)
+            host_table = np.vectorize(lambda block: moved.get(int(block), int(block)))(table)
+            for plane in (host.k, host.v, host.k_params, host.v_params):
+                for source, destination in copies:
+                    plane[destination] = plane[source]
+        lens = np.array(shape.lengths, dtype=np.int32)
+        o, lse = reference.decode(q, host, seq_lens=lens, block_table=table)
+        return Prepared(q, k, v, table, copies, host, host_table, o, lse)
+
+    def _blocks(self) -> tuple[Values, int, Values]:
+        """Block table, number of blocks (twice what is needed), and the order in which they are taken."""
+        size, lengths = self.shape.block_size, self.shape.lengths
+        if not size:
+            return np.arange(len(lengths), dtype=np.int32)[:, None], len(lengths), np.zeros(0, np.int32)
+        counts = [-(-n // size) for n in lengths]
+        order = np.random.default_rng(self.index).permutation(2 * sum(counts)).astype(np.int32)
+        table = np.zeros((len(lengths), max(counts)), dtype=np.int32)
+        begin = 0
+        for b, count in enumerate(counts):
+            table[b, :count] = order[begin : begin + count]
+            begin += count
+        return table, 2 * sum(counts), order
+
+    def _memory(self, blocks: int) -> reference.CacheArrays:
+        k, v = self._format(is_key=True), self._format(is_key=False)
+        lead = (blocks, self.shape.heads_kv, self.shape.block_size or max(self.shape.lengths))
+        return reference.CacheArrays(
+            k, v, np.zeros((*lead, k.row_bytes), np.uint8), np.zeros((*lead, v.row_bytes), np.uint8),
+            np.zeros((*lead, k.groups), np.uint32), np.zeros((*lead, v.groups), np.uint32),
+        )  # fmt: skip
+
+    def check(self, framework: Framework, prepared: Prepared) -> tuple[float, str]:
+        """Append, and copy or decode; compare bytes of the cache, or O and the LSE."""
+        shape = self.shape
+        k_dtype, v_dtype, group_size = self.formats
+        like = framework.array(np.zeros(1, np.float32), self.dtype)
+        options: dict[str, Any] = {"like": like, "k_dtype": k_dtype, "v_dtype": v_dtype, "group_size": group_size}
+        call: dict[str, Any] = {"seq_lens": framework.array(np.array(shape.lengths), "int32")}
+        lead = prepared.host.k.shape[:3]
+        if shape.block_size:
+            cache: omniattn.KVCache = omniattn.PagedKVCache(lead[0], lead[2], lead[1], self._dim, **options)
+            call["block_table"] = framework.array(prepared.table, "int32")
+        else:
+            cache = omniattn.KVCache(lead[0], lead[2], lead[1], self._dim, **options)
+        for plane in (cache.k, cache.v, cache.k_params, cache.v_params):
+            if plane is not None:
+                framework.poison(plane)
+        starts = framework.array(np.cumsum([0, *shape.lengths]), "int32")
+        k, v = (framework.array(x, self.dtype) for x in (prepared.k, prepared.v))
+        omniattn.append(cache, k, v, cu_seqlens=starts, **call)
+        if not self.decodes:
+            if prepared.copies:
+                omniattn.copy_blocks(cache, list(prepared.copies))  # type: ignore[arg-type]
+            framework.synchronize()
+            note = self._different_rows(framework, cache, prepared)
+            return (float("inf") if note else 0.0), note
+        got = omniattn.decode(framework.array(prepared.q, self.dtype), cache, return_lse=True, **call)
+        framework.synchronize()
+        o, lse = (framework.to_numpy(x) for x in got)
+        kind = "codes" if prepared.host.k_format.quantized else "io"
+        shares = decode_errors(o, lse, prepared.o, prepared.lse, self.dtype, kind)
+        worst = max(shares)
+        return worst, "" if worst <= 1.0 else "O {:.2f}, LSE {:.2f} of their tolerances".format(*shares)
+
+    def _different_rows(self, framework: Framework, cache: omniattn.KVCache, prepared: Prepared) -> str:
+        """Which plane differs from the reference in the rows that hold tokens; empty if none does."""
+        for name in ("k", "v"):
+            fmt: KVFormat = getattr(prepared.host, f"{name}_format")
+            for plane in (name, f"{name}_params")[: 1 + fmt.quantized]:
+                wanted = getattr(prepared.host, plane)
+                got = framework.to_numpy(getattr(cache, plane))
+                if not fmt.quantized:
+                    wanted = _as_float32(wanted, fmt.dtype)
+                for b, n in enumerate(self.shape.lengths):
+                    at = np.arange(n)
+                    size = wanted.shape[2]
+                    where = (prepared.host_table[b][at // size], slice(None), at % size)
+                    if not np.array_equal(got[where], wanted[where].astype(got.dtype)):
+                        return f"{plane} differs from the reference"
+        return ""
+
+
+def decode_errors(o: Values, lse: Values, ref_o: Values, ref_lse: Values, dtype: str, kind: str) -> tuple[float, float]:
+    """Errors of O and of the LSE as parts of their tolerances; infinite where NaN or infinities are elsewhere.
+
+    Parameters
+    ----------
+    o, ref_o : (batch, q_len, heads_q, head_dim)
+        A sequence's error counts relative to its own largest value: sequences may differ by orders of magnitude.
+    lse, ref_lse : (batch, heads_q, q_len)
+    dtype : str
+        Of q.
+    kind : {"io", "codes"}
+        Whether K of the cache is 16-bit numbers or codes.
+    """
+    hidden = np.isneginf(ref_lse)
+    if not np.isfinite(o).all() or not np.array_equal(np.isneginf(lse), hidden) or np.isnan(lse).any():
+        return float("inf"), float("inf")
+    largest = np.abs(ref_o).max(axis=(1, 2, 3), keepdims=True)
+    if o[np.broadcast_to(largest == 0, o.shape)].any():
+        return float("inf"), 0.0
+    of_o = float((np.abs(o - ref_o) / np.maximum(largest, 1e-30)).max(initial=0.0)) / O_TOLERANCE[dtype]
+    error = np.abs(lse[~hidden] - ref_lse[~hidden]) / np.maximum(np.abs(ref_lse[~hidden]), 1.0)
+    return of_o, float(error.max(initial=0.0)) / LSE_TOLERANCE[kind]
+
+
+def _as_float32(data: Values, dtype: str) -> Values:
+    bits = data.view(np.uint16)
+    if dtype == "fp16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def cache_cases(spec: KernelSpec) -> tuple[CacheCase, ...]:
+    """The cases of a row of `CACHE_OPS`; a contiguous cache has no blocks to copy."""
+    decodes, copies = spec.op in ("decode", "decode_combine"), spec.op == "copy_blocks"
+    q_len = 2 if decodes and spec.block_m > 8 else 1
+    dtype = "bfloat16" if spec.dtype == "uint8" else spec.dtype
+    formats = formats_of(spec)
+    found = (CacheCase(dtype, spec.head_dim, formats, q_len, index, copies, decodes) for index in range(3))
+    return tuple(case for case in found if case.shape.block_size or not copies)

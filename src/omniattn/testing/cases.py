@@ -1,0 +1,433 @@
+"""Calls of attention, merging and quantization: small, but each with something that kernels get wrong.
+
+A `Case` has the facts of a call; `build` gives it numbers, and what must come out (`omniattn.testing.expected`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import omniattn
+from omniattn import reference
+from omniattn.reference import low_precision
+from omniattn.registry import KernelSpec
+from omniattn.testing.expected import Exact, Expected, LowPrecision, Quantized, Values, outputs_of
+from omniattn.testing.frameworks import Framework
+from omniattn.testing.inputs import make_qkv
+from omniattn.testing.naive import same_dtype_naive
+
+Int8, Int4 = omniattn.Int8, omniattn.Int4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a public function.
+
+    Attributes
+    ----------
+    name : str
+    function : str
+        ``"attention"``, ``"attention_varlen"``, ``"merge_states"``, ``"quantize_qk"`` or ``"quantize_v"``.
+    lengths : tuple of (seqlen_q, seqlen_k)
+        One a sequence; all the same unless ``packed``.
+    heads_q, heads_kv : int
+    below : int
+        How far head_dim lies below the kernel's own: not every head_dim fills a tile.
+    layout : str
+    options : mapping
+        Plain keyword arguments of the call.
+    arrays : tuple of str
+        Which array arguments to make: ``"mask"``, ``"bias"``, ``"sinks"``.
+    packed : bool
+        Sequences one behind the other, with cu_seqlens.
+    """
+
+    name: str
+    function: str
+    lengths: tuple[tuple[int, int], ...]
+    heads_q: int = 4
+    heads_kv: int = 2
+    below: int = 0
+    layout: str = "NHD"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    arrays: tuple[str, ...] = ()
+    packed: bool = False
+
+
+#: Added to the tolerance of the baseline: fp32 sums and a base-2 exponential of a few units in the last place.
+LSE_ATOL = 1e-3
+#: Lengths of packed sequences: without queries, without keys, longer than a tile.
+_RAGGED = ((5, 70), (0, 3), (130, 130), (9, 0))
+
+ATTENTION_CASES: tuple[Case, ...] = (
+    Case("full", "attention", ((257, 257),) * 2),
+    Case("causal, seqlen_q < seqlen_k", "attention", ((77, 300),), 6, 2, options={"causal": True}),
+    Case("causal, rows without keys, HND", "attention", ((190, 60),), layout="HND", options={"causal": True}),
+    Case("one query row", "attention", ((1, 513),), 8, 1, options={"causal": True}),
+    Case("window", "attention", ((200, 200),), below=8, options={"window": (64, 17)}),
+    Case("sinks, causal", "attention", ((70, 40),), options={"causal": True}, arrays=("sinks",)),
+    Case("softcap and sinks", "attention", ((130, 140),), options={"softcap": 20.0}, arrays=("sinks",)),
+    Case("boolean mask with an empty row", "attention", ((100, 150),), below=8, arrays=("mask",)),
+    Case("additive mask", "attention", ((65, 129),), arrays=("bias",)),
+    Case(
+        "varlen, causal, empty sequences",
+        "attention_varlen",
+        _RAGGED,
+        options={"causal": True},
+        packed=True,
+    ),
+)
+
+#: A row of the registry takes those with its own smooth_q and score modifiers, and dense or packed arrays.
+QUANTIZED_CASES: tuple[Case, ...] = (
+    Case("full", "attention", ((257, 257),) * 2, options={"precision": Int8()}),
+    Case("causal", "attention", ((77, 300),), 6, 2, options={"precision": Int8(), "causal": True}),
+    Case("one query row", "attention", ((1, 513),), 8, 1, options={"precision": Int8()}),
+    Case(
+        "window, V as it is, HND",
+        "attention",
+        ((200, 200),),
+        below=8,
+        layout="HND",
+        options={"precision": Int8(granularity="per_block", smooth_v=False), "window": (64, 17)},
+    ),
+    Case(
+        "sinks, rows without keys",
+        "attention",
+        ((190, 60),),
+        options={"precision": Int8(), "causal": True},
+        arrays=("sinks",),
+    ),
+    Case("full, smooth_q", "attention", ((257, 257),) * 2, options={"precision": Int8(smooth_q=True)}),
+    Case("smooth K only, int4", "attention", ((140, 200),), options={"precision": Int4(smooth_q=False)}),
+    Case(
+        "softcap and sinks, smooth_v",
+        "attention",
+        ((130, 140),),
+        options={"precision": Int8(smooth_v=True), "softcap": 20.0},
+        arrays=("sinks",),
+    ),
+    Case(
+        "boolean mask with an empty row, smooth_q",
+        "attention",
+        ((100, 150),),
+        below=8,
+        options={"precision": Int8(smooth_q=True)},
+        arrays=("mask",),
+    ),
+    Case("additive mask, int4", "attention", ((65, 129),), options={"precision": Int4()}, arrays=("bias",)),
+    Case("causal, int4", "attention", ((300, 330),), below=8, options={"precision": Int4(), "causal": True}),
+    Case(
+        "varlen, causal, empty sequences",
+        "attention_varlen",
+        _RAGGED,
+        options={"precision": Int8(), "causal": True},
+        packed=True,
+    ),
+    Case(
+        "varlen, V as it is",
+        "attention_varlen",
+        ((200, 300), (64, 128), (1, 1)),
+        options={"precision": Int8(smooth_v=False)},
+        packed=True,
+    ),
+    Case(
+        "varlen, causal, smooth_q",
+        "attention_varlen",
+        ((200, 300), (64, 128), (1, 1)),
+        options={"precision": Int8(smooth_q=True), "causal": True},
+        packed=True,
+    ),
+    Case(
+        "varlen, int4, empty sequences",
+        "attention_varlen",
+        _RAGGED,
+        below=8,
+        options={"precision": Int4()},
+        packed=True,
+    ),
+)
+
+QUANTIZE_CASES: tuple[Case, ...] = (
+    Case("q and k, with bias", "quantize_qk", ((200, 333),) * 2, options={"with_bias": True}),
+    Case(
+        "q and k in int4, a scale a token, HND",
+        "quantize_qk",
+        ((130, 70),),
+        below=8,
+        layout="HND",
+        options={"dtype": "int4", "granularity": "per_token", "grouping": "sm80"},
+    ),
+    Case("q and k, packed", "quantize_qk", _RAGGED, packed=True),
+    Case("v", "quantize_v", ((1, 333),) * 2),
+    Case("v in fp16, smoothed", "quantize_v", ((1, 70),), below=8, options={"dtype": "float16", "smooth_v": True}),
+    Case("v, packed", "quantize_v", _RAGGED, options={"smooth_v": True}, packed=True),
+)
+
+QUANTIZE_DELTA_CASES: tuple[Case, ...] = (
+    Case("smooth_q", "quantize_qk", ((200, 333),) * 2, options={"smooth_q": True}),
+    Case("smooth_q, int4, packed", "quantize_qk", _RAGGED, below=8, options={"smooth_q": True, "dtype": "int4"},
+         packed=True),
+)  # fmt: skip
+
+MERGE_CASES: tuple[Case, ...] = (
+    Case("merge", "merge_states", ((100, 100),) * 2),
+    Case("merge, one side empty", "merge_states", ((33, 33),), below=8),
+)
+
+
+_CASES: dict[str, tuple[Case, ...]] = {
+    "attention": ATTENTION_CASES,
+    "quantized_attention": QUANTIZED_CASES,
+    "merge_states": MERGE_CASES,
+    "quantize": QUANTIZE_CASES,
+    "quantize_delta": QUANTIZE_DELTA_CASES,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with numbers: what to call and what must come out.
+
+    Attributes
+    ----------
+    positional : tuple of ndarray
+        float32, holding values of the kernel's dtype.
+    float32_positions : tuple of int
+        Positional arguments that stay float32 (LSE).
+    arrays : dict
+        Array keyword arguments with their dtypes.
+    options : dict
+        Other keyword arguments.
+    expected : Expected
+        What must come out, and how close.
+    """
+
+    positional: tuple[Values, ...]
+    float32_positions: tuple[int, ...]
+    arrays: dict[str, tuple[Values, str]]
+    options: dict[str, Any]
+    expected: Expected
+
+
+def cases_for(op: str) -> tuple[Case, ...]:
+    """The cases of one operation, by the name that `operation_of` gives."""
+    return _CASES[op]
+
+
+def operation_of(spec: KernelSpec) -> str:
+    """A row's operation; attention on quantized operands has cases of its own: ``"quantized_attention"``."""
+    return "quantized_attention" if spec.quantized else spec.op
+
+
+def call(function: Callable[..., Any], numbers: Problem, array: Callable[[Values, str], Any], dtype: str) -> Any:
+    """Call a public function with a problem's numbers, which ``array`` turns into arrays of a framework."""
+    positional = [
+        array(values, "float32" if index in numbers.float32_positions else dtype)
+        for index, values in enumerate(numbers.positional)
+    ]
+    arrays = {name: array(values, kind) for name, (values, kind) in numbers.arrays.items()}
+    return function(*positional, **arrays, **numbers.options)
+
+
+def flavour_of(spec: KernelSpec) -> tuple[str, str, str] | None:
+    """Grouping, element type and accumulator of P V of a low-precision kernel, as its emulation wants them."""
+    if not spec.quantized:
+        return None
+    return spec.grouping, spec.pv, spec.pv_accumulator
+
+
+def build(case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None) -> Problem:
+    """Numbers for a case.
+
+    Parameters
+    ----------
+    case : Case
+        Of `cases_for` this operation.
+    dtype, head_dim
+        Of the kernel.
+    flavour
+        `flavour_of` the kernel; by default what the CPU does.
+    """
+    index = cases_for(op).index(case)
+    head_dim = head_dim - case.below if head_dim > 8 else head_dim
+    if op == "merge_states":
+        return _merge(case, dtype, head_dim, index)
+    if op in ("quantize", "quantize_delta"):
+        return _quantize(case, dtype, head_dim, index)
+    return (_packed if case.packed else _dense)(case, dtype, head_dim, index, flavour)
+
+
+@functools.cache
+def _cached(index: int, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None) -> Problem:
+    return build(cases_for(op)[index], op, dtype, head_dim, flavour)
+
+
+def problem(case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None) -> Problem:
+    """As `build`; kept, because several kernels share the numbers."""
+    return _cached(cases_for(op).index(case), op, dtype, head_dim, flavour)
+
+
+@dataclass(frozen=True)
+class CallCase:
+    """A case for one row of the registry: `RowCase`.
+
+    Attributes
+    ----------
+    op : str
+    index : int
+        In `cases_for` this operation.
+    dtype, head_dim, flavour
+        As in `build`.
+    lse : bool
+        Whether the call asks for the LSE; not a part of the numbers.
+    """
+
+    op: str
+    index: int
+    dtype: str
+    head_dim: int
+    flavour: tuple[str, str, str] | None = None
+    lse: bool = field(default=True, compare=False)
+
+    @property
+    def case(self) -> Case:
+        """The facts."""
+        return cases_for(self.op)[self.index]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.case.name
+
+    def prepare(self) -> Problem:
+        """Inputs, and what must come out."""
+        return build(self.case, self.op, self.dtype, self.head_dim, self.flavour)
+
+    def check(self, framework: Framework, prepared: Problem) -> tuple[float, str]:
+        """Call the public function and compare."""
+        if not self.lse:
+            prepared = dataclasses.replace(prepared, options={**prepared.options, "return_lse": False})
+        result = call(getattr(omniattn, self.case.function), prepared, framework.array, self.dtype)
+        framework.synchronize()
+        got = {name: framework.to_numpy(array) for name, array in outputs_of(result).items()}
+        grades = prepared.expected.grade(got, self.dtype, LSE_ATOL)
+        return max(grade.share for grade in grades), "; ".join(str(grade) for grade in grades if not grade.ok)
+
+
+def call_cases(spec: KernelSpec) -> tuple[CallCase, ...]:
+    """The cases of a row whose operation has a public function with arrays."""
+    op, flavour, lse = operation_of(spec), flavour_of(spec), "lse" not in spec.lacks
+    return tuple(CallCase(op, index, spec.dtype, spec.head_dim, flavour, lse) for index in range(len(cases_for(op))))
+
+
+def _emulated(precision: Any, flavour: tuple[str, str, str] | None) -> dict[str, Any]:
+    """Options of the emulation of a kernel."""
+    if flavour is None:
+        return {"precision": precision}
+    grouping, pv, accumulator = flavour
+    return {"precision": dataclasses.replace(precision, pv=pv, pv_accumulator=accumulator), "grouping": grouping}
+
+
+def _qkv(
+    case: Case, dtype: str, head_dim: int, seed: int, *, packed: bool, kind: str = "normal"
+) -> tuple[Values, Values, Values]:
+    total_q, total_k = sum(q for q, _ in case.lengths), sum(k for _, k in case.lengths)
+    seqlen_q, seqlen_k = (total_q, total_k) if packed else case.lengths[0]
+    return make_qkv(
+        kind,
+        batch=None if packed else len(case.lengths),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=case.heads_q,
+        heads_kv=case.heads_kv,
+        head_dim=head_dim,
+        layout=case.layout,
+        seed=seed,
+        dtype=dtype,
+    )
+
+
+def _dense(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str, str, str] | None) -> Problem:
+    q, k, v = _qkv(case, dtype, head_dim, seed, packed=False)
+    rng = np.random.default_rng(1000 + seed)
+    seqlen_q, seqlen_k = case.lengths[0]
+    arrays: dict[str, tuple[Values, str]] = {}
+    if "sinks" in case.arrays:
+        arrays["sinks"] = (rng.standard_normal(case.heads_q).astype(np.float32), "float32")
+    if "mask" in case.arrays:
+        mask = rng.random((1, 1, seqlen_q, seqlen_k)) < 0.7
+        mask[..., seqlen_q // 2, :] = False
+        arrays["mask"] = (mask, "bool")
+    if "bias" in case.arrays:
+        arrays["mask"] = (rng.standard_normal((case.heads_q, seqlen_q, seqlen_k)).astype(np.float32), "float32")
+    options = {**case.options, "layout": case.layout}
+    given = {**options, **{name: values for name, (values, _) in arrays.items()}}
+    options["return_lse"] = True
+    if "precision" in given:
+        given |= _emulated(given["precision"], flavour)
+        return Problem((q, k, v), (), arrays, options, LowPrecision(*low_precision.attention(q, k, v, **given)))
+    exact = reference.attention(q, k, v, compute_dtype=np.float64, **given)
+    naive = same_dtype_naive(q, k, v, dtype=dtype, **given)
+    return Problem((q, k, v), (), arrays, options, Exact(*exact, *naive))
+
+
+def _starts(case: Case, side: int) -> Values:
+    """cu_seqlens of the queries (0) or the keys (1)."""
+    return np.cumsum([0, *(pair[side] for pair in case.lengths)]).astype(np.int32)
+
+
+def _packed(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str, str, str] | None) -> Problem:
+    q, k, v = _qkv(case, dtype, head_dim, seed, packed=True)
+    starts_q, starts_k = _starts(case, 0), _starts(case, 1)
+    arrays: dict[str, tuple[Values, str]] = {"cu_seqlens_q": (starts_q, "int32"), "cu_seqlens_k": (starts_k, "int32")}
+    longest: dict[str, Any] = {
+        "max_seqlen_q": max(pair[0] for pair in case.lengths),
+        "max_seqlen_k": max(pair[1] for pair in case.lengths),
+    }
+    options = {**case.options, **longest, "return_lse": True}
+    if "precision" in case.options:
+        given = {**case.options, **longest, **_emulated(case.options["precision"], flavour)}
+        low = low_precision.attention(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **given)
+        return Problem((q, k, v), (), arrays, options, LowPrecision(*low))
+    parts = []
+    for b in range(len(case.lengths)):
+        rows_q, rows_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
+        one = (q[None, rows_q], k[None, rows_k], v[None, rows_k])
+        exact = reference.attention(*one, compute_dtype=np.float64, **case.options)
+        parts.append((*exact, *same_dtype_naive(*one, dtype=dtype, **case.options)))
+    o, lse, naive_o, naive_lse = (np.concatenate([x[0] for x in xs], axis=i % 2) for i, xs in enumerate(zip(*parts)))
+    return Problem((q, k, v), (), arrays, options, Exact(o, lse, naive_o, naive_lse))
+
+
+def _merge(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
+    o_a, o_b, _ = _qkv(Case("", "", case.lengths, case.heads_q, case.heads_q), dtype, head_dim, seed, packed=False)
+    shape = (len(case.lengths), case.heads_q, case.lengths[0][0])
+    lse_a, lse_b = (np.random.default_rng(seed + i).standard_normal(shape).astype(np.float32) * 4 for i in (0, 1))
+    if "empty" in case.name:
+        lse_a[:, 0], lse_b[:, 1] = -np.inf, -np.inf
+        lse_a[:, 2, ::2], lse_b[:, 2, ::2] = -np.inf, -np.inf
+    o, lse = reference.merge_states(o_a, lse_a, o_b, lse_b, compute_dtype=np.float64)
+    return Problem((o_a, lse_a, o_b, lse_b), (1, 3), {}, {}, Exact(o, lse, None, None))
+
+
+def _quantize(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
+    # Means that are far from 0: there is something to smooth.
+    q, k, v = _qkv(case, dtype, head_dim, seed, packed=case.packed, kind="channel_bias")
+    of_v = case.function == "quantize_v"
+    positional = (v,) if of_v else (q, k)
+    options = {**case.options, "layout": case.layout}
+    arrays: dict[str, tuple[Values, str]] = {}
+    if case.packed:
+        for name, side in (("k", 1),) if of_v else (("q", 0), ("k", 1)):
+            arrays[f"cu_seqlens_{name}"] = (_starts(case, side), "int32")
+            options[f"max_seqlen_{name}"] = max(pair[side] for pair in case.lengths)
+    on_cpu: Callable[..., Any] = omniattn.quantize_v if of_v else omniattn.quantize_qk
+    given = {name: values for name, (values, _) in arrays.items()}
+    return Problem(positional, (), arrays, options, Quantized(on_cpu(*positional, **given, **options)))

@@ -1,0 +1,119 @@
+"""Rows of the registry through their cases, on a GPU: what ``omniattn verify`` and the GPU tests run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from omniattn.errors import ArgumentError, OmniattnError
+from omniattn.registry import KernelSpec
+from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
+from omniattn.testing.cases import call_cases
+from omniattn.testing.frameworks import Framework
+from omniattn.testing.quantizer_cases import fused_cases
+
+#: The variable that says which row a call has to use.
+FORCE = "OMNIATTN_FORCE_KERNEL"
+
+
+class RowCase(Protocol):
+    """A call with its reference. Hashable and picklable; equal ones have the same numbers."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    def prepare(self) -> Any:
+        """Inputs and reference, computed on the CPU; picklable."""
+
+    def check(self, framework: Framework, prepared: Any) -> tuple[float, str]:
+        """Call and compare.
+
+        Returns
+        -------
+        (float, str)
+            Largest error as a fraction of its tolerance; what is wrong, empty if nothing.
+        """
+
+
+def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
+    """The cases of a row. It need not take all of them: rows of one operation differ in what they were compiled for."""
+    if spec.op in CACHE_OPS:
+        return cache_cases(spec)
+    if spec.specialization is not None:
+        return fused_cases(spec)
+    return call_cases(spec)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What a row gave.
+
+    Attributes
+    ----------
+    cases : int
+        Cases that ran.
+    worst : float
+        Largest error as a fraction of its tolerance.
+    failures : tuple of str
+        What is wrong, with figures.
+    not_taken : tuple of str
+        Cases that the row does not serve, and why.
+    """
+
+    cases: int
+    worst: float
+    failures: tuple[str, ...]
+    not_taken: tuple[str, ...]
+
+
+def run_row(
+    framework: Framework, spec: KernelSpec, prepared: Callable[[RowCase], Any] = lambda case: case.prepare()
+) -> RowResult:
+    """Run a row over its cases, forced.
+
+    Parameters
+    ----------
+    framework : Framework
+    spec : KernelSpec
+    prepared : callable
+        Gives the numbers of a case; by default they are computed here.
+    """
+    ran, worst = 0, 0.0
+    failures: list[str] = []
+    not_taken: list[str] = []
+    for case in cases_of(spec):
+        numbers = prepared(case)
+        try:
+            with forced(spec.name):
+                share, note = case.check(framework, numbers)
+        except OmniattnError as error:
+            if isinstance(error, ArgumentError) and error.argument == FORCE:
+                # The row was compiled without this feature; another row serves it and is tested with it.
+                not_taken.append(f"{case.name}: not taken: {error}")
+                continue
+            share, note = float("inf"), str(error)
+        ran += 1
+        worst = max(worst, share)
+        if note:
+            failures.append(f"{case.name}: {note}")
+    if ran == 0:
+        failures.append("no problem could be run")
+    return RowResult(ran, worst, tuple(failures), tuple(not_taken))
+
+
+@contextlib.contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Have selection use the registry row ``name`` inside the block."""
+    before = os.environ.get(FORCE)
+    os.environ[FORCE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FORCE]
+        else:
+            os.environ[FORCE] = before
