@@ -1,4 +1,5 @@
-// delta_s of smoothed queries as what the softmax adds to the exponents of a column (attention/warp_softmax.cuh, "shift").
+// delta_s of smoothed queries as what the softmax adds to the exponents of a column (attention/warp_softmax.cuh,
+// "shift").
 #pragma once
 #include "attention/warp_softmax.cuh"
 #include "ptx/types.cuh"

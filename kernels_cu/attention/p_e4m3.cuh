@@ -1,4 +1,5 @@
-// P in e4m3 as operand of a product with V: its value at the base of the softmax, its sums, and the test for P out of range.
+// P in e4m3 as operand of a product with V: its value at the base of the softmax, its sums, and the test for P out of
+// range.
 #pragma once
 #include "attention/p_operands.cuh"
 #include "ptx/types.cuh"
@@ -11,7 +12,8 @@ struct PRange {
 // Four e4m3 of 1; an addend that sets the sign of bytes of 448, the largest e4m3, and of NaN; the signs of four bytes.
 constexpr uint32 kOnes = 0x38383838, kToSign = 0x02020202, kSigns = 0x80808080;
 
-// Packs P as operand of the product with V (OperandPacker); kSum: and adds it, before it is rounded, to this lane's sums.
+// Packs P as operand of the product with V (OperandPacker); kSum: and adds it, before it is rounded, to this lane's
+// sums.
 template <int kSteps, bool kSum>
 struct E4m3Packer {
     OperandPacker<false, 0, kSteps> operands;

@@ -4,8 +4,8 @@
 #include "ptx/cvt_e4m3.cuh"
 #include "ptx/types.cuh"
 
-// Packs P of 16 rows, from step kFirst on, as operand of P V: called for the two neighbouring columns of row r in column block
-// n, blocks in order. A step has 16 keys (fp16) or 32 (e4m3, whose keys are permuted as those of V are).
+// Packs P of 16 rows, from step kFirst on, as operand of P V: called for the two neighbouring columns of row r in
+// column block n, blocks in order. A step has 16 keys (fp16) or 32 (e4m3, whose keys are permuted as those of V are).
 template <bool kHalf, int kFirst, int kSteps>
 struct OperandPacker {
     uint32 (&operands)[kSteps][4];

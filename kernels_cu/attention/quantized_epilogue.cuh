@@ -25,8 +25,8 @@ struct GlobalChannels {
 };
 
 // Divides one thread's part of two rows of O by the sum of P and undoes V's scale and mean, both per channel:
-// O = (O / l) v_scale + v_mean, l = 1, and the base m2 with what l was. The division comes first, because v_scale times a sum of
-// products may exceed fp32 where their mean does not. o[4d + 2r + x]: row r, channel 8d + 2(lane % 4) + x.
+// O = (O / l) v_scale + v_mean, l = 1, and the base m2 with what l was. The division comes first, because v_scale times
+// a sum of products may exceed fp32 where their mean does not. o[4d + 2r + x]: row r, channel 8d + 2(lane % 4) + x.
 // channels: get(column, scale, mean) of two of them.
 template <int kOutputs, typename Channels>
 OA_DEVICE void restore_values(float (&o)[kOutputs], float (&m2)[2], float (&l)[2], const Channels& channels, int lane) {
@@ -57,8 +57,8 @@ OA_DEVICE void restore_values(float (&o)[kOutputs], float (&m2)[2], float (&l)[2
     }
 }
 
-// rows: a RowState. attended: whether there was a key; else nothing is scaled, and `channels` and `bias_of` are not asked.
-// bias_of(row): what smoothing took from a row's scores, of rows first_row + 0 .. 15.
+// rows: a RowState. attended: whether there was a key; else nothing is scaled, and `channels` and `bias_of` are not
+// asked. bias_of(row): what smoothing took from a row's scores, of rows first_row + 0 .. 15.
 template <typename Io, int kOutputs, typename Rows, typename Channels, typename BiasOf>
 OA_DEVICE void store_quantized(float (&o)[kOutputs], Rows& rows, bool attended, const Channels& channels,
                                BiasOf bias_of, const AttnFwdParams& p, const FwdTile& t, int32 first_row, int lane) {

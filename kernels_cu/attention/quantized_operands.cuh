@@ -7,7 +7,8 @@
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/slots.cuh"
 
-// First block of `rows` rows of the tile's sequence, of queries or of keys. Dense batches have their own for every head.
+// First block of `rows` rows of the tile's sequence, of queries or of keys. Dense batches have their own for every
+// head.
 OA_DEVICE int32 slot_of(const AttnFwdParams& p, const FwdTile& t, int32 begin, int32 rows) {
     return p.cu_seqlens_q == nullptr ? 0 : first_slot(begin, t.sequence, rows);
 }

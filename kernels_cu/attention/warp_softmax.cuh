@@ -1,6 +1,6 @@
-// Softmax of one warp's 16 rows of scores, as accumulators of wgmma and of mma.sync m16n8 hold them alike: lane l has rows l/4 and
-// l/4 + 8, of every block of 8 columns those at 2(l%4) and + 1: s[4n + 2r + x] is row r, column 8n + 2(l%4) + x. A wgmma's warp w
-// has rows 16w on.
+// Softmax of one warp's 16 rows of scores, as accumulators of wgmma and of mma.sync m16n8 hold them alike: lane l has
+// rows l/4 and l/4 + 8, of every block of 8 columns those at 2(l%4) and + 1: s[4n + 2r + x] is row r, column 8n +
+// 2(l%4) + x. A wgmma's warp w has rows 16w on.
 #pragma once
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
@@ -9,11 +9,11 @@
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 
-// Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S for
-// |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3 * 2^22,
-// scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is a multiple of 1 / kBaseSteps, so that
-// 12582912 c + m2 has 24 bits while c <= kCoarseScale. Coarser scores take the slow path, which subtracts the constant
-// first; so do scores with a shift, which is no multiple of anything.
+// Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S
+// for |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3
+// * 2^22, scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is a multiple of 1 /
+// kBaseSteps, so that 12582912 c + m2 has 24 bits while c <= kCoarseScale. Coarser scores take the slow path, which
+// subtracts the constant first; so do scores with a shift, which is no multiple of anything.
 // SeededScore: the accumulator began with the pattern (mma.sync takes any). Of
 // 4-bit products, whose units are worth 300 times as much, the base is an integer.
 template <int kBits>
@@ -109,14 +109,15 @@ class Exponents {
 
 // Running base and denominator of this thread's two rows, in base 2: p = exp2(s c - m2).
 //
-// The base need not be the maximum, only near enough for p to neither overflow nor vanish. So the maximum is found in a row
-// block's first tile only; afterwards a tile's probabilities are computed against the base as it is, and their sums, which are
-// needed anyway, tell whether that was good enough: p <= sum <= PRange::kSumLimit. (attn_int8_sm90 has no such sums: it tests the
-// packed bytes, attention/p_e4m3.cuh.) Only otherwise (a score 8 or more above the base in base 2) is the tile computed again,
-// with the base raised. This removes 64 comparisons a tile and the exchange of maxima from the chain between the two products.
+// The base need not be the maximum, only near enough for p to neither overflow nor vanish. So the maximum is found in a
+// row block's first tile only; afterwards a tile's probabilities are computed against the base as it is, and their
+// sums, which are needed anyway, tell whether that was good enough: p <= sum <= PRange::kSumLimit. (attn_int8_sm90 has
+// no such sums: it tests the packed bytes, attention/p_e4m3.cuh.) Only otherwise (a score 8 or more above the base in
+// base 2) is the tile computed again, with the base raised. This removes 64 comparisons a tile and the exchange of
+// maxima from the chain between the two products.
 //
-// PRange: kBaseLog2 is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a small range of
-// exponents need p large.
+// PRange: kBaseLog2 is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a small range
+// of exponents need p large.
 template <typename PRange = FloatPRange>
 struct RowState {
     // Before the first visible key the base is the lowest finite number and not -inf, so that a hidden score gives
@@ -188,9 +189,9 @@ struct RowState {
             }
     }
 
-    // A whole tile, exponentials in the order of the source: put(n, r, p0, p1) as above, but no sums. kByRow: row 0's columns
-    // before row 1's; else block by block. Their arguments are computed one pair ahead and put() comes two pairs behind, so
-    // that fewer instructions wait for the result of the one before.
+    // A whole tile, exponentials in the order of the source: put(n, r, p0, p1) as above, but no sums. kByRow: row 0's
+    // columns before row 1's; else block by block. Their arguments are computed one pair ahead and put() comes two
+    // pairs behind, so that fewer instructions wait for the result of the one before.
     template <bool kSlowPath, bool kByRow, typename Score, int kScores, typename Put, typename Shift = NoShift>
     OA_DEVICE void exponentiate_in_order(const Score (&s)[kScores], const float (&c)[2], Put put,
                                          Shift shift = {}) const {
@@ -221,9 +222,9 @@ struct RowState {
         }
     }
 
-    // Whether the probabilities of one of this lane's rows were too large, or NaN; the warp has to vote. own: whether the rows
-    // belong to the tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they must not take part in
-    // the vote, or a result would depend on its neighbour.
+    // Whether the probabilities of one of this lane's rows were too large, or NaN; the warp has to vote. own: whether
+    // the rows belong to the tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they
+    // must not take part in the vote, or a result would depend on its neighbour.
     OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2]) {
         float top = max_nan(own[0] ? sum[0] : 0.0f, own[1] ? sum[1] : 0.0f);
         return !(top <= PRange::kSumLimit);

@@ -1,6 +1,6 @@
-// Orthonormal Hadamard transform of a row whose channels are spread over lanes, four elements a unit: a butterfly for each bit of
-// the channel's number, which is a bit of the element's, the unit's or the lane's. Their order does not matter to the result but
-// for rounding; whoever repeats another's bits takes the same one.
+// Orthonormal Hadamard transform of a row whose channels are spread over lanes, four elements a unit: a butterfly for
+// each bit of the channel's number, which is a bit of the element's, the unit's or the lane's. Their order does not
+// matter to the result but for rounding; whoever repeats another's bits takes the same one.
 #pragma once
 #include "ptx/types.cuh"
 

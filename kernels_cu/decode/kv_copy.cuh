@@ -16,8 +16,8 @@ struct KvStage {
     static constexpr int kVParamsAt = kKParamsAt + sizeof(k_params);
 };
 
-// Copies by all 32 lanes of a warp. `row`: lane t's is the number of key t's row in the cache's planes; `count` keys exist, the
-// others become zeros. The caller commits the group of copies.
+// Copies by all 32 lanes of a warp. `row`: lane t's is the number of key t's row in the cache's planes; `count` keys
+// exist, the others become zeros. The caller commits the group of copies.
 template <typename Config>
 struct KvCopy {
     const uint8* k;
@@ -65,8 +65,8 @@ struct KvCopy {
             }
         }
     }
-    // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: adjacent rows have sectors in common. Rows beyond `count` get
-    // parameters of 0, whatever their nibbles are; those are copied from the row that `row` names.
+    // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: adjacent rows have sectors in common. Rows beyond
+    // `count` get parameters of 0, whatever their nibbles are; those are copied from the row that `row` names.
     OA_DEVICE void fbgemm_rows(uint32 stage, uint32 row, int32 count, bool in_runs) const {
         using Stage = KvStage<Config>;
         using Row = FbgemmRow<Config::kHeadDim, Config::kKGroups>;
@@ -122,9 +122,9 @@ struct KvCopy {
     }
 };
 
-// Which stage a warp's next copy goes to. The address comes through a shuffle, of which each lane takes its own value, so that
-// the compiler does not know it to be uniform: ptxas 12.9 and 13.0 encode a cp.async that has both an L2 policy and an
-// address with a part in a uniform register as an illegal instruction (sm_90a).
+// Which stage a warp's next copy goes to. The address comes through a shuffle, of which each lane takes its own value,
+// so that the compiler does not know it to be uniform: ptxas 12.9 and 13.0 encode a cp.async that has both an L2 policy
+// and an address with a part in a uniform register as an illegal instruction (sm_90a).
 template <typename Stage, int kStages>
 struct KvRing {
     uint32 address;

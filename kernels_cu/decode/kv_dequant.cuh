@@ -1,6 +1,6 @@
-// Codes of a quantized KV cache as fp16 numbers, exactly; scale and zero are applied to scores and probabilities instead.
-// V's are the codes. K's integers keep the conversion's weight and offset: an element is weight * code + offset, which queries
-// and accumulators correct (decode/query.cuh), so that K costs no subtractions.
+// Codes of a quantized KV cache as fp16 numbers, exactly; scale and zero are applied to scores and probabilities
+// instead. V's are the codes. K's integers keep the conversion's weight and offset: an element is weight * code +
+// offset, which queries and accumulators correct (decode/query.cuh), so that K costs no subtractions.
 #pragma once
 #include "decode/kv_row.cuh"
 #include "ptx/cvt_quant.cuh"
@@ -12,14 +12,14 @@ constexpr uint32 kHalf2Minus1032 = 0xe408e408u;  // -1032
 constexpr uint32 kHalf2Sixteenth = 0x2c002c00u;  // 2^-4
 constexpr uint32 kHalf2Minus72 = 0xd480d480u;  // -72
 
-// fp16 1024 twice, from the kernel's arguments: the instruction that masks and adds it has one immediate operand only, and a
-// constant known to the compiler would be a second one.
+// fp16 1024 twice, from the kernel's arguments: the instruction that masks and adds it has one immediate operand only,
+// and a constant known to the compiler would be a second one.
 struct HalfMagic {
     uint32 two_1024;
 };
 
-// Eight nibbles: out[j] has nibble j of the low half of w and nibble j of its high half. A nibble n in the mantissa of 1024 is
-// 1024 + n, four bits further up 1024 + 16 n.
+// Eight nibbles: out[j] has nibble j of the low half of w and nibble j of its high half. A nibble n in the mantissa of
+// 1024 is 1024 + n, four bits further up 1024 + 16 n.
 OA_DEVICE void unpack_int4(uint32 w, HalfMagic magic, uint32 (&out)[4]) {
     uint32 high = w >> 8;
     out[0] = add_half2((w & 0x000f000fu) | magic.two_1024, kHalf2Minus1032);
@@ -48,7 +48,8 @@ struct KeyCodes {
     static constexpr float kOffset23 = kInt4 || kKind == kKvInt8 ? 1152.0f : 0.0f;
 };
 
-// Groups whose zeros go into the scores by a product of their own: four are a fragment's columns, in bfloat16 as they are stored.
+// Groups whose zeros go into the scores by a product of their own: four are a fragment's columns, in bfloat16 as they
+// are stored.
 OA_DEVICE constexpr bool has_zero_product(int kind, int groups) {
     return groups == 4 && (kind == kKvInt8 || kind == kKvInt4);
 }
@@ -76,8 +77,8 @@ OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
     }
 }
 
-// Words of V of two tokens with one unit (int4: two) each: out[2 i] and out[2 i + 1] have elements 2i and 2i + 1 of both tokens
-// (int4: out[4] on are of the second unit; FBGEMM's int4: the unit of `lane`, half of each word).
+// Words of V of two tokens with one unit (int4: two) each: out[2 i] and out[2 i + 1] have elements 2i and 2i + 1 of
+// both tokens (int4: out[4] on are of the second unit; FBGEMM's int4: the unit of `lane`, half of each word).
 template <int kKind>
 OA_DEVICE void unpack_v_words(uint32 w0, uint32 w1, HalfMagic magic, int lane, uint32* out) {
     if (kKind == kKvFbgemm) {

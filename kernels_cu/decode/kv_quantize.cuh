@@ -1,5 +1,5 @@
-// Quantization of rows of a KV cache, 16 channels (KvChunk) a lane, kHeadDim / 16 lanes a row, so several rows a warp: bit for
-// bit as the NumPy reference (reference/kv_cache.py).
+// Quantization of rows of a KV cache, 16 channels (KvChunk) a lane, kHeadDim / 16 lanes a row, so several rows a warp:
+// bit for bit as the NumPy reference (reference/kv_cache.py).
 #pragma once
 #include "decode/hadamard.cuh"
 #include "decode/kv_row.cuh"
@@ -43,9 +43,10 @@ OA_DEVICE void fbgemm_params(float low, float high, float& scale, float& shift) 
     scale = to_float(Half{}, half_up(fmaxf(div_rn(high - shift, 15.0f), 5.9604644775390625e-8f)));  // 2^-24
 }
 
-// x / c rounded to nearest, for c of at most 8 significant bits (a bfloat16, a small integer) and `inverse` within 2^-22 of 1 / c:
-// the corrected quotient deviates by less than 2^-43 of itself before it is rounded, and x / c, unless it is a number, is at least
-// 2^-34 away from any that is halfway between two numbers. Needs |x| >= 2^-117 or an integer c; below, codes are 0 anyway.
+// x / c rounded to nearest, for c of at most 8 significant bits (a bfloat16, a small integer) and `inverse` within
+// 2^-22 of 1 / c: the corrected quotient deviates by less than 2^-43 of itself before it is rounded, and x / c, unless
+// it is a number, is at least 2^-34 away from any that is halfway between two numbers. Needs |x| >= 2^-117 or an
+// integer c; below, codes are 0 anyway.
 OA_DEVICE float div_short(float x, float c, float inverse) {
     float q = mul_rn(x, inverse);
     return fmaf(fmaf(-q, c, x), inverse, q);
@@ -113,7 +114,8 @@ struct KvQuantizer {
         }
     }
 
-    // Parameters from `low` and `high`, and the chunk's codes as they are stored. Lanes that begin a group write its parameters, if `writes`.
+    // Parameters from `low` and `high`, and the chunk's codes as they are stored. Lanes that begin a group write its
+    // parameters, if `writes`.
     static OA_DEVICE void quantize(const ChunkValues& x, const float (&low_in)[kParts], const float (&high_in)[kParts],
                                    uint32 (&words)[Chunk::kBytes / 4], uint32* params, bool padded, bool zero_point,
                                    bool writes, int at) {
@@ -177,8 +179,8 @@ struct KvQuantizer {
             for (int unit = 0; unit < 4; ++unit)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) code[unit][e] = fminf(fmaxf(code[unit][e], kMin), kMax);
-        // Adding 1.5 * 2^23 leaves the code, rounded to nearest even and as it is stored, in the low bits; the bits above it do not
-        // reach the low half of the sums below.
+        // Adding 1.5 * 2^23 leaves the code, rounded to nearest even and as it is stored, in the low bits; the bits
+        // above it do not reach the low half of the sums below.
         uint32 bits[4][4];
 #pragma unroll
         for (int unit = 0; unit < 4; ++unit)

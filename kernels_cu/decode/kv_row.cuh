@@ -11,10 +11,10 @@ OA_DEVICE constexpr int kv_bits(int kind) { return kind == kKv16 ? 16 : kind == 
 // Lanes of a fragment that divide a row: 4 for K (l % 4), 8 for V (l / 4). A lane owns units of four elements, stored
 // in vectors of up to 16 bytes; vector i of all lanes comes before vector i + 1.
 //
-// FBGEMM's int4 rows (kKvFbgemm) have the nibbles in the order of the channels, and parameters in front of them. They are copied
-// word by word, so that they are in vectors in shared memory: word 4 j + q of a row, channels 8 (4 j + q) and on, is word j of lane q of
-// four. For K that is two units, in the order of order_fbgemm_query (decode/query.cuh); for V unit j of the lanes 2 q (its low
-// half) and 2 q + 1, which both load the word.
+// FBGEMM's int4 rows (kKvFbgemm) have the nibbles in the order of the channels, and parameters in front of them. They
+// are copied word by word, so that they are in vectors in shared memory: word 4 j + q of a row, channels 8 (4 j + q)
+// and on, is word j of lane q of four. For K that is two units, in the order of order_fbgemm_query (decode/query.cuh);
+// for V unit j of the lanes 2 q (its low half) and 2 q + 1, which both load the word.
 template <int kKind, int kHeadDim, int kLanes>
 struct KvRow {
     static constexpr bool kQuantized = kKind != kKv16;
@@ -31,8 +31,8 @@ struct KvRow {
     static OA_DEVICE constexpr int unit_byte(int unit, int lane) {
         return (unit * kUnitBytes / kVecBytes * kLanes + lane) * kVecBytes + unit * kUnitBytes % kVecBytes;
     }
-    // Channel of element `element` of unit `unit` of lane `lane`. 16-bit rows are in their natural order, two units a vector.
-    // FBGEMM's K: of the two units' elements together, before their nibbles' order is applied.
+    // Channel of element `element` of unit `unit` of lane `lane`. 16-bit rows are in their natural order, two units a
+    // vector. FBGEMM's K: of the two units' elements together, before their nibbles' order is applied.
     static OA_DEVICE constexpr int channel(int unit, int lane, int element) {
         return kQuantized && !(kKind == kKvFbgemm && kLanes == 4)
                    ? 4 * (kLanes * unit + lane) + element
@@ -40,8 +40,8 @@ struct KvRow {
     }
 };
 
-// 16 elements of a row that one lane quantizes and stores: four units, in quantized rows 16 or 8 adjacent bytes, in 16-bit ones
-// two times 16 bytes. Chunks 0 .. kChunks - 1 are a row.
+// 16 elements of a row that one lane quantizes and stores: four units, in quantized rows 16 or 8 adjacent bytes, in
+// 16-bit ones two times 16 bytes. Chunks 0 .. kChunks - 1 are a row.
 template <int kKind, int kHeadDim, int kLanes>
 struct KvChunk {
     using Row = KvRow<kKind, kHeadDim, kLanes>;

@@ -1,21 +1,21 @@
-// Split-KV: which CTA computes which keys, planned on the device from seq_lens, so that a captured graph may be replayed with
-// other lengths. The keys of each (sequence, kv head, block of query rows), a segment, are cut into chunks; all chunks of all
-// segments, in this order, are distributed evenly over the CTAs. The part of a segment that one CTA has is a split; splits that
-// are not a whole segment leave partial results, for decode_combine to merge.
+// Split-KV: which CTA computes which keys, planned on the device from seq_lens, so that a captured graph may be
+// replayed with other lengths. The keys of each (sequence, kv head, block of query rows), a segment, are cut into
+// chunks; all chunks of all segments, in this order, are distributed evenly over the CTAs. The part of a segment that
+// one CTA has is a split; splits that are not a whole segment leave partial results, for decode_combine to merge.
 #pragma once
 #include "decode/recent_window.cuh"
 #include "params/decode.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/quotient.cuh"
 
-// Keys of a sequence that some row sees and this launch computes: [begin, end); begin is a multiple of 16, but for the newest keys
-// beside a quantized cache.
+// Keys of a sequence that some row sees and this launch computes: [begin, end); begin is a multiple of 16, but for the
+// newest keys beside a quantized cache.
 struct KeySpan {
     int32 begin, end, chunks;
     int32 seq_len;
 };
-// A sequence that has all of the shared prefix, whose row of the block table is read for all; prefix_sequences if there is none.
-// (The first one has it, unless it is paused.)
+// A sequence that has all of the shared prefix, whose row of the block table is read for all; prefix_sequences if there
+// is none. (The first one has it, unless it is paused.)
 OA_DEVICE int32 prefix_owner(const DecodeParams& p) {
     int32 b = 0;
     while (b < p.prefix_sequences && p.seq_lens[b] < p.capacity) ++b;
@@ -45,8 +45,9 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     return s;
 }
 
-// Chunks of each worker (CTA): worker w has those from floor(w total / num_workers) on, so that sequences of equal length end
-// where workers end if each has a whole number of them. Workers without chunks come last: those of a segment are consecutive.
+// Chunks of each worker (CTA): worker w has those from floor(w total / num_workers) on, so that sequences of equal
+// length end where workers end if each has a whole number of them. Workers without chunks come last: those of a segment
+// are consecutive.
 struct Partition {
     int32 total, num_workers;  // of those that have any
     int32 each, extra;  // total = each num_workers + extra
@@ -123,8 +124,8 @@ struct Scan {
         }
     }
 
-    // The sequence that chunk `wanted` < total belongs to, and the chunks before that sequence, to every thread. One CTA
-    // barrier.
+    // The sequence that chunk `wanted` < total belongs to, and the chunks before that sequence, to every thread. One
+    // CTA barrier.
     OA_DEVICE void locate(const DecodeParams& p, int32 wanted, ScanStorage<kThreads>& smem) {
         if (before <= wanted && wanted < before + own) {
             int32 at = before, b = first;

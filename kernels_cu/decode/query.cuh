@@ -1,5 +1,5 @@
-// Query rows of one kv head as B fragments of S^T = K Q^T, and what their scores need besides: rows are (query token, head of
-// the group), 8 a fragment; lane l holds channels of row l / 4.
+// Query rows of one kv head as B fragments of S^T = K Q^T, and what their scores need besides: rows are (query token,
+// head of the group), 8 a fragment; lane l holds channels of row l / 4.
 #pragma once
 #include "decode/hadamard.cuh"
 #include "decode/kv_dequant.cuh"
@@ -65,8 +65,8 @@ struct QueryRow {
         bias = 0.0f;
     }
 
-    // Quantized K: the queries scaled per channel, rotated, and converted to fp16 times a power of two, so that no bfloat16
-    // overflows.
+    // Quantized K: the queries scaled per channel, rotated, and converted to fp16 times a power of two, so that no
+    // bfloat16 overflows.
     template <typename Io>
     OA_DEVICE void transform(Io io, const DecodeParams& p, int32 kv_head, int q) {
         using Codes = KeyCodes<kKind>;
@@ -136,7 +136,8 @@ struct QueryRow {
         }
     }
 
-    // The sums of four groups as a fragment beside K's zeros, which are bfloat16, in three parts that keep all of their 24 bits.
+    // The sums of four groups as a fragment beside K's zeros, which are bfloat16, in three parts that keep all of their
+    // 24 bits.
     OA_DEVICE void pack_sums(uint32 (&b)[2], int q) const {
         float x = q & 1 ? sum[2] : sum[0], y = q & 1 ? sum[3] : sum[1];
         uint32 part[3];
@@ -150,8 +151,8 @@ struct QueryRow {
         b[1] = q < 2 ? part[2] : 0;
     }
 
-    // Hadamard transform over the channels: bits 0, 1 of a channel are the element, 2, 3 the lane, the rest the unit (in
-    // FBGEMM's layout others; the order of the bits does not matter to the transform).
+    // Hadamard transform over the channels: bits 0, 1 of a channel are the element, 2, 3 the lane, the rest the unit
+    // (in FBGEMM's layout others; the order of the bits does not matter to the transform).
     static OA_DEVICE void rotate(float (&x)[kHeadDim / 16][4], int q) {
         constexpr int kUnits = kHeadDim / 16;
 #pragma unroll

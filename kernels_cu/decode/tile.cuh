@@ -1,7 +1,8 @@
-// What one warp of a decode kernel does with a tile of keys: scores, softmax, output (entry/decode_sm80.cu has the equations).
+// What one warp of a decode kernel does with a tile of keys: scores, softmax, output (entry/decode_sm80.cu has the
+// equations).
 //
-// Keys are on the M side of both products. Lane l has in S^T the keys l/4 and l/4 + 8 of each 16 for the rows 2 (l % 4) + {0, 1} of
-// each 8; a transposition of 8x8 blocks makes P^T from it. In O^T it has channels of the same rows.
+// Keys are on the M side of both products. Lane l has in S^T the keys l/4 and l/4 + 8 of each 16 for the rows 2 (l % 4)
+// + {0, 1} of each 8; a transposition of 8x8 blocks makes P^T from it. In O^T it has channels of the same rows.
 #pragma once
 #include "decode/kv_copy.cuh"
 #include "decode/kv_dequant.cuh"
@@ -84,8 +85,8 @@ struct DecodeTile {
     };
     using Scores = float[Config::kMTiles][Config::kNTiles][4];
 
-    // Tokens of a 16-key slice by rows of the fragment: row r of S^T, and slot r of P V, is token r/2 % 4 + 4 (r % 2) + 8 (r / 8),
-    // which keeps lanes that read together on different banks.
+    // Tokens of a 16-key slice by rows of the fragment: row r of S^T, and slot r of P V, is token r/2 % 4 + 4 (r % 2) +
+    // 8 (r / 8), which keeps lanes that read together on different banks.
     static OA_DEVICE int token_of_row(int r) { return ((r >> 1) & 3) + 4 * (r & 1) + (r & 8); }
 
     // Scores of one tile in base-2 units.
@@ -195,7 +196,8 @@ struct DecodeTile {
                 for (int y = 0; y < 4; ++y) x[i][n][y] = back * tanh_exp2(x[i][n][y] * inverse);
     }
 
-    // Masks keys that a row must not see, and those of another launch; `first`: first key of the tile, `limit`: end of the keys.
+    // Masks keys that a row must not see, and those of another launch; `first`: first key of the tile, `limit`: end of
+    // the keys.
     static OA_DEVICE void mask_keys(Scores& x, const Rows& rows, int32 first, int32 limit, int32 window_left,
                                     int lane) {
 #pragma unroll

@@ -4,13 +4,14 @@
 //   LSE = log(sum(exp(S)) + exp(sink)), natural logarithm, fp32
 //
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
-// dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows].
+// dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
+// rows].
 //
-// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q to
-// the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to the
-// first: the partly masked tiles of a causal head come first. The maximum of a tile is found before its exponentials
-// (attention/softmax.cuh), because these are mixed with the products of P, 16 keys at a time: whether P was too large would be
-// known too late for the softmax of the other kernels (attention/warp_softmax.cuh).
+// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
+// to the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to
+// the first: the partly masked tiles of a causal head come first. The maximum of a tile is found before its
+// exponentials (attention/softmax.cuh), because these are mixed with the products of P, 16 keys at a time: whether P
+// was too large would be known too late for the softmax of the other kernels (attention/warp_softmax.cuh).
 //
 // All warps copy (cp.async); bar: __syncthreads.
 // NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)

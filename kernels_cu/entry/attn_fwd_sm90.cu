@@ -1,10 +1,11 @@
-// Exact attention forward on Hopper's wgmma, sm_90a only. Source: FlashAttention-3 (Shah et al. 2024), sections 3.1 and 3.2.
+// Exact attention forward on Hopper's wgmma, sm_90a only. Source: FlashAttention-3 (Shah et al. 2024), sections 3.1 and
+// 3.2.
 //
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim], strides that tensor maps
-// take; VARLEN: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows], natural logarithm, fp32.
-// Where head_dim is below HEAD_DIM, TMA fills with zeros.
+// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim], strides that tensor
+// maps take; VARLEN: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows], natural
+// logarithm, fp32. Where head_dim is below HEAD_DIM, TMA fills with zeros.
 //
 // A persistent kernel, one CTA an SM, walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head
 // (scheduler/persistent.cuh), keys from the last visible tile to the first.
@@ -24,7 +25,8 @@
 // A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same] |
-// barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads columns beyond HEAD_DIM.
+// barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads columns beyond
+// HEAD_DIM.
 #include "attention/fwd_roles.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
@@ -242,9 +244,9 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) redo();
                 is_full = is_inner_full();
             } else {
-                // The common case. Rare cases leave the loop: a jump over them would cost ten cycles a step and more. (They come
-                // back to the same products: all four warps have to issue them by the very same instruction.) One vote decides
-                // for the warp: its lanes may have seen a barrier at different times.
+                // The common case. Rare cases leave the loop: a jump over them would cost ten cycles a step and more.
+                // (They come back to the same products: all four warps have to issue them by the very same
+                // instruction.) One vote decides for the warp: its lanes may have seen a barrier at different times.
                 bool again;
                 for (;;) {
                     products();

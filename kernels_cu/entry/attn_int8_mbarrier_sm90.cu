@@ -1,20 +1,23 @@
-// Attention forward with INT8 Q K^T and FP16 P V on mma.sync and a ring of mbarriers, sm_90 and newer (mbarrier.try_wait): the
-// common case of attn_int8_sm80 at head_dim 128, for GPUs without wgmma and for operands in the sm80 grouping. Scores stay
-// integers (no mask, softcap or delta_s), V is fp16, O is summed in fp32. Source: SageAttention (Zhang et al. 2024).
+// Attention forward with INT8 Q K^T and FP16 P V on mma.sync and a ring of mbarriers, sm_90 and newer
+// (mbarrier.try_wait): the common case of attn_int8_sm80 at head_dim 128, for GPUs without wgmma and for operands in
+// the sm80 grouping. Scores stay integers (no mask, softcap or delta_s), V is fp16, O is summed in fp32. Source:
+// SageAttention (Zhang et al. 2024).
 //
-// Why it exists: int8 attention end to end at head_dim 128 is 9 to 13 % faster with it than with attn_int8_sm80, from 8192
-// tokens on (one run on an H200, docs/performance/sage_sm80_sm89.md): warps wait for tiles and not for each other, and a
-// block's exponentials are mixed with the next scores' products.
+// Why it exists: int8 attention end to end at head_dim 128 is 9 to 13 % faster with it than with attn_int8_sm80, from
+// 8192 tokens on (one run on an H200, docs/performance/sage_sm80_sm89.md): warps wait for tiles and not for each other,
+// and a block's exponentials are mixed with the next scores' products.
 //
-//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + row_bias);  P = softmax([S, sink]);  O = (P V) v_scale + P v_mean
-//   LSE = log(sum(exp(S)) + exp(sink))
+//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + row_bias);  P = softmax([S, sink])
+//   O = (P V) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8; v [batch,
-// num_kv_heads, seqlen_k, head_dim_pad] fp16. Formats, scales, and packed sequences: docs/quantization.md, grouping "sm80".
+// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8; v
+// [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16. Formats, scales, and packed sequences: docs/quantization.md,
+// grouping "sm80".
 //
-// One CTA computes BLOCK_M query rows of one head; warp w owns rows [32 w, 32 w + 32) from the loads of Q to the stores of O.
-// Keys are walked from the last visible tile of 64 to the first, through a ring of three stages that all warps fill (cp.async):
-// a warp waits until a tile is there and until all warps have left the stage that it fills next, so warps may be a tile apart.
+// One CTA computes BLOCK_M query rows of one head; warp w owns rows [32 w, 32 w + 32) from the loads of Q to the stores
+// of O. Keys are walked from the last visible tile of 64 to the first, through a ring of three stages that all warps
+// fill (cp.async): a warp waits until a tile is there and until all warps have left the stage that it fills next, so
+// warps may be a tile apart.
 //
 //   each warp, tile n                                                              barriers (NUM_STAGES of each)
 //     wait full[n], empty[n-1]                                                     full: 32 * NUM_WARPS copies landed
@@ -24,15 +27,16 @@
 //     vote: was P too large?
 //     O += P V | arrive empty[n]
 //
-// Up to the vote there is no branch, so the compiler may mix exponentials and products. By itself it would do all products
-// first: `after`, which is zero, makes the scores of a block depend on exponentials that shall come before them. Scores are
-// not kept in registers for the rare case that they are needed again, but computed again where P was too large and the base of
-// the softmax is raised. The first tile, which always raises it, and tiles at edges, which are masked, are steps of their own:
-// all scores, the base, all exponentials. First tile and edges are those of a warp's rows: of the two tiles on the diagonal of
-// a causal CTA its upper warps see the second only, and for its lower warps that one is a common step.
+// Up to the vote there is no branch, so the compiler may mix exponentials and products. By itself it would do all
+// products first: `after`, which is zero, makes the scores of a block depend on exponentials that shall come before
+// them. Scores are not kept in registers for the rare case that they are needed again, but computed again where P was
+// too large and the base of the softmax is raised. The first tile, which always raises it, and tiles at edges, which
+// are masked, are steps of their own: all scores, the base, all exponentials. First tile and edges are those of a
+// warp's rows: of the two tiles on the diagonal of a causal CTA its upper warps see the second only, and for its lower
+// warps that one is a common step.
 //
-// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K [4][16] |
-// barriers | TileFacts | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
+// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K
+// [4][16] | barriers | TileFacts | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
 #include "attention/p_operands.cuh"
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
@@ -173,7 +177,8 @@ class Worker {
         if (warp_row_ + (lane_ >> 2) < t_.seqlen_q) scale_ *= q_scales(p_, x_, t_, warp_row_)[lane_ >> 2];
     }
 
-    // P of a tile from its operands. copies: called once the last of K has been read; load_early: loads V's first operands.
+    // P of a tile from its operands. copies: called once the last of K has been read; load_early: loads V's first
+    // operands.
     template <typename Copies, typename LoadEarly>
     OA_DEVICE void probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane,
                                  Copies copies, LoadEarly load_early) {
@@ -342,7 +347,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             copy_tile(n, 0, tid);
         }
         copy_scale(n);
-        // What the epilogue needs: loaded there, each would wait for L2, because there are no registers to load ahead into.
+        // What the epilogue needs: loaded there, each would wait for L2, because there are no registers to load ahead
+        // into.
         const int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
         const int64 channel = (int64(t.sequence) * p.num_kv_heads + kv_head) * columns;
         const QuantizedOperands& x = params.operands;
@@ -396,8 +402,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         auto other_copies = [&] {
             if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, in_register(tid));
         };
-        // Of this warp's rows: tiles [own.first, own.end) are seen; of these [common_first, common_end) need no mask and are
-        // not the first. Every warp copies its part of every tile, whether it sees it or not.
+        // Of this warp's rows: tiles [own.first, own.end) are seen; of these [common_first, common_end) need no mask
+        // and are not the first. Every warp copies its part of every tile, whether it sees it or not.
         FwdTile rows = t;
         rows.m0 += warp_idx * 32;
         const KeyTiles<32, Config::kBlockN> own(p, rows);

@@ -1,24 +1,26 @@
-// Low-precision attention forward on mma.sync, any GPU from sm_80 on: INT8 or INT4 Q K^T, FP16 or (sm_89 and newer) FP8 P V.
-// Source: SageAttention (Zhang et al. 2024) and SageAttention2 (Zhang et al. 2024).
+// Low-precision attention forward on mma.sync, any GPU from sm_80 on: INT8 or INT4 Q K^T, FP16 or (sm_89 and newer) FP8
+// P V. Source: SageAttention (Zhang et al. 2024) and SageAttention2 (Zhang et al. 2024).
 //
-//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  S = softcap * tanh(S / softcap);  S += mask
+//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias)
+//   S = softcap * tanh(S / softcap);  S += mask
 //   P = softmax([S, sink]);  O = (P V_q) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8 or s4 (two
-// to a byte); v [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16, or [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys
-// permuted inside each 16. Formats, and packed sequences: docs/quantization.md, grouping "sm80". Of the 32 rows of a slice,
-// rows r, r + 8, r + 16, r + 24 have one scale; of a tile of 64 keys, keys 8i + 2j and 8i + 2j + 1 have one: a lane needs one
-// of each. row_bias is a constant of its row, which the softmax does not see: it enters with LSE, sinks and softcap.
+// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8 or s4
+// (two to a byte); v [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16, or [batch, num_kv_heads, head_dim_pad, keys]
+// e4m3, keys permuted inside each 16. Formats, and packed sequences: docs/quantization.md, grouping "sm80". Of the 32
+// rows of a slice, rows r, r + 8, r + 16, r + 24 have one scale; of a tile of 64 keys, keys 8i + 2j and 8i + 2j + 1
+// have one: a lane needs one of each. row_bias is a constant of its row, which the softmax does not see: it enters with
+// LSE, sinks and softcap.
 //
-// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q to the
-// stores of O. Keys are walked from the last visible tile to the first. The softmax is that of the Hopper kernels
-// (attention/warp_softmax.cuh): a warp's 16 rows of m16n8 accumulators lie as 16 rows of a wgmma do.
+// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
+// to the stores of O. Keys are walked from the last visible tile to the first. The softmax is that of the Hopper
+// kernels (attention/warp_softmax.cuh): a warp's 16 rows of m16n8 accumulators lie as 16 rows of a wgmma do.
 //
-// P V is summed over a tile of 64 keys in the tensor cores, which for e4m3 keep about 13 bits of mantissa, then in fp32;
-// PV_ACC16: in fp16 over the tile, at twice the rate on GPUs where that is so. No sum can overflow fp16, because the softmax
-// keeps the sum of p within a bound: |sum of p v| <= max |v| * sum of p, every partial sum too.
-//   e4m3  a lane's p add up to at most 448, a row's to 1792; rounding to e4m3 adds 1/16 at most, and 64 * 2^-10 where p is
-//         subnormal; |v| <= 32 (QuantizeParams::v_levels): 32 * (1792 * 17/16 + 1/16) = 60930
+// P V is summed over a tile of 64 keys in the tensor cores, which for e4m3 keep about 13 bits of mantissa, then in
+// fp32; PV_ACC16: in fp16 over the tile, at twice the rate on GPUs where that is so. No sum can overflow fp16, because
+// the softmax keeps the sum of p within a bound: |sum of p v| <= max |v| * sum of p, every partial sum too.
+//   e4m3  a lane's p add up to at most 448, a row's to 1792; rounding to e4m3 adds 1/16 at most, and 64 * 2^-10
+//         where p is subnormal; |v| <= 32 (QuantizeParams::v_levels): 32 * (1792 * 17/16 + 1/16) = 60930
 //   fp16  a lane's p add up to at most 60, a row's to 240; rounding adds 2^-11; |v| < 256: 256 * 240.12 = 61470
 //   Sums are rounded to fp16 once for 32 or 16 keys, by 16 at most: 61470 + 4 * 16 < 65504.
 // With fp32 accumulators fp16 P V goes into O directly.
@@ -28,8 +30,8 @@
 //   wait K,V(i) | bar | copy K,V(i-1) -> other stage       wait K(i) | bar | copy V(i) | QK(i)
 //   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
 //
-// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V [NUM_STAGES][64 *
-// HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4] | scales of K [2][4 * 4] | TileFacts.
+// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V
+// [NUM_STAGES][64 * HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4] | scales of K [2][4 * 4] | TileFacts.
 #include "attention/p_operands.cuh"
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
@@ -234,7 +236,8 @@ class Worker {
         cp_async_16(smem_addr_of(smem_.delta[n & 1]) + tid * 16, smem_.facts.delta + column + tid * 4, 16);
     }
 
-    // P of part kPart of tile n from its integers. multiply_before: P V of the parts before, where that has not happened yet.
+    // P of part kPart of tile n from its integers. multiply_before: P V of the parts before, where that has not
+    // happened yet.
     template <int kPart, typename Multiply>
     OA_DEVICE void softmax(Integers (&s)[Config::kMTiles], int32 n, bool edges, Multiply multiply_before) {
         int32 n0 = n * Config::kBlockN + kPart * Config::kPartKeys;
@@ -284,8 +287,8 @@ class Worker {
         for (int i = 0; i < Config::kMTiles; ++i) mask_edges(s[i], p_, t_, warp_row_ + i * 16, n0, lane_);
     }
 
-    // P and its sums from scores; O and the denominators follow where the base of the softmax has to move. Rows that do not
-    // exist are zeros (QCopy), not the next sequence's: they may take part in the vote.
+    // P and its sums from scores; O and the denominators follow where the base of the softmax has to move. Rows that do
+    // not exist are zeros (QCopy), not the next sequence's: they may take part in the vote.
     template <int kPart, typename Scores, typename Multiply>
     OA_DEVICE void exponentiate(const Scores (&s)[Config::kMTiles], float c0, bool coarse, Multiply multiply_before) {
         const float c[2] = {c0, c0};
@@ -413,8 +416,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         if (Config::kStages == 2) copy_v(n, 0);
         cp_async_commit();
 
-        // ldmatrix lanes: Q (A fragments) and fp16 V (B, transposed) walk 16 rows by 2 chunks; K and e4m3 V (B) 2 x 8 rows
-        // by 2 chunks.
+        // ldmatrix lanes: Q (A fragments) and fp16 V (B, transposed) walk 16 rows by 2 chunks; K and e4m3 V (B) 2 x 8
+        // rows by 2 chunks.
         QLane q_lane(warp_idx * Config::kMTiles * 16 + (lane & 15), lane >> 4);
         KLane k_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
         VLane v_lane(Config::kHalfV ? lane & 15 : (lane & 7) + ((lane >> 4) << 3),

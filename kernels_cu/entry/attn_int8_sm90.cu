@@ -1,15 +1,17 @@
 // Low-precision attention forward on Hopper's wgmma, sm_90a only: INT8 Q K^T, FP8 P V with two-level accumulation.
-// Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3; warp specialization: FlashAttention-3 (Shah et al. 2024).
+// Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3; warp specialization: FlashAttention-3 (Shah et al.
+// 2024).
 //
 //   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  P = softmax([S, sink])
 //   O = (P V8) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
 // q_int [batch, num_q_heads, seqlen_q, head_dim_pad] s8   k_int [batch, num_kv_heads, seqlen_k, head_dim_pad] s8
-// v [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys padded to 128 and permuted inside each 16 (docs/quantization.md),
-// so that the accumulator layout of S is the operand layout of P. Packed sequences have no batch; theirs begin at slots of
-// 128 (q_scale, k_scale, delta_s, v). o: any strides of attention. Scales are per thread: of the 16 rows of a warp, rows r
-// and r + 8 have one scale; of a tile of 128 keys, keys 8i + 2j and 8i + 2j + 1 have one: a lane needs one of each.
-// row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
+// v [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys padded to 128 and permuted inside each 16
+// (docs/quantization.md), so that the accumulator layout of S is the operand layout of P. Packed sequences have no
+// batch; theirs begin at slots of 128 (q_scale, k_scale, delta_s, v). o: any strides of attention. Scales are per
+// thread: of the 16 rows of a warp, rows r and r + 8 have one scale; of a tile of 128 keys, keys 8i + 2j and 8i + 2j +
+// 1 have one: a lane needs one of each. row_bias is a constant of its row, which no softmax sees: it enters with LSE
+// and sinks only.
 //
 // Roles and barriers are those of attn_fwd_sm90 (attention/fwd_roles.cuh); only two warpgroups take part in ping-pong.
 //   consumer, step i   wait inner.full | S(i) = Q K(i)^T | A += P(i-1) V(i-1), sums of P(i-1)
@@ -17,17 +19,18 @@
 //                      every flush_keys keys: O += A, A = 0
 // With REGISTER_Q consumers read Q before the first step and release its stage at once.
 //
-// Two-level accumulation: the tensor cores keep about 13 bits of mantissa when they add e4m3 products, and truncate. So A, in
-// registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no
-// registers for both.
-// P is 28 at the base of the softmax: an e4m3 number, so that a key that counts for more than all others is not rounded, with
-// room below the largest e4m3 for scores that exceed the base. O is divided by sums of P as rounded: products with ones. The
-// LSE is of sums before rounding, which kernels WITH_LSE form besides; their O has the same bits.
+// Two-level accumulation: the tensor cores keep about 13 bits of mantissa when they add e4m3 products, and truncate. So
+// A, in registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three
+// warpgroups have no registers for both.
+// P is 28 at the base of the softmax: an e4m3 number, so that a key that counts for more than all others is not
+// rounded, with room below the largest e4m3 for scores that exceed the base. O is divided by sums of P as rounded:
+// products with ones. The LSE is of sums before rounding, which kernels WITH_LSE form besides; their O has the same
+// bits.
 //
-// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones [512] |
-// delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean
-// [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place | barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes,
-// those of V BLOCK_N, each with a swizzle of its length.
+// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones
+// [512] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] |
+// v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place | barriers. Rows of Q and K are
+// min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/delta_shift.cuh"
 #include "attention/fwd_roles.cuh"
 #include "attention/p_e4m3.cuh"
@@ -221,8 +224,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
           v_(wgmma_descriptor<Config::kBlockN>(smem_addr_at(&SharedStorage::v), 16, 8 * Config::kBlockN)),
           k_scale_(in_register(smem_addr_at(&SharedStorage::k_scale) + 4 * (lane_ & 3))) {}
 
-    // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal for the
-    // whole warpgroup may decide between two places where products are issued.
+    // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal
+    // for the whole warpgroup may decide between two places where products are issued.
     OA_DEVICE void attend(const FwdTile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
         const int32 num_tiles = keys.end - keys.first;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
@@ -275,8 +278,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             sum[0] = sum[1] = 0.0f;
             rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift_of(t));
         };
-        // Of this lane's rows. In packed tensors a tile's last rows may be the next sequence's; they must not take part in
-        // the vote, or a result would depend on its neighbour.
+        // Of this lane's rows. In packed tensors a tile's last rows may be the next sequence's; they must not take part
+        // in the vote, or a result would depend on its neighbour.
         auto is_too_large = [&] {
             uint32 signs[2];
             past_largest(fresh, signs);
@@ -355,8 +358,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 if (__any_sync(0xffffffffu, is_too_large())) redo();
                 release_stage();
             } else {
-                // The common case. Rare cases leave the loop, by one branch for all: a jump over them would cost ten cycles a
-                // step and more.
+                // The common case. Rare cases leave the loop, by one branch for all: a jump over them would cost ten
+                // cycles a step and more.
                 bool again, given = !Config::kDelta;
                 for (;;) {
                     products();

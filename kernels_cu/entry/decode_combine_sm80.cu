@@ -4,11 +4,12 @@
 //
 // partial_o: [slots, ROWS, HEAD_DIM] fp32, partial_ml: [slots, ROWS, 2]: maximum in base-2 units and denominator.
 //
-// A CTA of 8 warps has rows of one segment (sequence, kv head, block of query rows); combine_split warps (1, 2, 4, 8) have a
-// row (query token, query head), a lane HEAD_DIM / 32 channels. Which splits a segment has, the kernel works out as decode_sm80
-// does (decode/plan.cuh). Segments that one CTA of decode_sm80 had as a whole are done already; those without keys become O = 0,
-// LSE = -inf (or the sink) here. A warp asks for kUnroll partial results at once and adds them with a running maximum: one trip
-// to L2 where there are no more. Bits depend on the plan alone; with fixed splits on the sequence alone.
+// A CTA of 8 warps has rows of one segment (sequence, kv head, block of query rows); combine_split warps (1, 2, 4, 8)
+// have a row (query token, query head), a lane HEAD_DIM / 32 channels. Which splits a segment has, the kernel works out
+// as decode_sm80 does (decode/plan.cuh). Segments that one CTA of decode_sm80 had as a whole are done already; those
+// without keys become O = 0, LSE = -inf (or the sink) here. A warp asks for kUnroll partial results at once and adds
+// them with a running maximum: one trip to L2 where there are no more. Bits depend on the plan alone; with fixed splits
+// on the sequence alone.
 //
 // Shared memory, bytes: the warps' sums 8 * HEAD_DIM * 4 | maxima, denominators 64 | scan.
 #include "attention/sinks.cuh"

@@ -1,23 +1,26 @@
 // Attention of one or a few new query tokens over a KV cache, any GPU from sm_80 on, with K and V in 16, 8 or 4 bits.
 // Source: Flash-Decoding (Dao et al. 2023); PagedAttention (Kwon et al. 2023).
 //
-//   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink]);  O = P (s_v c_v + z_v)
+//   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink])
+//   O = P (s_v c_v + z_v);  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Query token i of sequence b sees the keys up to
-// seq_lens[b] - q_len + i. lse: [batch, num_q_heads, q_len].
+// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Query token i of sequence b sees the keys
+// up to seq_lens[b] - q_len + i. lse: [batch, num_q_heads, q_len].
 //
-// Keys are on the M side of both products (mma.m16n8k16), the rows (query token, head of the kv head's group) on the N side,
-// in tiles of 8: S^T = K Q^T and O^T = V^T P^T waste nothing for groups of up to 8 heads. Codes are multiplied as they are: K's
-// scale and zero go into the scores (S = s (Q.c) + z sum(Q)), V's scale into the probabilities, and V's zero adds sum(P z) to
-// each channel.
+// Keys are on the M side of both products (mma.m16n8k16), the rows (query token, head of the kv head's group) on the N
+// side, in tiles of 8: S^T = K Q^T and O^T = V^T P^T waste nothing for groups of up to 8 heads. Codes are multiplied as
+// they are: K's scale and zero go into the scores (S = s (Q.c) + z sum(Q)), V's scale into the probabilities, and V's
+// zero adds sum(P z) to each channel.
 //
-// A CTA computes one split of the keys after another (decode/plan.cuh). Warp w takes every NUM_WARPS-th tile of TILE_TOKENS
-// keys of a split, with its own running maximum, O, and ring of NUM_STAGES in shared memory: no CTA barrier within a split.
+// A CTA computes one split of the keys after another (decode/plan.cuh). Warp w takes every NUM_WARPS-th tile of
+// TILE_TOKENS keys of a split, with its own running maximum, O, and ring of NUM_STAGES in shared memory: no CTA barrier
+// within a split.
 //
 //   each warp, tile i: cp.async.wait(i) | __syncwarp | copy tile i + NUM_STAGES - 1 | S^T  softmax  O^T of tile i
 //   end of a split:    __syncthreads | merge of the warps through shared memory | O and LSE, or a partial result
 //
-// Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V), later the merge's m, l, O | scan.
+// Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V), later the merge's m, l, O
+// | scan.
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/kv_copy.cuh"
@@ -83,8 +86,8 @@ OA_DEVICE uint32 block_of(const DecodeParams& p, int32 sequence, int32 token) {
     return p.block_table[int64(sequence) * p.table_columns + block_index(p, token)];
 }
 
-// Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, which the host checks.
-// FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
+// Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, which the host
+// checks. FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
 OA_DEVICE uint32 cache_row(const DecodeParams& p, uint32 block, int32 kv_head, int32 token) {
     if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));
     uint32 row = uint32(token) - block_index(p, token) * uint32(p.block_size);
@@ -163,7 +166,8 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
     }
 }
 
-// Brings a split's part of the block table to L2: behind the copies of K and V, a trip to memory takes longer than a tile.
+// Brings a split's part of the block table to L2: behind the copies of K and V, a trip to memory takes longer than a
+// tile.
 OA_DEVICE void prefetch_table(const DecodeParams& p, const Split& split, int tid) {
     if (p.block_table == nullptr || split.begin >= split.end) return;
     const int32* from = p.block_table + int64(split.sequence) * p.table_columns;
@@ -184,8 +188,8 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, split.end - 1); };
     // Loaded a tile ahead of its copy: the block table is another trip to memory.
     uint32 block = tiles > 0 ? block_of(p, split.sequence, key_of(0)) : 0;
-    // Where rows are contiguous at least 16 at a time, splits begin at multiples of 16. (Between FBGEMM's rows are those of other
-    // heads.)
+    // Where rows are contiguous at least 16 at a time, splits begin at multiples of 16. (Between FBGEMM's rows are
+    // those of other heads.)
     bool in_runs = p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0) &&
                    (Config::kKKind != kKvFbgemm || p.num_kv_heads == 1);
     int32 copied = 0;
@@ -348,8 +352,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     Partition partition(scan.total, p);
     int32 at = partition.begin(blockIdx.x), end = partition.begin(blockIdx.x + 1);
     if (at >= end) return;
-    // decode_combine waits for the end of this kernel. Where there is much work it is launched late, so that it takes nothing
-    // from the first copies.
+    // decode_combine waits for the end of this kernel. Where there is much work it is launched late, so that it takes
+    // nothing from the first copies.
     bool early = partition.each <= kEarlyChunks;
     if (early) launch_dependents();
     scan.locate(p, at, smem.scan);

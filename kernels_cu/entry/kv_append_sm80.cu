@@ -1,15 +1,18 @@
 // New tokens into a KV cache: rotary embedding of K, transforms of K, quantization, scatter.
 //
-//   k' = H (rope(k) - k_mean) / k_channel_scale;   code = clip(round((x - zero) / scale));   formats: docs/kv_formats.md
+//   k' = H (rope(k) - k_mean) / k_channel_scale;   code = clip(round((x - zero) / scale))
+//
+// Formats: docs/kv_formats.md.
 //
 // k, v: [batch, tokens, num_kv_heads, head_dim] or packed [rows, num_kv_heads, head_dim], any strides, last dimension
-// contiguous. Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are passed
-// over. With a recent window the newest tokens go to its rings too, in 16 bits, rotated and not otherwise changed.
+// contiguous. Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are
+// passed over. With a recent window the newest tokens go to its rings too, in 16 bits, rotated and not otherwise
+// changed.
 //
-// One CTA takes 2048 / head_dim tokens of one head (packed or not, one sequence behind the other); a lane has 16 channels of a
-// token's K and 16 of its V: those that lie together in the cache's rows, so that what is read in 8 bytes is written in 16
-// (int4: in 8), and rows of a warp follow each other in the cache. fp32 throughout, rounded as the NumPy reference does, bit
-// for bit. No barrier and no shared memory; no two lanes write the same byte.
+// One CTA takes 2048 / head_dim tokens of one head (packed or not, one sequence behind the other); a lane has 16
+// channels of a token's K and 16 of its V: those that lie together in the cache's rows, so that what is read in 8 bytes
+// is written in 16 (int4: in 8), and rows of a warp follow each other in the cache. fp32 throughout, rounded as the
+// NumPy reference does, bit for bit. No barrier and no shared memory; no two lanes write the same byte.
 #include "decode/kv_quantize.cuh"
 #include "decode/kv_row.cuh"
 #include "decode/recent_window.cuh"
@@ -99,8 +102,8 @@ OA_DEVICE void rotate_halves(const KvAppendParams& p, const uint16* k, const flo
     x[3] = mul_rn(x[3], cs.w) + sign * mul_rn(other[3], sn.w);
 }
 
-// Where the channels of the row's other half are that a chunk's are rotated with: the bit of the lane's number, or of the
-// unit's, that differs.
+// Where the channels of the row's other half are that a chunk's are rotated with: the bit of the lane's number, or of
+// the unit's, that differs.
 struct OtherHalf {
     int lanes = 0, units = 0;
     OA_DEVICE constexpr OtherHalf() {
@@ -252,8 +255,9 @@ OA_DEVICE int32 sequence_of(const KvAppendParams& p, int32 row) {
     return low;
 }
 
-// The recent window (decode/recent_window.cuh): whether this token is kept in 16 bits too, and in which row. Of a prompt the
-// ring keeps the end only: earlier tokens would have the same rows. `first`: position of the first of the sequence's new tokens.
+// The recent window (decode/recent_window.cuh): whether this token is kept in 16 bits too, and in which row. Of a
+// prompt the ring keeps the end only: earlier tokens would have the same rows. `first`: position of the first of the
+// sequence's new tokens.
 OA_DEVICE bool recent_place(const KvAppendParams& p, int32 sequence, int32 head, int64 position, int64 first,
                             bool is_token, int at, uint64& row) {
     int32 length = p.seq_lens[sequence];

@@ -4,7 +4,8 @@
 //   q_int = round((q - q_mean) / q_scale), k_int = round((k - k_mean) / k_scale), v_fp8 = e4m3((v - v_mean) / v_scale)
 //
 // q: [batch, seqlen_q, num_q_heads, head_dim], k, v: [batch, seqlen_k, num_kv_heads, head_dim], fp16 or bf16, any
-// strides with 16-byte rows; or packed sequences. Outputs, granularities and the order of every sum: docs/quantization.md.
+// strides with 16-byte rows; or packed sequences. Outputs, granularities and the order of every sum:
+// docs/quantization.md.
 //
 // One persistent grid of CTAs of 2 * HEAD_DIM threads; work items are taken by ticket (quantize/items.cuh):
 //
@@ -14,8 +15,8 @@
 //
 // The sums are of samples and come first, then Q, which needs none of them; so no CTA waits long.
 //
-// Shared memory (static), bytes: work of an item, at most 128 * HEAD_DIM and means | [2] largest magnitudes of groups | [2] items:
-// one for this item and one for the next | flag.
+// Shared memory (static), bytes: work of an item, at most 128 * HEAD_DIM and means | [2] largest magnitudes of groups |
+// [2] items: one for this item and one for the next | flag.
 #include "ptx/cp_async.cuh"
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"

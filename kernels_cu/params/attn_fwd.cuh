@@ -47,8 +47,8 @@ struct TileList {
     uint32 num_items;
     uint32 num_pairs;
     uint32 num_tail_heads;
-    // Rows of a head's first tile that lie before row 0, a multiple of 64: of causal heads the short first tile is better
-    // not full than the long last one.
+    // Rows of a head's first tile that lie before row 0, a multiple of 64: of causal heads the short first tile is
+    // better not full than the long last one.
     uint32 lead_rows;
 };
 

@@ -1,5 +1,5 @@
-// Ping-pong: the consumer warpgroups of a CTA issue their products in a fixed order, so that one's softmax runs under the
-// others' products (FlashAttention-3, section 3.1). Without it their softmaxes coincide and the tensor cores wait.
+// Ping-pong: the consumer warpgroups of a CTA issue their products in a fixed order, so that one's softmax runs under
+// the others' products (FlashAttention-3, section 3.1). Without it their softmaxes coincide and the tensor cores wait.
 #pragma once
 #include "ptx/types.cuh"
 #include "ptx/warpgroup.cuh"
@@ -7,8 +7,8 @@
 // kOrdered false: nobody waits. Three and more warpgroups whose products are short are faster so
 // (docs/performance/attn_int8_sm90.md).
 //
-// Named barrier 1 + g lets warpgroup g issue: 256 threads, those of g, which wait, and those of the one before, which arrive.
-// All warpgroups pass the order on equally often: one that has nothing to do passes it on at once.
+// Named barrier 1 + g lets warpgroup g issue: 256 threads, those of g, which wait, and those of the one before, which
+// arrive. All warpgroups pass the order on equally often: one that has nothing to do passes it on at once.
 template <int kGroups, bool kOrdered>
 class PingPong {
   public:

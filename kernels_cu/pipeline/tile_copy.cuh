@@ -66,8 +66,9 @@ struct TileCopy {
 };
 
 // The same for contiguous tiles that have all their rows and columns. A warp copies consecutive rows,
-// 512 bytes of a panel with each instruction; one address in global memory serves for all of them, because cp.async takes
-// offsets from -2048 to 2047, and two in shared memory: rows that are a multiple of 8 apart have their chunks in one order.
+// 512 bytes of a panel with each instruction; one address in global memory serves for all of them, because cp.async
+// takes offsets from -2048 to 2047, and two in shared memory: rows that are a multiple of 8 apart have their chunks in
+// one order.
 template <int kRows, int kHeadDim, int kThreads>
 struct WholeTileCopy {
     using Tile = PanelTile<kRows, kHeadDim>;

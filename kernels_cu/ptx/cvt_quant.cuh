@@ -115,8 +115,8 @@ OA_DEVICE uint32 half2_of_e4m3x2(uint32 codes) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(uint16(kHigh ? codes >> 16 : codes)));
     return d;
 #else
-    // The byte in the upper half of 16 bits has its sign in place; exponent and mantissa belong one bit lower, where they
-    // count 2^-8 of their value (the exponents' biases are 7 and 15), subnormal numbers too. (NaN becomes 480.)
+    // The byte in the upper half of 16 bits has its sign in place; exponent and mantissa belong one bit lower, where
+    // they count 2^-8 of their value (the exponents' biases are 7 and 15), subnormal numbers too. (NaN becomes 480.)
     uint32 x = permute_bytes(codes, 0, kHigh ? 0x3424 : 0x1404);
     constexpr uint32 k256 = 0x5c005c00u;
     return mul_half2((x & kBothSigns) | ((x >> 1) & 0x3f803f80u), k256);

@@ -18,9 +18,9 @@ OA_DEVICE uint64 evict_last_policy() {
     return policy;
 }
 
-// createpolicy.fractional.L2: a short stream is evicted first, so that it evicts nothing that others will need, and no dirty
-// lines. A long one is faster with evict_unchanged (measured on an H200). sm_90 only: untested elsewhere, and ptxas has a bug
-// there (KvRing in decode/kv_copy.cuh).
+// createpolicy.fractional.L2: a short stream is evicted first, so that it evicts nothing that others will need, and no
+// dirty lines. A long one is faster with evict_unchanged (measured on an H200). sm_90 only: untested elsewhere, and
+// ptxas has a bug there (KvRing in decode/kv_copy.cuh).
 OA_DEVICE uint64 l2_policy(bool short_stream) {
 #if __CUDA_ARCH__ == 900
     uint64 unchanged;

@@ -55,8 +55,8 @@ struct Select<false, A, B> {
     using Type = B;
 };
 
-// A copy in another register, by an instruction that is not moved: the compiler merges plain copies, and operations that it
-// knows to change nothing. opaque_zero: 0, from opaque_zero().
+// A copy in another register, by an instruction that is not moved: the compiler merges plain copies, and operations
+// that it knows to change nothing. opaque_zero: 0, from opaque_zero().
 OA_DEVICE uint32 copy_of(uint32 x, uint32 opaque_zero) {
     uint32 y;
     asm volatile("or.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(opaque_zero) : "memory");

@@ -2,9 +2,9 @@
 //
 //   partial sums of group 0 | partial sums of group 1, [amax], Q and V, K, means of V of group 0 | sums of group 2, ...
 //
-// The sums are of samples of long sequences (quantize/sampling.cuh); one group of kv heads ahead, so that no item waits for
-// them long. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a CTA
-// that runs, so there is no deadlock however the CTAs are scheduled.
+// The sums are of samples of long sequences (quantize/sampling.cuh); one group of kv heads ahead, so that no item waits
+// for them long. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a
+// CTA that runs, so there is no deadlock however the CTAs are scheduled.
 #pragma once
 #include "params/quantize.cuh"
 #include "ptx/gpu_sync.cuh"
@@ -14,8 +14,9 @@
 constexpr uint32 kReady = 0x80000000u;  // of a counter: all arrivals are in, and the result is written
 
 // COMMON other than 0: a kernel for the defaults of attention(precision="int8") only:
-// dense batches of Q, K and V, int8 with one scale a thread, all but Q smoothed. Arguments of the general kernel are constants there.
-// 1: the sm90 grouping, V to e4m3; 2: the sm80 grouping, V to fp16; 3: the sm80 grouping, V to e4m3. 0: anything.
+// dense batches of Q, K and V, int8 with one scale a thread, all but Q smoothed. Arguments of the general kernel are
+// constants there. 1: the sm90 grouping, V to e4m3; 2: the sm80 grouping, V to fp16; 3: the sm80 grouping, V to e4m3.
+// 0: anything.
 constexpr bool kCommon = COMMON != 0;
 constexpr int32 kCommonFlags = kSmoothK | kSmoothV | kHasQk | kHasV | (COMMON == 2 ? kHalfV : 0);
 constexpr int32 kCommonKeyTile = COMMON == 1 ? 128 : 64, kCommonQuerySlice = COMMON == 1 ? 16 : 32;
@@ -27,8 +28,9 @@ OA_DEVICE int32 levels_of(const QuantizeParams& p) { return kCommon ? 127 : p.le
 OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? kCommonKeyTile : p.key_tile; }
 OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? kCommonQuerySlice : p.q_group_rows; }
 
-// Blocks of one kind, `parts` to a kv head and row of blocks: all heads of a batch entry before the next rows, because they are
-// adjacent in the inputs; all rows of a batch entry before the next one, because they are adjacent in the outputs.
+// Blocks of one kind, `parts` to a kv head and row of blocks: all heads of a batch entry before the next rows, because
+// they are adjacent in the inputs; all rows of a batch entry before the next one, because they are adjacent in the
+// outputs.
 struct BlockOrder {
     uint32 row, unit, part;
     OA_DEVICE BlockOrder(uint32 index, uint32 units, uint32 rows, uint32 parts, uint32 heads) {
@@ -56,8 +58,8 @@ OA_DEVICE uint32 interleaved_heads(const QuantizeParams& p, uint32 units) {
     return is_packed(p) || p.num_groups > 1 ? units : uint32(p.num_kv_heads);
 }
 
-// Splits an item of the second half of a group's step. Some of Q comes first, during the sums; then kinds alternate, because they
-// are bound by different units.
+// Splits an item of the second half of a group's step. Some of Q comes first, during the sums; then kinds alternate,
+// because they are bound by different units.
 OA_DEVICE void decode_pass(const QuantizeParams& p, QuantizeItem& t, uint32 group, uint32 units, uint32 off) {
     uint32 span, heads = has(p, kHasQk) && p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0;
     uint32 interleaved = interleaved_heads(p, units);
@@ -200,8 +202,8 @@ OA_DEVICE void wait_for_own(const uint32* word, uint32 target) {
 }
 
 // Per-channel arrays that another CTA writes before it releases `word`, into shared memory, by the CTA's last threads:
-// one copy for all, because every CTA of a head reads the same few lines. A barrier has to follow. kArrays: 1, or 2: both at
-// once, because to wait and to read takes a microsecond and more.
+// one copy for all, because every CTA of a head reads the same few lines. A barrier has to follow. kArrays: 1, or 2:
+// both at once, because to wait and to read takes a microsecond and more.
 template <int kHeadDim, int kArrays>
 OA_DEVICE void fetch_channels(const uint32* word, const float* (&from)[kArrays], int32 head_dim_pad,
                               float* (&to)[kArrays]) {

@@ -1,9 +1,10 @@
 // Sums over sampled keys, chunk by chunk: the mean of K and of V, and the range of every channel of V.
 //
-// Order of a chunk's sum, which NumPy repeats: its row r goes to lane r % 32, each lane adds its rows in order, then lane i
-// adds lane i + 16, + 8, + 4, + 2, + 1. A chunk with NaN, infinity or a sum beyond fp32 in a channel adds that channel
-// again: finite values only, times 2^-32 each.
-// Threads: 2 * HEAD_DIM; thread t has the channels 8 (t % (HEAD_DIM / 8)) + 0..7 and the rows t / (HEAD_DIM / 8) + 16 i.
+// Order of a chunk's sum, which NumPy repeats: its row r goes to lane r % 32, each lane adds its rows in order, then
+// lane i adds lane i + 16, + 8, + 4, + 2, + 1. A chunk with NaN, infinity or a sum beyond fp32 in a channel adds that
+// channel again: finite values only, times 2^-32 each.
+// Threads: 2 * HEAD_DIM; thread t has the channels 8 (t % (HEAD_DIM / 8)) + 0..7 and the rows t / (HEAD_DIM / 8) + 16
+// i.
 #pragma once
 #include "ptx/cvt_quant.cuh"
 #include "ptx/l2.cuh"
@@ -161,12 +162,12 @@ OA_DEVICE float column_max(const float* column) {
     return m;
 }
 
-// What a channel of V may exceed a sample's largest magnitude by: as floating-point numbers its values do not lose by it, while
-// few of them become subnormal (e4m3 values up to 32, for fp16 sums, have three octaves less above that).
+// What a channel of V may exceed a sample's largest magnitude by: as floating-point numbers its values do not lose by
+// it, while few of them become subnormal (e4m3 values up to 32, for fp16 sums, have three octaves less above that).
 OA_DEVICE float headroom(const QuantizeParams& p) { return !has(p, kHalfV) && p.v_levels < 448.0f ? 4.0f : 16.0f; }
 
-// Scale of a channel of V of which nothing exceeds `amax`. e4m3: amax becomes v_levels. fp16: a power of two, so that only
-// subnormals are rounded, which puts it into [128, 256): 128 products with P <= 1 stay below 65504.
+// Scale of a channel of V of which nothing exceeds `amax`. e4m3: amax becomes v_levels. fp16: a power of two, so that
+// only subnormals are rounded, which puts it into [128, 256): 128 products with P <= 1 stay below 65504.
 OA_DEVICE float value_scale(const QuantizeParams& p, float amax) {
     if (!(amax >= kLeastAmax)) return 1.0f;
     if (has(p, kHalfV)) return __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23));

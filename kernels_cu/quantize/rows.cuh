@@ -18,8 +18,8 @@ struct RowsStorage {
     float mean[kHeadDim];
 };
 
-// Largest magnitudes of the groups of a block, and whether one of their rows is bad. Double-buffered, so that one can be
-// cleared while the other is in use.
+// Largest magnitudes of the groups of a block, and whether one of their rows is bad. Double-buffered, so that one can
+// be cleared while the other is in use.
 struct GroupStorage {
     uint32 amax[kBlockRows], bad[kBlockRows];
     uint32 irregular;  // kCommon: some magnitude is not finite
@@ -113,8 +113,9 @@ OA_DEVICE float largest_of_row(const uint4 (&raw)[kSteps]) {
     return max_nan(low_float(io, pair), high_float(io, pair));
 }
 
-// Largest magnitude of x - mean over some of this thread's rows of K, which are of one group, and over those of the other threads
-// of the same rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel have it.
+// Largest magnitude of x - mean over some of this thread's rows of K, which are of one group, and over those of the
+// other threads of the same rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel
+// have it.
 template <typename Io, int kColumns, int kFirst, int kCount>
 OA_DEVICE float largest_of_rows(const uint4 (&raw)[kSteps], const float (&mean)[8]) {
     Io io;

@@ -3,8 +3,9 @@
 //
 //   v_mean = mean + v_scale * (sum over the keys of x - e4m3(x)) / keys,   x = (v - mean) / v_scale
 //
-// so that attention with equal weights makes no error, and any other a smaller one (docs/quantization.md). v_mean is an item of
-// its own, behind all tiles. Where the scale is from a sample and proves too small, that item quantizes the head again.
+// so that attention with equal weights makes no error, and any other a smaller one (docs/quantization.md). v_mean is an
+// item of its own, behind all tiles. Where the scale is from a sample and proves too small, that item quantizes the
+// head again.
 //
 // A thread loads 8 channels of the 4 keys that become one 32-bit word of each channel (2w, 2w+1, 2w+8, 2w+9 of a 16),
 // writes the 8 words to shared memory, and later copies 16-byte vectors from there.
@@ -36,8 +37,8 @@ struct ValuesTile {
     int64 keys_of_unit;  // bytes of a channel of `out`
 };
 
-// Added to e4m3 codes or to fp16 magnitudes it sets their highest bit from the first one on that a scale from a sample must
-// not give: 448, or less where sums are fp16 (e4m3); 256 (fp16).
+// Added to e4m3 codes or to fp16 magnitudes it sets their highest bit from the first one on that a scale from a sample
+// must not give: 448, or less where sums are fp16 (e4m3); 256 (fp16).
 OA_DEVICE uint32 overflow_addend(const QuantizeParams& p) {
     if (has(p, kHalfV)) return 0x8000u * 0x10001u - 0x5c005c00u;
     return 0x80808080u - (pack_e4m3x2(p.v_levels, p.v_levels) & 0xffu) * 0x01010101u;
@@ -68,7 +69,8 @@ OA_DEVICE uint32 rounding_errors(float x, float y, uint32 codes) {
     return sub_half2(pack2(Half{}, x, y), half2_of_e4m3x2(codes));
 }
 
-// A channel's errors of 8 keys of this thread, and of the lanes of the warp that have the same channels, to shared memory.
+// A channel's errors of 8 keys of this thread, and of the lanes of the warp that have the same channels, to shared
+// memory.
 template <Values kValues, int kColumns>
 OA_DEVICE void add_errors(uint32 errors, int32* sum) {
     float low = low_float(Half{}, errors), high = high_float(Half{}, errors);
@@ -105,7 +107,8 @@ OA_DEVICE uint32 convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<k
                 x[i] = mul_rn(x[i], inverse.x);
                 y[i] = mul_rn(y[i], inverse.y);
                 if (kValues == Values::kAny) {
-                    // The conversion would make 448 of an infinity. Rows that do not exist are zeros, not minus the mean.
+                    // The conversion would make 448 of an infinity. Rows that do not exist are zeros, not minus the
+                    // mean.
                     if (!is_finite(x[i])) x[i] = quiet_nan();
                     if (!is_finite(y[i])) y[i] = quiet_nan();
                     if (smooth && key_of_word(word) + (i & 1) + (i >> 1) * 8 >= count) x[i] = y[i] = 0.0f;
@@ -201,8 +204,8 @@ OA_DEVICE ValuesTile values_tile(const QuantizeParams& p, const QuantizeItem& t,
     return tile;
 }
 
-// Quantizes the whole head again, by one CTA, with scales that its values fit: a channel's largest magnitude was beyond headroom() times
-// that of the sample, or the head has NaN or infinity. Returns the errors of channel threadIdx.x.
+// Quantizes the whole head again, by one CTA, with scales that its values fit: a channel's largest magnitude was beyond
+// headroom() times that of the sample, or the head has NaN or infinity. Returns the errors of channel threadIdx.x.
 template <typename Io, int kHeadDim>
 __device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const QuantizeItem& t,
                                                ValuesStorage<kHeadDim>& s, float* scale) {

@@ -34,10 +34,10 @@ OA_DEVICE FwdTile tile_of(const AttnFwdParams& p, int32 batch_idx, int32 head_id
 // Heads whose tiles are interleaved in a causal launch, and the number of their tiles that is enough.
 constexpr uint32 kInterleavedHeads = 16, kInterleavedTiles = 1024;
 
-// Dense, one tile a CTA. Tiles of one head are neighbours (K and V stay in L2), the longest first. Causal heads, whose tiles
-// grow with their row, are interleaved in groups of up to 16, the longest tiles of a group first, so that a launch does not end
-// with some long tiles alone; groups of long heads are smaller, so that more of a head's tiles run at the same time. Groups are
-// counted from the end: an incomplete one comes first, where nothing waits for it.
+// Dense, one tile a CTA. Tiles of one head are neighbours (K and V stay in L2), the longest first. Causal heads, whose
+// tiles grow with their row, are interleaved in groups of up to 16, the longest tiles of a group first, so that a
+// launch does not end with some long tiles alone; groups of long heads are smaller, so that more of a head's tiles run
+// at the same time. Groups are counted from the end: an incomplete one comes first, where nothing waits for it.
 template <int kBlockM>
 OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
     int64 num_tiles = int64(p.batch) * p.num_q_heads * p.num_m_blocks;
@@ -113,9 +113,10 @@ OA_DEVICE void unowned_tile(const AttnFwdParams& p, int32 block, FwdTile& t) {
     t.valid = t.m0 < t.seqlen_q;
 }
 
-// Packed sequences, one tile a CTA: every warp walks cu_seqlens, 32 sequences a step, until the running number of blocks
-// passes the tile's own. The grid holds ceil(total/kBlockM) + batch + 2 blocks a head, an upper bound for any lengths, so
-// that the result does not depend on max_seqlen_q. Blocks behind the last sequence clear the rows that no sequence owns.
+// Packed sequences, one tile a CTA: every warp walks cu_seqlens, 32 sequences a step, until the running number of
+// blocks passes the tile's own. The grid holds ceil(total/kBlockM) + batch + 2 blocks a head, an upper bound for any
+// lengths, so that the result does not depend on max_seqlen_q. Blocks behind the last sequence clear the rows that no
+// sequence owns.
 template <int kBlockM>
 OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
     FwdTile t;

@@ -60,10 +60,10 @@ class PersistentTiles {
     PersistentItems items_;
 };
 
-// Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time and
-// the ones with the most keys first; of each sequence head by head, so that K and V stay in L2; of each head
-// the tiles, or with causality pairs of a long and a short one. At the end come the rows that no sequence owns. Every second round
-// runs backwards. The walk goes on where the CTA's last item was found, so that all tiles of a CTA
+// Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time
+// and the ones with the most keys first; of each sequence head by head, so that K and V stay in L2; of each head
+// the tiles, or with causality pairs of a long and a short one. At the end come the rows that no sequence owns. Every
+// second round runs backwards. The walk goes on where the CTA's last item was found, so that all tiles of a CTA
 // together cost one pass over cu_seqlens.
 template <int kBlockM>
 class PackedTiles {

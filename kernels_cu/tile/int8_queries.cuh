@@ -5,8 +5,8 @@
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_s8.cuh"
 
-// Config: kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a swizzle of its length; further channels follow in a
-// panel behind all rows), kBlockN. `tile`: shared address of the CTA's rows.
+// Config: kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a swizzle of its length; further channels
+// follow in a panel behind all rows), kBlockN. `tile`: shared address of the CTA's rows.
 // kTaken: whether `take` has read all of Q, so that its stage can be released.
 template <typename Config>
 struct SharedQueries {

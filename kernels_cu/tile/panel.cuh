@@ -1,8 +1,9 @@
 // A [rows x head_dim] tile of 16-bit elements in shared memory, as panels of 64 columns (128-byte rows), plus one panel
-// of 32 columns (64-byte rows) when head_dim is an odd multiple of 32; rows of 16 columns (32 bytes) are a panel of their
-// own. Inside a panel the 16-byte chunk c of row r lies at chunk c ^ (r % 8) (128-byte rows), c ^ ((r / 2) % 4) (64) or
-// c ^ ((r / 4) % 2) (32): every ldmatrix and every 16-byte row access of 8 consecutive rows then touches all 32 banks
-// once. Elements of 8 and 4 bits are moved in pairs and fours, with half and a quarter of their number as head_dim.
+// of 32 columns (64-byte rows) when head_dim is an odd multiple of 32; rows of 16 columns (32 bytes) are a panel of
+// their own. Inside a panel the 16-byte chunk c of row r lies at chunk c ^ (r % 8) (128-byte rows), c ^ ((r / 2) % 4)
+// (64) or c ^ ((r / 4) % 2) (32): every ldmatrix and every 16-byte row access of 8 consecutive rows then touches all 32
+// banks once. Elements of 8 and 4 bits are moved in pairs and fours, with half and a quarter of their number as
+// head_dim.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -45,8 +46,8 @@ struct PanelLane {
         tail = row * Tile::kTailBytes + Tile::tail_chunk(row, half) * 16;
     }
 
-    // Byte offset for rows [row_base, row_base + 16) and columns [16 * step, 16 * step + 16); both compile-time constants
-    // after unrolling; row_base is a multiple of 8.
+    // Byte offset for rows [row_base, row_base + 16) and columns [16 * step, 16 * step + 16); both compile-time
+    // constants after unrolling; row_base is a multiple of 8.
     OA_DEVICE uint32 at(int row_base, int step) const {
         int panel = step >> 2;
         if (Tile::kHasTail && panel == Tile::kFullPanels) {
