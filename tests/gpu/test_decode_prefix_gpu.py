@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.gpu.decode_cases import Case, Filled, compare  # noqa: E402
+from tests.gpu.decode_cases import Case, Filled, compare
 
 pytestmark = pytest.mark.gpu
 
