@@ -1,8 +1,8 @@
 // The forward's schedule of a tile of queries, on wgmma: Q is the outer operand, K and V the inner ones.
 //
-// Step i multiplies Q by the i-th tile of keys and P by the tile of V before it. So K(i) and V(i - 1) share a stage and its
-// barriers: one wait, one release and one position a step. N tiles of keys take N + 1 steps, the last with V alone. Tiles of
-// keys go from the last visible one to the first: step i's is keys.end - 1 - i.
+// Step i multiplies Q by the i-th tile of keys and P by the tile of V before it. So K(i) and V(i - 1) share a stage and
+// its barriers: one wait, one release and one position a step. N tiles of keys take N + 1 steps, the last with V alone.
+// Tiles of keys go from the last visible one to the first: step i's is keys.end - 1 - i.
 //
 // A kernel derives from both roles and adds its own copies and arithmetic. Its Config, besides what
 // scheduler/persistent_roles.cuh asks for: kBlockM = 64 * kConsumers, kBlockN, kPingPong.
@@ -45,8 +45,8 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
     OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
 };
 
-// Derived: attend(t, keys, first, warp_row, rows), which takes the steps from `first` to the last, releases their buffers and,
-// when its last read of it is done, Q; store(t, warp_row, rows) after it.
+// Derived: attend(t, keys, first, warp_row, rows), which takes the steps from `first` to the last, releases their
+// buffers and, when its last read of it is done, Q; store(t, warp_row, rows) after it.
 template <typename Config, typename Derived>
 class ForwardConsumer : public PersistentConsumer<Config, Derived> {
     using Base = PersistentConsumer<Config, Derived>;

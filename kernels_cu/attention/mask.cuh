@@ -1,10 +1,10 @@
 // Which keys a query row sees. Bottom-right alignment: query i stands at key position i + seqlen_k - seqlen_q.
 #pragma once
 #include "params/attn_fwd.cuh"
-#include "scheduler/fwd_tile.cuh"
-#include "scheduler/bwd_tile.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
+#include "scheduler/bwd_tile.cuh"
+#include "scheduler/fwd_tile.cuh"
 
 struct KeyRange {
     int32 lo, hi;  // visible keys: lo <= j < hi
@@ -20,7 +20,7 @@ OA_DEVICE constexpr KeyRange visible_keys(int32 row, int32 seqlen_q, int32 seqle
     return r;
 }
 
-// The tiles of kBlockN keys that kBlockM query rows from t.m0 on have to look at.
+// The tiles of kBlockN keys that kBlockM query rows from t.m0 on see.
 template <int kBlockM, int kBlockN>
 struct KeyTiles {
     int32 first = 0, end = 0;  // [first, end) holds every visible key
@@ -39,7 +39,7 @@ struct KeyTiles {
     OA_DEVICE constexpr bool is_empty() const { return end <= first; }
 };
 
-// The rows that see a key: the same turned round.
+// The rows that see a key: the transpose of visible_keys.
 struct QueryRange {
     int32 lo, hi;  // rows lo <= i < hi
 };
@@ -71,15 +71,6 @@ struct QueryTiles {
     }
     OA_DEVICE constexpr bool is_empty() const { return end <= first; }
 };
-
-// The head's sink in base-2 units; -inf if there is none, or the rows belong to no sequence.
-template <typename Io>
-OA_DEVICE float sink_log2(const AttnFwdParams& p, const FwdTile& t) {
-    if (p.sinks_kind == kSinksNone || t.seqlen_k == kNoSequence) return neg_inf();
-    float sink = p.sinks_kind == kSinksFloat ? static_cast<const float*>(p.sinks)[t.head_idx]
-                                             : to_float(Io{}, static_cast<const uint16*>(p.sinks)[t.head_idx]);
-    return sink * kLog2e;
-}
 
 // The user's mask at (row, key) in natural-log units: 0 / -inf for booleans, the value for additive masks.
 template <typename Io>

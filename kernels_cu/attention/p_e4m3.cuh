@@ -1,17 +1,19 @@
-// P in e4m3 as operand of a product with V: the base that suits it, its sums, and the test for P that has no room in it.
+// P in e4m3 as operand of a product with V: its value at the base of the softmax, its sums, and the test for P out of
+// range.
 #pragma once
 #include "attention/p_operands.cuh"
 #include "ptx/types.cuh"
 
 // P at the base of the softmax.
-struct Lift {
-    static constexpr float kValue = 4.8068f;  // just below log2(28)
+struct PRange {
+    static constexpr float kBaseLog2 = 4.8068f;  // just below log2(28)
 };
 
-// Four e4m3 of 1; what makes bytes of 448, the largest e4m3, and of NaN negative; the signs of four bytes.
+// Four e4m3 of 1; an addend that sets the sign of bytes of 448, the largest e4m3, and of NaN; the signs of four bytes.
 constexpr uint32 kOnes = 0x38383838, kToSign = 0x02020202, kSigns = 0x80808080;
 
-// Puts P where the product with V wants it (OperandPacker); kSum: and adds it, before it is rounded, to this lane's sums.
+// Packs P as operand of the product with V (OperandPacker); kSum: and adds it, before it is rounded, to this lane's
+// sums.
 template <int kSteps, bool kSum>
 struct E4m3Packer {
     OperandPacker<false, 0, kSteps> operands;

@@ -4,12 +4,12 @@
 #include "ptx/cvt_e4m3.cuh"
 #include "ptx/types.cuh"
 
-// Puts P of 16 rows, from step kFirst on, where the second product wants it: called for the two neighbouring columns of row r
-// in column block n, blocks in order. A step has 16 keys (fp16) or 32 (e4m3, whose keys are permuted as those of V are).
+// Packs P of 16 rows, from step kFirst on, as operand of P V: called for the two neighbouring columns of row r in
+// column block n, blocks in order. A step has 16 keys (fp16) or 32 (e4m3, whose keys are permuted as those of V are).
 template <bool kHalf, int kFirst, int kSteps>
 struct OperandPacker {
     uint32 (&operands)[kSteps][4];
-    float held[2][2];  // e4m3: P of the last even column block, which shares words with the next one
+    float held[2][2];  // e4m3: P of the last even column block, in whose words the next one goes too
     OA_DEVICE void operator()(int n, int r, float p0, float p1) {
         if constexpr (kHalf) {
             operands[kFirst + n / 2][2 * (n & 1) + r] = pack2(Half{}, p0, p1);
@@ -22,7 +22,7 @@ struct OperandPacker {
     }
 };
 
-// Sums of one tile, 16 rows by 8 channels, to those in fp32.
+// Adds the sums of one tile, 16 rows by 8 channels, to those in fp32.
 OA_DEVICE void add_part(float* o, const float (&part)[4]) {
 #pragma unroll
     for (int x = 0; x < 4; ++x) o[x] += part[x];

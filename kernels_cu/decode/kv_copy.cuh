@@ -1,8 +1,8 @@
 // A warp's tile of a KV cache on its way to shared memory: rows that a block table scatters, copied by cp.async.
 #pragma once
+#include "decode/kv_row.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/l2.cuh"
-#include "decode/kv_row.cuh"
 
 // One tile of one warp. Config: kHeadDim, kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys).
 template <typename Config>
@@ -16,8 +16,8 @@ struct KvStage {
     static constexpr int kVParamsAt = kKParamsAt + sizeof(k_params);
 };
 
-// Copies by all 32 lanes of a warp. `row`: lane t's is the number of key t's row in the cache's planes; `count` keys exist, the
-// others become zeros. The caller commits the group of copies.
+// Copies by all 32 lanes of a warp. `row`: lane t's is the number of key t's row in the cache's planes; `count` keys
+// exist, the others become zeros. The caller commits the group of copies.
 template <typename Config>
 struct KvCopy {
     const uint8* k;
@@ -38,7 +38,7 @@ struct KvCopy {
             cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0, policy);
         }
     }
-    // The same of a whole tile whose keys' rows follow each other in the plane, sixteen at a time: they are one piece of memory.
+    // The same of a whole tile whose keys' rows are contiguous in the plane, 16 at a time.
     template <typename Tile>
     OA_DEVICE void plane_of_runs(uint32 dst, const uint8* src, const uint32 (&runs)[Config::kTile / 16]) const {
         constexpr int kChunks = Tile::Row::kChunks, kCopies = kChunks / 2;
@@ -65,8 +65,8 @@ struct KvCopy {
             }
         }
     }
-    // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: rows side by side, which share sectors. Rows beyond `count` get
-    // parameters of 0, which make nothing of any nibbles; theirs are those of row `row`, wherever that is in the cache.
+    // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: adjacent rows have sectors in common. Rows beyond
+    // `count` get parameters of 0, whatever their nibbles are; those are copied from the row that `row` names.
     OA_DEVICE void fbgemm_rows(uint32 stage, uint32 row, int32 count, bool in_runs) const {
         using Stage = KvStage<Config>;
         using Row = FbgemmRow<Config::kHeadDim, Config::kKGroups>;
@@ -99,7 +99,7 @@ struct KvCopy {
         params<Config::kKGroups, Row::kBytes / 4>(stage + Stage::kKParamsAt, words(k), row, count);
         params<Config::kVGroups, Row::kBytes / 4>(stage + Stage::kVParamsAt, words(v), row, count);
     }
-    // `stage`: address of a KvStage, see KvRing. `in_runs`: rows follow each other sixteen at a time.
+    // `stage`: address of a KvStage, see KvRing. `in_runs`: rows are contiguous 16 at a time.
     OA_DEVICE void tile(uint32 stage, uint32 row, int32 count, bool in_runs) const {
         if constexpr (Config::kKKind == kKvFbgemm) {
             static_assert(Config::kVKind == kKvFbgemm && Config::kKGroups == Config::kVGroups, "one layout for both");
@@ -122,9 +122,9 @@ struct KvCopy {
     }
 };
 
-// Where a warp's copies go: its stages in turn. The address comes through a shuffle, of which each lane takes its own value, so that the
-// compiler does not know it to be the same in all lanes: ptxas 12.9 and 13.0 encode a cp.async that has both an L2 policy and an
-// address with a part in a uniform register as an illegal instruction (sm_90a).
+// Which stage a warp's next copy goes to. The address comes through a shuffle, of which each lane takes its own value,
+// so that the compiler does not know it to be uniform: ptxas 12.9 and 13.0 encode a cp.async that has both an L2 policy
+// and an address with a part in a uniform register as an illegal instruction (sm_90a).
 template <typename Stage, int kStages>
 struct KvRing {
     uint32 address;

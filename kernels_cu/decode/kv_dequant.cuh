@@ -1,25 +1,25 @@
-// Codes of a quantized KV cache as fp16 numbers, exactly; scale and zero are applied to scores and probabilities instead.
-// V's are the codes. K's integers keep what the conversion puts in: an element is weight * code + offset, which the queries and the
-// beginnings of the sums make good (decode/query.cuh), so that K costs no subtractions.
+// Codes of a quantized KV cache as fp16 numbers, exactly; scale and zero are applied to scores and probabilities
+// instead. V's are the codes. K's integers keep the conversion's weight and offset: an element is weight * code +
+// offset, which queries and accumulators correct (decode/query.cuh), so that K costs no subtractions.
 #pragma once
+#include "decode/kv_row.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/half2.cuh"
 #include "ptx/types.cuh"
-#include "decode/kv_row.cuh"
 
 constexpr uint32 kHalf2Minus1152 = 0xe480e480u;  // -1152: 1024 of the magic number, and the bias of int8
 constexpr uint32 kHalf2Minus1032 = 0xe408e408u;  // -1032
 constexpr uint32 kHalf2Sixteenth = 0x2c002c00u;  // 2^-4
 constexpr uint32 kHalf2Minus72 = 0xd480d480u;  // -72
 
-// 1024 twice, from the kernel's arguments: a constant that the compiler knows would cost an instruction more for each mask, which
-// has one immediate operand only.
+// fp16 1024 twice, from the kernel's arguments: the instruction that masks and adds it has one immediate operand only,
+// and a constant known to the compiler would be a second one.
 struct HalfMagic {
     uint32 two_1024;
 };
 
-// Eight nibbles: out[j] has nibble j of the low half of w and nibble j of its high half. A nibble n in the mantissa of 1024 is
-// 1024 + n, four bits further up 1024 + 16 n.
+// Eight nibbles: out[j] has nibble j of the low half of w and nibble j of its high half. A nibble n in the mantissa of
+// 1024 is 1024 + n, four bits further up 1024 + 16 n.
 OA_DEVICE void unpack_int4(uint32 w, HalfMagic magic, uint32 (&out)[4]) {
     uint32 high = w >> 8;
     out[0] = add_half2((w & 0x000f000fu) | magic.two_1024, kHalf2Minus1032);
@@ -28,7 +28,7 @@ OA_DEVICE void unpack_int4(uint32 w, HalfMagic magic, uint32 (&out)[4]) {
     out[3] = fma_half2((high & 0x00f000f0u) | magic.two_1024, kHalf2Sixteenth, kHalf2Minus72);
 }
 
-// The same as they are: nibbles, not codes, times 1 | 16 | 1 | 16, and 1024.
+// The same without the correction: nibbles, not codes, times 1 | 16 | 1 | 16, and 1024.
 OA_DEVICE void unpack_int4_offset(uint32 w, HalfMagic magic, uint32* out) {
     uint32 high = w >> 8;
     out[0] = (w & 0x000f000fu) | magic.two_1024;
@@ -48,7 +48,8 @@ struct KeyCodes {
     static constexpr float kOffset23 = kInt4 || kKind == kKvInt8 ? 1152.0f : 0.0f;
 };
 
-// Groups whose zeros go into the scores by a product of their own: four are a fragment's columns, in bfloat16 as they are stored.
+// Groups whose zeros go into the scores by a product of their own: four are a fragment's columns, in bfloat16 as they
+// are stored.
 OA_DEVICE constexpr bool has_zero_product(int kind, int groups) {
     return groups == 4 && (kind == kKvInt8 || kind == kKvInt4);
 }
@@ -59,21 +60,10 @@ OA_DEVICE uint32 unpack_bytes(uint32 w) {
     if (kKind == kKvInt8) {
         return add_half2(permute_bytes(w, 0x64646464u, kHigh ? 0x4342 : 0x4140), kHalf2Minus1152);
     }
-#if __CUDA_ARCH__ >= 890
-    uint32 d;
-    uint16 pair = uint16(kHigh ? w >> 16 : w);
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(pair));
-    return d;
-#else
-    // The byte in the upper half of 16 bits has its sign in place; exponent and mantissa belong one bit lower, where they
-    // count 2^-8 of their value (the exponents' biases are 7 and 15).
-    uint32 x = permute_bytes(w, 0, kHigh ? 0x3424 : 0x1404);
-    constexpr uint32 k256 = 0x5c005c00u;
-    return mul_half2((x & 0x80008000u) | ((x >> 1) & 0x3f803f80u), k256);
-#endif
+    return half2_of_e4m3x2<kHigh>(w);
 }
 
-// A piece of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it, see KeyCodes.
+// A vector of K: fragments a0 (elements 0, 1) and a2 (2, 3) of each unit in it, see KeyCodes.
 template <int kKind>
 OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
     if (kKind == kKvInt4 || kKind == kKvFbgemm) {
@@ -87,8 +77,8 @@ OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
     }
 }
 
-// Words of V of two tokens with one unit (int4: two) each: out[2 i] and out[2 i + 1] have elements 2i and 2i + 1 of both tokens
-// (int4: out[4] on are of the second unit; FBGEMM's int4: the unit of `lane`, half of each word).
+// Words of V of two tokens with one unit (int4: two) each: out[2 i] and out[2 i + 1] have elements 2i and 2i + 1 of
+// both tokens (int4: out[4] on are of the second unit; FBGEMM's int4: the unit of `lane`, half of each word).
 template <int kKind>
 OA_DEVICE void unpack_v_words(uint32 w0, uint32 w1, HalfMagic magic, int lane, uint32* out) {
     if (kKind == kKvFbgemm) {

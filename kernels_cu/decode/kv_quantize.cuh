@@ -1,61 +1,36 @@
-// Quantization of rows of a KV cache, sixteen channels (KvChunk) a lane, kHeadDim / 16 lanes a row, so several rows a warp: bit for bit
-// as src/omniattn/reference/kv_cache.py.
+// Quantization of rows of a KV cache, 16 channels (KvChunk) a lane, kHeadDim / 16 lanes a row, so several rows a warp:
+// bit for bit as the NumPy reference (reference/kv_cache.py).
 #pragma once
+#include "decode/hadamard.cuh"
+#include "decode/kv_row.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"
-#include "decode/kv_row.cuh"
 
 constexpr float kMinKvScale = 8.673617379884035e-19f;  // 2^-60
 
 using ChunkWords = uint32[4][2];  // 16-bit elements of a chunk's units
 using ChunkValues = float[4][4];
 
-// Hadamard transform over the row's channels, from the lowest bit of the channel up: each is a bit of the element, the unit or
-// the lane.
+// Hadamard transform of a row, from the lowest bit of the channel's number up.
 template <typename Chunk, int kHeadDim>
 OA_DEVICE void hadamard_row(ChunkValues& x, int at) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float a = x[i][0] + x[i][1], b = x[i][0] - x[i][1], c = x[i][2] + x[i][3], d = x[i][2] - x[i][3];
-        x[i][0] = a + c;
-        x[i][1] = b + d;
-        x[i][2] = a - c;
-        x[i][3] = b - d;
-    }
+    for (int i = 0; i < 4; ++i) hadamard_elements(x[i]);
 #pragma unroll
     for (int bit = 4; bit < kHeadDim; bit <<= 1) {
 #pragma unroll
-        for (int mask = 1; mask < Chunk::kChunks; mask <<= 1) {
-            if (Chunk::channel(mask, 0) != bit) continue;
+        for (int mask = 1; mask < Chunk::kChunks; mask <<= 1)
+            if (Chunk::channel(mask, 0) == bit) hadamard_lanes(x, mask, at & mask);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float other = __shfl_xor_sync(0xffffffffu, x[i][e], mask);
-                    x[i][e] = (at & mask) ? other - x[i][e] : x[i][e] + other;
-                }
-        }
-#pragma unroll
-        for (int step = 1; step < 4; step <<= 1) {
-            if (Chunk::channel(0, step) != bit) continue;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    if (i & step) continue;
-                    float a = x[i][e], b = x[i + step][e];
-                    x[i][e] = a + b;
-                    x[i + step][e] = a - b;
-                }
-        }
+        for (int step = 1; step < 4; step <<= 1)
+            if (Chunk::channel(0, step) == bit) hadamard_units(x, step);
     }
-    constexpr float kNorm = kHeadDim == 64 ? 0.125f : kHeadDim == 128 ? 0.08838834764831845f : 0.0625f;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[i][e] = mul_rn(x[i][e], kNorm);
+        for (int e = 0; e < 4; ++e) x[i][e] = mul_rn(x[i][e], kHadamardNorm<kHeadDim>);
 }
 
 // Smallest bfloat16 that is not below a positive number, as a number.
@@ -68,15 +43,16 @@ OA_DEVICE void fbgemm_params(float low, float high, float& scale, float& shift) 
     scale = to_float(Half{}, half_up(fmaxf(div_rn(high - shift, 15.0f), 5.9604644775390625e-8f)));  // 2^-24
 }
 
-// x / c rounded to nearest, for c of at most eight significant bits (a bfloat16, a small integer) and `inverse` within 2^-22 of 1 / c:
-// the corrected quotient is off by less than 2^-43 of itself before it is rounded, and x / c, unless it is a number, is at least
-// 2^-34 away from any that is halfway between two numbers. Needs |x| >= 2^-117 or an integer c; below, codes are 0 anyway.
+// x / c rounded to nearest, for c of at most 8 significant bits (a bfloat16, a small integer) and `inverse` within
+// 2^-22 of 1 / c: the corrected quotient deviates by less than 2^-43 of itself before it is rounded, and x / c, unless
+// it is a number, is at least 2^-34 away from any that is halfway between two numbers. Needs |x| >= 2^-117 or an
+// integer c; below, codes are 0 anyway.
 OA_DEVICE float div_short(float x, float c, float inverse) {
     float q = mul_rn(x, inverse);
     return fmaf(fmaf(-q, c, x), inverse, q);
 }
 
-// What the lanes of a row do together. kGroups: groups of channels with parameters of their own.
+// Quantization of a row by its lanes together. kGroups: groups of channels with parameters of their own.
 template <int kKind, int kHeadDim, int kLanes, int kGroups>
 struct KvQuantizer {
     using Chunk = KvChunk<kKind, kHeadDim, kLanes>;
@@ -138,7 +114,8 @@ struct KvQuantizer {
         }
     }
 
-    // Parameters from `low` and `high`, and the chunk's codes as they are stored. Lanes that begin a group write its parameters, if `writes`.
+    // Parameters from `low` and `high`, and the chunk's codes as they are stored. Lanes that begin a group write its
+    // parameters, if `writes`.
     static OA_DEVICE void quantize(const ChunkValues& x, const float (&low_in)[kParts], const float (&high_in)[kParts],
                                    uint32 (&words)[Chunk::kBytes / 4], uint32* params, bool padded, bool zero_point,
                                    bool writes, int at) {
@@ -184,7 +161,7 @@ struct KvQuantizer {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 int part = part_of(unit);
-                // fp16 has too many significant bits for the short way.
+                // fp16 has too many significant bits for div_short.
                 code[unit][e] = kFbgemm ? div_rn(x[unit][e] - zero[part], scale[part])
                                         : div_short(x[unit][e] - zero[part], scale[part], inverse[part]);
             }
@@ -196,14 +173,14 @@ struct KvQuantizer {
             }
             return;
         }
-        // Only padding, whose 0 the group knows nothing of, can be out of range.
+        // Only padding, whose 0 did not count for the group's extremes, can be out of range.
         if (padded)
 #pragma unroll
             for (int unit = 0; unit < 4; ++unit)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) code[unit][e] = fminf(fmaxf(code[unit][e], kMin), kMax);
-        // 1.5 2^23 more: the low bits of the sum are the code, rounded to nearest even, and as it is stored; the bits above them leave
-        // the low half of the sums below alone.
+        // Adding 1.5 * 2^23 leaves the code, rounded to nearest even and as it is stored, in the low bits; the bits
+        // above it do not reach the low half of the sums below.
         uint32 bits[4][4];
 #pragma unroll
         for (int unit = 0; unit < 4; ++unit)

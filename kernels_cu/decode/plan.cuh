@@ -1,21 +1,21 @@
-// Which CTA computes which keys: planned on the device from seq_lens, so that a captured graph may be replayed with other
-// lengths. The keys of each (sequence, kv head, block of query rows), a segment, are cut into granules; all granules of all
-// segments, in this order, are dealt to the CTAs in equal shares. The part of a segment that one CTA has is a piece; pieces
-// that are not a whole segment leave partial results, for decode_combine to merge.
+// Split-KV: which CTA computes which keys, planned on the device from seq_lens, so that a captured graph may be
+// replayed with other lengths. The keys of each (sequence, kv head, block of query rows), a segment, are cut into
+// chunks; all chunks of all segments, in this order, are distributed evenly over the CTAs. The part of a segment that
+// one CTA has is a split; splits that are not a whole segment leave partial results, for decode_combine to merge.
 #pragma once
-#include "ptx/types.cuh"
-#include "params/decode.cuh"
-#include "scheduler/quotient.cuh"
 #include "decode/recent_window.cuh"
+#include "params/decode.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/quotient.cuh"
 
-// Keys of a sequence that some row sees and this launch computes: [begin, end); begin is a multiple of 16, but for the newest keys
-// beside a quantized cache.
+// Keys of a sequence that some row sees and this launch computes: [begin, end); begin is a multiple of 16, but for the
+// newest keys beside a quantized cache.
 struct KeySpan {
-    int32 begin, end, granules;
+    int32 begin, end, chunks;
     int32 seq_len;
 };
-// A sequence that has all of the shared prefix, whose row of the block table serves all of them; prefix_sequences if there is none.
-// (The first one has it, but for sequences that pause.)
+// A sequence that has all of the shared prefix, whose row of the block table is read for all; prefix_sequences if there
+// is none. (The first one has it, unless it is paused.)
 OA_DEVICE int32 prefix_owner(const DecodeParams& p) {
     int32 b = 0;
     while (b < p.prefix_sequences && p.seq_lens[b] < p.capacity) ++b;
@@ -31,7 +31,7 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     int64 first = p.window_left < 0 ? 0 : int64(s.end) - p.q_len - p.window_left;
     s.begin = first <= 0 ? 0 : int32(first) & ~15;
     if (p.recent_side != kRecentNone) {
-        // A bad number takes the last slot instead of foreign memory.
+        // A number out of range reads the last slot, nothing outside the ring.
         uint32 slot = min_of(uint32(p.recent_slots == nullptr ? b : p.recent_slots[b]), uint32(p.recent_num_slots - 1));
         int32 newest = recent_begin(p.recent_state + 2 * int64(slot), s.seq_len, p.recent_window, p.recent_ring);
         if (p.recent_side == kRecentNewest) {
@@ -41,41 +41,43 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
         }
     }
     if (p.first_key > s.begin) s.begin = min_of(p.first_key, s.seq_len), s.end = max_of(s.end, s.begin);
-    s.granules = (s.end - s.begin + (1 << p.chunk_log2) - 1) >> p.chunk_log2;
+    s.chunks = (s.end - s.begin + (1 << p.chunk_log2) - 1) >> p.chunk_log2;
     return s;
 }
 
-// Granules dealt to the workers: worker w has those from floor(w total / num_workers) on, so that sequences of equal length end where
-// workers end if each has a whole number of them. Workers without granules come last: those of a segment follow each other.
-struct Share {
+// Chunks of each worker (CTA): worker w has those from floor(w total / num_workers) on, so that sequences of equal
+// length end where workers end if each has a whole number of them. Workers without chunks come last: those of a segment
+// are consecutive.
+struct Partition {
     int32 total, num_workers;  // of those that have any
     int32 each, extra;  // total = each num_workers + extra
     uint32 multiplier;
     int32 shift;
-    OA_DEVICE Share(int32 total_granules, const DecodeParams& p)
-        : total(total_granules),
-          num_workers(max_of(min_of(p.num_workers, total_granules), 1)),
+    OA_DEVICE Partition(int32 total_chunks, const DecodeParams& p)
+        : total(total_chunks),
+          num_workers(max_of(min_of(p.num_workers, total_chunks), 1)),
           multiplier(p.worker_multiplier),
           shift(p.worker_shift) {
-        bool one_each = total_granules <= p.num_workers;
+        bool one_each = total_chunks <= p.num_workers;
         each = one_each ? 1 : quotient(total, multiplier, shift);
         extra = one_each ? 0 : total - each * num_workers;
     }
-    // The host sees to it that the square of p.num_workers is below 2^31.
+    // The host keeps the square of p.num_workers below 2^31.
     OA_DEVICE int32 begin(int32 worker) const {
         if (worker >= num_workers) return total;
         return worker * each + quotient(worker * extra, multiplier, shift);
     }
-    // The last one that begins at `granule` < total or before it.
-    OA_DEVICE int32 worker_of(int32 granule) const {
-        return int32((uint64(granule + 1) * uint32(num_workers) - 1) / uint32(total));
+    // The last one that begins at `chunk` < total or before it.
+    OA_DEVICE int32 worker_of(int32 chunk) const {
+        return int32((uint64(chunk + 1) * uint32(num_workers) - 1) / uint32(total));
     }
 };
 
-// Slot of a partial result. With whole granules that of the piece's granule; else the worker's: only its first and its last
+// Slot of a partial result. With fixed splits that of the split's chunk; else the worker's: only its first and its last
 // segment can be incomplete, so it has two.
-OA_DEVICE int32 partial_slot(const DecodeParams& p, const Share& share, int32 worker, int32 segment, int32 granule) {
-    return p.fixed_splits ? granule : 2 * worker + (share.begin(worker) < segment ? 1 : 0);
+OA_DEVICE int32 partial_slot(const DecodeParams& p, const Partition& partition, int32 worker, int32 segment,
+                             int32 chunk) {
+    return p.fixed_splits ? chunk : 2 * worker + (partition.begin(worker) < segment ? 1 : 0);
 }
 
 template <int kThreads>
@@ -84,16 +86,16 @@ struct ScanStorage {
     int32 sequence, before;  // of `Scan::locate`
 };
 
-// Granules of sequences, by all threads of a CTA; a thread looks at sequences that follow each other.
+// Prefix sums of the sequences' chunks, by all threads of a CTA; a thread has consecutive sequences.
 template <int kThreads>
 struct Scan {
     int32 first, last;  // this thread's sequences
-    int32 before;  // granules of all sequences before them
+    int32 before;  // chunks of all sequences before them
     int32 own;  // theirs
     int32 total;  // of all sequences
 
-    OA_DEVICE static int32 granules_of(const DecodeParams& p, int32 b) {
-        return key_span(p, b).granules * p.num_kv_heads * p.num_row_blocks;
+    OA_DEVICE static int32 chunks_of(const DecodeParams& p, int32 b) {
+        return key_span(p, b).chunks * p.num_kv_heads * p.num_row_blocks;
     }
 
     // One CTA barrier.
@@ -102,7 +104,7 @@ struct Scan {
         first = min_of(int32(threadIdx.x) * each, p.batch);
         last = min_of(first + each, p.batch);
         own = 0;
-        for (int32 b = first; b < last; ++b) own += granules_of(p, b);
+        for (int32 b = first; b < last; ++b) own += chunks_of(p, b);
         int lane = threadIdx.x & 31, warp_idx = threadIdx.x >> 5;
         int32 inclusive = own;
 #pragma unroll
@@ -122,13 +124,13 @@ struct Scan {
         }
     }
 
-    // The sequence that granule `wanted` < total belongs to, and the granules before that sequence, to every thread. One CTA
-    // barrier.
+    // The sequence that chunk `wanted` < total belongs to, and the chunks before that sequence, to every thread. One
+    // CTA barrier.
     OA_DEVICE void locate(const DecodeParams& p, int32 wanted, ScanStorage<kThreads>& smem) {
         if (before <= wanted && wanted < before + own) {
             int32 at = before, b = first;
             for (; b < last - 1; ++b) {
-                int32 here = granules_of(p, b);
+                int32 here = chunks_of(p, b);
                 if (wanted < at + here) break;
                 at += here;
             }
@@ -138,11 +140,11 @@ struct Scan {
         __syncthreads();
     }
 
-    // Granules before sequence `wanted` < batch, in smem.before for every thread. One CTA barrier.
+    // Chunks before sequence `wanted` < batch, in smem.before for every thread. One CTA barrier.
     OA_DEVICE void before_sequence(const DecodeParams& p, int32 wanted, ScanStorage<kThreads>& smem) {
         if (first <= wanted && wanted < last) {
             int32 at = before;
-            for (int32 b = first; b < wanted; ++b) at += granules_of(p, b);
+            for (int32 b = first; b < wanted; ++b) at += chunks_of(p, b);
             smem.before = at;
         }
         __syncthreads();

@@ -1,18 +1,15 @@
-// Query rows of one kv head as B fragments of S^T = K Q^T, and what their scores need besides: rows are (query token, head of
-// the group), 8 a fragment; lane l holds channels of row l / 4.
+// Query rows of one kv head as B fragments of S^T = K Q^T, and what their scores need besides: rows are (query token,
+// head of the group), 8 a fragment; lane l holds channels of row l / 4.
 #pragma once
+#include "decode/hadamard.cuh"
 #include "decode/kv_dequant.cuh"
+#include "decode/kv_row.cuh"
+#include "params/decode.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "params/decode.cuh"
-#include "decode/kv_row.cuh"
 
-// Two fp16 numbers of one register as floats.
-OA_DEVICE float half_lo(uint32 w) { return to_float(Half{}, uint16(w)); }
-OA_DEVICE float half_hi(uint32 w) { return to_float(Half{}, uint16(w >> 16)); }
-
-// Eight channels of two units in the order in which `unpack_int4` gives the nibbles of a word: 0 4 1 5 | 2 6 3 7.
+// 8 channels of two units in the order in which `unpack_int4` gives the nibbles of a word: 0 4 1 5 | 2 6 3 7.
 template <int kUnits>
 OA_DEVICE void order_fbgemm_query(float (&x)[kUnits][4]) {
 #pragma unroll
@@ -37,18 +34,18 @@ struct QueryRow {
     float sum[kGroups];  // of the row's values in units of the products, by group; if it is one, times `scale`
     float start[kGroups];  // what products begin with, see KeyCodes
 
-    // Asks for the row; null is a row of zeros. Before the first copies of K and V: behind them it would be answered last.
+    // Loads the row; null is a row of zeros. Before the first copies of K and V: behind them it would arrive last.
     OA_DEVICE void load(const uint16* row, const DecodeParams& p, int q) {
         if constexpr (kKind == kKv16) {
 #pragma unroll
-            for (int piece = 0; piece < kHeadDim / 32; ++piece) {
-                int channel = 8 * (4 * piece + q);
+            for (int vec = 0; vec < kHeadDim / 32; ++vec) {
+                int channel = 8 * (4 * vec + q);
                 uint4 w = make_uint4(0, 0, 0, 0);
                 if (row != nullptr && channel < p.head_dim) w = *reinterpret_cast<const uint4*>(row + channel);
-                b[2 * piece][0] = w.x;
-                b[2 * piece][1] = w.y;
-                b[2 * piece + 1][0] = w.z;
-                b[2 * piece + 1][1] = w.w;
+                b[2 * vec][0] = w.x;
+                b[2 * vec][1] = w.y;
+                b[2 * vec + 1][0] = w.z;
+                b[2 * vec + 1][1] = w.w;
             }
         } else {
 #pragma unroll
@@ -68,7 +65,8 @@ struct QueryRow {
         bias = 0.0f;
     }
 
-    // Quantized K: scaled per channel, rotated, and brought to fp16 with a power of two, so that no bfloat16 overflows.
+    // Quantized K: the queries scaled per channel, rotated, and converted to fp16 times a power of two, so that no
+    // bfloat16 overflows.
     template <typename Io>
     OA_DEVICE void transform(Io io, const DecodeParams& p, int32 kv_head, int q) {
         using Codes = KeyCodes<kKind>;
@@ -123,7 +121,8 @@ struct QueryRow {
             uint32 hi = pack2(Half{}, x[unit][2] * down, x[unit][3] * down);
             b[unit][0] = lo;
             b[unit][1] = hi;
-            float sum01 = half_lo(lo) + half_hi(lo), sum23 = half_lo(hi) + half_hi(hi);
+            float sum01 = low_float(Half{}, lo) + high_float(Half{}, lo),
+                  sum23 = low_float(Half{}, hi) + high_float(Half{}, hi);
             sums[unit * kGroups / kUnits] += fmaf(sum23, Codes::kFirst, sum01);
             start[unit * kGroups / kUnits] -= fmaf(sum01, Codes::kOffset01, sum23 * Codes::kOffset23);
         }
@@ -137,7 +136,8 @@ struct QueryRow {
         }
     }
 
-    // The sums of four groups as a fragment beside K's zeros, which are bfloat16, in three parts that keep all of their 24 bits.
+    // The sums of four groups as a fragment beside K's zeros, which are bfloat16, in three parts that keep all of their
+    // 24 bits.
     OA_DEVICE void pack_sums(uint32 (&b)[2], int q) const {
         float x = q & 1 ? sum[2] : sum[0], y = q & 1 ? sum[3] : sum[1];
         uint32 part[3];
@@ -151,43 +151,19 @@ struct QueryRow {
         b[1] = q < 2 ? part[2] : 0;
     }
 
-    // Hadamard transform over the channels: bits 0, 1 of a channel are the element, 2, 3 the lane, the rest the unit (in
-    // FBGEMM's layout other ones; the order of the bits is nothing to the transform).
+    // Hadamard transform over the channels: bits 0, 1 of a channel are the element, 2, 3 the lane, the rest the unit
+    // (in FBGEMM's layout others; the order of the bits does not matter to the transform).
     static OA_DEVICE void rotate(float (&x)[kHeadDim / 16][4], int q) {
         constexpr int kUnits = kHeadDim / 16;
 #pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-            float a = x[unit][0] + x[unit][1], b = x[unit][0] - x[unit][1];
-            float c = x[unit][2] + x[unit][3], d = x[unit][2] - x[unit][3];
-            x[unit][0] = a + c;
-            x[unit][1] = b + d;
-            x[unit][2] = a - c;
-            x[unit][3] = b - d;
-        }
+        for (int unit = 0; unit < kUnits; ++unit) hadamard_elements(x[unit]);
 #pragma unroll
-        for (int mask = 1; mask <= 2; mask <<= 1)
+        for (int mask = 1; mask <= 2; mask <<= 1) hadamard_lanes(x, mask, q & mask);
 #pragma unroll
-            for (int unit = 0; unit < kUnits; ++unit)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float other = __shfl_xor_sync(0xffffffffu, x[unit][e], mask);
-                    x[unit][e] = (q & mask) ? other - x[unit][e] : x[unit][e] + other;
-                }
-#pragma unroll
-        for (int step = 1; step < kUnits; step <<= 1)
-#pragma unroll
-            for (int unit = 0; unit < kUnits; ++unit)
-                if ((unit & step) == 0)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        float a = x[unit][e], b = x[unit + step][e];
-                        x[unit][e] = a + b;
-                        x[unit + step][e] = a - b;
-                    }
-        constexpr float kNorm = kHeadDim == 64 ? 0.125f : kHeadDim == 128 ? 0.08838834764831845f : 0.0625f;
+        for (int step = 1; step < kUnits; step <<= 1) hadamard_units(x, step);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[unit][e] *= kNorm;
+            for (int e = 0; e < 4; ++e) x[unit][e] *= kHadamardNorm<kHeadDim>;
     }
 };

@@ -1,34 +1,25 @@
-// What one warp of a decode kernel does with a tile of keys: scores, softmax, output (entry/decode_sm80.cu has the equations).
+// What one warp of a decode kernel does with a tile of keys: scores, softmax, output (entry/decode_sm80.cu has the
+// equations).
 //
-// Keys are on the M side of both products. Lane l has in S^T the keys l/4 and l/4 + 8 of each 16 for the rows 2 (l % 4) + {0, 1} of
-// each eight; a transposition of 8x8 blocks makes P^T from it. In O^T it has channels for the same rows.
+// Keys are on the M side of both products. Lane l has in S^T the keys l/4 and l/4 + 8 of each 16 for the rows 2 (l % 4)
+// + {0, 1} of each 8; a transposition of 8x8 blocks makes P^T from it. In O^T it has channels of the same rows.
 #pragma once
-#include "decode/kv_dequant.cuh"
 #include "decode/kv_copy.cuh"
+#include "decode/kv_dequant.cuh"
+#include "decode/kv_row.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/half2.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
-#include "decode/kv_row.cuh"
 
-constexpr float kDecodeSlack = 8.0f;  // probabilities reach 2^8 before the maximum is taken again
+constexpr float kDecodeSlack = 8.0f;  // the maximum is updated once probabilities exceed 2^8
 // 2^80: with the smallest scale of V, 2^-60, still far beyond 2^kDecodeSlack, so that the first key sets the factor.
 constexpr float kLargestFactor = 1208925819614629174706176.0f;
 
 // 1 / x of a power of two from 2^-126 to 2^126.
 OA_DEVICE float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
 
-// Type of the products: that of a 16-bit cache, fp16 for codes.
-template <bool kQuantized, typename Io>
-struct ProductType {
-    using Type = Half;
-};
-template <typename Io>
-struct ProductType<false, Io> {
-    using Type = Io;
-};
-
-// Largest value of all lanes that share a lane's rows.
+// Largest value of all lanes with the same rows.
 OA_DEVICE float max_over_keys(float v) {
 #pragma unroll
     for (int mask = 4; mask <= 16; mask <<= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, mask));
@@ -40,13 +31,13 @@ OA_DEVICE float sum_over_keys(float v) {
     return v;
 }
 
-// 16-, 8- or 4-byte piece of a row from shared memory.
-template <int kPiece>
-OA_DEVICE void load_piece(uint32 (&w)[kPiece / 4], const uint8* at) {
-    if constexpr (kPiece == 16) {
+// A vector of 16, 8 or 4 bytes of a row from shared memory.
+template <int kVecBytes>
+OA_DEVICE void load_vec(uint32 (&w)[kVecBytes / 4], const uint8* at) {
+    if constexpr (kVecBytes == 16) {
         uint4 x = *reinterpret_cast<const uint4*>(at);
         w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
-    } else if constexpr (kPiece == 8) {
+    } else if constexpr (kVecBytes == 8) {
         uint2 x = *reinterpret_cast<const uint2*>(at);
         w[0] = x.x, w[1] = x.y;
     } else {
@@ -61,7 +52,7 @@ OA_DEVICE void load_params(uint32 (&w)[kGroups], const uint32* at) {
 #pragma unroll
     for (int i = 0; i < 4 * kGroups / kBytes; ++i) {
         uint32 x[kBytes / 4];
-        load_piece<kBytes>(x, reinterpret_cast<const uint8*>(at) + i * kBytes);
+        load_vec<kBytes>(x, reinterpret_cast<const uint8*>(at) + i * kBytes);
 #pragma unroll
         for (int j = 0; j < kBytes / 4; ++j) w[i * (kBytes / 4) + j] = x[j];
     }
@@ -74,9 +65,13 @@ struct DecodeTile {
     using KSmem = KTile<Config::kKKind, Config::kHeadDim>;
     using VSmem = VTile<Config::kVKind, Config::kHeadDim>;
 
+    // Element type of the products: that of a 16-bit cache, fp16 for codes.
+    template <bool kQuantized>
+    using ProductType = typename Select<kQuantized, Half, typename Config::Io>::Type;
+
     static constexpr bool kZeroProduct = has_zero_product(Config::kKKind, Config::kKGroups);
 
-    // What a warp knows of its rows: lane l has rows 2 (l % 4) + {0, 1} of each eight.
+    // A warp's state of its rows: lane l has rows 2 (l % 4) + {0, 1} of each 8.
     struct Rows {
         float scale[Config::kNTiles][2], bias[Config::kNTiles][2];
         float sum[Config::kQuantK ? Config::kKGroups : 1][Config::kNTiles][2];
@@ -90,16 +85,16 @@ struct DecodeTile {
     };
     using Scores = float[Config::kMTiles][Config::kNTiles][4];
 
-    // Tokens of a 16-key slice by rows of the fragment: row r of S^T, and slot r of P V, is token r/2 % 4 + 4 (r % 2) + 8 (r / 8),
-    // which keeps lanes that read together on different banks.
+    // Tokens of a 16-key slice by rows of the fragment: row r of S^T, and slot r of P V, is token r/2 % 4 + 4 (r % 2) +
+    // 8 (r / 8), which keeps lanes that read together on different banks.
     static OA_DEVICE int token_of_row(int r) { return ((r >> 1) & 3) + 4 * (r & 1) + (r & 8); }
 
     // Scores of one tile in base-2 units.
     static OA_DEVICE void mma_qk(Scores& x, const uint32 (&b)[Config::kNTiles][Config::kHeadDim / 16][2],
                                  const Rows& rows, const KvStage<Config>& stage, HalfMagic magic, int first, int lane) {
-        using Type = typename ProductType<Config::kQuantK, typename Config::Io>::Type;
+        using Type = ProductType<Config::kQuantK>;
         constexpr int kSteps = Config::kHeadDim / 16, kGroupSteps = kSteps / Config::kKGroups;
-        constexpr int kPieceSteps = kSteps / KRow::kPieces;
+        constexpr int kVecSteps = kSteps / KRow::kVecs;
         constexpr bool kOffsetCodes = KeyCodes<Config::kKKind>::kOffset01 != 0.0f;
         int q = lane & 3, token = token_of_row(lane >> 2);
 #pragma unroll
@@ -126,27 +121,27 @@ struct DecodeTile {
                 }
             }
 #pragma unroll
-            for (int piece = 0; piece < KRow::kPieces; ++piece) {
-                uint32 w[2][KRow::kPiece / 4];
-                uint32 offset = KSmem::offset(token, q, piece);
-                load_piece<KRow::kPiece>(w[0], at + offset);
-                load_piece<KRow::kPiece>(w[1], at + offset + 8 * KRow::kBytes);
-                uint32 a[2][2 * kPieceSteps];  // elements 0, 1 and 2, 3 of each unit
+            for (int vec = 0; vec < KRow::kVecs; ++vec) {
+                uint32 w[2][KRow::kVecBytes / 4];
+                uint32 offset = KSmem::offset(token, q, vec);
+                load_vec<KRow::kVecBytes>(w[0], at + offset);
+                load_vec<KRow::kVecBytes>(w[1], at + offset + 8 * KRow::kBytes);
+                uint32 a[2][2 * kVecSteps];  // elements 0, 1 and 2, 3 of each unit
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     if constexpr (!Config::kQuantK) {
 #pragma unroll
                         for (int j = 0; j < 4; ++j) a[r][j] = w[r][j];
                     } else {
-                        constexpr int kWordRegs = 2 * kPieceSteps / (KRow::kPiece / 4);
+                        constexpr int kWordRegs = 2 * kVecSteps / (KRow::kVecBytes / 4);
 #pragma unroll
-                        for (int j = 0; j < KRow::kPiece / 4; ++j)
+                        for (int j = 0; j < KRow::kVecBytes / 4; ++j)
                             unpack_k_word<Config::kKKind>(w[r][j], magic, a[r] + j * kWordRegs);
                     }
                 }
 #pragma unroll
-                for (int j = 0; j < kPieceSteps; ++j) {
-                    int step = piece * kPieceSteps + j;
+                for (int j = 0; j < kVecSteps; ++j) {
+                    int step = vec * kVecSteps + j;
                     uint32 fragment[4] = {a[0][2 * j], a[1][2 * j], a[0][2 * j + 1], a[1][2 * j + 1]};
                     int group = step / kGroupSteps;
                     if (step % kGroupSteps == 0)
@@ -201,7 +196,8 @@ struct DecodeTile {
                 for (int y = 0; y < 4; ++y) x[i][n][y] = back * tanh_exp2(x[i][n][y] * inverse);
     }
 
-    // Hides what a row must not see, and what is not the launch's; `first`: first key of the tile, `limit`: end of the keys.
+    // Masks keys that a row must not see, and those of another launch; `first`: first key of the tile, `limit`: end of
+    // the keys.
     static OA_DEVICE void mask_keys(Scores& x, const Rows& rows, int32 first, int32 limit, int32 window_left,
                                     int lane) {
 #pragma unroll
@@ -225,7 +221,7 @@ struct DecodeTile {
         }
     }
 
-    // Takes the tile's scores into the running maximum, when one of them is far beyond it.
+    // Updates the running maximum when a score is more than kDecodeSlack above it.
     static OA_DEVICE void update_maximum(const Scores& x, Rows& rows) {
         float top[Config::kNTiles][2];
         bool grew = false;
@@ -248,7 +244,7 @@ struct DecodeTile {
                 float alpha = exp2_approx(rows.m[n][r] - m_new);
                 float o_scale = alpha;
                 if (Config::kQuantV) {
-                    // What was large becomes small: the factor follows, in whole powers of two.
+                    // Probabilities shrink by alpha: the factor grows, in whole powers of two.
                     float steps = fminf(floorf(m_new - rows.m[n][r]), 126.0f);
                     float f_new =
                         fminf(rows.f[n][r] * __uint_as_float(uint32(127 + int32(steps)) << 23), kLargestFactor);
@@ -287,31 +283,31 @@ struct DecodeTile {
     // O^T += V^T P^T of 16 keys; b: P^T as fragments, one for each group of V.
     static OA_DEVICE void mma_pv(Rows& rows, const uint32 (&b)[Config::kVGroups][Config::kNTiles][2], const uint8* at,
                                  HalfMagic magic, int lane) {
-        using Type = typename ProductType<Config::kQuantV, typename Config::Io>::Type;
-        constexpr int kUnits = VRow::kUnits, kPieceUnits = kUnits / VRow::kPieces;
+        using Type = ProductType<Config::kQuantV>;
+        constexpr int kUnits = VRow::kUnits, kVecUnits = kUnits / VRow::kVecs;
         int q = lane & 3, g = lane >> 2;
 #pragma unroll
-        for (int piece = 0; piece < VRow::kPieces; ++piece) {
-            uint32 w[4][VRow::kPiece / 4];  // of tokens q, q + 4, q + 8, q + 12
+        for (int vec = 0; vec < VRow::kVecs; ++vec) {
+            uint32 w[4][VRow::kVecBytes / 4];  // of tokens q, q + 4, q + 8, q + 12
 #pragma unroll
-            for (int t = 0; t < 4; ++t) load_piece<VRow::kPiece>(w[t], at + VSmem::offset(q + 4 * t, g, piece));
-            uint32 a[2][4 * kPieceUnits];  // tokens q, q + 4 | q + 8, q + 12: elements 0 .. 3 of each unit
+            for (int t = 0; t < 4; ++t) load_vec<VRow::kVecBytes>(w[t], at + VSmem::offset(q + 4 * t, g, vec));
+            uint32 a[2][4 * kVecUnits];  // tokens q, q + 4 | q + 8, q + 12: elements 0 .. 3 of each unit
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int j = 0; j < VRow::kPiece / 4; ++j) {
+                for (int j = 0; j < VRow::kVecBytes / 4; ++j) {
                     uint32 w0 = w[2 * r][j], w1 = w[2 * r + 1][j];
                     if constexpr (!Config::kQuantV) {
                         a[r][2 * j] = permute_bytes(w0, w1, 0x5410);
                         a[r][2 * j + 1] = permute_bytes(w0, w1, 0x7632);
                     } else {
-                        constexpr int kWordRegs = 4 * kPieceUnits / (VRow::kPiece / 4);
+                        constexpr int kWordRegs = 4 * kVecUnits / (VRow::kVecBytes / 4);
                         unpack_v_words<Config::kVKind>(w0, w1, magic, g, a[r] + j * kWordRegs);
                     }
                 }
 #pragma unroll
-            for (int j = 0; j < kPieceUnits; ++j) {
-                int unit = piece * kPieceUnits + j, group = unit * Config::kVGroups / kUnits;
+            for (int j = 0; j < kVecUnits; ++j) {
+                int unit = vec * kVecUnits + j, group = unit * Config::kVGroups / kUnits;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     int e = 4 * j + 2 * half;
@@ -326,7 +322,7 @@ struct DecodeTile {
 
     static OA_DEVICE void softmax_pv(Scores& x, Rows& rows, const KvStage<Config>& stage, HalfMagic magic, int first,
                                      int lane) {
-        using Type = typename ProductType<Config::kQuantV, typename Config::Io>::Type;
+        using Type = ProductType<Config::kQuantV>;
         update_maximum(x, rows);
         int token = token_of_row(lane >> 2);
 #pragma unroll

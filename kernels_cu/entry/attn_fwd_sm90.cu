@@ -1,38 +1,44 @@
-// Exact attention forward on Hopper's wgmma (FlashAttention-3, Shah et al. 2024), sm_90a only.
+// Exact attention forward on Hopper's wgmma, sm_90a only. Source: FlashAttention-3 (Shah et al. 2024), sections 3.1 and
+// 3.2.
 //
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]; strides that tensor
-// maps take; VARLEN: packed [rows, heads, dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows]. head_dim below HEAD_DIM reads zeros beyond the tensor's edge.
+// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim], strides that tensor
+// maps take; VARLEN: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows], natural
+// logarithm, fp32. Where head_dim is below HEAD_DIM, TMA fills with zeros.
 //
-// One CTA an SM walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head (scheduler/fwd_tile.cuh).
-//   warpgroup 0, one thread   copies: Q, then K(i), V(i) from the last visible tile to the first
-//   warpgroups 1 ..           64 query rows each: S, softmax, O
+// A persistent kernel, one CTA an SM, walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head
+// (scheduler/persistent.cuh), keys from the last visible tile to the first.
+//   warpgroup 0: producer, one lane copies     warpgroups 1 ..: consumers, 64 query rows each: S, softmax, O
 //
-//   producer   copy Q -> q.full[stage]   copy V(i-1), K(i) -> kv.full[stage]   (each waits for its .empty)
-//   consumer   wait q, kv(0) | S(0) = QK(0) | softmax(0)
-//              wait kv(i) | turn: S(i) = QK(i) | O += P(i-1)V(i-1) | next one's turn
-//              softmax(i) | ... | wait kv(N) | O += P(N-1)V(N-1)
-//              arrives at kv.empty when S and O are there, at q.empty after a tile's last S
+//   producer                                        consumer g
+//   wait outer.empty <----------------------------- arrive outer.empty: the tile's last S is there
+//   TMA Q -> outer.full --------------------------> wait outer.full
+//   for i = 0 .. N:                                 for i = 0 .. N:
+//     wait inner.empty <----------------------------- arrive inner.empty: S(i) and O of P(i-1) are there
+//     TMA K(i), V(i-1) -> inner.full ---------------> wait inner.full
+//                                                     wait named barrier 1 + g (ping-pong)
+//                                                       S(i) = Q K(i)^T;  O += P(i-1) V(i-1)
+//                                                     arrive at the next warpgroup's
+//                                                     P(i) = softmax(S(i)), under the others' products
 //
-// The warpgroups take turns in issuing their products (pipeline/ping_pong.cuh), so that one's softmax runs under the others'
-// products. Each passes over the key tiles that none of its 64 rows sees, and may be a tile of queries ahead.
+// A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same] |
-// barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; columns beyond HEAD_DIM are zeros that
-// no product reads.
-#include "attention/warp_epilogue.cuh"
+// barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads columns beyond
+// HEAD_DIM.
 #include "attention/fwd_roles.cuh"
+#include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_fwd.cuh"
+#include "pipeline/warp_roles.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/tma.cuh"
-#include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bf16.cuh"
 #include "ptx/wgmma_fp16.cuh"
-#include "params/attn_fwd.cuh"
 #include "scheduler/persistent.cuh"
 
 struct Config {
@@ -44,7 +50,7 @@ struct Config {
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
-    static constexpr bool kVarlen = VARLEN;  // packed sequences; a constant, because the dense loop pays for more code
+    static constexpr bool kVarlen = VARLEN;  // packed sequences
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + 63) / 64;
     static constexpr int kNTiles = kBlockN / 8;
@@ -219,7 +225,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             wgmma_pin(o);
             release_inner();
         };
-        auto once_more = [&] {
+        auto redo = [&] {
             rows.raise(s, c, alpha);
             rescale(o, alpha);
             probabilities(rows, s, c, probs, sum);
@@ -230,17 +236,17 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             if (!is_full) wait_inner();
             if (i >= special) {
                 products();
-                // The last scores are there: the producer may fetch another tile's Q under the rest of this one.
+                // The last scores are there: the producer may fetch the next tile's Q.
                 if (i == num_tiles - 1) release_outer();
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
                 probabilities(rows, s, c, probs, sum);
-                if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) once_more();
+                if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) redo();
                 is_full = is_inner_full();
             } else {
-                // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more. (It
-                // comes back to the same products: all four warps have to issue them by the very same instruction.) One vote
-                // decides for the warp: lanes may have seen a barrier at different times.
+                // The common case. Rare cases leave the loop: a jump over them would cost ten cycles a step and more.
+                // (They come back to the same products: all four warps have to issue them by the very same
+                // instruction.) One vote decides for the warp: its lanes may have seen a barrier at different times.
                 bool again;
                 for (;;) {
                     products();
@@ -251,7 +257,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                     rows.add(sum);
                     ++i;
                 }
-                if (__any_sync(0xffffffffu, again)) once_more();
+                if (__any_sync(0xffffffffu, again)) redo();
             }
             rows.add(sum);
             ++i;
@@ -269,7 +275,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
     }
 
   private:
-    // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next step's buffer
+    // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next stage
     // holds its V.
     OA_DEVICE void clear_foreign_rows(const FwdTile& t, int32 n) const {
         if constexpr (Config::kVarlen) {
@@ -281,7 +287,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         }
     }
 
-    WgmmaDescriptor q_, k_, v_;  // in the first buffers
+    WgmmaDescriptor q_, k_, v_;  // of the first stages
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(

@@ -1,52 +1,55 @@
-// Attention forward with INT8 Q K^T and FP16 P V on mma.sync and a ring of mbarriers, for GPUs from sm_90 on that run no
-// wgmma code of ours (mbarrier.try_wait is what it needs of sm_90): the common case of attn_int8_sm80 at head_dim 128, where
-// scores stay integers (no mask, softcap or delta_s), V is fp16, and O is summed in fp32.
+// Attention forward with INT8 Q K^T and FP16 P V on mma.sync and a ring of mbarriers, sm_90 and newer
+// (mbarrier.try_wait): the common case of attn_int8_sm80 at head_dim 128, for GPUs without wgmma and for operands in
+// the sm80 grouping. Scores stay integers (no mask, softcap or delta_s), V is fp16, O is summed in fp32. Source:
+// SageAttention (Zhang et al. 2024).
 //
-// Why it exists: int8 attention end to end at head_dim 128 is 9 to 13 % faster with it than with attn_int8_sm80, from 8192
-// tokens on (one run on an H200, docs/performance/sage_sm80_sm89.md): warps wait for tiles and not for each other, and a
-// block's exponentials are mixed with the next scores' products.
+// Why it exists: int8 attention end to end at head_dim 128 is 9 to 13 % faster with it than with attn_int8_sm80, from
+// 8192 tokens on (one run on an H200, docs/performance/sage_sm80_sm89.md): warps wait for tiles and not for each other,
+// and a block's exponentials are mixed with the next scores' products.
 //
-//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + row_bias);  P = softmax([S, sink]);  O = (P V) v_scale + P v_mean
-//   LSE = log(sum(exp(S)) + exp(sink))
+//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + row_bias);  P = softmax([S, sink])
+//   O = (P V) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8; v [batch,
-// num_kv_heads, seqlen_k, head_dim_pad] fp16. Formats, scales, and packed sequences: docs/quantization.md, grouping "sm80".
+// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8; v
+// [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16. Formats, scales, and packed sequences: docs/quantization.md,
+// grouping "sm80".
 //
-// One CTA computes BLOCK_M query rows of one head; warp w owns rows [32 w, 32 w + 32) from the loads of Q to the stores of O and
-// copies its share of K and V (cp.async). Keys are walked from the last visible tile of 64 to the first, through a ring of
-// three stages: a warp waits until a tile is there and until all warps have left the stage that it fills next, never for the
-// other warps themselves, so that they may be a tile apart.
+// One CTA computes BLOCK_M query rows of one head; warp w owns rows [32 w, 32 w + 32) from the loads of Q to the stores
+// of O. Keys are walked from the last visible tile of 64 to the first, through a ring of three stages that all warps
+// fill (cp.async): a warp waits until a tile is there and until all warps have left the stage that it fills next, so
+// warps may be a tile apart.
 //
-// A step, of one warp:
+//   each warp, tile n                                                              barriers (NUM_STAGES of each)
+//     wait full[n], empty[n-1]                                                     full: 32 * NUM_WARPS copies landed
+//     scores of the first QK_AHEAD blocks of 16 keys                               empty: NUM_WARPS warps have left
+//     for each block: its exponentials | scores of the block QK_AHEAD further
+//     copies of tile n - 1, arrive full[n-1] when they land | first V_EARLY operands of V
+//     vote: was P too large?
+//     O += P V | arrive empty[n]
 //
-//   (wait tile n)  scores of the first QK_AHEAD blocks of 16 keys
-//                  for each block: its exponentials | scores of the block QK_AHEAD further
-//                  copies of tile n - 1 | the first V_EARLY operands of V
-//                  was P too large? (vote)
-//                  O += P V
+// Up to the vote there is no branch, so the compiler may mix exponentials and products. By itself it would do all
+// products first: `after`, which is zero, makes the scores of a block depend on exponentials that shall come before
+// them. Scores are not kept in registers for the rare case that they are needed again, but computed again where P was
+// too large and the base of the softmax is raised. The first tile, which always raises it, and tiles at edges, which
+// are masked, are steps of their own: all scores, the base, all exponentials. First tile and edges are those of a
+// warp's rows: of the two tiles on the diagonal of a causal CTA its upper warps see the second only, and for its lower
+// warps that one is a common step.
 //
-// Up to the vote there is no branch, so the compiler may mix exponentials and products. By itself it would do all products
-// first: `after`, which is zero, makes the scores of a block depend on exponentials that shall come before them. Scores are
-// not kept in registers for the rare case that they are needed again, but computed again where P was too large and the base of
-// the softmax is raised. The first tile, which always raises it, and tiles at edges, which are masked, are steps of their own:
-// all scores, the base, all exponentials. First tile and edges are those of a warp's rows: of the two tiles on the diagonal of
-// a causal CTA its upper warps see the second only, and for its lower warps that one is a common step.
-//
-// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K [4][16] |
-// barriers | facts of the tile | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
-#include "pipeline/channel_scales.cuh"
+// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM] | 3 stages of K [64 * HEAD_DIM] and V [64 * HEAD_DIM * 2] | scales of K
+// [4][16] | barriers | TileFacts | v_scale, v_mean [2][HEAD_DIM * 4] | row_bias [BLOCK_M * 4].
+#include "attention/p_operands.cuh"
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
-#include "attention/p_operands.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_int8.cuh"
+#include "pipeline/channel_scales.cuh"
 #include "pipeline/ring.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
-#include "params/attn_int8.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
 
@@ -54,7 +57,7 @@ struct Config {
     using Io = IO_TYPE;  // of o and sinks
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kBlockM = BLOCK_M;
-    static constexpr int kBlockN = 64;  // keys that share scales
+    static constexpr int kBlockN = 64;  // a tile of k_scale
     static constexpr int kThreads = NUM_WARPS * 32;
     static constexpr int kStages = NUM_STAGES;
     static constexpr int kMTiles = 2;  // 16-row tiles of one warp
@@ -67,7 +70,7 @@ struct Config {
     static_assert(kBlockM == 32 * NUM_WARPS && kBlockM == kThreads,
                   "32 rows a warp: one q_scale a lane; a row a thread");
     static_assert(kHeadDim == 128 && kStages == 3, "rows of K and of V's panels are 128 bytes: one place for both");
-    static_assert(kAhead >= 1 && kAhead <= kNTiles / 2 && kEarly >= 0 && kEarly <= kDTiles / 2, "within a tile");
+    static_assert(kAhead >= 1 && kAhead <= kNTiles / 2 && kEarly >= 1 && kEarly <= kDTiles / 2, "within a tile");
 };
 
 using QTile = PanelTile<Config::kBlockM, Config::kHeadDim / 2>;
@@ -103,8 +106,8 @@ using Integers = Score[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 using Probabilities = uint32[Config::kPSteps][4];
 using QOperands = uint32[Config::kSteps][Config::kMTiles][4];
-using EarlyV = uint32[Config::kEarly > 0 ? Config::kEarly : 1][4];
-using Softmax = RowState<NoLift>;
+using EarlyV = uint32[Config::kEarly][4];
+using Softmax = RowState<FloatPRange>;
 
 // A value that the compiler cannot compute anew, as it likes to do with addresses in every iteration.
 OA_DEVICE uint32 opaque(uint32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
@@ -174,7 +177,8 @@ class Worker {
         if (warp_row_ + (lane_ >> 2) < t_.seqlen_q) scale_ *= q_scales(p_, x_, t_, warp_row_)[lane_ >> 2];
     }
 
-    // P of a tile from its operands. copies: what to do once the last of K is on its way; load_early: V's first operands.
+    // P of a tile from its operands. copies: called once the last of K has been read; load_early: loads V's first
+    // operands.
     template <typename Copies, typename LoadEarly>
     OA_DEVICE void probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane,
                                  Copies copies, LoadEarly load_early) {
@@ -193,21 +197,21 @@ class Worker {
         bool too_large = c0 > kCoarseScaleOf<Score>;
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i)
-            too_large |= !(sum[i][0] <= NoLift::kSumLimit) || !(sum[i][1] <= NoLift::kSumLimit);
+            too_large |= !(sum[i][0] <= FloatPRange::kSumLimit) || !(sum[i][1] <= FloatPRange::kSumLimit);
         if (__any_sync(0xffffffffu, too_large)) {
-            do_again(n, c, false, sum, q_lane, k, k_lane);
+            redo(n, c, false, sum, q_lane, k, k_lane);
             load_early();  // so that they take no registers meanwhile
         }
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) rows_[i].add(sum[i]);
     }
 
-    // P of a tile at an edge, or of a row's first, which raises the base anyway.
-    OA_DEVICE void careful_probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane) {
+    // P of a tile at an edge, or of a row's first tile, which raises the base anyway.
+    OA_DEVICE void masked_probabilities(int32 n, float k_scale, const QLane& q_lane, uint32 k, const KLane& k_lane) {
         float c0 = scale_without_rounding(scale_ * k_scale);
         const float c[2] = {c0, c0};
         float sum[Config::kMTiles][2];
-        do_again(n, c, true, sum, q_lane, k, k_lane);
+        redo(n, c, true, sum, q_lane, k, k_lane);
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) rows_[i].add(sum[i]);
     }
@@ -216,16 +220,10 @@ class Worker {
     OA_DEVICE void store(const FwdTile& t, int32 warp_row, bool attended, ChannelScales<Config::kHeadDim> channels,
                          const float* row_bias) {
 #pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i) {
-            rows_[i].reduce();
-            float bias[2] = {0.0f, 0.0f};
-            if (attended) {
-                restore_values(o_[i], rows_[i].m2, rows_[i].l, channels, lane_);
-                bias[0] = row_bias[i * 16 + (lane_ >> 2)] * p_.softmax_scale;
-                bias[1] = row_bias[i * 16 + (lane_ >> 2) + 8] * p_.softmax_scale;
-            }
-            store_rows<Config::Io>(o_[i], rows_[i].m2, rows_[i].l, bias, p_, t, warp_row + i * 16, lane_);
-        }
+        for (int i = 0; i < Config::kMTiles; ++i)
+            store_quantized<Config::Io>(
+                o_[i], rows_[i], attended, channels, [&](int32 row) { return row_bias[i * 16 + row]; }, p_, t,
+                warp_row + i * 16, lane_);
     }
 
     Output o_[Config::kMTiles];
@@ -255,11 +253,11 @@ class Worker {
     }
 
     // A tile at an edge, or one whose P was too large: masked, with the base raised; O and the denominators follow.
-    OA_DEVICE void do_again(int32 n, const float (&c)[2], bool edges, float (&sum)[Config::kMTiles][2], QLane q_lane,
-                            uint32 k, KLane k_lane) {
-        // Or else what the first time has in common with this one is kept in registers for it.
-        q_lane.full = kept(q_lane.full), q_lane.tail = kept(q_lane.tail);
-        k_lane.full = kept(k_lane.full), k_lane.tail = kept(k_lane.tail);
+    OA_DEVICE void redo(int32 n, const float (&c)[2], bool edges, float (&sum)[Config::kMTiles][2], QLane q_lane,
+                        uint32 k, KLane k_lane) {
+        // Opaque, or the compiler keeps what this has in common with the first computation in registers.
+        q_lane.full = in_register(q_lane.full), q_lane.tail = in_register(q_lane.tail);
+        k_lane.full = in_register(k_lane.full), k_lane.tail = in_register(k_lane.tail);
         Integers s[Config::kMTiles];
         QOperands q;
         load_q(q, q_lane);
@@ -325,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         // All tiles but a sequence's last have all rows; rows lie together where none of their columns are left out.
         const bool whole = p.k_stride_s == Config::kHeadDim / 2 && p.v_stride_s == Config::kHeadDim;
         const int32 last_whole =
-            kept(whole ? keys.first : 0x7fffffff);  // while n > this, the next tile is copied as whole
+            in_register(whole ? keys.first : 0x7fffffff);  // while n > this, the next tile is copied as whole
         WholeKCopy whole_k(tid);
         WholeVCopy whole_v(tid);
 #pragma unroll
@@ -333,8 +331,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             whole_k.dst[i] = opaque(smem_k + whole_k.dst[i], lane);
             whole_v.dst[i] = whole_k.dst[i] + uint32(KTile::kBytes);  // the same place in K and in a panel of V
         }
-        const uint8* k_from = kept(reinterpret_cast<const uint8*>(facts.k) + whole_k.src);
-        const uint8* v_from = kept(reinterpret_cast<const uint8*>(facts.v) + whole_v.src);
+        const uint8* k_from = in_register(reinterpret_cast<const uint8*>(facts.k) + whole_k.src);
+        const uint8* v_from = in_register(reinterpret_cast<const uint8*>(facts.v) + whole_v.src);
         const float* scales_from = facts.k_scale;
         if (whole && p.q_stride_s == Config::kHeadDim / 2 && t.seqlen_q - t.m0 >= Config::kBlockM) {
             const WholeQCopy whole_q(tid);
@@ -349,7 +347,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             copy_tile(n, 0, tid);
         }
         copy_scale(n);
-        // What the end needs, whose loads would wait for L2 there: registers to wait in are lacking.
+        // What the epilogue needs: loaded there, each would wait for L2, because there are no registers to load ahead
+        // into.
         const int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
         const int64 channel = (int64(t.sequence) * p.num_kv_heads + kv_head) * columns;
         const QuantizedOperands& x = params.operands;
@@ -376,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             for (int d = 0; d < Config::kEarly; ++d) ldmatrix_x4_trans(early[d], here + v_lane.at(0, d));
         };
         auto begin = [&] {
-            // Both questions at once: their answers take longer than what there is to do with them.
+            // Both tests at once: each takes longer than what depends on it.
             bool landed = ring.is_full(use), left = ring.is_empty(next);
             if (!(landed & left)) {
                 ring.wait(use);
@@ -399,13 +398,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             cp_async_16_if(smem_addr_of(smem.k_scale[(n - 1) & 3]), scales_from + int64(n - 1) * 4,
                            n > keys.first && tid == 0);
         };
-        // head_dim_pad < 128; by a tid of its own, so that nothing that only this needs takes registers all the time.
+        // head_dim_pad < 128. An opaque tid, so that nothing of this stays in registers through the loop.
         auto other_copies = [&] {
-            if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, kept(tid));
+            if (n > keys.first && n <= last_whole) copy_tile(n - 1, there, in_register(tid));
         };
-        // Of this warp's rows: tiles [own.first, own.end) are seen; of these [common_first, common_end) need no mask and are
-        // not the first.
-        // Every warp has its own, and copies its share of every tile.
+        // Of this warp's rows: tiles [own.first, own.end) are seen; of these [common_first, common_end) need no mask
+        // and are not the first. Every warp copies its part of every tile, whether it sees it or not.
         FwdTile rows = t;
         rows.m0 += warp_idx * 32;
         const KeyTiles<32, Config::kBlockN> own(p, rows);
@@ -418,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
                 other_copies();
                 announce();
                 if (n < own.end && n >= own.first) {
-                    worker.careful_probabilities(n, smem.k_scale[n & 3][lane & 3], q_lane, here, k_lane);
+                    worker.masked_probabilities(n, smem.k_scale[n & 3][lane & 3], q_lane, here, k_lane);
                     load_early();
                     mma_pv(worker.o_, worker.probs_, here, v_lane, early);
                 }

@@ -1,48 +1,52 @@
-// Low-precision attention forward on Hopper's wgmma (SageAttention2, Zhang et al. 2024; warp specialization as in
-// FlashAttention-3), sm_90a only: INT8 Q K^T, FP8 P V with two-level accumulation.
+// Low-precision attention forward on Hopper's wgmma, sm_90a only: INT8 Q K^T, FP8 P V with two-level accumulation.
+// Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3; warp specialization: FlashAttention-3 (Shah et al.
+// 2024).
 //
 //   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  P = softmax([S, sink])
 //   O = (P V8) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
 // q_int [batch, num_q_heads, seqlen_q, head_dim_pad] s8   k_int [batch, num_kv_heads, seqlen_k, head_dim_pad] s8
-// v [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys padded to 128 and permuted inside each 16 (docs/quantization.md),
-// so that the accumulator layout of S is the operand layout of P. Packed sequences have no batch; theirs begin at slots of
-// 128 (q_scale, k_scale, delta_s, v). o: any strides of attention. Scales are per thread: of the 16 rows of a warp rows
-// r and r + 8 share one, of a tile of 128 keys keys 8i + 2j and 8i + 2j + 1 do, so a lane meets one of each.
-// row_bias is a constant of its row, which no softmax sees: it enters with LSE and sinks only.
+// v [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys padded to 128 and permuted inside each 16
+// (docs/quantization.md), so that the accumulator layout of S is the operand layout of P. Packed sequences have no
+// batch; theirs begin at slots of 128 (q_scale, k_scale, delta_s, v). o: any strides of attention. Scales are per
+// thread: of the 16 rows of a warp, rows r and r + 8 have one scale; of a tile of 128 keys, keys 8i + 2j and 8i + 2j +
+// 1 have one: a lane needs one of each. row_bias is a constant of its row, which no softmax sees: it enters with LSE
+// and sinks only.
 //
-// Roles, barriers and turns are those of attn_fwd_sm90 (attention/fwd_roles.cuh); only two warpgroups take turns.
-//   consumer   wait kv(i) | [turn:] S = QK(i) | A += P(i-1)V(i-1), sums of P(i-1) | [next one's turn]
-//              softmax(i), under the products with P | every flush_keys keys: O += A, A = 0 ...
-// With REGISTER_Q consumers read Q before the first step and give its buffer back.
-// The tensor cores keep about 13 bits of mantissa when they add e4m3 products, and cut off what lies below. So A, in
-// registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three warpgroups have no
-// registers for both.
-// P is 28 at the largest score that the base of the softmax was made for: an e4m3 number, so
-// that a key that counts for more than all others is not rounded, with room below the largest e4m3 for scores that exceed it.
-// What divides O are sums of P as rounded: products with ones, each tile's by itself. The LSE is of sums before rounding, which
-// kernels WITH_LSE form besides; what they make of O has the same bits.
+// Roles and barriers are those of attn_fwd_sm90 (attention/fwd_roles.cuh); only two warpgroups take part in ping-pong.
+//   consumer, step i   wait inner.full | S(i) = Q K(i)^T | A += P(i-1) V(i-1), sums of P(i-1)
+//                      softmax(i), under the products with P(i-1) | arrive inner.empty
+//                      every flush_keys keys: O += A, A = 0
+// With REGISTER_Q consumers read Q before the first step and release its stage at once.
 //
-// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones [512] | delta_s
-// [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean
-// [NUM_CONSUMERS][2][HEAD_DIM * 4], where there is room (else they follow O in its place) | barriers. Rows of Q and K are
+// Two-level accumulation: the tensor cores keep about 13 bits of mantissa when they add e4m3 products, and truncate. So
+// A, in registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three
+// warpgroups have no registers for both.
+// P is 28 at the base of the softmax: an e4m3 number, so that a key that counts for more than all others is not
+// rounded, with room below the largest e4m3 for scores that exceed the base. O is divided by sums of P as rounded:
+// products with ones. The LSE is of sums before rounding, which kernels WITH_LSE form besides; their O has the same
+// bits.
+//
+// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones
+// [512] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] |
+// v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place | barriers. Rows of Q and K are
 // min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
-#include "pipeline/channel_scales.cuh"
 #include "attention/delta_shift.cuh"
+#include "attention/fwd_roles.cuh"
 #include "attention/p_e4m3.cuh"
-#include "tile/int8_queries.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/warp_epilogue.cuh"
-#include "attention/fwd_roles.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_int8.cuh"
+#include "pipeline/channel_scales.cuh"
+#include "pipeline/warp_roles.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/tma.cuh"
-#include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_e4m3.cuh"
-#include "params/attn_int8.cuh"
 #include "scheduler/persistent.cuh"
+#include "tile/int8_queries.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // of o and sinks
@@ -68,10 +72,8 @@ struct Config {
     static constexpr bool kByRow = kHeadDim == 128;  // order of exponentials: the other one costs 1 to 2 %
     static constexpr bool kEarlyChannels = kHeadDim <= 128;
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
-    static_assert(kBlockN == 64 || kBlockN == 128, "rows of V; a scale's tile has 128 keys");
+    static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 
 struct SharedStorage {
@@ -192,9 +194,9 @@ OA_DEVICE void issue_pv(Output& acc, RowSums& sums, const Probabilities& probs, 
     wgmma_pin(sums);
 }
 
-using Softmax = RowState<Lift>;
+using Softmax = RowState<PRange>;
 
-using Shift = ShiftIf<Config::kDelta>::Type;
+using Shift = Select<Config::kDelta, DeltaShift, NoShift>::Type;
 
 class Consumer : public ForwardConsumer<Config, Consumer> {
   public:
@@ -202,8 +204,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         Output acc;
         Softmax softmax;
         float lse_sum[2];  // kLse: this lane's sums of P before rounding
-        float shrink[2];  // what O, as it lies in shared memory, has to be multiplied by
-        bool flushed;  // whether O has anything
+        float shrink[2];  // what O in shared memory has to be multiplied by
+        bool flushed;  // whether O in shared memory holds anything
         bool attended;  // whether there was a tile of keys
 
         OA_DEVICE Rows() : lse_sum{0.0f, 0.0f}, shrink{1.0f, 1.0f}, flushed(false), attended(false) { clear(); }
@@ -220,27 +222,27 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
           storage_(smem),
           k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&SharedStorage::k), 16, 8 * Config::kRowBytes)),
           v_(wgmma_descriptor<Config::kBlockN>(smem_addr_at(&SharedStorage::v), 16, 8 * Config::kBlockN)),
-          k_scale_(kept(smem_addr_at(&SharedStorage::k_scale) + 4 * (lane_ & 3))) {}
+          k_scale_(in_register(smem_addr_at(&SharedStorage::k_scale) + 4 * (lane_ & 3))) {}
 
-    // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal for the
-    // whole warpgroup may decide between two places where products are issued.
+    // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal
+    // for the whole warpgroup may decide between two places where products are issued.
     OA_DEVICE void attend(const FwdTile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
         const int32 num_tiles = keys.end - keys.first;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
-        // Asked for here, used behind the waits for Q and K: it comes from far away.
+        // Loaded here, used behind the waits for Q and K: a trip to L2 or memory.
         float q_scale = scale_of_queries(t, warp_row);
         Queries q;
         Softmax& rows = state.softmax;
         Scores s;
-        // P is made while the product of the last P runs, whose operands no instruction may write to.
+        // The next P is computed while the product of the last one runs, whose operands must not be written.
         Probabilities probs, fresh;
-        const uint32 zero = unseen_zero();
+        const uint32 zero = opaque_zero();
         RowSums sums = {};
         float c[2], alpha[2], sum[2];
-        bool is_full = false;  // whether the next step's buffer was seen to be
+        bool is_full = false;  // whether the next stage was seen to be
 
-        // S(i), and A += P(i - 1) V(i - 1), which runs on.
+        // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
         auto products = [&] {
             c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
             ping_pong_.wait();
@@ -263,10 +265,10 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
 #pragma unroll
             for (int k = 0; k < Config::kBlockN / 32; ++k)
 #pragma unroll
-                for (int x = 0; x < 4; ++x) probs[k][x] = moved(fresh[k][x], zero);
+                for (int x = 0; x < 4; ++x) probs[k][x] = copy_of(fresh[k][x], zero);
         };
-        // After the last read of the step's buffer.
-        auto give_back = [&] {
+        // After the last read of the stage.
+        auto release_stage = [&] {
             __syncwarp();
             release_inner();
             is_full = is_inner_full();
@@ -276,22 +278,25 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             sum[0] = sum[1] = 0.0f;
             rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift_of(t));
         };
-        // Of this lane's rows. In packed tensors a tile's last rows may be the next sequence's; they must not have a say, or a
-        // result would depend on its neighbour.
+        // Of this lane's rows. In packed tensors a tile's last rows may be the next sequence's; they must not take part
+        // in the vote, or a result would depend on its neighbour.
         auto is_too_large = [&] {
             uint32 signs[2];
             past_largest(fresh, signs);
             return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0 ||
                    (!Config::kDelta && c[0] > kCoarseScale);
         };
-        auto once_more = [&] {
+        auto redo = [&] {
             Shift shift = shift_of(t);
             rows.raise(s, c, alpha, shift);
             rescale(state.acc, alpha);
             state.shrink[0] *= alpha[0];
             state.shrink[1] *= alpha[1];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) state.lse_sum[r] *= alpha[r], sum[r] = 0.0f;
+            for (int r = 0; r < 2; ++r) {
+                state.lse_sum[r] *= alpha[r];
+                sum[r] = 0.0f;
+            }
             rows.exponentiate_in_order<true, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift);
             renew_probs();
         };
@@ -328,9 +333,9 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         rows.raise(s, c, alpha, shift_of(t));
         exponentiate();
         renew_probs();
-        if (__any_sync(0xffffffffu, is_too_large())) once_more();
+        if (__any_sync(0xffffffffu, is_too_large())) redo();
         add();
-        give_back();
+        release_stage();
 
         const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
         int32 flush_at = i + flush_tiles;
@@ -350,22 +355,22 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 }
                 special = next_special(i);
                 renew_probs();
-                if (__any_sync(0xffffffffu, is_too_large())) once_more();
-                give_back();
+                if (__any_sync(0xffffffffu, is_too_large())) redo();
+                release_stage();
             } else {
-                // The common case. What is rare leaves the loop, by one branch for all: a jump over it would cost ten cycles a
-                // step and more.
+                // The common case. Rare cases leave the loop, by one branch for all: a jump over them would cost ten
+                // cycles a step and more.
                 bool again, given = !Config::kDelta;
                 for (;;) {
                     products();
                     exponentiate();
                     finish_pv();
-                    if (!Config::kDelta) give_back();
+                    if (!Config::kDelta) release_stage();
                     renew_probs();
                     again = is_too_large();
                     if (__any_sync(0xffffffffu, again || i + 1 >= special || (!Config::kDelta && !is_full))) break;
-                    if (Config::kDelta) {  // doing it again would have needed delta_s
-                        give_back();
+                    if (Config::kDelta) {  // redo() needs the stage's delta_s
+                        release_stage();
                         given = true;
                         if (__any_sync(0xffffffffu, !is_full)) break;  // lanes may have asked at different times
                         given = false;
@@ -373,8 +378,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                     add();
                     ++i;
                 }
-                if (__any_sync(0xffffffffu, again)) once_more();
-                if (!given) give_back();
+                if (__any_sync(0xffffffffu, again)) redo();
+                if (!given) release_stage();
             }
             add();
         }
@@ -408,7 +413,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
   private:
     // Of this lane's two rows.
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
-        // Rows behind the sequence, or (unsigned) before row 0, are zeros: no scale so coarse as to need the careful way.
+        // Rows behind the sequence, or (unsigned) before row 0, are zeros: a scale that never needs the slow path.
         if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.operands.q_scale[head * params_.operands.q_scale_stride_h + first_block(t, t.q_begin) * 64 +
@@ -466,13 +471,13 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
     // delta_s of the step's tile.
     OA_DEVICE Shift shift_of(const FwdTile& t) const {
         int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
-        return ShiftIf<Config::kDelta>::of(storage_.delta[Config::kDelta ? inner_at_.stage : 0][row] + 2 * (lane_ & 3),
-                                           p_.softmax_scale * kLog2e);
+        return Shift(storage_.delta[Config::kDelta ? inner_at_.stage : 0][row] + 2 * (lane_ & 3),
+                     p_.softmax_scale * kLog2e);
     }
 
     const AttnInt8Sm90Params& params_;
     SharedStorage& storage_;
-    WgmmaDescriptor k_, v_;  // in the first buffers
+    WgmmaDescriptor k_, v_;  // of the first stages
     uint32 k_scale_;  // shared address of this lane's
 };
 

@@ -1,8 +1,10 @@
-// Copies of whole blocks inside the planes of a paged KV cache (copy-on-write): block pairs come with the arguments, so that
-// nothing has to be on the device before.
+// Copies of whole blocks inside the planes of a paged KV cache (copy-on-write); the pairs of blocks come with the
+// arguments, so that nothing has to be on the device before.
 //
-// One CTA a pair and a part of a plane: blockIdx.x the pair, blockIdx.y the plane (K, V, parameters of K, of V), blockIdx.z the part.
-// No shared memory.
+//   plane[destination] = plane[source], each block block_bytes[plane] bytes
+//
+// One CTA a pair and a part of a plane: blockIdx.x the pair, blockIdx.y the plane (K, V, parameters of K, of V),
+// blockIdx.z the part. No shared memory. Bound by memory.
 #include "params/kv_copy.cuh"
 #include "ptx/types.cuh"
 

@@ -4,14 +4,14 @@
 //
 // o_a, o_b, o: [batch, seqlen, heads, head_dim], any strides, last dimension contiguous, 16-byte rows; lse_*: fp32,
 // [batch, heads, seqlen], any strides. Both LSE -inf: O = 0, LSE = -inf.
-// One thread merges 16 bytes of one row; the grid covers rows * chunks, rows beyond 2^31 included. Memory bound: reads
-// two outputs, writes one.
+// One thread merges 16 bytes of one row; the grid covers rows * chunks, rows beyond 2^31 included. No shared memory.
+// Bound by memory: reads two outputs, writes one.
 #include "params/merge_states.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
-// A side without any key (LSE = -inf) is not looked at, whatever it holds.
+// A side without any key (LSE = -inf) does not count, whatever it holds.
 struct Side {
     float weight;
     bool present;

@@ -33,22 +33,22 @@ struct AttnFwdParams {
     int32 mask_kind, sinks_kind;
     float softmax_scale;
     float softcap;  // 0: none
-    int32 zero;  // always 0, which the compiler does not know; and the struct's size is a multiple of 8
+    int32 zero;  // always 0, unknown to the compiler; makes the struct's size a multiple of 8
 };
 
 // The work of a launch as one list of items, which the host composes (launch/tile_order.py). CTA b takes item b, then
 // every gridDim.x-th further; from the first round that holds no pair only, every second round runs backwards, so
-// that a list that goes from long to short is shared out evenly. No counter in global memory is needed, and every warp
+// that a list that goes from long to short is distributed evenly. No counter in global memory is needed, and every warp
 // role walks the list by itself. Fewer than 2^31 - gridDim.x items.
 //   items < num_pairs   the j-th longest and the j-th shortest tile of one head: causal pairs are all equally long
 //   then                the tiles of the last num_tail_heads heads, the longest of all heads first
-// or, with neither, head by head: neighbours share K and V in L2.
+// or, with neither, head by head: K and V stay in L2.
 struct TileList {
     uint32 num_items;
     uint32 num_pairs;
     uint32 num_tail_heads;
-    // Rows of a head's first tile that lie before row 0, a multiple of 64: of causal heads it is the short first tile that
-    // is better not full, and not the long last one.
+    // Rows of a head's first tile that lie before row 0, a multiple of 64: of causal heads the short first tile is
+    // better not full than the long last one.
     uint32 lead_rows;
 };
 

@@ -43,15 +43,16 @@ struct DecodeParams {
     int32 recent_side;  // RecentSide
     float softmax_scale;
     float softcap;  // 0: none
-    int32 combine_split;  // warps of decode_combine that share a row
+    int32 combine_split;  // warps of decode_combine for a row
     uint32 block_multiplier;  // for `quotient` by block_size
     int32 block_shift;
     uint32 worker_multiplier;  // and by num_workers
     int32 worker_shift;
     uint32 two_1024;  // 0x64006400, see decode/kv_dequant.cuh
-    int32 first_key;  // keys before it are another launch's; kSharedPrefix: this launch's are those that all sequences share
-    // Of a launch over the shared prefix, which takes the queries of all sequences for those of one: how many sequences there are
-    // (seq_lens has so many), and the queries of each.
+    // Keys before it are another launch's; kSharedPrefix: this launch's are those that all sequences have in common.
+    int32 first_key;
+    // Of a launch over the shared prefix, which takes the queries of all sequences for those of one: how many sequences
+    // there are (seq_lens has so many), and the queries of each.
     int32 prefix_sequences, prefix_q_len;
 };
 

@@ -42,7 +42,7 @@ struct QuantizeParams {
     uint32* k_ready;  // chunks that have arrived, then kReady
     uint32* v_ready;
     uint32* v_bad;  // V has NaN or infinity, or, with a scale from a sample, values that the scale is too small for
-    uint32* v_done;  // blocks that have become bytes
+    uint32* v_done;  // blocks that have been quantized
     uint32* k_amax;  // bits of the largest magnitude, and blocks that have arrived (per_tensor only)
     uint32* k_amax_done;
     uint32* q_amax;
@@ -50,8 +50,8 @@ struct QuantizeParams {
     // Copies of cu_seqlens that never decrease, for the launches behind the one that zeroes; null: none.
     int32* starts_q;
     int32* starts_k;
-    QuantizeItem*
-        item_table;  // all items in the order of their tickets, decoded by the launch that zeroes (COMMON kernels only)
+    // All items in the order of their tickets, decoded by the launch that zeroes (COMMON kernels only).
+    QuantizeItem* item_table;
     int64 q_stride_b, q_stride_s, q_stride_h;  // elements
     int64 k_stride_b, k_stride_s, k_stride_h;
     int64 v_stride_b, v_stride_s, v_stride_h;
@@ -59,17 +59,17 @@ struct QuantizeParams {
     int32 seqlen_q, seqlen_k;  // rows of the packed tensors when there are cu_seqlens
     int32 head_dim, head_dim_pad;
     int32 slots_q, slots_k, slots_r;  // blocks of 128 queries, of 128 keys, and chunks of keys of one head
-    int32 key_tile, tiles_k;  // keys that share k_scale groups: 128 or 64; such tiles of one head
+    int32 key_tile, tiles_k;  // keys of a tile of k_scale: 128 or 64; such tiles of one head
     int32 bits;  // of a stored element: 8 or 4
-    int32 q_group_rows;  // queries of a 16- or 32-row slice share scales: 16 or 32
+    int32 q_group_rows;  // rows of a slice of queries with common scales: 16 or 32
     int32 granularity;  // Granularity
     int32 flags;  // Flag
     int32 packed;  // sequences of different lengths, with cu_seqlens
     int32 units, units_per_group, num_groups;  // heads of K (of all batch entries if dense), in groups
     int32 per_unit_r, per_unit_a, per_unit_q, per_unit_kv;  // items of one unit
     int32 last_base, num_items;  // first item of the last group's step, behind the first group's sums; all items
-    int32
-        clear_vectors;  // > 0: this launch zeroes that many times 16 bytes from `ticket` on, copies cu_seqlens, and that is all
+    // > 0: this launch zeroes that many times 16 bytes from `ticket` on, copies cu_seqlens, and does nothing else.
+    int32 clear_vectors;
     int32 delta_columns;  // extent of delta_s along the keys
     int32 levels;  // largest magnitude of an element: 127 or 7
     float v_levels;  // what the largest magnitude of a channel of V becomes in e4m3: 448, or less

@@ -1,5 +1,5 @@
-// Scale and mean of each channel of V, by way of shared memory: a warpgroup's loads at the end of a tile would wait for the L2
-// cache one after the other, having no registers to wait in (5 us of a tile's 60 at head_dim 128).
+// Scale and mean of each channel of V, through shared memory: with no registers to load ahead into, a warpgroup's loads
+// at the end of a tile would wait for L2 one after the other (5 us of a tile's 60 at head_dim 128).
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/types.cuh"
@@ -8,8 +8,8 @@ template <int kHeadDim>
 struct ChannelScales {
     float* shared;  // kHeadDim scales, then kHeadDim means
 
-    // The 128 threads of a warpgroup. mean: null for zeros; `count` channels, the others are zeros. Complete for everybody
-    // after cp_async_wait<0> and a barrier.
+    // The 128 threads of a warpgroup. mean: null for zeros; `count` channels, the others are zeros. Complete for
+    // everybody after cp_async_wait<0> and a barrier.
     OA_DEVICE void fetch(const float* scale, const float* mean, int32 count) const {
 #pragma unroll
         for (int i = 0; i < (kHeadDim + 127) / 128; ++i) {

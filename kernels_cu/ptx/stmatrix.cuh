@@ -1,10 +1,10 @@
-// stmatrix.sync.aligned.m8n8.x{1,2,4}[.trans].shared.b16 (PTX ISA, "stmatrix", sm_90 and newer): 8x8 matrices of 16-bit elements
-// from registers to shared memory, what ldmatrix reads back.
-// Issued by all 32 lanes of a warp; lane l gives the shared address (bytes, 16-byte aligned) of row l%8 of matrix l/8; with x2
-// those of lanes 0 to 15 count, with x1 those of 0 to 7. Lane l holds in r[i] the elements 2(l%4)+{0,1} of row l/4 of matrix i
-// (kTranspose: of column l/4, rows 2(l%4)+{0,1}).
-// An ordinary store: a barrier orders it before other threads' reads, fence_proxy_async before that one orders it before
-// reads of TMA and wgmma.
+// stmatrix.sync.aligned.m8n8.x{1,2,4}[.trans].shared.b16 (PTX ISA, "stmatrix", sm_90 and newer): 8x8 matrices of 16-bit
+// elements from registers to shared memory, what ldmatrix reads back.
+// Issued by all 32 lanes of a warp; lane l gives the shared address (bytes, 16-byte aligned) of row l%8 of matrix l/8;
+// with x2 those of lanes 0 to 15 count, with x1 those of 0 to 7. Lane l holds in r[i] the elements 2(l%4)+{0,1} of row
+// l/4 of matrix i (kTranspose: of column l/4, rows 2(l%4)+{0,1}).
+// An ordinary store: a barrier orders it before other threads' reads, fence_proxy_async before that one orders it
+// before reads of TMA and wgmma.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,5 +1,6 @@
-// What all products of a warpgroup have in common (PTX ISA, "Asynchronous warpgroup level matrix instructions"): order, groups,
-// descriptors of shared operands. The products are in a file for each operand type, written by build_tools/wgmma_header.py.
+// What all products of a warpgroup have in common (PTX ISA, "Asynchronous warpgroup level matrix instructions"): order,
+// groups, descriptors of shared operands. The products are in a file for each operand type, written by
+// build_tools/wgmma_header.py.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,21 +1,22 @@
-// The order of the quantizers' work, and what an item waits for.
+// Work items of the quantizers: their order, and what an item waits for.
 //
 //   partial sums of group 0 | partial sums of group 1, [amax], Q and V, K, means of V of group 0 | sums of group 2, ...
 //
-// The sums are of samples of long sequences (quantize/sampling.cuh); one group of kv heads ahead, so that nobody waits for
-// them. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a CTA
-// that runs, so that nothing can wait for ever however the CTAs are scheduled.
+// The sums are of samples of long sequences (quantize/sampling.cuh); one group of kv heads ahead, so that no item waits
+// for them long. Items are taken by ticket, in this order: whatever an item waits for has been taken before it, by a
+// CTA that runs, so there is no deadlock however the CTAs are scheduled.
 #pragma once
 #include "params/quantize.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "quantize/sampling.cuh"
 #include "scheduler/slots.cuh"
 
-constexpr uint32 kReady = 0x80000000u;  // of a counter: what it counts has come, and its result is there
+constexpr uint32 kReady = 0x80000000u;  // of a counter: all arrivals are in, and the result is written
 
-// COMMON other than 0: a kernel for what attention(precision="int8") asks for unless it is told otherwise, and for nothing else:
-// dense batches of Q, K and V, int8 with one scale a thread, all but Q smoothed. What is an argument otherwise is a constant there.
-// 1: the sm90 grouping, V to e4m3; 2: the sm80 grouping, V to fp16; 3: the sm80 grouping, V to e4m3. 0: anything.
+// COMMON other than 0: a kernel for the defaults of attention(precision="int8") only:
+// dense batches of Q, K and V, int8 with one scale a thread, all but Q smoothed. Arguments of the general kernel are
+// constants there. 1: the sm90 grouping, V to e4m3; 2: the sm80 grouping, V to fp16; 3: the sm80 grouping, V to e4m3.
+// 0: anything.
 constexpr bool kCommon = COMMON != 0;
 constexpr int32 kCommonFlags = kSmoothK | kSmoothV | kHasQk | kHasV | (COMMON == 2 ? kHalfV : 0);
 constexpr int32 kCommonKeyTile = COMMON == 1 ? 128 : 64, kCommonQuerySlice = COMMON == 1 ? 16 : 32;
@@ -27,11 +28,12 @@ OA_DEVICE int32 levels_of(const QuantizeParams& p) { return kCommon ? 127 : p.le
 OA_DEVICE int32 key_tile_of(const QuantizeParams& p) { return kCommon ? kCommonKeyTile : p.key_tile; }
 OA_DEVICE int32 query_slice_of(const QuantizeParams& p) { return kCommon ? kCommonQuerySlice : p.q_group_rows; }
 
-// Blocks of one kind, `parts` to a kv head and row of blocks: all heads of a batch entry before the next rows, because they lie
-// side by side in the inputs; all rows of a batch entry before the next one, because they do in the outputs.
-struct Split {
+// Blocks of one kind, `parts` to a kv head and row of blocks: all heads of a batch entry before the next rows, because
+// they are adjacent in the inputs; all rows of a batch entry before the next one, because they are adjacent in the
+// outputs.
+struct BlockOrder {
     uint32 row, unit, part;
-    OA_DEVICE Split(uint32 index, uint32 units, uint32 rows, uint32 parts, uint32 heads) {
+    OA_DEVICE BlockOrder(uint32 index, uint32 units, uint32 rows, uint32 parts, uint32 heads) {
         uint32 per_entry = heads * rows * parts, entry = index / per_entry;
         uint32 first_unit = entry * heads;
         index -= entry * per_entry;
@@ -45,33 +47,33 @@ struct Split {
     }
 };
 
-// Blocks of Q before the first one of V, so many that the sums are there by then.
+// Blocks of Q before the first one of V: the sums are done by then.
 constexpr uint32 kQueriesAhead = 1024;
 
 // Items of one unit that wait for all of a sequence's V.
 OA_DEVICE int32 finish_items(const QuantizeParams& p) { return has(p, kHasV) ? (is_packed(p) ? p.batch : 1) : 0; }
 
-// Heads that go through their rows together: those of a batch entry, if a group has no part of one.
-OA_DEVICE uint32 heads_abreast(const QuantizeParams& p, uint32 units) {
+// Heads whose rows are interleaved: those of a batch entry, if a group has no part of one.
+OA_DEVICE uint32 interleaved_heads(const QuantizeParams& p, uint32 units) {
     return is_packed(p) || p.num_groups > 1 ? units : uint32(p.num_kv_heads);
 }
 
-// Splits an item of the second half of a group's step. Some of Q comes first, during the sums; then kinds take turns, because they
-// strain different units.
+// Splits an item of the second half of a group's step. Some of Q comes first, during the sums; then kinds alternate,
+// because they are bound by different units.
 OA_DEVICE void decode_pass(const QuantizeParams& p, QuantizeItem& t, uint32 group, uint32 units, uint32 off) {
     uint32 span, heads = has(p, kHasQk) && p.num_kv_heads ? p.num_q_heads / p.num_kv_heads : 0;
-    uint32 abreast = heads_abreast(p, units);
+    uint32 interleaved = interleaved_heads(p, units);
     auto assign = [&](ItemKind kind, uint32 index, uint32 rows, uint32 parts) {
-        Split split(index, units, rows, parts, abreast);
+        BlockOrder place(index, units, rows, parts, interleaved);
         t.kind = kind;
-        t.unit = group * p.units_per_group + split.unit, t.slot = split.row, t.head = split.part;
+        t.unit = group * p.units_per_group + place.unit, t.slot = place.row, t.head = place.part;
     };
     uint32 of_q = units * heads * p.slots_q, of_k = has(p, kHasQk) ? units * p.slots_k : 0,
            of_v = has(p, kHasV) ? units * p.slots_k : 0;
     if (off < (span = kCommon ? 0 : units * p.per_unit_a))
         return off < of_q ? assign(kAmaxQ, off, p.slots_q, heads) : assign(kAmaxK, off - of_q, p.slots_k, 1);
     off -= span;
-    // Q alone | Q and V | the rest of Q or V, that of V in turns with K | the rest of V or K | means of V
+    // Q alone | Q and V | the rest of Q or V, V alternating with K | the rest of V or K | means of V
     uint32 ahead = min_of(of_q, kQueriesAhead), with_q = min_of(of_q - ahead, of_v), rest_q = of_q - ahead - with_q,
            rest_v = of_v - with_q, with_k = min_of(rest_v, of_k);
     if (off < ahead) return assign(kQuantizeQ, off, p.slots_q, heads);
@@ -132,9 +134,9 @@ OA_DEVICE QuantizeItem decode_item(const QuantizeParams& p, uint32 ticket) {
     if (reduce) {
         bool has_k = has(p, kSmoothK), has_v = has(p, kHasV);
         units = int32(group) + 1 == p.num_groups ? rest_units : p.units_per_group;
-        Split split(off, units, p.slots_r, has_k && has_v ? 2 : 1, units);
-        t.kind = split.part == 1 || !has_k ? kReduceV : kReduceK;
-        t.unit = group * p.units_per_group + split.unit, t.slot = split.row;
+        BlockOrder place(off, units, p.slots_r, has_k && has_v ? 2 : 1, units);
+        t.kind = place.part == 1 || !has_k ? kReduceV : kReduceK;
+        t.unit = group * p.units_per_group + place.unit, t.slot = place.row;
     } else {
         decode_pass(p, t, group, units, off);
     }
@@ -194,14 +196,14 @@ OA_DEVICE const uint8* item_rows(const QuantizeParams& p, const QuantizeItem& t,
     return kCommon ? t.rows : input_rows(x, t, stride_b, stride_s, stride_h, !is_packed(p)) + 2 * stride_s * first;
 }
 
-// Any thread, for itself: until `word` is at least `target`. The lanes of a warp ask together.
+// Any thread, for itself: waits until `word` is at least `target`. The lanes of a warp poll together.
 OA_DEVICE void wait_for_own(const uint32* word, uint32 target) {
     while (load_acquire(word) < target) nanosleep(64);
 }
 
 // Per-channel arrays that another CTA writes before it releases `word`, into shared memory, by the CTA's last threads:
-// one copy for all, because every CTA of a head reads the same few lines. A barrier has to follow. kArrays: 1, or 2: both at
-// once, because to wait and to read takes a microsecond and more.
+// one copy for all, because every CTA of a head reads the same few lines. A barrier has to follow. kArrays: 1, or 2:
+// both at once, because to wait and to read takes a microsecond and more.
 template <int kHeadDim, int kArrays>
 OA_DEVICE void fetch_channels(const uint32* word, const float* (&from)[kArrays], int32 head_dim_pad,
                               float* (&to)[kArrays]) {

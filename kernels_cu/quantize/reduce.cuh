@@ -1,13 +1,14 @@
 // Sums over sampled keys, chunk by chunk: the mean of K and of V, and the range of every channel of V.
 //
-// Order of a chunk's sum, which NumPy repeats: its row r goes to lane r % 32, each lane adds its rows in order, then lane i
-// adds lane i + 16, + 8, + 4, + 2, + 1. A chunk with NaN, infinity or a sum beyond fp32 in a channel adds that channel
-// again: finite values only, times 2^-32 each.
-// Threads: 2 * HEAD_DIM; thread t has the channels 8 (t % (HEAD_DIM / 8)) + 0..7 and the rows t / (HEAD_DIM / 8) + 16 i.
+// Order of a chunk's sum, which NumPy repeats: its row r goes to lane r % 32, each lane adds its rows in order, then
+// lane i adds lane i + 16, + 8, + 4, + 2, + 1. A chunk with NaN, infinity or a sum beyond fp32 in a channel adds that
+// channel again: finite values only, times 2^-32 each.
+// Threads: 2 * HEAD_DIM; thread t has the channels 8 (t % (HEAD_DIM / 8)) + 0..7 and the rows t / (HEAD_DIM / 8) + 16
+// i.
 #pragma once
-#include "quantize/items.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/l2.cuh"
+#include "quantize/items.cuh"
 
 constexpr int32 kRowLanes = 16;
 // Partial results that a thread loads before it adds the first of them: one after the other costs half a microsecond
@@ -61,11 +62,11 @@ OA_DEVICE void sum_finite(const RowsToSum& rows, int32 head_dim, float* buffer) 
     int32 cc = threadIdx.x % kColumns, ty = threadIdx.x / kColumns;
     float x[8], even[8] = {}, odd[8] = {};
     for (int32 r = ty; cc * 8 < head_dim && r < rows.count; r += 2 * kRowLanes) {
-        unpack8(Io{}, load_input(rows.at(r) + cc * 16, keeping_policy()), x);
+        unpack8(Io{}, load_input(rows.at(r) + cc * 16, evict_last_policy()), x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) even[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
         if (r + kRowLanes >= rows.count) break;
-        unpack8(Io{}, load_input(rows.at(r + kRowLanes) + cc * 16, keeping_policy()), x);
+        unpack8(Io{}, load_input(rows.at(r + kRowLanes) + cc * 16, evict_last_policy()), x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) odd[j] += is_finite(x[j]) ? mul_rn(x[j], kSumScale) : 0.0f;
     }
@@ -111,7 +112,7 @@ OA_DEVICE void reduce_k(const QuantizeParams& p, const QuantizeItem& t, float* b
                               kCommon ? t.stride_bytes : p.k_stride_s * 2);
     float sums[2][8] = {};
     bool inside = cc * 8 < p.head_dim;
-    uint64 policy = keeping_policy();
+    uint64 policy = evict_last_policy();
     for (int32 r0 = ty; r0 < rows.count; r0 += kRowLanes * kBatch) {
         uint4 raw[kBatch];
 #pragma unroll
@@ -161,12 +162,12 @@ OA_DEVICE float column_max(const float* column) {
     return m;
 }
 
-// What a channel of V may exceed a sample's largest magnitude by: as floating-point numbers its values do not lose by it, while
-// few of them become subnormal (e4m3 values up to 32, for fp16 sums, have three octaves less above that).
+// What a channel of V may exceed a sample's largest magnitude by: as floating-point numbers its values do not lose by
+// it, while few of them become subnormal (e4m3 values up to 32, for fp16 sums, have three octaves less above that).
 OA_DEVICE float headroom(const QuantizeParams& p) { return !has(p, kHalfV) && p.v_levels < 448.0f ? 4.0f : 16.0f; }
 
-// Scale of a channel of V of which nothing exceeds `amax`. e4m3: amax becomes v_levels. fp16: a power of two, so that only
-// subnormals are rounded, which puts it into [128, 256): 128 products with P <= 1 stay below 65504.
+// Scale of a channel of V of which nothing exceeds `amax`. e4m3: amax becomes v_levels. fp16: a power of two, so that
+// only subnormals are rounded, which puts it into [128, 256): 128 products with P <= 1 stay below 65504.
 OA_DEVICE float value_scale(const QuantizeParams& p, float amax) {
     if (!(amax >= kLeastAmax)) return 1.0f;
     if (has(p, kHalfV)) return __uint_as_float((__float_as_uint(amax) & 0x7f800000u) - (7u << 23));
@@ -188,7 +189,7 @@ OA_DEVICE void reduce_v(const QuantizeParams& p, const QuantizeItem& t, float* b
     none_hi.x = none_hi.y = none_hi.z = none_hi.w = infinities(io) | kBothSigns;
     uint4 hi = none_hi, lo = none_lo;
     float sums[2][8] = {};
-    uint64 policy = keeping_policy();
+    uint64 policy = evict_last_policy();
     // Rows behind the last one: this thread's first one again, which changes no range.
     for (int32 r0 = ty; inside && r0 < rows.count; r0 += kRowLanes * kBatch) {
         uint4 raw[kBatch];

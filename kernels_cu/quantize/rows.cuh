@@ -4,11 +4,11 @@
 //
 // A row that holds NaN or infinity does not count for its group's amax and becomes zeros; a query row is marked by NaN
 // in row_bias, a key by NaN in its group's k_scale.
-// Threads as in quantize_reduce.cuh: a thread has 8 channels of 8 rows, in registers between the two uses.
+// Threads as in quantize/reduce.cuh: a thread has 8 channels of 8 rows, in registers between the two uses.
 #pragma once
+#include "ptx/cvt_quant.cuh"
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"
-#include "ptx/cvt_quant.cuh"
 
 constexpr int32 kSteps = kBlockRows / kRowLanes;
 
@@ -18,8 +18,8 @@ struct RowsStorage {
     float mean[kHeadDim];
 };
 
-// Largest magnitudes of the groups of a block, and whether one of their rows is bad. Two of them take turns, so that one
-// can be cleared while the other is in use.
+// Largest magnitudes of the groups of a block, and whether one of their rows is bad. Double-buffered, so that one can
+// be cleared while the other is in use.
 struct GroupStorage {
     uint32 amax[kBlockRows], bad[kBlockRows];
     uint32 irregular;  // kCommon: some magnitude is not finite
@@ -75,7 +75,7 @@ struct Grouping {
         if (granularity == kPerToken) return row;
         return is_q ? (row >> slice_log2) * 8 + (row & 7) : (row >> slice_log2) * 4 + (row >> 1 & 3);
     }
-    // First row of those that share the slot.
+    // Whether it is the first row of its slot.
     OA_DEVICE bool leads(int32 row) const {
         int32 in_slice = row & ((1 << slice_log2) - 1);
         return granularity == kPerToken || (in_slice < 8 && (is_q || !(row & 1)));
@@ -113,8 +113,9 @@ OA_DEVICE float largest_of_row(const uint4 (&raw)[kSteps]) {
     return max_nan(low_float(io, pair), high_float(io, pair));
 }
 
-// Largest magnitude of x - mean over some of this thread's rows of K, which are of one group, and over those of the other threads
-// of the same rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel have it.
+// Largest magnitude of x - mean over some of this thread's rows of K, which are of one group, and over those of the
+// other threads of the same rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel
+// have it.
 template <typename Io, int kColumns, int kFirst, int kCount>
 OA_DEVICE float largest_of_rows(const uint4 (&raw)[kSteps], const float (&mean)[8]) {
     Io io;
@@ -154,7 +155,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, Row
     uint4 raw[kSteps];
     {
         const uint8* from = rows + ty * stride + cc * 16;
-        uint64 policy = passing_policy();
+        uint64 policy = evict_first_policy();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             bool inside = cc * 8 < p.head_dim && ty + i * kRowLanes < count;
@@ -173,7 +174,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, Row
 #pragma unroll
         for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
     }
-    // Registers are what this kernel lacks: one or two channels at a time.
+    // One or two channels at a time: the kernel is short of registers.
     if (full_bias) {
         // What smoothing K takes away from every score of a row: q . k_mean.
 #pragma unroll
@@ -213,7 +214,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, Row
         for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
     }
 
-    // Lane cc < 8 of a row's lanes speaks for one row.
+    // Lane cc < 8 of a row's lanes has the result of one row.
     Grouping grouping(granularity_of(p), is_q ? query_slice_of(p) : key_tile_of(p), is_q);
     int32 own_row = ty + row_of_lane(cc & 7) * kRowLanes, slot = grouping.slot(own_row),
           group = grouping.group(own_row);

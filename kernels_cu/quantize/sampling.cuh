@@ -8,8 +8,8 @@ constexpr int32 kMaxChunks = 64;
 constexpr float kSumScale = 2.3283064365386963e-10f, kSumUnscale = 4294967296.0f;
 // A group whose largest magnitude is below this has scale 1 and becomes zeros: the reciprocal of every scale is finite.
 constexpr float kLeastAmax = 7.888609052210118e-31f;  // 2^-100
-// A channel of V keeps its mean below 1 / kMeanCounts of its range: too small to matter, and values on the grid of their own
-// 16 bits, moved by it, are rounded to 8 bits with a bias that they do not have as they are.
+// A channel of V keeps its mean below 1 / kMeanCounts of its range: too small to matter, and values on the grid of
+// their own 16 bits, moved by it, are rounded to 8 bits with a bias that they do not have as they are.
 constexpr float kMeanCounts = 16.0f;
 // Sums of what rounding takes away from V, which is stored as v / v_scale, are in 1 / kErrorUnits of that.
 constexpr float kErrorUnits = 256.0f;
@@ -21,7 +21,8 @@ OA_DEVICE int32 sample_log2(int32 len) {
     return len < 2 * kLeastSample ? 0 : min_of(31 - __clz(len / kLeastSample), kMostSampleLog2);
 }
 OA_DEVICE int32 num_samples(int32 len) { return len >> sample_log2(len); }
-// The key that is sample i: one of each 2^log2 neighbours, by the golden ratio's multiples, which follow no period of the data.
+// The key that is sample i: one of each 2^log2 neighbours, by the golden ratio's multiples, which follow no period of
+// the data.
 OA_DEVICE int32 sampled_row(int32 i, int32 log2) {
     return (i << log2) + int32((uint32(i) * 0x9e3779b1u) >> 16 & ((1u << log2) - 1));
 }

@@ -3,18 +3,19 @@
 //
 //   v_mean = mean + v_scale * (sum over the keys of x - e4m3(x)) / keys,   x = (v - mean) / v_scale
 //
-// so that attention with equal weights makes no error, and any other a smaller one (docs/quantization.md). v_mean is an item of
-// its own, behind all tiles. Where the scale is from a sample and proves too small, that item does the head again.
+// so that attention with equal weights makes no error, and any other a smaller one (docs/quantization.md). v_mean is an
+// item of its own, behind all tiles. Where the scale is from a sample and proves too small, that item quantizes the
+// head again.
 //
-// A thread loads 8 channels of the four keys that become one 32-bit word of each channel (2w, 2w+1, 2w+8, 2w+9 of a 16),
-// writes the eight words to shared memory, and later copies 16-byte vectors from there.
+// A thread loads 8 channels of the 4 keys that become one 32-bit word of each channel (2w, 2w+1, 2w+8, 2w+9 of a 16),
+// writes the 8 words to shared memory, and later copies 16-byte vectors from there.
 // Shared memory: channel c has 128 bytes = 32 words; word w lies at w ^ (c / 8 * (256 / kHeadDim)), so that the words
 // that a warp writes at once, of neighbouring groups of channels, are in 32 banks.
 #pragma once
-#include "quantize/items.cuh"
-#include "quantize/reduce.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/half2.cuh"
+#include "quantize/items.cuh"
+#include "quantize/reduce.cuh"
 
 template <int kHeadDim>
 struct ValuesStorage {
@@ -36,8 +37,8 @@ struct ValuesTile {
     int64 keys_of_unit;  // bytes of a channel of `out`
 };
 
-// Added to e4m3 codes or to fp16 magnitudes it sets their highest bit from the first one on that a scale from a sample must
-// not give: 448, or less where sums are fp16 (e4m3); 256 (fp16).
+// Added to e4m3 codes or to fp16 magnitudes it sets their highest bit from the first one on that a scale from a sample
+// must not give: 448, or less where sums are fp16 (e4m3); 256 (fp16).
 OA_DEVICE uint32 overflow_addend(const QuantizeParams& p) {
     if (has(p, kHalfV)) return 0x8000u * 0x10001u - 0x5c005c00u;
     return 0x80808080u - (pack_e4m3x2(p.v_levels, p.v_levels) & 0xffu) * 0x01010101u;
@@ -48,7 +49,7 @@ OA_DEVICE void load_values(const QuantizeParams& p, const ValuesTile& tile, uint
     constexpr int kColumns = kHeadDim / 8;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
     bool inside = cc * 8 < p.head_dim;
-    uint64 policy = passing_policy();
+    uint64 policy = evict_first_policy();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -68,7 +69,8 @@ OA_DEVICE uint32 rounding_errors(float x, float y, uint32 codes) {
     return sub_half2(pack2(Half{}, x, y), half2_of_e4m3x2(codes));
 }
 
-// A channel's errors of 8 keys of this thread, and of the lanes of the warp that have the same channels, to shared memory.
+// A channel's errors of 8 keys of this thread, and of the lanes of the warp that have the same channels, to shared
+// memory.
 template <Values kValues, int kColumns>
 OA_DEVICE void add_errors(uint32 errors, int32* sum) {
     float low = low_float(Half{}, errors), high = high_float(Half{}, errors);
@@ -79,7 +81,7 @@ OA_DEVICE void add_errors(uint32 errors, int32* sum) {
     if ((threadIdx.x & 31) < kColumns) reduce_add_shared(sum, units);
 }
 
-// Eight channels of eight keys to e4m3 in shared memory. smooth: for kAny. Bits of the result: some code is one that
+// 8 channels of 8 keys to e4m3 in shared memory. smooth: for kAny. Bits of the result: some code is one that
 // overflow_addend names.
 template <Values kValues, typename Io, int kHeadDim>
 OA_DEVICE uint32 convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<kHeadDim>& s, int32 count, bool smooth,
@@ -88,7 +90,7 @@ OA_DEVICE uint32 convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<k
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
     uint32 over = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {  // two channels at a time: registers are what this kernel lacks
+    for (int w = 0; w < 4; ++w) {  // two channels at a time: the kernel is short of registers
         float2 inverse = reinterpret_cast<const float2*>(s.inverse + cc * 8)[w], mean{0.0f, 0.0f};
         if (kValues == Values::kRegularSmooth || (kValues == Values::kAny && smooth))
             mean = reinterpret_cast<const float2*>(s.mean + cc * 8)[w];
@@ -105,7 +107,8 @@ OA_DEVICE uint32 convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<k
                 x[i] = mul_rn(x[i], inverse.x);
                 y[i] = mul_rn(y[i], inverse.y);
                 if (kValues == Values::kAny) {
-                    // The conversion would make 448 of an infinity. Rows that do not exist are zeros, not minus the mean.
+                    // The conversion would make 448 of an infinity. Rows that do not exist are zeros, not minus the
+                    // mean.
                     if (!is_finite(x[i])) x[i] = quiet_nan();
                     if (!is_finite(y[i])) y[i] = quiet_nan();
                     if (smooth && key_of_word(word) + (i & 1) + (i >> 1) * 8 >= count) x[i] = y[i] = 0.0f;
@@ -137,7 +140,7 @@ OA_DEVICE uint32 convert_values(Io io, const uint4 (&raw)[2][4], ValuesStorage<k
     return over & 0x80808080u;
 }
 
-// From shared memory to memory, behind a barrier.
+// From shared to global memory, behind a barrier.
 template <int kHeadDim>
 OA_DEVICE void store_values(const QuantizeParams& p, const ValuesTile& tile, const ValuesStorage<kHeadDim>& s) {
     constexpr int kSwizzle = 256 / kHeadDim;
@@ -157,7 +160,7 @@ OA_DEVICE void store_values(const QuantizeParams& p, const ValuesTile& tile, con
     }
 }
 
-// Eight channels of eight keys to fp16 in memory; result as that of convert_values.
+// 8 channels of 8 keys to fp16 in global memory; result as that of convert_values.
 template <typename Io, int kHeadDim>
 OA_DEVICE uint32 convert_to_half(const QuantizeParams& p, const ValuesTile& tile, const uint4 (&raw)[2][4],
                                  const ValuesStorage<kHeadDim>& s, bool smooth, uint32 addend) {
@@ -201,8 +204,8 @@ OA_DEVICE ValuesTile values_tile(const QuantizeParams& p, const QuantizeItem& t,
     return tile;
 }
 
-// The whole head again with scales that its values fit, by one CTA: a channel's largest magnitude was beyond headroom() times
-// that of the sample, or the head has NaN or infinity. Returns the errors of channel threadIdx.x.
+// Quantizes the whole head again, by one CTA, with scales that its values fit: a channel's largest magnitude was beyond
+// headroom() times that of the sample, or the head has NaN or infinity. Returns the errors of channel threadIdx.x.
 template <typename Io, int kHeadDim>
 __device__ __noinline__ int64 quantize_v_again(const QuantizeParams& p, const QuantizeItem& t,
                                                ValuesStorage<kHeadDim>& s, float* scale) {
@@ -305,7 +308,7 @@ OA_DEVICE void quantize_v(const QuantizeParams& p, const QuantizeItem& t, Values
     if ((smooth && !half) || sampled) arrive(p.v_done + at);
 }
 
-// All of a head of V has become bytes: its mean, and all of it again if it has to be.
+// After all tiles of a head of V: its mean, and the whole head again where the scale was too small.
 template <typename Io, int kHeadDim>
 OA_DEVICE void finish_v(const QuantizeParams& p, const QuantizeItem& t, ValuesStorage<kHeadDim>& s) {
     int32 tid = threadIdx.x;

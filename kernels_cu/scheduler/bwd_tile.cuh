@@ -1,4 +1,5 @@
-// Work items of a kernel that walks tiles of keys, such as a backward pass, which sums dK and dV of a tile over all queries.
+// Work items of a kernel that walks tiles of keys, such as a backward pass, which sums dK and dV of a tile over all
+// queries.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
@@ -12,8 +13,8 @@ struct BwdTile {
     int32 seqlen_q, seqlen_k;
 };
 
-// Tiles of keys of dense batches, in the order of a list that the host composes as for queries: a list's last block is the
-// longest one with causality, and a tile of keys is the longer the nearer it is to key 0.
+// Tiles of keys of dense batches, in the order of a list that the host composes as for queries: a list's last block is
+// the longest one with causality, and a tile of keys is the longer the nearer it is to key 0.
 class PersistentBwdTiles {
   public:
     // Moves `t` to the next tile; false when there is none.

@@ -1,7 +1,7 @@
 // The tiles of one CTA of a persistent kernel.
 #pragma once
-#include "ptx/types.cuh"
 #include "params/attn_fwd.cuh"
+#include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 
 // The walk over the list, for tiles of queries and of keys alike: `blocks` tiles to each of `heads` heads.
@@ -60,15 +60,15 @@ class PersistentTiles {
     PersistentItems items_;
 };
 
-// Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time and
-// the ones with the most keys first; of each sequence head by head, so that neighbours share K and V in L2; of each head
-// the tiles, or with causality pairs of a long and a short one. At the end come the rows that no sequence owns. Rounds
-// run forwards and backwards in turn. The walk goes on where the CTA's last item was found, so that all tiles of a CTA
+// Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time
+// and the ones with the most keys first; of each sequence head by head, so that K and V stay in L2; of each head
+// the tiles, or with causality pairs of a long and a short one. At the end come the rows that no sequence owns. Every
+// second round runs backwards. The walk goes on where the CTA's last item was found, so that all tiles of a CTA
 // together cost one pass over cu_seqlens.
 template <int kBlockM>
 class PackedTiles {
   public:
-    // ranges: 32 of them in shared memory, this warp's own (registers are what a producer lacks).
+    // ranges: 32 of them in shared memory, this warp's own (a producer has few registers).
     OA_DEVICE PackedTiles(const AttnFwdParams& p, const TileList& list, SequenceRange* ranges)
         : p_(p), list_(list), ranges_(ranges), round_(0), second_(false), chunk_(0), before_(0) {
         load_chunk();

@@ -1,14 +1,14 @@
-// The loop of a persistent, warp-specialized kernel over its tiles, for producer and consumers, and the barriers between them.
-// What a tile's work is, stands in the kernel's own schedule (attention/fwd_roles.cuh: the forward's).
+// The loop of a persistent, warp-specialized kernel over its tiles, for producer and consumers, and the barriers
+// between them. What a tile's work is, stands in the kernel's own schedule (attention/fwd_roles.cuh: the forward's).
 //
 // Two rings: the outer operand stays for a tile (forward: Q), inner ones come step by step (forward: K and V).
 //
 //   producer   outer.empty -> copy -> outer.full | inner.empty -> copy -> inner.full | ... next tile
 //   consumer   outer.full | inner.full -> products -> inner.empty | ... outer.empty
 //
-// Config: kConsumers, kOuterStages, kInnerStages, kBlockM, kVarlen (packed sequences; a constant, because the dense loop pays
-// for more code). Of packed sequences the producer walks cu_seqlens, once and ahead of the consumers, which get the tile beside
-// its outer operand.
+// Config: kConsumers, kOuterStages, kInnerStages, kBlockM, kVarlen (packed sequences; a constant, because the dense
+// loop pays for more code). Of packed sequences the producer walks cu_seqlens, once and ahead of the consumers, which
+// get the tile beside its outer operand.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "pipeline/ring.cuh"
@@ -24,7 +24,8 @@ template <typename Config>
 struct RoleStorage {
     uint64 outer_full[Config::kOuterStages], outer_empty[Config::kOuterStages];
     uint64 inner_full[Config::kInnerStages], inner_empty[Config::kInnerStages];
-    // kVarlen: the tile that each outer operand belongs to, valid from outer_full to outer_empty; m0 = kNoMoreTiles ends.
+    // kVarlen: the tile that each outer operand belongs to, valid from outer_full to outer_empty; m0 = kNoMoreTiles
+    // ends.
     FwdTile tile[Config::kOuterStages];
     SequenceRange sequences[32];
 };
@@ -50,8 +51,9 @@ struct RoleBarriers {
     }
 };
 
-// Derived: prefetch_maps(); Span, built from (arguments, tile), with is_empty(): the steps of a tile; copy_tile(t, span), which
-// fills the outer operand's buffer, free already, and the inner ones', and advances both rings. One thread issues copies.
+// Derived: prefetch_maps(); Span, built from (arguments, tile), with is_empty(): the steps of a tile; copy_tile(t,
+// span), which fills the outer operand's buffer, free already, and the inner ones', and advances both rings. One thread
+// issues copies.
 template <typename Config, typename Derived>
 class PersistentProducer {
   public:
@@ -125,7 +127,7 @@ class PersistentConsumer {
   public:
     OA_DEVICE PersistentConsumer(const AttnFwdParams& p, const TileList& list, RoleStorage<Config>& smem,
                                  const RoleBarriers<Config>& bars, int32 group)
-        : p_(p), list_(list), smem_(smem), bars_(bars), group_(group), lane_(kept(threadIdx.x & 31)) {}
+        : p_(p), list_(list), smem_(smem), bars_(bars), group_(group), lane_(in_register(threadIdx.x & 31)) {}
 
   protected:
     // All consumer warpgroups.

@@ -1,8 +1,8 @@
-// Packed sequences in arrays where each begins at a block of its own: its slots.
+// Arrays by blocks of rows (slots), in which every packed sequence begins at a slot of its own.
 #pragma once
 #include "ptx/types.cuh"
 
-constexpr int32 kBlockRows = 128;  // rows of every tile, of queries and of keys
+constexpr int32 kBlockRows = 128;  // rows of a slot, of queries and of keys
 
 struct Sequence {
     int32 begin, len;
@@ -13,7 +13,7 @@ OA_DEVICE Sequence packed_sequence(const int32* cu, int32 b, int32 total) {
     return {lo, min_of(max_of(cu[b + 1], lo), total) - lo};
 }
 // Copies cu_seqlens, clamped to the tensor, with every entry at least as large as those before it: with lengths that go
-// backwards two sequences would share slots, and one would wait for sums that nobody makes. One warp.
+// backwards two sequences would have a slot in common, and one would wait for sums that never come. One warp.
 OA_DEVICE void copy_starts(const int32* cu, int32* starts, int32 batch, int32 total) {
     int32 lane = threadIdx.x & 31, most = 0;
     for (int64 base = 0; base <= batch; base += 32) {

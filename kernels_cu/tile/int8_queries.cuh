@@ -5,9 +5,9 @@
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_s8.cuh"
 
-// Config: kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a swizzle of its length; further channels follow in a
-// panel behind all rows), kBlockN. `tile`: shared address of the CTA's rows.
-// kTaken: whether `take` has read all of Q, so that its buffer can be given back.
+// Config: kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a swizzle of its length; further channels
+// follow in a panel behind all rows), kBlockN. `tile`: shared address of the CTA's rows.
+// kTaken: whether `take` has read all of Q, so that its stage can be released.
 template <typename Config>
 struct SharedQueries {
     static constexpr bool kTaken = false;
@@ -24,7 +24,7 @@ struct SharedQueries {
     }
 };
 
-// Spares the products half of what they read from shared memory, and their descriptors; kHeadDim / 8 registers.
+// Halves what the products read from shared memory, and needs no descriptors; takes kHeadDim / 8 registers.
 template <typename Config>
 struct RegisterQueries {
     static constexpr bool kTaken = true;

@@ -171,7 +171,7 @@ TURN_HEADS, TURN_TILES = 16, 1024
 
 def test_heads_that_take_turns_are_those_of_the_kernel() -> None:
     text = (KERNELS / "scheduler/fwd_tile.cuh").read_text(encoding="utf-8")
-    assert f"kTurnHeads = {TURN_HEADS}, kTurnTiles = {TURN_TILES};" in text
+    assert f"kInterleavedHeads = {TURN_HEADS}, kInterleavedTiles = {TURN_TILES};" in text
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -309,7 +309,7 @@ def test_p_that_has_no_room_in_e4m3_shows_in_its_byte() -> None:
         assert set(np.unique(shown)) <= {0, 0x80}
     assert set(ones.to_bytes(4, "little")) == set(encode_e4m3(np.ones(1, np.float32)).tolist())
     # At the base P becomes an e4m3 number, and one that does not count as too large.
-    found = re.search(r"kValue = ([\d.]+)f;", text)
+    found = re.search(r"kBaseLog2 = ([\d.]+)f;", text)
     assert found is not None
     at_base = np.array([2.0 ** float(found[1])], np.float32)
     assert at_base[0] <= 28 == decode_e4m3(encode_e4m3(at_base))[0]

@@ -84,8 +84,8 @@ def decode(
         of one sequence, and the results merged (cascade): worth it where they do not fit L2, or sequences are many.
         The values are those without it, up to rounding. A sequence with seq_lens 0 pauses: it sees nothing, and its
         blocks are not looked at. Blocks and lengths are checked on the CPU; on a GPU the blocks of the first sequence
-        that has the whole prefix are read for all. Not with ``window``, ``deterministic`` or a recent window. On a GPU, where
-        q_len > 1, q's first two dimensions have to lie as one.
+        that has the whole prefix are read for all. Not with ``window``, ``deterministic`` or a recent window. On a
+        GPU, where q_len > 1, q's first two dimensions have to lie as one.
 
     Returns
     -------
