@@ -144,7 +144,11 @@ def check_precision(function: str, precision: Any, operands: QuantizeProblem) ->
         if wanted == dataclasses.replace(own, pv_accumulator="fp16"):
             hint = "fp16 sums need values of quantize_v(pv_accumulator='fp16') or quantize_v(dtype='float16')"
         raise ArgumentError(
-            "precision", f"that of the operands, {knobs_of(own)!r}, or left out", repr(precision), function=function, hint=hint
+            "precision",
+            f"that of the operands, {knobs_of(own)!r}, or left out",
+            repr(precision),
+            function=function,
+            hint=hint,
         )
     return own
 
