@@ -15,13 +15,13 @@ import omniattn
 from omniattn.cli import main
 from omniattn.data import load_activations
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problems import Target
+from omniattn.problems import EXACT, Target
 from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
 from omniattn.select import select_attention
 from omniattn.testing.cache_cases import CACHE_OPS
-from omniattn.testing.cases import Case, call, cases_for, problem
+from omniattn.testing.cases import Case, call, cases_for, operation_of, problem
 from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
 
@@ -139,18 +139,18 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
     for spec in REGISTRY:
         if spec.op in CACHE_OPS:  # test_testing_rows.py
             continue
-        cases = cases_for(spec.op)
+        cases = cases_for(operation_of(spec))
         assert cases
-        if spec.op not in ("attention", "quantized_attention"):
+        if spec.op != "attention":
             continue
         taken = []
         for case in cases:
             described = omniattn.explain(*_arrays(case, spec.head_dim)).problem
-            low = case.options.get("precision")
+            asked = case.options.get("precision")
             problem = dataclasses.replace(
                 described,
                 dtype=spec.dtype,
-                low=low,
+                precision=EXACT if asked is None else asked.precision,
                 varlen=case.packed,
                 tensor_maps=True,
                 softcap=case.options.get("softcap", 0.0),
@@ -161,7 +161,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
                 select_attention(problem, target, spec.name)
                 taken.append(case.name)
         assert len(taken) >= 1, spec.name
-        if spec.op == "quantized_attention":
+        if spec.quantized:
             assert any("smooth" in name or "int4" in name or not spec.features - {"lse"} for name in taken)
 
 
