@@ -203,8 +203,8 @@ def test_verify_of_low_precision_has_room_for_rounding_and_none_for_faults(
     rng = np.random.default_rng(0)
 
     def accumulate(acc: np.ndarray, p: np.ndarray, v: np.ndarray, *_: object) -> np.ndarray:
-        lift = (2 ** rng.uniform(3.75, 4.75, size=(len(p), 1))).astype(np.float32)
-        return np.asarray(acc + decode_e4m3(encode_e4m3(p * lift)) / lift @ v)
+        factor = (2 ** rng.uniform(3.75, 4.75, size=(len(p), 1))).astype(np.float32)
+        return np.asarray(acc + decode_e4m3(encode_e4m3(p * factor)) / factor @ v)
 
     function = getattr(omniattn, case.function)
     with monkeypatch.context() as patch:
