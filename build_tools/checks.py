@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 #: Folders of ``kernels_cu`` from bottom to top. A file may include its own layer and those below.
-LAYERS: tuple[str, ...] = ("ptx", "tile", "pipeline", "scheduler", "attention", "entry")
+LAYERS: tuple[str, ...] = ("ptx", "params", "tile", "pipeline", "scheduler", "attention", "quantize", "decode", "entry")
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(<[^>]*>|"[^"]*")', re.MULTILINE)
 _BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)

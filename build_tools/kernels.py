@@ -35,7 +35,8 @@ from omniattn.errors import ArgumentError, CompileError  # noqa: E402
 from omniattn.registry import PORTABLE_ARCHS, PREBUILT_ARCHS, REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime import env, nvrtc  # noqa: E402
 from omniattn.runtime.arch import Arch  # noqa: E402
-from omniattn.runtime.compile import Sources, compile_options, compile_spec, source_digest  # noqa: E402
+from omniattn.runtime.compile import compile_options, compile_spec  # noqa: E402
+from omniattn.runtime.sources import Sources, source_digest  # noqa: E402
 
 MANIFEST_FORMAT = 1
 
@@ -80,10 +81,10 @@ def kernel_sources(kernels_root: Path) -> list[Path]:
 
 def package_version(root: Path) -> str:
     """Read ``__version__`` from the package's text."""
-    for line in (root / "src/omniattn/__init__.py").read_text(encoding="utf-8").splitlines():
+    for line in (root / "src/omniattn/version.py").read_text(encoding="utf-8").splitlines():
         if line.startswith("__version__"):
             return line.split("=", 1)[1].strip().strip("\"'")
-    raise BuildError("src/omniattn/__init__.py: expected a line '__version__ = \"...\"', found none")
+    raise BuildError("src/omniattn/version.py: expected a line '__version__ = \"...\"', found none")
 
 
 def wanted_archs(argument: str | None = None) -> frozenset[str] | None:

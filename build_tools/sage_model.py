@@ -24,15 +24,20 @@ from build_tools import sass
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from omniattn.precision import Int4, Int8  # noqa: E402
-from omniattn.problem import UNLIMITED, Problem  # noqa: E402
+from omniattn.problems import UNLIMITED, AttentionProblem, Target  # noqa: E402
+from omniattn.problems.precision import NAMED  # noqa: E402
 from omniattn.registry import KernelSpec  # noqa: E402
-from omniattn.runtime.compile import Sources, compile_spec  # noqa: E402
-from omniattn.select import Target, select_attention  # noqa: E402
+from omniattn.runtime.compile import compile_spec  # noqa: E402
+from omniattn.runtime.sources import Sources  # noqa: E402
+from omniattn.select import select_attention  # noqa: E402
 
 ROWS, KEYS = 32, 64
 #: Length at which causal is given.
 SEQLEN = 8192
+
+
+_BITS = {"int8": 8, "int4": 4}
+_QK = {bits: name for name, bits in _BITS.items()}
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class Step:
     def least_products(self) -> int:
         """Tensor-core instructions that the step needs: m16n8k32 (int8, e4m3), m16n8k64 (int4), m16n8k16 (fp16)."""
         d, tiles = self.spec.head_dim, self.rows // 16
-        of_k = tiles * (KEYS // 8) * (d * self.spec.bits // 256)
+        of_k = tiles * (KEYS // 8) * (d * _BITS[self.spec.qk] // 256)
         of_v = tiles * (d // 8) * (KEYS // (16 if self.spec.pv == "fp16" else 32))
         return of_k + of_v
 
@@ -141,7 +146,7 @@ class Step:
         """Cycles of a quarter of an SM by what is busy, for one warp's step."""
         a_quarter = gpu.sms * gpu.ghz * 4 / 1000  # 10^12 cycles of quarters a second
         ops, c = 2.0 * self.rows * KEYS * self.spec.head_dim, self.counts
-        tensor = ops * a_quarter / gpu.tops[f"int{self.spec.bits}", "int32"]
+        tensor = ops * a_quarter / gpu.tops[self.spec.qk, "int32"]
         tensor += ops * a_quarter / gpu.tops[self.spec.pv, self.spec.pv_accumulator]
         fp32 = sum(c.get(name, 0) for name in _FP32) * 128 / gpu.fp32_lanes
         # 128 bytes a cycle and SM, for four warps: ldmatrix and a copy move 512 bytes each.
@@ -168,10 +173,9 @@ class Step:
 
 def row_for(gpu: Gpu, bits: int, head_dim: int, dtype: str = "bfloat16") -> KernelSpec:
     """What ``precision="int8"`` or ``"int4"`` takes on this GPU."""
-    low = Int8() if bits == 8 else Int4()
-    problem = Problem(
+    problem = AttentionProblem(
         dtype, 2, SEQLEN, SEQLEN, 16, 16, head_dim, UNLIMITED, UNLIMITED, head_dim**-0.5, 0.0, "none", "none", False,
-        f"int{bits}", False, tensor_maps=not gpu.generic, low=low,
+        NAMED[_QK[bits]], tensor_maps=not gpu.generic,
     )  # fmt: skip
     return select_attention(problem, Target((int(gpu.arch[0]), int(gpu.arch[1])), gpu.smem_cta)).spec
 
@@ -180,7 +184,7 @@ def compiled_step(spec: KernelSpec, arch: str, root: Path = ROOT / "kernels_cu")
     """Compile a row and count its common step."""
     result = compile_spec(spec, arch, Sources(root), lineinfo=False)
     code = sass.instructions(result.cubin, arch)
-    tile = KEYS * spec.head_dim * (spec.bits + (16 if spec.pv == "fp16" else 8)) // 8
+    tile = KEYS * spec.head_dim * (_BITS[spec.qk] + (16 if spec.pv == "fp16" else 8)) // 8
     copies = tile // (16 * 32 * spec.num_warps) + 2  # and scales of K, and delta_s
     return Step(spec, arch, result.registers, result.spill_bytes, dict(sass.common_step(code, copies)))
 

@@ -33,6 +33,43 @@ class Instruction:
     always: bool
 
 
+def sections(cubin: bytes) -> list[tuple[str, bytes]]:
+    """Name and bytes of every section of a 64-bit ELF file.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+    """
+    if cubin[:5] != b"\x7fELF\x02":
+        raise ValueError("a cubin (64-bit ELF) is expected")
+    (table_at,) = struct.unpack_from("<Q", cubin, 0x28)
+    count, names_index = struct.unpack_from("<HH", cubin, 0x3C)
+    table = [struct.unpack_from("<IIQQQQIIQQ", cubin, table_at + 64 * i) for i in range(count)]
+    names_at = table[names_index][4]
+
+    def name(entry: tuple[int, ...]) -> str:
+        start = names_at + entry[0]
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    nobits = 8  # a section type: it has a size, but no bytes in the file
+    return [(name(e), b"" if e[1] == nobits else cubin[e[4] : e[4] + e[5]]) for e in table]
+
+
+def code(cubin: bytes) -> bytes:
+    """Machine code of the one kernel of a cubin.
+
+    Raises
+    ------
+    ValueError
+        The file is no 64-bit ELF file with one kernel.
+    """
+    texts = [data for name, data in sections(cubin) if name.startswith(".text.")]
+    if len(texts) != 1:
+        raise ValueError(f"a cubin with one kernel is expected, this one has {len(texts)}")
+    return texts[0]
+
+
 def instructions(cubin: bytes, arch: str = "80") -> list[Instruction]:
     """The one kernel of a cubin for ``arch``; targets are indices.
 
@@ -41,24 +78,10 @@ def instructions(cubin: bytes, arch: str = "80") -> list[Instruction]:
     ValueError
         The file is no 64-bit ELF file with one kernel.
     """
-    if cubin[:5] != b"\x7fELF\x02":
-        raise ValueError("a cubin (64-bit ELF) is expected")
-    (sections_at,) = struct.unpack_from("<Q", cubin, 0x28)
-    count, names_index = struct.unpack_from("<HH", cubin, 0x3C)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, sections_at + 64 * i) for i in range(count)]
-    names_at = sections[names_index][4]
-
-    def name(section: tuple[int, ...]) -> str:
-        start = names_at + section[0]
-        return cubin[start : cubin.index(b"\0", start)].decode()
-
-    texts = [s for s in sections if name(s).startswith(".text.")]
-    if len(texts) != 1:
-        raise ValueError(f"a cubin with one kernel is expected, this one has {len(texts)}")
-    begin, size = texts[0][4], texts[0][5]
+    text = code(cubin)
     found = []
-    for i in range(size // 16):
-        low, high = struct.unpack_from("<QQ", cubin, begin + 16 * i)
+    for i in range(len(text) // 16):
+        low, high = struct.unpack_from("<QQ", text, 16 * i)
         operation = low & 0x1FF
         target = None
         if _NAMES.get(operation) == "BRA":

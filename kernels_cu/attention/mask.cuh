@@ -1,47 +1,76 @@
 // Which keys a query row sees. Bottom-right alignment: query i stands at key position i + seqlen_k - seqlen_q.
 #pragma once
-#include "scheduler/fwd_params.cuh"
-#include "scheduler/fwd_tile.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
+#include "scheduler/bwd_tile.cuh"
+#include "scheduler/fwd_tile.cuh"
 
 struct KeyRange {
     int32 lo, hi;  // visible keys: lo <= j < hi
 };
 
 // 64-bit in between: lengths reach 2^31 and windows are arbitrary 32-bit numbers.
-OA_DEVICE KeyRange visible_keys(int32 row, int32 seqlen_q, int32 seqlen_k, int32 window_left, int32 window_right) {
+OA_DEVICE constexpr KeyRange visible_keys(int32 row, int32 seqlen_q, int32 seqlen_k, int32 window_left,
+                                          int32 window_right) {
     int64 center = int64(row) + seqlen_k - seqlen_q;
-    KeyRange r;
+    KeyRange r{};
     r.lo = window_left < 0 ? 0 : int32(max_of<int64>(min_of<int64>(center - window_left, seqlen_k), 0));
     r.hi = window_right < 0 ? seqlen_k : int32(max_of<int64>(min_of<int64>(center + window_right + 1, seqlen_k), 0));
     return r;
 }
 
-// The tiles of kBlockN keys that kBlockM query rows from t.m0 on have to look at.
+// The tiles of kBlockN keys that kBlockM query rows from t.m0 on see.
 template <int kBlockM, int kBlockN>
 struct KeyTiles {
-    int32 first, end;            // [first, end) holds every visible key
-    int32 full_first, full_end;  // tiles in [full_first, full_end) are visible to every row and need no masking
-    OA_DEVICE KeyTiles(const AttnFwdParams& p, const FwdTile& t) {
-        int32 last_row = min_of(t.m0 + kBlockM, t.seqlen_q) - 1;
-        KeyRange top = visible_keys(t.m0, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
-        KeyRange bottom = visible_keys(last_row, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
+    int32 first = 0, end = 0;  // [first, end) holds every visible key
+    int32 full_first = 0, full_end = 0;  // tiles in [full_first, full_end) are visible to every row and need no masking
+    OA_DEVICE constexpr KeyTiles(const AttnFwdParams& p, const FwdTile& t)
+        : KeyTiles(t.m0, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right) {}
+    OA_DEVICE constexpr KeyTiles(int32 m0, int32 seqlen_q, int32 seqlen_k, int32 window_left, int32 window_right) {
+        int32 last_row = min_of(m0 + kBlockM, seqlen_q) - 1;
+        KeyRange top = visible_keys(m0, seqlen_q, seqlen_k, window_left, window_right);
+        KeyRange bottom = visible_keys(last_row, seqlen_q, seqlen_k, window_left, window_right);
         first = top.lo / kBlockN;
         end = (int64(bottom.hi) + kBlockN - 1) / kBlockN;
         full_first = (int64(bottom.lo) + kBlockN - 1) / kBlockN;
         full_end = top.hi / kBlockN;
     }
+    OA_DEVICE constexpr bool is_empty() const { return end <= first; }
 };
 
-// The head's sink in base-2 units; -inf if there is none, or the rows belong to no sequence.
-template <typename Io>
-OA_DEVICE float sink_log2(const AttnFwdParams& p, const FwdTile& t) {
-    if (p.sinks_kind == kSinksNone || t.seqlen_k == kNoSequence) return neg_inf();
-    float sink = p.sinks_kind == kSinksFloat ? static_cast<const float*>(p.sinks)[t.head_idx]
-                                             : to_float(Io{}, static_cast<const uint16*>(p.sinks)[t.head_idx]);
-    return sink * kLog2e;
+// The rows that see a key: the transpose of visible_keys.
+struct QueryRange {
+    int32 lo, hi;  // rows lo <= i < hi
+};
+OA_DEVICE constexpr QueryRange visible_queries(int32 key, int32 seqlen_q, int32 seqlen_k, int32 window_left,
+                                               int32 window_right) {
+    int64 center = int64(key) + seqlen_q - seqlen_k;
+    QueryRange r{};
+    r.lo = window_right < 0 ? 0 : int32(max_of<int64>(min_of<int64>(center - window_right, seqlen_q), 0));
+    r.hi = window_left < 0 ? seqlen_q : int32(max_of<int64>(min_of<int64>(center + window_left + 1, seqlen_q), 0));
+    return r;
 }
+
+// The tiles of kBlockM query rows that see some of the kBlockN keys from t.n0 on.
+template <int kBlockM, int kBlockN>
+struct QueryTiles {
+    int32 first = 0, end = 0;  // [first, end) holds every row that sees one of the keys
+    int32 full_first = 0, full_end = 0;  // tiles in [full_first, full_end) see all of them and need no masking
+    OA_DEVICE constexpr QueryTiles(const AttnFwdParams& p, const BwdTile& t)
+        : QueryTiles(t.n0, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right) {}
+    OA_DEVICE constexpr QueryTiles(int32 n0, int32 seqlen_q, int32 seqlen_k, int32 window_left, int32 window_right) {
+        int32 last_key = min_of<int64>(int64(n0) + kBlockN, seqlen_k) - 1;
+        QueryRange head = visible_queries(n0, seqlen_q, seqlen_k, window_left, window_right);
+        QueryRange tail = visible_queries(last_key, seqlen_q, seqlen_k, window_left, window_right);
+        first = head.lo / kBlockM;
+        end = int32((int64(tail.hi) + kBlockM - 1) / kBlockM);
+        full_first = int32((int64(tail.lo) + kBlockM - 1) / kBlockM);
+        // Of the sequence's last tile some keys may not exist: all rows need masking.
+        full_end = int64(n0) + kBlockN > seqlen_k ? full_first : head.hi / kBlockM;
+    }
+    OA_DEVICE constexpr bool is_empty() const { return end <= first; }
+};
 
 // The user's mask at (row, key) in natural-log units: 0 / -inf for booleans, the value for additive masks.
 template <typename Io>

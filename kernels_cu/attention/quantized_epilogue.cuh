@@ -2,12 +2,12 @@
 #pragma once
 #include "attention/quantized_operands.cuh"
 #include "attention/warp_epilogue.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
 
-// V's scales and means of one head, in global memory. What lies behind head_dim_pad is stored nowhere.
+// V's scales and means of one head, in global memory. Columns beyond head_dim_pad are not stored.
 struct GlobalChannels {
     const float* scales;
     const float* means;  // null: zeros
@@ -25,8 +25,8 @@ struct GlobalChannels {
 };
 
 // Divides one thread's part of two rows of O by the sum of P and undoes V's scale and mean, both per channel:
-// O = (O / l) v_scale + v_mean, l = 1, and the base m2 with what l was. The division comes first, because v_scale times a sum of
-// products may exceed fp32 where their mean does not. o[4d + 2r + x]: row r, channel 8d + 2(lane % 4) + x.
+// O = (O / l) v_scale + v_mean, l = 1, and the base m2 with what l was. The division comes first, because v_scale times
+// a sum of products may exceed fp32 where their mean does not. o[4d + 2r + x]: row r, channel 8d + 2(lane % 4) + x.
 // channels: get(column, scale, mean) of two of them.
 template <int kOutputs, typename Channels>
 OA_DEVICE void restore_values(float (&o)[kOutputs], float (&m2)[2], float (&l)[2], const Channels& channels, int lane) {
@@ -57,19 +57,17 @@ OA_DEVICE void restore_values(float (&o)[kOutputs], float (&m2)[2], float (&l)[2
     }
 }
 
-// rows: a RowState. lacks_bias: whether the scores lack what smoothing took from them (with a softcap they have had it before).
-template <typename Io, int kOutputs, typename Rows>
-OA_DEVICE void store_quantized(float (&o)[kOutputs], Rows& rows, bool lacks_bias, const AttnFwdParams& p,
-                               const QuantizedOperands& x, const FwdTile& t, int32 first_row, int lane) {
+// rows: a RowState. attended: whether there was a key; else nothing is scaled, and `channels` and `bias_of` are not
+// asked. bias_of(row): what smoothing took from a row's scores, of rows first_row + 0 .. 15.
+template <typename Io, int kOutputs, typename Rows, typename Channels, typename BiasOf>
+OA_DEVICE void store_quantized(float (&o)[kOutputs], Rows& rows, bool attended, const Channels& channels,
+                               BiasOf bias_of, const AttnFwdParams& p, const FwdTile& t, int32 first_row, int lane) {
     rows.reduce();
     float bias[2] = {0.0f, 0.0f};
-    if (t.seqlen_k > 0) {  // rows of no sequence have no channels to look up, and nothing to scale
-        int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
-        restore_values(o, rows.m2, rows.l, GlobalChannels(x, int64(t.sequence) * p.num_kv_heads + kv_head), lane);
-        if (lacks_bias) {
-            bias[0] = row_bias_of(p, x, t, first_row + (lane >> 2)) * p.softmax_scale;
-            bias[1] = row_bias_of(p, x, t, first_row + (lane >> 2) + 8) * p.softmax_scale;
-        }
+    if (attended) {
+        restore_values(o, rows.m2, rows.l, channels, lane);
+        bias[0] = bias_of(lane >> 2) * p.softmax_scale;
+        bias[1] = bias_of((lane >> 2) + 8) * p.softmax_scale;
     }
     store_rows<Io>(o, rows.m2, rows.l, bias, p, t, first_row, lane);
 }

@@ -1,35 +1,24 @@
-// What attention on quantized operands needs besides AttnFwdParams (src/omniattn/launch/quantized_attention.py packs the same
-// fields in the same order). Formats: docs/quantization.md.
+// Where the scales and biases of a tile of quantized operands lie. Formats: docs/quantization.md.
 #pragma once
-#include "attention/quantize_params.cuh"
+#include "params/attn_fwd.cuh"
+#include "params/attn_int8.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
+#include "scheduler/slots.cuh"
 
-struct QuantizedOperands {
-    const float* q_scale;
-    const float* k_scale;
-    const float* row_bias;
-    const float* v_scale;
-    const float* v_mean;  // null: zeros
-    const float* delta_s;  // null without smooth_q
-    int64 q_scale_stride_h, k_scale_stride_h, delta_stride_h;  // elements, between heads
-    int32 delta_columns;
-    int32 head_dim_pad;
-};
-
-// First block of `rows` rows of the tile's sequence, of queries or of keys. Dense batches have their own for every head.
+// First block of `rows` rows of the tile's sequence, of queries or of keys. Dense batches have their own for every
+// head.
 OA_DEVICE int32 slot_of(const AttnFwdParams& p, const FwdTile& t, int32 begin, int32 rows) {
     return p.cu_seqlens_q == nullptr ? 0 : first_slot(begin, t.sequence, rows);
 }
 
-// Number of a head among all that an array holds; packed sequences share their heads.
+// Number of a head among all that an array holds; packed sequences have no batch.
 OA_DEVICE int64 head_of(const AttnFwdParams& p, const FwdTile& t, int32 heads, int32 head) {
     return (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * heads : 0) + head;
 }
 
-// Scales of the rows from warp_row on, 8 for the slice of 32 that they are.
+// The 8 scales of the slice of 32 rows from warp_row on.
 OA_DEVICE const float* q_scales(const AttnFwdParams& p, const QuantizedOperands& x, const FwdTile& t, int32 warp_row) {
     int32 slice = slot_of(p, t, t.q_begin, kBlockRows) * 4 + (warp_row >> 5);
     return x.q_scale + head_of(p, t, p.num_q_heads, t.head_idx) * x.q_scale_stride_h + slice * 8;
@@ -43,7 +32,7 @@ OA_DEVICE float row_bias_of(const AttnFwdParams& p, const QuantizedOperands& x, 
     return uint32(row) < uint32(t.seqlen_q) ? row_biases(p, x, t)[row] : 0.0f;  // row may be negative (FwdTile::m0)
 }
 
-// What is known of a CTA's tile and not needed all the time: registers are what this kernel lacks.
+// A CTA's tile, in shared memory because the kernels are short of registers.
 struct TileFacts {
     FwdTile tile;
     int32 full_first, full_end;  // as in KeyTiles

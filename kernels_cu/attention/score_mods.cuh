@@ -1,9 +1,9 @@
-// Softcap and user masks: scores one by one, on their way from the first product to the softmax.
+// Softcap and user masks: applied to scores one by one between Q K^T and the softmax.
 #pragma once
 #include "attention/mask.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
 
 template <typename Io>
@@ -21,7 +21,7 @@ class ScoreMods {
         if (p_.mask_kind != kMaskNone) {
             bool inside = row < t_.seqlen_q && key < t_.seqlen_k;
             float bias = inside ? mask_value<Io>(p_, head_offset_, row, key) : neg_inf();
-            // A masked key is gone whatever its score is, not a number included.
+            // A masked key does not count whatever its score is, NaN included.
             score = bias == neg_inf() ? neg_inf() : score + bias;
         }
         float score2 = score * kLog2e;

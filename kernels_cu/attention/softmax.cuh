@@ -3,8 +3,17 @@
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
+// Of the four lanes that have a row.
+OA_DEVICE void sum_of_quad(float (&l)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        l[r] += __shfl_xor_sync(0xffffffffu, l[r], 1);
+        l[r] += __shfl_xor_sync(0xffffffffu, l[r], 2);
+    }
+}
+
 // Rows of the m16n8 accumulator layout: lane l owns rows l/4 and l/4+8 of each 16-row tile; the four lanes of a quad
-// share a row.
+// have a row.
 template <int kMTiles>
 struct OnlineSoftmax {
     // Running maximum that the exponents are taken against, in base-2 units: p = exp2(s * c - m2). Before the first
@@ -21,21 +30,21 @@ struct OnlineSoftmax {
         }
     }
 
-    // Takes the new tile's scores into the maximum and rescales O and the denominator. The rescale is skipped for the
+    // Updates the maximum by the tile's scores and rescales O and the denominator. The rescale is skipped for the
     // whole warp while no row's maximum grew by more than kSlack in base 2: P is then at most 2^kSlack, which costs no
     // relative precision in bf16, fp16 or fp32, and the final division removes the common factor.
     // c: score units -> base-2 exponent (positive).
-    template <int kNTiles, int kDTiles>
-    OA_DEVICE void update(const float (&s)[kMTiles][kNTiles][4], float (&o)[kMTiles][kDTiles][4], float c) {
+    template <int kScores, int kOutputs>
+    OA_DEVICE void update(const float (&s)[kMTiles][kScores], float (&o)[kMTiles][kOutputs], float c) {
         constexpr float kSlack = 8.0f;
         float top[kMTiles][2];
 #pragma unroll
         for (int i = 0; i < kMTiles; ++i) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float x = fmaxf(s[i][0][2 * r], s[i][0][2 * r + 1]);
+                float x = fmaxf(s[i][2 * r], s[i][2 * r + 1]);
 #pragma unroll
-                for (int n = 1; n < kNTiles; ++n) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
+                for (int n = 4; n < kScores; n += 4) x = fmaxf(x, fmaxf(s[i][n + 2 * r], s[i][n + 2 * r + 1]));
                 top[i][r] = x;
             }
         }
@@ -60,9 +69,9 @@ struct OnlineSoftmax {
                     m2[i][r] = m2_new;
                     l[i][r] *= alpha;
 #pragma unroll
-                    for (int d = 0; d < kDTiles; ++d) {
-                        o[i][d][2 * r] *= alpha;
-                        o[i][d][2 * r + 1] *= alpha;
+                    for (int d = 0; d < kOutputs; d += 4) {
+                        o[i][d + 2 * r] *= alpha;
+                        o[i][d + 2 * r + 1] *= alpha;
                     }
                 }
             }
@@ -72,13 +81,7 @@ struct OnlineSoftmax {
     // Sums the denominators over the quad; call once, after the last tile.
     OA_DEVICE void reduce_denominator() {
 #pragma unroll
-        for (int i = 0; i < kMTiles; ++i) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                l[i][r] += __shfl_xor_sync(0xffffffffu, l[i][r], 1);
-                l[i][r] += __shfl_xor_sync(0xffffffffu, l[i][r], 2);
-            }
-        }
+        for (int i = 0; i < kMTiles; ++i) sum_of_quad(l[i]);
     }
 };
 

@@ -1,15 +1,17 @@
-// O and LSE of one warp's 16 rows from accumulators of wgmma or mma.sync to global memory; layout as in attention/warp_softmax.cuh.
+// O and LSE of one warp's 16 rows from accumulators of wgmma or mma.sync to global memory; layout as in
+// attention/warp_softmax.cuh.
 #pragma once
-#include "attention/mask.cuh"
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
 
-// Scales and stores this thread's two rows. The four lanes of a quad hold 4 x 4 words of one row (four 8-column blocks);
-// a transpose inside the quad gives each lane 16 contiguous bytes. m2, l: base and denominator of either row; lse_l: what the
-// LSE is of, where that is something else. bias: what the scores lack, in natural-log units; a row whose bias is NaN becomes NaN.
+// Scales and stores this thread's two rows. The four lanes of a quad hold 4 x 4 words of one row (four 8-column
+// blocks); a transpose inside the quad gives each lane 16 contiguous bytes. m2, l: base and denominator of either row;
+// lse_l: what the LSE is of, where that is something else. bias: what the scores lack, in natural-log units; a row
+// whose bias is NaN becomes NaN.
 template <typename Io, int kOutputs>
 OA_DEVICE void store_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2],
                           const float (&lse_l)[2], const float (&bias)[2], const AttnFwdParams& p, const FwdTile& t,

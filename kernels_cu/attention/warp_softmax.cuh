@@ -1,19 +1,20 @@
-// Softmax of one warp's 16 rows of scores, as accumulators of wgmma and of mma.sync m16n8 hold them alike: lane l has rows l/4 and
-// l/4 + 8, of every block of 8 columns those at 2(l%4) and + 1: s[4n + 2r + x] is row r, column 8n + 2(l%4) + x. A wgmma's warp w
-// has rows 16w on.
+// Softmax of one warp's 16 rows of scores, as accumulators of wgmma and of mma.sync m16n8 hold them alike: lane l has
+// rows l/4 and l/4 + 8, of every block of 8 columns those at 2(l%4) and + 1: s[4n + 2r + x] is row r, column 8n +
+// 2(l%4) + x. A wgmma's warp w has rows 16w on.
 #pragma once
 #include "attention/mask.cuh"
+#include "attention/softmax.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
 
-// Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S for
-// |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3 * 2^22,
-// scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is a multiple of 1 / kBaseSteps, so that
-// 12582912 c + m2 has 24 bits while c <= kCoarseScale. Coarser scores take the careful way, which subtracts the constant
-// first; so do scores with a shift, which is a multiple of nothing.
-// SeededScore: the pattern is in already, because the sum of products began with it (mma.sync takes any accumulator). Of
+// Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S
+// for |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3
+// * 2^22, scale_without_rounding cuts the scale c to 20 bits and the base m2 of the softmax is a multiple of 1 /
+// kBaseSteps, so that 12582912 c + m2 has 24 bits while c <= kCoarseScale. Coarser scores take the slow path, which
+// subtracts the constant first; so do scores with a shift, which is no multiple of anything.
+// SeededScore: the accumulator began with the pattern (mma.sync takes any). Of
 // 4-bit products, whose units are worth 300 times as much, the base is an integer.
 template <int kBits>
 struct SeededScore {
@@ -66,26 +67,18 @@ OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const Fwd
     }
 }
 
-// Of the four lanes that have a row.
-OA_DEVICE void sum_of_quad(float (&l)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        l[r] += __shfl_xor_sync(0xffffffffu, l[r], 1);
-        l[r] += __shfl_xor_sync(0xffffffffu, l[r], 2);
-    }
-}
-
-struct NoLift {
-    static constexpr float kValue = 0.0f;
+struct FloatPRange {
+    static constexpr float kBaseLog2 = 0.0f;
     static constexpr float kSumLimit = 256.0f;  // p <= 2^8 costs no relative precision in bf16, fp16 or fp32
 };
 struct NoShift {
     static constexpr bool kPresent = false;
+    OA_DEVICE NoShift(const float* = nullptr, float = 0.0f) {}
     OA_DEVICE float operator()(int, int) const { return 0.0f; }
 };
 
 // Base-2 exponents of a tile's scores, relative to the base m2 of their row.
-template <bool kCareful, typename Score, int kScores, typename Shift>
+template <bool kSlowPath, typename Score, int kScores, typename Shift>
 class Exponents {
   public:
     OA_DEVICE Exponents(const Score (&s)[kScores], const float (&c)[2], const float (&m2)[2], Shift shift)
@@ -97,13 +90,13 @@ class Exponents {
     // Of row r, column x of block n.
     OA_DEVICE float operator()(int n, int r, int x) const {
         float score = score_of(s_[4 * n + 2 * r + x]);
-        if constexpr (kCareful) return fmaf(score - kScoreBias<Score>, c_[r], shift_(n, x)) - m2_[r];
+        if constexpr (kSlowPath) return fmaf(score - kScoreBias<Score>, c_[r], shift_(n, x)) - m2_[r];
         if constexpr (Shift::kPresent) return fmaf(score - kScoreBias<Score>, c_[r], shift_(n, x) - m2_[r]);
         return fmaf(score, c_[r], base_[r]);
     }
-    // Whether its power has to be set to 0 whatever c is.
+    // Whether P has to be set to 0 whatever c is.
     OA_DEVICE bool is_hidden(int n, int r, int x) const {
-        return kCareful && score_of(s_[4 * n + 2 * r + x]) == neg_inf();
+        return kSlowPath && score_of(s_[4 * n + 2 * r + x]) == neg_inf();
     }
 
   private:
@@ -116,15 +109,16 @@ class Exponents {
 
 // Running base and denominator of this thread's two rows, in base 2: p = exp2(s c - m2).
 //
-// The base need not be the maximum, only near enough for p to neither overflow nor vanish. So the maximum is looked for
-// in a row block's first tile only; afterwards a tile's probabilities are taken against the base as it stands, and their
-// sum, which is needed anyway, tells whether that was good enough: p <= sum <= Lift::kSumLimit. Only otherwise (a score 8 or
-// more above the base in base 2) is the tile done again, with the base raised. This takes 64 comparisons a tile and the
-// exchange of maxima out of the chain between the two products.
+// The base need not be the maximum, only near enough for p to neither overflow nor vanish. So the maximum is found in a
+// row block's first tile only; afterwards a tile's probabilities are computed against the base as it is, and their
+// sums, which are needed anyway, tell whether that was good enough: p <= sum <= PRange::kSumLimit. (attn_int8_sm90 has
+// no such sums: it tests the packed bytes, attention/p_e4m3.cuh.) Only otherwise (a score 8 or more above the base in
+// base 2) is the tile computed again, with the base raised. This removes 64 comparisons a tile and the exchange of
+// maxima from the chain between the two products.
 //
-// Lift: kValue is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a short range of exponents
-// want p large.
-template <typename Lift = NoLift>
+// PRange: kBaseLog2 is log2 of p at the base, kSumLimit what the sum of a lane's p may be. Formats with a small range
+// of exponents need p large.
+template <typename PRange = FloatPRange>
 struct RowState {
     // Before the first visible key the base is the lowest finite number and not -inf, so that a hidden score gives
     // exp2(-inf) = 0, and the first visible one infinity, which the sum reports.
@@ -148,7 +142,7 @@ struct RowState {
                     if constexpr (Shift::kPresent) score = fmaf(score - kScoreBias<Score>, c[r], shift(n, x));
                     top[r] = fmaxf(top[r], score);
                 }
-            // The lanes of a row may have scales of their own.
+            // The lanes of a row may have different scales.
             if constexpr (!Shift::kPresent) top[r] = (top[r] - kScoreBias<Score>)*c[r];
         }
 #pragma unroll
@@ -157,7 +151,7 @@ struct RowState {
             for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], mask));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float m2_new = fmaxf(m2[r], top[r] - Lift::kValue);
+            float m2_new = fmaxf(m2[r], top[r] - PRange::kBaseLog2);
             if constexpr (kScoreBias<Score> != 0.0f)
                 m2_new = fmaxf(ceilf(m2_new * kBaseSteps<Score>) / kBaseSteps<Score>, kLowest);
             alpha[r] = exp2_approx(m2[r] - m2_new);
@@ -168,20 +162,21 @@ struct RowState {
 
     // Calls put(n, r, p0, p1) for the two neighbouring columns of row r in column block n; sum: this lane's sums.
     // shift(n, x): what is added to the exponents of a column, in base 2.
-    // kCareful: hidden keys give 0 even where c is NaN, and integer scores of any scale lose nothing.
-    template <bool kCareful = false, typename Score, int kScores, typename Put, typename Shift = NoShift>
+    // kSlowPath: hidden keys give 0 even where c is NaN, and integer scores of any scale are exact.
+    template <bool kSlowPath = false, typename Score, int kScores, typename Put, typename Shift = NoShift>
     OA_DEVICE void exponentiate(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put put,
                                 Shift shift = {}) const {
         sum[0] = sum[1] = 0.0f;
-        exponentiate_blocks<0, kScores / 4, kCareful>(s, c, sum, put, shift);
+        exponentiate_blocks<0, kScores / 4, kSlowPath>(s, c, sum, put, shift);
     }
 
     // The same for column blocks [kFirst, kEnd), whose sums are added to those that there are.
-    template <int kFirst, int kEnd, bool kCareful = false, typename Score, int kScores, typename Put,
+    template <int kFirst, int kEnd, bool kSlowPath = false, typename Score, int kScores, typename Put,
               typename Shift = NoShift>
     OA_DEVICE void exponentiate_blocks(const Score (&s)[kScores], const float (&c)[2], float (&sum)[2], Put& put,
                                        Shift shift = {}) const {
-        const Exponents<kCareful, Score, kScores, Shift> exponent(s, c, m2, shift);
+        static_assert(0 <= kFirst && kFirst < kEnd && kEnd <= kScores / 4, "column blocks of the tile");
+        const Exponents<kSlowPath, Score, kScores, Shift> exponent(s, c, m2, shift);
 #pragma unroll
         for (int n = kFirst; n < kEnd; ++n)
 #pragma unroll
@@ -194,13 +189,13 @@ struct RowState {
             }
     }
 
-    // A whole tile, the powers in the order of the source: put(n, r, p0, p1) as above, but no sums. kByRow: row 0's columns
-    // before row 1's; else block by block. Exponents stand one pair ahead of the powers and puts two pairs behind, so that fewer
-    // of them wait for the result of the instruction before.
-    template <bool kCareful, bool kByRow, typename Score, int kScores, typename Put, typename Shift = NoShift>
+    // A whole tile, exponentials in the order of the source: put(n, r, p0, p1) as above, but no sums. kByRow: row 0's
+    // columns before row 1's; else block by block. Their arguments are computed one pair ahead and put() comes two
+    // pairs behind, so that fewer instructions wait for the result of the one before.
+    template <bool kSlowPath, bool kByRow, typename Score, int kScores, typename Put, typename Shift = NoShift>
     OA_DEVICE void exponentiate_in_order(const Score (&s)[kScores], const float (&c)[2], Put put,
                                          Shift shift = {}) const {
-        const Exponents<kCareful, Score, kScores, Shift> exponent(s, c, m2, shift);
+        const Exponents<kSlowPath, Score, kScores, Shift> exponent(s, c, m2, shift);
         constexpr int kPairs = kScores / 2, kLater = 2;
         float e[kScores];
         auto block = [](int k) { return kByRow ? k % (kPairs / 2) : k >> 1; };
@@ -227,12 +222,12 @@ struct RowState {
         }
     }
 
-    // Whether the probabilities of any of the warp's rows were too large, or NaN. own: whether the rows belong to the
-    // tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they must not have a say, or a
-    // result would depend on its neighbour. too_coarse: another reason of a lane's.
-    OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2], bool too_coarse = false) {
+    // Whether the probabilities of one of this lane's rows were too large, or NaN; the warp has to vote. own: whether
+    // the rows belong to the tile's sequence. In packed tensors a tile's last rows may be the next sequence's; they
+    // must not take part in the vote, or a result would depend on its neighbour.
+    OA_DEVICE static bool too_large(const float (&sum)[2], const bool (&own)[2]) {
         float top = max_nan(own[0] ? sum[0] : 0.0f, own[1] ? sum[1] : 0.0f);
-        return __any_sync(0xffffffffu, too_coarse || !(top <= Lift::kSumLimit));
+        return !(top <= PRange::kSumLimit);
     }
 
     OA_DEVICE void add(const float (&sum)[2]) {

@@ -1,24 +1,30 @@
-// Exact attention forward on mma.sync, any GPU from sm_80 on (FlashAttention-2, Dao 2023, algorithm 1).
+// Exact attention forward on mma.sync, any GPU from sm_80 on. Source: FlashAttention-2 (Dao 2023), algorithm 1.
 //
 //   S = softmax_scale * Q K^T;  S = softcap * tanh(S / softcap);  S += mask;  P = softmax([S, sink]);  O = P V
 //   LSE = log(sum(exp(S)) + exp(sink)), natural logarithm, fp32
 //
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
-// dimension contiguous; with cu_seqlens: packed [rows, heads, dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows].
+// dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
+// rows].
 //
-// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q to
-// the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to the
-// first: the partly masked tiles of a causal head come first.
+// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
+// to the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to
+// the first: the partly masked tiles of a causal head come first. The maximum of a tile is found before its
+// exponentials (attention/softmax.cuh), because these are mixed with the products of P, 16 keys at a time: whether P
+// was too large would be known too late for the softmax of the other kernels (attention/warp_softmax.cuh).
 //
+// All warps copy (cp.async); bar: __syncthreads.
 // NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)
 //   wait K,V(i) | bar | copy K,V(i-1) -> other stage       wait K(i) | bar | copy V(i) | QK(i)
 //   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
 //
-// Shared memory, bytes: Q/O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
+// Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
 #include "attention/mask.cuh"
 #include "attention/score_mods.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
+#include "attention/warp_softmax.cuh"
+#include "params/attn_fwd.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
@@ -58,8 +64,8 @@ using QLane = PanelLane<Config::kBlockM, Config::kHeadDim>;
 using KvLane = PanelLane<Config::kBlockN, Config::kHeadDim>;
 using QCopy = TileCopy<Config::kBlockM, Config::kHeadDim, Config::kThreads>;
 using KvCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
-using Scores = float[Config::kMTiles][Config::kNTiles][4];
-using Output = float[Config::kMTiles][Config::kDTiles][4];
+using Scores = float[Config::kMTiles][Config::kNTiles * 4];
+using Output = float[Config::kMTiles][Config::kDTiles * 4];
 using QFragments = uint32[Config::kQInRegisters ? Config::kHeadDim / 16 : 1][Config::kMTiles][4];
 
 OA_DEVICE void load_q_step(uint32 (&a)[Config::kMTiles][4], uint32 smem_q, const QLane& lane, int step) {
@@ -73,7 +79,7 @@ OA_DEVICE void mma_qk(Scores& s, const QFragments& rq, uint32 smem_q, const QLan
 #pragma unroll
     for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
-        for (int n = 0; n < Config::kNTiles; ++n) s[i][n][0] = s[i][n][1] = s[i][n][2] = s[i][n][3] = 0.0f;
+        for (int x = 0; x < Config::kNTiles * 4; ++x) s[i][x] = 0.0f;
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 16; ++step) {
         uint32 loaded[Config::kMTiles][4];
@@ -85,8 +91,8 @@ OA_DEVICE void mma_qk(Scores& s, const QFragments& rq, uint32 smem_q, const QLan
             ldmatrix_x4(b, smem_k + k_lane.at(n * 8, step));
 #pragma unroll
             for (int i = 0; i < Config::kMTiles; ++i) {
-                mma_m16n8k16(Config::Io{}, s[i][n], a[i], b[0], b[1]);
-                mma_m16n8k16(Config::Io{}, s[i][n + 1], a[i], b[2], b[3]);
+                mma_m16n8k16(Config::Io{}, s[i] + 4 * n, a[i], b[0], b[1]);
+                mma_m16n8k16(Config::Io{}, s[i] + 4 * (n + 1), a[i], b[2], b[3]);
             }
         }
     }
@@ -106,7 +112,7 @@ OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTile
                 float e[4];
 #pragma unroll
                 for (int x = 0; x < 4; ++x) {
-                    e[x] = exp2_approx(fmaf(s[i][n + half][x], c, -softmax.m2[i][x >> 1]));
+                    e[x] = exp2_approx(fmaf(s[i][4 * (n + half) + x], c, -softmax.m2[i][x >> 1]));
                     softmax.l[i][x >> 1] += e[x];
                 }
                 p[i][2 * half] = pack2(Config::Io{}, e[0], e[1]);
@@ -119,8 +125,8 @@ OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTile
             ldmatrix_x4_trans(b, smem_v + v_lane.at(n * 8, d / 2));
 #pragma unroll
             for (int i = 0; i < Config::kMTiles; ++i) {
-                mma_m16n8k16(Config::Io{}, o[i][d], p[i], b[0], b[1]);
-                mma_m16n8k16(Config::Io{}, o[i][d + 1], p[i], b[2], b[3]);
+                mma_m16n8k16(Config::Io{}, o[i] + 4 * d, p[i], b[0], b[1]);
+                mma_m16n8k16(Config::Io{}, o[i] + 4 * (d + 1), p[i], b[2], b[3]);
             }
         }
     }
@@ -137,27 +143,8 @@ OA_DEVICE void modify_scores(Scores& s, const AttnFwdParams& p, const FwdTile& t
             for (int x = 0; x < 4; ++x) {
                 int32 row = warp_row + i * 16 + (lane >> 2) + (x >> 1) * 8;
                 int32 key = n0 + n * 8 + 2 * (lane & 3) + (x & 1);
-                s[i][n][x] = mods.apply(s[i][n][x] * p.softmax_scale, row, key);
+                s[i][4 * n + x] = mods.apply(s[i][4 * n + x] * p.softmax_scale, row, key);
             }
-}
-
-OA_DEVICE void mask_edges(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0, int lane) {
-#pragma unroll
-    for (int i = 0; i < Config::kMTiles; ++i)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            int32 row = warp_row + i * 16 + (lane >> 2) + r * 8;
-            KeyRange keys = visible_keys(row, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
-            // Relative to this lane's first column: one compare with a constant per score.
-            int32 lo = keys.lo - n0 - 2 * (lane & 3), hi = keys.hi - n0 - 2 * (lane & 3);
-#pragma unroll
-            for (int n = 0; n < Config::kNTiles; ++n)
-#pragma unroll
-                for (int x = 0; x < 2; ++x) {
-                    int32 col = n * 8 + x;
-                    if (col < lo || col >= hi) s[i][n][2 * r + x] = neg_inf();
-                }
-        }
 }
 
 // O / l through shared memory (the rows of Q that only this warp has read) to 16-byte stores, and the LSE.
@@ -179,7 +166,8 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
             if (lse != nullptr && (lane & 3) == 0 && t.m0 + row < t.seqlen_q) lse[t.m0 + row] = res.lse;
 #pragma unroll
             for (int d = 0; d < Config::kDTiles; ++d) {
-                uint32 packed = pack2(Config::Io{}, o[i][d][2 * r] * res.o_scale, o[i][d][2 * r + 1] * res.o_scale);
+                uint32 packed =
+                    pack2(Config::Io{}, o[i][4 * d + 2 * r] * res.o_scale, o[i][4 * d + 2 * r + 1] * res.o_scale);
                 *reinterpret_cast<uint32*>(q_smem + QTile::offset(row, d) + (lane & 3) * 4) = packed;
             }
         }
@@ -229,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
 #pragma unroll
     for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
-        for (int d = 0; d < Config::kDTiles; ++d) o[i][d][0] = o[i][d][1] = o[i][d][2] = o[i][d][3] = 0.0f;
+        for (int d = 0; d < Config::kDTiles * 4; ++d) o[i][d] = 0.0f;
     OnlineSoftmax<Config::kMTiles> softmax;
     softmax.init();
     // Score units -> base-2 exponent. SCORE_MODS variants keep their scores in base-2 units already.
@@ -286,7 +274,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
             }
             int32 n0 = n * Config::kBlockN;
             if (Config::kScoreMods) modify_scores(s, p, t, warp_row, n0, lane);
-            if (n < keys.full_first || n >= keys.full_end) mask_edges(s, p, t, warp_row, n0, lane);
+            if (n < keys.full_first || n >= keys.full_end)
+#pragma unroll
+                for (int i = 0; i < Config::kMTiles; ++i) mask_edges(s[i], p, t, warp_row + i * 16, n0, lane);
 
             softmax.update(s, o, c);
             exp_and_mma_pv(s, o, softmax, c, smem_v + stage * KvTile::kBytes, v_lane);

@@ -1,54 +1,60 @@
-// Exact attention forward on Hopper's wgmma (FlashAttention-3, Shah et al. 2024), sm_90a only.
+// Exact attention forward on Hopper's wgmma, sm_90a only. Source: FlashAttention-3 (Shah et al. 2024), sections 3.1 and
+// 3.2.
 //
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]; strides that tensor
-// maps take; VARLEN: packed [rows, heads, dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows]. head_dim below HEAD_DIM reads zeros beyond the tensor's edge.
+// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim], strides that tensor
+// maps take; VARLEN: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows], natural
+// logarithm, fp32. Where head_dim is below HEAD_DIM, TMA fills with zeros.
 //
-// One CTA an SM walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head (scheduler/fwd_tile.cuh).
-//   warpgroup 0, one thread   copies: Q, then K(i), V(i) from the last visible tile to the first
-//   warpgroups 1 ..           64 query rows each: S, softmax, O
+// A persistent kernel, one CTA an SM, walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head
+// (scheduler/persistent.cuh), keys from the last visible tile to the first.
+//   warpgroup 0: producer, one lane copies     warpgroups 1 ..: consumers, 64 query rows each: S, softmax, O
 //
-//   producer   copy Q -> q.full[stage]   copy V(i-1), K(i) -> kv.full[stage]   (each waits for its .empty)
-//   consumer   wait q, kv(0) | S(0) = QK(0) | softmax(0)
-//              wait kv(i) | turn: S(i) = QK(i) | O += P(i-1)V(i-1) | next one's turn
-//              softmax(i) | ... | wait kv(N) | O += P(N-1)V(N-1)
-//              arrives at kv.empty when S and O are there, at q.empty after a tile's last S
+//   producer                                        consumer g
+//   wait outer.empty <----------------------------- arrive outer.empty: the tile's last S is there
+//   TMA Q -> outer.full --------------------------> wait outer.full
+//   for i = 0 .. N:                                 for i = 0 .. N:
+//     wait inner.empty <----------------------------- arrive inner.empty: S(i) and O of P(i-1) are there
+//     TMA K(i), V(i-1) -> inner.full ---------------> wait inner.full
+//                                                     wait named barrier 1 + g (ping-pong)
+//                                                       S(i) = Q K(i)^T;  O += P(i-1) V(i-1)
+//                                                     arrive at the next warpgroup's
+//                                                     P(i) = softmax(S(i)), under the others' products
 //
-// The warpgroups take turns in issuing their products (pipeline/turns.cuh), so that one's softmax runs under the others'
-// products. Each passes over the key tiles that none of its 64 rows sees, and may be a tile of queries ahead.
+// A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
 // Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same] |
-// barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; columns beyond HEAD_DIM are zeros that
-// no product reads.
+// barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads columns beyond
+// HEAD_DIM.
+#include "attention/fwd_roles.cuh"
 #include "attention/warp_epilogue.cuh"
-#include "attention/wgmma_roles.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_fwd.cuh"
+#include "pipeline/warp_roles.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
-#include "scheduler/fwd_params.cuh"
+#include "ptx/wgmma_bf16.cuh"
+#include "ptx/wgmma_fp16.cuh"
 #include "scheduler/persistent.cuh"
 
 struct Config {
     using Io = IO_TYPE;
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kConsumers = NUM_CONSUMERS;
-    static constexpr bool kTurns = true;
+    static constexpr bool kPingPong = true;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
-    static constexpr int kStages = NUM_STAGES;
-    static constexpr int kQStages = NUM_Q_STAGES;
-    static constexpr bool kVarlen = VARLEN;  // packed sequences; a constant, because the dense loop pays for more code
+    static constexpr int kInnerStages = NUM_STAGES;
+    static constexpr int kOuterStages = NUM_Q_STAGES;
+    static constexpr bool kVarlen = VARLEN;  // packed sequences
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + 63) / 64;
     static constexpr int kNTiles = kBlockN / 8;
     static constexpr int kDTiles = kHeadDim / 8;
-    // Registers a thread after setmaxnreg: what the launch gives (65536 / kThreads, a multiple of 8) is shared out anew.
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
     // After how many of a product's k steps the next warpgroup may issue. With four there is always one that is ready.
     static constexpr int kTurnStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
     static_assert(kHeadDim % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks, whole k steps");
@@ -56,18 +62,12 @@ struct Config {
 };
 
 struct SharedStorage {
-    alignas(1024) uint8 q[Config::kQStages][Config::kBlockM * Config::kPanels * 128];
-    alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kPanels * 128];
-    alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kPanels * 128];
+    alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kPanels * 128];
+    alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
+    alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
-struct AttnFwdSm90Params {
-    TensorMap map_q, map_k, map_v;
-    AttnFwdParams p;
-    TileList tiles;
-};
 
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128;
 constexpr uint32 kKvBytes = Config::kBlockN * Config::kPanels * 128;
@@ -76,12 +76,13 @@ using Scores = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 using Probabilities = uint32[Config::kBlockN / 16][4];
 
-class Producer : public ProducerRole<Config, Producer> {
+class Producer : public ForwardProducer<Config, Producer> {
   public:
-    static constexpr uint32 kQBytes = ::kQBytes, kKBytes = kKvBytes, kVBytes = kKvBytes;
+    static constexpr uint32 kQBytes = ::kQBytes, kVBytes = kKvBytes;
+    OA_DEVICE static uint32 k_bytes() { return kKvBytes; }
 
     OA_DEVICE Producer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
-        : ProducerRole(params.p, params.tiles, smem.roles, bars), params_(params) {}
+        : ForwardProducer(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
@@ -120,8 +121,8 @@ OA_DEVICE void issue_qk(Scores& s, WgmmaDescriptor q, WgmmaDescriptor k) {
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 16; ++step) {
         uint32 panel = step >> 2, column = (step & 3) * 32;  // inside a panel's 128-byte rows
-        Wgmma<Config::kBlockN>::ss(Config::Io{}, s, q.at(panel * Config::kBlockM * 128 + column),
-                                   k.at(panel * kKvPanelBytes + column), step != 0);
+        Wgmma<Config::Io, Config::kBlockN>::ss(s, q.at(panel * Config::kBlockM * 128 + column),
+                                               k.at(panel * kKvPanelBytes + column), step != 0);
     }
     wgmma_commit();
     wgmma_pin(s);
@@ -135,7 +136,7 @@ OA_DEVICE void issue_pv(Output& o, const Probabilities& probs, WgmmaDescriptor v
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 16; ++step) {
         if (step == Config::kTurnStep) pass_on();
-        Wgmma<Config::kHeadDim>::rs_mn(Config::Io{}, o, probs[step], v.at(step * 16 * 128), 1);
+        Wgmma<Config::Io, Config::kHeadDim>::rs<kMnMajor>(o, probs[step], v.at(step * 16 * 128), 1);
     }
     wgmma_commit();
     if (Config::kTurnStep == Config::kBlockN / 16) pass_on();
@@ -165,7 +166,7 @@ OA_DEVICE void probabilities(const RowState<>& rows, const Scores& s, const floa
     });
 }
 
-class Consumer : public ConsumerRole<Config, Consumer> {
+class Consumer : public ForwardConsumer<Config, Consumer> {
   public:
     struct Rows {
         Output o;
@@ -179,13 +180,13 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
     OA_DEVICE Consumer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
                        int32 group)
-        : ConsumerRole(params.p, params.tiles, smem.roles, bars, group),
+        : ForwardConsumer(params.fwd, params.tiles, smem.roles, bars, group),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
           k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
           v_(wgmma_descriptor(smem_addr_at(&SharedStorage::v), kKvPanelBytes, 1024)) {}
 
     // All steps from i on.
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 i, int32 warp_row, Rows& state) {
+    OA_DEVICE void attend(const FwdTile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
         Output& o = state.o;
         RowState<>& rows = state.softmax;
         const int32 num_tiles = keys.end - keys.first;
@@ -193,21 +194,21 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         const float c[2] = {p_.softmax_scale * kLog2e, p_.softmax_scale * kLog2e};
-        const WgmmaDescriptor q = q_.next(q_at_.stage * kQBytes);
-        auto pass_on = [&] { turns_.pass_on(); };
+        const WgmmaDescriptor q = q_.next(outer_at_.stage * kQBytes);
+        auto pass_on = [&] { ping_pong_.pass_on(); };
         auto nothing = [] {};
         Scores s;
         Probabilities probs;
         float alpha[2], sum[2];
-        bars_.q.wait(q_at_);
-        wait_kv();
-        turns_.wait();
-        issue_qk(s, q, k_.next(kv_at_.stage * kKvBytes));
-        turns_.pass_on();
+        wait_outer();
+        wait_inner();
+        ping_pong_.wait();
+        issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+        ping_pong_.pass_on();
         wgmma_wait<0>();
         wgmma_pin(s);
-        release_kv();
-        if (i == num_tiles - 1) release_q();
+        release_inner();
+        if (i == num_tiles - 1) release_outer();
         if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
         rows.raise(s, c, alpha);
         probabilities(rows, s, c, probs, sum);
@@ -216,15 +217,15 @@ class Consumer : public ConsumerRole<Config, Consumer> {
 
         // S(i) and O += P(i - 1) V(i - 1).
         auto products = [&] {
-            turns_.wait();
-            issue_qk(s, q, k_.next(kv_at_.stage * kKvBytes));
-            issue_pv(o, probs, v_.next(kv_at_.stage * kKvBytes), pass_on);
+            ping_pong_.wait();
+            issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+            issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), pass_on);
             wgmma_wait<0>();
             wgmma_pin(s);
             wgmma_pin(o);
-            release_kv();
+            release_inner();
         };
-        auto once_more = [&] {
+        auto redo = [&] {
             rows.raise(s, c, alpha);
             rescale(o, alpha);
             probabilities(rows, s, c, probs, sum);
@@ -232,39 +233,40 @@ class Consumer : public ConsumerRole<Config, Consumer> {
         int32 special = next_special(keys, i);
         bool is_full = false;
         for (++i; i < num_tiles;) {
-            if (!is_full) wait_kv();
+            if (!is_full) wait_inner();
             if (i >= special) {
                 products();
-                // The last scores are there: the producer may fetch another tile's Q under the rest of this one.
-                if (i == num_tiles - 1) release_q();
+                // The last scores are there: the producer may fetch the next tile's Q.
+                if (i == num_tiles - 1) release_outer();
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
                 probabilities(rows, s, c, probs, sum);
-                if (RowState<>::too_large(sum, own)) once_more();
-                is_full = bars_.kv.is_full(kv_at_);
+                if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) redo();
+                is_full = is_inner_full();
             } else {
-                // The common case. What is rare leaves the loop: a jump over it would cost ten cycles a step and more. (It
-                // comes back to the same products: all four warps have to issue them by the very same instruction.)
+                // The common case. Rare cases leave the loop: a jump over them would cost ten cycles a step and more.
+                // (They come back to the same products: all four warps have to issue them by the very same
+                // instruction.) One vote decides for the warp: its lanes may have seen a barrier at different times.
                 bool again;
                 for (;;) {
                     products();
                     probabilities(rows, s, c, probs, sum);
-                    is_full = bars_.kv.is_full(kv_at_);
+                    is_full = is_inner_full();
                     again = RowState<>::too_large(sum, own);
-                    if (again || !(is_full && i + 1 < special)) break;
+                    if (__any_sync(0xffffffffu, again || !is_full || i + 1 >= special)) break;
                     rows.add(sum);
                     ++i;
                 }
-                if (again) once_more();
+                if (__any_sync(0xffffffffu, again)) redo();
             }
             rows.add(sum);
             ++i;
         }
-        if (!is_full) wait_kv();
-        issue_pv(o, probs, v_.next(kv_at_.stage * kKvBytes), nothing);
+        if (!is_full) wait_inner();
+        issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), nothing);
         wgmma_wait<0>();
         wgmma_pin(o);
-        release_kv();
+        release_inner();
     }
 
     OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
@@ -273,19 +275,19 @@ class Consumer : public ConsumerRole<Config, Consumer> {
     }
 
   private:
-    // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next step's buffer
+    // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next stage
     // holds its V.
     OA_DEVICE void clear_foreign_rows(const FwdTile& t, int32 n) const {
         if constexpr (Config::kVarlen) {
             int32 valid_rows = t.seqlen_k - n * Config::kBlockN;
             if (valid_rows < Config::kBlockN) {
-                wait_kv();
-                clear_tail(smem_addr_at(&SharedStorage::v) + kv_at_.stage * kKvBytes, valid_rows, group_);
+                wait_inner();
+                clear_tail(smem_addr_at(&SharedStorage::v) + inner_at_.stage * kKvBytes, valid_rows, group_);
             }
         }
     }
 
-    WgmmaDescriptor q_, k_, v_;  // in the first buffers
+    WgmmaDescriptor q_, k_, v_;  // of the first stages
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
@@ -298,12 +300,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
         bars.init();
     }
     __syncthreads();
-    int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
-    if (warpgroup == 0) {
-        registers_release<Config::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer(params, smem, bars).run(threadIdx.x);
-    } else {
-        registers_claim<Config::kConsumerRegisters>();
-        Consumer(params, smem, bars, warpgroup - 1).run();
-    }
+    run_roles<Config::kConsumers>([&](int lane) { Producer(params, smem, bars).run(lane); },
+                                  [&](int32 group) { Consumer(params, smem, bars, group).run(); });
 }

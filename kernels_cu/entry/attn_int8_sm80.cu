@@ -1,39 +1,43 @@
-// Low-precision attention forward on mma.sync, any GPU from sm_80 on (SageAttention, Zhang et al. 2024, and SageAttention2,
-// Zhang et al. 2024): INT8 or INT4 Q K^T, FP16 or (sm_89 and newer) FP8 P V.
+// Low-precision attention forward on mma.sync, any GPU from sm_80 on: INT8 or INT4 Q K^T, FP16 or (sm_89 and newer) FP8
+// P V. Source: SageAttention (Zhang et al. 2024) and SageAttention2 (Zhang et al. 2024).
 //
-//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  S = softcap * tanh(S / softcap);  S += mask
+//   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias)
+//   S = softcap * tanh(S / softcap);  S += mask
 //   P = softmax([S, sink]);  O = (P V_q) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8 or s4 (two to
-// a byte); v [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16, or [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys
-// permuted inside each 16. Formats, and packed sequences: docs/quantization.md, grouping "sm80". Of the 32 rows of a slice
-// r, r + 8, r + 16, r + 24 share a scale, of a tile of 64 keys 8i + 2j and 8i + 2j + 1 do: a lane meets one of each.
-// row_bias is a constant of its row, which the softmax does not see: it enters with LSE, sinks and softcap.
+// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8 or s4
+// (two to a byte); v [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16, or [batch, num_kv_heads, head_dim_pad, keys]
+// e4m3, keys permuted inside each 16. Formats, and packed sequences: docs/quantization.md, grouping "sm80". Of the 32
+// rows of a slice, rows r, r + 8, r + 16, r + 24 have one scale; of a tile of 64 keys, keys 8i + 2j and 8i + 2j + 1
+// have one: a lane needs one of each. row_bias is a constant of its row, which the softmax does not see: it enters with
+// LSE, sinks and softcap.
 //
-// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q to the
-// stores of O. Keys are walked from the last visible tile to the first. The softmax is that of the Hopper kernels
-// (attention/warp_softmax.cuh): a warp's 16 rows of m16n8 accumulators lie as 16 rows of a wgmma do.
+// One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
+// to the stores of O. Keys are walked from the last visible tile to the first. The softmax is that of the Hopper
+// kernels (attention/warp_softmax.cuh): a warp's 16 rows of m16n8 accumulators lie as 16 rows of a wgmma do.
 //
-// P V is summed over a tile of 64 keys in the tensor cores, which for e4m3 keep about 13 bits of mantissa, then in fp32;
-// PV_ACC16: in fp16 over the tile, at twice the rate on GPUs where that is so. No sum can overflow fp16, because the softmax
-// keeps the sum of p within a bound: |sum of p v| <= max |v| * sum of p, every partial sum too.
-//   e4m3  a lane's p add up to at most 448, a row's to 1792; rounding to e4m3 adds 1/16 at most, and 64 * 2^-10 where p is
-//         subnormal; |v| <= 32 (QuantizeParams::v_levels): 32 * (1792 * 17/16 + 1/16) = 60930
+// P V is summed over a tile of 64 keys in the tensor cores, which for e4m3 keep about 13 bits of mantissa, then in
+// fp32; PV_ACC16: in fp16 over the tile, at twice the rate on GPUs where that is so. No sum can overflow fp16, because
+// the softmax keeps the sum of p within a bound: |sum of p v| <= max |v| * sum of p, every partial sum too.
+//   e4m3  a lane's p add up to at most 448, a row's to 1792; rounding to e4m3 adds 1/16 at most, and 64 * 2^-10
+//         where p is subnormal; |v| <= 32 (QuantizeParams::v_levels): 32 * (1792 * 17/16 + 1/16) = 60930
 //   fp16  a lane's p add up to at most 60, a row's to 240; rounding adds 2^-11; |v| < 256: 256 * 240.12 = 61470
 //   Sums are rounded to fp16 once for 32 or 16 keys, by 16 at most: 61470 + 4 * 16 < 65504.
 // With fp32 accumulators fp16 P V goes into O directly.
 //
+// All warps copy (cp.async); bar: __syncthreads.
 // NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)
 //   wait K,V(i) | bar | copy K,V(i-1) -> other stage       wait K(i) | bar | copy V(i) | QK(i)
 //   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
 //
-// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V [NUM_STAGES][64 *
-// HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4] | scales of K [2][4 * 4] | facts of the tile.
+// Shared memory, bytes: Q [BLOCK_M * HEAD_DIM * BITS / 8] | K [NUM_STAGES][64 * HEAD_DIM * BITS / 8] | V
+// [NUM_STAGES][64 * HEAD_DIM * (fp16: 2, e4m3: 1)] | delta_s [2][64 * 4] | scales of K [2][4 * 4] | TileFacts.
+#include "attention/p_operands.cuh"
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
-#include "attention/quantized_products.cuh"
 #include "attention/score_mods.cuh"
 #include "attention/warp_softmax.cuh"
+#include "params/attn_int8.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
@@ -41,7 +45,6 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
-#include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
 
@@ -51,7 +54,7 @@ struct Config {
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kBits = BITS;  // of an element of Q and K
     static constexpr int kBlockM = BLOCK_M;
-    static constexpr int kBlockN = 64;  // keys that share scales
+    static constexpr int kBlockN = 64;  // a tile of k_scale
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
     static constexpr bool kHalfV = Value::kBytes == 2;
@@ -61,9 +64,9 @@ struct Config {
     static constexpr bool kFloatScores = kSmoothQ || kScoreMods;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
-    // Of these together it is asked whether P was too large: fewer votes, or fewer registers.
+    // 16-row tiles of one vote on whether P was too large: fewer votes, or fewer registers.
     static constexpr int kVoteTiles = ONE_VOTE ? kMTiles : 1;
-    static constexpr int kPartKeys = PART_KEYS;  // of a tile, whose scores are in registers at a time
+    static constexpr int kPartKeys = PART_KEYS;  // keys of a tile whose scores are in registers at a time
     static constexpr int kNTiles = kPartKeys / 8;
     static constexpr int kDTiles = kHeadDim / 8;
     static constexpr int kRowHalves = kHeadDim * kBits / 16;  // 16-bit units of a row of Q and K
@@ -97,11 +100,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-struct AttnInt8Sm80Params {
-    AttnFwdParams p;  // q, k, v are the quantized ones, their strides in 16-bit units
-    QuantizedOperands x;
-};
-
 // Of a part of K in each of its panels.
 constexpr uint32 kKPartBytes = Config::kPartKeys * (KTile::kHasTail ? KTile::kTailBytes : 128);
 constexpr int kSteps = Config::kRowHalves / 16;
@@ -117,12 +115,12 @@ using Probabilities = uint32[kPSteps][4];
 constexpr bool kDirect = Config::kHalfV && !Config::kAcc16;
 
 // P at the base of the softmax, and what a lane's P of one part of a tile may add up to.
-struct Lift {
-    static constexpr float kValue = Config::kHalfV ? 0.0f : 4.754887502f;  // log2(27): 16 at the base give 432
+struct PRange {
+    static constexpr float kBaseLog2 = Config::kHalfV ? 0.0f : 4.754887502f;  // log2(27): 16 at the base give 432
     static constexpr float kSumLimit =
         (Config::kAcc16 ? (Config::kHalfV ? 60.0f : 448.0f) / kParts : (Config::kHalfV ? 256.0f : 448.0f));
 };
-using Softmax = RowState<Lift>;
+using Softmax = RowState<PRange>;
 
 // S of one part of a tile, whose first key smem_k points at.
 OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane& q_lane, uint32 smem_k,
@@ -212,8 +210,8 @@ OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities (&
 class Worker {
   public:
     OA_DEVICE Worker(const AttnInt8Sm80Params& params, const FwdTile& t, SharedStorage& smem, int warp_idx, int lane)
-        : p_(params.p),
-          x_(params.x),
+        : p_(params.fwd),
+          x_(params.operands),
           t_(t),
           smem_(smem),
           lane_(lane),
@@ -229,16 +227,17 @@ class Worker {
 
     OA_DEVICE bool has_delta() const { return Config::kSmoothQ || (Config::kScoreMods && x_.delta_s != nullptr); }
 
-    // k_scale and delta_s of a tile, with the copies of K. Two of them take turns, however many stages there are.
+    // k_scale and delta_s of a tile, with the copies of K. Double-buffered, however many stages there are.
     OA_DEVICE void copy_scales(int32 n, int tid) const {
         if (tid == 0) cp_async_16(smem_addr_of(smem_.k_scale[n & 1]), smem_.facts.k_scale + int64(n) * 4, 16);
-        if (!has_delta() || tid >= Config::kBlockN / 4) return;
         // Beyond the columns that max_seqlen_k allowed for there is nothing to read; softmax makes NaN of it.
+        if (!has_delta() || tid >= Config::kBlockN / 4 || x_.delta_columns < Config::kBlockN) return;
         int32 column = min_of(n * Config::kBlockN, x_.delta_columns - Config::kBlockN);
         cp_async_16(smem_addr_of(smem_.delta[n & 1]) + tid * 16, smem_.facts.delta + column + tid * 4, 16);
     }
 
-    // P of part kPart of tile n from its integers. multiply_before: P V of the parts before, where that has not happened yet.
+    // P of part kPart of tile n from its integers. multiply_before: P V of the parts before, where that has not
+    // happened yet.
     template <int kPart, typename Multiply>
     OA_DEVICE void softmax(Integers (&s)[Config::kMTiles], int32 n, bool edges, Multiply multiply_before) {
         int32 n0 = n * Config::kBlockN + kPart * Config::kPartKeys;
@@ -267,9 +266,15 @@ class Worker {
     OA_DEVICE void store(const FwdTile& t, int warp_idx) {
         int32 warp_row = t.m0 + warp_idx * Config::kMTiles * 16;
         bool lacks_bias = !(Config::kScoreMods && p_.softcap > 0.0f);  // with a softcap the scores have had it before
+        // Rows of no sequence have no channels to look up.
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        const GlobalChannels channels(x_, int64(t.sequence) * p_.num_kv_heads + kv_head);
 #pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i)
-            store_quantized<Config::Io>(o_[i], rows_[i], lacks_bias, p_, x_, t, warp_row + i * 16, lane_);
+        for (int i = 0; i < Config::kMTiles; ++i) {
+            int32 first_row = warp_row + i * 16;
+            auto bias_of = [&](int32 row) { return lacks_bias ? row_bias_of(p_, x_, t, first_row + row) : 0.0f; };
+            store_quantized<Config::Io>(o_[i], rows_[i], t.seqlen_k > 0, channels, bias_of, p_, t, first_row, lane_);
+        }
     }
 
     Output o_[Config::kMTiles];
@@ -282,8 +287,8 @@ class Worker {
         for (int i = 0; i < Config::kMTiles; ++i) mask_edges(s[i], p_, t_, warp_row_ + i * 16, n0, lane_);
     }
 
-    // P and its sums from scores; O and the denominators follow where the base of the softmax has to move. Rows that are not
-    // there are zeros (QCopy), and not the next sequence's: they may have a say in that.
+    // P and its sums from scores; O and the denominators follow where the base of the softmax has to move. Rows that do
+    // not exist are zeros (QCopy), not the next sequence's: they may take part in the vote.
     template <int kPart, typename Scores, typename Multiply>
     OA_DEVICE void exponentiate(const Scores (&s)[Config::kMTiles], float c0, bool coarse, Multiply multiply_before) {
         const float c[2] = {c0, c0};
@@ -295,7 +300,7 @@ class Worker {
 #pragma unroll
             for (int i = first; i < first + Config::kVoteTiles; ++i) {
                 rows_[i].template exponentiate<false>(s[i], c, sum[i], Packer{probs_[i], {}});
-                too_large |= !(sum[i][0] <= Lift::kSumLimit) || !(sum[i][1] <= Lift::kSumLimit);
+                too_large |= !(sum[i][0] <= PRange::kSumLimit) || !(sum[i][1] <= PRange::kSumLimit);
             }
             if (__any_sync(0xffffffffu, too_large)) {
                 multiply_before();
@@ -369,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
     const __grid_constant__ AttnInt8Sm80Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
-    const AttnFwdParams& p = params.p;
+    const AttnFwdParams& p = params.fwd;
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
     FwdTile t = fwd_tile<Config::kBlockM>(p);
@@ -377,7 +382,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
 
     KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);
     TileFacts& facts = smem.facts;
-    if (tid == 0) facts = facts_of<Config::kBlockN, Config::kHalfV>(p, params.x, t, keys.full_first, keys.full_end);
+    if (tid == 0)
+        facts = facts_of<Config::kBlockN, Config::kHalfV>(p, params.operands, t, keys.full_first, keys.full_end);
     __syncthreads();
     Worker worker(params, t, smem, warp_idx, lane);
     int32 n = keys.end - 1;
@@ -385,9 +391,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         const uint16* gq =
             p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h + (int64(t.q_begin) + t.m0) * p.q_stride_s;
         uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
-        const int32 row_halves = params.x.head_dim_pad * Config::kBits / 16;
+        const int32 row_halves = params.operands.head_dim_pad * Config::kBits / 16;
         KCopy k_copy(row_halves, tid);
-        VCopy v_copy(Config::kHalfV ? params.x.head_dim_pad : 32, tid);
+        VCopy v_copy(Config::kHalfV ? params.operands.head_dim_pad : 32, tid);
         auto copy_k = [&](int32 n, int stage) {
             int64 row = int64(n) * Config::kBlockN;
             k_copy.issue(smem_k + stage * KTile::kBytes, facts.k + row * p.k_stride_s, p.k_stride_s,
@@ -400,8 +406,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
                 v_copy.issue(smem_v + stage * VTile::kBytes, facts.v + row * p.v_stride_s, p.v_stride_s,
                              int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN)), tid);
             } else {
-                v_copy.issue(smem_v + stage * VTile::kBytes, facts.v + row / 2, p.v_stride_s, params.x.head_dim_pad,
-                             tid);
+                v_copy.issue(smem_v + stage * VTile::kBytes, facts.v + row / 2, p.v_stride_s,
+                             params.operands.head_dim_pad, tid);
             }
         };
 
@@ -410,8 +416,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         if (Config::kStages == 2) copy_v(n, 0);
         cp_async_commit();
 
-        // ldmatrix lanes: Q (A fragments) and fp16 V (B, transposed) walk 16 rows by 2 chunks; K and e4m3 V (B) 2 x 8 rows
-        // by 2 chunks.
+        // ldmatrix lanes: Q (A fragments) and fp16 V (B, transposed) walk 16 rows by 2 chunks; K and e4m3 V (B) 2 x 8
+        // rows by 2 chunks.
         QLane q_lane(warp_idx * Config::kMTiles * 16 + (lane & 15), lane >> 4);
         KLane k_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
         VLane v_lane(Config::kHalfV ? lane & 15 : (lane & 7) + ((lane >> 4) << 3),

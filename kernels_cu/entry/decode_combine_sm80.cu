@@ -1,22 +1,25 @@
-// Merge of the partial results that decode_sm80 leaves (Flash-Decoding, Dao et al. 2023):
+// Merge of the partial results that decode_sm80 leaves. Source: Flash-Decoding (Dao et al. 2023).
 //
 //   M = max m_i;  L = sum l_i 2^(m_i - M);  O = sum O_i 2^(m_i - M) / L;  LSE = ln 2 (M + log2 L), sinks added to L
 //
 // partial_o: [slots, ROWS, HEAD_DIM] fp32, partial_ml: [slots, ROWS, 2]: maximum in base-2 units and denominator.
 //
-// `combine_split` warps (1, 2, 4, 8) a row (sequence, query head, query token), all rows of a CTA of one segment (sequence, kv
-// head, block of query rows). It works out the plan as decode_sm80 does (scheduler/decode_plan.cuh). Segments that one CTA of
-// decode_sm80 had as a whole are done; those without keys become O = 0, LSE = -inf (or the sink) here. A warp asks for
-// kUnroll partial results at once and takes them in with a running maximum, a lane HEAD_DIM / 32 channels: one trip to L2
-// where there are no more. Bits depend on the plan alone, with whole granules (whose split is fixed) on the sequence alone.
+// A CTA of 8 warps has rows of one segment (sequence, kv head, block of query rows); combine_split warps (1, 2, 4, 8)
+// have a row (query token, query head), a lane HEAD_DIM / 32 channels. Which splits a segment has, the kernel works out
+// as decode_sm80 does (decode/plan.cuh). Segments that one CTA of decode_sm80 had as a whole are done already; those
+// without keys become O = 0, LSE = -inf (or the sink) here. A warp asks for kUnroll partial results at once and adds
+// them with a running maximum: one trip to L2 where there are no more. Bits depend on the plan alone; with fixed splits
+// on the sequence alone.
 //
 // Shared memory, bytes: the warps' sums 8 * HEAD_DIM * 4 | maxima, denominators 64 | scan.
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
+#include "decode/plan.cuh"
+#include "decode/rows.cuh"
+#include "params/decode.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/math.cuh"
-#include "scheduler/decode_params.cuh"
-#include "scheduler/decode_plan.cuh"
 
 struct Config {
     using Io = IO_TYPE;
@@ -74,22 +77,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     int32 token = token_of(p, flat), head = kv_head * p.group + (flat - token * p.group);
     bool active = row < Config::kRows && token < p.q_len;
 
-    int32 granules = key_span(p, sequence).granules, count = 0;
+    int32 chunks = key_span(p, sequence).chunks, count = 0;
     int64 first_slot = 0, later_slots = 0;  // slots of partial result 0, and of i > 0: later_slots + i * step
-    int32 step = p.whole_granules ? 1 : 2;
+    int32 step = p.fixed_splits ? 1 : 2;
     Scan<Config::kThreads> scan(p, smem.scan);
-    Share share(scan.total, p);
-    if (granules > 0) {
+    Partition partition(scan.total, p);
+    if (chunks > 0) {
         scan.before_sequence(p, sequence, smem.scan);
-        int32 begin = smem.scan.before + segment * granules;
-        if (p.whole_granules) {
-            count = granules;
+        int32 begin = smem.scan.before + segment * chunks;
+        if (p.fixed_splits) {
+            count = chunks;
             first_slot = later_slots = begin;
         } else {
-            int32 worker = share.worker_of(begin);
-            count = share.worker_of(begin + granules - 1) - worker + 1;
+            int32 worker = partition.worker_of(begin);
+            count = partition.worker_of(begin + chunks - 1) - worker + 1;
             later_slots = 2 * worker;
-            first_slot = partial_slot(p, share, worker, begin, begin);
+            first_slot = partial_slot(p, partition, worker, begin, begin);
         }
     }
     wait_for_kernel_ahead();  // it was launched early, and has worked out the plan meanwhile
@@ -144,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
         }
     }
     if (!active) return;
-    RowResult result = finish_row(m, l, decode_sink_log2<Config::Io>(p, head));
+    RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
     uint16* to = p.o + sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
     if (lane * Config::kWidth < p.head_dim) store_channels(to + lane * Config::kWidth, sum, result.o_scale);
     if (p.lse != nullptr && lane == 0) p.lse[(int64(sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;

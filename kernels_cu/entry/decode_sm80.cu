@@ -1,35 +1,39 @@
-// Attention of one or a few new query tokens over a KV cache, any GPU from sm_80 on (Flash-Decoding, Dao et al. 2023;
-// PagedAttention, Kwon et al. 2023), with K and V in 16, 8 or 4 bits.
+// Attention of one or a few new query tokens over a KV cache, any GPU from sm_80 on, with K and V in 16, 8 or 4 bits.
+// Source: Flash-Decoding (Dao et al. 2023); PagedAttention (Kwon et al. 2023).
 //
-//   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink]);  O = P (s_v c_v + z_v)
+//   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink])
+//   O = P (s_v c_v + z_v);  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Query token i of sequence b sees the keys up to
-// seq_lens[b] - q_len + i.
+// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Query token i of sequence b sees the keys
+// up to seq_lens[b] - q_len + i. lse: [batch, num_q_heads, q_len].
 //
-// Keys are on the M side of both products (mma.m16n8k16), the rows (query token, head of the kv head's group) on the N side,
-// eight at a time: S^T = K Q^T and O^T = V^T P^T waste nothing for groups of up to eight heads. Codes are multiplied as they
-// are: K's scale and zero go into the scores (S = s (Q.c) + z sum(Q)), V's scale into the probabilities, and V's zero adds
-// sum(P z) to each channel.
+// Keys are on the M side of both products (mma.m16n8k16), the rows (query token, head of the kv head's group) on the N
+// side, in tiles of 8: S^T = K Q^T and O^T = V^T P^T waste nothing for groups of up to 8 heads. Codes are multiplied as
+// they are: K's scale and zero go into the scores (S = s (Q.c) + z sum(Q)), V's scale into the probabilities, and V's
+// zero adds sum(P z) to each channel.
 //
-// Each warp walks tiles of its own, TILE_TOKENS keys apart by turns, with its own running maximum and O, and its own ring of
-// shared memory: no barrier but __syncwarp until the piece ends.
+// A CTA computes one split of the keys after another (decode/plan.cuh). Warp w takes every NUM_WARPS-th tile of
+// TILE_TOKENS keys of a split, with its own running maximum, O, and ring of NUM_STAGES in shared memory: no CTA barrier
+// within a split.
 //
-//   wait tile i | __syncwarp | copy tile i + NUM_STAGES - 1 | S^T  softmax  O^T of tile i
+//   each warp, tile i: cp.async.wait(i) | __syncwarp | copy tile i + NUM_STAGES - 1 | S^T  softmax  O^T of tile i
+//   end of a split:    __syncthreads | merge of the warps through shared memory | O and LSE, or a partial result
 //
-// Pieces (scheduler/decode_plan.cuh) end with a merge of the warps through shared memory; O goes out, or a partial result.
-//
-// Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V); the merge uses the same.
-#include "attention/decode_query.cuh"
-#include "attention/decode_tile.cuh"
+// Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V), later the merge's m, l, O
+// | scan.
+#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
-#include "pipeline/kv_copy.cuh"
+#include "decode/kv_copy.cuh"
+#include "decode/kv_row.cuh"
+#include "decode/plan.cuh"
+#include "decode/query.cuh"
+#include "decode/rows.cuh"
+#include "decode/tile.cuh"
+#include "params/decode.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/l2.cuh"
-#include "scheduler/decode_params.cuh"
-#include "scheduler/decode_plan.cuh"
-#include "tile/kv_row.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16: q, o, and 16-bit caches
@@ -40,10 +44,10 @@ struct Config {
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
     static constexpr int kTile = TILE_TOKENS;  // keys of a warp's tile
-    static constexpr int kNTiles = N_TILES;  // eights of query rows
+    static constexpr int kNTiles = N_TILES;  // tiles of 8 query rows
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kRows = 8 * kNTiles;
-    static constexpr int kMTiles = M_TILES;  // sixteens of keys that are computed together
+    static constexpr int kMTiles = M_TILES;  // tiles of 16 keys that are computed together
     static_assert(kTile % 16 == 0 && kTile <= 32, "a lane looks up one key of a tile");
     static_assert(kStages >= 2, "a tile is copied while another one is computed");
 };
@@ -53,7 +57,7 @@ using Rows = Tile::Rows;
 using Query = QueryRow<Config::kKKind, Config::kHeadDim, Config::kKGroups>;
 using QueryFragments = uint32[Config::kNTiles][Config::kHeadDim / 16][2];
 
-// A warp's result on its way to the others.
+// The warps' results, to be merged.
 struct Merge {
     float o[Config::kWarps][Config::kRows][Config::kHeadDim + 4];
     float m[Config::kWarps][Config::kRows], l[Config::kWarps][Config::kRows];
@@ -67,63 +71,63 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-constexpr int32 kEarlyGranules = 2;  // of a CTA
-constexpr int64 kBriefStream = 300 << 20;  // bytes, six times an H200's L2: docs/performance/decode.md
+constexpr int32 kEarlyChunks = 2;  // of a CTA
+constexpr int64 kShortStream = 300 << 20;  // bytes, six times an H200's L2: docs/performance/decode.md
 
 // token / block_size.
 OA_DEVICE uint32 block_index(const DecodeParams& p, int32 token) {
     return uint32(quotient(token, p.block_multiplier, p.block_shift));
 }
 
-// The block that holds a key, as the table has it.
+// The block that holds a key.
 OA_DEVICE uint32 block_of(const DecodeParams& p, int32 sequence, int32 token) {
     if (p.block_table == nullptr) return sequence;
     if (p.recent_side == kRecentNewest) return p.block_table[sequence];  // a slot is a block
     return p.block_table[int64(sequence) * p.table_columns + block_index(p, token)];
 }
 
-// Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, the host sees to that.
-// FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
+// Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, which the host
+// checks. FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
 OA_DEVICE uint32 cache_row(const DecodeParams& p, uint32 block, int32 kv_head, int32 token) {
     if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));
     uint32 row = uint32(token) - block_index(p, token) * uint32(p.block_size);
-    block = min_of(block, uint32(p.num_blocks - 1));  // a bad number reads the last block instead of foreign memory
+    block = min_of(block, uint32(p.num_blocks - 1));  // a number out of range reads the last block, nothing outside
     return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
                                        : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
 }
 
-// A piece of a segment.
-struct Piece {
+// A split of a segment.
+struct Split {
     int32 sequence, kv_head, row_block;
     int32 begin, end;  // keys to walk
     int32 seq_len;
     int32 limit;  // end of the keys that are this launch's
 };
 
-// Address of query row `row` of a piece, null if there is none.
+// Address of query row `row` of a split, null if there is none.
 OA_DEVICE const uint16* query_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 row) {
     int32 token = token_of(p, row), head = kv_head * p.group + (row - token * p.group);
     if (token >= p.q_len) return nullptr;
     return p.q + sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
 }
 
-OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParams& p, const Piece& piece, int lane) {
+OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParams& p, const Split& split, int lane) {
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
-        int32 row = piece.row_block * Config::kRows + n * 8 + (lane >> 2);
-        queries[n].load(query_row(p, piece.sequence, piece.kv_head, row), p, lane & 3);
+        int32 row = split.row_block * Config::kRows + n * 8 + (lane >> 2);
+        queries[n].load(query_row(p, split.sequence, split.kv_head, row), p, lane & 3);
     }
 }
 
 OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config::kNTiles], const DecodeParams& p,
-                         const Piece& piece, int lane) {
+                         const Split& split, int lane) {
     int q = lane & 3;
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
-        int32 token = token_of(p, piece.row_block * Config::kRows + n * 8 + (lane >> 2));
+        int32 token = token_of(p, split.row_block * Config::kRows + n * 8 + (lane >> 2));
         Query& query = queries[n];
         if constexpr (Config::kQuantK) {
-            query.transform(Config::Io{}, p, piece.kv_head, q);
+            query.transform(Config::Io{}, p, split.kv_head, q);
             if constexpr (Tile::kZeroProduct) query.pack_sums(rows.zero_b[n], q);
         } else {
             query.keep(p);
@@ -145,7 +149,11 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
                     rows.start[group][n][r] = __shfl_sync(0xffffffffu, query.start[group], src);
                 }
             int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
-            rows.end[n][r] = p.first_key == kAllSeePrefix ? piece.seq_len : piece.seq_len - p.q_len + 1 + its_token;
+            rows.end[n][r] = split.seq_len - p.q_len + 1 + its_token;
+            if (p.first_key == kSharedPrefix) {
+                int32 b = its_token / p.prefix_q_len;  // a paused sequence sees nothing of the prefix
+                rows.end[n][r] = p.seq_lens[b] - p.prefix_q_len + 1 + (its_token - b * p.prefix_q_len);
+            }
             rows.m[n][r] = kLowest;
             rows.l[n][r] = 0.0f;
             rows.f[n][r] = kLargestFactor;
@@ -158,52 +166,60 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
     }
 }
 
-// Brings a piece's part of the block table to L2: behind the copies of K and V, a trip to memory takes longer than a tile.
-OA_DEVICE void prefetch_table(const DecodeParams& p, const Piece& piece, int tid) {
-    if (p.block_table == nullptr || piece.begin >= piece.end) return;
-    const int32* from = p.block_table + int64(piece.sequence) * p.table_columns;
-    int32 last = int32(block_index(p, piece.end - 1));
-    int32 i = int32(block_index(p, piece.begin)) + 32 * tid;
+// Brings a split's part of the block table to L2: behind the copies of K and V, a trip to memory takes longer than a
+// tile.
+OA_DEVICE void prefetch_table(const DecodeParams& p, const Split& split, int tid) {
+    if (p.block_table == nullptr || split.begin >= split.end) return;
+    const int32* from = p.block_table + int64(split.sequence) * p.table_columns;
+    int32 last = int32(block_index(p, split.end - 1));
+    int32 i = int32(block_index(p, split.begin)) + 32 * tid;
     if (tid == Config::kThreads - 1) prefetch_l2(from + last);
     for (; i <= last; i += 32 * Config::kThreads) prefetch_l2(from + i);
 }
 
-// The keys of a piece that fall to this warp.
-OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Piece& piece,
+// This warp's keys of a split.
+OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Split& split,
                     KvStage<Config> (&stages)[Config::kStages], uint64 policy, int warp_idx, int lane) {
     constexpr int kStep = Config::kWarps * Config::kTile;
-    int32 first = piece.begin + warp_idx * Config::kTile;
-    int32 tiles = first < piece.end ? (piece.end - first + kStep - 1) / kStep : 0;
+    int32 first = split.begin + warp_idx * Config::kTile;
+    int32 tiles = first < split.end ? (split.end - first + kStep - 1) / kStep : 0;
     KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane};
-    // A lane's key of a tile; behind the end of the piece its last one, of which nothing is copied.
-    auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, piece.end - 1); };
-    // Asked for a tile ahead of its copy, and looked at no sooner: the block table is another trip to memory.
-    uint32 block = tiles > 0 ? block_of(p, piece.sequence, key_of(0)) : 0;
-    // Where rows follow each other at least sixteen at a time, pieces begin at multiples of sixteen. (FBGEMM's rows have those of
-    // other heads between them.)
+    // A lane's key of a tile; behind the end of the split its last one, of which nothing is copied.
+    auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, split.end - 1); };
+    // Loaded a tile ahead of its copy: the block table is another trip to memory.
+    uint32 block = tiles > 0 ? block_of(p, split.sequence, key_of(0)) : 0;
+    // Where rows are contiguous at least 16 at a time, splits begin at multiples of 16. (Between FBGEMM's rows are
+    // those of other heads.)
     bool in_runs = p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0) &&
                    (Config::kKKind != kKvFbgemm || p.num_kv_heads == 1);
     int32 copied = 0;
     KvRing<KvStage<Config>, Config::kStages> ring(stages, lane);
     auto copy_next = [&]() {
         if (copied < tiles) {
-            uint32 row = cache_row(p, block, piece.kv_head, key_of(copied));
-            copy.tile(ring.address, row, piece.end - first - copied * kStep, in_runs);
+            uint32 row = cache_row(p, block, split.kv_head, key_of(copied));
+            copy.tile(ring.address, row, split.end - first - copied * kStep, in_runs);
             ring.advance();
-            block = block_of(p, piece.sequence, key_of(copied + 1));
+            block = block_of(p, split.sequence, key_of(copied + 1));
         }
         ++copied;
         cp_async_commit();
     };
     Query queries[Config::kNTiles];
-    load_queries(queries, p, piece, lane);
+    load_queries(queries, p, split, lane);
 #pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
-    make_rows(b, rows, queries, p, piece, lane);
+    make_rows(b, rows, queries, p, split, lane);
     HalfMagic magic{p.two_1024};
-    // Every row sees the keys before it, but for the window.
-    int32 seen_by_all = p.first_key == kAllSeePrefix ? piece.limit : min_of(piece.seq_len - p.q_len + 1, piece.limit);
-    int32 window_begin = p.window_left < 0 ? 0 : piece.seq_len - 1 - p.window_left;
+    // Every row sees the keys before this one, but for the window.
+    int32 seen_by_all = min_of(split.seq_len - p.q_len + 1, split.limit);
+    if (p.first_key == kSharedPrefix) {
+        seen_by_all = split.limit;
+#pragma unroll
+        for (int n = 0; n < Config::kNTiles; ++n)
+            seen_by_all = min_of(seen_by_all, min_of(rows.end[n][0], rows.end[n][1]));
+        seen_by_all = __reduce_min_sync(0xffffffffu, seen_by_all);
+    }
+    int32 window_begin = p.window_left < 0 ? 0 : split.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();
         __syncwarp();  // tile i has landed; every lane has left tile i - 1
@@ -216,7 +232,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
             Tile::mma_qk(x, b, rows, stage, magic, part, lane);
             if (p.softcap > 0.0f) Tile::apply_softcap(x, p.softcap);
             if (key + 16 * Config::kMTiles > seen_by_all || key < window_begin)
-                Tile::mask_keys(x, rows, key, piece.limit, p.window_left, lane);
+                Tile::mask_keys(x, rows, key, split.limit, p.window_left, lane);
             Tile::softmax_pv(x, rows, stage, magic, part, lane);
         }
     }
@@ -250,8 +266,8 @@ OA_DEVICE void store_warp(Merge& merge, Rows& rows, int warp_idx, int lane) {
         }
 }
 
-// The warps' results together, to O and LSE or (slot >= 0) to a partial result.
-OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piece& piece, int32 slot, int tid) {
+// The merged result, to O and LSE or (slot >= 0) to a partial result.
+OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Split& split, int32 slot, int tid) {
     constexpr int kRowThreads = Config::kThreads / 8;
     int at = tid % kRowThreads;
 #pragma unroll
@@ -265,20 +281,21 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
             weight[w] = exp2_approx(merge.m[w][row] - m);
             l = fmaf(merge.l[w][row], weight[w], l);
         }
-        int32 flat = piece.row_block * Config::kRows + row, token = token_of(p, flat);
+        int32 flat = split.row_block * Config::kRows + row, token = token_of(p, flat);
         if (token >= p.q_len) continue;
-        int32 head = piece.kv_head * p.group + (flat - token * p.group);
+        int32 head = split.kv_head * p.group + (flat - token * p.group);
         float scale = 1.0f;
         int64 slot_row = int64(slot) * Config::kRows + row;
         if (slot < 0) {
-            RowResult result = finish_row(m, l, decode_sink_log2<Config::Io>(p, head));
+            RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
             scale = result.o_scale;
             if (p.lse != nullptr && at == 0)
-                p.lse[(int64(piece.sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;
+                p.lse[(int64(p.prefix_sequences ? 0 : split.sequence) * p.num_q_heads + head) * p.q_len + token] =
+                    result.lse;
         } else if (at == 0) {
             *reinterpret_cast<float2*>(p.partial_ml + 2 * slot_row) = make_float2(m, l);
         }
-        uint16* to = p.o + piece.sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
+        uint16* to = p.o + split.sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
 #pragma unroll
         for (int i = 0; i < Config::kHeadDim / 4 / kRowThreads; ++i) {
             int channel = 4 * (i * kRowThreads + at);
@@ -302,12 +319,12 @@ OA_DEVICE void write_piece(const Merge& merge, const DecodeParams& p, const Piec
     }
 }
 
-// Brings the lengths to L2, and while they are on their way this CTA's queries, if it is a batch of equal lengths.
+// Prefetches the lengths to L2, and meanwhile this CTA's queries, guessing that all lengths are equal.
 OA_DEVICE void prefetch_first(const DecodeParams& p, int tid) {
     constexpr int kLines = Config::kHeadDim / 64;
     if (tid < 32) prefetch_l2(p.seq_lens + min_of(tid * 32, p.batch - 1));
     if (tid < 32) return;
-    // Divisions by products: it is a hint.
+    // Approximate divisions: a prefetch is a hint.
     float heads = float(p.num_kv_heads * p.num_row_blocks),
           place = float(blockIdx.x) * rcp_approx(float(p.num_workers));
     int32 sequence = min_of(int32(place * float(p.batch)), p.batch - 1);
@@ -332,51 +349,50 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
 
     prefetch_first(p, tid);
     Scan<Config::kThreads> scan(p, smem.scan);
-    Share share(scan.total, p);
-    int32 at = share.begin(blockIdx.x), end = share.begin(blockIdx.x + 1);
+    Partition partition(scan.total, p);
+    int32 at = partition.begin(blockIdx.x), end = partition.begin(blockIdx.x + 1);
     if (at >= end) return;
-    // decode_combine waits for the end of this kernel. Where there is work for more than a moment it comes late, so that it takes nothing
-    // from the first copies.
-    bool early = share.each <= kEarlyGranules;
+    // decode_combine waits for the end of this kernel. Where there is much work it is launched late, so that it takes
+    // nothing from the first copies.
+    bool early = partition.each <= kEarlyChunks;
     if (early) launch_dependents();
     scan.locate(p, at, smem.scan);
     int32 sequence = smem.scan.sequence, before = smem.scan.before;
-    // A stream that is not many times L2 is over before it would be worth its while to push out what is there. (Blocks of rows read
-    // the same keys, which had better stay.)
+    // A stream that is not many times L2 evicts itself first. (Blocks of rows read the same keys, which then stay.)
     constexpr int kKeyBytes = Tile::KRow::kBytes + Tile::VRow::kBytes + (Config::kQuantK ? 4 * Config::kKGroups : 0) +
                               (Config::kQuantV ? 4 * Config::kVGroups : 0);
-    bool brief = (int64(scan.total) << p.granule_log2) * kKeyBytes < kBriefStream;
+    bool brief = (int64(scan.total) << p.chunk_log2) * kKeyBytes < kShortStream;
     uint64 policy = l2_policy(brief && (Config::kNTiles == 1 || p.num_row_blocks == 1));
     while (at < end) {
         KeySpan span = key_span(p, sequence);
-        int32 all = span.granules * p.num_kv_heads * p.num_row_blocks;
+        int32 all = span.chunks * p.num_kv_heads * p.num_row_blocks;
         if (at >= before + all) {  // sequences without keys have none
             before += all;
             ++sequence;
             continue;
         }
-        int32 segment = all == span.granules ? 0 : (at - before) / span.granules;
-        int32 segment_begin = before + segment * span.granules;
-        int32 stop = p.whole_granules ? at + 1 : min_of(end, segment_begin + span.granules);
-        Piece piece;
-        piece.sequence = sequence;
-        piece.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
-        piece.row_block = segment - piece.kv_head * p.num_row_blocks;
-        piece.begin = span.begin + ((at - segment_begin) << p.granule_log2);
-        piece.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.granule_log2));
-        piece.seq_len = span.seq_len;
-        piece.limit = span.end;
-        bool whole = stop - at == span.granules;
+        int32 segment = all == span.chunks ? 0 : (at - before) / span.chunks;
+        int32 segment_begin = before + segment * span.chunks;
+        int32 stop = p.fixed_splits ? at + 1 : min_of(end, segment_begin + span.chunks);
+        Split split;
+        split.sequence = p.first_key == kSharedPrefix ? prefix_owner(p) : sequence;
+        split.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
+        split.row_block = segment - split.kv_head * p.num_row_blocks;
+        split.begin = span.begin + ((at - segment_begin) << p.chunk_log2);
+        split.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.chunk_log2));
+        split.seq_len = span.seq_len;
+        split.limit = span.end;
+        bool whole = stop - at == span.chunks;
 
-        if (p.recent_side != kRecentNewest) prefetch_table(p, piece, tid);
+        if (p.recent_side != kRecentNewest) prefetch_table(p, split, tid);
         QueryFragments b;
         Rows rows;
-        walk(b, rows, p, piece, smem.stages[warp_idx], policy, warp_idx, lane);
+        walk(b, rows, p, split, smem.stages[warp_idx], policy, warp_idx, lane);
         if (!early) launch_dependents();
-        __syncthreads();  // every warp is through with its stages
+        __syncthreads();  // every warp has left its stages
         store_warp(smem.merge, rows, warp_idx, lane);
         __syncthreads();
-        write_piece(smem.merge, p, piece, whole ? -1 : partial_slot(p, share, blockIdx.x, segment_begin, at), tid);
+        write_split(smem.merge, p, split, whole ? -1 : partial_slot(p, partition, blockIdx.x, segment_begin, at), tid);
         __syncthreads();
         at = stop;
     }

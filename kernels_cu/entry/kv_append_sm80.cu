@@ -1,21 +1,25 @@
-// New tokens into a KV cache: rotary embedding of K, changes of K, quantization, scatter.
+// New tokens into a KV cache: rotary embedding of K, transforms of K, quantization, scatter.
 //
-//   k' = H (rope(k) - k_mean) / k_channel_scale;   code = clip(round((x - zero) / scale));   formats: docs/kv_formats.md
+//   k' = H (rope(k) - k_mean) / k_channel_scale;   code = clip(round((x - zero) / scale))
 //
-// k, v: [batch, tokens, num_kv_heads, head_dim] or packed [rows, num_kv_heads, head_dim], any strides, last dimension contiguous.
-// Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are passed over. With a recent
-// window the newest ones go to its rings too, in 16 bits, rotated and not otherwise changed.
+// Formats: docs/kv_formats.md.
 //
-// One CTA takes 2048 / head_dim tokens of one head (packed or not, one sequence behind the other), a lane sixteen channels of a token's K
-// and sixteen of its V: those that lie together in the cache's rows, so that what is read in 8 bytes is written in 16 (int4: in 8), and
-// rows of a warp follow each other in the cache. fp32 throughout, rounded as the NumPy reference does, bit for bit. No shared
-// memory; no row's bytes are anybody else's.
-#include "attention/kv_quantize.cuh"
+// k, v: [batch, tokens, num_kv_heads, head_dim] or packed [rows, num_kv_heads, head_dim], any strides, last dimension
+// contiguous. Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are
+// passed over. With a recent window the newest tokens go to its rings too, in 16 bits, rotated and not otherwise
+// changed.
+//
+// One CTA takes 2048 / head_dim tokens of one head (packed or not, one sequence behind the other); a lane has 16
+// channels of a token's K and 16 of its V: those that lie together in the cache's rows, so that what is read in 8 bytes
+// is written in 16 (int4: in 8), and rows of a warp follow each other in the cache. fp32 throughout, rounded as the
+// NumPy reference does, bit for bit. No barrier and no shared memory; no two lanes write the same byte.
+#include "decode/kv_quantize.cuh"
+#include "decode/kv_row.cuh"
+#include "decode/recent_window.cuh"
+#include "params/kv_append.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/kv_append_params.cuh"
-#include "scheduler/recent_window.cuh"
-#include "tile/kv_row.cuh"
+#include "scheduler/quotient.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16: k, v, and 16-bit caches
@@ -28,13 +32,13 @@ struct Config {
 using KChunk = KvChunk<K_KIND, Config::kHeadDim, 4>;
 using VChunk = KvChunk<V_KIND, Config::kHeadDim, 8>;
 
-// The chunk's sixteen channels of a row, padding as zeros.
+// The chunk's 16 channels of a row, padding as zeros.
 template <typename Chunk>
 OA_DEVICE void load_chunk(ChunkWords& w, const uint16* from, int32 head_dim, int at) {
-    // From here on a unit's address is a constant more.
+    // A unit's address is this plus a constant.
     int first = Chunk::channel(at, 0);
     from += first;
-    constexpr bool kPairs = Chunk::channel(0, 1) == 4;  // units are beside each other, two and two
+    constexpr bool kPairs = Chunk::channel(0, 1) == 4;  // units are adjacent in pairs
     auto load = [&](int unit) {
         if (kPairs) {
             uint4 x = *reinterpret_cast<const uint4*>(from + Chunk::channel(0, unit));
@@ -98,8 +102,8 @@ OA_DEVICE void rotate_halves(const KvAppendParams& p, const uint16* k, const flo
     x[3] = mul_rn(x[3], cs.w) + sign * mul_rn(other[3], sn.w);
 }
 
-// Where the channels of the other half of the row are that a chunk's are rotated with: bits of the lane's number and of the unit's that are
-// different.
+// Where the channels of the row's other half are that a chunk's are rotated with: the bit of the lane's number, or of
+// the unit's, that differs.
 struct OtherHalf {
     int lanes = 0, units = 0;
     OA_DEVICE constexpr OtherHalf() {
@@ -111,7 +115,7 @@ struct OtherHalf {
 };
 
 // The same for a chunk of a row that is rotated as a whole, without padding. All lanes of a warp call it: one has the
-// other half in its own units, or another lane of its row has it. Angles of two units are asked for at once.
+// other half in its own units, or another lane of its row has it. Angles of two units are loaded at once.
 OA_DEVICE void rotate_row(const ChunkWords& raw, const float* cos, const float* sin, int at, ChunkValues& x) {
     constexpr int kHalf = Config::kHeadDim / 2;
     constexpr OtherHalf kOther;
@@ -251,14 +255,16 @@ OA_DEVICE int32 sequence_of(const KvAppendParams& p, int32 row) {
     return low;
 }
 
-// The newest tokens once more, in 16 bits (scheduler/recent_window.cuh): whether this one is kept, and in which row. Of a prompt the
-// ring keeps the end only: others have the same places. `first`: position of the first of the sequence's new tokens.
+// The recent window (decode/recent_window.cuh): whether this token is kept in 16 bits too, and in which row. Of a
+// prompt the ring keeps the end only: earlier tokens would have the same rows. `first`: position of the first of the
+// sequence's new tokens.
 OA_DEVICE bool recent_place(const KvAppendParams& p, int32 sequence, int32 head, int64 position, int64 first,
                             bool is_token, int at, uint64& row) {
     int32 length = p.seq_lens[sequence];
     uint32 slot = p.recent_slots == nullptr ? sequence : p.recent_slots[sequence];
     if (!is_token || slot >= uint32(p.recent_num_slots)) return false;
-    if (position == length - 1 && head == 0 && at == 0)
+    // A row without new tokens, such as padding with seq_lens 0, must not touch a ring that may be another row's.
+    if (position == length - 1 && position >= 0 && head == 0 && at == 0)
         recent_append(p.recent_state + 2 * int64(slot), int32(max_of<int64>(first, 0)), length, p.recent_ring);
     row = (uint64(slot) * p.num_kv_heads + head) * p.recent_ring + uint32(position) % uint32(p.recent_ring);
     return position >= 0 && position < p.capacity && position >= int64(length) - p.recent_ring;
@@ -324,7 +330,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     ChunkValues x;
     bool changed = p.rope != kRopeNone;
     if (!changed) to_values(raw_key, x);
-    if (changed) rotate(p, k, raw_key, in_cache ? int32(position) : 0, at, x);  // what is outside is written nowhere
+    if (changed)
+        rotate(p, k, raw_key, in_cache ? int32(position) : 0, at, x);  // tokens outside the cache are not written
     if (recent) store_recent<KChunk>(p.recent_k, recent_row, x, at);
     if (K_KIND != kKv16 && (p.k_mean != nullptr || p.k_channel_scale != nullptr || p.hadamard)) {
         changed = true;

@@ -1,17 +1,12 @@
-// Copies of whole blocks inside the planes of a paged KV cache (copy-on-write): block pairs come with the arguments, so that
-// nothing has to be on the device before.
+// Copies of whole blocks inside the planes of a paged KV cache (copy-on-write); the pairs of blocks come with the
+// arguments, so that nothing has to be on the device before.
 //
-// One CTA a pair and a part of a plane: blockIdx.x the pair, blockIdx.y the plane (K, V, parameters of K, of V), blockIdx.z the part.
-// No shared memory.
+//   plane[destination] = plane[source], each block block_bytes[plane] bytes
+//
+// One CTA a pair and a part of a plane: blockIdx.x the pair, blockIdx.y the plane (K, V, parameters of K, of V),
+// blockIdx.z the part. No shared memory. Bound by memory.
+#include "params/kv_copy.cuh"
 #include "ptx/types.cuh"
-
-constexpr int32 kMaxPairs = 112;
-
-struct KvCopyParams {
-    uint8* planes[4];  // null: there is none
-    int64 block_bytes[4];  // multiples of 4
-    int32 pairs[2 * kMaxPairs];
-};
 
 extern "C" __global__ void __launch_bounds__(256) kv_copy_sm80(const __grid_constant__ KvCopyParams p) {
     uint8* plane = p.planes[blockIdx.y];

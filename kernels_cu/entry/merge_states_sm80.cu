@@ -4,30 +4,14 @@
 //
 // o_a, o_b, o: [batch, seqlen, heads, head_dim], any strides, last dimension contiguous, 16-byte rows; lse_*: fp32,
 // [batch, heads, seqlen], any strides. Both LSE -inf: O = 0, LSE = -inf.
-// One thread merges 16 bytes of one row; the grid covers rows * chunks, rows beyond 2^31 included. Memory bound: reads
-// two outputs, writes one.
+// One thread merges 16 bytes of one row; the grid covers rows * chunks, rows beyond 2^31 included. No shared memory.
+// Bound by memory: reads two outputs, writes one.
+#include "params/merge_states.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
-struct MergeParams {
-    const uint8* o_a;
-    const uint8* o_b;
-    uint8* o;
-    const float* lse_a;
-    const float* lse_b;
-    float* lse;
-    int64 o_a_stride_b, o_a_stride_s, o_a_stride_h;  // elements
-    int64 o_b_stride_b, o_b_stride_s, o_b_stride_h;
-    int64 o_stride_b, o_stride_s, o_stride_h;
-    int64 lse_a_stride_b, lse_a_stride_h, lse_a_stride_s;
-    int64 lse_b_stride_b, lse_b_stride_h, lse_b_stride_s;
-    int64 lse_stride_b, lse_stride_h, lse_stride_s;
-    int64 total;  // rows * chunks
-    int32 seqlen, num_heads, chunks, reserved;
-};
-
-// A side without any key (LSE = -inf) is not looked at, whatever it holds.
+// A side without any key (LSE = -inf) does not count, whatever it holds.
 struct Side {
     float weight;
     bool present;
@@ -44,7 +28,7 @@ OA_DEVICE uint32 merge_word(Float, uint32 a, uint32 b, Side side_a, Side side_b)
     return __float_as_uint(side_a.scaled(__uint_as_float(a)) + side_b.scaled(__uint_as_float(b)));
 }
 
-extern "C" __global__ void __launch_bounds__(256) merge_states_sm80(const __grid_constant__ MergeParams p) {
+extern "C" __global__ void __launch_bounds__(256) merge_states_sm80(const __grid_constant__ MergeStatesParams p) {
     for (int64 at = blockIdx.x * int64(256) + threadIdx.x; at < p.total; at += int64(gridDim.x) * 256) {
         int64 row = at / p.chunks;
         int32 chunk = int32(at - row * p.chunks);

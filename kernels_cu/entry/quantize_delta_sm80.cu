@@ -1,26 +1,24 @@
-// What smoothing Q takes away from the scores, as a product of tensor cores.
+// What smoothing Q takes away from the scores, as a product of tensor cores. Source: SageAttention2 (Zhang et al.
+// 2024), section 3.1.
 //
 //   delta_s[block, key] = q_mean[block] . (k[key] - k_mean)          (fp32, not scaled; 0 for keys that do not exist)
 //
 // q_mean: [unit, blocks of 128 queries, head_dim_pad] fp32, from quantize_sm80; k as there; k_mean: fp32 or absent.
-// delta_s: [unit, blocks, delta_columns] fp32. Layouts: docs/quantization.md. Source: SageAttention2, section 3.1.
+// delta_s: [unit, blocks, delta_columns] fp32; columns beyond delta_columns are not written. Layouts:
+// docs/quantization.md.
 //
 // A CTA of 4 warps takes a tile of 64 or 128 keys of one kv head, 64 keys at a time, into shared memory as bf16 pairs
-// hi + lo, and the warps walk over the blocks of all query heads of that kv head, 16 at a time. Both operands are split,
-// hi*hi + hi*lo + lo*hi: about 16 mantissa bits. Bound by the writes of delta_s.
-// Shared memory: hi[64][HEAD_DIM + 8], lo[64][HEAD_DIM + 8] in bf16; rows are 16 bytes longer than a multiple of 128, so
-// that the 8 rows of a fragment lie in different banks.
-#include "attention/quantize_items.cuh"
+// hi + lo (__syncthreads before and after), and warp w walks over the blocks of all query heads of that kv head, 16 at
+// a time. Both operands are split, hi*hi + hi*lo + lo*hi: about 16 mantissa bits. Bound by the writes of delta_s.
+//
+// Shared memory, bytes: hi[64][2 * HEAD_DIM + 16] | lo [same]; rows are 16 bytes longer than a multiple of 128, so that
+// the 8 rows of a fragment lie in different banks.
 #include "ptx/cvt_quant.cuh"
 #include "ptx/mma_sync.cuh"
+#include "quantize/items.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kKeys = 64, kRowBytes = 2 * kHeadDim + 16, kThreads = 128;
 static_assert(2 * kKeys * kRowBytes == SMEM_BYTES, "what the registry row says");
-
-struct DeltaParams {
-    QuantizeParams base;
-    float* delta_s;
-};
 
 // x = hi + lo, each a pair of bf16 in one register.
 struct SplitPair {
@@ -31,9 +29,10 @@ struct SplitPair {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_delta_sm80(const __grid_constant__ DeltaParams all) {
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_delta_sm80(const
+                                                                           __grid_constant__ QuantizeDeltaParams all) {
     extern __shared__ __align__(16) uint8 smem[];
-    const QuantizeParams& p = all.base;
+    const QuantizeParams& p = all.quantize;
     IO_TYPE io;
     int32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     int32 unit = blockIdx.x / p.tiles_k, slot = blockIdx.x - unit * p.tiles_k;

@@ -1,25 +1,27 @@
 // Quantization of Q, K and V for low-precision attention: integers for Q K^T, e4m3 or fp16 for P V.
+// Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3.
 //
 //   q_int = round((q - q_mean) / q_scale), k_int = round((k - k_mean) / k_scale), v_fp8 = e4m3((v - v_mean) / v_scale)
 //
 // q: [batch, seqlen_q, num_q_heads, head_dim], k, v: [batch, seqlen_k, num_kv_heads, head_dim], fp16 or bf16, any
 // strides with 16-byte rows; or packed sequences. Outputs, granularities and the order of every sum:
-// docs/quantization.md. Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3.
+// docs/quantization.md.
 //
-// One persistent grid does everything; work is taken by ticket (attention/quantize_items.cuh):
+// One persistent grid of CTAs of 2 * HEAD_DIM threads; work items are taken by ticket (quantize/items.cuh):
 //
 //   CTA:  ticket -> item ---+-> sums of 256 keys of K or V -> last one of a head: mean, scale -> ready flag (release)
 //                           +-> 128 rows of Q             -> integers, scales, row_bias          |
 //                           +-> 128 keys of K or V        -> wait for the flag (acquire) <-------+
 //
-// The sums are of samples and come first, then Q, which needs none of them; so nobody waits long.
-// Threads: 2 * HEAD_DIM. Shared memory: 128 * HEAD_DIM bytes of work on an item; two each of items
-// and of what blocks of rows collect, one for this item and one for the next; a flag.
-#include "attention/quantize_items.cuh"
-#include "attention/quantize_reduce.cuh"
-#include "attention/quantize_rows.cuh"
-#include "attention/quantize_values.cuh"
+// The sums are of samples and come first, then Q, which needs none of them; so no CTA waits long.
+//
+// Shared memory (static), bytes: work of an item, at most 128 * HEAD_DIM and means | [2] largest magnitudes of groups |
+// [2] items: one for this item and one for the next | flag.
 #include "ptx/cp_async.cuh"
+#include "quantize/items.cuh"
+#include "quantize/reduce.cuh"
+#include "quantize/rows.cuh"
+#include "quantize/values.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;
 static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "8, 16 or 32 threads a row");
@@ -34,7 +36,7 @@ union WorkStorage {
 struct SharedStorage {
     alignas(16) WorkStorage work;
     GroupStorage groups[2];
-    Item items[2];
+    QuantizeItem items[2];
     uint32 flag;
 };
 
@@ -48,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
         if constexpr (kCommon) {
             for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.num_items;
                  i += int64(gridDim.x) * kThreads)
-                p.table[i] = decode_item(p, uint32(i));
+                p.item_table[i] = decode_item(p, uint32(i));
             return;
         }
         if (blockIdx.x == 0 && threadIdx.x < 32 && p.starts_q != nullptr)
@@ -58,17 +60,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
         return;
     }
     wait_for_kernel_ahead();
-    // Tickets, and items of the table, travel while an item is worked on.
+    // The next ticket and item are loaded while this item is worked on.
     bool first_warp = threadIdx.x < 32;
     uint32 next = 0;  // thread 0: the ticket behind the item that has been taken last
     if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
-    auto take_next = [&](Item& item) {
+    auto take_next = [&](QuantizeItem& item) {
         if constexpr (kCommon) {
             if (threadIdx.x != 0) return;
             if (next < uint32(p.num_items)) {
-                const uint8* from = reinterpret_cast<const uint8*>(p.table + next);
+                const uint8* from = reinterpret_cast<const uint8*>(p.item_table + next);
 #pragma unroll
-                for (uint32 i = 0; i < sizeof(Item); i += 16) cp_async_16(smem_addr_of(&item) + i, from + i, 16u);
+                for (uint32 i = 0; i < sizeof(QuantizeItem); i += 16)
+                    cp_async_16(smem_addr_of(&item) + i, from + i, 16u);
                 next = atomic_add_relaxed(p.ticket, 1);
             } else {
                 item.kind = kNoItem;
@@ -76,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
             return;
         }
         uint32 ticket = __shfl_sync(0xffffffffu, next, 0);
-        Item decoded;
+        QuantizeItem decoded;
         decoded.kind = kNoItem;
         if (ticket < uint32(p.num_items)) {
             if (threadIdx.x == 0) next = atomic_add_relaxed(p.ticket, 1);
@@ -91,13 +94,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
     };
     if (first_warp) take_next(s.items[0]);
     s.groups[0].clear<kThreads>();
-    for (uint32 turn = 0;; turn ^= 1) {
+    for (uint32 buffer = 0;; buffer ^= 1) {
         arrived();
-        __syncthreads();  // the item is there, and everything else of the one before is free
-        const Item& t = s.items[turn];
+        __syncthreads();  // the item is there, and the one before is done
+        const QuantizeItem& t = s.items[buffer];
         if (t.kind == kNoItem) return;
-        if (first_warp) take_next(s.items[turn ^ 1]);
-        s.groups[turn ^ 1].clear<kThreads>();
+        if (first_warp) take_next(s.items[buffer ^ 1]);
+        s.groups[buffer ^ 1].clear<kThreads>();
         if (t.batch_idx < 0) continue;  // a slot that no sequence fills
         if (t.kind == kReduceK) {
             reduce_k<IO_TYPE, kHeadDim>(p, t, s.work.sums, &s.flag);
@@ -108,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
         } else if (t.kind == kFinishV) {
             finish_v<IO_TYPE, kHeadDim>(p, t, s.work.values);
         } else {
-            quantize_rows<IO_TYPE, kHeadDim>(p, t, s.work.rows, s.groups[turn]);
+            quantize_rows<IO_TYPE, kHeadDim>(p, t, s.work.rows, s.groups[buffer]);
         }
     }
 }

@@ -3,7 +3,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
 
-// Position in a ring of kStages buffers; `phase` flips at every wrap.
+// Position in a ring of kStages; `phase` flips at every wrap.
 template <int kStages>
 struct RingState {
     int32 stage = 0;
@@ -28,13 +28,13 @@ struct Ring {
             mbarrier_init(empty + 8 * s, arrivals);
         }
     }
-    // Producer: waits until the buffer is free (at once in the first round).
+    // Producer: waits until the stage is free (at once in the first round).
     OA_DEVICE void wait_empty(const RingState<kStages>& at) const { mbarrier_wait(empty + 8 * at.stage, at.phase ^ 1); }
-    // Whether it is; asked ahead of time.
+    // Producer: whether it is, without waiting.
     OA_DEVICE bool is_empty(const RingState<kStages>& at) const {
         return mbarrier_test(empty + 8 * at.stage, at.phase ^ 1);
     }
-    // Producer: the buffer is full once `bytes` of copies have landed; returns the barrier that they complete on.
+    // Producer: the stage is full once `bytes` of copies have landed; returns the barrier that they complete on.
     OA_DEVICE uint32 announce(const RingState<kStages>& at, uint32 bytes) const {
         mbarrier_arrive_expect_tx(full + 8 * at.stage, bytes);
         return full + 8 * at.stage;
@@ -45,9 +45,9 @@ struct Ring {
     }
     // Consumer, every thread.
     OA_DEVICE void wait(const RingState<kStages>& at) const { mbarrier_wait(full + 8 * at.stage, at.phase); }
-    // Consumer: whether the buffer is full. Asked ahead of time, so that the answer is there when it is needed.
+    // Consumer: whether the stage is full, without waiting: tested ahead, the result is there when it is needed.
     OA_DEVICE bool is_full(const RingState<kStages>& at) const { return mbarrier_test(full + 8 * at.stage, at.phase); }
-    // Consumer, after the warp's last read: the lane that is 0 arrives.
+    // Consumer, after the warp's last read: lane 0 arrives.
     OA_DEVICE void release(const RingState<kStages>& at, int lane) const {
         if (lane == 0) mbarrier_arrive(empty + 8 * at.stage);
     }

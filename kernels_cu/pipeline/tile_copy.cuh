@@ -1,6 +1,6 @@
 // Global -> shared copy of a [rows x head_dim] tile by all threads of a CTA (cp.async, 16 bytes a thread and step).
-// Rows at or beyond `valid_rows` and columns at or beyond `head_dim` are filled with zeros: a tail of V that is not a
-// number would otherwise survive the product with P = 0.
+// Rows at or beyond `valid_rows` and columns at or beyond `head_dim` are filled with zeros: NaN beyond the end of V
+// would otherwise survive the product with P = 0.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/types.cuh"
@@ -65,9 +65,10 @@ struct TileCopy {
     }
 };
 
-// The same for tiles that lie in one piece and have all their rows and columns. A warp copies rows that follow each other,
-// 512 bytes of a panel with each instruction; one address in global memory serves for all of them, because cp.async takes
-// offsets from -2048 to 2047, and two in shared memory: rows that are a multiple of 8 apart have their chunks in one order.
+// The same for contiguous tiles that have all their rows and columns. A warp copies consecutive rows,
+// 512 bytes of a panel with each instruction; one address in global memory serves for all of them, because cp.async
+// takes offsets from -2048 to 2047, and two in shared memory: rows that are a multiple of 8 apart have their chunks in
+// one order.
 template <int kRows, int kHeadDim, int kThreads>
 struct WholeTileCopy {
     using Tile = PanelTile<kRows, kHeadDim>;
@@ -92,7 +93,7 @@ struct WholeTileCopy {
         for (int r = 0; r < kWarpRows; r += kStepRows)
 #pragma unroll
             for (int p = 0; p < Tile::kNumPanels; ++p) {
-                int own = r % 8 / kStepRows;  // rows of 128 bytes: 0 or 1; narrower ones: 0
+                int own = r % 8 / kStepRows;  // rows of 128 bytes: 0 or 1; shorter ones: 0
                 cp_async_16_if(smem + dst[own] + p * Tile::kPanelBytes + (r - own * kStepRows) * kPanelRowBytes,
                                g + (r * kRowBytes + p * 128 - kSpan / 2), wanted);
             }

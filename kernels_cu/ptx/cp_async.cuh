@@ -22,7 +22,8 @@ OA_DEVICE void cp_async_16_if(uint32 smem_dst, const void* gmem_src, bool wanted
         : "memory");
 }
 
-// cp.async.ca.shared.global [dst], [src], kBytes, src_bytes: the same for 4, 8 or 16 bytes, addresses aligned to as many.
+// cp.async.ca.shared.global [dst], [src], kBytes, src_bytes: the same for 4, 8 or 16 bytes, addresses aligned to as
+// many.
 template <int kBytes>
 OA_DEVICE void cp_async_small(uint32 smem_dst, const void* gmem_src, uint32 src_bytes) {
     static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "sizes that cp.async has");

@@ -38,7 +38,7 @@ OA_DEVICE uint32 min2_nan(Half, uint32 a, uint32 b) {
     asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-// Two infinities of one sign: what no maximum or minimum changes.
+// Two infinities: the neutral element of minima.
 OA_DEVICE uint32 infinities(BFloat16) { return 0x7f807f80u; }
 OA_DEVICE uint32 infinities(Half) { return 0x7c007c00u; }
 constexpr uint32 kBothSigns = 0x80008000u;
@@ -66,7 +66,7 @@ OA_DEVICE float quiet_nan() { return __uint_as_float(0x7fffffffu); }
 // False for NaN and infinities.
 OA_DEVICE bool is_finite(float x) { return fabsf(x) <= kMaxFinite; }
 
-// Separate rounding of product and sum, whatever the compiler would like to fuse.
+// Rounded by itself: never fused with an addition.
 OA_DEVICE float mul_rn(float a, float b) {
     float d;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
@@ -107,15 +107,18 @@ OA_DEVICE uint32 pack_e4m3x2(float lo, float hi) {
 #endif
 }
 
-// cvt.rn.f16x2.e4m3x2, exact: two e4m3 numbers in bits 0..15 to fp16.
+// cvt.rn.f16x2.e4m3x2, exact: two e4m3 numbers in bits 0..15 (kHigh: 16..31) to fp16.
+template <bool kHigh = false>
 OA_DEVICE uint32 half2_of_e4m3x2(uint32 codes) {
 #if __CUDA_ARCH__ >= 890
     uint32 d;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(uint16(codes)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(uint16(kHigh ? codes >> 16 : codes)));
     return d;
 #else
-    // An e4m3 number's bits as an fp16 number's highest are it times 2^-8, subnormals too. (NaN becomes 480.)
-    uint32 wide = permute_bytes(codes, 0, 0x1404);
-    return mul_half2((wide & kBothSigns) | (wide & 0x7f007f00u) >> 1, 0x5c005c00u);
+    // The byte in the upper half of 16 bits has its sign in place; exponent and mantissa belong one bit lower, where
+    // they count 2^-8 of their value (the exponents' biases are 7 and 15), subnormal numbers too. (NaN becomes 480.)
+    uint32 x = permute_bytes(codes, 0, kHigh ? 0x3424 : 0x1404);
+    constexpr uint32 k256 = 0x5c005c00u;
+    return mul_half2((x & kBothSigns) | ((x >> 1) & 0x3f803f80u), k256);
 #endif
 }

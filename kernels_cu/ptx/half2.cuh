@@ -23,8 +23,8 @@ OA_DEVICE uint32 fma_half2(uint32 a, uint32 b, uint32 c) {
     return d;
 }
 
-// movmatrix.sync.aligned.m8n8.trans.b16: an 8x8 matrix of 16-bit elements in a warp, lane l with elements 2(l%4)+{0,1} of
-// row l/4, to its transpose in the same layout. Issued by all 32 lanes.
+// movmatrix.sync.aligned.m8n8.trans.b16: an 8x8 matrix of 16-bit elements in a warp, lane l with elements 2(l%4)+{0,1}
+// of row l/4, to its transpose in the same layout. Issued by all 32 lanes.
 OA_DEVICE uint32 transpose_8x8(uint32 a) {
     uint32 d;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));

@@ -9,7 +9,7 @@ OA_DEVICE float exp2_approx(float x) {
     return y;
 }
 
-// The same, in the order in which it stands among others of its kind.
+// The same, volatile: in the order of the source among its kind.
 OA_DEVICE float exp2_in_order(float x) {
     float y;
     asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

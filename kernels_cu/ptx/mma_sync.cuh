@@ -6,21 +6,21 @@
 #pragma once
 #include "ptx/types.cuh"
 
-OA_DEVICE void mma_m16n8k16(BFloat16, float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+OA_DEVICE void mma_m16n8k16(BFloat16, float* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-OA_DEVICE void mma_m16n8k16(Half, float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+OA_DEVICE void mma_m16n8k16(Half, float* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 and m16n8k64 with s4 (PTX ISA, "mma"): D = A·B + D on integers, or
-// A·B + seed in every element. Counted in bytes of k, operands lie as those of m16n8k16 do: lane l holds bytes 4(l%4) .. +3
-// and 16 further; of two 4-bit elements in a byte the first is in the low half. sm_80 and newer; where there are no 4-bit
-// products (from sm_90 on) ptxas unpacks to 8 bits.
+// A·B + seed in every element. Counted in bytes of k, operands lie as those of m16n8k16 do: lane l holds bytes 4(l%4)
+// .. +3 and 16 further; of two 4-bit elements in a byte the first is in the low half. sm_80 and newer; where there are
+// no 4-bit products (from sm_90 on) ptxas unpacks to 8 bits.
 template <int kBits>
 OA_DEVICE void mma_integers(int32& d0, int32& d1, int32& d2, int32& d3, const uint32 (&a)[4], uint32 b0, uint32 b1) {
     static_assert(kBits == 8 || kBits == 4, "s8 or s4");
@@ -49,9 +49,9 @@ OA_DEVICE void mma_integers(int32& d0, int32& d1, int32& d2, int32& d3, const ui
     }
 }
 
-// P V with a fresh accumulator (D = A·B) or a running one (D = A·B + D). Half: m16n8k16 on f16; E4m3: m16n8k32 (sm_89 and
-// newer; sm_90 converts to f16 first). float d[4]: fp32 accumulator; uint32 d[2]: fp16 accumulator, of row l/4 in d[0], of
-// row l/4+8 in d[1], two columns a register, every sum rounded to nearest.
+// P V with a fresh accumulator (D = A·B) or a running one (D = A·B + D). Half: m16n8k16 on f16; E4m3: m16n8k32 (sm_89
+// and newer; sm_90 converts to f16 first). float d[4]: fp32 accumulator; uint32 d[2]: fp16 accumulator, of row l/4 in
+// d[0], of row l/4+8 in d[1], two columns a register, every sum rounded to nearest.
 OA_DEVICE void mma_pv(Half, float* d, const uint32 (&a)[4], uint32 b0, uint32 b1, float c0, float c1, float c2,
                       float c3) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"

@@ -37,11 +37,11 @@ constexpr float kLn2 = 0.6931471805599453f;
 OA_DEVICE float neg_inf() { return __int_as_float(0xff800000); }
 
 template <typename T>
-OA_DEVICE T min_of(T a, T b) {
+OA_DEVICE constexpr T min_of(T a, T b) {
     return a < b ? a : b;
 }
 template <typename T>
-OA_DEVICE T max_of(T a, T b) {
+OA_DEVICE constexpr T max_of(T a, T b) {
     return a > b ? a : b;
 }
 
@@ -55,23 +55,23 @@ struct Select<false, A, B> {
     using Type = B;
 };
 
-// x again, by an instruction that stays where it stands: of a plain copy the compiler makes one register for both, and of an
-// operation that changes nothing too, if it can see that. opaque_zero: 0, of unseen_zero().
-OA_DEVICE uint32 moved(uint32 x, uint32 opaque_zero) {
+// A copy in another register, by an instruction that is not moved: the compiler merges plain copies, and operations
+// that it knows to change nothing. opaque_zero: 0, from opaque_zero().
+OA_DEVICE uint32 copy_of(uint32 x, uint32 opaque_zero) {
     uint32 y;
     asm volatile("or.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(opaque_zero) : "memory");
     return y;
 }
-// 0 as something that is not known before the kernel runs. All lanes of a warp.
-OA_DEVICE uint32 unseen_zero() { return __shfl_sync(0xffffffffu, threadIdx.y, 0); }
+// 0, unknown to the compiler. All lanes of a warp.
+OA_DEVICE uint32 opaque_zero() { return __shfl_sync(0xffffffffu, threadIdx.y, 0); }
 
-// The same value, kept in a register: what the compiler sees through, it computes anew at every use in a loop.
-OA_DEVICE int32 kept(int32 x) {
+// The same value, opaque: the compiler keeps it in a register instead of computing it anew at every use in a loop.
+OA_DEVICE int32 in_register(int32 x) {
     int32 y;
     asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
-OA_DEVICE const uint8* kept(const uint8* x) {
+OA_DEVICE const uint8* in_register(const uint8* x) {
     const uint8* y;
     asm volatile("mov.b64 %0, %1;" : "=l"(y) : "l"(x));
     return y;

@@ -1,9 +1,10 @@
 // Tile index -> (batch, head, block of query rows) of the forward kernels.
 #pragma once
-#include "scheduler/fwd_params.cuh"
+#include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
+#include "scheduler/slots.cuh"
 
-// Rows of a packed tensor that belong to no sequence. A length and not a flag: registers are what these kernels lack.
+// Rows of a packed tensor that belong to no sequence. A length and not a flag: these kernels are short of registers.
 constexpr int32 kNoSequence = -1;
 
 struct FwdTile {
@@ -30,13 +31,13 @@ OA_DEVICE FwdTile tile_of(const AttnFwdParams& p, int32 batch_idx, int32 head_id
     return t;
 }
 
-// Heads whose tiles take turns in a causal launch, and the number of their tiles that is enough.
-constexpr uint32 kTurnHeads = 16, kTurnTiles = 1024;
+// Heads whose tiles are interleaved in a causal launch, and the number of their tiles that is enough.
+constexpr uint32 kInterleavedHeads = 16, kInterleavedTiles = 1024;
 
-// Dense, one tile a CTA. Tiles of one head are neighbours (they share K and V in L2), the longest first. Causal heads, whose
-// tiles grow with their row, take turns, up to 16 at a time and the longest tiles of all of them first, so that a launch does
-// not end with some long tiles alone; of long heads fewer, so that more of a head's tiles run at the same time and share K and
-// V. Turns are counted from the end: what is left of the heads comes first, where nothing waits for it.
+// Dense, one tile a CTA. Tiles of one head are neighbours (K and V stay in L2), the longest first. Causal heads, whose
+// tiles grow with their row, are interleaved in groups of up to 16, the longest tiles of a group first, so that a
+// launch does not end with some long tiles alone; groups of long heads are smaller, so that more of a head's tiles run
+// at the same time. Groups are counted from the end: an incomplete one comes first, where nothing waits for it.
 template <int kBlockM>
 OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
     int64 num_tiles = int64(p.batch) * p.num_q_heads * p.num_m_blocks;
@@ -46,10 +47,10 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
         head = tile_idx / p.num_m_blocks;
         m = blocks - 1 - uint32(tile_idx - head * p.num_m_blocks);
     } else if (p.window_right >= 0 && p.window_left < 0) {
-        uint32 heads = min_of(max_of(kTurnTiles / blocks, 1u), kTurnHeads);
-        uint32 behind = uint32(num_tiles) - 1 - uint32(tile_idx), turn = behind / (heads * blocks);
-        behind -= turn * (heads * blocks);
-        uint32 end = uint32(p.batch) * p.num_q_heads - turn * heads;
+        uint32 heads = min_of(max_of(kInterleavedTiles / blocks, 1u), kInterleavedHeads);
+        uint32 behind = uint32(num_tiles) - 1 - uint32(tile_idx), group = behind / (heads * blocks);
+        behind -= group * (heads * blocks);
+        uint32 end = uint32(p.batch) * p.num_q_heads - group * heads;
         heads = min_of(heads, end);
         m = behind / heads;
         head = end - 1 - (behind - m * heads);
@@ -71,10 +72,10 @@ struct SequenceRange {
 OA_DEVICE SequenceRange sequence_range(const AttnFwdParams& p, int32 b) {
     SequenceRange r;
     r.sequence = b;
-    r.q_begin = min_of(max_of(p.cu_seqlens_q[b], 0), p.seqlen_q);
-    r.seqlen_q = min_of(max_of(p.cu_seqlens_q[b + 1], r.q_begin), p.seqlen_q) - r.q_begin;
-    r.k_begin = min_of(max_of(p.cu_seqlens_k[b], 0), p.seqlen_k);
-    r.seqlen_k = min_of(max_of(p.cu_seqlens_k[b + 1], r.k_begin), p.seqlen_k) - r.k_begin;
+    Sequence of_q = packed_sequence(p.cu_seqlens_q, b, p.seqlen_q);
+    Sequence of_k = packed_sequence(p.cu_seqlens_k, b, p.seqlen_k);
+    r.q_begin = of_q.begin, r.seqlen_q = of_q.len;
+    r.k_begin = of_k.begin, r.seqlen_k = of_k.len;
     return r;
 }
 
@@ -112,9 +113,10 @@ OA_DEVICE void unowned_tile(const AttnFwdParams& p, int32 block, FwdTile& t) {
     t.valid = t.m0 < t.seqlen_q;
 }
 
-// Packed sequences, one tile a CTA: every warp walks cu_seqlens, 32 sequences a step, until the running number of blocks
-// passes the tile's own. The grid holds ceil(total/kBlockM) + batch + 2 blocks a head, an upper bound for any lengths, so
-// that the result does not depend on max_seqlen_q. Blocks behind the last sequence clear the rows that no sequence owns.
+// Packed sequences, one tile a CTA: every warp walks cu_seqlens, 32 sequences a step, until the running number of
+// blocks passes the tile's own. The grid holds ceil(total/kBlockM) + batch + 2 blocks a head, an upper bound for any
+// lengths, so that the result does not depend on max_seqlen_q. Blocks behind the last sequence clear the rows that no
+// sequence owns.
 template <int kBlockM>
 OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
     FwdTile t;

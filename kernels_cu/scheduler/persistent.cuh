@@ -1,58 +1,39 @@
 // The tiles of one CTA of a persistent kernel.
 #pragma once
+#include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_params.cuh"
 #include "scheduler/fwd_tile.cuh"
 
-// The work of a launch as one list of items, which the host composes (launch/tile_order.py). CTA b takes item b, then
-// every gridDim.x-th further; from the first round that holds no pair only, every second round runs backwards, so
-// that a list that goes from long to short is shared out evenly. No counter in global memory is needed, and every warp
-// role walks the list by itself. Fewer than 2^31 - gridDim.x items.
-//   items < num_pairs   the j-th longest and the j-th shortest tile of one head: causal pairs are all equally long
-//   then                the tiles of the last num_tail_heads heads, the longest of all heads first
-// or, with neither, head by head: neighbours share K and V in L2.
-struct TileList {
-    uint32 num_items;
-    uint32 num_pairs;
-    uint32 num_tail_heads;
-    // Rows of a head's first tile that lie before row 0, a multiple of 64: of causal heads it is the short first tile that
-    // is better not full, and not the long last one.
-    uint32 lead_rows;
-};
-
-class PersistentTiles {
+// The walk over the list, for tiles of queries and of keys alike: `blocks` tiles to each of `heads` heads.
+class PersistentItems {
   public:
-    OA_DEVICE PersistentTiles() : round_begin_(0), backwards_(false), second_(false) {}
+    OA_DEVICE PersistentItems() : round_begin_(0), backwards_(false), second_(false) {}
 
-    // Moves `t` to the next tile; false when there is none.
-    template <int kBlockM>
-    OA_DEVICE bool next(const AttnFwdParams& p, const TileList& list, FwdTile& t) {
+    // The next tile: block `block` of head `head` (batch * heads of an entry + head); false when there is none.
+    OA_DEVICE bool next(const TileList& list, uint32 blocks, uint32 heads, uint32& head, uint32& block) {
         uint32 item = round_begin_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
         if (item >= list.num_items) return false;
-        uint32 blocks = p.num_m_blocks, head, m;
         bool last_of_item = true;
         if (item < list.num_pairs) {
             uint32 per_head = (blocks + 1) / 2;
             head = item / per_head;
             uint32 j = item - head * per_head;
-            m = second_ ? j : blocks - 1 - j;
+            block = second_ ? j : blocks - 1 - j;
             // The middle tile of an odd number is its own partner.
             second_ = !second_ && 2 * j + 1 != blocks;
             last_of_item = !second_;
         } else if (list.num_tail_heads != 0) {
             uint32 at = item - list.num_pairs, rank = at / list.num_tail_heads;
-            head = uint32(p.batch) * p.num_q_heads - list.num_tail_heads + (at - rank * list.num_tail_heads);
-            m = blocks - 1 - rank;
+            head = heads - list.num_tail_heads + (at - rank * list.num_tail_heads);
+            block = blocks - 1 - rank;
         } else {
             head = item / blocks;
-            m = blocks - 1 - (item - head * blocks);
+            block = blocks - 1 - (item - head * blocks);
         }
         if (last_of_item) {
             round_begin_ += gridDim.x;
             if (round_begin_ > list.num_pairs) backwards_ = !backwards_;
         }
-        uint32 batch_idx = head / p.num_q_heads;
-        t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, int32(m * kBlockM) - int32(list.lead_rows));
         return true;
     }
 
@@ -62,15 +43,32 @@ class PersistentTiles {
     bool second_;
 };
 
-// Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time and
-// the ones with the most keys first; of each sequence head by head, so that neighbours share K and V in L2; of each head
-// the tiles, or with causality pairs of a long and a short one. At the end come the rows that no sequence owns. Rounds
-// run forwards and backwards in turn. The walk goes on where the CTA's last item was found, so that all tiles of a CTA
+// Tiles of queries of dense batches.
+class PersistentTiles {
+  public:
+    // Moves `t` to the next tile; false when there is none.
+    template <int kBlockM>
+    OA_DEVICE bool next(const AttnFwdParams& p, const TileList& list, FwdTile& t) {
+        uint32 head, m;
+        if (!items_.next(list, p.num_m_blocks, uint32(p.batch) * p.num_q_heads, head, m)) return false;
+        uint32 batch_idx = head / p.num_q_heads;
+        t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, int32(m * kBlockM) - int32(list.lead_rows));
+        return true;
+    }
+
+  private:
+    PersistentItems items_;
+};
+
+// Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time
+// and the ones with the most keys first; of each sequence head by head, so that K and V stay in L2; of each head
+// the tiles, or with causality pairs of a long and a short one. At the end come the rows that no sequence owns. Every
+// second round runs backwards. The walk goes on where the CTA's last item was found, so that all tiles of a CTA
 // together cost one pass over cu_seqlens.
 template <int kBlockM>
 class PackedTiles {
   public:
-    // ranges: 32 of them in shared memory, this warp's own (registers are what a producer lacks).
+    // ranges: 32 of them in shared memory, this warp's own (a producer has few registers).
     OA_DEVICE PackedTiles(const AttnFwdParams& p, const TileList& list, SequenceRange* ranges)
         : p_(p), list_(list), ranges_(ranges), round_(0), second_(false), chunk_(0), before_(0) {
         load_chunk();

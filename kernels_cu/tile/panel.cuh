@@ -1,8 +1,9 @@
 // A [rows x head_dim] tile of 16-bit elements in shared memory, as panels of 64 columns (128-byte rows), plus one panel
-// of 32 columns (64-byte rows) when head_dim is an odd multiple of 32; rows of 16 columns (32 bytes) are a panel of their
-// own. Inside a panel the 16-byte chunk c of row r lies at chunk c ^ (r % 8) (128-byte rows), c ^ ((r / 2) % 4) (64) or
-// c ^ ((r / 4) % 2) (32): every ldmatrix and every 16-byte row access of 8 consecutive rows then touches all 32 banks
-// once. Narrower elements are moved in pairs or fours, with a quarter or half of their number as head_dim.
+// of 32 columns (64-byte rows) when head_dim is an odd multiple of 32; rows of 16 columns (32 bytes) are a panel of
+// their own. Inside a panel the 16-byte chunk c of row r lies at chunk c ^ (r % 8) (128-byte rows), c ^ ((r / 2) % 4)
+// (64) or c ^ ((r / 4) % 2) (32): every ldmatrix and every 16-byte row access of 8 consecutive rows then touches all 32
+// banks once. Elements of 8 and 4 bits are moved in pairs and fours, with half and a quarter of their number as
+// head_dim.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -38,15 +39,15 @@ template <int kRows, int kHeadDim>
 struct PanelLane {
     using Tile = PanelTile<kRows, kHeadDim>;
     uint32 full;  // offset in a 128-byte panel at step 0
-    uint32 tail;  // offset in the last, narrower panel at its step 0
+    uint32 tail;  // offset in the last panel at its step 0
 
     OA_DEVICE PanelLane(int row, int half) {
         full = row * 128 + ((half ^ (row & 7)) << 4);
         tail = row * Tile::kTailBytes + Tile::tail_chunk(row, half) * 16;
     }
 
-    // Byte offset for rows [row_base, row_base + 16) and columns [16 * step, 16 * step + 16); both compile-time constants
-    // after unrolling; row_base is a multiple of 8.
+    // Byte offset for rows [row_base, row_base + 16) and columns [16 * step, 16 * step + 16); both compile-time
+    // constants after unrolling; row_base is a multiple of 8.
     OA_DEVICE uint32 at(int row_base, int step) const {
         int panel = step >> 2;
         if (Tile::kHasTail && panel == Tile::kFullPanels) {

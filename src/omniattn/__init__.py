@@ -1,22 +1,60 @@
 """omniattn: attention kernels for every array framework and every NVIDIA GPU from Ampere on.
 
-Importing this package imports no framework and touches no GPU.
+Importing this package imports no framework and touches no GPU. Public names are loaded when they are first used.
 """
 
-from . import errors
-from .append import append, copy_blocks, copy_recent
-from .attention import attention, attention_varlen
-from .blocks import BlockManager
-from .cache import KVCache, PagedKVCache
-from .decode import decode
-from .explain import Explanation, explain
-from .merge import merge_states
-from .precision import Int4, Int8
-from .problem import PRECISIONS
-from .quantize import quantize_qk, quantize_v
-from .quantized import QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
+from __future__ import annotations
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .version import __version__
+
+if TYPE_CHECKING:
+    from . import errors
+    from .kv.blocks import BlockManager
+    from .kv.cache import KVCache, PagedKVCache
+    from .ops.append import append, copy_blocks, copy_recent
+    from .ops.attention import attention, attention_varlen
+    from .ops.decode import decode
+    from .ops.explain import Explanation, explain
+    from .ops.merge import merge_states
+    from .ops.quantize import quantize_qk, quantize_v
+    from .problems import (
+        PRECISIONS,
+        Int4,
+        Int8,
+        QuantizedK,
+        QuantizedQ,
+        QuantizedQK,
+        QuantizedV,
+    )
+
+#: Room that each public name comes from.
+_ROOMS = {
+    "PRECISIONS": "problems",
+    "BlockManager": "kv.blocks",
+    "Explanation": "ops",
+    "Int4": "problems",
+    "Int8": "problems",
+    "KVCache": "kv.cache",
+    "PagedKVCache": "kv.cache",
+    "QuantizedK": "problems",
+    "QuantizedQ": "problems",
+    "QuantizedQK": "problems",
+    "QuantizedV": "problems",
+    "append": "ops",
+    "attention": "ops",
+    "attention_varlen": "ops",
+    "copy_blocks": "ops",
+    "copy_recent": "ops",
+    "decode": "ops",
+    "errors": "",
+    "explain": "ops",
+    "merge_states": "ops",
+    "quantize_qk": "ops",
+    "quantize_v": "ops",
+}
 
 __all__ = [
     "PRECISIONS",
@@ -43,3 +81,16 @@ __all__ = [
     "quantize_qk",
     "quantize_v",
 ]
+
+
+def __getattr__(name: str) -> object:
+    room = _ROOMS.get(name)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{room}"), name) if room else import_module(f"{__name__}.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

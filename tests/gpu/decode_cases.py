@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from omniattn.append import append
-from omniattn.cache import KVCache, PagedKVCache
-from omniattn.decode import decode
+from omniattn import append, decode
+from omniattn.kv.cache import KVCache, PagedKVCache
 from omniattn.reference.decode import CacheArrays, RecentArrays
 from omniattn.reference.decode import decode as reference_decode
 from omniattn.testing.cache_cases import decode_errors

@@ -47,11 +47,11 @@ def check(got: Any, want: Any, *, lse_atol: float = 5e-3, cosine: float = 0.9985
     assert not rows[nothing].any()
 
 
-def quantize(precision: oa.Int8, q: Any, k: Any, v: Any, **more: Any) -> tuple[oa.QuantizedQK, oa.QuantizedV]:
+def quantize(precision: oa.Int8 | oa.Int4, q: Any, k: Any, v: Any, **more: Any) -> tuple[oa.QuantizedQK, oa.QuantizedV]:
     """With the knobs of a precision; ``more``: layout, with_bias, and what packed sequences need."""
     of_k = {name: more[name] for name in ("layout", "cu_seqlens_k", "max_seqlen_k") if name in more}
     qk = oa.quantize_qk(
-        q, k, dtype=f"int{precision.bits}", granularity=precision.granularity, smooth_k=precision.smooth_k,
+        q, k, dtype=precision.qk, granularity=precision.granularity, smooth_k=precision.smooth_k,
         smooth_q=precision.smooth_q, **more,
     )  # fmt: skip
     return qk, oa.quantize_v(v, smooth_v=precision.smooth_v, **of_k)

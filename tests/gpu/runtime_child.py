@@ -75,19 +75,20 @@ def operations(file: str, *options: str) -> dict[str, Any]:
         hide("cuda.bindings")
     from kernel_cases import cases, run_case  # type: ignore[import-not-found]
 
-    from omniattn import select
     from omniattn.registry import REGISTRY, by_name
     from omniattn.runtime import nvrtc
     from omniattn.runtime.driver import get_driver
+    from omniattn.select import attention as select
+    from omniattn.testing.cases import operation_of
 
     # CuPy has no tensor maps: the kernels that both drivers can launch.
     select.REGISTRY = tuple(spec for spec in REGISTRY if "any_strides" not in spec.lacks)
     bits = {}
     low = by_name("attn_int8_sm80_bf16_d64")  # speaks for what GPUs without a choice of their own take
     elsewhere = {"decode", "decode_combine", "append", "copy_blocks"}
-    for op, dtype in sorted({(spec.op, spec.dtype) for spec in REGISTRY if spec.op not in elsewhere}):
+    for op, dtype in sorted({(operation_of(spec), spec.dtype) for spec in REGISTRY if spec.op not in elsewhere}):
         for case in cases(op):
-            for name, output in run_case(torch, case, op, dtype, 64, low if op == low.op else None).items():
+            for name, output in run_case(torch, case, op, dtype, 64, low if op == operation_of(low) else None).items():
                 label = f"{op} {dtype} {case.name} {name}".replace("/", " ")
                 bits[label] = output.contiguous().view(torch.uint8).cpu().numpy()
     bits |= _caches()

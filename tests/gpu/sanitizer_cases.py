@@ -18,7 +18,11 @@ import cupy
 import numpy as np
 
 import omniattn as oa
-from omniattn import operands, runtime, select
+from omniattn import runtime
+from omniattn.plan import attention as plan_attention
+from omniattn.plan.engine import PLANS
+from omniattn.registry import KernelSpec
+from omniattn.select import attention as select
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 #: Below the tile: the last 8 channels of every row are outside.
@@ -72,7 +76,7 @@ def dense(head_dim: int, rng: np.random.Generator) -> None:
 
 
 def varlen(
-    head_dim: int, rng: np.random.Generator, precisions: tuple[oa.Int8, ...] = (), most_keys: int = SEQLEN_K
+    head_dim: int, rng: np.random.Generator, precisions: tuple[oa.Int8 | oa.Int4, ...] = (), most_keys: int = SEQLEN_K
 ) -> None:
     lengths_q, lengths_k = (70, 0, 1, 129), tuple(min(n, most_keys) for n in (131, 5, 0, 66))
     q = to_gpu(rng.standard_normal((sum(lengths_q) + 3, HEADS, head_dim)))
@@ -115,14 +119,16 @@ def quantizers(head_dim: int, rng: np.random.Generator, few: bool) -> None:
 
 def keys_of_all_stages(head_dim: int) -> int:
     """Keys that every int8 kernel for this head_dim holds without using a buffer twice; at most `SEQLEN_K`."""
-    rings = [s for s in select.REGISTRY if s.family in ("attn_int8_sm90", "attn_int8_ring_sm90")]
+    rings = [s for s in select.REGISTRY if s.family in ("attn_int8_sm90", "attn_int8_mbarrier_sm90")]
     rows = [s for s in rings if s.head_dim == head_dim]
     return min([SEQLEN_K, *(s.block_n * int(dict(s.defines)["NUM_STAGES"]) for s in rows)])
 
 
 def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
     """Quantization and attention together, in one workspace; and one behind the other, each array by itself."""
-    precisions: tuple[oa.Int8, ...] = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())[: 2 if few else 3]
+    precisions: tuple[oa.Int8 | oa.Int4, ...] = (oa.Int8(), oa.Int8(smooth_q=True, smooth_v=True), oa.Int4())[
+        : 2 if few else 3
+    ]
     generic = not any(spec.arch_specific for spec in select.REGISTRY)
     mods: tuple[str, ...] = ()
     if generic and not few:  # every product of the kernel on mma.sync that this GPU has, and what it alone serves
@@ -145,7 +151,7 @@ def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
                 o, lse = oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, precision=precision, **options)
                 check(o, lse)
                 check(oa.attention(q, k, v, out=poisoned(q.shape), precision=precision, **options), lse)
-            made = {"dtype": f"int{precision.bits}", "smooth_q": precision.smooth_q, "grouping": grouping}
+            made = {"dtype": precision.qk, "smooth_q": precision.smooth_q, "grouping": grouping}
             qk = oa.quantize_qk(q, k, with_bias=True, **made)
             kind = "float16" if precision.pv == "fp16" else "float8_e4m3"
             values = oa.quantize_v(v, smooth_v=precision.smooth_v, dtype=kind)
@@ -186,6 +192,12 @@ def faulty() -> None:
     cupy.asnumpy(oa.attention(q, k, v, out=out, softcap=1.0))
 
 
+def choose_from(rows: tuple[KernelSpec, ...]) -> None:
+    """Attention has these rows only from here on."""
+    select.REGISTRY = plan_attention.REGISTRY = rows
+    PLANS.clear()
+
+
 if __name__ == "__main__":
     cupy.cuda.set_allocator(None)
     which = " ".join(sys.argv[1:])
@@ -198,12 +210,10 @@ if __name__ == "__main__":
         for width in (64, 128, 256):
             quantizers(width, np.random.default_rng(width), few)
         for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):
-            select.REGISTRY = operands.REGISTRY = rows
-            sys.modules["omniattn.attention"].__dict__["_plans"].clear()
-            operands._plans.clear()
+            choose_from(rows)
             for width in (64, 128, 256):
                 low_precision(width, np.random.default_rng(width), few)
-        select.REGISTRY = operands.REGISTRY = everything
+        choose_from(everything)
     elif which:
         raise SystemExit(f"not one of caches, low_precision, few_low_precision, faulty: {which}")
     else:
@@ -211,12 +221,11 @@ if __name__ == "__main__":
         everything = select.REGISTRY
         # What this GPU gets, then what every GPU gets.
         for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):
-            select.REGISTRY = rows
-            sys.modules["omniattn.attention"].__dict__["_plans"].clear()
+            choose_from(rows)
             for width in HEAD_DIMS:
                 generator = np.random.default_rng(width)
                 dense(width, generator)
                 varlen(width, generator)
                 merge(width, generator)
-        select.REGISTRY = everything
+        choose_from(everything)
     print("all calls done")

@@ -5,9 +5,9 @@ What ptxas makes of them for those GPUs themselves (registers, spills) is checke
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import re
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
@@ -16,12 +16,13 @@ torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
 from omniattn.errors import ArgumentError  # noqa: E402
-from omniattn.quantizer import select_quantizer  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec, by_name  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.arch import Arch  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
+from omniattn.testing.cases import operation_of  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 from omniattn.testing.rows import run_row  # noqa: E402
 
@@ -35,7 +36,7 @@ TARGETS = ("compute_80", "compute_89")
 SPECS = [
     spec
     for spec in REGISTRY
-    if spec.op not in CACHE_OPS and not (spec.op == "attention_int8" and spec.dtype == "float16" and spec.head_dim > 64)
+    if spec.op not in CACHE_OPS and not (spec.quantized and spec.dtype == "float16" and spec.head_dim > 64)
 ]
 ROWS = [
     (spec.name, target)
@@ -43,7 +44,7 @@ ROWS = [
     for spec in SPECS
     if Arch.parse(target).cc >= spec.min_arch
     # Where sm_89 adds nothing, low precision is the same code for both: once is enough for as many rows.
-    and not (spec.op == "attention_int8" and target == "compute_89" and spec.min_arch < (8, 9))
+    and not (spec.quantized and target == "compute_89" and spec.min_arch < (8, 9))
 ]
 
 Key = tuple[str, str]
@@ -89,6 +90,19 @@ def test_every_row_is_covered() -> None:
     assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS}
 
 
+def _for_anything(op: str, spec: KernelSpec) -> KernelSpec:
+    """The row of a quantizer for this dtype and head_dim that is no specialization."""
+    rows = [s for s in REGISTRY if s.op == op and s.dtype == spec.dtype and s.specialization is None]
+    return min((s for s in rows if s.head_dim >= spec.head_dim), key=lambda s: s.head_dim)
+
+
+@pytest.fixture(autouse=True)
+def no_plans_remain() -> Iterator[None]:
+    """Plans keep the kernels that they were made with: none may remain for other tests."""
+    yield
+    PLANS.clear()
+
+
 @pytest.mark.parametrize(("name", "target"), ROWS)
 def test_row(
     name: str,
@@ -102,10 +116,10 @@ def test_row(
     asked: set[str] = set()
     # delta_s is computed from what the quantizer of this dtype and head_dim has made, and attention from both.
     wants, may_want = {name}, set()
-    if spec.op in ("quantize_delta", "attention_int8"):
-        wants.add(select_quantizer("quantize", spec.dtype, spec.head_dim, (8, 0)).name)
-    if spec.op == "attention_int8":
-        may_want.add(select_quantizer("quantize_delta", spec.dtype, spec.head_dim, (8, 0)).name)
+    if spec.op == "quantize_delta" or spec.quantized:
+        wants.add(_for_anything("quantize", spec).name)
+    if spec.quantized:
+        may_want.add(_for_anything("quantize_delta", spec).name)
 
     def load(wanted: KernelSpec, ordinal: int) -> LoadedKernel:
         asked.add(wanted.name)
@@ -113,24 +127,22 @@ def test_row(
         assert ordinal == 0
         return kernels[wanted.name, target]
 
-    # Plans keep the kernel that they were made with: none may come from, or remain for, other tests.
-    for module in ("attention", "merge", "quantize"):
-        monkeypatch.setattr(importlib.import_module(f"omniattn.{module}"), "_plans", {})
+    PLANS.clear()
     monkeypatch.setattr(runtime, "load", load)
-    if spec.op in ("attention", "attention_int8"):
-        monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", name)
-    if "common" in spec.features:  # only attention starts these
+    if spec.specialization is None:
+        monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", ",".join(sorted(wants | may_want)))
+    else:  # only attention starts these
         assert not run_row(TorchFramework(), spec).failures
         assert asked == {name}
         return
     ran = 0
-    for case in cases(spec.op, "score_mods" in spec.features or spec.op != "attention"):
+    for case in cases(operation_of(spec), "score_mods" in spec.features or spec.op != "attention" or spec.quantized):
         try:
-            run_case(torch, case, spec.op, spec.dtype, spec.head_dim, spec)
+            run_case(torch, case, operation_of(spec), spec.dtype, spec.head_dim, spec)
             ran += 1
         except ArgumentError as error:
             # Of low precision a row takes what it was compiled for.
-            if (spec.op, error.argument) != ("attention_int8", "OMNIATTN_FORCE_KERNEL"):
+            if (spec.quantized, error.argument) != (True, "OMNIATTN_FORCE_KERNEL"):
                 raise
     assert ran >= 1
     assert asked - may_want == wants

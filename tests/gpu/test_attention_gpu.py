@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,13 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import omniattn as oa  # noqa: E402
-from omniattn import data, reference, select, testing  # noqa: E402
+from omniattn import data, reference, testing  # noqa: E402
+from omniattn.launch import attn_fwd  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.registry import REGISTRY  # noqa: E402
 
 from .attention_cases import check_lse, poisoned, run_dense, to_gpu, to_numpy  # noqa: E402
+from .plans import only_rows  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -24,12 +28,11 @@ DTYPES = ("float16", "bfloat16")
 
 
 @pytest.fixture(autouse=True, params=["selected", "generic"])
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every test with the kernels that this GPU gets, and with those that every GPU gets."""
-    monkeypatch.setitem(sys.modules["omniattn.attention"].__dict__, "_plans", {})
-    if request.param == "generic":
-        monkeypatch.setattr(select, "REGISTRY", tuple(spec for spec in select.REGISTRY if not spec.arch_specific))
-    return str(request.param)
+    only_rows(monkeypatch, (spec for spec in REGISTRY if request.param == "selected" or not spec.arch_specific))
+    yield str(request.param)
+    PLANS.clear()
 
 
 def _same(got: torch.Tensor, want: torch.Tensor, family: str) -> None:
@@ -270,18 +273,14 @@ def test_many_heads() -> None:
 
 def test_launches_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles than one grid takes go to several launches, without a tile lost or done twice."""
-    from omniattn.launch import attn_fwd
-
-    monkeypatch.setattr(select, "REGISTRY", tuple(spec for spec in select.REGISTRY if not spec.arch_specific))
+    only_rows(monkeypatch, (spec for spec in REGISTRY if not spec.arch_specific))
     q, k, v = (torch.randn(3, 500, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     want = oa.attention(q, k, v, causal=True)
-    plans: dict[Any, Any] = {}
-    monkeypatch.setitem(sys.modules["omniattn.attention"].__dict__, "_plans", plans)
+    PLANS.clear()
     monkeypatch.setattr(attn_fwd, "MAX_GRID_X", 7)
     out = poisoned(q.shape, "bfloat16")
+    assert len(oa.explain(q, k, v, causal=True, out=out).launches) == -(-48 // 7)
     oa.attention(q, k, v, causal=True, out=out)
-    (plan,) = plans.values()
-    assert len(plan.forward.launches) == -(-48 // 7)
     assert torch.equal(out, want)
 
 

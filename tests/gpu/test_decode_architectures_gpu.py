@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
@@ -24,6 +25,13 @@ ROWS = [spec for spec in REGISTRY if spec.op in CACHE_OPS]
 TRANSLATED = [spec for spec in ROWS if spec.prebuild and spec.dtype in ("bfloat16", "uint8")]
 
 
+@pytest.fixture(autouse=True)
+def no_plans_remain() -> Iterator[None]:
+    """Plans keep the kernels that they were made with: none may remain for other tests."""
+    yield
+    PLANS.clear()
+
+
 @pytest.mark.parametrize("target", ["compute_80", "compute_89"])
 def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sources as PTX, translated by the driver; fp8 has other instructions before sm_89."""
@@ -33,13 +41,12 @@ def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert made.ptx
         return runtime.load_image(spec, 0, made.cubin, origin=f"{target} PTX")
 
-    chosen = TRANSLATED if target == "compute_80" else [s for s in TRANSLATED if "cache_fp8" in s.features]
+    chosen = TRANSLATED if target == "compute_80" else [s for s in TRANSLATED if "fp8" in s.cache]
     helpers = [s for s in TRANSLATED if s.op in ("decode_combine", "copy_blocks", "append")]
     wanted = list({spec.name: spec for spec in (*chosen, *helpers)}.values())
     with ThreadPoolExecutor(8) as pool:
         loaded = dict(zip((spec.name for spec in wanted), pool.map(load, wanted), strict=True))
-    for module in ("append", "decode"):
-        monkeypatch.setattr(importlib.import_module(f"omniattn.{module}"), "_plans", {})
+    PLANS.clear()
     asked: set[str] = set()
 
     def from_ptx(spec: KernelSpec, ordinal: int) -> LoadedKernel:

@@ -9,12 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from omniattn.append import copy_blocks  # noqa: E402
 from omniattn.bench.decode import FORMATS, run_decode  # noqa: E402
 from omniattn.bench.decode_report import DecodeShape  # noqa: E402
-from omniattn.cache import PagedKVCache  # noqa: E402
-from omniattn.decode import decode  # noqa: E402
 from omniattn.errors import ArgumentError, DtypeError  # noqa: E402
+from omniattn.kv.cache import PagedKVCache  # noqa: E402
+from omniattn.ops import copy_blocks, decode  # noqa: E402
 from omniattn.reference.decode import append_tokens  # noqa: E402
 from omniattn.reference.kv_cache import rotate  # noqa: E402
 from tests.gpu.decode_cases import COMMON, Case, Filled, compare  # noqa: E402

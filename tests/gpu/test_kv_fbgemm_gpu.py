@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from omniattn.append import copy_blocks  # noqa: E402
-from omniattn.cache import PagedKVCache  # noqa: E402
+from omniattn.kv.cache import PagedKVCache  # noqa: E402
+from omniattn.ops import copy_blocks  # noqa: E402
 from omniattn.reference.decode import append_tokens  # noqa: E402
 from tests.gpu.decode_cases import Case, Filled, compare  # noqa: E402
 

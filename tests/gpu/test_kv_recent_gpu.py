@@ -13,10 +13,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 torch = pytest.importorskip("torch")
 
-from omniattn.append import append, copy_recent  # noqa: E402
-from omniattn.cache import RECENT_SPARE, PagedKVCache  # noqa: E402
-from omniattn.decode import decode  # noqa: E402
 from omniattn.errors import DtypeError  # noqa: E402
+from omniattn.kv.cache import RECENT_SPARE, PagedKVCache  # noqa: E402
+from omniattn.ops import append, copy_recent, decode  # noqa: E402
 from omniattn.reference.decode import CacheArrays, append_tokens  # noqa: E402
 from tests.gpu.decode_cases import PLANES, Case, Filled, compare  # noqa: E402
 
@@ -94,6 +93,31 @@ def test_append_writes_what_numpy_writes(formats: tuple[str, str, str], block_si
                 append_tokens(host, k[rows], v[rows], table, lengths[b] - counts[b], slot)
             lengths = [n - m for n, m in zip(lengths, drops, strict=True)]
         same(filled.on_host(), host)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_padding_rows_leave_the_window_alone(formats: tuple[str, str, str], block_size: int) -> None:
+    """Rows with seq_lens 0 (a paused sequence, padding) write nothing and leave every state as it is."""
+    filled = Filled(case(formats, 20, lengths=(150, 33, 90), block_size=block_size, heads_kv=2))
+    filled.append()
+    host = filled.on_host()
+    k, v = (torch.randn(3, 1, 2, 128, device="cuda", dtype=filled.io) for _ in range(2))
+    slots = filled.slots
+    if slots is not None:  # padding rows of a captured graph all name one slot, here that of a sequence
+        slots = slots[1:2].repeat(3)
+    append(
+        filled.cache, k, v, seq_lens=torch.zeros(3, dtype=torch.int32, device="cuda"), block_table=filled.table,
+        recent_slots=slots,
+    )  # fmt: skip
+    same(filled.on_host(), host)
+    # One row goes on; what pads beside it must not race it for the slot's state.
+    lengths = torch.tensor([0, 34, 0], dtype=torch.int32, device="cuda")
+    for _ in range(20):
+        append(filled.cache, k, v, seq_lens=lengths, block_table=filled.table, recent_slots=slots)
+    table, slot = place(filled, 1)
+    append_tokens(host, k[1].float().cpu().numpy(), v[1].float().cpu().numpy(), table, 33, slot)
+    same(filled.on_host(), host)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)

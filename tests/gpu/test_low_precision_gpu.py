@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
@@ -14,7 +13,8 @@ torch = pytest.importorskip("torch")
 import omniattn as oa  # noqa: E402
 from omniattn import testing  # noqa: E402
 from omniattn.errors import UnsupportedError  # noqa: E402
-from omniattn.precision import Int4, Int8  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.problems import Int4, Int8  # noqa: E402
 
 from .low_precision_cases import (  # noqa: E402
     check,
@@ -45,8 +45,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules["omniattn.attention"].__dict__, "_plans", {})
+def fresh_plans() -> None:
+    PLANS.clear()
 
 
 def _both(tensors: list[torch.Tensor], **options: Any) -> tuple[Any, Any]:

@@ -5,7 +5,6 @@ As the GPU's own code; `test_architectures_gpu.py` runs the same rows as PTX for
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ torch = pytest.importorskip("torch")
 import omniattn as oa  # noqa: E402
 from omniattn import testing  # noqa: E402
 from omniattn.errors import ArgumentError, UnsupportedError  # noqa: E402
-from omniattn.precision import Int4, Int8  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.problems import Int4, Int8  # noqa: E402
 from omniattn.reference import low_precision  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 
@@ -42,7 +42,7 @@ PRODUCTS = [
     if pv == "fp16" or CC >= (8, 9)
 ]
 PRODUCT_IDS = [f"int{bits}-{pv}-acc_{acc}" for bits, pv, acc in PRODUCTS]
-ROWS = [spec for spec in REGISTRY if spec.op == "attention_int8" and spec.grouping == "sm80" and spec.min_arch <= CC]
+ROWS = [spec for spec in REGISTRY if spec.quantized and spec.grouping == "sm80" and spec.min_arch <= CC]
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -63,21 +63,21 @@ def compiled() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules["omniattn.attention"].__dict__, "_plans", {})
+def fresh_plans() -> None:
+    PLANS.clear()
 
 
-def _precision(bits: int, pv: str, acc: str, **knobs: Any) -> Int8:
+def _precision(bits: int, pv: str, acc: str, **knobs: Any) -> Int8 | Int4:
     return (Int8 if bits == 8 else Int4)(pv=pv, pv_accumulator=acc, **knobs)
 
 
-def _row(precision: Int8, head_dim: int, dtype: str, mods: bool) -> KernelSpec:
+def _row(precision: Int8 | Int4, head_dim: int, dtype: str, mods: bool) -> KernelSpec:
     features = {"score_mods", "smooth_q"} if mods else {"smooth_q"} if precision.smooth_q else set()
     # On Hopper some have a twin with another trade of registers.
     found = [
         s
         for s in ROWS
-        if (s.bits, s.pv, s.pv_accumulator) == (precision.bits, precision.pv, precision.pv_accumulator)
+        if (s.qk, s.pv, s.pv_accumulator) == (precision.qk, precision.pv, precision.pv_accumulator)
         and s.dtype == dtype
         and s.features == features
         and s.head_dim == (64 if head_dim <= 64 else 128 if head_dim <= 128 else 256)
@@ -96,7 +96,7 @@ def _options(options: dict[str, Any], q: torch.Tensor, k: torch.Tensor) -> dict[
     return made
 
 
-def _run(monkeypatch: Any, tensors: list[torch.Tensor], precision: Int8, **options: Any) -> tuple[Any, Any]:
+def _run(monkeypatch: Any, tensors: list[torch.Tensor], precision: Int8 | Int4, **options: Any) -> tuple[Any, Any]:
     """(o, lse) of the GPU, by the row of this family, and of the emulation."""
     mods = "mask" in options or "softcap" in options or options.get("softmax_scale", 1) <= 0
     dtype = str(tensors[0].dtype).removeprefix("torch.")
@@ -268,10 +268,10 @@ def test_same_bits_every_time_and_in_any_batch(monkeypatch: Any, product: tuple[
         assert torch.equal(alone[0], first[0][1])
 
 
-def _operands(precision: Int8, tensors: list[torch.Tensor], **lengths: Any) -> tuple[Any, Any]:
+def _operands(precision: Int8 | Int4, tensors: list[torch.Tensor], **lengths: Any) -> tuple[Any, Any]:
     of_k = {name: lengths[name] for name in ("cu_seqlens_k", "max_seqlen_k") if name in lengths}
     qk = oa.quantize_qk(
-        tensors[0], tensors[1], dtype=f"int{precision.bits}", grouping="sm80", smooth_q=precision.smooth_q,
+        tensors[0], tensors[1], dtype=precision.qk, grouping="sm80", smooth_q=precision.smooth_q,
         with_bias=True, **lengths,
     )  # fmt: skip
     kind = "float16" if precision.pv == "fp16" else "float8_e4m3"
@@ -283,7 +283,6 @@ def _operands(precision: Int8, tensors: list[torch.Tensor], **lengths: Any) -> t
 def test_operands_that_are_quantized_already_give_the_same_bits(
     monkeypatch: Any, product: tuple[int, str, str], head_dim: int
 ) -> None:
-    monkeypatch.setitem(sys.modules["omniattn.operands"].__dict__, "_plans", {})
     tensors = [t.cuda() for t in inputs(batch=2, seqlen_q=150, seqlen_k=203, heads_q=4, heads_kv=2, head_dim=head_dim)]
     mask = torch.rand(150, 203, generator=torch.Generator().manual_seed(1)).cuda() < 0.8
     sinks = torch.tensor([0.0, 3.0, -2.0, 30.0], device="cuda")
@@ -294,7 +293,7 @@ def test_operands_that_are_quantized_already_give_the_same_bits(
             mods = "softcap" in options or "mask" in options
             monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", _row(precision, head_dim, "bfloat16", mods).name)
             want = oa.attention(*tensors, precision=precision, return_lse=True, **options)
-            for _ in range(2):  # the second call takes the short way
+            for _ in range(2):  # the second call takes the fast path
                 got = oa.attention(qk.q, qk.k, values, precision=precision, return_lse=True, **options)
                 assert torch.equal(got[0], want[0])
                 assert torch.equal(got[1], want[1])
@@ -315,7 +314,7 @@ def test_operands_choose_their_kernel(monkeypatch: Any) -> None:
     for precision in (Int8(pv="fp16", pv_accumulator="fp32"), Int4(pv="fp16", pv_accumulator="fp32")):
         qk, values = _operands(precision, tensors)
         found = oa.explain(qk.q, qk.k, values)
-        assert found.kernel.startswith(f"attn_int{precision.bits}_sm80")
+        assert found.kernel.startswith(f"attn_{precision.qk}_sm80")
         got = oa.attention(qk.q, qk.k, values, causal=True)
         want = low_precision.attention(
             *(to_numpy(t) for t in tensors), precision=precision, grouping="sm80", causal=True
@@ -334,6 +333,23 @@ def test_too_small_a_max_seqlen_k_is_not_a_number(monkeypatch: Any) -> None:
     got = oa.attention_varlen(q, k, v, max_seqlen_k=128, **options)
     assert torch.equal(got[:128], want[:128])
     assert got[128:].isnan().all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_operands_of_a_max_seqlen_k_of_0_are_not_a_number(softcap: float) -> None:
+    """What lies behind the first tile of delta_s becomes NaN; nothing outside it is read."""
+    tensors = [torch.randn(500, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    cu = torch.tensor([0, 500], dtype=torch.int32, device="cuda")
+    precision = Int8(pv="fp16", pv_accumulator="fp32", smooth_q=True)
+    results = []
+    for longest in (500, 0):
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 500, "max_seqlen_k": longest}
+        qk, values = _operands(precision, tensors, **lengths)
+        results.append(oa.attention_varlen(qk.q, qk.k, values, causal=True, softcap=softcap))
+    torch.cuda.synchronize()
+    want, got = results
+    assert torch.equal(got[:64], want[:64])
+    assert got[64:].isnan().all()
 
 
 def test_no_keys_and_no_queries(monkeypatch: Any) -> None:
@@ -369,7 +385,7 @@ def test_what_is_chosen_is_explained(monkeypatch: Any) -> None:
     for options in ({"softcap": 5.0}, {"mask": torch.ones(64, 64, dtype=torch.bool, device="cuda")}):
         for precision in ("int8", "int4"):
             found = oa.explain(q, k, v, precision=precision, **options)
-            assert found.kernel.startswith(("attn_int8_sm8", "attn_int8_ring_sm90", "attn_int4_sm8"))
+            assert found.kernel.startswith(("attn_int8_sm8", "attn_int8_mbarrier_sm90", "attn_int4_sm8"))
             assert any("accumulators" in reason for reason in found.why)
             if CC == (9, 0):
                 assert any("not attn_int8_sm90" in reason for reason in found.why)

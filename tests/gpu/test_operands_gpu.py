@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,9 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import omniattn as oa  # noqa: E402
-from omniattn import operands, testing  # noqa: E402
+from omniattn import testing  # noqa: E402
 from omniattn.errors import ArgumentError, DeviceError, DtypeError, UnsupportedError  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
 
 from .low_precision_cases import expected, quantize  # noqa: E402
 
@@ -28,7 +28,7 @@ pytestmark = [
     ),
 ]
 
-PRECISIONS: dict[str, oa.Int8] = {
+PRECISIONS: dict[str, oa.Int8 | oa.Int4] = {
     "int8": oa.Int8(),
     "int4": oa.Int4(),
     "all_smooth": oa.Int8(smooth_q=True, smooth_v=True),
@@ -38,9 +38,8 @@ LENGTHS_Q, LENGTHS_K = [70, 0, 1, 129, 300, 2], [131, 5, 0, 66, 300, 700]
 
 
 @pytest.fixture(autouse=True)
-def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("attention", "operands", "quantize"):
-        monkeypatch.setitem(sys.modules[f"omniattn.{name}"].__dict__, "_plans", {})
+def fresh_plans() -> None:
+    PLANS.clear()
 
 
 def inputs(rows_q: int = 150, rows_k: int = 203, head_dim: int = 64, dtype: str = "bfloat16") -> list[torch.Tensor]:
@@ -77,7 +76,7 @@ def test_the_bits_of_precision(head_dim: int, name: str, option: str, layout: st
         options["sinks"] = torch.tensor([0.0, 3.0, -2.0, 30.0], device="cuda")
     qk, values = quantize(PRECISIONS[name], q, k, v, layout=layout, with_bias=True)
     want = oa.attention(q, k, v, precision=PRECISIONS[name], **options)
-    for _ in range(2):  # the second call takes the short way
+    for _ in range(2):  # the second call takes the fast path
         same(oa.attention(qk.q, qk.k, values, **options), want)
     out = torch.full_like(q, float("nan"))
     got = oa.attention(qk.q, qk.k, values, out=out, **options)
@@ -115,6 +114,22 @@ def test_cu_seqlens_that_go_backwards() -> None:
         results.append(oa.attention_varlen(qk.q, qk.k, values, causal=True))
     assert qk.cu_seqlens_q.tolist() == [0, 400, 1000]
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", ["int4", "all_smooth"])
+def test_a_max_seqlen_k_of_0_is_not_a_number(name: str) -> None:
+    """What lies behind the first tile of delta_s becomes NaN; nothing outside it is read."""
+    q, k, v = (torch.randn(700, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    cu = torch.tensor([0, 700], dtype=torch.int32, device="cuda")
+    results = []
+    for longest in (700, 0):
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 700, "max_seqlen_k": longest}
+        qk, values = quantize(PRECISIONS[name], q, k, v, with_bias=True, **lengths)
+        results.append(oa.attention_varlen(qk.q, qk.k, values, causal=True))
+    torch.cuda.synchronize()
+    want, got = results
+    assert torch.equal(got[:128], want[:128])
+    assert got[128:].isnan().all()
 
 
 def test_no_sequences() -> None:
@@ -189,11 +204,13 @@ def test_cupy_and_jax() -> None:
     want = oa.attention(*tensors, causal=True, precision="int8").cpu().numpy()
     for own, kind in ((cupy.from_dlpack, cupy.ndarray), (jax.dlpack.from_dlpack, jax.Array)):
         qk, values = quantize(oa.Int8(), *(own(x) for x in tensors))
+        counts = []
         for _ in range(2):
             got = oa.attention(qk.q, qk.k, values, causal=True)
+            counts.append(len(PLANS))
             assert isinstance(got, kind)
             assert np.array_equal(np.asarray(got.get() if kind is cupy.ndarray else got), want)
-    assert operands._plans
+        assert counts[0] == counts[1] > 0
 
 
 def test_what_the_gpu_cannot_do() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn import arrays, testing  # noqa: E402
-from omniattn.precision import GRANULARITIES, GROUPINGS  # noqa: E402
-from omniattn.quantizer import FusedQuantizer, device_plan, problem_for, strides_of  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.problems import AttentionProblem, QuantizeCall, QuantizeProblem  # noqa: E402
+from omniattn.problems.precision import GRANULARITIES, GROUPINGS  # noqa: E402
 from omniattn.reference import quantize as reference  # noqa: E402
+from omniattn.testing.quantizer_cases import Fused  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -24,8 +27,8 @@ DELTA_RTOL = 1e-4
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and workspaces of the GPU begin as 0xff: NaN, and -1."""
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outputs and workspaces of the GPU begin as 0xff: NaN, and -1. No fast path, which allocates otherwise."""
     plain = arrays.empty_like_framework
 
     def allocate(ref: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -35,6 +38,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return t
 
     monkeypatch.setattr(arrays, "empty_like_framework", allocate)
+    monkeypatch.setattr(arrays, "allocator", lambda ref, shape, dtype: None)
+    PLANS.clear()
+    yield
+    PLANS.clear()
 
 
 def tensor(values: Any, dtype: str, layout: str = "NHD") -> Any:
@@ -107,6 +114,33 @@ def inputs(dtype: str, head_dim: int, rows_q: int, rows_k: int, kind: str = "cha
         kind, batch=2, seqlen_q=rows_q, seqlen_k=rows_k, heads_q=4, heads_kv=2, head_dim=head_dim, dtype=dtype
     )
     return tuple(tensor(x, dtype, layout) for x in (q, k, v))
+
+
+def problem_for(
+    precision: oa.Int8 | oa.Int4,
+    *,
+    dtype: str,
+    rows_q: int,
+    rows_k: int,
+    head_dim: int,
+    varlen: bool,
+    grouping: str,
+    full_bias: bool,
+    max_seqlen_k: int = 0,
+    unpacked: bool = False,
+) -> QuantizeProblem:
+    """What attention of this precision asks of the quantizer; ``full_bias``: as where it returns the LSE."""
+    call = AttentionProblem(
+        dtype, 2, rows_q, rows_k, 4, 2, head_dim, -1, -1, 0.1, 0.0, "none", "none", varlen, precision.precision,
+        lse=full_bias, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    pv, accumulator = call.precision.on_cpu.pv, call.precision.on_cpu.pv_accumulator
+    return call.quantization(grouping=grouping, pv=pv, pv_accumulator=accumulator, unpacked=unpacked)
+
+
+def strides_of(*tensors: Any) -> Any:
+    """Strides (batch, seq, head) of q, k and v in the NHD layout."""
+    return tuple((0, *x.stride())[-4:-1] for x in tensors)
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
@@ -245,16 +279,15 @@ def test_kernels_for_defaults(
     q, k, v = (x.cuda() for x in inputs("float16", head_dim, 300, 2100))
     odd_values(v, kind)
     made = problem_for(
-        precision, dtype="float16", batch=2, rows_q=300, rows_k=2100, heads_q=4, heads_kv=2, head_dim=head_dim,
-        varlen=False, grouping=grouping, full_bias=False,
+        precision, dtype="float16", rows_q=300, rows_k=2100, head_dim=head_dim, varlen=False, grouping=grouping,
+        full_bias=False,
     )  # fmt: skip
     tensors = [arrays.describe(x, "x") for x in (q, k, v)]
-    strides = tuple(strides_of(t, "NHD", False) for t in tensors)
-    fused = FusedQuantizer(made, strides, 0)
-    assert made.common
-    assert dict(fused.plan.spec.defines)["COMMON"] == str(made.common)
+    fused = Fused(QuantizeCall(made, strides_of(q, k, v), "NHD", 0), 0)
+    assert made.specialization == (grouping, made.v_dtype)
+    assert fused.spec.specialization == made.specialization
     buffer = fused.allocate(tensors[0])
-    fused.launch(torch.cuda.current_stream().cuda_stream, (*(t.ptr for t in tensors), 0, 0), buffer.ptr)
+    fused.launch(torch.cuda.current_stream().cuda_stream, [t.ptr for t in tensors], buffer.ptr)
     qk = oa.quantize_qk(q, k, grouping=grouping)
     values = oa.quantize_v(v, dtype=made.v_dtype, pv_accumulator="fp16" if made.v_levels < 448 else "fp32")
     raw = numpy(buffer.obj)
@@ -296,9 +329,9 @@ def test_packed_sequences(lengths: str, grouping: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("precision", "wide", "full_bias"),
+    ("precision", "unpacked", "full_bias"),
     [
-        (oa.Int8(), False, False),  # dense: the kernel for common problems
+        (oa.Int8(), False, False),  # dense: the kernel for the defaults
         (oa.Int8(), False, True),
         (oa.Int8(smooth_v=True, pv="fp16"), False, True),
         (oa.Int4(), False, True),
@@ -306,7 +339,7 @@ def test_packed_sequences(lengths: str, grouping: str, monkeypatch: pytest.Monke
     ],
 )
 def test_everything_of_a_call_in_one_allocation(
-    precision: oa.Int8, wide: bool, full_bias: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+    precision: oa.Int8 | oa.Int4, unpacked: bool, full_bias: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `attention` runs first: q, k and v together, groups of heads one after the other."""
     q, k, v = inputs("bfloat16", 72, 300, 700)
@@ -316,19 +349,17 @@ def test_everything_of_a_call_in_one_allocation(
         q, k, v = q[0], k[0], v[0]
         starts = [torch.tensor(x, dtype=torch.int32) for x in ([0, 130, 300], [0, 411, 700])]
     made = problem_for(
-        precision, dtype="bfloat16", batch=2, rows_q=300, rows_k=700, heads_q=4, heads_kv=2, head_dim=72,
-        varlen=packed, grouping="sm90", full_bias=full_bias, max_seqlen_k=411, wide=wide,
+        precision, dtype="bfloat16", rows_q=300, rows_k=700, head_dim=72, varlen=packed, grouping="sm90",
+        full_bias=full_bias, max_seqlen_k=411, unpacked=unpacked,
     )  # fmt: skip
     on_gpu = [x.cuda() for x in (q, k, v, *starts)]
     tensors = [arrays.describe(x, "x") for x in on_gpu]
-    strides = tuple(strides_of(t, "NHD", packed) for t in tensors[:3])
-    fused = FusedQuantizer(made, strides, 0)
-    fused.plan = device_plan(made, strides, 0, run=True, group_bytes=1)
-    assert ("common" in fused.plan.spec.features) == bool(made.common) == (not packed and not full_bias)
+    fused = Fused(QuantizeCall(made, strides_of(*on_gpu[:3]), "NHD", 0), 0, group_bytes=1)
+    assert fused.spec.specialization == made.specialization
+    assert (made.specialization is not None) == (not packed and not full_bias)
     buffer = fused.allocate(tensors[0])
-    addresses = [t.ptr for t in tensors] + [0] * (5 - len(tensors))
-    fused.launch(torch.cuda.current_stream().cuda_stream, tuple(addresses), buffer.ptr)
-    assert fused.num_launches == (3 if precision.smooth_q else 2)
+    fused.launch(torch.cuda.current_stream().cuda_stream, [t.ptr for t in tensors], buffer.ptr)
+    assert len(fused.program.launches) == (3 if precision.smooth_q else 2)
     expected = []
     heads_first = [x.float().numpy().swapaxes(-3, -2) for x in (q, k, v)]
     for fill in (3, 5):

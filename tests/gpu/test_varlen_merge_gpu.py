@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,20 +11,22 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
-from omniattn import reference, select, testing  # noqa: E402
+from omniattn import reference, testing  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.registry import REGISTRY  # noqa: E402
 
 from .attention_cases import check_lse, poisoned, to_gpu, to_numpy  # noqa: E402
+from .plans import only_rows  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True, params=["selected", "generic"])
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every test with the kernels that this GPU gets, and with those that every GPU gets."""
-    monkeypatch.setitem(sys.modules["omniattn.attention"].__dict__, "_plans", {})
-    if request.param == "generic":
-        monkeypatch.setattr(select, "REGISTRY", tuple(spec for spec in select.REGISTRY if not spec.arch_specific))
-    return str(request.param)
+    only_rows(monkeypatch, (spec for spec in REGISTRY if request.param == "selected" or not spec.arch_specific))
+    yield str(request.param)
+    PLANS.clear()
 
 
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
@@ -165,8 +167,7 @@ def test_cu_seqlens_outside_the_tensors_are_clamped() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_varlen_equals_dense(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows through both calls give the same bits, where the same kernel serves both."""
-    monkeypatch.setitem(sys.modules["omniattn.attention"].__dict__, "_plans", {})
-    monkeypatch.setattr(select, "REGISTRY", tuple(spec for spec in select.REGISTRY if not spec.lacks))
+    only_rows(monkeypatch, (spec for spec in REGISTRY if not spec.lacks))
     q, k, v = (torch.randn(3, 200, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     cu = torch.arange(0, 601, 200, dtype=torch.int32, device="cuda")
     dense, dense_lse = oa.attention(q, k, v, causal=causal, return_lse=True)

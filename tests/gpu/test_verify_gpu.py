@@ -19,8 +19,8 @@ from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 # Exact attention and merging have test_architectures_gpu and the numerics tests.
-OPS = ("attention_int8", "quantize", "quantize_delta", *CACHE_OPS)
-ROWS = in_order(spec for spec in REGISTRY if spec.op in OPS)
+OPS = ("quantize", "quantize_delta", *CACHE_OPS)
+ROWS = in_order(spec for spec in REGISTRY if spec.quantized or spec.op in OPS)
 #: Other processes of the suite want cores too.
 MOST_JOBS = 4
 

@@ -17,7 +17,7 @@ import numpy as np
 import omniattn as oa
 from omniattn import reference, testing
 from omniattn.data import load_activations
-from omniattn.precision import GRANULARITIES
+from omniattn.problems.precision import GRANULARITIES
 from omniattn.reference import ablation, low_precision
 from omniattn.testing import Report, compare
 

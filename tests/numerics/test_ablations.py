@@ -11,7 +11,7 @@ import pytest
 import omniattn as oa
 from omniattn import testing
 from omniattn.errors import ArgumentError
-from omniattn.precision import GRANULARITIES
+from omniattn.problems.precision import GRANULARITIES
 from omniattn.reference import ablation, low_precision
 from omniattn.reference.dequantize import dequantize_qk
 from tests.numerics import ablations

@@ -60,8 +60,9 @@ def test_no_file_is_too_long() -> None:
 
 
 def test_generated_headers_are_what_their_generators_write() -> None:
-    text = wgmma_header.TARGET.read_text(encoding="utf-8")
-    assert text == wgmma_header.header(), "run: python -m build_tools.wgmma_header"
+    for path, text in wgmma_header.headers().items():
+        assert path.read_text(encoding="utf-8") == text, "run: python -m build_tools.wgmma_header"
+    assert {path.name for path in KERNELS.glob("ptx/wgmma_*.cuh")} == {p.name for p in wgmma_header.headers()}
 
 
 def test_every_source_has_a_row_and_every_row_a_source() -> None:

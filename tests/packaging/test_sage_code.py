@@ -44,8 +44,8 @@ def test_main_loop(steps: dict[tuple[str, int, int], Step], key: tuple[str, int,
     # Every operand of a product is loaded once by ldmatrix, but Q again for each part of a tile.
     d, tiles = key[1], step.rows // 16
     parts = sage_model.KEYS // int(dict(step.spec.defines)["PART_KEYS"])
-    of_q = parts * tiles * (d * step.spec.bits // 256)
-    of_k = sage_model.KEYS * d * step.spec.bits // 8 // 512
+    of_q = parts * tiles * (d * key[2] // 256)
+    of_k = sage_model.KEYS * d * key[2] // 8 // 512
     of_v = sage_model.KEYS * d * (2 if step.spec.pv == "fp16" else 1) // 512
     assert step.counts["LDSM"] == of_q + of_k + of_v
 
@@ -53,7 +53,7 @@ def test_main_loop(steps: dict[tuple[str, int, int], Step], key: tuple[str, int,
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_main_loop_of_the_ring(dtype: str) -> None:
     """The kernel of Hopper: what its step may take besides products, a twentieth more than counted."""
-    step = sage_model.compiled_step(by_name(f"attn_int8_ring_sm90_{dtype}_d128"), "90")
+    step = sage_model.compiled_step(by_name(f"attn_int8_mbarrier_sm90_{dtype}_d128"), "90")
     assert step.products == step.least_products
     assert 0 < step.others / sage_model.KEYS <= 7.1
     assert step.counts["MUFU"] == 64, "32 by 64 scores"

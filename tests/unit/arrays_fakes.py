@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from omniattn.arrays import capsule
+from omniattn.runtime.driver_base import driver_error
 
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
@@ -94,14 +95,18 @@ class FakeEvents:
         self.log: list[tuple[Any, ...]] = []
         self.passed: set[int] = set()
         self.capture_streams: set[int] = set()
-        self.depth = 0
+        self.captured_elsewhere = False
+        self.failing: set[int] = set()
+        self.depth = self.relaxations = 0
         self._next = 100
 
     @contextmanager
     def context(self, ordinal: int) -> Iterator[None]:
         self.depth += 1
-        yield
-        self.depth -= 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
     def create(self) -> int:
         assert self.depth
@@ -119,7 +124,20 @@ class FakeEvents:
         assert self.depth
         self.log.append(("wait", stream, event))
 
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        self.relaxations += 1
+        try:
+            yield
+        finally:
+            self.relaxations -= 1
+
     def done(self, event: int) -> bool:
+        """As CUDA has it: while another thread captures, only a thread in relaxed mode may query."""
+        if self.captured_elsewhere and not self.relaxations:
+            raise driver_error("cuEventQuery", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "the capture is invalid now")
+        if event in self.failing:
+            raise driver_error("cuEventQuery", "CUDA_ERROR_LAUNCH_FAILED", "an earlier kernel failed")
         return event in self.passed
 
     def capturing(self, stream: int) -> bool:

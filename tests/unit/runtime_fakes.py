@@ -16,9 +16,10 @@ import pytest
 from omniattn.errors import CompileError
 from omniattn.registry import KernelSpec
 from omniattn.runtime import log, nvrtc
-from omniattn.runtime.compile import Sources, source_digest
 from omniattn.runtime.device import DeviceInfo
-from omniattn.runtime.driver import Launcher, driver_error, set_driver
+from omniattn.runtime.driver import set_driver
+from omniattn.runtime.driver_base import Launcher, driver_error
+from omniattn.runtime.sources import Sources, source_digest
 from omniattn.runtime.store import Store, set_store
 
 SOURCE = """#include "ptx/scale.cuh"

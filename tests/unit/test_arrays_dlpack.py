@@ -14,7 +14,7 @@ import pytest
 
 from omniattn import arrays
 from omniattn.arrays import capsule, events, from_dlpack
-from omniattn.errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
+from omniattn.errors import ArgumentError, DeviceError, DriverError, DtypeError, UnsupportedError
 
 # Test modules are imported without a package (importlib mode), so a neighbour is loaded by its path.
 _spec = importlib.util.spec_from_file_location("arrays_fakes", Path(__file__).with_name("arrays_fakes.py"))
@@ -184,7 +184,7 @@ def test_capsules_live_until_the_kernel_is_through(log: Any) -> None:
     x, y = FakeExporter(device=GPU), FakeExporter(device=GPU)
     for exporter in (x, y):
         tensors = [arrays.describe(exporter, "q")]
-        arrays.retire(tensors, arrays.prepare(tensors))
+        arrays.release(tensors, arrays.prepare(tensors))
         del tensors
     gc.collect()
     assert (x.deleted, y.deleted) == (0, 0)
@@ -200,11 +200,47 @@ def test_capsules_live_until_the_kernel_is_through(log: Any) -> None:
     assert log.depth == 0
 
 
+def _hold(exporters: list[FakeExporter]) -> None:
+    """A call per exporter, whose kernels have not run yet; nobody but the list of pending calls has the arrays."""
+    for exporter in exporters:
+        tensors = [arrays.describe(exporter, "q")]
+        arrays.release(tensors, arrays.prepare(tensors))
+        del tensors
+    gc.collect()
+
+
+def test_another_threads_graph_capture_is_left_alone(log: Any) -> None:
+    x = FakeExporter(device=GPU)
+    _hold([x])
+    log.captured_elsewhere = True
+    assert events.collect() == 1
+    log.passed.add(log.log[0][1])
+    assert events.collect() == 0
+    assert (x.deleted, log.relaxations, log.depth) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_nothing_is_freed_while_it_cannot_be_known_whether_it_is_in_use(log: Any, broken: int) -> None:
+    """Whatever the place of the failing query among the pending ones, before or behind calls that have passed."""
+    exporters = [FakeExporter(device=GPU) for _ in range(3)]
+    _hold(exporters)
+    handles = [entry[1] for entry in log.log if entry[0] == "record"]
+    log.failing.add(handles[broken])
+    with pytest.raises(DriverError, match=r"cuEventQuery failed with CUDA_ERROR_LAUNCH_FAILED"):
+        events.collect()
+    gc.collect()
+    assert [x.deleted for x in exporters] == [0, 0, 0]
+    log.failing.clear()
+    log.passed.update(handles)
+    assert events.collect() == 0
+    assert [x.deleted for x in exporters] == [1, 1, 1]
+
+
 def test_nothing_is_held_during_graph_capture(log: Any) -> None:
     log.capture_streams.add(0x7000)
     x = FakeExporter(device=GPU)
     tensors = [arrays.describe(x, "q", 0x7000)]
-    arrays.retire(tensors, arrays.prepare(tensors, 0x7000))
+    arrays.release(tensors, arrays.prepare(tensors, 0x7000))
     assert [entry for entry in log.log if entry[0] == "record"] == []
     del tensors
     gc.collect()

@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from omniattn.append import append, copy_blocks
-from omniattn.blocks import BlockManager
-from omniattn.cache import PagedKVCache
 from omniattn.errors import ArgumentError, OutOfBlocksError
+from omniattn.kv.blocks import BlockManager
+from omniattn.kv.cache import PagedKVCache
+from omniattn.ops import append, copy_blocks
 from omniattn.reference.decode import read_tokens
 
 
@@ -158,7 +158,7 @@ class Sharing(RuleBasedStateMachine):
 
     @invariant()
     def contents_are_those_of_unshared_copies(self) -> None:
-        host = self.cache.on_host()
+        host = on_host(self.cache)
         for name, expected in self.tokens.items():
             assert self.manager.length(name) == len(expected)
             k, v = read_tokens(host, np.array(self.manager.blocks(name), dtype=int), len(expected))

@@ -15,10 +15,11 @@ import omniattn
 from omniattn.cli import main
 from omniattn.data import load_activations
 from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.problems import Target
 from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
-from omniattn.select import Target, select_attention
+from omniattn.select import select_attention
 from omniattn.testing.cache_cases import CACHE_OPS
 from omniattn.testing.cases import Case, call, cases_for, problem
 from omniattn.testing.expected import outputs_of

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-
-from omniattn import BlockManager, KVCache, PagedKVCache, append, decode, runtime
-from omniattn.decode import DecodeProblem
-from omniattn.errors import ArgumentError
-from omniattn.kernel_spec import KernelSpec
-from omniattn.launch.decode import _ARGUMENTS, _REST, ALL_SEE_PREFIX
 from omniattn.launch.decode_prefix import plan_decode_prefix
 from omniattn.launch.params import PARAMS
+
+from omniattn import BlockManager, KVCache, PagedKVCache, append, decode, runtime
+from omniattn.errors import ArgumentError
+from omniattn.launch.decode import _ARGUMENTS, _REST, ALL_SEE_PREFIX
+from omniattn.ops import DecodeProblem
+from omniattn.registry.spec import KernelSpec
 from omniattn.runtime.device import DeviceInfo
 
 LIKE = np.zeros(1, dtype=np.float32)
@@ -124,8 +124,8 @@ def test_what_is_launched(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"shared_prefix": 400}, "shared_prefix", "from 0 to 32"),
         ({"shared_prefix": 4, "window": (3, 0)}, "shared_prefix", "0 with a window"),
         ({"shared_prefix": 4, "deterministic": True}, "shared_prefix", "0 with deterministic=True"),
-        ({"shared_prefix": 16}, "seq_lens", "at least 17"),
-        ({"shared_prefix": 12, "seq_lens": np.array([12, 30, 14], dtype=np.int32)}, "seq_lens", "at least 13"),
+        ({"shared_prefix": 16}, "seq_lens", "0, or at least 17"),
+        ({"shared_prefix": 12, "seq_lens": np.array([12, 30, 14], dtype=np.int32)}, "seq_lens", "0, or at least 13"),
     ],
 )
 def test_what_it_does_not_go_with(options: dict[str, Any], argument: str, expected: str) -> None:

@@ -14,7 +14,7 @@ from omniattn import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "wheels/*.md", "src/**/*.md")
@@ -57,7 +57,7 @@ def test_links_and_tables(page: Path) -> None:
 
 def test_every_public_name_has_a_place() -> None:
     assert [name for name in omniattn.__all__ if not re.search(rf"\b{name}\b", API)] == []
-    assert [name for name in errors.__all__ if name != "OmniattnError" and f"`{name}`" not in README] == []
+    assert [name for name in errors.__all__ if name != "OmniattnError" and f"`{name}`" not in TROUBLE] == []
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

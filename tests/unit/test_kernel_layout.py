@@ -17,7 +17,7 @@ import pytest
 from omniattn.launch import attn_fwd, merge_states, quantize
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.registry_low_precision import _COMMON_QUANTIZERS
+from omniattn.registry.quantized import _COMMON_QUANTIZERS
 
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
 FORWARD = [spec for spec in REGISTRY if spec.family == "attn_fwd_sm80"]
@@ -172,7 +172,7 @@ TURN_HEADS, TURN_TILES = 16, 1024
 
 def test_heads_that_take_turns_are_those_of_the_kernel() -> None:
     text = (KERNELS / "scheduler/fwd_tile.cuh").read_text(encoding="utf-8")
-    assert f"kTurnHeads = {TURN_HEADS}, kTurnTiles = {TURN_TILES};" in text
+    assert f"kInterleavedHeads = {TURN_HEADS}, kInterleavedTiles = {TURN_TILES};" in text
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -309,7 +309,7 @@ def check_natural_alignment(codes: str) -> None:
 
 
 def test_forward_arguments_match_the_device_struct() -> None:
-    fields = device_struct("scheduler/fwd_params.cuh", "AttnFwdParams")
+    fields = device_struct("params/attn_fwd.cuh", "AttnFwdParams")
     codes = expanded(attn_fwd._POINTERS.format, attn_fwd._REST.format)
     assert codes == "".join(code for code, _ in fields)
     check_natural_alignment(codes)
@@ -333,7 +333,7 @@ def test_forward_arguments_match_the_device_struct() -> None:
     ],
 )
 def test_kinds_have_the_same_numbers(enum: str, codes: dict[str, str]) -> None:
-    text = (KERNELS / "scheduler/fwd_params.cuh").read_text(encoding="utf-8")
+    text = (KERNELS / "params/attn_fwd.cuh").read_text(encoding="utf-8")
     body = re.search(rf"enum {enum} : int32 \{{(.*?)\}}", text, re.DOTALL)
     assert body is not None
     host = attn_fwd._MASK_KINDS if enum == "MaskKind" else attn_fwd._SINKS_KINDS
@@ -342,7 +342,7 @@ def test_kinds_have_the_same_numbers(enum: str, codes: dict[str, str]) -> None:
 
 
 def test_merge_arguments_match_the_device_struct() -> None:
-    fields = device_struct("entry/merge_states_sm80.cu", "MergeParams")
+    fields = device_struct("params/merge_states.cuh", "MergeStatesParams")
     codes = expanded(merge_states._PARAMS.format)
     assert codes == "".join(code for code, _ in fields)
     check_natural_alignment(codes)
@@ -357,7 +357,7 @@ def test_merge_arguments_match_the_device_struct() -> None:
 def test_kernels_for_defaults_mean_the_same_everywhere() -> None:
     """The numbers of COMMON: host, registry and kernel."""
     assert list(_COMMON_QUANTIZERS) == list(range(len(quantize.COMMON)))
-    source = (KERNELS / "attention/quantize_items.cuh").read_text(encoding="utf-8")
+    source = (KERNELS / "quantize/items.cuh").read_text(encoding="utf-8")
     assert "kCommonKeyTile = COMMON == 1 ? 128 : 64, kCommonQuerySlice = COMMON == 1 ? 16 : 32" in source
     assert "(COMMON == 2 ? kHalfV : 0)" in source
     for common, formats in enumerate(quantize.COMMON[1:], 1):
@@ -369,7 +369,7 @@ def test_kernels_for_defaults_mean_the_same_everywhere() -> None:
 
 
 def test_p_that_has_no_room_in_e4m3_shows_in_its_byte() -> None:
-    text = (KERNELS / "attention/e4m3_probs.cuh").read_text(encoding="utf-8")
+    text = (KERNELS / "attention/p_e4m3.cuh").read_text(encoding="utf-8")
     named = {name: int(value, 16) for name, value in re.findall(r"\b(k\w+) = (0x[0-9a-f]+)", text)}
     ones, to_sign, signs = (named[name] for name in ("kOnes", "kToSign", "kSigns"))
     codes = np.arange(128, dtype=np.uint8)  # P is never negative
@@ -386,7 +386,7 @@ def test_p_that_has_no_room_in_e4m3_shows_in_its_byte() -> None:
         assert set(np.unique(shown)) <= {0, 0x80}
     assert set(ones.to_bytes(4, "little")) == set(encode_e4m3(np.ones(1, np.float32)).tolist())
     # At the base P becomes an e4m3 number, and one that does not count as too large.
-    found = re.search(r"kValue = ([\d.]+)f;", text)
+    found = re.search(r"kBaseLog2 = ([\d.]+)f;", text)
     assert found is not None
     at_base = np.array([2.0 ** float(found[1])], np.float32)
     assert at_base[0] <= 28 == decode_e4m3(encode_e4m3(at_base))[0]

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from omniattn import reference, testing
-from omniattn.append import append, copy_blocks
-from omniattn.cache import KVCache, PagedKVCache
-from omniattn.decode import decode
 from omniattn.errors import ArgumentError, DtypeError, OmniattnError, ShapeError
+from omniattn.kv.cache import KVCache, PagedKVCache
+from omniattn.ops import append, copy_blocks, decode
 from omniattn.reference.decode import read_tokens
 from omniattn.reference.kv_cache import rotate
 
@@ -43,7 +42,7 @@ def test_decode_is_attention_over_the_cache(dtype: str, head_dim: int) -> None:
     o, lse = decode(q, cache, seq_lens=lengths(45, 45), return_lse=True)
     exact_o, exact_lse = reference.attention(q, k, v, causal=True)
     assert relative_l1(o, exact_o) <= WORST[dtype]
-    host = cache.on_host()
+    host = on_host(cache)
     rows = [read_tokens(host, np.array([b]), 45) for b in range(2)]
     seen_k, seen_v = (np.stack([row[i] for row in rows]) for i in range(2))
     same_o, same_lse = reference.attention(q, seen_k, seen_v, causal=True)
@@ -82,7 +81,7 @@ def test_tokens_one_by_one_are_a_prompt_at_once() -> None:
         append(caches[1], k[:, i : i + 1], v[:, i : i + 1], seq_lens=lengths(i + 1, i + 3), **turn)
     for name in ("k", "v", "k_params", "v_params"):
         np.testing.assert_array_equal(getattr(caches[0], name), getattr(caches[1], name))
-    seen, _ = read_tokens(caches[0].on_host(), np.array([1]), 9)
+    seen, _ = read_tokens(on_host(caches[0]), np.array([1]), 9)
     turned = rotate(k[1], turn["cos"][2:9, None], turn["sin"][2:9, None], True)
     assert relative_l1(seen[2:], turned) < 0.02
 

@@ -11,11 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from omniattn import reference, testing
-from omniattn.append import append, copy_blocks
-from omniattn.cache import KVCache, PagedKVCache
-from omniattn.decode import decode
 from omniattn.errors import ArgumentError
-from omniattn.kv_format import KVFormat, check_format
+from omniattn.kv.cache import KVCache, PagedKVCache
+from omniattn.kv.formats import KVFormat, check_format
+from omniattn.ops import append, copy_blocks, decode
 from omniattn.reference import kv_cache
 
 Array = npt.NDArray[Any]
@@ -214,7 +213,7 @@ def test_examples_of_the_documentation(groups: int) -> None:
 
 
 def place(w: int, dim: int) -> int:
-    """FbgemmRow::place of tile/kv_row.cuh."""
+    """FbgemmRow::place of decode/kv_row.cuh."""
     pieces = min(dim // 32, 4)
     j, q = w >> 2, w & 3
     return ((j // pieces * 4 + q) * pieces + j % pieces) * 4

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omniattn.errors import ArgumentError
-from omniattn.kv_format import KV_BITS, KVFormat, check_format, row_dim
+from omniattn.kv.formats import KV_BITS, KVFormat, check_format, row_dim
 from omniattn.reference import kv_cache
 
 DOCS = Path(__file__).parents[2] / "docs"

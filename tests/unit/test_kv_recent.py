@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omniattn import reference, testing
-from omniattn.append import append, copy_blocks, copy_recent
-from omniattn.blocks import BlockManager
-from omniattn.cache import RECENT_SPARE, KVCache, PagedKVCache
-from omniattn.decode import decode
 from omniattn.errors import ArgumentError, DtypeError, OutOfSlotsError, ShapeError
+from omniattn.kv.blocks import BlockManager
+from omniattn.kv.cache import RECENT_SPARE, KVCache, PagedKVCache
+from omniattn.ops import append, copy_blocks, copy_recent, decode
 from omniattn.reference.decode import read_tokens
 from omniattn.reference.kv_cache import rotate
 from tests.unit.test_kernel_layout import device_struct, expanded
@@ -38,7 +37,7 @@ def tokens(batch: int, count: int, heads: int = 2, dim: int = 64, seed: int = 0)
 
 
 def as_read(cache: KVCache, length: int, b: int = 0) -> tuple[Array, Array]:
-    return read_tokens(cache.on_host(), np.array([b]), length, b)
+    return read_tokens(on_host(cache), np.array([b]), length, b)
 
 
 def exact_from(cache: KVCache, k: Array, length: int, b: int = 0) -> int:
@@ -99,7 +98,7 @@ class KVCacheWithout:
     def on_host(self) -> Any:
         import dataclasses
 
-        return dataclasses.replace(self.cache.on_host(), recent=None)
+        return dataclasses.replace(on_host(self.cache), recent=None)
 
 
 def test_changes_of_keys_are_nothing_to_the_newest() -> None:
@@ -184,7 +183,7 @@ def test_pages_slots_and_forks() -> None:
 
     def newest(name: str) -> Array:
         slot = int(manager.slots([name])[0])
-        return read_tokens(cache.on_host(), manager.block_table([name])[0], manager.length(name), slot)[0]
+        return read_tokens(on_host(cache), manager.block_table([name])[0], manager.length(name), slot)[0]
 
     manager.add("other")
     grow("other", 1, 0, 11)
@@ -340,6 +339,34 @@ def test_slots_are_for_caches_that_have_them() -> None:
         BlockManager(4, 4, num_slots=-1)
 
 
+def test_padding_rows_leave_the_window_alone() -> None:
+    """Rows with seq_lens 0 have no new tokens, whatever slot they name: another sequence's, here."""
+    cache = PagedKVCache(8, 16, 2, 64, k_dtype="int4", recent_window=20, recent_slots=2, like=LIKE)
+    table = np.arange(4, dtype=np.int32).reshape(2, 2)
+    rng = np.random.default_rng(4)
+    k, v = (rng.standard_normal((2, 30, 2, 64)).astype(np.float32) for _ in range(2))
+    slots = np.array([1, 0], np.int32)
+    append(cache, k, v, seq_lens=lengths(30, 30), block_table=table, recent_slots=slots)
+    before = [np.array(x) for x in (cache.recent_state, cache.recent_k, cache.k)]
+    append(cache, k[:, :1], v[:, :1], seq_lens=lengths(0, 0), block_table=table, recent_slots=slots[::-1].copy())
+    for old, new in zip(before, (cache.recent_state, cache.recent_k, cache.k), strict=True):
+        np.testing.assert_array_equal(old, new)
+    # One row goes on, the others pad: its slot is written once.
+    append(cache, k[:, :1], v[:, :1], seq_lens=lengths(31, 0), block_table=table, recent_slots=slots)
+    np.testing.assert_array_equal(cache.recent_state, [[0, 30], [0, 31]])
+
+
+def test_the_reference_passes_over_tokens_before_position_0() -> None:
+    from omniattn.reference.decode import append_tokens
+
+    cache = KVCache(1, 40, 2, 64, k_dtype="int4", recent_window=20, like=LIKE)
+    k, v = np.ones((2, 3, 2, 64), np.float32)
+    append_tokens(cache.on_host(), k, v, np.array([0]), -1)
+    np.testing.assert_array_equal(cache.recent_state, [[0, 2]])
+    append_tokens(cache.on_host(), k[:1], v[:1], np.array([0]), -1)
+    np.testing.assert_array_equal(cache.recent_state, [[0, 2]])
+
+
 @pytest.mark.parametrize("copies", [[(0, 2)], [(0, 1), (1, 0)], [(0,)], 3])
 def test_wrong_copies(copies: Any) -> None:
     with pytest.raises(ArgumentError) as caught:
@@ -354,11 +381,11 @@ def test_structs_of_host_and_device_agree() -> None:
     def codes(source: str, name: str) -> str:
         return "".join(code for code, _ in device_struct(source, name))
 
-    assert codes("scheduler/decode_params.cuh", "DecodeParams") == expanded(
+    assert codes("params/decode.cuh", "DecodeParams") == expanded(
         launch_decode._POINTERS.format, launch_decode._REST.format
     )
     pointers, _, _ = kv_append._ARGUMENTS.format.removeprefix("<").partition("Q")
-    assert codes("scheduler/kv_append_params.cuh", "KvAppendParams") == expanded(f"{pointers}Q", kv_append._REST.format)
+    assert codes("params/kv_append.cuh", "KvAppendParams") == expanded(f"{pointers}Q", kv_append._REST.format)
 
 
 def test_what_testing_makes_is_read_exactly_within_the_window() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omniattn.operand_checks import ALL, ARRAYS, check_precision, combine
 
 import omniattn as oa
 from omniattn import operands, testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
-from omniattn.operand_checks import ALL, ARRAYS, check_precision, combine
-from omniattn.problem import Problem
+from omniattn.problems import AttentionProblem as Problem
 from omniattn.select import Target
 
 torch = pytest.importorskip("torch")
@@ -346,7 +346,7 @@ def test_grouping_and_packing_choose_the_kernel(cc: tuple[int, int], bits: int) 
         oa.quantize_v(v, dtype="float16"), oa.quantize_v(v, pv_accumulator="fp16"), oa.quantize_v(v),
     )  # fmt: skip
     spec = chosen(cc, qk, half)
-    family = "attn_int8_ring_sm90" if bits == 8 and cc in ((9, 0), (10, 0)) else f"attn_int{bits}_sm80"
+    family = "attn_int8_mbarrier_sm90" if bits == 8 and cc in ((9, 0), (10, 0)) else f"attn_int{bits}_sm80"
     assert (spec.family, spec.bits, spec.grouping) == (family, bits, "sm80")
     for softcap in (0.0, 5.0):
         if cc < (8, 9):

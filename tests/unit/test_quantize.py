@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omniattn.quantizer import FusedQuantizer, problem_for, select_quantizer
 
 import omniattn as oa
 from omniattn import testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from omniattn.launch import quantize as launch
-from omniattn.launch.quantize import QuantizePlan, QuantizeProblem
-from omniattn.precision import GRANULARITIES, GROUPINGS
-from omniattn.quantizer import FusedQuantizer, problem_for, select_quantizer
+from omniattn.problems.precision import GRANULARITIES, GROUPINGS
+from omniattn.problems.quantize import QuantizePlan, QuantizeProblem
 from omniattn.reference.dequantize import dequantize_qk, dequantize_v
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.reference.quantize import KEY_ORDER, pack_int4, unpack_int4
@@ -373,7 +373,7 @@ CODES = {"int64": "q", "int32": "i", "float": "f"}
 
 
 def test_struct_of_host_and_device() -> None:
-    text = re.sub(r"//[^\n]*", "", (KERNELS / "attention/quantize_params.cuh").read_text(encoding="utf-8"))
+    text = re.sub(r"//[^\n]*", "", (KERNELS / "params/quantize.cuh").read_text(encoding="utf-8"))
     found = re.search(r"struct QuantizeParams \{(.*?)\};", text, re.DOTALL)
     assert found is not None
     codes = ""
@@ -384,6 +384,14 @@ def test_struct_of_host_and_device() -> None:
     expanded = "".join(code * int(n or 1) for n, code in re.findall(r"(\d*)([a-zA-Z])", packed))
     assert codes == expanded
     assert launch._POINTERS.size + launch._REST.size == struct.calcsize("<" + expanded)
+
+
+@pytest.mark.parametrize("grouping", ["sm90", "sm80"])
+def test_delta_of_packed_sequences_is_never_empty(grouping: str) -> None:
+    """Attention would have no column to read, and no address to tell smoothed queries by."""
+    p = problem(varlen=True, smooth_q=True, max_seqlen_k=0, grouping=grouping)
+    assert p.delta_columns == p.key_tile
+    assert p.shapes()["delta_s"][0][-1] == p.key_tile
 
 
 def problem(**changes: Any) -> QuantizeProblem:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import omniattn as oa
-from omniattn.launch.quantize import sample_log2
+from omniattn.problems.quantize import sample_log2
 from omniattn.reference.dequantize import dequantize_v
 from omniattn.reference.quantize import sampled
 

@@ -7,17 +7,17 @@ import os
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from omniattn.errors import CacheError
 from omniattn.runtime import cache as cache_module
 from omniattn.runtime import log
 from omniattn.runtime.arch import Arch
 from omniattn.runtime.cache import CacheEntry, KernelCache, cache_key
-from omniattn.runtime.compile import Sources
+from omniattn.runtime.sources import Sources
 from tests.unit.runtime_fakes import World, isolated, toy_spec
 
 KEY = "ab" + "0" * 62
@@ -35,12 +35,21 @@ def store(tmp_path: Path) -> KernelCache:
     return KernelCache(tmp_path / "deep" / "cache")
 
 
+def get(store: KernelCache, key: str = KEY) -> tuple[CacheEntry | None, str]:
+    """The first entry that can be used, or the last reason."""
+    found: tuple[CacheEntry | None, str] = None, ""
+    for found in store.find(key, ENTRY.kernel):
+        if found[0] is not None:
+            break
+    return found
+
+
 def test_round_trip(store: KernelCache) -> None:
-    assert store.get(KEY) == (None, f"not in {store.folder}")
+    assert get(store) == (None, f"not in {store.folder}")
     path = store.put(KEY, ENTRY)
     assert path is not None
     assert path.name == f"{KEY}.nvrtc12.9"
-    assert KernelCache(store.folder).get(KEY) == (ENTRY, "")
+    assert get(KernelCache(store.folder)) == (ENTRY, "")
     assert store.entries() == [path]
 
 
@@ -53,12 +62,10 @@ def test_folders_are_private(store: KernelCache) -> None:
     assert modes == [0o700, 0o700]
 
 
-def test_newest_compiler_wins(store: KernelCache) -> None:
+def test_newest_compiler_comes_first(store: KernelCache) -> None:
     for version in ((12, 9), (13, 2), (12, 10)):
         store.put(KEY, CacheEntry("toy", "sm_90a", False, version, (), "", b"x"))
-    entry, _ = store.get(KEY)
-    assert entry is not None
-    assert entry.nvrtc_version == (13, 2)
+    assert [entry.nvrtc_version for entry, _ in store.find(KEY, "toy") if entry] == [(13, 2), (12, 10), (12, 9)]
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -76,12 +83,12 @@ def test_damaged_files_are_removed_and_rebuilt(store: KernelCache, damage: Calla
     path = store.put(KEY, ENTRY)
     assert path is not None
     path.write_bytes(damage(path.read_bytes()))
-    entry, reason = store.get(KEY)
+    entry, reason = get(store)
     assert entry is None
     assert "is damaged" in reason
     assert not path.exists()
     store.put(KEY, ENTRY)
-    assert store.get(KEY)[0] == ENTRY
+    assert get(store)[0] == ENTRY
 
 
 def test_a_damaged_file_falls_back_to_an_older_compilers(store: KernelCache) -> None:
@@ -89,7 +96,7 @@ def test_a_damaged_file_falls_back_to_an_older_compilers(store: KernelCache) -> 
     newer = store.put(KEY, CacheEntry("toy", "sm_90a", False, (13, 0), (), "", b"x"))
     assert newer is not None
     newer.write_bytes(b"junk")
-    assert store.get(KEY)[0] == ENTRY
+    assert get(store)[0] == ENTRY
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
@@ -110,7 +117,7 @@ def test_unwritable_folder_keeps_kernels_in_memory(
     monkeypatch.setattr(owner, where, fail)
     assert store.put(KEY, ENTRY) is None
     assert store.put("cd" + KEY[2:], ENTRY) is None
-    assert store.get(KEY) == (ENTRY, "")
+    assert get(store) == (ENTRY, "")
     text = capsys.readouterr().err
     assert text.count("\n") == 1, "one line per process, not per kernel"
     assert os.strerror(code) in text
@@ -143,55 +150,55 @@ def test_disk_fills_up_while_writing(store: KernelCache, monkeypatch: pytest.Mon
     monkeypatch.undo()
     assert store.folder is not None
     assert [p for p in store.folder.rglob("*") if p.is_file()] == []
-    assert store.get(KEY) == (ENTRY, "")
-    assert KernelCache(store.folder).get(KEY)[0] is None
+    assert get(store) == (ENTRY, "")
+    assert get(KernelCache(store.folder))[0] is None
+
+
+def test_what_killed_processes_left_is_removed(store: KernelCache) -> None:
+    """Their temporary files, once they are old; the file that another process is writing right now stays."""
+    path = store.put(KEY, ENTRY)
+    assert path is not None
+    assert store.folder is not None
+    elsewhere = store.folder / "cd"
+    elsewhere.mkdir()
+    old, fresh = elsewhere / ".writing-old", path.parent / ".writing-fresh"
+    for file in (old, fresh):
+        file.write_bytes(b"half a ker")
+    os.utime(old, (time.time() - 86400,) * 2)
+    os.utime(path, (time.time() - 86400,) * 2)
+    assert KernelCache(store.folder).put("ef" + KEY[2:], ENTRY) is not None
+    assert not old.exists()
+    assert fresh.exists()
+    assert path.exists()
 
 
 def test_folder_below_a_file(tmp_path: Path) -> None:
     """A real failure, which also root gets."""
     (tmp_path / "file").write_text("")
     store = KernelCache(tmp_path / "file" / "cache")
-    assert store.get(KEY)[0] is None
+    assert get(store)[0] is None
     assert store.put(KEY, ENTRY) is None
-    assert store.get(KEY) == (ENTRY, "")
+    assert get(store) == (ENTRY, "")
 
 
 def test_no_folder_at_all() -> None:
     store = KernelCache(None)
-    assert store.get(KEY) == (None, "there is no cache folder")
+    assert get(store) == (None, "there is no cache folder")
     assert store.put(KEY, ENTRY) is None
-    assert store.get(KEY) == (ENTRY, "")
+    assert get(store) == (ENTRY, "")
     assert store.entries() == []
 
 
 def test_unreadable_file(store: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put(KEY, ENTRY)
 
-    def fail(self: Path) -> bytes:
+    def fail(self: Path, mode: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
-    entry, reason = store.get(KEY)
+    monkeypatch.setattr(Path, "open", fail)
+    entry, reason = get(store)
     assert entry is None
     assert reason.endswith("cannot be read (Permission denied)")
-
-
-def test_clear(store: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.put(KEY, ENTRY)
-    store.put("cd" + KEY[2:], ENTRY)
-    assert store.clear() == 2
-    assert store.entries() == []
-    path = store.put(KEY, ENTRY)
-
-    def fail(self: Path, missing_ok: bool = False) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "unlink", fail)
-    with pytest.raises(CacheError) as caught:
-        store.clear()
-    assert str(caught.value) == (
-        f"kernel cache {path}: cannot be removed (Permission denied). What to do: check the folder's owner and mode"
-    )
 
 
 def test_key_follows_everything_that_decides_the_binary(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +214,7 @@ def test_key_follows_everything_that_decides_the_binary(world: World, monkeypatc
     monkeypatch.setenv("OMNIATTN_LINEINFO", "1")
     changed.append(key())
     monkeypatch.delenv("OMNIATTN_LINEINFO")
-    monkeypatch.setattr("omniattn.__version__", "99.0")
+    monkeypatch.setattr(cache_module, "__version__", "99.0")
     changed.append(key())
     monkeypatch.undo()
     header = world.root / "ptx" / "scale.cuh"

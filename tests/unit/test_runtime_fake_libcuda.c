@@ -19,6 +19,7 @@ typedef struct { int id; char pad[4]; unsigned cluster[3]; } LaunchAttribute;
 static int contexts[2];  // their addresses are the handles of the primary contexts
 static __thread void *stack[16];
 static __thread int depth;
+static __thread int capture_mode;  // global, until it is exchanged
 static int owner;  // process that called cuInit
 static int tracing;
 
@@ -78,7 +79,23 @@ Result cuCtxPopCurrent_v2(void **context) {
     trace("pop %d\n", device_of(*context));
     return 0;
 }
-Result cuThreadExchangeStreamCaptureMode(int *mode) { trace("capture mode %d\n", *mode); *mode = 2 - *mode; return 0; }
+Result cuThreadExchangeStreamCaptureMode(int *mode) {
+    trace("capture mode %d\n", *mode);
+    int previous = capture_mode;
+    capture_mode = *mode;
+    *mode = previous;
+    return 0;
+}
+
+// Events that have always passed, in a process of which some other thread is capturing a graph in the default mode.
+Result cuEventCreate(void **event, unsigned flags) { *event = malloc(1); return flags == 2 ? 0 : 1; }
+Result cuEventDestroy_v2(void *event) { trace("event destroyed\n"); free(event); return 0; }
+Result cuEventRecord(void *event, void *stream) { trace("event recorded on %p\n", stream); return depth ? 0 : 201; }
+Result cuEventQuery(void *event) {
+    trace("event queried in capture mode %d\n", capture_mode);
+    return capture_mode == 2 ? 0 : 900;
+}
+Result cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 
 Result cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned n, void *c, void *d, unsigned m) {
     *library = (void *)strdup(code);

@@ -54,6 +54,22 @@ def run(libcuda: Path, code: str, **variables: str) -> tuple[str, list[str]]:
     return done.stdout, done.stderr.splitlines()
 
 
+def test_events_are_queried_in_relaxed_capture_mode(libcuda: Path) -> None:
+    """A query in another mode fails and invalidates the graph that another thread captures."""
+    code = "from omniattn.arrays import events; events.keep_until_done(0x7000, 1, [1]); print(events.collect())"
+    out, calls = run(libcuda, code)
+    assert out == "0\n"
+    first = calls.index("event recorded on 0x7000")
+    seen = [call for call in calls[first:] if "event" in call or "mode" in call]
+    assert seen == [
+        "event recorded on 0x7000",
+        "capture mode 2",
+        "event queried in capture mode 2",
+        "capture mode 0",
+        "event destroyed",
+    ]
+
+
 def test_device_info(libcuda: Path) -> None:
     out, calls = run(libcuda, "print(device_info(1)); attempt(lambda: device_info(2))")
     assert out.splitlines() == [

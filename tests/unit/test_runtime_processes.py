@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import multiprocessing
 import os
 import threading
@@ -113,17 +114,17 @@ def test_fork_after_cuda_was_used(world: World) -> None:
 
 
 @needs_fork
-def test_fork_while_another_thread_holds_the_lock(world: World) -> None:
+@pytest.mark.parametrize("module", ["loader", "nvrtc"])
+def test_fork_while_another_thread_holds_the_lock(world: World, module: str) -> None:
     """A lock that is held at the fork would never be released in the child."""
-    from omniattn.runtime import loader
-
     set_driver(None)
+    world.use_compiler(None)
 
     def work() -> str:
         set_driver(FakeDriver())
         return runtime.load(world.spec, 0).origin
 
-    with loader._lock:
+    with importlib.import_module(f"omniattn.runtime.{module}")._lock:
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(_in_child(work)))
         thread.start()

@@ -8,12 +8,13 @@ import random
 from typing import Any
 
 import pytest
+from omniattn.problem import LONG_KEYS, SHORT_CAUSAL_KEYS, UNLIMITED, Problem
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.precision import Int4, Int8
-from omniattn.problem import LONG_KEYS, SHORT_CAUSAL_KEYS, UNLIMITED, Problem
+from omniattn.problems import Target
+from omniattn.problems.precision import Int4, Int8
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.select import Target, select_attention, select_merge_states
+from omniattn.select import select_attention, select_merge_states
 
 # Shared memory that one CTA may have, by compute capability.
 GPUS = {
@@ -238,7 +239,7 @@ def test_low_precision_by_architecture(case: tuple[tuple[int, int], int]) -> Non
             found = select_attention(changed(head_dim=head_dim, low=low, precision=f"int{bits}"), target)
             family = CHOSEN[case][0]
             if (cc, bits, head_dim, smooth_q) == ((10, 0), 8, 128, False):
-                family = "attn_int8_ring_sm90"
+                family = "attn_int8_mbarrier_sm90"
             assert (found.spec.family, found.spec.pv, found.spec.pv_accumulator) == (family, *CHOSEN[case][1:])
             (reason,) = [x for x in found.why if "accumulators" in x]
             assert f"{found.spec.pv} with {found.spec.pv_accumulator} accumulators" in reason

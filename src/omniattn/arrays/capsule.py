@@ -15,7 +15,7 @@ from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint3
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
-from .tensor import contiguous_strides
+from .strides import contiguous_strides
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 #: Memory that the kernels (CUDA) or NumPy (CPU) can reach, by DLPack device type.

@@ -6,18 +6,20 @@ out again as soon as the capsule is released, so capsules are kept until an even
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from ..runtime import driver as _driver
+from ..runtime.driver_base import driver_error
 
 
 class EventBackend(Protocol):
-    """The five driver calls needed here; handles are integers."""
+    """The driver calls needed here; handles are integers."""
 
     def context(self, ordinal: int) -> AbstractContextManager[None]:
         """Run the block with a context of GPU ``ordinal`` current."""
@@ -33,6 +35,13 @@ class EventBackend(Protocol):
 
     def wait(self, stream: int, event: int) -> None:
         """Make a stream wait."""
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """Run the block with this thread's capture mode relaxed.
+
+        While any thread captures a graph in the default mode, a query anywhere in the process fails and invalidates
+        that capture, unless the querying thread is in this mode.
+        """
 
     def done(self, event: int) -> bool:
         """Whether everything before the record has run."""
@@ -54,7 +63,7 @@ class _CudaBindings:
         if code:
             _, name = self._cu.cuGetErrorName(code)
             _, text = self._cu.cuGetErrorString(code)
-            raise _driver.driver_error(call, (name or b"unknown").decode(), (text or b"").decode())
+            raise driver_error(call, (name or b"unknown").decode(), (text or b"").decode())
         return values[0] if values else None
 
     def context(self, ordinal: int) -> AbstractContextManager[None]:
@@ -73,6 +82,15 @@ class _CudaBindings:
     def wait(self, stream: int, event: int) -> None:
         self._check("cuStreamWaitEvent", self._cu.cuStreamWaitEvent(stream, event, 0))
 
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        call, mode = "cuThreadExchangeStreamCaptureMode", self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        previous = self._check(call, self._cu.cuThreadExchangeStreamCaptureMode(mode))
+        try:
+            yield
+        finally:
+            self._check(call, self._cu.cuThreadExchangeStreamCaptureMode(previous))
+
     def done(self, event: int) -> bool:
         (code,) = self._cu.cuEventQuery(event)
         if code == self._cu.CUresult.CUDA_ERROR_NOT_READY:
@@ -85,6 +103,10 @@ class _CudaBindings:
         return bool(status != self._cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
+#: ``CU_STREAM_CAPTURE_MODE_RELAXED``.
+_RELAXED = 2
+
+
 class _Cupy:
     """Events through CuPy's binding of the CUDA runtime."""
 
@@ -92,6 +114,9 @@ class _Cupy:
         from cupy.cuda import runtime
 
         self._rt = runtime
+        # CuPy has no name for this call; its runtime library has loaded the driver's.
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        self._exchange = library.cuThreadExchangeStreamCaptureMode
 
     def context(self, ordinal: int) -> AbstractContextManager[None]:
         return _driver.device_context(_driver.get_driver(), ordinal)
@@ -101,7 +126,7 @@ class _Cupy:
             return getattr(self._rt, name)(*args)
         except self._rt.CUDARuntimeError as error:
             code, _, text = str(error).partition(":")
-            raise _driver.driver_error("cuda" + name[0].upper() + name[1:], code, text.strip()) from error
+            raise driver_error("cuda" + name[0].upper() + name[1:], code, text.strip()) from error
 
     def create(self) -> int:
         return int(self._call("eventCreateWithFlags", self._rt.eventDisableTiming))
@@ -114,6 +139,21 @@ class _Cupy:
 
     def wait(self, stream: int, event: int) -> None:
         self._call("streamWaitEvent", stream, event)
+
+    def _exchange_mode(self, mode: int) -> int:
+        value = ctypes.c_int(mode)
+        code = self._exchange(ctypes.byref(value))
+        if code:
+            raise driver_error("cuThreadExchangeStreamCaptureMode", f"CUDA error {code}", "the driver refused the call")
+        return value.value
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        previous = self._exchange_mode(_RELAXED)
+        try:
+            yield
+        finally:
+            self._exchange_mode(previous)
 
     def done(self, event: int) -> bool:
         # CuPy returns cudaErrorNotReady here instead of raising it.
@@ -168,8 +208,8 @@ class Event:
             self._backend.wait(stream, self._handle)
 
     def done(self) -> bool:
-        """Whether everything before the record has run; never waits."""
-        with self._backend.context(self.ordinal):
+        """Whether everything before the record has run; never waits, and spoils no other thread's graph capture."""
+        with self._backend.context(self.ordinal), self._backend.relaxed():
             return self._backend.done(self._handle)
 
     # A default value, because this module's globals are None while the interpreter goes down.
@@ -177,6 +217,13 @@ class Event:
         if self._handle and not is_finalizing():
             with self._backend.context(self.ordinal):
                 self._backend.destroy(self._handle)
+
+
+def capturing(stream: int, ordinal: int) -> bool:
+    """Whether a stream of GPU ``ordinal`` is recording a CUDA graph."""
+    backend = _get()
+    with backend.context(ordinal):
+        return backend.capturing(stream)
 
 
 _pending: deque[tuple[Event, list[Any]]] = deque()
@@ -189,10 +236,8 @@ def keep_until_done(stream: int, ordinal: int, owners: list[Any]) -> None:
     During graph capture nothing is kept: the graph reads the arrays at every replay, so they are the caller's to keep
     alive.
     """
-    backend = _get()
-    with backend.context(ordinal):
-        if backend.capturing(stream):
-            return
+    if capturing(stream, ordinal):
+        return
     event = Event(stream, ordinal)
     with _lock:
         _pending.append((event, owners))
@@ -202,17 +247,21 @@ def keep_until_done(stream: int, ordinal: int, owners: list[Any]) -> None:
 def collect() -> int:
     """Let go of everything whose event has passed; returns how many calls are still pending.
 
-    Not only from the left: calls on different streams finish in any order.
+    Not only from the left: calls on different streams finish in any order. Where a query fails, everything is kept:
+    a kernel may still work on it.
+
+    Raises
+    ------
+    DriverError
+        A query failed.
     """
-    finished = []
     with _lock:
-        for _ in range(len(_pending)):
-            entry = _pending.popleft()
-            if entry[0].done():
-                finished.append(entry)
-            else:
-                _pending.append(entry)
-        pending = len(_pending)
+        passed = [event.done() for event, _ in _pending]
+        finished = [entry for entry, done in zip(_pending, passed, strict=True) if done]
+        waiting = [entry for entry, done in zip(_pending, passed, strict=True) if not done]
+        _pending.clear()
+        _pending.extend(waiting)
+        pending = len(waiting)
     # Deleters run outside the lock: they may be foreign code that comes back here.
     finished.clear()
     return pending

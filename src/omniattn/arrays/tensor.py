@@ -132,13 +132,3 @@ def fill(
     tensor.ordinal = ordinal
     tensor.readonly = readonly
     tensor.argument = argument
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
-    strides = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))

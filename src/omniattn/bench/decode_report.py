@@ -13,7 +13,7 @@ from omniattn.bench.document import document, samples_of, timing_facts, to_json
 from omniattn.bench.report import markdown_table, with_load
 from omniattn.bench.timing import Timing
 from omniattn.errors import ArgumentError
-from omniattn.kv_format import check_format
+from omniattn.kv.formats import check_format
 
 _LABELS = {"cudnn": "torch cuDNN bf16", "fa2": "torch FA2 bf16"}
 #: Spread of ragged lengths: standard deviation of their logarithms, and longest in units of the mean.

@@ -8,6 +8,7 @@ from typing import Any
 from omniattn.bench.anchors import CONTENDERS, INT4_ERROR, QUANTIZED_ERROR, Contender, Forward
 from omniattn.bench.shapes import ForwardShape
 from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.runtime.record import WORKSPACE_ALIGNMENT
 
 #: What can be timed, beside what: ``"exact"`` has only itself.
 PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4")
@@ -51,20 +52,6 @@ def _end_to_end(shape: ForwardShape, precision: str) -> Forward:
     return lambda q, k, v: omniattn.attention(q, k, v, causal=shape.causal, precision=precision)
 
 
-class _AlreadyQuantized:
-    """Stands where a plan has its quantizer, and leaves the operands in the workspace as they are."""
-
-    def __init__(self, problem: Any) -> None:
-        self.problem = problem
-
-    def launch(self, *_: object) -> None:
-        return
-
-    def starts(self, _: int) -> tuple[int, int]:
-        """Dense batches have no cu_seqlens."""
-        return 0, 0
-
-
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
     """One input set with its quantized operands.
@@ -72,24 +59,24 @@ class _Prepared:
     Attributes
     ----------
     o : tensor
-    pointers : tuple of int
-        What the plan is launched with.
+    addresses : list of int
+        What the launches take.
     tensors : tuple of tensor
         Inputs and workspace: kept, so that their addresses are nobody else's.
     """
 
     o: Any
-    pointers: tuple[int, ...]
+    addresses: list[int]
     tensors: tuple[Any, ...]
 
 
 class KernelAlone:
     """The attention kernel of a low-precision call without the quantization before it.
 
-    A measuring device, not a way to use the package: it takes the quantizer out of a plan of its own and launches that
-    on a workspace which an unchanged plan has filled. The first call with an input set quantizes it; calls from then on
-    launch one kernel, with the very arguments that it has in ``attention(precision=...)``. What the first call returns
-    comes from the kernel alone too, so a check of that output checks what is timed.
+    A measuring device, not a way to use the package: of the launches of a call it repeats those of the attention
+    kernel, on a workspace that the whole call has filled. The first call with an input set quantizes it; calls from
+    then on launch one kernel, with the very arguments that it has in ``attention(precision=...)``. What the first call
+    returns comes from the kernel alone too, so a check of that output checks what is timed.
 
     Parameters
     ----------
@@ -116,37 +103,42 @@ class KernelAlone:
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepared[key] = self._prepare(q, k, v)
-        self._alone.launch(self._stream(), prepared.pointers)
+        stream = self._stream()
+        for launch in self._alone:
+            launch(stream, prepared.addresses)
         return prepared.o
 
     def _stream(self) -> int:
         return self._torch.cuda.current_stream().cuda_stream
 
     def _prepare(self, q: Any, k: Any, v: Any) -> _Prepared:
-        whole = self._plan(q, k, v)
-        if self._alone is None:
-            alone: Any = self._plan(q, k, v)
-            alone._quantizer = _AlreadyQuantized(alone._quantizer.problem)
-            self._alone = alone
-        workspace = self._torch.empty(whole.workspace_bytes, dtype=self._torch.uint8, device=q.device)
+        plan = self._plan(q, k, v)
+        program, launches = plan.program, plan.launches
+        self._alone = [
+            launch
+            for launch, record in zip(program.launches, launches.records, strict=True)
+            if record.spec is launches.selection.spec
+        ]
+        num_bytes = launches.workspace_bytes + WORKSPACE_ALIGNMENT
+        workspace = self._torch.empty(num_bytes, dtype=self._torch.uint8, device=q.device)
         o = self._torch.empty_like(q)
-        pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), 0, 0, 0, 0, 0, workspace.data_ptr())
-        whole.launch(self._stream(), pointers)
+        own = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr(), "o": o.data_ptr()}
+        own["workspace"] = -(-workspace.data_ptr() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        addresses = [own.get(name, 0) for name in program.operands]
+        program.launch(self._stream(), addresses)
         # The output that gets checked must not be the one of the whole call.
         o.fill_(float("nan"))
-        return _Prepared(o, pointers, (q, k, v, workspace))
+        return _Prepared(o, addresses, (q, k, v, workspace))
 
     def _plan(self, q: Any, k: Any, v: Any) -> Any:
-        from omniattn import arrays, planning
-        from omniattn.launch.quantized_attention import QuantizedAttentionPlan
+        from omniattn.ops.attention import call_of
+        from omniattn.plan.engine import describe, make_plan
 
-        plan = planning.make_plan(
-            "attention", arrays.describe(q, "q"), arrays.describe(k, "k"), arrays.describe(v, "v"), {}, 0, 0, "NHD",
-            self._causal, None, None, 0.0, self._precision, False, False, run=True,
-        )  # fmt: skip
-        if not isinstance(plan.forward, QuantizedAttentionPlan):
+        call = call_of(q, k, v, causal=self._causal, precision=self._precision)
+        plan = make_plan(call, describe(call, None), load=True)
+        if plan.launches is None:
             raise UnsupportedError(
                 f"the {self._precision} kernel alone can be timed on a GPU only",
                 instead=f"attention(precision={self._precision!r}) as a whole, on the CPU too",
             )
-        return plan.forward
+        return plan

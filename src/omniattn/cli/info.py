@@ -175,7 +175,7 @@ def cache_facts() -> dict[str, Any]:
         "entries": len(files),
         "bytes": sum(path.stat().st_size for path in files),
         "writable": os.access(existing, os.W_OK),
-        "problem": "",
+        "problem": store.refusal(),
     }
 
 

@@ -29,8 +29,8 @@ for bit. Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to test (
 """
 
 #: Operations that ``--cpu`` tests. What the quantizers must give is what they give on the CPU, so they have nothing to
-#: be compared with there; attention_int8 goes through them.
-_CPU_OPS = ("attention", "attention_int8", "merge_states")
+#: be compared with there; quantized_attention goes through them.
+_CPU_OPS = ("attention", "quantized_attention", "merge_states")
 
 PASSED, FAILED, NOT_HERE = "passed", "FAILED", "not for this GPU"
 

@@ -1,1 +1,1 @@
-"""One module per kernel family: grid, packed arguments, launch."""
+"""Builders: row + problem -> LaunchRecord. Pure; nothing is loaded and nothing launched here."""

@@ -1,67 +1,49 @@
-"""Launch of ``decode_sm80`` and ``decode_combine_sm80`` (arguments: ``kernels_cu/scheduler/decode_params.cuh``)."""
+"""Launch of ``decode_sm80`` and ``decode_combine_sm80``; with a recent window or a shared prefix, twice and merged."""
 
 from __future__ import annotations
 
-import struct
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from .. import runtime
 from ..errors import UnsupportedError
-from ..registry import KernelSpec, decode_combine_spec, decode_spec
-from ..runtime import LoadedKernel
-from .params import MAX_GRID_X, PARAMS, WORKSPACE_ALIGNMENT, quotient_factors
+from ..kv.formats import KVFormat
+from ..problems import DecodeProblem, MergeProblem, Target
+from ..problems.quantize import WORKSPACE_ALIGNMENT
+from ..registry import KernelSpec
+from ..runtime.record import LaunchRecord
+from . import merge_states
+from .attn_fwd import SINKS_KINDS
+from .numbers import MAX_GRID_X, quotient_factors
+from .structs import DECODE, At, strides
 
-if TYPE_CHECKING:
-    from ..decode import DecodeProblem
-    from ..kv_format import KVFormat
-
-# DecodeParams, little-endian, no padding.
-_POINTERS = struct.Struct(
-    "<16Q"  # q k v k_params v_params k_mean k_channel_scale seq_lens block_table
-)  # recent_slots recent_state sinks o lse partials
-_REST = struct.Struct(
-    "<6q"  # strides of q and o: batch, seq, head
-    "4i"  # batch, q_len, num_q_heads, num_kv_heads
-    "3i"  # group, num_row_blocks, head_dim
-    "4i"  # capacity, block_size, num_blocks, table_columns
-    "3i"  # window_left, sinks_kind, hadamard
-    "3i"  # granule_log2, whole_granules, num_workers
-    "4i"  # recent_window, recent_ring, recent_num_slots, recent_side
-    "2f"  # softmax_scale, softcap
-    "iIiIi"  # combine_split, multipliers and shifts of block_size and num_workers
-    "Ii"  # two_1024, first_key
-)
-_ARGUMENTS = struct.Struct(f"<16Q{_REST.size}s")
 #: `RecentSide` of device code.
 OLDER, NEWEST = 1, 2
-_SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
-#: `kAllSeePrefix` of device code.
-ALL_SEE_PREFIX = -1
+#: `kSharedPrefix` of device code.
+SHARED_PREFIX = -1
 #: CTAs of the main kernel at most: the kernels compute with their square in 31 bits.
 _MAX_WORKERS = 46340
-#: Keys of the smallest part of a sequence that work is divided into; and with ``deterministic`` of every part.
-GRANULE, WHOLE_GRANULE = 128, 512
+#: Keys of the smallest chunk of a sequence that work is divided into; and with ``deterministic`` of every split.
+CHUNK, FIXED_SPLIT = 128, 512
 _COMBINE_WARPS = 8
-#: fp16 1024 twice; the kernels must not know it at compile time (kernels_cu/attention/kv_dequant.cuh).
+#: fp16 1024 twice; the kernels must not know it at compile time (kernels_cu/decode/kv_dequant.cuh).
 _TWO_1024 = 0x64006400
 
 
-def workers(most: int, segments: int, granules: int) -> int:
+def workers(most: int, segments: int, chunks: int) -> int:
     """CTAs of the main kernel.
 
     As many as are on the GPU at a time, ``most``, or a few less where sequences of one length then end where CTAs end:
-    each piece more that a CTA has costs it the time of filling its pipeline once more.
+    each split more that a CTA has costs it the time of filling its pipeline again.
     """
-    most = max(1, min(most, granules))
-    if segments == 0 or granules <= most:
+    most = max(1, min(most, chunks))
+    if segments == 0 or chunks <= most:
         return most
     aligned = segments * (most // segments) if segments <= most else -(-segments // -(-segments // most))
     return aligned if 10 * aligned >= 9 * most else most
 
 
 def combine_split(deterministic: bool, num_workers: int, segments: int) -> int:
-    """Warps of the second kernel that share a row: as many as ask for all partial results of a segment at once.
+    """Warps of the second kernel that work on one row: as many as ask for all partial results of a segment at once.
 
     Parameters
     ----------
@@ -77,126 +59,233 @@ def combine_split(deterministic: bool, num_workers: int, segments: int) -> int:
 
 
 @dataclass(frozen=True)
-class Recent:
-    """The part of a decode launch that computes one side of a cache with a recent window.
+class Kernels:
+    """The kernels of one pass over keys: the main one, and the one that combines its partial results."""
+
+    main: KernelSpec
+    combine: KernelSpec
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over keys of a call: all of them, or one of two sides that are merged.
 
     Attributes
     ----------
-    window, ring, slots : int
-        Of the cache.
+    problem : DecodeProblem
+        With strides, capacity and blocks of this pass.
+    k, v : KVFormat
+    planes : dict
+        Places of k, v, k_params, v_params, k_mean, k_channel_scale, block_table, recent_slots, recent_state; absent
+        ones None.
+    hadamard : bool
     side : int
-        `OLDER`: the quantized tokens before the window. `NEWEST`: those of the window; the problem's blocks are slots.
+        `OLDER`: the quantized tokens before the recent window. `NEWEST`: those of the window; blocks are slots then.
+    first_key : int
+        Keys before it are another pass's. `SHARED_PREFIX`: this one's are those that all sequences share.
+    sinks : bool
+        Whether this pass counts the sinks.
+    prefix_sequences : int
+        Of the pass over a shared prefix, which takes all queries for those of one sequence: how many sequences.
     """
 
-    window: int = 0
-    ring: int = 0
-    slots: int = 0
+    problem: DecodeProblem
+    k: KVFormat
+    v: KVFormat
+    planes: dict[str, At | None]
+    hadamard: bool
     side: int = 0
+    first_key: int = 0
+    sinks: bool = True
+    prefix_sequences: int = 0
 
 
-class DecodePlan:
-    """Everything about a call but its pointers.
+def passes(problem: DecodeProblem) -> tuple[Pass, ...]:
+    """What is computed one after the other: one pass, or two whose results are merged."""
+    p, cache = problem, problem.cache
+    planes: dict[str, At | None] = {
+        "k": At("cache.k"),
+        "v": At("cache.v"),
+        "k_params": At("cache.k_params") if cache.k_format.plane_words else None,
+        "v_params": At("cache.v_params") if cache.v_format.plane_words else None,
+        **{name: At(f"cache.{name}") if name in cache.key_arrays else None for name in ("k_mean", "k_channel_scale")},
+        "block_table": At("block_table") if cache.paged else None,
+        "recent_slots": At("recent_slots") if cache.recent_window and cache.paged else None,
+        "recent_state": At("cache.recent_state") if cache.recent_window else None,
+    }
+    row = p.num_q_heads * p.head_dim
+    own = (p.q_len * row, row, p.head_dim, 1)
+    formats = (cache.k_format, cache.v_format)
+    if cache.recent_window:
+        assert cache.recent_format is not None
+        contiguous = dataclasses.replace(p, o_strides=own)
+        older = Pass(contiguous, *formats, planes, cache.hadamard, side=OLDER, sinks=False)
+        slots = dataclasses.replace(
+            contiguous, block_size=cache.recent_ring, num_blocks=cache.recent_slots, table_columns=int(cache.paged)
+        )
+        rings = {
+            **dict.fromkeys(("k_params", "v_params", "k_mean", "k_channel_scale")),
+            "k": At("cache.recent_k"),
+            "v": At("cache.recent_v"),
+            "block_table": planes["recent_slots"],
+            "recent_slots": planes["recent_slots"],
+            "recent_state": planes["recent_state"],
+        }
+        return older, Pass(slots, cache.recent_format, cache.recent_format, rings, False, side=NEWEST)
+    if p.shared_prefix and p.batch:
+        # One sequence, whose table is that of sequence 0, of so many tokens as its capacity lets it have.
+        queries = p.batch * p.q_len
+        step = p.q_strides[0] if p.q_len == 1 else p.q_strides[1]
+        alone = dataclasses.replace(
+            p, batch=1, q_len=queries, capacity=p.shared_prefix, q_strides=(0, step, p.q_strides[2], 1),
+            o_strides=(0, row, p.head_dim, 1),
+        )  # fmt: skip
+        prefix = Pass(
+            alone, *formats, planes, cache.hadamard, first_key=SHARED_PREFIX, sinks=False, prefix_sequences=p.batch
+        )
+        rest = Pass(dataclasses.replace(p, o_strides=own), *formats, planes, cache.hadamard, first_key=p.shared_prefix)
+        return prefix, rest
+    return (Pass(p, *formats, planes, cache.hadamard),)
+
+
+def query_tiles(problem: DecodeProblem) -> int:
+    """Eights of query rows that a CTA of the kernel for ``problem`` has."""
+    return 1 if problem.group * problem.q_len <= 8 else 2
+
+
+def build(
+    chosen: tuple[Kernels, ...], merge: KernelSpec | None, problem: DecodeProblem, target: Target
+) -> tuple[tuple[LaunchRecord, ...], int]:
+    """The launches of a call, and the bytes of their workspace.
 
     Parameters
     ----------
-    spec, combine_spec : KernelSpec
-    kernel, combine : LoadedKernel or None
-        None: the plan describes a call, it cannot run one.
+    chosen : tuple of Kernels
+        For each of `passes`.
+    merge : KernelSpec, optional
+        The kernel that merges two passes.
     problem : DecodeProblem
-    hadamard : bool
-        Of the cache.
-    q_strides, o_strides : (batch, seq, head, ...) in elements
-    sm_count, max_smem : int
-        Of the GPU.
-    recent : Recent
-    first_key : int
-        Keys before it are another launch's. `ALL_SEE_PREFIX`: every query sees all keys of this one.
+    target : Target
     """
-
-    __slots__ = (
-        "_cluster", "_combine_grid", "_grid", "_ml_offset", "_rest", "_threads", "combine", "kernel", "num_slots",
-        "num_workers", "workspace_bytes",
+    todo = passes(problem)
+    if len(todo) == 1:
+        plan = _PassPlan(todo[0], chosen[0], target)
+        return plan.records(At("o"), At("lse") if problem.lse else None, 0), plan.workspace_bytes
+    assert merge is not None
+    p, dim, heads = problem, problem.head_dim, problem.num_q_heads
+    plans = [_PassPlan(one, kernels, target) for one, kernels in zip(todo, chosen, strict=True)]
+    # O and LSE of both passes, a place for the merged LSE, and scratch memory that one pass has after the other.
+    rows = p.batch * p.q_len * heads
+    places = [0]
+    for size in (2 * rows * dim, 2 * rows * dim, 4 * rows, 4 * rows, 4 * rows):
+        places.append(places[-1] + -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT)
+    o_at, lse_at = ([At("workspace", x) for x in places[first : first + 2]] for first in (0, 2))
+    records: list[LaunchRecord] = []
+    for plan, o, lse in zip(plans, o_at, lse_at, strict=True):
+        records += plan.records(o, lse, places[5])
+    own, own_lse = (p.q_len * heads * dim, heads * dim, dim), (heads * p.q_len, p.q_len, 1)
+    # The prefix's queries are those of one sequence.
+    first_lse = (p.q_len, p.batch * p.q_len, 1) if p.shared_prefix else own_lse
+    joined = MergeProblem(
+        p.dtype, (p.batch, p.q_len, heads, dim),
+        (own, own, (p.o_strides[0], p.o_strides[1], p.o_strides[2])), (first_lse, own_lse, own_lse),
     )  # fmt: skip
+    operands = {
+        "o_a": o_at[0], "o_b": o_at[1], "o": At("o"), "lse_a": lse_at[0], "lse_b": lse_at[1],
+        "lse": At("lse") if p.lse else At("workspace", places[4]),
+    }  # fmt: skip
+    records += merge_states.build(merge, joined, target, operands)
+    return tuple(records), places[5] + max(plan.workspace_bytes for plan in plans)
 
-    def __init__(
-        self,
-        spec: KernelSpec,
-        combine_spec: KernelSpec,
-        kernel: LoadedKernel | None,
-        combine: LoadedKernel | None,
-        problem: DecodeProblem,
-        hadamard: bool,
-        q_strides: tuple[int, ...],
-        o_strides: tuple[int, ...],
-        sm_count: int,
-        max_smem: int,
-        recent: Recent = Recent(),
-        first_key: int = 0,
-    ) -> None:
-        p = problem
-        self.kernel, self.combine = kernel, combine
-        rows = spec.block_m
-        row_blocks = -(-p.group * p.q_len // rows)
-        segments = p.batch * p.num_kv_heads * row_blocks
-        granule = WHOLE_GRANULE if p.deterministic else GRANULE
-        most_keys = min(p.capacity, recent.window) if recent.side == NEWEST else p.capacity
-        granules = segments * -(-most_keys // granule)
-        if granules >= 2**31 or segments > MAX_GRID_X:
+
+class _PassPlan:
+    """How the keys of a pass are divided among CTAs."""
+
+    def __init__(self, one: Pass, kernels: Kernels, target: Target) -> None:
+        p, spec = one.problem, kernels.main
+        self.one, self.kernels = one, kernels
+        self.rows = spec.block_m
+        self.row_blocks = -(-p.group * p.q_len // self.rows)
+        self.segments = p.batch * p.num_kv_heads * self.row_blocks
+        self.chunk = FIXED_SPLIT if p.deterministic else CHUNK
+        most_keys = min(p.capacity, p.cache.recent_window) if one.side == NEWEST else p.capacity
+        chunks = self.segments * -(-most_keys // self.chunk)
+        if chunks >= 2**31 or self.segments > MAX_GRID_X:
             raise UnsupportedError(
-                f"decode(): {p.batch} sequences of up to {p.capacity} tokens, {p.num_kv_heads} heads and {row_blocks} "
-                f"blocks of query rows are more than the kernels count in 31 bits",
+                f"decode(): {p.batch} sequences of up to {p.capacity} tokens, {p.num_kv_heads} heads and "
+                f"{self.row_blocks} blocks of query rows are more than the kernels count in 31 bits",
                 instead="a smaller batch",
             )
         # As many CTAs as are on the GPU at a time: 1 KiB of each CTA's shared memory is the system's.
-        at_a_time = min(int(dict(spec.defines)["MIN_CTAS"]), (max_smem + 1024) // (spec.smem_bytes + 1024))
-        self.num_workers = workers(min(sm_count * max(at_a_time, 1), _MAX_WORKERS), segments, granules)
-        self.num_slots = granules if p.deterministic else 2 * self.num_workers
-        values = self.num_slots * rows
-        self._ml_offset = -(-4 * values * spec.head_dim // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-        self.workspace_bytes = max(self._ml_offset + 8 * values, 1)
-        split = combine_split(p.deterministic, self.num_workers, segments)
-        self._rest = _REST.pack(
-            *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), q_strides, strict=False)),
-            *(0 if n == 1 else s for n, s in zip((p.batch, p.q_len, p.num_q_heads), o_strides, strict=False)),
-            p.batch, p.q_len, p.num_q_heads, p.num_kv_heads, p.group, row_blocks, p.head_dim, p.capacity, p.block_size,
-            p.num_blocks, p.table_columns, p.window_left, _SINKS_KINDS[p.sinks], int(hadamard),
-            granule.bit_length() - 1, int(p.deterministic), self.num_workers,
-            recent.window, recent.ring, recent.slots, recent.side,
-            p.softmax_scale, p.softcap, split, *quotient_factors(p.block_size),
-            *quotient_factors(self.num_workers), _TWO_1024, first_key,
-        )  # fmt: skip
-        self._threads = 32 * spec.num_warps
-        self._cluster = combine.overlap if combine else None
-        self._grid = (self.num_workers, 1, 1) if segments else (0, 1, 1)
-        self._combine_grid = (segments, -(-min(rows, p.group * p.q_len) * split // _COMBINE_WARPS), 1)
+        at_a_time = min(spec.ctas_per_sm, (target.max_smem + 1024) // (spec.smem_bytes + 1024))
+        self.num_workers = workers(min(target.sm_count * max(at_a_time, 1), _MAX_WORKERS), self.segments, chunks)
+        values = (chunks if p.deterministic else 2 * self.num_workers) * self.rows
+        self.ml_offset = -(-4 * values * spec.head_dim // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        self.workspace_bytes = max(self.ml_offset + 8 * values, 1)
 
-    def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
-        """Queue both kernels on ``stream``; ``pointers`` in the order of `_POINTERS`, the workspace last."""
-        if self._grid[0] == 0:
-            return
-        if self.kernel is None or self.combine is None:
-            raise RuntimeError("a plan without loaded kernels describes a call, it cannot run one")
-        _ARGUMENTS.pack_into(PARAMS.buffer, 0, *pointers, pointers[-1] + self._ml_offset, self._rest)
-        self.kernel.launch(self._grid, self._threads, stream, PARAMS.address)
-        self.combine.launch(self._combine_grid, 32 * _COMBINE_WARPS, stream, PARAMS.address, self._cluster)
+    def records(self, o: At, lse: At | None, partials: int) -> tuple[LaunchRecord, ...]:
+        """The launches, with partial results from byte ``partials`` of the workspace on."""
+        if self.segments == 0:
+            return ()
+        one, spec, combine = self.one, self.kernels.main, self.kernels.combine
+        p, cache = one.problem, one.problem.cache
+        extents = (p.batch, p.q_len, p.num_q_heads)
 
+        def three(own: tuple[int, ...]) -> tuple[int, int, int]:
+            b, s, h = (0 if n == 1 else x for n, x in zip(extents, own, strict=False))
+            return b, s, h
 
-def plan_decode(
-    problem: DecodeProblem,
-    formats: tuple[KVFormat, KVFormat],
-    hadamard: bool,
-    q_strides: tuple[int, ...],
-    o_strides: tuple[int, ...],
-    ordinal: int,
-    recent: Recent = Recent(),
-    first_key: int = 0,
-) -> DecodePlan:
-    """The plan for K and V of these formats on GPU ``ordinal``, with its kernels loaded."""
-    device = runtime.device_info(ordinal)
-    n_tiles = 1 if problem.group * problem.q_len <= 8 else 2
-    spec = decode_spec(problem.dtype, *formats, n_tiles)
-    combine = decode_combine_spec(problem.dtype, formats[0].row_dim, n_tiles)
-    return DecodePlan(
-        spec, combine, runtime.load(spec, ordinal), runtime.load(combine, ordinal), problem, hadamard, q_strides,
-        o_strides, device.sm_count, device.max_smem_optin, recent, first_key,
-    )  # fmt: skip
+        split = combine_split(p.deterministic, self.num_workers, self.segments)
+        block_multiplier, block_shift = quotient_factors(p.block_size)
+        worker_multiplier, worker_shift = quotient_factors(self.num_workers)
+        sinks = p.sinks if one.sinks else "none"
+        values: dict[str, object] = {
+            "q": At("q"),
+            **one.planes,
+            "seq_lens": At("seq_lens"),
+            "sinks": At("sinks") if sinks != "none" else None,
+            "o": o,
+            "lse": lse,
+            "partial_o": At("workspace", partials),
+            "partial_ml": At("workspace", partials + self.ml_offset),
+            **strides("q", three(p.q_strides)),
+            **strides("o", three(p.o_strides)),
+            "batch": p.batch,
+            "q_len": p.q_len,
+            "num_q_heads": p.num_q_heads,
+            "num_kv_heads": p.num_kv_heads,
+            "group": p.group,
+            "num_row_blocks": self.row_blocks,
+            "head_dim": p.head_dim,
+            "capacity": p.capacity,
+            "block_size": p.block_size,
+            "num_blocks": p.num_blocks,
+            "table_columns": p.table_columns,
+            "window_left": p.window_left,
+            "sinks_kind": SINKS_KINDS[sinks],
+            "hadamard": int(one.hadamard),
+            "chunk_log2": self.chunk.bit_length() - 1,
+            "fixed_splits": int(p.deterministic),
+            "num_workers": self.num_workers,
+            "recent_window": cache.recent_window if one.side else 0,
+            "recent_ring": cache.recent_ring if one.side else 0,
+            "recent_num_slots": cache.recent_slots if one.side else 0,
+            "recent_side": one.side,
+            "softmax_scale": p.softmax_scale,
+            "softcap": p.softcap,
+            "combine_split": split,
+            "block_multiplier": block_multiplier,
+            "block_shift": block_shift,
+            "worker_multiplier": worker_multiplier,
+            "worker_shift": worker_shift,
+            "two_1024": _TWO_1024,
+            "first_key": one.first_key,
+            "prefix_sequences": one.prefix_sequences,
+            "prefix_q_len": p.q_len // one.prefix_sequences if one.prefix_sequences else 0,
+        }
+        arguments = DECODE.pack(values)
+        grid = (self.segments, -(-min(self.rows, p.group * p.q_len) * split // _COMBINE_WARPS), 1)
+        return (
+            LaunchRecord(spec, (self.num_workers, 1, 1), 32 * spec.num_warps, *arguments),
+            LaunchRecord(combine, grid, 32 * _COMBINE_WARPS, *arguments, overlap=True),
+        )

@@ -1,116 +1,102 @@
-"""Launch of ``kv_append_sm80`` (arguments: ``kernels_cu/scheduler/kv_append_params.cuh``) and ``kv_copy_sm80``."""
+"""Launch of ``kv_append_sm80`` and ``kv_copy_sm80``."""
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from ..errors import UnsupportedError
+from ..problems import AppendProblem, CopyProblem, Target
+from ..registry import KernelSpec
+from ..runtime.record import LaunchRecord
+from .numbers import MAX_GRID_X, quotient_factors
+from .structs import KV_APPEND, KV_COPY, MAX_PAIRS, At, strides
 
-from .. import runtime
-from ..errors import DtypeError, UnsupportedError
-from ..kv_format import KV_ARRAY_DTYPES
-from ..registry import append_spec, by_name
-from .params import MAX_GRID_X, PARAMS, quotient_factors
-
-if TYPE_CHECKING:
-    from ..append import AppendProblem
-    from ..cache import KVCache, PagedKVCache
-    from ..runtime import LoadedKernel
-
-_REST = struct.Struct(
-    "<6q"  # strides of k and v: batch, seq, head
-    "q"  # rows
-    "4i"  # batch, tokens, num_kv_heads, head_dim
-    "4i"  # capacity, block_size, num_blocks, table_columns
-    "3i"  # rope, rope_pairs, rope_rows
-    "4i"  # hadamard, zero_point, recent_ring, recent_num_slots
-    "IiIiIii"  # multipliers and shifts of num_kv_heads, tokens and block_size, reserved
-)
-# k v seq_lens cu_seqlens block_table cos sin | planes k v k_params v_params | k_mean k_channel_scale
-# | recent: slots k v state
-_ARGUMENTS = struct.Struct(f"<17Q{_REST.size}s")
 _ROPE = {"none": 0, "half": 1, "interleaved": 2}
 _THREADS, _COPY_THREADS = 128, 256
-#: Pairs of blocks that one launch copies.
-MAX_PAIRS = 112
-_COPY = struct.Struct(f"<4Q4q{2 * MAX_PAIRS}i")
 
 
-class AppendPlan:
-    """Everything about a call but its pointers."""
-
-    __slots__ = ("_grid", "_rest", "kernel")
-
-    def __init__(
-        self,
-        kernel: LoadedKernel | None,
-        problem: AppendProblem,
-        cache: KVCache,
-        k_strides: tuple[int, ...],
-        v_strides: tuple[int, ...],
-    ) -> None:
-        p = problem
-        self.kernel = kernel
-        # A thread has 16 channels of a token and head, a CTA tokens of one head.
-        blocks = -(-p.rows * (cache.k_format.row_dim // 16) // _THREADS) * p.num_kv_heads
-        if blocks > MAX_GRID_X:
-            received = f"{p.rows} tokens of {p.num_kv_heads} heads"
-            raise UnsupportedError(f"append(): {received} are more than one launch takes", instead="several calls")
-
-        def three(strides: tuple[int, ...]) -> tuple[int, int, int]:
-            return (0, strides[0], strides[1]) if len(strides) == 3 else (strides[0], strides[1], strides[2])
-
-        self._grid = (blocks, 1, 1)
-        self._rest = _REST.pack(
-            *three(k_strides), *three(v_strides), p.rows, p.batch, p.tokens, p.num_kv_heads, p.head_dim, p.capacity,
-            p.block_size, p.num_blocks, p.table_columns, _ROPE[p.rope], p.rope_pairs, p.rope_rows, int(cache.hadamard),
-            int(cache.k_format.zero_point or cache.v_format.zero_point), cache.recent_ring, cache.recent_slots,
-            *(f for n in (p.num_kv_heads, p.tokens, p.block_size) for f in quotient_factors(max(n, 1))), 0,
-        )  # fmt: skip
-
-    def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
-        """Queue the kernel on ``stream``; ``pointers`` in the order of `_ARGUMENTS`, 0 for what is absent."""
-        if self._grid[0] == 0:
-            return
-        if self.kernel is None:
-            raise RuntimeError("a plan without a loaded kernel describes a call, it cannot run one")
-        _ARGUMENTS.pack_into(PARAMS.buffer, 0, *pointers, self._rest)
-        self.kernel.launch(self._grid, _THREADS, stream, PARAMS.address)
+def _three(own: tuple[int, ...]) -> tuple[int, int, int]:
+    """Strides (batch, seq, head); packed rows have no batch."""
+    return (0, own[0], own[1]) if len(own) == 3 else (own[0], own[1], own[2])
 
 
-def plan_append(
-    problem: AppendProblem, cache: KVCache, k_strides: tuple[int, ...], v_strides: tuple[int, ...], ordinal: int
-) -> AppendPlan:
-    """The plan for GPU ``ordinal``, with its kernel loaded."""
-    for fmt in (cache.k_format, cache.v_format, cache.recent_format):
-        if fmt is not None and not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != problem.dtype:
-            raise DtypeError("k", f"{KV_ARRAY_DTYPES[fmt.dtype]}, like the cache", problem.dtype, function="append")
-    spec = append_spec(problem.dtype, cache.k_format, cache.v_format)
-    return AppendPlan(runtime.load(spec, ordinal), problem, cache, k_strides, v_strides)
+def build(spec: KernelSpec, problem: AppendProblem, target: Target) -> tuple[LaunchRecord, ...]:
+    """The launch of a call; none where there is no token."""
+    p, cache = problem, problem.cache
+    # A thread has 16 channels of a token and head, a CTA tokens of one head.
+    blocks = -(-p.rows * (cache.k_format.row_dim // 16) // _THREADS) * p.num_kv_heads
+    if blocks == 0:
+        return ()
+    if blocks > MAX_GRID_X:
+        received = f"{p.rows} tokens of {p.num_kv_heads} heads"
+        raise UnsupportedError(f"append(): {received} are more than one launch takes", instead="several calls")
+    rope = p.rope != "none"
+    recent = bool(cache.recent_window)
+    values: dict[str, object] = {
+        "k": At("k"),
+        "v": At("v"),
+        "seq_lens": At("seq_lens"),
+        "cu_seqlens": At("cu_seqlens") if p.packed else None,
+        "block_table": At("block_table") if cache.paged else None,
+        "cos": At("cos") if rope else None,
+        "sin": At("sin") if rope else None,
+        "k_data": At("cache.k"),
+        "v_data": At("cache.v"),
+        "k_params": At("cache.k_params") if cache.k_format.plane_words else None,
+        "v_params": At("cache.v_params") if cache.v_format.plane_words else None,
+        **{name: At(f"cache.{name}") if name in cache.key_arrays else None for name in ("k_mean", "k_channel_scale")},
+        "recent_slots": At("recent_slots") if recent and cache.paged else None,
+        **{name: At(f"cache.{name}") if recent else None for name in ("recent_k", "recent_v", "recent_state")},
+        **strides("k", _three(p.k_strides)),
+        **strides("v", _three(p.v_strides)),
+        "rows": p.rows,
+        "batch": p.batch,
+        "tokens": p.tokens,
+        "num_kv_heads": p.num_kv_heads,
+        "head_dim": p.head_dim,
+        "capacity": p.capacity,
+        "block_size": p.block_size,
+        "num_blocks": p.num_blocks,
+        "table_columns": p.table_columns,
+        "rope": _ROPE[p.rope],
+        "rope_pairs": p.rope_pairs,
+        "rope_rows": p.rope_rows,
+        "hadamard": int(cache.hadamard),
+        "zero_point": int(cache.k_format.zero_point or cache.v_format.zero_point),
+        "recent_ring": cache.recent_ring,
+        "recent_num_slots": cache.recent_slots,
+        "reserved": 0,
+    }
+    for name, n in (("heads", p.num_kv_heads), ("tokens", p.tokens), ("block", p.block_size)):
+        values[f"{name}_multiplier"], values[f"{name}_shift"] = quotient_factors(max(n, 1))
+    return (LaunchRecord(spec, (blocks, 1, 1), _THREADS, *KV_APPEND.pack(values)),)
 
 
-def launch_copies(cache: PagedKVCache, pairs: list[tuple[int, int]], stream: int) -> None:
-    """Queue copies of blocks on ``stream``."""
-    rows = cache.num_kv_heads * cache.block_size
-    formats = (cache.k_format, cache.v_format)
-    sizes = [*(rows * f.row_bytes for f in formats), *(rows * 4 * f.plane_words for f in formats)]
-    _launch_copies(cache, [cache.address(name) for name in ("k", "v", "k_params", "v_params")], sizes, pairs, stream)
-
-
-def launch_recent_copies(cache: KVCache, pairs: list[tuple[int, int]], stream: int) -> None:
-    """Queue copies of slots of the recent window on ``stream``."""
-    assert cache.recent_format is not None
-    ring = cache.num_kv_heads * cache.recent_ring * cache.recent_format.row_bytes
-    addresses = [cache.address(name) for name in ("recent_k", "recent_v", "recent_state")]
-    _launch_copies(cache, [*addresses, 0], [ring, ring, 8, 0], pairs, stream)
-
-
-def _launch_copies(
-    cache: KVCache, addresses: list[int], sizes: list[int], pairs: list[tuple[int, int]], stream: int
-) -> None:
-    kernel = runtime.load(by_name("kv_copy_sm80"), cache.tensors[0].ordinal)
+def build_copies(spec: KernelSpec, problem: CopyProblem, target: Target) -> tuple[LaunchRecord, ...]:
+    """The launches of `copy_blocks` or `copy_recent`."""
+    cache = problem.cache
+    planes: list[At | None]
+    if problem.recent:
+        assert cache.recent_format is not None
+        ring = cache.num_kv_heads * cache.recent_ring * cache.recent_format.row_bytes
+        planes = [At("cache.recent_k"), At("cache.recent_v"), At("cache.recent_state"), None]
+        sizes = [ring, ring, 8, 0]
+    else:
+        rows = cache.num_kv_heads * cache.block_size
+        formats = (cache.k_format, cache.v_format)
+        planes = [At("cache.k"), At("cache.v")]
+        planes += [
+            At(name) if fmt.plane_words else None
+            for name, fmt in zip(("cache.k_params", "cache.v_params"), formats, strict=True)
+        ]
+        sizes = [*(rows * f.row_bytes for f in formats), *(rows * 4 * f.plane_words for f in formats)]
     parts = max(1, min(32, max(sizes) // (16 * _COPY_THREADS)))
-    for first in range(0, len(pairs), MAX_PAIRS):
-        some = pairs[first : first + MAX_PAIRS]
+    records = []
+    for first in range(0, len(problem.pairs), MAX_PAIRS):
+        some = problem.pairs[first : first + MAX_PAIRS]
         flat = [x for pair in some for x in pair]
-        data = _COPY.pack(*addresses, *sizes, *flat, *[0] * (2 * MAX_PAIRS - len(flat)))
-        kernel.launch((len(some), 4, parts), _COPY_THREADS, stream, PARAMS.write(data))
+        values: dict[str, object] = {
+            "planes": planes,
+            "block_bytes": tuple(sizes),
+            "pairs": (*flat, *[0] * (2 * MAX_PAIRS - len(flat))),
+        }
+        records.append(LaunchRecord(spec, (len(some), 4, parts), _COPY_THREADS, *KV_COPY.pack(values)))
+    return tuple(records)

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omniattn.kv_format import KVFormat
+from omniattn import arrays
+from omniattn.kv.cache import KVCache
+from omniattn.kv.formats import KVFormat
 from omniattn.reference import kv_cache
 from omniattn.reference.attention import attention
 
@@ -44,7 +46,9 @@ class RecentArrays:
         return min(max(first, end - self.k.shape[2], length - self.window, 0), length)
 
     def append(self, slot: int, k: Array, v: Array, first: int) -> None:
-        """Write tokens (tokens, heads, head_dim) at positions ``first`` and on."""
+        """Write tokens (tokens, heads, head_dim) at positions ``first`` and on; none before position 0."""
+        missing = max(-first, 0)
+        k, v, first = k[missing:], v[missing:], first + missing
         ring, count = self.k.shape[2], k.shape[0]
         if count == 0:
             return
@@ -100,8 +104,12 @@ def _places(table: Array, positions: Array, block_size: int) -> tuple[Array, Arr
 def append_tokens(cache: CacheArrays, k: Array, v: Array, table: Array, first: int, slot: int = 0) -> None:
     """Quantize tokens (tokens, heads, head_dim) of one sequence, and write them at positions ``first`` and on.
 
-    ``slot``: the sequence's in the recent window.
+    Tokens before position 0 are passed over. ``slot``: the sequence's in the recent window.
     """
+    missing = max(-first, 0)
+    k, v, first = k[missing:], v[missing:], first + missing
+    if k.shape[0] == 0:
+        return
     if cache.recent is not None:
         cache.recent.append(slot, k, v, first)
     blocks, rows = _places(table, np.arange(first, first + k.shape[0]), cache.block_size)
@@ -198,3 +206,30 @@ def decode(
             compute_dtype=compute_dtype,
         )
     return o, lse
+
+
+def on_host(cache: KVCache) -> CacheArrays:
+    """A cache's memory as NumPy sees it; of a cache on the CPU it is the memory itself, written in place."""
+
+    def plane(name: str, fmt: KVFormat) -> Any:
+        raw = arrays.raw_view(cache.planes[name])
+        if fmt.layout == "fbgemm":
+            return raw.swapaxes(1, 2)
+        return raw if fmt.quantized else raw.view(np.uint8)
+
+    def params(name: str, fmt: KVFormat) -> Any:
+        lead = (cache.num_blocks, cache.num_kv_heads, cache.block_size)
+        if not fmt.plane_words:
+            return np.empty((*lead, 0), dtype=np.uint32)
+        return arrays.raw_view(cache.planes[name]).view(np.uint32)
+
+    recent = None
+    if cache.recent_format is not None:
+        k, v, state = (arrays.raw_view(cache.planes[name]) for name in ("recent_k", "recent_v", "recent_state"))
+        recent = RecentArrays(cache.recent_window, cache.recent_format, k.view(np.uint8), v.view(np.uint8), state)
+    own = {name: arrays.to_numpy(t) for name, t in cache.key_arrays.items()}
+    return CacheArrays(
+        cache.k_format, cache.v_format, plane("k", cache.k_format), plane("v", cache.v_format),
+        params("k_params", cache.k_format), params("v_params", cache.v_format), own.get("k_mean"),
+        own.get("k_channel_scale"), cache.hadamard, recent,
+    )  # fmt: skip

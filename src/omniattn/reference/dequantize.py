@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omniattn.launch.quantize import BLOCK_ROWS, QuantizeProblem
+from omniattn.problems.quantize import BLOCK_ROWS, QuantizeProblem
 from omniattn.reference.e4m3 import decode_e4m3
 from omniattn.reference.quantize import KEY_ORDER, Sequence, groups_of, slots_per_tile, unpack_int4
 

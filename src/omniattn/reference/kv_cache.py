@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omniattn.arrays.host import bfloat16_bits
-from omniattn.kv_format import KVFormat
+from omniattn.kv.formats import KVFormat
 from omniattn.reference.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 
 Array = npt.NDArray[Any]

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omniattn.errors import ArgumentError
-from omniattn.launch.quantize import BLOCK_ROWS, QuantizeProblem
-from omniattn.precision import Int8, check_choice, value_levels
+from omniattn.problems.precision import Int4, Int8, Precision, check_choice, value_levels
+from omniattn.problems.quantize import BLOCK_ROWS, QuantizeProblem
 from omniattn.reference import checks
 from omniattn.reference.ablation import FORMATS
 from omniattn.reference.core import Array, Options, block_rows, key_range, outside_window
@@ -73,7 +73,7 @@ def attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     *,
-    precision: Int8,
+    precision: Int8 | Int4 | Precision,
     layout: str = "NHD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
@@ -96,7 +96,7 @@ def attention(
     ----------
     q, k, v : array_like, floating
         As in `omniattn.reference.attention`; packed, as in `attention_varlen`, when ``cu_seqlens_*`` are given.
-    precision : Int8 or Int4
+    precision : Int8, Int4 or Precision
     grouping : "sm90" or "sm80"
         Which GPU's groups of rows share scales.
     key_tile : int, optional
@@ -116,7 +116,9 @@ def attention(
         (batch, heads_q, seqlen_q), packed (heads_q, total_q); natural logarithm.
     """
     checks.check_layout(layout, _NAME)
-    if not isinstance(precision, Int8):
+    if isinstance(precision, (Int8, Int4)):
+        precision = precision.precision
+    if not isinstance(precision, Precision) or not precision.quantized:
         raise ArgumentError("precision", "an Int8 or Int4", repr(precision), function=_NAME)
     precision = precision.on_cpu
     # Sums in fp16 change the levels of P and V as well, so that precision alone asks for them.
@@ -143,7 +145,7 @@ def attention(
     longest = kh.shape[-2] if starts_k is None else int(np.diff(starts_k).max(initial=0))
     problem = QuantizeProblem(
         "float32", batch, qh.shape[-2], kh.shape[-2], qh.shape[-3], kh.shape[-3], qh.shape[-1], varlen,
-        precision.bits, precision.granularity, grouping, precision.smooth_q, precision.smooth_k, precision.smooth_v,
+        precision.qk, precision.granularity, grouping, precision.smooth_q, precision.smooth_k, precision.smooth_v,
         "full", v=pv in ("fp8", "fp16"), v_dtype="float16" if pv == "fp16" else "float8_e4m3",
         max_seqlen_k=max(longest, max_seqlen_k or 0), v_levels=value_levels(pv, precision.pv_accumulator),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Quantization of Q, K and V in NumPy: the kernels' bits (``row_bias`` and ``delta_s``: the same up to rounding).
 
-Every sum is taken in the order of ``kernels_cu/attention/quantize_reduce.cuh``. Formats: docs/quantization.md.
+Every sum is taken in the order of ``kernels_cu/quantize/reduce.cuh``. Formats: docs/quantization.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omniattn.launch.quantize import (
+from omniattn.problems.quantize import (
     BLOCK_ROWS,
     CHUNK_ROWS,
     KEY_TILES,

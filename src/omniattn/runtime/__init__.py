@@ -5,8 +5,8 @@ Importing this package imports neither CUDA bindings nor NumPy, and initializes 
 
 from __future__ import annotations
 
-from .device import DeviceInfo, device_info
-from .driver import has_tensor_maps
+from .device import DeviceInfo
+from .driver import device_info, has_tensor_maps
 from .kernel import LoadedKernel
 from .loader import CompiledFile, Resolution, compile_to, load, load_image, resolve
 

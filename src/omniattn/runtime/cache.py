@@ -2,36 +2,46 @@
 
 A file is named ``<key>.nvrtc<major>.<minor>``. The key is a digest of everything that decides the binary except the
 compiler's version, which the name gives: so a kernel is found again when NVRTC is no longer installed, and two versions
-of NVRTC do not overwrite each other. No path goes into a key.
+of NVRTC do not overwrite each other. Of several, the newest that the driver takes is used. No path goes into a key.
 
 File: magic and the sha256 of all that follows, one line; a JSON header, one line; the binary. Files are written under a
 temporary name and renamed, so a reader sees a whole file or none; any number of processes may do this at once, and the
-last one wins. Nothing that goes wrong here stops a computation: a damaged file is removed and rebuilt, an unwritable
-folder or a full disk leaves the kernel in memory.
+last one wins. Nothing that goes wrong here stops a computation: a damaged file is removed and rebuilt; an unwritable
+folder, a full disk, or a folder that another user owns or can write to leaves the kernel in memory.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CacheError
+from ..version import __version__
 from . import env, log
 from .arch import Arch
-from .compile import CompileResult, Sources, compile_options, source_digest
+from .compile import CompileResult, compile_options
+from .sources import Sources, source_digest
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
 
 _MAGIC = b"omniattn-kernel-1"
+#: Whether files have owners and modes that say who may write.
+_HAS_OWNERS = hasattr(os, "geteuid")
+_WRITING = ".writing-"
+#: A file takes milliseconds to write.
+_ABANDONED_SECONDS = 3600
 _NAME = re.compile(r"([0-9a-f]{64})\.nvrtc(\d+)\.(\d+)")
 
 
@@ -56,8 +66,6 @@ def default_folder() -> Path | None:
 
 def cache_key(spec: KernelSpec, arch: Arch, sources: Sources) -> str:
     """Digest of sources, includes, defines, options, target and package version."""
-    from .. import __version__
-
     parts = [source_digest(spec, sources), str(arch), *compile_options(spec, arch), __version__]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -133,6 +141,41 @@ class CacheEntry:
         )
 
 
+def _foreign(status: os.stat_result) -> str:
+    """Why what has this status may hold what another user put there; empty if it may not."""
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, not to user {os.geteuid()} of this process"
+    mode = stat.S_IMODE(status.st_mode)
+    return f"can be written by others (mode {mode:o})" if mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
+
+
+def _distrust(folder: Path) -> str:
+    """Why a folder must not be used; empty if it may be, or is missing."""
+    if not _HAS_OWNERS:
+        return ""
+    try:
+        reason = _foreign(folder.stat())
+    except OSError:
+        return ""  # nothing can be read from it either
+    return f"{folder} {reason}, and is not used" if reason else ""
+
+
+def _warn_of(refusal: str) -> None:
+    log.warn_once(
+        f"kernel cache: {refusal}: kernels compiled at run time are kept in memory only. "
+        "What to do: chmod go-w, or set OMNIATTN_CACHE_DIR to a folder that is yours alone"
+    )
+
+
+def _read_own(path: Path) -> bytes:
+    """A file's content. Raises OSError, also where another user may have written it."""
+    with path.open("rb") as file:
+        reason = _foreign(os.fstat(file.fileno())) if _HAS_OWNERS else ""
+        if reason:
+            raise PermissionError(errno.EPERM, f"it {reason}")
+        return file.read()
+
+
 class KernelCache:
     """The cache: a folder, and what this process could not write there.
 
@@ -146,34 +189,70 @@ class KernelCache:
         self.folder = folder
         self._memory: dict[str, CacheEntry] = {}
         self._lock = threading.Lock()
+        self._swept = False
 
-    def get(self, key: str) -> tuple[CacheEntry | None, str]:
-        """The entry for ``key``, by the newest NVRTC that made one; or None and why there is none."""
+    def find(self, key: str, kernel: str) -> Iterator[tuple[CacheEntry | None, str]]:
+        """Entries of ``key``, by the newest NVRTC first.
+
+        Parameters
+        ----------
+        key : str
+            From `cache_key`.
+        kernel : str
+            Name that the entries must have.
+
+        Yields
+        ------
+        (CacheEntry, "") or (None, reason)
+            The reason says why a file cannot be used, or that there is none.
+        """
         with self._lock:
             kept = self._memory.get(key)
         if kept is not None:
-            return kept, ""
-        if self.folder is None:
-            return None, "there is no cache folder"
-        reason = f"not in {self.folder}"
-        for path in self._files(key):
+            yield kept, ""
+        refusal = self.refusal(key)
+        if refusal:
+            _warn_of(refusal)
+        files = [] if refusal else self._files(key)
+        missing = True
+        for path in files:
             try:
-                return CacheEntry.decode(path.read_bytes()), ""
+                entry = CacheEntry.decode(_read_own(path))
+                if entry.kernel != kernel:
+                    raise ValueError(f"it holds kernel {entry.kernel!r}")
             except FileNotFoundError:
                 continue
             except OSError as error:
-                reason = f"{path} cannot be read ({error.strerror or error})"
+                found: tuple[CacheEntry | None, str] = None, f"{path} cannot be read ({error.strerror or error})"
             except (ValueError, KeyError, TypeError) as error:
-                reason = f"{path} is damaged ({error})"
-                log.get().warning("kernel cache: %s; it is removed", reason)
+                found = None, f"{path} is damaged ({error})"
+                log.get().warning("kernel cache: %s; it is removed", found[1])
                 self._remove(path)
-        return None, reason
+            else:
+                found = entry, ""
+            missing = False
+            yield found
+        if missing and kept is None:
+            yield None, refusal or ("there is no cache folder" if self.folder is None else f"not in {self.folder}")
+
+    def refusal(self, key: str = "") -> str:
+        """Why the folder (and that of ``key`` in it) must not be used; empty where it may be, or does not exist yet.
+
+        Its files are run on the GPU with this user's rights: nobody else may be able to put one there. Owner and mode
+        decide on POSIX systems only; on Windows they say nothing, and the default folder is private.
+        """
+        if self.folder is None:
+            return ""
+        return _distrust(self.folder) or (_distrust(self.folder / key[:2]) if key else "")
 
     def put(self, key: str, entry: CacheEntry) -> Path | None:
         """Keep ``entry``: on disk, else in memory. Returns the file, or None if it could not be written."""
         if self.folder is not None:
             try:
-                return self._write(key, entry)
+                refusal = self._make_folders(key)
+                if not refusal:
+                    return self._write(key, entry)
+                _warn_of(refusal)
             except OSError as error:
                 log.warn_once(
                     f"kernel cache {self.folder} cannot be written ({error.strerror or error}): "
@@ -189,26 +268,6 @@ class KernelCache:
             return []
         return sorted(path for path in self.folder.glob("??/*") if _NAME.fullmatch(path.name))
 
-    def clear(self) -> int:
-        """Remove all kernels, in memory too; returns how many files went.
-
-        Raises
-        ------
-        CacheError
-            A file cannot be removed.
-        """
-        with self._lock:
-            self._memory.clear()
-        files = self.entries()
-        for path in files:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise CacheError(
-                    str(path), f"cannot be removed ({error.strerror or error})", "check the folder's owner and mode"
-                ) from error
-        return len(files)
-
     def _files(self, key: str) -> list[Path]:
         """Files of ``key``, the newest NVRTC first."""
         if self.folder is None:
@@ -216,7 +275,7 @@ class KernelCache:
         try:
             names = os.listdir(self.folder / key[:2])
         except OSError:
-            # Missing or unreadable alike: `get` reports that the key is not there.
+            # Missing or unreadable alike: `find` reports that the key is not there.
             return []
         found = []
         for name in names:
@@ -225,14 +284,23 @@ class KernelCache:
                 found.append(((int(match[2]), int(match[3])), self.folder / key[:2] / name))
         return [path for _, path in sorted(found, reverse=True)]
 
+    def _make_folders(self, key: str) -> str:
+        """Make the folders that ``key`` is kept in; returns why they must not be used."""
+        assert self.folder is not None
+        # One after the other, because mkdir's mode does not reach parents.
+        for folder in (self.folder, self.folder / key[:2]):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refusal = _distrust(folder)
+            if refusal:
+                return refusal
+        return ""
+
     def _write(self, key: str, entry: CacheEntry) -> Path:
         assert self.folder is not None
         parent = self.folder / key[:2]
-        # Code is loaded from here: nobody else may write to it. (mkdir's mode does not reach parents.)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        parent.mkdir(mode=0o700, exist_ok=True)
         target = parent / f"{key}.nvrtc{entry.nvrtc_version[0]}.{entry.nvrtc_version[1]}"
-        descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=parent)
+        self._sweep()
+        descriptor, temporary = tempfile.mkstemp(prefix=_WRITING, dir=parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(entry.encode())
@@ -244,6 +312,20 @@ class KernelCache:
                 return target
             raise
         return target
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed while they wrote have left; once per process."""
+        if self._swept or self.folder is None:
+            return
+        self._swept = True
+        limit = time.time() - _ABANDONED_SECONDS
+        for path in self.folder.glob(f"??/{_WRITING}*"):
+            try:
+                abandoned = path.stat().st_mtime < limit
+            except OSError:
+                continue  # its writer has just renamed it
+            if abandoned:
+                self._remove(path)
 
     @staticmethod
     def _remove(path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """Facts about one GPU, asked once per process.
+    """Facts about one GPU.
 
     Attributes
     ----------
@@ -34,29 +34,3 @@ class DeviceInfo:
     max_smem_optin: int
     l2_bytes: int
     driver_version: tuple[int, int]
-
-
-_cache: dict[int, DeviceInfo] = {}
-
-
-def device_info(ordinal: int) -> DeviceInfo:
-    """Facts about GPU ``ordinal``; the first call initializes CUDA.
-
-    Raises
-    ------
-    DeviceError
-        There is no such GPU.
-    DriverMissingError, DriverError
-        There is no usable driver.
-    """
-    info = _cache.get(ordinal)
-    if info is None:
-        from .driver import get_driver
-
-        info = _cache[ordinal] = get_driver().device_info(ordinal)
-    return info
-
-
-def reset() -> None:
-    """Forget all GPUs (tests, and the child of a fork)."""
-    _cache.clear()

@@ -10,7 +10,7 @@ from cuda.bindings import driver as cu
 
 from ..errors import DeviceError, DriverError
 from .device import DeviceInfo
-from .driver import OVERLAP, Launcher, driver_error, no_library
+from .driver_base import LaunchAttributes, Launcher, driver_error, no_library
 
 _INVALID_CONTEXT = int(cu.CUresult.CUDA_ERROR_INVALID_CONTEXT)
 
@@ -38,7 +38,7 @@ def _checked(call: str, result: tuple[Any, ...]) -> Any:
 
 
 class CudaDriver:
-    """`omniattn.runtime.driver.Driver` on cuda-bindings.
+    """`omniattn.runtime.driver_base.Driver` on cuda-bindings.
 
     Kernels are context independent (``cuLibraryLoadData``): one handle serves the primary context and any context that
     a framework made, also one that is destroyed and made again.
@@ -140,7 +140,7 @@ class CudaDriver:
         return ctypes.string_at(int(tensor_map.getPtr()), 128)
 
     def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
-        """Load a binary and make its launcher; see `omniattn.runtime.driver.Driver.load`."""
+        """Load a binary and make its launcher; see `omniattn.runtime.driver_base.Driver.load`."""
         relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         # A capture in the default mode forbids loading modules anywhere in the process; loading does not touch the
         # stream.
@@ -197,13 +197,14 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.slot = (ctypes.c_void_p * 1)()
         self.address = ctypes.addressof(self.slot)
-        self.configs: dict[tuple[int, int, int], Any] = {}
+        self.configs: dict[tuple[Any, ...], Any] = {}
 
 
 _state = _ThreadState()
 
 
 _MAX_STREAMS = 64
+_MAX_CONFIGS = 1024
 #: Handles in the binding's own type, which it would make from an integer at every launch (0.14 µs).
 _streams: dict[int, Any] = {}
 
@@ -215,22 +216,32 @@ def _stream_object(handle: int) -> Any:
     return found
 
 
-def _cluster_config(cluster: tuple[int, int, int]) -> Any:
-    """This thread's launch configuration for a cluster shape or `OVERLAP`; made in some 10 µs, reused in under 1."""
-    config = _state.configs.get(cluster)
+def _config(wanted: LaunchAttributes, grid: tuple[int, int, int], threads: int, smem_bytes: int) -> Any:
+    """This thread's configuration of such launches, all but the stream; made in some 10 µs, reused in under 1."""
+    key = (wanted, grid, threads, smem_bytes)
+    config = _state.configs.get(key)
     if config is None:
-        attribute = cu.CUlaunchAttribute()
-        if cluster == OVERLAP:
+        attributes = []
+        if wanted.overlap:
+            attribute = cu.CUlaunchAttribute()
             attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-        else:
+            attributes.append(attribute)
+        if wanted.cluster is not None:
+            attribute = cu.CUlaunchAttribute()
             attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster
+            attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = wanted.cluster
+            attributes.append(attribute)
         config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX = threads
         config.blockDimY = config.blockDimZ = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
-        _state.configs[cluster] = config
+        config.sharedMemBytes = smem_bytes
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        if len(_state.configs) >= _MAX_CONFIGS:
+            _state.configs.clear()
+        _state.configs[key] = config
     return config
 
 
@@ -242,25 +253,22 @@ def _launcher(kernel: Any, smem_bytes: int) -> Launcher:
 
     def launch(
         grid: tuple[int, int, int],
-        block_x: int,
+        threads: int,
         stream: int,
         params_address: int,
-        cluster: tuple[int, int, int] | None = None,
+        attributes: LaunchAttributes | None = None,
     ) -> None:
         state.slot[0] = params_address
-        if cluster is None:
+        if attributes is None:
             x, y, z = grid
             handle = streams.get(stream)
             if handle is None:
                 handle = _stream_object(stream)
-            code = launch_kernel(function, x, y, z, block_x, 1, 1, smem_bytes, handle, state.address, 0)[0]
+            code = launch_kernel(function, x, y, z, threads, 1, 1, smem_bytes, handle, state.address, 0)[0]
             if code:
                 raise _failure("cuLaunchKernel", code)
             return
-        config = _cluster_config(cluster)
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX = block_x
-        config.sharedMemBytes = smem_bytes
+        config = _config(attributes, grid, threads, smem_bytes)
         config.hStream = stream
         code = launch_kernel_ex(config, function, state.address, 0)[0]
         if code:

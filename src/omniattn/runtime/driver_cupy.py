@@ -17,7 +17,7 @@ from cupy.cuda import runtime as rt
 
 from ..errors import DeviceError, DriverError, UnsupportedError
 from .device import DeviceInfo
-from .driver import OVERLAP, Launcher, driver_error, no_library
+from .driver_base import LaunchAttributes, Launcher, driver_error, no_library
 
 _CUDA_ERRORS = (cu.CUDADriverError, rt.CUDARuntimeError)
 
@@ -37,7 +37,7 @@ def _failure(call: str, error: Exception) -> DriverError:
 
 
 class CupyDriver:
-    """`omniattn.runtime.driver.Driver` on CuPy, which has no launch attributes and so no thread block clusters."""
+    """`omniattn.runtime.driver_base.Driver` on CuPy, which has no launch attributes and so no thread block clusters."""
 
     name = "cupy"
 
@@ -111,7 +111,7 @@ class CupyDriver:
         )
 
     def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
-        """Load a binary and make its launcher; see `omniattn.runtime.driver.Driver.load`."""
+        """Load a binary and make its launcher; see `omniattn.runtime.driver_base.Driver.load`."""
         functions: dict[int, int] = {}
         lock = threading.Lock()
 
@@ -129,20 +129,21 @@ class CupyDriver:
 
         def launch(
             grid: tuple[int, int, int],
-            block_x: int,
+            threads: int,
             stream: int,
             params_address: int,
-            cluster: tuple[int, int, int] | None = None,
+            attributes: LaunchAttributes | None = None,
         ) -> None:
-            if cluster is not None and cluster != OVERLAP:
+            if attributes is not None and attributes.cluster is not None:
                 raise UnsupportedError(
-                    f"kernel {symbol} is launched in clusters {cluster}, for which CuPy has no launch attribute",
+                    f"kernel {symbol} is launched in clusters {attributes.cluster}, for which CuPy has no launch "
+                    "attribute",
                     instead='pip install "cuda-bindings>=12.9.4,<14" and unset OMNIATTN_DRIVER',
                 )
             state.slot[0] = params_address
             try:
                 function = functions.get(current()) or load_here()
-                launch_kernel(function, grid[0], grid[1], grid[2], block_x, 1, 1, smem_bytes, stream, state.address, 0)
+                launch_kernel(function, grid[0], grid[1], grid[2], threads, 1, 1, smem_bytes, stream, state.address, 0)
             except _CUDA_ERRORS as error:
                 raise _failure("cuLaunchKernel", error) from error
 

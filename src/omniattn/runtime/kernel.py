@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .arch import Arch
-from .driver import OVERLAP, Driver, Launcher, device_context
+from .driver import device_context
+from .driver_base import Driver, LaunchAttributes, Launcher
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
@@ -26,12 +27,12 @@ class LoadedKernel:
         Target of the binary, for example ``"sm_90a"``.
     tried : tuple of (what, reason)
         Better candidates that did not serve, and why.
-    overlap : (int, int, int) or None
-        What a kernel that waits for the one before it by itself is launched with, as ``cluster``, in order to begin
-        before that one has ended: `driver.OVERLAP`, or None where its code or the driver does not know how.
+    can_overlap : bool
+        Whether launches that ask for it overlap the end of the kernel before: its code waits for that one by itself,
+        and the driver knows how.
     """
 
-    __slots__ = ("_current_device", "_driver", "_launch", "arch", "ordinal", "origin", "overlap", "spec", "tried")
+    __slots__ = ("_current_device", "_driver", "_launch", "arch", "can_overlap", "ordinal", "origin", "spec", "tried")
 
     def __init__(
         self,
@@ -54,33 +55,38 @@ class LoadedKernel:
         self._current_device = driver.current_device
         # Code for older GPUs has no griddepcontrol.wait; such launches are part of captured graphs from CUDA 12.3 on.
         waits = bool(arch) and Arch.parse(arch).cc >= (9, 0)
-        self.overlap = OVERLAP if waits and driver_version >= (12, 4) else None
+        self.can_overlap = waits and driver_version >= (12, 4)
 
     def __repr__(self) -> str:
         return f"<LoadedKernel {self.spec.name} on device {self.ordinal}, {self.origin}>"
 
+    def attributes(self, cluster: tuple[int, int, int] | None, overlap: bool) -> LaunchAttributes | None:
+        """What a launch that wants this is launched with; None for a plain launch."""
+        overlap = overlap and self.can_overlap
+        return LaunchAttributes(cluster, overlap) if cluster is not None or overlap else None
+
     def launch(
         self,
         grid: tuple[int, int, int],
-        block_x: int,
+        threads: int,
         stream: int,
         params_address: int,
-        cluster: tuple[int, int, int] | None = None,
+        attributes: LaunchAttributes | None = None,
     ) -> None:
-        """Launch; returns without waiting for the GPU.
+        """Launch; returns without waiting for the GPU. For `Program`; everybody else makes records.
 
         Parameters
         ----------
         grid : (int, int, int)
             CTAs in x, y, z.
-        block_x : int
-            Threads per CTA.
+        threads : int
+            Of a CTA.
         stream : int
             ``CUstream`` handle of this GPU; 0 is the legacy default stream.
         params_address : int
             Host address of the one struct that the kernel takes by value. The driver copies it before this returns.
-        cluster : (int, int, int), optional
-            CTAs per cluster; or this kernel's `overlap`.
+        attributes : LaunchAttributes, optional
+            From `attributes`.
 
         Raises
         ------
@@ -90,10 +96,10 @@ class LoadedKernel:
             A cluster was asked for through CuPy.
         """
         if self._current_device() == self.ordinal:
-            self._launch(grid, block_x, stream, params_address, cluster)
+            self._launch(grid, threads, stream, params_address, attributes)
             return
         with device_context(self._driver, self.ordinal):
-            self._launch(grid, block_x, stream, params_address, cluster)
+            self._launch(grid, threads, stream, params_address, attributes)
 
     def encode_tensor_map(
         self,

@@ -1,8 +1,8 @@
 """Which binary of a kernel a GPU gets.
 
-Order: environment override, prebuilt cubins (exact ``a`` target, family, nearest lower minor), disk cache, NVRTC for
-the GPU's own target, error. A binary that does not serve is passed over, and the reason kept: in `LoadedKernel.tried`,
-or in the error.
+Order: environment override, prebuilt cubins (exact ``a`` target, family, nearest lower minor), the disk cache's entries
+(the newest NVRTC's first), NVRTC for the GPU's own target, error. A binary that does not serve is passed over, and the
+reason kept: in `LoadedKernel.tried`, or in the error.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError, CacheError, CompileError, DriverError, KernelNotFoundError
-from . import cache, device, env, log
+from . import cache, env, log
 from .arch import Arch
 from .cache import CacheEntry, cache_key, get_cache
 from .compile import CompileResult, compile_spec, jit_target
-from .device import device_info
-from .driver import IMAGE_ERRORS, device_context, get_driver, on_reset
+from .driver import device_context, device_info, get_driver, on_reset
+from .driver_base import IMAGE_ERRORS
 from .dump import dump
 from .kernel import LoadedKernel
 from .nvrtc import get_compiler, install_hint
@@ -66,6 +66,8 @@ class Candidate:
         Compiler options.
     log : str
         Compiler log.
+    label : str
+        What it is called where it is refused.
     """
 
     origin: str
@@ -73,6 +75,13 @@ class Candidate:
     image: bytes
     options: tuple[str, ...]
     log: str
+    label: str
+
+    @classmethod
+    def cached(cls, entry: CacheEntry) -> Candidate:
+        """An entry of the disk cache."""
+        label = f"cache ({entry.arch}, NVRTC {entry.nvrtc_version[0]}.{entry.nvrtc_version[1]})"
+        return cls("cache", entry.arch, entry.image, entry.options, entry.log, label)
 
 
 def unsupported_reason(spec: KernelSpec, cc: tuple[int, int], max_smem: int | None = None) -> str:
@@ -113,35 +122,43 @@ def _prebuilt(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[C
             tried.append((origin, str(error)))
             continue
         note = f"compiled ahead of time by {store.compiler}\n"
-        yield Candidate(origin, f"sm_{entry.arch}", image, entry.options, note)
+        yield Candidate(origin, f"sm_{entry.arch}", image, entry.options, note, f"{origin} (sm_{entry.arch})")
 
 
-def _cached(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
+def _cached(spec: KernelSpec, cc: tuple[int, int], tried: Tried, postponed: list[Candidate]) -> Iterator[Candidate]:
+    """Every entry of the disk cache; PTX that NVRTC can better goes to ``postponed``."""
     try:
         key = cache_key(spec, Arch.of_device(cc), get_store().sources)
     except CompileError as error:
         tried.append(("disk cache", error.message))
         return
-    entry, reason = get_cache().get(key)
-    if entry is not None and entry.ptx:
-        entry, reason = _unless_outdated(entry, spec, cc)
-    if entry is None:
-        tried.append(("disk cache", reason))
-    else:
-        yield Candidate("cache", entry.arch, entry.image, entry.options, entry.log)
+    given: set[tuple[str, tuple[int, int]]] = set()
+    for entry, reason in get_cache().find(key, spec.name):
+        if entry is None:
+            tried.append(("disk cache", reason))
+            continue
+        candidate = Candidate.cached(entry)
+        better = _better_than(entry, spec, cc) if entry.ptx else None
+        # Where the better one is in the cache too, it has been given, and refused: compiling it again is no use.
+        if better is None or better in given:
+            given.add((entry.arch, entry.nvrtc_version))
+            yield candidate
+        else:
+            reason = f"it holds {entry.arch} PTX, and the installed NVRTC can compile for {better[0]}"
+            tried.append(("disk cache", reason))
+            postponed.append(candidate)
 
 
-def _unless_outdated(entry: CacheEntry, spec: KernelSpec, cc: tuple[int, int]) -> tuple[CacheEntry | None, str]:
-    """PTX stands in for a cubin that the NVRTC of its time could not make: drop it once a newer one can."""
+def _better_than(entry: CacheEntry, spec: KernelSpec, cc: tuple[int, int]) -> tuple[str, tuple[int, int]] | None:
+    """What the installed NVRTC could make in place of PTX: target and NVRTC's version; None for nothing better."""
     if not env.jit_policy()[1]:
-        return entry, ""
+        return None
     try:
-        better = jit_target(spec, cc, get_compiler())
+        compiler = get_compiler()
+        target = str(jit_target(spec, cc, compiler))
     except CompileError:
-        return entry, ""
-    if str(better) == entry.arch:
-        return entry, ""
-    return None, f"it holds {entry.arch} PTX, and the installed NVRTC can compile for {better}"
+        return None
+    return None if target == entry.arch else (target, compiler.version)
 
 
 def _compiled(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
@@ -169,7 +186,16 @@ def _compiled(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[C
         )
     get_cache().put(key, CacheEntry.of(spec, result))
     log.get().info("compiled %s for %s: %d registers", spec.name, target, result.registers)
-    yield Candidate("jit", result.arch, result.cubin, result.options, result.log)
+    yield Candidate("jit", result.arch, result.cubin, result.options, result.log, f"jit ({result.arch})")
+
+
+def _candidates(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
+    """All binaries that could serve, the best first."""
+    postponed: list[Candidate] = []
+    yield from _prebuilt(spec, cc, tried)
+    yield from _cached(spec, cc, tried, postponed)
+    yield from _compiled(spec, cc, tried)
+    yield from postponed
 
 
 _lock = threading.RLock()
@@ -212,25 +238,24 @@ def _load(spec: KernelSpec, ordinal: int) -> LoadedKernel:
         )
     tried: Tried = []
     with device_context(driver, ordinal):
-        for source in (_prebuilt, _cached, _compiled):
-            for candidate in source(spec, info.cc, tried):
-                dump(spec, candidate.arch, candidate.origin, candidate.image, candidate.options, candidate.log)
-                try:
-                    launcher = driver.load(candidate.image, spec.symbol, ordinal, spec.smem_bytes)
-                except DriverError as error:
-                    if error.code not in IMAGE_ERRORS:
-                        raise
-                    tried.append((f"{candidate.origin} ({candidate.arch})", str(error)))
-                    log.get().warning("%s %s does not load: %s", spec.name, candidate.origin, error)
-                    continue
-                kernel = LoadedKernel(
-                    spec, ordinal, candidate.origin, candidate.arch, tuple(tried), driver, launcher, info.driver_version
-                )
-                _loaded[spec.name, ordinal] = kernel
-                log.get().info("loaded %s on device %d (%s): %s", spec.name, ordinal, info.name, candidate.origin)
-                for what, reason in tried:
-                    log.get().debug("%s passed over: %s: %s", spec.name, what, reason)
-                return kernel
+        for candidate in _candidates(spec, info.cc, tried):
+            dump(spec, candidate.arch, candidate.origin, candidate.image, candidate.options, candidate.log)
+            try:
+                launcher = driver.load(candidate.image, spec.symbol, ordinal, spec.smem_bytes)
+            except DriverError as error:
+                if error.code not in IMAGE_ERRORS:
+                    raise
+                tried.append((candidate.label, str(error)))
+                log.get().warning("%s %s does not load: %s", spec.name, candidate.label, error)
+                continue
+            kernel = LoadedKernel(
+                spec, ordinal, candidate.origin, candidate.arch, tuple(tried), driver, launcher, info.driver_version
+            )
+            _loaded[spec.name, ordinal] = kernel
+            log.get().info("loaded %s on device %d (%s): %s", spec.name, ordinal, info.name, candidate.origin)
+            for what, reason in tried:
+                log.get().debug("%s passed over: %s: %s", spec.name, what, reason)
+            return kernel
     raise KernelNotFoundError(spec.name, str(target), tried, _advice())
 
 
@@ -264,7 +289,7 @@ def resolve(spec: KernelSpec, cc: tuple[int, int]) -> Resolution:
     tried: Tried = []
     for candidate in _prebuilt(spec, cc, tried):
         return Resolution("prebuilt", candidate.arch, f"{get_store().kind} holds {candidate.arch}")
-    for candidate in _cached(spec, cc, tried):
+    for candidate in _cached(spec, cc, tried, []):
         return Resolution("cache", candidate.arch, f"compiled on this machine before, for {candidate.arch}")
     if not env.jit_policy()[1]:
         return Resolution("unsupported", own, "not prebuilt, and OMNIATTN_DISABLE_JIT=1 forbids to compile it")
@@ -325,10 +350,13 @@ def compile_to(spec: KernelSpec, arch: str, folder: Path | None = None) -> Compi
     result = compile_spec(spec, target)
     if folder is None:
         store = get_cache()
-        path = store.put(cache_key(spec, target, get_store().sources), CacheEntry.of(spec, result))
+        key = cache_key(spec, target, get_store().sources)
+        path = store.put(key, CacheEntry.of(spec, result))
         if path is None:
             raise CacheError(
-                str(store.folder), "cannot be written", "set OMNIATTN_CACHE_DIR to a folder that can, with free space"
+                str(store.folder),
+                store.refusal(key) or "cannot be written",
+                "set OMNIATTN_CACHE_DIR to a folder that can be written, by you alone, with free space",
             )
         return CompiledFile(path, result)
     path = folder / target.number / f"{spec.name}.{'ptx' if result.ptx else 'cubin'}"
@@ -373,7 +401,6 @@ def reset() -> None:
     # Another thread of the parent may have held the lock when it forked.
     _lock = threading.RLock()
     _loaded.clear()
-    device.reset()
     cache.reset()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -150,6 +151,16 @@ def set_compiler(compiler: Compiler | None) -> None:
     """Use ``compiler`` from now on (tests); None: look again at the next use."""
     global _compiler
     _compiler = compiler
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    # Another thread of the parent may have held the lock when it forked. The library itself survives a fork.
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _find() -> Compiler:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CompileError, OmniattnError
 from . import log
 from .arch import Arch
-from .compile import Sources, source_digest
+from .sources import Sources, source_digest
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
@@ -40,7 +40,7 @@ class ManifestEntry:
     file : str
         Path of the cubin, relative to the manifest.
     sha256, source_digest : str
-        Of the cubin; of what it was compiled from (`omniattn.runtime.compile.source_digest`).
+        Of the cubin; of what it was compiled from (`omniattn.runtime.sources.source_digest`).
     options : tuple of str
         Compiler options.
     registers, smem_static_bytes, smem_dynamic_bytes, spill_bytes, size : int

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import omniattn
-from omniattn.kv_format import KVFormat, check_format
+from omniattn.kv.formats import KVFormat, check_format
 from omniattn.reference import decode as reference
 from omniattn.registry import KernelSpec
 from omniattn.testing.expected import Values
@@ -57,9 +57,7 @@ def _shapes(group: int) -> tuple[Shape, ...]:
 
 def formats_of(spec: KernelSpec) -> tuple[str, str, int | None]:
     """(k_dtype, v_dtype, group_size) of a row's cache."""
-    names = [x.removeprefix("cache_") for x in spec.features if x.startswith("cache_")] or [_ANY_FORMAT]
-    (name,) = names
-    words = name.split("_") * 2
+    words = spec.cache or (_ANY_FORMAT, _ANY_FORMAT)
     own = "fp16" if spec.dtype == "float16" else "bf16"
     dtypes = [own if word == "16" else word.partition("g")[0] for word in words]
     groups = [int(word.partition("g")[2]) for word in words if "g" in word]

@@ -85,7 +85,7 @@ ATTENTION_CASES: tuple[Case, ...] = (
 )
 
 #: A row of the registry takes those with its own smooth_q and score modifiers, and dense or packed arrays.
-INT8_CASES: tuple[Case, ...] = (
+QUANTIZED_CASES: tuple[Case, ...] = (
     Case("full", "attention", ((257, 257),) * 2, options={"precision": Int8()}),
     Case("causal", "attention", ((77, 300),), 6, 2, options={"precision": Int8(), "causal": True}),
     Case("one query row", "attention", ((1, 513),), 8, 1, options={"precision": Int8()}),
@@ -184,7 +184,7 @@ MERGE_CASES: tuple[Case, ...] = (
 
 _CASES: dict[str, tuple[Case, ...]] = {
     "attention": ATTENTION_CASES,
-    "attention_int8": INT8_CASES,
+    "quantized_attention": QUANTIZED_CASES,
     "merge_states": MERGE_CASES,
     "quantize": QUANTIZE_CASES,
     "quantize_delta": QUANTIZE_DELTA_CASES,
@@ -217,8 +217,13 @@ class Problem:
 
 
 def cases_for(op: str) -> tuple[Case, ...]:
-    """The cases of one operation of the registry."""
+    """The cases of one operation, by the name that `operation_of` gives."""
     return _CASES[op]
+
+
+def operation_of(spec: KernelSpec) -> str:
+    """A row's operation; attention on quantized operands has cases of its own: ``"quantized_attention"``."""
+    return "quantized_attention" if spec.quantized else spec.op
 
 
 def call(function: Callable[..., Any], numbers: Problem, array: Callable[[Values, str], Any], dtype: str) -> Any:
@@ -233,7 +238,7 @@ def call(function: Callable[..., Any], numbers: Problem, array: Callable[[Values
 
 def flavour_of(spec: KernelSpec) -> tuple[str, str, str] | None:
     """Grouping, element type and accumulator of P V of a low-precision kernel, as its emulation wants them."""
-    if spec.op != "attention_int8":
+    if not spec.quantized:
         return None
     return spec.grouping, spec.pv, spec.pv_accumulator
 
@@ -318,10 +323,8 @@ class CallCase:
 
 def call_cases(spec: KernelSpec) -> tuple[CallCase, ...]:
     """The cases of a row whose operation has a public function with arrays."""
-    flavour, lse = flavour_of(spec), "lse" not in spec.lacks
-    return tuple(
-        CallCase(spec.op, index, spec.dtype, spec.head_dim, flavour, lse) for index in range(len(cases_for(spec.op)))
-    )
+    op, flavour, lse = operation_of(spec), flavour_of(spec), "lse" not in spec.lacks
+    return tuple(CallCase(op, index, spec.dtype, spec.head_dim, flavour, lse) for index in range(len(cases_for(op))))
 
 
 def _emulated(precision: Any, flavour: tuple[str, str, str] | None) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from omniattn.launch.quantize import BLOCK_ROWS
-from omniattn.quantized import QuantizedQK, QuantizedV
+from omniattn.problems import QuantizedQK, QuantizedV
+from omniattn.problems.quantize import BLOCK_ROWS
 from omniattn.reference.dequantize import contents, head_of, rows_of, values_of
 from omniattn.reference.quantize import sequences
 from omniattn.testing.compare import compare

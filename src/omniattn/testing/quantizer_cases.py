@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from omniattn import arrays
-from omniattn.launch.quantize import COMMON, QuantizeProblem
-from omniattn.precision import Int8
-from omniattn.quantizer import FusedQuantizer, problem_for, strides_of
+from omniattn import arrays, runtime
+from omniattn.launch import quantize
+from omniattn.launch.attn_int8 import in_workspace
+from omniattn.launch.structs import At
+from omniattn.problems import QuantizeCall, QuantizeProblem, Target
+from omniattn.problems.precision import value_levels
+from omniattn.problems.quantize import WORKSPACE_ALIGNMENT, Strides3
 from omniattn.reference import quantize as reference
 from omniattn.registry import KernelSpec
+from omniattn.runtime.record import Program
+from omniattn.select import select_delta, select_quantizer
 from omniattn.testing.expected import Values
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.inputs import make_qkv
@@ -20,6 +25,57 @@ from omniattn.testing.inputs import make_qkv
 # (seqlen_q, seqlen_k, whether some values are NaN or infinite): full blocks; blocks that end early; with odd values.
 _PROBLEMS = ((256, 1024, False), (300, 700, False), (384, 640, True))
 _HEADS_Q, _HEADS_KV, _BATCH = 4, 2, 2
+
+
+class Fused:
+    """Q, K and V of a call together, into one allocation: what attention on integers runs first.
+
+    Parameters
+    ----------
+    call : QuantizeCall
+    ordinal : int
+        The GPU.
+    group_bytes : int
+        As in `omniattn.launch.quantize.build`.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        The quantizer.
+    program : Program
+    offsets : dict
+        Byte of every output in the allocation.
+    num_bytes : int
+        Size of the allocation.
+    """
+
+    def __init__(self, call: QuantizeCall, ordinal: int, group_bytes: int = quantize.GROUP_BYTES) -> None:
+        device, problem = runtime.device_info(ordinal), call.problem
+        target = Target(device.cc, device.max_smem_optin, device.sm_count)
+        self.spec = select_quantizer(problem, target).spec
+        delta = select_delta(problem, target).spec if problem.smooth_q else None
+        outputs, outputs_bytes = in_workspace(problem)
+        self.offsets = {name: at.offset for name, at in outputs.items()}
+        self.num_bytes = max(outputs_bytes + quantize.scratch(self.spec, problem, group_bytes).size, 1)
+        memory = At("workspace", outputs_bytes)
+        records = quantize.build(self.spec, delta, call, target, outputs, memory, group_bytes=group_bytes)
+        operands = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "workspace")
+        self.program = Program(records, operands, lambda spec: runtime.load(spec, ordinal))
+
+    def allocate(self, ref: arrays.Tensor) -> arrays.Tensor:
+        """The allocation, by ``ref``'s framework."""
+        buffer = arrays.empty_like_framework(ref, (self.num_bytes,), "uint8")
+        assert buffer.ptr % WORKSPACE_ALIGNMENT == 0
+        return buffer
+
+    def launch(self, stream: int, inputs: list[int], base: int) -> None:
+        """Queue everything: addresses of q, k, v and cu_seqlens, if any, and of the allocation."""
+        self.program.launch(stream, [*inputs, *[0] * (5 - len(inputs)), base])
+
+
+def _strides(tensors: list[arrays.Tensor]) -> tuple[Strides3, Strides3, Strides3]:
+    q, k, v = ((t.strides[0], t.strides[1], t.strides[2]) for t in tensors)
+    return q, k, v
 
 
 @dataclass(frozen=True)
@@ -53,10 +109,11 @@ class FusedCase:
 
     def prepare(self) -> Prepared:
         """Inputs, and what must come out."""
-        formats = COMMON[int(dict(self.spec.defines)["COMMON"])]
+        formats = self.spec.specialization
         assert formats is not None
-        pv = {"float16": "fp16", "float8_e4m3": "fp8"}[formats[1]]
-        accumulator = "fp16" if formats == ("sm80", "float8_e4m3") else "fp32"  # smaller numbers, for fp16 sums
+        grouping, v_dtype = formats
+        # Values for sums in fp16, where the kernel that reads this grouping has them, are smaller.
+        levels = value_levels("fp8", "fp16") if formats == ("sm80", "float8_e4m3") else value_levels("fp8", "fp32")
         seqlen_q, seqlen_k, odd = _PROBLEMS[self.index]
         q, k, v = make_qkv(
             "channel_bias", batch=_BATCH, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=_HEADS_Q, heads_kv=_HEADS_KV,
@@ -64,10 +121,9 @@ class FusedCase:
         )  # fmt: skip
         if odd:
             q[0, 3, 1, 5], k[1, 130, 0, 7], v[0, 600, 1, 9] = np.nan, np.inf, -np.inf
-        problem = problem_for(
-            Int8(pv=pv, pv_accumulator=accumulator), dtype=self.spec.dtype, batch=_BATCH, rows_q=seqlen_q,
-            rows_k=seqlen_k, heads_q=_HEADS_Q, heads_kv=_HEADS_KV, head_dim=self.spec.head_dim, varlen=False,
-            grouping=formats[0], full_bias=False,
+        problem = QuantizeProblem(
+            self.spec.dtype, _BATCH, seqlen_q, seqlen_k, _HEADS_Q, _HEADS_KV, self.spec.head_dim, False,
+            grouping=grouping, smooth_v=True, v_dtype=v_dtype, unpacked=True, v_levels=levels,
         )  # fmt: skip
         wanted = reference.quantize(problem, *(x.swapaxes(1, 2) for x in (q, k, v)))
         return Prepared((q, k, v), problem, {name: wanted[name] for name in problem.shapes()})
@@ -76,13 +132,12 @@ class FusedCase:
         """Quantize, and compare all bytes."""
         on_gpu = [framework.array(x, self.spec.dtype) for x in prepared.inputs]
         tensors = [arrays.describe(x, name) for x, name in zip(on_gpu, "qkv", strict=True)]
-        strides = [strides_of(t, "NHD", False) for t in tensors]
-        fused = FusedQuantizer(prepared.problem, (strides[0], strides[1], strides[2]), 0)
-        if fused.plan.spec != self.spec:
-            return float("inf"), f"int8 attention chooses {fused.plan.spec.name} instead of this row"
+        fused = Fused(QuantizeCall(prepared.problem, _strides(tensors), "NHD", 0), tensors[0].ordinal)
+        if fused.spec != self.spec:
+            return float("inf"), f"attention chooses {fused.spec.name} instead of this row"
         buffer = fused.allocate(tensors[0])
         framework.synchronize()
-        fused.launch(0, (tensors[0].ptr, tensors[1].ptr, tensors[2].ptr, 0, 0), buffer.ptr)
+        fused.launch(0, [t.ptr for t in tensors], buffer.ptr)
         framework.synchronize()
         raw = framework.to_numpy(buffer.obj)
         notes: list[str] = []

@@ -43,7 +43,7 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
     """The cases of a row. It need not take all of them: rows of one operation differ in what they were compiled for."""
     if spec.op in CACHE_OPS:
         return cache_cases(spec)
-    if "common" in spec.features:
+    if spec.specialization is not None:
         return fused_cases(spec)
     return call_cases(spec)
 

@@ -1,0 +1,386 @@
+"""What the generated parts of the documents show: reports of ``omniattn bench`` to Markdown and SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from build_tools import figures
+
+#: Below the checkout.
+FIGURE = Path("docs/performance/attention.svg")
+
+HEAD_DIMS = (64, 128, 256)
+LENGTHS = (1024, 4096, 16384)
+
+Report = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A result file.
+
+    Attributes
+    ----------
+    command : str
+        What measures it.
+    bench : str
+        The report's own name for what it is.
+    required : bool
+        Other result files must not be committed without this one.
+    """
+
+    command: str
+    bench: str
+    required: bool = True
+
+
+def _generic(head_dim: int) -> Source:
+    name = f"attn_fwd_sm80_bf16_d{head_dim}"
+    return Source(
+        f"OMNIATTN_FORCE_KERNEL={name} omniattn bench --shapes d{head_dim} --anchor fa2 --json", "forward", False
+    )
+
+
+SOURCES: dict[str, Source] = {
+    "forward": Source("omniattn bench --json", "forward"),
+    "int8": Source("omniattn bench --precision int8 --json", "int8"),
+    "decode": Source("omniattn bench decode --json", "decode"),
+    "host": Source("omniattn bench host --json", "host"),
+    "int8_sustained": Source("omniattn bench --sustained --precision int8 --json", "int8", False),
+    "decode_sustained": Source("omniattn bench decode --sustained --json", "decode", False),
+    **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A generated part of a page: the result files it needs, in the order of ``make``'s arguments."""
+
+    sources: tuple[str, ...]
+    make: Callable[..., str]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def _version(text: str) -> str:
+    """cuDNN's number as it is written: 91900 is 9.19.0."""
+    if not text.isdigit() or len(text) < 4:
+        return text
+    number, size = int(text), 10000 if len(text) > 4 else 1000
+    return f"{number // size}.{number % size // 100}.{number % 100}"
+
+
+def provenance(*reports: Report) -> str:
+    """The line below a table: device, software, date, protocol and commands; one for each different run."""
+    commands: dict[str, list[str]] = {}
+    for report in reports:
+        commands.setdefault(_conditions(report), []).append(f"`{report['command']}`")
+    return " ".join(f"{conditions}. Measured by {', '.join(names)}." for conditions, names in commands.items())
+
+
+def _conditions(report: Report) -> str:
+    facts = report["environment"]
+    versions = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "cudnn": "cuDNN"}
+    known = [
+        f"{text} {_version(facts[key])}" for key, text in versions.items() if facts.get(key, "unknown") != "unknown"
+    ]
+    how = {
+        "interleaved": "cold L2, contenders interleaved, medians",
+        "sustained": f"each contender alone under load, {report.get('sustained_seconds')} s",
+    }.get(report["protocol"], "medians")
+    return f"{', '.join([facts['device'], *known])}; {report['date']}; {how}"
+
+
+def _below(table: str, report: Report, *notes: str) -> str:
+    return "\n\n".join([table, *notes, f"<sub>{provenance(report)}</sub>"])
+
+
+def _anchor(report: Report) -> str:
+    key = report["anchor"]
+    return {"cudnn": "cuDNN", "fa2": "FlashAttention-2"}.get(key, str(report.get("labels", {}).get(key, key)))
+
+
+def _cells(report: Report) -> dict[tuple[int, int, bool, str], Row]:
+    """Rows of a forward report by head_dim, length, causal and contender: of 16384 tokens, hidden size 2048."""
+    return {
+        (row["head_dim"], row["seqlen"], row["causal"], row["contender"]): row
+        for row in report["rows"]
+        if row["batch"] * row["seqlen"] == 16384 and row["heads"] * row["head_dim"] == 2048
+    }
+
+
+def _of(row: Row | None, key: str) -> float | None:
+    return None if row is None else row[key]
+
+
+def forward(*reports: Report) -> str:
+    """TFLOP/s and the ratio to the anchor of exact attention, full and causal."""
+    anchor = _anchor(reports[0])
+    rows = []
+    for report in reports:
+        cells = _cells(report)
+        for head_dim, seqlen in sorted({key[:2] for key in cells}):
+            row = [f"d{head_dim} s{seqlen}"]
+            for causal in (False, True):
+                cell = cells.get((head_dim, seqlen, causal, "omniattn"))
+                row += [_number(_of(cell, "tflops"), 0), _ratio(_of(cell, "ratio_to_anchor"))]
+            rows.append(row)
+    table = _table(["TFLOP/s", "full", f"over {anchor}", "causal", f"over {anchor}"], rows)
+    means = [report["geometric_mean_ratio"].get("omniattn") for report in reports]
+    notes = () if len(means) > 1 else (f"Geometric mean of the ratios: {_ratio(means[0])}.",)
+    return _below(table, reports[0], *notes)
+
+
+def int8(report: Report) -> str:
+    """Exact attention, int8 end to end and its kernel alone, beside the anchor."""
+    anchor = _anchor(report)
+    lines = []
+    for shape, cells in _by_shape(report).items():
+        exact, whole, kernel = (cells.get(name) for name in ("omniattn", "omniattn_int8", "omniattn_int8_kernel"))
+        lines.append(
+            [
+                shape,
+                *_speed(exact, "ratio_to_anchor"),
+                *_speed(whole, "ratio_to_anchor", "ratio_to_exact"),
+                *_speed(kernel, "ratio_to_anchor"),
+            ]
+        )
+    over = f"over {anchor}"
+    header = ["TFLOP/s", "exact", over, "int8, end to end", over, "over exact", "int8 kernel", over]
+    return _below(_table(header, lines), report)
+
+
+def _by_shape(report: Report) -> dict[str, dict[str, Row]]:
+    """Rows of a forward report by the shape's long name and contender; shapes by head_dim and length."""
+    names = ("head_dim", "seqlen", "batch", "heads", "causal")
+    shapes: dict[str, dict[str, Row]] = {}
+    for row in sorted(report["rows"], key=lambda row: tuple(row[name] for name in names)):
+        head_dim, seqlen, batch, heads, causal = (row[name] for name in names)
+        shape = f"d{head_dim} b{batch} h{heads} s{seqlen} {'causal' if causal else 'full'}"
+        shapes.setdefault(shape, {})[row["contender"]] = row
+    return shapes
+
+
+def _speed(row: Row | None, *ratios: str) -> list[str]:
+    return [_number(_of(row, "tflops"), 0), *(_ratio(_of(row, name)) for name in ratios)]
+
+
+def int8_load(report: Report) -> str:
+    """The same under load, with SM clocks: each contender alone."""
+    names = ("omniattn", "omniattn_int8", "omniattn_int8_kernel", report["anchor"])
+    lines = []
+    for shape, cells in _by_shape(report).items():
+        line = [shape]
+        for name in names:
+            row = cells.get(name)
+            line.append(f"{_number(_of(row, 'tflops'), 0)} at {_number(_of(row, 'sm_mhz'), 0)}")
+        line.append(_ratio(_of(cells.get("omniattn_int8"), "ratio_to_exact")))
+        lines.append(line)
+    header = ["TFLOP/s at MHz", "exact", "int8, end to end", "int8 kernel", _anchor(report), "end to end over exact"]
+    return _below(_table(header, lines), report)
+
+
+def decode(report: Report) -> str:
+    """Microseconds, TB/s and relative time for each format: 8 query heads on one kv head, contiguous caches."""
+    cells = {(row["format"], row["batch"]): row for row in report["rows"] if _is_first(row)}
+    batches = sorted({batch for _, batch in cells})
+    formats = list(dict.fromkeys(name for name, _ in cells))
+    lines = []
+    for name in formats:
+        lines.append([_format(name, report), *(_decode_cell(cells.get((name, batch)), report) for batch in batches)])
+    header = ["µs, TB/s, relative time", *(f"b{batch}" for batch in batches)]
+    return _below(_table(header, lines), report)
+
+
+def decode_others(report: Report) -> str:
+    """The other shapes: many kv heads, long sequences, pages, unequal lengths."""
+    cells: dict[str, dict[str, Row]] = {}
+    for row in report["rows"]:
+        if not _is_first(row):
+            cells.setdefault(row["shape"], {})[row["format"]] = row
+    formats = list(dict.fromkeys(name for row in cells.values() for name in row))
+    lines = [[shape, *(_decode_cell(row.get(name), report) for name in formats)] for shape, row in cells.items()]
+    header = ["µs, TB/s, relative time", *(_format(name, report) for name in formats)]
+    return _below(_table(header, lines), report)
+
+
+def _format(name: str, report: Report) -> str:
+    names = {"int4g32": "int4, groups of 32", "fbgemm": "int4, FBGEMM's rows", report["anchor"]: _anchor(report)}
+    return names.get(name, name)
+
+
+def _decode_cell(row: Row | None, report: Report) -> str:
+    if row is None or row["median_us"] is None:
+        return "–"
+    text = f"{_number(row['median_us'], 1)}, {_number(row['tb_per_s'], 2)}"
+    relative = row["time_relative_to_anchor"]
+    return text if row["format"] == report["anchor"] or relative is None else f"{text}, {relative:.2f}"
+
+
+def host(report: Report) -> str:
+    """Microseconds of a warm call on the host."""
+    lines = [
+        [
+            row["name"],
+            _number(row["median_us"], 1),
+            f"{_number(row['p10_us'], 1)}–{_number(row['p90_us'], 1)}",
+            _number(row["ratio_to_sdpa"], 2),
+        ]
+        for row in report["rows"]
+    ]
+    table = _table(["warm call", "µs", "p10–p90", "time relative to torch SDPA"], lines)
+    jit, spent = report["first_jit"], report["import"]
+    compiled = "" if jit["seconds"] is None else f" First compilation of `{jit['kernel']}`: {jit['seconds']:.2f} s."
+    note = f"Import: {spent['total_ms']:.0f} ms, {spent['numpy_ms']:.0f} of them NumPy.{compiled}"
+    return _below(table, report, note)
+
+
+def readme(low: Report, caches: Report) -> str:
+    """The small table of the README: speed relative to cuDNN."""
+    cells = _cells(low)
+    lengths = f"causal, {' / '.join(f'{seqlen // 1024}k' for seqlen in LENGTHS)} tokens"
+    lines = []
+    for label, contender, head_dims in (
+        ("`attention`", "omniattn", HEAD_DIMS),
+        ('`attention`, `precision="int8"`', "omniattn_int8", HEAD_DIMS[1:]),
+    ):
+        for head_dim in head_dims:
+            rows = (cells.get((head_dim, seqlen, True, contender)) for seqlen in LENGTHS)
+            speeds = " / ".join(_ratio(_of(row, "ratio_to_anchor")) for row in rows)
+            lines.append([label, f"head_dim {head_dim}, {lengths}", speeds])
+    steps = {(row["format"], row["batch"]): row["time_relative_to_anchor"] for row in caches["rows"] if _is_first(row)}
+    batches = sorted({batch for _, batch in steps})
+    shape = f"8192 tokens, 8 query heads on 1, batch {' / '.join(map(str, batches))}"
+    for name in ("bf16", "fp8", "int8", "int4"):
+        times = (steps.get((name, batch)) for batch in batches)
+        speeds = " / ".join(_ratio(None if time is None else 1 / time) for time in times)
+        lines.append([f"`decode`, {name} cache", shape, speeds])
+    table = _table(["call", "shapes", f"speed over {_anchor(low)} bf16"], lines)
+    return f"{table}\n\n<sub>{provenance(low, caches)}</sub>"
+
+
+def _is_first(row: Row) -> bool:
+    """8 query heads on one kv head, 8192 tokens, a contiguous cache."""
+    shape = (row["heads_q"], row["heads_kv"], row["seqlen"], row["block_size"])
+    return shape == (8, 1, 8192, 0) and not row["ragged"]
+
+
+def readme_figure(report: Report) -> str:
+    """The figure, as a page shows it."""
+    text = f"Speed of attention relative to {_anchor(report)} on one {report['environment']['device']}"
+    return f"![{text}]({FIGURE.as_posix()})"
+
+
+def figure(report: Report) -> str:
+    """The SVG of the README's first screen: ratios to the anchor by shape, exact and int8, full and causal."""
+    cells = _cells(report)
+    groups = [(head_dim, seqlen) for head_dim in HEAD_DIMS for seqlen in LENGTHS]
+    panels = []
+    for causal in (False, True):
+        bars = [
+            figures.Group(
+                (f"d{head_dim}", f"{seqlen // 1024}k"),
+                tuple(
+                    _of(cells.get((head_dim, seqlen, causal, name)), "ratio_to_anchor")
+                    for name in ("omniattn", "omniattn_int8")
+                ),
+            )
+            for head_dim, seqlen in groups
+        ]
+        panels.append(figures.Panel("causal" if causal else "full", tuple(bars)))
+    title = f"Speed over {_anchor(report)} bf16, {report['environment']['device']}, {report['date']}"
+    return figures.bars(title, ("exact attention", "int8, quantization included"), panels)
+
+
+def int8_choice(report: Report) -> str:
+    """Time of exact attention over that of int8, end to end: one row a head_dim."""
+    found = {
+        (row["head_dim"], row["seqlen"], row["causal"]): row["ratio_to_exact"]
+        for row in report["rows"]
+        if row["contender"] == "omniattn_int8"
+    }
+    columns = sorted({key[1:] for key in found})
+    lines = [
+        [f"d{head_dim}", *(_ratio(found.get((head_dim, *column))) for column in columns)]
+        for head_dim in sorted({key[0] for key in found})
+    ]
+    header = ["int8 over exact", *(f"s{seqlen} {'causal' if causal else 'full'}" for seqlen, causal in columns)]
+    return _below(_table(header, lines), report)
+
+
+def sources() -> str:
+    """The result files and what measures them."""
+    lines = [
+        [f"`{name}.json`", f"`{source.command}`", "yes" if source.required else "no"]
+        for name, source in SOURCES.items()
+    ]
+    return _table(["file", "command", "required"], lines)
+
+
+def _mean(report: Report) -> str:
+    return _number(report["geometric_mean_ratio"].get("omniattn"), 2)
+
+
+def _least(report: Report) -> str:
+    return _number(min(row["ratio_to_anchor"] for row in _cells(report).values() if row["contender"] == "omniattn"), 2)
+
+
+def _device(report: Report) -> str:
+    return f"{report['environment']['device']}, {report['date']}"
+
+
+def _int8_over_exact(head_dim: int) -> Callable[[Report], str]:
+    def text(report: Report) -> str:
+        cells = _cells(report)
+        found = [cells[head_dim, 16384, causal, "omniattn_int8"]["ratio_to_exact"] for causal in (False, True)]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    return text
+
+
+def _call(name: str) -> Callable[[Report], str]:
+    def text(report: Report) -> str:
+        (row,) = (row for row in report["rows"] if row["name"] == name)
+        return _number(row["median_us"], 0)
+
+    return text
+
+
+#: What the markers of the pages name.
+PARTS: dict[str, Part] = {
+    "forward": Part(("forward",), forward),
+    "forward_sm80": Part(tuple(f"forward_sm80_d{head_dim}" for head_dim in HEAD_DIMS), forward),
+    "int8": Part(("int8",), int8),
+    "int8_sustained": Part(("int8_sustained",), int8_load),
+    "decode": Part(("decode",), decode),
+    "decode_others": Part(("decode",), decode_others),
+    "decode_sustained": Part(("decode_sustained",), decode),
+    "host": Part(("host",), host),
+    "int8_choice": Part(("int8",), int8_choice),
+    "int8_choice_sustained": Part(("int8_sustained",), int8_choice),
+    "sources": Part((), sources),
+    "readme": Part(("int8", "decode"), readme),
+    "figure": Part(("int8",), readme_figure),
+    "forward_mean": Part(("forward",), _mean),
+    "forward_least": Part(("forward",), _least),
+    "forward_device": Part(("forward",), _device),
+    "int8_d128": Part(("int8",), _int8_over_exact(128)),
+    "int8_d256": Part(("int8",), _int8_over_exact(256)),
+    "host_attention": Part(("host",), _call("attention")),
+    "host_sdpa": Part(("host",), _call("torch SDPA")),
+}

@@ -1,0 +1,144 @@
+"""Measured tables and figures of the documents, from committed results: ``python -m build_tools.pages [--write]``.
+
+Result files are what ``omniattn bench ... --json`` prints, kept as ``docs/performance/results/NAME.json``. A page says
+where a table stands, and this module fills it::
+
+    <!-- table: forward -->
+    <!-- end -->
+
+A single number within a sentence is ``<!-- value: forward_mean -->1.22<!-- end -->``. Without ``--write`` nothing is
+changed, and the exit code is 1 where a page or a figure is not what its results give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from build_tools.page_tables import FIGURE, PARTS, SOURCES, Report, figure
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path("docs/performance/results")
+SCHEMA = 1
+
+#: What fills a table whose result file is not there.
+NOT_MEASURED = "*Not measured yet.*"
+
+_MARKED = re.compile(r"(<!-- (table|value): (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+class PageError(Exception):
+    """A page or a result file is not as it has to be; the text says which and how."""
+
+
+def results(root: Path = ROOT) -> dict[str, Report]:
+    """Committed reports by name.
+
+    Raises
+    ------
+    PageError
+        A file that no source is known for, or that is of another bench or schema.
+    """
+    found: dict[str, Report] = {}
+    for path in sorted((root / RESULTS).glob("*")):
+        if path.name == "README.md":
+            continue
+        if path.suffix != ".json" or path.stem not in SOURCES:
+            raise PageError(f"{path.name}: not one of {', '.join(SOURCES)} with .json")
+        report = json.loads(path.read_text(encoding="utf-8"))
+        expected = SOURCES[path.stem].bench
+        if (report.get("schema"), report.get("bench")) != (SCHEMA, expected):
+            raise PageError(f"{path.name}: schema {SCHEMA} of {expected!r} expected, {report.get('schema')} of "
+                            f"{report.get('bench')!r} found")  # fmt: skip
+        found[path.stem] = report
+    missing = [name for name, source in SOURCES.items() if source.required and name not in found]
+    if found and missing:
+        raise PageError(f"results of {', '.join(found)} without those of {', '.join(missing)}")
+    return found
+
+
+def filled(text: str, reports: Mapping[str, Report]) -> str:
+    """``text`` with every marked part made from the reports.
+
+    Raises
+    ------
+    PageError
+        A marker names nothing that is known, or has no end.
+    """
+    if len(re.findall(r"<!-- (?:table|value): ", text)) != len(_MARKED.findall(text)):
+        raise PageError("a marker without its end")
+
+    def put(match: re.Match[str]) -> str:
+        begin, kind, name, _, end = match.groups()
+        if name not in PARTS:
+            raise PageError(f"no table or value {name!r}: {', '.join(PARTS)}")
+        part = PARTS[name]
+        if all(source in reports for source in part.sources):
+            made = part.make(*(reports[source] for source in part.sources))
+        else:
+            made = "–" if kind == "value" else NOT_MEASURED
+        return f"{begin}{made}{end}" if kind == "value" else f"{begin}\n{made}\n{end}"
+
+    return _MARKED.sub(put, text)
+
+
+def expected(root: Path = ROOT) -> dict[Path, str]:
+    """What every page with markers, and the figure, have to be: path below ``root`` to text."""
+    reports = results(root)
+    made: dict[Path, str] = {}
+    for path in [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("**/*.md"))]:
+        if not path.exists():
+            continue
+        text = path.read_text(encoding="utf-8")
+        try:
+            made[path.relative_to(root)] = filled(text, reports)
+        except PageError as error:
+            raise PageError(f"{path.relative_to(root).as_posix()}: {error}") from error
+    if "int8" in reports:
+        made[FIGURE] = figure(reports["int8"])
+    return made
+
+
+def differences(root: Path = ROOT) -> list[str]:
+    """Pages and figures that are not what their results give."""
+    wrong = []
+    for path, text in expected(root).items():
+        if not (root / path).exists() or (root / path).read_text(encoding="utf-8") != text:
+            wrong.append(path.as_posix())
+    return wrong
+
+
+def write(root: Path = ROOT) -> list[str]:
+    """Renew pages and figure; return what has changed."""
+    changed = differences(root)
+    for path, text in expected(root).items():
+        if path.as_posix() in changed:
+            (root / path).write_text(text, encoding="utf-8")
+    return changed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Renew or check; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="renew pages and figure")
+    options = parser.parse_args(arguments)
+    try:
+        names = write() if options.write else differences()
+        absent = [name for name in SOURCES if name not in results()]
+    except PageError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for name in names:
+        print(f"{name}: {'renewed' if options.write else 'out of date (python -m build_tools.pages --write)'}")
+    for name in absent:
+        path = (RESULTS / f"{name}.json").as_posix()
+        print(f"{path} is not there: {SOURCES[name].command} --out {path}")
+    return 1 if names and not options.write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+// The forward's schedule of a tile of queries, on wgmma: Q is the outer operand, K and V the inner ones.
+//
+// Step i multiplies Q by the i-th tile of keys and P by the tile of V before it. So K(i) and V(i - 1) share a stage and
+// its barriers: one wait, one release and one position a step. N tiles of keys take N + 1 steps, the last with V alone.
+// Tiles of keys go from the last visible one to the first: step i's is keys.end - 1 - i.
+//
+// A kernel derives from both roles and adds its own copies and arithmetic. Its Config, besides what
+// scheduler/persistent_roles.cuh asks for: kBlockM = 64 * kConsumers, kBlockN, kPingPong.
+#pragma once
+#include "attention/mask.cuh"
+#include "pipeline/ping_pong.cuh"
+#include "scheduler/persistent_roles.cuh"
+
+// Derived: prefetch_maps(), copy_q(t, stage, bar), copy_k(t, kv_head, n, stage, bar), copy_v(...): copies of kQBytes,
+// k_bytes() and kVBytes to buffer `stage` that complete on `bar`. Issued by one thread.
+template <typename Config, typename Derived>
+class ForwardProducer : public PersistentProducer<Config, Derived> {
+    using Base = PersistentProducer<Config, Derived>;
+    using Base::bars_;
+    using Base::inner_at_;
+    using Base::outer_at_;
+    using Base::p_;
+
+  public:
+    using Span = KeyTiles<Config::kBlockM, Config::kBlockN>;
+    using Base::Base;
+
+    OA_DEVICE void copy_tile(const FwdTile& t, const Span& keys) {
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        derived().copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Derived::kQBytes));
+        outer_at_.advance();
+        // n: the tile of K; that of V is n + 1.
+#pragma unroll 1
+        for (int32 n = keys.end - 1; n >= keys.first - 1; --n) {
+            bool has_k = n >= keys.first, has_v = n < keys.end - 1;
+            uint32 bar =
+                bars_.inner.acquire(inner_at_, (has_k ? derived().k_bytes() : 0) + (has_v ? Derived::kVBytes : 0));
+            if (has_v) derived().copy_v(t, kv_head, n + 1, inner_at_.stage, bar);
+            if (has_k) derived().copy_k(t, kv_head, n, inner_at_.stage, bar);
+            inner_at_.advance();
+        }
+    }
+
+  private:
+    OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
+};
+
+// Derived: attend(t, keys, first, warp_row, rows), which takes the steps from `first` to the last, releases their
+// buffers and, when its last read of it is done, Q; store(t, warp_row, rows) after it.
+template <typename Config, typename Derived>
+class ForwardConsumer : public PersistentConsumer<Config, Derived> {
+    using Base = PersistentConsumer<Config, Derived>;
+
+  public:
+    using Span = KeyTiles<Config::kBlockM, Config::kBlockN>;
+
+    OA_DEVICE ForwardConsumer(const AttnFwdParams& p, const TileList& list, RoleStorage<Config>& smem,
+                              const RoleBarriers<Config>& bars, int32 group)
+        : Base(p, list, smem, bars, group), ping_pong_(group) {}
+
+    // All consumer warpgroups.
+    OA_DEVICE void run() {
+        Base::run_tiles();
+        ping_pong_.finish(threadIdx.x < 256);
+    }
+
+    template <typename Rows>
+    OA_DEVICE void attend_tile(const FwdTile& t, const Span& keys, int32 warp_row, Rows& rows) {
+        int32 first = pass_over(t, keys);
+        if (first < keys.end - keys.first) {
+            derived().attend(t, keys, first, warp_row, rows);
+        } else {
+            Base::wait_inner();
+            Base::release_inner();
+            Base::wait_outer();
+            Base::release_outer();
+        }
+    }
+
+  protected:
+    using Base::bars_;
+    using Base::group_;
+    using Base::inner_at_;
+    using Base::lane_;
+    using Base::outer_at_;
+    using Base::p_;
+    PingPong<Config::kConsumers, Config::kPingPong> ping_pong_;
+
+    // Whether the keys of step i need masking.
+    OA_DEVICE static bool is_masked(const Span& keys, int32 i) {
+        int32 n = keys.end - 1 - i;
+        return n < keys.full_first || n >= keys.full_end;
+    }
+    // The first step after i that is masked or the last with scores: what a loop must look out for.
+    OA_DEVICE static int32 next_special(const Span& keys, int32 i) {
+        int32 last = keys.end - 1 - keys.first;
+        return is_masked(keys, i + 1) ? i + 1 : min_of(keys.end - keys.full_first, last);
+    }
+
+  private:
+    OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
+
+    // Passes over the first steps, whose tiles of keys only later rows of the CTA see; returns the first to take, or
+    // the number of tiles of keys if this warpgroup sees none.
+    OA_DEVICE int32 pass_over(const FwdTile& t, const Span& keys) {
+        int32 own_end = keys.first, first_row = t.m0 + group_ * 64;
+        if (uint32(first_row) < uint32(t.seqlen_q)) {  // unsigned: rows before row 0 (FwdTile::m0) see nothing either
+            KeyRange seen = visible_keys(min_of(first_row + 64, t.seqlen_q) - 1, t.seqlen_q, t.seqlen_k, p_.window_left,
+                                         p_.window_right);
+            own_end = max_of(int32((int64(seen.hi) + Config::kBlockN - 1) / Config::kBlockN), keys.first);
+        }
+        int32 first = max_of(keys.end - own_end, 0);
+#pragma unroll 1
+        for (int32 i = 0; i < first; ++i) {
+            ping_pong_.wait();
+            ping_pong_.pass_on();
+            // A buffer is given back after it has been filled: an earlier arrival would count for the round before.
+            Base::wait_inner();
+            Base::release_inner();
+        }
+        return first;
+    }
+};

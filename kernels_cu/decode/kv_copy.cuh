@@ -1,0 +1,139 @@
+// A warp's tile of a KV cache on its way to shared memory: rows that a block table scatters, copied by cp.async.
+#pragma once
+#include "decode/kv_row.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/l2.cuh"
+
+// One tile of one warp. Config: kHeadDim, kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys).
+template <typename Config>
+struct KvStage {
+    alignas(128) uint8 k[Config::kTile * KvRow<Config::kKKind, Config::kHeadDim, 4>::kBytes];
+    alignas(128) uint8 v[Config::kTile * KvRow<Config::kVKind, Config::kHeadDim, 8>::kBytes];
+    alignas(16) uint32 k_params[Config::kQuantK ? Config::kTile * Config::kKGroups : 4];
+    alignas(16) uint32 v_params[Config::kQuantV ? Config::kTile * Config::kVGroups : 4];
+    // Where they begin, bytes.
+    static constexpr int kVAt = (sizeof(k) + 127) / 128 * 128, kKParamsAt = kVAt + sizeof(v);
+    static constexpr int kVParamsAt = kKParamsAt + sizeof(k_params);
+};
+
+// Copies by all 32 lanes of a warp. `row`: lane t's is the number of key t's row in the cache's planes; `count` keys
+// exist, the others become zeros. The caller commits the group of copies.
+template <typename Config>
+struct KvCopy {
+    const uint8* k;
+    const uint8* v;
+    const uint32* k_params;
+    const uint32* v_params;
+    uint64 policy;  // of L2
+    int lane;
+
+    template <typename Tile>
+    OA_DEVICE void plane(uint32 dst, const uint8* src, uint32 row, int32 count) const {
+        constexpr int kChunks = Tile::Row::kChunks;
+#pragma unroll
+        for (int i = 0; i < Config::kTile * kChunks / 32; ++i) {
+            int at = i * 32 + lane, t = at / kChunks;
+            uint32 from = __shfl_sync(0xffffffffu, row, t);
+            const uint8* address = src + uint64(from) * Tile::Row::kBytes + (at % kChunks) * 16;
+            cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0, policy);
+        }
+    }
+    // The same of a whole tile whose keys' rows are contiguous in the plane, 16 at a time.
+    template <typename Tile>
+    OA_DEVICE void plane_of_runs(uint32 dst, const uint8* src, const uint32 (&runs)[Config::kTile / 16]) const {
+        constexpr int kChunks = Tile::Row::kChunks, kCopies = kChunks / 2;
+#pragma unroll
+        for (int run = 0; run < Config::kTile / 16; ++run) {
+            const uint8* from = src + uint64(runs[run]) * Tile::Row::kBytes + lane * 16;
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i) {
+                int at = (run * kCopies + i) * 32 + lane;
+                cp_async_16(dst + ((at ^ Tile::swizzle(at / kChunks)) << 4), from + i * 512, policy);
+            }
+        }
+    }
+    template <int kGroups, int kStride = kGroups>  // words of a row, and from one row to the next
+    OA_DEVICE void params(uint32 dst, const uint32* src, uint32 row, int32 count) const {
+        constexpr int kBytes = kGroups >= 4 ? 16 : 4 * kGroups, kPerRow = 4 * kGroups / kBytes;
+#pragma unroll
+        for (int i = 0; i < (Config::kTile * kPerRow + 31) / 32; ++i) {
+            int at = i * 32 + lane, t = at / kPerRow;
+            uint32 from = kPerRow == 1 ? row : __shfl_sync(0xffffffffu, row, t & 31);
+            if (t < Config::kTile) {
+                const uint32* address = src + uint64(from) * kStride + at % kPerRow * (kBytes / 4);
+                cp_async_small<kBytes>(dst + at * kBytes, address, t < count ? kBytes : 0, policy);
+            }
+        }
+    }
+    // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: adjacent rows have sectors in common. Rows beyond
+    // `count` get parameters of 0, whatever their nibbles are; those are copied from the row that `row` names.
+    OA_DEVICE void fbgemm_rows(uint32 stage, uint32 row, int32 count, bool in_runs) const {
+        using Stage = KvStage<Config>;
+        using Row = FbgemmRow<Config::kHeadDim, Config::kKGroups>;
+        constexpr int kRows = 32 / Row::kWords;
+        int first = lane / Row::kWords, w = lane % Row::kWords;
+        uint32 to = first * 4 * Row::kWords + Row::place(w);
+        uint32 to_k = stage, to_v = stage + Stage::kVAt;
+        const uint8* from_k = k + 4 * (Config::kKGroups + w);
+        const uint8* from_v = v + 4 * (Config::kKGroups + w);
+        auto copy = [&](int i, uint64 from, int further) {
+            // Which chunks are exchanged is the same for rows side by side.
+            uint32 at_k = to ^ (KTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
+            uint32 at_v = to ^ (VTile<kKvFbgemm, Config::kHeadDim>::swizzle(i * kRows) << 4);
+            cp_async_4(to_k + i * 128 + at_k, from_k + from + further, policy);
+            cp_async_4(to_v + i * 128 + at_v, from_v + from + further, policy);
+        };
+        if (in_runs && count >= Config::kTile) {
+#pragma unroll
+            for (int run = 0; run < Config::kTile / 16; ++run) {
+                uint64 from = uint64(__shfl_sync(0xffffffffu, row, run * 16) + first) * Row::kBytes;
+#pragma unroll
+                for (int i = 0; i < 16 / kRows; ++i) copy(run * (16 / kRows) + i, from, i * kRows * Row::kBytes);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < Config::kTile / kRows; ++i)
+                copy(i, uint64(__shfl_sync(0xffffffffu, row, i * kRows + first)) * Row::kBytes, 0);
+        }
+        auto words = [](const uint8* plane) { return reinterpret_cast<const uint32*>(plane); };
+        params<Config::kKGroups, Row::kBytes / 4>(stage + Stage::kKParamsAt, words(k), row, count);
+        params<Config::kVGroups, Row::kBytes / 4>(stage + Stage::kVParamsAt, words(v), row, count);
+    }
+    // `stage`: address of a KvStage, see KvRing. `in_runs`: rows are contiguous 16 at a time.
+    OA_DEVICE void tile(uint32 stage, uint32 row, int32 count, bool in_runs) const {
+        if constexpr (Config::kKKind == kKvFbgemm) {
+            static_assert(Config::kVKind == kKvFbgemm && Config::kKGroups == Config::kVGroups, "one layout for both");
+            fbgemm_rows(stage, row, count, in_runs);
+            return;
+        }
+        using Stage = KvStage<Config>;
+        if (in_runs && count >= Config::kTile) {
+            uint32 runs[Config::kTile / 16];
+#pragma unroll
+            for (int run = 0; run < Config::kTile / 16; ++run) runs[run] = __shfl_sync(0xffffffffu, row, run * 16);
+            plane_of_runs<KTile<Config::kKKind, Config::kHeadDim>>(stage, k, runs);
+            plane_of_runs<VTile<Config::kVKind, Config::kHeadDim>>(stage + Stage::kVAt, v, runs);
+        } else {
+            plane<KTile<Config::kKKind, Config::kHeadDim>>(stage, k, row, count);
+            plane<VTile<Config::kVKind, Config::kHeadDim>>(stage + Stage::kVAt, v, row, count);
+        }
+        if (Config::kQuantK) params<Config::kKGroups>(stage + Stage::kKParamsAt, k_params, row, count);
+        if (Config::kQuantV) params<Config::kVGroups>(stage + Stage::kVParamsAt, v_params, row, count);
+    }
+};
+
+// Which stage a warp's next copy goes to. The address comes through a shuffle, of which each lane takes its own value,
+// so that the compiler does not know it to be uniform: ptxas 12.9 and 13.0 encode a cp.async that has both an L2 policy
+// and an address with a part in a uniform register as an illegal instruction (sm_90a).
+template <typename Stage, int kStages>
+struct KvRing {
+    uint32 address;
+    int32 stage = 0;
+    OA_DEVICE KvRing(Stage (&stages)[kStages], int lane)
+        : address(__shfl_sync(0xffffffffu, smem_addr_of(&stages[0]), lane)) {}
+    OA_DEVICE void advance() {
+        bool last = ++stage == kStages;
+        address += last ? uint32(sizeof(Stage)) * uint32(1 - kStages) : uint32(sizeof(Stage));
+        if (last) stage = 0;
+    }
+};

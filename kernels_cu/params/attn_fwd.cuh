@@ -1,0 +1,60 @@
+// Arguments of the forward kernels. The host packs every struct of params/ by the same names, little-endian
+// (src/omniattn/launch/structs.py; a test compares sizes and offsets). Strides in elements.
+#pragma once
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+
+enum MaskKind : int32 { kMaskNone = 0, kMaskBool = 1, kMaskFloat = 2, kMaskIo = 3 };     // kMaskIo: q's dtype
+enum SinksKind : int32 { kSinksNone = 0, kSinksFloat = 1, kSinksIo = 2 };
+
+struct AttnFwdParams {
+    const uint16* q;
+    const uint16* k;
+    const uint16* v;
+    uint16* o;
+    float* lse;                 // or null
+    const int32* cu_seqlens_q;  // [batch + 1]; null for dense batches
+    const int32* cu_seqlens_k;
+    const void* mask;
+    const void* sinks;
+    int64 q_stride_b, q_stride_s, q_stride_h;
+    int64 k_stride_b, k_stride_s, k_stride_h;
+    int64 v_stride_b, v_stride_s, v_stride_h;
+    int64 o_stride_b, o_stride_s, o_stride_h;
+    int64 lse_stride_b, lse_stride_h;  // LSE is contiguous along the sequence
+    int64 mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k;
+    int64 tile_offset;  // first tile of this launch: more than 2^31 - 1 tiles take several launches
+    int32 batch, num_q_heads, num_kv_heads;
+    int32 seqlen_q, seqlen_k;  // dense: lengths; varlen: rows of the packed tensors
+    int32 mask_rows, mask_cols;
+    int32 head_dim;
+    int32 window_left, window_right;  // -1: unlimited; causal is window_right = 0
+    int32 num_m_blocks;               // dense: tiles per (batch, head); varlen: upper bound over all sequences
+    int32 mask_kind, sinks_kind;
+    float softmax_scale;
+    float softcap;  // 0: none
+    int32 zero;  // always 0, unknown to the compiler; makes the struct's size a multiple of 8
+};
+
+// The work of a launch as one list of items, which the host composes (launch/tile_order.py). CTA b takes item b, then
+// every gridDim.x-th further; from the first round that holds no pair only, every second round runs backwards, so
+// that a list that goes from long to short is distributed evenly. No counter in global memory is needed, and every warp
+// role walks the list by itself. Fewer than 2^31 - gridDim.x items.
+//   items < num_pairs   the j-th longest and the j-th shortest tile of one head: causal pairs are all equally long
+//   then                the tiles of the last num_tail_heads heads, the longest of all heads first
+// or, with neither, head by head: K and V stay in L2.
+struct TileList {
+    uint32 num_items;
+    uint32 num_pairs;
+    uint32 num_tail_heads;
+    // Rows of a head's first tile that lie before row 0, a multiple of 64: of causal heads the short first tile is
+    // better not full than the long last one.
+    uint32 lead_rows;
+};
+
+// attn_fwd_sm90. The maps are those of q, k and v, whose pointers and strides in `fwd` are not used.
+struct AttnFwdSm90Params {
+    TensorMap map_q, map_k, map_v;
+    AttnFwdParams fwd;
+    TileList tiles;
+};

@@ -1,0 +1,33 @@
+// Arguments of attention on quantized operands. Formats: docs/quantization.md.
+#pragma once
+#include "params/attn_fwd.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+
+// What it needs besides AttnFwdParams.
+struct QuantizedOperands {
+    const float* q_scale;
+    const float* k_scale;
+    const float* row_bias;
+    const float* v_scale;
+    const float* v_mean;  // null: zeros
+    const float* delta_s;  // null without smooth_q
+    int64 q_scale_stride_h, k_scale_stride_h, delta_stride_h;  // elements, between heads
+    int32 delta_columns;
+    int32 head_dim_pad;
+};
+
+// attn_int8_sm80, attn_int8_mbarrier_sm90. q, k, v of `fwd` are the quantized ones, their strides in 16-bit units.
+struct AttnInt8Sm80Params {
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+};
+
+// attn_int8_sm90. The maps are those of q_int, k_int and v, whose pointers and strides in `fwd` are not used.
+struct AttnInt8Sm90Params {
+    TensorMap map_q, map_k, map_v;
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    TileList tiles;
+    int32 flush_keys;  // keys whose products with V are summed by the tensor cores
+};

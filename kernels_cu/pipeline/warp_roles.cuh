@@ -1,0 +1,24 @@
+// Roles of a warp-specialized kernel on Hopper: one producer warpgroup, whose first warp copies, and consumer
+// warpgroups, which compute (FlashAttention-3, section 3.1; CUTLASS calls it KernelTmaWarpSpecialized).
+#pragma once
+#include "ptx/types.cuh"
+#include "ptx/warpgroup.cuh"
+
+// Registers a thread after setmaxnreg: what the launch gives (65536 / threads, a multiple of 8), redistributed.
+OA_DEVICE constexpr int producer_registers(int consumers) { return consumers == 2 ? 40 : 32; }
+OA_DEVICE constexpr int consumer_registers(int consumers) { return consumers == 2 ? 232 : consumers == 3 ? 160 : 112; }
+
+// All threads of a CTA of 1 + kConsumers warpgroups, behind the barriers' initialization and a CTA barrier.
+// produce(lane): the first warp; consume(group): the warpgroups from the second on.
+template <int kConsumers, typename Produce, typename Consume>
+OA_DEVICE void run_roles(Produce produce, Consume consume) {
+    static_assert(2 <= kConsumers && kConsumers <= 4, "a budget of registers for each role");
+    int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
+    if (warpgroup == 0) {
+        registers_release<producer_registers(kConsumers)>();
+        if (threadIdx.x < 32) produce(int(threadIdx.x));
+    } else {
+        registers_claim<consumer_registers(kConsumers)>();
+        consume(warpgroup - 1);
+    }
+}

@@ -1,0 +1,328 @@
+// Blocks of 128 rows of Q or K to integers with one scale a group of rows.
+//
+//   t = x - mean;  scale = amax(group) / 127 (int4: / 7);  x_int = nearest_even(t * (1 / scale))
+//
+// A row that holds NaN or infinity does not count for its group's amax and becomes zeros; a query row is marked by NaN
+// in row_bias, a key by NaN in its group's k_scale.
+// Threads as in quantize/reduce.cuh: a thread has 8 channels of 8 rows, in registers between the two uses.
+#pragma once
+#include "ptx/cvt_quant.cuh"
+#include "quantize/items.cuh"
+#include "quantize/reduce.cuh"
+
+constexpr int32 kSteps = kBlockRows / kRowLanes;
+
+template <int kHeadDim>
+struct RowsStorage {
+    alignas(16) float sums[kRowLanes * kHeadDim];
+    float mean[kHeadDim];
+};
+
+// Largest magnitudes of the groups of a block, and whether one of their rows is bad. Double-buffered, so that one can
+// be cleared while the other is in use.
+struct GroupStorage {
+    uint32 amax[kBlockRows], bad[kBlockRows];
+    uint32 irregular;  // kCommon: some magnitude is not finite
+
+    // All threads; a barrier has to follow.
+    template <int kThreads>
+    OA_DEVICE void clear() {
+        for (int32 i = threadIdx.x; i < kBlockRows; i += kThreads) amax[i] = bad[i] = 0;
+        if (threadIdx.x == 0) irregular = 0;
+    }
+};
+
+struct MaxOp {
+    OA_DEVICE float operator()(float a, float b) const { return max_nan(a, b); }
+};
+template <typename Io>
+struct PackedMaxOp {
+    OA_DEVICE uint32 operator()(uint32 a, uint32 b) const { return max2_nan(Io{}, a, b); }
+};
+struct SumOp {
+    OA_DEVICE float operator()(float a, float b) const { return a + b; }
+};
+
+// Combines kLanes neighbouring lanes' values of 8 rows. Each step exchanges half of what is left, so that 8 rows cost
+// 7 shuffles and not 24. Lane c ends up with row `row_of_lane(c)`, the lanes 8, 16, ... further on with the same.
+template <int kLanes, class Value, class Op>
+OA_DEVICE Value combine_rows(Value (&v)[8], Op op) {
+    int32 lane = threadIdx.x & 31;
+#pragma unroll
+    for (int step = 0; step < 3; ++step) {
+        bool up = lane >> step & 1;
+#pragma unroll
+        for (int j = 0; j < 4 >> step; ++j) {
+            Value other = v[j + (4 >> step)], keep = up ? other : v[j], send = up ? v[j] : other;
+            v[j] = op(keep, __shfl_xor_sync(0xffffffffu, send, 1 << step));
+        }
+    }
+#pragma unroll
+    for (int bit = 8; bit < kLanes; bit *= 2) v[0] = op(v[0], __shfl_xor_sync(0xffffffffu, v[0], bit));
+    return v[0];
+}
+// Three bits reversed: its own inverse.
+OA_DEVICE int32 row_of_lane(int32 c) { return (c & 1) * 4 + (c & 2) + (c >> 2 & 1); }
+
+// Which rows of a block share a scale, and where that scale is stored, for queries and keys. Slots are what the
+// per-thread granularity needs; coarser ones repeat their scale in all of them.
+struct Grouping {
+    int32 granularity, slice_log2;  // slices of 16 or 32 queries, 64 or 128 keys
+    bool is_q;
+    OA_DEVICE Grouping(int32 granularity, int32 slice, bool is_q)
+        : granularity(granularity), slice_log2(31 - __clz(slice)), is_q(is_q) {}
+    OA_DEVICE int32 slot(int32 row) const {
+        if (granularity == kPerToken) return row;
+        return is_q ? (row >> slice_log2) * 8 + (row & 7) : (row >> slice_log2) * 4 + (row >> 1 & 3);
+    }
+    // Whether it is the first row of its slot.
+    OA_DEVICE bool leads(int32 row) const {
+        int32 in_slice = row & ((1 << slice_log2) - 1);
+        return granularity == kPerToken || (in_slice < 8 && (is_q || !(row & 1)));
+    }
+    OA_DEVICE int32 group(int32 row) const {
+        if (granularity >= kPerThread) return slot(row);
+        if (is_q) return granularity == kPerWarp ? row >> slice_log2 : 0;
+        return granularity == kPerTensor ? 0 : row >> slice_log2;
+    }
+    OA_DEVICE int32 slots_of(int32 rows) const {
+        return granularity == kPerToken ? rows : (rows >> slice_log2) * (is_q ? 8 : 4);
+    }
+};
+
+OA_DEVICE float scale_of(float amax, int32 levels) { return amax >= kLeastAmax ? div_rn(amax, float(levels)) : 1.0f; }
+
+// Makes the compiler forget what it has computed from these registers: it would otherwise keep 64 differences from the
+// search of the maximum for the rounding, which costs more registers than there are.
+OA_DEVICE void forget(uint4 (&raw)[kSteps]) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) asm volatile("" : "+r"(raw[i].x), "+r"(raw[i].y), "+r"(raw[i].z), "+r"(raw[i].w));
+}
+
+// Largest magnitude of the row that combine_rows gives to this lane, of 8 rows of Q as they are.
+template <typename Io, int kColumns>
+OA_DEVICE float largest_of_row(const uint4 (&raw)[kSteps]) {
+    Io io;
+    uint32 most[kSteps];
+    auto magnitudes = [](uint32 w) { return w & ~kBothSigns; };
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+        most[i] = max2_nan(io, max2_nan(io, magnitudes(raw[i].x), magnitudes(raw[i].y)),
+                           max2_nan(io, magnitudes(raw[i].z), magnitudes(raw[i].w)));
+    uint32 pair = combine_rows<kColumns>(most, PackedMaxOp<Io>{});
+    return max_nan(low_float(io, pair), high_float(io, pair));
+}
+
+// Largest magnitude of x - mean over some of this thread's rows of K, which are of one group, and over those of the
+// other threads of the same rows. Rounding keeps the order of numbers, so the largest and the smallest x of a channel
+// have it.
+template <typename Io, int kColumns, int kFirst, int kCount>
+OA_DEVICE float largest_of_rows(const uint4 (&raw)[kSteps], const float (&mean)[8]) {
+    Io io;
+    float most = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        uint32 hi = word_of(raw[kFirst], w), lo = hi;
+#pragma unroll
+        for (int i = kFirst + 1; i < kFirst + kCount; ++i) {
+            hi = max2_nan(io, hi, word_of(raw[i], w));
+            lo = min2_nan(io, lo, word_of(raw[i], w));
+        }
+        most = max_abs_nan(most, low_float(io, hi) - mean[2 * w]);
+        most = max_abs_nan(most, low_float(io, lo) - mean[2 * w]);
+        most = max_abs_nan(most, high_float(io, hi) - mean[2 * w + 1]);
+        most = max_abs_nan(most, high_float(io, lo) - mean[2 * w + 1]);
+    }
+#pragma unroll
+    for (int bit = 1; bit < kColumns; bit *= 2) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, bit));
+    return most;
+}
+
+template <typename Io, int kHeadDim>
+OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, RowsStorage<kHeadDim>& s,
+                             GroupStorage& groups) {
+    constexpr int kColumns = kHeadDim / 8;
+    Io io;
+    int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
+    bool is_q = t.kind == kQuantizeQ || t.kind == kAmaxQ;
+    bool only_amax = !kCommon && (t.kind == kAmaxQ || t.kind == kAmaxK);
+    int64 at = sequence_head(t, is_q ? p.num_q_heads : p.num_kv_heads);
+    int32 first = t.index * kBlockRows, count = min_of(t.len - first, kBlockRows);
+    int64 stride = kCommon ? t.stride_bytes : (is_q ? p.q_stride_s : p.k_stride_s) * 2;
+    const uint8* rows = is_q ? item_rows(p, t, p.q, p.q_stride_b, p.q_stride_s, p.q_stride_h, first)
+                             : item_rows(p, t, p.k, p.k_stride_b, p.k_stride_s, p.k_stride_h, first);
+
+    uint4 raw[kSteps];
+    {
+        const uint8* from = rows + ty * stride + cc * 16;
+        uint64 policy = evict_first_policy();
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            bool inside = cc * 8 < p.head_dim && ty + i * kRowLanes < count;
+            raw[i] = inside ? load_input(from, policy) : uint4{0, 0, 0, 0};
+            from += kRowLanes * stride;
+        }
+    }
+    bool full_bias = is_q && !only_amax && has(p, kFullBias);
+    float mean[8] = {}, value[kSteps], dot = 0.0f;
+    if ((!is_q && has(p, kSmoothK)) || full_bias) {
+        int64 kv_at = int64(t.batch_idx) * p.num_kv_heads + (is_q ? t.head / (p.num_q_heads / p.num_kv_heads) : t.head);
+        const float* from[1] = {p.k_mean + kv_at * p.head_dim_pad};
+        float* to[1] = {s.mean};
+        fetch_channels<kHeadDim>(p.k_ready + kv_at, from, p.head_dim_pad, to);
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
+    }
+    // One or two channels at a time: the kernel is short of registers.
+    if (full_bias) {
+        // What smoothing K takes away from every score of a row: q . k_mean.
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) value[i] = 0.0f;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+                value[i] = fmaf(low_float(io, word_of(raw[i], w)), mean[2 * w], value[i]);
+                value[i] = fmaf(high_float(io, word_of(raw[i], w)), mean[2 * w + 1], value[i]);
+            }
+        }
+        dot = combine_rows<kColumns>(value, SumOp{});
+#pragma unroll
+        for (int j = 0; j < 8; ++j) mean[j] = 0.0f;
+    }
+    if (is_q && has(p, kSmoothQ)) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            float lo[2] = {}, hi[2] = {};
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+                lo[i & 1] += low_float(io, word_of(raw[i], w));
+                hi[i & 1] += high_float(io, word_of(raw[i], w));
+            }
+            reinterpret_cast<float2*>(s.sums + tid * 8)[w] = {lo[0] + lo[1], hi[0] + hi[1]};
+        }
+        float sum = channel_sum<Io, kHeadDim>({rows, stride, 0, 0, count}, p.head_dim, s.sums);
+        if (tid < kHeadDim) {
+            float of_block = mul_rn(div_rn(sum, float(count)), kSumUnscale);
+            s.mean[tid] = of_block;
+            if (!only_amax && tid < p.head_dim_pad)
+                p.q_mean[(int64(t.unit) * p.slots_q + t.slot) * p.head_dim_pad + tid] = of_block;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
+    }
+
+    // Lane cc < 8 of a row's lanes has the result of one row.
+    Grouping grouping(granularity_of(p), is_q ? query_slice_of(p) : key_tile_of(p), is_q);
+    int32 own_row = ty + row_of_lane(cc & 7) * kRowLanes, slot = grouping.slot(own_row),
+          group = grouping.group(own_row);
+    bool regular = kCommon && count == kBlockRows, bad = false;  // rows that all exist, and are finite
+    if (regular) {
+        constexpr int kTiles = kBlockRows / kCommonKeyTile, kHalf = kSteps / 2;
+        float most;
+        if (is_q) {
+            most = largest_of_row<Io, kColumns>(raw);
+        } else if (kTiles == 1) {
+            most = largest_of_rows<Io, kColumns, 0, kSteps>(raw, mean);
+        } else {
+            float first_tile = largest_of_rows<Io, kColumns, 0, kHalf>(raw, mean);
+            forget(raw);
+            most = largest_of_rows<Io, kColumns, kHalf, kHalf>(raw, mean);
+            if (cc == 0) most = first_tile;  // row_of_lane(1) is in the second tile
+        }
+        if (cc < (is_q ? 8 : kTiles)) {  // a lane for each row of Q, for each tile of K
+            reduce_max_shared(&groups.amax[group], __float_as_uint(most));
+            if (!is_finite(most)) groups.irregular = 1;
+        }
+        __syncthreads();
+        regular = groups.irregular == 0;
+        if (!regular) {
+            __syncthreads();
+            groups.clear<2 * kHeadDim>();
+            __syncthreads();
+        }
+    }
+    if (!regular) {
+        forget(raw);
+        // Largest magnitude of every row; rows that do not exist are zeros, not minus the mean.
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) value[i] = 0.0f;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+                value[i] = max_abs_nan(value[i], low_float(io, word_of(raw[i], w)) - mean[2 * w]);
+                value[i] = max_abs_nan(value[i], high_float(io, word_of(raw[i], w)) - mean[2 * w + 1]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) value[i] = ty + i * kRowLanes < count ? value[i] : 0.0f;
+        float most = combine_rows<kColumns>(value, MaxOp{});
+        bad = !is_finite(most);
+        if (cc < 8) {
+            reduce_max_shared(&groups.amax[group], bad ? 0 : __float_as_uint(most));
+            if (bad) reduce_max_shared(&groups.bad[slot], 1);
+        }
+        __syncthreads();
+    }
+    bool per_tensor = granularity_of(p) == kPerTensor;
+    uint32 amax = groups.amax[group];
+    if (per_tensor) {
+        uint32* tensor_amax = (is_q ? p.q_amax : p.k_amax) + at;
+        uint32* tensor_done = (is_q ? p.q_amax_done : p.k_amax_done) + at;
+        if (only_amax) {
+            if (tid == 0) {
+                reduce_max_global(tensor_amax, amax);
+                atomic_add_acq_rel(tensor_done, 1);
+            }
+            return;
+        }
+        wait_for_own(tensor_done, uint32(blocks_of(t.len)));
+        amax = load_gpu(tensor_amax);
+    }
+    float scale = scale_of(__uint_as_float(amax), levels_of(p)), inverse = div_rn(1.0f, scale);
+    if (cc < 8) {
+        // Blocks of queries and tiles of keys begin at slots of their own in packed arrays. The block's rows end with
+        // the sequence's last tile.
+        int32 tile_rows = is_q ? kBlockRows : key_tile_of(p), tile_log2 = 31 - __clz(tile_rows);
+        if (own_row >> tile_log2 << tile_log2 < count && grouping.leads(own_row)) {
+            int32 tile = (first >> tile_log2) + (is_packed(p) ? first_slot(t.begin, t.batch_idx, tile_rows) : 0);
+            int64 at_slot =
+                (int64(t.unit) * (is_q ? p.slots_q : p.tiles_k) + tile) * grouping.slots_of(tile_rows) + slot;
+            (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && groups.bad[slot] ? quiet_nan() : scale;
+        }
+        if (is_q && p.row_bias && own_row < count)
+            p.row_bias[output_row(t, p.seqlen_q) + first + own_row] = bad ? quiet_nan() : dot;
+    }
+    if (bad) inverse = quiet_nan();
+    forget(raw);
+
+    int32 row_bytes = p.head_dim_pad * bits_of(p) / 8;
+    uint8* to = (is_q ? p.q_int : p.k_int) + (output_row(t, is_q ? p.seqlen_q : p.seqlen_k) + first + ty) * row_bytes +
+                cc * bits_of(p);
+    bool has_channels = cc * 8 < p.head_dim_pad;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i, to += kRowLanes * row_bytes) {
+        float of_row = __shfl_sync(0xffffffffu, inverse, row_of_lane(i), kColumns), x[8];
+        uint32 n[8];
+        unpack8(io, raw[i], x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) n[j] = __float_as_uint(fmaf(x[j] - mean[j], of_row, kRound));
+        bool stored = has_channels && (regular || ty + i * kRowLanes < count);
+        bool is_bad = !regular && !is_finite(of_row);
+        if (bits_of(p) == 8) {
+            uint2 packed;
+            packed.x = permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410);
+            packed.y = permute_bytes(permute_bytes(n[4], n[5], 0x0040), permute_bytes(n[6], n[7], 0x0040), 0x5410);
+            if (is_bad) packed.x = packed.y = 0;
+            if (stored) *reinterpret_cast<uint2*>(to) = packed;
+        } else {
+            uint32 packed = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) packed |= (n[j] & 15u) << (4 * j);
+            if (stored) *reinterpret_cast<uint32*>(to) = is_bad ? 0 : packed;
+        }
+    }
+}

@@ -1,0 +1,190 @@
+"""What ``attention`` and ``attention_varlen`` may be given."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .. import arrays, runtime
+from ..arrays import Tensor
+from ..errors import ArgumentError, ShapeError
+from ..plan.engine import Call
+from ..problems import AttentionProblem, AttentionStrides
+from ..problems.quantize import Strides3
+from . import values
+
+#: The caller's arrays, in the order of a call.
+ARRAYS = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks")
+#: Those that kernels access 16 bytes at a time.
+ALIGNED = frozenset({"q", "k", "v", "out"})
+
+
+class AttentionOptions(NamedTuple):
+    """Everything that is no array, as the caller gave it."""
+
+    layout: Any
+    causal: Any
+    window: Any
+    softmax_scale: Any
+    softcap: Any
+    precision: Any
+    return_lse: Any
+    deterministic: Any
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+
+
+class CommonOptions(NamedTuple):
+    """Options that do not depend on the arrays, validated."""
+
+    window: tuple[int, int]
+    softcap: float
+    return_lse: bool
+    deterministic: bool
+
+
+def check_common(options: AttentionOptions, function: str) -> CommonOptions:
+    """What can be said without looking at an array."""
+    values.check_layout(options.layout, function)
+    causal = values.check_bool(options.causal, "causal", function)
+    return_lse = values.check_bool(options.return_lse, "return_lse", function)
+    deterministic = values.check_bool(options.deterministic, "deterministic", function)
+    window = values.check_window(options.window, causal, function)
+    return CommonOptions(window, values.check_softcap(options.softcap, function), return_lse, deterministic)
+
+
+def check_scale(options: AttentionOptions, head_dim: int, function: str) -> float:
+    """``softmax_scale``, 1 / sqrt(head_dim) unless given."""
+    if options.softmax_scale is None:
+        return float(head_dim**-0.5)
+    return values.check_number(options.softmax_scale, "softmax_scale", function)
+
+
+def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
+    """The problem of a call on arrays."""
+    function, options = call.operation.name, call.options
+    varlen = function == "attention_varlen"
+    common = check_common(options, function)
+    precision = values.check_precision(options.precision, function)
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    layout = options.layout
+    values.check_qkv(q, k, v, 3 if varlen else 4, layout, function)
+    arrays.require_same_device(tensors.values())
+    scale = check_scale(options, q.shape[-1], function)
+    seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
+    heads_q, heads_kv = q.shape[head], k.shape[head]
+    rows_q, rows_k = q.shape[seq], k.shape[seq]
+    batch, longest_q, longest_k = q.shape[0], 0, 0
+    if varlen:
+        batch = _check_starts(tensors, function)
+        longest_q, longest_k = _check_longest(options, rows_q, rows_k, "mask" in tensors, function)
+    most = values.MAX_PACKED_SEQUENCES if varlen else values.MAX_EXTENT
+    if batch > most:
+        name = "cu_seqlens_q" if varlen else "q"
+        raise ShapeError(name, f"at most {most} sequences", str(batch), function=function)
+    if heads_q > values.MAX_EXTENT:
+        raise ShapeError("q", f"at most {values.MAX_EXTENT} heads", str(heads_q), function=function)
+    extent = (longest_q, longest_k) if varlen else (rows_q, rows_k)
+    mask, mask_strides = check_mask(tensors, (batch, heads_q, *extent), q.dtype, function)
+    sinks = values.check_sinks(tensors["sinks"], heads_q, q.dtype, function) if "sinks" in tensors else "none"
+    for t in (q, k, v):
+        values.check_strides(t, function)
+    o_strides = check_out(tensors, tuple(q.shape), q.dtype, function)
+
+    def three(shape: tuple[int, ...], strides: tuple[int, ...]) -> Strides3:
+        return canonical_strides(shape, strides, layout, varlen)
+
+    on_gpu = q.device == "cuda"
+    # Quantized operands are the library's own.
+    maps = on_gpu and (precision.quantized or all(map(_describable, (q, k, v)))) and runtime.has_tensor_maps()
+    return AttentionProblem(
+        q.dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *common.window, scale, common.softcap, mask,
+        sinks, varlen, precision, common.deterministic, maps, None, common.return_lse, layout, longest_q, longest_k,
+        AttentionStrides(
+            three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
+            three(q.shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
+        ),
+    )  # fmt: skip
+
+
+def check_attention_memory(problem: AttentionProblem, tensors: dict[str, Tensor]) -> None:
+    """o may take q's place exactly (each row of q is read before it is written), and nobody else's."""
+    function = "attention_varlen" if problem.varlen else "attention"
+    out, q = tensors.get("out"), tensors["q"]
+    if out is not None:
+        arrays.require_writable(out)
+        if out.device != "cpu" and 0 not in out.shape:
+            for t in (tensors["k"], tensors["v"]):
+                if t.ptr == out.ptr:
+                    expected = f"memory of its own, not that of {t.argument}"
+                    raise ArgumentError("out", expected, hex(out.ptr), function=function)
+            if q.ptr == out.ptr and tuple(q.strides) != tuple(out.strides):
+                raise ArgumentError(
+                    "out", "q's own strides, where it takes q's memory", f"strides {tuple(out.strides)}",
+                    function=function,
+                )  # fmt: skip
+    if q.device == "cuda":
+        values.check_addresses(tensors, ALIGNED, function)
+
+
+def canonical_strides(shape: tuple[int, ...], strides: tuple[int, ...], layout: str, varlen: bool) -> Strides3:
+    """(batch, seq, head) strides; 0 where the extent is 1, whatever the framework wrote there."""
+    own = [0 if n == 1 else s for n, s in zip(shape, strides, strict=True)]
+    seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
+    return (0 if varlen else own[0], own[seq], own[head])
+
+
+def check_mask(
+    tensors: dict[str, Tensor], shape: tuple[int, int, int, int], dtype: str, function: str
+) -> tuple[str, tuple[int, int, int, int]]:
+    """Kind of the mask, and its strides in the full shape."""
+    if "mask" not in tensors:
+        return "none", (0, 0, 0, 0)
+    kind = values.check_mask(tensors["mask"], shape, dtype, function)
+    return kind, values.broadcast_strides(tensors["mask"], shape)
+
+
+def check_out(tensors: dict[str, Tensor], shape: tuple[int, ...], dtype: str, function: str) -> tuple[int, ...]:
+    """Strides of o."""
+    out = tensors.get("out")
+    if out is None:
+        return arrays.contiguous_strides(shape)
+    values.check_like(out, shape, dtype, function)
+    values.check_strides(out, function, written=True)
+    return tuple(out.strides)
+
+
+def _check_starts(tensors: dict[str, Tensor], function: str) -> int:
+    """Number of packed sequences."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name not in tensors:
+            raise ArgumentError(name, "an int32 array of shape (batch + 1,)", "None", function=function)
+        values.check_cu_seqlens(tensors[name], name, function)
+    batch = tensors["cu_seqlens_q"].shape[0] - 1
+    of_k = tensors["cu_seqlens_k"]
+    if of_k.shape[0] != batch + 1:
+        expected = f"shape ({batch + 1},), like cu_seqlens_q"
+        raise ShapeError("cu_seqlens_k", expected, f"{tuple(of_k.shape)}", function=function)
+    return int(batch)
+
+
+def _check_longest(
+    options: AttentionOptions, rows_q: int, rows_k: int, has_mask: bool, function: str
+) -> tuple[int, int]:
+    """max_seqlen_q and max_seqlen_k."""
+    found = []
+    for value, rows, name, of in (
+        (options.max_seqlen_q, rows_q, "max_seqlen_q", "q"),
+        (options.max_seqlen_k, rows_k, "max_seqlen_k", "k"),
+    ):
+        extent = values.check_int(value, name, function)
+        if extent > values.MAX_ROWS:
+            raise ArgumentError(name, f"at most {values.MAX_ROWS}", str(extent), function=function)
+        if extent == 0 and rows > 0 and has_mask:
+            raise ArgumentError(name, f"the longest sequence of {of}", "0", function=function)
+        found.append(extent)
+    return found[0], found[1]
+
+
+def _describable(t: Tensor) -> bool:
+    """Whether a tensor map can describe the array: no zero, negative or huge strides."""
+    return all(n <= 1 or 0 < s * t.itemsize < 2**40 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))

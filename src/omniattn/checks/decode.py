@@ -1,0 +1,152 @@
+"""What ``decode`` may be given."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .. import arrays
+from ..arrays import Tensor
+from ..errors import ArgumentError, DtypeError, ShapeError
+from ..kv.cache import KVCache
+from ..kv.formats import KV_ARRAY_DTYPES
+from ..plan.engine import Call
+from ..problems import DecodeProblem
+from . import values
+from .caches import check_int32, check_slots, check_table
+
+_NAME = "decode"
+#: New tokens of a sequence at most; longer ones are prompts.
+MAX_Q_LEN = 16
+#: The caller's arrays, in the order of a call.
+ARRAYS = ("q", "seq_lens", "block_table", "sinks", "recent_slots", "out")
+#: Those that kernels access 16 bytes at a time.
+ALIGNED = frozenset({"q", "out"})
+
+
+class DecodeOptions(NamedTuple):
+    """Everything that is no array, as the caller gave it."""
+
+    window: Any
+    softmax_scale: Any
+    softcap: Any
+    return_lse: Any
+    deterministic: Any
+    shared_prefix: Any
+
+
+def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
+    """The problem of a call."""
+    options, cache = call.options, call.cache
+    assert cache is not None
+    return_lse = values.check_bool(options.return_lse, "return_lse", _NAME)
+    deterministic = values.check_bool(options.deterministic, "deterministic", _NAME)
+    left, right = values.check_window(options.window, False, _NAME)
+    if right > 0:
+        raise ArgumentError("window", "(left, 0) or (left, -1): decode is causal", repr(options.window), function=_NAME)
+    softcap = values.check_softcap(options.softcap, _NAME)
+    q = tensors["q"]
+    arrays.require_same_device(
+        [q, tensors["seq_lens"], *cache.tensors, *(t for n, t in tensors.items() if n not in ("q", "seq_lens"))]
+    )
+    _check_queries(q, cache)
+    batch, q_len, heads, dim = q.shape
+    check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
+    table = tensors.get("block_table")
+    capacity = check_table(cache, table, batch, _NAME)
+    check_slots(cache, tensors.get("recent_slots"), batch, _NAME)
+    scale = dim**-0.5
+    if options.softmax_scale is not None:
+        scale = values.check_number(options.softmax_scale, "softmax_scale", _NAME)
+    sinks = values.check_sinks(tensors["sinks"], heads, q.dtype, _NAME) if "sinks" in tensors else "none"
+    values.check_strides(q, _NAME)
+    o_strides = arrays.contiguous_strides(tuple(q.shape))
+    if "out" in tensors:
+        values.check_like(tensors["out"], q.shape, q.dtype, _NAME)
+        values.check_strides(tensors["out"], _NAME, written=True)
+        o_strides = tuple(tensors["out"].strides)
+    shared = _check_prefix(options.shared_prefix, q, cache, capacity, left, deterministic)
+    return DecodeProblem(
+        q.dtype, cache.facts, batch, q_len, heads, cache.num_kv_heads, dim, capacity, cache.block_size,
+        cache.num_blocks, 0 if table is None else table.shape[1], left, scale, softcap, sinks, deterministic, shared,
+        return_lse, tuple(q.strides), o_strides,
+    )  # fmt: skip
+
+
+def check_decode_memory(problem: DecodeProblem, tensors: dict[str, Tensor]) -> None:
+    """``out`` has memory of its own; addresses."""
+    q, out = tensors["q"], tensors.get("out")
+    if out is not None:
+        arrays.require_writable(out)
+        if q.device == "cuda" and out.ptr == q.ptr and 0 not in q.shape:
+            raise ArgumentError("out", "memory of its own, not that of q", hex(q.ptr), function=_NAME)
+    if q.device == "cuda":
+        values.check_addresses(tensors, ALIGNED, _NAME)
+
+
+def _check_queries(q: Tensor, cache: KVCache) -> None:
+    allowed = values.CPU_DTYPES if q.device == "cpu" else values.GPU_DTYPES
+    if q.dtype not in allowed:
+        raise DtypeError("q", f"{' or '.join(allowed)} on {q.device}", q.dtype, function=_NAME)
+    if len(q.shape) != 4:
+        expected = "4 dimensions (batch, q_len, num_q_heads, head_dim)"
+        raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=_NAME)
+    _, q_len, heads, dim = q.shape
+    if not 1 <= q_len <= MAX_Q_LEN:
+        raise ShapeError(
+            "q", f"q_len from 1 to {MAX_Q_LEN}", f"{q_len}", function=_NAME, hint="Prompts are for attention()"
+        )
+    if dim != cache.head_dim:
+        raise ShapeError("q", f"head_dim {cache.head_dim}, like the cache", f"{dim}", function=_NAME)
+    if heads < 1 or heads % cache.num_kv_heads:
+        expected = f"a multiple of the cache's {cache.num_kv_heads} heads"
+        raise ShapeError("q", expected, f"{heads} heads", function=_NAME)
+    if q.device == "cuda":
+        for fmt in (cache.k_format, cache.v_format, cache.recent_format):
+            if fmt is not None and not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != q.dtype:
+                raise DtypeError("q", f"{KV_ARRAY_DTYPES[fmt.dtype]}, like the cache", q.dtype, function=_NAME)
+
+
+def _check_prefix(shared: Any, q: Tensor, cache: KVCache, capacity: int, window_left: int, deterministic: bool) -> int:
+    """``shared_prefix``: whole blocks of a paged cache, and nothing beside it that needs the prefix's single keys."""
+    size = cache.block_size if cache.paged else 1
+    whole = f"a multiple of block_size {size}, an integer from 0 to {capacity // size * size}"
+    try:
+        tokens = values.check_int(shared, "shared_prefix", _NAME, least=0, most=values.MAX_ROWS)
+    except ArgumentError as error:
+        if not cache.paged:
+            raise
+        raise ArgumentError("shared_prefix", whole, error.received, function=_NAME) from None
+    if tokens == 0:
+        return 0
+    received = f"{tokens}"
+    if not cache.paged:
+        expected = "0 with a KVCache, whose sequences have memory of their own"
+        raise ArgumentError("shared_prefix", expected, received, function=_NAME)
+    if tokens % size or tokens > capacity:
+        raise ArgumentError("shared_prefix", whole, received, function=_NAME)
+    if cache.recent_window:
+        raise ArgumentError("shared_prefix", "0 with a cache that has a recent_window", received, function=_NAME)
+    if window_left >= 0:
+        raise ArgumentError("shared_prefix", "0 with a window", received, function=_NAME)
+    if deterministic:
+        # Rows of several sequences are computed together: when one takes a new maximum, the others do.
+        raise ArgumentError("shared_prefix", "0 with deterministic=True", received, function=_NAME)
+    batch, q_len = q.shape[:2]
+    if q.device == "cuda" and min(batch, q_len) > 1 and q.strides[0] != q_len * q.strides[1]:
+        expected = f"q's first two dimensions as one with shared_prefix, strides ({q_len} * s, s, ...)"
+        raise ArgumentError("q", expected, f"strides {tuple(q.strides)}", function=_NAME)
+    return tokens
+
+
+def check_shared(table: Any, seq_lens: Any, problem: DecodeProblem, block_size: int) -> None:
+    """What ``shared_prefix`` says of blocks and lengths."""
+    shared, least = problem.shared_prefix, problem.shared_prefix + problem.q_len
+    # A sequence without tokens pauses: it sees nothing, and its blocks are not looked at.
+    there = [b for b in range(problem.batch) if seq_lens[b] != 0]
+    for b in there:
+        if seq_lens[b] < least:
+            expected = f"0, or at least {least}: shared_prefix and the {problem.q_len} new tokens"
+            raise ArgumentError("seq_lens", expected, f"{seq_lens[b]} at {b}", function=_NAME)
+        if (table[b, : shared // block_size] != table[there[0], : shared // block_size]).any():
+            expected = f"the same first {shared // block_size} blocks for all sequences, with shared_prefix"
+            raise ArgumentError("block_table", expected, f"others at sequence {b}", function=_NAME)

@@ -1,0 +1,248 @@
+"""Checks of the public functions' arguments. Every error names argument, expected and received."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any
+
+from ..arrays import Tensor
+from ..errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from ..problems import PRECISIONS, UNLIMITED, Int4, Int8, Precision
+from ..problems.precision import NAMED, PLANNED_PRECISIONS
+
+LAYOUTS = ("NHD", "HND")
+GPU_DTYPES = ("float16", "bfloat16")
+CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
+MAX_HEAD_DIM = 256
+#: Rows of one tensor; the kernels count rows in 32 bits and round up to whole tiles.
+MAX_ROWS = 2**31 - 512
+#: Sequences and heads: the kernels count them in 32 bits.
+MAX_EXTENT = 2**31 - 1
+#: Packed sequences: each may add a partly filled tile, and the tiles of a head are counted in 32 bits too.
+MAX_PACKED_SEQUENCES = 2**30
+#: Smallest and largest numbers that the kernels' fp32 arithmetic keeps: the smallest one's inverse is finite.
+_LEAST_FP32, _MOST_FP32 = 2.0**-126, 3.4028234e38
+
+
+def check_layout(layout: Any, function: str) -> None:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ArgumentError("layout", "'NHD' or 'HND'", repr(layout), function=function)
+
+
+def check_bool(value: Any, argument: str, function: str) -> bool:
+    # numpy.bool_ is no bool, but as good as one.
+    if isinstance(value, bool) or (type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy"):
+        return bool(value)
+    raise ArgumentError(argument, "True or False", repr(value), function=function)
+
+
+def check_number(value: Any, argument: str, function: str, *, least: float | None = None) -> float:
+    expected = "a finite number" if least is None else f"a finite number >= {least:g}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentError(argument, expected, repr(value), function=function)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction beyond every float
+        number = math.inf
+    # Written so that NaN fails.
+    if not (math.isfinite(number) and abs(number) <= _MOST_FP32 and (least is None or number >= least)):
+        raise ArgumentError(argument, expected, repr(value), function=function)
+    return number
+
+
+def check_window(window: Any, causal: bool, function: str) -> tuple[int, int]:
+    """(left, right) with causal folded in; `UNLIMITED` for all."""
+    left, right = UNLIMITED, UNLIMITED
+    if window is not None:
+        expected = "None or (left, right), two integers >= -1 (-1: unlimited)"
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise ArgumentError("window", expected, repr(window), function=function)
+        try:
+            left, right = (operator.index(x) for x in window)
+        except TypeError:
+            raise ArgumentError("window", expected, repr(window), function=function) from None
+        if left < UNLIMITED or right < UNLIMITED or any(isinstance(x, bool) for x in window):
+            raise ArgumentError("window", expected, repr(window), function=function)
+        # Wider than any sequence is unlimited; the kernels count keys in 32 bits.
+        left, right = (UNLIMITED if x >= MAX_ROWS else x for x in (left, right))
+    return left, 0 if causal else right
+
+
+def check_precision(precision: Any, function: str) -> Precision:
+    """The precision that a name or a set of knobs means."""
+    if precision.__class__ in (Int8, Int4):
+        found: Precision = precision.precision
+        return found
+    if not isinstance(precision, str) or precision not in PRECISIONS + PLANNED_PRECISIONS:
+        names = ", ".join(map(repr, PRECISIONS))
+        raise ArgumentError("precision", f"one of {names}, an Int8 or an Int4", repr(precision), function=function)
+    if precision not in PRECISIONS:
+        raise UnsupportedError(
+            f"{function}(): precision={precision!r} is not in this version",
+            instead="precision=" + " or ".join(map(repr, PRECISIONS)),
+        )
+    return NAMED[precision]
+
+
+def check_int(value: Any, argument: str, function: str, *, least: int = 0, most: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool) or (most is not None and number > most):
+        expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+        raise ArgumentError(argument, expected, repr(value), function=function)
+    return number
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, layout: str, function: str) -> None:
+    """Dtypes, ranks, head_dim and heads of q, k, v, in the caller's layout."""
+    dims = {
+        (4, "NHD"): "(batch, seq, heads, head_dim)",
+        (4, "HND"): "(batch, heads, seq, head_dim)",
+        (3, "NHD"): "(rows, heads, head_dim)",
+        (3, "HND"): "(heads, rows, head_dim)",
+    }[ndim, layout]
+    allowed = CPU_DTYPES if q.device == "cpu" else GPU_DTYPES
+    if q.dtype not in allowed:
+        raise DtypeError("q", f"{' or '.join(allowed)} on {q.device}", q.dtype, function=function)
+    for t in (q, k, v):
+        if len(t.shape) != ndim:
+            raise ShapeError(t.argument, f"{ndim} dimensions {dims}", f"shape {tuple(t.shape)}", function=function)
+        if t.dtype != q.dtype:
+            raise DtypeError(t.argument, f"{q.dtype}, like q", t.dtype, function=function)
+    seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
+    head_dim = q.shape[-1]
+    if not (8 <= head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0):
+        raise ShapeError("q", f"head_dim a multiple of 8 from 8 to {MAX_HEAD_DIM}", f"{head_dim}", function=function)
+    for t in (k, v):
+        if t.shape[-1] != head_dim:
+            raise ShapeError(t.argument, f"head_dim {head_dim}, like q", f"{t.shape[-1]}", function=function)
+        if ndim == 4 and t.shape[0] != q.shape[0]:
+            raise ShapeError(t.argument, f"batch {q.shape[0]}, like q", f"{t.shape[0]}", function=function)
+    if v.shape != k.shape:
+        raise ShapeError("v", f"shape {tuple(k.shape)}, like k", f"{tuple(v.shape)}", function=function)
+    heads_q, heads_kv = q.shape[head], k.shape[head]
+    if (heads_kv == 0 and heads_q > 0) or (heads_kv > 0 and heads_q % heads_kv != 0):
+        raise ShapeError(
+            "k",
+            f"a number of heads that divides q's {heads_q}",
+            f"{heads_kv} heads, layout {layout}",
+            function=function,
+        )
+    for t in (q, k):
+        if t.shape[seq] > MAX_ROWS:
+            raise ShapeError(t.argument, f"at most {MAX_ROWS} rows", f"{t.shape[seq]}", function=function)
+
+
+def check_strides(t: Tensor, function: str, *, written: bool = False) -> None:
+    """The last dimension contiguous; on a GPU rows that start at multiples of 16 bytes."""
+    shape, strides = t.shape, t.strides
+    if 0 in shape:
+        return
+    if shape[-1] > 1 and strides[-1] != 1:
+        raise StrideError(t.argument, "stride 1 in the last dimension", f"{strides[-1]}", function=function)
+    for n, s in zip(shape[:-1], strides[:-1], strict=True):
+        if n == 1:
+            continue
+        if t.device == "cuda" and s * t.itemsize % 16 != 0:
+            raise StrideError(
+                t.argument,
+                f"strides that are multiples of {16 // t.itemsize} elements (16 bytes)",
+                f"strides {tuple(strides)}",
+                function=function,
+                hint="A contiguous copy has such strides",
+            )
+    if written:
+        check_no_overlap(t, function)
+
+
+def check_no_overlap(t: Tensor, function: str) -> None:
+    """An output whose elements share memory would hold whatever was written last."""
+    reach = 0
+    for s, n in sorted((abs(s), n) for n, s in zip(t.shape, t.strides, strict=True) if n > 1):
+        if s <= reach:
+            raise StrideError(
+                t.argument, "elements that do not share memory", f"strides {tuple(t.strides)}", function=function
+            )
+        reach += s * (n - 1)
+
+
+def check_softcap(value: Any, function: str) -> float:
+    softcap = check_number(value, "softcap", function, least=0.0)
+    if 0.0 < softcap < _LEAST_FP32:
+        raise ArgumentError("softcap", f"0, or a number >= {_LEAST_FP32:.3g}", repr(value), function=function)
+    return softcap
+
+
+def check_alignment(t: Tensor, function: str, multiple: int = 16) -> None:
+    if t.ptr % multiple != 0 and 0 not in t.shape:
+        raise AlignmentError(
+            t.argument,
+            f"an address that is a multiple of {multiple} bytes",
+            hex(t.ptr),
+            function=function,
+            hint="A contiguous copy is aligned",
+        )
+
+
+def check_addresses(tensors: dict[str, Tensor], aligned: frozenset[str], function: str) -> None:
+    """Addresses at multiples of 16 bytes for ``aligned``, of the element size for the others."""
+    for name, t in tensors.items():
+        multiple = 16 if name in aligned else t.itemsize
+        if t.ptr % multiple:
+            check_alignment(t, function, multiple)
+
+
+def check_mask(mask: Tensor, shape: tuple[int, int, int, int], io_dtype: str, function: str) -> str:
+    """Kind of the mask: ``"bool"``, ``"float32"`` or ``"io"``."""
+    kinds = {"bool": "bool", "float32": "float32"} | {io_dtype: "io"}
+    # On the CPU q itself may be float32.
+    if mask.dtype not in kinds:
+        raise DtypeError("mask", f"bool, float32 or q's {io_dtype}", mask.dtype, function=function)
+    if len(mask.shape) > 4 or any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(shape), strict=False)):
+        raise ShapeError(
+            "mask",
+            f"a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {shape}",
+            f"{tuple(mask.shape)}",
+            function=function,
+        )
+    return kinds[mask.dtype]
+
+
+def broadcast_strides(mask: Tensor, shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Strides of the mask seen in the full shape; 0 where it is broadcast."""
+    missing = 4 - len(mask.shape)
+    own = [0] * missing + [s if n > 1 else 0 for n, s in zip(mask.shape, mask.strides, strict=True)]
+    return (own[0], own[1], own[2], own[3])
+
+
+def check_sinks(sinks: Tensor, heads: int, io_dtype: str, function: str) -> str:
+    """Kind of the sinks: ``"float32"`` or ``"io"``."""
+    kinds = {"float32": "float32"} | {io_dtype: "io"}
+    if sinks.dtype not in kinds:
+        raise DtypeError("sinks", f"float32 or q's {io_dtype}", sinks.dtype, function=function)
+    if tuple(sinks.shape) != (heads,):
+        raise ShapeError("sinks", f"shape ({heads},), one per query head", f"{tuple(sinks.shape)}", function=function)
+    if heads > 1 and sinks.strides[0] != 1:
+        raise StrideError("sinks", "a contiguous array", f"stride {sinks.strides[0]}", function=function)
+    return kinds[sinks.dtype]
+
+
+def check_cu_seqlens(cu: Tensor, argument: str, function: str) -> None:
+    if cu.dtype != "int32":
+        raise DtypeError(argument, "int32", cu.dtype, function=function)
+    if len(cu.shape) != 1 or cu.shape[0] < 1:
+        raise ShapeError(argument, "shape (batch + 1,)", f"{tuple(cu.shape)}", function=function)
+    if cu.shape[0] > 1 and cu.strides[0] != 1:
+        raise StrideError(argument, "a contiguous array", f"stride {cu.strides[0]}", function=function)
+
+
+def check_like(t: Tensor, shape: tuple[int, ...], dtype: str, function: str) -> None:
+    """An array that the caller gives for a known shape and dtype."""
+    if t.dtype != dtype:
+        raise DtypeError(t.argument, dtype, t.dtype, function=function)
+    if tuple(t.shape) != tuple(shape):
+        raise ShapeError(t.argument, f"shape {tuple(shape)}", f"{tuple(t.shape)}", function=function)

@@ -1,0 +1,466 @@
+"""``KVCache`` and ``PagedKVCache``: the memory of keys and values between the steps of a decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import arrays
+from ..arrays import Tensor
+from ..arrays.order import LaunchOrder
+from ..checks import values
+from ..errors import ArgumentError, DtypeError, ShapeError
+from .formats import KV_ARRAY_DTYPES, KVFormat, check_format
+from .layout import CacheLayout, intern
+
+#: Tokens that a ring of the newest ones has beyond the window: as many as `decode` takes may be dropped again, and the
+#: window is still whole.
+RECENT_SPARE = 16
+#: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
+MAX_CACHE_ROWS = 2**32 - 1
+
+
+class KVCache:
+    """A contiguous cache: room for ``max_seqlen`` tokens of each of ``batch`` sequences.
+
+    Parameters
+    ----------
+    batch, max_seqlen, num_kv_heads, head_dim : int
+        Extents; head_dim is a multiple of 8 from 8 to 256. Rows are padded to 64, 128 or 256 channels.
+    like : array
+        Any array of the framework and on the device that the cache's memory shall come from: torch, CuPy, JAX, NumPy.
+    k_dtype, v_dtype : "bf16", "fp16", "fp8" (e4m3), "int8" or "int4"
+        Element types; ``v_dtype`` is ``k_dtype`` unless given. A 16-bit type has to be that of the queries.
+    group_size : int, optional
+        Channels that share a scale (and zero) in quantized rows: 32, 64, 128 or 256; unless given, a whole row: one a
+        token and head.
+    zero_point : bool
+        int8 and int4: fit a zero to each group, or keep it 0 (symmetric). False needs one of these types.
+    layout : "fragment" or "fbgemm"
+        Order of the bytes: the kernels' own, or that of FBGEMM's int4 caches (K and V int4; head_dim 64, 128 or 256;
+        one group a row, or four), for memory that its kernels read or write as well.
+    k_mean, k_channel_scale : array, (num_kv_heads, head_dim), float32, optional
+        Quantized K only: what is subtracted from K, and what K is divided by, before it is quantized (smoothing, and
+        scales per channel; channels with outliers then cost the others no precision). Queries are changed to match.
+        Finite numbers, and scales above 0: checked on the CPU; on a GPU that would need a synchronization. The arrays
+        have to stay as they are.
+    hadamard : bool
+        Quantized K only: rotate K's and the queries' channels by a Hadamard matrix, which spreads outliers.
+    recent_window : int
+        Quantized K or V only: `decode` reads a sequence's newest tokens, so many, as they came, in 16 bits, and the
+        older ones quantized (as KIVI's residual does). 0: all are read quantized.
+    recent_dtype : "bf16" or "fp16", optional
+        Type of the newest tokens; on a GPU it has to be that of the queries. Unless given, that of a 16-bit K or V,
+        else "bf16".
+
+    Attributes
+    ----------
+    k, v : array
+        Data planes, (batch, num_kv_heads, max_seqlen, row): 16-bit elements, or uint8 bytes. With ``layout="fbgemm"``
+        (batch, max_seqlen, num_kv_heads, row), FBGEMM's own shape.
+    k_params, v_params : array or None
+        Parameter planes of quantized K and V, int32 words; None with ``layout="fbgemm"``, whose rows have them.
+    k_format, v_format : KVFormat
+        Which byte is what; docs/kv_formats.md has the tables.
+    recent_k, recent_v, recent_state : array or None
+        The newest tokens, (batch, num_kv_heads, recent_window + 16, row) 16-bit elements, and which of them are there,
+        (batch, 2) int32.
+    nbytes : int
+        Bytes of all planes.
+
+    Raises
+    ------
+    ArgumentError
+        Or a subclass: names argument, what was expected and what came.
+
+    Notes
+    -----
+    Memory is not cleared; what lies beyond a sequence's length is never looked at. `append` writes, `decode` reads.
+    Of ``like`` nothing is kept. JAX and other libraries whose arrays come by DLPack wait for the kernels that were
+    queued before ``cache.k`` (or another plane) was read or the cache was copied: read it anew after an `append`. They
+    do not know of later ones: what they compute from it has to be ready before the next `append`
+    (``jax.block_until_ready``). ``copy.deepcopy`` makes a cache with memory of its own (and copies ``k_mean`` and
+    ``k_channel_scale`` too). GPUs: compute capability 8.0 and newer; on the CPU everything runs in NumPy.
+    """
+
+    paged = False
+
+    def __init__(
+        self,
+        batch: int,
+        max_seqlen: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        like: Any,
+        k_dtype: str = "bf16",
+        v_dtype: str | None = None,
+        group_size: int | None = None,
+        zero_point: bool = True,
+        layout: str = "fragment",
+        k_mean: Any = None,
+        k_channel_scale: Any = None,
+        hadamard: bool = False,
+        recent_window: int = 0,
+        recent_dtype: str | None = None,
+    ) -> None:
+        self._build(
+            "KVCache", (batch, max_seqlen), ("batch", "max_seqlen"), num_kv_heads, head_dim, like, k_dtype, v_dtype,
+            group_size, zero_point, layout, k_mean, k_channel_scale, hadamard, (recent_window, recent_dtype, batch),
+        )  # fmt: skip
+
+    def _build(
+        self,
+        name: str,
+        extents: tuple[Any, Any],
+        names: tuple[str, str],
+        num_kv_heads: Any,
+        head_dim: Any,
+        like: Any,
+        k_dtype: Any,
+        v_dtype: Any,
+        group_size: Any,
+        zero_point: Any,
+        layout: Any,
+        k_mean: Any,
+        k_channel_scale: Any,
+        hadamard: Any,
+        recent: tuple[Any, Any, Any],
+    ) -> None:
+        numbers = []
+        for value, argument in zip((*extents, num_kv_heads), (*names, "num_kv_heads"), strict=True):
+            numbers.append(values.check_int(value, argument, name, least=1))
+        blocks, block_size, heads = numbers
+        dim = values.check_int(head_dim, "head_dim", name)
+        if not (8 <= dim <= values.MAX_HEAD_DIM and dim % 8 == 0):
+            raise ArgumentError(
+                "head_dim", f"a multiple of 8 from 8 to {values.MAX_HEAD_DIM}", repr(head_dim), function=name
+            )
+        for number, argument in ((blocks, names[0]), (block_size, names[1])):
+            if number > values.MAX_ROWS:
+                raise ArgumentError(argument, f"at most {values.MAX_ROWS}", f"{number}", function=name)
+        if blocks * block_size * heads > MAX_CACHE_ROWS:
+            expected = f"at most {MAX_CACHE_ROWS} rows in all (tokens x heads)"
+            raise ArgumentError(names[1], expected, f"{blocks} x {block_size} x {heads}", function=name)
+        zero_point = values.check_bool(zero_point, "zero_point", name)
+        self.hadamard = values.check_bool(hadamard, "hadamard", name)
+        self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = blocks, block_size, heads, dim
+        self.k_format, self.v_format = (
+            check_format(dtype, dim, group_size, zero_point, name, is_key=is_key, layout=layout)
+            for dtype, is_key in ((k_dtype, True), (k_dtype if v_dtype is None else v_dtype, False))
+        )
+        formats = (self.k_format, self.v_format)
+        exact = [f.dtype for f in formats if not f.quantized]
+        if len(set(exact)) > 1:
+            raise ArgumentError(
+                "v_dtype",
+                f"{exact[0]!r} or an 8- or 4-bit type, with k_dtype {exact[0]!r}",
+                repr(v_dtype),
+                function=name,
+            )
+        if not any(f.quantized for f in formats) and group_size is not None:
+            raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)
+        if not zero_point and not any(f.dtype in ("int8", "int4") for f in formats):
+            raise ArgumentError("zero_point", "True: only int8 and int4 have a zero point", "False", function=name)
+        # A module's parameter says where it is as well as any array; nothing is computed with it.
+        like = like.detach() if getattr(like, "requires_grad", False) is True else like
+        ref = arrays.describe(like, "like")
+        # Of `like` only the place is kept: it may be a large array that its owner wants to be rid of.
+        self._device, self._ordinal, self._device_name = ref.device, ref.ordinal, ref.device_name
+        self._key_arrays = self._describe_key_arrays({"k_mean": k_mean, "k_channel_scale": k_channel_scale}, ref, name)
+        if self.hadamard and not self.k_format.quantized:
+            raise ArgumentError("hadamard", f"False with k_dtype {k_dtype!r}, which is exact", "True", function=name)
+        self.recent_window, self.recent_slots, self.recent_format = self._check_recent(name, *recent)
+        self._planes: dict[str, Tensor] = {}
+        for argument, fmt in (("k", self.k_format), ("v", self.v_format)):
+            lead = (blocks, heads, block_size) if layout != "fbgemm" else (blocks, block_size, heads)
+            dtype = "uint8" if fmt.quantized else KV_ARRAY_DTYPES[fmt.dtype]
+            width = fmt.row_bytes if fmt.quantized else fmt.row_dim
+            self._planes[argument] = arrays.empty_like_framework(ref, (*lead, width), dtype)
+            if fmt.plane_words:
+                self._planes[argument + "_params"] = arrays.empty_like_framework(ref, (*lead, fmt.plane_words), "int32")
+        if self.recent_format is not None:
+            ring = (self.recent_slots, heads, self.recent_window + RECENT_SPARE)
+            dtype = KV_ARRAY_DTYPES[self.recent_format.dtype]
+            for plane in ("recent_k", "recent_v"):
+                self._planes[plane] = arrays.empty_like_framework(ref, (*ring, self.recent_format.row_dim), dtype)
+            self._planes["recent_state"] = arrays.zeros_like_framework(ref, (self.recent_slots, 2), "int32")
+        for plane, t in self._planes.items():
+            t.argument = f"cache.{plane}"
+        self._settle()
+
+    def _check_recent(self, name: str, window: Any, dtype: Any, slots: Any) -> tuple[int, int, KVFormat | None]:
+        """The recent window's tokens, slots and format; (0, 0, None) for none."""
+        tokens = values.check_int(window, "recent_window", name)
+        formats = (self.k_format, self.v_format)
+        exact = next((f.dtype for f in formats if not f.quantized), None)
+        if tokens == 0:
+            # KVCache's slots are its sequences, no argument.
+            for value, argument in ((dtype, "recent_dtype"), (slots if self.paged else None, "recent_slots")):
+                if value is not None:
+                    raise ArgumentError(argument, "None without recent_window", repr(value), function=name)
+            return 0, 0, None
+        if not any(f.quantized for f in formats):
+            expected = f"0 with {exact!r}, which keeps all tokens as they are; a window is for 'fp8', 'int8' and 'int4'"
+            raise ArgumentError("recent_window", expected, repr(window), function=name)
+        if dtype is None:
+            dtype = exact or "bf16"
+        choices = tuple(KV_ARRAY_DTYPES) if exact is None else (exact,)
+        if not isinstance(dtype, str) or dtype not in choices:
+            expected = " or ".join(map(repr, choices)) if exact is None else f"{exact!r}, like the 16-bit K or V"
+            raise ArgumentError("recent_dtype", expected, repr(dtype), function=name)
+        if slots is None:
+            raise ArgumentError("recent_slots", "an integer >= 1, with recent_window", "None", function=name)
+        count = values.check_int(slots, "recent_slots", name, least=1)
+        ring = tokens + RECENT_SPARE
+        if ring > values.MAX_ROWS or count * ring * self.num_kv_heads > MAX_CACHE_ROWS:
+            expected = f"at most {MAX_CACHE_ROWS} rows in all (slots x ({tokens} + {RECENT_SPARE}) x heads)"
+            received = f"{count} x {ring} x {self.num_kv_heads}"
+            raise ArgumentError("recent_window", expected, received, function=name)
+        return tokens, count, KVFormat(dtype, self.head_dim, self.k_format.row_dim, False, True)
+
+    def _describe_key_arrays(self, given: dict[str, Any], ref: Tensor, name: str) -> dict[str, Tensor]:
+        """The caller's arrays that change K, checked."""
+        found: dict[str, Tensor] = {}
+        shape = (self.num_kv_heads, self.head_dim)
+        for argument, value in given.items():
+            if value is None:
+                continue
+            if not self.k_format.quantized:
+                raise ArgumentError(
+                    argument, f"None with k_dtype {self.k_format.dtype!r}, which is exact", "an array", function=name
+                )
+            t = arrays.describe(value, argument)
+            if t.dtype != "float32":
+                raise DtypeError(argument, "float32", t.dtype, function=name)
+            if tuple(t.shape) != shape:
+                raise ShapeError(argument, f"(num_kv_heads, head_dim) = {shape}", f"{tuple(t.shape)}", function=name)
+            if tuple(t.strides) != arrays.contiguous_strides(shape):
+                raise ArgumentError(argument, "a contiguous array", f"strides {tuple(t.strides)}", function=name)
+            if t.device == "cuda":
+                values.check_alignment(t, name)
+            else:
+                _check_values(t, name)
+            found[argument] = t
+        if found:
+            arrays.require_same_device([ref, *found.values()])
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What kernels believe of the memory: another number would send them out of bounds.
+        if "_planes" in self.__dict__ and not name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__}.{name} is fixed when the cache is made; make another cache")
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
+        state = self.__dict__.copy()
+        del state["_order"], state["_plain_torch"]
+        state["_planes"] = {name: (t.argument, self._array(name), t.readonly) for name, t in self._planes.items()}
+        state["_key_arrays"] = {name: (t.argument, t.obj, t.readonly) for name, t in self._key_arrays.items()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in ("_planes", "_key_arrays"):
+            tensors = {}
+            for name, (argument, obj, readonly) in state[group].items():
+                t = arrays.describe(obj, argument)
+                t.argument, t.readonly = argument, readonly
+                tensors[name] = t
+            state = state | {group: tensors}
+        self.__dict__.update(state)
+        place = self._planes["k"]  # an array on a GPU may have been unpickled onto another one
+        self._device, self._ordinal, self._device_name = place.device, place.ordinal, place.device_name
+        self._settle()
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.num_blocks} x {self.block_size} tokens, {self.num_kv_heads} heads of "
+            f"{self.head_dim}, K {self.k_format.dtype}, V {self.v_format.dtype}, {self._device_name}>"
+        )
+
+    def _array(self, name: str) -> Any:
+        """A plane as its framework's array, safe to use there; None for none."""
+        t = self._planes.get(name)
+        return None if t is None else self._order.array(name, t)
+
+    @property
+    def k(self) -> Any:
+        """Data plane of K."""
+        return self._array("k")
+
+    @property
+    def v(self) -> Any:
+        """Data plane of V."""
+        return self._array("v")
+
+    @property
+    def k_params(self) -> Any:
+        """Parameter plane of K, or None."""
+        return self._array("k_params")
+
+    @property
+    def v_params(self) -> Any:
+        """Parameter plane of V, or None."""
+        return self._array("v_params")
+
+    @property
+    def recent_k(self) -> Any:
+        """K of the newest tokens, or None."""
+        return self._array("recent_k")
+
+    @property
+    def recent_v(self) -> Any:
+        """V of the newest tokens, or None."""
+        return self._array("recent_v")
+
+    @property
+    def recent_state(self) -> Any:
+        """Which positions of each slot's sequence are there, or None."""
+        return self._array("recent_state")
+
+    @property
+    def recent_ring(self) -> int:
+        """Tokens of a slot."""
+        return self.recent_window + RECENT_SPARE if self.recent_window else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(t.size * t.itemsize for t in self._planes.values())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes, all heads, K and V."""
+        return self.num_kv_heads * (self.k_format.token_bytes + self.v_format.token_bytes)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All arrays that kernels touch: planes, then the caller's."""
+        return [*self._planes.values(), *self._key_arrays.values()]
+
+    def address(self, name: str) -> int:
+        """Address of a plane (``"k_params"`` say) or of one of the caller's arrays (``"k_mean"``); 0 for none."""
+        t = self._planes.get(name) or self._key_arrays.get(name)
+        return 0 if t is None else t.ptr
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of all planes and of the caller's arrays, 0 for what is absent."""
+        return self._addresses
+
+    @property
+    def facts(self) -> CacheLayout:
+        """All that a plan depends on, but not the addresses; one object for equal facts."""
+        return self._facts
+
+    def _settle(self) -> None:
+        """Facts and addresses, once the arrays are there."""
+        self._order = LaunchOrder()
+        self._plain_torch = all(t.framework == "torch" for t in self.tensors)
+        self._addresses = tuple(
+            self.address(name)
+            for name in (
+                "k", "v", "k_params", "v_params", "k_mean", "k_channel_scale", "recent_k", "recent_v", "recent_state",
+            )
+        )  # fmt: skip
+        self._facts = intern(
+            CacheLayout(
+                self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim, self.k_format,
+                self.v_format, self.hadamard, tuple(self._key_arrays), self.recent_window, self.recent_ring,
+                self.recent_slots, self.recent_format, self._device, self._ordinal,
+            )
+        )  # fmt: skip
+
+    @property
+    def order(self) -> LaunchOrder:
+        """Keeps the launches on the planes in order."""
+        return self._order
+
+    @property
+    def plain_torch(self) -> bool:
+        """Whether all arrays are torch's, which orders its work by streams."""
+        return self._plain_torch
+
+    @property
+    def planes(self) -> dict[str, Tensor]:
+        """Planes by name."""
+        return self._planes
+
+    @property
+    def key_arrays(self) -> dict[str, Tensor]:
+        """The caller's k_mean and k_channel_scale, those that were given."""
+        return self._key_arrays
+
+
+def _check_values(t: Tensor, function: str) -> None:
+    """Numbers of one of the caller's arrays, on the CPU."""
+    import numpy as np
+
+    values = arrays.to_numpy(t)
+    positive = t.argument == "k_channel_scale"
+    bad = values[~(np.isfinite(values) & ((values > 0) | (not positive)))]
+    if bad.size:
+        expected = "finite numbers" + (" above 0" if positive else "")
+        raise ArgumentError(t.argument, expected, f"{bad[0]}", function=function)
+
+
+class PagedKVCache(KVCache):
+    """A cache of blocks that sequences take as they grow; a block table says which (PagedAttention, Kwon et al. 2023).
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks in all.
+    block_size : int
+        Tokens of a block, any number from 1 on. Multiples of 16 are fastest.
+    num_kv_heads, head_dim, like, k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard
+        As in `KVCache`.
+    recent_window, recent_dtype
+        As in `KVCache`.
+    recent_slots : int
+        With recent_window: sequences that there is room for in it; `append` and `decode` take the number of the slot of
+        each sequence.
+
+    Attributes
+    ----------
+    k, v, k_params, v_params, k_format, v_format, recent_k, recent_v, recent_state, nbytes
+        As in `KVCache`, the planes with the leading dimensions (num_blocks, num_kv_heads, block_size), or (num_blocks,
+        block_size, num_kv_heads) with ``layout="fbgemm"``.
+
+    Raises
+    ------
+    ArgumentError
+        As in `KVCache`.
+
+    Notes
+    -----
+    `BlockManager` gives out blocks, on the host.
+    """
+
+    paged = True
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        like: Any,
+        k_dtype: str = "bf16",
+        v_dtype: str | None = None,
+        group_size: int | None = None,
+        zero_point: bool = True,
+        layout: str = "fragment",
+        k_mean: Any = None,
+        k_channel_scale: Any = None,
+        hadamard: bool = False,
+        recent_window: int = 0,
+        recent_dtype: str | None = None,
+        recent_slots: int | None = None,
+    ) -> None:
+        self._build(
+            "PagedKVCache", (num_blocks, block_size), ("num_blocks", "block_size"), num_kv_heads, head_dim, like,
+            k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard,
+            (recent_window, recent_dtype, recent_slots),
+        )  # fmt: skip

@@ -1,0 +1,51 @@
+"""What a plan has to know of a cache: all but its arrays' addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .formats import KVFormat
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Facts of a `KVCache` or `PagedKVCache`.
+
+    Attributes
+    ----------
+    paged : bool
+    num_blocks, block_size, num_kv_heads, head_dim : int
+    k_format, v_format : KVFormat
+    hadamard : bool
+    key_arrays : tuple of str
+        Which of k_mean and k_channel_scale the caller gave.
+    recent_window, recent_ring, recent_slots : int
+        Tokens of the recent window, tokens of a slot, slots; 0 for none.
+    recent_format : KVFormat, optional
+    device, ordinal : str, int
+        Where the arrays are.
+    """
+
+    paged: bool
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    k_format: KVFormat
+    v_format: KVFormat
+    hadamard: bool
+    key_arrays: tuple[str, ...]
+    recent_window: int
+    recent_ring: int
+    recent_slots: int
+    recent_format: KVFormat | None
+    device: str
+    ordinal: int
+
+
+_interned: dict[CacheLayout, CacheLayout] = {}
+
+
+def intern(layout: CacheLayout) -> CacheLayout:
+    """The one object for equal layouts, which lives as long as the process: caches compare theirs by identity."""
+    return _interned.setdefault(layout, layout)

@@ -1,0 +1,217 @@
+"""Every struct that host and device share, field by field (``kernels_cu/params/``; a test compares the layouts)."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from ..runtime.record import MAP_BYTES, Pointer, TensorMap
+
+
+def _size(code: str) -> int:
+    """Bytes of a field: codes are those of the `struct` module, ``P`` for pointers, and ``M`` for a tensor map."""
+    return MAP_BYTES if code == "M" else struct.calcsize("<" + code.replace("P", "Q"))
+
+
+class At(NamedTuple):
+    """The address of an operand of the call, or a place behind it.
+
+    Attributes
+    ----------
+    operand : str
+        An argument, an output, or ``"workspace"``.
+    offset : int
+        Bytes.
+    """
+
+    operand: str
+    offset: int = 0
+
+
+class Arguments(NamedTuple):
+    """A packed struct.
+
+    Attributes
+    ----------
+    data : bytes
+        Zeros where addresses and tensor maps go.
+    pointers, tensor_maps
+        As in `LaunchRecord`.
+    """
+
+    data: bytes
+    pointers: tuple[Pointer, ...]
+    tensor_maps: tuple[TensorMap, ...]
+
+
+class HostStruct:
+    """A struct of device code as the host packs it: little-endian, 8-byte fields first, no implicit padding.
+
+    Parameters
+    ----------
+    name : str
+        Of the struct in device code.
+    header : str
+        Where it is declared, below the kernels root.
+    spec : str
+        ``"code names; code names"``: code ``P`` (pointer), ``M`` (tensor map), or one of the `struct` module.
+    tail : int
+        Bytes of padding at the end.
+    """
+
+    def __init__(self, name: str, header: str, spec: str, tail: int = 0) -> None:
+        self.name = name
+        self.header = header
+        self.fields: tuple[tuple[str, str], ...] = tuple(
+            (field, code) for part in spec.split(";") for code, *names in [part.split()] for field in names
+        )
+        self._codes = dict(self.fields)
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for field, code in self.fields:
+            self.offsets[field] = end
+            end += _size(code)
+        self.size = end + tail
+
+    def inside(self, prefix: str) -> str:
+        """The fields of this struct as those of a member ``prefix``, for another struct's ``spec``."""
+        return ";".join(f"{code} {prefix}.{name}" for name, code in self.fields)
+
+    def pack(self, values: dict[str, object]) -> Arguments:
+        """Pack values by field name.
+
+        Pointers take an `At`, or None for null; tensor maps a `TensorMap` without its place; the rest numbers, or
+        tuples of them for arrays. Every field needs a value, and every value a field.
+        """
+        if values.keys() != self._codes.keys():
+            odd = sorted(values.keys() ^ self._codes.keys())
+            raise ValueError(f"{self.name}: fields without a value, or values without a field: {', '.join(odd)}")
+        data = bytearray(self.size)
+        pointers, maps = [], []
+        for name, code in self.fields:
+            value, at = values[name], self.offsets[name]
+            if code.endswith("P"):
+                for i, one in enumerate(value if isinstance(value, list) else [value]):
+                    if one is not None:
+                        assert isinstance(one, At)
+                        pointers.append(Pointer(at + 8 * i, one.operand, one.offset))
+            elif code == "M":
+                assert isinstance(value, TensorMap)
+                maps.append(value._replace(offset=at))
+            else:
+                struct.pack_into("<" + code, data, at, *(value if isinstance(value, tuple) else (value,)))
+        return Arguments(bytes(data), tuple(pointers), tuple(maps))
+
+
+_STRIDES = "{0}_stride_b {0}_stride_s {0}_stride_h"
+
+TILE_LIST = HostStruct("TileList", "params/attn_fwd.cuh", "I num_items num_pairs num_tail_heads lead_rows")
+
+ATTN_FWD = HostStruct(
+    "AttnFwdParams",
+    "params/attn_fwd.cuh",
+    "P q k v o lse cu_seqlens_q cu_seqlens_k mask sinks;"
+    f"q {' '.join(_STRIDES.format(x) for x in 'qkvo')} lse_stride_b lse_stride_h"
+    " mask_stride_b mask_stride_h mask_stride_q mask_stride_k tile_offset;"
+    "i batch num_q_heads num_kv_heads seqlen_q seqlen_k mask_rows mask_cols head_dim window_left window_right"
+    " num_m_blocks mask_kind sinks_kind;"
+    "f softmax_scale softcap; i zero",
+)
+
+ATTN_FWD_SM90 = HostStruct(
+    "AttnFwdSm90Params",
+    "params/attn_fwd.cuh",
+    f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {TILE_LIST.inside('tiles')}",
+    tail=16,
+)
+
+QUANTIZED_OPERANDS = HostStruct(
+    "QuantizedOperands",
+    "params/attn_int8.cuh",
+    "P q_scale k_scale row_bias v_scale v_mean delta_s;"
+    "q q_scale_stride_h k_scale_stride_h delta_stride_h; i delta_columns head_dim_pad",
+)
+
+ATTN_INT8_SM80 = HostStruct(
+    "AttnInt8Sm80Params",
+    "params/attn_int8.cuh",
+    f"{ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')}",
+)
+
+ATTN_INT8_SM90 = HostStruct(
+    "AttnInt8Sm90Params",
+    "params/attn_int8.cuh",
+    f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
+    f"{TILE_LIST.inside('tiles')}; i flush_keys",
+    tail=60,
+)
+
+QUANTIZE = HostStruct(
+    "QuantizeParams",
+    "params/quantize.cuh",
+    "P q k v cu_seqlens_q cu_seqlens_k q_int k_int q_scale k_scale row_bias q_mean k_mean v_out v_scale v_mean"
+    " partials v_error ticket k_ready v_ready v_bad v_done k_amax k_amax_done q_amax q_amax_done starts_q starts_k"
+    " item_table;"
+    f"q {' '.join(_STRIDES.format(x) for x in 'qkv')};"
+    "i batch num_q_heads num_kv_heads seqlen_q seqlen_k head_dim head_dim_pad slots_q slots_k slots_r key_tile tiles_k"
+    " bits q_group_rows granularity flags packed units units_per_group num_groups per_unit_r per_unit_a per_unit_q"
+    " per_unit_kv last_base num_items clear_vectors delta_columns levels; f v_levels",
+)
+
+QUANTIZE_DELTA = HostStruct("QuantizeDeltaParams", "params/quantize.cuh", f"{QUANTIZE.inside('quantize')}; P delta_s")
+
+DECODE = HostStruct(
+    "DecodeParams",
+    "params/decode.cuh",
+    "P q k v k_params v_params k_mean k_channel_scale seq_lens block_table recent_slots recent_state sinks o lse"
+    " partial_o partial_ml;"
+    f"q {' '.join(_STRIDES.format(x) for x in 'qo')};"
+    "i batch q_len num_q_heads num_kv_heads group num_row_blocks head_dim capacity block_size num_blocks table_columns"
+    " window_left sinks_kind hadamard chunk_log2 fixed_splits num_workers recent_window recent_ring recent_num_slots"
+    " recent_side; f softmax_scale softcap; i combine_split; I block_multiplier; i block_shift; I worker_multiplier;"
+    "i worker_shift; I two_1024; i first_key"
+    " prefix_sequences prefix_q_len",
+)
+
+KV_APPEND = HostStruct(
+    "KvAppendParams",
+    "params/kv_append.cuh",
+    "P k v seq_lens cu_seqlens block_table cos sin k_data v_data k_params v_params k_mean k_channel_scale recent_slots"
+    " recent_k recent_v recent_state;"
+    f"q {' '.join(_STRIDES.format(x) for x in 'kv')} rows;"
+    "i batch tokens num_kv_heads head_dim capacity block_size num_blocks table_columns rope rope_pairs rope_rows"
+    " hadamard zero_point recent_ring recent_num_slots; I heads_multiplier; i heads_shift; I tokens_multiplier;"
+    "i tokens_shift; I block_multiplier; i block_shift reserved",
+)
+
+#: Pairs of blocks that one launch of ``kv_copy_sm80`` copies.
+MAX_PAIRS = 112
+
+KV_COPY = HostStruct("KvCopyParams", "params/kv_copy.cuh", f"4P planes; 4q block_bytes; {2 * MAX_PAIRS}i pairs")
+
+MERGE_STATES = HostStruct(
+    "MergeStatesParams",
+    "params/merge_states.cuh",
+    "P o_a o_b o lse_a lse_b lse;"
+    f"q {' '.join(_STRIDES.format(x) for x in ('o_a', 'o_b', 'o'))}"
+    f" {' '.join(f'{x}_stride_b {x}_stride_h {x}_stride_s' for x in ('lse_a', 'lse_b', 'lse'))} total;"
+    "i seqlen num_heads chunks reserved",
+)
+
+STRUCTS: dict[str, HostStruct] = {
+    s.name: s
+    for s in (
+        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, QUANTIZE,
+        QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES,
+    )
+}  # fmt: skip
+
+
+def member(prefix: str, values: dict[str, object]) -> dict[str, object]:
+    """``values`` of a struct as those of a member ``prefix`` of another one."""
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def strides(prefix: str, three: tuple[int, int, int]) -> dict[str, object]:
+    """The fields ``{prefix}_stride_b, _s, _h``."""
+    return dict(zip((f"{prefix}_stride_b", f"{prefix}_stride_s", f"{prefix}_stride_h"), three, strict=True))

@@ -1,0 +1,217 @@
+"""``attention`` and ``attention_varlen``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checks import attention as checks
+from ..checks import operands
+from ..checks.attention import AttentionOptions
+from ..plan.attention import plan_attention
+from ..plan.engine import Call, Operation, Same, run
+from ..problems import OPERANDS, Int4, Int8
+from . import on_cpu
+
+_ON_OPERANDS = {
+    name: Operation(
+        name, operands.ALL, operands.check_operands, operands.check_operands_memory, plan_attention,
+        on_cpu.attention_on_operands, (), operands.ALIGNED,
+        {array: f"{of}.{array}" for array, of in operands.ARGUMENT.items()},
+    )
+    for name in ("attention", "attention_varlen")
+}  # fmt: skip
+
+
+def _on_operands(call: Call) -> Call | None:
+    """The call on quantized operands that takes the place of ``call``; None if there are none."""
+    q, k, v, out, starts_q, starts_k, mask, sinks = call.objects
+    if not (q.__class__ in OPERANDS or k.__class__ in OPERANDS or v.__class__ in OPERANDS):
+        return None
+    function = call.operation.name
+    operands.check_kinds(function, q, k, v, starts_q, starts_k)
+    of_q, of_k = q.pair, k.pair
+    facts = (
+        Same(of_q.problem), Same(of_k.problem), Same(v.problem), of_q is of_k, of_q.layout, of_k.layout, v.layout,
+    )  # fmt: skip
+    objects = operands.arrays_of(of_q, of_k, v, out, mask, sinks)
+    return Call(_ON_OPERANDS[function], objects, call.options, call.stream, None, facts, (q, k, v))
+
+
+_ATTENTION, _ATTENTION_VARLEN = (
+    Operation(
+        name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
+        ("q", "k", "v"), checks.ALIGNED, otherwise=_on_operands,
+    )
+    for name in ("attention", "attention_varlen")
+)  # fmt: skip
+# A third of what the class of a NamedTuple takes.
+_new = tuple.__new__
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: Any = None,
+    sinks: Any = None,
+    precision: str | Int8 | Int4 = "exact",
+    return_lse: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    deterministic: bool = False,
+) -> Any:
+    """Attention of a batch of equally long sequences.
+
+    ::
+
+        S = softmax_scale * q @ k.T;  if softcap: S = softcap * tanh(S / softcap);  S += mask
+        o = softmax(S) @ v            lse = log(sum(exp(S)))
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, num_q_heads, head_dim) for "NHD", (batch, num_q_heads, seqlen_q, head_dim) for "HND"
+        torch, CuPy, JAX or NumPy array, or any DLPack exporter; float16 or bfloat16, on the CPU float32 and float64
+        too. head_dim is a multiple of 8 from 8 to 256 and contiguous; the other strides are free (on a GPU multiples
+        of 8 elements, addresses multiples of 16 bytes).
+    k, v : array
+        The same with seqlen_k and num_kv_heads, which divides num_q_heads: query head h reads kv head
+        h // (num_q_heads // num_kv_heads).
+        Or all three quantized: ``quantize_qk(...).q``, ``quantize_qk(...).k`` and ``quantize_v(...)``, with the result
+        that ``precision`` of the same knobs gives for the arrays they were made of, bit for bit.
+    layout : "NHD" or "HND"
+    causal : bool
+        Query i sees the keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
+    window : (left, right), optional
+        Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right; -1 is unlimited.
+    softmax_scale : float, optional
+        1 / sqrt(head_dim) unless given.
+    softcap : float
+        0 for none.
+    mask : array, optional
+        Broadcastable to (batch, num_q_heads, seqlen_q, seqlen_k) in either layout. bool (True: visible), or float32 or
+        q's dtype (added to the scores; -inf hides).
+    sinks : array, (num_q_heads,), float32 or q's dtype, optional
+        One more logit a head that takes part in the softmax and has no value; LSE counts it.
+    precision : str, Int8 or Int4
+        "exact": the inputs' dtype with fp32 accumulation. "int8": 8-bit Q and K, P V in fp8 or fp16, whichever suits
+        the GPU, with smoothing of K and V (SageAttention2); "int4": 4-bit Q and K, Q smoothed too. `Int8` and `Int4`
+        have the knobs. Quantized operands have their precision, and it may be left out.
+    return_lse : bool
+        Also return the log-sum-exp.
+    out : array, optional
+        Where o goes; q's shape and dtype. It may be q itself, with the same strides, but neither k nor v.
+    stream : optional
+        Stream to run on: an integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``. Unless
+        given, the current stream of q's framework.
+    deterministic : bool
+        Same bits at every run. The kernels of this version give them in any case, quantization included.
+
+    Returns
+    -------
+    o : array
+        Of q's framework, shape, layout and dtype. A row that attends to nothing is 0.
+    lse : array, (batch, num_q_heads, seqlen_q), float32, natural logarithm
+        Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
+
+    Raises
+    ------
+    ArgumentError
+        Or its subclasses DtypeError, ShapeError, StrideError, AlignmentError, DeviceError: names the argument, what was
+        expected and what came. Nothing has been launched or written then.
+    UnsupportedError
+        A precision or GPU that this version lacks, a tensor that needs a gradient, a traced JAX array.
+    KernelNotFoundError, CompileError, DriverError
+        The kernel could not be had or launched: says what was tried and what to do.
+
+    Notes
+    -----
+    GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
+    algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2.
+    """
+    options = _new(
+        AttentionOptions,
+        (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None),
+    )
+    return _one_or_more(run(Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), options, stream)))
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: Any = None,
+    sinks: Any = None,
+    precision: str | Int8 | Int4 = "exact",
+    return_lse: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    deterministic: bool = False,
+) -> Any:
+    """Attention of sequences of different lengths, packed one behind the other.
+
+    Sequence b owns the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] and the key rows cu_seqlens_k[b] to
+    cu_seqlens_k[b + 1]; causal and window align at the end of each sequence.
+
+    Parameters
+    ----------
+    q : array, (total_q, num_q_heads, head_dim) for "NHD", (num_q_heads, total_q, head_dim) for "HND"
+        Dtypes, strides and frameworks as in `attention`.
+    k, v : array
+        The same with total_k and num_kv_heads. Or all three quantized, as in `attention`.
+    cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, on q's device
+        Row at which each sequence begins, and the end of the last one: 0 first, never decreasing. Checked on the CPU;
+        on a GPU that would need a synchronization: values outside the tensors are clamped to them, and where values
+        decrease the results of "exact" are unspecified (a low precision takes a value for at least as large as those
+        before it). To be left out for quantized operands, which bring theirs.
+    max_seqlen_q, max_seqlen_k : int
+        At least the longest sequence; less raises on the CPU. They give the mask its extent, and with smooth_q ("int4")
+        a GPU's workspace, where too small a max_seqlen_k makes NaN. The result does not depend on them otherwise. For
+        quantized operands needed only with a mask.
+    mask : array, optional
+        Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
+    layout, causal, window, softmax_scale, softcap, sinks, precision, return_lse, out, stream, deterministic
+        As in `attention`.
+
+    Returns
+    -------
+    o : array
+        Of q's framework, shape, layout and dtype. Rows that attend to nothing, or belong to no sequence, are 0.
+    lse : array, (num_q_heads, total_q), float32, natural logarithm
+        Only with ``return_lse``. -inf for rows that attend to nothing (with sinks: the sink) or belong to no sequence.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
+        As in `attention`.
+    """
+    options = AttentionOptions(
+        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q, max_seqlen_k
+    )
+    objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
+    return _one_or_more(run(Call(_ATTENTION_VARLEN, objects, options, stream)))
+
+
+def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 = "exact") -> Call:
+    """A call of `attention` as data, not run: for measurements that need its plan."""
+    options = AttentionOptions("NHD", causal, None, None, 0.0, precision, False, False)
+    return Call(_ATTENTION, (q, k, v, None, None, None, None, None), options)
+
+
+def _one_or_more(results: list[Any]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)

@@ -1,0 +1,227 @@
+"""Calls on CPU arrays: the NumPy reference of the same operation. Everything is computed before anything is written."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+from .. import arrays
+from ..arrays import Tensor
+from ..checks.caches import check_values, host_slots, host_table
+from ..checks.decode import check_shared
+from ..checks.operands import ARRAYS as OPERAND_ARRAYS
+from ..checks.operands import STARTS, check_same_sequences
+from ..checks.quantize import check_starts
+from ..errors import ArgumentError
+from ..plan.engine import Call, store_results
+from ..problems import AppendProblem, AttentionProblem, CopyProblem, DecodeProblem, MergeProblem, QuantizeCall
+
+Tensors = dict[str, Tensor]
+
+
+def attention(call: Call, problem: AttentionProblem, tensors: Tensors) -> list[Any]:
+    """``attention`` and ``attention_varlen`` on arrays."""
+    arrays.prepare([tensors["q"]], call.stream)  # refuses a stream
+    try:
+        o, lse = _attend(problem, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k)
+    except ArgumentError as error:  # in the contents of an array
+        raise error.named(call.operation.name) from None
+    return store_results(problem, tensors["q"], tensors.get("out"), [o, lse][: len(problem.outputs)])
+
+
+def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any) -> tuple[Any, Any]:
+    """o and LSE as NumPy arrays."""
+    from .. import reference
+
+    options: dict[str, Any] = {
+        "layout": problem.layout,
+        "window": (problem.window_left, problem.window_right),
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+        "mask": arrays.to_numpy(tensors["mask"]) if "mask" in tensors else None,
+        "sinks": arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None,
+    }
+    if problem.varlen:
+        options |= {name: arrays.to_numpy(tensors[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    inputs = [arrays.to_numpy(tensors[name]) for name in ("q", "k", "v")]
+    if problem.precision.quantized:
+        from ..reference import low_precision
+
+        return low_precision.attention(*inputs, precision=problem.precision, **options)
+    function = reference.attention_varlen if problem.varlen else reference.attention
+    return function(*inputs, compute_dtype="float64" if problem.dtype == "float64" else "float32", **options)
+
+
+def attention_on_operands(call: Call, problem: AttentionProblem, tensors: Tensors) -> list[Any]:
+    """``attention`` and ``attention_varlen`` on quantized operands."""
+    import numpy as np
+
+    from ..reference import checks, low_precision
+
+    operands, place = problem.operands, tensors["q_int"]
+    assert operands is not None
+    check_same_sequences(call.operation.name, call.subject[2], tensors)
+    arrays.prepare([place], call.stream)  # refuses a stream
+    values = {name: arrays.to_numpy(t) for name, t in tensors.items() if name != "out"}
+    starts = [values.get(name) for name in STARTS]
+    options = checks.make_options(
+        problem.head_dim, False, (problem.window_left, problem.window_right), problem.softmax_scale, problem.softcap,
+        np.float32, "attention",
+    )  # fmt: skip
+    precision = problem.precision.on_cpu
+    o, lse = low_precision.attend(
+        operands, {name: values[name] for name in OPERAND_ARRAYS if name in values}, None, starts[0], starts[1],
+        options=options,
+        product=low_precision.Product(precision.pv, operands.key_tile, precision.pv_accumulator),
+        mask=values.get("mask"), sinks=values.get("sinks"), longest_q=call.options.max_seqlen_q,
+        longest_k=call.options.max_seqlen_k,
+    )  # fmt: skip
+    o = o.swapaxes(-3, -2) if problem.layout == "NHD" else o
+    return store_results(problem, place, tensors.get("out"), [o, lse][: len(problem.outputs)])
+
+
+def quantize(call: Call, problem: QuantizeCall, tensors: Tensors) -> list[Any]:
+    """``quantize_qk`` and ``quantize_v``."""
+    import numpy as np
+
+    from ..reference import quantize as reference
+    from ..reference.varlen import check_max_seqlen
+
+    function, place, p = call.operation.name, next(iter(tensors.values())), problem.problem
+    arrays.prepare([place], call.stream)  # refuses a stream
+    given: dict[str, Any] = {name: arrays.to_numpy(t) for name, t in tensors.items()}
+    for name, rows in (("cu_seqlens_q", p.rows_q), ("cu_seqlens_k", p.rows_k)):
+        if name in given:
+            check_starts([int(x) for x in given[name]], name, rows, function)
+    for name, extent in (("q", problem.max_seqlen_q), ("k", p.max_seqlen_k)):
+        if f"cu_seqlens_{name}" in given:
+            longest = int(np.diff(given[f"cu_seqlens_{name}"]).max(initial=0))
+            check_max_seqlen(extent, longest, f"max_seqlen_{name}", function)
+    heads_first = {
+        name: x.swapaxes(-3, -2) if problem.layout == "NHD" and name in ("q", "k", "v") else x
+        for name, x in given.items()
+    }
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    made = reference.quantize(p, *(heads_first.get(name) for name in names))
+    made |= {name: np.asarray(given[name], dtype=np.int32) for name in names[3:] if name in given}
+    results = []
+    for output in problem.outputs:
+        source = np.ascontiguousarray(made[output.name])
+        result = arrays.empty_like_framework(place, source.shape, source.dtype.name)
+        # `arrays.store` rounds to floating types; these bytes are final.
+        if source.nbytes:
+            ctypes.memmove(result.ptr, source.ctypes.data, source.nbytes)
+        results.append(arrays.finish(result, 0))
+    return results
+
+
+def decode(call: Call, problem: DecodeProblem, tensors: Tensors) -> list[Any]:
+    """``decode``."""
+    import numpy as np
+
+    from ..reference import decode as reference
+
+    q, cache, name = tensors["q"], call.cache, call.operation.name
+    assert cache is not None
+    arrays.prepare([q], call.stream)  # refuses a stream
+    table = host_table(cache, tensors.get("block_table"), problem.batch)
+    seq_lens = arrays.to_numpy(tensors["seq_lens"])
+    check_values(cache, seq_lens, table, problem.capacity, name)
+    if problem.shared_prefix:
+        check_shared(table, seq_lens, problem, cache.block_size)
+    slots = host_slots(cache, tensors.get("recent_slots"), seq_lens, name)
+    with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
+        o, lse = reference.decode(
+            arrays.to_numpy(q),
+            reference.on_host(cache),
+            seq_lens=seq_lens,
+            block_table=table,
+            recent_slots=slots,
+            window_left=problem.window_left,
+            softmax_scale=problem.softmax_scale,
+            softcap=problem.softcap,
+            sinks=arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None,
+            compute_dtype="float64" if q.dtype == "float64" else "float32",
+        )
+    return store_results(problem, q, tensors.get("out"), [o, lse][: len(problem.outputs)])
+
+
+def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
+    """``append``; everything is checked before the first byte is written."""
+    import numpy as np
+
+    from ..reference.decode import append_tokens, on_host
+    from ..reference.kv_cache import rotate
+
+    cache, function = call.cache, call.operation.name
+    assert cache is not None
+    arrays.prepare([tensors["k"]], call.stream)  # refuses a stream
+    k, v, lengths = (arrays.to_numpy(tensors[n]) for n in ("k", "v", "seq_lens"))
+    if "cu_seqlens" in tensors:
+        starts = [int(x) for x in arrays.to_numpy(tensors["cu_seqlens"])]
+        if starts[0] != 0 or starts[-1] > problem.rows or any(b < a for a, b in itertools.pairwise(starts)):
+            expected = f"0 first, never decreasing, at most the {problem.rows} rows at the end"
+            raise ArgumentError("cu_seqlens", expected, str(starts), function=function)
+    else:
+        starts = [b * problem.tokens for b in range(problem.batch + 1)]
+        k, v = (x.reshape(problem.rows, *x.shape[2:]) for x in (k, v))
+    new = [end - begin for begin, end in itertools.pairwise(starts)]
+    table = host_table(cache, tensors.get("block_table"), problem.batch)
+    check_values(cache, lengths, table, problem.capacity, function, new=new)
+    slots = host_slots(cache, tensors.get("recent_slots"), lengths, function)
+    if problem.rope != "none" and problem.rows and int(lengths.max()) > problem.rope_rows:
+        raise ArgumentError(
+            "cos",
+            f"a row for each position up to {int(lengths.max()) - 1}",
+            f"{problem.rope_rows} rows",
+            function=function,
+        )
+    host = on_host(cache)
+    # IEEE arithmetic without warnings, which somebody may have made errors: half the tokens would be written then.
+    with np.errstate(all="ignore"):
+        for b in range(problem.batch):
+            if lengths[b] == 0:  # padding
+                continue
+            begin, end = starts[b], starts[b + 1]
+            first = int(lengths[b]) - (end - begin)
+            keys = np.asarray(k[begin:end])
+            if problem.rope != "none":
+                angles = slice(first, first + end - begin)
+                cos, sin = (arrays.to_numpy(tensors[n])[angles, None] for n in ("cos", "sin"))
+                keys = rotate(keys, cos, sin, problem.rope == "interleaved")
+            append_tokens(host, keys, np.asarray(v[begin:end]), table[b], first, int(slots[b]))
+    return []
+
+
+def copy(call: Call, problem: CopyProblem, tensors: Tensors) -> list[Any]:
+    """``copy_blocks`` and ``copy_recent``."""
+    from ..reference.decode import on_host
+
+    cache = call.cache
+    assert cache is not None
+    arrays.prepare(cache.tensors, call.stream)  # refuses a stream
+    host = on_host(cache)
+    planes: tuple[Any, ...]
+    if problem.recent:
+        assert host.recent is not None
+        planes = (host.recent.k, host.recent.v, host.recent.state)
+    else:
+        planes = (host.k, host.v, host.k_params, host.v_params)
+    for plane in planes:
+        plane[[d for _, d in problem.pairs]] = plane[[s for s, _ in problem.pairs]]
+    return []
+
+
+def merge(call: Call, problem: MergeProblem, tensors: Tensors) -> list[Any]:
+    """``merge_states``."""
+    from .. import reference
+
+    a = tensors["o_a"]
+    arrays.prepare([a], call.stream)  # refuses a stream
+    o, lse = reference.merge_states(
+        *(arrays.to_numpy(tensors[name]) for name in ("o_a", "lse_a", "o_b", "lse_b")),
+        compute_dtype="float64" if a.dtype == "float64" else "float32",
+    )
+    return store_results(problem, a, tensors.get("out"), [o, lse])

@@ -1,0 +1,161 @@
+"""``quantize_qk`` and ``quantize_v``: operands of low-precision attention, made early or by `attention` itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checks import quantize as checks
+from ..checks.quantize import QuantizeQKOptions, QuantizeVOptions
+from ..plan.engine import Call, Operation, run
+from ..plan.others import plan_quantize
+from ..problems import QuantizedQK, QuantizedV, QuantizeProblem
+from . import on_cpu
+
+_QUANTIZE_QK = Operation(
+    "quantize_qk", checks.ARRAYS_QK, checks.check_quantize_qk, checks.check_quantize_memory, plan_quantize,
+    on_cpu.quantize, ("q", "k"), checks.ALIGNED,
+)  # fmt: skip
+_QUANTIZE_V = Operation(
+    "quantize_v", checks.ARRAYS_V, checks.check_quantize_v, checks.check_quantize_memory, plan_quantize,
+    on_cpu.quantize, ("v",), checks.ALIGNED,
+)  # fmt: skip
+
+
+def quantize_qk(
+    q: Any,
+    k: Any,
+    *,
+    layout: str = "NHD",
+    dtype: str = "int8",
+    granularity: str = "per_thread",
+    grouping: str = "sm90",
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    with_bias: bool = False,
+    stream: Any = None,
+) -> QuantizedQK:
+    """Quantize queries and keys for low-precision attention.
+
+    ::
+
+        k_int = round((k - k_mean) / k_scale);   q_int = round((q - q_mean) / q_scale)
+        q . k = q_scale k_scale (q_int . k_int) + delta_s + row_bias            (up to rounding)
+
+    Parameters
+    ----------
+    q, k : array
+        As `attention` takes them, or packed as `attention_varlen` takes them when ``cu_seqlens_*`` are given.
+    layout : "NHD" or "HND"
+    dtype : "int8" or "int4"
+        Values -127 to 127, or -7 to 7: two to a byte in the sm80 grouping, one in the sm90 grouping, because Hopper's
+        tensor cores multiply bytes.
+    granularity : str
+        Rows that share a scale, see `omniattn.Int8`.
+    grouping : "sm90" or "sm80"
+        Which kernels will read it. "sm90": groups of 2 queries and 32 of 128 keys, on compute capability 9.0. "sm80":
+        4 queries and 16 of 64 keys, on every GPU (docs/quantization.md says what suits which). The CPU reads both.
+    smooth_k : bool
+        Take K's mean over the keys of the sequence (of a long one, a sample of them) away.
+    smooth_q : bool
+        Take Q's mean over each block of 128 queries away, and compute ``delta_s``.
+    cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, optional
+        Both or neither: packed sequences.
+    max_seqlen_q, max_seqlen_k : int
+        With ``cu_seqlens_*``: at least the longest sequence; smaller ones raise on the CPU. max_seqlen_k is the extent
+        of ``delta_s``: a smaller one makes NaN on a GPU.
+    with_bias : bool
+        Compute q . k_mean for every query: LSE, sinks and softcap need it.
+    stream : optional
+        As in `attention`.
+
+    Returns
+    -------
+    QuantizedQK
+        Its parts ``q`` and ``k`` take the places of q and k in `attention` and `attention_varlen`.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
+        As in `attention`.
+
+    Notes
+    -----
+    A query with NaN or infinity becomes zeros and is marked in ``row_bias``; a key with one makes the scale of its
+    group NaN. GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference, which gives the same
+    integers and scales bit for bit. SageAttention2 (Zhang et al. 2024), sections 3.1 and 3.2.
+    """
+    options = QuantizeQKOptions(
+        layout, dtype, granularity, grouping, smooth_k, smooth_q, max_seqlen_q, max_seqlen_k, with_bias
+    )
+    made, problem = _run(Call(_QUANTIZE_QK, (q, k, cu_seqlens_q, cu_seqlens_k), options, stream))
+    return QuantizedQK(
+        made["q_int"], made["k_int"], made["q_scale"], made["k_scale"], made["row_bias"], made.get("k_mean"),
+        made.get("q_mean"), made.get("delta_s"), made.get("cu_seqlens_q"), made.get("cu_seqlens_k"), problem, layout,
+    )  # fmt: skip
+
+
+def quantize_v(
+    v: Any,
+    *,
+    layout: str = "NHD",
+    dtype: str = "float8_e4m3",
+    smooth_v: bool = True,
+    pv_accumulator: str = "fp32",
+    cu_seqlens_k: Any = None,
+    max_seqlen_k: int | None = None,
+    stream: Any = None,
+) -> QuantizedV:
+    """Quantize values for low-precision attention, one scale a channel.
+
+    ::
+
+        v = v_scale * v_quantized + v_mean                                     (up to rounding)
+
+    Parameters
+    ----------
+    v : array
+        As `attention` takes it, or packed as `attention_varlen` takes it when ``cu_seqlens_k`` is given.
+    layout : "NHD" or "HND"
+    dtype : "float8_e4m3" or "float16"
+        8 bits, transposed; or fp16 with a power of two as scale, which no bfloat16 value overflows.
+    smooth_v : bool
+        Take the mean over the keys (a sample of long sequences) away, in channels where it is more than 1/16 of the
+        range.
+        With e4m3 v_mean has the mean of what rounding takes away too, so that the mean over the keys of
+        v_scale * v_quantized + v_mean is that of v.
+    pv_accumulator : "fp32" or "fp16"
+        "fp16": e4m3 values so small that sums of their products may be fp16, which is faster on GeForce GPUs from sm_89
+        on (docs/precision.md). float16 values always are.
+    cu_seqlens_k : array, (batch + 1,), int32, optional
+    max_seqlen_k : int
+        With ``cu_seqlens_k``: at least the longest sequence.
+    stream : optional
+        As in `attention`.
+
+    Returns
+    -------
+    QuantizedV
+        Takes v's place in `attention` and `attention_varlen`.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
+        As in `attention`.
+
+    Notes
+    -----
+    NaN and infinity stay where they are: e4m3 has one NaN for both. GPUs and CPU as in `quantize_qk`.
+    """
+    options = QuantizeVOptions(layout, dtype, smooth_v, pv_accumulator, max_seqlen_k)
+    made, problem = _run(Call(_QUANTIZE_V, (v, cu_seqlens_k), options, stream))
+    return QuantizedV(made["v"], made["v_scale"], made["v_mean"], made.get("cu_seqlens_k"), problem, layout)
+
+
+def _run(call: Call) -> tuple[dict[str, Any], QuantizeProblem]:
+    """Results by name, and what was quantized."""
+    results = run(call)
+    return {o.name: x for o, x in zip(call.problem.outputs, results, strict=True)}, call.problem.problem

@@ -1,0 +1,394 @@
+"""One way for every operation: find the plan of a call or make it, then run it.
+
+The first call with given shapes, strides, dtypes and options is validated and planned (kernels, grids, packed
+arguments). Later calls find the plan by the same facts. Where all arrays are plain CUDA tensors of torch they take the
+fast path (`repeat.Repeat`) and pay for addresses only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .. import arrays, runtime
+from ..arrays import Tensor
+from ..errors import ArgumentError, UnsupportedError
+from ..problems import Output, Target
+from ..runtime.env import forced_kernels
+from ..runtime.record import WORKSPACE_ALIGNMENT, LaunchRecord, Program
+from ..select import Selection
+from .cache import PlanCache
+from .repeat import Repeat
+
+if TYPE_CHECKING:
+    from ..kv.cache import KVCache
+
+#: Addresses of a cache behind those of a call's arrays.
+CACHE_OPERANDS = tuple(
+    f"cache.{name}"
+    for name in (
+        "k", "v", "k_params", "v_params", "k_mean", "k_channel_scale", "recent_k", "recent_v", "recent_state",
+    )
+)  # fmt: skip
+
+
+class Problem(Protocol):
+    """What is known of every problem."""
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Arrays that the call returns."""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What a call launches.
+
+    Attributes
+    ----------
+    selection : Selection
+        The kernel that the call is about.
+    records : tuple of LaunchRecord
+    workspace_bytes : int
+        0 for none.
+    others : tuple of Selection
+        Of the kernels before and behind it.
+    """
+
+    selection: Selection
+    records: tuple[LaunchRecord, ...]
+    workspace_bytes: int = 0
+    others: tuple[Selection, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """How the calls of one public function are checked, planned and run.
+
+    Attributes
+    ----------
+    name : str
+        The function.
+    arrays : tuple of str
+        The caller's arrays by name, in the order of `Call.objects`; the first one's framework and device decide.
+    check : callable
+        (call, tensors) -> problem, or an error. Looks at everything but addresses.
+    check_memory : callable
+        (problem, tensors): addresses and aliasing; called for each call that does not take the fast path.
+    plan : callable
+        (problem, target, force) -> Launches.
+    reference : callable
+        (call, problem, tensors) -> results, by NumPy.
+    required : tuple of str
+        Arrays that have to be there; ``check`` finds them in ``tensors``.
+    aligned : frozenset of str
+        Arrays that kernels access 16 bytes at a time; the others are aligned to their elements.
+    labels : dict
+        Names of arrays in errors, where these are not their own.
+    otherwise : callable, optional
+        The call of another operation that takes the place of a call whose arrays are not plain tensors; or None.
+    keep : bool
+        Whether plans are worth keeping.
+    """
+
+    name: str
+    arrays: tuple[str, ...]
+    check: Callable[[Call, dict[str, Tensor]], Any]
+    check_memory: Callable[[Any, dict[str, Tensor]], None]
+    plan: Callable[[Any, Target, str | None], Launches]
+    reference: Callable[[Call, Any, dict[str, Tensor]], list[Any]]
+    required: tuple[str, ...] = ()
+    aligned: frozenset[str] = frozenset()
+    labels: dict[str, str] = field(default_factory=dict)
+    otherwise: Callable[[Call], Call | None] | None = None
+    keep: bool = True
+
+
+class Call:
+    """One call of a public function.
+
+    Parameters
+    ----------
+    operation : Operation
+    objects : tuple
+        The caller's arrays in the order of `Operation.arrays`, None for what is absent.
+    options : NamedTuple
+        Everything else, as the caller gave it.
+    stream : optional
+        The caller's.
+    cache : KVCache, optional
+        Of operations on one.
+    facts : hashable
+        What else the plan depends on; kept with the plan.
+    subject : object, optional
+        What the checks look at besides; not kept.
+
+    Attributes
+    ----------
+    problem : object
+        What `run` found the call to be.
+    """
+
+    __slots__ = ("cache", "facts", "objects", "operation", "options", "problem", "stream", "subject")
+
+    def __init__(
+        self,
+        operation: Operation,
+        objects: tuple[Any, ...],
+        options: Any,
+        stream: Any = None,
+        cache: KVCache | None = None,
+        facts: Any = None,
+        subject: Any = None,
+    ) -> None:
+        self.operation = operation
+        self.objects = objects
+        self.options = options
+        self.stream = stream
+        self.cache = cache
+        self.facts = facts
+        self.subject = subject
+        self.problem: Any = None
+
+
+class Same:
+    """An object by its identity, for facts: the key that holds it keeps the object alive."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.of is other.of
+
+
+class Plan:
+    """A validated call.
+
+    Attributes
+    ----------
+    problem : object
+        One of `omniattn.problems`.
+    launches : Launches or None
+        None on the CPU.
+    program : Program or None
+        The launches with their kernels loaded; None on the CPU, and where nothing shall be loaded.
+    ordinal : int
+        The GPU.
+    repeat : Repeat or None
+        The fast path of calls with the same facts; None where there is none.
+    """
+
+    __slots__ = ("launches", "ordinal", "problem", "program", "repeat")
+
+    def __init__(self, problem: Any, launches: Launches | None, program: Program | None, ordinal: int) -> None:
+        self.problem = problem
+        self.launches = launches
+        self.program = program
+        self.ordinal = ordinal
+        self.repeat: Repeat | None = None
+
+
+PLANS: PlanCache[Plan] = PlanCache(4096)
+
+
+class Described(Exception):
+    """Ends a call that `describing` wraps; carries its plan. Never reaches the user."""
+
+    def __init__(self, call: Call, plan: Plan, tensors: dict[str, Tensor]) -> None:
+        super().__init__(call.operation.name)
+        self.call, self.plan, self.tensors = call, plan, tensors
+
+
+class _Mode(threading.local):
+    describing = False
+
+
+_mode = _Mode()
+
+
+@contextmanager
+def describing() -> Iterator[None]:
+    """In this block `run` validates and plans, and raises `Described` in place of running. One thread's own."""
+    _mode.describing = True
+    try:
+        yield
+    finally:
+        _mode.describing = False
+
+
+def run(call: Call) -> list[Any]:
+    """Run a call.
+
+    Returns
+    -------
+    list
+        The arrays of the problem's `outputs`, in order.
+    """
+    if _mode.describing:
+        other = None if call.operation.otherwise is None else call.operation.otherwise(call)
+        raise _describe_plan(call if other is None else other)
+    if not call.operation.keep:
+        return execute(make_plan(call, {}, load=True), call, {})
+    stream, options = call.stream, call.options
+    raw = None if stream is None else arrays.resolve_stream(stream)
+    seen = arrays.torch_facts(call.objects)
+    if seen is None:
+        other = None if call.operation.otherwise is None else call.operation.otherwise(call)
+        if other is not None:
+            return run(other)
+        tensors = describe(call, raw)
+        facts: Any = tuple(
+            None if t is None else (t.dtype, t.device, t.ordinal, t.shape, t.strides)
+            for t in map(tensors.get, call.operation.arrays)
+        )
+        addresses: list[int] = []
+    else:
+        tensors = {}
+        facts, addresses = seen
+    # True == 1 == 1.0, but not every one of them is valid everywhere.
+    types: tuple[Any, ...] = tuple(map(type, options))
+    if tuple in types:
+        types += tuple(tuple(map(type, x)) for x in options if x.__class__ is tuple)
+    cache = call.cache
+    key: Any = (
+        call.operation, facts, options, types, call.facts, None if cache is None else id(cache.facts),
+        forced_kernels(),
+    )  # fmt: skip
+    try:
+        plan = PLANS.get(key)
+    except TypeError:  # an unhashable option, a list for window say: validation has the last word
+        plan, key = None, None
+    if plan is not None and plan.repeat is not None and seen is not None and (cache is None or cache.plain_torch):
+        call.problem = plan.problem
+        results = plan.repeat(call.objects, addresses, cache, raw)
+        if results is not None:
+            return results
+    if not tensors:
+        tensors = describe(call, raw)
+    if plan is None:
+        plan = make_plan(call, tensors, load=True)
+        if seen is not None and plan.program is not None and plan.launches is not None:
+            size = plan.launches.workspace_bytes
+            plan.repeat = Repeat.of(
+                plan.program, call.operation.arrays, call.operation.aligned, tensors, plan.problem.outputs, size
+            )
+        if key is not None:
+            PLANS.put(key, plan)
+    return execute(plan, call, tensors)
+
+
+def describe(call: Call, raw: int | None) -> dict[str, Tensor]:
+    """The caller's arrays by name, those that are there; raises for one that has to be and is None."""
+    operation = call.operation
+    labels, required = operation.labels, operation.required
+    return {
+        name: arrays.describe(x, labels.get(name, name), raw)
+        for name, x in zip(operation.arrays, call.objects, strict=True)
+        if x is not None or name in required
+    }
+
+
+def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
+    """Validate everything but addresses; choose the kernels; load them if ``load``."""
+    operation, cache = call.operation, call.cache
+    problem = operation.check(call, tensors)
+    place = next(iter(tensors.values())) if tensors else cache.tensors[0]  # type: ignore[union-attr]
+    if place.device == "cpu":
+        return Plan(problem, None, None, 0)
+    ordinal = place.ordinal
+    device = runtime.device_info(ordinal)
+    target = Target(device.cc, device.max_smem_optin, device.sm_count)
+    launches = operation.plan(problem, target, forced_kernels())
+    program = None
+    if load:
+        names = operand_names(operation, cache is not None, problem)
+        program = Program(launches.records, names, lambda spec: runtime.load(spec, ordinal))
+    return Plan(problem, launches, program, ordinal)
+
+
+def operand_names(operation: Operation, with_cache: bool, problem: Problem) -> tuple[str, ...]:
+    """The order in which a program of this operation takes addresses."""
+    outputs = tuple(output.name for output in problem.outputs)
+    # Outputs may have the names of inputs that they are made of (v, say): those of inputs mean the inputs.
+    return (
+        *operation.arrays, *(CACHE_OPERANDS if with_cache else ()),
+        *(f"out.{name}" if name in operation.arrays else name for name in outputs), "workspace",
+    )  # fmt: skip
+
+
+def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
+    """Run a validated call."""
+    operation, cache = call.operation, call.cache
+    call.problem = plan.problem
+    operation.check_memory(plan.problem, tensors)
+    if plan.launches is None:
+        return operation.reference(call, plan.problem, tensors)
+    assert plan.program is not None, "a plan without loaded kernels describes a call, it cannot run one"
+    own = [] if cache is None else cache.tensors
+    place = next(iter(tensors.values())) if tensors else own[0]
+    given = tensors.get("out")
+    outputs = [
+        given if given is not None and o.name == "o" else arrays.empty_like_framework(place, o.shape, o.dtype)
+        for o in plan.problem.outputs
+    ]
+    everything = [*(t for name, t in tensors.items() if name != "out"), *own, *outputs]
+    workspace = 0
+    if plan.launches.workspace_bytes:
+        memory = _workspace(operation.name, place, plan.launches.workspace_bytes)
+        everything.append(memory)
+        workspace = -(-memory.ptr // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    handle = arrays.prepare(everything, call.stream)
+    addresses = [
+        *(tensors[name].ptr if name in tensors else 0 for name in operation.arrays),
+        *(() if cache is None else cache.addresses),
+        *(t.ptr for t in outputs),
+        workspace,
+    ]
+    if cache is not None:
+        cache.order.before(handle)
+    plan.program.launch(handle, addresses)
+    if cache is not None:
+        cache.order.after(own, handle)
+    arrays.release(everything, handle)
+    return [arrays.finish(t, handle) for t in outputs]
+
+
+def _workspace(function: str, place: Tensor, num_bytes: int) -> Tensor:
+    try:
+        return arrays.empty_like_framework(place, (num_bytes + WORKSPACE_ALIGNMENT,), "uint8")
+    except ArgumentError as error:
+        raise UnsupportedError(
+            f"{function}(): this call needs scratch memory that only the arrays' own library can give, and DLPack has "
+            "no way to ask for it",
+            instead="torch, CuPy or JAX arrays, or precision='exact'",
+        ) from error
+
+
+def store_results(problem: Problem, place: Tensor, given: Tensor | None, values: Sequence[Any]) -> list[Any]:
+    """NumPy results in arrays of the caller's framework; everything has been computed by now."""
+    results = []
+    for output, value in zip(problem.outputs, values, strict=True):
+        is_o = output.name == "o" and given is not None
+        t = given if is_o and given is not None else arrays.empty_like_framework(place, output.shape, output.dtype)
+        arrays.store(t, value)
+        results.append(arrays.finish(t, 0))
+    return results
+
+
+def _describe_plan(call: Call) -> Described:
+    raw = None if call.stream is None else arrays.resolve_stream(call.stream)
+    tensors = describe(call, raw)
+    plan = make_plan(call, tensors, load=False)
+    if "out" in tensors:
+        arrays.require_writable(tensors["out"])
+    if plan.launches is None:
+        arrays.prepare([*tensors.values(), *([] if call.cache is None else call.cache.tensors)], call.stream)
+    return Described(call, plan, tensors)

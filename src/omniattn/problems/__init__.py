@@ -1,0 +1,35 @@
+"""What a call is, without arrays: its facts, and shapes and dtypes of what it makes."""
+
+from .append import AppendProblem, CopyProblem
+from .attention import UNLIMITED, AttentionProblem, AttentionStrides
+from .decode import DecodeProblem
+from .merge import MergeProblem
+from .operands import OPERANDS, QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
+from .outputs import Output
+from .precision import EXACT, PRECISIONS, Int4, Int8, Precision
+from .quantize import QuantizeCall, QuantizeProblem
+from .target import Target
+
+__all__ = [
+    "EXACT",
+    "OPERANDS",
+    "PRECISIONS",
+    "UNLIMITED",
+    "AppendProblem",
+    "AttentionProblem",
+    "AttentionStrides",
+    "CopyProblem",
+    "DecodeProblem",
+    "Int4",
+    "Int8",
+    "MergeProblem",
+    "Output",
+    "Precision",
+    "QuantizeCall",
+    "QuantizeProblem",
+    "QuantizedK",
+    "QuantizedQ",
+    "QuantizedQK",
+    "QuantizedV",
+    "Target",
+]

@@ -1,0 +1,178 @@
+"""One call of attention: all that selection and builders may look at. No pointers, no framework objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .outputs import Output
+from .precision import EXACT, Precision, value_levels
+from .quantize import QuantizeProblem, Strides3
+
+UNLIMITED = -1
+
+#: Keys from which on a problem without causality counts as long, and below which a causal one counts as short.
+LONG_KEYS = 8192
+SHORT_CAUSAL_KEYS = 2048
+
+
+@dataclass(frozen=True)
+class AttentionStrides:
+    """Element strides of a call's arrays, in the order (batch, seq, head); extents of 1 have stride 0."""
+
+    q: Strides3
+    k: Strides3
+    v: Strides3
+    o: Strides3
+    lse: tuple[int, int]
+    mask: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One call of ``attention`` or ``attention_varlen``, after validation.
+
+    Attributes
+    ----------
+    dtype : str
+        Element type of q, k, v.
+    batch, seqlen_q, seqlen_k, num_q_heads, num_kv_heads, head_dim : int
+        Extents; for packed sequences seqlen_q and seqlen_k are the rows of the packed tensors.
+    window_left, window_right : int
+        Keys visible left and right of the diagonal, `UNLIMITED` for all; causal is ``window_right = 0``.
+    softmax_scale, softcap : float
+        Scale of the scores; 0 for no softcap.
+    mask : str
+        ``"none"``, ``"bool"``, ``"float32"`` or ``"io"`` (q's dtype).
+    sinks : str
+        ``"none"``, ``"float32"`` or ``"io"``.
+    varlen : bool
+        Packed sequences with cu_seqlens.
+    precision : Precision
+    deterministic : bool
+        The caller wants the same bits at every run.
+    tensor_maps : bool
+        Tensor maps can describe q, k and v (positive strides below 2^40 bytes), and the driver can make them.
+    operands : QuantizeProblem, optional
+        What describes q, k and v that come quantized.
+    lse : bool
+        The caller wants the LSE.
+    layout : str
+        Of q, k, v and o: ``"NHD"`` or ``"HND"``.
+    max_seqlen_q, max_seqlen_k : int
+        Of packed sequences: extents of the mask, and of ``delta_s``.
+    strides : AttentionStrides, optional
+        None where nobody launches.
+    """
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window_left: int
+    window_right: int
+    softmax_scale: float
+    softcap: float
+    mask: str
+    sinks: str
+    varlen: bool
+    precision: Precision = EXACT
+    deterministic: bool = False
+    tensor_maps: bool = True
+    operands: QuantizeProblem | None = None
+    lse: bool = False
+    layout: str = "NHD"
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    strides: AttentionStrides | None = None
+
+    @property
+    def o_shape(self) -> tuple[int, ...]:
+        """Shape of o."""
+        rows = (self.seqlen_q, self.num_q_heads) if self.layout == "NHD" else (self.num_q_heads, self.seqlen_q)
+        return (*(() if self.varlen else (self.batch,)), *rows, self.head_dim)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the LSE."""
+        return (*(() if self.varlen else (self.batch,)), self.num_q_heads, self.seqlen_q)
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Arrays that the call returns."""
+        o = Output("o", self.o_shape, self.dtype)
+        return (o, Output("lse", self.lse_shape, "float32")) if self.lse else (o,)
+
+    @property
+    def mask_extent(self) -> tuple[int, int]:
+        """Extents of the mask along queries and keys."""
+        return (self.max_seqlen_q, self.max_seqlen_k) if self.varlen else (self.seqlen_q, self.seqlen_k)
+
+    @property
+    def absolute_scores(self) -> bool:
+        """Whether something looks at the size of scores, to which smoothing adds a constant of each row."""
+        return self.lse or self.sinks != "none" or self.softcap > 0
+
+    @property
+    def score_mods(self) -> bool:
+        """Whether scores have to be formed one by one before the softmax.
+
+        The plain kernels take the row maximum of the unscaled products, which is the maximum of the scores only if the
+        scale is positive, and apply scale * log2(e) to the -inf of hidden keys: neither 0 nor infinity will do in fp32.
+        """
+        plain_scale = 2.0**-126 <= self.softmax_scale <= 2.0**127
+        return self.softcap > 0.0 or self.mask != "none" or not plain_scale
+
+    @property
+    def workload(self) -> str:
+        """``"short causal"`` or ``"causal"`` (windows too: the keys end with the row), ``"short"`` or ``"long"``."""
+        keys = self.seqlen_k // max(self.batch, 1) if self.varlen else self.seqlen_k
+        if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
+            return "short causal" if keys < SHORT_CAUSAL_KEYS else "causal"
+        return "long" if keys >= LONG_KEYS else "short"
+
+    def quantization(self, *, grouping: str, pv: str, pv_accumulator: str, unpacked: bool) -> QuantizeProblem:
+        """The quantization of q, k and v that a kernel reading such operands needs first."""
+        p = self.precision
+        return QuantizeProblem(
+            self.dtype, self.batch, self.seqlen_q, self.seqlen_k, self.num_q_heads, self.num_kv_heads, self.head_dim,
+            self.varlen, p.qk, p.granularity, grouping, p.smooth_q, p.smooth_k, p.smooth_v,
+            "full" if self.absolute_scores else "marks", v_dtype="float16" if pv == "fp16" else "float8_e4m3",
+            max_seqlen_k=max(self.max_seqlen_k, 1), unpacked=unpacked, v_levels=value_levels(pv, pv_accumulator),
+        )  # fmt: skip
+
+    @property
+    def visible_pairs(self) -> int | None:
+        """(query, key) pairs of one head and batch that are computed; None if the lengths are on the device."""
+        if self.varlen:
+            return None
+        offset = self.seqlen_k - self.seqlen_q
+
+        def below(start: int) -> int:
+            """Sum over the rows i of clamp(i + start, 0, seqlen_k)."""
+            first = min(max(-start, 0), self.seqlen_q)  # rows before it count 0
+            last = min(max(self.seqlen_k - start, first), self.seqlen_q)  # rows from it on count seqlen_k
+            rising = (last - first) * (first + start) + (last - first) * (last - first - 1) // 2
+            return rising + (self.seqlen_q - last) * self.seqlen_k
+
+        upper = self.seqlen_q * self.seqlen_k
+        if self.window_right != UNLIMITED:
+            upper = below(offset + self.window_right + 1)
+        lower = 0 if self.window_left == UNLIMITED else below(offset - self.window_left)
+        return upper - lower
+
+    @property
+    def flops(self) -> int | None:
+        """Multiply-adds of both products, two operations each."""
+        pairs = self.visible_pairs
+        return None if pairs is None else 4 * pairs * self.head_dim * self.num_q_heads * self.batch
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes that have to move: q, k, v read once, o and the LSE written once."""
+        batch = 1 if self.varlen else self.batch
+        rows_q, rows_kv = self.seqlen_q * self.num_q_heads, self.seqlen_k * self.num_kv_heads
+        itemsize = {"float32": 4, "float64": 8}.get(self.dtype, 2)
+        return batch * (itemsize * self.head_dim * (2 * rows_q + 2 * rows_kv) + 4 * rows_q)

@@ -1,0 +1,158 @@
+"""Precision as a value, and the public classes ``Int8`` and ``Int4`` whose knobs describe one."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import ArgumentError
+
+#: Precisions that this version has kernels for.
+PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4")
+#: Precisions of the public API that a later version brings.
+PLANNED_PRECISIONS: tuple[str, ...] = ("fp8",)
+#: How many rows share a scale, from many to one.
+GRANULARITIES: tuple[str, ...] = ("per_tensor", "per_block", "per_warp", "per_thread", "per_token")
+#: Which rows a per-thread or per-warp group has, and how many keys a tile: as the tensor cores of these GPUs want it.
+GROUPINGS: tuple[str, ...] = ("sm90", "sm80")
+#: Element type of P and V in the second product: what suits the GPU, e4m3, float16, or no rounding of either.
+PV_TYPES: tuple[str, ...] = ("auto", "fp8", "fp16", "exact")
+#: What the tensor cores sum P V in, over the keys of a tile: what suits the GPU, fp32, or fp16.
+PV_ACCUMULATORS: tuple[str, ...] = ("auto", "fp32", "fp16")
+
+
+def check_choice(value: object, argument: str, choices: tuple[str, ...], function: str) -> str:
+    """One of ``choices``; the error names argument, expected and received."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(argument, " or ".join(map(repr, choices)), repr(value), function=function)
+    return value
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the two products of attention are computed in.
+
+    Attributes
+    ----------
+    qk, pv : str
+        Element types of Q K^T and of P V: ``"io"`` (that of the arrays), ``"int8"``, ``"int4"``; ``"fp8"``, ``"fp16"``,
+        ``"exact"`` (no rounding) or ``"auto"`` (what suits the GPU).
+    pv_accumulator : str
+        What P V is summed in over the keys of a tile: ``"fp32"``, ``"fp16"`` or ``"auto"``.
+    granularity : str
+        Rows of Q and K that share a scale: ``"none"`` (no scales) or one of `GRANULARITIES`.
+    smooth_q, smooth_k, smooth_v : bool
+        Transforms before the quantization: means that are taken away.
+    """
+
+    qk: str = "io"
+    pv: str = "io"
+    pv_accumulator: str = "fp32"
+    granularity: str = "none"
+    smooth_q: bool = False
+    smooth_k: bool = False
+    smooth_v: bool = False
+
+    @property
+    def name(self) -> str:
+        """What ``precision=`` calls it."""
+        return "exact" if self.qk == "io" else self.qk
+
+    @property
+    def quantized(self) -> bool:
+        """Whether Q and K are multiplied as integers."""
+        return self.qk != "io"
+
+    @property
+    def on_cpu(self) -> Precision:
+        """With a type and an accumulator in place of "auto": those of the CPU reference."""
+        return dataclasses.replace(
+            self,
+            pv="fp8" if self.pv == "auto" else self.pv,
+            pv_accumulator="fp32" if self.pv_accumulator == "auto" else self.pv_accumulator,
+        )
+
+
+EXACT = Precision()
+
+
+@dataclass(frozen=True)
+class _Knobs:
+    """What `Int8` and `Int4` have in common."""
+
+    qk: ClassVar[str]
+
+    granularity: str = "per_thread"
+    smooth_k: bool = True
+    smooth_q: bool = False
+    smooth_v: bool = True
+    pv: str = "auto"
+    pv_accumulator: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for a value that no kernel knows."""
+        name = type(self).__name__
+        check_choice(self.granularity, "granularity", GRANULARITIES, name)
+        check_choice(self.pv, "pv", PV_TYPES, name)
+        check_choice(self.pv_accumulator, "pv_accumulator", PV_ACCUMULATORS, name)
+        if self.pv == "exact" and self.pv_accumulator == "fp16":
+            raise ArgumentError("pv_accumulator", "'fp32' with pv='exact'", "'fp16'", function=name)
+        for argument in ("smooth_k", "smooth_q", "smooth_v"):
+            value = getattr(self, argument)
+            if not isinstance(value, bool):
+                raise ArgumentError(argument, "True or False", repr(value), function=name)
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that these knobs describe."""
+        return Precision(
+            self.qk, self.pv, self.pv_accumulator, self.granularity, self.smooth_q, self.smooth_k, self.smooth_v
+        )
+
+
+@dataclass(frozen=True)
+class Int8(_Knobs):
+    """8-bit integers for Q and K, fp8 or fp16 for P and V (SageAttention2, Zhang et al. 2024).
+
+    Attributes
+    ----------
+    granularity : str
+        Rows that share a scale: "per_tensor" (a head), "per_block" (128 queries, a tile of keys), "per_warp" (16 or 32
+        queries), "per_thread" (2 or 4 queries, 16 or 32 keys: no slower than per_block, and between it and per_token
+        in accuracy), "per_token" (CPU reference only).
+    smooth_k : bool
+        Quantize K minus its mean over the keys (a sample of long sequences), which no softmax sees.
+    smooth_q : bool
+        Quantize Q minus its mean over 128 queries; the difference is added to the scores.
+    smooth_v : bool
+        Quantize V minus its mean over the keys, where that is more than 1/16 of a channel's range; the mean is added to
+        the output. Tensor cores that multiply 8-bit floats cut off small summands of a large sum; without the mean
+        sums stay small, and more of them may be left to these cores. The mean of V's rounding errors is added back too.
+    pv : str
+        "fp8": P and V in e4m3; "fp16": both in float16; "exact": neither is rounded (CPU reference only). "auto": what
+        is fastest on the GPU (`omniattn.explain` says which; docs/precision.md has the table), "fp8" on the CPU.
+    pv_accumulator : str
+        What P V is summed in over the 64 keys of a tile, before fp32: "fp16" is twice as fast as "fp32" on some GPUs.
+        "auto": what is fastest on the GPU, "fp32" on the CPU.
+    """
+
+    qk: ClassVar[str] = "int8"
+
+
+@dataclass(frozen=True)
+class Int4(_Knobs):
+    """4-bit integers (-7 to 7) for Q and K; the knobs of `Int8`. Smooths Q as well unless told otherwise."""
+
+    qk: ClassVar[str] = "int4"
+
+    smooth_q: bool = True
+
+
+#: What each name of ``precision=`` means.
+NAMED: dict[str, Precision] = {"exact": EXACT, "int8": Int8().precision, "int4": Int4().precision}
+
+
+def value_levels(pv: str, pv_accumulator: str) -> float:
+    """What the largest magnitude of a channel of V becomes in e4m3: less where sums have to stay below fp16's 65504."""
+    return 32.0 if (pv, pv_accumulator) == ("fp8", "fp16") else 448.0

@@ -1,0 +1,228 @@
+"""What is quantized, and how: extents, formats, and the arrays that come of it. Formats: docs/quantization.md."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .outputs import Output
+
+BLOCK_ROWS, CHUNK_ROWS, MAX_CHUNKS = 128, 256, 64
+#: Means and ranges of a sequence come from one key of 2^`sample_log2`, of at least LEAST_SAMPLE keys.
+LEAST_SAMPLE, MOST_SAMPLE_LOG2 = 256, 5
+KEY_TILES = {"sm90": 128, "sm80": 64}
+QUERY_SLICES = {"sm90": 16, "sm80": 32}
+#: Groupings and formats of V of what int8 attention asks for by default.
+SPECIALIZATIONS = (("sm90", "float8_e4m3"), ("sm80", "float16"), ("sm80", "float8_e4m3"))
+#: Bytes; of a workspace, and of the arrays in it.
+WORKSPACE_ALIGNMENT = 256
+
+_BITS = {"int8": 8, "int4": 4}
+_ITEMSIZE = {"int8": 1, "uint8": 1, "float16": 2, "float32": 4, "int32": 4}
+
+Strides3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """What is quantized, and how; no pointers.
+
+    Attributes
+    ----------
+    dtype : str
+        Element type of the inputs.
+    batch, rows_q, rows_k, heads_q, heads_kv, head_dim : int
+        Extents; rows of the packed tensors when ``varlen``.
+    varlen : bool
+    qk_dtype : str
+        ``"int8"`` or ``"int4"``: what q and k become.
+    granularity, grouping : str
+    smooth_q, smooth_k, smooth_v : bool
+    row_bias : str
+        ``"none"``, ``"marks"`` (zeros, NaN for rows with NaN or infinity) or ``"full"`` (q . k_mean).
+    qk, v : bool
+        What there is to quantize.
+    v_dtype : str
+        ``"float8_e4m3"`` or ``"float16"``.
+    unpacked : bool
+        4-bit values one to a byte, for tensor cores that have no 4-bit products.
+    v_levels : float
+        What the largest magnitude of a channel of v becomes in e4m3.
+    max_seqlen_k : int
+        Of packed sequences: extent of ``delta_s``.
+    """
+
+    dtype: str
+    batch: int
+    rows_q: int
+    rows_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    varlen: bool
+    qk_dtype: str = "int8"
+    granularity: str = "per_thread"
+    grouping: str = "sm90"
+    smooth_q: bool = False
+    smooth_k: bool = True
+    smooth_v: bool = False
+    row_bias: str = "marks"
+    qk: bool = True
+    v: bool = True
+    v_dtype: str = "float8_e4m3"
+    max_seqlen_k: int = 0
+    unpacked: bool = False
+    v_levels: float = 448.0
+
+    @property
+    def bits(self) -> int:
+        """Bits of an integer of q and k."""
+        return _BITS[self.qk_dtype]
+
+    @property
+    def head_dim_pad(self) -> int:
+        """head_dim rounded up to 32."""
+        return -(-self.head_dim // 32) * 32
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of an element of q_int and k_int in memory."""
+        return 8 if self.unpacked else self.bits
+
+    @property
+    def key_tile(self) -> int:
+        """Keys of one tile of scales."""
+        return KEY_TILES[self.grouping]
+
+    @property
+    def specialization(self) -> tuple[str, str] | None:
+        """One of `SPECIALIZATIONS` if it is what int8 attention asks for by default, which has its own kernels."""
+        asked = (
+            self.qk, self.v, self.smooth_k, self.smooth_v, self.smooth_q, self.varlen, self.stored_bits, self.qk_dtype
+        )  # fmt: skip
+        if asked != (True, True, True, True, False, False, 8, "int8") or self.row_bias == "full":
+            return None
+        formats = (self.grouping, self.v_dtype)
+        return formats if self.granularity == "per_thread" and formats in SPECIALIZATIONS else None
+
+    def slots(self, rows: int, of: int) -> int:
+        """Blocks of ``of`` rows of one head: of a sequence, or for packed ones a bound that holds for any lengths."""
+        return -(-rows // of) + (self.batch if self.varlen else 0)
+
+    @property
+    def slots_r(self) -> int:
+        """Chunks of keys of one head."""
+        if self.varlen:
+            return self.slots(self.rows_k, CHUNK_ROWS)
+        return num_chunks(num_samples(self.rows_k))
+
+    @property
+    def delta_columns(self) -> int:
+        """Extent of ``delta_s`` along the keys; of packed sequences one tile at least, so that it is never empty."""
+        longest = max(self.max_seqlen_k, 1) if self.varlen else self.rows_k
+        return -(-longest // self.key_tile) * self.key_tile
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Arrays that a call returns: those of `shapes`, and copies of cu_seqlens of packed sequences."""
+        found = [Output(name, shape, dtype) for name, (shape, dtype) in self.shapes().items()]
+        if self.varlen:
+            names = ("cu_seqlens_q", "cu_seqlens_k") if self.qk else ("cu_seqlens_k",)
+            found += [Output(name, (self.batch + 1,), "int32") for name in names]
+        return tuple(found)
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every output that this problem has."""
+        lead_q = (self.heads_q,) if self.varlen else (self.batch, self.heads_q)
+        lead_k = (self.heads_kv,) if self.varlen else (self.batch, self.heads_kv)
+        d, blocks = self.head_dim_pad, self.slots(self.rows_q, BLOCK_ROWS)
+        tiles, values = self.slots(self.rows_k, self.key_tile), self.slots(self.rows_k, BLOCK_ROWS) * BLOCK_ROWS
+        per_kv = (self.batch, self.heads_kv, d)
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        if self.qk:
+            element, width = ("int8", d) if self.stored_bits == 8 else ("uint8", d // 2)
+            per_token = self.granularity == "per_token"
+            q_slots = BLOCK_ROWS if per_token else BLOCK_ROWS // QUERY_SLICES[self.grouping] * 8
+            found["q_int"] = (*lead_q, self.rows_q, width), element
+            found["k_int"] = (*lead_k, self.rows_k, width), element
+            found["q_scale"] = (*lead_q, blocks * q_slots), "float32"
+            found["k_scale"] = (*lead_k, tiles * (self.key_tile if per_token else 4)), "float32"
+            if self.row_bias != "none":
+                found["row_bias"] = (*lead_q, self.rows_q), "float32"
+            if self.smooth_k:
+                found["k_mean"] = per_kv, "float32"
+            if self.smooth_q:
+                found["q_mean"] = (*lead_q, blocks, d), "float32"
+                found["delta_s"] = (*lead_q, blocks, self.delta_columns), "float32"
+        if self.v:
+            if self.v_dtype == "float16":
+                found["v"] = (*lead_k, self.rows_k, d), "float16"
+            else:
+                found["v"] = (*lead_k, d, values), "uint8"
+            found["v_scale"] = found["v_mean"] = per_kv, "float32"
+        return found
+
+
+def operand_strides(problem: QuantizeProblem) -> tuple[Strides3, Strides3, Strides3]:
+    """Strides (batch, row, head) of q_int, k_int and v in bytes; of e4m3 v a row is a channel."""
+    shapes = problem.shapes()
+    found: list[Strides3] = []
+    for name in ("q_int", "k_int", "v"):
+        shape, dtype = shapes[name]
+        row = shape[-1] * _ITEMSIZE[dtype]
+        head = shape[-2] * row
+        found.append((0 if problem.varlen else shape[-3] * head, row, head))
+    return found[0], found[1], found[2]
+
+
+def sample_log2(rows: int) -> int:
+    """Means and ranges of a sequence of ``rows`` keys are those of one key of 2 to the power of this."""
+    return 0 if rows < 2 * LEAST_SAMPLE else min((rows // LEAST_SAMPLE).bit_length() - 1, MOST_SAMPLE_LOG2)
+
+
+def num_samples(rows: int) -> int:
+    """Keys of a sequence of ``rows`` that means and ranges are taken of."""
+    return rows >> sample_log2(rows)
+
+
+def num_chunks(samples: int) -> int:
+    """Partial sums of a sequence with that many sampled keys; one for an empty sequence."""
+    return max(-(-samples // chunk_rows(samples)), 1)
+
+
+def chunk_rows(samples: int) -> int:
+    """Sampled keys of one partial sum: 256, more where that would be more than 64 of them."""
+    return max(-(-samples // (CHUNK_ROWS * MAX_CHUNKS)), 1) * CHUNK_ROWS
+
+
+def carve(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[dict[str, int], int]:
+    """Offsets of arrays in one allocation, each at a multiple of 256 bytes, and the allocation's size."""
+    offsets, end = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        offsets[name] = end
+        end += -(-math.prod(shape) * _ITEMSIZE[dtype] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    return offsets, end
+
+
+@dataclass(frozen=True)
+class QuantizeCall:
+    """One call of ``quantize_qk`` or ``quantize_v``, after validation.
+
+    Attributes
+    ----------
+    problem : QuantizeProblem
+    strides : (Strides3, Strides3, Strides3)
+        Element strides (batch, seq, head) of q, k, v; 0 for an extent of 1 and for what is absent.
+    layout : str
+    max_seqlen_q : int
+    """
+
+    problem: QuantizeProblem
+    strides: tuple[Strides3, Strides3, Strides3]
+    layout: str
+    max_seqlen_q: int
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Arrays that the call returns."""
+        return self.problem.outputs

@@ -1,0 +1,45 @@
+"""The only place where a kernel is made known.
+
+A row describes one cubin: which source, which compile-time constants, which GPUs, and what it can do. The ahead-of-time
+build, the run-time compiler, selection, the support tables, the parametrized tests and the benchmarks all read these
+rows. Nothing but the standard library is imported here, so that build tools can load the rows before the package is
+built.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from .attention import attention_rows, merge_rows
+from .decode import decode_rows
+from .quantized import quantized_attention_rows, quantizer_rows
+from .spec import PREBUILT_ARCHS, KernelSpec
+
+__all__ = ["PORTABLE_ARCHS", "PREBUILT_ARCHS", "REGISTRY", "KernelSpec", "by_name", "registered"]
+
+#: Targets that every generic kernel source must compile for (checked by the tests; JIT builds them on the GPU itself).
+PORTABLE_ARCHS: tuple[str, ...] = ("80", "86", "89", "90a", "100a", "120a")
+
+REGISTRY: tuple[KernelSpec, ...] = (
+    *attention_rows(),
+    *quantized_attention_rows(),
+    *merge_rows(),
+    *quantizer_rows(),
+    *decode_rows(),
+)
+
+_BY_NAME = {spec.name: spec for spec in REGISTRY}
+
+
+def by_name(name: str) -> KernelSpec:
+    """Return the row called ``name``; KeyError lists near misses."""
+    spec = _BY_NAME.get(name)
+    if spec is not None:
+        return spec
+    close = difflib.get_close_matches(name, list(_BY_NAME), n=3)
+    raise KeyError(f"no kernel named {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
+
+
+def registered(row: KernelSpec) -> KernelSpec:
+    """The registry's row of this name; ``row`` itself where K and V have formats that the registry does not list."""
+    return _BY_NAME.get(row.name, row)

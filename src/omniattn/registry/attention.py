@@ -1,0 +1,183 @@
+"""Rows of exact attention and of the merging of partial results. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
+
+
+@dataclass(frozen=True)
+class _FwdTile:
+    """Tile shape of ``attn_fwd_sm80`` for one padded head_dim (tuning record: docs/performance/attn_fwd_sm80.md)."""
+
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    q_in_registers: bool
+    min_ctas: int
+    suffix: str = ""
+    min_arch: tuple[int, int] = (8, 0)
+    prebuild: tuple[str, ...] = PREBUILT_ARCHS
+
+
+# Every tile fits into the 99 KB of sm_86, sm_89 and sm_120, so that one row serves all GPUs.
+_FWD_SM80_TILES: tuple[_FwdTile, ...] = (
+    _FwdTile(32, 128, 64, 4, 2, True, 2),
+    _FwdTile(64, 128, 64, 4, 2, True, 2),
+    _FwdTile(96, 128, 48, 4, 2, False, 2),
+    # 48 keys spill registers on sm_80 and sm_89, and are 4 % faster than 32 on sm_90.
+    _FwdTile(128, 128, 32, 4, 2, False, 2, prebuild=("80", "89")),
+    _FwdTile(128, 128, 48, 4, 2, False, 2, suffix="_n48", min_arch=(9, 0), prebuild=("90a",)),
+    _FwdTile(192, 64, 64, 4, 1, False, 2),
+    _FwdTile(256, 64, 64, 4, 1, False, 2),
+)
+
+# Score modifiers take registers for mask addresses: half the rows a warp.
+_FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
+    _FwdTile(32, 128, 32, 4, 2, True, 2),
+    _FwdTile(64, 128, 32, 4, 2, False, 2),
+    _FwdTile(96, 64, 64, 4, 2, False, 2),
+    _FwdTile(128, 64, 64, 4, 2, False, 2),
+    _FwdTile(192, 64, 64, 4, 1, False, 2),
+    _FwdTile(256, 64, 64, 4, 1, False, 2),
+)
+
+
+def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
+    return KernelSpec(
+        name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}" + ("_mods" if score_mods else ""),
+        family="attn_fwd_sm80",
+        op="attention",
+        source="entry/attn_fwd_sm80.cu",
+        symbol="attn_fwd_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("BLOCK_M", str(tile.block_m)),
+            ("BLOCK_N", str(tile.block_n)),
+            ("NUM_WARPS", str(tile.num_warps)),
+            ("NUM_STAGES", str(tile.num_stages)),
+            ("Q_IN_REGISTERS", str(int(tile.q_in_registers))),
+            ("MIN_CTAS", str(tile.min_ctas)),
+            ("SCORE_MODS", str(int(score_mods))),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        num_warps=tile.num_warps,
+        smem_bytes=smem_bytes,
+        ctas_per_sm=tile.min_ctas,
+        min_arch=tile.min_arch,
+        prebuild=tile.prebuild,
+        features=frozenset({"score_mods"}) if score_mods else frozenset(),
+        # One value of a step, which is no slower for it (docs/performance/attn_fwd_sm80.md).
+        allowed_spill_bytes=8 if tile.suffix else 0,
+    )
+
+
+@dataclass(frozen=True)
+class _FwdSm90Tile:
+    """Tile shape of ``attn_fwd_sm90`` for one padded head_dim (tuning record: docs/performance/attn_fwd_sm90.md)."""
+
+    head_dim: int
+    num_consumers: int
+    block_n: int
+    num_stages: int = 2
+    num_q_stages: int = 1
+    tuned_for: tuple[str, ...] = ()
+
+
+_FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 4, 64, 4, 2),
+    _FwdSm90Tile(96, 3, 96),
+    _FwdSm90Tile(128, 2, 128, 2, 2, ("short causal",)),
+    _FwdSm90Tile(128, 3, 64, 3, 1, ("causal", "short", "long")),
+    _FwdSm90Tile(192, 2, 64, 3),
+    _FwdSm90Tile(256, 2, 64),
+)
+
+
+def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    block_m = 64 * tile.num_consumers
+    num_q_stages = 1 if varlen else tile.num_q_stages  # a second one costs packed sequences registers
+    row_bytes = -(-tile.head_dim // 64) * 128
+    tiles_bytes = row_bytes * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
+    barriers_bytes = 16 * (num_q_stages + tile.num_stages)
+    # And for packed sequences a tile of 36 bytes with each Q, and 32 sequences of 20 bytes.
+    smem_bytes = -(-(tiles_bytes + barriers_bytes + 36 * num_q_stages + 640) // 1024) * 1024
+    return KernelSpec(
+        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else ""),
+        family="attn_fwd_sm90",
+        op="attention",
+        source="entry/attn_fwd_sm90.cu",
+        symbol="attn_fwd_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("NUM_CONSUMERS", str(tile.num_consumers)),
+            ("BLOCK_N", str(tile.block_n)),
+            ("NUM_STAGES", str(tile.num_stages)),
+            ("NUM_Q_STAGES", str(num_q_stages)),
+            ("VARLEN", str(int(varlen))),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=block_m,
+        block_n=tile.block_n,
+        num_warps=4 * (1 + tile.num_consumers),
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        prebuild=("90a",),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
+        tuned_for=frozenset(tile.tuned_for),
+    )
+
+
+def _merge_states(dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    return KernelSpec(
+        name=f"merge_states_sm80_{short}",
+        family="merge_states_sm80",
+        op="merge_states",
+        source="entry/merge_states_sm80.cu",
+        symbol="merge_states_sm80",
+        defines=(("IO_TYPE", tag),),
+        dtype=dtype,
+        head_dim=256,
+        block_m=1,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+    )
+
+
+def attention_rows() -> Iterator[KernelSpec]:
+    """Rows of exact attention."""
+    yield from (
+        _attn_fwd_sm80(tile, dtype, score_mods)
+        for score_mods, tiles in ((False, _FWD_SM80_TILES), (True, _FWD_SM80_MODS_TILES))
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_sm90(tile, dtype, varlen)
+        for varlen in (False, True)
+        for tile in _FWD_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+
+
+def merge_rows() -> Iterator[KernelSpec]:
+    """Rows of ``merge_states``."""
+    yield from (_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32"))

@@ -1,0 +1,205 @@
+"""Rows of the decode, append and block-copy kernels.
+
+K and V have formats of their own, so there are more combinations than a wheel should hold: the common ones are in the
+registry and prebuilt, the others are made by the same functions and compiled where they are used. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .spec import IO_TYPES, KernelSpec
+
+#: `KvKind` of device code by cache dtype; "fbgemm" is int4 in that layout.
+KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fbgemm": 4}
+_BITS = (16, 8, 8, 4, 4)
+#: Shared memory of a CTA that every GPU gives, and that of an SM of the GPUs that the tiles are tuned for, bytes.
+_MOST_CTA, _MOST_SM = 99 << 10, 220 << 10
+#: Words of the arguments behind the plan's scan: one sum a warp, and what was found.
+_SCAN_WORDS = 2
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def row_format(kind: int, groups: int, head_dim: int) -> str:
+    """Name of a row's format: element type, and channels of a group where a row has several (``"int4g32"``)."""
+    name = ("16", "fp8", "int8", "int4", "fbgemm")[kind]
+    return name if groups == 1 else f"{name}g{head_dim // groups}"
+
+
+def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) -> dict[str, int]:
+    """Keys of a warp's tile, sixteens of them that are computed together, CTAs that share an SM, and stages at most.
+
+    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: eights of query rows take more of them.
+    More copies in flight than memory has use for only wait in its queues, and take L2 from others.
+    """
+    if head_dim == 128 and n_tiles == 1:
+        if token_bytes <= 160 or (token_bytes <= 288 and groups == 1):
+            return {"tile": 32, "m_tiles": 2, "ctas": 3 if token_bytes < 160 else 2, "stages": 2}
+        if groups == 1:
+            return {"tile": 16, "m_tiles": 1, "ctas": 2, "stages": 2}
+    tile = 32 if token_bytes <= 160 and n_tiles == 1 else 16
+    ctas = 2 if n_tiles > 1 or token_bytes > 288 or head_dim == 256 else 3 if groups > 2 else 4
+    return {"tile": tile, "m_tiles": 1, "ctas": ctas, "stages": 4}
+
+
+def decode_row(
+    dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int], n_tiles: int, prebuild: tuple[str, ...] = ()
+) -> KernelSpec:
+    """One ``decode_sm80`` kernel.
+
+    Parameters
+    ----------
+    dtype : str
+        Element type of q.
+    head_dim : int
+        64, 128 or 256.
+    k, v : (kind, groups)
+        `KV_KINDS`, and words of a row's parameters, 1 for 16 bits.
+    n_tiles : int
+        Eights of query rows that a CTA has.
+    prebuild : tuple of str
+    """
+    short, tag = IO_TYPES[dtype]
+    sizes = [head_dim * _BITS[kind] // 8 for kind, _ in (k, v)]
+    groups = max(k[1], v[1])
+    token_bytes = sum(sizes) + sum(4 * count for kind, count in (k, v) if kind)
+    shape = _decode_shape(head_dim, token_bytes, groups, n_tiles)
+    if KV_KINDS["fbgemm"] in (k[0], v[0]) and head_dim > 64:
+        shape["ctas"] = 2  # copies word by word take registers too
+    tile, ctas = shape["tile"], shape["ctas"]
+    params = [4 * tile * count if kind else 16 for kind, count in (k, v)]
+    stage = _up(_up(tile * sizes[0], 128) + tile * sizes[1] + sum(params), 128)
+    warps = 4 if 8 * stage <= _MOST_CTA else 2
+    stages = max(2, min(shape["stages"], min(_MOST_CTA, _MOST_SM // ctas) // (warps * stage)))
+    merge = 4 * warps * 8 * n_tiles * (head_dim + 4) + 8 * warps * 8 * n_tiles
+    smem_bytes = _up(_up(max(stage * warps * stages, merge), 128) + 4 * (warps + _SCAN_WORDS), 128)
+    names = [row_format(*x, head_dim) for x in (k, v)]
+    formats = f"kv{names[0]}" if k == v else f"k{names[0]}_v{names[1]}"
+    return KernelSpec(
+        name=f"decode_sm80_{short}_d{head_dim}_{formats}" + (f"_n{n_tiles}" if n_tiles > 1 else ""),
+        family="decode_sm80",
+        op="decode",
+        source="entry/decode_sm80.cu",
+        symbol="decode_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("K_KIND", str(k[0])),
+            ("V_KIND", str(v[0])),
+            ("K_GROUPS", str(k[1])),
+            ("V_GROUPS", str(v[1])),
+            ("NUM_WARPS", str(warps)),
+            ("NUM_STAGES", str(stages)),
+            ("TILE_TOKENS", str(tile)),
+            ("M_TILES", str(shape["m_tiles"])),
+            ("N_TILES", str(n_tiles)),
+            ("MIN_CTAS", str(ctas)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=8 * n_tiles,
+        block_n=warps * tile,
+        num_warps=warps,
+        smem_bytes=smem_bytes,
+        ctas_per_sm=ctas,
+        prebuild=prebuild,
+        cache=(names[0], names[1]),
+        # sm_120a, which is not prebuilt, spills 32 bytes; the others none.
+        allowed_spill_bytes=32 if head_dim == 256 and k[0] == 0 and n_tiles == 1 else 0,
+    )
+
+
+def combine_row(dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ...] = ()) -> KernelSpec:
+    """One ``decode_combine_sm80`` kernel."""
+    short, tag = IO_TYPES[dtype]
+    return KernelSpec(
+        name=f"decode_combine_sm80_{short}_d{head_dim}" + (f"_n{n_tiles}" if n_tiles > 1 else ""),
+        family="decode_combine_sm80",
+        op="decode_combine",
+        source="entry/decode_combine_sm80.cu",
+        symbol="decode_combine_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("ROWS", str(8 * n_tiles))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=8 * n_tiles,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+        prebuild=prebuild,
+    )
+
+
+def append_row(
+    dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int], prebuild: tuple[str, ...] = ()
+) -> KernelSpec:
+    """One ``kv_append_sm80`` kernel; parameters as in `decode_row`."""
+    short, tag = IO_TYPES[dtype]
+    names = [row_format(*x, head_dim) for x in (k, v)]
+    formats = f"kv{names[0]}" if k == v else f"k{names[0]}_v{names[1]}"
+    return KernelSpec(
+        name=f"kv_append_sm80_{short}_d{head_dim}_{formats}",
+        family="kv_append_sm80",
+        op="append",
+        source="entry/kv_append_sm80.cu",
+        symbol="kv_append_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("K_KIND", str(k[0])),
+            ("V_KIND", str(v[0])),
+            ("K_GROUPS", str(k[1])),
+            ("V_GROUPS", str(v[1])),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=1,
+        block_n=1,
+        num_warps=4,
+        smem_bytes=0,
+        prebuild=prebuild,
+        cache=(names[0], names[1]),
+    )
+
+
+def copy_row(prebuild: tuple[str, ...]) -> KernelSpec:
+    """``kv_copy_sm80``, for every format."""
+    return KernelSpec(
+        name="kv_copy_sm80",
+        family="kv_copy_sm80",
+        op="copy_blocks",
+        source="entry/kv_copy_sm80.cu",
+        symbol="kv_copy_sm80",
+        defines=(),
+        dtype="uint8",
+        head_dim=256,
+        block_m=1,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+        prebuild=prebuild,
+    )
+
+
+def decode_rows() -> Iterator[KernelSpec]:
+    """Rows that the registry lists."""
+    # sm_86 and sm_89 load sm_80's; fp8 alone has an instruction of its own there.
+    both, with_ada = ("80", "90a"), ("80", "89", "90a")
+    for dtype in ("float16", "bfloat16"):
+        for head_dim in (64, 128, 256):
+            formats = [(0, 1), (1, 1), (2, 1), (3, 1)]
+            if head_dim == 128:
+                formats.append((3, 4))
+            for x in formats:
+                prebuild = (with_ada if x[0] == 1 else both) if head_dim < 256 or x[0] == 0 else ()
+                yield decode_row(dtype, head_dim, x, x, 1, prebuild)
+                if head_dim == 128:
+                    yield decode_row(dtype, head_dim, x, x, 2, prebuild if x[0] == 0 else ())
+                yield append_row(dtype, head_dim, x, x, prebuild)
+            yield combine_row(dtype, head_dim, 1, both)
+            yield combine_row(dtype, head_dim, 2, both if head_dim == 128 else ())
+    yield copy_row(both)

@@ -1,0 +1,310 @@
+"""Rows of attention on quantized operands and of the quantizers before it. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
+
+
+@dataclass(frozen=True)
+class _Int8Sm90Tile:
+    """Tile shape of ``attn_int8_sm90`` for one padded head_dim (tuning record: docs/performance/attn_int8_sm90.md)."""
+
+    head_dim: int
+    num_consumers: int
+    block_n: int
+    num_stages: int
+    num_q_stages: int
+
+
+_INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
+    _Int8Sm90Tile(64, 4, 64, 4, 2),
+    _Int8Sm90Tile(128, 3, 64, 4, 1),
+    _Int8Sm90Tile(256, 2, 64, 2, 1),
+)
+
+
+def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) -> KernelSpec:
+    """kind: ``""``, ``"lse"`` (makes the LSE too) or ``"smoothq"`` (adds delta_s, and makes the LSE)."""
+    smooth_q = kind == "smoothq"
+    short, tag = IO_TYPES[dtype]
+    # delta_s takes registers that a fourth warpgroup would need.
+    num_consumers = min(tile.num_consumers, 3) if smooth_q else tile.num_consumers
+    block_m = 64 * num_consumers
+    num_q_stages = 1 if varlen or smooth_q else tile.num_q_stages
+    tiles_bytes = tile.head_dim * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
+    delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * tile.block_n * 4
+    sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
+    channels_bytes = 8 * num_consumers * (tile.head_dim if tile.head_dim <= 128 else 1)  # scales and means of V
+    barriers_bytes = 16 * (num_q_stages + tile.num_stages)
+    tiles_bytes += 512  # ones, which P is multiplied by for its sums
+    smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes + 36 * num_q_stages + 640
+    smem_bytes = -(-smem_bytes // 1024) * 1024
+    return KernelSpec(
+        name=f"attn_int8_sm90_{short}_d{tile.head_dim}" + f"_{kind}" * bool(kind) + "_varlen" * varlen,
+        family="attn_int8_sm90",
+        op="attention",
+        source="entry/attn_int8_sm90.cu",
+        symbol="attn_int8_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("NUM_CONSUMERS", str(num_consumers)),
+            ("BLOCK_N", str(tile.block_n)),
+            ("NUM_STAGES", str(tile.num_stages)),
+            ("NUM_Q_STAGES", str(num_q_stages)),
+            ("VARLEN", str(int(varlen))),
+            ("SMOOTH_Q", str(int(smooth_q))),
+            ("WITH_LSE", str(int(bool(kind)))),
+            ("REGISTER_Q", str(int(not kind and not varlen))),  # the others have no registers to spare
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=block_m,
+        block_n=tile.block_n,
+        num_warps=4 * (1 + num_consumers),
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        prebuild=("90a",),
+        features=frozenset({"": (), "lse": ("lse",), "smoothq": ("smooth_q",)}[kind]),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", *(() if kind else ("lse",))}),
+        qk="int8",
+        pv="fp8",
+        pv_accumulator="fp32",
+        grouping="sm90",
+        # What is known of a tile; none of it in the loop of the common step.
+        allowed_spill_bytes=(320 if smooth_q else 112) if varlen else 128,
+    )
+
+
+@dataclass(frozen=True)
+class _Int8Sm80Tile:
+    """Tile shape of ``attn_int8_sm80`` for one padded head_dim (docs/performance/sage_sm80_sm89.md)."""
+
+    head_dim: int
+    num_warps: int
+    min_ctas: int
+    part_keys: int
+
+
+_INT8_SM80_TILES = (_Int8Sm80Tile(64, 4, 3, 32), _Int8Sm80Tile(128, 4, 2, 64), _Int8Sm80Tile(256, 8, 1, 64))
+# Score modifiers take registers for mask addresses: at head_dim 128 half the rows a warp.
+_INT8_SM80_MODS_TILES = (_Int8Sm80Tile(64, 4, 2, 32), _Int8Sm80Tile(128, 8, 1, 64), _Int8Sm80Tile(256, 8, 1, 64))
+
+
+def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str, kind: str) -> KernelSpec:
+    """kind: ``""``, ``"smoothq"`` (delta_s is added) or ``"mods"`` (softcap, masks; delta_s too)."""
+    short, tag = IO_TYPES[dtype]
+    fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
+    bits = {"int8": 8, "int4": 4}[qk]
+    row_bytes = tile.head_dim * bits // 8
+    stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
+    # One stage where two do not fit, or would leave sm_86, which takes fp16 sums of fp16 products, a CTA less.
+    sm_bytes = (101 << 10) if tile.min_ctas == 1 or (pv, acc) == ("fp16", "fp16") else (164 << 10)
+    num_stages = 2 if tile.min_ctas * (block_m * row_bytes + 2 * stage_bytes + 2048) <= sm_bytes else 1
+    # And scales, delta_s, and what each warp knows of its tile.
+    smem_bytes = block_m * row_bytes + num_stages * stage_bytes + 1024
+    family = f"attn_{qk}_sm{89 if fp8 else 80}"
+    # The common widths, as the GPUs of an architecture choose them (select.PV_CHOICES), and what Hopper falls back to.
+    prebuild: tuple[str, ...] = ()
+    if tile.head_dim <= 128 and kind == ("smoothq" if qk == "int4" else ""):
+        prebuild = ("80",) if not fp8 else ("89",) if acc == "fp16" else ()
+    if (qk, pv, acc) == ("int8", "fp16", "fp32") and tile.head_dim <= 128 and kind == "mods":
+        prebuild = (*prebuild, "90a")
+    return KernelSpec(
+        name=f"{family}_{short}_d{tile.head_dim}" + "_acc16" * (acc == "fp16") + (f"_{kind}" if kind else ""),
+        family=family,
+        op="attention",
+        source="entry/attn_int8_sm80.cu",
+        symbol="attn_int8_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(tile.head_dim)),
+            ("BITS", str(bits)),
+            ("PV_TYPE", "E4m3" if fp8 else "Half"),
+            ("PV_ACC16", str(int(acc == "fp16"))),
+            ("SMOOTH_Q", str(int(kind == "smoothq"))),
+            ("SCORE_MODS", str(int(mods))),
+            ("BLOCK_M", str(block_m)),
+            ("PART_KEYS", str(tile.part_keys)),
+            ("ONE_VOTE", str(int(fp8 or tile.head_dim != 128))),
+            ("NUM_WARPS", str(tile.num_warps)),
+            ("NUM_STAGES", str(num_stages)),
+            ("MIN_CTAS", str(tile.min_ctas)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=tile.head_dim,
+        block_m=block_m,
+        block_n=keys,
+        num_warps=tile.num_warps,
+        smem_bytes=smem_bytes,
+        ctas_per_sm=tile.min_ctas,
+        min_arch=(8, 9) if fp8 else (8, 0),
+        prebuild=prebuild,
+        # Mostly what only masked tiles need.
+        allowed_spill_bytes={64: 32, 128: 100, 256: 192}[tile.head_dim],
+        features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
+        qk=qk,
+        pv=pv,
+        pv_accumulator=acc,
+        grouping="sm80",
+    )
+
+
+def _attn_int8_mbarrier_sm90(dtype: str) -> KernelSpec:
+    """The common case at head_dim 128 on GPUs that have mbarrier.try_wait."""
+    short, tag = IO_TYPES[dtype]
+    head_dim, block_m, keys, num_stages = 128, 128, 64, 3
+    # And scales, barriers, what each warp knows of its tile; V's scales and means, and the rows' biases.
+    smem_bytes = block_m * head_dim + num_stages * keys * head_dim * 3 + 2048
+    return KernelSpec(
+        name=f"attn_int8_mbarrier_sm90_{short}_d{head_dim}",
+        family="attn_int8_mbarrier_sm90",
+        op="attention",
+        source="entry/attn_int8_mbarrier_sm90.cu",
+        symbol="attn_int8_mbarrier_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("BLOCK_M", str(block_m)),
+            ("NUM_WARPS", "4"),
+            ("NUM_STAGES", str(num_stages)),
+            ("QK_AHEAD", "2"),
+            ("V_EARLY", "4"),
+            ("MIN_CTAS", "2"),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=block_m,
+        block_n=keys,
+        num_warps=4,
+        smem_bytes=smem_bytes,
+        ctas_per_sm=2,
+        min_arch=(9, 0),
+        prebuild=("90a",),
+        qk="int8",
+        pv="fp16",
+        pv_accumulator="fp32",
+        grouping="sm80",
+        # None of it in the loop of the common step.
+        allowed_spill_bytes=128,
+    )
+
+
+@dataclass(frozen=True)
+class _Quantizer:
+    """A variant of ``quantize_sm80``.
+
+    Attributes
+    ----------
+    suffix : str
+        End of the kernel's name.
+    common : int
+        ``COMMON`` of the device code.
+    specialization : (str, str), optional
+        Grouping and dtype of V of the default it is made for; None: anything.
+    min_arch, prebuild
+        As in `KernelSpec`: the architectures on which it is asked for.
+    spills : int
+        Spilled bytes allowed at head_dim 64 and 128.
+    """
+
+    suffix: str
+    common: int
+    specialization: tuple[str, str] | None
+    min_arch: tuple[int, int]
+    prebuild: tuple[str, ...]
+    spills: int
+
+
+_QUANTIZERS: tuple[_Quantizer, ...] = (
+    _Quantizer("", 0, None, (8, 0), PREBUILT_ARCHS, 1100),
+    _Quantizer("_common", 1, ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
+    _Quantizer("_common_sm80_fp16", 2, ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
+    _Quantizer("_common_sm80_fp8", 3, ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
+)
+
+
+def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
+    num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
+    return KernelSpec(
+        name=f"quantize_sm80_{short}_d{head_dim}{variant.suffix}",
+        family="quantize_sm80",
+        op="quantize",
+        source="entry/quantize_sm80.cu",
+        symbol="quantize_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("CTAS", str(ctas)),
+            ("COMMON", str(variant.common)),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=num_warps,
+        smem_bytes=0,
+        ctas_per_sm=ctas,
+        prebuild=variant.prebuild,
+        min_arch=variant.min_arch,
+        specialization=variant.specialization,
+        # Two CTAs an SM would need none: measured 5 to 10 % slower.
+        allowed_spill_bytes=variant.spills if head_dim < 256 else 64,
+    )
+
+
+def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    smem_bytes = 2 * 64 * (2 * head_dim + 16)
+    return KernelSpec(
+        name=f"quantize_delta_sm80_{short}_d{head_dim}",
+        family="quantize_delta_sm80",
+        op="quantize_delta",
+        source="entry/quantize_delta_sm80.cu",
+        symbol="quantize_delta_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("SMEM_BYTES", str(smem_bytes)), ("COMMON", "0")),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=16,
+        block_n=64,
+        num_warps=4,
+        smem_bytes=smem_bytes,
+    )
+
+
+def quantized_attention_rows() -> Iterator[KernelSpec]:
+    """Rows of attention, Hopper's own first."""
+    yield from (
+        _attn_int8_sm90(tile, dtype, varlen, kind)
+        for kind in ("", "lse", "smoothq")
+        for varlen in (False, True)
+        for tile in _INT8_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_int8_sm80(tile, dtype, qk, pv, acc, kind)
+        for kind, tiles in (("", _INT8_SM80_TILES), ("smoothq", _INT8_SM80_TILES), ("mods", _INT8_SM80_MODS_TILES))
+        for qk in ("int8", "int4")
+        for pv in ("fp16", "fp8")
+        for acc in ("fp32", "fp16")
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (_attn_int8_mbarrier_sm90(dtype) for dtype in ("float16", "bfloat16"))
+
+
+def quantizer_rows() -> Iterator[KernelSpec]:
+    """Rows of the quantizers."""
+    sizes = [(head_dim, dtype) for head_dim in (64, 128, 256) for dtype in ("float16", "bfloat16")]
+    for variant in _QUANTIZERS:
+        yield from (_quantize(head_dim, dtype, variant) for head_dim, dtype in sizes)
+    yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)

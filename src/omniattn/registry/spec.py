@@ -1,0 +1,107 @@
+"""What a row of the registry says. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Targets that a wheel carries. sm_86 and sm_87 load the sm_80 cubin (same major, lower minor).
+PREBUILT_ARCHS: tuple[str, ...] = ("80", "89", "90a")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel binary.
+
+    Attributes
+    ----------
+    name : str
+        Unique; the cubin's file stem and its key in the manifest.
+    family : str
+        Kernel family, ``<op>_<variant>_<arch>``.
+    op : str
+        The operation it serves: ``"attention"``, ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of caches
+        ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
+    source : str
+        Path of the ``.cu`` file below the kernels root.
+    symbol : str
+        Name of its one ``extern "C"`` kernel.
+    defines : tuple of (name, value)
+        Compile-time constants.
+    min_arch : (major, minor)
+        Lowest compute capability it runs on.
+    arch_specific : bool
+        True if it uses instructions of one ``sm_XYa`` target only.
+    prebuild : tuple of str
+        Targets the wheel carries it for; elsewhere it is compiled at run time.
+    dtype : str
+        Element type of q, k, v.
+    head_dim : int
+        Largest head_dim it takes (the padded tile width).
+    block_m, block_n, num_warps : int
+        Tile of query rows and keys, and warps per CTA.
+    smem_bytes : int
+        Dynamic shared memory per CTA.
+    ctas_per_sm : int
+        CTAs that the kernel's registers and shared memory leave room for on one SM.
+    features : frozenset of str
+        What it was compiled with beyond the common set. ``"score_mods"``: softcap, mask, softmax_scale <= 0;
+        ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own.
+    lacks : frozenset of str
+        What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
+        batches; ``"lse"``: calls that want the LSE; ``"any_strides"``: arrays that no tensor map describes (zero,
+        negative or huge strides).
+    qk, pv, pv_accumulator : str
+        Of attention: element types of Q K^T (``"io"``: that of q, k, v; ``"int8"``, ``"int4"``) and of P V (``"io"``,
+        ``"fp8"``, ``"fp16"``), and the accumulator of P V (``"fp32"``, ``"fp16"``).
+    grouping : str
+        Of attention on quantized operands: grouping of the operands that it reads (`omniattn.quantize_qk`).
+    specialization : (str, str), optional
+        Of quantizers: grouping and dtype of V of the one default of int8 attention that the kernel is made for, see
+        `problems.quantize.QuantizeProblem.specialization`; None: it is made for anything.
+    cache : tuple of str
+        Of decode and append: row formats of K and V (`registry.decode.row_format`).
+    tuned_for : frozenset of str
+        Workloads (`Problem.workload`) for which this row comes before others of the same reach; empty: all.
+    allowed_spill_bytes : int
+        Register spills that are known and measured to be harmless; the build fails above it.
+    """
+
+    name: str
+    family: str
+    op: str
+    source: str
+    symbol: str
+    defines: tuple[tuple[str, str], ...]
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    smem_bytes: int
+    ctas_per_sm: int = 1
+    min_arch: tuple[int, int] = (8, 0)
+    arch_specific: bool = False
+    prebuild: tuple[str, ...] = PREBUILT_ARCHS
+    features: frozenset[str] = field(default_factory=frozenset)
+    lacks: frozenset[str] = field(default_factory=frozenset)
+    tuned_for: frozenset[str] = field(default_factory=frozenset)
+    allowed_spill_bytes: int = 0
+    qk: str = "io"
+    pv: str = "io"
+    pv_accumulator: str = "fp32"
+    grouping: str = ""
+    specialization: tuple[str, str] | None = None
+    cache: tuple[str, ...] = ()
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is attention on quantized operands."""
+        return self.qk != "io"
+
+
+#: Short names of the element types in kernel names, and the tags of ``kernels_cu/ptx/types.cuh``.
+IO_TYPES: dict[str, tuple[str, str]] = {
+    "float16": ("fp16", "Half"),
+    "bfloat16": ("bf16", "BFloat16"),
+    "float32": ("fp32", "Float"),
+}

@@ -1,0 +1,123 @@
+"""What every implementation of the CUDA driver gives, and the errors that all of them raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import DriverError, DriverMissingError
+from .device import DeviceInfo
+
+
+class LaunchAttributes(NamedTuple):
+    """What a launch asks for besides grid, threads and shared memory.
+
+    Attributes
+    ----------
+    cluster : (int, int, int), optional
+        CTAs per cluster.
+    overlap : bool
+        The kernel may begin before the one ahead of it on the stream has ended (programmatic dependent launch, compute
+        capability 9.0 and newer); it waits itself, by griddepcontrol.wait. CuPy launches it behind the other one.
+    """
+
+    cluster: tuple[int, int, int] | None = None
+    overlap: bool = False
+
+
+#: ``launch(grid, threads, stream, params_address, attributes)``: needs a context of the kernel's device to be current.
+Launcher = Callable[[tuple[int, int, int], int, int, int, "LaunchAttributes | None"], None]
+
+#: Codes that condemn one binary, not the driver: the loader goes on to the next candidate.
+IMAGE_ERRORS = frozenset(
+    {
+        "CUDA_ERROR_INVALID_IMAGE",
+        "CUDA_ERROR_NO_BINARY_FOR_GPU",
+        "CUDA_ERROR_INVALID_PTX",
+        "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+        "CUDA_ERROR_JIT_COMPILER_NOT_FOUND",
+        "CUDA_ERROR_JIT_COMPILATION_DISABLED",
+        "CUDA_ERROR_INVALID_SOURCE",
+        "CUDA_ERROR_NOT_FOUND",
+    }
+)
+
+_ADVICE = {
+    "CUDA_ERROR_NOT_INITIALIZED": "if this process was forked after CUDA had been used, start it with "
+    "multiprocessing.get_context('spawn') instead",
+    "CUDA_ERROR_DEINITIALIZED": "do not call omniattn while the interpreter shuts down",
+    "CUDA_ERROR_NO_DEVICE": "check nvidia-smi, CUDA_VISIBLE_DEVICES and, in a container, that it was given the GPU",
+    "CUDA_ERROR_INVALID_DEVICE": "check the device number against CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_OUT_OF_MEMORY": "free GPU memory",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "kernel module and libcuda have different versions: reboot, or in a container "
+    "use the host's libcuda",
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": "remove the CUDA forward-compatibility libcuda from the library path",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "call the function once with the same arguments before the capture begins",
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "call the function once with the same arguments before the capture begins",
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "report it: the registry row asks for more than this GPU has",
+    "CUDA_ERROR_INVALID_HANDLE": "give a stream that still exists and belongs to the arrays' device",
+    "CUDA_ERROR_INVALID_CONTEXT": "give a stream of the arrays' device",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel of this process failed; rerun with CUDA_LAUNCH_BLOCKING=1, or "
+    "under compute-sanitizer, to see which",
+    "CUDA_ERROR_LAUNCH_FAILED": "an earlier kernel of this process failed; rerun under compute-sanitizer to see which",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "update the NVIDIA driver, or install an older NVRTC",
+}
+
+
+def driver_error(call: str, code: str, description: str) -> DriverError:
+    """The error for a failed call, with advice where there is any."""
+    return DriverError(call, code, description, _ADVICE.get(code, ""))
+
+
+def no_library(error: BaseException) -> DriverMissingError:
+    """The error for a machine without a CUDA driver library."""
+    return DriverMissingError(
+        "cuInit",
+        "LIBRARY_NOT_FOUND",
+        f"no CUDA driver library (libcuda.so.1, on Windows nvcuda.dll) could be loaded ({str(error).strip()})",
+        "install the NVIDIA driver, R525 or newer (in a container: start it with --gpus all), or pass CPU arrays",
+    )
+
+
+class Driver(Protocol):
+    """What the runtime needs of a CUDA driver. All methods raise `DriverError`."""
+
+    #: ``"cuda"`` or ``"cupy"``.
+    name: str
+
+    #: Whether `encode_tensor_map` works.
+    has_tensor_maps: bool
+
+    def device_count(self) -> int:
+        """Number of visible GPUs."""
+
+    def device_info(self, ordinal: int) -> DeviceInfo:
+        """Facts about one GPU; needs no context."""
+
+    def current_device(self) -> int | None:
+        """Device of the calling thread's current context; None without a context."""
+
+    def push_primary(self, ordinal: int) -> Any:
+        """Make the device's primary context current; returns what `pop` needs."""
+
+    def pop(self, token: Any) -> None:
+        """Undo `push_primary`."""
+
+    def encode_tensor_map(
+        self,
+        dtype: str,
+        address: int,
+        dims: tuple[int, ...],
+        strides_bytes: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> bytes:
+        """The 128 bytes of a tiled tensor map: 128-byte swizzle, zeros outside the tensor, innermost dimension first.
+
+        ``strides_bytes`` are those of all dimensions but the innermost. A context must be current.
+        """
+
+    def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
+        """Load a cubin or PTX, find its kernel, allow it ``smem_bytes`` of dynamic shared memory.
+
+        A context of the device must be current. The module stays loaded for the life of the process.
+        """

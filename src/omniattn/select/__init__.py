@@ -1,0 +1,21 @@
+"""Problem + GPU -> registry row, for every operation. Pure: no driver, no arrays; explains itself.
+
+``OMNIATTN_FORCE_KERNEL`` names rows that have to be used by the operations that they belong to.
+"""
+
+from .attention import PV_CHOICES, select_attention
+from .cache import select_append, select_copy, select_decode, select_merge
+from .choice import Selection
+from .quantize import select_delta, select_quantizer
+
+__all__ = [
+    "PV_CHOICES",
+    "Selection",
+    "select_append",
+    "select_attention",
+    "select_copy",
+    "select_decode",
+    "select_delta",
+    "select_merge",
+    "select_quantizer",
+]

@@ -1,0 +1,167 @@
+"""The kernel of an attention call."""
+
+from __future__ import annotations
+
+from ..errors import UnsupportedError
+from ..problems import AttentionProblem, Target
+from ..registry import REGISTRY, KernelSpec
+from .choice import Selection, dotted, forced, unfit_target
+
+_BITS = {"int8": 8, "int4": 4}
+_FP8_FIRST = (
+    (("fp8", "fp16"), ("fp8", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")),
+    "fp8 products are twice as fast as fp16 ones, and on GeForce cards twice as fast again with fp16 sums",
+)
+#: Element type and accumulator of P V by compute capability, best first, for kernels on mma.sync: (choices, why). The
+#: rates are the vendor's (docs/precision.md cites them). Other GPUs take `_PV_OTHERWISE`.
+PV_CHOICES: dict[tuple[int, int], tuple[tuple[tuple[str, str], ...], str]] = {
+    (8, 0): ((("fp16", "fp32"), ("fp16", "fp16")), "fp16 products are as fast with fp32 sums as with fp16 ones"),
+    (8, 6): ((("fp16", "fp16"), ("fp16", "fp32")), "fp16 products are twice as fast with fp16 sums as with fp32 ones"),
+    (8, 9): _FP8_FIRST,
+    (12, 0): _FP8_FIRST,
+}
+_PV_OTHERWISE = (
+    (("fp16", "fp32"), ("fp16", "fp16"), ("fp8", "fp32"), ("fp8", "fp16")),
+    "fp16 products run on every GPU at full rate; mma.sync on fp8 may be converted to them first, as on Hopper",
+)
+
+
+def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
+    """Why ``spec`` cannot serve ``problem``; None if it can."""
+    if spec.dtype != problem.dtype:
+        return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
+    if spec.head_dim < problem.head_dim:
+        return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
+    if problem.score_mods and "score_mods" not in spec.features:
+        return "it has no softcap, mask or non-positive softmax_scale"
+    if (reason := _unfit_precision(spec, problem, target)) is not None:
+        return reason
+    if problem.lse and "lse" in spec.lacks:
+        return "it makes no LSE"
+    if problem.varlen and "varlen" in spec.lacks:
+        return "it takes no packed sequences"
+    if not problem.varlen and "dense" in spec.lacks:
+        return "it takes packed sequences only"
+    if not problem.tensor_maps and "any_strides" in spec.lacks:
+        return "tensor maps cannot describe these strides, or the driver in use cannot make them"
+    if spec.arch_specific:
+        # A bound: 64 rows are the smallest tile, and packed sequences add one each.
+        blocks = problem.seqlen_q // 64 + (problem.batch + 3 if problem.varlen else 1)
+        heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
+        if heads * blocks >= 2**31 - 2**16:
+            return "it counts tiles in 31 bits"
+    return unfit_target(spec, target)
+
+
+def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
+    """Why ``spec`` cannot multiply what ``problem`` wants multiplied; None if it can."""
+    wanted = problem.precision
+    if spec.quantized != wanted.quantized:
+        return f"it multiplies {f'{spec.qk} operands' if spec.quantized else spec.dtype}, not {wanted.name} ones"
+    if not wanted.quantized:
+        return None
+    operands = problem.operands
+    if operands is not None and (operands.grouping, operands.stored_bits) != (spec.grouping, _BITS[spec.qk]):
+        return (
+            f"it reads {_BITS[spec.qk]}-bit operands in the {spec.grouping} grouping, these are "
+            f"{operands.stored_bits}-bit ones in the {operands.grouping} grouping"
+        )
+    if wanted.pv not in ("auto", spec.pv):
+        return f"it multiplies P and V in {spec.pv}, not {wanted.pv}"
+    if wanted.pv_accumulator not in ("auto", spec.pv_accumulator):
+        return f"it sums P V in {spec.pv_accumulator}, not {wanted.pv_accumulator}"
+    if spec.qk == "int4" and wanted.qk == "int8":
+        return "it multiplies 4-bit integers"
+    if spec.qk == "int8" and wanted.qk == "int4" and target.cc < (9, 0) and operands is None:
+        return "it multiplies 8-bit integers, and this GPU has 4-bit products"
+    if wanted.smooth_q != ("smooth_q" in spec.features) and "score_mods" not in spec.features:
+        return f"it is compiled with{'out' if wanted.smooth_q else ''} smooth_q"
+    if wanted.granularity == "per_token":
+        return "it has one scale a lane, not one a token"
+    return None
+
+
+def select_attention(problem: AttentionProblem, target: Target, force: str | None = None) -> Selection:
+    """Choose the kernel of an attention problem.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call.
+    target : Target
+        The GPU.
+    force : str, optional
+        Name of a registry row that has to be used (``OMNIATTN_FORCE_KERNEL``).
+
+    Returns
+    -------
+    Selection
+
+    Raises
+    ------
+    ArgumentError
+        ``force`` names no attention kernel, or one that cannot serve the problem.
+    UnsupportedError
+        No kernel serves the problem on this GPU.
+    """
+    wanted = problem.precision
+    if (chosen := forced(force, ("attention",), lambda spec: _unfit(spec, problem, target))) is not None:
+        return chosen
+    rows = [spec for spec in REGISTRY if spec.op == "attention" and spec.quantized == wanted.quantized]
+    fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
+    if not fitting:
+        # Of rows for other element types and narrower heads nobody wants to hear, unless there are no others.
+        near = [s for s in rows if s.dtype == problem.dtype and s.head_dim >= problem.head_dim] or rows
+        reasons = sorted({reason for spec in near if (reason := _unfit(spec, problem, target))})
+        raise UnsupportedError(
+            f"no attention kernel serves {wanted.name} {problem.dtype}, head_dim {problem.head_dim} on compute "
+            f"capability {dotted(target.cc)}: " + "; ".join(reasons),
+            instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer"
+            if not wanted.quantized
+            else "precision='exact'"
+            if problem.operands is None
+            else "arrays that are not quantized, with precision='exact' where it has to be",
+        )
+    # A kernel made for this very architecture; then the narrowest tile that holds head_dim; no features that are not
+    # needed; tuned for such a problem, or else for all; among equals the newest tuning.
+    choices, why_pv = PV_CHOICES.get(target.cc, _PV_OTHERWISE)
+    best = min(
+        fitting,
+        key=lambda s: (
+            not s.arch_specific,
+            s.quantized and choices.index((s.pv, s.pv_accumulator)),
+            s.qk == "int4" and target.cc >= (9, 0),
+            s.head_dim,
+            len(s.features),
+            0 if problem.workload in s.tuned_for else 2 if s.tuned_for else 1,
+            (-s.min_arch[0], -s.min_arch[1]),
+        ),
+    )
+    why = [
+        f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {best.head_dim}",
+        "score modifiers (softcap, mask or softmax_scale <= 0)" if problem.score_mods else "no score modifiers",
+        f"tuned for compute capability {dotted(best.min_arch)}{'' if best.arch_specific else ' and newer'}, this GPU "
+        f"has {dotted(target.cc)}",
+    ]
+    if wanted.quantized:
+        asked = "auto" not in (wanted.pv, wanted.pv_accumulator)
+        reason = "as asked for" if asked else "two-level sums" if best.arch_specific else why_pv
+        why.append(f"P V in {best.pv} with {best.pv_accumulator} accumulators: {reason}")
+    if wanted.qk == "int4" and best.qk == "int8":
+        why.append("this GPU has no 4-bit products: 4-bit values go through the 8-bit ones, no faster than int8")
+    if best.tuned_for:
+        why.append(f"tile of {best.block_m} query rows and {best.block_n} keys, tuned for {problem.workload} problems")
+    if not best.arch_specific:
+        # Why the faster kernel of this GPU does not serve the call.
+        why += sorted(
+            {
+                f"not {spec.family}: {reason}"
+                for spec in rows
+                if spec.arch_specific
+                and spec.min_arch == target.cc
+                and spec.dtype == problem.dtype
+                and spec.head_dim >= problem.head_dim
+                and (reason := _unfit(spec, problem, target))
+            }
+        )
+    return Selection(best, tuple(why))

@@ -1,0 +1,111 @@
+"""The kernels of decode, append and copies, and of merging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import UnsupportedError
+from ..kv.formats import KVFormat
+from ..problems import AppendProblem, Target
+from ..registry import REGISTRY, KernelSpec, registered
+from ..registry.decode import KV_KINDS, append_row, combine_row, decode_row
+from .choice import Selection, dotted, forced, unfit_target
+
+
+def _kv(fmt: KVFormat) -> tuple[int, int]:
+    """Kind and groups of a row, as the registry counts them."""
+    return KV_KINDS["fbgemm" if fmt.layout == "fbgemm" else fmt.dtype], max(fmt.groups, 1)
+
+
+def decode_spec(dtype: str, k: KVFormat, v: KVFormat, query_tiles: int) -> KernelSpec:
+    """The kernel that decodes queries of ``dtype`` over a cache of these formats."""
+    return registered(decode_row(dtype, k.row_dim, _kv(k), _kv(v), query_tiles))
+
+
+def combine_spec(dtype: str, row_dim: int, query_tiles: int) -> KernelSpec:
+    """The kernel that merges what `decode_spec`'s leaves."""
+    return registered(combine_row(dtype, row_dim, query_tiles))
+
+
+def append_spec(dtype: str, k: KVFormat, v: KVFormat) -> KernelSpec:
+    """The kernel that appends tokens of ``dtype`` to a cache of these formats."""
+    return registered(append_row(dtype, k.row_dim, _kv(k), _kv(v)))
+
+
+def _formats(k: KVFormat, v: KVFormat) -> str:
+    names = [f"{f.dtype}{'' if f.groups < 2 else f' in groups of {f.group_size}'}" for f in (k, v)]
+    if "fbgemm" in (k.layout, v.layout):
+        names = [f"{name} in FBGEMM's layout" for name in names]
+    return f"K and V in {names[0]}" if names[0] == names[1] else f"K in {names[0]}, V in {names[1]}"
+
+
+def _the_one(spec: KernelSpec, what: str, target: Target, force: str | None) -> Selection:
+    """``spec``, the one kernel that can serve; another one that is forced raises."""
+
+    def unfit(other: KernelSpec) -> str | None:
+        if other.name != spec.name:
+            return f"the call takes {spec.name!r}: {what}"
+        return unfit_target(other, target)
+
+    if (chosen := forced(force, (spec.op,), unfit)) is not None:
+        return chosen
+    if (reason := unfit_target(spec, target)) is not None:
+        raise UnsupportedError(f"{spec.op}: {reason}", instead="arrays on the CPU, or a newer GPU")
+    return Selection(spec, (what,))
+
+
+def select_decode(
+    dtype: str, k: KVFormat, v: KVFormat, query_tiles: int, target: Target, force: str | None = None
+) -> tuple[Selection, Selection]:
+    """The kernels of one pass over keys: the main one, and the one that combines partial results.
+
+    Raises
+    ------
+    ArgumentError
+        ``force`` names another kernel of these operations, or no kernel.
+    UnsupportedError
+        The GPU is too old.
+    """
+    rows = f"tiles of {8 * query_tiles} query rows"
+    main = decode_spec(dtype, k, v, query_tiles)
+    what = f"{dtype} queries, {_formats(k, v)}, rows of {k.row_dim} channels, {rows}"
+    combine = combine_spec(dtype, k.row_dim, query_tiles)
+    return _the_one(main, what, target, force), _the_one(combine, f"partial results of {rows}", target, force)
+
+
+def select_append(problem: AppendProblem, target: Target, force: str | None = None) -> Selection:
+    """The kernel of an append; raises as `select_decode`."""
+    k, v = problem.cache.k_format, problem.cache.v_format
+    what = f"{problem.dtype} tokens, {_formats(k, v)}, rows of {k.row_dim} channels"
+    return _the_one(append_spec(problem.dtype, k, v), what, target, force)
+
+
+def select_copy(target: Target, force: str | None = None) -> Selection:
+    """The kernel that copies blocks and slots; raises as `select_decode`."""
+    return _the_one(_only("copy_blocks", lambda spec: True), "copies bytes of every format", target, force)
+
+
+def select_merge(dtype: str, target: Target, force: str | None = None) -> Selection:
+    """The kernel that merges partial results of element type ``dtype``.
+
+    Raises
+    ------
+    UnsupportedError
+        There is none for that element type, or for the GPU.
+    """
+    if not any(spec.op == "merge_states" and spec.dtype == dtype for spec in REGISTRY):
+        raise UnsupportedError(
+            f"merge_states has no kernel for {dtype}",
+            instead=", ".join(s.dtype for s in REGISTRY if s.op == "merge_states"),
+        )
+    spec = _only("merge_states", lambda spec: spec.dtype == dtype)
+    if target.cc < spec.min_arch:
+        raise UnsupportedError(
+            f"merge_states needs compute capability {dotted(spec.min_arch)}, this GPU has {dotted(target.cc)}",
+            instead="arrays on the CPU, or a newer GPU",
+        )
+    return _the_one(spec, f"merges {dtype} outputs", target, force)
+
+
+def _only(op: str, fits: Callable[[KernelSpec], bool]) -> KernelSpec:
+    return next(spec for spec in REGISTRY if spec.op == op and fits(spec))

@@ -1,0 +1,227 @@
+"""Measured tables and the figure: what the pages show is what the committed results say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from build_tools import figures, page_tables, pages
+
+ROOT = Path(__file__).resolve().parents[2]
+PERFORMANCE = sorted((ROOT / "docs/performance").glob("*.md"))
+ENVIRONMENT = {
+    "device": "NVIDIA Test", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "cudnn": "91900", "python": "3.12",
+}  # fmt: skip
+
+
+def head(name: str, **others: Any) -> dict[str, Any]:
+    """A report without rows."""
+    bench = page_tables.SOURCES[name].bench
+    protocol = "host" if bench == "host" else "interleaved"
+    return {
+        "schema": 1, "bench": bench, "protocol": protocol, "command": f"omniattn bench {name}", "date": "2026-01-02",
+        "environment": ENVIRONMENT, "anchor": "cudnn", "labels": {}, **others,
+    }  # fmt: skip
+
+
+def forward_row(head_dim: int, seqlen: int, causal: bool, contender: str, speed: float) -> dict[str, Any]:
+    return {
+        "shape": f"d{head_dim} s{seqlen} {'causal' if causal else 'full'}", "batch": 16384 // seqlen,
+        "heads": 2048 // head_dim, "seqlen": seqlen, "head_dim": head_dim, "causal": causal, "contender": contender,
+        "median_us": 100.0 / speed, "tflops": 400 * speed, "ratio_to_anchor": speed, "ratio_to_exact": speed / 1.25,
+        "sm_mhz": None,
+    }  # fmt: skip
+
+
+def reports() -> dict[str, dict[str, Any]]:
+    """One small report of every required kind; the numbers are made up."""
+    speeds = {"cudnn": 1.0, "omniattn": 1.25, "omniattn_int8": 1.5, "omniattn_int8_kernel": 1.75}
+    rows = [
+        forward_row(head_dim, seqlen, causal, contender, speed)
+        for head_dim in page_tables.HEAD_DIMS
+        for seqlen in page_tables.LENGTHS
+        for causal in (False, True)
+        for contender, speed in speeds.items()
+    ]
+    exact = [row for row in rows if row["contender"] in ("cudnn", "omniattn")]
+    steps = [
+        {
+            "shape": f"b{batch} h8/1 t8192 d128", "batch": batch, "heads_q": 8, "heads_kv": 1, "seqlen": 8192,
+            "block_size": block, "ragged": False, "format": name, "median_us": time * 50, "tb_per_s": 3.5,
+            "time_relative_to_anchor": time,
+        }
+        for block in (0, 16)
+        for batch in (1, 128)
+        for name, time in (("cudnn", 1.0), ("bf16", 0.8), ("fp8", 0.6), ("int8", 0.6), ("int4", 0.4))
+    ]  # fmt: skip
+    calls = [
+        {"name": name, "median_us": us, "p10_us": us - 1, "p90_us": us + 1, "ratio_to_sdpa": us / 13.0}
+        for name, us in (("attention", 11.0), ("torch SDPA", 13.0))
+    ]
+    return {
+        "forward": head("forward", rows=exact, geometric_mean_ratio={"omniattn": 1.25}),
+        "int8": head("int8", rows=rows, geometric_mean_ratio={"omniattn": 1.25}),
+        "decode": head("decode", rows=steps),
+        "host": head(
+            "host",
+            rows=calls,
+            first_jit={"kernel": "k", "seconds": 0.5},
+            **{"import": {"total_ms": 180, "numpy_ms": 90}},
+        ),
+    }
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with results, and a page that asks for every part."""
+    (tmp_path / pages.RESULTS).mkdir(parents=True)
+    for name, report in reports().items():
+        (tmp_path / pages.RESULTS / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
+    markers = "\n".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in page_tables.PARTS)
+    (tmp_path / "README.md").write_text(f"# Page\n\n{markers}", encoding="utf-8")
+    return tmp_path
+
+
+def test_pages_are_what_the_results_say() -> None:
+    assert pages.differences() == [], "run: python -m build_tools.pages --write"
+
+
+def test_every_part_is_on_a_page() -> None:
+    pages_ = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("**/*.md")]
+    texts = (page.read_text(encoding="utf-8") for page in pages_)
+    named = {name for text in texts for name in re.findall(r"<!-- (?:table|value): (\w+) -->", text)}
+    assert named == set(page_tables.PARTS)
+
+
+def test_every_part_is_made(checkout: Path) -> None:
+    assert pages.write(checkout) == ["README.md", page_tables.FIGURE.as_posix()]
+    assert pages.differences(checkout) == []
+    text = (checkout / "README.md").read_text(encoding="utf-8")
+    optional = [name for name, part in page_tables.PARTS.items() if not set(part.sources) <= set(reports())]
+    assert text.count(pages.NOT_MEASURED) == len(optional)
+    assert "| d128 s4096 | 500 | 1.25× | 500 | 1.25× |" in text
+    assert "| d64 b4 h32 s4096 full | 500 | 1.25× | 600 | 1.50× | 1.20× | 700 | 1.75× |" in text
+    assert "| int4 | 20.0, 3.50, 0.40 | 20.0, 3.50, 0.40 |" in text
+    assert "| cuDNN | 50.0, 3.50 | 50.0, 3.50 |" in text
+    assert "| `decode`, int4 cache | 8192 tokens, 8 query heads on 1, batch 1 / 128 | 2.50× / 2.50× |" in text
+    assert '| `attention`, `precision="int8"` | head_dim 128, causal, 1k / 4k / 16k tokens | 1.50× / 1.50×' in text
+    assert "medians. Measured by `omniattn bench int8`, `omniattn bench decode`.</sub>" in text
+    assert "| attention | 11.0 | 10.0–12.0 | 0.85 |" in text
+    assert "| `decode.json` | `omniattn bench decode --json` | yes |" in text
+    assert "| d64 | 1.20× | 1.20× | 1.20× | 1.20× | 1.20× | 1.20× |" in text
+    assert "NVIDIA Test, driver 580.1, CUDA 13.0, torch 2.11.0, cuDNN 9.19.0; 2026-01-02;" in text
+
+
+def test_a_page_that_differs_is_found(checkout: Path) -> None:
+    pages.write(checkout)
+    page = checkout / "README.md"
+    page.write_text(page.read_text(encoding="utf-8").replace("500 | 1.25×", "510 | 1.28×", 1), encoding="utf-8")
+    assert pages.differences(checkout) == ["README.md"]
+    pages.write(checkout)
+    figure = checkout / page_tables.FIGURE
+    figure.write_text(figure.read_text(encoding="utf-8").replace("1.25", "1.35"), encoding="utf-8")
+    assert pages.differences(checkout) == [page_tables.FIGURE.as_posix()]
+    figure.unlink()
+    assert pages.differences(checkout) == [page_tables.FIGURE.as_posix()]
+
+
+def test_a_new_result_makes_the_page_old(checkout: Path) -> None:
+    pages.write(checkout)
+    report = reports()["forward"]
+    report["geometric_mean_ratio"] = {"omniattn": 1.5}
+    (checkout / pages.RESULTS / "forward.json").write_text(json.dumps(report), encoding="utf-8")
+    assert pages.differences(checkout) == ["README.md"]
+
+
+def test_without_results_a_page_says_so(tmp_path: Path) -> None:
+    text = "<!-- table: decode -->\nold\n<!-- end -->, <!-- value: forward_mean -->1.3<!-- end -->\n"
+    (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    assert pages.write(tmp_path) == ["README.md"]
+    expected = (
+        f"<!-- table: decode -->\n{pages.NOT_MEASURED}\n<!-- end -->, <!-- value: forward_mean -->–<!-- end -->\n"
+    )
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!-- table: nothing -->\n<!-- end -->\n", "no table or value 'nothing'"),
+        ("<!-- table: decode -->\n", "without its end"),
+        ("<!-- table: decode -->\n<!-- table: host -->\n<!-- end -->\n", "without its end"),
+    ],
+)
+def test_a_wrong_marker_is_an_error(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    with pytest.raises(pages.PageError, match=words):
+        pages.expected(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("forward", {"bench": "decode"}, "'forward' expected"),
+        ("forward", {"schema": 2}, "schema 1"),
+        ("forwards", {}, "not one of"),
+        ("host", None, "without those of host"),
+    ],
+)
+def test_a_wrong_result_file_is_an_error(checkout: Path, name: str, change: dict[str, Any] | None, words: str) -> None:
+    path = checkout / pages.RESULTS / f"{name}.json"
+    if change is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps({**reports()["forward"], **change}), encoding="utf-8")
+    with pytest.raises(pages.PageError, match=words):
+        pages.expected(checkout)
+
+
+def test_the_figure_is_an_svg_with_every_bar(checkout: Path) -> None:
+    svg = page_tables.figure(reports()["int8"])
+    texts = [node.text for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("1.25") == texts.count("1.50") == 18
+    assert svg == page_tables.figure(reports()["int8"])
+    panel = figures.Panel("one", (figures.Group(("a & b",), (None, 2.0)),))
+    assert "a &amp; b" in figures.bars("title", ("x", "y"), [panel])
+
+
+# ------------------------------------------------------------------------------------------------- Tables typed by hand
+
+
+def typed_tables(text: str) -> list[tuple[str, str, str]]:
+    """Tables outside of markers: second-level heading, what the section says before the table, the table."""
+    found = []
+    text = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
+    for section in re.split(r"^(?=## )", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.DOTALL), flags=re.M):
+        heading = section.splitlines()[0] if section.strip() else ""
+        for table in re.finditer(r"(?:^\|.*\n)+", section, re.M):
+            found.append((heading, section[: table.start()], table.group()))
+    return found
+
+
+@pytest.mark.parametrize("page", PERFORMANCE, ids=lambda page: page.name)
+def test_results_are_generated_and_records_are_dated(page: Path) -> None:
+    """A typed table with measured numbers is a record of its day: its section says which, and is not the result."""
+    wrong = []
+    for heading, before, table in typed_tables(page.read_text(encoding="utf-8")):
+        paragraph = before.rstrip().rsplit("\n\n", 1)[-1]
+        if heading.startswith("## Result"):
+            wrong.append(f"typed by hand among the results: {table.splitlines()[0]}")
+        elif re.search(r"TFLOP/s|TB/s|µs", paragraph + table) and not re.search(r"\b20\d\d-\d\d-\d\d\b", before):
+            wrong.append(f"no date before: {table.splitlines()[0]}")
+    assert wrong == []
+
+
+def test_readme_has_no_typed_measurement() -> None:
+    for heading, before, table in typed_tables((ROOT / "README.md").read_text(encoding="utf-8")):
+        assert not re.search(r"TFLOP/s|TB/s|µs|\d×", table), (heading, before[-80:], table.splitlines()[0])
+
+
+def test_typed_tables_are_found() -> None:
+    text = "# A\n\n## Result\n\n<!-- table: x -->\n| a |\n|---|\n<!-- end -->\n\nTyped:\n\n| b |\n|---|\n"
+    assert typed_tables(text) == [("## Result", "## Result\n\n\n\nTyped:\n\n", "| b |\n|---|\n")]
