@@ -1,4 +1,4 @@
-"""What host and device code have to agree on, and index arithmetic of the kernels, worked out again in Python.
+"""Index arithmetic of the kernels, worked out again in Python. What is shared with the host: test_struct_layouts.py.
 
 The formulas are those of tile/panel.cuh, pipeline/tile_copy.cuh, attention/mask.cuh and scheduler/fwd_tile.cuh.
 """
@@ -8,16 +8,13 @@ from __future__ import annotations
 import heapq
 import random
 import re
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from omniattn.launch import attn_fwd, merge_states, quantize
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.registry.quantized import _COMMON_QUANTIZERS
 
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
 FORWARD = [spec for spec in REGISTRY if spec.family == "attn_fwd_sm80"]
@@ -261,111 +258,6 @@ def test_garbage_lengths_stay_inside_the_tensor() -> None:
                 assert begin >= 0
                 assert begin + length <= total
                 assert 0 <= m0 < length
-
-
-CODES = {"int64": "q", "int32": "i", "uint32": "I", "float": "f"}
-
-
-def device_struct(source: str, name: str) -> list[tuple[str, str]]:
-    """(struct code, field) of a struct in device code."""
-    text = re.sub(r"//[^\n]*", "", (KERNELS / source).read_text(encoding="utf-8"))
-    body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
-    assert body is not None
-    fields = []
-    for statement in filter(None, (s.strip() for s in body[1].split(";"))):
-        declaration = re.fullmatch(r"((?:const )?\w+)(\s*\*)?\s*(\w+(?:\s*,\s*\w+)*)", statement)
-        assert declaration is not None, f"a declaration that this test does not understand: {statement!r}"
-        code = "Q" if declaration[2] else CODES[declaration[1]]
-        fields += [(code, field.strip()) for field in declaration[3].split(",")]
-    return fields
-
-
-def fields_of(source: str, name: str) -> list[tuple[str, str]]:
-    """(struct code, name) of the fields of a device struct of pointers and integers."""
-    text = re.sub(r"//[^\n]*", "", (KERNELS / source).read_text(encoding="utf-8"))
-    body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
-    assert body is not None
-    fields = []
-    for statement in filter(None, (" ".join(s.split()) for s in body[1].split(";"))):
-        kind, star, names = re.fullmatch(r"((?:const )?\w+)(\*?) (.*)", statement).groups()  # type: ignore[union-attr]
-        fields += [("Q" if star else {"int64": "q", "int32": "i"}[kind], x.strip()) for x in names.split(",")]
-    return fields
-
-
-def expanded(*formats: str) -> str:
-    """Struct formats with their repeat counts written out."""
-    joined = "".join(text.removeprefix("<") for text in formats)
-    return "".join(code * int(count or 1) for count, code in re.findall(r"(\d*)([A-Za-z])", joined))
-
-
-def check_natural_alignment(codes: str) -> None:
-    """Without padding a field's place in the packed bytes is its place in the device struct."""
-    at = 0
-    for code in codes:
-        size = struct.calcsize("<" + code)
-        assert at % size == 0
-        at += size
-    assert at % 8 == 0, "the device struct would be padded at its end"
-
-
-def test_forward_arguments_match_the_device_struct() -> None:
-    fields = device_struct("params/attn_fwd.cuh", "AttnFwdParams")
-    codes = expanded(attn_fwd._POINTERS.format, attn_fwd._REST.format)
-    assert codes == "".join(code for code, _ in fields)
-    check_natural_alignment(codes)
-    names = [field for _, field in fields]
-    assert names[:9] == ["q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks"]
-    strides = [f"{t}_stride_{d}" for t in "qkvo" for d in "bsh"]
-    strides += ["lse_stride_b", "lse_stride_h", *(f"mask_stride_{d}" for d in "bhqk")]
-    # The last one is the scheduler's own.
-    assert names[9:-1] == [
-        *strides, "tile_offset", "batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k", "mask_rows",
-        "mask_cols", "head_dim", "window_left", "window_right", "num_m_blocks", "mask_kind", "sinks_kind",
-        "softmax_scale", "softcap",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("enum", "codes"),
-    [
-        ("MaskKind", {"kMaskNone": "none", "kMaskBool": "bool", "kMaskFloat": "float32", "kMaskIo": "io"}),
-        ("SinksKind", {"kSinksNone": "none", "kSinksFloat": "float32", "kSinksIo": "io"}),
-    ],
-)
-def test_kinds_have_the_same_numbers(enum: str, codes: dict[str, str]) -> None:
-    text = (KERNELS / "params/attn_fwd.cuh").read_text(encoding="utf-8")
-    body = re.search(rf"enum {enum} : int32 \{{(.*?)\}}", text, re.DOTALL)
-    assert body is not None
-    host = attn_fwd._MASK_KINDS if enum == "MaskKind" else attn_fwd._SINKS_KINDS
-    device = {codes[name]: int(number) for name, number in re.findall(r"(\w+) = (\d+)", body[1])}
-    assert device == host
-
-
-def test_merge_arguments_match_the_device_struct() -> None:
-    fields = device_struct("params/merge_states.cuh", "MergeStatesParams")
-    codes = expanded(merge_states._PARAMS.format)
-    assert codes == "".join(code for code, _ in fields)
-    check_natural_alignment(codes)
-    assert [field for _, field in fields] == [
-        "o_a", "o_b", "o", "lse_a", "lse_b", "lse",
-        *(f"{t}_stride_{d}" for t in ("o_a", "o_b", "o") for d in "bsh"),
-        *(f"{t}_stride_{d}" for t in ("lse_a", "lse_b", "lse") for d in "bhs"),
-        "total", "seqlen", "num_heads", "chunks", "reserved",
-    ]  # fmt: skip
-
-
-def test_kernels_for_defaults_mean_the_same_everywhere() -> None:
-    """The numbers of COMMON: host, registry and kernel."""
-    assert list(_COMMON_QUANTIZERS) == list(range(len(quantize.COMMON)))
-    source = (KERNELS / "quantize/items.cuh").read_text(encoding="utf-8")
-    assert "kCommonKeyTile = COMMON == 1 ? 128 : 64, kCommonQuerySlice = COMMON == 1 ? 16 : 32" in source
-    assert "(COMMON == 2 ? kHalfV : 0)" in source
-    for common, formats in enumerate(quantize.COMMON[1:], 1):
-        assert formats is not None
-        grouping, dtype = formats
-        assert quantize.KEY_TILES[grouping] == (128 if common == 1 else 64)
-        assert quantize.QUERY_SLICES[grouping] == (16 if common == 1 else 32)
-        assert (dtype == "float16") == (common == 2)
 
 
 def test_p_that_has_no_room_in_e4m3_shows_in_its_byte() -> None:

@@ -20,7 +20,6 @@ from omniattn.ops import decode
 from omniattn.errors import ArgumentError, DtypeError, OutOfSlotsError, ShapeError
 from omniattn.reference.decode import read_tokens
 from omniattn.reference.kv_cache import rotate
-from tests.unit.test_kernel_layout import device_struct, expanded
 
 Array = npt.NDArray[Any]
 LIKE = np.zeros(1, dtype=np.float32)
@@ -373,20 +372,6 @@ def test_wrong_copies(copies: Any) -> None:
     with pytest.raises(ArgumentError) as caught:
         copy_recent(PagedKVCache(**CACHE), copies)
     assert caught.value.argument == "copies"
-
-
-def test_structs_of_host_and_device_agree() -> None:
-    from omniattn.launch import decode as launch_decode
-    from omniattn.launch import kv_append
-
-    def codes(source: str, name: str) -> str:
-        return "".join(code for code, _ in device_struct(source, name))
-
-    assert codes("params/decode.cuh", "DecodeParams") == expanded(
-        launch_decode._POINTERS.format, launch_decode._REST.format
-    )
-    pointers, _, _ = kv_append._ARGUMENTS.format.removeprefix("<").partition("Q")
-    assert codes("params/kv_append.cuh", "KvAppendParams") == expanded(f"{pointers}Q", kv_append._REST.format)
 
 
 def test_what_testing_makes_is_read_exactly_within_the_window() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
-import struct
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,6 @@ from omniattn.reference.dequantize import dequantize_qk, dequantize_v
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.reference.quantize import KEY_ORDER, pack_int4, unpack_int4
 
-KERNELS = Path(__file__).parents[2] / "kernels_cu"
 NAN = np.nan
 
 
@@ -367,23 +363,6 @@ def test_precisions() -> None:
     assert (oa.Int8().bits, oa.Int4().bits, oa.Int8().smooth_q, oa.Int4().smooth_q) == (8, 4, False, True)
     assert hash(oa.Int8()) == hash(oa.Int8())
     assert oa.Int8() != oa.Int4(smooth_q=False)
-
-
-CODES = {"int64": "q", "int32": "i", "float": "f"}
-
-
-def test_struct_of_host_and_device() -> None:
-    text = re.sub(r"//[^\n]*", "", (KERNELS / "params/quantize.cuh").read_text(encoding="utf-8"))
-    found = re.search(r"struct QuantizeParams \{(.*?)\};", text, re.DOTALL)
-    assert found is not None
-    codes = ""
-    for statement in filter(None, (s.strip() for s in found[1].split(";"))):
-        kind, star, names = re.fullmatch(r"((?:const )?\w+)(\s*\*)?\s+(.*)|", statement.replace("* ", "* ")).groups()  # type: ignore[union-attr]
-        codes += ("Q" if star else CODES[kind]) * len(names.split(","))
-    packed = launch._POINTERS.format.lstrip("<") + launch._REST.format.lstrip("<")
-    expanded = "".join(code * int(n or 1) for n, code in re.findall(r"(\d*)([a-zA-Z])", packed))
-    assert codes == expanded
-    assert launch._POINTERS.size + launch._REST.size == struct.calcsize("<" + expanded)
 
 
 @pytest.mark.parametrize("grouping", ["sm90", "sm80"])
