@@ -1,8 +1,8 @@
 """The record of GPU test results, and the check that it is about this code: ``python -m build_tools.record --check``.
 
-Hosted CI has no GPU. ``pytest -m gpu`` on a machine that has one writes ``tests/gpu/record.json`` with a digest of
-every file that can change a kernel's result; CI recomputes the digest, so that no kernel change lands that has not run
-on silicon.
+Hosted CI has no GPU. ``pytest -m gpu`` on a machine that has one writes ``tests/gpu/record.json`` with a digest of all
+code that can change a kernel's result or its launch; CI recomputes the digest, so that no such change lands that has
+not run on silicon.
 """
 
 from __future__ import annotations
@@ -20,45 +20,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .code_text import device_code, python_code
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path("tests/gpu/record.json")
 UNVERIFIED = Path("tests/gpu/unverified.txt")
 FORMAT = 1
 
-#: Device code, what chooses and launches it and says what its formats are, and the runtime below. Host code above it
-#: (checks of arguments, caches) is left to the CPU suite, which runs it.
-WATCHED: tuple[str, ...] = (
-    "kernels_cu/**/*.cu",
-    "kernels_cu/**/*.cuh",
-    "src/omniattn/kernel_spec.py",
-    "src/omniattn/registry*.py",
-    "src/omniattn/select.py",
-    "src/omniattn/problem.py",
-    "src/omniattn/planning.py",
-    "src/omniattn/precision.py",
-    "src/omniattn/quantizer.py",
-    "src/omniattn/kv_format.py",
-    "src/omniattn/launch/**/*.py",
-    "src/omniattn/runtime/arch.py",
-    "src/omniattn/runtime/compile.py",
-    "src/omniattn/runtime/driver*.py",
-    "src/omniattn/runtime/kernel.py",
-    "src/omniattn/runtime/loader.py",
-    "src/omniattn/runtime/nvrtc.py",
-    "src/omniattn/runtime/store.py",
-)
+#: Below src/omniattn, what cannot change a kernel's result or its launch: tools that measure and show, the NumPy
+#: oracle; and the version, because a release of tested code is tested code.
+UNWATCHED: tuple[str, ...] = ("cli", "bench", "testing", "reference", "version.py")
 
 _PACKAGES = ("omniattn", "numpy", "cuda-bindings", "torch", "cupy", "jax", "pytest")
 _OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
+def watched(root: Path = ROOT) -> list[Path]:
+    """Return the files whose code decides what a GPU computes: device code, and the package but for `UNWATCHED`."""
+    package = root / "src/omniattn"
+    device = [path for pattern in ("**/*.cu", "**/*.cuh") for path in (root / "kernels_cu").glob(pattern)]
+    host = [path for path in package.glob("**/*.py") if path.relative_to(package).parts[0] not in UNWATCHED]
+    return sorted(path for path in (*device, *host) if path.is_file())
+
+
 def digest(root: Path = ROOT) -> str:
-    """Return the sha256 over the names and texts of all watched files; line endings do not count."""
-    files = sorted({path for pattern in WATCHED for path in root.glob(pattern) if path.is_file()})
+    """Return the sha256 over names and code of all watched files; comments, docstrings and layout do not count."""
     total = hashlib.sha256()
-    for path in files:
-        body = path.read_bytes().replace(b"\r\n", b"\n")
-        total.update(f"{path.relative_to(root).as_posix()}\0{hashlib.sha256(body).hexdigest()}\n".encode())
+    for path in watched(root):
+        code = (python_code if path.suffix == ".py" else device_code)(path.read_text(encoding="utf-8"))
+        total.update(f"{path.relative_to(root).as_posix()}\0{hashlib.sha256(code.encode()).hexdigest()}\n".encode())
     return total.hexdigest()
 
 

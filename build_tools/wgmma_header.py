@@ -103,7 +103,7 @@ def _instruction(width: int, kind: Kind, registers_a: bool) -> str:
         name, signature = "rs", "const uint32 (&a)[4], uint64 b"
         operands, flag = "{" + ", ".join(f"%{at + i}" for i in range(4)) + "}, %" + str(at + 4), at + 5
         inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)'
-        majors = ("kB",)
+        majors: tuple[str, ...] = ("kB",)
     else:
         name, signature = "ss", "uint64 a, uint64 b"
         operands, flag = f"%{at}, %{at + 1}", at + 2

@@ -18,7 +18,7 @@ from omniattn.registry import KernelSpec
 from omniattn.runtime.arch import Arch
 from omniattn.runtime.loader import compile_to, unsupported_reason
 from omniattn.runtime.sources import source_digest
-from omniattn.runtime.store import MANIFEST_FORMAT
+from omniattn.runtime.store import MANIFEST_FORMAT, get_store
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("runtime_child.py")
@@ -50,7 +50,7 @@ def write_cubins(folder: Path, cubins: Cubins) -> None:
                 "arch": arch,
                 "file": file.as_posix(),
                 "sha256": hashlib.sha256(image).hexdigest(),
-                "source_digest": source_digest(spec),
+                "source_digest": source_digest(spec, get_store().sources),
             }
         )
     manifest = {

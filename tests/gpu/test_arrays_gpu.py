@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -178,12 +179,13 @@ def test_pending_calls_are_looked_after_while_another_thread_captures(oa: Any, t
     torch.cuda.synchronize()
     events.collect()
     side, ordinal = torch.cuda.Stream(), torch.cuda.current_device()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(SLOW)
-    events.keep_until_done(side.cuda_stream, ordinal, [object()])
     graph = torch.cuda.CUDAGraph()
     with ThreadPoolExecutor(1) as other, torch.cuda.graph(graph, capture_error_mode="global"):
         o = oa.attention(q, k, v)
+        # In here, because the capture's beginning waits for everything.
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(SLOW)
+        events.keep_until_done(side.cuda_stream, ordinal, [object()])
         assert other.submit(events.collect).result() == 1
     o.fill_(float("nan"))
     graph.replay()
@@ -284,6 +286,49 @@ def test_jax_memory_is_held_until_the_kernel_is_through(oa: Any, jax: Any, torch
     _close(np.asarray(o), _expected(*_inputs()))
     torch.cuda.synchronize()
     assert events.collect() == 0
+
+
+def _jax_cache(oa: Any, jax: Any) -> tuple[Any, dict[str, Any]]:
+    """An empty cache, and what `append` takes to fill it."""
+    k, v = (x[:1] for x in _jax_inputs(jax)[1:])
+    lengths = jax.device_put(np.array([SHAPE[1]], np.int32), jax.devices("gpu")[0])
+    jax.block_until_ready([k, v, lengths])
+    return oa.KVCache(1, 128, SHAPE[2], SHAPE[3], like=k, k_dtype="fp16"), {"k": k, "v": v, "seq_lens": lengths}
+
+
+@pytest.mark.parametrize("way", ["read", "computed with", "copied"])
+def test_jax_reads_a_cache_behind_the_append(oa: Any, jax: Any, torch: Any, way: str) -> None:
+    """The append is queued on the legacy default stream, of which JAX knows nothing, and starts late."""
+    done, tokens = _jax_cache(oa, jax)
+    oa.append(done, **tokens)
+    torch.cuda.synchronize()
+    expected = [np.asarray(done.k), np.asarray(done.v)]
+    assert all(x.any() for x in expected), "an empty cache is full of zeros"
+    late, tokens = _jax_cache(oa, jax)
+    double = jax.jit(lambda x: x * 2)
+    double(done.k).block_until_ready()  # compiled before it counts
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        torch.cuda._sleep(SLOW)
+    oa.append(late, **tokens)
+    seen = copy.deepcopy(late) if way == "copied" else late
+    for plane, wanted in zip((seen.k, seen.v), expected, strict=True):
+        got = np.asarray(double(plane)) / 2 if way == "computed with" else np.asarray(plane)
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_launches_on_a_jax_cache_wait_for_each_other(oa: Any, jax: Any, torch: Any) -> None:
+    done, tokens = _jax_cache(oa, jax)
+    q = _jax_inputs(jax)[0][:1, :1]
+    oa.append(done, **tokens)
+    expected = np.asarray(oa.decode(q, done, seq_lens=tokens["seq_lens"]))
+    late, tokens = _jax_cache(oa, jax)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLOW)
+    oa.append(late, **tokens, stream=side)
+    np.testing.assert_array_equal(np.asarray(oa.decode(q, late, seq_lens=tokens["seq_lens"])), expected)
 
 
 def test_jax_out_is_refused(oa: Any, jax: Any) -> None:

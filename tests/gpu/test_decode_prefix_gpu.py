@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("torch")
+
 from tests.gpu.decode_cases import Case, Filled, compare
 
 pytestmark = pytest.mark.gpu

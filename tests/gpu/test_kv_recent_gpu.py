@@ -104,19 +104,19 @@ def test_padding_rows_leave_the_window_alone(formats: tuple[str, str, str], bloc
     host = filled.on_host()
     k, v = (torch.randn(3, 1, 2, 128, device="cuda", dtype=filled.io) for _ in range(2))
     slots = filled.slots
-    if slots is not None:  # padding rows of a captured graph all name one slot: the first row's
-        slots = slots[:1].repeat(3)
+    if slots is not None:  # padding rows of a captured graph all name one slot, here that of a sequence
+        slots = slots[1:2].repeat(3)
     append(
         filled.cache, k, v, seq_lens=torch.zeros(3, dtype=torch.int32, device="cuda"), block_table=filled.table,
         recent_slots=slots,
     )  # fmt: skip
     same(filled.on_host(), host)
-    # The first row goes on; what pads beside it must not race it for the slot's state.
-    lengths = torch.tensor([151, 0, 0], dtype=torch.int32, device="cuda")
+    # One row goes on; what pads beside it must not race it for the slot's state.
+    lengths = torch.tensor([0, 34, 0], dtype=torch.int32, device="cuda")
     for _ in range(20):
         append(filled.cache, k, v, seq_lens=lengths, block_table=filled.table, recent_slots=slots)
-    table, slot = place(filled, 0)
-    append_tokens(host, k[0].float().cpu().numpy(), v[0].float().cpu().numpy(), table, 150, slot)
+    table, slot = place(filled, 1)
+    append_tokens(host, k[1].float().cpu().numpy(), v[1].float().cpu().numpy(), table, 33, slot)
     same(filled.on_host(), host)
 
 

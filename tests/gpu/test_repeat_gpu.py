@@ -99,11 +99,11 @@ def test_the_fast_path_gives_the_same_bits(name: str, monkeypatch: pytest.Monkey
             got = call()
         return [x.clone() for x in (got if isinstance(got, tuple) else (got,))]
 
-    # The first torch tensor of a process puts torch's `look` in; the second call of a kind is seen by it first.
+    # The first torch tensor of a process puts torch's `torch_facts` in; the second call of a kind is seen by it first.
     for _ in range(2):
         copies()
     with monkeypatch.context() as patch:
-        patch.setattr(arrays, "look", lambda objects: None)
+        patch.setattr(arrays, "torch_facts", lambda objects: None)
         expected = copies()
 
     def fail(*args: Any) -> None:

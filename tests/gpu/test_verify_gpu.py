@@ -1,36 +1,51 @@
-"""``omniattn verify`` on a real GPU: each row of low precision by itself, which selection alone would not reach."""
+"""``omniattn verify`` on a real GPU: each row of low precision and of caches, which selection alone may not reach."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
-from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel  # noqa: E402
+from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel, verify_row  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime.loader import unsupported_reason  # noqa: E402
+from omniattn.testing.ahead import Ahead, default_jobs, in_order  # noqa: E402
+from omniattn.testing.cache_cases import CACHE_OPS, cache_cases  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
-
-from .installations import compile_missing  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 # Exact attention and merging have test_architectures_gpu and the numerics tests.
-ROWS = [spec for spec in REGISTRY if spec.quantized or spec.op in ("quantize", "quantize_delta")]
+OPS = ("quantize", "quantize_delta", *CACHE_OPS)
+ROWS = in_order(spec for spec in REGISTRY if spec.quantized or spec.op in OPS)
+#: Other processes of the suite want cores too.
+MOST_JOBS = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    compile_missing(ROWS)
+def _never(spec: KernelSpec) -> str:
+    info = runtime.device_info(0)
+    return unsupported_reason(spec, info.cc, info.max_smem_optin)
+
+
+@pytest.fixture(scope="module")
+def ahead() -> Iterator[Ahead]:
+    able = [spec for spec in ROWS if not _never(spec)]
+    with Ahead(able, min(MOST_JOBS, default_jobs())) as made:
+        made.compile(able, runtime.device_info(0).cc)
+        yield made
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
-def test_row(spec: KernelSpec) -> None:
-    info = runtime.device_info(0)
-    never = unsupported_reason(spec, info.cc, info.max_smem_optin)
-    outcome = verify_kernel(TorchFramework(), spec)
-    assert outcome.status == (NOT_HERE if never else PASSED), "\n".join(outcome.notes)
-    if not never:
-        assert outcome.cases >= 1
-        assert outcome.worst <= 1.0
+def test_row(spec: KernelSpec, ahead: Ahead) -> None:
+    framework = TorchFramework()
+    if _never(spec):
+        assert verify_kernel(framework, spec).status == NOT_HERE
+        return
+    outcome = verify_row(framework, spec, ahead)
+    assert outcome.status == PASSED, "\n".join(outcome.notes)
+    assert outcome.cases >= 1
+    assert spec.op not in CACHE_OPS or outcome.cases == len(cache_cases(spec))
+    assert outcome.worst <= 1.0

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from omniattn import reference, testing
-from omniattn.ops import append
-from omniattn.kv.cache import PagedKVCache
 from omniattn.data import load_activations
-from omniattn.ops import decode
+from omniattn.kv.cache import PagedKVCache
+from omniattn.ops import append, decode
 from omniattn.testing import Report, compare
 
 #: Tokens that mean and scales of K's channels are taken from: a prompt. Only queries behind it are counted.

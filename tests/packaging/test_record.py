@@ -16,16 +16,24 @@ from build_tools import record
 ROOT = Path(__file__).resolve().parents[2]
 
 
+#: The way of a call, from the public function to the driver, and what it reads.
+STAIR = (
+    "ops", "checks", "problems", "select", "plan", "launch", "runtime", "registry", "kv", "arrays", "frameworks",
+    "compat", "integrations", "distributed",
+)  # fmt: skip
+CODE = {
+    ".py": '"""What it is for."""\n\n\ndef f():\n    """What it gives."""\n    return "one"  # why\n',
+    ".cu": '/* What it is for. */\n#define N 1  // why\nextern "C" void k() { asm("one"); }\n',
+}
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for name in (
-        "kernels_cu/entry/k.cu",
-        "src/omniattn/registry.py",
-        "src/omniattn/launch/k.py",
-        "tests/gpu/test_k.py",
-    ):
+    rooms = [f"src/omniattn/{room}/k.py" for room in (*STAIR, *record.UNWATCHED) if "." not in room]
+    names = ("kernels_cu/entry/k.cu", "src/omniattn/__init__.py", "src/omniattn/version.py", "tests/gpu/test_k.py")
+    for name in (*names, *rooms):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"# {name}\n", encoding="utf-8")
+        (tmp_path / name).write_text(CODE[Path(name).suffix], encoding="utf-8")
     return tmp_path
 
 
@@ -65,11 +73,19 @@ def test_a_missing_record_fails_and_says_what_to_do(checkout: Path) -> None:
     assert record.digest(checkout) in verdict.text
 
 
-@pytest.mark.parametrize("name", ["kernels_cu/entry/k.cu", "src/omniattn/registry.py", "src/omniattn/launch/k.py"])
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "name", ["kernels_cu/entry/k.cu", "src/omniattn/__init__.py", *(f"src/omniattn/{room}/k.py" for room in STAIR)]
+)
 def test_a_change_of_what_is_watched_makes_it_stale(checkout: Path, name: str) -> None:
+    """A string, of which nothing but the meaning is known: it may be an option or PTX."""
     write_record(checkout)
-    with (checkout / name).open("a", encoding="utf-8") as stream:
-        stream.write("more\n")
+    edit(checkout / name, '"one"', '"two"')
     verdict = record.check(checkout)
     assert not verdict.ok
     assert "of other code" in verdict.text
@@ -84,6 +100,41 @@ def test_new_removed_and_renamed_files_make_it_stale(checkout: Path) -> None:
     added.rename(added.with_name("other.cuh"))
     renamed = record.digest(checkout)
     assert len({before, with_new, renamed}) == 3
+
+
+@pytest.mark.parametrize("name", [n if "." in n else f"{n}/k.py" for n in record.UNWATCHED])
+def test_what_measures_and_shows_does_not_matter(checkout: Path, name: str) -> None:
+    write_record(checkout)
+    edit(checkout / "src/omniattn" / name, '"one"', '"two"')
+    assert record.check(checkout).ok
+
+
+@pytest.mark.parametrize("name", ["kernels_cu/entry/k.cu", "src/omniattn/plan/k.py"])
+def test_comments_docstrings_and_layout_do_not_matter(checkout: Path, name: str) -> None:
+    write_record(checkout)
+    for old, new in (("What it is for", "Something else"), ("why", "because"), ("\n\n\n", "\n\n"), (") {", ")\n\n{")):
+        if old in (checkout / name).read_text(encoding="utf-8"):
+            edit(checkout / name, old, new)
+    if name.endswith(".py"):
+        edit(checkout / name, '"""What it gives."""', "pass")
+        assert not record.check(checkout).ok, "a statement in place of the docstring is code"
+        edit(checkout / name, "pass", '"""Another."""\n    # A comment.')
+    assert record.check(checkout).ok
+
+
+def test_every_module_of_this_package_is_watched_but_tools_and_oracle() -> None:
+    """Named one by one where the record was once blind, by the folder for the rest."""
+    package = ROOT / "src/omniattn"
+    seen = {path.relative_to(package).as_posix() for path in record.watched(ROOT) if path.is_relative_to(package)}
+    modules = {path.relative_to(package).as_posix() for path in package.glob("**/*.py")}
+    left_out = {name.partition("/")[0] for name in modules - seen}
+    assert left_out == {"cli", "bench", "testing", "reference", "version.py"}
+    for room in ("ops", "checks", "problems", "select", "plan", "launch", "runtime", "registry", "kv", "arrays"):
+        inside = {name for name in modules if name.startswith(f"{room}/")}
+        assert len(inside) > 1, f"{room}/ is empty"
+        assert inside <= seen
+    sources = {path for pattern in ("**/*.cu", "**/*.cuh") for path in (ROOT / "kernels_cu").glob(pattern)}
+    assert sources <= set(record.watched(ROOT))
 
 
 def test_tests_documents_and_line_ends_do_not_matter(checkout: Path) -> None:

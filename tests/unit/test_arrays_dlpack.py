@@ -184,7 +184,7 @@ def test_capsules_live_until_the_kernel_is_through(log: Any) -> None:
     x, y = FakeExporter(device=GPU), FakeExporter(device=GPU)
     for exporter in (x, y):
         tensors = [arrays.describe(exporter, "q")]
-        arrays.retire(tensors, arrays.prepare(tensors))
+        arrays.release(tensors, arrays.prepare(tensors))
         del tensors
     gc.collect()
     assert (x.deleted, y.deleted) == (0, 0)
@@ -204,7 +204,7 @@ def _hold(exporters: list[FakeExporter]) -> None:
     """A call per exporter, whose kernels have not run yet; nobody but the list of pending calls has the arrays."""
     for exporter in exporters:
         tensors = [arrays.describe(exporter, "q")]
-        arrays.retire(tensors, arrays.prepare(tensors))
+        arrays.release(tensors, arrays.prepare(tensors))
         del tensors
     gc.collect()
 
@@ -240,7 +240,7 @@ def test_nothing_is_held_during_graph_capture(log: Any) -> None:
     log.capture_streams.add(0x7000)
     x = FakeExporter(device=GPU)
     tensors = [arrays.describe(x, "q", 0x7000)]
-    arrays.retire(tensors, arrays.prepare(tensors, 0x7000))
+    arrays.release(tensors, arrays.prepare(tensors, 0x7000))
     assert [entry for entry in log.log if entry[0] == "record"] == []
     del tensors
     gc.collect()

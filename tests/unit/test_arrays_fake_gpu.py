@@ -109,14 +109,14 @@ def test_fake_cupy_stream_override_waits_for_the_current_stream(
     monkeypatch.setattr(events, "keep_until_done", lambda *args: held.append(args))
     t = arrays.describe(cupy.ndarray(np.zeros((2, 8), np.float16), 1), "q")
     assert arrays.prepare([t], 0x101) == 0x101
-    arrays.retire([t], 0x101)
+    arrays.release([t], 0x101)
     assert (cupy.log, held) == ([], [])  # the current stream itself: nothing to do
     assert arrays.prepare([t, t], 0x7000) == 0x7000
     (record, wait) = cupy.log
     assert record[:2] == ("record", 0x101)
     assert wait == ("wait", 0x7000, record[2].ptr)
     assert record[2].device == 1
-    arrays.retire([t], 0x7000)
+    arrays.release([t], 0x7000)
     assert held == [(0x7000, 1, [t.obj])]
 
 
@@ -169,7 +169,7 @@ def test_fake_torch_common_path_does_nothing(torch_gpu: Any) -> None:
     tensors = [torch_gpu(), torch_gpu("k")]
     assert arrays.prepare(tensors) == 0x300
     assert arrays.prepare(tensors, 0x300) == 0x300
-    arrays.retire(tensors, 0x300)
+    arrays.release(tensors, 0x300)
     assert arrays.finish(tensors[0], 0x300) is tensors[0].obj
     assert [t.obj.recorded for t in tensors] == [[], []]
 
@@ -183,7 +183,7 @@ def test_fake_torch_stream_override(torch_gpu: Any, stream: int, name: Any) -> N
         (recorded,) = t.obj.recorded
         assert recorded.name == name
         assert recorded.waited == [("current", 1)]
-    arrays.retire(tensors, stream)
+    arrays.release(tensors, stream)
 
 
 @pytest.mark.frameworks
@@ -197,7 +197,7 @@ def test_fake_mixture_of_torch_and_cupy(torch_gpu: Any, monkeypatch: pytest.Monk
     assert arrays.prepare([q, k]) == 0x300
     assert [entry[:2] for entry in fake.log] == [("record", 0x101), ("wait", 0x300)]
     assert q.obj.recorded == []
-    arrays.retire([q, k], 0x300)
+    arrays.release([q, k], 0x300)
     assert held == [(0x300, 1, [k.obj])]
     fake.log.clear()
     assert arrays.prepare([k, q]) == 0x101  # the first one's framework decides

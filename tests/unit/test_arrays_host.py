@@ -200,7 +200,7 @@ def test_cpu_calls_take_no_stream() -> None:
     assert arrays.prepare([t]) == 0
     with pytest.raises(ArgumentError, match="argument 'stream': expected None, because the arrays are on the CPU"):
         arrays.prepare([t], 0)
-    arrays.retire([t], 0)
+    arrays.release([t], 0)
     assert arrays.finish(t, 0) is t.obj
     assert arrays.current_stream(t) == 0
 

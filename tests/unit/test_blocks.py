@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from omniattn.ops import append, copy_blocks
+from omniattn.errors import ArgumentError, OutOfBlocksError
 from omniattn.kv.blocks import BlockManager
 from omniattn.kv.cache import PagedKVCache
-from omniattn.errors import ArgumentError, OutOfBlocksError
+from omniattn.ops import append, copy_blocks
 from omniattn.reference.decode import read_tokens
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omniattn.quantizer import problem_for
 
 import omniattn
 from omniattn import planning
@@ -31,7 +32,6 @@ from omniattn.cli import main
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.launch.attn_fwd import ForwardStrides
 from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
-from omniattn.quantizer import problem_for
 from omniattn.registry import REGISTRY
 from tests.unit.bench_fakes import StreamTorch, WallClock
 

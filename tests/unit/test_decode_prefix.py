@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-
-from omniattn import BlockManager, KVCache, PagedKVCache, append, decode, runtime
-from omniattn.ops import DecodeProblem
-from omniattn.errors import ArgumentError
-from omniattn.registry.spec import KernelSpec
-from omniattn.launch.decode import _ARGUMENTS, _REST, ALL_SEE_PREFIX
 from omniattn.launch.decode_prefix import plan_decode_prefix
 from omniattn.launch.params import PARAMS
+
+from omniattn import BlockManager, KVCache, PagedKVCache, append, decode, runtime
+from omniattn.errors import ArgumentError
+from omniattn.launch.decode import _ARGUMENTS, _REST, ALL_SEE_PREFIX
+from omniattn.ops import DecodeProblem
+from omniattn.registry.spec import KernelSpec
 from omniattn.runtime.device import DeviceInfo
 
 LIKE = np.zeros(1, dtype=np.float32)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omniattn.problem import UNLIMITED
 
 import omniattn
 from omniattn import Int4, Int8
 from omniattn.errors import ArgumentError, OmniattnError, ShapeError, UnsupportedError
-from omniattn.problem import UNLIMITED
 
 
 def arrays(dtype: str = "float32", sq: int = 5, sk: int = 7) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from omniattn import reference, testing
-from omniattn.ops import append, copy_blocks
-from omniattn.kv.cache import KVCache, PagedKVCache
-from omniattn.ops import decode
 from omniattn.errors import ArgumentError, DtypeError, OmniattnError, ShapeError
+from omniattn.kv.cache import KVCache, PagedKVCache
+from omniattn.ops import append, copy_blocks, decode
 from omniattn.reference.decode import read_tokens
 from omniattn.reference.kv_cache import rotate
 

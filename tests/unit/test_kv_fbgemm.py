@@ -11,11 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from omniattn import reference, testing
-from omniattn.ops import append, copy_blocks
-from omniattn.kv.cache import KVCache, PagedKVCache
-from omniattn.ops import decode
 from omniattn.errors import ArgumentError
+from omniattn.kv.cache import KVCache, PagedKVCache
 from omniattn.kv.formats import KVFormat, check_format
+from omniattn.ops import append, copy_blocks, decode
 from omniattn.reference import kv_cache
 
 Array = npt.NDArray[Any]

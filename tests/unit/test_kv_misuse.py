@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from omniattn import arrays
-from omniattn.ops import append, copy_blocks
+from omniattn.errors import ArgumentError
 from omniattn.kv.blocks import BlockManager
 from omniattn.kv.cache import KVCache, PagedKVCache
-from omniattn.ops import decode
-from omniattn.errors import ArgumentError
+from omniattn.ops import append, copy_blocks, decode
 
 LIKE = np.zeros(1, dtype=np.float32)
 THREE = np.array([3, 3], dtype=np.int32)

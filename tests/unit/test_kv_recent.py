@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omniattn import reference, testing
-from omniattn.ops import append, copy_blocks, copy_recent
+from omniattn.errors import ArgumentError, DtypeError, OutOfSlotsError, ShapeError
 from omniattn.kv.blocks import BlockManager
 from omniattn.kv.cache import RECENT_SPARE, KVCache, PagedKVCache
-from omniattn.ops import decode
-from omniattn.errors import ArgumentError, DtypeError, OutOfSlotsError, ShapeError
+from omniattn.ops import append, copy_blocks, copy_recent, decode
 from omniattn.reference.decode import read_tokens
 from omniattn.reference.kv_cache import rotate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import struct
@@ -10,132 +11,123 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omniattn.launch import attn_int8_sm80
-from omniattn.launch.attn_fwd import _POINTERS, _REST, num_m_blocks, pack_rest
-from omniattn.launch.attn_int8_sm80 import Int8Sm80Plan, operand_strides
-from omniattn.problems.quantize import QuantizePlan, carve
-from omniattn.launch.quantized_attention import OPERANDS
-from omniattn.problems.precision import Int4, Int8, value_levels
-from omniattn.problems import AttentionProblem as Problem
-from omniattn.quantizer import problem_for, select_quantizer
+from omniattn.launch.attn_fwd import forward_values, num_m_blocks
+from omniattn.launch.structs import ATTN_INT8_SM80, At
+from omniattn.plan.attention import plan_attention
+from omniattn.plan.engine import Launches
+from omniattn.problems import AttentionProblem, Int4, Int8, Target
+from omniattn.problems.precision import value_levels
+from omniattn.problems.quantize import operand_strides
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.problems import Target
-from omniattn.select import select_attention
-from tests.unit.test_kernel_layout import check_natural_alignment, expanded, fields_of
-from tests.unit.test_launch_sm90 import POINTERS, STREAM, STRIDES, WORKSPACE, Kernel, problem
+from omniattn.runtime.record import LaunchRecord, Program
+from tests.unit.launch_fakes import Kernel, fields_of_record, unpacked
+from tests.unit.test_launch_sm90 import (
+    ADDRESSES,
+    ARRAYS,
+    STREAM,
+    STRIDES,
+    fwd_values,
+    places,
+    problem,
+    quantized,
+    rounded,
+)
 
-ROWS = [spec for spec in REGISTRY if spec.op == "attention_int8" and spec.grouping == "sm80"]
-AMPERE, ADA = Target((8, 0), 163 << 10), Target((8, 9), 99 << 10)
+ROWS = [spec for spec in REGISTRY if spec.quantized and spec.grouping == "sm80"]
+AMPERE, ADA = Target((8, 0), 163 << 10, 108), Target((8, 9), 99 << 10, 128)
 
 
-def make(p: Problem, target: Target, *, run: bool = True) -> tuple[KernelSpec, QuantizePlan, Int8Sm80Plan, list[Any]]:
-    """The plan of `planning.make_plan`, with kernels that write down their launches."""
-    assert p.low is not None
-    spec = select_attention(p, target).spec
+def planned(p: AttentionProblem, target: Target) -> tuple[KernelSpec, LaunchRecord, Launches]:
+    """Row, record of its launch, and all launches of a call."""
+    launches = plan_attention(p, target, None)
+    spec, record = launches.selection.spec, launches.records[-1]
     assert spec in ROWS
-    log: list[Any] = []
-    kernels = [Kernel(log) for _ in range(3)]
-    low = type(p.low)(**{**p.low.__dict__, "pv": spec.pv, "pv_accumulator": spec.pv_accumulator})
-    described = problem_for(
-        low, dtype=p.dtype, batch=p.batch, rows_q=p.seqlen_q, rows_k=p.seqlen_k, heads_q=p.num_q_heads,
-        heads_kv=p.num_kv_heads, head_dim=p.head_dim, varlen=p.varlen, grouping="sm80", full_bias=False,
-        max_seqlen_k=p.seqlen_k if p.varlen else 0, wide=spec.bits == 8,
-    )  # fmt: skip
-    quantizer = QuantizePlan(
-        select_quantizer("quantize", p.dtype, p.head_dim, target.cc),
-        kernels[1],  # type: ignore[arg-type]
-        kernels[2],  # type: ignore[arg-type]
-        described,
-        (STRIDES.q, STRIDES.k, STRIDES.v),
-        108,
-    )
-    plan = Int8Sm80Plan(spec, kernels[0] if run else None, quantizer, p, STRIDES, (17, 19))  # type: ignore[arg-type]
-    return spec, quantizer, plan, log
+    assert record.spec == spec
+    return spec, record, launches
 
 
-def test_arguments_match_the_device_struct() -> None:
-    fields = fields_of("params/attn_int8.cuh", "QuantizedOperands")
-    assert expanded(OPERANDS.format) == "".join(code for code, _ in fields)
-    assert [name for _, name in fields] == [
-        "q_scale", "k_scale", "row_bias", "v_scale", "v_mean", "delta_s", "q_scale_stride_h", "k_scale_stride_h",
-        "delta_stride_h", "delta_columns", "head_dim_pad",
-    ]  # fmt: skip
-    check_natural_alignment(expanded(_POINTERS.format, _REST.format, OPERANDS.format))
-    assert attn_int8_sm80._ARGUMENTS.size == _POINTERS.size + _REST.size + OPERANDS.size
-    assert attn_int8_sm80._ARGUMENTS.size % 8 == 0
-
-
-@pytest.mark.parametrize("low", [Int8(), Int8(smooth_q=True, smooth_v=True), Int4(), Int4(smooth_q=False)], ids=str)
+@pytest.mark.parametrize("knobs", [Int8(), Int8(smooth_q=True, smooth_v=True), Int4(), Int4(smooth_q=False)], ids=str)
 @pytest.mark.parametrize("target", [AMPERE, ADA], ids=["sm_80", "sm_89"])
 @pytest.mark.parametrize("varlen", [False, True])
-def test_a_launch_finds_everything_in_the_workspace(varlen: bool, target: Target, low: Int8) -> None:
-    p = problem(low=low, varlen=varlen)
-    spec, quantizer, plan, log = make(p, target)
-    plan.launch(STREAM, (*POINTERS, WORKSPACE))
-    assert len(log) == plan.num_launches == 3 + low.smooth_q
-    _, grid, threads, stream, data = log[-1]
-    assert (grid, threads, stream) == ((plan.num_ctas, 1, 1), 32 * spec.num_warps, STREAM)
-    values = attn_int8_sm80._ARGUMENTS.unpack_from(data)
-    offsets, outputs_bytes = carve(quantizer.problem.shapes())
-    base = -(-WORKSPACE // 256) * 256
-    at = {name: base + offset for name, offset in offsets.items()}
-    starts = quantizer.starts(base + outputs_bytes)
-    assert all(starts) == varlen
-    assert values[:9] == (at["q_int"], at["k_int"], at["v"], *POINTERS[3:5], *starts, *POINTERS[7:])
-    of_q, of_k, of_v = operand_strides(quantizer.problem)
-    own = type(STRIDES)(of_q, of_k, of_v, STRIDES.o, STRIDES.lse, STRIDES.mask)
-    assert values[9] == pack_rest(p, own, (17, 19), num_m_blocks(p, spec.block_m))
-    assert values[9][-4:] == bytes(4), "AttnFwdParams::zero, which addresses depend on"
-    shapes = quantizer.problem.shapes()
-    operands = OPERANDS.unpack(values[10])
-    assert operands[:4] == tuple(at[n] for n in ("q_scale", "k_scale", "row_bias", "v_scale"))
-    assert operands[4:6] == (at["v_mean"] if low.smooth_v else 0, at.get("delta_s", 0))
-    assert operands[6:8] == (shapes["q_scale"][0][-1], shapes["k_scale"][0][-1])
-    blocks, columns = shapes["delta_s"][0][-2:] if low.smooth_q else (0, 0)
-    assert operands[8:] == (blocks * columns, columns, 128)
+def test_a_launch_finds_everything_in_the_workspace(varlen: bool, target: Target, knobs: Int8 | Int4) -> None:
+    p = problem(knobs, varlen=varlen, max_seqlen_q=17, mask="io")
+    spec, record, launches = planned(p, target)
+    assert len(launches.records) == 3 + knobs.smooth_q
+    batch = 1 if varlen else p.batch
+    blocks = num_m_blocks(p, spec.block_m)
+    assert (record.grid, record.threads) == ((blocks * p.num_q_heads * batch, 1, 1), 32 * spec.num_warps)
+    fields = fields_of_record(record, ATTN_INT8_SM80)
+    at, starts, _ = places(launches, p)
+    described = quantized(p, spec)
+    of_q, of_k, of_v = operand_strides(described)
+    halves = [(b // 2, row // 2, head // 2) for b, row, head in (of_q, of_k, of_v)]
+    own = dataclasses.replace(p, strides=dataclasses.replace(STRIDES, q=halves[0], k=halves[1], v=halves[2]))
+    wanted = forward_values(
+        own, blocks, mask_extent=(17, 500) if varlen else (300, 500),
+        operands=(at["q_int"], at["k_int"], at["v"]), starts=starts,
+    )  # fmt: skip
+    assert fwd_values(fields) == rounded(wanted)
+    assert (fields["fwd.cu_seqlens_q"] is not None) == varlen
+    assert fields["fwd.zero"] == 0, "AttnFwdParams::zero, which addresses depend on"
+    shapes = described.shapes()
+    for name in ("q_scale", "k_scale", "row_bias", "v_scale"):
+        assert fields[f"operands.{name}"] == at[name], name
+    assert fields["operands.v_mean"] == (at["v_mean"] if knobs.smooth_v else None)
+    assert fields["operands.delta_s"] == at.get("delta_s")
+    assert ("delta_s" in at) == knobs.smooth_q
+    blocks, columns = shapes["delta_s"][0][-2:] if knobs.smooth_q else (0, 0)
+    numbers = ("q_scale_stride_h", "k_scale_stride_h", "delta_stride_h", "delta_columns", "head_dim_pad")
+    assert [fields[f"operands.{name}"] for name in numbers] == [
+        shapes["q_scale"][0][-1], shapes["k_scale"][0][-1], blocks * columns, columns, 128,
+    ]  # fmt: skip
     # Rows of the operands in 16-bit units, and copies of 16 bytes.
-    assert of_q[1] == of_k[1] == 128 * spec.bits // 16
-    assert of_v[1] == (128 if spec.pv == "fp16" else shapes["v"][0][-1] // 2)
-    assert all(stride % 8 == 0 for stride in (*of_q, *of_k, *of_v))
-    assert (of_q[0] == 0) == varlen
-    assert base + outputs_bytes + quantizer.workspace_bytes <= WORKSPACE + plan.workspace_bytes
+    assert halves[0][1] == halves[1][1] == 128 * BITS[spec.qk] // 16
+    assert halves[2][1] == (128 if spec.pv == "fp16" else shapes["v"][0][-1] // 2)
+    assert all(stride % 8 == 0 for three in halves for stride in three)
+    assert (halves[0][0] == 0) == varlen
 
 
-@pytest.mark.parametrize("low", [Int8(smooth_v=False), Int4()], ids=str)
+BITS = {"int8": 8, "int4": 4}
+
+
+@pytest.mark.parametrize("knobs", [Int8(smooth_v=False), Int4()], ids=str)
 @pytest.mark.parametrize("varlen", [False, True])
-def test_operands_that_are_quantized_already(varlen: bool, low: Int8) -> None:
-    """The same arguments as when the plan quantizes itself; no launch but that of attention."""
-    p = problem(low=low, varlen=varlen)
-    spec, quantizer, plan, log = make(p, ADA)
-    plan.launch(STREAM, (*POINTERS, WORKSPACE))
-    offsets, outputs_bytes = carve(quantizer.problem.shapes())
-    base = -(-WORKSPACE // 256) * 256
-    alone = Int8Sm80Plan(spec, Kernel(log), quantizer.problem, p, STRIDES, (17, 19))  # type: ignore[arg-type]
-    assert alone.workspace_bytes == 0
-    assert alone.num_launches == 1
-    whole = log[-1]
-    del log[:]
-    at = {name: base + offset for name, offset in offsets.items()}
-    alone.attend(STREAM, at, (0, 0, 0, *POINTERS[3:5], *quantizer.starts(base + outputs_bytes), *POINTERS[7:]))
-    assert log[0][1:] == whole[1:]
-    assert len(log) == 1
-    with pytest.raises(RuntimeError, match="cannot run"):
-        alone.launch(STREAM, (*POINTERS, WORKSPACE))
+def test_operands_that_are_quantized_already(varlen: bool, knobs: Int8 | Int4) -> None:
+    """The same arguments as where the call quantizes them itself; no launch but that of attention."""
+    p = problem(knobs, varlen=varlen)
+    spec, record, launches = planned(p, ADA)
+    described = quantized(p, spec)
+    alone = plan_attention(dataclasses.replace(p, operands=described), ADA, spec.name)
+    assert (alone.workspace_bytes, len(alone.records), alone.others) == (0, 1, ())
+    (given,) = alone.records
+    assert (given.grid, given.threads, given.arguments) == (record.grid, record.threads, record.arguments)
+    at, starts, _ = places(launches, p)
+    names = {place: At(name) for name, place in at.items()}
+    names |= dict(zip(starts, (At("cu_seqlens_q"), At("cu_seqlens_k")), strict=True)) if varlen else {}
+    fields, of_given = (fields_of_record(r, ATTN_INT8_SM80) for r in (record, given))
+    for name, value in fields.items():
+        assert of_given[name] == (names.get(value, value) if isinstance(value, At) else value), name
+
+
+@pytest.mark.parametrize("knobs", [Int8(), Int4()], ids=str)
+def test_the_driver_gets_addresses_for_places(knobs: Int8 | Int4) -> None:
+    p = problem(knobs, varlen=True, sinks="io")
+    _, record, launches = planned(p, AMPERE)
+    log: list[Any] = []
+    program = Program(launches.records, ARRAYS, lambda spec: Kernel(spec, log))  # type: ignore[arg-type, return-value]
+    program.launch(STREAM, ADDRESSES)
+    own, found = dict(zip(ARRAYS, ADDRESSES, strict=True)), unpacked(log[-1][4], ATTN_INT8_SM80)
+    for name, wanted in fields_of_record(record, ATTN_INT8_SM80).items():
+        if isinstance(wanted, At):
+            assert found[name] == own[wanted.operand] + wanted.offset, name
+        else:
+            assert found[name] == (0 if wanted is None else wanted), name
 
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"batch": 0}], ids=str)
 def test_nothing_to_do_launches_nothing(changes: dict[str, int]) -> None:
-    _, _, plan, log = make(problem(**changes), AMPERE)
-    plan.launch(STREAM, (*POINTERS, WORKSPACE))
-    assert log == []
-
-
-def test_a_plan_that_describes_does_not_run() -> None:
-    _, _, plan, log = make(problem(), AMPERE, run=False)
-    with pytest.raises(RuntimeError, match="without a loaded kernel"):
-        plan.launch(STREAM, (*POINTERS, WORKSPACE))
-    assert log == []
+    assert plan_attention(problem(**changes), AMPERE, None).records == ()
 
 
 def tile_offset(rows: int, row_bytes: int, row: int, chunk: int) -> int:
@@ -149,7 +141,7 @@ def tile_offset(rows: int, row_bytes: int, row: int, chunk: int) -> int:
 
 def tiles_of(spec: KernelSpec) -> dict[str, tuple[int, int]]:
     """(rows, bytes of a row) of Q, K and V."""
-    row = spec.head_dim * spec.bits // 8
+    row = spec.head_dim * BITS[spec.qk] // 8
     v = (64, 2 * spec.head_dim) if spec.pv == "fp16" else (spec.head_dim, 64)
     return {"q": (spec.block_m, row), "k": (64, row), "v": v}
 

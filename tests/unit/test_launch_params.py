@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omniattn.launch.params import quotient_factors
+from omniattn.launch.numbers import quotient_factors
 
 
 @pytest.mark.parametrize("divisor", [*range(1, 70), 132, 264, 396, 1000, 8191, 8192, 46340, 2**30 + 1, 2**31 - 1])

@@ -4,63 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
+import math
 import struct
 from typing import Any
 
 import pytest
 
-from omniattn.launch import attn_int8_sm90, tensor_maps
-from omniattn.launch.attn_fwd import _POINTERS, _REST, ForwardStrides, num_m_blocks, pack_rest
-from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
-from omniattn.launch.params import PARAMS
-from omniattn.problems.quantize import QuantizePlan, carve
-from omniattn.launch.quantized_attention import OPERANDS
-from omniattn.launch.tensor_maps import MappedOperand
-from omniattn.problems.precision import Int4, Int8
-from omniattn.problems import UNLIMITED, AttentionProblem as Problem
-from omniattn.quantizer import problem_for, select_quantizer
-from omniattn.registry import REGISTRY, KernelSpec, by_name
-from omniattn.problems import Target
-from omniattn.select import select_attention
-from tests.unit.test_kernel_layout import KERNELS, check_natural_alignment, expanded, fields_of
+from omniattn.launch import attn_int8, attn_int8_sm90
+from omniattn.launch.attn_fwd import forward_values, num_m_blocks
+from omniattn.launch.attn_fwd_sm90 import mapped
+from omniattn.launch.quantize import scratch, starts_in
+from omniattn.launch.structs import ATTN_FWD, ATTN_INT8_SM90, At
+from omniattn.plan.attention import plan_attention
+from omniattn.plan.engine import Launches
+from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int4, Int8, Target
+from omniattn.problems.quantize import QuantizeProblem, carve
+from omniattn.registry import REGISTRY, KernelSpec
+from omniattn.runtime import record as record_module
+from omniattn.runtime.record import LaunchRecord, Program, TensorMap
+from tests.unit.launch_fakes import Kernel, fields_of_record, read, unpacked
 
-SMS = 132
+HOPPER = Target((9, 0), 227 << 10, 132)
 STREAM = 0x51
-WORKSPACE = 0x7F0000001310  # no multiple of 256
-POINTERS = (0x1000, 0x2000, 0x3000, 0x4000, 0x5000, 0x6000, 0x7000, 0, 0x9000)
+WORKSPACE = 0x7F0000001300
+ARRAYS = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks", "o", "lse", "workspace")
+ADDRESSES = (0x1000, 0x2000, 0x3000, 0, 0x6000, 0x7000, 0, 0x9000, 0x4000, 0x5000, WORKSPACE)
 INT8 = [spec for spec in REGISTRY if spec.family == "attn_int8_sm90"]
-
-
-class Kernel:
-    """Encodes "maps" that can be read again, and keeps what it is launched with."""
-
-    overlap = None
-
-    def __init__(self, log: list[Any] | None = None) -> None:
-        self.maps: list[tuple[Any, ...]] = []
-        self.log: list[Any] = [] if log is None else log
-
-    def encode_tensor_map(self, *facts: Any) -> bytes:
-        self.maps.append(facts)
-        return len(self.maps).to_bytes(128, "little")
-
-    def launch(
-        self, grid: tuple[int, int, int], block_x: int, stream: int, params_address: int, cluster: Any = None
-    ) -> None:
-        assert params_address == PARAMS.address
-        self.log.append((self, grid, block_x, stream, bytes(PARAMS.buffer.raw)))
+STRIDES = AttentionStrides((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 14), (0, 0, 0, 0))
 
 
 # Tensor maps
 
 
-def test_a_map_is_encoded_once_for_an_address() -> None:
+def program_of(*maps: TensorMap) -> tuple[Kernel, Program]:
+    """A launch that has nothing but maps in its arguments."""
+    placed = tuple(m._replace(offset=128 * i) for i, m in enumerate(maps))
+    record = LaunchRecord(INT8[0], (1, 1, 1), 32, bytes(128 * len(maps)), tensor_maps=placed)
     kernel = Kernel()
-    operand = MappedOperand("uint8", (64, 5, 2, 1), (64, 320, 0), (64, 16, 1, 1))
-    first = operand.at(0x100, kernel)  # type: ignore[arg-type]
-    assert operand.at(0x100, kernel) is first  # type: ignore[arg-type]
-    assert operand.at(0x200, kernel) != first  # type: ignore[arg-type]
+    return kernel, Program([record], ("x",), lambda spec: kernel)  # type: ignore[arg-type, return-value]
+
+
+def test_a_map_is_encoded_once_for_an_address() -> None:
+    kernel, program = program_of(mapped("x", 0, "uint8", (64, 5, 2, 1), (64, 320, 0), (64, 16, 1, 1)))
+    for address in (0x100, 0x100, 0x200, 0x100):
+        program.launch(STREAM, [address])
+    contents = [data[:128] for *_, data, _ in kernel.log]
+    assert contents[0] == contents[1] == contents[3] != contents[2]
     # An extent of 1 has no stride of its own; the map wants a positive multiple of 16.
     assert kernel.maps == [
         ("uint8", address, (64, 5, 2, 1), (64, 320, 16), (64, 16, 1, 1)) for address in (0x100, 0x200)
@@ -68,69 +57,42 @@ def test_a_map_is_encoded_once_for_an_address() -> None:
 
 
 def test_maps_of_many_addresses_do_not_pile_up() -> None:
-    kernel = Kernel()
-    operand = MappedOperand("uint8", (64, 5, 2, 1), (64, 320, 640), (64, 16, 1, 1))
+    kernel, program = program_of(mapped("x", 0, "uint8", (64, 5, 2, 1), (64, 320, 640), (64, 16, 1, 1)))
+    operand = record_module._Maps(program.records[0].tensor_maps[0], kernel)  # type: ignore[arg-type]
     for address in range(0, 16 * 1000, 16):
-        got = operand.at(address, kernel)  # type: ignore[arg-type]
-        assert got == operand.at(address, kernel)  # type: ignore[arg-type]
-        assert len(operand._maps) <= tensor_maps._MAX_MAPS
+        got = operand.at(address)
+        assert got == operand.at(address)
+        assert len(operand._maps) <= record_module._MAX_MAPS
     assert len(kernel.maps) == 1000
 
 
 def test_equal_addresses_of_different_operands_are_different_maps() -> None:
-    kernel = Kernel()
     dims, strides = (64, 5, 2, 1), (64, 320, 640)
-    narrow, wide = (MappedOperand("uint8", dims, strides, (64, rows, 1, 1)) for rows in (16, 32))
-    assert narrow.at(0x100, kernel) != wide.at(0x100, kernel)  # type: ignore[arg-type]
+    kernel, program = program_of(*(mapped("x", 0, "uint8", dims, strides, (64, rows, 1, 1)) for rows in (16, 32)))
+    program.launch(STREAM, [0x100])
+    ((*_, data, _),) = kernel.log
+    assert data[:128] != data[128:256]
+    assert [facts[-1] for facts in kernel.maps] == [(64, 16, 1, 1), (64, 32, 1, 1)]
+
+
+def test_a_map_lies_behind_its_operand() -> None:
+    kernel, program = program_of(mapped("x", 0x40, "uint8", (64, 5), (64,), (64, 16)))
+    program.launch(STREAM, [0x100])
+    assert kernel.maps[0][1] == 0x140
 
 
 # attn_int8_sm90
 
 
-def int8_fields() -> list[tuple[str, str]]:
-    """Fields of AttnInt8Sm90Params behind the maps and the arguments of all forward kernels."""
-    body = re.search(r"struct AttnInt8Sm90Params \{(.*?)\};", _read("params/attn_int8.cuh"), re.DOTALL)
-    assert body is not None
-    statements = [" ".join(s.split()) for s in body[1].split(";") if s.strip()]
-    assert statements[:2] == ["TensorMap map_q, map_k, map_v", "AttnFwdParams fwd"]
-    assert statements[2:] == ["QuantizedOperands operands", "TileList tiles", "int32 flush_keys"]
-    tile_list = re.search(r"struct TileList \{(.*?)\};", _read("params/attn_fwd.cuh"), re.DOTALL)
-    assert tile_list is not None
-    names_of_list = re.findall(r"uint32 (\w+);", tile_list[1])
-    assert len(names_of_list) == tile_list[1].count(";")
-    operands = fields_of("params/attn_int8.cuh", "QuantizedOperands")
-    return [*operands, *(("I", name) for name in names_of_list), ("i", "flush_keys")]
+def test_the_struct_is_aligned_for_its_maps() -> None:
+    assert list(ATTN_INT8_SM90.offsets)[:3] == ["map_q", "map_k", "map_v"]
+    assert all(ATTN_INT8_SM90.offsets[name] % 64 == 0 for name in ("map_q", "map_k", "map_v"))
+    assert ATTN_INT8_SM90.size % 64 == 0
+    assert "alignas(64)" in read("ptx/tma.cuh")
 
 
-def _read(source: str) -> str:
-    """Device code without comments."""
-    return re.sub(r"//[^\n]*", "", (KERNELS / source).read_text(encoding="utf-8"))
-
-
-def test_arguments_match_the_device_struct() -> None:
-    fields = int8_fields()
-    assert expanded(OPERANDS.format, attn_int8_sm90._TAIL.format) == "".join(code for code, _ in fields)
-    assert [name for _, name in fields] == [
-        "q_scale", "k_scale", "row_bias", "v_scale", "v_mean", "delta_s", "q_scale_stride_h", "k_scale_stride_h",
-        "delta_stride_h", "delta_columns", "head_dim_pad", "num_items", "num_pairs", "num_tail_heads",
-        "lead_rows", "flush_keys",
-    ]  # fmt: skip
-    # Maps are aligned to 64 bytes, and so is the struct: every field where C puts it, and a whole number of 64.
-    at = 3 * 128 + _POINTERS.size + _REST.size
-    assert at % 8 == 0
-    check_natural_alignment(expanded(_POINTERS.format, _REST.format))
-    for code, name in fields:
-        size = struct.calcsize("<" + code)
-        assert at % size == 0, name
-        at += size
-    assert attn_int8_sm90._ARGUMENTS.size == -(-at // 64) * 64
-    assert "alignas(64)" in _read("ptx/tma.cuh")
-    assert attn_int8_sm90._ARGUMENTS.size <= 4096, "more than a kernel's arguments may have"
-
-
-def problem(**changes: Any) -> Problem:
-    low = changes.get("low", Int8())
-    plain = Problem(
+def problem(knobs: Int8 | Int4 | None = None, **changes: Any) -> AttentionProblem:
+    plain = AttentionProblem(
         dtype="bfloat16",
         batch=2,
         seqlen_q=300,
@@ -145,194 +107,208 @@ def problem(**changes: Any) -> Problem:
         mask="none",
         sinks="none",
         varlen=False,
-        precision=f"int{low.bits}",
-        deterministic=False,
-        low=low,
+        precision=(knobs or Int8()).precision,
+        strides=STRIDES,
     )
+    if changes.get("varlen"):
+        changes = {"max_seqlen_k": changes.get("seqlen_k", plain.seqlen_k)} | changes
     return dataclasses.replace(plain, **changes)
 
 
-STRIDES = ForwardStrides((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 14), (0, 0, 0, 0))
-
-
-def make(
-    p: Problem, spec: KernelSpec | None = None, *, run: bool = True
-) -> tuple[Kernel, QuantizePlan, Int8Sm90Plan, list[Any]]:
-    """The plan of `planning.make_plan`, with kernels that write down their launches."""
-    assert p.low is not None
-    spec = spec or select_attention(p, Target((9, 0), 227 << 10)).spec
-    log: list[Any] = []
-    kernel, quantizer_kernel, delta_kernel = Kernel(log), Kernel(log), Kernel(log)
-    described = problem_for(
-        p.low, dtype=p.dtype, batch=p.batch, rows_q=p.seqlen_q, rows_k=p.seqlen_k, heads_q=p.num_q_heads,
-        heads_kv=p.num_kv_heads, head_dim=p.head_dim, varlen=p.varlen, grouping="sm90", full_bias=False,
-        max_seqlen_k=p.seqlen_k if p.varlen else 0, wide=True,
-    )  # fmt: skip
-    quantizer = QuantizePlan(
-        select_quantizer("quantize", p.dtype, p.head_dim, (9, 0)),
-        quantizer_kernel,  # type: ignore[arg-type]
-        delta_kernel,  # type: ignore[arg-type]
-        described,
-        (STRIDES.q, STRIDES.k, STRIDES.v),
-        SMS,
+def quantized(p: AttentionProblem, spec: KernelSpec) -> QuantizeProblem:
+    """What `plan_attention` has quantized for ``spec``."""
+    return p.quantization(
+        grouping=spec.grouping, pv=spec.pv, pv_accumulator=spec.pv_accumulator, unpacked=spec.qk == "int8"
     )
-    plan = Int8Sm90Plan(spec, kernel if run else None, quantizer, p, STRIDES, SMS)  # type: ignore[arg-type]
-    return kernel, quantizer, plan, log
 
 
-def launched(p: Problem) -> tuple[dict[str, int], Kernel, bytes, dict[str, int], Int8Sm90Plan]:
-    """(fields by name, kernel, the other bytes, addresses of the operands, plan) of one launch."""
-    kernel, quantizer, plan, log = make(p)
-    plan.launch(STREAM, (*POINTERS, WORKSPACE))
-    assert [call[0] is kernel for call in log] == [False] * (plan.num_launches - 1) + [True]
-    assert {call[3] for call in log} == {STREAM}
-    _, grid, threads, _, data = log[-1]
-    assert grid == (plan.num_ctas, 1, 1)
-    assert threads == plan.threads
-    values = attn_int8_sm90._ARGUMENTS.unpack_from(data)
+def places(launches: Launches, p: AttentionProblem) -> tuple[dict[str, At], tuple[At, At], int]:
+    """Operands in the workspace, the copies of cu_seqlens there, and bytes of the operands."""
+    spec = launches.selection.spec
+    described = quantized(p, spec)
+    offsets, size = carve(described.shapes())
+    memory = At("workspace", size)
+    room = scratch(launches.others[0].spec, described)
+    assert launches.workspace_bytes == size + room.size
+    return {name: At("workspace", offset) for name, offset in offsets.items()}, starts_in(room, memory), size
+
+
+def fwd_values(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: fields[f"fwd.{name}"] for name, _ in ATTN_FWD.fields}
+
+
+def rounded(values: dict[str, Any]) -> dict[str, Any]:
+    """With floats as fp32 has them."""
+    return {
+        name: struct.unpack("<f", struct.pack("<f", x))[0] if isinstance(x, float) else x for name, x in values.items()
+    }
+
+
+def launched(p: AttentionProblem) -> tuple[dict[str, Any], LaunchRecord, dict[str, At], Launches]:
+    """(fields by name, record, places of the operands, all launches) of one call's attention kernel."""
+    launches = plan_attention(p, HOPPER, None)
+    spec, *others = (selection.spec for selection in (launches.selection, *launches.others))
+    record = launches.records[-1]
+    assert [r.spec for r in launches.records] == [others[0], others[0], *others[1:], spec]
+    assert record.threads == 32 * spec.num_warps
+    fields = fields_of_record(record, ATTN_INT8_SM90)
     # The kernel reads the copies of cu_seqlens that the quantizer has made, which never decrease.
-    offsets, outputs_bytes = carve(quantizer.problem.shapes())
-    starts = quantizer.starts(-(-WORKSPACE // 256) * 256 + outputs_bytes)
-    assert all(starts) == p.varlen
-    assert values[3:12] == (*POINTERS[:5], *starts, *POINTERS[7:])
-    facts = (*OPERANDS.unpack(values[-2]), *attn_int8_sm90._TAIL.unpack(values[-1]))
-    fields = dict(zip((n for _, n in int8_fields()), facts, strict=True))
-    base = -(-WORKSPACE // 256) * 256
-    at = {name: base + offset for name, offset in offsets.items()}
-    spec = select_attention(p, Target((9, 0), 227 << 10)).spec
-    assert values[12] == pack_rest(p, STRIDES, (0, 0), num_m_blocks(p, spec.block_m))
-    # The maps in their order: the number of each was its content.
-    numbers = [int.from_bytes(values[i], "little") for i in range(3)]
-    maps = b"".join(repr(kernel.maps[n - 1]).encode() + b"\n" for n in numbers)
-    return fields, kernel, maps, at, plan
+    at, starts, _ = places(launches, p)
+    wanted = forward_values(
+        p, num_m_blocks(p, spec.block_m), operands=(at["q_int"], at["k_int"], at["v"]), starts=starts
+    )
+    assert fwd_values(fields) == rounded(wanted)
+    assert (fields["fwd.cu_seqlens_q"] is not None) == p.varlen
+    return fields, record, at, launches
 
 
 def test_a_launch_finds_everything_in_the_workspace() -> None:
-    p = problem(low=Int8(smooth_q=True, smooth_v=True), window_right=0)
-    fields, _, maps, at, plan = launched(p)
+    p = problem(Int8(smooth_q=True, smooth_v=True), window_right=0)
+    fields, record, at, launches = launched(p)
     for name in ("q_scale", "k_scale", "row_bias", "v_scale", "v_mean", "delta_s"):
-        assert fields[name] == at[name], name
-    shapes = make(p)[1].problem.shapes()
-    assert fields["q_scale_stride_h"] == shapes["q_scale"][0][-1]
-    assert fields["k_scale_stride_h"] == shapes["k_scale"][0][-1]
+        assert fields[f"operands.{name}"] == at[name], name
+    shapes = quantized(p, launches.selection.spec).shapes()
+    assert fields["operands.q_scale_stride_h"] == shapes["q_scale"][0][-1]
+    assert fields["operands.k_scale_stride_h"] == shapes["k_scale"][0][-1]
     blocks, columns = shapes["delta_s"][0][-2:]
-    assert (fields["delta_stride_h"], fields["delta_columns"]) == (blocks * columns, columns)
-    assert fields["head_dim_pad"] == 128
+    assert (fields["operands.delta_stride_h"], fields["operands.delta_columns"]) == (blocks * columns, columns)
+    assert fields["operands.head_dim_pad"] == 128
     # 192 query rows a tile: two blocks of eight heads, causal; one by one, because there are SMs for all of them.
-    assert (fields["num_items"], fields["num_pairs"], fields["num_tail_heads"]) == (16, 0, 8)
-    assert plan.num_ctas == 16
+    assert (fields["tiles.num_items"], fields["tiles.num_pairs"], fields["tiles.num_tail_heads"]) == (16, 0, 8)
+    assert record.grid == (16, 1, 1)
+    assert fields["flush_keys"] == attn_int8_sm90.FLUSH_KEYS_SMOOTH_V
     keys = shapes["v"][0][-1]
     assert keys == 512
-    assert maps.decode().splitlines() == [
-        repr(("uint8", at["q_int"], (128, 300, 4, 2), (128, 128 * 300, 128 * 300 * 4), (128, 192, 1, 1))),
-        repr(("uint8", at["k_int"], (128, 500, 2, 2), (128, 128 * 500, 128 * 500 * 2), (128, 64, 1, 1))),
-        repr(("uint8", at["v"], (512, 128, 2, 2), (512, 512 * 128, 512 * 128 * 2), (64, 128, 1, 1))),
+    assert [fields[name] for name in ("map_q", "map_k", "map_v")] == [
+        TensorMap(*at["q_int"], "uint8", (128, 300, 4, 2), (128, 128 * 300, 128 * 300 * 4), (128, 192, 1, 1)),
+        TensorMap(*at["k_int"], "uint8", (128, 500, 2, 2), (128, 128 * 500, 128 * 500 * 2), (128, 64, 1, 1)),
+        TensorMap(*at["v"], "uint8", (512, 128, 2, 2), (512, 512 * 128, 512 * 128 * 2), (64, 128, 1, 1)),
     ]
 
 
-@pytest.mark.parametrize("low", [Int8(), Int8(smooth_q=True, smooth_v=True), Int4()], ids=str)
+KNOBS = [Int8(), Int8(smooth_q=True, smooth_v=True), Int4()]
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
 @pytest.mark.parametrize("varlen", [False, True])
-def test_quantized_operands_are_launched_with_the_same_arguments(varlen: bool, low: Int8) -> None:
-    p = problem(low=low, varlen=varlen)
-    _, quantizer, plan, log = make(p)
-    plan.launch(STREAM, (*POINTERS, WORKSPACE))
-    offsets, outputs_bytes = carve(quantizer.problem.shapes())
-    base = -(-WORKSPACE // 256) * 256
-    starts = quantizer.starts(base + outputs_bytes)
-    alone = Int8Sm90Plan(
-        select_attention(p, Target((9, 0), 227 << 10)).spec,
-        Kernel(log),
-        quantizer.problem,
-        p,
-        STRIDES,
-        SMS,  # type: ignore[arg-type]
-    )
-    assert (alone.workspace_bytes, alone.num_launches) == (0, 1)
-    at = {name: base + offset for name, offset in offsets.items()}
-    alone.attend(STREAM, at, (*POINTERS[:5], *starts, *POINTERS[7:]))
-    whole, part = log[-2:]
-    # The first 384 bytes are the maps, of which the fake ones are numbered for each kernel: 1, 2, 3 in both.
-    assert part[1:] == whole[1:]
-    with pytest.raises(RuntimeError, match="describes a call"):
-        alone.launch(STREAM, (*POINTERS, WORKSPACE))
+def test_the_driver_gets_addresses_for_places(varlen: bool, knobs: Int8 | Int4) -> None:
+    p = problem(knobs, varlen=varlen, lse=True, sinks="float32")
+    launches = plan_attention(p, HOPPER, None)
+    log: list[Any] = []
+    kernels: list[Kernel] = []
+
+    def load(spec: KernelSpec) -> Any:
+        kernels.append(Kernel(spec, log))
+        return kernels[-1]
+
+    program = Program(launches.records, ARRAYS, load)
+    program.launch(STREAM, ADDRESSES)
+    assert [call[0].spec for call in log] == [record.spec for record in launches.records]
+    assert [call[1:4] for call in log] == [(record.grid, record.threads, STREAM) for record in launches.records]
+    own = dict(zip(ARRAYS, ADDRESSES, strict=True))
+    found = unpacked(log[-1][4], ATTN_INT8_SM90)
+    for name, wanted in fields_of_record(launches.records[-1], ATTN_INT8_SM90).items():
+        if isinstance(wanted, TensorMap):
+            number = int.from_bytes(found[name], "little")
+            assert kernels[-1].maps[number - 1] == (
+                "uint8", WORKSPACE + wanted.add, wanted.dims, wanted.strides_bytes, wanted.box,
+            )  # fmt: skip
+        elif isinstance(wanted, At):
+            assert found[name] == own[wanted.operand] + wanted.offset, name
+        else:
+            assert found[name] == (0 if wanted is None else wanted), name
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_quantized_operands_are_launched_with_the_same_arguments(varlen: bool, knobs: Int8 | Int4) -> None:
+    p = problem(knobs, varlen=varlen)
+    fields, record, at, launches = launched(p)
+    described = quantized(p, launches.selection.spec)
+    alone = plan_attention(dataclasses.replace(p, operands=described), HOPPER, None)
+    assert alone.selection.spec == launches.selection.spec
+    assert (alone.workspace_bytes, len(alone.records), alone.others) == (0, 1, ())
+    (given,) = alone.records
+    assert (given.grid, given.threads, given.arguments) == (record.grid, record.threads, record.arguments)
+    # The same struct but for where its operands are: arguments of their own names.
+    names = {place: At(name) for name, place in at.items()}
+    names |= {fields[f"fwd.{name}"]: At(name) for name in ("cu_seqlens_q", "cu_seqlens_k") if varlen}
+    of_given = fields_of_record(given, ATTN_INT8_SM90)
+    for name, value in fields.items():
+        if isinstance(value, TensorMap):
+            operand, add = names[At(value.operand, value.add)]
+            assert of_given[name] == value._replace(operand=operand, add=add)
+        else:
+            assert of_given[name] == (names.get(value, value) if isinstance(value, At) else value), name
+    assert attn_int8.given(described).at["q_int"] == At("q_int")
 
 
 def test_what_is_not_smoothed_is_null() -> None:
-    fields, _, _, at, plan = launched(problem(low=Int8(smooth_v=False)))
-    assert (fields["v_mean"], fields["delta_s"], fields["delta_columns"], fields["delta_stride_h"]) == (0, 0, 0, 0)
+    fields, _, at, launches = launched(problem(Int8(smooth_v=False)))
+    names = ("v_mean", "delta_s", "delta_columns", "delta_stride_h")
+    assert [fields[f"operands.{name}"] for name in names] == [None, None, 0, 0]
+    assert fields["flush_keys"] == attn_int8_sm90.FLUSH_KEYS
     assert "delta_s" not in at
-    assert plan.num_launches == 3
-    assert launched(problem(low=Int4()))[-1].num_launches == 4
+    assert len(launches.records) == 3
+    assert len(launched(problem(Int4()))[-1].records) == 4
 
 
 def test_packed_sequences_have_one_batch() -> None:
     p = problem(varlen=True, batch=7)
-    fields, kernel, _, at, plan = launched(p)
+    fields, _, at, _ = launched(p)
     blocks = -(-300 // 192) + 7 + 2
-    assert plan.num_tiles == fields["num_items"] == 4 * blocks
-    assert [(facts[1], facts[2][1:]) for facts in kernel.maps[:2]] == [
+    assert fields["tiles.num_items"] == 4 * blocks
+    assert [(At(m.operand, m.add), m.dims[1:]) for m in (fields["map_q"], fields["map_k"])] == [
         (at["q_int"], (300, 4, 1)), (at["k_int"], (500, 2, 1)),
     ]  # fmt: skip
 
 
 def test_without_keys_the_maps_are_those_of_q() -> None:
-    _, kernel, maps, at, _ = launched(problem(seqlen_k=0))
-    assert len(kernel.maps) == 1
-    assert kernel.maps[0][1] == at["q_int"]
-    assert len(set(maps.splitlines())) == 1
+    fields, _, at, _ = launched(problem(seqlen_k=0))
+    assert fields["map_q"] == fields["map_k"] == fields["map_v"]
+    assert At(fields["map_q"].operand, fields["map_q"].add) == at["q_int"]
 
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"batch": 0}], ids=str)
 def test_nothing_to_do_launches_nothing(changes: dict[str, int]) -> None:
-    _, _, plan, log = make(problem(**changes), by_name("attn_int8_sm90_bf16_d128"))
-    plan.launch(STREAM, (*POINTERS, WORKSPACE))
-    assert log == []
+    launches = plan_attention(problem(**changes), HOPPER, "attn_int8_sm90_bf16_d128")
+    assert launches.selection.spec.name == "attn_int8_sm90_bf16_d128"
+    assert launches.records == ()
 
 
-def test_a_plan_that_describes_does_not_run() -> None:
-    _, _, plan, log = make(problem(), run=False)
-    assert plan.num_launches == 3
-    with pytest.raises(RuntimeError, match="without a loaded kernel"):
-        plan.launch(STREAM, (*POINTERS, WORKSPACE))
-    assert log == []
-
-
-@pytest.mark.parametrize("low", [Int8(), Int8(smooth_q=True, smooth_v=True), Int4()], ids=str)
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
 @pytest.mark.parametrize("varlen", [False, True])
-def test_operands_do_not_overlap_and_fit_wherever_the_workspace_lies(varlen: bool, low: Int8) -> None:
-    _, quantizer, plan, _ = make(problem(low=low, varlen=varlen))
+def test_operands_do_not_overlap_and_fit_into_the_workspace(varlen: bool, knobs: Int8 | Int4) -> None:
+    p = problem(knobs, varlen=varlen)
+    launches = plan_attention(p, HOPPER, None)
+    described = quantized(p, launches.selection.spec)
     sizes = {
-        name: struct.calcsize({"float32": "f", "float16": "e"}.get(dtype, "B")) * _product(shape)
-        for name, (shape, dtype) in quantizer.problem.shapes().items()
+        name: struct.calcsize({"float32": "f", "float16": "e"}.get(dtype, "B")) * math.prod(shape)
+        for name, (shape, dtype) in described.shapes().items()
     }
-    offsets, outputs_bytes = carve(quantizer.problem.shapes())
-    spans = sorted((offset, offset + sizes[name]) for name, offset in offsets.items())
+    at, _, outputs_bytes = places(launches, p)
+    spans = sorted((place.offset, place.offset + sizes[name]) for name, place in at.items())
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     assert spans[-1][1] <= outputs_bytes
     # Tensor maps and bulk copies want their operands at multiples of 16 bytes, swizzled tiles of 128 and more.
-    assert all(offset % 256 == 0 for offset in offsets.values())
-    for address in (256, 257, 511):
-        base = -(-address // 256) * 256
-        assert base + outputs_bytes + quantizer.workspace_bytes <= address + plan.workspace_bytes
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for extent in shape:
-        total *= extent
-    return total
+    assert all(place.offset % 256 == 0 for place in at.values())
+    reached = [p.add for r in launches.records for p in r.pointers if p.operand == "workspace"]
+    assert max(reached) <= launches.workspace_bytes
 
 
 @pytest.mark.parametrize("spec", INT8, ids=lambda spec: spec.name)
 def test_boxes_of_every_row_are_tiles(spec: KernelSpec) -> None:
     """One copy of K is BLOCK_N rows of at most 128 bytes; one of V is HEAD_DIM rows of BLOCK_N bytes."""
-    varlen = "dense" in spec.lacks
-    low = Int8(smooth_q="smooth_q" in spec.features)
-    kernel, _, plan, _ = make(problem(dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, low=low), spec)
-    plan.launch(STREAM, (*POINTERS, WORKSPACE))
+    varlen, smooth_q = "dense" in spec.lacks, "smooth_q" in spec.features
+    p = problem(
+        Int8(smooth_q=smooth_q), dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse="lse" in spec.features
+    )
+    launches = plan_attention(p, HOPPER, spec.name)
+    assert launches.selection.spec == spec
+    record = launches.records[-1]
     row = min(spec.head_dim, 128)
-    assert [facts[-1][:2] for facts in kernel.maps] == [
+    assert [m.box[:2] for m in record.tensor_maps] == [
         (row, spec.block_m), (row, spec.block_n), (spec.block_n, spec.head_dim),
     ]  # fmt: skip
-    assert all(extent <= 256 for facts in kernel.maps for extent in facts[-1]), "the largest box"
-    assert plan.threads == 32 * spec.num_warps <= 1024
+    assert all(extent <= 256 for m in record.tensor_maps for extent in m.box), "the largest box"
+    assert record.threads == 32 * spec.num_warps <= 1024

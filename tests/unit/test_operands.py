@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omniattn.operand_checks import ALL, ARRAYS, check_precision, combine
 
 import omniattn as oa
 from omniattn import operands, testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
-from omniattn.operand_checks import ALL, ARRAYS, check_precision, combine
 from omniattn.problems import AttentionProblem as Problem
 from omniattn.select import Target
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omniattn.quantizer import FusedQuantizer, problem_for, select_quantizer
 
 import omniattn as oa
 from omniattn import testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from omniattn.launch import quantize as launch
-from omniattn.problems.quantize import QuantizePlan, QuantizeProblem
 from omniattn.problems.precision import GRANULARITIES, GROUPINGS
-from omniattn.quantizer import FusedQuantizer, problem_for, select_quantizer
+from omniattn.problems.quantize import QuantizePlan, QuantizeProblem
 from omniattn.reference.dequantize import dequantize_qk, dequantize_v
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.reference.quantize import KEY_ORDER, pack_int4, unpack_int4

@@ -6,10 +6,10 @@ import struct
 from typing import Any
 
 import pytest
+from omniattn.launch.params import PARAMS
 
 from omniattn import arrays, repeat
 from omniattn.launch.merge_states import _PARAMS, MergePlan
-from omniattn.launch.params import PARAMS
 from omniattn.problems import AttentionProblem as Problem
 
 torch = pytest.importorskip("torch")

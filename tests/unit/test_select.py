@@ -8,12 +8,12 @@ import random
 from typing import Any
 
 import pytest
+from omniattn.problem import LONG_KEYS, SHORT_CAUSAL_KEYS, UNLIMITED, Problem
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problems.precision import Int4, Int8
-from omniattn.problem import LONG_KEYS, SHORT_CAUSAL_KEYS, UNLIMITED, Problem
-from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.problems import Target
+from omniattn.problems.precision import Int4, Int8
+from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import select_attention, select_merge_states
 
 # Shared memory that one CTA may have, by compute capability.

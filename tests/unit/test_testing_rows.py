@@ -7,9 +7,9 @@ import pickle
 
 import numpy as np
 import pytest
+from omniattn.cache import KVCache
 
 import omniattn
-from omniattn.cache import KVCache
 from omniattn.registry import REGISTRY, KernelSpec, append_spec, by_name, decode_combine_spec, decode_spec
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases, decode_errors, formats_of
 from omniattn.testing.frameworks import NumpyFramework

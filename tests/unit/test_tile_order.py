@@ -14,7 +14,8 @@ from omniattn.launch import tile_order
 from omniattn.launch.attn_fwd import num_m_blocks
 from omniattn.launch.attn_fwd_sm90 import _tile_lengths, tiles_of
 from omniattn.launch.tile_order import TileList
-from omniattn.problems import UNLIMITED, AttentionProblem as Problem
+from omniattn.problems import UNLIMITED
+from omniattn.problems import AttentionProblem as Problem
 from omniattn.registry import REGISTRY, KernelSpec
 
 SMS = 132

@@ -4,11 +4,11 @@ A call goes through here in this order::
 
     q = describe(q_object, "q")                 # and every other input
     launch on  stream = prepare(tensors, stream_argument)
-    retire(tensors, stream)                     # memory that the queued kernel still reads
+    release(tensors, stream)                    # memory that the queued kernel still reads
     result = finish(out, stream)
 
 Nothing here waits on the host. Importing this package imports no framework: their modules are loaded when the first
-of their arrays is seen. On the common path (torch or CuPy, no ``stream=``) `prepare`, `retire` and `finish` touch no
+of their arrays is seen. On the common path (torch or CuPy, no ``stream=``) `prepare`, `release` and `finish` touch no
 CUDA function but the query of the framework's current stream.
 
 Streams
@@ -24,6 +24,8 @@ other       legacy default stream, after the inputs  in the library, if it has `
 
 With ``stream=`` the kernel runs there, after what the framework has queued for the inputs; torch and CuPy results are
 then safe on ``stream``: work on another stream has to be made to wait, as always with streams in these frameworks.
+
+Arrays that outlive a call and are written by it, those of KV caches, are kept in order by `order.LaunchOrder`.
 """
 
 from __future__ import annotations
@@ -48,13 +50,13 @@ __all__ = [
     "describe",
     "empty_like_framework",
     "finish",
-    "look",
+    "torch_facts",
     "prepare",
     "raw_view",
     "require_same_device",
     "require_writable",
     "resolve_stream",
-    "retire",
+    "release",
     "store",
     "stream_query",
     "to_numpy",
@@ -100,24 +102,24 @@ def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
     return describer(obj, argument, stream)
 
 
-def _see_nothing(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:
+def _know_none(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:
     return None
 
 
-#: ``look(objects)``: what a repeated call needs to know of its arrays, for a third of the cost of `describe`; None
-#: stands for an argument that was not given. Returns
+#: ``torch_facts(objects)``: what a repeated call needs to know of its arrays, for a third of the cost of `describe`.
+#: None stands for an argument that was not given. Returns
 #:
 #: - facts, hashable: equal ones mean that `describe` gives equal answers but for ``obj`` and ``ptr``, and no error;
 #: - the addresses of the first elements, 0 for None;
 #:
 #: or None unless all arrays are torch tensors on CUDA that `describe` would not refuse. `_register` puts torch's in.
-look: Callable[[Sequence[Any]], tuple[tuple[Any, ...], list[int]] | None] = _see_nothing
+torch_facts: Callable[[Sequence[Any]], tuple[tuple[Any, ...], list[int]] | None] = _know_none
 
 
 def allocator(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Callable[[Any], Any] | None:
     """`empty_like_framework` for repeated calls: gives the bare array, and takes one with the facts of ``ref``.
 
-    None for the frameworks whose arrays `look` does not know.
+    None for the frameworks whose arrays `torch_facts` does not know.
     """
     if ref.framework != "torch":
         return None
@@ -127,7 +129,7 @@ def allocator(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Callable[[Any]
 
 
 def stream_query(ref: Tensor) -> Callable[[], int] | None:
-    """`current_stream` for repeated calls. None for the frameworks whose arrays `look` does not know."""
+    """`current_stream` for repeated calls. None for the frameworks whose arrays `torch_facts` does not know."""
     if ref.framework != "torch":
         return None
     from . import from_torch
@@ -137,13 +139,13 @@ def stream_query(ref: Tensor) -> Callable[[], int] | None:
 
 def _register(cls: type, argument: str) -> Describer:
     """Find out, once for each class, whose arrays these are."""
-    global look
+    global torch_facts
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
         if root == "torch" and base.__name__ == "Tensor":
             from . import from_torch
 
-            look = from_torch.look
+            torch_facts = from_torch.torch_facts
             _empties["torch"] = from_torch.empty
             _currents["torch"] = from_torch.current_stream
             _describers[cls] = from_torch.describer(cls)
@@ -330,7 +332,7 @@ def _synchronize(tensors: Sequence[Tensor], stream: int) -> None:
             from_numpy.enter_cupy(group, stream)
 
 
-def retire(tensors: Sequence[Tensor], stream: int) -> None:
+def release(tensors: Sequence[Tensor], stream: int) -> None:
     """After the launch: keep memory alive that its owner would otherwise reuse while the kernel still works on it.
 
     Torch needs nothing here (its allocator was told in `prepare`), nor does CuPy on its own stream. Capsules of JAX

@@ -219,6 +219,13 @@ class Event:
                 self._backend.destroy(self._handle)
 
 
+def capturing(stream: int, ordinal: int) -> bool:
+    """Whether a stream of GPU ``ordinal`` is recording a CUDA graph."""
+    backend = _get()
+    with backend.context(ordinal):
+        return backend.capturing(stream)
+
+
 _pending: deque[tuple[Event, list[Any]]] = deque()
 _lock = threading.Lock()
 
@@ -229,10 +236,8 @@ def keep_until_done(stream: int, ordinal: int, owners: list[Any]) -> None:
     During graph capture nothing is kept: the graph reads the arrays at every replay, so they are the caller's to keep
     alive.
     """
-    backend = _get()
-    with backend.context(ordinal):
-        if backend.capturing(stream):
-            return
+    if capturing(stream, ordinal):
+        return
     event = Event(stream, ordinal)
     with _lock:
         _pending.append((event, owners))

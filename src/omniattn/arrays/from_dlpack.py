@@ -214,14 +214,18 @@ class Exporter:
 
 
 def finish(t: CapsuleTensor, stream: int) -> Any:
-    """Hand a result to its library, whose next use of it then waits for the kernel.
+    """Hand a result to its library, whose next use of it then waits for the kernel."""
+    if 0 in t.shape:
+        return t.obj
+    return hand_over(t, None if t.device == "cpu" else Event(stream, t.ordinal))
+
+
+def hand_over(t: CapsuleTensor, event: Event | None) -> Any:
+    """Hand an array that a kernel writes to its library, whose next use of it then waits for ``event``.
 
     JAX: the array of `empty_jax` is never shown to the user; the imported one has the same memory and keeps it alive.
     Other libraries: the import is made for its wait, and because a library may track readiness by array.
     """
-    if 0 in t.shape:
-        return t.obj
-    event = None if t.device == "cpu" else Event(stream, t.ordinal)
     exporter = Exporter(t, event)
     if t.framework == "jax":
         from jax import dlpack as jax_dlpack

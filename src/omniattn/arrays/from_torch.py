@@ -78,8 +78,8 @@ def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
     return t
 
 
-def look(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:
-    """See `omniattn.arrays.look`; the hot path of all, eight attribute reads a tensor."""
+def torch_facts(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:
+    """See `omniattn.arrays.torch_facts`; the first step of the fast path, eight attribute reads a tensor."""
     facts: list[Any] = []
     addresses: list[int] = []
     try:

@@ -94,9 +94,9 @@ def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
         return view
     import numpy as np
 
-    wide = view.astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32)
+    bits = view.astype(np.uint32)
+    bits <<= 16
+    return bits.view(np.float32)
 
 
 def bfloat16_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

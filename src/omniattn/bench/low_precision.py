@@ -134,7 +134,7 @@ class KernelAlone:
         from omniattn.ops.attention import call_of
         from omniattn.plan.engine import describe, make_plan
 
-        call = call_of("attention", q, k, v, causal=self._causal, precision=self._precision)
+        call = call_of(q, k, v, causal=self._causal, precision=self._precision)
         plan = make_plan(call, describe(call, None), load=True)
         if plan.launches is None:
             raise UnsupportedError(

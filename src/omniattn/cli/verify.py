@@ -15,7 +15,7 @@ from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
 from omniattn.runtime.loader import unsupported_reason
 from omniattn.testing.ahead import Ahead, default_jobs, in_order
-from omniattn.testing.cases import CallCase, cases_for
+from omniattn.testing.cases import CallCase, cases_for, problem
 from omniattn.testing.frameworks import Framework, NumpyFramework, gpu_framework
 from omniattn.testing.rows import run_row
 
@@ -138,8 +138,7 @@ def verify_kernels(
         ahead.compile(able, info.cc)
         for spec in able:
             step(spec.name)
-            ahead.wait_for(spec)
-            outcomes[spec.name] = _verify(framework, spec, ahead)
+            outcomes[spec.name] = verify_row(framework, spec, ahead)
     return [outcomes[spec.name] for spec in specs]
 
 
@@ -149,7 +148,9 @@ def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
     return outcome
 
 
-def _verify(framework: Framework, spec: KernelSpec, ahead: Ahead) -> Outcome:
+def verify_row(framework: Framework, spec: KernelSpec, ahead: Ahead) -> Outcome:
+    """Run one registry row that this GPU can run, with numbers and a binary made ahead."""
+    ahead.wait_for(spec)
     start = time.perf_counter()
     try:
         origin = runtime.load(spec, 0).origin
@@ -174,7 +175,7 @@ def verify_cpu(step: Callable[[str], None] = lambda _: None) -> list[Outcome]:
             worst = 0.0
             cases = [CallCase(op, index, dtype, 64) for index in range(len(cases_for(op)))]
             for case in cases:
-                share, note = case.check(framework, case.prepare())
+                share, note = case.check(framework, problem(case.case, op, dtype, case.head_dim))
                 worst = max(worst, share)
                 if note:
                     notes.append(f"{case.name}: {note}")

@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import arrays
 from ..arrays import Tensor
+from ..arrays.order import LaunchOrder
 from ..checks import values
 from ..errors import ArgumentError, DtypeError, ShapeError
 from .formats import KV_ARRAY_DTYPES, KVFormat, check_format
@@ -74,7 +75,10 @@ class KVCache:
     Notes
     -----
     Memory is not cleared; what lies beyond a sequence's length is never looked at. `append` writes, `decode` reads.
-    Of ``like`` nothing is kept. ``copy.deepcopy`` makes a cache with memory of its own (and copies ``k_mean`` and
+    Of ``like`` nothing is kept. JAX and other libraries whose arrays come by DLPack wait for the kernels that were
+    queued before ``cache.k`` (or another plane) was read or the cache was copied: read it anew after an `append`. They
+    do not know of later ones: what they compute from it has to be ready before the next `append`
+    (``jax.block_until_ready``). ``copy.deepcopy`` makes a cache with memory of its own (and copies ``k_mean`` and
     ``k_channel_scale`` too). GPUs: compute capability 8.0 and newer; on the CPU everything runs in NumPy.
     """
 
@@ -250,8 +254,9 @@ class KVCache:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
         state = self.__dict__.copy()
-        for group in ("_planes", "_key_arrays"):
-            state[group] = {name: (t.argument, t.obj, t.readonly) for name, t in state[group].items()}
+        del state["_order"], state["_plain_torch"]
+        state["_planes"] = {name: (t.argument, self._array(name), t.readonly) for name, t in self._planes.items()}
+        state["_key_arrays"] = {name: (t.argument, t.obj, t.readonly) for name, t in self._key_arrays.items()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -273,45 +278,45 @@ class KVCache:
             f"{self.head_dim}, K {self.k_format.dtype}, V {self.v_format.dtype}, {self._device_name}>"
         )
 
+    def _array(self, name: str) -> Any:
+        """A plane as its framework's array, safe to use there; None for none."""
+        t = self._planes.get(name)
+        return None if t is None else self._order.array(name, t)
+
     @property
     def k(self) -> Any:
         """Data plane of K."""
-        return self._planes["k"].obj
+        return self._array("k")
 
     @property
     def v(self) -> Any:
         """Data plane of V."""
-        return self._planes["v"].obj
+        return self._array("v")
 
     @property
     def k_params(self) -> Any:
         """Parameter plane of K, or None."""
-        t = self._planes.get("k_params")
-        return None if t is None else t.obj
+        return self._array("k_params")
 
     @property
     def v_params(self) -> Any:
         """Parameter plane of V, or None."""
-        t = self._planes.get("v_params")
-        return None if t is None else t.obj
+        return self._array("v_params")
 
     @property
     def recent_k(self) -> Any:
         """K of the newest tokens, or None."""
-        t = self._planes.get("recent_k")
-        return None if t is None else t.obj
+        return self._array("recent_k")
 
     @property
     def recent_v(self) -> Any:
         """V of the newest tokens, or None."""
-        t = self._planes.get("recent_v")
-        return None if t is None else t.obj
+        return self._array("recent_v")
 
     @property
     def recent_state(self) -> Any:
         """Which positions of each slot's sequence are there, or None."""
-        t = self._planes.get("recent_state")
-        return None if t is None else t.obj
+        return self._array("recent_state")
 
     @property
     def recent_ring(self) -> int:
@@ -350,6 +355,8 @@ class KVCache:
 
     def _settle(self) -> None:
         """Facts and addresses, once the arrays are there."""
+        self._order = LaunchOrder()
+        self._plain_torch = all(t.framework == "torch" for t in self.tensors)
         self._addresses = tuple(
             self.address(name)
             for name in (
@@ -363,6 +370,16 @@ class KVCache:
                 self.recent_slots, self.recent_format, self._device, self._ordinal,
             )
         )  # fmt: skip
+
+    @property
+    def order(self) -> LaunchOrder:
+        """Keeps the launches on the planes in order."""
+        return self._order
+
+    @property
+    def plain_torch(self) -> bool:
+        """Whether all arrays are torch's, which orders its work by streams."""
+        return self._plain_torch
 
     @property
     def planes(self) -> dict[str, Tensor]:

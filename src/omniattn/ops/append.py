@@ -17,8 +17,9 @@ from ..problems import CopyProblem
 from . import on_cpu
 
 _APPEND = Operation(
-    "append", checks.ARRAYS, checks.check_append, checks.check_append_memory, plan_append, on_cpu.append, checks.ALIGNED
-)
+    "append", checks.ARRAYS, checks.check_append, checks.check_append_memory, plan_append, on_cpu.append,
+    ("k", "v", "seq_lens"), checks.ALIGNED,
+)  # fmt: skip
 
 
 def _check_copy(call: Call, tensors: dict[str, Tensor]) -> CopyProblem:

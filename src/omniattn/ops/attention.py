@@ -12,21 +12,40 @@ from ..plan.engine import Call, Operation, Same, run
 from ..problems import OPERANDS, Int4, Int8
 from . import on_cpu
 
-_ON_ARRAYS = {
-    name: Operation(
-        name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
-        checks.ALIGNED,
-    )
-    for name in ("attention", "attention_varlen")
-}  # fmt: skip
 _ON_OPERANDS = {
     name: Operation(
         name, operands.ALL, operands.check_operands, operands.check_operands_memory, plan_attention,
-        on_cpu.attention_on_operands, operands.ALIGNED,
+        on_cpu.attention_on_operands, (), operands.ALIGNED,
         {array: f"{of}.{array}" for array, of in operands.ARGUMENT.items()},
     )
     for name in ("attention", "attention_varlen")
 }  # fmt: skip
+
+
+def _on_operands(call: Call) -> Call | None:
+    """The call on quantized operands that takes the place of ``call``; None if there are none."""
+    q, k, v, out, starts_q, starts_k, mask, sinks = call.objects
+    if not (q.__class__ in OPERANDS or k.__class__ in OPERANDS or v.__class__ in OPERANDS):
+        return None
+    function = call.operation.name
+    operands.check_kinds(function, q, k, v, starts_q, starts_k)
+    of_q, of_k = q.pair, k.pair
+    facts = (
+        Same(of_q.problem), Same(of_k.problem), Same(v.problem), of_q is of_k, of_q.layout, of_k.layout, v.layout,
+    )  # fmt: skip
+    objects = operands.arrays_of(of_q, of_k, v, out, mask, sinks)
+    return Call(_ON_OPERANDS[function], objects, call.options, call.stream, None, facts, (q, k, v))
+
+
+_ATTENTION, _ATTENTION_VARLEN = (
+    Operation(
+        name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
+        ("q", "k", "v"), checks.ALIGNED, otherwise=_on_operands,
+    )
+    for name in ("attention", "attention_varlen")
+)  # fmt: skip
+# A third of what the class of a NamedTuple takes.
+_new = tuple.__new__
 
 
 def attention(
@@ -115,9 +134,11 @@ def attention(
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
     algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2.
     """
-    options = AttentionOptions(layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic)
-    objects = (q, k, v, out, None, None, mask, sinks)
-    return _run("attention", objects, options, stream)
+    options = _new(
+        AttentionOptions,
+        (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None),
+    )
+    return _one_or_more(run(Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), options, stream)))
 
 
 def attention_varlen(
@@ -183,35 +204,14 @@ def attention_varlen(
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q, max_seqlen_k
     )
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
-    return _run("attention_varlen", objects, options, stream)
+    return _one_or_more(run(Call(_ATTENTION_VARLEN, objects, options, stream)))
 
 
-def call_of(
-    function: str, q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 = "exact"
-) -> Call:
-    """A call on arrays as data, not run: for measurements that need its plan."""
+def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 = "exact") -> Call:
+    """A call of `attention` as data, not run: for measurements that need its plan."""
     options = AttentionOptions("NHD", causal, None, None, 0.0, precision, False, False)
-    return Call(_ON_ARRAYS[function], (q, k, v, None, None, None, None, None), options)
+    return Call(_ATTENTION, (q, k, v, None, None, None, None, None), options)
 
 
-def _run(function: str, objects: tuple[Any, ...], options: AttentionOptions, stream: Any) -> Any:
-    q, k, v = objects[:3]
-    if q.__class__ in OPERANDS or k.__class__ in OPERANDS or v.__class__ in OPERANDS:
-        call = _call_on_operands(function, objects, options, stream)
-    else:
-        call = Call(_ON_ARRAYS[function], objects, options, stream)
-    results = run(call)
+def _one_or_more(results: list[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def _call_on_operands(function: str, objects: tuple[Any, ...], options: AttentionOptions, stream: Any) -> Call:
-    q, k, v, out, starts_q, starts_k, mask, sinks = objects
-    operands.check_kinds(function, q, k, v, starts_q, starts_k)
-    of_q, of_k = q.pair, k.pair
-    facts = (
-        Same(of_q.problem), Same(of_k.problem), Same(v.problem), of_q is of_k, of_q.layout, of_k.layout, v.layout,
-    )  # fmt: skip
-    return Call(
-        _ON_OPERANDS[function], operands.arrays_of(of_q, of_k, v, out, mask, sinks), options, stream, None, facts,
-        (q, k, v),
-    )  # fmt: skip

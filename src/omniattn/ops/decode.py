@@ -13,8 +13,9 @@ from ..plan.others import plan_decode
 from . import on_cpu
 
 _DECODE = Operation(
-    "decode", checks.ARRAYS, checks.check_decode, checks.check_decode_memory, plan_decode, on_cpu.decode, checks.ALIGNED
-)
+    "decode", checks.ARRAYS, checks.check_decode, checks.check_decode_memory, plan_decode, on_cpu.decode,
+    ("q", "seq_lens"), checks.ALIGNED,
+)  # fmt: skip
 
 
 def decode(
@@ -83,8 +84,8 @@ def decode(
         of one sequence, and the results merged (cascade): worth it where they do not fit L2, or sequences are many.
         The values are those without it, up to rounding. A sequence with seq_lens 0 pauses: it sees nothing, and its
         blocks are not looked at. Blocks and lengths are checked on the CPU; on a GPU the blocks of the first sequence
-        that has the whole prefix are read for all. Not with ``window``, ``deterministic`` or a recent window. On a GPU, where
-        q_len > 1, q's first two dimensions have to lie as one.
+        that has the whole prefix are read for all. Not with ``window``, ``deterministic`` or a recent window. On a
+        GPU, where q_len > 1, q's first two dimensions have to lie as one.
 
     Returns
     -------

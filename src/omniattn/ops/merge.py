@@ -12,7 +12,7 @@ from . import on_cpu
 
 _MERGE = Operation(
     "merge_states", checks.ARRAYS, checks.check_merge, checks.check_merge_memory, plan_merge, on_cpu.merge,
-    checks.ALIGNED,
+    ("o_a", "o_b", "lse_a", "lse_b"), checks.ALIGNED,
 )  # fmt: skip
 _NO_OPTIONS = MergeOptions()
 

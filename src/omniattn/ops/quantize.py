@@ -13,11 +13,11 @@ from . import on_cpu
 
 _QUANTIZE_QK = Operation(
     "quantize_qk", checks.ARRAYS_QK, checks.check_quantize_qk, checks.check_quantize_memory, plan_quantize,
-    on_cpu.quantize, checks.ALIGNED,
+    on_cpu.quantize, ("q", "k"), checks.ALIGNED,
 )  # fmt: skip
 _QUANTIZE_V = Operation(
     "quantize_v", checks.ARRAYS_V, checks.check_quantize_v, checks.check_quantize_memory, plan_quantize,
-    on_cpu.quantize, checks.ALIGNED,
+    on_cpu.quantize, ("v",), checks.ALIGNED,
 )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ fast path (`repeat.Repeat`) and pay for addresses only.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from .. import arrays, runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError, UnsupportedError
 from ..problems import Output, Target
+from ..runtime.env import forced_kernels
 from ..runtime.record import WORKSPACE_ALIGNMENT, LaunchRecord, Program
 from ..select import Selection
 from .cache import PlanCache
@@ -82,10 +82,14 @@ class Operation:
         (problem, target, force) -> Launches.
     reference : callable
         (call, problem, tensors) -> results, by NumPy.
+    required : tuple of str
+        Arrays that have to be there; ``check`` finds them in ``tensors``.
     aligned : frozenset of str
         Arrays that kernels access 16 bytes at a time; the others are aligned to their elements.
     labels : dict
         Names of arrays in errors, where these are not their own.
+    otherwise : callable, optional
+        The call of another operation that takes the place of a call whose arrays are not plain tensors; or None.
     keep : bool
         Whether plans are worth keeping.
     """
@@ -96,8 +100,10 @@ class Operation:
     check_memory: Callable[[Any, dict[str, Tensor]], None]
     plan: Callable[[Any, Target, str | None], Launches]
     reference: Callable[[Call, Any, dict[str, Tensor]], list[Any]]
+    required: tuple[str, ...] = ()
     aligned: frozenset[str] = frozenset()
     labels: dict[str, str] = field(default_factory=dict)
+    otherwise: Callable[[Call], Call | None] | None = None
     keep: bool = True
 
 
@@ -227,13 +233,17 @@ def run(call: Call) -> list[Any]:
         The arrays of the problem's `outputs`, in order.
     """
     if _mode.describing:
-        raise _describe_plan(call)
+        other = None if call.operation.otherwise is None else call.operation.otherwise(call)
+        raise _describe_plan(call if other is None else other)
     if not call.operation.keep:
         return execute(make_plan(call, {}, load=True), call, {})
     stream, options = call.stream, call.options
     raw = None if stream is None else arrays.resolve_stream(stream)
-    seen = arrays.look(call.objects)
+    seen = arrays.torch_facts(call.objects)
     if seen is None:
+        other = None if call.operation.otherwise is None else call.operation.otherwise(call)
+        if other is not None:
+            return run(other)
         tensors = describe(call, raw)
         facts: Any = tuple(
             None if t is None else (t.dtype, t.device, t.ordinal, t.shape, t.strides)
@@ -250,13 +260,13 @@ def run(call: Call) -> list[Any]:
     cache = call.cache
     key: Any = (
         call.operation, facts, options, types, call.facts, None if cache is None else id(cache.facts),
-        os.environ.get("OMNIATTN_FORCE_KERNEL"),
+        forced_kernels(),
     )  # fmt: skip
     try:
         plan = PLANS.get(key)
     except TypeError:  # an unhashable option, a list for window say: validation has the last word
         plan, key = None, None
-    if plan is not None and plan.repeat is not None and seen is not None:
+    if plan is not None and plan.repeat is not None and seen is not None and (cache is None or cache.plain_torch):
         call.problem = plan.problem
         results = plan.repeat(call.objects, addresses, cache, raw)
         if results is not None:
@@ -276,13 +286,13 @@ def run(call: Call) -> list[Any]:
 
 
 def describe(call: Call, raw: int | None) -> dict[str, Tensor]:
-    """The caller's arrays by name, those that are there."""
+    """The caller's arrays by name, those that are there; raises for one that has to be and is None."""
     operation = call.operation
-    labels = operation.labels
+    labels, required = operation.labels, operation.required
     return {
         name: arrays.describe(x, labels.get(name, name), raw)
         for name, x in zip(operation.arrays, call.objects, strict=True)
-        if x is not None
+        if x is not None or name in required
     }
 
 
@@ -296,7 +306,7 @@ def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
     ordinal = place.ordinal
     device = runtime.device_info(ordinal)
     target = Target(device.cc, device.max_smem_optin, device.sm_count)
-    launches = operation.plan(problem, target, os.environ.get("OMNIATTN_FORCE_KERNEL"))
+    launches = operation.plan(problem, target, forced_kernels())
     program = None
     if load:
         names = operand_names(operation, cache is not None, problem)
@@ -342,8 +352,12 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
         *(t.ptr for t in outputs),
         workspace,
     ]
+    if cache is not None:
+        cache.order.before(handle)
     plan.program.launch(handle, addresses)
-    arrays.retire(everything, handle)
+    if cache is not None:
+        cache.order.after(own, handle)
+    arrays.release(everything, handle)
     return [arrays.finish(t, handle) for t in outputs]
 
 

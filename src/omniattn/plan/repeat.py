@@ -139,7 +139,7 @@ class Repeat:
 def _allocator(
     names: tuple[str, ...], tensors: dict[str, Tensor], output: Output
 ) -> tuple[int, Callable[[Any], Any] | None]:
-    """What makes an output, and the place of the array that it takes: one with the output's own facts if there is one."""
+    """What makes an output, and the place of the array it takes: one with the output's own facts if there is one."""
     first = next(iter(tensors))
     for name, t in tensors.items():
         if name != "out" and t.dtype == output.dtype and tuple(t.shape) == output.shape:

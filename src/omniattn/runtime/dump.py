@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CompileError
 from . import env, log
+from .store import get_store
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
@@ -36,8 +37,6 @@ def dump(spec: KernelSpec, arch: str, origin: str, image: bytes, options: tuple[
     root = env.get("OMNIATTN_DUMP")
     if root is None:
         return None
-    from .store import get_store
-
     folder = Path(root) / re.sub(r"[^\w.-]+", "_", f"{spec.name}-{arch}-{origin}")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -165,6 +165,18 @@ def get(name: str) -> Any:
     return variable.parse(name, text) if text.strip() else variable.default
 
 
+# `os.environ.get` raises and catches an error for a variable that is not set, which costs a microsecond a call.
+_environment: Any = getattr(os.environ, "_data", None)
+_FORCE: Any = os.environ.encodekey("OMNIATTN_FORCE_KERNEL") if hasattr(os.environ, "encodekey") else None
+
+
+def forced_kernels() -> str | None:
+    """``OMNIATTN_FORCE_KERNEL``, asked at every call; None if it is not set."""
+    if _environment is not None and _FORCE not in _environment:
+        return None
+    return os.environ.get("OMNIATTN_FORCE_KERNEL")
+
+
 def jit_policy() -> tuple[bool, bool]:
     """``(prebuilt kernels may be used, NVRTC may be run)``.
 

@@ -1,8 +1,8 @@
 """Which binary of a kernel a GPU gets.
 
-Order: environment override, prebuilt cubins (exact ``a`` target, family, nearest lower minor), disk cache, NVRTC for
-the GPU's own target, error. A binary that does not serve is passed over, and the reason kept: in `LoadedKernel.tried`,
-or in the error.
+Order: environment override, prebuilt cubins (exact ``a`` target, family, nearest lower minor), the disk cache's entries
+(the newest NVRTC's first), NVRTC for the GPU's own target, error. A binary that does not serve is passed over, and the
+reason kept: in `LoadedKernel.tried`, or in the error.
 """
 
 from __future__ import annotations

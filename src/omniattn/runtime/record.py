@@ -7,8 +7,8 @@ operands; it needs no kernel loaded and no GPU. Whoever launches, launches recor
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,8 +25,10 @@ MAX_ARGUMENT_BYTES = 4096
 #: Multiple that a workspace's address is rounded up to.
 WORKSPACE_ALIGNMENT = 256
 
-# Tensor maps are kept for this many addresses of each operand; encoding one takes about a microsecond.
-_MAX_MAPS = 64
+# Packed arguments are kept for this many sets of addresses, and tensor maps for as many addresses: encoding one takes
+# about a microsecond.
+_MAX_ARGUMENTS = 256
+_POINTER = struct.Struct("<Q")
 
 
 class Pointer(NamedTuple):
@@ -126,20 +128,6 @@ class LaunchRecord:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
 
-class _Buffer(threading.local):
-    """The arguments of the launch that a thread is making: the driver copies them during the call."""
-
-    def __init__(self) -> None:
-        self.memory = (ctypes.c_char * MAX_ARGUMENT_BYTES)()
-        self.view = memoryview(self.memory).cast("B")
-        self.address = ctypes.addressof(self.memory)
-
-
-BUFFER = _Buffer()
-
-_Launch = Callable[[int, Sequence[int]], None]
-
-
 class Program:
     """The launches of a call on one GPU.
 
@@ -149,7 +137,7 @@ class Program:
     operands : sequence of str
         The order in which `launch` takes addresses.
     load : callable
-        LoadedKernel of a KernelSpec.
+        LoadedKernel of a KernelSpec; all on one GPU.
     """
 
     __slots__ = ("kernels", "launches", "operands", "records")
@@ -164,8 +152,10 @@ class Program:
         self.operands = tuple(operands)
         self.kernels = tuple(load(record.spec) for record in self.records)
         index = {name: i for i, name in enumerate(self.operands)}
+        #: The launches one by one: ``launch(stream, addresses)``.
         self.launches: tuple[_Launch, ...] = tuple(
-            _bind(record, kernel, index) for record, kernel in zip(self.records, self.kernels, strict=True)
+            _BoundLaunch(record, kernel, index).launch
+            for record, kernel in zip(self.records, self.kernels, strict=True)
         )
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
@@ -180,41 +170,55 @@ class Program:
             launch(stream, addresses)
 
 
-def _bind(record: LaunchRecord, kernel: LoadedKernel, index: dict[str, int]) -> _Launch:
-    """A function that makes one launch: the template, addresses over it, tensor maps over it."""
-    template, size, buffer = record.arguments, len(record.arguments), BUFFER
-    runs = _runs(record.pointers, index)
-    maps = tuple((m.offset, index[m.operand], m.add, _Maps(m, kernel)) for m in record.tensor_maps)
-    attributes = kernel.attributes(record.cluster, record.overlap)
-    run = kernel.launch
-    grid, threads = record.grid, record.threads
-
-    def launch(stream: int, addresses: Sequence[int]) -> None:
-        view = buffer.view
-        view[:size] = template
-        for pack_into, offset, places in runs:
-            pack_into(view, offset, *[addresses[i] + add for i, add in places])
-        for offset, i, add, found in maps:
-            view[offset : offset + MAP_BYTES] = found.at(addresses[i] + add)
-        run(grid, threads, stream, buffer.address, attributes)
-
-    return launch
+_Launch = Callable[[int, Sequence[int]], None]
 
 
-def _runs(
-    pointers: tuple[Pointer, ...], index: dict[str, int]
-) -> tuple[tuple[Callable[..., None], int, tuple[tuple[int, int], ...]], ...]:
-    """Pointers that lie side by side are written together: (write, offset, ((operand, bytes to add), ...))."""
-    groups: list[list[Pointer]] = []
-    for pointer in sorted(pointers):
-        if groups and groups[-1][-1].offset + 8 == pointer.offset:
-            groups[-1].append(pointer)
-        else:
-            groups.append([pointer])
-    return tuple(
-        (struct.Struct(f"<{len(g)}Q").pack_into, g[0].offset, tuple((index[p.operand], p.add) for p in g))
-        for g in groups
-    )
+class _BoundLaunch:
+    """One launch of a program, and the arguments that it has been made with.
+
+    A call with addresses that were seen before launches the struct that was packed then: frameworks' allocators give
+    out the same addresses again and again.
+    """
+
+    __slots__ = ("_by_addresses", "_key", "_maps", "_places", "_run", "_template", "_what")
+
+    def __init__(self, record: LaunchRecord, kernel: LoadedKernel, index: dict[str, int]) -> None:
+        names = {p.operand for p in record.pointers} | {m.operand for m in record.tensor_maps}
+        used = sorted(index[name] for name in names)
+        # Two at least, so that the getter gives a tuple.
+        used = (used * 2 or [0, 0])[: max(len(used), 2)]
+        self._key = operator.itemgetter(*used)
+        self._template = record.arguments
+        self._places = tuple((p.offset, used.index(index[p.operand]), p.add) for p in record.pointers)
+        self._maps = tuple(
+            (m.offset, used.index(index[m.operand]), m.add, _Maps(m, kernel)) for m in record.tensor_maps
+        )
+        self._by_addresses: dict[tuple[int, ...], tuple[ctypes.Array[ctypes.c_char], int]] = {}
+        self._run = kernel.launch
+        self._what = (record.grid, record.threads, kernel.attributes(record.cluster, record.overlap))
+
+    def launch(self, stream: int, addresses: Sequence[int]) -> None:
+        """Queue the kernel."""
+        key = self._key(addresses)
+        packed = self._by_addresses.get(key)
+        if packed is None:
+            packed = self._pack(key)
+        grid, threads, attributes = self._what
+        self._run(grid, threads, stream, packed[1], attributes)
+
+    def _pack(self, key: tuple[int, ...]) -> tuple[ctypes.Array[ctypes.c_char], int]:
+        data = bytearray(self._template)
+        for offset, i, add in self._places:
+            _POINTER.pack_into(data, offset, key[i] + add)
+        for offset, i, add, maps in self._maps:
+            data[offset : offset + MAP_BYTES] = maps.at(key[i] + add)
+        memory = (ctypes.c_char * len(data)).from_buffer_copy(data)
+        if len(self._by_addresses) >= _MAX_ARGUMENTS:
+            # Another thread may be looking up meanwhile: a new dictionary, not one that shrinks under it.
+            newer = list(self._by_addresses.items())[_MAX_ARGUMENTS // 2 :]
+            self._by_addresses = dict(newer)
+        found = self._by_addresses[key] = memory, ctypes.addressof(memory)
+        return found
 
 
 class _Maps:
@@ -233,7 +237,7 @@ class _Maps:
         if found is None:
             m = self._map
             found = self._kernel.encode_tensor_map(m.dtype, address, m.dims, m.strides_bytes, m.box)
-            if len(self._maps) >= _MAX_MAPS:
+            if len(self._maps) >= _MAX_ARGUMENTS:
                 self._maps.clear()
             self._maps[address] = found
         return found

@@ -1,0 +1,84 @@
+"""Launches without a GPU: kernels that write down what they are launched with, and records read field by field."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from omniattn.launch.structs import At, HostStruct
+from omniattn.registry import KernelSpec
+from omniattn.runtime.driver_base import LaunchAttributes
+from omniattn.runtime.record import MAX_ARGUMENT_BYTES, LaunchRecord
+
+KERNELS = Path(__file__).parents[2] / "kernels_cu"
+
+
+class Kernel:
+    """Stands for a `LoadedKernel`: makes "maps" that can be read again, and keeps its launches.
+
+    ``log`` has (kernel, grid, threads, stream, argument bytes, attributes) of each launch.
+    """
+
+    def __init__(self, spec: KernelSpec | None = None, log: list[Any] | None = None) -> None:
+        self.spec = spec
+        self.maps: list[tuple[Any, ...]] = []
+        self.log: list[Any] = [] if log is None else log
+
+    def encode_tensor_map(self, *facts: Any) -> bytes:
+        self.maps.append(facts)
+        return len(self.maps).to_bytes(128, "little")
+
+    def attributes(self, cluster: tuple[int, int, int] | None, overlap: bool) -> LaunchAttributes | None:
+        return LaunchAttributes(cluster, overlap) if cluster is not None or overlap else None
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        stream: int,
+        params_address: int,
+        attributes: LaunchAttributes | None = None,
+    ) -> None:
+        data = ctypes.string_at(params_address, MAX_ARGUMENT_BYTES)
+        self.log.append((self, grid, threads, stream, data, attributes))
+
+
+def unpacked(data: bytes, layout: HostStruct) -> dict[str, Any]:
+    """A packed struct by field name: addresses and numbers; of tensor maps their bytes."""
+    found: dict[str, Any] = {}
+    for name, code in layout.fields:
+        at = layout.offsets[name]
+        if code == "M":
+            found[name] = data[at : at + 128]
+        else:
+            values = struct.unpack_from("<" + code.replace("P", "Q"), data, at)
+            found[name] = values[0] if len(values) == 1 else values
+    return found
+
+
+def fields_of_record(record: LaunchRecord, layout: HostStruct) -> dict[str, Any]:
+    """What a record says of its struct: numbers; `At` for pointers, None for null; tensor maps without their offsets."""
+    assert len(record.arguments) == layout.size
+    found = unpacked(record.arguments, layout)
+    pointers = {p.offset: At(p.operand, p.add) for p in record.pointers}
+    maps = {m.offset: m._replace(offset=0) for m in record.tensor_maps}
+    for name, code in layout.fields:
+        at = layout.offsets[name]
+        if code == "P":
+            assert found[name] == 0, "a template has no addresses"
+            found[name] = pointers.pop(at, None)
+        elif code.endswith("P"):
+            found[name] = [pointers.pop(at + 8 * i, None) for i in range(int(code[:-1]))]
+        elif code == "M":
+            found[name] = maps.pop(at)
+    assert not pointers, "pointers that no field has"
+    assert not maps, "tensor maps that no field has"
+    return found
+
+
+def read(source: str) -> str:
+    """Device code without comments."""
+    return re.sub(r"//[^\n]*", "", (KERNELS / source).read_text(encoding="utf-8"))
