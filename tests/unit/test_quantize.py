@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from omniattn.select import select_delta, select_quantizer
 from omniattn.testing.quantizer_cases import Fused
 from tests.unit.launch_fakes import Kernel, fields_of_record, unpacked
 
-KERNELS = Path(__file__).parents[2] / "kernels_cu"
 NAN = np.nan
 
 
