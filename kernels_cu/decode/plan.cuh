@@ -23,8 +23,7 @@ OA_DEVICE int32 prefix_owner(const DecodeParams& p) {
 }
 OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     KeySpan s;
-    // The shared prefix is as long for all.
-    s.seq_len = s.end = p.first_key == kSharedPrefix ? p.capacity : min_of(max_of(p.seq_lens[b], 0), p.capacity);
+    s.seq_len = s.end = min_of(max_of(p.seq_lens[b], p.least_seq_len), p.capacity);
     int64 first = p.window_left < 0 ? 0 : int64(s.end) - p.q_len - p.window_left;
     s.begin = first <= 0 ? 0 : int32(first) & ~15;
     if (p.recent_side != kRecentNone) {

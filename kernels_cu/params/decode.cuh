@@ -54,7 +54,7 @@ struct DecodeParams {
     int32
         prefix_sequences;  // of a launch over the shared prefix, which takes the queries of all sequences for those of one:
     // how many sequences there are (seq_lens has so many)
-    int32 reserved;
+    int32 least_seq_len;  // lengths below it count as it: 0; of a shared prefix, which is as long for all, the capacity
 };
 
 constexpr int32 kSharedPrefix = -1;

@@ -91,6 +91,7 @@ def test_what_is_launched(q_len: int, lse: bool) -> None:
     assert (first["capacity"], first["first_key"]) == (prefix, SHARED_PREFIX)
     assert (own["capacity"], own["first_key"]) == (320, prefix)
     assert (first["prefix_sequences"], own["prefix_sequences"]) == (batch, 0)
+    assert (first["least_seq_len"], own["least_seq_len"]) == (prefix, 0)
     # Both sides' results lie in the workspace, apart, and are what is merged.
     merged = fields_of_record(records[4], MERGE_STATES)
     assert (merged["o_a"], merged["o_b"], merged["lse_a"], merged["lse_b"]) == (

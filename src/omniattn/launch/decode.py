@@ -282,7 +282,7 @@ class _PassPlan:
             "two_1024": _TWO_1024,
             "first_key": one.first_key,
             "prefix_sequences": one.prefix_sequences,
-            "reserved": 0,
+            "least_seq_len": p.capacity if one.prefix_sequences else 0,
         }
         arguments = DECODE.pack(values)
         grid = (self.segments, -(-min(self.rows, p.group * p.q_len) * split // _COMBINE_WARPS), 1)

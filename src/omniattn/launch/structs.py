@@ -170,7 +170,7 @@ DECODE = HostStruct(
     " window_left sinks_kind hadamard chunk_log2 fixed_splits num_workers recent_window recent_ring recent_num_slots"
     " recent_side; f softmax_scale softcap; i combine_split; I block_multiplier; i block_shift; I worker_multiplier;"
     "i worker_shift; I two_1024; i first_key"
-    " prefix_sequences reserved",
+    " prefix_sequences least_seq_len",
 )
 
 KV_APPEND = HostStruct(
