@@ -14,20 +14,17 @@ struct KeySpan {
     int32 begin, end, chunks;
     int32 seq_len;
 };
-// A sequence that has all of the shared prefix, whose row of the block table is read for all; prefix_sequences if there
-// is none. (The first one has it, unless it is paused.)
+// A sequence that has all of the shared prefix, whose row of the block table is read for all; the last one if none has it,
+// all being paused, so that nobody looks at the result. (The first one has it, unless it is paused.)
 OA_DEVICE int32 prefix_owner(const DecodeParams& p) {
     int32 b = 0;
-    while (b < p.prefix_sequences && p.seq_lens[b] < p.capacity) ++b;
+    while (b < p.prefix_sequences - 1 && p.seq_lens[b] < p.capacity) ++b;
     return b;
 }
 OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     KeySpan s;
-    if (p.first_key == kSharedPrefix) {
-        s.seq_len = s.end = prefix_owner(p) < p.prefix_sequences ? p.capacity : 0;
-    } else {
-        s.seq_len = s.end = min_of(max_of(p.seq_lens[b], 0), p.capacity);
-    }
+    // The shared prefix is as long for all.
+    s.seq_len = s.end = p.first_key == kSharedPrefix ? p.capacity : min_of(max_of(p.seq_lens[b], 0), p.capacity);
     int64 first = p.window_left < 0 ? 0 : int64(s.end) - p.q_len - p.window_left;
     s.begin = first <= 0 ? 0 : int32(first) & ~15;
     if (p.recent_side != kRecentNone) {

@@ -149,11 +149,7 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
                     rows.start[group][n][r] = __shfl_sync(0xffffffffu, query.start[group], src);
                 }
             int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
-            rows.end[n][r] = split.seq_len - p.q_len + 1 + its_token;
-            if (p.first_key == kSharedPrefix) {
-                int32 b = its_token / p.prefix_q_len;  // a paused sequence sees nothing of the prefix
-                rows.end[n][r] = p.seq_lens[b] - p.prefix_q_len + 1 + (its_token - b * p.prefix_q_len);
-            }
+            rows.end[n][r] = p.first_key == kSharedPrefix ? split.seq_len : split.seq_len - p.q_len + 1 + its_token;
             rows.m[n][r] = kLowest;
             rows.l[n][r] = 0.0f;
             rows.f[n][r] = kLargestFactor;
@@ -211,14 +207,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     make_rows(b, rows, queries, p, split, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before this one, but for the window.
-    int32 seen_by_all = min_of(split.seq_len - p.q_len + 1, split.limit);
-    if (p.first_key == kSharedPrefix) {
-        seen_by_all = split.limit;
-#pragma unroll
-        for (int n = 0; n < Config::kNTiles; ++n)
-            seen_by_all = min_of(seen_by_all, min_of(rows.end[n][0], rows.end[n][1]));
-        seen_by_all = __reduce_min_sync(0xffffffffu, seen_by_all);
-    }
+    int32 seen_by_all = p.first_key == kSharedPrefix ? split.limit : min_of(split.seq_len - p.q_len + 1, split.limit);
     int32 window_begin = p.window_left < 0 ? 0 : split.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();

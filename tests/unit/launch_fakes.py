@@ -60,7 +60,7 @@ def unpacked(data: bytes, layout: HostStruct) -> dict[str, Any]:
 
 
 def fields_of_record(record: LaunchRecord, layout: HostStruct) -> dict[str, Any]:
-    """What a record says of its struct: numbers; `At` for pointers, None for null; tensor maps without their offsets."""
+    """What a record says of its struct: numbers, `At` for pointers, None for null, tensor maps without offsets."""
     assert len(record.arguments) == layout.size
     found = unpacked(record.arguments, layout)
     pointers = {p.offset: At(p.operand, p.add) for p in record.pointers}

@@ -92,11 +92,11 @@ class FakeDriver:
                 raise driver_error("cuLibraryGetKernel", code, "refused by the test")
         self.calls.append(("load", symbol, ordinal, smem_bytes))
 
-        def launch(grid: Any, block_x: int, stream: int, params: int, cluster: Any = None) -> None:
+        def launch(grid: Any, threads: int, stream: int, params: int, attributes: Any = None) -> None:
             assert self.current_device() == ordinal, "a kernel was launched without a context of its device"
             if self.launch_error:
                 raise driver_error("cuLaunchKernel", "CUDA_ERROR_INVALID_VALUE", "refused by the test")
-            self.calls.append(("launch", grid, block_x, stream, params, cluster))
+            self.calls.append(("launch", grid, threads, stream, params, attributes))
 
         return launch
 

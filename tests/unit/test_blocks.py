@@ -14,7 +14,7 @@ from omniattn.errors import ArgumentError, OutOfBlocksError
 from omniattn.kv.blocks import BlockManager
 from omniattn.kv.cache import PagedKVCache
 from omniattn.ops import append, copy_blocks
-from omniattn.reference.decode import read_tokens
+from omniattn.reference.decode import on_host, read_tokens
 
 
 def test_a_sequence_takes_and_gives_back_blocks() -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import struct
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from omniattn.launch.decode_prefix import plan_decode_prefix
-from omniattn.launch.params import PARAMS
 
-from omniattn import BlockManager, KVCache, PagedKVCache, append, decode, runtime
+from omniattn import BlockManager, KVCache, PagedKVCache, append, decode
 from omniattn.errors import ArgumentError
-from omniattn.launch.decode import _ARGUMENTS, _REST, ALL_SEE_PREFIX
-from omniattn.ops import DecodeProblem
-from omniattn.registry.spec import KernelSpec
-from omniattn.runtime.device import DeviceInfo
+from omniattn.launch.decode import SHARED_PREFIX
+from omniattn.launch.structs import DECODE, MERGE_STATES, At
+from omniattn.plan.others import plan_decode
+from omniattn.problems import DecodeProblem, Target
+from tests.unit.launch_fakes import fields_of_record
 
 LIKE = np.zeros(1, dtype=np.float32)
 PREFIX, LENGTHS = 12, (13, 30, 14)
@@ -53,65 +51,68 @@ def test_the_cpu_takes_it() -> None:
     np.testing.assert_array_equal(decode(q, cache, **places, shared_prefix=PREFIX), decode(q, cache, **places))
 
 
-class Kernel:
-    """Writes down its launches: the name of its row and the arguments."""
-
-    overlap = None
-
-    def __init__(self, spec: KernelSpec, log: list[tuple[str, bytes]]) -> None:
-        self.spec, self.log = spec, log
-
-    def launch(self, grid: Any, block_x: int, stream: int, params_address: int, cluster: Any = None) -> None:
-        assert (stream, params_address) == (7, PARAMS.address)
-        self.log.append((self.spec.op, bytes(PARAMS.buffer.raw)))
-
-
+@pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_what_is_launched(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_launched(q_len: int, lse: bool) -> None:
     """The prefix for the queries of all sequences at once, the other keys for each, then both are merged."""
-    log: list[tuple[str, bytes]] = []
-    info = DeviceInfo(0, "a GPU", (9, 0), 132, 232448, 50 << 20, (13, 0))
-    monkeypatch.setattr(runtime, "device_info", lambda ordinal: info)
-    monkeypatch.setattr(runtime, "load", lambda spec, ordinal: Kernel(spec, log))
     cache = PagedKVCache(64, 16, 2, 64, like=np.zeros(1, dtype=np.float16), k_dtype="int8")
     batch, heads, dim, prefix = 3, 4, 64, 48
-    problem = DecodeProblem(
-        "float16", batch, q_len, heads, 2, dim, 320, 16, 64, 20, -1, 0.125, 0.0, "float32", False, prefix
-    )
     row = heads * dim
     strides = (q_len * row, row, dim, 1)
-    plan = plan_decode_prefix(problem, cache, strides, strides, 0)
-    pointers = tuple(1 << 20 | i << 8 for i in range(11))
-    sinks, o, lse, workspace = 1 << 30, 2 << 30, 3 << 30, 4 << 30
-    plan.launch(7, (*pointers, sinks, o, lse, workspace))
-    assert [op for op, _ in log] == ["decode", "decode_combine", "decode", "decode_combine", "merge_states"]
+    problem = DecodeProblem(
+        "float16", cache.facts, batch, q_len, heads, 2, dim, 320, 16, 64, 20, -1, 0.125, 0.0, "float32", False, prefix,
+        lse, strides, strides,
+    )  # fmt: skip
+    launches = plan_decode(problem, Target((9, 0), 232448, 132), None)
+    records = launches.records
+    ops = ["decode", "decode_combine", "decode", "decode_combine", "merge_states"]
+    assert [record.spec.op for record in records] == ops
+    assert [x.spec.op for x in (launches.selection, *launches.others)] == ops
+    assert [record.overlap for record in records] == [False, True, False, True, False]
+    first, own = (fields_of_record(records[i], DECODE) for i in (0, 2))
+    assert fields_of_record(records[1], DECODE) == first
+    assert fields_of_record(records[3], DECODE) == own
+    planes = {name: At(f"cache.{name}") for name in ("k", "v", "k_params", "v_params")}
+    same = {"q": At("q"), **planes, "seq_lens": At("seq_lens"), "block_table": At("block_table"), "k_mean": None}
+    for fields in (first, own):
+        assert {name: fields[name] for name in same} == same
+    assert (first["sinks"], own["sinks"]) == (None, At("sinks"))  # a sink counts once
+    assert (first["sinks_kind"], own["sinks_kind"]) == (0, 1)
 
-    def of(data: bytes) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        addresses, rest = _ARGUMENTS.unpack_from(data)[:-1], _ARGUMENTS.unpack_from(data)[-1]
-        return addresses, _REST.unpack(rest)
+    def strides_of(fields: dict[str, Any], x: str) -> tuple[int, ...]:
+        return tuple(fields[f"{x}_stride_{dimension}"] for dimension in "bsh")
 
-    (first, first_rest), (own, own_rest) = of(log[0][1]), of(log[2][1])
-    assert first[:11] == own[:11] == pointers
-    assert (first[11], own[11]) == (0, sinks)  # a sink counts once
-    assert log[0][1] == log[1][1]
-    assert log[2][1] == log[3][1]
-    # Strides of q and o (0 for an extent of 1), then batch, q_len and heads; capacity; first_key.
-    assert first_rest[:6] == (0, row, dim, 0, row, dim)
-    assert own_rest[:6] == ((q_len * row, 0, dim) if q_len == 1 else (q_len * row, row, dim)) * 2
-    assert first_rest[6:8] == (1, batch * q_len)
-    assert own_rest[6:8] == (batch, q_len)
-    assert (first_rest[13], first_rest[-1]) == (prefix, ALL_SEE_PREFIX)
-    assert (own_rest[13], own_rest[-1]) == (320, prefix)
+    # 0 for an extent of 1.
+    for x in "qo":
+        assert strides_of(first, x) == (0, row, dim)
+        assert strides_of(own, x) == ((q_len * row, 0, dim) if q_len == 1 else (q_len * row, row, dim))
+    assert (first["batch"], first["q_len"]) == (1, batch * q_len)
+    assert (own["batch"], own["q_len"]) == (batch, q_len)
+    assert (first["capacity"], first["first_key"]) == (prefix, SHARED_PREFIX)
+    assert (own["capacity"], own["first_key"]) == (320, prefix)
+    assert (first["prefix_sequences"], own["prefix_sequences"]) == (batch, 0)
     # Both sides' results lie in the workspace, apart, and are what is merged.
-    o_first, lse_first, o_own, lse_own = first[12], first[13], own[12], own[13]
-    ends = [(o_first, 2 * batch * q_len * row), (o_own, 2 * batch * q_len * row)]
-    ends += [(x, 4 * batch * q_len * heads) for x in (lse_first, lse_own)]
-    ends += [(first[14], max(plan.first.workspace_bytes, plan.second.workspace_bytes))]
+    merged = fields_of_record(records[4], MERGE_STATES)
+    assert (merged["o_a"], merged["o_b"], merged["lse_a"], merged["lse_b"]) == (
+        first["o"], own["o"], first["lse"], own["lse"],
+    )  # fmt: skip
+    assert merged["o"] == At("o")
+    assert merged["seq_lens"] == At("seq_lens")  # paused sequences see nothing of the prefix
+    o_bytes, lse_bytes = 2 * batch * q_len * row, 4 * batch * q_len * heads
+    ends = [(first["o"], o_bytes), (own["o"], o_bytes), (first["lse"], lse_bytes), (own["lse"], lse_bytes)]
+    if lse:
+        assert merged["lse"] == At("lse")
+    else:
+        ends.append((merged["lse"], lse_bytes))
+    assert first["partial_o"] == own["partial_o"]  # one pass after the other
+    ends += [(first["partial_o"], 1), (first["partial_ml"], 1)]
     places = sorted(ends)
-    assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(places))
-    assert workspace <= places[0][0]
-    assert sum(places[-1]) <= workspace + plan.workspace_bytes
-    assert struct.unpack_from("<6Q", log[4][1]) == (o_first, o_own, o, lse_first, lse_own, lse)
+    assert {place.operand for place, _ in places} == {"workspace"}
+    assert all(at.offset + size <= after.offset for (at, size), (after, _) in itertools.pairwise(places))
+    assert places[-1][0].offset < launches.workspace_bytes
+    strides_b = [merged[f"lse_a_stride_{dimension}"] for dimension in "bhs"]
+    assert strides_b == [q_len, batch * q_len, 1]  # the prefix's queries are those of one sequence
+    assert [merged[f"lse_b_stride_{dimension}"] for dimension in "bhs"] == [heads * q_len, q_len, 1]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from omniattn.problem import UNLIMITED
 
 import omniattn
 from omniattn import Int4, Int8
 from omniattn.errors import ArgumentError, OmniattnError, ShapeError, UnsupportedError
+from omniattn.problems import UNLIMITED, Precision
+from omniattn.problems.precision import EXACT
 
 
 def arrays(dtype: str = "float32", sq: int = 5, sk: int = 7) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -136,19 +137,19 @@ def test_later_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "name", "knobs"),
+    ("precision", "name", "value"),
     [
-        ("exact", "exact", None),
-        ("int8", "int8", Int8()),
-        ("int4", "int4", Int4()),
-        (Int8(smooth_q=True, pv="fp16"), "int8", Int8(smooth_q=True, pv="fp16")),
-        (Int4(smooth_q=False), "int4", Int4(smooth_q=False)),
+        ("exact", "exact", EXACT),
+        ("int8", "int8", Int8().precision),
+        ("int4", "int4", Int4().precision),
+        (Int8(smooth_q=True, pv="fp16"), "int8", Int8(smooth_q=True, pv="fp16").precision),
+        (Int4(smooth_q=False), "int4", Int4(smooth_q=False).precision),
     ],
     ids=str,
 )
-def test_precision_and_its_knobs_reach_the_problem(precision: str | Int8, name: str, knobs: Int8 | None) -> None:
+def test_precision_and_its_knobs_reach_the_problem(precision: str | Int8 | Int4, name: str, value: Precision) -> None:
     got = omniattn.explain(*arrays(), precision=precision)
-    assert (got.problem.precision, got.problem.low) == (name, knobs)
+    assert (got.problem.precision.name, got.problem.precision) == (name, value)
     assert got.kernel == "reference (NumPy, CPU)"
 
 

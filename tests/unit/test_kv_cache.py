@@ -12,7 +12,7 @@ from omniattn import reference, testing
 from omniattn.errors import ArgumentError, DtypeError, OmniattnError, ShapeError
 from omniattn.kv.cache import KVCache, PagedKVCache
 from omniattn.ops import append, copy_blocks, decode
-from omniattn.reference.decode import read_tokens
+from omniattn.reference.decode import on_host, read_tokens
 from omniattn.reference.kv_cache import rotate
 
 LIKE = np.zeros(1, dtype=np.float32)

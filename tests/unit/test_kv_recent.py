@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 from typing import Any
 
@@ -17,7 +18,7 @@ from omniattn.errors import ArgumentError, DtypeError, OutOfSlotsError, ShapeErr
 from omniattn.kv.blocks import BlockManager
 from omniattn.kv.cache import RECENT_SPARE, KVCache, PagedKVCache
 from omniattn.ops import append, copy_blocks, copy_recent, decode
-from omniattn.reference.decode import read_tokens
+from omniattn.reference.decode import on_host, read_tokens
 from omniattn.reference.kv_cache import rotate
 
 Array = npt.NDArray[Any]
@@ -35,8 +36,10 @@ def tokens(batch: int, count: int, heads: int = 2, dim: int = 64, seed: int = 0)
     return k.astype(np.float32), v.astype(np.float32)
 
 
-def as_read(cache: KVCache, length: int, b: int = 0) -> tuple[Array, Array]:
-    return read_tokens(on_host(cache), np.array([b]), length, b)
+def as_read(cache: KVCache, length: int, b: int = 0, *, window: bool = True) -> tuple[Array, Array]:
+    """K and V as `decode` reads them; without ``window`` from the quantized planes alone."""
+    host = on_host(cache) if window else dataclasses.replace(on_host(cache), recent=None)
+    return read_tokens(host, np.array([b]), length, b)
 
 
 def exact_from(cache: KVCache, k: Array, length: int, b: int = 0) -> int:
@@ -79,25 +82,13 @@ def test_decode_is_attention_over_both(window: int, options: dict[str, Any]) -> 
     o, lse = decode(q, cache, seq_lens=lengths(50, 50), return_lse=True, **options)
     seen = [as_read(cache, 50, b) for b in range(2)]
     seen_k, seen_v = (np.stack([x[i] for x in seen]) for i in range(2))
-    old_k, _ = as_read(KVCacheWithout(cache), 50)
+    old_k, _ = as_read(cache, 50, window=False)
     first = max(50 - window, 0)
     np.testing.assert_array_equal(seen_k[0, :first], old_k[:first])
     np.testing.assert_array_equal(seen_k[:, first:], k[:, first:])
     expected_o, expected_lse = reference.attention(q, seen_k, seen_v, causal=True, **options)
     np.testing.assert_allclose(o, expected_o, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
-
-
-class KVCacheWithout:
-    """A cache's planes without its recent window."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-
-    def on_host(self) -> Any:
-        import dataclasses
-
-        return dataclasses.replace(on_host(self.cache), recent=None)
 
 
 def test_changes_of_keys_are_nothing_to_the_newest() -> None:
@@ -360,9 +351,9 @@ def test_the_reference_passes_over_tokens_before_position_0() -> None:
 
     cache = KVCache(1, 40, 2, 64, k_dtype="int4", recent_window=20, like=LIKE)
     k, v = np.ones((2, 3, 2, 64), np.float32)
-    append_tokens(cache.on_host(), k, v, np.array([0]), -1)
+    append_tokens(on_host(cache), k, v, np.array([0]), -1)
     np.testing.assert_array_equal(cache.recent_state, [[0, 2]])
-    append_tokens(cache.on_host(), k[:1], v[:1], np.array([0]), -1)
+    append_tokens(on_host(cache), k[:1], v[:1], np.array([0]), -1)
     np.testing.assert_array_equal(cache.recent_state, [[0, 2]])
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from omniattn.operand_checks import ALL, ARRAYS, check_precision, combine
 
 import omniattn as oa
-from omniattn import operands, testing
+from omniattn import testing
+from omniattn.checks.operands import check_precision, combine
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
-from omniattn.problems import AttentionProblem as Problem
-from omniattn.select import Target
+from omniattn.plan.attention import plan_attention
+from omniattn.problems import AttentionProblem, AttentionStrides, Target
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
-PRECISIONS: dict[str, oa.Int8] = {
+PRECISIONS: dict[str, oa.Int8 | oa.Int4] = {
     "int8": oa.Int8(),
     "int4": oa.Int4(),
     "all_smooth": oa.Int8(smooth_q=True, smooth_v=True),
@@ -37,10 +37,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def quantize(precision: oa.Int8, q: Any, k: Any, v: Any, **more: Any) -> tuple[oa.QuantizedQK, oa.QuantizedV]:
+def quantize(precision: oa.Int8 | oa.Int4, q: Any, k: Any, v: Any, **more: Any) -> tuple[oa.QuantizedQK, oa.QuantizedV]:
     of_k = {name: more[name] for name in ("layout", "cu_seqlens_k", "max_seqlen_k") if name in more}
     qk = oa.quantize_qk(
-        q, k, dtype=f"int{precision.bits}", granularity=precision.granularity, smooth_k=precision.smooth_k,
+        q, k, dtype=precision.qk, granularity=precision.granularity, smooth_k=precision.smooth_k,
         smooth_q=precision.smooth_q, **{"with_bias": True} | more,
     )  # fmt: skip
     dtype = "float16" if precision.pv == "fp16" else "float8_e4m3"
@@ -196,7 +196,7 @@ def packed_values() -> oa.QuantizedV:
             lambda qk, v: oa.attention(qk.q, qk.k, oa.quantize_v(batches(2).half())),
         ),
         (r"'k'.*grouping sm90.*sm80", lambda qk, v: oa.attention(qk.q, of(grouping="sm80")[0].k, v)),
-        (r"'k'.*bits 8.*4", lambda qk, v: oa.attention(qk.q, of(dtype="int4")[0].k, v)),
+        (r"'k'.*dtype int8, like q, received int4", lambda qk, v: oa.attention(qk.q, of(dtype="int4")[0].k, v)),
         (r"'k'.*granularity.*per_token", lambda qk, v: oa.attention(qk.q, of(granularity="per_token")[0].k, v)),
         (
             r"'k'.*divides q's 4.*3",
@@ -253,7 +253,7 @@ def test_explain() -> None:
     qk, values = of(with_bias=True)
     said = oa.explain(qk.q, qk.k, values, causal=True, return_lse=True)
     assert said.kernel == "reference (NumPy, CPU)"
-    assert said.problem.precision == "int8"
+    assert said.problem.precision == oa.Int8(pv="fp8", pv_accumulator="fp32").precision
     assert said.flops == oa.explain(*inputs(), causal=True, precision="int8").flops
     read = (qk.q_int, qk.k_int, qk.q_scale, qk.k_scale, qk.row_bias, values.v, values.v_scale, values.v_mean)
     assert said.min_bytes == sum(x.nbytes for x in read) + 2 * 4 * 150 * (2 * 72 + 4)
@@ -263,78 +263,22 @@ def test_explain() -> None:
     assert packed.cu_seqlens_k.tolist() == [0, 200, 400]
 
 
-# The short way of warm calls
-
-
-class Forward:
-    """Writes down what it is asked to launch."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, dict[str, int], tuple[int, ...]]] = []
-
-    def attend(self, stream: int, at: dict[str, int], pointers: tuple[int, ...]) -> None:
-        self.calls.append((stream, at, pointers))
-
-
-def warm(forward: Any, lse: bool) -> Any:
-    return operands.OperandsPlan(
-        *[None] * 5, forward, (), torch.empty_like, (lambda like: torch.empty(3)) if lse else None, lambda: 0x51
-    )  # fmt: skip
-
-
-AT = [16 * (i + 1) for i in range(len(ALL))]
-
-
-@pytest.mark.parametrize("lse", [False, True])
-def test_short_way_launches_what_it_was_given(lse: bool) -> None:
-    forward = Forward()
-    like = torch.empty(4, 8)
-    at = [0 if name == "out" else x for name, x in zip(ALL, AT, strict=True)]
-    got = operands._repeat(warm(forward, lse), like, None, at, None)
-    ((stream, found, pointers),) = forward.calls
-    named = dict(zip(ALL, at, strict=True))
-    assert stream == 0x51
-    assert found == {name: named[name] for name in ARRAYS}
-    o = got[0] if lse else got
-    assert pointers == (
-        0, 0, 0, o.data_ptr(), got[1].data_ptr() if lse else 0, named["cu_seqlens_q"], named["cu_seqlens_k"],
-        named["mask"], named["sinks"],
-    )  # fmt: skip
-    out = torch.empty(4, 8)
-    got = operands._repeat(warm(forward, False), like, out, AT, 0x51)
-    assert got is out
-    assert forward.calls[-1][2][3] == dict(zip(ALL, AT, strict=True))["out"]
-
-
-def test_short_way_leaves_the_unusual_alone() -> None:
-    forward = Forward()
-    plan, like = warm(forward, False), torch.empty(4, 8)
-    assert operands._repeat(plan, like, None, AT, 0x52) is None  # another stream
-    for i in range(len(AT)):
-        assert operands._repeat(plan, like, None, [*AT[:i], AT[i] + 2, *AT[i + 1 :]], None) is None
-    with torch.inference_mode():
-        inferred = torch.empty(4, 8)
-    assert operands._repeat(plan, like, inferred, AT, None) is None
-    overlapping = list(AT)
-    overlapping[ALL.index("out")] = AT[0]
-    assert operands._repeat(plan, like, torch.empty(4, 8), overlapping, None) is None
-    assert operands._repeat(dataclasses.replace(plan, current_stream=None), like, None, AT, None) is None
-    assert forward.calls == []
-
-
 # Which kernel reads them
 
 
 def chosen(cc: tuple[int, int], qk: oa.QuantizedQK, v: oa.QuantizedV, **changes: Any) -> Any:
     """What a GPU takes for these operands, described as if they were there."""
     both = combine("attention", qk, qk, v, "NHD")
-    low = check_precision("attention", changes.pop("precision", "exact"), both)
-    p = Problem(
+    precision = check_precision("attention", changes.pop("precision", "exact"), both)
+    unused = (0, 0, 0)
+    p = AttentionProblem(
         both.dtype, both.batch, both.rows_q, both.rows_k, both.heads_q, both.heads_kv, both.head_dim, -1, -1, 0.125,
-        changes.pop("softcap", 0.0), "none", "none", False, f"int{both.bits}", False, low=low,
-        operands=(both.grouping, both.stored_bits), **changes,
+        changes.pop("softcap", 0.0), "none", "none", False, precision, operands=both,
+        strides=AttentionStrides(unused, unused, unused, unused, (0, 0), (0, 0, 0, 0)), **changes,
     )  # fmt: skip
-    return operands._select("attention", p, both, Target(cc, 99 << 10 if cc != (9, 0) else 227 << 10)).spec
+    launches = plan_attention(p, Target(cc, 99 << 10 if cc != (9, 0) else 227 << 10, 132), None)
+    assert [record.spec for record in launches.records] == [launches.selection.spec]
+    return launches.selection.spec
 
 
 @pytest.mark.parametrize("cc", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -347,7 +291,7 @@ def test_grouping_and_packing_choose_the_kernel(cc: tuple[int, int], bits: int) 
     )  # fmt: skip
     spec = chosen(cc, qk, half)
     family = "attn_int8_mbarrier_sm90" if bits == 8 and cc in ((9, 0), (10, 0)) else f"attn_int{bits}_sm80"
-    assert (spec.family, spec.bits, spec.grouping) == (family, bits, "sm80")
+    assert (spec.family, spec.qk, spec.grouping) == (family, f"int{bits}", "sm80")
     for softcap in (0.0, 5.0):
         if cc < (8, 9):
             with pytest.raises(UnsupportedError, match=r"needs compute capability 8\.9"):

@@ -1,16 +1,26 @@
-"""The short way of warm calls: what it takes for known, and what it leaves to the long way."""
+"""The fast path of repeated calls: what it takes for known, and what it leaves to the engine."""
 
 from __future__ import annotations
 
 import struct
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from omniattn.launch.params import PARAMS
 
-from omniattn import arrays, repeat
-from omniattn.launch.merge_states import _PARAMS, MergePlan
-from omniattn.problems import AttentionProblem as Problem
+import omniattn as oa
+from omniattn import arrays
+from omniattn.launch.structs import MERGE_STATES, At
+from omniattn.plan import engine
+from omniattn.plan.engine import CACHE_OPERANDS
+from omniattn.plan.others import plan_merge
+from omniattn.plan.repeat import Repeat
+from omniattn.problems import MergeProblem, Output, Target
+from omniattn.registry import REGISTRY
+from omniattn.runtime.record import WORKSPACE_ALIGNMENT, LaunchRecord, Pointer, Program
+from omniattn.select import Selection
+from tests.unit.launch_fakes import Kernel, fields_of_record, unpacked
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
@@ -125,187 +135,221 @@ def test_allocator_ignores_odd_strides_of_single_rows() -> None:
 
 
 def test_allocator_of_other_frameworks() -> None:
-    np = pytest.importorskip("numpy")
     ref = arrays.describe(np.zeros((2, 8), np.float32), "q")
     assert arrays.allocator(ref, (2, 8), "float32") is None
     assert arrays.stream_query(ref) is None
 
 
-class Forward:
-    """A plan that writes down what it is asked to launch."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[int, tuple[int, ...]]] = []
-
-    def launch(self, stream: int, pointers: tuple[int, ...]) -> None:
-        self.launched.append((stream, pointers))
+ARRAYS = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks")
+SPEC = next(spec for spec in REGISTRY if spec.op == "attention")
+GIVEN = [0x10, 0x20, 0x30, 0x40, 0x54, 0x64, 0x72, 0x84]
 
 
-def forward(
-    *, lse: bool = False, mask: str = "none", sinks: str = "none", new_workspace: Any = None
-) -> tuple[Forward, repeat.RepeatedForward]:
-    problem = Problem(
-        "float16", 1, 4, 4, 2, 2, 8, -1, -1, 1.0, 0.0, mask, sinks, False, "exact", False, tensor_maps=False
-    )
-    plan = Forward()
-    new_lse = (lambda like: torch.empty(2, 4)) if lse else None
-    return plan, repeat.RepeatedForward(
-        plan,
-        problem,
-        torch.empty_like,
-        new_lse,
-        new_workspace,
-        lambda: STREAM,  # type: ignore[arg-type]
-    )
+class Cache:
+    """What the fast path asks of a cache."""
+
+    addresses = tuple(0x1000 * (i + 1) for i in range(len(CACHE_OPERANDS)))
 
 
-def test_forward_passes_every_pointer_in_its_place() -> None:
+def fast(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    lse: bool = False,
+    out: bool = False,
+    others: bool = False,
+    workspace_bytes: int = 0,
+    cache: bool = False,
+) -> tuple[Kernel, Repeat, tuple[str, ...]]:
+    """The fast path of a call of attention that launches its operands' addresses, one behind the other."""
     q = torch.zeros(4, 2, 8, dtype=torch.float16)
-    plan, call = forward()
-    o = call(q, None, [0x10, 0x20, 0x30], None)
-    assert o.shape == q.shape
-    assert plan.launched.pop() == (STREAM, (0x10, 0x20, 0x30, o.data_ptr(), 0, 0, 0, 0, 0))
-    plan, call = forward(lse=True, mask="io", sinks="float32")
-    out = torch.zeros_like(q)
-    addresses = [0x10, 0x20, 0x30, 0x40, 0x54, 0x64, 0x72, 0x84]
-    o, lse = call(q, out, addresses, STREAM)
-    assert o is out
-    assert plan.launched == [(STREAM, (0x10, 0x20, 0x30, 0x40, lse.data_ptr(), 0x54, 0x64, 0x72, 0x84))]
+    given = {"q": q, "k": q, "v": q}
+    if out:
+        given["out"] = q
+    if others:
+        given |= dict.fromkeys(ARRAYS[4:6], torch.zeros(3, dtype=torch.int32))
+        given |= {"mask": q, "sinks": torch.zeros(2)}
+    tensors = {name: arrays.describe(given[name], name) for name in ARRAYS if name in given}
+    outputs = (Output("o", (4, 2, 8), "float16"), *((Output("lse", (2, 4), "float32"),) if lse else ()))
+    operands = (*ARRAYS, *(CACHE_OPERANDS if cache else ()), *(x.name for x in outputs), "workspace")
+    read = operands if workspace_bytes else operands[:-1]
+    pointers = tuple(Pointer(8 * i, name) for i, name in enumerate(read))
+    record = LaunchRecord(SPEC, (3, 1, 1), 64, bytes(8 * len(operands)), pointers)
+    kernel = Kernel(SPEC)
+    program = Program([record], operands, lambda spec: kernel)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
+    aligned = frozenset({"q", "k", "v", "out"})
+    repeat = Repeat.of(program, ARRAYS, aligned, tensors, outputs, workspace_bytes)
+    assert repeat is not None
+    return kernel, repeat, operands
+
+
+def objects(**changes: Any) -> list[Any]:
+    """The caller's arrays of a call with all of them."""
+    q = torch.zeros(4, 2, 8, dtype=torch.float16)
+    return [{"q": q, "k": q, "v": q, "out": q, **changes}.get(name, q) for name in ARRAYS]
+
+
+def addresses_of(call: Any, count: int) -> tuple[int, ...]:
+    _, grid, threads, stream, data, attributes = call
+    assert (grid, threads, stream, attributes) == ((3, 1, 1), 64, STREAM, None)
+    return struct.unpack_from(f"<{count}Q", data)
+
+
+def test_every_address_gets_to_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, call, operands = fast(monkeypatch)
+    (o,) = call(objects(out=None), [0x10, 0x20, 0x30, 0, 0, 0, 0, 0], None, None)  # type: ignore[misc]
+    assert (o.shape, o.dtype) == ((4, 2, 8), torch.float16)
+    found = addresses_of(kernel.log.pop(), len(operands))
+    assert found == (0x10, 0x20, 0x30, 0, 0, 0, 0, 0, o.data_ptr(), 0)
+    kernel, call, operands = fast(monkeypatch, lse=True, out=True, others=True)
+    out = torch.zeros(4, 2, 8, dtype=torch.float16)
+    got = call(objects(out=out), list(GIVEN), None, STREAM)
+    assert got is not None
+    assert got[0] is out
+    assert (got[1].shape, got[1].dtype) == ((2, 4), torch.float32)
+    found = addresses_of(kernel.log.pop(), len(operands))
+    assert found == (*GIVEN, 0x40, got[1].data_ptr(), 0)
+
+
+def test_addresses_of_a_cache_come_behind_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, call, operands = fast(monkeypatch, cache=True, lse=True)
+    got = call(objects(out=None), [0x10, 0x20, 0x30, 0, 0, 0, 0, 0], Cache(), None)  # type: ignore[arg-type]
+    assert got is not None
+    found = addresses_of(kernel.log.pop(), len(operands))
+    assert found == (0x10, 0x20, 0x30, 0, 0, 0, 0, 0, *Cache.addresses, got[0].data_ptr(), got[1].data_ptr(), 0)
 
 
 @pytest.mark.parametrize("lse", [False, True])
-def test_the_workspace_is_the_last_pointer_and_new_at_every_call(lse: bool) -> None:
-    q = torch.zeros(4, 2, 8, dtype=torch.float16)
-    given = []
+def test_the_workspace_is_aligned_and_new_at_every_call(lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    plain = arrays.allocator
 
-    def new_workspace(like: Any) -> Any:
-        assert like is q
-        given.append(torch.empty(100, dtype=torch.uint8))
-        return given[-1]
+    def allocator(ref: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        if dtype != "uint8":
+            return plain(ref, shape, dtype)
+        assert shape == (100 + WORKSPACE_ALIGNMENT,)
 
-    plan, call = forward(lse=lse, new_workspace=new_workspace)
-    result = call(q, None, [0x10, 0x20, 0x30], None)
-    o, at_lse = (result[0], result[1].data_ptr()) if lse else (result, 0)
-    assert plan.launched.pop() == (
-        STREAM, (0x10, 0x20, 0x30, o.data_ptr(), at_lse, 0, 0, 0, 0, given[0].data_ptr()),
-    )  # fmt: skip
-    out = torch.zeros_like(q)
-    call(q, out, [0x10, 0x20, 0x30, 0x40, 0x54, 0x64, 0, 0x84], STREAM)
-    ((_, pointers),) = plan.launched
-    assert pointers[:4] == (0x10, 0x20, 0x30, 0x40)
-    assert pointers[5:] == (0x54, 0x64, 0, 0x84, given[1].data_ptr())
+        def make(like: Any) -> Any:
+            given.append(torch.empty(shape[0] + 64, dtype=torch.uint8)[len(given) :])
+            return given[-1]
+
+        return make
+
+    monkeypatch.setattr(arrays, "allocator", allocator)
+    kernel, call, operands = fast(monkeypatch, lse=lse, workspace_bytes=100)
+    for _ in range(2):
+        got = call(objects(out=None), [0x10, 0x20, 0x30, 0, 0, 0, 0, 0], None, None)
+        assert got is not None
+        assert len(got) == 1 + lse
     assert len(given) == 2
+    for launch, memory in zip(kernel.log, given, strict=True):
+        at = addresses_of(launch, len(operands))[-1]
+        assert at % WORKSPACE_ALIGNMENT == 0
+        assert memory.data_ptr() <= at < memory.data_ptr() + WORKSPACE_ALIGNMENT
 
 
-def test_no_workspace_for_a_call_that_goes_the_long_way() -> None:
-    def new_workspace(like: Any) -> Any:
-        raise AssertionError("allocated for nothing")
+def test_nothing_is_allocated_for_a_call_that_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocator(ref: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        def make(like: Any) -> Any:
+            raise AssertionError("allocated for nothing")
 
-    q = torch.zeros(4, 2, 8, dtype=torch.float16)
-    plan, call = forward(new_workspace=new_workspace)
-    assert call(q, None, [0x10, 0x20, 0x38], None) is None
-    assert call(q, None, [0x10, 0x20, 0x30], STREAM + 1) is None
-    assert plan.launched == []
+        return make
+
+    monkeypatch.setattr(arrays, "allocator", allocator)
+    kernel, call, _ = fast(monkeypatch, workspace_bytes=100)
+    none = [0, 0, 0, 0, 0]
+    assert call(objects(out=None), [0x10, 0x20, 0x38, *none], None, None) is None
+    assert call(objects(out=None), [0x10, 0x20, 0x30, *none], None, STREAM + 1) is None
+    assert kernel.log == []
 
 
 @pytest.mark.parametrize(
     ("at", "address"),
     [
-        (0, 0x18),
-        (1, 0x28),
-        (2, 0x31),
-        (3, 0x48),
-        (4, 0x52),
-        (5, 0x61),
-        (6, 0x71),
-        (7, 0x82),
-        (3, 0x10),
-        (3, 0x20),
+        (0, 0x18), (1, 0x28), (2, 0x31), (3, 0x48), (4, 0x52), (5, 0x61), (6, 0x71), (7, 0x82), (3, 0x10), (3, 0x20),
         (3, 0x30),
     ],
-)
-def test_forward_leaves_odd_addresses_to_the_long_way(at: int, address: int) -> None:
-    q = torch.zeros(4, 2, 8, dtype=torch.float16)
-    plan, call = forward(mask="io", sinks="float32")
-    addresses = [0x10, 0x20, 0x30, 0x40, 0x54, 0x64, 0x72, 0x84]
-    assert call(q, q, addresses, None) is q
-    plan.launched.clear()
+)  # fmt: skip
+def test_odd_addresses_and_overlaps_are_left_to_the_engine(
+    at: int, address: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, call, _ = fast(monkeypatch, out=True, others=True)
+    assert call(objects(), list(GIVEN), None, None) is not None
+    kernel.log.clear()
+    addresses = list(GIVEN)
     addresses[at] = address
-    assert call(q, q, addresses, None) is None
-    assert plan.launched == []
+    assert call(objects(), addresses, None, None) is None
+    assert kernel.log == []
 
 
-def test_forward_leaves_other_streams_and_inference_tensors_to_the_long_way() -> None:
-    q = torch.zeros(4, 2, 8, dtype=torch.float16)
-    plan, call = forward()
-    assert call(q, None, [0x10, 0x20, 0x30], STREAM + 1) is None
-    assert call(q, None, [0x10, 0x20, 0x30], 0) is None
+def test_other_streams_and_inference_tensors_are_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, call, _ = fast(monkeypatch, out=True)
+    for stream in (STREAM + 1, 0):
+        assert call(objects(), [0x10, 0x20, 0x30, 0x40, 0, 0, 0, 0], None, stream) is None
     with torch.inference_mode():
-        out = torch.zeros_like(q)
-    assert call(q, out, [0x10, 0x20, 0x30, 0x40, 0, 0, 0, 0], None) is None
-    assert plan.launched == []
+        out = torch.zeros(4, 2, 8, dtype=torch.float16)
+    assert call(objects(out=out), [0x10, 0x20, 0x30, 0x40, 0, 0, 0, 0], None, None) is None
+    assert kernel.log == []
 
 
-class Kernel:
-    """Keeps the arguments of its launches."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def launch(
-        self, grid: tuple[int, int, int], block_x: int, stream: int, params_address: int, cluster: Any = None
-    ) -> None:
-        assert params_address == PARAMS.address
-        self.calls.append((grid, block_x, stream, _PARAMS.unpack_from(PARAMS.buffer)))
+def test_other_frameworks_have_no_fast_path() -> None:
+    program = Program([], (), lambda spec: None)  # type: ignore[arg-type, return-value]
+    t = arrays.describe(np.zeros((4, 8), np.float16), "q")
+    assert Repeat.of(program, ("q",), frozenset(), {"q": t}, (), 0) is None
 
 
-def merge(rows: int = 5) -> tuple[Kernel, repeat.RepeatedMerge]:
-    kernel = Kernel()
+def test_merge_packs_the_whole_struct(monkeypatch: pytest.MonkeyPatch) -> None:
     strides, lse_strides = ((1, 2, 3), (4, 5, 6), (7, 8, 9)), ((11, 12, 13), (14, 15, 16), (17, 18, 19))
-    plan = MergePlan(kernel, strides, lse_strides, (2, rows, 3, 64), 2)  # type: ignore[arg-type]
-    return kernel, repeat.RepeatedMerge(plan, torch.empty_like, torch.empty_like, lambda: STREAM)
-
-
-def test_merge_packs_the_whole_struct() -> None:
-    o_a, lse_a = torch.zeros(2, 5, 3, 64, dtype=torch.float16), torch.zeros(2, 3, 5)
-    kernel, call = merge()
-    o, lse = call(o_a, lse_a, None, [0x10, 0x20, 0x34, 0x44, 0], STREAM)
+    problem = MergeProblem("float16", (2, 5, 3, 64), strides, lse_strides)
+    launches = plan_merge(problem, Target((8, 0), 99 << 10, 108), None)
+    (record,) = launches.records
     total = 2 * 5 * 3 * 8
-    (grid, block_x, stream, fields), = kernel.calls  # fmt: skip
-    assert (grid, block_x, stream) == ((1, 1, 1), 256, STREAM)
-    assert fields == (
-        0x10, 0x20, o.data_ptr(), 0x34, 0x44, lse.data_ptr(), 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 17, 18,
-        19, total, 5, 3, 8, 0,
-    )  # fmt: skip
-    out = torch.zeros_like(o_a)
-    assert call(o_a, lse_a, out, [0x10, 0x20, 0x34, 0x44, 0x50], None)[0] is out
-    assert kernel.calls[1][3][2] == 0x50
-
-
-def test_merge_leaves_the_unusual_to_the_long_way() -> None:
+    assert (record.grid, record.threads, launches.workspace_bytes) == ((1, 1, 1), 256, 0)
+    fields = fields_of_record(record, MERGE_STATES)
+    assert list(fields.values()) == [
+        *(At(name) for name in ("o_a", "o_b", "o", "lse_a", "lse_b", "lse")), 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14,
+        15, 16, 17, 18, 19, total, 5, 3, 8, 0,
+    ]  # fmt: skip
+    # The fast path of merge_states: names of its own, no q.
+    names = ("o_a", "o_b", "lse_a", "lse_b", "out")
     o_a, lse_a = torch.zeros(2, 5, 3, 64, dtype=torch.float16), torch.zeros(2, 3, 5)
-    kernel, call = merge()
-    usual = [0x10, 0x20, 0x34, 0x44, 0x50]
-    for at, address in ((0, 0x18), (1, 0x21), (2, 0x32), (3, 0x41), (4, 0x58), (4, 0x10), (4, 0x20)):
-        addresses = [address if i == at else x for i, x in enumerate(usual)]
-        assert call(o_a, lse_a, torch.zeros_like(o_a), addresses, None) is None
-    assert call(o_a, lse_a, None, [*usual[:4], 0], STREAM + 1) is None
-    with torch.inference_mode():
-        out = torch.zeros_like(o_a)
-    assert call(o_a, lse_a, out, usual, None) is None
-    assert kernel.calls == []
+    tensors = {n: arrays.describe(x, n) for n, x in zip(names, (o_a, o_a, lse_a, lse_a), strict=False)}
+    kernel = Kernel(record.spec)
+    program = Program([record], (*names, "o", "lse", "workspace"), lambda spec: kernel)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
+    call = Repeat.of(program, names, frozenset({"o_a", "o_b", "out"}), tensors, problem.outputs, 0)
+    assert call is not None
+    got = call((o_a, o_a, lse_a, lse_a, None), [0x10, 0x20, 0x34, 0x44, 0], None, STREAM)
+    assert got is not None
+    o, lse = got
+    assert (o.shape, lse.shape, lse.dtype) == (o_a.shape, lse_a.shape, torch.float32)
+    found = unpacked(kernel.log[0][4], MERGE_STATES)
+    assert list(found.values())[:6] == [0x10, 0x20, o.data_ptr(), 0x34, 0x44, lse.data_ptr()]
+    for at, address in ((0, 0x18), (1, 0x21), (2, 0x32), (3, 0x41)):
+        addresses = [address if i == at else x for i, x in enumerate([0x10, 0x20, 0x34, 0x44, 0])]
+        assert call((o_a, o_a, lse_a, lse_a, None), addresses, None, None) is None
+    assert len(kernel.log) == 1
 
 
 def test_merge_of_nothing_launches_nothing() -> None:
-    kernel, call = merge(rows=0)
-    call(torch.zeros(2, 0, 3, 64), torch.zeros(2, 3, 0), None, [0, 0, 0, 0, 0], None)
-    assert kernel.calls == []
+    problem = MergeProblem("float16", (2, 0, 3, 64), ((0, 0, 0),) * 3, ((0, 0, 0),) * 3)
+    assert plan_merge(problem, Target((8, 0), 99 << 10, 108), None).records == ()
 
 
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(struct.error):
-        struct.Struct("<2000s").pack_into(PARAMS.buffer, 0, b"")
-    with pytest.raises(ValueError, match="2000 bytes exceed"):
-        PARAMS.write(bytes(2000))
-    assert PARAMS.write(b"abc") == PARAMS.address
-    assert PARAMS.buffer.raw[:3] == b"abc"
+def test_no_fast_path_beside_a_cache_of_another_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only torch's arrays are known to be ready on torch's stream; two such caches must not share a plan either."""
+    asked: list[str] = []
+    launches = engine.Launches(Selection(SPEC, ()), ())
+    plan = engine.Plan(SimpleNamespace(outputs=()), launches, Program([], (), lambda spec: None), 0)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(engine, "make_plan", lambda *_, **__: plan)
+    monkeypatch.setattr(engine, "execute", lambda *_: [None])
+    likes = {"numpy": np.zeros(1, np.float32), "torch": torch.zeros(1)}
+    caches = {name: oa.KVCache(2, 16, 2, 64, like=like, k_dtype="int8") for name, like in likes.items()}
+    monkeypatch.setattr(arrays, "look", lambda objects: (("facts",), [0x10] * len(objects)))
+    engine.PLANS.clear()
+    for name, cache in caches.items():
+        monkeypatch.setattr(engine.Repeat, "of", lambda *_, name=name: asked.append(name))
+        oa.decode(torch.zeros(2, 1, 4, 64), cache, seq_lens=torch.zeros(2, dtype=torch.int32))
+    assert asked == ["torch"]
+    assert len(engine.PLANS) == 2
+    engine.PLANS.clear()

@@ -15,6 +15,7 @@ from omniattn import runtime
 from omniattn.errors import DeviceError, DriverError, DriverMissingError, UnsupportedError
 from omniattn.runtime import driver as seam
 from omniattn.runtime.driver import get_driver, set_driver
+from omniattn.runtime.driver_base import LaunchAttributes
 from tests.unit.runtime_fakes import World, isolated
 
 
@@ -224,10 +225,12 @@ def test_cupy_driver(cupy: FakeCupy) -> None:
         assert driver.current_device() == 1
         launch = driver.load(b"image", "toy", 1, 4096)
         launch((3, 2, 1), 128, 0xABC, 0xDEF, None)
+        # Behind the kernel before it: slower, and right.
+        launch((3, 2, 1), 128, 0xABC, 0xDEF, LaunchAttributes(overlap=True))
         with pytest.raises(
             UnsupportedError, match=r"launched in clusters \(2, 1, 1\), for which CuPy has no"
         ) as caught:
-            launch((2, 1, 1), 128, 0, 0, (2, 1, 1))
+            launch((2, 1, 1), 128, 0, 0, LaunchAttributes((2, 1, 1)))
         assert "cuda-bindings" in str(caught.value)
         with pytest.raises(DriverError, match=r"cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: invalid argument"):
             launch((0, 1, 1), 128, 0, 0, None)
@@ -235,7 +238,7 @@ def test_cupy_driver(cupy: FakeCupy) -> None:
     assert cupy.calls == [
         ("load", 101),
         ("attribute", 1101, 8, 4096),
-        ("launch", 1101, 3, 2, 1, 128, 1, 1, 4096, 0xABC, 0),
+        *[("launch", 1101, 3, 2, 1, 128, 1, 1, 4096, 0xABC, 0)] * 2,
     ]
 
 

@@ -14,7 +14,7 @@
 
 typedef int Result;
 typedef struct { unsigned grid[3], block[3], smem; void *stream; void *attrs; unsigned num_attrs; } LaunchConfig;
-typedef struct { int id; char pad[4]; unsigned cluster[3]; } LaunchAttribute;
+typedef struct { int id; char pad[4]; unsigned cluster[16]; } LaunchAttribute;
 
 static int contexts[2];  // their addresses are the handles of the primary contexts
 static __thread void *stack[16];
@@ -125,11 +125,19 @@ Result cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned b
 }
 Result cuLaunchKernelEx(const LaunchConfig *c, void *f, void **params, void **extra) {
     const LaunchAttribute *a = c->attrs;
-    if (!c->grid[0] || extra || c->num_attrs != 1) return 1;
-    if (tracing)
-        trace("launchex %u,%u,%u x %u smem %u stream %p attribute %d cluster %u,%u,%u param %llu on %d\n", c->grid[0], c->grid[1],
-              c->grid[2], c->block[0], c->smem, c->stream, a->id, a->cluster[0], a->cluster[1], a->cluster[2],
-              *(unsigned long long *)params[0], device_of(stack[depth - 1]));
+    if (!c->grid[0] || extra || !c->num_attrs) return 1;
+    if (tracing) {
+        char asked[128] = "";
+        for (unsigned i = 0; i < c->num_attrs; ++i, ++a) {
+            char *end = asked + strlen(asked);
+            if (a->id == 4)
+                sprintf(end, " attribute 4 cluster %u,%u,%u", a->cluster[0], a->cluster[1], a->cluster[2]);
+            else
+                sprintf(end, " attribute %d = %u", a->id, a->cluster[0]);
+        }
+        trace("launchex %u,%u,%u x %u smem %u stream %p%s param %llu on %d\n", c->grid[0], c->grid[1], c->grid[2],
+              c->block[0], c->smem, c->stream, asked, *(unsigned long long *)params[0], device_of(stack[depth - 1]));
+    }
     return 0;
 }
 

@@ -20,6 +20,7 @@ import ctypes, os
 from omniattn.errors import OmniattnError
 from omniattn.runtime import device_info, load_image
 from omniattn.runtime.driver import get_driver, device_context
+from omniattn.runtime.driver_base import LaunchAttributes
 from tests.unit.runtime_fakes import toy_spec
 value = ctypes.c_uint64(77)
 address = ctypes.addressof(value)
@@ -84,10 +85,12 @@ def test_load_and_launch(libcuda: Path) -> None:
     code = """
 kernel = load_image(toy_spec(), 1, b"good image")
 kernel.launch((3, 2, 1), 128, 0xABC, address)
-kernel.launch((4, 2, 1), 256, 0xABC, address, (2, 1, 1))
+kernel.launch((4, 2, 1), 256, 0xABC, address, LaunchAttributes((2, 1, 1)))
 get_driver().push_primary(1)
 kernel.launch((5, 1, 1), 128, 0, address)
-kernel.launch((6, 1, 1), 128, 2, address, (2, 1, 1))
+kernel.launch((6, 1, 1), 128, 2, address, LaunchAttributes((2, 1, 1)))
+kernel.launch((7, 1, 1), 128, 2, address, LaunchAttributes(overlap=True))
+kernel.launch((8, 1, 1), 128, 2, address, LaunchAttributes((2, 1, 1), True))
 """
     out, calls = run(libcuda, code)
     assert out == ""
@@ -109,6 +112,8 @@ kernel.launch((6, 1, 1), 128, 2, address, (2, 1, 1))
         "push 1",
         "launch 5,1,1 x 128 smem 4096 stream (nil) param 77 on 1",
         "launchex 6,1,1 x 128 smem 4096 stream 0x2 attribute 4 cluster 2,1,1 param 77 on 1",
+        "launchex 7,1,1 x 128 smem 4096 stream 0x2 attribute 6 = 1 param 77 on 1",
+        "launchex 8,1,1 x 128 smem 4096 stream 0x2 attribute 6 = 1 attribute 4 cluster 2,1,1 param 77 on 1",
     ]
 
 
@@ -118,7 +123,7 @@ attempt(lambda: load_image(toy_spec(), 0, b"WRONG"))
 attempt(lambda: load_image(toy_spec(symbol="absent"), 0, b"good"))
 kernel = load_image(toy_spec(), 0, b"good")
 attempt(lambda: kernel.launch((0, 1, 1), 128, 0, address))
-attempt(lambda: kernel.launch((0, 1, 1), 128, 0, address, (2, 1, 1)))
+attempt(lambda: kernel.launch((0, 1, 1), 128, 0, address, LaunchAttributes((2, 1, 1))))
 print(get_driver().current_device())
 """
     out, calls = run(libcuda, code)

@@ -15,7 +15,7 @@ from omniattn import runtime
 from omniattn.errors import ArgumentError, CacheError, CompileError, DriverError, KernelNotFoundError
 from omniattn.runtime import log, nvrtc
 from omniattn.runtime.cache import get_cache
-from omniattn.runtime.driver_base import OVERLAP
+from omniattn.runtime.driver_base import LaunchAttributes
 from tests.unit.runtime_fakes import FakeCompiler, FakeDriver, World, isolated, no_nvrtc, toy_spec
 
 
@@ -433,9 +433,14 @@ def test_only_code_that_waits_itself_begins_before_the_kernel_ahead_ends(
 ) -> None:
     world.driver = FakeDriver(cc)
     world.install(arch)
-    assert runtime.load(world.spec, 0).overlap == (OVERLAP if overlaps else None)
+    kernel = runtime.load(world.spec, 0)
+    assert kernel.can_overlap == overlaps
+    assert kernel.attributes(None, True) == (LaunchAttributes(None, True) if overlaps else None)
+    assert kernel.attributes((2, 1, 1), True) == LaunchAttributes((2, 1, 1), overlaps)
+    assert kernel.attributes((2, 1, 1), False) == LaunchAttributes((2, 1, 1), False)
+    assert kernel.attributes(None, False) is None
     # Of a given image nobody knows what it was compiled for.
-    assert runtime.load_image(world.spec, 0, b"PTX").overlap is None
+    assert not runtime.load_image(world.spec, 0, b"PTX").can_overlap
 
 
 def test_an_older_driver_does_not_overlap_launches(world: World) -> None:
@@ -443,7 +448,7 @@ def test_an_older_driver_does_not_overlap_launches(world: World) -> None:
     world.driver = FakeDriver((9, 0))
     world.driver.version = (12, 3)
     world.install("90a")
-    assert runtime.load(world.spec, 0).overlap is None
+    assert not runtime.load(world.spec, 0).can_overlap
 
 
 def test_gpus_of_different_architecture(world: World) -> None:

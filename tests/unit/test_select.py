@@ -8,13 +8,23 @@ import random
 from typing import Any
 
 import pytest
-from omniattn.problem import LONG_KEYS, SHORT_CAUSAL_KEYS, UNLIMITED, Problem
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problems import Target
-from omniattn.problems.precision import Int4, Int8
-from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.select import select_attention, select_merge_states
+from omniattn.kv.formats import KVFormat, check_format
+from omniattn.kv.layout import CacheLayout
+from omniattn.problems import UNLIMITED, AppendProblem, Int4, Int8, Precision, QuantizeProblem, Target
+from omniattn.problems import AttentionProblem as Problem
+from omniattn.problems.attention import LONG_KEYS, SHORT_CAUSAL_KEYS
+from omniattn.registry import REGISTRY, KernelSpec, by_name
+from omniattn.select import (
+    select_append,
+    select_attention,
+    select_copy,
+    select_decode,
+    select_delta,
+    select_merge,
+    select_quantizer,
+)
 
 # Shared memory that one CTA may have, by compute capability.
 GPUS = {
@@ -41,8 +51,6 @@ PLAIN = Problem(
     mask="none",
     sinks="none",
     varlen=False,
-    precision="exact",
-    deterministic=False,
 )
 FEATURES: list[dict[str, Any]] = [
     {},
@@ -76,7 +84,7 @@ def test_every_problem_gets_a_row_that_serves_it(target: Target, dtype: str, hea
     for fields in (*FEATURES, *SCORE_MODS):
         problem = changed(dtype=dtype, head_dim=head_dim, **fields)
         spec = select_attention(problem, target).spec
-        assert (spec.op, spec.dtype) == ("attention", dtype)
+        assert (spec.op, spec.quantized, spec.dtype) == ("attention", False, dtype)
         assert spec.head_dim >= head_dim
         assert spec.smem_bytes <= target.max_smem
         assert spec.min_arch == target.cc if spec.arch_specific else spec.min_arch <= target.cc
@@ -95,7 +103,10 @@ def test_every_problem_gets_a_row_that_serves_it(target: Target, dtype: str, hea
         assert narrower == []
 
 
-@pytest.mark.parametrize("spec", [s for s in REGISTRY if s.op == "attention"], ids=lambda s: s.name)
+EXACT_ROWS = [s for s in REGISTRY if s.op == "attention" and not s.quantized]
+
+
+@pytest.mark.parametrize("spec", EXACT_ROWS, ids=lambda s: s.name)
 def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
     mask = "bool" if "score_mods" in spec.features else "none"
     problems = [
@@ -120,25 +131,28 @@ def test_reasons_name_what_decided(cc: tuple[int, int]) -> None:
 
 def test_force() -> None:
     target = Target((9, 0), GPUS[9, 0])
-    wide = "attn_fwd_sm80_bf16_d256_mods"
-    selection = select_attention(PLAIN, target, wide)
-    assert selection.spec.name == wide
-    assert selection.why == (f"OMNIATTN_FORCE_KERNEL={wide}",)
+    larger = "attn_fwd_sm80_bf16_d256_mods"
+    selection = select_attention(PLAIN, target, larger)
+    assert selection.spec.name == larger
+    assert selection.why == (f"OMNIATTN_FORCE_KERNEL={larger}",)
     assert select_attention(PLAIN, target, "").spec == select_attention(PLAIN, target, None).spec
+
+
+INT8 = Int8().precision
 
 
 @pytest.mark.parametrize(
     ("force", "fields", "shows"),
     [
         ("attn_fwd_sm80_bf16_d46", {}, "attn_fwd_sm80_bf16_d64"),  # suggests a near name
-        ("merge_states_sm80_bf16", {}, "it is no kernel of attention"),
-        ("attn_int8_sm90_bf16_d64", {}, "it is no kernel of attention"),
-        ("attn_fwd_sm90_bf16_d64_m256n64", {"low": Int8()}, "it is no kernel of attention_int8"),
-        ("attn_int8_sm90_bf16_d64", {"low": Int8(smooth_q=True)}, "compiled without smooth_q"),
-        ("attn_int8_sm90_bf16_d64_smoothq", {"low": Int8()}, "compiled with smooth_q"),
-        ("attn_int8_sm90_bf16_d64", {"low": Int8(), "lse": True}, "it makes no LSE"),
-        ("attn_int8_sm90_bf16_d64", {"low": Int8(), "varlen": True}, "no packed sequences"),
-        ("attn_int8_sm90_bf16_d64_varlen", {"low": Int8()}, "packed sequences only"),
+        ("attn_int8_sm90_bf16_d64", {}, "it multiplies int8 operands, not exact ones"),
+        ("attn_fwd_sm90_bf16_d64_m256n64", {"precision": INT8}, "it multiplies bfloat16, not int8 ones"),
+        ("attn_int8_sm90_bf16_d64", {"precision": Int8(smooth_q=True).precision}, "compiled without smooth_q"),
+        ("attn_int8_sm90_bf16_d64_smoothq", {"precision": INT8}, "compiled with smooth_q"),
+        ("attn_int8_sm90_bf16_d64", {"precision": INT8, "lse": True}, "it makes no LSE"),
+        ("attn_int8_sm90_bf16_d64", {"precision": INT8, "varlen": True}, "no packed sequences"),
+        ("attn_int8_sm90_bf16_d64_varlen", {"precision": INT8}, "packed sequences only"),
+        ("attn_int4_sm80_bf16_d64", {"precision": Int8(pv="fp16").precision}, "it multiplies 4-bit integers"),
         ("attn_fwd_sm80_fp16_d64", {}, "float16"),
         ("attn_fwd_sm80_bf16_d32", {}, "up to 32"),
         ("attn_fwd_sm80_bf16_d64", {"softcap": 1.0}, "softcap"),
@@ -151,8 +165,21 @@ def test_force_that_cannot_serve(force: str, fields: dict[str, Any], shows: str)
     assert shows in str(caught.value)
 
 
+def test_a_forced_row_of_another_operation_does_not_matter() -> None:
+    target = Target((9, 0), GPUS[9, 0])
+    free = select_attention(PLAIN, target)
+    assert select_attention(PLAIN, target, "merge_states_sm80_bf16") == free
+    assert select_attention(PLAIN, target, "kv_copy_sm80, quantize_sm80_bf16_d64") == free
+    both = "kv_copy_sm80, attn_fwd_sm80_bf16_d96"
+    assert select_attention(PLAIN, target, both).spec.name == "attn_fwd_sm80_bf16_d96"
+    with pytest.raises(ArgumentError, match="one kernel of attention, received 'attn_fwd_sm80_bf16_d64' and"):
+        select_attention(PLAIN, target, "attn_fwd_sm80_bf16_d64,attn_fwd_sm80_bf16_d96")
+    with pytest.raises(ArgumentError, match=r"names of registered kernels.*'nobody'"):
+        select_attention(PLAIN, target, "kv_copy_sm80,nobody")
+
+
 def test_force_on_an_older_gpu() -> None:
-    newer = next(spec for spec in REGISTRY if spec.op == "attention" and spec.min_arch > (8, 0))
+    newer = next(spec for spec in EXACT_ROWS if spec.min_arch > (8, 0))
     with pytest.raises(ArgumentError, match=r"this GPU has 8\.0"):
         select_attention(changed(dtype=newer.dtype, head_dim=newer.head_dim), Target((8, 0), 2**20), newer.name)
 
@@ -177,12 +204,12 @@ LOW = [Int8(), Int8(smooth_q=True, smooth_v=True), Int8(granularity="per_tensor"
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8) -> None:
+def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8 | Int4) -> None:
     for head_dim, lse in itertools.product(range(8, 257, 8), (False, True)):
         for fields in FEATURES:
-            problem = changed(dtype=dtype, head_dim=head_dim, low=low, precision=f"int{low.bits}", lse=lse, **fields)
+            problem = changed(dtype=dtype, head_dim=head_dim, precision=low.precision, lse=lse, **fields)
             spec = select_attention(problem, HOPPER).spec
-            assert (spec.op, spec.dtype) == ("attention_int8", dtype)
+            assert (spec.op, spec.quantized, spec.dtype) == ("attention", True, dtype)
             assert spec.head_dim == (64 if head_dim <= 64 else 128 if head_dim <= 128 else 256)
             assert spec.family == "attn_int8_sm90"
             assert ("smooth_q" in spec.features) == low.smooth_q
@@ -190,26 +217,26 @@ def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8) -> None:
             assert ("lse" in spec.lacks) == (not lse and not low.smooth_q)
 
 
-def low_of(spec: KernelSpec, **knobs: Any) -> Int8:
+def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
     """The knobs that only this row's product serves."""
-    kind = Int4 if spec.bits == 4 else Int8
+    kind = Int4 if spec.qk == "int4" else Int8
     knobs = {"smooth_q": "smooth_q" in spec.features, "pv": spec.pv, "pv_accumulator": spec.pv_accumulator} | knobs
-    return kind(**knobs)
+    return kind(**knobs).precision
 
 
-@pytest.mark.parametrize("spec", [s for s in REGISTRY if s.op == "attention_int8"], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [s for s in REGISTRY if s.quantized], ids=lambda s: s.name)
 def test_every_low_precision_row_is_chosen_and_can_be_forced(spec: KernelSpec) -> None:
     # 4-bit rows are for GPUs with 4-bit products, e4m3 ones for those with such products; and one is for Hopper alone.
     target = HOPPER if spec.min_arch >= (9, 0) else Target((8, 9), GPUS[8, 9])
     mods = {"softcap": 5.0} if "score_mods" in spec.features else {}
     problem = changed(
-        dtype=spec.dtype, head_dim=spec.head_dim, varlen="dense" in spec.lacks, low=low_of(spec), precision="int8",
+        dtype=spec.dtype, head_dim=spec.head_dim, varlen="dense" in spec.lacks, precision=low_of(spec),
         lse="lse" in spec.features, **mods,
     )  # fmt: skip
     assert select_attention(problem, target).spec == spec
     assert select_attention(problem, target, spec.name).spec == spec
-    if not mods and spec.bits == 8:
-        problem = dataclasses.replace(problem, low=low_of(spec, pv="auto", pv_accumulator="auto"))
+    if not mods and spec.qk == "int8":
+        problem = dataclasses.replace(problem, precision=low_of(spec, pv="auto", pv_accumulator="auto"))
         assert select_attention(problem, target, spec.name).spec == spec
 
 
@@ -236,7 +263,7 @@ def test_low_precision_by_architecture(case: tuple[tuple[int, int], int]) -> Non
     for smooth_q in (False, True):
         for head_dim in (8, 64, 128, 136, 256):
             low = (Int8 if bits == 8 else Int4)(smooth_q=smooth_q)
-            found = select_attention(changed(head_dim=head_dim, low=low, precision=f"int{bits}"), target)
+            found = select_attention(changed(head_dim=head_dim, precision=low.precision), target)
             family = CHOSEN[case][0]
             if (cc, bits, head_dim, smooth_q) == ((10, 0), 8, 128, False):
                 family = "attn_int8_mbarrier_sm90"
@@ -244,7 +271,7 @@ def test_low_precision_by_architecture(case: tuple[tuple[int, int], int]) -> Non
             (reason,) = [x for x in found.why if "accumulators" in x]
             assert f"{found.spec.pv} with {found.spec.pv_accumulator} accumulators" in reason
             assert any("no faster than int8" in x for x in found.why) == (bits == 4 and cc >= (9, 0))
-            capped = select_attention(changed(head_dim=head_dim, low=low, precision="int8", softcap=9.0), target)
+            capped = select_attention(changed(head_dim=head_dim, precision=low.precision, softcap=9.0), target)
             assert "score_mods" in capped.spec.features
             assert any("not attn_int8_sm90: it has no softcap" in x for x in capped.why) == (cc == (9, 0))
 
@@ -255,7 +282,7 @@ def test_every_choice_of_pv_can_be_forced(target: Target) -> None:
         for acc in ("fp32", "fp16"):
             for kind in (Int8, Int4):
                 low = kind(pv=pv, pv_accumulator=acc)
-                problem = changed(low=low, precision=f"int{low.bits}")
+                problem = changed(precision=low.precision)
                 if pv == "fp8" and target.cc < (8, 9):
                     with pytest.raises(UnsupportedError, match=r"needs compute capability 8\.9"):
                         select_attention(problem, target)
@@ -266,7 +293,7 @@ def test_every_choice_of_pv_can_be_forced(target: Target) -> None:
 
 
 def test_a_driver_without_tensor_maps_has_low_precision_too() -> None:
-    found = select_attention(changed(low=Int8(), precision="int8", tensor_maps=False), HOPPER)
+    found = select_attention(changed(precision=INT8, tensor_maps=False), HOPPER)
     assert found.spec.family == "attn_int8_sm80"
     assert any("tensor maps" in reason for reason in found.why)
 
@@ -274,19 +301,23 @@ def test_a_driver_without_tensor_maps_has_low_precision_too() -> None:
 @pytest.mark.parametrize(
     ("fields", "target", "shows"),
     [
-        ({"low": Int8(granularity="per_token")}, HOPPER, "one scale a lane, not one a token"),
-        ({"low": Int4(pv="exact")}, HOPPER, "P and V in fp16, not exact"),
-        ({"low": Int8(), "dtype": "float32"}, HOPPER, "float32"),
-        ({"low": Int8(), "head_dim": 264}, HOPPER, "264"),
-        ({"low": Int8()}, Target((7, 5), 64 << 10), r"this GPU has 7\.5"),
-        ({"low": Int8(pv="fp8")}, Target((8, 6), 99 << 10), r"needs compute capability 8\.9, this GPU has 8\.6"),
+        ({"precision": Int8(granularity="per_token").precision}, HOPPER, "one scale a lane, not one a token"),
+        ({"precision": Int4(pv="exact").precision}, HOPPER, "P and V in fp16, not exact"),
+        ({"precision": INT8, "dtype": "float32"}, HOPPER, "float32"),
+        ({"precision": INT8, "head_dim": 264}, HOPPER, "264"),
+        ({"precision": INT8}, Target((7, 5), 64 << 10), r"this GPU has 7\.5"),
+        (
+            {"precision": Int8(pv="fp8").precision},
+            Target((8, 6), 99 << 10),
+            r"needs compute capability 8\.9, this GPU has 8\.6",
+        ),
     ],
     ids=str,
 )
 def test_no_low_precision_row_serves(fields: dict[str, Any], target: Target, shows: str) -> None:
     """An error that says what is missing, and what to use instead: nothing falls back to another precision silently."""
     with pytest.raises(UnsupportedError, match=shows) as caught:
-        select_attention(changed(precision=f"int{fields['low'].bits}", **fields), target)
+        select_attention(changed(**fields), target)
     assert "precision='exact'" in str(caught.value)
 
 
@@ -322,13 +353,101 @@ def test_workloads_of_the_registry_exist() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_merge_states(dtype: str) -> None:
-    spec = select_merge_states(dtype).spec
-    assert (spec.op, spec.dtype) == ("merge_states", dtype)
+    found = select_merge(dtype, HOPPER)
+    assert (found.spec.op, found.spec.dtype) == ("merge_states", dtype)
+    assert found.why
 
 
 def test_merge_states_of_other_types() -> None:
     with pytest.raises(UnsupportedError, match="float64"):
-        select_merge_states("float64")
+        select_merge("float64", HOPPER)
+
+
+# The other operations: decode, append, copies, merges, quantizers.
+
+TURING = Target((7, 5), 64 << 10)
+
+
+def formats(k_dtype: str, v_dtype: str, head_dim: int = 128) -> tuple[KVFormat, KVFormat]:
+    k = check_format(k_dtype, head_dim, None, True, "test", is_key=True)
+    return k, check_format(v_dtype, head_dim, None, True, "test", is_key=False)
+
+
+def appended(k_dtype: str, v_dtype: str, dtype: str = "bfloat16") -> AppendProblem:
+    cache = CacheLayout(
+        False, 2, 64, 2, 128, *formats(k_dtype, v_dtype), False, (), 0, 0, 0, None, "cuda", 0,
+    )  # fmt: skip
+    return AppendProblem(dtype, cache, 2, 2, 1, 128, 2, 64, 64, 2, 0, "none", 0, 0)
+
+
+def selected(op: str, target: Target, force: str | None = None) -> str:
+    """The row that one plain call of an operation takes."""
+    problem = QuantizeProblem("bfloat16", 1, 8, 8, 2, 2, 128, False, smooth_q=True)
+    found = {
+        "decode": lambda: select_decode("bfloat16", *formats("int8", "int8"), 1, target, force)[0],
+        "decode_combine": lambda: select_decode("bfloat16", *formats("int8", "int8"), 1, target, force)[1],
+        "append": lambda: select_append(appended("int8", "int8"), target, force),
+        "copy_blocks": lambda: select_copy(target, force),
+        "merge_states": lambda: select_merge("bfloat16", target, force),
+        "quantize": lambda: select_quantizer(problem, target, force),
+        "quantize_delta": lambda: select_delta(problem, target, force),
+    }[op]()
+    assert found.spec.op == op
+    assert found.why
+    assert (found.why == (f"OMNIATTN_FORCE_KERNEL={force}",)) == (force is not None and found.spec.name in force)
+    return found.spec.name
+
+
+#: operation -> another row of it, and why that one cannot serve the call of `selected`; None: it can.
+OTHERS = {
+    "decode": ("decode_sm80_bf16_d128_kvint4", "the call takes 'decode_sm80_bf16_d128_kvint8'"),
+    "decode_combine": ("decode_combine_sm80_bf16_d64", "the call takes 'decode_combine_sm80_bf16_d128'"),
+    "append": ("kv_append_sm80_bf16_d128_kvfp8", "the call takes 'kv_append_sm80_bf16_d128_kvint8'"),
+    "copy_blocks": ("", None),
+    "merge_states": ("merge_states_sm80_fp16", "the call takes 'merge_states_sm80_bf16'"),
+    "quantize": ("quantize_sm80_bf16_d256", None),
+    "quantize_delta": ("quantize_delta_sm80_bf16_d64", "it takes head_dim up to 64, not 128"),
+}
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_forced_kernels_of_every_operation(op: str) -> None:
+    name = selected(op, HOPPER)
+    assert selected(op, HOPPER, name) == name
+    assert selected(op, HOPPER, f"attn_fwd_sm80_bf16_d64, {name}") == name
+    # Rows of other operations do not matter.
+    assert selected(op, HOPPER, "attn_fwd_sm80_bf16_d64") == name
+    other, reason = OTHERS[op]
+    if other:
+        assert by_name(other).op == op
+        if reason is None:
+            assert selected(op, HOPPER, other) == other
+        else:
+            with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_KERNEL") as caught:
+                selected(op, HOPPER, other)
+            assert reason in str(caught.value)
+        with pytest.raises(ArgumentError, match=f"one kernel of {op}, received '{name}' and '{other}'"):
+            selected(op, HOPPER, f"{name},{other}")
+    with pytest.raises(ArgumentError, match=r"names of registered kernels, separated by commas.*'nobody'"):
+        selected(op, HOPPER, f"{name},nobody")
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_no_operation_serves_a_gpu_that_is_too_old(op: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"7\.5"):
+        selected(op, TURING)
+    with pytest.raises((ArgumentError, UnsupportedError), match=r"this GPU has 7\.5"):
+        selected(op, TURING, selected(op, HOPPER))  # forced
+
+
+def test_a_specialized_quantizer_serves_its_own_problem_only() -> None:
+    special = next(spec for spec in REGISTRY if spec.specialization == ("sm90", "float8_e4m3"))
+    general = QuantizeProblem(special.dtype, 1, 8, 8, 2, 2, 64, False)
+    with pytest.raises(ArgumentError, match="made for the defaults of int8 attention in the sm90 grouping"):
+        select_quantizer(general, HOPPER, special.name)
+    served = dataclasses.replace(general, smooth_v=True)
+    assert select_quantizer(served, HOPPER).spec.specialization == special.specialization
+    assert select_quantizer(general, HOPPER).spec.specialization is None
 
 
 def test_visible_pairs_against_brute_force() -> None:

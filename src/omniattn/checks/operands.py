@@ -19,7 +19,7 @@ from ..problems import (
     QuantizedV,
     QuantizeProblem,
 )
-from ..problems.precision import value_levels
+from ..problems.precision import knobs_of, value_levels
 from . import values
 from .attention import canonical_strides, check_common, check_mask, check_out, check_scale
 
@@ -144,7 +144,11 @@ def check_precision(function: str, precision: Any, operands: QuantizeProblem) ->
         if wanted == dataclasses.replace(own, pv_accumulator="fp16"):
             hint = "fp16 sums need values of quantize_v(pv_accumulator='fp16') or quantize_v(dtype='float16')"
         raise ArgumentError(
-            "precision", f"that of the operands, {own!r}, or left out", repr(precision), function=function, hint=hint
+            "precision",
+            f"that of the operands, {knobs_of(own)!r}, or left out",
+            repr(precision),
+            function=function,
+            hint=hint,
         )
     return own
 

@@ -24,6 +24,8 @@ class CacheLayout:
     recent_format : KVFormat, optional
     device, ordinal : str, int
         Where the arrays are.
+    frameworks : frozenset of str
+        Whose they are.
     """
 
     paged: bool
@@ -41,6 +43,7 @@ class CacheLayout:
     recent_format: KVFormat | None
     device: str
     ordinal: int
+    frameworks: frozenset[str] = frozenset()
 
 
 _interned: dict[CacheLayout, CacheLayout] = {}

@@ -149,6 +149,15 @@ class Int4(_Knobs):
     smooth_q: bool = True
 
 
+def knobs_of(precision: Precision) -> Int8 | Int4:
+    """What a caller writes for a quantized precision."""
+    kind: type[Int8 | Int4] = Int8 if precision.qk == "int8" else Int4
+    return kind(
+        precision.granularity, precision.smooth_k, precision.smooth_q, precision.smooth_v, precision.pv,
+        precision.pv_accumulator,
+    )  # fmt: skip
+
+
 #: What each name of ``precision=`` means.
 NAMED: dict[str, Precision] = {"exact": EXACT, "int8": Int8().precision, "int4": Int4().precision}
 
