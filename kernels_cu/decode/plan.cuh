@@ -14,8 +14,8 @@ struct KeySpan {
     int32 begin, end, chunks;
     int32 seq_len;
 };
-// A sequence that has all of the shared prefix, whose row of the block table is read for all; the last one if none has it,
-// all being paused, so that nobody looks at the result. (The first one has it, unless it is paused.)
+// A sequence that has all of the shared prefix, whose row of the block table is read for all: the first one, unless it
+// is paused; the last one if all are paused and the result does not count.
 OA_DEVICE int32 prefix_owner(const DecodeParams& p) {
     int32 b = 0;
     while (b < p.prefix_sequences - 1 && p.seq_lens[b] < p.capacity) ++b;
@@ -23,7 +23,7 @@ OA_DEVICE int32 prefix_owner(const DecodeParams& p) {
 }
 OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     KeySpan s;
-    // The shared prefix is as long for all.
+    // The shared prefix has one length for all.
     s.seq_len = s.end = p.first_key == kSharedPrefix ? p.capacity : min_of(max_of(p.seq_lens[b], 0), p.capacity);
     int64 first = p.window_left < 0 ? 0 : int64(s.end) - p.q_len - p.window_left;
     s.begin = first <= 0 ? 0 : int32(first) & ~15;

@@ -51,9 +51,9 @@ struct DecodeParams {
     uint32 two_1024;  // 0x64006400, see decode/kv_dequant.cuh
     // Keys before it are another launch's; kSharedPrefix: this launch's are those that all sequences have in common.
     int32 first_key;
-    int32
-        prefix_sequences;  // of a launch over the shared prefix, which takes the queries of all sequences for those of one:
-    // how many sequences there are (seq_lens has so many)
+    // Of a launch over the shared prefix, which takes the queries of all sequences for those of one: how many sequences
+    // there are (seq_lens has so many).
+    int32 prefix_sequences;
     int32 reserved;
 };
 
