@@ -57,17 +57,18 @@ OA_DEVICE void restore_values(float (&o)[kOutputs], float (&m2)[2], float (&l)[2
     }
 }
 
-// rows: a RowState. attended: whether there was a key; else nothing is scaled, and `channels` and `bias_of` are not
-// asked. bias_of(row): what smoothing took from a row's scores, of rows first_row + 0 .. 15.
-template <typename Io, int kOutputs, typename Rows, typename Channels, typename BiasOf>
-OA_DEVICE void store_quantized(float (&o)[kOutputs], Rows& rows, bool attended, const Channels& channels,
-                               BiasOf bias_of, const AttnFwdParams& p, const FwdTile& t, int32 first_row, int lane) {
+// rows: a RowState. operands: attended(), whether there was a key, without which nothing else is asked (a function,
+// because a flag kept from before the sums costs registers and spills at head_dim 256); channels(), as restore_values
+// takes them; bias(row), what smoothing took from the scores of row first_row + 0 .. 15.
+template <typename Io, int kOutputs, typename Rows, typename Operands>
+OA_DEVICE void store_quantized(float (&o)[kOutputs], Rows& rows, const Operands& operands, const AttnFwdParams& p,
+                               const FwdTile& t, int32 first_row, int lane) {
     rows.reduce();
     float bias[2] = {0.0f, 0.0f};
-    if (attended) {
-        restore_values(o, rows.m2, rows.l, channels, lane);
-        bias[0] = bias_of(lane >> 2) * p.softmax_scale;
-        bias[1] = bias_of((lane >> 2) + 8) * p.softmax_scale;
+    if (operands.attended()) {
+        restore_values(o, rows.m2, rows.l, operands.channels(), lane);
+        bias[0] = operands.bias(lane >> 2) * p.softmax_scale;
+        bias[1] = operands.bias((lane >> 2) + 8) * p.softmax_scale;
     }
     store_rows<Io>(o, rows.m2, rows.l, bias, p, t, first_row, lane);
 }

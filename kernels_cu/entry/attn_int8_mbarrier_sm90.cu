@@ -164,6 +164,16 @@ OA_DEVICE void mma_pv(Output (&o)[Config::kMTiles], const Probabilities (&probs)
         }
 }
 
+// What store_quantized needs, from shared memory.
+struct StagedOperands {
+    bool has_keys;
+    ChannelScales<Config::kHeadDim> all_channels;
+    const float* row_bias;
+    OA_DEVICE bool attended() const { return has_keys; }
+    OA_DEVICE ChannelScales<Config::kHeadDim> channels() const { return all_channels; }
+    OA_DEVICE float bias(int32 row) const { return row_bias[row]; }
+};
+
 class Worker {
   public:
     OA_DEVICE Worker(const AttnInt8Sm80Params& params, const FwdTile& t, int warp_row, int lane)
@@ -221,9 +231,8 @@ class Worker {
                          const float* row_bias) {
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i)
-            store_quantized<Config::Io>(
-                o_[i], rows_[i], attended, channels, [&](int32 row) { return row_bias[i * 16 + row]; }, p_, t,
-                warp_row + i * 16, lane_);
+            store_quantized<Config::Io>(o_[i], rows_[i], StagedOperands{attended, channels, row_bias + i * 16}, p_, t,
+                                        warp_row + i * 16, lane_);
     }
 
     Output o_[Config::kMTiles];

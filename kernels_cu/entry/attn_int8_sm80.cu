@@ -265,15 +265,25 @@ class Worker {
     // O and LSE to global memory.
     OA_DEVICE void store(const FwdTile& t, int warp_idx) {
         int32 warp_row = t.m0 + warp_idx * Config::kMTiles * 16;
-        bool lacks_bias = !(Config::kScoreMods && p_.softcap > 0.0f);  // with a softcap the scores have had it before
-        // Rows of no sequence have no channels to look up.
-        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
-        const GlobalChannels channels(x_, int64(t.sequence) * p_.num_kv_heads + kv_head);
+        struct Operands {
+            const Worker& w;
+            const FwdTile& t;
+            int32 first_row;
+            OA_DEVICE bool attended() const { return t.seqlen_k > 0; }
+            OA_DEVICE GlobalChannels channels() const {
+                int32 kv_head = t.head_idx / (w.p_.num_q_heads / w.p_.num_kv_heads);
+                return GlobalChannels(w.x_, int64(t.sequence) * w.p_.num_kv_heads + kv_head);
+            }
+            // With a softcap the scores have had it before.
+            OA_DEVICE float bias(int32 row) const {
+                if (Config::kScoreMods && w.p_.softcap > 0.0f) return 0.0f;
+                return row_bias_of(w.p_, w.x_, t, first_row + row);
+            }
+        };
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) {
             int32 first_row = warp_row + i * 16;
-            auto bias_of = [&](int32 row) { return lacks_bias ? row_bias_of(p_, x_, t, first_row + row) : 0.0f; };
-            store_quantized<Config::Io>(o_[i], rows_[i], t.seqlen_k > 0, channels, bias_of, p_, t, first_row, lane_);
+            store_quantized<Config::Io>(o_[i], rows_[i], Operands{*this, t, first_row}, p_, t, first_row, lane_);
         }
     }
 

@@ -3,8 +3,9 @@
 //   lse = log(exp(lse_a) + exp(lse_b));  o = o_a exp(lse_a - lse) + o_b exp(lse_b - lse)
 //
 // o_a, o_b, o: [batch, seqlen, heads, head_dim], any strides, last dimension contiguous, 16-byte rows; lse_*: fp32,
-// [batch, heads, seqlen], any strides. Both LSE -inf: O = 0, LSE = -inf. decode merges a prefix that all sequences share
-// (a), with what each has of its own (b): paused sequences (seq_lens 0) see nothing of it.
+// [batch, heads, seqlen], any strides. Both LSE -inf: O = 0, LSE = -inf.
+// With seq_lens (decode with a shared prefix: a is the prefix, b the sequences' own keys) a of a sequence of length 0,
+// a paused one, does not count.
 // One thread merges 16 bytes of one row; the grid covers rows * chunks, rows beyond 2^31 included. No shared memory.
 // Bound by memory: reads two outputs, writes one.
 #include "params/merge_states.cuh"

@@ -51,10 +51,10 @@ struct DecodeParams {
     uint32 two_1024;  // 0x64006400, see decode/kv_dequant.cuh
     // Keys before it are another launch's; kSharedPrefix: this launch's are those that all sequences have in common.
     int32 first_key;
-    int32
-        prefix_sequences;  // of a launch over the shared prefix, which takes the queries of all sequences for those of one:
-    // how many sequences there are (seq_lens has so many)
-    int32 least_seq_len;  // lengths below it count as it: 0; of a shared prefix, which is as long for all, the capacity
+    // Of a launch over the shared prefix, which takes the queries of all sequences for those of one: how many sequences
+    // there are (seq_lens has so many).
+    int32 prefix_sequences;
+    int32 least_seq_len;  // shorter lengths count as this: 0; of a shared prefix its capacity, as it is as long for all
 };
 
 constexpr int32 kSharedPrefix = -1;
