@@ -36,7 +36,13 @@ extern "C" __device__ const uint32 layout_of_struct[] = {{
 """
 
 
-def device_constants(header: str, numbers: Sequence[str], root: Path = ROOT / "kernels_cu") -> list[int]:
+def device_constants(
+    header: str,
+    numbers: Sequence[str],
+    root: Path = ROOT / "kernels_cu",
+    *,
+    defines: Sequence[tuple[str, str]] = (),
+) -> list[int]:
     """Values of constant expressions of 32 bits over what ``header`` (below ``root``) declares, as unsigned numbers.
 
     Raises
@@ -51,7 +57,10 @@ def device_constants(header: str, numbers: Sequence[str], root: Path = ROOT / "k
     )
     headers = dict(Sources(root).closure(header))
     headers |= Sources(root).closure("ptx/types.cuh")
-    options = ("--gpu-architecture=sm_90a", "-std=c++17", "--relocatable-device-code=true")
+    options = (
+        "--gpu-architecture=sm_90a", "-std=c++17", "--relocatable-device-code=true",
+        *(f"-D{name}={value}" for name, value in defines),
+    )  # fmt: skip
     cubin, _ = get_compiler().compile(source, "constants.cu", headers, options, False)
     marker = struct.pack("<4I", *_MARKER)
     (data,) = (data for section, data in sass.sections(cubin) if section == ".nv.global.init" and marker in data)

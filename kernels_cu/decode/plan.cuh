@@ -14,11 +14,11 @@ struct KeySpan {
     int32 begin, end, chunks;
     int32 seq_len;
 };
-// A sequence that has all of the shared prefix, whose row of the block table is read for all; prefix_sequences if there
-// is none. (The first one has it, unless it is paused.)
+// A sequence that has all of the shared prefix, whose row of the block table is read for all; the last one if none has it,
+// all being paused, so that nobody looks at the result. (The first one has it, unless it is paused.)
 OA_DEVICE int32 prefix_owner(const DecodeParams& p) {
     int32 b = 0;
-    while (b < p.prefix_sequences && p.seq_lens[b] < p.capacity) ++b;
+    while (b < p.prefix_sequences - 1 && p.seq_lens[b] < p.capacity) ++b;
     return b;
 }
 OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {

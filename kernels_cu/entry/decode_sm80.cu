@@ -149,7 +149,7 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
                     rows.start[group][n][r] = __shfl_sync(0xffffffffu, query.start[group], src);
                 }
             int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
-            rows.end[n][r] = split.seq_len - p.q_len + 1 + its_token;
+            rows.end[n][r] = p.first_key == kSharedPrefix ? split.seq_len : split.seq_len - p.q_len + 1 + its_token;
             rows.m[n][r] = kLowest;
             rows.l[n][r] = 0.0f;
             rows.f[n][r] = kLargestFactor;
@@ -160,22 +160,6 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
         for (int d = 0; d < Config::kHeadDim / 16; ++d)
             rows.o[n][d][0] = rows.o[n][d][1] = rows.o[n][d][2] = rows.o[n][d][3] = 0.0f;
     }
-}
-
-// Each query sees what its own sequence has of the shared prefix: all, or nothing where it is paused. Returns the keys that every
-// row of the warp sees.
-OA_DEVICE int32 end_rows_of_prefix(Rows& rows, const DecodeParams& p, const Split& split) {
-    int32 least = split.limit;
-#pragma unroll
-    for (int n = 0; n < Config::kNTiles; ++n)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            int32 token = rows.end[n][r] - (split.seq_len - p.q_len + 1);  // of all sequences' queries
-            int32 b = token / p.prefix_q_len;
-            rows.end[n][r] = p.seq_lens[b] - p.prefix_q_len + 1 + (token - b * p.prefix_q_len);
-            least = min_of(least, rows.end[n][r]);
-        }
-    return __reduce_min_sync(0xffffffffu, least);
 }
 
 // Brings a split's part of the block table to L2: behind the copies of K and V, a trip to memory takes longer than a
@@ -223,8 +207,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     make_rows(b, rows, queries, p, split, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before this one, but for the window.
-    int32 seen_by_all = min_of(split.seq_len - p.q_len + 1, split.limit);
-    if (p.first_key == kSharedPrefix) seen_by_all = end_rows_of_prefix(rows, p, split);
+    int32 seen_by_all = p.first_key == kSharedPrefix ? split.limit : min_of(split.seq_len - p.q_len + 1, split.limit);
     int32 window_begin = p.window_left < 0 ? 0 : split.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();
@@ -381,17 +364,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         int32 segment_begin = before + segment * span.chunks;
         int32 stop = p.fixed_splits ? at + 1 : min_of(end, segment_begin + span.chunks);
         Split split;
-        split.sequence = sequence;
+        split.sequence = p.first_key == kSharedPrefix ? prefix_owner(p) : sequence;
         split.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
         split.row_block = segment - split.kv_head * p.num_row_blocks;
         split.begin = span.begin + ((at - segment_begin) << p.chunk_log2);
         split.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.chunk_log2));
         split.seq_len = span.seq_len;
         split.limit = span.end;
-        if (p.first_key == kSharedPrefix) {
-            split.sequence = prefix_owner(p);
-            if (split.sequence == p.prefix_sequences) split.end = split.begin;  // nobody has it
-        }
         bool whole = stop - at == span.chunks;
 
         if (p.recent_side != kRecentNewest) prefetch_table(p, split, tid);

@@ -3,7 +3,8 @@
 //   lse = log(exp(lse_a) + exp(lse_b));  o = o_a exp(lse_a - lse) + o_b exp(lse_b - lse)
 //
 // o_a, o_b, o: [batch, seqlen, heads, head_dim], any strides, last dimension contiguous, 16-byte rows; lse_*: fp32,
-// [batch, heads, seqlen], any strides. Both LSE -inf: O = 0, LSE = -inf.
+// [batch, heads, seqlen], any strides. Both LSE -inf: O = 0, LSE = -inf. decode merges a prefix that all sequences share
+// (a), with what each has of its own (b): paused sequences (seq_lens 0) see nothing of it.
 // One thread merges 16 bytes of one row; the grid covers rows * chunks, rows beyond 2^31 included. No shared memory.
 // Bound by memory: reads two outputs, writes one.
 #include "params/merge_states.cuh"
@@ -38,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(256) merge_states_sm80(const __grid
         int64 seq = rest - batch * p.seqlen;
 
         float lse_a = p.lse_a[batch * p.lse_a_stride_b + head * p.lse_a_stride_h + seq * p.lse_a_stride_s];
+        if (p.seq_lens != nullptr && p.seq_lens[batch] == 0) lse_a = neg_inf();
         float lse_b = p.lse_b[batch * p.lse_b_stride_b + head * p.lse_b_stride_h + seq * p.lse_b_stride_s];
         float top = fmaxf(lse_a, lse_b);
         Side side_a{0.0f, lse_a != neg_inf()}, side_b{0.0f, lse_b != neg_inf()};

@@ -51,9 +51,10 @@ struct DecodeParams {
     uint32 two_1024;  // 0x64006400, see decode/kv_dequant.cuh
     // Keys before it are another launch's; kSharedPrefix: this launch's are those that all sequences have in common.
     int32 first_key;
-    // Of a launch over the shared prefix, which takes the queries of all sequences for those of one: how many sequences
-    // there are (seq_lens has so many), and the queries of each.
-    int32 prefix_sequences, prefix_q_len;
+    int32
+        prefix_sequences;  // of a launch over the shared prefix, which takes the queries of all sequences for those of one:
+    // how many sequences there are (seq_lens has so many)
+    int32 reserved;
 };
 
 constexpr int32 kSharedPrefix = -1;

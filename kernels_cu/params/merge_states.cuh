@@ -9,6 +9,7 @@ struct MergeStatesParams {
     const float* lse_a;
     const float* lse_b;
     float* lse;
+    const int32* seq_lens;  // [batch] or null: of a sequence of length 0, a paused one, o_a does not count
     int64 o_a_stride_b, o_a_stride_s, o_a_stride_h;  // elements
     int64 o_b_stride_b, o_b_stride_s, o_b_stride_h;
     int64 o_stride_b, o_stride_s, o_stride_h;

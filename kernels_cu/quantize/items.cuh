@@ -13,13 +13,12 @@
 
 constexpr uint32 kReady = 0x80000000u;  // of a counter: all arrivals are in, and the result is written
 
-// COMMON other than 0: a kernel for the defaults of attention(precision="int8") only:
-// dense batches of Q, K and V, int8 with one scale a thread, all but Q smoothed. Arguments of the general kernel are
-// constants there. 1: the sm90 grouping, V to e4m3; 2: the sm80 grouping, V to fp16; 3: the sm80 grouping, V to e4m3.
-// 0: anything.
-constexpr bool kCommon = COMMON != 0;
-constexpr int32 kCommonFlags = kSmoothK | kSmoothV | kHasQk | kHasV | (COMMON == 2 ? kHalfV : 0);
-constexpr int32 kCommonKeyTile = COMMON == 1 ? 128 : 64, kCommonQuerySlice = COMMON == 1 ? 16 : 32;
+// COMMON: a kernel for the defaults of attention(precision="int8") only: dense batches of Q, K and V, int8 with one
+// scale a thread, all but Q smoothed, the grouping sm90 or sm80 (GROUPING: 90, 80), V to V_TYPE (E4m3, Half). Arguments
+// of the general kernel are constants there.
+constexpr bool kCommon = COMMON;
+constexpr int32 kCommonFlags = kSmoothK | kSmoothV | kHasQk | kHasV | (V_TYPE::kBytes == 2 ? kHalfV : 0);
+constexpr int32 kCommonKeyTile = GROUPING == 90 ? 128 : 64, kCommonQuerySlice = GROUPING == 90 ? 16 : 32;
 OA_DEVICE bool has(const QuantizeParams& p, Flag flag) { return ((kCommon ? kCommonFlags : p.flags) & flag) != 0; }
 OA_DEVICE bool is_packed(const QuantizeParams& p) { return !kCommon && p.packed; }
 OA_DEVICE int32 granularity_of(const QuantizeParams& p) { return kCommon ? kPerThread : p.granularity; }

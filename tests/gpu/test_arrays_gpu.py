@@ -302,8 +302,9 @@ def test_jax_reads_a_cache_behind_the_append(oa: Any, jax: Any, torch: Any, way:
     done, tokens = _jax_cache(oa, jax)
     oa.append(done, **tokens)
     torch.cuda.synchronize()
-    expected = [np.asarray(done.k), np.asarray(done.v)]
-    assert all(x.any() for x in expected), "an empty cache is full of zeros"
+    # Behind the tokens is whatever the memory held.
+    tokens_of = (slice(None), slice(None), slice(SHAPE[1]))
+    expected = [np.asarray(done.k)[tokens_of], np.asarray(done.v)[tokens_of]]
     late, tokens = _jax_cache(oa, jax)
     double = jax.jit(lambda x: x * 2)
     double(done.k).block_until_ready()  # compiled before it counts
@@ -314,7 +315,7 @@ def test_jax_reads_a_cache_behind_the_append(oa: Any, jax: Any, torch: Any, way:
     seen = copy.deepcopy(late) if way == "copied" else late
     for plane, wanted in zip((seen.k, seen.v), expected, strict=True):
         got = np.asarray(double(plane)) / 2 if way == "computed with" else np.asarray(plane)
-        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(got[tokens_of], wanted)
 
 
 def test_launches_on_a_jax_cache_wait_for_each_other(oa: Any, jax: Any, torch: Any) -> None:

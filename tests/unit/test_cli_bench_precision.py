@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omniattn.quantizer import problem_for
 
 import omniattn
-from omniattn import planning
 from omniattn.bench import (
     FORWARD_SHAPES,
     LOW_PRECISION_SHAPES,
@@ -30,9 +29,11 @@ from omniattn.bench.plot import plot_report
 from omniattn.bench.shapes import filter_shapes
 from omniattn.cli import main
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.launch.attn_fwd import ForwardStrides
-from omniattn.launch.attn_int8_sm90 import Int8Sm90Plan
+from omniattn.ops.attention import call_of
+from omniattn.plan.engine import Call, Launches, Plan, describe
 from omniattn.registry import REGISTRY
+from omniattn.runtime.record import WORKSPACE_ALIGNMENT, LaunchRecord
+from omniattn.select import Selection
 from tests.unit.bench_fakes import StreamTorch, WallClock
 
 torch = pytest.importorskip("torch")
@@ -42,76 +43,59 @@ SHAPES = (ForwardShape(1, 2, 48, 64, False), ForwardShape(1, 2, 48, 64, True))
 
 
 class CpuHopper:
-    """Kernel and quantizer of an `Int8Sm90Plan`, computing on the CPU.
+    """Launches of a Hopper GPU's plan, computing on the CPU.
 
-    "Quantizing" writes the addresses of q, k, v into the workspace, where q_int is. "Attention" reads them back from
-    there: on a workspace that nobody has filled it finds no addresses.
+    "Quantizing" writes the addresses of q, k, v into the workspace. "Attention" reads them back from there: on a
+    workspace that nobody has filled it finds no addresses.
     """
+
+    spec = next(s for s in REGISTRY if s.quantized and s.family == "attn_int8_sm90")
+    quantizer = next(s for s in REGISTRY if s.op == "quantize")
 
     def __init__(self) -> None:
         self.launched: list[str] = []
         self.streams: set[int] = set()
         self.broken = False
 
-    def plan(self, real: planning.Plan, q_shape: tuple[int, ...], precision: str) -> planning.Plan:
-        """``real``, which was made for CPU arrays, with a forward as a Hopper GPU would get."""
-        batch, seqlen, heads, dim = q_shape
-        spec = next(s for s in REGISTRY if s.name == f"attn_int8_sm90_bf16_d64{'_smoothq' * (precision == 'int4')}")
-        assert real.problem.low is not None
-        problem = problem_for(
-            real.problem.low, dtype="bfloat16", batch=batch, rows_q=seqlen, rows_k=seqlen, heads_q=heads,
-            heads_kv=heads, head_dim=dim, varlen=False, grouping="sm90", full_bias=False, wide=True,
-        )  # fmt: skip
-        strides = (seqlen * heads * dim, heads * dim, dim)
-        kernel, quantizer = _Kernel(self), _Quantizer(self, problem)
-        kernel.facts = (q_shape, real.problem.window_right == 0, precision)
-        real.forward = Int8Sm90Plan(
-            spec, kernel, quantizer, real.problem,  # type: ignore[arg-type]
-            ForwardStrides(strides, strides, strides, strides, (heads * seqlen, seqlen), (0, 0, 0, 0)), 132,
-        )  # fmt: skip
-        return real
+    def plan(self, call: Call) -> Plan:
+        """As `make_plan` makes it for arrays on such a GPU."""
+        options = call.options
+        q_shape, causal, precision = tuple(call.objects[0].shape), options.causal, options.precision
+
+        def quantize(stream: int, addresses: Sequence[int]) -> None:
+            q, k, v, _, workspace = addresses
+            assert workspace % WORKSPACE_ALIGNMENT == 0
+            self.launched.append("quantize")
+            self.streams.add(stream)
+            ctypes.memmove(workspace, struct.pack("<4Q", 0x5EED, q, k, v), 32)
+
+        def attention(stream: int, addresses: Sequence[int]) -> None:
+            self.launched.append("attention")
+            self.streams.add(stream)
+            mark, *inputs = struct.unpack("<4Q", ctypes.string_at(addresses[4], 32))
+            assert mark == 0x5EED, "attention on a workspace without quantized operands"
+            if self.broken:
+                return
+            o = omniattn.attention(*(_at(x, q_shape) for x in inputs), causal=causal, precision=precision)
+            _at(addresses[3], q_shape).copy_(o)
+
+        records = tuple(LaunchRecord(spec, (1, 1, 1), 32, b"") for spec in (self.quantizer, self.spec))
+        launches = Launches(Selection(self.spec, ()), records, 1024)
+        program = _Program([quantize, attention])
+        return Plan(None, launches, program, 0)  # type: ignore[arg-type]
 
 
-class _Quantizer:
-    num_launches = 2
-    workspace_bytes = 1024
+class _Program:
+    """A `Program` of functions."""
 
-    def __init__(self, gpu: CpuHopper, problem: Any) -> None:
-        self._gpu = gpu
-        self.problem = problem
+    operands = ("q", "k", "v", "o", "workspace")
 
-    def starts(self, workspace: int) -> tuple[int, int]:
-        return 0, 0
+    def __init__(self, launches: list[Callable[[int, Sequence[int]], None]]) -> None:
+        self.launches = launches
 
-    def launch(self, stream: int, inputs: tuple[int, ...], outputs: dict[str, int], scratch: int) -> None:
-        assert outputs["q_int"] % 256 == 0
-        assert scratch > max(outputs.values())
-        self._gpu.launched.append("quantize")
-        self._gpu.streams.add(stream)
-        ctypes.memmove(outputs["q_int"], struct.pack("<4Q", 0x5EED, *inputs[:3]), 32)
-
-
-class _Kernel:
-    facts: tuple[tuple[int, ...], bool, str]
-
-    def __init__(self, gpu: CpuHopper) -> None:
-        self._gpu = gpu
-
-    def encode_tensor_map(self, dtype: str, address: int, *_: object) -> bytes:
-        return struct.pack("<Q120x", address)
-
-    def launch(self, grid: tuple[int, int, int], threads: int, stream: int, params: int, cluster: Any = None) -> None:
-        self._gpu.launched.append("attention")
-        self._gpu.streams.add(stream)
-        (at_q_int,) = struct.unpack("<Q", ctypes.string_at(params, 8))
-        o_address = struct.unpack("<9Q", ctypes.string_at(params + 3 * 128, 72))[3]
-        mark, *inputs = struct.unpack("<4Q", ctypes.string_at(at_q_int, 32))
-        assert mark == 0x5EED, "attention on a workspace without quantized operands"
-        if self._gpu.broken:
-            return
-        shape, causal, precision = self.facts
-        o = omniattn.attention(*(_at(x, shape) for x in inputs), causal=causal, precision=precision)
-        _at(o_address, shape).copy_(o)
+    def launch(self, stream: int, addresses: Sequence[int]) -> None:
+        for launch in self.launches:
+            launch(stream, addresses)
 
 
 def _at(address: int, shape: tuple[int, ...]) -> Any:
@@ -125,14 +109,14 @@ def _at(address: int, shape: tuple[int, ...]) -> Any:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> CpuHopper:
-    gpu, make_plan = CpuHopper(), planning.make_plan
+    gpu = CpuHopper()
 
-    def on_hopper(*arguments: Any, run: bool) -> planning.Plan:
-        assert run
-        return gpu.plan(make_plan(*arguments, run=run), tuple(arguments[1].shape), arguments[12])
+    def plan(alone: low.KernelAlone, q: Any, k: Any, v: Any) -> Plan:
+        call = call_of(q, k, v, causal=alone._causal, precision=alone._precision)
+        assert set(describe(call, None)) == {"q", "k", "v"}
+        return gpu.plan(call)
 
-    # Only the kernel alone plans by the module's name; attention() keeps the real one, and runs on the CPU.
-    monkeypatch.setattr(planning, "make_plan", on_hopper)
+    monkeypatch.setattr(low.KernelAlone, "_plan", plan)
     monkeypatch.setattr(forward, "require_torch", StreamTorch)
     monkeypatch.setattr(sustained, "TorchClock", WallClock)
     monkeypatch.setattr(forward, "measure_ceilings", lambda *_: Ceilings(100.0, 1.0))
@@ -178,18 +162,6 @@ def test_what_kernel_alone_returns_is_not_left_from_the_whole_call(hopper: CpuHo
 
     alone._prepare = prepare_then_break  # type: ignore[method-assign]
     assert torch.isnan(alone(*inputs)).all()
-
-
-def test_kernel_alone_has_its_own_plan(hopper: CpuHopper) -> None:
-    made: list[Any] = []
-    alone = low.KernelAlone(StreamTorch(), SHAPES[0], "int8")
-    plan = alone._plan
-    alone._plan = lambda *tensors: made.append(plan(*tensors)) or made[-1]  # type: ignore[func-returns-value,method-assign]
-    alone(*_inputs())
-    whole, taken_apart = made
-    assert isinstance(whole._quantizer, _Quantizer)
-    assert not isinstance(taken_apart._quantizer, _Quantizer)
-    assert taken_apart._quantizer.problem == whole._quantizer.problem
 
 
 def test_there_is_no_kernel_alone_on_the_cpu() -> None:

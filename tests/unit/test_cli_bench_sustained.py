@@ -108,8 +108,8 @@ def test_each_runs_at_the_clock_that_it_settles_at() -> None:
 def test_order_is_there_and_back() -> None:
     gpu = FakeGpu({1.0: 1000.0, 2.0: 1000.0, 3.0: 1000.0})
     sustain({str(w): gpu.candidate(w) for w in (1.0, 2.0, 3.0)}, gpu, FakeMeter(), seconds=0.4, warmup=1)
-    turns = [work for work, before in zip(gpu.ran, [0.0, *gpu.ran], strict=False) if work != before]
-    assert turns == [1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 2.0, 1.0]  # warm-up, there, back: 3.0 follows itself
+    passes = [work for work, before in zip(gpu.ran, [0.0, *gpu.ran], strict=False) if work != before]
+    assert passes == [1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 2.0, 1.0]  # warm-up, there, back: 3.0 follows itself
 
 
 def test_what_changes_steadily_falls_on_all_alike() -> None:
@@ -118,7 +118,7 @@ def test_what_changes_steadily_falls_on_all_alike() -> None:
     found = sustain({str(w): gpu.candidate(w) for w in works}, gpu, FakeMeter(), seconds=1.0)
     first, *others = (found[str(w)].median_us for w in works)
     assert others == pytest.approx([first] * 2, rel=2e-3)
-    # One turn alone would have told them apart.
+    # One pass alone would have told them apart.
     assert found[str(works[2])].samples_us[0] > 1.03 * found[str(works[0])].samples_us[0]
 
 
@@ -324,7 +324,7 @@ def test_forward_tables(form: list[str], on_the_cpu: None, capsys: pytest.Captur
     assert main(["bench", "--anchor", "fa2", "--only", "fa2", "--sustained", "0.1", *form]) == 0
     output = capsys.readouterr().out
     assert output.count("– MHz – W") == 4
-    assert "0.1 s in two turns" in output
+    assert "0.1 s in two passes" in output
     assert ("under load" in output) == (not form)
 
 

@@ -21,7 +21,7 @@ from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
 from omniattn.select import select_attention
 from omniattn.testing.cache_cases import CACHE_OPS
-from omniattn.testing.cases import Case, call, cases_for, problem
+from omniattn.testing.cases import Case, call, cases_for, operation_of, problem
 from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
 
@@ -103,7 +103,7 @@ def test_verify_cpu_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["ok"] is True
     assert [row["kernel"] for row in data["kernels"]] == [
         f"{op}, NumPy {dtype}"
-        for op in ("attention", "attention_int8", "merge_states")
+        for op in ("attention", "quantized_attention", "merge_states")
         for dtype in ("float16", "float32")
     ]
     assert all(row["status"] == "passed" and row["worst"] <= 1 for row in data["kernels"])
@@ -129,7 +129,7 @@ def test_verify_finds_wrong_results(
     assert main(["verify", "--cpu"]) == 1
     output = capsys.readouterr().out
     assert "FAILED" in output
-    assert re.search(r"attention_int8, NumPy float16 .*FAILED", output)
+    assert re.search(r"quantized_attention, NumPy float16 .*FAILED", output)
     assert {"nan": "NaN at different places", "mask": "causal", "lse": "lse: max abs"}[wrong] in output
 
 
@@ -139,18 +139,17 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
     for spec in REGISTRY:
         if spec.op in CACHE_OPS:  # test_testing_rows.py
             continue
-        cases = cases_for(spec.op)
+        cases = cases_for(operation_of(spec))
         assert cases
-        if spec.op not in ("attention", "attention_int8"):
+        if spec.op != "attention":
             continue
         taken = []
         for case in cases:
             described = omniattn.explain(*_arrays(case, spec.head_dim)).problem
-            low = case.options.get("precision")
             problem = dataclasses.replace(
                 described,
                 dtype=spec.dtype,
-                low=low,
+                precision=case.options["precision"].precision if spec.quantized else described.precision,
                 varlen=case.packed,
                 tensor_maps=True,
                 softcap=case.options.get("softcap", 0.0),
@@ -161,7 +160,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
                 select_attention(problem, target, spec.name)
                 taken.append(case.name)
         assert len(taken) >= 1, spec.name
-        if spec.op == "attention_int8":
+        if spec.quantized:
             assert any("smooth" in name or "int4" in name or not spec.features - {"lse"} for name in taken)
 
 
@@ -194,18 +193,18 @@ def test_verify_of_quantizers_finds_every_wrong_output(op: str, case: Case, dtyp
         assert not all(grade.ok for grade in numbers.expected.grade(short, dtype, 1e-3)), name
 
 
-@pytest.mark.parametrize("case", cases_for("attention_int8"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_for("quantized_attention"), ids=lambda case: case.name)
 def test_verify_of_low_precision_has_room_for_rounding_and_none_for_faults(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels round P against a base that is a power of two, the emulation against the row's maximum."""
-    numbers = problem(case, "attention_int8", "float16", 64)
+    numbers = problem(case, "quantized_attention", "float16", 64)
     framework = NumpyFramework()
     rng = np.random.default_rng(0)
 
     def accumulate(acc: np.ndarray, p: np.ndarray, v: np.ndarray, *_: object) -> np.ndarray:
-        lift = (2 ** rng.uniform(3.75, 4.75, size=(len(p), 1))).astype(np.float32)
-        return np.asarray(acc + decode_e4m3(encode_e4m3(p * lift)) / lift @ v)
+        factor = (2 ** rng.uniform(3.75, 4.75, size=(len(p), 1))).astype(np.float32)
+        return np.asarray(acc + decode_e4m3(encode_e4m3(p * factor)) / factor @ v)
 
     function = getattr(omniattn, case.function)
     with monkeypatch.context() as patch:

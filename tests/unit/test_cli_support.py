@@ -108,22 +108,20 @@ def test_a_kernel_for_dense_arrays_alone_says_so() -> None:
 
 
 def test_kernels_that_lack_nothing_together_speak_for_the_whole_class() -> None:
-    fast = {"family": "fast", "min_arch": (9, 0), "arch_specific": True, "prebuild": ("90a",), "op": "attention_int8"}
+    fast = {"family": "fast", "min_arch": (9, 0), "arch_specific": True, "prebuild": ("90a",), "qk": "int8"}
     dense, packed = (_spec(lack, lacks=frozenset({lack}), **fast) for lack in ("varlen", "dense"))
     (row,) = support.support_rows(support.wheel_resolver, [dense, packed])
     assert [cell.text for cell in row.cells] == ["–", "–", "–", "prebuilt", "–", "–"]
     assert row.cells[3].kernels == ("varlen", "dense")
-    assert row.label == "attention_int8 (precision int8, int4)"
+    assert row.label == "quantized_attention (precision int8, int4)"
     # A kernel that takes everything and is compiled at run time is the worse offer.
-    (row,) = support.support_rows(
-        support.wheel_resolver, [_spec("all", op="attention_int8", prebuild=()), dense, packed]
-    )
+    (row,) = support.support_rows(support.wheel_resolver, [_spec("all", qk="int8", prebuild=()), dense, packed])
     assert [cell.text for cell in row.cells] == ["JIT", "JIT", "JIT", "prebuilt", "JIT", "JIT"]
 
 
 def test_rows_of_the_registry_for_low_precision() -> None:
     rows = support.merge_rows(support.support_rows(support.wheel_resolver))
-    low = [row for row in rows if row.op == "attention_int8"]
+    low = [row for row in rows if row.op == "quantized_attention"]
     assert {row.dtype for row in low} == {"bfloat16, float16"}
     assert {row.head_dim for row in low} == {"8–64", "72–128", "8–128", "136–256"}
     for row in low:
@@ -171,7 +169,7 @@ def test_readme_without_markers_is_an_error() -> None:
 def test_readme_names_every_registered_operation() -> None:
     assert REGISTRY, "the registry is empty"
     lines = support.readme_table().splitlines()
-    for op in {spec.op for spec in REGISTRY}:
+    for op in {support.operation_of(spec) for spec in REGISTRY}:
         assert sum(line.startswith(f"| {support.LINES[op]} |") for line in lines) == 1
 
 
@@ -179,7 +177,7 @@ def test_the_readme_table_fits_a_screen() -> None:
     """A line an operation, a column for GPUs that have the same, and every exception says what it is."""
     table, _, notes = support.readme_table().partition("\n\n")
     lines = [line.strip("|").split("|") for line in table.splitlines()]
-    assert len(lines) == 2 + len({support.LINES[spec.op] for spec in REGISTRY}) <= 10
+    assert len(lines) == 2 + len({support.LINES[support.operation_of(spec)] for spec in REGISTRY}) <= 10
     assert len(lines[0]) <= 5
     assert all(gpu.target in "".join(lines[0]) for gpu in support.GPUS)
     marks = {mark for line in lines for cell in line for mark in cell if mark in support._MARKS}

@@ -39,7 +39,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Case:
-    """Looks at nothing, and says which row it was forced for."""
+    """Compares nothing, and says which row it was forced for."""
 
     name = "case"
 

@@ -90,14 +90,14 @@ def test_what_is_launched(q_len: int, lse: bool) -> None:
     assert (own["batch"], own["q_len"]) == (batch, q_len)
     assert (first["capacity"], first["first_key"]) == (prefix, SHARED_PREFIX)
     assert (own["capacity"], own["first_key"]) == (320, prefix)
-    assert (first["prefix_sequences"], first["prefix_q_len"]) == (batch, q_len)
-    assert (own["prefix_sequences"], own["prefix_q_len"]) == (0, 0)
+    assert (first["prefix_sequences"], own["prefix_sequences"]) == (batch, 0)
     # Both sides' results lie in the workspace, apart, and are what is merged.
     merged = fields_of_record(records[4], MERGE_STATES)
     assert (merged["o_a"], merged["o_b"], merged["lse_a"], merged["lse_b"]) == (
         first["o"], own["o"], first["lse"], own["lse"],
     )  # fmt: skip
     assert merged["o"] == At("o")
+    assert merged["seq_lens"] == At("seq_lens")  # paused sequences see nothing of the prefix
     o_bytes, lse_bytes = 2 * batch * q_len * row, 4 * batch * q_len * heads
     ends = [(first["o"], o_bytes), (own["o"], o_bytes), (first["lse"], lse_bytes), (own["lse"], lse_bytes)]
     if lse:

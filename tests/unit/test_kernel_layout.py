@@ -1,4 +1,4 @@
-"""What host and device code have to agree on, and index arithmetic of the kernels, worked out again in Python.
+"""Index arithmetic of the kernels, worked out again in Python. What is shared with the host: test_struct_layouts.py.
 
 The formulas are those of tile/panel.cuh, pipeline/tile_copy.cuh, attention/mask.cuh and scheduler/fwd_tile.cuh.
 """
@@ -13,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omniattn.launch import attn_fwd
-from omniattn.problems import quantize
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
 
@@ -260,35 +258,6 @@ def test_garbage_lengths_stay_inside_the_tensor() -> None:
                 assert begin >= 0
                 assert begin + length <= total
                 assert 0 <= m0 < length
-
-
-@pytest.mark.parametrize(
-    ("enum", "codes"),
-    [
-        ("MaskKind", {"kMaskNone": "none", "kMaskBool": "bool", "kMaskFloat": "float32", "kMaskIo": "io"}),
-        ("SinksKind", {"kSinksNone": "none", "kSinksFloat": "float32", "kSinksIo": "io"}),
-    ],
-)
-def test_kinds_have_the_same_numbers(enum: str, codes: dict[str, str]) -> None:
-    text = (KERNELS / "params/attn_fwd.cuh").read_text(encoding="utf-8")
-    body = re.search(rf"enum {enum} : int32 \{{(.*?)\}}", text, re.DOTALL)
-    assert body is not None
-    host = attn_fwd.MASK_KINDS if enum == "MaskKind" else attn_fwd.SINKS_KINDS
-    device = {codes[name]: int(number) for name, number in re.findall(r"(\w+) = (\d+)", body[1])}
-    assert device == host
-
-
-def test_kernels_for_defaults_mean_the_same_everywhere() -> None:
-    """The numbers of COMMON: registry and kernel."""
-    of = {int(dict(s.defines)["COMMON"]): s.specialization for s in REGISTRY if s.op == "quantize"}
-    assert of == dict(enumerate((None, *quantize.SPECIALIZATIONS)))
-    source = (KERNELS / "quantize/items.cuh").read_text(encoding="utf-8")
-    assert "kCommonKeyTile = COMMON == 1 ? 128 : 64, kCommonQuerySlice = COMMON == 1 ? 16 : 32" in source
-    assert "(COMMON == 2 ? kHalfV : 0)" in source
-    for common, (grouping, dtype) in enumerate(quantize.SPECIALIZATIONS, 1):
-        assert quantize.KEY_TILES[grouping] == (128 if common == 1 else 64)
-        assert quantize.QUERY_SLICES[grouping] == (16 if common == 1 else 32)
-        assert (dtype == "float16") == (common == 2)
 
 
 def test_p_that_has_no_room_in_e4m3_shows_in_its_byte() -> None:

@@ -1,15 +1,20 @@
-"""Structs that host and device share have one layout: the device compiler's against ``launch/structs.py``."""
+"""What host and device share, as the device compiler has it: layouts of structs, numbers of enums, constants."""
 
 from __future__ import annotations
 
 import re
 import struct
+from typing import Any
 
 import pytest
 
 from build_tools.kernels import ROOT
-from build_tools.layouts import device_kinds, device_layout
+from build_tools.layouts import device_constants, device_kinds, device_layout
+from omniattn.launch import attn_fwd, decode, kv_append, quantize, structs
 from omniattn.launch.structs import STRUCTS
+from omniattn.problems import quantize as quantize_problem
+from omniattn.problems.precision import GRANULARITIES
+from omniattn.registry import REGISTRY
 
 PARAMS = ROOT / "kernels_cu/params"
 
@@ -60,3 +65,69 @@ def test_every_struct_of_the_kernels_is_known_to_the_host() -> None:
 
 def test_arguments_fit_into_what_a_launch_takes() -> None:
     assert all(host.size <= 4096 for host in STRUCTS.values())
+
+
+#: Header, expression in device code, what the host has.
+CONSTANTS = [
+    *(
+        ("params/attn_fwd.cuh", name, attn_fwd.MASK_KINDS[kind])
+        for name, kind in (
+            ("kMaskNone", "none"), ("kMaskBool", "bool"), ("kMaskFloat", "float32"), ("kMaskIo", "io"),
+        )
+    ),
+    *(
+        ("params/attn_fwd.cuh", name, attn_fwd.SINKS_KINDS[kind])
+        for name, kind in (("kSinksNone", "none"), ("kSinksFloat", "float32"), ("kSinksIo", "io"))
+    ),
+    *(
+        ("params/kv_append.cuh", name, kv_append._ROPE[kind])
+        for name, kind in (("kRopeNone", "none"), ("kRopeHalf", "half"), ("kRopeInterleaved", "interleaved"))
+    ),
+    ("params/decode.cuh", "kRecentOlder", decode.OLDER),
+    ("params/decode.cuh", "kRecentNewest", decode.NEWEST),
+    ("params/kv_copy.cuh", "kMaxPairs", structs.MAX_PAIRS),
+    ("params/quantize.cuh", "sizeof(QuantizeItem)", quantize._ITEM_BYTES),
+    *(
+        ("params/quantize.cuh", name, GRANULARITIES.index(kind))
+        for name, kind in (
+            ("kPerTensor", "per_tensor"), ("kPerBlock", "per_block"), ("kPerWarp", "per_warp"),
+            ("kPerThread", "per_thread"), ("kPerToken", "per_token"),
+        )
+    ),
+    *(
+        ("params/quantize.cuh", name, flag)
+        for name, flag in (
+            ("kSmoothQ", quantize._SMOOTH_Q), ("kSmoothK", quantize._SMOOTH_K), ("kSmoothV", quantize._SMOOTH_V),
+            ("kFullBias", quantize._FULL_BIAS), ("kHasQk", quantize._HAS_QK), ("kHasV", quantize._HAS_V),
+            ("kHalfV", quantize._HALF_V),
+        )
+    ),
+    ("scheduler/slots.cuh", "kBlockRows", quantize_problem.BLOCK_ROWS),
+    ("quantize/sampling.cuh", "kChunkRows", quantize_problem.CHUNK_ROWS),
+    ("quantize/sampling.cuh", "kMaxChunks", quantize_problem.MAX_CHUNKS),
+    ("quantize/sampling.cuh", "kLeastSample", quantize_problem.LEAST_SAMPLE),
+    ("quantize/sampling.cuh", "kMostSampleLog2", quantize_problem.MOST_SAMPLE_LOG2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", sorted({header for header, _, _ in CONSTANTS}))
+def test_constants(header: str) -> None:
+    expected = {name: value for place, name, value in CONSTANTS if place == header}
+    assert dict(zip(expected, device_constants(header, list(expected)), strict=True)) == expected
+
+
+SPECIALIZED = [spec for spec in REGISTRY if spec.op == "quantize" and spec.specialization]
+
+
+@pytest.mark.parametrize("spec", SPECIALIZED, ids=lambda spec: spec.name)
+def test_constants_of_specialized_quantizers(spec: Any) -> None:
+    """What a row is chosen for is what its kernel computes."""
+    grouping, v_dtype = spec.specialization
+    numbers = ["kCommon", "kCommonKeyTile", "kCommonQuerySlice", "kCommonFlags & kHalfV"]
+    defines = [(name, value) for name, value in spec.defines if name in ("COMMON", "GROUPING", "V_TYPE")]
+    assert device_constants("quantize/items.cuh", numbers, defines=defines) == [
+        1,
+        quantize_problem.KEY_TILES[grouping],
+        quantize_problem.QUERY_SLICES[grouping],
+        quantize._HALF_V if v_dtype == "float16" else 0,
+    ]

@@ -7,10 +7,10 @@ import pickle
 
 import numpy as np
 import pytest
-from omniattn.cache import KVCache
 
 import omniattn
-from omniattn.registry import REGISTRY, KernelSpec, append_spec, by_name, decode_combine_spec, decode_spec
+from omniattn.registry import REGISTRY, KernelSpec, by_name
+from omniattn.select.cache import append_spec, combine_spec, decode_spec
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases, decode_errors, formats_of
 from omniattn.testing.frameworks import NumpyFramework
 from omniattn.testing.rows import cases_of, run_row
@@ -33,11 +33,11 @@ def test_each_row_of_caches_is_what_its_cases_choose(spec: KernelSpec) -> None:
     for case in cache_cases(spec):
         dim = spec.head_dim - case.shape.below
         like = np.zeros(1, np.float32)
-        cache = KVCache(1, 1, 1, dim, like=like, k_dtype=k_dtype, v_dtype=v_dtype, group_size=group_size)
+        cache = omniattn.KVCache(1, 1, 1, dim, like=like, k_dtype=k_dtype, v_dtype=v_dtype, group_size=group_size)
         k, v, n_tiles = cache.k_format, cache.v_format, -(-case.q_len * (8 if case.q_len > 1 else 4) // 8)
         chosen = {
             "decode": lambda k=k, v=v, n=n_tiles: decode_spec(dtype, k, v, n),
-            "decode_combine": lambda k=k, n=n_tiles: decode_combine_spec(dtype, k.row_dim, n),
+            "decode_combine": lambda k=k, n=n_tiles: combine_spec(dtype, k.row_dim, n),
             "append": lambda k=k, v=v: append_spec(dtype, k, v),
             "copy_blocks": lambda: by_name("kv_copy_sm80"),
         }[spec.op]()

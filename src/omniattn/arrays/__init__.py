@@ -209,6 +209,10 @@ def empty_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Ten
 
 def zeros_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
     """`empty_like_framework`, all zeros (on a GPU: queued where the framework queues its work)."""
+    if ref.framework == "jax":
+        from . import from_dlpack
+
+        return from_dlpack.empty_jax(ref, shape, dtype, zeros=True)
     t = empty_like_framework(ref, shape, dtype)
     if t.device == "cpu":
         raw_view(t)[...] = 0
@@ -218,7 +222,7 @@ def zeros_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Ten
         from . import from_numpy
 
         from_numpy.clear_cupy(t)
-    elif t.framework != "jax":  # JAX has no other empty arrays than zeros
+    else:
         t.obj[...] = 0
     return t
 

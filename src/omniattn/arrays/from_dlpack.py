@@ -111,12 +111,12 @@ def resync(t: CapsuleTensor, stream: int) -> None:
     t.synced = stream
 
 
-def empty_jax(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """A new JAX array on ``ref``'s device, from JAX's allocator."""
+def empty_jax(ref: Tensor, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Tensor:
+    """A new JAX array on ``ref``'s device, from JAX's allocator; uninitialized (JAX 0.11) unless ``zeros``."""
     from jax import numpy as jnp
 
     (device,) = ref.obj.devices()
-    obj = jnp.empty(shape, dtype=dtype, device=device)
+    obj = (jnp.zeros if zeros else jnp.empty)(shape, dtype=dtype, device=device)
     if str(obj.dtype) != dtype:
         raise UnsupportedError(
             f"JAX made {obj.dtype} instead of {dtype}", instead='jax.config.update("jax_enable_x64", True)'

@@ -241,7 +241,7 @@ def _torch_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:
     backend = getattr(SDPBackend, ANCHORS[name])
     size = (shape.batch, shape.seqlen, shape.heads_kv, shape.head_dim)
     q = tokens.q.transpose(1, 2).contiguous()
-    # Copies even where the order stays (one head): steps that take turns must not read the same memory.
+    # Copies even where the order stays (one head): steps that rotate must not read the same memory.
     k, v = (x.view(size).transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in (tokens.k, tokens.v))
     grouped = {"enable_gqa": True} if shape.heads_q != shape.heads_kv else {}
 

@@ -14,7 +14,7 @@ from omniattn.bench.shapes import ForwardShape
 from omniattn.bench.sustained import choose_timer
 from omniattn.bench.timing import BenchError, Candidate, Timer, require_torch
 
-#: Different input sets that the timed calls go through in turn.
+#: Different input sets that the timed calls rotate through.
 _INPUT_SETS = 2
 
 

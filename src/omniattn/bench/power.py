@@ -1,6 +1,6 @@
 """SM clock and power of the GPU while something runs on it, read by ``nvidia-smi`` beside the benchmark.
 
-A process of its own reads them, because a thread in this one would take turns with the host's calls. Without
+A process of its own reads them, because a thread in this one would compete with the host's calls. Without
 ``nvidia-smi``, or where it does not know the GPU, there are no readings: never an error.
 """
 

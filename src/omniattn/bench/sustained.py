@@ -37,7 +37,7 @@ MIN_SECONDS, MAX_SECONDS, DEFAULT_SECONDS = 0.1, 60.0, 1.0
 SETTLED = 0.02
 
 _STRETCHES = 2
-#: Share of a stretch in which the clock settles.
+#: Fraction of a stretch in which the clock settles.
 WARMUP = 0.6
 #: Chunks of calls in a stretch, about.
 _CHUNKS = 20

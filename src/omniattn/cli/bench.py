@@ -31,10 +31,10 @@ decode: one new token a sequence against caches in each format, beside torch's a
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
 host: microseconds of a warm call of every operation from Python call to return, beside torch SDPA; import time, first
 run-time compilation.
---sustained (forward, decode): one candidate at a time, back to back, as a server runs it, in two turns of opposite
+--sustained (forward, decode): one candidate at a time, back to back, as a server runs it, in two passes of opposite
 order; in the first 60 % of each the clock settles, the rest is timed. SM clock and power of that time stand beside each
 figure (–: no nvidia-smi). A GPU at its power limit gives each kernel another clock; interleaved calls share one.
-Decoding goes around copies of the caches that do not fit in L2, in CUDA graphs. ±: from the two turns.
+Decoding goes around copies of the caches that do not fit in L2, in CUDA graphs. ±: from the two passes.
 """
 
 #: Timed rounds a shape, where they are interleaved.
@@ -196,7 +196,7 @@ def _load_facts(report: Report | DecodeReport) -> list[str]:
     if report.sustained_s is None:
         return []
     how = (
-        f"Under load: each alone, back to back, {report.sustained_s:g} s in two turns, "
+        f"Under load: each alone, back to back, {report.sustained_s:g} s in two passes, "
         f"the last {100 * (1 - WARMUP):.0f} % of each timed; mean SM clock and power of that time"
     )
     return [how, *report.doubts()]

@@ -54,7 +54,7 @@ def _console() -> Any:
     require_rich()
     from rich.console import Console
 
-    # Into a pipe rich assumes 80 columns and cuts cells off; wide tables are then better than wrong ones.
+    # Into a pipe rich assumes 80 columns and cuts cells off; broad tables are then better than wrong ones.
     width = None if sys.stdout.isatty() else shutil.get_terminal_size(fallback=(160, 50)).columns
     return Console(width=width, highlight=False)
 

@@ -61,16 +61,14 @@ WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported":
 FEATURES = {
     "score_mods": "with softcap or mask",
     "smooth_q": "with smooth_q",
-    "cache_16": "16-bit cache",
-    "cache_fp8": "fp8 cache",
-    "cache_int8": "int8 cache",
-    "cache_int4": "int4 cache",
-    "cache_int4g32": "int4 cache, group_size 32",
 }
+
+#: Row format of a cache to words, where its name does not do.
+CACHES = {"16": "16-bit", "fbgemm": "int4 (FBGEMM's layout)"}
 
 #: What calls an operation whose name is not that of a public function.
 CALLS = {
-    "attention_int8": "precision int8, int4",
+    "quantized_attention": "precision int8, int4",
     "quantize": "quantize_qk, quantize_v",
     "quantize_delta": "quantize_qk with smooth_q",
     "decode_combine": "decode",
@@ -82,7 +80,7 @@ _TOGETHER = {frozenset({"score_mods", "smooth_q"}): FEATURES["score_mods"]}
 #: Operation of the registry to its line in the README's table.
 LINES = {
     "attention": "`attention`, `attention_varlen`",
-    "attention_int8": "the same, precision int8 and int4",
+    "quantized_attention": "the same, precision int8 and int4",
     "quantize": "`quantize_qk`, `quantize_v`",
     "quantize_delta": "`quantize_qk`, `quantize_v`",
     "merge_states": "`merge_states`",
@@ -211,13 +209,12 @@ def support_rows(
     list of SupportRow
         By operation and features as in the registry, then dtype, then head_dim.
     """
-    # A common problem's own kernel serves nothing that the kernel for anything does not; of two kernels that differ by
-    # the LSE only, one is enough to see.
-    specs = [spec for spec in registry if not spec.features & {"common", "lse"}]
+    # A specialized kernel serves nothing that the kernel for anything does not; of two kernels that differ by the LSE
+    # only, one is enough to see.
+    specs = [spec for spec in registry if spec.specialization is None and "lse" not in spec.features]
     rows = []
-    for op, features in dict.fromkeys((spec.op, spec.features) for spec in specs):
-        alike = [spec for spec in specs if (spec.op, spec.features) == (op, features)]
-        words = _TOGETHER.get(features) or ", ".join(FEATURES.get(feature, feature) for feature in sorted(features))
+    for op, words in dict.fromkeys((operation_of(spec), _words(spec)) for spec in specs):
+        alike = [spec for spec in specs if (operation_of(spec), _words(spec)) == (op, words)]
         for dtype in sorted({spec.dtype for spec in alike}):
             # A row that lacks something speaks for a part of its class only: it must not decide the whole cell.
             chosen = [spec for spec in alike if spec.dtype == dtype and not spec.lacks]
@@ -231,6 +228,22 @@ def support_rows(
                 rows.append(SupportRow(op, words, dtype, f"{smallest}–{head_dim}", cells))
                 smallest = head_dim + 8
     return rows
+
+
+def operation_of(spec: KernelSpec) -> str:
+    """A row's operation; attention on quantized operands is one of its own here."""
+    return "quantized_attention" if spec.quantized else spec.op
+
+
+def _words(spec: KernelSpec) -> str:
+    """What a row was compiled for beyond the common set: features, the format of its cache."""
+    words = _TOGETHER.get(spec.features) or ", ".join(FEATURES.get(name, name) for name in sorted(spec.features))
+    formats = [CACHES.get(name, name.replace("g", ", group_size ")) for name in dict.fromkeys(spec.cache)]
+    if not formats:
+        return words
+    name, _, group = formats[0].partition(", ")
+    cache = f"{name} cache" if len(formats) == 1 else f"{formats[0]} and {formats[1]} cache"
+    return ", ".join(filter(None, (words, cache, group if len(formats) == 1 else "")))
 
 
 def _cell(specs: Sequence[KernelSpec], partial: Sequence[KernelSpec], resolver: Resolver, column: Column) -> Cell:

@@ -175,8 +175,8 @@ def verify_cpu(step: Callable[[str], None] = lambda _: None) -> list[Outcome]:
             worst = 0.0
             cases = [CallCase(op, index, dtype, 64) for index in range(len(cases_for(op)))]
             for case in cases:
-                share, note = case.check(framework, problem(case.case, op, dtype, case.head_dim))
-                worst = max(worst, share)
+                ratio, note = case.check(framework, problem(case.case, op, dtype, case.head_dim))
+                worst = max(worst, ratio)
                 if note:
                     notes.append(f"{case.name}: {note}")
             outcomes.append(

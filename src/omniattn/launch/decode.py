@@ -190,9 +190,10 @@ def build(
         p.dtype, (p.batch, p.q_len, heads, dim),
         (own, own, (p.o_strides[0], p.o_strides[1], p.o_strides[2])), (first_lse, own_lse, own_lse),
     )  # fmt: skip
-    operands = {
+    operands: dict[str, At | None] = {
         "o_a": o_at[0], "o_b": o_at[1], "o": At("o"), "lse_a": lse_at[0], "lse_b": lse_at[1],
         "lse": At("lse") if p.lse else At("workspace", places[4]),
+        "seq_lens": At("seq_lens") if p.shared_prefix else None,
     }  # fmt: skip
     records += merge_states.build(merge, joined, target, operands)
     return tuple(records), places[5] + max(plan.workspace_bytes for plan in plans)
@@ -281,7 +282,7 @@ class _PassPlan:
             "two_1024": _TWO_1024,
             "first_key": one.first_key,
             "prefix_sequences": one.prefix_sequences,
-            "prefix_q_len": p.q_len // one.prefix_sequences if one.prefix_sequences else 0,
+            "reserved": 0,
         }
         arguments = DECODE.pack(values)
         grid = (self.segments, -(-min(self.rows, p.group * p.q_len) * split // _COMBINE_WARPS), 1)

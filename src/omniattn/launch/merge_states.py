@@ -12,15 +12,24 @@ _THREADS = 256
 _MAX_CTAS = 1 << 20
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 #: Operands by the names of the struct's pointers.
-OPERANDS = {"o_a": At("o_a"), "o_b": At("o_b"), "o": At("o")} | {
-    "lse_a": At("lse_a"), "lse_b": At("lse_b"), "lse": At("lse"),
-}  # fmt: skip
+OPERANDS: dict[str, At | None] = {
+    "o_a": At("o_a"),
+    "o_b": At("o_b"),
+    "o": At("o"),
+    "lse_a": At("lse_a"),
+    "lse_b": At("lse_b"),
+    "lse": At("lse"),
+    "seq_lens": None,
+}
 
 
 def build(
-    spec: KernelSpec, problem: MergeProblem, target: Target, operands: dict[str, At] = OPERANDS
+    spec: KernelSpec, problem: MergeProblem, target: Target, operands: dict[str, At | None] = OPERANDS
 ) -> tuple[LaunchRecord, ...]:
-    """The launch of a call; none where there is nothing to merge."""
+    """The launch of a call; none where there is nothing to merge.
+
+    ``operands``: where the arrays are. With ``seq_lens``, side a does not count for sequences of length 0.
+    """
     shape = problem.shape if len(problem.shape) == 4 else (1, *problem.shape)
     batch, seqlen, heads, head_dim = shape
     chunks = head_dim * _ITEMSIZE[problem.dtype] // 16

@@ -170,7 +170,7 @@ DECODE = HostStruct(
     " window_left sinks_kind hadamard chunk_log2 fixed_splits num_workers recent_window recent_ring recent_num_slots"
     " recent_side; f softmax_scale softcap; i combine_split; I block_multiplier; i block_shift; I worker_multiplier;"
     "i worker_shift; I two_1024; i first_key"
-    " prefix_sequences prefix_q_len",
+    " prefix_sequences reserved",
 )
 
 KV_APPEND = HostStruct(
@@ -192,7 +192,7 @@ KV_COPY = HostStruct("KvCopyParams", "params/kv_copy.cuh", f"4P planes; 4q block
 MERGE_STATES = HostStruct(
     "MergeStatesParams",
     "params/merge_states.cuh",
-    "P o_a o_b o lse_a lse_b lse;"
+    "P o_a o_b o lse_a lse_b lse seq_lens;"
     f"q {' '.join(_STRIDES.format(x) for x in ('o_a', 'o_b', 'o'))}"
     f" {' '.join(f'{x}_stride_b {x}_stride_h {x}_stride_s' for x in ('lse_a', 'lse_b', 'lse'))} total;"
     "i seqlen num_heads chunks reserved",

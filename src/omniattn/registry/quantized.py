@@ -205,8 +205,6 @@ class _Quantizer:
     ----------
     suffix : str
         End of the kernel's name.
-    common : int
-        ``COMMON`` of the device code.
     specialization : (str, str), optional
         Grouping and dtype of V of the default it is made for; None: anything.
     min_arch, prebuild
@@ -216,7 +214,6 @@ class _Quantizer:
     """
 
     suffix: str
-    common: int
     specialization: tuple[str, str] | None
     min_arch: tuple[int, int]
     prebuild: tuple[str, ...]
@@ -224,11 +221,20 @@ class _Quantizer:
 
 
 _QUANTIZERS: tuple[_Quantizer, ...] = (
-    _Quantizer("", 0, None, (8, 0), PREBUILT_ARCHS, 1100),
-    _Quantizer("_common", 1, ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
-    _Quantizer("_common_sm80_fp16", 2, ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
-    _Quantizer("_common_sm80_fp8", 3, ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
+    _Quantizer("", None, (8, 0), PREBUILT_ARCHS, 1100),
+    _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
+    _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
+    _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
 )
+
+
+def _specialization_defines(specialization: tuple[str, str] | None) -> tuple[tuple[str, str], ...]:
+    grouping, v_dtype = specialization or ("", "float8_e4m3")
+    return (
+        ("COMMON", str(int(specialization is not None))),
+        ("GROUPING", grouping.removeprefix("sm") or "0"),
+        ("V_TYPE", {"float8_e4m3": "E4m3", "float16": "Half"}[v_dtype]),
+    )
 
 
 def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
@@ -245,7 +251,7 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("CTAS", str(ctas)),
-            ("COMMON", str(variant.common)),
+            *_specialization_defines(variant.specialization),
         ),
         dtype=dtype,
         head_dim=head_dim,
@@ -271,7 +277,12 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
         op="quantize_delta",
         source="entry/quantize_delta_sm80.cu",
         symbol="quantize_delta_sm80",
-        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("SMEM_BYTES", str(smem_bytes)), ("COMMON", "0")),
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("SMEM_BYTES", str(smem_bytes)),
+            *_specialization_defines(None),
+        ),
         dtype=dtype,
         head_dim=head_dim,
         block_m=16,

@@ -1,4 +1,18 @@
-"""Tools to test attention with: seeded inputs, 16-bit rounding, a baseline, a comparison that NaN cannot pass."""
+"""Tools to test attention with: seeded inputs, 16-bit rounding, a baseline, a comparison that NaN cannot pass.
+
+What ``omniattn verify`` and the GPU tests run stands in modules that are imported by name:
+
+``cases``, ``cache_cases``, ``quantizer_cases``
+    Calls of every operation: facts, inputs, reference, tolerance.
+``expected``
+    What must come out of attention, merging and quantization, and how far from it a result is.
+``rows``
+    A row of the registry through its cases, forced.
+``ahead``
+    References and binaries made in other processes before they are asked for.
+``frameworks``
+    NumPy, torch, CuPy and JAX behind the few operations that cases need.
+"""
 
 from omniattn.testing.compare import Report, assert_close, compare
 from omniattn.testing.inputs import (

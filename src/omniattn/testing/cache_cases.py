@@ -219,9 +219,9 @@ class CacheCase:
         framework.synchronize()
         o, lse = (framework.to_numpy(x) for x in got)
         kind = "codes" if prepared.host.k_format.quantized else "io"
-        shares = decode_errors(o, lse, prepared.o, prepared.lse, self.dtype, kind)
-        worst = max(shares)
-        return worst, "" if worst <= 1.0 else "O {:.2f}, LSE {:.2f} of their tolerances".format(*shares)
+        errors = decode_errors(o, lse, prepared.o, prepared.lse, self.dtype, kind)
+        worst = max(errors)
+        return worst, "" if worst <= 1.0 else "O {:.2f}, LSE {:.2f} of their tolerances".format(*errors)
 
     def _different_rows(self, framework: Framework, cache: omniattn.KVCache, prepared: Prepared) -> str:
         """Which plane differs from the reference in the rows that hold tokens; empty if none does."""

@@ -318,7 +318,7 @@ class CallCase:
         framework.synchronize()
         got = {name: framework.to_numpy(array) for name, array in outputs_of(result).items()}
         grades = prepared.expected.grade(got, self.dtype, LSE_ATOL)
-        return max(grade.share for grade in grades), "; ".join(str(grade) for grade in grades if not grade.ok)
+        return max(grade.ratio for grade in grades), "; ".join(str(grade) for grade in grades if not grade.ok)
 
 
 def call_cases(spec: KernelSpec) -> tuple[CallCase, ...]:

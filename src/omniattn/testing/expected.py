@@ -39,20 +39,20 @@ class Grade:
     Attributes
     ----------
     name : str
-    share : float
+    ratio : float
         Its error as a fraction of what is allowed; infinite if NaN or infinities are at other places.
     text : str
         Figures.
     """
 
     name: str
-    share: float
+    ratio: float
     text: str
 
     @property
     def ok(self) -> bool:
         """Whether it is right."""
-        return self.share <= 1.0
+        return self.ratio <= 1.0
 
     def __str__(self) -> str:
         return f"{self.name}: {self.text}"
@@ -179,8 +179,8 @@ class Quantized:
             allowed = (_BIAS_RTOL if name == "row_bias" else _DELTA_RTOL) * max(
                 1.0, float(np.abs(wanted).max(initial=0))
             )
-            share = report.max_abs / allowed if report.nan_equal and report.inf_equal else float("inf")
-            return Grade(name, share, f"{report}; allowed {allowed:.3e}")
+            ratio = report.max_abs / allowed if report.nan_equal and report.inf_equal else float("inf")
+            return Grade(name, ratio, f"{report}; allowed {allowed:.3e}")
         different = int(np.count_nonzero((got != wanted) & ~(np.isnan(got) & np.isnan(wanted))))
         return Grade(name, float("inf") if different else 0.0, f"{different} of {wanted.size} values differ")
 

@@ -89,15 +89,15 @@ def run_row(
         numbers = prepared(case)
         try:
             with forced(spec.name):
-                share, note = case.check(framework, numbers)
+                ratio, note = case.check(framework, numbers)
         except OmniattnError as error:
             if isinstance(error, ArgumentError) and error.argument == FORCE:
                 # The row was compiled without this feature; another row serves it and is tested with it.
                 not_taken.append(f"{case.name}: not taken: {error}")
                 continue
-            share, note = float("inf"), str(error)
+            ratio, note = float("inf"), str(error)
         ran += 1
-        worst = max(worst, share)
+        worst = max(worst, ratio)
         if note:
             failures.append(f"{case.name}: {note}")
     if ran == 0:
