@@ -96,7 +96,7 @@ def test_one_allocation_holds_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     kernels = []
 
     def load(spec: Any, ordinal: int) -> Any:
-        kernels.append(Kernel(spec))
+        kernels.append(Kernel((QUANTIZE if spec.op == "quantize" else QUANTIZE_DELTA).size, spec))
         return kernels[-1]
 
     info = DeviceInfo(0, "a GPU", (9, 0), 132, 99 << 10, 1, (13, 0))
