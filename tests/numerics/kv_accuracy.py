@@ -102,7 +102,7 @@ def accuracy(fmt: str, name: str, v_dtype: str | None = None) -> Report:
         cache, k, v, seq_lens=np.array([SEQLEN], np.int32), block_table=table[:1],
         recent_slots=None if slots is None else slots[:1],
     )  # fmt: skip
-    if window:  # each one's newest tokens once more, into its own slot
+    if window:  # each one's newest tokens a second time, into its own slot
         rows = (lengths[:, None] - window + np.arange(window)).ravel()
         starts = np.arange(len(positions) + 1, dtype=np.int32) * window
         append(cache, k[0, rows], v[0, rows], seq_lens=lengths, cu_seqlens=starts.astype(np.int32), **places)

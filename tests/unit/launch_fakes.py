@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omniattn.launch.structs import At, HostStruct
 from omniattn.registry import KernelSpec
 from omniattn.runtime.driver_base import LaunchAttributes
-from omniattn.runtime.record import MAX_ARGUMENT_BYTES, LaunchRecord
+from omniattn.runtime.record import LaunchRecord, Program
 
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
 
@@ -19,10 +20,11 @@ KERNELS = Path(__file__).parents[2] / "kernels_cu"
 class Kernel:
     """Stands for a `LoadedKernel`: makes "maps" that can be read again, and keeps its launches.
 
-    ``log`` has (kernel, grid, threads, stream, argument bytes, attributes) of each launch.
+    ``size``: bytes of its arguments. ``log`` has (kernel, grid, threads, stream, arguments, attributes) of each launch.
     """
 
-    def __init__(self, spec: KernelSpec | None = None, log: list[Any] | None = None) -> None:
+    def __init__(self, size: int, spec: KernelSpec | None = None, log: list[Any] | None = None) -> None:
+        self.size = size
         self.spec = spec
         self.maps: list[tuple[Any, ...]] = []
         self.log: list[Any] = [] if log is None else log
@@ -42,8 +44,21 @@ class Kernel:
         params_address: int,
         attributes: LaunchAttributes | None = None,
     ) -> None:
-        data = ctypes.string_at(params_address, MAX_ARGUMENT_BYTES)
+        data = ctypes.string_at(params_address, self.size)
         self.log.append((self, grid, threads, stream, data, attributes))
+
+
+def program_of(
+    records: Sequence[LaunchRecord], operands: Sequence[str], log: list[Any] | None = None
+) -> tuple[Program, list[Kernel]]:
+    """A program with such kernels, one a record; with ``log`` all write into one."""
+    sizes, kernels = iter([len(record.arguments) for record in records]), []
+
+    def load(spec: KernelSpec) -> Any:
+        kernels.append(Kernel(next(sizes), spec, log))
+        return kernels[-1]
+
+    return Program(records, operands, load), kernels
 
 
 def unpacked(data: bytes, layout: HostStruct) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from omniattn.plan import engine
 from omniattn.plan.cache import PlanCache
 from omniattn.plan.engine import PLANS, Call, Described, describing
 from omniattn.registry import REGISTRY
+from omniattn.runtime import record
 from omniattn.runtime.device import DeviceInfo
 from omniattn.runtime.driver import set_driver
-from omniattn.runtime.record import MAX_ARGUMENT_BYTES, LaunchRecord, Pointer, Program
-from tests.unit.launch_fakes import Kernel, unpacked
+from omniattn.runtime.record import MAX_ARGUMENT_BYTES, LaunchRecord, Pointer
+from tests.unit.launch_fakes import program_of, unpacked
 
 LENS = np.array([5, 7], np.int32)
 STARTS = np.array([0, 3, 5], np.int32)
@@ -288,8 +289,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 def test_addresses_are_written_over_the_template() -> None:
     pointers = (Pointer(24, "b", 5), Pointer(8, "a"), Pointer(16, "b"), Pointer(64, "none"))
-    record, kernel = record_of(256, pointers), Kernel()
-    program = Program([record], ("a", "none", "b"), lambda spec: kernel)  # type: ignore[arg-type, return-value]
+    one = record_of(256, pointers)
+    program, (kernel,) = program_of([one], ("a", "none", "b"))
     for a, b in ((0x100, 0x2000), (1 << 63, 3)):
         program.launch(9, [a, 0, b])
         _, grid, threads, stream, data, attributes = kernel.log[-1]
@@ -299,14 +300,28 @@ def test_addresses_are_written_over_the_template() -> None:
             wanted[at : at + 8] = value.to_bytes(8, "little")
         assert data[:256] == bytes(wanted)
     with pytest.raises(KeyError):
-        Program([record], ("a", "b"), lambda spec: kernel)  # type: ignore[arg-type, return-value]
+        program_of([one], ("a", "b"))
+
+
+def test_packed_arguments_are_kept_by_address_and_do_not_pile_up() -> None:
+    program, (kernel,) = program_of([record_of(256, (Pointer(8, "a"), Pointer(16, "b")))], ("a", "unused", "b"))
+    bound = program.launches[0].__self__  # type: ignore[attr-defined]
+    for i in range(4 * record._MAX_ARGUMENTS):
+        for unused in (1, 2):  # what no pointer reads makes no difference
+            program.launch(9, [i, unused, i + 1])
+            assert kernel.log.pop()[4][8:24] == i.to_bytes(8, "little") + (i + 1).to_bytes(8, "little")
+        assert len(bound._by_addresses) <= record._MAX_ARGUMENTS
+    before = dict(bound._by_addresses)
+    program.launch(9, [i, 3, i + 1])
+    assert bound._by_addresses == before
 
 
 def test_launches_of_a_program_in_their_order() -> None:
     log: list[Any] = []
-    records = [LaunchRecord(spec, (i + 1, 1, 1), 32, b"", overlap=bool(i)) for i, spec in enumerate(REGISTRY[:3])]
-    program = Program(records, (), lambda spec: Kernel(spec, log))  # type: ignore[arg-type, return-value]
-    program.launch(3, [])
+    at = (Pointer(0, "x"),)
+    records = [LaunchRecord(spec, (i, 1, 1), 32, bytes(8), at, overlap=i > 1) for i, spec in enumerate(REGISTRY[:3], 1)]
+    program, _ = program_of(records, ("x",), log)
+    program.launch(3, [0x10])
     assert [(kernel.spec, grid) for kernel, grid, *_ in log] == [(r.spec, r.grid) for r in records]
     assert [attributes and attributes.overlap for *_, attributes in log] == [None, True, True]
 

@@ -20,8 +20,8 @@ from omniattn.problems.precision import value_levels
 from omniattn.problems.quantize import operand_strides
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.runtime.record import LaunchRecord, Program
-from tests.unit.launch_fakes import Kernel, fields_of_record, unpacked
+from omniattn.runtime.record import LaunchRecord
+from tests.unit.launch_fakes import fields_of_record, program_of, unpacked
 from tests.unit.test_launch_sm90 import (
     ADDRESSES,
     ARRAYS,
@@ -115,7 +115,7 @@ def test_the_driver_gets_addresses_for_places(knobs: Int8 | Int4) -> None:
     p = problem(knobs, varlen=True, sinks="io")
     _, record, launches = planned(p, AMPERE)
     log: list[Any] = []
-    program = Program(launches.records, ARRAYS, lambda spec: Kernel(spec, log))  # type: ignore[arg-type, return-value]
+    program, _ = program_of(launches.records, ARRAYS, log)
     program.launch(STREAM, ADDRESSES)
     own, found = dict(zip(ARRAYS, ADDRESSES, strict=True)), unpacked(log[-1][4], ATTN_INT8_SM80)
     for name, wanted in fields_of_record(record, ATTN_INT8_SM80).items():

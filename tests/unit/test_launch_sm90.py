@@ -22,7 +22,7 @@ from omniattn.problems.quantize import QuantizeProblem, carve
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime import record as record_module
 from omniattn.runtime.record import LaunchRecord, Program, TensorMap
-from tests.unit.launch_fakes import Kernel, fields_of_record, read, unpacked
+from tests.unit.launch_fakes import Kernel, fields_of_record, program_of, read, unpacked
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 STREAM = 0x51
@@ -36,16 +36,16 @@ STRIDES = AttentionStrides((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 1
 # Tensor maps
 
 
-def program_of(*maps: TensorMap) -> tuple[Kernel, Program]:
+def program_of_maps(*maps: TensorMap) -> tuple[Kernel, Program]:
     """A launch that has nothing but maps in its arguments."""
     placed = tuple(m._replace(offset=128 * i) for i, m in enumerate(maps))
     record = LaunchRecord(INT8[0], (1, 1, 1), 32, bytes(128 * len(maps)), tensor_maps=placed)
-    kernel = Kernel()
-    return kernel, Program([record], ("x",), lambda spec: kernel)  # type: ignore[arg-type, return-value]
+    program, (kernel,) = program_of([record], ("x",))
+    return kernel, program
 
 
 def test_a_map_is_encoded_once_for_an_address() -> None:
-    kernel, program = program_of(mapped("x", 0, "uint8", (64, 5, 2, 1), (64, 320, 0), (64, 16, 1, 1)))
+    kernel, program = program_of_maps(mapped("x", 0, "uint8", (64, 5, 2, 1), (64, 320, 0), (64, 16, 1, 1)))
     for address in (0x100, 0x100, 0x200, 0x100):
         program.launch(STREAM, [address])
     contents = [data[:128] for *_, data, _ in kernel.log]
@@ -57,18 +57,18 @@ def test_a_map_is_encoded_once_for_an_address() -> None:
 
 
 def test_maps_of_many_addresses_do_not_pile_up() -> None:
-    kernel, program = program_of(mapped("x", 0, "uint8", (64, 5, 2, 1), (64, 320, 640), (64, 16, 1, 1)))
+    kernel, program = program_of_maps(mapped("x", 0, "uint8", (64, 5, 2, 1), (64, 320, 640), (64, 16, 1, 1)))
     operand = record_module._Maps(program.records[0].tensor_maps[0], kernel)  # type: ignore[arg-type]
     for address in range(0, 16 * 1000, 16):
         got = operand.at(address)
         assert got == operand.at(address)
-        assert len(operand._maps) <= record_module._MAX_MAPS
+        assert len(operand._maps) <= record_module._MAX_ARGUMENTS
     assert len(kernel.maps) == 1000
 
 
 def test_equal_addresses_of_different_operands_are_different_maps() -> None:
     dims, strides = (64, 5, 2, 1), (64, 320, 640)
-    kernel, program = program_of(*(mapped("x", 0, "uint8", dims, strides, (64, rows, 1, 1)) for rows in (16, 32)))
+    kernel, program = program_of_maps(*(mapped("x", 0, "uint8", dims, strides, (64, rows, 1, 1)) for rows in (16, 32)))
     program.launch(STREAM, [0x100])
     ((*_, data, _),) = kernel.log
     assert data[:128] != data[128:256]
@@ -76,7 +76,7 @@ def test_equal_addresses_of_different_operands_are_different_maps() -> None:
 
 
 def test_a_map_lies_behind_its_operand() -> None:
-    kernel, program = program_of(mapped("x", 0x40, "uint8", (64, 5), (64,), (64, 16)))
+    kernel, program = program_of_maps(mapped("x", 0x40, "uint8", (64, 5), (64,), (64, 16)))
     program.launch(STREAM, [0x100])
     assert kernel.maps[0][1] == 0x140
 
@@ -195,13 +195,7 @@ def test_the_driver_gets_addresses_for_places(varlen: bool, knobs: Int8 | Int4) 
     p = problem(knobs, varlen=varlen, lse=True, sinks="float32")
     launches = plan_attention(p, HOPPER, None)
     log: list[Any] = []
-    kernels: list[Kernel] = []
-
-    def load(spec: KernelSpec) -> Any:
-        kernels.append(Kernel(spec, log))
-        return kernels[-1]
-
-    program = Program(launches.records, ARRAYS, load)
+    program, kernels = program_of(launches.records, ARRAYS, log)
     program.launch(STREAM, ADDRESSES)
     assert [call[0].spec for call in log] == [record.spec for record in launches.records]
     assert [call[1:4] for call in log] == [(record.grid, record.threads, STREAM) for record in launches.records]

@@ -20,7 +20,7 @@ from omniattn.problems import MergeProblem, Output, Target
 from omniattn.registry import REGISTRY
 from omniattn.runtime.record import WORKSPACE_ALIGNMENT, LaunchRecord, Pointer, Program
 from omniattn.select import Selection
-from tests.unit.launch_fakes import Kernel, fields_of_record, unpacked
+from tests.unit.launch_fakes import Kernel, fields_of_record, program_of, unpacked
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
@@ -31,7 +31,7 @@ STREAM = 0x51
 
 
 class Tensor:
-    """What `look` reads of a torch tensor, all of it open to change."""
+    """What `torch_facts` reads of a torch tensor, all of it open to change."""
 
     dtype, shape, is_cuda, requires_grad = torch.float16, torch.Size((2, 8)), True, False
 
@@ -64,12 +64,12 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plain")
-def test_look_tells_apart_what_describe_tells_apart() -> None:
-    seen = from_torch.look((Tensor(0x10), None, Tensor(0x20)))
+def test_facts_tell_apart_what_describe_tells_apart() -> None:
+    seen = from_torch.torch_facts((Tensor(0x10), None, Tensor(0x20)))
     assert seen is not None
     facts, addresses = seen
     assert addresses == [0x10, 0, 0x20]
-    again = from_torch.look((Tensor(0x30), None, Tensor(0x40)))
+    again = from_torch.torch_facts((Tensor(0x30), None, Tensor(0x40)))
     assert again is not None
     assert again[0] == facts
     assert hash(again[0]) == hash(facts)
@@ -82,13 +82,13 @@ def test_look_tells_apart_what_describe_tells_apart() -> None:
         (Tensor(), None, Tensor(ordinal=1)),
     ]
     for objects in others:
-        other = from_torch.look(objects)
+        other = from_torch.torch_facts(objects)
         assert other is not None
         assert other[0] != facts
 
 
 @pytest.mark.usefixtures("plain")
-def test_look_leaves_to_describe_what_it_may_refuse() -> None:
+def test_facts_leave_to_describe_what_it_may_refuse() -> None:
     class Tagged(Tensor):
         pass
 
@@ -96,17 +96,17 @@ def test_look_leaves_to_describe_what_it_may_refuse() -> None:
         Tensor(is_cuda=False), Tensor(negated=True), Tensor(requires_grad=True), Tensor(address=0), Tagged(), [1.0], 7,
     ]  # fmt: skip
     for obj in doubtful:
-        assert from_torch.look((Tensor(), obj)) is None
+        assert from_torch.torch_facts((Tensor(), obj)) is None
     with torch.no_grad():
-        assert from_torch.look((Tensor(requires_grad=True),)) is not None
+        assert from_torch.torch_facts((Tensor(requires_grad=True),)) is not None
 
 
-def test_look_takes_no_tensor_on_the_cpu() -> None:
+def test_facts_of_no_tensor_on_the_cpu() -> None:
     x = torch.zeros(2, 8)
     assert arrays.describe(x, "q").device == "cpu"
-    assert arrays.look((x, x, x)) is None
-    assert from_torch.look((x.to_sparse(),)) is None
-    assert from_torch.look((torch.zeros(2, device="meta"),)) is None
+    assert arrays.torch_facts((x, x, x)) is None
+    assert from_torch.torch_facts((x.to_sparse(),)) is None
+    assert from_torch.torch_facts((torch.zeros(2, device="meta"),)) is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -174,8 +174,7 @@ def fast(
     read = operands if workspace_bytes else operands[:-1]
     pointers = tuple(Pointer(8 * i, name) for i, name in enumerate(read))
     record = LaunchRecord(SPEC, (3, 1, 1), 64, bytes(8 * len(operands)), pointers)
-    kernel = Kernel(SPEC)
-    program = Program([record], operands, lambda spec: kernel)  # type: ignore[arg-type, return-value]
+    program, (kernel,) = program_of([record], operands)
     monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
     aligned = frozenset({"q", "k", "v", "out"})
     repeat = Repeat.of(program, ARRAYS, aligned, tensors, outputs, workspace_bytes)
@@ -307,15 +306,14 @@ def test_merge_packs_the_whole_struct(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (record.grid, record.threads, launches.workspace_bytes) == ((1, 1, 1), 256, 0)
     fields = fields_of_record(record, MERGE_STATES)
     assert list(fields.values()) == [
-        *(At(name) for name in ("o_a", "o_b", "o", "lse_a", "lse_b", "lse")), 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14,
-        15, 16, 17, 18, 19, total, 5, 3, 8, 0,
+        *(At(name) for name in ("o_a", "o_b", "o", "lse_a", "lse_b", "lse")), None, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12,
+        13, 14, 15, 16, 17, 18, 19, total, 5, 3, 8, 0,
     ]  # fmt: skip
     # The fast path of merge_states: names of its own, no q.
     names = ("o_a", "o_b", "lse_a", "lse_b", "out")
     o_a, lse_a = torch.zeros(2, 5, 3, 64, dtype=torch.float16), torch.zeros(2, 3, 5)
     tensors = {n: arrays.describe(x, n) for n, x in zip(names, (o_a, o_a, lse_a, lse_a), strict=False)}
-    kernel = Kernel(record.spec)
-    program = Program([record], (*names, "o", "lse", "workspace"), lambda spec: kernel)  # type: ignore[arg-type, return-value]
+    program, (kernel,) = program_of([record], (*names, "o", "lse", "workspace"))
     monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
     call = Repeat.of(program, names, frozenset({"o_a", "o_b", "out"}), tensors, problem.outputs, 0)
     assert call is not None
@@ -337,19 +335,22 @@ def test_merge_of_nothing_launches_nothing() -> None:
 
 
 def test_no_fast_path_beside_a_cache_of_another_framework(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only torch's arrays are known to be ready on torch's stream; two such caches must not share a plan either."""
-    asked: list[str] = []
+    """Only torch's arrays are known to be ready on torch's stream. Two such caches may share a plan."""
+    asked: list[Any] = []
     launches = engine.Launches(Selection(SPEC, ()), ())
-    plan = engine.Plan(SimpleNamespace(outputs=()), launches, Program([], (), lambda spec: None), 0)  # type: ignore[arg-type, return-value]
+    program = Program([], (), lambda spec: None)  # type: ignore[arg-type, return-value]
+    plan = engine.Plan(SimpleNamespace(outputs=()), launches, program, 0)
     monkeypatch.setattr(engine, "make_plan", lambda *_, **__: plan)
     monkeypatch.setattr(engine, "execute", lambda *_: [None])
+    monkeypatch.setattr(
+        engine.Repeat, "of", lambda *_: lambda objects, addresses, cache, raw: asked.append(cache) or [None]
+    )
     likes = {"numpy": np.zeros(1, np.float32), "torch": torch.zeros(1)}
     caches = {name: oa.KVCache(2, 16, 2, 64, like=like, k_dtype="int8") for name, like in likes.items()}
-    monkeypatch.setattr(arrays, "look", lambda objects: (("facts",), [0x10] * len(objects)))
+    monkeypatch.setattr(arrays, "torch_facts", lambda objects: (("facts",), [0x10] * len(objects)))
     engine.PLANS.clear()
-    for name, cache in caches.items():
-        monkeypatch.setattr(engine.Repeat, "of", lambda *_, name=name: asked.append(name))
+    for cache in (*caches.values(), *caches.values()):
         oa.decode(torch.zeros(2, 1, 4, 64), cache, seq_lens=torch.zeros(2, dtype=torch.int32))
-    assert asked == ["torch"]
-    assert len(engine.PLANS) == 2
     engine.PLANS.clear()
+    assert [x is caches["torch"] for x in asked] == [True] * len(asked)
+    assert asked
