@@ -141,7 +141,7 @@ def test_it_is_attention_of_the_dequantized_operands(name: str, precision: oa.In
     o, lse = low_precision.attention(q, k, v, precision=precision, **options)
 
     qk = oa.quantize_qk(
-        q, k, dtype=f"int{precision.bits}", smooth_q=precision.smooth_q, smooth_k=precision.smooth_k, with_bias=True
+        q, k, dtype=precision.qk, smooth_q=precision.smooth_q, smooth_k=precision.smooth_k, with_bias=True
     )
     values = oa.quantize_v(v, dtype="float16" if precision.pv == "fp16" else "float8_e4m3", smooth_v=precision.smooth_v)
     deq_q, deq_k = (x.astype(np.float64) for x in dequantize_qk(qk))
@@ -159,7 +159,7 @@ def test_it_is_attention_of_the_dequantized_operands(name: str, precision: oa.In
         np.concatenate(more_q, axis=3), np.concatenate(more_k, axis=3), deq_v, layout="HND", **options
     )
     expected = expected.swapaxes(1, 2)
-    bound = 2.0**-4 if precision.on_cpu.pv == "fp8" else 2.0**-10
+    bound = 2.0**-4 if precision.precision.on_cpu.pv == "fp8" else 2.0**-10
     assert np.array_equal(np.isneginf(lse), np.isneginf(expected_lse))
     finite = np.isfinite(expected_lse)
     assert np.abs(lse[finite] - expected_lse[finite]).max() <= 2e-4

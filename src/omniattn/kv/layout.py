@@ -24,8 +24,6 @@ class CacheLayout:
     recent_format : KVFormat, optional
     device, ordinal : str, int
         Where the arrays are.
-    frameworks : frozenset of str
-        Whose they are.
     """
 
     paged: bool
@@ -43,7 +41,6 @@ class CacheLayout:
     recent_format: KVFormat | None
     device: str
     ordinal: int
-    frameworks: frozenset[str] = frozenset()
 
 
 _interned: dict[CacheLayout, CacheLayout] = {}

@@ -275,9 +275,7 @@ def run(call: Call) -> list[Any]:
         tensors = describe(call, raw)
     if plan is None:
         plan = make_plan(call, tensors, load=True)
-        # Whether arrays of other frameworks are ready on this stream, `arrays.prepare` looks at.
-        plain = seen is not None and (cache is None or cache.facts.frameworks == {"torch"})
-        if plain and plan.program is not None and plan.launches is not None:
+        if seen is not None and plan.program is not None and plan.launches is not None:
             size = plan.launches.workspace_bytes
             plan.repeat = Repeat.of(
                 plan.program, call.operation.arrays, call.operation.aligned, tensors, plan.problem.outputs, size
