@@ -368,7 +368,6 @@ class KVCache:
                 self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim, self.k_format,
                 self.v_format, self.hadamard, tuple(self._key_arrays), self.recent_window, self.recent_ring,
                 self.recent_slots, self.recent_format, self._device, self._ordinal,
-                frozenset(t.framework for t in self.tensors),
             )
         )  # fmt: skip
 
