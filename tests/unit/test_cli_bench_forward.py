@@ -116,7 +116,7 @@ def test_host_times_every_public_function(on_the_cpu: None, monkeypatch: pytest.
 def test_import_time_is_measured_in_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_IMPORT_RUNS", 1)
     timing = host.import_time()
-    assert 0 < timing.numpy_ms < timing.total_ms
+    assert 0 <= timing.numpy_ms < timing.total_ms
     monkeypatch.setattr(host, "_IMPORT_PROGRAM", "raise SystemExit('no such package')")
     with pytest.raises(BenchError, match="no such package"):
         host.import_time()

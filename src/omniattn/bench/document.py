@@ -12,6 +12,7 @@ from typing import Any
 
 from omniattn.bench.timing import Timing
 from omniattn.errors import ArgumentError, DriverError
+from omniattn.version import __version__
 
 #: Raised when a key changes its meaning or goes; new keys do not raise it.
 SCHEMA = 1
@@ -96,8 +97,8 @@ def environment(torch: Any, packages: Iterable[str] = ()) -> dict[str, str]:
         facts["cuda"] = _cuda_of_driver(torch.cuda.current_device())
         facts["torch_cuda"] = str(torch.version.cuda or UNKNOWN)
         facts["cudnn"] = str(torch.backends.cudnn.version() or UNKNOWN)
-    names = dict.fromkeys(("omniattn", "torch", "numpy", *packages))
-    return {**facts, **{name: version_of(name) for name in names}}
+    names = dict.fromkeys(("torch", "numpy", *packages))
+    return {**facts, "omniattn": __version__, **{name: version_of(name) for name in names if name != "omniattn"}}
 
 
 def _driver() -> str:
