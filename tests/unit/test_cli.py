@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from omniattn.bench.timing import BenchError
-from omniattn.cli import main
+from omniattn.cli import _command_line, main
 from omniattn.errors import DriverMissingError
 from omniattn.runtime import env
 from omniattn.runtime import nvrtc as nvrtc_module
@@ -194,3 +194,8 @@ def test_help_imports_no_heavy_package() -> None:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("words", [["--out", "/somewhere/x.json"], ["--out=/somewhere/x.json"]])
+def test_reports_name_no_folder_of_this_machine(words: list[str]) -> None:
+    assert _command_line(["bench", *words, "--precision", "int8"]) == "omniattn bench --precision int8"

@@ -36,6 +36,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command_line(words: Sequence[str]) -> str:
+    """What reports say they were made by: the command without the file that it writes to."""
+    kept = [
+        word
+        for before, word in zip(["", *words], words)
+        if before != "--out" and word != "--out" and not word.startswith("--out=")
+    ]
+    return shlex.join(["omniattn", *kept])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -50,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = build_parser().parse_args(argv)
-    arguments.command_line = shlex.join(["omniattn", *(sys.argv[1:] if argv is None else argv)])
+    arguments.command_line = _command_line(sys.argv[1:] if argv is None else argv)
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()
