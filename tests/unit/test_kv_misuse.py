@@ -286,3 +286,18 @@ def test_small_integers_do_not_overflow_in_the_manager() -> None:
     m.extend({"b": count})
     count += 50
     assert (m.length("b"), len(m.blocks("b"))) == (5, 2)
+
+
+def test_facts_are_one_object_for_equal_caches_and_go_with_the_last() -> None:
+    """Plans are found by their identity; a process that makes caches of ever new sizes keeps none of them."""
+    like = np.zeros(1, dtype=np.float32)
+    first, second = (KVCache(1, 48, 1, 64, like=like) for _ in range(2))
+    assert first.facts is second.facts
+    assert first.identity == second.identity
+    assert hash(first.identity) == hash(second.identity)
+    other = KVCache(1, 49, 1, 64, like=like)
+    assert other.identity != first.identity
+    gone = weakref.ref(other.facts)
+    del other
+    gc.collect()
+    assert gone() is None

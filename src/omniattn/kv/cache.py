@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import arrays
 from ..arrays import Tensor
+from ..arrays.identity import Same
 from ..arrays.order import LaunchOrder
 from ..checks import values
 from ..errors import ArgumentError, DtypeError, ShapeError
@@ -254,7 +255,7 @@ class KVCache:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
         state = self.__dict__.copy()
-        del state["_order"], state["_plain_torch"]
+        del state["_order"], state["_plain_torch"], state["_identity"]
         state["_planes"] = {name: (t.argument, self._array(name), t.readonly) for name, t in self._planes.items()}
         state["_key_arrays"] = {name: (t.argument, t.obj, t.readonly) for name, t in self._key_arrays.items()}
         return state
@@ -353,6 +354,11 @@ class KVCache:
         """All that a plan depends on, but not the addresses; one object for equal facts."""
         return self._facts
 
+    @property
+    def identity(self) -> Same:
+        """`facts` by identity, for the keys of plans."""
+        return self._identity
+
     def _settle(self) -> None:
         """Facts and addresses, once the arrays are there."""
         self._order = LaunchOrder()
@@ -370,6 +376,7 @@ class KVCache:
                 self.recent_slots, self.recent_format, self._device, self._ordinal,
             )
         )  # fmt: skip
+        self._identity = Same(self._facts)
 
     @property
     def order(self) -> LaunchOrder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 from .formats import KVFormat
@@ -43,9 +44,14 @@ class CacheLayout:
     ordinal: int
 
 
-_interned: dict[CacheLayout, CacheLayout] = {}
+_interned: weakref.WeakKeyDictionary[CacheLayout, weakref.ref[CacheLayout]] = weakref.WeakKeyDictionary()
 
 
 def intern(layout: CacheLayout) -> CacheLayout:
-    """The one object for equal layouts, which lives as long as the process: caches compare theirs by identity."""
-    return _interned.setdefault(layout, layout)
+    """The one object for equal layouts, as long as somebody holds it: plans are found by its identity."""
+    known = _interned.get(layout)
+    found = None if known is None else known()
+    if found is None:
+        _interned[layout] = weakref.ref(layout)
+        return layout
+    return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.identity import Same
 from ..checks import attention as checks
 from ..checks import operands
 from ..checks.attention import AttentionOptions
 from ..plan.attention import plan_attention
-from ..plan.engine import Call, Operation, Same, run
+from ..plan.engine import Call, Operation, run
 from ..problems import OPERANDS, Int4, Int8
 from . import on_cpu
 

@@ -154,21 +154,6 @@ class Call:
         self.problem: Any = None
 
 
-class Same:
-    """An object by its identity, for facts: the key that holds it keeps the object alive."""
-
-    __slots__ = ("of",)
-
-    def __init__(self, of: Any) -> None:
-        self.of = of
-
-    def __hash__(self) -> int:
-        return id(self.of)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.of is other.of
-
-
 class Plan:
     """A validated call.
 
@@ -259,7 +244,7 @@ def run(call: Call) -> list[Any]:
         types += tuple(tuple(map(type, x)) for x in options if x.__class__ is tuple)
     cache = call.cache
     key: Any = (
-        call.operation, facts, options, types, call.facts, None if cache is None else id(cache.facts),
+        call.operation, facts, options, types, call.facts, None if cache is None else cache.identity,
         forced_kernels(),
     )  # fmt: skip
     try:
