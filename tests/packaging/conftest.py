@@ -31,9 +31,9 @@ class Checkout:
 
     def write_registry(self) -> None:
         """Put ``rows`` into the copy's registry."""
-        text = (ROOT / "src/omniattn/registry.py").read_text(encoding="utf-8")
+        text = (ROOT / "src/omniattn/registry/__init__.py").read_text(encoding="utf-8")
         text += f"\n\nREGISTRY = ({', '.join(self.rows)},)\n"
-        (self.root / "src/omniattn/registry.py").write_text(text, encoding="utf-8")
+        (self.root / "src/omniattn/registry/__init__.py").write_text(text, encoding="utf-8")
 
     def build(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run ``python -m build_tools.kernels`` in the copy."""
