@@ -149,7 +149,7 @@ def passes(problem: DecodeProblem) -> tuple[Pass, ...]:
 
 
 def query_tiles(problem: DecodeProblem) -> int:
-    """Eights of query rows that a CTA of the kernel for ``problem`` has."""
+    """Tiles of 8 query rows that a CTA of the kernel for ``problem`` has."""
     return 1 if problem.group * problem.q_len <= 8 else 2
 
 

@@ -33,7 +33,7 @@ def row_format(kind: int, groups: int, head_dim: int) -> str:
 def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) -> dict[str, int]:
     """Keys of a warp's tile, sixteens of them that are computed together, CTAs that share an SM, and stages at most.
 
-    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: eights of query rows take more of them.
+    Tuning record: docs/performance/decode.md. Registers decide on the CTAs: tiles of 8 query rows take more of them.
     More copies in flight than memory has use for only wait in its queues, and take L2 from others.
     """
     if head_dim == 128 and n_tiles == 1:
@@ -60,7 +60,7 @@ def decode_row(
     k, v : (kind, groups)
         `KV_KINDS`, and words of a row's parameters, 1 for 16 bits.
     n_tiles : int
-        Eights of query rows that a CTA has.
+        Tiles of 8 query rows that a CTA has.
     prebuild : tuple of str
     """
     short, tag = IO_TYPES[dtype]
