@@ -337,10 +337,12 @@ def test_padding_rows_leave_the_window_alone() -> None:
     k, v = (rng.standard_normal((2, 30, 2, 64)).astype(np.float32) for _ in range(2))
     slots = np.array([1, 0], np.int32)
     append(cache, k, v, seq_lens=lengths(30, 30), block_table=table, recent_slots=slots)
-    before = [np.array(x) for x in (cache.recent_state, cache.recent_k, cache.k)]
+    arrays = (cache.recent_state, cache.recent_k, cache.k)
+    before = [np.array(x) for x in arrays]
     append(cache, k[:, :1], v[:, :1], seq_lens=lengths(0, 0), block_table=table, recent_slots=slots[::-1].copy())
-    for old, new in zip(before, (cache.recent_state, cache.recent_k, cache.k), strict=True):
-        np.testing.assert_array_equal(old, new)
+    for old, new in zip(before, arrays, strict=True):
+        # Bytes: places without a token hold what memory held, NaN at times.
+        np.testing.assert_array_equal(old.view(np.uint8), np.array(new).view(np.uint8))
     # One row goes on, the others pad: its slot is written once.
     append(cache, k[:, :1], v[:, :1], seq_lens=lengths(31, 0), block_table=table, recent_slots=slots)
     np.testing.assert_array_equal(cache.recent_state, [[0, 30], [0, 31]])
