@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from build_tools import figures
+from build_tools.page_parts import Part, Report, Row, Source, provenance
+from build_tools.page_parts import below as _below
+from build_tools.page_parts import number as _number
+from build_tools.page_parts import table as _table
 
 #: Below the checkout.
 FIGURE = Path("docs/performance/attention.svg")
 
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1024, 4096, 16384)
-
-Report = Mapping[str, Any]
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A result file.
-
-    Attributes
-    ----------
-    command : str
-        What measures it.
-    bench : str
-        The report's own name for what it is.
-    required : bool
-        Other result files must not be committed without this one.
-    """
-
-    command: str
-    bench: str
-    required: bool = True
 
 
 def _generic(head_dim: int) -> Source:
@@ -56,58 +36,8 @@ SOURCES: dict[str, Source] = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """A generated part of a page: the result files it needs, in the order of ``make``'s arguments."""
-
-    sources: tuple[str, ...]
-    make: Callable[..., str]
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
 def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}×"
-
-
-def _version(text: str) -> str:
-    """cuDNN's number as it is written: 91900 is 9.19.0."""
-    if not text.isdigit() or len(text) < 4:
-        return text
-    number, size = int(text), 10000 if len(text) > 4 else 1000
-    return f"{number // size}.{number % size // 100}.{number % 100}"
-
-
-def provenance(*reports: Report) -> str:
-    """The line below a table: device, software, date, protocol and commands; one for each different run."""
-    commands: dict[str, list[str]] = {}
-    for report in reports:
-        commands.setdefault(_conditions(report), []).append(f"`{report['command']}`")
-    return " ".join(f"{conditions}. Measured by {', '.join(names)}." for conditions, names in commands.items())
-
-
-def _conditions(report: Report) -> str:
-    facts = report["environment"]
-    versions = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "cudnn": "cuDNN"}
-    known = [
-        f"{text} {_version(facts[key])}" for key, text in versions.items() if facts.get(key, "unknown") != "unknown"
-    ]
-    how = {
-        "interleaved": "cold L2, contenders interleaved, medians",
-        "sustained": f"each contender alone under load, {report.get('sustained_seconds')} s",
-    }.get(report["protocol"], "medians")
-    return f"{', '.join([facts['device'], *known])}; {report['date']}; {how}"
-
-
-def _below(table: str, report: Report, *notes: str) -> str:
-    return "\n\n".join([table, *notes, f"<sub>{provenance(report)}</sub>"])
 
 
 def _anchor(report: Report) -> str:

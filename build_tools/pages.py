@@ -19,7 +19,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from build_tools.page_tables import FIGURE, PARTS, SOURCES, Report, figure
+from build_tools.page_parts import Report
+from build_tools.page_tables import FIGURE, PARTS, SOURCES, figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("docs/performance/results")

@@ -1,0 +1,82 @@
+"""What generated parts of the documents are made with: result files, Markdown tables, the line below a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Report = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A result file.
+
+    Attributes
+    ----------
+    command : str
+        What measures it.
+    bench : str
+        The report's own name for what it is.
+    required : bool
+        Other result files must not be committed without this one.
+    """
+
+    command: str
+    bench: str
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class Part:
+    """A generated part of a page: the result files it needs, in the order of ``make``'s arguments."""
+
+    sources: tuple[str, ...]
+    make: Callable[..., str]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def number(value: float | None, digits: int) -> str:
+    """A cell; a dash where nothing was measured."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def below(table: str, report: Report, *notes: str) -> str:
+    """A table, notes, and what they were measured with."""
+    return "\n\n".join([table, *notes, f"<sub>{provenance(report)}</sub>"])
+
+
+def provenance(*reports: Report) -> str:
+    """The line below a table: device, software, date, protocol and commands; one for each different run."""
+    commands: dict[str, list[str]] = {}
+    for report in reports:
+        commands.setdefault(_conditions(report), []).append(f"`{report['command']}`")
+    return " ".join(f"{conditions}. Measured by {', '.join(names)}." for conditions, names in commands.items())
+
+
+def _conditions(report: Report) -> str:
+    facts = report["environment"]
+    versions = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "cudnn": "cuDNN"}
+    known = [
+        f"{text} {_version(facts[key])}" for key, text in versions.items() if facts.get(key, "unknown") != "unknown"
+    ]
+    how = {
+        "interleaved": "cold L2, contenders interleaved, medians",
+        "sustained": f"each contender alone under load, {report.get('sustained_seconds')} s",
+    }.get(report["protocol"], "medians")
+    return f"{', '.join([facts['device'], *known])}; {report['date']}; {how}"
+
+
+def _version(text: str) -> str:
+    """cuDNN's number as it is written: 91900 is 9.19.0."""
+    if not text.isdigit() or len(text) < 4:
+        return text
+    whole, size = int(text), 10000 if len(text) > 4 else 1000
+    return f"{whole // size}.{whole % size // 100}.{whole % 100}"
