@@ -12,6 +12,7 @@ from omniattn.bench import decode, sustained
 from omniattn.bench.ceilings import Ceilings
 from omniattn.bench.decode_report import (
     DECODE_SHAPES,
+    WITH_PREFIX,
     DecodeMeasurement,
     DecodeReport,
     DecodeShape,
@@ -23,9 +24,10 @@ from omniattn.errors import ArgumentError
 from tests.unit.bench_fakes import DecodeTorch, WallClock, WithMemory
 
 SHAPES = (
-    DecodeShape(2, 4, 2, 40, 64),
-    DecodeShape(3, 4, 1, 24, 64, block_size=16),
-    DecodeShape(3, 2, 1, 24, 64, block_size=8, ragged=True),
+    DecodeShape(2, 4, 2, 40, 128),
+    DecodeShape(3, 4, 1, 24, 128, block_size=16),
+    DecodeShape(3, 2, 1, 24, 128, block_size=8, ragged=True),
+    DecodeShape(3, 2, 1, 24, 128, block_size=8, prefix=16),
 )
 
 
@@ -51,6 +53,8 @@ def test_shapes_are_those_of_the_goals() -> None:
     for size in (1, 16, 64, 256):
         assert f"b128 h8/1 t8192 d128 p{size}" in names
     assert "b128 h8/1 t8192 d128 p64 ragged" in names
+    for name in ("b64 h8/1 t8448", "b256 h8/1 t8448", "b64 h64/8 t33024"):
+        assert any(found.startswith(f"{name} d128 p64 shared") for found in names)
 
 
 def test_bytes_are_those_of_the_format_tables() -> None:
@@ -76,10 +80,19 @@ def test_ragged_lengths_have_the_same_tokens_in_all() -> None:
     assert DecodeShape(3, 8, 1, 70).lengths() == [70] * 3
 
 
+def test_shared_tokens_count_once() -> None:
+    shape = DecodeShape(3, 8, 2, 24, block_size=8, prefix=16)
+    assert shape.new_tokens() == [24, 8, 8]
+    assert shape.cache_bytes("bf16") == (16 + 3 * 8) * 2 * 512
+    assert shape.cache_bytes("bf16", shared=False) == 3 * 24 * 2 * 512
+    assert shape.name.endswith("p8 shared16")
+
+
 def test_filters() -> None:
     assert filter_decode_shapes([]) == DECODE_SHAPES
     assert [s.batch for s in filter_decode_shapes(["h8/1 b1", "b512"])] == [1, 512]
     assert {s.block_size for s in filter_decode_shapes(["p16", "p1"])} == {1, 16}
+    assert [s.batch for s in filter_decode_shapes(["h8/1 contiguous"])] == [1, 32, 128, 512]
     with pytest.raises(ArgumentError, match="t131072"):
         filter_decode_shapes(["p17"])
 
@@ -89,25 +102,44 @@ def test_filters() -> None:
 
 @pytest.mark.frameworks
 def test_every_format_runs_is_checked_and_compared(on_the_cpu: None) -> None:
-    report = decode.run_decode(SHAPES, anchor="fa2", iters=2)
+    report = decode.run_decode(SHAPES, anchor="fa2", formats=tuple(decode.FORMATS), iters=2)
     assert report.shapes == SHAPES
-    assert report.keys == (*decode.FORMATS, "fa2")
+    with_prefix = {name + WITH_PREFIX: fmt for name, fmt in decode.FORMATS.items() if fmt.shares}
+    assert set(report.keys) == {*decode.FORMATS, *with_prefix, "fa2"}
+    assert set(decode.FORMATS) - {key.removesuffix(WITH_PREFIX) for key in with_prefix} == {
+        "int4w128", "bf16det", "int4det"
+    }  # fmt: skip
     for shape in SHAPES:
-        for name, (dtype, group, _) in decode.FORMATS.items():
+        for name, fmt in (decode.FORMATS | (with_prefix if shape.prefix else {})).items():
             found = report.find(shape, name)
             assert found is not None
             assert found.reason == ""
-            assert found.cache_bytes == shape.cache_bytes(dtype, group)
+            assert found.cache_bytes == shape.cache_bytes(fmt.dtype, fmt.group_size)
             assert found.relative_l1 is not None
-            assert 0 < found.relative_l1 < decode._ERROR_LIMITS[dtype]
+            assert 0 < found.relative_l1 < decode._ERROR_LIMITS[fmt.dtype]
             assert (report.ratio(found) is None) == shape.ragged
         anchor = report.find(shape, "fa2")
         assert anchor is not None
+        assert anchor.cache_bytes == shape.cache_bytes("bf16", shared=False)
         if shape.ragged:
             assert anchor.timing is None
             assert "equal ones only" in anchor.reason
         else:
             assert report.ratio(anchor) == 1.0
+
+
+@pytest.mark.frameworks
+def test_options_reach_the_calls(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, bool, int]] = []
+    step = omniattn.decode
+
+    def watched(q: Any, cache: Any, **options: Any) -> Any:
+        seen.append((options["shared_prefix"], options["deterministic"], cache.recent_window))
+        return step(q, cache, **options)
+
+    monkeypatch.setattr(omniattn, "decode", watched)
+    decode.run_decode(SHAPES[-1:], anchor="fa2", formats=["int4", "int4w128", "int4det"], iters=1)
+    assert set(seen) == {(0, False, 0), (16, False, 0), (0, False, 128), (0, True, 0)}
 
 
 @pytest.mark.frameworks
@@ -122,8 +154,9 @@ def test_many_tokens_are_appended_in_parts(on_the_cpu: None, monkeypatch: pytest
 
     monkeypatch.setattr(omniattn, "append", counted)
     report = decode.run_decode(SHAPES, anchor="fa2", formats=["int8"], iters=1)
-    assert len(calls) == sum(shape.batch for shape in SHAPES)
-    assert [m.reason for m in report.measurements if m.key == "int8"] == ["", "", ""]
+    # The last shape's cache is filled twice.
+    assert len(calls) == sum(shape.batch for shape in (*SHAPES, SHAPES[-1]))
+    assert [m.reason for m in report.measurements if m.key.startswith("int8")] == [""] * 5
 
 
 @pytest.mark.frameworks
@@ -136,6 +169,7 @@ def test_a_wrong_result_gets_no_time_and_fails_the_command(
     rows = json.loads(capsys.readouterr().out)["rows"]
     mine = [row for row in rows if row["format"] == "int4"]
     assert len(mine) == len(SHAPES)
+    assert len([row for row in rows if row["format"] == "int4" + WITH_PREFIX]) == 1
     assert all("wrong result" in row["reason"] and row["median_us"] is None for row in mine)
 
 
@@ -156,7 +190,7 @@ def test_tables(
     command = ["bench", "decode", "--anchor", "fa2", "--format", "bf16", "--format", "int4g32", "--iters", "1"]
     assert main([*command, *options]) == 0
     output = capsys.readouterr().out
-    for words in ("b2 h4/2 t40 d64", "p8 ragged", "int4g32", "torch FA2 bf16", "TB/s", "copy 1.00 TB/s"):
+    for words in ("b2 h4/2 t40 d128", "p8 ragged", "int4g32", "torch FA2 bf16", "TB/s", "copy 1.00 TB/s"):
         assert words in output
     assert "fp8" not in output
 

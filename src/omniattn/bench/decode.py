@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from omniattn.bench.anchors import EXACT_ERROR, INT4_ERROR, QUANTIZED_ERROR
 from omniattn.bench.ceilings import measure_ceilings
-from omniattn.bench.decode_report import DecodeMeasurement, DecodeReport, DecodeShape, label
+from omniattn.bench.decode_report import WITH_PREFIX, DecodeMeasurement, DecodeReport, DecodeShape, label
 from omniattn.bench.document import environment
 from omniattn.bench.power import device_id, limits
 from omniattn.bench.sustained import captured, choose_timer
@@ -16,11 +17,18 @@ from omniattn.errors import ArgumentError
 
 
 class CacheFormat(NamedTuple):
-    """What `KVCache` is told of a format; K and V alike."""
+    """What `KVCache` is told of a format, K and V alike; and whether `decode` has to sum in a fixed order."""
 
     dtype: str
     group_size: int | None = None
     layout: str = "fragment"
+    recent_window: int = 0
+    deterministic: bool = False
+
+    @property
+    def shares(self) -> bool:
+        """Whether `decode` takes ``shared_prefix`` with it."""
+        return not (self.recent_window or self.deterministic)
 
 
 #: Cache formats by their names on the command line.
@@ -31,7 +39,13 @@ FORMATS: dict[str, CacheFormat] = {
     "int4": CacheFormat("int4"),
     "int4g32": CacheFormat("int4", 32),
     "fbgemm": CacheFormat("int4", layout="fbgemm"),
+    "fbgemm4": CacheFormat("int4", 32, "fbgemm"),
+    "int4w128": CacheFormat("int4", recent_window=128),
+    "bf16det": CacheFormat("bf16", deterministic=True),
+    "int4det": CacheFormat("int4", deterministic=True),
 }
+#: Those that run unless others are named.
+DEFAULT_FORMATS: tuple[str, ...] = ("bf16", "fp8", "int8", "int4", "int4g32", "fbgemm")
 #: Backends of torch's attention that run beside them.
 ANCHORS: dict[str, str] = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION"}
 _ERROR_LIMITS = {"bf16": EXACT_ERROR, "fp8": QUANTIZED_ERROR, "int8": QUANTIZED_ERROR, "int4": INT4_ERROR}
@@ -43,7 +57,7 @@ def run_decode(
     shapes: Sequence[DecodeShape],
     *,
     anchor: str = "cudnn",
-    formats: Sequence[str] = tuple(FORMATS),
+    formats: Sequence[str] = DEFAULT_FORMATS,
     iters: int,
     sustained_s: float | None = None,
     command: str = "",
@@ -57,7 +71,7 @@ def run_decode(
     anchor : str
         Key of `ANCHORS`: what ratios are relative to.
     formats : sequence of str
-        Keys of `FORMATS`.
+        Keys of `FORMATS`. Where sequences share a prefix, each that can runs with ``shared_prefix`` too.
     iters : int
         Timed rounds a shape, where they are interleaved.
     sustained_s : float, optional
@@ -107,36 +121,37 @@ def _run_shape(
     free, _ = torch.cuda.mem_get_info()
     # Copies of a cache are at most as large as what has to rotate, and the cache itself.
     needed = shape.needed_bytes([FORMATS[name][:2] for name in formats]) + (len(formats) + 1) * rotated_bytes
+    own = [*formats, *(name + WITH_PREFIX for name in formats if shape.prefix and FORMATS[name].shares)]
     if needed > 0.9 * free:
         reason = f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
-        return [DecodeMeasurement(shape, key, None, 0, None, reason) for key in (*formats, anchor)]
+        return [DecodeMeasurement(shape, key, None, 0, None, reason) for key in (*own, anchor)]
     tokens = Tokens(torch, shape)
     candidates: dict[str, Candidate] = {}
     errors: dict[str, float] = {}
     reasons: dict[str, str] = {}
     sizes: dict[str, int] = {}
     warmup = 2
-    for key in (*formats, anchor):
-        own = key in FORMATS
-        dtype, group, _ = FORMATS.get(key, FORMATS["bf16"])
-        sizes[key] = shape.cache_bytes(dtype, group)
+    for key in (*own, anchor):
+        fmt = FORMATS.get(key.removesuffix(WITH_PREFIX), FORMATS["bf16"])
+        # torch has a copy of the prefix for each sequence.
+        sizes[key] = shape.cache_bytes(fmt.dtype, fmt.group_size, shared=key in own)
         try:
-            make = own_step if own else _torch_step
+            make = own_step if key in own else _torch_step
             copies = max(1, -(-rotated_bytes // sizes[key]))
             steps = [make(torch, tokens, key) for _ in range(copies)]
             output = steps[0]()
             torch.cuda.synchronize()
-            if rotated_bytes and not own:  # the timer captures it, and what raises then would end the run
+            if rotated_bytes and key not in own:  # the timer captures it, and what raises then would end the run
                 captured(torch, steps[0])
         except Exception as error:
             # torch raises whatever it likes; the report carries it. Our own errors are not hidden.
-            if own:
+            if key in own:
                 raise
             reasons[key] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
             continue
         errors[key] = tokens.sampled_error(output)
-        if not errors[key] <= _ERROR_LIMITS[dtype]:
-            limit = _ERROR_LIMITS[dtype]
+        limit = _ERROR_LIMITS[fmt.dtype]
+        if not errors[key] <= limit:
             reasons[key] = f"wrong result: relative L1 {errors[key]:.3g} against fp64, limit {limit}"
             continue
         candidates[key] = _in_turn(steps)
@@ -144,7 +159,7 @@ def _run_shape(
     timings = timer(candidates, warmup=warmup)
     return [
         DecodeMeasurement(shape, key, timings.get(key), sizes[key], errors.get(key), reasons.get(key, ""))
-        for key in (*formats, anchor)
+        for key in (*own, anchor)
     ]
 
 
@@ -172,6 +187,11 @@ class Tokens:
         self.q = random(shape.batch, 1, shape.heads_q, shape.head_dim)
         self.k, self.v = (random(sum(self.lengths), shape.heads_kv, shape.head_dim) for _ in range(2))
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
+        begin = 0
+        for length in self.lengths if shape.prefix else ():
+            for x in (self.k, self.v):
+                x[begin : begin + shape.prefix] = x[: shape.prefix]
+            begin += length
 
     def sampled_error(self, output: Any) -> float:
         """Relative L1 error of the first and the last sequence of (batch, 1, heads_q, head_dim) against fp64."""
@@ -196,39 +216,58 @@ def own_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:
     import omniattn
 
     shape = tokens.shape
-    dtype, group, layout = FORMATS[name]
+    dtype, group, layout, recent_window, deterministic = FORMATS[name.removesuffix(WITH_PREFIX)]
     options: dict[str, Any] = {"like": tokens.q, "k_dtype": dtype, "group_size": group, "layout": layout}
     pages: dict[str, Any] = {}
+    if recent_window:
+        options["recent_window"] = recent_window
     cache: omniattn.KVCache
     if shape.block_size:
-        counts = [-(-length // shape.block_size) for length in tokens.lengths]
-        cache = omniattn.PagedKVCache(sum(counts), shape.block_size, shape.heads_kv, shape.head_dim, **options)
-        # Blocks anywhere in the cache, as after some hours of service.
-        generator = torch.Generator(device="cuda").manual_seed(5)
-        order = torch.randperm(sum(counts), device="cuda", generator=generator).to(torch.int32)
-        table = torch.zeros((shape.batch, max(counts)), dtype=torch.int32, device="cuda")
-        begin = 0
-        for b, count in enumerate(counts):
-            table[b, :count] = order[begin : begin + count]
-            begin += count
+        table, num_blocks = _block_table(torch, tokens)
         pages["block_table"] = table
+        if recent_window:
+            options["recent_slots"] = shape.batch
+            pages["recent_slots"] = torch.arange(shape.batch, dtype=torch.int32, device="cuda")
+        cache = omniattn.PagedKVCache(num_blocks, shape.block_size, shape.heads_kv, shape.head_dim, **options)
     else:
         cache = omniattn.KVCache(shape.batch, max(tokens.lengths), shape.heads_kv, shape.head_dim, **options)
-    starts = [0]
-    for length in tokens.lengths:
-        starts.append(starts[-1] + length)
-    if starts[-1] <= _APPEND_ROWS:
+    # Shared tokens come with the first sequence.
+    new = shape.new_tokens()
+    ends = list(itertools.accumulate(tokens.lengths))
+    rows = [slice(end - count, end) for end, count in zip(ends, new, strict=True)]
+    if sum(new) <= _APPEND_ROWS:
+        starts = [0, *itertools.accumulate(new)]
         cu_seqlens = torch.tensor(starts, dtype=torch.int32, device="cuda")
-        omniattn.append(cache, tokens.k, tokens.v, seq_lens=tokens.seq_lens, cu_seqlens=cu_seqlens, **pages)
+        k, v = (torch.cat([x[own] for own in rows]) if shape.prefix else x for x in (tokens.k, tokens.v))
+        omniattn.append(cache, k, v, seq_lens=tokens.seq_lens, cu_seqlens=cu_seqlens, **pages)
     else:
         # All but one sequence of a call have no new tokens.
-        for b in range(shape.batch):
+        for b, own in enumerate(rows):
             cu_seqlens = torch.zeros(shape.batch + 1, dtype=torch.int32, device="cuda")
-            cu_seqlens[b + 1 :] = tokens.lengths[b]
-            rows = slice(starts[b], starts[b + 1])
-            k, v = tokens.k[rows], tokens.v[rows]
+            cu_seqlens[b + 1 :] = new[b]
+            k, v = tokens.k[own], tokens.v[own]
             omniattn.append(cache, k, v, seq_lens=tokens.seq_lens, cu_seqlens=cu_seqlens, **pages)
-    return lambda: omniattn.decode(tokens.q, cache, seq_lens=tokens.seq_lens, **pages)
+    shared = shape.prefix if name.endswith(WITH_PREFIX) else 0
+    return lambda: omniattn.decode(
+        tokens.q, cache, seq_lens=tokens.seq_lens, deterministic=deterministic, shared_prefix=shared, **pages
+    )
+
+
+def _block_table(torch: Any, tokens: Tokens) -> tuple[Any, int]:
+    """(batch, blocks) int32 table and the blocks of the cache: anywhere in it, as after some hours of service."""
+    shape = tokens.shape
+    counts = [-(-length // shape.block_size) for length in tokens.lengths]
+    shared = shape.prefix // shape.block_size
+    total = sum(counts) - shared * (shape.batch - 1)
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    order = torch.randperm(total, device="cuda", generator=generator).to(torch.int32)
+    table = torch.zeros((shape.batch, max(counts)), dtype=torch.int32, device="cuda")
+    table[:, :shared] = order[:shared]
+    begin = shared
+    for b, count in enumerate(counts):
+        table[b, shared:count] = order[begin : begin + count - shared]
+        begin += count - shared
+    return table, total
 
 
 def _torch_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:

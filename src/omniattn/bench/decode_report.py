@@ -15,6 +15,9 @@ from omniattn.bench.timing import Timing
 from omniattn.errors import ArgumentError
 from omniattn.kv.formats import check_format
 
+#: End of a key: the same cache, and the call told of the prefix that its sequences share.
+WITH_PREFIX = " shared_prefix"
+
 _LABELS = {"cudnn": "torch cuDNN bf16", "fa2": "torch FA2 bf16"}
 #: Spread of ragged lengths: standard deviation of their logarithms, and longest in units of the mean.
 _SIGMA, _LONGEST = 1.0, 4
@@ -37,6 +40,8 @@ class DecodeShape:
         Of a paged cache; 0: contiguous.
     ragged : bool
         Lengths are drawn from a lognormal distribution, the same ones in every run.
+    prefix : int
+        Of the ``seqlen`` tokens, so many first ones that all sequences share: the same blocks of a paged cache.
     """
 
     batch: int
@@ -46,12 +51,14 @@ class DecodeShape:
     head_dim: int = 128
     block_size: int = 0
     ragged: bool = False
+    prefix: int = 0
 
     @property
     def name(self) -> str:
         """Name used by filters and reports, for example ``b128 h8/1 t8192 d128 p16``."""
         text = f"b{self.batch} h{self.heads_q}/{self.heads_kv} t{self.seqlen} d{self.head_dim}"
-        return text + f" p{self.block_size}" * bool(self.block_size) + " ragged" * self.ragged
+        pages = f" p{self.block_size}" * bool(self.block_size)
+        return text + pages + " ragged" * self.ragged + f" shared{self.prefix}" * bool(self.prefix)
 
     def lengths(self) -> list[int]:
         """Tokens of each sequence; their sum is batch * seqlen."""
@@ -65,21 +72,32 @@ class DecodeShape:
         lengths[lengths.index(max(lengths))] += total - sum(lengths)
         return lengths
 
-    def cache_bytes(self, dtype: str, group_size: int | None = None) -> int:
-        """Bytes of the cache that a step has to read: all tokens of all sequences, K and V, codes and parameters."""
+    def new_tokens(self) -> list[int]:
+        """Tokens that each sequence brings into the cache: the first one the shared ones too."""
+        return [length - (self.prefix if b else 0) for b, length in enumerate(self.lengths())]
+
+    def cache_bytes(self, dtype: str, group_size: int | None = None, *, shared: bool = True) -> int:
+        """Bytes of the cache that a step has to read: K and V of all tokens, codes and parameters.
+
+        Shared tokens count once; with ``shared=False`` for every sequence, as where each has a copy.
+        """
         formats = (
             check_format(dtype, self.head_dim, group_size, True, "DecodeShape", is_key=is_key)
             for is_key in (True, False)
         )
-        return self.batch * self.seqlen * self.heads_kv * sum(fmt.token_bytes for fmt in formats)
+        tokens = sum(self.new_tokens() if shared else self.lengths())
+        return tokens * self.heads_kv * sum(fmt.token_bytes for fmt in formats)
 
     def needed_bytes(self, formats: Iterable[tuple[str, int | None]]) -> int:
         """Memory of a run: K and V, their copy in torch's layout, and a cache of each format."""
         # Contiguous caches and last blocks have room that nobody fills; a fourth is more than it takes.
-        return int(1.25 * (2 * self.cache_bytes("bf16") + sum(self.cache_bytes(*x) for x in formats)))
+        copies = 3 if self.prefix else 2
+        tensors = copies * self.cache_bytes("bf16", shared=False)
+        return int(1.25 * (tensors + sum(self.cache_bytes(*x) for x in formats)))
 
 
-#: One kv head for 8 query heads as the published comparisons have it, models with 8 of them, pages, ragged lengths.
+#: One kv head for 8 query heads as the published comparisons have it, models with 8 of them, pages, ragged lengths,
+#: sequences of 256 tokens of their own behind a prefix that they share.
 DECODE_SHAPES: tuple[DecodeShape, ...] = (
     *(DecodeShape(batch, 8, 1, 8192) for batch in (1, 32, 128, 512)),
     DecodeShape(1, 64, 8, 131072),
@@ -87,13 +105,15 @@ DECODE_SHAPES: tuple[DecodeShape, ...] = (
     DecodeShape(64, 64, 8, 32768),
     *(DecodeShape(128, 8, 1, 8192, block_size=size) for size in (1, 16, 64, 256)),
     DecodeShape(128, 8, 1, 8192, block_size=64, ragged=True),
+    *(DecodeShape(batch, 8, 1, 8448, block_size=64, prefix=8192) for batch in (64, 256)),
+    DecodeShape(64, 64, 8, 33024, block_size=64, prefix=32768),
 )
 
 
 def filter_decode_shapes(
     patterns: Sequence[str], shapes: Sequence[DecodeShape] = DECODE_SHAPES
 ) -> tuple[DecodeShape, ...]:
-    """Shapes whose name has all words of one of the patterns; without patterns all.
+    """Shapes whose name has all words of one of the patterns; without patterns all. ``contiguous``: not paged.
 
     Raises
     ------
@@ -105,12 +125,16 @@ def filter_decode_shapes(
     chosen: set[DecodeShape] = set()
     for pattern in patterns:
         words = set(pattern.replace(",", " ").lower().split())
-        matching = {shape for shape in shapes if words <= set(shape.name.split())}
+        matching = {shape for shape in shapes if words <= _words(shape)}
         if not words or not matching:
-            known = sorted({word for shape in shapes for word in shape.name.split()})
+            known = sorted({word for shape in shapes for word in _words(shape)})
             raise ArgumentError("--shapes", f"words out of {', '.join(known)}", repr(pattern))
         chosen |= matching
     return tuple(shape for shape in shapes if shape in chosen)
+
+
+def _words(shape: DecodeShape) -> set[str]:
+    return {*shape.name.split(), *(() if shape.block_size else ("contiguous",))}
 
 
 @dataclass(frozen=True)
@@ -121,7 +145,7 @@ class DecodeMeasurement:
     ----------
     shape : DecodeShape
     key : str
-        Name of the format or of the anchor.
+        Name of the format or of the anchor; the format's followed by `WITH_PREFIX` where the call has a shared prefix.
     timing : Timing or None
         None: it could not run; ``reason`` says why.
     cache_bytes : int
@@ -198,6 +222,8 @@ class DecodeReport:
             for narrow in ran:
                 for wide in ran:
                     if narrow.cache_bytes >= wide.cache_bytes or narrow.timing is None or wide.timing is None:
+                        continue
+                    if narrow.key.endswith(WITH_PREFIX) != wide.key.endswith(WITH_PREFIX):
                         continue
                     slack = 1 + narrow.timing.spread + wide.timing.spread
                     if narrow.timing.median_us > slack * wide.timing.median_us:
