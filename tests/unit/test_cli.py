@@ -199,3 +199,8 @@ def test_help_imports_no_heavy_package() -> None:
 @pytest.mark.parametrize("words", [["--out", "/somewhere/x.json"], ["--out=/somewhere/x.json"]])
 def test_reports_name_no_folder_of_this_machine(words: list[str]) -> None:
     assert _command_line(["bench", *words, "--precision", "int8"]) == "omniattn bench --precision int8"
+
+
+def test_reports_name_the_kernels_that_were_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "attn_a,decode_b")
+    assert _command_line(["bench"]) == "OMNIATTN_FORCE_KERNEL=attn_a,decode_b omniattn bench"

@@ -116,7 +116,7 @@ def test_every_format_runs_is_checked_and_compared(on_the_cpu: None) -> None:
             assert found.reason == ""
             assert found.cache_bytes == shape.cache_bytes(fmt.dtype, fmt.group_size)
             assert found.relative_l1 is not None
-            assert 0 < found.relative_l1 < decode._ERROR_LIMITS[fmt.dtype]
+            assert 0 < found.relative_l1 < decode.ERROR_LIMITS[fmt.dtype]
             assert (report.ratio(found) is None) == shape.ragged
         anchor = report.find(shape, "fa2")
         assert anchor is not None

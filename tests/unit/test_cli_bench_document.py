@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from omniattn.bench import ForwardShape, decode, document, forward, host, sustained
+from omniattn.bench import ForwardShape, beside_copy, decode, document, forward, host, sustained
 from omniattn.bench.ceilings import Ceilings
 from omniattn.bench.decode_report import DecodeShape
 from omniattn.cli import bench, main
@@ -24,11 +24,13 @@ FACTS = {"date", "device", "compute_capability", "sm_count", "driver", "cuda", "
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    for module, torch in ((forward, CpuTorch), (decode, DecodeTorch), (host, CpuTorch), (bench, CpuTorch)):
+    for module, torch in ((forward, CpuTorch), (decode, DecodeTorch), (beside_copy, DecodeTorch), (host, CpuTorch),
+                          (bench, CpuTorch)):  # fmt: skip
         monkeypatch.setattr(module, "require_torch", torch)
     monkeypatch.setattr(sustained, "TorchClock", WallClock)
-    for module in (forward, decode):
+    for module in (forward, decode, beside_copy):
         monkeypatch.setattr(module, "measure_ceilings", lambda *_: Ceilings(100.0, 1.0))
+    monkeypatch.setattr(beside_copy, "APPEND_SHAPES", (DecodeShape(2, 2, 1, 16, 32, block_size=16),))
     monkeypatch.setattr(bench, "filter_shapes", lambda *_: (ForwardShape(1, 2, 32, 32, True),))
     monkeypatch.setattr(bench, "filter_decode_shapes", lambda *_: (DecodeShape(2, 2, 1, 16, 32, block_size=16),))
     monkeypatch.setattr(bench, "first_jit", lambda: ("kernel", None, "not here"))
@@ -52,6 +54,7 @@ def _check(data: dict[str, Any]) -> None:
     [
         ("forward", "--anchor fa2 --only fa2 --iters 1", {"omniattn", "fa2"}, {"seqlen", "tflops", "ratio_to_anchor"}),
         ("decode", "--anchor fa2 --format int8 --iters 1", {"int8", "fa2"}, {"block_size", "tb_per_s", "cache_bytes"}),
+        ("append", "--iters 1", {"int8", "int4, one token"}, {"num_bytes", "tb_per_s", "of_a_copy", "relative_l1"}),
         ("host", "", {"attention", "append", "torch SDPA"}, {"p10_us", "p90_us", "ratio_to_sdpa"}),
     ],
 )
@@ -70,7 +73,7 @@ def test_every_bench_has_the_same_head_and_flat_rows(
     # The command that makes these rows, whatever file the reader's machine keeps them in.
     assert data["command"] == shlex.join(["omniattn", *timed, "--json"])
     assert data["environment"]["device"] == "CPU"
-    column = {"forward": "contender", "decode": "format", "host": "name"}[what]
+    column = {"forward": "contender", "decode": "format", "append": "case", "host": "name"}[what]
     assert {row[column] for row in data["rows"]} >= names
     assert all(row["median_us"] > 0 and row.keys() >= numbers for row in data["rows"])
     # Beside a table the file is written too.
@@ -101,6 +104,13 @@ def test_low_precision_reports_have_names_of_their_own() -> None:
     from omniattn.bench import Report
 
     assert Report("cudnn", {}, 1.0, 1.0, (), precision="int8").to_dict()["bench"] == "int8"
+
+
+def test_a_report_of_the_reference_names_no_gpu() -> None:
+    facts = document.reference_environment()
+    assert facts.keys() == {"date", "device", "python", "omniattn", "numpy"}
+    assert facts["device"] == "CPU"
+    assert document.UNKNOWN not in facts.values()
 
 
 def test_driver_and_its_cuda_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -111,12 +111,12 @@ def _at(address: int, shape: tuple[int, ...]) -> Any:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> CpuHopper:
     gpu = CpuHopper()
 
-    def plan(alone: low.KernelAlone, q: Any, k: Any, v: Any) -> Plan:
+    def plan(alone: low.PartAlone, q: Any, k: Any, v: Any) -> Plan:
         call = call_of(q, k, v, causal=alone._causal, precision=alone._precision)
         assert set(describe(call, None)) == {"q", "k", "v"}
         return gpu.plan(call)
 
-    monkeypatch.setattr(low.KernelAlone, "_plan", plan)
+    monkeypatch.setattr(low.PartAlone, "_plan", plan)
     monkeypatch.setattr(forward, "require_torch", StreamTorch)
     monkeypatch.setattr(sustained, "TorchClock", WallClock)
     monkeypatch.setattr(forward, "measure_ceilings", lambda *_: Ceilings(100.0, 1.0))
@@ -135,7 +135,7 @@ def _inputs(seed: int = 0) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_kernel_alone_quantizes_an_input_set_once(precision: str, hopper: CpuHopper) -> None:
-    alone = low.KernelAlone(StreamTorch(), SHAPES[1], precision)
+    alone = low.PartAlone(StreamTorch(), SHAPES[1], precision)
     first, second = _inputs(1), _inputs(2)
     for inputs in (first, second):
         hopper.launched.clear()
@@ -151,7 +151,7 @@ def test_kernel_alone_quantizes_an_input_set_once(precision: str, hopper: CpuHop
 
 
 def test_what_kernel_alone_returns_is_not_left_from_the_whole_call(hopper: CpuHopper) -> None:
-    alone = low.KernelAlone(StreamTorch(), SHAPES[0], "int8")
+    alone = low.PartAlone(StreamTorch(), SHAPES[0], "int8")
     inputs = _inputs()
     prepare = alone._prepare
 
@@ -166,7 +166,7 @@ def test_what_kernel_alone_returns_is_not_left_from_the_whole_call(hopper: CpuHo
 
 def test_there_is_no_kernel_alone_on_the_cpu() -> None:
     with pytest.raises(UnsupportedError, match="the int8 kernel alone can be timed on a GPU only"):
-        low.KernelAlone(StreamTorch(), SHAPES[0], "int8")(*_inputs())
+        low.PartAlone(StreamTorch(), SHAPES[0], "int8")(*_inputs())
 
 
 # Contenders and shapes

@@ -12,6 +12,10 @@
     What is timed side by side: omniattn, the torch SDPA backends, other attention packages that are installed.
 ``low_precision``
     This package's contenders for a low precision: exact, end to end, the kernel alone.
+``decode``
+    A step of decoding from caches in every format, beside torch's attention.
+``beside_copy``
+    ``append`` and the quantizers, beside a copy.
 ``ceilings``
     What the chip gives in the same run: a large matrix product and a device-to-device copy.
 ``host``

@@ -48,7 +48,8 @@ FORMATS: dict[str, CacheFormat] = {
 DEFAULT_FORMATS: tuple[str, ...] = ("bf16", "fp8", "int8", "int4", "int4g32", "fbgemm")
 #: Backends of torch's attention that run beside them.
 ANCHORS: dict[str, str] = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION"}
-_ERROR_LIMITS = {"bf16": EXACT_ERROR, "fp8": QUANTIZED_ERROR, "int8": QUANTIZED_ERROR, "int4": INT4_ERROR}
+#: Relative L1 error that a format may have on random normal tokens.
+ERROR_LIMITS = {"bf16": EXACT_ERROR, "fp8": QUANTIZED_ERROR, "int8": QUANTIZED_ERROR, "int4": INT4_ERROR}
 #: Tokens that are appended in one call at most.
 _APPEND_ROWS = 1 << 22
 
@@ -150,7 +151,7 @@ def _run_shape(
             reasons[key] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
             continue
         errors[key] = tokens.sampled_error(output)
-        limit = _ERROR_LIMITS[fmt.dtype]
+        limit = ERROR_LIMITS[fmt.dtype]
         if not errors[key] <= limit:
             reasons[key] = f"wrong result: relative L1 {errors[key]:.3g} against fp64, limit {limit}"
             continue
@@ -193,9 +194,13 @@ class Tokens:
                 x[begin : begin + shape.prefix] = x[: shape.prefix]
             begin += length
 
-    def sampled_error(self, output: Any) -> float:
-        """Relative L1 error of the first and the last sequence of (batch, 1, heads_q, head_dim) against fp64."""
+    def sampled_error(self, output: Any, k: Any = None) -> float:
+        """Relative L1 error of the first and the last sequence of (batch, 1, heads_q, head_dim) against fp64.
+
+        ``k``: keys that are in the cache, if not those of the tokens.
+        """
         shape, torch = self.shape, self.torch
+        keys = self.k if k is None else k
         if tuple(output.shape) != tuple(self.q.shape):
             return float("inf")
         group = shape.heads_q // shape.heads_kv
@@ -203,9 +208,9 @@ class Tokens:
         for b, begin in ((0, 0), (shape.batch - 1, sum(self.lengths[:-1]))):
             rows = slice(begin, begin + self.lengths[b])
             for head in (0, shape.heads_q - 1):
-                k, v = (x[rows, head // group].double() for x in (self.k, self.v))
-                scores = k @ self.q[b, 0, head].double() * shape.head_dim**-0.5
-                expected = torch.softmax(scores, dim=-1) @ v
+                seen, values = (x[rows, head // group].double() for x in (keys, self.v))
+                scores = seen @ self.q[b, 0, head].double() * shape.head_dim**-0.5
+                expected = torch.softmax(scores, dim=-1) @ values
                 difference += float((output[b, 0, head].double() - expected).abs().sum())
                 total += float(expected.abs().sum())
         return difference / total
@@ -216,41 +221,45 @@ def own_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:
     import omniattn
 
     shape = tokens.shape
-    dtype, group, layout, recent_window, deterministic = FORMATS[name.removesuffix(WITH_PREFIX)]
-    options: dict[str, Any] = {"like": tokens.q, "k_dtype": dtype, "group_size": group, "layout": layout}
-    pages: dict[str, Any] = {}
-    if recent_window:
-        options["recent_window"] = recent_window
-    cache: omniattn.KVCache
-    if shape.block_size:
-        table, num_blocks = _block_table(torch, tokens)
-        pages["block_table"] = table
-        if recent_window:
-            options["recent_slots"] = shape.batch
-            pages["recent_slots"] = torch.arange(shape.batch, dtype=torch.int32, device="cuda")
-        cache = omniattn.PagedKVCache(num_blocks, shape.block_size, shape.heads_kv, shape.head_dim, **options)
-    else:
-        cache = omniattn.KVCache(shape.batch, max(tokens.lengths), shape.heads_kv, shape.head_dim, **options)
+    fmt = FORMATS[name.removesuffix(WITH_PREFIX)]
+    cache, arrays = make_cache(torch, tokens, fmt)
     # Shared tokens come with the first sequence.
     new = shape.new_tokens()
     ends = list(itertools.accumulate(tokens.lengths))
     rows = [slice(end - count, end) for end, count in zip(ends, new, strict=True)]
     if sum(new) <= _APPEND_ROWS:
-        starts = [0, *itertools.accumulate(new)]
-        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32, device="cuda")
         k, v = (torch.cat([x[own] for own in rows]) if shape.prefix else x for x in (tokens.k, tokens.v))
-        omniattn.append(cache, k, v, seq_lens=tokens.seq_lens, cu_seqlens=cu_seqlens, **pages)
+        omniattn.append(cache, k, v, cu_seqlens=cu_seqlens, **arrays)
     else:
         # All but one sequence of a call have no new tokens.
         for b, own in enumerate(rows):
             cu_seqlens = torch.zeros(shape.batch + 1, dtype=torch.int32, device="cuda")
             cu_seqlens[b + 1 :] = new[b]
-            k, v = tokens.k[own], tokens.v[own]
-            omniattn.append(cache, k, v, seq_lens=tokens.seq_lens, cu_seqlens=cu_seqlens, **pages)
-    shared = shape.prefix if name.endswith(WITH_PREFIX) else 0
-    return lambda: omniattn.decode(
-        tokens.q, cache, seq_lens=tokens.seq_lens, deterministic=deterministic, shared_prefix=shared, **pages
-    )
+            omniattn.append(cache, tokens.k[own], tokens.v[own], cu_seqlens=cu_seqlens, **arrays)
+    options: dict[str, Any] = {
+        "deterministic": fmt.deterministic,
+        "shared_prefix": shape.prefix if name.endswith(WITH_PREFIX) else 0,
+    }
+    return lambda: omniattn.decode(tokens.q, cache, **options, **arrays)
+
+
+def make_cache(torch: Any, tokens: Tokens, fmt: CacheFormat) -> tuple[Any, dict[str, Any]]:
+    """An empty cache for the tokens, and the arrays that `append` and `decode` take with it."""
+    import omniattn
+
+    shape = tokens.shape
+    options: dict[str, Any] = {"like": tokens.q, "k_dtype": fmt.dtype, "group_size": fmt.group_size}
+    options |= {"layout": fmt.layout, "recent_window": fmt.recent_window}
+    arrays = {"seq_lens": tokens.seq_lens}
+    if not shape.block_size:
+        longest = max(tokens.lengths)
+        return omniattn.KVCache(shape.batch, longest, shape.heads_kv, shape.head_dim, **options), arrays
+    arrays["block_table"], num_blocks = _block_table(torch, tokens)
+    if fmt.recent_window:
+        options["recent_slots"] = shape.batch
+        arrays["recent_slots"] = torch.arange(shape.batch, dtype=torch.int32, device="cuda")
+    return omniattn.PagedKVCache(num_blocks, shape.block_size, shape.heads_kv, shape.head_dim, **options), arrays
 
 
 def _block_table(torch: Any, tokens: Tokens) -> tuple[Any, int]:

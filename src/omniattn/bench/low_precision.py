@@ -1,4 +1,4 @@
-"""What ``omniattn bench --precision`` times of this package: exact, end to end, and the low-precision kernel alone."""
+"""What ``omniattn bench`` times of low precision: end to end, the attention kernel alone, the quantization alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def contenders(precision: str) -> tuple[Contender, ...]:
     ----------
     precision : {"exact", "int8", "int4"}
         For the low ones there are three of this package: ``"omniattn"`` (16 bits, the kernel that the package chooses),
-        ``"omniattn_int8"`` (end to end: bf16 in, quantization paid for) and ``"omniattn_int8_kernel"`` (`KernelAlone`).
+        ``"omniattn_int8"`` (end to end: bf16 in, quantization paid for) and ``"omniattn_int8_kernel"`` (`PartAlone`).
 
     Raises
     ------
@@ -41,7 +41,7 @@ def contenders(precision: str) -> tuple[Contender, ...]:
     )  # fmt: skip
     alone = dataclasses.replace(
         end_to_end, key=f"{end_to_end.key}_kernel", label=f"{end_to_end.label} kernel",
-        build=lambda torch, shape: KernelAlone(torch, shape, precision),
+        build=lambda torch, shape: PartAlone(torch, shape, precision),
     )  # fmt: skip
     return (dataclasses.replace(exact, label="omniattn exact"), end_to_end, alone, *others)
 
@@ -70,19 +70,20 @@ class _Prepared:
     tensors: tuple[Any, ...]
 
 
-class KernelAlone:
-    """The attention kernel of a low-precision call without the quantization before it.
+class PartAlone:
+    """The attention kernel of a low-precision call without the quantization before it, or the quantization alone.
 
     A measuring device, not a way to use the package: of the launches of a call it repeats those of the attention
-    kernel, on a workspace that the whole call has filled. The first call with an input set quantizes it; calls from
-    then on launch one kernel, with the very arguments that it has in ``attention(precision=...)``. What the first call
-    returns comes from the kernel alone too, so a check of that output checks what is timed.
+    kernel, or the others, on a workspace that the whole call has filled. The first call with an input set runs the
+    whole call; calls from then on launch the part, with the very arguments that it has in ``attention(precision=...)``.
+    The kernel's first output comes from the kernel alone too, so a check of it checks what is timed.
 
     Parameters
     ----------
     torch : module
     shape : ForwardShape
-    precision : {"int8", "int4"}
+    precision : {"int8", "int4"} or Int8 or Int4
+    part : {"kernel", "quantization"}
 
     Raises
     ------
@@ -90,15 +91,16 @@ class KernelAlone:
         On the first call: the arrays are on the CPU, or on a GPU without such a kernel.
     """
 
-    def __init__(self, torch: Any, shape: ForwardShape, precision: str) -> None:
+    def __init__(self, torch: Any, shape: ForwardShape, precision: Any, part: str = "kernel") -> None:
         self._torch = torch
         self._causal = shape.causal
         self._precision = precision
+        self._part = part
         self._alone: Any = None
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
-        """Enqueue; returns o, the same tensor every time for the same input set."""
+        """Enqueue; returns o, the same tensor every time for the same input set (NaN where nothing computes it)."""
         key = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -117,7 +119,7 @@ class KernelAlone:
         self._alone = [
             launch
             for launch, record in zip(program.launches, launches.records, strict=True)
-            if record.spec is launches.selection.spec
+            if (record.spec is launches.selection.spec) == (self._part == "kernel")
         ]
         num_bytes = launches.workspace_bytes + WORKSPACE_ALIGNMENT
         workspace = self._torch.empty(num_bytes, dtype=self._torch.uint8, device=q.device)

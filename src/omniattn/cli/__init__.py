@@ -18,6 +18,7 @@ import omniattn
 from omniattn.cli import bench, compile, demo, info, verify
 from omniattn.cli.console import CannotRunError
 from omniattn.errors import ArgumentError, OmniattnError
+from omniattn.select.choice import VARIABLE
 from omniattn.testing.frameworks import NoGpuError
 
 __all__ = ["build_parser", "main"]
@@ -37,13 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _command_line(words: Sequence[str]) -> str:
-    """What reports say they were made by: the command without the file that it writes to."""
+    """What reports say they were made by: forced kernels, and the command without the file that it writes to."""
     kept = [
         word
         for before, word in zip(["", *words], words)
         if before != "--out" and word != "--out" and not word.startswith("--out=")
     ]
-    return shlex.join(["omniattn", *kept])
+    forced = os.environ.get(VARIABLE, "")
+    return f"{VARIABLE}={shlex.quote(forced)} " * bool(forced) + shlex.join(["omniattn", *kept])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,13 +1,14 @@
-"""``omniattn bench``: forward shapes and decoding side by side with other packages, or host overhead."""
+"""``omniattn bench``: forward shapes and decoding beside other packages; append, quantizers, host overhead."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omniattn.bench import decode, forward, host
+from omniattn.bench import beside_copy, decode, forward, host
 from omniattn.bench.anchors import CONTENDERS
 from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
 from omniattn.bench.document import document, environment, to_json
@@ -29,6 +30,9 @@ quantization included) and the low-precision kernel alone (on operands quantized
 and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·b·h·s²·d, half of it when causal.
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
+append, quantize: prompts and single tokens into caches in each format, with and without rotary embedding; the
+quantization of int8. Microseconds, and the share of a large copy's bandwidth in the same run, every input and output
+counted once.
 host: microseconds of a warm call of every operation from Python call to return, beside torch SDPA; import time, first
 run-time compilation.
 --sustained (forward, decode): one candidate at a time, back to back, as a server runs it, in two passes of opposite
@@ -48,7 +52,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     others = [contender.key for contender in CONTENDERS if contender.key != "omniattn"]
-    parser.add_argument("what", nargs="?", choices=("forward", "decode", "host"), default="forward")
+    parser.add_argument("what", nargs="?", choices=tuple(_RUNS), default="forward")
     parser.add_argument(
         "--shapes", action="append", default=[], metavar="WORDS",
         help='shapes whose name has all these words, e.g. "d128 causal" or "b1 h16"; may be repeated (default: all)',
@@ -99,10 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.json or arguments.markdown):
         console.require_rich()
     try:
-        run_one = {"forward": _run_forward, "decode": _run_decode, "host": _run_host}[arguments.what]
         if arguments.format and arguments.what != "decode":
-            raise ArgumentError("--format", f"nothing: 'bench {arguments.what}' has no caches", "a value")
-        return run_one(arguments)
+            raise ArgumentError("--format", f"nothing: 'bench {arguments.what}' has no choice of caches", "a value")
+        return _RUNS[arguments.what](arguments)
     except BenchError as error:
         raise console.CannotRunError(str(error)) from error
 
@@ -215,13 +218,40 @@ def _low_precision_facts(report: Report, end_to_end: str) -> list[str]:
     return [*facts, f"Largest relative L1 error of sampled rows against fp64: {shown}"] if shown else facts
 
 
-def _run_host(arguments: argparse.Namespace) -> int:
+def _leave_out(arguments: argparse.Namespace, reason: str) -> None:
+    """Raise if an option is given that only attention and decoding have."""
     for option in ("shapes", "only", "plot", "sustained"):
         if getattr(arguments, option):
-            expected = "to be left out: 'bench host' times the host, which has no shapes, contenders, plot or load"
-            raise ArgumentError(f"--{option}", expected, "a value")
+            raise ArgumentError(f"--{option}", f"to be left out: 'bench {arguments.what}' {reason}", "a value")
     if arguments.precision != "exact":
-        raise ArgumentError("--precision", "'exact': 'bench host' times exact calls only", repr(arguments.precision))
+        expected = f"'exact': 'bench {arguments.what}' has no other"
+        raise ArgumentError("--precision", expected, repr(arguments.precision))
+
+
+def _run_beside_copy(arguments: argparse.Namespace) -> int:
+    _leave_out(arguments, "has shapes of its own, and a copy to compare with")
+    run_one = {"append": beside_copy.run_append, "quantize": beside_copy.run_quantize}[arguments.what]
+    shapes = {"append": beside_copy.APPEND_SHAPES, "quantize": beside_copy.QUANTIZE_SHAPES}[arguments.what]
+    with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
+        report = run_one(iters=arguments.iters, command=arguments.command_line, progress=bar.step)
+    if _written(arguments, report.to_dict()):
+        return 0
+    header, rows = report.table()
+    facts = [
+        ", ".join(f"{name} {value}" for name, value in report.environment.items()),
+        f"Copy in this run: {report.copy_tb_per_s:.2f} TB/s (read + written)",
+    ]
+    if arguments.markdown:
+        print(markdown_table(header, rows) + "\n\n" + "\n".join(f"- {fact}" for fact in facts))
+        return 0
+    console.print_table("µs ± spread (share of a copy's bandwidth)", header, rows, numeric=range(1, len(header)))
+    for fact in facts:
+        console.print_line(fact)
+    return 0
+
+
+def _run_host(arguments: argparse.Namespace) -> int:
+    _leave_out(arguments, "times the host, which has no shapes, contenders, plot or load")
     imports = host.import_time()
     jit_name, jit_s, jit_note = first_jit()
     try:
@@ -284,3 +314,12 @@ def first_jit() -> tuple[str, float | None, str]:
         return spec.name, compile_uncached(spec), ""
     except (CompileError, UnsupportedError) as error:
         return spec.name, None, f"not possible here: {error}"
+
+
+_RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "forward": _run_forward,
+    "decode": _run_decode,
+    "append": _run_beside_copy,
+    "quantize": _run_beside_copy,
+    "host": _run_host,
+}
