@@ -35,12 +35,13 @@ def document(
 
     Parameters
     ----------
-    bench : {"forward", "int8", "int4", "decode", "host"}
-    protocol : {"interleaved", "sustained", "host"}
+    bench : str
+        "forward", "int8", "int4", "decode" or "host"; of errors, what they are of.
+    protocol : {"interleaved", "sustained", "host", "accuracy"}
     command : str
         The command line; empty if there was none.
     environment : mapping of str to str
-        As :func:`environment` gives it.
+        As :func:`environment` or :func:`reference_environment` gives it.
     rows : sequence of mapping
         One a measurement: text, numbers, truth values and None only.
     **more
@@ -82,7 +83,7 @@ def environment(torch: Any, packages: Iterable[str] = ()) -> dict[str, str]:
         Distributions beside omniattn, torch and NumPy.
     """
     facts = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "date": _today(),
         **dict.fromkeys(("device", "compute_capability", "sm_count"), UNKNOWN),
         "driver": _driver(),
         "cuda": UNKNOWN,
@@ -99,6 +100,21 @@ def environment(torch: Any, packages: Iterable[str] = ()) -> dict[str, str]:
         facts["cudnn"] = str(torch.backends.cudnn.version() or UNKNOWN)
     names = dict.fromkeys(("torch", "numpy", *packages))
     return {**facts, "omniattn": __version__, **{name: version_of(name) for name in names if name != "omniattn"}}
+
+
+def reference_environment() -> dict[str, str]:
+    """Software versions and date, for the head of a report that NumPy alone computes: no GPU, no driver."""
+    return {
+        "date": _today(),
+        "device": "CPU",
+        "python": platform.python_version(),
+        "omniattn": __version__,
+        "numpy": version_of("numpy"),
+    }
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
 
 
 def _driver() -> str:
