@@ -10,6 +10,10 @@ Report = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 
+class PageError(Exception):
+    """A page or a result file is not as it has to be; the text says which and how."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A result file.
@@ -64,12 +68,15 @@ def provenance(*reports: Report) -> str:
 def _conditions(report: Report) -> str:
     facts = report["environment"]
     versions = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "cudnn": "cuDNN"}
+    if "driver" not in facts:  # no GPU takes part
+        versions = {"numpy": "NumPy", "python": "Python"}
     known = [
         f"{text} {_version(facts[key])}" for key, text in versions.items() if facts.get(key, "unknown") != "unknown"
     ]
     how = {
         "interleaved": "cold L2, contenders interleaved, medians",
         "sustained": f"each contender alone under load, {report.get('sustained_seconds')} s",
+        "accuracy": "errors against double precision",
     }.get(report["protocol"], "medians")
     return f"{', '.join([facts['device'], *known])}; {report['date']}; {how}"
 

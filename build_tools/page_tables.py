@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from build_tools import figures
+from build_tools import accuracy_tables, figures
 from build_tools.page_parts import Part, Report, Row, Source, provenance
 from build_tools.page_parts import below as _below
 from build_tools.page_parts import number as _number
@@ -33,6 +33,7 @@ SOURCES: dict[str, Source] = {
     "int8_sustained": Source("omniattn bench --sustained --precision int8 --json", "int8", False),
     "decode_sustained": Source("omniattn bench decode --sustained --json", "decode", False),
     **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
+    **accuracy_tables.SOURCES,
 }
 
 
@@ -313,4 +314,5 @@ PARTS: dict[str, Part] = {
     "int8_d256": Part(("int8",), _int8_over_exact(256)),
     "host_attention": Part(("host",), _call("attention")),
     "host_sdpa": Part(("host",), _call("torch SDPA")),
+    **accuracy_tables.PARTS,
 }

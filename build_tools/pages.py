@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from build_tools.page_parts import Report
+from build_tools.page_parts import PageError, Report
 from build_tools.page_tables import FIGURE, PARTS, SOURCES, figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,10 +30,6 @@ SCHEMA = 1
 NOT_MEASURED = "*Not measured yet.*"
 
 _MARKED = re.compile(r"(<!-- (table|value): (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
-
-
-class PageError(Exception):
-    """A page or a result file is not as it has to be; the text says which and how."""
 
 
 def results(root: Path = ROOT) -> dict[str, Report]:

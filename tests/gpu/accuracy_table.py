@@ -1,4 +1,4 @@
-"""Prints the accuracy table of docs/precision.md, measured on this GPU: ``python -m tests.gpu.accuracy_table``.
+"""Errors of INT8 and INT4 attention on this GPU, for docs/precision.md: ``python -m tests.gpu.accuracy_table``.
 
 Cosine similarity / relative L1 against double precision. Synthetic inputs: 4096 tokens, 2 heads, d128, full, mean of
 four draws; SmolLM2-135M: 320 tokens of text, d64, causal.
@@ -6,46 +6,50 @@ four draws; SmolLM2-135M: 320 tokens of text, d64, causal.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import torch
 
 import omniattn as oa
 from omniattn import data
+from omniattn.bench.document import environment
+from tests.numerics.accuracy_report import Row, row, run
+from tests.numerics.low_precision_accuracy import PRECISIONS, PUBLISHED, PUBLISHED_SOURCE
 
-from .test_low_precision_accuracy_gpu import PUBLISHED, draw, exact, figures
+from .test_low_precision_accuracy_gpu import draw, exact, figures
 
-COLUMNS: dict[str, oa.Int8] = {
-    "int8": oa.Int8(),
-    "int8, V as it is": oa.Int8(smooth_v=False),
-    "int8, smooth Q": oa.Int8(smooth_q=True),
-    "int4": oa.Int4(),
-    "int4, smooth K": oa.Int4(smooth_q=False),
-    "int4, none": oa.Int4(smooth_q=False, smooth_k=False),
-}
+DRAWS = 4
 
 
-def row(inputs: list[list[torch.Tensor]], causal: bool) -> list[str]:
-    cells = []
+def _rows(label: str, inputs: list[list[torch.Tensor]], causal: bool) -> Iterator[Row]:
+    """Means over the draws of one input, by precision."""
     references = [exact(*x, causal=causal) for x in inputs]
-    for precision in COLUMNS.values():
+    for name, precision in PRECISIONS.items():
         found = [
             figures(oa.attention(*x, causal=causal, precision=precision), ref)
             for x, ref in zip(inputs, references, strict=True)
         ]
-        cosine, l1 = np.mean(found, axis=0)
-        cells.append(f"{cosine:.5f} / {l1:.3f}".replace("0.", "."))
-    return cells
+        yield row("precisions", label, name, *np.mean(found, axis=0).tolist(), draws=len(inputs))
 
 
-def main() -> None:
-    print("| input | " + " | ".join(COLUMNS) + " |")
-    print("|---" * (1 + len(COLUMNS)) + "|")
+def measure() -> Iterator[Row]:
+    """All rows."""
     for kind in PUBLISHED:
-        inputs = [draw(kind, seed, seqlen_q=4096, heads_q=2, head_dim=128) for seed in range(4)]
-        print(f"| {kind.replace('_', ' ')} | " + " | ".join(row(inputs, False)) + " |")
+        inputs = [draw(kind, seed, seqlen_q=4096, heads_q=2, head_dim=128) for seed in range(DRAWS)]
+        yield from _rows(kind.replace("_", " "), inputs, False)
     for x in data.load_activations():
         tensors = [torch.from_numpy(t).to(torch.bfloat16).cuda() for t in (x.q, x.k, x.v)]
-        print(f"| {x.name} | " + " | ".join(row([tensors], True)) + " |")
+        yield from _rows(x.name, [tensors], True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and show."""
+    others = [row("precisions", kind.replace("_", " "), "SageAttention2", *found) for kind, found in PUBLISHED.items()]
+    run(
+        "accuracy_gpu", "python -m tests.gpu.accuracy_table", lambda: environment(torch), measure, arguments,
+        published={"source": PUBLISHED_SOURCE, "rows": others},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ coarsely: the first two have 4-bit Q and K and leave P and V alone, the others h
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,12 @@ import numpy as np
 
 import omniattn as oa
 from omniattn import reference, testing
+from omniattn.bench.document import reference_environment
 from omniattn.data import load_activations
 from omniattn.problems.precision import GRANULARITIES
 from omniattn.reference import ablation, low_precision
 from omniattn.testing import Report, compare
+from tests.numerics.accuracy_report import Row, row, run
 
 SYNTHETIC = ("normal", "outlier", "channel_bias", "mean_shift")
 LAYERS = tuple(range(4))
@@ -34,6 +36,8 @@ SMOOTHINGS: dict[str, tuple[bool, bool, bool]] = {
 }
 #: Type of P and V: what `low_precision.attention` takes as ``pv``, or what `Int8` does.
 PRODUCTS: dict[str, str] = {"fp16": "fp16", "e4m3": "fp8", "e5m2": "e5m2", "int8": "int8"}
+#: Products with more and more keys.
+BY_KEYS = ("normal", "channel_bias")
 LENGTHS = (512, 4096, 32768)
 
 
@@ -87,25 +91,32 @@ def product(x: Inputs, name: str, smooth_v: bool = False) -> Report:
     return compare(o, x.exact)
 
 
-def print_table(columns: tuple[str, ...], measure: Callable[[Inputs, str], Report], rows: dict[str, Inputs]) -> None:
-    print("\n| input | " + " | ".join(columns) + " |")
-    print("|---" * (1 + len(columns)) + "|")
-    for label, x in rows.items():
-        found = [measure(x, name) for name in columns]
-        cells = (f"{r.cosine:.5f} / {r.rel_l1:.4f}".replace("0.", ".") for r in found)
-        print(f"| {label} | " + " | ".join(cells) + " |", flush=True)
+def layer_name(index: int) -> str:
+    return load_activations()[index].name
 
 
-def main() -> None:
+def measure() -> Iterator[Row]:
+    """All rows."""
     every = {kind.replace("_", " "): synthetic(kind) for kind in SYNTHETIC}
-    every |= {x.name: recorded(i) for i, x in enumerate(load_activations())}
-    print_table(tuple(SMOOTHINGS), smoothing, every)
-    print_table(GRANULARITIES, granularity, every)
-    print_table(tuple(PRODUCTS), product, every)
-    print_table(tuple(PRODUCTS), functools.partial(product, smooth_v=True), every)
-    for kind in ("normal", "channel_bias"):
-        longer = {f"{kind.replace('_', ' ')}, {n} keys": synthetic(kind, n, 64) for n in LENGTHS}
-        print_table(tuple(PRODUCTS), product, longer)
+    every |= {layer_name(index): recorded(index) for index in LAYERS}
+    longer = {f"{kind.replace('_', ' ')}, {n} keys": synthetic(kind, n, 64) for kind in BY_KEYS for n in LENGTHS}
+    smooth_v = functools.partial(product, smooth_v=True)
+    for table, of, variants, inputs in (
+        ("smoothing", smoothing, tuple(SMOOTHINGS), every),
+        ("granularity", granularity, GRANULARITIES, every),
+        ("products", product, tuple(PRODUCTS), every),
+        ("products by keys", product, tuple(PRODUCTS), longer),
+        ("products, V smoothed", smooth_v, tuple(PRODUCTS), every),
+    ):
+        for label, x in inputs.items():
+            for name in variants:
+                found = of(x, name)
+                yield row(table, label, name, found.cosine, found.rel_l1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and show."""
+    run("ablations", "python -m tests.numerics.ablations", reference_environment, measure, arguments)
 
 
 if __name__ == "__main__":

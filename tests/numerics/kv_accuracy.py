@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from omniattn import reference, testing
+from omniattn.bench.document import reference_environment
 from omniattn.data import load_activations
 from omniattn.kv.cache import PagedKVCache
 from omniattn.ops import append, decode
 from omniattn.testing import Report, compare
+from tests.numerics.accuracy_report import Row, row, run
 
 #: Tokens that mean and scales of K's channels are taken from: a prompt. Only queries behind it are counted.
 PROMPT = 64
@@ -117,16 +120,18 @@ def token_bytes(fmt: str) -> int:
     return PagedKVCache(1, 1, 1, DIM, like=np.zeros(1, np.float32), **options).token_bytes
 
 
-def table() -> list[str]:
-    """Lines of the table in docs/kv_formats.md."""
-    names = list(inputs())
-    lines = [f"| cache | bytes | {' | '.join(names)} |", "|---|---" + "|---" * len(names) + "|"]
+def measure() -> Iterator[Row]:
+    """All rows."""
     for fmt in FORMATS:
-        reports = [accuracy(fmt, name) for name in names]
-        cells = " | ".join(f"{r.cosine:.4f} / {r.rel_l1:.3f}" for r in reports)
-        lines.append(f"| {fmt} | {token_bytes(fmt)} | {cells} |")
-    return lines
+        for name in inputs():
+            found = accuracy(fmt, name)
+            yield row("caches", name, fmt, found.cosine, found.rel_l1, token_bytes=token_bytes(fmt))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and show."""
+    run("kv_accuracy", "python -m tests.numerics.kv_accuracy", reference_environment, measure, arguments)
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    main()

@@ -6,14 +6,12 @@ to what was measured.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.numerics import kv_accuracy
+from tests.numerics.committed import check, committed
 from tests.numerics.kv_accuracy import accuracy
 
-DOCS = Path(__file__).parents[2] / "docs" / "kv_formats.md"
 LAYERS = ("layer 0", "layer 11", "layer 19", "layer 29")
 INPUTS = (*LAYERS, "normal", "shifted K", "biased K", "outlier channels")
 MEAN, SCALES, TURNED = "int4, K mean", "int4, K channel scales", "int4, K Hadamard"
@@ -25,19 +23,12 @@ def of_keys(fmt: str, name: str) -> float:
     return accuracy(fmt, name, v_dtype="bf16").rel_l1
 
 
-def numbers(line: str) -> list[float]:
-    return [float(x) for cell in line.strip("| \n").split("|")[1:] for x in cell.split("/")]
-
-
-def test_the_table_of_the_docs_is_what_is_measured() -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    head, rule, *rows = kv_accuracy.table()
-    assert f"{head}\n{rule}\n" in text
-    printed = text.split(f"{head}\n{rule}\n")[1].splitlines()[: len(rows)]
-    for line, measured in zip(printed, rows, strict=True):
-        assert line.split("|")[1] == measured.split("|")[1]
-        # The last digits are the platform's.
-        assert numbers(line) == pytest.approx(numbers(measured), rel=0.03, abs=0.0011), measured
+def test_the_committed_results_are_what_is_measured() -> None:
+    rows = list(kv_accuracy.measure())
+    assert {(row["table"], row["input"], row["variant"]) for row in rows} == committed("kv_accuracy").keys()
+    for row in rows:
+        check("kv_accuracy", row["table"], row["input"], row["variant"], row["cosine"], row["rel_l1"])
+        assert row["token_bytes"] == committed("kv_accuracy")[row["table"], row["input"], row["variant"]]["token_bytes"]
 
 
 @pytest.mark.parametrize("name", INPUTS)

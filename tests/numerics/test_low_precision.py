@@ -15,10 +15,8 @@ from omniattn.reference import low_precision
 from omniattn.reference.dequantize import dequantize_qk, dequantize_v
 from omniattn.testing import Report, compare
 from tests.numerics import naive64
-
-#: Cosine similarity and relative L1 of SageAttention2 (8-bit, d128, s4096) on these inputs on an H200. Outliers are
-#: few, and so the L1 of one draw differs by 3 %: several draws are averaged.
-PUBLISHED = {"normal": (0.99928, 0.038), "outlier": (0.99931, 0.043), "channel_bias": (0.99972, 0.020)}
+from tests.numerics.committed import check
+from tests.numerics.low_precision_accuracy import PRECISIONS, PUBLISHED
 
 
 def exact(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -49,12 +47,14 @@ def test_accuracy_on_a_real_model(layer: int) -> None:
     eight = accuracy(oa.Int8(), x.q, x.k, x.v, ref, causal=True)
     assert eight.cosine >= 0.999
     assert eight.rel_l1 <= 0.04
-    four = [
-        accuracy(oa.Int4(smooth_k=smooth_k, smooth_q=smooth_q), x.q, x.k, x.v, ref, causal=True).rel_l1
-        for smooth_k, smooth_q in ((False, False), (True, False), (True, True))
-    ]
-    assert four[2] < four[1] < four[0]
-    assert four[2] <= 0.21
+    four = {
+        name: accuracy(PRECISIONS[name], x.q, x.k, x.v, ref, causal=True)
+        for name in ("int4, none", "int4, smooth K", "int4")
+    }
+    assert four["int4"].rel_l1 < four["int4, smooth K"].rel_l1 < four["int4, none"].rel_l1
+    assert four["int4"].rel_l1 <= 0.21
+    for name, found in {"int8": eight, **four}.items():
+        check("low_precision_accuracy", "precisions", x.name, name, found.cosine, found.rel_l1)
 
 
 @pytest.mark.parametrize("grouping", ["sm90", "sm80"])
@@ -75,10 +75,14 @@ def test_order_of_the_ablation_of_granularity(grouping: str) -> None:
     """4-bit on channel-biased inputs: per_block < per_thread, and per_token hardly better than per_thread."""
     q, k, v = testing.make_qkv("channel_bias", seqlen_q=1024, heads_q=4, head_dim=128)
     ref = exact(q, k, v)
-    l1 = {
-        name: accuracy(oa.Int4(granularity=name, smooth_v=False), q, k, v, ref, grouping).rel_l1
+    found = {
+        name: accuracy(oa.Int4(granularity=name, smooth_v=False), q, k, v, ref, grouping)
         for name in ("per_tensor", "per_block", "per_thread", "per_token")
     }
+    for name, report in found.items():
+        label = f"as it is, {grouping}"
+        check("low_precision_accuracy", "granularity", label, name, report.cosine, report.rel_l1)
+    l1 = {name: report.rel_l1 for name, report in found.items()}
     assert l1["per_token"] < l1["per_thread"] < l1["per_block"] < l1["per_tensor"]
     assert l1["per_thread"] <= 1.15 * l1["per_token"]
 
