@@ -16,7 +16,7 @@ from typing import Any
 from omniattn import __version__, runtime
 from omniattn.registry import KernelSpec
 from omniattn.runtime.arch import Arch
-from omniattn.runtime.loader import compile_to, unsupported_reason
+from omniattn.runtime.loader import compile_to
 from omniattn.runtime.sources import source_digest
 from omniattn.runtime.store import MANIFEST_FORMAT, get_store
 
@@ -30,7 +30,7 @@ Cubins = Mapping[tuple[KernelSpec, str], bytes]
 def compile_missing(specs: Iterable[KernelSpec]) -> None:
     """Compile into the cache, in parallel, what this GPU has no binary of: one after the other would take minutes."""
     cc = runtime.device_info(0).cc
-    missing = [s for s in specs if not unsupported_reason(s, cc) and runtime.resolve(s, cc).kind == "jit"]
+    missing = [s for s in specs if not s.unfit(cc) and runtime.resolve(s, cc).kind == "jit"]
     if missing:
         # Spawned: this process has used CUDA.
         with get_context("spawn").Pool(min(16, os.cpu_count() or 1, len(missing))) as pool:

@@ -93,7 +93,7 @@ def operations(file: str, *options: str) -> dict[str, Any]:
                 bits[label] = output.contiguous().view(torch.uint8).cpu().numpy()
     bits |= _caches()
     np.savez(file, **bits)
-    compiler = nvrtc.loaded_compiler()
+    compiler = nvrtc._compiler  # None: not loaded
     return {"driver": get_driver().name, "compiler": compiler.binding if compiler else None}
 
 

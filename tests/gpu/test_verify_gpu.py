@@ -9,9 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn import runtime  # noqa: E402
-from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernel, verify_row  # noqa: E402
+from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernels, verify_row  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
-from omniattn.runtime.loader import unsupported_reason  # noqa: E402
 from omniattn.testing.ahead import Ahead, default_jobs, in_order  # noqa: E402
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
@@ -27,7 +26,7 @@ MOST_JOBS = 4
 
 def _never(spec: KernelSpec) -> str:
     info = runtime.device_info(0)
-    return unsupported_reason(spec, info.cc, info.max_smem_optin)
+    return spec.unfit(info.cc, info.max_smem_optin)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def ahead() -> Iterator[Ahead]:
 def test_row(spec: KernelSpec, ahead: Ahead) -> None:
     framework = TorchFramework()
     if _never(spec):
-        assert verify_kernel(framework, spec).status == NOT_HERE
+        assert verify_kernels(framework, [spec], 1)[0].status == NOT_HERE
         return
     outcome = verify_row(framework, spec, ahead)
     assert outcome.status == PASSED, "\n".join(outcome.notes)

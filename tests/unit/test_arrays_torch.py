@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,11 @@ from omniattn import arrays
 from omniattn.errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
 
 torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+
+from omniattn.arrays import from_torch  # noqa: E402
+
 pytestmark = pytest.mark.frameworks
 
 
@@ -47,6 +54,27 @@ def test_gradients_are_never_cut_silently() -> None:
             assert arrays.describe(wanting, "q").obj is wanting
     assert arrays.describe(x.detach(), "q").dtype == "float32"
     assert arrays.describe(torch.nn.Parameter(torch.zeros(2), requires_grad=False), "q").dtype == "float32"
+
+
+def test_tangents_are_never_cut_silently() -> None:
+    """Forward-mode differentiation, as `torch.autograd.functional.jvp` uses it, marks a tensor in no other way."""
+    x, tangent = torch.zeros(2), torch.ones(2)
+    with forward_ad.dual_level():
+        assert from_torch.torch_facts((x,)) is None, "the fast path looks for no tangents"
+        assert arrays.describe(x, "q").obj is x
+        dual = forward_ad.make_dual(x, tangent)
+        with pytest.raises(UnsupportedError, match=r"argument 'q' has a tangent.*unpack_dual\(tensor\)\.primal"):
+            arrays.describe(dual, "q")
+        assert arrays.describe(forward_ad.unpack_dual(dual).primal, "q").dtype == "float32"
+
+
+def test_outputs_without_memory() -> None:
+    like = arrays.describe(torch.zeros(2, 8), "q")
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(UnsupportedError, match="an output that has no memory"):
+            arrays.empty_like_framework(like, (2, 8), "float32")
+    assert arrays.empty_like_framework(like, (0, 8), "float32").ptr == 0
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")

@@ -71,7 +71,6 @@ def test_the_shapes_are_those_of_the_targets() -> None:
 def test_flops_count_both_products_and_half_of_them_when_causal() -> None:
     assert SHAPE_A.flops == 4 * 4 * 16 * 4096 * 4096 * 128
     assert SHAPE_B.flops * 2 == SHAPE_A.flops
-    assert SHAPE_A.minimum_bytes() == 4 * (4 * 4096 * 16 * 128) * 2
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,9 @@ from omniattn.cli import main
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.ops.attention import call_of
 from omniattn.plan.engine import Call, Launches, Plan, describe
+from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.registry import REGISTRY
-from omniattn.runtime.record import WORKSPACE_ALIGNMENT, LaunchRecord
+from omniattn.runtime.record import LaunchRecord
 from omniattn.select import Selection
 from tests.unit.bench_fakes import StreamTorch, WallClock
 

@@ -15,6 +15,7 @@ from omniattn.launch.decode import SHARED_PREFIX
 from omniattn.launch.structs import DECODE, MERGE_STATES, At
 from omniattn.plan.others import plan_decode
 from omniattn.problems import DecodeProblem, Target
+from omniattn.registry import REGISTRY
 from tests.unit.launch_fakes import fields_of_record
 
 LIKE = np.zeros(1, dtype=np.float32)
@@ -114,6 +115,50 @@ def test_what_is_launched(q_len: int, lse: bool) -> None:
     strides_b = [merged[f"lse_a_stride_{dimension}"] for dimension in "bhs"]
     assert strides_b == [q_len, batch * q_len, 1]  # the prefix's queries are those of one sequence
     assert [merged[f"lse_b_stride_{dimension}"] for dimension in "bhs"] == [heads * q_len, q_len, 1]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("k_dtype", ["fp16", "fp8", "int8", "int4"])
+def test_its_kernels_are_listed_and_can_be_forced(head_dim: int, k_dtype: str) -> None:
+    """The queries of all sequences are more than 8 rows, which other kernels take than those of a sequence alone."""
+    cache = PagedKVCache(64, 16, 1, head_dim, like=np.zeros(1, dtype=np.float16), k_dtype=k_dtype)
+    row = 2 * head_dim
+    strides = (row, row, head_dim, 1)
+    problem = DecodeProblem(
+        "float16", cache.facts, 9, 1, 2, 1, head_dim, 320, 16, 64, 20, -1, 0.125, 0.0, "none", False, 48, False,
+        strides, strides,
+    )  # fmt: skip
+    hopper = Target((9, 0), 232448, 132)
+    chosen = [record.spec for record in plan_decode(problem, hopper, None).records]
+    assert [spec.name.endswith("_n2") for spec in chosen] == [True, True, False, False, False]
+    assert all(spec in REGISTRY for spec in chosen)
+    # What is prebuilt for a sequence's own rows is so for the prefix's.
+    assert chosen[0].prebuild == chosen[2].prebuild
+    assert chosen[1].prebuild == chosen[3].prebuild == ("80", "90a")
+    names = [spec.name for spec in chosen]
+    for force in (",".join(names), ",".join(reversed(names))):
+        assert [record.spec.name for record in plan_decode(problem, hopper, force).records] == names
+    with pytest.raises(ArgumentError, match=f"OMNIATTN_FORCE_KERNEL.*{names[0]}': the call takes '{names[2]}'"):
+        plan_decode(problem, hopper, names[0])
+
+
+def test_kernels_of_other_formats_can_be_forced() -> None:
+    """Formats that the registry does not list: rows are made for the call, and are known by their names then."""
+    cache = PagedKVCache(
+        64, 16, 1, 64, like=np.zeros(1, dtype=np.float16), k_dtype="int8", v_dtype="int4", recent_window=16,
+        recent_dtype="fp16", recent_slots=4,
+    )  # fmt: skip
+    strides = (128, 128, 64, 1)
+    problem = DecodeProblem(
+        "float16", cache.facts, 4, 1, 2, 1, 64, 320, 16, 64, 20, -1, 0.125, 0.0, "none", False, 0, False, strides,
+        strides,
+    )  # fmt: skip
+    hopper = Target((9, 0), 232448, 132)
+    names = [record.spec.name for record in plan_decode(problem, hopper, None).records]
+    assert names[0] == "decode_sm80_fp16_d64_kint8_vint4"
+    assert names[2] == "decode_sm80_fp16_d64_kv16"
+    for force in (f"{names[0]},{names[2]}", f"{names[2]},{names[0]}"):
+        assert [record.spec.name for record in plan_decode(problem, hopper, force).records] == names
 
 
 @pytest.mark.parametrize(

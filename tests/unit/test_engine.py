@@ -125,7 +125,7 @@ def test_repeated_calls_have_one_plan(name: str, monkeypatch: pytest.MonkeyPatch
         function(*arguments, **options)
     assert (len(made), len(PLANS)) == (1, 1)
     # Other facts are another plan.
-    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "")
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "kv_copy_sm80")
     function(*arguments, **options)
     assert len(PLANS) == 2
     PLANS.clear()
@@ -314,6 +314,19 @@ def test_packed_arguments_are_kept_by_address_and_do_not_pile_up() -> None:
     before = dict(bound._by_addresses)
     program.launch(9, [i, 3, i + 1])
     assert bound._by_addresses == before
+
+
+def test_packed_arguments_of_many_launches_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "_kept", kept := [0])
+    monkeypatch.setattr(record, "_MAX_KEPT", 100)
+    programs = [program_of([record_of(64, (Pointer(8, "a"), Pointer(16, "b")))], ("a", "b"))[0] for _ in range(10)]
+    sets = [program.launches[0].__self__._by_addresses for program in programs]  # type: ignore[attr-defined]
+    for i in range(60):
+        for program in programs:
+            program.launch(9, [i, i + 1])
+    sets = [program.launches[0].__self__._by_addresses for program in programs]  # type: ignore[attr-defined]
+    assert all((59, 60) in found for found in sets), "what was used last is kept"
+    assert sum(map(len, sets)) == kept[0] <= 100 + 10 * record._FEW
 
 
 def test_launches_of_a_program_in_their_order() -> None:

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 import omniattn
+import omniattn.arrays
+import omniattn.runtime
 from omniattn import Int4, Int8
-from omniattn.errors import ArgumentError, OmniattnError, ShapeError, UnsupportedError
+from omniattn.errors import AlignmentError, ArgumentError, OmniattnError, ShapeError, UnsupportedError
 from omniattn.problems import UNLIMITED, Precision
 from omniattn.problems.precision import EXACT
+from omniattn.runtime.device import DeviceInfo
 
 
 def arrays(dtype: str = "float32", sq: int = 5, sk: int = 7) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -99,6 +102,31 @@ def test_refuses_what_the_call_refuses(options: dict[str, Any], error: type[Omni
             function(*arrays(), **options)
         assert repr(argument) in str(caught.value)
         assert getattr(caught.value, "argument", None) == argument
+
+
+def test_refuses_memory_that_the_call_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses, as a GPU has them: explain looks at them too, because what it describes would not run."""
+    at = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0x4000}
+
+    def on_gpu(value: Any, name: str, *rest: Any) -> Any:
+        t = describe(value, name)
+        t.device, t.ptr = "cuda", at[name]
+        return t
+
+    describe = omniattn.arrays.describe
+    info = DeviceInfo(0, "Hopper", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
+    monkeypatch.setattr(omniattn.arrays, "describe", on_gpu)
+    monkeypatch.setattr(omniattn.runtime, "device_info", lambda ordinal: info)
+    monkeypatch.setattr(omniattn.runtime, "has_tensor_maps", lambda: True)
+    q, k, v = arrays("float16")
+    out = np.empty_like(q)
+    assert omniattn.explain(q, k, v, out=out).kernel
+    for name, address, error in (("q", 0x1002, AlignmentError), ("out", 0x2000, ArgumentError)):
+        with monkeypatch.context() as patched:
+            patched.setitem(at, name, address)
+            with pytest.raises(error) as caught:
+                omniattn.explain(q, k, v, out=out)
+            assert caught.value.argument == name
 
 
 def test_one_of_two_cu_seqlens() -> None:

@@ -133,6 +133,23 @@ def test_copies_wait_for_the_last_append(world: tuple[World, FakeEvents], way: s
     assert of(backend, "wait")[-1][:2] == ("wait", THEIRS)
 
 
+def test_events_from_before_a_fork_are_nobodys(world: tuple[World, FakeEvents]) -> None:
+    """Their handles mean nothing in a child process, nor under another driver."""
+    _, backend = world
+    cache = make()
+    append(cache)
+    seen = len(backend.log)
+    events._forget()  # what both of them do
+    events.set_backend(backend)
+    append(cache, stream=0x7000)
+    assert of(backend, "wait", "destroy") == []
+    assert [entry[0] for entry in backend.log[seen:]].count("launch") == 1
+    append(cache, stream=0x8000)
+    ((_, stream, event),) = of(backend, "wait")
+    assert stream == 0x8000
+    assert ("record", event, 0x7000) in of(backend, "record")
+
+
 def test_launches_on_different_streams_wait_for_each_other(world: tuple[World, FakeEvents]) -> None:
     _, backend = world
     cache = make()

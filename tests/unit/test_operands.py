@@ -249,6 +249,15 @@ def test_other_sequences_in_v() -> None:
         oa.attention(qk.q, qk.k, oa.quantize_v(v, cu_seqlens_k=a, max_seqlen_k=30))
 
 
+def test_errors_in_the_lengths_name_the_function() -> None:
+    q, k, v = (torch.ones(40, 2, 64) for _ in range(3))
+    cu = torch.tensor([0, 10, 40], dtype=torch.int32)
+    qk = oa.quantize_qk(q, k, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=30, max_seqlen_k=30)
+    values = oa.quantize_v(v, cu_seqlens_k=cu, max_seqlen_k=30)
+    with pytest.raises(ArgumentError, match=r"^attention_varlen\(\): argument 'max_seqlen_q'.*30"):
+        oa.attention_varlen(qk.q, qk.k, values, max_seqlen_q=2)
+
+
 def test_explain() -> None:
     qk, values = of(with_bias=True)
     said = oa.explain(qk.q, qk.k, values, causal=True, return_lse=True)

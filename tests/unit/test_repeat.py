@@ -17,8 +17,9 @@ from omniattn.plan.engine import CACHE_OPERANDS
 from omniattn.plan.others import plan_merge
 from omniattn.plan.repeat import Repeat
 from omniattn.problems import MergeProblem, Output, Target
+from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.registry import REGISTRY
-from omniattn.runtime.record import WORKSPACE_ALIGNMENT, LaunchRecord, Pointer, Program
+from omniattn.runtime.record import LaunchRecord, Pointer, Program
 from omniattn.select import Selection
 from tests.unit.launch_fakes import Kernel, fields_of_record, program_of, unpacked
 
@@ -245,6 +246,22 @@ def test_the_workspace_is_aligned_and_new_at_every_call(lse: bool, monkeypatch: 
         at = addresses_of(launch, len(operands))[-1]
         assert at % WORKSPACE_ALIGNMENT == 0
         assert memory.data_ptr() <= at < memory.data_ptr() + WORKSPACE_ALIGNMENT
+
+
+@pytest.mark.parametrize("of", ["output", "workspace"])
+def test_what_has_no_memory_is_left_to_the_engine(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under FakeTensorMode torch's allocator gives tensors whose address is 0."""
+    plain = arrays.allocator
+
+    def allocator(ref: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        if (dtype == "uint8") != (of == "workspace"):
+            return plain(ref, shape, dtype)
+        return lambda like: SimpleNamespace(data_ptr=lambda: 0)
+
+    monkeypatch.setattr(arrays, "allocator", allocator)
+    kernel, call, _ = fast(monkeypatch, workspace_bytes=100)
+    assert call(objects(out=None), [0x10, 0x20, 0x30, 0, 0, 0, 0, 0], None, None) is None
+    assert kernel.log == []
 
 
 def test_nothing_is_allocated_for_a_call_that_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,31 @@ def test_a_folder_that_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         env.get(name)
 
 
+@pytest.mark.parametrize("name", ["OMNIATTN_CACHE_DIR", "OMNIATTN_DUMP"])
+def test_a_home_that_nobody_has(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "~no-such-user/kernels")
+    with pytest.raises(ArgumentError, match=f"{name}.*expected a folder.*~no-such-user/kernels"):
+        env.get(name)
+
+
+def test_a_folder_that_this_user_may_not_look_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setenv("OMNIATTN_CACHE_DIR", "/closed/kernels")
+    assert env.get("OMNIATTN_CACHE_DIR") == Path("/closed/kernels")
+
+
+@pytest.mark.parametrize(("text", "value"), [(None, None), ("", None), ("  ", None), (" a,b ", "a,b")])
+def test_forced_kernels(monkeypatch: pytest.MonkeyPatch, text: str | None, value: str | None) -> None:
+    if text is None:
+        monkeypatch.delenv("OMNIATTN_FORCE_KERNEL", raising=False)
+    else:
+        monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", text)
+    assert env.forced_kernels() == env.get("OMNIATTN_FORCE_KERNEL") == value
+
+
 def test_contradictory_jit_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNIATTN_FORCE_JIT", "1")
     assert env.jit_policy() == (False, True)

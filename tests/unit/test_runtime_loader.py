@@ -256,9 +256,9 @@ def test_nvrtc_that_knows_nothing_suitable(world: World) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"min_arch": (10, 0)}, "needs compute capability 10.0 or newer; the GPU has 9.0"),
-        ({"min_arch": (8, 9), "arch_specific": True}, "instructions of compute capability 8.9 alone; the GPU has 9.0"),
-        ({"smem_bytes": 300000}, "needs 300000 bytes of shared memory; the GPU allows 232448"),
+        ({"min_arch": (10, 0)}, "needs compute capability 10.0 or newer, this GPU has 9.0"),
+        ({"min_arch": (8, 9), "arch_specific": True}, "for compute capability 8.9 only, this GPU has 9.0"),
+        ({"smem_bytes": 300000}, "needs 300000 bytes of shared memory, this GPU gives 232448"),
     ],
 )
 def test_kernels_that_can_never_run(world: World, changes: dict[str, object], reason: str) -> None:
@@ -341,7 +341,7 @@ def test_resolve(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.resolve(world.spec, (10, 0)).kind == "cache"
     old = runtime.resolve(world.spec, (7, 5))
     assert (old.kind, old.arch) == ("unsupported", "sm_75")
-    assert old.reason == "the kernel needs compute capability 8.0 or newer; the GPU has 7.5"
+    assert old.reason == "it needs compute capability 8.0 or newer, this GPU has 7.5"
     no_nvrtc(monkeypatch)
     missing = runtime.resolve(world.spec, (12, 0))
     assert missing.kind == "unsupported"
@@ -369,7 +369,7 @@ def test_compile_to_the_cache_is_what_load_finds(world: World) -> None:
 def test_compile_to_errors(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"argument 'arch': expected a binary target.*received 'compute_80'"):
         runtime.compile_to(world.spec, "compute_80")
-    with pytest.raises(CompileError, match=r"'toy_f3' is not for sm_75: the kernel needs compute capability 8.0"):
+    with pytest.raises(CompileError, match=r"'toy_f3' is not for sm_75: it needs compute capability 8.0"):
         runtime.compile_to(world.spec, "sm_75")
     with pytest.raises(CompileError, match=r"NVRTC 12.9 does not know sm_130a \(it knows 80, 86"):
         runtime.compile_to(world.spec, "sm_130")

@@ -192,10 +192,11 @@ class Event:
         The stream's GPU.
     """
 
-    __slots__ = ("_backend", "_handle", "ordinal")
+    __slots__ = ("_backend", "_era", "_handle", "ordinal")
 
     def __init__(self, stream: int, ordinal: int) -> None:
         self._handle = 0
+        self._era = _era
         self.ordinal = ordinal
         self._backend = _get()
         with self._backend.context(ordinal):
@@ -204,6 +205,8 @@ class Event:
 
     def make_wait(self, stream: int) -> None:
         """Let later work on ``stream`` wait for the event; the host does not."""
+        if self._era != _era:  # of a context that this process does not have
+            return
         with self._backend.context(self.ordinal):
             self._backend.wait(stream, self._handle)
 
@@ -214,7 +217,7 @@ class Event:
 
     # A default value, because this module's globals are None while the interpreter goes down.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self._handle and not is_finalizing():
+        if self._handle and self._era == _era and not is_finalizing():
             with self._backend.context(self.ordinal):
                 self._backend.destroy(self._handle)
 
@@ -226,6 +229,8 @@ def capturing(stream: int, ordinal: int) -> bool:
         return backend.capturing(stream)
 
 
+#: Counts resets: the handles of events from before one mean nothing (in a forked child, under another driver).
+_era = 0
 _pending: deque[tuple[Event, list[Any]]] = deque()
 _lock = threading.Lock()
 
@@ -268,10 +273,9 @@ def collect() -> int:
 
 
 def _forget() -> None:
-    global _backend, _lock
-    # The handles mean nothing in a forked child or under another driver; the memory belongs to the parent.
-    for event, _ in _pending:
-        event._handle = 0
+    global _backend, _lock, _era
+    # The memory of what is pending belongs to the parent of a forked child.
+    _era += 1
     _pending.clear()
     _backend = None
     _lock = threading.Lock()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
 from .strides import contiguous_strides
@@ -31,6 +32,12 @@ _NAMES = ", ".join(sorted(_BY_NAME))
 
 _new = Tensor.__new__
 _is_grad_enabled = torch.is_grad_enabled
+
+
+def _forward_level() -> int:
+    """Nested `forward_ad.dual_level` blocks that are entered, minus 1."""
+    return getattr(forward_ad, "_current_level", -1)
+
 
 #: Subclasses that are plain memory, like their base.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -71,6 +78,11 @@ def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
             f"argument {argument!r} requires a gradient, and this version has no backward pass",
             instead="calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()",
         )
+    if _forward_level() >= 0 and forward_ad.unpack_dual(obj).tangent is not None:
+        raise UnsupportedError(
+            f"argument {argument!r} has a tangent (forward-mode differentiation), and this version has no derivatives",
+            instead="torch.autograd.forward_ad.unpack_dual(tensor).primal",
+        )
     t.obj = obj
     t.framework = NAME
     t.readonly = False
@@ -82,6 +94,8 @@ def torch_facts(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | N
     """See `omniattn.arrays.torch_facts`; the first step of the fast path, eight attribute reads a tensor."""
     facts: list[Any] = []
     addresses: list[int] = []
+    if _forward_level() >= 0:  # `describe` looks for tangents
+        return None
     try:
         for obj in objects:
             if obj is None:
@@ -147,6 +161,11 @@ def empty(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
     t.obj = obj
     t.framework = NAME
     t.ptr = obj.data_ptr()
+    if t.ptr == 0 and 0 not in shape:
+        raise UnsupportedError(
+            "torch gave an output that has no memory (FakeTensorMode, or another trace of shapes, is active)",
+            instead="calling outside that mode",
+        )
     t.shape = obj.shape
     t.strides = obj.stride()
     t.dtype = dtype

@@ -141,14 +141,6 @@ CONTENDERS: tuple[Contender, ...] = (
 )
 
 
-def by_key(key: str) -> Contender:
-    """Return the contender called ``key``; KeyError if there is none."""
-    for contender in CONTENDERS:
-        if contender.key == key:
-            return contender
-    raise KeyError(f"no contender named {key!r}; known: {', '.join(c.key for c in CONTENDERS)}")
-
-
 @dataclass(frozen=True)
 class InputSet:
     """One set of random inputs in both layouts."""

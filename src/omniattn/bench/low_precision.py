@@ -8,7 +8,7 @@ from typing import Any
 from omniattn.bench.anchors import CONTENDERS, INT4_ERROR, QUANTIZED_ERROR, Contender, Forward
 from omniattn.bench.shapes import ForwardShape
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.runtime.record import WORKSPACE_ALIGNMENT
+from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 
 #: What can be timed, beside what: ``"exact"`` has only itself.
 PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4")

@@ -45,10 +45,6 @@ class ForwardShape:
         full = 4 * self.batch * self.heads * self.seqlen * self.seqlen * self.head_dim
         return full // 2 if self.causal else full
 
-    def minimum_bytes(self, element_bytes: int = 2) -> int:
-        """Bytes of reading q, k, v once and writing o once."""
-        return 4 * self.batch * self.seqlen * self.heads * self.head_dim * element_bytes
-
 
 def _forward_shapes() -> tuple[ForwardShape, ...]:
     return tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..kv.formats import KV_ARRAY_DTYPES
@@ -83,8 +83,8 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
     rows = k.shape[0] if packed else k.shape[0] * k.shape[1]
     if batch == 0:
         rows = 0  # packed rows of no sequence
-    if rows > values.MAX_ROWS:
-        raise ShapeError("k", f"at most {values.MAX_ROWS} tokens", f"{rows}", function=_NAME)
+    if rows > arguments.MAX_ROWS:
+        raise ShapeError("k", f"at most {arguments.MAX_ROWS} tokens", f"{rows}", function=_NAME)
     if k.device == "cuda":
         for fmt in (cache.k_format, cache.v_format, cache.recent_format):
             if fmt is not None and not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != k.dtype:
@@ -107,7 +107,7 @@ def check_pairs(copies: Any, count: int, what: str, function: str) -> list[tuple
     for pair in given:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ArgumentError("copies", "pairs (source, destination)", repr(pair), function=function)
-        numbers = [values.check_int(x, "copies", function) for x in pair]
+        numbers = [arguments.check_int(x, "copies", function) for x in pair]
         if max(numbers) >= count:
             raise ArgumentError("copies", f"{what} 0 to {count - 1}", repr(pair), function=function)
         pairs.append((numbers[0], numbers[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .. import arrays, runtime
+from .. import arguments, arrays, runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError, ShapeError
 from ..plan.engine import Call
@@ -45,9 +45,9 @@ class CommonOptions(NamedTuple):
 def check_common(options: AttentionOptions, function: str) -> CommonOptions:
     """What can be said without looking at an array."""
     values.check_layout(options.layout, function)
-    causal = values.check_bool(options.causal, "causal", function)
-    return_lse = values.check_bool(options.return_lse, "return_lse", function)
-    deterministic = values.check_bool(options.deterministic, "deterministic", function)
+    causal = arguments.check_bool(options.causal, "causal", function)
+    return_lse = arguments.check_bool(options.return_lse, "return_lse", function)
+    deterministic = arguments.check_bool(options.deterministic, "deterministic", function)
     window = values.check_window(options.window, causal, function)
     return CommonOptions(window, values.check_softcap(options.softcap, function), return_lse, deterministic)
 
@@ -56,7 +56,7 @@ def check_scale(options: AttentionOptions, head_dim: int, function: str) -> floa
     """``softmax_scale``, 1 / sqrt(head_dim) unless given."""
     if options.softmax_scale is None:
         return float(head_dim**-0.5)
-    return values.check_number(options.softmax_scale, "softmax_scale", function)
+    return arguments.check_number(options.softmax_scale, "softmax_scale", function)
 
 
 def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
@@ -77,12 +77,12 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     if varlen:
         batch = _check_starts(tensors, function)
         longest_q, longest_k = _check_longest(options, rows_q, rows_k, "mask" in tensors, function)
-    most = values.MAX_PACKED_SEQUENCES if varlen else values.MAX_EXTENT
+    most = values.MAX_PACKED_SEQUENCES if varlen else arguments.MAX_EXTENT
     if batch > most:
         name = "cu_seqlens_q" if varlen else "q"
         raise ShapeError(name, f"at most {most} sequences", str(batch), function=function)
-    if heads_q > values.MAX_EXTENT:
-        raise ShapeError("q", f"at most {values.MAX_EXTENT} heads", str(heads_q), function=function)
+    if heads_q > arguments.MAX_EXTENT:
+        raise ShapeError("q", f"at most {arguments.MAX_EXTENT} heads", str(heads_q), function=function)
     extent = (longest_q, longest_k) if varlen else (rows_q, rows_k)
     mask, mask_strides = check_mask(tensors, (batch, heads_q, *extent), q.dtype, function)
     sinks = values.check_sinks(tensors["sinks"], heads_q, q.dtype, function) if "sinks" in tensors else "none"
@@ -176,9 +176,9 @@ def _check_longest(
         (options.max_seqlen_q, rows_q, "max_seqlen_q", "q"),
         (options.max_seqlen_k, rows_k, "max_seqlen_k", "k"),
     ):
-        extent = values.check_int(value, name, function)
-        if extent > values.MAX_ROWS:
-            raise ArgumentError(name, f"at most {values.MAX_ROWS}", str(extent), function=function)
+        extent = arguments.check_int(value, name, function)
+        if extent > arguments.MAX_ROWS:
+            raise ArgumentError(name, f"at most {arguments.MAX_ROWS}", str(extent), function=function)
         if extent == 0 and rows > 0 and has_mask:
             raise ArgumentError(name, f"the longest sequence of {of}", "0", function=function)
         found.append(extent)

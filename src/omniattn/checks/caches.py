@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..kv.cache import KVCache
-from . import values
 
 
 def check_cache(cache: Any, function: str) -> KVCache:
@@ -46,7 +45,7 @@ def check_table(cache: KVCache, table: Tensor | None, batch: int, function: str)
         expected = f"an int32 array of shape ({batch}, max_blocks), with a PagedKVCache"
         raise ArgumentError("block_table", expected, "None", function=function)
     check_int32(table, (batch, None), f"({batch}, max_blocks), max_blocks >= 1", function)
-    return min(table.shape[1] * cache.block_size, values.MAX_ROWS)
+    return min(table.shape[1] * cache.block_size, arguments.MAX_ROWS)
 
 
 def check_slots(cache: KVCache, slots: Tensor | None, batch: int, function: str) -> None:

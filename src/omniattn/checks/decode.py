@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..kv.cache import KVCache
@@ -38,8 +38,8 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     """The problem of a call."""
     options, cache = call.options, call.cache
     assert cache is not None
-    return_lse = values.check_bool(options.return_lse, "return_lse", _NAME)
-    deterministic = values.check_bool(options.deterministic, "deterministic", _NAME)
+    return_lse = arguments.check_bool(options.return_lse, "return_lse", _NAME)
+    deterministic = arguments.check_bool(options.deterministic, "deterministic", _NAME)
     left, right = values.check_window(options.window, False, _NAME)
     if right > 0:
         raise ArgumentError("window", "(left, 0) or (left, -1): decode is causal", repr(options.window), function=_NAME)
@@ -56,7 +56,7 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     check_slots(cache, tensors.get("recent_slots"), batch, _NAME)
     scale = dim**-0.5
     if options.softmax_scale is not None:
-        scale = values.check_number(options.softmax_scale, "softmax_scale", _NAME)
+        scale = arguments.check_number(options.softmax_scale, "softmax_scale", _NAME)
     sinks = values.check_sinks(tensors["sinks"], heads, q.dtype, _NAME) if "sinks" in tensors else "none"
     values.check_strides(q, _NAME)
     o_strides = arrays.contiguous_strides(tuple(q.shape))
@@ -111,7 +111,7 @@ def _check_prefix(shared: Any, q: Tensor, cache: KVCache, capacity: int, window_
     size = cache.block_size if cache.paged else 1
     whole = f"a multiple of block_size {size}, an integer from 0 to {capacity // size * size}"
     try:
-        tokens = values.check_int(shared, "shared_prefix", _NAME, least=0, most=values.MAX_ROWS)
+        tokens = arguments.check_int(shared, "shared_prefix", _NAME, least=0, most=arguments.MAX_ROWS)
     except ArgumentError as error:
         if not cache.paged:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..plan.engine import Call
@@ -33,11 +33,11 @@ def check_merge(call: Call, tensors: dict[str, Tensor]) -> MergeProblem:
         expected = "(batch, seqlen, heads, head_dim) or (rows, heads, head_dim)"
         raise ShapeError("o_a", expected, f"{tuple(a.shape)}", function=_NAME)
     head_dim = a.shape[-1]
-    if not (8 <= head_dim <= values.MAX_HEAD_DIM and head_dim % 8 == 0):
-        expected = f"head_dim a multiple of 8 from 8 to {values.MAX_HEAD_DIM}"
+    if not (8 <= head_dim <= arguments.MAX_HEAD_DIM and head_dim % 8 == 0):
+        expected = f"head_dim a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}"
         raise ShapeError("o_a", expected, f"{head_dim}", function=_NAME)
-    if a.shape[-3] > values.MAX_ROWS:
-        raise ShapeError("o_a", f"at most {values.MAX_ROWS} rows", f"{a.shape[-3]}", function=_NAME)
+    if a.shape[-3] > arguments.MAX_ROWS:
+        raise ShapeError("o_a", f"at most {arguments.MAX_ROWS} rows", f"{a.shape[-3]}", function=_NAME)
     values.check_like(b, a.shape, a.dtype, _NAME)
     lse_shape = (*a.shape[:-3], a.shape[-2], a.shape[-3])
     values.check_like(log_a, lse_shape, "float32", _NAME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .. import arrays, runtime
+from .. import arguments, arrays, runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError, StrideError
 from ..plan.engine import Call
@@ -162,7 +162,7 @@ def check_extents(function: str, operands: QuantizeProblem, max_q: Any, max_k: A
         if value is None and not has_mask:
             found.append(0)
         else:
-            found.append(values.check_int(value, name, function))
+            found.append(arguments.check_int(value, name, function))
     return found[0], found[1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..plan.engine import Call
@@ -54,9 +54,9 @@ def check_quantize_qk(call: Call, tensors: dict[str, Tensor]) -> QuantizeCall:
     check_choice(options.dtype, "dtype", ("int8", "int4"), function)
     check_choice(options.granularity, "granularity", GRANULARITIES, function)
     check_choice(options.grouping, "grouping", GROUPINGS, function)
-    smooth_k = values.check_bool(options.smooth_k, "smooth_k", function)
-    smooth_q = values.check_bool(options.smooth_q, "smooth_q", function)
-    with_bias = values.check_bool(options.with_bias, "with_bias", function)
+    smooth_k = arguments.check_bool(options.smooth_k, "smooth_k", function)
+    smooth_q = arguments.check_bool(options.smooth_q, "smooth_q", function)
+    with_bias = arguments.check_bool(options.with_bias, "with_bias", function)
     q, k = tensors["q"], tensors["k"]
     varlen = "cu_seqlens_q" in tensors or "cu_seqlens_k" in tensors
     values.check_qkv(q, k, k, 3 if varlen else 4, layout, function)
@@ -81,7 +81,7 @@ def check_quantize_v(call: Call, tensors: dict[str, Tensor]) -> QuantizeCall:
     layout = options.layout
     values.check_layout(layout, function)
     check_choice(options.dtype, "dtype", ("float8_e4m3", "float16"), function)
-    smooth_v = values.check_bool(options.smooth_v, "smooth_v", function)
+    smooth_v = arguments.check_bool(options.smooth_v, "smooth_v", function)
     check_choice(options.pv_accumulator, "pv_accumulator", ("fp32", "fp16"), function)
     v = tensors["v"]
     varlen = "cu_seqlens_k" in tensors
@@ -124,11 +124,11 @@ def _check_values(v: Tensor, ndim: int, function: str) -> None:
         raise DtypeError("v", f"{' or '.join(allowed)} on {v.device}", v.dtype, function=function)
     if len(v.shape) != ndim:
         raise ShapeError("v", f"{ndim} dimensions", f"shape {tuple(v.shape)}", function=function)
-    if not (8 <= v.shape[-1] <= values.MAX_HEAD_DIM and v.shape[-1] % 8 == 0):
-        expected = f"head_dim a multiple of 8 from 8 to {values.MAX_HEAD_DIM}"
+    if not (8 <= v.shape[-1] <= arguments.MAX_HEAD_DIM and v.shape[-1] % 8 == 0):
+        expected = f"head_dim a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}"
         raise ShapeError("v", expected, f"{v.shape[-1]}", function=function)
-    if max(v.shape[:-1]) > values.MAX_ROWS:
-        raise ShapeError("v", f"at most {values.MAX_ROWS} rows", f"shape {tuple(v.shape)}", function=function)
+    if max(v.shape[:-1]) > arguments.MAX_ROWS:
+        raise ShapeError("v", f"at most {arguments.MAX_ROWS} rows", f"shape {tuple(v.shape)}", function=function)
 
 
 def _check_sequences(tensors: dict[str, Tensor], names: tuple[str, ...], varlen: bool, function: str) -> int:
@@ -151,9 +151,9 @@ def _check_sequences(tensors: dict[str, Tensor], names: tuple[str, ...], varlen:
 def _check_longest(max_q: Any, max_k: Any, varlen: bool, function: str) -> int:
     for value, name in ((max_q, "max_seqlen_q"), (max_k, "max_seqlen_k")):
         if varlen:
-            extent = values.check_int(value, name, function)
-            if extent > values.MAX_ROWS:
-                raise ArgumentError(name, f"at most {values.MAX_ROWS}", str(extent), function=function)
+            extent = arguments.check_int(value, name, function)
+            if extent > arguments.MAX_ROWS:
+                raise ArgumentError(name, f"at most {arguments.MAX_ROWS}", str(extent), function=function)
         elif value is not None:
             raise ArgumentError(name, "None without cu_seqlens", repr(value), function=function)
     return int(max_k) if varlen else 0

@@ -2,54 +2,27 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import operator
 from typing import Any
 
+from ..arguments import MAX_HEAD_DIM, MAX_ROWS, check_alignment, check_number
 from ..arrays import Tensor
-from ..errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from ..problems import PRECISIONS, UNLIMITED, Int4, Int8, Precision
 from ..problems.precision import NAMED, PLANNED_PRECISIONS
 
 LAYOUTS = ("NHD", "HND")
 GPU_DTYPES = ("float16", "bfloat16")
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
-MAX_HEAD_DIM = 256
-#: Rows of one tensor; the kernels count rows in 32 bits and round up to whole tiles.
-MAX_ROWS = 2**31 - 512
-#: Sequences and heads: the kernels count them in 32 bits.
-MAX_EXTENT = 2**31 - 1
 #: Packed sequences: each may add a partly filled tile, and the tiles of a head are counted in 32 bits too.
 MAX_PACKED_SEQUENCES = 2**30
-#: Smallest and largest numbers that the kernels' fp32 arithmetic keeps: the smallest one's inverse is finite.
-_LEAST_FP32, _MOST_FP32 = 2.0**-126, 3.4028234e38
+#: Smallest number that the kernels' fp32 arithmetic keeps: its inverse is finite.
+_LEAST_FP32 = 2.0**-126
 
 
 def check_layout(layout: Any, function: str) -> None:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ArgumentError("layout", "'NHD' or 'HND'", repr(layout), function=function)
-
-
-def check_bool(value: Any, argument: str, function: str) -> bool:
-    # numpy.bool_ is no bool, but as good as one.
-    if isinstance(value, bool) or (type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy"):
-        return bool(value)
-    raise ArgumentError(argument, "True or False", repr(value), function=function)
-
-
-def check_number(value: Any, argument: str, function: str, *, least: float | None = None) -> float:
-    expected = "a finite number" if least is None else f"a finite number >= {least:g}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ArgumentError(argument, expected, repr(value), function=function)
-    try:
-        number = float(value)
-    except OverflowError:  # an integer or a fraction beyond every float
-        number = math.inf
-    # Written so that NaN fails.
-    if not (math.isfinite(number) and abs(number) <= _MOST_FP32 and (least is None or number >= least)):
-        raise ArgumentError(argument, expected, repr(value), function=function)
-    return number
 
 
 def check_window(window: Any, causal: bool, function: str) -> tuple[int, int]:
@@ -84,17 +57,6 @@ def check_precision(precision: Any, function: str) -> Precision:
             instead="precision=" + " or ".join(map(repr, PRECISIONS)),
         )
     return NAMED[precision]
-
-
-def check_int(value: Any, argument: str, function: str, *, least: int = 0, most: int | None = None) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool) or (most is not None and number > most):
-        expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
-        raise ArgumentError(argument, expected, repr(value), function=function)
-    return number
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, layout: str, function: str) -> None:
@@ -175,17 +137,6 @@ def check_softcap(value: Any, function: str) -> float:
     if 0.0 < softcap < _LEAST_FP32:
         raise ArgumentError("softcap", f"0, or a number >= {_LEAST_FP32:.3g}", repr(value), function=function)
     return softcap
-
-
-def check_alignment(t: Tensor, function: str, multiple: int = 16) -> None:
-    if t.ptr % multiple != 0 and 0 not in t.shape:
-        raise AlignmentError(
-            t.argument,
-            f"an address that is a multiple of {multiple} bytes",
-            hex(t.ptr),
-            function=function,
-            hint="A contiguous copy is aligned",
-        )
 
 
 def check_addresses(tensors: dict[str, Tensor], aligned: frozenset[str], function: str) -> None:

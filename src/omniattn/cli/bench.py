@@ -43,6 +43,7 @@ Decoding goes around copies of the caches that do not fit in L2, in CUDA graphs.
 
 #: Timed rounds a shape, where they are interleaved.
 _ITERS = 20
+_ANCHOR = "cudnn"
 
 
 def add_parser(commands: Any) -> None:
@@ -57,9 +58,7 @@ def add_parser(commands: Any) -> None:
         "--shapes", action="append", default=[], metavar="WORDS",
         help='shapes whose name has all these words, e.g. "d128 causal" or "b1 h16"; may be repeated (default: all)',
     )  # fmt: skip
-    parser.add_argument(
-        "--anchor", choices=others, default="cudnn", help="what ratios are relative to (default: cudnn)"
-    )
+    parser.add_argument("--anchor", choices=others, help=f"what ratios are relative to (default: {_ANCHOR})")
     parser.add_argument(
         "--only", action="append", choices=others, metavar="NAME",
         help=f"run only omniattn, the anchor and these; may be repeated: {', '.join(others)}",
@@ -94,9 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ArgumentError("--iters", "to be used without --sustained, which has no rounds", arguments.iters)
     if arguments.out is not None and not arguments.out.resolve().parent.is_dir():
         raise ArgumentError("--out", "a file in an existing folder", repr(str(arguments.out)))
-    if arguments.iters is None:
-        arguments.iters = _ITERS
-    if arguments.iters < 1:
+    if arguments.iters is not None and arguments.iters < 1:
         raise ArgumentError("--iters", "an integer >= 1", arguments.iters)
     if arguments.markdown and arguments.json:
         raise ArgumentError("--json", "to be used without --markdown", "both")
@@ -105,12 +102,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.format and arguments.what != "decode":
             raise ArgumentError("--format", f"nothing: 'bench {arguments.what}' has no choice of caches", "a value")
+        if arguments.what != "host" and arguments.iters is None:
+            arguments.iters = _ITERS
         return _RUNS[arguments.what](arguments)
     except BenchError as error:
         raise console.CannotRunError(str(error)) from error
 
 
 def _run_forward(arguments: argparse.Namespace) -> int:
+    arguments.anchor = arguments.anchor or _ANCHOR
     if arguments.precision == "exact":
         shapes = filter_shapes(arguments.shapes)
     else:
@@ -131,6 +131,7 @@ def _run_forward(arguments: argparse.Namespace) -> int:
 
 
 def _run_decode(arguments: argparse.Namespace) -> int:
+    arguments.anchor = arguments.anchor or _ANCHOR
     for option in ("only", "plot"):
         if getattr(arguments, option):
             raise ArgumentError(f"--{option}", "nothing: 'bench decode' has formats and an anchor", "a value")
@@ -220,7 +221,7 @@ def _low_precision_facts(report: Report, end_to_end: str) -> list[str]:
 
 def _leave_out(arguments: argparse.Namespace, reason: str) -> None:
     """Raise if an option is given that only attention and decoding have."""
-    for option in ("shapes", "only", "plot", "sustained"):
+    for option in ("shapes", "anchor", "only", "plot", "sustained"):
         if getattr(arguments, option):
             raise ArgumentError(f"--{option}", f"to be left out: 'bench {arguments.what}' {reason}", "a value")
     if arguments.precision != "exact":
@@ -252,6 +253,8 @@ def _run_beside_copy(arguments: argparse.Namespace) -> int:
 
 def _run_host(arguments: argparse.Namespace) -> int:
     _leave_out(arguments, "times the host, which has no shapes, contenders, plot or load")
+    if arguments.iters is not None:
+        raise ArgumentError("--iters", "to be left out: 'bench host' has its own", arguments.iters)
     imports = host.import_time()
     jit_name, jit_s, jit_note = first_jit()
     try:

@@ -18,7 +18,6 @@ from omniattn.cli import console, kernels
 from omniattn.errors import CacheError, CompileError
 from omniattn.registry import KernelSpec
 from omniattn.runtime.arch import Arch
-from omniattn.runtime.loader import unsupported_reason
 
 _DESCRIPTION = """\
 Compiles with NVRTC; needs no GPU. Without --out the results go into the kernel cache (OMNIATTN_CACHE_DIR), where a
@@ -100,7 +99,7 @@ def choose(
     """Split rows into those to compile and those left out, with reasons."""
     chosen, left_out = [], {}
     for spec in specs:
-        never = unsupported_reason(spec, target.cc)
+        never = spec.unfit(target.cc)
         if never:
             left_out[spec.name] = never
         elif not keep_prebuilt and runtime.resolve(spec, target.cc).kind == "prebuilt":

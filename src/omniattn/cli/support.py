@@ -14,7 +14,6 @@ from omniattn.bench.report import markdown_table
 from omniattn.errors import ArgumentError
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime.arch import Arch
-from omniattn.runtime.loader import unsupported_reason
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ def _best(specs: Sequence[KernelSpec], resolver: Resolver, column: Column) -> tu
     """The best kind that any of the kernels offers, the kernels that offer it, and why."""
     found: dict[str, list[tuple[str, str]]] = {"unsupported": []}
     for spec in specs:
-        never = unsupported_reason(spec, column.cc, column.smem_bytes)
+        never = spec.unfit(column.cc, column.smem_bytes)
         kind, reason = ("unsupported", never) if never else resolver(spec, column.cc)
         found.setdefault(kind, []).append((spec.name, reason))
     best = min(found, key=KINDS.index)

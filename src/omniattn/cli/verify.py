@@ -13,7 +13,6 @@ from omniattn.cli import console, kernels
 from omniattn.cli.support import wheel_resolver
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
-from omniattn.runtime.loader import unsupported_reason
 from omniattn.testing.ahead import Ahead, default_jobs, in_order
 from omniattn.testing.cases import CallCase, cases_for, problem
 from omniattn.testing.frameworks import Framework, NumpyFramework, gpu_framework
@@ -24,8 +23,9 @@ Runs kernels of the registry on GPU 0 over small problems with odd sizes, masks,
 variable lengths: by default those that a released wheel has prebuilt for this GPU, with --all the others too, which are
 compiled first. Exact kernels are compared with the fp64 reference on the CPU:
 max|o - ref| <= 2 max|same-dtype baseline - ref| + rounding;
-low-precision attention with its emulation on the CPU (cosine, relative L1, LSE); quantizers and caches with the CPU bit
-for bit. Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to test (--cpu tests the CPU backend).
+low-precision attention with its emulation on the CPU (cosine, relative L1, LSE); quantizers and appended bytes with the
+CPU bit for bit; decode with the CPU within tolerances. Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to
+test (--cpu tests the CPU backend).
 """
 
 #: Operations that ``--cpu`` tests. What the quantizers must give is what they give on the CPU, so they have nothing to
@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    for option in ("kernel", "all"):
+    for option in ("kernel", "all", "jobs"):
         if arguments.cpu and getattr(arguments, option):
             raise ArgumentError(f"--{option}", "to be used without --cpu, which runs no kernel", "both")
     if arguments.all and arguments.kernel:
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def prebuilt(specs: Sequence[KernelSpec], cc: tuple[int, int]) -> list[KernelSpec]:
     """Rows that a released wheel holds for a GPU of this compute capability."""
-    return [spec for spec in specs if not unsupported_reason(spec, cc) and wheel_resolver(spec, cc)[0] == "prebuilt"]
+    return [spec for spec in specs if not spec.unfit(cc) and wheel_resolver(spec, cc)[0] == "prebuilt"]
 
 
 def verify_kernels(
@@ -131,7 +131,7 @@ def verify_kernels(
 ) -> list[Outcome]:
     """Run registry rows on GPU 0; outcomes in the order of ``specs``."""
     info = runtime.device_info(0)
-    never = {spec.name: unsupported_reason(spec, info.cc, info.max_smem_optin) for spec in specs}
+    never = {spec.name: spec.unfit(info.cc, info.max_smem_optin) for spec in specs}
     able = in_order(spec for spec in specs if not never[spec.name])
     outcomes = {name: Outcome(name, "", NOT_HERE, 0, 0.0, 0.0, (reason,)) for name, reason in never.items() if reason}
     with Ahead(able, min(jobs, max(len(able), 1))) as ahead:
@@ -140,12 +140,6 @@ def verify_kernels(
             step(spec.name)
             outcomes[spec.name] = verify_row(framework, spec, ahead)
     return [outcomes[spec.name] for spec in specs]
-
-
-def verify_kernel(framework: Framework, spec: KernelSpec) -> Outcome:
-    """Run one registry row on GPU 0, in this process alone."""
-    (outcome,) = verify_kernels(framework, [spec], 1)
-    return outcome
 
 
 def verify_row(framework: Framework, spec: KernelSpec, ahead: Ahead) -> Outcome:

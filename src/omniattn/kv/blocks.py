@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..checks.values import check_int
+from ..arguments import check_int
 from ..errors import ArgumentError, OutOfBlocksError, OutOfSlotsError
 
 if TYPE_CHECKING:

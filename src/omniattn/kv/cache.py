@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Tensor
 from ..arrays.identity import Same
 from ..arrays.order import LaunchOrder
-from ..checks import values
 from ..errors import ArgumentError, DtypeError, ShapeError
 from .formats import KV_ARRAY_DTYPES, KVFormat, check_format
-from .layout import CacheLayout, intern
+from .layout import ADDRESSES, CacheLayout, intern
 
 #: Tokens that a ring of the newest ones has beyond the window: as many as `decode` takes may be dropped again, and the
 #: window is still whole.
@@ -129,21 +128,21 @@ class KVCache:
     ) -> None:
         numbers = []
         for value, argument in zip((*extents, num_kv_heads), (*names, "num_kv_heads"), strict=True):
-            numbers.append(values.check_int(value, argument, name, least=1))
+            numbers.append(arguments.check_int(value, argument, name, least=1))
         blocks, block_size, heads = numbers
-        dim = values.check_int(head_dim, "head_dim", name)
-        if not (8 <= dim <= values.MAX_HEAD_DIM and dim % 8 == 0):
+        dim = arguments.check_int(head_dim, "head_dim", name)
+        if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
             raise ArgumentError(
-                "head_dim", f"a multiple of 8 from 8 to {values.MAX_HEAD_DIM}", repr(head_dim), function=name
+                "head_dim", f"a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}", repr(head_dim), function=name
             )
         for number, argument in ((blocks, names[0]), (block_size, names[1])):
-            if number > values.MAX_ROWS:
-                raise ArgumentError(argument, f"at most {values.MAX_ROWS}", f"{number}", function=name)
+            if number > arguments.MAX_ROWS:
+                raise ArgumentError(argument, f"at most {arguments.MAX_ROWS}", f"{number}", function=name)
         if blocks * block_size * heads > MAX_CACHE_ROWS:
             expected = f"at most {MAX_CACHE_ROWS} rows in all (tokens x heads)"
             raise ArgumentError(names[1], expected, f"{blocks} x {block_size} x {heads}", function=name)
-        zero_point = values.check_bool(zero_point, "zero_point", name)
-        self.hadamard = values.check_bool(hadamard, "hadamard", name)
+        zero_point = arguments.check_bool(zero_point, "zero_point", name)
+        self.hadamard = arguments.check_bool(hadamard, "hadamard", name)
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = blocks, block_size, heads, dim
         self.k_format, self.v_format = (
             check_format(dtype, dim, group_size, zero_point, name, is_key=is_key, layout=layout)
@@ -191,7 +190,7 @@ class KVCache:
 
     def _check_recent(self, name: str, window: Any, dtype: Any, slots: Any) -> tuple[int, int, KVFormat | None]:
         """The recent window's tokens, slots and format; (0, 0, None) for none."""
-        tokens = values.check_int(window, "recent_window", name)
+        tokens = arguments.check_int(window, "recent_window", name)
         formats = (self.k_format, self.v_format)
         exact = next((f.dtype for f in formats if not f.quantized), None)
         if tokens == 0:
@@ -211,9 +210,9 @@ class KVCache:
             raise ArgumentError("recent_dtype", expected, repr(dtype), function=name)
         if slots is None:
             raise ArgumentError("recent_slots", "an integer >= 1, with recent_window", "None", function=name)
-        count = values.check_int(slots, "recent_slots", name, least=1)
+        count = arguments.check_int(slots, "recent_slots", name, least=1)
         ring = tokens + RECENT_SPARE
-        if ring > values.MAX_ROWS or count * ring * self.num_kv_heads > MAX_CACHE_ROWS:
+        if ring > arguments.MAX_ROWS or count * ring * self.num_kv_heads > MAX_CACHE_ROWS:
             expected = f"at most {MAX_CACHE_ROWS} rows in all (slots x ({tokens} + {RECENT_SPARE}) x heads)"
             received = f"{count} x {ring} x {self.num_kv_heads}"
             raise ArgumentError("recent_window", expected, received, function=name)
@@ -238,7 +237,7 @@ class KVCache:
             if tuple(t.strides) != arrays.contiguous_strides(shape):
                 raise ArgumentError(argument, "a contiguous array", f"strides {tuple(t.strides)}", function=name)
             if t.device == "cuda":
-                values.check_alignment(t, name)
+                arguments.check_alignment(t, name)
             else:
                 _check_values(t, name)
             found[argument] = t
@@ -363,12 +362,7 @@ class KVCache:
         """Facts and addresses, once the arrays are there."""
         self._order = LaunchOrder()
         self._plain_torch = all(t.framework == "torch" for t in self.tensors)
-        self._addresses = tuple(
-            self.address(name)
-            for name in (
-                "k", "v", "k_params", "v_params", "k_mean", "k_channel_scale", "recent_k", "recent_v", "recent_state",
-            )
-        )  # fmt: skip
+        self._addresses = tuple(self.address(name) for name in ADDRESSES)
         self._facts = intern(
             CacheLayout(
                 self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim, self.k_format,

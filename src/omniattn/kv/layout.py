@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from .formats import KVFormat
 
+#: Planes, and arrays of the caller, in the order in which launches take their addresses.
+ADDRESSES: tuple[str, ...] = (
+    "k", "v", "k_params", "v_params", "k_mean", "k_channel_scale", "recent_k", "recent_v", "recent_state",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class CacheLayout:

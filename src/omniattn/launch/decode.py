@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import UnsupportedError
 from ..kv.formats import KVFormat
 from ..problems import DecodeProblem, MergeProblem, Target
-from ..problems.quantize import WORKSPACE_ALIGNMENT
+from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import merge_states

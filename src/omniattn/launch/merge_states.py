@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..problems import MergeProblem, Target
+from ..problems.memory import ITEMSIZE
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .structs import MERGE_STATES, At, strides
@@ -10,7 +11,6 @@ from .structs import MERGE_STATES, At, strides
 _THREADS = 256
 # Enough CTAs to fill any GPU several times; the kernel strides over the rest.
 _MAX_CTAS = 1 << 20
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 #: Operands by the names of the struct's pointers.
 OPERANDS: dict[str, At | None] = {
     "o_a": At("o_a"),
@@ -32,7 +32,7 @@ def build(
     """
     shape = problem.shape if len(problem.shape) == 4 else (1, *problem.shape)
     batch, seqlen, heads, head_dim = shape
-    chunks = head_dim * _ITEMSIZE[problem.dtype] // 16
+    chunks = head_dim * ITEMSIZE[problem.dtype] // 16
     total = batch * seqlen * heads * chunks
     if total == 0:
         return ()

@@ -10,13 +10,9 @@ import itertools
 from dataclasses import dataclass
 
 from ..problems import QuantizeCall, QuantizeProblem, Target
+from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..problems.precision import GRANULARITIES
-from ..problems.quantize import (
-    BLOCK_ROWS,
-    QUERY_SLICES,
-    WORKSPACE_ALIGNMENT,
-    sample_log2,
-)
+from ..problems.quantize import BLOCK_ROWS, QUERY_SLICES, sample_log2
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .structs import QUANTIZE, QUANTIZE_DELTA, At, member, strides

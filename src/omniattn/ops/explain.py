@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from ..arrays import Tensor
 from ..errors import ArgumentError
 from ..plan.engine import Described, Plan, describing
 from ..problems import AttentionProblem
+from ..problems.memory import ITEMSIZE
 from ..runtime.record import LaunchRecord
 from .append import append, copy_blocks, copy_recent
 from .attention import attention, attention_varlen
@@ -215,11 +217,4 @@ def _min_bytes(problem: Any, tensors: dict[str, Tensor]) -> int:
         return problem.min_bytes
     # Of attention on operands, mask and sinks do not count either.
     read = sum(t.size * t.itemsize for name, t in tensors.items() if name not in ("out", "mask", "sinks"))
-    sizes = {"float64": 8, "float32": 4, "int32": 4, "int8": 1, "uint8": 1}
-    written = 0
-    for output in problem.outputs:
-        count = 1
-        for n in output.shape:
-            count *= n
-        written += count * sizes.get(output.dtype, 2)
-    return int(read + written)
+    return int(read + sum(math.prod(output.shape) * ITEMSIZE[output.dtype] for output in problem.outputs))

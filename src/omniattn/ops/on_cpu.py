@@ -71,13 +71,16 @@ def attention_on_operands(call: Call, problem: AttentionProblem, tensors: Tensor
         np.float32, "attention",
     )  # fmt: skip
     precision = problem.precision.on_cpu
-    o, lse = low_precision.attend(
-        operands, {name: values[name] for name in OPERAND_ARRAYS if name in values}, None, starts[0], starts[1],
-        options=options,
-        product=low_precision.Product(precision.pv, operands.key_tile, precision.pv_accumulator),
-        mask=values.get("mask"), sinks=values.get("sinks"), longest_q=call.options.max_seqlen_q,
-        longest_k=call.options.max_seqlen_k,
-    )  # fmt: skip
+    try:
+        o, lse = low_precision.attend(
+            operands, {name: values[name] for name in OPERAND_ARRAYS if name in values}, None, starts[0], starts[1],
+            options=options,
+            product=low_precision.Product(precision.pv, operands.key_tile, precision.pv_accumulator),
+            mask=values.get("mask"), sinks=values.get("sinks"), longest_q=call.options.max_seqlen_q,
+            longest_k=call.options.max_seqlen_k,
+        )  # fmt: skip
+    except ArgumentError as error:  # in the contents of an array
+        raise error.named(call.operation.name) from None
     o = o.swapaxes(-3, -2) if problem.layout == "NHD" else o
     return store_results(problem, place, tensors.get("out"), [o, lse][: len(problem.outputs)])
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .. import arrays, runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError, UnsupportedError
+from ..kv.layout import ADDRESSES
 from ..problems import Output, Target
+from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..runtime.env import forced_kernels
-from ..runtime.record import WORKSPACE_ALIGNMENT, LaunchRecord, Program
+from ..runtime.record import LaunchRecord, Program
 from ..select import Selection
 from .cache import PlanCache
 from .repeat import Repeat
@@ -27,12 +29,7 @@ if TYPE_CHECKING:
     from ..kv.cache import KVCache
 
 #: Addresses of a cache behind those of a call's arrays.
-CACHE_OPERANDS = tuple(
-    f"cache.{name}"
-    for name in (
-        "k", "v", "k_params", "v_params", "k_mean", "k_channel_scale", "recent_k", "recent_v", "recent_state",
-    )
-)  # fmt: skip
+CACHE_OPERANDS = tuple(f"cache.{name}" for name in ADDRESSES)
 
 
 class Problem(Protocol):
@@ -372,8 +369,7 @@ def _describe_plan(call: Call) -> Described:
     raw = None if call.stream is None else arrays.resolve_stream(call.stream)
     tensors = describe(call, raw)
     plan = make_plan(call, tensors, load=False)
-    if "out" in tensors:
-        arrays.require_writable(tensors["out"])
+    call.operation.check_memory(plan.problem, tensors)
     if plan.launches is None:
         arrays.prepare([*tensors.values(), *([] if call.cache is None else call.cache.tensors)], call.stream)
     return Described(call, plan, tensors)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from .. import arrays
 from ..arrays import Tensor
 from ..problems import Output
-from ..runtime.record import WORKSPACE_ALIGNMENT, Program
+from ..problems.memory import WORKSPACE_ALIGNMENT
+from ..runtime.record import Program
 
 if TYPE_CHECKING:
     from ..kv.cache import KVCache
@@ -123,14 +124,20 @@ class Repeat:
             addresses.append(at_out)
         for like, make in self._makers:
             result = make(objects[like])
+            address = result.data_ptr()
+            if not address:  # empty, or of a mode that makes no memory
+                return None
             results.append(result)
-            addresses.append(result.data_ptr())
+            addresses.append(address)
         if self._workspace is None:
             self._launch(current, addresses)
             return results
         # Held until the kernels are queued: another thread on this stream could be given its memory before that.
         memory = self._workspace(objects[self._first])
-        addresses.append(memory.data_ptr() + _SPARE & _ROUND)
+        address = memory.data_ptr()
+        if not address:
+            return None
+        addresses.append(address + _SPARE & _ROUND)
         self._launch(current, addresses)
         del memory
         return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .memory import ITEMSIZE
 from .outputs import Output
 from .precision import EXACT, Precision, value_levels
 from .quantize import QuantizeProblem, Strides3
@@ -174,5 +175,4 @@ class AttentionProblem:
         """Bytes that have to move: q, k, v read once, o and the LSE written once."""
         batch = 1 if self.varlen else self.batch
         rows_q, rows_kv = self.seqlen_q * self.num_q_heads, self.seqlen_k * self.num_kv_heads
-        itemsize = {"float32": 4, "float64": 8}.get(self.dtype, 2)
-        return batch * (itemsize * self.head_dim * (2 * rows_q + 2 * rows_kv) + 4 * rows_q)
+        return batch * (ITEMSIZE[self.dtype] * self.head_dim * (2 * rows_q + 2 * rows_kv) + 4 * rows_q)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from .outputs import Output
 
 BLOCK_ROWS, CHUNK_ROWS, MAX_CHUNKS = 128, 256, 64
@@ -14,11 +15,8 @@ KEY_TILES = {"sm90": 128, "sm80": 64}
 QUERY_SLICES = {"sm90": 16, "sm80": 32}
 #: Groupings and formats of V of what int8 attention asks for by default.
 SPECIALIZATIONS = (("sm90", "float8_e4m3"), ("sm80", "float16"), ("sm80", "float8_e4m3"))
-#: Bytes; of a workspace, and of the arrays in it.
-WORKSPACE_ALIGNMENT = 256
 
 _BITS = {"int8": 8, "int4": 4}
-_ITEMSIZE = {"int8": 1, "uint8": 1, "float16": 2, "float32": 4, "int32": 4}
 
 Strides3 = tuple[int, int, int]
 
@@ -169,7 +167,7 @@ def operand_strides(problem: QuantizeProblem) -> tuple[Strides3, Strides3, Strid
     found: list[Strides3] = []
     for name in ("q_int", "k_int", "v"):
         shape, dtype = shapes[name]
-        row = shape[-1] * _ITEMSIZE[dtype]
+        row = shape[-1] * ITEMSIZE[dtype]
         head = shape[-2] * row
         found.append((0 if problem.varlen else shape[-3] * head, row, head))
     return found[0], found[1], found[2]
@@ -200,7 +198,7 @@ def carve(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[dict[str, int
     offsets, end = {}, 0
     for name, (shape, dtype) in shapes.items():
         offsets[name] = end
-        end += -(-math.prod(shape) * _ITEMSIZE[dtype] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        end += -(-math.prod(shape) * ITEMSIZE[dtype] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return offsets, end
 
 

@@ -32,7 +32,7 @@ _BY_NAME = {spec.name: spec for spec in REGISTRY}
 
 
 def by_name(name: str) -> KernelSpec:
-    """Return the row called ``name``; KeyError lists near misses."""
+    """Return the row called ``name``, listed or made (`registered`); KeyError lists near misses."""
     spec = _BY_NAME.get(name)
     if spec is not None:
         return spec
@@ -41,5 +41,9 @@ def by_name(name: str) -> KernelSpec:
 
 
 def registered(row: KernelSpec) -> KernelSpec:
-    """The registry's row of this name; ``row`` itself where K and V have formats that the registry does not list."""
-    return _BY_NAME.get(row.name, row)
+    """The registry's row of this name; else ``row``, known by its name from now on.
+
+    The registry lists the formats of caches that the wheel carries kernels for. For others rows are made when a call
+    asks for them, by the same functions.
+    """
+    return _BY_NAME.setdefault(row.name, row)

@@ -109,9 +109,16 @@ def decode_row(
         ctas_per_sm=ctas,
         prebuild=prebuild,
         cache=(names[0], names[1]),
-        # sm_120a, which is not prebuilt, spills 32 bytes; the others none.
-        allowed_spill_bytes=32 if head_dim == 256 and k[0] == 0 and n_tiles == 1 else 0,
+        allowed_spill_bytes=_spills(head_dim, k, n_tiles),
     )
+
+
+def _spills(head_dim: int, k: tuple[int, int], n_tiles: int) -> int:
+    """Bytes that the row spills at most (docs/performance/decode.md): mostly outside the loop over keys."""
+    if head_dim == 256 and k[0] == 0:
+        # One tile: on sm_120a, which is not prebuilt. Two: sm_90a; 8 rows a CTA instead would read the keys twice.
+        return 32 if n_tiles == 1 else 464
+    return 124 if head_dim == 128 and k == (KV_KINDS["int4"], 4) and n_tiles == 2 else 0
 
 
 def combine_row(dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ...] = ()) -> KernelSpec:
@@ -196,10 +203,9 @@ def decode_rows() -> Iterator[KernelSpec]:
                 formats.append((3, 4))
             for x in formats:
                 prebuild = (with_ada if x[0] == 1 else both) if head_dim < 256 or x[0] == 0 else ()
-                yield decode_row(dtype, head_dim, x, x, 1, prebuild)
-                if head_dim == 128:
-                    yield decode_row(dtype, head_dim, x, x, 2, prebuild if x[0] == 0 else ())
+                for n_tiles in (1, 2):
+                    yield decode_row(dtype, head_dim, x, x, n_tiles, prebuild)
                 yield append_row(dtype, head_dim, x, x, prebuild)
-            yield combine_row(dtype, head_dim, 1, both)
-            yield combine_row(dtype, head_dim, 2, both if head_dim == 128 else ())
+            for n_tiles in (1, 2):
+                yield combine_row(dtype, head_dim, n_tiles, both)
     yield copy_row(both)

@@ -98,6 +98,25 @@ class KernelSpec:
         """Whether it is attention on quantized operands."""
         return self.qk != "io"
 
+    def unfit(self, cc: tuple[int, int], max_smem: int | None = None) -> str:
+        """Why a GPU can never run the kernel; empty if it can.
+
+        Parameters
+        ----------
+        cc : (major, minor)
+            Compute capability.
+        max_smem : int, optional
+            Shared memory that one CTA may have there, bytes.
+        """
+        needed, here = ("{}.{}".format(*x) for x in (self.min_arch, cc))
+        if self.arch_specific and cc != self.min_arch:
+            return f"it is for compute capability {needed} only, this GPU has {here}"
+        if cc < self.min_arch:
+            return f"it needs compute capability {needed} or newer, this GPU has {here}"
+        if max_smem is not None and self.smem_bytes > max_smem:
+            return f"it needs {self.smem_bytes} bytes of shared memory, this GPU gives {max_smem}"
+        return ""
+
 
 #: Short names of the element types in kernel names, and the tags of ``kernels_cu/ptx/types.cuh``.
 IO_TYPES: dict[str, tuple[str, str]] = {

@@ -39,8 +39,15 @@ def _choice(*choices: str) -> Callable[[str, str], str]:
 
 
 def _folder(name: str, value: str) -> Path:
-    path = Path(value).expanduser()
-    if path.exists() and not path.is_dir():
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise ArgumentError(name, "a folder (made when missing)", f"{value!r}: {error}") from None
+    try:
+        is_file = path.exists() and not path.is_dir()
+    except OSError:  # behind a folder that this user may not enter: as good as missing
+        is_file = False
+    if is_file:
         raise ArgumentError(name, "a folder (made when missing)", f"{value!r}, which is a file")
     return path
 
@@ -121,9 +128,10 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "OMNIATTN_FORCE_KERNEL",
-        "attention on a GPU: use this registry row, or fail if it cannot serve the call (the CPU has no rows)",
+        "on a GPU every operation uses the first of these kernels that is its own and fits, or fails if none fits; "
+        "operations without a kernel here choose freely",
         None,
-        "a kernel's name",
+        "names of kernels, separated by commas",
         _text,
     ),
     Variable(
@@ -174,7 +182,7 @@ def forced_kernels() -> str | None:
     """``OMNIATTN_FORCE_KERNEL``, asked at every call; None if it is not set."""
     if _environment is not None and _FORCE not in _environment:
         return None
-    return os.environ.get("OMNIATTN_FORCE_KERNEL")
+    return get("OMNIATTN_FORCE_KERNEL")
 
 
 def jit_policy() -> tuple[bool, bool]:

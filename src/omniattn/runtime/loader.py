@@ -84,28 +84,6 @@ class Candidate:
         return cls("cache", entry.arch, entry.image, entry.options, entry.log, label)
 
 
-def unsupported_reason(spec: KernelSpec, cc: tuple[int, int], max_smem: int | None = None) -> str:
-    """Why a kernel can never run on a GPU; empty if it can.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-        The kernel.
-    cc : (major, minor)
-        Compute capability.
-    max_smem : int, optional
-        Shared memory that one CTA may have there, bytes.
-    """
-    needed = f"{spec.min_arch[0]}.{spec.min_arch[1]}"
-    if spec.arch_specific and cc != spec.min_arch:
-        return f"the kernel uses instructions of compute capability {needed} alone; the GPU has {cc[0]}.{cc[1]}"
-    if cc < spec.min_arch:
-        return f"the kernel needs compute capability {needed} or newer; the GPU has {cc[0]}.{cc[1]}"
-    if max_smem is not None and spec.smem_bytes > max_smem:
-        return f"the kernel needs {spec.smem_bytes} bytes of shared memory; the GPU allows {max_smem}"
-    return ""
-
-
 def _prebuilt(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
     if not env.jit_policy()[0]:
         tried.append(("prebuilt kernels", "passed over because of OMNIATTN_FORCE_JIT=1"))
@@ -231,7 +209,7 @@ def _load(spec: KernelSpec, ordinal: int) -> LoadedKernel:
     driver = get_driver()
     info = device_info(ordinal)
     target = Arch.of_device(info.cc)
-    never = unsupported_reason(spec, info.cc, info.max_smem_optin)
+    never = spec.unfit(info.cc, info.max_smem_optin)
     if never:
         raise KernelNotFoundError(
             spec.name, str(target), [("this GPU", f"{info.name}: {never}")], "choose another kernel, or another GPU"
@@ -283,7 +261,7 @@ def resolve(spec: KernelSpec, cc: tuple[int, int]) -> Resolution:
         Compute capability.
     """
     own = str(Arch.of_device(cc))
-    never = unsupported_reason(spec, cc)
+    never = spec.unfit(cc)
     if never:
         return Resolution("unsupported", own, never)
     tried: Tried = []
@@ -344,7 +322,7 @@ def compile_to(spec: KernelSpec, arch: str, folder: Path | None = None) -> Compi
         if target.virtual:
             raise ArgumentError("arch", "a binary target such as 'sm_100a' (PTX can only go into a folder)", repr(arch))
         target = Arch.of_device(target.cc)
-    never = unsupported_reason(spec, target.cc)
+    never = spec.unfit(target.cc)
     if never:
         raise CompileError(f"kernel {spec.name!r} is not for {target}: {never}")
     result = compile_spec(spec, target)

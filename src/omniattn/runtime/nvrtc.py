@@ -142,11 +142,6 @@ def get_compiler() -> Compiler:
         return _compiler
 
 
-def loaded_compiler() -> Compiler | None:
-    """NVRTC if this process has loaded it already."""
-    return _compiler
-
-
 def set_compiler(compiler: Compiler | None) -> None:
     """Use ``compiler`` from now on (tests); None: look again at the next use."""
     global _compiler

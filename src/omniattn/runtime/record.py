@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 MAP_BYTES = 128
 #: Bytes of the one struct that a kernel takes by value, at most: what every driver takes.
 MAX_ARGUMENT_BYTES = 4096
-#: Multiple that a workspace's address is rounded up to.
-WORKSPACE_ALIGNMENT = 256
 
 # Packed arguments are kept for this many sets of addresses, and tensor maps for as many addresses: encoding one takes
 # about a microsecond.
 _MAX_ARGUMENTS = 256
+#: Sets that all launches of the process keep together, about 40 MB; beyond them a launch keeps no more than _FEW.
+_MAX_KEPT, _FEW = 1 << 14, 8
+#: How many they keep. Threads that count at the same moment may lose one: it is about the order of magnitude.
+_kept = [0]
 _POINTER = struct.Struct("<Q")
 
 
@@ -183,6 +185,7 @@ class _BoundLaunch:
     __slots__ = ("_by_addresses", "_key", "_maps", "_places", "_run", "_template", "_what")
 
     def __init__(self, record: LaunchRecord, kernel: LoadedKernel, index: dict[str, int]) -> None:
+        self._by_addresses: dict[tuple[int, ...], tuple[ctypes.Array[ctypes.c_char], int]] = {}
         names = {p.operand for p in record.pointers} | {m.operand for m in record.tensor_maps}
         used = sorted(index[name] for name in names)
         # Two at least, so that the getter gives a tuple.
@@ -193,7 +196,6 @@ class _BoundLaunch:
         self._maps = tuple(
             (m.offset, used.index(index[m.operand]), m.add, _Maps(m, kernel)) for m in record.tensor_maps
         )
-        self._by_addresses: dict[tuple[int, ...], tuple[ctypes.Array[ctypes.c_char], int]] = {}
         self._run = kernel.launch
         self._what = (record.grid, record.threads, kernel.attributes(record.cluster, record.overlap))
 
@@ -213,12 +215,18 @@ class _BoundLaunch:
         for offset, i, add, maps in self._maps:
             data[offset : offset + MAP_BYTES] = maps.at(key[i] + add)
         memory = (ctypes.c_char * len(data)).from_buffer_copy(data)
-        if len(self._by_addresses) >= _MAX_ARGUMENTS:
-            # Another thread may be looking up meanwhile: a new dictionary, not one that shrinks under it.
-            newer = list(self._by_addresses.items())[_MAX_ARGUMENTS // 2 :]
-            self._by_addresses = dict(newer)
+        if len(self._by_addresses) >= (_MAX_ARGUMENTS if _kept[0] < _MAX_KEPT else _FEW):
+            # Another thread may be looking up or inserting meanwhile: a new dictionary, not one that shrinks under it.
+            items = list(self._by_addresses.copy().items())
+            self._by_addresses = dict(items[len(items) // 2 :])
+            _kept[0] -= len(items) // 2
         found = self._by_addresses[key] = memory, ctypes.addressof(memory)
+        _kept[0] += 1
         return found
+
+    # A default value, because this module's globals are None while the interpreter goes down.
+    def __del__(self, kept: list[int] = _kept) -> None:
+        kept[0] -= len(self._by_addresses)
 
 
 class _Maps:

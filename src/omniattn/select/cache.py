@@ -9,7 +9,7 @@ from ..kv.formats import KVFormat
 from ..problems import AppendProblem, Target
 from ..registry import REGISTRY, KernelSpec, registered
 from ..registry.decode import KV_KINDS, append_row, combine_row, decode_row
-from .choice import Selection, dotted, forced, unfit_target
+from .choice import Selection, forced, unfit_target
 
 
 def _kv(fmt: KVFormat) -> tuple[int, int]:
@@ -99,11 +99,6 @@ def select_merge(dtype: str, target: Target, force: str | None = None) -> Select
             instead=", ".join(s.dtype for s in REGISTRY if s.op == "merge_states"),
         )
     spec = _only("merge_states", lambda spec: spec.dtype == dtype)
-    if target.cc < spec.min_arch:
-        raise UnsupportedError(
-            f"merge_states needs compute capability {dotted(spec.min_arch)}, this GPU has {dotted(target.cc)}",
-            instead="arrays on the CPU, or a newer GPU",
-        )
     return _the_one(spec, f"merges {dtype} outputs", target, force)
 
 

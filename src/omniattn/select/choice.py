@@ -35,22 +35,16 @@ def dotted(cc: tuple[int, int]) -> str:
 
 def unfit_target(spec: KernelSpec, target: Target) -> str | None:
     """Why the GPU cannot run ``spec``; None if it can."""
-    if spec.arch_specific and target.cc != spec.min_arch:
-        return f"it is for compute capability {dotted(spec.min_arch)} only, this GPU has {dotted(target.cc)}"
-    if target.cc < spec.min_arch:
-        return f"it needs compute capability {dotted(spec.min_arch)}, this GPU has {dotted(target.cc)}"
-    if spec.smem_bytes > target.max_smem:
-        return f"it needs {spec.smem_bytes} bytes of shared memory, this GPU gives {target.max_smem}"
-    return None
+    return spec.unfit(target.cc, target.max_smem) or None
 
 
 def forced(force: str | None, ops: tuple[str, ...], unfit: Callable[[KernelSpec], str | None]) -> Selection | None:
-    """The row of one of ``ops`` that ``OMNIATTN_FORCE_KERNEL`` names; None where it names none of them.
+    """The first row of ``ops`` that ``OMNIATTN_FORCE_KERNEL`` names and that fits; None where it names none of them.
 
     Parameters
     ----------
     force : str, optional
-        Names of registry rows, separated by commas. Rows of other operations do not matter here.
+        Names of kernels, separated by commas. Those of other operations do not matter here.
     ops : tuple of str
     unfit : callable
         Why a row cannot serve the call; None if it can.
@@ -58,27 +52,25 @@ def forced(force: str | None, ops: tuple[str, ...], unfit: Callable[[KernelSpec]
     Raises
     ------
     ArgumentError
-        A name that the registry does not have, two rows of one operation, a row that cannot serve the call.
+        A name that no kernel has; none of those named can serve the call.
     """
     if not force:
         return None
-    found: KernelSpec | None = None
-    for name in force.split(","):
+    named = []
+    for name in filter(None, (part.strip() for part in force.split(","))):
         try:
-            spec = by_name(name.strip())
+            named.append(by_name(name))
         except KeyError as error:
-            raise ArgumentError(
-                VARIABLE, "names of registered kernels, separated by commas", repr(name.strip()), hint=error.args[0]
-            ) from None
+            expected = "names of kernels, separated by commas"
+            raise ArgumentError(VARIABLE, expected, repr(name), hint=error.args[0]) from None
+    reasons = []
+    for spec in named:
         if spec.op not in ops:
             continue
-        if found is not None:
-            received = f"{found.name!r} and {spec.name!r}"
-            raise ArgumentError(VARIABLE, f"one kernel of {spec.op}", received)
-        found = spec
-    if found is None:
-        return None
-    reason = unfit(found)
-    if reason:
-        raise ArgumentError(VARIABLE, "a kernel that can serve this call", f"{found.name!r}: {reason}")
-    return Selection(found, (f"{VARIABLE}={force}",))
+        reason = unfit(spec)
+        if not reason:
+            return Selection(spec, (f"{VARIABLE}={force}",))
+        reasons.append(f"{spec.name!r}: {reason}")
+    if reasons:
+        raise ArgumentError(VARIABLE, "a kernel that can serve this call", "; ".join(reasons))
+    return None

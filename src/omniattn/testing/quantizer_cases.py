@@ -12,8 +12,9 @@ from omniattn.launch import quantize
 from omniattn.launch.attn_int8 import in_workspace
 from omniattn.launch.structs import At
 from omniattn.problems import QuantizeCall, QuantizeProblem, Target
+from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.precision import value_levels
-from omniattn.problems.quantize import WORKSPACE_ALIGNMENT, Strides3
+from omniattn.problems.quantize import Strides3
 from omniattn.reference import quantize as reference
 from omniattn.registry import KernelSpec
 from omniattn.runtime.record import Program
