@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from build_tools import accuracy_tables, figures
@@ -16,21 +16,41 @@ FIGURE = Path("docs/performance/attention.svg")
 
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1024, 4096, 16384)
+#: End of a format's name where the call is told of the prefix (`omniattn.bench.decode_report`).
+_WITH_PREFIX = " shared_prefix"
 
 
 def _generic(head_dim: int) -> Source:
-    name = f"attn_fwd_sm80_bf16_d{head_dim}"
+    name = f"attn_fwd_sm80_bf16_d{head_dim}" + "_n48" * (head_dim == 128)
     return Source(
         f"OMNIATTN_FORCE_KERNEL={name} omniattn bench --shapes d{head_dim} --anchor fa2 --json", "forward", False
     )
 
+
+#: Formats of caches and options of `decode` that are no headline, each beside the plain one.
+_OPTIONS = ("bf16", "bf16det", "int4", "int4det", "int4w128", "fbgemm", "int4g32", "fbgemm4")
 
 SOURCES: dict[str, Source] = {
     "forward": Source("omniattn bench --json", "forward"),
     "int8": Source("omniattn bench --precision int8 --json", "int8"),
     "decode": Source("omniattn bench decode --json", "decode"),
     "host": Source("omniattn bench host --json", "host"),
-    "int8_sustained": Source("omniattn bench --sustained --precision int8 --json", "int8", False),
+    "append": Source("omniattn bench append --json", "append", False),
+    "quantize": Source("omniattn bench quantize --json", "quantize", False),
+    "decode_options": Source(
+        "omniattn bench decode --shapes 'h8/1 contiguous' "
+        + " ".join(f"--format {name}" for name in _OPTIONS)
+        + " --json",
+        "decode",
+        False,
+    ),
+    "int8_sm80": Source(
+        "OMNIATTN_FORCE_KERNEL=attn_fwd_sm80_bf16_d128_n48,attn_int8_mbarrier_sm90_bf16_d128 omniattn bench "
+        "--precision int8 --shapes d128 --only cudnn --json",
+        "int8",
+        False,
+    ),
+    "int8_sustained": Source("omniattn bench --sustained 0.6 --precision int8 --only cudnn --json", "int8", False),
     "decode_sustained": Source("omniattn bench decode --sustained --json", "decode", False),
     **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
     **accuracy_tables.SOURCES,
@@ -140,18 +160,48 @@ def decode(report: Report) -> str:
 
 def decode_others(report: Report) -> str:
     """The other shapes: many kv heads, long sequences, pages, unequal lengths."""
-    cells: dict[str, dict[str, Row]] = {}
-    for row in report["rows"]:
-        if not _is_first(row):
-            cells.setdefault(row["shape"], {})[row["format"]] = row
+    cells = _decode_shapes(row for row in report["rows"] if not _is_first(row) and not row.get("prefix"))
     formats = list(dict.fromkeys(name for row in cells.values() for name in row))
     lines = [[shape, *(_decode_cell(row.get(name), report) for name in formats)] for shape, row in cells.items()]
     header = ["µs, TB/s, relative time", *(_format(name, report) for name in formats)]
     return _below(_table(header, lines), report)
 
 
+def decode_shared(report: Report) -> str:
+    """Sequences that share a prefix: each format without and with ``shared_prefix``, and how much that gains."""
+    cells = _decode_shapes(row for row in report["rows"] if row.get("prefix"))
+    formats = [name for row in cells.values() for name in row if name + _WITH_PREFIX in row]
+    formats = list(dict.fromkeys(formats))
+    lines = []
+    for shape, row in cells.items():
+        line = [shape]
+        for name in formats:
+            without, told = (_of(row.get(key), "median_us") for key in (name, name + _WITH_PREFIX))
+            gain = None if without is None or told is None else without / told
+            line.append(f"{_number(without, 1)} → {_number(told, 1)} ({_ratio(gain)})")
+        lines.append([*line, _number(_of(row.get(report["anchor"]), "median_us"), 1)])
+    header = ["µs, without → with", *(_format(name, report) for name in formats), f"{_anchor(report)}, no sharing"]
+    return _below(_table(header, lines), report)
+
+
+def _decode_shapes(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """Rows of a decode report by shape and format."""
+    cells: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault(row["shape"], {})[row["format"]] = row
+    return cells
+
+
 def _format(name: str, report: Report) -> str:
-    names = {"int4g32": "int4, groups of 32", "fbgemm": "int4, FBGEMM's rows", report["anchor"]: _anchor(report)}
+    names = {
+        "int4g32": "int4, groups of 32",
+        "fbgemm": "int4, FBGEMM's rows",
+        "fbgemm4": "int4, FBGEMM's rows in 4 groups",
+        "int4w128": "int4, `recent_window=128`",
+        "bf16det": "bf16, `deterministic=True`",
+        "int4det": "int4, `deterministic=True`",
+        report["anchor"]: _anchor(report),
+    }
     return names.get(name, name)
 
 
@@ -161,6 +211,18 @@ def _decode_cell(row: Row | None, report: Report) -> str:
     text = f"{_number(row['median_us'], 1)}, {_number(row['tb_per_s'], 2)}"
     relative = row["time_relative_to_anchor"]
     return text if row["format"] == report["anchor"] or relative is None else f"{text}, {relative:.2f}"
+
+
+def beside_copy(report: Report) -> str:
+    """Microseconds and the share of a copy's bandwidth: one row a case, one column a shape."""
+    cells = {(row["case"], row["shape"]): row for row in report["rows"]}
+    shapes = list(dict.fromkeys(shape for _, shape in cells))
+    lines = []
+    for case in dict.fromkeys(case for case, _ in cells):
+        found = (cells.get((case, shape)) for shape in shapes)
+        lines.append([case, *(f"{_number(_of(x, 'median_us'), 1)}, {_number(_of(x, 'of_a_copy'), 2)}" for x in found)])
+    copy = f"A copy in the same run: {_number(report['ceilings']['copy_tb_per_s'], 2)} TB/s."
+    return _below(_table(["µs, share of a copy's bandwidth", *shapes], lines), report, copy)
 
 
 def host(report: Report) -> str:
@@ -297,9 +359,14 @@ PARTS: dict[str, Part] = {
     "forward": Part(("forward",), forward),
     "forward_sm80": Part(tuple(f"forward_sm80_d{head_dim}" for head_dim in HEAD_DIMS), forward),
     "int8": Part(("int8",), int8),
+    "int8_sm80": Part(("int8_sm80",), int8),
     "int8_sustained": Part(("int8_sustained",), int8_load),
     "decode": Part(("decode",), decode),
     "decode_others": Part(("decode",), decode_others),
+    "decode_shared": Part(("decode",), decode_shared),
+    "decode_options": Part(("decode_options",), decode),
+    "append": Part(("append",), beside_copy),
+    "quantize": Part(("quantize",), beside_copy),
     "decode_sustained": Part(("decode_sustained",), decode),
     "host": Part(("host",), host),
     "int8_choice": Part(("int8",), int8_choice),
