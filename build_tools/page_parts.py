@@ -10,6 +10,10 @@ Report = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 
+#: What fills a part that nothing has measured.
+NOT_MEASURED = "*Not measured yet.*"
+
+
 class PageError(Exception):
     """A page or a result file is not as it has to be; the text says which and how."""
 
@@ -50,6 +54,22 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def number(value: float | None, digits: int) -> str:
     """A cell; a dash where nothing was measured."""
     return "–" if value is None else f"{value:.{digits}f}"
+
+
+def ratio(value: float | None) -> str:
+    """A cell: how many times as fast."""
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def anchor(report: Report) -> str:
+    """Name of what ratios are relative to."""
+    key = report["anchor"]
+    return {"cudnn": "cuDNN", "fa2": "FlashAttention-2"}.get(key, str(report.get("labels", {}).get(key, key)))
+
+
+def value_of(row: Row | None, key: str) -> float | None:
+    """A number of a row, None where there is no row."""
+    return None if row is None else row[key]
 
 
 def below(table: str, report: Report, *notes: str) -> str:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-from build_tools import accuracy_tables, figures
-from build_tools.page_parts import Part, Report, Row, Source, provenance
-from build_tools.page_parts import below as _below
-from build_tools.page_parts import number as _number
-from build_tools.page_parts import table as _table
+from build_tools import accuracy_tables, decode_tables, figures
+from build_tools.page_parts import (
+    Part,
+    Report,
+    Row,
+    Source,
+    anchor,
+    below,
+    number,
+    provenance,
+    ratio,
+    table,
+    value_of,
+)
 
 #: Below the checkout.
 FIGURE = Path("docs/performance/attention.svg")
 
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1024, 4096, 16384)
-#: End of a format's name where the call is told of the prefix (`omniattn.bench.decode_report`).
-_WITH_PREFIX = " shared_prefix"
 
 
 def _generic(head_dim: int) -> Source:
@@ -57,15 +64,6 @@ SOURCES: dict[str, Source] = {
 }
 
 
-def _ratio(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}×"
-
-
-def _anchor(report: Report) -> str:
-    key = report["anchor"]
-    return {"cudnn": "cuDNN", "fa2": "FlashAttention-2"}.get(key, str(report.get("labels", {}).get(key, key)))
-
-
 def _cells(report: Report) -> dict[tuple[int, int, bool, str], Row]:
     """Rows of a forward report by head_dim, length, causal and contender: of 16384 tokens, hidden size 2048."""
     return {
@@ -75,13 +73,9 @@ def _cells(report: Report) -> dict[tuple[int, int, bool, str], Row]:
     }
 
 
-def _of(row: Row | None, key: str) -> float | None:
-    return None if row is None else row[key]
-
-
 def forward(*reports: Report) -> str:
     """TFLOP/s and the ratio to the anchor of exact attention, full and causal."""
-    anchor = _anchor(reports[0])
+    over = f"over {anchor(reports[0])}"
     rows = []
     for report in reports:
         cells = _cells(report)
@@ -89,17 +83,16 @@ def forward(*reports: Report) -> str:
             row = [f"d{head_dim} s{seqlen}"]
             for causal in (False, True):
                 cell = cells.get((head_dim, seqlen, causal, "omniattn"))
-                row += [_number(_of(cell, "tflops"), 0), _ratio(_of(cell, "ratio_to_anchor"))]
+                row += [number(value_of(cell, "tflops"), 0), ratio(value_of(cell, "ratio_to_anchor"))]
             rows.append(row)
-    table = _table(["TFLOP/s", "full", f"over {anchor}", "causal", f"over {anchor}"], rows)
+    made = table(["TFLOP/s", "full", over, "causal", over], rows)
     means = [report["geometric_mean_ratio"].get("omniattn") for report in reports]
-    notes = () if len(means) > 1 else (f"Geometric mean of the ratios: {_ratio(means[0])}.",)
-    return _below(table, reports[0], *notes)
+    notes = () if len(means) > 1 else (f"Geometric mean of the ratios: {ratio(means[0])}.",)
+    return below(made, reports[0], *notes)
 
 
 def int8(report: Report) -> str:
     """Exact attention, int8 end to end and its kernel alone, beside the anchor."""
-    anchor = _anchor(report)
     lines = []
     for shape, cells in _by_shape(report).items():
         exact, whole, kernel = (cells.get(name) for name in ("omniattn", "omniattn_int8", "omniattn_int8_kernel"))
@@ -111,9 +104,9 @@ def int8(report: Report) -> str:
                 *_speed(kernel, "ratio_to_anchor"),
             ]
         )
-    over = f"over {anchor}"
+    over = f"over {anchor(report)}"
     header = ["TFLOP/s", "exact", over, "int8, end to end", over, "over exact", "int8 kernel", over]
-    return _below(_table(header, lines), report)
+    return below(table(header, lines), report)
 
 
 def _by_shape(report: Report) -> dict[str, dict[str, Row]]:
@@ -128,7 +121,7 @@ def _by_shape(report: Report) -> dict[str, dict[str, Row]]:
 
 
 def _speed(row: Row | None, *ratios: str) -> list[str]:
-    return [_number(_of(row, "tflops"), 0), *(_ratio(_of(row, name)) for name in ratios)]
+    return [number(value_of(row, "tflops"), 0), *(ratio(value_of(row, name)) for name in ratios)]
 
 
 def int8_load(report: Report) -> str:
@@ -139,90 +132,11 @@ def int8_load(report: Report) -> str:
         line = [shape]
         for name in names:
             row = cells.get(name)
-            line.append(f"{_number(_of(row, 'tflops'), 0)} at {_number(_of(row, 'sm_mhz'), 0)}")
-        line.append(_ratio(_of(cells.get("omniattn_int8"), "ratio_to_exact")))
+            line.append(f"{number(value_of(row, 'tflops'), 0)} at {number(value_of(row, 'sm_mhz'), 0)}")
+        line.append(ratio(value_of(cells.get("omniattn_int8"), "ratio_to_exact")))
         lines.append(line)
-    header = ["TFLOP/s at MHz", "exact", "int8, end to end", "int8 kernel", _anchor(report), "end to end over exact"]
-    return _below(_table(header, lines), report)
-
-
-def decode(report: Report) -> str:
-    """Microseconds, TB/s and relative time for each format: 8 query heads on one kv head, contiguous caches."""
-    cells = {(row["format"], row["batch"]): row for row in report["rows"] if _is_first(row)}
-    batches = sorted({batch for _, batch in cells})
-    formats = list(dict.fromkeys(name for name, _ in cells))
-    lines = []
-    for name in formats:
-        lines.append([_format(name, report), *(_decode_cell(cells.get((name, batch)), report) for batch in batches)])
-    header = ["µs, TB/s, relative time", *(f"b{batch}" for batch in batches)]
-    return _below(_table(header, lines), report)
-
-
-def decode_others(report: Report) -> str:
-    """The other shapes: many kv heads, long sequences, pages, unequal lengths."""
-    cells = _decode_shapes(row for row in report["rows"] if not _is_first(row) and not row.get("prefix"))
-    formats = list(dict.fromkeys(name for row in cells.values() for name in row))
-    lines = [[shape, *(_decode_cell(row.get(name), report) for name in formats)] for shape, row in cells.items()]
-    header = ["µs, TB/s, relative time", *(_format(name, report) for name in formats)]
-    return _below(_table(header, lines), report)
-
-
-def decode_shared(report: Report) -> str:
-    """Sequences that share a prefix: each format without and with ``shared_prefix``, and how much that gains."""
-    cells = _decode_shapes(row for row in report["rows"] if row.get("prefix"))
-    formats = [name for row in cells.values() for name in row if name + _WITH_PREFIX in row]
-    formats = list(dict.fromkeys(formats))
-    lines = []
-    for shape, row in cells.items():
-        line = [shape]
-        for name in formats:
-            without, told = (_of(row.get(key), "median_us") for key in (name, name + _WITH_PREFIX))
-            gain = None if without is None or told is None else without / told
-            line.append(f"{_number(without, 1)} → {_number(told, 1)} ({_ratio(gain)})")
-        lines.append([*line, _number(_of(row.get(report["anchor"]), "median_us"), 1)])
-    header = ["µs, without → with", *(_format(name, report) for name in formats), f"{_anchor(report)}, no sharing"]
-    return _below(_table(header, lines), report)
-
-
-def _decode_shapes(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """Rows of a decode report by shape and format."""
-    cells: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault(row["shape"], {})[row["format"]] = row
-    return cells
-
-
-def _format(name: str, report: Report) -> str:
-    names = {
-        "int4g32": "int4, groups of 32",
-        "fbgemm": "int4, FBGEMM's rows",
-        "fbgemm4": "int4, FBGEMM's rows in 4 groups",
-        "int4w128": "int4, `recent_window=128`",
-        "bf16det": "bf16, `deterministic=True`",
-        "int4det": "int4, `deterministic=True`",
-        report["anchor"]: _anchor(report),
-    }
-    return names.get(name, name)
-
-
-def _decode_cell(row: Row | None, report: Report) -> str:
-    if row is None or row["median_us"] is None:
-        return "–"
-    text = f"{_number(row['median_us'], 1)}, {_number(row['tb_per_s'], 2)}"
-    relative = row["time_relative_to_anchor"]
-    return text if row["format"] == report["anchor"] or relative is None else f"{text}, {relative:.2f}"
-
-
-def beside_copy(report: Report) -> str:
-    """Microseconds and the share of a copy's bandwidth: one row a case, one column a shape."""
-    cells = {(row["case"], row["shape"]): row for row in report["rows"]}
-    shapes = list(dict.fromkeys(shape for _, shape in cells))
-    lines = []
-    for case in dict.fromkeys(case for case, _ in cells):
-        found = (cells.get((case, shape)) for shape in shapes)
-        lines.append([case, *(f"{_number(_of(x, 'median_us'), 1)}, {_number(_of(x, 'of_a_copy'), 2)}" for x in found)])
-    copy = f"A copy in the same run: {_number(report['ceilings']['copy_tb_per_s'], 2)} TB/s."
-    return _below(_table(["µs, share of a copy's bandwidth", *shapes], lines), report, copy)
+    header = ["TFLOP/s at MHz", "exact", "int8, end to end", "int8 kernel", anchor(report), "end to end over exact"]
+    return below(table(header, lines), report)
 
 
 def host(report: Report) -> str:
@@ -230,17 +144,17 @@ def host(report: Report) -> str:
     lines = [
         [
             row["name"],
-            _number(row["median_us"], 1),
-            f"{_number(row['p10_us'], 1)}–{_number(row['p90_us'], 1)}",
-            _number(row["ratio_to_sdpa"], 2),
+            number(row["median_us"], 1),
+            f"{number(row['p10_us'], 1)}–{number(row['p90_us'], 1)}",
+            number(row["ratio_to_sdpa"], 2),
         ]
         for row in report["rows"]
     ]
-    table = _table(["warm call", "µs", "p10–p90", "time relative to torch SDPA"], lines)
+    made = table(["warm call", "µs", "p10–p90", "time relative to torch SDPA"], lines)
     jit, spent = report["first_jit"], report["import"]
     compiled = "" if jit["seconds"] is None else f" First compilation of `{jit['kernel']}`: {jit['seconds']:.2f} s."
     note = f"Import: {spent['total_ms']:.0f} ms, {spent['numpy_ms']:.0f} of them NumPy.{compiled}"
-    return _below(table, report, note)
+    return below(made, report, note)
 
 
 def readme(low: Report, caches: Report) -> str:
@@ -254,28 +168,26 @@ def readme(low: Report, caches: Report) -> str:
     ):
         for head_dim in head_dims:
             rows = (cells.get((head_dim, seqlen, True, contender)) for seqlen in LENGTHS)
-            speeds = " / ".join(_ratio(_of(row, "ratio_to_anchor")) for row in rows)
+            speeds = " / ".join(ratio(value_of(row, "ratio_to_anchor")) for row in rows)
             lines.append([label, f"head_dim {head_dim}, {lengths}", speeds])
-    steps = {(row["format"], row["batch"]): row["time_relative_to_anchor"] for row in caches["rows"] if _is_first(row)}
+    steps = {
+        (row["format"], row["batch"]): row["time_relative_to_anchor"]
+        for row in caches["rows"]
+        if decode_tables.is_first(row)
+    }
     batches = sorted({batch for _, batch in steps})
     shape = f"8192 tokens, 8 query heads on 1, batch {' / '.join(map(str, batches))}"
     for name in ("bf16", "fp8", "int8", "int4"):
         times = (steps.get((name, batch)) for batch in batches)
-        speeds = " / ".join(_ratio(None if time is None else 1 / time) for time in times)
+        speeds = " / ".join(ratio(None if time is None else 1 / time) for time in times)
         lines.append([f"`decode`, {name} cache", shape, speeds])
-    table = _table(["call", "shapes", f"speed over {_anchor(low)} bf16"], lines)
-    return f"{table}\n\n<sub>{provenance(low, caches)}</sub>"
-
-
-def _is_first(row: Row) -> bool:
-    """8 query heads on one kv head, 8192 tokens, a contiguous cache."""
-    shape = (row["heads_q"], row["heads_kv"], row["seqlen"], row["block_size"])
-    return shape == (8, 1, 8192, 0) and not row["ragged"]
+    made = table(["call", "shapes", f"speed over {anchor(low)} bf16"], lines)
+    return f"{made}\n\n<sub>{provenance(low, caches)}</sub>"
 
 
 def readme_figure(report: Report) -> str:
     """The figure, as a page shows it."""
-    text = f"Speed of attention relative to {_anchor(report)} on one {report['environment']['device']}"
+    text = f"Speed of attention relative to {anchor(report)} on one {report['environment']['device']}"
     return f"![{text}]({FIGURE.as_posix()})"
 
 
@@ -289,14 +201,14 @@ def figure(report: Report) -> str:
             figures.Group(
                 (f"d{head_dim}", f"{seqlen // 1024}k"),
                 tuple(
-                    _of(cells.get((head_dim, seqlen, causal, name)), "ratio_to_anchor")
+                    value_of(cells.get((head_dim, seqlen, causal, name)), "ratio_to_anchor")
                     for name in ("omniattn", "omniattn_int8")
                 ),
             )
             for head_dim, seqlen in groups
         ]
         panels.append(figures.Panel("causal" if causal else "full", tuple(bars)))
-    title = f"Speed over {_anchor(report)} bf16, {report['environment']['device']}, {report['date']}"
+    title = f"Speed over {anchor(report)} bf16, {report['environment']['device']}, {report['date']}"
     return figures.bars(title, ("exact attention", "int8, quantization included"), panels)
 
 
@@ -309,11 +221,11 @@ def int8_choice(report: Report) -> str:
     }
     columns = sorted({key[1:] for key in found})
     lines = [
-        [f"d{head_dim}", *(_ratio(found.get((head_dim, *column))) for column in columns)]
+        [f"d{head_dim}", *(ratio(found.get((head_dim, *column))) for column in columns)]
         for head_dim in sorted({key[0] for key in found})
     ]
     header = ["int8 over exact", *(f"s{seqlen} {'causal' if causal else 'full'}" for seqlen, causal in columns)]
-    return _below(_table(header, lines), report)
+    return below(table(header, lines), report)
 
 
 def sources() -> str:
@@ -322,15 +234,15 @@ def sources() -> str:
         [f"`{name}.json`", f"`{source.command}`", "yes" if source.required else "no"]
         for name, source in SOURCES.items()
     ]
-    return _table(["file", "command", "required"], lines)
+    return table(["file", "command", "required"], lines)
 
 
 def _mean(report: Report) -> str:
-    return _number(report["geometric_mean_ratio"].get("omniattn"), 2)
+    return number(report["geometric_mean_ratio"].get("omniattn"), 2)
 
 
 def _least(report: Report) -> str:
-    return _number(min(row["ratio_to_anchor"] for row in _cells(report).values() if row["contender"] == "omniattn"), 2)
+    return number(min(row["ratio_to_anchor"] for row in _cells(report).values() if row["contender"] == "omniattn"), 2)
 
 
 def _device(report: Report) -> str:
@@ -349,7 +261,7 @@ def _int8_over_exact(head_dim: int) -> Callable[[Report], str]:
 def _call(name: str) -> Callable[[Report], str]:
     def text(report: Report) -> str:
         (row,) = (row for row in report["rows"] if row["name"] == name)
-        return _number(row["median_us"], 0)
+        return number(row["median_us"], 0)
 
     return text
 
@@ -361,13 +273,13 @@ PARTS: dict[str, Part] = {
     "int8": Part(("int8",), int8),
     "int8_sm80": Part(("int8_sm80",), int8),
     "int8_sustained": Part(("int8_sustained",), int8_load),
-    "decode": Part(("decode",), decode),
-    "decode_others": Part(("decode",), decode_others),
-    "decode_shared": Part(("decode",), decode_shared),
-    "decode_options": Part(("decode_options",), decode),
-    "append": Part(("append",), beside_copy),
-    "quantize": Part(("quantize",), beside_copy),
-    "decode_sustained": Part(("decode_sustained",), decode),
+    "decode": Part(("decode",), decode_tables.decode),
+    "decode_others": Part(("decode",), decode_tables.decode_others),
+    "decode_shared": Part(("decode",), decode_tables.decode_shared),
+    "decode_options": Part(("decode_options",), decode_tables.decode),
+    "append": Part(("append",), decode_tables.beside_copy),
+    "quantize": Part(("quantize",), decode_tables.beside_copy),
+    "decode_sustained": Part(("decode_sustained",), decode_tables.decode),
     "host": Part(("host",), host),
     "int8_choice": Part(("int8",), int8_choice),
     "int8_choice_sustained": Part(("int8_sustained",), int8_choice),

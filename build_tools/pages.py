@@ -19,15 +19,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from build_tools.page_parts import PageError, Report
+from build_tools.page_parts import NOT_MEASURED, PageError, Report
 from build_tools.page_tables import FIGURE, PARTS, SOURCES, figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("docs/performance/results")
 SCHEMA = 1
-
-#: What fills a table whose result file is not there.
-NOT_MEASURED = "*Not measured yet.*"
 
 _MARKED = re.compile(r"(<!-- (table|value): (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
