@@ -43,7 +43,7 @@ def write_record(checkout: Path, **changes: Any) -> None:
         "digest": record.digest(checkout),
         "complete": True,
         "device": [{"name": "NVIDIA H200", "compute_capability": "9.0"}],
-        "tests": {"a": ["passed", 0.1], "b": ["skipped", 0.0]},
+        "tests": {"a": ["passed", 0.1], f"{record.MAY_SKIP[0]}::b": ["skipped", 0.0]},
     }
     (checkout / record.RECORD).write_text(record.render({**data, **changes}), encoding="utf-8")
 
@@ -56,13 +56,18 @@ def test_a_good_record_passes(checkout: Path) -> None:
 
 
 def test_what_did_not_pass_is_named(checkout: Path) -> None:
-    tests = {"a": ["passed", 0.1], "tests/gpu/test_b.py::one[x]": ["skipped", 0.0], "c.py::missed": ["xfailed", 0.1]}
+    skipped = f"{record.MAY_SKIP[0]}::one[x]"
+    tests = {"a": ["passed", 0.1], skipped: ["skipped", 0.0], "c.py::missed": ["xfailed", 0.1]}
     write_record(checkout, tests=tests)
     verdict = record.check(checkout)
     assert verdict.ok, verdict.text
-    assert verdict.text.endswith("1 passed, 1 skipped (test_b.py), failing as expected: missed")
+    assert verdict.text.endswith("1 passed, 1 skipped (test_several_gpus.py), failing as expected: missed")
     write_record(checkout, tests={**tests, "d": ["xpassed", 0.1]})
     assert not record.check(checkout).ok
+    write_record(checkout, tests={**tests, "tests/gpu/test_b.py::two": ["skipped", 0.0]})
+    verdict = record.check(checkout)
+    assert not verdict.ok
+    assert "1 skipped test(s) that one GPU can run, first tests/gpu/test_b.py::two" in verdict.text
 
 
 def test_a_missing_record_fails_and_says_what_to_do(checkout: Path) -> None:
@@ -308,7 +313,8 @@ def test_an_expected_failure_is_one_only_while_it_fails_as_expected(checkout: Pa
     data, shown = run_suite(checkout, "-m", "gpu", more=EXPECTED_TO_FAIL.format(body=body))
     assert data is not None, shown
     assert data["tests"]["tests/gpu/test_k.py::test_goal"][0] == outcome
-    write_record(checkout, tests=data["tests"])  # as if there had been a GPU
+    ran = {name: found for name, found in data["tests"].items() if found[0] != "skipped"}
+    write_record(checkout, tests=ran)  # as if there had been a GPU
     assert record.check(checkout).ok == (outcome == "xfailed")
 
 
