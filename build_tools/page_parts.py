@@ -97,6 +97,7 @@ def _conditions(report: Report) -> str:
         "interleaved": "cold L2, contenders interleaved, medians",
         "sustained": f"each contender alone under load, {report.get('sustained_seconds')} s",
         "accuracy": "errors against double precision",
+        "perplexity": "perplexity of SmolLM2-135M",
     }.get(report["protocol"], "medians")
     return f"{', '.join([facts['device'], *known])}; {report['date']}; {how}"
 

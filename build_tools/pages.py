@@ -1,5 +1,7 @@
 """Measured tables and figures of the documents, from committed results: ``python -m build_tools.pages [--write]``.
 
+``--measure NAME ...`` runs the commands of result files, on the machine with the GPU, and writes the files.
+
 Result files are what ``omniattn bench ... --json`` prints, kept as ``docs/performance/results/NAME.json``. A page says
 where a table stands, and this module fills it::
 
@@ -14,8 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -84,7 +90,8 @@ def expected(root: Path = ROOT) -> dict[Path, str]:
     """What every page with markers, and the figure, have to be: path below ``root`` to text."""
     reports = results(root)
     made: dict[Path, str] = {}
-    for path in [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("**/*.md"))]:
+    for path in [root / "README.md", root / "CHANGELOG.md", *sorted(root.glob("docs/**/*.md")),
+                 *sorted(root.glob("examples/**/*.md"))]:  # fmt: skip
         if not path.exists():
             continue
         text = path.read_text(encoding="utf-8")
@@ -115,11 +122,44 @@ def write(root: Path = ROOT) -> list[str]:
     return changed
 
 
+def command_of(name: str, path: Path) -> tuple[list[str], dict[str, str]]:
+    """What writes a result file to ``path``: program with arguments, and variables of the environment."""
+    words = shlex.split(SOURCES[name].command)
+    variables = {}
+    while "=" in words[0]:
+        key, _, value = words.pop(0).partition("=")
+        variables[key] = value
+    program = {"omniattn": [sys.executable, "-m", "omniattn.cli"], "python": [sys.executable]}[words[0]]
+    # What a table shows of a run is the command without the file, so that the file may lie anywhere.
+    return [*program, *(word for word in words[1:] if word != "--json"), "--out", str(path)], variables
+
+
+def measure(names: Sequence[str], folder: Path) -> list[str]:
+    """Run the commands of result files one after the other; return the names of those that failed."""
+    failed = []
+    for name in names:
+        begin = time.monotonic()
+        command, variables = command_of(name, folder / f"{name}.json")
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, check=False,
+        )  # fmt: skip
+        print(f"{name}: exit code {done.returncode}, {time.monotonic() - begin:.0f} s", flush=True)
+        if done.returncode:
+            failed.append(name)
+            print(done.stdout[-2000:], flush=True)
+    return failed
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Renew or check; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="renew pages and figure")
+    parser.add_argument("--measure", nargs="+", choices=tuple(SOURCES), metavar="NAME", help="write these result files")
+    parser.add_argument("--folder", type=Path, default=ROOT / RESULTS, help="where --measure writes them")
     options = parser.parse_args(arguments)
+    if options.measure:
+        return 1 if measure(options.measure, options.folder.resolve()) else 0
     try:
         names = write() if options.write else differences()
         absent = [name for name in SOURCES if name not in results()]

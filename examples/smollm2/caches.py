@@ -94,10 +94,10 @@ def token_bytes(model: Model, variant: CacheVariant) -> int:
     return config.num_layers * cache.token_bytes
 
 
-def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> None:
-    """Write the table of all caches."""
+def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Write the table of all caches, and return its rows."""
     rows = [
         Row((x.label, str(token_bytes(model, x))), partial(cache_attention, model.backend, x), x.label)
         for x in variants()
     ]
-    write_rows(("Cache", "Bytes a token"), rows, model, windows, write)
+    return write_rows(("Cache", "Bytes a token"), rows, model, windows, write)

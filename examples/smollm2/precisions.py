@@ -8,8 +8,9 @@ integers, scales and 8-bit floats, in NumPy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from model import AttentionFn, Model, Precision, Predictions, omniattn_attention
@@ -94,11 +95,13 @@ def write_rows(
     model: Model,
     windows: list[np.ndarray],
     write: Callable[[str], None],
-) -> None:
+) -> list[dict[str, Any]]:
     """Measure every row and hand the lines of a Markdown table to `write`, each as soon as it is known.
 
     The first row is what the others are compared with. A row that the device cannot run is named below the table with
     the reason; without the first one there is nothing to compare with, and its error passes through.
+
+    Returns the rows with all their digits, for JSON: the first cells by their columns, and the `Comparison`.
     """
     from omniattn.errors import UnsupportedError
 
@@ -106,6 +109,7 @@ def write_rows(
     write("|---" * (len(columns) + 3) + "|")
     base: Predictions | None = None
     unavailable = []
+    measured = []
     for row in rows:
         try:
             found = predict(model, row.make(), windows)
@@ -122,17 +126,19 @@ def write_rows(
             made = compare(base, found)
             change = f"{100 * made.difference:+.2f} % ± {100 * made.error:.2f} %"
             agreement = f"{100 * made.agreement:.2f} %"
+        measured.append(dict(zip(columns, row.cells, strict=True)) | asdict(made))
         cells = (*row.cells, f"{made.perplexity:.4f}", change, agreement)
         write("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
     if unavailable:
         write("")
     for line in unavailable:
         write(line)
+    return measured
 
 
-def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> None:
-    """Write the table of all precisions."""
+def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Write the table of all precisions, and return its rows."""
     rows = [
         Row((f"`{x.label}`", x.smoothed), partial(omniattn_attention, x.precision), f"`{x.label}`") for x in variants()
     ]
-    write_rows(("`precision=`", "Smoothed"), rows, model, windows, write)
+    return write_rows(("`precision=`", "Smoothed"), rows, model, windows, write)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from array_backend import Array
@@ -66,10 +67,10 @@ def product_attention(precision: Precision) -> AttentionFn:
     return attend
 
 
-def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> None:
-    """Write the table of all products; e4m3 needs compute capability 8.9."""
+def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Write the table of all products, and return its rows; e4m3 needs compute capability 8.9."""
     rows = [
         Row((x.qk, x.pv, x.sums), partial(product_attention, x.precision), f"{x.qk}, {x.pv}, sums in {x.sums}")
         for x in variants()
     ]
-    write_rows(("Q·Kᵀ", "P·V", "sums"), rows, model, windows, write)
+    return write_rows(("Q·Kᵀ", "P·V", "sums"), rows, model, windows, write)

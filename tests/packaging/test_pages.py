@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,6 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from build_tools import decode_tables, figures, page_tables, pages
+from omniattn.cli import build_parser
+from omniattn.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[2]
 PERFORMANCE = sorted((ROOT / "docs/performance").glob("*.md"))
@@ -92,7 +95,7 @@ def test_pages_are_what_the_results_say() -> None:
 
 
 def test_every_part_is_on_a_page() -> None:
-    pages_ = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("**/*.md")]
+    pages_ = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
     texts = (page.read_text(encoding="utf-8") for page in pages_)
     named = {name for text in texts for name in re.findall(r"<!-- (?:table|value): (\w+) -->", text)}
     assert named == set(page_tables.PARTS)
@@ -260,6 +263,33 @@ def test_results_are_of_the_commands_that_the_page_names() -> None:
         if name in BEFORE_FORCED_KERNELS_WERE_NAMED:
             named = named.partition(" ")[2]
         assert report["command"].removesuffix(" --json") == named.removesuffix(" --json")
+
+
+@pytest.mark.parametrize("name", page_tables.SOURCES)
+def test_commands_of_results_can_be_run(name: str, tmp_path: Path) -> None:
+    """The words are those that the programs know: every command gets as far as its own parser's help."""
+    command, variables = pages.command_of(name, tmp_path / "x.json")
+    assert set(variables) <= {"OMNIATTN_FORCE_KERNEL"}
+    assert all(spec in known for known in [{s.name for s in REGISTRY}]
+               for value in variables.values() for spec in value.split(","))  # fmt: skip
+    if "omniattn.cli" in command:
+        parsed = build_parser().parse_args(command[3:])
+        assert parsed.out == tmp_path / "x.json"
+        assert not parsed.json
+    else:
+        assert command[-2:] == ["--out", str(tmp_path / "x.json")]
+
+
+def test_measure_runs_and_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    program = "import os, sys; open(sys.argv[-1], 'w').write(os.environ['WHAT']); sys.exit(int(sys.argv[1]))"
+    monkeypatch.setattr(
+        pages,
+        "command_of",
+        lambda name, path: ([sys.executable, "-c", program, name, "--out", str(path)], {"WHAT": "it"}),
+    )
+    assert pages.measure(["0", "3"], tmp_path) == ["3"]
+    assert (tmp_path / "0.json").read_text(encoding="utf-8") == "it"
+    assert "0: exit code 0" in capsys.readouterr().out
 
 
 def test_tables_of_caches() -> None:

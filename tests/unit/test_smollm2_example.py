@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from build_tools import perplexity_tables
 from tests.unit.smollm2_fakes import tiny_weights
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "smollm2"
@@ -242,7 +244,7 @@ def test_table_names_what_the_device_cannot_run(ex: Any, tiny: Any, monkeypatch:
 
 
 def test_command_line_prints_the_table(
-    ex: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ex: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for name, value in (
         ("locate_gguf", lambda path: path),
@@ -252,12 +254,20 @@ def test_command_line_prints_the_table(
         ("load_tokenizer", lambda reader: SimpleNamespace(encode=lambda text: SimpleNamespace(ids=list(TOKENS)))),
     ):
         monkeypatch.setattr(ex.perplexity, name, value)
-    monkeypatch.setattr(sys, "argv", ["perplexity.py", "--precisions", "--tokens", "20", "--context", "10"])
+    out = tmp_path / "table.json"
+    words = ["perplexity.py", "--precisions", "--tokens", "20", "--context", "10", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
     assert ex.perplexity.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert "20 tokens in sequences of up to 10" in lines[0]
     rule = lines.index("|---|---|---|---|---|")
     assert [cells(line)[0] for line in lines[rule + 1 :]] == [f"`{v.label}`" for v in ex.precisions.variants()]
+    # The documents' table from the file is the one that was printed.
+    made = json.loads(out.read_text(encoding="utf-8"))
+    assert made["bench"] == "perplexity_precisions"
+    assert made["command"] == "python examples/smollm2/perplexity.py --precisions --tokens 20 --context 10"
+    shown = perplexity_tables.PARTS["perplexity_precisions"].make(made).splitlines()
+    assert [cells(line) for line in shown if line.startswith("|")] == [cells(line) for line in lines[rule - 1 :]]
 
 
 def test_product_table_has_a_row_for_each_product(ex: Any, tiny: Any) -> None:
@@ -321,6 +331,11 @@ def test_command_line_takes_one_table(
     with pytest.raises(SystemExit):
         ex.perplexity.main()
     assert "--products and --caches are different tables: expected one of them" in capsys.readouterr().err
+    for words in (["--out", "x.json"], ["--caches", "--out", "/no/such/folder/x.json"]):
+        monkeypatch.setattr(sys, "argv", ["perplexity.py", *words])
+        with pytest.raises(SystemExit):
+            ex.perplexity.main()
+        assert "--out: expected a file in an existing folder, and one of" in capsys.readouterr().err
 
 
 def test_cache_table_has_a_row_for_each_format(ex: Any, tiny: Any) -> None:
