@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ Report = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 
+#: Of prose in the documents.
+COLUMNS = 100
 #: What fills a part that nothing has measured.
 NOT_MEASURED = "*Not measured yet.*"
 
@@ -74,15 +77,16 @@ def value_of(row: Row | None, key: str) -> float | None:
 
 def below(table: str, report: Report, *notes: str) -> str:
     """A table, notes, and what they were measured with."""
-    return "\n\n".join([table, *notes, f"<sub>{provenance(report)}</sub>"])
+    return "\n\n".join([table, *notes, provenance(report)])
 
 
 def provenance(*reports: Report) -> str:
-    """The line below a table: device, software, date, protocol and commands; one for each different run."""
+    """What stands below a table: device, software, date, protocol and commands; a sentence each different run."""
     commands: dict[str, list[str]] = {}
     for report in reports:
         commands.setdefault(_conditions(report), []).append(f"`{report['command']}`")
-    return " ".join(f"{conditions}. Measured by {', '.join(names)}." for conditions, names in commands.items())
+    text = " ".join(f"{conditions}. Measured by {', '.join(names)}." for conditions, names in commands.items())
+    return textwrap.fill(f"<sub>{text}</sub>", COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
 def _conditions(report: Report) -> str:

@@ -183,7 +183,7 @@ def readme(low: Report, caches: Report) -> str:
         speeds = " / ".join(ratio(None if time is None else 1 / time) for time in times)
         lines.append([f"`decode`, {name} cache", shape, speeds])
     made = table(["call", "shapes", f"speed over {anchor(low)} bf16"], lines)
-    return f"{made}\n\n<sub>{provenance(low, caches)}</sub>"
+    return f"{made}\n\n{provenance(low, caches)}"
 
 
 def readme_figure(report: Report) -> str:

@@ -91,8 +91,8 @@ def test_a_table_is_what_the_result_says(checkout: Path) -> None:
         "| bf16 | 256 | 0.9900 / 0.000 | 0.9900 / 0.000 |",
         "| int4 | 72 | 0.9925 / 0.250 | 0.9925 / 0.250 |",
         "",
-        "<sub>CPU, NumPy 2.5, Python 3.12.1; 2026-01-02; errors against double precision. Measured by "
-        "`python -m kv_accuracy`.</sub>",
+        "<sub>CPU, NumPy 2.5, Python 3.12.1; 2026-01-02; errors against double precision. Measured by `python",
+        "-m kv_accuracy`.</sub>",
         "<!-- end -->",
     ]
 
