@@ -139,7 +139,8 @@ def measure(names: Sequence[str], folder: Path) -> list[str]:
     failed = []
     for name in names:
         begin = time.monotonic()
-        command, variables = command_of(name, folder / f"{name}.json")
+        made = folder / f"{name}.json.new"
+        command, variables = command_of(name, made)
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, check=False,
@@ -147,7 +148,10 @@ def measure(names: Sequence[str], folder: Path) -> list[str]:
         print(f"{name}: exit code {done.returncode}, {time.monotonic() - begin:.0f} s", flush=True)
         if done.returncode:
             failed.append(name)
+            made.unlink(missing_ok=True)  # a run that failed may have written what it had
             print(done.stdout[-2000:], flush=True)
+        else:
+            made.replace(folder / f"{name}.json")
     return failed
 
 
@@ -156,10 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="renew pages and figure")
     parser.add_argument("--measure", nargs="+", choices=tuple(SOURCES), metavar="NAME", help="write these result files")
-    parser.add_argument("--folder", type=Path, default=ROOT / RESULTS, help="where --measure writes them")
+    parser.add_argument("--folder", type=Path, help=f"where --measure writes them (default: {RESULTS.as_posix()})")
     options = parser.parse_args(arguments)
-    if options.measure:
-        return 1 if measure(options.measure, options.folder.resolve()) else 0
+    if options.folder is not None and not options.measure:
+        parser.error("--folder: expected with --measure only")
+    if options.measure and measure(options.measure, (options.folder or ROOT / RESULTS).resolve()):
+        return 1
     try:
         names = write() if options.write else differences()
         absent = [name for name in SOURCES if name not in results()]

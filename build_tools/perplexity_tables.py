@@ -8,10 +8,15 @@ from build_tools.page_parts import Part, Report, Source, below, table
 
 _PROGRAM = "python examples/smollm2/perplexity.py"
 
+
+def _source(name: str, tokens: int, context: int) -> Source:
+    return Source(f"{_PROGRAM} --{name} --tokens {tokens} --context {context}", f"perplexity_{name}", False)
+
+
 SOURCES: dict[str, Source] = {
-    f"perplexity_{name}": Source(f"{_PROGRAM} --{name} --tokens {tokens} --context {context}", bench, False)
-    for name, tokens, context in (("precisions", 6144, 2048), ("products", 2048, 1024), ("caches", 2048, 1024))
-    for bench in (f"perplexity_{name}",)
+    "perplexity_precisions": _source("precisions", 6144, 2048),
+    "perplexity_products": _source("products", 2048, 1024),
+    "perplexity_caches": _source("caches", 2048, 1024),
 }
 
 

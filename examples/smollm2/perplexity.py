@@ -64,9 +64,12 @@ def split_windows(tokens: np.ndarray, context: int) -> list[np.ndarray]:
 
 def report(name: str, options: str, text: str, backend: Backend, rows: list[dict[str, Any]]) -> str:
     """The rows of a table with what they were measured with, as JSON."""
-    from omniattn.bench.document import document, environment, reference_environment, to_json
+    from omniattn.bench.document import document, environment, reference_environment, to_json, version_of
 
-    facts = reference_environment() if backend.name.endswith("CPU") else environment(backend.xp)
+    if backend.name.endswith("CPU"):
+        facts = reference_environment() | ({"torch": version_of("torch")} if "torch" in backend.name else {})
+    else:
+        facts = environment(backend.xp)
     made = document(
         name, protocol="perplexity", command=f"python examples/smollm2/perplexity.py {options}", environment=facts,
         rows=rows, text=describe_text(text), backend=backend.name,
@@ -124,6 +127,8 @@ def main() -> int:
         rows = tables[asked[0]](model, windows, functools.partial(print, flush=True))
         if options.out is not None:
             where = f"--{asked[0]} --tokens {options.tokens} --context {options.context}"
+            if options.gguf:
+                where += f" --gguf {Path(options.gguf).name}"
             if options.backend != "numpy":
                 where += f" --backend {options.backend} --dtype {options.dtype}"
             options.out.write_text(report(f"perplexity_{asked[0]}", where, text, backend, rows), encoding="utf-8")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from omniattn import BlockManager, KVCache, PagedKVCache, append, decode
+from omniattn import BlockManager, KVCache, PagedKVCache, append, decode, registry
 from omniattn.errors import ArgumentError
 from omniattn.launch.decode import SHARED_PREFIX
 from omniattn.launch.structs import DECODE, MERGE_STATES, At
@@ -142,23 +142,23 @@ def test_its_kernels_are_listed_and_can_be_forced(head_dim: int, k_dtype: str) -
         plan_decode(problem, hopper, names[0])
 
 
-def test_kernels_of_other_formats_can_be_forced() -> None:
+def test_kernels_of_other_formats_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formats that the registry does not list: rows are made for the call, and are known by their names then."""
-    cache = PagedKVCache(
-        64, 16, 1, 64, like=np.zeros(1, dtype=np.float16), k_dtype="int8", v_dtype="int4", recent_window=16,
-        recent_dtype="fp16", recent_slots=4,
-    )  # fmt: skip
+    like = np.zeros(1, dtype=np.float16)
+    cache = PagedKVCache(64, 16, 1, 64, like=like, k_dtype="int8", v_dtype="int4")
     strides = (128, 128, 64, 1)
     problem = DecodeProblem(
-        "float16", cache.facts, 4, 1, 2, 1, 64, 320, 16, 64, 20, -1, 0.125, 0.0, "none", False, 0, False, strides,
+        "float16", cache.facts, 9, 1, 2, 1, 64, 320, 16, 64, 20, -1, 0.125, 0.0, "none", False, 48, False, strides,
         strides,
     )  # fmt: skip
-    hopper = Target((9, 0), 232448, 132)
-    names = [record.spec.name for record in plan_decode(problem, hopper, None).records]
-    assert names[0] == "decode_sm80_fp16_d64_kint8_vint4"
-    assert names[2] == "decode_sm80_fp16_d64_kv16"
-    for force in (f"{names[0]},{names[2]}", f"{names[2]},{names[0]}"):
-        assert [record.spec.name for record in plan_decode(problem, hopper, force).records] == names
+    row, combine = "decode_sm80_fp16_d64_kint8_vint4", "decode_combine_sm80_fp16_d64"
+    names = [f"{row}_n2", f"{combine}_n2", row, combine, "merge_states_sm80_fp16"]
+    for force in (f"{row},{row}_n2", f"{row}_n2,{row}", None):
+        # As in a process that has made no such row yet.
+        monkeypatch.setattr(registry, "_BY_NAME", {spec.name: spec for spec in REGISTRY})
+        assert row not in registry._BY_NAME
+        records = plan_decode(problem, Target((9, 0), 232448, 132), force).records
+        assert [record.spec.name for record in records] == names
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -317,16 +318,19 @@ def test_packed_arguments_are_kept_by_address_and_do_not_pile_up() -> None:
 
 
 def test_packed_arguments_of_many_launches_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "_kept", kept := [0])
-    monkeypatch.setattr(record, "_MAX_KEPT", 100)
+    gc.collect()
+    before = record._kept[0]
+    monkeypatch.setattr(record, "_MAX_KEPT", before + 100)
     programs = [program_of([record_of(64, (Pointer(8, "a"), Pointer(16, "b")))], ("a", "b"))[0] for _ in range(10)]
-    sets = [program.launches[0].__self__._by_addresses for program in programs]  # type: ignore[attr-defined]
     for i in range(60):
         for program in programs:
             program.launch(9, [i, i + 1])
     sets = [program.launches[0].__self__._by_addresses for program in programs]  # type: ignore[attr-defined]
     assert all((59, 60) in found for found in sets), "what was used last is kept"
-    assert sum(map(len, sets)) == kept[0] <= 100 + 10 * record._FEW
+    assert sum(map(len, sets)) == record._kept[0] - before <= 100 + 10 * record._FEW
+    del programs, program
+    gc.collect()
+    assert record._kept[0] == before, "what is gone does not count"
 
 
 def test_launches_of_a_program_in_their_order() -> None:

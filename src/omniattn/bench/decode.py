@@ -64,7 +64,7 @@ def run_decode(
     command: str = "",
     progress: Callable[[str], None] = lambda _: None,
 ) -> DecodeReport:
-    """Time one decoding step of every format on every shape, on torch's current CUDA device.
+    """Time one decoding step of each of the formats on every shape, on torch's current CUDA device.
 
     Parameters
     ----------
@@ -120,9 +120,10 @@ def _run_shape(
     torch: Any, timer: Timer, shape: DecodeShape, anchor: str, formats: Sequence[str], rotated_bytes: int
 ) -> list[DecodeMeasurement]:
     free, _ = torch.cuda.mem_get_info()
-    # Copies of a cache are at most as large as what has to rotate, and the cache itself.
-    needed = shape.needed_bytes([FORMATS[name][:2] for name in formats]) + (len(formats) + 1) * rotated_bytes
     own = [*formats, *(name + WITH_PREFIX for name in formats if shape.prefix and FORMATS[name].shares)]
+    # Copies of a cache are at most as large as what has to rotate, and the cache itself.
+    caches = [FORMATS[name.removesuffix(WITH_PREFIX)][:2] for name in own]
+    needed = shape.needed_bytes(caches) + (len(own) + 1) * rotated_bytes
     if needed > 0.9 * free:
         reason = f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
         return [DecodeMeasurement(shape, key, None, 0, None, reason) for key in (*own, anchor)]

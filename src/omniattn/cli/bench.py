@@ -30,7 +30,7 @@ quantization included) and the low-precision kernel alone (on operands quantized
 and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·b·h·s²·d, half of it when causal.
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
-append, quantize: prompts and single tokens into caches in each format, with and without rotary embedding; the
+append, quantize: prompts and single tokens into 16, 8 and 4-bit caches, with and without rotary embedding; the
 quantization of int8. Microseconds, and the share of a large copy's bandwidth in the same run, every input and output
 counted once.
 host: microseconds of a warm call of every operation from Python call to return, beside torch SDPA; import time, first
