@@ -57,7 +57,8 @@ def test_target_that_no_kernel_can_run_on(capsys: pytest.CaptureFixture[str]) ->
     assert main(["compile", "--arch", "sm_75", "--all"]) == 2
     error = capsys.readouterr().err
     assert "no kernel can be compiled for sm_75" in error
-    assert "8.0 or newer" in error
+    assert "8.0 or newer, sm_75 has 7.5" in error
+    assert "this GPU" not in error
 
 
 def test_several_kernels_are_compiled_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,7 @@ def test_its_kernels_are_listed_and_can_be_forced(head_dim: int, k_dtype: str) -
 
 
 def test_kernels_of_other_formats_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formats that the registry does not list: rows are made for the call, and are known by their names then."""
+    """Formats that the registry does not list, in a process that has made no such row yet."""
     like = np.zeros(1, dtype=np.float16)
     cache = PagedKVCache(64, 16, 1, 64, like=like, k_dtype="int8", v_dtype="int4")
     strides = (128, 128, 64, 1)
@@ -154,7 +154,6 @@ def test_kernels_of_other_formats_can_be_forced(monkeypatch: pytest.MonkeyPatch)
     row, combine = "decode_sm80_fp16_d64_kint8_vint4", "decode_combine_sm80_fp16_d64"
     names = [f"{row}_n2", f"{combine}_n2", row, combine, "merge_states_sm80_fp16"]
     for force in (f"{row},{row}_n2", f"{row}_n2,{row}", None):
-        # As in a process that has made no such row yet.
         monkeypatch.setattr(registry, "_BY_NAME", {spec.name: spec for spec in REGISTRY})
         assert row not in registry._BY_NAME
         records = plan_decode(problem, Target((9, 0), 232448, 132), force).records

@@ -341,7 +341,7 @@ def test_resolve(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.resolve(world.spec, (10, 0)).kind == "cache"
     old = runtime.resolve(world.spec, (7, 5))
     assert (old.kind, old.arch) == ("unsupported", "sm_75")
-    assert old.reason == "it needs compute capability 8.0 or newer, this GPU has 7.5"
+    assert old.reason == "it needs compute capability 8.0 or newer, sm_75 has 7.5"
     no_nvrtc(monkeypatch)
     missing = runtime.resolve(world.spec, (12, 0))
     assert missing.kind == "unsupported"

@@ -99,7 +99,7 @@ def choose(
     """Split rows into those to compile and those left out, with reasons."""
     chosen, left_out = [], {}
     for spec in specs:
-        never = spec.unfit(target.cc)
+        never = spec.unfit(target.cc, where=str(target))
         if never:
             left_out[spec.name] = never
         elif not keep_prebuilt and runtime.resolve(spec, target.cc).kind == "prebuilt":

@@ -267,7 +267,7 @@ def _best(specs: Sequence[KernelSpec], resolver: Resolver, column: Column) -> tu
     """The best kind that any of the kernels offers, the kernels that offer it, and why."""
     found: dict[str, list[tuple[str, str]]] = {"unsupported": []}
     for spec in specs:
-        never = spec.unfit(column.cc, column.smem_bytes)
+        never = spec.unfit(column.cc, column.smem_bytes, where=column.target)
         kind, reason = ("unsupported", never) if never else resolver(spec, column.cc)
         found.setdefault(kind, []).append((spec.name, reason))
     best = min(found, key=KINDS.index)

@@ -6,7 +6,6 @@ from ..launch import decode, kv_append, merge_states, quantize
 from ..launch.structs import At
 from ..problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, QuantizeCall, Target
 from ..select import (
-    decode_spec,
     select_append,
     select_copy,
     select_decode,
@@ -36,9 +35,6 @@ def plan_quantize(call: QuantizeCall, target: Target, force: str | None) -> Laun
 def plan_decode(problem: DecodeProblem, target: Target, force: str | None) -> Launches:
     """The launches of ``decode``."""
     asked = [(p.problem.dtype, p.k, p.v, decode.query_tiles(p.problem)) for p in decode.passes(problem)]
-    # A kernel that is forced has to be known by its name, also where another pass than its own looks at the names.
-    for each in asked:
-        decode_spec(*each)
     selections = [select_decode(*each, target, force) for each in asked]
     kernels = tuple(decode.Kernels(main.spec, combine.spec) for main, combine in selections)
     merge = select_merge(problem.dtype, target, force) if len(selections) > 1 else None

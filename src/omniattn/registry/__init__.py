@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 
 from .attention import attention_rows, merge_rows
-from .decode import decode_rows
+from .decode import decode_rows, unlisted_rows
 from .quantized import quantized_attention_rows, quantizer_rows
 from .spec import PREBUILT_ARCHS, KernelSpec
 
@@ -32,7 +32,10 @@ _BY_NAME = {spec.name: spec for spec in REGISTRY}
 
 
 def by_name(name: str) -> KernelSpec:
-    """Return the row called ``name``, listed or made (`registered`); KeyError lists near misses."""
+    """Return the row called ``name``, listed or not (`registered`); KeyError lists near misses."""
+    if name not in _BY_NAME:
+        for row in unlisted_rows():
+            registered(row)
     spec = _BY_NAME.get(name)
     if spec is not None:
         return spec
@@ -41,9 +44,9 @@ def by_name(name: str) -> KernelSpec:
 
 
 def registered(row: KernelSpec) -> KernelSpec:
-    """The registry's row of this name; else ``row``, known by its name from now on.
+    """The registry's row of this name; else ``row``, kept under its name from now on.
 
-    The registry lists the formats of caches that the wheel carries kernels for. For others rows are made when a call
-    asks for them, by the same functions.
+    The registry lists the common formats of caches. Rows of the others are made by the same functions when a call or a
+    name asks for them.
     """
     return _BY_NAME.setdefault(row.name, row)

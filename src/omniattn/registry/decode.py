@@ -7,6 +7,7 @@ only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from .spec import IO_TYPES, KernelSpec
@@ -14,6 +15,8 @@ from .spec import IO_TYPES, KernelSpec
 #: `KvKind` of device code by cache dtype; "fbgemm" is int4 in that layout.
 KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fbgemm": 4}
 _BITS = (16, 8, 8, 4, 4)
+#: Widths of a cache's rows, and channels of a parameter group at least (`kv.formats` has the same, a test compares).
+ROW_DIMS, MIN_GROUP = (64, 128, 256), 32
 #: Shared memory of a CTA that every GPU gives, and that of an SM of the GPUs that the tiles are tuned for, bytes.
 _MOST_CTA, _MOST_SM = 99 << 10, 220 << 10
 #: Words of the arguments behind the plan's scan: one sum a warp, and what was found.
@@ -115,9 +118,11 @@ def decode_row(
 
 def _spills(head_dim: int, k: tuple[int, int], n_tiles: int) -> int:
     """Bytes that the row spills at most (docs/performance/decode.md): mostly outside the loop over keys."""
+    if head_dim == 256 and n_tiles == 2:
+        # One CTA an SM spills nothing and is slower; 8 rows a CTA would read the keys twice.
+        return 464
     if head_dim == 256 and k[0] == 0:
-        # One tile: on sm_120a, which is not prebuilt. Two: sm_90a; 8 rows a CTA instead would read the keys twice.
-        return 32 if n_tiles == 1 else 464
+        return 32  # on sm_120a, which is not prebuilt
     return 124 if head_dim == 128 and k == (KV_KINDS["int4"], 4) and n_tiles == 2 else 0
 
 
@@ -197,7 +202,7 @@ def decode_rows() -> Iterator[KernelSpec]:
     # sm_86 and sm_89 load sm_80's; fp8 alone has an instruction of its own there.
     both, with_ada = ("80", "90a"), ("80", "89", "90a")
     for dtype in ("float16", "bfloat16"):
-        for head_dim in (64, 128, 256):
+        for head_dim in ROW_DIMS:
             formats = [(0, 1), (1, 1), (2, 1), (3, 1)]
             if head_dim == 128:
                 formats.append((3, 4))
@@ -209,3 +214,21 @@ def decode_rows() -> Iterator[KernelSpec]:
             for n_tiles in (1, 2):
                 yield combine_row(dtype, head_dim, n_tiles, both)
     yield copy_row(both)
+
+
+def unlisted_rows() -> Iterator[KernelSpec]:
+    """Rows of every other pair of formats that a cache can have; `registry.by_name` finds them.
+
+    K and V may differ in their types, not in the number of groups that a row's parameters have.
+    """
+    for head_dim in ROW_DIMS:
+        pairs = [(f, f) for f in ((KV_KINDS["fbgemm"], 1), (KV_KINDS["fbgemm"], 4)) if head_dim >= f[1] * MIN_GROUP]
+        for groups in (1, 2, 4, 8):
+            if head_dim >= groups * MIN_GROUP:
+                kinds = [(KV_KINDS["bf16"], 1), *((KV_KINDS[name], groups) for name in ("fp8", "int8", "int4"))]
+                pairs += itertools.product(kinds, kinds)
+        for dtype in ("float16", "bfloat16"):
+            for k, v in dict.fromkeys(pairs):
+                for n_tiles in (1, 2):
+                    yield decode_row(dtype, head_dim, k, v, n_tiles)
+                yield append_row(dtype, head_dim, k, v)

@@ -98,7 +98,7 @@ class KernelSpec:
         """Whether it is attention on quantized operands."""
         return self.qk != "io"
 
-    def unfit(self, cc: tuple[int, int], max_smem: int | None = None) -> str:
+    def unfit(self, cc: tuple[int, int], max_smem: int | None = None, *, where: str = "this GPU") -> str:
         """Why a GPU can never run the kernel; empty if it can.
 
         Parameters
@@ -107,14 +107,16 @@ class KernelSpec:
             Compute capability.
         max_smem : int, optional
             Shared memory that one CTA may have there, bytes.
+        where : str
+            What the answer calls that GPU; a target of the compiler's has a name of its own.
         """
         needed, here = ("{}.{}".format(*x) for x in (self.min_arch, cc))
         if self.arch_specific and cc != self.min_arch:
-            return f"it is for compute capability {needed} only, this GPU has {here}"
+            return f"it is for compute capability {needed} only, {where} has {here}"
         if cc < self.min_arch:
-            return f"it needs compute capability {needed} or newer, this GPU has {here}"
+            return f"it needs compute capability {needed} or newer, {where} has {here}"
         if max_smem is not None and self.smem_bytes > max_smem:
-            return f"it needs {self.smem_bytes} bytes of shared memory, this GPU gives {max_smem}"
+            return f"it needs {self.smem_bytes} bytes of shared memory, {where} gives {max_smem}"
         return ""
 
 

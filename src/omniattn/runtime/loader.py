@@ -261,7 +261,7 @@ def resolve(spec: KernelSpec, cc: tuple[int, int]) -> Resolution:
         Compute capability.
     """
     own = str(Arch.of_device(cc))
-    never = spec.unfit(cc)
+    never = spec.unfit(cc, where=own)
     if never:
         return Resolution("unsupported", own, never)
     tried: Tried = []
@@ -322,7 +322,7 @@ def compile_to(spec: KernelSpec, arch: str, folder: Path | None = None) -> Compi
         if target.virtual:
             raise ArgumentError("arch", "a binary target such as 'sm_100a' (PTX can only go into a folder)", repr(arch))
         target = Arch.of_device(target.cc)
-    never = spec.unfit(target.cc)
+    never = spec.unfit(target.cc, where=str(target))
     if never:
         raise CompileError(f"kernel {spec.name!r} is not for {target}: {never}")
     result = compile_spec(spec, target)

@@ -4,14 +4,13 @@
 """
 
 from .attention import PV_CHOICES, select_attention
-from .cache import decode_spec, select_append, select_copy, select_decode, select_merge
+from .cache import select_append, select_copy, select_decode, select_merge
 from .choice import Selection
 from .quantize import select_delta, select_quantizer
 
 __all__ = [
     "PV_CHOICES",
     "Selection",
-    "decode_spec",
     "select_append",
     "select_attention",
     "select_copy",
