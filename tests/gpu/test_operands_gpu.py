@@ -200,6 +200,8 @@ def test_streams_and_graphs() -> None:
 def test_cupy_and_jax() -> None:
     cupy = pytest.importorskip("cupy")
     jax = pytest.importorskip("jax")
+    jax.devices()  # of several GPUs its first use leaves the last one current
+    torch.cuda.set_device(0)
     tensors = inputs(dtype="float16")
     want = oa.attention(*tensors, causal=True, precision="int8").cpu().numpy()
     for own, kind in ((cupy.from_dlpack, cupy.ndarray), (jax.dlpack.from_dlpack, jax.Array)):

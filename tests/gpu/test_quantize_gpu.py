@@ -445,6 +445,8 @@ def test_under_a_cuda_graph(rows: int) -> None:
 def test_cupy_and_jax_arrays_stay_theirs() -> None:
     cupy = pytest.importorskip("cupy")
     jax = pytest.importorskip("jax")
+    jax.devices()  # of several GPUs its first use leaves the last one current
+    torch.cuda.set_device(0)
     q, k, v = (x.cuda() for x in inputs("float16", 64, 100, 200))
     expected = oa.quantize_qk(q, k), oa.quantize_v(v)
     for own, kind in ((cupy.from_dlpack, cupy.ndarray), (jax.dlpack.from_dlpack, jax.Array)):

@@ -223,10 +223,6 @@ ASKED, DATED = ("## Goals",), ("## Floors", "## Model", "## Records")
 MEASURED = re.compile(r"(?<![\w./])(?!(?:8|9|10|12)\.\d(?!\d))\d*\.\d+|\d\s?(?:µs|ms|TB/s|TFLOP/s|×|%)(?!\w)")
 
 
-#: Their reports come from before a command named the kernels that the environment forced.
-BEFORE_FORCED_KERNELS_WERE_NAMED = {f"forward_sm80_d{head_dim}" for head_dim in page_tables.HEAD_DIMS}
-
-
 def typed_measurements(text: str) -> list[str]:
     """What is wrong with tables that hold measured numbers outside of generated parts."""
     wrong = []
@@ -262,8 +258,6 @@ def test_results_are_of_the_commands_that_the_page_names() -> None:
     assert reports
     for name, report in reports.items():
         named = page_tables.SOURCES[name].command
-        if name in BEFORE_FORCED_KERNELS_WERE_NAMED:
-            named = named.partition(" ")[2]
         assert report["command"].removesuffix(" --json") == named.removesuffix(" --json")
 
 
