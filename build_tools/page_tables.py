@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from build_tools import accuracy_tables, decode_tables, figures, perplexity_tables
+from build_tools import accuracy_tables, decode_tables, figures, option_tables, perplexity_tables
 from build_tools.page_parts import (
     Part,
     Report,
@@ -60,6 +60,7 @@ SOURCES: dict[str, Source] = {
     "int8_sustained": Source("omniattn bench --sustained 0.6 --precision int8 --only cudnn --json", "int8", False),
     "decode_sustained": Source("omniattn bench decode --sustained --json", "decode", False),
     **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
+    **option_tables.SOURCES,
     **accuracy_tables.SOURCES,
     **perplexity_tables.SOURCES,
 }
@@ -294,6 +295,7 @@ PARTS: dict[str, Part] = {
     "int8_d256": Part(("int8",), _int8_over_exact(256)),
     "host_attention": Part(("host",), _call("attention")),
     "host_sdpa": Part(("host",), _call("torch SDPA")),
+    **option_tables.PARTS,
     **accuracy_tables.PARTS,
     **perplexity_tables.PARTS,
 }

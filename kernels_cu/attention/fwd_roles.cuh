@@ -16,10 +16,6 @@
 template <typename Config, typename Derived>
 class ForwardProducer : public PersistentProducer<Config, Derived> {
     using Base = PersistentProducer<Config, Derived>;
-    using Base::bars_;
-    using Base::inner_at_;
-    using Base::outer_at_;
-    using Base::p_;
 
   public:
     using Span = KeyTiles<Config::kBlockM, Config::kBlockN>;
@@ -40,6 +36,12 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
             inner_at_.advance();
         }
     }
+
+  protected:
+    using Base::bars_;
+    using Base::inner_at_;
+    using Base::outer_at_;
+    using Base::p_;
 
   private:
     OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
@@ -97,27 +99,33 @@ class ForwardConsumer : public PersistentConsumer<Config, Derived> {
         return is_masked(keys, i + 1) ? i + 1 : min_of(keys.end - keys.full_first, last);
     }
 
-  private:
-    OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
-
-    // Passes over the first steps, whose tiles of keys only later rows of the CTA see; returns the first to take, or
-    // the number of tiles of keys if this warpgroup sees none.
-    OA_DEVICE int32 pass_over(const FwdTile& t, const Span& keys) {
+    // Where the tiles of keys end that this warpgroup's rows see; keys.first if they see none.
+    OA_DEVICE int32 own_end_of(const FwdTile& t, const Span& keys) const {
         int32 own_end = keys.first, first_row = t.m0 + group_ * 64;
         if (uint32(first_row) < uint32(t.seqlen_q)) {  // unsigned: rows before row 0 (FwdTile::m0) see nothing either
             KeyRange seen = visible_keys(min_of(first_row + 64, t.seqlen_q) - 1, t.seqlen_q, t.seqlen_k, p_.window_left,
                                          p_.window_right);
             own_end = max_of(int32((int64(seen.hi) + Config::kBlockN - 1) / Config::kBlockN), keys.first);
         }
-        int32 first = max_of(keys.end - own_end, 0);
+        return own_end;
+    }
+    OA_DEVICE void pass_over_step() {
+        ping_pong_.wait();
+        ping_pong_.pass_on();
+        // A buffer is given back after it has been filled: an earlier arrival would count for the round before.
+        Base::wait_inner();
+        Base::release_inner();
+    }
+
+  private:
+    OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
+
+    // Passes over the first steps, whose tiles of keys only later rows of the CTA see; returns the first to take, or
+    // the number of tiles of keys if this warpgroup sees none.
+    OA_DEVICE int32 pass_over(const FwdTile& t, const Span& keys) {
+        int32 first = max_of(keys.end - own_end_of(t, keys), 0);
 #pragma unroll 1
-        for (int32 i = 0; i < first; ++i) {
-            ping_pong_.wait();
-            ping_pong_.pass_on();
-            // A buffer is given back after it has been filled: an earlier arrival would count for the round before.
-            Base::wait_inner();
-            Base::release_inner();
-        }
+        for (int32 i = 0; i < first; ++i) pass_over_step();
         return first;
     }
 };

@@ -28,6 +28,8 @@
 // barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads columns beyond
 // HEAD_DIM.
 #include "attention/fwd_roles.cuh"
+#include "attention/mask_copies.cuh"
+#include "attention/score_forms.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_fwd.cuh"
@@ -51,6 +53,9 @@ struct Config {
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;  // packed sequences
+    static constexpr bool kForms = SCORE_FORMS;  // softcap, masks, biases, scale <= 0
+    static constexpr bool kSoftcap = SOFTCAP;
+    static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + 63) / 64;
     static constexpr int kNTiles = kBlockN / 8;
@@ -58,10 +63,16 @@ struct Config {
     // After how many of a product's k steps the next warpgroup may issue. With four there is always one that is ready.
     static constexpr int kTurnStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
     static_assert(kHeadDim % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks, whole k steps");
+    static_assert(!kForms || kBlockN == 64, "tiles of masks");
     static_assert(2 <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
-struct SharedStorage {
+using Params = Select<Config::kForms, AttnFwdFormsSm90Params, AttnFwdSm90Params>::Type;
+
+using Masks = MaskTiles<Config>;
+struct Nothing {};
+
+struct SharedStorage : Select<Config::kForms, MaskTiles<Config>::Storage, Nothing>::Type {
     alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kPanels * 128];
     alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
     alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
@@ -77,17 +88,26 @@ using Output = float[Config::kDTiles * 4];
 using Probabilities = uint32[Config::kBlockN / 16][4];
 
 class Producer : public ForwardProducer<Config, Producer> {
+    using Base = ForwardProducer<Config, Producer>;
+
   public:
     static constexpr uint32 kQBytes = ::kQBytes, kVBytes = kKvBytes;
     OA_DEVICE static uint32 k_bytes() { return kKvBytes; }
 
-    OA_DEVICE Producer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
+    OA_DEVICE Producer(const Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
         : ForwardProducer(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
 
     OA_DEVICE void prefetch_maps() const {
         tma_prefetch(&params_.map_q);
         tma_prefetch(&params_.map_k);
         tma_prefetch(&params_.map_v);
+    }
+    OA_DEVICE void copy_tile(const FwdTile& t, const Span& keys) {
+        if constexpr (Config::kForms) {
+            copy_listed(params_, t, keys);
+        } else {
+            Base::copy_tile(t, keys);
+        }
     }
     OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
 #pragma unroll
@@ -111,7 +131,35 @@ class Producer : public ForwardProducer<Config, Producer> {
                         t.batch_idx);
     }
 
-    const AttnFwdSm90Params& params_;
+    // As ForwardProducer::copy_tile, of the tiles of keys that a list names, with what masks need beside K.
+    template <typename P>
+    OA_DEVICE void copy_listed(const P& params, const FwdTile& t, const Span& keys) {
+        const ScoreForms& forms = params.forms;
+        const FormSteps steps(forms, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        if (steps.count == 0) {
+            bars_.outer.announce(outer_at_, 0);
+            outer_at_.advance();
+            return;
+        }
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, kQBytes));
+        outer_at_.advance();
+        int32 before = 0, entry = steps.entry(0);
+#pragma unroll 1
+        for (int32 i = 0; i <= steps.count; ++i) {
+            bool has_k = i < steps.count, has_v = i > 0;
+            int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
+            uint32 mask_bytes = has_k ? Masks::bytes(forms, entry) : 0;
+            uint32 bar = bars_.inner.acquire(inner_at_, (has_k ? kKvBytes + mask_bytes : 0) + (has_v ? kKvBytes : 0));
+            if (has_v) copy_v(t, kv_head, before, inner_at_.stage, bar);
+            if (has_k) copy_k(t, kv_head, FormSteps::tile(entry), inner_at_.stage, bar);
+            if (mask_bytes != 0) Masks::copy(params, t, entry, inner_at_.stage, bar);
+            before = FormSteps::tile(entry);
+            entry = next;
+            inner_at_.advance();
+        }
+    }
+    const Params& params_;
 };
 
 // S = Q K^T, asynchronous. q: this warpgroup's 64 rows.
@@ -167,6 +215,8 @@ OA_DEVICE void probabilities(const RowState<>& rows, const Scores& s, const floa
 }
 
 class Consumer : public ForwardConsumer<Config, Consumer> {
+    using Base = ForwardConsumer<Config, Consumer>;
+
   public:
     struct Rows {
         Output o;
@@ -178,12 +228,21 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         }
     };
 
-    OA_DEVICE Consumer(const AttnFwdSm90Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars,
-                       int32 group)
+    OA_DEVICE Consumer(const Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars, int32 group)
         : ForwardConsumer(params.fwd, params.tiles, smem.roles, bars, group),
+          params_(params),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
           k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
           v_(wgmma_descriptor(smem_addr_at(&SharedStorage::v), kKvPanelBytes, 1024)) {}
+
+    template <typename Rows>
+    OA_DEVICE void attend_tile(const FwdTile& t, const Span& keys, int32 warp_row, Rows& rows) {
+        if constexpr (Config::kForms) {
+            attend_listed(params_, t, keys, warp_row, rows);
+        } else {
+            Base::attend_tile(t, keys, warp_row, rows);
+        }
+    }
 
     // All steps from i on.
     OA_DEVICE void attend(const FwdTile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
@@ -275,6 +334,135 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
     }
 
   private:
+    template <typename P>
+    OA_DEVICE void attend_listed(const P& params, const FwdTile& t, const Span& keys, int32 warp_row, Rows& state) {
+        const FormSteps steps(params.forms, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        if (steps.count == 0) {
+            wait_outer();
+            release_outer();
+            return;
+        }
+        const int32 own_end = own_end_of(t, keys);
+        int32 i = 0;
+#pragma unroll 1
+        for (; i < steps.count && FormSteps::tile(steps.entry(i)) >= own_end; ++i) pass_over_step();
+        if (i == steps.count) {
+            wait_inner();
+            release_inner();
+            wait_outer();
+            release_outer();
+            return;
+        }
+        Output& o = state.o;
+        RowState<>& rows = state.softmax;
+        const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
+                             !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
+        const WgmmaDescriptor q = q_.next(outer_at_.stage * kQBytes);
+        auto pass_on = [&] { ping_pong_.pass_on(); };
+        auto nothing = [] {};
+        Scores s;
+        Probabilities probs;
+        float alpha[2], sum[2], c[2];
+        int32 entry = steps.entry(i);
+        uint32 bits;
+        bool near;
+        // S(i) is there: what it becomes, and the release of its stage.
+        auto form = [&] {
+            if (i == steps.count - 1) release_outer();
+            int32 n = FormSteps::tile(entry);
+            bool edge = n < keys.full_first || n >= keys.full_end;
+            c[0] = c[1] = apply_forms(params, s, FormSteps::kind(entry, group_) != kTileFull, edge, bits, near);
+            if (edge) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
+        };
+        wait_outer();
+        wait_inner();
+        bits = Masks::bits(params.forms, entry, inner_at_.stage, group_);
+        ping_pong_.wait();
+        issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+        ping_pong_.pass_on();
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        form();
+        if (near) cap_near_scores(s, params.forms);
+        rows.raise(s, c, alpha);
+        probabilities(rows, s, c, probs, sum);
+        rows.add(sum);
+        clear_foreign_rows(t, FormSteps::tile(entry));
+#pragma unroll 1
+        for (++i; i < steps.count; ++i) {
+            entry = steps.entry(i);
+            wait_inner();
+            bits = Masks::bits(params.forms, entry, inner_at_.stage, group_);
+            ping_pong_.wait();
+            issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+            issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), pass_on);
+            wgmma_wait<0>();
+            wgmma_pin(s);
+            wgmma_pin(o);
+            form();
+            if (near) {
+                exponentiate_capped(s, params.forms, rows.m2, sum, [&](int n, int r, float p0, float p1) {
+                    probs[n >> 1][2 * (n & 1) + r] = pack2(Config::Io{}, p0, p1);
+                });
+            } else {
+                probabilities(rows, s, c, probs, sum);
+            }
+            if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) {
+                if (near) cap_near_scores(s, params.forms);
+                rows.raise(s, c, alpha);
+                rescale(o, alpha);
+                probabilities(rows, s, c, probs, sum);
+            }
+            rows.add(sum);
+        }
+        wait_inner();
+        issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), nothing);
+        wgmma_wait<0>();
+        wgmma_pin(o);
+        release_inner();
+    }
+
+    // What becomes of S before the softmax; releases its stage. mixed: the mask has something to say about this tile.
+    // Returns what scores are to be multiplied by in base 2. edge: keys will be hidden. near: scores are still raw
+    // products, below the cap.
+    template <typename P>
+    OA_DEVICE float apply_forms(const P& params, Scores& s, bool mixed, bool edge, uint32 bits, bool& near) {
+        const ScoreForms& f = params.forms;
+        uint32 smem = Masks::at(inner_at_.stage);
+        bool key_bias = Config::kBiasBytes == 0 && mixed && (f.forms & kFormKeyBias);
+        if (Config::kBiasBytes == 0 && !key_bias) release_inner();
+        ScoreFactors c{f.factor, f.factor2};
+        near = false;
+        if (Config::kSoftcap && (f.forms & kFormSoftcap)) {
+            if (!below_cap(s, f)) {
+                cap_scores(s, f);
+            } else {
+                c = {kLn2, 1.0f};
+                near = Config::kBiasBytes == 0 && !mixed && !edge;
+                if (near) return 1.0f;
+                cap_near_scores(s, f);
+            }
+        }
+        if constexpr (Config::kBiasBytes != 0) {
+            uint32 rows = smem + (group_ * 64 + ((threadIdx.x >> 5) & 3) * 16) * 128;
+            float base2 = add_bias_tile<Config::Io, Config::kBiasBytes>(s, c, rows, Masks::kPanelBytes, lane_);
+            release_inner();
+            return base2;
+        }
+        if (key_bias) {
+            float base2 = add_key_bias(s, c, smem, lane_);
+            release_inner();
+            return base2;
+        }
+        if (f.forms & kFormScaled) {
+#pragma unroll
+            for (int i = 0; i < Config::kNTiles * 4; ++i) s[i] *= c.base2;
+            c.base2 = 1.0f;
+        }
+        if (bits != 0xffffffffu) hide_by_bits(s, bits);
+        return c.base2;
+    }
+
     // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next stage
     // holds its V.
     OA_DEVICE void clear_foreign_rows(const FwdTile& t, int32 n) const {
@@ -287,11 +475,11 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         }
     }
 
+    const Params& params_;
     WgmmaDescriptor q_, k_, v_;  // of the first stages
 };
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
-    const __grid_constant__ AttnFwdSm90Params params) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     RoleBarriers<Config> bars(smem_addr_at(&SharedStorage::roles));

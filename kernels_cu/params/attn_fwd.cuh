@@ -52,9 +52,39 @@ struct TileList {
     uint32 lead_rows;
 };
 
+// Forms of scores that attn_fwd_sm90 applies between Q K^T and the softmax (attention/score_forms.cuh), in this order.
+enum ScoreForm : int32 {
+    kFormSoftcap = 1,   // tanh; else the raw product
+    kFormScaled = 2,    // times `factor2`, which cannot wait for the exponent: it is not positive, or not finite
+    kFormBits = 4,      // visibility, a bit a score
+    kFormKeyBias = 8,   // one number a key, added
+    kFormBias = 16,     // a tile of numbers, added
+};
+
+// What masks were made into (params/mask_tiles.cuh): tiles of 64 keys. Strides 0 where the mask is broadcast.
+struct ScoreForms {
+    const void* tiles;   // kFormBits: words [tile of 64 rows][tile of keys][128]; kFormKeyBias: floats [key]
+    const int32* lists;  // of each tile of queries: how many tiles of keys, and which; null: all that are visible
+    int64 tiles_stride_b, tiles_stride_h, tiles_stride_m;  // elements
+    int64 lists_stride_b, lists_stride_h;
+    int32 num_tiles;             // of keys
+    int32 forms;                 // ScoreForm
+    int32 bias_batch, bias_head; // 1: the tile's own; 0: the only one
+    float cap_scale;             // softmax_scale / softcap
+    float factor, factor2;       // of the raw product, or of tanh, to natural-log units; to base 2
+    float cap_limit;             // largest raw product that the polynomial is for
+    float cap_poly[4];           // softcap * log2(e) * tanh(cap_scale * s) / s, in powers of s^2
+};
+
 // attn_fwd_sm90. The maps are those of q, k and v, whose pointers and strides in `fwd` are not used.
 struct AttnFwdSm90Params {
     TensorMap map_q, map_k, map_v;
     AttnFwdParams fwd;
     TileList tiles;
+};
+struct AttnFwdFormsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias
+    AttnFwdParams fwd;
+    TileList tiles;
+    ScoreForms forms;
 };

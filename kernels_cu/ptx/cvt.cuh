@@ -21,3 +21,10 @@ OA_DEVICE float to_float(Half, uint16 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
     return f;
 }
+// Two packed ones, exact.
+OA_DEVICE float2 unpack2(BFloat16, uint32 bits) {
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+}
+OA_DEVICE float2 unpack2(Half, uint32 bits) {
+    return make_float2(to_float(Half{}, uint16(bits)), to_float(Half{}, uint16(bits >> 16)));
+}

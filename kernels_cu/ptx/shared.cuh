@@ -9,6 +9,13 @@ OA_DEVICE float load_shared_float(uint32 addr) {
     return x;
 }
 
+// ld.shared.v2.f32, the same way; the address a multiple of 8.
+OA_DEVICE float2 load_shared_float2(uint32 addr) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(addr) : "memory");
+    return x;
+}
+
 // ld.shared.b32, the same way.
 OA_DEVICE uint32 load_shared(uint32 addr) {
     uint32 x;

@@ -47,10 +47,14 @@ class PersistentItems {
 class PersistentTiles {
   public:
     // Moves `t` to the next tile; false when there is none.
-    template <int kBlockM>
+    // kRotate: heads begin at different blocks, so that a CTA does not have the same block of many heads: with a mask
+    // some blocks have far more to do than others.
+    template <int kBlockM, bool kRotate = false>
     OA_DEVICE bool next(const AttnFwdParams& p, const TileList& list, FwdTile& t) {
         uint32 head, m;
         if (!items_.next(list, p.num_m_blocks, uint32(p.batch) * p.num_q_heads, head, m)) return false;
+        if (kRotate && (list.num_pairs | list.num_tail_heads) == 0)
+            m = (m + (head * 0x9e3779b9u >> 16)) % uint32(p.num_m_blocks);
         uint32 batch_idx = head / p.num_q_heads;
         t = tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, int32(m * kBlockM) - int32(list.lead_rows));
         return true;

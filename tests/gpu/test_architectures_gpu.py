@@ -24,6 +24,7 @@ from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
 from omniattn.testing.cases import operation_of  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
+from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
 from omniattn.testing.rows import run_row  # noqa: E402
 
 from .kernel_cases import cases, run_case  # noqa: E402
@@ -129,7 +130,7 @@ def test_row(
 
     PLANS.clear()
     monkeypatch.setattr(runtime, "load", load)
-    if spec.specialization is None:
+    if spec.specialization is None and spec.op not in MASK_OPS:
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", ",".join(sorted(wants | may_want)))
     else:  # only attention starts these
         assert not run_row(TorchFramework(), spec).failures

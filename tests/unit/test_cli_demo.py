@@ -24,6 +24,7 @@ from omniattn.testing.cache_cases import CACHE_OPS
 from omniattn.testing.cases import Case, call, cases_for, operation_of, problem
 from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
+from omniattn.testing.mask_cases import MASK_OPS
 
 
 @pytest.fixture(autouse=True)
@@ -133,11 +134,15 @@ def test_verify_finds_wrong_results(
     assert {"nan": "NaN at different places", "mask": "causal", "lse": "lse: max abs"}[wrong] in output
 
 
+#: Arrays of a case to kinds of masks.
+MASKS = {"mask": "bool", "bias": "float32", "keys": "float32", "io": "io"}
+
+
 def test_every_kernel_has_a_problem_that_it_takes() -> None:
     """Each row of attention, forced, against selection itself: none is verified with nothing."""
     target = Target((9, 0), 227 << 10)
     for spec in REGISTRY:
-        if spec.op in CACHE_OPS:  # test_testing_rows.py
+        if spec.op in (*CACHE_OPS, *MASK_OPS):  # test_testing_rows.py, test_launch_masks.py
             continue
         cases = cases_for(operation_of(spec))
         assert cases
@@ -153,7 +158,11 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
                 varlen=case.packed,
                 tensor_maps=True,
                 softcap=case.options.get("softcap", 0.0),
-                mask="bool" if {"mask", "bias"} & set(case.arrays) else "none",
+                mask=next((kind for name, kind in MASKS.items() if name in case.arrays), "none"),
+                mask_map=True,
+                strides=dataclasses.replace(
+                    described.strides, mask=(0, 256, 16, 1) if {"bias", "io"} & set(case.arrays) else (0, 0, 0, 1)
+                ),
                 lse="lse" not in spec.lacks,
             )
             with contextlib.suppress(ArgumentError):

@@ -98,9 +98,21 @@ EXACT_ROWS = [s for s in REGISTRY if s.op == "attention" and not s.quantized]
 
 @pytest.mark.parametrize("spec", EXACT_ROWS, ids=lambda s: s.name)
 def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
-    mask = "bool" if "score_mods" in spec.features else "none"
+    mask, softcap = "none", 0.0
+    if "softcap" in spec.features and spec.bias_bytes == 0:
+        softcap = 1.0
+    elif "score_mods" in spec.features:
+        mask = {0: "bool", 2: "io", 4: "float32"}[spec.bias_bytes]
     problems = [
-        changed(dtype=spec.dtype, head_dim=spec.head_dim, mask=mask, varlen="dense" in spec.lacks, **workload)
+        changed(
+            dtype=spec.dtype,
+            head_dim=spec.head_dim,
+            mask=mask,
+            mask_map=True,
+            softcap=softcap,
+            varlen="dense" in spec.lacks,
+            **workload,
+        )
         for workload in (
             {"window_right": 0, "seqlen_k": SHORT_CAUSAL_KEYS - 1},
             {"window_right": 0, "seqlen_k": SHORT_CAUSAL_KEYS * PLAIN.batch},

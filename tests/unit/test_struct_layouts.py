@@ -14,6 +14,7 @@ from omniattn.launch import attn_fwd, decode, kv_append, quantize, structs
 from omniattn.launch.structs import STRUCTS
 from omniattn.problems import quantize as quantize_problem
 from omniattn.problems.precision import GRANULARITIES
+from omniattn.reference import mask_tiles
 from omniattn.registry import REGISTRY
 
 PARAMS = ROOT / "kernels_cu/params"
@@ -86,6 +87,10 @@ CONSTANTS = [
     ("params/decode.cuh", "kRecentOlder", decode.OLDER),
     ("params/decode.cuh", "kRecentNewest", decode.NEWEST),
     ("params/kv_copy.cuh", "kMaxPairs", structs.MAX_PAIRS),
+    ("params/mask_tiles.cuh", "kTileEmpty", mask_tiles.EMPTY),
+    ("params/mask_tiles.cuh", "kTileMixed", mask_tiles.MIXED),
+    ("params/mask_tiles.cuh", "kTileFull", mask_tiles.FULL),
+    ("params/mask_tiles.cuh", "kFirstGroup", mask_tiles.FIRST_GROUP),
     ("params/quantize.cuh", "sizeof(QuantizeItem)", quantize._ITEM_BYTES),
     *(
         ("params/quantize.cuh", name, GRANULARITIES.index(kind))

@@ -12,6 +12,8 @@
     What is timed side by side: omniattn, the torch SDPA backends, other attention packages that are installed.
 ``low_precision``
     This package's contenders for a low precision: exact, end to end, the kernel alone.
+``options``, ``option_cases``, ``option_problem``, ``option_contenders``, ``option_report``
+    Every option of ``attention`` beside the plain call and the best other implementation.
 ``decode``
     A step of decoding from caches in every format, beside torch's attention.
 ``beside_copy``

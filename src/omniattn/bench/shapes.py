@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from omniattn.errors import ArgumentError
 
@@ -92,10 +93,26 @@ def filter_shapes(patterns: Sequence[str], shapes: Iterable[ForwardShape] = FORW
     ArgumentError
         A pattern matches no shape.
     """
+    return filter_named(patterns, shapes)
+
+
+class Named(Protocol):
+    """A shape whose words can be asked for."""
+
+    @property
+    def long_name(self) -> str:
+        """Words joined by spaces."""
+
+
+_Shape = TypeVar("_Shape", bound=Named)
+
+
+def filter_named(patterns: Sequence[str], shapes: Iterable[_Shape]) -> tuple[_Shape, ...]:
+    """`filter_shapes` of shapes of any kind."""
     kept = tuple(shapes)
     if not patterns:
         return kept
-    chosen: set[ForwardShape] = set()
+    chosen: set[_Shape] = set()
     for pattern in patterns:
         words = set(pattern.replace(",", " ").lower().split())
         matching = {shape for shape in kept if words <= set(shape.long_name.split())}

@@ -9,6 +9,7 @@ from ..arrays import Tensor
 from ..errors import ArgumentError, ShapeError
 from ..plan.engine import Call
 from ..problems import AttentionProblem, AttentionStrides
+from ..problems.memory import ITEMSIZE
 from ..problems.quantize import Strides3
 from . import values
 
@@ -16,6 +17,8 @@ from . import values
 ARRAYS = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks")
 #: Those that kernels access 16 bytes at a time.
 ALIGNED = frozenset({"q", "k", "v", "out"})
+#: Bytes: masks that begin at a multiple of them take another kernel than others.
+MASK_ALIGNMENT = 16
 
 
 class AttentionOptions(NamedTuple):
@@ -99,6 +102,7 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     return AttentionProblem(
         q.dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *common.window, scale, common.softcap, mask,
         sinks, varlen, precision, common.deterministic, maps, None, common.return_lse, layout, longest_q, longest_k,
+        maps and mask in ("float32", "io") and _mask_has_map(tensors["mask"], mask_strides),
         AttentionStrides(
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
             three(q.shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
@@ -141,6 +145,13 @@ def check_mask(
         return "none", (0, 0, 0, 0)
     kind = values.check_mask(tensors["mask"], shape, dtype, function)
     return kind, values.broadcast_strides(tensors["mask"], shape)
+
+
+def _mask_has_map(mask: Tensor, strides: tuple[int, int, int, int]) -> bool:
+    """Whether a tensor map can describe an additive mask: keys next to each other, else multiples of 16 bytes."""
+    item = ITEMSIZE[mask.dtype]
+    fitting = all(0 <= s * item < 2**40 and s * item % 16 == 0 for s in strides[:3])
+    return mask.ptr % MASK_ALIGNMENT == 0 and strides[3] == 1 and fitting
 
 
 def check_out(tensors: dict[str, Tensor], shape: tuple[int, ...], dtype: str, function: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""``omniattn bench``: forward shapes and decoding beside other packages; append, quantizers, host overhead."""
+"""``omniattn bench``: forward shapes, options, decoding beside other packages; append, quantizers, host overhead."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omniattn.bench import beside_copy, decode, forward, host
+from omniattn.bench import beside_copy, decode, forward, host, options
 from omniattn.bench.anchors import CONTENDERS
 from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
 from omniattn.bench.document import document, environment, to_json
 from omniattn.bench.low_precision import PRECISIONS
+from omniattn.bench.option_cases import chosen
+from omniattn.bench.option_report import LEAST_OF_BEST, LEAST_OF_PLAIN, OptionReport
 from omniattn.bench.plot import plot_report
 from omniattn.bench.report import EXACT, Report, markdown_table
 from omniattn.bench.shapes import LOW_PRECISION_SHAPES, filter_shapes
@@ -28,6 +30,9 @@ causal; every attention package that is installed runs in the same rounds. Media
 --precision int8 or int4: this package's 16-bit attention, its low-precision attention end to end (from bf16 tensors,
 quantization included) and the low-precision kernel alone (on operands quantized before) side by side, on these shapes
 and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·b·h·s²·d, half of it when causal.
+options: each option of attention beside the plain call of its shape, in speed per pair of query and key that counts,
+and beside the fastest of torch SDPA's backends and FlexAttention. Rows below 0.8 of the one or 0.95 of the other are
+marked. Results are checked before they are timed.
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
 append, quantize: prompts and single tokens into 16, 8 and 4-bit caches, with and without rotary embedding; the
@@ -72,6 +77,11 @@ def add_parser(commands: Any) -> None:
         help=f"decode: only these caches; may be repeated: {', '.join(decode.FORMATS)} "
         f"(default: {', '.join(decode.DEFAULT_FORMATS)})",
     )  # fmt: skip
+    parser.add_argument(
+        "--case", action="append", default=[], metavar="TEXT",
+        help='options: only cases with this text in their name, e.g. "softcap", beside the plain call; may be repeated',
+    )  # fmt: skip
+    parser.add_argument("--no-flex", action="store_true", help="options: without FlexAttention, which gets compiled")
     parser.add_argument("--iters", type=int, help=f"timed rounds a shape (default: {_ITERS})")
     parser.add_argument(
         "--sustained", nargs="?", const=str(DEFAULT_SECONDS), metavar="SECONDS",
@@ -102,6 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.format and arguments.what != "decode":
             raise ArgumentError("--format", f"nothing: 'bench {arguments.what}' has no choice of caches", "a value")
+        if arguments.what != "options" and (arguments.case or arguments.no_flex):
+            option = "--case" if arguments.case else "--no-flex"
+            raise ArgumentError(option, f"nothing: 'bench {arguments.what}' does not have it", "a value")
         if arguments.what != "host" and arguments.iters is None:
             arguments.iters = _ITERS
         return _RUNS[arguments.what](arguments)
@@ -219,6 +232,41 @@ def _low_precision_facts(report: Report, end_to_end: str) -> list[str]:
     return [*facts, f"Largest relative L1 error of sampled rows against fp64: {shown}"] if shown else facts
 
 
+def _run_options(arguments: argparse.Namespace) -> int:
+    for option in ("anchor", "only", "plot", "sustained"):
+        if getattr(arguments, option):
+            expected = "to be left out: 'bench options' compares with the plain call and the best other"
+            raise ArgumentError(f"--{option}", expected, "a value")
+    cases = chosen(arguments.shapes, arguments.case)
+    with console.progress(sum(map(len, cases.values())) + 1, enabled=not arguments.json) as bar:
+        report = options.run_options(
+            cases, precision=arguments.precision, iters=arguments.iters, use_flex=not arguments.no_flex,
+            command=arguments.command_line, progress=bar.step,
+        )  # fmt: skip
+    if not _written(arguments, report.to_dict()):
+        _show_options(report, as_markdown=arguments.markdown)
+    return 1 if any(result.failed for result in report.results) else 0
+
+
+def _show_options(report: OptionReport, *, as_markdown: bool) -> None:
+    facts = [
+        ", ".join(f"{name} {value}" for name, value in report.environment.items()),
+        f"Ceilings in this run: bf16 matrix product 8192³ {report.matmul_tflops:.0f} TFLOP/s, "
+        f"copy {report.copy_tb_per_s:.2f} TB/s (read + written)",
+        "pairs: of query and key that count, as a fraction of the plain call's; over plain: speed for each of them",
+        f"mark: below {LEAST_OF_PLAIN} of the plain call's speed, below {LEAST_OF_BEST} of the best other's",
+        *report.notes(),
+    ]
+    if as_markdown:
+        print(report.markdown() + "\n\n" + "\n".join(f"- {fact}" for fact in facts))
+        return
+    header, rows = report.table()
+    title = f"Options of attention, {report.precision}, µs ± spread"
+    console.print_table(title, header, rows, numeric=(2, 3, 5, 7, 8))
+    for fact in facts:
+        console.print_line(fact)
+
+
 def _leave_out(arguments: argparse.Namespace, reason: str) -> None:
     """Raise if an option is given that only attention and decoding have."""
     for option in ("shapes", "anchor", "only", "plot", "sustained"):
@@ -321,6 +369,7 @@ def first_jit() -> tuple[str, float | None, str]:
 
 _RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "forward": _run_forward,
+    "options": _run_options,
     "decode": _run_decode,
     "append": _run_beside_copy,
     "quantize": _run_beside_copy,

@@ -71,10 +71,13 @@ CALLS = {
     "quantize": "quantize_qk, quantize_v",
     "quantize_delta": "quantize_qk with smooth_q",
     "decode_combine": "decode",
+    "mask_pack": "attention with a mask",
+    "mask_list": "attention with a mask",
 }
 
-#: Features that name a class together, whatever each means alone: kernels for a mask serve calls without smooth_q too.
-_TOGETHER = {frozenset({"score_mods", "smooth_q"}): FEATURES["score_mods"]}
+#: Features that name a class together, whatever each means alone: kernels for a mask serve calls without smooth_q too,
+#: and Hopper has kernels of their own for masks alone.
+_TOGETHER = {frozenset({"score_mods", other}): FEATURES["score_mods"] for other in ("smooth_q", "softcap")}
 
 #: Operation of the registry to its line in the README's table.
 LINES = {
@@ -82,6 +85,8 @@ LINES = {
     "quantized_attention": "the same, precision int8 and int4",
     "quantize": "`quantize_qk`, `quantize_v`",
     "quantize_delta": "`quantize_qk`, `quantize_v`",
+    "mask_pack": "`attention`, `attention_varlen`",
+    "mask_list": "`attention`, `attention_varlen`",
     "merge_states": "`merge_states`",
     "decode": "`decode`",
     "decode_combine": "`decode`",

@@ -9,7 +9,9 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from . import tile_order
 from .attn_fwd import forward_values, num_m_blocks
-from .structs import ATTN_FWD_SM90, member
+from .masks import MaskPlaces
+from .score_forms import bias_map, form_values
+from .structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_SM90, member
 
 _GROUP_ROWS = 64  # query rows of a warpgroup
 _PANEL = 64  # columns of one copy: 128 bytes, the width of the swizzle
@@ -59,8 +61,10 @@ def _operand(
     return mapped(name, 0, dtype, (head_dim, seqlen, heads, batch), strides_bytes, (_PANEL, rows, 1, 1))
 
 
-def build(spec: KernelSpec, problem: AttentionProblem, target: Target) -> tuple[LaunchRecord, ...]:
-    """The launch of a call; none where there is no query."""
+def build(
+    spec: KernelSpec, problem: AttentionProblem, target: Target, masks: MaskPlaces | None = None
+) -> tuple[LaunchRecord, ...]:
+    """The launch of a call; none where there is no query. masks: what was made of the mask."""
     blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
     heads = batch * problem.num_q_heads
     if blocks * heads == 0:
@@ -79,5 +83,9 @@ def build(spec: KernelSpec, problem: AttentionProblem, target: Target) -> tuple[
         v = _operand("v", problem.dtype, kv_shape, s.v, spec.block_n)
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles)}
     values |= member("fwd", forward_values(problem, blocks))
+    layout = ATTN_FWD_SM90
+    if "score_mods" in spec.features:
+        layout = ATTN_FWD_FORMS_SM90
+        values |= {"map_bias": bias_map(spec, problem, q), **member("forms", form_values(problem, masks))}
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_FWD_SM90.pack(values)),)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)

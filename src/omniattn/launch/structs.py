@@ -125,6 +125,21 @@ ATTN_FWD_SM90 = HostStruct(
     tail=16,
 )
 
+SCORE_FORMS = HostStruct(
+    "ScoreForms",
+    "params/attn_fwd.cuh",
+    "P tiles lists; q tiles_stride_b tiles_stride_h tiles_stride_m lists_stride_b lists_stride_h;"
+    "i num_tiles forms bias_batch bias_head; f cap_scale factor factor2 cap_limit; 4f cap_poly",
+)
+
+ATTN_FWD_FORMS_SM90 = HostStruct(
+    "AttnFwdFormsSm90Params",
+    "params/attn_fwd.cuh",
+    f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {TILE_LIST.inside('tiles')};"
+    f"{SCORE_FORMS.inside('forms')}",
+    tail=40,
+)
+
 QUANTIZED_OPERANDS = HostStruct(
     "QuantizedOperands",
     "params/attn_int8.cuh",
@@ -198,11 +213,27 @@ MERGE_STATES = HostStruct(
     "i seqlen num_heads chunks reserved",
 )
 
+MASK_PACK = HostStruct(
+    "MaskPackParams",
+    "params/mask_tiles.cuh",
+    "P mask bits key_bias kinds;"
+    "q mask_stride_b mask_stride_h mask_stride_q mask_stride_k first_byte end_byte;"
+    "i mask_kind mask_heads rows cols m_tiles n_tiles",
+)
+
+MASK_LIST = HostStruct(
+    "MaskListParams",
+    "params/mask_tiles.cuh",
+    "P kinds lists;"
+    "i mask_batch mask_heads m_tiles n_tiles broadcast_rows num_m_blocks block_m lead_rows seqlen_q seqlen_k"
+    " window_left window_right",
+)
+
 STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
-        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, QUANTIZE,
-        QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES,
+        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80,
+        ATTN_INT8_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST,
     )
 }  # fmt: skip
 

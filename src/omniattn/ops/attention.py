@@ -42,6 +42,7 @@ _ATTENTION, _ATTENTION_VARLEN = (
     Operation(
         name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v"), checks.ALIGNED, otherwise=_on_operands,
+        placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT),
     )
     for name in ("attention", "attention_varlen")
 )  # fmt: skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ..errors import ArgumentError, UnsupportedError
-from ..launch import attn_fwd, attn_fwd_sm90, attn_int8, attn_int8_sm80, attn_int8_sm90, quantize
+from ..launch import attn_fwd, attn_fwd_sm90, attn_int8, attn_int8_sm80, attn_int8_sm90, masks, quantize
 from ..launch.attn_int8 import OperandPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
 from ..problems.precision import GROUPINGS
 from ..registry import REGISTRY, KernelSpec
 from ..runtime.record import LaunchRecord
-from ..select import Selection, select_attention, select_delta, select_quantizer
+from ..select import Selection, select_attention, select_delta, select_masks, select_quantizer
 from .engine import Launches
 
 _BUILDERS = {"attn_fwd_sm80": attn_fwd.build, "attn_fwd_sm90": attn_fwd_sm90.build}
@@ -24,12 +24,26 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
         _check_grouping(problem, target)
     selection = select_attention(problem, target, force)
     spec = selection.spec
+    if spec.family == "attn_fwd_sm90" and masks.takes(problem):
+        return _prepare_mask(selection, problem, target, force)
     if not spec.quantized:
         return Launches(selection, _BUILDERS[spec.family](spec, problem, target))
     if problem.operands is not None:
         places = attn_int8.given(problem.operands)
         return Launches(selection, _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places))
     return _quantize_first(selection, problem, target, force)
+
+
+def _prepare_mask(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
+    """Attention behind the kernels that pack its mask and find the tiles of keys that it leaves."""
+    spec, (pack, listing) = selection.spec, select_masks(problem, target, force)
+    blocks = attn_fwd.num_m_blocks(problem, spec.block_m)
+    order = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count)
+    before, places = masks.build(
+        pack.spec, listing.spec, problem, spec.block_m, order.lead_rows, blocks, At("workspace")
+    )
+    records = attn_fwd_sm90.build(spec, problem, target, places)
+    return Launches(selection, (*before, *records), places.num_bytes, (pack, listing))
 
 
 def _quantize_first(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:

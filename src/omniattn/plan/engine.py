@@ -89,6 +89,8 @@ class Operation:
         The call of another operation that takes the place of a call whose arrays are not plain tensors; or None.
     keep : bool
         Whether plans are worth keeping.
+    placed : (index, bytes), optional
+        The array, of `arrays`, whose plan depends on whether its address is a multiple of so many bytes.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Operation:
     labels: dict[str, str] = field(default_factory=dict)
     otherwise: Callable[[Call], Call | None] | None = None
     keep: bool = True
+    placed: tuple[int, int] | None = None
 
 
 class Call:
@@ -239,7 +242,11 @@ def run(call: Call) -> list[Any]:
     types: tuple[Any, ...] = tuple(map(type, options))
     if tuple in types:
         types += tuple(tuple(map(type, x)) for x in options if x.__class__ is tuple)
-    cache = call.cache
+    cache, placed = call.cache, call.operation.placed
+    if placed is not None and call.objects[placed[0]] is not None:
+        index, multiple = placed
+        address = addresses[index] if addresses else tensors[call.operation.arrays[index]].ptr
+        types += (address % multiple == 0,)
     key: Any = (
         call.operation, facts, options, types, call.facts, None if cache is None else cache.identity,
         forced_kernels(),

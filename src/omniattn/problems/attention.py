@@ -28,6 +28,11 @@ class AttentionStrides:
     mask: tuple[int, int, int, int]
 
 
+def is_plain_scale(scale: float) -> bool:
+    """Whether kernels may multiply the -inf of hidden keys by ``scale`` and log2(e) in fp32."""
+    return 2.0**-126 <= scale <= 2.0**127
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
     """One call of ``attention`` or ``attention_varlen``, after validation.
@@ -61,6 +66,8 @@ class AttentionProblem:
         Of q, k, v and o: ``"NHD"`` or ``"HND"``.
     max_seqlen_q, max_seqlen_k : int
         Of packed sequences: extents of the mask, and of ``delta_s``.
+    mask_map : bool
+        A tensor map can describe the mask.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -87,6 +94,7 @@ class AttentionProblem:
     layout: str = "NHD"
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    mask_map: bool = False
     strides: AttentionStrides | None = None
 
     @property
@@ -112,6 +120,13 @@ class AttentionProblem:
         return (self.max_seqlen_q, self.max_seqlen_k) if self.varlen else (self.seqlen_q, self.seqlen_k)
 
     @property
+    def mask_form(self) -> str:
+        """``"none"``, ``"bits"`` (booleans), ``"keys"`` (a number a key for all queries) or ``"tiles"`` (numbers)."""
+        if self.mask in ("none", "bool"):
+            return "none" if self.mask == "none" else "bits"
+        return "keys" if self.strides is not None and self.strides.mask[2] == 0 else "tiles"
+
+    @property
     def absolute_scores(self) -> bool:
         """Whether something looks at the size of scores, to which smoothing adds a constant of each row."""
         return self.lse or self.sinks != "none" or self.softcap > 0
@@ -123,8 +138,7 @@ class AttentionProblem:
         The plain kernels take the row maximum of the unscaled products, which is the maximum of the scores only if the
         scale is positive, and apply scale * log2(e) to the -inf of hidden keys: neither 0 nor infinity will do in fp32.
         """
-        plain_scale = 2.0**-126 <= self.softmax_scale <= 2.0**127
-        return self.softcap > 0.0 or self.mask != "none" or not plain_scale
+        return self.softcap > 0.0 or self.mask != "none" or not is_plain_scale(self.softmax_scale)
 
     @property
     def workload(self) -> str:

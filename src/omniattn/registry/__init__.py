@@ -12,6 +12,7 @@ import difflib
 
 from .attention import attention_rows, merge_rows
 from .decode import decode_rows, unlisted_rows
+from .masks import mask_rows
 from .quantized import quantized_attention_rows, quantizer_rows
 from .spec import PREBUILT_ARCHS, KernelSpec
 
@@ -23,6 +24,7 @@ PORTABLE_ARCHS: tuple[str, ...] = ("80", "86", "89", "90a", "100a", "120a")
 REGISTRY: tuple[KernelSpec, ...] = (
     *attention_rows(),
     *quantized_attention_rows(),
+    *mask_rows(),
     *merge_rows(),
     *quantizer_rows(),
     *decode_rows(),

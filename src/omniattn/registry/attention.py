@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
 
@@ -93,6 +93,8 @@ class _FwdSm90Tile:
     num_stages: int = 2
     num_q_stages: int = 1
     tuned_for: tuple[str, ...] = ()
+    bias_bytes: int = 0
+    softcap: bool = True
 
 
 _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
@@ -105,17 +107,44 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 
 
-def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
+# With score forms (softcap, masks): 64 keys, as masks are packed.
+_FWD_SM90_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 4, 64, 4),
+    _FwdSm90Tile(96, 3, 64, 3),
+    _FwdSm90Tile(128, 3, 64, 3),
+    _FwdSm90Tile(192, 2, 64, 2),
+    _FwdSm90Tile(256, 2, 64, 2),
+)
+# And tiles of an additive mask beside K.
+_FWD_SM90_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 4, 64, 3, bias_bytes=2),
+    *(replace(tile, bias_bytes=2) for tile in _FWD_SM90_FORMS_TILES[1:]),
+    _FwdSm90Tile(64, 3, 64, 3, bias_bytes=4),
+    _FwdSm90Tile(96, 3, 64, 2, bias_bytes=4),
+    _FwdSm90Tile(128, 3, 64, 2, bias_bytes=4),
+    _FwdSm90Tile(192, 2, 64, 2, bias_bytes=4),
+    _FwdSm90Tile(256, 2, 64, 1, bias_bytes=4),
+)
+
+
+def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = False) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
+    softcap = forms and tile.softcap
     block_m = 64 * tile.num_consumers
     num_q_stages = 1 if varlen else tile.num_q_stages  # a second one costs packed sequences registers
     row_bytes = -(-tile.head_dim // 64) * 128
     tiles_bytes = row_bytes * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
+    if forms:
+        # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup.
+        mask = block_m * tile.block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
+        tiles_bytes += -(-tile.num_stages * mask // 1024) * 1024
     barriers_bytes = 16 * (num_q_stages + tile.num_stages)
     # And for packed sequences a tile of 36 bytes with each Q, and 32 sequences of 20 bytes.
     smem_bytes = -(-(tiles_bytes + barriers_bytes + 36 * num_q_stages + 640) // 1024) * 1024
     return KernelSpec(
-        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else ""),
+        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}_m{block_m}n{tile.block_n}"
+        + ("_varlen" if varlen else "")
+        + (f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else "_softcap" if softcap else "_masks" if forms else ""),
         family="attn_fwd_sm90",
         op="attention",
         source="entry/attn_fwd_sm90.cu",
@@ -128,6 +157,9 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
             ("NUM_STAGES", str(tile.num_stages)),
             ("NUM_Q_STAGES", str(num_q_stages)),
             ("VARLEN", str(int(varlen))),
+            ("SCORE_FORMS", str(int(forms))),
+            ("SOFTCAP", str(int(softcap))),
+            ("BIAS_BYTES", str(tile.bias_bytes)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -141,6 +173,10 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool) -> KernelSpec:
         prebuild=("90a",),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
         tuned_for=frozenset(tile.tuned_for),
+        features=frozenset({"score_mods", *(("softcap",) if softcap else ())}) if forms else frozenset(),
+        bias_bytes=tile.bias_bytes,
+        # One value, once a tile of queries.
+        allowed_spill_bytes=104 if forms and varlen and tile.num_consumers > 2 else 0,
     )
 
 
@@ -174,6 +210,17 @@ def attention_rows() -> Iterator[KernelSpec]:
         _attn_fwd_sm90(tile, dtype, varlen)
         for varlen in (False, True)
         for tile in _FWD_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_sm90(tile, dtype, varlen, forms=True)
+        for varlen, tiles in (
+            (False, tuple(replace(tile, softcap=False) for tile in _FWD_SM90_FORMS_TILES)),
+            (False, _FWD_SM90_FORMS_TILES),
+            (True, _FWD_SM90_FORMS_TILES),
+            (False, _FWD_SM90_BIAS_TILES),
+        )
+        for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
 

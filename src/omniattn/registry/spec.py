@@ -19,8 +19,8 @@ class KernelSpec:
     family : str
         Kernel family, ``<op>_<variant>_<arch>``.
     op : str
-        The operation it serves: ``"attention"``, ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of caches
-        ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
+        The operation it serves: ``"attention"``, ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of masks
+        ``"mask_pack"``, ``"mask_list"``; of caches ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
     source : str
         Path of the ``.cu`` file below the kernels root.
     symbol : str
@@ -58,6 +58,8 @@ class KernelSpec:
     specialization : (str, str), optional
         Of quantizers: grouping and dtype of V of the one default of int8 attention that the kernel is made for, see
         `problems.quantize.QuantizeProblem.specialization`; None: it is made for anything.
+    bias_bytes : int
+        Of attention: bytes of an element of the tiles of additive masks that it takes; 0: none.
     cache : tuple of str
         Of decode and append: row formats of K and V (`registry.decode.row_format`).
     tuned_for : frozenset of str
@@ -91,6 +93,7 @@ class KernelSpec:
     pv_accumulator: str = "fp32"
     grouping: str = ""
     specialization: tuple[str, str] | None = None
+    bias_bytes: int = 0
     cache: tuple[str, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from ..errors import DeviceError, DriverError
+from ..problems.memory import ITEMSIZE
 from .device import DeviceInfo
 from .driver_base import LaunchAttributes, Launcher, driver_error, no_library
 
@@ -176,6 +177,7 @@ def _tensor_map_type(dtype: str) -> Any:
     return {
         "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "float32": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         "uint8": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[dtype]
 
@@ -183,9 +185,7 @@ def _tensor_map_type(dtype: str) -> Any:
 def _swizzle(dtype: str, box_columns: int) -> Any:
     """The swizzle as wide as the box's rows: what the kernels' products expect."""
     kinds = cu.CUtensorMapSwizzle
-    return {128: kinds.CU_TENSOR_MAP_SWIZZLE_128B, 64: kinds.CU_TENSOR_MAP_SWIZZLE_64B}[
-        box_columns * (1 if dtype == "uint8" else 2)
-    ]
+    return {128: kinds.CU_TENSOR_MAP_SWIZZLE_128B, 64: kinds.CU_TENSOR_MAP_SWIZZLE_64B}[box_columns * ITEMSIZE[dtype]]
 
 
 class _ThreadState(threading.local):

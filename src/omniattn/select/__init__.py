@@ -6,6 +6,7 @@
 from .attention import PV_CHOICES, select_attention
 from .cache import select_append, select_copy, select_decode, select_merge
 from .choice import Selection
+from .masks import select_masks
 from .quantize import select_delta, select_quantizer
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "select_copy",
     "select_decode",
     "select_delta",
+    "select_masks",
     "select_merge",
     "select_quantizer",
 ]

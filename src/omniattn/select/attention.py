@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import UnsupportedError
 from ..problems import AttentionProblem, Target
+from ..problems.memory import ITEMSIZE
 from ..registry import REGISTRY, KernelSpec
 from .choice import Selection, dotted, forced, unfit_target
 
@@ -34,6 +35,8 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
     if problem.score_mods and "score_mods" not in spec.features:
         return "it has no softcap, mask or non-positive softmax_scale"
+    if (reason := _unfit_mask(spec, problem)) is not None:
+        return reason
     if (reason := _unfit_precision(spec, problem, target)) is not None:
         return reason
     if problem.lse and "lse" in spec.lacks:
@@ -51,6 +54,26 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         if heads * blocks >= 2**31 - 2**16:
             return "it counts tiles in 31 bits"
     return unfit_target(spec, target)
+
+
+def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
+    """Why ``spec``, which has score modifiers if the problem wants them, cannot take its mask; None if it can."""
+    if spec.family != "attn_fwd_sm90":
+        return None
+    if problem.softcap > 0.0 and "softcap" not in spec.features:
+        return "it has no softcap"
+    if problem.mask_form == "tiles":
+        if spec.bias_bytes == 0:
+            return "it takes no additive mask that differs between queries"
+        if spec.bias_bytes != ITEMSIZE["float32" if problem.mask == "float32" else problem.dtype]:
+            return f"it takes additive masks of {8 * spec.bias_bytes} bits"
+        if not problem.mask_map:
+            return "tensor maps cannot describe this mask: its address and strides are no multiples of 16 bytes"
+    elif spec.bias_bytes != 0:
+        return "it is for additive masks that differ between queries"
+    if problem.mask != "none" and problem.varlen:
+        return "it takes no masks of packed sequences"
+    return None
 
 
 def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:

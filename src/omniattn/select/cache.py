@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..errors import UnsupportedError
 from ..kv.formats import KVFormat
 from ..problems import AppendProblem, Target
 from ..registry import REGISTRY, KernelSpec, registered
 from ..registry.decode import KV_KINDS, append_row, combine_row, decode_row
-from .choice import Selection, forced, unfit_target
+from .choice import Selection, only, the_one
 
 
 def _kv(fmt: KVFormat) -> tuple[int, int]:
@@ -39,21 +37,6 @@ def _formats(k: KVFormat, v: KVFormat) -> str:
     return f"K and V in {names[0]}" if names[0] == names[1] else f"K in {names[0]}, V in {names[1]}"
 
 
-def _the_one(spec: KernelSpec, what: str, target: Target, force: str | None) -> Selection:
-    """``spec``, the one kernel that can serve; another one that is forced raises."""
-
-    def unfit(other: KernelSpec) -> str | None:
-        if other.name != spec.name:
-            return f"the call takes {spec.name!r}: {what}"
-        return unfit_target(other, target)
-
-    if (chosen := forced(force, (spec.op,), unfit)) is not None:
-        return chosen
-    if (reason := unfit_target(spec, target)) is not None:
-        raise UnsupportedError(f"{spec.op}: {reason}", instead="arrays on the CPU, or a newer GPU")
-    return Selection(spec, (what,))
-
-
 def select_decode(
     dtype: str, k: KVFormat, v: KVFormat, query_tiles: int, target: Target, force: str | None = None
 ) -> tuple[Selection, Selection]:
@@ -70,19 +53,19 @@ def select_decode(
     main = decode_spec(dtype, k, v, query_tiles)
     what = f"{dtype} queries, {_formats(k, v)}, rows of {k.row_dim} channels, {rows}"
     combine = combine_spec(dtype, k.row_dim, query_tiles)
-    return _the_one(main, what, target, force), _the_one(combine, f"partial results of {rows}", target, force)
+    return the_one(main, what, target, force), the_one(combine, f"partial results of {rows}", target, force)
 
 
 def select_append(problem: AppendProblem, target: Target, force: str | None = None) -> Selection:
     """The kernel of an append; raises as `select_decode`."""
     k, v = problem.cache.k_format, problem.cache.v_format
     what = f"{problem.dtype} tokens, {_formats(k, v)}, rows of {k.row_dim} channels"
-    return _the_one(append_spec(problem.dtype, k, v), what, target, force)
+    return the_one(append_spec(problem.dtype, k, v), what, target, force)
 
 
 def select_copy(target: Target, force: str | None = None) -> Selection:
     """The kernel that copies blocks and slots; raises as `select_decode`."""
-    return _the_one(_only("copy_blocks", lambda spec: True), "copies bytes of every format", target, force)
+    return the_one(only("copy_blocks"), "copies bytes of every format", target, force)
 
 
 def select_merge(dtype: str, target: Target, force: str | None = None) -> Selection:
@@ -98,9 +81,5 @@ def select_merge(dtype: str, target: Target, force: str | None = None) -> Select
             f"merge_states has no kernel for {dtype}",
             instead=", ".join(s.dtype for s in REGISTRY if s.op == "merge_states"),
         )
-    spec = _only("merge_states", lambda spec: spec.dtype == dtype)
-    return _the_one(spec, f"merges {dtype} outputs", target, force)
-
-
-def _only(op: str, fits: Callable[[KernelSpec], bool]) -> KernelSpec:
-    return next(spec for spec in REGISTRY if spec.op == op and fits(spec))
+    spec = only("merge_states", lambda spec: spec.dtype == dtype)
+    return the_one(spec, f"merges {dtype} outputs", target, force)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..problems import Target
-from ..registry import KernelSpec, by_name
+from ..registry import REGISTRY, KernelSpec, by_name
 
 VARIABLE = "OMNIATTN_FORCE_KERNEL"
 
@@ -74,3 +74,23 @@ def forced(force: str | None, ops: tuple[str, ...], unfit: Callable[[KernelSpec]
     if reasons:
         raise ArgumentError(VARIABLE, "a kernel that can serve this call", "; ".join(reasons))
     return None
+
+
+def the_one(spec: KernelSpec, what: str, target: Target, force: str | None) -> Selection:
+    """``spec``, the one kernel that can serve; another one that is forced raises."""
+
+    def unfit(other: KernelSpec) -> str | None:
+        if other.name != spec.name:
+            return f"the call takes {spec.name!r}: {what}"
+        return unfit_target(other, target)
+
+    if (chosen := forced(force, (spec.op,), unfit)) is not None:
+        return chosen
+    if (reason := unfit_target(spec, target)) is not None:
+        raise UnsupportedError(f"{spec.op}: {reason}", instead="arrays on the CPU, or a newer GPU")
+    return Selection(spec, (what,))
+
+
+def only(op: str, fits: Callable[[KernelSpec], bool] = lambda spec: True) -> KernelSpec:
+    """The one listed row of an operation that fits."""
+    return next(spec for spec in REGISTRY if spec.op == op and fits(spec))

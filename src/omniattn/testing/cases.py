@@ -43,7 +43,8 @@ class Case:
     options : mapping
         Plain keyword arguments of the call.
     arrays : tuple of str
-        Which array arguments to make: ``"mask"``, ``"bias"``, ``"sinks"``.
+        Which array arguments to make: ``"sinks"``, and for ``mask`` one of ``"mask"`` (booleans), ``"bias"`` (fp32),
+        ``"io"`` (q's dtype) and ``"keys"`` (fp32, the same for all queries).
     packed : bool
         Sequences one behind the other, with cu_seqlens.
     """
@@ -75,6 +76,10 @@ ATTENTION_CASES: tuple[Case, ...] = (
     Case("softcap and sinks", "attention", ((130, 140),), options={"softcap": 20.0}, arrays=("sinks",)),
     Case("boolean mask with an empty row", "attention", ((100, 150),), below=8, arrays=("mask",)),
     Case("additive mask", "attention", ((65, 129),), arrays=("bias",)),
+    Case("additive mask, aligned, causal", "attention", ((200, 136),), arrays=("bias",), options={"causal": True}),
+    Case("additive mask of q's type, softcap", "attention", ((130, 264),), arrays=("io",), options={"softcap": 5.0}),
+    Case("additive mask of keys", "attention", ((100, 150),), arrays=("keys",)),
+    Case("varlen, softcap", "attention_varlen", _RAGGED, options={"softcap": 3.0}, packed=True),
     Case(
         "varlen, causal, empty sequences",
         "attention_varlen",
@@ -367,6 +372,16 @@ def _dense(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str,
         arrays["mask"] = (mask, "bool")
     if "bias" in case.arrays:
         arrays["mask"] = (rng.standard_normal((case.heads_q, seqlen_q, seqlen_k)).astype(np.float32), "float32")
+    if "io" in case.arrays:
+        # Quarters: every type has them. -inf hides a key, in whole rows too.
+        values = (np.round(4 * rng.standard_normal((case.heads_q, seqlen_q, seqlen_k))) / 4).astype(np.float32)
+        values[rng.random(values.shape) < 0.2] = -np.inf
+        values[:, seqlen_q // 2] = -np.inf
+        arrays["mask"] = (values, dtype)
+    if "keys" in case.arrays:
+        values = rng.standard_normal((2, 1, 1, seqlen_k)).astype(np.float32)[: len(case.lengths)]
+        values[..., seqlen_k // 2 :] = -np.inf
+        arrays["mask"] = (values, "float32")
     options = {**case.options, "layout": case.layout}
     given = {**options, **{name: values for name, (values, _) in arrays.items()}}
     options["return_lse"] = True

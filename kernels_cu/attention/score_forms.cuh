@@ -1,0 +1,185 @@
+// Softcap, masks and biases on scores in a wgmma accumulator, between Q K^T and the softmax:
+//
+//   S = softmax_scale * Q K^T;  S = softcap * tanh(S / softcap);  S += bias, or S = -inf where a key is hidden
+//
+// A warpgroup has 64 rows of scores: s[4n + 2r + x] of lane l in warp w is row 16w + l/4 + 8r, key 8n + 2(l%4) + x of a
+// tile of 64 keys. Masks come in that order (params/mask_tiles.cuh), biases as tiles of shared memory.
+#pragma once
+#include "params/attn_fwd.cuh"
+#include "params/mask_tiles.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/fwd_tile.cuh"
+
+// The steps of one tile of queries: which tile of keys each takes, from the last to the first, and what the mask does
+// to it in each warpgroup's rows (MaskTileKind).
+struct FormSteps {
+    const int32* list;  // null: all from `end` - 1 down
+    int32 count, end, kinds;
+
+    template <typename Span>
+    OA_DEVICE FormSteps(const ScoreForms& f, const FwdTile& t, const Span& keys, int32 m_block)
+        : list(f.lists),
+          count(keys.end - keys.first),
+          end(keys.end),
+          kinds(f.forms & kFormBias ? kAllGroups * kTileMixed : kAllGroups * kTileFull) {
+        if (list != nullptr) {
+            list += t.sequence * f.lists_stride_b + t.head_idx * f.lists_stride_h + int64(m_block) * (1 + f.num_tiles);
+            count = __ldg(list++);
+        }
+    }
+    OA_DEVICE int32 entry(int32 i) const { return list != nullptr ? __ldg(list + i) : (end - 1 - i) | kinds; }
+    OA_DEVICE static int32 tile(int32 entry) { return entry & (kFirstGroup - 1); }
+    OA_DEVICE static int32 kind(int32 entry, int32 group) { return entry / kFirstGroup >> (2 * group) & 3; }
+    // Bit 2g: warpgroup g's rows see a part of the tile.
+    OA_DEVICE static uint32 mixed_groups(int32 entry) { return entry / kFirstGroup & 0x55; }
+};
+
+// What scores are to be multiplied by: to natural-log units, to base 2.
+struct ScoreFactors {
+    float natural, base2;
+};
+
+// Softcap of a raw product that is small against the cap, in base 2: an odd polynomial of degree 7, relative error
+// below 4e-6 up to cap_limit.
+OA_DEVICE float cap_factor(const ScoreForms& f, float s) {
+    float z = s * s;
+    return fmaf(fmaf(fmaf(f.cap_poly[3], z, f.cap_poly[2]), z, f.cap_poly[1]), z, f.cap_poly[0]);
+}
+// Whether all products of a warp are.
+template <int kScores>
+OA_DEVICE bool below_cap(const float (&s)[kScores], const ScoreForms& f) {
+    float top[4] = {};  // four chains: one would wait for its own result at every step
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) top[i & 3] = fmaxf(top[i & 3], fabsf(s[i]));  // NaN stays NaN either way
+    return __all_sync(0xffffffffu, fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])) <= f.cap_limit);
+}
+// Products below the cap to scores in base 2.
+template <int kScores>
+OA_DEVICE void cap_near_scores(float (&s)[kScores], const ScoreForms& f) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] *= cap_factor(f, s[i]);
+}
+// Any products to tanh(cap_scale * product), which the cap is still to multiply.
+template <int kScores>
+OA_DEVICE void cap_scores(float (&s)[kScores], const ScoreForms& f) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] = tanh_any(s[i] * f.cap_scale);
+}
+// P of products below the cap: as RowState::exponentiate, with the cap's polynomial in the exponent, which costs four
+// multiply-adds a score.
+template <int kScores, typename Put>
+OA_DEVICE void exponentiate_capped(const float (&s)[kScores], const ScoreForms& f, const float (&m2)[2],
+                                   float (&sum)[2], Put put) {
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float* at = s + 4 * n + 2 * r;
+            float p0 = exp2_approx(fmaf(at[0], cap_factor(f, at[0]), -m2[r]));
+            float p1 = exp2_approx(fmaf(at[1], cap_factor(f, at[1]), -m2[r]));
+            sum[r] += p0 + p1;
+            put(n, r, p0, p1);
+        }
+}
+
+// Biases of this size at most are added in natural-log units, by one instruction: the exponent scores * log2(e) - base,
+// rounded once, has to be exact to a small part of 1. Larger ones, and -inf, are added in base 2.
+constexpr float kPlainBias = 8192.0f;
+template <typename Io>
+constexpr uint32 kPlainBiasBits = 0x4600;  // bf16
+template <>
+constexpr uint32 kPlainBiasBits<Half> = 0x7000;
+
+// A score in base 2 with a bias: -inf hides the key whatever its score is, NaN included; a finite sum stays finite, as
+// masks that add the lowest finite number are common.
+OA_DEVICE float biased(float s, float factor2, float bias) {
+    return bias == neg_inf() ? neg_inf() : max_nan(fmaf(s, factor2, bias * kLog2e), 0.25f * kLowest);
+}
+
+// Adds biases to scores; returns what the scores are to be multiplied by in base 2. bias(n, r): those of row r, columns
+// 2(l%4) + {0, 1} of block n. plain: all lanes' biases are of kPlainBias at most.
+template <int kScores, typename Bias>
+OA_DEVICE float add_biases(float (&s)[kScores], ScoreFactors f, bool plain, Bias bias) {
+    if (__all_sync(0xffffffffu, plain)) {
+#pragma unroll
+        for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float2 two = bias(n, r);
+                float* at = s + 4 * n + 2 * r;
+                at[0] = fmaf(at[0], f.natural, two.x);
+                at[1] = fmaf(at[1], f.natural, two.y);
+            }
+        return kLog2e;
+    }
+#pragma unroll
+    for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float2 two = bias(n, r);
+            float* at = s + 4 * n + 2 * r;
+            at[0] = biased(at[0], f.base2, two.x);
+            at[1] = biased(at[1], f.base2, two.y);
+        }
+    return 1.0f;
+}
+
+// Tiles of a bias in shared memory: rows of 128 bytes with the 128-byte swizzle, one panel of 64 keys in 16 bits, or
+// two panels of 32 in 32 bits. rows: shared address of the warp's 16 rows; panel_bytes: from one panel to the next.
+template <typename Io, int kBytes, int kScores>
+OA_DEVICE float add_bias_tile(float (&s)[kScores], ScoreFactors f, uint32 rows, uint32 panel_bytes, int lane) {
+    if constexpr (kBytes == 2) {
+        // Matrices of an ldmatrix: rows 0-7 and 8-15 of one block of 8 keys, then of the next.
+        uint32 row = rows + ((lane >> 3 & 1) * 8 + (lane & 7)) * 128;
+        uint32 b[kScores / 8][4], top = 0;
+#pragma unroll
+        for (int n = 0; n < kScores / 8; ++n) {
+            ldmatrix_x4(b[n], row + (((2 * n + (lane >> 4)) ^ (lane & 7)) << 4));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) top = max_u16x2(top, b[n][i] & 0x7fff7fffu);
+        }
+        bool plain = (top & 0xffffu) <= kPlainBiasBits<Io> && top >> 16 <= kPlainBiasBits<Io>;
+        return add_biases(s, f, plain, [&](int n, int r) { return unpack2(Io{}, b[n >> 1][2 * (n & 1) + r]); });
+    } else {
+        uint32 chunk = lane >> 1 & 1, at = rows + (lane >> 2) * 128 + (lane & 1) * 8;
+        auto bias = [&](int n, int r) {
+            uint32 column = (2 * (n & 3) + chunk) ^ (lane >> 2);
+            return load_shared_float2(at + (n >> 2) * panel_bytes + r * 1024 + (column << 4));
+        };
+        float top = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kScores / 4; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float2 two = bias(n, r);
+                top = max_nan(top, max_nan(fabsf(two.x), fabsf(two.y)));
+            }
+        return add_biases(s, f, top <= kPlainBias, bias);
+    }
+}
+
+// One number a key. keys: shared address of the tile's.
+template <int kScores>
+OA_DEVICE float add_key_bias(float (&s)[kScores], ScoreFactors f, uint32 keys, int lane) {
+    float2 b[kScores / 4];
+    float top = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kScores / 4; ++n) {
+        b[n] = load_shared_float2(keys + (8 * n + 2 * (lane & 3)) * 4);
+        top = max_nan(top, max_nan(fabsf(b[n].x), fabsf(b[n].y)));
+    }
+    return add_biases(s, f, top <= kPlainBias, [&](int n, int) { return b[n]; });
+}
+
+// word: of this thread.
+template <int kScores>
+OA_DEVICE void hide_by_bits(float (&s)[kScores], uint32 word) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i)
+        if (!(word >> i & 1)) s[i] = neg_inf();
+}

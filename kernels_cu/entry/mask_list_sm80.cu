@@ -1,0 +1,58 @@
+// Which tiles of 64 keys each tile of block_m query rows of attention has to visit under a mask and a window.
+//
+//   lists[m] = count, then n + kFirstGroup * (kind of the block's 64-row groups, two bits each), n descending
+//
+// A tile of keys is left out where the mask hides it from all rows of the block (kinds of mask_pack_sm80), or where it
+// lies outside the window of every row; only rows in [0, seqlen_q) count. A block without rows: count 0. Entries beyond
+// the count are not written.
+// kinds: [mask_batch, mask_heads, m_tiles, n_tiles] bytes; lists: [mask_batch, mask_heads, num_m_blocks, 1 + n_tiles].
+//
+// A warp takes a block of rows, 4 * 32 tiles of keys a step: lane l has tiles l, l + 32, ... from the last on, and a
+// ballot gives each that stays its place. No shared memory. Bound by latency.
+#include "attention/mask.cuh"
+#include "params/mask_tiles.cuh"
+#include "ptx/gpu_sync.cuh"
+#include "ptx/types.cuh"
+
+constexpr int kThreads = 128, kTileRows = 64, kTileKeys = 64, kUnroll = 4;
+
+extern "C" __global__ void __launch_bounds__(kThreads) mask_list_sm80(const __grid_constant__ MaskListParams p) {
+    wait_for_kernel_ahead();  // kinds
+    int32 lane = threadIdx.x % 32;
+    int64 block = int64(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32, mask = block / p.num_m_blocks;
+    if (mask >= int64(p.mask_batch) * p.mask_heads) return;
+    int64 m0 = (block - mask * p.num_m_blocks) * p.block_m - p.lead_rows;
+    int32 first_row = int32(max_of<int64>(m0, 0)), last_row = int32(min_of<int64>(m0 + p.block_m, p.seqlen_q)) - 1;
+    int32* list = p.lists + block * (1 + int64(p.n_tiles));
+    int32 count = 0;
+    if (m0 < p.seqlen_q && last_row >= 0) {
+        // As KeyTiles of attention has it.
+        KeyRange top = visible_keys(first_row, p.seqlen_q, p.seqlen_k, p.window_left, p.window_right);
+        KeyRange bottom = visible_keys(last_row, p.seqlen_q, p.seqlen_k, p.window_left, p.window_right);
+        int32 first = top.lo / kTileKeys, end = int32((int64(bottom.hi) + kTileKeys - 1) / kTileKeys);
+        int32 group = first_row / kTileRows, groups = last_row / kTileRows - group + 1;
+        const uint8* kinds = p.kinds + (mask * p.m_tiles + (p.broadcast_rows ? 0 : group)) * p.n_tiles;
+        int64 next_row = p.broadcast_rows ? 0 : p.n_tiles;
+        int32 place = group - int32(m0 / kTileRows);  // groups before row 0 are empty
+        for (int32 behind = end; behind > first; behind -= 32 * kUnroll) {
+            uint32 of_groups[kUnroll] = {};
+            for (int32 g = 0; g < groups; ++g) {
+#pragma unroll
+                for (int u = 0; u < kUnroll; ++u) {
+                    int32 n = behind - 1 - u * 32 - lane;
+                    uint32 kind = n >= first ? kinds[g * next_row + n] : kTileEmpty;
+                    of_groups[u] |= kind << (2 * (place + g));
+                }
+            }
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) {
+                uint32 stay = __ballot_sync(0xffffffffu, of_groups[u] != 0);
+                int32 n = behind - 1 - u * 32 - lane;
+                if (of_groups[u] != 0)
+                    list[1 + count + __popc(stay & ((1u << lane) - 1))] = n + kFirstGroup * int32(of_groups[u]);
+                count += __popc(stay);
+            }
+        }
+    }
+    if (lane == 0) list[0] = count;
+}

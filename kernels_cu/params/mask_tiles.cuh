@@ -1,0 +1,39 @@
+// Arguments of mask_pack_sm80 and mask_list_sm80, and what attention reads of their results. Strides in elements.
+#pragma once
+#include "params/attn_fwd.cuh"
+#include "ptx/types.cuh"
+
+// What a mask does to a tile of 64 rows x 64 keys.
+enum MaskTileKind : int32 {
+    kTileEmpty = 0,  // hides every key from every row
+    kTileMixed = 1,
+    kTileFull = 2,  // changes nothing, and every key exists
+};
+
+// An entry of a list: the number of the tile of keys, below kFirstGroup, and from there on two bits for each group of
+// 64 rows, what the mask does to it there (MaskTileKind). kAllGroups times a kind: the same for all.
+constexpr int32 kFirstGroup = 1 << 22, kMaxGroups = 4, kAllGroups = 0x55 * kFirstGroup;
+
+struct MaskPackParams {
+    const uint8* mask;
+    uint32* bits;     // booleans: [mask_batch][mask_heads][m_tiles][n_tiles][128]; else null
+    float* key_bias;  // additive masks, rows = 1: [mask_batch][mask_heads][64 * n_tiles]; else null
+    uint8* kinds;     // MaskTileKind [mask_batch][mask_heads][m_tiles][n_tiles]
+    int64 mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k;
+    int64 first_byte, end_byte;  // the mask's memory, from `mask` on
+    int32 mask_kind;
+    int32 mask_heads;  // 1 where the mask is broadcast
+    int32 rows, cols;  // rows = 1: the same for every query
+    int32 m_tiles, n_tiles;
+};
+
+struct MaskListParams {
+    const uint8* kinds;
+    int32* lists;  // [mask_batch][mask_heads][num_m_blocks][1 + n_tiles]: count, then entries, the last tile first
+    int32 mask_batch, mask_heads;
+    int32 m_tiles, n_tiles;
+    int32 broadcast_rows;  // 1: the only tile of rows stands for all
+    int32 num_m_blocks, block_m, lead_rows;  // block m begins at row m * block_m - lead_rows; multiples of 64
+    int32 seqlen_q, seqlen_k;
+    int32 window_left, window_right;  // -1: unlimited
+};

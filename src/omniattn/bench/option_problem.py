@@ -1,0 +1,166 @@
+"""Tensors of one case of ``omniattn bench options``, and the plain fp64 computation that results are checked with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from omniattn.bench.anchors import InputSet
+from omniattn.bench.option_cases import MASKS, Case, Extents, OptionShape, lengths
+
+#: Sets of q, k and v that timed calls rotate through.
+INPUT_SETS = 2
+#: Blocks of a mask along each axis: 256 x 256 pairs of 4096 x 4096.
+_BLOCKS = 16
+
+
+class Result(NamedTuple):
+    """What a call gives: o as (batch, seqlen, heads, head_dim), and the LSE if it gives one."""
+
+    o: Any
+    lse: Any = None
+
+
+#: Enqueues one call on an input set.
+Forward = Callable[[InputSet], Result]
+
+
+class Problem:
+    """One case on one shape, on torch's current CUDA device.
+
+    Attributes
+    ----------
+    case : Case
+    extents : Extents
+    scale : float
+        What the scores are multiplied by.
+    mask, sinks : tensor or None
+    sets : list of InputSet
+        What timed calls rotate through.
+    check : InputSet
+        What results are checked on.
+    """
+
+    def __init__(self, torch: Any, case: Case, shape: OptionShape, dtype: Any = None) -> None:
+        self.torch = torch
+        self.case = case
+        self.extents = Extents.of(case, shape)
+        self.scale = case.scale * shape.head_dim**-0.5
+        self.dtype = torch.bfloat16 if dtype is None else dtype
+        self._generator = torch.Generator(device="cuda").manual_seed(1234)
+        self.mask = self._make_mask()
+        self.sinks = self._make_sinks()
+        self.sets = [self._inputs(1.0) for _ in range(INPUT_SETS)]
+        self.check = self._inputs(case.gain)
+
+    def band(self) -> Any:
+        """Pairs within `Case.bounds`, bool (1, 1, seqlen_q, seqlen_k); None where they hide nothing."""
+        if self.case.bounds == (-1, -1):
+            return None
+        e, arange = self.extents, self.torch.arange
+        query, key = arange(e.seqlen_q, device="cuda")[:, None], arange(e.seqlen_k, device="cuda")
+        return self.within(query, key)[None, None]
+
+    def within(self, query: Any, key: Any) -> Any:
+        """Whether queries see keys, but for the mask; for tensors that broadcast. Bounds must not hide nothing."""
+        left, right = self.case.bounds
+        own = query + (self.extents.seqlen_k - self.extents.seqlen_q)
+        if left < 0:
+            return key <= own + right
+        return key >= own - left if right < 0 else (key <= own + right) & (key >= own - left)
+
+    def errors(self, result: Result) -> tuple[float, float | None]:
+        """Errors of sampled rows of the first and the last head on `check`, against fp64.
+
+        Returns
+        -------
+        relative_l1 : float
+            Of o; infinite if its shape is wrong.
+        lse : float or None
+            Largest difference of the LSE.
+        """
+        q = self.check.nhd[0]
+        if tuple(result.o.shape) != tuple(q.shape):
+            return float("inf"), None
+        e, torch = self.extents, self.torch
+        rows = torch.arange(0, e.seqlen_q, max(1, e.seqlen_q // 16), device="cuda")
+        rows = torch.cat([rows, rows.new_tensor([e.seqlen_q - 1])])
+        difference = total = 0.0
+        worst: float | None = None
+        for batch, head in ((0, 0), (e.batch - 1, e.heads - 1)):
+            expected, lse = self._rows(batch, head, rows)
+            difference += float((result.o[batch, rows, head].double() - expected).abs().sum())
+            total += float(expected.abs().sum())
+            if result.lse is not None:
+                # NaN is the larger one.
+                found = float((result.lse[batch, head, rows].double() - lse).abs().max())
+                worst = found if worst is None or not found <= worst else worst
+        return difference / total, worst
+
+    def _rows(self, batch: int, head: int, rows: Any) -> tuple[Any, Any]:
+        """o and LSE of some rows of a head, fp64."""
+        e, torch = self.extents, self.torch
+        q, k, v = self.check.nhd
+        of = head // (e.heads // e.heads_kv)
+        keys = torch.arange(e.seqlen_k, device="cuda")
+        scores = q[batch, rows, head].double() @ k[batch, :, of].double().T * self.scale
+        if self.case.score is not None:
+            scores = self.case.score(scores, batch, head, rows[:, None], keys)
+        if self.mask is not None:
+            mask = self.mask.expand(e.batch, e.heads, e.seqlen_q, e.seqlen_k)[batch, head, rows]
+            hides = mask.dtype == torch.bool
+            scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask.double()
+        if self.case.bounds != (-1, -1):
+            scores = scores.masked_fill(~self.within(rows[:, None], keys), float("-inf"))
+        if self.sinks is not None:
+            sink = self.sinks[head].double().expand(len(rows), 1)
+            lse = torch.logsumexp(torch.cat([scores, sink], dim=-1), dim=-1)
+        else:
+            lse = torch.logsumexp(scores, dim=-1)
+        return torch.exp(scores - lse[:, None]) @ v[batch, :, of].double(), lse
+
+    def _random(self, *size: int) -> Any:
+        return self.torch.randn(size, dtype=self.torch.float32, device="cuda", generator=self._generator)
+
+    def _inputs(self, gain: float) -> InputSet:
+        e = self.extents
+        heads = 1 if self.case.expanded else e.heads_kv
+        q = (self._random(e.batch, e.seqlen_q, e.heads, e.head_dim) * gain).to(self.dtype)
+        k, v = (self._random(e.batch, e.seqlen_k, heads, e.head_dim).to(self.dtype) for _ in range(2))
+        # Expanding follows the copy into the other layout, which would write the heads out.
+        of_q, of_k, of_v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        nhd = (e.batch, e.seqlen_k, e.heads_kv, e.head_dim)
+        hnd = (e.batch, e.heads_kv, e.seqlen_k, e.head_dim)
+        return InputSet(nhd=(q, k.expand(nhd), v.expand(nhd)), hnd=(of_q, of_k.expand(hnd), of_v.expand(hnd)))
+
+    def _make_sinks(self) -> Any:
+        """About as large as the LSE, so that they show."""
+        if not self.case.sinks:
+            return None
+        return self._random(self.extents.heads) + math.log(self.extents.seqlen_k)
+
+    def _make_mask(self) -> Any:
+        if not self.case.mask:
+            return None
+        kind, e, torch = MASKS[self.case.mask], self.extents, self.torch
+        extents = dict(zip("bhqk", (e.batch, e.heads, e.seqlen_q, e.seqlen_k), strict=True))
+        size = tuple(n if letter in kind.extents else 1 for letter, n in extents.items())
+        if kind.contents == "padding":
+            keys = torch.arange(e.seqlen_k, device="cuda")
+            visible = keys < torch.tensor(lengths(e.batch, e.seqlen_k), device="cuda")[:, None, None, None]
+            if kind.values == "bool":
+                return visible
+            return torch.zeros(size, dtype=torch.float32, device="cuda").masked_fill(~visible, float("-inf"))
+        numbers = self._random(*size)
+        if kind.values == "fp32":
+            return numbers
+        if kind.values == "q":
+            return numbers.to(self.dtype)
+        visible = numbers > 0
+        if kind.contents == "half":
+            query, key = (torch.arange(n, device="cuda") // max(1, n // _BLOCKS) for n in (e.seqlen_q, e.seqlen_k))
+            # Ranks of random numbers: every row of blocks keeps exactly half of them.
+            kept = self._random(int(query[-1]) + 1, int(key[-1]) + 1).argsort(dim=-1) % 2 == 0
+            visible &= kept[query[:, None], key]
+        return visible

@@ -1,0 +1,231 @@
+"""Launches of ``mask_pack_sm80`` and ``mask_list_sm80``, and where attention finds what they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..problems import AttentionProblem
+from ..problems.memory import ITEMSIZE, WORKSPACE_ALIGNMENT
+from ..problems.quantize import carve
+from ..registry import KernelSpec
+from ..registry.masks import MASK_TILE, PACK_TILES
+from ..runtime.record import LaunchRecord
+from .attn_fwd import MASK_KINDS
+from .structs import MASK_LIST, MASK_PACK, At
+
+#: Threads of a warpgroup: words of a tile of bits.
+_WORDS = 128
+
+
+@dataclass(frozen=True)
+class MaskExtents:
+    """Extents of a mask as the kernels have it: 1 where it is broadcast.
+
+    Attributes
+    ----------
+    batch, heads, rows, cols : int
+        ``rows`` is 1 where the mask is the same for every query; ``cols`` is always seqlen_k.
+    """
+
+    batch: int
+    heads: int
+    rows: int
+    cols: int
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> MaskExtents:
+        """Those of a call's mask."""
+        b, h, q, _ = _strides(problem)
+        return cls(
+            problem.batch if b else 1, problem.num_q_heads if h else 1, problem.seqlen_q if q else 1, problem.seqlen_k
+        )
+
+    @property
+    def m_tiles(self) -> int:
+        """Tiles of rows."""
+        return -(-self.rows // MASK_TILE)
+
+    @property
+    def n_tiles(self) -> int:
+        """Tiles of keys."""
+        return -(-self.cols // MASK_TILE)
+
+
+@dataclass(frozen=True)
+class MaskPlaces:
+    """What the kernels make, as attention reads it. Strides in elements, 0 where the mask is broadcast.
+
+    Attributes
+    ----------
+    bits, key_bias : At, optional
+        Words, of a boolean mask, or fp32 values, of an additive one; the other is None.
+    kinds, lists : At
+        What each tile is, and which tiles of keys each tile of query rows has to visit.
+    tiles_stride_b, tiles_stride_h : int
+        Of bits or key_bias.
+    tiles_stride_m : int
+        Of bits, from one tile of 64 rows to the next.
+    lists_stride_b, lists_stride_h : int
+        Of lists; a tile of query rows has ``1 + num_tiles`` elements.
+    num_tiles : int
+        Tiles of 64 keys.
+    num_bytes : int
+        Memory of all of it.
+    """
+
+    bits: At | None
+    key_bias: At | None
+    kinds: At
+    lists: At
+    tiles_stride_b: int
+    tiles_stride_h: int
+    tiles_stride_m: int
+    lists_stride_b: int
+    lists_stride_h: int
+    num_tiles: int
+    num_bytes: int
+
+
+def takes(problem: AttentionProblem) -> bool:
+    """Whether the kernels take the mask of a call: booleans, or values that are the same for every query; no varlen."""
+    if problem.mask == "none" or problem.varlen:
+        return False
+    return problem.mask == "bool" or _strides(problem)[2] == 0
+
+
+def shapes(problem: AttentionProblem, num_m_blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of what the kernels make, by name: ``bits`` or ``key_bias``, ``kinds``, ``lists``."""
+    e = MaskExtents.of(problem)
+    tiles = (e.batch, e.heads, e.m_tiles, e.n_tiles)
+    packed: dict[str, tuple[tuple[int, ...], str]] = (
+        {"bits": ((*tiles, _WORDS), "uint32")}
+        if problem.mask == "bool"
+        else {"key_bias": ((e.batch, e.heads, MASK_TILE * e.n_tiles), "float32")}
+    )
+    lists = (e.batch, e.heads, num_m_blocks, 1 + e.n_tiles)
+    return {**packed, "kinds": (tiles, "uint8"), "lists": (lists, "int32")}
+
+
+def workspace_bytes(problem: AttentionProblem, num_m_blocks: int) -> int:
+    """Bytes of memory that `build` needs."""
+    return carve(shapes(problem, num_m_blocks))[1]
+
+
+def places(problem: AttentionProblem, num_m_blocks: int, memory: At) -> MaskPlaces:
+    """Where everything is, from ``memory`` on, every array at a multiple of `WORKSPACE_ALIGNMENT`."""
+    assert memory.offset % WORKSPACE_ALIGNMENT == 0
+    e = MaskExtents.of(problem)
+    offsets, num_bytes = carve(shapes(problem, num_m_blocks))
+    at = {name: At(memory.operand, memory.offset + offset) for name, offset in offsets.items()}
+    per_m = _WORDS * e.n_tiles if problem.mask == "bool" else 0
+    per_head = per_m * e.m_tiles if problem.mask == "bool" else MASK_TILE * e.n_tiles
+    list_per_head = num_m_blocks * (1 + e.n_tiles)
+    by_batch, by_head, by_row = (stride != 0 for stride in _strides(problem)[:3])
+    return MaskPlaces(
+        at.get("bits"),
+        at.get("key_bias"),
+        at["kinds"],
+        at["lists"],
+        tiles_stride_b=per_head * e.heads if by_batch else 0,
+        tiles_stride_h=per_head if by_head else 0,
+        tiles_stride_m=per_m if by_row else 0,
+        lists_stride_b=list_per_head * e.heads if by_batch else 0,
+        lists_stride_h=list_per_head if by_head else 0,
+        num_tiles=e.n_tiles,
+        num_bytes=num_bytes,
+    )
+
+
+def build(
+    pack: KernelSpec,
+    listing: KernelSpec,
+    problem: AttentionProblem,
+    block_m: int,
+    lead_rows: int,
+    num_m_blocks: int,
+    memory: At,
+) -> tuple[tuple[LaunchRecord, ...], MaskPlaces]:
+    """The launches before attention, and where it finds what they make.
+
+    Parameters
+    ----------
+    pack, listing : KernelSpec
+        Rows of the operations ``"mask_pack"`` and ``"mask_list"``.
+    problem : AttentionProblem
+        Of a call with a mask that the kernels take (`takes`); the operand is ``"mask"``.
+    block_m : int
+        Query rows of a tile of the attention kernel, a multiple of 64.
+    lead_rows : int
+        Rows of a head's first tile that lie before row 0, a multiple of 64.
+    num_m_blocks : int
+        Tiles of query rows of a head.
+    memory : At
+        At a multiple of `WORKSPACE_ALIGNMENT`, `workspace_bytes` long.
+
+    Returns
+    -------
+    records : tuple of LaunchRecord
+        None without queries, and no packing without keys.
+    places : MaskPlaces
+    """
+    assert takes(problem), "attention reads this mask itself"
+    assert block_m % MASK_TILE == 0
+    assert lead_rows % MASK_TILE == 0
+    found = places(problem, num_m_blocks, memory)
+    if problem.batch * problem.num_q_heads * num_m_blocks == 0:
+        return (), found
+    e = MaskExtents.of(problem)
+    masks = e.batch * e.heads
+    records = []
+    # A grid of 2^31 CTAs would write terabytes: one launch is enough.
+    ctas = masks * e.m_tiles * -(-e.n_tiles // PACK_TILES)
+    if ctas:
+        packing = MASK_PACK.pack(_pack_values(problem, e, found))
+        records.append(LaunchRecord(pack, (ctas, 1, 1), 32 * pack.num_warps, *packing))
+    values: dict[str, object] = {
+        "kinds": found.kinds,
+        "lists": found.lists,
+        "mask_batch": e.batch,
+        "mask_heads": e.heads,
+        "m_tiles": e.m_tiles,
+        "n_tiles": e.n_tiles,
+        "broadcast_rows": int(e.rows == 1),
+        "num_m_blocks": num_m_blocks,
+        "block_m": block_m,
+        "lead_rows": lead_rows,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "window_left": problem.window_left,
+        "window_right": problem.window_right,
+    }
+    grid = (-(-masks * num_m_blocks // listing.num_warps), 1, 1)
+    # It begins while the kernel ahead ends, and waits for its kinds by itself.
+    lists = LaunchRecord(listing, grid, 32 * listing.num_warps, *MASK_LIST.pack(values), overlap=bool(records))
+    return (*records, lists), found
+
+
+def _strides(problem: AttentionProblem) -> tuple[int, int, int, int]:
+    assert problem.strides is not None, "a problem without strides describes a call, it cannot be launched"
+    return problem.strides.mask
+
+
+def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces) -> dict[str, object]:
+    """The fields of MaskPackParams."""
+    strides = _strides(problem)
+    itemsize = {"bool": 1, "float32": 4, "io": ITEMSIZE[problem.dtype]}[problem.mask]
+    reach = [stride * (n - 1) for stride, n in zip(strides, (e.batch, e.heads, e.rows, e.cols), strict=True)]
+    return {
+        "mask": At("mask"),
+        "bits": found.bits,
+        "key_bias": found.key_bias,
+        "kinds": found.kinds,
+        **dict(zip((f"mask_stride_{x}" for x in "bhqk"), strides, strict=True)),
+        "first_byte": itemsize * sum(min(x, 0) for x in reach),
+        "end_byte": itemsize * (sum(max(x, 0) for x in reach) + 1),
+        "mask_kind": MASK_KINDS[problem.mask],
+        "mask_heads": e.heads,
+        "rows": e.rows,
+        "cols": e.cols,
+        "m_tiles": e.m_tiles,
+        "n_tiles": e.n_tiles,
+    }

@@ -1,0 +1,84 @@
+"""What ``attn_fwd_sm90`` is told of softcap, masks and scales (``kernels_cu/attention/score_forms.cuh``)."""
+
+from __future__ import annotations
+
+import math
+
+from ..problems import AttentionProblem
+from ..problems.attention import is_plain_scale
+from ..problems.memory import ITEMSIZE
+from ..registry import KernelSpec
+from ..runtime.record import TensorMap
+from .masks import MaskPlaces
+
+#: `ScoreForm` of device code.
+SOFTCAP, SCALED, BITS, KEY_BIAS, BIAS = 1, 2, 4, 8, 16
+_LOG2E = math.log2(math.e)
+_LARGEST = 3.0e38  # below the largest fp32
+
+
+def _finite(x: float) -> float:
+    return min(max(x, -_LARGEST), _LARGEST)
+
+
+#: tanh(x) / x in powers of x^2, minimax of the relative error (3e-6) for |x| up to `_NEAR`.
+_TANH = (9.999970899e-01, -3.330923144e-01, 1.301545807e-01, -4.002949674e-02)
+_NEAR = 0.625
+
+
+def _cap_polynomial(scale: float, cap: float) -> tuple[float, tuple[float, ...]]:
+    """``cap * log2(e) * tanh(s * scale / cap) / s`` in powers of s^2, and the largest s that it is for.
+
+    Where a coefficient that matters is no normal fp32 number, the largest s is 0: kernels then take tanh itself.
+    """
+    x = scale / cap
+    poly = tuple(cap * _LOG2E * a * x ** (2 * i + 1) for i, a in enumerate(_TANH))
+    if not all(2.0**-120 < abs(p) < _LARGEST for p in poly):
+        return 0.0, (0.0,) * 4
+    return _NEAR / abs(x), poly
+
+
+def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str, object]:
+    """The fields of ScoreForms; ``masks``: where the tiles of a boolean mask, or the numbers of its keys, are."""
+    capped = problem.softcap > 0.0
+    factor = problem.softcap if capped else problem.softmax_scale
+    form = problem.mask_form
+    forms = {"none": 0, "bits": BITS, "keys": KEY_BIAS, "tiles": BIAS}[form] | (SOFTCAP if capped else 0)
+    # A factor that is not positive, or infinite in base 2, goes into the scores, where it does no harm to the -inf of
+    # hidden keys.
+    scaled = 0 if is_plain_scale(factor) else SCALED
+    limit, poly = _cap_polynomial(problem.softmax_scale, problem.softcap) if capped else (0.0, (0.0,) * 4)
+    strides = problem.strides
+    assert strides is not None
+    return {
+        "tiles": None if masks is None else masks.bits or masks.key_bias,
+        "lists": None if masks is None else masks.lists,
+        "tiles_stride_b": 0 if masks is None else masks.tiles_stride_b,
+        "tiles_stride_h": 0 if masks is None else masks.tiles_stride_h,
+        "tiles_stride_m": 0 if masks is None else masks.tiles_stride_m,
+        "lists_stride_b": 0 if masks is None else masks.lists_stride_b,
+        "lists_stride_h": 0 if masks is None else masks.lists_stride_h,
+        "num_tiles": 0 if masks is None else masks.num_tiles,
+        "forms": forms | scaled,
+        "bias_batch": int(strides.mask[0] != 0),
+        "bias_head": int(strides.mask[1] != 0),
+        "cap_scale": _finite(problem.softmax_scale / problem.softcap if capped else 0.0),
+        "factor": factor,
+        "factor2": _finite(factor * _LOG2E),
+        "cap_limit": limit,
+        "cap_poly": poly,
+    }
+
+
+def bias_map(spec: KernelSpec, problem: AttentionProblem, fallback: TensorMap) -> TensorMap:
+    """The tensor map of an additive mask's tiles; ``fallback``, which nobody reads, where there are none."""
+    if spec.bias_bytes == 0 or 0 in (problem.seqlen_q, problem.seqlen_k):
+        return fallback
+    assert problem.strides is not None
+    b, h, q, _ = problem.strides.mask
+    dtype = "float32" if problem.mask == "float32" else problem.dtype
+    item = ITEMSIZE[dtype]
+    dims = (problem.seqlen_k, problem.seqlen_q, problem.num_q_heads if h else 1, problem.batch if b else 1)
+    # The strides of extents of 1 are not used; a map wants positive multiples of 16 bytes.
+    strides = tuple(item * s or 16 for s in (q, h, b))
+    return TensorMap("mask", 0, dtype, dims, strides, (128 // item, spec.block_m, 1, 1))

@@ -1,0 +1,51 @@
+"""Rows of the kernels that prepare masks for attention. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .spec import IO_TYPES, KernelSpec
+
+#: Rows and keys of a tile of a mask, and tiles of keys that a CTA of ``mask_pack_sm80`` takes.
+MASK_TILE, PACK_TILES = 64, 4
+# sm_86 and sm_89 load sm_80's.
+_PREBUILD = ("80", "90a")
+
+
+def _mask_pack(dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    return KernelSpec(
+        name=f"mask_pack_sm80_{short}",
+        family="mask_pack_sm80",
+        op="mask_pack",
+        source="entry/mask_pack_sm80.cu",
+        symbol="mask_pack_sm80",
+        defines=(("IO_TYPE", tag),),
+        dtype=dtype,
+        head_dim=256,
+        block_m=MASK_TILE,
+        block_n=MASK_TILE * PACK_TILES,
+        num_warps=4,
+        smem_bytes=0,
+        prebuild=_PREBUILD,
+    )
+
+
+def mask_rows() -> Iterator[KernelSpec]:
+    """Rows of ``mask_pack`` and ``mask_list``."""
+    yield from (_mask_pack(dtype) for dtype in ("float16", "bfloat16"))
+    yield KernelSpec(
+        name="mask_list_sm80",
+        family="mask_list_sm80",
+        op="mask_list",
+        source="entry/mask_list_sm80.cu",
+        symbol="mask_list_sm80",
+        defines=(),
+        dtype="uint8",
+        head_dim=256,
+        block_m=MASK_TILE,
+        block_n=MASK_TILE,
+        num_warps=4,
+        smem_bytes=0,
+        prebuild=_PREBUILD,
+    )
