@@ -44,7 +44,7 @@ struct ScoreFactors {
 };
 
 // Softcap of a raw product that is small against the cap, in base 2: an odd polynomial of degree 7, relative error
-// below 4e-6 up to cap_limit.
+// below 1e-6 up to cap_limit.
 OA_DEVICE float cap_factor(const ScoreForms& f, float s) {
     float z = s * s;
     return fmaf(fmaf(fmaf(f.cap_poly[3], z, f.cap_poly[2]), z, f.cap_poly[1]), z, f.cap_poly[0]);

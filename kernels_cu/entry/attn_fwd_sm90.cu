@@ -430,7 +430,10 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         const ScoreForms& f = params.forms;
         uint32 smem = Masks::at(inner_at_.stage);
         bool key_bias = Config::kBiasBytes == 0 && mixed && (f.forms & kFormKeyBias);
-        if (Config::kBiasBytes == 0 && !key_bias) release_inner();
+        if (Config::kBiasBytes == 0 && !key_bias) {
+            __syncwarp();  // all lanes have read their bits
+            release_inner();
+        }
         ScoreFactors c{f.factor, f.factor2};
         near = false;
         if (Config::kSoftcap && (f.forms & kFormSoftcap)) {
@@ -446,11 +449,13 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         if constexpr (Config::kBiasBytes != 0) {
             uint32 rows = smem + (group_ * 64 + ((threadIdx.x >> 5) & 3) * 16) * 128;
             float base2 = add_bias_tile<Config::Io, Config::kBiasBytes>(s, c, rows, Masks::kPanelBytes, lane_);
+            __syncwarp();  // all lanes have read
             release_inner();
             return base2;
         }
         if (key_bias) {
             float base2 = add_key_bias(s, c, smem, lane_);
+            __syncwarp();
             release_inner();
             return base2;
         }

@@ -33,7 +33,7 @@ SUMMARY = {
 #: workspace with padding that nobody writes and copies read.
 RUNS = {
     "memcheck": ("memcheck", ""),
-    "racecheck": ("racecheck", ""),
+    "racecheck": ("racecheck", "few_masks"),
     "initcheck": ("initcheck", ""),
     "memcheck_low": ("memcheck", "low_precision"),
     "racecheck_low": ("racecheck", "few_low_precision"),

@@ -1,0 +1,210 @@
+"""Masks, biases and softcap on the Hopper kernel: every form, skipped tiles, special values, what selection says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+import omniattn as oa  # noqa: E402
+from omniattn import testing  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+
+from .attention_cases import run_dense, to_gpu  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="the kernels are for compute capability 9.0",
+    ),
+]
+
+DTYPES = ("float16", "bfloat16")
+#: Forms of masks: how queries and keys are extended, and the type.
+FORMS = ("bool", "bool keys", "keys", "float32", "io")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    PLANS.clear()
+    yield
+    PLANS.clear()
+
+
+def mask_of(
+    form: str, batch: int, heads: int, seqlen_q: int, seqlen_k: int, dtype: str, seed: int = 0
+) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
+    """A mask for the reference and for the GPU: parts of it hide whole tiles, or nothing."""
+    rng = np.random.default_rng(seed)
+    rows = 1 if "keys" in form else seqlen_q
+    visible = rng.random((batch, heads, rows, seqlen_k)) < 0.8
+    visible[..., : rows // 2, : seqlen_k // 3] = False
+    visible[..., rows // 2 :, seqlen_k // 3 : 2 * seqlen_k // 3] = True
+    if form.startswith("bool"):
+        return visible, torch.from_numpy(visible).cuda()
+    values = np.where(visible, 2 * rng.standard_normal(visible.shape), -np.inf).astype(np.float32)
+    if form != "io":
+        return values, torch.from_numpy(values).cuda()
+    values = testing.round_to(values, dtype)
+    return values, to_gpu(values, dtype)
+
+
+def tensors(batch: int, seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, dtype: str) -> tuple[Any, ...]:
+    return testing.make_qkv(
+        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads, heads_kv=1, head_dim=head_dim, dtype=dtype,
+        seed=head_dim,
+    )  # fmt: skip
+
+
+def kernel(*args: Any, **options: Any) -> str:
+    return str(oa.explain(*args, **options).kernel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 4.0, "window": (150, 40)}], ids=str)
+def test_forms(form: str, head_dim: int, dtype: str, options: dict[str, Any]) -> None:
+    q, k, v = tensors(2, 330, 520, 2, head_dim, dtype)
+    mask, on_gpu = mask_of(form, 2, 2, 330, 520, dtype)
+    on = [to_gpu(x, dtype) for x in (q, k, v)]
+    assert kernel(*on, mask=on_gpu, **options).startswith("attn_fwd_sm90")
+    run_dense(q, k, v, dtype, mask=mask, gpu={"mask": on_gpu}, **options)
+
+
+@given(
+    data=st.data(),
+    form=st.sampled_from(("none", *FORMS)),
+    head_dim=st.sampled_from([16, 64, 72, 128, 128, 160, 256]),
+    seqlen_q=st.integers(1, 450),
+    seqlen_k=st.integers(1, 450),
+    dtype=st.sampled_from(DTYPES),
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_random_problems(
+    data: st.DataObject, form: str, head_dim: int, seqlen_q: int, seqlen_k: int, dtype: str
+) -> None:
+    if form in ("float32", "io") and data.draw(st.booleans()):
+        seqlen_k = -(-seqlen_k // 8) * 8  # rows of whole 16 bytes: tensor maps
+    batch, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    side = st.one_of(st.just(-1), st.integers(0, 300))
+    options: dict[str, Any] = {
+        "causal": data.draw(st.booleans()),
+        "window": data.draw(st.one_of(st.none(), st.tuples(side, side))),
+        "softcap": data.draw(st.sampled_from([0.0, 1.5, 30.0])),
+        "softmax_scale": data.draw(st.sampled_from([None, -0.1, 0.0, 0.6])),
+    }
+    if data.draw(st.booleans()):
+        options["sinks"] = np.linspace(-2, 2, heads, dtype=np.float32)
+    gpu = {}
+    if form != "none":
+        extents = data.draw(st.sampled_from([1, batch])), data.draw(st.sampled_from([1, heads]))
+        options["mask"], gpu["mask"] = mask_of(form, *extents, seqlen_q, seqlen_k, dtype, data.draw(st.integers(0, 99)))
+    q, k, v = tensors(batch, seqlen_q, seqlen_k, heads, head_dim, dtype)
+    run_dense(q, k, v, dtype, f"{form} {options}", gpu=gpu, **options)
+
+
+@pytest.mark.parametrize("form", ["bool", "bool keys", "keys"])
+def test_tiles_that_nobody_sees_are_never_loaded(form: str) -> None:
+    """NaN in K and V there reaches nobody: not even as 0 times NaN."""
+    q, k, v = tensors(1, 300, 640, 2, 128, "bfloat16")
+    mask, on_gpu = mask_of(form, 1, 1, 300, 640, "bfloat16")
+    hidden = slice(128, 320)
+    mask[..., hidden] = False if form.startswith("bool") else -np.inf
+    on_gpu[..., hidden] = False if form.startswith("bool") else -torch.inf
+    clean = [to_gpu(x, "bfloat16") for x in (q, k, v)]
+    want = oa.attention(*clean, mask=on_gpu)
+    for x in clean[1:]:
+        x[:, hidden] = torch.nan
+    got = oa.attention(*clean, mask=on_gpu)
+    assert torch.equal(got, want)
+    assert not got.isnan().any()
+
+
+@pytest.mark.parametrize("form", ["float32", "io", "keys"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -3.0e38, 1.0e30, 9000.0])
+def test_special_values(form: str, value: float) -> None:
+    """In one key's column: NaN reaches every row, infinity as the reference says, large numbers decide."""
+    q, k, v = tensors(1, 130, 264, 1, 64, "bfloat16")
+    mask, _ = mask_of(form, 1, 1, 130, 264, "bfloat16")
+    mask[..., 100] = value if form != "io" else testing.round_to(np.float32(value), "bfloat16")
+    on_gpu = to_gpu(mask, "bfloat16") if form == "io" else torch.from_numpy(mask).cuda()
+    run_dense(q, k, v, "bfloat16", mask=mask, gpu={"mask": on_gpu})
+
+
+def test_rows_that_have_only_the_lowest_number_are_means() -> None:
+    q, k, v = tensors(1, 64, 200, 1, 64, "bfloat16")
+    for on_gpu in (
+        torch.full((64, 200), torch.finfo(torch.float32).min, device="cuda"),
+        torch.full((1, 200), torch.finfo(torch.float32).min, device="cuda"),
+        torch.full((64, 200), torch.finfo(torch.bfloat16).min, device="cuda", dtype=torch.bfloat16),
+    ):
+        out = oa.attention(*(to_gpu(x, "bfloat16") for x in (q, k, v)), mask=on_gpu).float()
+        want = to_gpu(v, "bfloat16").float().mean(dim=1, keepdim=True).expand_as(out)
+        assert torch.allclose(out, want, atol=2e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_same_bits_every_time(form: str) -> None:
+    q, k, v = (to_gpu(x, "bfloat16") for x in tensors(2, 700, 900, 4, 128, "bfloat16"))
+    _, mask = mask_of(form, 2, 4, 700, 904, "bfloat16")
+    mask = mask[..., :900]
+    want = oa.attention(q, k, v, mask=mask, softcap=20.0)
+    for _ in range(30):
+        assert torch.equal(oa.attention(q, k, v, mask=mask, softcap=20.0), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_moves_by_one_element(dtype: torch.dtype) -> None:
+    """The same shape and strides, another alignment: tensor maps cannot describe it, and the plan is not the same."""
+    q, k, v = (to_gpu(x, "bfloat16") for x in tensors(1, 200, 256, 2, 128, "bfloat16"))
+    memory = torch.randn(200, 272, device="cuda").to(dtype)
+    for shift in (0, 1, 0, 3, 8):
+        mask = memory[:, shift : shift + 256]
+        aligned = mask.data_ptr() % 16 == 0
+        assert kernel(q, k, v, mask=mask).startswith("attn_fwd_sm90" if aligned else "attn_fwd_sm80")
+        got, want = oa.attention(q, k, v, mask=mask), oa.attention(q, k, v, mask=mask.contiguous())
+        assert torch.allclose(got.float(), want.float(), atol=2e-2)
+
+
+def test_explain_names_the_kernels_of_the_mask() -> None:
+    q, k, v = (to_gpu(x, "bfloat16") for x in tensors(1, 200, 256, 2, 128, "bfloat16"))
+    text = str(oa.explain(q, k, v, mask=torch.ones(1, 1, 200, 256, dtype=torch.bool, device="cuda")))
+    assert "mask_pack_sm80_bf16" in text
+    assert "mask_list_sm80" in text
+    text = str(oa.explain(q, k, v, mask=torch.zeros(200, 257, device="cuda")[:, :256]))
+    assert "tensor maps cannot describe this mask" in text
+
+
+def test_captured_calls_see_the_mask_of_their_replay() -> None:
+    q, k, v = (to_gpu(x, "bfloat16") for x in tensors(1, 300, 512, 2, 64, "bfloat16"))
+    mask = torch.rand(1, 1, 300, 512, device="cuda") < 0.5
+    oa.attention(q, k, v, mask=mask)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(q)
+    with torch.cuda.graph(graph):
+        oa.attention(q, k, v, mask=mask, out=out)
+    for fraction in (0.0, 0.3, 1.0):
+        mask.copy_(torch.rand(mask.shape, device="cuda") < fraction)
+        graph.replay()
+        assert torch.equal(out, oa.attention(q, k, v, mask=mask))
+    assert not out.isnan().any()
+
+
+def test_packed_sequences_with_softcap() -> None:
+    heads, lengths = 4, [5, 0, 300, 129, 64]
+    starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(sum(lengths), heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    call = {"softcap": 3.0, "causal": True}
+    got = oa.attention_varlen(q, k, v, starts, starts, max_seqlen_q=300, max_seqlen_k=300, **call)
+    for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        if begin < end:
+            want = oa.attention(*(x[None, begin:end] for x in (q, k, v)), **call)[0]
+            assert torch.allclose(got[begin:end].float(), want.float(), atol=1e-2)
