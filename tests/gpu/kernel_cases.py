@@ -20,7 +20,7 @@ def cases(op: str, score_mods: bool = True) -> tuple[Case, ...]:
     found = cases_for(op)
     if score_mods:
         return found
-    return tuple(c for c in found if not {"mask", "bias"} & set(c.arrays) and "softcap" not in c.options)
+    return tuple(c for c in found if set(c.arrays) <= {"sinks"} and "softcap" not in c.options)
 
 
 @contextmanager

@@ -203,7 +203,8 @@ def test_packed_sequences_with_softcap() -> None:
     starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(sum(lengths), heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     call = {"softcap": 3.0, "causal": True}
-    got = oa.attention_varlen(q, k, v, starts, starts, max_seqlen_q=300, max_seqlen_k=300, **call)
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 300, "max_seqlen_k": 300}
+    got = oa.attention_varlen(q, k, v, **packed, **call)
     for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         if begin < end:
             want = oa.attention(*(x[None, begin:end] for x in (q, k, v)), **call)[0]

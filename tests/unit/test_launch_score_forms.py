@@ -1,0 +1,156 @@
+"""What the Hopper kernel is told of masks, softcap and scales, and which calls it takes. No GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omniattn.launch import attn_fwd_sm90, masks, score_forms
+from omniattn.launch.structs import ATTN_FWD_FORMS_SM90, At
+from omniattn.plan.attention import plan_attention
+from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Target
+from omniattn.registry import by_name
+from omniattn.select import select_attention
+
+HOPPER = Target((9, 0), 227 << 10, 132)
+BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 400, 520, 128
+
+
+def problem(mask_strides: tuple[int, int, int, int] = (0, 0, 0, 0), **fields: Any) -> AttentionProblem:
+    strides = AttentionStrides(
+        *(((HEADS * ROWS * DIM, HEADS * DIM, DIM),) * 4), lse=(HEADS * ROWS, ROWS), mask=mask_strides
+    )
+    return dataclasses.replace(
+        AttentionProblem(
+            "bfloat16", BATCH, ROWS, KEYS, HEADS, HEADS, DIM, UNLIMITED, UNLIMITED, 0.1, 0.0, "none", "none", False,
+            strides=strides,
+        ),
+        **fields,
+    )  # fmt: skip
+
+
+#: A full mask's strides.
+FULL = (HEADS * ROWS * KEYS, ROWS * KEYS, KEYS, 1)
+
+
+@pytest.mark.parametrize("scale", [0.088, -0.088, 3.0])
+@pytest.mark.parametrize("cap", [1e-3, 1.0, 50.0, 900.0])
+def test_polynomial_of_the_cap(scale: float, cap: float) -> None:
+    limit, poly = score_forms._cap_polynomial(scale, cap)
+    assert limit > 0
+    s = np.linspace(-limit, limit, 20001, dtype=np.float32)
+    z = s * s
+    c = np.float32(poly)
+    found = (((c[3] * z + c[2]) * z + c[1]) * z + c[0]) * s
+    wanted = cap * math.log2(math.e) * np.tanh(s.astype(np.float64) * scale / cap)
+    assert np.abs(found - wanted)[wanted != 0].max() <= 1.5e-6 * np.abs(wanted).max()
+    assert (np.abs(found - wanted) <= 1.5e-6 * np.abs(wanted) + 1e-12).all()
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.0, 1.0), (1e-38, 1e30), (1e38, 1e-38), (0.088, 1e9), (3e38, 2.0)])
+def test_caps_that_the_polynomial_is_not_for(scale: float, cap: float) -> None:
+    assert score_forms._cap_polynomial(scale, cap) == (0.0, (0.0,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        ({"softcap": 30.0}, score_forms.SOFTCAP),
+        ({"softmax_scale": -0.1}, score_forms.SCALED),
+        ({"softmax_scale": 0.0}, score_forms.SCALED),
+        ({"softmax_scale": -0.1, "softcap": 30.0}, score_forms.SOFTCAP),
+        ({"mask": "bool", "mask_strides": FULL}, score_forms.BITS),
+        ({"mask": "float32", "mask_strides": (KEYS, 0, 0, 1)}, score_forms.KEY_BIAS),
+        ({"mask": "io", "mask_strides": FULL, "softcap": 5.0}, score_forms.BIAS | score_forms.SOFTCAP),
+    ],
+    ids=str,
+)
+def test_forms(fields: dict[str, Any], flags: int) -> None:
+    one = problem(**fields)
+    values = score_forms.form_values(one, None)
+    assert values["forms"] == flags
+    assert values["factor"] == (one.softcap or one.softmax_scale)
+    assert values["factor2"] == pytest.approx(values["factor"] * math.log2(math.e))
+    assert (values["bias_batch"], values["bias_head"]) == (
+        int(one.strides.mask[0] != 0), int(one.strides.mask[1] != 0),
+    )  # fmt: skip
+
+
+def problem_with(mask: str, strides: tuple[int, int, int, int], **fields: Any) -> AttentionProblem:
+    return problem(strides, **{"mask": mask, "mask_map": True, **fields})
+
+
+CHOSEN = [
+    (problem(softcap=2.0), "attn_fwd_sm90_bf16_d128_m192n64_softcap"),
+    (problem(softmax_scale=-1.0), "attn_fwd_sm90_bf16_d128_m192n64_masks"),
+    (problem_with("bool", FULL), "attn_fwd_sm90_bf16_d128_m192n64_masks"),
+    (problem_with("bool", FULL, softcap=2.0), "attn_fwd_sm90_bf16_d128_m192n64_softcap"),
+    (problem_with("bool", (0, 0, 0, 1), mask_map=False), "attn_fwd_sm90_bf16_d128_m192n64_masks"),
+    (problem_with("float32", (KEYS, 0, 0, 1), mask_map=False), "attn_fwd_sm90_bf16_d128_m192n64_masks"),
+    (problem_with("float32", FULL), "attn_fwd_sm90_bf16_d128_m192n64_bias32"),
+    (problem_with("io", FULL, softcap=2.0), "attn_fwd_sm90_bf16_d128_m192n64_bias16"),
+    (problem_with("io", FULL, mask_map=False), "attn_fwd_sm80_bf16_d128_mods"),
+    (problem_with("bool", FULL, varlen=True), "attn_fwd_sm80_bf16_d128_mods"),
+    (problem(softcap=2.0, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
+    (problem(softcap=2.0, tensor_maps=False), "attn_fwd_sm80_bf16_d128_mods"),
+]
+
+
+@pytest.mark.parametrize(("one", "name"), CHOSEN, ids=[name for _, name in CHOSEN])
+def test_which_kernel_takes_what(one: AttentionProblem, name: str) -> None:
+    assert select_attention(one, HOPPER).spec.name == name
+
+
+def test_a_forced_kernel_says_why_it_does_not_fit() -> None:
+    for name, one, reason in (
+        ("attn_fwd_sm90_bf16_d128_m192n64_masks", problem(softcap=1.0), "no softcap"),
+        ("attn_fwd_sm90_bf16_d128_m192n64_bias16", problem_with("bool", FULL), "differ between queries"),
+        ("attn_fwd_sm90_bf16_d128_m192n64_bias16", problem_with("float32", FULL), "additive masks of 16 bits"),
+        ("attn_fwd_sm90_bf16_d128_m192n64_masks", problem_with("io", FULL), "additive mask that differs"),
+    ):
+        with pytest.raises(Exception, match=reason):
+            select_attention(one, HOPPER, name)
+
+
+def test_the_mask_is_prepared_before_attention() -> None:
+    one = problem_with("bool", (0, ROWS * KEYS, KEYS, 1), window_right=0)
+    launches = plan_attention(one, HOPPER, None)
+    assert [record.spec.op for record in launches.records] == ["mask_pack", "mask_list", "attention"]
+    assert [other.spec.op for other in launches.others] == ["mask_pack", "mask_list"]
+    spec = launches.selection.spec
+    blocks = -(-ROWS // spec.block_m)
+    assert launches.workspace_bytes == masks.workspace_bytes(one, blocks)
+    record = launches.records[-1]
+    assert len(record.arguments) == ATTN_FWD_FORMS_SM90.size
+    places = {
+        name: pointer
+        for pointer in record.pointers
+        for name in ("forms.tiles", "forms.lists")
+        if pointer.offset == ATTN_FWD_FORMS_SM90.offsets[name]
+    }
+    assert {pointer.operand for pointer in places.values()} == {"workspace"}
+    assert len(places) == 2
+
+
+def test_tiles_of_a_bias_are_a_tensor_map() -> None:
+    spec = by_name("attn_fwd_sm90_bf16_d128_m192n64_bias32")
+    (record,) = attn_fwd_sm90.build(spec, problem_with("float32", (0, ROWS * KEYS, KEYS, 1)), HOPPER)
+    bias = next(x for x in record.tensor_maps if x.operand == "mask")
+    assert bias.dims == (KEYS, ROWS, HEADS, 1)
+    assert bias.strides_bytes == (4 * KEYS, 4 * ROWS * KEYS, 16)
+    assert bias.box == (32, spec.block_m, 1, 1)
+    assert bias.offset == ATTN_FWD_FORMS_SM90.offsets["map_bias"]
+
+
+def test_masks_without_a_reader_have_no_place() -> None:
+    values = score_forms.form_values(problem(softcap=1.0), None)
+    assert values["tiles"] is None
+    assert values["lists"] is None
+    found = masks.places(problem_with("bool", FULL), 3, At("workspace"))
+    values = score_forms.form_values(problem_with("bool", FULL), found)
+    assert values["tiles"] == found.bits
+    assert values["lists"] == found.lists
