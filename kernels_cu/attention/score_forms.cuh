@@ -95,10 +95,10 @@ constexpr uint32 kPlainBiasBits = 0x4600;  // bf16
 template <>
 constexpr uint32 kPlainBiasBits<Half> = 0x7000;
 
-// A score in base 2 with a bias: -inf hides the key whatever its score is, NaN included; a finite sum stays finite, as
-// masks that add the lowest finite number are common.
+// A score in base 2 with a bias: -inf hides the key whatever its score is, NaN included; a finite bias stays finite in
+// base 2, as masks that add the lowest finite number are common.
 OA_DEVICE float biased(float s, float factor2, float bias) {
-    return bias == neg_inf() ? neg_inf() : max_nan(fmaf(s, factor2, bias * kLog2e), 0.25f * kLowest);
+    return bias == neg_inf() ? neg_inf() : fmaf(s, factor2, max_nan(bias * kLog2e, 0.25f * kLowest));
 }
 
 // Adds biases to scores; returns what the scores are to be multiplied by in base 2. bias(n, r): those of row r, columns

@@ -24,9 +24,11 @@
 //
 // A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
-// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same] |
-// barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads columns beyond
-// HEAD_DIM.
+// SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax (attention/score_forms.cuh). Steps are
+// those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh).
+// Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS *
+// 128] | V [same] | barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads
+// columns beyond HEAD_DIM.
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/score_forms.cuh"

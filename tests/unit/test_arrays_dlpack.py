@@ -6,6 +6,7 @@ import ctypes
 import gc
 import importlib.util
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,24 @@ def test_finish_makes_the_library_wait(log: Any, owned: bool) -> None:
 def test_finish_without_a_way_back(log: Any) -> None:
     out = arrays.describe(FakeExporter(device=GPU), "out")
     assert arrays.finish(out, 0) is out.obj
+
+
+class _GivingArray(FakeExporter):
+    """Of a library that has ``empty`` and one element type."""
+
+    def __array_namespace__(self) -> Any:
+        return types.SimpleNamespace(empty=lambda *args, **options: None, uint8="uint8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "can"),
+    [(FakeExporter, "uint8", False), (_LibraryArray, "uint8", False), (_GivingArray, "uint8", True),
+     (_GivingArray, "int64", False)],
+)  # fmt: skip
+def test_which_libraries_can_give_memory(log: Any, kind: type[FakeExporter], dtype: str, can: bool) -> None:
+    tensor = arrays.describe(kind((2, 8), device=GPU), "q")
+    assert arrays.can_allocate(tensor, dtype) is can
+    assert arrays.can_allocate(arrays.describe(np.zeros(3), "q"), dtype)
 
 
 def test_exporter_protocol(log: Any) -> None:

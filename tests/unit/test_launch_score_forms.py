@@ -13,7 +13,9 @@ from omniattn.launch import attn_fwd_sm90, masks, score_forms
 from omniattn.launch.structs import ATTN_FWD_FORMS_SM90, At
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Target
+from omniattn.reference.mask_tiles import FIRST_GROUP
 from omniattn.registry import by_name
+from omniattn.registry.masks import MAX_TILES
 from omniattn.select import select_attention
 
 HOPPER = Target((9, 0), 227 << 10, 132)
@@ -97,10 +99,17 @@ CHOSEN = [
     (problem_with("bool", FULL, varlen=True), "attn_fwd_sm80_bf16_d128_mods"),
     (problem(softcap=2.0, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
     (problem(softcap=2.0, tensor_maps=False), "attn_fwd_sm80_bf16_d128_mods"),
+    # A mask of a bit a query would be packed into one of a bit a score; no memory to pack it into; too many tiles.
+    (problem_with("bool", (0, 0, 1, 0)), "attn_fwd_sm80_bf16_d128_mods"),
+    (problem_with("bool", FULL, scratch=False), "attn_fwd_sm80_bf16_d128_mods"),
+    (problem_with("io", FULL, scratch=False), "attn_fwd_sm90_bf16_d128_m192n64_bias16"),
+    (problem(softcap=2.0, seqlen_k=64 * MAX_TILES), "attn_fwd_sm90_bf16_d128_m192n64_softcap"),
+    (problem(softcap=2.0, seqlen_k=64 * MAX_TILES + 1), "attn_fwd_sm80_bf16_d128_mods"),
+    (problem(seqlen_k=64 * MAX_TILES + 1), "attn_fwd_sm90_bf16_d128_m192n64"),
 ]
 
 
-@pytest.mark.parametrize(("one", "name"), CHOSEN, ids=[name for _, name in CHOSEN])
+@pytest.mark.parametrize(("one", "name"), CHOSEN, ids=[f"{i} {name}" for i, (_, name) in enumerate(CHOSEN)])
 def test_which_kernel_takes_what(one: AttentionProblem, name: str) -> None:
     assert select_attention(one, HOPPER).spec.name == name
 
@@ -144,6 +153,10 @@ def test_tiles_of_a_bias_are_a_tensor_map() -> None:
     assert bias.strides_bytes == (4 * KEYS, 4 * ROWS * KEYS, 16)
     assert bias.box == (32, spec.block_m, 1, 1)
     assert bias.offset == ATTN_FWD_FORMS_SM90.offsets["map_bias"]
+
+
+def test_entries_number_every_tile() -> None:
+    assert FIRST_GROUP == MAX_TILES
 
 
 def test_masks_without_a_reader_have_no_place() -> None:

@@ -207,6 +207,15 @@ def empty_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Ten
     return _empties[ref.framework](ref, shape, dtype)
 
 
+def can_allocate(ref: Tensor, dtype: str) -> bool:
+    """Whether `empty_like_framework` can give arrays of this element type: not every library with DLPack can."""
+    if ref.framework != "dlpack":
+        return True
+    from . import from_dlpack
+
+    return from_dlpack.has_empty(ref, dtype)
+
+
 def zeros_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
     """`empty_like_framework`, all zeros (on a GPU: queued where the framework queues its work)."""
     if ref.framework == "jax":

@@ -127,9 +127,7 @@ def empty_jax(ref: Tensor, shape: tuple[int, ...], dtype: str, *, zeros: bool = 
 def empty_dlpack(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
     """A new array of ``ref``'s library, by the ``empty`` of its array API namespace."""
     obj = ref.obj
-    namespace = _namespace(obj)
-    make = getattr(namespace, "empty", None)
-    element = obj.dtype if dtype == ref.dtype and hasattr(obj, "dtype") else getattr(namespace, dtype, None)
+    namespace, make, element = _maker(ref, dtype)
     if make is None or element is None:
         missing = "no array API namespace with empty()" if make is None else f"no element type {dtype}"
         raise ArgumentError(
@@ -145,6 +143,20 @@ def empty_dlpack(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
             "out", f"{ref.device_name}, as the inputs", f"{t.device_name} from {namespace.__name__}.empty"
         )
     return t
+
+
+def has_empty(ref: Tensor, dtype: str) -> bool:
+    """Whether `empty_dlpack` has what it needs."""
+    _, make, element = _maker(ref, dtype)
+    return make is not None and element is not None
+
+
+def _maker(ref: Tensor, dtype: str) -> tuple[Any, Any, Any]:
+    """The library's namespace, its ``empty``, and its element type; None for what it lacks."""
+    obj = ref.obj
+    namespace = _namespace(obj)
+    element = obj.dtype if dtype == ref.dtype and hasattr(obj, "dtype") else getattr(namespace, dtype, None)
+    return namespace, getattr(namespace, "empty", None), element
 
 
 def _namespace(obj: Any) -> Any:

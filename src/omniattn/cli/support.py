@@ -85,7 +85,7 @@ LINES = {
     "quantized_attention": "the same, precision int8 and int4",
     "quantize": "`quantize_qk`, `quantize_v`",
     "quantize_delta": "`quantize_qk`, `quantize_v`",
-    "mask_pack": "`attention`, `attention_varlen`",
+    "mask_pack": "`attention`, `attention_varlen`",  # where `attention` stands; packed sequences do without
     "mask_list": "`attention`, `attention_varlen`",
     "merge_states": "`merge_states`",
     "decode": "`decode`",

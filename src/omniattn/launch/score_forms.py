@@ -29,7 +29,7 @@ _NEAR = 0.5
 def _cap_polynomial(scale: float, cap: float) -> tuple[float, tuple[float, ...]]:
     """``cap * log2(e) * tanh(s * scale / cap) / s`` in powers of s^2, and the largest s that it is for.
 
-    Where a coefficient that matters is no normal fp32 number, the largest s is 0: kernels then take tanh itself.
+    Where a coefficient is no normal fp32 number (caps of 1e5 and more), the largest s is 0: kernels take tanh itself.
     """
     x = scale / cap
     if 1e-15 < abs(x) < 1e15:

@@ -67,7 +67,9 @@ class AttentionProblem:
     max_seqlen_q, max_seqlen_k : int
         Of packed sequences: extents of the mask, and of ``delta_s``.
     mask_map : bool
-        A tensor map can describe the mask.
+        A tensor map can describe the additive mask.
+    scratch : bool
+        The arrays' library can give scratch memory.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -95,6 +97,7 @@ class AttentionProblem:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     mask_map: bool = False
+    scratch: bool = True
     strides: AttentionStrides | None = None
 
     @property
@@ -125,6 +128,11 @@ class AttentionProblem:
         if self.mask in ("none", "bool"):
             return "none" if self.mask == "none" else "bits"
         return "keys" if self.strides is not None and self.strides.mask[2] == 0 else "tiles"
+
+    @property
+    def one_mask_for_all_keys(self) -> bool:
+        """Whether the mask differs between queries and not between keys: packed it would be far larger."""
+        return self.strides is not None and self.strides.mask[3] == 0 != self.strides.mask[2] and self.seqlen_k > 1
 
     @property
     def absolute_scores(self) -> bool:

@@ -175,7 +175,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = F
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods", *(("softcap",) if softcap else ())}) if forms else frozenset(),
         bias_bytes=tile.bias_bytes,
-        # One value, once a tile of queries.
+        # Packed sequences' state takes registers that forms would need: at most 13 words, stored and loaded.
         allowed_spill_bytes=104 if forms and varlen and tile.num_consumers > 2 else 0,
     )
 

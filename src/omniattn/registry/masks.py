@@ -8,6 +8,8 @@ from .spec import IO_TYPES, KernelSpec
 
 #: Rows and keys of a tile of a mask, and tiles of keys that a CTA of ``mask_pack_sm80`` takes.
 MASK_TILE, PACK_TILES = 64, 4
+#: Tiles of keys that an entry of a list can number.
+MAX_TILES = 1 << 22
 # sm_86 and sm_89 load sm_80's.
 _PREBUILD = ("80", "90a")
 

@@ -6,6 +6,7 @@ from ..errors import UnsupportedError
 from ..problems import AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..registry import REGISTRY, KernelSpec
+from ..registry.masks import MASK_TILE, MAX_TILES
 from .choice import Selection, dotted, forced, unfit_target
 
 _BITS = {"int8": 8, "int4": 4}
@@ -58,8 +59,10 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
 
 def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
     """Why ``spec``, which has score modifiers if the problem wants them, cannot take its mask; None if it can."""
-    if spec.family != "attn_fwd_sm90":
+    if spec.family != "attn_fwd_sm90" or "score_mods" not in spec.features:
         return None
+    if problem.seqlen_k > MASK_TILE * MAX_TILES:
+        return f"it counts tiles of keys up to {MAX_TILES}"
     if problem.softcap > 0.0 and "softcap" not in spec.features:
         return "it has no softcap"
     if problem.mask_form == "tiles":
@@ -71,6 +74,10 @@ def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
             return "tensor maps cannot describe this mask: its address and strides are no multiples of 16 bytes"
     elif spec.bias_bytes != 0:
         return "it is for additive masks that differ between queries"
+    elif problem.mask_form != "none" and not problem.scratch:
+        return "the arrays' library cannot give the memory that its mask is packed into"
+    elif problem.mask_form == "bits" and problem.one_mask_for_all_keys:
+        return "it packs masks key by key, and this one is the same for all keys"
     if problem.mask != "none" and problem.varlen:
         return "it takes no masks of packed sequences"
     return None
