@@ -55,8 +55,8 @@ struct Config {
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;  // packed sequences
-    static constexpr bool kForms = SCORE_FORMS;  // softcap, masks, biases, scale <= 0
-    static constexpr bool kSoftcap = SOFTCAP;
+    static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
+    static constexpr bool kRotateHeads = kForms;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + 63) / 64;
@@ -133,7 +133,7 @@ class Producer : public ForwardProducer<Config, Producer> {
                         t.batch_idx);
     }
 
-    // As ForwardProducer::copy_tile, of the tiles of keys that a list names, with what masks need beside K.
+    // As ForwardProducer::copy_tile, of a list's tiles. A template, as below: the plain kernel's Params have no forms.
     template <typename P>
     OA_DEVICE void copy_listed(const P& params, const FwdTile& t, const Span& keys) {
         const ScoreForms& forms = params.forms;

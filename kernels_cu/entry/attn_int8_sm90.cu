@@ -57,7 +57,7 @@ struct Config {
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
-    static constexpr bool kForms = false;
+    static constexpr bool kRotateHeads = false;
     static constexpr bool kVarlen = VARLEN;
     static constexpr bool kDelta = SMOOTH_Q;
     static constexpr bool kLse = WITH_LSE;

@@ -6,9 +6,10 @@
 //   producer   outer.empty -> copy -> outer.full | inner.empty -> copy -> inner.full | ... next tile
 //   consumer   outer.full | inner.full -> products -> inner.empty | ... outer.empty
 //
-// Config: kConsumers, kOuterStages, kInnerStages, kBlockM, kForms (masks: tiles of queries have different amounts of
-// work), kVarlen (packed sequences; a constant, because the dense loop pays for more code). Of packed sequences the
-// producer walks cu_seqlens, once and ahead of the consumers, which get the tile beside its outer operand.
+// Config: kConsumers, kOuterStages, kInnerStages, kBlockM, kRotateHeads (tiles of queries have different amounts of
+// work: PersistentTiles), kVarlen (packed sequences; a constant, because the dense loop pays for more code). Of packed
+// sequences the producer walks cu_seqlens, once and ahead of the consumers, which get the tile beside its outer
+// operand.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "pipeline/ring.cuh"
@@ -84,7 +85,7 @@ class PersistentProducer {
 
     OA_DEVICE void run_dense() {
         PersistentTiles tiles;
-        for (FwdTile t; tiles.next<Config::kBlockM, Config::kForms>(p_, list_, t);) {
+        for (FwdTile t; tiles.next<Config::kBlockM, Config::kRotateHeads>(p_, list_, t);) {
             typename Derived::Span span(p_, t);
             if (!span.is_empty()) {
                 bars_.outer.wait_empty(outer_at_);
@@ -176,7 +177,7 @@ class PersistentConsumer {
             // A vote, because its outcome is known to be the warp's: what comes then stays in uniform registers.
             return __any_sync(0xffffffffu, t.m0 != kNoMoreTiles);
         } else {
-            return tiles.next<Config::kBlockM, Config::kForms>(p_, list_, t);
+            return tiles.next<Config::kBlockM, Config::kRotateHeads>(p_, list_, t);
         }
     }
 };

@@ -152,7 +152,9 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int], io_dtype: str, fu
     kinds = {"bool": "bool", "float32": "float32"} | {io_dtype: "io"}
     # On the CPU q itself may be float32.
     if mask.dtype not in kinds:
-        raise DtypeError("mask", f"bool, float32 or q's {io_dtype}", mask.dtype, function=function)
+        expected = " or ".join(dict.fromkeys(("bool (True: visible)", "float32", io_dtype)))
+        hint = "mask != 0 makes booleans of integers" if "int" in mask.dtype else ""
+        raise DtypeError("mask", expected, mask.dtype, function=function, hint=hint)
     if len(mask.shape) > 4 or any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(shape), strict=False)):
         raise ShapeError(
             "mask",

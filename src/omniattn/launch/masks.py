@@ -88,9 +88,7 @@ class MaskPlaces:
 
 def takes(problem: AttentionProblem) -> bool:
     """Whether the kernels take the mask of a call: booleans, or values that are the same for every query; no varlen."""
-    if problem.mask == "none" or problem.varlen:
-        return False
-    return problem.mask == "bool" or _strides(problem)[2] == 0
+    return not problem.varlen and problem.mask_form in ("bits", "keys")
 
 
 def shapes(problem: AttentionProblem, num_m_blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -212,7 +210,7 @@ def _strides(problem: AttentionProblem) -> tuple[int, int, int, int]:
 def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces) -> dict[str, object]:
     """The fields of MaskPackParams."""
     strides = _strides(problem)
-    itemsize = {"bool": 1, "float32": 4, "io": ITEMSIZE[problem.dtype]}[problem.mask]
+    itemsize = ITEMSIZE[problem.mask_dtype]
     reach = [stride * (n - 1) for stride, n in zip(strides, (e.batch, e.heads, e.rows, e.cols), strict=True)]
     return {
         "mask": At("mask"),

@@ -77,7 +77,7 @@ def bias_map(spec: KernelSpec, problem: AttentionProblem, fallback: TensorMap) -
         return fallback
     assert problem.strides is not None
     b, h, q, _ = problem.strides.mask
-    dtype = "float32" if problem.mask == "float32" else problem.dtype
+    dtype = problem.mask_dtype
     item = ITEMSIZE[dtype]
     dims = (problem.seqlen_k, problem.seqlen_q, problem.num_q_heads if h else 1, problem.batch if b else 1)
     # The strides of extents of 1 are not used; a map wants positive multiples of 16 bytes.

@@ -130,6 +130,11 @@ class AttentionProblem:
         return "keys" if self.strides is not None and self.strides.mask[2] == 0 else "tiles"
 
     @property
+    def mask_dtype(self) -> str:
+        """Element type of the mask, where there is one."""
+        return self.dtype if self.mask == "io" else self.mask
+
+    @property
     def one_mask_for_all_keys(self) -> bool:
         """Whether the mask differs between queries and not between keys: packed it would be far larger."""
         return self.strides is not None and self.strides.mask[3] == 0 != self.strides.mask[2] and self.seqlen_k > 1

@@ -68,7 +68,7 @@ def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
     if problem.mask_form == "tiles":
         if spec.bias_bytes == 0:
             return "it takes no additive mask that differs between queries"
-        if spec.bias_bytes != ITEMSIZE["float32" if problem.mask == "float32" else problem.dtype]:
+        if spec.bias_bytes != ITEMSIZE[problem.mask_dtype]:
             return f"it takes additive masks of {8 * spec.bias_bytes} bits"
         if not problem.mask_map:
             return "tensor maps cannot describe this mask: its address and strides are no multiples of 16 bytes"
