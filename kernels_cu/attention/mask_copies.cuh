@@ -60,6 +60,7 @@ struct MaskTiles {
     // Of this thread's 32 scores: a bit for each that the mask lets through; all ones if the mask is none of bits.
     OA_DEVICE static uint32 bits(const ScoreForms& f, int32 entry, int32 stage, int32 group) {
         int32 kind = FormSteps::kind(entry, group);
+        if (f.forms & kFormModTiles) return kind == kTileEmpty ? 0 : 0xffffffffu;
         if (kPanels != 0 || !(f.forms & kFormBits) || kind == kTileFull) return 0xffffffffu;
         return kind == kTileEmpty ? 0 : load_shared(at(stage) + group * kWordBytes + (threadIdx.x & 127) * 4);
     }

@@ -51,6 +51,12 @@ struct Config {
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
 };
 
+using Params = Select<kHasScoreMod, AttnFwdModParams, AttnFwdParams>::Type;
+OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdParams& params) { return params; }
+OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdModParams& params) { return params.fwd; }
+OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdParams&) { return nullptr; }
+OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdModParams& params) { return &params.arrays; }
+
 struct SharedStorage {
     alignas(1024) uint8 q[Config::kBlockM * Config::kHeadDim * 2];  // O on the way out
     alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
@@ -133,8 +139,9 @@ OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTile
 }
 
 // Scores in base-2 units with softcap and mask (only in SCORE_MODS variants).
-OA_DEVICE void modify_scores(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0, int lane) {
-    ScoreMods<Config::Io> mods(p, t);
+OA_DEVICE void modify_scores(Scores& s, const AttnFwdParams& p, const ScoreModArrays* arrays, const FwdTile& t,
+                             int32 warp_row, int32 n0, int lane) {
+    ScoreMods<Config::Io> mods(p, t, arrays);
 #pragma unroll
     for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
@@ -185,7 +192,8 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fwd_sm80(
-    const __grid_constant__ AttnFwdParams p) {
+    const __grid_constant__ Params params) {
+    const AttnFwdParams& p = forward_of(params);
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
@@ -273,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
                 cp_async_commit();
             }
             int32 n0 = n * Config::kBlockN;
-            if (Config::kScoreMods) modify_scores(s, p, t, warp_row, n0, lane);
+            if (Config::kScoreMods) modify_scores(s, p, arrays_of(params), t, warp_row, n0, lane);
             if (n < keys.full_first || n >= keys.full_end)
 #pragma unroll
                 for (int i = 0; i < Config::kMTiles; ++i) mask_edges(s[i], p, t, warp_row + i * 16, n0, lane);

@@ -32,6 +32,7 @@
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/score_forms.cuh"
+#include "attention/score_mod.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_fwd.cuh"
@@ -69,7 +70,8 @@ struct Config {
     static_assert(2 <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
-using Params = Select<Config::kForms, AttnFwdFormsSm90Params, AttnFwdSm90Params>::Type;
+using FormsParams = Select<kHasScoreMod, AttnFwdModSm90Params, AttnFwdFormsSm90Params>::Type;
+using Params = Select<Config::kForms, FormsParams, AttnFwdSm90Params>::Type;
 
 using Masks = MaskTiles<Config>;
 struct Nothing {};
@@ -373,7 +375,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             if (i == steps.count - 1) release_outer();
             int32 n = FormSteps::tile(entry);
             bool edge = n < keys.full_first || n >= keys.full_end;
-            c[0] = c[1] = apply_forms(params, s, FormSteps::kind(entry, group_) != kTileFull, edge, bits, near);
+            const ModPositions at(t, warp_row + (lane_ >> 2), n * Config::kBlockN + 2 * (lane_ & 3));
+            c[0] = c[1] = apply_forms(params, s, t, at, FormSteps::kind(entry, group_) != kTileFull, edge, bits, near);
             if (edge) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
         };
         wait_outer();
@@ -428,7 +431,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
     // Returns what scores are to be multiplied by in base 2. edge: keys will be hidden. near: scores are still raw
     // products, below the cap.
     template <typename P>
-    OA_DEVICE float apply_forms(const P& params, Scores& s, bool mixed, bool edge, uint32 bits, bool& near) {
+    OA_DEVICE float apply_forms(const P& params, Scores& s, const FwdTile& t, const ModPositions& at, bool mixed,
+                                bool edge, uint32 bits, bool& near) {
         const ScoreForms& f = params.forms;
         uint32 smem = Masks::at(inner_at_.stage);
         bool key_bias = Config::kBiasBytes == 0 && mixed && (f.forms & kFormKeyBias);
@@ -443,16 +447,22 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
                 cap_scores(s, f);
             } else {
                 c = {kLn2, 1.0f};
-                near = Config::kBiasBytes == 0 && !mixed && !edge;
+                near = Config::kBiasBytes == 0 && !kHasScoreMod && !mixed && !edge;
                 if (near) return 1.0f;
                 cap_near_scores(s, f);
             }
+        }
+        if constexpr (kHasScoreMod) {
+            float base2 = modify_scores(s, c.natural, params.arrays, t, at);
+            c = {base2 == 1.0f ? kLn2 : 1.0f, base2};
+            if (kHasScoreMask && (mixed || !(f.forms & kFormModTiles))) hide_by_expression(s, params.arrays, t, at);
         }
         if constexpr (Config::kBiasBytes != 0) {
             uint32 rows = smem + (group_ * 64 + ((threadIdx.x >> 5) & 3) * 16) * 128;
             float base2 = add_bias_tile<Config::Io, Config::kBiasBytes>(s, c, rows, Masks::kPanelBytes, lane_);
             __syncwarp();  // all lanes have read
             release_inner();
+            if (bits != 0xffffffffu) hide_by_bits(s, bits);
             return base2;
         }
         if (key_bias) {

@@ -59,6 +59,7 @@ enum ScoreForm : int32 {
     kFormBits = 4,      // visibility, a bit a score
     kFormKeyBias = 8,   // one number a key, added
     kFormBias = 16,     // a tile of numbers, added
+    kFormModTiles = 32, // the lists' kinds are those of the user's mask expression
 };
 
 // What masks were made into (params/mask_tiles.cuh): tiles of 64 keys. Strides 0 where the mask is broadcast.

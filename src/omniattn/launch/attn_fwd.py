@@ -6,7 +6,8 @@ from ..problems import AttentionProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .numbers import MAX_GRID_X
-from .structs import ATTN_FWD, At, strides
+from .score_mod import array_values
+from .structs import ATTN_FWD, ATTN_FWD_MOD, At, member, strides
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
 MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
@@ -84,6 +85,10 @@ def build(spec: KernelSpec, problem: AttentionProblem, target: Target) -> tuple[
     records = []
     for first, count in tile_launches(tiles):
         values = forward_values(problem, blocks, mask_extent=problem.mask_extent, tile_offset=first)
-        arguments = ATTN_FWD.pack(values)
+        if problem.score_mod is None:
+            arguments = ATTN_FWD.pack(values)
+        else:
+            arrays = member("arrays", array_values(problem.score_mod))
+            arguments = ATTN_FWD_MOD.pack({**member("fwd", values), **arrays})
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))
     return tuple(records)

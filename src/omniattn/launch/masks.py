@@ -180,6 +180,26 @@ def build(
     if ctas:
         packing = MASK_PACK.pack(_pack_values(problem, e, found))
         records.append(LaunchRecord(pack, (ctas, 1, 1), 32 * pack.num_warps, *packing))
+    # It begins while the kernel ahead ends, and waits for its kinds by itself.
+    lists = list_record(
+        listing, problem, e, found, block_m, lead_rows, num_m_blocks, broadcast_rows=e.rows == 1, overlap=bool(records)
+    )
+    return (*records, lists), found
+
+
+def list_record(
+    listing: KernelSpec,
+    problem: AttentionProblem,
+    e: MaskExtents,
+    found: MaskPlaces,
+    block_m: int,
+    lead_rows: int,
+    num_m_blocks: int,
+    *,
+    broadcast_rows: bool,
+    overlap: bool,
+) -> LaunchRecord:
+    """The launch that lists tiles by their kinds. broadcast_rows: one tile of rows stands for all."""
     values: dict[str, object] = {
         "kinds": found.kinds,
         "lists": found.lists,
@@ -187,7 +207,7 @@ def build(
         "mask_heads": e.heads,
         "m_tiles": e.m_tiles,
         "n_tiles": e.n_tiles,
-        "broadcast_rows": int(e.rows == 1),
+        "broadcast_rows": int(broadcast_rows),
         "num_m_blocks": num_m_blocks,
         "block_m": block_m,
         "lead_rows": lead_rows,
@@ -196,10 +216,8 @@ def build(
         "window_left": problem.window_left,
         "window_right": problem.window_right,
     }
-    grid = (-(-masks * num_m_blocks // listing.num_warps), 1, 1)
-    # It begins while the kernel ahead ends, and waits for its kinds by itself.
-    lists = LaunchRecord(listing, grid, 32 * listing.num_warps, *MASK_LIST.pack(values), overlap=bool(records))
-    return (*records, lists), found
+    grid = (-(-e.batch * e.heads * num_m_blocks // listing.num_warps), 1, 1)
+    return LaunchRecord(listing, grid, 32 * listing.num_warps, *MASK_LIST.pack(values), overlap=overlap)
 
 
 def _strides(problem: AttentionProblem) -> tuple[int, int, int, int]:

@@ -12,7 +12,7 @@ from ..runtime.record import TensorMap
 from .masks import MaskPlaces
 
 #: `ScoreForm` of device code.
-SOFTCAP, SCALED, BITS, KEY_BIAS, BIAS = 1, 2, 4, 8, 16
+SOFTCAP, SCALED, BITS, KEY_BIAS, BIAS, MOD_TILES = 1, 2, 4, 8, 16, 32
 _LOG2E = math.log2(math.e)
 _LARGEST = 3.0e38  # below the largest fp32
 
@@ -48,6 +48,7 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
     # A factor that is not positive, or infinite in base 2, goes into the scores, where it does no harm to the -inf of
     # hidden keys.
     scaled = 0 if is_plain_scale(factor) else SCALED
+    own_tiles = MOD_TILES if masks is not None and form in ("none", "tiles") else 0
     limit, poly = _cap_polynomial(problem.softmax_scale, problem.softcap) if capped else (0.0, (0.0,) * 4)
     strides = problem.strides
     assert strides is not None
@@ -60,7 +61,7 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
         "lists_stride_b": 0 if masks is None else masks.lists_stride_b,
         "lists_stride_h": 0 if masks is None else masks.lists_stride_h,
         "num_tiles": 0 if masks is None else masks.num_tiles,
-        "forms": forms | scaled,
+        "forms": forms | scaled | own_tiles,
         "bias_batch": int(strides.mask[0] != 0),
         "bias_head": int(strides.mask[1] != 0),
         "cap_scale": _finite(problem.softmax_scale / problem.softcap if capped else 0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from ..problems.score_mod import MAX_ARRAYS, MAX_DIMS
 from ..runtime.record import MAP_BYTES, Pointer, TensorMap
 
 
@@ -140,6 +141,24 @@ ATTN_FWD_FORMS_SM90 = HostStruct(
     tail=40,
 )
 
+SCORE_MOD_ARRAYS = HostStruct(
+    "ScoreModArrays",
+    "params/score_mod.cuh",
+    f"{MAX_ARRAYS}P data; {MAX_ARRAYS * MAX_DIMS}q strides; {MAX_ARRAYS * MAX_DIMS}i extents",
+)
+
+ATTN_FWD_MOD = HostStruct(
+    "AttnFwdModParams", "params/score_mod.cuh", f"{ATTN_FWD.inside('fwd')}; {SCORE_MOD_ARRAYS.inside('arrays')}"
+)
+
+ATTN_FWD_MOD_SM90 = HostStruct(
+    "AttnFwdModSm90Params",
+    "params/score_mod.cuh",
+    f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {TILE_LIST.inside('tiles')};"
+    f"{SCORE_FORMS.inside('forms')}; {SCORE_MOD_ARRAYS.inside('arrays')}",
+    tail=40,
+)
+
 QUANTIZED_OPERANDS = HostStruct(
     "QuantizedOperands",
     "params/attn_int8.cuh",
@@ -229,11 +248,19 @@ MASK_LIST = HostStruct(
     " window_left window_right",
 )
 
+TILE_KINDS = HostStruct(
+    "TileKindsParams",
+    "params/tile_kinds.cuh",
+    "P kinds blocks; q block_stride_b block_stride_h block_stride_q block_stride_k;"
+    f"i batch heads m_tiles n_tiles seqlen_q seqlen_k block_rows block_keys; {SCORE_MOD_ARRAYS.inside('arrays')}",
+)
+
 STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
-        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80,
-        ATTN_INT8_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST,
+        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS, ATTN_FWD_MOD,
+        ATTN_FWD_MOD_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE,
+        KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from ..errors import ArgumentError, UnsupportedError
-from ..launch import attn_fwd, attn_fwd_sm90, attn_int8, attn_int8_sm80, attn_int8_sm90, masks, quantize
+from ..launch import (
+    attn_fwd,
+    attn_fwd_sm90,
+    attn_int8,
+    attn_int8_sm80,
+    attn_int8_sm90,
+    masks,
+    quantize,
+    score_mod,
+    tile_kinds,
+)
 from ..launch.attn_int8 import OperandPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
 from ..problems.precision import GROUPINGS
 from ..registry import REGISTRY, KernelSpec
 from ..runtime.record import LaunchRecord
-from ..select import Selection, select_attention, select_delta, select_masks, select_quantizer
+from ..select import (
+    Selection,
+    select_attention,
+    select_delta,
+    select_masks,
+    select_quantizer,
+    select_tile_kinds,
+)
 from .engine import Launches
 
 _BUILDERS = {"attn_fwd_sm80": attn_fwd.build, "attn_fwd_sm90": attn_fwd_sm90.build}
@@ -22,9 +39,9 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
     """The launches of ``attention`` and ``attention_varlen``."""
     if problem.operands is not None:
         _check_grouping(problem, target)
-    selection = select_attention(problem, target, force)
+    selection = _with_score_mod(select_attention(problem, target, force), problem)
     spec = selection.spec
-    if spec.family == "attn_fwd_sm90" and masks.takes(problem):
+    if spec.family == "attn_fwd_sm90" and (masks.takes(problem) or tile_kinds.wanted(problem)):
         return _prepare_mask(selection, problem, target, force)
     if not spec.quantized:
         return Launches(selection, _BUILDERS[spec.family](spec, problem, target))
@@ -34,16 +51,27 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
     return _quantize_first(selection, problem, target, force)
 
 
+def _with_score_mod(selection: Selection, problem: AttentionProblem) -> Selection:
+    if problem.score_mod is None:
+        return selection
+    spec = score_mod.with_score_mod(selection.spec, problem.score_mod)
+    return Selection(spec, (*selection.why, "with score_mod compiled in, which no wheel carries"))
+
+
 def _prepare_mask(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
-    """Attention behind the kernels that pack its mask and find the tiles of keys that it leaves."""
-    spec, (pack, listing) = selection.spec, select_masks(problem, target, force)
+    """Attention behind the kernels that pack its mask, or look at tiles, and list the tiles of keys that are left."""
+    spec = selection.spec
     blocks = attn_fwd.num_m_blocks(problem, spec.block_m)
     order = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count)
-    before, places = masks.build(
-        pack.spec, listing.spec, problem, spec.block_m, order.lead_rows, blocks, At("workspace")
+    packed = masks.takes(problem)
+    first, listing = select_masks(problem, target, force) if packed else select_tile_kinds(target, force)
+    if not packed:
+        first = _with_score_mod(first, problem)
+    before, places = (masks.build if packed else tile_kinds.build)(
+        first.spec, listing.spec, problem, spec.block_m, order.lead_rows, blocks, At("workspace")
     )
     records = attn_fwd_sm90.build(spec, problem, target, places)
-    return Launches(selection, (*before, *records), places.num_bytes, (pack, listing))
+    return Launches(selection, (*before, *records), places.num_bytes, (first, listing))
 
 
 def _quantize_first(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
