@@ -370,13 +370,24 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         int32 entry = steps.entry(i);
         uint32 bits;
         bool near;
+        ModUnits units;
         // S(i) is there: what it becomes, and the release of its stage.
         auto form = [&] {
             if (i == steps.count - 1) release_outer();
             int32 n = FormSteps::tile(entry);
             bool edge = n < keys.full_first || n >= keys.full_end;
-            const ModPositions at(t, warp_row + (lane_ >> 2), n * Config::kBlockN + 2 * (lane_ & 3));
-            c[0] = c[1] = apply_forms(params, s, t, at, FormSteps::kind(entry, group_) != kTileFull, edge, bits, near);
+            auto modify = [&](float natural, bool mixed, bool has_bias) {
+                int32 row = warp_row + (lane_ >> 2), key = n * Config::kBlockN + 2 * (lane_ & 3);
+                bool hide = mixed || !(params.forms.forms & kFormModTiles);
+                if constexpr (kHasScoreMod) {
+                    if (edge)
+                        modify_scores<true>(s, natural, params.arrays, t, row, key, hide);
+                    else
+                        modify_scores<false>(s, natural, params.arrays, t, row, key, hide);
+                }
+                return units.settle(s, rows.m2, has_bias);
+            };
+            c[0] = c[1] = apply_forms(params, s, modify, FormSteps::kind(entry, group_) != kTileFull, edge, bits, near);
             if (edge) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
         };
         wait_outer();
@@ -414,6 +425,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             }
             if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) {
                 if (near) cap_near_scores(s, params.forms);
+                if (kHasScoreMod) units.settle_again(s, c);
                 rows.raise(s, c, alpha);
                 rescale(o, alpha);
                 probabilities(rows, s, c, probs, sum);
@@ -430,9 +442,9 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
     // What becomes of S before the softmax; releases its stage. mixed: the mask has something to say about this tile.
     // Returns what scores are to be multiplied by in base 2. edge: keys will be hidden. near: scores are still raw
     // products, below the cap.
-    template <typename P>
-    OA_DEVICE float apply_forms(const P& params, Scores& s, const FwdTile& t, const ModPositions& at, bool mixed,
-                                bool edge, uint32 bits, bool& near) {
+    template <typename P, typename Modify>
+    OA_DEVICE float apply_forms(const P& params, Scores& s, Modify modify, bool mixed, bool edge, uint32 bits,
+                                bool& near) {
         const ScoreForms& f = params.forms;
         uint32 smem = Masks::at(inner_at_.stage);
         bool key_bias = Config::kBiasBytes == 0 && mixed && (f.forms & kFormKeyBias);
@@ -453,9 +465,8 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             }
         }
         if constexpr (kHasScoreMod) {
-            float base2 = modify_scores(s, c.natural, params.arrays, t, at);
+            float base2 = modify(c.natural, mixed, Config::kBiasBytes != 0 || key_bias);
             c = {base2 == 1.0f ? kLn2 : 1.0f, base2};
-            if (kHasScoreMask && (mixed || !(f.forms & kFormModTiles))) hide_by_expression(s, params.arrays, t, at);
         }
         if constexpr (Config::kBiasBytes != 0) {
             uint32 rows = smem + (group_ * 64 + ((threadIdx.x >> 5) & 3) * 16) * 128;
