@@ -108,3 +108,27 @@ def test_block_masks(head_dim: int, form: str) -> None:
             mod, options["score_mod"] = mod_and_reference(examples(500, 700, 4, 2)["by head"])
             gpu["score_mod"] = mod
         run_dense(q, k, v, dtype, mask=mask, gpu=gpu, label=str(size), **options)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the Hopper kernel's"
+)
+def test_explain_counts_tiles() -> None:
+    q, k, v = (torch.randn(2, 320, 2, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    assert oa.explain(q, k, v, causal=True).tiles() is None
+    mask = torch.zeros(1, 1, 320, 320, device="cuda", dtype=torch.bool)
+    mask[..., :64, :128] = True
+    mask[..., 64:, 200] = True
+    found = oa.explain(q, k, v, mask=mask)
+    assert "0.102 MB are read to find hidden tiles" in str(found)
+    counts = found.tiles()
+    # Rows of tiles 1 to 4 see a part of tile 3 of the keys. One tile of queries has 256 rows.
+    assert (counts.hidden, counts.cut, counts.whole) == (25 - 2 - 4, 4, 2)
+    assert (counts.steps, counts.most_steps) == (3 + 1, 2 * 5)
+    mod = oa.ScoreMod("score", mask="k / 64 == q / 64")
+    counts = oa.explain(q, k, v, score_mod=mod, causal=True).tiles()
+    assert (counts.hidden, counts.cut, counts.whole) == (20, 0, 5)
+    blocks = torch.eye(5, device="cuda", dtype=torch.bool).expand(2, 1, 5, 5)
+    counts = oa.explain(q, k, v, block_mask=blocks, block_size=64).tiles()
+    assert (counts.hidden, counts.cut, counts.whole) == (20, 0, 5)
+    assert counts.steps == 5
