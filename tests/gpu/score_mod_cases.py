@@ -42,7 +42,7 @@ def examples(seqlen_q: int, seqlen_k: int, heads: int, batch: int) -> dict[str, 
     table = rng.standard_normal((heads, 65)).astype(np.float32)
     doc_q = np.sort(rng.integers(0, 4, (batch, seqlen_q)), axis=1).astype(np.int32)
     doc_k = np.sort(rng.integers(0, 4, (batch, seqlen_k)), axis=1).astype(np.int64)
-    prefix = rng.integers(1, seqlen_k, batch).astype(np.int32)
+    prefix = rng.integers(1, max(2, seqlen_k), batch).astype(np.int32)
     is_global = (rng.random(seqlen_k) < 0.02).astype(np.bool_)
     odd = rng.standard_normal((heads, 2, seqlen_k)).astype(np.float16)[:, 1]
     return {

@@ -18,6 +18,7 @@ from omniattn import testing  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 
 from .attention_cases import run_dense, to_gpu  # noqa: E402
+from .score_mod_cases import examples, mod_and_reference  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,8 +109,14 @@ def test_random_problems(
     if form != "none":
         extents = data.draw(st.sampled_from([1, batch])), data.draw(st.sampled_from([1, heads]))
         options["mask"], gpu["mask"] = mask_of(form, *extents, seqlen_q, seqlen_k, dtype, data.draw(st.integers(0, 99)))
+    label = f"{form} {options}"
+    # Each of these is compiled for each kernel: few of them.
+    if head_dim == 128 and dtype == "float16" and (name := data.draw(st.sampled_from(["", "alibi", "by head"]))):
+        label += f" {name}"
+        made = examples(seqlen_q, seqlen_k, heads, batch)[name]
+        gpu["score_mod"], options["score_mod"] = mod_and_reference(made)
     q, k, v = tensors(batch, seqlen_q, seqlen_k, heads, head_dim, dtype)
-    run_dense(q, k, v, dtype, f"{form} {options}", gpu=gpu, **options)
+    run_dense(q, k, v, dtype, label, gpu=gpu, **options)
 
 
 @pytest.mark.parametrize("form", ["bool", "bool keys", "keys"])
