@@ -17,7 +17,7 @@ from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
 from omniattn.registry import by_name
-from omniattn.runtime.compile import user_errors
+from omniattn.runtime.compile import compile_spec, user_errors
 from omniattn.runtime.record import LaunchRecord
 from omniattn.runtime.sources import source_digest
 from omniattn.runtime.store import get_store
@@ -56,6 +56,7 @@ ALIBI = oa.ScoreMod("score + slopes[h] * (k - q)", reference=alibi, slopes=SLOPE
         "score; q", "{score}", "score\\\n+1", 'printf("x")', "'a'", "#define q k", "score // q", "score /* q",
         "score)(", "score)", "(score", "score[", "(score]", "a<%b%>", "%:include", "a<:0:>",
         "", "  ", "score + \u0430", "@", "$x",
+        "__syncthreads()", "__shfl_sync(-1, score, 0)", "atomicAdd(&q, 1)", "__trap()", "__nanosleep(1)", "malloc(8)",
         "x" * 10_001, None, 3,
     ],
 )  # fmt: skip
@@ -279,6 +280,48 @@ def test_block_masks_by_kernel() -> None:
     assert masks.takes(problem(block_mask=blocks)) is False
     with pytest.raises(oa.errors.UnsupportedError, match="memory"):
         plan_attention(problem(block_mask=blocks, scratch=False), H200, None)
+
+
+#: Ways to use positions and arrays of every type.
+EXPRESSIONS = (
+    "score + q * 0.5", "score + 2u * q", "q / 2", "score * (q < 5.0)", "min(q, k) + score", "fabsf(q - k)",
+    "float(q) / (k + 1)", "(q + k) % 3", "q ? score : 0", "q == k ? score : -INFINITY", "double(q) + score",
+    "score + expf(-(q - k) * 0.1f)", "table(h, q - k + 10, k) + score", "1.0f / (1 + q)", "q * q", "2.5 - q",
+    "(k - q) * slopes[h]", "slopes[h] * k / q", "doc[q] == doc[k] ? score : 0.0f", "flag[u[k]] ? tiny[0] : tau()",
+    "bf(h, 1) * score", "table(b, h, doc[k])", "max(0, k - q)", "q % 2 == 0 ? q : k", "3 - q", "(1LL << 40) + q",
+    "score + (k >> 6)", "fmaxf(score, q)",
+)  # fmt: skip
+
+
+def compiled(expression: str, mask: str | None = None) -> Any:
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "slopes": ("float16", (16,)), "table": ("float32", (4, 9, 9)), "doc": ("int64", (99,)), "flag": ("bool", (9,)),
+        "tiny": ("int8", (3,)), "tau": ("float32", ()), "u": ("uint8", (4,)), "bf": ("bfloat16", (4, 2)),
+    }  # fmt: skip
+    arrays = tuple(ModArray(name, dtype, shape, shape) for name, (dtype, shape) in shapes.items())
+    row = with_score_mod(by_name("tile_kinds_sm80"), ScoreModProblem(expression, mask, arrays))
+    return compile_spec(row, "90a", nvrtc_cache=False)
+
+
+def test_expressions_compile() -> None:
+    # The mask expression is what this kernel evaluates; both are compiled.
+    assert compiled(" + ".join(f"({e})" for e in EXPRESSIONS), " && ".join(f"({e}) > 0" for e in ("q", "k - q"))).cubin
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("score + slops[h]", '"slops" is undefined'), ("score +", "expected an expression"),
+        ("score = 1", "modifiable"), ("q += 1", "+="), ("slopes(h, q)", "one index for each of its dimensions"), ("slopes", "no suitable"),
+        ("score score", "expected"),
+    ],
+)  # fmt: skip
+def test_the_compiler_names_the_line(text: str, said: str) -> None:
+    with pytest.raises(oa.errors.CompileError) as caught:
+        compiled(text)
+    found = user_errors(with_score_mod(by_name("tile_kinds_sm80"), MOD), caught.value.log)
+    assert said in found
+    assert "score_mod expression" in found
 
 
 def test_what_is_shown_of_a_compiler_log() -> None:

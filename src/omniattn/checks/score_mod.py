@@ -15,6 +15,11 @@ MAX_TEXT = 10_000
 _ALLOWED = re.compile(r"[A-Za-z0-9_\s.,+\-*/%<>=!&|^~?:()\[\]]", re.ASCII)
 #: Comments, which could hide what closes the expression, and other spellings of { } [ ] #.
 _REFUSED = ("//", "/*", "*/", "<%", "%>", "<:", ":>", "%:")
+#: Functions that several threads have to call together, or that end or stop a kernel.
+_COLLECTIVE = re.compile(
+    r"\b(?:__(?:sync|shfl|any|all|ballot|match|reduce|activemask|trap|brkpt|nanosleep|exit|threadfence|barrier)\w*"
+    r"|atomic\w*|malloc|free|memcpy|memset|asm)\b"
+)
 _PAIRS = {")": "(", "]": "["}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 _RESERVED = (
@@ -47,6 +52,10 @@ def check_text(text: Any, argument: str) -> str:
             raise ArgumentError(
                 argument, f"{expected}: no comments, and brackets as ( ) and [ ] only", repr(pair), function="ScoreMod"
             )
+    if (found := _COLLECTIVE.search(text)) is not None:
+        raise ArgumentError(
+            argument, "an expression of one thread that only computes", repr(found.group()), function="ScoreMod"
+        )
     opened: list[str] = []
     for i, character in enumerate(text):
         if character in "([":
