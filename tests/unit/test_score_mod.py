@@ -312,7 +312,8 @@ def test_expressions_compile() -> None:
     ("text", "said"),
     [
         ("score + slops[h]", '"slops" is undefined'), ("score +", "expected an expression"),
-        ("score = 1", "modifiable"), ("q += 1", "+="), ("slopes(h, q)", "one index for each of its dimensions"), ("slopes", "no suitable"),
+        ("score = 1", "modifiable"), ("q += 1", "+="),
+        ("slopes(h, q)", "one index for each of its dimensions"), ("slopes", "no suitable"),
         ("score score", "expected"),
     ],
 )  # fmt: skip
