@@ -124,12 +124,13 @@ OA_DEVICE ScoreFactors softcap_scores(float (&s)[kScores], const ScoreForms& f, 
 }
 // P of products far below the cap: as RowState::exponentiate, with softcap in the exponent, which costs three
 // multiply-adds a score: an odd polynomial of degree 5, relative error below 1e-6 for squares up to cap_near_limit.
-// top: bits of the largest square of each row, NaN above all; where it is larger, P is not to be used.
-template <int kScores, typename Put>
+// top: bits of the largest square, NaN above all, of each row or (kTops = 1) of both; where it is larger, P is not to be
+// used.
+template <int kScores, int kTops, typename Put>
 OA_DEVICE void exponentiate_near(const float (&s)[kScores], const ScoreForms& f, const float (&m2)[2], float (&sum)[2],
-                                 int32 (&top)[2], Put put) {
+                                 int32 (&top)[kTops], Put put) {
     sum[0] = sum[1] = 0.0f;
-    top[0] = top[1] = 0;
+    top[0] = top[kTops - 1] = 0;
 #pragma unroll
     for (int n = 0; n < kScores / 4; ++n)
 #pragma unroll
@@ -142,7 +143,8 @@ OA_DEVICE void exponentiate_near(const float (&s)[kScores], const ScoreForms& f,
                 float factor = fmaf(fmaf(f.cap_near[2], z[x], f.cap_near[1]), z[x], f.cap_near[0]);
                 p[x] = exp2_approx(fmaf(score, factor, -m2[r]));
             }
-            top[r] = max_of(max_of(top[r], __float_as_int(z[0])), __float_as_int(z[1]));  // one instruction
+            int32& largest = top[r % kTops];
+            largest = max_of(max_of(largest, __float_as_int(z[0])), __float_as_int(z[1]));  // one instruction
             sum[r] += p[0] + p[1];
             put(n, r, p[0], p[1]);
         }
@@ -159,7 +161,8 @@ constexpr uint32 kPlainBiasBits<Half> = 0x7000;
 // A score in base 2 with a bias: -inf hides the key whatever its score is, NaN included; a finite bias stays finite in
 // base 2, as masks that add the lowest finite number are common.
 OA_DEVICE float biased(float s, float factor2, float bias) {
-    return bias == neg_inf() ? neg_inf() : fmaf(s, factor2, max_nan(bias * kLog2e, 0.25f * kLowest));
+    float sum = fmaf(s, factor2, max_nan(bias * kLog2e, 0.25f * kLowest));
+    return bias == neg_inf() ? bias : sum;
 }
 
 // Adds biases of kPlainBias at most to scores: to natural-log units. bias(n, r): those of row r, columns 2(l%4) + {0, 1}
@@ -176,23 +179,28 @@ OA_DEVICE void add_plain_biases(float (&s)[kScores], float natural, Bias bias) {
             at[1] = fmaf(at[1], natural, two.y);
         }
 }
-// Adds any; returns what the scores are to be multiplied by in base 2. plain: all of this lane's biases are of
-// kPlainBias at most.
+// Adds any; scores are then in base 2.
 template <int kScores, typename Bias>
-OA_DEVICE float add_biases(float (&s)[kScores], ScoreFactors f, bool plain, Bias bias) {
-    if (__all_sync(0xffffffffu, plain)) {
-        add_plain_biases(s, f.natural, bias);
-        return kLog2e;
-    }
+OA_DEVICE void add_any_biases(float (&s)[kScores], float factor2, Bias bias) {
 #pragma unroll
     for (int n = 0; n < kScores / 4; ++n)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float2 two = bias(n, r);
             float* at = s + 4 * n + 2 * r;
-            at[0] = biased(at[0], f.base2, two.x);
-            at[1] = biased(at[1], f.base2, two.y);
+            at[0] = biased(at[0], factor2, two.x);
+            at[1] = biased(at[1], factor2, two.y);
         }
+}
+// Either, by what a warp has. Returns what the scores are to be multiplied by in base 2. plain: all of this lane's
+// biases are of kPlainBias at most.
+template <int kScores, typename Bias>
+OA_DEVICE float add_biases(float (&s)[kScores], ScoreFactors f, bool plain, Bias bias) {
+    if (__all_sync(0xffffffffu, plain)) {
+        add_plain_biases(s, f.natural, bias);
+        return kLog2e;
+    }
+    add_any_biases(s, f.base2, bias);
     return 1.0f;
 }
 

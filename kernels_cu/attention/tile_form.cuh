@@ -66,10 +66,9 @@ class TileForm {
         ScoreFactors c{f.factor, f.factor2};
         if (Config::kSoftcap && (f.forms & kFormSoftcap)) c = softcap_scores(s, f, own, near);
         if constexpr (kBias != 0) {
-            float base2 = add_bias_tile<typename Config::Io, kBias>(s, c, rows(stage, group), Masks::kPanelBytes,
-                                                                    lane);
+            add_any_biases(s, c.base2, Bias(rows(stage, group), Masks::kPanelBytes, lane));
             release();
-            return base2;
+            return 1.0f;
         }
         if (key_bias) {
             float base2 = add_key_bias(s, c, Masks::at(stage), lane);

@@ -346,17 +346,19 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
     template <typename P>
     OA_DEVICE void attend_listed(const P& params, const FwdTile& t, const Span& keys, int32 warp_row, Rows& state) {
         const ScoreForms& f = params.forms;
-        const FormSteps steps(f, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        FormSteps steps(f, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        if (Config::kVarlen) steps.list = nullptr;  // packed sequences have none; known so, it takes no registers
         StepCursor at(steps);
         const int32 own_end = own_end_of(t, keys);
-        const uint32 full_tiles = in_register(max_of(keys.full_end - keys.full_first, 0));
+        while (at.left > 0 && FormSteps::tile(at.entry) >= own_end) pass_over(at);
+        const uint32 full_tiles = max_of(keys.full_end - keys.full_first, 0);
         Output& o = state.o;
         RowState<>& rows = state.softmax;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         const WgmmaDescriptor q = q_.next(outer_at_.stage * kQBytes);
         const int32 common_kinds = TileForm<Config>::common_kinds(f);
-        int32 common = in_register(common_kinds);  // kinds of tiles, a bit each, whose scores take no rare form
+        int32 common = common_kinds;  // kinds of tiles, a bit each, whose scores take no rare form
         Scores s;
         Probabilities probs;
         TileForm<Config> form;
@@ -371,14 +373,12 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         // Under the products of a step: whatever its softmax needs beside them.
         auto look = [&] {
             form.load(f, at.entry, inner_at_.stage, group_);
-            ends = at.left == 1 || FormSteps::kind(at.next, group_) == kTileEmpty;
-            rare = __any_sync(0xffffffffu, is_edge() || at.left == 1 || !(common >> form.kind & 1));
+            ends = (at.left == 1) | (FormSteps::kind(at.next, group_) == kTileEmpty);
+            bool special = is_edge() | (at.left == 1) | !(common >> form.kind & 1);
+            rare = __any_sync(0xffffffffu, special);
         };
         for (bool is_first = true;; is_first = false) {
-            for (; at.left > 0; at.advance(), pass_over_step()) {
-                bool sees = FormSteps::kind(at.entry, group_) != kTileEmpty && FormSteps::tile(at.entry) < own_end;
-                if (__any_sync(0xffffffffu, sees)) break;
-            }
+            while (at.left > 0 && FormSteps::kind(at.entry, group_) == kTileEmpty) pass_over(at);
             if (at.left == 0) break;
             wait_outer();
             wait_inner();
@@ -389,55 +389,66 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             wgmma_wait<0>();
             wgmma_pin(s);
             rare = true;
-            // S(i) is there; its softmax, then the products of the next step. The base of a tile's first softmax is too
-            // low, which the sum tells.
+            bool again = false;
             for (;;) {
-                bool again = false, near = true;
-                if (!rare) {
+                // S(i) is there and takes a rare form, or its softmax is to be done again, or nothing of both.
+                if (rare) {
+                    if (at.left == 1) release_outer();
+                    bool near = true;
+                    c[0] = c[1] = form.apply_forms(params, s, inner_at_.stage, group_, lane_, own, near, release);
+                    if (is_edge()) mask_edges(s, p_, t, warp_row, FormSteps::tile(at.entry) * Config::kBlockN, lane_);
+                    if (!near) common = 0;
+                    // The base of a tile's first softmax is too low, which the sum tells.
+                    probabilities(rows, s, c, probs, sum);
+                    again = RowState<>::too_large(sum, own);
+                }
+                if (__any_sync(0xffffffffu, again)) {
+                    if (form.kNearCap && !rare) {
+                        bool near = true;
+                        c[0] = c[1] = softcap_scores(s, f, own, near).base2;
+                        if (!near) common = 0;
+                    }
+                    rows.raise(s, c, alpha);
+                    rescale(o, alpha);
+                    probabilities(rows, s, c, probs, sum);
+                    if (Config::kBiasBytes != 0)
+                        common = __all_sync(0xffffffffu, form.is_common(rows.m2)) ? common_kinds : 0;
+                }
+                rows.add(sum);
+                if (Config::kVarlen && is_first) clear_foreign_rows(t, FormSteps::tile(at.entry));
+                is_first = false;
+                wait_inner();
+                if (__any_sync(0xffffffffu, ends)) break;
+                // The common steps: what is rare leaves the loop, and comes back to the same products (see attend).
+                for (;;) {
+                    at.advance();
+                    ping_pong_.wait();
+                    issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+                    issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), [&] { ping_pong_.pass_on(); });
+                    look();
+                    wgmma_wait<0>();
+                    wgmma_pin(s);
+                    wgmma_pin(o);
+                    if (rare) break;
+                    if (!form.kReadsLate) release();
                     if constexpr (form.kNearCap) {
-                        release();
-                        int32 top[2];
+                        constexpr int kTops = Config::kVarlen ? 2 : 1;
+                        int32 top[kTops], limit = __float_as_int(f.cap_near_limit);
                         exponentiate_near(s, f, rows.m2, sum, top, PutProbabilities{probs});
-                        int32 limit = __float_as_int(f.cap_near_limit);
-                        again = (own[0] && top[0] > limit) || (own[1] && top[1] > limit);
+                        again = (own[0] & (top[0] > limit)) | (own[1] & (top[kTops - 1] > limit));
                     } else {
-                        if (!form.kReadsLate) release();
                         c[0] = c[1] = form.apply(s, f, inner_at_.stage, group_, lane_);
                         if (form.kReadsLate) release();
                         probabilities(rows, s, c, probs, sum);
+                        again = false;
                     }
-                } else {
-                    if (at.left == 1) release_outer();
-                    c[0] = c[1] = form.apply_forms(params, s, inner_at_.stage, group_, lane_, own, near, release);
-                    if (is_edge()) mask_edges(s, p_, t, warp_row, FormSteps::tile(at.entry) * Config::kBlockN, lane_);
-                    probabilities(rows, s, c, probs, sum);
+                    again |= RowState<>::too_large(sum, own);
+                    // Without a branch among them: the compiler would no longer know that warps stay together.
+                    bool leaves = again | ends | !is_inner_full();
+                    if (__any_sync(0xffffffffu, leaves)) break;
+                    rows.add(sum);
                 }
-                again = again || RowState<>::too_large(sum, own);
-                bool stays = !ends && !rare && is_inner_full();
-                if (__builtin_expect(__any_sync(0xffffffffu, again || !stays), false)) {
-                    if (__any_sync(0xffffffffu, again)) {
-                        if (form.kNearCap && !rare) c[0] = c[1] = softcap_scores(s, f, own, near).base2;
-                        rows.raise(s, c, alpha);
-                        rescale(o, alpha);
-                        probabilities(rows, s, c, probs, sum);
-                    }
-                    common = __all_sync(0xffffffffu, near && form.is_common(rows.m2)) ? common_kinds : 0;
-                    if (Config::kVarlen && is_first) clear_foreign_rows(t, FormSteps::tile(at.entry));
-                    is_first = false;
-                    wait_inner();
-                    if (__any_sync(0xffffffffu, ends)) break;
-                }
-                rows.add(sum);
-                at.advance();
-                ping_pong_.wait();
-                issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
-                issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), [&] { ping_pong_.pass_on(); });
-                look();
-                wgmma_wait<0>();
-                wgmma_pin(s);
-                wgmma_pin(o);
             }
-            rows.add(sum);
             at.advance();
             const bool in_list = __any_sync(0xffffffffu, at.left > 0);
             if (in_list) ping_pong_.wait();
@@ -457,6 +468,11 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
         }
         wait_outer();
         release_outer();
+    }
+
+    OA_DEVICE void pass_over(StepCursor& at) {
+        pass_over_step();
+        at.advance();
     }
 
     // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next stage
