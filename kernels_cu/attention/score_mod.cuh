@@ -33,11 +33,19 @@ class ModPositions {
     ScorePosition row_[2], last_key_, key_;
 };
 
-// natural: what brings scores to natural-log units. hide: the mask expression has something to say.
+// Where a lane's scores are: its first row and key of a tile.
+struct ModPlace {
+    const FwdTile& tile;
+    int32 row, key;
+};
+
+// Scores to new ones, in natural-log units. natural: what brings the old ones there. hide: the mask expression has
+// something to say. kClamp: see ModPositions.
 template <bool kClamp, int kScores>
-OA_DEVICE void modify_scores(float (&s)[kScores], float natural, const ScoreModArrays& arrays, const FwdTile& t,
-                             int32 first_row, int32 first_key, bool hide) {
-    const ModPositions<kClamp> at(t, first_row, first_key);
+OA_DEVICE void modify_scores(float (&s)[kScores], float natural, const ScoreModArrays& arrays, const ModPlace& place,
+                             bool hide) {
+    const FwdTile& t = place.tile;
+    const ModPositions<kClamp> at(t, place.row, place.key);
 #pragma unroll
     for (int n = 0; n < kScores / 4; ++n)
 #pragma unroll
@@ -55,47 +63,13 @@ OA_DEVICE void modify_scores(float (&s)[kScores], float natural, const ScoreModA
     }
 }
 
-// Units of modified scores. They may be of any size. The exponent s * log2(e) - m2 is rounded once; where m2 itself is
-// rounded to a large part of 1, that is no longer good enough: then scores are brought to base 2, rounded, before the
-// base is subtracted. That costs two instructions a score, so it is done for the rest of a tile of queries from the
-// first time on that it has to. Only a score that becomes a row's base can make it so: the first visible ones, and
-// those that raise the base.
-class ModUnits {
-  public:
-    // Of one tile of keys; returns what its scores are to be multiplied by in base 2. always: whatever they are.
-    template <int kScores>
-    OA_DEVICE float settle(float (&s)[kScores], const float (&m2)[2], bool always) {
-        bool first = __any_sync(0xffffffffu, m2[0] == kLowest || m2[1] == kLowest);
-        if (always || (first && !all_small(s))) careful_ = true;
-        if (!careful_) return kLog2e;
-        to_base2(s);
-        return 1.0f;
-    }
-    // Before these scores raise the base. c: as settle() returned it.
-    template <int kScores>
-    OA_DEVICE void settle_again(float (&s)[kScores], float (&c)[2]) {
-        if (careful_ || all_small(s)) return;
-        careful_ = true;
-        c[0] = c[1] = 1.0f;
-        to_base2(s);
-    }
-
-  private:
-    // -inf is small, NaN is not. 2^20: the base is rounded to 1/16 then, and P need only be roughly of size 1.
-    template <int kScores>
-    OA_DEVICE static bool all_small(const float (&s)[kScores]) {
-        float top = 0.0f;
+// Modified scores may be of any size. The exponent s * log2(e) - m2 is rounded once, and m2 itself may be rounded to a
+// large part of 1 where it is large: up to here by 1/16, which does P no harm, as it is the same for a whole row.
+// Beyond, scores are brought to base 2, rounded, before the base is subtracted.
+constexpr float kPlainModified = 1048576.0f;
+// A finite score stays one.
+template <int kScores>
+OA_DEVICE void to_base2(float (&s)[kScores]) {
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) top = max_nan(top, s[i] == neg_inf() ? 0.0f : fabsf(s[i]));
-        return __all_sync(0xffffffffu, top <= 1048576.0f);
-    }
-    // A finite score stays one.
-    template <int kScores>
-    OA_DEVICE static void to_base2(float (&s)[kScores]) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i)
-            s[i] = s[i] == neg_inf() ? neg_inf() : max_nan(s[i] * kLog2e, 0.25f * kLowest);
-    }
-
-    bool careful_ = false;  // of the whole warp
-};
+    for (int i = 0; i < kScores; ++i) s[i] = s[i] == neg_inf() ? s[i] : max_nan(s[i] * kLog2e, 0.25f * kLowest);
+}

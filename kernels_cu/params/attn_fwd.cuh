@@ -75,6 +75,8 @@ struct ScoreForms {
     float factor, factor2;       // of the raw product, or of tanh, to natural-log units; to base 2
     float cap_limit;             // largest raw product that the polynomial is for
     float cap_poly[4];           // softcap * log2(e) * tanh(cap_scale * s) / s, in powers of s^2
+    float cap_near_limit;        // largest square of a raw product that the shorter polynomial is for
+    float cap_near[3];           // the same of lower degree
 };
 
 // attn_fwd_sm90. The maps are those of q, k and v, whose pointers and strides in `fwd` are not used.

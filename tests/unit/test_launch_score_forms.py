@@ -39,15 +39,18 @@ def problem(mask_strides: tuple[int, int, int, int] = (0, 0, 0, 0), **fields: An
 FULL = (HEADS * ROWS * KEYS, ROWS * KEYS, KEYS, 1)
 
 
+@pytest.mark.parametrize("tanh", [score_forms._TANH, score_forms._TANH_NEAR], ids=["7", "5"])
 @pytest.mark.parametrize("scale", [0.088, -0.088, 3.0])
 @pytest.mark.parametrize("cap", [1e-3, 1.0, 50.0, 900.0])
-def test_polynomial_of_the_cap(scale: float, cap: float) -> None:
-    limit, poly = score_forms._cap_polynomial(scale, cap)
+def test_polynomials_of_the_cap(scale: float, cap: float, tanh: tuple[float, tuple[float, ...]]) -> None:
+    limit, poly = score_forms._cap_polynomial(scale, cap, tanh)
     assert limit > 0
     s = np.linspace(-limit, limit, 20001, dtype=np.float32)
     z = s * s
-    c = np.float32(poly)
-    found = (((c[3] * z + c[2]) * z + c[1]) * z + c[0]) * s
+    factor = np.float32(0)
+    for c in np.float32(poly)[::-1]:
+        factor = factor * z + c
+    found = factor * s
     wanted = cap * math.log2(math.e) * np.tanh(s.astype(np.float64) * scale / cap)
     assert np.abs(found - wanted)[wanted != 0].max() <= 1.5e-6 * np.abs(wanted).max()
     assert (np.abs(found - wanted) <= 1.5e-6 * np.abs(wanted) + 1e-12).all()
@@ -56,6 +59,9 @@ def test_polynomial_of_the_cap(scale: float, cap: float) -> None:
 @pytest.mark.parametrize(("scale", "cap"), [(0.0, 1.0), (1e-38, 1e30), (1e38, 1e-38), (0.088, 1e9), (3e38, 2.0)])
 def test_caps_that_the_polynomial_is_not_for(scale: float, cap: float) -> None:
     assert score_forms._cap_polynomial(scale, cap) == (0.0, (0.0,) * 4)
+    assert score_forms._cap_polynomial(scale, cap, score_forms._TANH_NEAR) == (0.0, (0.0,) * 3)
+    values = score_forms.form_values(problem(softmax_scale=scale, softcap=cap), None)
+    assert values["cap_near_limit"] < 0.0
 
 
 @pytest.mark.parametrize(
