@@ -1,11 +1,18 @@
-// Softcap and user masks: applied to scores one by one between Q K^T and the softmax.
+// Softcap, masks and biases on scores in accumulators of mma.sync, between Q K^T and the softmax:
+//
+//   S = softmax_scale * Q K^T;  S = softcap * tanh(S / softcap);  S += mask, or S = -inf where it hides a key
 #pragma once
 #include "attention/mask.cuh"
+#include "attention/mask_slots.cuh"
+#include "attention/score_forms.cuh"
 #include "params/attn_fwd.cuh"
+#include "params/mask_tiles.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
+#include "tile/four_keys.cuh"
 
+// One by one, for attn_int8_sm80.
 template <typename Io>
 class ScoreMods {
   public:
@@ -17,7 +24,7 @@ class ScoreMods {
 
     // score: softmax_scale * q.k, natural-log units. Returns base-2 units; -inf for a masked key.
     OA_DEVICE float apply(float score, int32 row, int32 key) const {
-        if (p_.softcap > 0.0f) score = p_.softcap * tanh_exp2(score * inv_softcap_);
+        if (p_.softcap > 0.0f) score = p_.softcap * tanh_any(score * inv_softcap_);
         if (p_.mask_kind != kMaskNone) {
             bool inside = row < t_.seqlen_q && key < t_.seqlen_k;
             float bias = inside ? mask_value<Io>(p_, head_offset_, row, key) : neg_inf();
@@ -34,4 +41,172 @@ class ScoreMods {
     const FwdTile& t_;
     int64 head_offset_;
     float inv_softcap_;
+};
+
+// A warp's tile of kMTiles * 16 rows and kBlockN keys, which lie in the order of FourKeys.
+template <typename Config>
+class TileMods {
+  public:
+    using Scores = float[Config::kMTiles][Config::kNTiles * 4];
+    using Slots = MaskSlots<Config>;
+    static constexpr int kRows = Slots::kRows, kGroups = Slots::kGroups;
+
+    // What happens to scores. Raw products come in; returns what they are to be multiplied by in base 2. The copies of
+    // the mask's tile are there. n: tile of keys; kind: what the mask does to the warp's rows there.
+    OA_DEVICE static float apply(Scores& s, const AttnFwdParams& p, const ScoreForms& f, const Slots& slots, int32 n,
+                                 int32 kind, int32 warp_row, int lane) {
+        ScoreFactors c{f.factor, f.factor2};
+        if (f.forms & kFormSoftcap) c = cap(s, f);
+        switch (slots.source()) {
+            case Slots::kBits:
+                if (kind != kTileFull) hide_by_bits(scaled(s, f, c), slots, n, kind, lane);
+                break;
+            case Slots::kKeys:
+                if (kind != kTileFull) return add_keys(s, c, slots, kind);
+                break;
+            case Slots::kFours:
+            case Slots::kWords:
+                return read_mask(s, p, f, c, slots, n, warp_row, lane);
+            case Slots::kNone:
+                break;
+        }
+        scaled(s, f, c);
+        return c.base2;
+    }
+
+    // Calls see(score, row, key) for every score.
+    template <typename See>
+    OA_DEVICE static void for_each(Scores& s, int32 n, int32 warp_row, int lane, See see) {
+        int32 row = warp_row + (lane >> 2), key = n * Config::kBlockN + FourKeys::of_lane(lane);
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+            for (int x = 0; x < Config::kNTiles * 4; ++x)
+                see(s[i][x], row + 16 * i + 8 * (x >> 1 & 1), key + FourKeys::of(x >> 2, x & 1));
+    }
+
+  private:
+    OA_DEVICE static ScoreFactors cap(Scores& s, const ScoreForms& f) {
+        bool near = true;
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) near &= below_cap(s[i], f);
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) {
+            if (near) {
+                cap_near_scores(s[i], f);
+            } else {
+                cap_scores(s[i], f);
+            }
+        }
+        return near ? ScoreFactors{kLn2, 1.0f} : ScoreFactors{f.factor, f.factor2};
+    }
+
+    // A factor that cannot wait for the exponent is applied here.
+    OA_DEVICE static Scores& scaled(Scores& s, const ScoreForms& f, ScoreFactors& c) {
+        if (f.forms & kFormScaled && c.base2 != 1.0f) {
+#pragma unroll
+            for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+                for (int x = 0; x < Config::kNTiles * 4; ++x) s[i][x] *= c.base2;
+            c.base2 = 1.0f;
+        }
+        return s;
+    }
+
+    OA_DEVICE static void hide_by_bits(Scores& s, const Slots& slots, int32 n, int32 kind, int lane) {
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i) {
+            uint2 w = kind == kTileMixed ? slots.bits(i, n, lane) : make_uint2(0, 0);
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+                for (int m = 0; m < 2; ++m)
+#pragma unroll
+                    for (int x = 0; x < 4; ++x)
+                        if (!((m ? w.y : w.x) >> (8 * g + x) & 1)) s[i][8 * g + 4 * m + x] = neg_inf();
+        }
+    }
+
+    // bias(i, n, r): of two scores.
+    template <typename Bias>
+    OA_DEVICE static float add(Scores& s, ScoreFactors c, bool plain, Bias bias) {
+        float base2;
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i)
+            base2 = add_biases(s[i], c, plain, [&](int n, int r) { return bias(i, n, r); });
+        return base2;
+    }
+
+    OA_DEVICE static float add_keys(Scores& s, ScoreFactors c, const Slots& slots, int32 kind) {
+        float2 b[kGroups][2];
+        float top = 0.0f;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            uint4 w = slots.words(0, g);
+            if (kind != kTileMixed) w.x = w.y = w.z = w.w = __float_as_uint(neg_inf());
+            b[g][0] = make_float2(__uint_as_float(w.x), __uint_as_float(w.y));
+            b[g][1] = make_float2(__uint_as_float(w.z), __uint_as_float(w.w));
+#pragma unroll
+            for (int m = 0; m < 2; ++m) top = max_nan(top, max_nan(fabsf(b[g][m].x), fabsf(b[g][m].y)));
+        }
+        return add(s, c, top <= kPlainBias, [&](int, int n, int) { return b[n >> 1][n & 1]; });
+    }
+
+    OA_DEVICE static float read_mask(Scores& s, const AttnFwdParams& p, const ScoreForms& f, ScoreFactors c,
+                                     const Slots& slots, int32 n, int32 warp_row, int lane) {
+        slots.settle(n);
+        if (p.mask_kind == kMaskBool) {
+            scaled(s, f, c);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                for (int g = 0; g < kGroups; ++g) {
+                    uint32 w = slots.bytes(r, g);
+#pragma unroll
+                    for (int x = 0; x < 4; ++x)
+                        if ((w & 0xffu << 8 * x) == 0) s[r >> 1][8 * g + 4 * (x >> 1) + 2 * (r & 1) + (x & 1)] = neg_inf();
+                }
+        } else if (p.mask_kind == kMaskFloat) {
+            uint4 w[kRows][kGroups];
+            float top = 0.0f;
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                for (int g = 0; g < kGroups; ++g) {
+                    w[r][g] = slots.words(r, g);
+                    top = max_nan(top, max_nan(max_nan(fabsf(__uint_as_float(w[r][g].x)), fabsf(__uint_as_float(w[r][g].y))),
+                                               max_nan(fabsf(__uint_as_float(w[r][g].z)), fabsf(__uint_as_float(w[r][g].w)))));
+                }
+            c.base2 = add(s, c, top <= kPlainBias, [&](int i, int n, int r) {
+                uint4 x = w[2 * i + r][n >> 1];
+                return n & 1 ? make_float2(__uint_as_float(x.z), __uint_as_float(x.w))
+                             : make_float2(__uint_as_float(x.x), __uint_as_float(x.y));
+            });
+        } else {
+            uint2 w[kRows][kGroups];
+            uint32 over = 0;
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                for (int g = 0; g < kGroups; ++g) {
+                    w[r][g] = slots.halves(r, g);
+                    over |= beyond_plain(w[r][g].x) | beyond_plain(w[r][g].y);
+                }
+            c.base2 = add(s, c, (over & 0x80008000u) == 0, [&](int i, int n, int r) {
+                uint2 x = w[2 * i + r][n >> 1];
+                return unpack2(typename Config::Io{}, n & 1 ? x.y : x.x);
+            });
+        }
+        // Of packed sequences the mask may be too small.
+        if (n * Config::kBlockN > p.mask_cols - Config::kBlockN || warp_row + 8 * kRows > p.mask_rows)
+            for_each(s, n, warp_row, lane, [&](float& score, int32 row, int32 key) {
+                if (row >= p.mask_rows || key >= p.mask_cols) score = neg_inf();
+            });
+        return c.base2;
+    }
+
+    // Two biases: a half's top bit says that it is larger than kPlainBias, or no number.
+    OA_DEVICE static uint32 beyond_plain(uint32 two) {
+        return (two & 0x7fff7fffu) + (0x7fffu - kPlainBiasBits<typename Config::Io>) * 0x10001u;
+    }
 };
