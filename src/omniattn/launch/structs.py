@@ -132,6 +132,10 @@ SCORE_FORMS = HostStruct(
     "i num_tiles forms bias_batch bias_head; f cap_scale factor factor2 cap_limit; 4f cap_poly",
 )
 
+ATTN_FWD_FORMS_SM80 = HostStruct(
+    "AttnFwdFormsSm80Params", "params/attn_fwd.cuh", f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}"
+)
+
 ATTN_FWD_FORMS_SM90 = HostStruct(
     "AttnFwdFormsSm90Params",
     "params/attn_fwd.cuh",
@@ -232,8 +236,9 @@ MASK_LIST = HostStruct(
 STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
-        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80,
-        ATTN_INT8_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST,
+        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, QUANTIZED_OPERANDS,
+        ATTN_INT8_SM80, ATTN_INT8_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK,
+        MASK_LIST,
     )
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
         _check_grouping(problem, target)
     selection = select_attention(problem, target, force)
     spec = selection.spec
-    if spec.family == "attn_fwd_sm90" and masks.takes(problem):
+    if masks.takes(problem) and (spec.family == "attn_fwd_sm90" or (spec.family == "attn_fwd_sm80" and masks.pay(problem))):
         return _prepare_mask(selection, problem, target, force)
     if not spec.quantized:
         return Launches(selection, _BUILDERS[spec.family](spec, problem, target))
@@ -38,11 +38,10 @@ def _prepare_mask(selection: Selection, problem: AttentionProblem, target: Targe
     """Attention behind the kernels that pack its mask and find the tiles of keys that it leaves."""
     spec, (pack, listing) = selection.spec, select_masks(problem, target, force)
     blocks = attn_fwd.num_m_blocks(problem, spec.block_m)
-    order = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count)
-    before, places = masks.build(
-        pack.spec, listing.spec, problem, spec.block_m, order.lead_rows, blocks, At("workspace")
-    )
-    records = attn_fwd_sm90.build(spec, problem, target, places)
+    persistent = spec.family == "attn_fwd_sm90"
+    lead_rows = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count).lead_rows if persistent else 0
+    before, places = masks.build(pack.spec, listing.spec, problem, spec.block_m, lead_rows, blocks, At("workspace"))
+    records = _BUILDERS[spec.family](spec, problem, target, places)
     return Launches(selection, (*before, *records), places.num_bytes, (pack, listing))
 
 
