@@ -87,18 +87,12 @@ class TileMods {
 
   private:
     OA_DEVICE static ScoreFactors cap(Scores& s, const ScoreForms& f) {
-        bool near = true;
-#pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i) near &= below_cap(s[i], f);
-#pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i) {
-            if (near) {
-                cap_near_scores(s[i], f);
-            } else {
-                cap_scores(s[i], f);
-            }
+        if (below_cap(flat(s), f)) {
+            cap_near_scores(flat(s), f);
+            return {kLn2, 1.0f};
         }
-        return near ? ScoreFactors{kLn2, 1.0f} : ScoreFactors{f.factor, f.factor2};
+        cap_scores(flat(s), f);
+        return {f.factor, f.factor2};
     }
 
     // A factor that cannot wait for the exponent is applied here.
@@ -127,14 +121,16 @@ class TileMods {
         }
     }
 
-    // bias(i, n, r): of two scores.
+    // All scores of the lane, as one block after another.
+    using Flat = float[Config::kMTiles * Config::kNTiles * 4];
+    OA_DEVICE static Flat& flat(Scores& s) { return reinterpret_cast<Flat&>(s); }
+
+    // bias(row, n): of two scores.
     template <typename Bias>
     OA_DEVICE static float add(Scores& s, ScoreFactors c, bool plain, Bias bias) {
-        float base2;
-#pragma unroll
-        for (int i = 0; i < Config::kMTiles; ++i)
-            base2 = add_biases(s[i], c, plain, [&](int n, int r) { return bias(i, n, r); });
-        return base2;
+        return add_biases(flat(s), c, plain, [&](int block, int r) {
+            return bias(2 * (block / Config::kNTiles) + r, block % Config::kNTiles);
+        });
     }
 
     OA_DEVICE static float add_keys(Scores& s, ScoreFactors c, const Slots& slots, int32 kind) {
@@ -149,7 +145,7 @@ class TileMods {
 #pragma unroll
             for (int m = 0; m < 2; ++m) top = max_nan(top, max_nan(fabsf(b[g][m].x), fabsf(b[g][m].y)));
         }
-        return add(s, c, top <= kPlainBias, [&](int, int n, int) { return b[n >> 1][n & 1]; });
+        return add(s, c, top <= kPlainBias, [&](int, int n) { return b[n >> 1][n & 1]; });
     }
 
     OA_DEVICE static float read_mask(Scores& s, const AttnFwdParams& p, const ScoreForms& f, ScoreFactors c,
@@ -177,8 +173,8 @@ class TileMods {
                     top = max_nan(top, max_nan(max_nan(fabsf(__uint_as_float(w[r][g].x)), fabsf(__uint_as_float(w[r][g].y))),
                                                max_nan(fabsf(__uint_as_float(w[r][g].z)), fabsf(__uint_as_float(w[r][g].w)))));
                 }
-            c.base2 = add(s, c, top <= kPlainBias, [&](int i, int n, int r) {
-                uint4 x = w[2 * i + r][n >> 1];
+            c.base2 = add(s, c, top <= kPlainBias, [&](int row, int n) {
+                uint4 x = w[row][n >> 1];
                 return n & 1 ? make_float2(__uint_as_float(x.z), __uint_as_float(x.w))
                              : make_float2(__uint_as_float(x.x), __uint_as_float(x.y));
             });
@@ -192,8 +188,8 @@ class TileMods {
                     w[r][g] = slots.halves(r, g);
                     over |= beyond_plain(w[r][g].x) | beyond_plain(w[r][g].y);
                 }
-            c.base2 = add(s, c, (over & 0x80008000u) == 0, [&](int i, int n, int r) {
-                uint2 x = w[2 * i + r][n >> 1];
+            c.base2 = add(s, c, (over & 0x80008000u) == 0, [&](int row, int n) {
+                uint2 x = w[row][n >> 1];
                 return unpack2(typename Config::Io{}, n & 1 ? x.y : x.x);
             });
         }

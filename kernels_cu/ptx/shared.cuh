@@ -38,9 +38,11 @@ OA_DEVICE uint4 load_shared4(uint32 addr) {
     return x;
 }
 
-// st.shared.v2.b32 (PTX ISA, "st.shared"). Any lane; the address a multiple of 8. Other threads see it after a barrier.
-OA_DEVICE void store_shared2(uint32 addr, uint2 x) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(x.x), "r"(x.y) : "memory");
+// st.shared.v4.b32 (PTX ISA, "st.shared"). Any lane; the address a multiple of 16. Other threads see it after a
+// barrier.
+OA_DEVICE void store_shared4(uint32 addr, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
 }
 
 // Where dynamic shared memory begins in a CTA that has no other: sm_90 keeps the first 1024 bytes to itself. As a
