@@ -64,11 +64,10 @@ class TileMods {
             case Slots::kKeys:
                 if (kind != kTileFull) return add_keys(s, c, slots, kind);
                 break;
-            case Slots::kFours:
-            case Slots::kWords:
-                return read_mask(s, p, f, c, slots, n, warp_row, lane);
             case Slots::kNone:
                 break;
+            default:
+                return read_mask(s, p, f, c, slots, n, warp_row, lane);
         }
         scaled(s, f, c);
         return c.base2;
