@@ -69,22 +69,20 @@ class MaskSlots {
 
     OA_DEVICE Source source() const { return source_; }
 
-    // Tile n of kBlockN keys; kind: MaskTileKind of the warp's rows there.
-    OA_DEVICE void copy(int32 n, int32 kind) const {
+    // Tile n of kBlockN keys.
+    OA_DEVICE void copy(int32 n) const {
         const int32 n0 = n * Config::kBlockN;
         switch (source_) {
             case kNone:
                 break;
             case kBits:
-                if (kind == kTileMixed)
 #pragma unroll
-                    for (int i = 0; i < Config::kMTiles; ++i)
-                        cp_async_small<8>(slot_ + i * 256, at_ + int64(n0 / 64) * 512 + i * 128, 8);
+                for (int i = 0; i < Config::kMTiles; ++i)
+                    cp_async_whole<8>(slot_ + i * 256, at_ + int64(n0 / 64) * 512 + i * 128);
                 break;
             case kKeys:
-                if (kind == kTileMixed)
 #pragma unroll
-                    for (int g = 0; g < kGroups; ++g) cp_async_16(slot_ + g * 512, at_ + int64(n0) * 4 + g * 64, 16);
+                for (int g = 0; g < kGroups; ++g) cp_async_whole<16>(slot_ + g * 512, at_ + int64(n0) * 4 + g * 64);
                 break;
             case kFours:
                 if (p_.mask_kind == kMaskFloat) {
@@ -147,7 +145,14 @@ class MaskSlots {
     // Chunks of 1, 2 and 4 bytes an element.
     OA_DEVICE uint32 bytes(int row, int group) const { return load_shared(slot_ + at(row, group)); }
     OA_DEVICE uint2 halves(int row, int group) const { return load_shared2(slot_ + at(row, group)); }
-    OA_DEVICE uint4 words(int row, int group) const { return load_shared4(slot_ + at(row, group)); }
+    OA_DEVICE float4 numbers(int row, int group) const {
+        uint4 w = load_shared4(slot_ + at(row, group));
+        return make_float4(__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w));
+    }
+    // Of block n of 8 columns.
+    OA_DEVICE float2 two_numbers(int row, int n) const {
+        return load_shared_float2(slot_ + at(row, n >> 1) + 8 * (n & 1));
+    }
 
   private:
     OA_DEVICE static constexpr uint32 at(int row, int group) { return (row * kGroups + group) * 512; }

@@ -51,26 +51,24 @@ class TileMods {
     using Slots = MaskSlots<Config>;
     static constexpr int kRows = Slots::kRows, kGroups = Slots::kGroups;
 
-    // What happens to scores. Raw products come in; returns what they are to be multiplied by in base 2. The copies of
-    // the mask's tile are there. n: tile of keys; kind: what the mask does to the warp's rows there.
+    // What happens to scores. Raw products come in; returns what they are to be multiplied by in base 2. n: tile of
+    // keys; kind: what the mask does to the warp's rows there. The newest group of copies is not the mask's.
     OA_DEVICE static float apply(Scores& s, const AttnFwdParams& p, const ScoreForms& f, const Slots& slots, int32 n,
                                  int32 kind, int32 warp_row, int lane) {
         ScoreFactors c{f.factor, f.factor2};
         if (f.forms & kFormSoftcap) c = cap(s, f);
-        switch (slots.source()) {
-            case Slots::kBits:
-                if (kind != kTileFull) hide_by_bits(scaled(s, f, c), slots, n, kind, lane);
-                break;
-            case Slots::kKeys:
-                if (kind != kTileFull) return add_keys(s, c, slots, kind);
-                break;
-            case Slots::kNone:
-                break;
-            default:
-                return read_mask(s, p, f, c, slots, n, warp_row, lane);
+        if (kind == kTileFull) {
+            scale(s, f, c);
+            return c.base2;
         }
-        scaled(s, f, c);
-        return c.base2;
+        cp_async_wait<1>();
+        if (slots.source() == Slots::kBits) {
+            scale(s, f, c);
+            hide_by_bits(s, slots, n, kind, lane);
+            return c.base2;
+        }
+        return slots.source() == Slots::kKeys ? add_keys(s, c, slots, kind)
+                                              : read_mask(s, p, f, c, slots, n, warp_row, lane);
     }
 
     // Calls see(score, row, key) for every score.
@@ -95,15 +93,11 @@ class TileMods {
     }
 
     // A factor that cannot wait for the exponent is applied here.
-    OA_DEVICE static Scores& scaled(Scores& s, const ScoreForms& f, ScoreFactors& c) {
-        if (f.forms & kFormScaled && c.base2 != 1.0f) {
+    OA_DEVICE static void scale(Scores& s, const ScoreForms& f, ScoreFactors& c) {
+        if (!(f.forms & kFormScaled)) return;
 #pragma unroll
-            for (int i = 0; i < Config::kMTiles; ++i)
-#pragma unroll
-                for (int x = 0; x < Config::kNTiles * 4; ++x) s[i][x] *= c.base2;
-            c.base2 = 1.0f;
-        }
-        return s;
+        for (int x = 0; x < int(sizeof(Flat) / sizeof(float)); ++x) flat(s)[x] *= c.base2;
+        c.base2 = 1.0f;
     }
 
     OA_DEVICE static void hide_by_bits(Scores& s, const Slots& slots, int32 n, int32 kind, int lane) {
@@ -137,10 +131,10 @@ class TileMods {
         float top = 0.0f;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-            uint4 w = slots.words(0, g);
-            if (kind != kTileMixed) w.x = w.y = w.z = w.w = __float_as_uint(neg_inf());
-            b[g][0] = make_float2(__uint_as_float(w.x), __uint_as_float(w.y));
-            b[g][1] = make_float2(__uint_as_float(w.z), __uint_as_float(w.w));
+            float4 w = slots.numbers(0, g);
+            if (kind != kTileMixed) w.x = w.y = w.z = w.w = neg_inf();
+            b[g][0] = make_float2(w.x, w.y);
+            b[g][1] = make_float2(w.z, w.w);
 #pragma unroll
             for (int m = 0; m < 2; ++m) top = max_nan(top, max_nan(fabsf(b[g][m].x), fabsf(b[g][m].y)));
         }
@@ -151,7 +145,7 @@ class TileMods {
                                      const Slots& slots, int32 n, int32 warp_row, int lane) {
         slots.settle(n);
         if (p.mask_kind == kMaskBool) {
-            scaled(s, f, c);
+            scale(s, f, c);
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
@@ -162,21 +156,16 @@ class TileMods {
                         if ((w & 0xffu << 8 * x) == 0) s[r >> 1][8 * g + 4 * (x >> 1) + 2 * (r & 1) + (x & 1)] = neg_inf();
                 }
         } else if (p.mask_kind == kMaskFloat) {
-            uint4 w[kRows][kGroups];
+            // Read twice: there are no registers for 32 numbers.
             float top = 0.0f;
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
                 for (int g = 0; g < kGroups; ++g) {
-                    w[r][g] = slots.words(r, g);
-                    top = max_nan(top, max_nan(max_nan(fabsf(__uint_as_float(w[r][g].x)), fabsf(__uint_as_float(w[r][g].y))),
-                                               max_nan(fabsf(__uint_as_float(w[r][g].z)), fabsf(__uint_as_float(w[r][g].w)))));
+                    float4 w = slots.numbers(r, g);
+                    top = max_nan(top, max_nan(max_nan(fabsf(w.x), fabsf(w.y)), max_nan(fabsf(w.z), fabsf(w.w))));
                 }
-            c.base2 = add(s, c, top <= kPlainBias, [&](int row, int n) {
-                uint4 x = w[row][n >> 1];
-                return n & 1 ? make_float2(__uint_as_float(x.z), __uint_as_float(x.w))
-                             : make_float2(__uint_as_float(x.x), __uint_as_float(x.y));
-            });
+            c.base2 = add(s, c, top <= kPlainBias, [&](int row, int n) { return slots.two_numbers(row, n); });
         } else {
             uint2 w[kRows][kGroups];
             uint32 over = 0;

@@ -187,55 +187,65 @@ struct AllSteps {
     OA_DEVICE bool has_next() const { return at > first; }
     OA_DEVICE int32 n() const { return at; }
     OA_DEVICE int32 next() const { return at - 1; }
+    OA_DEVICE void find_next() const {}
     OA_DEVICE void advance() { --at; }
 };
-// Those of a list of tiles of 64 keys where a mask hides whole ones; and what it does to the warp's rows.
+// Those of a list of tiles of 64 keys where a mask hides whole ones; and what it does to the warp's rows. Without
+// branches: they would stand between the products of two tiles.
 class ListedSteps {
   public:
     OA_DEVICE ListedSteps(const AttnFwdFormsSm80Params& params, const FwdTile& t, const Keys& keys, int warp_idx)
-        : list_(params.forms.lists), left_(max_of(keys.end - keys.first, 0)), step_(keys.end),
+        : list_(params.forms.lists), left_(max_of(keys.end - keys.first, 0)),
           group_(warp_idx * Config::kMTiles * 16 / 64) {
         const ScoreForms& f = params.forms;
+        // Without a list: the last tile but one to come.
+        step_ = keys.end + (params.fwd.mask_kind == kMaskNone ? kTileFull : kTileMixed) * kKindUnit;
         if (list_ != nullptr) {
             list_ += t.sequence * f.lists_stride_b + t.head_idx * f.lists_stride_h +
                      int64(t.m0 / Config::kBlockM) * (1 + f.num_tiles);
             left_ = __ldg(list_++);
-            if (left_ > 0) entry_ = __ldg(list_++);
             step_ = 0;  // the last part of a tile
         }
         step_ = after(step_);
         // A part of 64 keys that nobody sees.
         if (!done() && n() >= keys.end) step_ -= n() - keys.end + 1;
-        next_ = after(step_);
     }
     OA_DEVICE bool done() const { return step_ < 0; }
     OA_DEVICE bool has_next() const { return next_ >= 0; }
     OA_DEVICE int32 n() const { return step_ & (kKindUnit - 1); }
     OA_DEVICE int32 next() const { return next_ & (kKindUnit - 1); }
     OA_DEVICE int32 kind() const { return step_ / kKindUnit; }  // MaskTileKind
-    OA_DEVICE int32 next_kind() const { return next_ / kKindUnit; }
-    OA_DEVICE void advance() {
-        step_ = next_;
-        next_ = after(step_);
-    }
+    OA_DEVICE int32 next_kind() const { return next_ / kKindUnit; }  // kTileEmpty if there is none
+    OA_DEVICE void find_next() { next_ = after(step_); }
+    OA_DEVICE void advance() { step_ = next_; }
 
   private:
     static constexpr int32 kParts = 64 / Config::kBlockN, kKindUnit = 1 << 28;  // tiles of a list's: at most 2^22
 
-    OA_DEVICE int32 after(int32 step) {
-        if (list_ != nullptr && step % kParts != 0) return step - 1;
-        if (left_ == 0) return -1;
-        --left_;
-        if (list_ == nullptr) return step - 1;
-        int32 last_part = FormSteps::tile(entry_) * kParts + kParts - 1;
-        int32 found = last_part + FormSteps::kind(entry_, group_) * kKindUnit;
-        if (left_ > 0) entry_ = __ldg(list_++);
-        return found;
+    // ld.global.nc.b32; 0 where nothing is wanted.
+    OA_DEVICE static int32 load_if(const int32* from, bool wanted) {
+        int32 x;
+        asm(
+            "{.reg .pred p;\n"
+            "setp.ne.u32 p, %2, 0;\n"
+            "mov.b32 %0, 0;\n"
+            "@p ld.global.nc.b32 %0, [%1];}"
+            : "=r"(x)
+            : "l"(from), "r"(uint32(wanted)));
+        return x;
     }
 
-    const int32* list_;  // of what comes behind entry_; or null
-    int32 left_;  // entries, from entry_ on, or tiles
-    int32 entry_ = 0;
+    OA_DEVICE int32 after(int32 step) {
+        const bool listed = list_ != nullptr, part = listed && step % kParts != 0, some = left_ > 0;
+        int32 entry = load_if(list_, listed && some && !part);
+        int32 first = FormSteps::tile(entry) * kParts + kParts - 1 + FormSteps::kind(entry, group_) * kKindUnit;
+        left_ -= some && !part;
+        list_ += listed && some && !part;
+        return part || (some && !listed) ? step - 1 : some ? first : -1;
+    }
+
+    const int32* list_;  // of the next entry; or null
+    int32 left_;  // entries, or tiles
     int32 step_, next_;  // tile, and its kind in kKindUnit; negative: none
     const int32 group_;
 };
@@ -258,14 +268,13 @@ class Mods {
           slots_(params.fwd, params.forms, t, smem_addr_of(&smem) + warp_idx * MaskSlots<Config>::kWarpBytes, warp_row,
                  lane) {}
     OA_DEVICE void begin(const ListedSteps& steps) const {
-        slots_.copy(steps.n(), steps.kind());
+        if (steps.kind() == kTileMixed) slots_.copy(steps.n());
         cp_async_commit();
     }
     // c: as softmax and products take it.
     OA_DEVICE void apply(Scores& s, float& c, const ListedSteps& steps) const {
-        if (Config::kStages == 2) cp_async_wait<1>();
         c = TileMods<Config>::apply(s, params_.fwd, params_.forms, slots_, steps.n(), steps.kind(), warp_row_, lane_);
-        if (steps.has_next()) slots_.copy(steps.next(), steps.next_kind());
+        if (steps.next_kind() == kTileMixed) slots_.copy(steps.next());
         cp_async_commit();
     }
 
@@ -346,6 +355,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
 
         int stage = 0;
         for (; !steps.done(); steps.advance()) {
+            steps.find_next();
             cp_async_wait<ScoreChanges::kGroups>();
             __syncthreads();  // this tile has landed; every warp has left the tile before
             if (Config::kStages == 2) {
