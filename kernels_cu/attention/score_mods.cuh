@@ -57,18 +57,18 @@ class TileMods {
                                  int32 kind, int32 warp_row, int lane) {
         ScoreFactors c{f.factor, f.factor2};
         if (f.forms & kFormSoftcap) c = cap(s, f);
-        if (kind == kTileFull) {
-            scale(s, f, c);
-            return c.base2;
+        if (f.forms & kFormScaled) c = scale(s, c);
+        if (kind != kTileFull) {
+            cp_async_wait<1>();
+            if (slots.source() == Slots::kBits) {
+                hide_by_bits(s, slots, n, kind, lane);
+            } else if (slots.source() == Slots::kKeys) {
+                c.base2 = add_keys(s, c, slots, kind);
+            } else {
+                c.base2 = read_mask(s, p, c, slots, n, warp_row, lane);
+            }
         }
-        cp_async_wait<1>();
-        if (slots.source() == Slots::kBits) {
-            scale(s, f, c);
-            hide_by_bits(s, slots, n, kind, lane);
-            return c.base2;
-        }
-        return slots.source() == Slots::kKeys ? add_keys(s, c, slots, kind)
-                                              : read_mask(s, p, f, c, slots, n, warp_row, lane);
+        return c.base2;
     }
 
     // Calls see(score, row, key) for every score.
@@ -93,11 +93,10 @@ class TileMods {
     }
 
     // A factor that cannot wait for the exponent is applied here.
-    OA_DEVICE static void scale(Scores& s, const ScoreForms& f, ScoreFactors& c) {
-        if (!(f.forms & kFormScaled)) return;
+    OA_DEVICE static ScoreFactors scale(Scores& s, ScoreFactors c) {
 #pragma unroll
         for (int x = 0; x < int(sizeof(Flat) / sizeof(float)); ++x) flat(s)[x] *= c.base2;
-        c.base2 = 1.0f;
+        return {kLn2, 1.0f};
     }
 
     OA_DEVICE static void hide_by_bits(Scores& s, const Slots& slots, int32 n, int32 kind, int lane) {
@@ -141,11 +140,10 @@ class TileMods {
         return add(s, c, top <= kPlainBias, [&](int, int n) { return b[n >> 1][n & 1]; });
     }
 
-    OA_DEVICE static float read_mask(Scores& s, const AttnFwdParams& p, const ScoreForms& f, ScoreFactors c,
-                                     const Slots& slots, int32 n, int32 warp_row, int lane) {
+    OA_DEVICE static float read_mask(Scores& s, const AttnFwdParams& p, ScoreFactors c, const Slots& slots, int32 n,
+                                     int32 warp_row, int lane) {
         slots.settle(n);
         if (p.mask_kind == kMaskBool) {
-            scale(s, f, c);
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
