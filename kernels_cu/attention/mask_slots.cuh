@@ -31,7 +31,8 @@ class MaskSlots {
     struct Storage {
         alignas(1024) uint8 mask[Config::kWarps][kWarpBytes];
     };
-    static_assert(!Config::kScoreMods || 64 % Config::kBlockN == 0 && 64 % (16 * Config::kMTiles) == 0, "parts of a tile of packed masks");
+    static_assert(!Config::kScoreMods || (64 % Config::kBlockN == 0 && 64 % (16 * Config::kMTiles) == 0),
+                  "parts of a tile of packed masks");
 
     enum Source : int32 { kNone, kBits, kKeys, kFours, kShifted, kRowValues, kWords };
 

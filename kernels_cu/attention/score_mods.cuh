@@ -48,6 +48,7 @@ template <typename Config>
 class TileMods {
   public:
     using Scores = float[Config::kMTiles][Config::kNTiles * 4];
+    using Io = typename Config::Io;
     using Slots = MaskSlots<Config>;
     static constexpr int kRows = Slots::kRows, kGroups = Slots::kGroups;
 
@@ -150,8 +151,10 @@ class TileMods {
                 for (int g = 0; g < kGroups; ++g) {
                     uint32 w = slots.bytes(r, g);
 #pragma unroll
-                    for (int x = 0; x < 4; ++x)
-                        if ((w & 0xffu << 8 * x) == 0) s[r >> 1][8 * g + 4 * (x >> 1) + 2 * (r & 1) + (x & 1)] = neg_inf();
+                    for (int x = 0; x < 4; ++x) {
+                        float& score = s[r >> 1][8 * g + 4 * (x >> 1) + 2 * (r & 1) + (x & 1)];
+                        if ((w & 0xffu << 8 * x) == 0) score = neg_inf();
+                    }
                 }
         } else if (p.mask_kind == kMaskFloat) {
             // Read twice: there are no registers for 32 numbers.
@@ -166,17 +169,18 @@ class TileMods {
             c.base2 = add(s, c, top <= kPlainBias, [&](int row, int n) { return slots.two_numbers(row, n); });
         } else {
             uint2 w[kRows][kGroups];
-            uint32 over = 0;
+            uint32 top = 0;
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
                 for (int g = 0; g < kGroups; ++g) {
                     w[r][g] = slots.halves(r, g);
-                    over |= beyond_plain(w[r][g].x) | beyond_plain(w[r][g].y);
+                    top = max_abs2(Io{}, max_abs2(Io{}, top, w[r][g].x), w[r][g].y);
                 }
-            c.base2 = add(s, c, (over & 0x80008000u) == 0, [&](int row, int n) {
+            bool plain = (top & 0xffffu) <= kPlainBiasBits<Io> && top >> 16 <= kPlainBiasBits<Io>;
+            c.base2 = add(s, c, plain, [&](int row, int n) {
                 uint2 x = w[row][n >> 1];
-                return unpack2(typename Config::Io{}, n & 1 ? x.y : x.x);
+                return unpack2(Io{}, n & 1 ? x.y : x.x);
             });
         }
         // Of packed sequences the mask may be too small.
@@ -185,10 +189,5 @@ class TileMods {
                 if (row >= p.mask_rows || key >= p.mask_cols) score = neg_inf();
             });
         return c.base2;
-    }
-
-    // Two biases: a half's top bit says that it is larger than kPlainBias, or no number.
-    OA_DEVICE static uint32 beyond_plain(uint32 two) {
-        return (two & 0x7fff7fffu) + (0x7fffu - kPlainBiasBits<typename Config::Io>) * 0x10001u;
     }
 };
