@@ -52,7 +52,7 @@ struct TileList {
     uint32 lead_rows;
 };
 
-// Forms of scores that attn_fwd_sm90 applies between Q K^T and the softmax (attention/score_forms.cuh), in this order.
+// Forms of scores that attn_fwd applies between Q K^T and the softmax (attention/score_forms.cuh), in this order.
 enum ScoreForm : int32 {
     kFormSoftcap = 1,   // tanh; else the raw product
     kFormScaled = 2,    // times `factor2`, which cannot wait for the exponent: it is not positive, or not finite
@@ -77,6 +77,12 @@ struct ScoreForms {
     float cap_poly[4];           // softcap * log2(e) * tanh(cap_scale * s) / s, in powers of s^2
     float cap_near_limit;        // largest square of a raw product that the shorter polynomial is for
     float cap_near[3];           // the same of lower degree
+};
+
+// attn_fwd_sm80 with score modifiers. Without lists it reads the mask of `fwd` itself.
+struct AttnFwdFormsSm80Params {
+    AttnFwdParams fwd;
+    ScoreForms forms;
 };
 
 // attn_fwd_sm90. The maps are those of q, k and v, whose pointers and strides in `fwd` are not used.

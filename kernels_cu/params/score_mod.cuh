@@ -12,8 +12,9 @@ struct ScoreModArrays {
 };
 
 // Arguments of the forward kernels with a score modification.
-struct AttnFwdModParams {
+struct AttnFwdModSm80Params {
     AttnFwdParams fwd;
+    ScoreForms forms;
     ScoreModArrays arrays;
 };
 struct AttnFwdModSm90Params {

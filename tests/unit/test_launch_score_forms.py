@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from omniattn.launch import attn_fwd_sm90, masks, score_forms
-from omniattn.launch.structs import ATTN_FWD_FORMS_SM90, At
+from omniattn.launch.structs import ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, At
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Target
 from omniattn.reference.mask_tiles import FIRST_GROUP
@@ -149,6 +149,36 @@ def test_the_mask_is_prepared_before_attention() -> None:
     }
     assert {pointer.operand for pointer in places.values()} == {"workspace"}
     assert len(places) == 2
+
+
+AMPERE = Target((8, 0), 163 << 10, 108)
+
+
+@pytest.mark.parametrize(
+    ("one", "packed"),
+    [
+        (problem_with("bool", FULL), True),
+        (problem_with("float32", (KEYS, 0, 0, 1)), True),
+        (problem_with("io", FULL), False),
+        (problem(softcap=2.0), False),
+        # A mask of a bit a query would be packed into one of a bit a score; no memory to pack it into; too many tiles.
+        (problem_with("bool", (0, 0, 1, 0)), False),
+        (problem_with("bool", FULL, scratch=False), False),
+        (problem_with("bool", FULL, varlen=True, max_seqlen_q=ROWS, max_seqlen_k=KEYS), False),
+        (problem_with("bool", (0, 0, 0, 1), seqlen_k=64 * MAX_TILES + 1), False),
+    ],
+)
+def test_mma_sync_reads_masks_that_are_not_packed(one: AttentionProblem, packed: bool) -> None:
+    launches = plan_attention(one, AMPERE, None)
+    spec, record = launches.selection.spec, launches.records[-1]
+    assert spec.name == "attn_fwd_sm80_bf16_d128_mods"
+    assert [r.spec.op for r in launches.records] == ["mask_pack", "mask_list"] * packed + ["attention"]
+    assert launches.workspace_bytes == packed * masks.workspace_bytes(one, -(-ROWS // spec.block_m))
+    at = {pointer.offset: pointer.operand for pointer in record.pointers}
+    for name in ("forms.tiles", "forms.lists"):
+        assert at.get(ATTN_FWD_FORMS_SM80.offsets[name]) == ("workspace" if packed else None)
+    assert at.get(ATTN_FWD_FORMS_SM80.offsets["fwd.mask"]) == (None if one.mask == "none" else "mask")
+    assert len(record.arguments) == ATTN_FWD_FORMS_SM80.size
 
 
 def test_tiles_of_a_bias_are_a_tensor_map() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from ..problems import AttentionProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
+from .masks import MASK_KINDS, MaskPlaces
 from .numbers import MAX_GRID_X
+from .score_forms import form_values
 from .score_mod import array_values
-from .structs import ATTN_FWD, ATTN_FWD_MOD, At, member, strides
+from .structs import ATTN_FWD, ATTN_FWD_FORMS_SM80, ATTN_FWD_MOD_SM80, At, member, strides
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
-MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
 SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
 
 
@@ -78,17 +79,22 @@ def tile_launches(num_tiles: int) -> list[tuple[int, int]]:
     return [(first, min(MAX_GRID_X, num_tiles - first)) for first in range(0, num_tiles, MAX_GRID_X)]
 
 
-def build(spec: KernelSpec, problem: AttentionProblem, target: Target) -> tuple[LaunchRecord, ...]:
-    """The launches of a call."""
+def build(
+    spec: KernelSpec, problem: AttentionProblem, target: Target, masks: MaskPlaces | None = None
+) -> tuple[LaunchRecord, ...]:
+    """The launches of a call. masks: what was made of the mask, where attention does not read it itself."""
     blocks = num_m_blocks(problem, spec.block_m)
     tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)
     records = []
     for first, count in tile_launches(tiles):
         values = forward_values(problem, blocks, mask_extent=problem.mask_extent, tile_offset=first)
-        if problem.score_mod is None:
-            arguments = ATTN_FWD.pack(values)
-        else:
-            arrays = member("arrays", array_values(problem.score_mod))
-            arguments = ATTN_FWD_MOD.pack({**member("fwd", values), **arrays})
+        layout = ATTN_FWD
+        if "score_mods" in spec.features:
+            layout = ATTN_FWD_FORMS_SM80
+            values = member("fwd", values) | member("forms", form_values(problem, masks))
+        if problem.score_mod is not None:
+            layout = ATTN_FWD_MOD_SM80
+            values |= member("arrays", array_values(problem.score_mod))
+        arguments = layout.pack(values)
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))
     return tuple(records)

@@ -8,11 +8,12 @@ from ..problems import AttentionProblem
 from ..problems.memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from ..problems.quantize import carve
 from ..registry import KernelSpec
-from ..registry.masks import MASK_TILE, PACK_TILES
+from ..registry.masks import MASK_TILE, MAX_TILES, PACK_TILES
 from ..runtime.record import LaunchRecord
-from .attn_fwd import MASK_KINDS
 from .structs import MASK_LIST, MASK_PACK, At
 
+#: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
+MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
 #: Threads of a warpgroup: words of a tile of bits.
 _WORDS = 128
 
@@ -89,6 +90,13 @@ class MaskPlaces:
 def takes(problem: AttentionProblem) -> bool:
     """Whether the kernels take the mask of a call: booleans, or values that are the same for every query; no varlen."""
     return not problem.varlen and problem.mask_form in ("bits", "keys")
+
+
+def pay(problem: AttentionProblem) -> bool:
+    """Whether a kernel that could read the mask of a call itself had better have it packed."""
+    if problem.mask_form == "bits" and problem.one_mask_for_all_keys:
+        return False  # larger than the mask
+    return takes(problem) and problem.scratch and problem.seqlen_k <= MASK_TILE * MAX_TILES
 
 
 def shapes(problem: AttentionProblem, num_m_blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -133,6 +133,10 @@ SCORE_FORMS = HostStruct(
     "i num_tiles forms bias_batch bias_head; f cap_scale factor factor2 cap_limit; 4f cap_poly; f cap_near_limit; 3f cap_near",
 )
 
+ATTN_FWD_FORMS_SM80 = HostStruct(
+    "AttnFwdFormsSm80Params", "params/attn_fwd.cuh", f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}"
+)
+
 ATTN_FWD_FORMS_SM90 = HostStruct(
     "AttnFwdFormsSm90Params",
     "params/attn_fwd.cuh",
@@ -147,8 +151,10 @@ SCORE_MOD_ARRAYS = HostStruct(
     f"{MAX_ARRAYS}P data; {MAX_ARRAYS * MAX_DIMS}q strides; {MAX_ARRAYS * MAX_DIMS}i extents",
 )
 
-ATTN_FWD_MOD = HostStruct(
-    "AttnFwdModParams", "params/score_mod.cuh", f"{ATTN_FWD.inside('fwd')}; {SCORE_MOD_ARRAYS.inside('arrays')}"
+ATTN_FWD_MOD_SM80 = HostStruct(
+    "AttnFwdModSm80Params",
+    "params/score_mod.cuh",
+    f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}; {SCORE_MOD_ARRAYS.inside('arrays')}",
 )
 
 ATTN_FWD_MOD_SM90 = HostStruct(
@@ -258,9 +264,9 @@ TILE_KINDS = HostStruct(
 STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
-        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS, ATTN_FWD_MOD,
-        ATTN_FWD_MOD_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE,
-        KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
+        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
+        ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, QUANTIZE,
+        QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

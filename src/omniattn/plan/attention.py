@@ -41,7 +41,7 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
         _check_grouping(problem, target)
     selection = _with_score_mod(select_attention(problem, target, force), problem)
     spec = selection.spec
-    if spec.family == "attn_fwd_sm90" and (masks.takes(problem) or tile_kinds.wanted(problem)):
+    if _prepares(spec, problem):
         return _prepare_mask(selection, problem, target, force)
     if not spec.quantized:
         return Launches(selection, _BUILDERS[spec.family](spec, problem, target))
@@ -58,19 +58,27 @@ def _with_score_mod(selection: Selection, problem: AttentionProblem) -> Selectio
     return Selection(spec, (*selection.why, "with score_mod compiled in, which no wheel carries"))
 
 
+def _prepares(spec: KernelSpec, problem: AttentionProblem) -> bool:
+    """Whether kernels before attention pack its mask, or find out which tiles are visible."""
+    if spec.family == "attn_fwd_sm90":
+        return masks.takes(problem) or tile_kinds.wanted(problem)
+    return spec.family == "attn_fwd_sm80" and (masks.pay(problem) or tile_kinds.wanted(problem))
+
+
 def _prepare_mask(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
     """Attention behind the kernels that pack its mask, or look at tiles, and list the tiles of keys that are left."""
     spec = selection.spec
     blocks = attn_fwd.num_m_blocks(problem, spec.block_m)
-    order = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count)
+    persistent = spec.family == "attn_fwd_sm90"
+    lead_rows = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count).lead_rows if persistent else 0
     packed = masks.takes(problem)
     first, listing = select_masks(problem, target, force) if packed else select_tile_kinds(target, force)
     if not packed:
         first = _with_score_mod(first, problem)
     before, places = (masks.build if packed else tile_kinds.build)(
-        first.spec, listing.spec, problem, spec.block_m, order.lead_rows, blocks, At("workspace")
+        first.spec, listing.spec, problem, spec.block_m, lead_rows, blocks, At("workspace")
     )
-    records = attn_fwd_sm90.build(spec, problem, target, places)
+    records = _BUILDERS[spec.family](spec, problem, target, places)
     return Launches(selection, (*before, *records), places.num_bytes, (first, listing))
 
 

@@ -39,7 +39,7 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
     if problem.score_mod is not None and spec.quantized:
         return "it takes no score_mod"
     if problem.block_mask is not None:
-        if spec.family != "attn_fwd_sm90":
+        if spec.quantized:
             return "it takes no block_mask"
         if not problem.scratch:
             return "the arrays' library can give no memory for what is found out about tiles"
