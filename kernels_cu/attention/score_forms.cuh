@@ -124,8 +124,8 @@ OA_DEVICE ScoreFactors softcap_scores(float (&s)[kScores], const ScoreForms& f, 
 }
 // P of products far below the cap: as RowState::exponentiate, with softcap in the exponent, which costs three
 // multiply-adds a score: an odd polynomial of degree 5, relative error below 1e-6 for squares up to cap_near_limit.
-// top: bits of the largest square, NaN above all, of each row or (kTops = 1) of both; where it is larger, P is not to be
-// used.
+// top: bits of the largest square, NaN above all, of each row or (kTops = 1) of both; where it is larger, P is not to
+// be used.
 template <int kScores, int kTops, typename Put>
 OA_DEVICE void exponentiate_near(const float (&s)[kScores], const ScoreForms& f, const float (&m2)[2], float (&sum)[2],
                                  int32 (&top)[kTops], Put put) {
@@ -165,8 +165,8 @@ OA_DEVICE float biased(float s, float factor2, float bias) {
     return bias == neg_inf() ? bias : sum;
 }
 
-// Adds biases of kPlainBias at most to scores: to natural-log units. bias(n, r): those of row r, columns 2(l%4) + {0, 1}
-// of block n.
+// Adds biases of kPlainBias at most to scores: to natural-log units. bias(n, r): those of row r, columns 2(l%4) + {0,
+// 1} of block n.
 template <int kScores, typename Bias>
 OA_DEVICE void add_plain_biases(float (&s)[kScores], float natural, Bias bias) {
 #pragma unroll

@@ -115,6 +115,16 @@ def test_random_problems(
         label += f" {name}"
         made = examples(seqlen_q, seqlen_k, heads, batch)[name]
         gpu["score_mod"], options["score_mod"] = mod_and_reference(made)
+    if form in ("none", "float32", "io") and data.draw(st.booleans()):
+        rows, keys = data.draw(st.sampled_from([(64, 64), (192, 64), (64, 256)]))
+        rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+        blocks = rng.random((1, heads, -(-seqlen_q // rows), -(-seqlen_k // keys))) < 0.6
+        gpu |= {"block_mask": torch.from_numpy(blocks).cuda(), "block_size": (rows, keys)}
+        visible = blocks.repeat(rows, 2)[:, :, :seqlen_q].repeat(keys, 3)[..., :seqlen_k]
+        mask = options.get("mask")
+        gpu.setdefault("mask", None)
+        options["mask"] = visible if mask is None else np.where(visible, mask, -np.inf).astype(np.float32)
+        label += f" blocks of {rows, keys}"
     q, k, v = tensors(batch, seqlen_q, seqlen_k, heads, head_dim, dtype)
     run_dense(q, k, v, dtype, label, gpu=gpu, **options)
 

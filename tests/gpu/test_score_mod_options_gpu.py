@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import omniattn as oa  # noqa: E402
 from omniattn import reference, testing  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.registry import REGISTRY  # noqa: E402
 
 from .attention_cases import check_lse, run_dense, to_gpu  # noqa: E402
 from .score_mod_cases import examples, mod_and_reference, run_both  # noqa: E402
@@ -81,13 +82,15 @@ def test_packed(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check_lse(lse.cpu().numpy(), want_lse, name)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the Hopper kernel's"
-)
+@pytest.mark.parametrize("kernel", ["", "mods"])
 @pytest.mark.parametrize("form", ["", "bias", "mod", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_block_masks(head_dim: int, form: str) -> None:
+def test_block_masks(head_dim: int, form: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = "float16"
+    if kernel:
+        names = [f"attn_fwd_sm80_fp16_d{head_dim}{suffix}_mods" for suffix in ("", "_n64")]
+        known = {spec.name for spec in REGISTRY}
+        monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", ",".join(name for name in names if name in known))
     q, k, v = testing.make_qkv(
         batch=2, seqlen_q=500, seqlen_k=700, heads_q=4, heads_kv=2, head_dim=head_dim, dtype=dtype, seed=8
     )

@@ -239,8 +239,13 @@ def test_plans_on_hopper() -> None:
 
 
 def test_plans_on_other_gpus() -> None:
-    (record,) = plan_attention(problem(score_mod=MOD), A100, None).records
-    assert record.spec.name.startswith("attn_fwd_sm80_bf16_d128_mods_mod_")
+    kinds, listing, main = plan_attention(problem(score_mod=MOD), A100, None).records
+    assert kinds.spec.name.startswith("tile_kinds_sm80_mod_")
+    assert listing.spec.name == "mask_list_sm80"
+    assert main.spec.name.startswith("attn_fwd_sm80_bf16_d128_mods_mod_")
+    blocks = BlockMaskProblem((2, 2), (0, 0, 8, 1))
+    assert len(plan_attention(problem(block_mask=blocks), A100, None).records) == 3
+    assert len(plan_attention(problem(score_mod=MOD, scratch=False), A100, None).records) == 1
     with pytest.raises(oa.errors.UnsupportedError, match="takes no score_mod"):
         plan_attention(problem(score_mod=MOD, precision=oa.Int8().precision), H200, None)
 
