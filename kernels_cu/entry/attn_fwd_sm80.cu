@@ -265,8 +265,7 @@ class Mods {
     OA_DEVICE Mods(const AttnFwdFormsSm80Params& params, const FwdTile& t, SharedStorage& smem, int32 warp_row,
                    int warp_idx, int lane)
         : params_(params), warp_row_(warp_row), lane_(lane),
-          slots_(params.fwd, params.forms, t, smem_addr_of(&smem) + warp_idx * MaskSlots<Config>::kWarpBytes, warp_row,
-                 lane) {}
+          slots_(params, t, smem_addr_of(&smem) + warp_idx * MaskSlots<Config>::kWarpBytes, warp_row, lane) {}
     OA_DEVICE void begin(const ListedSteps& steps) const {
         if (steps.kind() == kTileMixed) slots_.copy(steps.n());
         cp_async_commit();

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..problems import AttentionProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .masks import MASK_KINDS, MaskPlaces
+from .masks import MASK_KINDS, MaskPlaces, memory_of
 from .numbers import MAX_GRID_X
 from .score_forms import form_values
 from .structs import ATTN_FWD, ATTN_FWD_FORMS_SM80, At, member, strides
@@ -89,7 +89,8 @@ def build(
         values = forward_values(problem, blocks, mask_extent=problem.mask_extent, tile_offset=first)
         if "score_mods" in spec.features:
             forms = member("forms", form_values(problem, masks))
-            arguments = ATTN_FWD_FORMS_SM80.pack(member("fwd", values) | forms)
+            memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
+            arguments = ATTN_FWD_FORMS_SM80.pack(member("fwd", values) | forms | memory)
         else:
             arguments = ATTN_FWD.pack(values)
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))

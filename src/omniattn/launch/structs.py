@@ -133,7 +133,9 @@ SCORE_FORMS = HostStruct(
 )
 
 ATTN_FWD_FORMS_SM80 = HostStruct(
-    "AttnFwdFormsSm80Params", "params/attn_fwd.cuh", f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}"
+    "AttnFwdFormsSm80Params",
+    "params/attn_fwd.cuh",
+    f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}; q mask_first_byte mask_end_byte",
 )
 
 ATTN_FWD_FORMS_SM90 = HostStruct(
