@@ -53,8 +53,8 @@ class MaskSlots {
             at_ = static_cast<const uint8*>(f.tiles) + 4 * (head + own);
             slot_ = smem + lane * (f.forms & kFormBits ? 8 : 16);
         } else if (p.mask_kind != kMaskNone) {
-            int64 all = int64(reinterpret_cast<uint64>(p.mask)) |
-                        size * (p.mask_stride_b | p.mask_stride_h | p.mask_stride_q);
+            int64 all =
+                int64(reinterpret_cast<uint64>(p.mask)) | size * (p.mask_stride_b | p.mask_stride_h | p.mask_stride_q);
             source_ = kWords;
             if (p.mask_stride_k == 0) source_ = kRowValues;
             if (p.mask_stride_k == 1 && size < 4) source_ = kShifted;
@@ -135,9 +135,7 @@ class MaskSlots {
 
   private:
     OA_DEVICE static constexpr uint32 at(int row, int group) { return (row * kGroups + group) * 512; }
-    OA_DEVICE int32 element_bytes() const {
-        return p_.mask_kind == kMaskFloat ? 4 : p_.mask_kind == kMaskIo ? 2 : 1;
-    }
+    OA_DEVICE int32 element_bytes() const { return p_.mask_kind == kMaskFloat ? 4 : p_.mask_kind == kMaskIo ? 2 : 1; }
 
     // Rows and keys that the mask has, from the lane's first on, and from tile n0 .. on.
     OA_DEVICE int32 rows_from() const { return rows() - warp_row_ - (lane_ >> 2); }
@@ -190,8 +188,7 @@ class MaskSlots {
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-                for (int g = 0; g < kGroups; ++g)
-                    cp_async_whole<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize);
+                for (int g = 0; g < kGroups; ++g) cp_async_whole<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize);
                 row += next_row;
             }
         } else {
@@ -199,8 +196,7 @@ class MaskSlots {
             for (int r = 0; r < kRows; ++r) {
                 if (has_all_keys(n0) && 8 * r < rows) {
 #pragma unroll
-                    for (int g = 0; g < kGroups; ++g)
-                        cp_async_whole<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize);
+                    for (int g = 0; g < kGroups; ++g) cp_async_whole<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize);
                 } else {
                     copy_elements<kSize>(r, row, n0);
                 }
@@ -285,8 +281,7 @@ class MaskSlots {
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                x[g][e] = load_element<kSize>(row + (16 * g + e) * next_key, 16 * g + e < keys);
+            for (int e = 0; e < 4; ++e) x[g][e] = load_element<kSize>(row + (16 * g + e) * next_key, 16 * g + e < keys);
         const uint32 first = uint32(reinterpret_cast<uint64>(row));
         uint32 slot = slot_ + at(r, 0) + (source_ == kShifted ? first & (4 * kSize - 1) : 0);
 #pragma unroll

@@ -195,7 +195,8 @@ struct AllSteps {
 class ListedSteps {
   public:
     OA_DEVICE ListedSteps(const AttnFwdFormsSm80Params& params, const FwdTile& t, const Keys& keys, int warp_idx)
-        : list_(params.forms.lists), left_(max_of(keys.end - keys.first, 0)),
+        : list_(params.forms.lists),
+          left_(max_of(keys.end - keys.first, 0)),
           group_(warp_idx * Config::kMTiles * 16 / 64) {
         const ScoreForms& f = params.forms;
         // Without a list: the last tile but one to come.
@@ -225,8 +226,7 @@ class ListedSteps {
     // ld.global.nc.b32; 0 where nothing is wanted.
     OA_DEVICE static int32 load_if(const int32* from, bool wanted) {
         int32 x;
-        asm(
-            "{.reg .pred p;\n"
+        asm("{.reg .pred p;\n"
             "setp.ne.u32 p, %2, 0;\n"
             "mov.b32 %0, 0;\n"
             "@p ld.global.nc.b32 %0, [%1];}"
@@ -264,7 +264,9 @@ class Mods {
     static constexpr int kGroups = 1;
     OA_DEVICE Mods(const AttnFwdFormsSm80Params& params, const FwdTile& t, SharedStorage& smem, int32 warp_row,
                    int warp_idx, int lane)
-        : params_(params), warp_row_(warp_row), lane_(lane),
+        : params_(params),
+          warp_row_(warp_row),
+          lane_(lane),
           slots_(params, t, smem_addr_of(&smem) + warp_idx * MaskSlots<Config>::kWarpBytes, warp_row, lane) {}
     OA_DEVICE void begin(const ListedSteps& steps) const {
         if (steps.kind() == kTileMixed) slots_.copy(steps.n());

@@ -24,7 +24,8 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
         _check_grouping(problem, target)
     selection = select_attention(problem, target, force)
     spec = selection.spec
-    if masks.takes(problem) and (spec.family == "attn_fwd_sm90" or (spec.family == "attn_fwd_sm80" and masks.pay(problem))):
+    packs = {"attn_fwd_sm90": masks.takes, "attn_fwd_sm80": masks.pay}.get(spec.family)
+    if packs is not None and packs(problem):
         return _prepare_mask(selection, problem, target, force)
     if not spec.quantized:
         return Launches(selection, _BUILDERS[spec.family](spec, problem, target))
