@@ -11,7 +11,8 @@
 //   kShifted  1 or 2 bytes an element, keys next to each other: the two aligned chunks that hold one
 //   kRowValues  one value for all keys: for each row the 4 bytes that hold it
 //   kWords  anything else: for each element the 4 bytes that hold it
-// What is read begins at a multiple of 8 bytes at most, as allocations do, and ends with an element of the mask.
+// Rows where that would reach beyond the mask's memory, and tiles that some keys do not exist of, come element by
+// element. What does not exist becomes 0.
 #pragma once
 #include "attention/score_forms.cuh"
 #include "params/attn_fwd.cuh"
@@ -37,9 +38,10 @@ class MaskSlots {
     enum Source : int32 { kNone, kBits, kKeys, kFours, kShifted, kRowValues, kWords };
 
     // smem: of the warp. warp_row: its first row.
-    OA_DEVICE MaskSlots(const AttnFwdParams& p, const ScoreForms& f, const FwdTile& t, uint32 smem, int32 warp_row,
-                        int lane)
-        : p_(p), f_(f), t_(t), warp_row_(warp_row), lane_(lane) {
+    OA_DEVICE MaskSlots(const AttnFwdFormsSm80Params& params, const FwdTile& t, uint32 smem, int32 warp_row, int lane)
+        : params_(params), p_(params.fwd), t_(t), warp_row_(warp_row), lane_(lane) {
+        const AttnFwdParams& p = params.fwd;
+        const ScoreForms& f = params.forms;
         const int32 size = element_bytes(), row = warp_row + (lane >> 2);
         if (f.tiles != nullptr) {
             source_ = f.forms & kFormBits ? kBits : kKeys;
@@ -51,8 +53,8 @@ class MaskSlots {
             at_ = static_cast<const uint8*>(f.tiles) + 4 * (head + own);
             slot_ = smem + lane * (f.forms & kFormBits ? 8 : 16);
         } else if (p.mask_kind != kMaskNone) {
-            int64 all = int64(reinterpret_cast<uint64>(p.mask)) |
-                        size * (p.mask_stride_b | p.mask_stride_h | p.mask_stride_q);
+            int64 all =
+                int64(reinterpret_cast<uint64>(p.mask)) | size * (p.mask_stride_b | p.mask_stride_h | p.mask_stride_q);
             source_ = kWords;
             if (p.mask_stride_k == 0) source_ = kRowValues;
             if (p.mask_stride_k == 1 && size < 4) source_ = kShifted;
@@ -73,43 +75,19 @@ class MaskSlots {
     // Tile n of kBlockN keys.
     OA_DEVICE void copy(int32 n) const {
         const int32 n0 = n * Config::kBlockN;
-        switch (source_) {
-            case kNone:
-                break;
-            case kBits:
+        if (source_ == kBits) {
 #pragma unroll
-                for (int i = 0; i < Config::kMTiles; ++i)
-                    cp_async_whole<8>(slot_ + i * 256, at_ + int64(n0 / 64) * 512 + i * 128);
-                break;
-            case kKeys:
+            for (int i = 0; i < Config::kMTiles; ++i)
+                cp_async_whole<8>(slot_ + i * 256, at_ + int64(n0 / 64) * 512 + i * 128);
+        } else if (source_ == kKeys) {
 #pragma unroll
-                for (int g = 0; g < kGroups; ++g) cp_async_whole<16>(slot_ + g * 512, at_ + int64(n0) * 4 + g * 64);
-                break;
-            case kFours:
-                if (p_.mask_kind == kMaskFloat) {
-                    copy_fours<4>(n0);
-                } else if (p_.mask_kind == kMaskIo) {
-                    copy_fours<2>(n0);
-                } else {
-                    copy_fours<1>(n0);
-                }
-                break;
-            case kShifted:
-                if (p_.mask_kind == kMaskIo) {
-                    copy_shifted<2>(n0);
-                } else {
-                    copy_shifted<1>(n0);
-                }
-                break;
-            case kRowValues:
-                copy_row_values();
-                break;
-            case kWords:
-                if (is_whole(n0) && p_.mask_kind == kMaskFloat) {
-                    copy_words<true>(n0);
-                } else {
-                    copy_words<false>(n0);
-                }
+            for (int g = 0; g < kGroups; ++g) cp_async_whole<16>(slot_ + g * 512, at_ + int64(n0) * 4 + g * 64);
+        } else if (p_.mask_kind == kMaskFloat) {
+            copy_mask<4>(n0);
+        } else if (p_.mask_kind == kMaskIo) {
+            copy_mask<2>(n0);
+        } else {
+            copy_mask<1>(n0);
         }
     }
 
@@ -157,9 +135,7 @@ class MaskSlots {
 
   private:
     OA_DEVICE static constexpr uint32 at(int row, int group) { return (row * kGroups + group) * 512; }
-    OA_DEVICE int32 element_bytes() const {
-        return p_.mask_kind == kMaskFloat ? 4 : p_.mask_kind == kMaskIo ? 2 : 1;
-    }
+    OA_DEVICE int32 element_bytes() const { return p_.mask_kind == kMaskFloat ? 4 : p_.mask_kind == kMaskIo ? 2 : 1; }
 
     // Rows and keys that the mask has, from the lane's first on, and from tile n0 .. on.
     OA_DEVICE int32 rows_from() const { return rows() - warp_row_ - (lane_ >> 2); }
@@ -182,99 +158,161 @@ class MaskSlots {
         return make_uint4(size == 2 ? chunk.x : __byte_perm(chunk.x, chunk.y, 0x6420), chunk.y, 0, 0);
     }
 
-    // Whether the mask has all rows and keys of the warp's tile.
-    OA_DEVICE bool is_whole(int32 n0) const {
-        return warp_row_ <= rows() - 8 * kRows && n0 <= keys() - Config::kBlockN;
+    OA_DEVICE bool has_all_keys(int32 n0) const { return n0 <= keys() - Config::kBlockN; }
+    OA_DEVICE bool has_all_rows() const { return warp_row_ <= rows() - 8 * kRows; }
+    OA_DEVICE bool in_memory(const uint8* first, const uint8* end) const {
+        const uint8* mask = static_cast<const uint8*>(p_.mask);
+        return first >= mask + params_.mask_first_byte && end <= mask + params_.mask_end_byte;
     }
 
-    // What lies outside the mask is not read, and becomes 0.
+    // kSize: bytes of an element.
+    template <int kSize>
+    OA_DEVICE void copy_mask(int32 n0) const {
+        if (source_ == kFours) {
+            copy_fours<kSize>(n0);
+        } else if (kSize < 4 && source_ == kShifted) {
+            copy_shifted<kSize>(n0);
+        } else if (source_ == kRowValues) {
+            copy_row_values<kSize>();
+        } else {
+            copy_words<kSize>(n0);
+        }
+    }
+
     template <int kSize>
     OA_DEVICE void copy_fours(int32 n0) const {
         const uint8* row = at_ + int64(n0) * kSize;
         const int64 next_row = 8 * kSize * p_.mask_stride_q;
-        if (is_whole(n0)) {
+        const int32 rows = rows_from();
+        if (has_all_keys(n0) && has_all_rows()) {
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-                for (int g = 0; g < kGroups; ++g)
-                    cp_async_whole<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize);
+                for (int g = 0; g < kGroups; ++g) cp_async_whole<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize);
                 row += next_row;
             }
-            return;
-        }
-        const int32 rows = rows_from(), keys = keys_from(n0);
+        } else {
 #pragma unroll 1
-        for (int r = 0; r < kRows; ++r) {
+            for (int r = 0; r < kRows; ++r) {
+                if (has_all_keys(n0) && 8 * r < rows) {
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g)
-                cp_async_small<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize,
-                                          8 * r < rows ? kSize * min_of(max_of(keys - 16 * g, 0), 4) : 0);
-            row += next_row;
+                    for (int g = 0; g < kGroups; ++g) cp_async_whole<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize);
+                } else {
+                    copy_elements<kSize>(r, row, n0);
+                }
+                row += next_row;
+            }
         }
     }
 
     template <int kSize>
     OA_DEVICE void copy_shifted(int32 n0) const {
         constexpr int kChunk = 4 * kSize;
-        const int32 rows = rows_from(), keys = keys_from(n0);
-        const int64 next_row = 8 * kSize * p_.mask_stride_q;
+        const int32 rows = rows_from();
         const uint8* row = at_ + int64(n0) * kSize;
 #pragma unroll 1
         for (int r = 0; r < kRows; ++r) {
-            uint32 low = uint32(reinterpret_cast<uint64>(row)) & (kChunk - 1);  // the same for all groups
+            const uint8* from = row - (uint32(reinterpret_cast<uint64>(row)) & (kChunk - 1));
+            if (has_all_keys(n0) && 8 * r < rows && in_memory(from, from + 16 * (kGroups - 1) * kSize + 2 * kChunk)) {
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-                int32 inside = 8 * r < rows ? min_of(keys - 16 * g, 4) : 0;
-                int32 bytes = inside > 0 ? low + kSize * inside : 0;
-                const uint8* from = row - low + 16 * g * kSize;
-                cp_async_small<kChunk>(slot_ + at(r, g), from, min_of(bytes, kChunk));
-                cp_async_small<kChunk>(slot_ + at(r, g) + kChunk, from + kChunk, max_of(bytes - kChunk, 0));
+                for (int g = 0; g < kGroups; ++g) {
+                    cp_async_whole<kChunk>(slot_ + at(r, g), from + 16 * g * kSize);
+                    cp_async_whole<kChunk>(slot_ + at(r, g) + kChunk, from + 16 * g * kSize + kChunk);
+                }
+            } else {
+                copy_elements<kSize>(r, row, n0);
             }
-            row += next_row;
+            row += 8 * kSize * p_.mask_stride_q;
         }
     }
 
+    template <int kSize>
     OA_DEVICE void copy_row_values() const {
-        const int32 size = element_bytes(), rows = keys_from(0) > 0 ? rows_from() : 0;
+        const int32 rows = rows_from();
         const uint8* row = at_;
 #pragma unroll 1
         for (int r = 0; r < kRows; ++r) {
             uint32 low = uint32(reinterpret_cast<uint64>(row)) & 3;
-            cp_async_small<4>(slot_ + at(r, 0), row - low, 8 * r < rows ? low + size : 0);
-            row += 8 * size * p_.mask_stride_q;
+            if (8 * r < rows && in_memory(row - low, row - low + 4)) {
+                cp_async_whole<4>(slot_ + at(r, 0), row - low);
+            } else {
+                store_element<kSize>(slot_ + at(r, 0) + low, load_element<kSize>(row, 8 * r < rows));
+            }
+            row += 8 * kSize * p_.mask_stride_q;
         }
     }
 
-    // kWhole: numbers of 4 bytes, of rows and keys that exist.
-    template <bool kWhole>
+    template <int kSize>
     OA_DEVICE void copy_words(int32 n0) const {
-        const int32 size = kWhole ? 4 : element_bytes(), rows = rows_from(), keys = keys_from(n0);
-        const int64 next_key = p_.mask_stride_k * size, next_row = 8 * size * p_.mask_stride_q;
+        const int32 rows = rows_from();
+        const int64 next_key = p_.mask_stride_k * kSize;
         const uint8* row = at_ + n0 * next_key;
 #pragma unroll 1
         for (int r = 0; r < kRows; ++r) {
-            const uint8* key = row;
+            const uint8* last = row + (16 * kGroups - 13) * next_key;
+            bool fits = in_memory(word_of(min_of(row, last)), word_of(max_of(row, last)) + 4);
+            if (has_all_keys(n0) && 8 * r < rows && fits) {
+                const uint8* key = row;
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
+                for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    uint32 slot = slot_ + at(r, g) + 4 * e, low = uint32(reinterpret_cast<uint64>(key)) & 3;
-                    if constexpr (kWhole) {
-                        cp_async_whole<4>(slot, key);
-                    } else {
-                        bool inside = 8 * r < rows && 16 * g + e < keys;
-                        cp_async_small<4>(slot, key - low, inside ? low + size : 0);
+                    for (int e = 0; e < 4; ++e) {
+                        cp_async_whole<4>(slot_ + at(r, g) + 4 * e, word_of(key));
+                        key += next_key;
                     }
-                    key += next_key;
+                    key += 12 * next_key;
                 }
-                key += 12 * next_key;
+            } else {
+                copy_elements<kSize>(r, row, n0);
             }
-            row += next_row;
+            row += 8 * kSize * p_.mask_stride_q;
+        }
+    }
+    OA_DEVICE static const uint8* word_of(const uint8* x) {
+        return reinterpret_cast<const uint8*>(reinterpret_cast<uint64>(x) & ~uint64(3));
+    }
+
+    // A row of the tile, from its first element on, one by one to where they are expected; all loads before the stores.
+    template <int kSize>
+    OA_DEVICE void copy_elements(int32 r, const uint8* row, int32 n0) const {
+        const int32 keys = 8 * r < rows_from() ? keys_from(n0) : 0;
+        const int64 next_key = p_.mask_stride_k * kSize;
+        uint32 x[kGroups][4];
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[g][e] = load_element<kSize>(row + (16 * g + e) * next_key, 16 * g + e < keys);
+        const uint32 first = uint32(reinterpret_cast<uint64>(row));
+        uint32 slot = slot_ + at(r, 0) + (source_ == kShifted ? first & (4 * kSize - 1) : 0);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                uint32 place = kSize * e;
+                if (source_ == kWords) place = 4 * e + (first + (16 * g + e) * uint32(next_key) & 3);
+                store_element<kSize>(slot + 512 * g + place, x[g][e]);
+            }
+    }
+    template <int kSize>
+    OA_DEVICE static uint32 load_element(const uint8* from, bool exists) {
+        if (!exists) return 0;
+        if constexpr (kSize == 4) return __ldg(reinterpret_cast<const uint32*>(from));
+        if constexpr (kSize == 2) return __ldg(reinterpret_cast<const uint16*>(from));
+        return __ldg(from);
+    }
+    template <int kSize>
+    OA_DEVICE static void store_element(uint32 slot, uint32 x) {
+        if constexpr (kSize == 4) {
+            store_shared(slot, x);
+        } else if constexpr (kSize == 2) {
+            store_shared(slot, uint16(x));
+        } else {
+            store_shared(slot, uint8(x));
         }
     }
 
+    const AttnFwdFormsSm80Params& params_;
     const AttnFwdParams& p_;
-    const ScoreForms& f_;
     const FwdTile& t_;
     const int32 warp_row_;
     const int lane_;

@@ -191,14 +191,17 @@ class TileMods {
             c.base2 = add(s, c, top <= kPlainBias, [&](int row, int n) { return slots.two_numbers(row, n); });
         } else {
             uint2 w[kRows][kGroups];
-            uint32 top = 0;
+            uint32 tops[kRows] = {};  // chains of their own
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
                 for (int g = 0; g < kGroups; ++g) {
                     w[r][g] = slots.halves(r, g);
-                    top = max_abs2(Io{}, max_abs2(Io{}, top, w[r][g].x), w[r][g].y);
+                    tops[r] = max_abs2(Io{}, max_abs2(Io{}, tops[r], w[r][g].x), w[r][g].y);
                 }
+            uint32 top = tops[0];
+#pragma unroll
+            for (int r = 1; r < kRows; ++r) top = max_abs2(Io{}, top, tops[r]);
             bool plain = (top & 0xffffu) <= kPlainBiasBits<Io> && top >> 16 <= kPlainBiasBits<Io>;
             c.base2 = add(s, c, plain, [&](int row, int n) {
                 uint2 x = w[row][n >> 1];

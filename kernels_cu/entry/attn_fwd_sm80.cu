@@ -53,9 +53,15 @@ struct Config {
 
 using FormsParams = Select<kHasScoreMod, AttnFwdModSm80Params, AttnFwdFormsSm80Params>::Type;
 using Params = Select<Config::kScoreMods, FormsParams, AttnFwdParams>::Type;
-OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdParams& params) { return params; }
-OA_DEVICE const AttnFwdParams& forward_of(const FormsParams& params) { return params.fwd; }
-OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdFormsSm80Params&) { return nullptr; }
+OA_DEVICE const AttnFwdParams& call_of(const AttnFwdParams& params) { return params; }
+OA_DEVICE const AttnFwdFormsSm80Params& call_of(const AttnFwdFormsSm80Params& params) { return params; }
+OA_DEVICE const AttnFwdFormsSm80Params& call_of(const AttnFwdModSm80Params& params) { return params.call; }
+OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdParams& call) { return call; }
+OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdFormsSm80Params& call) { return call.fwd; }
+template <typename P>
+OA_DEVICE const ScoreModArrays* arrays_of(const P&) {
+    return nullptr;
+}
 OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdModSm80Params& params) { return &params.arrays; }
 
 using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
@@ -197,8 +203,9 @@ struct AllSteps {
 // branches: they would stand between the products of two tiles.
 class ListedSteps {
   public:
-    OA_DEVICE ListedSteps(const FormsParams& params, const FwdTile& t, const Keys& keys, int warp_idx)
-        : list_(params.forms.lists), left_(max_of(keys.end - keys.first, 0)),
+    OA_DEVICE ListedSteps(const AttnFwdFormsSm80Params& params, const FwdTile& t, const Keys& keys, int warp_idx)
+        : list_(params.forms.lists),
+          left_(max_of(keys.end - keys.first, 0)),
           group_(warp_idx * Config::kMTiles * 16 / 64) {
         const ScoreForms& f = params.forms;
         // Without a list: the last tile but one to come.
@@ -230,8 +237,7 @@ class ListedSteps {
     // ld.global.nc.b32; 0 where nothing is wanted.
     OA_DEVICE static int32 load_if(const int32* from, bool wanted) {
         int32 x;
-        asm(
-            "{.reg .pred p;\n"
+        asm("{.reg .pred p;\n"
             "setp.ne.u32 p, %2, 0;\n"
             "mov.b32 %0, 0;\n"
             "@p ld.global.nc.b32 %0, [%1];}"
@@ -263,25 +269,28 @@ using Steps = Select<Config::kScoreMods, ListedSteps, AllSteps>::Type;
 // its scores.
 struct NoMods {
     static constexpr int kGroups = 0;
-    OA_DEVICE NoMods(const AttnFwdParams&, const FwdTile&, SharedStorage&, int32, int, int) {}
+    OA_DEVICE NoMods(const AttnFwdParams&, const ScoreModArrays*, const FwdTile&, SharedStorage&, int32, int, int) {}
     OA_DEVICE void begin(const AllSteps&) const {}
     OA_DEVICE void apply(Scores&, float&, const AllSteps&) const {}
 };
 class Mods {
   public:
     static constexpr int kGroups = 1;
-    OA_DEVICE Mods(const FormsParams& params, const FwdTile& t, SharedStorage& smem, int32 warp_row,
-                   int warp_idx, int lane)
-        : params_(params), tile_(t), warp_row_(warp_row), lane_(lane),
-          slots_(params.fwd, params.forms, t, smem_addr_of(&smem) + warp_idx * MaskSlots<Config>::kWarpBytes, warp_row,
-                 lane) {}
+    OA_DEVICE Mods(const AttnFwdFormsSm80Params& params, const ScoreModArrays* arrays, const FwdTile& t,
+                   SharedStorage& smem, int32 warp_row, int warp_idx, int lane)
+        : params_(params),
+          arrays_(arrays),
+          tile_(t),
+          warp_row_(warp_row),
+          lane_(lane),
+          slots_(params, t, smem_addr_of(&smem) + warp_idx * MaskSlots<Config>::kWarpBytes, warp_row, lane) {}
     OA_DEVICE void begin(const ListedSteps& steps) const {
         if (steps.kind() == kTileMixed && has_mask()) slots_.copy(steps.n());
         cp_async_commit();
     }
     // c: as softmax and products take it.
     OA_DEVICE void apply(Scores& s, float& c, const ListedSteps& steps) const {
-        c = TileMods<Config>::apply(s, params_.fwd, params_.forms, arrays_of(params_), tile_, slots_, steps.n(),
+        c = TileMods<Config>::apply(s, params_.fwd, params_.forms, arrays_, tile_, slots_, steps.n(),
                                     steps.kind(), warp_row_, lane_);
         if (steps.next_kind() == kTileMixed && has_mask()) slots_.copy(steps.next());
         cp_async_commit();
@@ -290,7 +299,8 @@ class Mods {
   private:
     OA_DEVICE bool has_mask() const { return params_.fwd.mask_kind != kMaskNone; }
 
-    const FormsParams& params_;
+    const AttnFwdFormsSm80Params& params_;
+    const ScoreModArrays* arrays_;
     const FwdTile& tile_;
     const int32 warp_row_;
     const int lane_;
@@ -300,7 +310,7 @@ using ScoreChanges = Select<Config::kScoreMods, Mods, NoMods>::Type;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fwd_sm80(
     const __grid_constant__ Params params) {
-    const AttnFwdParams& p = forward_of(params);
+    const AttnFwdParams& p = forward_of(call_of(params));
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
@@ -337,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     softmax.init();
     float c = p.softmax_scale * kLog2e;  // score units -> base-2 exponent
 
-    Steps steps(params, t, keys, warp_idx);
+    Steps steps(call_of(params), t, keys, warp_idx);
     if (!steps.done()) {
         QCopy(p.head_dim, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
         copy_k(steps.n(), 0);
@@ -346,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
 
         constexpr int kWarpRows = Config::kMTiles * 16;
         int32 warp_row = t.m0 + warp_idx * kWarpRows;
-        ScoreChanges changes(params, t, smem, warp_row, warp_idx, lane);
+        ScoreChanges changes(call_of(params), arrays_of(params), t, smem, warp_row, warp_idx, lane);
         changes.begin(steps);
         // ldmatrix lanes: Q (A fragments) and V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2 chunks.
         QLane q_lane(lane & 15, lane >> 4);

@@ -83,6 +83,7 @@ struct ScoreForms {
 struct AttnFwdFormsSm80Params {
     AttnFwdParams fwd;
     ScoreForms forms;
+    int64 mask_first_byte, mask_end_byte;  // the mask's memory, from `fwd.mask` on
 };
 
 // attn_fwd_sm90. The maps are those of q, k and v, whose pointers and strides in `fwd` are not used.

@@ -13,8 +13,7 @@ struct ScoreModArrays {
 
 // Arguments of the forward kernels with a score modification.
 struct AttnFwdModSm80Params {
-    AttnFwdParams fwd;
-    ScoreForms forms;
+    AttnFwdFormsSm80Params call;
     ScoreModArrays arrays;
 };
 struct AttnFwdModSm90Params {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..problems import AttentionProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .masks import MASK_KINDS, MaskPlaces
+from .masks import MASK_KINDS, MaskPlaces, memory_of
 from .numbers import MAX_GRID_X
 from .score_forms import form_values
 from .score_mod import array_values
@@ -91,10 +91,11 @@ def build(
         layout = ATTN_FWD
         if "score_mods" in spec.features:
             layout = ATTN_FWD_FORMS_SM80
-            values = member("fwd", values) | member("forms", form_values(problem, masks))
+            memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
+            values = member("fwd", values) | member("forms", form_values(problem, masks)) | memory
         if problem.score_mod is not None:
             layout = ATTN_FWD_MOD_SM80
-            values |= member("arrays", array_values(problem.score_mod))
+            values = member("call", values) | member("arrays", array_values(problem.score_mod))
         arguments = layout.pack(values)
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))
     return tuple(records)

@@ -92,6 +92,18 @@ def takes(problem: AttentionProblem) -> bool:
     return not problem.varlen and problem.mask_form in ("bits", "keys")
 
 
+def memory_of(problem: AttentionProblem) -> tuple[int, int]:
+    """First byte and end of the memory that a call's mask lies in, from its first element on."""
+    if problem.mask == "none":
+        return 0, 0
+    extents = (problem.batch, problem.num_q_heads, *problem.mask_extent)
+    if 0 in extents:
+        return 0, 0
+    reach = [stride * (n - 1) for stride, n in zip(_strides(problem), extents, strict=True)]
+    itemsize = ITEMSIZE[problem.mask_dtype]
+    return itemsize * sum(min(x, 0) for x in reach), itemsize * (sum(max(x, 0) for x in reach) + 1)
+
+
 def pay(problem: AttentionProblem) -> bool:
     """Whether a kernel that could read the mask of a call itself had better have it packed."""
     if problem.mask_form == "bits" and problem.one_mask_for_all_keys:
@@ -236,16 +248,15 @@ def _strides(problem: AttentionProblem) -> tuple[int, int, int, int]:
 def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces) -> dict[str, object]:
     """The fields of MaskPackParams."""
     strides = _strides(problem)
-    itemsize = ITEMSIZE[problem.mask_dtype]
-    reach = [stride * (n - 1) for stride, n in zip(strides, (e.batch, e.heads, e.rows, e.cols), strict=True)]
+    first_byte, end_byte = memory_of(problem)
     return {
         "mask": At("mask"),
         "bits": found.bits,
         "key_bias": found.key_bias,
         "kinds": found.kinds,
         **dict(zip((f"mask_stride_{x}" for x in "bhqk"), strides, strict=True)),
-        "first_byte": itemsize * sum(min(x, 0) for x in reach),
-        "end_byte": itemsize * (sum(max(x, 0) for x in reach) + 1),
+        "first_byte": first_byte,
+        "end_byte": end_byte,
         "mask_kind": MASK_KINDS[problem.mask],
         "mask_heads": e.heads,
         "rows": e.rows,

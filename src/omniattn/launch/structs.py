@@ -135,7 +135,9 @@ SCORE_FORMS = HostStruct(
 )
 
 ATTN_FWD_FORMS_SM80 = HostStruct(
-    "AttnFwdFormsSm80Params", "params/attn_fwd.cuh", f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}"
+    "AttnFwdFormsSm80Params",
+    "params/attn_fwd.cuh",
+    f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}; q mask_first_byte mask_end_byte",
 )
 
 ATTN_FWD_FORMS_SM90 = HostStruct(
@@ -155,7 +157,7 @@ SCORE_MOD_ARRAYS = HostStruct(
 ATTN_FWD_MOD_SM80 = HostStruct(
     "AttnFwdModSm80Params",
     "params/score_mod.cuh",
-    f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}; {SCORE_MOD_ARRAYS.inside('arrays')}",
+    f"{ATTN_FWD_FORMS_SM80.inside('call')}; {SCORE_MOD_ARRAYS.inside('arrays')}",
 )
 
 ATTN_FWD_MOD_SM90 = HostStruct(

@@ -45,7 +45,9 @@ _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(96, 128, 32, 4, 2, False, 2),
     _FwdTile(128, 128, 32, 4, 2, False, 2),
     _FwdTile(192, 64, 32, 4, 2, False, 2),
-    _FwdTile(256, 64, 32, 4, 1, False, 2),
+    _FwdTile(256, 64, 32, 4, 1, False, 2, prebuild=("80", "89")),
+    # 112 KB: not for sm_120.
+    _FwdTile(256, 64, 64, 4, 1, False, 2, suffix="_n64", min_arch=(9, 0), prebuild=("90a",)),
 )
 
 
