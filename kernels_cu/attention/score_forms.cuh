@@ -5,6 +5,7 @@
 // A warpgroup has 64 rows of scores: s[4n + 2r + x] of lane l in warp w is row 16w + l/4 + 8r, key 8n + 2(l%4) + x of a
 // tile of 64 keys. Masks come in that order (params/mask_tiles.cuh), biases as tiles of shared memory.
 #pragma once
+#include "attention/mask.cuh"
 #include "params/attn_fwd.cuh"
 #include "params/mask_tiles.cuh"
 #include "ptx/cvt.cuh"
@@ -38,33 +39,43 @@ struct FormSteps {
     OA_DEVICE static uint32 mixed_groups(int32 entry) { return entry / kFirstGroup & 0x55; }
 };
 
-// The same, step by step, with the next step's entry already there: it comes from global memory.
+// The same, step by step, with the next step's entry already there: it comes from global memory. kListed: there may be a
+// list; else entries are computed.
+template <bool kListed>
 class StepCursor {
   public:
-    int32 left;         // steps from this one on
-    int32 entry, next;  // this step's, if there is one, and the one's after it
+    int32 left;  // steps from this one on
 
     // left: the same in all lanes, unknown to the compiler. Else it moves entries to uniform registers as soon as they
     // are loaded, and waits for them.
     OA_DEVICE explicit StepCursor(const FormSteps& steps)
         : left(steps.count + int32(opaque_zero())),
-          entry(steps.count > 0 ? steps.entry(0) : 0),
-          next(entry),
-          list_end_(steps.list != nullptr ? steps.list + steps.count + 1 : nullptr) {
-        load_next();
+          list_end_(steps.list != nullptr ? steps.list + steps.count + 1 : nullptr),
+          base_(steps.kinds + steps.end - steps.count - 1) {
+        if (kListed) {
+            entry_ = next_ = left > 0 ? steps.entry(0) : 0;
+            load_next();
+        }
     }
+    // This step's, and the one's after it, if there are.
+    OA_DEVICE int32 entry() const { return kListed ? entry_ : base_ + left; }
+    OA_DEVICE int32 next() const { return kListed ? next_ : base_ + left - 1; }
     OA_DEVICE void advance() {
-        entry = next;
         --left;
-        load_next();
+        if (kListed) {
+            entry_ = next_;
+            load_next();
+        }
     }
 
   private:
     const int32* list_end_;  // one behind it; null: no list
+    int32 base_;             // of entries that are computed
+    int32 entry_, next_;
 
     OA_DEVICE void load_next() {
-        --next;
-        if (list_end_ != nullptr && left > 1) next = __ldg(list_end_ - left);
+        --next_;
+        if (list_end_ != nullptr && left > 1) next_ = __ldg(list_end_ - left);
     }
 };
 
@@ -124,8 +135,8 @@ OA_DEVICE ScoreFactors softcap_scores(float (&s)[kScores], const ScoreForms& f, 
 }
 // P of products far below the cap: as RowState::exponentiate, with softcap in the exponent, which costs three
 // multiply-adds a score: an odd polynomial of degree 5, relative error below 1e-6 for squares up to cap_near_limit.
-// top: bits of the largest square, NaN above all, of each row or (kTops = 1) of both; where it is larger, P is not to
-// be used.
+// top: bits of the largest square, NaN above all, of each row or (kTops = 1) of both; where it is larger, P is not for
+// use.
 template <int kScores, int kTops, typename Put>
 OA_DEVICE void exponentiate_near(const float (&s)[kScores], const ScoreForms& f, const float (&m2)[2], float (&sum)[2],
                                  int32 (&top)[kTops], Put put) {
@@ -165,8 +176,8 @@ OA_DEVICE float biased(float s, float factor2, float bias) {
     return bias == neg_inf() ? bias : sum;
 }
 
-// Adds biases of kPlainBias at most to scores: to natural-log units. bias(n, r): those of row r, columns 2(l%4) + {0,
-// 1} of block n.
+// Adds biases of kPlainBias at most to scores: to natural-log units. bias(n, r): those of row r, columns 2(l%4) and
+// 2(l%4) + 1 of block n.
 template <int kScores, typename Bias>
 OA_DEVICE void add_plain_biases(float (&s)[kScores], float natural, Bias bias) {
 #pragma unroll
@@ -278,6 +289,20 @@ OA_DEVICE float add_key_bias(float (&s)[kScores], ScoreFactors f, uint32 keys, i
         top = max_nan(top, max_nan(fabsf(b[n].x), fabsf(b[n].y)));
     }
     return add_biases(s, f, top <= kPlainBias, [&](int n, int) { return b[n]; });
+}
+
+// A bit for each of this thread's 32 scores that an additive mask does not hide by -inf, from memory: rows `row` and
+// row + 8, keys from `key` on.
+template <typename Io>
+OA_DEVICE uint32 visible_bits(const AttnFwdParams& p, const FwdTile& t, int32 row, int32 key) {
+    int64 head = t.batch_idx * p.mask_stride_b + t.head_idx * p.mask_stride_h;
+    uint32 word = 0;
+#pragma unroll 1
+    for (int i = 0; i < 32; ++i) {
+        float value = mask_value<Io>(p, head, row + 8 * (i >> 1 & 1), key + 8 * (i >> 2) + (i & 1));
+        word |= uint32(value != neg_inf()) << i;
+    }
+    return word;
 }
 
 // word: of this thread.

@@ -1,6 +1,7 @@
 // What happens to the scores of one tile between Q K^T and the softmax, in one warpgroup's rows. In two ways: what is
 // common, prepared while the products run, and everything else.
 #pragma once
+#include "attention/mask.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/score_forms.cuh"
 #include "attention/score_mod.cuh"
@@ -45,9 +46,8 @@ class TileForm {
     // Whether apply() is exact enough for rows of this base. Scores far below it vanish whatever they are rounded to,
     // others are near to it or are reported by their sum.
     OA_DEVICE static bool is_common(const float (&m2)[2]) {
-        // The base of a row that has seen nothing is not: what it sees first may be the lowest finite number.
         constexpr float kMost = kBias != 0 ? kPlainBias : kPlainModified;
-        return !kMindsBase || (fabsf(m2[0]) <= kMost && fabsf(m2[1]) <= kMost);
+        return !kMindsBase || max_nan(fabsf(m2[0]), fabsf(m2[1])) <= kMost;
     }
     // Returns what scores are to be multiplied by in base 2. place: of this lane's scores, none beyond the sequences.
     template <typename Params>
@@ -66,6 +66,16 @@ class TileForm {
             if (cut_) hide_by_bits(s, bits_);
             return f.factor2;
         }
+    }
+
+    // Before the base is raised to scores of apply(): brings them to base 2, where the largest is the base exactly, and
+    // hides keys that -inf hides although their product is NaN. row, key: of this thread's first score.
+    OA_DEVICE static void refine(Scores& s, const AttnFwdParams& p, const FwdTile& t, const float (&sum)[2], int32 row,
+                                 int32 key) {
+        if (__any_sync(0xffffffffu, isnan(sum[0] + sum[1])))
+            hide_by_bits(s, visible_bits<typename Config::Io>(p, t, row, key));
+#pragma unroll
+        for (int i = 0; i < Config::kBlockN / 2; ++i) s[i] *= kLog2e;
     }
 
     // All forms, in their order. release: gives the stage back; called when the warp has read it. own: see

@@ -83,7 +83,7 @@ def build(
         k = _operand("k", problem.dtype, kv_shape, s.k, spec.block_n)
         v = _operand("v", problem.dtype, kv_shape, s.v, spec.block_n)
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles)}
-    values |= member("fwd", forward_values(problem, blocks))
+    values |= member("fwd", forward_values(problem, blocks, mask_extent=problem.mask_extent))
     layout = ATTN_FWD_SM90
     if "score_mods" in spec.features:
         layout = ATTN_FWD_FORMS_SM90

@@ -121,6 +121,8 @@ _FWD_SM90_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(192, 2, 64, 2),
     _FwdSm90Tile(256, 2, 64, 2),
 )
+# Of packed sequences, whose state takes registers that a fourth warpgroup does not have.
+_FWD_SM90_VARLEN_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (_FwdSm90Tile(64, 3, 64, 4), *_FWD_SM90_FORMS_TILES[1:])
 # And tiles of an additive mask beside K.
 _FWD_SM90_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 4, 64, 3, bias_bytes=2),
@@ -181,8 +183,9 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = F
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods", *(("softcap",) if softcap else ())}) if forms else frozenset(),
         bias_bytes=tile.bias_bytes,
-        # Packed sequences' state takes registers that forms would need: at most 13 words, stored and loaded.
-        allowed_spill_bytes=104 if forms and varlen and tile.num_consumers > 2 else 0,
+        # Stored before a tile's steps and loaded behind them: what packed sequences' state takes, and with four
+        # warpgroups, which have the fewest registers, the order of tiles.
+        allowed_spill_bytes=136 if forms and varlen else 40 if forms and tile.num_consumers == 4 else 0,
     )
 
 
@@ -223,7 +226,7 @@ def attention_rows() -> Iterator[KernelSpec]:
         for varlen, tiles in (
             (False, tuple(replace(tile, softcap=False) for tile in _FWD_SM90_FORMS_TILES)),
             (False, _FWD_SM90_FORMS_TILES),
-            (True, _FWD_SM90_FORMS_TILES),
+            (True, _FWD_SM90_VARLEN_FORMS_TILES),
             (False, _FWD_SM90_BIAS_TILES),
         )
         for tile in tiles
