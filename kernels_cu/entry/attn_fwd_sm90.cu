@@ -311,7 +311,8 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
 
         auto is_edge = [&] { return uint32(FormSteps::tile(at.entry()) - keys.full_first) >= full_tiles; };
         auto place = [&] {
-            return ModPlace{t, warp_row + (lane_ >> 2), FormSteps::tile(at.entry()) * Config::kBlockN + 2 * (lane_ & 3)};
+            int32 first_key = FormSteps::tile(at.entry()) * Config::kBlockN;
+            return ModPlace{t, warp_row + (lane_ >> 2), first_key + 2 * (lane_ & 3)};
         };
         auto release = [&] {
             __syncwarp();  // all lanes have read what is beside K
