@@ -133,14 +133,23 @@ OA_DEVICE ScoreFactors softcap_scores(float (&s)[kScores], const ScoreForms& f, 
     cap_scores(s, f);
     return {f.factor, f.factor2};
 }
+// The shorter polynomial. Of one of its numbers the compiler knows nothing: else it has two in registers, and a
+// multiply-add that reads three waits for their ports, which the products of other warps keep busy.
+struct NearCap {
+    float limit, c0, c1, c2;
+    OA_DEVICE explicit NearCap(const ScoreForms& f)
+        : limit(f.cap_near_limit),
+          c0(f.cap_near[0]),
+          c1(__uint_as_float(__float_as_uint(f.cap_near[1]) | threadIdx.y)),  // which is 0
+          c2(f.cap_near[2]) {}
+};
 // P of products far below the cap: as RowState::exponentiate, with softcap in the exponent, which costs three
-// multiply-adds a score: an odd polynomial of degree 5, relative error below 1e-6 for squares up to cap_near_limit.
+// multiply-adds a score: an odd polynomial of degree 5, relative error below 1e-6 for squares up to cap.limit.
 // top: bits of the largest square, NaN above all, of each row or (kTops = 1) of both; where it is larger, P is not for
 // use.
 template <int kScores, int kTops, typename Put>
-OA_DEVICE void exponentiate_near(const float (&s)[kScores], const ScoreForms& f, const float (&m2)[2], float (&sum)[2],
+OA_DEVICE void exponentiate_near(const float (&s)[kScores], const NearCap& cap, const float (&m2)[2], float (&sum)[2],
                                  int32 (&top)[kTops], Put put) {
-    sum[0] = sum[1] = 0.0f;
     top[0] = top[kTops - 1] = 0;
 #pragma unroll
     for (int n = 0; n < kScores / 4; ++n)
@@ -151,12 +160,12 @@ OA_DEVICE void exponentiate_near(const float (&s)[kScores], const ScoreForms& f,
             for (int x = 0; x < 2; ++x) {
                 float score = s[4 * n + 2 * r + x];
                 z[x] = score * score;
-                float factor = fmaf(fmaf(f.cap_near[2], z[x], f.cap_near[1]), z[x], f.cap_near[0]);
+                float factor = fmaf(fmaf(z[x], cap.c2, cap.c1), z[x], cap.c0);
                 p[x] = exp2_approx(fmaf(score, factor, -m2[r]));
             }
             int32& largest = top[r % kTops];
             largest = max_of(max_of(largest, __float_as_int(z[0])), __float_as_int(z[1]));  // one instruction
-            sum[r] += p[0] + p[1];
+            sum[r] = n == 0 ? p[0] + p[1] : sum[r] + (p[0] + p[1]);
             put(n, r, p[0], p[1]);
         }
 }

@@ -306,6 +306,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         Scores s;
         Probabilities probs;
         TileForm<Config> form;
+        const NearCap near_cap(f);
         float alpha[2], sum[2], c[2];
         bool rare = false, ends = false;  // this step takes rare forms; the next tile is not of this run
 
@@ -388,8 +389,8 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                     if (!form.kReadsLate) release();
                     if constexpr (form.kNearCap) {
                         constexpr int kTops = Config::kVarlen ? 2 : 1;
-                        int32 top[kTops], limit = __float_as_int(f.cap_near_limit);
-                        exponentiate_near(s, f, rows.m2, sum, top, typename Products::Put{probs});
+                        int32 top[kTops], limit = __float_as_int(near_cap.limit);
+                        exponentiate_near(s, near_cap, rows.m2, sum, top, typename Products::Put{probs});
                         again = (own[0] & (top[0] > limit)) | (own[1] & (top[kTops - 1] > limit));
                     } else {
                         c[0] = c[1] = form.apply(params, s, place(), inner_at_.stage, group_, lane_);

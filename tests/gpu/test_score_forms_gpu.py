@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import omniattn as oa  # noqa: E402
-from omniattn import testing  # noqa: E402
+from omniattn import reference, testing  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 
-from .attention_cases import run_dense, to_gpu  # noqa: E402
+from .attention_cases import check_lse, run_dense, to_gpu, to_numpy  # noqa: E402
 from .score_mod_cases import examples, mod_and_reference  # noqa: E402
 
 pytestmark = [
@@ -187,26 +187,39 @@ def test_softcap_of_any_scores(options: dict[str, Any], head_dim: int, dtype: st
         run_dense(q, k, v, dtype, f"{softcap}, large keys", softcap=softcap, **options)
 
 
+def check_biased(
+    q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], v: np.ndarray[Any, Any], on: list[torch.Tensor],
+    mask: np.ndarray[Any, Any], form: str, label: str,
+) -> None:  # fmt: skip
+    """``on``: q, k and v on the GPU. LSE is not compared where all keys have the lowest number: it is cut."""
+    mask = testing.round_to(mask, "bfloat16") if form == "io" else np.float32(mask)
+    on_gpu = to_gpu(mask, "bfloat16") if form == "io" else torch.from_numpy(mask).cuda()
+    o, lse = oa.attention(*on, mask=on_gpu, return_lse=True)
+    ref_o, ref_lse = reference.attention(q, k, v, mask=mask)
+    naive, _ = testing.same_dtype_naive(q, k, v, dtype="bfloat16", mask=mask)
+    testing.assert_close(to_numpy(o), ref_o, naive=naive, dtype="bfloat16", atol=1e-6, label=label)
+    there = ref_lse > -1e30
+    check_lse(lse.cpu().numpy()[there], ref_lse[there], label)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("form", ["float32", "io"])
 def test_keys_that_a_bias_hides_may_be_nan(form: str, head_dim: int) -> None:
     """-inf hides a key whatever its product is, in every tile of keys."""
     q, k, v = tensors(1, 200, 520, 2, head_dim, "bfloat16")
-    mask, on_gpu = mask_of(form, 1, 1, 200, 520, "bfloat16")
+    mask, _ = mask_of(form, 1, 1, 200, 520, "bfloat16")
     hidden = [3, 130, 131, 400, 519]
     mask[..., hidden] = -np.inf
-    on_gpu[..., hidden] = -torch.inf
-    clean = [to_gpu(x, "bfloat16") for x in (q, k, v)]
-    want = oa.attention(*clean, mask=on_gpu)
-    clean[1][:, hidden] = torch.nan
-    got = oa.attention(*clean, mask=on_gpu)
-    assert torch.allclose(got.float(), want.float(), atol=1e-2)
+    on = [to_gpu(x, "bfloat16") for x in (q, k, v)]
+    on[1][:, hidden] = torch.nan
+    check_biased(q, k, v, on, mask, form, str(head_dim))
 
 
 @pytest.mark.parametrize("form", ["float32", "io"])
 def test_biases_of_all_sizes(form: str) -> None:
     """Rows whose base is large, or none yet, beside others: causal by -inf, lowest numbers first, growing ones."""
     q, k, v = tensors(1, 256, 640, 1, 128, "bfloat16")
+    on = [to_gpu(x, "bfloat16") for x in (q, k, v)]
     rows, keys = np.arange(256)[:, None], np.arange(640)[None]
     lowest = np.float32(-3.0e38)
     for name, mask in {
@@ -217,9 +230,7 @@ def test_biases_of_all_sizes(form: str) -> None:
         "large": np.where(keys == 200, 3.0e4, 0.0) + np.zeros((256, 1)),
         "growing": 2.0e4 - 60.0 * keys + 0.0 * rows,
     }.items():
-        mask = testing.round_to(np.float32(mask), "bfloat16") if form == "io" else np.float32(mask)
-        on_gpu = to_gpu(mask, "bfloat16") if form == "io" else torch.from_numpy(mask).cuda()
-        run_dense(q, k, v, "bfloat16", name, mask=mask[None, None], gpu={"mask": on_gpu[None, None]})
+        check_biased(q, k, v, on, np.float32(mask)[None, None], form, name)
 
 
 @pytest.mark.parametrize("form", ["bool", "bool keys", "keys"])
