@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..errors import ArgumentError, UnsupportedError
 from ..launch import attn_fwd, attn_fwd_sm90, attn_int8, attn_int8_sm80, attn_int8_sm90, masks, quantize
 from ..launch.attn_int8 import OperandPlaces
+from ..launch.masks import MaskPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
+from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..problems.precision import GROUPINGS
 from ..registry import REGISTRY, KernelSpec
 from ..runtime.record import LaunchRecord
@@ -24,26 +28,51 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
         _check_grouping(problem, target)
     selection = select_attention(problem, target, force)
     spec = selection.spec
-    if spec.family == "attn_fwd_sm90" and masks.takes(problem):
-        return _prepare_mask(selection, problem, target, force)
     if not spec.quantized:
-        return Launches(selection, _BUILDERS[spec.family](spec, problem, target))
+        mask = _prepare_mask(spec, problem, target, force, 0)
+        records = _BUILDERS[spec.family](spec, problem, target, *mask.places)
+        return Launches(selection, (*mask.records, *records), mask.end, mask.others)
     if problem.operands is not None:
+        mask = _prepare_mask(spec, problem, target, force, 0)
         places = attn_int8.given(problem.operands)
-        return Launches(selection, _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places))
+        records = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
+        return Launches(selection, (*mask.records, *records), mask.end, mask.others)
     return _quantize_first(selection, problem, target, force)
 
 
-def _prepare_mask(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
-    """Attention behind the kernels that pack its mask and find the tiles of keys that it leaves."""
-    spec, (pack, listing) = selection.spec, select_masks(problem, target, force)
+@dataclass(frozen=True)
+class _PreparedMask:
+    """The kernels that pack a mask and find the tiles of keys that it leaves; nothing where attention reads it itself.
+
+    Attributes
+    ----------
+    records : tuple of LaunchRecord
+    places : tuple
+        Of a MaskPlaces, or empty: what builders take behind their other arguments.
+    end : int
+        Where its memory in the workspace ends.
+    others : tuple of Selection
+    """
+
+    records: tuple[LaunchRecord, ...] = ()
+    places: tuple[MaskPlaces, ...] = ()
+    end: int = 0
+    others: tuple[Selection, ...] = ()
+
+
+def _prepare_mask(
+    spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None, first: int
+) -> _PreparedMask:
+    """first: where its memory in the workspace begins."""
+    if not spec.arch_specific or not masks.takes(problem):
+        return _PreparedMask(end=first)
+    pack, listing = select_masks(problem, target, force)
     blocks = attn_fwd.num_m_blocks(problem, spec.block_m)
     order = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count)
-    before, places = masks.build(
-        pack.spec, listing.spec, problem, spec.block_m, order.lead_rows, blocks, At("workspace")
+    records, places = masks.build(
+        pack.spec, listing.spec, problem, spec.block_m, order.lead_rows, blocks, At("workspace", first)
     )
-    records = attn_fwd_sm90.build(spec, problem, target, places)
-    return Launches(selection, (*before, *records), places.num_bytes, (pack, listing))
+    return _PreparedMask(records, (places,), first + places.num_bytes, (pack, listing))
 
 
 def _quantize_first(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
@@ -59,12 +88,15 @@ def _quantize_first(selection: Selection, problem: AttentionProblem, target: Tar
     room = quantize.scratch(quantizer.spec, quantized)
     memory = At("workspace", outputs_bytes)
     places = OperandPlaces(quantized, at, quantize.starts_in(room, memory))
-    attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places)
+    mask_at = -(-(outputs_bytes + room.size) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    mask = _prepare_mask(spec, problem, target, force, mask_at)
+    attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
     records: tuple[LaunchRecord, ...] = ()
     if attention:
-        records = quantize.build(quantizer.spec, None if delta is None else delta.spec, call, target, at, memory)
-    others = (quantizer,) if delta is None else (quantizer, delta)
-    return Launches(selection, (*records, *attention), outputs_bytes + room.size, others)
+        made = quantize.build(quantizer.spec, None if delta is None else delta.spec, call, target, at, memory)
+        records = (*mask.records, *made)
+    others = (quantizer, *(() if delta is None else (delta,)), *mask.others)
+    return Launches(selection, (*records, *attention), mask.end if mask.places else outputs_bytes + room.size, others)
 
 
 def _check_grouping(problem: AttentionProblem, target: Target) -> None:
