@@ -13,33 +13,33 @@
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
-// Products in the registers of their integers. to_float: what makes a float of kScoreBias + S of them. shift: of either
-// row; delta: shared memory, from this lane's first column on, or null.
+// Integers as floats, in their registers.
 template <int kScores>
-OA_DEVICE void make_products(int32 (&s)[kScores], int32 to_float, float scale, const float (&shift)[2],
-                             const float* delta) {
-    auto one = [&](int32& x, float added) {
-        float score = __int_as_float(x + to_float) - kScoreBias<int32>;
-        x = __float_as_int(fmaf(score, scale, added));
-    };
+OA_DEVICE void make_floats(int32 (&s)[kScores]) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] = __float_as_int(__int2float_rn(s[i]));
+}
+template <int kScores>
+OA_DEVICE void floats_of(const int32 (&s)[kScores], float (&f)[kScores]) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) f[i] = __int_as_float(s[i]);
+}
+
+// Products from integers as floats. shift: of either row; delta: shared memory, from this lane's first column on, or
+// null.
+template <int kScores>
+OA_DEVICE void make_products(float (&f)[kScores], float scale, const float (&shift)[2], const float* delta) {
     if (delta != nullptr) {
 #pragma unroll
         for (int n = 0; n < kScores / 4; ++n) {
             float2 d = *reinterpret_cast<const float2*>(delta + 8 * n);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) one(s[4 * n + i], shift[i >> 1] + (i & 1 ? d.y : d.x));
+            for (int i = 4 * n; i < 4 * n + 4; ++i) f[i] = fmaf(f[i], scale, shift[i >> 1 & 1] + (i & 1 ? d.y : d.x));
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) one(s[i], shift[i >> 1 & 1]);
+        for (int i = 0; i < kScores; ++i) f[i] = fmaf(f[i], scale, shift[i >> 1 & 1]);
     }
-}
-
-// Products, or what became of them, as floats.
-template <int kScores>
-OA_DEVICE void floats_of(const int32 (&s)[kScores], float (&f)[kScores]) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) f[i] = __int_as_float(s[i]);
 }
 
 // Scores in base 2 in the registers of their integers, some of which `hide` may have hidden: that holds whatever scale
@@ -110,22 +110,16 @@ struct CapRow {
     }
 };
 
-// Of a lane's two rows and one tile of keys, in place of what is added to exponents (RowState, "shift"): the scores are
-// seeded integers then.
-//
-// Whether all scores of a warp are near takes half an instruction each: with 2^k added, integers from -2^k to 2^k - 1
-// have no bit above k. The addition makes floats of them too: 0x4b000000 is 2^23.
+// Of a lane's two rows and one tile of keys, in place of what is added to exponents (RowState, "shift"); scores are
+// integers as floats.
 struct CapSeries {
     static constexpr bool kPresent = true;
     float a[2][4];  // as in CapRow, in powers of S
-    int32 seed;
+    float limit;    // of |S|
 
     // scale: of S, to u.
-    OA_DEVICE CapSeries(const CapRow (&rows)[2], float scale) {
-        float largest = fminf(rows[0].limit, rows[1].limit) * rcp_approx(fabsf(scale));
-        // Of a scale that is NaN the scores are, by whatever way.
-        int32 k = min_of(int32(__float_as_uint(largest) >> 23 & 0xff) - 127, 20);
-        seed = k < 0 ? 0 : 0x4b000000 + (1 << k);
+    OA_DEVICE CapSeries(const CapRow (&rows)[2], float scale)
+        : limit(fminf(rows[0].limit, rows[1].limit) * rcp_approx(fabsf(scale))) {
         float power = 1.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -134,37 +128,30 @@ struct CapSeries {
             power *= scale;
         }
     }
-    // Adds the seed; whether all of the warp's are near.
+    // Whether all of the warp's scores are near; not where scale is NaN.
     template <int kScores>
-    OA_DEVICE bool take(int32 (&s)[kScores]) const {
-        uint32 bits[2] = {};
+    OA_DEVICE bool is_for(const float (&s)[kScores]) const {
+        float top[4] = {};  // four chains: one would wait for its own result at every step
 #pragma unroll
-        for (int i = 0; i < kScores; i += 2) {
-            // Not left to the compiler, which would keep both, the integers and the seeded ones.
-            asm volatile("add.s32 %0, %0, %1;" : "+r"(s[i]) : "r"(seed));
-            asm volatile("add.s32 %0, %0, %1;" : "+r"(s[i + 1]) : "r"(seed));
-            bits[i >> 1 & 1] |= uint32(s[i]) | uint32(s[i + 1]);
-        }
-        // seed - 1 has the bits below k; twice that and 1: up to k.
-        uint32 allowed = (uint32(seed) - 1) << 1 | 1;
-        return __all_sync(0xffffffffu, seed != 0 && ((bits[0] | bits[1]) & ~allowed & 0x7fffffu) == 0);
+        for (int i = 0; i < kScores; ++i) top[i & 3] = fmaxf(top[i & 3], fabsf(s[i]));
+        return __all_sync(0xffffffffu, fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])) <= limit);
     }
 };
 
 template <int kScores>
-class Exponents<false, int32, kScores, CapSeries> {
+class Exponents<false, float, kScores, CapSeries> {
   public:
-    OA_DEVICE Exponents(const int32 (&s)[kScores], const float (&)[2], const float (&m2)[2], const CapSeries& series)
+    OA_DEVICE Exponents(const float (&s)[kScores], const float (&)[2], const float (&m2)[2], const CapSeries& series)
         : s_(s), series_(series), base_{series.a[0][0] - m2[0], series.a[1][0] - m2[1]} {}
     OA_DEVICE float operator()(int n, int r, int x) const {
-        float score = __int_as_float(s_[4 * n + 2 * r + x]) - __int_as_float(series_.seed);
+        float score = s_[4 * n + 2 * r + x];
         const float* a = series_.a[r];
         return fmaf(fmaf(fmaf(a[3], score, a[2]), score, a[1]), score, base_[r]);
     }
     OA_DEVICE bool is_hidden(int, int, int) const { return false; }
 
   private:
-    const int32 (&s_)[kScores];
+    const float (&s_)[kScores];
     CapSeries series_;
     float base_[2];
 };

@@ -70,6 +70,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
     using Base::ping_pong_;
     using Base::v_;
     // Tiles that nothing is done to, or bits, go to the exponentials as integers.
+    static constexpr int32 kNothingHidden = -1;  // in place of an entry
     static constexpr bool kIntegers = !Config::kSoftcap && Config::kBiasBytes == 0;
     static constexpr bool kSeries = Config::kSoftcap && Config::kBiasBytes == 0;
 
@@ -104,8 +105,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
         // Whether a tile that the mask leaves as it is goes to the exponentials as integers; or, with softcap, as a
         // series in them.
-        const bool plain = !this->has_delta() && !(forms.forms & kFormScaled);
-        float q_scale = this->scale_of_queries(t, warp_row);
+        const bool plain = !this->has_delta() && !(forms.forms & kFormScaled) && (kIntegers || capped);
+        const float q_scale = this->scale_of_queries(t, warp_row);
         float row_shift[2] = {0.0f, 0.0f};
         CapRow cap[2];
         if (capped) {
@@ -117,17 +118,15 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         }
         typename Tile::Queries q;
         RowState<PRange>& rows = state.softmax;
-        Scores s;  // as floats once `formed`
+        Scores s;  // integers, then floats
         typename Tile::Probabilities probs, fresh;
         const uint32 zero = opaque_zero();
         typename Tile::RowSums sums = {};
-        float alpha[2], sum[2], scale, factor = 1.0f;
-        bool is_full = false, formed = false;
-        int32 entry = steps.entry(i), seed = 0;
+        float alpha[2], sum[2], scale;
+        bool is_full = false;
 
         // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
         auto products = [&] {
-            scale = this->scale_of_tile(q_scale, FormSteps::tile(entry));
             ping_pong_.wait();
             Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
             Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
@@ -155,64 +154,53 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             this->release_inner();
             is_full = this->is_inner_full();
         };
-        auto base2_scale = [&] { return scale_without_rounding(scale * (p_.softmax_scale * kLog2e)); };
+        // Of the step's tile: integers to base 2.
+        auto base2_scale = [&] {
+            return scale_without_rounding(q_scale * (p_.softmax_scale * kLog2e) * this->scale_of_keys());
+        };
         auto exponentiate_integers = [&] {
             sum[0] = sum[1] = 0.0f;
-            const float both = base2_scale(), c[2] = {both, both};
+            const float c[2] = {scale, scale};
             rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum});
         };
-        auto exponentiate_floats = [&] {
+        auto exponentiate_floats = [&](float factor) {
             sum[0] = sum[1] = 0.0f;
             const float c[2] = {factor, factor};
             float f[Config::kNTiles * 4];
             floats_of(s, f);
             rows.exponentiate_in_order<false, Config::kByRow>(f, c, Packer{{fresh, {}}, sum});
         };
-        // Softcap of a tile whose scores are near; whether they were.
+        // Softcap of a tile whose scores are near; whether they are.
         auto exponentiate_series = [&]() -> bool {
             if constexpr (kSeries) {
+                float f[Config::kNTiles * 4];
+                floats_of(s, f);
                 const CapSeries series(cap, scale * forms.cap_scale);
-                seed = series.seed;
-                if (!series.take(s)) return false;
+                if (!series.is_for(f)) return false;
                 sum[0] = sum[1] = 0.0f;
                 const float none[2] = {};
-                rows.exponentiate_in_order<false, Config::kByRow>(s, none, Packer{{fresh, {}}, sum}, series);
+                rows.exponentiate_in_order<false, Config::kByRow>(f, none, Packer{{fresh, {}}, sum}, series);
             }
-            return kSeries;
-        };
-        auto form = [&](uint32 bits) {
-            factor = form_scores(s, t, keys, warp_row, entry, scale, row_shift, seed, bits);
-            formed = true;
+            return true;
         };
         // Of this lane's rows, as in the plain kernel.
         auto is_too_large = [&] {
             uint32 signs[2];
             past_largest(fresh, signs);
-            return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0 ||
-                   (kIntegers && !formed && base2_scale() > kCoarseScale);
+            return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0;
         };
-        // Of scores as they are, hidden ones hidden: what they were made of may have left shared memory.
-        auto redo = [&] {
-            if (!formed) {
-                if (capped) {
-                    form(0xffffffffu);
-                } else {
-                    make_base2(s, base2_scale());
-                    factor = 1.0f;
-                }
-            }
-            {
-                float f[Config::kNTiles * 4];
-                floats_of(s, f);
-                raise_on_grid(rows, f, factor, alpha);
-            }
+        // Of scores that are floats.
+        auto redo = [&](float factor) {
+            float f[Config::kNTiles * 4];
+            floats_of(s, f);
+            raise_on_grid(rows, f, factor, alpha);
             rescale(state.acc, alpha);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 state.shrink[r] *= alpha[r];
                 state.lse_sum[r] *= alpha[r];
             }
-            exponentiate_floats();
+            exponentiate_floats(factor);
             renew_probs();
         };
         auto add = [&] {
@@ -221,10 +209,30 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             state.lse_sum[1] += sum[1];
         };
 
+        // 32 entries ahead, one to a lane, and those of them that are not common: something hides keys, or it is the
+        // last step. Entries one by one would be awaited at every step, and judged by a chain of dependent instructions.
+        int32 window_at, window;
+        uint32 rare;
+        auto look_ahead = [&] {
+            window_at = i;
+            window = steps.entry(min_of(i + lane_, steps.count - 1));
+            rare = __ballot_sync(0xffffffffu, !plain || i + lane_ >= steps.count - 1 ||
+                                                  FormSteps::kind(window, group_) != kTileFull ||
+                                                  is_edge(keys, FormSteps::tile(window)));
+        };
+        look_ahead();
+        auto entry_now = [&] { return __shfl_sync(0xffffffffu, window, i - window_at); };
+
         this->wait_outer();
         q.take(smem_addr_at(&Int8Storage<Config>::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
+        if (Tile::Queries::kTaken) {
+            __syncwarp();
+            this->release_outer();
+        }
+        auto release_queries = [&] {
+            if (!Tile::Queries::kTaken && i == steps.count - 1) this->release_outer();
+        };
         this->wait_inner();
-        scale = this->scale_of_tile(q_scale, FormSteps::tile(entry));
         ping_pong_.wait();
         Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
         ping_pong_.pass_on();
@@ -233,69 +241,104 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             this->fetch_channels(t);
         }
         state.attended = true;
+        int32 entry = entry_now();
+        scale = this->scale_of_tile(q_scale, FormSteps::tile(entry));
         wgmma_wait<0>();
         wgmma_pin(s);
-        if (i == steps.count - 1) this->release_outer();
-        form(bits_of(entry));
-        release_stage();
-        redo();
-        add();
+        release_queries();
+        {
+            make_floats(s);
+            float factor = form_scores(s, t, keys, warp_row, entry, scale, row_shift, bits_of(entry));
+            release_stage();
+            redo(factor);
+            add();
+        }
 
         const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
         int32 flush_at = i + flush_tiles;
-        auto is_common = [&](int32 entry, int32 i) {
-            return FormSteps::kind(entry, group_) == kTileFull && !is_edge(keys, FormSteps::tile(entry)) &&
-                   i != steps.count - 1 && i != flush_at;
+        auto flush_when_due = [&] {
+            if (i != flush_at) return;
+            this->flush(state);
+            flush_at += flush_tiles;
         };
 #pragma unroll 1
         for (++i; i < steps.count; ++i) {
-            entry = steps.entry(i);
             if (!is_full) this->wait_inner();
-            formed = false;
-            if (kIntegers && plain && is_common(entry, i)) {
+            if (i - window_at == 32) look_ahead();
+            const uint32 later = rare >> (i - window_at);
+            const int32 special = min_of(later != 0 ? i + __ffs(int32(later)) - 1 : window_at + 32, flush_at);
+            // Whether P is there, scores are integers, the stage is still needed, P was too large.
+            bool done = true, integers = kIntegers, held = false, again = false;
+            entry = kNothingHidden;
+            uint32 bits = 0xffffffffu;
+            if (kIntegers && i < special) {
                 // As in the plain kernel: rare cases leave the loop.
-                bool again;
                 for (;;) {
-                    int32 next = steps.entry(i + 1);
+                    scale = base2_scale();
                     products();
                     exponentiate_integers();
                     finish_pv();
                     release_stage();
                     renew_probs();
-                    again = is_too_large();
-                    if (__any_sync(0xffffffffu, again || !is_full || !is_common(next, i + 1))) break;
+                    again = is_too_large() || scale > kCoarseScale;
+                    if (__any_sync(0xffffffffu, again || i + 1 >= special || !is_full)) break;
                     add();
-                    entry = next;
                     ++i;
                 }
-                if (__any_sync(0xffffffffu, again)) redo();
+            } else if (kSeries && i < special) {
+                for (;;) {
+                    scale = q_scale * this->scale_of_keys();
+                    products();
+                    make_floats(s);
+                    done = exponentiate_series();
+                    finish_pv();
+                    release_stage();
+                    renew_probs();
+                    again = is_too_large();
+                    if (__any_sync(0xffffffffu, again || !done || i + 1 >= special || !is_full)) break;
+                    add();
+                    ++i;
+                }
             } else {
-                const int32 n = FormSteps::tile(entry);
-                const bool mixed = FormSteps::kind(entry, group_) != kTileFull, edge = is_edge(keys, n);
-                uint32 bits = bits_of(entry);
-                seed = 0;
+                entry = entry_now();
+                bits = bits_of(entry);
+                integers = kIntegers && plain &&
+                           !((forms.forms & kFormKeyBias) && FormSteps::kind(entry, group_) != kTileFull);
+                scale = integers ? base2_scale() : this->scale_of_tile(q_scale, FormSteps::tile(entry));
                 products();
-                if (i == steps.count - 1) this->release_outer();
-                if (kIntegers && plain && !(mixed && (forms.forms & kFormKeyBias))) {
+                release_queries();
+                if (kIntegers && integers) {
                     if (bits != 0xffffffffu) hide_by_bits(s, bits);
-                    if (edge) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
+                    if (is_edge(keys, FormSteps::tile(entry)))
+                        mask_edges(s, p_, t, warp_row, FormSteps::tile(entry) * Config::kBlockN, lane_);
                     exponentiate_integers();
-                } else if (!(capped && plain && !mixed && !edge && exponentiate_series())) {
-                    form(bits);
-                    if (Config::kBiasBytes != 0) {  // the next tile of the bias is awaited more than products are
-                        finish_pv();
-                        release_stage();
-                    }
-                    exponentiate_floats();
+                    finish_pv();
+                    flush_when_due();
+                    release_stage();
+                    renew_probs();
+                    again = is_too_large() || scale > kCoarseScale;
+                } else {
+                    make_floats(s);
+                    finish_pv();
+                    flush_when_due();
+                    done = false;
+                    held = true;
                 }
-                if (Config::kBiasBytes == 0) finish_pv();
-                if (i == flush_at) {
-                    this->flush(state);
-                    flush_at += flush_tiles;
+            }
+            again = __any_sync(0xffffffffu, again);
+            float factor = 1.0f;
+            if (!integers && (!done || again)) {
+                factor = form_scores(s, t, keys, warp_row, entry, scale, row_shift, bits);
+                if (held) release_stage();
+                if (!done) {
+                    exponentiate_floats(factor);
+                    renew_probs();
+                    again = __any_sync(0xffffffffu, is_too_large());
                 }
-                if (Config::kBiasBytes == 0) release_stage();
-                renew_probs();
-                if (__any_sync(0xffffffffu, is_too_large())) redo();
+            }
+            if (again) {
+                if (integers) make_base2(s, scale);
+                redo(factor);
             }
             add();
         }
@@ -307,18 +350,23 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
     }
 
   private:
-    // What becomes of integers, which have `seed` added, before the softmax: floats in their registers. Returns what
-    // they are to be multiplied by in base 2. scale: to products (attention/int8_forms.cuh).
-    OA_DEVICE float form_scores(Scores& s, const FwdTile& t, const Span& keys, int32 warp_row,
-                                int32 entry, float scale, const float (&row_shift)[2], int32 seed, uint32 bits) const {
+    // What becomes of integers as floats before the softmax, in their registers. Returns what they are to be multiplied
+    // by in base 2. scale: to products (attention/int8_forms.cuh).
+    OA_DEVICE float form_scores(Scores& s, const FwdTile& t, const Span& keys, int32 warp_row, int32 entry,
+                                float scale, const float (&row_shift)[2], uint32 bits) const {
         const ScoreForms& forms = params_.forms;
-        const bool mixed = FormSteps::kind(entry, group_) != kTileFull;
+        const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
+        const bool mixed = entry != kNothingHidden && FormSteps::kind(entry, group_) != kTileFull;
         const int32 n = FormSteps::tile(entry);
-        make_products(s, 0x4b400000 - seed, scale, row_shift, this->has_delta() ? this->delta_of(t) : nullptr);
         float f[Config::kNTiles * 4];
         floats_of(s, f);
         ScoreFactors c{forms.factor, forms.factor2};
-        if (Config::kSoftcap && (forms.forms & kFormSoftcap)) {
+        if (capped || this->has_delta()) {
+            make_products(f, scale, row_shift, this->has_delta() ? this->delta_of(t) : nullptr);
+        } else {
+            c = {scale * c.natural, scale * c.base2};
+        }
+        if (capped) {
             if (below_cap(f, forms)) {
                 c = {kLn2, 1.0f};
                 cap_near_scores(f, forms);
@@ -332,14 +380,14 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         } else if (!Config::kVarlen && mixed && (forms.forms & kFormKeyBias)) {
             c.base2 = add_key_bias(f, c, mask_at(), lane_);
         } else {
-            if (forms.forms & kFormScaled) {
+            if (!capped || (forms.forms & kFormScaled)) {
 #pragma unroll
                 for (int i = 0; i < Config::kNTiles * 4; ++i) f[i] *= c.base2;
                 c.base2 = 1.0f;
             }
             if (bits != 0xffffffffu) hide_by_bits(f, bits);
         }
-        if (is_edge(keys, n)) mask_edges(f, p_, t, warp_row, n * Config::kBlockN, lane_);
+        if (entry != kNothingHidden && is_edge(keys, n)) mask_edges(f, p_, t, warp_row, n * Config::kBlockN, lane_);
 #pragma unroll
         for (int i = 0; i < Config::kNTiles * 4; ++i) s[i] = __float_as_int(f[i]);
         return c.base2;

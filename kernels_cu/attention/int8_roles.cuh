@@ -279,8 +279,9 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
         if (has_delta() && (n + 1) * Config::kBlockN > params_.operands.delta_columns)
             return __int_as_float(0x7fffffff);
-        return q_scale * load_shared_float(k_scale_ + 16 * inner_at_.stage);
+        return q_scale * scale_of_keys();
     }
+    OA_DEVICE float scale_of_keys() const { return load_shared_float(k_scale_ + 16 * inner_at_.stage); }
 
     // Score units of tile n -> base-2 exponent, of the plain kernel: q_scale has the softmax's scale in it.
     OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {
