@@ -31,3 +31,11 @@ struct AttnInt8Sm90Params {
     TileList tiles;
     int32 flush_keys;  // keys whose products with V are summed by the tensor cores
 };
+struct AttnInt8FormsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    TileList tiles;
+    ScoreForms forms;
+    int32 flush_keys;
+};

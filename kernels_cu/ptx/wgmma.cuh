@@ -31,8 +31,8 @@ OA_DEVICE void wgmma_pin(int32 (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// Descriptor fields (PTX ISA, "matrix descriptor"), all addresses and offsets in units of 16 bytes. kSwizzleBytes, 128
-// or 64, is also the length of a row. K-major operands (rows along k): stride = bytes between 8-row groups, leading
+// Descriptor fields (PTX ISA, "matrix descriptor"), all addresses and offsets in units of 16 bytes. kSwizzleBytes, 128,
+// 64 or 32, is also the length of a row. K-major operands (rows along k): stride = bytes between 8-row groups, leading
 // unused. MN-major operands (rows along m or n): stride = bytes between groups of 8 k, leading = distance between
 // blocks of 64 m or n.
 struct WgmmaDescriptor {
@@ -49,9 +49,9 @@ struct WgmmaDescriptor {
 };
 template <int kSwizzleBytes = 128>
 OA_DEVICE WgmmaDescriptor wgmma_descriptor(uint32 smem_addr, uint32 leading_bytes, uint32 stride_bytes) {
-    static_assert(kSwizzleBytes == 128 || kSwizzleBytes == 64, "layout types 1 and 2");
-    return {(smem_addr >> 4) | (leading_bytes >> 4) << 16, (stride_bytes >> 4) | uint32(kSwizzleBytes == 128 ? 1 : 2)
-                                                                                     << 30};
+    static_assert(kSwizzleBytes == 128 || kSwizzleBytes == 64 || kSwizzleBytes == 32, "layout types 1 to 3");
+    constexpr uint32 kLayout = kSwizzleBytes == 128 ? 1 : kSwizzleBytes == 64 ? 2 : 3;
+    return {(smem_addr >> 4) | (leading_bytes >> 4) << 16, (stride_bytes >> 4) | kLayout << 30};
 }
 
 // How a shared operand of 16 bits an element lies: rows along k, or along m or n. 8-bit operands are K-major.

@@ -22,9 +22,12 @@
 constexpr int32 kNoMoreTiles = -1;
 
 template <typename Config>
-struct RoleStorage {
+struct RoleBarrierStorage {
     uint64 outer_full[Config::kOuterStages], outer_empty[Config::kOuterStages];
     uint64 inner_full[Config::kInnerStages], inner_empty[Config::kInnerStages];
+};
+template <typename Config>
+struct RoleStorage : RoleBarrierStorage<Config> {
     // kVarlen: the tile that each outer operand belongs to, valid from outer_full to outer_empty; m0 = kNoMoreTiles
     // ends.
     FwdTile tile[Config::kOuterStages];
@@ -36,12 +39,12 @@ struct RoleBarriers {
     Ring<Config::kOuterStages> outer;
     Ring<Config::kInnerStages> inner;
 
-    // storage: shared address of the RoleStorage.
+    // storage: shared address of the RoleBarrierStorage.
     OA_DEVICE explicit RoleBarriers(uint32 storage)
-        : outer{smem_addr_at(&RoleStorage<Config>::outer_full, storage),
-                smem_addr_at(&RoleStorage<Config>::outer_empty, storage)},
-          inner{smem_addr_at(&RoleStorage<Config>::inner_full, storage),
-                smem_addr_at(&RoleStorage<Config>::inner_empty, storage)} {}
+        : outer{smem_addr_at(&RoleBarrierStorage<Config>::outer_full, storage),
+                smem_addr_at(&RoleBarrierStorage<Config>::outer_empty, storage)},
+          inner{smem_addr_at(&RoleBarrierStorage<Config>::inner_full, storage),
+                smem_addr_at(&RoleBarrierStorage<Config>::inner_empty, storage)} {}
 
     // One thread; a CTA barrier must follow.
     OA_DEVICE void init() const {

@@ -120,9 +120,14 @@ def expected(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(o, lse, bound of o's error by the rounding of P), double precision, heads first; for the sm90 grouping."""
+    """(o, lse, bound of o's error by the rounding of P), double precision, heads first; for the sm90 grouping.
+
+    mask: of dense batches, broadcastable to (batch, heads, queries, keys).
+    """
     p = qk.problem
     d, group = p.head_dim, p.heads_q // max(p.heads_kv, 1)
     scale = d**-0.5 if softmax_scale is None else softmax_scale
@@ -149,10 +154,17 @@ def expected(
         if qk.delta_s is not None:
             scores = scores + qk.delta_s[at][:, slot_q + rows // 128, :m].double()
         scores = (scores + qk.row_bias[at][:, q0:q1, None].double()) * scale
+        if softcap > 0.0:
+            scores = softcap * torch.tanh(scores / softcap)
         place = keys[None] - rows[:, None] - (m - n)
         left, right = (-1, -1) if window is None else window
         right = 0 if causal else right
         hidden = (place < -left if left >= 0 else place != place) | (place > right if right >= 0 else place != place)
+        if mask is not None:
+            own_mask = mask.expand(p.batch, p.heads_q, n, m)[b]
+            hidden = hidden | (~own_mask if mask.dtype == torch.bool else own_mask == -torch.inf)
+            if mask.dtype != torch.bool:
+                scores = scores + own_mask.double()
         scores = scores.masked_fill(hidden, -torch.inf)
         logits = [scores] if sinks is None else [scores, sinks.double().view(-1, 1, 1).expand(-1, n, 1)]
         own = torch.logsumexp(torch.cat(logits, 2), 2)
@@ -166,3 +178,28 @@ def expected(
         bound[at][:, q0:q1] = error.masked_fill(hidden, 0.0) @ bare
         lse[at][:, q0:q1] = own
     return o, lse, bound
+
+
+def check_expected(
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    want: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    largest_v: float,
+    nothing_is_zero: bool = True,
+    lse_atol: float = 2e-3,
+) -> None:
+    """O and LSE of a kernel, heads first, against those of `expected`."""
+    want_o, want_lse, bound = want
+    assert torch.equal(torch.isnan(lse), torch.isnan(want_lse))
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse))
+    seen = torch.isfinite(want_lse)
+    error = (lse.double() - want_lse)[seen].abs()
+    assert bool((error <= lse_atol * (1 + want_lse[seen].abs())).all()), error.max()
+    if nothing_is_zero:
+        assert not o[torch.isneginf(want_lse)].any()
+    # Scores and the sums of 13 bits are off by less than a 256th; o is rounded to its own type.
+    error = (o.double() - want_o)[seen].abs()
+    allowed = 1.1 * bound[seen] + (2.0**-8 + 2.0**-8) * want_o[seen].abs() + 2e-3 * largest_v
+    assert bool((error <= allowed).all()), (error - allowed).max()
+    if error.numel() >= 4096 and want_o[seen].abs().sum() > 0:
+        assert float(error.sum() / want_o[seen].abs().sum()) <= 0.05

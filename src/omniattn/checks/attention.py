@@ -102,7 +102,7 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     return AttentionProblem(
         q.dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *common.window, scale, common.softcap, mask,
         sinks, varlen, precision, common.deterministic, maps, None, common.return_lse, layout, longest_q, longest_k,
-        maps and mask in ("float32", "io") and _mask_has_map(tensors["mask"], mask_strides),
+        maps and mask in ("float32", "io") and mask_has_map(tensors["mask"], mask_strides),
         mask == "none" or arrays.can_allocate(q, "uint8"),
         AttentionStrides(
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
@@ -148,7 +148,7 @@ def check_mask(
     return kind, values.broadcast_strides(tensors["mask"], shape)
 
 
-def _mask_has_map(mask: Tensor, strides: tuple[int, int, int, int]) -> bool:
+def mask_has_map(mask: Tensor, strides: tuple[int, int, int, int]) -> bool:
     """Whether a tensor map can describe an additive mask: keys next to each other, else multiples of 16 bytes."""
     item = ITEMSIZE[mask.dtype]
     fitting = all(0 <= s * item < 2**40 and s * item % 16 == 0 for s in strides[:3])

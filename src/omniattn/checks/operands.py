@@ -21,7 +21,7 @@ from ..problems import (
 )
 from ..problems.precision import knobs_of, value_levels
 from . import values
-from .attention import canonical_strides, check_common, check_mask, check_out, check_scale
+from .attention import canonical_strides, check_common, check_mask, check_out, check_scale, mask_has_map
 
 #: Whose array each operand is, in the order in which a call looks at them. Attention reads neither q_mean nor k_mean.
 _Q_ARRAYS = ("q_int", "q_scale", "row_bias", "delta_s")
@@ -232,11 +232,14 @@ def check_operands(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     if "sinks" in tensors:
         sinks = values.check_sinks(tensors["sinks"], heads, operands.dtype, function)
     on_gpu = tensors["q_int"].device == "cuda"
+    maps = on_gpu and runtime.has_tensor_maps()
     problem = AttentionProblem(
         operands.dtype, batch, rows, operands.rows_k, heads, operands.heads_kv, operands.head_dim, *common.window,
         scale, common.softcap, mask, sinks, varlen, precision, common.deterministic,
-        on_gpu and runtime.has_tensor_maps(), operands, common.return_lse, options.layout,
+        maps, operands, common.return_lse, options.layout,
         *(extents if varlen else (0, 0)),
+        maps and mask in ("float32", "io") and mask_has_map(tensors["mask"], mask_strides),
+        mask == "none" or arrays.can_allocate(tensors["q_int"], "uint8"),
     )  # fmt: skip
     o_strides = check_out(tensors, problem.o_shape, operands.dtype, function)
     if on_gpu and operands.dtype not in values.GPU_DTYPES:

@@ -34,7 +34,8 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, sm_count:
         # Tiles grow with their row. Rows that fill up the last tile go before the first one, where keys are few; whole
         # warpgroups of them, and not with delta_s, whose blocks of 128 rows start at row 0.
         spare = blocks * spec.block_m - problem.seqlen_q
-        lead_rows = 0 if "smooth_q" in spec.features else spare // _GROUP_ROWS * _GROUP_ROWS
+        delta = "smooth_q" in spec.features and ("score_mods" not in spec.features or problem.precision.smooth_q)
+        lead_rows = 0 if delta else spare // _GROUP_ROWS * _GROUP_ROWS
         order = tile_order.causal(heads, _tile_lengths(problem, spec, blocks, lead_rows), sm_count)
         return replace(order, lead_rows=lead_rows)
     return tile_order.head_by_head(heads, blocks)

@@ -8,7 +8,9 @@ from ..runtime.record import LaunchRecord
 from .attn_fwd import forward_values, num_m_blocks
 from .attn_fwd_sm90 import mapped, tile_values, tiles_of
 from .attn_int8 import OperandPlaces
-from .structs import ATTN_INT8_SM90, member
+from .masks import MaskPlaces
+from .score_forms import bias_map, form_values
+from .structs import ATTN_INT8_FORMS_SM90, ATTN_INT8_SM90, member
 
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
 #: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss
@@ -18,9 +20,16 @@ FLUSH_KEYS_SMOOTH_V = 2048
 
 
 def build(
-    spec: KernelSpec, problem: AttentionProblem, target: Target, places: OperandPlaces
+    spec: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    places: OperandPlaces,
+    masks: MaskPlaces | None = None,
 ) -> tuple[LaunchRecord, ...]:
-    """The launch of a call; of its strides those of o and LSE are used. None where there is no query."""
+    """The launch of a call; of its strides those of o, LSE and mask are used. None where there is no query.
+
+    masks: what was made of the mask.
+    """
     blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
     if blocks * batch * problem.num_q_heads == 0:
         return ()
@@ -58,5 +67,9 @@ def build(
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles), **member("fwd", forward)}
     values |= member("operands", places.values())
     values["flush_keys"] = FLUSH_KEYS_SMOOTH_V if operands.smooth_v else FLUSH_KEYS
+    layout = ATTN_INT8_SM90
+    if "score_mods" in spec.features:
+        layout = ATTN_INT8_FORMS_SM90
+        values |= {"map_bias": bias_map(spec, problem, q), **member("forms", form_values(problem, masks))}
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_INT8_SM90.pack(values)),)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)

@@ -189,6 +189,14 @@ ATTN_INT8_SM90 = HostStruct(
     tail=60,
 )
 
+ATTN_INT8_FORMS_SM90 = HostStruct(
+    "AttnInt8FormsSm90Params",
+    "params/attn_int8.cuh",
+    f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
+    f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys",
+    tail=20,
+)
+
 QUANTIZE = HostStruct(
     "QuantizeParams",
     "params/quantize.cuh",
@@ -268,8 +276,8 @@ STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
         TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
-        ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, QUANTIZE,
-        QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
+        ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90,
+        QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

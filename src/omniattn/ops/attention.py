@@ -23,6 +23,7 @@ _ON_OPERANDS = {
         name, operands.ALL, operands.check_operands, operands.check_operands_memory, plan_attention,
         on_cpu.attention_on_operands, (), operands.ALIGNED,
         {array: f"{of}.{array}" for array, of in operands.ARGUMENT.items()},
+        placed=(operands.ALL.index("mask"), checks.MASK_ALIGNMENT),
     )
     for name in ("attention", "attention_varlen")
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..errors import ArgumentError, UnsupportedError
 from ..launch import (
     attn_fwd,
@@ -15,8 +17,10 @@ from ..launch import (
     tile_kinds,
 )
 from ..launch.attn_int8 import OperandPlaces
+from ..launch.masks import MaskPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
+from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..problems.precision import GROUPINGS
 from ..registry import REGISTRY, KernelSpec
 from ..runtime.record import LaunchRecord
@@ -41,13 +45,15 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
         _check_grouping(problem, target)
     selection = _with_score_mod(select_attention(problem, target, force), problem)
     spec = selection.spec
-    if _prepares(spec, problem):
-        return _prepare_mask(selection, problem, target, force)
     if not spec.quantized:
-        return Launches(selection, _BUILDERS[spec.family](spec, problem, target))
+        mask = _prepare_mask(spec, problem, target, force, 0)
+        records = _BUILDERS[spec.family](spec, problem, target, *mask.places)
+        return Launches(selection, (*mask.records, *records), mask.end, mask.others)
     if problem.operands is not None:
+        mask = _prepare_mask(spec, problem, target, force, 0)
         places = attn_int8.given(problem.operands)
-        return Launches(selection, _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places))
+        records = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
+        return Launches(selection, (*mask.records, *records), mask.end, mask.others)
     return _quantize_first(selection, problem, target, force)
 
 
@@ -58,28 +64,52 @@ def _with_score_mod(selection: Selection, problem: AttentionProblem) -> Selectio
     return Selection(spec, (*selection.why, "with score_mod compiled in, which no wheel carries"))
 
 
+@dataclass(frozen=True)
+class _PreparedMask:
+    """The kernels that pack a mask, or look at tiles, and list the tiles of keys that are left; nothing without any.
+
+    Attributes
+    ----------
+    records : tuple of LaunchRecord
+    places : tuple
+        Of a MaskPlaces, or empty: what builders take behind their other arguments.
+    end : int
+        Where its memory in the workspace ends.
+    others : tuple of Selection
+    """
+
+    records: tuple[LaunchRecord, ...] = ()
+    places: tuple[MaskPlaces, ...] = ()
+    end: int = 0
+    others: tuple[Selection, ...] = ()
+
+
 def _prepares(spec: KernelSpec, problem: AttentionProblem) -> bool:
     """Whether kernels before attention pack its mask, or find out which tiles are visible."""
-    if spec.family == "attn_fwd_sm90":
-        return masks.takes(problem) or tile_kinds.wanted(problem)
-    return spec.family == "attn_fwd_sm80" and (masks.pay(problem) or tile_kinds.wanted(problem))
+    if spec.quantized:
+        return spec.arch_specific and masks.takes(problem)
+    packs = masks.takes if spec.family == "attn_fwd_sm90" else masks.pay
+    return packs(problem) or tile_kinds.wanted(problem)
 
 
-def _prepare_mask(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
-    """Attention behind the kernels that pack its mask, or look at tiles, and list the tiles of keys that are left."""
-    spec = selection.spec
+def _prepare_mask(
+    spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None, begin: int
+) -> _PreparedMask:
+    """begin: where its memory in the workspace begins."""
+    if not _prepares(spec, problem):
+        return _PreparedMask(end=begin)
     blocks = attn_fwd.num_m_blocks(problem, spec.block_m)
-    persistent = spec.family == "attn_fwd_sm90"
-    lead_rows = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count).lead_rows if persistent else 0
+    # Kernels of an architecture are persistent: they have an order of tiles.
+    ordered = spec.arch_specific
+    lead_rows = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count).lead_rows if ordered else 0
     packed = masks.takes(problem)
     first, listing = select_masks(problem, target, force) if packed else select_tile_kinds(target, force)
     if not packed:
         first = _with_score_mod(first, problem)
-    before, places = (masks.build if packed else tile_kinds.build)(
-        first.spec, listing.spec, problem, spec.block_m, lead_rows, blocks, At("workspace")
+    records, places = (masks.build if packed else tile_kinds.build)(
+        first.spec, listing.spec, problem, spec.block_m, lead_rows, blocks, At("workspace", begin)
     )
-    records = _BUILDERS[spec.family](spec, problem, target, places)
-    return Launches(selection, (*before, *records), places.num_bytes, (first, listing))
+    return _PreparedMask(records, (places,), begin + places.num_bytes, (first, listing))
 
 
 def _quantize_first(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
@@ -95,12 +125,15 @@ def _quantize_first(selection: Selection, problem: AttentionProblem, target: Tar
     room = quantize.scratch(quantizer.spec, quantized)
     memory = At("workspace", outputs_bytes)
     places = OperandPlaces(quantized, at, quantize.starts_in(room, memory))
-    attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places)
+    mask_at = -(-(outputs_bytes + room.size) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    mask = _prepare_mask(spec, problem, target, force, mask_at)
+    attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
     records: tuple[LaunchRecord, ...] = ()
     if attention:
-        records = quantize.build(quantizer.spec, None if delta is None else delta.spec, call, target, at, memory)
-    others = (quantizer,) if delta is None else (quantizer, delta)
-    return Launches(selection, (*records, *attention), outputs_bytes + room.size, others)
+        made = quantize.build(quantizer.spec, None if delta is None else delta.spec, call, target, at, memory)
+        records = (*mask.records, *made)
+    others = (quantizer, *(() if delta is None else (delta,)), *mask.others)
+    return Launches(selection, (*records, *attention), mask.end if mask.places else outputs_bytes + room.size, others)
 
 
 def _check_grouping(problem: AttentionProblem, target: Target) -> None:

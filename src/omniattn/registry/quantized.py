@@ -59,6 +59,9 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
             ("SMOOTH_Q", str(int(smooth_q))),
             ("WITH_LSE", str(int(bool(kind)))),
             ("REGISTER_Q", str(int(not kind and not varlen))),  # the others have no registers to spare
+            ("SCORE_FORMS", "0"),
+            ("SOFTCAP", "0"),
+            ("BIAS_BYTES", "0"),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -78,6 +81,92 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
         grouping="sm90",
         # What is known of a tile; none of it in the loop of the common step.
         allowed_spill_bytes=(320 if smooth_q else 112) if varlen else 128,
+    )
+
+
+@dataclass(frozen=True)
+class _Int8FormsTile:
+    """Tile shape of ``attn_int8_sm90`` with score forms for one padded head_dim.
+
+    Attributes
+    ----------
+    head_dim, num_consumers, num_stages : int
+    bias_bytes : int
+        Of an element of the tiles of an additive mask; 0: none.
+    """
+
+    head_dim: int
+    num_consumers: int
+    num_stages: int
+    bias_bytes: int = 0
+
+
+_INT8_MASKS_TILES = (_Int8FormsTile(64, 4, 4), _Int8FormsTile(128, 3, 4), _Int8FormsTile(256, 2, 2))
+_INT8_SOFTCAP_TILES = (_Int8FormsTile(64, 4, 4), _Int8FormsTile(128, 3, 4), _Int8FormsTile(256, 2, 2))
+_INT8_BIAS_TILES = (
+    _Int8FormsTile(64, 4, 3, 2),
+    _Int8FormsTile(128, 3, 2, 2),
+    _Int8FormsTile(256, 2, 1, 2),
+    _Int8FormsTile(64, 3, 2, 4),
+    _Int8FormsTile(128, 2, 2, 4),
+    _Int8FormsTile(256, 2, 1, 4),
+)
+
+
+def _attn_int8_forms_sm90(tile: _Int8FormsTile, dtype: str, kind: str, varlen: bool = False) -> KernelSpec:
+    """kind: ``"masks"``, ``"masks_lse"`` (makes the LSE too), ``"softcap"`` or ``"bias"``, which make it always.
+
+    They add delta_s where there is some.
+    """
+    short, tag = IO_TYPES[dtype]
+    softcap, lse = kind in ("softcap", "bias"), kind != "masks"
+    head_dim, num_stages, block_n, block_m = tile.head_dim, tile.num_stages, 64, 64 * tile.num_consumers
+    # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup; packed sequences have no masks.
+    mask_bytes = block_m * block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
+    stage_bytes = 2 * head_dim * block_n + 4 * block_n * -(-block_m // 128) + 16 + mask_bytes * (not varlen)
+    sums_bytes = block_m * head_dim * 4 + 256 + 8 * tile.num_consumers * (head_dim if head_dim <= 128 else 1)
+    barriers_bytes = 16 * (1 + num_stages) + (36 + 640) * varlen
+    smem_bytes = -(-(head_dim * block_m + num_stages * stage_bytes + sums_bytes + barriers_bytes) // 1024) * 1024
+    suffix = f"bias{8 * tile.bias_bytes}" if tile.bias_bytes else kind
+    return KernelSpec(
+        name=f"attn_int8_sm90_{short}_d{head_dim}" + "_varlen" * varlen + f"_{suffix}",
+        family="attn_int8_sm90",
+        op="attention",
+        source="entry/attn_int8_sm90.cu",
+        symbol="attn_int8_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("NUM_CONSUMERS", str(tile.num_consumers)),
+            ("BLOCK_N", str(block_n)),
+            ("NUM_STAGES", str(num_stages)),
+            ("NUM_Q_STAGES", "1"),
+            ("VARLEN", str(int(varlen))),
+            ("SMOOTH_Q", "1"),
+            ("WITH_LSE", str(int(lse))),
+            ("REGISTER_Q", "0"),
+            ("SCORE_FORMS", "1"),
+            ("SOFTCAP", str(int(softcap))),
+            ("BIAS_BYTES", str(tile.bias_bytes)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=4 * (1 + tile.num_consumers),
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        prebuild=("90a",),
+        features=frozenset({"score_mods", "smooth_q"} | ({"lse"} if lse else set()) | ({"softcap"} if softcap else set())),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", *(() if lse else ("lse",))}),
+        qk="int8",
+        pv="fp8",
+        pv_accumulator="fp32",
+        grouping="sm90",
+        bias_bytes=tile.bias_bytes,
+        allowed_spill_bytes=0,
     )
 
 
@@ -299,6 +388,18 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for kind in ("", "lse", "smoothq")
         for varlen in (False, True)
         for tile in _INT8_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_int8_forms_sm90(tile, dtype, kind, varlen)
+        for kind, varlen, tiles in (
+            ("masks", False, _INT8_MASKS_TILES),
+            ("masks_lse", False, _INT8_MASKS_TILES),
+            ("softcap", False, _INT8_SOFTCAP_TILES),
+            ("softcap", True, _INT8_SOFTCAP_TILES),
+            ("bias", False, _INT8_BIAS_TILES),
+        )
+        for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
     yield from (

@@ -66,7 +66,7 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
 
 def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
     """Why ``spec``, which has score modifiers if the problem wants them, cannot take its mask; None if it can."""
-    if spec.family != "attn_fwd_sm90" or "score_mods" not in spec.features:
+    if not spec.arch_specific or "score_mods" not in spec.features:
         return None
     if problem.seqlen_k > MASK_TILE * MAX_TILES:
         return f"it counts tiles of keys up to {MAX_TILES}"

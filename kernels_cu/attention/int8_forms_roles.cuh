@@ -1,0 +1,409 @@
+// The roles of attn_int8_sm90 with forms: steps of a list, scores that something is done to.
+//
+// Each step takes the fastest way that its tile leaves (attention/int8_forms.cuh). Barriers, products and two-level sums
+// are those of the plain kernel (entry/attn_int8_sm90.cu).
+#pragma once
+#include "attention/int8_forms.cuh"
+#include "attention/int8_roles.cuh"
+#include "attention/mask_copies.cuh"
+#include "params/attn_int8.cuh"
+
+template <typename Config>
+class Int8FormsProducer : public Int8Producer<Config, AttnInt8FormsSm90Params, Int8FormsProducer<Config>> {
+    using Base = Int8Producer<Config, AttnInt8FormsSm90Params, Int8FormsProducer<Config>>;
+    using Masks = MaskTiles<Config>;
+    using Base::bars_;
+    using Base::inner_at_;
+    using Base::list_;
+    using Base::outer_at_;
+    using Base::p_;
+    using Base::params_;
+
+  public:
+    using Base::Base;
+    using typename Base::Span;
+
+    // As ForwardProducer::copy_tile, of a list's tiles.
+    OA_DEVICE void copy_tile(const FwdTile& t, const Span& keys) {
+        const ScoreForms& forms = params_.forms;
+        const FormSteps steps(forms, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        if (steps.count == 0) {
+            bars_.outer.announce(outer_at_, 0);
+            outer_at_.advance();
+            return;
+        }
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        this->copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Base::kQBytes));
+        outer_at_.advance();
+        int32 before = 0, entry = steps.entry(0);
+#pragma unroll 1
+        for (int32 i = 0; i <= steps.count; ++i) {
+            bool has_k = i < steps.count, has_v = i > 0;
+            int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
+            uint32 mask_bytes = has_k && !Config::kVarlen ? Masks::bytes(forms, entry) : 0;
+            uint32 bar = bars_.inner.acquire(inner_at_, (has_k ? this->k_bytes() + mask_bytes : 0) + (has_v ? Base::kVBytes : 0));
+            if (has_v) this->copy_v(t, kv_head, before, inner_at_.stage, bar);
+            if (has_k) this->copy_k(t, kv_head, FormSteps::tile(entry), inner_at_.stage, bar);
+            if (mask_bytes != 0) Masks::copy(params_, t, entry, inner_at_.stage, bar);
+            before = FormSteps::tile(entry);
+            entry = next;
+            inner_at_.advance();
+        }
+    }
+};
+
+template <typename Config>
+class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, Int8FormsConsumer<Config>> {
+    using Base = Int8Consumer<Config, AttnInt8FormsSm90Params, Int8FormsConsumer<Config>>;
+    using Tile = Int8Tile<Config>;
+    using Scores = typename Tile::Scores;
+    using Masks = MaskTiles<Config>;
+    using Packer = E4m3Packer<Config::kBlockN / 32, Config::kLse>;
+    using Base::group_;
+    using Base::inner_at_;
+    using Base::k_;
+    using Base::lane_;
+    using Base::list_;
+    using Base::outer_at_;
+    using Base::p_;
+    using Base::params_;
+    using Base::ping_pong_;
+    using Base::v_;
+    // Tiles that nothing is done to, or bits, go to the exponentials as integers.
+    static constexpr int32 kNothingHidden = -1;  // in place of an entry
+    static constexpr bool kIntegers = !Config::kSoftcap && Config::kBiasBytes == 0;
+    static constexpr bool kSeries = Config::kSoftcap && Config::kBiasBytes == 0;
+
+  public:
+    using Base::Base;
+    using typename Base::Rows;
+    using typename Base::Span;
+
+    // All steps of a tile of queries. Each step takes the fastest way that its tile leaves
+    // (attention/int8_forms.cuh).
+    OA_DEVICE void attend_tile(const FwdTile& t, const Span& keys, int32 warp_row, Rows& state) {
+        const ScoreForms& forms = params_.forms;
+        const FormSteps steps(forms, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        if (steps.count == 0) {
+            this->wait_outer();
+            this->release_outer();
+            return;
+        }
+        const int32 own_end = this->own_end_of(t, keys);
+        int32 i = 0;
+#pragma unroll 1
+        for (; i < steps.count && FormSteps::tile(steps.entry(i)) >= own_end; ++i) this->pass_over_step();
+        if (i == steps.count) {
+            this->wait_inner();
+            this->release_inner();
+            this->wait_outer();
+            this->release_outer();
+            return;
+        }
+        const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
+                             !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
+        const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
+        // Whether a tile that the mask leaves as it is goes to the exponentials as integers; or, with softcap, as a
+        // series in them.
+        const bool plain = !this->has_delta() && !(forms.forms & kFormScaled) && (kIntegers || capped);
+        const float q_scale = this->scale_of_queries(t, warp_row);
+        float row_shift[2] = {0.0f, 0.0f};
+        CapRow cap[2];
+        if (capped) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                row_shift[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r);
+                if (kSeries) cap[r] = CapRow(row_shift[r], forms);
+            }
+        }
+        typename Tile::Queries q;
+        RowState<PRange>& rows = state.softmax;
+        Scores s;  // integers, then floats
+        typename Tile::Probabilities probs, fresh;
+        const uint32 zero = opaque_zero();
+        typename Tile::RowSums sums = {};
+        float alpha[2], sum[2], scale;
+        bool is_full = false;
+
+        // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
+        auto products = [&] {
+            ping_pong_.wait();
+            Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
+            Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
+            ping_pong_.pass_on();
+            wgmma_wait<1>();
+            wgmma_pin(s);
+        };
+        auto finish_pv = [&] {
+            wgmma_wait<0>();
+            wgmma_pin(state.acc);
+            wgmma_pin(sums);
+#pragma unroll
+            for (int k = 0; k < Config::kBlockN / 32; ++k) wgmma_pin(probs[k]);
+            rows.l[0] += sums[0];
+            rows.l[1] += sums[2];
+        };
+        auto renew_probs = [&] {
+#pragma unroll
+            for (int k = 0; k < Config::kBlockN / 32; ++k)
+#pragma unroll
+                for (int x = 0; x < 4; ++x) probs[k][x] = copy_of(fresh[k][x], zero);
+        };
+        auto release_stage = [&] {
+            __syncwarp();
+            this->release_inner();
+            is_full = this->is_inner_full();
+        };
+        // Of the step's tile: integers to base 2.
+        auto base2_scale = [&] {
+            return scale_without_rounding(q_scale * (p_.softmax_scale * kLog2e) * this->scale_of_keys());
+        };
+        auto exponentiate_integers = [&] {
+            sum[0] = sum[1] = 0.0f;
+            const float c[2] = {scale, scale};
+            rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum});
+        };
+        auto exponentiate_floats = [&](float factor) {
+            sum[0] = sum[1] = 0.0f;
+            const float c[2] = {factor, factor};
+            float f[Config::kNTiles * 4];
+            floats_of(s, f);
+            rows.exponentiate_in_order<false, Config::kByRow>(f, c, Packer{{fresh, {}}, sum});
+        };
+        // Softcap of a tile whose scores are near; whether they are.
+        auto exponentiate_series = [&]() -> bool {
+            if constexpr (kSeries) {
+                float f[Config::kNTiles * 4];
+                floats_of(s, f);
+                const CapSeries series(cap, scale * forms.cap_scale);
+                if (!series.is_for(f)) return false;
+                sum[0] = sum[1] = 0.0f;
+                const float none[2] = {};
+                rows.exponentiate_in_order<false, Config::kByRow>(f, none, Packer{{fresh, {}}, sum}, series);
+            }
+            return true;
+        };
+        // Of this lane's rows, as in the plain kernel.
+        auto is_too_large = [&] {
+            uint32 signs[2];
+            past_largest(fresh, signs);
+            return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0;
+        };
+        // Of scores that are floats.
+        auto redo = [&](float factor) {
+            float f[Config::kNTiles * 4];
+            floats_of(s, f);
+            raise_on_grid(rows, f, factor, alpha);
+            rescale(state.acc, alpha);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                state.shrink[r] *= alpha[r];
+                state.lse_sum[r] *= alpha[r];
+            }
+            exponentiate_floats(factor);
+            renew_probs();
+        };
+        auto add = [&] {
+            if (!Config::kLse) return;
+            state.lse_sum[0] += sum[0];
+            state.lse_sum[1] += sum[1];
+        };
+
+        // 32 entries ahead, one to a lane, and those of them that are not common: something hides keys, or it is the
+        // last step. Entries one by one would be awaited at every step, and judged by a chain of dependent instructions.
+        int32 window_at, window;
+        uint32 rare;
+        auto look_ahead = [&] {
+            window_at = i;
+            window = steps.entry(min_of(i + lane_, steps.count - 1));
+            rare = __ballot_sync(0xffffffffu, !plain || i + lane_ >= steps.count - 1 ||
+                                                  FormSteps::kind(window, group_) != kTileFull ||
+                                                  is_edge(keys, FormSteps::tile(window)));
+        };
+        look_ahead();
+        auto entry_now = [&] { return __shfl_sync(0xffffffffu, window, i - window_at); };
+
+        this->wait_outer();
+        q.take(smem_addr_at(&Int8Storage<Config>::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
+        if (Tile::Queries::kTaken) {
+            __syncwarp();
+            this->release_outer();
+        }
+        auto release_queries = [&] {
+            if (!Tile::Queries::kTaken && i == steps.count - 1) this->release_outer();
+        };
+        this->wait_inner();
+        ping_pong_.wait();
+        Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
+        ping_pong_.pass_on();
+        if (Config::kEarlyChannels) {
+            named_barrier_sync(kFirstFreeBarrier + group_, 128);  // all four warps have read the last tile's
+            this->fetch_channels(t);
+        }
+        state.attended = true;
+        int32 entry = entry_now();
+        scale = this->scale_of_tile(q_scale, FormSteps::tile(entry));
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        release_queries();
+        {
+            make_floats(s);
+            float factor = form_scores(s, t, keys, warp_row, entry, scale, row_shift, bits_of(entry));
+            release_stage();
+            redo(factor);
+            add();
+        }
+
+        const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
+        int32 flush_at = i + flush_tiles;
+        auto flush_when_due = [&] {
+            if (i != flush_at) return;
+            this->flush(state);
+            flush_at += flush_tiles;
+        };
+#pragma unroll 1
+        for (++i; i < steps.count; ++i) {
+            if (!is_full) this->wait_inner();
+            if (i - window_at == 32) look_ahead();
+            const uint32 later = rare >> (i - window_at);
+            const int32 special = min_of(later != 0 ? i + __ffs(int32(later)) - 1 : window_at + 32, flush_at);
+            // Whether P is there, scores are integers, the stage is still needed, P was too large.
+            bool done = true, integers = kIntegers, held = false, again = false;
+            entry = kNothingHidden;
+            uint32 bits = 0xffffffffu;
+            if (kIntegers && i < special) {
+                // As in the plain kernel: rare cases leave the loop.
+                for (;;) {
+                    scale = base2_scale();
+                    products();
+                    exponentiate_integers();
+                    finish_pv();
+                    release_stage();
+                    renew_probs();
+                    again = is_too_large() || scale > kCoarseScale;
+                    if (__any_sync(0xffffffffu, again || i + 1 >= special || !is_full)) break;
+                    add();
+                    ++i;
+                }
+            } else if (kSeries && i < special) {
+                for (;;) {
+                    scale = q_scale * this->scale_of_keys();
+                    products();
+                    make_floats(s);
+                    done = exponentiate_series();
+                    finish_pv();
+                    release_stage();
+                    renew_probs();
+                    again = is_too_large();
+                    if (__any_sync(0xffffffffu, again || !done || i + 1 >= special || !is_full)) break;
+                    add();
+                    ++i;
+                }
+            } else {
+                entry = entry_now();
+                bits = bits_of(entry);
+                integers = kIntegers && plain &&
+                           !((forms.forms & kFormKeyBias) && FormSteps::kind(entry, group_) != kTileFull);
+                scale = integers ? base2_scale() : this->scale_of_tile(q_scale, FormSteps::tile(entry));
+                products();
+                release_queries();
+                if (kIntegers && integers) {
+                    if (bits != 0xffffffffu) hide_by_bits(s, bits);
+                    if (is_edge(keys, FormSteps::tile(entry)))
+                        mask_edges(s, p_, t, warp_row, FormSteps::tile(entry) * Config::kBlockN, lane_);
+                    exponentiate_integers();
+                    finish_pv();
+                    flush_when_due();
+                    release_stage();
+                    renew_probs();
+                    again = is_too_large() || scale > kCoarseScale;
+                } else {
+                    make_floats(s);
+                    finish_pv();
+                    flush_when_due();
+                    done = false;
+                    held = true;
+                }
+            }
+            again = __any_sync(0xffffffffu, again);
+            float factor = 1.0f;
+            if (!integers && (!done || again)) {
+                factor = form_scores(s, t, keys, warp_row, entry, scale, row_shift, bits);
+                if (held) release_stage();
+                if (!done) {
+                    exponentiate_floats(factor);
+                    renew_probs();
+                    again = __any_sync(0xffffffffu, is_too_large());
+                }
+            }
+            if (again) {
+                if (integers) make_base2(s, scale);
+                redo(factor);
+            }
+            add();
+        }
+        if (!is_full) this->wait_inner();
+        Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
+        finish_pv();
+        this->release_inner();
+        if (state.flushed) this->add_flushed(state);
+    }
+
+  private:
+    // What becomes of integers as floats before the softmax, in their registers. Returns what they are to be multiplied
+    // by in base 2. scale: to products (attention/int8_forms.cuh).
+    OA_DEVICE float form_scores(Scores& s, const FwdTile& t, const Span& keys, int32 warp_row, int32 entry,
+                                float scale, const float (&row_shift)[2], uint32 bits) const {
+        const ScoreForms& forms = params_.forms;
+        const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
+        const bool mixed = entry != kNothingHidden && FormSteps::kind(entry, group_) != kTileFull;
+        const int32 n = FormSteps::tile(entry);
+        float f[Config::kNTiles * 4];
+        floats_of(s, f);
+        ScoreFactors c{forms.factor, forms.factor2};
+        if (capped || this->has_delta()) {
+            make_products(f, scale, row_shift, this->has_delta() ? this->delta_of(t) : nullptr);
+        } else {
+            c = {scale * c.natural, scale * c.base2};
+        }
+        if (capped) {
+            if (below_cap(f, forms)) {
+                c = {kLn2, 1.0f};
+                cap_near_scores(f, forms);
+            } else {
+                cap_scores(f, forms);
+            }
+        }
+        if constexpr (Config::kBiasBytes != 0) {
+            uint32 rows = Masks::at(inner_at_.stage) + (group_ * 64 + ((threadIdx.x >> 5) & 3) * 16) * 128;
+            c.base2 = add_bias_tile<Config::Io, Config::kBiasBytes>(f, c, rows, Masks::kPanelBytes, lane_);
+        } else if (!Config::kVarlen && mixed && (forms.forms & kFormKeyBias)) {
+            c.base2 = add_key_bias(f, c, mask_at(), lane_);
+        } else {
+            if (!capped || (forms.forms & kFormScaled)) {
+#pragma unroll
+                for (int i = 0; i < Config::kNTiles * 4; ++i) f[i] *= c.base2;
+                c.base2 = 1.0f;
+            }
+            if (bits != 0xffffffffu) hide_by_bits(f, bits);
+        }
+        if (entry != kNothingHidden && is_edge(keys, n)) mask_edges(f, p_, t, warp_row, n * Config::kBlockN, lane_);
+#pragma unroll
+        for (int i = 0; i < Config::kNTiles * 4; ++i) s[i] = __float_as_int(f[i]);
+        return c.base2;
+    }
+
+    // Whether causality, the window or the sequence's end hide keys of tile n.
+    OA_DEVICE static bool is_edge(const Span& keys, int32 n) { return n < keys.full_first || n >= keys.full_end; }
+
+    // Packed sequences have no masks.
+    OA_DEVICE uint32 mask_at() const {
+        if constexpr (Config::kVarlen) return 0;
+        else return Masks::at(inner_at_.stage);
+    }
+    OA_DEVICE uint32 bits_of(int32 entry) const {
+        if constexpr (Config::kVarlen) return 0xffffffffu;
+        else return Masks::bits(params_.forms, entry, inner_at_.stage, group_);
+    }
+};
+

@@ -1,0 +1,310 @@
+// What both roles of attn_int8_sm90 do around their steps: storage, copies, products, scales, two-level sums, the end of
+// a tile. The equation, the map of shared memory and the steps themselves: entry/attn_int8_sm90.cu.
+#pragma once
+#include "attention/delta_shift.cuh"
+#include "attention/fwd_roles.cuh"
+#include "attention/mask_copies.cuh"
+#include "attention/p_e4m3.cuh"
+#include "attention/quantized_operands.cuh"
+#include "attention/warp_epilogue.cuh"
+#include "attention/warp_softmax.cuh"
+#include "params/attn_int8.cuh"
+#include "pipeline/channel_scales.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
+#include "tile/int8_queries.cuh"
+
+struct NoMasks {};
+template <typename Config, bool kPresent = Config::kForms && !Config::kVarlen>
+struct MaskStorage : NoMasks {};
+template <typename Config>
+struct MaskStorage<Config, true> : MaskTiles<Config>::Storage {};
+
+template <typename Config>
+struct Int8Storage : MaskStorage<Config> {
+    alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kHeadDim];
+    alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kHeadDim];
+    alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kHeadDim];
+    alignas(Config::kOnesBytes) uint8 ones[Config::kOnesBytes];  // 8 rows of e4m3
+    alignas(16) float delta[Config::kDelta ? Config::kInnerStages : 1][Config::kDeltaRows][Config::kBlockN];
+    float4 o[Config::kConsumers][Config::kOutputs / 4][128];  // each thread's own, in its order
+    alignas(16) float k_scale[Config::kInnerStages][4];
+    float channels[Config::kConsumers][2][Config::kOwnChannels];  // v_scale and v_mean
+    // With forms every byte counts (head_dim 256): dense batches use the barriers only.
+    typename Select<Config::kForms && !Config::kVarlen, RoleBarrierStorage<Config>, RoleStorage<Config>>::Type roles;
+
+    OA_DEVICE RoleStorage<Config>& role_storage() { return static_cast<RoleStorage<Config>&>(roles); }
+};
+
+template <typename Config>
+struct Int8Tile {
+    static constexpr uint32 kQBytes = Config::kBlockM * Config::kHeadDim;
+    static constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
+    static constexpr uint32 kDeltaBytes = Config::kBlockN * 4;
+    using Queries = typename Select<Config::kRegisterQ, RegisterQueries<Config>, SharedQueries<Config>>::Type;
+    using Scores = int32[Config::kNTiles * 4];
+    using Output = float[Config::kOutputs];
+    using RowSums = float[4];
+    // P as operand. Keys are permuted inside each 16, as those of V are: a register holds columns x of blocks n and n +
+    // 1.
+    using Probabilities = uint32[Config::kBlockN / 32][4];
+
+    // S = Q K^T, asynchronous.
+    OA_DEVICE static void issue_qk(Scores& s, const Queries& q, WgmmaDescriptor k) {
+        wgmma_pin(s);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 32; ++step) {
+            uint32 panel = step * 32 / Config::kRowBytes, column = step * 32 % Config::kRowBytes;
+            q.multiply(s, step, k.at(panel * Config::kBlockN * Config::kRowBytes + column));
+        }
+        wgmma_commit();
+        wgmma_pin(s);
+    }
+
+    // A += P V, and sums = P 1: elements 0 and 2 are the tile's sums of this lane's two rows. Asynchronous.
+    OA_DEVICE static void issue_pv(Output& acc, RowSums& sums, const Probabilities& probs, WgmmaDescriptor v) {
+        const WgmmaDescriptor ones = wgmma_descriptor<Config::kOnesBytes / 8>(
+            smem_addr_at(&Int8Storage<Config>::ones), 16, Config::kOnesBytes);
+        wgmma_pin(acc);
+        wgmma_pin(sums);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kBlockN / 32; ++step)
+            Wgmma<E4m3, Config::kHeadDim>::rs(acc, probs[step], v.at(step * 32), 1);
+        // After the product with V, which takes longer: the other way round costs 2 %.
+#pragma unroll
+        for (int step = 0; step < Config::kBlockN / 32; ++step)
+            Wgmma<E4m3, 8>::rs(sums, probs[step], ones.at(0), step != 0);
+        wgmma_commit();
+        wgmma_pin(acc);
+        wgmma_pin(sums);
+    }
+};
+
+// slot_of, known when compiled of dense batches.
+template <typename Config>
+OA_DEVICE int32 first_block(const FwdTile& t, int32 begin) {
+    return Config::kVarlen ? first_slot(begin, t.sequence, kBlockRows) : 0;
+}
+
+// Params: AttnInt8Sm90Params, or those with forms.
+template <typename Config, typename Params, typename Derived>
+class Int8Producer : public ForwardProducer<Config, Derived> {
+    using Base = ForwardProducer<Config, Derived>;
+    using Storage = Int8Storage<Config>;
+
+  protected:
+    using Tile = Int8Tile<Config>;
+
+  public:
+    static constexpr uint32 kQBytes = Tile::kQBytes, kVBytes = Tile::kKBytes;
+    OA_DEVICE uint32 k_bytes() const {
+        return Tile::kKBytes + 16 + (has_columns() ? Config::kDeltaRows * Tile::kDeltaBytes : 0);
+    }
+
+    OA_DEVICE Int8Producer(const Params& params, Storage& smem, const RoleBarriers<Config>& bars)
+        : Base(params.fwd, params.tiles, smem.role_storage(), bars), params_(params) {}
+
+    OA_DEVICE void prefetch_maps() const {
+        tma_prefetch(&params_.map_q);
+        tma_prefetch(&params_.map_k);
+        tma_prefetch(&params_.map_v);
+    }
+    OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c)
+            tma_load_4d(smem_addr_at(&Storage::q) + stage * kQBytes + c * Config::kBlockM * Config::kRowBytes,
+                        &params_.map_q, bar, c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
+    }
+    OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
+        const AttnFwdParams& p = params_.fwd;
+        int32 key = n * Config::kBlockN;
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c)
+            tma_load_4d(smem_addr_at(&Storage::k) + stage * Tile::kKBytes + c * Config::kBlockN * Config::kRowBytes,
+                        &params_.map_k, bar, c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
+        int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
+        bulk_load(smem_addr_at(&Storage::k_scale) + 16 * stage,
+                  params_.operands.k_scale + head * params_.operands.k_scale_stride_h +
+                      (first_block<Config>(t, t.k_begin) + key / kBlockRows) * 4,
+                  16, bar);
+        if constexpr (Config::kDelta) {
+            int64 q_head = int64(t.batch_idx) * p.num_q_heads + t.head_idx;
+            int32 first = t.m0 / kBlockRows, last = (t.seqlen_q - 1) / kBlockRows;
+            // Beyond the columns that max_seqlen_k allowed for there is nothing to read; the consumers make NaN of it.
+            if (!has_columns()) return;
+            int32 column = min_of(key, params_.operands.delta_columns - Config::kBlockN);
+            const float* rows = params_.operands.delta_s + q_head * params_.operands.delta_stride_h + column;
+#pragma unroll
+            for (int i = 0; i < Config::kDeltaRows; ++i)
+                bulk_load(smem_addr_at(&Storage::delta) + (stage * Config::kDeltaRows + i) * Tile::kDeltaBytes,
+                          rows + int64(first_block<Config>(t, t.q_begin) + min_of(first + i, last)) *
+                                     params_.operands.delta_columns,
+                          Tile::kDeltaBytes, bar);
+        }
+    }
+    OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
+        tma_load_4d(smem_addr_at(&Storage::v) + stage * Tile::kKBytes, &params_.map_v, bar,
+                    first_block<Config>(t, t.k_begin) * kBlockRows + n * Config::kBlockN, 0, kv_head, t.batch_idx);
+    }
+
+  protected:
+    const Params& params_;
+
+  private:
+    // Whether delta_s has a tile's columns at all: with a max_seqlen_k of 0 it is empty.
+    OA_DEVICE bool has_columns() const { return Config::kDelta && params_.operands.delta_columns >= Config::kBlockN; }
+};
+
+// Derived: attend (ForwardConsumer).
+template <typename Config, typename Params, typename Derived>
+class Int8Consumer : public ForwardConsumer<Config, Derived> {
+    using Base = ForwardConsumer<Config, Derived>;
+    using Storage = Int8Storage<Config>;
+
+  protected:
+    using Tile = Int8Tile<Config>;
+
+  public:
+    struct Rows {
+        typename Tile::Output acc;
+        RowState<PRange> softmax;
+        float lse_sum[2];  // kLse: this lane's sums of P before rounding
+        float shrink[2];  // what O in shared memory has to be multiplied by
+        bool flushed;  // whether O in shared memory holds anything
+        bool attended;  // whether there was a tile of keys
+
+        OA_DEVICE Rows() : lse_sum{0.0f, 0.0f}, shrink{1.0f, 1.0f}, flushed(false), attended(false) { clear(); }
+        OA_DEVICE void clear() {
+#pragma unroll
+            for (int i = 0; i < Config::kOutputs; ++i) acc[i] = 0.0f;
+        }
+    };
+
+    OA_DEVICE Int8Consumer(const Params& params, Storage& smem, const RoleBarriers<Config>& bars, int32 group)
+        : Base(params.fwd, params.tiles, smem.role_storage(), bars, group),
+          params_(params),
+          storage_(smem),
+          k_(wgmma_descriptor<Config::kRowBytes>(smem_addr_at(&Storage::k), 16, 8 * Config::kRowBytes)),
+          v_(wgmma_descriptor<Config::kBlockN>(smem_addr_at(&Storage::v), 16, 8 * Config::kBlockN)),
+          k_scale_(in_register(smem_addr_at(&Storage::k_scale) + 4 * (lane_ & 3))) {}
+
+    // Undoes V's scale and mean, both per channel: O = A v_scale + (sum of P) v_mean, before the division by that sum.
+    OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
+        float bias[2] = {0.0f, 0.0f};
+        if (state.attended) {
+            if (!Config::kEarlyChannels) {
+                named_barrier_sync(kFirstFreeBarrier + group_, 128);  // O has been read
+                fetch_channels(t);
+            }
+            if (has_bias()) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    bias[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
+            }
+            cp_async_wait<0>();
+            named_barrier_sync(kFirstFreeBarrier + group_, 128);
+            channels().undo(state.acc, state.softmax.l, lane_);
+        }
+        if (Config::kLse) sum_of_quad(state.lse_sum);
+        store_rows<typename Config::Io>(state.acc, state.softmax.m2, state.softmax.l,
+                                        Config::kLse ? state.lse_sum : state.softmax.l, bias, p_, t, warp_row, lane_);
+    }
+
+  protected:
+    using Base::group_;
+    using Base::inner_at_;
+    using Base::lane_;
+    using Base::p_;
+
+    // Of this lane's two rows.
+    OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
+        // Rows behind the sequence, or (unsigned) before row 0, are zeros: a scale that never needs the slow path.
+        if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
+        int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
+        return params_.operands.q_scale[head * params_.operands.q_scale_stride_h +
+                                        first_block<Config>(t, t.q_begin) * 64 + (warp_row >> 4) * 8 + (lane_ >> 2)];
+    }
+
+    // V's scale and mean for `store`, when the whole warpgroup has read the last tile's.
+    OA_DEVICE void fetch_channels(const FwdTile& t) const {
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        int64 first = (int64(t.sequence) * p_.num_kv_heads + kv_head) * params_.operands.head_dim_pad;
+        channels().fetch(params_.operands.v_scale + first,
+                         params_.operands.v_mean == nullptr ? nullptr : params_.operands.v_mean + first,
+                         params_.operands.head_dim_pad);
+    }
+    OA_DEVICE ChannelScales<Config::kHeadDim> channels() const {
+        return {Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_])};
+    }
+
+    OA_DEVICE float4& flushed(int i) const { return storage_.o[group_][i][threadIdx.x & 127]; }
+
+    // A = A + O.
+    OA_DEVICE void add_flushed(Rows& state) const {
+#pragma unroll
+        for (int i = 0; i < Config::kOutputs / 4; ++i) {
+            float4 o = flushed(i);
+            float* acc = state.acc + 4 * i;
+            acc[0] = fmaf(o.x, state.shrink[0], acc[0]);
+            acc[1] = fmaf(o.y, state.shrink[0], acc[1]);
+            acc[2] = fmaf(o.z, state.shrink[1], acc[2]);
+            acc[3] = fmaf(o.w, state.shrink[1], acc[3]);
+        }
+    }
+
+    // O = O + A, A = 0.
+    OA_DEVICE void flush(Rows& state) const {
+        if (state.flushed) add_flushed(state);
+#pragma unroll
+        for (int i = 0; i < Config::kOutputs / 4; ++i) {
+            const float* acc = state.acc + 4 * i;
+            flushed(i) = make_float4(acc[0], acc[1], acc[2], acc[3]);
+        }
+        state.clear();
+        state.flushed = true;
+        state.shrink[0] = state.shrink[1] = 1.0f;
+    }
+
+    // Whether there is delta_s: with forms it is the call that says so.
+    OA_DEVICE bool has_delta() const {
+        return Config::kDelta && (!Config::kForms || params_.operands.delta_s != nullptr);
+    }
+
+    // Score units of tile n -> those of q_scale times K's, of this lane's two rows and its keys.
+    OA_DEVICE float scale_of_tile(float q_scale, int32 n) const {
+        // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
+        if (has_delta() && (n + 1) * Config::kBlockN > params_.operands.delta_columns)
+            return __int_as_float(0x7fffffff);
+        return q_scale * scale_of_keys();
+    }
+    OA_DEVICE float scale_of_keys() const { return load_shared_float(k_scale_ + 16 * inner_at_.stage); }
+
+    // Score units of tile n -> base-2 exponent, of the plain kernel: q_scale has the softmax's scale in it.
+    OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {
+        if (Config::kDelta && (n + 1) * Config::kBlockN > params_.operands.delta_columns)
+            return __int_as_float(0x7fffffff);
+        return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * inner_at_.stage));
+    }
+
+    // delta_s of the step's tile, from this lane's first column on.
+    OA_DEVICE const float* delta_of(const FwdTile& t) const {
+        int32 row = (t.m0 + group_ * 64) / kBlockRows - t.m0 / kBlockRows;
+        return storage_.delta[Config::kDelta ? inner_at_.stage : 0][row] + 2 * (lane_ & 3);
+    }
+
+    const Params& params_;
+    Storage& storage_;
+    WgmmaDescriptor k_, v_;  // of the first stages
+    uint32 k_scale_;  // shared address of this lane's
+
+  private:
+    // Whether what smoothing took from the scores is still to be added: the softcap has had it already.
+    OA_DEVICE bool has_bias() const {
+        if constexpr (Config::kSoftcap) return !(params_.forms.forms & kFormSoftcap);
+        return true;
+    }
+};
