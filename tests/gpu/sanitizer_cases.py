@@ -43,6 +43,8 @@ CALLS: Mapping[str, Mapping[str, Any]] = {
     "keys": {"mask": "keys"},
     "aligned": {"mask": "aligned"},
     "io": {"mask": "io", "softcap": 5.0},
+    "shifted": {"mask": "shifted"},
+    "rows": {"mask": "rows", "causal": True},
 }
 #: At one head_dim: each is compiled.
 MODIFIED: Mapping[str, Mapping[str, Any]] = {
@@ -86,6 +88,10 @@ def options_for(call: Mapping[str, Any], rng: np.random.Generator, seqlen_k: int
         options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, seqlen_k)), np.float32)
     elif options.get("mask") == "keys":
         options["mask"] = to_gpu(rng.standard_normal((1, seqlen_k)), np.float32)
+    elif options.get("mask") == "shifted":  # ends where its memory ends
+        options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, seqlen_k + 1)))[..., 1:]
+    elif options.get("mask") == "rows":  # one number for all keys
+        options["mask"] = cupy.broadcast_to(to_gpu(rng.standard_normal((SEQLEN_Q, 1))), (SEQLEN_Q, seqlen_k))
     elif "mask" in options:  # rows of whole 16 bytes
         dtype = np.float32 if options["mask"] == "aligned" else np.float16
         options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, -(-seqlen_k // 8) * 8)), dtype)[..., :seqlen_k]
