@@ -129,7 +129,8 @@ SCORE_FORMS = HostStruct(
     "ScoreForms",
     "params/attn_fwd.cuh",
     "P tiles lists; q tiles_stride_b tiles_stride_h tiles_stride_m lists_stride_b lists_stride_h;"
-    "i num_tiles forms bias_batch bias_head; f cap_scale factor factor2 cap_limit; 4f cap_poly; f cap_near_limit; 3f cap_near",
+    "i num_tiles forms bias_batch bias_head; f cap_scale factor factor2 cap_limit; 4f cap_poly; f cap_near_limit;"
+    "3f cap_near",
 )
 
 ATTN_FWD_FORMS_SM90 = HostStruct(
@@ -137,7 +138,7 @@ ATTN_FWD_FORMS_SM90 = HostStruct(
     "params/attn_fwd.cuh",
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {TILE_LIST.inside('tiles')};"
     f"{SCORE_FORMS.inside('forms')}",
-    tail=40,
+    tail=24,
 )
 
 QUANTIZED_OPERANDS = HostStruct(
