@@ -39,8 +39,8 @@ struct FormSteps {
     OA_DEVICE static uint32 mixed_groups(int32 entry) { return entry / kFirstGroup & 0x55; }
 };
 
-// The same, step by step, with the next step's entry already there: it comes from global memory. kListed: there may be a
-// list; else entries are computed.
+// The same, step by step, with the next step's entry already there: it comes from global memory. kListed: there may be
+// a list; else entries are computed.
 template <bool kListed>
 class StepCursor {
   public:

@@ -183,7 +183,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = F
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods", *(("softcap",) if softcap else ())}) if forms else frozenset(),
         bias_bytes=tile.bias_bytes,
-        # Stored before a tile's steps and loaded behind them: what packed sequences' state takes, and the order of tiles
+        # Stored before a tile's steps and loaded behind them: of packed sequences' state, and of the order of tiles
         # where four warpgroups have the fewest registers.
         allowed_spill_bytes=16 if forms and varlen else 36 if tile.bias_bytes and tile.num_consumers == 4 else 0,
     )
