@@ -69,13 +69,18 @@ class TileForm {
     }
 
     // Before the base is raised to scores of apply(): brings them to base 2, where the largest is the base exactly, and
-    // hides keys that -inf hides although their product is NaN. row, key: of this thread's first score.
-    OA_DEVICE static void refine(Scores& s, const AttnFwdParams& p, const FwdTile& t, const float (&sum)[2], int32 row,
-                                 int32 key) {
-        if (__any_sync(0xffffffffu, isnan(sum[0] + sum[1])))
-            hide_by_bits(s, visible_bits<typename Config::Io>(p, t, row, key));
+    // hides keys that -inf hides although their product is NaN.
+    OA_DEVICE static void refine(Scores& s, const AttnFwdParams& p, const ModPlace& place, const float (&sum)[2]) {
+        if constexpr (kBias != 0) {
+            if (__any_sync(0xffffffffu, isnan(sum[0] + sum[1])))
+                hide_by_bits(s, visible_bits<typename Config::Io>(p, place.tile, place.row, place.key));
+        }
+        if constexpr (kHasScoreMod) {
+            to_base2(s);
+        } else {
 #pragma unroll
-        for (int i = 0; i < Config::kBlockN / 2; ++i) s[i] *= kLog2e;
+            for (int i = 0; i < Config::kBlockN / 2; ++i) s[i] *= kLog2e;
+        }
     }
 
     // All forms, in their order. release: gives the stage back; called when the warp has read it. own: see

@@ -301,8 +301,8 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         const WgmmaDescriptor q = q_.next(outer_at_.stage * kQBytes);
         const int32 common_kinds = TileForm<Config>::common_kinds(f);
-        // Kinds of tiles, a bit each, whose scores take no rare form now. With biases the base decides.
-        int32 common = Config::kBiasBytes != 0 ? 0 : common_kinds;
+        // Kinds of tiles, a bit each, whose scores take no rare form now. Where the base decides, none has one yet.
+        int32 common = TileForm<Config>::kMindsBase ? 0 : common_kinds;
         Scores s;
         Probabilities probs;
         TileForm<Config> form;
@@ -358,9 +358,8 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                             bool near = true;
                             c[0] = c[1] = softcap_scores(s, f, own, near).base2;
                             if (!near) common = 0;
-                        } else if constexpr (Config::kBiasBytes != 0) {
-                            form.refine(s, p_, t, sum, warp_row + (lane_ >> 2),
-                                        FormSteps::tile(at.entry()) * Config::kBlockN + 2 * (lane_ & 3));
+                        } else if constexpr (form.kMindsBase) {
+                            form.refine(s, p_, place(), sum);
                             c[0] = c[1] = 1.0f;
                         }
                     }
