@@ -1,6 +1,8 @@
 // Softcap, masks and biases on integer scores (attention/score_forms.cuh has them on floats).
 //
-//   product = scale * S + row shift + delta_s;  S: integers of Q K^T, scale: q_scale * k_scale of a lane's rows and keys
+//   product = scale * S + row shift + delta_s
+//
+// S: integers of Q K^T; scale: q_scale * k_scale of a lane's rows and keys; row shift: row_bias, which softcap sees.
 //
 // Three ways, from fast to slow, which all give the same mathematics:
 //   integers      nothing but visibility: the plain kernel's exponentials on integers

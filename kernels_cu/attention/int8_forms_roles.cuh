@@ -1,7 +1,7 @@
 // The roles of attn_int8_sm90 with forms: steps of a list, scores that something is done to.
 //
-// Each step takes the fastest way that its tile leaves (attention/int8_forms.cuh). Barriers, products and two-level sums
-// are those of the plain kernel (entry/attn_int8_sm90.cu).
+// Each step takes the fastest way that its tile leaves (attention/int8_forms.cuh). Barriers, products and two-level
+// sums are those of the plain kernel (entry/attn_int8_sm90.cu).
 #pragma once
 #include "attention/int8_forms.cuh"
 #include "attention/int8_roles.cuh"
@@ -41,7 +41,8 @@ class Int8FormsProducer : public Int8Producer<Config, AttnInt8FormsSm90Params, I
             bool has_k = i < steps.count, has_v = i > 0;
             int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
             uint32 mask_bytes = has_k && !Config::kVarlen ? Masks::bytes(forms, entry) : 0;
-            uint32 bar = bars_.inner.acquire(inner_at_, (has_k ? this->k_bytes() + mask_bytes : 0) + (has_v ? Base::kVBytes : 0));
+            uint32 bar = bars_.inner.acquire(
+                inner_at_, (has_k ? this->k_bytes() + mask_bytes : 0) + (has_v ? Base::kVBytes : 0));
             if (has_v) this->copy_v(t, kv_head, before, inner_at_.stage, bar);
             if (has_k) this->copy_k(t, kv_head, FormSteps::tile(entry), inner_at_.stage, bar);
             if (mask_bytes != 0) Masks::copy(params_, t, entry, inner_at_.stage, bar);
@@ -69,8 +70,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
     using Base::params_;
     using Base::ping_pong_;
     using Base::v_;
-    // Tiles that nothing is done to, or bits, go to the exponentials as integers.
     static constexpr int32 kNothingHidden = -1;  // in place of an entry
+    // Tiles that nothing is done to, or bits, go to the exponentials as integers.
     static constexpr bool kIntegers = !Config::kSoftcap && Config::kBiasBytes == 0;
     static constexpr bool kSeries = Config::kSoftcap && Config::kBiasBytes == 0;
 
@@ -210,7 +211,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         };
 
         // 32 entries ahead, one to a lane, and those of them that are not common: something hides keys, or it is the
-        // last step. Entries one by one would be awaited at every step, and judged by a chain of dependent instructions.
+        // last step. Entries one by one would be awaited at every step, and judged by a chain of dependent
+        // instructions.
         int32 window_at, window;
         uint32 rare;
         auto look_ahead = [&] {

@@ -1,5 +1,5 @@
-// What both roles of attn_int8_sm90 do around their steps: storage, copies, products, scales, two-level sums, the end of
-// a tile. The equation, the map of shared memory and the steps themselves: entry/attn_int8_sm90.cu.
+// What both roles of attn_int8_sm90 do around their steps: storage, copies, products, scales, two-level sums, the end
+// of a tile. The equation, the map of shared memory and the steps themselves: entry/attn_int8_sm90.cu.
 #pragma once
 #include "attention/delta_shift.cuh"
 #include "attention/fwd_roles.cuh"

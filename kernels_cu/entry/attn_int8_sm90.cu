@@ -3,6 +3,7 @@
 // 2024).
 //
 //   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  P = softmax([S, sink])
+//   with forms besides: S = softcap * tanh(S / softcap);  S += bias, or S = -inf where a key is hidden
 //   O = (P V8) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
 // q_int [batch, num_q_heads, seqlen_q, head_dim_pad] s8   k_int [batch, num_kv_heads, seqlen_k, head_dim_pad] s8
@@ -19,6 +20,9 @@
 //                      every flush_keys keys: O += A, A = 0
 // With REGISTER_Q consumers read Q before the first step and release its stage at once.
 //
+// SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
+// attn_fwd_sm90's forms (attention/int8_forms.cuh, attention/int8_forms_roles.cuh).
+//
 // Two-level accumulation: the tensor cores keep about 13 bits of mantissa when they add e4m3 products, and truncate. So
 // A, in registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three
 // warpgroups have no registers for both.
@@ -27,10 +31,10 @@
 // products with ones. The LSE is of sums before rounding, which kernels WITH_LSE form besides; their O has the same
 // bits.
 //
-// Shared memory, bytes: Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones
-// [512] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] | k_scale [NUM_STAGES][16] |
-// v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place | barriers. Rows of Q and K are
-// min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
+// Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V
+// [same] | ones [512], with forms [256] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] |
+// k_scale [NUM_STAGES][16] | v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place |
+// barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/int8_forms_roles.cuh"
 #include "attention/int8_roles.cuh"
 #include "pipeline/warp_roles.cuh"

@@ -106,7 +106,8 @@ def test_softcap_of_rows_far_from_zero(head_dim: int, mean: float) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_scales_that_are_not_positive(head_dim: int, scale: float) -> None:
     check(*tensors(2, 200, 333, 3, head_dim, "float16"), softmax_scale=scale, causal=True)
-    check(*tensors(1, 200, 333, 2, head_dim, "float16"), softmax_scale=scale, mask=mask_of("bool", (1, 1, 200, 333), ""))
+    mask = mask_of("bool", (1, 1, 200, 333), "")
+    check(*tensors(1, 200, 333, 2, head_dim, "float16"), softmax_scale=scale, mask=mask)
 
 
 @pytest.mark.parametrize("precision", [Int8(smooth_q=True), Int4(), Int4(smooth_q=False), Int8(smooth_k=False),

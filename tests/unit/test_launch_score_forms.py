@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from omniattn.launch import attn_fwd_sm90, masks, score_forms
-from omniattn.launch.structs import ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, At
+from omniattn.launch.structs import ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, ATTN_INT8_FORMS_SM90, At
 from omniattn.plan.attention import plan_attention
-from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Target
+from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int8, Target
 from omniattn.reference.mask_tiles import FIRST_GROUP
 from omniattn.registry import by_name
 from omniattn.registry.masks import MAX_TILES
@@ -118,6 +118,66 @@ CHOSEN = [
 @pytest.mark.parametrize(("one", "name"), CHOSEN, ids=[f"{i} {name}" for i, (_, name) in enumerate(CHOSEN)])
 def test_which_kernel_takes_what(one: AttentionProblem, name: str) -> None:
     assert select_attention(one, HOPPER).spec.name == name
+
+
+INT8 = Int8().precision
+CHOSEN_INT8 = [
+    (problem(softcap=2.0), "attn_int8_sm90_bf16_d128_softcap"),
+    (problem(softcap=2.0, lse=True), "attn_int8_sm90_bf16_d128_softcap"),
+    (problem(softmax_scale=-1.0), "attn_int8_sm90_bf16_d128_masks"),
+    (problem(softmax_scale=-1.0, lse=True), "attn_int8_sm90_bf16_d128_masks_lse"),
+    (problem_with("bool", FULL), "attn_int8_sm90_bf16_d128_masks"),
+    (problem_with("bool", FULL, softcap=2.0), "attn_int8_sm90_bf16_d128_softcap"),
+    (problem_with("float32", (KEYS, 0, 0, 1), mask_map=False), "attn_int8_sm90_bf16_d128_masks"),
+    (problem_with("float32", FULL), "attn_int8_sm90_bf16_d128_bias32"),
+    (problem_with("io", FULL, softcap=2.0), "attn_int8_sm90_bf16_d128_bias16"),
+    (problem(softcap=2.0, varlen=True), "attn_int8_sm90_bf16_d128_varlen_softcap"),
+    (problem(softmax_scale=0.0, varlen=True), "attn_int8_sm90_bf16_d128_varlen_softcap"),
+    # Masks of packed sequences, and those that nothing packs or maps.
+    (problem_with("bool", FULL, varlen=True), "attn_int8_sm80_bf16_d128_mods"),
+    (problem_with("io", FULL, mask_map=False), "attn_int8_sm80_bf16_d128_mods"),
+    (problem_with("bool", FULL, scratch=False), "attn_int8_sm80_bf16_d128_mods"),
+    (problem(softcap=2.0, tensor_maps=False), "attn_int8_sm80_bf16_d128_mods"),
+]
+
+
+@pytest.mark.parametrize(("one", "name"), CHOSEN_INT8, ids=[f"{i} {n}" for i, (_, n) in enumerate(CHOSEN_INT8)])
+def test_which_int8_kernel_takes_what(one: AttentionProblem, name: str) -> None:
+    for smooth_q in (False, True):  # the same rows: they add delta_s where there is some
+        precision = Int8(smooth_q=smooth_q).precision
+        assert select_attention(dataclasses.replace(one, precision=precision), HOPPER).spec.name == name
+    values = select_attention(dataclasses.replace(one, precision=Int8(pv="fp16").precision), HOPPER).spec
+    assert values.family == "attn_int8_sm80"
+
+
+def test_an_int8_mask_has_memory_of_its_own() -> None:
+    one = problem_with("bool", FULL, precision=INT8)
+    launches = plan_attention(one, HOPPER, None)
+    assert [record.spec.op for record in launches.records] == [
+        "mask_pack", "mask_list", *["quantize"] * (len(launches.records) - 3), "attention",
+    ]  # fmt: skip
+    assert {other.spec.op for other in launches.others} == {"quantize", "mask_pack", "mask_list"}
+    without = plan_attention(problem(precision=INT8), HOPPER, None)
+    spec = launches.selection.spec
+    blocks = -(-ROWS // spec.block_m)
+    first = launches.workspace_bytes - masks.workspace_bytes(one, blocks)
+    assert first >= without.workspace_bytes
+    record = launches.records[-1]
+    assert len(record.arguments) == ATTN_INT8_FORMS_SM90.size
+    found = {name: next(x for x in record.pointers if x.offset == ATTN_INT8_FORMS_SM90.offsets[name])
+             for name in ("forms.tiles", "forms.lists")}  # fmt: skip
+    own = masks.places(one, blocks, At("workspace", first))
+    assert (found["forms.tiles"].operand, found["forms.tiles"].add) == own.bits
+    assert (found["forms.lists"].operand, found["forms.lists"].add) == own.lists
+
+
+def test_smoothed_queries_begin_at_row_0() -> None:
+    """delta_s has blocks of 128 rows: a first tile that begins before row 0 would lie in the wrong ones."""
+    spec = by_name("attn_int8_sm90_bf16_d128_masks")
+    for smooth_q in (False, True):
+        one = problem_with("bool", FULL, precision=Int8(smooth_q=smooth_q).precision, window_right=0)
+        lead = attn_fwd_sm90.tiles_of(one, spec, -(-ROWS // spec.block_m), 132).lead_rows
+        assert lead == (0 if smooth_q else 128)
 
 
 def test_a_forced_kernel_says_why_it_does_not_fit() -> None:

@@ -294,15 +294,24 @@ def test_operands_do_not_overlap_and_fit_into_the_workspace(varlen: bool, knobs:
 def test_boxes_of_every_row_are_tiles(spec: KernelSpec) -> None:
     """One copy of K is BLOCK_N rows of at most 128 bytes; one of V is HEAD_DIM rows of BLOCK_N bytes."""
     varlen, smooth_q = "dense" in spec.lacks, "smooth_q" in spec.features
+    forms: dict[str, Any] = {}
+    if spec.bias_bytes:
+        mask = {2: "io", 4: "float32"}[spec.bias_bytes]
+        strides = dataclasses.replace(STRIDES, mask=(0, 300 * 504, 504, 1))
+        forms = {"mask": mask, "mask_map": True, "seqlen_k": 504, "strides": strides}
+    elif "score_mods" in spec.features:
+        forms = {"softcap": 3.0} if "softcap" in spec.features else {"softmax_scale": -1.0}
     p = problem(
-        Int8(smooth_q=smooth_q), dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse="lse" in spec.features
-    )
+        Int8(smooth_q=smooth_q), dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse="lse" in spec.features,
+        **forms,
+    )  # fmt: skip
     launches = plan_attention(p, HOPPER, spec.name)
     assert launches.selection.spec == spec
     record = launches.records[-1]
     row = min(spec.head_dim, 128)
-    assert [m.box[:2] for m in record.tensor_maps] == [
-        (row, spec.block_m), (row, spec.block_n), (spec.block_n, spec.head_dim),
-    ]  # fmt: skip
+    boxes = [(row, spec.block_m), (row, spec.block_n), (spec.block_n, spec.head_dim)]
+    if "score_mods" in spec.features:  # the map of queries stands in for that of a bias
+        boxes.append((128 // spec.bias_bytes, spec.block_m) if spec.bias_bytes else boxes[0])
+    assert [m.box[:2] for m in record.tensor_maps] == boxes
     assert all(extent <= 256 for m in record.tensor_maps for extent in m.box), "the largest box"
     assert record.threads == 32 * spec.num_warps <= 1024

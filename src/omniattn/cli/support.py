@@ -76,10 +76,6 @@ CALLS = {
     "tile_kinds": "attention with a block_mask or score_mod",
 }
 
-#: Features that name a class together, whatever each means alone: kernels for a mask serve calls without smooth_q too,
-#: and Hopper has kernels of their own for masks alone.
-_TOGETHER = {frozenset({"score_mods", other}): FEATURES["score_mods"] for other in ("smooth_q", "softcap")}
-
 #: Operation of the registry to its line in the README's table.
 LINES = {
     "attention": "`attention`, `attention_varlen`",
@@ -243,7 +239,11 @@ def operation_of(spec: KernelSpec) -> str:
 
 def _words(spec: KernelSpec) -> str:
     """What a row was compiled for beyond the common set: features, the format of its cache."""
-    words = _TOGETHER.get(spec.features) or ", ".join(FEATURES.get(name, name) for name in sorted(spec.features))
+    # Kernels for a mask serve calls without smooth_q or softcap too: the class has the one name.
+    if "score_mods" in spec.features:
+        words = FEATURES["score_mods"]
+    else:
+        words = ", ".join(FEATURES.get(name, name) for name in sorted(spec.features))
     formats = [CACHES.get(name, name.replace("g", ", group_size ")) for name in dict.fromkeys(spec.cache)]
     if not formats:
         return words

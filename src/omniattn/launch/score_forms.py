@@ -1,4 +1,7 @@
-"""What ``attn_fwd_sm90`` and ``attn_int8_sm90`` are told of softcap, masks and scales (``kernels_cu/attention/score_forms.cuh``)."""
+"""What ``attn_fwd_sm90`` and ``attn_int8_sm90`` are told of softcap, masks and scales.
+
+Device code: ``kernels_cu/attention/score_forms.cuh``.
+"""
 
 from __future__ import annotations
 
