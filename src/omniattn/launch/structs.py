@@ -194,7 +194,7 @@ ATTN_INT8_FORMS_SM90 = HostStruct(
     "params/attn_int8.cuh",
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys",
-    tail=20,
+    tail=4,
 )
 
 QUANTIZE = HostStruct(
