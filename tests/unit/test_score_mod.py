@@ -170,6 +170,10 @@ def test_block_masks_that_are_refused() -> None:
             oa.attention(q, k, v, block_mask=blocks, **options)
     with pytest.raises(oa.errors.DtypeError):
         oa.attention(q, k, v, block_mask=blocks.astype(np.int8), block_size=64)
+    with pytest.raises(oa.errors.ArgumentError, match="without block_mask"):
+        oa.attention(q, k, v, block_size=64)
+    whole = np.ones((2, 2), dtype=np.bool_)
+    assert np.array_equal(oa.attention(q, k, v, block_mask=whole), oa.attention(q, k, v))
 
 
 def problem(**changes: Any) -> AttentionProblem:

@@ -80,7 +80,9 @@ def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any) -> Call
     size = texts = None
     if block_mask is not None:
         names, arrays = ("block_mask",), (block_mask,)
-        size = extras.check_block_size(block_size, function)
+        size = extras.check_block_size(128 if block_size is None else block_size, function)
+    elif block_size is not None:
+        raise ArgumentError("block_size", "nothing, without block_mask", repr(block_size), function=function)
     if mod is not None:
         names += tuple(PREFIX + name for name in mod.arrays)
         arrays += tuple(mod.arrays.values())
@@ -106,7 +108,7 @@ def attention(
     mask: Any = None,
     score_mod: ScoreMod | None = None,
     block_mask: Any = None,
-    block_size: int | tuple[int, int] = 128,
+    block_size: int | tuple[int, int] | None = None,
     sinks: Any = None,
     precision: str | Int8 | Int4 = "exact",
     return_lse: bool = False,
@@ -150,8 +152,8 @@ def attention(
         Broadcastable to (batch, num_q_heads, blocks of queries, blocks of keys): False hides a block, which is never
         loaded. With ``precision="exact"``, with score_mod, and with a mask only if that is added and differs between
         queries.
-    block_size : int or (int, int)
-        Queries and keys of a block, multiples of 64; the last blocks may be smaller.
+    block_size : int or (int, int), optional
+        Queries and keys of a block, multiples of 64, 128 unless given; the last blocks may be smaller.
     sinks : array, (num_q_heads,), float32 or q's dtype, optional
         One more logit a head that takes part in the softmax and has no value; LSE counts it.
     precision : str, Int8 or Int4
@@ -195,7 +197,7 @@ def attention(
         (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None),
     )
     call = Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), options, stream)
-    if score_mod is not None or block_mask is not None:
+    if score_mod is not None or block_mask is not None or block_size is not None:
         call = _with_extras(call, score_mod, block_mask, block_size)
     return _one_or_more(run(call))
 
