@@ -287,8 +287,8 @@ OA_DEVICE float add_bias_tile(float (&s)[kScores], ScoreFactors f, uint32 rows, 
     return add_biases(s, f, tile.is_plain(), tile);
 }
 
-// One number a key. keys: shared address of the tile's.
-template <int kScores>
+// One number a key. keys: shared address of the tile's. kAnySize: of the scores, which stay in base 2 then.
+template <bool kAnySize = false, int kScores>
 OA_DEVICE float add_key_bias(float (&s)[kScores], ScoreFactors f, uint32 keys, int lane) {
     float2 b[kScores / 4];
     float top = 0.0f;
@@ -297,7 +297,7 @@ OA_DEVICE float add_key_bias(float (&s)[kScores], ScoreFactors f, uint32 keys, i
         b[n] = load_shared_float2(keys + (8 * n + 2 * (lane & 3)) * 4);
         top = max_nan(top, max_nan(fabsf(b[n].x), fabsf(b[n].y)));
     }
-    return add_biases(s, f, top <= kPlainBias, [&](int n, int) { return b[n]; });
+    return add_biases(s, f, !kAnySize && top <= kPlainBias, [&](int n, int) { return b[n]; });
 }
 
 // A bit for each of this thread's 32 scores that an additive mask does not hide by -inf, from memory: rows `row` and

@@ -71,5 +71,8 @@ constexpr float kPlainModified = 1048576.0f;
 template <int kScores>
 OA_DEVICE void to_base2(float (&s)[kScores]) {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) s[i] = s[i] == neg_inf() ? s[i] : max_nan(s[i] * kLog2e, 0.25f * kLowest);
+    for (int i = 0; i < kScores; ++i) {
+        float finite = min_nan(max_nan(s[i] * kLog2e, 0.25f * kLowest), -0.25f * kLowest);
+        s[i] = fabsf(s[i]) <= -kLowest ? finite : s[i];
+    }
 }

@@ -143,7 +143,8 @@ class TileMods {
     // bias(row, n): of two scores.
     template <typename Bias>
     OA_DEVICE static float add(Scores& s, ScoreFactors c, bool plain, Bias bias) {
-        return add_biases(flat(s), c, plain, [&](int block, int r) {
+        // The user's scores may be of any size: they stay in base 2.
+        return add_biases(flat(s), c, plain && !kHasScoreMod, [&](int block, int r) {
             return bias(2 * (block / Config::kNTiles) + r, block % Config::kNTiles);
         });
     }

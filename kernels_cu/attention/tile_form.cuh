@@ -44,10 +44,11 @@ class TileForm {
         if (kBias == 0 && !kNearCap) bits_ = Masks::word(stage, group);
     }
     // Whether apply() is exact enough for rows of this base. Scores far below it vanish whatever they are rounded to,
-    // others are near to it or are reported by their sum.
-    OA_DEVICE static bool is_common(const float (&m2)[2]) {
+    // others are near to it or are reported by their sum. own: see RowState::too_large.
+    OA_DEVICE static bool is_common(const float (&m2)[2], const bool (&own)[2]) {
         constexpr float kMost = kBias != 0 ? kPlainBias : kPlainModified;
-        return !kMindsBase || max_nan(fabsf(m2[0]), fabsf(m2[1])) <= kMost;
+        float top = max_nan(own[0] ? fabsf(m2[0]) : 0.0f, own[1] ? fabsf(m2[1]) : 0.0f);
+        return !kMindsBase || top <= kMost;
     }
     // Returns what scores are to be multiplied by in base 2. place: of this lane's scores, none beyond the sequences.
     template <typename Params>
@@ -105,7 +106,7 @@ class TileForm {
             return 1.0f;
         }
         if (key_bias) {
-            float base2 = add_key_bias(s, c, Masks::at(stage), lane);
+            float base2 = add_key_bias<kHasScoreMod>(s, c, Masks::at(stage), lane);
             release();
             return base2;
         }

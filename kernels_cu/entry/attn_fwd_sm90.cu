@@ -367,7 +367,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                     rescale(o, alpha);
                     probabilities(rows, s, c, probs, sum);
                     if (form.kMindsBase)
-                        common = __all_sync(0xffffffffu, form.is_common(rows.m2)) ? common_kinds : 0;
+                        common = __all_sync(0xffffffffu, form.is_common(rows.m2, own)) ? common_kinds : 0;
                 }
                 if (Config::kVarlen && is_first) clear_foreign_rows(t, FormSteps::tile(at.entry()));
                 is_first = false;

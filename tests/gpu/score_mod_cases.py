@@ -81,6 +81,10 @@ def examples(seqlen_q: int, seqlen_k: int, heads: int, batch: int) -> dict[str, 
             "expression": "q % 2 == 0 ? score : -INFINITY", "mask": "q < 70 || b == 1",
             "reference": lambda s, b, h, q, k: hide(s, (q % 2 == 0) & ((q < 70) | (b == 1))),
         },
+        "causal by hand": {
+            "expression": "k <= q + 40 ? score : -1e30f",
+            "reference": lambda s, b, h, q, k: np.where(k <= q + 40, s, np.float32(-1e30)),
+        },
         "lowest": {
             "expression": "k % 3 == 0 ? score : -3.4e38f",
             "reference": lambda s, b, h, q, k: np.where(k % 3 == 0, s, np.float32(-3.4e38)),

@@ -81,6 +81,16 @@ def test_the_compiler_says_what_is_wrong() -> None:
     assert oa.attention(q, k, v, score_mod=oa.ScoreMod("score")).isfinite().all()
 
 
+@pytest.mark.parametrize("kernel", ["", "attn_fwd_sm80_bf16_d128_mods"])
+def test_the_largest_score_takes_all(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel:
+        monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", kernel)
+    q, k, v = on_gpu()
+    o = oa.attention(q, k, v, score_mod=oa.ScoreMod("k == 100 + h ? 3e38f : score"))
+    for head in range(2):
+        assert torch.equal(o[:, :, head], v[:, 100 + head, head].expand_as(o[:, :, head]))
+
+
 def test_contents_and_shapes_of_arrays_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = on_gpu()
     bias = torch.randn(2, 256, device="cuda")

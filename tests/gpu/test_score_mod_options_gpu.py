@@ -31,6 +31,31 @@ def fresh() -> Iterator[None]:
     PLANS.clear()
 
 
+@pytest.mark.parametrize("kernel", ["", "attn_fwd_sm80_bf16_d128_mods"])
+@pytest.mark.parametrize("name", ["lowest", "causal by hand"])
+def test_scores_of_any_size_with_small_biases(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel:
+        monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", kernel)
+    q, k, v = testing.make_qkv(
+        batch=1, seqlen_q=200, seqlen_k=328, heads_q=2, heads_kv=1, head_dim=128, dtype="bfloat16", seed=5
+    )
+    rng = np.random.default_rng(7)
+    zeros, keys = np.zeros((200, 328), np.float32), 0.5 * rng.standard_normal((1, 328)).astype(np.float32)
+    for mask in (zeros, keys.astype(np.float32)):
+        run_both(examples(200, 328, 2, 1)[name], q, k, v, "bfloat16", mask=mask, label=str(mask.shape))
+
+
+def test_packed_sequences_do_not_see_their_neighbours() -> None:
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(260, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    starts = torch.tensor([0, 100, 260], device="cuda", dtype=torch.int32)
+    mod = oa.ScoreMod("score + 0.1f * (k - q)")
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 160, "max_seqlen_k": 160}
+    clean = oa.attention_varlen(q, k, v, score_mod=mod, **packed)[:100]
+    q[100:] = float("nan")
+    assert torch.equal(oa.attention_varlen(q, k, v, score_mod=mod, **packed)[:100], clean)
+
+
 @pytest.mark.parametrize("name", ["alibi", "documents", "by head"])
 @pytest.mark.parametrize("option", ["softcap", "bias", "bool", "keys", "window", "sinks", "negative", "mma"])
 def test_with_other_options(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:

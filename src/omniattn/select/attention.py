@@ -43,6 +43,8 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
             return "it takes no block_mask"
         if not problem.scratch:
             return "the arrays' library can give no memory for what is found out about tiles"
+        if problem.seqlen_k > MASK_TILE * MAX_TILES:
+            return f"lists count tiles of keys up to {MAX_TILES}"
     if (reason := _unfit_mask(spec, problem)) is not None:
         return reason
     if (reason := _unfit_precision(spec, problem, target)) is not None:
