@@ -70,7 +70,7 @@ class StepCursor {
 
   private:
     const int32* list_end_;  // one behind it; null: no list
-    int32 base_;             // of entries that are computed
+    int32 base_;  // of entries that are computed
     int32 entry_, next_;
 
     OA_DEVICE void load_next() {

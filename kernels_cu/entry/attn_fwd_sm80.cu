@@ -290,8 +290,8 @@ class Mods {
     }
     // c: as softmax and products take it.
     OA_DEVICE void apply(Scores& s, float& c, const ListedSteps& steps) const {
-        c = TileMods<Config>::apply(s, params_.fwd, params_.forms, arrays_, tile_, slots_, steps.n(),
-                                    steps.kind(), warp_row_, lane_);
+        c = TileMods<Config>::apply(s, params_.fwd, params_.forms, arrays_, tile_, slots_, steps.n(), steps.kind(),
+                                    warp_row_, lane_);
         if (steps.next_kind() == kTileMixed && has_mask()) slots_.copy(steps.next());
         cp_async_commit();
     }

@@ -344,8 +344,8 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                 if (rare) {
                     if (at.left == 1) release_outer();
                     bool near = true;
-                    c[0] = c[1] = form.apply_forms(params, s, place(), inner_at_.stage, group_, lane_, own, near,
-                                                  release);
+                    c[0] = c[1] =
+                        form.apply_forms(params, s, place(), inner_at_.stage, group_, lane_, own, near, release);
                     if (is_edge()) mask_edges(s, p_, t, warp_row, FormSteps::tile(at.entry()) * Config::kBlockN, lane_);
                     if (!near) common = 0;
                     // The base of a tile's first softmax is too low, which the sum tells.

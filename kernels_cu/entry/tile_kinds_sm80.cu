@@ -20,9 +20,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) tile_kinds_sm80(const __g
     int32 m = int32(rest - head * p.m_tiles);
     int32 b = int32(head / p.heads), h = int32(head - int64(b) * p.heads);
     if (b >= p.batch) return;
-    bool visible = p.blocks == nullptr ||
-                   p.blocks[b * p.block_stride_b + h * p.block_stride_h + m / p.block_rows * p.block_stride_q +
-                            n / p.block_keys * p.block_stride_k] != 0;
+    bool visible =
+        p.blocks == nullptr || p.blocks[b * p.block_stride_b + h * p.block_stride_h +
+                                        m / p.block_rows * p.block_stride_q + n / p.block_keys * p.block_stride_k] != 0;
     bool any = visible, all = visible && (n + 1) * int64(kTile) <= p.seqlen_k;
     if (kHasScoreMask && visible) {
         any = false;
