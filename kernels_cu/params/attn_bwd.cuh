@@ -1,0 +1,34 @@
+// Arguments of the backward kernels. Strides in elements.
+#pragma once
+#include "params/attn_fwd.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+
+// Workspaces are indexed by padded query rows: row i of sequence b (a dense batch has seqlen_q rows in each) is row
+// padded_begin(b) + i of rows_stride_h, in every head:
+//   dense    padded_begin(b) = b * round_up(seqlen_q, 128)
+//   packed   padded_begin(b) = round_down(cu_seqlens_q[b] + 128 * b, 128)
+// Rows between the sequences belong to nobody. Row r of query head h is element h * rows_stride_h + r of lse2 and delta,
+// and elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum.
+struct AttnBwdParams {
+    AttnFwdParams fwd;  // of the forward: q, k, v, o and lse are read here
+    const uint16* d_o;
+    const float* dlse;          // [batch, num_q_heads, seqlen_q] or [num_q_heads, rows]; or null
+    uint16* dq;                 // dq, dk, dv: null where they are not wanted
+    uint16* dk;
+    uint16* dv;
+    float* dsinks;              // [num_q_heads]; or null
+    float* dmask;               // or null
+    float* lse2;                // lse * log2(e); +inf where a row attends to nothing, and behind the end of a sequence
+    float* delta;               // rowsum(do * o) - dlse; 0 behind the end of a sequence
+    float* dq_accum;            // or null: dq is written by its own kernel
+    int64 do_stride_b, do_stride_s, do_stride_h;
+    int64 dq_stride_b, dq_stride_s, dq_stride_h;
+    int64 dk_stride_b, dk_stride_s, dk_stride_h;
+    int64 dv_stride_b, dv_stride_s, dv_stride_h;
+    int64 dlse_stride_b, dlse_stride_h;  // contiguous along the sequence
+    int64 dmask_stride_b, dmask_stride_h, dmask_stride_q, dmask_stride_k;
+    int64 rows_stride_h;        // padded rows of a head
+    int32 dq_columns;           // of dq_accum: head_dim rounded up to the kernel's width
+    int32 num_n_blocks;         // dense: tiles of keys of a (batch, kv head); varlen: upper bound over all sequences
+};
