@@ -14,6 +14,32 @@
 #include "ptx/wgmma.cuh"
 
 template <>
+struct Wgmma<Half, 32> {
+    template <Major kA = kKMajor, Major kB = kKMajor>
+    static OA_DEVICE void ss(float (&d)[16], uint64 a, uint64 b, int32 accumulate) {
+        asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, p, 1, 1, %19, %20;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));
+    }
+    template <Major kB = kKMajor>
+    static OA_DEVICE void rs(float (&d)[16], const uint32 (&a)[4], uint64 b, int32 accumulate) {
+        asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, p, 1, 1, %22;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kB)));
+    }
+};
+
+template <>
 struct Wgmma<Half, 64> {
     template <Major kA = kKMajor, Major kB = kKMajor>
     static OA_DEVICE void ss(float (&d)[32], uint64 a, uint64 b, int32 accumulate) {

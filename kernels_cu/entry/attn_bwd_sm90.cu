@@ -1,0 +1,471 @@
+// Backward of exact attention on Hopper's wgmma, sm_90a only: dK, dV and dQ in one pass. Source: FlashAttention-2 (Dao
+// 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024), section 3.
+//
+//   P = exp2(c Q K^T - lse2);  dV = P^T dO;  dS = P (dO V^T - delta);  dK = scale dS^T Q;  dQ = scale dS K
+//   lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse: of attn_bwd_prepare; dQ without the scale in fp32, rounded by
+//   attn_bwd_finish.
+//
+// q, do: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]. Where head_dim is
+// below HEAD_DIM, TMA fills with zeros.
+//
+// A persistent kernel, one CTA an SM, walks over tiles of 128 keys of one kv head; each of two consumer warpgroups owns
+// 64 of them, their dK and dV in registers. Tiles of 64 queries, of all query heads of the kv head, come by. Scores are
+// transposed, keys times queries, so that P^T and dS^T are operands from registers; dS goes through shared memory too,
+// for dQ, of whose columns either warpgroup computes half.
+//   warpgroup 0: producer, one lane copies     warpgroups 1, 2: consumers
+//
+//   producer                          consumer g, tile i of queries
+//   kv_empty -> K -> k_full           wait q_full(i), ds_full(i-2)
+//               V -> v_full             S(i) = K Q(i)^T;  dQ(i-2) = dS(i-2) K;  dK += dS(i-1)^T Q(i-1)
+//   for i:                              P(i) = exp2(..), under the last two
+//     q_empty -> Q, lse2 -> q_full    arrive q_empty(i-1), ds_empty(i-2);  add dQ(i-2) to global memory
+//     do_empty -> dO, delta           wait do_full(i)
+//                  -> do_full           dP(i) = V dO(i)^T;  dV += P(i)^T dO(i)
+//                                       dS(i) = P (dP - delta), under the last one
+//                                     arrive do_empty(i);  wait ds_empty(i);  store dS(i), arrive ds_full(i)
+//
+// dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
+//
+// Shared memory, bytes: K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [2][same] | dS [3][64 * 256] | lse2
+// [3][64 * 4] | delta [2][64 * 4] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle.
+#include "attention/mask.cuh"
+#include "params/attn_bwd.cuh"
+#include "pipeline/ring.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/reduce_global.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bf16.cuh"
+#include "ptx/wgmma_fp16.cuh"
+#include "scheduler/bwd_tile.cuh"
+
+struct Config {
+    using Io = IO_TYPE;
+    static constexpr int kHeadDim = HEAD_DIM;
+    static constexpr int kConsumers = 2;
+    static constexpr int kBlockM = 64;
+    static constexpr int kBlockN = 64 * kConsumers;
+    static constexpr int kQStages = 3, kDoStages = 2, kDsStages = 3;
+    static constexpr int kThreads = 128 * (1 + kConsumers);
+    static constexpr int kPanels = kHeadDim / 64;
+    static constexpr int kDqWidth = kHeadDim / kConsumers;  // columns of dQ of a warpgroup
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static_assert(kHeadDim == 64 || kHeadDim == 128, "dK and dV in registers");
+};
+
+constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128, kQPanelBytes = Config::kBlockM * 128;
+constexpr uint32 kKvBytes = Config::kBlockN * Config::kPanels * 128, kKvPanelBytes = Config::kBlockN * 128;
+constexpr uint32 kDsBytes = Config::kBlockM * Config::kBlockN * 2, kRowBytes = Config::kBlockM * 4;
+
+struct SharedStorage {
+    alignas(1024) uint8 k[kKvBytes];
+    alignas(1024) uint8 v[kKvBytes];
+    alignas(1024) uint8 q[Config::kQStages][kQBytes];
+    alignas(1024) uint8 d_o[Config::kDoStages][kQBytes];
+    alignas(1024) uint8 ds[Config::kDsStages][kDsBytes];
+    alignas(16) float lse2[Config::kQStages][Config::kBlockM];
+    alignas(16) float delta[Config::kDoStages][Config::kBlockM];
+    uint64 k_full, v_full, kv_empty;
+    uint64 q_full[Config::kQStages], q_empty[Config::kQStages];
+    uint64 do_full[Config::kDoStages], do_empty[Config::kDoStages];
+    uint64 ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
+};
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
+
+constexpr int kConsumerWarps = 4 * Config::kConsumers;
+
+struct Barriers {
+    uint32 k_full = smem_addr_at(&SharedStorage::k_full), v_full = smem_addr_at(&SharedStorage::v_full);
+    uint32 kv_empty = smem_addr_at(&SharedStorage::kv_empty);
+    Ring<Config::kQStages> q{smem_addr_at(&SharedStorage::q_full), smem_addr_at(&SharedStorage::q_empty)};
+    Ring<Config::kDoStages> d_o{smem_addr_at(&SharedStorage::do_full), smem_addr_at(&SharedStorage::do_empty)};
+    Ring<Config::kDsStages> ds{smem_addr_at(&SharedStorage::ds_full), smem_addr_at(&SharedStorage::ds_empty)};
+
+    // One thread; a CTA barrier must follow.
+    OA_DEVICE void init() const {
+        mbarrier_init(k_full, 1);
+        mbarrier_init(v_full, 1);
+        mbarrier_init(kv_empty, kConsumerWarps);
+        q.init(kConsumerWarps);
+        d_o.init(kConsumerWarps);
+        for (int s = 0; s < Config::kDsStages; ++s) {
+            mbarrier_init(ds.full + 8 * s, kConsumerWarps);
+            mbarrier_init(ds.empty + 8 * s, kConsumerWarps);
+        }
+        fence_barrier_init();
+    }
+};
+
+using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
+
+// First padded row of a batch entry (params/attn_bwd.cuh).
+OA_DEVICE int64 padded_begin(const AttnBwdParams& p, const BwdTile& t) {
+    return int64(t.batch_idx) * ((p.fwd.seqlen_q + 127) / 128 * 128);
+}
+
+class Producer {
+  public:
+    OA_DEVICE Producer(const AttnBwdSm90Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
+
+    // One thread.
+    OA_DEVICE void run() {
+        const AttnFwdParams& fwd = params_.bwd.fwd;
+        tma_prefetch(&params_.map_q);
+        tma_prefetch(&params_.map_k);
+        tma_prefetch(&params_.map_v);
+        tma_prefetch(&params_.map_do);
+        PersistentBwdTiles tiles;
+        uint32 phase = 1;  // of kv_empty
+        for (BwdTile t; tiles.next<Config::kBlockN>(fwd, params_.tiles, t);) {
+            Rows rows(fwd, t);
+            if (rows.is_empty()) continue;
+            mbarrier_wait(bars_.kv_empty, phase);
+            phase ^= 1;
+            mbarrier_arrive_expect_tx(bars_.k_full, kKvBytes);
+            copy(smem_addr_at(&SharedStorage::k), kKvPanelBytes, &params_.map_k, bars_.k_full, t.n0, t.kv_head_idx,
+                 t.batch_idx);
+            const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
+            bool is_first = true;
+#pragma unroll 1
+            for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
+                const int64 row = head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
+#pragma unroll 1
+                for (int32 m = rows.first; m < rows.end; ++m) {
+                    const int32 first_row = m * Config::kBlockM;
+                    uint32 bar = bars_.q.acquire(q_at_, kQBytes + kRowBytes);
+                    copy(smem_addr_at(&SharedStorage::q) + q_at_.stage * kQBytes, kQPanelBytes, &params_.map_q, bar,
+                         first_row, head, t.batch_idx);
+                    bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * kRowBytes,
+                              params_.bwd.lse2 + row + first_row, kRowBytes, bar);
+                    q_at_.advance();
+                    if (is_first) {
+                        mbarrier_arrive_expect_tx(bars_.v_full, kKvBytes);
+                        copy(smem_addr_at(&SharedStorage::v), kKvPanelBytes, &params_.map_v, bars_.v_full, t.n0,
+                             t.kv_head_idx, t.batch_idx);
+                        is_first = false;
+                    }
+                    bar = bars_.d_o.acquire(do_at_, kQBytes + kRowBytes);
+                    copy(smem_addr_at(&SharedStorage::d_o) + do_at_.stage * kQBytes, kQPanelBytes, &params_.map_do, bar,
+                         first_row, head, t.batch_idx);
+                    bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * kRowBytes,
+                              params_.bwd.delta + row + first_row, kRowBytes, bar);
+                    do_at_.advance();
+                }
+            }
+        }
+    }
+
+  private:
+    OA_DEVICE void copy(uint32 smem, uint32 panel_bytes, const TensorMap* map, uint32 bar, int32 row, int32 head,
+                        int32 batch) const {
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c)
+            tma_load_4d(smem + c * panel_bytes, map, bar, c * 64, row, head, batch);
+    }
+
+    const AttnBwdSm90Params& params_;
+    const Barriers& bars_;
+    RingState<Config::kQStages> q_at_;
+    RingState<Config::kDoStages> do_at_;
+};
+
+class Consumer {
+    using Scores = float[Config::kBlockM / 2];  // 64 keys x kBlockM queries
+    using Gradient = float[Config::kHeadDim / 2];  // 64 keys x head_dim
+    using QueryGradient = float[Config::kDqWidth / 2];  // kBlockM queries x kDqWidth
+    using Operand = uint32[Config::kBlockM / 16][4];  // P^T or dS^T
+    static constexpr int kSteps = Config::kHeadDim / 16;
+
+  public:
+    OA_DEVICE Consumer(const AttnBwdSm90Params& params, const Barriers& bars, int32 group)
+        : params_(params),
+          p_(params.bwd.fwd),
+          bars_(bars),
+          group_(group),
+          lane_(in_register(threadIdx.x & 31)),
+          warp_((threadIdx.x >> 5) & 3),
+          k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + group * 64 * 128, 16, 1024)),
+          v_(wgmma_descriptor(smem_addr_at(&SharedStorage::v) + group * 64 * 128, 16, 1024)),
+          q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), 16, 1024)),
+          q_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), kQPanelBytes, 1024)),
+          do_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), 16, 1024)),
+          do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), kQPanelBytes, 1024)),
+          ds_(wgmma_descriptor(smem_addr_at(&SharedStorage::ds), 16, 1024)),
+          k_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + column_bytes(group * Config::kDqWidth),
+                                    kKvPanelBytes, 1024)) {
+        // stmatrix: this lane's row of queries (modulo 16) and its chunk of 8 keys in panel `group`.
+        int32 row = (lane_ & 7) + (lane_ >> 4) * 8, chunk = 2 * warp_ + ((lane_ >> 3) & 1);
+        ds_store_ = smem_addr_at(&SharedStorage::ds) + group * kQPanelBytes + row * 128 + ((chunk ^ (lane_ & 7)) << 4);
+    }
+
+    OA_DEVICE void run() {
+        PersistentBwdTiles tiles;
+        for (BwdTile t; tiles.next<Config::kBlockN>(p_, params_.tiles, t);) {
+            Rows rows(p_, t);
+            Work w;
+#pragma unroll
+            for (int i = 0; i < Config::kHeadDim / 2; ++i) w.dk[i] = w.dv[i] = 0.0f;
+            if (!rows.is_empty()) {
+                attend(t, rows, w);
+                kv_phase_ ^= 1;
+            }
+            if (params_.bwd.dv != nullptr)
+                store(w.dv, 1.0f, params_.bwd.dv, params_.bwd.dv_stride_b, params_.bwd.dv_stride_s,
+                      params_.bwd.dv_stride_h, t);
+            if (params_.bwd.dk != nullptr)
+                store(w.dk, p_.softmax_scale, params_.bwd.dk, params_.bwd.dk_stride_b, params_.bwd.dk_stride_s,
+                      params_.bwd.dk_stride_h, t);
+        }
+    }
+
+  private:
+    // Byte of a column in its panel's rows, of all panels.
+    OA_DEVICE static constexpr uint32 column_bytes(int32 column) {
+        return (column >> 6) * kKvPanelBytes + (column & 63) * 2;
+    }
+
+    // D = A B^T of 64 keys and kBlockM queries.
+    OA_DEVICE static void issue_scores(Scores& s, WgmmaDescriptor a, WgmmaDescriptor b) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            uint32 panel = step >> 2, column = (step & 3) * 32;
+            Wgmma<Config::Io, Config::kBlockM>::ss(s, a.at(panel * kKvPanelBytes + column),
+                                                   b.at(panel * kQPanelBytes + column), step != 0);
+        }
+        wgmma_commit();
+    }
+    // D += A^T B, A^T in registers.
+    OA_DEVICE static void issue_gradient(Gradient& d, const Operand& a, WgmmaDescriptor b) {
+#pragma unroll
+        for (int step = 0; step < Config::kBlockM / 16; ++step)
+            Wgmma<Config::Io, Config::kHeadDim>::template rs<kMnMajor>(d, a[step], b.at(step * 16 * 128), 1);
+        wgmma_commit();
+    }
+    OA_DEVICE void issue_dq(QueryGradient& dq, int32 stage) const {
+        WgmmaDescriptor ds = ds_.next(stage * kDsBytes);
+#pragma unroll
+        for (int step = 0; step < Config::kBlockN / 16; ++step) {
+            uint32 panel = step >> 2, column = (step & 3) * 32;
+            Wgmma<Config::Io, Config::kDqWidth>::template ss<kKMajor, kMnMajor>(
+                dq, ds.at(panel * kQPanelBytes + column), k_trans_.at(step * 16 * 128), step != 0);
+        }
+        wgmma_commit();
+    }
+
+    // What a tile of keys has on its way through the queries.
+    struct Work {
+        Scores s, dp;
+        QueryGradient dq;
+        Operand p16, ds16;
+        Gradient dk, dv;
+        RingState<Config::kQStages> q_before;  // of the tile of queries before
+        int32 m, dq_m;  // tile of queries, and the one that dQ is of, as a number from 0
+        float* dq_at;
+    };
+
+    OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
+        const AttnBwdParams& bwd = params_.bwd;
+        const int32 heads = p_.num_q_heads / p_.num_kv_heads, count = rows.end - rows.first;
+        const int32 total = heads * count;
+        // dQ: fragments, float4 j of thread i of the warpgroup at 512 j + 4 i.
+        w.dq_at = bwd.dq_accum +
+                  (int64(t.kv_head_idx) * heads * bwd.rows_stride_h + padded_begin(bwd, t) +
+                   int64(rows.first) * Config::kBlockM) *
+                      Config::kHeadDim +
+                  group_ * (Config::kBlockM * Config::kDqWidth) + (threadIdx.x & 127) * 4;
+        w.dq_m = 0;
+        w.m = rows.first;
+
+        mbarrier_wait(bars_.k_full, kv_phase_);
+        // V is waited for here too: its first product comes half a step later, at the same place in all steps.
+        mbarrier_wait(bars_.v_full, kv_phase_);
+        step<false, false>(t, rows, w);
+        if (total > 1) step<true, false>(t, rows, w);
+#pragma unroll 1
+        for (int32 i = 2; i < total; ++i) step<true, true>(t, rows, w);
+        // What is left: dQ of the last two tiles, dK of the last.
+        if (total > 1) {
+            bars_.ds.wait(ds_read_);
+            wgmma_fence();
+            issue_dq(w.dq, ds_read_.stage);
+            wgmma_wait<0>();
+            wgmma_pin(w.dq);
+            end_dq(rows, w);
+        }
+        bars_.ds.wait(ds_read_);
+        wgmma_pin(w.dk);
+        wgmma_fence();
+        issue_dq(w.dq, ds_read_.stage);
+        issue_gradient(w.dk, w.ds16, q_trans_.next(w.q_before.stage * kQBytes));
+        wgmma_wait<0>();
+        wgmma_pin(w.dq);
+        wgmma_pin(w.dk);
+        bars_.q.release(w.q_before, lane_);
+        end_dq(rows, w);
+        if (lane_ == 0) mbarrier_arrive(bars_.kv_empty);
+    }
+
+    OA_DEVICE void end_dq(const Rows& rows, Work& w) {
+        bars_.ds.release(ds_read_, lane_);
+        ds_read_.advance();
+#pragma unroll
+        for (int j = 0; j < Config::kDqWidth / 8; ++j)
+            reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
+        w.dq_at += Config::kBlockM * Config::kHeadDim;
+        const int32 count = rows.end - rows.first;
+        if (++w.dq_m == count) {
+            w.dq_m = 0;
+            w.dq_at += (params_.bwd.rows_stride_h - int64(count) * Config::kBlockM) * Config::kHeadDim;
+        }
+    }
+
+    template <bool kHasDk, bool kHasDq>
+    OA_DEVICE void step(const BwdTile& t, const Rows& rows, Work& w) {
+        bars_.q.wait(q_at_);
+        if constexpr (kHasDq) bars_.ds.wait(ds_read_);
+        wgmma_pin(w.s);
+        wgmma_fence();
+        issue_scores(w.s, k_, q_.next(q_at_.stage * kQBytes));
+        if constexpr (kHasDq) issue_dq(w.dq, ds_read_.stage);
+        if constexpr (kHasDk) issue_gradient(w.dk, w.ds16, q_trans_.next(w.q_before.stage * kQBytes));
+        wgmma_pin(w.s);
+        const uint32 lse2 = smem_addr_at(&SharedStorage::lse2) + q_at_.stage * kRowBytes + (lane_ & 3) * 8;
+        wgmma_wait<int(kHasDk) + int(kHasDq)>();
+        wgmma_pin(w.s);
+        const float c = p_.softmax_scale * kLog2e;
+        if (w.m < rows.full_first || w.m >= rows.full_end) hide(w.s, t, w.m, c);
+#pragma unroll
+        for (int j = 0; j < Config::kBlockM / 8; ++j) {
+            float2 row = load_shared_float2(lse2 + j * 32);
+#pragma unroll
+            for (int x = 0; x < 4; ++x) w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
+        }
+        wgmma_wait<0>();
+        wgmma_pin(w.dq);
+        wgmma_pin(w.dk);
+        if constexpr (kHasDk) bars_.q.release(w.q_before, lane_);
+        if constexpr (kHasDq) end_dq(rows, w);
+        pack(w.p16, w.s);
+        bars_.d_o.wait(do_at_);
+        wgmma_pin(w.dp);
+        wgmma_fence();
+        issue_scores(w.dp, v_, do_.next(do_at_.stage * kQBytes));
+        issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
+        wgmma_pin(w.dp);
+        const uint32 delta = smem_addr_at(&SharedStorage::delta) + do_at_.stage * kRowBytes + (lane_ & 3) * 8;
+        wgmma_wait<1>();
+        wgmma_pin(w.dp);
+#pragma unroll
+        for (int j = 0; j < Config::kBlockM / 8; ++j) {
+            float2 row = load_shared_float2(delta + j * 32);
+#pragma unroll
+            for (int x = 0; x < 4; ++x) w.s[4 * j + x] *= w.dp[4 * j + x] - (x & 1 ? row.y : row.x);
+        }
+        wgmma_wait<0>();
+        wgmma_pin(w.dv);
+        bars_.d_o.release(do_at_, lane_);
+        do_at_.advance();
+        pack(w.ds16, w.s);
+        bars_.ds.wait_empty(ds_write_);
+#pragma unroll
+        for (int x = 0; x < Config::kBlockM / 16; ++x)
+            stmatrix_x4<true>(ds_store_ + ds_write_.stage * kDsBytes + x * 16 * 128, w.ds16[x]);
+        fence_proxy_async();
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(bars_.ds.full + 8 * ds_write_.stage);
+        ds_write_.advance();
+        w.q_before = q_at_;
+        q_at_.advance();
+        if (++w.m == rows.end) w.m = rows.first;
+    }
+
+    // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.
+    OA_DEVICE void hide(Scores& s, const BwdTile& t, int32 m, float c) const {
+        const float hidden = c > 0.0f ? neg_inf() : -neg_inf();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int32 key = t.n0 + group_ * 64 + warp_ * 16 + (lane_ >> 2) + r * 8;
+            QueryRange seen = visible_queries(key, t.seqlen_q, t.seqlen_k, p_.window_left, p_.window_right);
+            uint32 len = key < t.seqlen_k ? uint32(max_of(seen.hi - seen.lo, 0)) : 0;
+            int32 first = m * Config::kBlockM + 2 * (lane_ & 3) - seen.lo;
+#pragma unroll
+            for (int j = 0; j < Config::kBlockM / 8; ++j)
+#pragma unroll
+                for (int x = 0; x < 2; ++x)
+                    if (uint32(first + 8 * j + x) >= len) s[4 * j + 2 * r + x] = hidden;
+        }
+    }
+
+    // The accumulator layout of a product is the operand layout of the next.
+    OA_DEVICE static void pack(Operand& a, const Scores& s) {
+#pragma unroll
+        for (int j = 0; j < Config::kBlockM / 8; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                a[j >> 1][2 * (j & 1) + r] = pack2(Config::Io{}, s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
+    }
+
+    // Rows of dK or dV times `scale`, 16 bytes a lane: a transpose inside each quad, as in attention/warp_epilogue.cuh.
+    OA_DEVICE void store(const Gradient& d, float scale, uint16* to, int64 stride_b, int64 stride_s, int64 stride_h,
+                         const BwdTile& t) const {
+        to += t.batch_idx * stride_b + t.kv_head_idx * stride_h;
+        const int quad_lane = lane_ & 3;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int32 row = t.n0 + group_ * 64 + warp_ * 16 + (lane_ >> 2) + r * 8;
+#pragma unroll
+            for (int j = 0; j < Config::kHeadDim / 8; j += 4) {
+                uint32 w[4];
+#pragma unroll
+                for (int x = 0; x < 4; ++x)
+                    w[x] = pack2(Config::Io{}, d[4 * (j + x) + 2 * r] * scale, d[4 * (j + x) + 2 * r + 1] * scale);
+                bool odd = quad_lane & 1, upper = quad_lane & 2;
+                uint32 x0 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
+                uint32 x1 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
+                uint32 a0 = odd ? x0 : w[0], a1 = odd ? w[1] : x0, b0 = odd ? x1 : w[2], b1 = odd ? w[3] : x1;
+                uint32 y0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
+                uint32 y1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
+                uint4 out = upper ? make_uint4(y0, y1, b0, b1) : make_uint4(a0, a1, y0, y1);
+                int32 column = (j + quad_lane) * 8;
+                if (row < t.seqlen_k && column < p_.head_dim)
+                    *reinterpret_cast<uint4*>(to + int64(row) * stride_s + column) = out;
+            }
+        }
+    }
+
+    const AttnBwdSm90Params& params_;
+    const AttnFwdParams& p_;
+    const Barriers& bars_;
+    const int32 group_;
+    const int lane_, warp_;
+    uint32 ds_store_;
+    WgmmaDescriptor k_, v_, q_, q_trans_, do_, do_trans_, ds_, k_trans_;
+    RingState<Config::kQStages> q_at_;
+    RingState<Config::kDoStages> do_at_;
+    RingState<Config::kDsStages> ds_write_, ds_read_;
+    uint32 kv_phase_ = 0;
+};
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
+    const __grid_constant__ AttnBwdSm90Params params) {
+    extern __shared__ __align__(1024) uint8 smem_raw[];
+    Barriers bars;
+    if (threadIdx.x == 0) {
+        check_smem_base(smem_raw);
+        bars.init();
+    }
+    __syncthreads();
+    int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
+    if (warpgroup == 0) {
+        registers_release<Config::kProducerRegisters>();
+        if (threadIdx.x == 0) Producer(params, bars).run();
+    } else {
+        registers_claim<Config::kConsumerRegisters>();
+        Consumer(params, bars, warpgroup - 1).run();
+    }
+}
