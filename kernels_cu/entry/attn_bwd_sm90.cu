@@ -48,14 +48,17 @@ struct Config {
     using Io = IO_TYPE;
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kConsumers = 2;
-    static constexpr int kBlockM = 64;
+    static constexpr int kBlockM = BLOCK_M;
     static constexpr int kBlockN = 64 * kConsumers;
-    static constexpr int kQStages = 3, kDoStages = 2, kDsStages = 3;
+    static constexpr bool kBatched = BATCHED;  // one batch of products a tile of queries
+    static constexpr int kQStages = 3, kDoStages = kBatched ? 3 : 2, kDsStages = kBatched ? 4 : 3;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
-    static constexpr int kDqWidth = kHeadDim / kConsumers;  // columns of dQ of a warpgroup
+    // Of dQ a warpgroup computes 64 rows: those of a tile of 64 and half of the columns, or half of the rows.
+    static constexpr bool kSplitsRows = kBlockM == 128;
+    static constexpr int kDqWidth = kSplitsRows ? kHeadDim : kHeadDim / kConsumers;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-    static_assert(kHeadDim == 64 || kHeadDim == 128, "dK and dV in registers");
+    static_assert(kHeadDim == 64 || (kHeadDim == 128 && kBlockM == 64), "dK and dV in registers");
 };
 
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128, kQPanelBytes = Config::kBlockM * 128;
@@ -177,7 +180,7 @@ class Producer {
 class Consumer {
     using Scores = float[Config::kBlockM / 2];  // 64 keys x kBlockM queries
     using Gradient = float[Config::kHeadDim / 2];  // 64 keys x head_dim
-    using QueryGradient = float[Config::kDqWidth / 2];  // kBlockM queries x kDqWidth
+    using QueryGradient = float[Config::kDqWidth / 2];  // 64 queries x kDqWidth
     using Operand = uint32[Config::kBlockM / 16][4];  // P^T or dS^T
     static constexpr int kSteps = Config::kHeadDim / 16;
 
@@ -195,8 +198,9 @@ class Consumer {
           q_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), kQPanelBytes, 1024)),
           do_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), 16, 1024)),
           do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), kQPanelBytes, 1024)),
-          ds_(wgmma_descriptor(smem_addr_at(&SharedStorage::ds), 16, 1024)),
-          k_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + column_bytes(group * Config::kDqWidth),
+          ds_(wgmma_descriptor(
+              smem_addr_at(&SharedStorage::ds) + (Config::kSplitsRows ? group * 64 * 128 : 0), 16, 1024)),
+          k_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + column_bytes(Config::kSplitsRows ? 0 : group * Config::kDqWidth),
                                     kKvPanelBytes, 1024)) {
         // stmatrix: this lane's row of queries (modulo 16) and its chunk of 8 keys in panel `group`.
         int32 row = (lane_ & 7) + (lane_ >> 4) * 8, chunk = 2 * warp_ + ((lane_ >> 3) & 1);
@@ -263,114 +267,127 @@ class Consumer {
         QueryGradient dq;
         Operand p16, ds16;
         Gradient dk, dv;
-        RingState<Config::kQStages> q_before;  // of the tile of queries before
         int32 m, dq_m;  // tile of queries, and the one that dQ is of, as a number from 0
         float* dq_at;
     };
 
-    OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
+    OA_DEVICE void begin(const BwdTile& t, const Rows& rows, Work& w) const {
         const AttnBwdParams& bwd = params_.bwd;
-        const int32 heads = p_.num_q_heads / p_.num_kv_heads, count = rows.end - rows.first;
-        const int32 total = heads * count;
+        const int64 head = int64(t.kv_head_idx) * (p_.num_q_heads / p_.num_kv_heads);
         // dQ: fragments, float4 j of thread i of the warpgroup at 512 j + 4 i.
         w.dq_at = bwd.dq_accum +
-                  (int64(t.kv_head_idx) * heads * bwd.rows_stride_h + padded_begin(bwd, t) +
-                   int64(rows.first) * Config::kBlockM) *
+                  (head * bwd.rows_stride_h + padded_begin(bwd, t) + int64(rows.first - 1) * Config::kBlockM) *
                       Config::kHeadDim +
-                  group_ * (Config::kBlockM * Config::kDqWidth) + (threadIdx.x & 127) * 4;
+                  group_ * (64 * Config::kDqWidth) + (threadIdx.x & 127) * 4;
         w.dq_m = 0;
         w.m = rows.first;
-
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
         mbarrier_wait(bars_.v_full, kv_phase_);
-        step<false, false>(t, rows, w);
-        if (total > 1) step<true, false>(t, rows, w);
-#pragma unroll 1
-        for (int32 i = 2; i < total; ++i) step<true, true>(t, rows, w);
-        // What is left: dQ of the last two tiles, dK of the last.
-        if (total > 1) {
-            bars_.ds.wait(ds_read_);
-            wgmma_fence();
-            issue_dq(w.dq, ds_read_.stage);
-            wgmma_wait<0>();
-            wgmma_pin(w.dq);
-            end_dq(rows, w);
-        }
-        bars_.ds.wait(ds_read_);
-        wgmma_pin(w.dk);
-        wgmma_fence();
-        issue_dq(w.dq, ds_read_.stage);
-        issue_gradient(w.dk, w.ds16, q_trans_.next(w.q_before.stage * kQBytes));
-        wgmma_wait<0>();
-        wgmma_pin(w.dq);
-        wgmma_pin(w.dk);
-        bars_.q.release(w.q_before, lane_);
-        end_dq(rows, w);
-        if (lane_ == 0) mbarrier_arrive(bars_.kv_empty);
     }
 
-    OA_DEVICE void end_dq(const Rows& rows, Work& w) {
+    OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
+        const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
+        begin(t, rows, w);
+        step<0>(t, rows, w);
+        if (total > 1) step<1>(t, rows, w);
+        if (total > 2) step<2>(t, rows, w);
+#pragma unroll 1
+        for (int32 i = 3; i < total; ++i) step<3>(t, rows, w);
+        // What is left: dQ of the last tiles, dK of the last one, with a batch dV too.
+        if (total > 2) add_dq(rows, w);
+        if (total > 1) finish_dq(rows, w);
+        pack(w.ds16, w.dp);
+        if constexpr (Config::kBatched) pack(w.p16, w.s);
+        store_ds(w);
+        wgmma_pin(w.dk);
+        wgmma_pin(w.dv);
+        wgmma_fence();
+        if constexpr (Config::kBatched) issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
+        issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
+        wgmma_wait<0>();
+        wgmma_pin(w.dk);
+        wgmma_pin(w.dv);
+        release_q();
+        if constexpr (Config::kBatched) release_do();
+        finish_dq(rows, w);
+        if (lane_ == 0) mbarrier_arrive(bars_.kv_empty);
+    }
+    template <int kTiles>
+    OA_DEVICE void step(const BwdTile& t, const Rows& rows, Work& w) {
+        if constexpr (Config::kBatched) step_batched<kTiles>(t, rows, w);
+        else step_lagged<kTiles>(t, rows, w);
+    }
+
+    // Of the oldest tile of dS in shared memory.
+    OA_DEVICE void finish_dq(const Rows& rows, Work& w) {
+        bars_.ds.wait(ds_read_);
+        wgmma_discard(w.dq);
+        wgmma_fence();
+        issue_dq(w.dq, ds_read_.stage);
+        wgmma_wait<0>();
+        wgmma_pin(w.dq);
+        release_ds();
+        add_dq(rows, w);
+    }
+
+    OA_DEVICE void release_ds() {
         bars_.ds.release(ds_read_, lane_);
         ds_read_.advance();
-#pragma unroll
-        for (int j = 0; j < Config::kDqWidth / 8; ++j)
-            reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
-        w.dq_at += Config::kBlockM * Config::kHeadDim;
+    }
+    OA_DEVICE void add_dq(const Rows& rows, Work& w) {
+        // The address moves on before it is used, not afterwards: an addition would wait for the reductions to read it.
         const int32 count = rows.end - rows.first;
-        if (++w.dq_m == count) {
+        w.dq_at += Config::kBlockM * Config::kHeadDim;
+        if (w.dq_m == count) {
             w.dq_m = 0;
             w.dq_at += (params_.bwd.rows_stride_h - int64(count) * Config::kBlockM) * Config::kHeadDim;
         }
+        ++w.dq_m;
+#pragma unroll
+        for (int j = 0; j < Config::kDqWidth / 8; ++j)
+            reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
     }
 
-    template <bool kHasDk, bool kHasDq>
-    OA_DEVICE void step(const BwdTile& t, const Rows& rows, Work& w) {
-        bars_.q.wait(q_at_);
-        if constexpr (kHasDq) bars_.ds.wait(ds_read_);
-        wgmma_pin(w.s);
-        wgmma_fence();
-        issue_scores(w.s, k_, q_.next(q_at_.stage * kQBytes));
-        if constexpr (kHasDq) issue_dq(w.dq, ds_read_.stage);
-        if constexpr (kHasDk) issue_gradient(w.dk, w.ds16, q_trans_.next(w.q_before.stage * kQBytes));
-        wgmma_pin(w.s);
-        const uint32 lse2 = smem_addr_at(&SharedStorage::lse2) + q_at_.stage * kRowBytes + (lane_ & 3) * 8;
-        wgmma_wait<int(kHasDk) + int(kHasDq)>();
-        wgmma_pin(w.s);
+    // Of the queries of this thread's columns of scores: lse2 or delta.
+    using QueryRows = float2[Config::kBlockM / 8];
+    OA_DEVICE void load_lse2(QueryRows& x, int32 stage) const {
+        load_rows(x, smem_addr_at(&SharedStorage::lse2) + stage * kRowBytes);
+    }
+    OA_DEVICE void load_delta(QueryRows& x, int32 stage) const {
+        load_rows(x, smem_addr_at(&SharedStorage::delta) + stage * kRowBytes);
+    }
+    OA_DEVICE void load_rows(QueryRows& x, uint32 from) const {
+#pragma unroll
+        for (int j = 0; j < Config::kBlockM / 8; ++j) x[j] = load_shared_float2(from + (lane_ & 3) * 8 + j * 32);
+    }
+
+    // P from S, in place.
+    OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const QueryRows& lse2) const {
         const float c = p_.softmax_scale * kLog2e;
         if (w.m < rows.full_first || w.m >= rows.full_end) hide(w.s, t, w.m, c);
 #pragma unroll
-        for (int j = 0; j < Config::kBlockM / 8; ++j) {
-            float2 row = load_shared_float2(lse2 + j * 32);
+        for (int j = 0; j < Config::kBlockM / 8; ++j)
 #pragma unroll
-            for (int x = 0; x < 4; ++x) w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
-        }
-        wgmma_wait<0>();
-        wgmma_pin(w.dq);
-        wgmma_pin(w.dk);
-        if constexpr (kHasDk) bars_.q.release(w.q_before, lane_);
-        if constexpr (kHasDq) end_dq(rows, w);
-        pack(w.p16, w.s);
-        bars_.d_o.wait(do_at_);
-        wgmma_pin(w.dp);
-        wgmma_fence();
-        issue_scores(w.dp, v_, do_.next(do_at_.stage * kQBytes));
-        issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
-        wgmma_pin(w.dp);
-        const uint32 delta = smem_addr_at(&SharedStorage::delta) + do_at_.stage * kRowBytes + (lane_ & 3) * 8;
-        wgmma_wait<1>();
-        wgmma_pin(w.dp);
+            for (int x = 0; x < 4; ++x)
+                w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? lse2[j].y : lse2[j].x)));
+        wgmma_pin(w.s);  // computed here, under the products that run
+    }
+    // dS from P and dP, to dP's registers. P: of 32 bits where there are registers for it, else as rounded.
+    OA_DEVICE void differentiate(Work& w, const QueryRows& delta) const {
 #pragma unroll
-        for (int j = 0; j < Config::kBlockM / 8; ++j) {
-            float2 row = load_shared_float2(delta + j * 32);
+        for (int j = 0; j < Config::kBlockM / 8; ++j)
 #pragma unroll
-            for (int x = 0; x < 4; ++x) w.s[4 * j + x] *= w.dp[4 * j + x] - (x & 1 ? row.y : row.x);
-        }
-        wgmma_wait<0>();
-        wgmma_pin(w.dv);
-        bars_.d_o.release(do_at_, lane_);
-        do_at_.advance();
-        pack(w.ds16, w.s);
+            for (int r = 0; r < 2; ++r) {
+                float2 p = make_float2(w.s[4 * j + 2 * r], w.s[4 * j + 2 * r + 1]);
+                if (!Config::kBatched) p = unpack2(Config::Io{}, w.p16[j >> 1][2 * (j & 1) + r]);
+                float* ds = w.dp + 4 * j + 2 * r;
+                ds[0] = p.x * (ds[0] - delta[j].x);
+                ds[1] = p.y * (ds[1] - delta[j].y);
+            }
+        wgmma_pin(w.dp);
+    }
+    OA_DEVICE void store_ds(const Work& w) {
         bars_.ds.wait_empty(ds_write_);
 #pragma unroll
         for (int x = 0; x < Config::kBlockM / 16; ++x)
@@ -379,9 +396,120 @@ class Consumer {
         __syncwarp();
         if (lane_ == 0) mbarrier_arrive(bars_.ds.full + 8 * ds_write_.stage);
         ds_write_.advance();
-        w.q_before = q_at_;
+    }
+    OA_DEVICE void release_q() {
+        bars_.q.release(q_at_, lane_);
         q_at_.advance();
+    }
+    OA_DEVICE void release_do() {
+        bars_.d_o.release(do_at_, lane_);
+        do_at_.advance();
+    }
+
+    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 3 for more. No
+    // product is in flight from one step to the next: the compiler would wait for each.
+    template <int kBefore>
+    OA_DEVICE void step_lagged(const BwdTile& t, const Rows& rows, Work& w) {
+        RingState<Config::kQStages> q_now = q_at_;
+        if (kBefore > 0) {
+            pack(w.ds16, w.dp);
+            q_now.advance();
+        }
+        bars_.q.wait(q_now);
+        wgmma_discard(w.s);
+        wgmma_fence();
+        issue_scores(w.s, k_, q_.next(q_now.stage * kQBytes));
+        wgmma_pin(w.s);
+        if constexpr (kBefore > 0) store_ds(w);
+        // Behind the fence of dS, which would wait for them.
+        if constexpr (kBefore > 2) add_dq(rows, w);
+        if constexpr (kBefore > 1) {
+            bars_.ds.wait(ds_read_);
+            wgmma_discard(w.dq);
+            issue_dq(w.dq, ds_read_.stage);
+        }
+        if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
+        QueryRows lse2, delta;
+        load_lse2(lse2, q_now.stage);
+        wgmma_wait<min_of(kBefore, 2)>();
+        wgmma_pin(w.s);
+        exponentiate(t, rows, w, lse2);
+        wgmma_wait<0>();
+        if constexpr (kBefore > 1) wgmma_pin(w.dq);
+        wgmma_pin(w.dk);
+        pack(w.p16, w.s);
+        if constexpr (kBefore > 0) release_q();
+        if constexpr (kBefore > 1) release_ds();
+        bars_.d_o.wait(do_at_);
+        wgmma_discard(w.dp);
+        wgmma_fence();
+        issue_scores(w.dp, v_, do_.next(do_at_.stage * kQBytes));
+        issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
+        wgmma_pin(w.dp);
         if (++w.m == rows.end) w.m = rows.first;
+        load_delta(delta, do_at_.stage);
+        wgmma_wait<1>();
+        wgmma_pin(w.dp);
+        differentiate(w, delta);
+        wgmma_wait<0>();
+        wgmma_pin(w.dv);
+        release_do();
+    }
+
+    // The same with all products of a step in one batch: S and dP of tile i, then dV and dK of tile i - 1 and dQ of
+    // tile i - 2, under which the softmax of those scores is computed. Takes registers for S, dP, P and dS at the same
+    // time. do_at_ is at tile i - 1 too.
+    template <int kBefore>
+    OA_DEVICE void step_batched(const BwdTile& t, const Rows& rows, Work& w) {
+        RingState<Config::kQStages> q_now = q_at_;
+        RingState<Config::kDoStages> do_now = do_at_;
+        if (kBefore > 0) {
+            pack(w.p16, w.s);
+            pack(w.ds16, w.dp);
+            q_now.advance();
+            do_now.advance();
+        }
+        bars_.q.wait(q_now);
+        bars_.d_o.wait(do_now);
+        wgmma_discard(w.s);
+        wgmma_discard(w.dp);
+        wgmma_fence();
+        issue_scores(w.s, k_, q_.next(q_now.stage * kQBytes));
+        issue_scores(w.dp, v_, do_.next(do_now.stage * kQBytes));
+        if constexpr (kBefore > 0) {
+            issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
+            issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
+        }
+        wgmma_pin(w.s);
+        wgmma_pin(w.dp);
+        if constexpr (kBefore > 0) store_ds(w);
+        // Behind the fence of dS, which would wait for them.
+        if constexpr (kBefore > 2) add_dq(rows, w);
+        if constexpr (kBefore > 1) {
+            bars_.ds.wait(ds_read_);
+            wgmma_discard(w.dq);
+            issue_dq(w.dq, ds_read_.stage);
+        }
+        constexpr int kBehind = kBefore == 0 ? 0 : min_of(kBefore, 2) + 1;
+        QueryRows lse2, delta;
+        load_lse2(lse2, q_now.stage);
+        wgmma_wait<kBehind + 1>();
+        wgmma_pin(w.s);
+        load_delta(delta, do_now.stage);
+        exponentiate(t, rows, w, lse2);
+        if (++w.m == rows.end) w.m = rows.first;
+        wgmma_wait<kBehind>();
+        wgmma_pin(w.dp);
+        differentiate(w, delta);
+        wgmma_wait<0>();
+        wgmma_pin(w.dv);
+        wgmma_pin(w.dk);
+        if constexpr (kBefore > 1) wgmma_pin(w.dq);
+        if constexpr (kBefore > 0) {
+            release_q();
+            release_do();
+        }
+        if constexpr (kBefore > 1) release_ds();
     }
 
     // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.

@@ -20,6 +20,12 @@ OA_DEVICE void wgmma_pin(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// The same before a product that overwrites them: whatever they held is dead, and takes no registers until then.
+template <int N>
+OA_DEVICE void wgmma_discard(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i])::"memory");
+}
 template <int N>
 OA_DEVICE void wgmma_pin(uint32 (&a)[N]) {
 #pragma unroll
