@@ -291,15 +291,16 @@ class Consumer {
         begin(t, rows, w);
         step<0>(t, rows, w);
         if (total > 1) step<1>(t, rows, w);
-        if (total > 2) step<2>(t, rows, w);
 #pragma unroll 1
-        for (int32 i = 3; i < total; ++i) step<3>(t, rows, w);
-        // What is left: dQ of the last tiles, dK of the last one, with a batch dV too.
-        if (total > 2) add_dq(rows, w);
+        for (int32 i = 2; i < total; ++i) step<2>(t, rows, w);
+        // What is left: dQ of the last two tiles, dK of the last one, with a batch dV too.
         if (total > 1) finish_dq(rows, w);
-        pack(w.ds16, w.dp);
-        if constexpr (Config::kBatched) pack(w.p16, w.s);
-        store_ds(w);
+        if constexpr (Config::kBatched) {
+            pack(w.p16, w.s);
+            pack(w.ds16, w.dp);
+            store_ds(w);
+        }
+        announce_ds();
         wgmma_pin(w.dk);
         wgmma_pin(w.dv);
         wgmma_fence();
@@ -349,49 +350,64 @@ class Consumer {
             reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
     }
 
-    // Of the queries of this thread's columns of scores: lse2 or delta.
-    using QueryRows = float2[Config::kBlockM / 8];
-    OA_DEVICE void load_lse2(QueryRows& x, int32 stage) const {
-        load_rows(x, smem_addr_at(&SharedStorage::lse2) + stage * kRowBytes);
-    }
-    OA_DEVICE void load_delta(QueryRows& x, int32 stage) const {
-        load_rows(x, smem_addr_at(&SharedStorage::delta) + stage * kRowBytes);
-    }
-    OA_DEVICE void load_rows(QueryRows& x, uint32 from) const {
+    // Of the queries of this thread's columns of scores, two of each 8: lse2 or delta of a stage.
+    class QueryRows {
+      public:
+        OA_DEVICE QueryRows(uint32 from, int32 stage, int lane) : at_(from + stage * kRowBytes + (lane & 3) * 8) {}
+        OA_DEVICE float2 operator()(int j) const { return load_shared_float2(at_ + j * 32); }
+
+      private:
+        uint32 at_;
+    };
+    // The same, read ahead.
+    class ReadRows {
+      public:
+        OA_DEVICE explicit ReadRows(const QueryRows& from) {
 #pragma unroll
-        for (int j = 0; j < Config::kBlockM / 8; ++j) x[j] = load_shared_float2(from + (lane_ & 3) * 8 + j * 32);
-    }
+            for (int j = 0; j < Config::kBlockM / 8; ++j) row_[j] = from(j);
+        }
+        OA_DEVICE float2 operator()(int j) const { return row_[j]; }
+
+      private:
+        float2 row_[Config::kBlockM / 8];
+    };
+    OA_DEVICE QueryRows lse2_of(int32 stage) const { return {smem_addr_at(&SharedStorage::lse2), stage, lane_}; }
+    OA_DEVICE QueryRows delta_of(int32 stage) const { return {smem_addr_at(&SharedStorage::delta), stage, lane_}; }
 
     // P from S, in place.
-    OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const QueryRows& lse2) const {
+    template <typename Row>
+    OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
         const float c = p_.softmax_scale * kLog2e;
         if (w.m < rows.full_first || w.m >= rows.full_end) hide(w.s, t, w.m, c);
 #pragma unroll
-        for (int j = 0; j < Config::kBlockM / 8; ++j)
+        for (int j = 0; j < Config::kBlockM / 8; ++j) {
+            const float2 row = lse2(j);
 #pragma unroll
             for (int x = 0; x < 4; ++x)
-                w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? lse2[j].y : lse2[j].x)));
+                w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
+        }
         wgmma_pin(w.s);  // computed here, under the products that run
     }
-    // dS from P and dP, to dP's registers. P: of 32 bits where there are registers for it, else as rounded.
-    OA_DEVICE void differentiate(Work& w, const QueryRows& delta) const {
+    // dS from P and dP, to dP's registers.
+    template <typename Row>
+    OA_DEVICE void differentiate(Work& w, const Row& delta) const {
 #pragma unroll
-        for (int j = 0; j < Config::kBlockM / 8; ++j)
+        for (int j = 0; j < Config::kBlockM / 8; ++j) {
+            const float2 row = delta(j);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float2 p = make_float2(w.s[4 * j + 2 * r], w.s[4 * j + 2 * r + 1]);
-                if (!Config::kBatched) p = unpack2(Config::Io{}, w.p16[j >> 1][2 * (j & 1) + r]);
-                float* ds = w.dp + 4 * j + 2 * r;
-                ds[0] = p.x * (ds[0] - delta[j].x);
-                ds[1] = p.y * (ds[1] - delta[j].y);
-            }
+            for (int x = 0; x < 4; ++x)
+                w.dp[4 * j + x] = w.s[4 * j + x] * (w.dp[4 * j + x] - (x & 1 ? row.y : row.x));
+        }
         wgmma_pin(w.dp);
     }
+    // dS to shared memory. Announced later, when the stores have long been done: the fence would wait for them.
     OA_DEVICE void store_ds(const Work& w) {
         bars_.ds.wait_empty(ds_write_);
 #pragma unroll
         for (int x = 0; x < Config::kBlockM / 16; ++x)
             stmatrix_x4<true>(ds_store_ + ds_write_.stage * kDsBytes + x * 16 * 128, w.ds16[x]);
+    }
+    OA_DEVICE void announce_ds() {
         fence_proxy_async();
         __syncwarp();
         if (lane_ == 0) mbarrier_arrive(bars_.ds.full + 8 * ds_write_.stage);
@@ -406,40 +422,34 @@ class Consumer {
         do_at_.advance();
     }
 
-    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 3 for more. No
+    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 2 for more. No
     // product is in flight from one step to the next: the compiler would wait for each.
     template <int kBefore>
     OA_DEVICE void step_lagged(const BwdTile& t, const Rows& rows, Work& w) {
         RingState<Config::kQStages> q_now = q_at_;
-        if (kBefore > 0) {
-            pack(w.ds16, w.dp);
-            q_now.advance();
-        }
+        if (kBefore > 0) q_now.advance();
         bars_.q.wait(q_now);
+        if constexpr (kBefore > 1) bars_.ds.wait(ds_read_);
         wgmma_discard(w.s);
+        if constexpr (kBefore > 1) wgmma_discard(w.dq);
         wgmma_fence();
         issue_scores(w.s, k_, q_.next(q_now.stage * kQBytes));
-        wgmma_pin(w.s);
-        if constexpr (kBefore > 0) store_ds(w);
-        // Behind the fence of dS, which would wait for them.
-        if constexpr (kBefore > 2) add_dq(rows, w);
-        if constexpr (kBefore > 1) {
-            bars_.ds.wait(ds_read_);
-            wgmma_discard(w.dq);
-            issue_dq(w.dq, ds_read_.stage);
-        }
+        if constexpr (kBefore > 1) issue_dq(w.dq, ds_read_.stage);
         if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
-        QueryRows lse2, delta;
-        load_lse2(lse2, q_now.stage);
-        wgmma_wait<min_of(kBefore, 2)>();
         wgmma_pin(w.s);
-        exponentiate(t, rows, w, lse2);
+        if constexpr (kBefore > 0) announce_ds();
+        wgmma_wait<kBefore>();
+        wgmma_pin(w.s);
+        exponentiate(t, rows, w, lse2_of(q_now.stage));
         wgmma_wait<0>();
         if constexpr (kBefore > 1) wgmma_pin(w.dq);
         wgmma_pin(w.dk);
         pack(w.p16, w.s);
         if constexpr (kBefore > 0) release_q();
-        if constexpr (kBefore > 1) release_ds();
+        if constexpr (kBefore > 1) {
+            release_ds();
+            add_dq(rows, w);
+        }
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
         wgmma_fence();
@@ -447,13 +457,14 @@ class Consumer {
         issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
         wgmma_pin(w.dp);
         if (++w.m == rows.end) w.m = rows.first;
-        load_delta(delta, do_at_.stage);
         wgmma_wait<1>();
         wgmma_pin(w.dp);
-        differentiate(w, delta);
+        differentiate(w, delta_of(do_at_.stage));
         wgmma_wait<0>();
         wgmma_pin(w.dv);
         release_do();
+        pack(w.ds16, w.dp);
+        store_ds(w);
     }
 
     // The same with all products of a step in one batch: S and dP of tile i, then dV and dK of tile i - 1 and dQ of
@@ -471,8 +482,10 @@ class Consumer {
         }
         bars_.q.wait(q_now);
         bars_.d_o.wait(do_now);
+        if constexpr (kBefore > 1) bars_.ds.wait(ds_read_);
         wgmma_discard(w.s);
         wgmma_discard(w.dp);
+        if constexpr (kBefore > 1) wgmma_discard(w.dq);
         wgmma_fence();
         issue_scores(w.s, k_, q_.next(q_now.stage * kQBytes));
         issue_scores(w.dp, v_, do_.next(do_now.stage * kQBytes));
@@ -480,23 +493,17 @@ class Consumer {
             issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
             issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
         }
+        if constexpr (kBefore > 1) issue_dq(w.dq, ds_read_.stage);
         wgmma_pin(w.s);
         wgmma_pin(w.dp);
+        constexpr int kBehind = kBefore == 0 ? 0 : kBefore + 1;
+        const ReadRows lse2(lse2_of(q_now.stage));
         if constexpr (kBefore > 0) store_ds(w);
-        // Behind the fence of dS, which would wait for them.
-        if constexpr (kBefore > 2) add_dq(rows, w);
-        if constexpr (kBefore > 1) {
-            bars_.ds.wait(ds_read_);
-            wgmma_discard(w.dq);
-            issue_dq(w.dq, ds_read_.stage);
-        }
-        constexpr int kBehind = kBefore == 0 ? 0 : min_of(kBefore, 2) + 1;
-        QueryRows lse2, delta;
-        load_lse2(lse2, q_now.stage);
         wgmma_wait<kBehind + 1>();
         wgmma_pin(w.s);
-        load_delta(delta, do_now.stage);
+        const ReadRows delta(delta_of(do_now.stage));
         exponentiate(t, rows, w, lse2);
+        if constexpr (kBefore > 0) announce_ds();
         if (++w.m == rows.end) w.m = rows.first;
         wgmma_wait<kBehind>();
         wgmma_pin(w.dp);
@@ -509,7 +516,10 @@ class Consumer {
             release_q();
             release_do();
         }
-        if constexpr (kBefore > 1) release_ds();
+        if constexpr (kBefore > 1) {
+            release_ds();
+            add_dq(rows, w);
+        }
     }
 
     // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.
