@@ -51,7 +51,7 @@ struct Config {
     static constexpr int kBlockM = BLOCK_M;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr bool kBatched = BATCHED;  // one batch of products a tile of queries
-    static constexpr int kQStages = 3, kDoStages = kBatched ? 3 : 2, kDsStages = kBatched ? 4 : 3;
+    static constexpr int kQStages = 3, kDoStages = 3, kDsStages = kBatched ? 4 : 3;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     // Of dQ a warpgroup computes 64 rows: those of a tile of 64 and half of the columns, or half of the rows.
@@ -291,9 +291,12 @@ class Consumer {
         begin(t, rows, w);
         step<0>(t, rows, w);
         if (total > 1) step<1>(t, rows, w);
+        constexpr int kMany = Config::kBatched ? 3 : 2;
+        if (kMany == 3 && total > 2) step<2>(t, rows, w);
 #pragma unroll 1
-        for (int32 i = 2; i < total; ++i) step<2>(t, rows, w);
-        // What is left: dQ of the last two tiles, dK of the last one, with a batch dV too.
+        for (int32 i = kMany; i < total; ++i) step<kMany>(t, rows, w);
+        // What is left: dQ of the last tiles, dK of the last one, with a batch dV too.
+        if (Config::kBatched && total > 2) add_dq(rows, w);
         if (total > 1) finish_dq(rows, w);
         if constexpr (Config::kBatched) {
             pack(w.p16, w.s);
@@ -336,8 +339,8 @@ class Consumer {
         bars_.ds.release(ds_read_, lane_);
         ds_read_.advance();
     }
-    OA_DEVICE void add_dq(const Rows& rows, Work& w) {
-        // The address moves on before it is used, not afterwards: an addition would wait for the reductions to read it.
+    // The address moves on before it is used, not afterwards: an addition would wait for the reductions to read it.
+    OA_DEVICE void advance_dq(const Rows& rows, Work& w) const {
         const int32 count = rows.end - rows.first;
         w.dq_at += Config::kBlockM * Config::kHeadDim;
         if (w.dq_m == count) {
@@ -345,9 +348,14 @@ class Consumer {
             w.dq_at += (params_.bwd.rows_stride_h - int64(count) * Config::kBlockM) * Config::kHeadDim;
         }
         ++w.dq_m;
+    }
+    OA_DEVICE static void add_dq(const Work& w, int j) {
+        reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
+    }
+    OA_DEVICE void add_dq(const Rows& rows, Work& w) const {
+        advance_dq(rows, w);
 #pragma unroll
-        for (int j = 0; j < Config::kDqWidth / 8; ++j)
-            reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
+        for (int j = 0; j < Config::kDqWidth / 8; ++j) add_dq(w, j);
     }
 
     // Of the queries of this thread's columns of scores, two of each 8: lse2 or delta of a stage.
@@ -374,17 +382,20 @@ class Consumer {
     OA_DEVICE QueryRows lse2_of(int32 stage) const { return {smem_addr_at(&SharedStorage::lse2), stage, lane_}; }
     OA_DEVICE QueryRows delta_of(int32 stage) const { return {smem_addr_at(&SharedStorage::delta), stage, lane_}; }
 
-    // P from S, in place.
-    template <typename Row>
+    // P from S, in place. kAddDq: among the exponentials additions of dQ to global memory, which back to back would
+    // block the queue that all accesses to shared memory go through.
+    template <bool kAddDq, typename Row>
     OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
+        if (kAddDq) advance_dq(rows, w);
         const float c = p_.softmax_scale * kLog2e;
         if (w.m < rows.full_first || w.m >= rows.full_end) hide(w.s, t, w.m, c);
 #pragma unroll
         for (int j = 0; j < Config::kBlockM / 8; ++j) {
             const float2 row = lse2(j);
+            if (kAddDq && j < Config::kDqWidth / 8) add_dq(w, j);
 #pragma unroll
             for (int x = 0; x < 4; ++x)
-                w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
+                w.s[4 * j + x] = exp2_in_order(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
         }
         wgmma_pin(w.s);  // computed here, under the products that run
     }
@@ -422,7 +433,7 @@ class Consumer {
         do_at_.advance();
     }
 
-    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 2 for more. No
+    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 2 or (batched) 3 for more. No
     // product is in flight from one step to the next: the compiler would wait for each.
     template <int kBefore>
     OA_DEVICE void step_lagged(const BwdTile& t, const Rows& rows, Work& w) {
@@ -438,18 +449,16 @@ class Consumer {
         if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
         wgmma_pin(w.s);
         if constexpr (kBefore > 0) announce_ds();
-        wgmma_wait<kBefore>();
-        wgmma_pin(w.s);
-        exponentiate(t, rows, w, lse2_of(q_now.stage));
+        const ReadRows lse2(lse2_of(q_now.stage));
+        // Not under dQ and dK: then dQ could not be added among the exponentials.
         wgmma_wait<0>();
+        wgmma_pin(w.s);
         if constexpr (kBefore > 1) wgmma_pin(w.dq);
         wgmma_pin(w.dk);
-        pack(w.p16, w.s);
         if constexpr (kBefore > 0) release_q();
-        if constexpr (kBefore > 1) {
-            release_ds();
-            add_dq(rows, w);
-        }
+        if constexpr (kBefore > 1) release_ds();
+        exponentiate<(kBefore > 1)>(t, rows, w, lse2);
+        pack(w.p16, w.s);
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
         wgmma_fence();
@@ -482,10 +491,8 @@ class Consumer {
         }
         bars_.q.wait(q_now);
         bars_.d_o.wait(do_now);
-        if constexpr (kBefore > 1) bars_.ds.wait(ds_read_);
         wgmma_discard(w.s);
         wgmma_discard(w.dp);
-        if constexpr (kBefore > 1) wgmma_discard(w.dq);
         wgmma_fence();
         issue_scores(w.s, k_, q_.next(q_now.stage * kQBytes));
         issue_scores(w.dp, v_, do_.next(do_now.stage * kQBytes));
@@ -493,19 +500,23 @@ class Consumer {
             issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
             issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
         }
-        if constexpr (kBefore > 1) issue_dq(w.dq, ds_read_.stage);
         wgmma_pin(w.s);
         wgmma_pin(w.dp);
-        constexpr int kBehind = kBefore == 0 ? 0 : kBefore + 1;
         const ReadRows lse2(lse2_of(q_now.stage));
         if constexpr (kBefore > 0) store_ds(w);
-        wgmma_wait<kBehind + 1>();
-        wgmma_pin(w.s);
         const ReadRows delta(delta_of(do_now.stage));
-        exponentiate(t, rows, w, lse2);
+        wgmma_wait<kBefore == 0 ? 1 : 3>();
+        wgmma_pin(w.s);
         if constexpr (kBefore > 0) announce_ds();
+        exponentiate<(kBefore > 2)>(t, rows, w, lse2);
         if (++w.m == rows.end) w.m = rows.first;
-        wgmma_wait<kBehind>();
+        if constexpr (kBefore > 1) {
+            bars_.ds.wait(ds_read_);
+            wgmma_discard(w.dq);
+            wgmma_fence();
+            issue_dq(w.dq, ds_read_.stage);
+        }
+        wgmma_wait<kBefore == 0 ? 0 : min_of(kBefore, 2) + 1>();
         wgmma_pin(w.dp);
         differentiate(w, delta);
         wgmma_wait<0>();
@@ -516,10 +527,7 @@ class Consumer {
             release_q();
             release_do();
         }
-        if constexpr (kBefore > 1) {
-            release_ds();
-            add_dq(rows, w);
-        }
+        if constexpr (kBefore > 1) release_ds();
     }
 
     // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.
