@@ -47,18 +47,18 @@
 struct Config {
     using Io = IO_TYPE;
     static constexpr int kHeadDim = HEAD_DIM;
-    static constexpr int kConsumers = 2;
-    static constexpr int kBlockM = BLOCK_M;
+    static constexpr int kConsumers = NUM_CONSUMERS;
+    static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64 * kConsumers;
-    static constexpr bool kBatched = BATCHED;  // one batch of products a tile of queries
-    static constexpr int kQStages = 3, kDoStages = 3, kDsStages = kBatched ? 4 : 3;
+    static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
-    // Of dQ a warpgroup computes 64 rows: those of a tile of 64 and half of the columns, or half of the rows.
-    static constexpr bool kSplitsRows = kBlockM == 128;
-    static constexpr int kDqWidth = kSplitsRows ? kHeadDim : kHeadDim / kConsumers;
-    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-    static_assert(kHeadDim == 64 || (kHeadDim == 128 && kBlockM == 64), "dK and dV in registers");
+    // dQ of a tile: either of two warpgroups computes half of the columns; three take turns.
+    static constexpr bool kTurns = kConsumers == 3;
+    static constexpr int kDqWidth = kTurns ? kHeadDim : kHeadDim / kConsumers;
+    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+    static_assert((kHeadDim == 64 && kConsumers == 3) || (kHeadDim == 128 && kConsumers == 2), "dK and dV in registers");
 };
 
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128, kQPanelBytes = Config::kBlockM * 128;
@@ -98,7 +98,7 @@ struct Barriers {
         d_o.init(kConsumerWarps);
         for (int s = 0; s < Config::kDsStages; ++s) {
             mbarrier_init(ds.full + 8 * s, kConsumerWarps);
-            mbarrier_init(ds.empty + 8 * s, kConsumerWarps);
+            mbarrier_init(ds.empty + 8 * s, Config::kTurns ? 4 : kConsumerWarps);
         }
         fence_barrier_init();
     }
@@ -198,9 +198,8 @@ class Consumer {
           q_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), kQPanelBytes, 1024)),
           do_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), 16, 1024)),
           do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), kQPanelBytes, 1024)),
-          ds_(wgmma_descriptor(
-              smem_addr_at(&SharedStorage::ds) + (Config::kSplitsRows ? group * 64 * 128 : 0), 16, 1024)),
-          k_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + column_bytes(Config::kSplitsRows ? 0 : group * Config::kDqWidth),
+          ds_(wgmma_descriptor(smem_addr_at(&SharedStorage::ds), 16, 1024)),
+          k_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + column_bytes(Config::kTurns ? 0 : group * Config::kDqWidth),
                                     kKvPanelBytes, 1024)) {
         // stmatrix: this lane's row of queries (modulo 16) and its chunk of 8 keys in panel `group`.
         int32 row = (lane_ & 7) + (lane_ >> 4) * 8, chunk = 2 * warp_ + ((lane_ >> 3) & 1);
@@ -268,6 +267,7 @@ class Consumer {
         Operand p16, ds16;
         Gradient dk, dv;
         int32 m, dq_m;  // tile of queries, and the one that dQ is of, as a number from 0
+        int32 turn;     // kTurns: the warpgroup that computes dQ of the oldest tile
         float* dq_at;
     };
 
@@ -278,8 +278,8 @@ class Consumer {
         w.dq_at = bwd.dq_accum +
                   (head * bwd.rows_stride_h + padded_begin(bwd, t) + int64(rows.first - 1) * Config::kBlockM) *
                       Config::kHeadDim +
-                  group_ * (64 * Config::kDqWidth) + (threadIdx.x & 127) * 4;
-        w.dq_m = 0;
+                  (Config::kTurns ? 0 : group_ * (64 * Config::kDqWidth)) + (threadIdx.x & 127) * 4;
+        w.dq_m = w.turn = 0;
         w.m = rows.first;
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
@@ -289,56 +289,53 @@ class Consumer {
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         begin(t, rows, w);
-        step<0>(t, rows, w);
-        if (total > 1) step<1>(t, rows, w);
-        constexpr int kMany = Config::kBatched ? 3 : 2;
-        if (kMany == 3 && total > 2) step<2>(t, rows, w);
+        step<0, false>(t, rows, w);
+        if (total > 1) step<1, false>(t, rows, w);
 #pragma unroll 1
-        for (int32 i = kMany; i < total; ++i) step<kMany>(t, rows, w);
-        // What is left: dQ of the last tiles, dK of the last one, with a batch dV too.
-        if (Config::kBatched && total > 2) add_dq(rows, w);
-        if (total > 1) finish_dq(rows, w);
-        if constexpr (Config::kBatched) {
-            pack(w.p16, w.s);
-            pack(w.ds16, w.dp);
-            store_ds(w);
+        for (int32 i = 2; i < total; ++i) {
+            if constexpr (Config::kTurns) {
+                if (w.turn == group_) {
+                    step<2, true>(t, rows, w);
+                } else {
+                    step<2, false>(t, rows, w);
+                    advance_dq(rows, w);
+                    ds_read_.advance();
+                }
+                next_turn(w);
+            } else {
+                step<2, true>(t, rows, w);
+            }
         }
-        announce_ds();
+        // What is left: dQ of the last two tiles, dK of the last one.
+        if (total > 1) finish_dq(rows, w);
         wgmma_pin(w.dk);
-        wgmma_pin(w.dv);
         wgmma_fence();
-        if constexpr (Config::kBatched) issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
         issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
         wgmma_wait<0>();
         wgmma_pin(w.dk);
-        wgmma_pin(w.dv);
         release_q();
-        if constexpr (Config::kBatched) release_do();
         finish_dq(rows, w);
         if (lane_ == 0) mbarrier_arrive(bars_.kv_empty);
     }
-    template <int kTiles>
-    OA_DEVICE void step(const BwdTile& t, const Rows& rows, Work& w) {
-        if constexpr (Config::kBatched) step_batched<kTiles>(t, rows, w);
-        else step_lagged<kTiles>(t, rows, w);
-    }
+    OA_DEVICE static void next_turn(Work& w) { w.turn = w.turn == Config::kConsumers - 1 ? 0 : w.turn + 1; }
 
     // Of the oldest tile of dS in shared memory.
     OA_DEVICE void finish_dq(const Rows& rows, Work& w) {
-        bars_.ds.wait(ds_read_);
-        wgmma_discard(w.dq);
-        wgmma_fence();
-        issue_dq(w.dq, ds_read_.stage);
-        wgmma_wait<0>();
-        wgmma_pin(w.dq);
-        release_ds();
-        add_dq(rows, w);
+        advance_dq(rows, w);
+        if (!Config::kTurns || w.turn == group_) {
+            bars_.ds.wait(ds_read_);
+            wgmma_discard(w.dq);
+            wgmma_fence();
+            issue_dq(w.dq, ds_read_.stage);
+            wgmma_wait<0>();
+            wgmma_pin(w.dq);
+            bars_.ds.release(ds_read_, lane_);
+            add_dq(w);
+        }
+        ds_read_.advance();
+        if (Config::kTurns) next_turn(w);
     }
 
-    OA_DEVICE void release_ds() {
-        bars_.ds.release(ds_read_, lane_);
-        ds_read_.advance();
-    }
     // The address moves on before it is used, not afterwards: an addition would wait for the reductions to read it.
     OA_DEVICE void advance_dq(const Rows& rows, Work& w) const {
         const int32 count = rows.end - rows.first;
@@ -349,13 +346,10 @@ class Consumer {
         }
         ++w.dq_m;
     }
-    OA_DEVICE static void add_dq(const Work& w, int j) {
-        reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
-    }
-    OA_DEVICE void add_dq(const Rows& rows, Work& w) const {
-        advance_dq(rows, w);
+    OA_DEVICE static void add_dq(const Work& w) {
 #pragma unroll
-        for (int j = 0; j < Config::kDqWidth / 8; ++j) add_dq(w, j);
+        for (int j = 0; j < Config::kDqWidth / 8; ++j)
+            reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
     }
 
     // Of the queries of this thread's columns of scores, two of each 8: lse2 or delta of a stage.
@@ -367,41 +361,23 @@ class Consumer {
       private:
         uint32 at_;
     };
-    // The same, read ahead.
-    class ReadRows {
-      public:
-        OA_DEVICE explicit ReadRows(const QueryRows& from) {
-#pragma unroll
-            for (int j = 0; j < Config::kBlockM / 8; ++j) row_[j] = from(j);
-        }
-        OA_DEVICE float2 operator()(int j) const { return row_[j]; }
-
-      private:
-        float2 row_[Config::kBlockM / 8];
-    };
     OA_DEVICE QueryRows lse2_of(int32 stage) const { return {smem_addr_at(&SharedStorage::lse2), stage, lane_}; }
     OA_DEVICE QueryRows delta_of(int32 stage) const { return {smem_addr_at(&SharedStorage::delta), stage, lane_}; }
 
-    // P from S, in place. kAddDq: among the exponentials additions of dQ to global memory, which back to back would
-    // block the queue that all accesses to shared memory go through.
-    template <bool kAddDq, typename Row>
-    OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
-        if (kAddDq) advance_dq(rows, w);
+    // P from S, in place.
+    OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const QueryRows& lse2) const {
         const float c = p_.softmax_scale * kLog2e;
         if (w.m < rows.full_first || w.m >= rows.full_end) hide(w.s, t, w.m, c);
 #pragma unroll
         for (int j = 0; j < Config::kBlockM / 8; ++j) {
             const float2 row = lse2(j);
-            if (kAddDq && j < Config::kDqWidth / 8) add_dq(w, j);
 #pragma unroll
             for (int x = 0; x < 4; ++x)
-                w.s[4 * j + x] = exp2_in_order(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
+                w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
         }
-        wgmma_pin(w.s);  // computed here, under the products that run
     }
     // dS from P and dP, to dP's registers.
-    template <typename Row>
-    OA_DEVICE void differentiate(Work& w, const Row& delta) const {
+    OA_DEVICE void differentiate(Work& w, const QueryRows& delta) const {
 #pragma unroll
         for (int j = 0; j < Config::kBlockM / 8; ++j) {
             const float2 row = delta(j);
@@ -411,14 +387,11 @@ class Consumer {
         }
         wgmma_pin(w.dp);
     }
-    // dS to shared memory. Announced later, when the stores have long been done: the fence would wait for them.
     OA_DEVICE void store_ds(const Work& w) {
         bars_.ds.wait_empty(ds_write_);
 #pragma unroll
         for (int x = 0; x < Config::kBlockM / 16; ++x)
             stmatrix_x4<true>(ds_store_ + ds_write_.stage * kDsBytes + x * 16 * 128, w.ds16[x]);
-    }
-    OA_DEVICE void announce_ds() {
         fence_proxy_async();
         __syncwarp();
         if (lane_ == 0) mbarrier_arrive(bars_.ds.full + 8 * ds_write_.stage);
@@ -433,31 +406,36 @@ class Consumer {
         do_at_.advance();
     }
 
-    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 2 or (batched) 3 for more. No
-    // product is in flight from one step to the next: the compiler would wait for each.
-    template <int kBefore>
-    OA_DEVICE void step_lagged(const BwdTile& t, const Rows& rows, Work& w) {
+    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 2 for more; kHasDq:
+    // dQ of tile i - 2. No product is in flight from one step to the next: the compiler would wait for each.
+    template <int kBefore, bool kHasDq>
+    OA_DEVICE void step(const BwdTile& t, const Rows& rows, Work& w) {
         RingState<Config::kQStages> q_now = q_at_;
         if (kBefore > 0) q_now.advance();
         bars_.q.wait(q_now);
-        if constexpr (kBefore > 1) bars_.ds.wait(ds_read_);
+        if constexpr (kHasDq) bars_.ds.wait(ds_read_);
         wgmma_discard(w.s);
-        if constexpr (kBefore > 1) wgmma_discard(w.dq);
+        if constexpr (kHasDq) wgmma_discard(w.dq);
         wgmma_fence();
         issue_scores(w.s, k_, q_.next(q_now.stage * kQBytes));
-        if constexpr (kBefore > 1) issue_dq(w.dq, ds_read_.stage);
+        if constexpr (kHasDq) issue_dq(w.dq, ds_read_.stage);
         if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
         wgmma_pin(w.s);
-        if constexpr (kBefore > 0) announce_ds();
-        const ReadRows lse2(lse2_of(q_now.stage));
-        // Not under dQ and dK: then dQ could not be added among the exponentials.
         wgmma_wait<0>();
         wgmma_pin(w.s);
-        if constexpr (kBefore > 1) wgmma_pin(w.dq);
-        wgmma_pin(w.dk);
-        if constexpr (kBefore > 0) release_q();
-        if constexpr (kBefore > 1) release_ds();
-        exponentiate<(kBefore > 1)>(t, rows, w, lse2);
+        if constexpr (kBefore > 0) {
+            wgmma_pin(w.dk);
+            release_q();
+        }
+        if constexpr (kHasDq) {
+            // Before the exponentials, which hide how long the additions take to leave.
+            wgmma_pin(w.dq);
+            bars_.ds.release(ds_read_, lane_);
+            ds_read_.advance();
+            advance_dq(rows, w);
+            add_dq(w);
+        }
+        exponentiate(t, rows, w, lse2_of(q_now.stage));
         pack(w.p16, w.s);
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
@@ -474,60 +452,6 @@ class Consumer {
         release_do();
         pack(w.ds16, w.dp);
         store_ds(w);
-    }
-
-    // The same with all products of a step in one batch: S and dP of tile i, then dV and dK of tile i - 1 and dQ of
-    // tile i - 2, under which the softmax of those scores is computed. Takes registers for S, dP, P and dS at the same
-    // time. do_at_ is at tile i - 1 too.
-    template <int kBefore>
-    OA_DEVICE void step_batched(const BwdTile& t, const Rows& rows, Work& w) {
-        RingState<Config::kQStages> q_now = q_at_;
-        RingState<Config::kDoStages> do_now = do_at_;
-        if (kBefore > 0) {
-            pack(w.p16, w.s);
-            pack(w.ds16, w.dp);
-            q_now.advance();
-            do_now.advance();
-        }
-        bars_.q.wait(q_now);
-        bars_.d_o.wait(do_now);
-        wgmma_discard(w.s);
-        wgmma_discard(w.dp);
-        wgmma_fence();
-        issue_scores(w.s, k_, q_.next(q_now.stage * kQBytes));
-        issue_scores(w.dp, v_, do_.next(do_now.stage * kQBytes));
-        if constexpr (kBefore > 0) {
-            issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
-            issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
-        }
-        wgmma_pin(w.s);
-        wgmma_pin(w.dp);
-        const ReadRows lse2(lse2_of(q_now.stage));
-        if constexpr (kBefore > 0) store_ds(w);
-        const ReadRows delta(delta_of(do_now.stage));
-        wgmma_wait<kBefore == 0 ? 1 : 3>();
-        wgmma_pin(w.s);
-        if constexpr (kBefore > 0) announce_ds();
-        exponentiate<(kBefore > 2)>(t, rows, w, lse2);
-        if (++w.m == rows.end) w.m = rows.first;
-        if constexpr (kBefore > 1) {
-            bars_.ds.wait(ds_read_);
-            wgmma_discard(w.dq);
-            wgmma_fence();
-            issue_dq(w.dq, ds_read_.stage);
-        }
-        wgmma_wait<kBefore == 0 ? 0 : min_of(kBefore, 2) + 1>();
-        wgmma_pin(w.dp);
-        differentiate(w, delta);
-        wgmma_wait<0>();
-        wgmma_pin(w.dv);
-        wgmma_pin(w.dk);
-        if constexpr (kBefore > 1) wgmma_pin(w.dq);
-        if constexpr (kBefore > 0) {
-            release_q();
-            release_do();
-        }
-        if constexpr (kBefore > 1) release_ds();
     }
 
     // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.
