@@ -12,7 +12,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent.parent / "kernels_cu" / "ptx"
 
 #: Widths N of D for 16-bit operands: tiles of keys, and head_dim 64 to 256; 80 is what a backward's registers allow.
-_HALF_WIDTHS = (32, 64, 80, 96, 128, 192, 256)
+_HALF_WIDTHS = (24, 32, 64, 80, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,9 @@ struct Config {
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
-    // dQ of a tile: either of two warpgroups computes half of the columns; three take turns.
-    static constexpr bool kTurns = kConsumers == 3;
-    static constexpr int kDqWidth = kTurns ? kHeadDim : kHeadDim / kConsumers;
+    // Columns of dQ that a warpgroup computes. Of three at head_dim 64 the last one's reach beyond it, and 16 count.
+    static constexpr int kDqWidth = (kHeadDim / 8 + kConsumers - 1) / kConsumers * 8;
+    static constexpr bool kShortOfRegisters = kConsumers == 3;
     static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
     static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
     static_assert((kHeadDim == 64 && kConsumers == 3) || (kHeadDim == 128 && kConsumers == 2), "dK and dV in registers");
@@ -98,7 +98,7 @@ struct Barriers {
         d_o.init(kConsumerWarps);
         for (int s = 0; s < Config::kDsStages; ++s) {
             mbarrier_init(ds.full + 8 * s, kConsumerWarps);
-            mbarrier_init(ds.empty + 8 * s, Config::kTurns ? 4 : kConsumerWarps);
+            mbarrier_init(ds.empty + 8 * s, kConsumerWarps);
         }
         fence_barrier_init();
     }
@@ -199,7 +199,7 @@ class Consumer {
           do_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), 16, 1024)),
           do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), kQPanelBytes, 1024)),
           ds_(wgmma_descriptor(smem_addr_at(&SharedStorage::ds), 16, 1024)),
-          k_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + column_bytes(Config::kTurns ? 0 : group * Config::kDqWidth),
+          k_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + column_bytes(group * Config::kDqWidth),
                                     kKvPanelBytes, 1024)) {
         // stmatrix: this lane's row of queries (modulo 16) and its chunk of 8 keys in panel `group`.
         int32 row = (lane_ & 7) + (lane_ >> 4) * 8, chunk = 2 * warp_ + ((lane_ >> 3) & 1);
@@ -267,7 +267,6 @@ class Consumer {
         Operand p16, ds16;
         Gradient dk, dv;
         int32 m, dq_m;  // tile of queries, and the one that dQ is of, as a number from 0
-        int32 turn;     // kTurns: the warpgroup that computes dQ of the oldest tile
         float* dq_at;
     };
 
@@ -278,8 +277,8 @@ class Consumer {
         w.dq_at = bwd.dq_accum +
                   (head * bwd.rows_stride_h + padded_begin(bwd, t) + int64(rows.first - 1) * Config::kBlockM) *
                       Config::kHeadDim +
-                  (Config::kTurns ? 0 : group_ * (64 * Config::kDqWidth)) + (threadIdx.x & 127) * 4;
-        w.dq_m = w.turn = 0;
+                  group_ * (64 * Config::kDqWidth) + (threadIdx.x & 127) * 4;
+        w.dq_m = 0;
         w.m = rows.first;
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
@@ -289,23 +288,10 @@ class Consumer {
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         begin(t, rows, w);
-        step<0, false>(t, rows, w);
-        if (total > 1) step<1, false>(t, rows, w);
+        step<0>(t, rows, w);
+        if (total > 1) step<1>(t, rows, w);
 #pragma unroll 1
-        for (int32 i = 2; i < total; ++i) {
-            if constexpr (Config::kTurns) {
-                if (w.turn == group_) {
-                    step<2, true>(t, rows, w);
-                } else {
-                    step<2, false>(t, rows, w);
-                    advance_dq(rows, w);
-                    ds_read_.advance();
-                }
-                next_turn(w);
-            } else {
-                step<2, true>(t, rows, w);
-            }
-        }
+        for (int32 i = 2; i < total; ++i) step<2>(t, rows, w);
         // What is left: dQ of the last two tiles, dK of the last one.
         if (total > 1) finish_dq(rows, w);
         wgmma_pin(w.dk);
@@ -317,27 +303,22 @@ class Consumer {
         finish_dq(rows, w);
         if (lane_ == 0) mbarrier_arrive(bars_.kv_empty);
     }
-    OA_DEVICE static void next_turn(Work& w) { w.turn = w.turn == Config::kConsumers - 1 ? 0 : w.turn + 1; }
 
     // Of the oldest tile of dS in shared memory.
     OA_DEVICE void finish_dq(const Rows& rows, Work& w) {
-        advance_dq(rows, w);
-        if (!Config::kTurns || w.turn == group_) {
-            bars_.ds.wait(ds_read_);
-            wgmma_discard(w.dq);
-            wgmma_fence();
-            issue_dq(w.dq, ds_read_.stage);
-            wgmma_wait<0>();
-            wgmma_pin(w.dq);
-            bars_.ds.release(ds_read_, lane_);
-            add_dq(w);
-        }
-        ds_read_.advance();
-        if (Config::kTurns) next_turn(w);
+        bars_.ds.wait(ds_read_);
+        wgmma_discard(w.dq);
+        wgmma_fence();
+        issue_dq(w.dq, ds_read_.stage);
+        wgmma_wait<0>();
+        wgmma_pin(w.dq);
+        end_dq(rows, w);
     }
 
-    // The address moves on before it is used, not afterwards: an addition would wait for the reductions to read it.
-    OA_DEVICE void advance_dq(const Rows& rows, Work& w) const {
+    OA_DEVICE void end_dq(const Rows& rows, Work& w) {
+        bars_.ds.release(ds_read_, lane_);
+        ds_read_.advance();
+        // The address moves on before it is used: afterwards an addition would wait for the reductions to read it.
         const int32 count = rows.end - rows.first;
         w.dq_at += Config::kBlockM * Config::kHeadDim;
         if (w.dq_m == count) {
@@ -345,11 +326,11 @@ class Consumer {
             w.dq_at += (params_.bwd.rows_stride_h - int64(count) * Config::kBlockM) * Config::kHeadDim;
         }
         ++w.dq_m;
-    }
-    OA_DEVICE static void add_dq(const Work& w) {
+        const int32 blocks = Config::kHeadDim / 8 - group_ * (Config::kDqWidth / 8);  // of 8 columns
 #pragma unroll
         for (int j = 0; j < Config::kDqWidth / 8; ++j)
-            reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
+            if (Config::kHeadDim % Config::kDqWidth == 0 || j < blocks)
+                reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
     }
 
     // Of the queries of this thread's columns of scores, two of each 8: lse2 or delta of a stage.
@@ -382,8 +363,13 @@ class Consumer {
         for (int j = 0; j < Config::kBlockM / 8; ++j) {
             const float2 row = delta(j);
 #pragma unroll
-            for (int x = 0; x < 4; ++x)
-                w.dp[4 * j + x] = w.s[4 * j + x] * (w.dp[4 * j + x] - (x & 1 ? row.y : row.x));
+            for (int r = 0; r < 2; ++r) {
+                float* ds = w.dp + 4 * j + 2 * r;
+                float2 p = make_float2(w.s[4 * j + 2 * r], w.s[4 * j + 2 * r + 1]);
+                if (Config::kShortOfRegisters) p = unpack2(Config::Io{}, w.p16[j >> 1][2 * (j & 1) + r]);
+                ds[0] = p.x * (ds[0] - row.x);
+                ds[1] = p.y * (ds[1] - row.y);
+            }
         }
         wgmma_pin(w.dp);
     }
@@ -406,19 +392,19 @@ class Consumer {
         do_at_.advance();
     }
 
-    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 2 for more; kHasDq:
-    // dQ of tile i - 2. No product is in flight from one step to the next: the compiler would wait for each.
-    template <int kBefore, bool kHasDq>
+    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 2 for more. No
+    // product is in flight from one step to the next: the compiler would wait for each.
+    template <int kBefore>
     OA_DEVICE void step(const BwdTile& t, const Rows& rows, Work& w) {
         RingState<Config::kQStages> q_now = q_at_;
         if (kBefore > 0) q_now.advance();
         bars_.q.wait(q_now);
-        if constexpr (kHasDq) bars_.ds.wait(ds_read_);
+        if constexpr (kBefore > 1) bars_.ds.wait(ds_read_);
         wgmma_discard(w.s);
-        if constexpr (kHasDq) wgmma_discard(w.dq);
+        if constexpr (kBefore > 1) wgmma_discard(w.dq);
         wgmma_fence();
         issue_scores(w.s, k_, q_.next(q_now.stage * kQBytes));
-        if constexpr (kHasDq) issue_dq(w.dq, ds_read_.stage);
+        if constexpr (kBefore > 1) issue_dq(w.dq, ds_read_.stage);
         if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
         wgmma_pin(w.s);
         wgmma_wait<0>();
@@ -427,13 +413,10 @@ class Consumer {
             wgmma_pin(w.dk);
             release_q();
         }
-        if constexpr (kHasDq) {
+        if constexpr (kBefore > 1) {
             // Before the exponentials, which hide how long the additions take to leave.
             wgmma_pin(w.dq);
-            bars_.ds.release(ds_read_, lane_);
-            ds_read_.advance();
-            advance_dq(rows, w);
-            add_dq(w);
+            end_dq(rows, w);
         }
         exponentiate(t, rows, w, lse2_of(q_now.stage));
         pack(w.p16, w.s);

@@ -14,6 +14,32 @@
 #include "ptx/wgmma.cuh"
 
 template <>
+struct Wgmma<BFloat16, 24> {
+    template <Major kA = kKMajor, Major kB = kKMajor>
+    static OA_DEVICE void ss(float (&d)[12], uint64 a, uint64 b, int32 accumulate) {
+        asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %14, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
+        "%12, %13, p, 1, 1, %15, %16;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+        : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));
+    }
+    template <Major kB = kKMajor>
+    static OA_DEVICE void rs(float (&d)[12], const uint32 (&a)[4], uint64 b, int32 accumulate) {
+        asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %17, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
+        "{%12, %13, %14, %15}, %16, p, 1, 1, %18;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kB)));
+    }
+};
+
+template <>
 struct Wgmma<BFloat16, 32> {
     template <Major kA = kKMajor, Major kB = kKMajor>
     static OA_DEVICE void ss(float (&d)[16], uint64 a, uint64 b, int32 accumulate) {
