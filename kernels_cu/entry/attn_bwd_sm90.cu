@@ -31,10 +31,10 @@
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
+#include "ptx/bulk_store.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/reduce_global.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
@@ -55,6 +55,7 @@ struct Config {
     static constexpr int kPanels = kHeadDim / 64;
     // Columns of dQ that a warpgroup computes. Of three at head_dim 64 the last one's reach beyond it, and 16 count.
     static constexpr int kDqWidth = (kHeadDim / 8 + kConsumers - 1) / kConsumers * 8;
+    static constexpr bool kExpEarly = EXP_EARLY, kReadAhead = kConsumers == 3;
     static constexpr bool kShortOfRegisters = kConsumers == 3;
     static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
     static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
@@ -64,6 +65,7 @@ struct Config {
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128, kQPanelBytes = Config::kBlockM * 128;
 constexpr uint32 kKvBytes = Config::kBlockN * Config::kPanels * 128, kKvPanelBytes = Config::kBlockN * 128;
 constexpr uint32 kDsBytes = Config::kBlockM * Config::kBlockN * 2, kRowBytes = Config::kBlockM * 4;
+constexpr uint32 kDqBytes = 64 * Config::kDqWidth * 4;
 
 struct SharedStorage {
     alignas(1024) uint8 k[kKvBytes];
@@ -71,12 +73,14 @@ struct SharedStorage {
     alignas(1024) uint8 q[Config::kQStages][kQBytes];
     alignas(1024) uint8 d_o[Config::kDoStages][kQBytes];
     alignas(1024) uint8 ds[Config::kDsStages][kDsBytes];
+    alignas(128) uint8 dq[Config::kConsumers][kDqBytes];  // fragments, on the way to global memory
     alignas(16) float lse2[Config::kQStages][Config::kBlockM];
     alignas(16) float delta[Config::kDoStages][Config::kBlockM];
     uint64 k_full, v_full, kv_empty;
     uint64 q_full[Config::kQStages], q_empty[Config::kQStages];
     uint64 do_full[Config::kDoStages], do_empty[Config::kDoStages];
     uint64 ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
+    uint64 dq_full[Config::kConsumers], dq_empty[Config::kConsumers];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
@@ -89,8 +93,14 @@ struct Barriers {
     Ring<Config::kDoStages> d_o{smem_addr_at(&SharedStorage::do_full), smem_addr_at(&SharedStorage::do_empty)};
     Ring<Config::kDsStages> ds{smem_addr_at(&SharedStorage::ds_full), smem_addr_at(&SharedStorage::ds_empty)};
 
+    uint32 dq_full = smem_addr_at(&SharedStorage::dq_full), dq_empty = smem_addr_at(&SharedStorage::dq_empty);
+
     // One thread; a CTA barrier must follow.
     OA_DEVICE void init() const {
+        for (int g = 0; g < Config::kConsumers; ++g) {
+            mbarrier_init(dq_full + 8 * g, 4);
+            mbarrier_init(dq_empty + 8 * g, 1);
+        }
         mbarrier_init(k_full, 1);
         mbarrier_init(v_full, 1);
         mbarrier_init(kv_empty, kConsumerWarps);
@@ -175,6 +185,48 @@ class Producer {
     const Barriers& bars_;
     RingState<Config::kQStages> q_at_;
     RingState<Config::kDoStages> do_at_;
+};
+
+// Adds a warpgroup's dQ, tile by tile, to global memory. By way of the asynchronous proxy: additions of the consumers'
+// own would delay each of their fences.
+class Writer {
+  public:
+    OA_DEVICE Writer(const AttnBwdSm90Params& params, const Barriers& bars, int32 group)
+        : params_(params), full_(bars.dq_full + 8 * group), empty_(bars.dq_empty + 8 * group), group_(group) {}
+
+    // One thread.
+    OA_DEVICE void run() {
+        const AttnBwdParams& bwd = params_.bwd;
+        const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
+        // Of three warpgroups at head_dim 64 the last one's columns end at 64.
+        const uint32 bytes = min_of(Config::kDqWidth, Config::kHeadDim - group_ * Config::kDqWidth) * 64 * 4;
+        PersistentBwdTiles tiles;
+        uint32 phase = 0;
+        for (BwdTile t; tiles.next<Config::kBlockN>(bwd.fwd, params_.tiles, t);) {
+            Rows rows(bwd.fwd, t);
+#pragma unroll 1
+            for (int32 head = t.kv_head_idx * heads; head < (t.kv_head_idx + 1) * heads; ++head) {
+                int64 row = head * bwd.rows_stride_h + padded_begin(bwd, t);
+#pragma unroll 1
+                for (int32 m = rows.first; m < rows.end; ++m) {
+                    float* to = bwd.dq_accum + (row + m * Config::kBlockM) * Config::kHeadDim +
+                                group_ * (64 * Config::kDqWidth);
+                    mbarrier_wait(full_, phase);
+                    phase ^= 1;
+                    bulk_reduce_add(to, smem_addr_at(&SharedStorage::dq) + group_ * kDqBytes, bytes);
+                    bulk_commit();
+                    bulk_wait_read<0>();
+                    mbarrier_arrive(empty_);
+                }
+            }
+        }
+        bulk_wait<0>();
+    }
+
+  private:
+    const AttnBwdSm90Params& params_;
+    const uint32 full_, empty_;
+    const int32 group_;
 };
 
 class Consumer {
@@ -266,71 +318,59 @@ class Consumer {
         QueryGradient dq;
         Operand p16, ds16;
         Gradient dk, dv;
-        int32 m, dq_m;  // tile of queries, and the one that dQ is of, as a number from 0
-        float* dq_at;
+        int32 m;  // tile of queries
     };
 
-    OA_DEVICE void begin(const BwdTile& t, const Rows& rows, Work& w) const {
-        const AttnBwdParams& bwd = params_.bwd;
-        const int64 head = int64(t.kv_head_idx) * (p_.num_q_heads / p_.num_kv_heads);
-        // dQ: fragments, float4 j of thread i of the warpgroup at 512 j + 4 i.
-        w.dq_at = bwd.dq_accum +
-                  (head * bwd.rows_stride_h + padded_begin(bwd, t) + int64(rows.first - 1) * Config::kBlockM) *
-                      Config::kHeadDim +
-                  group_ * (64 * Config::kDqWidth) + (threadIdx.x & 127) * 4;
-        w.dq_m = 0;
+    OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
+        const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         w.m = rows.first;
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
         mbarrier_wait(bars_.v_full, kv_phase_);
-    }
-
-    OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
-        const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
-        begin(t, rows, w);
         step<0>(t, rows, w);
         if (total > 1) step<1>(t, rows, w);
 #pragma unroll 1
         for (int32 i = 2; i < total; ++i) step<2>(t, rows, w);
         // What is left: dQ of the last two tiles, dK of the last one.
-        if (total > 1) finish_dq(rows, w);
+        if (total > 1) finish_dq(w);
         wgmma_pin(w.dk);
         wgmma_fence();
         issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
         wgmma_wait<0>();
         wgmma_pin(w.dk);
         release_q();
-        finish_dq(rows, w);
+        finish_dq(w);
         if (lane_ == 0) mbarrier_arrive(bars_.kv_empty);
     }
 
     // Of the oldest tile of dS in shared memory.
-    OA_DEVICE void finish_dq(const Rows& rows, Work& w) {
+    OA_DEVICE void finish_dq(Work& w) {
         bars_.ds.wait(ds_read_);
         wgmma_discard(w.dq);
         wgmma_fence();
         issue_dq(w.dq, ds_read_.stage);
         wgmma_wait<0>();
         wgmma_pin(w.dq);
-        end_dq(rows, w);
+        end_dq(w);
+        announce_dq();
     }
 
-    OA_DEVICE void end_dq(const Rows& rows, Work& w) {
+    // dQ to shared memory, as float4 j of thread i at 512 j + 4 i.
+    OA_DEVICE void end_dq(const Work& w) {
         bars_.ds.release(ds_read_, lane_);
         ds_read_.advance();
-        // The address moves on before it is used: afterwards an addition would wait for the reductions to read it.
-        const int32 count = rows.end - rows.first;
-        w.dq_at += Config::kBlockM * Config::kHeadDim;
-        if (w.dq_m == count) {
-            w.dq_m = 0;
-            w.dq_at += (params_.bwd.rows_stride_h - int64(count) * Config::kBlockM) * Config::kHeadDim;
-        }
-        ++w.dq_m;
-        const int32 blocks = Config::kHeadDim / 8 - group_ * (Config::kDqWidth / 8);  // of 8 columns
+        mbarrier_wait(bars_.dq_empty + 8 * group_, dq_phase_ ^ 1);
+        const uint32 to = smem_addr_at(&SharedStorage::dq) + group_ * kDqBytes + (threadIdx.x & 127) * 16;
 #pragma unroll
         for (int j = 0; j < Config::kDqWidth / 8; ++j)
-            if (Config::kHeadDim % Config::kDqWidth == 0 || j < blocks)
-                reduce_add4(w.dq_at + 512 * j, w.dq[4 * j], w.dq[4 * j + 1], w.dq[4 * j + 2], w.dq[4 * j + 3]);
+            store_shared4(to + 2048 * j, make_uint4(__float_as_uint(w.dq[4 * j]), __float_as_uint(w.dq[4 * j + 1]),
+                                                    __float_as_uint(w.dq[4 * j + 2]), __float_as_uint(w.dq[4 * j + 3])));
+    }
+    OA_DEVICE void announce_dq() {
+        fence_proxy_async();
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(bars_.dq_full + 8 * group_);
+        dq_phase_ ^= 1;
     }
 
     // Of the queries of this thread's columns of scores, two of each 8: lse2 or delta of a stage.
@@ -342,11 +382,24 @@ class Consumer {
       private:
         uint32 at_;
     };
+    // The same, read ahead.
+    class ReadRows {
+      public:
+        OA_DEVICE explicit ReadRows(const QueryRows& from) {
+#pragma unroll
+            for (int j = 0; j < Config::kBlockM / 8; ++j) row_[j] = from(j);
+        }
+        OA_DEVICE float2 operator()(int j) const { return row_[j]; }
+
+      private:
+        float2 row_[Config::kBlockM / 8];
+    };
     OA_DEVICE QueryRows lse2_of(int32 stage) const { return {smem_addr_at(&SharedStorage::lse2), stage, lane_}; }
     OA_DEVICE QueryRows delta_of(int32 stage) const { return {smem_addr_at(&SharedStorage::delta), stage, lane_}; }
 
     // P from S, in place.
-    OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const QueryRows& lse2) const {
+    template <typename Row>
+    OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
         const float c = p_.softmax_scale * kLog2e;
         if (w.m < rows.full_first || w.m >= rows.full_end) hide(w.s, t, w.m, c);
 #pragma unroll
@@ -373,6 +426,8 @@ class Consumer {
         }
         wgmma_pin(w.dp);
     }
+    // One fence for dS and dQ.
+    template <bool kHasDq>
     OA_DEVICE void store_ds(const Work& w) {
         bars_.ds.wait_empty(ds_write_);
 #pragma unroll
@@ -380,7 +435,11 @@ class Consumer {
             stmatrix_x4<true>(ds_store_ + ds_write_.stage * kDsBytes + x * 16 * 128, w.ds16[x]);
         fence_proxy_async();
         __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(bars_.ds.full + 8 * ds_write_.stage);
+        if (lane_ == 0) {
+            mbarrier_arrive(bars_.ds.full + 8 * ds_write_.stage);
+            if (kHasDq) mbarrier_arrive(bars_.dq_full + 8 * group_);
+        }
+        if (kHasDq) dq_phase_ ^= 1;
         ds_write_.advance();
     }
     OA_DEVICE void release_q() {
@@ -407,6 +466,13 @@ class Consumer {
         if constexpr (kBefore > 1) issue_dq(w.dq, ds_read_.stage);
         if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
         wgmma_pin(w.s);
+        const typename Select<Config::kReadAhead, ReadRows, QueryRows>::Type lse2(lse2_of(q_now.stage));
+        if constexpr (Config::kExpEarly) {
+            wgmma_wait<kBefore>();
+            wgmma_pin(w.s);
+            exponentiate(t, rows, w, lse2);
+            wgmma_pin(w.s);
+        }
         wgmma_wait<0>();
         wgmma_pin(w.s);
         if constexpr (kBefore > 0) {
@@ -414,11 +480,10 @@ class Consumer {
             release_q();
         }
         if constexpr (kBefore > 1) {
-            // Before the exponentials, which hide how long the additions take to leave.
             wgmma_pin(w.dq);
-            end_dq(rows, w);
+            end_dq(w);
         }
-        exponentiate(t, rows, w, lse2_of(q_now.stage));
+        if constexpr (!Config::kExpEarly) exponentiate(t, rows, w, lse2);
         pack(w.p16, w.s);
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
@@ -434,7 +499,7 @@ class Consumer {
         wgmma_pin(w.dv);
         release_do();
         pack(w.ds16, w.dp);
-        store_ds(w);
+        store_ds<(kBefore > 1)>(w);
     }
 
     // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.
@@ -501,7 +566,7 @@ class Consumer {
     RingState<Config::kQStages> q_at_;
     RingState<Config::kDoStages> do_at_;
     RingState<Config::kDsStages> ds_write_, ds_read_;
-    uint32 kv_phase_ = 0;
+    uint32 kv_phase_ = 0, dq_phase_ = 0;
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
@@ -517,6 +582,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
     if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();
         if (threadIdx.x == 0) Producer(params, bars).run();
+        const int32 warp = threadIdx.x >> 5;
+        if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers) Writer(params, bars, warp - 1).run();
     } else {
         registers_claim<Config::kConsumerRegisters>();
         Consumer(params, bars, warpgroup - 1).run();
