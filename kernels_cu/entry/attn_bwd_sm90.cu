@@ -33,6 +33,7 @@
 #include "pipeline/ring.cuh"
 #include "ptx/bulk_store.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
@@ -55,11 +56,13 @@ struct Config {
     static constexpr int kPanels = kHeadDim / 64;
     // Columns of dQ that a warpgroup computes. Of three at head_dim 64 the last one's reach beyond it, and 16 count.
     static constexpr int kDqWidth = (kHeadDim / 8 + kConsumers - 1) / kConsumers * 8;
-    static constexpr bool kExpEarly = EXP_EARLY, kReadAhead = kConsumers == 3;
+    static constexpr bool kExpEarly = EXP_EARLY, kReadAhead = kHeadDim == 64;
     static constexpr bool kShortOfRegisters = kConsumers == 3;
-    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
-    static_assert((kHeadDim == 64 && kConsumers == 3) || (kHeadDim == 128 && kConsumers == 2), "dK and dV in registers");
+    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHeadDim == 64 ? 40 : 24;
+    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDim == 64 ? 232 : 240;
+    // K and V as operands from registers: fewer reads of shared memory.
+    static constexpr bool kKvInRegisters = kHeadDim == 64 && kConsumers == 2;
+    static_assert(kHeadDim == 64 || (kHeadDim == 128 && kConsumers == 2), "dK and dV in registers");
 };
 
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128, kQPanelBytes = Config::kBlockM * 128;
@@ -204,19 +207,22 @@ class Writer {
         uint32 phase = 0;
         for (BwdTile t; tiles.next<Config::kBlockN>(bwd.fwd, params_.tiles, t);) {
             Rows rows(bwd.fwd, t);
+            const int32 count = max_of(rows.end - rows.first, 0);
+            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + padded_begin(bwd, t) + rows.first * Config::kBlockM;
+            float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
+            int32 left = count;
 #pragma unroll 1
-            for (int32 head = t.kv_head_idx * heads; head < (t.kv_head_idx + 1) * heads; ++head) {
-                int64 row = head * bwd.rows_stride_h + padded_begin(bwd, t);
-#pragma unroll 1
-                for (int32 m = rows.first; m < rows.end; ++m) {
-                    float* to = bwd.dq_accum + (row + m * Config::kBlockM) * Config::kHeadDim +
-                                group_ * (64 * Config::kDqWidth);
-                    mbarrier_wait(full_, phase);
-                    phase ^= 1;
-                    bulk_reduce_add(to, smem_addr_at(&SharedStorage::dq) + group_ * kDqBytes, bytes);
-                    bulk_commit();
-                    bulk_wait_read<0>();
-                    mbarrier_arrive(empty_);
+            for (int32 i = count * heads; i > 0; --i) {
+                mbarrier_wait(full_, phase);
+                phase ^= 1;
+                bulk_reduce_add(to, smem_addr_at(&SharedStorage::dq) + group_ * kDqBytes, bytes);
+                bulk_commit();
+                bulk_wait_read<0>();
+                mbarrier_arrive(empty_);
+                to += Config::kBlockM * Config::kHeadDim;
+                if (--left == 0) {
+                    left = count;
+                    to += (bwd.rows_stride_h - int64(count) * Config::kBlockM) * Config::kHeadDim;
                 }
             }
         }
@@ -235,6 +241,7 @@ class Consumer {
     using QueryGradient = float[Config::kDqWidth / 2];  // 64 queries x kDqWidth
     using Operand = uint32[Config::kBlockM / 16][4];  // P^T or dS^T
     static constexpr int kSteps = Config::kHeadDim / 16;
+    using KeyOperand = uint32[kSteps][4];  // 16 rows of K or V a warp
 
   public:
     OA_DEVICE Consumer(const AttnBwdSm90Params& params, const Barriers& bars, int32 group)
@@ -279,6 +286,16 @@ class Consumer {
     }
 
   private:
+    // What a tile of keys has on its way through the queries.
+    struct Work {
+        Scores s, dp;
+        QueryGradient dq;
+        Operand p16, ds16;
+        Gradient dk, dv;
+        KeyOperand k, v;  // kKvInRegisters
+        int32 m;  // tile of queries
+    };
+
     // Byte of a column in its panel's rows, of all panels.
     OA_DEVICE static constexpr uint32 column_bytes(int32 column) {
         return (column >> 6) * kKvPanelBytes + (column & 63) * 2;
@@ -293,6 +310,27 @@ class Consumer {
                                                    b.at(panel * kQPanelBytes + column), step != 0);
         }
         wgmma_commit();
+    }
+    OA_DEVICE static void issue_scores(Scores& s, const KeyOperand& a, WgmmaDescriptor b) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+            Wgmma<Config::Io, Config::kBlockM>::template rs<kKMajor>(s, a[step], b.at(step * 32), step != 0);
+        wgmma_commit();
+    }
+    // This warp's 16 rows of K or V.
+    OA_DEVICE void load_operand(KeyOperand& a, uint32 smem) const {
+        const int32 row = group_ * 64 + warp_ * 16 + (lane_ & 15);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+            ldmatrix_x4(a[step], smem + row * 128 + (((2 * step + (lane_ >> 4)) ^ (row & 7)) << 4));
+    }
+    OA_DEVICE void issue_s(Work& w, int32 stage) const {
+        if constexpr (Config::kKvInRegisters) issue_scores(w.s, w.k, q_.next(stage * kQBytes));
+        else issue_scores(w.s, k_, q_.next(stage * kQBytes));
+    }
+    OA_DEVICE void issue_dp(Work& w, int32 stage) const {
+        if constexpr (Config::kKvInRegisters) issue_scores(w.dp, w.v, do_.next(stage * kQBytes));
+        else issue_scores(w.dp, v_, do_.next(stage * kQBytes));
     }
     // D += A^T B, A^T in registers.
     OA_DEVICE static void issue_gradient(Gradient& d, const Operand& a, WgmmaDescriptor b) {
@@ -312,21 +350,16 @@ class Consumer {
         wgmma_commit();
     }
 
-    // What a tile of keys has on its way through the queries.
-    struct Work {
-        Scores s, dp;
-        QueryGradient dq;
-        Operand p16, ds16;
-        Gradient dk, dv;
-        int32 m;  // tile of queries
-    };
-
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         w.m = rows.first;
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
         mbarrier_wait(bars_.v_full, kv_phase_);
+        if constexpr (Config::kKvInRegisters) {
+            load_operand(w.k, smem_addr_at(&SharedStorage::k));
+            load_operand(w.v, smem_addr_at(&SharedStorage::v));
+        }
         step<0>(t, rows, w);
         if (total > 1) step<1>(t, rows, w);
 #pragma unroll 1
@@ -462,7 +495,7 @@ class Consumer {
         wgmma_discard(w.s);
         if constexpr (kBefore > 1) wgmma_discard(w.dq);
         wgmma_fence();
-        issue_scores(w.s, k_, q_.next(q_now.stage * kQBytes));
+        issue_s(w, q_now.stage);
         if constexpr (kBefore > 1) issue_dq(w.dq, ds_read_.stage);
         if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
         wgmma_pin(w.s);
@@ -488,7 +521,7 @@ class Consumer {
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
         wgmma_fence();
-        issue_scores(w.dp, v_, do_.next(do_at_.stage * kQBytes));
+        issue_dp(w, do_at_.stage);
         issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
         wgmma_pin(w.dp);
         if (++w.m == rows.end) w.m = rows.first;
