@@ -21,7 +21,8 @@ struct AttnBwdParams {
     float* dmask;               // or null
     float* lse2;                // lse * log2(e); +inf where a row attends to nothing, and behind the end of a sequence
     float* delta;               // rowsum(do * o) - dlse; 0 behind the end of a sequence
-    float* dq_accum;            // or null: dq is written by its own kernel
+    float* dq_accum;            // or null: dq is not wanted, or written by its own kernel
+    float* sink_partials;       // [num_q_heads][rows_stride_h / 128]: sums for dsinks of blocks of padded rows; or null
     int64 do_stride_b, do_stride_s, do_stride_h;
     int64 dq_stride_b, dq_stride_s, dq_stride_h;
     int64 dk_stride_b, dk_stride_s, dk_stride_h;
