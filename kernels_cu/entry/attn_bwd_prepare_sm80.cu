@@ -60,7 +60,10 @@ OA_DEVICE void clear_dmask(const AttnBwdParams& p) {
 extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(
     const __grid_constant__ AttnBwdParams p) {
     __shared__ float warp_sums[kThreads / 32];
-    int32 blocks = int32(p.rows_stride_h / kBlockRows), head = int32(blockIdx.x) / blocks;
+    int32 blocks = int32(p.rows_stride_h / kBlockRows);
+    if (p.dmask != nullptr) clear_dmask(p);
+    if (blocks == 0) return;
+    int32 head = int32(blockIdx.x) / blocks;
     int32 block = int32(blockIdx.x) - head * blocks, lane = threadIdx.x % kLanes;
     PaddedBlock at = padded_block(p.fwd, block);
     int64 first = head * p.rows_stride_h + int64(block) * kBlockRows;
@@ -93,7 +96,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(
         for (int32 i = threadIdx.x; i < kBlockRows * p.dq_columns / 4; i += kThreads) accum[i] = float4{};
     }
     if (p.dq != nullptr && p.fwd.cu_seqlens_q != nullptr) clear_unowned_rows(p, block, head);
-    if (p.dmask != nullptr) clear_dmask(p);
     if (p.sink_partials != nullptr) {
 #pragma unroll
         for (int x = kLanes; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);

@@ -25,6 +25,7 @@ OA_DEVICE PaddedBlock padded_block(const AttnFwdParams& p, int32 block) {
         int32 blocks = (p.seqlen_q + kBlockRows - 1) / kBlockRows, b = block / blocks;
         return {b, (block - b * blocks) * kBlockRows, 0, p.seqlen_q};
     }
+    if (p.batch == 0) return {0, 0, 0, 0};
     int32 lo = 0, hi = p.batch;
     while (hi - lo > 1) {
         int32 mid = lo + (hi - lo) / 2;
