@@ -107,9 +107,9 @@ OA_DEVICE void make_ds(Scores& s, const Scores& dp, const AttnFwdParams& f, cons
     for (int r = 0; r < 2; ++r) {
         visible[r] = {0, t.seqlen_k};
         if (hides)
-            visible[r] = row + 8 * r < t.seqlen_q ? visible_keys(row + 8 * r, t.seqlen_q, t.seqlen_k, f.window_left,
-                                                                 f.window_right)
-                                                  : KeyRange{0, 0};
+            visible[r] = row + 8 * r < t.seqlen_q
+                             ? visible_keys(row + 8 * r, t.seqlen_q, t.seqlen_k, f.window_left, f.window_right)
+                             : KeyRange{0, 0};
     }
 #pragma unroll
     for (int x = 0; x < Config::kNTiles * 4; ++x) {
@@ -203,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
     for (int r = 0; r < 2; ++r)
 #pragma unroll
         for (int d = 0; d < Config::kDTiles; ++d)
-            *reinterpret_cast<uint32*>(smem.q + QTile::offset(warp_idx * 16 + (lane >> 2) + r * 8, d) + (lane & 3) * 4) =
+            *reinterpret_cast<uint32*>(smem.q + QTile::offset(warp_idx * 16 + (lane >> 2) + r * 8, d) +
+                                       (lane & 3) * 4) =
                 pack2(Config::Io{}, dq[4 * d + 2 * r] * f.softmax_scale, dq[4 * d + 2 * r + 1] * f.softmax_scale);
     __syncwarp();
     uint16* to = p.dq + t.batch_idx * p.dq_stride_b + t.head_idx * p.dq_stride_h + first_row * p.dq_stride_s;

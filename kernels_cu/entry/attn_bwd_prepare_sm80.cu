@@ -57,8 +57,7 @@ OA_DEVICE void clear_dmask(const AttnBwdParams& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(
-    const __grid_constant__ AttnBwdParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(const __grid_constant__ AttnBwdParams p) {
     __shared__ float warp_sums[kThreads / 32];
     int32 blocks = int32(p.rows_stride_h / kBlockRows);
     if (p.dmask != nullptr) clear_dmask(p);

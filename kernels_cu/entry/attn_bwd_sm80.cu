@@ -92,7 +92,7 @@ struct Place {
 // The steps of a CTA: tiles of queries of one query head after the other.
 struct Steps {
     int32 first, end;  // tiles of a head
-    int32 left;        // steps from `at` on
+    int32 left;  // steps from `at` on
     Place at;
     OA_DEVICE Steps(const Queries& tiles, int32 head, int32 group)
         : first(tiles.first), end(tiles.end), left(max_of(tiles.end - tiles.first, 0) * group), at{head, first} {}
@@ -197,19 +197,19 @@ OA_DEVICE void add_dq(const Work& w, uint32 smem_ds, const Place& of) {
             float* at = to + int64(i * 16 + r * 8) * w.p.dq_columns;
 #pragma unroll
             for (int d = 0; d < Config::kDqSteps; ++d)
-                reduce_add_global4(at + 16 * d, dq[i][8 * d + 2 * r], dq[i][8 * d + 2 * r + 1], dq[i][8 * d + 4 + 2 * r],
-                                   dq[i][8 * d + 5 + 2 * r]);
+                reduce_add_global4(at + 16 * d, dq[i][8 * d + 2 * r], dq[i][8 * d + 2 * r + 1],
+                                   dq[i][8 * d + 4 + 2 * r], dq[i][8 * d + 5 + 2 * r]);
         }
 }
 
 // Shared address of queries 8n + 2(lane % 4) + {0, 1} of a key of the tile.
 OA_DEVICE uint32 ds_word(int key, int n, int lane) { return DsTile::offset(key, n) + (lane & 3) * 4; }
 
-// P^T of a step: packed for dV in `packed`; times the derivative of scores, for role 1, in shared memory.
+// P^T of a step, of which kHides hides a part: packed for dV in `packed`; times the derivative of scores, for role 1, in shared memory.
+template <bool kHides>
 OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
     int32 m0 = at.m * Config::kBlockM, key = w.group * Config::kKeyRows + (lane >> 2), query = 2 * (lane & 3);
-    bool hides = at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
     float c = w.p.fwd.softmax_scale * kLog2e;
     uint32 lse2_at = w.at(&SharedStorage::lse2) + (stage * Config::kBlockM + query) * 4;
     BwdScores<Config::Io> scores(w.p.fwd, w.arrays, w.t.sequence, at.head, w.t.seqlen_q, w.t.seqlen_k);
@@ -219,10 +219,9 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int32 k = w.t.n0 + key + 16 * i + 8 * r;
-            visible[i][r] = {0, w.t.seqlen_q};
-            if (hides)
-                visible[i][r] = k < w.t.seqlen_k ? visible_queries(k, w.t.seqlen_q, w.t.seqlen_k,
-                                                                   w.p.fwd.window_left, w.p.fwd.window_right)
+            if (kHides)
+                visible[i][r] = k < w.t.seqlen_k ? visible_queries(k, w.t.seqlen_q, w.t.seqlen_k, w.p.fwd.window_left,
+                                                                   w.p.fwd.window_right)
                                                  : QueryRange{0, 0};
         }
 #pragma unroll
@@ -235,7 +234,8 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
             for (int r = 0; r < 2; ++r) {
                 float* x = s[i] + 4 * n + 2 * r;
                 QueryRange range = visible[i][r];
-                bool see0 = row >= range.lo && row < range.hi, see1 = row + 1 >= range.lo && row + 1 < range.hi;
+                bool see0 = !kHides || (row >= range.lo && row < range.hi);
+                bool see1 = !kHides || (row + 1 >= range.lo && row + 1 < range.hi);
                 uint32 to = ds_word(key + 16 * i + 8 * r, n, lane);
                 uint32 cross;
                 if constexpr (Config::kScoreMods) {
@@ -247,7 +247,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
                         store_shared(w.at(&SharedStorage::ds) + 2 * DsTile::kBytes + to, packed[i][2 * n + r]);
                 } else {
                     float a = exp2_approx(fmaf(x[0], c, -lse2.x)), b = exp2_approx(fmaf(x[1], c, -lse2.y));
-                    if (hides) a = see0 ? a : 0.0f, b = see1 ? b : 0.0f;
+                    if (kHides) a = see0 ? a : 0.0f, b = see1 ? b : 0.0f;
                     cross = packed[i][2 * n + r] = pack2(Config::Io{}, a, b);
                 }
                 store_shared(smem_ds + to, cross);
@@ -255,12 +255,12 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
     }
 }
 
-// dS^T of a step from P^T in shared memory, which it takes the place of.
+// dS^T of a step from P^T in shared memory, which it takes the place of. kHides: where P is 0 dO or V may be NaN and yet
+// not count.
+template <bool kHides>
 OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
     int32 m0 = at.m * Config::kBlockM, key = w.group * Config::kKeyRows + (lane >> 2), query = 2 * (lane & 3);
-    // Where P is 0 dO or V may be NaN and yet not count.
-    bool hides = Config::kScoreMods || at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
     uint32 delta_at = w.at(&SharedStorage::delta) + (stage * Config::kBlockM + query) * 4;
 #pragma unroll
     for (int n = 0; n < Config::kQTiles; ++n) {
@@ -273,12 +273,12 @@ OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Pl
                 float2 p = unpack2(Config::Io{}, load_shared(smem_ds + word));
                 float d0 = dp[i][4 * n + 2 * r] - delta.x, d1 = dp[i][4 * n + 2 * r + 1] - delta.y;
                 float a = p.x * d0, b = p.y * d1;
-                if (hides) a = p.x == 0.0f ? 0.0f : a, b = p.y == 0.0f ? 0.0f : b;
+                if (kHides) a = p.x == 0.0f ? 0.0f : a, b = p.y == 0.0f ? 0.0f : b;
                 packed[i][2 * n + r] = pack2(Config::Io{}, a, b);
                 store_shared(smem_ds + word, packed[i][2 * n + r]);
                 if constexpr (Config::kDMask) {
-                    float2 plain = unpack2(
-                        Config::Io{}, load_shared(w.at(&SharedStorage::ds) + 2 * DsTile::kBytes + word));
+                    float2 plain =
+                        unpack2(Config::Io{}, load_shared(w.at(&SharedStorage::ds) + 2 * DsTile::kBytes + word));
                     int32 row = m0 + 8 * n + query;
                     float* to = w.p.dmask + w.t.sequence * w.p.dmask_stride_b + at.head * w.p.dmask_stride_h +
                                 row * w.p.dmask_stride_q + (w.t.n0 + key + 16 * i + 8 * r) * w.p.dmask_stride_k;
@@ -290,12 +290,15 @@ OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Pl
 }
 
 // Copies of a step's Q, dO, lse2 and delta.
-OA_DEVICE void copy_step(const Work& w, const QCopy& copy, const Place& at, int stage) {
+OA_DEVICE void copy_step(const Work& w, const Place& at, int stage) {
     const AttnFwdParams& f = w.p.fwd;
-    int32 tid = threadIdx.x, rows = w.t.seqlen_q - at.m * Config::kBlockM;
+    int32 tid = in_register(int32(threadIdx.x));
+    QCopy copy(f.head_dim, tid);
+    int32 rows = w.t.seqlen_q - at.m * Config::kBlockM;
     int64 row = int64(w.t.q_begin) + int64(at.m) * Config::kBlockM;
     copy.issue(w.at(&SharedStorage::q) + stage * QTile::kBytes,
-               f.q + w.t.batch_idx * f.q_stride_b + at.head * f.q_stride_h + row * f.q_stride_s, f.q_stride_s, rows, tid);
+               f.q + w.t.batch_idx * f.q_stride_b + at.head * f.q_stride_h + row * f.q_stride_s, f.q_stride_s, rows,
+               tid);
     copy.issue(w.at(&SharedStorage::d_o) + stage * QTile::kBytes,
                w.p.d_o + w.t.batch_idx * w.p.do_stride_b + at.head * w.p.do_stride_h + row * w.p.do_stride_s,
                w.p.do_stride_s, rows, tid);
@@ -304,16 +307,15 @@ OA_DEVICE void copy_step(const Work& w, const QCopy& copy, const Place& at, int 
     if (tid < 2 * kChunks) {
         bool second = tid >= kChunks;
         int32 chunk = second ? tid - kChunks : tid;
-        cp_async_16(w.at(second ? &SharedStorage::delta : &SharedStorage::lse2) + stage * Config::kBlockM * 4 + chunk * 16,
-                    (second ? w.p.delta : w.p.lse2) + padded + chunk * 4, 16);
+        cp_async_16(
+            w.at(second ? &SharedStorage::delta : &SharedStorage::lse2) + stage * Config::kBlockM * 4 + chunk * 16,
+            (second ? w.p.delta : w.p.lse2) + padded + chunk * 4, 16);
     }
 }
 
 // All steps of one role; leaves dV (role 0) or dK (role 1) in `o`.
 template <int kRole>
-OA_DEVICE void run(const Work& w, Output& o, const QCopy& copy, Steps steps) {
-    KvLane a_lane(w.group * Config::kKeyRows + (w.lane & 15), w.lane >> 4);
-    QLane s_lane((w.lane & 7) + ((w.lane >> 4) << 3), (w.lane >> 3) & 1), o_lane(w.lane & 15, w.lane >> 4);
+OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
     uint32 smem_q = w.at(&SharedStorage::q), smem_do = w.at(&SharedStorage::d_o), smem_ds = w.at(&SharedStorage::ds);
     bool wants_dq = w.p.dq_accum != nullptr;
     Place before{-1, 0};
@@ -323,15 +325,22 @@ OA_DEVICE void run(const Work& w, Output& o, const QCopy& copy, Steps steps) {
         bool has_next = steps.left > 1;
         cp_async_wait<0>();
         __syncthreads();  // this step has landed, dS of the step before is there, every warp has left that step
-        if (Config::kStages == 2 && has_next) copy_step(w, copy, next, stage ^ 1);
+        if (Config::kStages == 2 && has_next) copy_step(w, next, stage ^ 1);
         cp_async_commit();
+        int lane = in_register(w.lane);
+        KvLane a_lane(w.group * Config::kKeyRows + (lane & 15), lane >> 4);
+        QLane s_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), o_lane(lane & 15, lane >> 4);
+        bool hides = at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
         Scores s;
         Packed packed;
         uint32 tile = stage * QTile::kBytes, ds = smem_ds + parity * DsTile::kBytes;
         uint32 ds_before = smem_ds + (parity ^ 1) * DsTile::kBytes;
         if constexpr (kRole == 0) {
             mma_scores(s, w.at(&SharedStorage::k), a_lane, smem_q + tile, s_lane);
-            make_p(w, s, packed, at, stage, ds);
+            if (Config::kScoreMods || hides)
+                make_p<true>(w, s, packed, at, stage, ds);
+            else
+                make_p<Config::kScoreMods>(w, s, packed, at, stage, ds);
             named_barrier_arrive(1 + w.group, 64);
             mma_output(o, packed, smem_do + tile, o_lane);
             if (wants_dq && before.head >= 0) add_dq(w, ds_before, before);
@@ -339,7 +348,10 @@ OA_DEVICE void run(const Work& w, Output& o, const QCopy& copy, Steps steps) {
             if (wants_dq && before.head >= 0) add_dq(w, ds_before, before);
             mma_scores(s, w.at(&SharedStorage::v), a_lane, smem_do + tile, s_lane);
             named_barrier_sync(1 + w.group, 64);
-            make_ds(w, s, packed, at, stage, ds);
+            if (Config::kScoreMods || hides)
+                make_ds<true>(w, s, packed, at, stage, ds);
+            else
+                make_ds<Config::kScoreMods>(w, s, packed, at, stage, ds);
             mma_output(o, packed, smem_q + tile, o_lane);
         }
         before = at;
@@ -348,7 +360,7 @@ OA_DEVICE void run(const Work& w, Output& o, const QCopy& copy, Steps steps) {
             stage ^= 1;
         } else {
             __syncthreads();
-            if (has_next) copy_step(w, copy, next, 0);
+            if (has_next) copy_step(w, next, 0);
             cp_async_commit();
         }
     }
@@ -396,8 +408,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
     Steps steps(tiles, t.kv_head_idx * group_heads, group_heads);
     if (!owned) steps.left = 0;
     int role = warp_idx / Config::kKeyGroups;
-    Work w{p, arrays_of(params), t, tiles, smem_addr_of(smem_raw), owned ? padded_begin(f, t.sequence, t.q_begin) : 0,
-           warp_idx, lane, warp_idx % Config::kKeyGroups};
+    Work w{p,
+           arrays_of(params),
+           t,
+           tiles,
+           smem_addr_of(smem_raw),
+           owned ? padded_begin(f, t.sequence, t.q_begin) : 0,
+           warp_idx,
+           lane,
+           warp_idx % Config::kKeyGroups};
 
     Output o;
 #pragma unroll
@@ -412,13 +431,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
         const uint16* gv = f.v + t.batch_idx * f.v_stride_b + t.kv_head_idx * f.v_stride_h + row * f.v_stride_s;
         kv_copy.issue(w.at(&SharedStorage::k), gk, f.k_stride_s, rows, tid);
         kv_copy.issue(w.at(&SharedStorage::v), gv, f.v_stride_s, rows, tid);
-        QCopy q_copy(f.head_dim, tid);
-        copy_step(w, q_copy, steps.at, 0);
+        copy_step(w, steps.at, 0);
         cp_async_commit();
         if (role == 0)
-            run<0>(w, o, q_copy, steps);
+            run<0>(w, o, steps);
         else
-            run<1>(w, o, q_copy, steps);
+            run<1>(w, o, steps);
         __syncthreads();  // K and V are read
     }
     uint16* to = role == 0 ? p.dv : p.dk;
@@ -426,6 +444,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
     int64 stride = role == 0 ? p.dv_stride_s : p.dk_stride_s;
     to += role == 0 ? t.batch_idx * p.dv_stride_b + t.kv_head_idx * p.dv_stride_h + row * stride
                     : t.batch_idx * p.dk_stride_b + t.kv_head_idx * p.dk_stride_h + row * stride;
-    store_rows(o, role == 0 ? 1.0f : f.softmax_scale, role == 0 ? smem.v : smem.k, to, stride, rows, f.head_dim, w.group,
-               lane);
+    store_rows(o, role == 0 ? 1.0f : f.softmax_scale, role == 0 ? smem.v : smem.k, to, stride, rows, f.head_dim,
+               w.group, lane);
 }

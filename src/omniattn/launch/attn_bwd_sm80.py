@@ -104,9 +104,7 @@ def _tiles(spec: KernelSpec, problem: BackwardProblem, values: dict[str, object]
     return LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *layout.pack(values))
 
 
-def build(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int
-) -> tuple[LaunchRecord, ...]:
+def build(spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int) -> tuple[LaunchRecord, ...]:
     """The launches that make dk and dv, and the sums of dq where there is a place for them."""
     f = problem.forward
     blocks = num_n_blocks(f, spec.block_n)
