@@ -15,7 +15,8 @@ PADDED_ROWS = 128
 class _BwdTile:
     """Tile shape of ``attn_bwd_sm80`` for one padded head_dim.
 
-    dq_warps_m: warps side by side along the queries of dQ.
+    dq_warps_m: warps side by side along the queries of dQ. joint: a warp makes P and dS, and dV and dK
+    of half of the queries (``attn_bwd_joint_sm80``).
     """
 
     head_dim: int
@@ -26,17 +27,19 @@ class _BwdTile:
     suffix: str = ""
     num_warps: int = 8
     min_ctas: int = 1
+    joint: bool = False
 
     def smem_bytes(self, dmask: bool) -> int:
         """Shared memory of a CTA."""
         tiles = 2 * self.head_dim * 2 * (self.block_n + self.num_stages * self.block_m)
-        tiles += (3 if dmask else 2) * 2 * self.block_n * self.block_m
+        tiles += (3 if dmask and not self.joint else 2) * 2 * self.block_n * self.block_m
         return -(-(tiles + 8 * self.num_stages * self.block_m) // 1024) * 1024
 
 
 # The larger tile of a head_dim first; the others fit into the 99 KB of sm_86, sm_89 and sm_120, or the 163 KB of sm_80.
 _BWD_SM80_TILES: tuple[_BwdTile, ...] = (
-    _BwdTile(64, 64, 128, 2, 2),
+    _BwdTile(64, 128, 128, 2, 4, joint=True),
+    _BwdTile(64, 64, 128, 2, 2, "_m64"),
     _BwdTile(96, 64, 128, 2, 4),
     _BwdTile(96, 64, 64, 2, 4, "_n64"),
     _BwdTile(128, 64, 128, 2, 2),
@@ -52,14 +55,15 @@ _BWD_SM80_TILES: tuple[_BwdTile, ...] = (
 def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     smem_bytes = tile.smem_bytes(dmask)
+    family = "attn_bwd_joint_sm80" if tile.joint else "attn_bwd_sm80"
     common = not score_mods and tile.head_dim in (64, 128)
     return KernelSpec(
-        name=f"attn_bwd_sm80_{short}_d{tile.head_dim}{tile.suffix}"
+        name=f"{family}_{short}_d{tile.head_dim}{tile.suffix}"
         + ("_dmask" if dmask else "_mods" if score_mods else ""),
-        family="attn_bwd_sm80",
+        family=family,
         op="attention_backward",
-        source="entry/attn_bwd_sm80.cu",
-        symbol="attn_bwd_sm80",
+        source=f"entry/{family}.cu",
+        symbol=family,
         defines=(
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(tile.head_dim)),
