@@ -146,8 +146,8 @@ OA_DEVICE void make_part(const Work& w, Output& dv, Output& dk, const Place& at,
     Packed packed;
     Keys::mma_scores(p, w.at(&SharedStorage::k), a_lane, smem_q, s_lane);
     make_p<kHides>(w, p, slope, packed, at.head, m0, w.at(&SharedStorage::lse2) + numbers);
-    Keys::mma_scores(dp, w.at(&SharedStorage::v), a_lane, smem_do, s_lane);
     Keys::mma_output(dv, packed, smem_do, o_lane);
+    Keys::mma_scores(dp, w.at(&SharedStorage::v), a_lane, smem_do, s_lane);
     make_ds<kHides>(w, p, slope, dp, packed, at.head, m0, w.at(&SharedStorage::delta) + numbers, smem_ds, first / 8);
     Keys::mma_output(dk, packed, smem_q, o_lane);
 }
