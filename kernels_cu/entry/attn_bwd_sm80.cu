@@ -120,7 +120,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
 template <bool kHides>
 OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
-    int32 m0 = at.m * Config::kBlockM, key = w.group * Config::kKeyRows + (lane >> 2), query = 2 * (lane & 3);
+    int32 key = w.group * Config::kKeyRows + (lane >> 2), query = 2 * (lane & 3);
     uint32 delta_at = w.at(&SharedStorage::delta) + (stage * Config::kBlockM + query) * 4;
 #pragma unroll
     for (int n = 0; n < Config::kQTiles; ++n) {
@@ -139,7 +139,7 @@ OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Pl
                 if constexpr (Config::kDMask) {
                     float2 plain =
                         unpack2(Config::Io{}, load_shared(w.at(&SharedStorage::ds) + 2 * DsTile::kBytes + word));
-                    int32 row = m0 + 8 * n + query;
+                    int32 row = at.m * Config::kBlockM + 8 * n + query;
                     float* to = w.p.dmask + w.t.sequence * w.p.dmask_stride_b + at.head * w.p.dmask_stride_h +
                                 row * w.p.dmask_stride_q + (w.t.n0 + key + 16 * i + 8 * r) * w.p.dmask_stride_k;
                     if (plain.x != 0.0f) reduce_add_global(to, plain.x * d0);
@@ -149,12 +149,12 @@ OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Pl
     }
 }
 
-// All steps of one role; leaves dV (role 0) or dK (role 1) in `o`.
-template <int kRole>
+// All steps of one role; leaves dV (role 0) or dK (role 1) in `o`, if that is wanted.
+template <int kRole, bool kWanted>
 OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
     uint32 smem_q = w.at(&SharedStorage::q), smem_do = w.at(&SharedStorage::d_o), smem_ds = w.at(&SharedStorage::ds);
     bool wants_dq = w.p.dq_accum != nullptr;
-    bool wants_ds = wants_dq || w.p.dk != nullptr || Config::kDMask;
+    bool wants_ds = wants_dq || Config::kDMask;
     Place before{-1, 0};
     int stage = 0, parity = 0;
     for (; steps.left > 0; --steps.left, parity ^= 1) {
@@ -179,18 +179,18 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
             else
                 make_p<Config::kScoreMods>(w, s, packed, at, stage, ds);
             named_barrier_arrive(1 + w.group, 64);
-            if (w.p.dv != nullptr) Keys::mma_output(o, packed, smem_do + tile, o_lane);
+            if (kWanted) Keys::mma_output(o, packed, smem_do + tile, o_lane);
             if (wants_dq && before.head >= 0) Keys::add_dq(w, ds_before, before);
         } else {
             if (wants_dq && before.head >= 0) Keys::add_dq(w, ds_before, before);
-            if (wants_ds) Keys::mma_scores(s, w.at(&SharedStorage::v), a_lane, smem_do + tile, s_lane);
+            if (kWanted || wants_ds) Keys::mma_scores(s, w.at(&SharedStorage::v), a_lane, smem_do + tile, s_lane);
             named_barrier_sync(1 + w.group, 64);
-            if (!wants_ds) {
+            if (!kWanted && !wants_ds) {
             } else if (Config::kScoreMods || hides)
                 make_ds<true>(w, s, packed, at, stage, ds);
             else
                 make_ds<Config::kScoreMods>(w, s, packed, at, stage, ds);
-            if (w.p.dk != nullptr) Keys::mma_output(o, packed, smem_q + tile, o_lane);
+            if (kWanted) Keys::mma_output(o, packed, smem_q + tile, o_lane);
         }
         before = at;
         steps.at = next;
@@ -209,9 +209,14 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bwd_sm80(
     const __grid_constant__ BwdParams params) {
     Keys::run(params, [](const Work& w, Output& o, const Steps& steps) {
-        if (w.warp_idx < Config::kKeyGroups)
-            run<0>(w, o, steps);
+        bool first = w.warp_idx < Config::kKeyGroups;
+        if (first && w.p.dv != nullptr)
+            run<0, true>(w, o, steps);
+        else if (first)
+            run<0, false>(w, o, steps);
+        else if (w.p.dk != nullptr)
+            run<1, true>(w, o, steps);
         else
-            run<1>(w, o, steps);
+            run<1, false>(w, o, steps);
     });
 }
