@@ -132,24 +132,26 @@ OA_DEVICE void make_ds(const Work& w, const Scores& p, const Scores& slope, cons
     }
 }
 
-// 32 queries of a step.
-template <bool kHides>
+// 32 queries of a step. kAll: dv and dk are wanted.
+template <bool kHides, bool kAll>
 OA_DEVICE void make_part(const Work& w, Output& dv, Output& dk, const Place& at, int first, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
     uint32 rows = stage * Keys::QTile::kBytes + first * (Config::kHeadDim * 2);
     uint32 numbers = (stage * Config::kBlockM + first + 2 * (lane & 3)) * 4;
     uint32 smem_q = w.at(&SharedStorage::q) + rows, smem_do = w.at(&SharedStorage::d_o) + rows;
     int32 m0 = at.m * Config::kBlockM + first;
+    bool wants_ds = w.p.dq_accum != nullptr || w.p.dk != nullptr || Config::kDMask;
     Keys::KvLane a_lane(w.group * Config::kKeyRows + (lane & 15), lane >> 4);
     Keys::QLane s_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), o_lane(lane & 15, lane >> 4);
     Scores p, slope, dp;
     Packed packed;
     Keys::mma_scores(p, w.at(&SharedStorage::k), a_lane, smem_q, s_lane);
     make_p<kHides>(w, p, slope, packed, at.head, m0, w.at(&SharedStorage::lse2) + numbers);
-    Keys::mma_output(dv, packed, smem_do, o_lane);
+    if (kAll || w.p.dv != nullptr) Keys::mma_output(dv, packed, smem_do, o_lane);
+    if (!kAll && !wants_ds) return;
     Keys::mma_scores(dp, w.at(&SharedStorage::v), a_lane, smem_do, s_lane);
     make_ds<kHides>(w, p, slope, dp, packed, at.head, m0, w.at(&SharedStorage::delta) + numbers, smem_ds, first / 8);
-    Keys::mma_output(dk, packed, smem_q, o_lane);
+    if (kAll || w.p.dk != nullptr) Keys::mma_output(dk, packed, smem_q, o_lane);
 }
 
 // The other half's part of dV or dK onto this warp's; lanes have the same elements of both.
@@ -169,6 +171,7 @@ OA_DEVICE void take_part(Output& o, const Output& own, uint32 from, int lane) {
 }
 
 // All steps; leaves dV (first half) or dK (second half) in `o`.
+template <bool kAll>
 OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
     uint32 smem_ds = w.at(&SharedStorage::ds);
     bool wants_dq = w.p.dq_accum != nullptr;
@@ -187,7 +190,7 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
         __syncthreads();  // this step has landed, dS of the step before is there, every warp has left that step
         if (Config::kStages == 2 && has_next) Keys::copy_step(w, next, stage ^ 1);
         cp_async_commit();
-        bool hides = Config::kScoreMods || at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
+        bool hides = !kAll || Config::kScoreMods || at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
         uint32 ds = smem_ds + parity * DsTile::kBytes, ds_before = smem_ds + (parity ^ 1) * DsTile::kBytes;
         bool adds_dq = wants_dq && before.head >= 0;
         if (half == 1 && adds_dq) Keys::add_dq(w, ds_before, before);
@@ -195,9 +198,9 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
         for (int part = 0; part < Config::kParts; ++part) {
             int first = (half * Config::kParts + part) * Config::kQueries;
             if (hides)
-                make_part<true>(w, dv, dk, at, first, stage, ds);
+                make_part<true, kAll>(w, dv, dk, at, first, stage, ds);
             else
-                make_part<Config::kScoreMods>(w, dv, dk, at, first, stage, ds);
+                make_part<Config::kScoreMods || !kAll, kAll>(w, dv, dk, at, first, stage, ds);
         }
         if (half == 0 && adds_dq) Keys::add_dq(w, ds_before, before);
         before = at;
@@ -228,5 +231,10 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bwd_joint_sm80(
     const __grid_constant__ BwdParams params) {
-    Keys::run(params, [](const Work& w, Output& o, const Steps& steps) { run(w, o, steps); });
+    Keys::run(params, [](const Work& w, Output& o, const Steps& steps) {
+        if (w.p.dv != nullptr && w.p.dk != nullptr)
+            run<true>(w, o, steps);
+        else
+            run<false>(w, o, steps);
+    });
 }
