@@ -48,7 +48,7 @@
 struct Config {
     using Io = IO_TYPE;
     static constexpr int kHeadDim = HEAD_DIM;
-    static constexpr int kConsumers = NUM_CONSUMERS;
+    static constexpr int kConsumers = 2;
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;

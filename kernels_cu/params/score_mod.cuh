@@ -1,5 +1,6 @@
 // The arrays that a score modification of the user's reads (attention/score_mod.cuh).
 #pragma once
+#include "params/attn_bwd.cuh"
 #include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
 
@@ -21,5 +22,10 @@ struct AttnFwdModSm90Params {
     AttnFwdParams fwd;
     TileList tiles;
     ScoreForms forms;
+    ScoreModArrays arrays;
+};
+// Of the backward kernels.
+struct AttnBwdModParams {
+    AttnBwdParams call;
     ScoreModArrays arrays;
 };

@@ -3,6 +3,7 @@
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
+#include "scheduler/fwd_tile.cuh"
 #include "scheduler/persistent.cuh"
 
 struct BwdTile {
@@ -10,7 +11,7 @@ struct BwdTile {
     int32 n0;  // first key of the tile inside its sequence
     int32 q_begin, k_begin;  // first row of the sequence in packed tensors; 0 for dense batches
     int32 sequence;
-    int32 seqlen_q, seqlen_k;
+    int32 seqlen_q, seqlen_k;  // seqlen_q = kNoSequence: rows that only receive dk = dv = 0
 };
 
 // Tiles of keys of dense batches, in the order of a list that the host composes as for queries: a list's last block is
@@ -34,3 +35,73 @@ class PersistentBwdTiles {
   private:
     PersistentItems items_;
 };
+
+// Dense, one tile a CTA. Tiles of one head are neighbours: Q and dO stay in L2. Causal heads, whose tiles shrink with
+// their key, are interleaved in groups of up to 16, the longest tiles of a group first.
+template <int kBlockN>
+OA_DEVICE BwdTile dense_bwd_tile(const AttnFwdParams& p, int64 tile_idx, int32 num_n_blocks) {
+    int64 num_heads = int64(p.batch) * p.num_kv_heads, head = tile_idx / num_n_blocks;
+    int32 n = int32(tile_idx - head * num_n_blocks);
+    if (p.window_right >= 0 && p.window_left < 0) {
+        int64 heads = min_of<int64>(max_of(kInterleavedTiles / uint32(num_n_blocks), 1u), kInterleavedHeads);
+        int64 first = head / heads * heads, behind = tile_idx - first * num_n_blocks;
+        heads = min_of(heads, num_heads - first);
+        n = int32(behind / heads);
+        head = first + (behind - n * heads);
+    }
+    BwdTile t;
+    t.batch_idx = t.sequence = int32(head / p.num_kv_heads);
+    t.kv_head_idx = int32(head - int64(t.batch_idx) * p.num_kv_heads);
+    t.n0 = n * kBlockN;
+    t.q_begin = t.k_begin = 0;
+    t.seqlen_q = p.seqlen_q;
+    t.seqlen_k = p.seqlen_k;
+    return t;
+}
+
+// Packed sequences, one tile a CTA, as varlen_tile has it for queries. False: nothing to do.
+template <int kBlockN>
+OA_DEVICE bool varlen_bwd_tile(const AttnFwdParams& p, int64 tile_idx, int32 num_n_blocks, BwdTile& t) {
+    t.batch_idx = 0;
+    t.kv_head_idx = int32(tile_idx / num_n_blocks);
+    int32 block = int32(tile_idx - int64(t.kv_head_idx) * num_n_blocks);
+    int lane = threadIdx.x & 31;
+    for (int32 base = 0; base < p.batch; base += 32) {
+        int32 seqlen_k = packed_sequence(p.cu_seqlens_k, min_of(base + lane, p.batch - 1), p.seqlen_k).len;
+        int32 blocks = base + lane < p.batch ? (seqlen_k + kBlockN - 1) / kBlockN : 0;
+        int32 inclusive = inclusive_sum(blocks, lane);
+        uint32 past = __ballot_sync(0xffffffffu, inclusive > block);
+        if (past != 0) {
+            int src = __ffs(int(past)) - 1;
+            SequenceRange found = sequence_range(p, base + src);
+            t.batch_idx = t.sequence = base + src;
+            t.q_begin = found.q_begin;
+            t.seqlen_q = found.seqlen_q;
+            t.k_begin = found.k_begin;
+            t.seqlen_k = found.seqlen_k;
+            t.n0 = (block - __shfl_sync(0xffffffffu, inclusive - blocks, src)) * kBlockN;
+            return true;
+        }
+        block -= __shfl_sync(0xffffffffu, inclusive, 31);
+    }
+    // Rows before the first and behind the last sequence.
+    int32 first = p.batch > 0 ? packed_sequence(p.cu_seqlens_k, 0, p.seqlen_k).begin : p.seqlen_k;
+    int32 last = p.batch > 0 ? min_of(max_of(p.cu_seqlens_k[p.batch], first), p.seqlen_k) : p.seqlen_k;
+    int32 head_blocks = (first + kBlockN - 1) / kBlockN;
+    t.sequence = 0;
+    t.q_begin = 0;
+    t.seqlen_q = kNoSequence;
+    t.k_begin = block < head_blocks ? 0 : last;
+    t.seqlen_k = block < head_blocks ? first : p.seqlen_k - last;
+    t.n0 = (block < head_blocks ? block : block - head_blocks) * kBlockN;
+    return t.n0 < t.seqlen_k;
+}
+
+// The tile of a CTA that computes one; false: nothing to do.
+template <int kBlockN>
+OA_DEVICE bool bwd_tile(const AttnFwdParams& p, int32 num_n_blocks, BwdTile& t) {
+    int64 tile_idx = p.tile_offset + blockIdx.x;
+    if (p.cu_seqlens_k != nullptr) return varlen_bwd_tile<kBlockN>(p, tile_idx, num_n_blocks, t);
+    t = dense_bwd_tile<kBlockN>(p, tile_idx, num_n_blocks);
+    return true;
+}

@@ -14,7 +14,7 @@ HEADER = "attention/score_mod_user.cuh"
 #: What an array's name is as an operand of a call.
 PREFIX = "score_mod."
 #: What the compiler calls the user's lines.
-FILES = {"expression": "score_mod expression", "mask": "score_mod mask"}
+FILES = {"expression": "score_mod expression", "mask": "score_mod mask", "grad": "score_mod grad"}
 
 _ELEMENTS = {
     "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int32": "int32", "int64": "int64",
@@ -30,8 +30,8 @@ def _function(signature: str, arrays: str, result: str, label: str, text: str) -
     return f'OA_DEVICE {signature} {{\n{arrays}    return static_cast<{result}>(\n#line 1 "{label}"\n{text}\n);\n}}\n'
 
 
-def user_text(mod: ScoreModProblem) -> str:
-    """The text of `HEADER` for a score modification."""
+def user_text(mod: ScoreModProblem, *, backward: bool = False) -> str:
+    """The text of `HEADER` for a score modification; ``backward``: with its derivative."""
     checked = "true" if mod.checked else "false"
     arrays = "".join(
         f'    const ScoreArray<{_ELEMENTS[a.dtype]}, {len(a.shape)}, {checked}> {a.name}(oa_arrays, {i}, "{a.name}");\n'
@@ -44,14 +44,16 @@ def user_text(mod: ScoreModProblem) -> str:
         + _function(f"float user_score(const float score, {places})", arrays, "float", FILES["expression"],
                     mod.expression)
         + _function(f"bool user_mask({places})", arrays, "bool", FILES["mask"], mod.mask or "true")
+        + ("" if not backward else _function(f"float user_grad(const float score, {places})", arrays, "float",
+                                             FILES["grad"], mod.grad or "1.0f"))
     )  # fmt: skip
 
 
-def with_score_mod(spec: KernelSpec, mod: ScoreModProblem | None) -> KernelSpec:
+def with_score_mod(spec: KernelSpec, mod: ScoreModProblem | None, *, backward: bool = False) -> KernelSpec:
     """A registry row with a score modification compiled in: a kernel that no wheel carries."""
     if mod is None:
         return spec
-    text = user_text(mod)
+    text = user_text(mod, backward=backward)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return replace(spec, name=f"{spec.name}_mod_{digest}", prebuild=(), generated=((HEADER, text),))
 

@@ -148,6 +148,15 @@ ATTN_FWD_FORMS_SM90 = HostStruct(
     tail=24,
 )
 
+ATTN_BWD = HostStruct(
+    "AttnBwdParams",
+    "params/attn_bwd.cuh",
+    f"{ATTN_FWD.inside('fwd')};"
+    "P d_o dlse dq dk dv dsinks dmask lse2 delta dq_accum sink_partials;"
+    f"q {' '.join(_STRIDES.format(x) for x in ('do', 'dq', 'dk', 'dv'))} dlse_stride_b dlse_stride_h"
+    " dmask_stride_b dmask_stride_h dmask_stride_q dmask_stride_k rows_stride_h; i dq_columns num_n_blocks",
+)
+
 SCORE_MOD_ARRAYS = HostStruct(
     "ScoreModArrays",
     "params/score_mod.cuh",
@@ -166,6 +175,12 @@ ATTN_FWD_MOD_SM90 = HostStruct(
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {TILE_LIST.inside('tiles')};"
     f"{SCORE_FORMS.inside('forms')}; {SCORE_MOD_ARRAYS.inside('arrays')}",
     tail=24,
+)
+
+ATTN_BWD_MOD = HostStruct(
+    "AttnBwdModParams",
+    "params/score_mod.cuh",
+    f"{ATTN_BWD.inside('call')}; {SCORE_MOD_ARRAYS.inside('arrays')}",
 )
 
 QUANTIZED_OPERANDS = HostStruct(
@@ -276,8 +291,8 @@ STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
         TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
-        ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90,
-        QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
+        ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_MOD, QUANTIZED_OPERANDS, ATTN_INT8_SM80,
+        ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

@@ -4,6 +4,7 @@
 """
 
 from .attention import PV_CHOICES, select_attention
+from .backward import needs_mods, select_backward, select_backward_rows, select_dq
 from .cache import select_append, select_copy, select_decode, select_merge
 from .choice import Selection
 from .masks import select_masks, select_tile_kinds
@@ -12,11 +13,15 @@ from .quantize import select_delta, select_quantizer
 __all__ = [
     "PV_CHOICES",
     "Selection",
+    "needs_mods",
     "select_append",
     "select_attention",
+    "select_backward",
+    "select_backward_rows",
     "select_copy",
     "select_decode",
     "select_delta",
+    "select_dq",
     "select_masks",
     "select_merge",
     "select_quantizer",

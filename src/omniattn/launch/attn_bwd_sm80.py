@@ -1,0 +1,160 @@
+"""Launches of the backward of attention on mma.sync: what it needs of each row, one CTA a tile of keys, the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UnsupportedError
+from ..problems import AttentionProblem
+from ..problems.backward import ROW_PADDING, BackwardProblem
+from ..problems.memory import WORKSPACE_ALIGNMENT
+from ..registry import KernelSpec
+from ..runtime.record import LaunchRecord
+from .attn_fwd import forward_values, num_m_blocks, tile_launches
+from .numbers import MAX_GRID_X
+from .score_mod import array_values
+from .structs import ATTN_BWD, ATTN_BWD_MOD, At, member, strides
+
+
+@dataclass(frozen=True)
+class BackwardPlaces:
+    """Where the memory of a backward lies in the workspace.
+
+    Attributes
+    ----------
+    lse2, delta : At
+        Numbers of each padded row.
+    dq_accum : At or None
+        Sums of dq.
+    sink_partials : At or None
+        Sums of dsinks.
+    end : int
+        Bytes.
+    """
+
+    lse2: At
+    delta: At
+    dq_accum: At | None
+    sink_partials: At | None
+    end: int
+
+
+def places(problem: BackwardProblem, dq_columns: int, begin: int = 0) -> BackwardPlaces:
+    """Places from byte ``begin`` on. dq_columns: of the sums of dq, 0 for none."""
+    rows = problem.padded_rows * problem.forward.num_q_heads
+    sums = rows // ROW_PADDING if "dsinks" in problem.wanted else 0
+    at: list[At] = []
+    for count in (rows, rows, rows * dq_columns, sums):
+        at.append(At("workspace", begin))
+        begin += -(-4 * count // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    return BackwardPlaces(at[0], at[1], at[2] if dq_columns else None, at[3] if sums else None, begin)
+
+
+def num_n_blocks(problem: AttentionProblem, block_n: int) -> int:
+    """Tiles of keys of each head: of one sequence, or for packed ones a bound that holds for any lengths."""
+    blocks = -(-problem.seqlen_k // block_n)
+    if problem.varlen and blocks:
+        # One partly filled tile a sequence, and one each before and behind all sequences.
+        blocks += problem.batch + 2
+    return blocks
+
+
+def backward_values(
+    problem: BackwardProblem,
+    at: BackwardPlaces,
+    *,
+    dq_columns: int = 0,
+    m_blocks: int = 0,
+    n_blocks: int = 0,
+    tile_offset: int = 0,
+) -> dict[str, object]:
+    """The fields of AttnBwdParams."""
+    f, s = problem.forward, problem.strides
+    assert s is not None, "a problem without strides describes a call, it cannot be launched"
+    fwd = forward_values(f, m_blocks, mask_extent=f.mask_extent, tile_offset=tile_offset)
+    wanted = {name: At(name) if name in problem.wanted else None for name in ("dq", "dk", "dv", "dsinks", "dmask")}
+    return {
+        **member("fwd", fwd),
+        **wanted,
+        "d_o": At("do"),
+        "dlse": At("dlse") if problem.dlse else None,
+        "lse2": at.lse2,
+        "delta": at.delta,
+        "dq_accum": at.dq_accum,
+        "sink_partials": at.sink_partials,
+        **strides("do", s.d_o),
+        **strides("dq", s.dq),
+        **strides("dk", s.dk),
+        **strides("dv", s.dv),
+        "dlse_stride_b": s.dlse[0],
+        "dlse_stride_h": s.dlse[1],
+        **dict(zip((f"dmask_stride_{x}" for x in "bhqk"), s.dmask, strict=True)),
+        "rows_stride_h": problem.padded_rows,
+        "dq_columns": dq_columns,
+        "num_n_blocks": n_blocks,
+    }
+
+
+def _tiles(spec: KernelSpec, problem: BackwardProblem, values: dict[str, object], count: int) -> LaunchRecord:
+    mod = problem.forward.score_mod
+    layout = ATTN_BWD
+    if mod is not None:
+        layout = ATTN_BWD_MOD
+        values = member("call", values) | member("arrays", array_values(mod))
+    return LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *layout.pack(values))
+
+
+def build(spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int) -> tuple[LaunchRecord, ...]:
+    """The launches that make dk and dv, and the sums of dq where there is a place for them."""
+    f = problem.forward
+    blocks = num_n_blocks(f, spec.block_n)
+    tiles = blocks * f.num_kv_heads * (1 if f.varlen else f.batch)
+    return tuple(
+        _tiles(spec, problem,
+               backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks, tile_offset=first), count)
+        for first, count in tile_launches(tiles)
+    )  # fmt: skip
+
+
+def build_dq(spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces) -> tuple[LaunchRecord, ...]:
+    """The launches that make dq alone."""
+    f = problem.forward
+    blocks = num_m_blocks(f, spec.block_m)
+    tiles = blocks * f.num_q_heads * (1 if f.varlen else f.batch)
+    return tuple(
+        _tiles(spec, problem, backward_values(problem, at, m_blocks=blocks, tile_offset=first), count)
+        for first, count in tile_launches(tiles)
+    )
+
+
+def _rows(
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, count: int
+) -> tuple[LaunchRecord, ...]:
+    if count > MAX_GRID_X:
+        raise UnsupportedError(
+            f"attention_backward(): {problem.padded_rows} padded rows of {problem.forward.num_q_heads} query heads are "
+            f"more than {MAX_GRID_X} blocks of {ROW_PADDING}",
+            instead="calls of a part of the batch each",
+        )
+    if count == 0:
+        return ()
+    values = backward_values(problem, at, dq_columns=dq_columns)
+    return (LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *ATTN_BWD.pack(values)),)
+
+
+def build_prepare(
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int
+) -> tuple[LaunchRecord, ...]:
+    """The launch that makes lse2, delta and the sums of sinks, and clears what is added to."""
+    blocks = problem.padded_rows // ROW_PADDING * problem.forward.num_q_heads
+    # Without queries a mask may still have a gradient to clear.
+    return _rows(spec, problem, at, dq_columns, blocks or int("dmask" in problem.wanted))
+
+
+def build_finish(
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int
+) -> tuple[LaunchRecord, ...]:
+    """The launch that makes dq of its sums, and dsinks."""
+    heads = problem.forward.num_q_heads
+    blocks = problem.padded_rows // ROW_PADDING * heads if at.dq_accum is not None else 0
+    return _rows(spec, problem, at, dq_columns, blocks + (heads if "dsinks" in problem.wanted else 0))

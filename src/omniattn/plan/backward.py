@@ -1,0 +1,76 @@
+"""Launches of the backward of attention."""
+
+from __future__ import annotations
+
+from ..errors import ArgumentError, UnsupportedError
+from ..launch import attn_bwd_sm80
+from ..launch.score_mod import with_score_mod
+from ..problems import Target
+from ..problems.backward import BackwardProblem
+from ..select import Selection, select_backward, select_backward_rows, select_dq
+from .engine import Launches
+
+
+def _check(problem: BackwardProblem) -> None:
+    f = problem.forward
+    function = "attention_varlen_backward" if f.varlen else "attention_backward"
+    if f.precision.quantized:
+        raise UnsupportedError(f"{function}(): no gradients of precision={f.precision.name!r}", instead="'exact'")
+    if f.block_mask is not None:
+        raise UnsupportedError(f"{function}(): no gradients with block_mask", instead="the same blocks as a mask")
+    if f.score_mod is not None and f.score_mod.grad is None:
+        raise ArgumentError(
+            "score_mod", "ScoreMod(..., grad=expression), the derivative of the new score by the old one",
+            "a ScoreMod without grad", function=function,
+        )  # fmt: skip
+    if "dmask" in problem.wanted and f.mask in ("none", "bool"):
+        raise ArgumentError("dmask", "an additive mask", f"mask of kind {f.mask!r}", function=function)
+    if "dmask" in problem.wanted and problem.deterministic and _sums_into_dmask(problem):
+        raise UnsupportedError(
+            f"{function}(): with deterministic=True no gradient of a mask that is broadcast over batch, heads or queries",
+            instead="deterministic=False, or a mask of full shape",
+        )
+
+
+def _sums_into_dmask(problem: BackwardProblem) -> bool:
+    """Whether an element of dmask gets more than one sum: the order of two would not be fixed."""
+    f, s = problem.forward, problem.strides
+    if s is None:
+        return True
+    extents = (f.batch, f.num_q_heads, *f.mask_extent)
+    return any(extent > 1 and stride == 0 for extent, stride in zip(extents, s.dmask, strict=True))
+
+
+def _compiled(selection: Selection, problem: BackwardProblem) -> Selection:
+    mod = problem.forward.score_mod
+    if mod is None:
+        return selection
+    spec = with_score_mod(selection.spec, mod, backward=True)
+    return Selection(spec, (*selection.why, "with score_mod compiled in, which no wheel carries"))
+
+
+def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -> Launches:
+    """The launches of ``attention_backward`` and ``attention_varlen_backward``.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        What no kernel can make gradients of.
+    """
+    _check(problem)
+    wants_dq = "dq" in problem.wanted
+    wants_others = not {"dk", "dv", "dmask"}.isdisjoint(problem.wanted)
+    own_dq = wants_dq and (problem.deterministic or not wants_others)
+    before, behind = select_backward_rows(problem, target, force)
+    main = _compiled(select_backward(problem, target, force), problem) if wants_others else None
+    alone = _compiled(select_dq(problem, target, force), problem) if own_dq else None
+    dq_columns = main.spec.head_dim if main is not None and wants_dq and not own_dq else 0
+    at = attn_bwd_sm80.places(problem, dq_columns)
+    records = attn_bwd_sm80.build_prepare(before.spec, problem, at, dq_columns)
+    if main is not None:
+        records += attn_bwd_sm80.build(main.spec, problem, at, dq_columns)
+    if alone is not None:
+        records += attn_bwd_sm80.build_dq(alone.spec, problem, at)
+    records += attn_bwd_sm80.build_finish(behind.spec, problem, at, dq_columns)
+    chosen = tuple(selection for selection in (main, alone) if selection is not None)
+    return Launches((chosen or (before,))[0], records, at.end, (before, *chosen[1:], behind))

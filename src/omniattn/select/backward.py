@@ -1,0 +1,86 @@
+"""The kernels of the backward of attention."""
+
+from __future__ import annotations
+
+from ..errors import UnsupportedError
+from ..problems import Target
+from ..problems.backward import BackwardProblem
+from ..registry import REGISTRY, KernelSpec
+from .choice import Selection, dotted, forced, only, the_one, unfit_target
+
+BACKWARD, DQ = "attention_backward", "attention_backward_dq"
+
+
+def needs_mods(problem: BackwardProblem) -> bool:
+    """Whether scores have to be formed one by one; a scale of any sign and size needs nothing."""
+    f = problem.forward
+    return f.softcap > 0.0 or f.mask != "none" or f.score_mod is not None
+
+
+def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | None:
+    """Why ``spec`` cannot serve ``problem``; None if it can."""
+    f = problem.forward
+    if spec.dtype != f.dtype:
+        return f"it is compiled for {spec.dtype}, the arrays are {f.dtype}"
+    if spec.head_dim < f.head_dim:
+        return f"it takes head_dim up to {spec.head_dim}, not {f.head_dim}"
+    if needs_mods(problem) and "score_mods" not in spec.features:
+        return "it has no softcap, mask or score_mod"
+    if "dmask" in problem.wanted and spec.op == BACKWARD and "dmask" not in spec.features:
+        return "it makes no gradient of a mask"
+    return unfit_target(spec, target)
+
+
+def _select(op: str, problem: BackwardProblem, target: Target, force: str | None) -> Selection:
+    f = problem.forward
+    if (chosen := forced(force, (op,), lambda spec: _unfit(spec, problem, target))) is not None:
+        return chosen
+    rows = [spec for spec in REGISTRY if spec.op == op]
+    fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
+    if not fitting:
+        near = [s for s in rows if s.dtype == f.dtype and s.head_dim >= f.head_dim] or rows
+        reasons = sorted({reason for spec in near if (reason := _unfit(spec, problem, target))})
+        raise UnsupportedError(
+            f"no backward kernel serves {f.dtype}, head_dim {f.head_dim} on compute capability "
+            f"{dotted(target.cc)}: " + "; ".join(reasons),
+            instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
+        )
+    # The narrowest tile that holds head_dim, nothing that is not needed, and the largest tile that the GPU has room for.
+    best = min(fitting, key=lambda s: (not s.arch_specific, s.head_dim, len(s.features), -s.smem_bytes))
+    return Selection(
+        best,
+        (
+            f"{f.dtype}, head_dim {f.head_dim} in a tile of {best.head_dim}",
+            "score modifiers (softcap, mask or score_mod)" if needs_mods(problem) else "no score modifiers",
+            f"tile of {best.block_m} query rows and {best.block_n} keys in {best.smem_bytes} bytes of shared memory",
+        ),
+    )
+
+
+def select_backward(problem: BackwardProblem, target: Target, force: str | None = None) -> Selection:
+    """The kernel of dk and dv, and of dq too unless `select_dq` has to be asked for one of its own.
+
+    Raises
+    ------
+    ArgumentError
+        ``force`` names a kernel of this kind that cannot serve the problem.
+    UnsupportedError
+        No kernel serves the problem on this GPU.
+    """
+    return _select(BACKWARD, problem, target, force)
+
+
+def select_dq(problem: BackwardProblem, target: Target, force: str | None = None) -> Selection:
+    """The kernel that makes dq alone, the same at every run. Raises as `select_backward`."""
+    return _select(DQ, problem, target, force)
+
+
+def select_backward_rows(
+    problem: BackwardProblem, target: Target, force: str | None = None
+) -> tuple[Selection, Selection]:
+    """The kernels before and behind the backward."""
+    before, behind = (
+        the_one(only(f"{BACKWARD}_{name}", lambda spec: spec.dtype == problem.forward.dtype), what, target, force)
+        for name, what in (("prepare", "lse and delta of each row"), ("finish", "sums to gradients"))
+    )
+    return before, behind
