@@ -49,10 +49,9 @@ OA_DEVICE void load_chunk(const float* row, int32 chunk, float (&x)[8]) {
 }
 
 OA_DEVICE void store_chunk(uint16* dq, const float (&x)[8], float scale) {
-    *reinterpret_cast<uint4*>(dq) = {pack2(IO_TYPE{}, x[0] * scale, x[1] * scale),
-                                     pack2(IO_TYPE{}, x[2] * scale, x[3] * scale),
-                                     pack2(IO_TYPE{}, x[4] * scale, x[5] * scale),
-                                     pack2(IO_TYPE{}, x[6] * scale, x[7] * scale)};
+    *reinterpret_cast<uint4*>(dq) = {
+        pack2(IO_TYPE{}, x[0] * scale, x[1] * scale), pack2(IO_TYPE{}, x[2] * scale, x[3] * scale),
+        pack2(IO_TYPE{}, x[4] * scale, x[5] * scale), pack2(IO_TYPE{}, x[6] * scale, x[7] * scale)};
 }
 
 // Fragments hold rows r and r + 8 side by side: a lane takes 8 columns of both, a warp 16 rows of 32 columns.

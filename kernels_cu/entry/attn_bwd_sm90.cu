@@ -12,26 +12,29 @@
 // 64 of them, their dK and dV in registers. Tiles of 64 queries, of all query heads of the kv head, come by. Scores are
 // transposed, keys times queries, so that P^T and dS^T are operands from registers; dS goes through shared memory too,
 // for dQ, of whose columns either warpgroup computes half.
-//   warpgroup 0: producer, one lane copies     warpgroups 1, 2: consumers
+//   warpgroup 0: producer, one lane copies; a lane for each consumer adds its dQ     warpgroups 1, 2: consumers
 //
 //   producer                          consumer g, tile i of queries
 //   kv_empty -> K -> k_full           wait q_full(i), ds_full(i-2)
 //               V -> v_full             S(i) = K Q(i)^T;  dQ(i-2) = dS(i-2) K;  dK += dS(i-1)^T Q(i-1)
 //   for i:                              P(i) = exp2(..), under the last two
-//     q_empty -> Q, lse2 -> q_full    arrive q_empty(i-1), ds_empty(i-2);  add dQ(i-2) to global memory
+//     q_empty -> Q, lse2 -> q_full    arrive q_empty(i-1), ds_empty(i-2);  wait dq_empty, store dQ(i-2)
 //     do_empty -> dO, delta           wait do_full(i)
 //                  -> do_full           dP(i) = V dO(i)^T;  dV += P(i)^T dO(i)
-//                                       dS(i) = P (dP - delta), under the last one
-//                                     arrive do_empty(i);  wait ds_empty(i);  store dS(i), arrive ds_full(i)
+//   writer g                            dS(i) = P (dP - delta), under the last one
+//     wait dq_full                    arrive do_empty(i);  wait ds_empty(i), store dS(i);  one fence
+//     dQ added to global memory       arrive ds_full(i), dq_full
+//     arrive dq_empty
 //
 // dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
 //
-// Shared memory, bytes: K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [2][same] | dS [3][64 * 256] | lse2
-// [3][64 * 4] | delta [2][64 * 4] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle.
+// Shared memory, bytes: K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 *
+// 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are panels of 64
+// columns with the 128-byte swizzle.
+#include "attention/bwd_roles.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
-#include "ptx/bulk_store.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
@@ -54,186 +57,19 @@ struct Config {
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
-    // Columns of dQ that a warpgroup computes. Of three at head_dim 64 the last one's reach beyond it, and 16 count.
-    static constexpr int kDqWidth = (kHeadDim / 8 + kConsumers - 1) / kConsumers * 8;
-    static constexpr bool kExpEarly = EXP_EARLY, kReadAhead = kHeadDim == 64;
-    static constexpr bool kShortOfRegisters = kConsumers == 3;
-    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHeadDim == 64 ? 40 : 24;
-    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDim == 64 ? 232 : 240;
+    static constexpr int kDqWidth = kHeadDim / kConsumers;  // columns of dQ that a warpgroup computes
+    static constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24;
+    static constexpr int kConsumerRegisters = kHeadDim == 64 ? 232 : 240;
     // K and V as operands from registers: fewer reads of shared memory.
-    static constexpr bool kKvInRegisters = kHeadDim == 64 && kConsumers == 2;
-    static_assert(kHeadDim == 64 || (kHeadDim == 128 && kConsumers == 2), "dK and dV in registers");
+    static constexpr bool kKvInRegisters = kHeadDim == 64, kReadAhead = kHeadDim == 64;
+    static_assert(kHeadDim == 64 || kHeadDim == 128, "dK and dV in registers");
 };
 
-constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128, kQPanelBytes = Config::kBlockM * 128;
-constexpr uint32 kKvBytes = Config::kBlockN * Config::kPanels * 128, kKvPanelBytes = Config::kBlockN * 128;
-constexpr uint32 kDsBytes = Config::kBlockM * Config::kBlockN * 2, kRowBytes = Config::kBlockM * 4;
-constexpr uint32 kDqBytes = 64 * Config::kDqWidth * 4;
-
-struct SharedStorage {
-    alignas(1024) uint8 k[kKvBytes];
-    alignas(1024) uint8 v[kKvBytes];
-    alignas(1024) uint8 q[Config::kQStages][kQBytes];
-    alignas(1024) uint8 d_o[Config::kDoStages][kQBytes];
-    alignas(1024) uint8 ds[Config::kDsStages][kDsBytes];
-    alignas(128) uint8 dq[Config::kConsumers][kDqBytes];  // fragments, on the way to global memory
-    alignas(16) float lse2[Config::kQStages][Config::kBlockM];
-    alignas(16) float delta[Config::kDoStages][Config::kBlockM];
-    uint64 k_full, v_full, kv_empty;
-    uint64 q_full[Config::kQStages], q_empty[Config::kQStages];
-    uint64 do_full[Config::kDoStages], do_empty[Config::kDoStages];
-    uint64 ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
-    uint64 dq_full[Config::kConsumers], dq_empty[Config::kConsumers];
-};
-static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
-constexpr int kConsumerWarps = 4 * Config::kConsumers;
-
-struct Barriers {
-    uint32 k_full = smem_addr_at(&SharedStorage::k_full), v_full = smem_addr_at(&SharedStorage::v_full);
-    uint32 kv_empty = smem_addr_at(&SharedStorage::kv_empty);
-    Ring<Config::kQStages> q{smem_addr_at(&SharedStorage::q_full), smem_addr_at(&SharedStorage::q_empty)};
-    Ring<Config::kDoStages> d_o{smem_addr_at(&SharedStorage::do_full), smem_addr_at(&SharedStorage::do_empty)};
-    Ring<Config::kDsStages> ds{smem_addr_at(&SharedStorage::ds_full), smem_addr_at(&SharedStorage::ds_empty)};
-
-    uint32 dq_full = smem_addr_at(&SharedStorage::dq_full), dq_empty = smem_addr_at(&SharedStorage::dq_empty);
-
-    // One thread; a CTA barrier must follow.
-    OA_DEVICE void init() const {
-        for (int g = 0; g < Config::kConsumers; ++g) {
-            mbarrier_init(dq_full + 8 * g, 4);
-            mbarrier_init(dq_empty + 8 * g, 1);
-        }
-        mbarrier_init(k_full, 1);
-        mbarrier_init(v_full, 1);
-        mbarrier_init(kv_empty, kConsumerWarps);
-        q.init(kConsumerWarps);
-        d_o.init(kConsumerWarps);
-        for (int s = 0; s < Config::kDsStages; ++s) {
-            mbarrier_init(ds.full + 8 * s, kConsumerWarps);
-            mbarrier_init(ds.empty + 8 * s, kConsumerWarps);
-        }
-        fence_barrier_init();
-    }
-};
-
+using Layout = BwdLayout<Config>;
+using SharedStorage = BwdStorage<Config>;
+using Barriers = BwdBarriers<Config>;
 using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
-
-// First padded row of a batch entry (params/attn_bwd.cuh).
-OA_DEVICE int64 padded_begin(const AttnBwdParams& p, const BwdTile& t) {
-    return int64(t.batch_idx) * ((p.fwd.seqlen_q + 127) / 128 * 128);
-}
-
-class Producer {
-  public:
-    OA_DEVICE Producer(const AttnBwdSm90Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
-
-    // One thread.
-    OA_DEVICE void run() {
-        const AttnFwdParams& fwd = params_.bwd.fwd;
-        tma_prefetch(&params_.map_q);
-        tma_prefetch(&params_.map_k);
-        tma_prefetch(&params_.map_v);
-        tma_prefetch(&params_.map_do);
-        PersistentBwdTiles tiles;
-        uint32 phase = 1;  // of kv_empty
-        for (BwdTile t; tiles.next<Config::kBlockN>(fwd, params_.tiles, t);) {
-            Rows rows(fwd, t);
-            if (rows.is_empty()) continue;
-            mbarrier_wait(bars_.kv_empty, phase);
-            phase ^= 1;
-            mbarrier_arrive_expect_tx(bars_.k_full, kKvBytes);
-            copy(smem_addr_at(&SharedStorage::k), kKvPanelBytes, &params_.map_k, bars_.k_full, t.n0, t.kv_head_idx,
-                 t.batch_idx);
-            const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
-            bool is_first = true;
-#pragma unroll 1
-            for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
-                const int64 row = head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
-#pragma unroll 1
-                for (int32 m = rows.first; m < rows.end; ++m) {
-                    const int32 first_row = m * Config::kBlockM;
-                    uint32 bar = bars_.q.acquire(q_at_, kQBytes + kRowBytes);
-                    copy(smem_addr_at(&SharedStorage::q) + q_at_.stage * kQBytes, kQPanelBytes, &params_.map_q, bar,
-                         first_row, head, t.batch_idx);
-                    bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * kRowBytes,
-                              params_.bwd.lse2 + row + first_row, kRowBytes, bar);
-                    q_at_.advance();
-                    if (is_first) {
-                        mbarrier_arrive_expect_tx(bars_.v_full, kKvBytes);
-                        copy(smem_addr_at(&SharedStorage::v), kKvPanelBytes, &params_.map_v, bars_.v_full, t.n0,
-                             t.kv_head_idx, t.batch_idx);
-                        is_first = false;
-                    }
-                    bar = bars_.d_o.acquire(do_at_, kQBytes + kRowBytes);
-                    copy(smem_addr_at(&SharedStorage::d_o) + do_at_.stage * kQBytes, kQPanelBytes, &params_.map_do, bar,
-                         first_row, head, t.batch_idx);
-                    bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * kRowBytes,
-                              params_.bwd.delta + row + first_row, kRowBytes, bar);
-                    do_at_.advance();
-                }
-            }
-        }
-    }
-
-  private:
-    OA_DEVICE void copy(uint32 smem, uint32 panel_bytes, const TensorMap* map, uint32 bar, int32 row, int32 head,
-                        int32 batch) const {
-#pragma unroll
-        for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem + c * panel_bytes, map, bar, c * 64, row, head, batch);
-    }
-
-    const AttnBwdSm90Params& params_;
-    const Barriers& bars_;
-    RingState<Config::kQStages> q_at_;
-    RingState<Config::kDoStages> do_at_;
-};
-
-// Adds a warpgroup's dQ, tile by tile, to global memory. By way of the asynchronous proxy: additions of the consumers'
-// own would delay each of their fences.
-class Writer {
-  public:
-    OA_DEVICE Writer(const AttnBwdSm90Params& params, const Barriers& bars, int32 group)
-        : params_(params), full_(bars.dq_full + 8 * group), empty_(bars.dq_empty + 8 * group), group_(group) {}
-
-    // One thread.
-    OA_DEVICE void run() {
-        const AttnBwdParams& bwd = params_.bwd;
-        const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
-        // Of three warpgroups at head_dim 64 the last one's columns end at 64.
-        const uint32 bytes = min_of(Config::kDqWidth, Config::kHeadDim - group_ * Config::kDqWidth) * 64 * 4;
-        PersistentBwdTiles tiles;
-        uint32 phase = 0;
-        for (BwdTile t; tiles.next<Config::kBlockN>(bwd.fwd, params_.tiles, t);) {
-            Rows rows(bwd.fwd, t);
-            const int32 count = max_of(rows.end - rows.first, 0);
-            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + padded_begin(bwd, t) + rows.first * Config::kBlockM;
-            float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
-            int32 left = count;
-#pragma unroll 1
-            for (int32 i = count * heads; i > 0; --i) {
-                mbarrier_wait(full_, phase);
-                phase ^= 1;
-                bulk_reduce_add(to, smem_addr_at(&SharedStorage::dq) + group_ * kDqBytes, bytes);
-                bulk_commit();
-                bulk_wait_read<0>();
-                mbarrier_arrive(empty_);
-                to += Config::kBlockM * Config::kHeadDim;
-                if (--left == 0) {
-                    left = count;
-                    to += (bwd.rows_stride_h - int64(count) * Config::kBlockM) * Config::kHeadDim;
-                }
-            }
-        }
-        bulk_wait<0>();
-    }
-
-  private:
-    const AttnBwdSm90Params& params_;
-    const uint32 full_, empty_;
-    const int32 group_;
-};
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 class Consumer {
     using Scores = float[Config::kBlockM / 2];  // 64 keys x kBlockM queries
@@ -254,15 +90,16 @@ class Consumer {
           k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + group * 64 * 128, 16, 1024)),
           v_(wgmma_descriptor(smem_addr_at(&SharedStorage::v) + group * 64 * 128, 16, 1024)),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), 16, 1024)),
-          q_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), kQPanelBytes, 1024)),
+          q_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), Layout::kQPanelBytes, 1024)),
           do_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), 16, 1024)),
-          do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), kQPanelBytes, 1024)),
+          do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), Layout::kQPanelBytes, 1024)),
           ds_(wgmma_descriptor(smem_addr_at(&SharedStorage::ds), 16, 1024)),
           k_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + column_bytes(group * Config::kDqWidth),
-                                    kKvPanelBytes, 1024)) {
+                                    Layout::kKvPanelBytes, 1024)) {
         // stmatrix: this lane's row of queries (modulo 16) and its chunk of 8 keys in panel `group`.
         int32 row = (lane_ & 7) + (lane_ >> 4) * 8, chunk = 2 * warp_ + ((lane_ >> 3) & 1);
-        ds_store_ = smem_addr_at(&SharedStorage::ds) + group * kQPanelBytes + row * 128 + ((chunk ^ (lane_ & 7)) << 4);
+        ds_store_ =
+            smem_addr_at(&SharedStorage::ds) + group * Layout::kQPanelBytes + row * 128 + ((chunk ^ (lane_ & 7)) << 4);
     }
 
     OA_DEVICE void run() {
@@ -298,7 +135,7 @@ class Consumer {
 
     // Byte of a column in its panel's rows, of all panels.
     OA_DEVICE static constexpr uint32 column_bytes(int32 column) {
-        return (column >> 6) * kKvPanelBytes + (column & 63) * 2;
+        return (column >> 6) * Layout::kKvPanelBytes + (column & 63) * 2;
     }
 
     // D = A B^T of 64 keys and kBlockM queries.
@@ -306,8 +143,8 @@ class Consumer {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             uint32 panel = step >> 2, column = (step & 3) * 32;
-            Wgmma<Config::Io, Config::kBlockM>::ss(s, a.at(panel * kKvPanelBytes + column),
-                                                   b.at(panel * kQPanelBytes + column), step != 0);
+            Wgmma<Config::Io, Config::kBlockM>::ss(s, a.at(panel * Layout::kKvPanelBytes + column),
+                                                   b.at(panel * Layout::kQPanelBytes + column), step != 0);
         }
         wgmma_commit();
     }
@@ -325,12 +162,16 @@ class Consumer {
             ldmatrix_x4(a[step], smem + row * 128 + (((2 * step + (lane_ >> 4)) ^ (row & 7)) << 4));
     }
     OA_DEVICE void issue_s(Work& w, int32 stage) const {
-        if constexpr (Config::kKvInRegisters) issue_scores(w.s, w.k, q_.next(stage * kQBytes));
-        else issue_scores(w.s, k_, q_.next(stage * kQBytes));
+        if constexpr (Config::kKvInRegisters)
+            issue_scores(w.s, w.k, q_.next(stage * Layout::kQBytes));
+        else
+            issue_scores(w.s, k_, q_.next(stage * Layout::kQBytes));
     }
     OA_DEVICE void issue_dp(Work& w, int32 stage) const {
-        if constexpr (Config::kKvInRegisters) issue_scores(w.dp, w.v, do_.next(stage * kQBytes));
-        else issue_scores(w.dp, v_, do_.next(stage * kQBytes));
+        if constexpr (Config::kKvInRegisters)
+            issue_scores(w.dp, w.v, do_.next(stage * Layout::kQBytes));
+        else
+            issue_scores(w.dp, v_, do_.next(stage * Layout::kQBytes));
     }
     // D += A^T B, A^T in registers.
     OA_DEVICE static void issue_gradient(Gradient& d, const Operand& a, WgmmaDescriptor b) {
@@ -340,12 +181,12 @@ class Consumer {
         wgmma_commit();
     }
     OA_DEVICE void issue_dq(QueryGradient& dq, int32 stage) const {
-        WgmmaDescriptor ds = ds_.next(stage * kDsBytes);
+        WgmmaDescriptor ds = ds_.next(stage * Layout::kDsBytes);
 #pragma unroll
         for (int step = 0; step < Config::kBlockN / 16; ++step) {
             uint32 panel = step >> 2, column = (step & 3) * 32;
             Wgmma<Config::Io, Config::kDqWidth>::template ss<kKMajor, kMnMajor>(
-                dq, ds.at(panel * kQPanelBytes + column), k_trans_.at(step * 16 * 128), step != 0);
+                dq, ds.at(panel * Layout::kQPanelBytes + column), k_trans_.at(step * 16 * 128), step != 0);
         }
         wgmma_commit();
     }
@@ -368,7 +209,7 @@ class Consumer {
         if (total > 1) finish_dq(w);
         wgmma_pin(w.dk);
         wgmma_fence();
-        issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
+        issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * Layout::kQBytes));
         wgmma_wait<0>();
         wgmma_pin(w.dk);
         release_q();
@@ -393,11 +234,12 @@ class Consumer {
         bars_.ds.release(ds_read_, lane_);
         ds_read_.advance();
         mbarrier_wait(bars_.dq_empty + 8 * group_, dq_phase_ ^ 1);
-        const uint32 to = smem_addr_at(&SharedStorage::dq) + group_ * kDqBytes + (threadIdx.x & 127) * 16;
+        const uint32 to = smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes + (threadIdx.x & 127) * 16;
 #pragma unroll
         for (int j = 0; j < Config::kDqWidth / 8; ++j)
-            store_shared4(to + 2048 * j, make_uint4(__float_as_uint(w.dq[4 * j]), __float_as_uint(w.dq[4 * j + 1]),
-                                                    __float_as_uint(w.dq[4 * j + 2]), __float_as_uint(w.dq[4 * j + 3])));
+            store_shared4(to + 2048 * j,
+                          make_uint4(__float_as_uint(w.dq[4 * j]), __float_as_uint(w.dq[4 * j + 1]),
+                                     __float_as_uint(w.dq[4 * j + 2]), __float_as_uint(w.dq[4 * j + 3])));
     }
     OA_DEVICE void announce_dq() {
         fence_proxy_async();
@@ -409,7 +251,8 @@ class Consumer {
     // Of the queries of this thread's columns of scores, two of each 8: lse2 or delta of a stage.
     class QueryRows {
       public:
-        OA_DEVICE QueryRows(uint32 from, int32 stage, int lane) : at_(from + stage * kRowBytes + (lane & 3) * 8) {}
+        OA_DEVICE QueryRows(uint32 from, int32 stage, int lane)
+            : at_(from + stage * Layout::kRowBytes + (lane & 3) * 8) {}
         OA_DEVICE float2 operator()(int j) const { return load_shared_float2(at_ + j * 32); }
 
       private:
@@ -439,8 +282,7 @@ class Consumer {
         for (int j = 0; j < Config::kBlockM / 8; ++j) {
             const float2 row = lse2(j);
 #pragma unroll
-            for (int x = 0; x < 4; ++x)
-                w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
+            for (int x = 0; x < 4; ++x) w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
         }
     }
     // dS from P and dP, to dP's registers.
@@ -451,10 +293,8 @@ class Consumer {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float* ds = w.dp + 4 * j + 2 * r;
-                float2 p = make_float2(w.s[4 * j + 2 * r], w.s[4 * j + 2 * r + 1]);
-                if (Config::kShortOfRegisters) p = unpack2(Config::Io{}, w.p16[j >> 1][2 * (j & 1) + r]);
-                ds[0] = p.x * (ds[0] - row.x);
-                ds[1] = p.y * (ds[1] - row.y);
+                ds[0] = w.s[4 * j + 2 * r] * (ds[0] - row.x);
+                ds[1] = w.s[4 * j + 2 * r + 1] * (ds[1] - row.y);
             }
         }
         wgmma_pin(w.dp);
@@ -465,7 +305,7 @@ class Consumer {
         bars_.ds.wait_empty(ds_write_);
 #pragma unroll
         for (int x = 0; x < Config::kBlockM / 16; ++x)
-            stmatrix_x4<true>(ds_store_ + ds_write_.stage * kDsBytes + x * 16 * 128, w.ds16[x]);
+            stmatrix_x4<true>(ds_store_ + ds_write_.stage * Layout::kDsBytes + x * 16 * 128, w.ds16[x]);
         fence_proxy_async();
         __syncwarp();
         if (lane_ == 0) {
@@ -497,17 +337,14 @@ class Consumer {
         wgmma_fence();
         issue_s(w, q_now.stage);
         if constexpr (kBefore > 1) issue_dq(w.dq, ds_read_.stage);
-        if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * kQBytes));
+        if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * Layout::kQBytes));
         wgmma_pin(w.s);
         const typename Select<Config::kReadAhead, ReadRows, QueryRows>::Type lse2(lse2_of(q_now.stage));
-        if constexpr (Config::kExpEarly) {
-            wgmma_wait<kBefore>();
-            wgmma_pin(w.s);
-            exponentiate(t, rows, w, lse2);
-            wgmma_pin(w.s);
-        }
-        wgmma_wait<0>();
+        wgmma_wait<kBefore>();
         wgmma_pin(w.s);
+        exponentiate(t, rows, w, lse2);
+        wgmma_pin(w.s);  // computed here, under the other products
+        wgmma_wait<0>();
         if constexpr (kBefore > 0) {
             wgmma_pin(w.dk);
             release_q();
@@ -516,13 +353,12 @@ class Consumer {
             wgmma_pin(w.dq);
             end_dq(w);
         }
-        if constexpr (!Config::kExpEarly) exponentiate(t, rows, w, lse2);
         pack(w.p16, w.s);
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
         wgmma_fence();
         issue_dp(w, do_at_.stage);
-        issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * kQBytes));
+        issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * Layout::kQBytes));
         wgmma_pin(w.dp);
         if (++w.m == rows.end) w.m = rows.first;
         wgmma_wait<1>();
@@ -614,9 +450,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();
-        if (threadIdx.x == 0) Producer(params, bars).run();
+        if (threadIdx.x == 0) BwdProducer<Config>(params, bars).run();
         const int32 warp = threadIdx.x >> 5;
-        if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers) Writer(params, bars, warp - 1).run();
+        if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers)
+            BwdWriter<Config>(params, bars, warp - 1).run();
     } else {
         registers_claim<Config::kConsumerRegisters>();
         Consumer(params, bars, warpgroup - 1).run();

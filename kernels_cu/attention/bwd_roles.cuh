@@ -1,0 +1,199 @@
+// Shared memory, barriers and producers of the backward on wgmma (entry/attn_bwd_sm90.cu): what is copied to the
+// consumers, and dQ on its way from them.
+//
+// Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages, kDoStages,
+// kDsStages, kDqWidth (columns of dQ that a warpgroup computes).
+#pragma once
+#include "attention/mask.cuh"
+#include "params/attn_bwd.cuh"
+#include "pipeline/ring.cuh"
+#include "ptx/bulk_store.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "scheduler/bwd_tile.cuh"
+
+// Bytes.
+template <typename Config>
+struct BwdLayout {
+    static constexpr uint32 kQPanelBytes = Config::kBlockM * 128, kQBytes = Config::kPanels * kQPanelBytes;
+    static constexpr uint32 kKvPanelBytes = Config::kBlockN * 128, kKvBytes = Config::kPanels * kKvPanelBytes;
+    static constexpr uint32 kDsBytes = Config::kBlockM * Config::kBlockN * 2, kRowBytes = Config::kBlockM * 4;
+    static constexpr uint32 kDqBytes = 64 * Config::kDqWidth * 4;
+};
+
+template <typename Config>
+struct BwdStorage {
+    using Layout = BwdLayout<Config>;
+    alignas(1024) uint8 k[Layout::kKvBytes];
+    alignas(1024) uint8 v[Layout::kKvBytes];
+    alignas(1024) uint8 q[Config::kQStages][Layout::kQBytes];
+    alignas(1024) uint8 d_o[Config::kDoStages][Layout::kQBytes];
+    alignas(1024) uint8 ds[Config::kDsStages][Layout::kDsBytes];
+    alignas(128) uint8 dq[Config::kConsumers][Layout::kDqBytes];  // fragments, on the way to global memory
+    alignas(16) float lse2[Config::kQStages][Config::kBlockM];
+    alignas(16) float delta[Config::kDoStages][Config::kBlockM];
+    uint64 k_full, v_full, kv_empty;
+    uint64 q_full[Config::kQStages], q_empty[Config::kQStages];
+    uint64 do_full[Config::kDoStages], do_empty[Config::kDoStages];
+    uint64 ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
+    uint64 dq_full[Config::kConsumers], dq_empty[Config::kConsumers];
+};
+
+template <typename Config>
+struct BwdBarriers {
+    using SharedStorage = BwdStorage<Config>;
+    static constexpr int kConsumerWarps = 4 * Config::kConsumers;
+
+    uint32 k_full = smem_addr_at(&SharedStorage::k_full), v_full = smem_addr_at(&SharedStorage::v_full);
+    uint32 kv_empty = smem_addr_at(&SharedStorage::kv_empty);
+    Ring<Config::kQStages> q{smem_addr_at(&SharedStorage::q_full), smem_addr_at(&SharedStorage::q_empty)};
+    Ring<Config::kDoStages> d_o{smem_addr_at(&SharedStorage::do_full), smem_addr_at(&SharedStorage::do_empty)};
+    Ring<Config::kDsStages> ds{smem_addr_at(&SharedStorage::ds_full), smem_addr_at(&SharedStorage::ds_empty)};
+
+    uint32 dq_full = smem_addr_at(&SharedStorage::dq_full), dq_empty = smem_addr_at(&SharedStorage::dq_empty);
+
+    // One thread; a CTA barrier must follow.
+    OA_DEVICE void init() const {
+        for (int g = 0; g < Config::kConsumers; ++g) {
+            mbarrier_init(dq_full + 8 * g, 4);
+            mbarrier_init(dq_empty + 8 * g, 1);
+        }
+        mbarrier_init(k_full, 1);
+        mbarrier_init(v_full, 1);
+        mbarrier_init(kv_empty, kConsumerWarps);
+        q.init(kConsumerWarps);
+        d_o.init(kConsumerWarps);
+        for (int s = 0; s < Config::kDsStages; ++s) {
+            mbarrier_init(ds.full + 8 * s, kConsumerWarps);
+            mbarrier_init(ds.empty + 8 * s, kConsumerWarps);
+        }
+        fence_barrier_init();
+    }
+};
+
+// First padded row of a batch entry (params/attn_bwd.cuh).
+OA_DEVICE int64 padded_begin(const AttnBwdParams& p, const BwdTile& t) {
+    return int64(t.batch_idx) * ((p.fwd.seqlen_q + 127) / 128 * 128);
+}
+
+template <typename Config>
+class BwdProducer {
+    using Layout = BwdLayout<Config>;
+    using SharedStorage = BwdStorage<Config>;
+    using Barriers = BwdBarriers<Config>;
+    using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
+
+  public:
+    OA_DEVICE BwdProducer(const AttnBwdSm90Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
+
+    // One thread.
+    OA_DEVICE void run() {
+        const AttnFwdParams& fwd = params_.bwd.fwd;
+        tma_prefetch(&params_.map_q);
+        tma_prefetch(&params_.map_k);
+        tma_prefetch(&params_.map_v);
+        tma_prefetch(&params_.map_do);
+        PersistentBwdTiles tiles;
+        uint32 phase = 1;  // of kv_empty
+        for (BwdTile t; tiles.template next<Config::kBlockN>(fwd, params_.tiles, t);) {
+            Rows rows(fwd, t);
+            if (rows.is_empty()) continue;
+            mbarrier_wait(bars_.kv_empty, phase);
+            phase ^= 1;
+            mbarrier_arrive_expect_tx(bars_.k_full, Layout::kKvBytes);
+            copy(smem_addr_at(&SharedStorage::k), Layout::kKvPanelBytes, &params_.map_k, bars_.k_full, t.n0,
+                 t.kv_head_idx, t.batch_idx);
+            const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
+            bool is_first = true;
+#pragma unroll 1
+            for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
+                const int64 row = head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
+#pragma unroll 1
+                for (int32 m = rows.first; m < rows.end; ++m) {
+                    const int32 first_row = m * Config::kBlockM;
+                    uint32 bar = bars_.q.acquire(q_at_, Layout::kQBytes + Layout::kRowBytes);
+                    copy(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes, Layout::kQPanelBytes,
+                         &params_.map_q, bar, first_row, head, t.batch_idx);
+                    bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * Layout::kRowBytes,
+                              params_.bwd.lse2 + row + first_row, Layout::kRowBytes, bar);
+                    q_at_.advance();
+                    if (is_first) {
+                        mbarrier_arrive_expect_tx(bars_.v_full, Layout::kKvBytes);
+                        copy(smem_addr_at(&SharedStorage::v), Layout::kKvPanelBytes, &params_.map_v, bars_.v_full, t.n0,
+                             t.kv_head_idx, t.batch_idx);
+                        is_first = false;
+                    }
+                    bar = bars_.d_o.acquire(do_at_, Layout::kQBytes + Layout::kRowBytes);
+                    copy(smem_addr_at(&SharedStorage::d_o) + do_at_.stage * Layout::kQBytes, Layout::kQPanelBytes,
+                         &params_.map_do, bar, first_row, head, t.batch_idx);
+                    bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * Layout::kRowBytes,
+                              params_.bwd.delta + row + first_row, Layout::kRowBytes, bar);
+                    do_at_.advance();
+                }
+            }
+        }
+    }
+
+  private:
+    OA_DEVICE void copy(uint32 smem, uint32 panel_bytes, const TensorMap* map, uint32 bar, int32 row, int32 head,
+                        int32 batch) const {
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c)
+            tma_load_4d(smem + c * panel_bytes, map, bar, c * 64, row, head, batch);
+    }
+
+    const AttnBwdSm90Params& params_;
+    const Barriers& bars_;
+    RingState<Config::kQStages> q_at_;
+    RingState<Config::kDoStages> do_at_;
+};
+
+// Adds a warpgroup's dQ, tile by tile, to global memory. By way of the asynchronous proxy: additions of the consumers'
+// own would delay each of their fences.
+template <typename Config>
+class BwdWriter {
+    using Layout = BwdLayout<Config>;
+    using SharedStorage = BwdStorage<Config>;
+    using Barriers = BwdBarriers<Config>;
+    using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
+
+  public:
+    OA_DEVICE BwdWriter(const AttnBwdSm90Params& params, const Barriers& bars, int32 group)
+        : params_(params), full_(bars.dq_full + 8 * group), empty_(bars.dq_empty + 8 * group), group_(group) {}
+
+    // One thread.
+    OA_DEVICE void run() {
+        const AttnBwdParams& bwd = params_.bwd;
+        const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
+        PersistentBwdTiles tiles;
+        uint32 phase = 0;
+        for (BwdTile t; tiles.template next<Config::kBlockN>(bwd.fwd, params_.tiles, t);) {
+            Rows rows(bwd.fwd, t);
+            const int32 count = max_of(rows.end - rows.first, 0);
+            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + padded_begin(bwd, t) + rows.first * Config::kBlockM;
+            float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
+            int32 left = count;
+#pragma unroll 1
+            for (int32 i = count * heads; i > 0; --i) {
+                mbarrier_wait(full_, phase);
+                phase ^= 1;
+                bulk_reduce_add(to, smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes, Layout::kDqBytes);
+                bulk_commit();
+                bulk_wait_read<0>();
+                mbarrier_arrive(empty_);
+                to += Config::kBlockM * Config::kHeadDim;
+                if (--left == 0) {
+                    left = count;
+                    to += (bwd.rows_stride_h - int64(count) * Config::kBlockM) * Config::kHeadDim;
+                }
+            }
+        }
+        bulk_wait<0>();
+    }
+
+  private:
+    const AttnBwdSm90Params& params_;
+    const uint32 full_, empty_;
+    const int32 group_;
+};
