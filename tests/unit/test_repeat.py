@@ -178,7 +178,7 @@ def fast(
     program, (kernel,) = program_of([record], operands)
     monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
     aligned = frozenset({"q", "k", "v", "out"})
-    repeat = Repeat.of(program, ARRAYS, aligned, tensors, outputs, workspace_bytes)
+    repeat = Repeat.of(program, ARRAYS, aligned, tensors, outputs, workspace_bytes, {"o": "out"})
     assert repeat is not None
     return kernel, repeat, operands
 
@@ -311,7 +311,7 @@ def test_other_streams_and_inference_tensors_are_left_to_the_engine(monkeypatch:
 def test_other_frameworks_have_no_fast_path() -> None:
     program = Program([], (), lambda spec: None)  # type: ignore[arg-type, return-value]
     t = arrays.describe(np.zeros((4, 8), np.float16), "q")
-    assert Repeat.of(program, ("q",), frozenset(), {"q": t}, (), 0) is None
+    assert Repeat.of(program, ("q",), frozenset(), {"q": t}, (), 0, {}) is None
 
 
 def test_merge_packs_the_whole_struct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_merge_packs_the_whole_struct(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {n: arrays.describe(x, n) for n, x in zip(names, (o_a, o_a, lse_a, lse_a), strict=False)}
     program, (kernel,) = program_of([record], (*names, "o", "lse", "workspace"))
     monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
-    call = Repeat.of(program, names, frozenset({"o_a", "o_b", "out"}), tensors, problem.outputs, 0)
+    call = Repeat.of(program, names, frozenset({"o_a", "o_b", "out"}), tensors, problem.outputs, 0, {"o": "out"})
     assert call is not None
     got = call((o_a, o_a, lse_a, lse_a, None), [0x10, 0x20, 0x34, 0x44, 0], None, STREAM)
     assert got is not None

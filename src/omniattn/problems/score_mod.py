@@ -50,12 +50,15 @@ class ScoreModProblem:
     arrays : tuple of ModArray
     checked : bool
         Indices are compared with the arrays' extents.
+    grad : str or None
+        Of a backward: the derivative of the new score by the old one.
     """
 
     expression: str
     mask: str | None
     arrays: tuple[ModArray, ...]
     checked: bool = False
+    grad: str | None = None
 
 
 @dataclass(frozen=True)

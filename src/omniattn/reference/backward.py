@@ -196,13 +196,14 @@ def _check_rows(
     for name, x in (("o", o), ("do", d_o)):
         if x.shape != shape:
             raise ShapeError(name, f"(..., heads, seq, dim) = {shape}", f"{x.shape}", function=function)
-    rows = [None if x is None else checks.as_array(x, n, function, ndim=len(shape) - 1)
-            for x, n in ((lse, "lse"), (dlse, "dlse"))]  # fmt: skip
-    for name, x in zip(("lse", "dlse"), rows, strict=True):
-        if x is not None and x.shape != shape[:-1]:
-            raise ShapeError(name, f"shape {shape[:-1]}", f"{x.shape}", function=function)
-    assert rows[0] is not None
-    return rows[0], rows[1]
+    found: list[Array | None] = []
+    for name, value in (("lse", lse), ("dlse", dlse)):
+        rows = None if value is None else checks.as_array(value, name, function, ndim=len(shape) - 1)
+        if rows is not None and rows.shape != shape[:-1]:
+            raise ShapeError(name, f"shape {shape[:-1]}", f"{rows.shape}", function=function)
+        found.append(rows)
+    assert found[0] is not None
+    return found[0], found[1]
 
 
 class _Made:

@@ -1,0 +1,147 @@
+"""Gradients by torch's autograd: what `attention` and `attention_varlen` do with tensors that need one.
+
+The public functions come here only then, so that a plain call does not pay for it. Forward and backward are calls like
+any other, which `plan.engine.run` plans and repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from ...checks import values
+from ...errors import ArgumentError, UnsupportedError
+from ...plan.engine import Call, run
+
+#: What has a gradient, by the name of its gradient.
+_OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
+
+#: (call of the forward, its arrays by name, do, o, lse, dlse, wanted) -> gradients in the order of ``wanted``.
+Backward = Callable[[Call, dict[str, Any], Any, Any, Any, Any, tuple[str, ...]], tuple[Any, ...]]
+
+
+def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
+    """Run a call of attention whose results autograd shall differentiate.
+
+    Parameters
+    ----------
+    call : Call
+        One of its tensors requires a gradient.
+    backward : callable
+        Runs the backward of a call.
+
+    Returns
+    -------
+    list of tensor
+        As `plan.engine.run`.
+
+    Raises
+    ------
+    UnsupportedError
+        What has no gradient: a low precision, a block mask, arrays of a score modification; ``out`` and ``stream``;
+        forward-mode derivatives.
+    """
+    _check(call)
+    o, lse = _Attention.apply(call, backward, *call.objects)
+    return [o, lse] if call.options.return_lse else [o]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention, with the gradients of q, k, v, sinks and mask."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, backward: Backward, *objects: Any) -> tuple[Any, Any]:
+        # Without grad mode, as autograd calls this, tensors that need gradients are tensors like others.
+        own = Call(
+            call.operation, objects, call.options._replace(return_lse=True), None, None, call.facts, call.subject
+        )
+        o, lse = run(own)
+        ctx.set_materialize_grads(False)
+        # Autograd keeps tensors, and notices changes in place; arrays of other libraries only need to be kept.
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in objects]
+        ctx.save_for_backward(o, lse, *tensors)
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in objects]
+        ctx.call, ctx.backward_of = _without_objects(call), backward
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        call = ctx.call
+        names = call.operation.arrays
+        # The first two inputs are the call itself and what runs its backward.
+        needed = ctx.needs_input_grad[2:]
+        wanted = tuple(_OF[name] for name, needs in zip(names, needed, strict=True) if needs)
+        none = (None,) * (2 + len(names))
+        if not wanted or (do is None and dlse is None):
+            return none
+        o, lse, *tensors = ctx.saved_tensors
+        arrays = dict(
+            zip(names, (t if x is None else x for t, x in zip(tensors, ctx.others, strict=True)), strict=True)
+        )
+        if do is None:
+            do = torch.zeros_like(o)
+        made = dict(zip(wanted, ctx.backward_of(call, arrays, do, o, lse, dlse, wanted), strict=True))
+        gradients = []
+        for name in names:
+            gradient = made.get(_OF.get(name, ""))
+            # Sums are float32, whatever sinks and masks are.
+            gradients.append(None if gradient is None else gradient.to(arrays[name].dtype))
+        return (None, None, *gradients)
+
+
+def _without_objects(call: Call) -> Call:
+    """The call without its arrays, which autograd keeps in its own way."""
+    return Call(call.operation, (), call.options, None, None, call.facts, call.subject)
+
+
+def _check(call: Call) -> None:
+    function, options = call.operation.name, call.options
+    precision = values.check_precision(options.precision, function)
+    needing = [
+        name for name, x in zip(call.operation.arrays, call.objects, strict=True)
+        if isinstance(x, torch.Tensor) and x.requires_grad
+    ]  # fmt: skip
+    first = needing[0]
+    instead = "calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()"
+    for name in needing:
+        if name not in _OF:
+            raise UnsupportedError(
+                f"{function}(): argument {name!r} requires a gradient, which only q, k, v, sinks and mask can have",
+                instead=instead,
+            )
+    if precision.quantized:
+        raise UnsupportedError(
+            f"{function}(): argument {first!r} requires a gradient, which precision={options.precision!r} does not have",
+            instead=f"precision='exact', or {instead}",
+        )
+    given = dict(zip(call.operation.arrays, call.objects, strict=True))
+    for name, there in (("out", given.get("out") is not None), ("stream", call.stream is not None)):
+        if there:
+            hint = "with torch.cuda.stream(...) chooses the stream" if name == "stream" else None
+            raise ArgumentError(
+                name, f"None, because argument {first!r} requires a gradient", "one", function=function, hint=hint
+            )
+    if given.get("block_mask") is not None:
+        raise UnsupportedError(
+            f"{function}(): argument {first!r} requires a gradient, which block_mask does not have",
+            instead="the blocks in mask, or a ScoreMod with mask= and grad=",
+        )
+    mod = call.subject
+    if mod is not None and mod.grad is None and mod.reference_grad is None:
+        raise UnsupportedError(
+            f"{function}(): argument {first!r} requires a gradient, and the score_mod comes without its derivative",
+            instead="ScoreMod(..., grad=the derivative of the new score by the old one)",
+        )
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        for name, x in given.items():
+            if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+                raise UnsupportedError(
+                    f"{function}(): argument {name!r} has a tangent (forward-mode differentiation), and attention has "
+                    "gradients only",
+                    instead="torch.autograd.forward_ad.unpack_dual(tensor).primal",
+                )
