@@ -116,7 +116,7 @@ def _check(call: Call) -> None:
             )
     if precision.quantized:
         raise UnsupportedError(
-            f"{function}(): argument {first!r} requires a gradient, which precision={options.precision!r} does not have",
+            f"{function}(): argument {first!r} requires a gradient; precision={options.precision!r} has none",
             instead=f"precision='exact', or {instead}",
         )
     given = dict(zip(call.operation.arrays, call.objects, strict=True))
