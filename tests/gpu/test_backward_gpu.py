@@ -19,7 +19,7 @@ from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
 
 from . import backward_cases  # noqa: E402
-from .backward_cases import Problem, check, compare, equal_bits, make, naive, put, run  # noqa: E402
+from .backward_cases import Problem, check, compare, equal_bits, make, naive, put, run, slack_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -217,7 +217,7 @@ def test_size_of_do(factor: float) -> None:
     for name, gradient in made.items():
         compare(
             name, gradient.double().div(factor).to(gradient.dtype), exact[name] / factor, plain[name] / factor,
-            "bfloat16", f"{name} x {factor}", 2.5,
+            "bfloat16", f"{name} x {factor}", 2.5, 1e-4,
         )  # fmt: skip
 
 
@@ -462,7 +462,16 @@ def test_autograd(dtype: str, packed: bool) -> None:
     torch.autograd.backward([o, lse], [x["do"], x["dlse"]])
     exact, plain = naive(problem, torch.float64), naive(problem, x["q"].dtype)
     for name, leaf in leaves.items():
-        compare(f"d{name}", leaf.grad, exact[f"d{name}"], plain[f"d{name}"], dtype, f"d{name}", 2.0)
+        compare(
+            f"d{name}",
+            leaf.grad,
+            exact[f"d{name}"],
+            plain[f"d{name}"],
+            dtype,
+            f"d{name}",
+            2.0,
+            slack_of(problem, f"d{name}"),
+        )
 
 
 def test_autograd_of_a_sum_and_of_a_transposed_result() -> None:
