@@ -149,7 +149,7 @@ def enter_cupy(tensors: list[Tensor], stream: int) -> None:
 def with_plain_rows_cupy(obj: Any, multiple: int) -> Any:
     """See `omniattn.arrays.with_plain_rows`; the copy is made on CuPy's current stream."""
     itemsize = obj.dtype.itemsize
-    if obj.ndim == 0 or any(step % itemsize for step in obj.strides):
+    if not obj.shape or any(step % itemsize for step in obj.strides):
         return obj  # `describe` says what is wrong with it
     strides = tuple(step // itemsize for step in obj.strides)
     if has_plain_rows(obj.shape, strides, itemsize, multiple) and obj.data.ptr % multiple == 0:
