@@ -438,7 +438,9 @@ def test_random_problems(data: st.DataObject) -> None:
         options["mask"] = mask_of(form, shape, data.draw(st.integers(0, 99)))
     problem = make(heads_q=heads, heads_kv=heads_kv, dtype=dtype, **options)
     wanted = tuple(name for name in problem.wanted if data.draw(st.booleans())) or problem.wanted
-    check(problem, f"packed {packed} {options}", wanted, deterministic=data.draw(st.booleans()))
+    # The gradient of a mask that is broadcast has no fixed order of its sums.
+    deterministic = data.draw(st.booleans()) and "dmask" not in wanted
+    check(problem, f"packed {packed} {options}", wanted, deterministic=deterministic)
 
 
 # torch

@@ -51,7 +51,7 @@ class ScoreModProblem:
     checked : bool
         Indices are compared with the arrays' extents.
     grad : str or None
-        Of a backward: the derivative of the new score by the old one.
+        The derivative of the new score by the old one; the backward needs it.
     """
 
     expression: str
