@@ -15,6 +15,7 @@ from omniattn.errors import ArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 from torch.autograd import forward_ad, gradcheck  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 
@@ -152,14 +153,35 @@ def test_changes_in_place_are_noticed() -> None:
         o.sum().backward()
 
 
-def test_no_second_derivatives() -> None:
+@pytest.mark.parametrize("form", [lambda o: o.sum(), lambda o: o.square().sum()])
+def test_no_second_derivatives(form: Any) -> None:
+    """Where the incoming gradient depends on nothing, too: torch's own check looks at that alone."""
     q, k, v = qkv()
-    (dq,) = torch.autograd.grad(oa.attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    (dq,) = torch.autograd.grad(form(oa.attention(q, k, v)), q, create_graph=True)
+    (expected,) = torch.autograd.grad(form(oa.attention(q, k, v)), q)
+    assert torch.equal(dq, expected)
+    with pytest.raises(UnsupportedError, match=r"attention\(\): no second derivatives"):
         dq.sum().backward()
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        torch.autograd.functional.hessian(lambda x: form(oa.attention(x, k, v)), q.detach())
     o, lse = oa.attention(q.detach(), k.detach(), v.detach(), return_lse=True)
     with pytest.raises(UnsupportedError, match="'q' requires a gradient, which this call does not compute"):
         oa.attention_backward(o, q, k, v, o, lse)
+
+
+def test_inside_transforms() -> None:
+    q, k, v = qkv(grad=False)
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(f, in_dims=1)):
+        with pytest.raises(UnsupportedError, match="inside vmap, a functional transform or a trace"):
+            transform(lambda x: oa.attention(x, k, v).sum())(q)
+
+
+def test_checkpoints() -> None:
+    q, k, v = qkv()
+    made = []
+    for o in (oa.attention(q, k, v), checkpoint(oa.attention, q, k, v, use_reentrant=False)):
+        made.append(torch.autograd.grad(o.sum(), (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", oa.Int8(smooth_k=False)], ids=str)

@@ -142,7 +142,7 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
 
     ``explain(oa.decode, q, cache, seq_lens=lens)`` for any operation; ``explain(q, k, v, causal=True)`` for attention.
     Validates like the call itself, chooses the kernels and finds out where their binaries come from; launches and
-    allocates nothing.
+    allocates nothing (of a backward, a contiguous copy of a ``do`` that needs one).
 
     Parameters
     ----------

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from ...checks import values
 from ...errors import ArgumentError, UnsupportedError
@@ -54,22 +53,22 @@ class _Attention(torch.autograd.Function):
     """Attention, with the gradients of q, k, v, sinks and mask."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, backward: Backward, *objects: Any) -> tuple[Any, Any]:
+    def forward(call: Call, backward: Backward, *objects: Any) -> tuple[Any, Any]:
         # Without grad mode, as autograd calls this, tensors that need gradients are tensors like others.
-        own = Call(
-            call.operation, objects, call.options._replace(return_lse=True), None, None, call.facts, call.subject
-        )
-        o, lse = run(own)
-        ctx.set_materialize_grads(False)
-        # Autograd keeps tensors, and notices changes in place; arrays of other libraries only need to be kept.
-        tensors = [x if isinstance(x, torch.Tensor) else None for x in objects]
-        ctx.save_for_backward(o, lse, *tensors)
-        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in objects]
-        ctx.call, ctx.backward_of = _without_objects(call), backward
+        options = call.options._replace(return_lse=True)
+        o, lse = run(Call(call.operation, objects, options, None, None, call.facts, call.subject))
         return o, lse
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        call, backward, *objects = inputs
+        ctx.set_materialize_grads(False)
+        # Autograd keeps tensors, and notices changes in place; arrays of other libraries only need to be kept.
+        ctx.save_for_backward(*output, *(x if isinstance(x, torch.Tensor) else None for x in objects))
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in objects]
+        ctx.call, ctx.backward_of = _without_objects(call), backward
+
+    @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
         call = ctx.call
         names = call.operation.arrays
@@ -85,13 +84,36 @@ class _Attention(torch.autograd.Function):
         )
         if do is None:
             do = torch.zeros_like(o)
-        made = dict(zip(wanted, ctx.backward_of(call, arrays, do, o, lse, dlse, wanted), strict=True))
+        with torch.no_grad():
+            results = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
+        if torch.is_grad_enabled():
+            results = _Final.apply(call.operation.name, len(results), *results, do, dlse, *arrays.values())
+        made = dict(zip(wanted, results, strict=True))
         gradients = []
         for name in names:
             gradient = made.get(_OF.get(name, ""))
             # Sums are float32, whatever sinks and masks are.
             gradients.append(None if gradient is None else gradient.to(arrays[name].dtype))
         return (None, None, *gradients)
+
+
+class _Final(torch.autograd.Function):
+    """Gradients as they are, where their own graph is asked for (``create_graph``): an error for who follows it.
+
+    torch's ``once_differentiable`` looks at the incoming gradient only. These depend on q, k and v too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: str, count: int, *tensors: Any) -> tuple[Any, ...]:
+        ctx.function = function
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(
+            f"{ctx.function}(): no second derivatives",
+            instead="gradients without create_graph=True, or attention written out in torch",
+        )
 
 
 def _without_objects(call: Call) -> Call:
