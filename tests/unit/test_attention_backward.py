@@ -266,6 +266,34 @@ def test_explain_and_repeated_calls() -> None:
     assert len(PLANS) == 2
 
 
+@pytest.mark.frameworks
+def test_jax() -> None:
+    """Arrays of JAX on the CPU, with a gradient that is broadcast; they cannot be written to."""
+    jax = pytest.importorskip("jax")
+    cpu = jax.devices("cpu")[0]
+    x = {name: jax.device_put(y, cpu) for name, y in inputs().items()}
+    x["do"] = jax.numpy.ones_like(x["do"])
+    call = with_results(x)
+    made = oa.attention_backward(*call, wanted=("dk", "dq"))
+    expected = oa.attention_backward(*(np.asarray(y) for y in call), wanted=("dk", "dq"))
+    for gradient, right in zip(made, expected, strict=True):
+        assert isinstance(gradient, jax.Array)
+        assert np.array_equal(np.asarray(gradient), right)
+    with pytest.raises(ArgumentError, match=r"argument 'dk'.*jax\.Array"):
+        oa.attention_backward(*call, dk=jax.numpy.zeros_like(x["k"]))
+
+
+@pytest.mark.frameworks
+def test_bfloat16() -> None:
+    torch = pytest.importorskip("torch")
+    x = {name: torch.from_numpy(y).bfloat16() for name, y in inputs().items()}
+    made = oa.attention_backward(*with_results(x), causal=True)  # type: ignore[arg-type]
+    exact = oa.attention_backward(*(y.double() for y in with_results(x)), causal=True)  # type: ignore[arg-type, attr-defined]
+    for gradient, right in zip(made, exact, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.double() - right).abs().max() <= 2.0**-8 * right.abs().max()
+
+
 # As kernels see it
 
 
