@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import omniattn as oa
 from omniattn import testing
+from omniattn.plan.engine import PLANS
+from omniattn.registry import REGISTRY
 from omniattn.testing.rounding import rounding_bound
 
 from .kernel_cases import poisoned_outputs
@@ -217,6 +221,25 @@ def _attend(
 
 
 # The kernels
+
+
+def choose_from(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Forward and backward have the kernels of this GPU ("selected"), or those of every GPU ("generic")."""
+    rows = tuple(spec for spec in REGISTRY if family == "selected" or not spec.arch_specific)
+    for name in ("select.attention", "select.backward", "plan.attention", "plan.backward"):
+        module = sys.modules.get(f"omniattn.{name}")
+        if hasattr(module, "REGISTRY"):
+            monkeypatch.setattr(module, "REGISTRY", rows)
+    PLANS.clear()
+
+
+def mask_of(form: str, shape: tuple[int, ...], seed: int = 3) -> np.ndarray[Any, Any]:
+    """A mask: bool, float, or -inf (added, and some of it -inf)."""
+    rng = np.random.default_rng(seed)
+    if form == "bool":
+        return rng.random(shape) < 0.7
+    mask = rng.standard_normal(shape).astype(np.float32)
+    return np.where(rng.random(shape) < 0.7, mask, -np.inf).astype(np.float32) if form == "-inf" else mask
 
 
 def run(
