@@ -125,6 +125,28 @@ def test_only_what_needs_a_gradient_is_computed(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) == 1
 
 
+def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the call or torch asks for it."""
+    asked: list[bool] = []
+    backward = sys.modules["omniattn.ops.attention_backward"]
+    plain = backward.call_of
+
+    def call_of(function: str, objects: Any, options: Any, *rest: Any) -> Any:
+        asked.append(options.deterministic)
+        return plain(function, objects, options, *rest)
+
+    monkeypatch.setattr(backward, "call_of", call_of)
+    for deterministic, mode in ((False, "default"), (True, "default"), (False, "error"), (False, "warn")):
+        o = oa.attention(*qkv(), deterministic=deterministic)
+        before = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode(mode)
+        try:
+            o.sum().backward()
+        finally:
+            torch.set_deterministic_debug_mode(before)
+    assert asked == [False, True, True, False]
+
+
 def test_dtypes_of_sinks_and_masks() -> None:
     """Gradients come in the dtype of what they belong to."""
     q, k, v = qkv(dtype=torch.float16)

@@ -373,7 +373,7 @@ def workspace_of(function: str, place: Tensor, num_bytes: int) -> Tensor:
         raise UnsupportedError(
             f"{function}(): this call needs scratch memory that only the arrays' own library can give, and DLPack has "
             "no way to ask for it",
-            instead="torch, CuPy or JAX arrays, or precision='exact'",
+            instead="torch, CuPy or JAX arrays" + ("" if function.endswith("_backward") else ", or precision='exact'"),
         ) from error
 
 

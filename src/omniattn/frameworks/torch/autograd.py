@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
         # Autograd keeps tensors, and notices changes in place; arrays of other libraries only need to be kept.
         ctx.save_for_backward(*output, *(x if isinstance(x, torch.Tensor) else None for x in objects))
         ctx.others = [None if isinstance(x, torch.Tensor) else x for x in objects]
-        ctx.call, ctx.backward_of = _without_objects(call), backward
+        ctx.call, ctx.backward_of = _with_options(call), backward
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
@@ -84,6 +84,8 @@ class _Attention(torch.autograd.Function):
         )
         if do is None:
             do = torch.zeros_like(o)
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            call = _with_options(call, deterministic=True)
         with torch.no_grad():
             results = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
         if torch.is_grad_enabled():
@@ -116,9 +118,9 @@ class _Final(torch.autograd.Function):
         )
 
 
-def _without_objects(call: Call) -> Call:
-    """The call without its arrays, which autograd keeps in its own way."""
-    return Call(call.operation, (), call.options, None, None, call.facts, call.subject)
+def _with_options(call: Call, **changes: Any) -> Call:
+    """The call with other options, and without its arrays, which autograd keeps in its own way."""
+    return Call(call.operation, (), call.options._replace(**changes), None, None, call.facts, call.subject)
 
 
 def _check(call: Call) -> None:
