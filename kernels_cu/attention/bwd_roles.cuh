@@ -166,6 +166,7 @@ class BwdWriter {
     OA_DEVICE void run() {
         const AttnBwdParams& bwd = params_.bwd;
         const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
+        const bool wanted = bwd.dq_accum != nullptr;
         PersistentBwdTiles tiles;
         uint32 phase = 0;
         for (BwdTile t; tiles.template next<Config::kBlockN>(bwd.fwd, params_.tiles, t);) {
@@ -178,9 +179,11 @@ class BwdWriter {
             for (int32 i = count * heads; i > 0; --i) {
                 mbarrier_wait(full_, phase);
                 phase ^= 1;
-                bulk_reduce_add(to, smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes, Layout::kDqBytes);
-                bulk_commit();
-                bulk_wait_read<0>();
+                if (wanted) {
+                    bulk_reduce_add(to, smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes, Layout::kDqBytes);
+                    bulk_commit();
+                    bulk_wait_read<0>();
+                }
                 mbarrier_arrive(empty_);
                 to += Config::kBlockM * Config::kHeadDim;
                 if (--left == 0) {

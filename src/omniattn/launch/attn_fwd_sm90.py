@@ -54,10 +54,10 @@ def mapped(
     return TensorMap(operand, add, dtype, dims, tuple(s or 16 for s in strides_bytes), box)
 
 
-def _operand(
+def operand_map(
     name: str, dtype: str, shape: tuple[int, int, int, int], strides: tuple[int, int, int], rows: int
 ) -> TensorMap:
-    """One of q, k, v: (batch, seq, heads, head_dim) with the strides (batch, seq, head) in elements of two bytes."""
+    """One of q, k, v, do: (batch, seq, heads, head_dim) with the strides (batch, seq, head) in elements of two bytes."""
     batch, seqlen, heads, head_dim = shape
     strides_bytes = (2 * strides[1], 2 * strides[2], 2 * strides[0])
     return mapped(name, 0, dtype, (head_dim, seqlen, heads, batch), strides_bytes, (_PANEL, rows, 1, 1))
@@ -74,15 +74,15 @@ def build(
     s = problem.strides
     assert s is not None
     tiles = tiles_of(problem, spec, blocks, target.sm_count)
-    q = _operand(
+    q = operand_map(
         "q", problem.dtype, (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim), s.q, spec.block_m
     )
     k = v = q
     # Without keys nothing is copied, but a map of zero rows cannot be made: the rows of q stand in.
     if problem.seqlen_k:
         kv_shape = (batch, problem.seqlen_k, problem.num_kv_heads, problem.head_dim)
-        k = _operand("k", problem.dtype, kv_shape, s.k, spec.block_n)
-        v = _operand("v", problem.dtype, kv_shape, s.v, spec.block_n)
+        k = operand_map("k", problem.dtype, kv_shape, s.k, spec.block_n)
+        v = operand_map("v", problem.dtype, kv_shape, s.v, spec.block_n)
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles)}
     values |= member("fwd", forward_values(problem, blocks, mask_extent=problem.mask_extent))
     layout = ATTN_FWD_SM90

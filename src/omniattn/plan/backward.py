@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ArgumentError, UnsupportedError
-from ..launch import attn_bwd_sm80
+from ..launch import attn_bwd_sm80, attn_bwd_sm90
 from ..launch.score_mod import with_score_mod
 from ..problems import Target
 from ..problems.backward import BackwardProblem
@@ -60,15 +60,24 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
     _check(problem)
     wants_dq = "dq" in problem.wanted
     wants_others = not {"dk", "dv", "dmask"}.isdisjoint(problem.wanted)
-    own_dq = wants_dq and (problem.deterministic or not wants_others)
-    before, behind = select_backward_rows(problem, target, force)
-    main = _compiled(select_backward(problem, target, force), problem) if wants_others else None
+    own_dq = wants_dq and problem.deterministic
+    main = None
+    if wants_others or (wants_dq and not own_dq):
+        main = _compiled(select_backward(problem, target, force), problem)
+    on_wgmma = main is not None and main.spec.arch_specific
+    if not wants_others and not on_wgmma:
+        # mma.sync makes dq alone faster without the sums of the other gradients.
+        main, own_dq = None, wants_dq
+    before, behind = select_backward_rows(problem, target, force, fragments=on_wgmma)
     alone = _compiled(select_dq(problem, target, force), problem) if own_dq else None
     dq_columns = main.spec.head_dim if main is not None and wants_dq and not own_dq else 0
     at = attn_bwd_sm80.places(problem, dq_columns)
     records = attn_bwd_sm80.build_prepare(before.spec, problem, at, dq_columns)
     if main is not None:
-        records += attn_bwd_sm80.build(main.spec, problem, at, dq_columns)
+        if on_wgmma:
+            records += attn_bwd_sm90.build(main.spec, problem, at, dq_columns, target)
+        else:
+            records += attn_bwd_sm80.build(main.spec, problem, at, dq_columns)
     if alone is not None:
         records += attn_bwd_sm80.build_dq(alone.spec, problem, at)
     records += attn_bwd_sm80.build_finish(behind.spec, problem, at, dq_columns)

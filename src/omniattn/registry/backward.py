@@ -207,6 +207,7 @@ def _of_rows(
         num_warps=8,
         smem_bytes=0,
         prebuild=("80", "90a"),
+        features=frozenset() if of_family == "attn_bwd_sm80" else frozenset({"fragments"}),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import UnsupportedError
 from ..problems import Target
+from ..problems.attention import is_plain_scale
 from ..problems.backward import BackwardProblem
 from ..registry import REGISTRY, KernelSpec
 from .choice import Selection, dotted, forced, only, the_one, unfit_target
@@ -28,6 +29,12 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
         return "it has no softcap, mask or score_mod"
     if "dmask" in problem.wanted and spec.op == BACKWARD and "dmask" not in spec.features:
         return "it makes no gradient of a mask"
+    if f.varlen and "varlen" in spec.lacks:
+        return "it takes no packed sequences"
+    if not f.tensor_maps and "any_strides" in spec.lacks:
+        return "no tensor map describes q, k, v or do (zero, negative or huge strides)"
+    if "any_scale" in spec.lacks and not is_plain_scale(abs(f.softmax_scale)):
+        return f"it takes no softmax_scale of {f.softmax_scale:g}"
     return unfit_target(spec, target)
 
 
@@ -76,11 +83,13 @@ def select_dq(problem: BackwardProblem, target: Target, force: str | None = None
 
 
 def select_backward_rows(
-    problem: BackwardProblem, target: Target, force: str | None = None
+    problem: BackwardProblem, target: Target, force: str | None = None, *, fragments: bool = False
 ) -> tuple[Selection, Selection]:
-    """The kernels before and behind the backward."""
-    before, behind = (
-        the_one(only(f"{BACKWARD}_{name}", lambda spec: spec.dtype == problem.forward.dtype), what, target, force)
-        for name, what in (("prepare", "lse and delta of each row"), ("finish", "sums to gradients"))
+    """The kernels before and behind the backward. fragments: dq is summed up as accumulators of wgmma lie."""
+    dtype = problem.forward.dtype
+    before = only(f"{BACKWARD}_prepare", lambda spec: spec.dtype == dtype)
+    behind = only(f"{BACKWARD}_finish", lambda spec: spec.dtype == dtype and ("fragments" in spec.features) == fragments)
+    return (
+        the_one(before, "lse and delta of each row", target, force),
+        the_one(behind, "sums to gradients", target, force),
     )
-    return before, behind
