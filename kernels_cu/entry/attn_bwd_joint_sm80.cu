@@ -41,7 +41,7 @@ struct Config {
     static constexpr int kQueries = 32;  // queries of which a warp makes scores at a time
     static constexpr int kQTiles = kQueries / 8;
     static constexpr int kParts = kBlockM / 2 / kQueries;
-    static constexpr int kDTiles = kHeadDim / 8;
+    static constexpr int kOutKTiles = kKTiles, kOutDTiles = kHeadDim / 8;  // of dV and dK
     static constexpr int kDqWarpsM = DQ_WARPS_M;  // warps side by side along the queries of dQ
     static constexpr int kDqMTiles = kBlockM / kDqWarpsM / 16;
     static constexpr int kDqSteps = kHeadDim / (kWarps / kDqWarpsM) / 16;  // 16 columns each
@@ -159,15 +159,16 @@ OA_DEVICE void give_part(const Output& o, uint32 to, int lane) {
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
-        for (int x = 0; x < Config::kDTiles * 4; ++x)
-            store_shared(to + ((i * Config::kDTiles * 4 + x) * 32 + lane) * 4, __float_as_uint(o[i][x]));
+        for (int x = 0; x < Config::kOutDTiles * 4; ++x)
+            store_shared(to + ((i * Config::kOutDTiles * 4 + x) * 32 + lane) * 4, __float_as_uint(o[i][x]));
 }
 OA_DEVICE void take_part(Output& o, const Output& own, uint32 from, int lane) {
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
-        for (int x = 0; x < Config::kDTiles * 4; ++x)
-            o[i][x] = own[i][x] + __uint_as_float(load_shared(from + ((i * Config::kDTiles * 4 + x) * 32 + lane) * 4));
+        for (int x = 0; x < Config::kOutDTiles * 4; ++x)
+            o[i][x] =
+                own[i][x] + __uint_as_float(load_shared(from + ((i * Config::kOutDTiles * 4 + x) * 32 + lane) * 4));
 }
 
 // All steps; leaves dV (first half) or dK (second half) in `o`.
@@ -182,7 +183,7 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
-        for (int x = 0; x < Config::kDTiles * 4; ++x) dv[i][x] = dk[i][x] = 0.0f;
+        for (int x = 0; x < Config::kOutDTiles * 4; ++x) dv[i][x] = dk[i][x] = 0.0f;
     for (; steps.left > 0; --steps.left, parity ^= 1) {
         const Place at = steps.at, next = steps.next();
         bool has_next = steps.left > 1;
