@@ -38,7 +38,8 @@ struct Config {
     static constexpr int kKeyGroups = kWarps / 2;  // warps of a half of the queries
     static constexpr int kKeyRows = kBlockN / kKeyGroups;  // keys of a warp
     static constexpr int kKTiles = kKeyRows / 16;
-    static constexpr int kQueries = 32;  // queries of which a warp makes scores at a time
+    // Queries of which a warp makes scores at a time; the derivatives of scores take as many registers as scores do.
+    static constexpr int kQueries = kScoreMods ? 16 : 32;
     static constexpr int kQTiles = kQueries / 8;
     static constexpr int kParts = kBlockM / 2 / kQueries;
     static constexpr int kOutKTiles = kKTiles, kOutDTiles = kHeadDim / 8;  // of dV and dK
@@ -64,13 +65,13 @@ static_assert(2 * sizeof(Output) * 32 * Config::kKeyGroups <=
                   sizeof(SharedStorage::q) + sizeof(SharedStorage::d_o) + sizeof(SharedStorage::ds),
               "parts of dV and dK take the place of what is read");
 
-// P^T of 32 queries from m0 on, of which kHides hides a part, in `s`; packed for dV. slope, with score modifications: the
+// P^T of kQueries queries from m0 on, of which kHides hides a part, in `s`; packed for dV. slope, with score modifications: the
 // derivative of the scores.
 template <bool kHides>
 OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, int32 head, int32 m0, uint32 lse2_at) {
     int lane = in_register(w.lane);
     int32 key = w.t.n0 + w.group * Config::kKeyRows + (lane >> 2), query = m0 + 2 * (lane & 3);
-    float c = w.p.fwd.softmax_scale * kLog2e;
+    [[maybe_unused]] float c = w.p.fwd.softmax_scale * kLog2e;
     BwdScores<Config::Io> scores(w.p.fwd, w.arrays, w.t.sequence, head, w.t.seqlen_q, w.t.seqlen_k);
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
@@ -101,7 +102,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, i
         }
 }
 
-// dS^T of 32 queries from P^T, packed for dK and in shared memory. kHides: where P is 0 dO or V may be NaN and yet not
+// dS^T of these queries from P^T, packed for dK and in shared memory. kHides: where P is 0 dO or V may be NaN and yet not
 // count. n0: the first of these tiles of 8 queries.
 template <bool kHides>
 OA_DEVICE void make_ds(const Work& w, const Scores& p, const Scores& slope, const Scores& dp, Packed& packed,
@@ -132,7 +133,7 @@ OA_DEVICE void make_ds(const Work& w, const Scores& p, const Scores& slope, cons
     }
 }
 
-// 32 queries of a step. kAll: dv and dk are wanted.
+// kQueries queries of a step. kAll: dv and dk are wanted.
 template <bool kHides, bool kAll>
 OA_DEVICE void make_part(const Work& w, Output& dv, Output& dk, const Place& at, int first, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);

@@ -83,7 +83,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
     int lane = in_register(w.lane);
     int32 m0 = at.m * Config::kBlockM, key = first_key(w) + (lane >> 2), n0 = first_n(w),
           query = 8 * n0 + 2 * (lane & 3);
-    float c = w.p.fwd.softmax_scale * kLog2e;
+    [[maybe_unused]] float c = w.p.fwd.softmax_scale * kLog2e;
     uint32 lse2_at = w.at(&SharedStorage::lse2) + (stage * Config::kBlockM + query) * 4;
     BwdScores<Config::Io> scores(w.p.fwd, w.arrays, w.t.sequence, at.head, w.t.seqlen_q, w.t.seqlen_k);
     QueryRange visible[Config::kKTiles][2];

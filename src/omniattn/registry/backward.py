@@ -89,11 +89,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        prebuild=(("89",) if tile.suffix else ("80", "90a"))
-        if common and not (tile.head_dim == 64)
-        else ("80", "89", "90a")
-        if common
-        else (),
+        prebuild=() if not common else ("89",) if tile.suffix else ("80", "90a"),
         features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
     )
 
