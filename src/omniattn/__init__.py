@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .kv.cache import KVCache, PagedKVCache
     from .ops.append import append, copy_blocks, copy_recent
     from .ops.attention import attention, attention_varlen
+    from .ops.attention_backward import attention_backward, attention_varlen_backward
     from .ops.decode import decode
     from .ops.explain import Explanation, explain
     from .ops.merge import merge_states
@@ -47,7 +48,9 @@ _ROOMS = {
     "ScoreMod": "ops",
     "append": "ops",
     "attention": "ops",
+    "attention_backward": "ops",
     "attention_varlen": "ops",
+    "attention_varlen_backward": "ops",
     "copy_blocks": "ops",
     "copy_recent": "ops",
     "decode": "ops",
@@ -74,7 +77,9 @@ __all__ = [
     "__version__",
     "append",
     "attention",
+    "attention_backward",
     "attention_varlen",
+    "attention_varlen_backward",
     "copy_blocks",
     "copy_recent",
     "decode",

@@ -1,9 +1,8 @@
 """Small calls of every tile class, for compute-sanitizer.
 
-``python sanitizer_cases.py [few_masks | low_precision | few_low_precision | faulty]``: exact attention (`few_masks`:
-for a tool that does not know how masks are read); or quantization and attention on integers (`few`: for tools that
-take long); or one call with a fault.
-
+``python sanitizer_cases.py [few_masks | low_precision | few_low_precision | backward | faulty]``: exact attention
+(`few_masks`: for a tool that does not know how masks are read); or quantization and attention on integers (`few`: for
+tools that take long); or gradients; or one call with a fault.
 
 CuPy arrays in memory of their own (no pool), so that an access behind any of them is seen; moved by copies alone, so
 that no kernel runs but omniattn's.
@@ -235,9 +234,48 @@ def faulty() -> None:
     cupy.asnumpy(oa.attention(q, k, v, out=out))
 
 
+def backward(width: int, rng: np.random.Generator) -> None:
+    """Gradients: all and some of them, with what `CALLS` adds, of a batch and of packed sequences."""
+    for head_dim, names in ((width - BELOW, tuple(CALLS)), (width, ("full", "causal"))):
+        q, do = (to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, head_dim))) for _ in range(2))
+        k, v = (to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, head_dim))) for _ in range(2))
+        dlse = to_gpu(rng.standard_normal((1, HEADS, SEQLEN_Q)), np.float32)
+        for name in names:
+            options = options_for(CALLS[name], rng)
+            o, lse = oa.attention(q, k, v, return_lse=True, **options)
+            additive = "mask" in options and options["mask"].dtype != np.bool_
+            sums = (*(("dsinks",) if "sinks" in options else ()), *(("dmask",) if additive else ()))
+            call = (do, q, k, v, o, lse)
+            check_all(oa.attention_backward(*call, dlse=dlse, wanted=("dq", "dk", "dv", *sums), **options))
+            check_all(oa.attention_backward(*call, dq=poisoned(q.shape), deterministic=True, **options))
+            for wanted in (("dq",), ("dk",), ("dv",)):
+                check_all(oa.attention_backward(*call, wanted=wanted, **options))
+    lengths_q, lengths_k = (70, 0, 1, 129), (131, 5, 0, 66)
+    q, do = (to_gpu(rng.standard_normal((sum(lengths_q) + 3, HEADS, width))) for _ in range(2))
+    k, v = (to_gpu(rng.standard_normal((sum(lengths_k) + 3, HEADS_KV, width))) for _ in range(2))
+    for causal in (False, True):
+        packed = {
+            "cu_seqlens_q": to_gpu([0, *np.cumsum(lengths_q)], np.int32), "max_seqlen_q": max(lengths_q),
+            "cu_seqlens_k": to_gpu([0, *np.cumsum(lengths_k)], np.int32), "max_seqlen_k": max(lengths_k),
+            "causal": causal,
+        }  # fmt: skip
+        o, lse = oa.attention_varlen(q, k, v, return_lse=True, **packed)
+        for deterministic in (False, True):
+            check_all(oa.attention_varlen_backward(do, q, k, v, o, lse, deterministic=deterministic, **packed))
+
+
+def check_all(gradients: tuple[Any, ...]) -> None:
+    for gradient in gradients:
+        check(gradient)
+
+
 def choose_from(rows: tuple[KernelSpec, ...]) -> None:
-    """Attention has these rows only from here on."""
+    """Attention and its gradients have these rows only from here on."""
     select.REGISTRY = plan_attention.REGISTRY = rows
+    for name in ("select.backward", "plan.backward"):
+        module = sys.modules.get(f"omniattn.{name}")
+        if hasattr(module, "REGISTRY"):
+            module.REGISTRY = rows
     PLANS.clear()
 
 
@@ -257,8 +295,16 @@ if __name__ == "__main__":
             for width in (64, 128, 256):
                 low_precision(width, np.random.default_rng(width), few)
         choose_from(everything)
+    elif which == "backward":
+        everything = select.REGISTRY
+        for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):
+            choose_from(rows)
+            for width in (64, 128, 256):
+                backward(width, np.random.default_rng(width))
+        choose_from(everything)
     elif which not in ("", "few_masks"):
-        raise SystemExit(f"not one of few_masks, caches, low_precision, few_low_precision, faulty: {which}")
+        known = "few_masks, caches, low_precision, few_low_precision, backward, faulty"
+        raise SystemExit(f"not one of {known}: {which}")
     else:
         caches(np.random.default_rng(0))
         everything = select.REGISTRY

@@ -37,6 +37,9 @@ RUNS = {
     "initcheck": ("initcheck", ""),
     "memcheck_low": ("memcheck", "low_precision"),
     "racecheck_low": ("racecheck", "few_low_precision"),
+    "memcheck_backward": ("memcheck", "backward"),
+    "racecheck_backward": ("racecheck", "backward"),
+    "initcheck_backward": ("initcheck", "backward"),
     "faulty": ("memcheck", "faulty"),
 }
 

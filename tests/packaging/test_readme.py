@@ -41,6 +41,7 @@ def namespace(torch: Any, oa: Any, packed: bool) -> dict[str, Any]:
         "q": q,
         "k": k,
         "v": v,
+        "do": array(*shape),
         "cu": cu,
         "o_a": o_a,
         "lse_a": lse_a,

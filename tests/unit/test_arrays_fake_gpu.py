@@ -80,7 +80,33 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     monkeypatch.setattr(arrays, "_describers", {})
     monkeypatch.setattr(arrays, "_currents", {})
     monkeypatch.setattr(arrays, "_empties", {})
+    monkeypatch.setattr(arrays, "_row_copiers", {})
     return fake
+
+
+def test_rows_that_kernels_can_read(cupy: FakeCupy) -> None:
+    """CuPy copies what kernels cannot read, on the array's GPU."""
+    base = np.random.default_rng(0).standard_normal((4, 6, 8)).astype(np.float16)
+
+    class Copying(cupy.ndarray):  # type: ignore[name-defined, misc]
+        __module__ = "cupy"
+
+        def copy(self, order: str) -> Any:
+            assert order == "C"
+            return Copying(self.array.copy(order), cupy.device[0])
+
+        @property
+        def device(self) -> Any:
+            return cupy.cuda.Device(1)
+
+    Copying.__name__ = "ndarray"
+    plain = Copying(base[:, ::2], 1)
+    assert arrays.with_plain_rows(plain) is plain
+    for odd in (base[..., ::2], np.broadcast_to(base[:1], base.shape), base.swapaxes(1, 2), base[::-1]):
+        copy = arrays.with_plain_rows(Copying(odd, 1))
+        assert copy.data.device_id == 1
+        assert copy.array.flags.c_contiguous
+        assert np.array_equal(copy.array, odd)
 
 
 def test_fake_cupy_facts(cupy: FakeCupy) -> None:

@@ -56,6 +56,63 @@ def test_gradients_are_never_cut_silently() -> None:
     assert arrays.describe(torch.nn.Parameter(torch.zeros(2), requires_grad=False), "q").dtype == "float32"
 
 
+def test_what_needs_a_gradient() -> None:
+    x, y = torch.zeros(2, requires_grad=True), torch.zeros(2)
+    assert arrays.needs_gradient((None, y, x))
+    assert not arrays.needs_gradient((None, y, 3, "text", np.zeros(2)))
+    with torch.no_grad():
+        assert not arrays.needs_gradient((x,))
+    kept = arrays.without_gradients((x, None, y, 3))
+    assert not kept[0].requires_grad
+    assert kept[0].data_ptr() == x.data_ptr()
+    assert kept[1:] == (None, y, 3)
+
+
+class OnGpu:
+    """A tensor that passes for one on a GPU."""
+
+    is_cuda, layout = True, torch.strided
+
+    def __init__(self, tensor: torch.Tensor, address: int) -> None:
+        self.tensor, self.address = tensor, address
+        self.ndim, self.shape, self.stride, self.element_size = (
+            tensor.ndim, tensor.shape, tensor.stride, tensor.element_size
+        )  # fmt: skip
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def clone(self, memory_format: object) -> torch.Tensor:
+        return self.tensor.clone(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("multiple", [16, 4])
+def test_rows_that_kernels_can_read(multiple: int) -> None:
+    base = torch.randn(2, 7, 4, 8).half() if multiple == 16 else torch.randn(2, 4, 7)
+    plain = [
+        (base, 0x1000),
+        (base[:, :3], 0x1000),
+        (base.transpose(0, 1), 0x20),
+        (base[:1].expand(1, *base.shape[1:]), 0),
+    ]
+    for x, address in plain:
+        there = OnGpu(x, address)
+        assert from_torch.with_plain_rows(there, multiple) is there
+    ones = torch.ones((), dtype=base.dtype)
+    views = [base[:1].expand(base.shape), ones.expand(2, 8), base[..., ::2], base.transpose(-1, -2)]
+    if multiple == 16:
+        views.append(base.new_zeros(2, 7, 9)[..., :8])
+    odd = [(base, 0x1000 + multiple // 2), *((x, 0) for x in views)]
+    for x, address in odd:
+        copy = from_torch.with_plain_rows(OnGpu(x, address), multiple)
+        assert isinstance(copy, torch.Tensor)
+        assert copy.is_contiguous()
+        assert torch.equal(copy, x)
+    # Of other arrays every row will do: nothing is copied on the CPU.
+    for x in (base[..., ::2], np.zeros((2, 8))[:, ::2], 3, None):
+        assert arrays.with_plain_rows(x, multiple) is x
+
+
 def test_tangents_are_never_cut_silently() -> None:
     """Forward-mode differentiation, as `torch.autograd.functional.jvp` uses it, marks a tensor in no other way."""
     x, tangent = torch.zeros(2), torch.ones(2)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import omniattn
@@ -72,6 +73,31 @@ def test_every_argument_has_a_place(function: Any) -> None:
 
 def code(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M | re.DOTALL)
+
+
+@pytest.mark.frameworks
+def test_code_of_the_page_about_gradients() -> None:
+    torch = pytest.importorskip("torch")
+    by_torch, by_hand, modified = code("backward.md")
+    q, k, v, do = (torch.randn(1, 9, 4, 64) for _ in range(4))
+    names: dict[str, Any] = {"oa": omniattn, "np": np, "q": q.clone(), "k": k.clone(), "v": v.clone()}
+    exec(by_torch, names)
+    summed = omniattn.attention_backward(torch.ones_like(q), q, k, v, names["o"].detach(), lse_of(q, k, v), causal=True)
+    assert torch.equal(names["q"].grad, summed[0])
+    names = {"oa": omniattn, "np": np, "q": q, "k": k, "v": v, "do": do}
+    exec(by_hand, names)
+    assert names["dq"].shape == q.shape
+    exec(modified, names)
+    options = {"softcap": 30.0}
+    o, lse = omniattn.attention(q, k, v, return_lse=True, **options)
+    for gradient, expected in zip(
+        (names[x] for x in ("dq", "dk", "dv")), omniattn.attention_backward(do, q, k, v, o, lse, **options), strict=True
+    ):
+        assert (gradient - expected).abs().max() <= 1e-5
+
+
+def lse_of(q: Any, k: Any, v: Any) -> Any:
+    return omniattn.attention(q, k, v, causal=True, return_lse=True)[1]
 
 
 @pytest.mark.frameworks

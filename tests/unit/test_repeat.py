@@ -178,7 +178,7 @@ def fast(
     program, (kernel,) = program_of([record], operands)
     monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
     aligned = frozenset({"q", "k", "v", "out"})
-    repeat = Repeat.of(program, ARRAYS, aligned, tensors, outputs, workspace_bytes)
+    repeat = Repeat.of(program, ARRAYS, aligned, tensors, outputs, workspace_bytes, {"o": "out"})
     assert repeat is not None
     return kernel, repeat, operands
 
@@ -308,10 +308,40 @@ def test_other_streams_and_inference_tensors_are_left_to_the_engine(monkeypatch:
     assert kernel.log == []
 
 
+def test_several_given_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any of the results, in their order; the arrays' own places in the call have other names."""
+    x = torch.zeros(4, 2, 8, dtype=torch.float16)
+    names = ("q", "into.a", "into.b", "into.c")
+    given = {"a": "into.a", "b": "into.b", "c": "into.c"}
+    outputs = tuple(Output(name, (4, 2, 8), "float16") for name in ("a", "b", "c"))
+    monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
+    for places in ((), (1,), (2,), (1, 3), (1, 2, 3)):
+        tensors = {name: arrays.describe(x, name) for i, name in enumerate(names) if i == 0 or i in places}
+        operands = (*names, "a", "b", "c")
+        pointers = tuple(Pointer(8 * i, name) for i, name in enumerate(operands))
+        record = LaunchRecord(SPEC, (3, 1, 1), 64, bytes(8 * len(operands)), pointers)
+        program, (kernel,) = program_of([record], operands)
+        call = Repeat.of(program, names, frozenset(names), tensors, outputs, 0, given)
+        assert call is not None
+        own = [torch.zeros(4, 2, 8, dtype=torch.float16) if i in (0, *places) else None for i in range(4)]
+        addresses = [0x10 * (i + 1) if t is not None else 0 for i, t in enumerate(own)]
+        results = call(own, list(addresses), None, None)
+        assert results is not None
+        for i, result in enumerate(results, 1):
+            assert (result is own[i]) == (i in places)
+        found = addresses_of(kernel.log.pop(), len(operands))
+        at = [addresses[i] if i in places else results[i - 1].data_ptr() for i in (1, 2, 3)]
+        assert found == (*addresses, *at)
+        # Two results in one place, or one in that of an input, are left to the engine.
+        for i in places:
+            assert call(own, [0x10 if j == i else a for j, a in enumerate(addresses)], None, None) is None
+        assert kernel.log == []
+
+
 def test_other_frameworks_have_no_fast_path() -> None:
     program = Program([], (), lambda spec: None)  # type: ignore[arg-type, return-value]
     t = arrays.describe(np.zeros((4, 8), np.float16), "q")
-    assert Repeat.of(program, ("q",), frozenset(), {"q": t}, (), 0) is None
+    assert Repeat.of(program, ("q",), frozenset(), {"q": t}, (), 0, {}) is None
 
 
 def test_merge_packs_the_whole_struct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +362,7 @@ def test_merge_packs_the_whole_struct(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {n: arrays.describe(x, n) for n, x in zip(names, (o_a, o_a, lse_a, lse_a), strict=False)}
     program, (kernel,) = program_of([record], (*names, "o", "lse", "workspace"))
     monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
-    call = Repeat.of(program, names, frozenset({"o_a", "o_b", "out"}), tensors, problem.outputs, 0)
+    call = Repeat.of(program, names, frozenset({"o_a", "o_b", "out"}), tensors, problem.outputs, 0, {"o": "out"})
     assert call is not None
     got = call((o_a, o_a, lse_a, lse_a, None), [0x10, 0x20, 0x34, 0x44, 0], None, STREAM)
     assert got is not None

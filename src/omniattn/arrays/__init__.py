@@ -50,6 +50,7 @@ __all__ = [
     "describe",
     "empty_like_framework",
     "finish",
+    "needs_gradient",
     "torch_facts",
     "prepare",
     "raw_view",
@@ -60,6 +61,8 @@ __all__ = [
     "store",
     "stream_query",
     "to_numpy",
+    "with_plain_rows",
+    "without_gradients",
 ]
 
 Describer = Callable[[Any, str, "int | None"], Tensor]
@@ -67,6 +70,7 @@ Describer = Callable[[Any, str, "int | None"], Tensor]
 _describers: dict[type, Describer] = {}
 _empties: dict[str, Callable[[Tensor, tuple[int, ...], str], Tensor]] = {}
 _currents: dict[str, Callable[[Tensor], int]] = {}
+_row_copiers: dict[type, Callable[[Any, int], Any]] = {}
 
 
 def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
@@ -116,6 +120,41 @@ def _know_none(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | No
 torch_facts: Callable[[Sequence[Any]], tuple[tuple[Any, ...], list[int]] | None] = _know_none
 
 
+def _is_no_gradient_needed(objects: Sequence[Any]) -> bool:
+    return False
+
+
+#: Whether one of these torch tensors needs a gradient. `_register` puts torch's in.
+_needs_gradient: Callable[[Sequence[Any]], bool] = _is_no_gradient_needed
+
+
+def needs_gradient(objects: Sequence[Any]) -> bool:
+    """Whether one of the arrays is a torch tensor that a gradient has to be computed for; None is no array."""
+    for obj in objects:
+        cls = type(obj)
+        if obj is not None and cls not in _describers and cls.__module__.partition(".")[0] == "torch":
+            _register(cls, "")
+    return _needs_gradient(objects)
+
+
+def without_gradients(objects: Sequence[Any]) -> tuple[Any, ...]:
+    """The arrays, with tensors in place of those that need a gradient: of the same memory, and known to no graph."""
+    return tuple(x.detach() if x is not None and _needs_gradient((x,)) else x for x in objects)
+
+
+def with_plain_rows(obj: Any, multiple: int = 16) -> Any:
+    """The array itself if its rows are contiguous and begin at multiples of so many bytes; else a copy by its library.
+
+    Rows that share memory, or lie in reverse, are copied too. Of arrays on a GPU, which torch and CuPy can copy. Other
+    arrays come back as they are: the caller checks strides.
+    """
+    cls = type(obj)
+    if cls not in _describers and cls.__module__.partition(".")[0] in ("torch", "cupy"):
+        _register(cls, "")
+    copier = _row_copiers.get(cls)
+    return obj if copier is None else copier(obj, multiple)
+
+
 def allocator(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Callable[[Any], Any] | None:
     """`empty_like_framework` for repeated calls: gives the bare array, and takes one with the facts of ``ref``.
 
@@ -139,13 +178,15 @@ def stream_query(ref: Tensor) -> Callable[[], int] | None:
 
 def _register(cls: type, argument: str) -> Describer:
     """Find out, once for each class, whose arrays these are."""
-    global torch_facts
+    global torch_facts, _needs_gradient
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
         if root == "torch" and base.__name__ == "Tensor":
             from . import from_torch
 
             torch_facts = from_torch.torch_facts
+            _needs_gradient = from_torch.needs_gradient
+            _row_copiers[cls] = from_torch.with_plain_rows
             _empties["torch"] = from_torch.empty
             _currents["torch"] = from_torch.current_stream
             _describers[cls] = from_torch.describer(cls)
@@ -159,6 +200,7 @@ def _register(cls: type, argument: str) -> Describer:
         if root == "cupy" and base.__name__ == "ndarray":
             from . import from_numpy
 
+            _row_copiers[cls] = from_numpy.with_plain_rows_cupy
             _empties["cupy"] = from_numpy.empty_cupy
             _currents["cupy"] = from_numpy.current_stream_cupy
             _describers[cls] = from_numpy.cupy_describer(cls)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import DtypeError, StrideError, UnsupportedError
+from .strides import has_plain_rows
 from .tensor import ITEMSIZE, Tensor, fill
 
 #: numpy.dtype -> our name; None where it has none. Hashing a dtype is cheap, asking for its name is not.
@@ -143,6 +144,18 @@ def enter_cupy(tensors: list[Tensor], stream: int) -> None:
         # Not through a stream object: ExternalStream is deprecated, and one of Stream.from_external destroys the
         # caller's stream when it dies.
         cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
+
+
+def with_plain_rows_cupy(obj: Any, multiple: int) -> Any:
+    """See `omniattn.arrays.with_plain_rows`; the copy is made on CuPy's current stream."""
+    itemsize = obj.dtype.itemsize
+    if not obj.shape or any(step % itemsize for step in obj.strides):
+        return obj  # `describe` says what is wrong with it
+    strides = tuple(step // itemsize for step in obj.strides)
+    if has_plain_rows(obj.shape, strides, itemsize, multiple) and obj.data.ptr % multiple == 0:
+        return obj
+    with obj.device:
+        return obj.copy(order="C")
 
 
 def clear_cupy(t: Tensor) -> None:

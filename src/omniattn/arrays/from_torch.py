@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
-from .strides import contiguous_strides
+from .strides import contiguous_strides, has_plain_rows
 from .tensor import Tensor
 
 NAME = "torch"
@@ -75,7 +75,7 @@ def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
         )
     if obj.requires_grad and _is_grad_enabled():
         raise UnsupportedError(
-            f"argument {argument!r} requires a gradient, and this version has no backward pass",
+            f"argument {argument!r} requires a gradient, which this call does not compute",
             instead="calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()",
         )
     if _forward_level() >= 0 and forward_ad.unpack_dual(obj).tangent is not None:
@@ -114,6 +114,22 @@ def torch_facts(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | N
     except RuntimeError:  # no strides, or no memory
         return None
     return tuple(facts), addresses
+
+
+def needs_gradient(objects: Sequence[Any]) -> bool:
+    """See `omniattn.arrays.needs_gradient`."""
+    if not _is_grad_enabled():
+        return False
+    return any(obj.__class__ in _PLAIN and obj.requires_grad for obj in objects)
+
+
+def with_plain_rows(obj: Any, multiple: int) -> Any:
+    """See `omniattn.arrays.with_plain_rows`. Under another current stream than the launch's, `enter` orders both."""
+    if not obj.is_cuda or obj.ndim == 0 or obj.layout is not torch.strided:
+        return obj
+    if has_plain_rows(obj.shape, obj.stride(), obj.element_size(), multiple) and obj.data_ptr() % multiple == 0:
+        return obj
+    return obj.clone(memory_format=torch.contiguous_format)
 
 
 def _no_memory(obj: Any, argument: str) -> Exception:

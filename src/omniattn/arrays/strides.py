@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides in elements."""
@@ -11,3 +13,11 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(extent, 1)
     return tuple(reversed(strides))
+
+
+def has_plain_rows(shape: Sequence[int], strides: Sequence[int], itemsize: int, multiple: int) -> bool:
+    """Whether rows are contiguous, begin at multiples of so many bytes and share no memory: no zero strides."""
+    if shape[-1] > 1 and strides[-1] != 1:
+        return False
+    rows = zip(shape[:-1], strides[:-1], strict=True)
+    return all(n <= 1 or (s > 0 and s * itemsize % multiple == 0) for n, s in rows)

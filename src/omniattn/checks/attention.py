@@ -65,7 +65,7 @@ def check_scale(options: AttentionOptions, head_dim: int, function: str) -> floa
 def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     """The problem of a call on arrays."""
     function, options = call.operation.name, call.options
-    varlen = function == "attention_varlen"
+    varlen = function.startswith("attention_varlen")
     common = check_common(options, function)
     precision = values.check_precision(options.precision, function)
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
@@ -98,7 +98,7 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
 
     on_gpu = q.device == "cuda"
     # Quantized operands are the library's own.
-    maps = on_gpu and (precision.quantized or all(map(_describable, (q, k, v)))) and runtime.has_tensor_maps()
+    maps = on_gpu and (precision.quantized or all(map(describable, (q, k, v)))) and runtime.has_tensor_maps()
     return AttentionProblem(
         q.dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *common.window, scale, common.softcap, mask,
         sinks, varlen, precision, common.deterministic, maps, None, common.return_lse, layout, longest_q, longest_k,
@@ -197,6 +197,6 @@ def _check_longest(
     return found[0], found[1]
 
 
-def _describable(t: Tensor) -> bool:
+def describable(t: Tensor) -> bool:
     """Whether a tensor map can describe the array: no zero, negative or huge strides."""
     return all(n <= 1 or 0 < s * t.itemsize < 2**40 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))

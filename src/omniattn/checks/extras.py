@@ -16,6 +16,9 @@ from ..registry.masks import MASK_TILE
 from . import attention as checks
 from . import values
 
+#: Expression, mask, whether indices are checked, whether the CPU's function is missing; more of a backward.
+ScoreModFacts = tuple[Any, ...]
+
 
 def check_block_size(value: Any, function: str) -> tuple[int, int]:
     """Queries and keys of a block."""
@@ -44,7 +47,7 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     if size is not None:
         problem = replace(problem, block_mask=_check_block_mask(problem, tensors["block_mask"], size, function))
     if texts is not None:
-        problem = replace(problem, score_mod=_check_score_mod(problem, call, tensors, texts))
+        problem = replace(problem, score_mod=check_score_mod(problem, call, tensors, texts))
     return problem
 
 
@@ -65,11 +68,12 @@ def _check_block_mask(problem: AttentionProblem, t: Tensor, size: tuple[int, int
     return BlockMaskProblem((size[0] // MASK_TILE, size[1] // MASK_TILE), values.broadcast_strides(t, shape))
 
 
-def _check_score_mod(
-    problem: AttentionProblem, call: Call, tensors: dict[str, Tensor], texts: tuple[str, str | None, bool, bool]
+def check_score_mod(
+    problem: AttentionProblem, call: Call, tensors: dict[str, Tensor], texts: ScoreModFacts
 ) -> ScoreModProblem:
+    """The score modification of a call."""
     function = call.operation.name
-    expression, mask, checked, no_reference = texts
+    expression, mask, checked, no_reference = texts[:4]
     most = max(problem.seqlen_q, problem.seqlen_k)
     if most > MAX_POSITIONS:
         raise UnsupportedError(f"{function}(): score_mod with {most} queries or keys", instead=f"up to {MAX_POSITIONS}")

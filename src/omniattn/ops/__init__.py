@@ -2,6 +2,7 @@
 
 from .append import append, copy_blocks, copy_recent
 from .attention import attention, attention_varlen
+from .attention_backward import attention_backward, attention_varlen_backward
 from .decode import decode
 from .explain import Explanation, explain
 from .merge import merge_states
@@ -13,7 +14,9 @@ __all__ = [
     "ScoreMod",
     "append",
     "attention",
+    "attention_backward",
     "attention_varlen",
+    "attention_varlen_backward",
     "copy_blocks",
     "copy_recent",
     "decode",

@@ -16,6 +16,7 @@ from ..plan.engine import Call, Operation, run
 from ..problems import OPERANDS, Int4, Int8
 from ..runtime import env
 from . import on_cpu
+from .attention_backward import of_call as backward_of_call
 from .score_mod import ScoreMod
 
 _ON_OPERANDS = {
@@ -44,11 +45,21 @@ def _on_operands(call: Call) -> Call | None:
     return Call(_ON_OPERANDS[function], objects, call.options, call.stream, None, facts, (q, k, v))
 
 
+def _with_gradients(call: Call) -> list[Any]:
+    """A call one of whose tensors needs a gradient."""
+    quantized = _on_operands(call) if call.operation in (_ATTENTION, _ATTENTION_VARLEN) else None
+    if quantized is not None:
+        return run(quantized)
+    from ..frameworks.torch.autograd import run_with_gradients
+
+    return run_with_gradients(call, backward_of_call)
+
+
 _ATTENTION, _ATTENTION_VARLEN = (
     Operation(
         name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v"), checks.ALIGNED, otherwise=_on_operands,
-        placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT),
+        placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
     )
     for name in ("attention", "attention_varlen")
 )  # fmt: skip
@@ -60,7 +71,7 @@ def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
     return Operation(
         name, (*checks.ARRAYS, *more), extras.check_call, extras.check_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v", *more), checks.ALIGNED,
-        placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT),
+        placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
     )  # fmt: skip
 
 
@@ -168,7 +179,8 @@ def attention(
         Stream to run on: an integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``. Unless
         given, the current stream of q's framework.
     deterministic : bool
-        Same bits at every run. The kernels of this version give them in any case, quantization included.
+        Same bits at every run. The kernels of this version give them in any case, quantization included; gradients by
+        autograd need it.
 
     Returns
     -------
@@ -183,14 +195,16 @@ def attention(
         Or its subclasses DtypeError, ShapeError, StrideError, AlignmentError, DeviceError: names the argument, what was
         expected and what came. Nothing has been launched or written then.
     UnsupportedError
-        A precision or GPU that this version lacks, a tensor that needs a gradient, a traced JAX array.
+        A precision or GPU that this version lacks, a traced JAX array; with a tensor that requires a gradient, what has
+        none: low precisions, block masks, score modifications without ``grad``.
     KernelNotFoundError, CompileError, DriverError
         The kernel could not be had or launched: says what was tried and what to do.
 
     Notes
     -----
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
-    algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2.
+    algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2. Torch tensors that require a gradient go through autograd:
+    o and lse can be differentiated by q, k, v, sinks and an additive mask (`attention_backward`).
     """
     options = _new(
         AttentionOptions,

@@ -11,11 +11,12 @@ from .. import runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError
 from ..plan.engine import Call, Described, Plan, describing
-from ..problems import AttentionProblem
+from ..problems import AttentionProblem, BackwardProblem
 from ..problems.memory import ITEMSIZE
 from ..runtime.record import LaunchRecord
 from .append import append, copy_blocks, copy_recent
 from .attention import attention, attention_varlen
+from .attention_backward import attention_backward, attention_varlen_backward
 from .decode import decode
 from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
@@ -23,7 +24,8 @@ from .tiles import TileCounts, count_tiles, finding
 
 #: What can be explained.
 OPERATIONS = (
-    attention, attention_varlen, decode, append, copy_blocks, copy_recent, merge_states, quantize_qk, quantize_v,
+    attention, attention_varlen, attention_backward, attention_varlen_backward, decode, append, copy_blocks,
+    copy_recent, merge_states, quantize_qk, quantize_v,
 )  # fmt: skip
 
 
@@ -70,8 +72,8 @@ class Explanation:
     grid, threads, smem_bytes : int
         Of the kernel: CTAs in all, threads per CTA, dynamic shared memory per CTA.
     flops : int or None
-        Of attention: operations of both products over the visible (query, key) pairs; None if the lengths are on the
-        device, and for other operations.
+        Of attention and its backward: operations of the two, or five, products over the visible (query, key) pairs;
+        None if the lengths are on the device, and for other operations.
     min_bytes : int
         Bytes that have to move at least: every input read once, every output written once. Of operations on a cache:
         the arrays of the call, without the cache, whose lengths are on the device.
@@ -126,7 +128,7 @@ class Explanation:
         lines += [f"also     {x.kernel} ({x.origin}), {x.grid} CTAs of {x.threads} threads" for x in others]
         if any(x.kernel.startswith("mask_list") for x in others):
             lines.append(f"masks    {self.mask_bytes / 1e6:.3f} MB are read to find hidden tiles: tiles() counts them")
-        if isinstance(self.problem, AttentionProblem):
+        if isinstance(self.problem, (AttentionProblem, BackwardProblem)):
             known = self.flops is not None
             flops = f"{(self.flops or 0) / 1e9:.3f} GFLOP" if known else "unknown (lengths are on the device)"
             lines.append(f"work     {flops}, at least {self.min_bytes / 1e6:.3f} MB of traffic")
@@ -140,14 +142,14 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
 
     ``explain(oa.decode, q, cache, seq_lens=lens)`` for any operation; ``explain(q, k, v, causal=True)`` for attention.
     Validates like the call itself, chooses the kernels and finds out where their binaries come from; launches and
-    allocates nothing.
+    allocates nothing (of a backward, a contiguous copy of a ``do`` that needs one).
 
     Parameters
     ----------
     function : callable
-        `attention`, `attention_varlen`, `decode`, `append`, `copy_blocks`, `copy_recent`, `merge_states`,
-        `quantize_qk` or `quantize_v`. An array or quantized operand in its place is q of `attention`, or with
-        cu_seqlens of `attention_varlen`.
+        `attention`, `attention_varlen`, `attention_backward`, `attention_varlen_backward`, `decode`, `append`,
+        `copy_blocks`, `copy_recent`, `merge_states`, `quantize_qk` or `quantize_v`. An array or quantized operand in
+        its place is q of `attention`, or with cu_seqlens of `attention_varlen`.
     arguments, options
         As the function takes them.
 
@@ -194,7 +196,7 @@ def _explain(function: Callable[..., Any], arguments: tuple[Any, ...], options: 
 
 def _explanation(plan: Plan, tensors: dict[str, Tensor], call: Call) -> Explanation:
     problem, launches = plan.problem, plan.launches
-    flops = problem.flops if isinstance(problem, AttentionProblem) else None
+    flops = problem.flops if isinstance(problem, (AttentionProblem, BackwardProblem)) else None
     min_bytes = _min_bytes(problem, tensors)
     if launches is None:
         return Explanation(
@@ -238,7 +240,7 @@ def _launch(record: LaunchRecord, cc: tuple[int, int]) -> Launch:
 
 
 def _min_bytes(problem: Any, tensors: dict[str, Tensor]) -> int:
-    if isinstance(problem, AttentionProblem) and problem.operands is None:
+    if isinstance(problem, BackwardProblem) or (isinstance(problem, AttentionProblem) and problem.operands is None):
         return problem.min_bytes
     # Of attention on operands, mask and sinks do not count either.
     read = sum(t.size * t.itemsize for name, t in tensors.items() if name not in ("out", "mask", "sinks"))

@@ -17,7 +17,15 @@ from ..checks.quantize import check_starts
 from ..errors import ArgumentError
 from ..launch.score_mod import PREFIX
 from ..plan.engine import Call, store_results
-from ..problems import AppendProblem, AttentionProblem, CopyProblem, DecodeProblem, MergeProblem, QuantizeCall
+from ..problems import (
+    AppendProblem,
+    AttentionProblem,
+    BackwardProblem,
+    CopyProblem,
+    DecodeProblem,
+    MergeProblem,
+    QuantizeCall,
+)
 from ..registry.masks import MASK_TILE
 
 Tensors = dict[str, Tensor]
@@ -30,13 +38,29 @@ def attention(call: Call, problem: AttentionProblem, tensors: Tensors) -> list[A
         o, lse = _attend(problem, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k, call.subject)
     except ArgumentError as error:  # in the contents of an array
         raise error.named(call.operation.name) from None
-    return store_results(problem, tensors["q"], tensors.get("out"), [o, lse][: len(problem.outputs)])
+    return store_results(call, problem, tensors, [o, lse][: len(problem.outputs)])
 
 
 def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any, mod: Any) -> tuple[Any, Any]:
     """o and LSE as NumPy arrays. mod: the `ScoreMod` of a call that has one."""
     from .. import reference
 
+    options = _options(problem, tensors, max_q, max_k)
+    if problem.block_mask is not None:
+        options["mask"] = _without_hidden_blocks(problem, arrays.to_numpy(tensors["block_mask"]), options["mask"])
+    inputs = [arrays.to_numpy(tensors[name]) for name in ("q", "k", "v")]
+    if problem.precision.quantized:
+        from ..reference import low_precision
+
+        return low_precision.attention(*inputs, precision=problem.precision, **options)
+    if problem.score_mod is not None:
+        options["score_mod"] = functools.partial(mod.reference, **_mod_arrays(mod, tensors))
+    function = reference.attention_varlen if problem.varlen else reference.attention
+    return function(*inputs, compute_dtype="float64" if problem.dtype == "float64" else "float32", **options)
+
+
+def _options(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any) -> dict[str, Any]:
+    """What the reference is told besides its arrays."""
     options: dict[str, Any] = {
         "layout": problem.layout,
         "window": (problem.window_left, problem.window_right),
@@ -45,21 +69,39 @@ def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any,
         "mask": arrays.to_numpy(tensors["mask"]) if "mask" in tensors else None,
         "sinks": arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None,
     }
-    if problem.block_mask is not None:
-        options["mask"] = _without_hidden_blocks(problem, arrays.to_numpy(tensors["block_mask"]), options["mask"])
     if problem.varlen:
         options |= {name: arrays.to_numpy(tensors[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
         options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    inputs = [arrays.to_numpy(tensors[name]) for name in ("q", "k", "v")]
-    if problem.precision.quantized:
-        from ..reference import low_precision
+    return options
 
-        return low_precision.attention(*inputs, precision=problem.precision, **options)
-    if problem.score_mod is not None:
-        read = {name: arrays.to_numpy(tensors[PREFIX + name]) for name in mod.arrays}
+
+def _mod_arrays(mod: Any, tensors: Tensors) -> dict[str, Any]:
+    return {name: arrays.to_numpy(tensors[PREFIX + name]) for name in mod.arrays}
+
+
+def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -> list[Any]:
+    """``attention_backward`` and ``attention_varlen_backward``."""
+    from .. import reference
+
+    forward, mod = problem.forward, call.subject
+    arrays.prepare([tensors["q"]], call.stream)  # refuses a stream
+    options = _options(forward, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k)
+    if mod is not None:
+        read = _mod_arrays(mod, tensors)
         options["score_mod"] = functools.partial(mod.reference, **read)
-    function = reference.attention_varlen if problem.varlen else reference.attention
-    return function(*inputs, compute_dtype="float64" if problem.dtype == "float64" else "float32", **options)
+        options["score_mod_grad"] = functools.partial(mod.reference_grad, **read)
+    function = reference.attention_varlen_backward if forward.varlen else reference.attention_backward
+    try:
+        made = function(
+            *(arrays.to_numpy(tensors[name]) for name in ("do", "q", "k", "v", "o", "lse")),
+            dlse=arrays.to_numpy(tensors["dlse"]) if "dlse" in tensors else None,
+            wanted=problem.wanted,
+            compute_dtype="float64" if forward.dtype == "float64" else "float32",
+            **options,
+        )
+    except ArgumentError as error:  # in the contents of an array
+        raise error.named(call.operation.name) from None
+    return store_results(call, problem, tensors, [made[name] for name in problem.wanted])
 
 
 def _without_hidden_blocks(problem: AttentionProblem, blocks: Any, mask: Any) -> Any:
@@ -102,7 +144,7 @@ def attention_on_operands(call: Call, problem: AttentionProblem, tensors: Tensor
     except ArgumentError as error:  # in the contents of an array
         raise error.named(call.operation.name) from None
     o = o.swapaxes(-3, -2) if problem.layout == "NHD" else o
-    return store_results(problem, place, tensors.get("out"), [o, lse][: len(problem.outputs)])
+    return store_results(call, problem, tensors, [o, lse][: len(problem.outputs)])
 
 
 def quantize(call: Call, problem: QuantizeCall, tensors: Tensors) -> list[Any]:
@@ -168,7 +210,7 @@ def decode(call: Call, problem: DecodeProblem, tensors: Tensors) -> list[Any]:
             sinks=arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None,
             compute_dtype="float64" if q.dtype == "float64" else "float32",
         )
-    return store_results(problem, q, tensors.get("out"), [o, lse][: len(problem.outputs)])
+    return store_results(call, problem, tensors, [o, lse][: len(problem.outputs)])
 
 
 def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
@@ -247,4 +289,4 @@ def merge(call: Call, problem: MergeProblem, tensors: Tensors) -> list[Any]:
         *(arrays.to_numpy(tensors[name]) for name in ("o_a", "lse_a", "o_b", "lse_b")),
         compute_dtype="float64" if a.dtype == "float64" else "float32",
     )
-    return store_results(problem, a, tensors.get("out"), [o, lse])
+    return store_results(call, problem, tensors, [o, lse])

@@ -29,6 +29,12 @@ class ScoreMod:
     reference : callable, optional
         ``reference(score, b, h, q, k, **arrays)`` for arrays on the CPU: the same by NumPy, -inf where a key is hidden.
         ``score`` is (rows, keys), ``q`` (rows, 1), ``k`` (1, keys), ``b`` and ``h`` are numbers.
+    grad : str, optional
+        The derivative of the new score by the old one, for backward passes: an expression over the same names, in which
+        ``score`` is the score before the modification. Without it a backward pass raises. Where a key is hidden its
+        value does not matter.
+    reference_grad : callable, optional
+        ``reference_grad(score, b, h, q, k, **arrays)``: the same as ``grad`` by NumPy, for arrays on the CPU.
     **arrays
         What the expressions call ``name[i]`` (one dimension) or ``name(i, j)``: any DLPack array on the device of q,
         of up to 4 dimensions and any strides; float32, float16, bfloat16 (read as float), int32, int64, int8, uint8 or
@@ -36,7 +42,7 @@ class ScoreMod:
 
     Attributes
     ----------
-    expression, mask, reference, arrays
+    expression, mask, reference, grad, reference_grad, arrays
         As given; ``arrays`` cannot be changed.
 
     Raises
@@ -51,23 +57,29 @@ class ScoreMod:
     call, for each kernel that needs it, and kept in the disk cache by its text; other contents, shapes and strides of
     the arrays compile nothing. Indices are the caller's: what lies outside an array is read as any other memory.
     OMNIATTN_CHECK_SCORE_MOD=1 compares them with the extents, reports the first that is outside and ends the kernel.
+    Gradients of the arrays are not computed: a torch tensor among them that requires one raises.
     It is evaluated for every pair of query and key of a tile, those that causal, a window or a mask hide included.
     """
 
-    __slots__ = ("_arrays", "_expression", "_mask", "_reference")
+    __slots__ = ("_arrays", "_expression", "_grad", "_mask", "_reference", "_reference_grad")
 
     def __init__(
         self,
         expression: str,
         mask: str | None = None,
         reference: Callable[..., Any] | None = None,
+        grad: str | None = None,
+        reference_grad: Callable[..., Any] | None = None,
         **arrays: Any,
     ) -> None:
         self._expression = check_text(expression, "expression")
         self._mask = None if mask is None else check_text(mask, "mask")
-        if reference is not None and not callable(reference):
-            raise ArgumentError("reference", "a function, or None", repr(reference), function="ScoreMod")
+        self._grad = None if grad is None else check_text(grad, "grad")
+        for name, function in (("reference", reference), ("reference_grad", reference_grad)):
+            if function is not None and not callable(function):
+                raise ArgumentError(name, "a function, or None", repr(function), function="ScoreMod")
         self._reference = reference
+        self._reference_grad = reference_grad
         check_array_names(tuple(arrays))
         for name, x in arrays.items():
             if x is None:
@@ -90,10 +102,21 @@ class ScoreMod:
         return self._reference
 
     @property
+    def grad(self) -> str | None:
+        """The derivative of the new score by the old one."""
+        return self._grad
+
+    @property
+    def reference_grad(self) -> Callable[..., Any] | None:
+        """The derivative by NumPy."""
+        return self._reference_grad
+
+    @property
     def arrays(self) -> Mapping[str, Any]:
         """Arrays by name."""
         return self._arrays
 
     def __repr__(self) -> str:
-        parts = [repr(self.expression), *([] if self.mask is None else [f"mask={self.mask!r}"]), *self.arrays]
+        texts = [f"{name}={text!r}" for name, text in (("mask", self.mask), ("grad", self.grad)) if text is not None]
+        parts = [repr(self.expression), *texts, *self.arrays]
         return f"ScoreMod({', '.join(parts)})"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..errors import ArgumentError, UnsupportedError
 from ..launch import attn_bwd_sm80
 from ..launch.score_mod import with_score_mod
-from ..problems import Target
-from ..problems.backward import BackwardProblem
+from ..problems import BackwardProblem, Target
 from ..select import Selection, select_backward, select_backward_rows, select_dq
 from .engine import Launches
 

@@ -91,6 +91,10 @@ class Operation:
         Whether plans are worth keeping.
     placed : (index, bytes), optional
         The array, of `arrays`, whose plan depends on whether its address is a multiple of so many bytes.
+    given : dict
+        Arrays of `arrays` that results are written to, where they are there: by the names of these results.
+    gradients : callable, optional
+        (call) -> results, where a tensor of the call needs a gradient.
     """
 
     name: str
@@ -105,6 +109,8 @@ class Operation:
     otherwise: Callable[[Call], Call | None] | None = None
     keep: bool = True
     placed: tuple[int, int] | None = None
+    given: dict[str, str] = field(default_factory=lambda: {"o": "out"})
+    gradients: Callable[[Call], list[Any]] | None = None
 
 
 class Call:
@@ -226,6 +232,8 @@ def run(call: Call) -> list[Any]:
     raw = None if stream is None else arrays.resolve_stream(stream)
     seen = arrays.torch_facts(call.objects)
     if seen is None:
+        if call.operation.gradients is not None and arrays.needs_gradient(call.objects):
+            return call.operation.gradients(call)
         other = None if call.operation.otherwise is None else call.operation.otherwise(call)
         if other is not None:
             return run(other)
@@ -267,8 +275,9 @@ def run(call: Call) -> list[Any]:
         if seen is not None and plan.program is not None and plan.launches is not None:
             size = plan.launches.workspace_bytes
             plan.repeat = Repeat.of(
-                plan.program, call.operation.arrays, call.operation.aligned, tensors, plan.problem.outputs, size
-            )
+                plan.program, call.operation.arrays, call.operation.aligned, tensors, plan.problem.outputs, size,
+                call.operation.given,
+            )  # fmt: skip
         if key is not None:
             PLANS.put(key, plan)
     return execute(plan, call, tensors)
@@ -323,12 +332,13 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     assert plan.program is not None, "a plan without loaded kernels describes a call, it cannot run one"
     own = [] if cache is None else cache.tensors
     place = next(iter(tensors.values())) if tensors else own[0]
-    given = tensors.get("out")
+    given = given_outputs(operation, tensors)
     outputs = [
-        given if given is not None and o.name == "o" else arrays.empty_like_framework(place, o.shape, o.dtype)
+        given[o.name] if o.name in given else arrays.empty_like_framework(place, o.shape, o.dtype)
         for o in plan.problem.outputs
     ]
-    everything = [*(t for name, t in tensors.items() if name != "out"), *own, *outputs]
+    written = operation.given.values()
+    everything = [*(t for name, t in tensors.items() if name not in written), *own, *outputs]
     workspace = 0
     if plan.launches.workspace_bytes:
         memory = workspace_of(operation.name, place, plan.launches.workspace_bytes)
@@ -350,6 +360,11 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     return [arrays.finish(t, handle) for t in outputs]
 
 
+def given_outputs(operation: Operation, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Arrays that the caller gives for results, by the names of the results."""
+    return {result: tensors[name] for result, name in operation.given.items() if name in tensors}
+
+
 def workspace_of(function: str, place: Tensor, num_bytes: int) -> Tensor:
     """Scratch memory, `WORKSPACE_ALIGNMENT` bytes more than asked for, from the library of the array ``place``."""
     try:
@@ -358,16 +373,18 @@ def workspace_of(function: str, place: Tensor, num_bytes: int) -> Tensor:
         raise UnsupportedError(
             f"{function}(): this call needs scratch memory that only the arrays' own library can give, and DLPack has "
             "no way to ask for it",
-            instead="torch, CuPy or JAX arrays, or precision='exact'",
+            instead="torch, CuPy or JAX arrays" + ("" if function.endswith("_backward") else ", or precision='exact'"),
         ) from error
 
 
-def store_results(problem: Problem, place: Tensor, given: Tensor | None, values: Sequence[Any]) -> list[Any]:
+def store_results(call: Call, problem: Problem, tensors: dict[str, Tensor], values: Sequence[Any]) -> list[Any]:
     """NumPy results in arrays of the caller's framework; everything has been computed by now."""
+    place, given = next(iter(tensors.values())), given_outputs(call.operation, tensors)
     results = []
     for output, value in zip(problem.outputs, values, strict=True):
-        is_o = output.name == "o" and given is not None
-        t = given if is_o and given is not None else arrays.empty_like_framework(place, output.shape, output.dtype)
+        t = given.get(output.name)
+        if t is None:
+            t = arrays.empty_like_framework(place, output.shape, output.dtype)
         arrays.store(t, value)
         results.append(arrays.finish(t, 0))
     return results
@@ -375,6 +392,8 @@ def store_results(problem: Problem, place: Tensor, given: Tensor | None, values:
 
 def _describe_plan(call: Call) -> Described:
     raw = None if call.stream is None else arrays.resolve_stream(call.stream)
+    if call.operation.gradients is not None and arrays.needs_gradient(call.objects):
+        call.objects = arrays.without_gradients(call.objects)
     tensors = describe(call, raw)
     plan = make_plan(call, tensors, load=False)
     call.operation.check_memory(plan.problem, tensors)

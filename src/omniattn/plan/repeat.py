@@ -33,32 +33,32 @@ class Repeat:
         From `arrays.stream_query`.
     masks : tuple of (index, bits)
         Bits that are set in the address of a misaligned array, by the array's place in the call.
-    out : int
-        Place of ``out`` in the call; -1 where it was not given.
-    makers : tuple of (index, callable)
-        For each output but a given one: an allocator, and the place of the array that it takes.
+    given : tuple of int
+        Places in the call of the arrays that results are written to.
+    makers : tuple of (index, callable or None)
+        For each output: an allocator, and the place of the array that it takes; or the place of the given one.
     workspace : callable, optional
         Allocator of the workspace.
     first : int
         Place of the array that it takes.
     """
 
-    __slots__ = ("_current_stream", "_first", "_launch", "_makers", "_masks", "_out", "_workspace")
+    __slots__ = ("_current_stream", "_first", "_given", "_launch", "_makers", "_masks", "_workspace")
 
     def __init__(
         self,
         program: Program,
         current_stream: Callable[[], int],
         masks: tuple[tuple[int, int], ...],
-        out: int,
-        makers: tuple[tuple[int, Callable[[Any], Any]], ...],
+        given: tuple[int, ...],
+        makers: tuple[tuple[int, Callable[[Any], Any] | None], ...],
         workspace: Callable[[Any], Any] | None,
         first: int,
     ) -> None:
         self._launch = program.launches[0] if len(program.launches) == 1 else program.launch
         self._current_stream = current_stream
         self._masks = masks
-        self._out = out
+        self._given = given
         self._makers = makers
         self._workspace = workspace
         self._first = first
@@ -72,23 +72,25 @@ class Repeat:
         tensors: dict[str, Tensor],
         outputs: tuple[Output, ...],
         workspace_bytes: int,
+        given: dict[str, str],
     ) -> Repeat | None:
         """The fast path for calls with the facts of this one, if there is any."""
         first, place = next(iter(tensors.items()))
         current_stream = arrays.stream_query(place)
         if current_stream is None:
             return None
-        given = "out" in tensors
         masks = tuple(
             (i, 15 if name in aligned else tensors[name].itemsize - 1)
             for i, name in enumerate(names)
             if name in tensors
         )
-        makers = []
+        makers: list[tuple[int, Callable[[Any], Any] | None]] = []
         for output in outputs:
-            if output.name == "o" and given:
+            own = given.get(output.name)
+            if own in tensors:
+                makers.append((names.index(own), None))
                 continue
-            like, maker = _allocator(names, tensors, output)
+            like, maker = _allocator(names, tensors, output, given)
             if maker is None:
                 return None
             makers.append((like, maker))
@@ -98,8 +100,8 @@ class Repeat:
             if workspace is None:
                 return None
         return cls(
-            program, current_stream, tuple((i, m) for i, m in masks if m), names.index("out") if given else -1,
-            tuple(makers), workspace, names.index(first),
+            program, current_stream, tuple((i, m) for i, m in masks if m),
+            tuple(i for i, maker in makers if maker is None), tuple(makers), workspace, names.index(first),
         )  # fmt: skip
 
     def __call__(
@@ -112,17 +114,17 @@ class Repeat:
         for i, bits in self._masks:
             if addresses[i] & bits:
                 return None
-        results = []
-        if self._out >= 0:
-            out, at_out = objects[self._out], addresses[self._out]
-            if addresses.count(at_out) > 1 or out.is_inference():
+        for i in self._given:
+            if addresses.count(addresses[i]) > 1 or objects[i].is_inference():
                 return None
-            results.append(out)
+        results = []
         if cache is not None:
             addresses += cache.addresses
-        if self._out >= 0:
-            addresses.append(at_out)
         for like, make in self._makers:
+            if make is None:
+                results.append(objects[like])
+                addresses.append(addresses[like])
+                continue
             result = make(objects[like])
             address = result.data_ptr()
             if not address:  # empty, or of a mode that makes no memory
@@ -144,12 +146,12 @@ class Repeat:
 
 
 def _allocator(
-    names: tuple[str, ...], tensors: dict[str, Tensor], output: Output
+    names: tuple[str, ...], tensors: dict[str, Tensor], output: Output, given: dict[str, str]
 ) -> tuple[int, Callable[[Any], Any] | None]:
     """What makes an output, and the place of the array it takes: one with the output's own facts if there is one."""
     first = next(iter(tensors))
     for name, t in tensors.items():
-        if name != "out" and t.dtype == output.dtype and tuple(t.shape) == output.shape:
+        if name not in given.values() and t.dtype == output.dtype and tuple(t.shape) == output.shape:
             first = name
             break
     return names.index(first), arrays.allocator(tensors[first], output.shape, output.dtype)

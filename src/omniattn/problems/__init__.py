@@ -2,6 +2,7 @@
 
 from .append import AppendProblem, CopyProblem
 from .attention import UNLIMITED, AttentionProblem, AttentionStrides
+from .backward import GRADIENTS, BackwardProblem, BackwardStrides
 from .decode import DecodeProblem
 from .merge import MergeProblem
 from .operands import OPERANDS, QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
@@ -12,12 +13,15 @@ from .target import Target
 
 __all__ = [
     "EXACT",
+    "GRADIENTS",
     "OPERANDS",
     "PRECISIONS",
     "UNLIMITED",
     "AppendProblem",
     "AttentionProblem",
     "AttentionStrides",
+    "BackwardProblem",
+    "BackwardStrides",
     "CopyProblem",
     "DecodeProblem",
     "Int4",

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .attention import AttentionProblem
+from .memory import ITEMSIZE
 from .outputs import Output
 from .quantize import Strides3
+
+#: What can be asked for, in the order of `BackwardProblem.wanted`.
+GRADIENTS = ("dq", "dk", "dv", "dsinks", "dmask")
 
 #: Rows to which the workspaces' rows of a sequence are padded (``kernels_cu/params/attn_bwd.cuh``).
 ROW_PADDING = 128
@@ -57,12 +61,13 @@ class BackwardProblem:
         f = self.forward
         kv_rows = (f.seqlen_k, f.num_kv_heads) if f.layout == "NHD" else (f.num_kv_heads, f.seqlen_k)
         of_k = (*(() if f.varlen else (f.batch,)), *kv_rows, f.head_dim)
+        sums = "float64" if f.dtype == "float64" else "float32"
         shapes = {
             "dq": (f.o_shape, f.dtype),
             "dk": (of_k, f.dtype),
             "dv": (of_k, f.dtype),
-            "dsinks": ((f.num_q_heads,), "float32"),
-            "dmask": (self.dmask_shape, "float32"),
+            "dsinks": ((f.num_q_heads,), sums),
+            "dmask": (self.dmask_shape, sums),
         }
         return tuple(Output(name, *shapes[name]) for name in self.wanted)
 
@@ -75,7 +80,16 @@ class BackwardProblem:
         return f.batch * -(-f.seqlen_q // ROW_PADDING) * ROW_PADDING
 
     @property
+    def min_bytes(self) -> int:
+        """Bytes that have to move: q, k, v, o, do and the LSE read once, dq, dk and dv written once."""
+        f = self.forward
+        batch = 1 if f.varlen else f.batch
+        rows_q, rows_kv = f.seqlen_q * f.num_q_heads, f.seqlen_k * f.num_kv_heads
+        of_q, of_kv = 3 + ("dq" in self.wanted), 2 + len({"dk", "dv"} & set(self.wanted))
+        return batch * (ITEMSIZE[f.dtype] * f.head_dim * (of_q * rows_q + of_kv * rows_kv) + 4 * rows_q)
+
+    @property
     def flops(self) -> int | None:
         """Multiply-adds of the five products, two operations each."""
-        pairs = self.forward.visible_pairs
-        return None if pairs is None else 10 * pairs * self.forward.head_dim * self.forward.num_q_heads * self.forward.batch
+        forward = self.forward.flops
+        return None if forward is None else 5 * forward // 2

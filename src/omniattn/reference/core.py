@@ -159,7 +159,7 @@ def _attend_block(
             np.tanh(scores, out=scores)
             scores *= cap
         if options.score_mod is not None:
-            scores = _modified(scores, options, *place)
+            scores = modified(options.score_mod, "score_mod", scores, options, *place)
             never = np.isneginf(scores)
             hidden = never if hidden is None else np.logical_or(hidden, never, out=hidden)
         if mask is not None:
@@ -199,17 +199,18 @@ def _attend_block(
         return o, lse
 
 
-def _modified(scores: Array, options: Options, head: int, row: int, key: int) -> Array:
-    """What the user's function makes of scores."""
-    assert options.score_mod is not None
+def modified(
+    function: ScoreFunction, argument: str, scores: Array, options: Options, head: int, row: int, key: int
+) -> Array:
+    """What a user's function makes of scores."""
     rows = np.arange(row, row + scores.shape[0], dtype=np.int64)[:, None]
     keys = np.arange(key, key + scores.shape[1], dtype=np.int64)[None, :]
-    made = np.asarray(options.score_mod(scores, options.batch, head, rows, keys))
+    made = np.asarray(function(scores, options.batch, head, rows, keys))
     try:
         made = np.broadcast_to(made, scores.shape)
     except ValueError:
         raise ShapeError(
-            "score_mod", f"a reference whose result has the shape of score, {scores.shape}", f"shape {made.shape}"
+            argument, f"a reference whose result has the shape of score, {scores.shape}", f"shape {made.shape}"
         ) from None
     return np.array(made, dtype=scores.dtype)
 

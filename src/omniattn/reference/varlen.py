@@ -86,8 +86,8 @@ def attention_varlen(
             f"{len(starts_k)} elements",
             function=_NAME,
         )
-    longest_q = check_max_seqlen(max_seqlen_q, _longest(starts_q), "max_seqlen_q", _NAME)
-    longest_k = check_max_seqlen(max_seqlen_k, _longest(starts_k), "max_seqlen_k", _NAME)
+    longest_q = check_max_seqlen(max_seqlen_q, longest(starts_q), "max_seqlen_q", _NAME)
+    longest_k = check_max_seqlen(max_seqlen_k, longest(starts_k), "max_seqlen_k", _NAME)
     batch = len(starts_q) - 1
     full_mask = None if mask is None else checks.broadcast_mask(mask, (batch, heads_q, longest_q, longest_k), _NAME)
     sink_logits = None if sinks is None else checks.check_sinks(sinks, heads_q, _NAME)
@@ -138,7 +138,7 @@ def check_cu_seqlens(value: Any, argument: str, total: int) -> list[int]:
     return starts
 
 
-def _longest(starts: list[int]) -> int:
+def longest(starts: list[int]) -> int:
     return max((end - begin for begin, end in itertools.pairwise(starts)), default=0)
 
 

@@ -1,0 +1,127 @@
+"""Train a small GPT with omniattn and with torch's attention, from the same seed, and compare the losses.
+
+python examples/train_lm/train.py                      # first CUDA device, 12 layers, context 2048
+python examples/train_lm/train.py --small              # CPU, seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from model import ATTENTIONS, Config, Gpt
+from text import batches, read_text
+from torch.nn import functional
+
+SMALL = Config(layers=2, heads=2, head_dim=16, context=64)
+#: Steps that are not timed: kernels are loaded, memory is found.
+WARM_UP = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training gave.
+
+    Attributes
+    ----------
+    attention : str
+        Which attention it had.
+    losses : list of float
+        Nats a byte, of each step.
+    tokens_per_second : float
+        Of the steps after `WARM_UP`.
+    """
+
+    attention: str
+    losses: list[float]
+    tokens_per_second: float
+
+
+def rate(step: int, steps: int, highest: float) -> float:
+    """Learning rate: up over the first tenth, then down to a tenth in half a cosine."""
+    rising = max(1, steps // 10)
+    if step < rising:
+        return highest * (step + 1) / rising
+    done = (step - rising) / max(1, steps - rising)
+    return highest * (0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * done))))
+
+
+def train(name: str, config: Config, *, steps: int, batch: int, device: str, highest: float, seed: int) -> Run:
+    """One training. Weights, moments and updates are fp32; on a GPU products and attention are bf16."""
+    torch.manual_seed(seed)
+    model = Gpt(config, ATTENTIONS[name]).to(device)
+    on_gpu = device != "cpu"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=highest, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
+    tokens = torch.from_numpy(batches(read_text(), steps, batch, config.context, seed))
+    losses: list[torch.Tensor] = []
+    begin = time.perf_counter()
+    warm_up = min(WARM_UP, steps - 1)
+    for step in range(steps):
+        if step == warm_up:
+            if on_gpu:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, steps, highest)
+        here = tokens[step].to(device, non_blocking=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16) if on_gpu else contextlib.nullcontext():
+            logits = model(here[:, :-1])
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), here[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+    values = [float(loss) for loss in losses]  # waits for the GPU
+    seconds = time.perf_counter() - begin
+    return Run(name, values, (steps - warm_up) * batch * config.context / seconds)
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """What the runs gave, a line each; and how far the losses are apart."""
+    lines = [
+        f"{run.attention:9} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, {run.tokens_per_second:,.0f} tokens/s"
+        for run in runs
+    ]
+    if len(runs) == 2:
+        apart = [abs(a - b) for a, b in zip(runs[0].losses, runs[1].losses, strict=True)]
+        last = len(apart) // 10 or 1
+        lines.append(f"losses differ by {max(apart):.4f} at most, by {sum(apart[-last:]) / last:.4f} at the end")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Run]:
+    """The program."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--attention", choices=[*ATTENTIONS, "both"], default="both")
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU, in fp32")
+    parser.add_argument("--steps", type=int, help="300 unless given; 20 with --small")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=6e-4, help="highest learning rate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write losses and speeds to this JSON file")
+    given = parser.parse_args(arguments)
+    config, device = (SMALL, "cpu") if given.small else (Config(), "cuda")
+    steps = given.steps or (20 if given.small else 300)
+    names = list(ATTENTIONS) if given.attention == "both" else [given.attention]
+    runs = [
+        train(name, config, steps=steps, batch=given.batch, device=device, highest=given.rate, seed=given.seed)
+        for name in names
+    ]
+    print(summary(runs))
+    if given.out is not None:
+        where = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+        report = {"device": where, "torch": torch.__version__, "config": asdict(config), "batch": given.batch,
+                  "rate": given.rate, "seed": given.seed, "runs": [asdict(run) for run in runs]}  # fmt: skip
+        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return runs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What is a framework's own: imported only when that framework's arrays come, or by the user."""

@@ -1,0 +1,171 @@
+"""Gradients by torch's autograd: what `attention` and `attention_varlen` do with tensors that need one.
+
+The public functions come here only then, so that a plain call does not pay for it. Forward and backward are calls like
+any other, which `plan.engine.run` plans and repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ...checks import values
+from ...errors import ArgumentError, UnsupportedError
+from ...plan.engine import Call, run
+
+#: What has a gradient, by the name of its gradient.
+_OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
+
+#: (call of the forward, its arrays by name, do, o, lse, dlse, wanted) -> gradients in the order of ``wanted``.
+Backward = Callable[[Call, dict[str, Any], Any, Any, Any, Any, tuple[str, ...]], tuple[Any, ...]]
+
+
+def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
+    """Run a call of attention whose results autograd shall differentiate.
+
+    Parameters
+    ----------
+    call : Call
+        One of its tensors requires a gradient.
+    backward : callable
+        Runs the backward of a call.
+
+    Returns
+    -------
+    list of tensor
+        As `plan.engine.run`.
+
+    Raises
+    ------
+    UnsupportedError
+        What has no gradient: a low precision, a block mask, arrays of a score modification; ``out`` and ``stream``;
+        forward-mode derivatives.
+    """
+    _check(call)
+    o, lse = _Attention.apply(call, backward, *call.objects)
+    return [o, lse] if call.options.return_lse else [o]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention, with the gradients of q, k, v, sinks and mask."""
+
+    @staticmethod
+    def forward(call: Call, backward: Backward, *objects: Any) -> tuple[Any, Any]:
+        # Without grad mode, as autograd calls this, tensors that need gradients are tensors like others.
+        options = call.options._replace(return_lse=True)
+        o, lse = run(Call(call.operation, objects, options, None, None, call.facts, call.subject))
+        return o, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        call, backward, *objects = inputs
+        ctx.set_materialize_grads(False)
+        # Autograd keeps tensors, and notices changes in place; arrays of other libraries only need to be kept.
+        ctx.save_for_backward(*output, *(x if isinstance(x, torch.Tensor) else None for x in objects))
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in objects]
+        ctx.call, ctx.backward_of = _with_options(call), backward
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        call = ctx.call
+        names = call.operation.arrays
+        # The first two inputs are the call itself and what runs its backward.
+        needed = ctx.needs_input_grad[2:]
+        wanted = tuple(_OF[name] for name, needs in zip(names, needed, strict=True) if needs)
+        none = (None,) * (2 + len(names))
+        if not wanted or (do is None and dlse is None):
+            return none
+        o, lse, *tensors = ctx.saved_tensors
+        arrays = dict(
+            zip(names, (t if x is None else x for t, x in zip(tensors, ctx.others, strict=True)), strict=True)
+        )
+        if do is None:
+            do = torch.zeros_like(o)
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            call = _with_options(call, deterministic=True)
+        with torch.no_grad():
+            results = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
+        if torch.is_grad_enabled():
+            results = _Final.apply(call.operation.name, len(results), *results, do, dlse, *arrays.values())
+        made = dict(zip(wanted, results, strict=True))
+        gradients = []
+        for name in names:
+            gradient = made.get(_OF.get(name, ""))
+            # Sums are float32, whatever sinks and masks are.
+            gradients.append(None if gradient is None else gradient.to(arrays[name].dtype))
+        return (None, None, *gradients)
+
+
+class _Final(torch.autograd.Function):
+    """Gradients as they are, where their own graph is asked for (``create_graph``): an error for who follows it.
+
+    torch's ``once_differentiable`` looks at the incoming gradient only. These depend on q, k and v too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: str, count: int, *tensors: Any) -> tuple[Any, ...]:
+        ctx.function = function
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(
+            f"{ctx.function}(): no second derivatives",
+            instead="gradients without create_graph=True, or attention written out in torch",
+        )
+
+
+def _with_options(call: Call, **changes: Any) -> Call:
+    """The call with other options, and without its arrays, which autograd keeps in its own way."""
+    return Call(call.operation, (), call.options._replace(**changes), None, None, call.facts, call.subject)
+
+
+def _check(call: Call) -> None:
+    function, options = call.operation.name, call.options
+    precision = values.check_precision(options.precision, function)
+    needing = [
+        name for name, x in zip(call.operation.arrays, call.objects, strict=True)
+        if isinstance(x, torch.Tensor) and x.requires_grad
+    ]  # fmt: skip
+    first = needing[0]
+    instead = "calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()"
+    for name in needing:
+        if name not in _OF:
+            raise UnsupportedError(
+                f"{function}(): argument {name!r} requires a gradient, which only q, k, v, sinks and mask can have",
+                instead=instead,
+            )
+    if precision.quantized:
+        raise UnsupportedError(
+            f"{function}(): argument {first!r} requires a gradient; precision={options.precision!r} has none",
+            instead=f"precision='exact', or {instead}",
+        )
+    given = dict(zip(call.operation.arrays, call.objects, strict=True))
+    for name, there in (("out", given.get("out") is not None), ("stream", call.stream is not None)):
+        if there:
+            hint = "with torch.cuda.stream(...) chooses the stream" if name == "stream" else None
+            raise ArgumentError(
+                name, f"None, because argument {first!r} requires a gradient", "one", function=function, hint=hint
+            )
+    if given.get("block_mask") is not None:
+        raise UnsupportedError(
+            f"{function}(): argument {first!r} requires a gradient, which block_mask does not have",
+            instead="the blocks in mask, or a ScoreMod with mask= and grad=",
+        )
+    mod = call.subject
+    if mod is not None and mod.grad is None and mod.reference_grad is None:
+        raise UnsupportedError(
+            f"{function}(): argument {first!r} requires a gradient, and the score_mod comes without its derivative",
+            instead="ScoreMod(..., grad=the derivative of the new score by the old one)",
+        )
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        for name, x in given.items():
+            if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+                raise UnsupportedError(
+                    f"{function}(): argument {name!r} has a tangent (forward-mode differentiation), and attention has "
+                    "gradients only",
+                    instead="torch.autograd.forward_ad.unpack_dual(tensor).primal",
+                )

@@ -1,0 +1,221 @@
+"""``attention_backward`` and ``attention_varlen_backward``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from .. import arrays
+from ..checks import attention as forward_checks
+from ..checks import backward as checks
+from ..checks.backward import BackwardOptions
+from ..errors import ArgumentError
+from ..launch.score_mod import PREFIX
+from ..plan.backward import plan_backward
+from ..plan.engine import Call, Operation, run
+from ..problems import GRADIENTS, OPERANDS
+from ..runtime import env
+from . import on_cpu
+from .score_mod import ScoreMod
+
+
+@functools.lru_cache(maxsize=256)
+def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
+    """The operation ``name`` on more arrays: those of a score modification."""
+    return Operation(
+        name, (*checks.ARRAYS, *more), checks.check_backward, checks.check_backward_memory, plan_backward,
+        on_cpu.attention_backward, checks.REQUIRED, checks.ALIGNED, checks.LABELS,
+        placed=(checks.ARRAYS.index("mask"), forward_checks.MASK_ALIGNMENT), given=checks.GIVEN,
+    )  # fmt: skip
+
+
+def call_of(
+    function: str, objects: tuple[Any, ...], options: BackwardOptions, score_mod: Any, stream: Any = None
+) -> Call:
+    """A call as data. objects: in the order of `checks.backward.ARRAYS`; do and dlse with any strides."""
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        raise ArgumentError("score_mod", "an omniattn.ScoreMod", type(score_mod).__name__, function=function)
+    for name, x in zip("qkv", objects, strict=False):
+        if x.__class__ in OPERANDS:
+            raise ArgumentError(
+                name, "an array that is not quantized: quantized attention has no gradient", type(x).__name__,
+                function=function,
+            )  # fmt: skip
+    q, k, v, do, o, lse, dlse, *others = objects
+    objects = (q, k, v, arrays.with_plain_rows(do), o, lse, arrays.with_plain_rows(dlse, 4), *others)
+    if score_mod is None:
+        return Call(_operation(function), objects, options, stream)
+    names = tuple(PREFIX + name for name in score_mod.arrays)
+    missing = score_mod.reference is None
+    texts = (
+        score_mod.expression, score_mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), missing, score_mod.grad,
+        score_mod.reference_grad is None,
+    )  # fmt: skip
+    objects = (*objects, *score_mod.arrays.values())
+    return Call(_operation(function, names), objects, options, stream, None, texts, score_mod)
+
+
+def of_call(
+    call: Call, given: dict[str, Any], do: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """Gradients of a call of `attention` or `attention_varlen`, from its arrays by name."""
+    x = call.options
+    options = BackwardOptions(
+        x.layout, x.causal, x.window, x.softmax_scale, x.softcap, x.deterministic, wanted, x.max_seqlen_q,
+        x.max_seqlen_k,
+    )  # fmt: skip
+    objects = (
+        given["q"], given["k"], given["v"], do, o, lse, dlse, given["cu_seqlens_q"], given["cu_seqlens_k"],
+        given["mask"], given["sinks"], None, None, None,
+    )  # fmt: skip
+    return in_order(run(call_of(f"{call.operation.name}_backward", objects, options, call.subject)), wanted)
+
+
+def attention_backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    wanted: tuple[str, ...] | None = None,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: Any = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Any = None,
+    stream: Any = None,
+    deterministic: bool = False,
+) -> tuple[Any, ...]:
+    """Gradients of `attention`, from the gradients of its results.
+
+    ::
+
+        P = exp(S - lse);   dV = P.T @ dO;   D = rowsum(dO * O) - dlse;   dS = P * (dO @ V.T - D)
+        dQ = softmax_scale * dS' @ K;   dK = softmax_scale * dS'.T @ Q     dS': dS times the derivative of softcap
+                                                                           and score_mod
+        dsinks = -sum(exp(sinks - lse) * D);   dmask = dS
+
+    Parameters
+    ----------
+    do : array
+        Gradient of o; o's shape and dtype. Any strides: torch and CuPy make a contiguous copy where rows are not
+        contiguous, do not begin at multiples of 16 bytes, or repeat (as ``.sum()`` makes them). Arrays of other
+        libraries on a GPU need such rows.
+    q, k, v : array
+        As `attention` took them: float16 or bfloat16, on the CPU float32 and float64 too; not quantized.
+    o, lse : array
+        What ``attention(..., return_lse=True)`` returned. Or those of a larger attention, to whose keys these k and v
+        belong, as `merge_states` and ring attention have them. lse is contiguous along the sequence.
+    dlse : array, optional
+        Gradient of lse: its shape, float32.
+    dq, dk, dv : array, optional
+        Where gradients go; shape and dtype of q, k, v, and memory of their own.
+    wanted : tuple of str, optional
+        Which gradients to compute, of "dq", "dk", "dv", "dsinks", "dmask"; only those are. Unless given: dq, dk, dv,
+        and with sinks dsinks.
+    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks
+        Those of the forward. A score_mod needs its ``grad``, the derivative of the new score by the old one.
+    stream : optional
+        As in `attention`.
+    deterministic : bool
+        Same bits at every run, for dq too. dk and dv have them in any case.
+
+    Returns
+    -------
+    tuple of array
+        What is wanted, in the order of ``wanted``. dq, dk, dv: shape, layout, dtype and framework of q, k, v. dsinks:
+        (num_q_heads,), float32. dmask: shape of the mask, summed over what is broadcast, float32. (float64 for
+        float64 inputs.) A row that attends to nothing (lse = -inf) gives and gets 0.
+
+    Raises
+    ------
+    ArgumentError
+        Or its subclasses, as in `attention`. Nothing has been launched or written then.
+    UnsupportedError
+        A score_mod without derivative, a GPU that this version lacks kernels for, a tensor that needs a gradient: there
+        are no second derivatives.
+    KernelNotFoundError, CompileError, DriverError
+        As in `attention`.
+
+    Notes
+    -----
+    GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
+    algorithm 2. There is neither block_mask nor a low precision. Gradients of a score_mod's arrays are not computed.
+    docs/backward.md has the workspaces.
+    """
+    asked = checks.check_wanted(wanted, sinks is not None, "attention_backward")
+    options = BackwardOptions(layout, causal, window, softmax_scale, softcap, deterministic, asked)
+    objects = (q, k, v, do, o, lse, dlse, None, None, mask, sinks, dq, dk, dv)
+    return in_order(run(call_of("attention_backward", objects, options, score_mod, stream)), asked)
+
+
+def attention_varlen_backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    wanted: tuple[str, ...] | None = None,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    mask: Any = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Any = None,
+    stream: Any = None,
+    deterministic: bool = False,
+) -> tuple[Any, ...]:
+    """Gradients of `attention_varlen`, from the gradients of its results.
+
+    Parameters
+    ----------
+    do, q, k, v, o, lse, dlse, dq, dk, dv, wanted
+        As in `attention_backward`, in the shapes of `attention_varlen`: lse and dlse are (num_q_heads, total_q).
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        Those of the forward.
+    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks, stream, deterministic
+        As in `attention_backward`.
+
+    Returns
+    -------
+    tuple of array
+        As `attention_backward`. Rows that belong to no sequence have gradient 0.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
+        As in `attention_backward`.
+    """
+    asked = checks.check_wanted(wanted, sinks is not None, "attention_varlen_backward")
+    options = BackwardOptions(
+        layout, causal, window, softmax_scale, softcap, deterministic, asked, max_seqlen_q, max_seqlen_k
+    )
+    objects = (q, k, v, do, o, lse, dlse, cu_seqlens_q, cu_seqlens_k, mask, sinks, dq, dk, dv)
+    return in_order(run(call_of("attention_varlen_backward", objects, options, score_mod, stream)), asked)
+
+
+def in_order(results: list[Any], wanted: tuple[str, ...]) -> tuple[Any, ...]:
+    """Results of a call, which are in the order of `GRADIENTS`, in that of ``wanted``."""
+    by_name = dict(zip((name for name in GRADIENTS if name in wanted), results, strict=True))
+    return tuple(by_name[name] for name in wanted)
