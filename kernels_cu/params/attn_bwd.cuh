@@ -19,17 +19,17 @@ struct AttnBwdParams {
     uint16* dv;
     float* dsinks;              // [num_q_heads]; or null
     float* dmask;               // or null
-    float* lse2;                // lse * log2(e); +inf where a row attends to nothing, and behind the end of a sequence
-    float* delta;               // rowsum(do * o) - dlse; 0 behind the end of a sequence
-    float* dq_accum;            // or null: dq is not wanted, or written by its own kernel
-    float* sink_partials;       // [num_q_heads][rows_stride_h / 128]: sums for dsinks of blocks of padded rows; or null
+    float* lse2;  // lse * log2(e); +inf where a row attends to nothing, and behind the end of a sequence
+    float* delta;  // rowsum(do * o) - dlse; 0 behind the end of a sequence
+    float* dq_accum;  // or null: dq is not wanted, or written by its own kernel
+    float* sink_partials;  // [num_q_heads][rows_stride_h / 128]: sums for dsinks of blocks of padded rows; or null
     int64 do_stride_b, do_stride_s, do_stride_h;
     int64 dq_stride_b, dq_stride_s, dq_stride_h;
     int64 dk_stride_b, dk_stride_s, dk_stride_h;
     int64 dv_stride_b, dv_stride_s, dv_stride_h;
     int64 dlse_stride_b, dlse_stride_h;  // contiguous along the sequence
     int64 dmask_stride_b, dmask_stride_h, dmask_stride_q, dmask_stride_k;
-    int64 rows_stride_h;        // padded rows of a head
-    int32 dq_columns;           // of dq_accum: head_dim rounded up to the kernel's width
-    int32 num_n_blocks;         // dense: tiles of keys of a (batch, kv head); varlen: upper bound over all sequences
+    int64 rows_stride_h;  // padded rows of a head
+    int32 dq_columns;  // of dq_accum: head_dim rounded up to the kernel's width
+    int32 num_n_blocks;  // dense: tiles of keys of a (batch, kv head); varlen: upper bound over all sequences
 };

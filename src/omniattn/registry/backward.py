@@ -34,7 +34,7 @@ class _BwdTile:
     def smem_bytes(self, dmask: bool) -> int:
         """Shared memory of a CTA."""
         tiles = 2 * self.head_dim * 2 * (self.block_n + self.num_stages * self.block_m)
-        tiles += (3 if self.by_columns or dmask and not self.joint else 2) * 2 * self.block_n * self.block_m
+        tiles += (3 if self.by_columns or (dmask and not self.joint) else 2) * 2 * self.block_n * self.block_m
         return -(-(tiles + 8 * self.num_stages * self.block_m) // 1024) * 1024
 
 
@@ -62,8 +62,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
     family = "attn_bwd_joint_sm80" if tile.joint else "attn_bwd_sm80"
     common = not score_mods and tile.head_dim in (64, 128)
     return KernelSpec(
-        name=f"{family}_{short}_d{tile.head_dim}{tile.suffix}"
-        + ("_dmask" if dmask else "_mods" if score_mods else ""),
+        name=f"{family}_{short}_d{tile.head_dim}{tile.suffix}" + ("_dmask" if dmask else "_mods" if score_mods else ""),
         family=family,
         op="attention_backward",
         source=f"entry/{family}.cu",
