@@ -26,7 +26,7 @@ def _check(problem: BackwardProblem) -> None:
         raise ArgumentError("dmask", "an additive mask", f"mask of kind {f.mask!r}", function=function)
     if "dmask" in problem.wanted and problem.deterministic and _sums_into_dmask(problem):
         raise UnsupportedError(
-            f"{function}(): with deterministic=True no gradient of a mask that is broadcast over batch, heads or queries",
+            f"{function}(): with deterministic=True no gradient of a mask that is broadcast",
             instead="deterministic=False, or a mask of full shape",
         )
 
