@@ -44,7 +44,7 @@ struct BwdKeys {
     using QCopy = TileCopy<Config::kBlockM, Config::kHeadDim, Config::kThreads>;
     using KvCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
     using Scores = float[Config::kKTiles][Config::kQTiles * 4];
-    using Output = float[Config::kKTiles][Config::kDTiles * 4];
+    using Output = float[Config::kOutKTiles][Config::kOutDTiles * 4];
     using DqTile = float[Config::kDqMTiles][Config::kDqSteps * 8];
     using Queries = QueryTiles<Config::kBlockM, Config::kBlockN>;
 
@@ -66,7 +66,7 @@ struct BwdKeys {
         const Queries& tiles;
         uint32 smem;
         int64 padded;  // first padded row of the sequence
-        int warp_idx, lane, group;  // group: of keys
+        int warp_idx, lane, group;  // group: in the half of the warps
         // Shared address of a member.
         template <typename Member>
         OA_DEVICE uint32 at(Member SharedStorage::* member) const {
@@ -105,7 +105,7 @@ struct BwdKeys {
 #pragma unroll
         for (int n = 0; n < Config::kQTiles; n += 2)
 #pragma unroll
-            for (int d = 0; d < Config::kDTiles; d += 2) {
+            for (int d = 0; d < Config::kOutDTiles; d += 2) {
                 uint32 b[4];
                 ldmatrix_x4_trans(b, smem_b + b_lane.at(n * 8, d / 2));
 #pragma unroll
@@ -115,6 +115,27 @@ struct BwdKeys {
                     mma_m16n8k16(typename Config::Io{}, o[i] + 4 * (d + 1), rows, b[2], b[3]);
                 }
             }
+    }
+
+    // D += A B of all keys of the tile and a part of the columns: A P^T or dS^T in shared memory; B dO or Q.
+    OA_DEVICE static void mma_columns(Output& o, uint32 smem_a, const DsLane& a_lane, uint32 smem_b,
+                                      const QLane& b_lane, int first_step) {
+#pragma unroll
+        for (int n = 0; n < Config::kBlockM / 16; ++n) {
+            uint32 a[Config::kOutKTiles][4];
+#pragma unroll
+            for (int i = 0; i < Config::kOutKTiles; ++i) ldmatrix_x4(a[i], smem_a + a_lane.at(i * 16, n));
+#pragma unroll
+            for (int d = 0; d < Config::kOutDTiles; d += 2) {
+                uint32 b[4];
+                ldmatrix_x4_trans(b, smem_b + b_lane.at(n * 16, first_step + d / 2));
+#pragma unroll
+                for (int i = 0; i < Config::kOutKTiles; ++i) {
+                    mma_m16n8k16(typename Config::Io{}, o[i] + 4 * d, a[i], b[0], b[1]);
+                    mma_m16n8k16(typename Config::Io{}, o[i] + 4 * (d + 1), a[i], b[2], b[3]);
+                }
+            }
+        }
     }
 
     // dQ of a step: this warp's part of queries and columns. Here and below addresses are made anew in every step
@@ -191,24 +212,26 @@ struct BwdKeys {
         }
     }
 
-    // A warp's rows of dK or dV through shared memory to 16-byte stores.
-    OA_DEVICE static void store_rows(const Output& o, float scale, uint8* tile, uint16* to, int64 stride, int32 rows,
+    // A warp's tile of dK or dV through shared memory to 16-byte stores.
+    OA_DEVICE static void store_tile(const Output& o, float scale, uint8* tile, uint16* to, int64 stride, int32 rows,
                                      int32 head_dim, int group, int lane) {
+        constexpr int kChunks = Config::kOutDTiles, kRows = Config::kOutKTiles * 16;
+        constexpr int kColumnGroups = Config::kHeadDim / 8 / kChunks;
+        int first_row = group / kColumnGroups * kRows, first_chunk = group % kColumnGroups * kChunks;
 #pragma unroll
-        for (int i = 0; i < Config::kKTiles; ++i)
+        for (int i = 0; i < Config::kOutKTiles; ++i)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                int row = group * Config::kKeyRows + i * 16 + (lane >> 2) + r * 8;
+                int row = first_row + i * 16 + (lane >> 2) + r * 8;
 #pragma unroll
-                for (int d = 0; d < Config::kDTiles; ++d)
-                    *reinterpret_cast<uint32*>(tile + KvTile::offset(row, d) + (lane & 3) * 4) =
+                for (int d = 0; d < kChunks; ++d)
+                    *reinterpret_cast<uint32*>(tile + KvTile::offset(row, first_chunk + d) + (lane & 3) * 4) =
                         pack2(typename Config::Io{}, o[i][4 * d + 2 * r] * scale, o[i][4 * d + 2 * r + 1] * scale);
             }
         __syncwarp();
-        constexpr int kChunks = Config::kHeadDim / 8;
 #pragma unroll
-        for (int at = 0; at < Config::kKeyRows * kChunks; at += 32) {
-            int row = group * Config::kKeyRows + (at + lane) / kChunks, chunk = (at + lane) % kChunks;
+        for (int at = 0; at < kRows * kChunks; at += 32) {
+            int row = first_row + (at + lane) / kChunks, chunk = first_chunk + (at + lane) % kChunks;
             if (row < rows && chunk * 8 < head_dim)
                 *reinterpret_cast<uint4*>(to + row * stride + chunk * 8) =
                     *reinterpret_cast<const uint4*>(tile + KvTile::offset(row, chunk));
@@ -231,7 +254,7 @@ struct BwdKeys {
         int32 group_heads = f.num_q_heads / f.num_kv_heads;
         Steps steps(tiles, t.kv_head_idx * group_heads, group_heads);
         if (!owned) steps.left = 0;
-        int half = warp_idx / Config::kKeyGroups;
+        int half = warp_idx / (Config::kWarps / 2);
         Work w{p,
                arrays_of(params),
                t,
@@ -240,12 +263,12 @@ struct BwdKeys {
                owned ? padded_begin(f, t.sequence, t.q_begin) : 0,
                warp_idx,
                lane,
-               warp_idx % Config::kKeyGroups};
+               warp_idx % (Config::kWarps / 2)};
         Output o;
 #pragma unroll
-        for (int i = 0; i < Config::kKTiles; ++i)
+        for (int i = 0; i < Config::kOutKTiles; ++i)
 #pragma unroll
-            for (int x = 0; x < Config::kDTiles * 4; ++x) o[i][x] = 0.0f;
+            for (int x = 0; x < Config::kOutDTiles * 4; ++x) o[i][x] = 0.0f;
         int64 row = int64(t.k_begin) + t.n0;
         int32 rows = min_of(t.seqlen_k - t.n0, Config::kBlockN);
         if (steps.left > 0) {
@@ -264,7 +287,7 @@ struct BwdKeys {
         int64 stride = half == 0 ? p.dv_stride_s : p.dk_stride_s;
         to += half == 0 ? t.batch_idx * p.dv_stride_b + t.kv_head_idx * p.dv_stride_h + row * stride
                         : t.batch_idx * p.dk_stride_b + t.kv_head_idx * p.dk_stride_h + row * stride;
-        store_rows(o, half == 0 ? 1.0f : f.softmax_scale, half == 0 ? smem.v : smem.k, to, stride, rows, f.head_dim,
+        store_tile(o, half == 0 ? 1.0f : f.softmax_scale, half == 0 ? smem.v : smem.k, to, stride, rows, f.head_dim,
                    w.group, lane);
     }
 };

@@ -38,10 +38,11 @@ struct Config {
     static constexpr int kKeyGroups = kWarps / 2;  // warps of a half of the queries
     static constexpr int kKeyRows = kBlockN / kKeyGroups;  // keys of a warp
     static constexpr int kKTiles = kKeyRows / 16;
-    static constexpr int kQueries = 32;  // queries of which a warp makes scores at a time
+    // Queries of which a warp makes scores at a time; the derivatives of scores take as many registers as scores do.
+    static constexpr int kQueries = kScoreMods ? 16 : 32;
     static constexpr int kQTiles = kQueries / 8;
     static constexpr int kParts = kBlockM / 2 / kQueries;
-    static constexpr int kDTiles = kHeadDim / 8;
+    static constexpr int kOutKTiles = kKTiles, kOutDTiles = kHeadDim / 8;  // of dV and dK
     static constexpr int kDqWarpsM = DQ_WARPS_M;  // warps side by side along the queries of dQ
     static constexpr int kDqMTiles = kBlockM / kDqWarpsM / 16;
     static constexpr int kDqSteps = kHeadDim / (kWarps / kDqWarpsM) / 16;  // 16 columns each
@@ -64,13 +65,13 @@ static_assert(2 * sizeof(Output) * 32 * Config::kKeyGroups <=
                   sizeof(SharedStorage::q) + sizeof(SharedStorage::d_o) + sizeof(SharedStorage::ds),
               "parts of dV and dK take the place of what is read");
 
-// P^T of 32 queries from m0 on, of which kHides hides a part, in `s`; packed for dV. slope, with score modifications: the
+// P^T of kQueries queries from m0 on, of which kHides hides a part, in `s`; packed for dV. slope, with score modifications: the
 // derivative of the scores.
 template <bool kHides>
 OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, int32 head, int32 m0, uint32 lse2_at) {
     int lane = in_register(w.lane);
     int32 key = w.t.n0 + w.group * Config::kKeyRows + (lane >> 2), query = m0 + 2 * (lane & 3);
-    float c = w.p.fwd.softmax_scale * kLog2e;
+    [[maybe_unused]] float c = w.p.fwd.softmax_scale * kLog2e;
     BwdScores<Config::Io> scores(w.p.fwd, w.arrays, w.t.sequence, head, w.t.seqlen_q, w.t.seqlen_k);
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
@@ -101,7 +102,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, i
         }
 }
 
-// dS^T of 32 queries from P^T, packed for dK and in shared memory. kHides: where P is 0 dO or V may be NaN and yet not
+// dS^T of these queries from P^T, packed for dK and in shared memory. kHides: where P is 0 dO or V may be NaN and yet not
 // count. n0: the first of these tiles of 8 queries.
 template <bool kHides>
 OA_DEVICE void make_ds(const Work& w, const Scores& p, const Scores& slope, const Scores& dp, Packed& packed,
@@ -132,7 +133,7 @@ OA_DEVICE void make_ds(const Work& w, const Scores& p, const Scores& slope, cons
     }
 }
 
-// 32 queries of a step. kAll: dv and dk are wanted.
+// kQueries queries of a step. kAll: dv and dk are wanted.
 template <bool kHides, bool kAll>
 OA_DEVICE void make_part(const Work& w, Output& dv, Output& dk, const Place& at, int first, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
@@ -159,15 +160,16 @@ OA_DEVICE void give_part(const Output& o, uint32 to, int lane) {
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
-        for (int x = 0; x < Config::kDTiles * 4; ++x)
-            store_shared(to + ((i * Config::kDTiles * 4 + x) * 32 + lane) * 4, __float_as_uint(o[i][x]));
+        for (int x = 0; x < Config::kOutDTiles * 4; ++x)
+            store_shared(to + ((i * Config::kOutDTiles * 4 + x) * 32 + lane) * 4, __float_as_uint(o[i][x]));
 }
 OA_DEVICE void take_part(Output& o, const Output& own, uint32 from, int lane) {
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
-        for (int x = 0; x < Config::kDTiles * 4; ++x)
-            o[i][x] = own[i][x] + __uint_as_float(load_shared(from + ((i * Config::kDTiles * 4 + x) * 32 + lane) * 4));
+        for (int x = 0; x < Config::kOutDTiles * 4; ++x)
+            o[i][x] =
+                own[i][x] + __uint_as_float(load_shared(from + ((i * Config::kOutDTiles * 4 + x) * 32 + lane) * 4));
 }
 
 // All steps; leaves dV (first half) or dK (second half) in `o`.
@@ -182,7 +184,7 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
-        for (int x = 0; x < Config::kDTiles * 4; ++x) dv[i][x] = dk[i][x] = 0.0f;
+        for (int x = 0; x < Config::kOutDTiles * 4; ++x) dv[i][x] = dk[i][x] = 0.0f;
     for (; steps.left > 0; --steps.left, parity ^= 1) {
         const Place at = steps.at, next = steps.next();
         bool has_next = steps.left > 1;

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..errors import ArgumentError, UnsupportedError
 from ..launch import attn_bwd_sm80, attn_bwd_sm90
 from ..launch.score_mod import with_score_mod
-from ..problems import Target
-from ..problems.backward import BackwardProblem
+from ..problems import BackwardProblem, Target
 from ..select import Selection, select_backward, select_backward_rows, select_dq
 from .engine import Launches
 
@@ -27,7 +26,7 @@ def _check(problem: BackwardProblem) -> None:
         raise ArgumentError("dmask", "an additive mask", f"mask of kind {f.mask!r}", function=function)
     if "dmask" in problem.wanted and problem.deterministic and _sums_into_dmask(problem):
         raise UnsupportedError(
-            f"{function}(): with deterministic=True no gradient of a mask that is broadcast over batch, heads or queries",
+            f"{function}(): with deterministic=True no gradient of a mask that is broadcast",
             instead="deterministic=False, or a mask of full shape",
         )
 

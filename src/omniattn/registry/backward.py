@@ -16,7 +16,8 @@ class _BwdTile:
     """Tile shape of ``attn_bwd_sm80`` for one padded head_dim.
 
     dq_warps_m: warps side by side along the queries of dQ. joint: a warp makes P and dS, and dV and dK
-    of half of the queries (``attn_bwd_joint_sm80``).
+    of half of the queries (``attn_bwd_joint_sm80``). by_columns: a warp takes all keys of some columns of dV or dK,
+    and P lies in shared memory.
     """
 
     head_dim: int
@@ -28,11 +29,12 @@ class _BwdTile:
     num_warps: int = 8
     min_ctas: int = 1
     joint: bool = False
+    by_columns: bool = False
 
     def smem_bytes(self, dmask: bool) -> int:
         """Shared memory of a CTA."""
         tiles = 2 * self.head_dim * 2 * (self.block_n + self.num_stages * self.block_m)
-        tiles += (3 if dmask and not self.joint else 2) * 2 * self.block_n * self.block_m
+        tiles += (3 if self.by_columns or (dmask and not self.joint) else 2) * 2 * self.block_n * self.block_m
         return -(-(tiles + 8 * self.num_stages * self.block_m) // 1024) * 1024
 
 
@@ -44,9 +46,11 @@ _BWD_SM80_TILES: tuple[_BwdTile, ...] = (
     _BwdTile(96, 64, 64, 2, 4, "_n64"),
     _BwdTile(128, 64, 128, 2, 2),
     _BwdTile(128, 32, 64, 2, 2, "_m32"),
-    _BwdTile(192, 64, 64, 2, 2),
+    _BwdTile(192, 64, 64, 2, 2, by_columns=True),
+    _BwdTile(192, 64, 64, 2, 2, "_keys"),
     _BwdTile(192, 32, 64, 1, 2, "_m32"),
-    _BwdTile(256, 64, 64, 2, 2),
+    _BwdTile(256, 64, 64, 2, 2, by_columns=True),
+    _BwdTile(256, 64, 64, 2, 2, "_keys"),
     _BwdTile(256, 32, 64, 2, 2, "_m32"),
     _BwdTile(256, 16, 64, 1, 1, "_m16"),
 )
@@ -58,8 +62,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
     family = "attn_bwd_joint_sm80" if tile.joint else "attn_bwd_sm80"
     common = not score_mods and tile.head_dim in (64, 128)
     return KernelSpec(
-        name=f"{family}_{short}_d{tile.head_dim}{tile.suffix}"
-        + ("_dmask" if dmask else "_mods" if score_mods else ""),
+        name=f"{family}_{short}_d{tile.head_dim}{tile.suffix}" + ("_dmask" if dmask else "_mods" if score_mods else ""),
         family=family,
         op="attention_backward",
         source=f"entry/{family}.cu",
@@ -75,6 +78,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
             ("MIN_CTAS", str(tile.min_ctas)),
             ("SCORE_MODS", str(int(score_mods))),
             ("DMASK", str(int(dmask))),
+            *(() if tile.joint else (("BY_COLUMNS", str(int(tile.by_columns))),)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -84,11 +88,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        prebuild=(("89",) if tile.suffix else ("80", "90a"))
-        if common and not (tile.head_dim == 64)
-        else ("80", "89", "90a")
-        if common
-        else (),
+        prebuild=() if not common else ("89",) if tile.suffix else ("80", "90a"),
         features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
     )
 

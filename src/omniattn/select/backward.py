@@ -52,7 +52,7 @@ def _select(op: str, problem: BackwardProblem, target: Target, force: str | None
             f"{dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
         )
-    # The narrowest tile that holds head_dim, nothing that is not needed, and the largest tile that the GPU has room for.
+    # The narrowest tile that holds head_dim, nothing that is not needed, and the largest tile that fits.
     best = min(fitting, key=lambda s: (not s.arch_specific, s.head_dim, len(s.features), -s.smem_bytes))
     return Selection(
         best,
