@@ -12,9 +12,9 @@
 // CTAs of the cluster. The consumer warpgroups split the products: one has S and dV, the other dP and dK. Scores are
 // transposed, keys times queries, so that P^T and dS^T are operands from registers. P goes from a thread of one
 // warpgroup to the same thread of the other, in 16 bits, through shared memory.
-//   warpgroup 0: producer, one lane copies     warpgroup 1: values     warpgroup 2: keys
+//   warpgroup 0: producers, a lane of two warps     warpgroup 1: values     warpgroup 2: keys
 //
-//   producer                    values, tile i of queries            keys, tile i of queries
+//   producers                   values, tile i of queries            keys, tile i of queries
 //   k_empty -> K -> k_full      wait q_full(i), do_full(i-1)         wait do_full(i), q_full(i-1)
 //   v_empty -> V -> v_full        S = K Q(i)^T; dV += P^T dO(i-1)      dK += dS^T Q(i-1); dP = V dO(i)^T
 //   for i:                      arrive q_empty(i)                    arrive q_empty(i-1)
@@ -48,7 +48,7 @@ struct Config {
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr uint32 kCluster = CLUSTER;
     static constexpr int kBlockM = 64, kBlockN = 64;
-    static constexpr int kQStages = NUM_STAGES, kDoStages = NUM_STAGES, kPStages = 2;
+    static constexpr int kStages = NUM_STAGES, kPStages = 2;
     static constexpr int kThreads = 128 * 3;
     static constexpr int kPanels = kHeadDim / 64;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -63,14 +63,14 @@ constexpr int kConsumerWarps = 8;
 struct SharedStorage {
     alignas(1024) uint8 k[kTileBytes];
     alignas(1024) uint8 v[kTileBytes];
-    alignas(1024) uint8 q[Config::kQStages][kTileBytes];
-    alignas(1024) uint8 d_o[Config::kDoStages][kTileBytes];
+    alignas(1024) uint8 q[Config::kStages][kTileBytes];
+    alignas(1024) uint8 d_o[Config::kStages][kTileBytes];
     alignas(1024) uint8 p[Config::kPStages][kPBytes];
-    alignas(16) float lse2[Config::kQStages][Config::kBlockM];
-    alignas(16) float delta[Config::kDoStages][Config::kBlockM];
+    alignas(16) float lse2[Config::kStages][Config::kBlockM];
+    alignas(16) float delta[Config::kStages][Config::kBlockM];
     uint64 k_full, k_empty, v_full, v_empty;
-    uint64 q_full[Config::kQStages], q_empty[Config::kQStages];
-    uint64 do_full[Config::kDoStages], do_empty[Config::kDoStages];
+    uint64 q_full[Config::kStages], q_empty[Config::kStages];
+    uint64 do_full[Config::kStages], do_empty[Config::kStages];
     uint64 p_full[Config::kPStages], p_empty[Config::kPStages];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
@@ -78,8 +78,8 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes mu
 struct Barriers {
     uint32 k_full = smem_addr_at(&SharedStorage::k_full), k_empty = smem_addr_at(&SharedStorage::k_empty);
     uint32 v_full = smem_addr_at(&SharedStorage::v_full), v_empty = smem_addr_at(&SharedStorage::v_empty);
-    Ring<Config::kQStages> q{smem_addr_at(&SharedStorage::q_full), smem_addr_at(&SharedStorage::q_empty)};
-    Ring<Config::kDoStages> d_o{smem_addr_at(&SharedStorage::do_full), smem_addr_at(&SharedStorage::do_empty)};
+    Ring<Config::kStages> q{smem_addr_at(&SharedStorage::q_full), smem_addr_at(&SharedStorage::q_empty)};
+    Ring<Config::kStages> d_o{smem_addr_at(&SharedStorage::do_full), smem_addr_at(&SharedStorage::do_empty)};
     Ring<Config::kPStages> p{smem_addr_at(&SharedStorage::p_full), smem_addr_at(&SharedStorage::p_empty)};
 
     // One thread; a barrier of the cluster must follow.
@@ -112,62 +112,55 @@ OA_DEVICE int32 own_n0(const BwdTile& t) {
     return t.n0 + (Config::kCluster == 1 ? 0 : int32(cluster_rank()) * Config::kBlockN);
 }
 
+// K and Q, or V and dO; two warps, because one thread would not have registers enough for both.
+template <bool kQ>
 class Producer {
   public:
-    OA_DEVICE Producer(const AttnBwdSm90Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
+    OA_DEVICE Producer(const AttnBwdSm90Params& params, const Barriers& bars)
+        : params_(params),
+          ring_(kQ ? bars.q : bars.d_o),
+          keys_full_(kQ ? bars.k_full : bars.v_full),
+          keys_empty_(kQ ? bars.k_empty : bars.v_empty) {}
 
     // One thread.
     OA_DEVICE void run() {
         const AttnFwdParams& fwd = params_.bwd.fwd;
-        tma_prefetch(&params_.map_q);
-        tma_prefetch(&params_.map_k);
-        tma_prefetch(&params_.map_v);
-        tma_prefetch(&params_.map_do);
+        const TensorMap* map = kQ ? &params_.map_q : &params_.map_do;
+        const TensorMap* keys_map = kQ ? &params_.map_k : &params_.map_v;
+        const float* rows_of = kQ ? params_.bwd.lse2 : params_.bwd.delta;
+        tma_prefetch(map);
+        tma_prefetch(keys_map);
         PersistentBwdTiles tiles;
-        uint32 phase = 1;  // of k_empty and v_empty
+        uint32 phase = 1;  // of keys_empty_
+        RingState<Config::kStages> at;
         for (BwdTile t; tiles.next<kClusterN, Config::kCluster>(fwd, params_.tiles, t);) {
             ClusterRows rows(fwd, t);
             if (rows.is_empty()) continue;
-            load_keys(smem_addr_at(&SharedStorage::k), &params_.map_k, bars_.k_full, bars_.k_empty, phase, t);
+            mbarrier_wait(keys_empty_, phase);
+            phase ^= 1;
+            mbarrier_arrive_expect_tx(keys_full_, kTileBytes);
+#pragma unroll
+            for (int c = 0; c < Config::kPanels; ++c)
+                tma_load_4d(smem_addr_at(kQ ? &SharedStorage::k : &SharedStorage::v) + c * kPanelBytes, keys_map,
+                            keys_full_, c * 64, own_n0(t), t.kv_head_idx, t.batch_idx);
             const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
-            bool is_first = true;
 #pragma unroll 1
             for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
-                const int64 row = head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
+                const float* row = rows_of + head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
 #pragma unroll 1
                 for (int32 m = rows.first; m < rows.end; ++m) {
-                    const int32 first_row = m * Config::kBlockM;
-                    uint32 bar = bars_.q.acquire(q_at_, kTileBytes + kRowBytes);
-                    load_queries(smem_addr_at(&SharedStorage::q) + q_at_.stage * kTileBytes, &params_.map_q, bar,
-                                 first_row, head, t.batch_idx);
-                    bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * kRowBytes,
-                              params_.bwd.lse2 + row + first_row, kRowBytes, bar);
-                    q_at_.advance();
-                    if (is_first)
-                        load_keys(smem_addr_at(&SharedStorage::v), &params_.map_v, bars_.v_full, bars_.v_empty, phase,
-                                  t);
-                    is_first = false;
-                    bar = bars_.d_o.acquire(do_at_, kTileBytes + kRowBytes);
-                    load_queries(smem_addr_at(&SharedStorage::d_o) + do_at_.stage * kTileBytes, &params_.map_do, bar,
-                                 first_row, head, t.batch_idx);
-                    bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * kRowBytes,
-                              params_.bwd.delta + row + first_row, kRowBytes, bar);
-                    do_at_.advance();
+                    const uint32 bar = ring_.acquire(at, kTileBytes + kRowBytes);
+                    load_queries(smem_addr_at(kQ ? &SharedStorage::q : &SharedStorage::d_o) + at.stage * kTileBytes,
+                                 map, bar, m * Config::kBlockM, head, t.batch_idx);
+                    bulk_load(smem_addr_at(kQ ? &SharedStorage::lse2 : &SharedStorage::delta) + at.stage * kRowBytes,
+                              row + m * Config::kBlockM, kRowBytes, bar);
+                    at.advance();
                 }
             }
-            phase ^= 1;
         }
     }
 
   private:
-    OA_DEVICE static void load_keys(uint32 smem, const TensorMap* map, uint32 full, uint32 empty, uint32 phase,
-                                    const BwdTile& t) {
-        mbarrier_wait(empty, phase);
-        mbarrier_arrive_expect_tx(full, kTileBytes);
-#pragma unroll
-        for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem + c * kPanelBytes, map, full, c * 64, own_n0(t), t.kv_head_idx, t.batch_idx);
-    }
     // This CTA's part of the rows, to all CTAs of the cluster; the other parts arrive from the others.
     OA_DEVICE static void load_queries(uint32 smem, const TensorMap* map, uint32 bar, int32 row, int32 head,
                                        int32 batch) {
@@ -184,9 +177,8 @@ class Producer {
     }
 
     const AttnBwdSm90Params& params_;
-    const Barriers& bars_;
-    RingState<Config::kQStages> q_at_;
-    RingState<Config::kDoStages> do_at_;
+    const Ring<Config::kStages> ring_;
+    const uint32 keys_full_, keys_empty_;
 };
 
 using Scores = float[Config::kBlockM / 2];          // 64 keys x kBlockM queries
@@ -275,8 +267,8 @@ class Consumer {
     const int lane_, warp_;
     const WgmmaDescriptor q_, q_trans_, do_, do_trans_;
     const uint32 p16_at_;  // this thread's four registers of 16 queries, 2048 bytes between them
-    RingState<Config::kQStages> q_at_;
-    RingState<Config::kDoStages> do_at_;
+    RingState<Config::kStages> q_at_;
+    RingState<Config::kStages> do_at_;
     RingState<Config::kPStages> p_at_;
     uint32 kv_phase_ = 0;
 };
@@ -518,7 +510,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(Con
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();
-        if (threadIdx.x == 0) Producer(params, bars).run();
+        if (threadIdx.x == 0) Producer<true>(params, bars).run();
+        if (threadIdx.x == 32) Producer<false>(params, bars).run();
         __syncwarp();
     } else {
         registers_claim<Config::kConsumerRegisters>();
