@@ -51,7 +51,7 @@ struct Config {
     static constexpr int kStages = NUM_STAGES, kPStages = 2;
     static constexpr int kThreads = 128 * 3;
     static constexpr int kPanels = kHeadDim / 64;
-    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256, "one accumulator of 64 keys a warpgroup");
     static_assert(kCluster == 1 || kCluster == 2 || kCluster == 4, "parts of a tile are whole groups of 8 rows");
 };
@@ -181,8 +181,8 @@ class Producer {
     const uint32 keys_full_, keys_empty_;
 };
 
-using Scores = float[Config::kBlockM / 2];          // 64 keys x kBlockM queries
-using Gradient = float[Config::kHeadDim / 2];       // 64 keys x head_dim
+using Scores = float[Config::kBlockM / 2];  // 64 keys x kBlockM queries
+using Gradient = float[Config::kHeadDim / 2];  // 64 keys x head_dim
 using Operand = uint32[Config::kBlockM / 16][4];  // P^T or dS^T
 
 // D = A B^T of 64 keys and kBlockM queries.
@@ -490,16 +490,15 @@ class KeyConsumer : Consumer {
                 const float* of = dp + 4 * j + 2 * r;
                 const int x = 2 * (j & 1) + r;
                 const float2 p = unpack2(Config::Io{}, p16[j >> 1][x]);
-                ds16[j >> 1][x] =
-                    pack2(Config::Io{}, p.x * (of[0] - delta.of[j].x), p.y * (of[1] - delta.of[j].y));
+                ds16[j >> 1][x] = pack2(Config::Io{}, p.x * (of[0] - delta.of[j].x), p.y * (of[1] - delta.of[j].y));
             }
     }
 
     const WgmmaDescriptor v_;
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(Config::kThreads, 1) attn_bwd_dkdv_sm90(
-    const __grid_constant__ AttnBwdSm90Params params) {
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(Config::kThreads, 1)
+attn_bwd_dkdv_sm90(const __grid_constant__ AttnBwdSm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     Barriers bars;
     if (threadIdx.x == 0) {
