@@ -18,11 +18,11 @@ struct BwdTile {
 // the longest one with causality, and a tile of keys is the longer the nearer it is to key 0.
 class PersistentBwdTiles {
   public:
-    // Moves `t` to the next tile; false when there is none.
-    template <int kBlockN>
+    // Moves `t` to the next tile; false when there is none. kCluster: CTAs that take a tile together.
+    template <int kBlockN, uint32 kCluster = 1>
     OA_DEVICE bool next(const AttnFwdParams& p, const TileList& list, BwdTile& t) {
         uint32 blocks = (uint32(p.seqlen_k) + kBlockN - 1) / kBlockN, head, block;
-        if (!items_.next(list, blocks, uint32(p.batch) * p.num_kv_heads, head, block)) return false;
+        if (!items_.next<kCluster>(list, blocks, uint32(p.batch) * p.num_kv_heads, head, block)) return false;
         t.batch_idx = t.sequence = int32(head / p.num_kv_heads);
         t.kv_head_idx = int32(head) - t.batch_idx * p.num_kv_heads;
         t.n0 = int32((blocks - 1 - block) * kBlockN);

@@ -10,8 +10,11 @@ class PersistentItems {
     OA_DEVICE PersistentItems() : round_begin_(0), backwards_(false), second_(false) {}
 
     // The next tile: block `block` of head `head` (batch * heads of an entry + head); false when there is none.
+    // kCluster: CTAs that take an item together.
+    template <uint32 kCluster = 1>
     OA_DEVICE bool next(const TileList& list, uint32 blocks, uint32 heads, uint32& head, uint32& block) {
-        uint32 item = round_begin_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        const uint32 takers = gridDim.x / kCluster, taker = blockIdx.x / kCluster;
+        uint32 item = round_begin_ + (backwards_ ? takers - 1 - taker : taker);
         if (item >= list.num_items) return false;
         bool last_of_item = true;
         if (item < list.num_pairs) {
@@ -31,7 +34,7 @@ class PersistentItems {
             block = blocks - 1 - (item - head * blocks);
         }
         if (last_of_item) {
-            round_begin_ += gridDim.x;
+            round_begin_ += takers;
             if (round_begin_ > list.num_pairs) backwards_ = !backwards_;
         }
         return true;
