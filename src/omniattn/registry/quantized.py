@@ -172,10 +172,12 @@ def _attn_int8_forms_sm90(tile: _Int8FormsTile, dtype: str, kind: str, varlen: b
         min_arch=(9, 0),
         arch_specific=True,
         prebuild=("90a",),
-        features=frozenset(
-            {"score_mods", "smooth_q", *(("lse",) if kind.endswith("_lse") else ()), *(("softcap",) if softcap else ())}
+        features=frozenset({"score_mods", "smooth_q", *(("lse",) if kind.endswith("_lse") else ())}),
+        lacks=frozenset(
+            {"dense" if varlen else "varlen", "any_strides"}
+            | ({"lse"} if not lse else set())
+            | ({"softcap"} if not softcap else set())
         ),
-        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", *(() if lse else ("lse",))}),
         qk="int8",
         pv="fp8",
         pv_accumulator="fp32",
