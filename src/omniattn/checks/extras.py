@@ -35,8 +35,9 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     problem = checks.check_attention(call, tensors)
     texts, size = call.facts
     if problem.precision.quantized:
+        given = ["score_mod"] * (texts is not None) + ["block_mask"] * (size is not None)
         raise UnsupportedError(
-            f"{function}(): score_mod or block_mask with precision={problem.precision.name!r}",
+            f"{function}(): {' and '.join(given)} with precision={problem.precision.name!r}",
             instead="precision='exact'",
         )
     # Both take memory for what is found out about tiles.

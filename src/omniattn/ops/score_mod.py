@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..checks.score_mod import check_array_names, check_text
+from ..checks.score_mod import check_array_names, check_reference, check_text
 from ..errors import ArgumentError
 
 
@@ -42,8 +42,8 @@ class ScoreMod:
     Raises
     ------
     ArgumentError
-        A text that is not one expression, or a name that no expression can use. What else is wrong with an expression
-        the compiler says, at the first call: `CompileError` with the line.
+        A text that is not one expression, a name that no expression can use, a reference that cannot be called so.
+        What else is wrong with an expression the compiler says, at the first call: `CompileError` with the line.
 
     Notes
     -----
@@ -65,10 +65,8 @@ class ScoreMod:
     ) -> None:
         self._expression = check_text(expression, "expression")
         self._mask = None if mask is None else check_text(mask, "mask")
-        if reference is not None and not callable(reference):
-            raise ArgumentError("reference", "a function, or None", repr(reference), function="ScoreMod")
-        self._reference = reference
         check_array_names(tuple(arrays))
+        self._reference = check_reference(reference, arrays)
         for name, x in arrays.items():
             if x is None:
                 raise ArgumentError(name, "an array", "None", function="ScoreMod")
