@@ -146,6 +146,12 @@ def test_calls_that_are_refused() -> None:
         oa.attention(pair.q, pair.k, oa.quantize_v(v), score_mod=ALIBI)
 
 
+def test_a_function_is_no_expression() -> None:
+    for given in ((alibi,), ("score", alibi)):
+        with pytest.raises(oa.errors.ArgumentError, match="a function goes into reference="):
+            oa.ScoreMod(*given)  # type: ignore[arg-type]
+
+
 def test_a_mask_does_not_see_scores() -> None:
     with pytest.raises(oa.errors.ArgumentError, match=r"'mask': expected .* over b, h, q, k .*-INFINITY.*'score'"):
         oa.ScoreMod("score", mask="score > 0.0f")
@@ -209,6 +215,8 @@ def test_block_masks_that_are_refused() -> None:
             oa.attention(q, k, v, block_mask=blocks, **options)
     with pytest.raises(oa.errors.DtypeError):
         oa.attention(q, k, v, block_mask=blocks.astype(np.int8), block_size=64)
+    with pytest.raises(oa.errors.ShapeError, match=r"block_size of \(128, 128\); .* mask=, received \(150, 200\)"):
+        oa.attention(q, k, v, block_mask=np.ones((150, 200), dtype=np.bool_))
     with pytest.raises(oa.errors.ArgumentError, match="without block_mask"):
         oa.attention(q, k, v, block_size=64)
     whole = np.ones((2, 2), dtype=np.bool_)

@@ -55,7 +55,10 @@ def _check_block_mask(problem: AttentionProblem, t: Tensor, size: tuple[int, int
     if t.dtype != "bool":
         raise DtypeError("block_mask", "bool (True: visible)", t.dtype, function=function)
     if len(t.shape) > 4 or any(m not in (1, n) for m, n in zip(reversed(t.shape), reversed(shape), strict=False)):
-        expected = f"a shape that broadcasts to (batch, heads, blocks of queries, blocks of keys) = {shape}"
+        expected = (
+            f"a shape that broadcasts to (batch, heads, blocks of queries, blocks of keys) = {shape}, with a block_size "
+            f"of {size}; an element for each query and key goes into mask="
+        )
         raise ShapeError("block_mask", expected, f"{tuple(t.shape)}", function=function)
     if problem.mask_form in ("bits", "keys"):
         kind = "a boolean mask" if problem.mask == "bool" else "a mask that is the same for all queries"

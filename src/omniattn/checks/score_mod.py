@@ -44,6 +44,8 @@ def check_text(text: Any, argument: str) -> str:
     """An expression of CUDA C++: one, and nothing but."""
     over = "b, h, q, k" if argument == "mask" else ", ".join(_POSITIONS)
     expected = f"an expression of CUDA C++ over {over} and the arrays"
+    if callable(text):
+        raise ArgumentError(argument, expected, f"{text!r}: a function goes into reference=", function="ScoreMod")
     if not isinstance(text, str) or not text.strip():
         raise ArgumentError(argument, expected, repr(text), function="ScoreMod")
     if len(text) > MAX_TEXT:
