@@ -56,8 +56,8 @@ def _check_block_mask(problem: AttentionProblem, t: Tensor, size: tuple[int, int
         raise DtypeError("block_mask", "bool (True: visible)", t.dtype, function=function)
     if len(t.shape) > 4 or any(m not in (1, n) for m, n in zip(reversed(t.shape), reversed(shape), strict=False)):
         expected = (
-            f"a shape that broadcasts to (batch, heads, blocks of queries, blocks of keys) = {shape}, with a block_size "
-            f"of {size}; an element for each query and key goes into mask="
+            f"a shape that broadcasts to (batch, heads, blocks of queries, blocks of keys) = {shape}, with a "
+            f"block_size of {size}; an element for each query and key goes into mask="
         )
         raise ShapeError("block_mask", expected, f"{tuple(t.shape)}", function=function)
     if problem.mask_form in ("bits", "keys"):
