@@ -94,8 +94,8 @@ class _Int8FormsTile:
     bias_bytes : int
         Of an element of the tiles of an additive mask; 0: none.
     spills : int
-        Spilled bytes allowed: state of a tile of queries; with softcap most of it around the slow path, and eleven
-        words loaded at each step.
+        Spilled bytes allowed: state of a tile of queries, and the softcap's coefficients, eight words loaded at each
+        step.
     """
 
     head_dim: int
@@ -105,16 +105,11 @@ class _Int8FormsTile:
     spills: int = 0
 
 
-_INT8_MASKS_TILES = (
-    _Int8FormsTile(64, 4, 4, spills=272),
-    _Int8FormsTile(128, 3, 4, spills=64),
-    _Int8FormsTile(256, 2, 2, spills=72),
-)
-# Three warpgroups at head_dim 64: four spill 800 bytes, and are 8 % slower.
+_INT8_MASKS_TILES = (_Int8FormsTile(64, 4, 4, spills=128), _Int8FormsTile(128, 3, 4), _Int8FormsTile(256, 2, 2))
 _INT8_SOFTCAP_TILES = (
     _Int8FormsTile(64, 3, 4, spills=192),
-    _Int8FormsTile(128, 3, 4, spills=1152),
-    _Int8FormsTile(256, 2, 2, spills=416),
+    _Int8FormsTile(128, 3, 4, spills=512),
+    _Int8FormsTile(256, 2, 2, spills=288),
 )
 _INT8_BIAS_TILES = (
     _Int8FormsTile(64, 4, 3, 2, spills=192),
@@ -127,12 +122,12 @@ _INT8_BIAS_TILES = (
 
 
 def _attn_int8_forms_sm90(tile: _Int8FormsTile, dtype: str, kind: str, varlen: bool = False) -> KernelSpec:
-    """kind: ``"masks"``, ``"masks_lse"`` (makes the LSE too), ``"softcap"`` or ``"bias"``, which make it always.
+    """kind: ``"masks"`` or ``"softcap"``, with ``"_lse"`` if they make the LSE too, or ``"bias"``.
 
-    All add delta_s where there is some.
+    Biases, and packed sequences, make it always. All add delta_s where there is some.
     """
     short, tag = IO_TYPES[dtype]
-    softcap, lse = not kind.startswith("masks"), kind != "masks"
+    softcap, lse = not kind.startswith("masks"), varlen or kind not in ("masks", "softcap")
     head_dim, num_stages, block_n, block_m = tile.head_dim, tile.num_stages, 64, 64 * tile.num_consumers
     # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup; packed sequences have no masks.
     mask_bytes = block_m * block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
@@ -411,6 +406,7 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
             ("masks", False, _INT8_MASKS_TILES),
             ("masks_lse", False, _INT8_MASKS_TILES),
             ("softcap", False, _INT8_SOFTCAP_TILES),
+            ("softcap_lse", False, _INT8_SOFTCAP_TILES),
             ("softcap", True, _INT8_SOFTCAP_TILES),
             ("bias", False, _INT8_BIAS_TILES),
         )
