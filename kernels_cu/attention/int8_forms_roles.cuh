@@ -41,8 +41,8 @@ class Int8FormsProducer : public Int8Producer<Config, AttnInt8FormsSm90Params, I
             bool has_k = i < steps.count, has_v = i > 0;
             int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
             uint32 mask_bytes = has_k && !Config::kVarlen ? Masks::bytes(forms, entry) : 0;
-            uint32 bar = bars_.inner.acquire(
-                inner_at_, (has_k ? this->k_bytes() + mask_bytes : 0) + (has_v ? Base::kVBytes : 0));
+            uint32 bar = bars_.inner.acquire(inner_at_,
+                                             (has_k ? this->k_bytes() + mask_bytes : 0) + (has_v ? Base::kVBytes : 0));
             if (has_v) this->copy_v(t, kv_head, before, inner_at_.stage, bar);
             if (has_k) this->copy_k(t, kv_head, FormSteps::tile(entry), inner_at_.stage, bar);
             if (mask_bytes != 0) Masks::copy(params_, t, entry, inner_at_.stage, bar);
@@ -387,8 +387,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
   private:
     // What becomes of integers as floats before the softmax, in their registers. Returns what they are to be multiplied
     // by in base 2. scale: to products (attention/int8_forms.cuh).
-    OA_DEVICE float form_scores(Scores& s, const FwdTile& t, const Span& keys, int32 warp_row, int32 entry,
-                                float scale, const float (&row_shift)[2], uint32 bits) const {
+    OA_DEVICE float form_scores(Scores& s, const FwdTile& t, const Span& keys, int32 warp_row, int32 entry, float scale,
+                                const float (&row_shift)[2], uint32 bits) const {
         const ScoreForms& forms = params_.forms;
         const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
         const bool mixed = entry != kNothingHidden && FormSteps::kind(entry, group_) != kTileFull;
@@ -433,16 +433,19 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
 
     // Packed sequences have no masks.
     OA_DEVICE uint32 mask_at() const {
-        if constexpr (Config::kVarlen) return 0;
-        else return Masks::at(inner_at_.stage);
+        if constexpr (Config::kVarlen)
+            return 0;
+        else
+            return Masks::at(inner_at_.stage);
     }
     OA_DEVICE uint32 load_bits() const {
         if constexpr (Config::kVarlen) return 0xffffffffu;
         else return load_shared(Masks::at(inner_at_.stage) + group_ * Masks::kWordBytes + (threadIdx.x & 127) * 4);
     }
     OA_DEVICE uint32 bits_of(int32 entry) const {
-        if constexpr (Config::kVarlen) return 0xffffffffu;
-        else return Masks::bits(params_.forms, entry, inner_at_.stage, group_);
+        if constexpr (Config::kVarlen)
+            return 0xffffffffu;
+        else
+            return Masks::bits(params_.forms, entry, inner_at_.stage, group_);
     }
 };
-

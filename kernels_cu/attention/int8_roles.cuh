@@ -66,8 +66,8 @@ struct Int8Tile {
 
     // A += P V, and sums = P 1: elements 0 and 2 are the tile's sums of this lane's two rows. Asynchronous.
     OA_DEVICE static void issue_pv(Output& acc, RowSums& sums, const Probabilities& probs, WgmmaDescriptor v) {
-        const WgmmaDescriptor ones = wgmma_descriptor<Config::kOnesBytes / 8>(
-            smem_addr_at(&Int8Storage<Config>::ones), 16, Config::kOnesBytes);
+        const WgmmaDescriptor ones =
+            wgmma_descriptor<Config::kOnesBytes / 8>(smem_addr_at(&Int8Storage<Config>::ones), 16, Config::kOnesBytes);
         wgmma_pin(acc);
         wgmma_pin(sums);
         wgmma_fence();

@@ -57,10 +57,14 @@ struct MaskTiles {
         }
     }
 
+    // What bits() reads, whether it means anything or not: a load without a branch, ahead of its use.
+    OA_DEVICE static uint32 word(int32 stage, int32 group) {
+        return load_shared(at(stage) + group * kWordBytes + (threadIdx.x & 127) * 4);
+    }
     // Of this thread's 32 scores: a bit for each that the mask lets through; all ones if the mask is none of bits.
     OA_DEVICE static uint32 bits(const ScoreForms& f, int32 entry, int32 stage, int32 group) {
         int32 kind = FormSteps::kind(entry, group);
         if (kPanels != 0 || !(f.forms & kFormBits) || kind == kTileFull) return 0xffffffffu;
-        return kind == kTileEmpty ? 0 : load_shared(at(stage) + group * kWordBytes + (threadIdx.x & 127) * 4);
+        return kind == kTileEmpty ? 0 : word(stage, group);
     }
 };

@@ -8,6 +8,7 @@
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
+#include "tile/four_keys.cuh"
 
 // Scores as numbers. Integer products S become floats by an addition of bit patterns: 0x4b400000 + S is 12582912 + S
 // for |S| < 2^22, and the constant leaves with the multiply-add that scales the score. It leaves exactly: 12582912 is 3
@@ -49,19 +50,20 @@ OA_DEVICE void hide(SeededScore<kBits>& s) {
 OA_DEVICE void hide(int32& s) { s = int32(0xff800000u - 0x4b400000u); }
 
 // Hides the keys of tile n0 .. that causality, the window and the sequence's end hide. warp_row: the warp's first row.
-template <typename Score, int kScores>
+// Keys: their order.
+template <typename Keys = TwoKeys, typename Score, int kScores>
 OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0,
                           int lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         KeyRange keys =
             visible_keys(warp_row + (lane >> 2) + r * 8, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
-        int32 lo = keys.lo - n0 - 2 * (lane & 3), hi = keys.hi - n0 - 2 * (lane & 3);
+        int32 lo = keys.lo - n0 - Keys::of_lane(lane), hi = keys.hi - n0 - Keys::of_lane(lane);
 #pragma unroll
         for (int n = 0; n < kScores / 4; ++n)
 #pragma unroll
             for (int x = 0; x < 2; ++x) {
-                int32 col = n * 8 + x;
+                int32 col = Keys::of(n, x);
                 if (col < lo || col >= hi) hide(s[4 * n + 2 * r + x]);
             }
     }

@@ -51,7 +51,23 @@ struct Config {
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
 };
 
-struct SharedStorage {
+using FormsParams = Select<kHasScoreMod, AttnFwdModSm80Params, AttnFwdFormsSm80Params>::Type;
+using Params = Select<Config::kScoreMods, FormsParams, AttnFwdParams>::Type;
+OA_DEVICE const AttnFwdParams& call_of(const AttnFwdParams& params) { return params; }
+OA_DEVICE const AttnFwdFormsSm80Params& call_of(const AttnFwdFormsSm80Params& params) { return params; }
+OA_DEVICE const AttnFwdFormsSm80Params& call_of(const AttnFwdModSm80Params& params) { return params.call; }
+OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdParams& call) { return call; }
+OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdFormsSm80Params& call) { return call.fwd; }
+template <typename P>
+OA_DEVICE const ScoreModArrays* arrays_of(const P&) {
+    return nullptr;
+}
+OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdModSm80Params& params) { return &params.arrays; }
+
+using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
+struct Nothing {};
+
+struct SharedStorage : Select<Config::kScoreMods, MaskSlots<Config>::Storage, Nothing>::Type {
     alignas(1024) uint8 q[Config::kBlockM * Config::kHeadDim * 2];  // O on the way out
     alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
     alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
@@ -63,7 +79,9 @@ using KvTile = PanelTile<Config::kBlockN, Config::kHeadDim>;
 using QLane = PanelLane<Config::kBlockM, Config::kHeadDim>;
 using KvLane = PanelLane<Config::kBlockN, Config::kHeadDim>;
 using QCopy = TileCopy<Config::kBlockM, Config::kHeadDim, Config::kThreads>;
-using KvCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
+using KeyOrder = Select<Config::kScoreMods, FourKeys, RowsAsTheyAre>::Type;  // of rows of K and V in shared memory
+using KeyColumns = Select<Config::kScoreMods, FourKeys, TwoKeys>::Type;
+using KvCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads, KeyOrder>;
 using Scores = float[Config::kMTiles][Config::kNTiles * 4];
 using Output = float[Config::kMTiles][Config::kDTiles * 4];
 using QFragments = uint32[Config::kQInRegisters ? Config::kHeadDim / 16 : 1][Config::kMTiles][4];
@@ -132,21 +150,6 @@ OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTile
     }
 }
 
-// Scores in base-2 units with softcap and mask (only in SCORE_MODS variants).
-OA_DEVICE void modify_scores(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0, int lane) {
-    ScoreMods<Config::Io> mods(p, t);
-#pragma unroll
-    for (int i = 0; i < Config::kMTiles; ++i)
-#pragma unroll
-        for (int n = 0; n < Config::kNTiles; ++n)
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                int32 row = warp_row + i * 16 + (lane >> 2) + (x >> 1) * 8;
-                int32 key = n0 + n * 8 + 2 * (lane & 3) + (x & 1);
-                s[i][4 * n + x] = mods.apply(s[i][4 * n + x] * p.softmax_scale, row, key);
-            }
-}
-
 // O / l through shared memory (the rows of Q that only this warp has read) to 16-byte stores, and the LSE.
 OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const AttnFwdParams& p, const FwdTile& t,
                         uint8* q_smem, int warp_idx, int lane) {
@@ -184,8 +187,130 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
     }
 }
 
+// The tiles of keys that a CTA visits, from the last to the first.
+struct AllSteps {
+    int32 at, first;
+    OA_DEVICE AllSteps(const AttnFwdParams&, const FwdTile&, const Keys& keys, int)
+        : at(keys.end - 1), first(keys.first) {}
+    OA_DEVICE bool done() const { return at < first; }
+    OA_DEVICE bool has_next() const { return at > first; }
+    OA_DEVICE int32 n() const { return at; }
+    OA_DEVICE int32 next() const { return at - 1; }
+    OA_DEVICE void find_next() const {}
+    OA_DEVICE void advance() { --at; }
+};
+// Those of a list of tiles of 64 keys where a mask hides whole ones; and what it does to the warp's rows. Without
+// branches: they would stand between the products of two tiles.
+class ListedSteps {
+  public:
+    OA_DEVICE ListedSteps(const AttnFwdFormsSm80Params& params, const FwdTile& t, const Keys& keys, int warp_idx)
+        : list_(params.forms.lists),
+          left_(max_of(keys.end - keys.first, 0)),
+          group_(warp_idx * Config::kMTiles * 16 / 64) {
+        const ScoreForms& f = params.forms;
+        // Without a list: the last tile but one to come.
+        step_ = keys.end + (params.fwd.mask_kind == kMaskNone ? kTileFull : kTileMixed) * kKindUnit;
+        // A list that knows nothing of a mask: the mask is read in every tile.
+        if ((f.forms & kFormModTiles) && params.fwd.mask_kind != kMaskNone) no_kind_ = kTileFull;
+        if (list_ != nullptr) {
+            list_ += t.sequence * f.lists_stride_b + t.head_idx * f.lists_stride_h +
+                     int64(t.m0 / Config::kBlockM) * (1 + f.num_tiles);
+            left_ = __ldg(list_++);
+            step_ = 0;  // the last part of a tile
+        }
+        step_ = after(step_);
+        // A part of 64 keys that nobody sees.
+        if (!done() && n() >= keys.end) step_ -= n() - keys.end + 1;
+    }
+    OA_DEVICE bool done() const { return step_ < 0; }
+    OA_DEVICE bool has_next() const { return next_ >= 0; }
+    OA_DEVICE int32 n() const { return step_ & (kKindUnit - 1); }
+    OA_DEVICE int32 next() const { return next_ & (kKindUnit - 1); }
+    OA_DEVICE int32 kind() const { return step_ / kKindUnit; }  // MaskTileKind
+    OA_DEVICE int32 next_kind() const { return next_ / kKindUnit; }  // kTileEmpty if there is none
+    OA_DEVICE void find_next() { next_ = after(step_); }
+    OA_DEVICE void advance() { step_ = next_; }
+
+  private:
+    static constexpr int32 kParts = 64 / Config::kBlockN, kKindUnit = 1 << 28;  // tiles of a list's: at most 2^22
+
+    // ld.global.nc.b32; 0 where nothing is wanted.
+    OA_DEVICE static int32 load_if(const int32* from, bool wanted) {
+        int32 x;
+        asm("{.reg .pred p;\n"
+            "setp.ne.u32 p, %2, 0;\n"
+            "mov.b32 %0, 0;\n"
+            "@p ld.global.nc.b32 %0, [%1];}"
+            : "=r"(x)
+            : "l"(from), "r"(uint32(wanted)));
+        return x;
+    }
+
+    OA_DEVICE int32 after(int32 step) {
+        const bool listed = list_ != nullptr, part = listed && step % kParts != 0, some = left_ > 0;
+        int32 entry = load_if(list_, listed && some && !part);
+        int32 kind = FormSteps::kind(entry, group_);
+        if (kind == no_kind_) kind = kTileMixed;
+        int32 first = FormSteps::tile(entry) * kParts + kParts - 1 + kind * kKindUnit;
+        left_ -= some && !part;
+        list_ += listed && some && !part;
+        return part || (some && !listed) ? step - 1 : some ? first : -1;
+    }
+
+    const int32* list_;  // of the next entry; or null
+    int32 left_;  // entries, or tiles
+    int32 step_, next_;  // tile, and its kind in kKindUnit; negative: none
+    const int32 group_;
+    int32 no_kind_ = -1;  // a kind that counts as mixed
+};
+using Steps = Select<Config::kScoreMods, ListedSteps, AllSteps>::Type;
+
+// What the loop does about the mask: a group of copies for each tile, from the time when the tile before is done with
+// its scores.
+struct NoMods {
+    static constexpr int kGroups = 0;
+    OA_DEVICE NoMods(const AttnFwdParams&, const ScoreModArrays*, const FwdTile&, SharedStorage&, int32, int, int) {}
+    OA_DEVICE void begin(const AllSteps&) const {}
+    OA_DEVICE void apply(Scores&, float&, const AllSteps&) const {}
+};
+class Mods {
+  public:
+    static constexpr int kGroups = 1;
+    OA_DEVICE Mods(const AttnFwdFormsSm80Params& params, const ScoreModArrays* arrays, const FwdTile& t,
+                   SharedStorage& smem, int32 warp_row, int warp_idx, int lane)
+        : params_(params),
+          arrays_(arrays),
+          tile_(t),
+          warp_row_(warp_row),
+          lane_(lane),
+          slots_(params, t, smem_addr_of(&smem) + warp_idx * MaskSlots<Config>::kWarpBytes, warp_row, lane) {}
+    OA_DEVICE void begin(const ListedSteps& steps) const {
+        if (steps.kind() == kTileMixed && has_mask()) slots_.copy(steps.n());
+        cp_async_commit();
+    }
+    // c: as softmax and products take it.
+    OA_DEVICE void apply(Scores& s, float& c, const ListedSteps& steps) const {
+        c = TileMods<Config>::apply(s, params_.fwd, params_.forms, arrays_, tile_, slots_, steps.n(), steps.kind(),
+                                    warp_row_, lane_);
+        if (steps.next_kind() == kTileMixed && has_mask()) slots_.copy(steps.next());
+        cp_async_commit();
+    }
+
+  private:
+    OA_DEVICE bool has_mask() const { return params_.fwd.mask_kind != kMaskNone; }
+
+    const AttnFwdFormsSm80Params& params_;
+    const ScoreModArrays* arrays_;
+    const FwdTile& tile_;
+    const int32 warp_row_;
+    const int lane_;
+    const MaskSlots<Config> slots_;
+};
+using ScoreChanges = Select<Config::kScoreMods, Mods, NoMods>::Type;
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fwd_sm80(
-    const __grid_constant__ AttnFwdParams p) {
+    const __grid_constant__ Params params) {
+    const AttnFwdParams& p = forward_of(call_of(params));
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
@@ -193,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     FwdTile t = fwd_tile<Config::kBlockM>(p);
     if (!t.valid) return;
 
-    KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);
+    Keys keys(p, t);
     int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
     const uint16* gq =
         p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h + (int64(t.q_begin) + t.m0) * p.q_stride_s;
@@ -220,18 +345,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         for (int d = 0; d < Config::kDTiles * 4; ++d) o[i][d] = 0.0f;
     OnlineSoftmax<Config::kMTiles> softmax;
     softmax.init();
-    // Score units -> base-2 exponent. SCORE_MODS variants keep their scores in base-2 units already.
-    float c = Config::kScoreMods ? 1.0f : p.softmax_scale * kLog2e;
+    float c = p.softmax_scale * kLog2e;  // score units -> base-2 exponent
 
-    int32 n = keys.end - 1;
-    if (n >= keys.first) {
+    Steps steps(call_of(params), t, keys, warp_idx);
+    if (!steps.done()) {
         QCopy(p.head_dim, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
-        copy_k(n, 0);
-        if (Config::kStages == 2) copy_v(n, 0);
+        copy_k(steps.n(), 0);
+        if (Config::kStages == 2) copy_v(steps.n(), 0);
         cp_async_commit();
 
         constexpr int kWarpRows = Config::kMTiles * 16;
         int32 warp_row = t.m0 + warp_idx * kWarpRows;
+        ScoreChanges changes(call_of(params), arrays_of(params), t, smem, warp_row, warp_idx, lane);
+        changes.begin(steps);
         // ldmatrix lanes: Q (A fragments) and V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2 chunks.
         QLane q_lane(lane & 15, lane >> 4);
         KvLane k_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
@@ -250,16 +376,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         }
 
         int stage = 0;
-        for (; n >= keys.first; --n) {
-            cp_async_wait<0>();
+        for (; !steps.done(); steps.advance()) {
+            steps.find_next();
+            cp_async_wait<ScoreChanges::kGroups>();
             __syncthreads();  // this tile has landed; every warp has left the tile before
             if (Config::kStages == 2) {
-                if (n > keys.first) {
-                    copy_k(n - 1, stage ^ 1);
-                    copy_v(n - 1, stage ^ 1);
+                if (steps.has_next()) {
+                    copy_k(steps.next(), stage ^ 1);
+                    copy_v(steps.next(), stage ^ 1);
                 }
             } else {
-                copy_v(n, 0);
+                copy_v(steps.n(), 0);
             }
             cp_async_commit();
 
@@ -269,14 +396,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
             if (Config::kStages == 1) {
                 cp_async_wait<0>();
                 __syncthreads();
-                if (n > keys.first) copy_k(n - 1, 0);
+                if (steps.has_next()) copy_k(steps.next(), 0);
                 cp_async_commit();
             }
-            int32 n0 = n * Config::kBlockN;
-            if (Config::kScoreMods) modify_scores(s, p, t, warp_row, n0, lane);
+            int32 n = steps.n(), n0 = n * Config::kBlockN;
+            changes.apply(s, c, steps);
             if (n < keys.full_first || n >= keys.full_end)
 #pragma unroll
-                for (int i = 0; i < Config::kMTiles; ++i) mask_edges(s[i], p, t, warp_row + i * 16, n0, lane);
+                for (int i = 0; i < Config::kMTiles; ++i)
+                    mask_edges<KeyColumns>(s[i], p, t, warp_row + i * 16, n0, lane);
 
             softmax.update(s, o, c);
             exp_and_mma_pv(s, o, softmax, c, smem_v + stage * KvTile::kBytes, v_lane);

@@ -24,25 +24,24 @@
 //
 // A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
-// SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax (attention/score_forms.cuh). Steps are
-// those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh).
+// SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax (attention/tile_form.cuh). Steps are
+// those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh). What is
+// common runs in a loop as straight as the plain one; what comes next is looked up under the products.
 // Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS *
 // 128] | V [same] | barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads
 // columns beyond HEAD_DIM.
+#include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/score_forms.cuh"
+#include "attention/tile_form.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_fwd.cuh"
 #include "pipeline/warp_roles.cuh"
-#include "ptx/cp_async.cuh"
-#include "ptx/cvt.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_bf16.cuh"
-#include "ptx/wgmma_fp16.cuh"
 #include "scheduler/persistent.cuh"
 
 struct Config {
@@ -69,7 +68,8 @@ struct Config {
     static_assert(2 <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
-using Params = Select<Config::kForms, AttnFwdFormsSm90Params, AttnFwdSm90Params>::Type;
+using FormsParams = Select<kHasScoreMod, AttnFwdModSm90Params, AttnFwdFormsSm90Params>::Type;
+using Params = Select<Config::kForms, FormsParams, AttnFwdSm90Params>::Type;
 
 using Masks = MaskTiles<Config>;
 struct Nothing {};
@@ -85,9 +85,6 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes mu
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128;
 constexpr uint32 kKvBytes = Config::kBlockN * Config::kPanels * 128;
 constexpr uint32 kKvPanelBytes = Config::kBlockN * 128;
-using Scores = float[Config::kNTiles * 4];
-using Output = float[Config::kDTiles * 4];
-using Probabilities = uint32[Config::kBlockN / 16][4];
 
 class Producer : public ForwardProducer<Config, Producer> {
     using Base = ForwardProducer<Config, Producer>;
@@ -164,60 +161,12 @@ class Producer : public ForwardProducer<Config, Producer> {
     const Params& params_;
 };
 
-// S = Q K^T, asynchronous. q: this warpgroup's 64 rows.
-OA_DEVICE void issue_qk(Scores& s, WgmmaDescriptor q, WgmmaDescriptor k) {
-    wgmma_pin(s);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-        uint32 panel = step >> 2, column = (step & 3) * 32;  // inside a panel's 128-byte rows
-        Wgmma<Config::Io, Config::kBlockN>::ss(s, q.at(panel * Config::kBlockM * 128 + column),
-                                               k.at(panel * kKvPanelBytes + column), step != 0);
-    }
-    wgmma_commit();
-    wgmma_pin(s);
-}
-
-// O += P V, asynchronous. pass_on: called when the next warpgroup may issue.
-template <typename PassOn>
-OA_DEVICE void issue_pv(Output& o, const Probabilities& probs, WgmmaDescriptor v, PassOn pass_on) {
-    wgmma_pin(o);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Config::kBlockN / 16; ++step) {
-        if (step == Config::kTurnStep) pass_on();
-        Wgmma<Config::Io, Config::kHeadDim>::rs<kMnMajor>(o, probs[step], v.at(step * 16 * 128), 1);
-    }
-    wgmma_commit();
-    if (Config::kTurnStep == Config::kBlockN / 16) pass_on();
-    wgmma_pin(o);
-}
-
-// Clears the rows of V from `valid_rows` on: in packed tensors they belong to the next sequence, and 0 times its NaN
-// would be NaN. Every warpgroup clears all of them before its own product; they write the same zeros.
-OA_DEVICE void clear_tail(uint32 smem_v, int32 valid_rows, int32 group) {
-    int32 words = (Config::kBlockN - valid_rows) * 8;  // 16 bytes each, in one panel
-    for (int32 i = threadIdx.x & 127; i < words; i += 128)
-#pragma unroll
-        for (int c = 0; c < Config::kPanels; ++c)
-            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(smem_v + c * kKvPanelBytes +
-                                                                          valid_rows * 128 + i * 16),
-                         "r"(0)
-                         : "memory");
-    fence_proxy_async();
-    named_barrier_sync(kFirstFreeBarrier + group, 128);
-}
-
-// P, packed, from S: the accumulator layout of S is the operand layout of P.
-OA_DEVICE void probabilities(const RowState<>& rows, const Scores& s, const float (&c)[2], Probabilities& probs,
-                             float (&sum)[2]) {
-    rows.exponentiate(s, c, sum, [&](int n, int r, float p0, float p1) {
-        probs[n >> 1][2 * (n & 1) + r] = pack2(Config::Io{}, p0, p1);
-    });
-}
-
-class Consumer : public ForwardConsumer<Config, Consumer> {
+class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
     using Base = ForwardConsumer<Config, Consumer>;
+    using Products = FwdProducts<Config>;
+    using Steps = StepCursor<!Config::kVarlen>;  // packed sequences have no masks
+    using Products::issue_pv, Products::issue_qk, Products::probabilities;
+    using typename Products::Output, typename Products::Probabilities, typename Products::Scores;
 
   public:
     struct Rows {
@@ -336,138 +285,149 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
     }
 
   private:
+    // As attend, of a list's tiles. This warpgroup's rows see nothing of some of them: it takes the others in runs. A
+    // run begins with S alone and ends with O += P V alone, on the stage of the tile that it does not see.
     template <typename P>
     OA_DEVICE void attend_listed(const P& params, const FwdTile& t, const Span& keys, int32 warp_row, Rows& state) {
-        const FormSteps steps(params.forms, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
-        if (steps.count == 0) {
-            wait_outer();
-            release_outer();
-            return;
-        }
+        const ScoreForms& f = params.forms;
+        const FormSteps steps(f, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        Steps at(steps);
         const int32 own_end = own_end_of(t, keys);
-        int32 i = 0;
-#pragma unroll 1
-        for (; i < steps.count && FormSteps::tile(steps.entry(i)) >= own_end; ++i) pass_over_step();
-        if (i == steps.count) {
-            wait_inner();
-            release_inner();
-            wait_outer();
-            release_outer();
-            return;
-        }
+        while (at.left > 0 && FormSteps::tile(at.entry()) >= own_end) pass_over(at);
+        const uint32 full_tiles = max_of(keys.full_end - keys.full_first, 0);
         Output& o = state.o;
         RowState<>& rows = state.softmax;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         const WgmmaDescriptor q = q_.next(outer_at_.stage * kQBytes);
-        auto pass_on = [&] { ping_pong_.pass_on(); };
-        auto nothing = [] {};
+        const int32 common_kinds = TileForm<Config>::common_kinds(f);
+        // Kinds of tiles, a bit each, whose scores take no rare form now. Where the base decides, none has one yet.
+        int32 common = TileForm<Config>::kMindsBase ? 0 : common_kinds;
         Scores s;
         Probabilities probs;
+        TileForm<Config> form;
+        const NearCap near_cap(f);
         float alpha[2], sum[2], c[2];
-        int32 entry = steps.entry(i);
-        uint32 bits;
-        bool near;
-        // S(i) is there: what it becomes, and the release of its stage.
-        auto form = [&] {
-            if (i == steps.count - 1) release_outer();
-            int32 n = FormSteps::tile(entry);
-            bool edge = n < keys.full_first || n >= keys.full_end;
-            c[0] = c[1] = apply_forms(params, s, FormSteps::kind(entry, group_) != kTileFull, edge, bits, near);
-            if (edge) mask_edges(s, p_, t, warp_row, n * Config::kBlockN, lane_);
+        bool rare = false, ends = false;  // this step takes rare forms; the next tile is not of this run
+
+        auto is_edge = [&] { return uint32(FormSteps::tile(at.entry()) - keys.full_first) >= full_tiles; };
+        auto place = [&] {
+            int32 first_key = FormSteps::tile(at.entry()) * Config::kBlockN;
+            return ModPlace{t, warp_row + (lane_ >> 2), first_key + 2 * (lane_ & 3)};
         };
-        wait_outer();
-        wait_inner();
-        bits = Masks::bits(params.forms, entry, inner_at_.stage, group_);
-        ping_pong_.wait();
-        issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
-        ping_pong_.pass_on();
-        wgmma_wait<0>();
-        wgmma_pin(s);
-        form();
-        if (near) cap_near_scores(s, params.forms);
-        rows.raise(s, c, alpha);
-        probabilities(rows, s, c, probs, sum);
-        rows.add(sum);
-        clear_foreign_rows(t, FormSteps::tile(entry));
-#pragma unroll 1
-        for (++i; i < steps.count; ++i) {
-            entry = steps.entry(i);
+        auto release = [&] {
+            __syncwarp();  // all lanes have read what is beside K
+            release_inner();
+        };
+        // Under the products of a step: whatever its softmax needs beside them.
+        auto look = [&] {
+            form.load(f, at.entry(), inner_at_.stage, group_);
+            ends = (at.left == 1) | (FormSteps::kind(at.next(), group_) == kTileEmpty);
+            bool special = is_edge() | (at.left == 1) | !(common >> form.kind & 1);
+            rare = __any_sync(0xffffffffu, special);
+        };
+        for (bool is_first = true;; is_first = false) {
+            while (at.left > 0 && FormSteps::kind(at.entry(), group_) == kTileEmpty) pass_over(at);
+            if (at.left == 0) break;
+            wait_outer();
             wait_inner();
-            bits = Masks::bits(params.forms, entry, inner_at_.stage, group_);
             ping_pong_.wait();
             issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
-            issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), pass_on);
+            ping_pong_.pass_on();
+            look();
             wgmma_wait<0>();
             wgmma_pin(s);
-            wgmma_pin(o);
-            form();
-            if (near) {
-                exponentiate_capped(s, params.forms, rows.m2, sum, [&](int n, int r, float p0, float p1) {
-                    probs[n >> 1][2 * (n & 1) + r] = pack2(Config::Io{}, p0, p1);
-                });
-            } else {
-                probabilities(rows, s, c, probs, sum);
-            }
-            if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) {
-                if (near) cap_near_scores(s, params.forms);
-                rows.raise(s, c, alpha);
-                rescale(o, alpha);
-                probabilities(rows, s, c, probs, sum);
+            rare = true;
+            bool again = false;
+            for (;;) {
+                // S(i) is there and takes a rare form, or its softmax is to be done again, or nothing of both.
+                if (rare) {
+                    if (at.left == 1) release_outer();
+                    bool near = true;
+                    c[0] = c[1] =
+                        form.apply_forms(params, s, place(), inner_at_.stage, group_, lane_, own, near, release);
+                    if (is_edge()) mask_edges(s, p_, t, warp_row, FormSteps::tile(at.entry()) * Config::kBlockN, lane_);
+                    if (!near) common = 0;
+                    // The base of a tile's first softmax is too low, which the sum tells.
+                    probabilities(rows, s, c, probs, sum);
+                    again = RowState<>::too_large(sum, own);
+                }
+                if (__any_sync(0xffffffffu, again)) {
+                    if (!rare) {
+                        if constexpr (form.kNearCap) {
+                            bool near = true;
+                            c[0] = c[1] = softcap_scores(s, f, own, near).base2;
+                            if (!near) common = 0;
+                        } else if constexpr (form.kMindsBase) {
+                            form.refine(s, p_, place(), sum);
+                            c[0] = c[1] = 1.0f;
+                        }
+                    }
+                    rows.raise(s, c, alpha);
+                    rescale(o, alpha);
+                    probabilities(rows, s, c, probs, sum);
+                    if (form.kMindsBase)
+                        common = __all_sync(0xffffffffu, form.is_common(rows.m2, own)) ? common_kinds : 0;
+                }
+                if (Config::kVarlen && is_first) clear_foreign_rows(t, FormSteps::tile(at.entry()));
+                is_first = false;
+                wait_inner();
+                if (__any_sync(0xffffffffu, ends)) break;
+                // The common steps: what is rare leaves the loop, and comes back to the same products (see attend).
+                for (;;) {
+                    rows.add(sum);
+                    at.advance();
+                    ping_pong_.wait();
+                    issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+                    issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), [&] { ping_pong_.pass_on(); });
+                    look();
+                    wgmma_wait<0>();
+                    wgmma_pin(s);
+                    wgmma_pin(o);
+                    if (rare) break;
+                    if (!form.kReadsLate) release();
+                    if constexpr (form.kNearCap) {
+                        constexpr int kTops = Config::kVarlen ? 2 : 1;
+                        int32 top[kTops], limit = __float_as_int(near_cap.limit);
+                        exponentiate_near(s, near_cap, rows.m2, sum, top, typename Products::Put{probs});
+                        again = (own[0] & (top[0] > limit)) | (own[1] & (top[kTops - 1] > limit));
+                    } else {
+                        c[0] = c[1] = form.apply(params, s, place(), inner_at_.stage, group_, lane_);
+                        if (form.kReadsLate) release();
+                        probabilities(rows, s, c, probs, sum);
+                        again = false;
+                    }
+                    again |= RowState<>::too_large(sum, own);
+                    // Without a branch among them: the compiler would no longer know that warps stay together.
+                    bool leaves = again | ends | !is_inner_full();
+                    if (__any_sync(0xffffffffu, leaves)) break;
+                }
             }
             rows.add(sum);
+            at.advance();
+            const bool in_list = __any_sync(0xffffffffu, at.left > 0);
+            if (in_list) ping_pong_.wait();
+            issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), [&] {
+                if (in_list) ping_pong_.pass_on();
+            });
+            wgmma_wait<0>();
+            wgmma_pin(o);
+            release_inner();
+            if (!in_list) return;
+            at.advance();
         }
-        wait_inner();
-        issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), nothing);
-        wgmma_wait<0>();
-        wgmma_pin(o);
-        release_inner();
+        // The last tile of keys is not this warpgroup's, or there is none.
+        if (steps.count > 0) {
+            wait_inner();
+            release_inner();
+        }
+        wait_outer();
+        release_outer();
     }
 
-    // What becomes of S before the softmax; releases its stage. mixed: the mask has something to say about this tile.
-    // Returns what scores are to be multiplied by in base 2. edge: keys will be hidden. near: scores are still raw
-    // products, below the cap.
-    template <typename P>
-    OA_DEVICE float apply_forms(const P& params, Scores& s, bool mixed, bool edge, uint32 bits, bool& near) {
-        const ScoreForms& f = params.forms;
-        uint32 smem = Masks::at(inner_at_.stage);
-        bool key_bias = Config::kBiasBytes == 0 && mixed && (f.forms & kFormKeyBias);
-        if (Config::kBiasBytes == 0 && !key_bias) {
-            __syncwarp();  // all lanes have read their bits
-            release_inner();
-        }
-        ScoreFactors c{f.factor, f.factor2};
-        near = false;
-        if (Config::kSoftcap && (f.forms & kFormSoftcap)) {
-            if (!below_cap(s, f)) {
-                cap_scores(s, f);
-            } else {
-                c = {kLn2, 1.0f};
-                near = Config::kBiasBytes == 0 && !mixed && !edge;
-                if (near) return 1.0f;
-                cap_near_scores(s, f);
-            }
-        }
-        if constexpr (Config::kBiasBytes != 0) {
-            uint32 rows = smem + (group_ * 64 + ((threadIdx.x >> 5) & 3) * 16) * 128;
-            float base2 = add_bias_tile<Config::Io, Config::kBiasBytes>(s, c, rows, Masks::kPanelBytes, lane_);
-            __syncwarp();  // all lanes have read
-            release_inner();
-            return base2;
-        }
-        if (key_bias) {
-            float base2 = add_key_bias(s, c, smem, lane_);
-            __syncwarp();
-            release_inner();
-            return base2;
-        }
-        if (f.forms & kFormScaled) {
-#pragma unroll
-            for (int i = 0; i < Config::kNTiles * 4; ++i) s[i] *= c.base2;
-            c.base2 = 1.0f;
-        }
-        if (bits != 0xffffffffu) hide_by_bits(s, bits);
-        return c.base2;
+    OA_DEVICE void pass_over(Steps& at) {
+        pass_over_step();
+        at.advance();
     }
 
     // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next stage
@@ -477,7 +437,7 @@ class Consumer : public ForwardConsumer<Config, Consumer> {
             int32 valid_rows = t.seqlen_k - n * Config::kBlockN;
             if (valid_rows < Config::kBlockN) {
                 wait_inner();
-                clear_tail(smem_addr_at(&SharedStorage::v) + inner_at_.stage * kKvBytes, valid_rows, group_);
+                Products::clear_tail(smem_addr_at(&SharedStorage::v) + inner_at_.stage * kKvBytes, valid_rows, group_);
             }
         }
     }

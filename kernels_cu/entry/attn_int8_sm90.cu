@@ -264,8 +264,8 @@ class PlainConsumer : public Int8Consumer<Config, AttnInt8Sm90Params, PlainConsu
 using Producer = Select<Config::kForms, Int8FormsProducer<Config>, PlainProducer>::Type;
 using Consumer = Select<Config::kForms, Int8FormsConsumer<Config>, PlainConsumer>::Type;
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90(
-    const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90(const
+                                                                                 __grid_constant__ Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     RoleBarriers<Config> bars(smem_addr_at(&SharedStorage::roles));

@@ -52,13 +52,14 @@ struct TileList {
     uint32 lead_rows;
 };
 
-// Forms of scores that attn_fwd_sm90 applies between Q K^T and the softmax (attention/score_forms.cuh), in this order.
+// Forms of scores that attn_fwd applies between Q K^T and the softmax (attention/score_forms.cuh), in this order.
 enum ScoreForm : int32 {
     kFormSoftcap = 1,   // tanh; else the raw product
     kFormScaled = 2,    // times `factor2`, which cannot wait for the exponent: it is not positive, or not finite
     kFormBits = 4,      // visibility, a bit a score
     kFormKeyBias = 8,   // one number a key, added
     kFormBias = 16,     // a tile of numbers, added
+    kFormModTiles = 32, // the lists' kinds are those of the user's mask expression
 };
 
 // What masks were made into (params/mask_tiles.cuh): tiles of 64 keys. Strides 0 where the mask is broadcast.
@@ -74,6 +75,15 @@ struct ScoreForms {
     float factor, factor2;       // of the raw product, or of tanh, to natural-log units; to base 2
     float cap_limit;             // largest raw product that the polynomial is for
     float cap_poly[4];           // softcap * log2(e) * tanh(cap_scale * s) / s, in powers of s^2
+    float cap_near_limit;        // largest square of a raw product that the shorter polynomial is for
+    float cap_near[3];           // the same of lower degree
+};
+
+// attn_fwd_sm80 with score modifiers. Without lists it reads the mask of `fwd` itself.
+struct AttnFwdFormsSm80Params {
+    AttnFwdParams fwd;
+    ScoreForms forms;
+    int64 mask_first_byte, mask_end_byte;  // the mask's memory, from `fwd.mask` on
 };
 
 // attn_fwd_sm90. The maps are those of q, k and v, whose pointers and strides in `fwd` are not used.

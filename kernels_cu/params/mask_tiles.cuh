@@ -12,7 +12,7 @@ enum MaskTileKind : int32 {
 
 // An entry of a list: the number of the tile of keys, below kFirstGroup, and from there on two bits for each group of
 // 64 rows, what the mask does to it there (MaskTileKind). kAllGroups times a kind: the same for all.
-constexpr int32 kFirstGroup = 1 << 22, kMaxGroups = 4, kAllGroups = 0x55 * kFirstGroup;
+constexpr int32 kGroupShift = 22, kFirstGroup = 1 << kGroupShift, kMaxGroups = 4, kAllGroups = 0x55 * kFirstGroup;
 
 struct MaskPackParams {
     const uint8* mask;

@@ -6,7 +6,11 @@
 #include "ptx/types.cuh"
 #include "tile/panel.cuh"
 
-template <int kRows, int kHeadDim, int kThreads>
+// Order: which row of the source goes to a row of the tile; rows change places inside each 16 only.
+struct RowsAsTheyAre {
+    OA_DEVICE static constexpr int row_at(int slot) { return slot; }
+};
+template <int kRows, int kHeadDim, int kThreads, typename Order = RowsAsTheyAre>
 struct TileCopy {
     using Tile = PanelTile<kRows, kHeadDim>;
     static constexpr int kRowsPerStep = kThreads / 8;      // 8 chunks of 16 bytes in a 128-byte row
@@ -36,7 +40,7 @@ struct TileCopy {
     // smem: the tile's shared address; g: its first element; row_stride in elements.
     OA_DEVICE void issue(uint32 smem, const uint16* g, int64 row_stride, int valid_rows, int tid) const {
         if (Tile::kFullPanels > 0) {
-            int row0 = tid >> 3;
+            int row0 = Order::row_at(tid >> 3);
             const uint16* src = g + row0 * row_stride + (tid & 7) * 8;
 #pragma unroll
             for (int r = 0; r < kRows; r += kRowsPerStep) {
@@ -50,10 +54,10 @@ struct TileCopy {
             }
         }
         if (Tile::kHasTail) {
-            int row0 = tid / kTailChunks, chunk = tid % kTailChunks;
+            int slot = tid / kTailChunks, chunk = tid % kTailChunks, row0 = Order::row_at(slot);
             const uint16* src = g + row0 * row_stride + Tile::kFullPanels * 64 + chunk * 8;
             uint32 tail_dst =
-                Tile::kFullPanels * Tile::kPanelBytes + row0 * Tile::kTailBytes + Tile::tail_chunk(row0, chunk) * 16;
+                Tile::kFullPanels * Tile::kPanelBytes + slot * Tile::kTailBytes + Tile::tail_chunk(slot, chunk) * 16;
 #pragma unroll
             for (int r = 0; r < kRows; r += kTailRowsPerStep) {
                 if (inside(r, row0, kTailRowsPerStep))

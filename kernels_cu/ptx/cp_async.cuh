@@ -33,6 +33,13 @@ OA_DEVICE void cp_async_small(uint32 smem_dst, const void* gmem_src, uint32 src_
                  : "memory");
 }
 
+// The same without zeros.
+template <int kBytes>
+OA_DEVICE void cp_async_whole(uint32 smem_dst, const void* gmem_src) {
+    static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "sizes that cp.async has");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" : : "r"(smem_dst), "l"(gmem_src), "n"(kBytes) : "memory");
+}
+
 // The same without zeros: 4 bytes, aligned to as many.
 OA_DEVICE void cp_async_4(uint32 smem_dst, const void* gmem_src) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(smem_dst), "l"(gmem_src) : "memory");

@@ -45,6 +45,19 @@ OA_DEVICE uint32 max_u16x2(uint32 a, uint32 b) {
     return y;
 }
 
+// max.NaN.{bf16x2,f16x2} (PTX ISA, "max") of absolute values ("abs"), which a is: of either half; NaN if either is.
+// sm_80 and newer.
+OA_DEVICE uint32 max_abs2(BFloat16, uint32 a, uint32 b) {
+    uint32 y;
+    asm("{.reg .b32 x;\nabs.bf16x2 x, %2;\nmax.NaN.bf16x2 %0, %1, x;}" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+OA_DEVICE uint32 max_abs2(Half, uint32 a, uint32 b) {
+    uint32 y;
+    asm("{.reg .b32 x;\nabs.f16x2 x, %2;\nmax.NaN.f16x2 %0, %1, x;}" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 // tanh with one special function, the reciprocal: e^(2x) - 1 comes from the nearest power of two and a polynomial of
 // degree 5 (minimax on [-1/2, 1/2]). Absolute error below 3e-7, relative below 1e-6; NaN stays NaN.
 OA_DEVICE float tanh_any(float x) {

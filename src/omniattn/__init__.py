@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .ops.explain import Explanation, explain
     from .ops.merge import merge_states
     from .ops.quantize import quantize_qk, quantize_v
+    from .ops.score_mod import ScoreMod
     from .problems import (
         PRECISIONS,
         Int4,
@@ -43,6 +44,7 @@ _ROOMS = {
     "QuantizedQ": "problems",
     "QuantizedQK": "problems",
     "QuantizedV": "problems",
+    "ScoreMod": "ops",
     "append": "ops",
     "attention": "ops",
     "attention_varlen": "ops",
@@ -68,6 +70,7 @@ __all__ = [
     "QuantizedQ",
     "QuantizedQK",
     "QuantizedV",
+    "ScoreMod",
     "__version__",
     "append",
     "attention",

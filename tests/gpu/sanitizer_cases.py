@@ -43,6 +43,14 @@ CALLS: Mapping[str, Mapping[str, Any]] = {
     "keys": {"mask": "keys"},
     "aligned": {"mask": "aligned"},
     "io": {"mask": "io", "softcap": 5.0},
+    "shifted": {"mask": "shifted"},
+    "rows": {"mask": "rows", "causal": True},
+}
+#: At one head_dim: each is compiled.
+MODIFIED: Mapping[str, Mapping[str, Any]] = {
+    "score_mod": {"score_mod": True},
+    "score_mod, causal": {"score_mod": True, "causal": True, "mask": "aligned"},
+    "block_mask": {"block_mask": True},
 }
 
 
@@ -64,12 +72,26 @@ def options_for(call: Mapping[str, Any], rng: np.random.Generator, seqlen_k: int
     options = dict(call)
     if "sinks" in options:
         options["sinks"] = to_gpu(rng.standard_normal(HEADS), np.float32)
+    if "score_mod" in options:  # arrays that end where the sequences do
+        arrays = {
+            "table": to_gpu(rng.standard_normal((SEQLEN_Q, seqlen_k)), np.float32),
+            "slopes": to_gpu(rng.standard_normal(HEADS)),
+            "shown": to_gpu(rng.random(seqlen_k) < 0.9, np.bool_),
+        }
+        options["score_mod"] = oa.ScoreMod("score + slopes[h] * table(q, k)", mask="shown[k] && k < q + 90", **arrays)
+    if "block_mask" in options:
+        blocks = (-(-SEQLEN_Q // 64), -(-seqlen_k // 64))
+        options |= {"block_mask": to_gpu(rng.random(blocks) < 0.6, np.bool_), "block_size": 64}
     if options.get("mask") == "bool":
         options["mask"] = to_gpu(rng.random((SEQLEN_Q, seqlen_k)) < 0.7, np.bool_)
     elif options.get("mask") == "float32":
         options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, seqlen_k)), np.float32)
     elif options.get("mask") == "keys":
         options["mask"] = to_gpu(rng.standard_normal((1, seqlen_k)), np.float32)
+    elif options.get("mask") == "shifted":  # ends where its memory ends
+        options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, seqlen_k + 1)))[..., 1:]
+    elif options.get("mask") == "rows":  # one number for all keys
+        options["mask"] = cupy.broadcast_to(to_gpu(rng.standard_normal((SEQLEN_Q, 1))), (SEQLEN_Q, seqlen_k))
     elif "mask" in options:  # rows of whole 16 bytes
         dtype = np.float32 if options["mask"] == "aligned" else np.float16
         options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, -(-seqlen_k // 8) * 8)), dtype)[..., :seqlen_k]
@@ -86,6 +108,13 @@ def dense(head_dim: int, rng: np.random.Generator, few_masks: bool) -> None:
             k, v = (to_gpu(rng.standard_normal((1, keys, HEADS_KV, width))) for _ in range(2))
             options = options_for(CALLS[name], rng, keys)
             check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options))
+    if head_dim != 128:
+        return
+    for call in MODIFIED.values():
+        keys = 60 if few_masks and "mask" in call else SEQLEN_K
+        k, v = (to_gpu(rng.standard_normal((1, keys, HEADS_KV, head_dim))) for _ in range(2))
+        options = options_for(call, rng, keys)
+        check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options))
 
 
 def varlen(

@@ -121,6 +121,8 @@ def test_row(
         wants.add(_for_anything("quantize", spec).name)
     if spec.quantized:
         may_want.add(_for_anything("quantize_delta", spec).name)
+    elif "score_mods" in spec.features:
+        may_want |= {s.name for s in REGISTRY if s.op in MASK_OPS and s.dtype in (spec.dtype, "uint8")}
 
     def load(wanted: KernelSpec, ordinal: int) -> LoadedKernel:
         asked.add(wanted.name)

@@ -13,7 +13,8 @@ from omniattn.problems import AttentionStrides  # noqa: E402
 from omniattn.reference import mask_tiles  # noqa: E402
 from omniattn.registry import by_name  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
-from omniattn.testing.mask_cases import MASK_OPS, MaskCase, MaskShape, run_kernels  # noqa: E402
+from omniattn.testing.mask_cases import PACK_OPS, MaskCase, MaskShape, run_kernels  # noqa: E402
+from omniattn.testing.tile_cases import expression_cases  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +26,7 @@ def check(shape: MaskShape, dtype: str = "bfloat16") -> None:
     """Each kernel alone, then both as attention starts them."""
     case = MaskCase(dtype, shape, by_name("mask_list_sm80"))
     framework, numbers = TorchFramework(), case.prepare()
-    for ops in (*((op,) for op in MASK_OPS), MASK_OPS):
+    for ops in (*((op,) for op in PACK_OPS), PACK_OPS):
         assert case.run(framework, numbers, ops) == "", f"{case.name}, {dtype}, {ops}"
 
 
@@ -101,3 +102,8 @@ def test_repeated_runs_give_the_same_bits() -> None:
     case = MaskCase("bfloat16", MaskShape("bool", 1, 4, 1000, 2000, block_m=128), by_name("mask_list_sm80"))
     framework, numbers = TorchFramework(), case.prepare()
     assert [case.run(framework, numbers) for _ in range(20)] == [""] * 20
+
+
+def test_kinds_of_mask_expressions() -> None:
+    for case in expression_cases(by_name("tile_kinds_sm80")):
+        assert case.check(TorchFramework(), case.prepare())[1] == "", case.name

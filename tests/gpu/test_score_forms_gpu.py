@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import omniattn as oa  # noqa: E402
-from omniattn import testing  # noqa: E402
+from omniattn import reference, testing  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 
-from .attention_cases import run_dense, to_gpu  # noqa: E402
+from .attention_cases import check_lse, run_dense, to_gpu, to_numpy  # noqa: E402
+from .score_mod_cases import examples, mod_and_reference  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,8 +109,128 @@ def test_random_problems(
     if form != "none":
         extents = data.draw(st.sampled_from([1, batch])), data.draw(st.sampled_from([1, heads]))
         options["mask"], gpu["mask"] = mask_of(form, *extents, seqlen_q, seqlen_k, dtype, data.draw(st.integers(0, 99)))
+    label = f"{form} {options}"
+    # Each of these is compiled for each kernel: few of them.
+    if head_dim == 128 and dtype == "float16" and (name := data.draw(st.sampled_from(["", "alibi", "by head"]))):
+        label += f" {name}"
+        made = examples(seqlen_q, seqlen_k, heads, batch)[name]
+        gpu["score_mod"], options["score_mod"] = mod_and_reference(made)
+    if form in ("none", "float32", "io") and data.draw(st.booleans()):
+        rows, keys = data.draw(st.sampled_from([(64, 64), (192, 64), (64, 256)]))
+        rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+        blocks = rng.random((1, heads, -(-seqlen_q // rows), -(-seqlen_k // keys))) < 0.6
+        gpu |= {"block_mask": torch.from_numpy(blocks).cuda(), "block_size": (rows, keys)}
+        visible = blocks.repeat(rows, 2)[:, :, :seqlen_q].repeat(keys, 3)[..., :seqlen_k]
+        mask = options.get("mask")
+        gpu.setdefault("mask", None)
+        options["mask"] = visible if mask is None else np.where(visible, mask, -np.inf).astype(np.float32)
+        label += f" blocks of {rows, keys}"
     q, k, v = tensors(batch, seqlen_q, seqlen_k, heads, head_dim, dtype)
-    run_dense(q, k, v, dtype, f"{form} {options}", gpu=gpu, **options)
+    run_dense(q, k, v, dtype, label, gpu=gpu, **options)
+
+
+#: Tiles of 64 rows (lines) and 64 keys: hidden, a part hidden, visible. Each warpgroup passes over the hidden ones of
+#: its rows: at the beginning, in between, at the end, all of them.
+RUNS = {
+    "alternating": ["X.X.X.X.X", ".X.X.X.X.", "X.X.X.X.X", ".X.X.X.X."],
+    "ends": ["..XXoXX..", "XX.....oX", "....X....", "X........"],
+    "one warpgroup of three": [".........", "XoXXXoXXX", ".........", ".........", "........."],
+    "one tile": ["........X", "X........", "....o....", "........."],
+    "parts": ["o.o.o.o.o", "ooo...ooo", ".........", "o........"],
+    "nothing": [".........", ".........", ".........", "........."],
+}
+
+
+def mask_of_tiles(lines: list[str], seqlen_q: int, seqlen_k: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    rng = np.random.default_rng(seed)
+    share = np.array([[{".": 0.0, "o": 0.6, "X": 1.0}[x] for x in line] for line in lines])
+    rows = np.arange(seqlen_q) // 64 % len(lines)
+    cols = np.arange(seqlen_k) // 64 % len(lines[0])
+    return (rng.random((1, 1, seqlen_q, seqlen_k)) < share[rows[:, None], cols[None]]).astype(np.bool_)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0}, {"window": (200, 100)}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_of_tiles(name: str, head_dim: int, options: dict[str, Any]) -> None:
+    """Warpgroups that skip steps keep the order of all, whatever they skip; three heads of queries on one of keys."""
+    for seqlen_q, seqlen_k in ((600, 570), (64, 570), (333, 130), (257, 64)):
+        q, k, v = tensors(1, seqlen_q, seqlen_k, 3, head_dim, "bfloat16")
+        mask = mask_of_tiles(RUNS[name], seqlen_q, seqlen_k)
+        on_gpu = torch.from_numpy(mask).cuda()
+        label = f"{name} {seqlen_q} {seqlen_k}"
+        run_dense(q, k, v, "bfloat16", label, mask=mask, gpu={"mask": on_gpu}, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_runs_of_random_tiles(head_dim: int) -> None:
+    rng = np.random.default_rng(head_dim)
+    q, k, v = tensors(2, 800, 1000, 2, head_dim, "float16")
+    for share in (0.1, 0.5, 0.9):
+        lines = ["".join(rng.choice(list(".oX"), 16, p=[1 - share, share / 2, share / 2])) for _ in range(13)]
+        mask = mask_of_tiles(lines, 800, 1000)
+        run_dense(q, k, v, "float16", str(share), mask=mask, gpu={"mask": torch.from_numpy(mask).cuda()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_softcap_of_any_scores(options: dict[str, Any], head_dim: int, dtype: str) -> None:
+    """Far below the cap, near to it and beyond it, and from one to the other: each has its own approximation."""
+    q, k, v = tensors(1, 320, 700, 2, head_dim, dtype)
+    for softcap in (0.3, 3.0, 12.0, 400.0):
+        run_dense(q, k, v, dtype, str(softcap), softcap=softcap, **options)
+    k = k.copy()
+    k[:, [70, 300, 301]] *= 6.0
+    k = testing.round_to(k, dtype)
+    for softcap in (5.0, 25.0, 60.0):
+        run_dense(q, k, v, dtype, f"{softcap}, large keys", softcap=softcap, **options)
+
+
+def check_biased(
+    q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], v: np.ndarray[Any, Any], on: list[torch.Tensor],
+    mask: np.ndarray[Any, Any], form: str, label: str,
+) -> None:  # fmt: skip
+    """``on``: q, k and v on the GPU. LSE is not compared where all keys have the lowest number: it is cut."""
+    mask = testing.round_to(mask, "bfloat16") if form == "io" else np.float32(mask)
+    on_gpu = to_gpu(mask, "bfloat16") if form == "io" else torch.from_numpy(mask).cuda()
+    o, lse = oa.attention(*on, mask=on_gpu, return_lse=True)
+    ref_o, ref_lse = reference.attention(q, k, v, mask=mask)
+    naive, _ = testing.same_dtype_naive(q, k, v, dtype="bfloat16", mask=mask)
+    testing.assert_close(to_numpy(o), ref_o, naive=naive, dtype="bfloat16", atol=1e-6, label=label)
+    there = ref_lse > -1e30
+    check_lse(lse.cpu().numpy()[there], ref_lse[there], label)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("form", ["float32", "io"])
+def test_keys_that_a_bias_hides_may_be_nan(form: str, head_dim: int) -> None:
+    """-inf hides a key whatever its product is, in every tile of keys."""
+    q, k, v = tensors(1, 200, 520, 2, head_dim, "bfloat16")
+    mask, _ = mask_of(form, 1, 1, 200, 520, "bfloat16")
+    hidden = [3, 130, 131, 400, 519]
+    mask[..., hidden] = -np.inf
+    on = [to_gpu(x, "bfloat16") for x in (q, k, v)]
+    on[1][:, hidden] = torch.nan
+    check_biased(q, k, v, on, mask, form, str(head_dim))
+
+
+@pytest.mark.parametrize("form", ["float32", "io"])
+def test_biases_of_all_sizes(form: str) -> None:
+    """Rows whose base is large, or none yet, beside others: causal by -inf, lowest numbers first, growing ones."""
+    q, k, v = tensors(1, 256, 640, 1, 128, "bfloat16")
+    on = [to_gpu(x, "bfloat16") for x in (q, k, v)]
+    rows, keys = np.arange(256)[:, None], np.arange(640)[None]
+    lowest = np.float32(-3.0e38)
+    for name, mask in {
+        "causal": np.where(keys > rows + 384, -np.inf, 0.0),
+        "lowest": np.where(keys > rows + 64, lowest, 0.0),
+        "only lowest in some rows": np.where((rows % 3 == 0) | (keys % 2 == 0), lowest, 1.0),
+        "hidden first, then lowest": np.where(keys >= 320, -np.inf, lowest) + np.zeros((256, 1)),
+        "large": np.where(keys == 200, 3.0e4, 0.0) + np.zeros((256, 1)),
+        "growing": 2.0e4 - 60.0 * keys + 0.0 * rows,
+    }.items():
+        check_biased(q, k, v, on, np.float32(mask)[None, None], form, name)
 
 
 @pytest.mark.parametrize("form", ["bool", "bool keys", "keys"])

@@ -84,6 +84,11 @@ class FakeDriver:
     def pop(self, token: None) -> None:
         self.calls.append(("pop", self.contexts.pop()))
 
+    def read(self, address: int, num_bytes: int, stream: int) -> bytes:
+        assert self.contexts, "memory was read without a context"
+        self.calls.append(("read", address, num_bytes, stream))
+        return bytes(num_bytes)
+
     def load(self, image: bytes, symbol: str, ordinal: int, smem_bytes: int) -> Launcher:
         assert self.current_device() == ordinal, "a module was loaded without a context of its device"
         self.images.append(image)

@@ -39,6 +39,8 @@ def small(case: Case) -> Case:
         changes["options"] = {**case.options, "window": (11, 0)}
     if case.seqlen_q is not None:
         changes.update(seqlen_q=5, seqlen_k=80)
+    if case.blocks:
+        changes.update(seqlen_q=128, seqlen_k=128)
     return dataclasses.replace(case, **changes)
 
 
@@ -93,6 +95,7 @@ def test_pairs_are_those_that_are_seen(case: Case) -> None:
         own = query + e.seqlen_k - e.seqlen_q
         seen += sum((left < 0 or j >= own - left) and (right < 0 or j <= own + right) for j in range(e.seqlen_k))
     share = (48 + 43 + 36 + 24) / (4 * 48) if "padding" in case.mask else 0.5 if case.mask == "half" else 1.0
+    share = 0.5 if case.blocks else 1 / 8 if case.documents else share
     assert e.pairs == pytest.approx(seen * 16 * share)
     assert e.flops == 4 * e.pairs * 32
     assert (case.counted == option_cases.ALL) == (share == 1.0 and case.bounds == (-1, -1))
@@ -146,6 +149,11 @@ def test_arguments_are_what_the_table_says(case: Case, monkeypatch: pytest.Monke
     if case.scale != 1.0:
         expected["softmax_scale"] = pytest.approx(case.scale / math.sqrt(32))
     mask, _ = given.pop("mask", None), given.pop("sinks", None)
+    mod = given.pop("score_mod", None)
+    assert (case.expression, case.mask_expression) == (("", "") if mod is None else (mod.expression, mod.mask or ""))
+    if case.blocks:
+        assert given.pop("block_mask").shape == (2, 2)
+        expected["block_size"] = (64, 64)
     assert given == expected
     lead = (4 * e.seqlen_q,) if case.packed else (4, e.seqlen_q)
     assert q.shape == (*lead, 4, 32)

@@ -14,7 +14,7 @@ from omniattn.problems import AttentionProblem
 from omniattn.reference import mask_tiles
 from omniattn.reference.mask_tiles import EMPTY, FIRST_GROUP, FULL, MIXED, UNWRITTEN
 from omniattn.registry import REGISTRY, by_name
-from omniattn.testing.mask_cases import MASK_OPS, MaskCase, MaskShape, difference, mask_cases
+from omniattn.testing.mask_cases import PACK_OPS, MaskCase, MaskShape, difference, mask_cases
 from tests.unit.launch_fakes import fields_of_record
 
 PACK, LISTING = by_name("mask_pack_sm80_bf16"), by_name("mask_list_sm80")
@@ -173,7 +173,7 @@ def test_masks_that_attention_reads_itself() -> None:
         build(values)
 
 
-@pytest.mark.parametrize("spec", [row for row in REGISTRY if row.op in MASK_OPS], ids=lambda row: row.name)
+@pytest.mark.parametrize("spec", [row for row in REGISTRY if row.op in PACK_OPS], ids=lambda row: row.name)
 def test_faults_are_found(spec: Any) -> None:
     case = mask_cases(spec)[0]
     wanted = case.prepare().wanted
@@ -191,7 +191,7 @@ def test_faults_are_found(spec: Any) -> None:
 
 
 def test_cases_hold_tiles_of_all_kinds() -> None:
-    for spec in (row for row in REGISTRY if row.op in MASK_OPS):
+    for spec in (row for row in REGISTRY if row.op in PACK_OPS):
         cases: tuple[MaskCase, ...] = mask_cases(spec)
         assert {kind for case in cases for kind in np.unique(case.prepare().wanted["kinds"])} == {EMPTY, MIXED, FULL}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from omniattn.launch import attn_fwd_sm90, masks, score_forms
-from omniattn.launch.structs import ATTN_FWD_FORMS_SM90, ATTN_INT8_FORMS_SM90, At
+from omniattn.launch.structs import ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, ATTN_INT8_FORMS_SM90, At
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int8, Target
 from omniattn.reference.mask_tiles import FIRST_GROUP
@@ -39,15 +39,18 @@ def problem(mask_strides: tuple[int, int, int, int] = (0, 0, 0, 0), **fields: An
 FULL = (HEADS * ROWS * KEYS, ROWS * KEYS, KEYS, 1)
 
 
+@pytest.mark.parametrize("tanh", [score_forms._TANH, score_forms._TANH_NEAR], ids=["7", "5"])
 @pytest.mark.parametrize("scale", [0.088, -0.088, 3.0])
 @pytest.mark.parametrize("cap", [1e-3, 1.0, 50.0, 900.0])
-def test_polynomial_of_the_cap(scale: float, cap: float) -> None:
-    limit, poly = score_forms._cap_polynomial(scale, cap)
+def test_polynomials_of_the_cap(scale: float, cap: float, tanh: tuple[float, tuple[float, ...]]) -> None:
+    limit, poly = score_forms._cap_polynomial(scale, cap, tanh)
     assert limit > 0
     s = np.linspace(-limit, limit, 20001, dtype=np.float32)
     z = s * s
-    c = np.float32(poly)
-    found = (((c[3] * z + c[2]) * z + c[1]) * z + c[0]) * s
+    factor = np.float32(0)
+    for c in np.float32(poly)[::-1]:
+        factor = factor * z + c
+    found = factor * s
     wanted = cap * math.log2(math.e) * np.tanh(s.astype(np.float64) * scale / cap)
     assert np.abs(found - wanted)[wanted != 0].max() <= 1.5e-6 * np.abs(wanted).max()
     assert (np.abs(found - wanted) <= 1.5e-6 * np.abs(wanted) + 1e-12).all()
@@ -56,6 +59,9 @@ def test_polynomial_of_the_cap(scale: float, cap: float) -> None:
 @pytest.mark.parametrize(("scale", "cap"), [(0.0, 1.0), (1e-38, 1e30), (1e38, 1e-38), (0.088, 1e9), (3e38, 2.0)])
 def test_caps_that_the_polynomial_is_not_for(scale: float, cap: float) -> None:
     assert score_forms._cap_polynomial(scale, cap) == (0.0, (0.0,) * 4)
+    assert score_forms._cap_polynomial(scale, cap, score_forms._TANH_NEAR) == (0.0, (0.0,) * 3)
+    values = score_forms.form_values(problem(softmax_scale=scale, softcap=cap), None)
+    assert values["cap_near_limit"] < 0.0
 
 
 @pytest.mark.parametrize(
@@ -203,6 +209,36 @@ def test_the_mask_is_prepared_before_attention() -> None:
     }
     assert {pointer.operand for pointer in places.values()} == {"workspace"}
     assert len(places) == 2
+
+
+AMPERE = Target((8, 0), 163 << 10, 108)
+
+
+@pytest.mark.parametrize(
+    ("one", "packed"),
+    [
+        (problem_with("bool", FULL), True),
+        (problem_with("float32", (KEYS, 0, 0, 1)), True),
+        (problem_with("io", FULL), False),
+        (problem(softcap=2.0), False),
+        # A mask of a bit a query would be packed into one of a bit a score; no memory to pack it into; too many tiles.
+        (problem_with("bool", (0, 0, 1, 0)), False),
+        (problem_with("bool", FULL, scratch=False), False),
+        (problem_with("bool", FULL, varlen=True, max_seqlen_q=ROWS, max_seqlen_k=KEYS), False),
+        (problem_with("bool", (0, 0, 0, 1), seqlen_k=64 * MAX_TILES + 1), False),
+    ],
+)
+def test_mma_sync_reads_masks_that_are_not_packed(one: AttentionProblem, packed: bool) -> None:
+    launches = plan_attention(one, AMPERE, None)
+    spec, record = launches.selection.spec, launches.records[-1]
+    assert spec.name == "attn_fwd_sm80_bf16_d128_mods"
+    assert [r.spec.op for r in launches.records] == ["mask_pack", "mask_list"] * packed + ["attention"]
+    assert launches.workspace_bytes == packed * masks.workspace_bytes(one, -(-ROWS // spec.block_m))
+    at = {pointer.offset: pointer.operand for pointer in record.pointers}
+    for name in ("forms.tiles", "forms.lists"):
+        assert at.get(ATTN_FWD_FORMS_SM80.offsets[name]) == ("workspace" if packed else None)
+    assert at.get(ATTN_FWD_FORMS_SM80.offsets["fwd.mask"]) == (None if one.mask == "none" else "mask")
+    assert len(record.arguments) == ATTN_FWD_FORMS_SM80.size
 
 
 def test_tiles_of_a_bias_are_a_tensor_map() -> None:

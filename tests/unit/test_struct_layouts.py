@@ -10,7 +10,7 @@ import pytest
 
 from build_tools.kernels import ROOT
 from build_tools.layouts import device_constants, device_kinds, device_layout
-from omniattn.launch import attn_fwd, decode, kv_append, quantize, structs
+from omniattn.launch import attn_fwd, decode, kv_append, masks, quantize, structs
 from omniattn.launch.structs import STRUCTS
 from omniattn.problems import quantize as quantize_problem
 from omniattn.problems.precision import GRANULARITIES
@@ -71,7 +71,7 @@ def test_arguments_fit_into_what_a_launch_takes() -> None:
 #: Header, expression in device code, what the host has.
 CONSTANTS = [
     *(
-        ("params/attn_fwd.cuh", name, attn_fwd.MASK_KINDS[kind])
+        ("params/attn_fwd.cuh", name, masks.MASK_KINDS[kind])
         for name, kind in (
             ("kMaskNone", "none"), ("kMaskBool", "bool"), ("kMaskFloat", "float32"), ("kMaskIo", "io"),
         )

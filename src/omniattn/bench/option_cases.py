@@ -92,6 +92,12 @@ class Case:
         Which pairs of query and key are counted as work.
     gain : float
         Factor of q where results are checked, so that an option shows that does little to small scores.
+    expression, mask_expression : str
+        Of a `ScoreMod`, whose arrays are those of `Problem.arrays`; empty: none.
+    documents : int
+        Of each sequence, equally long, each visible to itself only: what ``mask_expression`` says; 0: none.
+    blocks : bool
+        ``block_mask`` with half of 16 blocks hidden from each block of queries.
     """
 
     name: str
@@ -107,6 +113,10 @@ class Case:
     seqlen_k: int | None = None
     counted: str = ALL
     gain: float = 1.0
+    expression: str = ""
+    mask_expression: str = ""
+    documents: int = 0
+    blocks: bool = False
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -121,6 +131,23 @@ def _softcap(cap: float) -> dict[str, Any]:
 
 
 _CAUSAL = {"causal": True}
+
+
+def document_tokens(case: Case, seqlen: int) -> int:
+    """Tokens of a document."""
+    return max(1, seqlen // case.documents)
+
+
+def slope(head: Any) -> Any:
+    """ALiBi's slope of a head, for a number or a tensor."""
+    return 2.0 ** (-0.5 * (head + 1))
+
+
+#: Scores of ALiBi, as FlexAttention has them and as an expression.
+_ALIBI: dict[str, Any] = {
+    "score": lambda score, b, h, i, j: score + slope(h) * (j - i),
+    "expression": "score + slopes[h] * (k - q)",
+}
 
 CASES: tuple[Case, ...] = (
     Case(PLAIN),
@@ -143,12 +170,17 @@ CASES: tuple[Case, ...] = (
     Case("packed, softcap 50", {"softcap": 50.0}, packed=True, **_softcap(50.0)),
     Case("k and v expanded over heads", expanded=True),
     Case("128 queries on 32768 keys", seqlen_q=128, seqlen_k=32768),
-)
+    Case("score_mod, ALiBi", **_ALIBI),
+    Case("score_mod, ALiBi, causal", _CAUSAL, counted="visible", **_ALIBI),
+    Case("score_mod, 8 documents", expression="score", mask_expression="doc[q] == doc[k]", documents=8,
+         counted="visible"),
+    Case("block_mask, half of the blocks empty", blocks=True, counted="of blocks that are not empty"),
+)  # fmt: skip
 
 #: At other head dimensions: what has tiles of its own there.
 _FEWER = (
     PLAIN, "causal", "padding mask, bool (b,1,1,s)", "mask, bool (1,1,s,s), every tile mixed", "bias, bf16 (1,h,s,s)",
-    "softcap 50", "softcap 50, causal", "window 1024, causal", "4 query heads on a kv head",
+    "softcap 50", "softcap 50, causal", "window 1024, causal", "4 query heads on a kv head", "score_mod, ALiBi",
 )  # fmt: skip
 
 
@@ -242,7 +274,11 @@ class Extents:
             first = max(0, own - left) if left >= 0 else 0
             last = min(keys - 1, own + right) if right >= 0 else keys - 1
             pairs += max(0, last - first + 1)
-        share = MASKS[case.mask].share(shape.batch, keys) if case.mask else 1.0
+        share = MASKS[case.mask].share(shape.batch, keys) if case.mask else 0.5 if case.blocks else 1.0
+        if case.documents:
+            tokens = document_tokens(case, keys)
+            whole, rest = divmod(keys, tokens)
+            share *= (whole * tokens**2 + rest**2) / keys**2
         return cls(
             shape.batch, shape.heads, shape.heads // case.group, queries, keys, shape.head_dim,
             pairs * shape.batch * shape.heads * share,

@@ -49,6 +49,12 @@ def ours(problem: Problem, precision: str) -> Forward:
             options[name] = array
     if case.scale != 1.0:
         options["softmax_scale"] = problem.scale
+    if case.expression:
+        options["score_mod"] = omniattn.ScoreMod(
+            case.expression, case.mask_expression or None, problem.reference, **problem.arrays
+        )
+    if problem.blocks is not None:
+        options |= {"block_mask": problem.blocks, "block_size": problem.block_size}
     if case.packed:
         return _packed(problem, options)
 
@@ -107,8 +113,11 @@ def _sdpa_options(problem: Problem) -> dict[str, Any]:
     if case.group > 1:
         options["enable_gqa"] = True
     mask = problem.mask
-    if case.bounds == (-1, 0) and mask is None and e.seqlen_q == e.seqlen_k:
+    query, key = (problem.torch.arange(n, device="cuda") for n in (e.seqlen_q, e.seqlen_k))
+    sees = problem.sees(0, 0, query[:, None], key)
+    if case.bounds == (-1, 0) and mask is None and sees is None and e.seqlen_q == e.seqlen_k:
         return {**options, "is_causal": True}
+    mask = mask if sees is None else sees[None, None]  # no case has both
     band = problem.band()
     if mask is None:
         mask = band
@@ -171,7 +180,9 @@ def flex(problem: Problem) -> Forward:
 def _flex_mask(problem: Problem) -> Callable[..., Any] | None:
     """What hides pairs, in FlexAttention's form: a boolean mask, causal, a window; None where nothing does."""
     mask = problem.mask
-    at = None if mask is None or mask.dtype != problem.torch.bool else _lookup(mask)
+    at: Callable[..., Any] | None = None if mask is None or mask.dtype != problem.torch.bool else _lookup(mask)
+    if problem.blocks is not None or problem.case.documents:
+        at = lambda b, h, i, j: problem.sees(b, h, i, j)  # noqa: E731 - FlexAttention wants a function
     if problem.case.bounds == (-1, -1):
         return at
     if at is None:

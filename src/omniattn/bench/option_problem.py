@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from omniattn.bench.anchors import InputSet
-from omniattn.bench.option_cases import MASKS, Case, Extents, OptionShape, lengths
+from omniattn.bench.option_cases import MASKS, Case, Extents, OptionShape, document_tokens, lengths, slope
 
 #: Sets of q, k and v that timed calls rotate through.
 INPUT_SETS = 2
@@ -35,7 +35,8 @@ class Problem:
     extents : Extents
     scale : float
         What the scores are multiplied by.
-    mask, sinks : tensor or None
+    mask, sinks, blocks : tensor or None
+        blocks: the map of visible blocks, bool (blocks of queries, blocks of keys).
     sets : list of InputSet
         What timed calls rotate through.
     check : InputSet
@@ -51,8 +52,43 @@ class Problem:
         self._generator = torch.Generator(device="cuda").manual_seed(1234)
         self.mask = self._make_mask()
         self.sinks = self._make_sinks()
+        self.blocks = self._kept_blocks() if case.blocks else None
         self.sets = [self._inputs(1.0) for _ in range(INPUT_SETS)]
         self.check = self._inputs(case.gain)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """What a `ScoreMod` reads, by name."""
+        heads = self.torch.arange(self.extents.heads, device="cuda")
+        keys = self.torch.arange(self.extents.seqlen_k, device="cuda", dtype=self.torch.int32)
+        found = {"slopes": slope(heads).float()}
+        if self.case.documents:
+            found["doc"] = keys // document_tokens(self.case, self.extents.seqlen_k)
+        text = self.case.expression + self.case.mask_expression
+        return {name: x for name, x in found.items() if name in text}
+
+    def reference(self, score: Any, b: Any, h: Any, q: Any, k: Any, **arrays: Any) -> Any:
+        """What a `ScoreMod` computes, for arrays on the CPU."""
+        import numpy as np
+
+        made = score if self.case.score is None else self.case.score(score, b, h, q, k)
+        sees = self.sees(b, h, q, k)
+        return made if sees is None else np.where(sees, made, -np.inf)
+
+    def sees(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        """Whether a mask expression and a block mask leave pairs; for tensors that broadcast. None without either."""
+        if self.blocks is not None:
+            rows, keys = self.block_size
+            return self.blocks[query // rows, key // keys]
+        if not self.case.documents:
+            return None
+        tokens = document_tokens(self.case, self.extents.seqlen_k)
+        return query // tokens == key // tokens
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """Queries and keys of a block of `blocks`."""
+        return max(64, self.extents.seqlen_q // _BLOCKS), max(64, self.extents.seqlen_k // _BLOCKS)
 
     def band(self) -> Any:
         """Pairs within `Case.bounds`, bool (1, 1, seqlen_q, seqlen_k); None where they hide nothing."""
@@ -111,6 +147,8 @@ class Problem:
             mask = self.mask.expand(e.batch, e.heads, e.seqlen_q, e.seqlen_k)[batch, head, rows]
             hides = mask.dtype == torch.bool
             scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask.double()
+        if (sees := self.sees(batch, head, rows[:, None], keys)) is not None:
+            scores = scores.masked_fill(~sees, float("-inf"))
         if self.case.bounds != (-1, -1):
             scores = scores.masked_fill(~self.within(rows[:, None], keys), float("-inf"))
         if self.sinks is not None:
@@ -160,7 +198,15 @@ class Problem:
         visible = numbers > 0
         if kind.contents == "half":
             query, key = (torch.arange(n, device="cuda") // max(1, n // _BLOCKS) for n in (e.seqlen_q, e.seqlen_k))
-            # Ranks of random numbers: every row of blocks keeps exactly half of them.
-            kept = self._random(int(query[-1]) + 1, int(key[-1]) + 1).argsort(dim=-1) % 2 == 0
+            kept = self._half(int(query[-1]) + 1, int(key[-1]) + 1)
             visible &= kept[query[:, None], key]
         return visible
+
+    def _half(self, rows: int, columns: int) -> Any:
+        """A map that keeps exactly half of every row, by ranks of random numbers."""
+        return self._random(rows, columns).argsort(dim=-1) % 2 == 0
+
+    def _kept_blocks(self) -> Any:
+        sizes = zip((self.extents.seqlen_q, self.extents.seqlen_k), self.block_size, strict=True)
+        rows, columns = (-(-n // size) for n, size in sizes)
+        return self._half(rows, columns)

@@ -73,6 +73,7 @@ CALLS = {
     "decode_combine": "decode",
     "mask_pack": "attention with a mask",
     "mask_list": "attention with a mask",
+    "tile_kinds": "attention with a block_mask or score_mod",
 }
 
 #: Operation of the registry to its line in the README's table.
@@ -83,6 +84,7 @@ LINES = {
     "quantize_delta": "`quantize_qk`, `quantize_v`",
     "mask_pack": "`attention`, `attention_varlen`",  # where `attention` stands; packed sequences do without
     "mask_list": "`attention`, `attention_varlen`",
+    "tile_kinds": "`attention`, `attention_varlen`",
     "merge_states": "`merge_states`",
     "decode": "`decode`",
     "decode_combine": "`decode`",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from ..problems import AttentionProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
+from .masks import MASK_KINDS, MaskPlaces, memory_of
 from .numbers import MAX_GRID_X
-from .structs import ATTN_FWD, At, strides
+from .score_forms import form_values
+from .score_mod import array_values
+from .structs import ATTN_FWD, ATTN_FWD_FORMS_SM80, ATTN_FWD_MOD_SM80, At, member, strides
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
-MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
 SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
 
 
@@ -77,13 +79,23 @@ def tile_launches(num_tiles: int) -> list[tuple[int, int]]:
     return [(first, min(MAX_GRID_X, num_tiles - first)) for first in range(0, num_tiles, MAX_GRID_X)]
 
 
-def build(spec: KernelSpec, problem: AttentionProblem, target: Target) -> tuple[LaunchRecord, ...]:
-    """The launches of a call."""
+def build(
+    spec: KernelSpec, problem: AttentionProblem, target: Target, masks: MaskPlaces | None = None
+) -> tuple[LaunchRecord, ...]:
+    """The launches of a call. masks: what was made of the mask, where attention does not read it itself."""
     blocks = num_m_blocks(problem, spec.block_m)
     tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)
     records = []
     for first, count in tile_launches(tiles):
         values = forward_values(problem, blocks, mask_extent=problem.mask_extent, tile_offset=first)
-        arguments = ATTN_FWD.pack(values)
+        layout = ATTN_FWD
+        if "score_mods" in spec.features:
+            layout = ATTN_FWD_FORMS_SM80
+            memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
+            values = member("fwd", values) | member("forms", form_values(problem, masks)) | memory
+        if problem.score_mod is not None:
+            layout = ATTN_FWD_MOD_SM80
+            values = member("call", values) | member("arrays", array_values(problem.score_mod))
+        arguments = layout.pack(values)
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))
     return tuple(records)

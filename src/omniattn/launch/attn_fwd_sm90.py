@@ -11,7 +11,8 @@ from . import tile_order
 from .attn_fwd import forward_values, num_m_blocks
 from .masks import MaskPlaces
 from .score_forms import bias_map, form_values
-from .structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_SM90, member
+from .score_mod import array_values
+from .structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_MOD_SM90, ATTN_FWD_SM90, member
 
 _GROUP_ROWS = 64  # query rows of a warpgroup
 _PANEL = 64  # columns of one copy: 128 bytes, the width of the swizzle
@@ -83,10 +84,13 @@ def build(
         k = _operand("k", problem.dtype, kv_shape, s.k, spec.block_n)
         v = _operand("v", problem.dtype, kv_shape, s.v, spec.block_n)
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles)}
-    values |= member("fwd", forward_values(problem, blocks))
+    values |= member("fwd", forward_values(problem, blocks, mask_extent=problem.mask_extent))
     layout = ATTN_FWD_SM90
     if "score_mods" in spec.features:
         layout = ATTN_FWD_FORMS_SM90
         values |= {"map_bias": bias_map(spec, problem, q), **member("forms", form_values(problem, masks))}
+    if problem.score_mod is not None:
+        layout = ATTN_FWD_MOD_SM90
+        values |= member("arrays", array_values(problem.score_mod))
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)

@@ -8,11 +8,12 @@ from ..problems import AttentionProblem
 from ..problems.memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from ..problems.quantize import carve
 from ..registry import KernelSpec
-from ..registry.masks import MASK_TILE, PACK_TILES
+from ..registry.masks import MASK_TILE, MAX_TILES, PACK_TILES
 from ..runtime.record import LaunchRecord
-from .attn_fwd import MASK_KINDS
 from .structs import MASK_LIST, MASK_PACK, At
 
+#: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
+MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
 #: Threads of a warpgroup: words of a tile of bits.
 _WORDS = 128
 
@@ -89,6 +90,25 @@ class MaskPlaces:
 def takes(problem: AttentionProblem) -> bool:
     """Whether the kernels take the mask of a call: booleans, or values that are the same for every query; no varlen."""
     return not problem.varlen and problem.mask_form in ("bits", "keys")
+
+
+def memory_of(problem: AttentionProblem) -> tuple[int, int]:
+    """First byte and end of the memory that a call's mask lies in, from its first element on."""
+    if problem.mask == "none":
+        return 0, 0
+    extents = (problem.batch, problem.num_q_heads, *problem.mask_extent)
+    if 0 in extents:
+        return 0, 0
+    reach = [stride * (n - 1) for stride, n in zip(_strides(problem), extents, strict=True)]
+    itemsize = ITEMSIZE[problem.mask_dtype]
+    return itemsize * sum(min(x, 0) for x in reach), itemsize * (sum(max(x, 0) for x in reach) + 1)
+
+
+def pay(problem: AttentionProblem) -> bool:
+    """Whether a kernel that could read the mask of a call itself had better have it packed."""
+    if problem.mask_form == "bits" and problem.one_mask_for_all_keys:
+        return False  # larger than the mask
+    return takes(problem) and problem.scratch and problem.seqlen_k <= MASK_TILE * MAX_TILES
 
 
 def shapes(problem: AttentionProblem, num_m_blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -180,6 +200,26 @@ def build(
     if ctas:
         packing = MASK_PACK.pack(_pack_values(problem, e, found))
         records.append(LaunchRecord(pack, (ctas, 1, 1), 32 * pack.num_warps, *packing))
+    # It begins while the kernel ahead ends, and waits for its kinds by itself.
+    lists = list_record(
+        listing, problem, e, found, block_m, lead_rows, num_m_blocks, broadcast_rows=e.rows == 1, overlap=bool(records)
+    )
+    return (*records, lists), found
+
+
+def list_record(
+    listing: KernelSpec,
+    problem: AttentionProblem,
+    e: MaskExtents,
+    found: MaskPlaces,
+    block_m: int,
+    lead_rows: int,
+    num_m_blocks: int,
+    *,
+    broadcast_rows: bool,
+    overlap: bool,
+) -> LaunchRecord:
+    """The launch that lists tiles by their kinds. broadcast_rows: one tile of rows stands for all."""
     values: dict[str, object] = {
         "kinds": found.kinds,
         "lists": found.lists,
@@ -187,7 +227,7 @@ def build(
         "mask_heads": e.heads,
         "m_tiles": e.m_tiles,
         "n_tiles": e.n_tiles,
-        "broadcast_rows": int(e.rows == 1),
+        "broadcast_rows": int(broadcast_rows),
         "num_m_blocks": num_m_blocks,
         "block_m": block_m,
         "lead_rows": lead_rows,
@@ -196,10 +236,8 @@ def build(
         "window_left": problem.window_left,
         "window_right": problem.window_right,
     }
-    grid = (-(-masks * num_m_blocks // listing.num_warps), 1, 1)
-    # It begins while the kernel ahead ends, and waits for its kinds by itself.
-    lists = LaunchRecord(listing, grid, 32 * listing.num_warps, *MASK_LIST.pack(values), overlap=bool(records))
-    return (*records, lists), found
+    grid = (-(-e.batch * e.heads * num_m_blocks // listing.num_warps), 1, 1)
+    return LaunchRecord(listing, grid, 32 * listing.num_warps, *MASK_LIST.pack(values), overlap=overlap)
 
 
 def _strides(problem: AttentionProblem) -> tuple[int, int, int, int]:
@@ -210,16 +248,15 @@ def _strides(problem: AttentionProblem) -> tuple[int, int, int, int]:
 def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces) -> dict[str, object]:
     """The fields of MaskPackParams."""
     strides = _strides(problem)
-    itemsize = ITEMSIZE[problem.mask_dtype]
-    reach = [stride * (n - 1) for stride, n in zip(strides, (e.batch, e.heads, e.rows, e.cols), strict=True)]
+    first_byte, end_byte = memory_of(problem)
     return {
         "mask": At("mask"),
         "bits": found.bits,
         "key_bias": found.key_bias,
         "kinds": found.kinds,
         **dict(zip((f"mask_stride_{x}" for x in "bhqk"), strides, strict=True)),
-        "first_byte": itemsize * sum(min(x, 0) for x in reach),
-        "end_byte": itemsize * (sum(max(x, 0) for x in reach) + 1),
+        "first_byte": first_byte,
+        "end_byte": end_byte,
         "mask_kind": MASK_KINDS[problem.mask],
         "mask_heads": e.heads,
         "rows": e.rows,

@@ -15,7 +15,7 @@ from ..runtime.record import TensorMap
 from .masks import MaskPlaces
 
 #: `ScoreForm` of device code.
-SOFTCAP, SCALED, BITS, KEY_BIAS, BIAS = 1, 2, 4, 8, 16
+SOFTCAP, SCALED, BITS, KEY_BIAS, BIAS, MOD_TILES = 1, 2, 4, 8, 16, 32
 _LOG2E = math.log2(math.e)
 _LARGEST = 3.0e38  # below the largest fp32
 
@@ -24,22 +24,25 @@ def _finite(x: float) -> float:
     return min(max(x, -_LARGEST), _LARGEST)
 
 
-#: tanh(x) / x in powers of x^2, minimax of the relative error (6e-7) for |x| up to `_NEAR`.
-_TANH = (9.999994636e-01, -3.332631886e-01, 1.319029629e-01, -4.440221563e-02)
-_NEAR = 0.5
+#: tanh(x) / x in powers of x^2, minimax of the relative error, for |x| up to the first number: 6e-7 and 8e-7.
+_TANH = (0.5, (9.999994636e-01, -3.332631886e-01, 1.319029629e-01, -4.440221563e-02))
+_TANH_NEAR = (0.28, (9.9999923e-01, -3.3315523e-01, 1.2720911e-01))
 
 
-def _cap_polynomial(scale: float, cap: float) -> tuple[float, tuple[float, ...]]:
+def _cap_polynomial(
+    scale: float, cap: float, tanh: tuple[float, tuple[float, ...]] = _TANH
+) -> tuple[float, tuple[float, ...]]:
     """``cap * log2(e) * tanh(s * scale / cap) / s`` in powers of s^2, and the largest s that it is for.
 
     Where a coefficient is no normal fp32 number (caps of 1e5 and more), the largest s is 0: kernels take tanh itself.
     """
     x = scale / cap
+    largest, factors = tanh
     if 1e-15 < abs(x) < 1e15:
-        poly = tuple(cap * _LOG2E * a * x ** (2 * i + 1) for i, a in enumerate(_TANH))
+        poly = tuple(cap * _LOG2E * a * x ** (2 * i + 1) for i, a in enumerate(factors))
         if all(2.0**-120 < abs(p) < _LARGEST for p in poly):
-            return _NEAR / abs(x), poly
-    return 0.0, (0.0,) * 4
+            return largest / abs(x), poly
+    return 0.0, (0.0,) * len(factors)
 
 
 def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str, object]:
@@ -51,7 +54,11 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
     # A factor that is not positive, or infinite in base 2, goes into the scores, where it does no harm to the -inf of
     # hidden keys.
     scaled = 0 if is_plain_scale(factor) else SCALED
+    own_tiles = MOD_TILES if masks is not None and form in ("none", "tiles") else 0
     limit, poly = _cap_polynomial(problem.softmax_scale, problem.softcap) if capped else (0.0, (0.0,) * 4)
+    near_limit, near = (
+        _cap_polynomial(problem.softmax_scale, problem.softcap, _TANH_NEAR) if capped else (0.0, (0.0,) * 3)
+    )
     strides = problem.strides
     assert strides is not None
     return {
@@ -63,7 +70,7 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
         "lists_stride_b": 0 if masks is None else masks.lists_stride_b,
         "lists_stride_h": 0 if masks is None else masks.lists_stride_h,
         "num_tiles": 0 if masks is None else masks.num_tiles,
-        "forms": forms | scaled,
+        "forms": forms | scaled | own_tiles,
         "bias_batch": int(strides.mask[0] != 0),
         "bias_head": int(strides.mask[1] != 0),
         "cap_scale": _finite(problem.softmax_scale / problem.softcap if capped else 0.0),
@@ -71,6 +78,9 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
         "factor2": _finite(factor * _LOG2E),
         "cap_limit": limit,
         "cap_poly": poly,
+        # None at all is below -1: the square of a small number is 0.
+        "cap_near_limit": near_limit**2 if near_limit > 0.0 else -1.0,
+        "cap_near": near,
     }
 
 

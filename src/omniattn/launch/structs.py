@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from ..problems.score_mod import MAX_ARRAYS, MAX_DIMS
 from ..runtime.record import MAP_BYTES, Pointer, TensorMap
 
 
@@ -129,7 +130,14 @@ SCORE_FORMS = HostStruct(
     "ScoreForms",
     "params/attn_fwd.cuh",
     "P tiles lists; q tiles_stride_b tiles_stride_h tiles_stride_m lists_stride_b lists_stride_h;"
-    "i num_tiles forms bias_batch bias_head; f cap_scale factor factor2 cap_limit; 4f cap_poly",
+    "i num_tiles forms bias_batch bias_head; f cap_scale factor factor2 cap_limit; 4f cap_poly; f cap_near_limit;"
+    "3f cap_near",
+)
+
+ATTN_FWD_FORMS_SM80 = HostStruct(
+    "AttnFwdFormsSm80Params",
+    "params/attn_fwd.cuh",
+    f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}; q mask_first_byte mask_end_byte",
 )
 
 ATTN_FWD_FORMS_SM90 = HostStruct(
@@ -137,7 +145,27 @@ ATTN_FWD_FORMS_SM90 = HostStruct(
     "params/attn_fwd.cuh",
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {TILE_LIST.inside('tiles')};"
     f"{SCORE_FORMS.inside('forms')}",
-    tail=40,
+    tail=24,
+)
+
+SCORE_MOD_ARRAYS = HostStruct(
+    "ScoreModArrays",
+    "params/score_mod.cuh",
+    f"{MAX_ARRAYS}P data; {MAX_ARRAYS * MAX_DIMS}q strides; {MAX_ARRAYS * MAX_DIMS}i extents",
+)
+
+ATTN_FWD_MOD_SM80 = HostStruct(
+    "AttnFwdModSm80Params",
+    "params/score_mod.cuh",
+    f"{ATTN_FWD_FORMS_SM80.inside('call')}; {SCORE_MOD_ARRAYS.inside('arrays')}",
+)
+
+ATTN_FWD_MOD_SM90 = HostStruct(
+    "AttnFwdModSm90Params",
+    "params/score_mod.cuh",
+    f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {TILE_LIST.inside('tiles')};"
+    f"{SCORE_FORMS.inside('forms')}; {SCORE_MOD_ARRAYS.inside('arrays')}",
+    tail=24,
 )
 
 QUANTIZED_OPERANDS = HostStruct(
@@ -166,7 +194,7 @@ ATTN_INT8_FORMS_SM90 = HostStruct(
     "params/attn_int8.cuh",
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys",
-    tail=20,
+    tail=4,
 )
 
 QUANTIZE = HostStruct(
@@ -237,12 +265,19 @@ MASK_LIST = HostStruct(
     " window_left window_right",
 )
 
+TILE_KINDS = HostStruct(
+    "TileKindsParams",
+    "params/tile_kinds.cuh",
+    "P kinds blocks; q block_stride_b block_stride_h block_stride_q block_stride_k;"
+    f"i batch heads m_tiles n_tiles seqlen_q seqlen_k block_rows block_keys; {SCORE_MOD_ARRAYS.inside('arrays')}",
+)
+
 STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
-        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80,
-        ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES,
-        MASK_PACK, MASK_LIST,
+        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
+        ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90,
+        QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

@@ -6,9 +6,11 @@ from .decode import decode
 from .explain import Explanation, explain
 from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
+from .score_mod import ScoreMod
 
 __all__ = [
     "Explanation",
+    "ScoreMod",
     "append",
     "attention",
     "attention_varlen",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ..arrays.identity import Same
 from ..checks import attention as checks
-from ..checks import operands
+from ..checks import extras, operands
 from ..checks.attention import AttentionOptions
+from ..errors import ArgumentError
+from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, run
 from ..problems import OPERANDS, Int4, Int8
+from ..runtime import env
 from . import on_cpu
+from .score_mod import ScoreMod
 
 _ON_OPERANDS = {
     name: Operation(
@@ -47,6 +52,45 @@ _ATTENTION, _ATTENTION_VARLEN = (
     )
     for name in ("attention", "attention_varlen")
 )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
+    """The operation ``name`` on more arrays: a block mask, those of a score modification."""
+    return Operation(
+        name, (*checks.ARRAYS, *more), extras.check_call, extras.check_memory, plan_attention, on_cpu.attention,
+        ("q", "k", "v", *more), checks.ALIGNED,
+        placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT),
+    )  # fmt: skip
+
+
+def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any) -> Call:
+    """``call`` with a score modification, a block mask, or both."""
+    function = call.operation.name
+    if mod is not None and not isinstance(mod, ScoreMod):
+        raise ArgumentError("score_mod", "an omniattn.ScoreMod", type(mod).__name__, function=function)
+    for name, x in zip("qkv", call.objects, strict=False):
+        if x.__class__ in OPERANDS:
+            raise ArgumentError(
+                name, "an array that is not quantized, with score_mod or block_mask", type(x).__name__,
+                function=function,
+            )  # fmt: skip
+    names: tuple[str, ...] = ()
+    arrays: tuple[Any, ...] = ()
+    size = texts = None
+    if block_mask is not None:
+        names, arrays = ("block_mask",), (block_mask,)
+        size = extras.check_block_size(128 if block_size is None else block_size, function)
+    elif block_size is not None:
+        raise ArgumentError("block_size", "nothing, without block_mask", repr(block_size), function=function)
+    if mod is not None:
+        names += tuple(PREFIX + name for name in mod.arrays)
+        arrays += tuple(mod.arrays.values())
+        texts = (mod.expression, mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), mod.reference is None)
+    operation = _with_arrays(function, names)
+    return Call(operation, (*call.objects, *arrays), call.options, call.stream, None, (texts, size), mod)
+
+
 # A third of what the class of a NamedTuple takes.
 _new = tuple.__new__
 
@@ -62,6 +106,9 @@ def attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     mask: Any = None,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    block_size: int | tuple[int, int] | None = None,
     sinks: Any = None,
     precision: str | Int8 | Int4 = "exact",
     return_lse: bool = False,
@@ -73,7 +120,7 @@ def attention(
 
     ::
 
-        S = softmax_scale * q @ k.T;  if softcap: S = softcap * tanh(S / softcap);  S += mask
+        S = softmax_scale * q @ k.T;  if softcap: S = softcap * tanh(S / softcap);  S = score_mod(S);  S += mask
         o = softmax(S) @ v            lse = log(sum(exp(S)))
 
     Parameters
@@ -99,6 +146,14 @@ def attention(
     mask : array, optional
         Broadcastable to (batch, num_q_heads, seqlen_q, seqlen_k) in either layout. bool (True: visible), or float32 or
         q's dtype (added to the scores; -inf hides).
+    score_mod : ScoreMod, optional
+        A function of yours of each score, compiled into the kernel. With ``precision="exact"``.
+    block_mask : array, bool, optional
+        Broadcastable to (batch, num_q_heads, blocks of queries, blocks of keys): False hides a block, which is never
+        loaded. With ``precision="exact"``, with score_mod, and with a mask only if that is added and differs between
+        queries.
+    block_size : int or (int, int), optional
+        Queries and keys of a block, multiples of 64, 128 unless given; the last blocks may be smaller.
     sinks : array, (num_q_heads,), float32 or q's dtype, optional
         One more logit a head that takes part in the softmax and has no value; LSE counts it.
     precision : str, Int8 or Int4
@@ -141,7 +196,10 @@ def attention(
         AttentionOptions,
         (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None),
     )
-    return _one_or_more(run(Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), options, stream)))
+    call = Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), options, stream)
+    if score_mod is not None or block_mask is not None or block_size is not None:
+        call = _with_extras(call, score_mod, block_mask, block_size)
+    return _one_or_more(run(call))
 
 
 def attention_varlen(
@@ -159,6 +217,7 @@ def attention_varlen(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     mask: Any = None,
+    score_mod: ScoreMod | None = None,
     sinks: Any = None,
     precision: str | Int8 | Int4 = "exact",
     return_lse: bool = False,
@@ -188,7 +247,7 @@ def attention_varlen(
         quantized operands needed only with a mask.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
-    layout, causal, window, softmax_scale, softcap, sinks, precision, return_lse, out, stream, deterministic
+    layout, causal, window, softmax_scale, softcap, score_mod, sinks, precision, return_lse, out, stream, deterministic
         As in `attention`.
 
     Returns
@@ -207,7 +266,8 @@ def attention_varlen(
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q, max_seqlen_k
     )
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
-    return _one_or_more(run(Call(_ATTENTION_VARLEN, objects, options, stream)))
+    call = Call(_ATTENTION_VARLEN, objects, options, stream)
+    return _one_or_more(run(call if score_mod is None else _with_extras(call, score_mod, None, None)))
 
 
 def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 = "exact") -> Call:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .. import runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError
-from ..plan.engine import Described, Plan, describing
+from ..plan.engine import Call, Described, Plan, describing
 from ..problems import AttentionProblem
 from ..problems.memory import ITEMSIZE
 from ..runtime.record import LaunchRecord
@@ -19,6 +19,7 @@ from .attention import attention, attention_varlen
 from .decode import decode
 from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
+from .tiles import TileCounts, count_tiles, finding
 
 #: What can be explained.
 OPERATIONS = (
@@ -80,6 +81,9 @@ class Explanation:
         All launches in order; none on the CPU, and where there is nothing to do.
     workspace_bytes : int
         Scratch memory.
+    mask_bytes : int
+        What the kernels read that look for tiles which a mask hides: the call's mask. 0 where none do, and of a
+        `ScoreMod`, whose mask is computed.
     """
 
     kernel: str
@@ -96,6 +100,18 @@ class Explanation:
     problem: Any
     launches: tuple[Launch, ...] = ()
     workspace_bytes: int = 0
+    mask_bytes: int = 0
+    _count: Callable[[], TileCounts | None] = field(default=lambda: None, repr=False, compare=False)
+
+    def tiles(self) -> TileCounts | None:
+        """What a mask leaves: runs the kernels that find it, and waits for them.
+
+        Returns
+        -------
+        TileCounts or None
+            None where no kernel looks for hidden tiles. Of the arrays as they are now.
+        """
+        return self._count()
 
     def __str__(self) -> str:
         lines = [
@@ -108,6 +124,8 @@ class Explanation:
             lines.append(f"launch   {self.grid} CTAs of {self.threads} threads, {self.smem_bytes} B shared memory each")
         others = [x for x in self.launches if x.kernel != self.kernel]
         lines += [f"also     {x.kernel} ({x.origin}), {x.grid} CTAs of {x.threads} threads" for x in others]
+        if any(x.kernel.startswith("mask_list") for x in others):
+            lines.append(f"masks    {self.mask_bytes / 1e6:.3f} MB are read to find hidden tiles: tiles() counts them")
         if isinstance(self.problem, AttentionProblem):
             known = self.flops is not None
             flops = f"{(self.flops or 0) / 1e9:.3f} GFLOP" if known else "unknown (lengths are on the device)"
@@ -169,12 +187,12 @@ def _explain(function: Callable[..., Any], arguments: tuple[Any, ...], options: 
         with describing():
             function(*arguments, **options)
     except Described as described:
-        return _explanation(described.plan, described.tensors, described.call.cache)
+        return _explanation(described.plan, described.tensors, described.call)
     # copy_blocks and copy_recent without copies.
     raise ArgumentError("copies", "at least one pair (source, destination)", "none", function="explain")
 
 
-def _explanation(plan: Plan, tensors: dict[str, Tensor], cache: Any) -> Explanation:
+def _explanation(plan: Plan, tensors: dict[str, Tensor], call: Call) -> Explanation:
     problem, launches = plan.problem, plan.launches
     flops = problem.flops if isinstance(problem, AttentionProblem) else None
     min_bytes = _min_bytes(problem, tensors)
@@ -202,7 +220,14 @@ def _explanation(plan: Plan, tensors: dict[str, Tensor], cache: Any) -> Explanat
         problem,
         tuple(_launch(record, device.cc) for record in launches.records),
         launches.workspace_bytes,
+        _bytes_of(tensors["mask"]) if finding(plan) and "mask" in tensors else 0,
+        lambda: count_tiles(call, plan, tensors),
     )
+
+
+def _bytes_of(t: Tensor) -> int:
+    """Bytes of an array without what it repeats."""
+    return t.itemsize * math.prod(n for n, stride in zip(t.shape, t.strides, strict=True) if stride)
 
 
 def _launch(record: LaunchRecord, cc: tuple[int, int]) -> Launch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from typing import Any
 
@@ -14,8 +15,10 @@ from ..checks.operands import ARRAYS as OPERAND_ARRAYS
 from ..checks.operands import STARTS, check_same_sequences
 from ..checks.quantize import check_starts
 from ..errors import ArgumentError
+from ..launch.score_mod import PREFIX
 from ..plan.engine import Call, store_results
 from ..problems import AppendProblem, AttentionProblem, CopyProblem, DecodeProblem, MergeProblem, QuantizeCall
+from ..registry.masks import MASK_TILE
 
 Tensors = dict[str, Tensor]
 
@@ -24,14 +27,14 @@ def attention(call: Call, problem: AttentionProblem, tensors: Tensors) -> list[A
     """``attention`` and ``attention_varlen`` on arrays."""
     arrays.prepare([tensors["q"]], call.stream)  # refuses a stream
     try:
-        o, lse = _attend(problem, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k)
+        o, lse = _attend(problem, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k, call.subject)
     except ArgumentError as error:  # in the contents of an array
         raise error.named(call.operation.name) from None
     return store_results(problem, tensors["q"], tensors.get("out"), [o, lse][: len(problem.outputs)])
 
 
-def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any) -> tuple[Any, Any]:
-    """o and LSE as NumPy arrays."""
+def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any, mod: Any) -> tuple[Any, Any]:
+    """o and LSE as NumPy arrays. mod: the `ScoreMod` of a call that has one."""
     from .. import reference
 
     options: dict[str, Any] = {
@@ -42,6 +45,8 @@ def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any)
         "mask": arrays.to_numpy(tensors["mask"]) if "mask" in tensors else None,
         "sinks": arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None,
     }
+    if problem.block_mask is not None:
+        options["mask"] = _without_hidden_blocks(problem, arrays.to_numpy(tensors["block_mask"]), options["mask"])
     if problem.varlen:
         options |= {name: arrays.to_numpy(tensors[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
         options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
@@ -50,8 +55,23 @@ def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any)
         from ..reference import low_precision
 
         return low_precision.attention(*inputs, precision=problem.precision, **options)
+    if problem.score_mod is not None:
+        read = {name: arrays.to_numpy(tensors[PREFIX + name]) for name in mod.arrays}
+        options["score_mod"] = functools.partial(mod.reference, **read)
     function = reference.attention_varlen if problem.varlen else reference.attention
     return function(*inputs, compute_dtype="float64" if problem.dtype == "float64" else "float32", **options)
+
+
+def _without_hidden_blocks(problem: AttentionProblem, blocks: Any, mask: Any) -> Any:
+    """The mask of a call with a block mask: -inf or False in hidden blocks."""
+    import numpy as np
+
+    assert problem.block_mask is not None
+    rows, keys = (MASK_TILE * n for n in problem.block_mask.size)
+    shape = (-(-problem.seqlen_q // rows), -(-problem.seqlen_k // keys))
+    blocks = np.broadcast_to(blocks, (*(1,) * (4 - blocks.ndim), *blocks.shape)[:2] + shape)
+    visible = blocks.repeat(rows, axis=2)[:, :, : problem.seqlen_q].repeat(keys, axis=3)[..., : problem.seqlen_k]
+    return visible if mask is None else np.where(visible, mask, np.asarray(-np.inf, dtype=mask.dtype))
 
 
 def attention_on_operands(call: Call, problem: AttentionProblem, tensors: Tensors) -> list[Any]:

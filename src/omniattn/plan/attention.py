@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, UnsupportedError
-from ..launch import attn_fwd, attn_fwd_sm90, attn_int8, attn_int8_sm80, attn_int8_sm90, masks, quantize
+from ..launch import (
+    attn_fwd,
+    attn_fwd_sm90,
+    attn_int8,
+    attn_int8_sm80,
+    attn_int8_sm90,
+    masks,
+    quantize,
+    score_mod,
+    tile_kinds,
+)
 from ..launch.attn_int8 import OperandPlaces
 from ..launch.masks import MaskPlaces
 from ..launch.structs import At
@@ -14,7 +24,14 @@ from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..problems.precision import GROUPINGS
 from ..registry import REGISTRY, KernelSpec
 from ..runtime.record import LaunchRecord
-from ..select import Selection, select_attention, select_delta, select_masks, select_quantizer
+from ..select import (
+    Selection,
+    select_attention,
+    select_delta,
+    select_masks,
+    select_quantizer,
+    select_tile_kinds,
+)
 from .engine import Launches
 
 _BUILDERS = {"attn_fwd_sm80": attn_fwd.build, "attn_fwd_sm90": attn_fwd_sm90.build}
@@ -26,7 +43,7 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
     """The launches of ``attention`` and ``attention_varlen``."""
     if problem.operands is not None:
         _check_grouping(problem, target)
-    selection = select_attention(problem, target, force)
+    selection = _with_score_mod(select_attention(problem, target, force), problem)
     spec = selection.spec
     if not spec.quantized:
         mask = _prepare_mask(spec, problem, target, force, 0)
@@ -40,9 +57,16 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
     return _quantize_first(selection, problem, target, force)
 
 
+def _with_score_mod(selection: Selection, problem: AttentionProblem) -> Selection:
+    if problem.score_mod is None:
+        return selection
+    spec = score_mod.with_score_mod(selection.spec, problem.score_mod)
+    return Selection(spec, (*selection.why, "with score_mod compiled in, which no wheel carries"))
+
+
 @dataclass(frozen=True)
 class _PreparedMask:
-    """The kernels that pack a mask and find the tiles of keys that it leaves; nothing where attention reads it itself.
+    """The kernels that pack a mask, or look at tiles, and list the tiles of keys that are left; nothing without any.
 
     Attributes
     ----------
@@ -60,19 +84,32 @@ class _PreparedMask:
     others: tuple[Selection, ...] = ()
 
 
+def _prepares(spec: KernelSpec, problem: AttentionProblem) -> bool:
+    """Whether kernels before attention pack its mask, or find out which tiles are visible."""
+    if spec.quantized:
+        return spec.arch_specific and masks.takes(problem)
+    packs = masks.takes if spec.family == "attn_fwd_sm90" else masks.pay
+    return packs(problem) or tile_kinds.wanted(problem)
+
+
 def _prepare_mask(
-    spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None, first: int
+    spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None, begin: int
 ) -> _PreparedMask:
-    """first: where its memory in the workspace begins."""
-    if not spec.arch_specific or not masks.takes(problem):
-        return _PreparedMask(end=first)
-    pack, listing = select_masks(problem, target, force)
+    """begin: where its memory in the workspace begins."""
+    if not _prepares(spec, problem):
+        return _PreparedMask(end=begin)
     blocks = attn_fwd.num_m_blocks(problem, spec.block_m)
-    order = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count)
-    records, places = masks.build(
-        pack.spec, listing.spec, problem, spec.block_m, order.lead_rows, blocks, At("workspace", first)
+    # Kernels of an architecture are persistent: they have an order of tiles.
+    ordered = spec.arch_specific
+    lead_rows = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count).lead_rows if ordered else 0
+    packed = masks.takes(problem)
+    first, listing = select_masks(problem, target, force) if packed else select_tile_kinds(target, force)
+    if not packed:
+        first = _with_score_mod(first, problem)
+    records, places = (masks.build if packed else tile_kinds.build)(
+        first.spec, listing.spec, problem, spec.block_m, lead_rows, blocks, At("workspace", begin)
     )
-    return _PreparedMask(records, (places,), first + places.num_bytes, (pack, listing))
+    return _PreparedMask(records, (places,), begin + places.num_bytes, (first, listing))
 
 
 def _quantize_first(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:

@@ -331,7 +331,7 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     everything = [*(t for name, t in tensors.items() if name != "out"), *own, *outputs]
     workspace = 0
     if plan.launches.workspace_bytes:
-        memory = _workspace(operation.name, place, plan.launches.workspace_bytes)
+        memory = workspace_of(operation.name, place, plan.launches.workspace_bytes)
         everything.append(memory)
         workspace = -(-memory.ptr // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     handle = arrays.prepare(everything, call.stream)
@@ -350,7 +350,8 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     return [arrays.finish(t, handle) for t in outputs]
 
 
-def _workspace(function: str, place: Tensor, num_bytes: int) -> Tensor:
+def workspace_of(function: str, place: Tensor, num_bytes: int) -> Tensor:
+    """Scratch memory, `WORKSPACE_ALIGNMENT` bytes more than asked for, from the library of the array ``place``."""
     try:
         return arrays.empty_like_framework(place, (num_bytes + WORKSPACE_ALIGNMENT,), "uint8")
     except ArgumentError as error:

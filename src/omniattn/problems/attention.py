@@ -8,6 +8,7 @@ from .memory import ITEMSIZE
 from .outputs import Output
 from .precision import EXACT, Precision, value_levels
 from .quantize import QuantizeProblem, Strides3
+from .score_mod import BlockMaskProblem, ScoreModProblem
 
 UNLIMITED = -1
 
@@ -70,6 +71,10 @@ class AttentionProblem:
         A tensor map can describe the additive mask.
     scratch : bool
         The arrays' library can give scratch memory.
+    score_mod : ScoreModProblem, optional
+        The user's modification of scores.
+    block_mask : BlockMaskProblem, optional
+        Which blocks of queries and keys are visible at all.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -99,6 +104,8 @@ class AttentionProblem:
     mask_map: bool = False
     scratch: bool = True
     strides: AttentionStrides | None = None
+    score_mod: ScoreModProblem | None = None
+    block_mask: BlockMaskProblem | None = None
 
     @property
     def o_shape(self) -> tuple[int, ...]:
@@ -151,7 +158,9 @@ class AttentionProblem:
         The plain kernels take the row maximum of the unscaled products, which is the maximum of the scores only if the
         scale is positive, and apply scale * log2(e) to the -inf of hidden keys: neither 0 nor infinity will do in fp32.
         """
-        return self.softcap > 0.0 or self.mask != "none" or not is_plain_scale(self.softmax_scale)
+        modified = self.softcap > 0.0 or self.mask != "none"
+        modified = modified or self.score_mod is not None or self.block_mask is not None
+        return modified or not is_plain_scale(self.softmax_scale)
 
     @property
     def workload(self) -> str:

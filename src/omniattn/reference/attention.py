@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omniattn.reference import checks
-from omniattn.reference.core import Array, attend_sequence
+from omniattn.reference.core import Array, ScoreFunction, attend_sequence
 
 _NAME = "reference.attention"
 
@@ -27,6 +27,7 @@ def attention(
     softcap: float = 0.0,
     mask: npt.ArrayLike | None = None,
     sinks: npt.ArrayLike | None = None,
+    score_mod: ScoreFunction | None = None,
     compute_dtype: npt.DTypeLike = np.float32,
     _round_to: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Array]:
@@ -65,6 +66,9 @@ def attention(
         the score, and -inf hides the key.
     sinks : array_like, optional
         (heads_q,): a logit for each head that enters the denominator only, in natural units, not scaled.
+    score_mod : callable, optional
+        ``score_mod(score, b, h, q, k)`` makes new scores of those after softcap; -inf hides the key. score: (rows,
+        keys), q: (rows, 1), k: (1, keys).
     compute_dtype : dtype
         float32 or float64: all arithmetic, and the results.
 
@@ -92,8 +96,7 @@ def attention(
     qh, kh, vh = (checks.heads_first(x, name, _NAME, 4, is_nhd) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     checks.check_heads(qh, kh, vh, _NAME)
     options = checks.make_options(qh.shape[-1], causal, window, softmax_scale, softcap, compute_dtype, _NAME)
-    if _round_to is not None:
-        options = dataclasses.replace(options, round_to=_round_to)
+    options = dataclasses.replace(options, round_to=_round_to, score_mod=score_mod)
     batch, heads_q, seqlen_q = qh.shape[:3]
     full_mask = None if mask is None else checks.broadcast_mask(mask, (batch, heads_q, seqlen_q, kh.shape[2]), _NAME)
     sink_logits = None if sinks is None else checks.check_sinks(sinks, heads_q, _NAME)
@@ -102,7 +105,8 @@ def attention(
     lse = np.empty((batch, heads_q, seqlen_q), dtype=options.compute_dtype)
     for b in range(batch):
         block_mask = None if full_mask is None else full_mask[b]
-        attend_sequence(qh[b], kh[b], vh[b], block_mask, sink_logits, options, o_heads_first[b], lse[b])
+        own = dataclasses.replace(options, batch=b)
+        attend_sequence(qh[b], kh[b], vh[b], block_mask, sink_logits, own, o_heads_first[b], lse[b])
     return o, lse
 
 

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ShapeError
+
 Array = npt.NDArray[Any]
+
+#: (score, b, h, q, k) to the new score, -inf where it hides the key. score: (rows, keys); q: (rows, 1), k: (1, keys).
+ScoreFunction = Callable[[Array, int, int, Array, Array], Any]
 
 # Scores of one block. 4 MB in float32 stays near the last-level cache, and its products are large enough for BLAS.
 BLOCK_SCORES = 1 << 20
@@ -37,6 +42,10 @@ class Options:
     round_to : callable or None
         When given, scores, and probabilities after their normalization, go through it: the arithmetic of a framework
         that stores both in a 16-bit type. Used by `omniattn.testing.same_dtype_naive` only.
+    score_mod : callable or None
+        Makes new scores of those after softcap, see `ScoreFunction`.
+    batch : int
+        Number of the sequence, which `score_mod` is told.
     """
 
     softmax_scale: float
@@ -45,6 +54,8 @@ class Options:
     right: int
     compute_dtype: np.dtype[Any]
     round_to: Callable[[Array], Array] | None = None
+    score_mod: ScoreFunction | None = None
+    batch: int = 0
 
 
 def block_rows(seqlen_q: int, seqlen_k: int) -> int:
@@ -92,6 +103,7 @@ def attend_sequence(
                     sink,
                     v_is_finite,
                     options,
+                    (head, begin, lo),
                 )
 
 
@@ -132,8 +144,9 @@ def _attend_block(
     sink: Any,
     v_is_finite: bool,
     options: Options,
+    place: tuple[int, int, int],
 ) -> tuple[Array, Array]:
-    """Rows of one head against a range of keys: (o, lse). `hidden` is consumed."""
+    """Rows of one head against a range of keys: (o, lse). `hidden` is consumed. place: head, first row, first key."""
     # NaN and infinity are legal values here, and -inf - -inf, 0 / 0 and log(0) are each caught below.
     with np.errstate(all="ignore"):
         scores = q @ k.T
@@ -145,6 +158,10 @@ def _attend_block(
             scores /= cap
             np.tanh(scores, out=scores)
             scores *= cap
+        if options.score_mod is not None:
+            scores = _modified(scores, options, *place)
+            never = np.isneginf(scores)
+            hidden = never if hidden is None else np.logical_or(hidden, never, out=hidden)
         if mask is not None:
             if mask.dtype == np.bool_:
                 masked_out = ~mask
@@ -180,6 +197,21 @@ def _attend_block(
             # Keys whose scores are all -inf are visible, but 0 * NaN must not decide what such a row gives.
             o[attends_to_nothing] = 0
         return o, lse
+
+
+def _modified(scores: Array, options: Options, head: int, row: int, key: int) -> Array:
+    """What the user's function makes of scores."""
+    assert options.score_mod is not None
+    rows = np.arange(row, row + scores.shape[0], dtype=np.int64)[:, None]
+    keys = np.arange(key, key + scores.shape[1], dtype=np.int64)[None, :]
+    made = np.asarray(options.score_mod(scores, options.batch, head, rows, keys))
+    try:
+        made = np.broadcast_to(made, scores.shape)
+    except ValueError:
+        raise ShapeError(
+            "score_mod", f"a reference whose result has the shape of score, {scores.shape}", f"shape {made.shape}"
+        ) from None
+    return np.array(made, dtype=scores.dtype)
 
 
 def _weighted_sum(p: Array, v: Array, hidden: Array | None, v_is_finite: bool) -> Array:

@@ -33,15 +33,14 @@ def _mask_pack(dtype: str) -> KernelSpec:
     )
 
 
-def mask_rows() -> Iterator[KernelSpec]:
-    """Rows of ``mask_pack`` and ``mask_list``."""
-    yield from (_mask_pack(dtype) for dtype in ("float16", "bfloat16"))
-    yield KernelSpec(
-        name="mask_list_sm80",
-        family="mask_list_sm80",
-        op="mask_list",
-        source="entry/mask_list_sm80.cu",
-        symbol="mask_list_sm80",
+def _of_tiles(op: str) -> KernelSpec:
+    """A kernel that takes one tile a warp."""
+    return KernelSpec(
+        name=f"{op}_sm80",
+        family=f"{op}_sm80",
+        op=op,
+        source=f"entry/{op}_sm80.cu",
+        symbol=f"{op}_sm80",
         defines=(),
         dtype="uint8",
         head_dim=256,
@@ -51,3 +50,9 @@ def mask_rows() -> Iterator[KernelSpec]:
         smem_bytes=0,
         prebuild=_PREBUILD,
     )
+
+
+def mask_rows() -> Iterator[KernelSpec]:
+    """Rows of ``mask_pack``, ``mask_list`` and ``tile_kinds``."""
+    yield from (_mask_pack(dtype) for dtype in ("float16", "bfloat16"))
+    yield from (_of_tiles(op) for op in ("mask_list", "tile_kinds"))

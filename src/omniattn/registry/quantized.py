@@ -113,7 +113,7 @@ _INT8_SOFTCAP_TILES = (
 )
 _INT8_BIAS_TILES = (
     _Int8FormsTile(64, 4, 3, 2, spills=192),
-    _Int8FormsTile(128, 3, 2, 2),
+    _Int8FormsTile(128, 3, 2, 2, spills=16),
     _Int8FormsTile(256, 2, 1, 2),
     _Int8FormsTile(64, 3, 2, 4),
     _Int8FormsTile(128, 2, 2, 4),

@@ -20,7 +20,8 @@ class KernelSpec:
         Kernel family, ``<op>_<variant>_<arch>``.
     op : str
         The operation it serves: ``"attention"``, ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of masks
-        ``"mask_pack"``, ``"mask_list"``; of caches ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
+        ``"mask_pack"``, ``"mask_list"``, ``"tile_kinds"``; of caches
+        ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
     source : str
         Path of the ``.cu`` file below the kernels root.
     symbol : str
@@ -60,6 +61,8 @@ class KernelSpec:
         `problems.quantize.QuantizeProblem.specialization`; None: it is made for anything.
     bias_bytes : int
         Of attention: bytes of an element of the tiles of additive masks that it takes; 0: none.
+    generated : tuple of (name, text)
+        Source files whose text is not that of the kernels folder: a user's score modification.
     cache : tuple of str
         Of decode and append: row formats of K and V (`registry.decode.row_format`).
     tuned_for : frozenset of str
@@ -95,6 +98,7 @@ class KernelSpec:
     specialization: tuple[str, str] | None = None
     bias_bytes: int = 0
     cache: tuple[str, ...] = ()
+    generated: tuple[tuple[str, str], ...] = ()
 
     @property
     def quantized(self) -> bool:

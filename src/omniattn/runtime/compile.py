@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_LABEL = re.compile(r'^#line 1 "([^"]+)"$', re.MULTILINE)
 _PTXAS_NOTE = re.compile(r"\(C\d{4}\)|[Pp]otential [Pp]erformance [Ll]oss|\bwarning\b", re.IGNORECASE)
 
 
@@ -131,7 +132,7 @@ def compile_spec(
             "What to do: install a newer NVRTC"
         )
     options = compile_options(spec, target, lineinfo=lineinfo)
-    files = (sources or get_store().sources).closure(spec.source)
+    files = (sources or get_store().sources).of(spec)
     headers = {name: text for name, text in files.items() if name != spec.source}
     # Not one of the options that name a binary, because it changes none; older versions have neither cache nor option.
     fresh = ("--no-cache",) if not nvrtc_cache and compiler.version >= (12, 9) else ()
@@ -153,6 +154,16 @@ def compile_spec(
         warnings=tuple(line.strip() for line in log.splitlines() if _PTXAS_NOTE.search(line)),
         ptx=target.virtual,
     )
+
+
+def user_errors(spec: KernelSpec, log: str) -> str:
+    """What a compiler's log says about generated text that is a user's; empty if nothing.
+
+    Such text is announced by ``#line`` with a label of its own; errors come as passages that name the place.
+    """
+    labels = {label for _, text in spec.generated for label in _LABEL.findall(text)} - dict(spec.generated).keys()
+    passages = (passage.strip("\n") for passage in re.split(r"\n[ \t]*\n", log.replace("\r", "")))
+    return "\n\n".join(x for x in passages if "error" in x and any(label in x for label in labels))
 
 
 def jit_target(spec: KernelSpec, cc: tuple[int, int], compiler: Compiler) -> Arch:

@@ -103,6 +103,9 @@ class Driver(Protocol):
     def pop(self, token: Any) -> None:
         """Undo `push_primary`."""
 
+    def read(self, address: int, num_bytes: int, stream: int) -> bytes:
+        """Bytes of device memory, once the stream has done what is queued on it. A context must be current."""
+
     def encode_tensor_map(
         self,
         dtype: str,

@@ -112,6 +112,13 @@ class CudaDriver:
         """Undo `push_primary`."""
         _checked("cuCtxPopCurrent", cu.cuCtxPopCurrent())
 
+    def read(self, address: int, num_bytes: int, stream: int) -> bytes:
+        """Bytes of device memory; see `omniattn.runtime.driver_base.Driver.read`."""
+        buffer = ctypes.create_string_buffer(num_bytes)
+        _checked("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        _checked("cuMemcpyDtoH", cu.cuMemcpyDtoH(ctypes.addressof(buffer), address, num_bytes))
+        return buffer.raw
+
     has_tensor_maps = True
 
     def encode_tensor_map(

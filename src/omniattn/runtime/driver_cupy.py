@@ -95,6 +95,14 @@ class CupyDriver:
         with _errors("cuCtxSetCurrent"):
             cu.ctxSetCurrent(token)
 
+    def read(self, address: int, num_bytes: int, stream: int) -> bytes:
+        """Bytes of device memory; see `omniattn.runtime.driver_base.Driver.read`."""
+        buffer = ctypes.create_string_buffer(num_bytes)
+        with _errors("cudaMemcpy"):
+            rt.streamSynchronize(stream)
+            rt.memcpy(ctypes.addressof(buffer), address, num_bytes, rt.memcpyDeviceToHost)
+        return buffer.raw
+
     has_tensor_maps = False
 
     def encode_tensor_map(

@@ -45,7 +45,7 @@ def dump(spec: KernelSpec, arch: str, origin: str, image: bytes, options: tuple[
         if image:
             suffix = "cubin" if image[:4] == b"\x7fELF" else "ptx"
             (folder / f"{spec.name}.{suffix}").write_bytes(image)
-        for name, source in get_store().sources.closure(spec.source).items():
+        for name, source in get_store().sources.of(spec).items():
             path = folder / "src" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(source, encoding="utf-8")

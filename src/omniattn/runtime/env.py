@@ -149,6 +149,13 @@ VARIABLES: tuple[Variable, ...] = (
         _flag,
     ),
     Variable(
+        "OMNIATTN_CHECK_SCORE_MOD",
+        "compare the indices of a ScoreMod with its arrays' extents: the first outside is reported and ends the kernel",
+        False,
+        "1, 0",
+        _flag,
+    ),
+    Variable(
         "OMNIATTN_CUDA_ARCHS",
         "targets to prebuild when a wheel is built; unset: what the registry says",
         None,

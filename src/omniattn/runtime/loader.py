@@ -17,7 +17,7 @@ from ..errors import ArgumentError, CacheError, CompileError, DriverError, Kerne
 from . import cache, env, log
 from .arch import Arch
 from .cache import CacheEntry, cache_key, get_cache
-from .compile import CompileResult, compile_spec, jit_target
+from .compile import CompileResult, compile_spec, jit_target, user_errors
 from .driver import device_context, device_info, get_driver, on_reset
 from .driver_base import IMAGE_ERRORS
 from .dump import dump
@@ -153,6 +153,8 @@ def _compiled(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[C
         tried.append((f"NVRTC for {target}", str(error)))
         if error.log:
             dump(spec, str(target), "failed", b"", (), error.log)
+        if found := user_errors(spec, error.log):
+            raise CompileError("score_mod does not compile; the compiler says of its text:", log=found) from None
         return
     if target.virtual:
         tried.append(

@@ -76,6 +76,10 @@ class Sources:
             self._closure[name] = {key: found[key] for key in (name, *rest)}
         return self._closure[name]
 
+    def of(self, spec: KernelSpec) -> dict[str, str]:
+        """The files of a kernel: `closure` of its source, and what was generated in place of some of them."""
+        return self.closure(spec.source) | dict(spec.generated)
+
 
 def source_digest(spec: KernelSpec, sources: Sources) -> str:
     """sha256 (hex) of everything that goes into a kernel but options: its sources, includes, defines and symbol.
@@ -88,7 +92,7 @@ def source_digest(spec: KernelSpec, sources: Sources) -> str:
         Where its files are.
     """
     digest = hashlib.sha256()
-    for name, text in sources.closure(spec.source).items():
+    for name, text in sources.of(spec).items():
         digest.update(f"{name}\0{len(text)}\0{text}\0".encode())
     for key, value in spec.defines:
         digest.update(f"-D{key}={value}\0".encode())

@@ -6,7 +6,7 @@
 from .attention import PV_CHOICES, select_attention
 from .cache import select_append, select_copy, select_decode, select_merge
 from .choice import Selection
-from .masks import select_masks
+from .masks import select_masks, select_tile_kinds
 from .quantize import select_delta, select_quantizer
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "select_masks",
     "select_merge",
     "select_quantizer",
+    "select_tile_kinds",
 ]

@@ -36,6 +36,15 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
     if problem.score_mods and "score_mods" not in spec.features:
         return "it has no softcap, mask or non-positive softmax_scale"
+    if problem.score_mod is not None and spec.quantized:
+        return "it takes no score_mod"
+    if problem.block_mask is not None:
+        if spec.quantized:
+            return "it takes no block_mask"
+        if not problem.scratch:
+            return "the arrays' library can give no memory for what is found out about tiles"
+        if problem.seqlen_k > MASK_TILE * MAX_TILES:
+            return f"lists count tiles of keys up to {MAX_TILES}"
     if (reason := _unfit_mask(spec, problem)) is not None:
         return reason
     if (reason := _unfit_precision(spec, problem, target)) is not None:
@@ -169,7 +178,9 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     )
     why = [
         f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {best.head_dim}",
-        "score modifiers (softcap, mask or softmax_scale <= 0)" if problem.score_mods else "no score modifiers",
+        "score modifiers (softcap, mask, score_mod or softmax_scale <= 0)"
+        if problem.score_mods
+        else "no score modifiers",
         f"tuned for compute capability {dotted(best.min_arch)}{'' if best.arch_specific else ' and newer'}, this GPU "
         f"has {dotted(target.cc)}",
     ]

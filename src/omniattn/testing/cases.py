@@ -127,6 +127,14 @@ QUANTIZED_CASES: tuple[Case, ...] = (
         arrays=("mask",),
     ),
     Case("additive mask, int4", "attention", ((65, 129),), options={"precision": Int4()}, arrays=("bias",)),
+    Case("additive mask, aligned, int4", "attention", ((65, 132),), options={"precision": Int4()}, arrays=("bias",)),
+    Case(
+        "additive mask of q's type, smooth_q",
+        "attention",
+        ((130, 264),),
+        options={"precision": Int8(smooth_q=True)},
+        arrays=("io",),
+    ),
     Case("causal, int4", "attention", ((300, 330),), below=8, options={"precision": Int4(), "causal": True}),
     Case(
         "varlen, causal, empty sequences",

@@ -20,8 +20,9 @@ from omniattn.testing.expected import Values
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.rounding import round_to
 
-#: Operations of the registry that have these cases.
-MASK_OPS: tuple[str, ...] = ("mask_pack", "mask_list")
+#: Operations of the registry that have these cases, and all that prepare masks.
+PACK_OPS: tuple[str, ...] = ("mask_pack", "mask_list")
+MASK_OPS: tuple[str, ...] = (*PACK_OPS, "tile_kinds")
 #: What the memory holds before, and bytes of it before and behind the results.
 _POISON, _GUARD = 0xA5, 2 * WORKSPACE_ALIGNMENT
 
@@ -156,7 +157,7 @@ class MaskCase:
         note = self.run(framework, prepared, (self.spec.op,))
         return (math.inf if note else 0.0), note
 
-    def run(self, framework: Framework, prepared: Prepared, ops: tuple[str, ...] = MASK_OPS) -> str:
+    def run(self, framework: Framework, prepared: Prepared, ops: tuple[str, ...] = PACK_OPS) -> str:
         """Launch the kernels of one operation, or of both; what is wrong, empty if nothing."""
         kind = {"bool": "uint8", "float32": "float32", "io": self.dtype}[self.shape.kind]
         mask = framework.array(prepared.memory, kind)
@@ -170,7 +171,7 @@ def run_kernels(
     problem: AttentionProblem,
     address: int,
     wanted: dict[str, Values],
-    ops: tuple[str, ...] = MASK_OPS,
+    ops: tuple[str, ...] = PACK_OPS,
 ) -> str:
     """Launch the kernels of ``ops`` on a mask that begins at ``address``, and compare all bytes of the workspace.
 
@@ -258,7 +259,7 @@ _LISTS = (
 
 
 def mask_cases(spec: KernelSpec) -> tuple[MaskCase, ...]:
-    """The cases of a row of `MASK_OPS`."""
+    """The cases of a row of `PACK_OPS`."""
     chosen = _LISTS if spec.op == "mask_list" else _PACK_BOOL + _PACK_ADDITIVE
     dtype = "float16" if spec.op == "mask_list" else spec.dtype
     return tuple(MaskCase(dtype, shape, spec) for shape in chosen)

@@ -13,8 +13,9 @@ from omniattn.registry import KernelSpec
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
 from omniattn.testing.cases import call_cases
 from omniattn.testing.frameworks import Framework
-from omniattn.testing.mask_cases import MASK_OPS, mask_cases
+from omniattn.testing.mask_cases import PACK_OPS, mask_cases
 from omniattn.testing.quantizer_cases import fused_cases
+from omniattn.testing.tile_cases import tile_cases
 
 #: The variable that says which row a call has to use.
 FORCE = "OMNIATTN_FORCE_KERNEL"
@@ -44,8 +45,10 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
     """The cases of a row. It need not take all of them: rows of one operation differ in what they were compiled for."""
     if spec.op in CACHE_OPS:
         return cache_cases(spec)
-    if spec.op in MASK_OPS:
+    if spec.op in PACK_OPS:
         return mask_cases(spec)
+    if spec.op == "tile_kinds":
+        return tile_cases(spec)
     if spec.specialization is not None:
         return fused_cases(spec)
     return call_cases(spec)

@@ -1,0 +1,132 @@
+// What happens to the scores of one tile between Q K^T and the softmax, in one warpgroup's rows. In two ways: what is
+// common, prepared while the products run, and everything else.
+#pragma once
+#include "attention/mask.cuh"
+#include "attention/mask_copies.cuh"
+#include "attention/score_forms.cuh"
+#include "attention/score_mod.cuh"
+#include "params/attn_fwd.cuh"
+#include "params/mask_tiles.cuh"
+#include "ptx/types.cuh"
+
+// Config: as for MaskTiles, and kSoftcap, Io.
+template <typename Config>
+class TileForm {
+    using Masks = MaskTiles<Config>;
+    using Scores = float[Config::kBlockN / 2];
+    static constexpr int kBias = Config::kBiasBytes;
+    using Bias = BiasTile<typename Config::Io, kBias, Config::kBlockN / 2>;
+
+  public:
+    // The common loop takes softcap into the exponent (exponentiate_near); else it calls apply().
+    static constexpr bool kNearCap = Config::kSoftcap && kBias == 0 && !kHasScoreMod;
+    // apply() is exact enough for some bases of the softmax only.
+    static constexpr bool kMindsBase = kBias != 0 || kHasScoreMod;
+    // apply() reads the stage.
+    static constexpr bool kReadsLate = kBias != 0;
+    int32 kind;
+
+    // Kinds of tiles, a bit each, whose scores may be common.
+    OA_DEVICE static uint32 common_kinds(const ScoreForms& f) {
+        constexpr uint32 kFull = 1 << kTileFull, kMixed = 1 << kTileMixed;
+        if (kMindsBase && (f.forms & kFormSoftcap)) return 0;
+        if (kBias != 0) return kFull | kMixed;
+        if (kHasScoreMod) return f.forms & kFormKeyBias ? kFull : kFull | kMixed;
+        if (f.forms & kFormScaled) return 0;
+        if (Config::kSoftcap) return f.forms & kFormSoftcap ? kFull : 0;
+        return f.forms & kFormBits ? kFull | kMixed : kFull;
+    }
+
+    // Of the tile in `stage`, which is full.
+    OA_DEVICE void load(const ScoreForms& f, int32 entry, int32 stage, int32 group) {
+        kind = FormSteps::kind(entry, group);
+        cut_ = kBias == 0 && kind == kTileMixed && (f.forms & kFormBits);
+        if (kBias == 0 && !kNearCap) bits_ = Masks::word(stage, group);
+    }
+    // Whether apply() is exact enough for rows of this base. Scores far below it vanish whatever they are rounded to,
+    // others are near to it or are reported by their sum. own: see RowState::too_large.
+    OA_DEVICE static bool is_common(const float (&m2)[2], const bool (&own)[2]) {
+        constexpr float kMost = kBias != 0 ? kPlainBias : kPlainModified;
+        float top = max_nan(own[0] ? fabsf(m2[0]) : 0.0f, own[1] ? fabsf(m2[1]) : 0.0f);
+        return !kMindsBase || top <= kMost;
+    }
+    // Returns what scores are to be multiplied by in base 2. place: of this lane's scores, none beyond the sequences.
+    template <typename Params>
+    OA_DEVICE float apply(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group,
+                          int32 lane) const {
+        const ScoreForms& f = params.forms;
+        if constexpr (kHasScoreMod) modify_scores<false>(s, f.factor, params.arrays, place, hides(f));
+        if constexpr (kBias != 0) {
+            float natural = kHasScoreMod ? 1.0f : f.factor;
+            add_plain_biases(s, natural, Bias(rows(stage, group), Masks::kPanelBytes, lane));
+            return kLog2e;
+        } else if constexpr (kHasScoreMod) {
+            if (cut_) hide_by_bits(s, bits_);
+            return kLog2e;
+        } else {
+            if (cut_) hide_by_bits(s, bits_);
+            return f.factor2;
+        }
+    }
+
+    // Before the base is raised to scores of apply(): brings them to base 2, where the largest is the base exactly, and
+    // hides keys that -inf hides although their product is NaN.
+    OA_DEVICE static void refine(Scores& s, const AttnFwdParams& p, const ModPlace& place, const float (&sum)[2]) {
+        if constexpr (kBias != 0) {
+            if (__any_sync(0xffffffffu, isnan(sum[0] + sum[1])))
+                hide_by_bits(s, visible_bits<typename Config::Io>(p, place.tile, place.row, place.key));
+        }
+        if constexpr (kHasScoreMod) {
+            to_base2(s);
+        } else {
+#pragma unroll
+            for (int i = 0; i < Config::kBlockN / 2; ++i) s[i] *= kLog2e;
+        }
+    }
+
+    // All forms, in their order. release: gives the stage back; called when the warp has read it. own: see
+    // RowState::too_large. near: set to whether the common loop's softcap would do.
+    template <typename Params, typename Release>
+    OA_DEVICE float apply_forms(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group,
+                                int32 lane, const bool (&own)[2], bool& near, Release release) const {
+        const ScoreForms& f = params.forms;
+        uint32 bits = kBias != 0 || !cut_ ? 0xffffffffu : kNearCap ? Masks::word(stage, group) : bits_;
+        bool key_bias = kBias == 0 && kind == kTileMixed && (f.forms & kFormKeyBias);
+        if (kBias == 0 && !key_bias) release();
+        ScoreFactors c{f.factor, f.factor2};
+        if (Config::kSoftcap && (f.forms & kFormSoftcap)) c = softcap_scores(s, f, own, near);
+        if constexpr (kHasScoreMod) {
+            modify_scores<true>(s, c.natural, params.arrays, place, hides(f));
+            to_base2(s);
+            c = {kLn2, 1.0f};
+        }
+        if constexpr (kBias != 0) {
+            add_any_biases(s, c.base2, Bias(rows(stage, group), Masks::kPanelBytes, lane));
+            release();
+            return 1.0f;
+        }
+        if (key_bias) {
+            float base2 = add_key_bias<kHasScoreMod>(s, c, Masks::at(stage), lane);
+            release();
+            return base2;
+        }
+        if (!kHasScoreMod && (f.forms & kFormScaled)) {
+#pragma unroll
+            for (int i = 0; i < Config::kBlockN / 2; ++i) s[i] *= c.base2;
+            c.base2 = 1.0f;
+        }
+        if (cut_) hide_by_bits(s, bits);
+        return c.base2;
+    }
+
+  private:
+    uint32 bits_;
+    bool cut_;  // bits hide a part
+
+    // Whether the user's mask expression has something to say.
+    OA_DEVICE bool hides(const ScoreForms& f) const { return kind == kTileMixed || !(f.forms & kFormModTiles); }
+    // Of the warp's biases.
+    OA_DEVICE static uint32 rows(int32 stage, int32 group) {
+        return Masks::at(stage) + (group * 64 + ((threadIdx.x >> 5) & 3) * 16) * 128;
+    }
+};

@@ -1,0 +1,48 @@
+// What a map of visible blocks and a user's mask expression do to each tile of 64 query rows x 64 keys.
+//
+//   kinds[b, h, m, n] = empty, mixed or full (params/mask_tiles.cuh); full tiles have all their keys
+//
+// Without an expression a visible block's tiles are full. A warp takes a tile: lane l the keys l and l + 32 of all
+// rows, and stops at 8 rows that show it to be mixed. No shared memory. Bound by the expression's instructions.
+#include "attention/score_mod_user.cuh"
+#include "params/mask_tiles.cuh"
+#include "params/tile_kinds.cuh"
+#include "ptx/types.cuh"
+
+constexpr int kThreads = 128, kTile = 64, kRowsAVote = 8;
+
+extern "C" __global__ void __launch_bounds__(kThreads) tile_kinds_sm80(const __grid_constant__ TileKindsParams p) {
+    int32 lane = threadIdx.x % 32;
+    int64 tile = int64(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+    int64 rest = tile / p.n_tiles;
+    int32 n = int32(tile - rest * p.n_tiles);
+    int64 head = rest / p.m_tiles;
+    int32 m = int32(rest - head * p.m_tiles);
+    int32 b = int32(head / p.heads), h = int32(head - int64(b) * p.heads);
+    if (b >= p.batch) return;
+    bool visible =
+        p.blocks == nullptr || p.blocks[b * p.block_stride_b + h * p.block_stride_h +
+                                        m / p.block_rows * p.block_stride_q + n / p.block_keys * p.block_stride_k] != 0;
+    bool any = visible, all = visible && (n + 1) * int64(kTile) <= p.seqlen_k;
+    if (kHasScoreMask && visible) {
+        any = false;
+        int32 rows = min_of(p.seqlen_q - m * kTile, kTile);
+        for (int32 first = 0; first < rows; first += kRowsAVote) {
+            for (int32 row = first; row < min_of(first + kRowsAVote, rows); ++row) {
+                ScorePosition q = score_position(m * kTile + row);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    int32 key = n * kTile + lane + 32 * i;
+                    if (key >= p.seqlen_k) continue;
+                    bool sees = user_mask(b, h, q, score_position(key), p.arrays);
+                    any = any || sees;
+                    all = all && sees;
+                }
+            }
+            if (__any_sync(0xffffffffu, any) && !__all_sync(0xffffffffu, all)) break;
+        }
+        any = __any_sync(0xffffffffu, any);
+        all = __all_sync(0xffffffffu, all);
+    }
+    if (lane == 0) p.kinds[tile] = !any ? kTileEmpty : all ? kTileFull : kTileMixed;
+}

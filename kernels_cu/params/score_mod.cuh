@@ -1,0 +1,25 @@
+// The arrays that a score modification of the user's reads (attention/score_mod.cuh).
+#pragma once
+#include "params/attn_fwd.cuh"
+#include "ptx/types.cuh"
+
+constexpr int kMaxModArrays = 8, kMaxModDims = 4;
+
+struct ScoreModArrays {
+    const void* data[kMaxModArrays];
+    int64 strides[kMaxModArrays * kMaxModDims];  // [array][dimension], elements
+    int32 extents[kMaxModArrays * kMaxModDims];
+};
+
+// Arguments of the forward kernels with a score modification.
+struct AttnFwdModSm80Params {
+    AttnFwdFormsSm80Params call;
+    ScoreModArrays arrays;
+};
+struct AttnFwdModSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;
+    AttnFwdParams fwd;
+    TileList tiles;
+    ScoreForms forms;
+    ScoreModArrays arrays;
+};

@@ -1,0 +1,101 @@
+"""What calls of attention with a score modification or a block mask may be given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .. import arguments, arrays
+from ..arrays import Tensor
+from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from ..launch.score_mod import DTYPES, PREFIX
+from ..plan.engine import Call
+from ..problems import AttentionProblem
+from ..problems.score_mod import MAX_DIMS, MAX_POSITIONS, BlockMaskProblem, ModArray, ScoreModProblem
+from ..registry.masks import MASK_TILE
+from . import attention as checks
+from . import values
+
+
+def check_block_size(value: Any, function: str) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    two = value if isinstance(value, tuple) else (value, value)
+    expected = f"a multiple of {MASK_TILE}, or two of them (queries, keys)"
+    if len(two) != 2:
+        raise ArgumentError("block_size", expected, repr(value), function=function)
+    rows, keys = (arguments.check_int(x, "block_size", function, least=1, most=arguments.MAX_ROWS) for x in two)
+    if rows % MASK_TILE or keys % MASK_TILE:
+        raise ArgumentError("block_size", expected, repr(value), function=function)
+    return rows, keys
+
+
+def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
+    """The problem of a call."""
+    function = call.operation.name
+    problem = checks.check_attention(call, tensors)
+    texts, size = call.facts
+    if problem.precision.quantized:
+        raise UnsupportedError(
+            f"{function}(): score_mod or block_mask with precision={problem.precision.name!r}",
+            instead="precision='exact'",
+        )
+    # Both take memory for what is found out about tiles.
+    problem = replace(problem, scratch=arrays.can_allocate(tensors["q"], "uint8"))
+    if size is not None:
+        problem = replace(problem, block_mask=_check_block_mask(problem, tensors["block_mask"], size, function))
+    if texts is not None:
+        problem = replace(problem, score_mod=_check_score_mod(problem, call, tensors, texts))
+    return problem
+
+
+def _check_block_mask(problem: AttentionProblem, t: Tensor, size: tuple[int, int], function: str) -> BlockMaskProblem:
+    blocks = (-(-problem.seqlen_q // size[0]), -(-problem.seqlen_k // size[1]))
+    shape = (problem.batch, problem.num_q_heads, *blocks)
+    if t.dtype != "bool":
+        raise DtypeError("block_mask", "bool (True: visible)", t.dtype, function=function)
+    if len(t.shape) > 4 or any(m not in (1, n) for m, n in zip(reversed(t.shape), reversed(shape), strict=False)):
+        expected = f"a shape that broadcasts to (batch, heads, blocks of queries, blocks of keys) = {shape}"
+        raise ShapeError("block_mask", expected, f"{tuple(t.shape)}", function=function)
+    if problem.mask_form in ("bits", "keys"):
+        kind = "a boolean mask" if problem.mask == "bool" else "a mask that is the same for all queries"
+        raise UnsupportedError(
+            f"{function}(): block_mask with {kind}",
+            instead="the blocks in the mask, whose hidden tiles are never loaded either; or a ScoreMod with mask=",
+        )
+    return BlockMaskProblem((size[0] // MASK_TILE, size[1] // MASK_TILE), values.broadcast_strides(t, shape))
+
+
+def _check_score_mod(
+    problem: AttentionProblem, call: Call, tensors: dict[str, Tensor], texts: tuple[str, str | None, bool, bool]
+) -> ScoreModProblem:
+    function = call.operation.name
+    expression, mask, checked, no_reference = texts
+    most = max(problem.seqlen_q, problem.seqlen_k)
+    if most > MAX_POSITIONS:
+        raise UnsupportedError(f"{function}(): score_mod with {most} queries or keys", instead=f"up to {MAX_POSITIONS}")
+    found = []
+    for name, t in tensors.items():
+        if not name.startswith(PREFIX):
+            continue
+        if t.dtype not in DTYPES:
+            raise DtypeError(name, " or ".join(DTYPES), t.dtype, function=function)
+        if len(t.shape) > MAX_DIMS or 0 in t.shape:
+            expected = f"at most {MAX_DIMS} dimensions, none of them empty"
+            raise ShapeError(name, expected, f"{tuple(t.shape)}", function=function)
+        found.append(ModArray(name.removeprefix(PREFIX), t.dtype, tuple(t.shape), tuple(t.strides)))
+    if tensors["q"].device == "cpu" and no_reference:
+        raise UnsupportedError(
+            f"{function}(): arrays on the CPU, and a score_mod whose expression only a GPU can run",
+            instead="ScoreMod(..., reference=a NumPy function of the same), or arrays on a GPU",
+        )
+    return ScoreModProblem(expression, mask, tuple(found), checked)
+
+
+def check_memory(problem: AttentionProblem, tensors: dict[str, Tensor]) -> None:
+    """As `checks.attention.check_attention_memory`; o shares no memory with an array that scores depend on."""
+    checks.check_attention_memory(problem, tensors)
+    out = tensors.get("out")
+    for name, t in tensors.items():
+        if (name.startswith(PREFIX) or name == "block_mask") and out is not None and t.ptr == out.ptr:
+            function = "attention_varlen" if problem.varlen else "attention"
+            raise ArgumentError("out", f"memory of its own, not that of {name}", hex(t.ptr), function=function)

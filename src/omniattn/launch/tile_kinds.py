@@ -1,0 +1,90 @@
+"""Launches of ``tile_kinds_sm80`` and ``mask_list_sm80``: which tiles a block mask and a mask expression leave."""
+
+from __future__ import annotations
+
+from ..problems import AttentionProblem
+from ..problems.quantize import carve
+from ..problems.score_mod import ScoreModProblem, words
+from ..registry import KernelSpec
+from ..registry.masks import MASK_TILE
+from ..runtime.record import LaunchRecord
+from . import masks
+from .masks import MaskExtents, MaskPlaces
+from .score_mod import array_values
+from .structs import TILE_KINDS, At, member
+
+_NO_ARRAYS = ScoreModProblem("", None, ())
+
+
+def wanted(problem: AttentionProblem) -> bool:
+    """Whether there is something to find out about tiles, and nothing else (a packed mask) that finds it out."""
+    hides = problem.block_mask is not None or (problem.score_mod is not None and problem.score_mod.mask is not None)
+    return hides and not problem.varlen and problem.scratch and not masks.takes(problem)
+
+
+def extents(problem: AttentionProblem) -> MaskExtents:
+    """Extents of what decides: 1 where neither the map nor the expression differs between batches, or heads."""
+    mod, blocks = problem.score_mod, problem.block_mask
+    names = words(mod.mask or "") if mod is not None else frozenset()
+    by_batch = "b" in names or (blocks is not None and blocks.strides[0] != 0)
+    by_head = "h" in names or (blocks is not None and blocks.strides[1] != 0)
+    return MaskExtents(
+        problem.batch if by_batch else 1, problem.num_q_heads if by_head else 1, problem.seqlen_q, problem.seqlen_k
+    )
+
+
+def build(
+    kinds: KernelSpec,
+    listing: KernelSpec,
+    problem: AttentionProblem,
+    block_m: int,
+    lead_rows: int,
+    num_m_blocks: int,
+    memory: At,
+) -> tuple[tuple[LaunchRecord, ...], MaskPlaces]:
+    """The launches before attention, and where it finds what they make; arguments as those of `masks.build`."""
+    e = extents(problem)
+    lists = (e.batch, e.heads, num_m_blocks, 1 + e.n_tiles)
+    offsets, num_bytes = carve(
+        {"kinds": ((e.batch, e.heads, e.m_tiles, e.n_tiles), "uint8"), "lists": (lists, "int32")}
+    )
+    at = {name: At(memory.operand, memory.offset + offset) for name, offset in offsets.items()}
+    list_per_head = num_m_blocks * (1 + e.n_tiles)
+    found = MaskPlaces(
+        None, None, at["kinds"], at["lists"], 0, 0, 0,
+        lists_stride_b=list_per_head * e.heads if e.batch > 1 else 0,
+        lists_stride_h=list_per_head if e.heads > 1 else 0,
+        num_tiles=e.n_tiles, num_bytes=num_bytes,
+    )  # fmt: skip
+    if problem.batch * problem.num_q_heads * num_m_blocks == 0:
+        return (), found
+    records = []
+    tiles = e.batch * e.heads * e.m_tiles * e.n_tiles
+    if tiles:
+        blocks = problem.block_mask
+        strides = (0, 0, 0, 0) if blocks is None else blocks.strides
+        values: dict[str, object] = {
+            "kinds": found.kinds,
+            "blocks": None if blocks is None else At("block_mask"),
+            **dict(zip((f"block_stride_{x}" for x in "bhqk"), strides, strict=True)),
+            "batch": e.batch,
+            "heads": e.heads,
+            "m_tiles": e.m_tiles,
+            "n_tiles": e.n_tiles,
+            "seqlen_q": problem.seqlen_q,
+            "seqlen_k": problem.seqlen_k,
+            "block_rows": 1 if blocks is None else blocks.size[0],
+            "block_keys": 1 if blocks is None else blocks.size[1],
+            **member("arrays", array_values(problem.score_mod or _NO_ARRAYS)),
+        }
+        grid = (-(-tiles // kinds.num_warps), 1, 1)
+        records.append(LaunchRecord(kinds, grid, 32 * kinds.num_warps, *TILE_KINDS.pack(values)))
+    records.append(
+        masks.list_record(
+            listing, problem, e, found, block_m, lead_rows, num_m_blocks, broadcast_rows=False, overlap=bool(records)
+        )
+    )
+    return tuple(records), found
+
+
+assert MASK_TILE == 64, "tiles of kernels_cu/entry/tile_kinds_sm80.cu"

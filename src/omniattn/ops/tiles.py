@@ -1,0 +1,85 @@
+"""What masks leave of a call of attention: its tiles, counted by the kernels that find them for the call itself."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from .. import arrays
+from ..arrays import Tensor
+from ..launch.structs import MASK_LIST
+from ..plan.engine import Call, Plan, operand_names, workspace_of
+from ..problems.memory import WORKSPACE_ALIGNMENT
+from ..runtime import load
+from ..runtime.driver import device_context, get_driver
+from ..runtime.record import LaunchRecord, Program
+
+#: Operations of the kernels that prepare a mask; the last one lists what is left.
+_FINDING = ("mask_pack", "tile_kinds", "mask_list")
+
+
+@dataclass(frozen=True)
+class TileCounts:
+    """What a mask does to tiles of 64 queries and 64 keys.
+
+    Attributes
+    ----------
+    hidden, cut, whole : int
+        Tiles of the mask, as far as it is not broadcast, that it hides from all queries, hides a part of, and does not
+        change. One that is the same for all queries has one tile of them.
+    steps, most_steps : int
+        Tiles of 64 keys that the kernel's tiles of queries load, and that they would load without mask, causal and
+        window; both for one head where the mask is the same for all.
+    """
+
+    hidden: int
+    cut: int
+    whole: int
+    steps: int
+    most_steps: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.hidden} tiles hidden, {self.cut} cut, {self.whole} whole; {self.steps} of {self.most_steps} steps"
+        )
+
+
+def finding(plan: Plan) -> tuple[LaunchRecord, ...]:
+    """The launches of a plan that find out about tiles; none where nobody has to."""
+    if plan.launches is None:
+        return ()
+    found = tuple(record for record in plan.launches.records if record.spec.op in _FINDING)
+    return found if found and found[-1].spec.op == "mask_list" else ()
+
+
+def count_tiles(call: Call, plan: Plan, tensors: dict[str, Tensor]) -> TileCounts | None:
+    """Run the kernels that look at masks, and wait for what they find; None where a call has none."""
+    from ..reference.mask_tiles import EMPTY, FULL, MIXED
+
+    records = finding(plan)
+    if not records:
+        return None
+    assert plan.launches is not None
+    place = next(iter(tensors.values()))
+    memory = workspace_of(call.operation.name, place, plan.launches.workspace_bytes)
+    base = -(-memory.ptr // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    given = {**{name: t.ptr for name, t in tensors.items()}, "workspace": base}
+    names = operand_names(call.operation, False, plan.problem)
+    everything = [*tensors.values(), memory]
+    handle = arrays.prepare(everything, call.stream)
+    Program(records, names, lambda spec: load(spec, plan.ordinal)).launch(handle, [given.get(n, 0) for n in names])
+    listing = records[-1]
+    number = {
+        name: struct.unpack_from("<i", listing.arguments, MASK_LIST.offsets[name])[0]
+        for name in ("mask_batch", "mask_heads", "m_tiles", "n_tiles", "num_m_blocks")
+    }
+    at = {p.offset: base + p.add for p in listing.pointers}
+    masks, n_tiles = number["mask_batch"] * number["mask_heads"], number["n_tiles"]
+    lists, entries = masks * number["num_m_blocks"], 1 + n_tiles
+    driver = get_driver()
+    with device_context(driver, plan.ordinal):
+        kinds = driver.read(at[MASK_LIST.offsets["kinds"]], masks * number["m_tiles"] * n_tiles, handle)
+        listed = driver.read(at[MASK_LIST.offsets["lists"]], 4 * lists * entries, handle)
+    arrays.release(everything, handle)
+    steps = sum(struct.unpack_from("<i", listed, 4 * i * entries)[0] for i in range(lists))
+    return TileCounts(kinds.count(EMPTY), kinds.count(MIXED), kinds.count(FULL), steps, lists * n_tiles)
