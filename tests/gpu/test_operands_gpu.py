@@ -60,6 +60,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True, "return_lse": True},
     "window": {"window": (37, 11), "softmax_scale": 0.2},
     "sinks": {"sinks": True, "causal": True},
+    "softcap": {"softcap": 5.0},
+    "mask": {"mask": True, "return_lse": True},
 }
 
 
@@ -74,6 +76,8 @@ def test_the_bits_of_precision(head_dim: int, name: str, option: str, layout: st
     options = {**OPTIONS[option], "layout": layout}
     if "sinks" in options:
         options["sinks"] = torch.tensor([0.0, 3.0, -2.0, 30.0], device="cuda")
+    if "mask" in options:
+        options["mask"] = torch.rand(150, 203, generator=torch.Generator().manual_seed(0)).cuda() < 0.7
     qk, values = quantize(PRECISIONS[name], q, k, v, layout=layout, with_bias=True)
     want = oa.attention(q, k, v, precision=PRECISIONS[name], **options)
     for _ in range(2):  # the second call takes the fast path
@@ -225,9 +229,8 @@ def test_what_the_gpu_cannot_do() -> None:
         oa.attention(token.q, token.k, values)
     with pytest.raises(UnsupportedError, match="fp16"):
         oa.attention(qk.q, qk.k, oa.quantize_v(v, dtype="float16"))
-    for options in ({"softcap": 5.0}, {"mask": torch.ones(150, 203, dtype=torch.bool, device="cuda")}):
-        with pytest.raises(UnsupportedError, match="softcap"):
-            oa.attention(qk.q, qk.k, values, **options)
+    with pytest.raises(UnsupportedError, match="score_mod"):
+        oa.attention(qk.q, qk.k, values, score_mod=oa.ScoreMod("score * 2.0f"))
     wide, of_v = quantize(oa.Int8(), *(x.float().cpu() for x in (q, k, v)))
     arrays = {n: a.cuda() for n, a in vars(wide).items() if isinstance(a, torch.Tensor)}
     on_gpu = dataclasses.replace(wide, **arrays)
