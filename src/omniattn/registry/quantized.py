@@ -18,8 +18,8 @@ class _Int8Sm90Tile:
     bias_bytes : int
         Of an element of the tiles of an additive mask; 0: none.
     spills : int
-        Spilled bytes allowed with score forms: state of a tile of queries; with softcap most of it around the slow
-        path, and eleven words loaded at each step.
+        Spilled bytes allowed with score forms: state of a tile of queries, and the softcap's coefficients, eight words
+        loaded at each step.
     """
 
     head_dim: int
@@ -36,16 +36,11 @@ _INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
     _Int8Sm90Tile(128, 3, 4),
     _Int8Sm90Tile(256, 2, 2),
 )
-_INT8_MASKS_TILES = (
-    _Int8Sm90Tile(64, 4, 4, spills=272),
-    _Int8Sm90Tile(128, 3, 4, spills=64),
-    _Int8Sm90Tile(256, 2, 2, spills=72),
-)
-# Three warpgroups at head_dim 64: four spill 800 bytes, and are 8 % slower.
+_INT8_MASKS_TILES = (_Int8Sm90Tile(64, 4, 4, spills=128), _Int8Sm90Tile(128, 3, 4), _Int8Sm90Tile(256, 2, 2))
 _INT8_SOFTCAP_TILES = (
     _Int8Sm90Tile(64, 3, 4, spills=192),
-    _Int8Sm90Tile(128, 3, 4, spills=1152),
-    _Int8Sm90Tile(256, 2, 2, spills=416),
+    _Int8Sm90Tile(128, 3, 4, spills=512),
+    _Int8Sm90Tile(256, 2, 2, spills=288),
 )
 _INT8_BIAS_TILES = (
     _Int8Sm90Tile(64, 4, 3, bias_bytes=2, spills=192),
@@ -151,9 +146,9 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
 
 
 def _attn_int8_forms_sm90(tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bool = False) -> KernelSpec:
-    """kind: ``"masks"``, ``"masks_lse"`` (makes the LSE too), ``"softcap"`` or ``"bias"``, which make it always.
+    """kind: ``"masks"`` or ``"softcap"``, with ``"_lse"`` if they make the LSE too, or ``"bias"``.
 
-    All add delta_s where there is some.
+    Biases, and packed sequences, make it always. All add delta_s where there is some.
     """
     head_dim, block_n, block_m = tile.head_dim, _INT8_SM90_BLOCK_N, 64 * tile.num_consumers
     # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup; packed sequences have no masks.
@@ -167,7 +162,7 @@ def _attn_int8_forms_sm90(tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bo
         "_varlen" * varlen + (f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else f"_{kind}"),
         varlen=varlen,
         smooth_q=True,
-        lse=kind != "masks",
+        lse=varlen or kind not in ("masks", "softcap"),
         forms=True,
         softcap=not kind.startswith("masks"),
         smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + sums_bytes + barriers_bytes,
@@ -402,6 +397,7 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
             ("masks", False, _INT8_MASKS_TILES),
             ("masks_lse", False, _INT8_MASKS_TILES),
             ("softcap", False, _INT8_SOFTCAP_TILES),
+            ("softcap_lse", False, _INT8_SOFTCAP_TILES),
             ("softcap", True, _INT8_SOFTCAP_TILES),
             ("bias", False, _INT8_BIAS_TILES),
         )
