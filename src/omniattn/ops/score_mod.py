@@ -30,9 +30,10 @@ class ScoreMod:
         ``reference(score, b, h, q, k, **arrays)`` for arrays on the CPU: the same by NumPy, -inf where a key is hidden.
         ``score`` is (rows, keys), ``q`` (rows, 1), ``k`` (1, keys), ``b`` and ``h`` are numbers.
     **arrays
-        What the expressions call ``name[i]`` (one dimension) or ``name(i, j)``: any DLPack array on the device of q,
-        of up to 4 dimensions and any strides; float32, float16, bfloat16 (read as float), int32, int64, int8, uint8 or
-        bool. Up to 8. Read where they are, at each call: change their contents between calls as you like.
+        What the expressions call ``name[i]`` (one dimension), ``name(i, j)`` or ``name()`` (none): any DLPack array on
+        the device of q, of up to 4 dimensions and any strides; float32, float16, bfloat16 (read as float), int32,
+        int64, int8, uint8 or bool. Up to 8. Read where they are, at each call: change their contents between calls as
+        you like.
 
     Attributes
     ----------
