@@ -1,5 +1,5 @@
-// What the backward kernels on mma.sync with stationary keys have in common: tiles, steps, copies, products, and the way
-// in and out.
+// What the backward kernels on mma.sync with stationary keys have in common: tiles, steps, copies, products, and the
+// way in and out.
 #pragma once
 #include "attention/bwd_scores.cuh"
 #include "attention/mask.cuh"
@@ -30,8 +30,8 @@ struct Steps {
     OA_DEVICE Place next() const { return at.m + 1 == end ? Place{at.head + 1, first} : Place{at.head, at.m + 1}; }
 };
 
-// Config: Io, kHeadDim, kBlockM, kBlockN, kWarps, kThreads, kStages; kKeyGroups of kKeyRows keys, which kKTiles tiles of
-// 16 and kDTiles tiles of 8 columns hold; kQTiles of 8 queries, of which a warp makes scores at a time; kDsTiles;
+// Config: Io, kHeadDim, kBlockM, kBlockN, kWarps, kThreads, kStages; kKeyGroups of kKeyRows keys, which kKTiles tiles
+// of 16 and kDTiles tiles of 8 columns hold; kQTiles of 8 queries, of which a warp makes scores at a time; kDsTiles;
 // kDqWarpsM warps side by side along the queries of dQ, kDqMTiles tiles of 16 queries and kDqSteps of 16 columns each.
 template <typename Config>
 struct BwdKeys {
@@ -238,8 +238,8 @@ struct BwdKeys {
         }
     }
 
-    // A CTA. make(w, o, steps): all steps; leaves dV (warps of the first half) or dK (second half) of the warp's keys in
-    // `o`.
+    // A CTA. make(w, o, steps): all steps; leaves dV (warps of the first half) or dK (second half) of the warp's keys
+    // in `o`.
     template <typename Make>
     OA_DEVICE static void run(const BwdParams& params, Make make) {
         const AttnBwdParams& p = backward_of(params);

@@ -1,8 +1,8 @@
 // Shared memory, barriers and producers of the backward on wgmma (entry/attn_bwd_sm90.cu): what is copied to the
 // consumers, and dQ on its way from them.
 //
-// Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages, kDoStages,
-// kDsStages, kDqWidth (columns of dQ that a warpgroup computes).
+// Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
+// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes).
 #pragma once
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"

@@ -6,15 +6,16 @@
 //
 // One CTA takes BLOCK_N keys of one kv head and walks the tiles of BLOCK_M queries that see them. Heads of 64 columns
 // leave room for dK and dV of 32 keys in the registers of a warp: no probability ever crosses to another warp. Warp w
-// takes keys [32 (w % 4), + 32) and the queries of half w / 4 of a tile, 32 at a time: of them S^T, P^T, dP^T, dS^T, and
-// their part of dV and dK. At the end the halves add up their dK and dV, in a fixed order. dS crosses, as 16 bits, for
-// dQ, which is made in the step after: a single barrier a step.
+// takes keys [32 (w % 4), + 32) and the queries of half w / 4 of a tile, 32 at a time: of them S^T, P^T, dP^T, dS^T,
+// and their part of dV and dK. At the end the halves add up their dK and dV, in a fixed order. dS crosses, as 16 bits,
+// for dQ, which is made in the step after: a single barrier a step.
 //
-// step i:  bar | copy Q,dO(i+1) | half 1: dQ(i-1) | 32 queries at a time: S P dP dS -> ds[i%2]  dV  dK | half 0: dQ(i-1)
+// step i:  bar | copy Q,dO(i+1) | half 1: dQ(i-1) | 32 queries at a time: S P dP dS->ds[i%2] dV dK | half 0: dQ(i-1)
 // NUM_STAGES = 1: a second barrier behind the step, and the copies behind it.
 //
 // Shared memory, bytes: K [BLOCK_N * HEAD_DIM * 2] | V [same] | Q [NUM_STAGES][BLOCK_M * HEAD_DIM * 2] | dO [same] |
-// dS^T [2][BLOCK_N * BLOCK_M * 2] | lse2, delta [NUM_STAGES][BLOCK_M * 4] each. On the way out Q to dS: parts of dV, dK.
+// dS^T [2][BLOCK_N * BLOCK_M * 2] | lse2, delta [NUM_STAGES][BLOCK_M * 4] each. On the way out Q to dS: parts of dV,
+// dK.
 #include "attention/bwd_keys.cuh"
 #include "attention/bwd_scores.cuh"
 #include "attention/mask.cuh"
@@ -65,8 +66,8 @@ static_assert(2 * sizeof(Output) * 32 * Config::kKeyGroups <=
                   sizeof(SharedStorage::q) + sizeof(SharedStorage::d_o) + sizeof(SharedStorage::ds),
               "parts of dV and dK take the place of what is read");
 
-// P^T of kQueries queries from m0 on, of which kHides hides a part, in `s`; packed for dV. slope, with score modifications: the
-// derivative of the scores.
+// P^T of kQueries queries from m0 on, of which kHides hides a part, in `s`; packed for dV. slope, with score
+// modifications: the derivative of the scores.
 template <bool kHides>
 OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, int32 head, int32 m0, uint32 lse2_at) {
     int lane = in_register(w.lane);
@@ -102,8 +103,8 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, i
         }
 }
 
-// dS^T of these queries from P^T, packed for dK and in shared memory. kHides: where P is 0 dO or V may be NaN and yet not
-// count. n0: the first of these tiles of 8 queries.
+// dS^T of these queries from P^T, packed for dK and in shared memory. kHides: where P is 0 dO or V may be NaN and yet
+// not count. n0: the first of these tiles of 8 queries.
 template <bool kHides>
 OA_DEVICE void make_ds(const Work& w, const Scores& p, const Scores& slope, const Scores& dp, Packed& packed,
                        int32 head, int32 m0, uint32 delta_at, uint32 smem_ds, int n0) {

@@ -18,9 +18,9 @@
 #include "scheduler/padded_rows.cuh"
 
 constexpr int kThreads = 256, kLanes = 8, kRowsPerStep = kThreads / kLanes;
-// Below this an LSE is a number of the mask's that has swallowed scores and log(n), and is itself a few digits off: P of
-// keys with this number would be anything. With lse2 lowered by four of its last digits P, which is at most 1, is 1 for
-// all of them, as exp(S - LSE) says, and 0 for keys with a lower number.
+// Below this an LSE is a number of the mask's that has swallowed scores and log(n), and is itself a few digits off: P
+// of keys with this number would be anything. With lse2 lowered by four of its last digits P, which is at most 1, is 1
+// for all of them, as exp(S - LSE) says, and 0 for keys with a lower number.
 constexpr float kLeastLse = -0x1p26f, kLowered = 1.0f + 0x1p-21f;
 
 OA_DEVICE float dot8(uint4 a, uint4 b) {

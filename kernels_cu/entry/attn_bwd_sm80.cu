@@ -3,12 +3,12 @@
 //
 //   S = Q K^T;  P = exp2(c S - lse2);  dP = dO V^T;  dS = P (dP - delta);  dV = P^T dO;  dK = scale dS^T Q;  dQ = dS K
 //
-// q, o, do, dq: [batch, seqlen_q, num_q_heads, head_dim]   k, v, dk, dv: [batch, seqlen_k, num_kv_heads, head_dim]   any
-// strides, last dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse2, delta, dq_accum (whose
+// q, o, do, dq: [batch, seqlen_q, num_q_heads, head_dim]   k, v, dk, dv: [batch, seqlen_k, num_kv_heads, head_dim]
+// any strides, last dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse2, delta, dq_accum (whose
 // columns attn_bwd_finish puts in order): padded rows (params/attn_bwd.cuh), made by attn_bwd_prepare.
 //
-// One CTA takes BLOCK_N keys of one kv head and walks the tiles of BLOCK_M queries that see them, of every query head of
-// the group, so that dK and dV stay in registers and are the same at every run; dq_accum is not. Products are
+// One CTA takes BLOCK_N keys of one kv head and walks the tiles of BLOCK_M queries that see them, of every query head
+// of the group, so that dK and dV stay in registers and are the same at every run; dq_accum is not. Products are
 // transposed, S^T = K Q^T, so that P^T and dS^T are operands of dV and dK where they are. The warps of the first half
 // (role 0) make S, P and dV, those of the second half (role 1) dP, dS and dK, of the same keys: half the accumulators
 // and twice the keys a warp of one that makes both. P, times the derivative of the scores, crosses as 16 bits from
@@ -20,7 +20,8 @@
 // NUM_STAGES = 1: a second barrier behind the step, and the copies behind it.
 //
 // Shared memory, bytes: K [BLOCK_N * HEAD_DIM * 2] | V [same] | Q [NUM_STAGES][BLOCK_M * HEAD_DIM * 2] | dO [same] |
-// dS^T [2][BLOCK_N * BLOCK_M * 2] | with DMASK P^T [BLOCK_N * BLOCK_M * 2] | lse2, delta [NUM_STAGES][BLOCK_M * 4] each.
+// dS^T [2][BLOCK_N * BLOCK_M * 2] | with DMASK P^T [BLOCK_N * BLOCK_M * 2] | lse2, delta [NUM_STAGES][BLOCK_M * 4]
+// each.
 #include "attention/bwd_keys.cuh"
 #include "attention/bwd_scores.cuh"
 #include "attention/mask.cuh"
@@ -77,7 +78,8 @@ OA_DEVICE int32 first_n(const Work& w) { return w.group / Config::kKeyGroups * C
 // Shared address of P^T, which lies there as it is, without the derivative of scores: with kByColumns and DMASK.
 OA_DEVICE uint32 plain_p(const Work& w) { return w.at(&SharedStorage::ds) + 2 * DsTile::kBytes; }
 
-// P^T of a step, of which kHides hides a part: packed for dV in `packed`; times the derivative of scores, for role 1, in shared memory.
+// P^T of a step, of which kHides hides a part: packed for dV in `packed`; times the derivative of scores, for role 1,
+// in shared memory.
 template <bool kHides>
 OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
@@ -127,8 +129,8 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
     }
 }
 
-// dS^T of a step from P^T in shared memory, which it takes the place of. kHides: where P is 0 dO or V may be NaN and yet
-// not count.
+// dS^T of a step from P^T in shared memory, which it takes the place of. kHides: where P is 0 dO or V may be NaN and
+// yet not count.
 template <bool kHides>
 OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);

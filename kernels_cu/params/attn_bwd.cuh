@@ -8,8 +8,8 @@
 // padded_begin(b) + i of rows_stride_h, in every head:
 //   dense    padded_begin(b) = b * round_up(seqlen_q, 128)
 //   packed   padded_begin(b) = round_down(cu_seqlens_q[b] + 128 * b, 128)
-// Rows between the sequences belong to nobody. Row r of query head h is element h * rows_stride_h + r of lse2 and delta,
-// and elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum.
+// Rows between the sequences belong to nobody. Row r of query head h is element h * rows_stride_h + r of lse2 and
+// delta, and elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum.
 struct AttnBwdParams {
     AttnFwdParams fwd;  // of the forward: q, k, v, o and lse are read here
     const uint16* d_o;
@@ -36,8 +36,8 @@ struct AttnBwdParams {
 
 // attn_bwd_sm90. The maps are those of q, k, v and do, whose pointers and strides in `bwd` are not used. dq_accum holds
 // accumulators of wgmma as they lie: blocks of 64 rows by dq_columns, of each the columns of warpgroup 0 and of
-// warpgroup 1, half each; (row r, column c) of a half at (c / 8) * 512 + ((r / 16) * 32 + (r % 8) * 4 + (c % 8) / 2) * 4 +
-// (r % 16) / 8 * 2 + c % 2.
+// warpgroup 1, half each; (row r, column c) of a half at (c / 8) * 512 + ((r / 16) * 32 + (r % 8) * 4 + (c % 8) / 2) *
+// 4 + (r % 16) / 8 * 2 + c % 2.
 struct AttnBwdSm90Params {
     TensorMap map_q, map_k, map_v, map_do;
     AttnBwdParams bwd;

@@ -39,6 +39,30 @@ def test_right_results_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_lost_tile_is_found_where_most_rows_attend_to_one_key(head_dim: int, dtype: str) -> None:
+    """Where the slack of dk is largest: 32 of 200 queries are left out."""
+    problem = cases.make(
+        kind="channel_bias", seqlen_q=200, seqlen_k=260, head_dim=head_dim, dtype=dtype, causal=True, seed=4
+    )
+    exact, plain = cases.naive(problem, torch.float64), cases.naive(problem, problem.arrays["q"].dtype)
+    x = problem.arrays
+    o, lse = cases.oa.attention(x["q"], x["k"], x["v"], causal=True, return_lse=True)
+    part, seen = slice(96, 128), 128 + 60
+    (of_tile,) = cases.oa.attention_backward(
+        x["do"][:, part], x["q"][:, part], x["k"][:, :seen], x["v"][:, :seen], o[:, part], lse[:, :, part],
+        causal=True, wanted=("dk",),
+    )  # fmt: skip
+    whole = cases.run(problem)["dk"]
+    broken = whole.double()
+    broken[:, :seen] -= of_tile.double()
+    slack = cases.slack_of(problem, "dk")
+    cases.compare("dk", whole, exact["dk"], plain["dk"], dtype, "dk", 2.0, slack)
+    with pytest.raises(AssertionError):
+        cases.compare("dk", broken.to(whole.dtype), exact["dk"], plain["dk"], dtype, "dk", 2.0, slack)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("damage", ["a lost tile", "a tile twice", "one element", "NaN", "no D", "a lost head"])
 def test_wrong_results_do_not(damage: str, dtype: str) -> None:
     """A tile of 64 of 1024 keys, small beside the largest element of dq, is found by the other bounds."""
