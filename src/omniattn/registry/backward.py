@@ -88,7 +88,8 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        prebuild=() if not common else ("89",) if tile.suffix else ("80", "90a"),
+        # On sm_90 plain calls have attn_bwd_sm90.
+        prebuild=() if not common else ("89",) if tile.suffix else ("80",),
         features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
     )
 
@@ -146,7 +147,7 @@ def _attn_bwd_dq_sm80(tile: _DqTile, dtype: str, score_mods: bool) -> KernelSpec
         num_warps=tile.num_warps,
         smem_bytes=tile.smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        prebuild=("80", "89", "90a") if not score_mods and tile.head_dim in (64, 128) else (),
+        prebuild=("80",) if not score_mods and tile.head_dim in (64, 128) else (),
         features=frozenset({"score_mods"}) if score_mods else frozenset(),
     )
 
