@@ -9,7 +9,6 @@ from omniattn.bench.backward_cases import BackwardShape
 from omniattn.bench.backward_contenders import (
     DENSE,
     DETERMINISTIC,
-    FA2,
     LAYOUTS,
     LIBRARIES,
     OURS,
@@ -22,7 +21,6 @@ from omniattn.bench.backward_problem import INPUT_SETS, BackwardProblem
 from omniattn.bench.backward_report import BACKWARD, BOTH, BackwardEntry, BackwardReport, BackwardResult
 from omniattn.bench.ceilings import measure_ceilings
 from omniattn.bench.document import environment
-from omniattn.bench.option_contenders import UnfitError
 from omniattn.bench.sustained import choose_timer
 from omniattn.bench.timing import Candidate, Timer, require_torch
 from omniattn.errors import OmniattnError
@@ -118,8 +116,6 @@ class _Attempt:
         try:
             made = call()
             self.problem.torch.cuda.synchronize()
-        except UnfitError as error:
-            self.facts[what] = {"reason": str(error)}
         except Exception as error:
             # Other packages raise whatever they like. Where this one refuses a shape its row says so, and the other
             # rows are still worth having; anything else of it is a fault and not hidden.
@@ -153,23 +149,18 @@ def _run_shape(torch: Any, timer: Timer, shape: BackwardShape, libraries: Sequen
         attempts.append(_Attempt(DETERMINISTIC, LAYOUTS[0], problem, lambda: ours(problem, deterministic=True)))
     if shape.packed:
         dense = BackwardProblem(torch, shape.dense_twin())
-        attempts.append(_Attempt(DENSE, LAYOUTS[0], dense, lambda: ours(dense)))
+        attempts.append(_Attempt(DENSE, LAYOUTS[0], dense, lambda: ours(dense)._replace(both=None)))
     for library in libraries:
-        # The kernels for every GPU are compared with those that are for every GPU.
-        if not shape.generic or library.key == FA2:
-            attempts += [_attempt_of(library, layout, problem) for layout in LAYOUTS]
-    candidates: dict[str, Candidate] = {}
-    for a in attempts:
-        for what, call in a.calls.items():
-            if a.key != DENSE or what == BACKWARD:
-                candidates[_name(a, what)] = _candidate(call)
+        attempts += [_attempt_of(library, layout, problem) for layout in library.layouts(shape)]
+    candidates: dict[str, Candidate] = {
+        _name(a, what): _candidate(call) for a in attempts for what, call in a.calls.items()
+    }
     # One round for each input set at least: what a contender does once for a set must not be in a timed round.
     timings = timer(candidates, warmup=INPUT_SETS)
     entries = tuple(
         BackwardEntry(a.key, a.layout, what, timings.get(_name(a, what)), **facts)
         for a in attempts
         for what, facts in a.facts.items()
-        if a.key != DENSE or what == BACKWARD
     )
     return BackwardResult(shape, entries)
 

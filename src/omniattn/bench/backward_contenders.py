@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from omniattn.bench.backward_cases import BackwardShape
 from omniattn.bench.backward_problem import BackwardProblem
-from omniattn.bench.option_contenders import UnfitError
 from omniattn.registry import REGISTRY
 
 OURS, DETERMINISTIC, DENSE = "omniattn", "deterministic", "dense"
@@ -55,13 +54,15 @@ class Library:
     ----------
     key, label : str
     build : callable
-        ``build(problem, layout) -> Calls``; raises UnfitError for what the library cannot express. The forward of
-        each input set runs here.
+        ``build(problem, layout) -> Calls``. The forward of each input set runs here.
+    layouts : callable
+        Of `LAYOUTS` those that it is timed in on a shape; none where it cannot express the shape.
     """
 
     key: str
     label: str
     build: Callable[[BackwardProblem, str], Calls]
+    layouts: Callable[[BackwardShape], tuple[str, ...]]
 
 
 def generic_kernels(shape: BackwardShape) -> str:
@@ -159,10 +160,6 @@ def sdpa(backend_name: str) -> Callable[[BackwardProblem, str], Calls]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         shape, torch = problem.shape, problem.torch
-        if shape.softcap:
-            raise UnfitError("torch SDPA has no softcap")
-        if shape.window:
-            raise UnfitError("torch SDPA has no window")
         backend = getattr(SDPBackend, backend_name)
         options: dict[str, Any] = {"is_causal": shape.causal}
         if shape.group > 1:
@@ -175,7 +172,6 @@ def sdpa(backend_name: str) -> Callable[[BackwardProblem, str], Calls]:
 
         if not shape.packed:
             return _by_autograd(problem, layout, dense, heads_first=True)
-        _only_nhd(layout)
         starts = problem.starts.long()
         sizes = {"min_seqlen": min(shape.lengths), "max_seqlen": shape.seqlen}
 
@@ -191,11 +187,8 @@ def sdpa(backend_name: str) -> Callable[[BackwardProblem, str], Calls]:
 def fa2(problem: BackwardProblem, layout: str) -> Calls:
     """FlashAttention-2 as torch has it; windows and packed sequences by the operator below SDPA, which takes them."""
     shape, torch = problem.shape, problem.torch
-    if shape.softcap:
-        raise UnfitError("torch's FlashAttention-2 has no softcap")
     if not (shape.window or shape.packed):
         return sdpa("FLASH_ATTENTION")(problem, layout)
-    _only_nhd(layout)
     operator = torch.ops.aten._flash_attention_forward
     window = {"window_size_left": shape.window - 1, "window_size_right": 0} if shape.window else {}
 
@@ -206,20 +199,10 @@ def fa2(problem: BackwardProblem, layout: str) -> Calls:
     return _by_autograd(problem, layout, forward, heads_first=False)
 
 
-def _only_nhd(layout: str) -> None:
-    if layout != "NHD":
-        raise UnfitError("packed sequences and windows are handed over as (tokens, heads, head_dim)")
-
-
 def flex(problem: BackwardProblem, layout: str) -> Calls:
     """FlexAttention, compiled for the shape: block mask and compilation are not timed."""
     torch, shape = problem.torch, problem.shape
-    if not (shape.window or shape.softcap):
-        raise UnfitError("FlexAttention is timed with windows and softcap only")
-    try:
-        module = importlib.import_module("torch.nn.attention.flex_attention")
-    except ImportError as error:
-        raise UnfitError("this torch has no FlexAttention") from error
+    module = importlib.import_module("torch.nn.attention.flex_attention")
     # Each shape is compiled anew, and past a limit the compiler would run the slow path without a word.
     torch.compiler.reset()
     mask = None
@@ -265,11 +248,25 @@ def _kept_buffers() -> Iterator[None]:
         config.donated_buffer = before  # type: ignore[attr-defined]
 
 
+def _cudnn_layouts(shape: BackwardShape) -> tuple[str, ...]:
+    # The kernels for every GPU are compared with those that are for every GPU.
+    return () if shape.softcap or shape.window or shape.generic else LAYOUTS[:1] if shape.packed else LAYOUTS
+
+
+def _fa2_layouts(shape: BackwardShape) -> tuple[str, ...]:
+    return () if shape.softcap else LAYOUTS[:1] if shape.packed or shape.window else LAYOUTS
+
+
+def _flex_layouts(shape: BackwardShape) -> tuple[str, ...]:
+    # Compiling takes seconds, and SDPA serves the other shapes.
+    return LAYOUTS[1:] if shape.softcap or shape.window else ()
+
+
 #: In the order of reports.
 LIBRARIES: tuple[Library, ...] = (
-    Library(CUDNN, "torch cuDNN", sdpa("CUDNN_ATTENTION")),
-    Library(FA2, "torch FA2", fa2),
-    Library(FLEX, "FlexAttention", flex),
+    Library(CUDNN, "torch cuDNN", sdpa("CUDNN_ATTENTION"), _cudnn_layouts),
+    Library(FA2, "torch FA2", fa2, _fa2_layouts),
+    Library(FLEX, "FlexAttention", flex, _flex_layouts),
 )
 
 

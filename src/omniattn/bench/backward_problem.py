@@ -1,4 +1,4 @@
-"""Tensors of one shape of ``omniattn bench backward``, and the plain fp32 computation that gradients are checked with."""
+"""Tensors of one shape of ``omniattn bench backward``, and the plain fp32 computation that checks gradients."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class BackwardProblem:
     def errors(self, gradients: tuple[Any, ...]) -> Errors:
         """Errors of all elements of gradients of the first set; infinite where a shape is wrong."""
         wholes, groups = [], []
-        for found, x, expected in zip(gradients, self.sets[0], self.reference, strict=True):
+        for found, x, expected in zip(gradients, self.sets[0][:3], self.reference, strict=True):
             if tuple(found.shape) != tuple(x.shape):
                 return Errors(float("inf"), float("inf"))
             apart = (found.reshape(expected.shape).float() - expected).abs().sum(-1)

@@ -214,7 +214,7 @@ class BackwardReport:
             **timing_facts(entry.timing),
             "tflops": None if us is None else result.flops(entry.contender, entry.what) / us * 1e-6,
             "best_layout": best,
-            **dict.fromkeys((f"over_{key}" for key in (OURS, CUDNN, FA2, FLEX, DENSE))),
+            **dict.fromkeys(f"over_{key}" for key in (OURS, CUDNN, FA2, FLEX, DENSE)),
             **ratios,
             "relative_l1": entry.relative_l1,
             "rows_l1": entry.rows_l1,
