@@ -68,7 +68,9 @@ class Library:
 def generic_kernels(shape: BackwardShape) -> str:
     """Rows of the exact forward and backward that every GPU runs, as OMNIATTN_FORCE_KERNEL names them."""
     smallest = min(spec.head_dim for spec in _generic() if spec.head_dim >= shape.head_dim)
-    return ",".join(spec.name for spec in _generic() if spec.head_dim == smallest)
+    # The first that fits is taken: those of newer GPUs first, which they prefer.
+    found = sorted((spec for spec in _generic() if spec.head_dim == smallest), key=lambda spec: spec.min_arch[0] < 9)
+    return ",".join(spec.name for spec in found)
 
 
 def _generic() -> Iterator[Any]:
