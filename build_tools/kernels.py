@@ -151,18 +151,36 @@ def plan(
 ) -> list[Job]:
     """Return the cubins to make: each row for each of its targets that was asked for."""
     sources = Sources(kernels_root)
-    jobs = []
-    for spec in rows:
-        if only is not None and only != spec.name:
-            continue
-        digest = source_digest(spec, sources)
-        for arch in spec.prebuild:
-            if archs is None or arch in archs:
-                # smem_bytes is not seen by the compiler, but stands in the manifest.
-                options = list(compile_options(spec, arch, lineinfo=False))
-                seen = [MANIFEST_FORMAT, spec.name, spec.smem_bytes, digest, options, compiler]
-                jobs.append(Job(spec, arch, hashlib.sha256(json.dumps(seen).encode()).hexdigest()))
-    return jobs
+    return [
+        job_of(spec, arch, compiler, sources)
+        for spec in rows
+        if only is None or only == spec.name
+        for arch in spec.prebuild
+        if archs is None or arch in archs
+    ]
+
+
+def job_of(spec: KernelSpec, arch: str, compiler: str, sources: Sources) -> Job:
+    """Return the job of one cubin; its key is the digest of all that makes the result."""
+    # smem_bytes is not seen by the compiler, but stands in the manifest.
+    options = list(compile_options(spec, arch, lineinfo=False))
+    seen = [MANIFEST_FORMAT, spec.name, spec.smem_bytes, source_digest(spec, sources), options, compiler]
+    return Job(spec, arch, hashlib.sha256(json.dumps(seen).encode()).hexdigest())
+
+
+def store_of(root: Path = ROOT) -> Store:
+    """Return the incremental store of a checkout, which everything that compiles rows ahead of time shares."""
+    return Store(Path(os.environ.get(OBJECTS_VARIABLE) or root / "build/kernels/objects"))
+
+
+def compiled(spec: KernelSpec, arch: str, root: Path = ROOT) -> Compiled:
+    """Return a row compiled for ``arch``, out of the store if it is there: whatever the registry says of targets."""
+    job, store = job_of(spec, arch, compiler_version(), Sources(root / "kernels_cu")), store_of(root)
+    found = store.get(job.key)
+    if found is None:
+        found = compile_job(job, root / "kernels_cu")
+        store.put(job.key, found)
+    return found
 
 
 def compile_job(job: Job, kernels_root: Path) -> Compiled:
@@ -256,7 +274,7 @@ def build(
     archs = archs if archs is not None else wanted_archs()
     compiler = compiler_version()
     jobs = plan(rows, archs, only, compiler, kernels_root)
-    store = Store(Path(os.environ.get(OBJECTS_VARIABLE) or folder / "objects"))
+    store = store_of(root)
     # One build at a time: the second then finds everything done.
     with exclusive(folder / ".lock"):
         results = {job.key: found for job in jobs if (found := store.get(job.key)) is not None}
@@ -342,7 +360,7 @@ def _intact(folder: Path, cubins: Mapping[str, bytes]) -> bool:
     return there.keys() == cubins.keys() and all(path.read_bytes() == cubins[file] for file, path in there.items())
 
 
-def portable_jobs(rows: Iterable[KernelSpec], archs: Sequence[str]) -> list[Job]:
+def portable_jobs(rows: Iterable[KernelSpec], archs: Sequence[str], compiler: str, sources: Sources) -> list[Job]:
     """Return one row of each family, that of the largest head_dim, for each of ``archs`` that it may run on."""
     largest: dict[str, KernelSpec] = {}
     for spec in rows:
@@ -350,7 +368,7 @@ def portable_jobs(rows: Iterable[KernelSpec], archs: Sequence[str]) -> list[Job]
         if not spec.arch_specific and (held is None or spec.head_dim > held.head_dim):
             largest[spec.family] = spec
     return [
-        Job(spec, arch, f"{spec.name}-{arch}")
+        job_of(spec, arch, compiler, sources)
         for spec in largest.values()
         for arch in archs
         if Arch.parse(arch).cc >= spec.min_arch
@@ -362,13 +380,15 @@ def check_portable(
 ) -> list[str]:
     """Compile one row of each family for the targets that the wheel does not carry; return the failures."""
     archs = [arch for arch in PORTABLE_ARCHS if arch not in PREBUILT_ARCHS]
-    failures: list[str] = []
-
-    def done(job: Job, built: Compiled) -> None:
-        failures.extend(checks.log_complaints(job.spec, job.arch, built.log, built.entry["spill_bytes"]))
-
-    jobs = portable_jobs(rows, archs)
-    return run_jobs(jobs, root / "kernels_cu", workers or os.cpu_count() or 1, done) + failures
+    kernels_root, store = root / "kernels_cu", store_of(root)
+    jobs = portable_jobs(rows, archs, compiler_version(), Sources(kernels_root))
+    results: dict[str, Compiled] = {job.key: found for job in jobs if (found := store.get(job.key)) is not None}
+    missing = [job for job in jobs if job.key not in results]
+    failures = compile_missing(missing, results, store, kernels_root, workers or os.cpu_count() or 1, _to_stderr)
+    for job in jobs:
+        if (built := results.get(job.key)) is not None:
+            failures += checks.log_complaints(job.spec, job.arch, built.log, built.entry["spill_bytes"])
+    return failures
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_tools import sass
+from build_tools import kernels, sass
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
@@ -27,8 +27,6 @@ sys.path.insert(0, str(ROOT / "src"))
 from omniattn.problems import UNLIMITED, AttentionProblem, Target  # noqa: E402
 from omniattn.problems.precision import NAMED  # noqa: E402
 from omniattn.registry import KernelSpec  # noqa: E402
-from omniattn.runtime.compile import compile_spec  # noqa: E402
-from omniattn.runtime.sources import Sources  # noqa: E402
 from omniattn.select import select_attention  # noqa: E402
 
 ROWS, KEYS = 32, 64
@@ -180,13 +178,15 @@ def row_for(gpu: Gpu, bits: int, head_dim: int, dtype: str = "bfloat16") -> Kern
     return select_attention(problem, Target((int(gpu.arch[0]), int(gpu.arch[1])), gpu.smem_cta)).spec
 
 
-def compiled_step(spec: KernelSpec, arch: str, root: Path = ROOT / "kernels_cu") -> Step:
-    """Compile a row and count its common step."""
-    result = compile_spec(spec, arch, Sources(root), lineinfo=False)
+def compiled_step(spec: KernelSpec, arch: str) -> Step:
+    """Compile a row, unless the build has done so, and count its common step."""
+    result = kernels.compiled(spec, arch)
     code = sass.instructions(result.cubin, arch)
     tile = KEYS * spec.head_dim * (_BITS[spec.qk] + (16 if spec.pv == "fp16" else 8)) // 8
     copies = tile // (16 * 32 * spec.num_warps) + 2  # and scales of K, and delta_s
-    return Step(spec, arch, result.registers, result.spill_bytes, dict(sass.common_step(code, copies)))
+    return Step(
+        spec, arch, result.entry["registers"], result.entry["spill_bytes"], dict(sass.common_step(code, copies))
+    )
 
 
 def table() -> list[str]:

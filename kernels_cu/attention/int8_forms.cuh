@@ -117,11 +117,9 @@ struct CapRow {
 struct CapSeries {
     static constexpr bool kPresent = true;
     float a[2][4];  // as in CapRow, in powers of S
-    float limit;    // of |S|
 
     // scale: of S, to u.
-    OA_DEVICE CapSeries(const CapRow (&rows)[2], float scale)
-        : limit(fminf(rows[0].limit, rows[1].limit) * rcp_approx(fabsf(scale))) {
+    OA_DEVICE CapSeries(const CapRow (&rows)[2], float scale) {
         float power = 1.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -130,15 +128,17 @@ struct CapSeries {
             power *= scale;
         }
     }
-    // Whether all of the warp's scores are near; not where scale is NaN.
-    template <int kScores>
-    OA_DEVICE bool is_for(const float (&s)[kScores]) const {
-        float top[4] = {};  // four chains: one would wait for its own result at every step
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) top[i & 3] = fmaxf(top[i & 3], fabsf(s[i]));
-        return __all_sync(0xffffffffu, fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])) <= limit);
-    }
 };
+
+// Whether the series are for all of the warp's scores; not where scale is NaN.
+template <int kScores>
+OA_DEVICE bool are_near(const float (&s)[kScores], const CapRow (&rows)[2], float scale) {
+    float limit = fminf(rows[0].limit, rows[1].limit) * rcp_approx(fabsf(scale));
+    float top[4] = {};  // four chains: one would wait for its own result at every step
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) top[i & 3] = fmaxf(top[i & 3], fabsf(s[i]));
+    return __all_sync(0xffffffffu, fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])) <= limit);
+}
 
 template <int kScores>
 class Exponents<false, float, kScores, CapSeries> {

@@ -70,15 +70,23 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
     using Base::params_;
     using Base::ping_pong_;
     using Base::v_;
-    static constexpr int32 kNothingHidden = -1;  // in place of an entry
     // Tiles that nothing is done to, or bits, go to the exponentials as integers.
     static constexpr bool kIntegers = !Config::kSoftcap && Config::kBiasBytes == 0;
     static constexpr bool kSeries = Config::kSoftcap && Config::kBiasBytes == 0;
 
+    static constexpr int32 kNothingHidden = -1;  // in place of an entry
+    // Steps for which a warp does not ask again whether scores are near, after they were not.
+    static constexpr int32 kFarSteps = 8;
+
   public:
-    using Base::Base;
     using typename Base::Rows;
     using typename Base::Span;
+
+    OA_DEVICE Int8FormsConsumer(const AttnInt8FormsSm90Params& params, Int8Storage<Config>& smem,
+                                const RoleBarriers<Config>& bars, int32 group)
+        : Base(params, smem, bars, group) {
+        lane_ = __shfl_sync(0xffffffffu, lane_, lane_);
+    }
 
     // All steps of a tile of queries. Each step takes the fastest way that its tile leaves
     // (attention/int8_forms.cuh).
@@ -108,6 +116,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         // series in them.
         const bool plain = !this->has_delta() && !(forms.forms & kFormScaled) && (kIntegers || capped);
         const float q_scale = this->scale_of_queries(t, warp_row);
+        // By way of a shuffle, as with lane_: computing it anew at every step would stand between two products.
+        const float q_scale2 = __shfl_sync(0xffffffffu, q_scale * (p_.softmax_scale * kLog2e), lane_);
         float row_shift[2] = {0.0f, 0.0f};
         CapRow cap[2];
         if (capped) {
@@ -120,7 +130,10 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         typename Tile::Queries q;
         RowState<PRange>& rows = state.softmax;
         Scores s;  // integers, then floats
-        typename Tile::Probabilities probs, fresh;
+        // Integers take little time: their P is computed while the product of the last one runs, whose operands must
+        // not be written. All others wait for it.
+        typename Tile::Probabilities probs, other;
+        typename Tile::Probabilities& fresh = kIntegers ? other : probs;
         const uint32 zero = opaque_zero();
         typename Tile::RowSums sums = {};
         float alpha[2], sum[2], scale;
@@ -145,10 +158,12 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             rows.l[1] += sums[2];
         };
         auto renew_probs = [&] {
+            if constexpr (kIntegers) {
 #pragma unroll
-            for (int k = 0; k < Config::kBlockN / 32; ++k)
+                for (int k = 0; k < Config::kBlockN / 32; ++k)
 #pragma unroll
-                for (int x = 0; x < 4; ++x) probs[k][x] = copy_of(fresh[k][x], zero);
+                    for (int x = 0; x < 4; ++x) probs[k][x] = copy_of(fresh[k][x], zero);
+            }
         };
         auto release_stage = [&] {
             __syncwarp();
@@ -157,7 +172,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         };
         // Of the step's tile: integers to base 2.
         auto base2_scale = [&] {
-            return scale_without_rounding(q_scale * (p_.softmax_scale * kLog2e) * this->scale_of_keys());
+            return scale_without_rounding(q_scale2 * this->scale_of_keys());
         };
         auto exponentiate_integers = [&] {
             sum[0] = sum[1] = 0.0f;
@@ -171,18 +186,21 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             floats_of(s, f);
             rows.exponentiate_in_order<false, Config::kByRow>(f, c, Packer{{fresh, {}}, sum});
         };
-        // Softcap of a tile whose scores are near; whether they are.
-        auto exponentiate_series = [&]() -> bool {
+        // Softcap of a tile whose scores are near.
+        auto exponentiate_series = [&] {
             if constexpr (kSeries) {
                 float f[Config::kNTiles * 4];
                 floats_of(s, f);
-                const CapSeries series(cap, scale * forms.cap_scale);
-                if (!series.is_for(f)) return false;
                 sum[0] = sum[1] = 0.0f;
                 const float none[2] = {};
-                rows.exponentiate_in_order<false, Config::kByRow>(f, none, Packer{{fresh, {}}, sum}, series);
+                rows.exponentiate_in_order<false, Config::kByRow>(f, none, Packer{{fresh, {}}, sum},
+                                                                 CapSeries(cap, scale * forms.cap_scale));
             }
-            return true;
+        };
+        auto is_near = [&] {
+            float f[Config::kNTiles * 4];
+            floats_of(s, f);
+            return are_near(f, cap, scale * forms.cap_scale);
         };
         // Of this lane's rows, as in the plain kernel.
         auto is_too_large = [&] {
@@ -210,17 +228,20 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             state.lse_sum[1] += sum[1];
         };
 
-        // 32 entries ahead, one to a lane, and those of them that are not common: something hides keys, or it is the
-        // last step. Entries one by one would be awaited at every step, and judged by a chain of dependent
-        // instructions.
+        // 32 entries ahead, one to a lane. By bits: those that are left to the slow path (something hides keys other
+        // than by bits, or it is the last step), that the mask leaves as they are, or hides. Entries one by one would
+        // be awaited at every step, and judged by a chain of dependent instructions.
         int32 window_at, window;
-        uint32 rare;
+        uint32 rare, open, shut;
         auto look_ahead = [&] {
             window_at = i;
             window = steps.entry(min_of(i + lane_, steps.count - 1));
+            const int32 kind = FormSteps::kind(window, group_);
             rare = __ballot_sync(0xffffffffu, !plain || i + lane_ >= steps.count - 1 ||
-                                                  FormSteps::kind(window, group_) != kTileFull ||
-                                                  is_edge(keys, FormSteps::tile(window)));
+                                                  is_edge(keys, FormSteps::tile(window)) ||
+                                                  (kind != kTileFull && !(kIntegers && (forms.forms & kFormBits))));
+            open = __ballot_sync(0xffffffffu, kind == kTileFull);
+            shut = __ballot_sync(0xffffffffu, kind == kTileEmpty);
         };
         look_ahead();
         auto entry_now = [&] { return __shfl_sync(0xffffffffu, window, i - window_at); };
@@ -257,24 +278,27 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         }
 
         const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
-        int32 flush_at = i + flush_tiles;
-        auto flush_when_due = [&] {
-            if (i != flush_at) return;
-            this->flush(state);
-            flush_at += flush_tiles;
-        };
+        int32 flush_at = i + flush_tiles, far_end = 0;
+        // Which of the four places of products a step takes has to be the same for all four warps.
 #pragma unroll 1
         for (++i; i < steps.count; ++i) {
             if (!is_full) this->wait_inner();
             if (i - window_at == 32) look_ahead();
-            const uint32 later = rare >> (i - window_at);
-            const int32 special = min_of(later != 0 ? i + __ffs(int32(later)) - 1 : window_at + 32, flush_at);
+            const int32 ahead = i - window_at;
+            // The first step from i on that one of these bits says, or that leaves the window or flushes.
+            auto next_of = [&](uint32 steps) {
+                steps >>= ahead;
+                return min_of(steps != 0 ? i + __ffs(int32(steps)) - 1 : window_at + 32, flush_at);
+            };
             // Whether P is there, scores are integers, the stage is still needed, P was too large.
-            bool done = true, integers = kIntegers, held = false, again = false;
+            bool done = true, integers = false, held = false, again = false;
             entry = kNothingHidden;
             uint32 bits = 0xffffffffu;
-            if (kIntegers && i < special) {
+            const bool is_rare = (rare >> ahead & 1) || i == flush_at;
+            if (kIntegers && !is_rare && (open >> ahead & 1)) {
                 // As in the plain kernel: rare cases leave the loop.
+                const int32 stop = next_of(rare | ~open);
+                integers = true;
                 for (;;) {
                     scale = base2_scale();
                     products();
@@ -283,49 +307,58 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
                     release_stage();
                     renew_probs();
                     again = is_too_large() || scale > kCoarseScale;
-                    if (__any_sync(0xffffffffu, again || i + 1 >= special || !is_full)) break;
+                    if (__any_sync(0xffffffffu, again || i + 1 >= stop || !is_full)) break;
                     add();
                     ++i;
                 }
-            } else if (kSeries && i < special) {
+            } else if (kIntegers && !is_rare) {
+                const int32 stop = next_of(rare | open);
+                integers = true;
+                for (;;) {
+                    scale = base2_scale();
+                    const uint32 own_bits = shut >> (i - window_at) & 1 ? 0 : load_bits();
+                    products();
+                    hide_by_bits(s, own_bits);
+                    exponentiate_integers();
+                    finish_pv();
+                    release_stage();
+                    renew_probs();
+                    again = is_too_large() || scale > kCoarseScale;
+                    if (__any_sync(0xffffffffu, again || i + 1 >= stop || !is_full)) break;
+                    add();
+                    ++i;
+                }
+            } else if (kSeries && !is_rare) {
+                const int32 stop = next_of(rare);
                 for (;;) {
                     scale = q_scale * this->scale_of_keys();
                     products();
                     make_floats(s);
-                    done = exponentiate_series();
+                    done = i >= far_end && is_near();
                     finish_pv();
                     release_stage();
-                    renew_probs();
+                    if (!done) break;
+                    exponentiate_series();
                     again = is_too_large();
-                    if (__any_sync(0xffffffffu, again || !done || i + 1 >= special || !is_full)) break;
+                    if (__any_sync(0xffffffffu, again || i + 1 >= stop || !is_full)) break;
                     add();
                     ++i;
                 }
+                if (!done && i >= far_end) far_end = i + kFarSteps;
             } else {
                 entry = entry_now();
                 bits = bits_of(entry);
-                integers = kIntegers && plain &&
-                           !((forms.forms & kFormKeyBias) && FormSteps::kind(entry, group_) != kTileFull);
-                scale = integers ? base2_scale() : this->scale_of_tile(q_scale, FormSteps::tile(entry));
+                scale = this->scale_of_tile(q_scale, FormSteps::tile(entry));
                 products();
                 release_queries();
-                if (kIntegers && integers) {
-                    if (bits != 0xffffffffu) hide_by_bits(s, bits);
-                    if (is_edge(keys, FormSteps::tile(entry)))
-                        mask_edges(s, p_, t, warp_row, FormSteps::tile(entry) * Config::kBlockN, lane_);
-                    exponentiate_integers();
-                    finish_pv();
-                    flush_when_due();
-                    release_stage();
-                    renew_probs();
-                    again = is_too_large() || scale > kCoarseScale;
-                } else {
-                    make_floats(s);
-                    finish_pv();
-                    flush_when_due();
-                    done = false;
-                    held = true;
+                make_floats(s);
+                finish_pv();
+                if (i == flush_at) {
+                    this->flush(state);
+                    flush_at += flush_tiles;
                 }
+                done = false;
+                held = true;
             }
             again = __any_sync(0xffffffffu, again);
             float factor = 1.0f;
@@ -404,6 +437,10 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             return 0;
         else
             return Masks::at(inner_at_.stage);
+    }
+    OA_DEVICE uint32 load_bits() const {
+        if constexpr (Config::kVarlen) return 0xffffffffu;
+        else return load_shared(Masks::at(inner_at_.stage) + group_ * Masks::kWordBytes + (threadIdx.x & 127) * 4);
     }
     OA_DEVICE uint32 bits_of(int32 entry) const {
         if constexpr (Config::kVarlen)

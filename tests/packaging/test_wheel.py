@@ -65,7 +65,7 @@ def test_a_user_can_install_and_use_the_wheel(wheel: Path) -> None:
 
 def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     # Keys are digests of sources, options and compiler: sharing objects spares work, it cannot hide a difference.
-    objects = ROOT / "build/kernels/objects"
+    objects = kernels.store_of(ROOT).folder
     sdist = build(ROOT, tmp_path / "sdist", "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")

@@ -238,3 +238,28 @@ def test_no_cell_is_cut_off_whatever_the_terminal(
     for column in support.GPUS:
         assert column.target in table
     assert (len(cells[0]) == 4) == (columns < 190)
+
+
+def test_kernels_without_softcap_say_so() -> None:
+    fast = {"family": "fast", "min_arch": (9, 0), "arch_specific": True, "prebuild": ("90a",)}
+    masks = _spec("masks", lacks=frozenset({"varlen", "any_strides", "softcap"}), **fast)
+    (row,) = support.support_rows(support.wheel_resolver, [_spec("generic"), masks])
+    assert row.cells[3].text == "prebuilt; dense without softcap: fast"
+    both = _spec("both", lacks=frozenset({"varlen", "any_strides"}), **fast)
+    (row,) = support.support_rows(support.wheel_resolver, [_spec("generic"), masks, both])
+    assert row.cells[3].text == "prebuilt; dense: fast"
+
+
+def test_reasons_are_not_repeated_and_not_those_of_kernels_for_other_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    newer = _spec("newer", min_arch=(9, 0))
+    (row,) = support.support_rows(lambda *_: ("unsupported", "no compiler"), [_spec("generic"), newer])
+    assert {cell.reason for cell in row.cells} == {"no compiler"}
+    (row,) = support.support_rows(lambda *_: ("unsupported", "no compiler"), [newer])
+    assert "compute capability 9.0 or newer, sm_80 has 8.0" in row.cells[0].reason
+    monkeypatch.setattr(support, "runtime_resolver", lambda *_: ("unsupported", "no compiler"))
+    assert main(["info"]) == 0
+    below = capsys.readouterr().out.splitlines()[-1]
+    assert below == f"{', '.join(gpu.target for gpu in support.GPUS)}: no compiler"

@@ -123,7 +123,7 @@ def test_which_kernel_takes_what(one: AttentionProblem, name: str) -> None:
 INT8 = Int8().precision
 CHOSEN_INT8 = [
     (problem(softcap=2.0), "attn_int8_sm90_bf16_d128_softcap"),
-    (problem(softcap=2.0, lse=True), "attn_int8_sm90_bf16_d128_softcap"),
+    (problem(softcap=2.0, lse=True), "attn_int8_sm90_bf16_d128_softcap_lse"),
     (problem(softmax_scale=-1.0), "attn_int8_sm90_bf16_d128_masks"),
     (problem(softmax_scale=-1.0, lse=True), "attn_int8_sm90_bf16_d128_masks_lse"),
     (problem_with("bool", FULL), "attn_int8_sm90_bf16_d128_masks"),

@@ -300,7 +300,7 @@ def test_boxes_of_every_row_are_tiles(spec: KernelSpec) -> None:
         strides = dataclasses.replace(STRIDES, mask=(0, 300 * 504, 504, 1))
         forms = {"mask": mask, "mask_map": True, "seqlen_k": 504, "strides": strides}
     elif "score_mods" in spec.features:
-        forms = {"softcap": 3.0} if "softcap" in spec.features else {"softmax_scale": -1.0}
+        forms = {"softmax_scale": -1.0} if "softcap" in spec.lacks else {"softcap": 3.0}
     p = problem(
         Int8(smooth_q=smooth_q), dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse="lse" in spec.features,
         **forms,

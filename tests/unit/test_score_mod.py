@@ -57,7 +57,7 @@ ALIBI = oa.ScoreMod("score + slopes[h] * (k - q)", reference=alibi, slopes=SLOPE
         "score)(", "score)", "(score", "score[", "(score]", "a<%b%>", "%:include", "a<:0:>",
         "", "  ", "score + \u0430", "@", "$x",
         "__syncthreads()", "__shfl_sync(-1, score, 0)", "atomicAdd(&q, 1)", "__trap()", "__nanosleep(1)", "malloc(8)",
-        "x" * 10_001, None, 3,
+        "x" * 10_001, None, 3, "score ** 2",
     ],
 )  # fmt: skip
 def test_only_one_expression(text: Any) -> None:
@@ -69,7 +69,9 @@ def test_only_one_expression(text: Any) -> None:
             oa.ScoreMod(**given)
 
 
-@pytest.mark.parametrize("name", ["q", "score", "float", "_x", "__x", "HEAD_DIM", "X", "oa_x", "\u00e4", "b"])
+@pytest.mark.parametrize(
+    "name", ["q", "score", "float", "_x", "__x", "HEAD_DIM", "X", "oa_x", "\u00e4", "b", "int32", "Half"]
+)
 def test_names_that_no_expression_can_use(name: str) -> None:
     with pytest.raises(oa.errors.ArgumentError, match="argument 'arrays'"):
         oa.ScoreMod("score", **{name: SLOPES})
@@ -122,22 +124,65 @@ def test_packed_on_the_cpu() -> None:
 def test_calls_that_are_refused() -> None:
     q, k, v = qkv()
     few = np.zeros(0, dtype=np.float32)
+
+    def same(score: Any, b: Any, h: Any, q: Any, k: Any, x: Any) -> Any:
+        return score
+
     for mod, error, said in (
         (oa.ScoreMod("score"), oa.errors.UnsupportedError, "reference="),
         (lambda s: s, oa.errors.ArgumentError, "an omniattn.ScoreMod"),
-        (oa.ScoreMod("score", reference=alibi, x=SLOPES.astype(np.float64)), oa.errors.DtypeError, "score_mod.x"),
-        (oa.ScoreMod("score", reference=alibi, x=few), oa.errors.ShapeError, "score_mod.x"),
-        (oa.ScoreMod("score", reference=alibi, x=SLOPES.reshape(1, 1, 1, 1, 4)), oa.errors.ShapeError, "dimensions"),
+        (oa.ScoreMod("score", reference=same, x=SLOPES.astype(np.float64)), oa.errors.DtypeError, "score_mod.x"),
+        (oa.ScoreMod("score", reference=same, x=few), oa.errors.ShapeError, "score_mod.x"),
+        (oa.ScoreMod("score", reference=same, x=SLOPES.reshape(1, 1, 1, 1, 4)), oa.errors.ShapeError, "dimensions"),
         (oa.ScoreMod("score", reference=lambda *a: np.zeros(5)), oa.errors.ShapeError, "score_mod"),
     ):
         with pytest.raises(error, match=re.escape(said)):
             oa.attention(q, k, v, score_mod=mod)
     for precision in ("int8", "int4"):
-        with pytest.raises(oa.errors.UnsupportedError, match="precision='exact'"):
+        with pytest.raises(oa.errors.UnsupportedError, match=r"\(\): score_mod with precision=.*precision='exact'"):
             oa.attention(q, k, v, score_mod=ALIBI, precision=precision)
     pair = oa.quantize_qk(q, k)
     with pytest.raises(oa.errors.ArgumentError, match=r"argument 'q'.*not quantized"):
         oa.attention(pair.q, pair.k, oa.quantize_v(v), score_mod=ALIBI)
+
+
+def test_a_function_is_no_expression() -> None:
+    for given in ((alibi,), ("score", alibi)):
+        with pytest.raises(oa.errors.ArgumentError, match="a function goes into reference="):
+            oa.ScoreMod(*given)  # type: ignore[arg-type]
+
+
+def test_a_mask_does_not_see_scores() -> None:
+    with pytest.raises(oa.errors.ArgumentError, match=r"'mask': expected .* over b, h, q, k .*-INFINITY.*'score'"):
+        oa.ScoreMod("score", mask="score > 0.0f")
+    assert oa.ScoreMod("score", mask="my_score[k] > 0.0f", my_score=SLOPES).mask
+
+
+@pytest.mark.parametrize(
+    ("reference", "shows"),
+    [
+        (3, "received 3"),
+        (lambda score: score, r"reference\(score, b, h, q, k, slopes=slopes\).*\(score\)"),
+        (lambda score, b, h, q, k: score, "slopes"),
+        (lambda score, b, h, q, k, slope: score, "slope"),
+    ],
+)
+def test_references_that_cannot_be_called(reference: Any, shows: str) -> None:
+    with pytest.raises(oa.errors.ArgumentError, match=rf"^ScoreMod\(\): argument 'reference'.*{shows}"):
+        oa.ScoreMod("score + slopes[h]", reference=reference, slopes=SLOPES)
+
+
+@pytest.mark.parametrize(
+    ("result", "shows"),
+    [(None, "received None"), (True, "received .*True"), ("x", "'x'"), (np.ones((9, 12), dtype=np.bool_), "of bool"),
+     (np.ones((9, 12), dtype=np.complex64), "complex64")],
+)  # fmt: skip
+def test_references_that_return_no_scores(result: Any, shows: str) -> None:
+    """A truth value would be a score of 0 or 1."""
+    mod = oa.ScoreMod("score", reference=lambda *_: result)
+    with pytest.raises(oa.errors.DtypeError, match=f"argument 'score_mod'.*-inf where a key is hidden.*{shows}"):
+        oa.attention(*qkv(), score_mod=mod)
+    assert oa.attention(*qkv(), score_mod=oa.ScoreMod("0.0f", reference=lambda *_: 0)).shape == (2, 9, 4, 16)
 
 
 def test_block_masks_on_the_cpu() -> None:
@@ -170,6 +215,8 @@ def test_block_masks_that_are_refused() -> None:
             oa.attention(q, k, v, block_mask=blocks, **options)
     with pytest.raises(oa.errors.DtypeError):
         oa.attention(q, k, v, block_mask=blocks.astype(np.int8), block_size=64)
+    with pytest.raises(oa.errors.ShapeError, match=r"block_size of \(128, 128\); .* mask=, received \(150, 200\)"):
+        oa.attention(q, k, v, block_mask=np.ones((150, 200), dtype=np.bool_))
     with pytest.raises(oa.errors.ArgumentError, match="without block_mask"):
         oa.attention(q, k, v, block_size=64)
     whole = np.ones((2, 2), dtype=np.bool_)

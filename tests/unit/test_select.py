@@ -99,7 +99,7 @@ EXACT_ROWS = [s for s in REGISTRY if s.op == "attention" and not s.quantized]
 @pytest.mark.parametrize("spec", EXACT_ROWS, ids=lambda s: s.name)
 def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
     mask, softcap = "none", 0.0
-    if "softcap" in spec.features and spec.bias_bytes == 0:
+    if "score_mods" in spec.features and "softcap" not in spec.lacks and spec.bias_bytes == 0:
         softcap = 1.0
     elif "score_mods" in spec.features:
         mask = {0: "bool", 2: "io", 4: "float32"}[spec.bias_bytes]
@@ -238,7 +238,7 @@ def mods_of(spec: KernelSpec) -> dict[str, Any]:
         return {}
     if spec.bias_bytes:
         return {"mask": "float32" if spec.bias_bytes == 4 else "io", "mask_map": True}
-    return {"softmax_scale": -1.0} if spec.arch_specific and "softcap" not in spec.features else {"softcap": 5.0}
+    return {"softmax_scale": -1.0} if "softcap" in spec.lacks else {"softcap": 5.0}
 
 
 @pytest.mark.parametrize("spec", [s for s in REGISTRY if s.quantized], ids=lambda s: s.name)

@@ -38,8 +38,9 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     problem = checks.check_attention(call, tensors)
     texts, size = call.facts
     if problem.precision.quantized:
+        given = ["score_mod"] * (texts is not None) + ["block_mask"] * (size is not None)
         raise UnsupportedError(
-            f"{function}(): score_mod or block_mask with precision={problem.precision.name!r}",
+            f"{function}(): {' and '.join(given)} with precision={problem.precision.name!r}",
             instead="precision='exact'",
         )
     # Both take memory for what is found out about tiles.
@@ -57,7 +58,10 @@ def _check_block_mask(problem: AttentionProblem, t: Tensor, size: tuple[int, int
     if t.dtype != "bool":
         raise DtypeError("block_mask", "bool (True: visible)", t.dtype, function=function)
     if len(t.shape) > 4 or any(m not in (1, n) for m, n in zip(reversed(t.shape), reversed(shape), strict=False)):
-        expected = f"a shape that broadcasts to (batch, heads, blocks of queries, blocks of keys) = {shape}"
+        expected = (
+            f"a shape that broadcasts to (batch, heads, blocks of queries, blocks of keys) = {shape}, with a "
+            f"block_size of {size}; an element for each query and key goes into mask="
+        )
         raise ShapeError("block_mask", expected, f"{tuple(t.shape)}", function=function)
     if problem.mask_form in ("bits", "keys"):
         kind = "a boolean mask" if problem.mask == "bool" else "a mask that is the same for all queries"

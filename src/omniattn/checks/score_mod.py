@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import ArgumentError
-from ..problems.score_mod import MAX_ARRAYS
+from ..problems.score_mod import MAX_ARRAYS, words
 
 #: Characters of an expression, at most.
 MAX_TEXT = 10_000
@@ -32,11 +34,18 @@ _RESERVED = (
 )
 _KEYWORDS = frozenset(_RESERVED.split())
 _POSITIONS = ("score", "b", "h", "q", "k")
+#: Types in the text around an expression (`omniattn.launch.score_mod`): an array of that name would hide them.
+_TYPES = frozenset(
+    ("Float", "Half", "BFloat16", "ScoreArray", "ScoreModArrays", "ScorePosition", "int64", "int32", "int8", "uint8")
+)
 
 
 def check_text(text: Any, argument: str) -> str:
     """An expression of CUDA C++: one, and nothing but."""
-    expected = "an expression of CUDA C++ over score, b, h, q, k and the arrays"
+    over = "b, h, q, k" if argument == "mask" else ", ".join(_POSITIONS)
+    expected = f"an expression of CUDA C++ over {over} and the arrays"
+    if callable(text):
+        raise ArgumentError(argument, expected, f"{text!r}: a function goes into reference=", function="ScoreMod")
     if not isinstance(text, str) or not text.strip():
         raise ArgumentError(argument, expected, repr(text), function="ScoreMod")
     if len(text) > MAX_TEXT:
@@ -52,6 +61,13 @@ def check_text(text: Any, argument: str) -> str:
             raise ArgumentError(
                 argument, f"{expected}: no comments, and brackets as ( ) and [ ] only", repr(pair), function="ScoreMod"
             )
+    if "**" in text:
+        raise ArgumentError(argument, f"{expected}: powf(x, y) for powers", "'**'", function="ScoreMod")
+    if argument == "mask" and "score" in words(text):
+        raise ArgumentError(
+            argument, f"{expected}: what depends on the score goes into the expression, with -INFINITY", "'score'",
+            function="ScoreMod",
+        )  # fmt: skip
     if (found := _COLLECTIVE.search(text)) is not None:
         raise ArgumentError(
             argument, "an expression of one thread that only computes", repr(found.group()), function="ScoreMod"
@@ -76,6 +92,25 @@ def check_array_names(names: tuple[str, ...]) -> None:
     for name in names:
         # Names without a lower-case letter are left to macros.
         usable = _NAME.fullmatch(name) and not name.isupper() and not name.startswith("oa_")
-        if not usable or name in _KEYWORDS or name in _POSITIONS:
-            expected = "a C++ name with a lower-case letter, no keyword, none of score, b, h, q, k"
+        if not usable or name in _KEYWORDS or name in _POSITIONS or name in _TYPES:
+            expected = "a C++ name with a lower-case letter, no keyword or type, none of score, b, h, q, k"
             raise ArgumentError("arrays", expected, repr(name), function="ScoreMod")
+
+
+def check_reference(reference: Any, names: Iterable[str], argument: str = "reference") -> Callable[..., Any] | None:
+    """A function that can be called as ``reference(score, b, h, q, k, **arrays)``, or None."""
+    if reference is None:
+        return None
+    called = ", ".join((*_POSITIONS, *(f"{name}={name}" for name in names)))
+    expected = f"a function that can be called as {argument}({called}), or None"
+    if not callable(reference):
+        raise ArgumentError(argument, expected, repr(reference), function="ScoreMod")
+    try:
+        signature = inspect.signature(reference)
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return reference
+    try:
+        signature.bind(*_POSITIONS, **dict.fromkeys(names))
+    except TypeError as error:
+        raise ArgumentError(argument, expected, f"one with {signature}: {error}", function="ScoreMod") from None
+    return reference

@@ -275,5 +275,8 @@ def _show_support_narrow(title: str, columns: Sequence[support.Column], rows: Se
         dtypes = row.dtype.replace("bfloat", "bf").replace("float", "fp")
         body.append([row.label, dtypes, row.head_dim, kernels])
     console.print_table(title, ["operation", "dtype", "head_dim", "kernels"], body, wrapped=True)
+    alike: dict[str, list[str]] = {}
     for target, of_target in reasons.items():
-        console.print_line(f"{target}: {'; '.join(of_target)}")
+        alike.setdefault("; ".join(of_target), []).append(target)
+    for reason, targets in alike.items():
+        console.print_line(f"{', '.join(targets)}: {reason}")

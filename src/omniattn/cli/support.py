@@ -272,8 +272,11 @@ def _cell(specs: Sequence[KernelSpec], partial: Sequence[KernelSpec], resolver: 
         # What one of them lacks another one has: together they take the whole class.
         return Cell(part_kind, part_names, part_reasons)
     scope = ", ".join(word for lack, word in SCOPES.items() if any(lack not in spec.lacks for spec in chosen))
+    if all("softcap" in spec.lacks for spec in chosen):
+        scope += " without softcap"
     families = ", ".join(dict.fromkeys(spec.family for spec in chosen))
-    reasons = f"{reasons or 'no kernel takes the whole class'}; {families}: {part_reasons}"
+    if part_reasons != reasons:
+        reasons = f"{reasons or 'no kernel takes the whole class'}; {families}: {part_reasons}"
     quality = "" if part_kind == kind else f" ({WORDS[part_kind]})"
     own = f"{scope}: {families}"
     return Cell(kind, (*names, *part_names), reasons, f"{own}{quality}", own, part_kind)
@@ -282,11 +285,15 @@ def _cell(specs: Sequence[KernelSpec], partial: Sequence[KernelSpec], resolver: 
 def _best(specs: Sequence[KernelSpec], resolver: Resolver, column: Column) -> tuple[str, tuple[str, ...], str]:
     """The best kind that any of the kernels offers, the kernels that offer it, and why."""
     found: dict[str, list[tuple[str, str]]] = {"unsupported": []}
+    unfit = {spec.name: spec.unfit(column.cc, column.smem_bytes, where=column.target) for spec in specs}
     for spec in specs:
-        never = spec.unfit(column.cc, column.smem_bytes, where=column.target)
-        kind, reason = ("unsupported", never) if never else resolver(spec, column.cc)
-        found.setdefault(kind, []).append((spec.name, reason))
-    best = min(found, key=KINDS.index)
+        if not unfit[spec.name]:
+            kind, reason = resolver(spec, column.cc)
+            found.setdefault(kind, []).append((spec.name, reason))
+    if not any(found.values()):
+        # That kernels for other GPUs do not run here says something only where there are no others.
+        found["unsupported"] = [(name, reason) for name, reason in unfit.items() if reason]
+    best = min((kind for kind, kernels in found.items() if kernels), key=KINDS.index, default="unsupported")
     names = tuple(name for name, _ in found[best])
     return best, names, "; ".join(dict.fromkeys(reason for _, reason in found[best]))
 

@@ -1,4 +1,4 @@
-"""Launch of ``attn_bwd_sm90``: tensor maps, persistent grid, order of the tiles of keys."""
+"""Launches of ``attn_bwd_sm90``, and of ``attn_bwd_dkdv_sm90`` and ``attn_bwd_dq_sm90``: maps, grid, order of tiles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
 from .attn_bwd_sm80 import BackwardPlaces, backward_values, num_n_blocks
+from .attn_fwd import num_m_blocks
 from .attn_fwd_sm90 import operand_map, tile_values
 from .structs import ATTN_BWD_SM90, member
 
@@ -26,32 +27,62 @@ def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_
     return tile_order.head_by_head(heads, blocks)
 
 
-def build(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, target: Target
-) -> tuple[LaunchRecord, ...]:
-    """The launch that makes dk and dv, and the sums of dq; none where there is no key.
+def _query_tiles(problem: BackwardProblem, spec: KernelSpec, blocks: int, sm_count: int) -> tile_order.TileList:
+    """In which order the persistent kernel ``spec`` takes the ``blocks`` tiles of queries of every query head."""
+    f = problem.forward
+    heads = f.num_q_heads * f.batch
+    if heads * blocks and f.window_right != UNLIMITED and f.window_left == UNLIMITED:
+        offset = f.seqlen_k - f.seqlen_q + f.window_right
+        last_rows = (min((m + 1) * spec.block_m, f.seqlen_q) for m in range(blocks))
+        keys = (min(max(row + offset, 0), f.seqlen_k) for row in last_rows)
+        return tile_order.causal(heads, [1 - (-n // spec.block_n) for n in keys], sm_count)
+    return tile_order.head_by_head(heads, blocks)
 
-    Without queries nothing is copied and the results are zeros, but a map of zero rows cannot be made: k stands in.
+
+def _launch(
+    spec: KernelSpec, problem: BackwardProblem, target: Target, tiles: tile_order.TileList, values: dict[str, object]
+) -> tuple[LaunchRecord, ...]:
+    """One launch with the tensor maps; none without tiles.
+
+    Of arrays without rows nothing is copied, but a map of zero rows cannot be made: those with rows stand in.
     """
-    f, s = problem.forward, problem.strides
-    assert s is not None and f.strides is not None
-    tiles = tiles_of(problem, spec, target.sm_count)
     if tiles.num_items == 0:
         return ()
+    f, s = problem.forward, problem.strides
+    assert s is not None
+    assert f.strides is not None
     q_shape = (f.batch, f.seqlen_q, f.num_q_heads, f.head_dim)
     kv_shape = (f.batch, f.seqlen_k, f.num_kv_heads, f.head_dim)
-    k = operand_map("k", f.dtype, kv_shape, f.strides.k, spec.block_n)
-    q = d_o = k
-    if f.seqlen_q:
-        q = operand_map("q", f.dtype, q_shape, f.strides.q, spec.block_m)
-        d_o = operand_map("do", f.dtype, q_shape, s.d_o, spec.block_m)
+    maps = {}
+    for name, shape, strides, rows in (
+        ("q", q_shape, f.strides.q, spec.block_m), ("do", q_shape, s.d_o, spec.block_m),
+        ("k", kv_shape, f.strides.k, spec.block_n), ("v", kv_shape, f.strides.v, spec.block_n),
+    ):  # fmt: skip
+        if shape[1]:
+            maps[name] = operand_map(name, f.dtype, shape, strides, rows)
+    some = next(iter(maps.values()))
     values = {
-        "map_q": q,
-        "map_k": k,
-        "map_v": operand_map("v", f.dtype, kv_shape, f.strides.v, spec.block_n),
-        "map_do": d_o,
-        **member("bwd", backward_values(problem, at, dq_columns=dq_columns, n_blocks=num_n_blocks(f, spec.block_n))),
+        **{f"map_{name}": maps.get(name, some) for name in ("q", "k", "v", "do")},
+        **member("bwd", values),
         **tile_values(tiles),
     }
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_BWD_SM90.pack(values)),)
+
+
+def build(
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, target: Target
+) -> tuple[LaunchRecord, ...]:
+    """The launch that makes dk and dv, and the sums of dq where there is a place for them; none without keys."""
+    blocks = num_n_blocks(problem.forward, spec.block_n)
+    values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks)
+    return _launch(spec, problem, target, tiles_of(problem, spec, target.sm_count), values)
+
+
+def build_dq(
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, target: Target
+) -> tuple[LaunchRecord, ...]:
+    """The launch that makes dq alone; none without queries."""
+    blocks = num_m_blocks(problem.forward, spec.block_m)
+    values = backward_values(problem, at, m_blocks=blocks)
+    return _launch(spec, problem, target, _query_tiles(problem, spec, blocks, target.sm_count), values)

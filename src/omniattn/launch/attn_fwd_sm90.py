@@ -57,7 +57,7 @@ def mapped(
 def operand_map(
     name: str, dtype: str, shape: tuple[int, int, int, int], strides: tuple[int, int, int], rows: int
 ) -> TensorMap:
-    """One of q, k, v, do: (batch, seq, heads, head_dim) with the strides (batch, seq, head) in elements of two bytes."""
+    """One of q, k, v, do: (batch, seq, heads, head_dim), strides (batch, seq, head) in elements of two bytes."""
     batch, seqlen, heads, head_dim = shape
     strides_bytes = (2 * strides[1], 2 * strides[2], 2 * strides[0])
     return mapped(name, 0, dtype, (head_dim, seqlen, heads, batch), strides_bytes, (_PANEL, rows, 1, 1))

@@ -261,6 +261,7 @@ def attention_varlen(
         quantized operands needed only with a mask.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
+        There is no block_mask of packed sequences: a `ScoreMod` with ``mask=`` hides keys there.
     layout, causal, window, softmax_scale, softcap, score_mod, sinks, precision, return_lse, out, stream, deterministic
         As in `attention`.
 

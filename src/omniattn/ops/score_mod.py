@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..checks.score_mod import check_array_names, check_text
+from ..checks.score_mod import check_array_names, check_reference, check_text
 from ..errors import ArgumentError
 
 
@@ -36,9 +36,10 @@ class ScoreMod:
     reference_grad : callable, optional
         ``reference_grad(score, b, h, q, k, **arrays)``: the same as ``grad`` by NumPy, for arrays on the CPU.
     **arrays
-        What the expressions call ``name[i]`` (one dimension) or ``name(i, j)``: any DLPack array on the device of q,
-        of up to 4 dimensions and any strides; float32, float16, bfloat16 (read as float), int32, int64, int8, uint8 or
-        bool. Up to 8. Read where they are, at each call: change their contents between calls as you like.
+        What the expressions call ``name[i]`` (one dimension), ``name(i, j)`` or ``name()`` (none): any DLPack array on
+        the device of q, of up to 4 dimensions and any strides; float32, float16, bfloat16 (read as float), int32,
+        int64, int8, uint8 or bool. Up to 8. Read where they are, at each call: change their contents between calls as
+        you like.
 
     Attributes
     ----------
@@ -48,8 +49,8 @@ class ScoreMod:
     Raises
     ------
     ArgumentError
-        A text that is not one expression, or a name that no expression can use. What else is wrong with an expression
-        the compiler says, at the first call: `CompileError` with the line.
+        A text that is not one expression, a name that no expression can use, a reference that cannot be called so.
+        What else is wrong with an expression the compiler says, at the first call: `CompileError` with the line.
 
     Notes
     -----
@@ -75,12 +76,9 @@ class ScoreMod:
         self._expression = check_text(expression, "expression")
         self._mask = None if mask is None else check_text(mask, "mask")
         self._grad = None if grad is None else check_text(grad, "grad")
-        for name, function in (("reference", reference), ("reference_grad", reference_grad)):
-            if function is not None and not callable(function):
-                raise ArgumentError(name, "a function, or None", repr(function), function="ScoreMod")
-        self._reference = reference
-        self._reference_grad = reference_grad
         check_array_names(tuple(arrays))
+        self._reference = check_reference(reference, arrays)
+        self._reference_grad = check_reference(reference_grad, arrays, "reference_grad")
         for name, x in arrays.items():
             if x is None:
                 raise ArgumentError(name, "an array", "None", function="ScoreMod")

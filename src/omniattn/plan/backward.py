@@ -59,16 +59,12 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
     _check(problem)
     wants_dq = "dq" in problem.wanted
     wants_others = not {"dk", "dv", "dmask"}.isdisjoint(problem.wanted)
-    own_dq = wants_dq and problem.deterministic
-    main = None
-    if wants_others or (wants_dq and not own_dq):
-        main = _compiled(select_backward(problem, target, force), problem)
-    on_wgmma = main is not None and main.spec.arch_specific
-    if not wants_others and not on_wgmma:
-        # mma.sync makes dq alone faster without the sums of the other gradients.
-        main, own_dq = None, wants_dq
-    before, behind = select_backward_rows(problem, target, force, fragments=on_wgmma)
+    main = _compiled(select_backward(problem, target, force), problem) if wants_others else None
+    # Sums of dq in global memory come in no fixed order; alone dq takes fewer products; some kernels do not make it.
+    own_dq = wants_dq and (problem.deterministic or main is None or "dq" in main.spec.lacks)
     alone = _compiled(select_dq(problem, target, force), problem) if own_dq else None
+    on_wgmma = main is not None and main.spec.arch_specific
+    before, behind = select_backward_rows(problem, target, force, fragments=on_wgmma)
     dq_columns = main.spec.head_dim if main is not None and wants_dq and not own_dq else 0
     at = attn_bwd_sm80.places(problem, dq_columns)
     records = attn_bwd_sm80.build_prepare(before.spec, problem, at, dq_columns)
@@ -78,7 +74,10 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
         else:
             records += attn_bwd_sm80.build(main.spec, problem, at, dq_columns)
     if alone is not None:
-        records += attn_bwd_sm80.build_dq(alone.spec, problem, at)
+        if alone.spec.arch_specific:
+            records += attn_bwd_sm90.build_dq(alone.spec, problem, at, target)
+        else:
+            records += attn_bwd_sm80.build_dq(alone.spec, problem, at)
     records += attn_bwd_sm80.build_finish(behind.spec, problem, at, dq_columns)
     chosen = tuple(selection for selection in (main, alone) if selection is not None)
     return Launches((chosen or (before,))[0], records, at.end, (before, *chosen[1:], behind))

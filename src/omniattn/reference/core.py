@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ShapeError
+from ..errors import DtypeError, ShapeError
 
 Array = npt.NDArray[Any]
 
@@ -206,6 +206,9 @@ def modified(
     rows = np.arange(row, row + scores.shape[0], dtype=np.int64)[:, None]
     keys = np.arange(key, key + scores.shape[1], dtype=np.int64)[None, :]
     made = np.asarray(function(scores, options.batch, head, rows, keys))
+    if made.dtype.kind not in "fiuV":  # V: types of other packages, such as bfloat16
+        what = "a reference that returns scores: numbers, -inf where a key is hidden"
+        raise DtypeError(argument, what, repr(made[()]) if made.shape == () else f"an array of {made.dtype}")
     try:
         made = np.broadcast_to(made, scores.shape)
     except ValueError:

@@ -179,9 +179,11 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = F
         min_arch=(9, 0),
         arch_specific=True,
         prebuild=("90a",),
-        lacks=frozenset({"dense" if varlen else "varlen", "any_strides"}),
+        lacks=frozenset(
+            {"dense" if varlen else "varlen", "any_strides", *(("softcap",) if forms and not softcap else ())}
+        ),
         tuned_for=frozenset(tile.tuned_for),
-        features=frozenset({"score_mods", *(("softcap",) if softcap else ())}) if forms else frozenset(),
+        features=frozenset({"score_mods"} if forms else ()),
         bias_bytes=tile.bias_bytes,
         # Stored before a tile's steps and loaded behind them: of packed sequences' state, and of the order of tiles
         # where four warpgroups have the fewest registers.

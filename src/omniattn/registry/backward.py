@@ -187,6 +187,75 @@ def _attn_bwd_sm90(head_dim: int, dtype: str) -> KernelSpec:
     )
 
 
+def _up(num_bytes: int) -> int:
+    """Rounded up to what tiles in shared memory are aligned to."""
+    return -(-num_bytes // 1024) * 1024
+
+
+def _attn_bwd_dkdv_sm90(head_dim: int, dtype: str) -> KernelSpec:
+    """dk and dv alone, where sums of dq in global memory would take too long."""
+    short, tag = IO_TYPES[dtype]
+    block, num_stages = 64, 2
+    tile = 2 * block * head_dim
+    # K and V, Q and dO, P of two steps, numbers of the rows of Q and dO, barriers.
+    smem_bytes = _up(2 * tile + 2 * num_stages * tile + 4 * block * block + 8 * num_stages * block + 96)
+    return KernelSpec(
+        name=f"attn_bwd_dkdv_sm90_{short}_d{head_dim}",
+        family="attn_bwd_dkdv_sm90",
+        op="attention_backward",
+        source="entry/attn_bwd_dkdv_sm90.cu",
+        symbol="attn_bwd_dkdv_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("CLUSTER", "1"),
+            ("NUM_STAGES", str(num_stages)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=block,
+        block_n=block,
+        num_warps=12,
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        prebuild=("90a",) if head_dim == 256 else (),
+        lacks=frozenset({"varlen", "any_strides", "any_scale", "dq"}),
+    )
+
+
+def _attn_bwd_dq_sm90(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    k_stages, v_stages = {64: (4, 4), 128: (3, 3), 192: (3, 2), 256: (2, 1)}[head_dim]
+    tile = 2 * 64 * head_dim
+    smem_bytes = _up(4 * tile + (k_stages + v_stages) * tile + 8 * (4 + 2 * k_stages + 2 * v_stages))
+    return KernelSpec(
+        name=f"attn_bwd_dq_sm90_{short}_d{head_dim}",
+        family="attn_bwd_dq_sm90",
+        op="attention_backward_dq",
+        source="entry/attn_bwd_dq_sm90.cu",
+        symbol="attn_bwd_dq_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("NUM_K_STAGES", str(k_stages)),
+            ("NUM_V_STAGES", str(v_stages)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=64,
+        num_warps=12,
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        prebuild=("90a",) if head_dim == 256 else (),
+        lacks=frozenset({"varlen", "any_strides", "any_scale"}),
+    )
+
+
 def _of_rows(
     op: str, name: str, dtype: str, defines: tuple[tuple[str, str], ...], of_family: str = "attn_bwd_sm80"
 ) -> KernelSpec:
@@ -219,6 +288,8 @@ def backward_rows() -> Iterator[KernelSpec]:
         for score_mods in (False, True):
             yield from (_attn_bwd_dq_sm80(tile, dtype, score_mods) for tile in _DQ_SM80_TILES)
         yield from (_attn_bwd_sm90(head_dim, dtype) for head_dim in (64, 128))
+        yield from (_attn_bwd_dkdv_sm90(head_dim, dtype) for head_dim in (192, 256))
+        yield from (_attn_bwd_dq_sm90(head_dim, dtype) for head_dim in (64, 128, 192, 256))
         yield _of_rows("attention_backward_prepare", "prepare", dtype, ())
         for family, quads in (("attn_bwd_sm80", 1), ("attn_bwd_sm90", 0)):
             layout = (("QUADS", str(quads)), ("FRAGMENTS", str(1 - quads)))

@@ -3,47 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
 
 
 @dataclass(frozen=True)
 class _Int8Sm90Tile:
-    """Tile shape of ``attn_int8_sm90`` for one padded head_dim (tuning record: docs/performance/attn_int8_sm90.md)."""
+    """Tile shape of ``attn_int8_sm90`` for one padded head_dim (tuning record: docs/performance/attn_int8_sm90.md).
+
+    Attributes
+    ----------
+    head_dim, num_consumers, num_stages, num_q_stages : int
+    bias_bytes : int
+        Of an element of the tiles of an additive mask; 0: none.
+    spills : int
+        Spilled bytes allowed with score forms: state of a tile of queries, and the softcap's coefficients, eight words
+        loaded at each step.
+    """
 
     head_dim: int
     num_consumers: int
-    block_n: int
     num_stages: int
-    num_q_stages: int
+    num_q_stages: int = 1
+    bias_bytes: int = 0
+    spills: int = 0
 
 
+_INT8_SM90_BLOCK_N = 64
 _INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
-    _Int8Sm90Tile(64, 4, 64, 4, 2),
-    _Int8Sm90Tile(128, 3, 64, 4, 1),
-    _Int8Sm90Tile(256, 2, 64, 2, 1),
+    _Int8Sm90Tile(64, 4, 4, num_q_stages=2),
+    _Int8Sm90Tile(128, 3, 4),
+    _Int8Sm90Tile(256, 2, 2),
+)
+_INT8_MASKS_TILES = (_Int8Sm90Tile(64, 4, 4, spills=128), _Int8Sm90Tile(128, 3, 4), _Int8Sm90Tile(256, 2, 2))
+_INT8_SOFTCAP_TILES = (
+    _Int8Sm90Tile(64, 3, 4, spills=192),
+    _Int8Sm90Tile(128, 3, 4, spills=512),
+    _Int8Sm90Tile(256, 2, 2, spills=288),
+)
+_INT8_BIAS_TILES = (
+    _Int8Sm90Tile(64, 4, 3, bias_bytes=2, spills=192),
+    _Int8Sm90Tile(128, 3, 2, bias_bytes=2, spills=16),
+    _Int8Sm90Tile(256, 2, 1, bias_bytes=2),
+    _Int8Sm90Tile(64, 3, 2, bias_bytes=4),
+    _Int8Sm90Tile(128, 2, 2, bias_bytes=4),
+    _Int8Sm90Tile(256, 2, 1, bias_bytes=4),
 )
 
 
-def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) -> KernelSpec:
-    """kind: ``""``, ``"lse"`` (makes the LSE too) or ``"smoothq"`` (adds delta_s, and makes the LSE)."""
-    smooth_q = kind == "smoothq"
+def _int8_sm90_row(
+    tile: _Int8Sm90Tile,
+    dtype: str,
+    suffix: str,
+    *,
+    varlen: bool,
+    smooth_q: bool,
+    lse: bool,
+    forms: bool = False,
+    softcap: bool = False,
+    register_q: bool = False,
+    smem_bytes: int,
+    features: frozenset[str],
+    allowed_spill_bytes: int,
+) -> KernelSpec:
+    """A row of ``attn_int8_sm90``; ``tile`` as the kernel is compiled, ``smem_bytes`` before it is rounded up."""
     short, tag = IO_TYPES[dtype]
-    # delta_s takes registers that a fourth warpgroup would need.
-    num_consumers = min(tile.num_consumers, 3) if smooth_q else tile.num_consumers
-    block_m = 64 * num_consumers
-    num_q_stages = 1 if varlen or smooth_q else tile.num_q_stages
-    tiles_bytes = tile.head_dim * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
-    delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * tile.block_n * 4
-    sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
-    channels_bytes = 8 * num_consumers * (tile.head_dim if tile.head_dim <= 128 else 1)  # scales and means of V
-    barriers_bytes = 16 * (num_q_stages + tile.num_stages)
-    tiles_bytes += 512  # ones, which P is multiplied by for its sums
-    smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes + 36 * num_q_stages + 640
     smem_bytes = -(-smem_bytes // 1024) * 1024
+    lacks = {"dense" if varlen else "varlen", "any_strides"}
+    lacks |= (set() if lse else {"lse"}) | ({"softcap"} if forms and not softcap else set())
     return KernelSpec(
-        name=f"attn_int8_sm90_{short}_d{tile.head_dim}" + f"_{kind}" * bool(kind) + "_varlen" * varlen,
+        name=f"attn_int8_sm90_{short}_d{tile.head_dim}{suffix}",
         family="attn_int8_sm90",
         op="attention",
         source="entry/attn_int8_sm90.cu",
@@ -51,136 +81,92 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
         defines=(
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(tile.head_dim)),
-            ("NUM_CONSUMERS", str(num_consumers)),
-            ("BLOCK_N", str(tile.block_n)),
+            ("NUM_CONSUMERS", str(tile.num_consumers)),
+            ("BLOCK_N", str(_INT8_SM90_BLOCK_N)),
             ("NUM_STAGES", str(tile.num_stages)),
-            ("NUM_Q_STAGES", str(num_q_stages)),
+            ("NUM_Q_STAGES", str(tile.num_q_stages)),
             ("VARLEN", str(int(varlen))),
             ("SMOOTH_Q", str(int(smooth_q))),
-            ("WITH_LSE", str(int(bool(kind)))),
-            ("REGISTER_Q", str(int(not kind and not varlen))),  # the others have no registers to spare
-            ("SCORE_FORMS", "0"),
-            ("SOFTCAP", "0"),
-            ("BIAS_BYTES", "0"),
-            ("SMEM_BYTES", str(smem_bytes)),
-        ),
-        dtype=dtype,
-        head_dim=tile.head_dim,
-        block_m=block_m,
-        block_n=tile.block_n,
-        num_warps=4 * (1 + num_consumers),
-        smem_bytes=smem_bytes,
-        min_arch=(9, 0),
-        arch_specific=True,
-        prebuild=("90a",),
-        features=frozenset({"": (), "lse": ("lse",), "smoothq": ("smooth_q",)}[kind]),
-        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", *(() if kind else ("lse",))}),
-        qk="int8",
-        pv="fp8",
-        pv_accumulator="fp32",
-        grouping="sm90",
-        # What is known of a tile; none of it in the loop of the common step.
-        allowed_spill_bytes=(320 if smooth_q else 112) if varlen else 128,
-    )
-
-
-@dataclass(frozen=True)
-class _Int8FormsTile:
-    """Tile shape of ``attn_int8_sm90`` with score forms for one padded head_dim.
-
-    Attributes
-    ----------
-    head_dim, num_consumers, num_stages : int
-    bias_bytes : int
-        Of an element of the tiles of an additive mask; 0: none.
-    spills : int
-        Spilled bytes allowed: state of a tile of queries; with softcap most of it around the slow path, and eleven
-        words loaded at each step.
-    """
-
-    head_dim: int
-    num_consumers: int
-    num_stages: int
-    bias_bytes: int = 0
-    spills: int = 0
-
-
-_INT8_MASKS_TILES = (
-    _Int8FormsTile(64, 4, 4, spills=272),
-    _Int8FormsTile(128, 3, 4, spills=64),
-    _Int8FormsTile(256, 2, 2, spills=72),
-)
-# Three warpgroups at head_dim 64: four spill 800 bytes, and are 8 % slower.
-_INT8_SOFTCAP_TILES = (
-    _Int8FormsTile(64, 3, 4, spills=192),
-    _Int8FormsTile(128, 3, 4, spills=1152),
-    _Int8FormsTile(256, 2, 2, spills=416),
-)
-_INT8_BIAS_TILES = (
-    _Int8FormsTile(64, 4, 3, 2, spills=192),
-    _Int8FormsTile(128, 3, 2, 2, spills=16),
-    _Int8FormsTile(256, 2, 1, 2),
-    _Int8FormsTile(64, 3, 2, 4),
-    _Int8FormsTile(128, 2, 2, 4),
-    _Int8FormsTile(256, 2, 1, 4),
-)
-
-
-def _attn_int8_forms_sm90(tile: _Int8FormsTile, dtype: str, kind: str, varlen: bool = False) -> KernelSpec:
-    """kind: ``"masks"``, ``"masks_lse"`` (makes the LSE too), ``"softcap"`` or ``"bias"``, which make it always.
-
-    All add delta_s where there is some.
-    """
-    short, tag = IO_TYPES[dtype]
-    softcap, lse = not kind.startswith("masks"), kind != "masks"
-    head_dim, num_stages, block_n, block_m = tile.head_dim, tile.num_stages, 64, 64 * tile.num_consumers
-    # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup; packed sequences have no masks.
-    mask_bytes = block_m * block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
-    stage_bytes = 2 * head_dim * block_n + 4 * block_n * -(-block_m // 128) + 16 + mask_bytes * (not varlen)
-    sums_bytes = block_m * head_dim * 4 + 256 + 8 * tile.num_consumers * (head_dim if head_dim <= 128 else 1)
-    barriers_bytes = 16 * (1 + num_stages) + (36 + 640) * varlen
-    smem_bytes = -(-(head_dim * block_m + num_stages * stage_bytes + sums_bytes + barriers_bytes) // 1024) * 1024
-    suffix = f"bias{8 * tile.bias_bytes}" if tile.bias_bytes else kind
-    return KernelSpec(
-        name=f"attn_int8_sm90_{short}_d{head_dim}" + "_varlen" * varlen + f"_{suffix}",
-        family="attn_int8_sm90",
-        op="attention",
-        source="entry/attn_int8_sm90.cu",
-        symbol="attn_int8_sm90",
-        defines=(
-            ("IO_TYPE", tag),
-            ("HEAD_DIM", str(head_dim)),
-            ("NUM_CONSUMERS", str(tile.num_consumers)),
-            ("BLOCK_N", str(block_n)),
-            ("NUM_STAGES", str(num_stages)),
-            ("NUM_Q_STAGES", "1"),
-            ("VARLEN", str(int(varlen))),
-            ("SMOOTH_Q", "1"),
             ("WITH_LSE", str(int(lse))),
-            ("REGISTER_Q", "0"),
-            ("SCORE_FORMS", "1"),
+            ("REGISTER_Q", str(int(register_q))),
+            ("SCORE_FORMS", str(int(forms))),
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
-        head_dim=head_dim,
-        block_m=block_m,
-        block_n=block_n,
+        head_dim=tile.head_dim,
+        block_m=64 * tile.num_consumers,
+        block_n=_INT8_SM90_BLOCK_N,
         num_warps=4 * (1 + tile.num_consumers),
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
         prebuild=("90a",),
-        features=frozenset(
-            {"score_mods", "smooth_q", *(("lse",) if kind.endswith("_lse") else ()), *(("softcap",) if softcap else ())}
-        ),
-        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", *(() if lse else ("lse",))}),
+        features=features,
+        lacks=frozenset(lacks),
         qk="int8",
         pv="fp8",
         pv_accumulator="fp32",
         grouping="sm90",
         bias_bytes=tile.bias_bytes,
+        allowed_spill_bytes=allowed_spill_bytes,
+    )
+
+
+def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) -> KernelSpec:
+    """kind: ``""``, ``"lse"`` (makes the LSE too) or ``"smoothq"`` (adds delta_s, and makes the LSE)."""
+    smooth_q = kind == "smoothq"
+    if smooth_q:  # delta_s takes registers that a fourth warpgroup would need
+        tile = replace(tile, num_consumers=min(tile.num_consumers, 3))
+    if varlen or smooth_q:
+        tile = replace(tile, num_q_stages=1)
+    block_m, block_n = 64 * tile.num_consumers, _INT8_SM90_BLOCK_N
+    tiles_bytes = tile.head_dim * (tile.num_q_stages * block_m + 2 * tile.num_stages * block_n)
+    delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * block_n * 4
+    sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
+    channels_bytes = 8 * tile.num_consumers * (tile.head_dim if tile.head_dim <= 128 else 1)  # scales and means of V
+    barriers_bytes = 16 * (tile.num_q_stages + tile.num_stages)
+    tiles_bytes += 512  # ones, which P is multiplied by for its sums
+    smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes
+    smem_bytes += 36 * tile.num_q_stages + 640
+    return _int8_sm90_row(
+        tile,
+        dtype,
+        f"_{kind}" * bool(kind) + "_varlen" * varlen,
+        varlen=varlen,
+        smooth_q=smooth_q,
+        lse=bool(kind),
+        register_q=not kind and not varlen,  # the others have no registers to spare
+        smem_bytes=smem_bytes,
+        features=frozenset({"": (), "lse": ("lse",), "smoothq": ("smooth_q",)}[kind]),
+        # What is known of a tile; none of it in the loop of the common step.
+        allowed_spill_bytes=(320 if smooth_q else 112) if varlen else 128,
+    )
+
+
+def _attn_int8_forms_sm90(tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bool = False) -> KernelSpec:
+    """kind: ``"masks"`` or ``"softcap"``, with ``"_lse"`` if they make the LSE too, or ``"bias"``.
+
+    Biases, and packed sequences, make it always. All add delta_s where there is some.
+    """
+    head_dim, block_n, block_m = tile.head_dim, _INT8_SM90_BLOCK_N, 64 * tile.num_consumers
+    # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup; packed sequences have no masks.
+    mask_bytes = block_m * block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
+    stage_bytes = 2 * head_dim * block_n + 4 * block_n * -(-block_m // 128) + 16 + mask_bytes * (not varlen)
+    sums_bytes = block_m * head_dim * 4 + 256 + 8 * tile.num_consumers * (head_dim if head_dim <= 128 else 1)
+    barriers_bytes = 16 * (1 + tile.num_stages) + (36 + 640) * varlen
+    return _int8_sm90_row(
+        tile,
+        dtype,
+        "_varlen" * varlen + (f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else f"_{kind}"),
+        varlen=varlen,
+        smooth_q=True,
+        lse=varlen or kind not in ("masks", "softcap"),
+        forms=True,
+        softcap=not kind.startswith("masks"),
+        smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + sums_bytes + barriers_bytes,
+        features=frozenset({"score_mods", "smooth_q"} | ({"lse"} if kind.endswith("_lse") else set())),
         allowed_spill_bytes=tile.spills,
     )
 
@@ -411,6 +397,7 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
             ("masks", False, _INT8_MASKS_TILES),
             ("masks_lse", False, _INT8_MASKS_TILES),
             ("softcap", False, _INT8_SOFTCAP_TILES),
+            ("softcap_lse", False, _INT8_SOFTCAP_TILES),
             ("softcap", True, _INT8_SOFTCAP_TILES),
             ("bias", False, _INT8_BIAS_TILES),
         )

@@ -45,6 +45,8 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
             return "the arrays' library can give no memory for what is found out about tiles"
         if problem.seqlen_k > MASK_TILE * MAX_TILES:
             return f"lists count tiles of keys up to {MAX_TILES}"
+    if problem.softcap > 0.0 and "softcap" in spec.lacks:
+        return "it has no softcap"
     if (reason := _unfit_mask(spec, problem)) is not None:
         return reason
     if (reason := _unfit_precision(spec, problem, target)) is not None:
@@ -72,8 +74,6 @@ def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
         return None
     if problem.seqlen_k > MASK_TILE * MAX_TILES:
         return f"it counts tiles of keys up to {MAX_TILES}"
-    if problem.softcap > 0.0 and "softcap" not in spec.features:
-        return "it has no softcap"
     if problem.mask_form == "tiles":
         if spec.bias_bytes == 0:
             return "it takes no additive mask that differs between queries"
@@ -161,7 +161,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             if problem.operands is None
             else "arrays that are not quantized, with precision='exact' where it has to be",
         )
-    # A kernel made for this very architecture; then the narrowest tile that holds head_dim; no features that are not
+    # A kernel made for this very architecture; then the narrowest tile that holds head_dim; nothing taken that is not
     # needed; tuned for such a problem, or else for all; among equals the newest tuning.
     choices, why_pv = PV_CHOICES.get(target.cc, _PV_OTHERWISE)
     best = min(
@@ -171,7 +171,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             s.quantized and choices.index((s.pv, s.pv_accumulator)),
             s.qk == "int4" and target.cc >= (9, 0),
             s.head_dim,
-            len(s.features),
+            "score_mods" in s.features,
+            len(s.features) - len(s.lacks),
             0 if problem.workload in s.tuned_for else 2 if s.tuned_for else 1,
             (-s.min_arch[0], -s.min_arch[1]),
         ),

@@ -88,7 +88,9 @@ def select_backward_rows(
     """The kernels before and behind the backward. fragments: dq is summed up as accumulators of wgmma lie."""
     dtype = problem.forward.dtype
     before = only(f"{BACKWARD}_prepare", lambda spec: spec.dtype == dtype)
-    behind = only(f"{BACKWARD}_finish", lambda spec: spec.dtype == dtype and ("fragments" in spec.features) == fragments)
+    behind = only(
+        f"{BACKWARD}_finish", lambda spec: spec.dtype == dtype and ("fragments" in spec.features) == fragments
+    )
     return (
         the_one(before, "lse and delta of each row", target, force),
         the_one(behind, "sums to gradients", target, force),
