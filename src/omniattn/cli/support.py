@@ -59,6 +59,8 @@ WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported":
 #: Registry feature to words.
 FEATURES = {
     "score_mods": "with softcap or mask",
+    "dmask": "with the gradient of a mask",
+    "fragments": "behind the kernel of Hopper",
     "smooth_q": "with smooth_q",
 }
 
@@ -74,6 +76,9 @@ CALLS = {
     "mask_pack": "attention with a mask",
     "mask_list": "attention with a mask",
     "tile_kinds": "attention with a block_mask or score_mod",
+    "attention_backward_dq": "attention_backward, dq alone or deterministic",
+    "attention_backward_prepare": "attention_backward",
+    "attention_backward_finish": "attention_backward",
 }
 
 #: Operation of the registry to its line in the README's table.
@@ -85,6 +90,10 @@ LINES = {
     "mask_pack": "`attention`, `attention_varlen`",  # where `attention` stands; packed sequences do without
     "mask_list": "`attention`, `attention_varlen`",
     "tile_kinds": "`attention`, `attention_varlen`",
+    **dict.fromkeys(
+        ("attention_backward", *(f"attention_backward_{part}" for part in ("dq", "dkdv", "prepare", "finish"))),
+        "`attention_backward`, `attention_varlen_backward`",
+    ),
     "merge_states": "`merge_states`",
     "decode": "`decode`",
     "decode_combine": "`decode`",
