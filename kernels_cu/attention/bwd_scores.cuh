@@ -8,7 +8,11 @@
 #include "params/attn_fwd.cuh"
 #include "params/score_mod.cuh"
 #include "ptx/math.cuh"
+#include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"
+
+// The least number that masks add in the forward (score_forms.cuh), and so the least LSE of rows that they have.
+constexpr float kLeastBias = 0.25f * kLowest * kLn2;
 
 struct ScoreGrad {
     float p, slope;
@@ -48,11 +52,12 @@ class BwdScores {
         if (p_.mask_kind != kMaskNone) {
             float bias = visible ? mask_value<Io>(p_, mask_offset_, row, key) : neg_inf();
             visible = visible && bias != neg_inf();
-            score += bias;
+            score += max_nan(bias, kLeastBias);
         }
-        float e = exp2_approx(fmaf(score, kLog2e, -lse2));
+        // P is at most 1, which large scores need not give in fp32 (attn_bwd_prepare_sm80).
+        float e = exp2_approx(min_nan(fmaf(score, kLog2e, -lse2), 0.0f));
         // Where P vanishes so does everything behind it: an expression's derivative may be infinite there.
-        return visible && e != 0.0f ? ScoreGrad{e, slope} : ScoreGrad{0.0f, 0.0f};
+        return visible && score != neg_inf() && e != 0.0f ? ScoreGrad{e, slope} : ScoreGrad{0.0f, 0.0f};
     }
 
   private:

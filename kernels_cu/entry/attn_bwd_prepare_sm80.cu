@@ -12,14 +12,16 @@
 #include "params/attn_bwd.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
+#include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/padded_rows.cuh"
 
 constexpr int kThreads = 256, kLanes = 8, kRowsPerStep = kThreads / kLanes;
-// LSEs below this come of scores that masks of the lowest finite number made, where sums have no digits left: such rows
-// count as attending to nothing.
-constexpr float kLeastLse = -1e30f;
+// Below this an LSE is a number of the mask's that has swallowed scores and log(n), and is itself a few digits off: P of
+// keys with this number would be anything. With lse2 lowered by four of its last digits P, which is at most 1, is 1 for
+// all of them, as exp(S - LSE) says, and 0 for keys with a lower number.
+constexpr float kLeastLse = -0x1p26f, kLowered = 1.0f + 0x1p-21f;
 
 OA_DEVICE float dot8(uint4 a, uint4 b) {
     float sum = 0.0f;
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(con
         int64 packed_row = int64(at.q_begin) + row;
         float lse = neg_inf(), delta = 0.0f;
         if (row < at.seqlen_q) lse = p.fwd.lse[batch_idx * p.fwd.lse_stride_b + head * p.fwd.lse_stride_h + packed_row];
-        bool dead = lse < kLeastLse;
+        bool dead = lse == neg_inf();
         if (!dead)
             for (int32 d = lane * 8; d < p.fwd.head_dim; d += kLanes * 8)
                 delta += dot8(*reinterpret_cast<const uint4*>(o + packed_row * p.fwd.o_stride_s + d),
@@ -86,9 +88,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(con
         if (!dead && p.dlse != nullptr)
             delta -= p.dlse[batch_idx * p.dlse_stride_b + head * p.dlse_stride_h + packed_row];
         float lse2 = dead ? -neg_inf() : lse * kLog2e;
-        p.lse2[first + r] = lse2;
+        // Never to -inf without a mask: P would be NaN.
+        bool lowered = p.fwd.mask_kind != kMaskNone && lse < kLeastLse;
+        p.lse2[first + r] = lowered ? lse2 * kLowered : max_of(lse2, kLowest);
         p.delta[first + r] = delta;
-        if (!dead) sum -= (sink2 == -neg_inf() ? 1.0f : exp2_approx(sink2 - lse2)) * delta;
+        if (!dead) sum -= (sink2 == -neg_inf() ? 1.0f : exp2_approx(min_nan(sink2 - lse2, 0.0f))) * delta;
     }
     if (p.dq_accum != nullptr) {
         float4* accum = reinterpret_cast<float4*>(p.dq_accum + first * p.dq_columns);

@@ -30,6 +30,7 @@ class _BwdTile:
     min_ctas: int = 1
     joint: bool = False
     by_columns: bool = False
+    spill_bytes: int = 0
 
     def smem_bytes(self, dmask: bool) -> int:
         """Shared memory of a CTA."""
@@ -40,16 +41,16 @@ class _BwdTile:
 
 # The larger tile of a head_dim first; the others fit into the 99 KB of sm_86, sm_89 and sm_120, or the 163 KB of sm_80.
 _BWD_SM80_TILES: tuple[_BwdTile, ...] = (
-    _BwdTile(64, 128, 128, 2, 4, joint=True),
+    _BwdTile(64, 128, 128, 2, 4, joint=True, spill_bytes=120),
     _BwdTile(64, 64, 128, 2, 2, "_m64"),
     _BwdTile(96, 64, 128, 2, 4),
     _BwdTile(96, 64, 64, 2, 4, "_n64"),
-    _BwdTile(128, 64, 128, 2, 2),
+    _BwdTile(128, 64, 128, 2, 2, spill_bytes=40),
     _BwdTile(128, 32, 64, 2, 2, "_m32"),
     _BwdTile(192, 64, 64, 2, 2, by_columns=True),
     _BwdTile(192, 64, 64, 2, 2, "_keys"),
     _BwdTile(192, 32, 64, 1, 2, "_m32"),
-    _BwdTile(256, 64, 64, 2, 2, by_columns=True),
+    _BwdTile(256, 64, 64, 2, 2, by_columns=True, spill_bytes=64),
     _BwdTile(256, 64, 64, 2, 2, "_keys"),
     _BwdTile(256, 32, 64, 2, 2, "_m32"),
     _BwdTile(256, 16, 64, 1, 1, "_m16"),
@@ -91,6 +92,8 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         # On sm_90 packed sequences need it.
         prebuild=() if not common else ("89",) if tile.suffix else ("80", "90a"),
         features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
+        # Addresses of the way in and out, and what masked tiles need; the loop of tiles without hidden scores has none.
+        allowed_spill_bytes=tile.spill_bytes + (40 if score_mods else 0),
     )
 
 

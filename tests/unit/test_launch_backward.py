@@ -1,0 +1,173 @@
+"""Launches of the backward without a GPU: which kernels run, on which memory, with which numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.launch.structs import ATTN_BWD, ATTN_BWD_MOD, ATTN_BWD_SM90, At
+from omniattn.plan.backward import plan_backward
+from omniattn.plan.engine import Launches
+from omniattn.problems import AttentionStrides, Int8, Target
+from omniattn.problems.backward import BackwardProblem, BackwardStrides
+from omniattn.problems.score_mod import ScoreModProblem
+from omniattn.runtime.record import LaunchRecord
+from tests.unit.launch_fakes import fields_of_record
+from tests.unit.test_select_backward import FORWARD, GPUS
+
+AMPERE, HOPPER = GPUS[8, 0], GPUS[9, 0]
+STRIDES = AttentionStrides((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 14), (0, 0, 0, 0))
+OWN = BackwardStrides((21, 22, 23), (24, 25, 26), (27, 28, 29), (30, 31, 32), (33, 34), (0, 35, 36, 1))
+ALL = ("dq", "dk", "dv")
+MOD = ScoreModProblem("score", None, (), grad="1.0f")
+
+
+def problem(wanted: tuple[str, ...] = ALL, *, deterministic: bool = False, dlse: bool = False, **fields: Any) -> Any:
+    shape = {"batch": 2, "seqlen_q": 300, "seqlen_k": 500, "num_q_heads": 4, "num_kv_heads": 2, "strides": STRIDES}
+    forward = dataclasses.replace(FORWARD, **{**shape, "head_dim": 120, **fields})
+    return BackwardProblem(forward, wanted, dlse=dlse, deterministic=deterministic, strides=OWN)
+
+
+def names(launches: Launches) -> list[str]:
+    return [record.spec.name.replace("_bf16", "") for record in launches.records]
+
+
+def of(record: LaunchRecord) -> dict[str, Any]:
+    """Fields of AttnBwdParams, those of the forward as ``fwd.``."""
+    if len(record.arguments) == ATTN_BWD.size:
+        return fields_of_record(record, ATTN_BWD)
+    layout, prefix = (ATTN_BWD_SM90, "bwd.") if record.tensor_maps else (ATTN_BWD_MOD, "call.")
+    return {name.removeprefix(prefix): value for name, value in fields_of_record(record, layout).items()}
+
+
+PREPARE, FINISH = "attn_bwd_prepare_sm80", "attn_bwd_finish_sm80"
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted", "more", "expected"),
+    [
+        (AMPERE, ALL, {}, [PREPARE, "attn_bwd_sm80_d128", FINISH]),
+        (AMPERE, ("dk", "dv"), {}, [PREPARE, "attn_bwd_sm80_d128"]),
+        (AMPERE, ("dq",), {}, [PREPARE, "attn_bwd_dq_sm80_d128"]),
+        (AMPERE, ALL, {"deterministic": True}, [PREPARE, "attn_bwd_sm80_d128", "attn_bwd_dq_sm80_d128"]),
+        (AMPERE, ("dsinks",), {"sinks": "float32"}, [PREPARE, FINISH]),
+        (AMPERE, (*ALL, "dsinks"), {"sinks": "io", "deterministic": True},
+         [PREPARE, "attn_bwd_sm80_d128", "attn_bwd_dq_sm80_d128", FINISH]),
+        (GPUS[8, 9], ALL, {"head_dim": 64}, [PREPARE, "attn_bwd_sm80_d64_m64", FINISH]),
+        (HOPPER, ALL, {}, [PREPARE, "attn_bwd_sm90_d128", f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"varlen": True}, [PREPARE, "attn_bwd_sm80_d128", FINISH]),
+        (HOPPER, ALL, {"mask": "bool"}, [PREPARE, "attn_bwd_sm80_d128_mods", FINISH]),
+        (HOPPER, (*ALL, "dmask"), {"mask": "float32"}, [PREPARE, "attn_bwd_sm80_d128_dmask", FINISH]),
+        (AMPERE, ALL, {"seqlen_q": 0}, ["attn_bwd_sm80_d128"]),
+        (AMPERE, ALL, {"seqlen_k": 0}, [PREPARE, FINISH]),
+        (AMPERE, ALL, {"batch": 0}, []),
+    ],
+)  # fmt: skip
+def test_which_kernels_run(target: Target, wanted: tuple[str, ...], more: dict[str, Any], expected: list[str]) -> None:
+    launches = plan_backward(problem(wanted, **more), target, None)
+    assert names(launches) == expected
+    if launches.records:
+        chosen = {selection.spec.name for selection in (launches.selection, *launches.others)}
+        assert {record.spec.name for record in launches.records} <= chosen
+
+
+def test_memory() -> None:
+    launches = plan_backward(problem(dlse=True), AMPERE, None)
+    prepare, main, finish = (of(record) for record in launches.records)
+    rows = 2 * 384 * 4  # padded rows of all heads
+    assert launches.workspace_bytes == 4 * rows * (2 + 128)
+    for fields in (prepare, main, finish):
+        assert [fields[name] for name in ("lse2", "delta", "dq_accum", "sink_partials")] == [
+            At("workspace", 0), At("workspace", 4 * rows), At("workspace", 8 * rows), None,
+        ]  # fmt: skip
+        assert [fields[name] for name in ("d_o", "dlse", "dq", "dk", "dv", "dsinks", "dmask")] == [
+            At("do"), At("dlse"), At("dq"), At("dk"), At("dv"), None, None,
+        ]  # fmt: skip
+        assert [fields[f"fwd.{name}"] for name in ("q", "k", "v", "o", "lse")] == [
+            At(name) for name in ("q", "k", "v", "o", "lse")
+        ]
+        assert [fields[f"do_stride_{x}"] for x in "bsh"] == [21, 22, 23]
+        assert [fields[f"dq_stride_{x}"] for x in "bsh"] == [24, 25, 26]
+        assert [fields[f"dk_stride_{x}"] for x in "bsh"] == [27, 28, 29]
+        assert [fields[f"dv_stride_{x}"] for x in "bsh"] == [30, 31, 32]
+        assert (fields["dlse_stride_b"], fields["dlse_stride_h"]) == (33, 34)
+        assert (fields["rows_stride_h"], fields["dq_columns"]) == (2 * 384, 128)
+    assert main["num_n_blocks"] == 4
+    assert [record.grid for record in launches.records] == [(24, 1, 1), (4 * 2 * 2, 1, 1), (24, 1, 1)]
+    assert {record.threads for record in launches.records} == {256}
+
+
+def test_memory_of_other_calls() -> None:
+    rows = 2 * 384 * 4
+    for wanted, more, columns, blocks in (
+        (("dk", "dv"), {}, 0, 0),
+        (("dq",), {}, 0, 0),
+        (ALL, {"deterministic": True}, 0, 0),
+        ((*ALL, "dsinks"), {"sinks": "float32"}, 128, rows // 128),
+        (ALL, {"head_dim": 48}, 64, 0),
+    ):
+        launches = plan_backward(problem(wanted, **more), AMPERE, None)
+        assert launches.workspace_bytes == 4 * rows * (2 + columns) + -(-4 * blocks // 256) * 256
+    # Packed: 128 rows more a sequence, whatever their lengths are.
+    launches = plan_backward(problem(varlen=True), AMPERE, None)
+    rows = (384 + 2 * 128) * 4
+    assert launches.workspace_bytes == 4 * rows * (2 + 128)
+    main = launches.records[1]
+    assert main.grid == ((4 + 2 + 2) * 2, 1, 1)  # no batch: tiles of all sequences
+    assert of(main)["fwd.cu_seqlens_k"] == At("cu_seqlens_k")
+
+
+def test_hopper_has_the_layout_of_its_accumulators() -> None:
+    launches = plan_backward(problem(), HOPPER, None)
+    _, main, _ = launches.records
+    fields = of(main)
+    assert fields["dq_columns"] == 128
+    assert [fields[f"map_{name}"].operand for name in ("q", "k", "v", "do")] == ["q", "k", "v", "do"]
+    assert main.grid[0] <= HOPPER.sm_count
+
+
+def test_strides_that_no_tensor_map_describes_and_scales() -> None:
+    for fields in ({"tensor_maps": False}, {"softmax_scale": 0.0}, {"softmax_scale": 1e-60}):
+        assert names(plan_backward(problem(**fields), HOPPER, None))[1] == "attn_bwd_sm80_d128"
+    fields = of(plan_backward(problem(softmax_scale=0.0), AMPERE, None).records[1])
+    assert fields["fwd.softmax_scale"] == 0.0
+
+
+def test_score_mods_are_compiled_in() -> None:
+    launches = plan_backward(problem(score_mod=MOD), HOPPER, None)
+    _, main, _ = launches.records
+    assert len(main.arguments) == ATTN_BWD_MOD.size
+    assert "_mods" in main.spec.name
+    assert main.spec.prebuild == ()
+    assert "with score_mod compiled in, which no wheel carries" in launches.selection.why
+    deterministic = plan_backward(problem(score_mod=MOD, deterministic=True), HOPPER, None)
+    assert [len(r.arguments) == ATTN_BWD_MOD.size for r in deterministic.records] == [False, True, True]
+
+
+def test_what_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"precision": Int8().precision}, UnsupportedError, "no gradients of precision='int8'"),
+        ({"score_mod": dataclasses.replace(MOD, grad=None)}, ArgumentError, "argument 'score_mod': expected ScoreMod"),
+        ({"wanted": ("dmask",)}, ArgumentError, "argument 'dmask': expected an additive mask"),
+        ({"wanted": ("dmask",), "mask": "bool"}, ArgumentError, "mask of kind 'bool'"),
+        ({"wanted": ("dmask",), "mask": "io", "deterministic": True}, UnsupportedError, "a mask that is broadcast"),
+        ({"batch": 1 << 24, "seqlen_q": 1, "num_q_heads": 128, "num_kv_heads": 128}, UnsupportedError, "padded rows"),
+    ]
+    for fields, error, text in cases:
+        with pytest.raises(error, match="attention_backward") as raised:
+            plan_backward(problem(**fields), AMPERE, None)
+        assert text in str(raised.value)
+    with pytest.raises(UnsupportedError, match="attention_varlen_backward"):
+        plan_backward(problem(varlen=True, precision=Int8().precision), AMPERE, None)
+
+
+def test_dmask_of_full_shape_is_deterministic() -> None:
+    own = dataclasses.replace(OWN, dmask=(600000, 150000, 500, 1))
+    call = dataclasses.replace(problem(("dmask",), mask="float32", deterministic=True), strides=own)
+    _, main = plan_backward(call, AMPERE, None).records
+    fields = of(main)
+    assert fields["dmask"] == At("dmask")
+    assert [fields[f"dmask_stride_{x}"] for x in "bhqk"] == [600000, 150000, 500, 1]
