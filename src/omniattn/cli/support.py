@@ -76,13 +76,14 @@ CALLS = {
     "mask_pack": "attention with a mask",
     "mask_list": "attention with a mask",
     "tile_kinds": "attention with a block_mask or score_mod",
-    "attention_backward_dq": "attention_backward, dq alone or deterministic",
-    "attention_backward_prepare": "attention_backward",
-    "attention_backward_finish": "attention_backward",
 }
 
 #: Kernels beside those of `attention_backward`, which they follow: the README's line is not about them.
-BESIDE = ("attention_backward_dq", "attention_backward_prepare", "attention_backward_finish")
+BESIDE = {
+    "attention_backward_dq": "attention_backward, dq alone or deterministic",
+    "attention_backward_prepare": "attention_backward, LSE and delta of rows",
+    "attention_backward_finish": "attention_backward, dq of sums",
+}
 
 #: Operation of the registry to its line in the README's table.
 LINES = {
@@ -173,7 +174,7 @@ class SupportRow:
     @property
     def label(self) -> str:
         """The first cell of the line."""
-        op = f"{self.op} ({CALLS[self.op]})" if self.op in CALLS else self.op
+        op = f"{self.op} ({CALLS[self.op]})" if self.op in CALLS else BESIDE.get(self.op, self.op)
         return f"{op}, {self.features}" if self.features else op
 
 
