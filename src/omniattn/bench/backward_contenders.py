@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from omniattn.bench.backward_cases import BackwardShape
 from omniattn.bench.backward_problem import BackwardProblem
-from omniattn.registry import REGISTRY
+from omniattn.registry import REGISTRY, KernelSpec
 
 OURS, DETERMINISTIC, DENSE = "omniattn", "deterministic", "dense"
 CUDNN, FA2, FLEX = "cudnn", "fa2", "flex"
@@ -67,16 +67,20 @@ class Library:
 
 def generic_kernels(shape: BackwardShape) -> str:
     """Rows of the exact forward and backward that every GPU runs, as OMNIATTN_FORCE_KERNEL names them."""
-    smallest = min(spec.head_dim for spec in _generic() if spec.head_dim >= shape.head_dim)
-    # The first that fits is taken: those of newer GPUs first, which they prefer.
-    found = sorted((spec for spec in _generic() if spec.head_dim == smallest), key=lambda spec: spec.min_arch[0] < 9)
-    return ",".join(spec.name for spec in found)
+    found: list[str] = []
+    for op in ("attention", "attention_backward"):
+        rows = [spec for spec in _generic(op) if spec.head_dim >= shape.head_dim]
+        smallest = min(spec.head_dim for spec in rows)
+        # The first that fits is taken: those of newer GPUs first, which they prefer.
+        rows.sort(key=lambda spec: spec.min_arch[0] < 9)
+        found += (spec.name for spec in rows if spec.head_dim == smallest)
+    return ",".join(found)
 
 
-def _generic() -> Iterator[Any]:
+def _generic(op: str) -> Iterator[KernelSpec]:
     for spec in REGISTRY:
-        exact = spec.op in ("attention", "attention_backward") and not spec.quantized
-        if exact and not spec.arch_specific and spec.dtype == "bfloat16" and "score_mods" not in spec.features:
+        exact = spec.op == op and not spec.quantized and not spec.arch_specific
+        if exact and spec.dtype == "bfloat16" and "score_mods" not in spec.features:
             yield spec
 
 
