@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from build_tools import accuracy_tables, decode_tables, figures, option_tables, perplexity_tables
+from build_tools import accuracy_tables, backward_tables, decode_tables, figures, option_tables, perplexity_tables
 from build_tools.page_parts import (
     Part,
     Report,
@@ -61,6 +61,7 @@ SOURCES: dict[str, Source] = {
     "decode_sustained": Source("omniattn bench decode --sustained --json", "decode", False),
     **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
     **option_tables.SOURCES,
+    **backward_tables.SOURCES,
     **accuracy_tables.SOURCES,
     **perplexity_tables.SOURCES,
 }
@@ -296,6 +297,7 @@ PARTS: dict[str, Part] = {
     "host_attention": Part(("host",), _call("attention")),
     "host_sdpa": Part(("host",), _call("torch SDPA")),
     **option_tables.PARTS,
+    **backward_tables.PARTS,
     **accuracy_tables.PARTS,
     **perplexity_tables.PARTS,
 }

@@ -72,11 +72,6 @@ struct BwdBarriers {
     }
 };
 
-// First padded row of a batch entry (params/attn_bwd.cuh).
-OA_DEVICE int64 padded_begin(const AttnBwdParams& p, const BwdTile& t) {
-    return int64(t.batch_idx) * ((p.fwd.seqlen_q + 127) / 128 * 128);
-}
-
 template <typename Config>
 class BwdProducer {
     using Layout = BwdLayout<Config>;

@@ -171,9 +171,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             is_full = this->is_inner_full();
         };
         // Of the step's tile: integers to base 2.
-        auto base2_scale = [&] {
-            return scale_without_rounding(q_scale2 * this->scale_of_keys());
-        };
+        auto base2_scale = [&] { return scale_without_rounding(q_scale2 * this->scale_of_keys()); };
         auto exponentiate_integers = [&] {
             sum[0] = sum[1] = 0.0f;
             const float c[2] = {scale, scale};
@@ -194,7 +192,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
                 sum[0] = sum[1] = 0.0f;
                 const float none[2] = {};
                 rows.exponentiate_in_order<false, Config::kByRow>(f, none, Packer{{fresh, {}}, sum},
-                                                                 CapSeries(cap, scale * forms.cap_scale));
+                                                                  CapSeries(cap, scale * forms.cap_scale));
             }
         };
         auto is_near = [&] {
@@ -439,8 +437,10 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             return Masks::at(inner_at_.stage);
     }
     OA_DEVICE uint32 load_bits() const {
-        if constexpr (Config::kVarlen) return 0xffffffffu;
-        else return load_shared(Masks::at(inner_at_.stage) + group_ * Masks::kWordBytes + (threadIdx.x & 127) * 4);
+        if constexpr (Config::kVarlen)
+            return 0xffffffffu;
+        else
+            return load_shared(Masks::at(inner_at_.stage) + group_ * Masks::kWordBytes + (threadIdx.x & 127) * 4);
     }
     OA_DEVICE uint32 bits_of(int32 entry) const {
         if constexpr (Config::kVarlen)

@@ -27,6 +27,7 @@
 //
 // Shared memory, bytes: K, V [64 * PANELS * 128] | Q [2][same] | dO [2][same] | P [2][8192] | lse2 [2][256] | delta
 // [2][256] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle.
+#include "attention/bwd_dkdv_roles.cuh"
 #include "attention/bwd_store.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
@@ -36,7 +37,6 @@
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bf16.cuh"
@@ -56,130 +56,12 @@ struct Config {
     static_assert(kCluster == 1 || kCluster == 2 || kCluster == 4, "parts of a tile are whole groups of 8 rows");
 };
 
-constexpr uint32 kTileBytes = 64 * Config::kPanels * 128, kPanelBytes = 64 * 128;
-constexpr uint32 kPBytes = 64 * 64 * 2, kRowBytes = Config::kBlockM * 4;
-constexpr int kConsumerWarps = 8;
-
-struct SharedStorage {
-    alignas(1024) uint8 k[kTileBytes];
-    alignas(1024) uint8 v[kTileBytes];
-    alignas(1024) uint8 q[Config::kStages][kTileBytes];
-    alignas(1024) uint8 d_o[Config::kStages][kTileBytes];
-    alignas(1024) uint8 p[Config::kPStages][kPBytes];
-    alignas(16) float lse2[Config::kStages][Config::kBlockM];
-    alignas(16) float delta[Config::kStages][Config::kBlockM];
-    uint64 k_full, k_empty, v_full, v_empty;
-    uint64 q_full[Config::kStages], q_empty[Config::kStages];
-    uint64 do_full[Config::kStages], do_empty[Config::kStages];
-    uint64 p_full[Config::kPStages], p_empty[Config::kPStages];
-};
-static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
-struct Barriers {
-    uint32 k_full = smem_addr_at(&SharedStorage::k_full), k_empty = smem_addr_at(&SharedStorage::k_empty);
-    uint32 v_full = smem_addr_at(&SharedStorage::v_full), v_empty = smem_addr_at(&SharedStorage::v_empty);
-    Ring<Config::kStages> q{smem_addr_at(&SharedStorage::q_full), smem_addr_at(&SharedStorage::q_empty)};
-    Ring<Config::kStages> d_o{smem_addr_at(&SharedStorage::do_full), smem_addr_at(&SharedStorage::do_empty)};
-    Ring<Config::kPStages> p{smem_addr_at(&SharedStorage::p_full), smem_addr_at(&SharedStorage::p_empty)};
-
-    // One thread; a barrier of the cluster must follow.
-    OA_DEVICE void init() const {
-        mbarrier_init(k_full, 1);
-        mbarrier_init(k_empty, 4);
-        mbarrier_init(v_full, 1);
-        mbarrier_init(v_empty, 4);
-        q.init(kConsumerWarps * Config::kCluster);
-        d_o.init(kConsumerWarps * Config::kCluster);
-        for (int s = 0; s < Config::kPStages; ++s) {
-            mbarrier_init(p.full + 8 * s, 4);
-            mbarrier_init(p.empty + 8 * s, 4);
-        }
-        fence_barrier_init();
-    }
-};
-
-// The tiles of queries that the keys of the cluster see, all of which its CTAs go through together.
-using ClusterRows = QueryTiles<Config::kBlockM, Config::kBlockN * Config::kCluster>;
+using Layout = DkdvLayout<Config>;
+using SharedStorage = DkdvStorage<Config>;
+using Barriers = DkdvBarriers<Config>;
 constexpr int kClusterN = Config::kBlockN * Config::kCluster;
-
-// First padded row of a batch entry (params/attn_bwd.cuh).
-OA_DEVICE int64 padded_begin(const AttnBwdParams& p, const BwdTile& t) {
-    return int64(t.batch_idx) * ((p.fwd.seqlen_q + 127) / 128 * 128);
-}
-
-// First key of this CTA; behind the end of the sequence where the cluster's tile is not full.
-OA_DEVICE int32 own_n0(const BwdTile& t) {
-    return t.n0 + (Config::kCluster == 1 ? 0 : int32(cluster_rank()) * Config::kBlockN);
-}
-
-// K and Q, or V and dO; two warps, because one thread would not have registers enough for both.
-template <bool kQ>
-class Producer {
-  public:
-    OA_DEVICE Producer(const AttnBwdSm90Params& params, const Barriers& bars)
-        : params_(params),
-          ring_(kQ ? bars.q : bars.d_o),
-          keys_full_(kQ ? bars.k_full : bars.v_full),
-          keys_empty_(kQ ? bars.k_empty : bars.v_empty) {}
-
-    // One thread.
-    OA_DEVICE void run() {
-        const AttnFwdParams& fwd = params_.bwd.fwd;
-        const TensorMap* map = kQ ? &params_.map_q : &params_.map_do;
-        const TensorMap* keys_map = kQ ? &params_.map_k : &params_.map_v;
-        const float* rows_of = kQ ? params_.bwd.lse2 : params_.bwd.delta;
-        tma_prefetch(map);
-        tma_prefetch(keys_map);
-        PersistentBwdTiles tiles;
-        uint32 phase = 1;  // of keys_empty_
-        RingState<Config::kStages> at;
-        for (BwdTile t; tiles.next<kClusterN, Config::kCluster>(fwd, params_.tiles, t);) {
-            ClusterRows rows(fwd, t);
-            if (rows.is_empty()) continue;
-            mbarrier_wait(keys_empty_, phase);
-            phase ^= 1;
-            mbarrier_arrive_expect_tx(keys_full_, kTileBytes);
-#pragma unroll
-            for (int c = 0; c < Config::kPanels; ++c)
-                tma_load_4d(smem_addr_at(kQ ? &SharedStorage::k : &SharedStorage::v) + c * kPanelBytes, keys_map,
-                            keys_full_, c * 64, own_n0(t), t.kv_head_idx, t.batch_idx);
-            const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
-#pragma unroll 1
-            for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
-                const float* row = rows_of + head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
-#pragma unroll 1
-                for (int32 m = rows.first; m < rows.end; ++m) {
-                    const uint32 bar = ring_.acquire(at, kTileBytes + kRowBytes);
-                    load_queries(smem_addr_at(kQ ? &SharedStorage::q : &SharedStorage::d_o) + at.stage * kTileBytes,
-                                 map, bar, m * Config::kBlockM, head, t.batch_idx);
-                    bulk_load(smem_addr_at(kQ ? &SharedStorage::lse2 : &SharedStorage::delta) + at.stage * kRowBytes,
-                              row + m * Config::kBlockM, kRowBytes, bar);
-                    at.advance();
-                }
-            }
-        }
-    }
-
-  private:
-    // This CTA's part of the rows, to all CTAs of the cluster; the other parts arrive from the others.
-    OA_DEVICE static void load_queries(uint32 smem, const TensorMap* map, uint32 bar, int32 row, int32 head,
-                                       int32 batch) {
-#pragma unroll
-        for (int c = 0; c < Config::kPanels; ++c) {
-            if constexpr (Config::kCluster == 1) {
-                tma_load_4d(smem + c * kPanelBytes, map, bar, c * 64, row, head, batch);
-            } else {
-                const int32 first = int32(cluster_rank()) * (Config::kBlockM / Config::kCluster);
-                tma_load_4d_multicast(smem + c * kPanelBytes + first * 128, map, bar,
-                                      uint16((1 << Config::kCluster) - 1), c * 64, row + first, head, batch);
-            }
-        }
-    }
-
-    const AttnBwdSm90Params& params_;
-    const Ring<Config::kStages> ring_;
-    const uint32 keys_full_, keys_empty_;
-};
+using ClusterRows = QueryTiles<Config::kBlockM, kClusterN>;
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 using Scores = float[Config::kBlockM / 2];  // 64 keys x kBlockM queries
 using Gradient = float[Config::kHeadDim / 2];  // 64 keys x head_dim
@@ -189,7 +71,7 @@ using Operand = uint32[Config::kBlockM / 16][4];  // P^T or dS^T
 OA_DEVICE void issue_scores(Scores& s, WgmmaDescriptor a, WgmmaDescriptor b) {
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-        uint32 at = (step >> 2) * kPanelBytes + (step & 3) * 32;
+        uint32 at = (step >> 2) * Layout::kPanelBytes + (step & 3) * 32;
         Wgmma<Config::Io, Config::kBlockM>::ss(s, a.at(at), b.at(at), step != 0);
     }
     wgmma_commit();
@@ -216,7 +98,7 @@ struct QueryRows {
     OA_DEVICE QueryRows(uint32 from, int32 stage, int lane) {
 #pragma unroll
         for (int j = 0; j < Config::kBlockM / 8; ++j)
-            of[j] = load_shared_float2(from + stage * kRowBytes + (lane & 3) * 8 + j * 32);
+            of[j] = load_shared_float2(from + stage * Layout::kRowBytes + (lane & 3) * 8 + j * 32);
     }
 };
 
@@ -230,10 +112,10 @@ class Consumer {
           lane_(in_register(threadIdx.x & 31)),
           warp_((threadIdx.x >> 5) & 3),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), 16, 1024)),
-          q_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), kPanelBytes, 1024)),
+          q_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), Layout::kPanelBytes, 1024)),
           do_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), 16, 1024)),
-          do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), kPanelBytes, 1024)),
-          p16_at_(smem_addr_at(&SharedStorage::p) + (threadIdx.x & 127) * 16) {}
+          do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), Layout::kPanelBytes, 1024)),
+          p16_at_(smem_addr_at(&SharedStorage::p, bars.base) + (threadIdx.x & 127) * 16) {}
 
     // After the warp's last read of a stage, in all CTAs that its next tile goes to.
     OA_DEVICE void release(uint32 empty, int32 stage) const {
@@ -258,7 +140,7 @@ class Consumer {
                          const BwdTile& t) const {
         if (to == nullptr) return;
         store_gradient<Config::Io>(d, scale, to + t.batch_idx * stride_b + t.kv_head_idx * stride_h, stride_s,
-                                   own_n0(t) + warp_ * 16 + (lane_ >> 2), t.seqlen_k, p_.head_dim, lane_);
+                                   own_n0<Config>(t) + warp_ * 16 + (lane_ >> 2), t.seqlen_k, p_.head_dim, lane_);
     }
 
     const AttnBwdSm90Params& params_;
@@ -301,7 +183,7 @@ class ValueConsumer : Consumer {
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 
     OA_DEVICE void attend(const BwdTile& t, const ClusterRows& rows, Gradient& dv) {
-        const int32 n0 = own_n0(t), total = num_tiles(rows);
+        const int32 n0 = own_n0<Config>(t), total = num_tiles(rows);
         const Rows own(n0, t.seqlen_q, t.seqlen_k, p_.window_left, p_.window_right);
         Scores s;
         Operand p16;
@@ -310,8 +192,8 @@ class ValueConsumer : Consumer {
         bars_.q.wait(q_at_);
         wgmma_discard(s);
         wgmma_fence();
-        issue_scores(s, k_, q_.next(q_at_.stage * kTileBytes));
-        QueryRows lse2(smem_addr_at(&SharedStorage::lse2), q_at_.stage, lane_);
+        issue_scores(s, k_, q_.next(q_at_.stage * Layout::kTileBytes));
+        QueryRows lse2(smem_addr_at(&SharedStorage::lse2, bars_.base), q_at_.stage, lane_);
         wgmma_wait<0>();
         wgmma_pin(s);
         release_q();
@@ -326,10 +208,10 @@ class ValueConsumer : Consumer {
             bars_.d_o.wait(do_at_);
             wgmma_discard(s);
             wgmma_fence();
-            issue_scores(s, k_, q_.next(q_at_.stage * kTileBytes));
-            issue_gradient(dv, p16, do_trans_.next(do_at_.stage * kTileBytes));
+            issue_scores(s, k_, q_.next(q_at_.stage * Layout::kTileBytes));
+            issue_gradient(dv, p16, do_trans_.next(do_at_.stage * Layout::kTileBytes));
             wgmma_pin(s);
-            QueryRows next_lse2(smem_addr_at(&SharedStorage::lse2), q_at_.stage, lane_);
+            QueryRows next_lse2(smem_addr_at(&SharedStorage::lse2, bars_.base), q_at_.stage, lane_);
             wgmma_wait<1>();
             wgmma_pin(s);
             release_q();
@@ -344,7 +226,7 @@ class ValueConsumer : Consumer {
         bars_.d_o.wait(do_at_);
         wgmma_pin(dv);
         wgmma_fence();
-        issue_gradient(dv, p16, do_trans_.next(do_at_.stage * kTileBytes));
+        issue_gradient(dv, p16, do_trans_.next(do_at_.stage * Layout::kTileBytes));
         wgmma_wait<0>();
         wgmma_pin(dv);
         release_do();
@@ -384,7 +266,7 @@ class ValueConsumer : Consumer {
 #pragma unroll
         for (int step = 0; step < Config::kBlockM / 16; ++step) {
             pack(a[step], s, step);
-            store_shared4(p16_at_ + p_at_.stage * kPBytes + step * 2048,
+            store_shared4(p16_at_ + p_at_.stage * Layout::kPBytes + step * 2048,
                           make_uint4(a[step][0], a[step][1], a[step][2], a[step][3]));
         }
         __syncwarp();
@@ -434,8 +316,8 @@ class KeyConsumer : Consumer {
         bars_.d_o.wait(do_at_);
         wgmma_discard(dp);
         wgmma_fence();
-        issue_scores(dp, v_, do_.next(do_at_.stage * kTileBytes));
-        QueryRows delta(smem_addr_at(&SharedStorage::delta), do_at_.stage, lane_);
+        issue_scores(dp, v_, do_.next(do_at_.stage * Layout::kTileBytes));
+        QueryRows delta(smem_addr_at(&SharedStorage::delta, bars_.base), do_at_.stage, lane_);
         take_over(p16);
         wgmma_wait<0>();
         wgmma_pin(dp);
@@ -447,10 +329,10 @@ class KeyConsumer : Consumer {
             bars_.d_o.wait(do_at_);
             wgmma_discard(dp);
             wgmma_fence();
-            issue_gradient(dk, ds16, q_trans_.next(q_at_.stage * kTileBytes));
-            issue_scores(dp, v_, do_.next(do_at_.stage * kTileBytes));
+            issue_gradient(dk, ds16, q_trans_.next(q_at_.stage * Layout::kTileBytes));
+            issue_scores(dp, v_, do_.next(do_at_.stage * Layout::kTileBytes));
             wgmma_pin(dp);
-            QueryRows next_delta(smem_addr_at(&SharedStorage::delta), do_at_.stage, lane_);
+            QueryRows next_delta(smem_addr_at(&SharedStorage::delta, bars_.base), do_at_.stage, lane_);
             wgmma_wait<1>();
             wgmma_pin(dk);
             release_q();
@@ -464,7 +346,7 @@ class KeyConsumer : Consumer {
         bars_.q.wait(q_at_);
         wgmma_pin(dk);
         wgmma_fence();
-        issue_gradient(dk, ds16, q_trans_.next(q_at_.stage * kTileBytes));
+        issue_gradient(dk, ds16, q_trans_.next(q_at_.stage * Layout::kTileBytes));
         wgmma_wait<0>();
         wgmma_pin(dk);
         release_q();
@@ -475,7 +357,7 @@ class KeyConsumer : Consumer {
         bars_.p.wait(p_at_);
 #pragma unroll
         for (int step = 0; step < Config::kBlockM / 16; ++step) {
-            uint4 a = load_shared4(p16_at_ + p_at_.stage * kPBytes + step * 2048);
+            uint4 a = load_shared4(p16_at_ + p_at_.stage * Layout::kPBytes + step * 2048);
             p16[step][0] = a.x, p16[step][1] = a.y, p16[step][2] = a.z, p16[step][3] = a.w;
         }
         __syncwarp();
@@ -502,15 +384,15 @@ attn_bwd_dkdv_sm90(const __grid_constant__ AttnBwdSm90Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     Barriers bars;
     if (threadIdx.x == 0) {
-        check_smem_base(smem_raw);
+        check_smem_base(smem_raw, bars.base);
         bars.init();
     }
     cluster_sync();
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();
-        if (threadIdx.x == 0) Producer<true>(params, bars).run();
-        if (threadIdx.x == 32) Producer<false>(params, bars).run();
+        if (threadIdx.x == 0) DkdvProducer<Config, true>(params, bars).run();
+        if (threadIdx.x == 32) DkdvProducer<Config, false>(params, bars).run();
         __syncwarp();
     } else {
         registers_claim<Config::kConsumerRegisters>();

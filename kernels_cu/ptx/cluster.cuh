@@ -1,5 +1,6 @@
 // Clusters of CTAs (PTX ISA, "mapa", "barrier.cluster", "cp.async.bulk.tensor" with multicast). sm_90 and newer.
 #pragma once
+#include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
@@ -8,6 +9,13 @@ OA_DEVICE uint32 cluster_rank() {
     uint32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
+}
+
+// Where dynamic shared memory begins (kSmemBase) in a cluster of kCluster CTAs: from bit 24 on, a shared address has the
+// number of its CTA. Descriptors of products have the lowest 18 bits only: they are made of kSmemBase.
+template <uint32 kCluster>
+OA_DEVICE uint32 smem_base() {
+    return kCluster == 1 ? kSmemBase : kSmemBase + (cluster_rank() << 24);
 }
 
 // barrier.cluster.arrive.release, .wait.acquire: all threads of all CTAs of the cluster, none of them exited.
@@ -27,7 +35,7 @@ OA_DEVICE void mbarrier_arrive_cluster(uint32 bar, uint32 rank) {
 }
 
 // tma_load_4d with .multicast::cluster: the box goes to the address `dst` of every CTA whose bit `ctas` has, and its
-// bytes complete on the barrier that this CTA has at the address `bar`.
+// bytes complete on the barrier that each of them has at the address `bar`, which must expect them.
 OA_DEVICE void tma_load_4d_multicast(uint32 dst, const TensorMap* map, uint32 bar, uint16 ctas, int32 c0, int32 c1,
                                      int32 c2, int32 c3) {
     asm volatile(

@@ -61,6 +61,6 @@ template <typename Storage, typename Member>
 OA_DEVICE uint32 smem_addr_at(Member Storage::* member, uint32 base = kSmemBase) {
     return uint32(reinterpret_cast<uint64>(&(reinterpret_cast<Storage*>(uint64(base))->*member)));
 }
-OA_DEVICE void check_smem_base(const void* dynamic) {
-    if (static_cast<uint32>(__cvta_generic_to_shared(dynamic)) != kSmemBase) asm volatile("trap;");
+OA_DEVICE void check_smem_base(const void* dynamic, uint32 base = kSmemBase) {
+    if (static_cast<uint32>(__cvta_generic_to_shared(dynamic)) != base) asm volatile("trap;");
 }

@@ -1,7 +1,7 @@
 // Work items of a kernel that walks tiles of keys, such as a backward pass, which sums dK and dV of a tile over all
 // queries.
 #pragma once
-#include "params/attn_fwd.cuh"
+#include "params/attn_bwd.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/persistent.cuh"
@@ -13,6 +13,11 @@ struct BwdTile {
     int32 sequence;
     int32 seqlen_q, seqlen_k;  // seqlen_q = kNoSequence: rows that only receive dk = dv = 0
 };
+
+// First padded row of a batch entry (params/attn_bwd.cuh).
+OA_DEVICE int64 padded_begin(const AttnBwdParams& p, const BwdTile& t) {
+    return int64(t.batch_idx) * ((p.fwd.seqlen_q + 127) / 128 * 128);
+}
 
 // Tiles of keys of dense batches, in the order of a list that the host composes as for queries: a list's last block is
 // the longest one with causality, and a tile of keys is the longer the nearer it is to key 0.

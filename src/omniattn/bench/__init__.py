@@ -14,6 +14,8 @@
     This package's contenders for a low precision: exact, end to end, the kernel alone.
 ``options``, ``option_cases``, ``option_problem``, ``option_contenders``, ``option_report``
     Every option of ``attention`` beside the plain call and the best other implementation.
+``backward``, ``backward_cases``, ``backward_problem``, ``backward_contenders``, ``backward_report``
+    Gradients, alone and with the forward, beside torch's attention.
 ``decode``
     A step of decoding from caches in every format, beside torch's attention.
 ``beside_copy``

@@ -36,7 +36,7 @@ def document(
     Parameters
     ----------
     bench : str
-        "forward", "int8", "int4", "decode" or "host"; of errors, what they are of.
+        "forward", "backward", "int8", "int4", "decode" or "host"; of errors, what they are of.
     protocol : {"interleaved", "sustained", "host", "accuracy"}
     command : str
         The command line; empty if there was none.

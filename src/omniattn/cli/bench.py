@@ -1,4 +1,4 @@
-"""``omniattn bench``: forward shapes, options, decoding beside other packages; append, quantizers, host overhead."""
+"""``omniattn bench``: forward, backward, options, decoding beside other packages; append, quantizers, host overhead."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omniattn.bench import beside_copy, decode, forward, host, options
+from omniattn.bench import backward, beside_copy, decode, forward, host, options
 from omniattn.bench.anchors import CONTENDERS
+from omniattn.bench.backward_cases import filter_backward
+from omniattn.bench.backward_contenders import CUDNN, FA2
+from omniattn.bench.backward_report import BackwardReport
 from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
 from omniattn.bench.document import document, environment, to_json
 from omniattn.bench.low_precision import PRECISIONS
@@ -30,6 +33,10 @@ causal; every attention package that is installed runs in the same rounds. Media
 --precision int8 or int4: this package's 16-bit attention, its low-precision attention end to end (from bf16 tensors,
 quantization included) and the low-precision kernel alone (on operands quantized before) side by side, on these shapes
 and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·b·h·s²·d, half of it when causal.
+backward: gradients alone, and forward and backward together by autograd, beside torch's cuDNN and FA2, on the shapes of
+forward and on grouped heads, packed sequences, a window, softcap; deterministic beside the default; on shapes named
+"generic" the kernels for every GPU. FLOPs are 2.5 times those of the forward, of visible pairs. Other libraries get two
+layouts, and the faster one counts. Gradients are checked before they are timed.
 options: each option of attention beside the plain call of its shape, in speed per pair of query and key that counts,
 and beside the fastest of torch SDPA's backends and FlexAttention. Rows below 0.8 of the one or 0.95 of the other are
 marked. Results are checked before they are timed.
@@ -81,8 +88,12 @@ def add_parser(commands: Any) -> None:
         "--case", action="append", default=[], metavar="TEXT",
         help='options: only cases with this text in their name, e.g. "softcap", beside the plain call; may be repeated',
     )  # fmt: skip
-    parser.add_argument("--no-flex", action="store_true", help="options: without FlexAttention, which gets compiled")
-    parser.add_argument("--iters", type=int, help=f"timed rounds a shape (default: {_ITERS})")
+    parser.add_argument(
+        "--no-flex", action="store_true", help="options, backward: without FlexAttention, which gets compiled"
+    )
+    parser.add_argument(
+        "--iters", type=int, help=f"timed rounds a shape (default: {_ITERS}; backward: {backward.DEFAULT_ITERS})"
+    )
     parser.add_argument(
         "--sustained", nargs="?", const=str(DEFAULT_SECONDS), metavar="SECONDS",
         help="run each candidate alone under load, for so many seconds a shape; below 1 the clock may not settle, "
@@ -112,11 +123,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.format and arguments.what != "decode":
             raise ArgumentError("--format", f"nothing: 'bench {arguments.what}' has no choice of caches", "a value")
-        if arguments.what != "options" and (arguments.case or arguments.no_flex):
-            option = "--case" if arguments.case else "--no-flex"
-            raise ArgumentError(option, f"nothing: 'bench {arguments.what}' does not have it", "a value")
+        for option, given, of in (
+            ("--case", arguments.case, ("options",)),
+            ("--no-flex", arguments.no_flex, ("options", "backward")),
+        ):
+            if given and arguments.what not in of:
+                raise ArgumentError(option, f"nothing: 'bench {arguments.what}' does not have it", "a value")
         if arguments.what != "host" and arguments.iters is None:
-            arguments.iters = _ITERS
+            arguments.iters = backward.DEFAULT_ITERS if arguments.what == "backward" else _ITERS
         return _RUNS[arguments.what](arguments)
     except BenchError as error:
         raise console.CannotRunError(str(error)) from error
@@ -267,6 +281,43 @@ def _show_options(report: OptionReport, *, as_markdown: bool) -> None:
         console.print_line(fact)
 
 
+def _run_backward(arguments: argparse.Namespace) -> int:
+    for option in ("anchor", "plot", "sustained"):
+        if getattr(arguments, option):
+            expected = "to be left out: 'bench backward' compares with each library, interleaved"
+            raise ArgumentError(f"--{option}", expected, "a value")
+    if arguments.precision != "exact":
+        raise ArgumentError("--precision", "'exact': low precisions have no gradient", repr(arguments.precision))
+    only = tuple(arguments.only or ())
+    if not {*only} <= {CUDNN, FA2}:
+        raise ArgumentError("--only", f"{CUDNN} or {FA2} with 'bench backward'", ", ".join(only))
+    shapes = filter_backward(arguments.shapes)
+    with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
+        report = backward.run_backward(
+            shapes, iters=arguments.iters, only=only, use_flex=not arguments.no_flex, command=arguments.command_line,
+            progress=bar.step,
+        )  # fmt: skip
+    if not _written(arguments, report.to_dict()):
+        _show_backward(report, as_markdown=arguments.markdown)
+    return 1 if any(result.failed for result in report.results) else 0
+
+
+def _show_backward(report: BackwardReport, *, as_markdown: bool) -> None:
+    header, rows = report.table()
+    facts = [
+        ", ".join(f"{name} {value}" for name, value in report.environment.items()),
+        f"Ceilings in this run: bf16 matrix product 8192³ {report.matmul_tflops:.0f} TFLOP/s, "
+        f"copy {report.copy_tb_per_s:.2f} TB/s (read + written)",
+        *report.notes(),
+    ]
+    if as_markdown:
+        print(report.markdown() + "\n\n" + "\n".join(f"- {fact}" for fact in facts))
+        return
+    console.print_table("Gradients, bf16, TFLOP/s ± spread", header, rows, numeric=range(1, len(header)))
+    for fact in facts:
+        console.print_line(fact)
+
+
 def _leave_out(arguments: argparse.Namespace, reason: str) -> None:
     """Raise if an option is given that only attention and decoding have."""
     for option in ("shapes", "anchor", "only", "plot", "sustained"):
@@ -369,6 +420,7 @@ def first_jit() -> tuple[str, float | None, str]:
 
 _RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "forward": _run_forward,
+    "backward": _run_backward,
     "options": _run_options,
     "decode": _run_decode,
     "append": _run_beside_copy,

@@ -59,6 +59,8 @@ WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported":
 #: Registry feature to words.
 FEATURES = {
     "score_mods": "with softcap or mask",
+    "dmask": "with the gradient of a mask",
+    "fragments": "behind the kernel of Hopper",
     "smooth_q": "with smooth_q",
 }
 
@@ -76,6 +78,13 @@ CALLS = {
     "tile_kinds": "attention with a block_mask or score_mod",
 }
 
+#: Kernels beside those of `attention_backward`, which they follow: the README's line is not about them.
+BESIDE = {
+    "attention_backward_dq": "attention_backward, dq alone or deterministic",
+    "attention_backward_prepare": "attention_backward, LSE and delta of rows",
+    "attention_backward_finish": "attention_backward, dq of sums",
+}
+
 #: Operation of the registry to its line in the README's table.
 LINES = {
     "attention": "`attention`, `attention_varlen`",
@@ -85,6 +94,7 @@ LINES = {
     "mask_pack": "`attention`, `attention_varlen`",  # where `attention` stands; packed sequences do without
     "mask_list": "`attention`, `attention_varlen`",
     "tile_kinds": "`attention`, `attention_varlen`",
+    **dict.fromkeys(("attention_backward", *BESIDE), "`attention_backward`, `attention_varlen_backward`"),
     "merge_states": "`merge_states`",
     "decode": "`decode`",
     "decode_combine": "`decode`",
@@ -164,7 +174,7 @@ class SupportRow:
     @property
     def label(self) -> str:
         """The first cell of the line."""
-        op = f"{self.op} ({CALLS[self.op]})" if self.op in CALLS else self.op
+        op = f"{self.op} ({CALLS[self.op]})" if self.op in CALLS else BESIDE.get(self.op, self.op)
         return f"{op}, {self.features}" if self.features else op
 
 
@@ -342,20 +352,20 @@ def table(rows: Sequence[SupportRow]) -> tuple[list[str], list[list[str]]]:
     return header, [[row.label, row.dtype, row.head_dim, *_texts(row)] for row in rows]
 
 
-_MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
+_DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def readme_table(registry: Iterable[KernelSpec] = REGISTRY) -> str:
     """The table of the README, in Markdown: a line an operation, what a released wheel holds; exceptions below."""
     lines: dict[str, list[SupportRow]] = {}
-    for row in support_rows(wheel_resolver, registry):
+    for row in support_rows(wheel_resolver, [spec for spec in registry if spec.op not in BESIDE]):
         lines.setdefault(LINES.get(row.op, f"`{row.op}`"), []).append(row)
     notes: dict[str, str] = {}
     cells = {}
     for line, rows in lines.items():
         for column in range(len(GPUS)):
             usual, exceptions = _summary(rows, column)
-            marks = "".join(notes.setdefault(text, _MARKS[len(notes)]) for text in exceptions)
+            marks = " ".join(notes.setdefault(text, str(len(notes) + 1).translate(_DIGITS)) for text in exceptions)
             cells[line, column] = f"{WORDS[usual]} {marks}".strip()
     # GPUs that have the same in every line share a column.
     alike: dict[tuple[str, ...], list[Column]] = {}

@@ -90,8 +90,8 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        # On sm_90 plain calls have attn_bwd_sm90.
-        prebuild=() if not common else ("89",) if tile.suffix else ("80",),
+        # On sm_90 packed sequences need it.
+        prebuild=() if not common else ("89",) if tile.suffix else ("80", "90a"),
         features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
         # Addresses of the way in and out, and what masked tiles need; the loop of tiles without hidden scores has none.
         allowed_spill_bytes=tile.spill_bytes + (40 if score_mods else 0),
@@ -280,7 +280,7 @@ def _of_rows(
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        prebuild=("90a",) if of_family == "attn_bwd_sm90" else ("80", "90a") if name == "prepare" else ("80",),
+        prebuild=("80", "90a") if of_family == "attn_bwd_sm80" else ("90a",),
         features=frozenset() if of_family == "attn_bwd_sm80" else frozenset({"fragments"}),
     )
 

@@ -1,0 +1,120 @@
+"""Tables of gradients: reports of ``omniattn bench backward``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from build_tools.page_parts import Part, Report, Row, Source, below, number, ratio, table, value_of
+
+SOURCES: dict[str, Source] = {
+    "backward": Source("omniattn bench backward --no-flex --json", "backward", False),
+    "backward_flex": Source("omniattn bench backward --shapes window1024 --shapes softcap50 --json", "backward", False),
+}
+
+#: Speed over cuDNN that is asked for, by head_dim and length: full, causal.
+GOALS: dict[tuple[int, int], tuple[float, float]] = {
+    (64, 1024): (1.26, 1.35),
+    (64, 4096): (1.28, 1.42),
+    (64, 16384): (1.30, 1.43),
+    (128, 1024): (1.18, 1.22),
+    (128, 4096): (1.20, 1.27),
+    (128, 16384): (1.24, 1.28),
+    **{(256, seqlen): (1.30, 1.30) for seqlen in (1024, 4096, 16384)},
+}
+#: Deterministic over not; packed over dense; the kernels for every GPU over FlashAttention-2, by head_dim.
+DETERMINISTIC, PACKED = 0.85, 0.85
+GENERIC = {64: 1.05, 128: 1.05, 256: 1.15}
+
+_ALONE, _BOTH = "backward", "forward + backward"
+Cells = dict[tuple[str, str], Row]
+
+
+def _shapes(report: Report) -> Iterator[tuple[str, Cells]]:
+    """Each shape with the rows of the faster layouts, by contender and what was timed."""
+    shapes: dict[str, Cells] = {}
+    for row in report["rows"]:
+        cells = shapes.setdefault(row["shape"], {})
+        if row["best_layout"] or (row["contender"], row["what"]) not in cells:
+            cells[row["contender"], row["what"]] = row
+    yield from shapes.items()
+
+
+def _asked(value: float | None, goal: float) -> str:
+    """A ratio beside what is asked for."""
+    return "–" if value is None else f"{value:.2f}× ({goal:.2f})"
+
+
+def headline(report: Report) -> str:
+    """Gradients alone on the 18 shapes: speed, over cuDNN and FlashAttention-2, deterministic over not."""
+    lines = []
+    for shape, cells in _shapes(report):
+        own = cells["omniattn", _ALONE]
+        if not own["headline"]:
+            continue
+        goal = GOALS[own["head_dim"], own["seqlen"]][own["causal"]]
+        lines.append(
+            [
+                shape,
+                number(own["tflops"], 0),
+                _asked(own["over_cudnn"], goal),
+                ratio(own["over_fa2"]),
+                number(value_of(cells.get(("deterministic", _ALONE)), "tflops"), 0),
+                _asked(value_of(cells.get(("deterministic", _ALONE)), "over_omniattn"), DETERMINISTIC),
+            ]
+        )
+    header = ["TFLOP/s", "backward", "over cuDNN (goal)", "over FA2", "deterministic", "of backward (goal)"]
+    mean = report["geometric_mean_ratio"].get("cudnn")
+    return below(table(header, lines), report, f"Geometric mean of the ratios to cuDNN: {ratio(mean)}.")
+
+
+def together(report: Report) -> str:
+    """Forward and backward by autograd on the same shapes."""
+    lines = []
+    for shape, cells in _shapes(report):
+        own = cells.get(("omniattn", _BOTH))
+        if own is not None and own["headline"]:
+            lines.append([shape, number(own["tflops"], 0), ratio(own["over_cudnn"]), ratio(own["over_fa2"])])
+    return below(table(["TFLOP/s", _BOTH, "over cuDNN", "over FA2"], lines), report)
+
+
+def options(report: Report) -> str:
+    """Gradients alone with grouped heads, packed sequences, a window, softcap."""
+    lines = []
+    for shape, cells in _shapes(report):
+        own = cells["omniattn", _ALONE]
+        if own["headline"] or own["generic"]:
+            continue
+        dense = own["over_dense"]
+        lines.append(
+            [
+                shape,
+                number(own["median_us"], 0),
+                number(own["tflops"], 0),
+                *(ratio(own[f"over_{name}"]) for name in ("cudnn", "fa2", "flex")),
+                "–" if dense is None else _asked(dense, PACKED),
+                _asked(value_of(cells.get(("deterministic", _ALONE)), "over_omniattn"), DETERMINISTIC),
+            ]
+        )
+    header = ["shape", "µs", "TFLOP/s", "over cuDNN", "over FA2", "over FlexAttention", "over dense (goal)",
+              "deterministic over it (goal)"]  # fmt: skip
+    return below(table(header, lines), report)
+
+
+def generic(report: Report) -> str:
+    """The kernels for every GPU beside FlashAttention-2."""
+    lines = []
+    for shape, cells in _shapes(report):
+        own, both = cells["omniattn", _ALONE], cells.get(("omniattn", _BOTH))
+        if own["generic"]:
+            speeds = [number(own["tflops"], 0), _asked(own["over_fa2"], GENERIC[own["head_dim"]])]
+            lines.append([shape, *speeds, number(value_of(both, "tflops"), 0), ratio(value_of(both, "over_fa2"))])
+    return below(table(["TFLOP/s", _ALONE, "over FA2 (goal)", _BOTH, "over FA2"], lines), report)
+
+
+PARTS: dict[str, Part] = {
+    "backward": Part(("backward",), headline),
+    "backward_together": Part(("backward",), together),
+    "backward_options": Part(("backward",), options),
+    "backward_flex": Part(("backward_flex",), options),
+    "backward_generic": Part(("backward",), generic),
+}
