@@ -1,7 +1,7 @@
 // Shared memory, barriers and producers of attn_bwd_dkdv_sm90 (entry/): what is copied to the consumers.
 //
-// Config: kHeadDim, kPanels (of 64 columns), kCluster CTAs, kBlockM queries and kBlockN keys of a CTA's tile, kStages of Q
-// and dO, kPStages of P.
+// Config: kHeadDim, kPanels (of 64 columns), kCluster CTAs, kBlockM queries and kBlockN keys of a CTA's tile, kStages
+// of Q and dO, kPStages of P.
 #pragma once
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"

@@ -11,8 +11,8 @@ OA_DEVICE uint32 cluster_rank() {
     return rank;
 }
 
-// Where dynamic shared memory begins (kSmemBase) in a cluster of kCluster CTAs: from bit 24 on, a shared address has the
-// number of its CTA. Descriptors of products have the lowest 18 bits only: they are made of kSmemBase.
+// Where dynamic shared memory begins (kSmemBase) in a cluster of kCluster CTAs: from bit 24 on, a shared address has
+// the number of its CTA. Descriptors of products have the lowest 18 bits only: they are made of kSmemBase.
 template <uint32 kCluster>
 OA_DEVICE uint32 smem_base() {
     return kCluster == 1 ? kSmemBase : kSmemBase + (cluster_rank() << 24);
