@@ -9,6 +9,7 @@ from build_tools.page_parts import Part, Report, Row, Source, below, number, rat
 SOURCES: dict[str, Source] = {
     "backward": Source("omniattn bench backward --no-flex --json", "backward", False),
     "backward_flex": Source("omniattn bench backward --shapes window1024 --shapes softcap50 --json", "backward", False),
+    "train_lm": Source("python examples/train_lm/train.py --plot docs/train_lm.svg", "train_lm", False),
 }
 
 #: Speed over cuDNN that is asked for, by head_dim and length: full, causal.
