@@ -9,6 +9,7 @@ from build_tools.page_parts import Part, Report, Row, Source, below, number, rat
 SOURCES: dict[str, Source] = {
     "backward": Source("omniattn bench backward --no-flex --json", "backward", False),
     "backward_flex": Source("omniattn bench backward --shapes window1024 --shapes softcap50 --json", "backward", False),
+    "train_lm": Source("python examples/train_lm/train.py --plot docs/train_lm.svg", "train_lm", False),
 }
 
 #: Speed over cuDNN that is asked for, by head_dim and length: full, causal.
@@ -111,10 +112,39 @@ def generic(report: Report) -> str:
     return below(table(["TFLOP/s", _ALONE, "over FA2 (goal)", _BOTH, "over FA2"], lines), report)
 
 
+def training(report: Report) -> str:
+    """The losses of examples/train_lm and its speed, with both attentions."""
+    names = {"omniattn": "`omniattn.attention`", "sdpa": "torch SDPA"}
+    lines = [
+        [
+            names[row["attention"]],
+            number(row["first_loss"], 4),
+            number(row["last_loss"], 4),
+            f"{row['tokens_per_second']:,.0f}",
+            ratio(row["tokens_per_second"] / report["rows"][-1]["tokens_per_second"]),
+        ]
+        for row in report["rows"]
+    ]
+    apart = [abs(a - b) for a, b in zip(*(run["losses"] for run in report["runs"]), strict=True)]
+    last = len(apart) // 10 or 1
+    note = (
+        f"Losses differ by {sum(apart[-last:]) / last:.4f} in the last tenth of {len(apart)} steps, "
+        f"by {max(apart):.4f} at most."
+    )
+    return below(table(["attention", "first loss", "last loss", "tokens/s", "over SDPA"], lines), report, note)
+
+
+def training_figure(_: Report) -> str:
+    """The figure that the program draws beside its results."""
+    return "![Loss of both trainings over 300 steps](train_lm.svg)"
+
+
 PARTS: dict[str, Part] = {
     "backward": Part(("backward",), headline),
     "backward_together": Part(("backward",), together),
     "backward_options": Part(("backward",), options),
     "backward_flex": Part(("backward_flex",), options),
     "backward_generic": Part(("backward",), generic),
+    "train_lm": Part(("train_lm",), training),
+    "train_lm_figure": Part(("train_lm",), training_figure),
 }

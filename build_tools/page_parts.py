@@ -102,6 +102,7 @@ def _conditions(report: Report) -> str:
         "sustained": f"each contender alone under load, {report.get('sustained_seconds')} s",
         "accuracy": "errors against double precision",
         "perplexity": "perplexity of SmolLM2-135M",
+        "training": "one training after the other, from the same seed",
     }.get(report["protocol"], "medians")
     return f"{', '.join([facts['device'], *known])}; {report['date']}; {how}"
 

@@ -1,6 +1,7 @@
 """Train a small GPT with omniattn and with torch's attention, from the same seed, and compare the losses.
 
 python examples/train_lm/train.py                      # first CUDA device, 12 layers, context 2048
+python examples/train_lm/train.py --out losses.json --plot losses.svg
 python examples/train_lm/train.py --small              # CPU, seconds
 """
 
@@ -8,16 +9,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from model import ATTENTIONS, Config, Gpt
+from plot import svg
 from text import batches, read_text
 from torch.nn import functional
+
+from omniattn.bench.document import document, environment, reference_environment, to_json
 
 SMALL = Config(layers=2, heads=2, head_dim=16, context=64)
 #: Steps that are not timed: kernels are loaded, memory is found.
@@ -96,6 +100,19 @@ def summary(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
+def report_of(
+    runs: Sequence[Run], config: Config, given: argparse.Namespace, *, on_gpu: bool, command: str
+) -> dict[str, Any]:
+    """Losses and speeds in the form of ``omniattn bench``, from which the documents' table is made."""
+    facts = environment(torch) if on_gpu else {**reference_environment(), "torch": torch.__version__}
+    rows = [{"attention": run.attention, "steps": len(run.losses), "first_loss": run.losses[0],
+             "last_loss": run.losses[-1], "tokens_per_second": run.tokens_per_second} for run in runs]  # fmt: skip
+    return document(
+        "train_lm", protocol="training", command=command, environment=facts, rows=rows, config=asdict(config),
+        batch=given.batch, rate=given.rate, seed=given.seed, runs=[asdict(run) for run in runs],
+    )  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
     """The program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -106,7 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
     parser.add_argument("--rate", type=float, default=6e-4, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write losses and speeds to this JSON file")
+    parser.add_argument("--plot", type=Path, help="draw the losses into this SVG file")
     given = parser.parse_args(arguments)
+    for option, path in (("--out", given.out), ("--plot", given.plot)):
+        # Found before the training, not behind it.
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"{option}: expected a file in an existing folder, received {path}")
     config, device = (SMALL, "cpu") if given.small else (Config(), "cuda")
     steps = given.steps or (20 if given.small else 300)
     names = list(ATTENTIONS) if given.attention == "both" else [given.attention]
@@ -115,11 +137,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
         for name in names
     ]
     print(summary(runs))
-    if given.out is not None:
-        where = "CPU" if device == "cpu" else torch.cuda.get_device_name()
-        report = {"device": where, "torch": torch.__version__, "config": asdict(config), "batch": given.batch,
-                  "rate": given.rate, "seed": given.seed, "runs": [asdict(run) for run in runs]}  # fmt: skip
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if given.out is not None or given.plot is not None:
+        command = "python examples/train_lm/train.py" + (f" --plot {given.plot.as_posix()}" if given.plot else "")
+        report = report_of(runs, config, given, on_gpu=device != "cpu", command=command)
+        if given.out is not None:
+            given.out.write_text(to_json(report) + "\n", encoding="utf-8")
+        if given.plot is not None:
+            given.plot.write_text(svg(report), encoding="utf-8")
     return runs
 
 

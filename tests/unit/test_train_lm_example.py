@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from build_tools import backward_tables
+
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
@@ -36,7 +38,8 @@ def ex() -> Any:
 
 def test_both_attentions_learn_the_same(ex: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "losses.json"
-    runs = ex.train.main(["--small", "--steps", "25", "--batch", "4", "--rate", "3e-3", "--out", str(out)])
+    runs = ex.train.main(["--small", "--steps", "25", "--batch", "4", "--rate", "3e-3", "--out", str(out),
+                          "--plot", str(tmp_path / "own.svg")])  # fmt: skip
     text = capsys.readouterr().out
     assert [run.attention for run in runs] == ["omniattn", "sdpa"]
     ours, theirs = (np.array(run.losses) for run in runs)
@@ -46,13 +49,24 @@ def test_both_attentions_learn_the_same(ex: Any, tmp_path: Path, capsys: pytest.
     assert all(run.tokens_per_second > 0 for run in runs)
     assert "losses differ by 0.000" in text
     report = json.loads(out.read_text(encoding="utf-8"))
-    assert report["device"] == "CPU"
+    assert (report["schema"], report["bench"], report["environment"]["device"]) == (1, "train_lm", "CPU")
+    assert [row["last_loss"] for row in report["rows"]] == [run.losses[-1] for run in runs]
     assert report["runs"][0]["losses"] == runs[0].losses
     ex.plot.main([str(out), str(tmp_path / "losses.svg")])
     figure = (tmp_path / "losses.svg").read_text(encoding="utf-8")
+    assert figure == (tmp_path / "own.svg").read_text(encoding="utf-8")
     assert figure.count("<polyline") == 2
+    page = backward_tables.training(report)
+    assert f"| `omniattn.attention` | {ours[0]:.4f} | {ours[-1]:.4f} |" in page
+    assert "Losses differ by 0.000" in page
     assert "omniattn" in figure
     assert "sdpa" in figure
+
+
+def test_a_file_that_cannot_be_written_is_found_first(ex: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ex.train.main(["--small", "--plot", "no/such/folder/losses.svg"])
+    assert "--plot: expected a file in an existing folder" in capsys.readouterr().err
 
 
 def test_gradients_of_the_whole_model(ex: Any) -> None:

@@ -111,7 +111,8 @@ def ours(problem: BackwardProblem, *, deterministic: bool = False) -> Calls:
         options["window"] = (shape.window - 1, 0)
     if shape.softcap:
         options["softcap"] = shape.softcap
-    forward, backward = omniattn.attention, omniattn.attention_backward
+    forward: Callable[..., Any] = omniattn.attention
+    backward: Callable[..., Any] = omniattn.attention_backward
     if shape.packed:
         forward, backward = omniattn.attention_varlen, omniattn.attention_varlen_backward
         options |= {f"cu_seqlens_{name}": problem.starts for name in "qk"}

@@ -63,7 +63,7 @@ class BackwardProblem:
             Inputs(random(shape.heads, gain), random(shape.heads_kv), random(shape.heads_kv), random(shape.heads))
             for _ in range(INPUT_SETS)
         ]
-        self.starts = None
+        self.starts: Any = None
         if shape.packed:
             starts = [sum(shape.lengths[:i]) for i in range(shape.batch + 1)]
             self.starts = torch.tensor(starts, dtype=torch.int32, device="cuda")
@@ -119,7 +119,7 @@ class BackwardProblem:
                 ds = ds * slope
             dq[:, :, part] = ds @ k * scale
             dk += (ds.transpose(-1, -2) @ q[:, :, part]).sum(1, keepdim=True) * scale
-        return tuple(x.flatten(0, 1).transpose(0, 1) for x in (dq, dk, dv))  # type: ignore[return-value]
+        return tuple(x.flatten(0, 1).transpose(0, 1) for x in (dq, dk, dv))
 
     def errors(self, gradients: tuple[Any, ...]) -> Errors:
         """Errors of all elements of gradients of the first set; infinite where a shape is wrong."""
