@@ -80,12 +80,14 @@ def operations(file: str, *options: str) -> dict[str, Any]:
     from omniattn.runtime.driver import get_driver
     from omniattn.select import attention as select
     from omniattn.testing.cases import operation_of
+    from omniattn.testing.gradient_cases import BACKWARD_OPS
 
     # CuPy has no tensor maps: the kernels that both drivers can launch.
     select.REGISTRY = tuple(spec for spec in REGISTRY if "any_strides" not in spec.lacks)
     bits = {}
     low = by_name("attn_int8_sm80_bf16_d64")  # speaks for what GPUs without a choice of their own take
     elsewhere = {"decode", "decode_combine", "append", "copy_blocks", "mask_pack", "mask_list", "tile_kinds"}
+    elsewhere |= set(BACKWARD_OPS)
     for op, dtype in sorted({(operation_of(spec), spec.dtype) for spec in REGISTRY if spec.op not in elsewhere}):
         for case in cases(op):
             for name, output in run_case(torch, case, op, dtype, 64, low if op == operation_of(low) else None).items():

@@ -24,6 +24,7 @@ from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
 from omniattn.testing.cases import operation_of  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
+from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
 from omniattn.testing.rows import run_row  # noqa: E402
 
@@ -37,7 +38,8 @@ TARGETS = ("compute_80", "compute_89")
 SPECS = [
     spec
     for spec in REGISTRY
-    if spec.op not in CACHE_OPS and not (spec.quantized and spec.dtype == "float16" and spec.head_dim > 64)
+    if spec.op not in (*CACHE_OPS, *BACKWARD_OPS)
+    and not (spec.quantized and spec.dtype == "float16" and spec.head_dim > 64)
 ]
 ROWS = [
     (spec.name, target)

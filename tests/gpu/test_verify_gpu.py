@@ -1,4 +1,4 @@
-"""``omniattn verify`` on a real GPU: each row of low precision, caches and masks; selection alone may miss some."""
+"""``omniattn verify`` on a real GPU: rows of low precision, caches, masks, the backward; selection may miss some."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.testing.ahead import Ahead, default_jobs, in_order  # noqa: E402
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
+from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 # Exact attention and merging have test_architectures_gpu and the numerics tests.
-OPS = ("quantize", "quantize_delta", *CACHE_OPS, *MASK_OPS)
+OPS = ("quantize", "quantize_delta", *CACHE_OPS, *MASK_OPS, *BACKWARD_OPS)
 ROWS = in_order(spec for spec in REGISTRY if spec.quantized or spec.op in OPS)
 #: Other processes of the suite want cores too.
 MOST_JOBS = 4

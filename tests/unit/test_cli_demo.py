@@ -24,6 +24,7 @@ from omniattn.testing.cache_cases import CACHE_OPS
 from omniattn.testing.cases import Case, call, cases_for, operation_of, problem
 from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
+from omniattn.testing.gradient_cases import BACKWARD_OPS
 from omniattn.testing.mask_cases import MASK_OPS
 
 
@@ -142,7 +143,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
     """Each row of attention, forced, against selection itself: none is verified with nothing."""
     target = Target((9, 0), 227 << 10)
     for spec in REGISTRY:
-        if spec.op in (*CACHE_OPS, *MASK_OPS):  # test_testing_rows.py, test_launch_masks.py
+        if spec.op in (*CACHE_OPS, *MASK_OPS, *BACKWARD_OPS):  # tests of their own
             continue
         cases = cases_for(operation_of(spec))
         assert cases

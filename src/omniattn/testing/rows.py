@@ -13,6 +13,7 @@ from omniattn.registry import KernelSpec
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
 from omniattn.testing.cases import call_cases
 from omniattn.testing.frameworks import Framework
+from omniattn.testing.gradient_cases import BACKWARD_OPS, gradient_cases
 from omniattn.testing.mask_cases import PACK_OPS, mask_cases
 from omniattn.testing.quantizer_cases import fused_cases
 from omniattn.testing.tile_cases import tile_cases
@@ -47,6 +48,8 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return cache_cases(spec)
     if spec.op in PACK_OPS:
         return mask_cases(spec)
+    if spec.op in BACKWARD_OPS:
+        return gradient_cases(spec)
     if spec.op == "tile_kinds":
         return tile_cases(spec)
     if spec.specialization is not None:
