@@ -93,7 +93,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         # On sm_90 packed sequences need it.
         prebuild=() if not common else ("89",) if tile.suffix else ("80", "90a"),
         features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
-        # Addresses of the way in and out, and what masked tiles need; the loop of tiles without hidden scores has none.
+        # Joint, sm_90a: outside of the loop of tiles without hidden scores. The others' machine code was not looked at.
         allowed_spill_bytes=tile.spill_bytes + (40 if score_mods else 0),
     )
 
