@@ -83,7 +83,8 @@ class BackwardCase:
         do = make_qkv(batch=batch, seqlen_q=queries, heads_q=4, head_dim=dim, dtype=self.dtype, seed=100)[0]
         found = {"q": q, "k": k, "v": v, "do": do}
         options: dict[str, Any] = {"compute_dtype": np.float64, **facts.options}
-        forward, backward = reference.attention, reference.attention_backward
+        forward: Any = reference.attention
+        backward: Any = reference.attention_backward
         if facts.mask:
             found["mask"] = np.random.default_rng(7).standard_normal((1, 1, queries, keys)).astype(np.float32)
             options["mask"] = found["mask"]
@@ -100,12 +101,12 @@ class BackwardCase:
         """Call the public function and compare."""
         numbers, expected = prepared
         kinds = {"lse": "float32", "mask": "float32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}
-        arrays = {name: framework.array(x, kinds.get(name, self.dtype)) for name, x in numbers.items()}
-        positional = [arrays.pop(name) for name in ("do", "q", "k", "v", "o", "lse")]
+        arrays: dict[str, Any] = {name: framework.array(x, kinds.get(name, self.dtype)) for name, x in numbers.items()}
+        positional: list[Any] = [arrays.pop(name) for name in ("do", "q", "k", "v", "o", "lse")]
         if self.facts.packed:
             for side, name in enumerate(("max_seqlen_q", "max_seqlen_k")):
                 arrays[name] = max(n[side] for n in self.facts.lengths)
-        function = omniattn.attention_varlen_backward if self.facts.packed else omniattn.attention_backward
+        function: Any = omniattn.attention_varlen_backward if self.facts.packed else omniattn.attention_backward
         found = function(
             *positional, **arrays, **self.facts.options, wanted=self.wanted, deterministic=self.deterministic
         )
