@@ -81,7 +81,7 @@ class BackwardCase:
             seed=self.index,
         )  # fmt: skip
         do = make_qkv(batch=batch, seqlen_q=queries, heads_q=4, head_dim=dim, dtype=self.dtype, seed=100)[0]
-        found = {"q": q, "k": k, "v": v, "do": do}
+        found: dict[str, Any] = {"q": q, "k": k, "v": v, "do": do}
         options: dict[str, Any] = {"compute_dtype": np.float64, **facts.options}
         forward: Any = reference.attention
         backward: Any = reference.attention_backward
