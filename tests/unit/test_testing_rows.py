@@ -11,6 +11,7 @@ import pytest
 import omniattn
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.select.cache import append_spec, combine_spec, decode_spec
+from omniattn.testing.backward_cases import BACKWARD_OPS
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases, decode_errors, formats_of
 from omniattn.testing.frameworks import NumpyFramework
 from omniattn.testing.rows import cases_of, run_row
@@ -99,3 +100,23 @@ def test_numbers_travel_between_processes(op: str) -> None:
     spec = min((s for s in REGISTRY if s.op == op), key=lambda s: s.head_dim)
     numbers = cases_of(spec)[0].prepare()
     assert type(pickle.loads(pickle.dumps(numbers))) is type(numbers)
+
+
+BACKWARD = [s for s in REGISTRY if s.op in BACKWARD_OPS and s.head_dim in (64, 256) and s.dtype == "float16"]
+
+
+@pytest.mark.parametrize("spec", [*BACKWARD[:1], *[s for s in BACKWARD if s.op.endswith("_dq")][:1]],
+                         ids=lambda spec: spec.name)  # fmt: skip
+def test_rows_of_the_backward_pass_on_the_reference(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_row(NumpyFramework(), spec)
+    assert not result.failures
+    assert result.cases == len(cases_of(spec)) == 7
+    right = omniattn.attention_backward
+    monkeypatch.setattr(
+        omniattn, "attention_backward", lambda *x, **given: tuple(y * np.float16(1.01) for y in right(*x, **given))
+    )
+    assert run_row(NumpyFramework(), spec).failures
+
+
+def test_every_row_has_cases() -> None:
+    assert all(cases_of(spec) for spec in REGISTRY)
