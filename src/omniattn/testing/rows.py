@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
-from omniattn.testing.backward_cases import BACKWARD_OPS, backward_cases
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
 from omniattn.testing.cases import call_cases
 from omniattn.testing.frameworks import Framework
@@ -47,8 +46,6 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
     """The cases of a row. It need not take all of them: rows of one operation differ in what they were compiled for."""
     if spec.op in CACHE_OPS:
         return cache_cases(spec)
-    if spec.op in BACKWARD_OPS:
-        return backward_cases(spec)
     if spec.op in PACK_OPS:
         return mask_cases(spec)
     if spec.op in BACKWARD_OPS:
