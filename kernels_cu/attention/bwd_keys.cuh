@@ -117,27 +117,6 @@ struct BwdKeys {
             }
     }
 
-    // D += A B of all keys of the tile and a part of the columns: A P^T or dS^T in shared memory; B dO or Q.
-    OA_DEVICE static void mma_columns(Output& o, uint32 smem_a, const DsLane& a_lane, uint32 smem_b,
-                                      const QLane& b_lane, int first_step) {
-#pragma unroll
-        for (int n = 0; n < Config::kBlockM / 16; ++n) {
-            uint32 a[Config::kOutKTiles][4];
-#pragma unroll
-            for (int i = 0; i < Config::kOutKTiles; ++i) ldmatrix_x4(a[i], smem_a + a_lane.at(i * 16, n));
-#pragma unroll
-            for (int d = 0; d < Config::kOutDTiles; d += 2) {
-                uint32 b[4];
-                ldmatrix_x4_trans(b, smem_b + b_lane.at(n * 16, first_step + d / 2));
-#pragma unroll
-                for (int i = 0; i < Config::kOutKTiles; ++i) {
-                    mma_m16n8k16(typename Config::Io{}, o[i] + 4 * d, a[i], b[0], b[1]);
-                    mma_m16n8k16(typename Config::Io{}, o[i] + 4 * (d + 1), a[i], b[2], b[3]);
-                }
-            }
-        }
-    }
-
     // dQ of a step: this warp's part of queries and columns. Here and below addresses are made anew in every step
     // (in_register): kept, they would take registers that the accumulators need.
     OA_DEVICE static void add_dq(const Work& w, uint32 smem_ds, const Place& of) {

@@ -41,24 +41,19 @@ struct Config {
     static constexpr int kStages = NUM_STAGES;
     static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are formed one by one
     static constexpr bool kDMask = DMASK;
-    static constexpr int kDsTiles = kDMask || BY_COLUMNS ? 3 : 2;  // dS of two steps; P
+    static constexpr int kDsTiles = kDMask ? 3 : 2;  // dS of two steps; P
     static constexpr int kThreads = kWarps * 32;
-    static constexpr bool kByColumns = BY_COLUMNS;  // how dV and dK are divided among the warps of a role
-    static constexpr int kQueryGroups = kByColumns ? 2 : 1;  // warps of a role side by side along the queries of scores
-    static constexpr int kKeyGroups = kWarps / 2 / kQueryGroups;
+    static constexpr int kKeyGroups = kWarps / 2;
     static constexpr int kKeyRows = kBlockN / kKeyGroups;  // keys of a warp
     static constexpr int kKTiles = kKeyRows / 16;
-    static constexpr int kQTiles = kBlockM / kQueryGroups / 8;
-    static constexpr int kOutKTiles = kByColumns ? kBlockN / 16 : kKTiles;  // of dV and dK
-    static constexpr int kOutDTiles = kHeadDim / 8 / (kByColumns ? kWarps / 2 : 1);
+    static constexpr int kQTiles = kBlockM / 8;
+    static constexpr int kOutKTiles = kKTiles, kOutDTiles = kHeadDim / 8;  // of dV and dK
     static constexpr int kDqWarpsM = DQ_WARPS_M;  // warps side by side along the queries of dQ
     static constexpr int kDqMTiles = kBlockM / kDqWarpsM / 16;
     static constexpr int kDqSteps = kHeadDim / (kWarps / kDqWarpsM) / 16;  // 16 columns each
     static_assert(kKTiles * 16 * kKeyGroups == kBlockN && kDqMTiles * 16 * kDqWarpsM == kBlockM, "whole MMA tiles");
     static_assert(kDqSteps * 16 * (kWarps / kDqWarpsM) == kHeadDim && kBlockRows % kBlockM == 0, "whole MMA tiles");
-    static_assert(!kByColumns || kHeadDim % 64 == 0, "rows of 128 bytes");
     static_assert(kOutDTiles % 2 == 0 && kQTiles % 2 == 0, "whole MMA tiles");
-    static constexpr bool kCrosses = kScoreMods || !kByColumns;  // P to role 1 where dS is to lie, not by plain_p
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
     static_assert(kScoreMods || !kDMask, "a gradient of a mask needs a mask");
 };
@@ -72,10 +67,9 @@ using Output = Keys::Output;
 using Packed = Keys::Packed;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-// Of what a warp makes scores: the first key, and the first of the tiles of 8 queries.
-OA_DEVICE int32 first_key(const Work& w) { return w.group % Config::kKeyGroups * Config::kKeyRows; }
-OA_DEVICE int32 first_n(const Work& w) { return w.group / Config::kKeyGroups * Config::kQTiles; }
-// Shared address of P^T, which lies there as it is, without the derivative of scores: with kByColumns and DMASK.
+// Of what a warp makes scores: the first key.
+OA_DEVICE int32 first_key(const Work& w) { return w.group * Config::kKeyRows; }
+// Shared address of P^T, which lies there as it is, without the derivative of scores: with DMASK.
 OA_DEVICE uint32 plain_p(const Work& w) { return w.at(&SharedStorage::ds) + 2 * DsTile::kBytes; }
 
 // P^T of a step, of which kHides hides a part: packed for dV in `packed`; times the derivative of scores, for role 1,
@@ -83,8 +77,7 @@ OA_DEVICE uint32 plain_p(const Work& w) { return w.at(&SharedStorage::ds) + 2 * 
 template <bool kHides>
 OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
-    int32 m0 = at.m * Config::kBlockM, key = first_key(w) + (lane >> 2), n0 = first_n(w),
-          query = 8 * n0 + 2 * (lane & 3);
+    int32 m0 = at.m * Config::kBlockM, key = first_key(w) + (lane >> 2), query = 2 * (lane & 3);
     [[maybe_unused]] float c = w.p.fwd.softmax_scale * kLog2e;
     uint32 lse2_at = w.at(&SharedStorage::lse2) + (stage * Config::kBlockM + query) * 4;
     BwdScores<Config::Io> scores(w.p.fwd, w.arrays, w.t.sequence, at.head, w.t.seqlen_q, w.t.seqlen_k);
@@ -111,7 +104,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
                 QueryRange range = visible[i][r];
                 bool see0 = !kHides || (row >= range.lo && row < range.hi);
                 bool see1 = !kHides || (row + 1 >= range.lo && row + 1 < range.hi);
-                uint32 to = Keys::ds_word(key + 16 * i + 8 * r, n0 + n, lane);
+                uint32 to = Keys::ds_word(key + 16 * i + 8 * r, n, lane);
                 uint32 cross;
                 if constexpr (Config::kScoreMods) {
                     int32 k = w.t.n0 + key + 16 * i + 8 * r;
@@ -124,7 +117,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
                     cross = packed[i][2 * n + r] = pack2(Config::Io{}, a, b);
                 }
                 if constexpr (Config::kDsTiles == 3) store_shared(plain_p(w) + to, packed[i][2 * n + r]);
-                if constexpr (Config::kCrosses) store_shared(smem_ds + to, cross);
+                store_shared(smem_ds + to, cross);
             }
     }
 }
@@ -134,7 +127,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
 template <bool kHides>
 OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
-    int32 key = first_key(w) + (lane >> 2), n0 = first_n(w), query = 8 * n0 + 2 * (lane & 3);
+    int32 key = first_key(w) + (lane >> 2), query = 2 * (lane & 3);
     uint32 delta_at = w.at(&SharedStorage::delta) + (stage * Config::kBlockM + query) * 4;
 #pragma unroll
     for (int n = 0; n < Config::kQTiles; ++n) {
@@ -143,8 +136,8 @@ OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Pl
         for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                uint32 word = Keys::ds_word(key + 16 * i + 8 * r, n0 + n, lane);
-                float2 p = unpack2(Config::Io{}, load_shared((Config::kCrosses ? smem_ds : plain_p(w)) + word));
+                uint32 word = Keys::ds_word(key + 16 * i + 8 * r, n, lane);
+                float2 p = unpack2(Config::Io{}, load_shared(smem_ds + word));
                 float d0 = dp[i][4 * n + 2 * r] - delta.x, d1 = dp[i][4 * n + 2 * r + 1] - delta.y;
                 float a = p.x * d0, b = p.y * d1;
                 if (kHides) a = p.x == 0.0f ? 0.0f : a, b = p.y == 0.0f ? 0.0f : b;
@@ -162,31 +155,14 @@ OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Pl
     }
 }
 
-// P has been written: by a warp for that of the same keys, or by the role for itself and the other one.
-OA_DEVICE void pass_p(const Work& w) {
-    if (Config::kByColumns) {
-        named_barrier_arrive(2, Config::kThreads);
-        named_barrier_sync(1, Config::kThreads / 2);
-    } else {
-        named_barrier_arrive(1 + w.group, 64);
-    }
-}
-OA_DEVICE void take_p(const Work& w) {
-    if (Config::kByColumns)
-        named_barrier_sync(2, Config::kThreads);
-    else
-        named_barrier_sync(1 + w.group, 64);
-}
+// P has been written, for the warp of role 1 with the same keys.
+OA_DEVICE void pass_p(const Work& w) { named_barrier_arrive(1 + w.group, 64); }
+OA_DEVICE void take_p(const Work& w) { named_barrier_sync(1 + w.group, 64); }
 
-// dV or dK of a step: P^T or dS^T, `packed` of this warp's keys or of all at smem_a, times dO or Q.
-OA_DEVICE void make_output(const Work& w, Output& o, const Packed& packed, uint32 smem_a, uint32 smem_b) {
+// dV or dK of a step: P^T or dS^T, `packed`, times dO or Q.
+OA_DEVICE void make_output(const Work& w, Output& o, const Packed& packed, uint32 smem_b) {
     int lane = in_register(w.lane);
-    Keys::QLane b_lane(lane & 15, lane >> 4);
-    if constexpr (Config::kByColumns)
-        Keys::mma_columns(o, smem_a, Keys::DsLane(lane & 15, lane >> 4), smem_b, b_lane,
-                          w.group * (Config::kOutDTiles / 2));
-    else
-        Keys::mma_output(o, packed, smem_b, b_lane);
+    Keys::mma_output(o, packed, smem_b, Keys::QLane(lane & 15, lane >> 4));
 }
 
 // All steps of one role; leaves dV (role 0) or dK (role 1) in `o`, if that is wanted.
@@ -210,31 +186,27 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
         bool hides = at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
         Scores s;
         Packed packed;
-        uint32 tile = stage * Keys::QTile::kBytes, rows = tile + first_n(w) * 8 * 128,
-               ds = smem_ds + parity * DsTile::kBytes;
+        uint32 tile = stage * Keys::QTile::kBytes, ds = smem_ds + parity * DsTile::kBytes;
         uint32 ds_before = smem_ds + (parity ^ 1) * DsTile::kBytes;
         if constexpr (kRole == 0) {
-            Keys::mma_scores(s, w.at(&SharedStorage::k), a_lane, smem_q + rows, s_lane);
+            Keys::mma_scores(s, w.at(&SharedStorage::k), a_lane, smem_q + tile, s_lane);
             if (Config::kScoreMods || hides)
                 make_p<true>(w, s, packed, at, stage, ds);
             else
                 make_p<Config::kScoreMods>(w, s, packed, at, stage, ds);
             pass_p(w);
-            if (kWanted) make_output(w, o, packed, plain_p(w), smem_do + tile);
+            if (kWanted) make_output(w, o, packed, smem_do + tile);
             if (wants_dq && before.head >= 0) Keys::add_dq(w, ds_before, before);
         } else {
             if (wants_dq && before.head >= 0) Keys::add_dq(w, ds_before, before);
-            if (kWanted || wants_ds) Keys::mma_scores(s, w.at(&SharedStorage::v), a_lane, smem_do + rows, s_lane);
+            if (kWanted || wants_ds) Keys::mma_scores(s, w.at(&SharedStorage::v), a_lane, smem_do + tile, s_lane);
             take_p(w);
             if (!kWanted && !wants_ds) {
             } else if (Config::kScoreMods || hides)
                 make_ds<true>(w, s, packed, at, stage, ds);
             else
                 make_ds<Config::kScoreMods>(w, s, packed, at, stage, ds);
-            if (kWanted) {
-                if (Config::kByColumns) named_barrier_sync(3, Config::kThreads / 2);
-                make_output(w, o, packed, ds, smem_q + tile);
-            }
+            if (kWanted) make_output(w, o, packed, smem_q + tile);
         }
         before = at;
         steps.at = next;
