@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,22 +9,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
-from omniattn.plan.engine import PLANS  # noqa: E402
 
 from . import backward_cases  # noqa: E402
-from .backward_cases import Problem, choose_from, compare, make, mask_of, naive, run, slack_of  # noqa: E402
+from .backward_cases import Problem, compare, make, mask_of, naive, run, slack_of  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("backward_family")]
 
 DTYPES = ("float16", "bfloat16")
-
-
-@pytest.fixture(autouse=True, params=["selected", "generic"])
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Every test with the kernels that this GPU gets, and with those that every GPU gets."""
-    choose_from(monkeypatch, request.param)
-    yield str(request.param)
-    PLANS.clear()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
