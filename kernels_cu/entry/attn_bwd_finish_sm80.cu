@@ -89,11 +89,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_finish_sm80(cons
     int32 chunks = p.fwd.head_dim / 8, rows = min_of(at.seqlen_q - at.row, kBlockRows);
     dq += (int64(at.q_begin) + at.row) * p.dq_stride_s;
     const float* sums = p.dq_accum + first * p.dq_columns;
-    if (kFragments) return finish_fragments(p, sums, dq, rows);
-    for (int32 i = threadIdx.x; i < rows * chunks; i += kThreads) {
-        int32 r = i / chunks, chunk = i - r * chunks;
-        float x[8];
-        load_chunk(sums + int64(r) * p.dq_columns, chunk, x);
-        store_chunk(dq + r * p.dq_stride_s + chunk * 8, x, p.fwd.softmax_scale);
+    if constexpr (kFragments) {
+        finish_fragments(p, sums, dq, rows);
+    } else {
+        for (int32 i = threadIdx.x; i < rows * chunks; i += kThreads) {
+            int32 r = i / chunks, chunk = i - r * chunks;
+            float x[8];
+            load_chunk(sums + int64(r) * p.dq_columns, chunk, x);
+            store_chunk(dq + r * p.dq_stride_s + chunk * 8, x, p.fwd.softmax_scale);
+        }
     }
 }

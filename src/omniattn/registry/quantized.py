@@ -44,7 +44,7 @@ _INT8_SOFTCAP_TILES = (
 )
 _INT8_BIAS_TILES = (
     _Int8Sm90Tile(64, 4, 3, bias_bytes=2, spills=192),
-    _Int8Sm90Tile(128, 3, 2, bias_bytes=2, spills=16),
+    _Int8Sm90Tile(128, 3, 2, bias_bytes=2, spills=32),
     _Int8Sm90Tile(256, 2, 1, bias_bytes=2),
     _Int8Sm90Tile(64, 3, 2, bias_bytes=4),
     _Int8Sm90Tile(128, 2, 2, bias_bytes=4),
