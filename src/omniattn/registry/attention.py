@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
+from .spec import IO_TYPES, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class _FwdTile:
     min_ctas: int
     suffix: str = ""
     min_arch: tuple[int, int] = (8, 0)
-    prebuild: tuple[str, ...] = PREBUILT_ARCHS
+    #: GPUs of sm_89 run the cubins of sm_80: the same instructions, counted.
+    prebuild: tuple[str, ...] = ("80", "90a")
 
 
 # Every tile fits into the 99 KB of sm_86, sm_89 and sm_120, so that one row serves all GPUs.
@@ -30,7 +31,7 @@ _FWD_SM80_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(64, 128, 64, 4, 2, True, 2),
     _FwdTile(96, 128, 48, 4, 2, False, 2),
     # 48 keys spill registers on sm_80 and sm_89, and are 4 % faster than 32 on sm_90.
-    _FwdTile(128, 128, 32, 4, 2, False, 2, prebuild=("80", "89")),
+    _FwdTile(128, 128, 32, 4, 2, False, 2, prebuild=("80",)),
     _FwdTile(128, 128, 48, 4, 2, False, 2, suffix="_n48", min_arch=(9, 0), prebuild=("90a",)),
     _FwdTile(192, 64, 64, 4, 1, False, 2),
     _FwdTile(256, 64, 64, 4, 1, False, 2),
@@ -40,12 +41,12 @@ _FWD_SM80_TILES: tuple[_FwdTile, ...] = (
 _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(32, 128, 32, 4, 2, True, 2),
     # 64 keys are 8 % faster on sm_90, and leave sm_86 and sm_89 one CTA an SM.
-    _FwdTile(64, 128, 32, 4, 2, True, 2, prebuild=("80", "89")),
+    _FwdTile(64, 128, 32, 4, 2, True, 2, prebuild=("80",)),
     _FwdTile(64, 128, 64, 4, 2, False, 2, suffix="_n64", min_arch=(9, 0), prebuild=("90a",)),
     _FwdTile(96, 128, 32, 4, 2, False, 2),
     _FwdTile(128, 128, 32, 4, 2, False, 2),
     _FwdTile(192, 64, 32, 4, 2, False, 2),
-    _FwdTile(256, 64, 32, 4, 1, False, 2, prebuild=("80", "89")),
+    _FwdTile(256, 64, 32, 4, 1, False, 2, prebuild=("80",)),
     # 112 KB: not for sm_120.
     _FwdTile(256, 64, 64, 4, 1, False, 2, suffix="_n64", min_arch=(9, 0), prebuild=("90a",)),
 )
