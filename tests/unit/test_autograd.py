@@ -191,13 +191,6 @@ def test_no_second_derivatives(form: Any) -> None:
         oa.attention_backward(o, q, k, v, o, lse)
 
 
-def test_inside_transforms() -> None:
-    q, k, v = qkv(grad=False)
-    for transform in (torch.func.grad, lambda f: torch.func.vmap(f, in_dims=1)):
-        with pytest.raises(UnsupportedError, match="inside vmap, a functional transform or a trace"):
-            transform(lambda x: oa.attention(x, k, v).sum())(q)
-
-
 def test_checkpoints() -> None:
     q, k, v = qkv()
     made = []
@@ -207,14 +200,15 @@ def test_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", oa.Int8(smooth_k=False)], ids=str)
-def test_low_precisions_have_no_gradient(precision: Any) -> None:
+def test_low_precisions_are_differentiated_straight_through(precision: Any) -> None:
+    """The gradients are those of exact attention with the o and lse of the low precision."""
     q, k, v = qkv(dtype=torch.float32)
-    with pytest.raises(UnsupportedError, match=r"'q' requires a gradient.*precision=.*no_grad"):
-        oa.attention(q, k, v, precision=precision)
-    with pytest.raises(UnsupportedError, match=r"'v' requires a gradient"):
-        oa.attention(q.detach(), k.detach(), v, precision=precision)
-    with torch.no_grad():
-        oa.attention(q, k, v, precision=precision)
+    o, lse = oa.attention(q, k, v, precision=precision, return_lse=True)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
+    made = torch.autograd.grad(o, (q, k, v), do)
+    plain = [x.detach() for x in (do, q, k, v, o, lse)]
+    assert all(torch.equal(a, b) for a, b in zip(made, oa.attention_backward(*plain), strict=True))
+    assert torch.equal(torch.autograd.grad(oa.attention(q, k, v, precision=precision), v, do)[0], made[2])
 
 
 def test_quantized_operands_have_no_gradient() -> None:

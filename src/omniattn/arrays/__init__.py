@@ -30,6 +30,7 @@ Arrays that outlive a call and are written by it, those of KV caches, are kept i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,7 +51,9 @@ __all__ = [
     "describe",
     "empty_like_framework",
     "finish",
+    "is_autocast",
     "needs_gradient",
+    "needs_operator",
     "torch_facts",
     "prepare",
     "raw_view",
@@ -135,6 +138,25 @@ def needs_gradient(objects: Sequence[Any]) -> bool:
         if obj is not None and cls not in _describers and cls.__module__.partition(".")[0] == "torch":
             _register(cls, "")
     return _needs_gradient(objects)
+
+
+def needs_operator(objects: Sequence[Any]) -> bool:
+    """Whether a trace, a transform or a dispatch mode of torch has to see the call that these are of."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    from . import from_torch
+
+    return from_torch.needs_operator(objects)
+
+
+def is_autocast(objects: Sequence[Any]) -> bool:
+    """Whether torch's autocast is to change the dtype of one of these."""
+    if "torch" not in sys.modules:
+        return False
+    from . import from_torch
+
+    return from_torch.is_autocast(objects)
 
 
 def without_gradients(objects: Sequence[Any]) -> tuple[Any, ...]:

@@ -39,6 +39,11 @@ def _forward_level() -> int:
     return getattr(forward_ad, "_current_level", -1)
 
 
+#: Dispatch modes that are entered (traces, counters of operations).
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+#: The innermost functional transform (`torch.func`); None outside of all.
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
 #: Subclasses that are plain memory, like their base.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -94,7 +99,8 @@ def torch_facts(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | N
     """See `omniattn.arrays.torch_facts`; the first step of the fast path, eight attribute reads a tensor."""
     facts: list[Any] = []
     addresses: list[int] = []
-    if _forward_level() >= 0:  # `describe` looks for tangents
+    # `describe` looks for tangents; what watches or transforms tensors gets operators.
+    if _forward_level() >= 0 or _modes() or _transform() is not None:
         return None
     try:
         for obj in objects:
@@ -114,6 +120,30 @@ def torch_facts(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | N
     except RuntimeError:  # no strides, or no memory
         return None
     return tuple(facts), addresses
+
+
+def needs_operator(objects: Sequence[Any]) -> bool:
+    """See `omniattn.arrays.needs_operator`."""
+    tensors = [x for x in objects if isinstance(x, torch.Tensor)]
+    if tensors and (_modes() or _transform() is not None):
+        return True
+    return any(_has_own_dispatch(x.__class__) for x in tensors)
+
+
+def is_autocast(objects: Sequence[Any]) -> bool:
+    """See `omniattn.arrays.is_autocast`: float32, on a device where autocast is enabled."""
+    return any(
+        isinstance(x, torch.Tensor) and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type)
+        for x in objects
+    )
+
+
+@functools.cache
+def _has_own_dispatch(cls: type) -> bool:
+    """Whether a class of tensors wants to see operators; DTensor would need rules of its own, and is refused."""
+    if cls in _PLAIN or any(base.__name__ in ("DTensor", "NestedTensor") for base in cls.__mro__):
+        return False
+    return getattr(cls, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
 
 def needs_gradient(objects: Sequence[Any]) -> bool:

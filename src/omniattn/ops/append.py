@@ -10,6 +10,7 @@ from ..checks import append as checks
 from ..checks.append import AppendOptions, check_pairs
 from ..checks.caches import check_cache
 from ..errors import ArgumentError
+from ..frameworks import run_traced
 from ..kv.cache import KVCache, PagedKVCache
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_append, plan_copy
@@ -18,7 +19,7 @@ from . import on_cpu
 
 _APPEND = Operation(
     "append", checks.ARRAYS, checks.check_append, checks.check_append_memory, plan_append, on_cpu.append,
-    ("k", "v", "seq_lens"), checks.ALIGNED,
+    ("k", "v", "seq_lens"), checks.ALIGNED, traced=run_traced,
 )  # fmt: skip
 
 

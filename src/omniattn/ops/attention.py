@@ -10,6 +10,7 @@ from ..checks import attention as checks
 from ..checks import extras, operands
 from ..checks.attention import AttentionOptions
 from ..errors import ArgumentError
+from ..frameworks import FUNCTIONS, compiling, run_traced
 from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, run
@@ -24,7 +25,7 @@ _ON_OPERANDS = {
         name, operands.ALL, operands.check_operands, operands.check_operands_memory, plan_attention,
         on_cpu.attention_on_operands, (), operands.ALIGNED,
         {array: f"{of}.{array}" for array, of in operands.ARGUMENT.items()},
-        placed=(operands.ALL.index("mask"), checks.MASK_ALIGNMENT),
+        placed=(operands.ALL.index("mask"), checks.MASK_ALIGNMENT), traced=run_traced,
     )
     for name in ("attention", "attention_varlen")
 }  # fmt: skip
@@ -60,6 +61,7 @@ _ATTENTION, _ATTENTION_VARLEN = (
         name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v"), checks.ALIGNED, otherwise=_on_operands,
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
+        traced=run_traced,
     )
     for name in ("attention", "attention_varlen")
 )  # fmt: skip
@@ -72,6 +74,7 @@ def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
         name, (*checks.ARRAYS, *more), extras.check_call, extras.check_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v", *more), checks.ALIGNED,
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
+        traced=run_traced,
     )  # fmt: skip
 
 
@@ -210,6 +213,11 @@ def attention(
         AttentionOptions,
         (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None),
     )
+    if compiling():
+        return _compiled(
+            "attention", q, k, v, score_mod, options=options, mask=mask, sinks=sinks, block_mask=block_mask,
+            block_size=block_size, out=out, stream=stream,
+        )  # fmt: skip
     call = Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), options, stream)
     if score_mod is not None or block_mask is not None or block_size is not None:
         call = _with_extras(call, score_mod, block_mask, block_size)
@@ -280,9 +288,25 @@ def attention_varlen(
     options = AttentionOptions(
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q, max_seqlen_k
     )
+    if compiling():
+        return _compiled(
+            "attention_varlen", q, k, v, score_mod, options=options, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, mask=mask, sinks=sinks,
+            out=out, stream=stream,
+        )  # fmt: skip
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
     call = Call(_ATTENTION_VARLEN, objects, options, stream)
     return _one_or_more(run(call if score_mod is None else _with_extras(call, score_mod, None, None)))
+
+
+def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, **others: Any) -> Any:
+    """A call that torch.compile reads: its operator."""
+    from ..frameworks.torch.operators import trace
+
+    if mod is None:
+        return trace(function, q, k, v, **others)
+    parts = (mod.key, mod.expression, mod.mask, mod.grad, tuple(mod.arrays))
+    return trace(function, q, k, v, score_mod=parts, arrays=tuple(mod.arrays.values()), **others)
 
 
 def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 = "exact") -> Call:
@@ -293,3 +317,6 @@ def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | In
 
 def _one_or_more(results: list[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
+
+
+FUNCTIONS.update(attention=attention, attention_varlen=attention_varlen)

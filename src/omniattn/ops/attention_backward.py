@@ -10,6 +10,7 @@ from ..checks import attention as forward_checks
 from ..checks import backward as checks
 from ..checks.backward import BackwardOptions
 from ..errors import ArgumentError
+from ..frameworks import FUNCTIONS, compiling, run_traced
 from ..launch.score_mod import PREFIX
 from ..plan.backward import plan_backward
 from ..plan.engine import Call, Operation, run
@@ -26,6 +27,7 @@ def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
         name, (*checks.ARRAYS, *more), checks.check_backward, checks.check_backward_memory, plan_backward,
         on_cpu.attention_backward, checks.REQUIRED, checks.ALIGNED, checks.LABELS,
         placed=(checks.ARRAYS.index("mask"), forward_checks.MASK_ALIGNMENT), given=checks.GIVEN,
+        traced=run_traced,
     )  # fmt: skip
 
 
@@ -155,6 +157,8 @@ def attention_backward(
     asked = checks.check_wanted(wanted, sinks is not None, "attention_backward")
     options = BackwardOptions(layout, causal, window, softmax_scale, softcap, deterministic, asked)
     objects = (q, k, v, do, o, lse, dlse, None, None, mask, sinks, dq, dk, dv)
+    if compiling():
+        return _compiled("attention_backward", objects, options, score_mod, stream)
     return in_order(run(call_of("attention_backward", objects, options, score_mod, stream)), asked)
 
 
@@ -212,10 +216,27 @@ def attention_varlen_backward(
         layout, causal, window, softmax_scale, softcap, deterministic, asked, max_seqlen_q, max_seqlen_k
     )
     objects = (q, k, v, do, o, lse, dlse, cu_seqlens_q, cu_seqlens_k, mask, sinks, dq, dk, dv)
+    if compiling():
+        return _compiled("attention_varlen_backward", objects, options, score_mod, stream)
     return in_order(run(call_of("attention_varlen_backward", objects, options, score_mod, stream)), asked)
+
+
+def _compiled(function: str, objects: tuple[Any, ...], options: BackwardOptions, mod: Any, stream: Any) -> Any:
+    """A call that torch.compile reads: its operator."""
+    from ..frameworks.torch.operators import trace_backward
+
+    given = dict(zip(checks.ARRAYS, objects, strict=True))
+    if mod is None:
+        return in_order(trace_backward(function, given, options, stream=stream), options.wanted)
+    parts = (mod.key, mod.expression, mod.mask, mod.grad, tuple(mod.arrays))
+    results = trace_backward(function, given, options, parts, tuple(mod.arrays.values()), stream)
+    return in_order(results, options.wanted)
 
 
 def in_order(results: list[Any], wanted: tuple[str, ...]) -> tuple[Any, ...]:
     """Results of a call, which are in the order of `GRADIENTS`, in that of ``wanted``."""
     by_name = dict(zip((name for name in GRADIENTS if name in wanted), results, strict=True))
     return tuple(by_name[name] for name in wanted)
+
+
+FUNCTIONS.update(attention_backward=attention_backward, attention_varlen_backward=attention_varlen_backward)

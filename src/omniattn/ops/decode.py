@@ -7,6 +7,7 @@ from typing import Any
 from ..checks import decode as checks
 from ..checks.caches import check_cache
 from ..checks.decode import DecodeOptions
+from ..frameworks import run_traced
 from ..kv.cache import KVCache
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_decode
@@ -14,7 +15,7 @@ from . import on_cpu
 
 _DECODE = Operation(
     "decode", checks.ARRAYS, checks.check_decode, checks.check_decode_memory, plan_decode, on_cpu.decode,
-    ("q", "seq_lens"), checks.ALIGNED,
+    ("q", "seq_lens"), checks.ALIGNED, traced=run_traced,
 )  # fmt: skip
 
 

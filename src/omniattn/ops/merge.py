@@ -6,13 +6,14 @@ from typing import Any
 
 from ..checks import merge as checks
 from ..checks.merge import MergeOptions
+from ..frameworks import FUNCTIONS, compiling, run_traced
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_merge
 from . import on_cpu
 
 _MERGE = Operation(
     "merge_states", checks.ARRAYS, checks.check_merge, checks.check_merge_memory, plan_merge, on_cpu.merge,
-    ("o_a", "o_b", "lse_a", "lse_b"), checks.ALIGNED,
+    ("o_a", "o_b", "lse_a", "lse_b"), checks.ALIGNED, traced=run_traced,
 )  # fmt: skip
 _NO_OPTIONS = MergeOptions()
 
@@ -52,5 +53,11 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None,
     -----
     GPUs: compute capability 8.0 and newer. Sinks count as a key: let only one side have them.
     """
+    if compiling():
+        o, lse = run_traced(Call(_MERGE, (o_a, o_b, lse_a, lse_b, out), _NO_OPTIONS, stream))
+        return o, lse
     o, lse = run(Call(_MERGE, (o_a, o_b, lse_a, lse_b, out), _NO_OPTIONS, stream))
     return o, lse
+
+
+FUNCTIONS["merge_states"] = merge_states

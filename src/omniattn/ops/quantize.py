@@ -6,6 +6,7 @@ from typing import Any
 
 from ..checks import quantize as checks
 from ..checks.quantize import QuantizeQKOptions, QuantizeVOptions
+from ..frameworks import run_traced
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_quantize
 from ..problems import QuantizedQK, QuantizedV, QuantizeProblem
@@ -13,11 +14,11 @@ from . import on_cpu
 
 _QUANTIZE_QK = Operation(
     "quantize_qk", checks.ARRAYS_QK, checks.check_quantize_qk, checks.check_quantize_memory, plan_quantize,
-    on_cpu.quantize, ("q", "k"), checks.ALIGNED,
+    on_cpu.quantize, ("q", "k"), checks.ALIGNED, traced=run_traced,
 )  # fmt: skip
 _QUANTIZE_V = Operation(
     "quantize_v", checks.ARRAYS_V, checks.check_quantize_v, checks.check_quantize_memory, plan_quantize,
-    on_cpu.quantize, ("v",), checks.ALIGNED,
+    on_cpu.quantize, ("v",), checks.ALIGNED, traced=run_traced,
 )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from ..checks.score_mod import check_array_names, check_reference, check_text
 from ..errors import ArgumentError
+from ..frameworks import FUNCTIONS
+from ..frameworks.score_mods import key_of
 
 
 class ScoreMod:
@@ -62,7 +64,7 @@ class ScoreMod:
     It is evaluated for every pair of query and key of a tile, those that causal, a window or a mask hide included.
     """
 
-    __slots__ = ("_arrays", "_expression", "_grad", "_mask", "_reference", "_reference_grad")
+    __slots__ = ("__weakref__", "_arrays", "_expression", "_grad", "_key", "_mask", "_reference", "_reference_grad")
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class ScoreMod:
             if x is None:
                 raise ArgumentError(name, "an array", "None", function="ScoreMod")
         self._arrays = MappingProxyType(dict(arrays))
+        self._key = key_of(self)
 
     @property
     def expression(self) -> str:
@@ -114,7 +117,15 @@ class ScoreMod:
         """Arrays by name."""
         return self._arrays
 
+    @property
+    def key(self) -> int:
+        """The object's number in this process."""
+        return self._key
+
     def __repr__(self) -> str:
         texts = [f"{name}={text!r}" for name, text in (("mask", self.mask), ("grad", self.grad)) if text is not None]
         parts = [repr(self.expression), *texts, *self.arrays]
         return f"ScoreMod({', '.join(parts)})"
+
+
+FUNCTIONS["ScoreMod"] = ScoreMod

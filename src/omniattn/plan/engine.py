@@ -95,6 +95,8 @@ class Operation:
         Arrays of `arrays` that results are written to, where they are there: by the names of these results.
     gradients : callable, optional
         (call) -> results, where a tensor of the call needs a gradient.
+    traced : callable, optional
+        (call) -> results, where a trace, a transform or a dispatch mode has to see the call.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Operation:
     placed: tuple[int, int] | None = None
     given: dict[str, str] = field(default_factory=lambda: {"o": "out"})
     gradients: Callable[[Call], list[Any]] | None = None
+    traced: Callable[[Call], list[Any]] | None = None
 
 
 class Call:
@@ -232,6 +235,8 @@ def run(call: Call) -> list[Any]:
     raw = None if stream is None else arrays.resolve_stream(stream)
     seen = arrays.torch_facts(call.objects)
     if seen is None:
+        if call.operation.traced is not None and (arrays.needs_operator(call.objects) or _is_autocast(call)):
+            return call.operation.traced(call)
         if call.operation.gradients is not None and arrays.needs_gradient(call.objects):
             return call.operation.gradients(call)
         other = None if call.operation.otherwise is None else call.operation.otherwise(call)
@@ -271,6 +276,9 @@ def run(call: Call) -> list[Any]:
     if not tensors:
         tensors = describe(call, raw)
     if plan is None:
+        # float32, which autocast changes, has no plan on a GPU.
+        if seen is not None and _is_autocast(call):
+            return call.operation.traced(call)  # type: ignore[misc]
         plan = make_plan(call, tensors, load=True)
         if seen is not None and plan.program is not None and plan.launches is not None:
             size = plan.launches.workspace_bytes
@@ -281,6 +289,11 @@ def run(call: Call) -> list[Any]:
         if key is not None:
             PLANS.put(key, plan)
     return execute(plan, call, tensors)
+
+
+def _is_autocast(call: Call) -> bool:
+    """Whether torch's autocast is to change the dtype of q, k or v: in operations that have gradients."""
+    return call.operation.gradients is not None and arrays.is_autocast(call.objects[:3])
 
 
 def describe(call: Call, raw: int | None) -> dict[str, Tensor]:

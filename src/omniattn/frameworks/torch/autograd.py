@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ...checks import values
 from ...errors import ArgumentError, UnsupportedError
 from ...plan.engine import Call, run
 
@@ -41,7 +40,7 @@ def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
     Raises
     ------
     UnsupportedError
-        What has no gradient: a low precision, a block mask, arrays of a score modification; ``out`` and ``stream``;
+        What has no gradient: a block mask, arrays of a score modification; ``out`` and ``stream``;
         forward-mode derivatives.
     """
     _check(call)
@@ -124,8 +123,7 @@ def _with_options(call: Call, **changes: Any) -> Call:
 
 
 def _check(call: Call) -> None:
-    function, options = call.operation.name, call.options
-    precision = values.check_precision(options.precision, function)
+    function = call.operation.name
     needing = [
         name for name, x in zip(call.operation.arrays, call.objects, strict=True)
         if isinstance(x, torch.Tensor) and x.requires_grad
@@ -138,11 +136,6 @@ def _check(call: Call) -> None:
                 f"{function}(): argument {name!r} requires a gradient, which only q, k, v, sinks and mask can have",
                 instead=instead,
             )
-    if precision.quantized:
-        raise UnsupportedError(
-            f"{function}(): argument {first!r} requires a gradient; precision={options.precision!r} has none",
-            instead=f"precision='exact', or {instead}",
-        )
     given = dict(zip(call.operation.arrays, call.objects, strict=True))
     for name, there in (("out", given.get("out") is not None), ("stream", call.stream is not None)):
         if there:

@@ -1,0 +1,274 @@
+"""Gradients, vmap and autocast of the library's operators."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from . import operators
+from .operators import LIBRARY, operator
+
+#: What has a gradient, by the name of its gradient.
+_OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
+_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks")
+
+
+@functools.cache
+def _names(function: str) -> tuple[str, ...]:
+    return tuple(x.name for x in operator(function)._schema.arguments)
+
+
+# --- Gradients -------------------------------------------------------------------------------------------------------
+
+
+def _remember(function: str, ctx: Any, inputs: Sequence[Any], output: tuple[Any, Any]) -> None:
+    """Keep what the backward of an operator needs."""
+    given = dict(zip(_names(function), inputs, strict=True))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *(given.get(name) for name in _TENSORS), *given["arrays"])
+    ctx.options = operators.Score(*(given[name] for name in operators.Score._fields))
+    ctx.longest = tuple(given[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in given)
+
+
+def _gradients(function: str, ctx: Any, do: Any, dlse: Any, needed: dict[str, Any]) -> tuple[Any, ...]:
+    """Gradients of an operator's arguments, in their order."""
+    o, lse, *saved = ctx.saved_tensors
+    given, arrays = dict(zip(_TENSORS, saved, strict=False)), saved[len(_TENSORS) :]
+    wanted = [gradient for name, gradient in _OF.items() if needed[name] is True]
+    made: dict[str, Any] = {}
+    if wanted and not (do is None and dlse is None):
+        options = ctx.options
+        always = torch.are_deterministic_algorithms_enabled()
+        if always and not torch.is_deterministic_algorithms_warn_only_enabled():
+            options = options._replace(deterministic=True)
+        packed = (given["cu_seqlens_q"], given["cu_seqlens_k"], *ctx.longest) if ctx.longest else ()
+        results = call(
+            f"{function}_backward",
+            (
+                torch.zeros_like(o) if do is None else do, given["q"], given["k"], given["v"], o, lse, dlse, *packed,
+                given["mask"], given["sinks"], arrays, *options, wanted,
+            ),
+        )  # fmt: skip
+        for gradient, name in zip(wanted, (name for name in _OF if needed[name] is True), strict=True):
+            made[name] = results[wanted.index(gradient)].to(given[name].dtype)  # sums are float32, whatever these are
+    nothing = [None] * len(arrays)
+    return tuple(nothing if name == "arrays" else made.get(name) for name in _names(function))
+
+
+def _with_gradients(function: str) -> None:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        _remember(function, ctx, inputs, output)
+
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        return _gradients(function, ctx, do, dlse, dict(zip(_names(function), ctx.needs_input_grad, strict=True)))
+
+    torch.library.register_autograd(f"omniattn::{function}", backward, setup_context=setup, lib=LIBRARY)
+
+
+#: Operators whose results have no gradient: why not, and what to do.
+_NO_GRADIENT = {
+    "merge_states": ("no gradient", "o = o_a * exp(lse_a - lse) + o_b * exp(lse_b - lse), in torch"),
+    **dict.fromkeys(
+        ("attention_backward", "attention_varlen_backward"),
+        ("no second derivatives", "gradients without create_graph=True, or attention written out in torch"),
+    ),
+}
+
+
+def _refuse(function: str) -> Any:
+    what, instead = _NO_GRADIENT[function]
+    raise UnsupportedError(f"{function}(): {what}", instead=instead)
+
+
+def _without_gradients(function: str) -> None:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _refuse(function)
+
+    torch.library.register_autograd(f"omniattn::{function}", backward, setup_context=setup, lib=LIBRARY)
+
+
+for _function in ("attention", "attention_varlen"):
+    _with_gradients(_function)
+for _function in _NO_GRADIENT:
+    _without_gradients(_function)
+
+
+class _Transformed(torch.autograd.Function):
+    """An operator under `torch.func`'s transforms, which those of a library cannot be differentiated by.
+
+    Its inputs are the operator's name and arguments, with the arrays of a score modification behind them.
+    """
+
+    @staticmethod
+    def forward(function: str, count: int, *flat: Any) -> Any:
+        results = operator(function)(*_nested(function, count, flat))
+        return tuple(results) if isinstance(results, list) else results
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        function, count, *flat = inputs
+        ctx.function, ctx.count = function, count
+        if function not in _NO_GRADIENT:
+            _remember(function, ctx, _nested(function, count, flat), output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.function in _NO_GRADIENT:
+            _refuse(ctx.function)
+        needed = dict(zip(_names(ctx.function), ctx.needs_input_grad[2:], strict=False))
+        do, dlse = gradients
+        made = _gradients(ctx.function, ctx, do, dlse, needed)
+        return (None, None, *(None if isinstance(x, list) else x for x in made), *(None for _ in range(ctx.count)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], function: str, count: int, *flat: Any) -> Any:
+        results, dims = _map(function)(info, _nested(function, count, in_dims[2:]), *_nested(function, count, flat))
+        return (tuple(results), tuple(dims)) if isinstance(results, list) else (results, dims)
+
+
+def _nested(function: str, count: int, flat: Sequence[Any]) -> tuple[Any, ...]:
+    """The operator's arguments, from those of `_Transformed`."""
+    index = _names(function).index("arrays") if count else None
+    arguments = list(flat[: len(flat) - count])
+    if index is not None:
+        arguments[index] = list(flat[len(flat) - count :])
+    elif "arrays" in _names(function):
+        arguments[_names(function).index("arrays")] = []
+    return tuple(arguments)
+
+
+def call(function: str, arguments: Sequence[Any]) -> Any:
+    """An operator's results, whatever transforms its tensors are wrapped by."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return operator(function)(*arguments)
+    names = _names(function)
+    arrays = arguments[names.index("arrays")] if "arrays" in names else ()
+    flat = [None if name == "arrays" else x for name, x in zip(names, arguments, strict=True)]
+    return _Transformed.apply(function, len(arrays), *flat, *arrays)
+
+
+# --- vmap ------------------------------------------------------------------------------------------------------------
+
+#: Dense operators: arguments whose first dimension is the batch, which a mapped dimension is made part of.
+_BATCHED = {
+    "attention": ("q", "k", "v", "mask", "block_mask"),
+    "attention_backward": ("do", "q", "k", "v", "o", "lse", "dlse", "mask"),
+    "merge_states": ("o_a", "lse_a", "o_b", "lse_b"),
+}  # fmt: skip
+
+
+def _map(function: str) -> Callable[..., Any]:
+    names = _names(function)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        size, given = info.batch_size, dict(zip(names, args, strict=True))
+        dims = dict(zip(names, in_dims, strict=True))
+        if _is_reshape(function, given, dims):
+            return _as_batch(function, names, given, dims, size)
+        made = [call(function, _item(args, in_dims, i)) for i in range(size)]
+        stacked = tuple(torch.stack(parts) for parts in zip(*made, strict=True))
+        return (list(stacked), [0] * len(stacked)) if "_backward" in function else (stacked, (0,) * len(stacked))
+
+    return rule
+
+
+def _is_mapped(dim: Any) -> bool:
+    return any(d is not None for d in dim) if isinstance(dim, (list, tuple)) else dim is not None
+
+
+def _is_reshape(function: str, given: dict[str, Any], dims: dict[str, Any]) -> bool:
+    """Whether a mapped dimension can be made part of the batch."""
+    batched = _BATCHED.get(function)
+    if batched is None or any(_is_mapped(dim) and name not in batched for name, dim in dims.items()):
+        return False
+    # A score modification sees the number of the sequence; gradients that are sums over the batch would mix.
+    if given.get("score_mod") is not None:
+        return False
+    if function == "merge_states":
+        return given["o_a"].ndim - (dims["o_a"] is not None) == 4
+    if function == "attention_backward":
+        return not {"dsinks", "dmask"} & set(given["wanted"])
+    return True
+
+
+def _as_batch(
+    function: str, names: Sequence[str], given: dict[str, Any], dims: dict[str, Any], size: int
+) -> tuple[Any, Any]:
+    first = next(name for name in _BATCHED[function] if _is_mapped(dims[name]))
+    x = given[first].movedim(dims[first], 0)
+    batch = max(
+        (y.movedim(dims[name], 0).shape[1] if dims[name] is not None else y.shape[0])
+        for name in _BATCHED[function]
+        if (y := given[name]) is not None and y.ndim - (dims[name] is not None) == x.ndim - 1
+    )
+    merged = dict(given)
+    for name in _BATCHED[function]:
+        y = given[name]
+        if y is None:
+            continue
+        mask = name in ("mask", "block_mask")
+        y = y.unsqueeze(0) if dims[name] is None else y.movedim(dims[name], 0)
+        if mask:
+            if dims[name] is None and y.ndim < 5:
+                merged[name] = given[name]  # the same for all
+                continue
+            while y.ndim < 5:
+                y = y.unsqueeze(1)
+        y = y.expand(size, batch if mask else y.shape[1], *y.shape[2:])
+        merged[name] = y.reshape(-1, *y.shape[2:])
+    results = call(function, [merged[name] for name in names])
+    parts = [_split(r, size) for r in results]
+    return (parts, [0] * len(parts)) if "_backward" in function else (tuple(parts), (0,) * len(parts))
+
+
+def _split(x: torch.Tensor, size: int) -> torch.Tensor:
+    """The mapped dimension apart again; an LSE that was not asked for has nothing to be split."""
+    return x.new_empty((size, 0)) if x.ndim == 1 else x.unflatten(0, (size, -1))
+
+
+def _item(args: Sequence[Any], dims: Sequence[Any], i: int) -> list[Any]:
+    made: list[Any] = []
+    for x, dim in zip(args, dims, strict=True):
+        if isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple)):
+            made.append(_item(x, dim, i))
+        else:
+            made.append(x if dim is None else x.select(dim, i))
+    return made
+
+
+for _function in ("attention", "attention_varlen", "attention_backward", "attention_varlen_backward", "merge_states"):
+    torch.library.register_vmap(f"omniattn::{_function}", _map(_function), lib=LIBRARY)
+
+
+# --- Autocast --------------------------------------------------------------------------------------------------------
+
+
+def autocast(device: str, tensors: Sequence[Any]) -> list[Any]:
+    """q, k and v as torch's own attention gets them under autocast: float32 in the type of autocast."""
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors]
+
+
+def _autocast_rule(function: str, device: str) -> Callable[..., Any]:
+    op = operator(function)
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA) | torch._C.DispatchKeySet(
+        torch._C.DispatchKey.AutocastCPU
+    )
+
+    def rule(q: Any, k: Any, v: Any, *others: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return op(*autocast(device, (q, k, v)), *others)
+
+    return rule
+
+
+for _function in ("attention", "attention_varlen"):
+    for _key, _device in (("AutocastCUDA", "cuda"), ("AutocastCPU", "cpu")):
+        LIBRARY.impl(_function, _autocast_rule(_function, _device), _key)
