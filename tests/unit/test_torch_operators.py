@@ -158,6 +158,45 @@ def test_merge_states_compiles() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("k_dtype", ["bf16", "int4"])
+def test_generation_compiles(paged: bool, k_dtype: str) -> None:
+    """Appending and decoding in one graph: the cache's own memory is written."""
+    like = torch.empty(0, dtype=torch.bfloat16)
+
+    def cache() -> Any:
+        return (
+            oa.PagedKVCache(6, 4, 2, 16, like=like, k_dtype=k_dtype) if paged
+            else oa.KVCache(2, 12, 2, 16, like=like, k_dtype=k_dtype)
+        )  # fmt: skip
+
+    table = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32) if paged else None
+    tokens = [torch.randn(2, 5, heads, 16).bfloat16() for heads in (4, 2, 2)]
+    first, second = cache(), cache()
+
+    def step(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        oa.append(first, k, v, seq_lens=lengths, block_table=table)
+        return oa.decode(q, first, seq_lens=lengths, block_table=table, return_lse=True)
+
+    compiled = _compiled(step)
+    for i in range(4):
+        q, k, v = (x[:, i : i + 2].contiguous() for x in tokens)
+        lengths = torch.tensor([2 * i + 2, 2 * i + 2], dtype=torch.int32)
+        o, lse = compiled(q, k, v, lengths)
+        oa.append(second, k, v, seq_lens=lengths, block_table=table)
+        expected = oa.decode(q, second, seq_lens=lengths, block_table=table, return_lse=True)
+        assert torch.equal(o, expected[0])
+        assert torch.equal(lse, expected[1])
+
+
+def test_a_cache_that_is_gone_raises() -> None:
+    import omniattn.frameworks.torch.operators  # noqa: F401
+
+    x, lengths = torch.randn(1, 1, 2, 8), torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="compiled or exported with is gone"):
+        torch.ops.omniattn.append([x], [], 2**40, x, x, lengths, None, None, None, None, None, "half")
+
+
 def test_what_an_operator_cannot_have_raises_in_a_compiled_call() -> None:
     q, k, v = _tensors()
     out = torch.empty_like(q)

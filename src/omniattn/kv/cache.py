@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .. import arguments, arrays
 from ..arrays import Tensor
-from ..arrays.identity import Same
+from ..arrays.identity import Same, key_of
 from ..arrays.order import LaunchOrder
 from ..errors import ArgumentError, DtypeError, ShapeError
 from .formats import KV_ARRAY_DTYPES, KVFormat, check_format
@@ -254,7 +255,8 @@ class KVCache:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
         state = self.__dict__.copy()
-        del state["_order"], state["_plain_torch"], state["_identity"]
+        for name in ("_order", "_plain_torch", "_identity", "_key", "_operands"):
+            del state[name]
         state["_planes"] = {name: (t.argument, self._array(name), t.readonly) for name, t in self._planes.items()}
         state["_key_arrays"] = {name: (t.argument, t.obj, t.readonly) for name, t in self._key_arrays.items()}
         return state
@@ -371,6 +373,33 @@ class KVCache:
             )
         )  # fmt: skip
         self._identity = Same(self._facts)
+        self._key = key_of(self)
+        self._operands = (
+            tuple(t.obj for t in self._planes.values()), tuple(t.obj for t in self._key_arrays.values())
+        )  # fmt: skip
+
+    @property
+    def key(self) -> int:
+        """The cache's number in this process."""
+        return self._key
+
+    @property
+    def operands(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Planes, and the caller's arrays, as operators of a framework take them: for caches that are plain torch."""
+        return self._operands
+
+    def on(self, planes: Sequence[Any], key_arrays: Sequence[Any]) -> KVCache:
+        """A cache like this one on other memory: arrays as `operands` has them."""
+        other = self.__class__.__new__(self.__class__)
+        state = self.__getstate__()
+        for group, given in (("_planes", planes), ("_key_arrays", key_arrays)):
+            old = state[group]
+            state[group] = {
+                name: (argument, x, readonly)
+                for (name, (argument, _, readonly)), x in zip(old.items(), given, strict=True)
+            }
+        other.__setstate__(state)
+        return other
 
     @property
     def order(self) -> LaunchOrder:

@@ -10,7 +10,7 @@ from ..checks import append as checks
 from ..checks.append import AppendOptions, check_pairs
 from ..checks.caches import check_cache
 from ..errors import ArgumentError
-from ..frameworks import run_traced
+from ..frameworks import FUNCTIONS, compiling, run_traced
 from ..kv.cache import KVCache, PagedKVCache
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_append, plan_copy
@@ -92,7 +92,11 @@ def append(
     """
     check_cache(cache, "append")
     objects = (k, v, seq_lens, cu_seqlens, block_table, cos, sin, recent_slots)
-    run(Call(_APPEND, objects, AppendOptions(rope), stream, cache))
+    call = Call(_APPEND, objects, AppendOptions(rope), stream, cache)
+    if compiling():
+        run_traced(call)
+    else:
+        run(call)
 
 
 def copy_blocks(cache: PagedKVCache, copies: Any, *, stream: Any = None) -> None:
@@ -148,3 +152,6 @@ def _copy(function: str, cache: KVCache, recent: bool, pairs: list[tuple[int, in
         arrays.prepare(cache.tensors, stream)  # refuses a stream that is none
         return
     run(Call(_COPIES[function], (), (recent, tuple(pairs)), stream, cache))
+
+
+FUNCTIONS["append"] = append

@@ -7,7 +7,7 @@ from typing import Any
 from ..checks import decode as checks
 from ..checks.caches import check_cache
 from ..checks.decode import DecodeOptions
-from ..frameworks import run_traced
+from ..frameworks import FUNCTIONS, compiling, run_traced
 from ..kv.cache import KVCache
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_decode
@@ -108,5 +108,9 @@ def decode(
     """
     check_cache(cache, "decode")
     options = DecodeOptions(window, softmax_scale, softcap, return_lse, deterministic, shared_prefix)
-    results = run(Call(_DECODE, (q, seq_lens, block_table, sinks, recent_slots, out), options, stream, cache))
+    call = Call(_DECODE, (q, seq_lens, block_table, sinks, recent_slots, out), options, stream, cache)
+    results = run_traced(call) if compiling() else run(call)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+FUNCTIONS["decode"] = decode

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..arrays.identity import key_of
 from ..checks.score_mod import check_array_names, check_reference, check_text
 from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS
-from ..frameworks.score_mods import key_of
 
 
 class ScoreMod:

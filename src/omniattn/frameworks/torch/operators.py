@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...arrays.identity import of_key
 from ...errors import ArgumentError, UnsupportedError
 from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
 from ...problems import GRADIENTS, OPERANDS, Int4, Int8
 from .. import FUNCTIONS
-from ..score_mods import of_key
 
 LIBRARY = torch.library.Library("omniattn", "DEF")
 
@@ -43,11 +43,11 @@ _SCHEMAS = {
 }  # fmt: skip
 
 #: Inductor must not choose other strides than the caller's: kernels take what has contiguous channels.
-_TAGS = tuple(
+TAGS = tuple(
     tag for tag in (getattr(torch.Tag, "needs_exact_strides", None), torch.Tag.pt2_compliant_tag) if tag is not None
 )
 for _name, _schema in _SCHEMAS.items():
-    LIBRARY.define(_name + _schema, tags=_TAGS)
+    LIBRARY.define(_name + _schema, tags=TAGS)
 
 
 _OVERLOADS = {name: getattr(torch.ops.omniattn, name).default for name in _SCHEMAS}
@@ -363,7 +363,9 @@ def check_differentiable(function: str, score_mod: Any, arrays: Sequence[Any], b
 def run_call(call: Call) -> list[Any]:
     """A call of any operation whose tensors are wrapped, watched or without memory; results as `plan.engine.run`."""
     function = call.operation.name
-    if call.cache is not None or function not in _SCHEMAS:
+    if function in ("decode", "append"):
+        return caches.run(call)
+    if function not in _SCHEMAS:
         raise UnsupportedError(
             f"{function}() of tensors that are traced, wrapped by a transform or watched by a dispatch mode",
             instead="calling it on plain tensors",
@@ -439,4 +441,5 @@ def _score(options: Any, score_mod: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-from . import transforms  # noqa: E402  gradients, vmap and autocast of what is defined above
+# What is built on the definitions above: operators of caches; gradients, vmap and autocast.
+from . import caches, transforms  # noqa: E402

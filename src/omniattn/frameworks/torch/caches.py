@@ -1,0 +1,114 @@
+"""`decode` and `append` as operators: a cache is its planes, which `append` changes, and its number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...arrays.identity import of_key
+from ...errors import UnsupportedError
+from ...plan.engine import Call
+from .. import FUNCTIONS
+from .operators import LIBRARY, TAGS, fail
+
+_TABLES = "Tensor seq_lens, Tensor? block_table, Tensor? recent_slots"
+LIBRARY.define(
+    f"decode(Tensor[] planes, Tensor[] key_arrays, int cache, Tensor q, {_TABLES}, Tensor? sinks, SymInt[]? window, "
+    "float? softmax_scale, float softcap, bool return_lse, bool deterministic, SymInt shared_prefix) "
+    "-> (Tensor, Tensor)",
+    tags=TAGS,
+)
+LIBRARY.define(
+    f"append(Tensor(a!)[] planes, Tensor[] key_arrays, int cache, Tensor k, Tensor v, {_TABLES}, Tensor? cu_seqlens, "
+    "Tensor? cos, Tensor? sin, str rope) -> ()",
+    tags=TAGS,
+)
+
+
+def _cache(number: int, planes: Sequence[torch.Tensor], key_arrays: Sequence[torch.Tensor], function: str) -> Any:
+    """The cache of a number, or one like it where the planes are copies, as functionalization makes them."""
+    cache = of_key(number)
+    if cache is None:
+        raise UnsupportedError(
+            f"{function}(): the cache that this was compiled or exported with is gone",
+            instead="compiling it again with the cache that it shall use, which has to live as long",
+        )
+    own = [t.ptr for t in cache.tensors]
+    return cache if [x.data_ptr() for x in (*planes, *key_arrays)] == own else cache.on(planes, key_arrays)
+
+
+def _decode(
+    planes: Any, key_arrays: Any, number: int, q: Any, seq_lens: Any, block_table: Any, recent_slots: Any, sinks: Any,
+    window: Any, softmax_scale: Any, softcap: float, return_lse: bool, deterministic: bool, shared_prefix: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    results = FUNCTIONS["decode"](
+        q, _cache(number, planes, key_arrays, "decode"), seq_lens=seq_lens, block_table=block_table,
+        recent_slots=recent_slots, sinks=sinks, window=None if window is None else tuple(window),
+        softmax_scale=softmax_scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic,
+        shared_prefix=shared_prefix,
+    )  # fmt: skip
+    return results if return_lse else (results, q.new_empty((0,), dtype=torch.float32))
+
+
+def _decode_shapes(
+    planes: Any, key_arrays: Any, number: int, q: Any, seq_lens: Any, block_table: Any, recent_slots: Any, sinks: Any,
+    window: Any, softmax_scale: Any, softcap: float, return_lse: bool, deterministic: bool, shared_prefix: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    batch, q_len, heads, _ = q.shape
+    shape = (batch, heads, q_len) if return_lse else (0,)
+    return q.new_empty(tuple(q.shape)), q.new_empty(shape, dtype=torch.float32)
+
+
+def _append(
+    planes: Any, key_arrays: Any, number: int, k: Any, v: Any, seq_lens: Any, block_table: Any, recent_slots: Any,
+    cu_seqlens: Any, cos: Any, sin: Any, rope: str,
+) -> None:  # fmt: skip
+    FUNCTIONS["append"](
+        _cache(number, planes, key_arrays, "append"), k, v, seq_lens=seq_lens, cu_seqlens=cu_seqlens,
+        block_table=block_table, cos=cos, sin=sin, rope=rope, recent_slots=recent_slots,
+    )  # fmt: skip
+
+
+def _append_shapes(*arguments: Any) -> None:
+    return None
+
+
+for _name, _kernel, _shapes in (("decode", _decode, _decode_shapes), ("append", _append, _append_shapes)):
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"omniattn::{_name}", _shapes, lib=LIBRARY)
+
+
+def run(call: Call) -> list[Any]:
+    """A call of `decode` or `append` by its operator; results as `plan.engine.run`."""
+    function, cache = call.operation.name, call.cache
+    assert cache is not None
+    if not cache.plain_torch:
+        fail("unsupported", f"{function}(): a traced or compiled call with a cache of another library's arrays",
+             instead="a cache made with like= a torch tensor")  # fmt: skip
+    given = dict(zip(call.operation.arrays, call.objects, strict=True))
+    for name, x in (("out", given.get("out")), ("stream", call.stream)):
+        if x is not None:
+            fail("argument", name, "None in a traced or compiled call", "one", function=function)
+    for name, x in given.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            fail("unsupported", f"argument {name!r} requires a gradient, which this call does not compute",
+                 instead="calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()"
+                 )  # fmt: skip
+    planes, key_arrays = cache.operands
+    tables = (given["seq_lens"], given["block_table"], given["recent_slots"])
+    x = call.options
+    if function == "append":
+        torch.ops.omniattn.append.default(
+            list(planes), list(key_arrays), cache.key, given["k"], given["v"], *tables, given["cu_seqlens"],
+            given["cos"], given["sin"], x.rope,
+        )  # fmt: skip
+        return []
+    o, lse = torch.ops.omniattn.decode.default(
+        list(planes), list(key_arrays), cache.key, given["q"], *tables, given["sinks"],
+        None if x.window is None else list(x.window), x.softmax_scale, float(x.softcap), x.return_lse, x.deterministic,
+        x.shared_prefix,
+    )  # fmt: skip
+    return [o, lse] if x.return_lse else [o]
