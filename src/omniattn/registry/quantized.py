@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .spec import IO_TYPES, PREBUILT_ARCHS, KernelSpec
+from .spec import IO_TYPES, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,8 @@ class _Quantizer:
 
 
 _QUANTIZERS: tuple[_Quantizer, ...] = (
-    _Quantizer("", None, (8, 0), PREBUILT_ARCHS, 1100),
+    # sm_89 has its defaults below; for the rest its GPUs take the cubins of sm_80, which convert to e4m3 in software.
+    _Quantizer("", None, (8, 0), ("80", "90a"), 1100),
     _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
     _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
     _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
