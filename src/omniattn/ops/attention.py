@@ -199,7 +199,7 @@ def attention(
         expected and what came. Nothing has been launched or written then.
     UnsupportedError
         A precision or GPU that this version lacks, a traced JAX array; with a tensor that requires a gradient, what has
-        none: low precisions, block masks, score modifications without ``grad``.
+        none: block masks, score modifications without ``grad``.
     KernelNotFoundError, CompileError, DriverError
         The kernel could not be had or launched: says what was tried and what to do.
 
@@ -207,7 +207,10 @@ def attention(
     -----
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
     algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2. Torch tensors that require a gradient go through autograd:
-    o and lse can be differentiated by q, k, v, sinks and an additive mask (`attention_backward`).
+    o and lse can be differentiated by q, k, v, sinks and an additive mask (`attention_backward`). With a low precision
+    the gradients are those of exact attention on the unquantized inputs, with the o and lse of the low precision
+    (straight-through). Under torch.compile, torch.export, `torch.func` and dispatch modes the call is an operator of
+    the library "omniattn" (docs/torch.md).
     """
     options = _new(
         AttentionOptions,
