@@ -205,6 +205,10 @@ def test_what_an_operator_cannot_have_raises_in_a_compiled_call() -> None:
     # torch.compile puts its own class of errors around one that it lets through.
     with pytest.raises(Exception, match="argument 'out': expected None in a traced or compiled call"):
         _compiled(lambda q: oa.attention(q, k, v, out=out))(q)
+    with pytest.raises(Exception, match="argument 'layout': expected 'NHD' or 'HND'"):
+        _compiled(lambda q: oa.attention(q, k, v, layout="BSHD"))(q)
+    with pytest.raises(Exception, match="argument 'cu_seqlens_q': expected an int32 tensor"):
+        _compiled(lambda q: oa.attention_varlen(q, q, q, max_seqlen_q=1, max_seqlen_k=1))(q[0])
     pair, values = oa.quantize_qk(q, k), oa.quantize_v(v)
     with pytest.raises(Exception, match="is a QuantizedQ in a traced or compiled call"):
         _compiled(lambda: oa.attention(pair.q, pair.k, values))()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...arrays.identity import of_key
+from ...checks.values import check_layout
 from ...errors import ArgumentError, UnsupportedError
 from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
@@ -208,14 +209,15 @@ def _lse_of(q: torch.Tensor, layout: str, packed: bool, return_lse: bool) -> tor
     return _empty(q, shape, torch.float32)
 
 
-def _check_ranks(function: str, rank: int, **tensors: torch.Tensor) -> None:
+def _check_ranks(function: str, layout: str, rank: int, **tensors: torch.Tensor) -> None:
+    check_layout(layout, function)
     for name, x in tensors.items():
         if x.ndim != rank:
             raise ArgumentError(name, f"{rank} dimensions", f"shape {tuple(x.shape)}", function=function)
 
 
 def _attention_shapes(q: Any, k: Any, v: Any, block_mask: Any, mask: Any, sinks: Any, arrays: Any, *more: Any) -> Any:
-    _check_ranks("attention", 4, q=q, k=k, v=v)
+    _check_ranks("attention", more[0], 4, q=q, k=k, v=v)
     layout, return_lse = more[0], more[-2]
     return _empty(q), _lse_of(q, layout, False, return_lse)
 
@@ -224,7 +226,7 @@ def _varlen_shapes(
     q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, max_q: Any, max_k: Any, mask: Any, sinks: Any, arrays: Any,
     *more: Any,
 ) -> Any:  # fmt: skip
-    _check_ranks("attention_varlen", 3, q=q, k=k, v=v)
+    _check_ranks("attention_varlen", more[0], 3, q=q, k=k, v=v)
     layout, return_lse = more[0], more[-1]
     return _empty(q), _lse_of(q, layout, True, return_lse)
 
@@ -323,6 +325,13 @@ def trace(
                 "unsupported", f"{function}(): argument {name!r} is a {type(x).__name__} in a traced or compiled call",
                 instead=instead,
             )  # fmt: skip
+    if function == "attention_varlen":
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if not isinstance(x, torch.Tensor):
+                fail("argument", name, "an int32 tensor of shape (batch + 1,)", type(x).__name__, function=function)
+        for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if x is None:
+                fail("argument", name, "an integer", "None", function=function)
     with_lse = options.return_lse
     if _needs_gradient(q, k, v, mask, sinks):
         with_lse = True
