@@ -19,7 +19,7 @@ from ...checks.values import check_layout
 from ...errors import ArgumentError, UnsupportedError
 from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
-from ...problems import GRADIENTS, OPERANDS, Int4, Int8
+from ...problems import GRADIENTS, Int4, Int8
 from .. import FUNCTIONS
 
 LIBRARY = torch.library.Library("omniattn", "DEF")
@@ -313,17 +313,23 @@ def trace(
     Raises
     ------
     ArgumentError, UnsupportedError
-        What an operator cannot have: ``out``, ``stream``, quantized operands.
+        What an operator cannot have: ``out``, ``stream``, arrays of other libraries.
     """
     for name, x in (("out", out), ("stream", stream)):
         if x is not None:
             fail("argument", name, "None in a traced or compiled call", "one", function=function)
+    if quantizers.is_quantized(q, k, v):
+        if block_mask is not None or score_mod is not None:
+            fail("argument", "q", "an array that is not quantized, with score_mod or block_mask", type(q).__name__,
+                 function=function)  # fmt: skip
+        return quantizers.trace_attention(
+            function, q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), mask, sinks, options
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
-            instead = "precision='int8' or 'int4' on the arrays" if x.__class__ in OPERANDS else "torch tensors"
             fail(
                 "unsupported", f"{function}(): argument {name!r} is a {type(x).__name__} in a traced or compiled call",
-                instead=instead,
+                instead="torch tensors",
             )  # fmt: skip
     if function == "attention_varlen":
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -374,6 +380,8 @@ def run_call(call: Call) -> list[Any]:
     function = call.operation.name
     if function in ("decode", "append"):
         return caches.run(call)
+    if function in ("quantize_qk", "quantize_v") or "q_int" in call.operation.arrays:
+        return quantizers.run(call)
     if function not in _SCHEMAS:
         raise UnsupportedError(
             f"{function}() of tensors that are traced, wrapped by a transform or watched by a dispatch mode",
@@ -451,4 +459,4 @@ def _score(options: Any, score_mod: Any) -> tuple[Any, ...]:
 
 
 # What is built on the definitions above: operators of caches; gradients, vmap and autocast.
-from . import caches, transforms  # noqa: E402
+from . import caches, quantizers, transforms  # noqa: E402
