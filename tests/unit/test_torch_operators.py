@@ -190,7 +190,7 @@ def test_generation_compiles(paged: bool, k_dtype: str) -> None:
 
 
 def test_a_cache_that_is_gone_raises() -> None:
-    import omniattn.frameworks.torch.operators  # noqa: F401
+    import omniattn.frameworks.torch.tracing  # noqa: F401
 
     x, lengths = torch.randn(1, 1, 2, 8), torch.tensor([1], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="compiled or exported with is gone"):
@@ -477,6 +477,6 @@ def _operators() -> dict[str, tuple[Any, ...]]:
     "name", ["attention", "attention_varlen", "attention_backward", "attention_varlen_backward", "merge_states"]
 )
 def test_opcheck(name: str) -> None:
-    import omniattn.frameworks.torch.operators
+    import omniattn.frameworks.torch.tracing  # noqa: F401
 
-    torch.library.opcheck(omniattn.frameworks.torch.operators.operator(name), _operators()[name])
+    torch.library.opcheck(getattr(torch.ops.omniattn, name).default, _operators()[name])

@@ -6,11 +6,12 @@ from typing import Any
 
 from ..checks import quantize as checks
 from ..checks.quantize import QuantizeQKOptions, QuantizeVOptions
-from ..frameworks import FUNCTIONS, compiling, run_traced
+from ..frameworks import FUNCTIONS, compiling
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_quantize
 from ..problems import QuantizedQK, QuantizedV, QuantizeProblem
 from . import on_cpu
+from .traced import run_traced
 
 _QUANTIZE_QK = Operation(
     "quantize_qk", checks.ARRAYS_QK, checks.check_quantize_qk, checks.check_quantize_memory, plan_quantize,

@@ -20,7 +20,7 @@ from ...checks.operands import arrays_of, check_kinds
 from ...plan.engine import Call
 from ...problems import OPERANDS, QuantizeCall, QuantizedQK, QuantizedV, QuantizeProblem
 from .. import FUNCTIONS
-from .operators import LIBRARY, TAGS, fail, precision_of, precision_text
+from .library import LIBRARY, TAGS, fail, precision_of, precision_text
 
 LIBRARY.define(
     "quantize_qk(Tensor q, Tensor k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str layout, str dtype, "
