@@ -57,36 +57,26 @@ class StructuredMask(torch.Tensor):
         mask.shift, mask.left, mask.right = shift, left, right
         return mask
 
-    @property
-    def padding(self) -> torch.Tensor | None:
-        """(batch, kv_len), bool, False where a key is padding; None if nothing is."""
-        return self.rows if self.rows.dim() == 2 else None
-
-    def parts_hold(self) -> bool:
-        """Whether the parts say what the mask is: it has not been used as a tensor."""
-        return self.full is None
-
     def materialize(self) -> torch.Tensor:
         """The full mask."""
         if self.full is None:
             batch, _, q_len, kv_len = self.shape
             visible = band(q_len, kv_len, self.shift, self.left, self.right, self.rows.device)
             of_batch = visible.expand(batch, 1, q_len, kv_len)
-            padding = self.padding
-            self.full = of_batch.clone() if padding is None else of_batch & padding[:, None, None, :]
+            self.full = of_batch & self.rows[:, None, None, :] if self.rows.dim() == 2 else of_batch.clone()
         return self.full
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # as the base class declares it
         return (
             f"StructuredMask(shape={tuple(self.shape)}, shift={self.shift}, left={self.left}, right={self.right}, "
-            f"padding={self.padding is not None}, device={self.device})"
+            f"padding={self.rows.dim() == 2}, device={self.device})"
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the full mask; copies of parts that still hold stay parts."""
         kwargs = kwargs or {}
-        if func in _COPIES and isinstance(args[0], StructuredMask) and args[0].parts_hold():
+        if func in _COPIES and isinstance(args[0], StructuredMask) and args[0].full is None:
             mask = args[0]
             if kwargs.get("dtype") in (None, torch.bool):
                 # memory_format is of the full shape, and the parts have no memory of it.

@@ -320,9 +320,9 @@ def _attend(
         if given.shape[2] != q_len or given.shape[3] != kv_len:
             expected = f"a mask of {q_len} queries and {kv_len} keys"
             raise ShapeError("attention_mask", expected, tuple(given.shape), function=_FUNCTION)
-        if given.parts_hold():
+        if given.full is None:
             left, right = given.left, given.right
-            mask = None if given.padding is None else given.padding[:, None, None, :]
+            mask = given.rows[:, None, None, :] if given.rows.dim() == 2 else None
             if right == 0:
                 kv_len = given.shift + q_len
         else:
@@ -358,11 +358,10 @@ def _attend(
 
 def _with_bias(bias: Any, mask: torch.Tensor | None) -> torch.Tensor:
     """A mask to add: the bias, and -inf where a key is hidden."""
-    if mask is None:
-        return bias
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, float("-inf"))
-    return bias + mask
+    if mask is not None:
+        bias = torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
+    # Models look biases up by (query, key) and then put heads first. The faster kernels want keys next to each other.
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
 def _attend_packed(
