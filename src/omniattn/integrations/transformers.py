@@ -136,73 +136,77 @@ def attention_mask(
     StructuredMask
         A window, padding below a causal mask, or queries behind a cache, as its parts.
     tensor, bool, broadcastable to (batch, 1, q_length, kv_length)
-        Everything else, and everything while a graph is traced or captured, when padding cannot be looked at.
+        Everything else; what would have parts, while a graph is traced or captured, too.
     """
     options = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
-        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask,
-        "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip,
-        "allow_is_bidirectional_skip": allow_is_bidirectional_skip, "device": device, "config": config, **kwargs,
+        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask, "device": device,
+        **kwargs,
     }  # fmt: skip
-    window = _window(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config)
-    if window is None or (attention_mask is not None and attention_mask.dim() != 2):
-        return masking_utils.sdpa_mask(**options)
-    left, right = window
-    if import_utils.is_tracing(attention_mask) or import_utils.is_tracing(torch.empty(0, device=device)):
-        if attention_mask is None and left < 0 and kv_length == q_length and type(q_offset) is int:
-            return None
-        return masking_utils.sdpa_mask(**options)
+    causal, bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
     if isinstance(q_offset, torch.Tensor):
-        if q_length == 1:
+        if q_length == 1 or import_utils.is_tracing(q_offset):
             # A step of a static cache, which is not to wait for the GPU.
-            return masking_utils.sdpa_mask(**options)
-        q_offset = int(q_offset)
-    return _from_parts(options, q_offset - kv_offset, left, right)
+            return _full(options)
+        options["q_offset"] = int(q_offset)
+    window = _window(options, local_size, causal, bidirectional, config)
+    if window is None or (attention_mask is not None and attention_mask.dim() != 2):
+        return _full(options)
+    # Where padding may not be looked at, which would be a graph break or a synchronization, neither may its class be.
+    tracing = import_utils.is_tracing(torch.empty(0, device=device) if attention_mask is None else attention_mask)
+    return _from_parts(options, *window, look=not tracing)
+
+
+def _full(options: dict[str, Any]) -> torch.Tensor:
+    return masking_utils.sdpa_mask(**options, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
 
 
 def _window(
-    mask_function: Callable[..., Any], local_size: int | None, causal: bool, bidirectional: bool, config: Any
+    options: dict[str, Any], local_size: int | None, causal: bool, bidirectional: bool, config: Any
 ) -> tuple[int, int] | None:
     """(left, right) of a mask that is a window of positions; None if it is not, or cannot be told to be."""
     if local_size is None:
-        if causal and mask_function is masking_utils.causal_mask_function:
+        if causal and options["mask_function"] is masking_utils.causal_mask_function:
             return -1, 0
-        if bidirectional and mask_function is masking_utils.bidirectional_mask_function:
+        if bidirectional and options["mask_function"] is masking_utils.bidirectional_mask_function:
             return -1, -1
         return None
-    # Chunks come with a local_size too.
-    if getattr(config, "sliding_window", None) != local_size or getattr(config, "attention_chunk_size", None):
+    # Windows and chunks come with a local_size, and the function does not say which it is.
+    chunk = getattr(config, "attention_chunk_size", None)
+    if causal and chunk == local_size:
+        return (-1, 0) if options["q_offset"] + options["q_length"] <= chunk else None
+    if chunk is not None or getattr(config, "sliding_window", None) != local_size:
         return None
     if causal:
         return local_size - 1, 0
     return (local_size, local_size) if bidirectional else None
 
 
-def _from_parts(options: dict[str, Any], shift: int, left: int, right: int) -> torch.Tensor | None:
-    """`attention_mask` where the mask is a window, and padding may be looked at."""
+def _from_parts(options: dict[str, Any], left: int, right: int, *, look: bool) -> torch.Tensor | None:
+    """`attention_mask` where the mask is a window. look: padding may be looked at."""
     batch, q_len, kv_len = options["batch_size"], options["q_length"], options["kv_length"]
+    shift = options["q_offset"] - options["kv_offset"]
     # With a causal mask nobody sees the keys behind the last query.
     seen = shift + q_len if right == 0 else kv_len
     if not 0 < seen <= kv_len or (right != 0 and shift != kv_len - q_len):
-        return masking_utils.sdpa_mask(**options)
+        return _full(options)
     padding = masking_utils.prepare_padding_mask(options["attention_mask"], kv_len, options["kv_offset"])
     if padding is not None:
         padding = padding[:, options["kv_offset"] :][:, :kv_len]
-        if bool(padding[:, :seen].all()):
+        if look and bool(padding[:, :seen].all()):
             padding = None
     if left >= shift + q_len - 1:
         left = -1
     if right > 0 and right >= kv_len - 1 - shift:
         right = -1
-    if left < 0 and right < 0:
+    if left < 0 and (right < 0 or (q_len == 1 and seen == kv_len)):
         # Nothing for queries to differ in.
         return None if padding is None else padding[:, None, None, :].expand(batch, 1, q_len, kv_len)
-    if left < 0 and q_len == 1 and seen == kv_len:
-        return None if padding is None else padding[:, None, None, :]
-    if left < 0 and q_len > 1 and shift == 0 and padding is None:
+    if left < 0 and padding is None and q_len > 1 and shift == 0:
         return None
-    device = options["device"]
-    rows = torch.ones(0, dtype=torch.bool, device=device) if padding is None else padding
+    if not look:
+        return _full(options)
+    rows = torch.ones(0, dtype=torch.bool, device=options["device"]) if padding is None else padding
     return StructuredMask(rows, batch, q_len, kv_len, shift, left, right)
 
 
