@@ -220,7 +220,7 @@ def _parallel(ring: int) -> Any:
         ({"heads": 1}, ShapeError, "enable_gqa=True"),
         ({"keys": 6, "attention_kwargs": {"window_size": (1, 1)}}, UnsupportedError, "5 queries and 6 keys"),
         ({"is_causal": True, "parallel_config": _parallel(2)}, UnsupportedError, "is_causal with context"),
-        ({"heads": 1, "enable_gqa": True, "parallel_config": _parallel(2)}, UnsupportedError, "enable_gqa with context"),
+        ({"heads": 1, "enable_gqa": True, "parallel_config": _parallel(2)}, UnsupportedError, "enable_gqa with"),
         ({"attn_mask": _visible(2, 5), "parallel_config": _parallel(2)}, UnsupportedError, "ring"),
         (
             {"attention_kwargs": {"window_size": (1, 1)}, "parallel_config": _parallel(1)}, UnsupportedError,
