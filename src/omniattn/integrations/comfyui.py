@@ -119,9 +119,9 @@ def _served(
     devices: tuple[str, ...],
 ) -> bool:
     """Whether attention takes the call: the rule of `make_override`."""
-    dtypes = (torch.float16, torch.bfloat16)
+    dtypes = [torch.float16, torch.bfloat16]
     if q.device.type == "cpu":
-        dtypes += (torch.float32, torch.float64)
+        dtypes += [torch.float32, torch.float64]
     heads, heads_kv, head_dim = q.shape[2], k.shape[2], q.shape[3]
     return (
         q.device.type in devices

@@ -190,6 +190,7 @@ def _attend(
     precision: str,
 ) -> Any:
     queries, keys = query.shape[1], key.shape[1]
+    left, right = window_size
     if is_causal and keys > queries:
         # Counted from the first key, as torch does: nobody sees those behind the last query.
         key, value = key[:, :queries], value[:, :queries]
@@ -197,7 +198,7 @@ def _attend(
         mask, is_causal = torch.ones((queries, keys), dtype=torch.bool, device=query.device).tril(), False
     return omniattn.attention(
         query, key, value, mask=mask, causal=is_causal, softmax_scale=scale,
-        window=None if tuple(window_size) == (-1, -1) else tuple(window_size),
+        window=None if left < 0 and right < 0 else (left, right),
         return_lse=return_lse, precision=precision,
     )  # fmt: skip
 
@@ -260,9 +261,9 @@ def _backward_of(precision: str) -> Callable[..., Any]:
             )
         *saved, own_lse = ctx.saved_tensors[:5]
         mask = ctx.saved_tensors[5] if len(ctx.saved_tensors) > 5 else None
-        given = (query, key, value, out)
-        arrays = _arrived(grad_out, *(own if x is None else x for x, own in zip(given, saved, strict=True)))
-        merged = own_lse if lse is None else _arrived(lse)[0].transpose(1, 2).to(torch.float32)
-        return omniattn.attention_backward(*arrays, merged.contiguous(), softmax_scale=ctx.scale, mask=mask)
+        given = zip((query, key, value, out), saved, strict=True)
+        q, k, v, o, do = _arrived(*(own if x is None else x for x, own in given), grad_out)
+        merged = own_lse if lse is None else _arrived(lse)[0].transpose(1, 2).to(torch.float32).contiguous()
+        return omniattn.attention_backward(do, q, k, v, o, merged, softmax_scale=ctx.scale, mask=mask)
 
     return backward
