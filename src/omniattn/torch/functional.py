@@ -181,10 +181,11 @@ class use_sdpa(ContextDecorator):
         function: Any = self._entered.stack.pop()
         function.active[0] = False
         # What somebody else has put there since stays; it may still call this function, which passes the call on.
+        before: Any = function.before
         if F.scaled_dot_product_attention is function:
-            while not getattr(function, "active", (True,))[0]:
-                function = function.before
-            F.scaled_dot_product_attention = function
+            while not getattr(before, "active", (True,))[0]:
+                before = before.before
+            F.scaled_dot_product_attention = before
 
 
 def _replacement(precision: Any, before: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from ..errors import UnsupportedError
@@ -84,7 +85,7 @@ def flash(
             made, lse = attention_varlen(
                 *map(shapes.readable, (query, key, value)), cu_seqlens_q=_starts(starts_q),
                 cu_seqlens_k=_starts(starts_k), max_seqlen_q=max_q, max_seqlen_k=max_k, causal=is_causal,
-                window=window, softmax_scale=scale, out=torch.empty_like(query) if out is None else out,
+                window=window, softmax_scale=scale, out=_like(query) if out is None else out,
                 return_lse=True,
             )  # fmt: skip
     return made, lse, *_random_state(query), query.new_empty(0)
@@ -117,7 +118,7 @@ def _dense(
     with torch.no_grad():
         return attention(
             *map(shapes.readable, (query, key, value)), layout=layout, causal=causal, window=window,
-            softmax_scale=scale, mask=mask, out=torch.empty_like(query) if out is None else out, return_lse=True,
+            softmax_scale=scale, mask=mask, out=_like(query) if out is None else out, return_lse=True,
         )  # fmt: skip
 
 
@@ -137,7 +138,13 @@ def _dense_backward(
 
 def _gradients(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
     """Memory for gradients in the layouts that torch's own kernels give them."""
-    return {name: torch.empty_like(x) for name, x in (("dq", query), ("dk", key), ("dv", value))}
+    return {name: _like(x) for name, x in (("dq", query), ("dk", key), ("dv", value))}
+
+
+def _like(x: Tensor) -> Tensor:
+    """Memory in x's layout where kernels can write that: a transposed last dimension they cannot."""
+    made = torch.empty_like(x)
+    return made if shapes.is_readable(made) else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _top_left(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, bool, Any]:
