@@ -382,7 +382,7 @@ def test_autocast_makes_it_16_bit() -> None:
     ],
     ids=str,
 )
-def test_shapes_of_the_short_way(q: Any, k: Any, causal: bool, grouped: bool, common: bool) -> None:
+def test_shapes_of_the_fast_path(q: Any, k: Any, causal: bool, grouped: bool, common: bool) -> None:
     assert functional._is_common(q, k, k, causal, grouped) is common
 
 
