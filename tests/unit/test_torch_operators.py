@@ -190,7 +190,7 @@ def test_generation_compiles(paged: bool, k_dtype: str) -> None:
 
 
 def test_a_cache_that_is_gone_raises() -> None:
-    import omniattn.frameworks.torch.operators  # noqa: F401
+    import omniattn.frameworks.torch.tracing  # noqa: F401
 
     x, lengths = torch.randn(1, 1, 2, 8), torch.tensor([1], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="compiled or exported with is gone"):
@@ -205,9 +205,61 @@ def test_what_an_operator_cannot_have_raises_in_a_compiled_call() -> None:
     # torch.compile puts its own class of errors around one that it lets through.
     with pytest.raises(Exception, match="argument 'out': expected None in a traced or compiled call"):
         _compiled(lambda q: oa.attention(q, k, v, out=out))(q)
-    pair, values = oa.quantize_qk(q, k), oa.quantize_v(v)
-    with pytest.raises(Exception, match="is a QuantizedQ in a traced or compiled call"):
-        _compiled(lambda: oa.attention(pair.q, pair.k, values))()
+    with pytest.raises(Exception, match="argument 'layout': expected 'NHD' or 'HND'"):
+        _compiled(lambda q: oa.attention(q, k, v, layout="BSHD"))(q)
+    with pytest.raises(Exception, match="argument 'cu_seqlens_q': expected an int32 tensor"):
+        _compiled(lambda q: oa.attention_varlen(q, q, q, max_seqlen_q=1, max_seqlen_k=1))(q[0])
+    with pytest.raises(Exception, match="is a ndarray in a traced or compiled call"):
+        torch.func.vmap(lambda q: oa.attention(q, k.numpy(), v))(q[None])
+
+
+@pytest.mark.parametrize("options", [{}, {"smooth_q": True, "with_bias": True}, {"dtype": "int4"}], ids=str)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_quantized_operands_compile(options: dict[str, Any], where: str) -> None:
+    q, k, v = _tensors(1, 70, 2, 16)
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        pair, values = oa.quantize_qk(q, k, **options), oa.quantize_v(v)
+        return oa.attention(pair.q, pair.k, values, causal=True)
+
+    expected = f(q, k, v)
+    if where == "inside":
+        assert torch.equal(_compiled(f)(q, k, v), expected)
+        return
+    pair, values = oa.quantize_qk(q, k, **options), oa.quantize_v(v)
+    assert torch.equal(_compiled(lambda: oa.attention(pair.q, pair.k, values, causal=True))(), expected)
+
+
+def test_packed_quantized_operands_compile() -> None:
+    q, k, v = _tensors(30, 2, 16)
+    starts = torch.tensor([0, 10, 30], dtype=torch.int32)
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        starts_of = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 20, "max_seqlen_k": 20}
+        pair = oa.quantize_qk(q, k, with_bias=True, **starts_of)
+        values = oa.quantize_v(v, cu_seqlens_k=starts, max_seqlen_k=20)
+        return oa.attention_varlen(pair.q, pair.k, values, max_seqlen_q=20, max_seqlen_k=20, return_lse=True)
+
+    for a, b in zip(_compiled(f)(q, k, v), f(q, k, v), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_quantizers_of_fake_tensors_look_as_real_ones() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    q, k, v = _tensors(1, 70, 2, 16)
+    pair, values = oa.quantize_qk(q, k, smooth_q=True), oa.quantize_v(v)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        fake_pair, fake_values = oa.quantize_qk(*fakes[:2], smooth_q=True), oa.quantize_v(fakes[2])
+        o, lse = oa.attention(fake_pair.q, fake_pair.k, fake_values, return_lse=True)
+    assert (o.shape, o.dtype, lse.shape) == (q.shape, q.dtype, (1, 2, 70))
+    for fake, real in ((fake_pair, pair), (fake_values, values)):
+        assert fake.problem == real.problem
+        for name, x in vars(real).items():
+            if isinstance(x, torch.Tensor):
+                y = getattr(fake, name)
+                assert (y.shape, y.dtype, y.stride()) == (x.shape, x.dtype, x.stride()), name
 
 
 def test_export_runs_again() -> None:
@@ -425,6 +477,6 @@ def _operators() -> dict[str, tuple[Any, ...]]:
     "name", ["attention", "attention_varlen", "attention_backward", "attention_varlen_backward", "merge_states"]
 )
 def test_opcheck(name: str) -> None:
-    import omniattn.frameworks.torch.operators
+    import omniattn.frameworks.torch.tracing  # noqa: F401
 
-    torch.library.opcheck(omniattn.frameworks.torch.operators.operator(name), _operators()[name])
+    torch.library.opcheck(getattr(torch.ops.omniattn, name).default, _operators()[name])

@@ -15,8 +15,9 @@ from omniattn.bench.timing import BenchError, percentile, require_torch
 #: Calls between two synchronizations: few enough that the launch queue (1024 entries) never fills and blocks the host.
 _CALLS_PER_BATCH = 100
 _IMPORT_RUNS = 5
-#: The call that others are compared with.
+#: The call that others are compared with; those that compute gradients too, with the one behind it.
 ANCHOR = "torch SDPA"
+_GRADIENTS = ", forward + backward"
 
 _IMPORT_PROGRAM = """
 import builtins, sys, time
@@ -58,9 +59,10 @@ class HostTiming:
     def row(self, timings: Sequence[HostTiming]) -> dict[str, Any]:
         """Facts for JSON, with the time relative to those of torch's attention and of this package's."""
         medians = {timing.name: timing.median_us for timing in timings}
+        anchor = ANCHOR + _GRADIENTS if self.name.endswith(_GRADIENTS) else ANCHOR
         return {
             **asdict(self),
-            "ratio_to_sdpa": self.median_us / medians[ANCHOR] if ANCHOR in medians else None,
+            "ratio_to_sdpa": self.median_us / medians[anchor] if anchor in medians else None,
             "ratio_to_attention": self.median_us / medians["attention"] if "attention" in medians else None,
         }
 
@@ -147,6 +149,13 @@ def make_calls(torch: Any) -> dict[str, Callable[[], object]]:
         "max_seqlen_k": 32,
     }
     stream = torch.cuda.current_stream().cuda_stream
+    needing = [t.clone().requires_grad_() for t in (q, k, v)]
+    needing_hnd = [t.clone().requires_grad_() for t in hnd]
+
+    def gradients(function: Callable[..., Any], inputs: Sequence[Any], do: Any) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(*inputs), inputs, do)
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
     token, new_k, new_v = random(2, 1, 2, 64), random(2, 1, 1, 64), random(2, 1, 1, 64)
     cache = oa.KVCache(2, 64, 1, 64, like=q, k_dtype="bf16")
     paged = oa.PagedKVCache(8, 16, 1, 64, like=q, k_dtype="int8")
@@ -171,7 +180,9 @@ def make_calls(torch: Any) -> dict[str, Callable[[], object]]:
         "merge_states": lambda: oa.merge_states(q, lse, k, lse),
         "quantize_qk": lambda: oa.quantize_qk(q, k),
         "quantize_v": lambda: oa.quantize_v(v),
-        ANCHOR: lambda: torch.nn.functional.scaled_dot_product_attention(*hnd),
+        "attention" + _GRADIENTS: gradients(oa.attention, needing, q),
+        ANCHOR + _GRADIENTS: gradients(sdpa, needing_hnd, hnd[0]),
+        ANCHOR: lambda: sdpa(*hnd),
     }
 
 

@@ -17,10 +17,3 @@ def compiling() -> bool:
     """Whether torch.compile's front end is reading the caller; 0.2 µs where it is not."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_dynamo_compiling()
-
-
-def run_traced(call: Any) -> list[Any]:
-    """Run a call of torch tensors that a trace, a transform or a dispatch mode has to see, by its operator."""
-    from .torch.operators import run_call
-
-    return run_call(call)

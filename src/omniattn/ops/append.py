@@ -10,12 +10,13 @@ from ..checks import append as checks
 from ..checks.append import AppendOptions, check_pairs
 from ..checks.caches import check_cache
 from ..errors import ArgumentError
-from ..frameworks import FUNCTIONS, compiling, run_traced
+from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache, PagedKVCache
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_append, plan_copy
 from ..problems import CopyProblem
 from . import on_cpu
+from .traced import run_traced
 
 _APPEND = Operation(
     "append", checks.ARRAYS, checks.check_append, checks.check_append_memory, plan_append, on_cpu.append,

@@ -10,7 +10,7 @@ from ..checks import attention as checks
 from ..checks import extras, operands
 from ..checks.attention import AttentionOptions
 from ..errors import ArgumentError
-from ..frameworks import FUNCTIONS, compiling, run_traced
+from ..frameworks import FUNCTIONS, compiling
 from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, run
@@ -19,6 +19,7 @@ from ..runtime import env
 from . import on_cpu
 from .attention_backward import of_call as backward_of_call
 from .score_mod import ScoreMod
+from .traced import run_traced
 
 _ON_OPERANDS = {
     name: Operation(
@@ -304,7 +305,7 @@ def attention_varlen(
 
 def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, **others: Any) -> Any:
     """A call that torch.compile reads: its operator."""
-    from ..frameworks.torch.operators import trace
+    from ..frameworks.torch.tracing import trace
 
     if mod is None:
         return trace(function, q, k, v, **others)

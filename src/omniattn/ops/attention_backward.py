@@ -10,7 +10,7 @@ from ..checks import attention as forward_checks
 from ..checks import backward as checks
 from ..checks.backward import BackwardOptions
 from ..errors import ArgumentError
-from ..frameworks import FUNCTIONS, compiling, run_traced
+from ..frameworks import FUNCTIONS, compiling
 from ..launch.score_mod import PREFIX
 from ..plan.backward import plan_backward
 from ..plan.engine import Call, Operation, run
@@ -18,6 +18,7 @@ from ..problems import GRADIENTS, OPERANDS
 from ..runtime import env
 from . import on_cpu
 from .score_mod import ScoreMod
+from .traced import run_traced
 
 
 @functools.lru_cache(maxsize=256)
@@ -223,7 +224,7 @@ def attention_varlen_backward(
 
 def _compiled(function: str, objects: tuple[Any, ...], options: BackwardOptions, mod: Any, stream: Any) -> Any:
     """A call that torch.compile reads: its operator."""
-    from ..frameworks.torch.operators import trace_backward
+    from ..frameworks.torch.tracing import trace_backward
 
     given = dict(zip(checks.ARRAYS, objects, strict=True))
     if mod is None:

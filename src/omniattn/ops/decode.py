@@ -7,11 +7,12 @@ from typing import Any
 from ..checks import decode as checks
 from ..checks.caches import check_cache
 from ..checks.decode import DecodeOptions
-from ..frameworks import FUNCTIONS, compiling, run_traced
+from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_decode
 from . import on_cpu
+from .traced import run_traced
 
 _DECODE = Operation(
     "decode", checks.ARRAYS, checks.check_decode, checks.check_decode_memory, plan_decode, on_cpu.decode,

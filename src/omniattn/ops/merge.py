@@ -6,10 +6,11 @@ from typing import Any
 
 from ..checks import merge as checks
 from ..checks.merge import MergeOptions
-from ..frameworks import FUNCTIONS, compiling, run_traced
+from ..frameworks import FUNCTIONS, compiling
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_merge
 from . import on_cpu
+from .traced import run_traced
 
 _MERGE = Operation(
     "merge_states", checks.ARRAYS, checks.check_merge, checks.check_merge_memory, plan_merge, on_cpu.merge,

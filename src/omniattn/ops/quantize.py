@@ -6,11 +6,12 @@ from typing import Any
 
 from ..checks import quantize as checks
 from ..checks.quantize import QuantizeQKOptions, QuantizeVOptions
-from ..frameworks import run_traced
+from ..frameworks import FUNCTIONS, compiling
 from ..plan.engine import Call, Operation, run
 from ..plan.others import plan_quantize
 from ..problems import QuantizedQK, QuantizedV, QuantizeProblem
 from . import on_cpu
+from .traced import run_traced
 
 _QUANTIZE_QK = Operation(
     "quantize_qk", checks.ARRAYS_QK, checks.check_quantize_qk, checks.check_quantize_memory, plan_quantize,
@@ -158,5 +159,18 @@ def quantize_v(
 
 def _run(call: Call) -> tuple[dict[str, Any], QuantizeProblem]:
     """Results by name, and what was quantized."""
+    if compiling():
+        from ..frameworks.torch.quantizers import trace
+
+        return trace(call.operation.name, call.objects, call.options)
     results = run(call)
     return {o.name: x for o, x in zip(call.problem.outputs, results, strict=True)}, call.problem.problem
+
+
+def _results(operation: Operation) -> Any:
+    return lambda objects, options: run(Call(operation, objects, options))
+
+
+for _operation in (_QUANTIZE_QK, _QUANTIZE_V):
+    FUNCTIONS[f"operation of {_operation.name}"] = _operation  # type: ignore[assignment]
+    FUNCTIONS[f"run {_operation.name}"] = _results(_operation)

@@ -11,7 +11,7 @@ from ...arrays.identity import of_key
 from ...errors import UnsupportedError
 from ...plan.engine import Call
 from .. import FUNCTIONS
-from .operators import LIBRARY, TAGS, fail
+from .library import LIBRARY, TAGS, fail
 
 _TABLES = "Tensor seq_lens, Tensor? block_table, Tensor? recent_slots"
 LIBRARY.define(

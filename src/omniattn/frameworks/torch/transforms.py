@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from . import operators
-from .operators import LIBRARY, operator
+from .library import LIBRARY, Score
+from .operators import operator
 
 #: What has a gradient, by the name of its gradient.
 _OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
@@ -30,7 +30,7 @@ def _remember(function: str, ctx: Any, inputs: Sequence[Any], output: tuple[Any,
     given = dict(zip(_names(function), inputs, strict=True))
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *(given.get(name) for name in _TENSORS), *given["arrays"])
-    ctx.options = operators.Score(*(given[name] for name in operators.Score._fields))
+    ctx.options = Score(*(given[name] for name in Score._fields))
     ctx.longest = tuple(given[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in given)
 
 

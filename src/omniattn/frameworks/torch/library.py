@@ -1,0 +1,62 @@
+"""The library ``omniattn`` of torch operators, and what their definitions share."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import ArgumentError, UnsupportedError
+from ...problems import Int4, Int8
+
+LIBRARY = torch.library.Library("omniattn", "DEF")
+
+#: Inductor must not choose other strides than the caller's: kernels take what has contiguous channels.
+TAGS = tuple(
+    tag for tag in (getattr(torch.Tag, "needs_exact_strides", None), torch.Tag.pt2_compliant_tag) if tag is not None
+)
+
+
+class Score(NamedTuple):
+    """What operators get of the options, in the order of their schemas."""
+
+    layout: Any
+    causal: Any
+    window: Any
+    softmax_scale: Any
+    softcap: Any
+    score_mod: Any
+    deterministic: Any
+
+
+@torch.compiler.assume_constant_result
+def fail(error: str, *texts: str, **named: str) -> None:
+    """Raise one of the package's errors. torch.compile runs this while it reads the caller, and shows the error."""
+    raise {"argument": ArgumentError, "unsupported": UnsupportedError}[error](*texts, **named)
+
+
+def precision_text(precision: Any, function: str) -> str:
+    """``precision`` as text; `precision_of` reads it."""
+    if isinstance(precision, str):
+        return precision
+    if isinstance(precision, (Int8, Int4)):
+        return (
+            f"{'Int8' if isinstance(precision, Int8) else 'Int4'}("
+            f"granularity={precision.granularity!r}, smooth_k={precision.smooth_k}, smooth_q={precision.smooth_q}, "
+            f"smooth_v={precision.smooth_v}, pv={precision.pv!r}, pv_accumulator={precision.pv_accumulator!r})"
+        )
+    fail("argument", "precision", "a string, an Int8 or an Int4", type(precision).__name__, function=function)
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def precision_of(text: str) -> Any:
+    """What `precision_text` made a text of."""
+    kind, _, rest = text.partition("(")
+    if not rest:
+        return text
+    knobs = ast.parse(f"f({rest}", mode="eval").body
+    assert isinstance(knobs, ast.Call)
+    return {"Int8": Int8, "Int4": Int4}[kind](**{x.arg: ast.literal_eval(x.value) for x in knobs.keywords if x.arg})

@@ -1,0 +1,199 @@
+"""Calls that torch has to see, by their operators.
+
+An eager call of plain tensors never comes here. What comes is a call that is read by torch.compile (`trace`), or one
+whose tensors have no memory, are wrapped by a transform, or are watched by a dispatch mode (`run_call`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...launch.score_mod import PREFIX
+from ...plan.engine import Call
+from ...problems import GRADIENTS
+from . import caches, quantizers, transforms
+from .library import fail, precision_text
+
+
+def _needs_gradient(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def trace(
+    function: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    block_mask: Any = None,
+    block_size: Any = None,
+    score_mod: Any = None,
+    arrays: Sequence[Any] = (),
+    options: Any,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """`attention` or `attention_varlen` by their operators.
+
+    Parameters
+    ----------
+    score_mod : (key, expression, mask, grad, names), optional
+        A score modification without its arrays, which are ``arrays``.
+    options : AttentionOptions
+        The others: as the caller of the function gave them.
+
+    Returns
+    -------
+    o, or (o, lse)
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        What an operator cannot have: ``out``, ``stream``, arrays of other libraries.
+    """
+    for name, x in (("out", out), ("stream", stream)):
+        if x is not None:
+            fail("argument", name, "None in a traced or compiled call", "one", function=function)
+    if quantizers.is_quantized(q, k, v):
+        if block_mask is not None or score_mod is not None:
+            fail("argument", "q", "an array that is not quantized, with score_mod or block_mask", type(q).__name__,
+                 function=function)  # fmt: skip
+        return quantizers.trace_attention(
+            function, q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), mask, sinks, options
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            fail(
+                "unsupported", f"{function}(): argument {name!r} is a {type(x).__name__} in a traced or compiled call",
+                instead="torch tensors",
+            )  # fmt: skip
+    if function == "attention_varlen":
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if not isinstance(x, torch.Tensor):
+                fail("argument", name, "an int32 tensor of shape (batch + 1,)", type(x).__name__, function=function)
+        for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if x is None:
+                fail("argument", name, "an integer", "None", function=function)
+    with_lse = options.return_lse
+    if _needs_gradient(q, k, v, mask, sinks):
+        with_lse = True
+        check_differentiable(function, score_mod, arrays, block_mask)
+    score = _score(options, score_mod)
+    forward = (precision_text(options.precision, function), with_lse)
+    if function == "attention":
+        size = None if block_size is None else [block_size] * 2 if isinstance(block_size, int) else list(block_size)
+        o, lse = transforms.call(function, (q, k, v, block_mask, mask, sinks, list(arrays), *score, *forward, size))
+    else:
+        packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        o, lse = transforms.call(function, (q, k, v, *packed, mask, sinks, list(arrays), *score, *forward))
+    return (o, lse) if options.return_lse else o
+
+
+def check_differentiable(function: str, score_mod: Any, arrays: Sequence[Any], block_mask: Any) -> None:
+    """Raise for what has no gradient."""
+    if block_mask is not None:
+        fail(
+            "unsupported",
+            f"{function}(): an argument requires a gradient, which block_mask does not have",
+            instead="the blocks in mask, or a ScoreMod with mask= and grad=",
+        )
+    if score_mod is not None and score_mod[3] is None:
+        fail(
+            "unsupported",
+            f"{function}(): an argument requires a gradient, and the score_mod comes without its derivative",
+            instead="ScoreMod(..., grad=the derivative of the new score by the old one)",
+        )
+    if _needs_gradient(*arrays):
+        fail(
+            "unsupported",
+            f"{function}(): an array of the score_mod requires a gradient, which only q, k, v, sinks and mask can have",
+            instead="passing tensor.detach()",
+        )
+
+
+def run_call(call: Call) -> list[Any]:
+    """A call of any operation whose tensors are wrapped, watched or without memory; results as `plan.engine.run`."""
+    function = call.operation.name
+    if function in ("decode", "append"):
+        return caches.run(call)
+    if function in ("quantize_qk", "quantize_v") or "q_int" in call.operation.arrays:
+        return quantizers.run(call)
+    given = dict(zip(call.operation.arrays, call.objects, strict=True))
+    if function == "merge_states":
+        for name, x in (("out", given["out"]), ("stream", call.stream)):
+            if x is not None:
+                fail("argument", name, "None in a traced or compiled call", "one", function=function)
+        return list(transforms.call(function, [given[name] for name in ("o_a", "lse_a", "o_b", "lse_b")]))
+    mod = call.subject
+    names = [name for name in given if name.startswith(PREFIX)]
+    arrays = [given[name] for name in names]
+    parts = None if mod is None else (mod.key, mod.expression, mod.mask, mod.grad, tuple(mod.arrays))
+    if function.endswith("_backward"):
+        return trace_backward(function, given, call.options, parts, arrays, call.stream)
+    o = trace(
+        function, given["q"], given["k"], given["v"], cu_seqlens_q=given["cu_seqlens_q"],
+        cu_seqlens_k=given["cu_seqlens_k"], max_seqlen_q=call.options.max_seqlen_q,
+        max_seqlen_k=call.options.max_seqlen_k, mask=given["mask"], sinks=given["sinks"],
+        block_mask=given.get("block_mask"), block_size=call.facts[1] if "block_mask" in given else None,
+        score_mod=parts, arrays=arrays, options=call.options, out=given["out"], stream=call.stream,
+    )  # fmt: skip
+    return list(o) if call.options.return_lse else [o]
+
+
+def trace_backward(
+    function: str,
+    arrays_by_name: dict[str, Any],
+    options: Any,
+    score_mod: Any = None,
+    arrays: Sequence[Any] = (),
+    stream: Any = None,
+) -> list[Any]:
+    """`attention_backward` or `attention_varlen_backward` by their operators: what is wanted, in order of `GRADIENTS`.
+
+    Parameters
+    ----------
+    arrays_by_name : dict
+        As in `checks.backward.ARRAYS`.
+    score_mod, arrays
+        As in `trace`.
+    options : BackwardOptions
+    """
+    given = arrays_by_name
+    for name in ("given.dq", "given.dk", "given.dv"):
+        if given[name] is not None:
+            fail("argument", name[6:], "None in a traced or compiled call", "one", function=function)
+    if stream is not None:
+        fail("argument", "stream", "None in a traced or compiled call", "one", function=function)
+    packed: tuple[Any, ...] = ()
+    if "varlen" in function:
+        packed = (given["cu_seqlens_q"], given["cu_seqlens_k"], options.max_seqlen_q, options.max_seqlen_k)
+    results = transforms.call(
+        function,
+        (
+            given["do"], given["q"], given["k"], given["v"], given["o"], given["lse"], given["dlse"], *packed,
+            given["mask"], given["sinks"], list(arrays), *_score(options, score_mod),
+            [name for name in GRADIENTS if name in options.wanted],
+        ),
+    )  # fmt: skip
+    return list(results)
+
+
+def _score(options: Any, score_mod: Any) -> tuple[Any, ...]:
+    """Options that all operators have, from those of a call."""
+    text = None
+    if score_mod is not None:
+        key, expression, visible, grad, names = score_mod
+        text = f"({expression!r}, {visible!r}, {grad!r}, {names!r}, {key})"
+    return (
+        options.layout, options.causal, None if options.window is None else list(options.window),
+        options.softmax_scale, float(options.softcap), text, options.deterministic,
+    )  # fmt: skip
