@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import _attention as cp
-from torch.distributed.tensor.experimental import context_parallel
 
 from omniattn.torch.flash import Active
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "context_parallel"))
+
+import ring
 
 SIZE = 2
 MATH = F.scaled_dot_product_attention
@@ -31,27 +34,20 @@ def scaled_dot_product_attention(query: Any, key: Any, value: Any, is_causal: bo
 
 
 def run(mesh: Any, rotate: str, causal: bool) -> None:
-    """Output and gradients of the shards, against those of one process."""
+    """Output and gradients of the example's shards, against those of one process."""
     torch.manual_seed(3)
-    heads, rows, dim = 2, 16, 8
-    q, k, v, do = (torch.randn(2, heads, rows, dim) for _ in range(4))
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    *qkv, do = inputs = [torch.randn(2, 2, 16, 8) for _ in range(4)]
+    whole = [x.clone().requires_grad_() for x in qkv]
     expected = MATH(*whole, is_causal=causal)
     expected.backward(do)
-    cp.set_rotate_method(rotate)
-    cp._cp_options.enable_load_balance = causal  # torch has it for causal attention only
-    buffers = [q, k, v, do]
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
-        assert q.shape[2] == rows // SIZE
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
-        out.backward(do)
-        shards = [out.detach(), *(x.grad for x in leaves)]
-        made = cp.context_parallel_unshard(mesh, shards, [2] * 4)
-    for x, y in zip(made, [expected.detach(), *(x.grad for x in whole)], strict=True):
+    for x, y in zip(
+        ring.attend_on_all(mesh, inputs, causal, rotate), [expected.detach(), *(x.grad for x in whole)], strict=True
+    ):
         assert x.abs().max() > 0
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
-    print(f"rank {dist.get_rank()}: {rotate} causal={causal}", flush=True)
+    # One write, which lines of the other process do not break.
+    sys.stdout.write(f"rank {dist.get_rank()}: {rotate} causal={causal}\n")
+    sys.stdout.flush()
 
 
 def work(rank: int, store: str) -> None:

@@ -188,6 +188,7 @@ def test_the_signature_is_sdpa_s() -> None:
     parameters = inspect.signature(oat.sdpa).parameters
     assert list(parameters) == names
     assert parameters["precision"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert oat.sdpa.__name__ == ORIGINAL.__name__  # context_parallel wraps what it finds under that name
     with oat.use_sdpa():
         assert list(inspect.signature(F.scaled_dot_product_attention).parameters) == names[:-1]
         assert F.scaled_dot_product_attention.__name__ == ORIGINAL.__name__

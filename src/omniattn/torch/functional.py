@@ -96,6 +96,10 @@ def sdpa(
     return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, _BEFORE)
 
 
+# What replaces a function by its name, as context_parallel does, finds this one by the name of torch's.
+sdpa.__name__ = _BEFORE.__name__
+
+
 def fallback_reason(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None
 ) -> str | None:
