@@ -1,8 +1,8 @@
 """torch's context_parallel in two processes on the CPU: ``python context_parallel_child.py STORE``, a file that is not.
 
-SDPA on CPU tensors has an operator of its own, which context_parallel does not know. Here it calls aten's operator of
-flash attention instead, whose kernel for the CPU is this package's, put there in the way of the GPU's. All else is
-torch's own: sharding, the ring of both rotate methods, the merge of LSEs, and the backward by autograd.
+SDPA on CPU tensors has an operator of its own, which context_parallel does not know. Here it calls the operators of
+GPUs, flash attention's and cuDNN's, whose kernels for the CPU are this package's, put into the dispatcher in the way of
+those for GPUs. All else is torch's own: sharding, the ring of both rotate methods, the merge of LSEs, autograd.
 """
 
 from __future__ import annotations
@@ -25,17 +25,27 @@ import ring
 
 SIZE = 2
 MATH = F.scaled_dot_product_attention
-CASES = [(rotate, causal) for rotate in ("allgather", "alltoall") for causal in (True, False)]
+CASES = [
+    (operator, rotate, causal)
+    for operator in ("flash", "cudnn") for rotate in ("allgather", "alltoall") for causal in (True, False)
+]  # fmt: skip
 
 
-def scaled_dot_product_attention(query: Any, key: Any, value: Any, is_causal: bool = False) -> Any:
-    """SDPA as torch has it on a GPU where flash attention is chosen."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+def sdpa_by(operator: str) -> Any:
+    """SDPA as torch has it on a GPU where flash attention or cuDNN is chosen."""
+
+    def scaled_dot_product_attention(query: Any, key: Any, value: Any, is_causal: bool = False) -> Any:
+        if operator == "flash":
+            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, is_causal)[0]
+
+    return scaled_dot_product_attention
 
 
-def run(mesh: Any, rotate: str, causal: bool) -> None:
+def run(mesh: Any, operator: str, rotate: str, causal: bool) -> None:
     """Output and gradients of the example's shards, against those of one process."""
     torch.manual_seed(3)
+    F.scaled_dot_product_attention = sdpa_by(operator)
     *qkv, do = inputs = [torch.randn(2, 2, 16, 8) for _ in range(4)]
     whole = [x.clone().requires_grad_() for x in qkv]
     expected = MATH(*whole, is_causal=causal)
@@ -46,18 +56,17 @@ def run(mesh: Any, rotate: str, causal: bool) -> None:
         assert x.abs().max() > 0
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     # One write, which lines of the other process do not break.
-    sys.stdout.write(f"rank {dist.get_rank()}: {rotate} causal={causal}\n")
+    sys.stdout.write(f"rank {dist.get_rank()}: {operator} {rotate} causal={causal}\n")
     sys.stdout.flush()
 
 
 def work(rank: int, store: str) -> None:
     """One process: all cases."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
-    F.scaled_dot_product_attention = scaled_dot_product_attention
     active = Active("CPU")
     mesh = init_device_mesh("cpu", (SIZE,))
-    for rotate, causal in CASES:
-        run(mesh, rotate, causal)
+    for case in CASES:
+        run(mesh, *case)
     active.remove()
     dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,10 @@ CHILD = Path(__file__).with_name("context_parallel_child.py")
 
 
 def test_two_processes_give_the_results_of_one(tmp_path: Path) -> None:
-    """Forward and backward, causal with load balance and full, both rotate methods."""
+    """Forward and backward, causal with load balance and full, both rotate methods, flash attention and cuDNN."""
     command = [sys.executable, str(CHILD), str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = sorted(f"rank {rank}: {rotate} causal={causal}" for rank in (0, 1) for rotate in ("allgather", "alltoall")
-                  for causal in (False, True))  # fmt: skip
-    assert sorted(done.stdout.splitlines()) == said
+    cases = itertools.product((0, 1), ("flash", "cudnn"), ("allgather", "alltoall"), (False, True))
+    said = [f"rank {rank}: {operator} {rotate} causal={causal}" for rank, operator, rotate, causal in cases]
+    assert sorted(done.stdout.splitlines()) == sorted(said)

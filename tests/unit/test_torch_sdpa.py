@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
 import omniattn.torch as oat  # noqa: E402
-from omniattn.torch import functional, shapes  # noqa: E402
+from omniattn.torch import functional, operators, shapes  # noqa: E402
 
 F = torch.nn.functional
 ORIGINAL = F.scaled_dot_product_attention
@@ -392,3 +394,15 @@ def test_memory_that_kernels_cannot_read() -> None:
     assert shapes.readable(x) is x
     assert shapes.readable(x.expand(2, 3, 4, 8)[:, :1].expand(2, 3, 4, 8)).stride(1) == 0
     assert shapes.readable(x.transpose(2, 3)).stride() == (96, 32, 4, 1)
+
+
+def test_code_of_the_page() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "torch.md").read_text(encoding="utf-8")
+    own = text[text.index("## `sdpa` and") : text.index("## transformers")]
+    blocks = re.findall(r"^```python\n(.*?)^```", own, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    for block in blocks[: 2 if operators.HAS_IMPLEMENTATIONS else 1]:
+        names: dict[str, Any] = {"q": q, "k": k, "v": v}
+        exec(block, names)
+        assert names["o"].shape == q.shape
