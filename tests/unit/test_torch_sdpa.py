@@ -342,6 +342,21 @@ def test_compiled_without_breaks() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_questions_about_gpus_are_compiled_without_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, in the parts that only tensors on a GPU reach."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda ordinal: (9, 0) if ordinal == -1 else (7, 5))
+
+    def f(x: Any) -> Any:
+        if functional._has_kernels(x.get_device()) and not functional._has_kernels(0):
+            x = x + (1 if shapes.has_readable_rows(x, 8) else 2)
+        return x
+
+    for shape, added in (((3, 16), 1), ((3, 12), 2)):
+        x = torch.zeros(shape)
+        assert torch.equal(torch.compile(f, fullgraph=True, backend="eager", dynamic=False)(x), x + added)
+    torch._dynamo.reset()
+
+
 def test_transforms_and_modes() -> None:
     q, k, v = (torch.randn(3, 2, 2, 5, 6) for _ in range(3))
 
@@ -394,6 +409,9 @@ def test_memory_that_kernels_cannot_read() -> None:
     assert shapes.readable(x) is x
     assert shapes.readable(x.expand(2, 3, 4, 8)[:, :1].expand(2, 3, 4, 8)).stride(1) == 0
     assert shapes.readable(x.transpose(2, 3)).stride() == (96, 32, 4, 1)
+    assert shapes.has_readable_rows(x, 8)
+    assert not shapes.has_readable_rows(x, 16)
+    assert not shapes.has_readable_rows(x.transpose(2, 3), 8)
 
 
 def test_code_of_the_page() -> None:

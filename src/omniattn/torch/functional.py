@@ -30,6 +30,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _ON_CPU = (*_HALF, torch.float32, torch.float64)
 _MAX_HEAD_DIM = 256
 _LEAST_CAPABILITY = (8, 0)
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def sdpa(
@@ -136,8 +137,8 @@ def fallback_reason(
         sizes = query.shape[-1], value.shape[-1]
         if not (min(sizes) > 0 and max(sizes) <= _MAX_HEAD_DIM):
             return f"head dimensions {sizes} are not from 1 to {_MAX_HEAD_DIM}"
-    if query.is_cuda and _capability(query.get_device()) < _LEAST_CAPABILITY:
-        return f"the GPU has compute capability {_capability(query.get_device())}, less than {_LEAST_CAPABILITY}"
+    if query.is_cuda and not _has_kernels(query.get_device()):
+        return "the GPU has a compute capability below 8.0"
     return None
 
 
@@ -228,10 +229,10 @@ def _sdpa(
         and value.__class__ in _PLAIN
         and query.dtype in _HALF
         and query.is_cuda
+        and not _is_compiling()
         and query.is_contiguous()
         and _is_common(query.shape, key.shape, value.shape, is_causal, enable_gqa)
-        and _capability(query.get_device()) >= _LEAST_CAPABILITY
-        and not torch.compiler.is_compiling()
+        and _all_gpus_have_kernels()
     ):
         try:
             return attention(
@@ -306,9 +307,15 @@ def _dtype(query: torch.Tensor) -> torch.dtype:
 
 
 @torch.compiler.assume_constant_result
+def _has_kernels(ordinal: int) -> bool:
+    """Whether a GPU is new enough."""
+    return torch.cuda.get_device_capability(ordinal) >= _LEAST_CAPABILITY
+
+
 @functools.cache
-def _capability(ordinal: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(ordinal)
+def _all_gpus_have_kernels() -> bool:
+    """One question for all calls: the GPU of a tensor takes longer to find."""
+    return all(map(_has_kernels, range(torch.cuda.device_count())))
 
 
 @functools.cache

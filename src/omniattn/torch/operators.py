@@ -6,6 +6,7 @@ puts them into the dispatcher, with the kernels that were there before behind th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -198,9 +199,14 @@ def lacks(tensors: tuple[Tensor, ...], rank: int | tuple[int, ...], dropout_p: f
     size = query.shape[-1]
     if size % 8 != 0 or not 0 < size <= _MAX_HEAD_DIM or key.shape[-1] != size:
         return f"head_dim {size}, {key.shape[-1]}"
-    if query.is_cuda and torch.cuda.get_device_capability(query.get_device()) < (8, 0):
-        return "compute capability before 8.0"
+    if query.is_cuda and not _has_kernels(query.get_device()):
+        return "the GPU has a compute capability below 8.0"
     return None
+
+
+@functools.cache
+def _has_kernels(ordinal: int) -> bool:
+    return torch.cuda.get_device_capability(ordinal) >= (8, 0)
 
 
 def window_of(left: int | None, right: int | None) -> tuple[int, int] | None:

@@ -180,17 +180,20 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 def is_readable(x: torch.Tensor) -> bool:
     """Whether kernels can read x, which may have zero strides."""
+    if not x.is_cuda:
+        return has_readable_rows(x, 1)
+    if not has_readable_rows(x, 16 // x.element_size()):
+        return False
+    # torch.compile knows no address: where one is not aligned, the operator raises when the graph runs.
+    return torch.compiler.is_dynamo_compiling() or _address(x) % 16 == 0
+
+
+def has_readable_rows(x: torch.Tensor, multiple: int) -> bool:
+    """Whether rows are contiguous, and as many elements apart as multiples of ``multiple``."""
     shape, strides = x.shape, x.stride()
     if shape[-1] > 1 and strides[-1] != 1:
         return False
-    if not x.is_cuda:
-        return True
-    multiple = 16 // x.element_size()
-    if any(n > 1 and s % multiple != 0 for n, s in zip(shape[:-1], strides[:-1], strict=True)):
-        return False
-    # Allocations are aligned; a tensor that is traced has no address.
-    address = x.storage_offset() * x.element_size() if torch.compiler.is_compiling() else _address(x)
-    return address % 16 == 0
+    return all(n <= 1 or s % multiple == 0 for n, s in zip(shape[:-1], strides[:-1], strict=True))
 
 
 def _address(x: torch.Tensor) -> int:
