@@ -33,6 +33,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("frameworks",),
     ("ops",),
     (PACKAGE,),
+    ("torch",),
     ("compat", "integrations", "distributed"),
     ("testing",),
     ("bench",),

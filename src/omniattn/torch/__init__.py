@@ -1,0 +1,17 @@
+"""PyTorch's own attention interfaces on this package's kernels.
+
+``sdpa`` and ``use_sdpa`` take the place of ``torch.nn.functional.scaled_dot_product_attention``. Importing this module
+also registers the flash-attention implementation "omniattn" with torch 2.11 and newer; it does nothing until
+``torch.nn.attention.activate_flash_attention_impl("omniattn")`` is called.
+"""
+
+from __future__ import annotations
+
+from .flash import register_flash_impl
+from .functional import fallback_reason, sdpa, use_sdpa
+from .operators import HAS_IMPLEMENTATIONS
+
+__all__ = ["fallback_reason", "register_flash_impl", "sdpa", "use_sdpa"]
+
+if HAS_IMPLEMENTATIONS:
+    register_flash_impl()
