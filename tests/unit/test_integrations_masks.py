@@ -238,7 +238,6 @@ def test_value_heads_of_another_size(head_dim_v: int) -> None:
         (dict.fromkeys(integration._PACKED, 1), ShapeError, "batch of 1"),
         ({"attention_mask": StructuredMask(torch.ones(0), 2, 4, 5, 0, -1, 0)}, ShapeError, "6 keys"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_what_is_not_served(
     options: dict[str, Any], error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch

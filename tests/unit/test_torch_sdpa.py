@@ -177,7 +177,6 @@ def _call(**changes: Any) -> Callable[[], Any]:
         ({"key": torch.randn(5, 8), "enable_gqa": True}, ShapeError, "at least 3 dimensions"),
         ({"precision": "int9"}, ArgumentError, "'precision'"),
     ],
-    ids=str,
 )
 def test_errors(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
