@@ -49,8 +49,8 @@ def _state() -> Iterator[None]:
     torch.manual_seed(2)
     yield
     torch._dynamo.reset()
-    if operators.HAS_IMPLEMENTATIONS:
-        torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+    if torch.nn.attention.current_flash_attention_impl() is not None:
+        torch.nn.attention.restore_flash_attention_impl()
     assert F.scaled_dot_product_attention is ORIGINAL
 
 

@@ -329,10 +329,10 @@ def test_a_module_of_torch_runs_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compiled_without_breaks() -> None:
     def f(q: Any, k: Any, v: Any) -> Any:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True) + oat.sdpa(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     inputs = [torch.randn(2, 3, rows, 6, requires_grad=True) for rows in (9, 4, 4)]
-    expected = ORIGINAL(*inputs, is_causal=True) + ORIGINAL(*inputs)
+    expected = ORIGINAL(*inputs, is_causal=True)
     with oat.use_sdpa():
         made = torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs)
     torch._dynamo.reset()
