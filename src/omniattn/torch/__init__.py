@@ -7,6 +7,9 @@ also registers the flash-attention implementation "omniattn" with torch 2.11 and
 
 from __future__ import annotations
 
+# An exported program needs the operators, and these the functions.
+from .. import ops as ops
+from ..frameworks.torch import tracing as tracing
 from .flash import register_flash_impl
 from .functional import fallback_reason, sdpa, use_sdpa
 from .operators import HAS_IMPLEMENTATIONS
