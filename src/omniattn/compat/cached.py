@@ -46,9 +46,19 @@ class _Cache(NamedTuple):
         return self.table[sequences, at // self.page].long() * self.page + at % self.page
 
 
-@torch.compiler.disable
+def attend_cached(function: str, *arrays: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE, -inf where a row attends to nothing; the arguments as `compat.flash_attn` describes them.
+
+    Under torch.compile a break of the graph, as a call of the originals' kernels is.
+    """
+    if torch.compiler.is_compiling():
+        # Not as a decorator: that would import the compiler with this module.
+        return torch.compiler.disable(_attend)(function, *arrays, **options)
+    return _attend(function, *arrays, **options)
+
+
 @torch.no_grad()
-def attend_cached(
+def _attend(
     function: str,
     q: Any,
     k_cache: Any,
@@ -71,7 +81,6 @@ def attend_cached(
     alibi_slopes: Any,
     num_splits: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and LSE, -inf where a row attends to nothing; the arguments as `compat.flash_attn` describes them."""
     _check_arrays(function, q, k_cache, v_cache, k, v)
     if arguments.check_int(num_splits, "num_splits", function) > 1:
         common.refuse(

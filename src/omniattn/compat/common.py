@@ -16,8 +16,7 @@ from ..ops import ScoreMod, attention, attention_backward, attention_varlen, att
 
 #: Why there is no dropout.
 NO_DROPOUT = (
-    "the kernels draw no random numbers, and what the forward pass drops would have to be dropped again in the backward "
-    "pass"
+    "the kernels draw no random numbers, and what the forward pass drops the backward pass would have to drop again"
 )
 
 
