@@ -133,9 +133,10 @@ def _check_arrays(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: 
         expected = f"head_dim {dim} and a multiple of {heads} heads, like k_cache"
         raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=function)
     for name, x in {"v_cache": v_cache, **new}.items():
-        expected = k_cache.shape if name == "v_cache" else (q.shape[0], k.shape[1] if k.ndim > 1 else -1, heads, dim)
-        if tuple(x.shape) != tuple(expected):
-            raise ShapeError(name, f"shape {tuple(expected)}", f"{tuple(x.shape)}", function=function)
+        tokens = k.shape[1] if name != "v_cache" and k.ndim > 1 else 0
+        shape = tuple(k_cache.shape) if name == "v_cache" else (q.shape[0], tokens, heads, dim)
+        if tuple(x.shape) != shape:
+            raise ShapeError(name, f"shape {shape}", f"{tuple(x.shape)}", function=function)
     for name, x in {"k_cache": k_cache, "v_cache": v_cache, **new}.items():
         if x.dtype != q.dtype:
             raise DtypeError(name, f"{q.dtype}, like q", x.dtype, function=function)

@@ -57,7 +57,8 @@ def sageattn(
         The same with kv_len and num_kv_heads, which divides num_qo_heads.
     tensor_layout : "HND" or "NHD"
     is_causal : bool
-        Query i sees the keys j <= i (aligned at the top left, as the original's kernels do it).
+        Query i sees the keys j <= i. With as many keys as queries, the only case that the original documents, that is
+        causal attention; otherwise it is aligned at the top left, as scaled_dot_product_attention has it.
     sm_scale : float, optional
         1 / sqrt(head_dim) unless given.
     return_lse : bool
