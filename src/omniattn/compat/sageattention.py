@@ -131,6 +131,7 @@ def sageattn_qk_int8_pv_fp16_cuda(
     tile of keys. "fp16", all sums in float16, raises.
     """
     function = "sageattn_qk_int8_pv_fp16_cuda"
+    _choose(qk_quant_gran, "qk_quant_gran", ("per_warp", "per_thread"), function)
     if pv_accum_dtype == "fp16":
         raise UnsupportedError(
             f"{function}(): pv_accum_dtype='fp16'; the sum of all keys may overflow float16",
@@ -163,6 +164,7 @@ def sageattn_qk_int8_pv_fp8_cuda(
     keys, or "fp32+fp32" and "fp32", which both sum tiles in float32.
     """
     function = "sageattn_qk_int8_pv_fp8_cuda"
+    _choose(qk_quant_gran, "qk_quant_gran", ("per_warp", "per_thread"), function)
     _choose(pv_accum_dtype, "pv_accum_dtype", ("fp32+fp16", "fp32+fp32", "fp32"), function)
     sums = "fp16" if pv_accum_dtype == "fp32+fp16" else "fp32"
     precision = _precision(function, qk_quant_gran, smooth_k, smooth_v, "fp8", sums)
@@ -185,6 +187,7 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
 ) -> Any:
     """`sageattn` with P and V in e4m3 and sums of tiles in float32 (``pv_accum_dtype="fp32+fp32"``, the only one)."""
     function = "sageattn_qk_int8_pv_fp8_cuda_sm90"
+    _choose(qk_quant_gran, "qk_quant_gran", ("per_warp", "per_thread"), function)
     _choose(pv_accum_dtype, "pv_accum_dtype", ("fp32+fp32",), function)
     precision = _precision(function, qk_quant_gran, smooth_k, False, "fp8", "fp32")
     return _attend(function, q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, dropout_p, precision)
@@ -258,8 +261,6 @@ def _choose(value: Any, name: str, choices: tuple[str, ...], function: str) -> N
 
 
 def _precision(function: str, granularity: Any, smooth_k: Any, smooth_v: Any, pv: str, sums: str) -> Int8:
-    if granularity != "per_block":
-        _choose(granularity, "qk_quant_gran", ("per_warp", "per_thread"), function)
     smooth_k = arguments.check_bool(smooth_k, "smooth_k", function)
     smooth_v = arguments.check_bool(smooth_v, "smooth_v", function)
     return Int8(granularity=granularity, smooth_k=smooth_k, smooth_v=smooth_v, pv=pv, pv_accumulator=sums)
