@@ -10,6 +10,7 @@ import pytest
 from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
 
 torch = pytest.importorskip("torch")
+from omniattn.compat import common  # noqa: E402
 from omniattn.compat import flash_attn as fa2  # noqa: E402
 from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
 from tests.unit.compat_cases import close, naive, packed_naive, randoms, starts  # noqa: E402
@@ -196,6 +197,13 @@ def test_two_halves_of_the_keys(packed: bool, infinity: float) -> None:
         got[2][:, 5 * i : 5 * i + 5] = dv
     for a, b in zip(got, want, strict=True):
         assert close(a, b, 1e-5)
+
+
+def test_lse_of_both_conventions() -> None:
+    lse = torch.tensor([[1.0, math.inf], [-math.inf, 2.0]]).T
+    assert torch.equal(common.ours(lse), torch.tensor([[1.0, -math.inf], [-math.inf, 2.0]]))
+    assert common.ours(lse).is_contiguous()
+    assert torch.equal(common.infinite(lse), torch.tensor([[1.0, math.inf], [math.inf, 2.0]]))
 
 
 def test_backward_of_some_and_with_alibi() -> None:

@@ -93,7 +93,7 @@ SCORES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(24, torch.float32), (64, torch.bfloat16), (64, torch.float16)], ids=str)
+@pytest.mark.parametrize(("dim", "dtype"), [(24, torch.float32), (64, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "batch_idx", "paged", "leftpad", "strided"])
 @pytest.mark.parametrize(("queries", "new"), [(1, 1), (3, 3), (2, 0)])
 def test_caches(
