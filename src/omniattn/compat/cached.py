@@ -1,0 +1,356 @@
+"""Attention over a KV cache in the caller's own tensors: what ``flash_attn_with_kvcache`` of both versions does."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import arguments
+from ..checks.decode import MAX_Q_LEN
+from ..errors import ArgumentError, DtypeError, ShapeError
+from ..kv.cache import MAX_CACHE_ROWS, PagedKVCache
+from ..kv.formats import ROW_DIMS
+from ..ops import attention_varlen, decode
+from . import common
+
+_CACHE_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class _Cache(NamedTuple):
+    """Where the tokens of each sequence are.
+
+    Attributes
+    ----------
+    k, v : tensor, (rows, num_kv_heads, head_dim) by `flat`
+        The caller's, (batch, seqlen, ...) or (blocks, page, ...).
+    table : tensor, (batch, places)
+        Block of each part of a sequence, ``page`` tokens long; of a cache without blocks its row of the cache.
+    page, capacity : int
+        Tokens of a block, and of a sequence at most.
+    first : tensor, (batch,), or None
+        Position of a sequence's first key.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    page: int
+    capacity: int
+    first: torch.Tensor | None
+
+    def rows(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Numbers of the rows of tokens, counted through the whole cache."""
+        at = positions.long()
+        return self.table[sequences, at // self.page].long() * self.page + at % self.page
+
+
+def attend_cached(function: str, *arrays: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE, -inf where a row attends to nothing; the arguments as `compat.flash_attn` describes them.
+
+    Under torch.compile a break of the graph, as a call of the originals' kernels is.
+    """
+    if torch.compiler.is_compiling():
+        # Not as a decorator: that would import the compiler with this module.
+        return torch.compiler.disable(_attend)(function, *arrays, **options)
+    return _attend(function, *arrays, **options)
+
+
+@torch.no_grad()
+def _attend(
+    function: str,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    *,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    cache_seqlens: Any,
+    cache_batch_idx: Any,
+    cache_leftpad: Any,
+    block_table: Any,
+    table_name: str,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    rotary_interleaved: Any,
+    alibi_slopes: Any,
+    num_splits: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_arrays(function, q, k_cache, v_cache, k, v)
+    if arguments.check_int(num_splits, "num_splits", function) > 1:
+        common.refuse(
+            function, "the keys are divided on the device", "0, or 1 for bits that do not depend on the batch",
+            num_splits=(num_splits, None),
+        )  # fmt: skip
+    options = common.options_of(function, q, softmax_scale, causal, window_size, softcap, num_splits == 1)
+    cache = _cache_of(function, q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table, table_name)
+    lengths = _lengths(function, cache, cache_seqlens, q.shape[0], k)
+    mod = None
+    if alibi_slopes is not None:
+        first = 0 if cache.first is None else cache.first
+        total = lengths + (0 if k is None else k.shape[1])
+        mod = common.alibi(alibi_slopes, (total - first - q.shape[1]).int(), q.shape[0], q.shape[2], function)
+    rotate = _rotation(function, cache, rotary_cos, rotary_sin, rotary_interleaved, q, k)
+    if rotate is not None:
+        local = options["causal"] or options["window"] is not None
+        q = rotate(q, lengths[:, None] + (torch.arange(q.shape[1], device=q.device) if local else 0))
+    if k is not None:
+        positions = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
+        k = k if rotate is None else rotate(k, positions)
+        rows = cache.rows(torch.arange(q.shape[0], device=q.device)[:, None], positions)
+        for into, new in ((k_cache, k), (v_cache, v)):
+            into[rows // cache.page, rows % cache.page] = new
+        lengths = lengths + k.shape[1]
+    if mod is None and _lies_as_decode_reads_it(cache, q, options):
+        return _decode(cache, q, lengths, options)
+    return _gathered(cache, q, lengths, mod, options)
+
+
+# Checks: all of them before the cache is written
+
+
+def _check_arrays(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:
+    common.check_tensors(function, q=q, k_cache=k_cache, v_cache=v_cache)
+    common.check_rank(q, "q", "(batch, seqlen, heads, head_dim)", function)
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        common.check_rank(x, name, "(batch or blocks, tokens, heads, head_dim)", function)
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ArgumentError(name, "a contiguous last dimension", f"strides {x.stride()}", function=function)
+    if (k is None) != (v is None):
+        raise ArgumentError("k" if k is None else "v", "k and v, or neither", "one of them", function=function)
+    new = {} if k is None else {"k": k, "v": v}
+    common.check_tensors(function, **new)
+    heads, dim = k_cache.shape[2:]
+    if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
+        expected = f"head_dim a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}"
+        raise ShapeError("k_cache", expected, f"{dim}", function=function)
+    if q.shape[-1] != dim or heads < 1 or q.shape[2] % heads:
+        expected = f"head_dim {dim} and a multiple of {heads} heads, like k_cache"
+        raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=function)
+    for name, x in {"v_cache": v_cache, **new}.items():
+        tokens = k.shape[1] if name != "v_cache" and k.ndim > 1 else 0
+        shape = tuple(k_cache.shape) if name == "v_cache" else (q.shape[0], tokens, heads, dim)
+        if tuple(x.shape) != shape:
+            raise ShapeError(name, f"shape {shape}", f"{tuple(x.shape)}", function=function)
+    for name, x in {"k_cache": k_cache, "v_cache": v_cache, **new}.items():
+        if x.dtype != q.dtype:
+            raise DtypeError(name, f"{q.dtype}, like q", x.dtype, function=function)
+        if x.device != q.device:
+            raise ArgumentError(name, f"a tensor on {q.device}, like q", f"{x.device}", function=function)
+    allowed = (torch.float16, torch.bfloat16) + ((torch.float32, torch.float64) if q.device.type == "cpu" else ())
+    if q.dtype not in allowed:
+        raise DtypeError("q", " or ".join(map(str, allowed)), q.dtype, function=function)
+
+
+def _check_numbers(x: Any, name: str, shape: tuple[int | None, ...], q: torch.Tensor, function: str) -> torch.Tensor:
+    """An int32 tensor on q's device; None in ``shape`` is any extent from 1 on."""
+    common.check_tensors(function, **{name: x})
+    fits = x.ndim == len(shape) and all(n == m or (m is None and n > 0) for n, m in zip(x.shape, shape, strict=False))
+    if not fits:
+        expected = f"shape ({', '.join('max_blocks' if n is None else str(n) for n in shape)})"
+        raise ShapeError(name, expected, f"{tuple(x.shape)}", function=function)
+    if x.dtype != torch.int32:
+        raise DtypeError(name, "torch.int32", x.dtype, function=function)
+    if x.device != q.device:
+        raise ArgumentError(name, f"a tensor on {q.device}, like q", f"{x.device}", function=function)
+    return x
+
+
+def _cache_of(
+    function: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch_idx: Any,
+    leftpad: Any,
+    table: Any,
+    name: str,
+) -> _Cache:
+    batch, (blocks, page) = q.shape[0], k.shape[:2]
+    if table is not None:
+        for other, x in (("cache_batch_idx", batch_idx), ("cache_leftpad", leftpad)):
+            if x is not None:
+                raise ArgumentError(other, f"None with {name}", "a tensor", function=function)
+        table = _check_numbers(table, name, (batch, None), q, function)
+        return _Cache(k, v, table, page, table.shape[1] * page, None)
+    if leftpad is not None:
+        leftpad = _check_numbers(leftpad, "cache_leftpad", (batch,), q, function)
+    if batch_idx is not None:
+        places = _check_numbers(batch_idx, "cache_batch_idx", (batch,), q, function)
+        if places.device.type == "cpu" and batch and (int(places.min()) < 0 or int(places.max()) >= blocks):
+            raise ArgumentError("cache_batch_idx", f"0 to {blocks - 1}", f"{places.tolist()}", function=function)
+    elif batch > blocks:
+        raise ShapeError("k_cache", f"at least {batch} sequences, as q has", f"{blocks}", function=function)
+    else:
+        places = torch.arange(batch, dtype=torch.int32, device=q.device)
+    return _Cache(k, v, places[:, None], max(page, 1), page, leftpad)
+
+
+def _lengths(function: str, cache: _Cache, given: Any, batch: int, k: Any) -> torch.Tensor:
+    """Tokens before the new ones, (batch,), int32."""
+    new = 0 if k is None else k.shape[1]
+    name = "cache_seqlens"
+    if given is None:
+        if k is not None:
+            raise ArgumentError(name, "the lengths of the sequences, with k and v", "None", function=function)
+        given = cache.capacity
+    if not isinstance(given, torch.Tensor):
+        most = cache.capacity - new
+        if most < 0:
+            raise ArgumentError("k", f"at most {cache.capacity} tokens, as the cache has", f"{new}", function=function)
+        number = arguments.check_int(given, name, function, most=most)
+        return torch.full((batch,), number, dtype=torch.int32, device=cache.k.device)
+    lengths = _check_numbers(given, name, (batch,), cache.k, function)
+    if lengths.device.type == "cpu" and batch:
+        least = torch.zeros_like(lengths) if cache.first is None else cache.first
+        if int(least.min()) < 0 or bool((lengths < least).any()) or int(lengths.max()) + new > cache.capacity:
+            expected = f"from 0 (cache_leftpad) to {cache.capacity - new}, with room for {new} new tokens"
+            raise ArgumentError(name, expected, f"{lengths.tolist()}", function=function)
+        used = -(-(lengths + new) // cache.page)
+        for b, count in enumerate(used.tolist()):
+            blocks = cache.table[b, :count]
+            if count and (int(blocks.min()) < 0 or int(blocks.max()) >= cache.k.shape[0]):
+                expected = f"blocks 0 to {cache.k.shape[0] - 1}"
+                raise ArgumentError("block_table", expected, f"{blocks.tolist()} at {b}", function=function)
+    return lengths
+
+
+def _rotation(
+    function: str, cache: _Cache, cos: Any, sin: Any, interleaved: Any, q: torch.Tensor, k: Any
+) -> functools.partial[torch.Tensor] | None:
+    """(tensor, positions) -> tensor, rotated."""
+    interleaved = arguments.check_bool(interleaved, "rotary_interleaved", function)
+    if cos is None and sin is None:
+        return None
+    if cos is None or sin is None or k is None:
+        expected = "rotary_cos, rotary_sin, k and v together"
+        raise ArgumentError("rotary_cos", expected, "some of them without the others", function=function)
+    common.refuse(
+        function, "which positions are rotated behind padding is not documented", "keys rotated before the call",
+        cache_leftpad=(cache.first, None),
+    )  # fmt: skip
+    common.check_tensors(function, rotary_cos=cos, rotary_sin=sin)
+    if (
+        cos.ndim != 2
+        or cos.shape != sin.shape
+        or cos.shape[0] < cache.capacity
+        or not 0 < 2 * cos.shape[1] <= q.shape[-1]
+    ):
+        expected = f"two of one shape, at least {cache.capacity} positions and at most {q.shape[-1] // 2} pairs"
+        received = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        raise ShapeError("rotary_cos", expected, received, function=function)
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if x.device != q.device:
+            raise ArgumentError(name, f"a tensor on {q.device}, like q", f"{x.device}", function=function)
+    return functools.partial(_rotate, cos=cos, sin=sin, interleaved=interleaved)
+
+
+def _rotate(
+    x: torch.Tensor, positions: torch.Tensor, *, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """Channels in pairs, turned by the angle of their positions, (batch, tokens) or (batch, 1); computed in fp32."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    at = positions.long().clamp(0, cos.shape[0] - 1)
+    cos, sin = (t[at][:, :, None].to(wide) for t in (cos, sin))
+    pairs = cos.shape[-1]
+    turned, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
+    shape = (*x.shape[:-1], pairs, 2) if interleaved else (*x.shape[:-1], 2, pairs)
+    one, two = turned.reshape(shape).unbind(-1 if interleaved else -2)
+    made = torch.stack((one * cos - two * sin, one * sin + two * cos), dim=-1 if interleaved else -2)
+    return torch.cat((made.flatten(-2).to(x.dtype), rest), dim=-1)
+
+
+# Split-KV decoding, on the caller's memory
+
+
+def _lies_as_decode_reads_it(cache: _Cache, q: torch.Tensor, options: dict[str, Any]) -> bool:
+    """Whether `decode` can read the cache where it lies: few queries, rows of a size that it has, 16 bits."""
+    queries, dim = q.shape[1], q.shape[-1]
+    if cache.first is not None or not 1 <= queries <= MAX_Q_LEN or dim not in ROW_DIMS or q.dtype not in _CACHE_DTYPES:
+        return False
+    if 0 in (q.shape[0], cache.k.numel(), cache.capacity) or cache.k[..., 0].numel() > MAX_CACHE_ROWS:
+        return False
+    if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (cache.k, cache.v)):
+        return False
+    left, right = options["window"] or (-1, -1)
+    # One query has no keys behind it, and without any limit the order of queries does not matter.
+    return queries == 1 or options["causal"] or right == 0 or (left == -1 and right == -1)
+
+
+def _decode(
+    cache: _Cache, q: torch.Tensor, lengths: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, queries, heads, dim = q.shape
+    groups = cache.k.shape[2]
+    left, right = options["window"] or (-1, -1)
+    together = queries > 1 and not options["causal"] and right != 0
+    if together:  # queries that all see the same keys are as many more heads of one
+        q = q.unflatten(2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).reshape(batch, 1, heads * queries, dim)
+    out, lse = decode(
+        common.contiguous_rows(q), _on_memory(cache.k, cache.v), seq_lens=lengths.contiguous(),
+        block_table=_tokens(cache), window=None if left == -1 else (left, 0), softmax_scale=options["softmax_scale"],
+        softcap=options["softcap"], deterministic=options["deterministic"], return_lse=True,
+    )  # fmt: skip
+    if together:
+        out = out.reshape(batch, heads, queries, dim).transpose(1, 2)
+        lse = lse.reshape(batch, heads, queries)
+    return out, lse
+
+
+def _tokens(cache: _Cache) -> torch.Tensor:
+    """A table of blocks of one token: (batch, capacity), int32."""
+    within = torch.arange(cache.page, dtype=torch.int32, device=cache.k.device)
+    return (cache.table[:, :, None] * cache.page + within).flatten(1).contiguous()
+
+
+def _on_memory(k: torch.Tensor, v: torch.Tensor) -> PagedKVCache:
+    """A cache on the caller's tensors: (tokens, heads, head_dim) are blocks of one token, and nothing is copied."""
+    template = _template(k.shape[2], k.shape[3], _CACHE_DTYPES[k.dtype], k.device)
+    state = template.__getstate__()
+    planes = {"k": k, "v": v}
+    state["num_blocks"] = k.shape[0] * k.shape[1]
+    state["_planes"] = {
+        name: (argument, planes[name].detach().view(-1, k.shape[2], 1, k.shape[3]), readonly)
+        for name, (argument, _, readonly) in state["_planes"].items()
+    }
+    cache = PagedKVCache.__new__(PagedKVCache)
+    cache.__setstate__(state)
+    return cache
+
+
+@functools.lru_cache(maxsize=64)
+def _template(heads: int, dim: int, dtype: str, device: torch.device) -> PagedKVCache:
+    """One token's cache: everything about a cache but its memory."""
+    return PagedKVCache(1, 1, heads, dim, like=torch.empty(0, device=device), k_dtype=dtype)
+
+
+# Everything else: the keys of the cache as packed sequences
+
+
+def _gathered(
+    cache: _Cache, q: torch.Tensor, lengths: torch.Tensor, mod: Any, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, queries, heads, dim = q.shape
+    first = 0 if cache.first is None else cache.first
+    starts = torch.nn.functional.pad((lengths - first).clamp(0, cache.capacity).cumsum(0), (1, 0))
+    # On a GPU the lengths are not known here: as many rows as there can be.
+    total = int(starts[-1]) if q.device.type == "cpu" else batch * cache.capacity
+    row = torch.arange(total, device=q.device)
+    sequence = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, max(batch - 1, 0))
+    at = row - starts[sequence] + (0 if cache.first is None else cache.first[sequence])
+    rows = cache.rows(sequence, at.clamp(0, max(cache.capacity - 1, 0))).clamp(
+        0, max(cache.k[..., 0, 0].numel() - 1, 0)
+    )
+    k, v = (x[rows // cache.page, rows % cache.page] for x in (cache.k, cache.v))
+    out, lse = attention_varlen(
+        common.contiguous_rows(q).reshape(batch * queries, heads, dim), k, v,
+        cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries,
+        cu_seqlens_k=starts.int(), max_seqlen_q=queries, max_seqlen_k=cache.capacity, score_mod=mod, return_lse=True,
+        **options,
+    )  # fmt: skip
+    return out.reshape(batch, queries, heads, dim), lse.reshape(heads, batch, queries).transpose(0, 1).contiguous()

@@ -1,0 +1,275 @@
+"""What the drop-in modules share: checks of arguments that our functions do not have, padding, ALiBi, packed parts."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from .. import arguments
+from ..errors import ArgumentError, ShapeError, UnsupportedError
+from ..ops import ScoreMod, attention, attention_backward, attention_varlen, attention_varlen_backward
+
+#: Why there is no dropout.
+NO_DROPOUT = (
+    "the kernels draw no random numbers, and what the forward pass drops the backward pass would have to drop again"
+)
+
+
+def refuse_dropout(dropout_p: Any, function: str) -> None:
+    """Only 0 is served."""
+    if arguments.check_number(dropout_p, "dropout_p", function, least=0.0) > 0:
+        raise UnsupportedError(
+            f"{function}(): dropout_p={dropout_p!r}; {NO_DROPOUT}",
+            instead="dropout_p=0.0, and torch.nn.functional.dropout on the output of the layer",
+        )
+
+
+def refuse(function: str, reason: str, instead: str | None, **given: Any) -> None:
+    """Arguments that are served with their default only, None unless it is a number: ``name=(value, default)``."""
+    for name, (value, default) in given.items():
+        if value is default:
+            continue
+        if default is not None and isinstance(value, (bool, int, float)) and value == default:
+            continue
+        shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise UnsupportedError(f"{function}(): {name}={shown}; {reason}", instead=instead)
+
+
+def check_tensors(function: str, **given: Any) -> None:
+    """Tensors of torch, and nothing else: these functions are for its users."""
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(name, "a torch.Tensor", type(x).__name__, function=function)
+
+
+def check_rank(x: torch.Tensor, name: str, dims: str, function: str) -> None:
+    """``dims``: "(batch, seqlen, heads, head_dim)" say."""
+    rank = dims.count(",") + 1
+    if x.ndim != rank:
+        raise ShapeError(name, f"{rank} dimensions {dims}", f"shape {tuple(x.shape)}", function=function)
+
+
+def check_window(window_size: Any, function: str) -> tuple[int, int] | None:
+    """``window_size`` of FlashAttention as our ``window``; None without limits."""
+    expected = "(left, right), two integers >= -1 (-1: unlimited)"
+    try:
+        left, right = (operator.index(x) for x in window_size)
+    except (TypeError, ValueError):
+        raise ArgumentError("window_size", expected, repr(window_size), function=function) from None
+    if left < -1 or right < -1:
+        raise ArgumentError("window_size", expected, repr(window_size), function=function)
+    return None if (left, right) == (-1, -1) else (left, right)
+
+
+def softcap_of(softcap: Any, function: str) -> float:
+    """FlashAttention takes numbers up to 0 for no softcap."""
+    return max(arguments.check_number(softcap, "softcap", function), 0.0)
+
+
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """The tensor with its last dimension contiguous; a copy where it is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k, v with contiguous rows, and zeros behind each up to a multiple of 8 channels, which change no score."""
+    missing = -tensors[0].shape[-1] % 8
+    if missing:
+        return tuple(functional.pad(x, (0, missing)) for x in tensors)
+    return tuple(contiguous_rows(x) for x in tensors)
+
+
+def alibi(slopes: Any, shift: torch.Tensor, batch: int, heads: int, function: str) -> ScoreMod:
+    """The bias -slope * |i + shift - j| of query i and key j; ``shift``, (batch,): keys minus queries of a sequence."""
+    check_tensors(function, alibi_slopes=slopes)
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        expected = f"shape ({heads},) or ({batch}, {heads}): (nheads,) or (batch, nheads)"
+        raise ShapeError("alibi_slopes", expected, f"{tuple(slopes.shape)}", function=function)
+    return ScoreMod(
+        "score - slopes(b, h) * fabsf(float(q + shift[b] - k))",
+        reference=_alibi, grad="1.0f", reference_grad=_one, slopes=slopes.expand(batch, heads), shift=shift,
+    )  # fmt: skip
+
+
+def _alibi(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, shift: Any) -> Any:
+    return score - slopes[b, h] * abs(q + shift[b] - k)
+
+
+def _one(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, shift: Any) -> Any:
+    return np.ones_like(score)
+
+
+def attend(
+    function: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    packed: dict[str, Any] | None = None,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: Any = False,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attention`, or with ``packed`` `attention_varlen`, with FlashAttention's arguments; LSE as ours."""
+    check_tensors(function, q=q, k=k, v=v)
+    dims = "(batch, seqlen, heads, head_dim)" if packed is None else "(total, heads, head_dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_rank(x, name, dims, function)
+    options = options_of(function, q, softmax_scale, causal, window_size, softcap, deterministic)
+    if alibi_slopes is not None:
+        options["score_mod"] = alibi_of(function, q, k, alibi_slopes, packed)
+    dim = q.shape[-1]
+    q, k, v = padded(q, k, v)
+    if packed is None:
+        results = attention(q, k, v, return_lse=return_lse, **options)
+    else:
+        results = attention_varlen(q, k, v, return_lse=return_lse, **packed, **options)
+    out, lse = results if return_lse else (results, None)
+    return (out if out.shape[-1] == dim else out[..., :dim]), lse
+
+
+def options_of(
+    function: str, q: torch.Tensor, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any
+) -> dict[str, Any]:
+    """Options that `attention` and `attention_backward` share."""
+    return {
+        "softmax_scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        "causal": arguments.check_bool(causal, "causal", function), "window": check_window(window_size, function),
+        "softcap": softcap_of(softcap, function),
+        "deterministic": arguments.check_bool(deterministic, "deterministic", function),
+    }  # fmt: skip
+
+
+def alibi_of(function: str, q: torch.Tensor, k: torch.Tensor, slopes: Any, packed: dict[str, Any] | None) -> ScoreMod:
+    """ALiBi of q and k as they are given."""
+    if packed is not None:
+        cu_q, cu_k = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
+        check_tensors(function, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        if cu_q.shape != cu_k.shape:
+            expected = f"shape {tuple(cu_q.shape)}, like cu_seqlens_q"
+            raise ShapeError("cu_seqlens_k", expected, f"{tuple(cu_k.shape)}", function=function)
+        shift = cu_k.diff() - cu_q.diff()
+        return alibi(slopes, shift, shift.shape[0], q.shape[-2], function)
+    batch = q.shape[0]
+    shift = torch.full((batch,), k.shape[1] - q.shape[1], dtype=torch.int32, device=q.device)
+    return alibi(slopes, shift, batch, q.shape[-2], function)
+
+
+def some_row_is_empty(q: torch.Tensor, k: torch.Tensor, causal: Any, window_size: Any) -> bool:
+    """Whether a query of a batch can attend to nothing: only where there are more queries than keys."""
+    queries, keys = q.shape[1], k.shape[1]
+    return keys == 0 or (queries > keys and (bool(causal) or max(window_size) >= 0))
+
+
+def infinite(lse: torch.Tensor) -> torch.Tensor:
+    """LSE in FlashAttention-2's convention: +inf where a row attends to nothing."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def ours(lse: torch.Tensor) -> torch.Tensor:
+    """LSE of FlashAttention-2's convention, or ours, in ours: -inf; contiguous along the sequence."""
+    return lse.masked_fill(lse == math.inf, -math.inf).contiguous()
+
+
+# FlashAttention-2
+
+
+def parts(x: Any, name: str, count: int, dims: str, function: str) -> tuple[torch.Tensor, ...]:
+    """The tensors in a packed one. The backward of unbind writes one gradient for all, without adding."""
+    check_tensors(function, **{name: x})
+    check_rank(x, name, dims, function)
+    if x.shape[-3] != count:
+        raise ShapeError(
+            name, f"{count} in the third dimension from the end, {dims}", f"{tuple(x.shape)}", function=function
+        )
+    return x.unbind(-3)
+
+
+def packed_of(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> dict[str, Any]:
+    """What `attention_varlen` calls them."""
+    return {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }  # fmt: skip
+
+
+def refuse_blocks(function: str, **given: Any) -> None:
+    """Keys of packed sequences lie one behind the other."""
+    refuse(
+        function, "omniattn.attention_varlen takes keys that lie one behind the other",
+        "flash_attn_with_kvcache, or keys gathered into packed sequences",
+        **{name: (x, None) for name, x in given.items()},
+    )  # fmt: skip
+
+
+def func(
+    function: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    packed: dict[str, Any] | None,
+    dropout_p: Any,
+    return_attn_probs: Any,
+    **options: Any,
+) -> Any:
+    """out, or (out, LSE, S_dmask)."""
+    refuse_dropout(dropout_p, function)
+    if not arguments.check_bool(return_attn_probs, "return_attn_probs", function):
+        return attend(function, q, k, v, packed=packed, **options)[0]
+    out, lse = attend(function, q, k, v, packed=packed, return_lse=True, **options)
+    assert lse is not None
+    if packed is not None or some_row_is_empty(q, k, options["causal"], options["window_size"]):
+        lse = infinite(lse)
+    return out, lse, q.new_empty((0,))
+
+
+@torch.no_grad()
+def forward(
+    function: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    packed: dict[str, Any] | None,
+    dropout_p: Any,
+    return_softmax: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, LSE, S_dmask, rng_state, without gradients."""
+    refuse(
+        function, "the probabilities are never in memory", "return_softmax=False, as without dropout",
+        return_softmax=(return_softmax, False),
+    )  # fmt: skip
+    out, lse, none = func(function, q, k, v, packed, dropout_p, True, **options)
+    return out, lse, none, q.new_empty((2,), dtype=torch.int64)
+
+
+@torch.no_grad()
+def backward(
+    function: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, into: tuple[Any, Any, Any],
+    packed: dict[str, Any] | None, dropout_p: Any, alibi_slopes: Any, score: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """Gradients into the tensors of ``into`` that are not None."""
+    refuse_dropout(dropout_p, function)
+    check_tensors(function, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
+    given = {name: x for name, x in zip(("dq", "dk", "dv"), into, strict=True) if x is not None}
+    if not given:
+        raise ArgumentError("dq", "a tensor to write, in dq, dk or dv", "None in all of them", function=function)
+    check_tensors(function, **given)
+    dims = "(batch, seqlen, heads, head_dim)" if packed is None else "(total, heads, head_dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_rank(x, name, dims, function)
+    options = options_of(function, q, *score)
+    if alibi_slopes is not None:
+        options["score_mod"] = alibi_of(function, q, k, alibi_slopes, packed)
+    q, k, v, out = (contiguous_rows(x) for x in (q, k, v, out))
+    run = attention_backward if packed is None else attention_varlen_backward
+    run(dout, q, k, v, out, ours(lse), wanted=tuple(given), **given, **(packed or {}), **options)

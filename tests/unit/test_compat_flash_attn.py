@@ -1,0 +1,326 @@
+"""omniattn.compat.flash_attn and flash_attn_interface in the manner of FlashAttention's own tests, on the CPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+from omniattn.compat import common  # noqa: E402
+from omniattn.compat import flash_attn as fa2  # noqa: E402
+from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
+from tests.unit.compat_cases import close, naive, packed_naive, randoms, starts  # noqa: E402
+
+pytestmark = pytest.mark.frameworks
+
+#: float64 arithmetic; LSE is float32.
+EXACT, OF_LSE = 1e-10, 2e-6
+SLOPES = torch.tensor([[0.1, 0.5, 0.0, 1.0], [0.3, 0.2, 0.9, 0.4]])
+SCORES: list[dict[str, Any]] = [
+    {}, {"causal": True}, {"window": (2, 1)}, {"window": (0, -1)}, {"causal": True, "window": (1, -1)},
+    {"softcap": 0.7}, {"scale": -0.3}, {"slopes": SLOPES[0]}, {"slopes": SLOPES, "causal": True, "softcap": 2.0},
+]  # fmt: skip
+
+
+def flash_options(score: dict[str, Any]) -> dict[str, Any]:
+    """The same in FlashAttention's names."""
+    names = {"window": "window_size", "scale": "softmax_scale", "slopes": "alibi_slopes"}
+    return {names.get(name, name): value for name, value in score.items()}
+
+
+def in_fa2(lse: torch.Tensor) -> torch.Tensor:
+    return torch.where(lse == -math.inf, math.inf, lse)
+
+
+def agree(made: Any, expected: Any, leaves: list[Any], lse_of: Any = None) -> None:
+    """o, LSE and the gradients of a loss of both."""
+    (o, lse, *_), (ref, ref_lse) = made, expected
+    assert close(o, ref, EXACT)
+    assert lse.dtype == torch.float32
+    assert close(lse.double(), (lse_of or (lambda x: x))(ref_lse), OF_LSE)
+    weights = torch.linspace(-1, 2, o.numel(), dtype=o.dtype).reshape(o.shape)
+    for loss_of in (
+        lambda o, lse: (o * weights).sum(),
+        lambda o, lse: o.sum() + lse[lse.isfinite()].double().cos().sum(),
+    ):
+        got, want = (torch.autograd.grad(loss_of(*pair), leaves, retain_graph=True) for pair in ((o, lse), expected))
+        for a, b in zip(got, want, strict=True):
+            assert close(a, b, 1e-5)  # they are made of LSE, which is float32
+
+
+@pytest.mark.parametrize("score", SCORES, ids=str)
+@pytest.mark.parametrize(("sq", "sk", "heads_kv", "dim"), [(5, 5, 4, 8), (3, 7, 2, 16), (6, 4, 1, 12)])
+def test_flash_attn_func(score: dict[str, Any], sq: int, sk: int, heads_kv: int, dim: int) -> None:
+    q, k, v = leaves = randoms((2, sq, 4, dim), (2, sk, heads_kv, dim), (2, sk, heads_kv, dim), grad=True)
+    options = flash_options(score)
+    expected = naive(q, k, v, **score)
+    made = fa2.flash_attn_func(q, k, v, return_attn_probs=True, deterministic=True, **options)
+    agree(made, expected, leaves, in_fa2)
+    assert len(made) == 3
+    assert made[2].shape == (0,)
+    assert made[2].dtype == q.dtype
+    assert torch.equal(fa2.flash_attn_func(q, k, v, **options), made[0])
+    if "alibi_slopes" not in options:
+        agree(fa3.flash_attn_func(q, k, v, return_attn_probs=True, **options), expected, leaves)
+        assert torch.equal(fa3.flash_attn_func(q, k, v, num_splits=0, **options), made[0])
+
+
+@pytest.mark.parametrize("score", SCORES, ids=str)
+def test_varlen(score: dict[str, Any]) -> None:
+    lengths_q, lengths_k = [3, 0, 4], [5, 2, 0]
+    slopes = score.get("slopes")
+    score = (
+        score if slopes is None else score | {"slopes": torch.cat([SLOPES, SLOPES[:1]]) if slopes.ndim == 2 else slopes}
+    )
+    q, k, v = leaves = randoms((7, 4, 8), (7, 2, 8), (7, 2, 8), grad=True)
+    call = (q, k, v, starts(lengths_q), starts(lengths_k), 4, 5)
+    options = flash_options(score)
+    expected = packed_naive(q, k, v, lengths_q, lengths_k, **score)
+    made = fa2.flash_attn_varlen_func(*call, return_attn_probs=True, **options)
+    agree(made, expected, leaves, in_fa2)
+    assert bool((made[1][:, 3:] == math.inf).all())  # no keys
+    assert torch.equal(fa2.flash_attn_varlen_func(*call, **options), made[0])
+    if slopes is None:
+        made = fa3.flash_attn_varlen_func(*call, return_attn_probs=True, **options)
+        agree(made, expected, leaves)
+        assert bool((made[1][:, 3:] == -math.inf).all())
+
+
+def test_packed_arguments() -> None:
+    """q, k, v in one tensor: the same bits, and one gradient."""
+    score = {"causal": True, "softcap": 3.0, "return_attn_probs": True}
+    (qkv,) = randoms((2, 5, 3, 4, 8), grad=True)
+    q, k, v = qkv.detach().requires_grad_().unbind(2)
+    expected = fa2.flash_attn_func(q, k, v, **score)
+
+    def same(made: Any, leaf: Any, parts: list[Any], plain: Any) -> None:
+        assert all(torch.equal(a, b) for a, b in zip(made, plain, strict=True))
+        (gradient,) = torch.autograd.grad(made[0].square().sum(), [leaf])
+        of_parts = torch.autograd.grad(plain[0].square().sum(), parts, retain_graph=True)
+        assert torch.equal(gradient, torch.stack(of_parts, dim=-3))
+
+    same(fa2.flash_attn_qkvpacked_func(qkv, **score), qkv, [q, k, v], expected)
+    same(fa3.flash_attn_qkvpacked_func(qkv, **score), qkv, [q, k, v], fa3.flash_attn_func(q, k, v, **score))
+    kv = torch.stack([k, v], dim=2).detach().requires_grad_()
+    same(fa2.flash_attn_kvpacked_func(q, kv, **score), kv, [k, v], expected)
+    grouped = torch.cat([q, k[:, :, :2], v[:, :, :2]], dim=2).detach().requires_grad_()
+    made = fa3.flash_attn_qkvpacked_func(grouped, num_heads_q=4, **score)
+    assert torch.equal(made[0], fa3.flash_attn_func(q, k[:, :, :2], v[:, :, :2], **score)[0])
+    made[0].sum().backward()
+    assert grouped.grad.shape == grouped.shape
+
+    cu = starts([4, 6])
+    flat = qkv.detach().flatten(0, 1).requires_grad_()
+    q, k, v = flat.detach().requires_grad_().unbind(1)
+    expected = fa2.flash_attn_varlen_func(q, k, v, cu, cu, 6, 6, **score)
+    same(fa2.flash_attn_varlen_qkvpacked_func(flat, cu, 6, **score), flat, [q, k, v], expected)
+    kv = torch.stack([k, v], dim=1).detach().requires_grad_()
+    same(fa2.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 6, 6, **score), kv, [k, v], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: Any) -> None:
+    q, k, v = leaves = randoms((2, 9, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), dtype=dtype, grad=True)
+    o = fa2.flash_attn_func(q, k, v, causal=True)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    ref, _ = naive(*wide, causal=True)
+    plain, _ = naive(q, k, v, causal=True)
+    assert o.dtype == dtype
+    assert (o.double() - ref).abs().max() <= 2 * (plain.double() - ref).abs().max() + 1e-5
+    grads = [torch.autograd.grad(x.double().sum(), y) for x, y in ((o, leaves), (ref, wide), (plain, leaves))]
+    for got, want, base in zip(*grads, strict=True):
+        assert (got.double() - want).abs().max() <= 2 * (base.double() - want).abs().max() + 1e-5
+
+
+# Forward and backward of ring projects
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("infinity", [math.inf, -math.inf])
+def test_two_halves_of_the_keys(packed: bool, infinity: float) -> None:
+    """A ring of two steps: LSE and out are those of all keys when the gradients of a half are computed."""
+    (do,) = randoms((2, 6, 4, 8), seed=1)
+    q, k, v = leaves = randoms((2, 6, 4, 8), (2, 10, 2, 8), (2, 10, 2, 8), grad=True)
+    mask = torch.ones(6, 10, dtype=torch.bool)
+    mask[:, 5:] = mask[:, 5:].tril(-1)  # the second half causally, shifted: the first query sees none of it
+    ref, ref_lse = naive(q, k, v, mask=mask)
+    want = torch.autograd.grad((ref * do).sum(), leaves)
+    cu_q, cu_k = starts([6, 6]), starts([5, 5])
+
+    def shaped(x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, 1) if packed else x
+
+    def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x[:, :5].contiguous(), x[:, 5:].contiguous()]
+
+    outs, lses = [], []
+    for i, (k_i, v_i) in enumerate(zip(parts_of(k), parts_of(v), strict=True)):
+        window = (-1, -1) if i == 0 else (-1, 0)
+        score = (0.0, 8**-0.5, False, *window, 0.0, None)
+        if packed:
+            made = fa2._flash_attn_varlen_forward(shaped(q), shaped(k_i), shaped(v_i), cu_q, cu_k, 6, 5, *score, False)
+            out, lse = made[0].unflatten(0, (2, 6)), made[1].unflatten(1, (2, 6)).transpose(0, 1)
+        else:
+            made = fa2._flash_attn_forward(q, k_i, v_i, *score, False)
+            out, lse = made[:2]
+        assert len(made) == 4
+        assert made[2].shape == (0,)
+        assert made[3].dtype == torch.int64
+        assert not out.requires_grad
+        outs.append(out)
+        lses.append(torch.where(lse == math.inf, -math.inf, lse).double())
+        assert bool((lse[..., 0] == math.inf).all()) == (i == 1)
+    lse = torch.logaddexp(*lses)
+    out = sum(o * torch.exp(part - lse).transpose(1, 2)[..., None] for o, part in zip(outs, lses, strict=True))
+    assert close(out, ref, 1e-6)
+    assert close(lse, ref_lse, OF_LSE)
+    lse = lse.float().masked_fill(lse == -math.inf, infinity)
+    got = [torch.zeros_like(x) for x in leaves]
+    for i, (k_i, v_i) in enumerate(zip(parts_of(k), parts_of(v), strict=True)):
+        window = (-1, -1) if i == 0 else (-1, 0)
+        score = (0.0, 8**-0.5, False, *window, 0.0, None, True, None)
+        into = [torch.full_like(x.detach(), math.nan) for x in (shaped(q), shaped(k_i), shaped(v_i))]
+        if packed:
+            flat = lse.transpose(0, 1).flatten(1)
+            call = [shaped(x) for x in (do, q, k_i, v_i, out)]
+            fa2._flash_attn_varlen_backward(*call, flat, *into, cu_q, cu_k, 6, 5, *score)
+        else:  # not contiguous along the sequence, as some rings keep it
+            strange = lse.transpose(1, 2).contiguous().transpose(1, 2)
+            fa2._flash_attn_backward(do, q, k_i, v_i, out, strange, *into, *score)
+        dq, dk, dv = (x.unflatten(0, (2, -1)) if packed else x for x in into)
+        got[0] += dq
+        got[1][:, 5 * i : 5 * i + 5] = dk
+        got[2][:, 5 * i : 5 * i + 5] = dv
+    for a, b in zip(got, want, strict=True):
+        assert close(a, b, 1e-5)
+
+
+def test_lse_of_both_conventions() -> None:
+    lse = torch.tensor([[1.0, math.inf], [-math.inf, 2.0]]).T
+    assert torch.equal(common.ours(lse), torch.tensor([[1.0, -math.inf], [-math.inf, 2.0]]))
+    assert common.ours(lse).is_contiguous()
+    assert torch.equal(common.infinite(lse), torch.tensor([[1.0, math.inf], [math.inf, 2.0]]))
+
+
+def test_backward_of_some_and_with_alibi() -> None:
+    q, k, v, do = randoms((2, 5, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8), (2, 5, 4, 8), grad=True)
+    ref, _ = naive(q, k, v, causal=True, slopes=SLOPES)
+    want = torch.autograd.grad((ref * do).sum(), [q, k, v])
+    out, lse, *_ = fa2._wrapped_flash_attn_forward(q, k, v, 0.0, 8**-0.5, True, -1, -1, 0.0, SLOPES, False)
+    packed = torch.full((2, 6, 2, 2, 8), math.nan, dtype=q.dtype)
+    more = (0.0, 8**-0.5, True, -1, -1, 0.0, SLOPES, True)
+    assert fa2._wrapped_flash_attn_backward(do, q, k, v, out, lse, None, *packed.unbind(2), *more) is None
+    assert close(packed[:, :, 0], want[1], 1e-6)
+    assert close(packed[:, :, 1], want[2], 1e-6)
+    with pytest.raises(ArgumentError, match="a tensor to write"):
+        fa2._flash_attn_backward(do, q, k, v, out, lse, None, None, None, *more)
+
+
+def test_combine() -> None:
+    out, lse = randoms((3, 2, 5, 4, 8), (3, 2, 5, 4), dtype=torch.float32)
+    lse[1, 0] = -math.inf
+    lse[:, 1, 2] = -math.inf
+    out[1, 0] = math.nan
+    weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0)
+    expected = (weights[..., None] * out.nan_to_num(0)).sum(0)
+    made, made_lse = fa3.flash_attn_combine(out, lse)
+    assert close(made, expected, 1e-6)
+    assert close(made_lse, lse.logsumexp(0), 1e-6)
+    into = torch.full((2, 5, 4, 8), math.nan, dtype=torch.bfloat16)
+    assert fa3.flash_attn_combine(out, lse, into, torch.bfloat16)[0] is into
+    assert torch.equal(into, made.bfloat16())
+    assert torch.equal(fa3.flash_attn_combine(out, lse, None, torch.float16)[0], made.half())
+    one, _ = fa3.flash_attn_combine(out[1:2], lse[1:2])
+    assert bool((one[0] == 0).all())
+    with pytest.raises(ShapeError, match="lse_partial"):
+        fa3.flash_attn_combine(out, lse[:, :, :, :1])
+    with pytest.raises(ArgumentError, match="out_dtype"):
+        fa3.flash_attn_combine(out, lse, into, torch.float16)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"dropout_p": 0.1}, UnsupportedError, "the backward pass would have to drop again"),
+        ({"dropout_p": -1}, ArgumentError, "dropout_p"),
+        ({"window_size": (3,)}, ArgumentError, "window_size"),
+        ({"window_size": (-2, 0)}, ArgumentError, "window_size"),
+        ({"alibi_slopes": torch.zeros(3)}, ShapeError, "alibi_slopes"),
+        ({"alibi_slopes": [0.1] * 4}, ArgumentError, "alibi_slopes"),
+        ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, UnsupportedError, "slopes"),
+        ({"softcap": math.nan}, ArgumentError, "softcap"),
+        ({"causal": 1}, ArgumentError, "causal"),
+        ({"return_attn_probs": "yes"}, ArgumentError, "return_attn_probs"),
+    ],
+    ids=str,
+)
+def test_errors_of_fa2(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    q, k, v = randoms((2, 5, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8), grad=True)
+    with pytest.raises(error, match=text):
+        fa2.flash_attn_func(q, k, v, **arguments)
+
+
+def test_more_errors_of_fa2() -> None:
+    q, k, v = randoms((5, 4, 8), (5, 2, 8), (5, 2, 8))
+    call = (q, k, v, starts([5]), starts([5]), 5, 5)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=r"block_table=a tensor.*flash_attn_with_kvcache"):
+        fa2.flash_attn_varlen_func(*call, block_table=table)
+    for name in ("block_table", "leftpad_k", "seqused_k"):
+        with pytest.raises(UnsupportedError, match=name):
+            fa2._flash_attn_varlen_forward(*call, 0.0, 1.0, False, **{name: table})
+    with pytest.raises(UnsupportedError, match="return_softmax=True"):
+        fa2._flash_attn_varlen_forward(*call, 0.0, 1.0, False, return_softmax=True)
+    with pytest.raises(ShapeError, match="cu_seqlens_k"):
+        fa2.flash_attn_varlen_func(q, k, v, starts([5]), starts([2, 3]), 5, 5, alibi_slopes=torch.zeros(4))
+    with pytest.raises(ShapeError, match="q"):
+        fa2.flash_attn_func(q, k, v)
+    with pytest.raises(ArgumentError, match=r"a torch\.Tensor"):
+        fa2.flash_attn_func(q[None].numpy(), k[None], v[None])
+    with pytest.raises(ShapeError, match="qkv"):
+        fa2.flash_attn_qkvpacked_func(torch.zeros(2, 5, 2, 4, 8))
+    assert not fa2.flash_attn_func(q[None], k[None], v[None], softcap=-1.0).isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"qv": torch.zeros(1)}, "qv=a tensor"),
+        ({"q_descale": torch.ones(1)}, "no fp8 kernels"),
+        ({"v_descale": torch.ones(1)}, "no fp8 kernels"),
+        ({"attention_chunk": 4}, "attention_chunk=4"),
+        ({"num_splits": 2}, "num_splits=2"),
+        ({"pack_gqa": False}, "pack_gqa=False"),
+        ({"sm_margin": 8}, "sm_margin=8"),
+    ],
+    ids=str,
+)
+def test_errors_of_fa3(arguments: dict[str, Any], text: str) -> None:
+    q, k, v = randoms((5, 4, 8), (5, 2, 8), (5, 2, 8))
+    with pytest.raises(UnsupportedError, match=text):
+        fa3.flash_attn_func(q[None], k[None], v[None], **arguments)
+    with pytest.raises(UnsupportedError, match=text):
+        fa3.flash_attn_varlen_func(q, k, v, starts([5]), starts([5]), 5, 5, **arguments)
+
+
+def test_more_errors_of_fa3() -> None:
+    q, k, v = randoms((5, 4, 8), (5, 2, 8), (5, 2, 8))
+    used = torch.tensor([3], dtype=torch.int32)
+    for name in ("seqused_q", "seqused_k"):
+        with pytest.raises(UnsupportedError, match=name):
+            fa3.flash_attn_varlen_func(q, k, v, starts([5]), starts([5]), 5, 5, **{name: used})
+    with pytest.raises(UnsupportedError, match="no metadata"):
+        fa3.get_scheduler_metadata(1, 1, 5, 4, 2, 64, used)
+    with pytest.raises(ShapeError, match="as many of k as of v"):
+        fa3.flash_attn_qkvpacked_func(torch.zeros(1, 5, 7, 8), num_heads_q=4)
+    with pytest.raises(ArgumentError, match="num_heads_q"):
+        fa3.flash_attn_qkvpacked_func(torch.zeros(1, 5, 8, 8))
+    with pytest.raises(ArgumentError, match="num_heads_q"):
+        fa3.flash_attn_qkvpacked_func(torch.zeros(1, 5, 3, 4, 8), num_heads_q=4)

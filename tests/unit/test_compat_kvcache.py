@@ -1,0 +1,262 @@
+"""flash_attn_with_kvcache of both versions, on the CPU: caches of every kind, updated in place."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+from omniattn.compat import cached  # noqa: E402
+from omniattn.compat import flash_attn as fa2  # noqa: E402
+from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
+from tests.unit.compat_cases import close, naive, randoms  # noqa: E402
+
+pytestmark = pytest.mark.frameworks
+
+HEADS, KV, CAPACITY, PAGE = 4, 2, 16, 4
+BEFORE = [3, 0, 9]
+SLOPES = torch.tensor([0.1, 0.5, 0.0, 1.0])
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Sequences:
+    """Three sequences of tokens, and a cache of some kind that holds the first of them; NaN everywhere else."""
+
+    def __init__(self, kind: str, dim: int, dtype: Any, new: int) -> None:
+        self.new, self.dtype = new, dtype
+        shape = (3, CAPACITY, KV, dim)
+        self.k, self.v, self.k_new, self.v_new = randoms(
+            shape, shape, (3, new, KV, dim), (3, new, KV, dim), dtype=dtype
+        )
+        self.first = [2, 0, 5] if kind == "leftpad" else [0, 0, 0]
+        rows = 3 * CAPACITY // PAGE + 2 if kind == "paged" else 5 if kind == "batch_idx" else 3
+        tokens = PAGE if kind == "paged" else CAPACITY
+        self.caches = [torch.full((rows, tokens, KV, dim), math.nan, dtype=dtype) for _ in range(2)]
+        if kind == "strided":
+            self.caches = [torch.full((3, KV, CAPACITY, dim), math.nan, dtype=dtype).transpose(1, 2) for _ in range(2)]
+        self.options: dict[str, Any] = {"cache_seqlens": int32(*BEFORE)}
+        order = [4, 0, 2] if kind == "batch_idx" else [0, 1, 2]
+        if kind == "paged":
+            shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+            self.table = shuffled[: 3 * CAPACITY // PAGE].reshape(3, -1).int()
+            self.options["block_table"] = self.table
+        if kind == "batch_idx":
+            self.options["cache_batch_idx"] = int32(*order)
+        if kind == "leftpad":
+            self.options["cache_leftpad"] = int32(*self.first)
+            self.options["cache_seqlens"] = int32(*(max(a, b) for a, b in zip(BEFORE, self.first, strict=True)))
+        self.before = self.options["cache_seqlens"].tolist()
+        self.places = [
+            [(int(self.table[b, t // PAGE]), t % PAGE) if kind == "paged" else (order[b], t) for t in range(CAPACITY)]
+            for b in range(3)
+        ]  # fmt: skip
+        for cache, source in zip(self.caches, (self.k, self.v), strict=True):
+            for b in range(3):
+                for t in range(self.first[b], self.before[b]):
+                    cache[self.places[b][t]] = source[b, t]
+
+    def held(self, b: int, k_new: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that a query of sequence b may see, new ones included."""
+        old = slice(self.first[b], self.before[b])
+        news = (self.k_new[b] if k_new is None else k_new[b], self.v_new[b]) if self.new else (self.k[b, :0],) * 2
+        return torch.cat([self.k[b, old], news[0]])[None], torch.cat([self.v[b, old], news[1]])[None]
+
+    def check(self, q: Any, out: Any, lse: Any, score: dict[str, Any], k_new: Any = None) -> None:
+        """Output, LSE, and the cache: new tokens at their places, and nothing else written."""
+        bound = 1e-6 if self.dtype == torch.float32 else 2e-2 if self.dtype == torch.bfloat16 else 3e-3
+        for b in range(3):
+            k, v = self.held(b, k_new)
+            ref, ref_lse = naive(q[b : b + 1].double(), k.double(), v.double(), **score)
+            assert close(out[b : b + 1].double(), ref, bound)
+            assert close(lse[b : b + 1].double(), ref_lse, 3e-5)
+        for cache, source in zip(self.caches, (self.k_new if k_new is None else k_new, self.v_new), strict=True):
+            written = ~cache.isnan().all(-1).all(-1)
+            assert int(written.sum()) == sum(self.before) - sum(self.first) + 3 * self.new
+            for b in range(3):
+                for i in range(self.new):
+                    assert close(
+                        cache[self.places[b][self.before[b] + i]], source[b, i], 1e-6 if k_new is not None else 0
+                    )
+
+
+SCORES: list[dict[str, Any]] = [
+    {}, {"causal": True}, {"causal": True, "window": (2, 0), "softcap": 1.5}, {"window": (1, 1)}, {"scale": 0.4},
+    {"slopes": SLOPES, "causal": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(24, torch.float32), (64, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "batch_idx", "paged", "leftpad", "strided"])
+@pytest.mark.parametrize(("queries", "new"), [(1, 1), (3, 3), (2, 0)])
+def test_caches(
+    kind: str, dim: int, dtype: Any, queries: int, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    read_in_place: list[bool] = []
+    decode, gathered = cached._decode, cached._gathered
+    monkeypatch.setattr(cached, "_decode", lambda *x: read_in_place.append(True) or decode(*x))
+    monkeypatch.setattr(cached, "_gathered", lambda *x: read_in_place.append(False) or gathered(*x))
+    for score in SCORES:
+        x = Sequences(kind, dim, dtype, new)
+        (q,) = randoms((3, queries, HEADS, dim), seed=7, dtype=dtype)
+        names = {"window": "window_size", "scale": "softmax_scale", "slopes": "alibi_slopes"}
+        options = x.options | {names.get(name, name): value for name, value in score.items()}
+        news = (x.k_new, x.v_new) if new else ()
+        out, lse = fa2.flash_attn_with_kvcache(q, *x.caches, *news, return_softmax_lse=True, **options)
+        assert not (lse == -math.inf).any()
+        x.check(q, out, lse.masked_fill(lse == math.inf, -math.inf), score)
+        possible = dtype != torch.float32 and kind in ("plain", "batch_idx", "paged") and "slopes" not in score
+        ordered = queries == 1 or score.get("window") != (1, 1)
+        assert read_in_place.pop() == (possible and ordered)
+        if "slopes" not in score:
+            x = Sequences(kind, dim, dtype, new)
+            options = x.options | options | {"page_table": x.options.get("block_table")}
+            options.pop("block_table", None)
+            made = fa3.flash_attn_with_kvcache(q, *x.caches, *news, return_softmax_lse=True, num_splits=1, **options)
+            assert len(made) == 4
+            assert made[2].numel() == made[3].numel() == 0
+            x.check(q, *made[:2], score)
+
+
+def rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: list[int], interleaved: bool
+) -> torch.Tensor:
+    """(tokens, heads, dim), each channel on its own."""
+    made, pairs = x.clone(), cos.shape[1]
+    for t, at in enumerate(positions):
+        for i in range(pairs):
+            one, two = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+            a, b = x[t, :, one].double(), x[t, :, two].double()
+            made[t, :, one] = a * cos[at, i] - b * sin[at, i]
+            made[t, :, two] = a * sin[at, i] + b * cos[at, i]
+    return made
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "paged"])
+def test_rotary(kind: str, causal: bool, interleaved: bool) -> None:
+    x = Sequences(kind, 24, torch.float32, 2)
+    (q,) = randoms((3, 2, HEADS, 24), seed=7, dtype=torch.float32)
+    angles = torch.arange(CAPACITY)[:, None] / torch.tensor([1.0, 2.0, 5.0, 9.0])
+    cos, sin = angles.cos(), angles.sin()
+    out, lse = fa2.flash_attn_with_kvcache(
+        q, *x.caches, x.k_new, x.v_new, cos, sin, causal=causal, rotary_interleaved=interleaved,
+        return_softmax_lse=True, **x.options,
+    )  # fmt: skip
+    new_q, new_k = (
+        torch.stack([
+            rotated(t[b], cos, sin, [n + i for i in range(2)] if moving else [n, n], interleaved)
+            for b, n in enumerate(BEFORE)
+        ])
+        for t, moving in ((q, causal), (x.k_new, True))
+    )  # fmt: skip
+    x.check(new_q, out, lse, {"causal": causal}, new_k)
+
+
+def test_lengths() -> None:
+    """An integer, none at all, a longer prompt than decode takes, and rows that see nothing."""
+    q, k, v = randoms((2, 20, 4, 64), (2, 24, 2, 64), (2, 24, 2, 64), dtype=torch.float16)
+    out, lse = fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=15, causal=True, return_softmax_lse=True)
+    ref, ref_lse = naive(q.double(), k[:, :15].double(), v[:, :15].double(), causal=True)
+    assert close(out.double(), ref, 3e-3)
+    assert close(lse.double(), torch.where(ref_lse == -math.inf, math.inf, ref_lse), 1e-5)
+    assert bool((lse[:, :, :5] == math.inf).all())
+    out, lse, *_ = fa3.flash_attn_with_kvcache(q[:, :5], k, v, cache_seqlens=3, causal=True, return_softmax_lse=True)
+    assert bool((lse[:, :, :2] == -math.inf).all())
+    assert not out[:, :2].any()
+    out = fa2.flash_attn_with_kvcache(q[:, :2], k, v)
+    assert close(out.double(), naive(q[:, :2].double(), k.double(), v.double())[0], 3e-3)
+    empty = fa2.flash_attn_with_kvcache(q[:, :0], k, v, cache_seqlens=3)
+    assert empty.shape == (2, 0, 4, 64)
+
+
+def test_no_gradients_and_parameters() -> None:
+    q, k, v = randoms((1, 1, 4, 24), (1, 8, 2, 24), (1, 8, 2, 24), dtype=torch.float32, grad=True)
+    assert not fa2.flash_attn_with_kvcache(q, k, v).requires_grad
+    fa2.flash_attn_with_kvcache(q, k, v, torch.ones(1, 1, 2, 24), torch.ones(1, 1, 2, 24), cache_seqlens=4)
+    assert bool((k[0, 4] == 1).all())
+
+
+def test_a_break_of_the_graph() -> None:
+    """Under torch.compile the call runs as it is, between graphs."""
+    torch._dynamo.reset()
+    q, k, v = randoms((1, 1, 4, 24), (1, 8, 2, 24), (1, 8, 2, 24), dtype=torch.float32)
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        return fa2.flash_attn_with_kvcache(q * 2, k, v, cache_seqlens=5) + 1
+
+    assert close(torch.compile(step, backend="eager")(q, k, v), step(q, k, v), 1e-6)
+
+
+CALL = {"cache_seqlens": int32(3, 4)}
+NEW = torch.zeros(2, 1, 2, 24)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"k": NEW}, ArgumentError, "k and v, or neither"),
+        ({"k": NEW, "v": NEW, "cache_seqlens": None}, ArgumentError, "cache_seqlens"),
+        ({"k": NEW, "v": NEW, "cache_seqlens": 8}, ArgumentError, "cache_seqlens"),
+        ({"k": NEW, "v": NEW, "cache_seqlens": int32(3, 8)}, ArgumentError, "room for 1 new tokens"),
+        ({"k": NEW.double(), "v": NEW}, DtypeError, "'k'"),
+        ({"k": NEW[:1], "v": NEW}, ShapeError, "'k'"),
+        ({"cache_seqlens": torch.tensor([3, 4])}, DtypeError, "cache_seqlens"),
+        ({"cache_seqlens": int32(3)}, ShapeError, "cache_seqlens"),
+        ({"cache_seqlens": int32(3, -1)}, ArgumentError, "cache_seqlens"),
+        ({"cache_batch_idx": int32(0, 2)}, ArgumentError, "cache_batch_idx"),
+        ({"cache_leftpad": int32(0, 5)}, ArgumentError, "cache_leftpad"),
+        ({"cache_leftpad": int32(0, 5), "block_table": int32(0, 1)[:, None]}, ArgumentError, "cache_leftpad"),
+        ({"cache_batch_idx": int32(0, 1), "block_table": int32(0, 1)[:, None]}, ArgumentError, "cache_batch_idx"),
+        ({"block_table": int32(0, 2)[:, None]}, ArgumentError, "blocks 0 to 1"),
+        ({"block_table": int32(0, 1)}, ShapeError, "block_table"),
+        ({"num_splits": 4}, UnsupportedError, "num_splits"),
+        ({"rotary_cos": torch.ones(8, 4)}, ArgumentError, "rotary_cos"),
+        ({"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}, ArgumentError, "rotary_cos"),
+        ({"k": NEW, "v": NEW, "rotary_cos": torch.ones(7, 4), "rotary_sin": torch.ones(7, 4)}, ShapeError, "positions"),
+        (
+            {"k": NEW, "v": NEW, "rotary_cos": NEW[0, 0], "rotary_sin": NEW[0, 0], "cache_leftpad": int32(0, 0)},
+            UnsupportedError, "behind padding",
+        ),
+        ({"rotary_interleaved": None}, ArgumentError, "rotary_interleaved"),
+        ({"window_size": 3}, ArgumentError, "window_size"),
+        ({"q": torch.zeros(2, 1, 3, 24)}, ShapeError, "multiple of 2 heads"),
+        ({"q": torch.zeros(3, 1, 4, 24), "cache_seqlens": None}, ShapeError, "k_cache"),
+        ({"alibi_slopes": torch.zeros(3)}, ShapeError, "alibi_slopes"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_errors_leave_the_cache_alone(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    given = {
+        "q": torch.zeros(2, 1, 4, 24),
+        "k_cache": torch.full((2, 8, 2, 24), 3.0),
+        "v_cache": torch.ones(2, 8, 2, 24),
+    }
+    given |= CALL | arguments
+    with pytest.raises(error, match=text):
+        fa2.flash_attn_with_kvcache(**given)
+    assert bool((given["k_cache"] == 3).all())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qv", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens", "q_descale", "k_descale",
+        "v_descale", "attention_chunk", "scheduler_metadata", "pack_gqa", "sm_margin",
+    ],
+)  # fmt: skip
+def test_what_fa3_has_and_we_do_not(name: str) -> None:
+    default = inspect.signature(fa3.flash_attn_with_kvcache).parameters[name].default
+    value = int32(1, 2) if default is None else 3
+    q, cache = torch.zeros(2, 1, 4, 24), torch.full((2, 8, 2, 24), 3.0)
+    with pytest.raises(UnsupportedError, match=name):
+        fa3.flash_attn_with_kvcache(q, cache, cache, NEW, NEW, **CALL, **{name: value})
+    assert bool((cache == 3).all())
