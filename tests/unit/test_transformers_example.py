@@ -1,4 +1,4 @@
-"""examples/transformers: one model, several attentions, the same results, on the CPU."""
+"""examples/transformers_model: one model, several attentions, the same results, on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.frameworks
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "transformers"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "transformers_model"
 
 
 @pytest.fixture

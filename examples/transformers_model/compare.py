@@ -1,8 +1,8 @@
 """One transformers model with several attentions: the same results? and how fast?
 
-python examples/transformers/compare.py                      # first CUDA device, a random Llama of 1.2 billion weights
-python examples/transformers/compare.py --gguf SmolLM2.gguf  # real weights: perplexity and greedy generation too
-python examples/transformers/compare.py --small              # CPU, a tiny model in fp32, seconds
+python examples/transformers_model/compare.py                      # CUDA, a random Llama of 1.2 billion weights
+python examples/transformers_model/compare.py --gguf SmolLM2.gguf  # real weights: perplexity and greedy generation too
+python examples/transformers_model/compare.py --small              # CPU, a tiny model in fp32, seconds
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import transformers
-from omniattn.integrations import transformers as omniattn_transformers
 
 from omniattn.bench.document import document, environment, reference_environment, to_json
+from omniattn.integrations import transformers as omniattn_transformers
 
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "omniattn", "omniattn_int8")
 
