@@ -1,4 +1,4 @@
-"""The drop-in modules on a GPU: forward and backward against float64, with the same computation in 16 bits as the bound.
+"""The drop-in modules on a GPU: forward and backward against float64; the same computation in 16 bits is the bound.
 
 Gradients have the bounds of the other tests of the backward (`backward_cases.compare`): twice the error of attention
 written out in 16 bits, and what a kernel's rowsum(do * o) of a rounded o adds. Errors of o and LSE as there.
@@ -6,6 +6,7 @@ written out in 16 bits, and what a kernel's rowsum(do * o) of a rounded o adds. 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.gpu
 
 NAMES = ("q", "k", "v")
 SCORES: dict[str, dict[str, Any]] = {
-    "plain": {}, "causal": {"causal": True}, "window": {"window": (30, 7)}, "left": {"window": (50, -1), "causal": True},
+    "plain": {}, "causal": {"causal": True}, "window": {"window": (30, 7)},
+    "left": {"window": (50, -1), "causal": True},
     "softcap": {"softcap": 5.0}, "scale": {"softmax_scale": 0.2}, "alibi": {"alibi": 1}, "batch_alibi": {"alibi": 2},
     "all": {"causal": True, "window": (90, 0), "softcap": 20.0, "alibi": 1},
 }  # fmt: skip
@@ -321,7 +323,7 @@ def test_caches(kind: str, queries: int, dim: int) -> None:
                 lse = made[1][b : b + 1]
                 check_output(
                     made[0][b : b + 1], in_ours(lse) if module is fa2 else lse,
-                    lambda *x, **more: compat_cases.naive(*x, **score, **more), [q[b : b + 1], keys, values],
+                    functools.partial(compat_cases.naive, **score), [q[b : b + 1], keys, values],
                 )  # fmt: skip
             written = sum(int((~x.isnan()).all(-1).all(-1).sum()) for x in caches)
             assert written == 2 * (sum(before) + 3 * queries)

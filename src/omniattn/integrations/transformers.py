@@ -34,11 +34,12 @@ _SDPA_MASK = (
 
 #: Keywords of models' forward functions that come down to attention and do not concern it.
 _NOT_OF_ATTENTION = {
-    "attention_mask", "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states",
-    "input_ids", "inputs_embeds", "interpolate_pos_encoding", "labels", "layer_idx", "logits_to_keep",
-    "mm_token_type_ids", "num_items_in_batch", "num_logits_to_keep", "output_hidden_states", "output_router_logits",
-    "past_key_values", "pixel_values", "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx",
-    "token_type_ids", "use_cache",
+    "attention_mask", "cache_position", "decoder_attention_mask", "decoder_input_ids", "deterministic",
+    "encoder_attention_mask", "encoder_hidden_states", "image_grid_thw", "image_sizes", "input_features", "input_ids",
+    "inputs_embeds", "interpolate_pos_encoding", "labels", "layer_idx", "logits_to_keep", "mm_token_type_ids",
+    "num_items_in_batch", "num_logits_to_keep", "output_hidden_states", "output_router_logits", "past_key_values",
+    "pixel_values", "pixel_values_videos", "position_embeddings", "position_ids", "return_dict", "return_loss",
+    "seq_idx", "token_type_ids", "use_cache", "video_grid_thw",
 }  # fmt: skip
 
 #: Keywords that change the result of attention in a way that is not served, and why.
