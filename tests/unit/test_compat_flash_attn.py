@@ -145,7 +145,7 @@ def test_one_graph() -> None:
         o, lse, _ = fa2.flash_attn_func(q, k, v, causal=True, alibi_slopes=SLOPES, return_attn_probs=True)
         return o.square().sum() + lse.sum() + fa3.flash_attn_func(q, k, v, window_size=(2, 2)).sum()
 
-    made, expected = torch.compile(f, fullgraph=True, backend="aot_eager")(*leaves), f(*leaves)
+    made, expected = torch.compile(f, fullgraph=True, backend="eager")(*leaves), f(*leaves)
     assert torch.equal(made, expected)
     for a, b in zip(torch.autograd.grad(made, leaves), torch.autograd.grad(expected, leaves), strict=True):
         assert close(a, b, 1e-6)
