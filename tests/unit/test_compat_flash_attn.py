@@ -136,6 +136,21 @@ def test_half_precision(dtype: Any) -> None:
         assert (got.double() - want).abs().max() <= 2 * (base.double() - want).abs().max() + 1e-5
 
 
+def test_one_graph() -> None:
+    """torch.compile reads the functions without a break, ALiBi included."""
+    torch._dynamo.reset()
+    leaves = randoms((2, 5, 4, 12), (2, 7, 2, 12), (2, 7, 2, 12), dtype=torch.float32, grad=True)
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        o, lse, _ = fa2.flash_attn_func(q, k, v, causal=True, alibi_slopes=SLOPES, return_attn_probs=True)
+        return o.square().sum() + lse.sum() + fa3.flash_attn_func(q, k, v, window_size=(2, 2)).sum()
+
+    made, expected = torch.compile(f, fullgraph=True, backend="eager")(*leaves), f(*leaves)
+    assert torch.equal(made, expected)
+    for a, b in zip(torch.autograd.grad(made, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        assert close(a, b, 1e-6)
+
+
 # Forward and backward of ring projects
 
 

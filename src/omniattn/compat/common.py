@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,16 +84,16 @@ def padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(contiguous_rows(x) for x in tensors)
 
 
-def alibi(slopes: Any, shift: torch.Tensor, batch: int, heads: int, function: str) -> ScoreMod:
+def alibi(slopes: Any, shift: torch.Tensor, batch: int, heads: int, function: str) -> Any:
     """The bias -slope * |i + shift - j| of query i and key j; ``shift``, (batch,): keys minus queries of a sequence."""
     check_tensors(function, alibi_slopes=slopes)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         expected = f"shape ({heads},) or ({batch}, {heads}): (nheads,) or (batch, nheads)"
         raise ShapeError("alibi_slopes", expected, f"{tuple(slopes.shape)}", function=function)
-    return ScoreMod(
-        "score - slopes(b, h) * fabsf(float(q + shift[b] - k))",
-        reference=_alibi, grad="1.0f", reference_grad=_one, slopes=slopes.expand(batch, heads), shift=shift,
-    )  # fmt: skip
+    arrays = {"slopes": slopes.expand(batch, heads), "shift": shift}
+    if torch.compiler.is_compiling():
+        return _Traced(_FOR_TRACES.key, _BIASED, None, "1.0f", arrays)
+    return ScoreMod(_BIASED, reference=_alibi, grad="1.0f", reference_grad=_one, **arrays)
 
 
 def _alibi(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, shift: Any) -> Any:
@@ -102,6 +102,20 @@ def _alibi(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, shift: Any) 
 
 def _one(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, shift: Any) -> Any:
     return np.ones_like(score)
+
+
+class _Traced(NamedTuple):
+    """A `ScoreMod` as torch.compile can make one: the texts, the arrays, and the number of one with the functions."""
+
+    key: int
+    expression: str
+    mask: str | None
+    grad: str
+    arrays: dict[str, torch.Tensor]
+
+
+_BIASED = "score - slopes(b, h) * fabsf(float(q + shift[b] - k))"
+_FOR_TRACES = ScoreMod(_BIASED, None, _alibi, "1.0f", _one, slopes=np.zeros((1, 1)), shift=np.zeros(1, np.int32))
 
 
 def attend(
@@ -149,7 +163,7 @@ def options_of(
     }  # fmt: skip
 
 
-def alibi_of(function: str, q: torch.Tensor, k: torch.Tensor, slopes: Any, packed: dict[str, Any] | None) -> ScoreMod:
+def alibi_of(function: str, q: torch.Tensor, k: torch.Tensor, slopes: Any, packed: dict[str, Any] | None) -> Any:
     """ALiBi of q and k as they are given."""
     if packed is not None:
         cu_q, cu_k = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
