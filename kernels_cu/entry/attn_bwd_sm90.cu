@@ -55,6 +55,7 @@ struct Config {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
+    static constexpr bool kVarlen = VARLEN;  // packed sequences
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     static constexpr int kDqWidth = kHeadDim / kConsumers;  // columns of dQ that a warpgroup computes
@@ -103,8 +104,8 @@ class Consumer {
     }
 
     OA_DEVICE void run() {
-        PersistentBwdTiles tiles;
-        for (BwdTile t; tiles.next<Config::kBlockN>(p_, params_.tiles, t);) {
+        BwdTiles<Config, true> tiles(p_, params_.tiles);
+        for (BwdTile t; tiles.next(t);) {
             Rows rows(p_, t);
             Work w;
 #pragma unroll
@@ -401,6 +402,7 @@ class Consumer {
     OA_DEVICE void store(const Gradient& d, float scale, uint16* to, int64 stride_b, int64 stride_s, int64 stride_h,
                          const BwdTile& t) const {
         to += t.batch_idx * stride_b + t.kv_head_idx * stride_h;
+        if constexpr (Config::kVarlen) to += t.k_begin * stride_s;
         const int quad_lane = lane_ & 3;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -454,6 +456,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         const int32 warp = threadIdx.x >> 5;
         if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers)
             BwdWriter<Config>(params, bars, warp - 1).run();
+        if (Config::kVarlen && warp > Config::kConsumers)
+            walk_bwd_tiles<Config::kBlockN>(params.bwd.fwd, params.tiles);
     } else {
         registers_claim<Config::kConsumerRegisters>();
         Consumer(params, bars, warpgroup - 1).run();

@@ -41,6 +41,47 @@ class PersistentBwdTiles {
     PersistentItems items_;
 };
 
+// Block `block` of the rows of keys before the first and behind the last sequence, which no sequence owns; all fields
+// but the head and batch_idx. False behind the last of them.
+template <int kBlockN>
+OA_DEVICE bool unowned_bwd_tile(const AttnFwdParams& p, int32 block, BwdTile& t) {
+    int32 first = p.batch > 0 ? packed_sequence(p.cu_seqlens_k, 0, p.seqlen_k).begin : p.seqlen_k;
+    int32 last = p.batch > 0 ? min_of(max_of(p.cu_seqlens_k[p.batch], first), p.seqlen_k) : p.seqlen_k;
+    int32 head_blocks = (first + kBlockN - 1) / kBlockN;
+    t.sequence = 0;
+    t.q_begin = 0;
+    t.seqlen_q = kNoSequence;
+    t.k_begin = block < head_blocks ? 0 : last;
+    t.seqlen_k = block < head_blocks ? first : p.seqlen_k - last;
+    t.n0 = (block < head_blocks ? block : block - head_blocks) * kBlockN;
+    return t.n0 < t.seqlen_k;
+}
+
+// Packed sequences: tiles of kBlockN keys, walked along the queries (PackedItems).
+template <int kBlockN>
+struct KeyAxis {
+    using Tile = BwdTile;
+    static constexpr int kBlock = kBlockN;
+    static constexpr SequenceRange kNone{0, -1, 0, 0, 0};
+
+    OA_DEVICE static int32 heads(const AttnFwdParams& p) { return p.num_kv_heads; }
+    OA_DEVICE static int32 rows(const SequenceRange& r) { return r.seqlen_k; }
+    static constexpr int32 SequenceRange::* kSteps = &SequenceRange::seqlen_q;
+    OA_DEVICE static void place(BwdTile& t, const SequenceRange& r, int32 head, int32 row) {
+        t.kv_head_idx = head;
+        t.n0 = row;
+        t.sequence = r.sequence;
+        t.q_begin = r.q_begin;
+        t.seqlen_q = r.seqlen_q;
+        t.k_begin = r.k_begin;
+        t.seqlen_k = r.seqlen_k;
+    }
+    OA_DEVICE static bool unowned(const AttnFwdParams& p, int32 block, int32 head, BwdTile& t) {
+        t.kv_head_idx = head;
+        return unowned_bwd_tile<kBlockN>(p, block, t);
+    }
+};
+
 // Dense, one tile a CTA. Tiles of one head are neighbours: Q and dO stay in L2. Causal heads, whose tiles shrink with
 // their key, are interleaved in groups of up to 16, the longest tiles of a group first.
 template <int kBlockN>
@@ -89,17 +130,7 @@ OA_DEVICE bool varlen_bwd_tile(const AttnFwdParams& p, int64 tile_idx, int32 num
         }
         block -= __shfl_sync(0xffffffffu, inclusive, 31);
     }
-    // Rows before the first and behind the last sequence.
-    int32 first = p.batch > 0 ? packed_sequence(p.cu_seqlens_k, 0, p.seqlen_k).begin : p.seqlen_k;
-    int32 last = p.batch > 0 ? min_of(max_of(p.cu_seqlens_k[p.batch], first), p.seqlen_k) : p.seqlen_k;
-    int32 head_blocks = (first + kBlockN - 1) / kBlockN;
-    t.sequence = 0;
-    t.q_begin = 0;
-    t.seqlen_q = kNoSequence;
-    t.k_begin = block < head_blocks ? 0 : last;
-    t.seqlen_k = block < head_blocks ? first : p.seqlen_k - last;
-    t.n0 = (block < head_blocks ? block : block - head_blocks) * kBlockN;
-    return t.n0 < t.seqlen_k;
+    return unowned_bwd_tile<kBlockN>(p, block, t);
 }
 
 // The tile of a CTA that computes one; false: nothing to do.

@@ -151,7 +151,12 @@ def _attn_bwd_dq_sm80(tile: _DqTile, dtype: str, score_mods: bool) -> KernelSpec
     )
 
 
-def _attn_bwd_sm90(head_dim: int, dtype: str) -> KernelSpec:
+def _up(num_bytes: int) -> int:
+    """Rounded up to what tiles in shared memory are aligned to."""
+    return -(-num_bytes // 1024) * 1024
+
+
+def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     block_m, block_n, ds_stages, q_stages = 64, 128, 3, 3
     do_stages = 3 if head_dim == 64 else 2
@@ -159,9 +164,10 @@ def _attn_bwd_sm90(head_dim: int, dtype: str) -> KernelSpec:
     smem_bytes = 2 * 2 * block_n * head_dim + (q_stages + do_stages) * block_m * (2 * head_dim + 4)
     smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim
     smem_bytes += 8 * (3 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + 4)
-    smem_bytes = -(-smem_bytes // 1024) * 1024
+    # And for packed sequences two tiles of 32 bytes, 32 sequences of 20 bytes, barriers.
+    smem_bytes = _up(smem_bytes) + (1024 if varlen else 0)
     return KernelSpec(
-        name=f"attn_bwd_sm90_{short}_d{head_dim}",
+        name=f"attn_bwd_sm90_{short}_d{head_dim}" + ("_varlen" if varlen else ""),
         family="attn_bwd_sm90",
         op="attention_backward",
         source="entry/attn_bwd_sm90.cu",
@@ -170,6 +176,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str) -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("NUM_DO_STAGES", str(do_stages)),
+            ("VARLEN", str(int(varlen))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -181,15 +188,10 @@ def _attn_bwd_sm90(head_dim: int, dtype: str) -> KernelSpec:
         min_arch=(9, 0),
         arch_specific=True,
         prebuild=("90a",),
-        lacks=frozenset({"varlen", "any_strides", "any_scale"}),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale"}),
         # Of the warp that copies, which has 24 registers.
         allowed_spill_bytes=96 if head_dim == 128 else 0,
     )
-
-
-def _up(num_bytes: int) -> int:
-    """Rounded up to what tiles in shared memory are aligned to."""
-    return -(-num_bytes // 1024) * 1024
 
 
 def _attn_bwd_dkdv_sm90(head_dim: int, dtype: str) -> KernelSpec:
@@ -287,7 +289,7 @@ def backward_rows() -> Iterator[KernelSpec]:
             yield from (_attn_bwd_sm80(tile, dtype, score_mods, dmask) for tile in _BWD_SM80_TILES)
         for score_mods in (False, True):
             yield from (_attn_bwd_dq_sm80(tile, dtype, score_mods) for tile in _DQ_SM80_TILES)
-        yield from (_attn_bwd_sm90(head_dim, dtype) for head_dim in (64, 128))
+        yield from (_attn_bwd_sm90(head_dim, dtype, varlen) for varlen in (False, True) for head_dim in (64, 128))
         yield from (_attn_bwd_dkdv_sm90(head_dim, dtype) for head_dim in (192, 256))
         yield from (_attn_bwd_dq_sm90(head_dim, dtype) for head_dim in (64, 128, 192, 256))
         yield _of_rows("attention_backward_prepare", "prepare", dtype, ())
