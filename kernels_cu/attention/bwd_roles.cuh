@@ -190,7 +190,8 @@ class BwdWriter {
         for (BwdTile t; tiles.next(t);) {
             Rows rows(bwd.fwd, t);
             const int32 count = max_of(rows.end - rows.first, 0);
-            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) + rows.first * Config::kBlockM;
+            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) +
+                        rows.first * Config::kBlockM;
             float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
             int32 left = count;
 #pragma unroll 1

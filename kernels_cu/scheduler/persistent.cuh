@@ -75,8 +75,8 @@ class PersistentTiles {
 // sequence owns. Every second round runs backwards. The walk goes on where the CTA's last item was found, so that all
 // tiles of a CTA together cost one pass over cu_seqlens.
 //
-// Axis: what the tiles are tiles of. Tile; kBlock, its rows; kNone, a sequence that does not exist; heads(p); rows(r) of
-// a sequence, and kSteps, the length that a tile of it is walked along; place(t, r, head, row), the tile of a
+// Axis: what the tiles are tiles of. Tile; kBlock, its rows; kNone, a sequence that does not exist; heads(p); rows(r)
+// of a sequence, and kSteps, the length that a tile of it is walked along; place(t, r, head, row), the tile of a
 // sequence's rows from `row` on; unowned(p, block, head, t), as unowned_tile.
 template <typename Axis>
 class PackedItems {

@@ -58,7 +58,14 @@ PREPARE, FINISH = "attn_bwd_prepare_sm80", "attn_bwd_finish_sm80"
          [PREPARE, "attn_bwd_sm80_d128", "attn_bwd_dq_sm80_d128", FINISH]),
         (GPUS[8, 9], ALL, {"head_dim": 64}, [PREPARE, "attn_bwd_sm80_d64_m64", FINISH]),
         (HOPPER, ALL, {}, [PREPARE, "attn_bwd_sm90_d128", f"{FINISH}_fragments"]),
-        (HOPPER, ALL, {"varlen": True}, [PREPARE, "attn_bwd_sm80_d128", FINISH]),
+        (HOPPER, ALL, {"varlen": True}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
+        (HOPPER, ("dk",), {"varlen": True}, [PREPARE, "attn_bwd_sm90_d128_varlen"]),
+        (HOPPER, ALL, {"varlen": True, "deterministic": True},
+         [PREPARE, "attn_bwd_sm90_d128_varlen", "attn_bwd_dq_sm80_d128"]),
+        (HOPPER, ALL, {"varlen": True, "head_dim": 256}, [PREPARE, "attn_bwd_sm80_d256", FINISH]),
+        (HOPPER, ALL, {"varlen": True, "seqlen_q": 0}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"varlen": True, "seqlen_k": 0}, [PREPARE, f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"varlen": True, "batch": 0}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
         (HOPPER, ALL, {"mask": "bool"}, [PREPARE, "attn_bwd_sm80_d128_mods", FINISH]),
         (HOPPER, (*ALL, "dmask"), {"mask": "float32"}, [PREPARE, "attn_bwd_sm80_d128_dmask", FINISH]),
         (AMPERE, ALL, {"seqlen_q": 0}, ["attn_bwd_sm80_d128"]),
@@ -127,6 +134,37 @@ def test_hopper_has_the_layout_of_its_accumulators() -> None:
     assert fields["dq_columns"] == 128
     assert [fields[f"map_{name}"].operand for name in ("q", "k", "v", "do")] == ["q", "k", "v", "do"]
     assert main.grid[0] <= HOPPER.sm_count
+
+
+def test_copies_of_packed_sequences_end_with_them() -> None:
+    """What a copy reads, worked out from the map and the coordinates of attention/bwd_roles.cuh."""
+    launches = plan_backward(problem(varlen=True, window_right=0), HOPPER, None)
+    main = launches.records[1]
+    fields = of(main)
+    blocks = 4 + 2 + 2
+    assert [fields[f"tiles.{name}"] for name in ("num_items", "num_pairs", "num_tail_heads")] == [2 * blocks, 0, 0]
+    assert main.grid == (2 * blocks, 1, 1)
+    for name, rows, total, heads, (row_stride, head_stride) in (
+        ("q", 64, 300, 4, (2, 3)), ("k", 128, 500, 2, (5, 6)), ("v", 128, 500, 2, (8, 9)), ("do", 64, 300, 4, (22, 23)),
+    ):  # fmt: skip
+        of_operand = fields[f"map_{name}"]
+        assert (of_operand.operand, of_operand.box) == (name, (64, rows, 1, 1))
+        strides = tuple(2 * stride for stride in (row_stride, head_stride))
+        assert of_operand.strides_bytes == (strides[0], strides[1], strides[0])
+        assert of_operand.dims == (120, rows, heads, total + 1)
+        for begin, end in ((0, total), (0, 1), (17, 17 + rows), (3, 100), (total - 1, total)):
+            for first in range(begin, end, rows):
+                last = min(first + rows, end)
+                along, at = first + rows - last, last
+                assert at < of_operand.dims[3]
+                read = [
+                    of_operand.add + row * of_operand.strides_bytes[0] + at * of_operand.strides_bytes[2]
+                    if row < of_operand.dims[1]
+                    else None
+                    for row in range(along, along + rows)
+                ]
+                kept = [row * strides[0] for row in range(first, last)]
+                assert read == [*kept, *[None] * (rows - len(kept))]
 
 
 def test_strides_that_no_tensor_map_describes_and_scales() -> None:

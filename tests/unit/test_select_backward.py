@@ -90,7 +90,11 @@ def test_every_problem_gets_rows_that_serve_it(target: Target, dtype: str) -> No
         ((12, 0), 72, {}, "attn_bwd_sm80_bf16_d96_n64"),
         ((9, 0), 64, {}, "attn_bwd_sm90_bf16_d64"),
         ((9, 0), 128, {"dtype": "float16"}, "attn_bwd_sm90_fp16_d128"),
-        ((9, 0), 128, {"varlen": True}, "attn_bwd_sm80_bf16_d128"),
+        ((9, 0), 128, {"varlen": True}, "attn_bwd_sm90_bf16_d128_varlen"),
+        ((9, 0), 40, {"varlen": True, "window_right": 0, "dtype": "float16"}, "attn_bwd_sm90_fp16_d64_varlen"),
+        ((9, 0), 128, {"varlen": True, "tensor_maps": False}, "attn_bwd_sm80_bf16_d128"),
+        ((9, 0), 64, {"varlen": True, "softcap": 5.0}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"varlen": True, "batch": 1 << 30, "num_q_heads": 2}, "attn_bwd_joint_sm80_bf16_d64"),
         ((9, 0), 128, {"tensor_maps": False}, "attn_bwd_sm80_bf16_d128"),
         ((9, 0), 128, {"softmax_scale": 0.0}, "attn_bwd_sm80_bf16_d128"),
         ((9, 0), 128, {"softmax_scale": -1.0}, "attn_bwd_sm90_bf16_d128"),
@@ -130,6 +134,8 @@ def test_every_row_of_every_gpu_is_chosen_or_can_be_forced(spec: KernelSpec) -> 
 def test_force_that_cannot_serve() -> None:
     for force, fields, shows in (
         ("attn_bwd_sm90_bf16_d64", {"varlen": True}, "it takes no packed sequences"),
+        ("attn_bwd_sm90_bf16_d64_varlen", {}, "it takes packed sequences only"),
+        ("attn_bwd_sm90_bf16_d64", {"batch": 1 << 25, "num_q_heads": 64}, "it counts tiles in 31 bits"),
         ("attn_bwd_sm90_bf16_d64", {"head_dim": 72}, "it takes head_dim up to 64, not 72"),
         ("attn_bwd_sm90_bf16_d64", {"dtype": "float16"}, "it is compiled for bfloat16"),
         ("attn_bwd_sm80_bf16_d128", {"mask": "bool"}, "it has no softcap, mask or score_mod"),
@@ -161,11 +167,12 @@ def test_kernels_before_and_behind(dtype: str, fragments: bool) -> None:
 
 
 def test_few_cubins_are_prebuilt() -> None:
-    """Plain calls of head_dim 64 and 128; everything else is compiled where it is called."""
+    """Plain calls of head_dim 64 and 128, packed or not; everything else is compiled where it is called."""
     prebuilt = [(s, arch) for s in REGISTRY if s.op.startswith("attention_backward") for arch in s.prebuild]
-    assert len(prebuilt) <= 36
+    assert len(prebuilt) <= 40
     assert not any("score_mods" in spec.features for spec, _ in prebuilt)
     for cc, arch in (((8, 0), "80"), ((8, 9), "89"), ((9, 0), "90a")):
         for head_dim in (64, 128):
-            spec = select_backward(problem(head_dim=head_dim), GPUS[cc]).spec
-            assert (spec, arch) in prebuilt, spec.name
+            for varlen in (False, True):
+                spec = select_backward(problem(head_dim=head_dim, varlen=varlen), GPUS[cc]).spec
+                assert (spec, arch) in prebuilt, spec.name

@@ -220,7 +220,10 @@ def test_packed_sequences_are_listed_head_by_head(spec: KernelSpec) -> None:
 def packed_walk(
     starts: list[int], lengths_k: list[int], total: int, heads: int, block_m: int, pairs: bool, grid: int, cta: int
 ) -> Iterator[tuple[int | None, int, int, int]]:
-    """PackedTiles of one CTA: (sequence or None, head, first row, rows of its owner behind it)."""
+    """PackedItems of one CTA: (sequence or None, head, first row, rows of its owner behind it).
+
+    Of queries, with the lengths of keys; of keys (the backward's) with those of queries in their place.
+    """
     batch = len(starts) - 1
     num_items = heads * (-(-total // block_m) + batch + 2 if total else 0)
     chunk, before, walk_round = 0, 0, 0
@@ -235,7 +238,7 @@ def packed_walk(
             return
         walk_round += 1
         while chunk < batch:
-            # The ones with the most keys first, then in their order.
+            # The ones with the longest tiles first, then in their order.
             sequences = sorted(range(chunk, min(chunk + 32, batch)), key=lambda b: -lengths_k[b])
             if item - before < heads * sum(map(units_of, sequences)):
                 at = item - before

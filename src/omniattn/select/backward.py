@@ -31,10 +31,17 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
         return "it makes no gradient of a mask"
     if f.varlen and "varlen" in spec.lacks:
         return "it takes no packed sequences"
+    if not f.varlen and "dense" in spec.lacks:
+        return "it takes packed sequences only"
     if not f.tensor_maps and "any_strides" in spec.lacks:
         return "no tensor map describes q, k, v or do (zero, negative or huge strides)"
     if "any_scale" in spec.lacks and not is_plain_scale(abs(f.softmax_scale)):
         return f"it takes no softmax_scale of {f.softmax_scale:g}"
+    if spec.arch_specific:
+        # A bound: 64 rows are the smallest tile, and packed sequences add one each.
+        blocks = max(f.seqlen_q, f.seqlen_k) // 64 + (f.batch + 3 if f.varlen else 1)
+        if blocks * f.num_q_heads * (1 if f.varlen else f.batch) >= 2**31 - 2**16:
+            return "it counts tiles in 31 bits"
     return unfit_target(spec, target)
 
 
