@@ -456,7 +456,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         const int32 warp = threadIdx.x >> 5;
         if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers)
             BwdWriter<Config>(params, bars, warp - 1).run();
-        if (Config::kVarlen && warp > Config::kConsumers) walk_bwd_tiles<Config::kBlockN>(params.bwd.fwd, params.tiles);
+        if (Config::kVarlen && warp > Config::kConsumers)
+            walk_bwd_tiles<Config::kBlockN>(params.bwd.fwd, item_counter(params.bwd));
     } else {
         registers_claim<Config::kConsumerRegisters>();
         Consumer(params, bars, warpgroup - 1).run();

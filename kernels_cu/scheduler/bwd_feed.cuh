@@ -13,7 +13,8 @@
 #include "scheduler/bwd_tile.cuh"
 #include "scheduler/persistent.cuh"
 
-constexpr int32 kTileStages = 2;
+// One tile ahead, not more: a tile that waits for a CTA cannot go to another one.
+constexpr int32 kTileStages = 1;
 
 // The first bytes of a kernel's shared memory; nothing for dense batches.
 template <bool kVarlen>
@@ -82,21 +83,20 @@ class BwdFeed<kBlockN, true, kWarp> {
 // Before a CTA barrier, one thread. readers: warps and threads that take tiles.
 OA_DEVICE void init_bwd_feed(uint32 readers) { BwdFeedStorage<true>::ring().init(readers); }
 
-// The walk; one warp.
+// The walk; one warp. counter: as PackedBwdTiles.
 template <int kBlockN>
-OA_DEVICE void walk_bwd_tiles(const AttnFwdParams& p, const TileList& list) {
+OA_DEVICE void walk_bwd_tiles(const AttnFwdParams& p, uint32* counter) {
     using Storage = BwdFeedStorage<true>;
-    PackedItems<KeyAxis<kBlockN>> tiles(p, list, *Storage::at(&Storage::sequences));
+    PackedBwdTiles<kBlockN> tiles(p, counter, *Storage::at(&Storage::sequences));
     RingState<kTileStages> at;
     for (bool more = true; more; at.advance()) {
+        Storage::ring().wait_empty(at);
         BwdTile t;
         more = tiles.next(t);
         if ((threadIdx.x & 31) == 0) {
-            Storage::ring().wait_empty(at);
             if (!more) t.n0 = kNoMoreTiles;
             (*Storage::at(&Storage::tile))[at.stage] = t;
             mbarrier_arrive(Storage::ring().full + 8 * at.stage);
         }
-        __syncwarp();
     }
 }

@@ -69,73 +69,42 @@ class PersistentTiles {
     PersistentItems items_;
 };
 
-// Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time
-// and the ones with the longest tiles first; of each sequence head by head, so that what its tiles have in common stays
-// in L2; of each head the tiles, or with causality pairs of a long and a short one. At the end come the rows that no
-// sequence owns. Every second round runs backwards. The walk goes on where the CTA's last item was found, so that all
-// tiles of a CTA together cost one pass over cu_seqlens.
+// The sequences of a packed batch, by one warp, all lanes together; 32 sequences at a time, the ones with the longest
+// tiles first. The walk goes on where the item before was found, so that all items of a CTA together cost one pass over
+// cu_seqlens.
 //
-// Axis: what the tiles are tiles of. Tile; kBlock, its rows; kNone, a sequence that does not exist; heads(p); rows(r)
-// of a sequence, and kSteps, the length that a tile of it is walked along; place(t, r, head, row), the tile of a
-// sequence's rows from `row` on; unowned(p, block, head, t), as unowned_tile.
+// Axis: what tiles are of. kNone, a sequence that does not exist; heads(p); items(p, r) of a head of sequence r; kSteps,
+// the length that a tile is walked along.
 template <typename Axis>
-class PackedItems {
-    using Tile = typename Axis::Tile;
-
+class PackedSequences {
   public:
     // ranges: 32 of them in shared memory, this warp's own (a producer has few registers).
-    OA_DEVICE PackedItems(const AttnFwdParams& p, const TileList& list, SequenceRange* ranges)
-        : p_(p), list_(list), ranges_(ranges), round_(0), second_(false), chunk_(0), before_(0) {
+    OA_DEVICE PackedSequences(const AttnFwdParams& p, SequenceRange* ranges)
+        : p_(p), ranges_(ranges), chunk_(0), before_(0) {
         load_chunk();
     }
 
-    // Moves `t` to the next tile; false when there is none.
-    OA_DEVICE bool next(Tile& t) {
-        for (;;) {
-            uint32 item = round_ * gridDim.x + (round_ & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-            if (item >= list_.num_items) return false;
-            bool found = find(int32(item), t);
-            if (second_) return true;
-            ++round_;
-            if (found) return true;
-        }
-    }
-
-  private:
-    // The next tile of an item, and whether another one follows; false for the slack at the end of the list.
-    OA_DEVICE bool find(int32 item, Tile& t) {
-        t.batch_idx = 0;
+    // The sequence of an item, which does not come before the last one asked for; at: its number among the sequence's
+    // items, of all heads. False behind the last sequence; at: its number there.
+    OA_DEVICE bool find(int32 item, SequenceRange& r, int32& at) {
         while (chunk_ < p_.batch) {
             uint32 candidates = __ballot_sync(0xffffffffu, inclusive_ * Axis::heads(p_) > item - before_);
             if (candidates != 0) {
                 int src = __ffs(int(candidates)) - 1;
-                SequenceRange r = ranges_[src];
-                int32 blocks = num_blocks(r), units = num_units(r);
-                int32 at = item - before_ - (__shfl_sync(0xffffffffu, inclusive_, src) - units) * Axis::heads(p_);
-                int32 head = at / units;
-                int32 j = at - head * units;
-                int32 row = (second_ ? j : blocks - 1 - j) * Axis::kBlock;
-                // The middle tile of an odd number is its own partner.
-                second_ = in_pairs() && !second_ && 2 * j + 1 != blocks;
-                Axis::place(t, r, head, row);
+                r = ranges_[src];
+                int32 first = __shfl_sync(0xffffffffu, inclusive_, src) - Axis::items(p_, r);
+                at = item - before_ - first * Axis::heads(p_);
                 return true;
             }
             before_ += __shfl_sync(0xffffffffu, inclusive_, 31) * Axis::heads(p_);
             chunk_ += 32;
             load_chunk();
         }
-        int32 block = (item - before_) / Axis::heads(p_);
-        return Axis::unowned(p_, block, item - before_ - block * Axis::heads(p_), t);
+        at = item - before_;
+        return false;
     }
 
-    OA_DEVICE bool in_pairs() const { return p_.window_right >= 0 && p_.window_left < 0; }
-    OA_DEVICE int32 num_blocks(const SequenceRange& r) const {
-        return (Axis::rows(r) + Axis::kBlock - 1) / Axis::kBlock;
-    }
-    OA_DEVICE int32 num_units(const SequenceRange& r) const {
-        return in_pairs() ? (num_blocks(r) + 1) / 2 : num_blocks(r);
-    }
-
+  private:
     // Sorts the chunk's sequences by the length of their tiles.
     OA_DEVICE void load_chunk() {
         int lane = threadIdx.x & 31;
@@ -150,44 +119,78 @@ class PackedItems {
         __syncwarp();
         ranges_[place] = mine;
         __syncwarp();
-        inclusive_ = inclusive_sum(num_units(ranges_[lane]), lane);
+        inclusive_ = inclusive_sum(Axis::items(p_, ranges_[lane]), lane);
+    }
+
+    const AttnFwdParams& p_;
+    SequenceRange* ranges_;  // of the chunk's sequences, those with the longest tiles first
+    int32 chunk_;      // its first sequence
+    int32 before_;     // items of all sequences before the chunk
+    int32 inclusive_;  // items, of one head, of the chunk's sequences 0 .. lane, as sorted
+};
+
+// Tiles of queries of packed sequences; one warp walks, all lanes together. The items are those of the sequences; of
+// each sequence head by head, so that K and V stay in L2; of each head the tiles, or with causality pairs of a long and
+// a short one. At the end come the rows that no sequence owns. Every second round runs backwards.
+template <int kBlockM>
+class PackedTiles {
+    struct Axis {
+        static constexpr SequenceRange kNone{0, 0, 0, -1, 0};
+        static constexpr int32 SequenceRange::* kSteps = &SequenceRange::seqlen_k;
+        OA_DEVICE static int32 heads(const AttnFwdParams& p) { return p.num_q_heads; }
+        OA_DEVICE static int32 blocks(const SequenceRange& r) { return (r.seqlen_q + kBlockM - 1) / kBlockM; }
+        OA_DEVICE static bool in_pairs(const AttnFwdParams& p) { return p.window_right >= 0 && p.window_left < 0; }
+        OA_DEVICE static int32 items(const AttnFwdParams& p, const SequenceRange& r) {
+            return in_pairs(p) ? (blocks(r) + 1) / 2 : blocks(r);
+        }
+    };
+
+  public:
+    OA_DEVICE PackedTiles(const AttnFwdParams& p, const TileList& list, SequenceRange* ranges)
+        : p_(p), list_(list), sequences_(p, ranges), round_(0), second_(false) {}
+
+    // Moves `t` to the next tile; false when there is none.
+    OA_DEVICE bool next(FwdTile& t) {
+        for (;;) {
+            uint32 item = round_ * gridDim.x + (round_ & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+            if (item >= list_.num_items) return false;
+            bool found = find(int32(item), t);
+            if (second_) return true;
+            ++round_;
+            if (found) return true;
+        }
+    }
+
+  private:
+    // The next tile of an item, and whether another one follows; false for the slack at the end of the list.
+    OA_DEVICE bool find(int32 item, FwdTile& t) {
+        SequenceRange r;
+        int32 at;
+        t.batch_idx = 0;
+        if (sequences_.find(item, r, at)) {
+            int32 blocks = Axis::blocks(r), per_head = Axis::items(p_, r);
+            t.head_idx = at / per_head;
+            int32 j = at - t.head_idx * per_head;
+            t.m0 = (second_ ? j : blocks - 1 - j) * kBlockM;
+            // The middle tile of an odd number is its own partner.
+            second_ = Axis::in_pairs(p_) && !second_ && 2 * j + 1 != blocks;
+            t.sequence = r.sequence;
+            t.q_begin = r.q_begin;
+            t.seqlen_q = r.seqlen_q;
+            t.k_begin = r.k_begin;
+            t.seqlen_k = r.seqlen_k;
+            t.valid = true;
+            return true;
+        }
+        int32 block = at / p_.num_q_heads;
+        t.head_idx = at - block * p_.num_q_heads;
+        unowned_tile<kBlockM>(p_, block, t);
+        return t.valid;
     }
 
     const AttnFwdParams& p_;
     const TileList& list_;
-    SequenceRange* ranges_;  // of the chunk's sequences, those with the longest tiles first
+    PackedSequences<Axis> sequences_;
     uint32 round_;
     bool second_;
-    int32 chunk_;      // its first sequence
-    int32 before_;     // items of all sequences before the chunk
-    int32 inclusive_;  // tiles or pairs, of one head, of the chunk's sequences 0 .. lane, as sorted
 };
-
-// Tiles of kBlockM queries, walked along the keys.
-template <int kBlockM>
-struct QueryAxis {
-    using Tile = FwdTile;
-    static constexpr int kBlock = kBlockM;
-    static constexpr SequenceRange kNone{0, 0, 0, -1, 0};
-
-    OA_DEVICE static int32 heads(const AttnFwdParams& p) { return p.num_q_heads; }
-    OA_DEVICE static int32 rows(const SequenceRange& r) { return r.seqlen_q; }
-    static constexpr int32 SequenceRange::* kSteps = &SequenceRange::seqlen_k;
-    OA_DEVICE static void place(FwdTile& t, const SequenceRange& r, int32 head, int32 row) {
-        t.head_idx = head;
-        t.m0 = row;
-        t.sequence = r.sequence;
-        t.q_begin = r.q_begin;
-        t.seqlen_q = r.seqlen_q;
-        t.k_begin = r.k_begin;
-        t.seqlen_k = r.seqlen_k;
-        t.valid = true;
-    }
-    OA_DEVICE static bool unowned(const AttnFwdParams& p, int32 block, int32 head, FwdTile& t) {
-        t.head_idx = head;
-        unowned_tile<kBlockM>(p, block, t);
-        return t.valid;
-    }
-};
-template <int kBlockM>
-using PackedTiles = PackedItems<QueryAxis<kBlockM>>;

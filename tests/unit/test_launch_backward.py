@@ -121,7 +121,9 @@ def test_memory_of_other_calls() -> None:
     # Packed: 128 rows more a sequence, whatever their lengths are.
     launches = plan_backward(problem(varlen=True), AMPERE, None)
     rows = (384 + 2 * 128) * 4
-    assert launches.workspace_bytes == 4 * rows * (2 + 128)
+    # And a counter behind delta.
+    assert launches.workspace_bytes == 4 * rows * (2 + 128) + 256
+    assert of(launches.records[1])["dq_accum"] == At("workspace", 8 * rows + 256)
     main = launches.records[1]
     assert main.grid == ((4 + 2 + 2) * 2, 1, 1)  # no batch: tiles of all sequences
     assert of(main)["fwd.cu_seqlens_k"] == At("cu_seqlens_k")
