@@ -73,8 +73,8 @@ class PersistentTiles {
 // tiles first. The walk goes on where the item before was found, so that all items of a CTA together cost one pass over
 // cu_seqlens.
 //
-// Axis: what tiles are of. kNone, a sequence that does not exist; heads(p); items(p, r) of a head of sequence r; kSteps,
-// the length that a tile is walked along.
+// Axis: what tiles are of. kNone, a sequence that does not exist; heads(p); items(p, r) of a head of sequence r;
+// kSteps, the length that a tile is walked along.
 template <typename Axis>
 class PackedSequences {
   public:
