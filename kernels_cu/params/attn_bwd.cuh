@@ -8,8 +8,8 @@
 // padded_begin(b) + i of rows_stride_h, in every head:
 //   dense    padded_begin(b) = b * round_up(seqlen_q, 128)
 //   packed   padded_begin(b) = round_down(cu_seqlens_q[b] + 128 * b, 128)
-// Rows between the sequences belong to nobody. Row r of query head h is element h * rows_stride_h + r of lse2 and delta,
-// and elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum. Of packed sequences delta has
+// Rows between the sequences belong to nobody. Row r of head h is element h * rows_stride_h + r of lse2 and delta, and
+// elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum. Of packed sequences delta has
 // one element more, behind the last head: how many tiles the CTAs of attn_bwd_sm90 have drawn, 0 before.
 struct AttnBwdParams {
     AttnFwdParams fwd;  // of the forward: q, k, v, o and lse are read here
