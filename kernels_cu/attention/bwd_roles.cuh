@@ -2,7 +2,7 @@
 // consumers, and dQ on its way from them.
 //
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
-// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kVarlen (packed sequences).
+// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kVarlen (packed sequences), Params.
 #pragma once
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
@@ -96,7 +96,7 @@ class BwdProducer {
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 
   public:
-    OA_DEVICE BwdProducer(const AttnBwdSm90Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
+    OA_DEVICE BwdProducer(const typename Config::Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
 
     // One thread.
     OA_DEVICE void run() {
@@ -161,7 +161,7 @@ class BwdProducer {
             tma_load_4d(smem + c * kRows * 128, map, bar, c * 64, row, head, batch);
     }
 
-    const AttnBwdSm90Params& params_;
+    const typename Config::Params& params_;
     const Barriers& bars_;
     RingState<Config::kQStages> q_at_;
     RingState<Config::kDoStages> do_at_;
@@ -177,7 +177,7 @@ class BwdWriter {
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 
   public:
-    OA_DEVICE BwdWriter(const AttnBwdSm90Params& params, const Barriers& bars, int32 group)
+    OA_DEVICE BwdWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
         : params_(params), full_(bars.dq_full + 8 * group), empty_(bars.dq_empty + 8 * group), group_(group) {}
 
     // One thread.
@@ -215,7 +215,7 @@ class BwdWriter {
     }
 
   private:
-    const AttnBwdSm90Params& params_;
+    const typename Config::Params& params_;
     const uint32 full_, empty_;
     const int32 group_;
 };

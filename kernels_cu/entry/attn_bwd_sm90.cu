@@ -32,6 +32,7 @@
 // 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are panels of 64
 // columns with the 128-byte swizzle.
 #include "attention/bwd_roles.cuh"
+#include "attention/bwd_softcap.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
@@ -56,6 +57,8 @@ struct Config {
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
     static constexpr bool kVarlen = VARLEN;  // packed sequences
+    static constexpr bool kSoftcap = SOFTCAP;
+    using Params = Select<kSoftcap, AttnBwdFormsSm90Params, AttnBwdSm90Params>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     static constexpr int kDqWidth = kHeadDim / kConsumers;  // columns of dQ that a warpgroup computes
@@ -81,7 +84,7 @@ class Consumer {
     using KeyOperand = uint32[kSteps][4];  // 16 rows of K or V a warp
 
   public:
-    OA_DEVICE Consumer(const AttnBwdSm90Params& params, const Barriers& bars, int32 group)
+    OA_DEVICE Consumer(const Config::Params& params, const Barriers& bars, int32 group)
         : params_(params),
           p_(params.bwd.fwd),
           bars_(bars),
@@ -274,28 +277,48 @@ class Consumer {
     OA_DEVICE QueryRows lse2_of(int32 stage) const { return {smem_addr_at(&SharedStorage::lse2), stage, lane_}; }
     OA_DEVICE QueryRows delta_of(int32 stage) const { return {smem_addr_at(&SharedStorage::delta), stage, lane_}; }
 
-    // P from S, in place.
-    template <typename Row>
-    OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
-        const float c = p_.softmax_scale * kLog2e;
-        if (w.m < rows.full_first || w.m >= rows.full_end) hide(w.s, t, w.m, c);
+    // P from S, in place. P: a template, because the plain kernel's Params have no forms.
+    template <typename P, typename Row>
+    OA_DEVICE void exponentiate(const P& params, const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
+        const bool hides = w.m < rows.full_first || w.m >= rows.full_end;
+        if constexpr (Config::kSoftcap) {
+            capped_exponents(w.s, params.forms, lse2);
+            if (hides) hide(w.s, t, w.m, 1.0f);
 #pragma unroll
-        for (int j = 0; j < Config::kBlockM / 8; ++j) {
-            const float2 row = lse2(j);
+            for (int i = 0; i < Config::kBlockM / 2; ++i) w.s[i] = exp2_approx(w.s[i]);
+        } else {
+            const float c = p_.softmax_scale * kLog2e;
+            if (hides) hide(w.s, t, w.m, c);
 #pragma unroll
-            for (int x = 0; x < 4; ++x) w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
+            for (int j = 0; j < Config::kBlockM / 8; ++j) {
+                const float2 row = lse2(j);
+#pragma unroll
+                for (int x = 0; x < 4; ++x)
+                    w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
+            }
         }
     }
     // dS from P and dP, to dP's registers.
-    OA_DEVICE void differentiate(Work& w, const QueryRows& delta) const {
+    template <typename P>
+    OA_DEVICE void differentiate(const P& params, Work& w, const QueryRows& delta) const {
 #pragma unroll
         for (int j = 0; j < Config::kBlockM / 8; ++j) {
             const float2 row = delta(j);
+            [[maybe_unused]] float2 lse;  // in units of the cap
+            if constexpr (Config::kSoftcap) {
+                lse = lse2_of(q_at_.stage)(j);
+                lse.x *= params.inv_factor2, lse.y *= params.inv_factor2;
+            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float* ds = w.dp + 4 * j + 2 * r;
-                ds[0] = w.s[4 * j + 2 * r] * (ds[0] - row.x);
-                ds[1] = w.s[4 * j + 2 * r + 1] * (ds[1] - row.y);
+                const float* p = w.s + 4 * j + 2 * r;
+                ds[0] = p[0] * (ds[0] - row.x);
+                ds[1] = p[1] * (ds[1] - row.y);
+                if constexpr (Config::kSoftcap) {
+                    ds[0] = uncap(ds[0], p[0], params.inv_factor2, lse.x);
+                    ds[1] = uncap(ds[1], p[1], params.inv_factor2, lse.y);
+                }
             }
         }
         wgmma_pin(w.dp);
@@ -343,7 +366,7 @@ class Consumer {
         const typename Select<Config::kReadAhead, ReadRows, QueryRows>::Type lse2(lse2_of(q_now.stage));
         wgmma_wait<kBefore>();
         wgmma_pin(w.s);
-        exponentiate(t, rows, w, lse2);
+        exponentiate(params_, t, rows, w, lse2);
         wgmma_pin(w.s);  // computed here, under the other products
         wgmma_wait<0>();
         if constexpr (kBefore > 0) {
@@ -364,7 +387,7 @@ class Consumer {
         if (++w.m == rows.end) w.m = rows.first;
         wgmma_wait<1>();
         wgmma_pin(w.dp);
-        differentiate(w, delta_of(do_at_.stage));
+        differentiate(params_, w, delta_of(do_at_.stage));
         wgmma_wait<0>();
         wgmma_pin(w.dv);
         release_do();
@@ -427,7 +450,7 @@ class Consumer {
         }
     }
 
-    const AttnBwdSm90Params& params_;
+    const Config::Params& params_;
     const AttnFwdParams& p_;
     const Barriers& bars_;
     const int32 group_;
@@ -441,7 +464,7 @@ class Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
-    const __grid_constant__ AttnBwdSm90Params params) {
+    const __grid_constant__ Config::Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     Barriers bars;
     if (threadIdx.x == 0) {

@@ -51,3 +51,12 @@ struct AttnBwdSm90Params {
     AttnBwdParams bwd;
     TileList tiles;  // of keys
 };
+
+// attn_bwd_sm90 with softcap.
+struct AttnBwdFormsSm90Params {
+    TensorMap map_q, map_k, map_v, map_do;
+    AttnBwdParams bwd;
+    TileList tiles;
+    ScoreForms forms;
+    float inv_factor2;  // of forms.factor2
+};

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.launch.structs import ATTN_BWD, ATTN_BWD_MOD, ATTN_BWD_SM90, At
+from omniattn.launch.structs import ATTN_BWD, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD, ATTN_BWD_SM90, At
 from omniattn.plan.backward import plan_backward
 from omniattn.plan.engine import Launches
 from omniattn.problems import AttentionStrides, Int8, Target
@@ -40,6 +41,8 @@ def of(record: LaunchRecord) -> dict[str, Any]:
     if len(record.arguments) == ATTN_BWD.size:
         return fields_of_record(record, ATTN_BWD)
     layout, prefix = (ATTN_BWD_SM90, "bwd.") if record.tensor_maps else (ATTN_BWD_MOD, "call.")
+    if len(record.arguments) == ATTN_BWD_FORMS_SM90.size:
+        layout = ATTN_BWD_FORMS_SM90
     return {name.removeprefix(prefix): value for name, value in fields_of_record(record, layout).items()}
 
 
@@ -167,6 +170,21 @@ def test_copies_of_packed_sequences_end_with_them() -> None:
                 ]
                 kept = [row * strides[0] for row in range(first, last)]
                 assert read == [*kept, *[None] * (rows - len(kept))]
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_softcap_on_hopper(varlen: bool) -> None:
+    _, main, _ = plan_backward(problem(softcap=30.0, softmax_scale=-0.5, varlen=varlen), HOPPER, None).records
+    assert main.spec.name == "attn_bwd_sm90_bf16_d128" + "_varlen" * varlen + "_softcap"
+    fields = of(main)
+    factor2 = 30.0 * math.log2(math.e)
+    assert fields["forms.factor2"] == pytest.approx(factor2)
+    assert fields["inv_factor2"] == pytest.approx(1 / factor2)
+    assert fields["forms.cap_scale"] == pytest.approx(-0.5 / 30.0)
+    # cap * log2(e) * tanh(s * scale / cap), beside the polynomial.
+    for s in (0.0, 0.7, -12.0, fields["forms.cap_limit"]):
+        odd = sum(a * s ** (2 * i + 1) for i, a in enumerate(fields["forms.cap_poly"]))
+        assert odd == pytest.approx(factor2 * math.tanh(-0.5 * s / 30.0), rel=2e-6)
 
 
 def test_strides_that_no_tensor_map_describes_and_scales() -> None:

@@ -10,7 +10,8 @@ from . import tile_order
 from .attn_bwd_sm80 import BackwardPlaces, backward_values, num_n_blocks
 from .attn_fwd import num_m_blocks
 from .attn_fwd_sm90 import PANEL, mapped, operand_map, tile_values
-from .structs import ATTN_BWD_SM90, member
+from .score_forms import finite, form_values
+from .structs import ATTN_BWD_FORMS_SM90, ATTN_BWD_SM90, member
 
 
 def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_order.TileList:
@@ -82,8 +83,15 @@ def _launch(
         **member("bwd", values),
         **tile_values(tiles),
     }
+    layout = ATTN_BWD_SM90
+    if "score_mods" in spec.features:
+        layout = ATTN_BWD_FORMS_SM90
+        forms = form_values(f, None)
+        factor2 = forms["factor2"]
+        assert isinstance(factor2, float)
+        values |= {**member("forms", forms), "inv_factor2": finite(1.0 / factor2)}
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_BWD_SM90.pack(values)),)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
 def build(

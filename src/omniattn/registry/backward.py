@@ -156,7 +156,7 @@ def _up(num_bytes: int) -> int:
     return -(-num_bytes // 1024) * 1024
 
 
-def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool) -> KernelSpec:
+def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, softcap: bool) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     block_m, block_n, ds_stages, q_stages = 64, 128, 3, 3
     do_stages = 3 if head_dim == 64 else 2
@@ -167,7 +167,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool) -> KernelSpec:
     # And for packed sequences two tiles of 32 bytes, 32 sequences of 20 bytes, barriers.
     smem_bytes = _up(smem_bytes) + (1024 if varlen else 0)
     return KernelSpec(
-        name=f"attn_bwd_sm90_{short}_d{head_dim}" + ("_varlen" if varlen else ""),
+        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + "_softcap" * softcap,
         family="attn_bwd_sm90",
         op="attention_backward",
         source="entry/attn_bwd_sm90.cu",
@@ -177,6 +177,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool) -> KernelSpec:
             ("HEAD_DIM", str(head_dim)),
             ("NUM_DO_STAGES", str(do_stages)),
             ("VARLEN", str(int(varlen))),
+            ("SOFTCAP", str(int(softcap))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -187,11 +188,14 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool) -> KernelSpec:
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",),
-        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale"}),
-        # Of the warps that copy and walk cu_seqlens, which have 24 registers; of packed sequences' state also what
-        # consumers store before a tile's steps and load behind them. None in the loop.
-        allowed_spill_bytes=0 if head_dim == 64 else 160 if varlen else 96,
+        prebuild=() if softcap else ("90a",),
+        features=frozenset({"score_mods"}) if softcap else frozenset(),
+        lacks=frozenset(
+            {"dense" if varlen else "varlen", "any_strides", "any_scale", *(("mask", "no_softcap") if softcap else ())}
+        ),
+        # Of the warps that copy and walk cu_seqlens, which have 24 registers; with packed sequences and softcap also of
+        # the consumers, before and behind the steps of a tile, and one number in the loop of both together.
+        allowed_spill_bytes=0 if head_dim == 64 else 160 if varlen or softcap else 96,
     )
 
 
@@ -290,7 +294,8 @@ def backward_rows() -> Iterator[KernelSpec]:
             yield from (_attn_bwd_sm80(tile, dtype, score_mods, dmask) for tile in _BWD_SM80_TILES)
         for score_mods in (False, True):
             yield from (_attn_bwd_dq_sm80(tile, dtype, score_mods) for tile in _DQ_SM80_TILES)
-        yield from (_attn_bwd_sm90(head_dim, dtype, varlen) for varlen in (False, True) for head_dim in (64, 128))
+        for varlen, softcap in ((False, False), (True, False), (False, True), (True, True)):
+            yield from (_attn_bwd_sm90(head_dim, dtype, varlen, softcap) for head_dim in (64, 128))
         yield from (_attn_bwd_dkdv_sm90(head_dim, dtype) for head_dim in (192, 256))
         yield from (_attn_bwd_dq_sm90(head_dim, dtype) for head_dim in (64, 128, 192, 256))
         yield _of_rows("attention_backward_prepare", "prepare", dtype, ())

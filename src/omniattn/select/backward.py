@@ -27,6 +27,10 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
         return f"it takes head_dim up to {spec.head_dim}, not {f.head_dim}"
     if needs_mods(problem) and "score_mods" not in spec.features:
         return "it has no softcap, mask or score_mod"
+    if (f.mask != "none" or f.score_mod is not None) and "mask" in spec.lacks:
+        return "it takes no mask and no score_mod"
+    if f.softcap == 0.0 and "no_softcap" in spec.lacks:
+        return "it is for softcap"
     if "dmask" in problem.wanted and spec.op == BACKWARD and "dmask" not in spec.features:
         return "it makes no gradient of a mask"
     if f.varlen and "varlen" in spec.lacks:
