@@ -31,8 +31,8 @@
 // Shared memory, bytes: K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 *
 // 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are panels of 64
 // columns with the 128-byte swizzle.
+#include "attention/bwd_forms.cuh"
 #include "attention/bwd_roles.cuh"
-#include "attention/bwd_softcap.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
@@ -58,6 +58,8 @@ struct Config {
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
     static constexpr bool kVarlen = VARLEN;  // packed sequences
     static constexpr bool kSoftcap = SOFTCAP;
+    static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
+    static constexpr bool kKeyMask = KEY_MASK;  // a mask, boolean or additive, that is the same for all queries
     using Params = Select<kSoftcap, AttnBwdFormsSm90Params, AttnBwdSm90Params>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
@@ -135,6 +137,8 @@ class Consumer {
         Gradient dk, dv;
         KeyOperand k, v;  // kKvInRegisters
         int32 m;  // tile of queries
+        int32 head;  // kKeyMask: of queries
+        float key_bias[2];  // kKeyMask: of this thread's keys, in base 2
     };
 
     // Byte of a column in its panel's rows, of all panels.
@@ -198,6 +202,10 @@ class Consumer {
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         w.m = rows.first;
+        if constexpr (Config::kKeyMask) {
+            w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
+            load_key_bias(w, t);
+        }
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
         mbarrier_wait(bars_.v_full, kv_phase_);
@@ -252,28 +260,8 @@ class Consumer {
         dq_phase_ ^= 1;
     }
 
-    // Of the queries of this thread's columns of scores, two of each 8: lse2 or delta of a stage.
-    class QueryRows {
-      public:
-        OA_DEVICE QueryRows(uint32 from, int32 stage, int lane)
-            : at_(from + stage * Layout::kRowBytes + (lane & 3) * 8) {}
-        OA_DEVICE float2 operator()(int j) const { return load_shared_float2(at_ + j * 32); }
-
-      private:
-        uint32 at_;
-    };
-    // The same, read ahead.
-    class ReadRows {
-      public:
-        OA_DEVICE explicit ReadRows(const QueryRows& from) {
-#pragma unroll
-            for (int j = 0; j < Config::kBlockM / 8; ++j) row_[j] = from(j);
-        }
-        OA_DEVICE float2 operator()(int j) const { return row_[j]; }
-
-      private:
-        float2 row_[Config::kBlockM / 8];
-    };
+    using QueryRows = BwdQueryRows<Config::kBlockM>;
+    using ReadRows = BwdReadRows<Config::kBlockM>;
     OA_DEVICE QueryRows lse2_of(int32 stage) const { return {smem_addr_at(&SharedStorage::lse2), stage, lane_}; }
     OA_DEVICE QueryRows delta_of(int32 stage) const { return {smem_addr_at(&SharedStorage::delta), stage, lane_}; }
 
@@ -281,20 +269,23 @@ class Consumer {
     template <typename P, typename Row>
     OA_DEVICE void exponentiate(const P& params, const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
         const bool hides = w.m < rows.full_first || w.m >= rows.full_end;
+        [[maybe_unused]] const float c = p_.softmax_scale * kLog2e;
         if constexpr (Config::kSoftcap) {
             capped_exponents(w.s, params.forms, lse2);
             if (hides) hide(w.s, t, w.m, 1.0f);
-#pragma unroll
-            for (int i = 0; i < Config::kBlockM / 2; ++i) w.s[i] = exp2_approx(w.s[i]);
         } else {
-            const float c = p_.softmax_scale * kLog2e;
             if (hides) hide(w.s, t, w.m, c);
+            if constexpr (Config::kKeyMask) biased_exponents(w.s, c, w.key_bias, lse2);
+        }
 #pragma unroll
-            for (int j = 0; j < Config::kBlockM / 8; ++j) {
-                const float2 row = lse2(j);
+        for (int j = 0; j < Config::kBlockM / 8; ++j) {
+            [[maybe_unused]] float2 row;
+            if constexpr (!Config::kExponents) row = lse2(j);
 #pragma unroll
-                for (int x = 0; x < 4; ++x)
-                    w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
+            for (int x = 0; x < 4; ++x) {
+                float exponent = w.s[4 * j + x];
+                if constexpr (!Config::kExponents) exponent = fmaf(exponent, c, -(x & 1 ? row.y : row.x));
+                w.s[4 * j + x] = exp2_approx(exponent);
             }
         }
     }
@@ -380,6 +371,7 @@ class Consumer {
         pack(w.p16, w.s);
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
+        if constexpr (Config::kKeyMask && kBefore == 0) wgmma_pin(w.dv);  // else zeroed behind the fence
         wgmma_fence();
         issue_dp(w, do_at_.stage);
         issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * Layout::kQBytes));
@@ -393,6 +385,15 @@ class Consumer {
         release_do();
         pack(w.ds16, w.dp);
         store_ds<(kBefore > 1)>(w);
+        if constexpr (Config::kKeyMask) {
+            if (w.m == rows.first && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0) load_key_bias(w, t);
+        }
+    }
+
+    OA_DEVICE void load_key_bias(Work& w, const BwdTile& t) const {
+        const int32 key = t.n0 + group_ * 64 + warp_ * 16 + (lane_ >> 2);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) w.key_bias[r] = key_bias_log2<Config::Io>(p_, t.sequence, w.head, key + r * 8);
     }
 
     // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.

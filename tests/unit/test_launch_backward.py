@@ -21,6 +21,7 @@ from tests.unit.test_select_backward import FORWARD, GPUS
 
 AMPERE, HOPPER = GPUS[8, 0], GPUS[9, 0]
 STRIDES = AttentionStrides((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 14), (0, 0, 0, 0))
+MANY_ROWS = dataclasses.replace(STRIDES, mask=(0, 0, 15, 1))
 OWN = BackwardStrides((21, 22, 23), (24, 25, 26), (27, 28, 29), (30, 31, 32), (33, 34), (0, 35, 36, 1))
 ALL = ("dq", "dk", "dv")
 MOD = ScoreModProblem("score", None, (), grad="1.0f")
@@ -69,7 +70,8 @@ PREPARE, FINISH = "attn_bwd_prepare_sm80", "attn_bwd_finish_sm80"
         (HOPPER, ALL, {"varlen": True, "seqlen_q": 0}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
         (HOPPER, ALL, {"varlen": True, "seqlen_k": 0}, [PREPARE, f"{FINISH}_fragments"]),
         (HOPPER, ALL, {"varlen": True, "batch": 0}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
-        (HOPPER, ALL, {"mask": "bool"}, [PREPARE, "attn_bwd_sm80_d128_mods", FINISH]),
+        (HOPPER, ALL, {"mask": "bool", "strides": MANY_ROWS}, [PREPARE, "attn_bwd_sm80_d128_mods", FINISH]),
+        (HOPPER, ALL, {"mask": "io"}, [PREPARE, "attn_bwd_sm90_d128_keys", f"{FINISH}_fragments"]),
         (HOPPER, (*ALL, "dmask"), {"mask": "float32"}, [PREPARE, "attn_bwd_sm80_d128_dmask", FINISH]),
         (AMPERE, ALL, {"seqlen_q": 0}, ["attn_bwd_sm80_d128"]),
         (AMPERE, ALL, {"seqlen_k": 0}, [PREPARE, FINISH]),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problems import UNLIMITED, AttentionProblem, Target
+from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Target
 from omniattn.problems.backward import BackwardProblem
 from omniattn.problems.score_mod import ScoreModProblem
 from omniattn.registry import REGISTRY, KernelSpec
@@ -39,6 +39,9 @@ FORWARD = AttentionProblem(
     varlen=False,
     lse=True,
 )
+#: Masks with one row for all queries, and with a row for each.
+ONE_ROW = AttentionStrides((0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0), (8, 0, 0, 1))
+MANY_ROWS = dataclasses.replace(ONE_ROW, mask=(64, 0, 8, 1))
 MODS: list[dict[str, Any]] = [
     {"softcap": 30.0},
     {"mask": "bool"},
@@ -104,6 +107,11 @@ def test_every_problem_gets_rows_that_serve_it(target: Target, dtype: str) -> No
         ((9, 0), 128, {"softmax_scale": -1.0}, "attn_bwd_sm90_bf16_d128"),
         ((9, 0), 64, {"softcap": 5.0}, "attn_bwd_sm90_bf16_d64_softcap"),
         ((9, 0), 64, {"mask": "bool", "window_right": 0}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"mask": "bool", "strides": ONE_ROW}, "attn_bwd_sm90_bf16_d64_keys"),
+        ((9, 0), 96, {"mask": "io", "strides": ONE_ROW, "window_right": 0}, "attn_bwd_sm90_bf16_d128_keys"),
+        ((9, 0), 64, {"mask": "bool", "strides": MANY_ROWS}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"mask": "bool", "strides": ONE_ROW, "softcap": 5.0}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"mask": "bool", "strides": ONE_ROW, "varlen": True}, "attn_bwd_joint_sm80_bf16_d64_mods"),
         ((9, 0), 256, {"varlen": True}, "attn_bwd_sm80_bf16_d256"),
         ((10, 0), 128, {}, "attn_bwd_sm80_bf16_d128"),
     ],
@@ -141,6 +149,8 @@ def test_force_that_cannot_serve() -> None:
         ("attn_bwd_sm90_bf16_d64_varlen", {}, "it takes packed sequences only"),
         ("attn_bwd_sm90_bf16_d64_softcap", {}, "it is for softcap"),
         ("attn_bwd_sm90_bf16_d64_softcap", {"softcap": 5.0, "mask": "io"}, "it takes no mask and no score_mod"),
+        ("attn_bwd_sm90_bf16_d64_keys", {}, "it takes masks that are the same for all queries"),
+        ("attn_bwd_sm90_bf16_d64_keys", {"softcap": 1.0, "mask": "bool", "strides": ONE_ROW}, "it has no softcap"),
         ("attn_bwd_sm90_bf16_d64", {"batch": 1 << 25, "num_q_heads": 64}, "it counts tiles in 31 bits"),
         ("attn_bwd_sm90_bf16_d64", {"head_dim": 72}, "it takes head_dim up to 64, not 72"),
         ("attn_bwd_sm90_bf16_d64", {"dtype": "float16"}, "it is compiled for bfloat16"),

@@ -84,7 +84,7 @@ def _launch(
         **tile_values(tiles),
     }
     layout = ATTN_BWD_SM90
-    if "score_mods" in spec.features:
+    if f.softcap > 0.0:
         layout = ATTN_BWD_FORMS_SM90
         forms = form_values(f, None)
         factor2 = forms["factor2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -156,7 +157,16 @@ def _up(num_bytes: int) -> int:
     return -(-num_bytes // 1024) * 1024
 
 
-def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, softcap: bool) -> KernelSpec:
+#: Forms of scores of ``attn_bwd_sm90``, and what each lacks.
+_BWD_SM90_FORMS: dict[str, tuple[str, ...]] = {
+    "": (),
+    "softcap": ("mask", "no_softcap"),
+    "keys": ("softcap", "other_masks"),
+}
+
+
+def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str) -> KernelSpec:
+    """form: of scores, ``"softcap"``, ``"keys"`` (a mask that is the same for all queries), or empty."""
     short, tag = IO_TYPES[dtype]
     block_m, block_n, ds_stages, q_stages = 64, 128, 3, 3
     do_stages = 3 if head_dim == 64 else 2
@@ -167,7 +177,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, softcap: bool) -> Ke
     # And for packed sequences two tiles of 32 bytes, 32 sequences of 20 bytes, barriers.
     smem_bytes = _up(smem_bytes) + (1024 if varlen else 0)
     return KernelSpec(
-        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + "_softcap" * softcap,
+        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + f"_{form}" * bool(form),
         family="attn_bwd_sm90",
         op="attention_backward",
         source="entry/attn_bwd_sm90.cu",
@@ -177,7 +187,8 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, softcap: bool) -> Ke
             ("HEAD_DIM", str(head_dim)),
             ("NUM_DO_STAGES", str(do_stages)),
             ("VARLEN", str(int(varlen))),
-            ("SOFTCAP", str(int(softcap))),
+            ("SOFTCAP", str(int(form == "softcap"))),
+            ("KEY_MASK", str(int(form == "keys"))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -188,14 +199,12 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, softcap: bool) -> Ke
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=() if softcap else ("90a",),
-        features=frozenset({"score_mods"}) if softcap else frozenset(),
-        lacks=frozenset(
-            {"dense" if varlen else "varlen", "any_strides", "any_scale", *(("mask", "no_softcap") if softcap else ())}
-        ),
+        prebuild=() if form else ("90a",),
+        features=frozenset({"score_mods"} if form else ()),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale", *_BWD_SM90_FORMS[form]}),
         # Of the warps that copy and walk cu_seqlens, which have 24 registers; with packed sequences and softcap also of
         # the consumers, before and behind the steps of a tile, and one number in the loop of both together.
-        allowed_spill_bytes=0 if head_dim == 64 else 160 if varlen or softcap else 96,
+        allowed_spill_bytes=0 if head_dim == 64 else 160 if varlen or form else 96,
     )
 
 
@@ -294,8 +303,10 @@ def backward_rows() -> Iterator[KernelSpec]:
             yield from (_attn_bwd_sm80(tile, dtype, score_mods, dmask) for tile in _BWD_SM80_TILES)
         for score_mods in (False, True):
             yield from (_attn_bwd_dq_sm80(tile, dtype, score_mods) for tile in _DQ_SM80_TILES)
-        for varlen, softcap in ((False, False), (True, False), (False, True), (True, True)):
-            yield from (_attn_bwd_sm90(head_dim, dtype, varlen, softcap) for head_dim in (64, 128))
+        for form, varlen in itertools.product(_BWD_SM90_FORMS, (False, True)):
+            if form == "keys" and varlen:  # consumers would spill 300 bytes at d128
+                continue
+            yield from (_attn_bwd_sm90(head_dim, dtype, varlen, form) for head_dim in (64, 128))
         yield from (_attn_bwd_dkdv_sm90(head_dim, dtype) for head_dim in (192, 256))
         yield from (_attn_bwd_dq_sm90(head_dim, dtype) for head_dim in (64, 128, 192, 256))
         yield _of_rows("attention_backward_prepare", "prepare", dtype, ())

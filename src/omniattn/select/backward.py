@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedError
-from ..problems import Target
+from ..problems import AttentionProblem, Target
 from ..problems.attention import is_plain_scale
 from ..problems.backward import BackwardProblem
 from ..registry import REGISTRY, KernelSpec
@@ -16,6 +16,11 @@ def needs_mods(problem: BackwardProblem) -> bool:
     """Whether scores have to be formed one by one; a scale of any sign and size needs nothing."""
     f = problem.forward
     return f.softcap > 0.0 or f.mask != "none" or f.score_mod is not None
+
+
+def _hides_keys_alike(f: AttentionProblem) -> bool:
+    """Whether there is a mask, and it is the same for all queries."""
+    return f.mask != "none" and f.strides is not None and f.strides.mask[2] == 0
 
 
 def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | None:
@@ -31,6 +36,10 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
         return "it takes no mask and no score_mod"
     if f.softcap == 0.0 and "no_softcap" in spec.lacks:
         return "it is for softcap"
+    if f.softcap > 0.0 and "softcap" in spec.lacks:
+        return "it has no softcap"
+    if "other_masks" in spec.lacks and (f.score_mod is not None or not _hides_keys_alike(f)):
+        return "it takes masks that are the same for all queries, and no score_mod"
     if "dmask" in problem.wanted and spec.op == BACKWARD and "dmask" not in spec.features:
         return "it makes no gradient of a mask"
     if f.varlen and "varlen" in spec.lacks:
