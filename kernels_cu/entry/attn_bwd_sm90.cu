@@ -28,9 +28,12 @@
 //
 // dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
 //
-// Shared memory, bytes: K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 *
-// 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are panels of 64
-// columns with the 128-byte swizzle.
+// VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
+// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh).
+//
+// Shared memory, bytes: VARLEN: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
+// | dS [3][64 * 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
+// panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_forms.cuh"
 #include "attention/bwd_roles.cuh"
 #include "attention/mask.cuh"
