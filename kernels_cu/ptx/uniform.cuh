@@ -6,6 +6,6 @@
 // from it, and branches on it, the compiler then knows to be the warp's. All lanes; sm_80 and newer; orders nothing.
 OA_DEVICE int32 uniform(int32 x) {
     int32 y;
-    asm("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
     return y;
 }

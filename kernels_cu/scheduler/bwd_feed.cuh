@@ -60,14 +60,12 @@ class BwdFeed<kBlockN, true, kWarp> {
         Storage::ring().wait(at_);
         t = (*Storage::at(&Storage::tile))[at_.stage];
         if constexpr (kWarp) {
-            // Every lane has read.
+            // Every lane has read. Consumers ask for neither the sequence nor its queries' place.
             __syncwarp();
             t.batch_idx = 0;
             t.kv_head_idx = uniform(t.kv_head_idx);
             t.n0 = uniform(t.n0);
-            t.q_begin = uniform(t.q_begin);
             t.k_begin = uniform(t.k_begin);
-            t.sequence = uniform(t.sequence);
             t.seqlen_q = uniform(t.seqlen_q);
             t.seqlen_k = uniform(t.seqlen_k);
         }
