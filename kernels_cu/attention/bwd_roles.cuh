@@ -2,7 +2,7 @@
 // consumers, and dQ on its way from them.
 //
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
-// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes).
+// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kVarlen (packed sequences), Params.
 #pragma once
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
@@ -11,7 +11,9 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
+#include "scheduler/bwd_feed.cuh"
 #include "scheduler/bwd_tile.cuh"
+#include "scheduler/padded_rows.cuh"
 
 // Bytes.
 template <typename Config>
@@ -22,8 +24,20 @@ struct BwdLayout {
     static constexpr uint32 kDqBytes = 64 * Config::kDqWidth * 4;
 };
 
+template <typename Config, bool kWarp = false>
+using BwdTiles = BwdFeed<Config::kBlockN, Config::kVarlen, kWarp>;
+
+// First padded row of a tile's sequence.
 template <typename Config>
-struct BwdStorage {
+OA_DEVICE int64 first_padded_row(const AttnBwdParams& p, const BwdTile& t) {
+    if constexpr (Config::kVarlen)
+        return padded_begin(p.fwd, t.sequence, t.q_begin);
+    else
+        return padded_begin(p, t);
+}
+
+template <typename Config>
+struct BwdStorage : BwdFeedStorage<Config::kVarlen> {
     using Layout = BwdLayout<Config>;
     alignas(1024) uint8 k[Layout::kKvBytes];
     alignas(1024) uint8 v[Layout::kKvBytes];
@@ -59,6 +73,8 @@ struct BwdBarriers {
             mbarrier_init(dq_full + 8 * g, 4);
             mbarrier_init(dq_empty + 8 * g, 1);
         }
+        // Consumer warps, the producer, the writers.
+        if constexpr (Config::kVarlen) init_bwd_feed(kConsumerWarps + 1 + Config::kConsumers);
         mbarrier_init(k_full, 1);
         mbarrier_init(v_full, 1);
         mbarrier_init(kv_empty, kConsumerWarps);
@@ -80,7 +96,7 @@ class BwdProducer {
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 
   public:
-    OA_DEVICE BwdProducer(const AttnBwdSm90Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
+    OA_DEVICE BwdProducer(const typename Config::Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
 
     // One thread.
     OA_DEVICE void run() {
@@ -89,39 +105,39 @@ class BwdProducer {
         tma_prefetch(&params_.map_k);
         tma_prefetch(&params_.map_v);
         tma_prefetch(&params_.map_do);
-        PersistentBwdTiles tiles;
+        BwdTiles<Config> tiles(fwd, params_.tiles);
         uint32 phase = 1;  // of kv_empty
-        for (BwdTile t; tiles.template next<Config::kBlockN>(fwd, params_.tiles, t);) {
+        for (BwdTile t; tiles.next(t);) {
             Rows rows(fwd, t);
             if (rows.is_empty()) continue;
             mbarrier_wait(bars_.kv_empty, phase);
             phase ^= 1;
             mbarrier_arrive_expect_tx(bars_.k_full, Layout::kKvBytes);
-            copy(smem_addr_at(&SharedStorage::k), Layout::kKvPanelBytes, &params_.map_k, bars_.k_full, t.n0,
-                 t.kv_head_idx, t.batch_idx);
+            copy<Config::kBlockN>(smem_addr_at(&SharedStorage::k), &params_.map_k, bars_.k_full, t.n0, t.kv_head_idx,
+                                  t.batch_idx, t.k_begin, t.seqlen_k);
             const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
             bool is_first = true;
 #pragma unroll 1
             for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
-                const int64 row = head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
+                const int64 row = head * params_.bwd.rows_stride_h + first_padded_row<Config>(params_.bwd, t);
 #pragma unroll 1
                 for (int32 m = rows.first; m < rows.end; ++m) {
                     const int32 first_row = m * Config::kBlockM;
                     uint32 bar = bars_.q.acquire(q_at_, Layout::kQBytes + Layout::kRowBytes);
-                    copy(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes, Layout::kQPanelBytes,
-                         &params_.map_q, bar, first_row, head, t.batch_idx);
+                    copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes,
+                                          &params_.map_q, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
                     bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * Layout::kRowBytes,
                               params_.bwd.lse2 + row + first_row, Layout::kRowBytes, bar);
                     q_at_.advance();
                     if (is_first) {
                         mbarrier_arrive_expect_tx(bars_.v_full, Layout::kKvBytes);
-                        copy(smem_addr_at(&SharedStorage::v), Layout::kKvPanelBytes, &params_.map_v, bars_.v_full, t.n0,
-                             t.kv_head_idx, t.batch_idx);
+                        copy<Config::kBlockN>(smem_addr_at(&SharedStorage::v), &params_.map_v, bars_.v_full, t.n0,
+                                              t.kv_head_idx, t.batch_idx, t.k_begin, t.seqlen_k);
                         is_first = false;
                     }
                     bar = bars_.d_o.acquire(do_at_, Layout::kQBytes + Layout::kRowBytes);
-                    copy(smem_addr_at(&SharedStorage::d_o) + do_at_.stage * Layout::kQBytes, Layout::kQPanelBytes,
-                         &params_.map_do, bar, first_row, head, t.batch_idx);
+                    copy<Config::kBlockM>(smem_addr_at(&SharedStorage::d_o) + do_at_.stage * Layout::kQBytes,
+                                          &params_.map_do, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
                     bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * Layout::kRowBytes,
                               params_.bwd.delta + row + first_row, Layout::kRowBytes, bar);
                     do_at_.advance();
@@ -131,14 +147,21 @@ class BwdProducer {
     }
 
   private:
-    OA_DEVICE void copy(uint32 smem, uint32 panel_bytes, const TensorMap* map, uint32 bar, int32 row, int32 head,
-                        int32 batch) const {
+    // kRows rows from `row` on. begin, len: the sequence, of packed ones; rows behind its end arrive as zeros.
+    template <int kRows>
+    OA_DEVICE void copy(uint32 smem, const TensorMap* map, uint32 bar, int32 row, int32 head, int32 batch, int32 begin,
+                        int32 len) const {
+        if constexpr (Config::kVarlen) {
+            const int32 end = min_of(row + kRows, len);
+            row += kRows - end;
+            batch = begin + end;
+        }
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem + c * panel_bytes, map, bar, c * 64, row, head, batch);
+            tma_load_4d(smem + c * kRows * 128, map, bar, c * 64, row, head, batch);
     }
 
-    const AttnBwdSm90Params& params_;
+    const typename Config::Params& params_;
     const Barriers& bars_;
     RingState<Config::kQStages> q_at_;
     RingState<Config::kDoStages> do_at_;
@@ -154,7 +177,7 @@ class BwdWriter {
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 
   public:
-    OA_DEVICE BwdWriter(const AttnBwdSm90Params& params, const Barriers& bars, int32 group)
+    OA_DEVICE BwdWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
         : params_(params), full_(bars.dq_full + 8 * group), empty_(bars.dq_empty + 8 * group), group_(group) {}
 
     // One thread.
@@ -162,12 +185,13 @@ class BwdWriter {
         const AttnBwdParams& bwd = params_.bwd;
         const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
         const bool wanted = bwd.dq_accum != nullptr;
-        PersistentBwdTiles tiles;
+        BwdTiles<Config> tiles(bwd.fwd, params_.tiles);
         uint32 phase = 0;
-        for (BwdTile t; tiles.template next<Config::kBlockN>(bwd.fwd, params_.tiles, t);) {
+        for (BwdTile t; tiles.next(t);) {
             Rows rows(bwd.fwd, t);
             const int32 count = max_of(rows.end - rows.first, 0);
-            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + padded_begin(bwd, t) + rows.first * Config::kBlockM;
+            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) +
+                        rows.first * Config::kBlockM;
             float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
             int32 left = count;
 #pragma unroll 1
@@ -191,7 +215,7 @@ class BwdWriter {
     }
 
   private:
-    const AttnBwdSm90Params& params_;
+    const typename Config::Params& params_;
     const uint32 full_, empty_;
     const int32 group_;
 };

@@ -11,9 +11,6 @@
 #include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"
 
-// The least number that masks add in the forward (score_forms.cuh), and so the least LSE of rows that they have.
-constexpr float kLeastBias = 0.25f * kLowest * kLn2;
-
 struct ScoreGrad {
     float p, slope;
 };

@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(con
     __shared__ float warp_sums[kThreads / 32];
     int32 blocks = int32(p.rows_stride_h / kBlockRows);
     if (p.dmask != nullptr) clear_dmask(p);
+    if (p.fwd.cu_seqlens_q != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *item_counter(p) = 0;
     if (blocks == 0) return;
     int32 head = int32(blockIdx.x) / blocks;
     int32 block = int32(blockIdx.x) - head * blocks, lane = threadIdx.x % kLanes;

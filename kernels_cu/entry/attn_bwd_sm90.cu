@@ -28,9 +28,13 @@
 //
 // dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
 //
-// Shared memory, bytes: K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 *
-// 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are panels of 64
-// columns with the 128-byte swizzle.
+// VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
+// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh).
+//
+// Shared memory, bytes: VARLEN: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
+// | dS [3][64 * 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
+// panels of 64 columns with the 128-byte swizzle.
+#include "attention/bwd_forms.cuh"
 #include "attention/bwd_roles.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
@@ -55,6 +59,11 @@ struct Config {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
+    static constexpr bool kVarlen = VARLEN;  // packed sequences
+    static constexpr bool kSoftcap = SOFTCAP;
+    static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
+    static constexpr bool kKeyMask = KEY_MASK;  // a mask, boolean or additive, that is the same for all queries
+    using Params = Select<kSoftcap, AttnBwdFormsSm90Params, AttnBwdSm90Params>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     static constexpr int kDqWidth = kHeadDim / kConsumers;  // columns of dQ that a warpgroup computes
@@ -80,7 +89,7 @@ class Consumer {
     using KeyOperand = uint32[kSteps][4];  // 16 rows of K or V a warp
 
   public:
-    OA_DEVICE Consumer(const AttnBwdSm90Params& params, const Barriers& bars, int32 group)
+    OA_DEVICE Consumer(const Config::Params& params, const Barriers& bars, int32 group)
         : params_(params),
           p_(params.bwd.fwd),
           bars_(bars),
@@ -103,8 +112,8 @@ class Consumer {
     }
 
     OA_DEVICE void run() {
-        PersistentBwdTiles tiles;
-        for (BwdTile t; tiles.next<Config::kBlockN>(p_, params_.tiles, t);) {
+        BwdTiles<Config, true> tiles(p_, params_.tiles);
+        for (BwdTile t; tiles.next(t);) {
             Rows rows(p_, t);
             Work w;
 #pragma unroll
@@ -131,6 +140,8 @@ class Consumer {
         Gradient dk, dv;
         KeyOperand k, v;  // kKvInRegisters
         int32 m;  // tile of queries
+        int32 head;  // kKeyMask: of queries
+        float key_bias[2];  // kKeyMask: of this thread's keys, in base 2
     };
 
     // Byte of a column in its panel's rows, of all panels.
@@ -194,6 +205,10 @@ class Consumer {
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         w.m = rows.first;
+        if constexpr (Config::kKeyMask) {
+            w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
+            load_key_bias(w, t);
+        }
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
         mbarrier_wait(bars_.v_full, kv_phase_);
@@ -248,53 +263,56 @@ class Consumer {
         dq_phase_ ^= 1;
     }
 
-    // Of the queries of this thread's columns of scores, two of each 8: lse2 or delta of a stage.
-    class QueryRows {
-      public:
-        OA_DEVICE QueryRows(uint32 from, int32 stage, int lane)
-            : at_(from + stage * Layout::kRowBytes + (lane & 3) * 8) {}
-        OA_DEVICE float2 operator()(int j) const { return load_shared_float2(at_ + j * 32); }
-
-      private:
-        uint32 at_;
-    };
-    // The same, read ahead.
-    class ReadRows {
-      public:
-        OA_DEVICE explicit ReadRows(const QueryRows& from) {
-#pragma unroll
-            for (int j = 0; j < Config::kBlockM / 8; ++j) row_[j] = from(j);
-        }
-        OA_DEVICE float2 operator()(int j) const { return row_[j]; }
-
-      private:
-        float2 row_[Config::kBlockM / 8];
-    };
+    using QueryRows = BwdQueryRows<Config::kBlockM>;
+    using ReadRows = BwdReadRows<Config::kBlockM>;
     OA_DEVICE QueryRows lse2_of(int32 stage) const { return {smem_addr_at(&SharedStorage::lse2), stage, lane_}; }
     OA_DEVICE QueryRows delta_of(int32 stage) const { return {smem_addr_at(&SharedStorage::delta), stage, lane_}; }
 
-    // P from S, in place.
-    template <typename Row>
-    OA_DEVICE void exponentiate(const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
-        const float c = p_.softmax_scale * kLog2e;
-        if (w.m < rows.full_first || w.m >= rows.full_end) hide(w.s, t, w.m, c);
+    // P from S, in place. P: a template, because the plain kernel's Params have no forms.
+    template <typename P, typename Row>
+    OA_DEVICE void exponentiate(const P& params, const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
+        const bool hides = w.m < rows.full_first || w.m >= rows.full_end;
+        [[maybe_unused]] const float c = p_.softmax_scale * kLog2e;
+        if constexpr (Config::kSoftcap) {
+            capped_exponents(w.s, params.forms, lse2);
+            if (hides) hide(w.s, t, w.m, 1.0f);
+        } else {
+            if (hides) hide(w.s, t, w.m, c);
+            if constexpr (Config::kKeyMask) biased_exponents(w.s, c, w.key_bias, lse2);
+        }
 #pragma unroll
         for (int j = 0; j < Config::kBlockM / 8; ++j) {
-            const float2 row = lse2(j);
+            [[maybe_unused]] float2 row;
+            if constexpr (!Config::kExponents) row = lse2(j);
 #pragma unroll
-            for (int x = 0; x < 4; ++x) w.s[4 * j + x] = exp2_approx(fmaf(w.s[4 * j + x], c, -(x & 1 ? row.y : row.x)));
+            for (int x = 0; x < 4; ++x) {
+                float exponent = w.s[4 * j + x];
+                if constexpr (!Config::kExponents) exponent = fmaf(exponent, c, -(x & 1 ? row.y : row.x));
+                w.s[4 * j + x] = exp2_approx(exponent);
+            }
         }
     }
     // dS from P and dP, to dP's registers.
-    OA_DEVICE void differentiate(Work& w, const QueryRows& delta) const {
+    template <typename P>
+    OA_DEVICE void differentiate(const P& params, Work& w, const QueryRows& delta) const {
 #pragma unroll
         for (int j = 0; j < Config::kBlockM / 8; ++j) {
             const float2 row = delta(j);
+            [[maybe_unused]] float2 lse;  // in units of the cap
+            if constexpr (Config::kSoftcap) {
+                lse = lse2_of(q_at_.stage)(j);
+                lse.x *= params.inv_factor2, lse.y *= params.inv_factor2;
+            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float* ds = w.dp + 4 * j + 2 * r;
-                ds[0] = w.s[4 * j + 2 * r] * (ds[0] - row.x);
-                ds[1] = w.s[4 * j + 2 * r + 1] * (ds[1] - row.y);
+                const float* p = w.s + 4 * j + 2 * r;
+                ds[0] = p[0] * (ds[0] - row.x);
+                ds[1] = p[1] * (ds[1] - row.y);
+                if constexpr (Config::kSoftcap) {
+                    ds[0] = uncap(ds[0], p[0], params.inv_factor2, lse.x);
+                    ds[1] = uncap(ds[1], p[1], params.inv_factor2, lse.y);
+                }
             }
         }
         wgmma_pin(w.dp);
@@ -342,7 +360,7 @@ class Consumer {
         const typename Select<Config::kReadAhead, ReadRows, QueryRows>::Type lse2(lse2_of(q_now.stage));
         wgmma_wait<kBefore>();
         wgmma_pin(w.s);
-        exponentiate(t, rows, w, lse2);
+        exponentiate(params_, t, rows, w, lse2);
         wgmma_pin(w.s);  // computed here, under the other products
         wgmma_wait<0>();
         if constexpr (kBefore > 0) {
@@ -356,6 +374,7 @@ class Consumer {
         pack(w.p16, w.s);
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
+        if constexpr (Config::kKeyMask && kBefore == 0) wgmma_pin(w.dv);  // else zeroed behind the fence
         wgmma_fence();
         issue_dp(w, do_at_.stage);
         issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * Layout::kQBytes));
@@ -363,12 +382,21 @@ class Consumer {
         if (++w.m == rows.end) w.m = rows.first;
         wgmma_wait<1>();
         wgmma_pin(w.dp);
-        differentiate(w, delta_of(do_at_.stage));
+        differentiate(params_, w, delta_of(do_at_.stage));
         wgmma_wait<0>();
         wgmma_pin(w.dv);
         release_do();
         pack(w.ds16, w.dp);
         store_ds<(kBefore > 1)>(w);
+        if constexpr (Config::kKeyMask) {
+            if (w.m == rows.first && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0) load_key_bias(w, t);
+        }
+    }
+
+    OA_DEVICE void load_key_bias(Work& w, const BwdTile& t) const {
+        const int32 key = t.n0 + group_ * 64 + warp_ * 16 + (lane_ >> 2);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) w.key_bias[r] = key_bias_log2<Config::Io>(p_, t.sequence, w.head, key + r * 8);
     }
 
     // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.
@@ -401,6 +429,7 @@ class Consumer {
     OA_DEVICE void store(const Gradient& d, float scale, uint16* to, int64 stride_b, int64 stride_s, int64 stride_h,
                          const BwdTile& t) const {
         to += t.batch_idx * stride_b + t.kv_head_idx * stride_h;
+        if constexpr (Config::kVarlen) to += t.k_begin * stride_s;
         const int quad_lane = lane_ & 3;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -425,7 +454,7 @@ class Consumer {
         }
     }
 
-    const AttnBwdSm90Params& params_;
+    const Config::Params& params_;
     const AttnFwdParams& p_;
     const Barriers& bars_;
     const int32 group_;
@@ -439,7 +468,7 @@ class Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
-    const __grid_constant__ AttnBwdSm90Params params) {
+    const __grid_constant__ Config::Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     Barriers bars;
     if (threadIdx.x == 0) {
@@ -454,6 +483,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         const int32 warp = threadIdx.x >> 5;
         if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers)
             BwdWriter<Config>(params, bars, warp - 1).run();
+        if (Config::kVarlen && warp > Config::kConsumers)
+            walk_bwd_tiles<Config::kBlockN>(params.bwd.fwd, item_counter(params.bwd));
     } else {
         registers_claim<Config::kConsumerRegisters>();
         Consumer(params, bars, warpgroup - 1).run();

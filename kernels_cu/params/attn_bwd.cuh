@@ -8,8 +8,9 @@
 // padded_begin(b) + i of rows_stride_h, in every head:
 //   dense    padded_begin(b) = b * round_up(seqlen_q, 128)
 //   packed   padded_begin(b) = round_down(cu_seqlens_q[b] + 128 * b, 128)
-// Rows between the sequences belong to nobody. Row r of query head h is element h * rows_stride_h + r of lse2 and
-// delta, and elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum.
+// Rows between the sequences belong to nobody. Row r of head h is element h * rows_stride_h + r of lse2 and delta, and
+// elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum. Of packed sequences delta has
+// one element more, behind the last head: how many tiles the CTAs of attn_bwd_sm90 have drawn, 0 before.
 struct AttnBwdParams {
     AttnFwdParams fwd;  // of the forward: q, k, v, o and lse are read here
     const uint16* d_o;
@@ -34,7 +35,14 @@ struct AttnBwdParams {
     int32 num_n_blocks;  // dense: tiles of keys of a (batch, kv head); varlen: upper bound over all sequences
 };
 
-// attn_bwd_sm90. The maps are those of q, k, v and do, whose pointers and strides in `bwd` are not used. dq_accum holds
+OA_DEVICE uint32* item_counter(const AttnBwdParams& p) {
+    return reinterpret_cast<uint32*>(p.delta + p.fwd.num_q_heads * p.rows_stride_h);
+}
+
+// attn_bwd_sm90. The maps are those of q, k, v and do, whose pointers and strides in `bwd` are not used. Maps of packed
+// sequences have [seqlen, num_heads] as [rows of a copy][num_heads][rows + 1] with the stride of a row twice, and begin
+// as many rows before the array: a copy of the n rows that end at row e is at (rows of a copy - n, head, e), and zeros
+// take the place of what comes behind them. dq_accum holds
 // accumulators of wgmma as they lie: blocks of 64 rows by dq_columns, of each the columns of warpgroup 0 and of
 // warpgroup 1, half each; (row r, column c) of a half at (c / 8) * 512 + ((r / 16) * 32 + (r % 8) * 4 + (c % 8) / 2) *
 // 4 + (r % 16) / 8 * 2 + c % 2.
@@ -42,4 +50,13 @@ struct AttnBwdSm90Params {
     TensorMap map_q, map_k, map_v, map_do;
     AttnBwdParams bwd;
     TileList tiles;  // of keys
+};
+
+// attn_bwd_sm90 with softcap.
+struct AttnBwdFormsSm90Params {
+    TensorMap map_q, map_k, map_v, map_do;
+    AttnBwdParams bwd;
+    TileList tiles;
+    ScoreForms forms;
+    float inv_factor2;  // of forms.factor2
 };

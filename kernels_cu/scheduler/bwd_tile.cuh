@@ -2,6 +2,7 @@
 // queries.
 #pragma once
 #include "params/attn_bwd.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/persistent.cuh"
@@ -39,6 +40,85 @@ class PersistentBwdTiles {
 
   private:
     PersistentItems items_;
+};
+
+// Block `block` of the rows of keys before the first and behind the last sequence, which no sequence owns; all fields
+// but the head and batch_idx. False behind the last of them.
+template <int kBlockN>
+OA_DEVICE bool unowned_bwd_tile(const AttnFwdParams& p, int32 block, BwdTile& t) {
+    int32 first = p.batch > 0 ? packed_sequence(p.cu_seqlens_k, 0, p.seqlen_k).begin : p.seqlen_k;
+    int32 last = p.batch > 0 ? min_of(max_of(p.cu_seqlens_k[p.batch], first), p.seqlen_k) : p.seqlen_k;
+    int32 head_blocks = (first + kBlockN - 1) / kBlockN;
+    t.sequence = 0;
+    t.q_begin = 0;
+    t.seqlen_q = kNoSequence;
+    t.k_begin = block < head_blocks ? 0 : last;
+    t.seqlen_k = block < head_blocks ? first : p.seqlen_k - last;
+    t.n0 = (block < head_blocks ? block : block - head_blocks) * kBlockN;
+    return t.n0 < t.seqlen_k;
+}
+
+// Tiles of keys of packed sequences; one warp walks, all lanes together. The items are those of the sequences, the ones
+// with the longest tiles first; at the end come the rows that no sequence owns. The first item of CTA b is item b, the
+// others it draws from a counter, which is 0 before: the host knows no lengths, and CTAs end together.
+//
+// Of each sequence head by head, so that Q and dO stay in L2. Causal tiles shrink with their key: heads are interleaved
+// in groups of up to kInterleavedPackedTiles tiles, the longest tiles of a group first.
+constexpr int32 kInterleavedPackedTiles = 512;
+
+template <int kBlockN>
+class PackedBwdTiles {
+    struct Axis {
+        static constexpr SequenceRange kNone{0, -1, 0, 0, 0};
+        static constexpr int32 SequenceRange::* kSteps = &SequenceRange::seqlen_q;
+        OA_DEVICE static int32 heads(const AttnFwdParams& p) { return p.num_kv_heads; }
+        OA_DEVICE static int32 items(const AttnFwdParams&, const SequenceRange& r) {
+            return (r.seqlen_k + kBlockN - 1) / kBlockN;
+        }
+    };
+
+  public:
+    // ranges: as PackedSequences.
+    OA_DEVICE PackedBwdTiles(const AttnFwdParams& p, uint32* counter, SequenceRange* ranges)
+        : p_(p), counter_(counter), sequences_(p, ranges), is_first_(true) {}
+
+    // Moves `t` to the next tile; false when there is none.
+    OA_DEVICE bool next(BwdTile& t) {
+        SequenceRange r;
+        int32 item = blockIdx.x, at;
+        if (!is_first_) {
+            if ((threadIdx.x & 31) == 0) item = int32(gridDim.x + atomic_add_relaxed(counter_, 1));
+            item = __shfl_sync(0xffffffffu, item, 0);
+        }
+        is_first_ = false;
+        t.batch_idx = 0;
+        if (sequences_.find(item, r, at)) {
+            int32 blocks = Axis::items(p_, r), per_group = 1;
+            if (p_.window_right >= 0 && p_.window_left < 0)
+                per_group = min_of(max_of(kInterleavedPackedTiles / blocks, 1), p_.num_kv_heads);
+            int32 group = at / (per_group * blocks) * per_group;
+            at -= group * blocks;
+            per_group = min_of(per_group, p_.num_kv_heads - group);
+            int32 block = at / per_group;
+            t.kv_head_idx = group + at - block * per_group;
+            t.n0 = block * kBlockN;
+            t.sequence = r.sequence;
+            t.q_begin = r.q_begin;
+            t.seqlen_q = r.seqlen_q;
+            t.k_begin = r.k_begin;
+            t.seqlen_k = r.seqlen_k;
+            return true;
+        }
+        int32 block = at / p_.num_kv_heads;
+        t.kv_head_idx = at - block * p_.num_kv_heads;
+        return unowned_bwd_tile<kBlockN>(p_, block, t);
+    }
+
+  private:
+    const AttnFwdParams& p_;
+    uint32* counter_;
+    PackedSequences<Axis> sequences_;
+    bool is_first_;
 };
 
 // Dense, one tile a CTA. Tiles of one head are neighbours: Q and dO stay in L2. Causal heads, whose tiles shrink with
@@ -89,17 +169,7 @@ OA_DEVICE bool varlen_bwd_tile(const AttnFwdParams& p, int64 tile_idx, int32 num
         }
         block -= __shfl_sync(0xffffffffu, inclusive, 31);
     }
-    // Rows before the first and behind the last sequence.
-    int32 first = p.batch > 0 ? packed_sequence(p.cu_seqlens_k, 0, p.seqlen_k).begin : p.seqlen_k;
-    int32 last = p.batch > 0 ? min_of(max_of(p.cu_seqlens_k[p.batch], first), p.seqlen_k) : p.seqlen_k;
-    int32 head_blocks = (first + kBlockN - 1) / kBlockN;
-    t.sequence = 0;
-    t.q_begin = 0;
-    t.seqlen_q = kNoSequence;
-    t.k_begin = block < head_blocks ? 0 : last;
-    t.seqlen_k = block < head_blocks ? first : p.seqlen_k - last;
-    t.n0 = (block < head_blocks ? block : block - head_blocks) * kBlockN;
-    return t.n0 < t.seqlen_k;
+    return unowned_bwd_tile<kBlockN>(p, block, t);
 }
 
 // The tile of a CTA that computes one; false: nothing to do.

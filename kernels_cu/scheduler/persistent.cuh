@@ -4,6 +4,8 @@
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 
+constexpr int32 kNoMoreTiles = -1;  // in place of a tile's first row
+
 // The walk over the list, for tiles of queries and of keys alike: `blocks` tiles to each of `heads` heads.
 class PersistentItems {
   public:
@@ -67,19 +69,85 @@ class PersistentTiles {
     PersistentItems items_;
 };
 
-// Packed sequences; one warp walks, all lanes together. The items are those of the sequences, 32 sequences at a time
-// and the ones with the most keys first; of each sequence head by head, so that K and V stay in L2; of each head
-// the tiles, or with causality pairs of a long and a short one. At the end come the rows that no sequence owns. Every
-// second round runs backwards. The walk goes on where the CTA's last item was found, so that all tiles of a CTA
-// together cost one pass over cu_seqlens.
-template <int kBlockM>
-class PackedTiles {
+// The sequences of a packed batch, by one warp, all lanes together; 32 sequences at a time, the ones with the longest
+// tiles first. The walk goes on where the item before was found, so that all items of a CTA together cost one pass over
+// cu_seqlens.
+//
+// Axis: what tiles are of. kNone, a sequence that does not exist; heads(p); items(p, r) of a head of sequence r;
+// kSteps, the length that a tile is walked along.
+template <typename Axis>
+class PackedSequences {
   public:
     // ranges: 32 of them in shared memory, this warp's own (a producer has few registers).
-    OA_DEVICE PackedTiles(const AttnFwdParams& p, const TileList& list, SequenceRange* ranges)
-        : p_(p), list_(list), ranges_(ranges), round_(0), second_(false), chunk_(0), before_(0) {
+    OA_DEVICE PackedSequences(const AttnFwdParams& p, SequenceRange* ranges)
+        : p_(p), ranges_(ranges), chunk_(0), before_(0) {
         load_chunk();
     }
+
+    // The sequence of an item, which does not come before the last one asked for; at: its number among the sequence's
+    // items, of all heads. False behind the last sequence; at: its number there.
+    OA_DEVICE bool find(int32 item, SequenceRange& r, int32& at) {
+        while (chunk_ < p_.batch) {
+            uint32 candidates = __ballot_sync(0xffffffffu, inclusive_ * Axis::heads(p_) > item - before_);
+            if (candidates != 0) {
+                int src = __ffs(int(candidates)) - 1;
+                r = ranges_[src];
+                int32 first = __shfl_sync(0xffffffffu, inclusive_, src) - Axis::items(p_, r);
+                at = item - before_ - first * Axis::heads(p_);
+                return true;
+            }
+            before_ += __shfl_sync(0xffffffffu, inclusive_, 31) * Axis::heads(p_);
+            chunk_ += 32;
+            load_chunk();
+        }
+        at = item - before_;
+        return false;
+    }
+
+  private:
+    // Sorts the chunk's sequences by the length of their tiles.
+    OA_DEVICE void load_chunk() {
+        int lane = threadIdx.x & 31;
+        bool exists = chunk_ + lane < p_.batch;
+        SequenceRange mine = exists ? sequence_range(p_, chunk_ + lane) : Axis::kNone;
+        int32 place = 0;
+#pragma unroll 1
+        for (int j = 0; j < 32; ++j) {
+            int32 other = __shfl_sync(0xffffffffu, mine.*Axis::kSteps, j);
+            place += other > mine.*Axis::kSteps || (other == mine.*Axis::kSteps && j < lane);
+        }
+        __syncwarp();
+        ranges_[place] = mine;
+        __syncwarp();
+        inclusive_ = inclusive_sum(Axis::items(p_, ranges_[lane]), lane);
+    }
+
+    const AttnFwdParams& p_;
+    SequenceRange* ranges_;  // of the chunk's sequences, those with the longest tiles first
+    int32 chunk_;      // its first sequence
+    int32 before_;     // items of all sequences before the chunk
+    int32 inclusive_;  // items, of one head, of the chunk's sequences 0 .. lane, as sorted
+};
+
+// Tiles of queries of packed sequences; one warp walks, all lanes together. The items are those of the sequences; of
+// each sequence head by head, so that K and V stay in L2; of each head the tiles, or with causality pairs of a long and
+// a short one. At the end come the rows that no sequence owns. Every second round runs backwards.
+template <int kBlockM>
+class PackedTiles {
+    struct Axis {
+        static constexpr SequenceRange kNone{0, 0, 0, -1, 0};
+        static constexpr int32 SequenceRange::* kSteps = &SequenceRange::seqlen_k;
+        OA_DEVICE static int32 heads(const AttnFwdParams& p) { return p.num_q_heads; }
+        OA_DEVICE static int32 blocks(const SequenceRange& r) { return (r.seqlen_q + kBlockM - 1) / kBlockM; }
+        OA_DEVICE static bool in_pairs(const AttnFwdParams& p) { return p.window_right >= 0 && p.window_left < 0; }
+        OA_DEVICE static int32 items(const AttnFwdParams& p, const SequenceRange& r) {
+            return in_pairs(p) ? (blocks(r) + 1) / 2 : blocks(r);
+        }
+    };
+
+  public:
+    OA_DEVICE PackedTiles(const AttnFwdParams& p, const TileList& list, SequenceRange* ranges)
+        : p_(p), list_(list), sequences_(p, ranges), round_(0), second_(false) {}
 
     // Moves `t` to the next tile; false when there is none.
     OA_DEVICE bool next(FwdTile& t) {
@@ -96,66 +164,33 @@ class PackedTiles {
   private:
     // The next tile of an item, and whether another one follows; false for the slack at the end of the list.
     OA_DEVICE bool find(int32 item, FwdTile& t) {
+        SequenceRange r;
+        int32 at;
         t.batch_idx = 0;
-        while (chunk_ < p_.batch) {
-            uint32 candidates = __ballot_sync(0xffffffffu, inclusive_ * p_.num_q_heads > item - before_);
-            if (candidates != 0) {
-                int src = __ffs(int(candidates)) - 1;
-                SequenceRange r = ranges_[src];
-                int32 blocks = num_blocks(r), units = num_units(r);
-                int32 at = item - before_ - (__shfl_sync(0xffffffffu, inclusive_, src) - units) * p_.num_q_heads;
-                t.head_idx = at / units;
-                int32 j = at - t.head_idx * units;
-                t.m0 = (second_ ? j : blocks - 1 - j) * kBlockM;
-                // The middle tile of an odd number is its own partner.
-                second_ = in_pairs() && !second_ && 2 * j + 1 != blocks;
-                t.sequence = r.sequence;
-                t.q_begin = r.q_begin;
-                t.seqlen_q = r.seqlen_q;
-                t.k_begin = r.k_begin;
-                t.seqlen_k = r.seqlen_k;
-                t.valid = true;
-                return true;
-            }
-            before_ += __shfl_sync(0xffffffffu, inclusive_, 31) * p_.num_q_heads;
-            chunk_ += 32;
-            load_chunk();
+        if (sequences_.find(item, r, at)) {
+            int32 blocks = Axis::blocks(r), per_head = Axis::items(p_, r);
+            t.head_idx = at / per_head;
+            int32 j = at - t.head_idx * per_head;
+            t.m0 = (second_ ? j : blocks - 1 - j) * kBlockM;
+            // The middle tile of an odd number is its own partner.
+            second_ = Axis::in_pairs(p_) && !second_ && 2 * j + 1 != blocks;
+            t.sequence = r.sequence;
+            t.q_begin = r.q_begin;
+            t.seqlen_q = r.seqlen_q;
+            t.k_begin = r.k_begin;
+            t.seqlen_k = r.seqlen_k;
+            t.valid = true;
+            return true;
         }
-        int32 block = (item - before_) / p_.num_q_heads;
-        t.head_idx = item - before_ - block * p_.num_q_heads;
+        int32 block = at / p_.num_q_heads;
+        t.head_idx = at - block * p_.num_q_heads;
         unowned_tile<kBlockM>(p_, block, t);
         return t.valid;
     }
 
-    OA_DEVICE bool in_pairs() const { return p_.window_right >= 0 && p_.window_left < 0; }
-    OA_DEVICE int32 num_blocks(const SequenceRange& r) const { return (r.seqlen_q + kBlockM - 1) / kBlockM; }
-    OA_DEVICE int32 num_units(const SequenceRange& r) const {
-        return in_pairs() ? (num_blocks(r) + 1) / 2 : num_blocks(r);
-    }
-
-    // Sorts the chunk's sequences by their number of keys.
-    OA_DEVICE void load_chunk() {
-        int lane = threadIdx.x & 31;
-        bool exists = chunk_ + lane < p_.batch;
-        SequenceRange mine = exists ? sequence_range(p_, chunk_ + lane) : SequenceRange{0, 0, 0, -1, 0};
-        int32 place = 0;
-#pragma unroll 1
-        for (int j = 0; j < 32; ++j) {
-            int32 other = __shfl_sync(0xffffffffu, mine.seqlen_k, j);
-            place += other > mine.seqlen_k || (other == mine.seqlen_k && j < lane);
-        }
-        __syncwarp();
-        ranges_[place] = mine;
-        __syncwarp();
-        inclusive_ = inclusive_sum(num_units(ranges_[lane]), lane);
-    }
-
     const AttnFwdParams& p_;
     const TileList& list_;
-    SequenceRange* ranges_;  // of the chunk's sequences, those with the most keys first
+    PackedSequences<Axis> sequences_;
     uint32 round_;
     bool second_;
-    int32 chunk_;      // its first sequence
-    int32 before_;     // items of all sequences before the chunk
-    int32 inclusive_;  // tiles or pairs, of one head, of the chunk's sequences 0 .. lane, as sorted
 };

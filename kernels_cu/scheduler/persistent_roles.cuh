@@ -19,8 +19,6 @@
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/persistent.cuh"
 
-constexpr int32 kNoMoreTiles = -1;
-
 template <typename Config>
 struct RoleBarrierStorage {
     uint64 outer_full[Config::kOuterStages], outer_empty[Config::kOuterStages];

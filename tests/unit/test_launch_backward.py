@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.launch.structs import ATTN_BWD, ATTN_BWD_MOD, ATTN_BWD_SM90, At
+from omniattn.launch.structs import ATTN_BWD, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD, ATTN_BWD_SM90, At
 from omniattn.plan.backward import plan_backward
 from omniattn.plan.engine import Launches
 from omniattn.problems import AttentionStrides, Int8, Target
@@ -20,6 +21,7 @@ from tests.unit.test_select_backward import FORWARD, GPUS
 
 AMPERE, HOPPER = GPUS[8, 0], GPUS[9, 0]
 STRIDES = AttentionStrides((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 14), (0, 0, 0, 0))
+MANY_ROWS = dataclasses.replace(STRIDES, mask=(0, 0, 15, 1))
 OWN = BackwardStrides((21, 22, 23), (24, 25, 26), (27, 28, 29), (30, 31, 32), (33, 34), (0, 35, 36, 1))
 ALL = ("dq", "dk", "dv")
 MOD = ScoreModProblem("score", None, (), grad="1.0f")
@@ -40,6 +42,8 @@ def of(record: LaunchRecord) -> dict[str, Any]:
     if len(record.arguments) == ATTN_BWD.size:
         return fields_of_record(record, ATTN_BWD)
     layout, prefix = (ATTN_BWD_SM90, "bwd.") if record.tensor_maps else (ATTN_BWD_MOD, "call.")
+    if len(record.arguments) == ATTN_BWD_FORMS_SM90.size:
+        layout = ATTN_BWD_FORMS_SM90
     return {name.removeprefix(prefix): value for name, value in fields_of_record(record, layout).items()}
 
 
@@ -58,8 +62,16 @@ PREPARE, FINISH = "attn_bwd_prepare_sm80", "attn_bwd_finish_sm80"
          [PREPARE, "attn_bwd_sm80_d128", "attn_bwd_dq_sm80_d128", FINISH]),
         (GPUS[8, 9], ALL, {"head_dim": 64}, [PREPARE, "attn_bwd_sm80_d64_m64", FINISH]),
         (HOPPER, ALL, {}, [PREPARE, "attn_bwd_sm90_d128", f"{FINISH}_fragments"]),
-        (HOPPER, ALL, {"varlen": True}, [PREPARE, "attn_bwd_sm80_d128", FINISH]),
-        (HOPPER, ALL, {"mask": "bool"}, [PREPARE, "attn_bwd_sm80_d128_mods", FINISH]),
+        (HOPPER, ALL, {"varlen": True}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
+        (HOPPER, ("dk",), {"varlen": True}, [PREPARE, "attn_bwd_sm90_d128_varlen"]),
+        (HOPPER, ALL, {"varlen": True, "deterministic": True},
+         [PREPARE, "attn_bwd_sm90_d128_varlen", "attn_bwd_dq_sm80_d128"]),
+        (HOPPER, ALL, {"varlen": True, "head_dim": 256}, [PREPARE, "attn_bwd_sm80_d256", FINISH]),
+        (HOPPER, ALL, {"varlen": True, "seqlen_q": 0}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"varlen": True, "seqlen_k": 0}, [PREPARE, f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"varlen": True, "batch": 0}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"mask": "bool", "strides": MANY_ROWS}, [PREPARE, "attn_bwd_sm80_d128_mods", FINISH]),
+        (HOPPER, ALL, {"mask": "io"}, [PREPARE, "attn_bwd_sm90_d128_keys", f"{FINISH}_fragments"]),
         (HOPPER, (*ALL, "dmask"), {"mask": "float32"}, [PREPARE, "attn_bwd_sm80_d128_dmask", FINISH]),
         (AMPERE, ALL, {"seqlen_q": 0}, ["attn_bwd_sm80_d128"]),
         (AMPERE, ALL, {"seqlen_k": 0}, [PREPARE, FINISH]),
@@ -114,7 +126,9 @@ def test_memory_of_other_calls() -> None:
     # Packed: 128 rows more a sequence, whatever their lengths are.
     launches = plan_backward(problem(varlen=True), AMPERE, None)
     rows = (384 + 2 * 128) * 4
-    assert launches.workspace_bytes == 4 * rows * (2 + 128)
+    # And a counter behind delta.
+    assert launches.workspace_bytes == 4 * rows * (2 + 128) + 256
+    assert of(launches.records[1])["dq_accum"] == At("workspace", 8 * rows + 256)
     main = launches.records[1]
     assert main.grid == ((4 + 2 + 2) * 2, 1, 1)  # no batch: tiles of all sequences
     assert of(main)["fwd.cu_seqlens_k"] == At("cu_seqlens_k")
@@ -127,6 +141,52 @@ def test_hopper_has_the_layout_of_its_accumulators() -> None:
     assert fields["dq_columns"] == 128
     assert [fields[f"map_{name}"].operand for name in ("q", "k", "v", "do")] == ["q", "k", "v", "do"]
     assert main.grid[0] <= HOPPER.sm_count
+
+
+def test_copies_of_packed_sequences_end_with_them() -> None:
+    """What a copy reads, worked out from the map and the coordinates of attention/bwd_roles.cuh."""
+    launches = plan_backward(problem(varlen=True, window_right=0), HOPPER, None)
+    main = launches.records[1]
+    fields = of(main)
+    blocks = 4 + 2 + 2
+    assert [fields[f"tiles.{name}"] for name in ("num_items", "num_pairs", "num_tail_heads")] == [2 * blocks, 0, 0]
+    assert main.grid == (2 * blocks, 1, 1)
+    for name, rows, total, heads, (row_stride, head_stride) in (
+        ("q", 64, 300, 4, (2, 3)), ("k", 128, 500, 2, (5, 6)), ("v", 128, 500, 2, (8, 9)), ("do", 64, 300, 4, (22, 23)),
+    ):  # fmt: skip
+        of_operand = fields[f"map_{name}"]
+        assert (of_operand.operand, of_operand.box) == (name, (64, rows, 1, 1))
+        strides = tuple(2 * stride for stride in (row_stride, head_stride))
+        assert of_operand.strides_bytes == (strides[0], strides[1], strides[0])
+        assert of_operand.dims == (120, rows, heads, total + 1)
+        for begin, end in ((0, total), (0, 1), (17, 17 + rows), (3, 100), (total - 1, total)):
+            for first in range(begin, end, rows):
+                last = min(first + rows, end)
+                along, at = first + rows - last, last
+                assert at < of_operand.dims[3]
+                read = [
+                    of_operand.add + row * of_operand.strides_bytes[0] + at * of_operand.strides_bytes[2]
+                    if row < of_operand.dims[1]
+                    else None
+                    for row in range(along, along + rows)
+                ]
+                kept = [row * strides[0] for row in range(first, last)]
+                assert read == [*kept, *[None] * (rows - len(kept))]
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_softcap_on_hopper(varlen: bool) -> None:
+    _, main, _ = plan_backward(problem(softcap=30.0, softmax_scale=-0.5, varlen=varlen), HOPPER, None).records
+    assert main.spec.name == "attn_bwd_sm90_bf16_d128" + "_varlen" * varlen + "_softcap"
+    fields = of(main)
+    factor2 = 30.0 * math.log2(math.e)
+    assert fields["forms.factor2"] == pytest.approx(factor2)
+    assert fields["inv_factor2"] == pytest.approx(1 / factor2)
+    assert fields["forms.cap_scale"] == pytest.approx(-0.5 / 30.0)
+    # cap * log2(e) * tanh(s * scale / cap), beside the polynomial.
+    for s in (0.0, 0.7, -12.0, fields["forms.cap_limit"]):
+        odd = sum(a * s ** (2 * i + 1) for i, a in enumerate(fields["forms.cap_poly"]))
+        assert odd == pytest.approx(factor2 * math.tanh(-0.5 * s / 30.0), rel=2e-6)
 
 
 def test_strides_that_no_tensor_map_describes_and_scales() -> None:

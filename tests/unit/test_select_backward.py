@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problems import UNLIMITED, AttentionProblem, Target
+from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Target
 from omniattn.problems.backward import BackwardProblem
 from omniattn.problems.score_mod import ScoreModProblem
 from omniattn.registry import REGISTRY, KernelSpec
@@ -39,6 +39,9 @@ FORWARD = AttentionProblem(
     varlen=False,
     lse=True,
 )
+#: Masks with one row for all queries, and with a row for each.
+ONE_ROW = AttentionStrides((0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0), (8, 0, 0, 1))
+MANY_ROWS = dataclasses.replace(ONE_ROW, mask=(64, 0, 8, 1))
 MODS: list[dict[str, Any]] = [
     {"softcap": 30.0},
     {"mask": "bool"},
@@ -90,12 +93,25 @@ def test_every_problem_gets_rows_that_serve_it(target: Target, dtype: str) -> No
         ((12, 0), 72, {}, "attn_bwd_sm80_bf16_d96_n64"),
         ((9, 0), 64, {}, "attn_bwd_sm90_bf16_d64"),
         ((9, 0), 128, {"dtype": "float16"}, "attn_bwd_sm90_fp16_d128"),
-        ((9, 0), 128, {"varlen": True}, "attn_bwd_sm80_bf16_d128"),
+        ((9, 0), 128, {"varlen": True}, "attn_bwd_sm90_bf16_d128_varlen"),
+        ((9, 0), 40, {"varlen": True, "window_right": 0, "dtype": "float16"}, "attn_bwd_sm90_fp16_d64_varlen"),
+        ((9, 0), 128, {"varlen": True, "tensor_maps": False}, "attn_bwd_sm80_bf16_d128"),
+        ((9, 0), 64, {"varlen": True, "softcap": 5.0}, "attn_bwd_sm90_bf16_d64_varlen_softcap"),
+        ((9, 0), 128, {"softcap": 5.0, "softmax_scale": -1.0}, "attn_bwd_sm90_bf16_d128_softcap"),
+        ((9, 0), 192, {"softcap": 5.0}, "attn_bwd_sm80_bf16_d192_mods"),
+        ((9, 0), 64, {"softcap": 5.0, "mask": "bool"}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"softcap": 5.0, "softmax_scale": 0.0}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"varlen": True, "batch": 1 << 30, "num_q_heads": 2}, "attn_bwd_joint_sm80_bf16_d64"),
         ((9, 0), 128, {"tensor_maps": False}, "attn_bwd_sm80_bf16_d128"),
         ((9, 0), 128, {"softmax_scale": 0.0}, "attn_bwd_sm80_bf16_d128"),
         ((9, 0), 128, {"softmax_scale": -1.0}, "attn_bwd_sm90_bf16_d128"),
-        ((9, 0), 64, {"softcap": 5.0}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"softcap": 5.0}, "attn_bwd_sm90_bf16_d64_softcap"),
         ((9, 0), 64, {"mask": "bool", "window_right": 0}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"mask": "bool", "strides": ONE_ROW}, "attn_bwd_sm90_bf16_d64_keys"),
+        ((9, 0), 96, {"mask": "io", "strides": ONE_ROW, "window_right": 0}, "attn_bwd_sm90_bf16_d128_keys"),
+        ((9, 0), 64, {"mask": "bool", "strides": MANY_ROWS}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"mask": "bool", "strides": ONE_ROW, "softcap": 5.0}, "attn_bwd_joint_sm80_bf16_d64_mods"),
+        ((9, 0), 64, {"mask": "bool", "strides": ONE_ROW, "varlen": True}, "attn_bwd_joint_sm80_bf16_d64_mods"),
         ((9, 0), 256, {"varlen": True}, "attn_bwd_sm80_bf16_d256"),
         ((10, 0), 128, {}, "attn_bwd_sm80_bf16_d128"),
     ],
@@ -130,6 +146,12 @@ def test_every_row_of_every_gpu_is_chosen_or_can_be_forced(spec: KernelSpec) -> 
 def test_force_that_cannot_serve() -> None:
     for force, fields, shows in (
         ("attn_bwd_sm90_bf16_d64", {"varlen": True}, "it takes no packed sequences"),
+        ("attn_bwd_sm90_bf16_d64_varlen", {}, "it takes packed sequences only"),
+        ("attn_bwd_sm90_bf16_d64_softcap", {}, "it is for softcap"),
+        ("attn_bwd_sm90_bf16_d64_softcap", {"softcap": 5.0, "mask": "io"}, "it takes no mask and no score_mod"),
+        ("attn_bwd_sm90_bf16_d64_keys", {}, "it takes masks that are the same for all queries"),
+        ("attn_bwd_sm90_bf16_d64_keys", {"softcap": 1.0, "mask": "bool", "strides": ONE_ROW}, "it has no softcap"),
+        ("attn_bwd_sm90_bf16_d64", {"batch": 1 << 25, "num_q_heads": 64}, "it counts tiles in 31 bits"),
         ("attn_bwd_sm90_bf16_d64", {"head_dim": 72}, "it takes head_dim up to 64, not 72"),
         ("attn_bwd_sm90_bf16_d64", {"dtype": "float16"}, "it is compiled for bfloat16"),
         ("attn_bwd_sm80_bf16_d128", {"mask": "bool"}, "it has no softcap, mask or score_mod"),
@@ -161,11 +183,12 @@ def test_kernels_before_and_behind(dtype: str, fragments: bool) -> None:
 
 
 def test_few_cubins_are_prebuilt() -> None:
-    """Plain calls of head_dim 64 and 128; everything else is compiled where it is called."""
+    """Plain calls of head_dim 64 and 128, packed or not; everything else is compiled where it is called."""
     prebuilt = [(s, arch) for s in REGISTRY if s.op.startswith("attention_backward") for arch in s.prebuild]
-    assert len(prebuilt) <= 36
+    assert len(prebuilt) <= 40
     assert not any("score_mods" in spec.features for spec, _ in prebuilt)
     for cc, arch in (((8, 0), "80"), ((8, 9), "89"), ((9, 0), "90a")):
         for head_dim in (64, 128):
-            spec = select_backward(problem(head_dim=head_dim), GPUS[cc]).spec
-            assert (spec, arch) in prebuilt, spec.name
+            for varlen in (False, True):
+                spec = select_backward(problem(head_dim=head_dim, varlen=varlen), GPUS[cc]).spec
+                assert (spec, arch) in prebuilt, spec.name

@@ -280,3 +280,59 @@ def test_packed_tiles_cover_each_row_of_each_head_once(batch: int, pairs: bool) 
         for b in range(batch):
             expected.update({(h, row): b for h in range(heads) for row in range(starts[b], starts[b + 1])})
         assert owner == expected
+
+
+def packed_key_tile(
+    item: int, starts: list[int], lengths_q: list[int], total: int, heads: int, block_n: int, interleaved: int
+) -> tuple[int | None, int, int, int] | None:
+    """PackedBwdTiles' item: (sequence or None, head, first key, keys of its owner behind it); None behind the last.
+
+    interleaved: tiles of a group of heads, 0 without causality.
+    """
+    batch = len(starts) - 1
+    for chunk in range(0, batch, 32):
+        for b in sorted(range(chunk, min(chunk + 32, batch)), key=lambda b: -lengths_q[b]):
+            keys = starts[b + 1] - starts[b]
+            blocks = -(-keys // block_n)
+            if item >= heads * blocks:
+                item -= heads * blocks
+                continue
+            per_group = min(max(interleaved // blocks, 1), heads) if interleaved else 1
+            group = item // (per_group * blocks) * per_group
+            block, head = divmod(item - group * blocks, min(per_group, heads - group))
+            return b, group + head, starts[b] + block * block_n, keys - block * block_n
+    block, head = divmod(item, heads)
+    head_blocks = -(-starts[0] // block_n)
+    begin, length = (0, starts[0]) if block < head_blocks else (starts[-1], total - starts[-1])
+    n0 = (block if block < head_blocks else block - head_blocks) * block_n
+    return (None, head, begin + n0, length - n0) if n0 < length else None
+
+
+@pytest.mark.parametrize("interleaved", [0, 8, 512])
+@pytest.mark.parametrize("batch", [0, 1, 3, 33, 70])
+def test_packed_tiles_of_keys_cover_each_key_of_each_head_once(batch: int, interleaved: int) -> None:
+    """Whichever CTA draws an item; the first one behind the last tile ends the walk of its CTA."""
+    rng = random.Random(batch)
+    for _ in range(20):
+        total, heads, block_n = rng.randint(1, 600), rng.randint(1, 5), rng.choice((16, 48))
+        starts = sorted(rng.choice((rng.randint(0, total), 0, total)) for _ in range(batch + 1))
+        if batch == 0:
+            starts = [total]
+        lengths_q = [rng.choice((0, 5, rng.randint(0, 300))) for _ in range(batch)]
+        owner: dict[tuple[int, int], int | None] = {}
+        items = heads * (-(-total // block_n) + batch + 2)
+        tiles = [
+            packed_key_tile(item, starts, lengths_q, total, heads, block_n, interleaved) for item in range(items + 9)
+        ]
+        found = [tile for tile in tiles if tile is not None]
+        assert tiles[: len(found)] == found
+        assert len(found) <= items
+        for sequence, head, first, keys in found:
+            assert keys > 0
+            for key in range(first, first + min(keys, block_n)):
+                assert (head, key) not in owner
+                owner[head, key] = sequence
+        expected: dict[tuple[int, int], int | None] = {(h, key): None for h in range(heads) for key in range(total)}
+        for b in range(batch):
+            expected.update({(h, key): b for h in range(heads) for key in range(starts[b], starts[b + 1])})
+        assert owner == expected

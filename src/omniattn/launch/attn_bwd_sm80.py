@@ -44,7 +44,8 @@ def places(problem: BackwardProblem, dq_columns: int, begin: int = 0) -> Backwar
     rows = problem.padded_rows * problem.forward.num_q_heads
     sums = rows // ROW_PADDING if "dsinks" in problem.wanted else 0
     at: list[At] = []
-    for count in (rows, rows, rows * dq_columns, sums):
+    # Of packed sequences delta has one element more (kernels_cu/params/attn_bwd.cuh).
+    for count in (rows, rows + problem.forward.varlen, rows * dq_columns, sums):
         at.append(At("workspace", begin))
         begin += -(-4 * count // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return BackwardPlaces(at[0], at[1], at[2] if dq_columns else None, at[3] if sums else None, begin)
@@ -147,8 +148,9 @@ def build_prepare(
 ) -> tuple[LaunchRecord, ...]:
     """The launch that makes lse2, delta and the sums of sinks, and clears what is added to."""
     blocks = problem.padded_rows // ROW_PADDING * problem.forward.num_q_heads
-    # Without queries a mask may still have a gradient to clear.
-    return _rows(spec, problem, at, dq_columns, blocks or int("dmask" in problem.wanted))
+    # Without queries a mask may still have a gradient to clear, and packed keys a counter.
+    clears = "dmask" in problem.wanted or (problem.forward.varlen and problem.forward.seqlen_k > 0)
+    return _rows(spec, problem, at, dq_columns, blocks or int(clears))
 
 
 def build_finish(

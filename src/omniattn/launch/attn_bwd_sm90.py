@@ -5,22 +5,24 @@ from __future__ import annotations
 from ..problems import UNLIMITED, Target
 from ..problems.backward import BackwardProblem
 from ..registry import KernelSpec
-from ..runtime.record import LaunchRecord
+from ..runtime.record import LaunchRecord, TensorMap
 from . import tile_order
 from .attn_bwd_sm80 import BackwardPlaces, backward_values, num_n_blocks
 from .attn_fwd import num_m_blocks
-from .attn_fwd_sm90 import operand_map, tile_values
-from .structs import ATTN_BWD_SM90, member
+from .attn_fwd_sm90 import PANEL, mapped, operand_map, tile_values
+from .score_forms import finite, form_values
+from .structs import ATTN_BWD_FORMS_SM90, ATTN_BWD_SM90, member
 
 
 def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_order.TileList:
     """In which order the persistent kernel ``spec`` takes the tiles of keys of every kv head.
 
-    With causality a tile is the longer the nearer it is to key 0; the list's last block is the longest one.
+    With causality a tile is the longer the nearer it is to key 0; the list's last block is the longest one. Of packed
+    sequences, whose lengths are on the device, the list is a bound.
     """
     f = problem.forward
-    blocks, heads = num_n_blocks(f, spec.block_n), f.num_kv_heads * f.batch
-    if heads * blocks and f.window_right != UNLIMITED and f.window_left == UNLIMITED:
+    blocks, heads = num_n_blocks(f, spec.block_n), f.num_kv_heads * (1 if f.varlen else f.batch)
+    if heads * blocks and not f.varlen and f.window_right != UNLIMITED and f.window_left == UNLIMITED:
         offset = f.seqlen_q - f.seqlen_k - f.window_right
         first_rows = (min(max(n * spec.block_n + offset, 0), f.seqlen_q) for n in reversed(range(blocks)))
         return tile_order.causal(heads, [1 - (-(f.seqlen_q - row) // spec.block_m) for row in first_rows], sm_count)
@@ -37,6 +39,19 @@ def _query_tiles(problem: BackwardProblem, spec: KernelSpec, blocks: int, sm_cou
         keys = (min(max(row + offset, 0), f.seqlen_k) for row in last_rows)
         return tile_order.causal(heads, [1 - (-n // spec.block_n) for n in keys], sm_count)
     return tile_order.head_by_head(heads, blocks)
+
+
+def _packed_map(name: str, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], rows: int) -> TensorMap:
+    """One of q, k, v, do of packed sequences: (rows, heads, head_dim), strides (row, head) in elements of two bytes.
+
+    A copy must not reach into the next sequence. Two dimensions have the stride of a row: along the first, of as many
+    rows as a copy, the copy runs, and beyond its end come zeros; along the second it begins. So the copy of the n rows
+    that end at row e begins at (rows - n, e), where a map that begins ``rows`` rows before the array has their first.
+    """
+    row_bytes, head_bytes = (2 * stride or 16 for stride in strides)
+    total, heads, head_dim = shape
+    dims = (head_dim, rows, heads, total + 1)
+    return mapped(name, -rows * row_bytes, dtype, dims, (row_bytes, head_bytes, row_bytes), (PANEL, rows, 1, 1))
 
 
 def _launch(
@@ -58,7 +73,9 @@ def _launch(
         ("q", q_shape, f.strides.q, spec.block_m), ("do", q_shape, s.d_o, spec.block_m),
         ("k", kv_shape, f.strides.k, spec.block_n), ("v", kv_shape, f.strides.v, spec.block_n),
     ):  # fmt: skip
-        if shape[1]:
+        if shape[1] and f.varlen:
+            maps[name] = _packed_map(name, f.dtype, shape[1:], strides[1:], rows)
+        elif shape[1]:
             maps[name] = operand_map(name, f.dtype, shape, strides, rows)
     some = next(iter(maps.values()))
     values = {
@@ -66,8 +83,15 @@ def _launch(
         **member("bwd", values),
         **tile_values(tiles),
     }
+    layout = ATTN_BWD_SM90
+    if f.softcap > 0.0:
+        layout = ATTN_BWD_FORMS_SM90
+        forms = form_values(f, None)
+        factor2 = forms["factor2"]
+        assert isinstance(factor2, float)
+        values |= {**member("forms", forms), "inv_factor2": finite(1.0 / factor2)}
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_BWD_SM90.pack(values)),)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
 def build(

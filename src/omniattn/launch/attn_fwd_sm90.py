@@ -15,7 +15,7 @@ from .score_mod import array_values
 from .structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_MOD_SM90, ATTN_FWD_SM90, member
 
 _GROUP_ROWS = 64  # query rows of a warpgroup
-_PANEL = 64  # columns of one copy: 128 bytes, the width of the swizzle
+PANEL = 64  #: Columns of one copy: 128 bytes, the width of the swizzle.
 
 
 def _tile_lengths(problem: AttentionProblem, spec: KernelSpec, blocks: int, lead_rows: int) -> list[int]:
@@ -60,7 +60,7 @@ def operand_map(
     """One of q, k, v, do: (batch, seq, heads, head_dim), strides (batch, seq, head) in elements of two bytes."""
     batch, seqlen, heads, head_dim = shape
     strides_bytes = (2 * strides[1], 2 * strides[2], 2 * strides[0])
-    return mapped(name, 0, dtype, (head_dim, seqlen, heads, batch), strides_bytes, (_PANEL, rows, 1, 1))
+    return mapped(name, 0, dtype, (head_dim, seqlen, heads, batch), strides_bytes, (PANEL, rows, 1, 1))
 
 
 def build(

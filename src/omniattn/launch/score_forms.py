@@ -20,7 +20,7 @@ _LOG2E = math.log2(math.e)
 _LARGEST = 3.0e38  # below the largest fp32
 
 
-def _finite(x: float) -> float:
+def finite(x: float) -> float:
     return min(max(x, -_LARGEST), _LARGEST)
 
 
@@ -73,9 +73,9 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
         "forms": forms | scaled | own_tiles,
         "bias_batch": int(strides.mask[0] != 0),
         "bias_head": int(strides.mask[1] != 0),
-        "cap_scale": _finite(problem.softmax_scale / problem.softcap if capped else 0.0),
+        "cap_scale": finite(problem.softmax_scale / problem.softcap if capped else 0.0),
         "factor": factor,
-        "factor2": _finite(factor * _LOG2E),
+        "factor2": finite(factor * _LOG2E),
         "cap_limit": limit,
         "cap_poly": poly,
         # None at all is below -1: the square of a small number is 0.

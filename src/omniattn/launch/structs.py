@@ -164,6 +164,14 @@ ATTN_BWD_SM90 = HostStruct(
     tail=24,
 )
 
+ATTN_BWD_FORMS_SM90 = HostStruct(
+    "AttnBwdFormsSm90Params",
+    "params/attn_bwd.cuh",
+    f"M map_q map_k map_v map_do; {ATTN_BWD.inside('bwd')}; {TILE_LIST.inside('tiles')};"
+    f"{SCORE_FORMS.inside('forms')}; f inv_factor2",
+    tail=28,
+)
+
 SCORE_MOD_ARRAYS = HostStruct(
     "ScoreModArrays",
     "params/score_mod.cuh",
@@ -298,9 +306,9 @@ STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
         TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
-        ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_MOD, QUANTIZED_OPERANDS, ATTN_INT8_SM80,
-        ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES,
-        MASK_PACK, MASK_LIST, TILE_KINDS,
+        ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
+        QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE,
+        KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        # On sm_90 packed sequences need it.
+        # On sm_90 for arrays that no tensor map describes, and drivers that make none.
         prebuild=() if not common else ("89",) if tile.suffix else ("80", "90a"),
         features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
         # Joint, sm_90a: outside of the loop of tiles without hidden scores. The others' machine code was not looked at.
@@ -151,7 +152,21 @@ def _attn_bwd_dq_sm80(tile: _DqTile, dtype: str, score_mods: bool) -> KernelSpec
     )
 
 
-def _attn_bwd_sm90(head_dim: int, dtype: str) -> KernelSpec:
+def _up(num_bytes: int) -> int:
+    """Rounded up to what tiles in shared memory are aligned to."""
+    return -(-num_bytes // 1024) * 1024
+
+
+#: Forms of scores of ``attn_bwd_sm90``, and what each lacks.
+_BWD_SM90_FORMS: dict[str, tuple[str, ...]] = {
+    "": (),
+    "softcap": ("mask", "no_softcap"),
+    "keys": ("softcap", "other_masks"),
+}
+
+
+def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str) -> KernelSpec:
+    """form: of scores, ``"softcap"``, ``"keys"`` (a mask that is the same for all queries), or empty."""
     short, tag = IO_TYPES[dtype]
     block_m, block_n, ds_stages, q_stages = 64, 128, 3, 3
     do_stages = 3 if head_dim == 64 else 2
@@ -159,9 +174,10 @@ def _attn_bwd_sm90(head_dim: int, dtype: str) -> KernelSpec:
     smem_bytes = 2 * 2 * block_n * head_dim + (q_stages + do_stages) * block_m * (2 * head_dim + 4)
     smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim
     smem_bytes += 8 * (3 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + 4)
-    smem_bytes = -(-smem_bytes // 1024) * 1024
+    # And for packed sequences two tiles of 32 bytes, 32 sequences of 20 bytes, barriers.
+    smem_bytes = _up(smem_bytes) + (1024 if varlen else 0)
     return KernelSpec(
-        name=f"attn_bwd_sm90_{short}_d{head_dim}",
+        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + f"_{form}" * bool(form),
         family="attn_bwd_sm90",
         op="attention_backward",
         source="entry/attn_bwd_sm90.cu",
@@ -170,6 +186,9 @@ def _attn_bwd_sm90(head_dim: int, dtype: str) -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("NUM_DO_STAGES", str(do_stages)),
+            ("VARLEN", str(int(varlen))),
+            ("SOFTCAP", str(int(form == "softcap"))),
+            ("KEY_MASK", str(int(form == "keys"))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -180,16 +199,13 @@ def _attn_bwd_sm90(head_dim: int, dtype: str) -> KernelSpec:
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",),
-        lacks=frozenset({"varlen", "any_strides", "any_scale"}),
-        # Of the warp that copies, which has 24 registers.
-        allowed_spill_bytes=96 if head_dim == 128 else 0,
+        prebuild=() if form else ("90a",),
+        features=frozenset({"score_mods"} if form else ()),
+        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale", *_BWD_SM90_FORMS[form]}),
+        # Of the warps that copy and walk cu_seqlens, which have 24 registers; with packed sequences and softcap also of
+        # the consumers, before and behind the steps of a tile, and one number in the loop of both together.
+        allowed_spill_bytes=0 if head_dim == 64 else 160 if varlen or form else 96,
     )
-
-
-def _up(num_bytes: int) -> int:
-    """Rounded up to what tiles in shared memory are aligned to."""
-    return -(-num_bytes // 1024) * 1024
 
 
 def _attn_bwd_dkdv_sm90(head_dim: int, dtype: str) -> KernelSpec:
@@ -287,7 +303,10 @@ def backward_rows() -> Iterator[KernelSpec]:
             yield from (_attn_bwd_sm80(tile, dtype, score_mods, dmask) for tile in _BWD_SM80_TILES)
         for score_mods in (False, True):
             yield from (_attn_bwd_dq_sm80(tile, dtype, score_mods) for tile in _DQ_SM80_TILES)
-        yield from (_attn_bwd_sm90(head_dim, dtype) for head_dim in (64, 128))
+        for form, varlen in itertools.product(_BWD_SM90_FORMS, (False, True)):
+            if form == "keys" and varlen:  # consumers would spill 300 bytes at d128
+                continue
+            yield from (_attn_bwd_sm90(head_dim, dtype, varlen, form) for head_dim in (64, 128))
         yield from (_attn_bwd_dkdv_sm90(head_dim, dtype) for head_dim in (192, 256))
         yield from (_attn_bwd_dq_sm90(head_dim, dtype) for head_dim in (64, 128, 192, 256))
         yield _of_rows("attention_backward_prepare", "prepare", dtype, ())

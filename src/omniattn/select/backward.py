@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedError
-from ..problems import Target
+from ..problems import AttentionProblem, Target
 from ..problems.attention import is_plain_scale
 from ..problems.backward import BackwardProblem
 from ..registry import REGISTRY, KernelSpec
@@ -18,6 +18,11 @@ def needs_mods(problem: BackwardProblem) -> bool:
     return f.softcap > 0.0 or f.mask != "none" or f.score_mod is not None
 
 
+def _hides_keys_alike(f: AttentionProblem) -> bool:
+    """Whether there is a mask, and it is the same for all queries."""
+    return f.mask != "none" and f.strides is not None and f.strides.mask[2] == 0
+
+
 def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | None:
     """Why ``spec`` cannot serve ``problem``; None if it can."""
     f = problem.forward
@@ -27,14 +32,29 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
         return f"it takes head_dim up to {spec.head_dim}, not {f.head_dim}"
     if needs_mods(problem) and "score_mods" not in spec.features:
         return "it has no softcap, mask or score_mod"
+    if (f.mask != "none" or f.score_mod is not None) and "mask" in spec.lacks:
+        return "it takes no mask and no score_mod"
+    if f.softcap == 0.0 and "no_softcap" in spec.lacks:
+        return "it is for softcap"
+    if f.softcap > 0.0 and "softcap" in spec.lacks:
+        return "it has no softcap"
+    if "other_masks" in spec.lacks and (f.score_mod is not None or not _hides_keys_alike(f)):
+        return "it takes masks that are the same for all queries, and no score_mod"
     if "dmask" in problem.wanted and spec.op == BACKWARD and "dmask" not in spec.features:
         return "it makes no gradient of a mask"
     if f.varlen and "varlen" in spec.lacks:
         return "it takes no packed sequences"
+    if not f.varlen and "dense" in spec.lacks:
+        return "it takes packed sequences only"
     if not f.tensor_maps and "any_strides" in spec.lacks:
         return "no tensor map describes q, k, v or do (zero, negative or huge strides)"
     if "any_scale" in spec.lacks and not is_plain_scale(abs(f.softmax_scale)):
         return f"it takes no softmax_scale of {f.softmax_scale:g}"
+    if spec.arch_specific:
+        # A bound: 64 rows are the smallest tile, and packed sequences add one each.
+        blocks = max(f.seqlen_q, f.seqlen_k) // 64 + (f.batch + 3 if f.varlen else 1)
+        if blocks * f.num_q_heads * (1 if f.varlen else f.batch) >= 2**31 - 2**16:
+            return "it counts tiles in 31 bits"
     return unfit_target(spec, target)
 
 

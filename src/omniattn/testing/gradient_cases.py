@@ -35,6 +35,8 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "softcap": ("short", {"softcap": 3.0, "causal": True}),
     "additive mask and its gradient": ("short", {"mask": True}),
     "packed": ("short", {"packed": True, "causal": True}),
+    "packed, softcap": ("short", {"packed": True, "softcap": 3.0}),
+    "mask of keys": ("short", {"keys": True}),
 }
 _STARTS_Q, _STARTS_K = [0, 70, 70, 150], [0, 131, 136, 203]
 
@@ -63,7 +65,7 @@ class GradientCase:
         extents, options = _OPTIONS[self.name]
         batch, seqlen_q, seqlen_k, heads, kv_heads = _EXTENTS[extents]
         options = dict(options)
-        packed, masked, sinks = (options.pop(name, False) for name in ("packed", "mask", "sinks"))
+        packed, masked, keys, sinks = (options.pop(name, False) for name in ("packed", "mask", "keys", "sinks"))
         rng = np.random.default_rng((self.head_dim, len(self.name)))
         lead = () if packed else (batch,)
 
@@ -80,6 +82,9 @@ class GradientCase:
         arrays: dict[str, Any] = {}
         if masked:
             arrays["mask"] = rng.standard_normal((1, heads, seqlen_q, seqlen_k)).astype(np.float32)
+        if keys:
+            bias = rng.standard_normal((batch, 1, 1, seqlen_k))
+            arrays["mask"] = np.where(rng.random(bias.shape) < 0.8, bias, -np.inf).astype(np.float32)
         if sinks:
             arrays["sinks"] = rng.standard_normal(heads).astype(np.float32)
         if packed:

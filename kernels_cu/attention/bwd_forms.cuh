@@ -1,0 +1,83 @@
+// Forms of scores of the backward on wgmma. Scores are transposed, keys times queries: number i of a thread is that of
+// its key i >> 1 & 1 and of query i & 1 of two, of the (i >> 2)-th 8 queries.
+//
+//   softcap   S = cap * tanh(S / cap);  P = exp2(S - lse2);  dS = P (dP - delta) (1 - (S / cap)^2)
+//   keys      P = exp2(c S + bias of the key - lse2)
+#pragma once
+#include "attention/mask.cuh"
+#include "attention/score_forms.cuh"
+#include "params/attn_fwd.cuh"
+#include "ptx/math.cuh"
+#include "ptx/min_nan.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/types.cuh"
+
+// Of the queries of this thread's columns of scores, two of each 8: lse2 or delta, kBlockM floats a stage.
+template <int kBlockM>
+class BwdQueryRows {
+  public:
+    OA_DEVICE BwdQueryRows(uint32 from, int32 stage, int lane) : at_(from + stage * (kBlockM * 4) + (lane & 3) * 8) {}
+    OA_DEVICE float2 operator()(int j) const { return load_shared_float2(at_ + j * 32); }
+
+  private:
+    uint32 at_;
+};
+// The same, read ahead.
+template <int kBlockM>
+class BwdReadRows {
+  public:
+    OA_DEVICE explicit BwdReadRows(const BwdQueryRows<kBlockM>& from) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) row_[j] = from(j);
+    }
+    OA_DEVICE float2 operator()(int j) const { return row_[j]; }
+
+  private:
+    float2 row_[kBlockM / 8];
+};
+
+// Raw products to the exponents of P, by the forward's functions (score_forms.cuh). lse2(j): of the j-th 8 queries.
+template <int kScores, typename Row>
+OA_DEVICE void capped_exponents(float (&s)[kScores], const ScoreForms& f, const Row& lse2) {
+    if (below_cap(s, f)) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            const float2 row = lse2(i >> 2);
+            s[i] = fmaf(s[i], cap_factor(f, s[i]), -(i & 1 ? row.y : row.x));
+        }
+    } else {
+        cap_scores(s, f);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            const float2 row = lse2(i >> 2);
+            // Large scores can be rounded to more than their row's LSE; P is at most 1.
+            s[i] = min_nan(fmaf(s[i], f.factor2, -(i & 1 ? row.y : row.x)), 0.0f);
+        }
+    }
+}
+
+// dS from P (dP - delta), with S / cap from P: registers that would keep it are not there. lse: lse2 * inv_factor2.
+// Where P is 0, or the LSE +inf, S / cap is not between -1 and 1, and ds is 0.
+OA_DEVICE float uncap(float ds, float p, float inv_factor2, float lse) {
+    const float t = fmaf(log2_normal(p), inv_factor2, lse);
+    return fmaf(-ds, fminf(t * t, 1.0f), ds);
+}
+
+// What a mask that is the same for all queries adds to a key's scores, in base 2; -inf where it hides the key, and
+// behind its end.
+template <typename Io>
+OA_DEVICE float key_bias_log2(const AttnFwdParams& p, int32 sequence, int32 head, int32 key) {
+    const float bias = mask_value<Io>(p, sequence * p.mask_stride_b + head * p.mask_stride_h, 0, key);
+    return bias == neg_inf() ? bias : max_nan(bias, kLeastBias) * kLog2e;
+}
+
+// Raw products to the exponents of P; bias: of this thread's keys.
+template <int kScores, typename Row>
+OA_DEVICE void biased_exponents(float (&s)[kScores], float c, const float (&bias)[2], const Row& lse2) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+        const float2 row = lse2(i >> 2);
+        // P is at most 1, which large numbers of masks need not give in fp32 (attn_bwd_prepare_sm80).
+        s[i] = min_nan(fmaf(s[i], c, bias[i >> 1 & 1] - (i & 1 ? row.y : row.x)), 0.0f);
+    }
+}

@@ -1,0 +1,100 @@
+// Tiles of keys for the roles of a persistent kernel. Of dense batches every role walks the list by itself. Of packed
+// sequences one warp walks cu_seqlens, ahead of the other roles, which get the tiles through shared memory:
+//
+//   walker    tile_empty -> tile -> tile_full
+//   others    tile_full -> read -> tile_empty
+#pragma once
+#include "params/attn_fwd.cuh"
+#include "pipeline/ring.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/types.cuh"
+#include "ptx/uniform.cuh"
+#include "scheduler/bwd_tile.cuh"
+#include "scheduler/persistent.cuh"
+
+// One tile ahead, not more: a tile that waits for a CTA cannot go to another one.
+constexpr int32 kTileStages = 1;
+
+// The first bytes of a kernel's shared memory; nothing for dense batches.
+template <bool kVarlen>
+struct BwdFeedStorage {};
+template <>
+struct BwdFeedStorage<true> {
+    alignas(16) BwdTile tile[kTileStages];  // n0 = kNoMoreTiles ends
+    SequenceRange sequences[32];  // of the walker
+    uint64 tile_full[kTileStages], tile_empty[kTileStages];
+
+    OA_DEVICE static Ring<kTileStages> ring() {
+        return {smem_addr_at(&BwdFeedStorage::tile_full), smem_addr_at(&BwdFeedStorage::tile_empty)};
+    }
+    template <typename Member>
+    OA_DEVICE static Member* at(Member BwdFeedStorage::* member) {
+        return static_cast<Member*>(__cvta_shared_to_generic(smem_addr_at(member)));
+    }
+};
+
+// kWarp: next() is called by whole warps, whose lanes all get the tile; else by one thread.
+template <int kBlockN, bool kVarlen, bool kWarp>
+class BwdFeed {
+  public:
+    OA_DEVICE BwdFeed(const AttnFwdParams& p, const TileList& list) : p_(p), list_(list) {}
+
+    // Moves `t` to the next tile; false when there is none.
+    OA_DEVICE bool next(BwdTile& t) { return tiles_.next<kBlockN>(p_, list_, t); }
+
+  private:
+    const AttnFwdParams& p_;
+    const TileList& list_;
+    PersistentBwdTiles tiles_;
+};
+
+template <int kBlockN, bool kWarp>
+class BwdFeed<kBlockN, true, kWarp> {
+    using Storage = BwdFeedStorage<true>;
+
+  public:
+    OA_DEVICE BwdFeed(const AttnFwdParams&, const TileList&) {}
+
+    OA_DEVICE bool next(BwdTile& t) {
+        Storage::ring().wait(at_);
+        t = (*Storage::at(&Storage::tile))[at_.stage];
+        if constexpr (kWarp) {
+            // Every lane has read. Consumers ask for neither the sequence nor its queries' place.
+            __syncwarp();
+            t.batch_idx = 0;
+            t.kv_head_idx = uniform(t.kv_head_idx);
+            t.n0 = uniform(t.n0);
+            t.k_begin = uniform(t.k_begin);
+            t.seqlen_q = uniform(t.seqlen_q);
+            t.seqlen_k = uniform(t.seqlen_k);
+        }
+        Storage::ring().release(at_, kWarp ? int(threadIdx.x & 31) : 0);
+        at_.advance();
+        return t.n0 != kNoMoreTiles;
+    }
+
+  private:
+    RingState<kTileStages> at_;
+};
+
+// Before a CTA barrier, one thread. readers: warps and threads that take tiles.
+OA_DEVICE void init_bwd_feed(uint32 readers) { BwdFeedStorage<true>::ring().init(readers); }
+
+// The walk; one warp. counter: as PackedBwdTiles.
+template <int kBlockN>
+OA_DEVICE void walk_bwd_tiles(const AttnFwdParams& p, uint32* counter) {
+    using Storage = BwdFeedStorage<true>;
+    PackedBwdTiles<kBlockN> tiles(p, counter, *Storage::at(&Storage::sequences));
+    RingState<kTileStages> at;
+    for (bool more = true; more; at.advance()) {
+        Storage::ring().wait_empty(at);
+        BwdTile t;
+        more = tiles.next(t);
+        if ((threadIdx.x & 31) == 0) {
+            if (!more) t.n0 = kNoMoreTiles;
+            (*Storage::at(&Storage::tile))[at.stage] = t;
+            mbarrier_arrive(Storage::ring().full + 8 * at.stage);
+        }
+    }
+}
