@@ -4,8 +4,8 @@
 //
 // Without an expression a visible block's tiles are full. A warp takes a tile: lane l the keys l and l + 32 of all
 // rows, and stops at 8 rows that show it to be mixed. No shared memory. Bound by the expression's instructions.
-// Packed sequences: kinds[h, slot, n], tiles of rows as scheduler/slots.cuh numbers them, each by the lengths of its own
-// sequence; tiles that do not exist are empty.
+// Packed sequences: kinds[h, slot, n], tiles of rows as scheduler/slots.cuh numbers them, each by the lengths of its
+// own sequence; tiles that do not exist are empty.
 #include "attention/score_mod_user.cuh"
 #include "params/mask_tiles.cuh"
 #include "params/tile_kinds.cuh"
