@@ -32,11 +32,39 @@ struct FormSteps {
             count = __ldg(list++);
         }
     }
+    // Of packed sequences. slot: the tile's number among those of all sequences (scheduler/slots.cuh). Where cu_seqlens
+    // decreases two tiles may have one: a list is for one sequence, and others get nothing.
+    template <typename Span>
+    OA_DEVICE static FormSteps of_slot(const ScoreForms& f, const FwdTile& t, const Span& keys, int32 slot) {
+        FormSteps steps(f, keys);
+        if (f.lists != nullptr) {
+            const int32* head = f.lists + t.head_idx * f.lists_stride_h + int64(slot) * (1 + f.num_tiles);
+            int32 count = __ldg(head), sequence = __ldg(head + 1);
+            if (sequence != t.sequence) {
+                steps.count = 0;
+            } else if (count == kNoList) {
+                steps.kinds = kAllGroups * kTileMixed;
+            } else {
+                steps.count = count;
+                steps.list = head + 2;
+            }
+        }
+        return steps;
+    }
     OA_DEVICE int32 entry(int32 i) const { return list != nullptr ? __ldg(list + i) : (end - 1 - i) | kinds; }
     OA_DEVICE static int32 tile(int32 entry) { return entry & (kFirstGroup - 1); }
     OA_DEVICE static int32 kind(int32 entry, int32 group) { return uint32(entry) >> (kGroupShift + 2 * group) & 3; }
     // Bit 2g: warpgroup g's rows see a part of the tile.
     OA_DEVICE static uint32 mixed_groups(int32 entry) { return entry / kFirstGroup & 0x55; }
+
+  private:
+    // Without a list.
+    template <typename Span>
+    OA_DEVICE FormSteps(const ScoreForms& f, const Span& keys)
+        : list(nullptr),
+          count(keys.end - keys.first),
+          end(keys.end),
+          kinds(f.forms & kFormBias ? kAllGroups * kTileMixed : kAllGroups * kTileFull) {}
 };
 
 // The same, step by step, with the next step's entry already there: it comes from global memory. kListed: there may be
@@ -304,7 +332,7 @@ OA_DEVICE float add_key_bias(float (&s)[kScores], ScoreFactors f, uint32 keys, i
 // row + 8, keys from `key` on.
 template <typename Io>
 OA_DEVICE uint32 visible_bits(const AttnFwdParams& p, const FwdTile& t, int32 row, int32 key) {
-    int64 head = t.batch_idx * p.mask_stride_b + t.head_idx * p.mask_stride_h;
+    int64 head = t.sequence * p.mask_stride_b + t.head_idx * p.mask_stride_h;
     uint32 word = 0;
 #pragma unroll 1
     for (int i = 0; i < 32; ++i) {

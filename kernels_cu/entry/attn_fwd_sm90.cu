@@ -43,6 +43,7 @@
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/persistent.cuh"
+#include "scheduler/slots.cuh"
 
 struct Config {
     using Io = IO_TYPE;
@@ -55,6 +56,7 @@ struct Config {
     static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;  // packed sequences
     static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
+    static constexpr bool kLists = MASK_LISTS;  // forms: steps may be those of a list
     static constexpr bool kRotateHeads = kForms;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
@@ -73,6 +75,17 @@ using Params = Select<Config::kForms, FormsParams, AttnFwdSm90Params>::Type;
 
 using Masks = MaskTiles<Config>;
 struct Nothing {};
+
+// The steps of a tile of queries.
+template <typename Span>
+OA_DEVICE FormSteps steps_of(const ScoreForms& forms, const TileList& list, const FwdTile& t, const Span& keys) {
+    if constexpr (Config::kVarlen && Config::kLists) {
+        int32 first = first_slot(t.q_begin, t.sequence, Config::kBlockM);
+        return FormSteps::of_slot(forms, t, keys, first + t.m0 / Config::kBlockM);
+    } else {
+        return FormSteps(forms, t, keys, (t.m0 + int32(list.lead_rows)) / Config::kBlockM);
+    }
+}
 
 struct SharedStorage : Select<Config::kForms, MaskTiles<Config>::Storage, Nothing>::Type {
     alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kPanels * 128];
@@ -134,7 +147,7 @@ class Producer : public ForwardProducer<Config, Producer> {
     template <typename P>
     OA_DEVICE void copy_listed(const P& params, const FwdTile& t, const Span& keys) {
         const ScoreForms& forms = params.forms;
-        const FormSteps steps(forms, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        const FormSteps steps = steps_of(forms, list_, t, keys);
         if (steps.count == 0) {
             bars_.outer.announce(outer_at_, 0);
             outer_at_.advance();
@@ -164,7 +177,7 @@ class Producer : public ForwardProducer<Config, Producer> {
 class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
     using Base = ForwardConsumer<Config, Consumer>;
     using Products = FwdProducts<Config>;
-    using Steps = StepCursor<!Config::kVarlen>;  // packed sequences have no masks
+    using Steps = StepCursor<Config::kLists>;
     using Products::issue_pv, Products::issue_qk, Products::probabilities;
     using typename Products::Output, typename Products::Probabilities, typename Products::Scores;
 
@@ -290,7 +303,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
     template <typename P>
     OA_DEVICE void attend_listed(const P& params, const FwdTile& t, const Span& keys, int32 warp_row, Rows& state) {
         const ScoreForms& f = params.forms;
-        const FormSteps steps(f, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        const FormSteps steps = steps_of(f, list_, t, keys);
         Steps at(steps);
         const int32 own_end = own_end_of(t, keys);
         while (at.left > 0 && FormSteps::tile(at.entry()) >= own_end) pass_over(at);

@@ -6,7 +6,8 @@
 //
 // mask: booleans (bytes), fp32 or IO_TYPE, any strides, [mask_batch, mask_heads, rows, cols]. Booleans give bits, a
 // word for each thread of a warpgroup that has a tile of 64 rows x 64 keys in a wgmma accumulator; rows and keys that
-// do not exist have bit 0. rows = 1: one tile of rows, all equal. Additive masks give key_bias, with rows = 1 only.
+// do not exist have bit 0. rows = 1: one tile of rows, all equal. Additive masks give key_bias, with rows = 1 only. Of
+// packed sequences that have a mask each, a CTA beyond its sequence's end reads nothing: empty tiles without bits.
 //
 // A CTA of 4 warps takes 64 rows x 256 keys. Booleans: thread t loads keys 16(t%16) .. + 15 of rows t/16 + 8i, all
 // before it needs the first, and reduces them to 16 bits; the bits of a row meet in shared memory, and every thread
@@ -19,6 +20,7 @@
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/types.cuh"
+#include "scheduler/slots.cuh"
 
 constexpr int kThreads = 128, kRows = 64, kTiles = 4, kKeys = 64 * kTiles;
 constexpr int kChunk = 16, kChunks = kKeys / kChunk, kRowStep = kThreads / kChunks, kRowsPerThread = kRows / kRowStep;
@@ -112,6 +114,7 @@ struct Place {
     int64 offset;  // of the mask, elements
     int64 mask;  // its number
     int32 m, n0;
+    bool exists;  // not beyond the ends of a packed sequence
     OA_DEVICE explicit Place(const MaskPackParams& p) {
         uint32 groups = (uint32(p.n_tiles) + kTiles - 1) / kTiles, rest = blockIdx.x / groups;
         n0 = int32(blockIdx.x - rest * groups) * kTiles;
@@ -119,6 +122,12 @@ struct Place {
         m = int32(rest - uint32(mask) * p.m_tiles);
         uint32 batch = uint32(mask) / uint32(p.mask_heads), head = uint32(mask) - batch * p.mask_heads;
         offset = batch * p.mask_stride_b + head * p.mask_stride_h;
+        exists = true;
+        if (p.cu_seqlens_q != nullptr) {
+            int32 rows = packed_sequence(p.cu_seqlens_q, int32(batch), p.total_q).len;
+            int32 keys = packed_sequence(p.cu_seqlens_k, int32(batch), p.total_k).len;
+            exists = int64(m) * kRows < rows && int64(n0) * 64 < keys;
+        }
     }
 };
 
@@ -190,7 +199,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8) mask_pack_sm80(const _
     launch_dependents();  // the kernel of the lists waits for the end of this one by itself
     int32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     Place place(p);
-    if (p.mask_kind == kMaskBool) {
+    if (!place.exists) {
+        int32 n = place.n0 + warp;
+        if (lane == 0 && n < p.n_tiles) p.kinds[(place.mask * p.m_tiles + place.m) * p.n_tiles + n] = kTileEmpty;
+    } else if (p.mask_kind == kMaskBool) {
         pack_bits(p, place, tid, warp, lane);
     } else {
         copy_bias(p, place, warp, lane);

@@ -4,10 +4,13 @@
 //
 // Without an expression a visible block's tiles are full. A warp takes a tile: lane l the keys l and l + 32 of all
 // rows, and stops at 8 rows that show it to be mixed. No shared memory. Bound by the expression's instructions.
+// Packed sequences: kinds[h, slot, n], tiles of rows as scheduler/slots.cuh numbers them, each by the lengths of its
+// own sequence; tiles that do not exist are empty.
 #include "attention/score_mod_user.cuh"
 #include "params/mask_tiles.cuh"
 #include "params/tile_kinds.cuh"
 #include "ptx/types.cuh"
+#include "scheduler/slots.cuh"
 
 constexpr int kThreads = 128, kTile = 64, kRowsAVote = 8;
 
@@ -19,21 +22,33 @@ extern "C" __global__ void __launch_bounds__(kThreads) tile_kinds_sm80(const __g
     int64 head = rest / p.m_tiles;
     int32 m = int32(rest - head * p.m_tiles);
     int32 b = int32(head / p.heads), h = int32(head - int64(b) * p.heads);
-    if (b >= p.batch) return;
-    bool visible =
-        p.blocks == nullptr || p.blocks[b * p.block_stride_b + h * p.block_stride_h +
-                                        m / p.block_rows * p.block_stride_q + n / p.block_keys * p.block_stride_k] != 0;
-    bool any = visible, all = visible && (n + 1) * int64(kTile) <= p.seqlen_k;
+    int32 seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k;
+    bool visible = true;
+    if (p.cu_seqlens_q != nullptr) {
+        if (b > 0) return;
+        b = sequence_of_slot(p.cu_seqlens_q, p.batch, p.seqlen_q, m, kTile);
+        Sequence q = packed_sequence(p.cu_seqlens_q, b, p.seqlen_q);
+        seqlen_q = q.len;
+        seqlen_k = packed_sequence(p.cu_seqlens_k, b, p.seqlen_k).len;
+        m -= first_slot(q.begin, b, kTile);
+        visible = m >= 0 && m * int64(kTile) < seqlen_q && n * int64(kTile) < seqlen_k;
+    } else {
+        if (b >= p.batch) return;
+        visible = p.blocks == nullptr ||
+                  p.blocks[b * p.block_stride_b + h * p.block_stride_h + m / p.block_rows * p.block_stride_q +
+                           n / p.block_keys * p.block_stride_k] != 0;
+    }
+    bool any = visible, all = visible && (n + 1) * int64(kTile) <= seqlen_k;
     if (kHasScoreMask && visible) {
         any = false;
-        int32 rows = min_of(p.seqlen_q - m * kTile, kTile);
+        int32 rows = min_of(seqlen_q - m * kTile, kTile);
         for (int32 first = 0; first < rows; first += kRowsAVote) {
             for (int32 row = first; row < min_of(first + kRowsAVote, rows); ++row) {
                 ScorePosition q = score_position(m * kTile + row);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     int32 key = n * kTile + lane + 32 * i;
-                    if (key >= p.seqlen_k) continue;
+                    if (key >= seqlen_k) continue;
                     bool sees = user_mask(b, h, q, score_position(key), p.arrays);
                     any = any || sees;
                     all = all && sees;

@@ -65,10 +65,10 @@ enum ScoreForm : int32 {
 // What masks were made into (params/mask_tiles.cuh): tiles of 64 keys. Strides 0 where the mask is broadcast.
 struct ScoreForms {
     const void* tiles;   // kFormBits: words [tile of 64 rows][tile of keys][128]; kFormKeyBias: floats [key]
-    const int32* lists;  // of each tile of queries: how many tiles of keys, and which; null: all that are visible
+    const int32* lists;  // of each tile of queries: which tiles of keys (params/mask_tiles.cuh); null: all visible
     int64 tiles_stride_b, tiles_stride_h, tiles_stride_m;  // elements
     int64 lists_stride_b, lists_stride_h;
-    int32 num_tiles;             // of keys
+    int32 num_tiles;             // one less than a list has elements
     int32 forms;                 // ScoreForm
     int32 bias_batch, bias_head; // 1: the tile's own; 0: the only one
     float cap_scale;             // softmax_scale / softcap

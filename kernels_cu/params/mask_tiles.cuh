@@ -12,6 +12,10 @@ enum MaskTileKind : int32 {
 
 // An entry of a list: the number of the tile of keys, below kFirstGroup, and from there on two bits for each group of
 // 64 rows, what the mask does to it there (MaskTileKind). kAllGroups times a kind: the same for all.
+// Lists of batches begin with their count; those of packed sequences, one for each tile of queries as
+// scheduler/slots.cuh numbers them, with the count and the sequence. kNoList as the count: all tiles of keys, of which
+// nothing is known.
+constexpr int32 kNoList = -1;
 constexpr int32 kGroupShift = 22, kFirstGroup = 1 << kGroupShift, kMaxGroups = 4, kAllGroups = 0x55 * kFirstGroup;
 
 struct MaskPackParams {
@@ -21,19 +25,31 @@ struct MaskPackParams {
     uint8* kinds;     // MaskTileKind [mask_batch][mask_heads][m_tiles][n_tiles]
     int64 mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k;
     int64 first_byte, end_byte;  // the mask's memory, from `mask` on
+    // Of packed sequences with a mask each: tiles beyond their ends are empty, and not read. Else null.
+    const int32* cu_seqlens_q;
+    const int32* cu_seqlens_k;
     int32 mask_kind;
     int32 mask_heads;  // 1 where the mask is broadcast
     int32 rows, cols;  // rows = 1: the same for every query
     int32 m_tiles, n_tiles;
+    int32 total_q, total_k;  // rows of the packed tensors
 };
 
 struct MaskListParams {
     const uint8* kinds;
-    int32* lists;  // [mask_batch][mask_heads][num_m_blocks][1 + n_tiles]: count, then entries, the last tile first
+    // Batches: [mask_batch][mask_heads][num_m_blocks][1 + n_tiles]: count, then entries, the last tile first. Packed
+    // sequences: [mask_heads][num_m_blocks][2 + n_tiles]: count, sequence, entries.
+    int32* lists;
+    const int32* cu_seqlens_q;  // null: batches
+    const int32* cu_seqlens_k;
     int32 mask_batch, mask_heads;
     int32 m_tiles, n_tiles;
     int32 broadcast_rows;  // 1: the only tile of rows stands for all
     int32 num_m_blocks, block_m, lead_rows;  // block m begins at row m * block_m - lead_rows; multiples of 64
-    int32 seqlen_q, seqlen_k;
+    int32 seqlen_q, seqlen_k;  // packed: rows of the tensors
     int32 window_left, window_right;  // -1: unlimited
+    int32 batch;
+    // Packed: 1: kinds are those of the sequences' own tiles, [mask_heads][m_tiles][n_tiles], rows as
+    // scheduler/slots.cuh numbers them; a sequence with more than n_tiles tiles of keys has none of them.
+    int32 kinds_of_slots;
 };

@@ -4,12 +4,16 @@
 #include "ptx/types.cuh"
 
 struct TileKindsParams {
-    uint8* kinds;         // MaskTileKind [batch][heads][m_tiles][n_tiles]
+    // MaskTileKind [batch][heads][m_tiles][n_tiles]; of packed sequences [heads][m_tiles][n_tiles], rows of tiles as
+    // scheduler/slots.cuh numbers them.
+    uint8* kinds;
+    const int32* cu_seqlens_q;  // null: batches
+    const int32* cu_seqlens_k;
     const uint8* blocks;  // booleans: whether a block of block_rows x block_keys tiles is visible; or null
     int64 block_stride_b, block_stride_h, block_stride_q, block_stride_k;
     int32 batch, heads;  // 1 where everything is broadcast
     int32 m_tiles, n_tiles;
-    int32 seqlen_q, seqlen_k;
+    int32 seqlen_q, seqlen_k;  // packed: rows of the tensors
     int32 block_rows, block_keys;
     ScoreModArrays arrays;
 };

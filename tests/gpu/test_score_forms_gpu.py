@@ -292,6 +292,52 @@ def test_captured_calls_see_the_mask_of_their_replay() -> None:
     assert not out.isnan().any()
 
 
+@pytest.mark.parametrize("form", ["bool", "keys", "float32", "io"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 4.0}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_sequences_with_masks(form: str, options: dict[str, Any], head_dim: int) -> None:
+    """The same as batches of one, of which each has its part of the mask; neighbours that are NaN are not seen."""
+    lengths_q, lengths_k = [5, 0, 300, 129, 64, 200], [70, 9, 320, 0, 257, 64]
+    cu = [torch.tensor(np.cumsum([0, *x]), dtype=torch.int32, device="cuda") for x in (lengths_q, lengths_k)]
+    q, k, v = (torch.randn(sum(n), 4, head_dim, device="cuda", dtype=torch.bfloat16) for n in (
+        lengths_q, lengths_k, lengths_k))  # fmt: skip
+    _, mask = mask_of("bool keys" if form == "keys" else form, 6, 1, 300, 320, "bfloat16")
+    packed = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "max_seqlen_q": 300, "max_seqlen_k": 320}
+    name = kernel(oa.attention_varlen, q, k, v, mask=mask, **packed, **options)
+    assert name.startswith("attn_fwd_sm90")
+    assert "_varlen_" in name
+    got = oa.attention_varlen(q, k, v, mask=mask, **packed, **options)
+    for b in range(6):
+        rows, keys = (slice(c[b].item(), c[b + 1].item()) for c in cu)
+        if lengths_q[b]:
+            part = mask[b : b + 1, :, : lengths_q[b] if mask.shape[2] > 1 else 1, : lengths_k[b]]
+            want = oa.attention(q[None, rows], k[None, keys], v[None, keys], mask=part, **options)[0]
+            assert torch.allclose(got[rows].float(), want.float(), atol=2e-2), b
+    k[cu[1][2] : cu[1][3]] = torch.nan
+    v[cu[1][2] : cu[1][3]] = torch.nan
+    again = oa.attention_varlen(q, k, v, mask=mask, **packed, **options)
+    others = torch.ones(len(q), dtype=torch.bool)
+    others[cu[0][2] : cu[0][3]] = False
+    assert torch.equal(again[others], got[others])
+
+
+def test_explain_counts_tiles_of_packed_sequences() -> None:
+    cu = torch.tensor([0, 64, 64, 364], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(364, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 300, "max_seqlen_k": 300}
+    mask = torch.zeros(3, 1, 1, 300, device="cuda", dtype=torch.bool)
+    mask[0, ..., :64] = True
+    mask[2, ..., 100:128] = True
+    counts = oa.explain(oa.attention_varlen, q, k, v, mask=mask, **packed).tiles()
+    assert (counts.hidden, counts.cut, counts.whole) == (15 - 2, 1, 1)
+    # Tiles of 192 queries: one of the first sequence, two of the last.
+    assert (counts.steps, counts.most_steps) == (1 + 2, 1 + 2 * 5)
+    mod = oa.ScoreMod("score", mask="k / 64 == q / 64")
+    counts = oa.explain(oa.attention_varlen, q, k, v, score_mod=mod, **packed).tiles()
+    assert (counts.hidden, counts.cut, counts.whole) == (20, 1, 5)
+    assert counts.steps == 1 + 3 + 2
+
+
 def test_packed_sequences_with_softcap() -> None:
     heads, lengths = 4, [5, 0, 300, 129, 64]
     starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device="cuda")

@@ -86,7 +86,9 @@ def test_packed(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     given = {name: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x for name, x in packed.items()}
     made = examples(130, 200, 2, 4)
-    for name in ("alibi", "documents", "prefix", "by head"):
+    # The longest sequence is said too short: nothing is found out about the tiles of longer ones.
+    for name, longest in (("alibi", 200), ("documents", 200), ("prefix", 200), ("by head", 200), ("documents", 70)):
+        given["max_seqlen_k"] = longest
         mod, function = mod_and_reference(made[name])
         o, lse = oa.attention_varlen(
             *(to_gpu(x, "bfloat16") for x in (q, k, v)), score_mod=mod, return_lse=True, **given

@@ -50,6 +50,7 @@ def _run(
     dtype: str = "bfloat16",
     layout: str = "NHD",
     max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     **options: Any,
 ) -> None:
     q, _, _ = testing.make_qkv(
@@ -65,7 +66,7 @@ def _run(
         seed=9,
     )
     cu_q, cu_k = _cu(lengths_q), _cu(lengths_k)
-    maxima = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    maxima = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max_seqlen_k or max(lengths_k)}
     given = {name: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x for name, x in options.items()}
     out = poisoned(q.shape, dtype)
     _, lse = oa.attention_varlen(
@@ -112,6 +113,54 @@ def test_varlen_sinks_and_mask() -> None:
     _run(lengths_q, lengths_k, extra_rows=10, sinks=sinks)
     mask = np.random.default_rng(0).random((5, 1, max(lengths_q), max(lengths_k))) < 0.6
     _run(lengths_q, lengths_k, mask=mask)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0, "window": (40, 3)}], ids=str)
+@pytest.mark.parametrize("form", ["bool", "keys", "key values", "bias", "bias, aligned"])
+def test_varlen_masks(lengths: str, options: dict[str, Any], form: str) -> None:
+    """Of each sequence, of all of them, of all heads; tiles hidden and shown; NaN beyond the ends."""
+    lengths_q, lengths_k = LENGTHS[lengths]
+    rng, batch = np.random.default_rng(0), len(lengths_q)
+    longest = -(-max(*lengths_k, 1) // 8) * 8 if form == "bias, aligned" else max(*lengths_k, 1)
+    rows = 1 if form.startswith("key") else max(*lengths_q, 1)
+    for extents in ((batch, 1), (1, 4), (batch, 4)):
+        visible = rng.random((*extents, rows, longest)) < 0.8
+        visible[..., : rows // 2, : longest // 3] = False
+        visible[..., rows // 2 :, longest // 3 :] = True
+        mask: np.ndarray[Any, Any] = visible
+        if form not in ("bool", "keys"):
+            mask = np.where(visible, rng.standard_normal(visible.shape), -np.inf).astype(np.float32)
+            for b, (seqlen_q, seqlen_k) in enumerate(zip(lengths_q, lengths_k, strict=True) if extents[0] > 1 else ()):
+                mask[b, ..., seqlen_k:] = np.nan
+                if rows > 1:
+                    mask[b, :, seqlen_q:] = np.nan
+        if max(lengths_q) == max(lengths_k) == 0:
+            continue
+        _run(lengths_q, lengths_k, mask=mask, max_seqlen_k=longest, extra_rows=7, **options)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_varlen_masks_of_head_dims(head_dim: int, dtype: str) -> None:
+    lengths_q, lengths_k = [100, 1, 0, 257, 64], [136, 304, 5, 257, 0]
+    rng = np.random.default_rng(1)
+    for shape in ((5, 1, 257, 304), (1, 4, 257, 304)):
+        values = rng.standard_normal(shape).astype(np.float32)
+        _run(lengths_q, lengths_k, head_dim=head_dim, dtype=dtype, mask=values > -0.8, causal=True)
+        _run(lengths_q, lengths_k, head_dim=head_dim, dtype=dtype, mask=values)
+
+
+def test_masks_with_lengths_that_decrease() -> None:
+    """Results are unspecified; nothing hangs, and nobody reads or writes elsewhere."""
+    rng = np.random.default_rng(2)
+    q, k, v = (torch.randn(500, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = torch.rand(4, 1, 200, 200, device="cuda") < 0.5
+    for _ in range(10):
+        starts = [torch.from_numpy(rng.integers(-9, 600, 5).astype(np.int32)).cuda() for _ in range(2)]
+        sizes = {"max_seqlen_q": 200, "max_seqlen_k": 200}
+        oa.attention_varlen(q, k, v, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], mask=mask, **sizes)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("max_seqlen_q", [0, 1, 100_000])

@@ -121,14 +121,16 @@ def test_places_and_launches() -> None:
     assert fields_of_record(pack, MASK_PACK) == {
         "mask": At("mask"), "bits": found.bits, "key_bias": None, "kinds": found.kinds,
         "mask_stride_b": 0, "mask_stride_h": 300 * 1008, "mask_stride_q": 1008, "mask_stride_k": 1,
-        "first_byte": 0, "end_byte": 2 * 300 * 1008 + 299 * 1008 + 1000,
+        "first_byte": 0, "end_byte": 2 * 300 * 1008 + 299 * 1008 + 1000, "cu_seqlens_q": None, "cu_seqlens_k": None,
         "mask_kind": 1, "mask_heads": 3, "rows": 300, "cols": 1000, "m_tiles": 5, "n_tiles": 16,
+        "total_q": 300, "total_k": 1000,
     }  # fmt: skip
     assert (pack.grid, pack.threads, pack.overlap) == ((3 * 5 * 4, 1, 1), 128, False)
     assert fields_of_record(listing, MASK_LIST) == {
-        "kinds": found.kinds, "lists": found.lists, "mask_batch": 1, "mask_heads": 3, "m_tiles": 5, "n_tiles": 16,
+        "kinds": found.kinds, "lists": found.lists, "cu_seqlens_q": None, "cu_seqlens_k": None,
+        "mask_batch": 1, "mask_heads": 3, "m_tiles": 5, "n_tiles": 16,
         "broadcast_rows": 0, "num_m_blocks": 2, "block_m": 192, "lead_rows": 64, "seqlen_q": 300, "seqlen_k": 1000,
-        "window_left": 7, "window_right": 0,
+        "window_left": 7, "window_right": 0, "batch": 2, "kinds_of_slots": 0,
     }  # fmt: skip
     assert (listing.grid, listing.threads, listing.overlap) == ((2, 1, 1), 128, True)
 
@@ -143,6 +145,79 @@ def test_places_of_values_for_each_key() -> None:
     assert (fields["mask_kind"], fields["rows"], fields["mask_stride_k"], fields["m_tiles"]) == (3, 1, 2, 1)
     assert (fields["first_byte"], fields["end_byte"]) == (0, 2 * (2000 + 2 * 999 + 1))
     assert fields_of_record(listing, MASK_LIST)["broadcast_rows"] == 1
+
+
+def packed(shape: MaskShape, batch: int, total_q: int, total_k: int, **changes: Any) -> AttentionProblem:
+    """``shape``: of the mask, as long as the longest sequences."""
+    longest = {"max_seqlen_q": shape.seqlen_q, "max_seqlen_k": shape.seqlen_k}
+    return problem(shape, varlen=True, batch=batch, seqlen_q=total_q, seqlen_k=total_k, **longest, **changes)
+
+
+def test_places_and_launches_of_packed_sequences() -> None:
+    one = packed(MaskShape("bool", 4, 3, 300, 1000, "h", window=(7, 0)), 4, 700, 1500)
+    blocks = -(-700 // 192) + 4 + 2
+    (pack, listing), found = masks.build(PACK, LISTING, one, 192, 0, blocks, MEMORY)
+    assert found.num_bytes == masks.workspace_bytes(one, blocks)
+    assert (found.lists_stride_b, found.lists_stride_h, found.num_tiles) == (0, 0, 17)
+    assert (found.tiles_stride_b, found.tiles_stride_h, found.tiles_stride_m) == (5 * 16 * 128, 0, 16 * 128)
+    starts = {"cu_seqlens_q": At("cu_seqlens_q"), "cu_seqlens_k": At("cu_seqlens_k")}
+    fields = fields_of_record(pack, MASK_PACK)
+    assert fields.items() >= {**starts, "rows": 300, "cols": 1000, "total_q": 700, "total_k": 1500}.items()
+    assert pack.grid == (4 * 5 * 4, 1, 1)
+    fields = fields_of_record(listing, MASK_LIST)
+    assert fields.items() >= {
+        **starts, "mask_batch": 4, "mask_heads": 1, "num_m_blocks": blocks, "lead_rows": 0, "seqlen_q": 700,
+        "seqlen_k": 1500, "batch": 4, "kinds_of_slots": 0,
+    }.items()  # fmt: skip
+    assert listing.grid == (-(-blocks // 4), 1, 1)
+    # A mask that is the same for all is packed whole.
+    one = packed(MaskShape("bool", 4, 3, 300, 1000, "b"), 4, 700, 1500)
+    (pack, listing), found = masks.build(PACK, LISTING, one, 192, 0, blocks, MEMORY)
+    assert (found.lists_stride_b, found.lists_stride_h) == (0, blocks * 18)
+    assert fields_of_record(pack, MASK_PACK)["cu_seqlens_q"] is None
+    assert fields_of_record(listing, MASK_LIST)["cu_seqlens_q"] == At("cu_seqlens_q")
+    assert listing.grid == (-(-3 * blocks // 4), 1, 1)
+    none, _ = masks.build(PACK, LISTING, replace(one, batch=0), 192, 0, 6, MEMORY)
+    assert none == ()
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (100, 30)])
+@pytest.mark.parametrize("of_slots", [False, True])
+def test_lists_of_packed_sequences(window: tuple[int, int], of_slots: bool) -> None:
+    """Every sequence has the lists that it has alone; blocks of others are nobody's."""
+    rng = np.random.default_rng(1)
+    lengths = [(300, 700), (0, 60), (64, 0), (1, 130), (500, 200)]
+    starts_q, starts_k = ([0, *np.cumsum(x).tolist()] for x in zip(*lengths, strict=True))
+    block_m, blocks, n_tiles = 128, -(-starts_q[-1] // 128) + len(lengths) + 2, 8 if of_slots else 11
+    m_tiles = -(-starts_q[-1] // 64) + len(lengths) if of_slots else 8
+    kinds = rng.choice(np.array([EMPTY, MIXED, FULL], dtype=np.uint8), (1 if of_slots else 5, 2, m_tiles, n_tiles))
+    found = mask_tiles.packed_lists(
+        kinds, starts_q, starts_k, num_m_blocks=blocks, block_m=block_m, window_left=window[0],
+        window_right=window[1], broadcast_rows=False, kinds_of_slots=of_slots,
+    )  # fmt: skip
+    taken = np.zeros(blocks, dtype=np.bool_)
+    for b, (seqlen_q, seqlen_k) in enumerate(lengths):
+        first, own = mask_tiles.first_slot(starts_q[b], b, block_m), -(-seqlen_q // block_m)
+        at = mask_tiles.first_slot(starts_q[b], b, 64)
+        part = kinds[:, :, at : at + -(-seqlen_q // 64)] if of_slots else kinds[b : b + 1]
+        assert not taken[first : first + own].any()
+        taken[first : first + own] = True
+        assert (found[:, first : first + own, 1] == b).all()
+        if not seqlen_q:
+            continue
+        part = np.pad(part, ((0, 0), (0, 0), (0, 0), (0, 11 - n_tiles)))
+        alone = mask_tiles.lists(
+            part, num_m_blocks=own, block_m=block_m, lead_rows=0, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+            window_left=window[0], window_right=window[1], broadcast_rows=False,
+        )[0]  # fmt: skip
+        for h, m in np.ndindex(2, own):
+            count = found[h, first + m, 0]
+            if count == mask_tiles.NO_LIST:
+                assert of_slots
+                assert seqlen_k > 64 * n_tiles
+            else:
+                assert found[h, first + m, 2 : 2 + count].tolist() == alone[h, m, 1 : 1 + alone[h, m, 0]].tolist()
+    assert (found[:, ~taken, 0] == 0).all()
 
 
 def test_memory_of_backward_strides() -> None:
@@ -163,7 +238,9 @@ def test_nothing_to_prepare() -> None:
 def test_masks_that_attention_reads_itself() -> None:
     booleans = MaskShape("bool", 1, 1, 100, 100)
     assert masks.takes(problem(booleans))
-    assert not masks.takes(problem(booleans, varlen=True))
+    packed = problem(booleans, varlen=True, max_seqlen_q=100, max_seqlen_k=100)
+    assert masks.takes(packed)
+    assert not masks.pay(packed)  # mma.sync reads no lists of packed sequences
     assert not masks.takes(problem(booleans, mask="none"))
     values = MaskShape("float32", 1, 1, 100, 100)
     assert not masks.takes(problem(values))

@@ -10,13 +10,23 @@ import numpy as np
 import pytest
 
 from omniattn.launch import attn_fwd_sm90, masks, score_forms
-from omniattn.launch.structs import ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, ATTN_INT8_FORMS_SM90, At
+from omniattn.launch.structs import (
+    ATTN_FWD_FORMS_SM80,
+    ATTN_FWD_FORMS_SM90,
+    ATTN_FWD_MOD_SM90,
+    ATTN_INT8_FORMS_SM90,
+    MASK_LIST,
+    TILE_KINDS,
+    At,
+)
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int8, Target
+from omniattn.problems.score_mod import ScoreModProblem
 from omniattn.reference.mask_tiles import FIRST_GROUP
 from omniattn.registry import by_name
 from omniattn.registry.masks import MAX_TILES
 from omniattn.select import select_attention
+from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 400, 520, 128
@@ -92,6 +102,9 @@ def problem_with(mask: str, strides: tuple[int, int, int, int], **fields: Any) -
     return problem(strides, **{"mask": mask, "mask_map": True, **fields})
 
 
+PACKED: dict[str, Any] = {"varlen": True, "max_seqlen_q": ROWS, "max_seqlen_k": KEYS}
+MASK_MOD = ScoreModProblem("score", "k <= q + b", ())
+
 CHOSEN = [
     (problem(softcap=2.0), "attn_fwd_sm90_bf16_d128_m192n64_softcap"),
     (problem(softmax_scale=-1.0), "attn_fwd_sm90_bf16_d128_m192n64_masks"),
@@ -102,8 +115,23 @@ CHOSEN = [
     (problem_with("float32", FULL), "attn_fwd_sm90_bf16_d128_m192n64_bias32"),
     (problem_with("io", FULL, softcap=2.0), "attn_fwd_sm90_bf16_d128_m192n64_bias16"),
     (problem_with("io", FULL, mask_map=False), "attn_fwd_sm80_bf16_d128_mods"),
-    (problem_with("bool", FULL, varlen=True), "attn_fwd_sm80_bf16_d128_mods"),
     (problem(softcap=2.0, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
+    (problem(softmax_scale=-1.0, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
+    (problem_with("bool", FULL, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks"),
+    (problem_with("bool", (0, 0, 0, 1), head_dim=64, **PACKED), "attn_fwd_sm90_bf16_d64_m192n64_varlen_masks"),
+    (problem_with("float32", (KEYS, 0, 0, 1), **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks"),
+    (problem_with("bool", FULL, softcap=2.0, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks_softcap"),
+    (problem_with("io", FULL, softcap=2.0, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_bias16"),
+    (problem_with("float32", FULL, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_bias32"),
+    (problem_with("float32", FULL, mask_map=False, **PACKED), "attn_fwd_sm80_bf16_d128_mods"),
+    (problem_with("bool", FULL, scratch=False, **PACKED), "attn_fwd_sm80_bf16_d128_mods"),
+    (problem_with("bool", (0, 0, 1, 0), **PACKED), "attn_fwd_sm80_bf16_d128_mods"),
+    # A mask expression: tiles are found where the longest sequence is known.
+    (problem(score_mod=MASK_MOD, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks"),
+    (problem(score_mod=MASK_MOD, softcap=2.0, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks_softcap"),
+    (problem(score_mod=MASK_MOD, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
+    (problem(score_mod=MASK_MOD, scratch=False, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
+    (problem(score_mod=ScoreModProblem("score", None, ()), **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
     (problem(softcap=2.0, tensor_maps=False), "attn_fwd_sm80_bf16_d128_mods"),
     # A mask of a bit a query would be packed into one of a bit a score; no memory to pack it into; too many tiles.
     (problem_with("bool", (0, 0, 1, 0)), "attn_fwd_sm80_bf16_d128_mods"),
@@ -211,6 +239,45 @@ def test_the_mask_is_prepared_before_attention() -> None:
     assert len(places) == 2
 
 
+def test_masks_of_packed_sequences_are_prepared_before_attention() -> None:
+    total_q, total_k = 3 * ROWS, 2 * KEYS
+    one = problem_with("bool", FULL, seqlen_q=total_q, seqlen_k=total_k, **PACKED)
+    launches = plan_attention(one, HOPPER, None)
+    assert [record.spec.op for record in launches.records] == ["mask_pack", "mask_list", "attention"]
+    spec, record = launches.selection.spec, launches.records[-1]
+    blocks = -(-total_q // spec.block_m) + BATCH + 2
+    assert launches.workspace_bytes == masks.workspace_bytes(one, blocks)
+    fields = fields_of_record(record, ATTN_FWD_FORMS_SM90)
+    assert (fields["fwd.num_m_blocks"], fields["tiles.lead_rows"]) == (blocks, 0)
+    assert (fields["fwd.mask_rows"], fields["fwd.mask_cols"]) == (ROWS, KEYS)
+    assert (fields["forms.lists_stride_b"], fields["forms.num_tiles"]) == (0, -(-KEYS // 64) + 1)
+    assert fields["forms.lists_stride_h"] == blocks * (2 + -(-KEYS // 64))
+    assert fields["forms.tiles_stride_b"] != 0
+
+
+def test_tiles_of_mask_expressions_of_packed_sequences() -> None:
+    total_q, total_k = 3 * ROWS, 2 * KEYS
+    one = problem(score_mod=MASK_MOD, seqlen_q=total_q, seqlen_k=total_k, **PACKED)
+    launches = plan_attention(one, HOPPER, None)
+    kinds, listing, record = launches.records
+    assert [kinds.spec.op, listing.spec.op, record.spec.op] == ["tile_kinds", "mask_list", "attention"]
+    rows = -(-total_q // 64) + BATCH
+    fields = fields_of_record(kinds, TILE_KINDS)
+    assert fields.items() >= {
+        "cu_seqlens_q": At("cu_seqlens_q"), "cu_seqlens_k": At("cu_seqlens_k"), "blocks": None, "batch": BATCH,
+        "heads": 1, "m_tiles": rows, "n_tiles": -(-KEYS // 64), "seqlen_q": total_q, "seqlen_k": total_k,
+    }.items()  # fmt: skip
+    assert kinds.grid == (-(-rows * -(-KEYS // 64) // 4), 1, 1)
+    assert fields_of_record(listing, MASK_LIST)["kinds_of_slots"] == 1
+    forms = fields_of_record(record, ATTN_FWD_MOD_SM90)
+    assert forms["forms.forms"] & score_forms.MOD_TILES
+    # A packed mask decides about tiles, and mma.sync finds none.
+    both = plan_attention(dataclasses.replace(one, mask="bool", strides=problem(FULL).strides), HOPPER, None)
+    assert [r.spec.op for r in both.records] == ["mask_pack", "mask_list", "attention"]
+    ampere = plan_attention(one, AMPERE, None)
+    assert [r.spec.op for r in ampere.records] == ["attention"]
+
+
 AMPERE = Target((8, 0), 163 << 10, 108)
 
 
@@ -249,6 +316,12 @@ def test_tiles_of_a_bias_are_a_tensor_map() -> None:
     assert bias.strides_bytes == (4 * KEYS, 4 * ROWS * KEYS, 16)
     assert bias.box == (32, spec.block_m, 1, 1)
     assert bias.offset == ATTN_FWD_FORMS_SM90.offsets["map_bias"]
+    # Of packed sequences as far as the longest one reaches.
+    spec = by_name("attn_fwd_sm90_bf16_d128_m192n64_varlen_bias32")
+    one = problem_with("float32", FULL, seqlen_q=9 * ROWS, seqlen_k=9 * KEYS, **PACKED)
+    (record,) = attn_fwd_sm90.build(spec, one, HOPPER)
+    bias = next(x for x in record.tensor_maps if x.operand == "mask")
+    assert bias.dims == (KEYS, ROWS, HEADS, BATCH)
 
 
 def test_entries_number_every_tile() -> None:

@@ -101,6 +101,8 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
     mask, softcap = "none", 0.0
     if "score_mods" in spec.features and "softcap" not in spec.lacks and spec.bias_bytes == 0:
         softcap = 1.0
+        if "dense" in spec.lacks and "masks" not in spec.lacks:
+            mask = "bool"
     elif "score_mods" in spec.features:
         mask = {0: "bool", 2: "io", 4: "float32"}[spec.bias_bytes]
     problems = [

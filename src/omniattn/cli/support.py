@@ -91,7 +91,7 @@ LINES = {
     "quantized_attention": "the same, precision int8 and int4",
     "quantize": "`quantize_qk`, `quantize_v`",
     "quantize_delta": "`quantize_qk`, `quantize_v`",
-    "mask_pack": "`attention`, `attention_varlen`",  # where `attention` stands; packed sequences do without
+    "mask_pack": "`attention`, `attention_varlen`",
     "mask_list": "`attention`, `attention_varlen`",
     "tile_kinds": "`attention`, `attention_varlen`",
     **dict.fromkeys(("attention_backward", *BESIDE), "`attention_backward`, `attention_varlen_backward`"),

@@ -25,7 +25,8 @@ class MaskExtents:
     Attributes
     ----------
     batch, heads, rows, cols : int
-        ``rows`` is 1 where the mask is the same for every query; ``cols`` is always seqlen_k.
+        ``rows`` is 1 where the mask is the same for every query; ``cols`` is always seqlen_k, of packed sequences that
+        of the longest one.
     """
 
     batch: int
@@ -37,9 +38,8 @@ class MaskExtents:
     def of(cls, problem: AttentionProblem) -> MaskExtents:
         """Those of a call's mask."""
         b, h, q, _ = _strides(problem)
-        return cls(
-            problem.batch if b else 1, problem.num_q_heads if h else 1, problem.seqlen_q if q else 1, problem.seqlen_k
-        )
+        rows, cols = problem.mask_extent
+        return cls(problem.batch if b else 1, problem.num_q_heads if h else 1, rows if q else 1, cols)
 
     @property
     def m_tiles(self) -> int:
@@ -67,9 +67,10 @@ class MaskPlaces:
     tiles_stride_m : int
         Of bits, from one tile of 64 rows to the next.
     lists_stride_b, lists_stride_h : int
-        Of lists; a tile of query rows has ``1 + num_tiles`` elements.
+        Of lists; of packed sequences one behind the other.
     num_tiles : int
-        Tiles of 64 keys.
+        One less than the elements of a list: tiles of 64 keys, and one more of packed sequences, whose lists say whose
+        they are.
     num_bytes : int
         Memory of all of it.
     """
@@ -88,8 +89,8 @@ class MaskPlaces:
 
 
 def takes(problem: AttentionProblem) -> bool:
-    """Whether the kernels take the mask of a call: booleans, or values that are the same for every query; no varlen."""
-    return not problem.varlen and problem.mask_form in ("bits", "keys")
+    """Whether the kernels take the mask of a call: booleans, or values that are the same for every query."""
+    return problem.packs_mask
 
 
 def memory_of(problem: AttentionProblem) -> tuple[int, int]:
@@ -105,7 +106,10 @@ def memory_of(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def pay(problem: AttentionProblem) -> bool:
-    """Whether a kernel that could read the mask of a call itself had better have it packed."""
+    """Whether a kernel that could read the mask of a call itself had better have it packed; it reads no lists of packed
+    sequences."""
+    if problem.varlen:
+        return False
     if problem.mask_form == "bits" and problem.one_mask_for_all_keys:
         return False  # larger than the mask
     return takes(problem) and problem.scratch and problem.seqlen_k <= MASK_TILE * MAX_TILES
@@ -120,8 +124,25 @@ def shapes(problem: AttentionProblem, num_m_blocks: int) -> dict[str, tuple[tupl
         if problem.mask == "bool"
         else {"key_bias": ((e.batch, e.heads, MASK_TILE * e.n_tiles), "float32")}
     )
-    lists = (e.batch, e.heads, num_m_blocks, 1 + e.n_tiles)
-    return {**packed, "kinds": (tiles, "uint8"), "lists": (lists, "int32")}
+    return {**packed, "kinds": (tiles, "uint8"), "lists": (list_shape(problem, e, num_m_blocks), "int32")}
+
+
+def list_shape(problem: AttentionProblem, e: MaskExtents, num_m_blocks: int) -> tuple[int, ...]:
+    """Shape of the lists; num_m_blocks: of a head, of all packed sequences together."""
+    if problem.varlen:
+        return (e.heads, num_m_blocks, 2 + e.n_tiles)
+    return (e.batch, e.heads, num_m_blocks, 1 + e.n_tiles)
+
+
+def list_strides(problem: AttentionProblem, e: MaskExtents, num_m_blocks: int) -> dict[str, int]:
+    """What `MaskPlaces` says of lists, for those of every mask: 0 for extents of 1."""
+    *_, length = list_shape(problem, e, num_m_blocks)
+    per_head = num_m_blocks * length
+    return {
+        "lists_stride_b": 0 if problem.varlen or e.batch == 1 else per_head * e.heads,
+        "lists_stride_h": 0 if e.heads == 1 else per_head,
+        "num_tiles": length - 1,
+    }
 
 
 def workspace_bytes(problem: AttentionProblem, num_m_blocks: int) -> int:
@@ -137,7 +158,6 @@ def places(problem: AttentionProblem, num_m_blocks: int, memory: At) -> MaskPlac
     at = {name: At(memory.operand, memory.offset + offset) for name, offset in offsets.items()}
     per_m = _WORDS * e.n_tiles if problem.mask == "bool" else 0
     per_head = per_m * e.m_tiles if problem.mask == "bool" else MASK_TILE * e.n_tiles
-    list_per_head = num_m_blocks * (1 + e.n_tiles)
     by_batch, by_head, by_row = (stride != 0 for stride in _strides(problem)[:3])
     return MaskPlaces(
         at.get("bits"),
@@ -147,10 +167,8 @@ def places(problem: AttentionProblem, num_m_blocks: int, memory: At) -> MaskPlac
         tiles_stride_b=per_head * e.heads if by_batch else 0,
         tiles_stride_h=per_head if by_head else 0,
         tiles_stride_m=per_m if by_row else 0,
-        lists_stride_b=list_per_head * e.heads if by_batch else 0,
-        lists_stride_h=list_per_head if by_head else 0,
-        num_tiles=e.n_tiles,
         num_bytes=num_bytes,
+        **list_strides(problem, e, num_m_blocks),
     )
 
 
@@ -176,7 +194,7 @@ def build(
     lead_rows : int
         Rows of a head's first tile that lie before row 0, a multiple of 64.
     num_m_blocks : int
-        Tiles of query rows of a head.
+        Tiles of query rows of a head; of packed sequences as `attn_fwd.num_m_blocks` bounds them.
     memory : At
         At a multiple of `WORKSPACE_ALIGNMENT`, `workspace_bytes` long.
 
@@ -218,11 +236,17 @@ def list_record(
     *,
     broadcast_rows: bool,
     overlap: bool,
+    kinds_of_slots: bool = False,
 ) -> LaunchRecord:
-    """The launch that lists tiles by their kinds. broadcast_rows: one tile of rows stands for all."""
+    """The launch that lists tiles by their kinds.
+
+    broadcast_rows: one tile of rows stands for all. kinds_of_slots: of packed sequences, kinds are those of their own
+    tiles, not of the mask's.
+    """
     values: dict[str, object] = {
         "kinds": found.kinds,
         "lists": found.lists,
+        **starts(given=problem.varlen),
         "mask_batch": e.batch,
         "mask_heads": e.heads,
         "m_tiles": e.m_tiles,
@@ -235,14 +259,22 @@ def list_record(
         "seqlen_k": problem.seqlen_k,
         "window_left": problem.window_left,
         "window_right": problem.window_right,
+        "batch": problem.batch,
+        "kinds_of_slots": int(kinds_of_slots),
     }
-    grid = (-(-e.batch * e.heads * num_m_blocks // listing.num_warps), 1, 1)
+    lists = (1 if problem.varlen else e.batch) * e.heads * num_m_blocks
+    grid = (-(-lists // listing.num_warps), 1, 1)
     return LaunchRecord(listing, grid, 32 * listing.num_warps, *MASK_LIST.pack(values), overlap=overlap)
 
 
 def _strides(problem: AttentionProblem) -> tuple[int, int, int, int]:
     assert problem.strides is not None, "a problem without strides describes a call, it cannot be launched"
     return problem.strides.mask
+
+
+def starts(*, given: bool) -> dict[str, object]:
+    """The fields of cu_seqlens, or null."""
+    return {name: At(name) if given else None for name in ("cu_seqlens_q", "cu_seqlens_k")}
 
 
 def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces) -> dict[str, object]:
@@ -257,10 +289,14 @@ def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces) -
         **dict(zip((f"mask_stride_{x}" for x in "bhqk"), strides, strict=True)),
         "first_byte": first_byte,
         "end_byte": end_byte,
+        # A mask that is the same for all sequences is packed as far as the longest one reaches.
+        **starts(given=problem.varlen and strides[0] != 0),
         "mask_kind": MASK_KINDS[problem.mask],
         "mask_heads": e.heads,
         "rows": e.rows,
         "cols": e.cols,
         "m_tiles": e.m_tiles,
         "n_tiles": e.n_tiles,
+        "total_q": problem.seqlen_q,
+        "total_k": problem.seqlen_k,
     }

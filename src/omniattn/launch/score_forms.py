@@ -86,13 +86,14 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
 
 def bias_map(spec: KernelSpec, problem: AttentionProblem, fallback: TensorMap) -> TensorMap:
     """The tensor map of an additive mask's tiles; ``fallback``, which nobody reads, where there are none."""
-    if spec.bias_bytes == 0 or 0 in (problem.seqlen_q, problem.seqlen_k):
+    rows, keys = problem.mask_extent  # of packed sequences those of the longest
+    if spec.bias_bytes == 0 or 0 in (problem.batch, rows, keys):
         return fallback
     assert problem.strides is not None
     b, h, q, _ = problem.strides.mask
     dtype = problem.mask_dtype
     item = ITEMSIZE[dtype]
-    dims = (problem.seqlen_k, problem.seqlen_q, problem.num_q_heads if h else 1, problem.batch if b else 1)
+    dims = (keys, rows, problem.num_q_heads if h else 1, problem.batch if b else 1)
     # The strides of extents of 1 are not used; a map wants positive multiples of 16 bytes.
     strides = tuple(item * s or 16 for s in (q, h, b))
     return TensorMap("mask", 0, dtype, dims, strides, (128 // item, spec.block_m, 1, 1))

@@ -283,22 +283,22 @@ MASK_PACK = HostStruct(
     "MaskPackParams",
     "params/mask_tiles.cuh",
     "P mask bits key_bias kinds;"
-    "q mask_stride_b mask_stride_h mask_stride_q mask_stride_k first_byte end_byte;"
-    "i mask_kind mask_heads rows cols m_tiles n_tiles",
+    "q mask_stride_b mask_stride_h mask_stride_q mask_stride_k first_byte end_byte; P cu_seqlens_q cu_seqlens_k;"
+    "i mask_kind mask_heads rows cols m_tiles n_tiles total_q total_k",
 )
 
 MASK_LIST = HostStruct(
     "MaskListParams",
     "params/mask_tiles.cuh",
-    "P kinds lists;"
+    "P kinds lists cu_seqlens_q cu_seqlens_k;"
     "i mask_batch mask_heads m_tiles n_tiles broadcast_rows num_m_blocks block_m lead_rows seqlen_q seqlen_k"
-    " window_left window_right",
+    " window_left window_right batch kinds_of_slots",
 )
 
 TILE_KINDS = HostStruct(
     "TileKindsParams",
     "params/tile_kinds.cuh",
-    "P kinds blocks; q block_stride_b block_stride_h block_stride_q block_stride_k;"
+    "P kinds cu_seqlens_q cu_seqlens_k blocks; q block_stride_b block_stride_h block_stride_q block_stride_k;"
     f"i batch heads m_tiles n_tiles seqlen_q seqlen_k block_rows block_keys; {SCORE_MOD_ARRAYS.inside('arrays')}",
 )
 

@@ -18,16 +18,23 @@ _NO_ARRAYS = ScoreModProblem("", None, ())
 
 def wanted(problem: AttentionProblem) -> bool:
     """Whether there is something to find out about tiles, and nothing else (a packed mask) that finds it out."""
-    hides = problem.block_mask is not None or (problem.score_mod is not None and problem.score_mod.mask is not None)
-    return hides and not problem.varlen and problem.scratch and not masks.takes(problem)
+    return problem.finds_tiles
 
 
 def extents(problem: AttentionProblem) -> MaskExtents:
-    """Extents of what decides: 1 where neither the map nor the expression differs between batches, or heads."""
+    """Extents of what decides: 1 where neither the map nor the expression differs between batches, or heads.
+
+    Of packed sequences: batch 1, rows of all of them, each from a tile of its own on (kernels_cu/scheduler/slots.cuh),
+    and keys of the longest one.
+    """
     mod, blocks = problem.score_mod, problem.block_mask
     names = words(mod.mask or "") if mod is not None else frozenset()
     by_batch = "b" in names or (blocks is not None and blocks.strides[0] != 0)
     by_head = "h" in names or (blocks is not None and blocks.strides[1] != 0)
+    if problem.varlen:
+        rows = MASK_TILE * (-(-problem.seqlen_q // MASK_TILE) + problem.batch)
+        keys = min(problem.max_seqlen_k, problem.seqlen_k)
+        return MaskExtents(1, problem.num_q_heads if by_head else 1, rows, keys)
     return MaskExtents(
         problem.batch if by_batch else 1, problem.num_q_heads if by_head else 1, problem.seqlen_q, problem.seqlen_k
     )
@@ -44,17 +51,14 @@ def build(
 ) -> tuple[tuple[LaunchRecord, ...], MaskPlaces]:
     """The launches before attention, and where it finds what they make; arguments as those of `masks.build`."""
     e = extents(problem)
-    lists = (e.batch, e.heads, num_m_blocks, 1 + e.n_tiles)
+    lists = masks.list_shape(problem, e, num_m_blocks)
     offsets, num_bytes = carve(
         {"kinds": ((e.batch, e.heads, e.m_tiles, e.n_tiles), "uint8"), "lists": (lists, "int32")}
     )
     at = {name: At(memory.operand, memory.offset + offset) for name, offset in offsets.items()}
-    list_per_head = num_m_blocks * (1 + e.n_tiles)
     found = MaskPlaces(
-        None, None, at["kinds"], at["lists"], 0, 0, 0,
-        lists_stride_b=list_per_head * e.heads if e.batch > 1 else 0,
-        lists_stride_h=list_per_head if e.heads > 1 else 0,
-        num_tiles=e.n_tiles, num_bytes=num_bytes,
+        None, None, at["kinds"], at["lists"], 0, 0, 0, num_bytes=num_bytes,
+        **masks.list_strides(problem, e, num_m_blocks),
     )  # fmt: skip
     if problem.batch * problem.num_q_heads * num_m_blocks == 0:
         return (), found
@@ -65,9 +69,10 @@ def build(
         strides = (0, 0, 0, 0) if blocks is None else blocks.strides
         values: dict[str, object] = {
             "kinds": found.kinds,
+            **masks.starts(given=problem.varlen),
             "blocks": None if blocks is None else At("block_mask"),
             **dict(zip((f"block_stride_{x}" for x in "bhqk"), strides, strict=True)),
-            "batch": e.batch,
+            "batch": problem.batch if problem.varlen else e.batch,
             "heads": e.heads,
             "m_tiles": e.m_tiles,
             "n_tiles": e.n_tiles,
@@ -81,7 +86,16 @@ def build(
         records.append(LaunchRecord(kinds, grid, 32 * kinds.num_warps, *TILE_KINDS.pack(values)))
     records.append(
         masks.list_record(
-            listing, problem, e, found, block_m, lead_rows, num_m_blocks, broadcast_rows=False, overlap=bool(records)
+            listing,
+            problem,
+            e,
+            found,
+            block_m,
+            lead_rows,
+            num_m_blocks,
+            broadcast_rows=False,
+            overlap=bool(records),
+            kinds_of_slots=problem.varlen,
         )
     )
     return tuple(records), found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import struct
 from dataclasses import dataclass
 
@@ -10,6 +12,7 @@ from ..arrays import Tensor
 from ..launch.structs import MASK_LIST
 from ..plan.engine import Call, Plan, operand_names, workspace_of
 from ..problems.memory import WORKSPACE_ALIGNMENT
+from ..registry.masks import MASK_TILE
 from ..runtime import load
 from ..runtime.driver import device_context, get_driver
 from ..runtime.record import LaunchRecord, Program
@@ -26,7 +29,8 @@ class TileCounts:
     ----------
     hidden, cut, whole : int
         Tiles of the mask, as far as it is not broadcast, that it hides from all queries, hides a part of, and does not
-        change. One that is the same for all queries has one tile of them.
+        change. One that is the same for all queries has one tile of them. Of packed sequences with a mask each, those
+        beyond a sequence's end are hidden; of a `ScoreMod`, the sequences' own tiles.
     steps, most_steps : int
         Tiles of 64 keys that the kernel's tiles of queries load, and that they would load without mask, causal and
         window; both for one head where the mask is the same for all.
@@ -54,7 +58,7 @@ def finding(plan: Plan) -> tuple[LaunchRecord, ...]:
 
 def count_tiles(call: Call, plan: Plan, tensors: dict[str, Tensor]) -> TileCounts | None:
     """Run the kernels that look at masks, and wait for what they find; None where a call has none."""
-    from ..reference.mask_tiles import EMPTY, FULL, MIXED
+    from ..reference.mask_tiles import EMPTY, FULL, MIXED, NO_LIST
 
     records = finding(plan)
     if not records:
@@ -71,15 +75,33 @@ def count_tiles(call: Call, plan: Plan, tensors: dict[str, Tensor]) -> TileCount
     listing = records[-1]
     number = {
         name: struct.unpack_from("<i", listing.arguments, MASK_LIST.offsets[name])[0]
-        for name in ("mask_batch", "mask_heads", "m_tiles", "n_tiles", "num_m_blocks")
+        for name in ("mask_batch", "mask_heads", "m_tiles", "n_tiles", "num_m_blocks", "block_m", "kinds_of_slots")
     }
     at = {p.offset: base + p.add for p in listing.pointers}
-    masks, n_tiles = number["mask_batch"] * number["mask_heads"], number["n_tiles"]
-    lists, entries = masks * number["num_m_blocks"], 1 + n_tiles
+    packed = "cu_seqlens_q" in tensors
+    heads, n_tiles = number["mask_heads"], number["n_tiles"]
+    masks = number["mask_batch"] * heads
+    lists, entries = (heads if packed else masks) * number["num_m_blocks"], (2 if packed else 1) + n_tiles
     driver = get_driver()
     with device_context(driver, plan.ordinal):
         kinds = driver.read(at[MASK_LIST.offsets["kinds"]], masks * number["m_tiles"] * n_tiles, handle)
         listed = driver.read(at[MASK_LIST.offsets["lists"]], 4 * lists * entries, handle)
+        starts = [
+            driver.read(tensors[name].ptr, 4 * tensors[name].size, handle)
+            for name in ("cu_seqlens_q", "cu_seqlens_k")
+            if packed
+        ]
     arrays.release(everything, handle)
-    steps = sum(struct.unpack_from("<i", listed, 4 * i * entries)[0] for i in range(lists))
-    return TileCounts(kinds.count(EMPTY), kinds.count(MIXED), kinds.count(FULL), steps, lists * n_tiles)
+    counts = [struct.unpack_from("<i", listed, 4 * i * entries)[0] for i in range(lists)]
+    hidden, cut, whole = (kinds.count(kind) for kind in (EMPTY, MIXED, FULL))
+    if not packed:
+        return TileCounts(hidden, cut, whole, sum(counts), lists * n_tiles)
+    tiles_k, tiles_q, blocks = (
+        [-(-max(b - a, 0) // size) for a, b in itertools.pairwise(struct.unpack(f"<{len(of) // 4}i", of))]
+        for of, size in ((starts[1], MASK_TILE), (starts[0], MASK_TILE), (starts[0], number["block_m"]))
+    )
+    if number["kinds_of_slots"]:
+        hidden = heads * sum(map(operator.mul, tiles_q, tiles_k)) - cut - whole
+    of_sequence = (struct.unpack_from("<i", listed, 4 * i * entries + 4)[0] for i in range(lists))
+    steps = sum(tiles_k[b] if count == NO_LIST else count for count, b in zip(counts, of_sequence, strict=True))
+    return TileCounts(hidden, cut, whole, steps, heads * sum(map(operator.mul, blocks, tiles_k)))

@@ -88,6 +88,8 @@ def _prepares(spec: KernelSpec, problem: AttentionProblem) -> bool:
     """Whether kernels before attention pack its mask, or find out which tiles are visible."""
     if spec.quantized:
         return spec.arch_specific and masks.takes(problem)
+    if problem.varlen and ("masks" in spec.lacks or not spec.arch_specific):
+        return False
     packs = masks.takes if spec.family == "attn_fwd_sm90" else masks.pay
     return packs(problem) or tile_kinds.wanted(problem)
 

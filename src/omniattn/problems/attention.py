@@ -147,6 +147,24 @@ class AttentionProblem:
         return self.strides is not None and self.strides.mask[3] == 0 != self.strides.mask[2] and self.seqlen_k > 1
 
     @property
+    def packs_mask(self) -> bool:
+        """Whether kernels before attention can pack the mask: booleans, or values that are the same for all queries."""
+        return self.mask_form in ("bits", "keys")
+
+    @property
+    def finds_tiles(self) -> bool:
+        """Whether a block mask or a mask expression hides tiles, and nothing else (a packed mask) finds them."""
+        hides = self.block_mask is not None or (self.score_mod is not None and self.score_mod.mask is not None)
+        # Without the longest sequence there is no telling how much memory that takes.
+        sized = not self.varlen or (self.max_seqlen_q > 0 and self.max_seqlen_k > 0)
+        return hides and sized and self.scratch and not self.packs_mask
+
+    @property
+    def packed_lists(self) -> bool:
+        """Whether it is one of packed sequences with a mask, or with tiles to be found."""
+        return self.varlen and (self.mask != "none" or self.finds_tiles)
+
+    @property
     def absolute_scores(self) -> bool:
         """Whether something looks at the size of scores, to which smoothing adds a constant of each row."""
         return self.lse or self.sinks != "none" or self.softcap > 0

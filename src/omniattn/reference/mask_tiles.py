@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omniattn.reference.core import Array, Options, key_range
+from omniattn.registry.masks import PACK_TILES
 
 #: What a mask does to a tile of 64 rows x 64 keys: hides all of it, anything else, nothing.
 EMPTY, MIXED, FULL = 0, 1, 2
@@ -12,6 +13,8 @@ EMPTY, MIXED, FULL = 0, 1, 2
 FIRST_GROUP = 1 << 22
 #: What `lists` has where the kernel writes nothing.
 UNWRITTEN = -1
+#: A list's count where nothing is known of a sequence's tiles.
+NO_LIST = -1
 
 _TILE = 64
 
@@ -122,3 +125,76 @@ def lists(
                 entries = [n + FIRST_GROUP * int(units[n]) for n in tiles]
                 found[b, h, m, : 1 + len(entries)] = [len(entries), *entries]
     return found
+
+
+def first_slot(begin: int, sequence: int, rows: int) -> int:
+    """Number of the first of a packed sequence's blocks of ``rows`` rows among those of all (scheduler/slots.cuh)."""
+    return -(-begin // rows) + sequence
+
+
+def packed_lists(
+    kinds: Array,
+    starts_q: list[int],
+    starts_k: list[int],
+    *,
+    num_m_blocks: int,
+    block_m: int,
+    window_left: int,
+    window_right: int,
+    broadcast_rows: bool,
+    kinds_of_slots: bool = False,
+) -> Array:
+    """As `lists`, of packed sequences.
+
+    Parameters
+    ----------
+    kinds : (batch or 1, heads, m_tiles, n_tiles)
+        ``kinds_of_slots``: (1, heads, slots, n_tiles), of the sequences' own tiles.
+    starts_q, starts_k : list of int
+        The cumulative lengths.
+    num_m_blocks, block_m, window_left, window_right, broadcast_rows
+        As in `lists`; blocks of all sequences.
+
+    Returns
+    -------
+    ndarray of int32
+        (heads, num_m_blocks, 2 + n_tiles): the count or `NO_LIST`, the sequence, tiles; `UNWRITTEN` behind them.
+        Blocks that belong to no sequence have the number of the one before them.
+    """
+    _, heads, _, n_tiles = kinds.shape
+    found = np.full((heads, num_m_blocks, 2 + n_tiles), UNWRITTEN, dtype=np.int32)
+    found[..., 0] = 0
+    for b in range(len(starts_q) - 1):
+        seqlen_q, seqlen_k = starts_q[b + 1] - starts_q[b], starts_k[b + 1] - starts_k[b]
+        first = first_slot(starts_q[b], b, block_m)
+        found[:, 0 if b == 0 else first :, 1] = b
+        blocks = -(-seqlen_q // block_m)
+        # As far as a mask reaches, and with hidden tiles behind it.
+        tiles = max(_tiles(seqlen_k), n_tiles)
+        own = np.zeros((1, heads, max(_tiles(seqlen_q), 1), tiles), dtype=np.uint8)
+        if kinds_of_slots:
+            at = first_slot(starts_q[b], b, _TILE)
+            part = kinds[:, :, at : at + _tiles(seqlen_q)]
+        else:
+            part = kinds[b if len(kinds) > 1 else 0][None, :, : 1 if broadcast_rows else _tiles(seqlen_q)]
+        own[:, :, : 1 if broadcast_rows else part.shape[2], :n_tiles] = part[:, :, : own.shape[2]]
+        made = lists(
+            own, num_m_blocks=blocks, block_m=block_m, lead_rows=0, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+            window_left=window_left, window_right=window_right, broadcast_rows=broadcast_rows,
+        )[0]  # fmt: skip
+        found[:, first : first + blocks, 0] = made[..., 0]
+        found[:, first : first + blocks, 2:] = made[..., 1 : 1 + n_tiles]
+        if kinds_of_slots:
+            options = Options(1.0, 0.0, window_left, window_right, np.dtype(np.float32))
+            for m in range(blocks):
+                rows = m * block_m, min((m + 1) * block_m, seqlen_q)
+                if _tiles(key_range(*rows, seqlen_q, seqlen_k, options)[1]) > n_tiles:
+                    found[:, first + m, 0], found[:, first + m, 2:] = NO_LIST, UNWRITTEN
+    return found
+
+
+def packed_pack_exists(starts_q: list[int], starts_k: list[int], m_tiles: int, n_tiles: int) -> Array:
+    """Which tiles `mask_pack_sm80` reads of packed sequences that have a mask each: (batch, m_tiles, n_tiles), bool."""
+    q, k = np.diff(starts_q)[:, None, None], np.diff(starts_k)[:, None, None]
+    m, n = np.arange(m_tiles)[:, None], np.arange(n_tiles)[None] // PACK_TILES * PACK_TILES
+    return np.asarray((m * _TILE < q) & (n * _TILE < k))

@@ -124,6 +124,8 @@ _FWD_SM90_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 # Of packed sequences, whose state takes registers that a fourth warpgroup does not have.
 _FWD_SM90_VARLEN_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (_FwdSm90Tile(64, 3, 64, 4), *_FWD_SM90_FORMS_TILES[1:])
+# Of packed sequences with masks: kernels that wheels carry; the others are compiled at first use.
+_FWD_SM90_VARLEN_MASKS_PREBUILT = (64, 128)
 # And tiles of an additive mask beside K.
 _FWD_SM90_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 4, 64, 3, bias_bytes=2),
@@ -134,11 +136,24 @@ _FWD_SM90_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(192, 2, 64, 2, bias_bytes=4),
     _FwdSm90Tile(256, 2, 64, 1, bias_bytes=4),
 )
+_FWD_SM90_VARLEN_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 3, 64, 3, bias_bytes=2),
+    *_FWD_SM90_BIAS_TILES[1:],
+)
 
 
-def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = False) -> KernelSpec:
+def _attn_fwd_sm90(
+    tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = False, lists: bool = False
+) -> KernelSpec:
+    """forms: softcap, masks, any scale. lists: masks of packed sequences too; those of batches all have them."""
     short, tag = IO_TYPES[dtype]
     softcap = forms and tile.softcap
+    lists = forms and (lists or not varlen)
+    lacks = {"dense" if varlen else "varlen", "any_strides"}
+    lacks |= ({"softcap"} if forms and not softcap else set()) | ({"masks"} if forms and not lists else set())
+    kind = f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else "_masks" if forms and not softcap else ""
+    if softcap and not tile.bias_bytes:
+        kind = "_masks_softcap" if varlen and lists else "_softcap"
     block_m = 64 * tile.num_consumers
     num_q_stages = 1 if varlen else tile.num_q_stages  # a second one costs packed sequences registers
     row_bytes = -(-tile.head_dim // 64) * 128
@@ -151,9 +166,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = F
     # And for packed sequences a tile of 36 bytes with each Q, and 32 sequences of 20 bytes.
     smem_bytes = -(-(tiles_bytes + barriers_bytes + 36 * num_q_stages + 640) // 1024) * 1024
     return KernelSpec(
-        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}_m{block_m}n{tile.block_n}"
-        + ("_varlen" if varlen else "")
-        + (f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else "_softcap" if softcap else "_masks" if forms else ""),
+        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else "") + kind,
         family="attn_fwd_sm90",
         op="attention",
         source="entry/attn_fwd_sm90.cu",
@@ -167,6 +180,7 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = F
             ("NUM_Q_STAGES", str(num_q_stages)),
             ("VARLEN", str(int(varlen))),
             ("SCORE_FORMS", str(int(forms))),
+            ("MASK_LISTS", str(int(lists))),
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
             ("SMEM_BYTES", str(smem_bytes)),
@@ -179,16 +193,21 @@ def _attn_fwd_sm90(tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = F
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",),
-        lacks=frozenset(
-            {"dense" if varlen else "varlen", "any_strides", *(("softcap",) if forms and not softcap else ())}
-        ),
+        prebuild=("90a",)
+        if not (varlen and lists) or (kind == "_masks" and tile.head_dim in _FWD_SM90_VARLEN_MASKS_PREBUILT)
+        else (),
+        lacks=frozenset(lacks),
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if forms else ()),
         bias_bytes=tile.bias_bytes,
         # Stored before a tile's steps and loaded behind them: of packed sequences' state, and of the order of tiles
-        # where four warpgroups have the fewest registers.
-        allowed_spill_bytes=16 if forms and varlen else 36 if tile.bias_bytes and tile.num_consumers == 4 else 0,
+        # where four warpgroups have the fewest registers. Of packed sequences with biases two loads of the common loop
+        # too, under its products.
+        allowed_spill_bytes=(160 if tile.bias_bytes else 16)
+        if forms and varlen
+        else 36
+        if tile.bias_bytes and tile.num_consumers == 4
+        else 0,
     )
 
 
@@ -231,6 +250,16 @@ def attention_rows() -> Iterator[KernelSpec]:
             (False, _FWD_SM90_FORMS_TILES),
             (True, _FWD_SM90_VARLEN_FORMS_TILES),
             (False, _FWD_SM90_BIAS_TILES),
+        )
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_sm90(tile, dtype, varlen=True, forms=True, lists=True)
+        for tiles in (
+            tuple(replace(tile, softcap=False) for tile in _FWD_SM90_VARLEN_FORMS_TILES),
+            _FWD_SM90_VARLEN_FORMS_TILES,
+            _FWD_SM90_VARLEN_BIAS_TILES,
         )
         for tile in tiles
         for dtype in ("float16", "bfloat16")

@@ -71,6 +71,7 @@ def _int8_sm90_row(
     short, tag = IO_TYPES[dtype]
     smem_bytes = -(-smem_bytes // 1024) * 1024
     lacks = {"dense" if varlen else "varlen", "any_strides"}
+    lacks |= {"masks"} if forms and varlen else set()
     lacks |= (set() if lse else {"lse"}) | ({"softcap"} if forms and not softcap else set())
     return KernelSpec(
         name=f"attn_int8_sm90_{short}_d{tile.head_dim}{suffix}",

@@ -49,10 +49,11 @@ class KernelSpec:
         ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own.
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
-        batches; ``"lse"``: calls that want the LSE; ``"softcap"``: calls with one; ``"any_strides"``: arrays that no
-        tensor map describes (zero, negative or huge strides); ``"any_scale"``: a softmax_scale that is 0 or not finite
-        in fp32; ``"dq"``: the gradient of q; ``"mask"``: masks and score_mod; ``"no_softcap"``: calls without
-        one; ``"other_masks"``: what has no mask, or one that differs between queries, and score_mod.
+        batches; ``"lse"``: calls that want the LSE; ``"softcap"``: calls with one; ``"masks"``: calls with a mask
+        (of kernels for packed sequences); ``"any_strides"``: arrays that no tensor map describes (zero, negative or
+        huge strides); ``"any_scale"``: a softmax_scale that is 0 or not finite in fp32; ``"dq"``: the gradient of q;
+        ``"mask"``: masks and score_mod; ``"no_softcap"``: calls without one; ``"other_masks"``: what has no mask, or
+        one that differs between queries, and score_mod.
     qk, pv, pv_accumulator : str
         Of attention: element types of Q K^T (``"io"``: that of q, k, v; ``"int8"``, ``"int4"``) and of P V (``"io"``,
         ``"fp8"``, ``"fp16"``), and the accumulator of P V (``"fp32"``, ``"fp16"``).

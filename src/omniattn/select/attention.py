@@ -87,7 +87,7 @@ def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
         return "the arrays' library cannot give the memory that its mask is packed into"
     elif problem.mask_form == "bits" and problem.one_mask_for_all_keys:
         return "it packs masks key by key, and this one is the same for all keys"
-    if problem.mask != "none" and problem.varlen:
+    if problem.mask != "none" and "masks" in spec.lacks:
         return "it takes no masks of packed sequences"
     return None
 
@@ -162,7 +162,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             else "arrays that are not quantized, with precision='exact' where it has to be",
         )
     # A kernel made for this very architecture; then the narrowest tile that holds head_dim; nothing taken that is not
-    # needed; tuned for such a problem, or else for all; among equals the newest tuning.
+    # needed; one that skips hidden tiles; tuned for such a problem, or else for all; among equals the newest tuning.
     choices, why_pv = PV_CHOICES.get(target.cc, _PV_OTHERWISE)
     best = min(
         fitting,
@@ -172,6 +172,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             s.qk == "int4" and target.cc >= (9, 0),
             s.head_dim,
             "score_mods" in s.features,
+            problem.packed_lists and "masks" in s.lacks,
             len(s.features) - len(s.lacks),
             0 if problem.workload in s.tuned_for else 2 if s.tuned_for else 1,
             (-s.min_arch[0], -s.min_arch[1]),

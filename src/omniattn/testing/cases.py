@@ -44,7 +44,7 @@ class Case:
         Plain keyword arguments of the call.
     arrays : tuple of str
         Which array arguments to make: ``"sinks"``, and for ``mask`` one of ``"mask"`` (booleans), ``"bias"`` (fp32),
-        ``"io"`` (q's dtype) and ``"keys"`` (fp32, the same for all queries).
+        ``"io"`` (q's dtype) and ``"keys"`` (fp32, the same for all queries). Packed: one of those for ``mask``.
     packed : bool
         Sequences one behind the other, with cu_seqlens.
     """
@@ -65,6 +65,8 @@ class Case:
 LSE_ATOL = 1e-3
 #: Lengths of packed sequences: without queries, without keys, longer than a tile.
 _RAGGED = ((5, 70), (0, 3), (130, 130), (9, 0))
+#: The same where rows of a mask have whole 16 bytes.
+_RAGGED_MASK = ((5, 70), (0, 3), (210, 136), (9, 0), (64, 130))
 
 ATTENTION_CASES: tuple[Case, ...] = (
     Case("full", "attention", ((257, 257),) * 2),
@@ -87,7 +89,14 @@ ATTENTION_CASES: tuple[Case, ...] = (
         options={"causal": True},
         packed=True,
     ),
-)
+    Case("varlen, boolean masks", "attention_varlen", _RAGGED_MASK, arrays=("mask",), packed=True),
+    Case("varlen, boolean masks, softcap, causal", "attention_varlen", _RAGGED_MASK, arrays=("mask",), packed=True,
+         options={"softcap": 3.0, "causal": True}),
+    Case("varlen, additive mask of keys", "attention_varlen", _RAGGED_MASK, below=8, arrays=("keys",), packed=True),
+    Case("varlen, additive mask, causal", "attention_varlen", _RAGGED_MASK, arrays=("bias",), packed=True,
+         options={"causal": True}),
+    Case("varlen, additive masks of q's type", "attention_varlen", _RAGGED_MASK, arrays=("io",), packed=True),
+)  # fmt: skip
 
 #: A row of the registry takes those with its own smooth_q and score modifiers, and dense or packed arrays.
 QUANTIZED_CASES: tuple[Case, ...] = (
@@ -414,6 +423,10 @@ def _packed(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str
         "max_seqlen_q": max(pair[0] for pair in case.lengths),
         "max_seqlen_k": max(pair[1] for pair in case.lengths),
     }
+    mask: Values | None = None
+    if case.arrays:
+        mask, kind = _packed_mask(case, dtype, np.random.default_rng(1000 + seed))
+        arrays["mask"] = (mask, kind)
     options = {**case.options, **longest, "return_lse": True}
     if "precision" in case.options:
         given = {**case.options, **longest, **_emulated(case.options["precision"], flavour)}
@@ -423,10 +436,34 @@ def _packed(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str
     for b in range(len(case.lengths)):
         rows_q, rows_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
         one = (q[None, rows_q], k[None, rows_k], v[None, rows_k])
-        exact = reference.attention(*one, compute_dtype=np.float64, **case.options)
-        parts.append((*exact, *same_dtype_naive(*one, dtype=dtype, **case.options)))
+        given = dict(case.options)
+        if mask is not None:
+            own = mask[b if len(mask) > 1 else 0]
+            given["mask"] = own[None, :, : case.lengths[b][0], : case.lengths[b][1]]
+        exact = reference.attention(*one, compute_dtype=np.float64, **given)
+        parts.append((*exact, *same_dtype_naive(*one, dtype=dtype, **given)))
     o, lse, naive_o, naive_lse = (np.concatenate([x[0] for x in xs], axis=i % 2) for i, xs in enumerate(zip(*parts)))
     return Problem((q, k, v), (), arrays, options, Exact(o, lse, naive_o, naive_lse))
+
+
+def _packed_mask(case: Case, dtype: str, rng: Any) -> tuple[Values, str]:
+    """A mask of packed sequences and its dtype. Of those with one each, what lies beyond their ends is NaN."""
+    batch, rows, keys = len(case.lengths), *(max(pair[side] for pair in case.lengths) for side in (0, 1))
+    if "mask" in case.arrays:
+        mask: Values = rng.random((batch, 1, rows, keys)) < 0.7
+        mask[:, :, rows // 2] = False
+        mask[:, :, :, :64] &= rng.random((batch, 1, rows, 1)) < 0.5
+        return mask, "bool"
+    shape = {"keys": (batch, 1, 1, keys), "bias": (1, case.heads_q, rows, keys), "io": (batch, 1, rows, keys)}
+    kind = case.arrays[0]
+    # Quarters: every type has them.
+    values = (np.round(4 * rng.standard_normal(shape[kind])) / 4).astype(np.float32)
+    values[rng.random(values.shape) < 0.2] = -np.inf
+    for b, (seqlen_q, seqlen_k) in enumerate(case.lengths if kind != "bias" else ()):
+        values[b, :, :, seqlen_k:] = np.nan
+        if kind == "io":
+            values[b, :, seqlen_q:] = np.nan
+    return values, dtype if kind == "io" else "float32"
 
 
 def _merge(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
