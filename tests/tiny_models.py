@@ -134,3 +134,12 @@ def padding(side: str, batch: int = 2, length: int = 11) -> Any:
     elif side == "right":
         mask[-1, -3:] = 0
     return mask
+
+
+def switch(model: Any, kind: str) -> None:
+    """Choose attention in a model and in what it is made of: in transformers 5.17, T5's own parts keep theirs."""
+    import transformers
+
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            part.set_attn_implementation(kind)

@@ -64,7 +64,7 @@ def run(
 ) -> tuple[Any, dict[str, Any]]:
     """Results at the real tokens in fp32, and every parameter's gradient."""
     model = model.to(dtype)
-    model.set_attn_implementation(kind)
+    tiny_models.switch(model, kind)
     model.zero_grad(set_to_none=True)
     result = of(model(**inputs))[real.bool()].float()
     result.square().mean().backward()

@@ -229,7 +229,7 @@ def test_what_the_gpu_cannot_do() -> None:
         oa.attention(token.q, token.k, values)
     with pytest.raises(UnsupportedError, match="fp16"):
         oa.attention(qk.q, qk.k, oa.quantize_v(v, dtype="float16"))
-    with pytest.raises(UnsupportedError, match="score_mod"):
+    with pytest.raises(ArgumentError, match=r"'q'.*not quantized, with score_mod"):
         oa.attention(qk.q, qk.k, values, score_mod=oa.ScoreMod("score * 2.0f"))
     wide, of_v = quantize(oa.Int8(), *(x.float().cpu() for x in (q, k, v)))
     arrays = {n: a.cuda() for n, a in vars(wide).items() if isinstance(a, torch.Tensor)}

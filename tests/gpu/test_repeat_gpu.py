@@ -135,8 +135,10 @@ def test_repeated_calls_still_refuse() -> None:
     for bad_out in (shifted, k, v, frozen):
         with pytest.raises(oa.errors.ArgumentError, match="'out'"):
             oa.attention(q, k, v, out=bad_out)
+    assert oa.attention(q.detach().requires_grad_(), k, v).requires_grad
+    oa.quantize_v(v)
     with pytest.raises(oa.errors.UnsupportedError, match="gradient"):
-        oa.attention(q.detach().requires_grad_(), k, v)
+        oa.quantize_v(v.detach().requires_grad_())
     with pytest.raises(oa.errors.ArgumentError, match="causal"):
         oa.attention(q, k, v, causal=0)
     lse = torch.zeros(q.shape[0], 4, 70, device="cuda")

@@ -99,7 +99,7 @@ def test_packed(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["", "mods"])
-@pytest.mark.parametrize("form", ["", "bias", "mod", "causal"])
+@pytest.mark.parametrize("form", ["", "bias", "keys", "mod", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_block_masks(head_dim: int, form: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = "float16"
@@ -123,6 +123,9 @@ def test_block_masks(head_dim: int, form: str, kernel: str, monkeypatch: pytest.
             wide = torch.zeros(2, 4, 500, 704, device="cuda")
             wide[..., :700] = torch.from_numpy(bias)
             gpu["mask"], mask = wide[..., :700], np.where(full, bias, -np.inf).astype(np.float32)
+        if form == "keys":
+            bias = rng.standard_normal((2, 1, 1, 700)).astype(np.float32)
+            gpu["mask"], mask = torch.from_numpy(bias).cuda(), np.where(full, bias, -np.inf).astype(np.float32)
         if form == "mod":
             mod, options["score_mod"] = mod_and_reference(examples(500, 700, 4, 2)["by head"])
             gpu["score_mod"] = mod

@@ -38,7 +38,7 @@ def run(
     model: Any, kind: str, real: Any, inputs: dict[str, Any], of: Callable[[Any], Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Results at the real tokens, and every parameter's gradient of their mean square."""
-    model.set_attn_implementation(kind)
+    tiny_models.switch(model, kind)
     model.zero_grad()
     result = of(model(**inputs))[real.bool()]
     result.float().square().mean().backward()
@@ -86,7 +86,7 @@ def test_generation(name: str, cache: str) -> None:
     model = tiny_models.t5() if name == "t5" else decoder(name)
     made = []
     for kind in ("eager", "omniattn"):
-        model.set_attn_implementation(kind)
+        tiny_models.switch(model, kind)
         made.append(
             model.generate(
                 tokens(), attention_mask=padding("left"), max_new_tokens=8, do_sample=False, eos_token_id=None,

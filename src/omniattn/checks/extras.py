@@ -63,10 +63,9 @@ def _check_block_mask(problem: AttentionProblem, t: Tensor, size: tuple[int, int
             f"block_size of {size}; an element for each query and key goes into mask="
         )
         raise ShapeError("block_mask", expected, f"{tuple(t.shape)}", function=function)
-    if problem.mask_form in ("bits", "keys"):
-        kind = "a boolean mask" if problem.mask == "bool" else "a mask that is the same for all queries"
+    if problem.mask == "bool":
         raise UnsupportedError(
-            f"{function}(): block_mask with {kind}",
+            f"{function}(): block_mask with a boolean mask",
             instead="the blocks in the mask, whose hidden tiles are never loaded either; or a ScoreMod with mask=",
         )
     return BlockMaskProblem((size[0] // MASK_TILE, size[1] // MASK_TILE), values.broadcast_strides(t, shape))

@@ -134,7 +134,9 @@ class AttentionProblem:
         """``"none"``, ``"bits"`` (booleans), ``"keys"`` (a number a key for all queries) or ``"tiles"`` (numbers)."""
         if self.mask in ("none", "bool"):
             return "none" if self.mask == "none" else "bits"
-        return "keys" if self.strides is not None and self.strides.mask[2] == 0 else "tiles"
+        # A packed mask would decide about tiles, which a block mask does.
+        of_keys = self.strides is not None and self.strides.mask[2] == 0 and self.block_mask is None
+        return "keys" if of_keys else "tiles"
 
     @property
     def mask_dtype(self) -> str:

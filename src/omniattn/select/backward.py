@@ -42,6 +42,8 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
         return "it takes masks that are the same for all queries, and no score_mod"
     if "dmask" in problem.wanted and spec.op == BACKWARD and "dmask" not in spec.features:
         return "it makes no gradient of a mask"
+    if "dmask" not in problem.wanted and "dmask" in spec.features:
+        return "it adds to the gradient of a mask, which is not wanted"
     if f.varlen and "varlen" in spec.lacks:
         return "it takes no packed sequences"
     if not f.varlen and "dense" in spec.lacks:
