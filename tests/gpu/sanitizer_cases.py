@@ -1,8 +1,8 @@
 """Small calls of every tile class, for compute-sanitizer.
 
-``python sanitizer_cases.py [few_masks | low_precision | few_low_precision | backward | faulty]``: exact attention
-(`few_masks`: for a tool that does not know how masks are read); or quantization and attention on integers (`few`: for
-tools that take long); or gradients; or one call with a fault.
+``python sanitizer_cases.py [few_masks | low_precision | few_low_precision | backward | few_backward | faulty]``: exact
+attention (`few_masks`: for a tool that does not know how masks are read); or quantization and attention on integers
+(`few`: for tools that take long); or gradients (`few`: as `few_masks`); or one call with a fault.
 
 CuPy arrays in memory of their own (no pool), so that an access behind any of them is seen; moved by copies alone, so
 that no kernel runs but omniattn's.
@@ -234,14 +234,15 @@ def faulty() -> None:
     cupy.asnumpy(oa.attention(q, k, v, out=out))
 
 
-def backward(width: int, rng: np.random.Generator) -> None:
+def backward(width: int, rng: np.random.Generator, few_masks: bool) -> None:
     """Gradients: all and some of them, with what `CALLS` adds, of a batch and of packed sequences."""
     for head_dim, names in ((width - BELOW, tuple(CALLS)), (width, ("full", "causal"))):
         q, do = (to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, head_dim))) for _ in range(2))
-        k, v = (to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, head_dim))) for _ in range(2))
         dlse = to_gpu(rng.standard_normal((1, HEADS, SEQLEN_Q)), np.float32)
         for name in names:
-            options = options_for(CALLS[name], rng)
+            keys = 60 if few_masks and "mask" in CALLS[name] else SEQLEN_K  # as in `dense`
+            k, v = (to_gpu(rng.standard_normal((1, keys, HEADS_KV, head_dim))) for _ in range(2))
+            options = options_for(CALLS[name], rng, keys)
             o, lse = oa.attention(q, k, v, return_lse=True, **options)
             additive = "mask" in options and options["mask"].dtype != np.bool_
             sums = (*(("dsinks",) if "sinks" in options else ()), *(("dmask",) if additive else ()))
@@ -295,15 +296,15 @@ if __name__ == "__main__":
             for width in (64, 128, 256):
                 low_precision(width, np.random.default_rng(width), few)
         choose_from(everything)
-    elif which == "backward":
+    elif which in ("backward", "few_backward"):
         everything = select.REGISTRY
         for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):
             choose_from(rows)
             for width in (64, 128, 256):
-                backward(width, np.random.default_rng(width))
+                backward(width, np.random.default_rng(width), which.startswith("few"))
         choose_from(everything)
     elif which not in ("", "few_masks"):
-        known = "few_masks, caches, low_precision, few_low_precision, backward, faulty"
+        known = "few_masks, caches, low_precision, few_low_precision, backward, few_backward, faulty"
         raise SystemExit(f"not one of {known}: {which}")
     else:
         caches(np.random.default_rng(0))

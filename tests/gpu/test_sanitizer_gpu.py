@@ -38,7 +38,7 @@ RUNS = {
     "memcheck_low": ("memcheck", "low_precision"),
     "racecheck_low": ("racecheck", "few_low_precision"),
     "memcheck_backward": ("memcheck", "backward"),
-    "racecheck_backward": ("racecheck", "backward"),
+    "racecheck_backward": ("racecheck", "few_backward"),
     "initcheck_backward": ("initcheck", "backward"),
     "faulty": ("memcheck", "faulty"),
 }
