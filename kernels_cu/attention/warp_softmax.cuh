@@ -69,6 +69,15 @@ OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const Fwd
     }
 }
 
+// Makes the products of keys from `end` on 0, in tile n0 ..: of packed sequences they are the next sequence's.
+template <typename Keys = TwoKeys, int kScores>
+OA_DEVICE void forget_keys(float (&s)[kScores], int32 end, int32 n0, int lane) {
+    int32 hi = end - n0 - Keys::of_lane(lane);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i)
+        if (Keys::of(i >> 2, i & 1) >= hi) s[i] = 0.0f;
+}
+
 struct FloatPRange {
     static constexpr float kBaseLog2 = 0.0f;
     static constexpr float kSumLimit = 256.0f;  // p <= 2^8 costs no relative precision in bf16, fp16 or fp32

@@ -357,6 +357,9 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                 if (rare) {
                     if (at.left == 1) release_outer();
                     bool near = true;
+                    // Which of softcap's polynomials a tile takes must not hang on the next sequence.
+                    if (Config::kVarlen && Config::kSoftcap && is_edge())
+                        forget_keys(s, t.seqlen_k, FormSteps::tile(at.entry()) * Config::kBlockN, lane_);
                     c[0] = c[1] =
                         form.apply_forms(params, s, place(), inner_at_.stage, group_, lane_, own, near, release);
                     if (is_edge()) mask_edges(s, p_, t, warp_row, FormSteps::tile(at.entry()) * Config::kBlockN, lane_);
