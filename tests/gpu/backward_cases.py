@@ -275,10 +275,13 @@ def check(problem: Problem, label: str = "", wanted: tuple[str, ...] | None = No
     exact, plain = naive(problem, torch.float64), naive(problem, problem.arrays["q"].dtype)
     softcap = problem.options.get("softcap", 0.0) > 0
     for name, gradient in made.items():
+        slack = slack_of(problem, name)
+        if name == "dv" and problem.options.get("softmax_scale") == 0.0 and gradient.numel():
+            # All probabilities of a row are the same number, and so are the errors of rounding it.
+            slack += 3 * unit_of(problem.dtype) * float(exact[name].double().square().mean().sqrt())
         compare(
-            name, gradient, exact[name], plain[name], problem.dtype, f"{name} {label}", 3.0 if softcap else 2.0,
-            slack_of(problem, name),
-        )  # fmt: skip
+            name, gradient, exact[name], plain[name], problem.dtype, f"{name} {label}", 3.0 if softcap else 2.0, slack
+        )
     return made
 
 

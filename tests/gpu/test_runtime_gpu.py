@@ -37,8 +37,8 @@ pytestmark = pytest.mark.gpu
 KERNEL = "attn_fwd_sm80_fp16_d64"
 #: The largest source after expansion, so the longest to compile.
 LARGEST = "attn_fwd_sm80_fp16_d256_mods"
-#: Time that the first JIT of a kernel may take, start of NVRTC included.
-FIRST_JIT_SECONDS = 3.0
+#: Time that the first JIT of a kernel may take, start of NVRTC included: 3 s alone, more beside the rest of the suite.
+FIRST_JIT_SECONDS = 6.0
 
 
 def own_arch() -> Arch:
