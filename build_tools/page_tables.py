@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from build_tools import accuracy_tables, backward_tables, decode_tables, figures, option_tables, perplexity_tables
+from build_tools import (
+    accuracy_tables,
+    backward_tables,
+    decode_tables,
+    figures,
+    model_tables,
+    option_tables,
+    perplexity_tables,
+)
 from build_tools.page_parts import (
     Part,
     Report,
@@ -62,6 +70,7 @@ SOURCES: dict[str, Source] = {
     **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
     **option_tables.SOURCES,
     **backward_tables.SOURCES,
+    **model_tables.SOURCES,
     **accuracy_tables.SOURCES,
     **perplexity_tables.SOURCES,
 }
@@ -298,6 +307,7 @@ PARTS: dict[str, Part] = {
     "host_sdpa": Part(("host",), _call("torch SDPA")),
     **option_tables.PARTS,
     **backward_tables.PARTS,
+    **model_tables.PARTS,
     **accuracy_tables.PARTS,
     **perplexity_tables.PARTS,
 }

@@ -176,6 +176,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *notes])
 
 
+def _command(weights: Path | None) -> str:
+    return "python examples/transformers_model/compare.py" + (f" --gguf {weights.name}" if weights else "")
+
+
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Run the program; returns the rows of its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -199,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     print(table(rows))
     if arguments.out is not None:
         where = reference_environment() if device == "cpu" else environment(torch)
-        data = document("transformers", protocol="wall", command="compare.py", environment=where,
+        data = document("transformers", protocol="wall", command=_command(arguments.gguf), environment=where,
                         rows=[asdict(row) for row in rows], sizes=asdict(sizes),
                         model=arguments.gguf.name if arguments.gguf else "random Llama")  # fmt: skip
         arguments.out.write_text(to_json(data), encoding="utf-8")
