@@ -2,7 +2,7 @@
 
 ``python sanitizer_cases.py [few_masks | low_precision | few_low_precision | backward | few_backward | faulty]``: exact
 attention (`few_masks`: for a tool that does not know how masks are read); or quantization and attention on integers
-(`few`: for tools that take long); or gradients (`few`: as `few_masks`); or one call with a fault.
+(`few`: for tools that take long); or gradients (`few`: by the kernels of every GPU alone); or one call with a fault.
 
 CuPy arrays in memory of their own (no pool), so that an access behind any of them is seen; moved by copies alone, so
 that no kernel runs but omniattn's.
@@ -68,35 +68,33 @@ def check(o: Any, lse: Any = None) -> None:
     assert lse is None or not np.isnan(cupy.asnumpy(lse)).any()
 
 
-def options_for(
-    call: Mapping[str, Any], rng: np.random.Generator, seqlen_k: int = SEQLEN_K, seqlen_q: int = SEQLEN_Q
-) -> dict[str, Any]:
+def options_for(call: Mapping[str, Any], rng: np.random.Generator, seqlen_k: int = SEQLEN_K) -> dict[str, Any]:
     options = dict(call)
     if "sinks" in options:
         options["sinks"] = to_gpu(rng.standard_normal(HEADS), np.float32)
     if "score_mod" in options:  # arrays that end where the sequences do
         arrays = {
-            "table": to_gpu(rng.standard_normal((seqlen_q, seqlen_k)), np.float32),
+            "table": to_gpu(rng.standard_normal((SEQLEN_Q, seqlen_k)), np.float32),
             "slopes": to_gpu(rng.standard_normal(HEADS)),
             "shown": to_gpu(rng.random(seqlen_k) < 0.9, np.bool_),
         }
         options["score_mod"] = oa.ScoreMod("score + slopes[h] * table(q, k)", mask="shown[k] && k < q + 90", **arrays)
     if "block_mask" in options:
-        blocks = (-(-seqlen_q // 64), -(-seqlen_k // 64))
+        blocks = (-(-SEQLEN_Q // 64), -(-seqlen_k // 64))
         options |= {"block_mask": to_gpu(rng.random(blocks) < 0.6, np.bool_), "block_size": 64}
     if options.get("mask") == "bool":
-        options["mask"] = to_gpu(rng.random((seqlen_q, seqlen_k)) < 0.7, np.bool_)
+        options["mask"] = to_gpu(rng.random((SEQLEN_Q, seqlen_k)) < 0.7, np.bool_)
     elif options.get("mask") == "float32":
-        options["mask"] = to_gpu(rng.standard_normal((HEADS, seqlen_q, seqlen_k)), np.float32)
+        options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, seqlen_k)), np.float32)
     elif options.get("mask") == "keys":
         options["mask"] = to_gpu(rng.standard_normal((1, seqlen_k)), np.float32)
     elif options.get("mask") == "shifted":  # ends where its memory ends
-        options["mask"] = to_gpu(rng.standard_normal((HEADS, seqlen_q, seqlen_k + 1)))[..., 1:]
+        options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, seqlen_k + 1)))[..., 1:]
     elif options.get("mask") == "rows":  # one number for all keys
-        options["mask"] = cupy.broadcast_to(to_gpu(rng.standard_normal((seqlen_q, 1))), (seqlen_q, seqlen_k))
+        options["mask"] = cupy.broadcast_to(to_gpu(rng.standard_normal((SEQLEN_Q, 1))), (SEQLEN_Q, seqlen_k))
     elif "mask" in options:  # rows of whole 16 bytes
         dtype = np.float32 if options["mask"] == "aligned" else np.float16
-        options["mask"] = to_gpu(rng.standard_normal((HEADS, seqlen_q, -(-seqlen_k // 8) * 8)), dtype)[..., :seqlen_k]
+        options["mask"] = to_gpu(rng.standard_normal((HEADS, SEQLEN_Q, -(-seqlen_k // 8) * 8)), dtype)[..., :seqlen_k]
     return options
 
 
@@ -237,20 +235,14 @@ def faulty() -> None:
     cupy.asnumpy(oa.attention(q, k, v, out=out))
 
 
-def backward(width: int, rng: np.random.Generator, few_masks: bool, one_tile: bool) -> None:
-    """Gradients: all and some of them, with what `CALLS` adds, of a batch and of packed sequences.
-
-    one_tile: of queries to each tile of keys. racecheck sees of a buffer's readers only the lane that gives it back,
-    as in `dense`.
-    """
-    seqlen_q, heads_kv = (60, HEADS) if one_tile else (SEQLEN_Q, HEADS_KV)
+def backward(width: int, rng: np.random.Generator) -> None:
+    """Gradients: all and some of them, with what `CALLS` adds, of a batch and of packed sequences."""
     for head_dim, names in ((width - BELOW, tuple(CALLS)), (width, ("full", "causal"))):
-        q, do = (to_gpu(rng.standard_normal((1, seqlen_q, HEADS, head_dim))) for _ in range(2))
-        dlse = to_gpu(rng.standard_normal((1, HEADS, seqlen_q)), np.float32)
+        q, do = (to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, head_dim))) for _ in range(2))
+        k, v = (to_gpu(rng.standard_normal((1, SEQLEN_K, HEADS_KV, head_dim))) for _ in range(2))
+        dlse = to_gpu(rng.standard_normal((1, HEADS, SEQLEN_Q)), np.float32)
         for name in names:
-            keys = 60 if few_masks and "mask" in CALLS[name] else SEQLEN_K
-            k, v = (to_gpu(rng.standard_normal((1, keys, heads_kv, head_dim))) for _ in range(2))
-            options = options_for(CALLS[name], rng, keys, seqlen_q)
+            options = options_for(CALLS[name], rng)
             o, lse = oa.attention(q, k, v, return_lse=True, **options)
             additive = "mask" in options and options["mask"].dtype != np.bool_
             sums = (*(("dsinks",) if "sinks" in options else ()), *(("dmask",) if additive else ()))
@@ -259,9 +251,9 @@ def backward(width: int, rng: np.random.Generator, few_masks: bool, one_tile: bo
             check_all(oa.attention_backward(*call, dq=poisoned(q.shape), deterministic=True, **options))
             for wanted in (("dq",), ("dk",), ("dv",)):
                 check_all(oa.attention_backward(*call, wanted=wanted, **options))
-    lengths_q, lengths_k = (60, 0, 1, 33) if one_tile else (70, 0, 1, 129), (131, 5, 0, 66)
+    lengths_q, lengths_k = (70, 0, 1, 129), (131, 5, 0, 66)
     q, do = (to_gpu(rng.standard_normal((sum(lengths_q) + 3, HEADS, width))) for _ in range(2))
-    k, v = (to_gpu(rng.standard_normal((sum(lengths_k) + 3, heads_kv, width))) for _ in range(2))
+    k, v = (to_gpu(rng.standard_normal((sum(lengths_k) + 3, HEADS_KV, width))) for _ in range(2))
     for causal in (False, True):
         packed = {
             "cu_seqlens_q": to_gpu([0, *np.cumsum(lengths_q)], np.int32), "max_seqlen_q": max(lengths_q),
@@ -311,10 +303,11 @@ if __name__ == "__main__":
         choose_from(everything)
     elif which in ("backward", "few_backward"):
         everything, few = select.REGISTRY, which.startswith("few")
-        for rows in (everything, generic(everything, few)):
+        # racecheck sees of what a warp has read or written only the lane that says so on an mbarrier.
+        for rows in (generic(everything, few),) if few else (everything, generic(everything, few)):
             choose_from(rows)
             for width in (64, 128, 256):
-                backward(width, np.random.default_rng(width), few, few and rows is everything)
+                backward(width, np.random.default_rng(width))
         choose_from(everything)
     elif which not in ("", "few_masks"):
         known = "few_masks, caches, low_precision, few_low_precision, backward, few_backward, faulty"
