@@ -1,6 +1,7 @@
 // mbarrier objects in shared memory (PTX ISA, "mbarrier"). Addresses are shared-window byte addresses, 8-byte aligned.
 // A wait names the parity of the phase that it waits for: 0 for the first completion, 1 for the second, and so on.
 #pragma once
+#include "ptx/delay.cuh"
 #include "ptx/types.cuh"
 
 // mbarrier.init: one thread, before anyone uses it; fence_barrier_init and a CTA barrier must follow.
@@ -13,6 +14,7 @@ OA_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.
 
 // mbarrier.arrive: release semantics for this thread's earlier accesses.
 OA_DEVICE void mbarrier_arrive(uint32 bar) {
+    random_delay();
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
@@ -41,6 +43,7 @@ OA_DEVICE bool mbarrier_test(uint32 bar, uint32 parity) {
 
 // mbarrier.try_wait.parity in a loop; acquire semantics. The "memory" clobber keeps later loads below it.
 OA_DEVICE void mbarrier_wait(uint32 bar, uint32 parity) {
+    random_delay();
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
