@@ -101,7 +101,7 @@ struct AttnFwdSm90Params {
     AttnFwdParams fwd;
     TileList tiles;
 };
-// Keys split over CTAs: partial results in place of `fwd.o` and `fwd.lse`, which attn_combine_sm80 merges.
+// Keys split over CTAs: partial results in place of `fwd.o` and `fwd.lse`, which attn_combine_sm90 merges.
 struct AttnFwdSplitSm90Params {
     TensorMap map_q, map_k, map_v;  // map_q: [batch, head, query, pack, head_dim]
     AttnFwdParams fwd;

@@ -19,11 +19,12 @@ from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import select_attention, select_split
 from omniattn.select.split import split_us, unsplit_us
+from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split"]
-COMBINE = by_name("attn_combine_sm80_fp16")
+COMBINE = by_name("attn_combine_sm90_fp16")
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist.
 SMALL = dataclasses.replace(by_name("attn_fwd_sm90_fp16_d64_m128n128_split"), block_m=16, block_n=8)
 
@@ -140,7 +141,7 @@ def attend(
 
 
 def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.ndarray, sinks: Any) -> None:
-    """attn_combine_sm80; o and lse are flat."""
+    """attn_combine_sm90; o and lse are flat."""
     f = fields_of_record(record, ATTN_COMBINE)
     o_at, ml_at = f["partial_o"].offset // 4, f["partial_ml"].offset // 4
     d, chunks, rows, splits = f["head_dim"], f["head_dim"] // 4, f["rows"], f["num_splits"]
@@ -311,3 +312,20 @@ def test_boxes_and_workspace(spec: KernelSpec) -> None:
         merged_fields = fields_of_record(merged, ATTN_COMBINE)
         assert all(merged_fields[name] == f[name] for name in ("partial_o", "partial_ml"))
         assert spec.smem_bytes <= HOPPER.max_smem
+
+
+@pytest.mark.parametrize("spec", [*SPLIT, *(s for s in REGISTRY if s.op == "attention_combine")], ids=lambda s: s.name)
+def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
+    """Forced, as the GPU tests run them. A case that is not split would say nothing of the kernel behind it."""
+    for case in cases_for(spec.op):
+        ((sq, sk), *more) = case.lengths
+        left, right = case.options.get("window", (-1, 0 if case.options.get("causal") else -1))
+        d = (128 if spec.op == "attention_combine" else spec.head_dim) - case.below
+        p = problem_of(
+            1 + len(more), sq, sk, case.heads_q, case.heads_kv, d, left, right, case.layout,
+            "float32" if "sinks" in case.arrays else "none", spec.dtype,
+        )  # fmt: skip
+        launches = plan_attention(p, HOPPER, spec.name)
+        assert spec in [record.spec for record in launches.records], case.name
+        (of_main,) = {fields_of_record(launches.records[0], ATTN_FWD_SPLIT_SM90)["tiles.num_splits"]}
+        assert of_main > 1

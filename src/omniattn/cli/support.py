@@ -73,6 +73,8 @@ CALLS = {
     "quantize": "quantize_qk, quantize_v",
     "quantize_delta": "quantize_qk with smooth_q",
     "decode_combine": "decode",
+    "attention_split": "attention of few queries",
+    "attention_combine": "attention of few queries",
     "mask_pack": "attention with a mask",
     "mask_list": "attention with a mask",
     "tile_kinds": "attention with a block_mask or score_mod",
@@ -84,6 +86,9 @@ BESIDE = {
     "attention_backward_prepare": "attention_backward, LSE and delta of rows",
     "attention_backward_finish": "attention_backward, dq of sums",
 }
+
+#: Kernels that some calls of `attention` take for speed; without them the others serve: the README's line is theirs.
+FASTER = ("attention_split", "attention_combine")
 
 #: Operation of the registry to its line in the README's table.
 LINES = {
@@ -358,7 +363,7 @@ _DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 def readme_table(registry: Iterable[KernelSpec] = REGISTRY) -> str:
     """The table of the README, in Markdown: a line an operation, what a released wheel holds; exceptions below."""
     lines: dict[str, list[SupportRow]] = {}
-    for row in support_rows(wheel_resolver, [spec for spec in registry if spec.op not in BESIDE]):
+    for row in support_rows(wheel_resolver, [spec for spec in registry if spec.op not in (*BESIDE, *FASTER)]):
         lines.setdefault(LINES.get(row.op, f"`{row.op}`"), []).append(row)
     notes: dict[str, str] = {}
     cells = {}

@@ -1,4 +1,4 @@
-"""Launches of ``attn_fwd_sm90`` with the keys split over CTAs, and of ``attn_combine_sm80``."""
+"""Launches of ``attn_fwd_sm90`` with the keys split over CTAs, and of ``attn_combine_sm90``."""
 
 from __future__ import annotations
 

@@ -248,11 +248,11 @@ def _merge_states(dtype: str) -> KernelSpec:
 def _attn_combine(dtype: str) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     return KernelSpec(
-        name=f"attn_combine_sm80_{short}",
-        family="attn_combine_sm80",
+        name=f"attn_combine_sm90_{short}",
+        family="attn_combine_sm90",
         op="attention_combine",
-        source="entry/attn_combine_sm80.cu",
-        symbol="attn_combine_sm80",
+        source="entry/attn_combine_sm90.cu",
+        symbol="attn_combine_sm90",
         defines=(("IO_TYPE", tag),),
         dtype=dtype,
         head_dim=256,
@@ -260,7 +260,8 @@ def _attn_combine(dtype: str) -> KernelSpec:
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        # For kernels of compute capability 9.0 alone.
+        min_arch=(9, 0),
+        arch_specific=True,  # behind kernels that are
         prebuild=("90a",),
     )
 

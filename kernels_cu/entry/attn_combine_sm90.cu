@@ -33,7 +33,7 @@ struct SharedStorage {
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
-    attn_combine_sm80(const __grid_constant__ AttnCombineParams p) {
+    attn_combine_sm90(const __grid_constant__ AttnCombineParams p) {
     __shared__ SharedStorage smem;
     const int32 tid = threadIdx.x, own = 1 << p.threads_log2, parts = Config::kThreads >> p.threads_log2;
     const int32 part = tid >> p.threads_log2, column = int32(blockIdx.x) * own + (tid & (own - 1));
