@@ -1,5 +1,5 @@
-// Sum of partial results of attention over disjoint sets of keys, whose O are not divided by their denominators. Source:
-// Flash-Decoding (Dao et al. 2023).
+// Sum of partial results of attention over disjoint sets of keys, whose O are not divided by their denominators.
+// Source: Flash-Decoding (Dao et al. 2023).
 //
 //   M = max m_i;  L = sum l_i 2^(m_i - M);  O = sum O_i 2^(m_i - M)
 #pragma once

@@ -10,7 +10,7 @@ OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const SplitTile& t, int32 
     return visible_keys(row / t.pack, t.num_queries, t.seqlen_k, p.window_left, p.window_right);
 }
 
-// A split's part of the tiles of keys that a tile of queries sees: equal numbers of them, or one more to the first ones.
+// A split's part of the tiles of keys that a tile of queries sees: as many as the others have, or one more.
 template <int kBlockM, int kBlockN>
 struct SplitKeyTiles : KeyTiles<kBlockM, kBlockN> {
     using Base = KeyTiles<kBlockM, kBlockN>;

@@ -8,7 +8,7 @@
 // query r / pack of query head `head * pack + r % pack`.
 //
 // A thread has a column, four channels of a row; a CTA of 256 threads has 2^threads_log2 columns, and as many threads
-// of each as that leaves, which take every so manieth split. The order of the sum depends on the launch alone. Rows that
+// of each as that leaves, which take the splits in turns. The order of the sum depends on the launch alone. Rows that
 // attend to nothing become O = 0, LSE = -inf (or the sink).
 //
 // Shared memory, bytes: the threads' sums 4096 | maxima 1024 | denominators 1024.
@@ -23,7 +23,7 @@
 struct Config {
     using Io = IO_TYPE;
     static constexpr int kThreads = 256;
-    static constexpr int kWidth = 4;   // channels of a thread
+    static constexpr int kWidth = 4;  // channels of a thread
     static constexpr int kUnroll = 8;  // partial results that are asked for at once
 };
 
@@ -32,8 +32,8 @@ struct SharedStorage {
     float m[Config::kThreads], l[Config::kThreads];
 };
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
-    attn_combine_sm90(const __grid_constant__ AttnCombineParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm90(
+    const __grid_constant__ AttnCombineParams p) {
     __shared__ SharedStorage smem;
     const int32 tid = threadIdx.x, own = 1 << p.threads_log2, parts = Config::kThreads >> p.threads_log2;
     const int32 part = tid >> p.threads_log2, column = int32(blockIdx.x) * own + (tid & (own - 1));
@@ -76,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
     int32 head = (place - batch_idx * p.heads) * p.pack + (row - query * p.pack);
     RowResult result = finish_row(sum.m, sum.l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
     uint16* to = p.o + batch_idx * p.o_stride_b + query * p.o_stride_s + head * p.o_stride_h + chunk * Config::kWidth;
-    *reinterpret_cast<uint2*>(to) = make_uint2(
-        pack2(Config::Io{}, sum.o[0] * result.o_scale, sum.o[1] * result.o_scale),
-        pack2(Config::Io{}, sum.o[2] * result.o_scale, sum.o[3] * result.o_scale));
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(pack2(Config::Io{}, sum.o[0] * result.o_scale, sum.o[1] * result.o_scale),
+                   pack2(Config::Io{}, sum.o[2] * result.o_scale, sum.o[3] * result.o_scale));
     if (p.lse != nullptr && chunk == 0) p.lse[batch_idx * p.lse_stride_b + head * p.lse_stride_h + query] = result.lse;
 }

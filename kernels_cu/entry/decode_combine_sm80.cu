@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
         total.add(ml, o);
     }
     float m = total.m, l = total.l;
-    float(&sum)[Config::kWidth] = total.o;
+    float (&sum)[Config::kWidth] = total.o;
     if (split > 1) {
 #pragma unroll
         for (int e = 0; e < Config::kWidth; ++e) smem.o[warp_idx][lane * Config::kWidth + e] = sum[e];

@@ -7,9 +7,9 @@
 //   consumer   outer.full | inner.full -> products -> inner.empty | ... outer.empty
 //
 // Config: kConsumers, kOuterStages, kInnerStages, kBlockM, kRotateHeads (tiles of queries have different amounts of
-// work: PersistentTiles), kSplitKeys (scheduler/split_tiles.cuh), kVarlen (packed sequences; a constant, because the dense loop pays for more code). Of packed
-// sequences the producer walks cu_seqlens, once and ahead of the consumers, which get the tile beside its outer
-// operand.
+// work: PersistentTiles), kSplitKeys (keys are split over CTAs: scheduler/split_tiles.cuh), kVarlen (packed sequences;
+// a constant, because the dense loop pays for more code). Of packed sequences the producer walks cu_seqlens, once and
+// ahead of the consumers, which get the tile beside its outer operand.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "pipeline/ring.cuh"

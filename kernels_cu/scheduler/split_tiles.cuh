@@ -1,5 +1,5 @@
-// Tiles of queries by splits of their keys: few queries on many keys (Flash-Decoding, Dao et al. 2023). Query heads of one
-// kv head share the rows of a tile (params/attn_fwd.cuh: SplitTileList).
+// Tiles of queries by splits of their keys: few queries on many keys (Flash-Decoding, Dao et al. 2023). Query heads of
+// one kv head share the rows of a tile (params/attn_fwd.cuh: SplitTileList).
 //
 // A head's items are its tiles of queries of one split, then those of the next: CTAs that run at the same time read the
 // same keys, so that these come from L2.

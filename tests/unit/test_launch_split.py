@@ -111,7 +111,7 @@ def attend(
         q = np.concatenate(
             [box_of(map_q, memory["q"], (x, 0, m0 // pack, head, batch)) for x in range(0, d, map_q.box[0])], axis=1
         )[:, :d]
-        m2, l, o = np.full(spec.block_m, -3e38), np.zeros(spec.block_m), np.zeros((spec.block_m, d))
+        m2, total, o = np.full(spec.block_m, -3e38), np.zeros(spec.block_m), np.zeros((spec.block_m, d))
         for n in range(end - 1, first - 1, -1):
             k, v = (
                 np.concatenate(
@@ -130,14 +130,15 @@ def attend(
             base = np.maximum(m2, s.max(axis=1))
             p = np.exp2(s - base[:, None])
             alpha = np.exp2(m2 - base)
-            m2, l, o = base, l * alpha + p.sum(axis=1), o * alpha[:, None] + p @ v
+            m2, total, o = base, total * alpha + p.sum(axis=1), o * alpha[:, None] + p @ v
         place = (batch * heads + head) * splits + split
         for r in range(min(spec.block_m, rows - m0)):
             at = place * rows + m0 + r
             spot = slice(o_at + at * d, o_at + at * d + d)
-            assert np.isnan(workspace[spot]).all() and np.isnan(workspace[ml_at + 2 * at])
+            assert np.isnan(workspace[spot]).all()
+            assert np.isnan(workspace[ml_at + 2 * at])
             workspace[spot] = o[r]
-            workspace[ml_at + 2 * at : ml_at + 2 * at + 2] = m2[r], l[r]
+            workspace[ml_at + 2 * at : ml_at + 2 * at + 2] = m2[r], total[r]
 
 
 def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.ndarray, sinks: Any) -> None:
@@ -159,10 +160,10 @@ def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.
         part = workspace[o_at + at[:, None] * d + chunk * 4 + np.arange(4)]
         top = max(ml[:, 0].max(), -3e38)
         weight = np.exp2(ml[:, 0] - top)
-        l, total = (ml[:, 1] * weight).sum(), (part * weight[:, None]).sum(axis=0)
+        below, total = (ml[:, 1] * weight).sum(), (part * weight[:, None]).sum(axis=0)
         batch, query = place // f["heads"], row // f["pack"]
         head = place % f["heads"] * f["pack"] + row % f["pack"]
-        denominator = l if sinks is None else l + np.exp2(sinks[head] * np.log2(np.e) - top)
+        denominator = below if sinks is None else below + np.exp2(sinks[head] * np.log2(np.e) - top)
         to = batch * f["o_stride_b"] + query * f["o_stride_s"] + head * f["o_stride_h"] + chunk * 4
         assert np.isnan(o[to : to + 4]).all()
         o[to : to + 4] = total / denominator if denominator else 0.0
@@ -252,8 +253,10 @@ def test_few_queries_are_split(extents: tuple[int, ...], right: int) -> None:
     assert split_us(p, spec, split, HOPPER) < 0.9 * unsplit_us(p, whole.spec, HOPPER)
     launches = plan_attention(p, HOPPER, None)
     assert [r.spec.op for r in launches.records] == ["attention_split", "attention_combine"]
-    assert launches.selection.spec is spec and [x.spec.op for x in launches.others] == ["attention_combine"]
-    assert launches.records[1].overlap and not launches.records[0].overlap
+    assert launches.selection.spec is spec
+    assert [x.spec.op for x in launches.others] == ["attention_combine"]
+    assert launches.records[1].overlap
+    assert not launches.records[0].overlap
     assert launches.records[0].num_ctas <= HOPPER.sm_count
     assert any("splits of the keys" in reason for reason in launches.selection.why)
 
@@ -304,11 +307,13 @@ def test_boxes_and_workspace(spec: KernelSpec) -> None:
         split = KeySplit(pack, 3, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
         (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, split)
         for m in main.tensor_maps:
-            assert all(1 <= n <= 256 for n in m.box) and all(x > 0 and x % 16 == 0 for x in m.strides_bytes)
+            assert all(1 <= n <= 256 for n in m.box)
+            assert all(x > 0 and x % 16 == 0 for x in m.strides_bytes)
         assert np.prod(main.tensor_maps[0].box[1:]) == spec.block_m
         f, ml = fields_of_record(main, ATTN_FWD_SPLIT_SM90), 2 * 9 * hq * 3
         assert f["partial_ml"].offset % WORKSPACE_ALIGNMENT == 0
-        assert f["partial_ml"].offset >= 4 * ml * spec.head_dim and num_bytes == f["partial_ml"].offset + 8 * ml
+        assert f["partial_ml"].offset >= 4 * ml * spec.head_dim
+        assert num_bytes == f["partial_ml"].offset + 8 * ml
         merged_fields = fields_of_record(merged, ATTN_COMBINE)
         assert all(merged_fields[name] == f[name] for name in ("partial_o", "partial_ml"))
         assert spec.smem_bytes <= HOPPER.max_smem

@@ -73,8 +73,6 @@ CALLS = {
     "quantize": "quantize_qk, quantize_v",
     "quantize_delta": "quantize_qk with smooth_q",
     "decode_combine": "decode",
-    "attention_split": "attention of few queries",
-    "attention_combine": "attention of few queries",
     "mask_pack": "attention with a mask",
     "mask_list": "attention with a mask",
     "tile_kinds": "attention with a block_mask or score_mod",
@@ -87,12 +85,12 @@ BESIDE = {
     "attention_backward_finish": "attention_backward, dq of sums",
 }
 
-#: Kernels that some calls of `attention` take for speed; without them the others serve: the README's line is theirs.
+#: Kernels that some calls of `attention` take for speed. Others serve the same calls: tables are about those.
 FASTER = ("attention_split", "attention_combine")
 
 #: Operation of the registry to its line in the README's table.
 LINES = {
-    "attention": "`attention`, `attention_varlen`",
+    **dict.fromkeys(("attention", *FASTER), "`attention`, `attention_varlen`"),
     "quantized_attention": "the same, precision int8 and int4",
     "quantize": "`quantize_qk`, `quantize_v`",
     "quantize_delta": "`quantize_qk`, `quantize_v`",
@@ -229,6 +227,7 @@ def support_rows(
     # A specialized kernel serves nothing that the kernel for anything does not; of two kernels that differ by the LSE
     # only, one is enough to see.
     specs = [spec for spec in registry if spec.specialization is None and "lse" not in spec.features]
+    specs = [spec for spec in specs if spec.op not in FASTER]
     rows = []
     for op, words in dict.fromkeys((operation_of(spec), _words(spec)) for spec in specs):
         alike = [spec for spec in specs if (operation_of(spec), _words(spec)) == (op, words)]
@@ -363,7 +362,7 @@ _DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 def readme_table(registry: Iterable[KernelSpec] = REGISTRY) -> str:
     """The table of the README, in Markdown: a line an operation, what a released wheel holds; exceptions below."""
     lines: dict[str, list[SupportRow]] = {}
-    for row in support_rows(wheel_resolver, [spec for spec in registry if spec.op not in (*BESIDE, *FASTER)]):
+    for row in support_rows(wheel_resolver, [spec for spec in registry if spec.op not in BESIDE]):
         lines.setdefault(LINES.get(row.op, f"`{row.op}`"), []).append(row)
     notes: dict[str, str] = {}
     cells = {}

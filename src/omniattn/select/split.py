@@ -1,4 +1,4 @@
-"""Whether a call's keys are split over CTAs, and into how many parts: a model of both (docs/performance/few_queries.md).
+"""Whether a call's keys are split over CTAs, and into how many: a model of both (docs/performance/few_queries.md).
 
 Times in microseconds on an H200, the GPU that the constants were measured on. On others of its compute capability the
 model compares the same two ways, with the same ratio between memory and products to within a third.
@@ -77,7 +77,11 @@ class _Walk:
         items = self.heads * len(self.tiles) * splits
         # A few SMs do not get all of the memory's rate.
         share = min(_SM_SHARE * items / self.sm_count, 1.0)
-        return _LAUNCH_US + self._rounds(splits) * _ITEM_US + max(steps * self.step, self.floor, self.memory / max(share, 1e-9))
+        return (
+            _LAUNCH_US
+            + self._rounds(splits) * _ITEM_US
+            + max(steps * self.step, self.floor, self.memory / max(share, 1e-9))
+        )
 
     def _rounds(self, splits: int = 1) -> int:
         """Items of the busiest SM."""
@@ -210,6 +214,4 @@ def select_split(
         ),
     )
     combine = next(s for s in REGISTRY if s.op == "attention_combine" and s.dtype == problem.dtype)
-    return SplitSelection(
-        Selection(spec, why), the_one(combine, "merges the splits' results", target, force), split
-    )
+    return SplitSelection(Selection(spec, why), the_one(combine, "merges the splits' results", target, force), split)
