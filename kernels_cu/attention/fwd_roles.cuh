@@ -8,6 +8,7 @@
 // scheduler/persistent_roles.cuh asks for: kBlockM = 64 * kConsumers, kBlockN, kPingPong.
 #pragma once
 #include "attention/mask.cuh"
+#include "attention/split_keys.cuh"
 #include "pipeline/ping_pong.cuh"
 #include "scheduler/persistent_roles.cuh"
 
@@ -18,10 +19,10 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
     using Base = PersistentProducer<Config, Derived>;
 
   public:
-    using Span = KeyTiles<Config::kBlockM, Config::kBlockN>;
+    using Span = KeyTilesOf<Config>;
     using Base::Base;
 
-    OA_DEVICE void copy_tile(const FwdTile& t, const Span& keys) {
+    OA_DEVICE void copy_tile(const TileOf<Config>& t, const Span& keys) {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
         derived().copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Derived::kQBytes));
         outer_at_.advance();
@@ -54,9 +55,9 @@ class ForwardConsumer : public PersistentConsumer<Config, Derived> {
     using Base = PersistentConsumer<Config, Derived>;
 
   public:
-    using Span = KeyTiles<Config::kBlockM, Config::kBlockN>;
+    using Span = KeyTilesOf<Config>;
 
-    OA_DEVICE ForwardConsumer(const AttnFwdParams& p, const TileList& list, RoleStorage<Config>& smem,
+    OA_DEVICE ForwardConsumer(const AttnFwdParams& p, const ListOf<Config>& list, RoleStorage<Config>& smem,
                               const RoleBarriers<Config>& bars, int32 group)
         : Base(p, list, smem, bars, group), ping_pong_(group) {}
 
@@ -67,7 +68,7 @@ class ForwardConsumer : public PersistentConsumer<Config, Derived> {
     }
 
     template <typename Rows>
-    OA_DEVICE void attend_tile(const FwdTile& t, const Span& keys, int32 warp_row, Rows& rows) {
+    OA_DEVICE void attend_tile(const TileOf<Config>& t, const Span& keys, int32 warp_row, Rows& rows) {
         int32 first = pass_over(t, keys);
         if (first < keys.end - keys.first) {
             derived().attend(t, keys, first, warp_row, rows);
@@ -100,11 +101,10 @@ class ForwardConsumer : public PersistentConsumer<Config, Derived> {
     }
 
     // Where the tiles of keys end that this warpgroup's rows see; keys.first if they see none.
-    OA_DEVICE int32 own_end_of(const FwdTile& t, const Span& keys) const {
+    OA_DEVICE int32 own_end_of(const TileOf<Config>& t, const Span& keys) const {
         int32 own_end = keys.first, first_row = t.m0 + group_ * 64;
         if (uint32(first_row) < uint32(t.seqlen_q)) {  // unsigned: rows before row 0 (FwdTile::m0) see nothing either
-            KeyRange seen = visible_keys(min_of(first_row + 64, t.seqlen_q) - 1, t.seqlen_q, t.seqlen_k, p_.window_left,
-                                         p_.window_right);
+            KeyRange seen = visible_to(p_, t, min_of(first_row + 64, t.seqlen_q) - 1);
             own_end = max_of(int32((int64(seen.hi) + Config::kBlockN - 1) / Config::kBlockN), keys.first);
         }
         return own_end;
@@ -122,7 +122,7 @@ class ForwardConsumer : public PersistentConsumer<Config, Derived> {
 
     // Passes over the first steps, whose tiles of keys only later rows of the CTA see; returns the first to take, or
     // the number of tiles of keys if this warpgroup sees none.
-    OA_DEVICE int32 pass_over(const FwdTile& t, const Span& keys) {
+    OA_DEVICE int32 pass_over(const TileOf<Config>& t, const Span& keys) {
         int32 first = max_of(keys.end - own_end_of(t, keys), 0);
 #pragma unroll 1
         for (int32 i = 0; i < first; ++i) pass_over_step();

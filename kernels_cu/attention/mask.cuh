@@ -20,6 +20,11 @@ OA_DEVICE constexpr KeyRange visible_keys(int32 row, int32 seqlen_q, int32 seqle
     return r;
 }
 
+// Of a row of a tile of queries.
+OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const FwdTile& t, int32 row) {
+    return visible_keys(row, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
+}
+
 // The tiles of kBlockN keys that kBlockM query rows from t.m0 on see.
 template <int kBlockM, int kBlockN>
 struct KeyTiles {
@@ -27,9 +32,12 @@ struct KeyTiles {
     int32 full_first = 0, full_end = 0;  // tiles in [full_first, full_end) are visible to every row and need no masking
     OA_DEVICE constexpr KeyTiles(const AttnFwdParams& p, const FwdTile& t)
         : KeyTiles(t.m0, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right) {}
-    OA_DEVICE constexpr KeyTiles(int32 m0, int32 seqlen_q, int32 seqlen_k, int32 window_left, int32 window_right) {
-        int32 last_row = min_of(m0 + kBlockM, seqlen_q) - 1;
-        KeyRange top = visible_keys(m0, seqlen_q, seqlen_k, window_left, window_right);
+    OA_DEVICE constexpr KeyTiles(int32 m0, int32 seqlen_q, int32 seqlen_k, int32 window_left, int32 window_right)
+        : KeyTiles(m0, min_of(m0 + kBlockM, seqlen_q) - 1, seqlen_q, seqlen_k, window_left, window_right) {}
+    // Of query rows from first_row to last_row.
+    OA_DEVICE constexpr KeyTiles(int32 first_row, int32 last_row, int32 seqlen_q, int32 seqlen_k, int32 window_left,
+                                 int32 window_right) {
+        KeyRange top = visible_keys(first_row, seqlen_q, seqlen_k, window_left, window_right);
         KeyRange bottom = visible_keys(last_row, seqlen_q, seqlen_k, window_left, window_right);
         first = top.lo / kBlockN;
         end = (int64(bottom.hi) + kBlockN - 1) / kBlockN;

@@ -51,13 +51,12 @@ OA_DEVICE void hide(int32& s) { s = int32(0xff800000u - 0x4b400000u); }
 
 // Hides the keys of tile n0 .. that causality, the window and the sequence's end hide. warp_row: the warp's first row.
 // Keys: their order.
-template <typename Keys = TwoKeys, typename Score, int kScores>
-OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0,
+template <typename Keys = TwoKeys, typename Score, int kScores, typename Tile>
+OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const Tile& t, int32 warp_row, int32 n0,
                           int lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        KeyRange keys =
-            visible_keys(warp_row + (lane >> 2) + r * 8, t.seqlen_q, t.seqlen_k, p.window_left, p.window_right);
+        KeyRange keys = visible_to(p, t, warp_row + (lane >> 2) + r * 8);
         int32 lo = keys.lo - n0 - Keys::of_lane(lane), hi = keys.hi - n0 - Keys::of_lane(lane);
 #pragma unroll
         for (int n = 0; n < kScores / 4; ++n)

@@ -24,6 +24,9 @@
 //
 // A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
+// SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and leaves its result to
+// attn_combine_sm90.
+//
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax (attention/tile_form.cuh). Steps are
 // those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh). What is
 // common runs in a loop as straight as the plain one; what comes next is looked up under the products.
@@ -33,6 +36,7 @@
 #include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
+#include "attention/partial_epilogue.cuh"
 #include "attention/score_forms.cuh"
 #include "attention/tile_form.cuh"
 #include "attention/warp_epilogue.cuh"
@@ -57,6 +61,7 @@ struct Config {
     static constexpr bool kVarlen = VARLEN;  // packed sequences
     static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
     static constexpr bool kLists = MASK_LISTS;  // forms: steps may be those of a list
+    static constexpr bool kSplitKeys = SPLIT_KEYS;  // over CTAs
     static constexpr bool kRotateHeads = kForms;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
@@ -67,11 +72,14 @@ struct Config {
     static constexpr int kTurnStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
     static_assert(kHeadDim % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks, whole k steps");
     static_assert(!kForms || kBlockN == 64, "tiles of masks");
+    static_assert(!kSplitKeys || !(kForms || kVarlen), "plain dense batches");
     static_assert(2 <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
 using FormsParams = Select<kHasScoreMod, AttnFwdModSm90Params, AttnFwdFormsSm90Params>::Type;
-using Params = Select<Config::kForms, FormsParams, AttnFwdSm90Params>::Type;
+using PlainParams = Select<Config::kSplitKeys, AttnFwdSplitSm90Params, AttnFwdSm90Params>::Type;
+using Params = Select<Config::kForms, FormsParams, PlainParams>::Type;
+using Tile = TileOf<Config>;
 
 using Masks = MaskTiles<Config>;
 struct Nothing {};
@@ -114,18 +122,25 @@ class Producer : public ForwardProducer<Config, Producer> {
         tma_prefetch(&params_.map_k);
         tma_prefetch(&params_.map_v);
     }
-    OA_DEVICE void copy_tile(const FwdTile& t, const Span& keys) {
+    OA_DEVICE void copy_tile(const Tile& t, const Span& keys) {
         if constexpr (Config::kForms) {
             copy_listed(params_, t, keys);
         } else {
             Base::copy_tile(t, keys);
         }
     }
-    OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
+    // A template, as store below: of plain tiles the other branch would not compile.
+    template <typename T>
+    OA_DEVICE void copy_q(const T& t, int32 stage, uint32 bar) const {
 #pragma unroll
-        for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_addr_at(&SharedStorage::q) + stage * kQBytes + c * Config::kBlockM * 128, &params_.map_q,
-                        bar, c * 64, t.q_begin + t.m0, t.head_idx, t.batch_idx);
+        for (int c = 0; c < Config::kPanels; ++c) {
+            uint32 smem = smem_addr_at(&SharedStorage::q) + stage * kQBytes + c * Config::kBlockM * 128;
+            if constexpr (Config::kSplitKeys) {
+                tma_load_5d(smem, &params_.map_q, bar, c * 64, 0, t.m0 / t.pack, t.head_idx, t.batch_idx);
+            } else {
+                tma_load_4d(smem, &params_.map_q, bar, c * 64, t.q_begin + t.m0, t.head_idx, t.batch_idx);
+            }
+        }
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
         copy_keys(t, kv_head, n, smem_addr_at(&SharedStorage::k) + stage * kKvBytes, &params_.map_k, bar);
@@ -200,7 +215,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
           v_(wgmma_descriptor(smem_addr_at(&SharedStorage::v), kKvPanelBytes, 1024)) {}
 
     template <typename Rows>
-    OA_DEVICE void attend_tile(const FwdTile& t, const Span& keys, int32 warp_row, Rows& rows) {
+    OA_DEVICE void attend_tile(const Tile& t, const Span& keys, int32 warp_row, Rows& rows) {
         if constexpr (Config::kForms) {
             attend_listed(params_, t, keys, warp_row, rows);
         } else {
@@ -209,7 +224,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
     }
 
     // All steps from i on.
-    OA_DEVICE void attend(const FwdTile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
+    OA_DEVICE void attend(const Tile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
         Output& o = state.o;
         RowState<>& rows = state.softmax;
         const int32 num_tiles = keys.end - keys.first;
@@ -292,9 +307,15 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         release_inner();
     }
 
-    OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
+    template <typename T>
+    OA_DEVICE void store(const T& t, int32 warp_row, Rows& state) const {
+        const RowState<>& rows = state.softmax;
         state.softmax.reduce();
-        store_rows<Config::Io>(state.o, state.softmax.m2, state.softmax.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
+        if constexpr (Config::kSplitKeys) {
+            store_partial_rows(state.o, rows.m2, rows.l, params_, t, warp_row, lane_);
+        } else {
+            store_rows<Config::Io>(state.o, rows.m2, rows.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
+        }
     }
 
   private:

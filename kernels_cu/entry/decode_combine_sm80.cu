@@ -12,6 +12,7 @@
 // on the sequence alone.
 //
 // Shared memory, bytes: the warps' sums 8 * HEAD_DIM * 4 | maxima, denominators 64 | scan.
+#include "attention/partial_sum.cuh"
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/plan.cuh"
@@ -97,11 +98,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     }
     wait_for_kernel_ahead();  // it was launched early, and has worked out the plan meanwhile
     if (count == 1) return;  // decode_sm80 wrote it
-    float m = kLowest, l = 0.0f, sum[Config::kWidth] = {};
+    PartialSum<Config::kWidth> total;
     for (int32 i = part; active && i < count; i += split * Config::kUnroll) {
         float2 ml[Config::kUnroll];
         float o[Config::kUnroll][Config::kWidth];
-        float top = m;
 #pragma unroll
         for (int u = 0; u < Config::kUnroll; ++u) {
             int32 at = i + u * split;
@@ -113,21 +113,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
             ml[u] = *reinterpret_cast<const float2*>(p.partial_ml + 2 * slot_row);
             load_channels(o[u], p.partial_o + slot_row * Config::kHeadDim + lane * Config::kWidth);
         }
-#pragma unroll
-        for (int u = 0; u < Config::kUnroll; ++u) top = fmaxf(top, ml[u].x);
-        float alpha = exp2_approx(m - top);
-        m = top;
-        l *= alpha;
-#pragma unroll
-        for (int e = 0; e < Config::kWidth; ++e) sum[e] *= alpha;
-#pragma unroll
-        for (int u = 0; u < Config::kUnroll; ++u) {
-            float weight = exp2_approx(ml[u].x - m);
-            l = fmaf(ml[u].y, weight, l);
-#pragma unroll
-            for (int e = 0; e < Config::kWidth; ++e) sum[e] = fmaf(o[u][e], weight, sum[e]);
-        }
+        total.add(ml, o);
     }
+    float m = total.m, l = total.l;
+    float (&sum)[Config::kWidth] = total.o;
     if (split > 1) {
 #pragma unroll
         for (int e = 0; e < Config::kWidth; ++e) smem.o[warp_idx][lane * Config::kWidth + e] = sum[e];

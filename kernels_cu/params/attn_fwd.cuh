@@ -52,6 +52,15 @@ struct TileList {
     uint32 lead_rows;
 };
 
+// The same where keys are split over CTAs (scheduler/split_tiles.cuh). To the kernel `pack` query heads of one kv head
+// are one head, whose row r is query r / pack of head r % pack of them: `fwd` has the extents of that problem.
+struct SplitTileList : TileList {
+    int32 num_splits;
+    int32 pack;
+    int32 num_queries;  // of a query head: rows / pack
+    int32 zero;         // makes the size a multiple of 8
+};
+
 // Forms of scores that attn_fwd applies between Q K^T and the softmax (attention/score_forms.cuh), in this order.
 enum ScoreForm : int32 {
     kFormSoftcap = 1,   // tanh; else the raw product
@@ -91,6 +100,14 @@ struct AttnFwdSm90Params {
     TensorMap map_q, map_k, map_v;
     AttnFwdParams fwd;
     TileList tiles;
+};
+// Keys split over CTAs: partial results in place of `fwd.o` and `fwd.lse`, which attn_combine_sm90 merges.
+struct AttnFwdSplitSm90Params {
+    TensorMap map_q, map_k, map_v;  // map_q: [batch, head, query, pack, head_dim]
+    AttnFwdParams fwd;
+    SplitTileList tiles;
+    float* partial_o;   // [batch, head, split, row, head_dim], not divided by the denominator
+    float* partial_ml;  // [batch, head, split, row, 2]: base of the exponents in base 2, and denominator
 };
 struct AttnFwdFormsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias

@@ -18,6 +18,16 @@ OA_DEVICE void tma_load_4d(uint32 dst, const TensorMap* map, uint32 bar, int32 c
         : "memory");
 }
 
+// The same of five dimensions.
+OA_DEVICE void tma_load_5d(uint32 dst, const TensorMap* map, uint32 bar, int32 c0, int32 c1, int32 c2, int32 c3,
+                           int32 c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+        "[%2];" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
 // cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes: contiguous bytes, a multiple of 16, both addresses
 // 16-byte aligned; completes on `bar`, which must expect them. One thread.
 OA_DEVICE void bulk_load(uint32 dst, const void* src, uint32 bytes, uint32 bar) {

@@ -7,9 +7,9 @@
 //   consumer   outer.full | inner.full -> products -> inner.empty | ... outer.empty
 //
 // Config: kConsumers, kOuterStages, kInnerStages, kBlockM, kRotateHeads (tiles of queries have different amounts of
-// work: PersistentTiles), kVarlen (packed sequences; a constant, because the dense loop pays for more code). Of packed
-// sequences the producer walks cu_seqlens, once and ahead of the consumers, which get the tile beside its outer
-// operand.
+// work: PersistentTiles), kSplitKeys (keys are split over CTAs: scheduler/split_tiles.cuh), kVarlen (packed sequences;
+// a constant, because the dense loop pays for more code). Of packed sequences the producer walks cu_seqlens, once and
+// ahead of the consumers, which get the tile beside its outer operand.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "pipeline/ring.cuh"
@@ -18,6 +18,7 @@
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/persistent.cuh"
+#include "scheduler/split_tiles.cuh"
 
 template <typename Config>
 struct RoleBarrierStorage {
@@ -59,7 +60,7 @@ struct RoleBarriers {
 template <typename Config, typename Derived>
 class PersistentProducer {
   public:
-    OA_DEVICE PersistentProducer(const AttnFwdParams& p, const TileList& list, RoleStorage<Config>& smem,
+    OA_DEVICE PersistentProducer(const AttnFwdParams& p, const ListOf<Config>& list, RoleStorage<Config>& smem,
                                  const RoleBarriers<Config>& bars)
         : p_(p), list_(list), smem_(smem), bars_(bars) {}
 
@@ -75,7 +76,7 @@ class PersistentProducer {
 
   protected:
     const AttnFwdParams& p_;
-    const TileList& list_;
+    const ListOf<Config>& list_;
     RoleStorage<Config>& smem_;
     const RoleBarriers<Config>& bars_;
     RingState<Config::kOuterStages> outer_at_;
@@ -85,8 +86,8 @@ class PersistentProducer {
     OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
 
     OA_DEVICE void run_dense() {
-        PersistentTiles tiles;
-        for (FwdTile t; tiles.next<Config::kBlockM, Config::kRotateHeads>(p_, list_, t);) {
+        TilesOf<Config> tiles;
+        for (TileOf<Config> t; tiles.next<Config::kBlockM, Config::kRotateHeads>(p_, list_, t);) {
             typename Derived::Span span(p_, t);
             if (!span.is_empty()) {
                 bars_.outer.wait_empty(outer_at_);
@@ -127,15 +128,15 @@ class PersistentProducer {
 template <typename Config, typename Derived>
 class PersistentConsumer {
   public:
-    OA_DEVICE PersistentConsumer(const AttnFwdParams& p, const TileList& list, RoleStorage<Config>& smem,
+    OA_DEVICE PersistentConsumer(const AttnFwdParams& p, const ListOf<Config>& list, RoleStorage<Config>& smem,
                                  const RoleBarriers<Config>& bars, int32 group)
         : p_(p), list_(list), smem_(smem), bars_(bars), group_(group), lane_(in_register(threadIdx.x & 31)) {}
 
   protected:
     // All consumer warpgroups.
     OA_DEVICE void run_tiles() {
-        PersistentTiles tiles;
-        for (FwdTile t; next_tile(tiles, t);) {
+        TilesOf<Config> tiles;
+        for (TileOf<Config> t; next_tile(tiles, t);) {
             typename Derived::Span span(p_, t);
             int32 warp_row = t.m0 + group_ * 64 + ((threadIdx.x >> 5) & 3) * 16;
             typename Derived::Rows rows;
@@ -160,7 +161,7 @@ class PersistentConsumer {
     }
 
     const AttnFwdParams& p_;
-    const TileList& list_;
+    const ListOf<Config>& list_;
     RoleStorage<Config>& smem_;
     const RoleBarriers<Config>& bars_;
     int32 group_;
@@ -171,7 +172,7 @@ class PersistentConsumer {
   private:
     OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
 
-    OA_DEVICE bool next_tile(PersistentTiles& tiles, FwdTile& t) {
+    OA_DEVICE bool next_tile(TilesOf<Config>& tiles, TileOf<Config>& t) {
         if constexpr (Config::kVarlen) {
             bars_.outer.wait(outer_at_);
             t = smem_.tile[outer_at_.stage];

@@ -86,7 +86,17 @@ def operations(file: str, *options: str) -> dict[str, Any]:
     select.REGISTRY = tuple(spec for spec in REGISTRY if "any_strides" not in spec.lacks)
     bits = {}
     low = by_name("attn_int8_sm80_bf16_d64")  # speaks for what GPUs without a choice of their own take
-    elsewhere = {"decode", "decode_combine", "append", "copy_blocks", "mask_pack", "mask_list", "tile_kinds"}
+    elsewhere = {
+        "attention_split",
+        "attention_combine",
+        "decode",
+        "decode_combine",
+        "append",
+        "copy_blocks",
+        "mask_pack",
+        "mask_list",
+        "tile_kinds",
+    }
     elsewhere |= set(BACKWARD_OPS)
     for op, dtype in sorted({(operation_of(spec), spec.dtype) for spec in REGISTRY if spec.op not in elsewhere}):
         for case in cases(op):

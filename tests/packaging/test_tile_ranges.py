@@ -58,3 +58,34 @@ def test_tiles_hold_every_visible_pair(struct: str) -> None:
         seen = [y for y in range(extent) if any(sees(*((y, x) if by_keys else (x, y)), case) for x in mine)]
         if seen:
             assert (first, end) == (seen[0] // other, seen[-1] // other + 1), (case, at)
+
+
+def test_splits_of_tiles_of_keys() -> None:
+    """SplitKeyTiles: splits follow each other, and together are the tiles of keys that a tile of packed rows sees."""
+    rng = random.Random(6)
+    places = [
+        (case, pack, m0, splits)
+        for case in cases()[:40]
+        for pack, splits in ((rng.choice((1, 2, 4, 16)), rng.choice((1, 2, 3, 5, 12))),)
+        for m0 in range(0, case[0] * pack, BLOCK_M)
+    ]
+    members = ("first", "end")
+    numbers = [
+        f"SplitKeyTiles<{BLOCK_M}, {BLOCK_N}>({m0}, {pack}, {case[0]}, {case[1]}, {case[2]}, {case[3]}, {split}, "
+        f"{splits}).{member}"
+        for case, pack, m0, splits in places
+        for split in range(splits)
+        for member in members
+    ]
+    found = iter(map(signed, device_constants("attention/split_keys.cuh", numbers)))
+    for case, pack, m0, splits in places:
+        rows = sorted({row // pack for row in range(m0, min(m0 + BLOCK_M, case[0] * pack))})
+        seen = [y // BLOCK_N for y in range(case[1]) if any(sees(row, y, case) for row in rows)]
+        spans = [(next(found), next(found)) for _ in range(splits)]
+        tiles = [tile for first, end in spans for tile in range(first, end)]
+        assert len(set(tiles)) == len(tiles)
+        assert set(seen) <= set(tiles)
+        if seen:
+            assert tiles == list(range(seen[0], seen[-1] + 1)), (case, pack, m0, splits)
+        lengths = [max(end - first, 0) for first, end in spans]
+        assert max(lengths) - min(lengths) <= 1

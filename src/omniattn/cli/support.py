@@ -85,9 +85,12 @@ BESIDE = {
     "attention_backward_finish": "attention_backward, dq of sums",
 }
 
+#: Kernels that some calls of `attention` take for speed. Others serve the same calls: tables are about those.
+FASTER = ("attention_split", "attention_combine")
+
 #: Operation of the registry to its line in the README's table.
 LINES = {
-    "attention": "`attention`, `attention_varlen`",
+    **dict.fromkeys(("attention", *FASTER), "`attention`, `attention_varlen`"),
     "quantized_attention": "the same, precision int8 and int4",
     "quantize": "`quantize_qk`, `quantize_v`",
     "quantize_delta": "`quantize_qk`, `quantize_v`",
@@ -224,6 +227,7 @@ def support_rows(
     # A specialized kernel serves nothing that the kernel for anything does not; of two kernels that differ by the LSE
     # only, one is enough to see.
     specs = [spec for spec in registry if spec.specialization is None and "lse" not in spec.features]
+    specs = [spec for spec in specs if spec.op not in FASTER]
     rows = []
     for op, words in dict.fromkeys((operation_of(spec), _words(spec)) for spec in specs):
         alike = [spec for spec in specs if (operation_of(spec), _words(spec)) == (op, words)]

@@ -108,6 +108,12 @@ _STRIDES = "{0}_stride_b {0}_stride_s {0}_stride_h"
 
 TILE_LIST = HostStruct("TileList", "params/attn_fwd.cuh", "I num_items num_pairs num_tail_heads lead_rows")
 
+SPLIT_TILE_LIST = HostStruct(
+    "SplitTileList",
+    "params/attn_fwd.cuh",
+    "I num_items num_pairs num_tail_heads lead_rows; i num_splits pack num_queries zero",
+)
+
 ATTN_FWD = HostStruct(
     "AttnFwdParams",
     "params/attn_fwd.cuh",
@@ -124,6 +130,20 @@ ATTN_FWD_SM90 = HostStruct(
     "params/attn_fwd.cuh",
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {TILE_LIST.inside('tiles')}",
     tail=16,
+)
+
+ATTN_FWD_SPLIT_SM90 = HostStruct(
+    "AttnFwdSplitSm90Params",
+    "params/attn_fwd.cuh",
+    f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {SPLIT_TILE_LIST.inside('tiles')}; P partial_o partial_ml",
+    tail=48,
+)
+
+ATTN_COMBINE = HostStruct(
+    "AttnCombineParams",
+    "params/attn_combine.cuh",
+    "P partial_o partial_ml o lse sinks; q o_stride_b o_stride_s o_stride_h lse_stride_b lse_stride_h;"
+    "i num_columns num_splits heads rows pack head_dim threads_log2 sinks_kind",
 )
 
 SCORE_FORMS = HostStruct(
@@ -305,7 +325,8 @@ TILE_KINDS = HostStruct(
 STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
-        TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
+        TILE_LIST, SPLIT_TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_COMBINE,
+        SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
         QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE,
         KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,

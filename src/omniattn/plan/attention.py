@@ -8,6 +8,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..launch import (
     attn_fwd,
     attn_fwd_sm90,
+    attn_fwd_split,
     attn_int8,
     attn_int8_sm80,
     attn_int8_sm90,
@@ -30,6 +31,7 @@ from ..select import (
     select_delta,
     select_masks,
     select_quantizer,
+    select_split,
     select_tile_kinds,
 )
 from .engine import Launches
@@ -44,6 +46,11 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
     if problem.operands is not None:
         _check_grouping(problem, target)
     selection = _with_score_mod(select_attention(problem, target, force), problem)
+    split = select_split(problem, target, selection, force)
+    if split is not None:
+        chosen = split.main.spec, split.combine.spec
+        records, num_bytes = attn_fwd_split.build(*chosen, problem, target, split.split)
+        return Launches(split.main, records, num_bytes, (split.combine,))
     spec = selection.spec
     if not spec.quantized:
         mask = _prepare_mask(spec, problem, target, force, 0)

@@ -142,16 +142,31 @@ _FWD_SM90_VARLEN_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 
 
+# Keys split over CTAs (docs/performance/few_queries.md): many stages, because memory is what such calls wait for.
+_FWD_SM90_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 2, 128, 5),
+    _FwdSm90Tile(128, 2, 128, 3),
+    _FwdSm90Tile(128, 3, 64, 3),
+    _FwdSm90Tile(192, 2, 64, 3),
+    _FwdSm90Tile(256, 2, 64),
+)
+
+
 def _attn_fwd_sm90(
-    tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = False, lists: bool = False
+    tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = False, lists: bool = False, split: bool = False
 ) -> KernelSpec:
-    """forms: softcap, masks, any scale. lists: masks of packed sequences too; those of batches all have them."""
+    """forms: softcap, masks, any scale. lists: masks of packed sequences too; those of batches all have them.
+
+    split: keys are split over CTAs.
+    """
     short, tag = IO_TYPES[dtype]
     softcap = forms and tile.softcap
     lists = forms and (lists or not varlen)
     lacks = {"dense" if varlen else "varlen", "any_strides"}
     lacks |= ({"softcap"} if forms and not softcap else set()) | ({"masks"} if forms and not lists else set())
     kind = f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else "_masks" if forms and not softcap else ""
+    if split:
+        kind = "_split"
     if softcap and not tile.bias_bytes:
         kind = "_masks_softcap" if varlen and lists else "_softcap"
     block_m = 64 * tile.num_consumers
@@ -168,7 +183,7 @@ def _attn_fwd_sm90(
     return KernelSpec(
         name=f"attn_fwd_sm90_{short}_d{tile.head_dim}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else "") + kind,
         family="attn_fwd_sm90",
-        op="attention",
+        op="attention_split" if split else "attention",
         source="entry/attn_fwd_sm90.cu",
         symbol="attn_fwd_sm90",
         defines=(
@@ -183,6 +198,7 @@ def _attn_fwd_sm90(
             ("MASK_LISTS", str(int(lists))),
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
+            ("SPLIT_KEYS", str(int(split))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -229,6 +245,27 @@ def _merge_states(dtype: str) -> KernelSpec:
     )
 
 
+def _attn_combine(dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    return KernelSpec(
+        name=f"attn_combine_sm90_{short}",
+        family="attn_combine_sm90",
+        op="attention_combine",
+        source="entry/attn_combine_sm90.cu",
+        symbol="attn_combine_sm90",
+        defines=(("IO_TYPE", tag),),
+        dtype=dtype,
+        head_dim=256,
+        block_m=1,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+        min_arch=(9, 0),
+        arch_specific=True,  # behind kernels that are
+        prebuild=("90a",),
+    )
+
+
 def attention_rows() -> Iterator[KernelSpec]:
     """Rows of exact attention."""
     yield from (
@@ -264,6 +301,16 @@ def attention_rows() -> Iterator[KernelSpec]:
         for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
+
+
+def split_rows() -> Iterator[KernelSpec]:
+    """Rows of exact attention with the keys split over CTAs, and of what merges their results."""
+    yield from (
+        _attn_fwd_sm90(tile, dtype, varlen=False, split=True)
+        for tile in _FWD_SM90_SPLIT_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (_attn_combine(dtype) for dtype in ("float16", "bfloat16"))
 
 
 def merge_rows() -> Iterator[KernelSpec]:

@@ -19,7 +19,8 @@ class KernelSpec:
     family : str
         Kernel family, ``<op>_<variant>_<arch>``.
     op : str
-        The operation it serves: ``"attention"``, ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of masks
+        The operation it serves: ``"attention"``, ``"attention_split"``,
+        ``"attention_combine"``, ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of masks
         ``"mask_pack"``, ``"mask_list"``, ``"tile_kinds"``; of caches
         ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
     source : str

@@ -9,10 +9,12 @@ from .cache import select_append, select_copy, select_decode, select_merge
 from .choice import Selection
 from .masks import select_masks, select_tile_kinds
 from .quantize import select_delta, select_quantizer
+from .split import SplitSelection, select_split
 
 __all__ = [
     "PV_CHOICES",
     "Selection",
+    "SplitSelection",
     "needs_mods",
     "select_append",
     "select_attention",
@@ -25,5 +27,6 @@ __all__ = [
     "select_masks",
     "select_merge",
     "select_quantizer",
+    "select_split",
     "select_tile_kinds",
 ]

@@ -82,13 +82,7 @@ ATTENTION_CASES: tuple[Case, ...] = (
     Case("additive mask of q's type, softcap", "attention", ((130, 264),), arrays=("io",), options={"softcap": 5.0}),
     Case("additive mask of keys", "attention", ((100, 150),), arrays=("keys",)),
     Case("varlen, softcap", "attention_varlen", _RAGGED, options={"softcap": 3.0}, packed=True),
-    Case(
-        "varlen, causal, empty sequences",
-        "attention_varlen",
-        _RAGGED,
-        options={"causal": True},
-        packed=True,
-    ),
+    Case("varlen, causal, empty sequences", "attention_varlen", _RAGGED, options={"causal": True}, packed=True),
     Case("varlen, boolean masks", "attention_varlen", _RAGGED_MASK, arrays=("mask",), packed=True),
     Case("varlen, boolean masks, softcap, causal", "attention_varlen", _RAGGED_MASK, arrays=("mask",), packed=True,
          options={"softcap": 3.0, "causal": True}),
@@ -97,6 +91,14 @@ ATTENTION_CASES: tuple[Case, ...] = (
          options={"causal": True}),
     Case("varlen, additive masks of q's type", "attention_varlen", _RAGGED_MASK, arrays=("io",), packed=True),
 )  # fmt: skip
+
+#: Few queries on many keys, which are split wherever kernels can.
+SPLIT_CASES: tuple[Case, ...] = (
+    Case("few queries", "attention", ((5, 6000),), 8, 2),
+    Case("few queries, causal, HND", "attention", ((77, 7003),), 6, 2, layout="HND", options={"causal": True}),
+    Case("few queries, window", "attention", ((33, 9000),), below=8, options={"window": (8500, 20)}),
+    Case("one query row, sinks", "attention", ((1, 5001),) * 2, 12, 1, options={"causal": True}, arrays=("sinks",)),
+)
 
 #: A row of the registry takes those with its own smooth_q and score modifiers, and dense or packed arrays.
 QUANTIZED_CASES: tuple[Case, ...] = (
@@ -206,6 +208,7 @@ MERGE_CASES: tuple[Case, ...] = (
 
 _CASES: dict[str, tuple[Case, ...]] = {
     "attention": ATTENTION_CASES,
+    **dict.fromkeys(("attention_split", "attention_combine"), SPLIT_CASES),
     "quantized_attention": QUANTIZED_CASES,
     "merge_states": MERGE_CASES,
     "quantize": QUANTIZE_CASES,

@@ -1,0 +1,83 @@
+// Merge of the partial results that attn_fwd_sm90 leaves where keys are split over CTAs. Source: Flash-Decoding (Dao et
+// al. 2023).
+//
+//   M = max m_i;  L = sum l_i 2^(m_i - M);  O = sum O_i 2^(m_i - M) / L;  LSE = ln 2 (M + log2 L), sinks added to L
+//
+// partial_o: [batch, heads, splits, rows, head_dim] fp32, partial_ml: [batch, heads, splits, rows, 2]: base in base-2
+// units and denominator. o: [batch, seqlen_q, num_q_heads, head_dim], any strides, last dimension contiguous. Row r is
+// query r / pack of query head `head * pack + r % pack`.
+//
+// A thread has a column, four channels of a row; a CTA of 256 threads has 2^threads_log2 columns, and as many threads
+// of each as that leaves, which take the splits in turns. The order of the sum depends on the launch alone. Rows that
+// attend to nothing become O = 0, LSE = -inf (or the sink).
+//
+// Shared memory, bytes: the threads' sums 4096 | maxima 1024 | denominators 1024.
+#include "attention/partial_sum.cuh"
+#include "attention/sinks.cuh"
+#include "attention/softmax.cuh"
+#include "params/attn_combine.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
+#include "ptx/math.cuh"
+
+struct Config {
+    using Io = IO_TYPE;
+    static constexpr int kThreads = 256;
+    static constexpr int kWidth = 4;  // channels of a thread
+    static constexpr int kUnroll = 8;  // partial results that are asked for at once
+};
+
+struct SharedStorage {
+    float4 o[Config::kThreads];
+    float m[Config::kThreads], l[Config::kThreads];
+};
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm90(
+    const __grid_constant__ AttnCombineParams p) {
+    __shared__ SharedStorage smem;
+    const int32 tid = threadIdx.x, own = 1 << p.threads_log2, parts = Config::kThreads >> p.threads_log2;
+    const int32 part = tid >> p.threads_log2, column = int32(blockIdx.x) * own + (tid & (own - 1));
+    const bool active = column < p.num_columns;
+    const int32 chunks = p.head_dim / Config::kWidth, flat = column / chunks, chunk = column - flat * chunks;
+    const int32 place = flat / p.rows, row = flat - place * p.rows;  // place: of the head among those of all batches
+    wait_for_kernel_ahead();
+    PartialSum<Config::kWidth> sum;
+    const int64 first = int64(place) * p.num_splits * p.rows + row;
+    for (int32 i = part; active && i < p.num_splits; i += parts * Config::kUnroll) {
+        float2 ml[Config::kUnroll];
+        float o[Config::kUnroll][Config::kWidth];
+#pragma unroll
+        for (int u = 0; u < Config::kUnroll; ++u) {
+            int32 at = i + u * parts;
+            ml[u] = make_float2(kLowest, 0.0f);
+            o[u][0] = o[u][1] = o[u][2] = o[u][3] = 0.0f;
+            if (at >= p.num_splits) continue;
+            int64 from = first + int64(at) * p.rows;
+            ml[u] = *reinterpret_cast<const float2*>(p.partial_ml + 2 * from);
+            float4 x = *reinterpret_cast<const float4*>(p.partial_o + from * p.head_dim + chunk * Config::kWidth);
+            o[u][0] = x.x, o[u][1] = x.y, o[u][2] = x.z, o[u][3] = x.w;
+        }
+        sum.add(ml, o);
+    }
+    if (parts > 1) {
+        smem.o[tid] = make_float4(sum.o[0], sum.o[1], sum.o[2], sum.o[3]);
+        smem.m[tid] = sum.m, smem.l[tid] = sum.l;
+        __syncthreads();
+        if (part != 0) return;
+        for (int32 other = tid + own; other < Config::kThreads; other += own) {
+            float4 x = smem.o[other];
+            const float2 ml[1] = {make_float2(smem.m[other], smem.l[other])};
+            const float o[1][Config::kWidth] = {{x.x, x.y, x.z, x.w}};
+            sum.add(ml, o);
+        }
+    }
+    if (!active) return;
+    int32 batch_idx = place / p.heads, query = row / p.pack;
+    int32 head = (place - batch_idx * p.heads) * p.pack + (row - query * p.pack);
+    RowResult result = finish_row(sum.m, sum.l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
+    uint16* to = p.o + batch_idx * p.o_stride_b + query * p.o_stride_s + head * p.o_stride_h + chunk * Config::kWidth;
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(pack2(Config::Io{}, sum.o[0] * result.o_scale, sum.o[1] * result.o_scale),
+                   pack2(Config::Io{}, sum.o[2] * result.o_scale, sum.o[3] * result.o_scale));
+    if (p.lse != nullptr && chunk == 0) p.lse[batch_idx * p.lse_stride_b + head * p.lse_stride_h + query] = result.lse;
+}

@@ -1,0 +1,19 @@
+// Arguments of attn_combine_sm90. Strides in elements.
+#pragma once
+#include "ptx/types.cuh"
+
+struct AttnCombineParams {
+    const float* partial_o;   // as in AttnFwdSplitSm90Params
+    const float* partial_ml;
+    uint16* o;
+    float* lse;               // or null
+    const void* sinks;
+    int64 o_stride_b, o_stride_s, o_stride_h;
+    int64 lse_stride_b, lse_stride_h;  // LSE is contiguous along the sequence
+    int32 num_columns;  // batch * heads * rows * chunks: of four channels each
+    int32 num_splits;
+    int32 heads, rows;  // of the packed problem (params/attn_fwd.cuh: SplitTileList)
+    int32 pack, head_dim;
+    int32 threads_log2;  // of a CTA, those that have different columns; the others have other splits of the same
+    int32 sinks_kind;
+};

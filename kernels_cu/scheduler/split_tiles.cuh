@@ -1,0 +1,44 @@
+// Tiles of queries by splits of their keys: few queries on many keys (Flash-Decoding, Dao et al. 2023). Query heads of
+// one kv head share the rows of a tile (params/attn_fwd.cuh: SplitTileList).
+//
+// A head's items are its tiles of queries of one split, then those of the next: CTAs that run at the same time read the
+// same keys, so that these come from L2.
+#pragma once
+#include "params/attn_fwd.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/fwd_tile.cuh"
+#include "scheduler/persistent.cuh"
+
+struct SplitTile : FwdTile {
+    int32 split, num_splits;
+    int32 pack, num_queries;
+};
+
+class SplitTiles {
+  public:
+    // As PersistentTiles::next.
+    template <int kBlockM, bool kRotate = false>
+    OA_DEVICE bool next(const AttnFwdParams& p, const SplitTileList& list, SplitTile& t) {
+        uint32 head, item, blocks = p.num_m_blocks;
+        if (!items_.next(list, blocks * list.num_splits, uint32(p.batch) * p.num_q_heads, head, item)) return false;
+        uint32 split = item / blocks, batch_idx = head / p.num_q_heads;
+        static_cast<FwdTile&>(t) =
+            tile_of(p, batch_idx, head - batch_idx * p.num_q_heads, int32((item - split * blocks) * kBlockM));
+        t.split = split;
+        t.num_splits = list.num_splits;
+        t.pack = list.pack;
+        t.num_queries = list.num_queries;
+        return true;
+    }
+
+  private:
+    PersistentItems items_;
+};
+
+// What the roles of a persistent kernel walk over. Config::kSplitKeys: keys are split over CTAs.
+template <typename Config>
+using ListOf = typename Select<Config::kSplitKeys, SplitTileList, TileList>::Type;
+template <typename Config>
+using TileOf = typename Select<Config::kSplitKeys, SplitTile, FwdTile>::Type;
+template <typename Config>
+using TilesOf = typename Select<Config::kSplitKeys, SplitTiles, PersistentTiles>::Type;

@@ -1,0 +1,94 @@
+"""Launches of ``attn_fwd_sm90`` with the keys split over CTAs, and of ``attn_combine_sm90``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from ..problems import AttentionProblem, Target
+from ..problems.memory import WORKSPACE_ALIGNMENT
+from ..problems.split import KeySplit
+from ..registry import KernelSpec
+from ..runtime.record import LaunchRecord
+from . import tile_order
+from .attn_fwd import SINKS_KINDS, forward_values
+from .attn_fwd_sm90 import PANEL, mapped, operand_map
+from .structs import ATTN_COMBINE, ATTN_FWD_SPLIT_SM90, At, member, strides
+
+_COMBINE_THREADS = 256
+#: Channels of a thread of the second kernel, and partial results that it asks for at once.
+_WIDTH, _UNROLL = 4, 8
+#: CTAs of the second kernel that are enough: with fewer its threads share the splits of a row.
+_COMBINE_CTAS = 512
+
+
+def workspace(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
+    """Where bases and denominators lie behind the partial O, and the bytes of both."""
+    results = problem.batch * problem.num_q_heads * problem.seqlen_q * split.num_splits
+    ml = -(-4 * results * problem.head_dim // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    return ml, ml + 8 * results
+
+
+def combine_threads(columns: int, num_splits: int) -> int:
+    """Threads of a CTA that have columns of their own; the others share the splits of the same ones."""
+    threads = _COMBINE_THREADS
+    while threads > 32 and columns < threads * _COMBINE_CTAS and num_splits > _UNROLL * _COMBINE_THREADS // threads:
+        threads //= 2
+    return threads
+
+
+def build(
+    spec: KernelSpec, combine: KernelSpec, problem: AttentionProblem, target: Target, split: KeySplit
+) -> tuple[tuple[LaunchRecord, ...], int]:
+    """The launches of a call, and the bytes of their workspace."""
+    p, s = problem, problem.strides
+    assert s is not None
+    heads, rows = p.num_q_heads // split.pack, p.seqlen_q * split.pack
+    ml_at, num_bytes = workspace(p, split)
+    partial = {"partial_o": At("workspace"), "partial_ml": At("workspace", ml_at)}
+    b, seq, head = (2 * x for x in s.q)
+    q = mapped(
+        "q", 0, p.dtype, (p.head_dim, split.pack, p.seqlen_q, heads, p.batch), (head, seq, split.pack * head, b),
+        (PANEL, split.pack, spec.block_m // split.pack, 1, 1),
+    )  # fmt: skip
+    kv_shape = (p.batch, p.seqlen_k, p.num_kv_heads, p.head_dim)
+    # The problem that the kernel is told: rows of `heads` heads. It writes neither o nor the LSE, and has no sinks.
+    packed = replace(p, seqlen_q=rows, num_q_heads=heads, lse=False, sinks="none")
+    tiles = tile_order.head_by_head(p.batch * heads, split.blocks * split.num_splits)
+    values = {
+        "map_q": q,
+        "map_k": operand_map("k", p.dtype, kv_shape, s.k, spec.block_n),
+        "map_v": operand_map("v", p.dtype, kv_shape, s.v, spec.block_n),
+        **member("fwd", forward_values(packed, split.blocks)),
+        **member("tiles", asdict(tiles)),
+        "tiles.num_splits": split.num_splits,
+        "tiles.pack": split.pack,
+        "tiles.num_queries": p.seqlen_q,
+        "tiles.zero": 0,
+        **partial,
+    }
+    columns = p.batch * heads * rows * p.head_dim // _WIDTH
+    threads = combine_threads(columns, split.num_splits)
+    merged = {
+        **partial,
+        "o": At("o"),
+        "lse": At("lse") if p.lse else None,
+        "sinks": At("sinks") if p.sinks != "none" else None,
+        **strides("o", s.o),
+        "lse_stride_b": s.lse[0],
+        "lse_stride_h": s.lse[1],
+        "num_columns": columns,
+        "num_splits": split.num_splits,
+        "heads": heads,
+        "rows": rows,
+        "pack": split.pack,
+        "head_dim": p.head_dim,
+        "threads_log2": threads.bit_length() - 1,
+        "sinks_kind": SINKS_KINDS[p.sinks],
+    }
+    grid = (min(tiles.num_items, target.sm_count), 1, 1)
+    return (
+        LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_FWD_SPLIT_SM90.pack(values)),
+        LaunchRecord(
+            combine, (-(-columns // threads), 1, 1), _COMBINE_THREADS, *ATTN_COMBINE.pack(merged), overlap=True
+        ),
+    ), num_bytes

@@ -1,0 +1,217 @@
+"""Whether a call's keys are split over CTAs, and into how many: a model of both (docs/performance/few_queries.md).
+
+Times in microseconds on an H200, the GPU that the constants were measured on. On others of its compute capability the
+model compares the same two ways, with the same ratio between memory and products to within a third.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..problems import AttentionProblem, Target
+from ..problems.memory import ITEMSIZE
+from ..problems.split import KeySplit, packed_heads, tile_keys
+from ..registry import REGISTRY, KernelSpec
+from .choice import Selection, forced, the_one, unfit_target
+
+#: A step's softmax and waiting, per key of its tile; what two or more warpgroups wait for each other, per key.
+_CHAIN_US, _MEET_US = 0.0044, 0.0016
+#: Products of 64 rows, one key and one channel, both of them: 64 * 4 operations at an SM's share of 934 TFLOP/s.
+_PRODUCT_US = 64 * 4 * 132 / 934e6
+#: All SMs together, under the power limit; memory; L2. Operations and bytes a microsecond.
+_FLOPS, _MEMORY, _L2 = 800e6, 4.3e6, 6.0e6
+#: What one SM gets of the memory's rate, in shares of an SM.
+_SM_SHARE = 1.25
+#: To begin and end a tile; a launch; the second launch; partial results, written and read.
+_ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
+#: What a split has to gain by the model: it is no better than a tenth.
+_GAIN = 0.9
+#: Tiles an SM, from which on a call without split keeps the GPU busy.
+_BUSY = 4
+#: What offsets of partial results are counted in.
+_MAX_COLUMNS = 2**31 - 2**10
+
+
+@dataclass(frozen=True)
+class SplitSelection:
+    """A chosen split.
+
+    Attributes
+    ----------
+    main, combine : Selection
+        The kernel that attends, and the one that merges its results.
+    split : KeySplit
+    """
+
+    main: Selection
+    combine: Selection
+    split: KeySplit
+
+
+def step_us(spec: KernelSpec, rows: int) -> float:
+    """A step of a CTA, a tile of keys, of which ``rows`` query rows exist."""
+    groups = -(-min(rows, spec.block_m) // 64)
+    products = _PRODUCT_US * spec.block_n * spec.head_dim
+    waits = (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
+    return max(products + waits, groups * products)
+
+
+class _Walk:
+    """What a kernel does with a problem, however its keys are split: tiles of queries, and the keys of each."""
+
+    def __init__(self, problem: AttentionProblem, spec: KernelSpec, pack: int, sm_count: int) -> None:
+        p, self.sm_count = problem, sm_count
+        self.tiles = tile_keys(p, spec.block_m, spec.block_n, pack)
+        self.rows, self.heads = p.seqlen_q * pack, p.batch * p.num_q_heads // pack
+        self.longest = max(self.tiles, default=0)
+        key_bytes = 2 * ITEMSIZE[p.dtype] * p.head_dim  # of K and V
+        steps = self.heads * sum(self.tiles)
+        self.step = step_us(spec, self.rows)
+        seen = max(tile_keys(p, max(p.seqlen_q, 1), 1, 1), default=0)
+        self.memory = p.batch * p.num_kv_heads * seen * key_bytes / _MEMORY
+        self.floor = max((p.flops or 0) / _FLOPS, steps * spec.block_n * key_bytes / _L2)
+        self.partial = 2 * 4 * self.heads * self.rows * (p.head_dim + 2) / _PARTIAL_BYTES
+
+    def _time(self, splits: int, steps: float) -> float:
+        """Of ``steps`` one after the other on the busiest SM."""
+        items = self.heads * len(self.tiles) * splits
+        # A few SMs do not get all of the memory's rate.
+        share = min(_SM_SHARE * items / self.sm_count, 1.0)
+        return (
+            _LAUNCH_US
+            + self._rounds(splits) * _ITEM_US
+            + max(steps * self.step, self.floor, self.memory / max(share, 1e-9))
+        )
+
+    def _rounds(self, splits: int = 1) -> int:
+        """Items of the busiest SM."""
+        return -(-self.heads * len(self.tiles) * splits // self.sm_count)
+
+    def split_us(self, splits: int) -> float:
+        """Time of both kernels of a split."""
+        steps = self._rounds(splits) * -(-self.longest // splits)
+        return self._time(splits, steps) + _COMBINE_US + splits * self.partial
+
+    def whole_us(self) -> float:
+        """Time of a kernel that has all keys of a tile in one CTA."""
+        steps = float(self._rounds() * self.longest)
+        if min(self.tiles, default=0) != self.longest:
+            # Of different lengths they are handed out such that all SMs end together, but no sooner than the longest.
+            steps = max(self.longest, self.heads * sum(self.tiles) / self.sm_count)
+        return self._time(1, steps)
+
+
+def unsplit_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> float:
+    """Time of the kernel ``spec``, which does not split keys."""
+    return _Walk(problem, spec, 1, target.sm_count).whole_us()
+
+
+def split_us(problem: AttentionProblem, spec: KernelSpec, split: KeySplit, target: Target) -> float:
+    """Time of ``spec`` and of the kernel behind it."""
+    return _Walk(problem, spec, split.pack, target.sm_count).split_us(split.num_splits)
+
+
+def _best_split(problem: AttentionProblem, spec: KernelSpec, target: Target) -> tuple[float, KeySplit] | None:
+    """The split that takes the shortest time, of those that make one round of CTAs or two; None without any keys."""
+    pack = packed_heads(problem, spec.block_m)
+    walk = _Walk(problem, spec, pack, target.sm_count)
+    items = walk.heads * len(walk.tiles)
+    most = min(walk.longest, max(2 * target.sm_count // max(items, 1), 1))
+    times = [(walk.split_us(n), n) for n in range(1, most + 1)]
+    if not times:
+        return None
+    time, splits = min(times)
+    return time, KeySplit(pack, splits, len(walk.tiles))
+
+
+def _unfit_problem(problem: AttentionProblem) -> str | None:
+    """Why no kernel that splits keys can serve ``problem``; None if one may."""
+    if problem.precision.quantized:
+        return "it multiplies exact operands"
+    if problem.varlen:
+        return "it takes no packed sequences"
+    if problem.score_mods:
+        return "it has no softcap, mask, score_mod or non-positive softmax_scale"
+    if not problem.tensor_maps:
+        return "tensor maps cannot describe these strides, or the driver in use cannot make them"
+    if not problem.scratch:
+        return "the arrays' library can give no memory for partial results"
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_q_heads):
+        return "there is nothing to attend to"
+    # Four channels a column; 64 rows more for the last tile.
+    if problem.batch * problem.num_q_heads * (problem.seqlen_q + 64) * problem.head_dim // 4 >= _MAX_COLUMNS:
+        return "it counts rows in 31 bits"
+    return None
+
+
+def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
+    if (reason := _unfit_problem(problem)) is not None:
+        return reason
+    if spec.dtype != problem.dtype:
+        return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
+    if spec.head_dim < problem.head_dim:
+        return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
+    return unfit_target(spec, target)
+
+
+def select_split(
+    problem: AttentionProblem, target: Target, unsplit: Selection, force: str | None = None
+) -> SplitSelection | None:
+    """Choose a split of the keys, where that is faster than ``unsplit``, the kernel of the call without one.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    target : Target
+    unsplit : Selection
+        From `select_attention`.
+    force : str, optional
+        ``OMNIATTN_FORCE_KERNEL``: a row of ``attention`` is used without a split, one of ``attention_split`` with the
+        best of its splits.
+
+    Returns
+    -------
+    SplitSelection or None
+        None for no split.
+
+    Raises
+    ------
+    ArgumentError
+        ``force`` names a kernel that cannot serve the call.
+    """
+    chosen = forced(force, ("attention_split",), lambda spec: _unfit(spec, problem, target))
+    if chosen is None:
+        named = (force or "").split(",")
+        if any(spec.name in named for spec in REGISTRY if spec.op == "attention"):
+            return None
+        if unsplit.spec.family != "attn_fwd_sm90" or _unfit_problem(problem) is not None:
+            return None
+        # Before anything that takes time: most calls have queries enough.
+        blocks = problem.batch * problem.num_q_heads * -(-problem.seqlen_q // unsplit.spec.block_m)
+        if blocks > _BUSY * target.sm_count:
+            return None
+    rows = [s for s in REGISTRY if s.op == "attention_split"] if chosen is None else [chosen.spec]
+    fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
+    narrowest = min((spec.head_dim for spec in fitting), default=0)
+    ways = [
+        (*best, spec)
+        for spec in fitting
+        if spec.head_dim == narrowest and (best := _best_split(problem, spec, target)) is not None
+    ]
+    if not ways:
+        return None
+    time, split, spec = min(ways, key=lambda way: way[0])
+    whole = unsplit_us(problem, unsplit.spec, target) if chosen is None else 0.0
+    if chosen is None and time >= _GAIN * whole:
+        return None
+    why = (
+        f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {spec.head_dim}",
+        f"{split.num_splits} splits of the keys, {split.pack} query heads in the rows of a tile",
+        *(
+            (f"few queries on many keys: {time:.0f} µs by the model, without a split {whole:.0f} µs",)
+            if chosen is None
+            else chosen.why
+        ),
+    )
+    combine = next(s for s in REGISTRY if s.op == "attention_combine" and s.dtype == problem.dtype)
+    return SplitSelection(Selection(spec, why), the_one(combine, "merges the splits' results", target, force), split)

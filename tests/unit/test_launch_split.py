@@ -1,0 +1,336 @@
+"""Keys split over CTAs, without a GPU: records carried out in NumPy as the kernels do it, against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omniattn.errors import ArgumentError
+from omniattn.launch import attn_fwd_split
+from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_SM90
+from omniattn.plan.attention import plan_attention
+from omniattn.problems import AttentionProblem, AttentionStrides, Target
+from omniattn.problems.memory import WORKSPACE_ALIGNMENT
+from omniattn.problems.split import KeySplit, packed_heads, tile_keys
+from omniattn.registry import REGISTRY, KernelSpec, by_name
+from omniattn.runtime.record import LaunchRecord, TensorMap
+from omniattn.select import select_attention, select_split
+from omniattn.select.split import split_us, unsplit_us
+from omniattn.testing.cases import cases_for
+from tests.unit.launch_fakes import fields_of_record
+
+HOPPER = Target((9, 0), 227 << 10, 132)
+SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split"]
+COMBINE = by_name("attn_combine_sm90_fp16")
+#: Small tiles, so that small problems have many; kernels of such tiles do not exist.
+SMALL = dataclasses.replace(by_name("attn_fwd_sm90_fp16_d64_m128n128_split"), block_m=16, block_n=8)
+
+
+def own_strides(shape: tuple[int, ...], layout: str) -> tuple[int, int, int]:
+    """Strides (batch, seq, head) of a contiguous array of logical shape (batch, seq, heads, head_dim); 0 of one."""
+    b, s, h, d = shape
+    found = (s * h * d, h * d, d) if layout == "NHD" else (s * h * d, d, s * d)
+    b_, s_, h_ = (0 if n == 1 else x for n, x in zip((b, s, h), found, strict=True))
+    return b_, s_, h_
+
+
+def problem_of(
+    batch: int = 1, sq: int = 5, sk: int = 64, hq: int = 4, hk: int = 2, d: int = 8, left: int = -1, right: int = -1,
+    layout: str = "NHD", sinks: str = "none", dtype: str = "float16", **changes: Any,
+) -> AttentionProblem:  # fmt: skip
+    q, kv = own_strides((batch, sq, hq, d), layout), own_strides((batch, sk, hk, d), layout)
+    strides = AttentionStrides(q, kv, kv, q, (0 if batch == 1 else hq * sq, 0 if hq == 1 else sq), (0, 0, 0, 0))
+    plain = AttentionProblem(
+        dtype, batch, sq, sk, hq, hk, d, left, right, 0.25, 0.0, "none", sinks, False, lse=True, layout=layout,
+        strides=strides,
+    )  # fmt: skip
+    return dataclasses.replace(plain, **changes)
+
+
+def box_of(m: TensorMap, memory: np.ndarray, coordinates: tuple[int, ...]) -> np.ndarray:
+    """What a copy brings from flat ``memory`` of 2-byte elements: rows of the box, zeros outside the tensor."""
+    grids = np.meshgrid(*(np.arange(n) + c for n, c in zip(m.box[::-1], coordinates[::-1], strict=True)), indexing="ij")
+    strides = (2, *m.strides_bytes)[::-1]
+    inside = np.ones(grids[0].shape, bool)
+    at = np.zeros(grids[0].shape, np.int64)
+    for index, extent, stride in zip(grids, m.dims[::-1], strides, strict=True):
+        inside &= (index >= 0) & (index < extent)
+        at += index * stride
+    found = np.where(inside, memory[np.where(inside, at // 2, 0)], 0.0)
+    return found.reshape(-1, m.box[0])
+
+
+def visible(row: int, sq: int, sk: int, left: int, right: int) -> tuple[int, int]:
+    center = row + sk - sq
+    lo = 0 if left < 0 else max(min(center - left, sk), 0)
+    return lo, sk if right < 0 else max(min(center + right + 1, sk), 0)
+
+
+def items_of(f: dict[str, Any], ctas: int) -> list[int]:
+    """PersistentItems: every CTA's items, round after round; every second round runs backwards."""
+    found = []
+    for cta in range(ctas):
+        begin, backwards = 0, False
+        while (item := begin + (ctas - 1 - cta if backwards else cta)) < f["tiles.num_items"]:
+            found.append(item)
+            begin, backwards = begin + ctas, not backwards
+    return found
+
+
+def attend(
+    spec: KernelSpec, record: LaunchRecord, memory: dict[str, np.ndarray], workspace: np.ndarray, key_counts: np.ndarray
+) -> None:
+    """attn_fwd_sm90 with SPLIT_KEYS. key_counts: [batch, head, row, key], how often each pair was looked at."""
+    f = fields_of_record(record, ATTN_FWD_SPLIT_SM90)
+    map_q, map_k, map_v = (next(m for m in record.tensor_maps if m.operand == x) for x in "qkv")
+    pack, splits, queries = (f[f"tiles.{name}"] for name in ("pack", "num_splits", "num_queries"))
+    rows = f["fwd.seqlen_q"]
+    sk, d, heads, blocks = f["fwd.seqlen_k"], f["fwd.head_dim"], f["fwd.num_q_heads"], f["fwd.num_m_blocks"]
+    window = (f["fwd.window_left"], f["fwd.window_right"])
+    group = heads // f["fwd.num_kv_heads"]
+    assert map_q.box[1] * map_q.box[2] == spec.block_m
+    o_at, ml_at = f["partial_o"].offset // 4, f["partial_ml"].offset // 4
+    c = f["fwd.softmax_scale"] * np.log2(np.e)
+    seen_items = items_of(f, record.grid[0])
+    assert sorted(seen_items) == list(range(f["tiles.num_items"]))
+    for item in seen_items:
+        per_head = blocks * splits
+        head = item // per_head
+        block = per_head - 1 - (item - head * per_head)
+        split, m0 = block // blocks, block % blocks * spec.block_m
+        batch, head = divmod(head, heads)
+        top = visible(m0 // pack, queries, sk, *window)
+        bottom = visible((min(m0 + spec.block_m, rows) - 1) // pack, queries, sk, *window)
+        first, end = top[0] // spec.block_n, -(-bottom[1] // spec.block_n)
+        each, rest = divmod(max(end - first, 0), splits)
+        first += split * each + min(split, rest)
+        end = first + each + (split < rest)
+        q = np.concatenate(
+            [box_of(map_q, memory["q"], (x, 0, m0 // pack, head, batch)) for x in range(0, d, map_q.box[0])], axis=1
+        )[:, :d]
+        m2, total, o = np.full(spec.block_m, -3e38), np.zeros(spec.block_m), np.zeros((spec.block_m, d))
+        for n in range(end - 1, first - 1, -1):
+            k, v = (
+                np.concatenate(
+                    [box_of(m, memory[x], (y, n * spec.block_n, head // group, batch)) for y in range(0, d, 64)], axis=1
+                )[:, :d]
+                for x, m in (("k", map_k), ("v", map_v))
+            )
+            s = q @ k.T * c
+            for r in range(spec.block_m):
+                lo, hi = visible((m0 + r) // pack, queries, sk, *window)
+                hidden = [not lo <= n * spec.block_n + j < hi for j in range(spec.block_n)]
+                s[r, hidden] = -np.inf
+                if m0 + r < rows:
+                    keys = n * spec.block_n + np.flatnonzero(~np.array(hidden))
+                    key_counts[batch, head, m0 + r, keys] += 1
+            base = np.maximum(m2, s.max(axis=1))
+            p = np.exp2(s - base[:, None])
+            alpha = np.exp2(m2 - base)
+            m2, total, o = base, total * alpha + p.sum(axis=1), o * alpha[:, None] + p @ v
+        place = (batch * heads + head) * splits + split
+        for r in range(min(spec.block_m, rows - m0)):
+            at = place * rows + m0 + r
+            spot = slice(o_at + at * d, o_at + at * d + d)
+            assert np.isnan(workspace[spot]).all()
+            assert np.isnan(workspace[ml_at + 2 * at])
+            workspace[spot] = o[r]
+            workspace[ml_at + 2 * at : ml_at + 2 * at + 2] = m2[r], total[r]
+
+
+def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.ndarray, sinks: Any) -> None:
+    """attn_combine_sm90; o and lse are flat."""
+    f = fields_of_record(record, ATTN_COMBINE)
+    o_at, ml_at = f["partial_o"].offset // 4, f["partial_ml"].offset // 4
+    d, chunks, rows, splits = f["head_dim"], f["head_dim"] // 4, f["rows"], f["num_splits"]
+    own = 1 << f["threads_log2"]
+    assert 32 <= own <= record.threads == 256
+    columns = [x * own + t for x in range(record.grid[0]) for t in range(own)]
+    assert set(range(f["num_columns"])) <= set(columns)
+    for column in columns:
+        if column >= f["num_columns"]:
+            continue
+        flat, chunk = divmod(column, chunks)
+        place, row = divmod(flat, rows)
+        at = place * splits * rows + row + np.arange(splits) * rows
+        ml = workspace[ml_at + 2 * at[:, None] + np.arange(2)]
+        part = workspace[o_at + at[:, None] * d + chunk * 4 + np.arange(4)]
+        top = max(ml[:, 0].max(), -3e38)
+        weight = np.exp2(ml[:, 0] - top)
+        below, total = (ml[:, 1] * weight).sum(), (part * weight[:, None]).sum(axis=0)
+        batch, query = place // f["heads"], row // f["pack"]
+        head = place % f["heads"] * f["pack"] + row % f["pack"]
+        denominator = below if sinks is None else below + np.exp2(sinks[head] * np.log2(np.e) - top)
+        to = batch * f["o_stride_b"] + query * f["o_stride_s"] + head * f["o_stride_h"] + chunk * 4
+        assert np.isnan(o[to : to + 4]).all()
+        o[to : to + 4] = total / denominator if denominator else 0.0
+        if chunk == 0:
+            with np.errstate(divide="ignore"):
+                value = np.log(2) * top + np.log(denominator) if denominator else -np.inf
+            lse[batch * f["lse_stride_b"] + head * f["lse_stride_h"] + query] = value
+
+
+def carried_out(p: AttentionProblem, spec: KernelSpec, splits: int) -> None:
+    """Both records of a split in NumPy against the definition, in float64."""
+    pack = packed_heads(p, spec.block_m)
+    split = KeySplit(pack, splits, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
+    (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, split)
+    rng = np.random.default_rng(p.seqlen_q * 1000 + splits)
+    s = p.strides
+    assert s is not None
+
+    def flat(x: np.ndarray) -> np.ndarray:
+        return (x if p.layout == "NHD" else x.transpose(0, 2, 1, 3)).ravel()
+
+    q = rng.standard_normal((p.batch, p.seqlen_q, p.num_q_heads, p.head_dim))
+    k, v = (rng.standard_normal((p.batch, p.seqlen_k, p.num_kv_heads, p.head_dim)) for _ in range(2))
+    sinks = rng.standard_normal(p.num_q_heads) if p.sinks != "none" else None
+    workspace = np.full(num_bytes // 4, np.nan)
+    o, lse = np.full(q.size, np.nan), np.full(p.batch * p.num_q_heads * p.seqlen_q, np.nan)
+    counts = np.zeros((p.batch, p.num_q_heads // pack, p.seqlen_q * pack, p.seqlen_k), int)
+    attend(spec, main, {"q": flat(q), "k": flat(k), "v": flat(v)}, workspace, counts)
+    combine(merged, workspace, o, lse, sinks)
+    group = p.num_q_heads // p.num_kv_heads
+    for b in range(p.batch):
+        for h in range(p.num_q_heads):
+            for i in range(p.seqlen_q):
+                lo, hi = visible(i, p.seqlen_q, p.seqlen_k, p.window_left, p.window_right)
+                seen = np.zeros(p.seqlen_k, int)
+                seen[lo:hi] = 1
+                assert (counts[b, h // pack, i * pack + h % pack] == seen).all()
+                scores = k[b, lo:hi, h // group] @ q[b, i, h] * p.softmax_scale
+                terms = np.exp(scores)
+                total = terms.sum() + (0.0 if sinks is None else np.exp(sinks[h]))
+                expected = terms @ v[b, lo:hi, h // group] / total if total else np.zeros(p.head_dim)
+                at = b * s.o[0] + i * s.o[1] + h * s.o[2]
+                np.testing.assert_allclose(o[at : at + p.head_dim], expected, rtol=1e-9, atol=1e-12)
+                found = lse[b * s.lse[0] + h * s.lse[1] + i]
+                assert found == (-np.inf if total == 0 else pytest.approx(np.log(total)))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 9, 40])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (13, 0), (5, 6), (0, 0)])
+def test_every_visible_key_counts_once(splits: int, window: tuple[int, int]) -> None:
+    """More splits than tiles too; more queries than keys, whose first rows see nothing."""
+    left, right = window
+    for sq, sk, hq, hk in ((5, 61, 4, 2), (1, 70, 8, 1), (33, 20, 2, 2), (7, 64, 6, 2), (16, 8, 3, 1)):
+        carried_out(problem_of(2, sq, sk, hq, hk, left=left, right=right), SMALL, splits)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("sinks", ["none", "float32"])
+def test_layouts_sinks_and_wide_heads(layout: str, sinks: str) -> None:
+    carried_out(problem_of(2, 3, 40, 4, 1, d=72, right=0, layout=layout, sinks=sinks), SMALL, 3)
+    carried_out(problem_of(1, 1, 30, 1, 1, d=64, layout=layout, sinks=sinks), SMALL, 4)
+
+
+def test_a_split_of_the_real_tiles() -> None:
+    carried_out(problem_of(1, 9, 300, 16, 1, d=64, right=0), by_name("attn_fwd_sm90_fp16_d64_m128n128_split"), 2)
+
+
+# Selection and plans
+
+
+#: Calls of issue 19's table: (batch, query heads, kv heads, queries, keys).
+FEW = [(1, 32, 8, 16, 32768), (1, 32, 8, 64, 32768), (1, 32, 8, 128, 32768), (1, 32, 8, 512, 32768),
+       (1, 16, 16, 256, 65536), (8, 32, 8, 32, 8192), (1, 32, 8, 1, 32768)]  # fmt: skip
+ENOUGH = [(8, 16, 16, 4096, 4096), (1, 32, 8, 2048, 2048), (64, 32, 8, 1, 1024), (1, 32, 8, 512, 512), (1, 1, 1, 5, 60)]
+
+
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("extents", FEW)
+def test_few_queries_are_split(extents: tuple[int, ...], right: int) -> None:
+    b, hq, hk, sq, sk = extents
+    p = problem_of(b, sq, sk, hq, hk, d=128, right=right, dtype="bfloat16")
+    whole = select_attention(p, HOPPER)
+    chosen = select_split(p, HOPPER, whole)
+    assert chosen is not None
+    spec, split = chosen.main.spec, chosen.split
+    assert (spec.op, spec.dtype, spec.head_dim) == ("attention_split", "bfloat16", 128)
+    assert split_us(p, spec, split, HOPPER) < 0.9 * unsplit_us(p, whole.spec, HOPPER)
+    launches = plan_attention(p, HOPPER, None)
+    assert [r.spec.op for r in launches.records] == ["attention_split", "attention_combine"]
+    assert launches.selection.spec is spec
+    assert [x.spec.op for x in launches.others] == ["attention_combine"]
+    assert launches.records[1].overlap
+    assert not launches.records[0].overlap
+    assert launches.records[0].num_ctas <= HOPPER.sm_count
+    assert any("splits of the keys" in reason for reason in launches.selection.why)
+
+
+@pytest.mark.parametrize("extents", ENOUGH)
+def test_others_are_not(extents: tuple[int, ...]) -> None:
+    b, hq, hk, sq, sk = extents
+    for right in (-1, 0):
+        p = problem_of(b, sq, sk, hq, hk, d=128, right=right, dtype="bfloat16")
+        assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
+        assert [r.spec.op for r in plan_attention(p, HOPPER, None).records] == ["attention"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"varlen": True}, {"softcap": 30.0}, {"mask": "bool"}, {"softmax_scale": -1.0}, {"tensor_maps": False},
+     {"scratch": False}, {"seqlen_k": 0}, {"seqlen_q": 0}],
+    ids=str,
+)  # fmt: skip
+def test_what_no_split_serves_is_not_split(changes: dict[str, Any]) -> None:
+    p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
+    assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
+    with pytest.raises(ArgumentError):
+        select_split(p, HOPPER, select_attention(p, HOPPER), "attn_fwd_sm90_bf16_d128_m128n128_split")
+
+
+def test_other_gpus_do_not_split() -> None:
+    p = problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16")
+    for target in (Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)):
+        assert select_split(p, target, select_attention(p, target)) is None
+
+
+def test_forced_rows() -> None:
+    few = problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16")
+    whole = plan_attention(few, HOPPER, "attn_fwd_sm90_bf16_d128_m192n64")
+    assert [r.spec.name for r in whole.records] == ["attn_fwd_sm90_bf16_d128_m192n64"]
+    short = problem_of(1, 16, 32, 2, 2, d=64, dtype="bfloat16")
+    for name in ("attn_fwd_sm90_bf16_d64_m128n128_split", "attn_fwd_sm90_bf16_d256_m128n64_split"):
+        assert plan_attention(short, HOPPER, name).records[0].spec.name == name
+
+
+@pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
+def test_boxes_and_workspace(spec: KernelSpec) -> None:
+    """A copy brings whole tiles of rows, from boxes that a tensor map may have; results have places of their own."""
+    for hq, hk in ((32, 8), (7, 1), (48, 1), (128, 1), (12, 4), (256, 2), (5, 5)):
+        p = problem_of(2, 9, 5000, hq, hk, d=spec.head_dim, dtype=spec.dtype)
+        pack = packed_heads(p, spec.block_m)
+        split = KeySplit(pack, 3, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
+        (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, split)
+        for m in main.tensor_maps:
+            assert all(1 <= n <= 256 for n in m.box)
+            assert all(x > 0 and x % 16 == 0 for x in m.strides_bytes)
+        assert np.prod(main.tensor_maps[0].box[1:]) == spec.block_m
+        f, ml = fields_of_record(main, ATTN_FWD_SPLIT_SM90), 2 * 9 * hq * 3
+        assert f["partial_ml"].offset % WORKSPACE_ALIGNMENT == 0
+        assert f["partial_ml"].offset >= 4 * ml * spec.head_dim
+        assert num_bytes == f["partial_ml"].offset + 8 * ml
+        merged_fields = fields_of_record(merged, ATTN_COMBINE)
+        assert all(merged_fields[name] == f[name] for name in ("partial_o", "partial_ml"))
+        assert spec.smem_bytes <= HOPPER.max_smem
+
+
+@pytest.mark.parametrize("spec", [*SPLIT, *(s for s in REGISTRY if s.op == "attention_combine")], ids=lambda s: s.name)
+def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
+    """Forced, as the GPU tests run them. A case that is not split would say nothing of the kernel behind it."""
+    for case in cases_for(spec.op):
+        ((sq, sk), *more) = case.lengths
+        left, right = case.options.get("window", (-1, 0 if case.options.get("causal") else -1))
+        d = (128 if spec.op == "attention_combine" else spec.head_dim) - case.below
+        p = problem_of(
+            1 + len(more), sq, sk, case.heads_q, case.heads_kv, d, left, right, case.layout,
+            "float32" if "sinks" in case.arrays else "none", spec.dtype,
+        )  # fmt: skip
+        launches = plan_attention(p, HOPPER, spec.name)
+        assert spec in [record.spec for record in launches.records], case.name
+        (of_main,) = {fields_of_record(launches.records[0], ATTN_FWD_SPLIT_SM90)["tiles.num_splits"]}
+        assert of_main > 1
