@@ -1,4 +1,4 @@
-"""torch's context_parallel in two processes: ``python context_parallel_child.py STORE``, a file that is not, or torchrun.
+"""torch's context_parallel in two processes: ``python context_parallel_child.py STORE``, a new file, or by torchrun.
 
 Of its own accord it runs on the CPU, with gloo; by torchrun on GPUs, with NCCL. SDPA on CPU tensors has an operator of
 its own, which context_parallel does not know. There it calls the operators of GPUs, flash attention's and cuDNN's,
@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -119,8 +120,8 @@ def refused(mesh: Any) -> None:
     try:
         ring.attend_on_all(mesh, inputs, False, "allgather")
     except ValueError as error:
-        assert "expected a length divisible by 2, received 17" in str(error)
-        say("refused")
+        if "expected a length divisible by 2, received 17" in str(error):
+            say("refused")
 
 
 def say(text: str) -> None:
@@ -132,6 +133,7 @@ def say(text: str) -> None:
 def work(rank: int, store: str) -> None:
     """One process of the CPU: all cases."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
+    torch.set_num_threads(1)
     active = Active("CPU")
     cases("cpu")
     active.remove()
@@ -163,7 +165,7 @@ def cases(device: str) -> None:
     dist.barrier()
 
 
-def main(store: str) -> int:
+def main(store: str, work: Callable[[int, str], None] = work) -> int:
     """The exit status: 0 if both processes found the results of one."""
     # A fork has what this process has imported.
     start = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
