@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 
-from omniattn.torch import operators
+from omniattn.torch import context_parallel, operators
 from omniattn.torch.flash import Active
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "context_parallel"))
@@ -35,8 +35,7 @@ SIZE = 2
 MATH = F.scaled_dot_product_attention
 OPERATORS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 #: Operator, rotate method, causal, balanced, length: divisible by twice the number of processes, by that number alone
-#: (which torch does not balance), and not at all (padded, if causal). On GPUs lengths are `SCALE` times as large plus
-#: what is left of them by 8, so that tiles are filled in part.
+#: (which torch does not balance), and not at all (padded, if causal).
 CASES = [
     *((operator, rotate, causal, causal, 16) for operator in OPERATORS for rotate in ring.ROTATE
       for causal in (True, False)),
@@ -44,6 +43,9 @@ CASES = [
       for balance, length in ((True, 20), (False, 18), (True, 19), (False, 17))),
     *(("cudnn", rotate, False, False, 18) for rotate in ring.ROTATE),
 ]  # fmt: skip
+#: This package's functions in the steps of a ring.
+WATCHED = ((operators, "attention"), (operators, "attention_backward"), (context_parallel, "merge_states"))
+#: On GPUs lengths are so much longer, plus what is left of them by 8, so that tiles are filled in part.
 SCALE = {"cpu": 1, "cuda": 100}
 
 
@@ -124,6 +126,19 @@ def refused(mesh: Any) -> None:
             say("refused")
 
 
+def watch(module: Any, name: str) -> list[None]:
+    """One item for each call of a function from now on."""
+    calls: list[None] = []
+    function = getattr(module, name)
+
+    def watched(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        return function(*args, **options)
+
+    setattr(module, name, watched)
+    return calls
+
+
 def say(text: str) -> None:
     """A line of this process."""
     sys.stdout.write(f"rank {dist.get_rank()}: {text}\n")
@@ -146,21 +161,22 @@ def work_by_torchrun() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=30))
     activate_flash_attention_impl("omniattn")
-    calls: list[str] = []
-    for name in ("attention", "attention_backward"):
-        function = getattr(operators, name)
-        setattr(operators, name, lambda *a, _of=(name, function), **o: (calls.append(_of[0]), _of[1](*a, **o))[1])
     cases("cuda")
-    assert {"attention", "attention_backward"} <= set(calls), calls
     restore_flash_attention_impl()
     dist.destroy_process_group()
 
 
 def cases(device: str) -> None:
-    """All cases, on a device of each process."""
+    """All cases, on a device of each process; all steps and merges are this package's."""
     mesh = init_device_mesh(device, (SIZE,))
+    calls = {name: watch(module, name) for module, name in WATCHED}
     for case in CASES:
         run(mesh, *case)
+    # Of each case a ring of forwards and backwards, and one of forwards, beside those of one process.
+    skipped = sum(causal and not balance for _, _, causal, balance, _ in CASES) if dist.get_rank() == 0 else 0
+    expected_calls = (6 * len(CASES) - 2 * skipped, 3 * len(CASES) - skipped, 2 * len(CASES) - 2 * skipped)
+    found = tuple(map(len, calls.values()))
+    assert found == expected_calls, (found, expected_calls)
     refused(mesh)
     dist.barrier()
 
