@@ -72,23 +72,25 @@ def calls_of_ring(qkv: ring.Tensors, causal: bool, rank: int, size: int) -> None
             F.scaled_dot_product_attention(q[:, :, half:], k, v)
 
 
-def measure(mesh: Any, contender: Contender, inputs: ring.Tensors, causal: bool, calls: int) -> tuple[float, float]:
-    """Milliseconds of a forward, and of a forward and backward, on this device; NaN: not measured."""
+def measure(
+    mesh: Any, contender: Contender, inputs: ring.Tensors, causal: bool, calls: int, forward: bool
+) -> tuple[float, float]:
+    """Milliseconds on this device of a forward, and of a forward and backward; NaN: not measured."""
     with chosen(contender.kernels):
         if contender.how == CALLS:
             rows = inputs[0].shape[ring.SEQ] // mesh.size()
             qkv = [x[:, :, :rows].contiguous() for x in inputs[:3]]
             return _milliseconds(lambda: calls_of_ring(qkv, causal, mesh.get_rank(), mesh.size()), calls), float("nan")
         if contender.how == ONE:
-            return _both(inputs, causal, calls)
+            return _both(inputs, causal, calls, forward)
         with ring.sharded(mesh, inputs, causal, contender.how) as shards:
-            return _both(shards, causal, calls)
+            return _both(shards, causal, calls, forward)
 
 
-def _both(inputs: ring.Tensors, causal: bool, calls: int) -> tuple[float, float]:
+def _both(inputs: ring.Tensors, causal: bool, calls: int, forward: bool) -> tuple[float, float]:
     q, k, v = inputs[:3]
-    forward = _milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), calls)
-    return forward, _milliseconds(lambda: ring.attend(inputs, causal), calls)
+    first = _milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), calls)
+    return first, float("nan") if forward else _milliseconds(lambda: ring.attend(inputs, causal), calls)
 
 
 def _milliseconds(call: Callable[[], Any], calls: int) -> float:
@@ -120,21 +122,17 @@ def rows_of(seqlen: int, size: int, times: torch.Tensor, calls: int) -> list[dic
     samples = {contender: times[i].T.tolist() for i, contender in enumerate(CONTENDERS)}
     medians = {contender: [statistics.median(x) for x in both] for contender, both in samples.items()}
 
-    def over(contender: Contender, other: Contender, what: int) -> float | None:
-        value = medians[contender][what] / medians[other][what]
-        return value if value == value else None
-
     rows = []
     for contender in CONTENDERS:
         for what, name in enumerate(("forward", "forward + backward")):
-            if contender.how == CALLS and what:
-                continue
+            if medians[contender][what] != medians[contender][what]:
+                continue  # not measured
             row = {"seqlen": seqlen, "kernels": contender.kernels, "how": contender.how, "what": name,
                    "gpus": 1 if contender.how == ONE else size, "median_ms": medians[contender][what],
                    "samples_ms": samples[contender][what], "calls": calls}  # fmt: skip
             cudnn, one = Contender("cudnn", contender.how), Contender(contender.kernels, ONE)
-            row["time_over_cudnn"] = over(contender, cudnn, what)
-            row["speed_over_one"] = over(one, contender, what)
+            row["time_over_cudnn"] = medians[contender][what] / medians[cudnn][what]
+            row["speed_over_one"] = medians[one][what] / medians[contender][what]
             rows.append(row)
     return rows
 
@@ -177,13 +175,13 @@ def work(given: argparse.Namespace) -> None:
         # Short calls follow each other, so that the host's time for a first one is not counted as the GPU's.
         calls = max(1, min(8, round((65536 / seqlen) ** 2)))
         times = torch.tensor(
-            [[measure(mesh, contender, inputs, causal, calls) for contender in CONTENDERS]
+            [[measure(mesh, contender, inputs, causal, calls, given.forward) for contender in CONTENDERS]
              for _ in range(given.repeats + 1)][1:], device=device, dtype=torch.float64,
         )  # fmt: skip
         dist.all_reduce(times, dist.ReduceOp.MAX)
         rows += rows_of(seqlen, mesh.size(), times.transpose(0, 1).cpu(), calls)
         if first:
-            print(table(rows[-2 * len(CONTENDERS) + len(KERNELS) :]))
+            print(table([row for row in rows if row["seqlen"] == seqlen]))
             print("relative error beside one GPU: " + ", ".join(f"{name} {x:.1e}" for name, x in found.items()))
     if first and given.out is not None:
         report = document(
@@ -204,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--full", action="store_true", help="not causal")
+    parser.add_argument("--forward", action="store_true", help="no backward")
     parser.add_argument("--repeats", type=int, default=5, help="each contender in turn (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write the times to this JSON file")
     given = parser.parse_args(words)
