@@ -8,6 +8,7 @@ from pathlib import Path
 from build_tools import (
     accuracy_tables,
     backward_tables,
+    context_parallel_tables,
     decode_tables,
     figures,
     model_tables,
@@ -70,6 +71,7 @@ SOURCES: dict[str, Source] = {
     **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
     **option_tables.SOURCES,
     **backward_tables.SOURCES,
+    **context_parallel_tables.SOURCES,
     **model_tables.SOURCES,
     **accuracy_tables.SOURCES,
     **perplexity_tables.SOURCES,
@@ -307,6 +309,7 @@ PARTS: dict[str, Part] = {
     "host_sdpa": Part(("host",), _call("torch SDPA")),
     **option_tables.PARTS,
     **backward_tables.PARTS,
+    **context_parallel_tables.PARTS,
     **model_tables.PARTS,
     **accuracy_tables.PARTS,
     **perplexity_tables.PARTS,

@@ -92,9 +92,11 @@ class Gpt(nn.Module):
                 adds = name.endswith(("project.weight", "down.weight"))
                 nn.init.normal_(weights, std=0.02 / (2 * config.layers) ** 0.5 if adds else 0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, seq) to logits (batch, seq, vocabulary)."""
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(batch, seq) to logits (batch, seq, vocabulary); positions (seq,), 0, 1, ... unless given."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

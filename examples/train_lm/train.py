@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,24 @@ def rate(step: int, steps: int, highest: float) -> float:
     return highest * (0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * done))))
 
 
-def train(name: str, config: Config, *, steps: int, batch: int, device: str, highest: float, seed: int) -> Run:
+def precision(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Products and attention in bf16 on a GPU."""
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device != "cpu" else contextlib.nullcontext()
+
+
+def learn(model: Gpt, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean loss of a step's (batch, context + 1) tokens, whose gradients the weights get."""
+    with precision(tokens.device.type):
+        logits = model(tokens[:, :-1])
+    loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    return loss.detach()
+
+
+def train(
+    name: str, config: Config, *, steps: int, batch: int, device: str, highest: float, seed: int,
+    step_of: Callable[[Gpt, torch.Tensor], torch.Tensor] = learn,
+) -> Run:  # fmt: skip
     """One training. Weights, moments and updates are fp32; on a GPU products and attention are bf16."""
     torch.manual_seed(seed)
     model = Gpt(config, ATTENTIONS[name]).to(device)
@@ -73,15 +90,10 @@ def train(name: str, config: Config, *, steps: int, batch: int, device: str, hig
             begin = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps, highest)
-        here = tokens[step].to(device, non_blocking=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16) if on_gpu else contextlib.nullcontext():
-            logits = model(here[:, :-1])
-        loss = functional.cross_entropy(logits.float().flatten(0, 1), here[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        losses.append(step_of(model, tokens[step].to(device, non_blocking=True)))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.detach())
     values = [float(loss) for loss in losses]  # waits for the GPU
     seconds = time.perf_counter() - begin
     return Run(name, values, (steps - warm_up) * batch * config.context / seconds)

@@ -1,8 +1,14 @@
-"""Several GPUs in one process: the arrays' device decides, not the current one. Needs two GPUs."""
+"""Several GPUs. In one process the arrays' device decides, not the current one; two processes share a sequence."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU in this machine"),
 ]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _inputs(device: int) -> list[Any]:
@@ -69,3 +77,50 @@ def test_mixed_devices_are_an_error() -> None:
     _, k, _ = _inputs(1)
     with pytest.raises(oa.errors.DeviceError, match="argument 'k': expected an array on cuda:0"):
         oa.attention(q, k, v)
+
+
+def by_torchrun(program: str, *arguments: str, seconds: int) -> str:
+    """What a program of two processes says. One that hangs ends with all its processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(ROOT / program), *arguments]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        # torchrun ends its workers when it is asked to.
+        process.terminate()
+        try:
+            said, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, _ = process.communicate()
+        pytest.fail(f"{program} ran for {seconds} s:\n{said[-3000:]}")
+    assert process.returncode == 0, said[-3000:]
+    return said
+
+
+def count(said: str, lines: Sequence[str]) -> None:
+    """Both processes said each of these lines."""
+    found = said.splitlines()
+    missing = [f"rank {rank}: {line}" for rank in (0, 1) for line in lines if f"rank {rank}: {line}" not in found]
+    assert not missing, (missing, said[-2000:])
+
+
+def test_context_parallel_by_nccl() -> None:
+    """Both operators and rotate methods, causal and full, lengths of every remainder: output, gradients, LSE."""
+    said = by_torchrun("tests/unit/context_parallel_child.py", seconds=55)
+    cases = [
+        f"{operator} {rotate} causal={causal} balance={causal} 16"
+        for operator in ("flash", "cudnn")
+        for rotate in ("allgather", "alltoall")
+        for causal in (True, False)
+    ]
+    lengths = [
+        f"flash {rotate} causal=True balance={balance} {length}"
+        for rotate in ("allgather", "alltoall")
+        for balance, length in ((True, 20), (False, 18), (True, 19), (False, 17))
+    ]
+    count(said, [*cases, *lengths, "refused"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from build_tools import backward_tables
+from build_tools import backward_tables, context_parallel_tables
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "train_lm"
+CHILD = Path(__file__).with_name("train_lm_parallel_child.py")
 MODULES = ("model", "text", "train", "plot")
 
 
@@ -61,6 +63,28 @@ def test_both_attentions_learn_the_same(ex: Any, tmp_path: Path, capsys: pytest.
     assert "Losses differ by 0.000" in page
     assert "omniattn" in figure
     assert "sdpa" in figure
+
+
+def test_two_processes_share_sequences(tmp_path: Path) -> None:
+    """The losses of one process, by torch's context_parallel."""
+    command = [sys.executable, str(CHILD), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        assert f"rank {rank}: --context: expected a length divisible by 4, for 2 devices, received 50" in done.stdout
+    assert done.stdout.count("losses differ by 0.000") == 2
+
+
+def test_table_of_several_gpus() -> None:
+    runs = [{"attention": "1 GPU", "losses": [5.5, 3.0]}, {"attention": "2 GPUs", "losses": [5.5, 3.01]}]
+    rows = [{"attention": run["attention"], "first_loss": 5.5, "last_loss": run["losses"][-1],
+             "tokens_per_second": speed} for run, speed in zip(runs, (100e3, 170e3), strict=True)]  # fmt: skip
+    report = {"rows": rows, "runs": runs, "config": {"context": 4096}, "tolerance": 0.02, "batch": 4,
+              "environment": {"device": "NVIDIA Test"}, "date": "2026-01-02", "protocol": "training",
+              "command": "python examples/train_lm/parallel.py"}  # fmt: skip
+    page = context_parallel_tables.training(report)
+    assert "| 2 GPUs | 5.5000 | 3.0100 | 170,000 | 1.70× |" in page
+    assert "Context 4096, 2 steps: losses differ by 0.0100 at most; 0.02 is allowed." in page
 
 
 def test_a_file_that_cannot_be_written_is_found_first(ex: Any, capsys: pytest.CaptureFixture[str]) -> None:

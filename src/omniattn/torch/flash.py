@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from .context_parallel import MergePatch
 from .operators import HAS_IMPLEMENTATIONS, Handlers
 
 NAME = "omniattn"
 
 
 class Active:
-    """Kernels that are in the dispatcher, until `remove` puts those of before back.
+    """Kernels in the dispatcher, and the merge of context_parallel, until `remove` puts those of before back.
 
     Parameters
     ----------
@@ -32,12 +33,14 @@ class Active:
                 # That a kernel of torch's is replaced is what activation means.
                 warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
                 library.impl(name, function, key, with_keyset=True)
+        self.merge = MergePatch()
 
     def remove(self) -> None:
         """Put the kernels of before back."""
         if self.library is not None:
             self.library._destroy()
             self.library = None
+            self.merge.remove()
 
 
 def register_flash_impl(name: str = NAME) -> None:
@@ -58,8 +61,9 @@ def register_flash_impl(name: str = NAME) -> None:
     Registered is not active. After ``torch.nn.attention.activate_flash_attention_impl("omniattn")``, aten's operators
     of flash attention and cuDNN's attention run this package's kernels on CUDA tensors, forward and backward:
     ``scaled_dot_product_attention``, ``torch.nn.attention.varlen.varlen_attn``, and ``context_parallel``. cuDNN's are
-    among them because SDPA asks cuDNN first on GPUs of compute capability 9.0 and 10.0. The kernels that were there
-    before run what these lack: dropout, ``alibi_slopes``, ``seqused_k``, block tables, other dtypes, head dimensions.
+    among them because SDPA asks cuDNN first on GPUs of compute capability 9.0 and 10.0. ``context_parallel`` merges the
+    results of its steps by `merge_states`. The kernels that were there before run what these lack: dropout,
+    ``alibi_slopes``, ``seqused_k``, block tables, other dtypes, head dimensions.
     ``torch.nn.attention.restore_flash_attention_impl()`` undoes it.
     """
     if not HAS_IMPLEMENTATIONS:
