@@ -49,23 +49,24 @@ def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention, with the gradients of q, k, v, sinks and mask."""
+    """Attention, with the gradients of q, k, v, sinks and mask.
+
+    Without ``setup_context``, which makes torch look at the signature at every call: transforms, which need one, come
+    to the operators.
+    """
 
     @staticmethod
-    def forward(call: Call, backward: Backward, *objects: Any) -> tuple[Any, Any]:
+    def forward(ctx: Any, call: Call, backward: Backward, *objects: Any) -> tuple[Any, Any]:
         # Without grad mode, as autograd calls this, tensors that need gradients are tensors like others.
         options = call.options._replace(return_lse=True)
         o, lse = run(Call(call.operation, objects, options, None, None, call.facts, call.subject))
-        return o, lse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-        call, backward, *objects = inputs
         ctx.set_materialize_grads(False)
         # Autograd keeps tensors, and notices changes in place; arrays of other libraries only need to be kept.
-        ctx.save_for_backward(*output, *(x if isinstance(x, torch.Tensor) else None for x in objects))
-        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in objects]
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in objects]
+        ctx.save_for_backward(o, lse, *tensors)
+        ctx.others = [None if t is x else x for t, x in zip(tensors, objects, strict=True)]
         ctx.call, ctx.backward_of = _with_options(call), backward
+        return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
@@ -85,17 +86,20 @@ class _Attention(torch.autograd.Function):
             do = torch.zeros_like(o)
         if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
             call = _with_options(call, deterministic=True)
-        with torch.no_grad():
-            results = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
         if torch.is_grad_enabled():
+            with torch.no_grad():
+                results = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
             results = _Final.apply(call.operation.name, len(results), *results, do, dlse, *arrays.values())
+        else:
+            results = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
         made = dict(zip(wanted, results, strict=True))
-        gradients = []
+        gradients: list[Any] = [None, None]
         for name in names:
             gradient = made.get(_OF.get(name, ""))
-            # Sums are float32, whatever sinks and masks are.
-            gradients.append(None if gradient is None else gradient.to(arrays[name].dtype))
-        return (None, None, *gradients)
+            if gradient is not None and gradient.dtype is not arrays[name].dtype:
+                gradient = gradient.to(arrays[name].dtype)  # sums are float32, whatever sinks and masks are
+            gradients.append(gradient)
+        return tuple(gradients)
 
 
 class _Final(torch.autograd.Function):
