@@ -9,7 +9,7 @@
 #include "params/mask_tiles.cuh"
 #include "ptx/types.cuh"
 
-// Config: as for MaskTiles, and kSoftcap, Io.
+// Config: as for MaskTiles, and kSoftcap, kVarlen, Io.
 template <typename Config>
 class TileForm {
     using Masks = MaskTiles<Config>;
@@ -92,6 +92,9 @@ class TileForm {
         const ScoreForms& f = params.forms;
         uint32 bits = kBias != 0 || !cut_ ? 0xffffffffu : kNearCap ? Masks::word(stage, group) : bits_;
         bool key_bias = kBias == 0 && kind == kTileMixed && (f.forms & kFormKeyBias);
+        // All lanes have the same. Of packed sequences the compiler does not know it without a vote, and rings that
+        // advance behind the branches below would leave uniform registers.
+        if constexpr (Config::kVarlen && kBias == 0) key_bias = __any_sync(0xffffffffu, key_bias);
         if (kBias == 0 && !key_bias) release();
         ScoreFactors c{f.factor, f.factor2};
         if (Config::kSoftcap && (f.forms & kFormSoftcap)) c = softcap_scores(s, f, own, near);

@@ -62,7 +62,7 @@ struct Config {
     static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
     static constexpr bool kLists = MASK_LISTS;  // forms: steps may be those of a list
     static constexpr bool kSplitKeys = SPLIT_KEYS;  // over CTAs
-    static constexpr bool kRotateHeads = kForms;
+    static constexpr bool kRotateHeads = kForms, kMeetAtTiles = kForms;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + 63) / 64;
@@ -375,7 +375,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             bool again = false;
             for (;;) {
                 // S(i) is there and takes a rare form, or its softmax is to be done again, or nothing of both.
-                if (rare) {
+                if (Config::kVarlen ? __any_sync(0xffffffffu, rare) : rare) {  // a vote: as for key_bias in apply_forms
                     if (at.left == 1) release_outer();
                     bool near = true;
                     // Which of softcap's polynomials a tile takes must not hang on the next sequence.

@@ -55,7 +55,7 @@ struct Config {
     static constexpr bool kLse = WITH_LSE;
     static constexpr bool kRegisterQ = REGISTER_Q;
     static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
-    static constexpr bool kRotateHeads = kForms, kSplitKeys = false;
+    static constexpr bool kRotateHeads = kForms, kSplitKeys = false, kMeetAtTiles = false;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kRowBytes = kHeadDim < 128 ? kHeadDim : 128;

@@ -8,8 +8,9 @@
 //
 // Config: kConsumers, kOuterStages, kInnerStages, kBlockM, kRotateHeads (tiles of queries have different amounts of
 // work: PersistentTiles), kSplitKeys (keys are split over CTAs: scheduler/split_tiles.cuh), kVarlen (packed sequences;
-// a constant, because the dense loop pays for more code). Of packed sequences the producer walks cu_seqlens, once and
-// ahead of the consumers, which get the tile beside its outer operand.
+// a constant, because the dense loop pays for more code), kMeetAtTiles (packed sequences: warps meet before they read a
+// tile). Of packed sequences the producer walks cu_seqlens, once and ahead of the consumers, which get the tile beside
+// its outer operand.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "pipeline/ring.cuh"
@@ -175,6 +176,9 @@ class PersistentConsumer {
     OA_DEVICE bool next_tile(TilesOf<Config>& tiles, TileOf<Config>& t) {
         if constexpr (Config::kVarlen) {
             bars_.outer.wait(outer_at_);
+            // For the compiler, which may take the warp for divergent after a wait: the tile, and all that hangs on it,
+            // would then not be in uniform registers.
+            if constexpr (Config::kMeetAtTiles) __syncwarp();
             t = smem_.tile[outer_at_.stage];
             // A vote, because its outcome is known to be the warp's: what comes then stays in uniform registers.
             return __any_sync(0xffffffffu, t.m0 != kNoMoreTiles);
