@@ -216,10 +216,9 @@ def _attn_fwd_sm90(
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if forms else ()),
         bias_bytes=tile.bias_bytes,
-        # Stored before a tile's steps and loaded behind them: of packed sequences' state, and of the order of tiles
-        # where four warpgroups have the fewest registers. Of packed sequences with biases two loads of the common loop
-        # too, under its products.
-        allowed_spill_bytes=(160 if tile.bias_bytes else 16)
+        # Stored before a tile's steps and loaded behind them: of packed sequences' state, by the producer, and of the
+        # order of tiles where four warpgroups have the fewest registers.
+        allowed_spill_bytes=(64 if tile.head_dim == 96 else 16)
         if forms and varlen
         else 36
         if tile.bias_bytes and tile.num_consumers == 4
