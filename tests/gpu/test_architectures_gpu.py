@@ -90,7 +90,9 @@ def test_every_row_is_covered() -> None:
     """Rows that need a newer GPU than sm_89 have no such code; all others are here, for every operation they serve."""
     covered = {name for name, _ in ROWS}
     assert {spec.name for spec in SPECS if spec.min_arch <= (8, 9)} == covered
-    assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS}
+    # Hopper's alone, which test_few_queries_gpu runs.
+    hopper = {"attention_split", "attention_combine"}
+    assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS} - hopper
 
 
 def _for_anything(op: str, spec: KernelSpec) -> KernelSpec:
