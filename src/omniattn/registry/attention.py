@@ -102,6 +102,7 @@ class _FwdSm90Tile:
     tuned_for: tuple[str, ...] = ()
     bias_bytes: int = 0
     softcap: bool = True
+    ctas_per_sm: int = 1
 
 
 _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
@@ -111,6 +112,15 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(128, 3, 64, 3, 1, ("causal", "short", "long")),
     _FwdSm90Tile(192, 2, 64, 3),
     _FwdSm90Tile(256, 2, 64),
+)
+
+
+# Several CTAs an SM, for short sequences (docs/performance/short.md): select/tile.py says when.
+_FWD_SM90_SMALL_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 1, 64, 3, 2, ("small",), ctas_per_sm=3),
+    _FwdSm90Tile(64, 1, 32, 4, 2, ("small",), ctas_per_sm=4),
+    _FwdSm90Tile(128, 1, 32, 3, 1, ("small",), ctas_per_sm=3),
+    _FwdSm90Tile(128, 1, 64, 3, 1, ("small",), ctas_per_sm=2),
 )
 
 
@@ -199,14 +209,16 @@ def _attn_fwd_sm90(
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
             ("SPLIT_KEYS", str(int(split))),
+            ("CTAS_PER_SM", str(tile.ctas_per_sm)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
         head_dim=tile.head_dim,
         block_m=block_m,
         block_n=tile.block_n,
-        num_warps=4 * (1 + tile.num_consumers),
+        num_warps=4 * tile.num_consumers + (4 if tile.ctas_per_sm == 1 else 1),
         smem_bytes=smem_bytes,
+        ctas_per_sm=tile.ctas_per_sm,
         min_arch=(9, 0),
         arch_specific=True,
         prebuild=("90a",)
@@ -276,7 +288,7 @@ def attention_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_fwd_sm90(tile, dtype, varlen)
         for varlen in (False, True)
-        for tile in _FWD_SM90_TILES
+        for tile in (*_FWD_SM90_TILES, *_FWD_SM90_SMALL_TILES)
         for dtype in ("float16", "bfloat16")
     )
     yield from (
