@@ -1,7 +1,6 @@
 """Which kernels a wheel carries for the GPUs newer than Hopper, whose own kernels are the generic ones.
 
-Those of common calls: head_dim up to 128, what selection chooses there (a test asks it). The rest is compiled on the
-GPU at first use.
+Those of common calls, as selection chooses them there (a test asks it). The rest is compiled on the GPU at first use.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from .spec import KernelSpec
 NEWEST_ARCHS: dict[str, int] = {"100": 232448, "120": 101376}
 #: Element type and sums of P V of int8 attention that these targets take first (`select.PV_CHOICES`).
 _PV = {"100": ("fp16", "fp32"), "120": ("fp8", "fp16")}
+#: Of the backward: gradients of other widths are compiled.
 _WIDTHS = (64, 128)
 #: Kernels beside the attention kernels, one for all widths.
 _BESIDE = (
@@ -29,7 +29,7 @@ def _is_common(spec: KernelSpec, arch: str) -> bool:
         return False
     if spec.op in _BESIDE:
         return "fragments" not in spec.features  # of Hopper's backward
-    if spec.head_dim not in _WIDTHS or "int4g32" in spec.cache:
+    if spec.op.startswith("attention_backward") and spec.head_dim not in _WIDTHS:
         return False
     if spec.quantized:
         return spec.qk == "int8" and (spec.pv, spec.pv_accumulator) == _PV[arch] and spec.grouping == "sm80"
