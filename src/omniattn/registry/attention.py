@@ -52,6 +52,13 @@ _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
 )
 
 
+def _fwd_sm80_spills(tile: _FwdTile, score_mods: bool) -> int:
+    if score_mods:  # on sm_120 at 64 and on sm_100 at 128, where nobody has measured it
+        return 64 if (tile.head_dim, tile.suffix) == (64, "_n64") else 24 if tile.head_dim == 128 else 0
+    # One value of a step, which is no slower for it (docs/performance/attn_fwd_sm80.md); at 256 on sm_100a alone.
+    return 8 if tile.suffix or tile.head_dim == 256 else 0
+
+
 def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
@@ -85,8 +92,7 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
         min_arch=tile.min_arch,
         prebuild=tile.prebuild,
         features=frozenset({"score_mods"}) if score_mods else frozenset(),
-        # One value of a step, which is no slower for it (docs/performance/attn_fwd_sm80.md); at 256 on sm_100a alone.
-        allowed_spill_bytes=8 if not score_mods and (tile.suffix or tile.head_dim == 256) else 0,
+        allowed_spill_bytes=_fwd_sm80_spills(tile, score_mods),
     )
 
 
