@@ -22,8 +22,8 @@
 //     do_empty -> dO, delta           wait do_full(i)
 //                  -> do_full           dP(i) = V dO(i)^T;  dV += P(i)^T dO(i)
 //   writer g                            dS(i) = P (dP - delta), under the last one
-//     wait dq_full                    arrive do_empty(i);  wait ds_empty(i), store dS(i);  one fence
-//     dQ added to global memory       arrive ds_full(i), dq_full
+//     wait dq_full                    wait ds_empty(i), store dS(i);  one fence
+//     dQ added to global memory       arrive ds_full(i), dq_full, do_empty(i)
 //     arrive dq_empty
 //
 // dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
@@ -385,9 +385,9 @@ class Consumer {
         differentiate(params_, w, delta_of(do_at_.stage));
         wgmma_wait<0>();
         wgmma_pin(w.dv);
-        release_do();
         pack(w.ds16, w.dp);
         store_ds<(kBefore > 1)>(w);
+        release_do();  // behind stores of what was made of delta: loads that are still under way do not hold up an arrival
         if constexpr (Config::kKeyMask) {
             if (w.m == rows.first && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0) load_key_bias(w, t);
         }
