@@ -2,7 +2,8 @@
 // consumers, and dQ on its way from them.
 //
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
-// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kVarlen (packed sequences), Params.
+// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kVarlen (packed sequences), kOrdered
+// (attention/bwd_turns.cuh), kWalker (one of both), Params.
 #pragma once
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
@@ -25,7 +26,7 @@ struct BwdLayout {
 };
 
 template <typename Config, bool kWarp = false>
-using BwdTiles = BwdFeed<Config::kBlockN, Config::kVarlen, kWarp>;
+using BwdTiles = BwdFeed<Config::kBlockN, Config::kVarlen, kWarp, Config::kWalker>;
 
 // First padded row of a tile's sequence.
 template <typename Config>
@@ -37,7 +38,7 @@ OA_DEVICE int64 first_padded_row(const AttnBwdParams& p, const BwdTile& t) {
 }
 
 template <typename Config>
-struct BwdStorage : BwdFeedStorage<Config::kVarlen> {
+struct BwdStorage : BwdFeedStorage<Config::kWalker> {
     using Layout = BwdLayout<Config>;
     alignas(1024) uint8 k[Layout::kKvBytes];
     alignas(1024) uint8 v[Layout::kKvBytes];
@@ -74,7 +75,7 @@ struct BwdBarriers {
             mbarrier_init(dq_empty + 8 * g, 1);
         }
         // Consumer warps, the producer, the writers.
-        if constexpr (Config::kVarlen) init_bwd_feed(kConsumerWarps + 1 + Config::kConsumers);
+        if constexpr (Config::kWalker) init_bwd_feed(kConsumerWarps + 1 + Config::kConsumers);
         mbarrier_init(k_full, 1);
         mbarrier_init(v_full, 1);
         mbarrier_init(kv_empty, kConsumerWarps);
@@ -122,7 +123,8 @@ class BwdProducer {
                 const int64 row = head * params_.bwd.rows_stride_h + first_padded_row<Config>(params_.bwd, t);
 #pragma unroll 1
                 for (int32 m = rows.first; m < rows.end; ++m) {
-                    const int32 first_row = m * Config::kBlockM;
+                    // Ordered: the last queries first.
+                    const int32 first_row = (Config::kOrdered ? rows.end - 1 - (m - rows.first) : m) * Config::kBlockM;
                     uint32 bar = bars_.q.acquire(q_at_, Layout::kQBytes + Layout::kRowBytes);
                     copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes,
                                           &params_.map_q, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);

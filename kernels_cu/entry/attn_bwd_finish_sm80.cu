@@ -59,6 +59,7 @@ OA_DEVICE void finish_fragments(const AttnBwdParams& p, const float* block, uint
     const int32 lane = threadIdx.x & 31, units = kBlockRows / 16 * (p.dq_columns / 32), half = p.dq_columns / 2;
     for (int32 unit = threadIdx.x / 32; unit < units; unit += kThreads / 32) {
         const int32 group = unit % (kBlockRows / 16), column = unit / (kBlockRows / 16) * 32 + (lane & 3) * 8;
+        if (group * 16 >= rows) continue;  // nobody may have written there
         const int32 row = group * 16 + (lane >> 2);
         const float* from = block + int64(row / 64) * 64 * p.dq_columns + column / half * (64 * half) +
                             column % half / 8 * 512 + (row % 64 / 16 * 32 + row % 8 * 4) * 4;

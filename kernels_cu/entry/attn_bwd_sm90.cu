@@ -29,13 +29,15 @@
 // dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
 //
 // VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
-// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh).
+// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh). ORDERED: additions to dQ
+// in turns, the last queries first, tiles of keys drawn by warp 3 (attention/bwd_turns.cuh).
 //
-// Shared memory, bytes: VARLEN: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
+// Shared memory, bytes: VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
 // | dS [3][64 * 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
 // panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_forms.cuh"
 #include "attention/bwd_roles.cuh"
+#include "attention/bwd_turns.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
@@ -60,6 +62,8 @@ struct Config {
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
     static constexpr bool kVarlen = VARLEN;  // packed sequences
+    static constexpr bool kOrdered = ORDERED;  // dQ is added to in an order that the shape decides
+    static constexpr bool kWalker = VARLEN || ORDERED;  // a warp hands the tiles of keys to the other roles
     static constexpr bool kSoftcap = SOFTCAP;
     static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
     static constexpr bool kKeyMask = KEY_MASK;  // a mask, boolean or additive, that is the same for all queries
@@ -204,7 +208,7 @@ class Consumer {
 
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
-        w.m = rows.first;
+        w.m = Config::kOrdered ? rows.end - 1 : rows.first;
         if constexpr (Config::kKeyMask) {
             w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
             load_key_bias(w, t);
@@ -379,7 +383,10 @@ class Consumer {
         issue_dp(w, do_at_.stage);
         issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * Layout::kQBytes));
         wgmma_pin(w.dp);
-        if (++w.m == rows.end) w.m = rows.first;
+        if constexpr (Config::kOrdered)
+            w.m = w.m == rows.first ? rows.end - 1 : w.m - 1;
+        else if (++w.m == rows.end)
+            w.m = rows.first;
         wgmma_wait<1>();
         wgmma_pin(w.dp);
         differentiate(params_, w, delta_of(do_at_.stage));
@@ -482,9 +489,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         if (threadIdx.x == 0) BwdProducer<Config>(params, bars).run();
         const int32 warp = threadIdx.x >> 5;
         if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers)
-            BwdWriter<Config>(params, bars, warp - 1).run();
-        if (Config::kVarlen && warp > Config::kConsumers)
-            walk_bwd_tiles<Config::kBlockN>(params.bwd.fwd, item_counter(params.bwd));
+            Select<Config::kOrdered, BwdTurnsWriter<Config>, BwdWriter<Config>>::Type(params, bars, warp - 1).run();
+        if constexpr (Config::kWalker)
+            if (warp > Config::kConsumers)
+                walk_bwd_tiles<Config::kBlockN, Config::kVarlen, Config::kOrdered>(params.bwd);
     } else {
         registers_claim<Config::kConsumerRegisters>();
         Consumer(params, bars, warpgroup - 1).run();

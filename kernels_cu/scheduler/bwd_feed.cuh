@@ -1,10 +1,11 @@
 // Tiles of keys for the roles of a persistent kernel. Of dense batches every role walks the list by itself. Of packed
-// sequences one warp walks cu_seqlens, ahead of the other roles, which get the tiles through shared memory:
+// sequences, and where tiles are drawn in an order, one warp walks ahead of the other roles, which get the tiles through
+// shared memory:
 //
 //   walker    tile_empty -> tile -> tile_full
 //   others    tile_full -> read -> tile_empty
 #pragma once
-#include "params/attn_fwd.cuh"
+#include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
@@ -16,8 +17,8 @@
 // One tile ahead, not more: a tile that waits for a CTA cannot go to another one.
 constexpr int32 kTileStages = 1;
 
-// The first bytes of a kernel's shared memory; nothing for dense batches.
-template <bool kVarlen>
+// The first bytes of a kernel's shared memory; nothing where every role walks.
+template <bool kWalker>
 struct BwdFeedStorage {};
 template <>
 struct BwdFeedStorage<true> {
@@ -34,8 +35,8 @@ struct BwdFeedStorage<true> {
     }
 };
 
-// kWarp: next() is called by whole warps, whose lanes all get the tile; else by one thread.
-template <int kBlockN, bool kVarlen, bool kWarp>
+// kWarp: next() is called by whole warps, whose lanes all get the tile; else by one thread. kWalker: a warp walks.
+template <int kBlockN, bool kVarlen, bool kWarp, bool kWalker = kVarlen>
 class BwdFeed {
   public:
     OA_DEVICE BwdFeed(const AttnFwdParams& p, const TileList& list) : p_(p), list_(list) {}
@@ -49,8 +50,8 @@ class BwdFeed {
     PersistentBwdTiles tiles_;
 };
 
-template <int kBlockN, bool kWarp>
-class BwdFeed<kBlockN, true, kWarp> {
+template <int kBlockN, bool kVarlen, bool kWarp>
+class BwdFeed<kBlockN, kVarlen, kWarp, true> {
     using Storage = BwdFeedStorage<true>;
 
   public:
@@ -62,7 +63,7 @@ class BwdFeed<kBlockN, true, kWarp> {
         if constexpr (kWarp) {
             // Every lane has read. Consumers ask for neither the sequence nor its queries' place.
             __syncwarp();
-            t.batch_idx = 0;
+            t.batch_idx = kVarlen ? 0 : uniform(t.batch_idx);
             t.kv_head_idx = uniform(t.kv_head_idx);
             t.n0 = uniform(t.n0);
             t.k_begin = uniform(t.k_begin);
@@ -81,11 +82,10 @@ class BwdFeed<kBlockN, true, kWarp> {
 // Before a CTA barrier, one thread. readers: warps and threads that take tiles.
 OA_DEVICE void init_bwd_feed(uint32 readers) { BwdFeedStorage<true>::ring().init(readers); }
 
-// The walk; one warp. counter: as PackedBwdTiles.
-template <int kBlockN>
-OA_DEVICE void walk_bwd_tiles(const AttnFwdParams& p, uint32* counter) {
+// Hands on the tiles of a walk; one warp.
+template <typename Tiles>
+OA_DEVICE void hand_on_bwd_tiles(Tiles tiles) {
     using Storage = BwdFeedStorage<true>;
-    PackedBwdTiles<kBlockN> tiles(p, counter, *Storage::at(&Storage::sequences));
     RingState<kTileStages> at;
     for (bool more = true; more; at.advance()) {
         Storage::ring().wait_empty(at);
@@ -97,4 +97,14 @@ OA_DEVICE void walk_bwd_tiles(const AttnFwdParams& p, uint32* counter) {
             mbarrier_arrive(Storage::ring().full + 8 * at.stage);
         }
     }
+}
+
+// The walk; one warp.
+template <int kBlockN, bool kVarlen, bool kOrdered>
+OA_DEVICE void walk_bwd_tiles(const AttnBwdParams& p) {
+    using Storage = BwdFeedStorage<true>;
+    if constexpr (kVarlen)
+        hand_on_bwd_tiles(PackedBwdTiles<kBlockN, kOrdered>(p.fwd, item_counter(p), *Storage::at(&Storage::sequences)));
+    else
+        hand_on_bwd_tiles(DrawnBwdTiles<kBlockN>(p.fwd, item_counter(p)));
 }

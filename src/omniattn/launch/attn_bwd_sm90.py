@@ -18,11 +18,12 @@ def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_
     """In which order the persistent kernel ``spec`` takes the tiles of keys of every kv head.
 
     With causality a tile is the longer the nearer it is to key 0; the list's last block is the longest one. Of packed
-    sequences, whose lengths are on the device, the list is a bound.
+    sequences, whose lengths are on the device, the list is a bound. An ordered kernel has an order of its own.
     """
     f = problem.forward
     blocks, heads = num_n_blocks(f, spec.block_n), f.num_kv_heads * (1 if f.varlen else f.batch)
-    if heads * blocks and not f.varlen and f.window_right != UNLIMITED and f.window_left == UNLIMITED:
+    drawn = f.varlen or "ordered" in spec.features
+    if heads * blocks and not drawn and f.window_right != UNLIMITED and f.window_left == UNLIMITED:
         offset = f.seqlen_q - f.seqlen_k - f.window_right
         first_rows = (min(max(n * spec.block_n + offset, 0), f.seqlen_q) for n in reversed(range(blocks)))
         return tile_order.causal(heads, [1 - (-(f.seqlen_q - row) // spec.block_m) for row in first_rows], sm_count)

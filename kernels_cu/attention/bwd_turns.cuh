@@ -1,0 +1,121 @@
+// dQ in a fixed order (entry/attn_bwd_sm90.cu with ORDERED): the same bits in every run.
+//
+// A tile of queries gets its sums from tiles of keys in the order of the keys. The first one stores; each of the others
+// waits until the tile of keys before it has added. Tiles of keys go through the queries backwards, from the last tile
+// that they see to the first, and query heads of a kv head in their order. What a tile of keys sees moves on with the
+// keys: where it is not the first to see a tile of queries, the one before it sees that tile too, and has taken it in
+// the same order. So one number a tile of keys and warpgroup, its steps that are complete, tells the next one all.
+//
+//   writer g of tile n                      writer g of tile n + 1
+//   wait dq_full
+//   wait steps(n - 1) > that step           ld.acquire steps(n)
+//   add, commit                             fence.proxy.async
+//   arrive dq_empty                         add, commit
+//   wait for the step before, complete
+//   st.release steps(n)
+//
+// It ends. Work items, tiles of keys of a (sequence, kv head), are drawn from a counter, so an item has been begun, by
+// a CTA that runs, before any with a higher number; a CTA ends its items in the order in which it draws them. A step
+// waits for steps of the tile of keys before only, which is an item with a lower number. So of the items that have not
+// ended the lowest never waits for ever, however few CTAs run at a time.
+#pragma once
+#include "attention/bwd_roles.cuh"
+#include "ptx/delay.cuh"
+#include "ptx/gpu_sync.cuh"
+
+// In place of BwdWriter; dq_accum is there.
+template <typename Config>
+class BwdTurnsWriter {
+    using Layout = BwdLayout<Config>;
+    using SharedStorage = BwdStorage<Config>;
+    using Barriers = BwdBarriers<Config>;
+    using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
+    static constexpr uint32 kPollNs = 32;
+
+  public:
+    OA_DEVICE BwdTurnsWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
+        : params_(params), full_(bars.dq_full + 8 * group), empty_(bars.dq_empty + 8 * group), group_(group) {}
+
+    // One thread.
+    OA_DEVICE void run() {
+        const AttnBwdParams& bwd = params_.bwd;
+        const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
+        BwdTiles<Config> tiles(bwd.fwd, params_.tiles);
+        uint32 phase = 0;
+        for (BwdTile t; tiles.next(t);) {
+            Rows rows(bwd.fwd, t);
+            if (rows.is_empty()) continue;
+            const int32 count = rows.end - rows.first;
+            int32 firsts, before;
+            look_back(t, rows, firsts, before);
+            uint32* steps = steps_of(t);
+            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) +
+                        (rows.end - 1) * Config::kBlockM;
+            float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
+            int32 done = 0, known = 0, needed = 0;  // steps: this tile's, the one's before, needed of it
+#pragma unroll 1
+            for (int32 head = 0; head < heads; ++head, needed += before - (count - firsts)) {
+#pragma unroll 1
+                for (int32 i = 0; i < count; ++i) {
+                    mbarrier_wait(full_, phase);
+                    phase ^= 1;
+                    const uint32 from = smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes;
+                    if (i < firsts) {
+                        bulk_store(to, from, Layout::kDqBytes);
+                    } else {
+                        ++needed;
+                        while (known < needed) {
+                            known = int32(load_acquire(steps - 2));
+                            if (known < needed) nanosleep(kPollNs);
+                        }
+                        fence_proxy_async_global();
+                        bulk_reduce_add(to, from, Layout::kDqBytes);
+                    }
+                    bulk_commit();
+                    bulk_wait_read<0>();
+                    mbarrier_arrive(empty_);
+                    to -= Config::kBlockM * Config::kHeadDim;
+                    // Not this step's, which takes about as long as the next one's products.
+                    bulk_wait<1>();
+                    if (done != 0) publish(steps, done);
+                    ++done;
+                }
+                to += (bwd.rows_stride_h + int64(count) * Config::kBlockM) * Config::kHeadDim;
+            }
+            bulk_wait<0>();
+            publish(steps, done);
+        }
+    }
+
+  private:
+    // firsts: tiles of queries, of a head, that no tile of keys before this one sees, those with the highest numbers.
+    // before: how many the tile of keys before sees.
+    OA_DEVICE void look_back(const BwdTile& t, const Rows& rows, int32& firsts, int32& before) const {
+        firsts = rows.end - rows.first;
+        before = 0;
+        if (t.n0 == 0) return;
+        const AttnFwdParams& fwd = params_.bwd.fwd;
+        const Rows last(t.n0 - Config::kBlockN, t.seqlen_q, t.seqlen_k, fwd.window_left, fwd.window_right);
+        if (last.is_empty()) return;
+        before = last.end - last.first;
+        firsts = min_of(rows.end - last.end, firsts);
+    }
+    // Of a tile of keys and this warpgroup; of the tile before 2 elements before it.
+    OA_DEVICE uint32* steps_of(const BwdTile& t) const {
+        const AttnBwdParams& bwd = params_.bwd;
+        // Sequences of packed keys end with a part of a tile at most: no two have a number in common.
+        const int32 sequence = Config::kVarlen ? t.k_begin / Config::kBlockN + t.sequence : 0;
+        const int64 head = Config::kVarlen ? t.kv_head_idx : int64(t.batch_idx) * bwd.fwd.num_kv_heads + t.kv_head_idx;
+        return step_counters(bwd) + 2 * (head * bwd.num_n_blocks + sequence + t.n0 / Config::kBlockN) + group_;
+    }
+    // What this thread's bulk groups have written comes before.
+    OA_DEVICE static void publish(uint32* steps, int32 done) {
+        random_delay();
+        fence_proxy_async_global();
+        store_release(steps, uint32(done));
+    }
+
+    const typename Config::Params& params_;
+    const uint32 full_, empty_;
+    const int32 group_;
+};
