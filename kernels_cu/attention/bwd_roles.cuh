@@ -9,6 +9,7 @@
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/bulk_store.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
@@ -27,6 +28,23 @@ struct BwdLayout {
 
 template <typename Config, bool kWarp = false>
 using BwdTiles = BwdFeed<Config::kBlockN, Config::kVarlen, kWarp, Config::kWalker>;
+
+// Steps of dQ that are complete, of the warpgroups of this CTA and of the tile of keys before theirs: two numbers each,
+// the place of the tile of keys among step_counters and the steps. No place: before the first tile, behind the last one.
+constexpr uint32 kNoTurnsYet = 0xffffffff, kTurnsEnded = 0xfffffffe;
+struct TurnsStorage {
+    OA_DEVICE static uint32 done(int32 group) { return smem_addr_at(&BwdFeedStorage<true>::steps_done) + 8 * group; }
+    OA_DEVICE static uint32 before(int32 group) {
+        return smem_addr_at(&BwdFeedStorage<true>::steps_before) + 8 * group;
+    }
+};
+// One thread; a CTA barrier must follow.
+OA_DEVICE void init_turns() {
+    for (int32 group = 0; group < 2; ++group) {
+        store_release_shared2(TurnsStorage::done(group), kNoTurnsYet, 0);
+        store_release_shared2(TurnsStorage::before(group), kNoTurnsYet, 0);
+    }
+}
 
 // First padded row of a tile's sequence.
 template <typename Config>
@@ -76,6 +94,7 @@ struct BwdBarriers {
         }
         // Consumer warps, the producer, the writers.
         if constexpr (Config::kWalker) init_bwd_feed(kConsumerWarps + 1 + Config::kConsumers);
+        if constexpr (Config::kOrdered) init_turns();
         mbarrier_init(k_full, 1);
         mbarrier_init(v_full, 1);
         mbarrier_init(kv_empty, kConsumerWarps);

@@ -6,13 +6,14 @@
 // keys: where it is not the first to see a tile of queries, the one before it sees that tile too, and has taken it in
 // the same order. So one number a tile of keys and warpgroup, its steps that are complete, tells the next one all.
 //
-//   writer g of tile n                      writer g of tile n + 1
-//   wait dq_full
-//   wait steps(n - 1) > that step           ld.acquire steps(n)
-//   add, commit                             fence.proxy.async
-//   arrive dq_empty                         add, commit
-//   wait for the step before, complete
-//   st.release steps(n)
+//   writer g, tile n                   keeper (warp 3)                       keeper and writer g, tile n + 1
+//   wait dq_full                                                             ld.acquire steps(n)
+//   wait before > steps needed         ld.acquire steps(n - 1) -> before     -> before
+//   add, commit, arrive dq_empty                                             wait before > ..
+//   wait for the addition before       done -> st.release steps(n)           add
+//   -> done
+//
+// The keeper has the accesses to global memory: each takes a microsecond, as long as a step. It hands on tiles as well.
 //
 // It ends. Work items, tiles of keys of a (sequence, kv head), are drawn from a counter, so an item has been begun, by
 // a CTA that runs, before any with a higher number; a CTA ends its items in the order in which it draws them. A step
@@ -48,11 +49,12 @@ class BwdTurnsWriter {
             const int32 count = rows.end - rows.first;
             int32 firsts, before;
             look_back(t, rows, firsts, before);
-            uint32* steps = steps_of(t);
+            const uint32 place = place_of(t);
+            tell(place, 0);
             int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) +
                         (rows.end - 1) * Config::kBlockM;
             float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
-            int32 done = 0, known = 0, needed = 0;  // steps: this tile's, the one's before, needed of it
+            uint32 done = 0, known = 0, needed = 0;  // steps: this tile's, the one's before, needed of it
 #pragma unroll 1
             for (int32 head = 0; head < heads; ++head, needed += before - (count - firsts)) {
 #pragma unroll 1
@@ -65,7 +67,8 @@ class BwdTurnsWriter {
                     } else {
                         ++needed;
                         while (known < needed) {
-                            known = int32(load_acquire(steps - 2));
+                            const uint2 told = load_acquire_shared2(TurnsStorage::before(group_));
+                            if (told.x == place) known = told.y;
                             if (known < needed) nanosleep(kPollNs);
                         }
                         fence_proxy_async_global();
@@ -77,14 +80,17 @@ class BwdTurnsWriter {
                     to -= Config::kBlockM * Config::kHeadDim;
                     // Not this step's, which takes about as long as the next one's products.
                     bulk_wait<1>();
-                    if (done != 0) publish(steps, done);
+                    if (done != 0) tell(place, done);
                     ++done;
                 }
                 to += (bwd.rows_stride_h + int64(count) * Config::kBlockM) * Config::kHeadDim;
             }
             bulk_wait<0>();
-            publish(steps, done);
+            // Not by the keeper, which may not look before the next tile begins.
+            fence_proxy_async_global();
+            reduce_max_release(step_counters(bwd) + place, done);
         }
+        tell(kTurnsEnded, 0);
     }
 
   private:
@@ -100,22 +106,73 @@ class BwdTurnsWriter {
         before = last.end - last.first;
         firsts = min_of(rows.end - last.end, firsts);
     }
-    // Of a tile of keys and this warpgroup; of the tile before 2 elements before it.
-    OA_DEVICE uint32* steps_of(const BwdTile& t) const {
+    // Of a tile of keys and this warpgroup, among step_counters; that of the tile before is 2 less.
+    OA_DEVICE uint32 place_of(const BwdTile& t) const {
         const AttnBwdParams& bwd = params_.bwd;
         // Sequences of packed keys end with a part of a tile at most: no two have a number in common.
         const int32 sequence = Config::kVarlen ? t.k_begin / Config::kBlockN + t.sequence : 0;
-        const int64 head = Config::kVarlen ? t.kv_head_idx : int64(t.batch_idx) * bwd.fwd.num_kv_heads + t.kv_head_idx;
-        return step_counters(bwd) + 2 * (head * bwd.num_n_blocks + sequence + t.n0 / Config::kBlockN) + group_;
+        const int32 head = Config::kVarlen ? t.kv_head_idx : t.batch_idx * bwd.fwd.num_kv_heads + t.kv_head_idx;
+        return 2 * (uint32(head) * bwd.num_n_blocks + sequence + t.n0 / Config::kBlockN) + group_;
     }
     // What this thread's bulk groups have written comes before.
-    OA_DEVICE static void publish(uint32* steps, int32 done) {
+    OA_DEVICE void tell(uint32 place, uint32 done) const {
         random_delay();
         fence_proxy_async_global();
-        store_release(steps, uint32(done));
+        store_release_shared2(TurnsStorage::done(group_), place, done);
     }
 
     const typename Config::Params& params_;
     const uint32 full_, empty_;
     const int32 group_;
 };
+
+// Lane g: what writer g has done, to global memory, and from there what the tile before its tile has done.
+class TurnsOfGroup {
+  public:
+    // False behind the last tile.
+    OA_DEVICE bool pass_on(uint32* counters, int32 group) {
+        const uint2 told = load_acquire_shared2(TurnsStorage::done(group));
+        if (told.x == kTurnsEnded) return false;
+        if (told.x == kNoTurnsYet) return true;
+        uint32* steps = counters + told.x;
+        if (told.y != 0 && (told.x != place_ || told.y != done_)) {
+            random_delay();
+            reduce_max_release(steps, told.y);
+        }
+        place_ = told.x;
+        done_ = told.y;
+        // Of a head's first tile: some number that nobody asks for.
+        store_release_shared2(TurnsStorage::before(group), told.x, load_acquire(steps - 2));
+        return true;
+    }
+
+  private:
+    uint32 place_ = kNoTurnsYet, done_ = 0;
+};
+
+template <typename Config, typename Tiles>
+OA_DEVICE void keep_turns(const AttnBwdParams& p, Tiles tiles) {
+    const int lane = threadIdx.x & 31;
+    RingState<kTileStages> at;
+    TurnsOfGroup turns;
+    bool more_tiles = true, more_turns = true;
+    while (more_tiles || more_turns) {
+        if (more_tiles && __all_sync(0xffffffffu, BwdFeedStorage<true>::ring().is_empty(at))) {
+            more_tiles = hand_on_bwd_tile(tiles, at);
+            at.advance();
+        }
+        const bool mine = lane < Config::kConsumers && turns.pass_on(step_counters(p), lane);
+        more_turns = __any_sync(0xffffffffu, mine);
+    }
+}
+
+// One warp.
+template <typename Config>
+OA_DEVICE void keep_turns(const AttnBwdParams& p) {
+    using Storage = BwdFeedStorage<true>;
+    if constexpr (Config::kVarlen)
+        keep_turns<Config>(
+            p, PackedBwdTiles<Config::kBlockN, true>(p.fwd, item_counter(p), *Storage::at(&Storage::sequences)));
+    else
+        keep_turns<Config>(p, DrawnBwdTiles<Config::kBlockN>(p.fwd, item_counter(p)));
+}

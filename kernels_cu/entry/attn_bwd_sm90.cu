@@ -29,10 +29,10 @@
 // dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
 //
 // VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
-// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh). ORDERED: additions to dQ
-// in turns, the last queries first, tiles of keys drawn by warp 3 (attention/bwd_turns.cuh).
+// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh). ORDERED: dQ is added to
+// in turns, the last queries first (attention/bwd_turns.cuh). Shared memory, bytes:
 //
-// Shared memory, bytes: VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
+// VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
 // | dS [3][64 * 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
 // panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_forms.cuh"
@@ -490,9 +490,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         const int32 warp = threadIdx.x >> 5;
         if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers)
             Select<Config::kOrdered, BwdTurnsWriter<Config>, BwdWriter<Config>>::Type(params, bars, warp - 1).run();
-        if constexpr (Config::kWalker)
-            if (warp > Config::kConsumers)
-                walk_bwd_tiles<Config::kBlockN, Config::kVarlen, Config::kOrdered>(params.bwd);
+        if (Config::kOrdered && warp > Config::kConsumers)
+            keep_turns<Config>(params.bwd);
+        else if (Config::kVarlen && warp > Config::kConsumers)
+            walk_bwd_tiles<Config::kBlockN>(params.bwd.fwd, item_counter(params.bwd));
     } else {
         registers_claim<Config::kConsumerRegisters>();
         Consumer(params, bars, warpgroup - 1).run();

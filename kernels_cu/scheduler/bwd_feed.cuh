@@ -25,6 +25,7 @@ struct BwdFeedStorage<true> {
     alignas(16) BwdTile tile[kTileStages];  // n0 = kNoMoreTiles ends
     SequenceRange sequences[32];  // of the walker
     uint64 tile_full[kTileStages], tile_empty[kTileStages];
+    uint64 steps_done[2], steps_before[2];  // of the turns of dQ (attention/bwd_turns.cuh)
 
     OA_DEVICE static Ring<kTileStages> ring() {
         return {smem_addr_at(&BwdFeedStorage::tile_full), smem_addr_at(&BwdFeedStorage::tile_empty)};
@@ -82,29 +83,28 @@ class BwdFeed<kBlockN, kVarlen, kWarp, true> {
 // Before a CTA barrier, one thread. readers: warps and threads that take tiles.
 OA_DEVICE void init_bwd_feed(uint32 readers) { BwdFeedStorage<true>::ring().init(readers); }
 
-// Hands on the tiles of a walk; one warp.
+// The next tile of a walk, or the end of it (false), to a stage that is empty; one warp.
 template <typename Tiles>
-OA_DEVICE void hand_on_bwd_tiles(Tiles tiles) {
+OA_DEVICE bool hand_on_bwd_tile(Tiles& tiles, const RingState<kTileStages>& at) {
     using Storage = BwdFeedStorage<true>;
+    BwdTile t;
+    const bool more = tiles.next(t);
+    if ((threadIdx.x & 31) == 0) {
+        if (!more) t.n0 = kNoMoreTiles;
+        (*Storage::at(&Storage::tile))[at.stage] = t;
+        mbarrier_arrive(Storage::ring().full + 8 * at.stage);
+    }
+    return more;
+}
+
+// The walk of packed sequences; one warp. counter: as PackedBwdTiles.
+template <int kBlockN>
+OA_DEVICE void walk_bwd_tiles(const AttnFwdParams& p, uint32* counter) {
+    using Storage = BwdFeedStorage<true>;
+    PackedBwdTiles<kBlockN> tiles(p, counter, *Storage::at(&Storage::sequences));
     RingState<kTileStages> at;
     for (bool more = true; more; at.advance()) {
         Storage::ring().wait_empty(at);
-        BwdTile t;
-        more = tiles.next(t);
-        if ((threadIdx.x & 31) == 0) {
-            if (!more) t.n0 = kNoMoreTiles;
-            (*Storage::at(&Storage::tile))[at.stage] = t;
-            mbarrier_arrive(Storage::ring().full + 8 * at.stage);
-        }
+        more = hand_on_bwd_tile(tiles, at);
     }
-}
-
-// The walk; one warp.
-template <int kBlockN, bool kVarlen, bool kOrdered>
-OA_DEVICE void walk_bwd_tiles(const AttnBwdParams& p) {
-    using Storage = BwdFeedStorage<true>;
-    if constexpr (kVarlen)
-        hand_on_bwd_tiles(PackedBwdTiles<kBlockN, kOrdered>(p.fwd, item_counter(p), *Storage::at(&Storage::sequences)));
-    else
-        hand_on_bwd_tiles(DrawnBwdTiles<kBlockN>(p.fwd, item_counter(p)));
 }
