@@ -3,7 +3,7 @@
 //
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
 // kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kVarlen (packed sequences), kOrdered
-// (attention/bwd_turns.cuh), kWalker (one of both), Params.
+// (attention/bwd_ordered.cuh), kWalker (one of both), Params.
 #pragma once
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
@@ -30,19 +30,19 @@ template <typename Config, bool kWarp = false>
 using BwdTiles = BwdFeed<Config::kBlockN, Config::kVarlen, kWarp, Config::kWalker>;
 
 // Steps of dQ that are complete, of the warpgroups of this CTA and of the tile of keys before theirs: two numbers each,
-// the place of the tile of keys among step_counters and the steps. No place: before the first tile, behind the last one.
-constexpr uint32 kNoTurnsYet = 0xffffffff, kTurnsEnded = 0xfffffffe;
-struct TurnsStorage {
+// the place of the tile of keys among step_counters and the steps. No place: before the first tile, behind the last.
+constexpr uint32 kNoStepsYet = 0xffffffff, kStepsEnded = 0xfffffffe;
+struct StepsStorage {
     OA_DEVICE static uint32 done(int32 group) { return smem_addr_at(&BwdFeedStorage<true>::steps_done) + 8 * group; }
     OA_DEVICE static uint32 before(int32 group) {
         return smem_addr_at(&BwdFeedStorage<true>::steps_before) + 8 * group;
     }
 };
 // One thread; a CTA barrier must follow.
-OA_DEVICE void init_turns() {
+OA_DEVICE void init_steps() {
     for (int32 group = 0; group < 2; ++group) {
-        store_release_shared2(TurnsStorage::done(group), kNoTurnsYet, 0);
-        store_release_shared2(TurnsStorage::before(group), kNoTurnsYet, 0);
+        store_release_shared2(StepsStorage::done(group), kNoStepsYet, 0);
+        store_release_shared2(StepsStorage::before(group), kNoStepsYet, 0);
     }
 }
 
@@ -94,7 +94,7 @@ struct BwdBarriers {
         }
         // Consumer warps, the producer, the writers.
         if constexpr (Config::kWalker) init_bwd_feed(kConsumerWarps + 1 + Config::kConsumers);
-        if constexpr (Config::kOrdered) init_turns();
+        if constexpr (Config::kOrdered) init_steps();
         mbarrier_init(k_full, 1);
         mbarrier_init(v_full, 1);
         mbarrier_init(kv_empty, kConsumerWarps);

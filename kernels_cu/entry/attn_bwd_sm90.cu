@@ -30,14 +30,13 @@
 //
 // VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
 // sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh). ORDERED: dQ is added to
-// in turns, the last queries first (attention/bwd_turns.cuh). Shared memory, bytes:
-//
+// in a fixed order, the last queries first (attention/bwd_ordered.cuh). Shared memory, bytes:
 // VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
 // | dS [3][64 * 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
 // panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_forms.cuh"
 #include "attention/bwd_roles.cuh"
-#include "attention/bwd_turns.cuh"
+#include "attention/bwd_ordered.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
@@ -394,7 +393,7 @@ class Consumer {
         wgmma_pin(w.dv);
         pack(w.ds16, w.dp);
         store_ds<(kBefore > 1)>(w);
-        release_do();  // behind stores of what was made of delta: loads that are still under way do not hold up an arrival
+        release_do();  // behind stores of what was made of delta: an arrival does not wait for loads under way
         if constexpr (Config::kKeyMask) {
             if (w.m == rows.first && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0) load_key_bias(w, t);
         }
@@ -489,9 +488,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         if (threadIdx.x == 0) BwdProducer<Config>(params, bars).run();
         const int32 warp = threadIdx.x >> 5;
         if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers)
-            Select<Config::kOrdered, BwdTurnsWriter<Config>, BwdWriter<Config>>::Type(params, bars, warp - 1).run();
+            Select<Config::kOrdered, BwdOrderedWriter<Config>, BwdWriter<Config>>::Type(params, bars, warp - 1).run();
         if (Config::kOrdered && warp > Config::kConsumers)
-            keep_turns<Config>(params.bwd);
+            keep_order<Config>(params.bwd);
         else if (Config::kVarlen && warp > Config::kConsumers)
             walk_bwd_tiles<Config::kBlockN>(params.bwd.fwd, item_counter(params.bwd));
     } else {

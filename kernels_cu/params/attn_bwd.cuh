@@ -12,7 +12,7 @@
 // elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum. Of packed sequences delta has
 // one element more, behind the last head: how many tiles the CTAs of attn_bwd_sm90 have drawn, 0 before. With ORDERED
 // it is there for dense batches too, and 2 * num_n_blocks * kv heads (times the dense batch) elements follow: of every
-// tile of keys how many steps of dQ either warpgroup has added (attention/bwd_turns.cuh), 0 before.
+// tile of keys how many steps of dQ either warpgroup has added (attention/bwd_ordered.cuh), 0 before.
 struct AttnBwdParams {
     AttnFwdParams fwd;  // of the forward: q, k, v, o and lse are read here
     const uint16* d_o;

@@ -30,8 +30,8 @@ OA_DEVICE void reduce_max_release(uint32* p, uint32 v) {
     asm volatile("red.release.gpu.global.max.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// ld.acquire.cta.shared and st.release.cta.shared of two numbers that belong together; a multiple of 8. Between lanes of
-// a CTA, as load_acquire and store_release.
+// ld.acquire.cta.shared and st.release.cta.shared of two numbers that belong together; the address a multiple of 8.
+// Between lanes of a CTA, as load_acquire and store_release.
 OA_DEVICE uint2 load_acquire_shared2(uint32 addr) {
     uint64 v;
     asm volatile("ld.acquire.cta.shared::cta.b64 %0, [%1];" : "=l"(v) : "r"(addr) : "memory");

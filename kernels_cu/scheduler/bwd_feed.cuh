@@ -1,6 +1,6 @@
 // Tiles of keys for the roles of a persistent kernel. Of dense batches every role walks the list by itself. Of packed
-// sequences, and where tiles are drawn in an order, one warp walks ahead of the other roles, which get the tiles through
-// shared memory:
+// sequences, and where tiles are drawn in an order, one warp walks ahead of the other roles, which get the tiles by way
+// of shared memory:
 //
 //   walker    tile_empty -> tile -> tile_full
 //   others    tile_full -> read -> tile_empty
@@ -25,7 +25,7 @@ struct BwdFeedStorage<true> {
     alignas(16) BwdTile tile[kTileStages];  // n0 = kNoMoreTiles ends
     SequenceRange sequences[32];  // of the walker
     uint64 tile_full[kTileStages], tile_empty[kTileStages];
-    uint64 steps_done[2], steps_before[2];  // of the turns of dQ (attention/bwd_turns.cuh)
+    uint64 steps_done[2], steps_before[2];  // of the order of dQ (attention/bwd_ordered.cuh)
 
     OA_DEVICE static Ring<kTileStages> ring() {
         return {smem_addr_at(&BwdFeedStorage::tile_full), smem_addr_at(&BwdFeedStorage::tile_empty)};

@@ -150,6 +150,32 @@ def test_hopper_has_the_layout_of_its_accumulators() -> None:
     assert main.grid[0] <= HOPPER.sm_count
 
 
+def test_order_of_dq() -> None:
+    """deterministic=True: counters behind delta; sums are cleared only where a query may see no key."""
+    rows = 2 * 384 * 4
+    for fields, tiles, cleared in (
+        ({}, 4 * 2 * 2, False),
+        ({"window_right": 0}, 4 * 2 * 2, False),
+        ({"window_left": 100, "window_right": 3}, 4 * 2 * 2, False),
+        ({"seqlen_k": 120}, 1 * 2 * 2, False),
+        ({"seqlen_k": 120, "window_right": 0}, 1 * 2 * 2, True),
+        ({"varlen": True}, (4 + 2 + 2) * 2, True),
+    ):
+        launches = plan_backward(problem(deterministic=True, **fields), HOPPER, None)
+        prepare, main, finish = (of(record) for record in launches.records)
+        if "varlen" in fields:
+            rows = (384 + 2 * 128) * 4
+        sums = At("workspace", 4 * rows + -(-4 * (rows + 1 + 2 * tiles) // 256) * 256)
+        assert launches.workspace_bytes == sums.offset + 4 * rows * 128
+        assert [x["dq_accum"] for x in (prepare, main, finish)] == [sums if cleared else None, sums, sums]
+        assert {x["num_n_blocks"] * 2 * (1 if "varlen" in fields else 2) for x in (prepare, main)} == {tiles}
+        assert launches.records[1].grid == (tiles, 1, 1)
+        assert [main[f"tiles.{name}"] for name in ("num_items", "num_pairs", "num_tail_heads")] == [tiles, 0, 0]
+    plain, _, _ = (of(record) for record in plan_backward(problem(), HOPPER, None).records)
+    assert plain["num_n_blocks"] == 0
+    assert plain["dq_accum"] is not None
+
+
 def test_copies_of_packed_sequences_end_with_them() -> None:
     """What a copy reads, worked out from the map and the coordinates of attention/bwd_roles.cuh."""
     launches = plan_backward(problem(varlen=True, window_right=0), HOPPER, None)

@@ -168,7 +168,7 @@ _BWD_SM90_FORMS: dict[str, tuple[str, ...]] = {
 def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: bool = False) -> KernelSpec:
     """form: of scores, ``"softcap"``, ``"keys"`` (a mask that is the same for all queries), or empty.
 
-    ordered: additions to dq in turns, so that it has the same bits in every run.
+    ordered: additions to dq in a fixed order, so that it has the same bits in every run.
     """
     short, tag = IO_TYPES[dtype]
     block_m, block_n, ds_stages, q_stages = 64, 128, 3, 3

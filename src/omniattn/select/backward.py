@@ -88,7 +88,7 @@ def _select(op: str, problem: BackwardProblem, target: Target, force: str | None
         f"tile of {best.block_m} query rows and {best.block_n} keys in {best.smem_bytes} bytes of shared memory",
     ]
     if "ordered" in best.features:
-        why.append("deterministic=True: tiles of keys add to dq in turns")
+        why.append("deterministic=True: tiles of keys add to dq in a fixed order")
     return Selection(best, tuple(why))
 
 

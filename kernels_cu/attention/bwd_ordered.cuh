@@ -26,7 +26,7 @@
 
 // In place of BwdWriter; dq_accum is there.
 template <typename Config>
-class BwdTurnsWriter {
+class BwdOrderedWriter {
     using Layout = BwdLayout<Config>;
     using SharedStorage = BwdStorage<Config>;
     using Barriers = BwdBarriers<Config>;
@@ -34,7 +34,7 @@ class BwdTurnsWriter {
     static constexpr uint32 kPollNs = 32;
 
   public:
-    OA_DEVICE BwdTurnsWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
+    OA_DEVICE BwdOrderedWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
         : params_(params), full_(bars.dq_full + 8 * group), empty_(bars.dq_empty + 8 * group), group_(group) {}
 
     // One thread.
@@ -67,7 +67,7 @@ class BwdTurnsWriter {
                     } else {
                         ++needed;
                         while (known < needed) {
-                            const uint2 told = load_acquire_shared2(TurnsStorage::before(group_));
+                            const uint2 told = load_acquire_shared2(StepsStorage::before(group_));
                             if (told.x == place) known = told.y;
                             if (known < needed) nanosleep(kPollNs);
                         }
@@ -90,7 +90,7 @@ class BwdTurnsWriter {
             fence_proxy_async_global();
             reduce_max_release(step_counters(bwd) + place, done);
         }
-        tell(kTurnsEnded, 0);
+        tell(kStepsEnded, 0);
     }
 
   private:
@@ -118,7 +118,7 @@ class BwdTurnsWriter {
     OA_DEVICE void tell(uint32 place, uint32 done) const {
         random_delay();
         fence_proxy_async_global();
-        store_release_shared2(TurnsStorage::done(group_), place, done);
+        store_release_shared2(StepsStorage::done(group_), place, done);
     }
 
     const typename Config::Params& params_;
@@ -127,13 +127,13 @@ class BwdTurnsWriter {
 };
 
 // Lane g: what writer g has done, to global memory, and from there what the tile before its tile has done.
-class TurnsOfGroup {
+class GroupSteps {
   public:
     // False behind the last tile.
     OA_DEVICE bool pass_on(uint32* counters, int32 group) {
-        const uint2 told = load_acquire_shared2(TurnsStorage::done(group));
-        if (told.x == kTurnsEnded) return false;
-        if (told.x == kNoTurnsYet) return true;
+        const uint2 told = load_acquire_shared2(StepsStorage::done(group));
+        if (told.x == kStepsEnded) return false;
+        if (told.x == kNoStepsYet) return true;
         uint32* steps = counters + told.x;
         if (told.y != 0 && (told.x != place_ || told.y != done_)) {
             random_delay();
@@ -142,37 +142,37 @@ class TurnsOfGroup {
         place_ = told.x;
         done_ = told.y;
         // Of a head's first tile: some number that nobody asks for.
-        store_release_shared2(TurnsStorage::before(group), told.x, load_acquire(steps - 2));
+        store_release_shared2(StepsStorage::before(group), told.x, load_acquire(steps - 2));
         return true;
     }
 
   private:
-    uint32 place_ = kNoTurnsYet, done_ = 0;
+    uint32 place_ = kNoStepsYet, done_ = 0;
 };
 
 template <typename Config, typename Tiles>
-OA_DEVICE void keep_turns(const AttnBwdParams& p, Tiles tiles) {
+OA_DEVICE void keep_order(const AttnBwdParams& p, Tiles tiles) {
     const int lane = threadIdx.x & 31;
     RingState<kTileStages> at;
-    TurnsOfGroup turns;
-    bool more_tiles = true, more_turns = true;
-    while (more_tiles || more_turns) {
+    GroupSteps steps;
+    bool more_tiles = true, more_steps = true;
+    while (more_tiles || more_steps) {
         if (more_tiles && __all_sync(0xffffffffu, BwdFeedStorage<true>::ring().is_empty(at))) {
             more_tiles = hand_on_bwd_tile(tiles, at);
             at.advance();
         }
-        const bool mine = lane < Config::kConsumers && turns.pass_on(step_counters(p), lane);
-        more_turns = __any_sync(0xffffffffu, mine);
+        const bool mine = lane < Config::kConsumers && steps.pass_on(step_counters(p), lane);
+        more_steps = __any_sync(0xffffffffu, mine);
     }
 }
 
 // One warp.
 template <typename Config>
-OA_DEVICE void keep_turns(const AttnBwdParams& p) {
+OA_DEVICE void keep_order(const AttnBwdParams& p) {
     using Storage = BwdFeedStorage<true>;
     if constexpr (Config::kVarlen)
-        keep_turns<Config>(
+        keep_order<Config>(
             p, PackedBwdTiles<Config::kBlockN, true>(p.fwd, item_counter(p), *Storage::at(&Storage::sequences)));
     else
-        keep_turns<Config>(p, DrawnBwdTiles<Config::kBlockN>(p.fwd, item_counter(p)));
+        keep_order<Config>(p, DrawnBwdTiles<Config::kBlockN>(p.fwd, item_counter(p)));
 }
