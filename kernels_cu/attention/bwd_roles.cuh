@@ -55,6 +55,13 @@ OA_DEVICE int64 first_padded_row(const AttnBwdParams& p, const BwdTile& t) {
         return padded_begin(p, t);
 }
 
+// The tile of queries behind tile m, around; kBackwards: before it.
+template <bool kBackwards, typename Rows>
+OA_DEVICE int32 next_queries(const Rows& rows, int32 m) {
+    if constexpr (kBackwards) return m == rows.first ? rows.end - 1 : m - 1;
+    return ++m == rows.end ? rows.first : m;
+}
+
 template <typename Config>
 struct BwdStorage : BwdFeedStorage<Config::kWalker> {
     using Layout = BwdLayout<Config>;

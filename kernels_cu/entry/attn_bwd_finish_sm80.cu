@@ -10,6 +10,7 @@
 // there is a dq_accum. Bound by memory.
 #include "params/attn_bwd.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/padded_rows.cuh"
 
@@ -78,6 +79,7 @@ OA_DEVICE void finish_fragments(const AttnBwdParams& p, const float* block, uint
 
 extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_finish_sm80(const __grid_constant__ AttnBwdParams p) {
     int32 item = blockIdx.x;
+    wait_for_kernel_ahead();
     if (p.dsinks != nullptr) {
         if (item < p.fwd.num_q_heads) return sum_sinks(p, item);
         item -= p.fwd.num_q_heads;

@@ -12,6 +12,7 @@
 #include "attention/sinks.cuh"
 #include "params/attn_bwd.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"
@@ -71,6 +72,7 @@ OA_DEVICE void clear_counters(const AttnBwdParams& p) {
 
 extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(const __grid_constant__ AttnBwdParams p) {
     __shared__ float warp_sums[kThreads / 32];
+    launch_dependents();  // attn_bwd_sm90 waits
     int32 blocks = int32(p.rows_stride_h / kBlockRows);
     if (p.dmask != nullptr) clear_dmask(p);
     clear_counters(p);

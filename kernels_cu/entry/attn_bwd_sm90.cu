@@ -41,6 +41,7 @@
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
@@ -382,10 +383,7 @@ class Consumer {
         issue_dp(w, do_at_.stage);
         issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * Layout::kQBytes));
         wgmma_pin(w.dp);
-        if constexpr (Config::kOrdered)
-            w.m = w.m == rows.first ? rows.end - 1 : w.m - 1;
-        else if (++w.m == rows.end)
-            w.m = rows.first;
+        w.m = next_queries<Config::kOrdered>(rows, w.m);
         wgmma_wait<1>();
         wgmma_pin(w.dp);
         differentiate(params_, w, delta_of(do_at_.stage));
@@ -482,6 +480,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         bars.init();
     }
     __syncthreads();
+    launch_dependents();  // attn_bwd_finish, which waits
+    wait_for_kernel_ahead();  // attn_bwd_prepare
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();

@@ -44,8 +44,8 @@ def on_ctas(monkeypatch: pytest.MonkeyPatch) -> Any:
     build = attn_bwd_sm90.build
 
     def choose(count: int) -> None:
-        def fewer(spec: Any, problem: Any, at: Any, columns: int, target: Any) -> Any:
-            return build(spec, problem, at, columns, dataclasses.replace(target, sm_count=count))
+        def fewer(spec: Any, problem: Any, at: Any, columns: int, target: Any, **more: Any) -> Any:
+            return build(spec, problem, at, columns, dataclasses.replace(target, sm_count=count), **more)
 
         monkeypatch.setattr(attn_bwd_sm90, "build", fewer)
         PLANS.clear()

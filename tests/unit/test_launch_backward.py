@@ -150,6 +150,20 @@ def test_hopper_has_the_layout_of_its_accumulators() -> None:
     assert main.grid[0] <= HOPPER.sm_count
 
 
+def test_launches_that_overlap() -> None:
+    """The one-pass kernel and what follows it wait by themselves; nothing begins before what came before the call."""
+    for fields, expected in (
+        ({}, [False, True, True]),
+        ({"deterministic": True}, [False, True, True]),
+        ({"deterministic": True, "softcap": 3.0}, [False, True, False]),
+        ({"seqlen_q": 0}, [False]),
+        ({"head_dim": 256}, [False, False, False]),
+    ):
+        launches = plan_backward(problem(**fields), HOPPER, None)
+        assert [record.overlap for record in launches.records] == expected
+    assert not any(record.overlap for record in plan_backward(problem(), AMPERE, None).records)
+
+
 def test_order_of_dq() -> None:
     """deterministic=True: counters behind delta; sums are cleared only where a query may see no key."""
     rows = 2 * 384 * 4

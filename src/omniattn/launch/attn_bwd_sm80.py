@@ -150,7 +150,14 @@ def build_dq(spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces) -> 
 
 
 def _rows(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, count: int, n_blocks: int = 0
+    spec: KernelSpec,
+    problem: BackwardProblem,
+    at: BackwardPlaces,
+    dq_columns: int,
+    count: int,
+    *,
+    n_blocks: int = 0,
+    overlap: bool = False,
 ) -> tuple[LaunchRecord, ...]:
     if count > MAX_GRID_X:
         raise UnsupportedError(
@@ -161,7 +168,7 @@ def _rows(
     if count == 0:
         return ()
     values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=n_blocks)
-    return (LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *ATTN_BWD.pack(values)),)
+    return (LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *ATTN_BWD.pack(values), overlap=overlap),)
 
 
 def _every_query_sees_a_key(f: AttentionProblem) -> bool:
@@ -183,13 +190,14 @@ def build_prepare(
     blocks = problem.padded_rows // ROW_PADDING * problem.forward.num_q_heads
     # Without queries a mask may still have a gradient to clear, and packed keys a counter.
     clears = "dmask" in problem.wanted or n_blocks > 0 or (problem.forward.varlen and problem.forward.seqlen_k > 0)
-    return _rows(spec, problem, at, dq_columns, blocks or int(clears), n_blocks)
+    return _rows(spec, problem, at, dq_columns, blocks or int(clears), n_blocks=n_blocks)
 
 
 def build_finish(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, *, overlap: bool = False
 ) -> tuple[LaunchRecord, ...]:
-    """The launch that makes dq of its sums, and dsinks."""
+    """The launch that makes dq of its sums, and dsinks. overlap: it may begin before the kernel ahead has ended."""
     heads = problem.forward.num_q_heads
     blocks = problem.padded_rows // ROW_PADDING * heads if at.dq_accum is not None else 0
-    return _rows(spec, problem, at, dq_columns, blocks + (heads if "dsinks" in problem.wanted else 0))
+    sinks = heads if "dsinks" in problem.wanted else 0
+    return _rows(spec, problem, at, dq_columns, blocks + sinks, overlap=overlap)

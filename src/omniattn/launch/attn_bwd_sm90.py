@@ -56,7 +56,12 @@ def _packed_map(name: str, dtype: str, shape: tuple[int, int, int], strides: tup
 
 
 def _launch(
-    spec: KernelSpec, problem: BackwardProblem, target: Target, tiles: tile_order.TileList, values: dict[str, object]
+    spec: KernelSpec,
+    problem: BackwardProblem,
+    target: Target,
+    tiles: tile_order.TileList,
+    values: dict[str, object],
+    overlap: bool = False,
 ) -> tuple[LaunchRecord, ...]:
     """One launch with the tensor maps; none without tiles.
 
@@ -92,16 +97,26 @@ def _launch(
         assert isinstance(factor2, float)
         values |= {**member("forms", forms), "inv_factor2": finite(1.0 / factor2)}
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=overlap),)
 
 
 def build(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, target: Target
+    spec: KernelSpec,
+    problem: BackwardProblem,
+    at: BackwardPlaces,
+    dq_columns: int,
+    target: Target,
+    *,
+    overlap: bool = False,
 ) -> tuple[LaunchRecord, ...]:
-    """The launch that makes dk and dv, and the sums of dq where there is a place for them; none without keys."""
+    """The launch that makes dk and dv, and the sums of dq where there is a place for them; none without keys.
+
+    overlap: it may begin before the kernel ahead has ended, which is ``attn_bwd_prepare``.
+    """
     blocks = num_n_blocks(problem.forward, spec.block_n)
     values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks)
-    return _launch(spec, problem, target, tiles_of(problem, spec, target.sm_count), values)
+    overlap = overlap and spec.family == "attn_bwd_sm90"  # the others do not wait by themselves
+    return _launch(spec, problem, target, tiles_of(problem, spec, target.sm_count), values, overlap)
 
 
 def build_dq(

@@ -73,7 +73,7 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
     records = attn_bwd_sm80.build_prepare(before.spec, problem, at, dq_columns, n_blocks)
     if main is not None:
         if on_wgmma:
-            records += attn_bwd_sm90.build(main.spec, problem, at, dq_columns, target)
+            records += attn_bwd_sm90.build(main.spec, problem, at, dq_columns, target, overlap=bool(records))
         else:
             records += attn_bwd_sm80.build(main.spec, problem, at, dq_columns)
     if alone is not None:
@@ -81,6 +81,8 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
             records += attn_bwd_sm90.build_dq(alone.spec, problem, at, target)
         else:
             records += attn_bwd_sm80.build_dq(alone.spec, problem, at)
-    records += attn_bwd_sm80.build_finish(behind.spec, problem, at, dq_columns)
+    # Sums of dq: the kernel ahead is that of all gradients.
+    overlap = on_wgmma and dq_columns > 0 and bool(records)
+    records += attn_bwd_sm80.build_finish(behind.spec, problem, at, dq_columns, overlap=overlap)
     chosen = tuple(selection for selection in (main, alone) if selection is not None)
     return Launches((chosen or (before,))[0], records, at.end, (before, *chosen[1:], behind))
