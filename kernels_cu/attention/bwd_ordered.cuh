@@ -6,14 +6,15 @@
 // keys: where it is not the first to see a tile of queries, the one before it sees that tile too, and has taken it in
 // the same order. So one number a tile of keys and warpgroup, its steps that are complete, tells the next one all.
 //
-//   writer g, tile n                   keeper (warp 3)                       keeper and writer g, tile n + 1
-//   wait dq_full                                                             ld.acquire steps(n)
-//   wait before > steps needed         ld.acquire steps(n - 1) -> before     -> before
-//   add, commit, arrive dq_empty                                             wait before > ..
-//   wait for the addition before       done -> st.release steps(n)           add
-//   -> done
+//   writer g, tile n                          keeper (warp 3)               writer g of tile n + 1, and its keeper
+//   wait before > steps needed                ld.acquire steps(n - 1)       ..
+//   add, commit, wait for the shared memory     -> before
+//   arrive dq_empty
+//   wait for the addition
+//   st.release steps(n)                                                     ld.acquire steps(n) -> before -> add
 //
-// The keeper has the accesses to global memory: each takes a microsecond, as long as a step. It hands on tiles as well.
+// The keeper asks global memory for the writers: an answer takes about a microsecond, as long as a step. It hands on
+// tiles as well.
 //
 // It ends. Work items, tiles of keys of a (sequence, kv head), are drawn from a counter, so an item has been begun, by
 // a CTA that runs, before any with a higher number; a CTA ends its items in the order in which it draws them. A step
@@ -32,6 +33,7 @@ class BwdOrderedWriter {
     using Barriers = BwdBarriers<Config>;
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
     static constexpr uint32 kPollNs = 32;
+    static constexpr uint32 kLag = Config::kHeadDim == 64 ? 1 : 0;  // steps that are not waited for
 
   public:
     OA_DEVICE BwdOrderedWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
@@ -50,7 +52,8 @@ class BwdOrderedWriter {
             int32 firsts, before;
             look_back(t, rows, firsts, before);
             const uint32 place = place_of(t);
-            tell(place, 0);
+            uint32* steps = step_counters(bwd) + place;
+            store_release_shared2(StepsStorage::asked(group_), place, 0);
             int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) +
                         (rows.end - 1) * Config::kBlockM;
             float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
@@ -78,19 +81,16 @@ class BwdOrderedWriter {
                     bulk_wait_read<0>();
                     mbarrier_arrive(empty_);
                     to -= Config::kBlockM * Config::kHeadDim;
-                    // Not this step's, which takes about as long as the next one's products.
-                    bulk_wait<1>();
-                    if (done != 0) tell(place, done);
-                    ++done;
+                    // d64: not this step's, which takes as long as the next one's products.
+                    bulk_wait<kLag>();
+                    if (++done > kLag) publish(steps, done - kLag);
                 }
                 to += (bwd.rows_stride_h + int64(count) * Config::kBlockM) * Config::kHeadDim;
             }
             bulk_wait<0>();
-            // Not by the keeper, which may not look before the next tile begins.
-            fence_proxy_async_global();
-            reduce_max_release(step_counters(bwd) + place, done);
+            if (kLag != 0) publish(steps, done);
         }
-        tell(kStepsEnded, 0);
+        store_release_shared2(StepsStorage::asked(group_), kStepsEnded, 0);
     }
 
   private:
@@ -115,10 +115,10 @@ class BwdOrderedWriter {
         return 2 * (uint32(head) * bwd.num_n_blocks + sequence + t.n0 / Config::kBlockN) + group_;
     }
     // What this thread's bulk groups have written comes before.
-    OA_DEVICE void tell(uint32 place, uint32 done) const {
+    OA_DEVICE static void publish(uint32* steps, uint32 done) {
         random_delay();
         fence_proxy_async_global();
-        store_release_shared2(StepsStorage::done(group_), place, done);
+        store_release(steps, done);
     }
 
     const typename Config::Params& params_;
@@ -126,42 +126,27 @@ class BwdOrderedWriter {
     const int32 group_;
 };
 
-// Lane g: what writer g has done, to global memory, and from there what the tile before its tile has done.
-class GroupSteps {
-  public:
-    // False behind the last tile.
-    OA_DEVICE bool pass_on(uint32* counters, int32 group) {
-        const uint2 told = load_acquire_shared2(StepsStorage::done(group));
-        if (told.x == kStepsEnded) return false;
-        if (told.x == kNoStepsYet) return true;
-        uint32* steps = counters + told.x;
-        if (told.y != 0 && (told.x != place_ || told.y != done_)) {
-            random_delay();
-            reduce_max_release(steps, told.y);
-        }
-        place_ = told.x;
-        done_ = told.y;
-        // Of a head's first tile: some number that nobody asks for.
-        store_release_shared2(StepsStorage::before(group), told.x, load_acquire(steps - 2));
-        return true;
-    }
-
-  private:
-    uint32 place_ = kNoStepsYet, done_ = 0;
-};
+// Lane g, for writer g: what the tile before its tile has done. False behind the last tile.
+OA_DEVICE bool ask_for_steps(const uint32* counters, int32 group) {
+    const uint32 place = load_acquire_shared2(StepsStorage::asked(group)).x;
+    if (place == kStepsEnded) return false;
+    // Of a head's first tile: some number that nobody asks for.
+    if (place != kNoStepsYet)
+        store_release_shared2(StepsStorage::before(group), place, load_acquire(counters + place - 2));
+    return true;
+}
 
 template <typename Config, typename Tiles>
 OA_DEVICE void keep_order(const AttnBwdParams& p, Tiles tiles) {
     const int lane = threadIdx.x & 31;
     RingState<kTileStages> at;
-    GroupSteps steps;
     bool more_tiles = true, more_steps = true;
     while (more_tiles || more_steps) {
         if (more_tiles && __all_sync(0xffffffffu, BwdFeedStorage<true>::ring().is_empty(at))) {
             more_tiles = hand_on_bwd_tile(tiles, at);
             at.advance();
         }
-        const bool mine = lane < Config::kConsumers && steps.pass_on(step_counters(p), lane);
+        const bool mine = lane < Config::kConsumers && ask_for_steps(step_counters(p), lane);
         more_steps = __any_sync(0xffffffffu, mine);
     }
 }
@@ -174,5 +159,6 @@ OA_DEVICE void keep_order(const AttnBwdParams& p) {
         keep_order<Config>(
             p, PackedBwdTiles<Config::kBlockN, true>(p.fwd, item_counter(p), *Storage::at(&Storage::sequences)));
     else
-        keep_order<Config>(p, DrawnBwdTiles<Config::kBlockN>(p.fwd, item_counter(p)));
+        keep_order<Config>(
+            p, DrawnBwdTiles<Config::kBlockN, kInterleavedDrawnTiles * 128 / Config::kHeadDim>(p.fwd, item_counter(p)));
 }

@@ -29,11 +29,11 @@ struct BwdLayout {
 template <typename Config, bool kWarp = false>
 using BwdTiles = BwdFeed<Config::kBlockN, Config::kVarlen, kWarp, Config::kWalker>;
 
-// Steps of dQ that are complete, of the warpgroups of this CTA and of the tile of keys before theirs: two numbers each,
-// the place of the tile of keys among step_counters and the steps. No place: before the first tile, behind the last.
+// Between the writers and the warp that asks for them how many steps the tile of keys before theirs has done: the place
+// of a tile among step_counters, and in the answer that number. No place: before the first tile, behind the last.
 constexpr uint32 kNoStepsYet = 0xffffffff, kStepsEnded = 0xfffffffe;
 struct StepsStorage {
-    OA_DEVICE static uint32 done(int32 group) { return smem_addr_at(&BwdFeedStorage<true>::steps_done) + 8 * group; }
+    OA_DEVICE static uint32 asked(int32 group) { return smem_addr_at(&BwdFeedStorage<true>::steps_asked) + 8 * group; }
     OA_DEVICE static uint32 before(int32 group) {
         return smem_addr_at(&BwdFeedStorage<true>::steps_before) + 8 * group;
     }
@@ -41,7 +41,7 @@ struct StepsStorage {
 // One thread; a CTA barrier must follow.
 OA_DEVICE void init_steps() {
     for (int32 group = 0; group < 2; ++group) {
-        store_release_shared2(StepsStorage::done(group), kNoStepsYet, 0);
+        store_release_shared2(StepsStorage::asked(group), kNoStepsYet, 0);
         store_release_shared2(StepsStorage::before(group), kNoStepsYet, 0);
     }
 }

@@ -25,11 +25,6 @@ OA_DEVICE void reduce_add_release(uint32* p, uint32 v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// red.release.gpu.max.u32: as store_release, and never back to less.
-OA_DEVICE void reduce_max_release(uint32* p, uint32 v) {
-    asm volatile("red.release.gpu.global.max.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
 // ld.acquire.cta.shared and st.release.cta.shared of two numbers that belong together; the address a multiple of 8.
 // Between lanes of a CTA, as load_acquire and store_release.
 OA_DEVICE uint2 load_acquire_shared2(uint32 addr) {

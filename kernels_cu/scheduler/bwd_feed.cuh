@@ -25,7 +25,7 @@ struct BwdFeedStorage<true> {
     alignas(16) BwdTile tile[kTileStages];  // n0 = kNoMoreTiles ends
     SequenceRange sequences[32];  // of the walker
     uint64 tile_full[kTileStages], tile_empty[kTileStages];
-    uint64 steps_done[2], steps_before[2];  // of the order of dQ (attention/bwd_ordered.cuh)
+    uint64 steps_asked[2], steps_before[2];  // of the order of dQ (attention/bwd_ordered.cuh)
 
     OA_DEVICE static Ring<kTileStages> ring() {
         return {smem_addr_at(&BwdFeedStorage::tile_full), smem_addr_at(&BwdFeedStorage::tile_empty)};

@@ -59,28 +59,35 @@ OA_DEVICE bool unowned_bwd_tile(const AttnFwdParams& p, int32 block, BwdTile& t)
 }
 
 // Tiles of keys of dense batches that CTAs draw from a counter, which is 0 before; one warp walks, all lanes together.
-// The tiles of a head come in the order of their keys, and heads are interleaved in groups of up to
-// kInterleavedDrawnTiles tiles: a head's next tile of keys begins later than the one before by about a part of the
-// tile's time that does not depend on the length. Causal tiles shrink with their key: groups of twice as many.
-constexpr int32 kInterleavedDrawnTiles = 128;
+// The tiles of a head come in the order of their keys, and heads are interleaved in groups of up to kTiles tiles: a
+// head's next tile of keys begins some steps later than the one before, as many whatever the length is. Causal tiles
+// shrink with their key: the second half of a group's tiles is interleaved with the first half of the next group's.
+constexpr int32 kInterleavedDrawnTiles = 256;
 
-template <int kBlockN>
+template <int kBlockN, int kTiles = kInterleavedDrawnTiles>
 class DrawnBwdTiles {
   public:
     OA_DEVICE DrawnBwdTiles(const AttnFwdParams& p, uint32* counter) : p_(p), counter_(counter) {}
 
     // Moves `t` to the next tile; false when there is none.
     OA_DEVICE bool next(BwdTile& t) {
-        uint32 item = 0;
-        if ((threadIdx.x & 31) == 0) item = atomic_add_relaxed(counter_, 1);
-        item = __shfl_sync(0xffffffffu, item, 0);
-        const bool is_causal = p_.window_right >= 0 && p_.window_left < 0;
         const uint32 blocks = (uint32(p_.seqlen_k) + kBlockN - 1) / kBlockN, heads = uint32(p_.batch) * p_.num_kv_heads;
-        if (item >= blocks * heads) return false;
-        uint32 per_group = min_of(max_of((is_causal ? 2 : 1) * kInterleavedDrawnTiles / blocks, 1u), heads);
-        const uint32 group = item / (per_group * blocks) * per_group, at = item - group * blocks;
-        per_group = min_of(per_group, heads - group);
-        const uint32 block = at / per_group, head = group + at - block * per_group;
+        const uint32 per_group = min_of(max_of(kTiles / blocks, 1u), heads), groups = (heads - 1) / per_group + 1;
+        const uint32 parts = p_.window_right >= 0 && p_.window_left < 0 ? 2 : 1;  // of a group
+        const uint32 rows = (blocks - 1) / parts + 1;  // of a part
+        uint32 head, block;
+        do {  // some places of the first and the last group are nobody's
+            uint32 item = 0;
+            if ((threadIdx.x & 31) == 0) item = atomic_add_relaxed(counter_, 1);
+            item = __shfl_sync(0xffffffffu, item, 0);
+            const uint32 row = item / (parts * per_group), at = item - row * (parts * per_group);
+            const uint32 part = at / per_group, group = row / rows;
+            if (group >= groups + parts - 1) return false;
+            // Of group - 1 in part 1; below 0 no head is valid.
+            head = (group - part) * per_group + at - part * per_group;
+            block = row - group * rows + part * rows;
+            if (group < part) head = heads;
+        } while (head >= heads || block >= blocks);
         t.batch_idx = t.sequence = int32(head / p_.num_kv_heads);
         t.kv_head_idx = int32(head) - t.batch_idx * p_.num_kv_heads;
         t.n0 = int32(block * kBlockN);
