@@ -207,8 +207,8 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: 
         features=frozenset({"score_mods"} if form else {"ordered"} if ordered else ()),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale", *_BWD_SM90_FORMS[form]}),
         # Of the warps that copy and walk over tiles, which have 24 registers; also of the consumers, before and behind
-        # the steps of a tile, and with packed sequences three numbers in the loop.
-        allowed_spill_bytes=0 if head_dim == 64 else 256 if ordered else 184 if varlen or form else 136,
+        # the steps of a tile.
+        allowed_spill_bytes=0 if head_dim == 64 else 144,
     )
 
 
