@@ -11,7 +11,7 @@
 //   add, commit, wait for the shared memory     -> before
 //   arrive dq_empty
 //   wait for the addition
-//   st.release steps(n)                                                     ld.acquire steps(n) -> before -> add
+//   st steps(n)                                                             ld.acquire steps(n) -> before -> add
 //
 // The keeper asks global memory for the writers: an answer takes about a microsecond, as long as a step. It hands on
 // tiles as well.
@@ -118,7 +118,7 @@ class BwdOrderedWriter {
     OA_DEVICE static void publish(uint32* steps, uint32 done) {
         random_delay();
         fence_proxy_async_global();
-        store_release(steps, done);
+        store_relaxed(steps, done);  // a release takes longer than a step has left
     }
 
     const typename Config::Params& params_;
@@ -140,11 +140,16 @@ template <typename Config, typename Tiles>
 OA_DEVICE void keep_order(const AttnBwdParams& p, Tiles tiles) {
     const int lane = threadIdx.x & 31;
     RingState<kTileStages> at;
+    uint32 handed_on = 0;
     bool more_tiles = true, more_steps = true;
     while (more_tiles || more_steps) {
-        if (more_tiles && __all_sync(0xffffffffu, BwdFeedStorage<true>::ring().is_empty(at))) {
+        // Not a whole tile ahead: a tile that waits for a CTA holds up those behind it.
+        const bool is_due = BwdFeedStorage<true>::ring().is_empty(at) &&
+                            load_acquire_shared2(BwdFeedStorage<true>::due()).x >= handed_on;
+        if (more_tiles && __all_sync(0xffffffffu, is_due)) {
             more_tiles = hand_on_bwd_tile(tiles, at);
             at.advance();
+            ++handed_on;
         }
         const bool mine = lane < Config::kConsumers && ask_for_steps(step_counters(p), lane);
         more_steps = __any_sync(0xffffffffu, mine);

@@ -44,6 +44,7 @@ OA_DEVICE void init_steps() {
         store_release_shared2(StepsStorage::asked(group), kNoStepsYet, 0);
         store_release_shared2(StepsStorage::before(group), kNoStepsYet, 0);
     }
+    store_release_shared2(BwdFeedStorage<true>::due(), 0, 0);
 }
 
 // First padded row of a tile's sequence.
@@ -53,6 +54,17 @@ OA_DEVICE int64 first_padded_row(const AttnBwdParams& p, const BwdTile& t) {
         return padded_begin(p.fwd, t.sequence, t.q_begin);
     else
         return padded_begin(p, t);
+}
+
+// As Ring::release, of a stage whose numbers went into dS, two of each 8 queries: not before they have arrived, which an
+// arrival would not wait for. zero: 0, which the compiler does not know.
+template <int kStages, int kSteps>
+OA_DEVICE void release_used(const Ring<kStages>& ring, const RingState<kStages>& at, int lane,
+                            const uint32 (&ds)[kSteps][4], uint32 zero) {
+    uint32 used = 0;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) used |= ds[i][0] | ds[i][2];
+    if (lane == 0) mbarrier_arrive(ring.empty + 8 * at.stage + (used & zero));
 }
 
 // The tile of queries behind tile m, around; kBackwards: before it.
@@ -134,9 +146,13 @@ class BwdProducer {
         tma_prefetch(&params_.map_do);
         BwdTiles<Config> tiles(fwd, params_.tiles);
         uint32 phase = 1;  // of kv_empty
+        [[maybe_unused]] uint32 due = 0;
         for (BwdTile t; tiles.next(t);) {
             Rows rows(fwd, t);
-            if (rows.is_empty()) continue;
+            if (rows.is_empty()) {
+                if constexpr (Config::kOrdered) store_release_shared2(BwdFeedStorage<true>::due(), ++due, 0);
+                continue;
+            }
             mbarrier_wait(bars_.kv_empty, phase);
             phase ^= 1;
             mbarrier_arrive_expect_tx(bars_.k_full, Layout::kKvBytes);
@@ -149,6 +165,9 @@ class BwdProducer {
                 const int64 row = head * params_.bwd.rows_stride_h + first_padded_row<Config>(params_.bwd, t);
 #pragma unroll 1
                 for (int32 m = rows.first; m < rows.end; ++m) {
+                    if constexpr (Config::kOrdered)
+                        if (m == max_of(rows.end - 3, rows.first) && head + 1 == (t.kv_head_idx + 1) * group)
+                            store_release_shared2(BwdFeedStorage<true>::due(), ++due, 0);
                     // Ordered: the last queries first.
                     const int32 first_row = (Config::kOrdered ? rows.end - 1 - (m - rows.first) : m) * Config::kBlockM;
                     uint32 bar = bars_.q.acquire(q_at_, Layout::kQBytes + Layout::kRowBytes);

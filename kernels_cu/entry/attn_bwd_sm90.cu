@@ -22,8 +22,8 @@
 //     do_empty -> dO, delta           wait do_full(i)
 //                  -> do_full           dP(i) = V dO(i)^T;  dV += P(i)^T dO(i)
 //   writer g                            dS(i) = P (dP - delta), under the last one
-//     wait dq_full                    wait ds_empty(i), store dS(i);  one fence
-//     dQ added to global memory       arrive ds_full(i), dq_full, do_empty(i)
+//     wait dq_full                    arrive do_empty(i);  wait ds_empty(i), store dS(i);  one fence
+//     dQ added to global memory       arrive ds_full(i), dq_full
 //     arrive dq_empty
 //
 // dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
@@ -341,8 +341,8 @@ class Consumer {
         bars_.q.release(q_at_, lane_);
         q_at_.advance();
     }
-    OA_DEVICE void release_do() {
-        bars_.d_o.release(do_at_, lane_);
+    OA_DEVICE void release_do(const Work& w) {
+        release_used(bars_.d_o, do_at_, lane_, w.ds16, uint32(p_.tile_offset));
         do_at_.advance();
     }
 
@@ -390,8 +390,8 @@ class Consumer {
         wgmma_wait<0>();
         wgmma_pin(w.dv);
         pack(w.ds16, w.dp);
+        release_do(w);
         store_ds<(kBefore > 1)>(w);
-        release_do();  // behind stores of what was made of delta: an arrival does not wait for loads under way
         if constexpr (Config::kKeyMask) {
             if (w.m == rows.first && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0) load_key_bias(w, t);
         }

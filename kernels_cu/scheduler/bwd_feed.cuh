@@ -25,11 +25,14 @@ struct BwdFeedStorage<true> {
     alignas(16) BwdTile tile[kTileStages];  // n0 = kNoMoreTiles ends
     SequenceRange sequences[32];  // of the walker
     uint64 tile_full[kTileStages], tile_empty[kTileStages];
-    uint64 steps_asked[2], steps_before[2];  // of the order of dQ (attention/bwd_ordered.cuh)
+    // Of the order of dQ (attention/bwd_ordered.cuh).
+    uint64 steps_asked[2], steps_before[2];
+    uint64 tiles_due;  // how many tiles the producer has as good as ended
 
     OA_DEVICE static Ring<kTileStages> ring() {
         return {smem_addr_at(&BwdFeedStorage::tile_full), smem_addr_at(&BwdFeedStorage::tile_empty)};
     }
+    OA_DEVICE static uint32 due() { return smem_addr_at(&BwdFeedStorage::tiles_due); }
     template <typename Member>
     OA_DEVICE static Member* at(Member BwdFeedStorage::* member) {
         return static_cast<Member*>(__cvta_shared_to_generic(smem_addr_at(member)));
