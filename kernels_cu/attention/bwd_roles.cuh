@@ -56,8 +56,8 @@ OA_DEVICE int64 first_padded_row(const AttnBwdParams& p, const BwdTile& t) {
         return padded_begin(p, t);
 }
 
-// As Ring::release, of a stage whose numbers went into dS, two of each 8 queries: not before they have arrived, which an
-// arrival would not wait for. zero: 0, which the compiler does not know.
+// As Ring::release, of a stage whose numbers went into dS, two of each 8 queries: not before they have arrived, which
+// an arrival would not wait for. zero: 0, which the compiler does not know.
 template <int kStages, int kSteps>
 OA_DEVICE void release_used(const Ring<kStages>& ring, const RingState<kStages>& at, int lane,
                             const uint32 (&ds)[kSteps][4], uint32 zero) {
