@@ -11,7 +11,8 @@
 //   add, commit, wait for the shared memory     -> before
 //   arrive dq_empty
 //   wait for the addition
-//   st steps(n)                                                             ld.acquire steps(n) -> before -> add
+//   d128: red.release steps(n)                                              ld.acquire steps(n) -> before -> add
+//   d64: -> asked, with a step less           asked -> red.release steps(n)
 //
 // The keeper asks global memory for the writers: an answer takes about a microsecond, as long as a step. It hands on
 // tiles as well.
@@ -33,7 +34,10 @@ class BwdOrderedWriter {
     using Barriers = BwdBarriers<Config>;
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
     static constexpr uint32 kPollNs = 32;
-    static constexpr uint32 kLag = Config::kHeadDim == 64 ? 1 : 0;  // steps that are not waited for
+    // A release waits until L2 has the additions. d64: steps have no time for that; the keeper publishes them, and those
+    // that it is told of end with the step before.
+    static constexpr bool kTells = Config::kHeadDim == 64;
+    static constexpr uint32 kLag = kTells ? 1 : 0;
 
   public:
     OA_DEVICE BwdOrderedWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
@@ -53,7 +57,7 @@ class BwdOrderedWriter {
             look_back(t, rows, firsts, before);
             const uint32 place = place_of(t);
             uint32* steps = step_counters(bwd) + place;
-            store_release_shared2(StepsStorage::asked(group_), place, 0);
+            tell(place, 0);
             int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) +
                         (rows.end - 1) * Config::kBlockM;
             float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
@@ -81,16 +85,23 @@ class BwdOrderedWriter {
                     bulk_wait_read<0>();
                     mbarrier_arrive(empty_);
                     to -= Config::kBlockM * Config::kHeadDim;
-                    // d64: not this step's, which takes as long as the next one's products.
                     bulk_wait<kLag>();
-                    if (++done > kLag) publish(steps, done - kLag);
+                    if (++done > kLag) {
+                        if constexpr (kTells)
+                            tell(place, done - kLag);
+                        else
+                            publish(steps, done);
+                    }
                 }
                 to += (bwd.rows_stride_h + int64(count) * Config::kBlockM) * Config::kHeadDim;
             }
-            bulk_wait<0>();
-            if (kLag != 0) publish(steps, done);
+            if constexpr (kTells) {
+                // Not by the keeper, which may look when the next tile has begun.
+                bulk_wait<0>();
+                publish(steps, done);
+            }
         }
-        store_release_shared2(StepsStorage::asked(group_), kStepsEnded, 0);
+        tell(kStepsEnded, 0);
     }
 
   private:
@@ -114,11 +125,16 @@ class BwdOrderedWriter {
         const int32 head = Config::kVarlen ? t.kv_head_idx : t.batch_idx * bwd.fwd.num_kv_heads + t.kv_head_idx;
         return 2 * (uint32(head) * bwd.num_n_blocks + sequence + t.n0 / Config::kBlockN) + group_;
     }
-    // What this thread's bulk groups have written comes before.
+    // What this thread's bulk groups have written comes before, in both.
+    OA_DEVICE void tell(uint32 place, uint32 done) const {
+        random_delay();
+        fence_proxy_async_global();
+        store_release_shared2(StepsStorage::asked(group_), place, done);
+    }
     OA_DEVICE static void publish(uint32* steps, uint32 done) {
         random_delay();
         fence_proxy_async_global();
-        store_relaxed(steps, done);  // a release takes longer than a step has left
+        reduce_max_release(steps, done);
     }
 
     const typename Config::Params& params_;
@@ -126,13 +142,19 @@ class BwdOrderedWriter {
     const int32 group_;
 };
 
-// Lane g, for writer g: what the tile before its tile has done. False behind the last tile.
-OA_DEVICE bool ask_for_steps(const uint32* counters, int32 group) {
-    const uint32 place = load_acquire_shared2(StepsStorage::asked(group)).x;
-    if (place == kStepsEnded) return false;
+// Lane g, for writer g: publishes what it tells, and asks what the tile before its tile has done. False behind the last
+// tile. told: the steps that were told last.
+OA_DEVICE bool ask_for_steps(uint32* counters, int32 group, uint2& told) {
+    const uint2 now = load_acquire_shared2(StepsStorage::asked(group));
+    if (now.x == kStepsEnded) return false;
+    if (now.x == kNoStepsYet) return true;
+    if (now.y != 0 && (now.x != told.x || now.y != told.y)) {
+        random_delay();
+        reduce_max_release(counters + now.x, now.y);
+    }
+    told = now;
     // Of a head's first tile: some number that nobody asks for.
-    if (place != kNoStepsYet)
-        store_release_shared2(StepsStorage::before(group), place, load_acquire(counters + place - 2));
+    store_release_shared2(StepsStorage::before(group), now.x, load_acquire(counters + now.x - 2));
     return true;
 }
 
@@ -141,6 +163,7 @@ OA_DEVICE void keep_order(const AttnBwdParams& p, Tiles tiles) {
     const int lane = threadIdx.x & 31;
     RingState<kTileStages> at;
     uint32 handed_on = 0;
+    uint2 told = make_uint2(kNoStepsYet, 0);
     bool more_tiles = true, more_steps = true;
     while (more_tiles || more_steps) {
         // Not a whole tile ahead: a tile that waits for a CTA holds up those behind it.
@@ -151,7 +174,7 @@ OA_DEVICE void keep_order(const AttnBwdParams& p, Tiles tiles) {
             at.advance();
             ++handed_on;
         }
-        const bool mine = lane < Config::kConsumers && ask_for_steps(step_counters(p), lane);
+        const bool mine = lane < Config::kConsumers && ask_for_steps(step_counters(p), lane, told);
         more_steps = __any_sync(0xffffffffu, mine);
     }
 }

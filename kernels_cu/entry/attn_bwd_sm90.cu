@@ -61,12 +61,10 @@ struct Config {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
-    static constexpr bool kVarlen = VARLEN;  // packed sequences
-    static constexpr bool kOrdered = ORDERED;  // dQ is added to in an order that the shape decides
+    static constexpr bool kVarlen = VARLEN, kOrdered = ORDERED;  // packed sequences; dQ is added to in a fixed order
     static constexpr bool kWalker = VARLEN || ORDERED;  // a warp hands the tiles of keys to the other roles
-    static constexpr bool kSoftcap = SOFTCAP;
     static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
-    static constexpr bool kKeyMask = KEY_MASK;  // a mask, boolean or additive, that is the same for all queries
+    static constexpr bool kSoftcap = SOFTCAP, kKeyMask = KEY_MASK;  // the latter: the same for all queries, any dtype
     using Params = Select<kSoftcap, AttnBwdFormsSm90Params, AttnBwdSm90Params>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
@@ -341,8 +339,10 @@ class Consumer {
         bars_.q.release(q_at_, lane_);
         q_at_.advance();
     }
+    template <bool kPacked>
     OA_DEVICE void release_do(const Work& w) {
-        release_used(bars_.d_o, do_at_, lane_, w.ds16, uint32(p_.tile_offset));
+        if (kPacked == uses_delta_early<Config>()) return;
+        release_used<kPacked>(bars_.d_o, do_at_, lane_, w.ds16, uint32(p_.tile_offset));
         do_at_.advance();
     }
 
@@ -389,8 +389,9 @@ class Consumer {
         differentiate(params_, w, delta_of(do_at_.stage));
         wgmma_wait<0>();
         wgmma_pin(w.dv);
+        release_do<false>(w);
         pack(w.ds16, w.dp);
-        release_do(w);
+        release_do<true>(w);
         store_ds<(kBefore > 1)>(w);
         if constexpr (Config::kKeyMask) {
             if (w.m == rows.first && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0) load_key_bias(w, t);
@@ -480,8 +481,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         bars.init();
     }
     __syncthreads();
-    launch_dependents();  // attn_bwd_finish, which waits
-    wait_for_kernel_ahead();  // attn_bwd_prepare
+    launch_dependents(), wait_for_kernel_ahead();  // attn_bwd_finish, which waits too; attn_bwd_prepare
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();

@@ -13,12 +13,6 @@ OA_DEVICE void store_release(uint32* p, uint32 v) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// st.relaxed.gpu: orders nothing. Of what bulk groups have written it tells others behind bulk_wait, which ends when L2
-// has it; by the letter of the memory model a release belongs there, which is MEMBAR.GPU in machine code.
-OA_DEVICE void store_relaxed(uint32* p, uint32 v) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
 // atom.acq_rel.gpu.add.u32: both at once; returns the value before.
 OA_DEVICE uint32 atomic_add_acq_rel(uint32* p, uint32 v) {
     uint32 old;
@@ -29,6 +23,11 @@ OA_DEVICE uint32 atomic_add_acq_rel(uint32* p, uint32 v) {
 // red.release.gpu.add.u32: counts an arrival, as store_release.
 OA_DEVICE void reduce_add_release(uint32* p, uint32 v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// red.release.gpu.max.u32: as store_release, and never back to less.
+OA_DEVICE void reduce_max_release(uint32* p, uint32 v) {
+    asm volatile("red.release.gpu.global.max.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // ld.acquire.cta.shared and st.release.cta.shared of two numbers that belong together; the address a multiple of 8.
