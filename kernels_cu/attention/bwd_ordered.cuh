@@ -34,8 +34,8 @@ class BwdOrderedWriter {
     using Barriers = BwdBarriers<Config>;
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
     static constexpr uint32 kPollNs = 32;
-    // A release waits until L2 has the additions. d64: steps have no time for that; the keeper publishes them, and those
-    // that it is told of end with the step before.
+    // A release waits until L2 has the additions; the end of a bulk group alone does not say so. At d64 a step has no
+    // time for that: the keeper publishes, and what it is told of ends with the step before.
     static constexpr bool kTells = Config::kHeadDim == 64;
     static constexpr uint32 kLag = kTells ? 1 : 0;
 
