@@ -2,12 +2,14 @@
 // consumers, and dQ on its way from them.
 //
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
-// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kVarlen (packed sequences), Params.
+// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kVarlen (packed sequences), kOrdered
+// (attention/bwd_ordered.cuh), kWalker (one of both), Params.
 #pragma once
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/bulk_store.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
@@ -25,7 +27,25 @@ struct BwdLayout {
 };
 
 template <typename Config, bool kWarp = false>
-using BwdTiles = BwdFeed<Config::kBlockN, Config::kVarlen, kWarp>;
+using BwdTiles = BwdFeed<Config::kBlockN, Config::kVarlen, kWarp, Config::kWalker>;
+
+// Between the writers and the warp that asks for them how many steps the tile of keys before theirs has done: the place
+// of a tile among step_counters, and in the answer that number. No place: before the first tile, behind the last.
+constexpr uint32 kNoStepsYet = 0xffffffff, kStepsEnded = 0xfffffffe;
+struct StepsStorage {
+    OA_DEVICE static uint32 asked(int32 group) { return smem_addr_at(&BwdFeedStorage<true>::steps_asked) + 8 * group; }
+    OA_DEVICE static uint32 before(int32 group) {
+        return smem_addr_at(&BwdFeedStorage<true>::steps_before) + 8 * group;
+    }
+};
+// One thread; a CTA barrier must follow.
+OA_DEVICE void init_steps() {
+    for (int32 group = 0; group < 2; ++group) {
+        store_release_shared2(StepsStorage::asked(group), kNoStepsYet, 0);
+        store_release_shared2(StepsStorage::before(group), kNoStepsYet, 0);
+    }
+    store_release_shared2(BwdFeedStorage<true>::due(), 0, 0);
+}
 
 // First padded row of a tile's sequence.
 template <typename Config>
@@ -36,8 +56,31 @@ OA_DEVICE int64 first_padded_row(const AttnBwdParams& p, const BwdTile& t) {
         return padded_begin(p, t);
 }
 
+// Whether in the machine code nothing that needs a load of delta stands behind the products of dV.
 template <typename Config>
-struct BwdStorage : BwdFeedStorage<Config::kVarlen> {
+OA_DEVICE constexpr bool uses_delta_early() {
+    return Config::kHeadDim == 128 && !Config::kWalker && !Config::kExponents;
+}
+// As Ring::release, of a stage whose numbers went into dS, two of each 8 queries: not before they have arrived, which
+// an arrival would not wait for. zero: 0, which the compiler does not know. kWaits false: plain Ring::release.
+template <bool kWaits, int kStages, int kSteps>
+OA_DEVICE void release_used(const Ring<kStages>& ring, const RingState<kStages>& at, int lane,
+                            const uint32 (&ds)[kSteps][4], uint32 zero) {
+    uint32 used = 0;
+#pragma unroll
+    for (int i = 0; kWaits && i < kSteps; ++i) used |= ds[i][0] | ds[i][2];
+    if (lane == 0) mbarrier_arrive(ring.empty + 8 * at.stage + (used & zero));
+}
+
+// The tile of queries behind tile m, around; kBackwards: before it.
+template <bool kBackwards, typename Rows>
+OA_DEVICE int32 next_queries(const Rows& rows, int32 m) {
+    if constexpr (kBackwards) return m == rows.first ? rows.end - 1 : m - 1;
+    return ++m == rows.end ? rows.first : m;
+}
+
+template <typename Config>
+struct BwdStorage : BwdFeedStorage<Config::kWalker> {
     using Layout = BwdLayout<Config>;
     alignas(1024) uint8 k[Layout::kKvBytes];
     alignas(1024) uint8 v[Layout::kKvBytes];
@@ -74,7 +117,8 @@ struct BwdBarriers {
             mbarrier_init(dq_empty + 8 * g, 1);
         }
         // Consumer warps, the producer, the writers.
-        if constexpr (Config::kVarlen) init_bwd_feed(kConsumerWarps + 1 + Config::kConsumers);
+        if constexpr (Config::kWalker) init_bwd_feed(kConsumerWarps + 1 + Config::kConsumers);
+        if constexpr (Config::kOrdered) init_steps();
         mbarrier_init(k_full, 1);
         mbarrier_init(v_full, 1);
         mbarrier_init(kv_empty, kConsumerWarps);
@@ -107,9 +151,13 @@ class BwdProducer {
         tma_prefetch(&params_.map_do);
         BwdTiles<Config> tiles(fwd, params_.tiles);
         uint32 phase = 1;  // of kv_empty
+        [[maybe_unused]] uint32 due = 0;
         for (BwdTile t; tiles.next(t);) {
             Rows rows(fwd, t);
-            if (rows.is_empty()) continue;
+            if (rows.is_empty()) {
+                if constexpr (Config::kOrdered) store_release_shared2(BwdFeedStorage<true>::due(), ++due, 0);
+                continue;
+            }
             mbarrier_wait(bars_.kv_empty, phase);
             phase ^= 1;
             mbarrier_arrive_expect_tx(bars_.k_full, Layout::kKvBytes);
@@ -122,7 +170,11 @@ class BwdProducer {
                 const int64 row = head * params_.bwd.rows_stride_h + first_padded_row<Config>(params_.bwd, t);
 #pragma unroll 1
                 for (int32 m = rows.first; m < rows.end; ++m) {
-                    const int32 first_row = m * Config::kBlockM;
+                    if constexpr (Config::kOrdered)
+                        if (m == max_of(rows.end - 3, rows.first) && head + 1 == (t.kv_head_idx + 1) * group)
+                            store_release_shared2(BwdFeedStorage<true>::due(), ++due, 0);
+                    // Ordered: the last queries first.
+                    const int32 first_row = (Config::kOrdered ? rows.end - 1 - (m - rows.first) : m) * Config::kBlockM;
                     uint32 bar = bars_.q.acquire(q_at_, Layout::kQBytes + Layout::kRowBytes);
                     copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes,
                                           &params_.map_q, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);

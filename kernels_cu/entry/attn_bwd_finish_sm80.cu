@@ -10,6 +10,7 @@
 // there is a dq_accum. Bound by memory.
 #include "params/attn_bwd.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/padded_rows.cuh"
 
@@ -59,6 +60,7 @@ OA_DEVICE void finish_fragments(const AttnBwdParams& p, const float* block, uint
     const int32 lane = threadIdx.x & 31, units = kBlockRows / 16 * (p.dq_columns / 32), half = p.dq_columns / 2;
     for (int32 unit = threadIdx.x / 32; unit < units; unit += kThreads / 32) {
         const int32 group = unit % (kBlockRows / 16), column = unit / (kBlockRows / 16) * 32 + (lane & 3) * 8;
+        if (group * 16 >= rows) continue;  // nobody may have written there
         const int32 row = group * 16 + (lane >> 2);
         const float* from = block + int64(row / 64) * 64 * p.dq_columns + column / half * (64 * half) +
                             column % half / 8 * 512 + (row % 64 / 16 * 32 + row % 8 * 4) * 4;
@@ -77,6 +79,7 @@ OA_DEVICE void finish_fragments(const AttnBwdParams& p, const float* block, uint
 
 extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_finish_sm80(const __grid_constant__ AttnBwdParams p) {
     int32 item = blockIdx.x;
+    wait_for_kernel_ahead();
     if (p.dsinks != nullptr) {
         if (item < p.fwd.num_q_heads) return sum_sinks(p, item);
         item -= p.fwd.num_q_heads;

@@ -7,10 +7,12 @@
 // get lse2 = +inf, which makes P = exp2(S - lse2) vanish, and delta = 0, whatever o and do hold.
 //
 // One CTA takes 128 padded rows of one query head; 8 lanes take a row. Besides, it clears these rows of dq_accum, the
-// rows of dq of the same number that belong to no packed sequence, and its part of dmask. Bound by memory.
+// rows of dq of the same number that belong to no packed sequence, and its part of dmask and of counters. Bound by
+// memory.
 #include "attention/sinks.cuh"
 #include "params/attn_bwd.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"
@@ -59,11 +61,21 @@ OA_DEVICE void clear_dmask(const AttnBwdParams& p) {
     }
 }
 
+// This CTA's part of what attn_bwd_sm90 counts behind delta.
+OA_DEVICE void clear_counters(const AttnBwdParams& p) {
+    const bool varlen = p.fwd.cu_seqlens_q != nullptr;
+    int64 steps = 2ll * p.num_n_blocks * p.fwd.num_kv_heads * (varlen ? 1 : p.fwd.batch);
+    if (!varlen && steps == 0) return;
+    for (int64 at = blockIdx.x * int64(kThreads) + threadIdx.x; at <= steps; at += int64(gridDim.x) * kThreads)
+        item_counter(p)[at] = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(const __grid_constant__ AttnBwdParams p) {
     __shared__ float warp_sums[kThreads / 32];
+    launch_dependents();  // attn_bwd_sm90 waits
     int32 blocks = int32(p.rows_stride_h / kBlockRows);
     if (p.dmask != nullptr) clear_dmask(p);
-    if (p.fwd.cu_seqlens_q != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *item_counter(p) = 0;
+    clear_counters(p);
     if (blocks == 0) return;
     int32 head = int32(blockIdx.x) / blocks;
     int32 block = int32(blockIdx.x) - head * blocks, lane = threadIdx.x % kLanes;

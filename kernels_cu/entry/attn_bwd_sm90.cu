@@ -29,17 +29,19 @@
 // dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
 //
 // VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
-// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh).
-//
-// Shared memory, bytes: VARLEN: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
+// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh). ORDERED: dQ is added to
+// in a fixed order, the last queries first (attention/bwd_ordered.cuh). Shared memory, bytes:
+// VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
 // | dS [3][64 * 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
 // panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_forms.cuh"
 #include "attention/bwd_roles.cuh"
+#include "attention/bwd_ordered.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
@@ -59,10 +61,10 @@ struct Config {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
-    static constexpr bool kVarlen = VARLEN;  // packed sequences
-    static constexpr bool kSoftcap = SOFTCAP;
+    static constexpr bool kVarlen = VARLEN, kOrdered = ORDERED;  // packed sequences; dQ is added to in a fixed order
+    static constexpr bool kWalker = VARLEN || ORDERED;  // a warp hands the tiles of keys to the other roles
     static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
-    static constexpr bool kKeyMask = KEY_MASK;  // a mask, boolean or additive, that is the same for all queries
+    static constexpr bool kSoftcap = SOFTCAP, kKeyMask = KEY_MASK;  // the latter: the same for all queries, any dtype
     using Params = Select<kSoftcap, AttnBwdFormsSm90Params, AttnBwdSm90Params>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
@@ -204,7 +206,7 @@ class Consumer {
 
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
-        w.m = rows.first;
+        w.m = Config::kOrdered ? rows.end - 1 : rows.first;
         if constexpr (Config::kKeyMask) {
             w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
             load_key_bias(w, t);
@@ -337,8 +339,10 @@ class Consumer {
         bars_.q.release(q_at_, lane_);
         q_at_.advance();
     }
-    OA_DEVICE void release_do() {
-        bars_.d_o.release(do_at_, lane_);
+    template <bool kPacked>
+    OA_DEVICE void release_do(const Work& w) {
+        if (kPacked == uses_delta_early<Config>()) return;
+        release_used<kPacked>(bars_.d_o, do_at_, lane_, w.ds16, uint32(p_.tile_offset));
         do_at_.advance();
     }
 
@@ -379,14 +383,15 @@ class Consumer {
         issue_dp(w, do_at_.stage);
         issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * Layout::kQBytes));
         wgmma_pin(w.dp);
-        if (++w.m == rows.end) w.m = rows.first;
+        w.m = next_queries<Config::kOrdered>(rows, w.m);
         wgmma_wait<1>();
         wgmma_pin(w.dp);
         differentiate(params_, w, delta_of(do_at_.stage));
         wgmma_wait<0>();
         wgmma_pin(w.dv);
-        release_do();
+        release_do<false>(w);
         pack(w.ds16, w.dp);
+        release_do<true>(w);
         store_ds<(kBefore > 1)>(w);
         if constexpr (Config::kKeyMask) {
             if (w.m == rows.first && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0) load_key_bias(w, t);
@@ -476,14 +481,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         bars.init();
     }
     __syncthreads();
+    launch_dependents(), wait_for_kernel_ahead();  // attn_bwd_finish, which waits too; attn_bwd_prepare
     int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();
         if (threadIdx.x == 0) BwdProducer<Config>(params, bars).run();
         const int32 warp = threadIdx.x >> 5;
         if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers)
-            BwdWriter<Config>(params, bars, warp - 1).run();
-        if (Config::kVarlen && warp > Config::kConsumers)
+            Select<Config::kOrdered, BwdOrderedWriter<Config>, BwdWriter<Config>>::Type(params, bars, warp - 1).run();
+        if (Config::kOrdered && warp > Config::kConsumers)
+            keep_order<Config>(params.bwd);
+        else if (Config::kVarlen && warp > Config::kConsumers)
             walk_bwd_tiles<Config::kBlockN>(params.bwd.fwd, item_counter(params.bwd));
     } else {
         registers_claim<Config::kConsumerRegisters>();

@@ -10,7 +10,9 @@
 //   packed   padded_begin(b) = round_down(cu_seqlens_q[b] + 128 * b, 128)
 // Rows between the sequences belong to nobody. Row r of head h is element h * rows_stride_h + r of lse2 and delta, and
 // elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum. Of packed sequences delta has
-// one element more, behind the last head: how many tiles the CTAs of attn_bwd_sm90 have drawn, 0 before.
+// one element more, behind the last head: how many tiles the CTAs of attn_bwd_sm90 have drawn, 0 before. With ORDERED
+// it is there for dense batches too, and 2 * num_n_blocks * kv heads (times the dense batch) elements follow: of every
+// tile of keys how many steps of dQ either warpgroup has added (attention/bwd_ordered.cuh), 0 before.
 struct AttnBwdParams {
     AttnFwdParams fwd;  // of the forward: q, k, v, o and lse are read here
     const uint16* d_o;
@@ -32,12 +34,16 @@ struct AttnBwdParams {
     int64 dmask_stride_b, dmask_stride_h, dmask_stride_q, dmask_stride_k;
     int64 rows_stride_h;  // padded rows of a head
     int32 dq_columns;  // of dq_accum: head_dim rounded up to the kernel's width
-    int32 num_n_blocks;  // dense: tiles of keys of a (batch, kv head); varlen: upper bound over all sequences
+    // Dense: tiles of keys of a (batch, kv head); varlen: upper bound over all sequences. Of attn_bwd_prepare: 0 unless
+    // dQ is added to in an order.
+    int32 num_n_blocks;
 };
 
 OA_DEVICE uint32* item_counter(const AttnBwdParams& p) {
     return reinterpret_cast<uint32*>(p.delta + p.fwd.num_q_heads * p.rows_stride_h);
 }
+// The first of the counters of steps; the tile's number times 2, plus the warpgroup.
+OA_DEVICE uint32* step_counters(const AttnBwdParams& p) { return item_counter(p) + 1; }
 
 // attn_bwd_sm90. The maps are those of q, k, v and do, whose pointers and strides in `bwd` are not used. Maps of packed
 // sequences have [seqlen, num_heads] as [rows of a copy][num_heads][rows + 1] with the stride of a row twice, and begin

@@ -25,6 +25,22 @@ OA_DEVICE void reduce_add_release(uint32* p, uint32 v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// red.release.gpu.max.u32: as store_release, and never back to less.
+OA_DEVICE void reduce_max_release(uint32* p, uint32 v) {
+    asm volatile("red.release.gpu.global.max.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// ld.acquire.cta.shared and st.release.cta.shared of two numbers that belong together; the address a multiple of 8.
+// Between lanes of a CTA, as load_acquire and store_release.
+OA_DEVICE uint2 load_acquire_shared2(uint32 addr) {
+    uint64 v;
+    asm volatile("ld.acquire.cta.shared::cta.b64 %0, [%1];" : "=l"(v) : "r"(addr) : "memory");
+    return make_uint2(uint32(v), uint32(v >> 32));
+}
+OA_DEVICE void store_release_shared2(uint32 addr, uint32 x, uint32 y) {
+    asm volatile("st.release.cta.shared::cta.b64 [%0], %1;" ::"r"(addr), "l"(uint64(y) << 32 | x) : "memory");
+}
+
 // atom.relaxed.gpu.add.u32: a ticket, orders nothing else.
 OA_DEVICE uint32 atomic_add_relaxed(uint32* p, uint32 v) {
     uint32 old;

@@ -42,3 +42,7 @@ OA_DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tenso
 // fence.proxy.async.shared::cta: this thread's ordinary stores to shared memory come before later reads of it by wgmma
 // or bulk copies. Every writing thread, then a barrier.
 OA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// fence.proxy.async.global: one thread, between what it knows by ordinary accesses to global memory (an acquire, a
+// release to come) and what bulk copies do there.
+OA_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

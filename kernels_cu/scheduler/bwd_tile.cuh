@@ -58,15 +58,65 @@ OA_DEVICE bool unowned_bwd_tile(const AttnFwdParams& p, int32 block, BwdTile& t)
     return t.n0 < t.seqlen_k;
 }
 
+// Tiles of keys of dense batches that CTAs draw from a counter, which is 0 before; one warp walks, all lanes together.
+// The tiles of a head come in the order of their keys, and heads are interleaved in groups of up to kTiles tiles: a
+// head's next tile of keys begins some steps later than the one before, as many whatever the length is. Causal tiles
+// shrink with their key: the second half of a group's tiles is interleaved with the first half of the next group's.
+constexpr int32 kInterleavedDrawnTiles = 256;
+
+template <int kBlockN, int kTiles = kInterleavedDrawnTiles>
+class DrawnBwdTiles {
+  public:
+    OA_DEVICE DrawnBwdTiles(const AttnFwdParams& p, uint32* counter) : p_(p), counter_(counter) {}
+
+    // Moves `t` to the next tile; false when there is none.
+    OA_DEVICE bool next(BwdTile& t) {
+        const uint32 blocks = (uint32(p_.seqlen_k) + kBlockN - 1) / kBlockN, heads = uint32(p_.batch) * p_.num_kv_heads;
+        // Long sequences, measured: twice as many.
+        const uint32 tiles = blocks > kTiles * kTiles / 4096 ? 2 * kTiles : kTiles;
+        const uint32 wanted = max_of(heads / max_of(tiles / blocks, 1u), 1u);
+        const uint32 per_group = (heads - 1) / wanted + 1, groups = (heads - 1) / per_group + 1;
+        const uint32 parts = p_.window_right >= 0 && p_.window_left < 0 ? 2 : 1;  // of a group
+        const uint32 rows = (blocks - 1) / parts + 1;  // of a part
+        uint32 head, block;
+        do {  // some places of the first and the last group are nobody's
+            uint32 item = 0;
+            if ((threadIdx.x & 31) == 0) item = atomic_add_relaxed(counter_, 1);
+            item = __shfl_sync(0xffffffffu, item, 0);
+            const uint32 row = item / (parts * per_group), at = item - row * (parts * per_group);
+            const uint32 part = at / per_group, group = row / rows;
+            if (group >= groups + parts - 1) return false;
+            // Of group - 1 in part 1; below 0 no head is valid.
+            head = (group - part) * per_group + at - part * per_group;
+            block = row - group * rows + part * rows;
+            if (group < part) head = heads;
+        } while (head >= heads || block >= blocks);
+        t.batch_idx = t.sequence = int32(head / p_.num_kv_heads);
+        t.kv_head_idx = int32(head) - t.batch_idx * p_.num_kv_heads;
+        t.n0 = int32(block * kBlockN);
+        t.q_begin = t.k_begin = 0;
+        t.seqlen_q = p_.seqlen_q;
+        t.seqlen_k = p_.seqlen_k;
+        return true;
+    }
+
+  private:
+    const AttnFwdParams& p_;
+    uint32* counter_;
+};
+
 // Tiles of keys of packed sequences; one warp walks, all lanes together. The items are those of the sequences, the ones
 // with the longest tiles first; at the end come the rows that no sequence owns. The first item of CTA b is item b, the
 // others it draws from a counter, which is 0 before: the host knows no lengths, and CTAs end together.
 //
 // Of each sequence head by head, so that Q and dO stay in L2. Causal tiles shrink with their key: heads are interleaved
 // in groups of up to kInterleavedPackedTiles tiles, the longest tiles of a group first.
+//
+// kOrdered: all items are drawn, so that an item has been begun before any with a higher number, and heads are always
+// interleaved, as DrawnBwdTiles has it.
 constexpr int32 kInterleavedPackedTiles = 512;
 
-template <int kBlockN>
+template <int kBlockN, bool kOrdered = false>
 class PackedBwdTiles {
     struct Axis {
         static constexpr SequenceRange kNone{0, -1, 0, 0, 0};
@@ -80,14 +130,14 @@ class PackedBwdTiles {
   public:
     // ranges: as PackedSequences.
     OA_DEVICE PackedBwdTiles(const AttnFwdParams& p, uint32* counter, SequenceRange* ranges)
-        : p_(p), counter_(counter), sequences_(p, ranges), is_first_(true) {}
+        : p_(p), counter_(counter), sequences_(p, ranges), is_first_(!kOrdered) {}
 
     // Moves `t` to the next tile; false when there is none.
     OA_DEVICE bool next(BwdTile& t) {
         SequenceRange r;
         int32 item = blockIdx.x, at;
         if (!is_first_) {
-            if ((threadIdx.x & 31) == 0) item = int32(gridDim.x + atomic_add_relaxed(counter_, 1));
+            if ((threadIdx.x & 31) == 0) item = int32((kOrdered ? 0 : gridDim.x) + atomic_add_relaxed(counter_, 1));
             item = __shfl_sync(0xffffffffu, item, 0);
         }
         is_first_ = false;
@@ -96,6 +146,8 @@ class PackedBwdTiles {
             int32 blocks = Axis::items(p_, r), per_group = 1;
             if (p_.window_right >= 0 && p_.window_left < 0)
                 per_group = min_of(max_of(kInterleavedPackedTiles / blocks, 1), p_.num_kv_heads);
+            else if (kOrdered)
+                per_group = min_of(max_of(kInterleavedDrawnTiles / blocks, 1), p_.num_kv_heads);
             int32 group = at / (per_group * blocks) * per_group;
             at -= group * blocks;
             per_group = min_of(per_group, p_.num_kv_heads - group);

@@ -69,7 +69,11 @@ def test_backward(head_dim: int, packed: bool, own: bool, delays: Any) -> None:
     else:
         expected = backward(do, q, k, v, o, lse, **options)
     delays(own, True)
+    same = backward(do, q, k, v, o, lse, deterministic=True, **options)
     for _ in range(RUNS):
+        again = backward(do, q, k, v, o, lse, deterministic=True, **options)
+        assert all(torch.equal(a, b) for a, b in zip(again, same, strict=True))
+        assert torch.allclose(again[0], expected[0], atol=4e-3, rtol=4e-3)
         dq, dk, dv = backward(do, q, k, v, o, lse, **options)
         # dq is summed in any order.
         assert torch.allclose(dq, expected[0], atol=4e-3, rtol=4e-3)

@@ -65,7 +65,14 @@ PREPARE, FINISH = "attn_bwd_prepare_sm80", "attn_bwd_finish_sm80"
         (HOPPER, ALL, {"varlen": True}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
         (HOPPER, ("dk",), {"varlen": True}, [PREPARE, "attn_bwd_sm90_d128_varlen"]),
         (HOPPER, ALL, {"varlen": True, "deterministic": True},
-         [PREPARE, "attn_bwd_sm90_d128_varlen", "attn_bwd_dq_sm80_d128"]),
+         [PREPARE, "attn_bwd_sm90_d128_varlen_ordered", f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"deterministic": True}, [PREPARE, "attn_bwd_sm90_d128_ordered", f"{FINISH}_fragments"]),
+        (HOPPER, ("dk", "dv"), {"deterministic": True}, [PREPARE, "attn_bwd_sm90_d128"]),
+        (HOPPER, ALL, {"deterministic": True, "softcap": 5.0},
+         [PREPARE, "attn_bwd_sm90_d128_softcap", "attn_bwd_dq_sm80_d128_mods"]),
+        (HOPPER, ALL, {"deterministic": True, "head_dim": 256},
+         [PREPARE, "attn_bwd_dkdv_sm90_d256", "attn_bwd_dq_sm90_d256"]),
+        (HOPPER, ALL, {"deterministic": True, "seqlen_q": 0}, [PREPARE, "attn_bwd_sm90_d128_ordered"]),
         (HOPPER, ALL, {"varlen": True, "head_dim": 256}, [PREPARE, "attn_bwd_sm80_d256", FINISH]),
         (HOPPER, ALL, {"varlen": True, "seqlen_q": 0}, [PREPARE, "attn_bwd_sm90_d128_varlen", f"{FINISH}_fragments"]),
         (HOPPER, ALL, {"varlen": True, "seqlen_k": 0}, [PREPARE, f"{FINISH}_fragments"]),
@@ -141,6 +148,46 @@ def test_hopper_has_the_layout_of_its_accumulators() -> None:
     assert fields["dq_columns"] == 128
     assert [fields[f"map_{name}"].operand for name in ("q", "k", "v", "do")] == ["q", "k", "v", "do"]
     assert main.grid[0] <= HOPPER.sm_count
+
+
+def test_launches_that_overlap() -> None:
+    """The one-pass kernel and what follows it wait by themselves; nothing begins before what came before the call."""
+    for fields, expected in (
+        ({}, [False, True, True]),
+        ({"deterministic": True}, [False, True, True]),
+        ({"deterministic": True, "softcap": 3.0}, [False, True, False]),
+        ({"seqlen_q": 0}, [False]),
+        ({"head_dim": 256}, [False, False, False]),
+    ):
+        launches = plan_backward(problem(**fields), HOPPER, None)
+        assert [record.overlap for record in launches.records] == expected
+    assert not any(record.overlap for record in plan_backward(problem(), AMPERE, None).records)
+
+
+def test_order_of_dq() -> None:
+    """deterministic=True: counters behind delta; sums are cleared only where a query may see no key."""
+    rows = 2 * 384 * 4
+    for fields, tiles, cleared in (
+        ({}, 4 * 2 * 2, False),
+        ({"window_right": 0}, 4 * 2 * 2, False),
+        ({"window_left": 100, "window_right": 3}, 4 * 2 * 2, False),
+        ({"seqlen_k": 120}, 1 * 2 * 2, False),
+        ({"seqlen_k": 120, "window_right": 0}, 1 * 2 * 2, True),
+        ({"varlen": True}, (4 + 2 + 2) * 2, True),
+    ):
+        launches = plan_backward(problem(deterministic=True, **fields), HOPPER, None)
+        prepare, main, finish = (of(record) for record in launches.records)
+        if "varlen" in fields:
+            rows = (384 + 2 * 128) * 4
+        sums = At("workspace", 4 * rows + -(-4 * (rows + 1 + 2 * tiles) // 256) * 256)
+        assert launches.workspace_bytes == sums.offset + 4 * rows * 128
+        assert [x["dq_accum"] for x in (prepare, main, finish)] == [sums if cleared else None, sums, sums]
+        assert {x["num_n_blocks"] * 2 * (1 if "varlen" in fields else 2) for x in (prepare, main)} == {tiles}
+        assert launches.records[1].grid == (tiles, 1, 1)
+        assert [main[f"tiles.{name}"] for name in ("num_items", "num_pairs", "num_tail_heads")] == [tiles, 0, 0]
+    plain, _, _ = (of(record) for record in plan_backward(problem(), HOPPER, None).records)
+    assert plain["num_n_blocks"] == 0
+    assert plain["dq_accum"] is not None
 
 
 def test_copies_of_packed_sequences_end_with_them() -> None:

@@ -185,7 +185,7 @@ def test_kernels_before_and_behind(dtype: str, fragments: bool) -> None:
 def test_few_cubins_are_prebuilt() -> None:
     """Plain calls of head_dim 64 and 128, packed or not; everything else is compiled where it is called."""
     prebuilt = [(s, arch) for s in REGISTRY if s.op.startswith("attention_backward") for arch in s.prebuild]
-    assert len([arch for _, arch in prebuilt if arch not in NEWEST_ARCHS]) <= 40
+    assert len([arch for _, arch in prebuilt if arch not in NEWEST_ARCHS]) <= 44
     assert not any("score_mods" in spec.features for spec, _ in prebuilt)
     for cc, arch in (((8, 0), "80"), ((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100"), ((12, 0), "120")):
         for head_dim in (64, 128):

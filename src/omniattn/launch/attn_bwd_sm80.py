@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedError
-from ..problems import AttentionProblem
+from ..problems import UNLIMITED, AttentionProblem
 from ..problems.backward import ROW_PADDING, BackwardProblem
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..registry import KernelSpec
@@ -39,13 +39,34 @@ class BackwardPlaces:
     end: int
 
 
-def places(problem: BackwardProblem, dq_columns: int, begin: int = 0) -> BackwardPlaces:
-    """Places from byte ``begin`` on. dq_columns: of the sums of dq, 0 for none."""
+def step_counters(problem: BackwardProblem, n_blocks: int) -> int:
+    """Numbers that order the additions to dq: two for each of the ``n_blocks`` tiles of keys of every head."""
+    f = problem.forward
+    return 2 * n_blocks * f.num_kv_heads * (1 if f.varlen else f.batch)
+
+
+def places(problem: BackwardProblem, dq_columns: int, n_blocks: int = 0) -> BackwardPlaces:
+    """Places in a workspace of their own.
+
+    Parameters
+    ----------
+    problem : BackwardProblem
+    dq_columns : int
+        Of the sums of dq, 0 for none.
+    n_blocks : int
+        Tiles of keys of a head whose additions to dq have an order, 0 without one.
+
+    Returns
+    -------
+    BackwardPlaces
+    """
+    begin = 0
     rows = problem.padded_rows * problem.forward.num_q_heads
     sums = rows // ROW_PADDING if "dsinks" in problem.wanted else 0
     at: list[At] = []
-    # Of packed sequences delta has one element more (kernels_cu/params/attn_bwd.cuh).
-    for count in (rows, rows + problem.forward.varlen, rows * dq_columns, sums):
+    # Counters lie behind delta (kernels_cu/params/attn_bwd.cuh).
+    counters = int(problem.forward.varlen or n_blocks > 0) + step_counters(problem, n_blocks)
+    for count in (rows, rows + counters, rows * dq_columns, sums):
         at.append(At("workspace", begin))
         begin += -(-4 * count // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return BackwardPlaces(at[0], at[1], at[2] if dq_columns else None, at[3] if sums else None, begin)
@@ -129,7 +150,14 @@ def build_dq(spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces) -> 
 
 
 def _rows(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, count: int
+    spec: KernelSpec,
+    problem: BackwardProblem,
+    at: BackwardPlaces,
+    dq_columns: int,
+    count: int,
+    *,
+    n_blocks: int = 0,
+    overlap: bool = False,
 ) -> tuple[LaunchRecord, ...]:
     if count > MAX_GRID_X:
         raise UnsupportedError(
@@ -139,24 +167,37 @@ def _rows(
         )
     if count == 0:
         return ()
-    values = backward_values(problem, at, dq_columns=dq_columns)
-    return (LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *ATTN_BWD.pack(values)),)
+    values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=n_blocks)
+    return (LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *ATTN_BWD.pack(values), overlap=overlap),)
+
+
+def _every_query_sees_a_key(f: AttentionProblem) -> bool:
+    """Whether that follows from the shape: row i sees key i + seqlen_k - seqlen_q, if that exists."""
+    unlimited = f.window_left == UNLIMITED and f.window_right == UNLIMITED
+    return not f.varlen and f.seqlen_k > 0 and (unlimited or f.seqlen_q <= f.seqlen_k)
 
 
 def build_prepare(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, n_blocks: int = 0
 ) -> tuple[LaunchRecord, ...]:
-    """The launch that makes lse2, delta and the sums of sinks, and clears what is added to."""
+    """The launch that makes lse2, delta and the sums of sinks, and clears what is added to.
+
+    n_blocks: as of `places`. With an order the first of the sums of dq is stored: cleared are they only if there may
+    be rows that get none.
+    """
+    if n_blocks and _every_query_sees_a_key(problem.forward):
+        at = replace(at, dq_accum=None)
     blocks = problem.padded_rows // ROW_PADDING * problem.forward.num_q_heads
     # Without queries a mask may still have a gradient to clear, and packed keys a counter.
-    clears = "dmask" in problem.wanted or (problem.forward.varlen and problem.forward.seqlen_k > 0)
-    return _rows(spec, problem, at, dq_columns, blocks or int(clears))
+    clears = "dmask" in problem.wanted or n_blocks > 0 or (problem.forward.varlen and problem.forward.seqlen_k > 0)
+    return _rows(spec, problem, at, dq_columns, blocks or int(clears), n_blocks=n_blocks)
 
 
 def build_finish(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, *, overlap: bool = False
 ) -> tuple[LaunchRecord, ...]:
-    """The launch that makes dq of its sums, and dsinks."""
+    """The launch that makes dq of its sums, and dsinks. overlap: it may begin before the kernel ahead has ended."""
     heads = problem.forward.num_q_heads
     blocks = problem.padded_rows // ROW_PADDING * heads if at.dq_accum is not None else 0
-    return _rows(spec, problem, at, dq_columns, blocks + (heads if "dsinks" in problem.wanted else 0))
+    sinks = heads if "dsinks" in problem.wanted else 0
+    return _rows(spec, problem, at, dq_columns, blocks + sinks, overlap=overlap)

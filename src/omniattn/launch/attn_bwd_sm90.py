@@ -18,11 +18,12 @@ def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_
     """In which order the persistent kernel ``spec`` takes the tiles of keys of every kv head.
 
     With causality a tile is the longer the nearer it is to key 0; the list's last block is the longest one. Of packed
-    sequences, whose lengths are on the device, the list is a bound.
+    sequences, whose lengths are on the device, the list is a bound. An ordered kernel has an order of its own.
     """
     f = problem.forward
     blocks, heads = num_n_blocks(f, spec.block_n), f.num_kv_heads * (1 if f.varlen else f.batch)
-    if heads * blocks and not f.varlen and f.window_right != UNLIMITED and f.window_left == UNLIMITED:
+    drawn = f.varlen or "ordered" in spec.features
+    if heads * blocks and not drawn and f.window_right != UNLIMITED and f.window_left == UNLIMITED:
         offset = f.seqlen_q - f.seqlen_k - f.window_right
         first_rows = (min(max(n * spec.block_n + offset, 0), f.seqlen_q) for n in reversed(range(blocks)))
         return tile_order.causal(heads, [1 - (-(f.seqlen_q - row) // spec.block_m) for row in first_rows], sm_count)
@@ -55,7 +56,12 @@ def _packed_map(name: str, dtype: str, shape: tuple[int, int, int], strides: tup
 
 
 def _launch(
-    spec: KernelSpec, problem: BackwardProblem, target: Target, tiles: tile_order.TileList, values: dict[str, object]
+    spec: KernelSpec,
+    problem: BackwardProblem,
+    target: Target,
+    tiles: tile_order.TileList,
+    values: dict[str, object],
+    overlap: bool = False,
 ) -> tuple[LaunchRecord, ...]:
     """One launch with the tensor maps; none without tiles.
 
@@ -91,16 +97,26 @@ def _launch(
         assert isinstance(factor2, float)
         values |= {**member("forms", forms), "inv_factor2": finite(1.0 / factor2)}
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=overlap),)
 
 
 def build(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int, target: Target
+    spec: KernelSpec,
+    problem: BackwardProblem,
+    at: BackwardPlaces,
+    dq_columns: int,
+    target: Target,
+    *,
+    overlap: bool = False,
 ) -> tuple[LaunchRecord, ...]:
-    """The launch that makes dk and dv, and the sums of dq where there is a place for them; none without keys."""
+    """The launch that makes dk and dv, and the sums of dq where there is a place for them; none without keys.
+
+    overlap: it may begin before the kernel ahead has ended, which is ``attn_bwd_prepare``.
+    """
     blocks = num_n_blocks(problem.forward, spec.block_n)
     values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks)
-    return _launch(spec, problem, target, tiles_of(problem, spec, target.sm_count), values)
+    overlap = overlap and spec.family == "attn_bwd_sm90"  # the others do not wait by themselves
+    return _launch(spec, problem, target, tiles_of(problem, spec, target.sm_count), values, overlap)
 
 
 def build_dq(

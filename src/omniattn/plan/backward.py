@@ -60,17 +60,20 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
     wants_dq = "dq" in problem.wanted
     wants_others = not {"dk", "dv", "dmask"}.isdisjoint(problem.wanted)
     main = _compiled(select_backward(problem, target, force), problem) if wants_others else None
-    # Sums of dq in global memory come in no fixed order; alone dq takes fewer products; some kernels do not make it.
-    own_dq = wants_dq and (problem.deterministic or main is None or "dq" in main.spec.lacks)
+    ordered = main is not None and "ordered" in main.spec.features
+    # Sums of dq in global memory come in no fixed order, as a rule; alone dq takes fewer products; some kernels do not
+    # make it.
+    own_dq = wants_dq and (main is None or "dq" in main.spec.lacks or (problem.deterministic and not ordered))
     alone = _compiled(select_dq(problem, target, force), problem) if own_dq else None
     on_wgmma = main is not None and main.spec.arch_specific
     before, behind = select_backward_rows(problem, target, force, fragments=on_wgmma)
     dq_columns = main.spec.head_dim if main is not None and wants_dq and not own_dq else 0
-    at = attn_bwd_sm80.places(problem, dq_columns)
-    records = attn_bwd_sm80.build_prepare(before.spec, problem, at, dq_columns)
+    n_blocks = attn_bwd_sm80.num_n_blocks(problem.forward, main.spec.block_n) if main is not None and ordered else 0
+    at = attn_bwd_sm80.places(problem, dq_columns, n_blocks)
+    records = attn_bwd_sm80.build_prepare(before.spec, problem, at, dq_columns, n_blocks)
     if main is not None:
         if on_wgmma:
-            records += attn_bwd_sm90.build(main.spec, problem, at, dq_columns, target)
+            records += attn_bwd_sm90.build(main.spec, problem, at, dq_columns, target, overlap=bool(records))
         else:
             records += attn_bwd_sm80.build(main.spec, problem, at, dq_columns)
     if alone is not None:
@@ -78,6 +81,8 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
             records += attn_bwd_sm90.build_dq(alone.spec, problem, at, target)
         else:
             records += attn_bwd_sm80.build_dq(alone.spec, problem, at)
-    records += attn_bwd_sm80.build_finish(behind.spec, problem, at, dq_columns)
+    # Sums of dq: the kernel ahead is that of all gradients.
+    overlap = on_wgmma and dq_columns > 0 and bool(records)
+    records += attn_bwd_sm80.build_finish(behind.spec, problem, at, dq_columns, overlap=overlap)
     chosen = tuple(selection for selection in (main, alone) if selection is not None)
     return Launches((chosen or (before,))[0], records, at.end, (before, *chosen[1:], behind))

@@ -165,8 +165,11 @@ _BWD_SM90_FORMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str) -> KernelSpec:
-    """form: of scores, ``"softcap"``, ``"keys"`` (a mask that is the same for all queries), or empty."""
+def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: bool = False) -> KernelSpec:
+    """form: of scores, ``"softcap"``, ``"keys"`` (a mask that is the same for all queries), or empty.
+
+    ordered: additions to dq in a fixed order, so that it has the same bits in every run.
+    """
     short, tag = IO_TYPES[dtype]
     block_m, block_n, ds_stages, q_stages = 64, 128, 3, 3
     do_stages = 3 if head_dim == 64 else 2
@@ -174,10 +177,10 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str) -> Kernel
     smem_bytes = 2 * 2 * block_n * head_dim + (q_stages + do_stages) * block_m * (2 * head_dim + 4)
     smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim
     smem_bytes += 8 * (3 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + 4)
-    # And for packed sequences two tiles of 32 bytes, 32 sequences of 20 bytes, barriers.
-    smem_bytes = _up(smem_bytes) + (1024 if varlen else 0)
+    # And where a warp walks over tiles a tile of 32 bytes, 32 sequences of 20 bytes, barriers.
+    smem_bytes = _up(smem_bytes) + (1024 if varlen or ordered else 0)
     return KernelSpec(
-        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + f"_{form}" * bool(form),
+        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + "_ordered" * ordered + f"_{form}" * bool(form),
         family="attn_bwd_sm90",
         op="attention_backward",
         source="entry/attn_bwd_sm90.cu",
@@ -187,6 +190,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str) -> Kernel
             ("HEAD_DIM", str(head_dim)),
             ("NUM_DO_STAGES", str(do_stages)),
             ("VARLEN", str(int(varlen))),
+            ("ORDERED", str(int(ordered))),
             ("SOFTCAP", str(int(form == "softcap"))),
             ("KEY_MASK", str(int(form == "keys"))),
             ("SMEM_BYTES", str(smem_bytes)),
@@ -199,12 +203,12 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str) -> Kernel
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=() if form else ("90a",),
-        features=frozenset({"score_mods"} if form else ()),
+        prebuild=() if form or (ordered and varlen) else ("90a",),
+        features=frozenset({"score_mods"} if form else {"ordered"} if ordered else ()),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale", *_BWD_SM90_FORMS[form]}),
-        # Of the warps that copy and walk cu_seqlens, which have 24 registers; with packed sequences and softcap also of
-        # the consumers, before and behind the steps of a tile, and one number in the loop of both together.
-        allowed_spill_bytes=0 if head_dim == 64 else 160 if varlen or form else 96,
+        # Of the warps that copy and walk over tiles, which have 24 registers; also of the consumers, before and behind
+        # the steps of a tile.
+        allowed_spill_bytes=0 if head_dim == 64 else 220 if varlen and ordered else 144,
     )
 
 
@@ -303,6 +307,8 @@ def backward_rows() -> Iterator[KernelSpec]:
             yield from (_attn_bwd_sm80(tile, dtype, score_mods, dmask) for tile in _BWD_SM80_TILES)
         for score_mods in (False, True):
             yield from (_attn_bwd_dq_sm80(tile, dtype, score_mods) for tile in _DQ_SM80_TILES)
+        for head_dim, varlen in itertools.product((64, 128), (False, True)):
+            yield _attn_bwd_sm90(head_dim, dtype, varlen, "", ordered=True)
         for form, varlen in itertools.product(_BWD_SM90_FORMS, (False, True)):
             if form == "keys" and varlen:  # consumers would spill 300 bytes at d128
                 continue

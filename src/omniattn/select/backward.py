@@ -44,6 +44,8 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
         return "it makes no gradient of a mask"
     if "dmask" not in problem.wanted and "dmask" in spec.features:
         return "it adds to the gradient of a mask, which is not wanted"
+    if "ordered" in spec.features and not (problem.deterministic and "dq" in problem.wanted):
+        return "it adds to dq in a fixed order, which deterministic=True asks for"
     if f.varlen and "varlen" in spec.lacks:
         return "it takes no packed sequences"
     if not f.varlen and "dense" in spec.lacks:
@@ -74,16 +76,20 @@ def _select(op: str, problem: BackwardProblem, target: Target, force: str | None
             f"{dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
         )
-    # The narrowest tile that holds head_dim, nothing that is not needed, and the largest tile that fits.
-    best = min(fitting, key=lambda s: (not s.arch_specific, s.head_dim, len(s.features), -s.smem_bytes))
-    return Selection(
-        best,
-        (
-            f"{f.dtype}, head_dim {f.head_dim} in a tile of {best.head_dim}",
-            "score modifiers (softcap, mask or score_mod)" if needs_mods(problem) else "no score modifiers",
-            f"tile of {best.block_m} query rows and {best.block_n} keys in {best.smem_bytes} bytes of shared memory",
-        ),
+    # The narrowest tile that holds head_dim, one kernel rather than two, nothing that is not needed, and the largest
+    # tile that fits.
+    best = min(
+        fitting,
+        key=lambda s: (not s.arch_specific, s.head_dim, "ordered" not in s.features, len(s.features), -s.smem_bytes),
     )
+    why = [
+        f"{f.dtype}, head_dim {f.head_dim} in a tile of {best.head_dim}",
+        "score modifiers (softcap, mask or score_mod)" if needs_mods(problem) else "no score modifiers",
+        f"tile of {best.block_m} query rows and {best.block_n} keys in {best.smem_bytes} bytes of shared memory",
+    ]
+    if "ordered" in best.features:
+        why.append("deterministic=True: tiles of keys add to dq in a fixed order")
+    return Selection(best, tuple(why))
 
 
 def select_backward(problem: BackwardProblem, target: Target, force: str | None = None) -> Selection:

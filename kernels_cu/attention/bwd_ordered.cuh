@@ -1,0 +1,192 @@
+// dQ in a fixed order (entry/attn_bwd_sm90.cu with ORDERED): the same bits in every run.
+//
+// A tile of queries gets its sums from tiles of keys in the order of the keys. The first one stores; each of the others
+// waits until the tile of keys before it has added. Tiles of keys go through the queries backwards, from the last tile
+// that they see to the first, and query heads of a kv head in their order. What a tile of keys sees moves on with the
+// keys: where it is not the first to see a tile of queries, the one before it sees that tile too, and has taken it in
+// the same order. So one number a tile of keys and warpgroup, its steps that are complete, tells the next one all.
+//
+//   writer g, tile n                          keeper (warp 3)               writer g of tile n + 1, and its keeper
+//   wait before > steps needed                ld.acquire steps(n - 1)       ..
+//   add, commit, wait for the shared memory     -> before
+//   arrive dq_empty
+//   wait for the addition
+//   d128: red.release steps(n)                                              ld.acquire steps(n) -> before -> add
+//   d64: -> asked, with a step less           asked -> red.release steps(n)
+//
+// The keeper asks global memory for the writers: an answer takes about a microsecond, as long as a step. It hands on
+// tiles as well.
+//
+// It ends. Work items, tiles of keys of a (sequence, kv head), are drawn from a counter, so an item has been begun, by
+// a CTA that runs, before any with a higher number; a CTA ends its items in the order in which it draws them. A step
+// waits for steps of the tile of keys before only, which is an item with a lower number. So of the items that have not
+// ended the lowest never waits for ever, however few CTAs run at a time.
+#pragma once
+#include "attention/bwd_roles.cuh"
+#include "ptx/delay.cuh"
+#include "ptx/gpu_sync.cuh"
+
+// In place of BwdWriter; dq_accum is there.
+template <typename Config>
+class BwdOrderedWriter {
+    using Layout = BwdLayout<Config>;
+    using SharedStorage = BwdStorage<Config>;
+    using Barriers = BwdBarriers<Config>;
+    using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
+    static constexpr uint32 kPollNs = 32;
+    // A release waits until L2 has the additions; the end of a bulk group alone does not say so. At d64 a step has no
+    // time for that: the keeper publishes, and what it is told of ends with the step before.
+    static constexpr bool kTells = Config::kHeadDim == 64;
+    static constexpr uint32 kLag = kTells ? 1 : 0;
+
+  public:
+    OA_DEVICE BwdOrderedWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
+        : params_(params), full_(bars.dq_full + 8 * group), empty_(bars.dq_empty + 8 * group), group_(group) {}
+
+    // One thread.
+    OA_DEVICE void run() {
+        const AttnBwdParams& bwd = params_.bwd;
+        const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
+        BwdTiles<Config> tiles(bwd.fwd, params_.tiles);
+        uint32 phase = 0;
+        for (BwdTile t; tiles.next(t);) {
+            Rows rows(bwd.fwd, t);
+            if (rows.is_empty()) continue;
+            const int32 count = rows.end - rows.first;
+            int32 firsts, before;
+            look_back(t, rows, firsts, before);
+            const uint32 place = place_of(t);
+            uint32* steps = step_counters(bwd) + place;
+            tell(place, 0);
+            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) +
+                        (rows.end - 1) * Config::kBlockM;
+            float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
+            uint32 done = 0, known = 0, needed = 0;  // steps: this tile's, the one's before, needed of it
+#pragma unroll 1
+            for (int32 head = 0; head < heads; ++head, needed += before - (count - firsts)) {
+#pragma unroll 1
+                for (int32 i = 0; i < count; ++i) {
+                    mbarrier_wait(full_, phase);
+                    phase ^= 1;
+                    const uint32 from = smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes;
+                    if (i < firsts) {
+                        bulk_store(to, from, Layout::kDqBytes);
+                    } else {
+                        ++needed;
+                        while (known < needed) {
+                            const uint2 told = load_acquire_shared2(StepsStorage::before(group_));
+                            if (told.x == place) known = told.y;
+                            if (known < needed) nanosleep(kPollNs);
+                        }
+                        fence_proxy_async_global();
+                        bulk_reduce_add(to, from, Layout::kDqBytes);
+                    }
+                    bulk_commit();
+                    bulk_wait_read<0>();
+                    mbarrier_arrive(empty_);
+                    to -= Config::kBlockM * Config::kHeadDim;
+                    bulk_wait<kLag>();
+                    if (++done > kLag) {
+                        if constexpr (kTells)
+                            tell(place, done - kLag);
+                        else
+                            publish(steps, done);
+                    }
+                }
+                to += (bwd.rows_stride_h + int64(count) * Config::kBlockM) * Config::kHeadDim;
+            }
+            if constexpr (kTells) {
+                // Not by the keeper, which may look when the next tile has begun.
+                bulk_wait<0>();
+                publish(steps, done);
+            }
+        }
+        tell(kStepsEnded, 0);
+    }
+
+  private:
+    // firsts: tiles of queries, of a head, that no tile of keys before this one sees, those with the highest numbers.
+    // before: how many the tile of keys before sees.
+    OA_DEVICE void look_back(const BwdTile& t, const Rows& rows, int32& firsts, int32& before) const {
+        firsts = rows.end - rows.first;
+        before = 0;
+        if (t.n0 == 0) return;
+        const AttnFwdParams& fwd = params_.bwd.fwd;
+        const Rows last(t.n0 - Config::kBlockN, t.seqlen_q, t.seqlen_k, fwd.window_left, fwd.window_right);
+        if (last.is_empty()) return;
+        before = last.end - last.first;
+        firsts = min_of(rows.end - last.end, firsts);
+    }
+    // Of a tile of keys and this warpgroup, among step_counters; that of the tile before is 2 less.
+    OA_DEVICE uint32 place_of(const BwdTile& t) const {
+        const AttnBwdParams& bwd = params_.bwd;
+        // Sequences of packed keys end with a part of a tile at most: no two have a number in common.
+        const int32 sequence = Config::kVarlen ? t.k_begin / Config::kBlockN + t.sequence : 0;
+        const int32 head = Config::kVarlen ? t.kv_head_idx : t.batch_idx * bwd.fwd.num_kv_heads + t.kv_head_idx;
+        return 2 * (uint32(head) * bwd.num_n_blocks + sequence + t.n0 / Config::kBlockN) + group_;
+    }
+    // What this thread's bulk groups have written comes before, in both.
+    OA_DEVICE void tell(uint32 place, uint32 done) const {
+        random_delay();
+        fence_proxy_async_global();
+        store_release_shared2(StepsStorage::asked(group_), place, done);
+    }
+    OA_DEVICE static void publish(uint32* steps, uint32 done) {
+        random_delay();
+        fence_proxy_async_global();
+        reduce_max_release(steps, done);
+    }
+
+    const typename Config::Params& params_;
+    const uint32 full_, empty_;
+    const int32 group_;
+};
+
+// Lane g, for writer g: publishes what it tells, and asks what the tile before its tile has done. False behind the last
+// tile. told: the steps that were told last.
+OA_DEVICE bool ask_for_steps(uint32* counters, int32 group, uint2& told) {
+    const uint2 now = load_acquire_shared2(StepsStorage::asked(group));
+    if (now.x == kStepsEnded) return false;
+    if (now.x == kNoStepsYet) return true;
+    if (now.y != 0 && (now.x != told.x || now.y != told.y)) {
+        random_delay();
+        reduce_max_release(counters + now.x, now.y);
+    }
+    told = now;
+    // Of a head's first tile: some number that nobody asks for.
+    store_release_shared2(StepsStorage::before(group), now.x, load_acquire(counters + now.x - 2));
+    return true;
+}
+
+template <typename Config, typename Tiles>
+OA_DEVICE void keep_order(const AttnBwdParams& p, Tiles tiles) {
+    const int lane = threadIdx.x & 31;
+    RingState<kTileStages> at;
+    uint32 handed_on = 0;
+    uint2 told = make_uint2(kNoStepsYet, 0);
+    bool more_tiles = true, more_steps = true;
+    while (more_tiles || more_steps) {
+        // Not a whole tile ahead: a tile that waits for a CTA holds up those behind it.
+        const bool is_due = BwdFeedStorage<true>::ring().is_empty(at) &&
+                            load_acquire_shared2(BwdFeedStorage<true>::due()).x >= handed_on;
+        if (more_tiles && __all_sync(0xffffffffu, is_due)) {
+            more_tiles = hand_on_bwd_tile(tiles, at);
+            at.advance();
+            ++handed_on;
+        }
+        const bool mine = lane < Config::kConsumers && ask_for_steps(step_counters(p), lane, told);
+        more_steps = __any_sync(0xffffffffu, mine);
+    }
+}
+
+// One warp.
+template <typename Config>
+OA_DEVICE void keep_order(const AttnBwdParams& p) {
+    using Storage = BwdFeedStorage<true>;
+    if constexpr (Config::kVarlen)
+        keep_order<Config>(
+            p, PackedBwdTiles<Config::kBlockN, true>(p.fwd, item_counter(p), *Storage::at(&Storage::sequences)));
+    else
+        keep_order<Config>(
+            p, DrawnBwdTiles<Config::kBlockN, kInterleavedDrawnTiles * 128 / Config::kHeadDim>(p.fwd, item_counter(p)));
+}

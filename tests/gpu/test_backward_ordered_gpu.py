@@ -1,0 +1,121 @@
+"""dq with the same bits from one pass: tiles of keys add to it in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+from omniattn.launch import attn_bwd_sm90  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+
+from .backward_cases import check, make  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="Hopper's"),
+]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (200, 60)},
+    "window left": {"window": (300, 0)},
+    "one key": {"window": (0, 0)},
+}
+SHAPES = {
+    "heads": {"batch": 2, "seqlen_q": 150, "seqlen_k": 203, "heads_q": 4, "heads_kv": 2},
+    "many tiles": {"seqlen_q": 1000, "seqlen_k": 1000, "heads_q": 3},
+    "more keys": {"batch": 2, "seqlen_q": 520, "seqlen_k": 1100, "heads_q": 4, "heads_kv": 1},
+    "more queries": {"seqlen_q": 900, "seqlen_k": 129},
+    "one": {"seqlen_q": 1, "seqlen_k": 1},
+}
+LENGTHS = ([100, 1, 0, 257, 640], [130, 300, 5, 257, 700])
+
+
+@pytest.fixture
+def on_ctas(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make launches of that many CTAs."""
+    build = attn_bwd_sm90.build
+
+    def choose(count: int) -> None:
+        def fewer(spec: Any, problem: Any, at: Any, columns: int, target: Any, **more: Any) -> Any:
+            return build(spec, problem, at, columns, dataclasses.replace(target, sm_count=count), **more)
+
+        monkeypatch.setattr(attn_bwd_sm90, "build", fewer)
+        PLANS.clear()
+
+    yield choose
+    PLANS.clear()
+
+
+def test_selected() -> None:
+    q, lse = torch.zeros(1, 300, 2, 128, device="cuda", dtype=torch.bfloat16), torch.zeros(1, 2, 300, device="cuda")
+    told = oa.explain(oa.attention_backward, q, q, q, q, q, lse, deterministic=True)
+    assert "attn_bwd_sm90_bf16_d128_ordered" in str(told)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients(head_dim: int, shape: str, options: str) -> None:
+    check(make(head_dim=head_dim, **SHAPES[shape], **OPTIONS[options]), deterministic=True)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(head_dim: int, causal: bool) -> None:
+    problem = make(lengths=LENGTHS, rest=37, heads_q=4, heads_kv=2, head_dim=head_dim, causal=causal)
+    check(problem, deterministic=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_few_ctas(head_dim: int, count: int, on_ctas: Callable[[int], None]) -> None:
+    """However few tiles are under way at a time, none waits for one that has not begun."""
+    on_ctas(count)
+    for options in OPTIONS.values():
+        problem = make(seqlen_q=520, seqlen_k=600, heads_q=4, heads_kv=2, head_dim=head_dim, **options)
+        check(problem, deterministic=True)
+    check(make(lengths=LENGTHS, heads_q=4, heads_kv=2, head_dim=head_dim, causal=True), deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "seqlen", "heads_q", "heads_kv", "causal"),
+    [
+        (128, 2, 1024, 8, 8, True),
+        (128, 1, 4096, 8, 8, False),
+        (64, 1, 4096, 16, 4, True),
+        (64, 2, 1024, 16, 16, False),
+        (128, 1, 20000, 1, 1, False),  # a head has more tiles of keys than the GPU has SMs
+    ],
+)
+def test_bits_under_load(head_dim: int, batch: int, seqlen: int, heads_q: int, heads_kv: int, causal: bool) -> None:
+    """With other kernels on the GPU, which keep CTAs from starting together."""
+    generator = torch.Generator("cuda").manual_seed(seqlen)
+
+    def normal(heads: int) -> Any:
+        return torch.randn(batch, seqlen, heads, head_dim, device="cuda", generator=generator).bfloat16()
+
+    do, q, k, v = normal(heads_q), normal(heads_q), normal(heads_kv), normal(heads_kv)
+    o, lse = oa.attention(q, k, v, causal=causal, return_lse=True)
+    call = (do, q, k, v, o, lse)
+    first = oa.attention_backward(*call, causal=causal, deterministic=True)
+    factor, stream = torch.randn(2048, 2048, device="cuda").bfloat16(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for run in range(300 if seqlen < 10000 else 60):
+        if run % 3 == 0:
+            with torch.cuda.stream(stream):
+                for _ in range(1 + run % 5):
+                    factor @ factor
+        for a, b in zip(oa.attention_backward(*call, causal=causal, deterministic=True), first, strict=True):
+            differing += (a.view(torch.int16) != b.view(torch.int16)).sum()
+    assert int(differing) == 0
+    for a, b in zip(oa.attention_backward(*call, causal=causal), first, strict=True):
+        assert (a.double() - b.double()).norm() <= 2e-3 * b.double().norm()

@@ -1,0 +1,88 @@
+"""The order in which tiles of keys add to dq (kernels_cu/attention/bwd_ordered.cuh), worked out as the kernel does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+BLOCK_M, BLOCK_N = 64, 128
+
+
+def drawn(blocks: int, heads: int, causal: bool, tiles: int) -> list[tuple[int, int]]:
+    """DrawnBwdTiles: (head, block) of the draws 0, 1, ..., without those that are nobody's."""
+    tiles = 2 * tiles if blocks > tiles * tiles // 4096 else tiles
+    wanted = max(heads // max(tiles // blocks, 1), 1)
+    per_group = (heads - 1) // wanted + 1
+    groups = (heads - 1) // per_group + 1
+    parts = 2 if causal else 1
+    rows = (blocks - 1) // parts + 1
+    found = []
+    for item in range((groups + parts - 1) * rows * parts * per_group):
+        row, at = divmod(item, parts * per_group)
+        part, group = at // per_group, row // rows
+        head, block = (group - part) * per_group + at - part * per_group, row - group * rows + part * rows
+        if group >= part and head < heads and block < blocks:
+            found.append((head, block))
+    return found
+
+
+def query_tiles(n: int, seqlen_q: int, seqlen_k: int, left: int, right: int) -> tuple[int, int]:
+    """QueryTiles: first and end of the tiles of queries that see some key of tile ``n``."""
+
+    def seen_by(key: int) -> tuple[int, int]:
+        center = key + seqlen_q - seqlen_k
+        lo = 0 if right < 0 else max(min(center - right, seqlen_q), 0)
+        return lo, seqlen_q if left < 0 else max(min(center + left + 1, seqlen_q), 0)
+
+    last_key = min((n + 1) * BLOCK_N, seqlen_k) - 1
+    return seen_by(n * BLOCK_N)[0] // BLOCK_M, -(-seen_by(last_key)[1] // BLOCK_M)
+
+
+@pytest.mark.parametrize("tiles", [256, 512])
+def test_tiles_of_a_head_are_drawn_in_the_order_of_their_keys(tiles: int) -> None:
+    rng = random.Random(tiles)
+    for _ in range(300):
+        blocks, heads, causal = rng.randint(1, 200), rng.randint(1, 60), rng.random() < 0.5
+        found = drawn(blocks, heads, causal, tiles)
+        assert sorted(found) == [(head, block) for head in range(heads) for block in range(blocks)]
+        for head in range(heads):
+            assert [block for of, block in found if of == head] == list(range(blocks))
+
+
+def test_steps_that_are_waited_for() -> None:
+    """BwdOrderedWriter: every tile of queries gets its sums in the order of the keys, the first one by a store."""
+    rng = random.Random(0)
+    for _ in range(600):
+        seqlen_q, seqlen_k = rng.randint(1, 900), rng.randint(1, 1500)
+        some, more = rng.randint(0, 600), rng.randint(0, 600)
+        left, right = rng.choice([(-1, -1), (-1, 0), (0, 0), (some, more), (some, 0), (some, -1), (-1, more)])
+        heads = rng.randint(1, 3)
+        added: dict[tuple[int, int], list[int]] = {}
+        steps: list[list[tuple[int, int]]] = []  # of each tile of keys, in their order
+        for n in range(-(-seqlen_k // BLOCK_N)):
+            first, end = query_tiles(n, seqlen_q, seqlen_k, left, right)
+            count = max(end - first, 0)
+            before, firsts = 0, count
+            if n:
+                last_first, last_end = query_tiles(n - 1, seqlen_q, seqlen_k, left, right)
+                if last_end > last_first:
+                    before, firsts = last_end - last_first, min(end - last_end, count)
+            assert firsts >= 0
+            steps.append([])
+            needed = 0
+            for head in range(heads if count else 0):
+                for i in range(count):
+                    place = (head, end - 1 - i)
+                    if i < firsts:
+                        assert place not in added
+                    else:
+                        needed += 1
+                        assert steps[n - 1][needed - 1] == place
+                        assert added[place][-1] == n - 1
+                    added.setdefault(place, []).append(n)
+                    steps[n].append(place)
+                needed += before - (count - firsts)
+        # attn_bwd_prepare clears nothing then.
+        if (left < 0 and right < 0) or seqlen_q <= seqlen_k:
+            assert len(added) == heads * -(-seqlen_q // BLOCK_M)
