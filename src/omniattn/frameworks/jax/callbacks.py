@@ -1,0 +1,165 @@
+"""What runs inside of a compiled program: the NumPy reference on the CPU, the launches of a plan on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ... import arrays
+from ...arrays import capsule as dlpack
+from ...errors import AlignmentError, UnsupportedError
+from ...plan.engine import Launches, Plan, Target, operand_names
+from ...problems.memory import WORKSPACE_ALIGNMENT
+from ...runtime import device_info, load
+from ...runtime.env import forced_kernels
+from ...runtime.record import Program
+from .signature import Facts, Signature, problem_of
+
+
+def on_cpu(signature: Signature, facts: tuple[Facts, ...]) -> Callable[..., None]:
+    """The callback of a call on the CPU."""
+    problem = problem_of(signature, facts, "cpu", 0)
+    labels = signature.operation.labels
+    writes = () if signature.operation.name != "append" else signature.cache.planes  # type: ignore[union-attr]
+
+    def callback(context: Any, out: Sequence[Any], *operands: Any) -> None:
+        values = dict(zip(signature.arrays, map(np.asarray, operands), strict=True))
+        results = [np.asarray(x) for x in out]
+        for name, result in zip(writes, results, strict=False):
+            # The same memory, unless the compiler saw fit to copy.
+            if result.ctypes.data != values[f"cache.{name}"].ctypes.data:
+                result[...] = values[f"cache.{name}"]
+            values[f"cache.{name}"] = result
+        tensors = {name: arrays.describe(x, labels.get(name, name)) for name, x in values.items()}
+        call, _ = signature.check(tensors)
+        own = {name: t for name, t in tensors.items() if not name.startswith("cache.")}
+        made = signature.operation.reference(call, problem, own)
+        for result, x in zip(results, made, strict=False):
+            if x.nbytes:
+                ctypes.memmove(result.ctypes.data, np.ascontiguousarray(x).ctypes.data, x.nbytes)
+
+    return callback
+
+
+class Launcher:
+    """The callback of a call on GPUs.
+
+    Parameters
+    ----------
+    signature : Signature
+    facts : tuple
+        Of all operands.
+
+    Attributes
+    ----------
+    workspace_bytes : int
+        Scratch memory that the last result is, 0 for none; known after the first `plan`.
+    """
+
+    def __init__(self, signature: Signature, facts: tuple[Facts, ...]) -> None:
+        self._signature = signature
+        self._facts = facts
+        self._plans: dict[int, _Planned] = {}
+        self._lock = threading.Lock()
+        self._written = 0
+        if signature.operation.name == "append":
+            assert signature.cache is not None
+            self._written = len(signature.cache.planes)
+        self.workspace_bytes = 0
+
+    def plan(self, ordinal: int) -> _Planned:
+        """Launches on a GPU, with their kernels loaded."""
+        with self._lock:
+            found = self._plans.get(ordinal)
+            if found is None:
+                found = _Planned(self._signature, self._facts, ordinal)
+                if not self._plans:
+                    self.workspace_bytes = found.workspace_bytes
+                if found.workspace_bytes > self.workspace_bytes:
+                    raise UnsupportedError(
+                        f"{self._signature.operation.name}(): a program for GPUs of different kinds",
+                        instead="one kind of GPU in a process (CUDA_VISIBLE_DEVICES)",
+                    )
+                self._plans[ordinal] = found
+            return found
+
+    def __call__(self, context: Any, out: Sequence[Any], *operands: Any) -> None:
+        """Queue the launches on the stream of the program."""
+        ordinal = int((out[0] if out else operands[0]).__dlpack_device__()[1])
+        planned = self._plans.get(ordinal) or self.plan(ordinal)
+        # Planes that are written are results: the same memory as the operands, unless the compiler had to copy.
+        seen = [address(x) for x in operands]
+        made = [address(x) for x in out]
+        seen[len(seen) - planned.cache_arrays : len(seen) - planned.cache_arrays + self._written] = made[: self._written]
+        planned.launch(context.stream, seen, made[self._written :])
+
+
+class _Planned:
+    """The launches of a call on one GPU.
+
+    Attributes
+    ----------
+    launches : Launches
+    workspace_bytes : int
+        With room to begin at a multiple of `WORKSPACE_ALIGNMENT`.
+    cache_arrays : int
+        Operands that are arrays of a cache, the last ones.
+    """
+
+    def __init__(self, signature: Signature, facts: tuple[Facts, ...], ordinal: int) -> None:
+        problem = problem_of(signature, facts, "cuda", ordinal)
+        device, operation = device_info(ordinal), signature.operation
+        target = Target(device.cc, device.max_smem_optin, device.sm_count)
+        self.launches: Launches = operation.plan(problem, target, forced_kernels())
+        size = self.launches.workspace_bytes
+        self.workspace_bytes = size + WORKSPACE_ALIGNMENT if size else 0
+        names = operand_names(operation, signature.cache is not None, problem)
+        program = Program(self.launches.records, names, lambda spec: load(spec, ordinal))
+        self._plan = Plan(problem, self.launches, program, ordinal)
+        self.cache_arrays = 0 if signature.cache is None else len(signature.cache.arrays)
+        outputs = len(problem.outputs)
+        places = {name: i for i, name in enumerate(signature.arrays)}
+        #: Where the address of each operand of the program stands among those of operands, results and a zero.
+        self._places = [
+            places.get(name, -1) for name in names[: len(names) - outputs - 1]
+        ]  # fmt: skip
+        aligned = {*operation.aligned, *(name for name in signature.arrays if name.startswith("cache."))}
+        self._masks = tuple((i, 15, name) for name, i in places.items() if name in aligned)
+
+    def launch(self, stream: int, operands: list[int], results: list[int]) -> None:
+        """Queue everything on ``stream``; ``results``: outputs, and the workspace if there is one."""
+        for i, bits, name in self._masks:
+            if operands[i] & bits:
+                raise AlignmentError(name, "an address that is a multiple of 16 bytes", hex(operands[i]))
+        found = [0 if i < 0 else operands[i] for i in self._places]
+        found += results
+        if self.workspace_bytes:
+            found[-1] = -(-found[-1] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        else:
+            found.append(0)
+        program = self._plan.program
+        assert program is not None
+        program.launch(stream, found)
+
+
+#: Element types whose buffers say where they are by ``__cuda_array_interface__``, which is three times as fast.
+_plain: dict[Any, bool] = {}
+
+
+def address(buffer: Any) -> int:
+    """Address of a buffer of a callback on a GPU."""
+    dtype = buffer.dtype
+    if _plain.get(dtype, True):
+        try:
+            return int(buffer.__cuda_array_interface__["data"][0])
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            _plain[dtype] = False
+    taken = dlpack.Capsule(buffer.__dlpack__(), "buffer")
+    try:
+        return taken.ptr
+    finally:
+        taken.release()
