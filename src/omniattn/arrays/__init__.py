@@ -161,8 +161,7 @@ def traced_by_jax(objects: Sequence[Any]) -> bool:
 
 
 def needs_operator(objects: Sequence[Any]) -> bool:
-    """Whether a trace, a transform or a dispatch mode of torch, or one of JAX, has to see the call that these are of.
-    """
+    """Whether a trace, a transform or a dispatch mode has to see the call that these are of."""
     if traced_by_jax(objects):
         return True
     torch = sys.modules.get("torch")

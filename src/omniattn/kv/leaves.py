@@ -69,7 +69,7 @@ class CacheFacts:
         return cache
 
     def _empty(self) -> Any:
-        cache = self.kind.__new__(self.kind)
+        cache: Any = object.__new__(self.kind)
         cache.__dict__.update((name, getattr(self.layout, name)) for name in _EXTENTS)
         return cache
 

@@ -94,8 +94,9 @@ class Launcher:
         # Planes that are written are results: the same memory as the operands, unless the compiler had to copy.
         seen = [address(x) for x in operands]
         made = [address(x) for x in out]
-        seen[len(seen) - planned.cache_arrays : len(seen) - planned.cache_arrays + self._written] = made[: self._written]
-        planned.launch(context.stream, seen, made[self._written :])
+        written, first = self._written, len(seen) - planned.cache_arrays
+        seen[first : first + written] = made[:written]
+        planned.launch(context.stream, seen, made[written:])
 
 
 class _Planned:

@@ -69,7 +69,7 @@ def _backward(signature: Signature, residuals: Any, cotangents: Sequence[Any]) -
     do, dlse = (None if isinstance(x, SymbolicZero) else x for x in (do, dlse))
     if not wanted or (do is None and dlse is None):
         return (none,)
-    given = {name: None for name in signature.operation.arrays} | dict(zip(signature.names, values, strict=True))
+    given = dict.fromkeys(signature.operation.arrays) | dict(zip(signature.names, values, strict=True))
     mod = signature.subject
     if mod is not None:
         own = {name: given[PREFIX + name] for name in mod.arrays}

@@ -27,7 +27,8 @@ def _buffer_callback() -> Callable[..., Any]:
         raise UnsupportedError(
             f"calls under jax.jit with JAX {jax.__version__}", instead="JAX 0.7 or newer, or calls outside of jit"
         ) from None
-    return buffer_callback  # type: ignore[no-any-return]
+    found: Callable[..., Any] = buffer_callback
+    return found
 
 
 def lower_cpu(ctx: Any, *operands: Any, signature: Signature) -> Any:

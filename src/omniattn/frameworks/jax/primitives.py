@@ -87,7 +87,7 @@ def _no_derivative(function: str, primals: Any, tangents: Any, **params: Any) ->
     if function.endswith("_backward") or params["signature"].operation.gradients is not None:
         what, instead = "no second derivatives", "attention written out in jax.numpy"
     elif function.startswith("attention"):
-        what, instead = "no derivative of attention on quantized operands", "precision= and arrays that are not quantized"
+        what, instead = "no derivative by quantized operands", "precision= and arrays that are not quantized"
     else:
         what, instead = "no derivative", "jax.lax.stop_gradient of its arguments"
     raise UnsupportedError(f"{function}(): {what}", instead=instead)

@@ -127,12 +127,10 @@ def _subject(call: Call, given: dict[str, Any]) -> tuple[Any, Any]:
 def _operands(subject: Sequence[Any], given: dict[str, Any]) -> tuple[Any, Any]:
     """Quantized operands without arrays: the checks look at their problems, and at whether q has a delta_s."""
     q, k, v = subject
-    pairs = {}
+    pairs: dict[int, QuantizedQK] = {}
     for pair in (q.pair, k.pair):
         delta = None if pair.delta_s is None else True
-        pairs.setdefault(
-            id(pair), QuantizedQK(*(None,) * 7, delta, None, None, pair.problem, pair.layout)  # type: ignore[arg-type]
-        )
+        pairs.setdefault(id(pair), QuantizedQK(*(None,) * 7, delta, None, None, pair.problem, pair.layout))
     first, second = pairs[id(q.pair)], pairs[id(k.pair)]
     value = QuantizedV(None, None, None, None, v.problem, v.layout)
     return (first, second, first is second, value), (first.q, second.k, value)
