@@ -74,8 +74,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, "bfloat16") for case in OPTIONS), ("plain", "float16"), ("mask", "float16")]
+)
 def test_compiled_calls_give_the_bits_of_eager_ones(jax: Any, case: str, dtype: str) -> None:
     q, k, v = _qkv(jax, dtype=dtype)
     options = dict(OPTIONS[case])
