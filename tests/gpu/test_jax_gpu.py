@@ -122,7 +122,7 @@ def test_gradients(jax: Any, case: str, way: str) -> None:
     options = dict(OPTIONS[case])
     more = {}
     if options.pop("mask", None):
-        (more["mask"],) = _arrays(jax, (1, 8, SHAPE_Q[1], SHAPE_K[1]), seed=3)
+        (more["mask"],) = _arrays(jax, (2, 8, SHAPE_Q[1], SHAPE_K[1]), seed=3)
     if options.pop("sinks", False):
         (more["sinks"],) = _arrays(jax, (8,), seed=4, dtype="float32")
     (do,) = _arrays(jax, SHAPE_Q, seed=5)

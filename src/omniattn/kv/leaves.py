@@ -108,6 +108,15 @@ class WithLeaves:
         leaves = self.leaves
         return leaves is not None and arrays.traced_by_jax(tuple(leaves.values()))
 
+    def let_go(self, of: CacheFacts, leaves: dict[str, Any]) -> None:
+        """Hold these arrays and know nothing of their memory: nobody can donate what is exported.
+
+        ``leaves`` are the cache's arrays, safe to use in their library.
+        """
+        for name in _OF_MEMORY:
+            self.__dict__.pop(name, None)
+        self.__dict__.update(_of=of, _leaves=leaves)
+
     def write(self, planes: dict[str, Any]) -> None:
         """Hold other planes from now on: those that `append` made in a trace."""
         self.__dict__["_leaves"] = {**self.__dict__["_leaves"], **planes}

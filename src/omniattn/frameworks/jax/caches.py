@@ -27,7 +27,10 @@ def leaves_of(cache: KVCache, facts: CacheFacts) -> tuple[Any, ...]:
     if cache.leaves is not None:
         return tuple(cache.leaves[name] for name in facts.arrays)
     keys = cache.key_arrays
-    return tuple(keys[name].obj if name in keys else cache._array(name) for name in facts.arrays)
+    leaves = {name: keys[name].obj if name in keys else cache._array(name) for name in facts.arrays}
+    if all(isinstance(x, jax.Array) for x in leaves.values()):
+        cache.let_go(facts, leaves)
+    return tuple(leaves.values())
 
 
 def _flatten(cache: KVCache) -> tuple[tuple[Any, ...], CacheFacts]:

@@ -82,7 +82,7 @@ class Signature:
             assert self.cache is not None
             by_name = dict(zip(self.arrays, facts, strict=True))
             return tuple(by_name[f"cache.{name}"] for name in self.cache.planes)
-        return tuple((tuple(o.shape), o.dtype) for o in problem_of(self, facts, *default_place()).outputs)
+        return tuple((tuple(o.shape), o.dtype) for o in check_now(self, facts).outputs)
 
 
 def types_of(options: Any) -> tuple[Any, ...]:
@@ -131,24 +131,22 @@ def default_place() -> tuple[str, int]:
     return "cuda", getattr(device, "local_hardware_id", None) or 0
 
 
-def check_now(signature: Signature, facts: tuple[Facts, ...]) -> None:
-    """Check a call while it is traced.
+def check_now(signature: Signature, facts: tuple[Facts, ...]) -> Any:
+    """Check a call while it is traced; its problem.
 
     A call that only the CPU can take (float32, say) may yet be lowered for it: what is wrong on a GPU alone is said
     when it is lowered for one.
     """
     place = default_place()
     try:
-        problem_of(signature, facts, *place)
+        return problem_of(signature, facts, *place)
     except OmniattnError:
         if place[0] == "cpu":
             raise
         try:
-            problem_of(signature, facts, "cpu", 0)
+            return problem_of(signature, facts, "cpu", 0)
         except OmniattnError:
             pass
-        else:
-            return
         raise
 
 
