@@ -217,6 +217,31 @@ def test_decoding_with_a_donated_cache(jax: Any, fmt: str, paged: bool, command_
     _same(o, want)
 
 
+@pytest.mark.parametrize("how", ["new", "written", "read"])
+def test_a_cache_of_eager_calls_can_be_donated(jax: Any, how: str) -> None:
+    def step(cache: Any, k: Any, v: Any, lengths: Any) -> Any:
+        oa.append(cache, k, v, seq_lens=lengths)
+        return cache
+
+    q, *tokens = _arrays(jax, (2, 1, 8, 64), (2, 1, 2, 64), (2, 1, 2, 64))
+    caches = [oa.KVCache(2, 64, 2, 64, like=q, k_dtype="bf16") for _ in range(2)]
+    first = 1
+    if how != "new":
+        for cache in caches:
+            step(cache, *tokens, _starts(jax, 1, 1))
+        first = 2
+    if how == "read":
+        caches[0].k.block_until_ready()
+    compiled = jax.jit(step, donate_argnums=0)
+    cache, eager = caches
+    for i in range(first, first + 3):
+        cache = compiled(cache, *tokens, _starts(jax, i, i))
+        step(eager, *tokens, _starts(jax, i, i))
+    _same(cache.k[:, :, : first + 2], eager.k[:, :, : first + 2])
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(caches[0].k)
+
+
 def test_scan(jax: Any, command_buffers: bool) -> None:
     like = _qkv(jax)[0]
     steps = _arrays(jax, (9, 2, 1, 8, 64), (9, 2, 1, 2, 64), (9, 2, 1, 2, 64))
