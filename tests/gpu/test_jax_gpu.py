@@ -93,6 +93,15 @@ def test_compiled_calls_give_the_bits_of_eager_ones(jax: Any, case: str, dtype: 
     jax.tree.map(_same, got, want)
 
 
+def test_empty(jax: Any, command_buffers: bool) -> None:
+    q, k, v = _qkv(jax)
+    call = jax.jit(functools.partial(oa.attention, return_lse=True))
+    assert call(q[:0], k[:0], v[:0])[0].shape == (0, *SHAPE_Q[1:])
+    o, lse = call(q, k[:, :0], v[:, :0])
+    assert not _float(o).any()
+    assert (np.asarray(lse) == -np.inf).all()
+
+
 def test_varlen(jax: Any) -> None:
     q, k, v = (x[0] for x in _qkv(jax))
     starts = _starts(jax, 0, 70, 70, 200), _starts(jax, 0, 100, 130, 333)

@@ -191,6 +191,32 @@ def test_leaves_and_structure() -> None:
         getattr(again, "nothing_of_this_name")  # noqa: B009
 
 
+def test_arrays_that_the_cache_was_not_made_with() -> None:
+    q, k, v, lengths = _tokens(1)
+    cache = _cache("contiguous", "fp16")
+    for change, error in (
+        (lambda x: x[:, :, :8], oa.errors.ShapeError),
+        (lambda x: x.astype("float32"), oa.errors.DtypeError),
+    ):
+        changed = jax.tree.map(change, cache)
+        with pytest.raises(error, match=r"argument 'cache\.k': expected"):
+            oa.decode(q, changed, seq_lens=lengths)
+        with pytest.raises(error, match=r"argument 'cache\.k': expected"):
+            jax.jit(_step)(changed, q, k, v, lengths, None)
+
+
+def test_vmap_over_caches() -> None:
+    many = [_cache("contiguous", "int8") for _ in range(3)]
+    tokens = [_tokens(i) for i in (1, 1, 1)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *many)
+    inputs = jax.tree.map(lambda *x: jnp.stack([y * (i + 1) for i, y in enumerate(x)]), *[x[:3] for x in tokens])
+    got, after = jax.vmap(lambda cache, q, k, v: _step(cache, q, k, v, tokens[0][3], None))(stacked, *inputs)
+    for i, cache in enumerate(many):
+        want, cache = _step(cache, *(x[i] for x in inputs), tokens[0][3], None)
+        _same(got[i], want)
+        _same(after.k[i][:, :, :1], cache.k[:, :, :1])
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_quantized_operands(precision: str) -> None:
     q, k, v = _random(2, 6, 4, 16), _random(2, 9, 2, 16, seed=1), _random(2, 9, 2, 16, seed=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -370,3 +371,12 @@ def test_contents_are_looked_at_when_the_program_runs() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="argument 'cu_seqlens_q'"):
         jax.block_until_ready(call(jnp.asarray([0, 5, 3], jnp.int32)))
     assert call(jnp.asarray([0, 5, 6], jnp.int32)).shape == Q[1:]
+
+
+def test_old_versions_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = importlib.import_module("omniattn.frameworks.jax")
+    monkeypatch.setattr(jax, "__version_info__", (0, 6, 2))
+    with pytest.raises(oa.errors.UnsupportedError, match=r"JAX 0\.7 or newer"):
+        importlib.reload(room)
+    monkeypatch.undo()
+    importlib.reload(room)

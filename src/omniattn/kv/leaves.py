@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import arrays
 from ..arrays import Tensor
-from ..errors import UnsupportedError
+from ..errors import DtypeError, ShapeError, StrideError, UnsupportedError
 from .layout import CacheLayout
 
 #: What a cache knows of its arrays' memory.
@@ -40,11 +40,14 @@ class CacheFacts:
         Said to be on the CPU, wherever the arrays will be.
     planes : tuple of str
         Planes that it has, which `append` writes.
+    shapes : tuple of (shape, dtype)
+        Of all arrays, which are row-major.
     """
 
     kind: type[Any]
     layout: CacheLayout
     planes: tuple[str, ...]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -52,7 +55,21 @@ class CacheFacts:
         return (*self.planes, *self.layout.key_arrays)
 
     def on(self, tensors: dict[str, Tensor]) -> Any:
-        """A cache of these facts on arrays by name."""
+        """A cache of these facts on arrays by name.
+
+        Raises
+        ------
+        ShapeError, DtypeError, StrideError
+            An array that the cache was not made with: kernels would read what lies behind it.
+        """
+        for name, (shape, dtype) in zip(self.arrays, self.shapes, strict=True):
+            t = tensors[name]
+            if t.dtype != dtype:
+                raise DtypeError(f"cache.{name}", dtype, t.dtype)
+            if tuple(t.shape) != shape:
+                raise ShapeError(f"cache.{name}", f"shape {shape}", f"{tuple(t.shape)}")
+            if tuple(t.strides) != arrays.contiguous_strides(shape):
+                raise StrideError(f"cache.{name}", "a contiguous array", f"strides {tuple(t.strides)}")
         cache, place = self._empty(), tensors[self.planes[0]]
         cache.__dict__.update(
             _device=place.device, _ordinal=place.ordinal, _device_name=place.device_name,

@@ -19,7 +19,9 @@ def facts_of_cache(cache: KVCache) -> CacheFacts:
     if known is not None:
         return known
     layout = dataclasses.replace(cache.facts, device="cpu", ordinal=0)
-    return CacheFacts(type(cache), layout, tuple(cache.planes))
+    arrays = {**cache.planes, **cache.key_arrays}
+    shapes = tuple((tuple(t.shape), t.dtype) for t in arrays.values())
+    return CacheFacts(type(cache), layout, tuple(cache.planes), shapes)
 
 
 def leaves_of(cache: KVCache, facts: CacheFacts) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 On the CPU, and on a GPU, a callback into Python that gets the addresses of operands and results: the NumPy reference,
 or the launches of the call's plan. A native handler of XLA's FFI would take the place of `lower_cuda`: it needs the
-`Launches` of `planned`, the order of addresses of `operand_names`, and the scratch memory that is the last result here.
+`launches` of `Launcher.plan`, the order of addresses there, and the scratch memory, which is the last result here.
 """
 
 from __future__ import annotations
@@ -12,23 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 
-from ...errors import UnsupportedError
 from .callbacks import Launcher, on_cpu
 from .signature import Facts, Signature, default_place, facts_of
 
-
-def _buffer_callback() -> Callable[..., Any]:
-    """`jax.experimental.buffer_callback.buffer_callback`, or an error that says what has it."""
-    try:
-        from jax.experimental.buffer_callback import buffer_callback
-    except ModuleNotFoundError:
-        raise UnsupportedError(
-            f"calls under jax.jit with JAX {jax.__version__}", instead="JAX 0.7 or newer, or calls outside of jit"
-        ) from None
-    found: Callable[..., Any] = buffer_callback
-    return found
+#: Whether XLA may record the launches into CUDA graphs, which it replays without Python.
+COMMAND_BUFFERS = True
 
 
 def lower_cpu(ctx: Any, *operands: Any, signature: Signature) -> Any:
@@ -47,10 +38,6 @@ def lower_cuda(ctx: Any, *operands: Any, signature: Signature) -> Any:
     if launcher.workspace_bytes:
         made = (*results, ((launcher.workspace_bytes,), "uint8"))
     return _lower(ctx, operands, launcher, made, results, _aliases(signature), COMMAND_BUFFERS)
-
-
-#: Whether XLA may record the launches into CUDA graphs, which it replays without Python.
-COMMAND_BUFFERS = True
 
 
 def _facts(ctx: Any) -> tuple[tuple[Facts, ...], tuple[Facts, ...]]:
@@ -75,10 +62,9 @@ def _lower(
     aliases: dict[int, int],
     command_buffer: bool,
 ) -> Any:
-    make = _buffer_callback()
     more: dict[str, Any] = {}
-    if command_buffer and "command_buffer_compatible" in inspect.signature(make).parameters:
+    if command_buffer and "command_buffer_compatible" in inspect.signature(buffer_callback).parameters:
         more["command_buffer_compatible"] = True
     shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in made)
-    call = make(callback, shapes, input_output_aliases=aliases or None, **more)
+    call = buffer_callback(callback, shapes, input_output_aliases=aliases or None, **more)
     return mlir.lower_fun(lambda *xs: call(*xs)[: len(results)], multiple_results=True)(ctx, *operands)

@@ -79,8 +79,13 @@ def same_axes(values: Sequence[Any]) -> list[Any]:
     made = []
     for x in values:
         missing = tuple(axes - varying_axes([x]))
-        made.append(jax.lax.pcast(x, missing, to="varying") if missing else x)
+        made.append(_varying(x, missing) if missing else x)
     return made
+
+
+def _varying(x: Any, axes: tuple[Any, ...]) -> Any:
+    # The name of JAX 0.7.
+    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
 
 
 def _no_derivative(function: str, primals: Any, tangents: Any, **params: Any) -> Any:
