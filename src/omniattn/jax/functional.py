@@ -85,10 +85,11 @@ def dot_product_attention(
         if precision != "exact":
             expected = f"'exact' with implementation={implementation!r}"
             raise ArgumentError("precision", expected, repr(precision), function=_NAME)
+        more = {"return_residual": True} if return_residual else {}  # not in JAX 0.7
         return jax.nn.dot_product_attention(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
-            implementation=implementation, return_residual=return_residual,
+            implementation=implementation, **more,
         )  # fmt: skip
     if implementation not in (None, "omniattn"):
         expected = "None, 'omniattn', 'xla' or 'cudnn'"
