@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +10,9 @@ import numpy as np
 
 from ... import arrays
 from ...arrays import capsule as dlpack
-from ...errors import AlignmentError, UnsupportedError
-from ...plan.engine import Launches, Plan, Target, operand_names
+from ...errors import AlignmentError, OmniattnError
+from ...plan.engine import Launches, operand_names
+from ...problems import Target
 from ...problems.memory import WORKSPACE_ALIGNMENT
 from ...runtime import device_info, load
 from ...runtime.env import forced_kernels
@@ -48,49 +48,52 @@ def on_cpu(signature: Signature, facts: tuple[Facts, ...]) -> Callable[..., None
 class Launcher:
     """The callback of a call on GPUs.
 
+    Kernels are chosen and loaded when it is made, for all GPUs that the program may run on: while XLA records a CUDA
+    graph nothing can be loaded.
+
     Parameters
     ----------
     signature : Signature
     facts : tuple
         Of all operands.
+    ordinals : sequence of int
+        The GPUs.
 
     Attributes
     ----------
+    plans : dict
+        Launches by GPU.
     workspace_bytes : int
-        Scratch memory that the last result is, 0 for none; known after the first `plan`.
+        Scratch memory that the last result is; 0 for none.
+
+    Raises
+    ------
+    OmniattnError
+        As the public function, where no GPU can run the call.
     """
 
-    def __init__(self, signature: Signature, facts: tuple[Facts, ...]) -> None:
-        self._signature = signature
-        self._facts = facts
-        self._plans: dict[int, _Planned] = {}
-        self._lock = threading.Lock()
+    def __init__(self, signature: Signature, facts: tuple[Facts, ...], ordinals: Sequence[int]) -> None:
+        self.plans: dict[int, Planned] = {}
+        self._failed: dict[int, OmniattnError] = {}
+        for ordinal in ordinals:
+            try:
+                self.plans[ordinal] = Planned(signature, facts, ordinal)
+            except OmniattnError as error:
+                self._failed[ordinal] = error
+        if not self.plans:
+            raise next(iter(self._failed.values()))
+        self.workspace_bytes = max(planned.workspace_bytes for planned in self.plans.values())
         self._written = 0
         if signature.operation.name == "append":
             assert signature.cache is not None
             self._written = len(signature.cache.planes)
-        self.workspace_bytes = 0
-
-    def plan(self, ordinal: int) -> _Planned:
-        """Launches on a GPU, with their kernels loaded."""
-        with self._lock:
-            found = self._plans.get(ordinal)
-            if found is None:
-                found = _Planned(self._signature, self._facts, ordinal)
-                if not self._plans:
-                    self.workspace_bytes = found.workspace_bytes
-                if found.workspace_bytes > self.workspace_bytes:
-                    raise UnsupportedError(
-                        f"{self._signature.operation.name}(): a program for GPUs of different kinds",
-                        instead="one kind of GPU in a process (CUDA_VISIBLE_DEVICES)",
-                    )
-                self._plans[ordinal] = found
-            return found
 
     def __call__(self, context: Any, out: Sequence[Any], *operands: Any) -> None:
         """Queue the launches on the stream of the program."""
-        ordinal = int((out[0] if out else operands[0]).__dlpack_device__()[1])
-        planned = self._plans.get(ordinal) or self.plan(ordinal)
+        ordinal = int(out[0].__dlpack_device__()[1])
+        planned = self.plans.get(ordinal)
+        if planned is None:
+            raise self._failed[ordinal]
         # Planes that are written are results: the same memory as the operands, unless the compiler had to copy.
         seen = [address(x) for x in operands]
         made = [address(x) for x in out]
@@ -99,7 +102,7 @@ class Launcher:
         planned.launch(context.stream, seen, made[written:])
 
 
-class _Planned:
+class Planned:
     """The launches of a call on one GPU.
 
     Attributes
@@ -119,35 +122,28 @@ class _Planned:
         size = self.launches.workspace_bytes
         self.workspace_bytes = size + WORKSPACE_ALIGNMENT if size else 0
         names = operand_names(operation, signature.cache is not None, problem)
-        program = Program(self.launches.records, names, lambda spec: load(spec, ordinal))
-        self._plan = Plan(problem, self.launches, program, ordinal)
+        self._program = Program(self.launches.records, names, lambda spec: load(spec, ordinal))
         self.cache_arrays = 0 if signature.cache is None else len(signature.cache.arrays)
-        outputs = len(problem.outputs)
+        self._outputs = len(problem.outputs)
         places = {name: i for i, name in enumerate(signature.arrays)}
-        #: Where the address of each operand of the program stands among those of operands, results and a zero.
-        self._places = [
-            places.get(name, -1) for name in names[: len(names) - outputs - 1]
-        ]  # fmt: skip
+        #: Where the address of each operand of the program stands among those of a call; -1: it is absent.
+        self._places = [places.get(name, -1) for name in names[: len(names) - self._outputs - 1]]
         aligned = {*operation.aligned, *(name for name in signature.arrays if name.startswith("cache."))}
-        self._masks = tuple((i, 15, name) for name, i in places.items() if name in aligned)
+        self._aligned = tuple((i, name) for name, i in places.items() if name in aligned)
 
     def launch(self, stream: int, operands: list[int], results: list[int]) -> None:
         """Queue everything on ``stream``; ``results``: outputs, and the workspace if there is one."""
-        for i, bits, name in self._masks:
-            if operands[i] & bits:
+        for i, name in self._aligned:
+            if operands[i] % 16:
                 raise AlignmentError(name, "an address that is a multiple of 16 bytes", hex(operands[i]))
         found = [0 if i < 0 else operands[i] for i in self._places]
-        found += results
-        if self.workspace_bytes:
-            found[-1] = -(-found[-1] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-        else:
-            found.append(0)
-        program = self._plan.program
-        assert program is not None
-        program.launch(stream, found)
+        found += results[: self._outputs]
+        # A GPU of another kind may need a workspace where this one does not.
+        found.append(-(-results[-1] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT if self.workspace_bytes else 0)
+        self._program.launch(stream, found)
 
 
-#: Element types whose buffers say where they are by ``__cuda_array_interface__``, which is three times as fast.
+#: Element types whose buffers say where they are by ``__cuda_array_interface__``: no capsule is made for them.
 _plain: dict[Any, bool] = {}
 
 

@@ -2,7 +2,7 @@
 
 On the CPU, and on a GPU, a callback into Python that gets the addresses of operands and results: the NumPy reference,
 or the launches of the call's plan. A native handler of XLA's FFI would take the place of `lower_cuda`: it needs the
-`launches` of `Launcher.plan`, the order of addresses there, and the scratch memory, which is the last result here.
+plans of `Launcher`, the order of addresses there, and the scratch memory, which is the last result here.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ def lower_cpu(ctx: Any, *operands: Any, signature: Signature) -> Any:
 
 
 def lower_cuda(ctx: Any, *operands: Any, signature: Signature) -> Any:
-    """The lowering on CUDA: kernels are chosen and loaded now, for the first GPU."""
+    """The lowering on CUDA."""
     facts, results = _facts(ctx)
-    launcher = Launcher(signature, facts)
-    place, ordinal = default_place()
-    launcher.plan(ordinal if place == "cuda" else 0)
+    launcher = Launcher(signature, facts, _ordinals())
     made = results
     if launcher.workspace_bytes:
         made = (*results, ((launcher.workspace_bytes,), "uint8"))
     return _lower(ctx, operands, launcher, made, results, _aliases(signature), COMMAND_BUFFERS)
+
+
+def _ordinals() -> list[int]:
+    """CUDA's numbers of the GPUs of this process, that on which a program most likely runs first."""
+    place, first = default_place()
+    found = [first] if place == "cuda" else []
+    return list(dict.fromkeys(found + [int(device.local_hardware_id) for device in jax.local_devices(backend="cuda")]))
 
 
 def _facts(ctx: Any) -> tuple[tuple[Facts, ...], tuple[Facts, ...]]:
