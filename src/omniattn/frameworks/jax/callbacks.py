@@ -143,19 +143,12 @@ class Planned:
         self._program.launch(stream, found)
 
 
-#: Element types whose buffers say where they are by ``__cuda_array_interface__``: no capsule is made for them.
-_plain: dict[Any, bool] = {}
-
-
 def address(buffer: Any) -> int:
     """Address of a buffer of a callback on a GPU."""
-    dtype = buffer.dtype
-    if _plain.get(dtype, True):
-        try:
-            return int(buffer.__cuda_array_interface__["data"][0])
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            _plain[dtype] = False
-    taken = dlpack.Capsule(buffer.__dlpack__(), "buffer")
+    try:
+        return int(buffer.__cuda_array_interface__["data"][0])
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # an element type that NumPy has no name for
+        taken = dlpack.Capsule(buffer.__dlpack__(), "buffer")
     try:
         return taken.ptr
     finally:
