@@ -343,6 +343,42 @@ def test_float32_is_for_the_cpu(jax: Any) -> None:
     _same(jax.jit(oa.attention)(*on_cpu), oa.attention(*on_cpu))
 
 
+def test_the_persistent_compilation_cache(jax: Any, tmp_path: Any, command_buffers: bool) -> None:
+    """Programs of one text, which a folder may hold, and of other options: each does what it was traced for."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in settings}
+    q, k, v = _qkv(jax)
+
+    def program(causal: bool) -> Any:
+        def chained(q: Any, k: Any, v: Any) -> Any:
+            for _ in range(6):
+                q = oa.attention(q, k, v, causal=causal)
+            return q
+
+        return jax.jit(chained)
+
+    wants = {causal: program(causal)(q, k, v) for causal in (True, False)}
+    assert np.abs(_float(wants[True]) - _float(wants[False])).max() > 1e-3
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        for causal in (True, False, True):
+            jax.clear_caches()
+            compilation_cache.reset_cache()
+            compiled = program(causal)
+            for _ in range(3):
+                _same(compiled(q, k, v), wants[causal])
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
 @pytest.mark.parametrize("name", ["causal", "bias", "lengths"])
 def test_dot_product_attention(jax: Any, name: str) -> None:
     from omniattn.jax import dot_product_attention

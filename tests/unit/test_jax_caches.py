@@ -260,6 +260,12 @@ for check in (True, False):
             np.testing.assert_allclose(a, b, atol=2e-5)
 divided = [jax.device_put(x, NamedSharding(mesh, batch)) for x in (q, k, v)]
 np.testing.assert_array_equal(np.asarray(jax.jit(f)(*divided)), want[0])
+explicit = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+with jax.set_mesh(explicit):
+    divided = [jax.device_put(x, P("x")) for x in (q, k, v)]
+    got = host((jax.jit(f)(*divided), jax.jit(jax.grad(loss(f), (0, 1, 2)))(*divided)))
+for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5)
 print("as one device", len(jax.devices()))
 """
 

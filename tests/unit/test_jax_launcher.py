@@ -124,6 +124,17 @@ def test_workspaces_of_different_gpus(launched: list[Any]) -> None:
     assert on_hopper["o"] == on_ampere["o"] == 0x5000
 
 
+def test_the_kernel_that_the_environment_asks_for(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def family() -> str:
+        # A function of its own each time: JAX keeps the traces of one.
+        launcher, _ = _launcher(lambda q, k, v: oa.attention(q, k, v), *_qkv(64, 64))
+        return str(launcher.plans[0].launches.selection.spec.family)
+
+    assert family() == "attn_fwd_sm90"
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "attn_fwd_sm80_bf16_d64")
+    assert family() == "attn_fwd_sm80"
+
+
 def test_planes_that_are_written_are_those_of_the_results(launched: list[Any]) -> None:
     import omniattn.jax  # noqa: F401 - makes pytrees of caches
 

@@ -216,6 +216,21 @@ def test_only_what_is_asked_for_is_computed() -> None:
     assert "wanted=('dv', 'dmask')" in text
 
 
+def test_what_a_checkpoint_keeps_is_not_computed_again() -> None:
+    q, k, v = _qkv()
+
+    def forwards(**policy: Any) -> int:
+        f = jax.checkpoint(lambda q: jnp.sin(oa.attention(jnp.sin(q), k, v)).sum(), **policy)
+        text = str(jax.make_jaxpr(jax.grad(f))(q))
+        np.testing.assert_allclose(
+            jax.grad(f)(q), jax.grad(lambda q: jnp.sin(_naive(jnp.sin(q), k, v)[0]).sum())(q), atol=1e-5
+        )
+        return text.count("omniattn_attention[")
+
+    keep = jax.checkpoint_policies.save_only_these_names("omniattn_o", "omniattn_lse")
+    assert (forwards(), forwards(policy=keep)) == (2, 1)
+
+
 def test_gradient_of_the_lse_alone() -> None:
     q, k, v = _qkv()
     got = jax.grad(lambda q: oa.attention(q, k, v, return_lse=True)[1].sum())(q)

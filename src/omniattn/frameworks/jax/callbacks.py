@@ -15,7 +15,6 @@ from ...plan.engine import Launches, operand_names
 from ...problems import Target
 from ...problems.memory import WORKSPACE_ALIGNMENT
 from ...runtime import device_info, load
-from ...runtime.env import forced_kernels
 from ...runtime.record import Program
 from .signature import Facts, Signature, problem_of
 
@@ -118,7 +117,7 @@ class Planned:
         problem = problem_of(signature, facts, "cuda", ordinal)
         device, operation = device_info(ordinal), signature.operation
         target = Target(device.cc, device.max_smem_optin, device.sm_count)
-        self.launches: Launches = operation.plan(problem, target, forced_kernels())
+        self.launches: Launches = operation.plan(problem, target, signature.forced)
         size = self.launches.workspace_bytes
         self.workspace_bytes = size + WORKSPACE_ALIGNMENT if size else 0
         names = operand_names(operation, signature.cache is not None, problem)

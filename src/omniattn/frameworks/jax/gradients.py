@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from ...errors import UnsupportedError
@@ -58,6 +59,8 @@ def _forward(signature: Signature, operands: Sequence[Any]) -> tuple[tuple[Any, 
         _check(signature, moving)
     # With the LSE, which the backward needs.
     o, lse = bind(signature.with_options(return_lse=True), values)
+    # What a policy of jax.checkpoint saves by name need not be computed again.
+    o, lse = checkpoint_name(o, "omniattn_o"), checkpoint_name(lse, "omniattn_lse")
     results = (o, lse) if signature.options.return_lse else (o,)
     return results, (values, o, lse, _Wanted(OF[name] for name in OF if name in moving))
 
@@ -82,8 +85,14 @@ def _backward(signature: Signature, residuals: Any, cotangents: Sequence[Any]) -
     for name, x in zip(signature.names, values, strict=True):
         gradient = made.get(OF.get(name, ""))
         # Sums are float32, whatever sinks and masks are.
-        gradients.append(None if gradient is None else gradient.astype(x.dtype))
+        gradients.append(None if gradient is None else _divided_as(gradient.astype(x.dtype), x))
     return (tuple(gradients),)
+
+
+def _divided_as(gradient: Any, x: Any) -> Any:
+    """The gradient, divided over the devices of an explicit mesh as its array is."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return jax.sharding.reshard(gradient, sharding.spec) if sharding is not None and any(sharding.spec) else gradient
 
 
 attend.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -14,6 +14,7 @@ from ...errors import ArgumentError, OmniattnError, UnsupportedError
 from ...kv.cache import KVCache
 from ...kv.leaves import CacheFacts
 from ...plan.engine import Call, Operation
+from ...runtime.env import forced_kernels
 
 #: (shape, dtype) of an array.
 Facts = tuple[tuple[int, ...], str]
@@ -38,6 +39,8 @@ class Signature:
         What `subject` is found equal by.
     subject : object, optional
         As `Call.subject`, without arrays.
+    forced : hashable
+        The kernels that the environment asked for when the call was traced.
     """
 
     operation: Operation
@@ -48,6 +51,7 @@ class Signature:
     cache: CacheFacts | None
     key: Any
     subject: Any = field(compare=False)
+    forced: Any = field(default_factory=forced_kernels)
 
     def __repr__(self) -> str:
         given = {name: value for name, value in self.options._asdict().items() if value is not None}
