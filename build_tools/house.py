@@ -33,7 +33,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("frameworks",),
     ("ops",),
     (PACKAGE,),
-    ("torch",),
+    ("torch", "jax"),
     ("compat", "integrations", "distributed"),
     ("testing",),
     ("bench",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -11,7 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+# JAX would otherwise take most of the GPUs' memory for itself.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 torch = pytest.importorskip("torch")
 
@@ -77,6 +82,40 @@ def test_mixed_devices_are_an_error() -> None:
     _, k, _ = _inputs(1)
     with pytest.raises(oa.errors.DeviceError, match="argument 'k': expected an array on cuda:0"):
         oa.attention(q, k, v)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_jax_on_both(check_vma: bool) -> None:
+    """A program of each GPU, and one of both that divide the batch or the heads."""
+    jax = pytest.importorskip("jax")
+    devices = jax.devices("gpu")[:2]
+    spec = jax.sharding.PartitionSpec
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, 300, heads, 64), "bfloat16") for key, heads in zip(keys, (4, 1, 1), strict=True)
+    )
+    attend = functools.partial(oa.attention, causal=True, deterministic=True)
+
+    def gradients(f: Any) -> Any:
+        return jax.jit(jax.grad(lambda *x: (f(*x).astype("float32") ** 2).sum(), (0, 1, 2)))
+
+    wants = []
+    for device in (*devices, *devices):
+        own = [jax.device_put(x, device) for x in (q, k, v)]
+        o = jax.jit(attend)(*own)
+        assert o.devices() == {device}
+        wants.append([np.asarray(x.astype("float32")) for x in (o, attend(*own), *gradients(attend)(*own))])
+    for want in wants:
+        for a, b in zip((want[0], *want[1:]), (wants[0][0], wants[0][0], *wants[0][2:]), strict=True):
+            np.testing.assert_array_equal(a, b)
+    mesh = jax.sharding.Mesh(np.asarray(devices), ("x",))
+    heads = spec(None, None, "x")
+    for specs in ((spec("x"),) * 3, (heads, spec(), spec())):
+        shared = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
+        got = [np.asarray(x.astype("float32")) for x in (jax.jit(shared)(q, k, v), *gradients(shared)(q, k, v))]
+        np.testing.assert_array_equal(got[0], wants[0][0])
+        for a, b in zip(got[1:], wants[0][2:], strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
 
 
 def by_torchrun(program: str, *arguments: str, seconds: int) -> str:

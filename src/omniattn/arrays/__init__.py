@@ -55,6 +55,7 @@ __all__ = [
     "needs_gradient",
     "needs_operator",
     "torch_facts",
+    "traced_by_jax",
     "prepare",
     "raw_view",
     "require_same_device",
@@ -140,8 +141,29 @@ def needs_gradient(objects: Sequence[Any]) -> bool:
     return _needs_gradient(objects)
 
 
+#: Whether a class is one of JAX's tracers.
+_tracers: dict[type, bool] = {}
+
+
+def traced_by_jax(objects: Sequence[Any]) -> bool:
+    """Whether one of these is a JAX tracer."""
+    if "jax" not in sys.modules:
+        return False
+    for obj in objects:
+        cls = type(obj)
+        if cls not in _tracers:
+            _tracers[cls] = any(
+                base.__name__ == "Tracer" and base.__module__.partition(".")[0] == "jax" for base in cls.__mro__
+            )
+        if _tracers[cls]:
+            return True
+    return False
+
+
 def needs_operator(objects: Sequence[Any]) -> bool:
-    """Whether a trace, a transform or a dispatch mode of torch has to see the call that these are of."""
+    """Whether a trace, a transform or a dispatch mode has to see the call that these are of."""
+    if traced_by_jax(objects):
+        return True
     torch = sys.modules.get("torch")
     if torch is None:
         return False

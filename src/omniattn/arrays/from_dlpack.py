@@ -92,9 +92,9 @@ def jax_describer(cls: type) -> Callable[[Any, str, int | None], Tensor]:
 
 def _refuse_tracer(obj: Any, argument: str, stream: int | None = None) -> Tensor:
     raise UnsupportedError(
-        f"argument {argument!r} is a JAX tracer ({type(obj).__name__}): this version runs eagerly only, not inside "
-        "jax.jit, jax.grad or jax.vmap",
-        instead="calling outside the transform, with concrete jax.Array values",
+        f"argument {argument!r} is a JAX tracer ({type(obj).__name__}), which has no memory yet",
+        instead="this call outside the transform, with concrete jax.Array values; attention, attention_varlen, their "
+        "backwards, decode, append, merge_states and the quantizers inside of it",
     )
 
 

@@ -11,7 +11,9 @@ from ..arrays.identity import Same, key_of
 from ..arrays.order import LaunchOrder
 from ..errors import ArgumentError, DtypeError, ShapeError
 from .formats import KV_ARRAY_DTYPES, KVFormat, check_format
+from .key_arrays import check_values
 from .layout import ADDRESSES, CacheLayout, intern
+from .leaves import WithLeaves
 
 #: Tokens that a ring of the newest ones has beyond the window: as many as `decode` takes may be dropped again, and the
 #: window is still whole.
@@ -20,7 +22,7 @@ RECENT_SPARE = 16
 MAX_CACHE_ROWS = 2**32 - 1
 
 
-class KVCache:
+class KVCache(WithLeaves):
     """A contiguous cache: room for ``max_seqlen`` tokens of each of ``batch`` sequences.
 
     Parameters
@@ -240,7 +242,7 @@ class KVCache:
             if t.device == "cuda":
                 arguments.check_alignment(t, name)
             else:
-                _check_values(t, name)
+                check_values(t, name)
             found[argument] = t
         if found:
             arrays.require_same_device([ref, *found.values()])
@@ -254,9 +256,10 @@ class KVCache:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
+        self._planes  # noqa: B018 - looks at memory that nobody has looked at
         state = self.__dict__.copy()
-        for name in ("_order", "_plain_torch", "_identity", "_key", "_operands"):
-            del state[name]
+        for name in ("_order", "_plain_torch", "_identity", "_key", "_operands", "_leaves", "_of"):
+            state.pop(name, None)
         state["_planes"] = {name: (t.argument, self._array(name), t.readonly) for name, t in self._planes.items()}
         state["_key_arrays"] = {name: (t.argument, t.obj, t.readonly) for name, t in self._key_arrays.items()}
         return state
@@ -282,6 +285,8 @@ class KVCache:
 
     def _array(self, name: str) -> Any:
         """A plane as its framework's array, safe to use there; None for none."""
+        if self.leaves is not None:
+            return self.leaves.get(name)
         t = self._planes.get(name)
         return None if t is None else self._order.array(name, t)
 
@@ -420,18 +425,6 @@ class KVCache:
     def key_arrays(self) -> dict[str, Tensor]:
         """The caller's k_mean and k_channel_scale, those that were given."""
         return self._key_arrays
-
-
-def _check_values(t: Tensor, function: str) -> None:
-    """Numbers of one of the caller's arrays, on the CPU."""
-    import numpy as np
-
-    values = arrays.to_numpy(t)
-    positive = t.argument == "k_channel_scale"
-    bad = values[~(np.isfinite(values) & ((values > 0) | (not positive)))]
-    if bad.size:
-        expected = "finite numbers" + (" above 0" if positive else "")
-        raise ArgumentError(t.argument, expected, f"{bad[0]}", function=function)
 
 
 class PagedKVCache(KVCache):

@@ -199,8 +199,8 @@ def attention(
         Or its subclasses DtypeError, ShapeError, StrideError, AlignmentError, DeviceError: names the argument, what was
         expected and what came. Nothing has been launched or written then.
     UnsupportedError
-        A precision or GPU that this version lacks, a traced JAX array; with a tensor that requires a gradient, what has
-        none: block masks, score modifications without ``grad``.
+        A precision or GPU that this version lacks; with a tensor that requires a gradient, what has none: block masks,
+        score modifications without ``grad``.
     KernelNotFoundError, CompileError, DriverError
         The kernel could not be had or launched: says what was tried and what to do.
 
@@ -211,7 +211,8 @@ def attention(
     o and lse can be differentiated by q, k, v, sinks and an additive mask (`attention_backward`). With a low precision
     the gradients are those of exact attention on the unquantized inputs, with the o and lse of the low precision
     (straight-through). Under torch.compile, torch.export, `torch.func` and dispatch modes the call is an operator of
-    the library "omniattn" (docs/torch.md).
+    the library "omniattn" (docs/torch.md). Under ``jax.jit``, ``jax.grad``, ``jax.vmap`` and the like it is a primitive
+    with the same gradients (docs/jax.md).
     """
     options = _new(
         AttentionOptions,

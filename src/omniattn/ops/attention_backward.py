@@ -62,6 +62,13 @@ def of_call(
     call: Call, given: dict[str, Any], do: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]
 ) -> tuple[Any, ...]:
     """Gradients of a call of `attention` or `attention_varlen`, from its arrays by name."""
+    return in_order(run(backward_call(call, given, do, o, lse, dlse, wanted)), wanted)
+
+
+def backward_call(
+    call: Call, given: dict[str, Any], do: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]
+) -> Call:
+    """The call of the backward that `of_call` runs; its results are in the order of `GRADIENTS`."""
     x = call.options
     options = BackwardOptions(
         x.layout, x.causal, x.window, x.softmax_scale, x.softcap, x.deterministic, wanted, x.max_seqlen_q,
@@ -71,7 +78,7 @@ def of_call(
         given["q"], given["k"], given["v"], do, o, lse, dlse, given["cu_seqlens_q"], given["cu_seqlens_k"],
         given["mask"], given["sinks"], None, None, None,
     )  # fmt: skip
-    return in_order(run(call_of(f"{call.operation.name}_backward", objects, options, call.subject)), wanted)
+    return call_of(f"{call.operation.name}_backward", objects, options, call.subject)
 
 
 def attention_backward(
@@ -241,3 +248,4 @@ def in_order(results: list[Any], wanted: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 FUNCTIONS.update(attention_backward=attention_backward, attention_varlen_backward=attention_varlen_backward)
+FUNCTIONS["backward of a call"] = backward_call

@@ -235,7 +235,8 @@ def run(call: Call) -> list[Any]:
     raw = None if stream is None else arrays.resolve_stream(stream)
     seen = arrays.torch_facts(call.objects)
     if seen is None:
-        if call.operation.traced is not None and (arrays.needs_operator(call.objects) or _is_autocast(call)):
+        traced = arrays.needs_operator(call.objects) or (call.cache is not None and call.cache.traced)
+        if call.operation.traced is not None and (traced or _is_autocast(call)):
             return call.operation.traced(call)
         if call.operation.gradients is not None and arrays.needs_gradient(call.objects):
             return call.operation.gradients(call)
