@@ -58,10 +58,8 @@ def call_of(
     return Call(_operation(function, names), objects, options, stream, None, texts, score_mod)
 
 
-def of_call(
-    call: Call, given: dict[str, Any], do: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]
-) -> tuple[Any, ...]:
-    """Gradients of a call of `attention` or `attention_varlen`, from its arrays by name."""
+def of_call(call: Call, given: dict[str, Any], do: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]) -> Call:
+    """The backward of a call of `attention` or `attention_varlen`, whose arrays are given by name."""
     x = call.options
     options = BackwardOptions(
         x.layout, x.causal, x.window, x.softmax_scale, x.softcap, x.deterministic, wanted, x.max_seqlen_q,
@@ -71,7 +69,7 @@ def of_call(
         given["q"], given["k"], given["v"], do, o, lse, dlse, given["cu_seqlens_q"], given["cu_seqlens_k"],
         given["mask"], given["sinks"], None, None, None,
     )  # fmt: skip
-    return in_order(run(call_of(f"{call.operation.name}_backward", objects, options, call.subject)), wanted)
+    return call_of(f"{call.operation.name}_backward", objects, options, call.subject)
 
 
 def attention_backward(
