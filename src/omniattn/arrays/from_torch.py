@@ -122,6 +122,27 @@ def torch_facts(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | N
     return tuple(facts), addresses
 
 
+def gradient_facts(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:
+    """`torch_facts` of a call that gradients are wanted of: which arrays need one is part of the facts."""
+    facts: list[Any] = []
+    addresses: list[int] = []
+    if _forward_level() >= 0 or _modes() or _transform() is not None:
+        return None
+    try:
+        for obj in objects:
+            if obj is None:
+                facts.append(None)
+                addresses.append(0)
+            elif obj.__class__ in _PLAIN and obj.is_cuda and not obj.is_neg():
+                facts.append((obj.dtype, obj.get_device(), obj.shape, obj.stride(), obj.requires_grad))
+                addresses.append(obj.data_ptr())
+            else:
+                return None
+    except RuntimeError:  # no strides, or no memory
+        return None
+    return tuple(facts), addresses
+
+
 def needs_operator(objects: Sequence[Any]) -> bool:
     """See `omniattn.arrays.needs_operator`."""
     tensors = [x for x in objects if isinstance(x, torch.Tensor)]

@@ -17,7 +17,7 @@ from ..plan.engine import Call, Operation, run
 from ..problems import OPERANDS, Int4, Int8
 from ..runtime import env
 from . import on_cpu
-from .attention_backward import of_call as backward_of_call
+from .attention_backward import backward_call
 from .score_mod import ScoreMod
 from .traced import run_traced
 
@@ -54,7 +54,7 @@ def _with_gradients(call: Call) -> list[Any]:
         return run(quantized)
     from ..frameworks.torch.autograd import run_with_gradients
 
-    return run_with_gradients(call, backward_of_call)
+    return run_with_gradients(call, backward_call)
 
 
 _ATTENTION, _ATTENTION_VARLEN = (

@@ -58,17 +58,13 @@ def call_of(
     return Call(_operation(function, names), objects, options, stream, None, texts, score_mod)
 
 
-def of_call(
-    call: Call, given: dict[str, Any], do: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]
-) -> tuple[Any, ...]:
-    """Gradients of a call of `attention` or `attention_varlen`, from its arrays by name."""
-    return in_order(run(backward_call(call, given, do, o, lse, dlse, wanted)), wanted)
-
-
 def backward_call(
     call: Call, given: dict[str, Any], do: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]
 ) -> Call:
-    """The call of the backward that `of_call` runs; its results are in the order of `GRADIENTS`."""
+    """The backward of a call of `attention` or `attention_varlen`, whose arrays are given by name.
+
+    Its results are in the order of `GRADIENTS`.
+    """
     x = call.options
     options = BackwardOptions(
         x.layout, x.causal, x.window, x.softmax_scale, x.softcap, x.deterministic, wanted, x.max_seqlen_q,

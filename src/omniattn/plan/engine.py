@@ -231,7 +231,7 @@ def run(call: Call) -> list[Any]:
         raise _describe_plan(call if other is None else other)
     if not call.operation.keep:
         return execute(make_plan(call, {}, load=True), call, {})
-    stream, options = call.stream, call.options
+    stream, cache = call.stream, call.cache
     raw = None if stream is None else arrays.resolve_stream(stream)
     seen = arrays.torch_facts(call.objects)
     if seen is None:
@@ -252,19 +252,7 @@ def run(call: Call) -> list[Any]:
     else:
         tensors = {}
         facts, addresses = seen
-    # True == 1 == 1.0, but not every one of them is valid everywhere.
-    types: tuple[Any, ...] = tuple(map(type, options))
-    if tuple in types:
-        types += tuple(tuple(map(type, x)) for x in options if x.__class__ is tuple)
-    cache, placed = call.cache, call.operation.placed
-    if placed is not None and call.objects[placed[0]] is not None:
-        index, multiple = placed
-        address = addresses[index] if addresses else tensors[call.operation.arrays[index]].ptr
-        types += (address % multiple == 0,)
-    key: Any = (
-        call.operation, facts, options, types, call.facts, None if cache is None else cache.identity,
-        forced_kernels(),
-    )  # fmt: skip
+    key: Any = _key(call, facts, addresses, tensors)
     try:
         plan = PLANS.get(key)
     except TypeError:  # an unhashable option, a list for window say: validation has the last word
@@ -290,6 +278,34 @@ def run(call: Call) -> list[Any]:
         if key is not None:
             PLANS.put(key, plan)
     return execute(plan, call, tensors)
+
+
+def _key(call: Call, facts: Any, addresses: list[int], tensors: dict[str, Tensor]) -> Any:
+    """What the plan of a call depends on."""
+    options, cache, placed = call.options, call.cache, call.operation.placed
+    # True == 1 == 1.0, but not every one of them is valid everywhere.
+    types: tuple[Any, ...] = tuple(map(type, options))
+    if tuple in types:
+        types += tuple(tuple(map(type, x)) for x in options if x.__class__ is tuple)
+    if placed is not None and call.objects[placed[0]] is not None:
+        index, multiple = placed
+        address = addresses[index] if addresses else tensors[call.operation.arrays[index]].ptr
+        types += (address % multiple == 0,)
+    return (
+        call.operation, facts, options, types, call.facts, None if cache is None else cache.identity, forced_kernels(),
+    )  # fmt: skip
+
+
+def kept(call: Call) -> Repeat | None:
+    """The fast path of a call that has run, for whoever will know by itself that the facts are the same."""
+    seen = arrays.torch_facts(call.objects)
+    if seen is None or not call.operation.keep:
+        return None
+    try:
+        plan = PLANS.get(_key(call, *seen, {}))
+    except TypeError:  # an unhashable option
+        return None
+    return None if plan is None else plan.repeat
 
 
 def _is_autocast(call: Call) -> bool:

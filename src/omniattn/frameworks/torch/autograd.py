@@ -14,12 +14,15 @@ from torch.autograd import forward_ad
 
 from ...errors import ArgumentError, UnsupportedError
 from ...plan.engine import Call, run
+from ...problems import GRADIENTS
+from .repeated import Repeated, key_of, repeated
 
 #: What has a gradient, by the name of its gradient.
 _OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
 
-#: (call of the forward, its arrays by name, do, o, lse, dlse, wanted) -> gradients in the order of ``wanted``.
-Backward = Callable[[Call, dict[str, Any], Any, Any, Any, Any, tuple[str, ...]], tuple[Any, ...]]
+#: (call of the forward, its arrays by name, do, o, lse, dlse, wanted) -> the call of the backward, whose results are in
+#: the order of `GRADIENTS`.
+Backward = Callable[[Call, dict[str, Any], Any, Any, Any, Any, tuple[str, ...]], Call]
 
 
 def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
@@ -30,7 +33,7 @@ def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
     call : Call
         One of its tensors requires a gradient.
     backward : callable
-        Runs the backward of a call.
+        Gives the call of the backward.
 
     Returns
     -------
@@ -43,8 +46,14 @@ def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
         What has no gradient: a block mask, arrays of a score modification; ``out`` and ``stream``;
         forward-mode derivatives.
     """
-    _check(call)
-    o, lse = _Attention.apply(call, backward, *call.objects)
+    key, addresses = key_of(call)
+    known = repeated(key)
+    if known is None:
+        _check(call)
+        known = Repeated(call.operation, call.options) if key is not None else None
+    o, lse = _Attention.apply(call, backward, known, addresses, *call.objects)
+    if known is not None and known.forward is None:
+        known.learn_forward(call, key)
     return [o, lse] if call.options.return_lse else [o]
 
 
@@ -52,50 +61,65 @@ class _Attention(torch.autograd.Function):
     """Attention, with the gradients of q, k, v, sinks and mask.
 
     Without ``setup_context``, which makes torch look at the signature at every call: transforms, which need one, come
-    to the operators.
+    to the operators. What is known of a call (`repeated.Repeated`) makes it shorter, and changes nothing else.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, backward: Backward, *objects: Any) -> tuple[Any, Any]:
+    def forward(
+        ctx: Any, call: Call, backward: Backward, known: Repeated | None, addresses: list[int], *objects: Any
+    ) -> tuple[Any, Any]:
+        ctx.set_materialize_grads(False)
+        ctx.known, ctx.backward_of = known, backward
+        if known is not None and known.forward is not None:
+            results = known.forward(objects, addresses, None, None)
+            if results is not None:
+                ctx.call = known.call
+                ctx.save_for_backward(*results, *objects)
+                return results[0], results[1]
         # Without grad mode, as autograd calls this, tensors that need gradients are tensors like others.
         options = call.options._replace(return_lse=True)
         o, lse = run(Call(call.operation, objects, options, None, None, call.facts, call.subject))
-        ctx.set_materialize_grads(False)
         # Autograd keeps tensors, and notices changes in place; arrays of other libraries only need to be kept.
         tensors = [x if isinstance(x, torch.Tensor) else None for x in objects]
         ctx.save_for_backward(o, lse, *tensors)
         ctx.others = [None if t is x else x for t, x in zip(tensors, objects, strict=True)]
-        ctx.call, ctx.backward_of = _with_options(call), backward
+        ctx.call = _with_options(call)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        call = ctx.call
+        call, known = ctx.call, ctx.known
         names = call.operation.arrays
-        # The first two inputs are the call itself and what runs its backward.
-        needed = ctx.needs_input_grad[2:]
+        # The first four inputs are the call itself, what gives its backward, and what is known of it.
+        needed = ctx.needs_input_grad[4:]
+        o, lse, *objects = ctx.saved_tensors
+        strict = torch.are_deterministic_algorithms_enabled()
+        usual = known is not None and dlse is None and not strict and not torch.is_grad_enabled()
+        if usual and (made := known.run_backward(needed, do, o, lse, objects)) is not None:
+            return made
         wanted = tuple(_OF[name] for name, needs in zip(names, needed, strict=True) if needs)
-        none = (None,) * (2 + len(names))
         if not wanted or (do is None and dlse is None):
-            return none
-        o, lse, *tensors = ctx.saved_tensors
-        arrays = dict(
-            zip(names, (t if x is None else x for t, x in zip(tensors, ctx.others, strict=True)), strict=True)
-        )
+            return (None,) * (4 + len(names))
+        if others := getattr(ctx, "others", None):
+            objects = [t if x is None else x for t, x in zip(objects, others, strict=True)]
+        arrays = dict(zip(names, objects, strict=True))
         if do is None:
             do = torch.zeros_like(o)
-        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        if strict and not torch.is_deterministic_algorithms_warn_only_enabled():
             call = _with_options(call, deterministic=True)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                results = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
+                results = run(ctx.backward_of(call, arrays, do, o, lse, dlse, wanted))
             results = _Final.apply(call.operation.name, len(results), *results, do, dlse, *arrays.values())
         else:
-            results = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
-        made = dict(zip(wanted, results, strict=True))
-        gradients: list[Any] = [None, None]
+            its = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
+            results = run(its)
+            if usual:
+                known.learn_backward(needed, its, do)
+        found = dict(zip((name for name in GRADIENTS if name in wanted), results, strict=True))
+        gradients: list[Any] = [None] * 4
         for name in names:
-            gradient = made.get(_OF.get(name, ""))
+            gradient = found.get(_OF.get(name, ""))
             if gradient is not None and gradient.dtype is not arrays[name].dtype:
                 gradient = gradient.to(arrays[name].dtype)  # sums are float32, whatever sinks and masks are
             gradients.append(gradient)
