@@ -75,6 +75,8 @@ class AttentionProblem:
         The user's modification of scores.
     block_mask : BlockMaskProblem, optional
         Which blocks of queries and keys are visible at all.
+    head_dim_v : int
+        Of v and o; head_dim unless given.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -106,12 +108,32 @@ class AttentionProblem:
     strides: AttentionStrides | None = None
     score_mod: ScoreModProblem | None = None
     block_mask: BlockMaskProblem | None = None
+    head_dim_v: int = 0
+
+    def __post_init__(self) -> None:
+        if self.head_dim_v == 0:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+
+    @property
+    def own_head_dim_v(self) -> bool:
+        """Whether v and o have a head_dim of their own."""
+        return self.head_dim_v != self.head_dim
+
+    @property
+    def head_dims(self) -> str:
+        """head_dim, in words."""
+        return f"head_dim {self.head_dim}" + (f" and {self.head_dim_v} of v" if self.own_head_dim_v else "")
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
+        """Shape of q."""
+        return (*self.o_shape[:-1], self.head_dim)
 
     @property
     def o_shape(self) -> tuple[int, ...]:
         """Shape of o."""
         rows = (self.seqlen_q, self.num_q_heads) if self.layout == "NHD" else (self.num_q_heads, self.seqlen_q)
-        return (*(() if self.varlen else (self.batch,)), *rows, self.head_dim)
+        return (*(() if self.varlen else (self.batch,)), *rows, self.head_dim_v)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -224,11 +246,13 @@ class AttentionProblem:
     def flops(self) -> int | None:
         """Multiply-adds of both products, two operations each."""
         pairs = self.visible_pairs
-        return None if pairs is None else 4 * pairs * self.head_dim * self.num_q_heads * self.batch
+        widths = self.head_dim + self.head_dim_v
+        return None if pairs is None else 2 * pairs * widths * self.num_q_heads * self.batch
 
     @property
     def min_bytes(self) -> int:
         """Bytes that have to move: q, k, v read once, o and the LSE written once."""
         batch = 1 if self.varlen else self.batch
         rows_q, rows_kv = self.seqlen_q * self.num_q_heads, self.seqlen_k * self.num_kv_heads
-        return batch * (ITEMSIZE[self.dtype] * self.head_dim * (2 * rows_q + 2 * rows_kv) + 4 * rows_q)
+        widths = self.head_dim + self.head_dim_v
+        return batch * (ITEMSIZE[self.dtype] * widths * (rows_q + rows_kv) + 4 * rows_q)

@@ -39,6 +39,8 @@ class KernelSpec:
         Element type of q, k, v.
     head_dim : int
         Largest head_dim it takes (the padded tile width).
+    head_dim_v : int
+        The same of v and o; head_dim unless given.
     block_m, block_n, num_warps : int
         Tile of query rows and keys, and warps per CTA.
     smem_bytes : int
@@ -47,7 +49,8 @@ class KernelSpec:
         CTAs that the kernel's registers and shared memory leave room for on one SM.
     features : frozenset of str
         What it was compiled with beyond the common set. ``"score_mods"``: softcap, mask, softmax_scale <= 0;
-        ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own.
+        ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own; ``"head_dim_v"``: v with a head_dim of
+        its own, and with no other.
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
         batches; ``"lse"``: calls that want the LSE; ``"softcap"``: calls with one; ``"masks"``: calls with a mask
@@ -103,6 +106,11 @@ class KernelSpec:
     bias_bytes: int = 0
     cache: tuple[str, ...] = ()
     generated: tuple[tuple[str, str], ...] = ()
+    head_dim_v: int = 0
+
+    def __post_init__(self) -> None:
+        if self.head_dim_v == 0:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
 
     @property
     def quantized(self) -> bool:
