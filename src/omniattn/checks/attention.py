@@ -108,7 +108,7 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
         AttentionStrides(
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
             three(o_shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
-        ), head_dim_v=v.shape[-1],
+        ), own_head_dim_v=v.shape[-1] if v.shape[-1] != q.shape[-1] else 0,
     )  # fmt: skip
 
 

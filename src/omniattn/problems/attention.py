@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .memory import ITEMSIZE
 from .outputs import Output
@@ -75,8 +75,8 @@ class AttentionProblem:
         The user's modification of scores.
     block_mask : BlockMaskProblem, optional
         Which blocks of queries and keys are visible at all.
-    head_dim_v : int
-        Of v and o; head_dim unless given.
+    own_head_dim_v : int
+        head_dim of v and o where that is another one; else 0.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -108,16 +108,12 @@ class AttentionProblem:
     strides: AttentionStrides | None = None
     score_mod: ScoreModProblem | None = None
     block_mask: BlockMaskProblem | None = None
-    head_dim_v: int = 0
-
-    def __post_init__(self) -> None:
-        if self.head_dim_v == 0:
-            object.__setattr__(self, "head_dim_v", self.head_dim)
+    own_head_dim_v: int = 0
 
     @property
-    def own_head_dim_v(self) -> bool:
-        """Whether v and o have a head_dim of their own."""
-        return self.head_dim_v != self.head_dim
+    def head_dim_v(self) -> int:
+        """head_dim of v and o."""
+        return self.own_head_dim_v or self.head_dim
 
     @property
     def head_dims(self) -> str:
@@ -213,13 +209,29 @@ class AttentionProblem:
         return "long" if keys >= LONG_KEYS else "short"
 
     def quantization(self, *, grouping: str, pv: str, pv_accumulator: str, unpacked: bool) -> QuantizeProblem:
-        """The quantization of q, k and v that a kernel reading such operands needs first."""
-        p = self.precision
+        """The quantization of q, k and v that a kernel reading such operands needs first.
+
+        Where v has a head_dim of its own: the arrays that come of it, which are as wide as the wider of both.
+        """
+        p, head_dim = self.precision, max(self.head_dim, self.head_dim_v)
         return QuantizeProblem(
-            self.dtype, self.batch, self.seqlen_q, self.seqlen_k, self.num_q_heads, self.num_kv_heads, self.head_dim,
+            self.dtype, self.batch, self.seqlen_q, self.seqlen_k, self.num_q_heads, self.num_kv_heads, head_dim,
             self.varlen, p.qk, p.granularity, grouping, p.smooth_q, p.smooth_k, p.smooth_v,
             "full" if self.absolute_scores else "marks", v_dtype="float16" if pv == "fp16" else "float8_e4m3",
             max_seqlen_k=max(self.max_seqlen_k, 1), unpacked=unpacked, v_levels=value_levels(pv, pv_accumulator),
+        )  # fmt: skip
+
+    def quantizations(self, whole: QuantizeProblem) -> tuple[QuantizeProblem, ...]:
+        """What makes the arrays of ``whole``, one after the other: all of it, or q and k apart from v."""
+        if not self.own_head_dim_v:
+            return (whole,)
+        alike = replace(whole, least_pad=whole.head_dim_pad)
+        return (
+            replace(alike, head_dim=self.head_dim, v=False, smooth_v=False),
+            replace(
+                alike, head_dim=self.head_dim_v, qk=False, rows_q=0, heads_q=0, smooth_q=False, smooth_k=False,
+                row_bias="none",
+            ),
         )  # fmt: skip
 
     @property

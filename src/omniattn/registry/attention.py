@@ -235,7 +235,7 @@ def _attn_fwd_sm90(
         lacks=frozenset(lacks),
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if forms else ()),
-        head_dim_v=tile.width_v,
+        own_head_dim_v=tile.head_dim_v,
         bias_bytes=tile.bias_bytes,
         # Stored before a tile's steps and loaded behind them: of packed sequences' state, by the producer, and of the
         # order of tiles where four warpgroups have the fewest registers.

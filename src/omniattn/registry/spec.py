@@ -39,8 +39,8 @@ class KernelSpec:
         Element type of q, k, v.
     head_dim : int
         Largest head_dim it takes (the padded tile width).
-    head_dim_v : int
-        The same of v and o; head_dim unless given.
+    own_head_dim_v : int
+        The same of v and o where that is another one; else 0.
     block_m, block_n, num_warps : int
         Tile of query rows and keys, and warps per CTA.
     smem_bytes : int
@@ -106,11 +106,12 @@ class KernelSpec:
     bias_bytes: int = 0
     cache: tuple[str, ...] = ()
     generated: tuple[tuple[str, str], ...] = ()
-    head_dim_v: int = 0
+    own_head_dim_v: int = 0
 
-    def __post_init__(self) -> None:
-        if self.head_dim_v == 0:
-            object.__setattr__(self, "head_dim_v", self.head_dim)
+    @property
+    def head_dim_v(self) -> int:
+        """Largest head_dim of v and o that it takes."""
+        return self.own_head_dim_v or self.head_dim
 
     @property
     def quantized(self) -> bool:

@@ -30,7 +30,7 @@ _PV_OTHERWISE = (
 
 def tile_words(spec: KernelSpec) -> str:
     """The widths of a kernel's tiles."""
-    return f"a tile of {spec.head_dim}" + (f", {spec.head_dim_v} of v" if spec.head_dim_v != spec.head_dim else "")
+    return f"a tile of {spec.head_dim}" + (f", {spec.head_dim_v} of v" if spec.own_head_dim_v else "")
 
 
 def _holds(spec: KernelSpec, problem: AttentionProblem) -> bool:
@@ -46,10 +46,8 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
     if spec.head_dim_v < problem.head_dim_v:
         return f"it takes v of head_dim up to {spec.head_dim_v}, not {problem.head_dim_v}"
-    # Kernels with tensor maps fill each array's rows with zeros; others copy q, k and v by one head_dim.
-    if problem.own_head_dim_v and spec.quantized:
-        return "it takes v of q's head_dim only"
-    if not spec.arch_specific and problem.own_head_dim_v != ("head_dim_v" in spec.features):
+    # Kernels with tensor maps fill each array's rows with zeros, quantizers too; others copy q, k and v by one head_dim.
+    if not (spec.arch_specific or spec.quantized) and bool(problem.own_head_dim_v) != ("head_dim_v" in spec.features):
         return "it takes v of q's head_dim only" if problem.own_head_dim_v else "it is for v of another head_dim than q"
     if problem.score_mods and "score_mods" not in spec.features:
         return "it has no softcap, mask or non-positive softmax_scale"

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from ...errors import ArgumentError, UnsupportedError
 from ...plan.engine import Call, run
+from .head_dims import one_head_dim
 
 #: What has a gradient, by the name of its gradient.
 _OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
@@ -44,7 +45,16 @@ def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
         forward-mode derivatives.
     """
     _check(call)
+    padded = None
+    if all(isinstance(x, torch.Tensor) for x in call.objects[:3]):
+        padded = one_head_dim(*call.objects[:3], call.options.softmax_scale)
+    if padded is not None:
+        options = call.options._replace(softmax_scale=padded.softmax_scale)
+        objects = (*padded[:3], *call.objects[3:])
+        call = Call(call.operation, objects, options, call.stream, None, call.facts, call.subject)
     o, lse = _Attention.apply(call, backward, *call.objects)
+    if padded is not None:
+        o = o[..., : padded.head_dim_v]
     return [o, lse] if call.options.return_lse else [o]
 
 
