@@ -79,9 +79,7 @@ def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 def padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """q, k, v with contiguous rows, and zeros behind each up to a multiple of 8 channels, which change no score."""
     missing = [-x.shape[-1] % 8 for x in tensors]
-    return tuple(
-        functional.pad(x, (0, n)) if n else contiguous_rows(x) for x, n in zip(tensors, missing, strict=True)
-    )
+    return tuple(functional.pad(x, (0, n)) if n else contiguous_rows(x) for x, n in zip(tensors, missing, strict=True))
 
 
 def alibi(slopes: Any, shift: torch.Tensor, batch: int, heads: int, function: str) -> Any:

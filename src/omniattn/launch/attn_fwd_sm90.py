@@ -49,7 +49,7 @@ def tile_values(tiles: tile_order.TileList) -> dict[str, object]:
 def mapped(
     operand: str, add: int, dtype: str, dims: tuple[int, ...], strides_bytes: tuple[int, ...], box: tuple[int, ...]
 ) -> TensorMap:
-    """A tensor map. Strides of 0 are those of expanded arrays; of an extent of 1, which has none of its own, 16 bytes."""
+    """A tensor map. A stride of 0 is that of an expanded array; an extent of 1, which needs none, gets 16 bytes."""
     strides = tuple(s if n > 1 else s or 16 for n, s in zip(dims[1:], strides_bytes, strict=True))
     return TensorMap(operand, add, dtype, dims, strides, box)
 

@@ -46,7 +46,7 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
     if spec.head_dim_v < problem.head_dim_v:
         return f"it takes v of head_dim up to {spec.head_dim_v}, not {problem.head_dim_v}"
-    # Kernels with tensor maps fill each array's rows with zeros, quantizers too; others copy q, k and v by one head_dim.
+    # Kernels with tensor maps fill the rows of each array with zeros, and so do quantizers. Others have one head_dim.
     if not (spec.arch_specific or spec.quantized) and bool(problem.own_head_dim_v) != ("head_dim_v" in spec.features):
         return "it takes v of q's head_dim only" if problem.own_head_dim_v else "it is for v of another head_dim than q"
     if problem.score_mods and "score_mods" not in spec.features:

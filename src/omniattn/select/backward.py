@@ -51,7 +51,7 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
     if not f.varlen and "dense" in spec.lacks:
         return "it takes packed sequences only"
     if not f.tensor_maps and "any_strides" in spec.lacks:
-        return "no tensor map describes q, k, v or do (zero, negative or huge strides)"
+        return "no tensor map describes q, k, v or do (negative or huge strides)"
     if "any_scale" in spec.lacks and not is_plain_scale(abs(f.softmax_scale)):
         return f"it takes no softmax_scale of {f.softmax_scale:g}"
     if spec.arch_specific:
