@@ -10,8 +10,9 @@
 #include "ptx/wgmma_bf16.cuh"
 #include "ptx/wgmma_fp16.cuh"
 
-// Config: Io, kHeadDim, kHeadDimV, kBlockM, kBlockN, kPanelsV, kNTiles, kDTiles, kTurnStep (after how many of a product's k steps
-// the next warpgroup may issue). Tiles in shared memory are panels of 64 columns with the 128-byte swizzle.
+// Config: Io, kHeadDim, kHeadDimV, kBlockM, kBlockN, kPanelsV, kNTiles, kDTiles, kTurnStep (after how many of a
+// product's k steps the next warpgroup may issue). Tiles in shared memory are panels of 64 columns with the 128-byte
+// swizzle.
 template <typename Config>
 struct FwdProducts {
     using Scores = float[Config::kNTiles * 4];

@@ -351,7 +351,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
 
     Steps steps(call_of(params), t, keys, warp_idx);
     if (!steps.done()) {
-        QCopy(Config::kOwnHeadDimV ? p.head_dim_qk : p.head_dim, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
+        QCopy(Config::kOwnHeadDimV ? p.head_dim_qk : p.head_dim, tid)
+            .issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
         copy_k(steps.n(), 0);
         if (Config::kStages == 2) copy_v(steps.n(), 0);
         cp_async_commit();

@@ -3,9 +3,9 @@
 //
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q: [batch, seqlen_q, num_q_heads, head_dim]   k: [batch, seqlen_k, num_kv_heads, head_dim]   v, o: as k, q with
-// head_dim_v; strides that tensor maps take; VARLEN: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q]
-// or [heads, rows], natural logarithm, fp32. Below HEAD_DIM and HEAD_DIM_V, TMA fills with zeros.
+// q: [batch, seqlen_q, num_q_heads, head_dim]   k: [batch, seqlen_k, num_kv_heads, head_dim]   v, o: as k and q, with
+// head_dim_v; strides that tensor maps take; VARLEN: packed [rows, heads, head_dim]. lse: [batch, num_q_heads,
+// seqlen_q] or [heads, rows], natural logarithm, fp32. Below HEAD_DIM and HEAD_DIM_V, TMA fills with zeros.
 //
 // A persistent kernel, one CTA an SM, walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head
 // (scheduler/persistent.cuh), keys from the last visible tile to the first.
@@ -132,10 +132,12 @@ class Producer : public ForwardProducer<Config, Producer> {
         }
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys<Config::kPanels>(t, kv_head, n, smem_addr_at(&SharedStorage::k) + stage * kKBytes, &params_.map_k, bar);
+        copy_keys<Config::kPanels>(t, kv_head, n, smem_addr_at(&SharedStorage::k) + stage * kKBytes, &params_.map_k,
+                                   bar);
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys<Config::kPanelsV>(t, kv_head, n, smem_addr_at(&SharedStorage::v) + stage * kVBytes, &params_.map_v, bar);
+        copy_keys<Config::kPanelsV>(t, kv_head, n, smem_addr_at(&SharedStorage::v) + stage * kVBytes, &params_.map_v,
+                                    bar);
     }
 
   private:

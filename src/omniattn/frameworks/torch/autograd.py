@@ -45,9 +45,9 @@ def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
         forward-mode derivatives.
     """
     _check(call)
-    padded = None
-    if all(isinstance(x, torch.Tensor) for x in call.objects[:3]):
-        padded = one_head_dim(*call.objects[:3], call.options.softmax_scale)
+    padded, (q, k, v, *_) = None, call.objects
+    if all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+        padded = one_head_dim(q, k, v, call.options.softmax_scale)
     if padded is not None:
         options = call.options._replace(softmax_scale=padded.softmax_scale)
         objects = (*padded[:3], *call.objects[3:])
