@@ -364,10 +364,8 @@ def readme_table(registry: Iterable[KernelSpec] = REGISTRY) -> str:
     """The table of the README, in Markdown: a line an operation, what a released wheel holds; exceptions below."""
     lines: dict[str, list[SupportRow]] = {}
     for row in support_rows(wheel_resolver, [spec for spec in registry if spec.op not in BESIDE]):
-        line = LINES.get(row.op, f"`{row.op}`")
-        if FEATURES["head_dim_v"] in row.features:
-            line = "the same, v of another head_dim"
-        lines.setdefault(line, []).append(row)
+        if FEATURES["head_dim_v"] not in row.features:  # the text below the table has them
+            lines.setdefault(LINES.get(row.op, f"`{row.op}`"), []).append(row)
     notes: dict[str, str] = {}
     cells = {}
     for line, rows in lines.items():
