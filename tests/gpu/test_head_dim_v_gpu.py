@@ -26,7 +26,7 @@ GENERAL = {
 }
 
 
-@pytest.fixture(params=["chosen", "general"], autouse=True)
+@pytest.fixture(params=["chosen", "general"])
 def kernels(request: pytest.FixtureRequest) -> str:
     """The kernels that selection chooses, and those that any GPU runs."""
     return str(request.param)
@@ -120,10 +120,8 @@ def test_out_and_layout(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [*TUNED, (40, 16), (8, 200)])
-def test_low_precision(head_dim: int, head_dim_v: int, varlen: bool, precision: str, kernels: str) -> None:
+def test_low_precision(head_dim: int, head_dim_v: int, varlen: bool, precision: str) -> None:
     """The bits of v filled up with zeros, or q and k."""
-    if kernels == "general":
-        pytest.skip("they multiply exact operands")
     q, k, v = tensors(head_dim, head_dim_v)
     wide = max(head_dim, head_dim_v)
     padded = [torch.nn.functional.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v)]
@@ -141,9 +139,7 @@ def test_low_precision(head_dim: int, head_dim_v: int, varlen: bool, precision: 
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128)])
-def test_gradients_by_autograd(head_dim: int, head_dim_v: int, kernels: str) -> None:
-    if kernels == "general":
-        pytest.skip("gradients need one head_dim")
+def test_gradients_by_autograd(head_dim: int, head_dim_v: int) -> None:
     inputs = [x.requires_grad_() for x in tensors(head_dim, head_dim_v)]
     o = oa.attention(*inputs, causal=True)
     do = torch.randn_like(o)
@@ -177,16 +173,16 @@ def expanded(kind: str, head_dim: int, head_dim_v: int) -> list[Any]:
     return [q, k, v]
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "kernels"),
+    [(64, 64, "chosen"), (128, 128, "chosen"), (192, 128, "chosen"), (192, 128, "general")],
+)
 @pytest.mark.parametrize("kind", EXPANDED)
 def test_expanded_arrays(
     kind: str, head_dim: int, head_dim_v: int, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run the kernels of contiguous ones, with the same bits, forward and backward."""
-    if kernels == "general":
-        if head_dim == head_dim_v:
-            pytest.skip("for v of another head_dim alone")
-        force(kernels, "bfloat16", monkeypatch)
+    force(kernels, "bfloat16", monkeypatch)
     torch.manual_seed(len(kind))
     arrays = expanded(kind, head_dim, head_dim_v)
     copies = [x.contiguous() for x in arrays]
@@ -203,9 +199,7 @@ def test_expanded_arrays(
 
 
 @pytest.mark.parametrize("kind", ["heads", "keys"])
-def test_expanded_packed_arrays(kind: str, kernels: str) -> None:
-    if kernels == "general":
-        pytest.skip("for v of another head_dim alone")
+def test_expanded_packed_arrays(kind: str) -> None:
     arrays = [x[0] for x in expanded(kind, 128, 128)]
     copies = [x.contiguous() for x in arrays]
     starts = torch.tensor([0, 100, 257], device="cuda", dtype=torch.int32)
