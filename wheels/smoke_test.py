@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = Path(__file__).resolve().parent / "probe.py"
 
-MAX_WHEEL_BYTES = 20 * 2**20
+MAX_WHEEL_BYTES = 30 * 2**20
 KERNELS = "omniattn/_kernels/"
 
 

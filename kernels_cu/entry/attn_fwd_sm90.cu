@@ -24,8 +24,8 @@
 //
 // A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
-// SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and leaves its result to
-// attn_combine_sm90.
+// SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh); attn_combine_sm90 merges. CTAS_PER_SM:
+// of more than one, each with one warp that copies, behind its consumers, and no ping-pong.
 //
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax (attention/tile_form.cuh). Steps are
 // those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh). What is
@@ -52,7 +52,8 @@ struct Config {
     using Io = IO_TYPE;
     static constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;  // of q and k, of v and o
     static constexpr int kConsumers = NUM_CONSUMERS;
-    static constexpr bool kPingPong = true;
+    static constexpr int kCtas = CTAS_PER_SM;  // more than one: another CTA's products run under a softmax
+    static constexpr bool kPingPong = kCtas == 1;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kInnerStages = NUM_STAGES;
@@ -60,19 +61,18 @@ struct Config {
     static constexpr bool kVarlen = VARLEN;  // packed sequences
     static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
     static constexpr bool kLists = MASK_LISTS;  // forms: steps may be those of a list
-    static constexpr bool kSplitKeys = SPLIT_KEYS;  // over CTAs
+    static constexpr bool kSplitKeys = SPLIT_KEYS;
     static constexpr bool kRotateHeads = kForms, kMeetAtTiles = kForms;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
-    static constexpr int kThreads = 128 * (1 + kConsumers);
+    static constexpr int kThreads = 128 * kConsumers + (kCtas == 1 ? 128 : 32);
     static constexpr int kPanels = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
-    static constexpr int kNTiles = kBlockN / 8;
-    static constexpr int kDTiles = kHeadDimV / 8;
+    static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDimV / 8;
     // After how many of a product's k steps the next warpgroup may issue. With four there is always one that is ready.
     static constexpr int kTurnStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
     static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks");
     static_assert(!kForms || kBlockN == 64, "tiles of masks");
     static_assert(!kSplitKeys || !(kForms || kVarlen), "plain dense batches");
-    static_assert(2 <= kConsumers && kConsumers <= 4, "64 query rows each");
+    static_assert((kCtas == 1 ? 2 : 1) <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
 using FormsParams = Select<kHasScoreMod, AttnFwdModSm90Params, AttnFwdFormsSm90Params>::Type;
@@ -475,7 +475,8 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
     WgmmaDescriptor q_, k_, v_;  // of the first stages
 };
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) attn_fwd_sm90(
+    const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     RoleBarriers<Config> bars(smem_addr_at(&SharedStorage::roles));
@@ -484,6 +485,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_fwd_sm90(
         bars.init();
     }
     __syncthreads();
-    run_roles<Config::kConsumers>([&](int lane) { Producer(params, smem, bars).run(lane); },
-                                  [&](int32 group) { Consumer(params, smem, bars, group).run(); });
+    auto produce = [&](int lane) { Producer(params, smem, bars).run(lane); };
+    auto consume = [&](int32 group) { Consumer(params, smem, bars, group).run(); };
+    if constexpr (Config::kCtas == 1) run_roles<Config::kConsumers>(produce, consume);
+    if constexpr (Config::kCtas > 1) run_small_roles<Config::kConsumers>(produce, consume);
 }

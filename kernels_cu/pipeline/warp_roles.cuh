@@ -22,3 +22,15 @@ OA_DEVICE void run_roles(Produce produce, Consume consume) {
         consume(warpgroup - 1);
     }
 }
+
+// The same for CTAs of which several share an SM: the consumer warpgroups come first, and one warp copies. Nothing is
+// redistributed: the launch gives every thread what a consumer needs.
+template <int kConsumers, typename Produce, typename Consume>
+OA_DEVICE void run_small_roles(Produce produce, Consume consume) {
+    int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
+    if (warpgroup == kConsumers) {
+        produce(int(threadIdx.x & 31));
+    } else {
+        consume(warpgroup);
+    }
+}

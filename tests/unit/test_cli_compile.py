@@ -17,8 +17,8 @@ from omniattn.runtime.arch import Arch
 
 @pytest.fixture
 def spec() -> KernelSpec:
-    """The registry row that compiles fastest: the smallest one."""
-    return min(REGISTRY, key=lambda row: (row.op != "merge_states", row.head_dim, row.name))
+    """A registry row that compiles fast and that no wheel holds for the newest GPUs."""
+    return min(REGISTRY, key=lambda row: (row.op != "append", "100" in row.prebuild, row.head_dim, row.name))
 
 
 def test_into_a_folder(spec: KernelSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

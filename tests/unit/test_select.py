@@ -15,6 +15,7 @@ from omniattn.problems import AttentionProblem as Problem
 from omniattn.problems.attention import LONG_KEYS, SHORT_CAUSAL_KEYS
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import select_attention
+from omniattn.select.tile import SMALL
 
 # Shared memory that one CTA may have, by compute capability.
 GPUS = {
@@ -122,10 +123,15 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
             {"window_right": 0, "seqlen_k": SHORT_CAUSAL_KEYS * PLAIN.batch},
             {"seqlen_k": 1024},
             {"seqlen_k": LONG_KEYS * PLAIN.batch},
+            # Short sequences, which small tiles are for, and queries that only long ones have.
+            *({"seqlen_q": n, "seqlen_k": n} for n in (16, 100)),
+            *({"seqlen_q": 2048 * PLAIN.batch, "seqlen_k": n * PLAIN.batch} for n in (1024, LONG_KEYS)),
+            *({"window_right": 0, "seqlen_q": n, "seqlen_k": n} for n in (2048 * PLAIN.batch, 1900)),
         )
     ]
     assert {problem.workload for problem in problems} == {"short causal", "causal", "short", "long"}
-    assert spec.name in {select_attention(p, target).spec.name for p in problems for target in TARGETS}
+    targets = [*TARGETS, dataclasses.replace(HOPPER, sm_count=132)]
+    assert spec.name in {select_attention(p, target).spec.name for p in problems for target in targets}
 
 
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
@@ -369,7 +375,7 @@ def test_workload(fields: dict[str, Any], workload: str) -> None:
 
 def test_workloads_of_the_registry_exist() -> None:
     """A row tuned for a workload that no problem has would come last everywhere."""
-    assert {name for spec in REGISTRY for name in spec.tuned_for} <= {"short causal", "causal", "short", "long"}
+    assert {name for spec in REGISTRY for name in spec.tuned_for} <= {"short causal", "causal", "short", "long", SMALL}
 
 
 def test_visible_pairs_against_brute_force() -> None:

@@ -26,8 +26,8 @@ def _tile_lengths(problem: AttentionProblem, spec: KernelSpec, blocks: int, lead
     return [1 - (-n // spec.block_n) for n in keys]
 
 
-def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, sm_count: int) -> tile_order.TileList:
-    """In which order the persistent kernel ``spec`` takes its ``blocks`` tiles of query rows of every head."""
+def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas: int) -> tile_order.TileList:
+    """In which order ``num_ctas`` CTAs of ``spec`` take its ``blocks`` tiles of query rows of every head."""
     heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
     causal = problem.window_right != UNLIMITED and problem.window_left == UNLIMITED
     if heads * blocks and causal and not problem.varlen:
@@ -36,7 +36,7 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, sm_count:
         spare = blocks * spec.block_m - problem.seqlen_q
         delta = "smooth_q" in spec.features and ("score_mods" not in spec.features or problem.precision.smooth_q)
         lead_rows = 0 if delta else spare // _GROUP_ROWS * _GROUP_ROWS
-        order = tile_order.causal(heads, _tile_lengths(problem, spec, blocks, lead_rows), sm_count)
+        order = tile_order.causal(heads, _tile_lengths(problem, spec, blocks, lead_rows), num_ctas)
         return replace(order, lead_rows=lead_rows)
     return tile_order.head_by_head(heads, blocks)
 
@@ -73,7 +73,8 @@ def build(
         return ()
     s = problem.strides
     assert s is not None
-    tiles = tiles_of(problem, spec, blocks, target.sm_count)
+    num_ctas = target.sm_count * spec.ctas_per_sm
+    tiles = tiles_of(problem, spec, blocks, num_ctas)
     q = operand_map(
         "q", problem.dtype, (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim), s.q, spec.block_m
     )
@@ -92,5 +93,5 @@ def build(
     if problem.score_mod is not None:
         layout = ATTN_FWD_MOD_SM90
         values |= member("arrays", array_values(problem.score_mod))
-    grid = (min(tiles.num_items, target.sm_count), 1, 1)
+    grid = (min(tiles.num_items, num_ctas), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)

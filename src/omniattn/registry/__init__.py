@@ -14,24 +14,27 @@ from .attention import attention_rows, merge_rows, split_rows
 from .backward import backward_rows
 from .decode import decode_rows, unlisted_rows
 from .masks import mask_rows
+from .newest import NEWEST_ARCHS, with_newest
 from .quantized import quantized_attention_rows, quantizer_rows
 from .spec import PREBUILT_ARCHS, KernelSpec
 
-__all__ = ["PORTABLE_ARCHS", "PREBUILT_ARCHS", "REGISTRY", "KernelSpec", "by_name", "registered"]
+__all__ = ["NEWEST_ARCHS", "PORTABLE_ARCHS", "PREBUILT_ARCHS", "REGISTRY", "KernelSpec", "by_name", "registered"]
 
 #: Targets that every generic kernel source must compile for (checked by the tests; JIT builds them on the GPU itself).
 PORTABLE_ARCHS: tuple[str, ...] = ("80", "86", "89", "90a", "100a", "120a")
 
-REGISTRY: tuple[KernelSpec, ...] = (
-    *attention_rows(),
-    *quantized_attention_rows(),
-    *mask_rows(),
-    *merge_rows(),
-    *split_rows(),
-    *backward_rows(),
-    *quantizer_rows(),
-    *decode_rows(),
-)
+REGISTRY: tuple[KernelSpec, ...] = tuple(
+    with_newest((
+        *attention_rows(),
+        *quantized_attention_rows(),
+        *mask_rows(),
+        *merge_rows(),
+        *split_rows(),
+        *backward_rows(),
+        *quantizer_rows(),
+        *decode_rows(),
+    ))
+)  # fmt: skip
 
 _BY_NAME = {spec.name: spec for spec in REGISTRY}
 

@@ -52,6 +52,13 @@ _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
 )
 
 
+def _fwd_sm80_spills(tile: _FwdTile, score_mods: bool) -> int:
+    if score_mods:  # on sm_120 at 64 and on sm_100 at 128, where nobody has measured it
+        return 64 if (tile.head_dim, tile.suffix) == (64, "_n64") else 24 if tile.head_dim == 128 else 0
+    # One value of a step, which is no slower for it (docs/performance/attn_fwd_sm80.md); at 256 on sm_100a alone.
+    return 8 if tile.suffix or tile.head_dim == 256 else 0
+
+
 def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool, own_head_dim_v: bool = False) -> KernelSpec:
     """own_head_dim_v: v has a head_dim of its own."""
     short, tag = IO_TYPES[dtype]
@@ -87,8 +94,7 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool, own_head_dim_v:
         min_arch=tile.min_arch,
         prebuild=() if own_head_dim_v else tile.prebuild,
         features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
-        # One value of a step, which is no slower for it (docs/performance/attn_fwd_sm80.md); at 256 on sm_100a alone.
-        allowed_spill_bytes=8 if not score_mods and (tile.suffix or tile.head_dim == 256) else 0,
+        allowed_spill_bytes=_fwd_sm80_spills(tile, score_mods),
     )
 
 
@@ -104,6 +110,7 @@ class _FwdSm90Tile:
     tuned_for: tuple[str, ...] = ()
     bias_bytes: int = 0
     softcap: bool = True
+    ctas_per_sm: int = 1
     head_dim_v: int = 0  # 0: head_dim
 
     @property
@@ -131,6 +138,15 @@ _FWD_SM90_HEAD_DIM_V_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 # What wheels carry of them.
 _FWD_SM90_HEAD_DIM_V_PREBUILT = ((192, 128), (128, 64))
+
+# Several CTAs an SM, for short sequences (docs/performance/short.md): select/tile.py says when.
+_FWD_SM90_SMALL_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 1, 64, 3, 2, ("small",), ctas_per_sm=3),
+    _FwdSm90Tile(64, 1, 32, 4, 2, ("small",), ctas_per_sm=4),
+    _FwdSm90Tile(128, 1, 32, 3, 1, ("small",), ctas_per_sm=3),
+    _FwdSm90Tile(128, 1, 64, 3, 1, ("small",), ctas_per_sm=2),
+)
+
 
 # With score forms (softcap, masks): 64 keys, as masks are packed.
 _FWD_SM90_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
@@ -223,14 +239,16 @@ def _attn_fwd_sm90(
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
             ("SPLIT_KEYS", str(int(split))),
+            ("CTAS_PER_SM", str(tile.ctas_per_sm)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
         head_dim=tile.head_dim,
         block_m=block_m,
         block_n=tile.block_n,
-        num_warps=4 * (1 + tile.num_consumers),
+        num_warps=4 * tile.num_consumers + (4 if tile.ctas_per_sm == 1 else 1),
         smem_bytes=smem_bytes,
+        ctas_per_sm=tile.ctas_per_sm,
         min_arch=(9, 0),
         arch_specific=True,
         prebuild=("90a",) if prebuilt else (),
@@ -298,7 +316,7 @@ def attention_rows() -> Iterator[KernelSpec]:
     )
     yield from (
         _attn_fwd_sm90(tile, dtype, varlen)
-        for tiles in (_FWD_SM90_TILES, _FWD_SM90_HEAD_DIM_V_TILES)
+        for tiles in ((*_FWD_SM90_TILES, *_FWD_SM90_SMALL_TILES), _FWD_SM90_HEAD_DIM_V_TILES)
         for varlen in (False, True)
         for tile in tiles
         for dtype in ("float16", "bfloat16")

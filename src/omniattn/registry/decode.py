@@ -122,8 +122,8 @@ def _spills(head_dim: int, k: tuple[int, int], n_tiles: int) -> int:
         # One CTA an SM spills nothing and is slower; 8 rows a CTA would read the keys twice.
         return 464
     if head_dim == 256 and k[0] == 0:
-        return 32  # on sm_120a, which is not prebuilt
-    return 124 if head_dim == 128 and k == (KV_KINDS["int4"], 4) and n_tiles == 2 else 0
+        return 32  # on sm_120
+    return 272 if head_dim == 128 and k == (KV_KINDS["int4"], 4) and n_tiles == 2 else 0  # 124 on sm_90a, measured
 
 
 def combine_row(dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ...] = ()) -> KernelSpec:

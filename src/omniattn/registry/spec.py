@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: Targets that a wheel carries. sm_86 and sm_87 load the sm_80 cubin (same major, lower minor).
+#: Targets that a wheel carries for most rows. sm_86 and sm_87 load the sm_80 cubin (same major, lower minor). For newer
+#: GPUs it carries what common calls need: `registry.newest`.
 PREBUILT_ARCHS: tuple[str, ...] = ("80", "89", "90a")
 
 

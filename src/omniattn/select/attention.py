@@ -8,6 +8,7 @@ from ..problems.memory import ITEMSIZE
 from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
 from .choice import Selection, dotted, forced, unfit_target
+from .tile import SMALL, best_tile
 
 _BITS = {"int8": 8, "int4": 4}
 _FP8_FIRST = (
@@ -180,7 +181,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     # needed; one that skips hidden tiles; tuned for such a problem, or else for all; among equals the newest tuning.
     choices, why_pv = PV_CHOICES.get(target.cc, _PV_OTHERWISE)
     best = min(
-        fitting,
+        (s for s in fitting if SMALL not in s.tuned_for),
         key=lambda s: (
             not s.arch_specific,
             s.quantized and choices.index((s.pv, s.pv_accumulator)),
@@ -193,6 +194,11 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             (-s.min_arch[0], -s.min_arch[1]),
         ),
     )
+    usual = best
+    if best.family == "attn_fwd_sm90" and not problem.score_mods and not best.own_head_dim_v:
+        kind = (best.family, best.head_dim, best.head_dim_v, best.features)
+        alike = [s for s in fitting if (s.family, s.head_dim, s.head_dim_v, s.features) == kind]
+        best = best_tile(problem, target, usual, alike)
     why = [
         f"{problem.dtype}, {problem.head_dims} in {tile_words(best)}",
         "score modifiers (softcap, mask, score_mod or softmax_scale <= 0)"
@@ -207,7 +213,13 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         why.append(f"P V in {best.pv} with {best.pv_accumulator} accumulators: {reason}")
     if wanted.qk == "int4" and best.qk == "int8":
         why.append("this GPU has no 4-bit products: 4-bit values go through the 8-bit ones, no faster than int8")
-    if best.tuned_for:
+    if best is not usual:
+        ctas = f"{best.ctas_per_sm} CTAs an SM" if best.ctas_per_sm > 1 else "one CTA an SM"
+        why.append(
+            f"tile of {best.block_m} query rows and {best.block_n} keys, {ctas}: the fastest by the model of short "
+            "sequences"
+        )
+    elif best.tuned_for:
         why.append(f"tile of {best.block_m} query rows and {best.block_n} keys, tuned for {problem.workload} problems")
     if not best.arch_specific:
         # Why the faster kernel of this GPU does not serve the call.

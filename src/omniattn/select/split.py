@@ -49,18 +49,18 @@ class SplitSelection:
 
 
 def step_us(spec: KernelSpec, rows: int) -> float:
-    """A step of a CTA, a tile of keys, of which ``rows`` query rows exist."""
+    """A step of the CTAs of an SM, a tile of keys each, of which ``rows`` query rows exist."""
     groups = -(-min(rows, spec.block_m) // 64)
     products = _PRODUCT_US * spec.block_n * (spec.head_dim + spec.head_dim_v) / 2
     waits = (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
-    return max(products + waits, groups * products)
+    return max(products + waits, groups * spec.ctas_per_sm * products)
 
 
 class _Walk:
     """What a kernel does with a problem, however its keys are split: tiles of queries, and the keys of each."""
 
     def __init__(self, problem: AttentionProblem, spec: KernelSpec, pack: int, sm_count: int) -> None:
-        p, self.sm_count = problem, sm_count
+        p, self.sm_count, self.ctas = problem, sm_count, sm_count * spec.ctas_per_sm
         self.tiles = tile_keys(p, spec.block_m, spec.block_n, pack)
         self.rows, self.heads = p.seqlen_q * pack, p.batch * p.num_q_heads // pack
         self.longest = max(self.tiles, default=0)
@@ -84,8 +84,8 @@ class _Walk:
         )
 
     def _rounds(self, splits: int = 1) -> int:
-        """Items of the busiest SM."""
-        return -(-self.heads * len(self.tiles) * splits // self.sm_count)
+        """Items of the busiest CTA."""
+        return -(-self.heads * len(self.tiles) * splits // self.ctas)
 
     def split_us(self, splits: int) -> float:
         """Time of both kernels of a split."""
@@ -97,7 +97,7 @@ class _Walk:
         steps = float(self._rounds() * self.longest)
         if min(self.tiles, default=0) != self.longest:
             # Of different lengths they are handed out such that all SMs end together, but no sooner than the longest.
-            steps = max(self.longest, self.heads * sum(self.tiles) / self.sm_count)
+            steps = max(self.longest, self.heads * sum(self.tiles) / self.ctas)
         return self._time(1, steps)
 
 
