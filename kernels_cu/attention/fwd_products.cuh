@@ -10,14 +10,15 @@
 #include "ptx/wgmma_bf16.cuh"
 #include "ptx/wgmma_fp16.cuh"
 
-// Config: Io, kHeadDim, kBlockM, kBlockN, kPanels, kNTiles, kDTiles, kTurnStep (after how many of a product's k steps
-// the next warpgroup may issue). Tiles in shared memory are panels of 64 columns with the 128-byte swizzle.
+// Config: Io, kHeadDim, kHeadDimV, kBlockM, kBlockN, kPanelsV, kNTiles, kDTiles, kTurnStep (after how many of a
+// product's k steps the next warpgroup may issue). Tiles in shared memory are panels of 64 columns with the 128-byte
+// swizzle.
 template <typename Config>
 struct FwdProducts {
     using Scores = float[Config::kNTiles * 4];
     using Output = float[Config::kDTiles * 4];
     using Probabilities = uint32[Config::kBlockN / 16][4];
-    using Pv = Wgmma<typename Config::Io, Config::kHeadDim>;
+    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV>;
     static constexpr uint32 kKvPanelBytes = Config::kBlockN * 128;
 
     // S = Q K^T, asynchronous. q: this warpgroup's 64 rows.
@@ -55,7 +56,7 @@ struct FwdProducts {
         int32 words = (Config::kBlockN - valid_rows) * 8;  // 16 bytes each, in one panel
         for (int32 i = threadIdx.x & 127; i < words; i += 128)
 #pragma unroll
-            for (int c = 0; c < Config::kPanels; ++c)
+            for (int c = 0; c < Config::kPanelsV; ++c)
                 asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(smem_v + c * kKvPanelBytes +
                                                                               valid_rows * 128 + i * 16),
                              "r"(0)

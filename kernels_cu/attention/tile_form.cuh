@@ -8,8 +8,9 @@
 #include "params/attn_fwd.cuh"
 #include "params/mask_tiles.cuh"
 #include "ptx/types.cuh"
+#include "scheduler/slots.cuh"
 
-// Config: as for MaskTiles, and kSoftcap, kVarlen, Io.
+// Config: as for MaskTiles, and kSoftcap, kVarlen, kLists, Io.
 template <typename Config>
 class TileForm {
     using Masks = MaskTiles<Config>;
@@ -26,6 +27,17 @@ class TileForm {
     static constexpr bool kReadsLate = kBias != 0;
     int32 kind;
 
+    // The steps of a tile of queries.
+    template <typename Span>
+    OA_DEVICE static FormSteps steps_of(const ScoreForms& forms, const TileList& list, const FwdTile& t,
+                                        const Span& keys) {
+        if constexpr (Config::kVarlen && Config::kLists) {
+            int32 first = first_slot(t.q_begin, t.sequence, Config::kBlockM);
+            return FormSteps::of_slot(forms, t, keys, first + t.m0 / Config::kBlockM);
+        } else {
+            return FormSteps(forms, t, keys, (t.m0 + int32(list.lead_rows)) / Config::kBlockM);
+        }
+    }
     // Kinds of tiles, a bit each, whose scores may be common.
     OA_DEVICE static uint32 common_kinds(const ScoreForms& f) {
         constexpr uint32 kFull = 1 << kTileFull, kMixed = 1 << kTileMixed;

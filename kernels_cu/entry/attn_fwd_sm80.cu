@@ -5,7 +5,7 @@
 //
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
 // dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
-// rows].
+// rows]. OWN_HEAD_DIM_V: v and o have a head_dim of their own, in tiles of the same width.
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
 // to the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to
@@ -41,6 +41,7 @@ struct Config {
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
+    static constexpr bool kOwnHeadDimV = OWN_HEAD_DIM_V;
     static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, scale <= 0: scores are formed one by one
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
@@ -326,10 +327,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     const uint16* gv = p.v + t.batch_idx * p.v_stride_b + kv_head * p.v_stride_h + int64(t.k_begin) * p.v_stride_s;
     uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
 
-    KvCopy kv_copy(p.head_dim, tid);
+    const KvCopy kv_copy(p.head_dim, tid);
     auto copy_k = [&](int32 n, int stage) {
         int64 row = int64(n) * Config::kBlockN;
-        kv_copy.issue(smem_k + stage * KvTile::kBytes, gk + row * p.k_stride_s, p.k_stride_s,
+        const KvCopy& columns = Config::kOwnHeadDimV ? KvCopy(p.head_dim_qk, tid) : kv_copy;
+        columns.issue(smem_k + stage * KvTile::kBytes, gk + row * p.k_stride_s, p.k_stride_s,
                       int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN)), tid);
     };
     auto copy_v = [&](int32 n, int stage) {
@@ -349,7 +351,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
 
     Steps steps(call_of(params), t, keys, warp_idx);
     if (!steps.done()) {
-        QCopy(p.head_dim, tid).issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
+        QCopy(Config::kOwnHeadDimV ? p.head_dim_qk : p.head_dim, tid)
+            .issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
         copy_k(steps.n(), 0);
         if (Config::kStages == 2) copy_v(steps.n(), 0);
         cp_async_commit();

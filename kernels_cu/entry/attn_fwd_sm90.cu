@@ -3,9 +3,9 @@
 //
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim], strides that tensor
-// maps take; VARLEN: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads, rows], natural
-// logarithm, fp32. Where head_dim is below HEAD_DIM, TMA fills with zeros.
+// q: [batch, seqlen_q, num_q_heads, head_dim]   k: [batch, seqlen_k, num_kv_heads, head_dim]   v, o: as k and q, with
+// head_dim_v; strides that tensor maps take; VARLEN: packed [rows, heads, head_dim]. lse: [batch, num_q_heads,
+// seqlen_q] or [heads, rows], natural logarithm, fp32. Below HEAD_DIM and HEAD_DIM_V, TMA fills with zeros.
 //
 // A persistent kernel, one CTA an SM, walks over tiles of BLOCK_M = 64 * NUM_CONSUMERS query rows of one head
 // (scheduler/persistent.cuh), keys from the last visible tile to the first.
@@ -31,8 +31,8 @@
 // those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh). What is
 // common runs in a loop as straight as the plain one; what comes next is looked up under the products.
 // Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS *
-// 128] | V [same] | barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no product reads
-// columns beyond HEAD_DIM.
+// 128] | V [same, with V's panels] | barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no
+// product reads columns beyond HEAD_DIM or HEAD_DIM_V.
 #include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
@@ -47,11 +47,10 @@
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/persistent.cuh"
-#include "scheduler/slots.cuh"
 
 struct Config {
     using Io = IO_TYPE;
-    static constexpr int kHeadDim = HEAD_DIM;
+    static constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;  // of q and k, of v and o
     static constexpr int kConsumers = NUM_CONSUMERS;
     static constexpr int kCtas = CTAS_PER_SM;  // more than one: another CTA's products run under a softmax
     static constexpr bool kPingPong = kCtas == 1;
@@ -66,11 +65,11 @@ struct Config {
     static constexpr bool kRotateHeads = kForms, kMeetAtTiles = kForms;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * kConsumers + (kCtas == 1 ? 128 : 32);
-    static constexpr int kPanels = (kHeadDim + 63) / 64;
-    static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
+    static constexpr int kPanels = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
+    static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDimV / 8;
     // After how many of a product's k steps the next warpgroup may issue. With four there is always one that is ready.
     static constexpr int kTurnStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
-    static_assert(kHeadDim % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks, whole k steps");
+    static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks");
     static_assert(!kForms || kBlockN == 64, "tiles of masks");
     static_assert(!kSplitKeys || !(kForms || kVarlen), "plain dense batches");
     static_assert((kCtas == 1 ? 2 : 1) <= kConsumers && kConsumers <= 4, "64 query rows each");
@@ -84,35 +83,25 @@ using Tile = TileOf<Config>;
 using Masks = MaskTiles<Config>;
 struct Nothing {};
 
-// The steps of a tile of queries.
-template <typename Span>
-OA_DEVICE FormSteps steps_of(const ScoreForms& forms, const TileList& list, const FwdTile& t, const Span& keys) {
-    if constexpr (Config::kVarlen && Config::kLists) {
-        int32 first = first_slot(t.q_begin, t.sequence, Config::kBlockM);
-        return FormSteps::of_slot(forms, t, keys, first + t.m0 / Config::kBlockM);
-    } else {
-        return FormSteps(forms, t, keys, (t.m0 + int32(list.lead_rows)) / Config::kBlockM);
-    }
-}
-
 struct SharedStorage : Select<Config::kForms, MaskTiles<Config>::Storage, Nothing>::Type {
     alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kPanels * 128];
     alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
-    alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
+    alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kPanelsV * 128];
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128;
-constexpr uint32 kKvBytes = Config::kBlockN * Config::kPanels * 128;
+constexpr uint32 kKBytes = Config::kBlockN * Config::kPanels * 128;
+constexpr uint32 kVBytes = Config::kBlockN * Config::kPanelsV * 128;
 constexpr uint32 kKvPanelBytes = Config::kBlockN * 128;
 
 class Producer : public ForwardProducer<Config, Producer> {
     using Base = ForwardProducer<Config, Producer>;
 
   public:
-    static constexpr uint32 kQBytes = ::kQBytes, kVBytes = kKvBytes;
-    OA_DEVICE static uint32 k_bytes() { return kKvBytes; }
+    static constexpr uint32 kQBytes = ::kQBytes, kVBytes = ::kVBytes;
+    OA_DEVICE static uint32 k_bytes() { return kKBytes; }
 
     OA_DEVICE Producer(const Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
         : ForwardProducer(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
@@ -143,17 +132,20 @@ class Producer : public ForwardProducer<Config, Producer> {
         }
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys(t, kv_head, n, smem_addr_at(&SharedStorage::k) + stage * kKvBytes, &params_.map_k, bar);
+        copy_keys<Config::kPanels>(t, kv_head, n, smem_addr_at(&SharedStorage::k) + stage * kKBytes, &params_.map_k,
+                                   bar);
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys(t, kv_head, n, smem_addr_at(&SharedStorage::v) + stage * kKvBytes, &params_.map_v, bar);
+        copy_keys<Config::kPanelsV>(t, kv_head, n, smem_addr_at(&SharedStorage::v) + stage * kVBytes, &params_.map_v,
+                                    bar);
     }
 
   private:
+    template <int kPanels>
     OA_DEVICE void copy_keys(const FwdTile& t, int32 kv_head, int32 n, uint32 smem, const TensorMap* map,
                              uint32 bar) const {
 #pragma unroll
-        for (int c = 0; c < Config::kPanels; ++c)
+        for (int c = 0; c < kPanels; ++c)
             tma_load_4d(smem + c * kKvPanelBytes, map, bar, c * 64, t.k_begin + n * Config::kBlockN, kv_head,
                         t.batch_idx);
     }
@@ -162,7 +154,7 @@ class Producer : public ForwardProducer<Config, Producer> {
     template <typename P>
     OA_DEVICE void copy_listed(const P& params, const FwdTile& t, const Span& keys) {
         const ScoreForms& forms = params.forms;
-        const FormSteps steps = steps_of(forms, list_, t, keys);
+        const FormSteps steps = TileForm<Config>::steps_of(forms, list_, t, keys);
         if (steps.count == 0) {
             bars_.outer.announce(outer_at_, 0);
             outer_at_.advance();
@@ -177,7 +169,7 @@ class Producer : public ForwardProducer<Config, Producer> {
             bool has_k = i < steps.count, has_v = i > 0;
             int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
             uint32 mask_bytes = has_k ? Masks::bytes(forms, entry) : 0;
-            uint32 bar = bars_.inner.acquire(inner_at_, (has_k ? kKvBytes + mask_bytes : 0) + (has_v ? kKvBytes : 0));
+            uint32 bar = bars_.inner.acquire(inner_at_, (has_k ? kKBytes + mask_bytes : 0) + (has_v ? kVBytes : 0));
             if (has_v) copy_v(t, kv_head, before, inner_at_.stage, bar);
             if (has_k) copy_k(t, kv_head, FormSteps::tile(entry), inner_at_.stage, bar);
             if (mask_bytes != 0) Masks::copy(params, t, entry, inner_at_.stage, bar);
@@ -241,7 +233,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         wait_outer();
         wait_inner();
         ping_pong_.wait();
-        issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+        issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
         ping_pong_.pass_on();
         wgmma_wait<0>();
         wgmma_pin(s);
@@ -256,8 +248,8 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         // S(i) and O += P(i - 1) V(i - 1).
         auto products = [&] {
             ping_pong_.wait();
-            issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
-            issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), pass_on);
+            issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
+            issue_pv(o, probs, v_.next(inner_at_.stage * kVBytes), pass_on);
             wgmma_wait<0>();
             wgmma_pin(s);
             wgmma_pin(o);
@@ -301,7 +293,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             ++i;
         }
         if (!is_full) wait_inner();
-        issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), nothing);
+        issue_pv(o, probs, v_.next(inner_at_.stage * kVBytes), nothing);
         wgmma_wait<0>();
         wgmma_pin(o);
         release_inner();
@@ -324,7 +316,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
     template <typename P>
     OA_DEVICE void attend_listed(const P& params, const FwdTile& t, const Span& keys, int32 warp_row, Rows& state) {
         const ScoreForms& f = params.forms;
-        const FormSteps steps = steps_of(f, list_, t, keys);
+        const FormSteps steps = TileForm<Config>::steps_of(f, list_, t, keys);
         Steps at(steps);
         const int32 own_end = own_end_of(t, keys);
         while (at.left > 0 && FormSteps::tile(at.entry()) >= own_end) pass_over(at);
@@ -366,7 +358,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             wait_outer();
             wait_inner();
             ping_pong_.wait();
-            issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
+            issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
             ping_pong_.pass_on();
             look();
             wgmma_wait<0>();
@@ -415,8 +407,8 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                     rows.add(sum);
                     at.advance();
                     ping_pong_.wait();
-                    issue_qk(s, q, k_.next(inner_at_.stage * kKvBytes));
-                    issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), [&] { ping_pong_.pass_on(); });
+                    issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
+                    issue_pv(o, probs, v_.next(inner_at_.stage * kVBytes), [&] { ping_pong_.pass_on(); });
                     look();
                     wgmma_wait<0>();
                     wgmma_pin(s);
@@ -444,7 +436,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             at.advance();
             const bool in_list = __any_sync(0xffffffffu, at.left > 0);
             if (in_list) ping_pong_.wait();
-            issue_pv(o, probs, v_.next(inner_at_.stage * kKvBytes), [&] {
+            issue_pv(o, probs, v_.next(inner_at_.stage * kVBytes), [&] {
                 if (in_list) ping_pong_.pass_on();
             });
             wgmma_wait<0>();
@@ -474,7 +466,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             int32 valid_rows = t.seqlen_k - n * Config::kBlockN;
             if (valid_rows < Config::kBlockN) {
                 wait_inner();
-                Products::clear_tail(smem_addr_at(&SharedStorage::v) + inner_at_.stage * kKvBytes, valid_rows, group_);
+                Products::clear_tail(smem_addr_at(&SharedStorage::v) + inner_at_.stage * kVBytes, valid_rows, group_);
             }
         }
     }

@@ -252,7 +252,7 @@ class Worker {
             Packer pack{probs_[i], {}};
             auto put = [&](int n, int r, float p0, float p1) {
                 pack(n, r, p0, p1);
-                if (n == 2 * kBlock + 1) after |= __float_as_uint(p1) & p_.zero;
+                if (n == 2 * kBlock + 1) after |= __float_as_uint(p1) & p_.head_dim_qk;
             };
             rows_[i].template exponentiate_blocks<2 * kBlock, 2 * kBlock + 2>(s[i], c, sum[i], put);
         }

@@ -27,13 +27,14 @@ struct AttnFwdParams {
     int32 batch, num_q_heads, num_kv_heads;
     int32 seqlen_q, seqlen_k;  // dense: lengths; varlen: rows of the packed tensors
     int32 mask_rows, mask_cols;
-    int32 head_dim;
+    int32 head_dim;  // of v and o; of q and k too, unless head_dim_qk says something else
     int32 window_left, window_right;  // -1: unlimited; causal is window_right = 0
     int32 num_m_blocks;               // dense: tiles per (batch, head); varlen: upper bound over all sequences
     int32 mask_kind, sinks_kind;
     float softmax_scale;
     float softcap;  // 0: none
-    int32 zero;  // always 0, unknown to the compiler; makes the struct's size a multiple of 8
+    // attn_fwd_sm80 with OWN_HEAD_DIM_V: of q and k. Elsewhere 0, which the compiler does not know.
+    int32 head_dim_qk;
 };
 
 // The work of a launch as one list of items, which the host composes (launch/tile_order.py). CTA b takes item b, then

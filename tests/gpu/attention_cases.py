@@ -55,7 +55,7 @@ def run_dense(
     """
     given = {name: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x for name, x in options.items()}
     given |= gpu or {}
-    out = poisoned(q.shape, dtype)
+    out = poisoned((*q.shape[:-1], v.shape[-1]), dtype)
     o, lse = oa.attention(to_gpu(q, dtype), to_gpu(k, dtype), to_gpu(v, dtype), out=out, return_lse=True, **given)
     assert o is out
     options.pop("deterministic", None)  # a promise about bits, which the reference has no say in

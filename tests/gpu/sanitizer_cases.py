@@ -117,6 +117,16 @@ def dense(head_dim: int, rng: np.random.Generator, few_masks: bool) -> None:
         check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options))
 
 
+def other_head_dim_v(rng: np.random.Generator) -> None:
+    """v with a head_dim of its own: tiles made for it, and others."""
+    for width, width_v in ((192, 128), (128, 64), (64, 128), (96, 64), (72, 40)):
+        q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
+        k, v = (to_gpu(rng.standard_normal((1, 60, HEADS_KV, n))) for n in (width, width_v))
+        for call in ({}, {"mask": "bool"}):
+            out = poisoned((1, SEQLEN_Q, HEADS, width_v))
+            check(*oa.attention(q, k, v, out=out, return_lse=True, **options_for(call, rng, 60)))
+
+
 def varlen(
     head_dim: int, rng: np.random.Generator, precisions: tuple[oa.Int8 | oa.Int4, ...] = (), most_keys: int = SEQLEN_K
 ) -> None:
@@ -323,5 +333,6 @@ if __name__ == "__main__":
                 dense(width, generator, which == "few_masks")
                 varlen(width, generator)
                 merge(width, generator)
+            other_head_dim_v(np.random.default_rng(0))
         choose_from(everything)
     print("all calls done")

@@ -318,6 +318,12 @@ def test_random_problems(
         dtype=dtype,
         seed=data.draw(st.integers(0, 1000)),
     )
+    if data.draw(st.integers(0, 2)) == 0:
+        narrower = 8 * data.draw(st.integers(1, head_dim // 8))
+        if data.draw(st.booleans()):
+            v = v[..., :narrower]
+        else:
+            q, k = q[..., :narrower], k[..., :narrower]
     run_dense(q, k, v, dtype, str(options), layout=layout, **options)
 
 

@@ -102,6 +102,8 @@ def test_random_problems(data: st.DataObject):
         layout=layout,
         seed=data.draw(st.integers(0, 1000)),
     )
+    if data.draw(st.booleans()):
+        v = v[..., : 8 * data.draw(st.integers(1, v.shape[-1] // 8))]
     check(
         q,
         k,

@@ -115,9 +115,14 @@ def wrong_rank(data: st.DataObject, call: Call) -> Broken:
 
 
 def wrong_head_dim(data: st.DataObject, call: Call) -> Broken:
-    name = data.draw(st.sampled_from(["k", "v"]))
-    call[name] = longer(call[name], -1, 8)
-    return Broken(ShapeError, name, str(call[name].shape[-1]))
+    call["k"] = longer(call["k"], -1, 8)
+    return Broken(ShapeError, "k", str(call["k"].shape[-1]))
+
+
+def unusual_head_dim_v(data: st.DataObject, call: Call) -> Broken:
+    dim = data.draw(st.sampled_from([0, 4, 12, 63, 65, 257, 264, 512]))
+    call["v"] = np.full((*call["v"].shape[:-1], dim), MARK, dtype=call["v"].dtype)
+    return Broken(ShapeError, "v", str(dim))
 
 
 def unusual_head_dim(data: st.DataObject, call: Call) -> Broken:
@@ -246,6 +251,7 @@ SHARED = [
     no_array,
     wrong_rank,
     wrong_head_dim,
+    unusual_head_dim_v,
     unusual_head_dim,
     keys_and_values_differ,
     heads_do_not_divide,

@@ -388,11 +388,12 @@ def test_strides_that_kernels_cannot_read() -> None:
     ):  # fmt: skip
         with pytest.raises(StrideError, match=f"argument '{argument}'"):
             problem_of(**changes)
-    # Rows that repeat can be read, but not by tensor maps.
+    # Rows that repeat can be read by tensor maps too, reversed ones not.
     repeated = problem_of(do=np.broadcast_to(do[:1], do.shape))
     assert repeated.strides is not None
     assert repeated.strides.d_o[0] == 0
-    assert not repeated.forward.tensor_maps
+    assert repeated.forward.tensor_maps
+    assert not problem_of(do=do[:, ::-1]).forward.tensor_maps
 
 
 @pytest.mark.usefixtures("gpu")

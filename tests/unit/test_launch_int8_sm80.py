@@ -69,7 +69,7 @@ def test_a_launch_finds_everything_in_the_workspace(varlen: bool, target: Target
     )  # fmt: skip
     assert fwd_values(fields) == rounded(wanted)
     assert (fields["fwd.cu_seqlens_q"] is not None) == varlen
-    assert fields["fwd.zero"] == 0, "AttnFwdParams::zero, which addresses depend on"
+    assert fields["fwd.head_dim_qk"] == 0, "AttnFwdParams::head_dim_qk, which addresses depend on"
     shapes = described.shapes()
     for name in ("q_scale", "k_scale", "row_bias", "v_scale"):
         assert fields[f"operands.{name}"] == at[name], name

@@ -87,7 +87,8 @@ def test_every_problem_gets_a_row_that_serves_it(target: Target, dtype: str, hea
             if row.family == spec.family
             and row.dtype == dtype
             and row.features == spec.features
-            and head_dim <= row.head_dim < spec.head_dim
+            and head_dim <= min(row.head_dim, row.head_dim_v)
+            and row.head_dim + row.head_dim_v < 2 * spec.head_dim
             and row.min_arch <= target.cc
             and row.smem_bytes <= target.max_smem
         ]
@@ -110,6 +111,7 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
         changed(
             dtype=spec.dtype,
             head_dim=spec.head_dim,
+            own_head_dim_v=spec.own_head_dim_v or (spec.head_dim - 8 if "head_dim_v" in spec.features else 0),
             mask=mask,
             mask_map=True,
             softcap=softcap,

@@ -91,7 +91,8 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     sinks = values.check_sinks(tensors["sinks"], heads_q, q.dtype, function) if "sinks" in tensors else "none"
     for t in (q, k, v):
         values.check_strides(t, function)
-    o_strides = check_out(tensors, tuple(q.shape), q.dtype, function)
+    o_shape = (*q.shape[:-1], v.shape[-1])
+    o_strides = check_out(tensors, o_shape, q.dtype, function)
 
     def three(shape: tuple[int, ...], strides: tuple[int, ...]) -> Strides3:
         return canonical_strides(shape, strides, layout, varlen)
@@ -106,8 +107,8 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
         arrays.can_allocate(q, "uint8"),
         AttentionStrides(
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
-            three(q.shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
-        ),
+            three(o_shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
+        ), own_head_dim_v=v.shape[-1] if v.shape[-1] != q.shape[-1] else 0,
     )  # fmt: skip
 
 
@@ -122,6 +123,9 @@ def check_attention_memory(problem: AttentionProblem, tensors: dict[str, Tensor]
                 if t.ptr == out.ptr:
                     expected = f"memory of its own, not that of {t.argument}"
                     raise ArgumentError("out", expected, hex(out.ptr), function=function)
+            if q.ptr == out.ptr and problem.own_head_dim_v:
+                expected = "memory of its own, not that of q, whose head_dim differs from v's"
+                raise ArgumentError("out", expected, hex(out.ptr), function=function)
             if q.ptr == out.ptr and tuple(q.strides) != tuple(out.strides):
                 raise ArgumentError(
                     "out", "q's own strides, where it takes q's memory", f"strides {tuple(out.strides)}",
@@ -199,5 +203,5 @@ def _check_longest(
 
 
 def describable(t: Tensor) -> bool:
-    """Whether a tensor map can describe the array: no zero, negative or huge strides."""
-    return all(n <= 1 or 0 < s * t.itemsize < 2**40 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
+    """Whether a tensor map can describe the array: no negative or huge strides. 0 is that of an expanded array."""
+    return all(n <= 1 or 0 <= s * t.itemsize < 2**40 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))

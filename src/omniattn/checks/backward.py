@@ -104,7 +104,7 @@ def _with_rows(forward: AttentionProblem, tensors: dict[str, Tensor], function: 
     q, o, do = tensors["q"], tensors["o"], tensors["do"]
     of_rows = [tensors[name] for name in ("lse", "dlse") if name in tensors]
     for t in (o, do):
-        values.check_like(t, tuple(q.shape), q.dtype, function)
+        values.check_like(t, forward.o_shape, q.dtype, function)
     values.check_strides(o, function)
     dtypes = ("float32", "float64") if q.dtype == "float64" else ("float32",)
     for t in of_rows:

@@ -60,7 +60,7 @@ def check_precision(precision: Any, function: str) -> Precision:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, layout: str, function: str) -> None:
-    """Dtypes, ranks, head_dim and heads of q, k, v, in the caller's layout."""
+    """Dtypes, ranks, head_dim and heads of q, k, v, in the caller's layout. v may have a head_dim of its own."""
     dims = {
         (4, "NHD"): "(batch, seq, heads, head_dim)",
         (4, "HND"): "(batch, heads, seq, head_dim)",
@@ -79,13 +79,17 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, layout: str, function:
     head_dim = q.shape[-1]
     if not (8 <= head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0):
         raise ShapeError("q", f"head_dim a multiple of 8 from 8 to {MAX_HEAD_DIM}", f"{head_dim}", function=function)
+    if k.shape[-1] != head_dim:
+        raise ShapeError("k", f"head_dim {head_dim}, like q", f"{k.shape[-1]}", function=function)
+    if not (8 <= v.shape[-1] <= MAX_HEAD_DIM and v.shape[-1] % 8 == 0):
+        expected = f"head_dim a multiple of 8 from 8 to {MAX_HEAD_DIM}"
+        raise ShapeError("v", expected, f"{v.shape[-1]}", function=function)
     for t in (k, v):
-        if t.shape[-1] != head_dim:
-            raise ShapeError(t.argument, f"head_dim {head_dim}, like q", f"{t.shape[-1]}", function=function)
         if ndim == 4 and t.shape[0] != q.shape[0]:
             raise ShapeError(t.argument, f"batch {q.shape[0]}, like q", f"{t.shape[0]}", function=function)
-    if v.shape != k.shape:
-        raise ShapeError("v", f"shape {tuple(k.shape)}, like k", f"{tuple(v.shape)}", function=function)
+    if v.shape[:-1] != k.shape[:-1]:
+        expected = f"shape {tuple(k.shape[:-1])} before head_dim, like k"
+        raise ShapeError("v", expected, f"{tuple(v.shape)}", function=function)
     heads_q, heads_kv = q.shape[head], k.shape[head]
     if (heads_kv == 0 and heads_q > 0) or (heads_kv > 0 and heads_q % heads_kv != 0):
         raise ShapeError(

@@ -62,6 +62,7 @@ FEATURES = {
     "dmask": "with the gradient of a mask",
     "fragments": "behind the kernel of Hopper",
     "smooth_q": "with smooth_q",
+    "head_dim_v": "v of another head_dim",
 }
 
 #: Row format of a cache to words, where its name does not do.
@@ -253,11 +254,11 @@ def operation_of(spec: KernelSpec) -> str:
 
 def _words(spec: KernelSpec) -> str:
     """What a row was compiled for beyond the common set: features, the format of its cache."""
+    features = spec.features | ({"head_dim_v"} if spec.own_head_dim_v else set())
     # Kernels for a mask serve calls without smooth_q or softcap too: the class has the one name.
-    if "score_mods" in spec.features:
-        words = FEATURES["score_mods"]
-    else:
-        words = ", ".join(FEATURES.get(name, name) for name in sorted(spec.features))
+    if "score_mods" in features:
+        features &= {"score_mods", "head_dim_v"}
+    words = ", ".join(FEATURES.get(name, name) for name in sorted(features, reverse=True))
     formats = [CACHES.get(name, name.replace("g", ", group_size ")) for name in dict.fromkeys(spec.cache)]
     if not formats:
         return words
@@ -363,7 +364,8 @@ def readme_table(registry: Iterable[KernelSpec] = REGISTRY) -> str:
     """The table of the README, in Markdown: a line an operation, what a released wheel holds; exceptions below."""
     lines: dict[str, list[SupportRow]] = {}
     for row in support_rows(wheel_resolver, [spec for spec in registry if spec.op not in BESIDE]):
-        lines.setdefault(LINES.get(row.op, f"`{row.op}`"), []).append(row)
+        if FEATURES["head_dim_v"] not in row.features:  # the text below the table has them
+            lines.setdefault(LINES.get(row.op, f"`{row.op}`"), []).append(row)
     notes: dict[str, str] = {}
     cells = {}
     for line, rows in lines.items():

@@ -78,10 +78,8 @@ def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 def padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """q, k, v with contiguous rows, and zeros behind each up to a multiple of 8 channels, which change no score."""
-    missing = -tensors[0].shape[-1] % 8
-    if missing:
-        return tuple(functional.pad(x, (0, missing)) for x in tensors)
-    return tuple(contiguous_rows(x) for x in tensors)
+    missing = [-x.shape[-1] % 8 for x in tensors]
+    return tuple(functional.pad(x, (0, n)) if n else contiguous_rows(x) for x, n in zip(tensors, missing, strict=True))
 
 
 def alibi(slopes: Any, shift: torch.Tensor, batch: int, heads: int, function: str) -> Any:
@@ -141,7 +139,7 @@ def attend(
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, deterministic)
     if alibi_slopes is not None:
         options["score_mod"] = alibi_of(function, q, k, alibi_slopes, packed)
-    dim = q.shape[-1]
+    dim = v.shape[-1]
     q, k, v = padded(q, k, v)
     if packed is None:
         results = attention(q, k, v, return_lse=return_lse, **options)

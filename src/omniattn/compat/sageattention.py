@@ -246,13 +246,13 @@ def sageattn_varlen(
                 f"{function}(): is_causal=True with sequences that have more or fewer keys than queries",
                 instead="omniattn.attention_varlen(precision='int8', causal=True), aligned at the bottom right",
             )
-    dim = q.shape[-1]
+    dim, dim_v = q.shape[-1], v.shape[-1]
     out = attention_varlen(
         *common.padded(q, k, v), cu_seqlens_q=cu_seqlens_q.to(torch.int32), cu_seqlens_k=cu_seqlens_k.to(torch.int32),
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=is_causal,
         softmax_scale=dim**-0.5 if sm_scale is None else sm_scale, precision=Int8(smooth_k=smooth_k),
     )  # fmt: skip
-    return out if out.shape[-1] == dim else out[..., :dim]
+    return out if out.shape[-1] == dim_v else out[..., :dim_v]
 
 
 def _choose(value: Any, name: str, choices: tuple[str, ...], function: str) -> None:
@@ -295,12 +295,12 @@ def _attend(
             mask = mask[..., :queries]
     elif causal and queries > keys:
         causal, window = False, (-1, queries - keys)
-    dim = q.shape[-1]
+    dim, dim_v = q.shape[-1], v.shape[-1]
     results = attention(
         *common.padded(q, k, v), layout=layout, causal=causal, window=window,
         softmax_scale=dim**-0.5 if sm_scale is None else sm_scale, mask=mask, precision=precision,
         return_lse=return_lse,
     )  # fmt: skip
     out, lse = results if return_lse else (results, None)
-    out = out if out.shape[-1] == dim else out[..., :dim]
+    out = out if out.shape[-1] == dim_v else out[..., :dim_v]
     return (out, lse) if return_lse else out

@@ -238,14 +238,11 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
             "precision": "exact" if query.shape[2] == 1 else precision,
         }
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
-        head_dim, head_dim_v = query.shape[-1], value.shape[-1]
-        if head_dim_v != head_dim:
-            query, key, value = _same_head_dim(query, key, value, options)
         if packed is not None:
             out = _attend_packed(query, key, value, packed, causal, sliding_window, position_bias, options)
         else:
             out = _attend(query, key, value, attention_mask, causal, sliding_window, position_bias, options)
-        return out[..., :head_dim_v], None
+        return out, None
 
     return attention
 
@@ -293,19 +290,6 @@ def _of_dtype(x: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | Non
     if x is None or x.dtype in (query.dtype, torch.float32):
         return x
     return x.to(torch.float32)
-
-
-def _same_head_dim(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v filled up with zeros, which change neither scores nor the values that stay."""
-    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
-    if options["softmax_scale"] is None:
-        options["softmax_scale"] = head_dim**-0.5
-    if head_dim_v < head_dim:
-        return query, key, torch.nn.functional.pad(value, (0, head_dim - head_dim_v))
-    fill = (0, head_dim_v - head_dim)
-    return torch.nn.functional.pad(query, fill), torch.nn.functional.pad(key, fill), value
 
 
 def _attend(

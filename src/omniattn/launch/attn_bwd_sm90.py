@@ -49,8 +49,9 @@ def _packed_map(name: str, dtype: str, shape: tuple[int, int, int], strides: tup
     rows as a copy, the copy runs, and beyond its end come zeros; along the second it begins. So the copy of the n rows
     that end at row e begins at (rows - n, e), where a map that begins ``rows`` rows before the array has their first.
     """
-    row_bytes, head_bytes = (2 * stride or 16 for stride in strides)
     total, heads, head_dim = shape
+    # Strides of expanded arrays are 0; a single row has none of its own.
+    row_bytes, head_bytes = 2 * strides[0] or (16 if total == 1 else 0), 2 * strides[1]
     dims = (head_dim, rows, heads, total + 1)
     return mapped(name, -rows * row_bytes, dtype, dims, (row_bytes, head_bytes, row_bytes), (PANEL, rows, 1, 1))
 

@@ -62,7 +62,7 @@ def forward_values(
         "seqlen_k": problem.seqlen_k,
         "mask_rows": mask_extent[0],
         "mask_cols": mask_extent[1],
-        "head_dim": problem.head_dim,
+        "head_dim": problem.head_dim_v,
         "window_left": problem.window_left,
         "window_right": problem.window_right,
         "num_m_blocks": blocks,
@@ -70,7 +70,7 @@ def forward_values(
         "sinks_kind": SINKS_KINDS[problem.sinks],
         "softmax_scale": problem.softmax_scale,
         "softcap": problem.softcap,
-        "zero": 0,
+        "head_dim_qk": 0,
     }
 
 
@@ -88,6 +88,7 @@ def build(
     records = []
     for first, count in tile_launches(tiles):
         values = forward_values(problem, blocks, mask_extent=problem.mask_extent, tile_offset=first)
+        values["head_dim_qk"] = problem.head_dim if "head_dim_v" in spec.features else 0
         layout = ATTN_FWD
         if "score_mods" in spec.features:
             layout = ATTN_FWD_FORMS_SM80

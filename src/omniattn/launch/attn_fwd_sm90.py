@@ -49,9 +49,9 @@ def tile_values(tiles: tile_order.TileList) -> dict[str, object]:
 def mapped(
     operand: str, add: int, dtype: str, dims: tuple[int, ...], strides_bytes: tuple[int, ...], box: tuple[int, ...]
 ) -> TensorMap:
-    """A tensor map; a stride of 0 is that of an extent of 1, which has none of its own."""
-    # The map wants a positive multiple of 16 bytes even where it is never used.
-    return TensorMap(operand, add, dtype, dims, tuple(s or 16 for s in strides_bytes), box)
+    """A tensor map. A stride of 0 is that of an expanded array; an extent of 1, which needs none, gets 16 bytes."""
+    strides = tuple(s if n > 1 else s or 16 for n, s in zip(dims[1:], strides_bytes, strict=True))
+    return TensorMap(operand, add, dtype, dims, strides, box)
 
 
 def operand_map(
@@ -81,9 +81,9 @@ def build(
     k = v = q
     # Without keys nothing is copied, but a map of zero rows cannot be made: the rows of q stand in.
     if problem.seqlen_k:
-        kv_shape = (batch, problem.seqlen_k, problem.num_kv_heads, problem.head_dim)
-        k = operand_map("k", problem.dtype, kv_shape, s.k, spec.block_n)
-        v = operand_map("v", problem.dtype, kv_shape, s.v, spec.block_n)
+        kv_shape = (batch, problem.seqlen_k, problem.num_kv_heads)
+        k = operand_map("k", problem.dtype, (*kv_shape, problem.head_dim), s.k, spec.block_n)
+        v = operand_map("v", problem.dtype, (*kv_shape, problem.head_dim_v), s.v, spec.block_n)
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles)}
     values |= member("fwd", forward_values(problem, blocks, mask_extent=problem.mask_extent))
     layout = ATTN_FWD_SM90

@@ -24,7 +24,7 @@ _COMBINE_CTAS = 512
 def workspace(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
     """Where bases and denominators lie behind the partial O, and the bytes of both."""
     results = problem.batch * problem.num_q_heads * problem.seqlen_q * split.num_splits
-    ml = -(-4 * results * problem.head_dim // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    ml = -(-4 * results * problem.head_dim_v // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return ml, ml + 8 * results
 
 
@@ -50,14 +50,14 @@ def build(
         "q", 0, p.dtype, (p.head_dim, split.pack, p.seqlen_q, heads, p.batch), (head, seq, split.pack * head, b),
         (PANEL, split.pack, spec.block_m // split.pack, 1, 1),
     )  # fmt: skip
-    kv_shape = (p.batch, p.seqlen_k, p.num_kv_heads, p.head_dim)
+    kv_shape = (p.batch, p.seqlen_k, p.num_kv_heads)
     # The problem that the kernel is told: rows of `heads` heads. It writes neither o nor the LSE, and has no sinks.
     packed = replace(p, seqlen_q=rows, num_q_heads=heads, lse=False, sinks="none")
     tiles = tile_order.head_by_head(p.batch * heads, split.blocks * split.num_splits)
     values = {
         "map_q": q,
-        "map_k": operand_map("k", p.dtype, kv_shape, s.k, spec.block_n),
-        "map_v": operand_map("v", p.dtype, kv_shape, s.v, spec.block_n),
+        "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
+        "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
         **member("fwd", forward_values(packed, split.blocks)),
         **member("tiles", asdict(tiles)),
         "tiles.num_splits": split.num_splits,
@@ -66,7 +66,7 @@ def build(
         "tiles.zero": 0,
         **partial,
     }
-    columns = p.batch * heads * rows * p.head_dim // _WIDTH
+    columns = p.batch * heads * rows * p.head_dim_v // _WIDTH
     threads = combine_threads(columns, split.num_splits)
     merged = {
         **partial,
@@ -81,7 +81,7 @@ def build(
         "heads": heads,
         "rows": rows,
         "pack": split.pack,
-        "head_dim": p.head_dim,
+        "head_dim": p.head_dim_v,
         "threads_log2": threads.bit_length() - 1,
         "sinks_kind": SINKS_KINDS[p.sinks],
     }

@@ -122,7 +122,7 @@ ATTN_FWD = HostStruct(
     " mask_stride_b mask_stride_h mask_stride_q mask_stride_k tile_offset;"
     "i batch num_q_heads num_kv_heads seqlen_q seqlen_k mask_rows mask_cols head_dim window_left window_right"
     " num_m_blocks mask_kind sinks_kind;"
-    "f softmax_scale softcap; i zero",
+    "f softmax_scale softcap; i head_dim_qk",
 )
 
 ATTN_FWD_SM90 = HostStruct(

@@ -146,7 +146,7 @@ def attention(
         of 8 elements, addresses multiples of 16 bytes).
     k, v : array
         The same with seqlen_k and num_kv_heads, which divides num_q_heads: query head h reads kv head
-        h // (num_q_heads // num_kv_heads).
+        h // (num_q_heads // num_kv_heads). v may have a head_dim of its own, head_dim_v, by the same rules.
         Or all three quantized: ``quantize_qk(...).q``, ``quantize_qk(...).k`` and ``quantize_v(...)``, with the result
         that ``precision`` of the same knobs gives for the arrays they were made of, bit for bit.
     layout : "NHD" or "HND"
@@ -178,7 +178,8 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
-        Where o goes; q's shape and dtype. It may be q itself, with the same strides, but neither k nor v.
+        Where o goes; o's shape, q's dtype. It may be q itself, with the same strides and one head_dim, but neither k
+        nor v.
     stream : optional
         Stream to run on: an integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``. Unless
         given, the current stream of q's framework.
@@ -189,7 +190,7 @@ def attention(
     Returns
     -------
     o : array
-        Of q's framework, shape, layout and dtype. A row that attends to nothing is 0.
+        Of q's framework, shape (with head_dim_v), layout and dtype. A row that attends to nothing is 0.
     lse : array, (batch, num_q_heads, seqlen_q), float32, natural logarithm
         Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
 
@@ -262,7 +263,7 @@ def attention_varlen(
     q : array, (total_q, num_q_heads, head_dim) for "NHD", (num_q_heads, total_q, head_dim) for "HND"
         Dtypes, strides and frameworks as in `attention`.
     k, v : array
-        The same with total_k and num_kv_heads. Or all three quantized, as in `attention`.
+        The same with total_k and num_kv_heads; v with head_dim_v. Or all three quantized, as in `attention`.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, on q's device
         Row at which each sequence begins, and the end of the last one: 0 first, never decreasing. Checked on the CPU;
         on a GPU that would need a synchronization: values outside the tensors are clamped to them, and where values
@@ -281,7 +282,8 @@ def attention_varlen(
     Returns
     -------
     o : array
-        Of q's framework, shape, layout and dtype. Rows that attend to nothing, or belong to no sequence, are 0.
+        Of q's framework, shape (with head_dim_v), layout and dtype. Rows that attend to nothing, or belong to no
+        sequence, are 0.
     lse : array, (num_q_heads, total_q), float32, natural logarithm
         Only with ``return_lse``. -inf for rows that attend to nothing (with sinks: the sink) or belong to no sequence.
 

@@ -127,22 +127,30 @@ def _quantize_first(selection: Selection, problem: AttentionProblem, target: Tar
     quantized = problem.quantization(
         grouping=spec.grouping, pv=spec.pv, pv_accumulator=spec.pv_accumulator, unpacked=spec.qk == "int8"
     )
-    quantizer = select_quantizer(quantized, target, force)
+    at, end = attn_int8.in_workspace(quantized)
     delta = select_delta(quantized, target, force) if quantized.smooth_q else None
-    call = QuantizeCall(quantized, (strides.q, strides.k, strides.v), problem.layout, 0)
-    at, outputs_bytes = attn_int8.in_workspace(quantized)
-    room = quantize.scratch(quantizer.spec, quantized)
-    memory = At("workspace", outputs_bytes)
-    places = OperandPlaces(quantized, at, quantize.starts_in(room, memory))
-    mask_at = -(-(outputs_bytes + room.size) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-    mask = _prepare_mask(spec, problem, target, force, mask_at)
+    made: list[LaunchRecord] = []
+    quantizers: list[Selection] = []
+    starts: tuple[At, At] | None = None
+    for part in problem.quantizations(quantized):
+        quantizers.append(select_quantizer(part, target, force))
+        room, memory = quantize.scratch(quantizers[-1].spec, part), At("workspace", _aligned(end))
+        starts = starts or quantize.starts_in(room, memory)
+        call = QuantizeCall(part, (strides.q, strides.k, strides.v), problem.layout, 0)
+        of_delta = None if delta is None else delta.spec
+        made += quantize.build(quantizers[-1].spec, of_delta, call, target, at, memory)
+        end = memory.offset + room.size
+    assert starts is not None
+    mask = _prepare_mask(spec, problem, target, force, _aligned(end))
+    places = OperandPlaces(quantized, at, starts)
     attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
-    records: tuple[LaunchRecord, ...] = ()
-    if attention:
-        made = quantize.build(quantizer.spec, None if delta is None else delta.spec, call, target, at, memory)
-        records = (*mask.records, *made)
-    others = (quantizer, *(() if delta is None else (delta,)), *mask.others)
-    return Launches(selection, (*records, *attention), mask.end if mask.places else outputs_bytes + room.size, others)
+    records = (*mask.records, *made) if attention else ()
+    others = (*dict.fromkeys(quantizers), *(() if delta is None else (delta,)), *mask.others)
+    return Launches(selection, (*records, *attention), mask.end if mask.places else end, others)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
 
 
 def _check_grouping(problem: AttentionProblem, target: Target) -> None:

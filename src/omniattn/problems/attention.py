@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .memory import ITEMSIZE
 from .outputs import Output
@@ -75,6 +75,8 @@ class AttentionProblem:
         The user's modification of scores.
     block_mask : BlockMaskProblem, optional
         Which blocks of queries and keys are visible at all.
+    own_head_dim_v : int
+        head_dim of v and o where that is another one; else 0.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -106,12 +108,28 @@ class AttentionProblem:
     strides: AttentionStrides | None = None
     score_mod: ScoreModProblem | None = None
     block_mask: BlockMaskProblem | None = None
+    own_head_dim_v: int = 0
+
+    @property
+    def head_dim_v(self) -> int:
+        """head_dim of v and o."""
+        return self.own_head_dim_v or self.head_dim
+
+    @property
+    def head_dims(self) -> str:
+        """head_dim, in words."""
+        return f"head_dim {self.head_dim}" + (f" and {self.head_dim_v} of v" if self.own_head_dim_v else "")
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
+        """Shape of q."""
+        return (*self.o_shape[:-1], self.head_dim)
 
     @property
     def o_shape(self) -> tuple[int, ...]:
         """Shape of o."""
         rows = (self.seqlen_q, self.num_q_heads) if self.layout == "NHD" else (self.num_q_heads, self.seqlen_q)
-        return (*(() if self.varlen else (self.batch,)), *rows, self.head_dim)
+        return (*(() if self.varlen else (self.batch,)), *rows, self.head_dim_v)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -191,13 +209,29 @@ class AttentionProblem:
         return "long" if keys >= LONG_KEYS else "short"
 
     def quantization(self, *, grouping: str, pv: str, pv_accumulator: str, unpacked: bool) -> QuantizeProblem:
-        """The quantization of q, k and v that a kernel reading such operands needs first."""
-        p = self.precision
+        """The quantization of q, k and v that a kernel reading such operands needs first.
+
+        Where v has a head_dim of its own: the arrays that come of it, which are as wide as the wider of both.
+        """
+        p, head_dim = self.precision, max(self.head_dim, self.head_dim_v)
         return QuantizeProblem(
-            self.dtype, self.batch, self.seqlen_q, self.seqlen_k, self.num_q_heads, self.num_kv_heads, self.head_dim,
+            self.dtype, self.batch, self.seqlen_q, self.seqlen_k, self.num_q_heads, self.num_kv_heads, head_dim,
             self.varlen, p.qk, p.granularity, grouping, p.smooth_q, p.smooth_k, p.smooth_v,
             "full" if self.absolute_scores else "marks", v_dtype="float16" if pv == "fp16" else "float8_e4m3",
             max_seqlen_k=max(self.max_seqlen_k, 1), unpacked=unpacked, v_levels=value_levels(pv, pv_accumulator),
+        )  # fmt: skip
+
+    def quantizations(self, whole: QuantizeProblem) -> tuple[QuantizeProblem, ...]:
+        """What makes the arrays of ``whole``, one after the other: all of it, or q and k apart from v."""
+        if not self.own_head_dim_v:
+            return (whole,)
+        alike = replace(whole, least_pad=whole.head_dim_pad)
+        return (
+            replace(alike, head_dim=self.head_dim, v=False, smooth_v=False),
+            replace(
+                alike, head_dim=self.head_dim_v, qk=False, rows_q=0, heads_q=0, smooth_q=False, smooth_k=False,
+                row_bias="none",
+            ),
         )  # fmt: skip
 
     @property
@@ -224,11 +258,13 @@ class AttentionProblem:
     def flops(self) -> int | None:
         """Multiply-adds of both products, two operations each."""
         pairs = self.visible_pairs
-        return None if pairs is None else 4 * pairs * self.head_dim * self.num_q_heads * self.batch
+        widths = self.head_dim + self.head_dim_v
+        return None if pairs is None else 2 * pairs * widths * self.num_q_heads * self.batch
 
     @property
     def min_bytes(self) -> int:
         """Bytes that have to move: q, k, v read once, o and the LSE written once."""
         batch = 1 if self.varlen else self.batch
         rows_q, rows_kv = self.seqlen_q * self.num_q_heads, self.seqlen_k * self.num_kv_heads
-        return batch * (ITEMSIZE[self.dtype] * self.head_dim * (2 * rows_q + 2 * rows_kv) + 4 * rows_q)
+        widths = self.head_dim + self.head_dim_v
+        return batch * (ITEMSIZE[self.dtype] * widths * (rows_q + rows_kv) + 4 * rows_q)

@@ -60,12 +60,12 @@ class BackwardProblem:
         """Arrays that the call returns."""
         f = self.forward
         kv_rows = (f.seqlen_k, f.num_kv_heads) if f.layout == "NHD" else (f.num_kv_heads, f.seqlen_k)
-        of_k = (*(() if f.varlen else (f.batch,)), *kv_rows, f.head_dim)
+        of_kv = (*(() if f.varlen else (f.batch,)), *kv_rows)
         sums = "float64" if f.dtype == "float64" else "float32"
         shapes = {
-            "dq": (f.o_shape, f.dtype),
-            "dk": (of_k, f.dtype),
-            "dv": (of_k, f.dtype),
+            "dq": (f.q_shape, f.dtype),
+            "dk": ((*of_kv, f.head_dim), f.dtype),
+            "dv": ((*of_kv, f.head_dim_v), f.dtype),
             "dsinks": ((f.num_q_heads,), sums),
             "dmask": (self.dmask_shape, sums),
         }

@@ -48,6 +48,8 @@ class QuantizeProblem:
         What the largest magnitude of a channel of v becomes in e4m3.
     max_seqlen_k : int
         Of packed sequences: extent of ``delta_s``.
+    least_pad : int
+        Least `head_dim_pad`: where v has a head_dim of its own, q, k and v are padded alike.
     """
 
     dtype: str
@@ -71,6 +73,7 @@ class QuantizeProblem:
     max_seqlen_k: int = 0
     unpacked: bool = False
     v_levels: float = 448.0
+    least_pad: int = 0
 
     @property
     def bits(self) -> int:
@@ -79,8 +82,8 @@ class QuantizeProblem:
 
     @property
     def head_dim_pad(self) -> int:
-        """head_dim rounded up to 32."""
-        return -(-self.head_dim // 32) * 32
+        """head_dim rounded up to 32, `least_pad` at least."""
+        return max(-(-self.head_dim // 32) * 32, self.least_pad)
 
     @property
     def stored_bits(self) -> int:

@@ -111,7 +111,7 @@ def attention(
     Returns
     -------
     o : ndarray, float32
-        Shape and layout of q.
+        Shape and layout of q, with the head_dim of v.
     lse : ndarray, float32
         (batch, heads_q, seqlen_q), packed (heads_q, total_q); natural logarithm.
     """
@@ -143,6 +143,9 @@ def attention(
         starts_k = np.array(check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", kh.shape[1]))
     batch = qh.shape[0] if starts_k is None else len(starts_k) - 1
     longest = kh.shape[-2] if starts_k is None else int(np.diff(starts_k).max(initial=0))
+    # Zeros behind the narrower of both change nothing: scores, and scales, which are those of other channels.
+    head_dim, head_dim_v = qh.shape[-1], vh.shape[-1]
+    qh, kh, vh = (_widened(x, max(head_dim, head_dim_v)) for x in (qh, kh, vh))
     problem = QuantizeProblem(
         "float32", batch, qh.shape[-2], kh.shape[-2], qh.shape[-3], kh.shape[-3], qh.shape[-1], varlen,
         precision.qk, precision.granularity, grouping, precision.smooth_q, precision.smooth_k, precision.smooth_v,
@@ -152,11 +155,18 @@ def attention(
     out = quantize(problem, qh, kh, vh, starts_q, starts_k)
     o, lse = attend(
         problem, out, None if problem.v else vh, starts_q, starts_k,
-        options=checks.make_options(qh.shape[-1], causal, window, softmax_scale, softcap, _F, _NAME),
+        options=checks.make_options(head_dim, causal, window, softmax_scale, softcap, _F, _NAME),
         product=Product(pv, key_tile or problem.key_tile, accumulator),
         mask=mask, sinks=sinks, longest_q=max_seqlen_q, longest_k=max_seqlen_k,
     )  # fmt: skip
+    o = o[..., :head_dim_v]
     return (np.ascontiguousarray(o.swapaxes(-3, -2)) if is_nhd else o), lse
+
+
+def _widened(x: Array, head_dim: int) -> Array:
+    """Zeros behind the channels."""
+    missing = head_dim - x.shape[-1]
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def attention_quantized(

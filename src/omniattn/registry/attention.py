@@ -59,13 +59,14 @@ def _fwd_sm80_spills(tile: _FwdTile, score_mods: bool) -> int:
     return 8 if tile.suffix or tile.head_dim == 256 else 0
 
 
-def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
+def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool, own_head_dim_v: bool = False) -> KernelSpec:
+    """own_head_dim_v: v has a head_dim of its own."""
     short, tag = IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
         smem_bytes += 4 * tile.block_m * tile.block_n
     return KernelSpec(
-        name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}" + ("_mods" if score_mods else ""),
+        name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}" + "_v" * own_head_dim_v + "_mods" * score_mods,
         family="attn_fwd_sm80",
         op="attention",
         source="entry/attn_fwd_sm80.cu",
@@ -80,6 +81,7 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
             ("Q_IN_REGISTERS", str(int(tile.q_in_registers))),
             ("MIN_CTAS", str(tile.min_ctas)),
             ("SCORE_MODS", str(int(score_mods))),
+            ("OWN_HEAD_DIM_V", str(int(own_head_dim_v))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -90,8 +92,8 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool) -> KernelSpec:
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
-        prebuild=tile.prebuild,
-        features=frozenset({"score_mods"}) if score_mods else frozenset(),
+        prebuild=() if own_head_dim_v else tile.prebuild,
+        features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
         allowed_spill_bytes=_fwd_sm80_spills(tile, score_mods),
     )
 
@@ -109,6 +111,11 @@ class _FwdSm90Tile:
     bias_bytes: int = 0
     softcap: bool = True
     ctas_per_sm: int = 1
+    head_dim_v: int = 0  # 0: head_dim
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
 
 
 _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
@@ -120,6 +127,17 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(256, 2, 64),
 )
 
+# Of v with a head_dim of its own; other pairs are padded to the next of these or of the tiles above.
+_FWD_SM90_HEAD_DIM_V_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(192, 2, 128, 2, 1, ("short", "long"), head_dim_v=128),
+    _FwdSm90Tile(192, 3, 64, 3, 1, ("short causal", "causal"), head_dim_v=128),
+    _FwdSm90Tile(128, 4, 64, 3, 2, head_dim_v=64),
+    _FwdSm90Tile(64, 2, 128, 3, 2, ("long",), head_dim_v=128),
+    _FwdSm90Tile(64, 3, 64, 4, 1, ("short causal", "causal", "short"), head_dim_v=128),
+    _FwdSm90Tile(96, 4, 64, 4, 1, head_dim_v=64),
+)
+# What wheels carry of them.
+_FWD_SM90_HEAD_DIM_V_PREBUILT = ((192, 128), (128, 64))
 
 # Several CTAs an SM, for short sequences (docs/performance/short.md): select/tile.py says when.
 _FWD_SM90_SMALL_TILES: tuple[_FwdSm90Tile, ...] = (
@@ -187,8 +205,8 @@ def _attn_fwd_sm90(
         kind = "_masks_softcap" if varlen and lists else "_softcap"
     block_m = 64 * tile.num_consumers
     num_q_stages = 1 if varlen else tile.num_q_stages  # a second one costs packed sequences registers
-    row_bytes = -(-tile.head_dim // 64) * 128
-    tiles_bytes = row_bytes * (num_q_stages * block_m + 2 * tile.num_stages * tile.block_n)
+    row_bytes, row_bytes_v = (-(-width // 64) * 128 for width in (tile.head_dim, tile.width_v))
+    tiles_bytes = row_bytes * num_q_stages * block_m + (row_bytes + row_bytes_v) * tile.num_stages * tile.block_n
     if forms:
         # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup.
         mask = block_m * tile.block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
@@ -196,8 +214,13 @@ def _attn_fwd_sm90(
     barriers_bytes = 16 * (num_q_stages + tile.num_stages)
     # And for packed sequences a tile of 36 bytes with each Q, and 32 sequences of 20 bytes.
     smem_bytes = -(-(tiles_bytes + barriers_bytes + 36 * num_q_stages + 640) // 1024) * 1024
+    own_v = tile.width_v != tile.head_dim
+    width = f"d{tile.head_dim}" + (f"v{tile.width_v}" if own_v else "")
+    prebuilt = not (varlen and lists) or (kind == "_masks" and tile.head_dim in _FWD_SM90_VARLEN_MASKS_PREBUILT)
+    if own_v:
+        prebuilt = (tile.head_dim, tile.width_v) in _FWD_SM90_HEAD_DIM_V_PREBUILT and dtype == "bfloat16" and not forms
     return KernelSpec(
-        name=f"attn_fwd_sm90_{short}_d{tile.head_dim}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else "") + kind,
+        name=f"attn_fwd_sm90_{short}_{width}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else "") + kind,
         family="attn_fwd_sm90",
         op="attention_split" if split else "attention",
         source="entry/attn_fwd_sm90.cu",
@@ -205,6 +228,7 @@ def _attn_fwd_sm90(
         defines=(
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(tile.head_dim)),
+            ("HEAD_DIM_V", str(tile.width_v)),
             ("NUM_CONSUMERS", str(tile.num_consumers)),
             ("BLOCK_N", str(tile.block_n)),
             ("NUM_STAGES", str(tile.num_stages)),
@@ -227,12 +251,11 @@ def _attn_fwd_sm90(
         ctas_per_sm=tile.ctas_per_sm,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",)
-        if not (varlen and lists) or (kind == "_masks" and tile.head_dim in _FWD_SM90_VARLEN_MASKS_PREBUILT)
-        else (),
+        prebuild=("90a",) if prebuilt else (),
         lacks=frozenset(lacks),
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if forms else ()),
+        own_head_dim_v=tile.head_dim_v,
         bias_bytes=tile.bias_bytes,
         # Stored before a tile's steps and loaded behind them: of packed sequences' state, by the producer, and of the
         # order of tiles where four warpgroups have the fewest registers.
@@ -293,8 +316,15 @@ def attention_rows() -> Iterator[KernelSpec]:
     )
     yield from (
         _attn_fwd_sm90(tile, dtype, varlen)
+        for tiles in ((*_FWD_SM90_TILES, *_FWD_SM90_SMALL_TILES), _FWD_SM90_HEAD_DIM_V_TILES)
         for varlen in (False, True)
-        for tile in (*_FWD_SM90_TILES, *_FWD_SM90_SMALL_TILES)
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_sm80(tile, dtype, score_mods, own_head_dim_v=True)
+        for score_mods, tiles in ((False, _FWD_SM80_TILES), (True, _FWD_SM80_MODS_TILES))
+        for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
     yield from (

@@ -40,6 +40,8 @@ class KernelSpec:
         Element type of q, k, v.
     head_dim : int
         Largest head_dim it takes (the padded tile width).
+    own_head_dim_v : int
+        The same of v and o where that is another one; else 0.
     block_m, block_n, num_warps : int
         Tile of query rows and keys, and warps per CTA.
     smem_bytes : int
@@ -48,12 +50,13 @@ class KernelSpec:
         CTAs that the kernel's registers and shared memory leave room for on one SM.
     features : frozenset of str
         What it was compiled with beyond the common set. ``"score_mods"``: softcap, mask, softmax_scale <= 0;
-        ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own.
+        ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own; ``"head_dim_v"``: v with a head_dim of
+        its own, and with no other.
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
         batches; ``"lse"``: calls that want the LSE; ``"softcap"``: calls with one; ``"masks"``: calls with a mask
-        (of kernels for packed sequences); ``"any_strides"``: arrays that no tensor map describes (zero, negative or
-        huge strides); ``"any_scale"``: a softmax_scale that is 0 or not finite in fp32; ``"dq"``: the gradient of q;
+        (of kernels for packed sequences); ``"any_strides"``: arrays that no tensor map describes (negative or huge
+        strides); ``"any_scale"``: a softmax_scale that is 0 or not finite in fp32; ``"dq"``: the gradient of q;
         ``"mask"``: masks and score_mod; ``"no_softcap"``: calls without one; ``"other_masks"``: what has no mask, or
         one that differs between queries, and score_mod.
     qk, pv, pv_accumulator : str
@@ -104,6 +107,12 @@ class KernelSpec:
     bias_bytes: int = 0
     cache: tuple[str, ...] = ()
     generated: tuple[tuple[str, str], ...] = ()
+    own_head_dim_v: int = 0
+
+    @property
+    def head_dim_v(self) -> int:
+        """Largest head_dim of v and o that it takes."""
+        return self.own_head_dim_v or self.head_dim
 
     @property
     def quantized(self) -> bool:

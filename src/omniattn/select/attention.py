@@ -29,12 +29,27 @@ _PV_OTHERWISE = (
 )
 
 
+def tile_words(spec: KernelSpec) -> str:
+    """The widths of a kernel's tiles."""
+    return f"a tile of {spec.head_dim}" + (f", {spec.head_dim_v} of v" if spec.own_head_dim_v else "")
+
+
+def _holds(spec: KernelSpec, problem: AttentionProblem) -> bool:
+    """Whether the kernel's tiles are wide enough."""
+    return spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
+
+
 def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
     """Why ``spec`` cannot serve ``problem``; None if it can."""
     if spec.dtype != problem.dtype:
         return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
     if spec.head_dim < problem.head_dim:
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
+    if spec.head_dim_v < problem.head_dim_v:
+        return f"it takes v of head_dim up to {spec.head_dim_v}, not {problem.head_dim_v}"
+    # Kernels with tensor maps fill the rows of each array with zeros, and so do quantizers. Others have one head_dim.
+    if not (spec.arch_specific or spec.quantized) and bool(problem.own_head_dim_v) != ("head_dim_v" in spec.features):
+        return "it takes v of q's head_dim only" if problem.own_head_dim_v else "it is for v of another head_dim than q"
     if problem.score_mods and "score_mods" not in spec.features:
         return "it has no softcap, mask or non-positive softmax_scale"
     if problem.score_mod is not None and spec.quantized:
@@ -151,10 +166,10 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
     if not fitting:
         # Of rows for other element types and narrower heads nobody wants to hear, unless there are no others.
-        near = [s for s in rows if s.dtype == problem.dtype and s.head_dim >= problem.head_dim] or rows
+        near = [s for s in rows if s.dtype == problem.dtype and _holds(s, problem)] or rows
         reasons = sorted({reason for spec in near if (reason := _unfit(spec, problem, target))})
         raise UnsupportedError(
-            f"no attention kernel serves {wanted.name} {problem.dtype}, head_dim {problem.head_dim} on compute "
+            f"no attention kernel serves {wanted.name} {problem.dtype}, {problem.head_dims} on compute "
             f"capability {dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer"
             if not wanted.quantized
@@ -171,7 +186,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             not s.arch_specific,
             s.quantized and choices.index((s.pv, s.pv_accumulator)),
             s.qk == "int4" and target.cc >= (9, 0),
-            s.head_dim,
+            s.head_dim + s.head_dim_v,
             "score_mods" in s.features,
             problem.packed_lists and "masks" in s.lacks,
             len(s.features) - len(s.lacks),
@@ -180,13 +195,12 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         ),
     )
     usual = best
-    if best.family == "attn_fwd_sm90" and not problem.score_mods:
-        alike = [
-            s for s in fitting if (s.family, s.head_dim, s.features) == (best.family, best.head_dim, best.features)
-        ]
+    if best.family == "attn_fwd_sm90" and not problem.score_mods and not best.own_head_dim_v:
+        kind = (best.family, best.head_dim, best.head_dim_v, best.features)
+        alike = [s for s in fitting if (s.family, s.head_dim, s.head_dim_v, s.features) == kind]
         best = best_tile(problem, target, usual, alike)
     why = [
-        f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {best.head_dim}",
+        f"{problem.dtype}, {problem.head_dims} in {tile_words(best)}",
         "score modifiers (softcap, mask, score_mod or softmax_scale <= 0)"
         if problem.score_mods
         else "no score modifiers",
@@ -216,7 +230,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
                 if spec.arch_specific
                 and spec.min_arch == target.cc
                 and spec.dtype == problem.dtype
-                and spec.head_dim >= problem.head_dim
+                and _holds(spec, problem)
                 and (reason := _unfit(spec, problem, target))
             }
         )

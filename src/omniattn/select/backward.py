@@ -30,6 +30,8 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
         return f"it is compiled for {spec.dtype}, the arrays are {f.dtype}"
     if spec.head_dim < f.head_dim:
         return f"it takes head_dim up to {spec.head_dim}, not {f.head_dim}"
+    if f.own_head_dim_v:
+        return "it takes v of q's head_dim only"
     if needs_mods(problem) and "score_mods" not in spec.features:
         return "it has no softcap, mask or score_mod"
     if (f.mask != "none" or f.score_mod is not None) and "mask" in spec.lacks:
@@ -51,7 +53,7 @@ def _unfit(spec: KernelSpec, problem: BackwardProblem, target: Target) -> str | 
     if not f.varlen and "dense" in spec.lacks:
         return "it takes packed sequences only"
     if not f.tensor_maps and "any_strides" in spec.lacks:
-        return "no tensor map describes q, k, v or do (zero, negative or huge strides)"
+        return "no tensor map describes q, k, v or do (negative or huge strides)"
     if "any_scale" in spec.lacks and not is_plain_scale(abs(f.softmax_scale)):
         return f"it takes no softmax_scale of {f.softmax_scale:g}"
     if spec.arch_specific:
@@ -72,9 +74,11 @@ def _select(op: str, problem: BackwardProblem, target: Target, force: str | None
         near = [s for s in rows if s.dtype == f.dtype and s.head_dim >= f.head_dim] or rows
         reasons = sorted({reason for spec in near if (reason := _unfit(spec, problem, target))})
         raise UnsupportedError(
-            f"no backward kernel serves {f.dtype}, head_dim {f.head_dim} on compute capability "
+            f"no backward kernel serves {f.dtype}, {f.head_dims} on compute capability "
             f"{dotted(target.cc)}: " + "; ".join(reasons),
-            instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
+            instead="q, k and v of one head_dim, filled up with zeros"
+            if f.own_head_dim_v
+            else "float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
         )
     # The narrowest tile that holds head_dim, one kernel rather than two, nothing that is not needed, and the largest
     # tile that fits.

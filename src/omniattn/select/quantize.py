@@ -11,8 +11,8 @@ from .choice import Selection, dotted, forced, unfit_target
 def _unfit(spec: KernelSpec, problem: QuantizeProblem, target: Target) -> str | None:
     if spec.dtype != problem.dtype:
         return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
-    if spec.head_dim < problem.head_dim:
-        return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
+    if spec.head_dim < problem.head_dim_pad:
+        return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim_pad}"
     if spec.specialization is not None and spec.specialization != problem.specialization:
         return "it is made for the defaults of int8 attention in the {} grouping with {} values only".format(
             *spec.specialization

@@ -51,7 +51,7 @@ class SplitSelection:
 def step_us(spec: KernelSpec, rows: int) -> float:
     """A step of the CTAs of an SM, a tile of keys each, of which ``rows`` query rows exist."""
     groups = -(-min(rows, spec.block_m) // 64)
-    products = _PRODUCT_US * spec.block_n * spec.head_dim
+    products = _PRODUCT_US * spec.block_n * (spec.head_dim + spec.head_dim_v) / 2
     waits = (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
     return max(products + waits, groups * spec.ctas_per_sm * products)
 
@@ -64,13 +64,13 @@ class _Walk:
         self.tiles = tile_keys(p, spec.block_m, spec.block_n, pack)
         self.rows, self.heads = p.seqlen_q * pack, p.batch * p.num_q_heads // pack
         self.longest = max(self.tiles, default=0)
-        key_bytes = 2 * ITEMSIZE[p.dtype] * p.head_dim  # of K and V
+        key_bytes = ITEMSIZE[p.dtype] * (p.head_dim + p.head_dim_v)  # of K and V
         steps = self.heads * sum(self.tiles)
         self.step = step_us(spec, self.rows)
         seen = max(tile_keys(p, max(p.seqlen_q, 1), 1, 1), default=0)
         self.memory = p.batch * p.num_kv_heads * seen * key_bytes / _MEMORY
         self.floor = max((p.flops or 0) / _FLOPS, steps * spec.block_n * key_bytes / _L2)
-        self.partial = 2 * 4 * self.heads * self.rows * (p.head_dim + 2) / _PARTIAL_BYTES
+        self.partial = 2 * 4 * self.heads * self.rows * (p.head_dim_v + 2) / _PARTIAL_BYTES
 
     def _time(self, splits: int, steps: float) -> float:
         """Of ``steps`` one after the other on the busiest SM."""
@@ -139,7 +139,7 @@ def _unfit_problem(problem: AttentionProblem) -> str | None:
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_q_heads):
         return "there is nothing to attend to"
     # Four channels a column; 64 rows more for the last tile.
-    if problem.batch * problem.num_q_heads * (problem.seqlen_q + 64) * problem.head_dim // 4 >= _MAX_COLUMNS:
+    if problem.batch * problem.num_q_heads * (problem.seqlen_q + 64) * problem.head_dim_v // 4 >= _MAX_COLUMNS:
         return "it counts rows in 31 bits"
     return None
 
@@ -149,8 +149,8 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         return reason
     if spec.dtype != problem.dtype:
         return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
-    if spec.head_dim < problem.head_dim:
-        return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
+    if spec.head_dim < max(problem.head_dim, problem.head_dim_v):
+        return f"it takes head_dim up to {spec.head_dim}, not {max(problem.head_dim, problem.head_dim_v)}"
     return unfit_target(spec, target)
 
 
@@ -205,7 +205,7 @@ def select_split(
     if chosen is None and time >= _GAIN * whole:
         return None
     why = (
-        f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {spec.head_dim}",
+        f"{problem.dtype}, {problem.head_dims} in a tile of {spec.head_dim}",
         f"{split.num_splits} splits of the keys, {split.pack} query heads in the rows of a tile",
         *(
             (f"few queries on many keys: {time:.0f} µs by the model, without a split {whole:.0f} µs",)

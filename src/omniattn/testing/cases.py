@@ -47,6 +47,8 @@ class Case:
         ``"io"`` (q's dtype) and ``"keys"`` (fp32, the same for all queries). Packed: one of those for ``mask``.
     packed : bool
         Sequences one behind the other, with cu_seqlens.
+    head_dim_v : int
+        Of the kernel, where it takes v of another head_dim; `build` sets it.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     arrays: tuple[str, ...] = ()
     packed: bool = False
+    head_dim_v: int = 0
 
 
 #: Added to the tolerance of the baseline: fp32 sums and a base-2 exponential of a few units in the last place.
@@ -268,19 +271,21 @@ def flavour_of(spec: KernelSpec) -> tuple[str, str, str] | None:
     return spec.grouping, spec.pv, spec.pv_accumulator
 
 
-def build(case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None) -> Problem:
+def build(
+    case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None, head_dim_v: int = 0
+) -> Problem:
     """Numbers for a case.
 
     Parameters
     ----------
     case : Case
         Of `cases_for` this operation.
-    dtype, head_dim
+    dtype, head_dim, head_dim_v
         Of the kernel.
     flavour
         `flavour_of` the kernel; by default what the CPU does.
     """
-    index = cases_for(op).index(case)
+    index, case = cases_for(op).index(case), dataclasses.replace(case, head_dim_v=head_dim_v)
     head_dim = head_dim - case.below if head_dim > 8 else head_dim
     if op == "merge_states":
         return _merge(case, dtype, head_dim, index)
@@ -308,7 +313,7 @@ class CallCase:
     op : str
     index : int
         In `cases_for` this operation.
-    dtype, head_dim, flavour
+    dtype, head_dim, flavour, head_dim_v
         As in `build`.
     lse : bool
         Whether the call asks for the LSE; not a part of the numbers.
@@ -320,6 +325,7 @@ class CallCase:
     head_dim: int
     flavour: tuple[str, str, str] | None = None
     lse: bool = field(default=True, compare=False)
+    head_dim_v: int = 0
 
     @property
     def case(self) -> Case:
@@ -333,7 +339,7 @@ class CallCase:
 
     def prepare(self) -> Problem:
         """Inputs, and what must come out."""
-        return build(self.case, self.op, self.dtype, self.head_dim, self.flavour)
+        return build(self.case, self.op, self.dtype, self.head_dim, self.flavour, self.head_dim_v)
 
     def check(self, framework: Framework, prepared: Problem) -> tuple[float, str]:
         """Call the public function and compare."""
@@ -349,7 +355,9 @@ class CallCase:
 def call_cases(spec: KernelSpec) -> tuple[CallCase, ...]:
     """The cases of a row whose operation has a public function with arrays."""
     op, flavour, lse = operation_of(spec), flavour_of(spec), "lse" not in spec.lacks
-    return tuple(CallCase(op, index, spec.dtype, spec.head_dim, flavour, lse) for index in range(len(cases_for(op))))
+    head_dim_v = spec.own_head_dim_v or (spec.head_dim - 16 if "head_dim_v" in spec.features else 0)
+    facts = (spec.dtype, spec.head_dim, flavour, lse, head_dim_v)
+    return tuple(CallCase(op, index, *facts) for index in range(len(cases_for(op))))
 
 
 def _emulated(precision: Any, flavour: tuple[str, str, str] | None) -> dict[str, Any]:
@@ -365,18 +373,12 @@ def _qkv(
 ) -> tuple[Values, Values, Values]:
     total_q, total_k = sum(q for q, _ in case.lengths), sum(k for _, k in case.lengths)
     seqlen_q, seqlen_k = (total_q, total_k) if packed else case.lengths[0]
-    return make_qkv(
-        kind,
-        batch=None if packed else len(case.lengths),
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_q=case.heads_q,
-        heads_kv=case.heads_kv,
-        head_dim=head_dim,
-        layout=case.layout,
-        seed=seed,
-        dtype=dtype,
-    )
+    head_dim_v = case.head_dim_v - case.below if case.head_dim_v else head_dim
+    q, k, v = make_qkv(
+        kind, batch=None if packed else len(case.lengths), seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=case.heads_q,
+        heads_kv=case.heads_kv, head_dim=max(head_dim, head_dim_v), layout=case.layout, seed=seed, dtype=dtype,
+    )  # fmt: skip
+    return q[..., :head_dim], k[..., :head_dim], v[..., :head_dim_v]
 
 
 def _dense(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str, str, str] | None) -> Problem:

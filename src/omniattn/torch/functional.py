@@ -243,9 +243,14 @@ def _sdpa(
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, before)
 
 
+def _serves(head_dim: int) -> bool:
+    """Whether `attention` takes tensors of this head_dim."""
+    return head_dim % 8 == 0 and 0 < head_dim <= _MAX_HEAD_DIM
+
+
 def _is_common(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> bool:
     """Whether shapes are those of `attention` already."""
-    if not (len(q) == 4 and k == v and q[3] % 8 == 0 and 0 < q[3] <= _MAX_HEAD_DIM):
+    if not (len(q) == 4 and len(v) == 4 and k[:3] == v[:3] and _serves(q[3]) and _serves(v[3])):
         return False
     if q == k:
         return True

@@ -36,9 +36,9 @@ class Operands(NamedTuple):
     head_dim_v: int
 
 
-def padded_head_dim(head_dim: int, head_dim_v: int) -> int:
-    """The multiple of 8 that holds both."""
-    return -(-max(head_dim, head_dim_v) // 8) * 8
+def padded_head_dim(head_dim: int) -> int:
+    """The multiple of 8 that holds it."""
+    return -(-head_dim // 8) * 8
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -69,13 +69,13 @@ def operands(
     lead, (q, k, v) = _with_same_batch(query, key, value, enable_gqa)
     mask = None if attn_mask is None else _mask(attn_mask, query, lead, key.shape[-2])
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
-    size = padded_head_dim(head_dim, head_dim_v)
+    size, size_v = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     if head_dim != size:
         # Zeros change no score; the scale is that of the channels that were given.
         scale = head_dim**-0.5 if scale is None else scale
         q, k = F.pad(q, (0, size - head_dim)), F.pad(k, (0, size - head_dim))
-    if head_dim_v != size:
-        v = F.pad(v, (0, size - head_dim_v))
+    if head_dim_v != size_v:
+        v = F.pad(v, (0, size_v - head_dim_v))
     return Operands(q, k, v, mask, scale, lead, head_dim_v)
 
 

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from ...errors import ArgumentError, UnsupportedError
 from ...plan.engine import Call, run
 from ...problems import GRADIENTS
+from .head_dims import one_head_dim
 from .repeated import Repeated, key_of, repeated
 
 #: What has a gradient, by the name of its gradient.
@@ -48,12 +49,22 @@ def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
     """
     key, addresses = key_of(call)
     known = repeated(key)
+    padded = None
     if known is None:
         _check(call)
-        known = Repeated(call.operation, call.options) if key is not None else None
+        q, k, v, *others = call.objects
+        if all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+            padded = one_head_dim(q, k, v, call.options.softmax_scale)
+        if padded is not None:
+            options = call.options._replace(softmax_scale=padded.softmax_scale)
+            call = Call(call.operation, (*padded[:3], *others), options, call.stream, None, call.facts, call.subject)
+        elif key is not None:
+            known = Repeated(call.operation, call.options)
     o, lse = _Attention.apply(call, backward, known, addresses, *call.objects)
     if known is not None and known.forward is None:
         known.learn_forward(call, key)
+    if padded is not None:
+        o = o[..., : padded.head_dim_v]
     return [o, lse] if call.options.return_lse else [o]
 
 

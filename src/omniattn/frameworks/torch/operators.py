@@ -160,7 +160,7 @@ def _check_ranks(function: str, layout: str, rank: int, **tensors: torch.Tensor)
 def _attention_shapes(q: Any, k: Any, v: Any, block_mask: Any, mask: Any, sinks: Any, arrays: Any, *more: Any) -> Any:
     _check_ranks("attention", more[0], 4, q=q, k=k, v=v)
     layout, return_lse = more[0], more[-2]
-    return _empty(q), _lse_of(q, layout, False, return_lse)
+    return _empty(q, (*q.shape[:-1], v.shape[-1])), _lse_of(q, layout, False, return_lse)
 
 
 def _varlen_shapes(
@@ -169,7 +169,7 @@ def _varlen_shapes(
 ) -> Any:  # fmt: skip
     _check_ranks("attention_varlen", more[0], 3, q=q, k=k, v=v)
     layout, return_lse = more[0], more[-1]
-    return _empty(q), _lse_of(q, layout, True, return_lse)
+    return _empty(q, (*q.shape[:-1], v.shape[-1])), _lse_of(q, layout, True, return_lse)
 
 
 def _gradients_shapes(q: Any, k: Any, v: Any, mask: Any, sinks: Any, wanted: Sequence[str]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
 from ...problems import GRADIENTS
 from . import caches, quantizers, transforms
+from .head_dims import one_head_dim
 from .library import fail, precision_text
 
 
@@ -83,9 +84,13 @@ def trace(
         for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if x is None:
                 fail("argument", name, "an integer", "None", function=function)
-    with_lse = options.return_lse
+    with_lse, padded = options.return_lse, None
     if _needs_gradient(q, k, v, mask, sinks):
         with_lse = True
+        padded = one_head_dim(q, k, v, options.softmax_scale)
+        if padded is not None:
+            q, k, v = padded[:3]
+            options = options._replace(softmax_scale=padded.softmax_scale)
         check_differentiable(function, score_mod, arrays, block_mask)
     score = _score(options, score_mod)
     forward = (precision_text(options.precision, function), with_lse)
@@ -95,6 +100,8 @@ def trace(
     else:
         packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         o, lse = transforms.call(function, (q, k, v, *packed, mask, sinks, list(arrays), *score, *forward))
+    if padded is not None:
+        o = o[..., : padded.head_dim_v]
     return (o, lse) if options.return_lse else o
 
 
