@@ -62,7 +62,7 @@ OA_DEVICE bool unowned_bwd_tile(const AttnFwdParams& p, int32 block, BwdTile& t)
 // The tiles of a head come in the order of their keys, and heads are interleaved in groups of up to kTiles tiles: a
 // head's next tile of keys begins some steps later than the one before, as many whatever the length is. Causal tiles
 // shrink with their key: the second half of a group's tiles is interleaved with the first half of the next group's.
-constexpr int32 kInterleavedDrawnTiles = 256;
+constexpr int32 kInterleavedDrawnTiles = 192;
 
 template <int kBlockN, int kTiles = kInterleavedDrawnTiles>
 class DrawnBwdTiles {

@@ -39,7 +39,7 @@ def query_tiles(n: int, seqlen_q: int, seqlen_k: int, left: int, right: int) -> 
     return seen_by(n * BLOCK_N)[0] // BLOCK_M, -(-seen_by(last_key)[1] // BLOCK_M)
 
 
-@pytest.mark.parametrize("tiles", [256, 512])
+@pytest.mark.parametrize("tiles", [192, 384])
 def test_tiles_of_a_head_are_drawn_in_the_order_of_their_keys(tiles: int) -> None:
     rng = random.Random(tiles)
     for _ in range(300):
