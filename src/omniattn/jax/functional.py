@@ -117,7 +117,7 @@ def dot_product_attention(
     if query_seq_lengths is not None:
         lengths = _lengths(query_seq_lengths, "query_seq_lengths", q.shape[0])
         o = jnp.where(jnp.arange(rows)[:, None, None] < lengths[:, None, None, None], o, 0)
-    o = o.reshape(shape)
+    o = o.reshape(*shape[:-1], o.shape[-1])
     if not return_residual:
         return o
     lse = jnp.pad(results[1], ((0, 0), (0, 0), (0, rows - seeing)), constant_values=-jnp.inf)
