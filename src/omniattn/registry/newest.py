@@ -59,7 +59,7 @@ def with_newest(rows: Iterable[KernelSpec]) -> Iterator[KernelSpec]:
             if _is_common(spec, arch) and (key not in chosen or _rank(spec) > _rank(chosen[key])):
                 chosen[key] = spec
     targets: dict[str, tuple[str, ...]] = {}
-    for (arch, *_), spec in chosen.items():
-        targets[spec.name] = (*targets.get(spec.name, ()), str(arch))
+    for (target, *_), spec in chosen.items():
+        targets[spec.name] = (*targets.get(spec.name, ()), str(target))
     for spec in rows:
         yield replace(spec, prebuild=(*spec.prebuild, *targets[spec.name])) if spec.name in targets else spec
