@@ -21,7 +21,7 @@ def build(
     tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)
     assert problem.strides is not None
     # In units of 16 bits.
-    of_q, of_k, of_v = (_halves(s) for s in operand_strides(places.problem))
+    of_q, of_k, of_v = (_halves(s) for s in (*places.strides, operand_strides(places.problem)[2]))
     own = replace(problem, strides=replace(problem.strides, q=of_q, k=of_k, v=of_v))
     at = places.at
     records = []

@@ -225,6 +225,12 @@ QUANTIZED_OPERANDS = HostStruct(
     "q q_scale_stride_h k_scale_stride_h delta_stride_h; i delta_columns head_dim_pad",
 )
 
+BLOCK_SCALES = HostStruct(
+    "BlockScales",
+    "params/attn_int8.cuh",
+    "i by_slot reserved; q q_stride_b q_stride_h q_stride_block k_stride_b k_stride_h k_stride_block",
+)
+
 ATTN_INT8_SM80 = HostStruct(
     "AttnInt8Sm80Params",
     "params/attn_int8.cuh",
@@ -235,16 +241,15 @@ ATTN_INT8_SM90 = HostStruct(
     "AttnInt8Sm90Params",
     "params/attn_int8.cuh",
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
-    f"{TILE_LIST.inside('tiles')}; i flush_keys",
-    tail=60,
+    f"{TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')}",
 )
 
 ATTN_INT8_FORMS_SM90 = HostStruct(
     "AttnInt8FormsSm90Params",
     "params/attn_int8.cuh",
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
-    f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys",
-    tail=4,
+    f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys reserved;"
+    f"{BLOCK_SCALES.inside('scales')}",
 )
 
 QUANTIZE = HostStruct(
@@ -260,6 +265,12 @@ QUANTIZE = HostStruct(
 )
 
 QUANTIZE_DELTA = HostStruct("QuantizeDeltaParams", "params/quantize.cuh", f"{QUANTIZE.inside('quantize')}; P delta_s")
+
+QUANTIZE_ROTATED = HostStruct(
+    "QuantizeRotatedParams",
+    "params/quantize.cuh",
+    f"{QUANTIZE.inside('quantize')}; I rotation.seed; i rotation.channels; f rotation.norm; i rotation.to_e4m3",
+)
 
 DECODE = HostStruct(
     "DecodeParams",
@@ -328,8 +339,8 @@ STRUCTS: dict[str, HostStruct] = {
         TILE_LIST, SPLIT_TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_COMBINE,
         SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
-        QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE,
-        KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
+        QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, QUANTIZE_ROTATED,
+        QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

@@ -17,7 +17,6 @@ from ..launch import (
     score_mod,
     tile_kinds,
 )
-from ..launch.attn_int8 import OperandPlaces
 from ..launch.masks import MaskPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
@@ -142,7 +141,7 @@ def _quantize_first(selection: Selection, problem: AttentionProblem, target: Tar
         end = memory.offset + room.size
     assert starts is not None
     mask = _prepare_mask(spec, problem, target, force, _aligned(end))
-    places = OperandPlaces(quantized, at, starts)
+    places = attn_int8.own(quantized, at, starts)
     attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
     records = (*mask.records, *made) if attention else ()
     others = (*dict.fromkeys(quantizers), *(() if delta is None else (delta,)), *mask.others)
@@ -163,7 +162,7 @@ def _check_grouping(problem: AttentionProblem, target: Target) -> None:
 
     read = {spec.grouping for spec in REGISTRY if serves(spec)}
     function = "attention_varlen" if problem.varlen else "attention"
-    if read and operands.grouping not in read:
+    if read and not operands.e4m3 and operands.grouping not in read:
         wanted = " or ".join(f"grouping={g!r}" for g in GROUPINGS if g in read)
         raise ArgumentError(
             "q", f"operands of quantize_qk({wanted}), which the kernels of this GPU read",

@@ -31,6 +31,8 @@ class _Int8Sm90Tile:
 
 
 _INT8_SM90_BLOCK_N = 64
+#: Element types of Q and K by the names of precisions.
+_QK_TYPES = {"int8": "Int8", "fp8": "E4m3"}
 _INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
     _Int8Sm90Tile(64, 4, 4, num_q_stages=2),
     _Int8Sm90Tile(128, 3, 4),
@@ -57,6 +59,7 @@ def _int8_sm90_row(
     dtype: str,
     suffix: str,
     *,
+    qk: str = "int8",
     varlen: bool,
     smooth_q: bool,
     lse: bool,
@@ -74,13 +77,14 @@ def _int8_sm90_row(
     lacks |= {"masks"} if forms and varlen else set()
     lacks |= (set() if lse else {"lse"}) | ({"softcap"} if forms and not softcap else set())
     return KernelSpec(
-        name=f"attn_int8_sm90_{short}_d{tile.head_dim}{suffix}",
-        family="attn_int8_sm90",
+        name=f"attn_{qk}_sm90_{short}_d{tile.head_dim}{suffix}",
+        family=f"attn_{qk}_sm90",
         op="attention",
         source="entry/attn_int8_sm90.cu",
         symbol="attn_int8_sm90",
         defines=(
             ("IO_TYPE", tag),
+            ("QK_TYPE", _QK_TYPES[qk]),
             ("HEAD_DIM", str(tile.head_dim)),
             ("NUM_CONSUMERS", str(tile.num_consumers)),
             ("BLOCK_N", str(_INT8_SM90_BLOCK_N)),
@@ -103,10 +107,10 @@ def _int8_sm90_row(
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",),
+        prebuild=("90a",) if qk == "int8" or (dtype, suffix) == ("bfloat16", "") and tile.head_dim <= 128 else (),
         features=features,
         lacks=frozenset(lacks),
-        qk="int8",
+        qk=qk,
         pv="fp8",
         pv_accumulator="fp32",
         grouping="sm90",
@@ -115,7 +119,7 @@ def _int8_sm90_row(
     )
 
 
-def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) -> KernelSpec:
+def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
     """kind: ``""``, ``"lse"`` (makes the LSE too) or ``"smoothq"`` (adds delta_s, and makes the LSE)."""
     smooth_q = kind == "smoothq"
     if smooth_q:  # delta_s takes registers that a fourth warpgroup would need
@@ -135,6 +139,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
         tile,
         dtype,
         f"_{kind}" * bool(kind) + "_varlen" * varlen,
+        qk=qk,
         varlen=varlen,
         smooth_q=smooth_q,
         lse=bool(kind),
@@ -146,7 +151,9 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
     )
 
 
-def _attn_int8_forms_sm90(tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bool = False) -> KernelSpec:
+def _attn_int8_forms_sm90(
+    tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bool = False, qk: str = "int8"
+) -> KernelSpec:
     """kind: ``"masks"`` or ``"softcap"``, with ``"_lse"`` if they make the LSE too, or ``"bias"``.
 
     Biases, and packed sequences, make it always. All add delta_s where there is some.
@@ -161,6 +168,7 @@ def _attn_int8_forms_sm90(tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bo
         tile,
         dtype,
         "_varlen" * varlen + (f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else f"_{kind}"),
+        qk=qk,
         varlen=varlen,
         smooth_q=True,
         lse=varlen or kind not in ("masks", "softcap"),
@@ -302,6 +310,8 @@ class _Quantizer:
         As in `KernelSpec`: the architectures on which it is asked for.
     spills : int
         Spilled bytes allowed at head_dim 64 and 128.
+    rotated : bool
+        For what is rotated, or becomes e4m3.
     """
 
     suffix: str
@@ -309,6 +319,7 @@ class _Quantizer:
     min_arch: tuple[int, int]
     prebuild: tuple[str, ...]
     spills: int
+    rotated: bool = False
 
 
 _QUANTIZERS: tuple[_Quantizer, ...] = (
@@ -317,6 +328,7 @@ _QUANTIZERS: tuple[_Quantizer, ...] = (
     _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
     _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
     _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
+    _Quantizer("_rotated", None, (8, 0), ("90a",), 400, rotated=True),
 )
 
 
@@ -332,7 +344,10 @@ def _specialization_defines(specialization: tuple[str, str] | None) -> tuple[tup
 def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
+    # With a rotation the rows are floats, in twice the registers.
     num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
+    if variant.rotated:
+        ctas = max(2 * ctas // 3, 1)
     return KernelSpec(
         name=f"quantize_sm80_{short}_d{head_dim}{variant.suffix}",
         family="quantize_sm80",
@@ -343,6 +358,7 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("CTAS", str(ctas)),
+            ("ROTATED", str(int(variant.rotated))),
             *_specialization_defines(variant.specialization),
         ),
         dtype=dtype,
@@ -352,8 +368,9 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
         num_warps=num_warps,
         smem_bytes=0,
         ctas_per_sm=ctas,
-        prebuild=variant.prebuild,
+        prebuild=variant.prebuild if not variant.rotated or (dtype == "bfloat16" and head_dim <= 128) else (),
         min_arch=variant.min_arch,
+        features=frozenset({"rotated"}) if variant.rotated else frozenset(),
         specialization=variant.specialization,
         # Two CTAs an SM would need none: measured 5 to 10 % slower.
         allowed_spill_bytes=variant.spills if head_dim < 256 else 64,
@@ -387,14 +404,17 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
 def quantized_attention_rows() -> Iterator[KernelSpec]:
     """Rows of attention, Hopper's own first."""
     yield from (
-        _attn_int8_sm90(tile, dtype, varlen, kind)
+        _attn_int8_sm90(tile, dtype, varlen, kind, qk)
+        for qk in ("int8", "fp8")
         for kind in ("", "lse", "smoothq")
+        if (qk, kind) != ("fp8", "smoothq")
         for varlen in (False, True)
         for tile in _INT8_SM90_TILES
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_forms_sm90(tile, dtype, kind, varlen)
+        _attn_int8_forms_sm90(tile, dtype, kind, varlen, qk)
+        for qk in ("int8", "fp8")
         for kind, varlen, tiles in (
             ("masks", False, _INT8_MASKS_TILES),
             ("masks_lse", False, _INT8_MASKS_TILES),

@@ -13,6 +13,8 @@ def _unfit(spec: KernelSpec, problem: QuantizeProblem, target: Target) -> str | 
         return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
     if spec.head_dim < problem.head_dim_pad:
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim_pad}"
+    if problem.rotated != ("rotated" in spec.features):
+        return "it is for {}".format("what is rotated, or becomes e4m3" if "rotated" in spec.features else "integers of rows as they are")
     if spec.specialization is not None and spec.specialization != problem.specialization:
         return "it is made for the defaults of int8 attention in the {} grouping with {} values only".format(
             *spec.specialization
