@@ -10,7 +10,7 @@ from ..registry.masks import MASK_TILE, MAX_TILES
 from .choice import Selection, dotted, forced, unfit_target
 from .tile import SMALL, best_tile
 
-_BITS = {"int8": 8, "int4": 4}
+_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _FP8_FIRST = (
     (("fp8", "fp16"), ("fp8", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")),
     "fp8 products are twice as fast as fp16 ones, and on GeForce cards twice as fast again with fp16 sums",
@@ -115,8 +115,14 @@ def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target
         return f"it multiplies {f'{spec.qk} operands' if spec.quantized else spec.dtype}, not {wanted.name} ones"
     if not wanted.quantized:
         return None
+    if (wanted.qk == "fp8") != (spec.qk == "fp8"):
+        return f"it multiplies {spec.qk} operands, not {wanted.qk} ones"
     operands = problem.operands
-    if operands is not None and (operands.grouping, operands.stored_bits) != (spec.grouping, _BITS[spec.qk]):
+    if (
+        operands is not None
+        and not operands.e4m3
+        and (operands.grouping, operands.stored_bits) != (spec.grouping, _BITS[spec.qk])
+    ):
         return (
             f"it reads {_BITS[spec.qk]}-bit operands in the {spec.grouping} grouping, these are "
             f"{operands.stored_bits}-bit ones in the {operands.grouping} grouping"
@@ -173,6 +179,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             f"capability {dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer"
             if not wanted.quantized
+            else "precision='int8' or 'exact'"
+            if wanted.qk == "fp8" and problem.descales is None
             else "precision='exact'"
             if problem.operands is None
             else "arrays that are not quantized, with precision='exact' where it has to be",
@@ -200,6 +208,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         alike = [s for s in fitting if (s.family, s.head_dim, s.head_dim_v, s.features) == kind]
         best = best_tile(problem, target, usual, alike)
     why = [
+        *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in {tile_words(best)}",
         "score modifiers (softcap, mask, score_mod or softmax_scale <= 0)"
         if problem.score_mods
