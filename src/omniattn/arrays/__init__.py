@@ -52,6 +52,7 @@ __all__ = [
     "empty_like_framework",
     "finish",
     "is_autocast",
+    "is_e4m3",
     "needs_gradient",
     "needs_operator",
     "torch_facts",
@@ -179,6 +180,11 @@ def is_autocast(objects: Sequence[Any]) -> bool:
     from . import from_torch
 
     return from_torch.is_autocast(objects)
+
+
+def is_e4m3(obj: Any) -> bool:
+    """Whether an array of torch, NumPy, CuPy or JAX is of the 8-bit float e4m3."""
+    return str(getattr(obj, "dtype", "")).removeprefix("torch.") == "float8_e4m3fn"
 
 
 def without_gradients(objects: Sequence[Any]) -> tuple[Any, ...]:

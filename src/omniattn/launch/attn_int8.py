@@ -54,7 +54,6 @@ class OperandPlaces:
             "head_dim_pad": p.head_dim_pad,
         }
 
-
     def block_scales(self) -> dict[str, object]:
         """The fields of BlockScales; zeros for integers, which have other scales."""
         p, given = self.problem, self.descales
@@ -86,7 +85,8 @@ def in_e4m3(problem: AttentionProblem, values: QuantizeProblem, at: dict[str, At
 
     values : `values_problem` of the call.
     """
-    assert problem.strides is not None and problem.descales is not None
+    assert problem.strides is not None
+    assert problem.descales is not None
     descales = problem.descales
     places = {"q_int": At("q"), "k_int": At("k"), **at}
     for name, of in (("q_scale", descales.q), ("k_scale", descales.k)):

@@ -36,7 +36,12 @@ def build(
         return ()
     operands, at = places.problem, places.at
     row, kv = min(spec.head_dim, 128), problem.num_kv_heads
-    q = _map(at["q_int"], (places.width, problem.seqlen_q, problem.num_q_heads, batch), places.strides[0], (row, spec.block_m))
+    q = _map(
+        at["q_int"],
+        (places.width, problem.seqlen_q, problem.num_q_heads, batch),
+        places.strides[0],
+        (row, spec.block_m),
+    )
     k = v = q  # without keys nothing is copied, but a map of zero rows cannot be made
     if problem.seqlen_k:
         k = _map(at["k_int"], (places.width, problem.seqlen_k, kv, batch), places.strides[1], (row, spec.block_n))

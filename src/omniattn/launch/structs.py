@@ -250,6 +250,7 @@ ATTN_INT8_FORMS_SM90 = HostStruct(
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys reserved;"
     f"{BLOCK_SCALES.inside('scales')}",
+    tail=8,
 )
 
 QUANTIZE = HostStruct(
@@ -266,10 +267,12 @@ QUANTIZE = HostStruct(
 
 QUANTIZE_DELTA = HostStruct("QuantizeDeltaParams", "params/quantize.cuh", f"{QUANTIZE.inside('quantize')}; P delta_s")
 
+ROTATION = HostStruct("Rotation", "params/quantize.cuh", "I seed; i channels; f norm; i to_e4m3")
+
 QUANTIZE_ROTATED = HostStruct(
     "QuantizeRotatedParams",
     "params/quantize.cuh",
-    f"{QUANTIZE.inside('quantize')}; I rotation.seed; i rotation.channels; f rotation.norm; i rotation.to_e4m3",
+    f"{QUANTIZE.inside('quantize')}; {ROTATION.inside('rotation')}",
 )
 
 DECODE = HostStruct(
@@ -339,8 +342,8 @@ STRUCTS: dict[str, HostStruct] = {
         TILE_LIST, SPLIT_TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_COMBINE,
         SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
-        QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, QUANTIZE_ROTATED,
-        QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
+        QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, ROTATION,
+        QUANTIZE_ROTATED, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

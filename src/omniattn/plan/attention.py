@@ -162,13 +162,13 @@ def _check_grouping(problem: AttentionProblem, target: Target) -> None:
 
     read = {spec.grouping for spec in REGISTRY if serves(spec)}
     function = "attention_varlen" if problem.varlen else "attention"
-    if read and not operands.e4m3 and operands.grouping not in read:
+    if read and operands.grouping not in read and not operands.e4m3:
         wanted = " or ".join(f"grouping={g!r}" for g in GROUPINGS if g in read)
         raise ArgumentError(
             "q", f"operands of quantize_qk({wanted}), which the kernels of this GPU read",
             f"grouping={operands.grouping!r}", function=function,
         )  # fmt: skip
-    if not problem.tensor_maps and operands.grouping == "sm90":
+    if not problem.tensor_maps and operands.grouping == "sm90" and not operands.e4m3:
         raise UnsupportedError(
             f"{function}(): quantized operands of this grouping need tensor maps, which CuPy cannot make",
             instead="quantize_qk(grouping='sm80'), or cuda-bindings as the driver",

@@ -54,6 +54,11 @@ _INT8_BIAS_TILES = (
 )
 
 
+def _is_common_fp8(dtype: str, suffix: str, head_dim: int) -> bool:
+    """Whether wheels carry the row of e4m3."""
+    return (dtype, suffix) == ("bfloat16", "") and head_dim <= 128
+
+
 def _int8_sm90_row(
     tile: _Int8Sm90Tile,
     dtype: str,
@@ -107,7 +112,7 @@ def _int8_sm90_row(
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",) if qk == "int8" or (dtype, suffix) == ("bfloat16", "") and tile.head_dim <= 128 else (),
+        prebuild=("90a",) if qk == "int8" or _is_common_fp8(dtype, suffix, tile.head_dim) else (),
         features=features,
         lacks=frozenset(lacks),
         qk=qk,
@@ -370,7 +375,7 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
         ctas_per_sm=ctas,
         prebuild=variant.prebuild if not variant.rotated or (dtype == "bfloat16" and head_dim <= 128) else (),
         min_arch=variant.min_arch,
-        features=frozenset({"rotated"}) if variant.rotated else frozenset(),
+        features=frozenset({"e4m3", "hadamard"}) if variant.rotated else frozenset(),
         specialization=variant.specialization,
         # Two CTAs an SM would need none: measured 5 to 10 % slower.
         allowed_spill_bytes=variant.spills if head_dim < 256 else 64,

@@ -115,15 +115,20 @@ def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target
         return f"it multiplies {f'{spec.qk} operands' if spec.quantized else spec.dtype}, not {wanted.name} ones"
     if not wanted.quantized:
         return None
-    if (spec.qk == "fp8") != (wanted.qk == "fp8"):
-        return f"it multiplies {spec.qk} operands, not {wanted.name} ones"
+    if (wanted.qk == "fp8") != (spec.qk == "fp8"):
+        return f"it multiplies {spec.qk} operands, not {wanted.qk} ones"
     operands = problem.operands
-    # e4m3 lies alike for all kernels.
-    if operands is not None and not operands.e4m3 and (operands.grouping, operands.stored_bits) != (spec.grouping, _BITS[spec.qk]):
+    if (
+        operands is not None
+        and not operands.e4m3
+        and (operands.grouping, operands.stored_bits) != (spec.grouping, _BITS[spec.qk])
+    ):
         return (
             f"it reads {_BITS[spec.qk]}-bit operands in the {spec.grouping} grouping, these are "
             f"{operands.stored_bits}-bit ones in the {operands.grouping} grouping"
         )
+    if problem.descales is not None:
+        return "it takes operands of the quantizers only"
     if wanted.pv not in ("auto", spec.pv):
         return f"it multiplies P and V in {spec.pv}, not {wanted.pv}"
     if wanted.pv_accumulator not in ("auto", spec.pv_accumulator):
@@ -176,8 +181,10 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             f"capability {dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer"
             if not wanted.quantized
-            else "precision='int8'" if wanted.qk == "fp8" and problem.descales is None
-            else "16-bit arrays with precision='int8'" if wanted.qk == "fp8"
+            else "precision='int8' or 'exact'"
+            if wanted.qk == "fp8" and problem.descales is None
+            else "16-bit arrays, with precision='int8' or 'exact'"
+            if wanted.qk == "fp8" and problem.descales is not None
             else "precision='exact'"
             if problem.operands is None
             else "arrays that are not quantized, with precision='exact' where it has to be",
@@ -205,6 +212,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         alike = [s for s in fitting if (s.family, s.head_dim, s.head_dim_v, s.features) == kind]
         best = best_tile(problem, target, usual, alike)
     why = [
+        *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in {tile_words(best)}",
         "score modifiers (softcap, mask, score_mod or softmax_scale <= 0)"
         if problem.score_mods

@@ -13,8 +13,13 @@ def _unfit(spec: KernelSpec, problem: QuantizeProblem, target: Target) -> str | 
         return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
     if spec.head_dim < problem.head_dim_pad:
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim_pad}"
-    if problem.rotated != ("rotated" in spec.features):
-        return "it is for {}".format("what is rotated, or becomes e4m3" if "rotated" in spec.features else "integers of rows as they are")
+    if spec.op == "quantize":
+        if problem.e4m3 and problem.qk and "e4m3" not in spec.features:
+            return "it makes integers of q and k, not e4m3"
+        if problem.hadamard and problem.qk and "hadamard" not in spec.features:
+            return "it has no Hadamard transform"
+        if spec.features and not problem.rotated:
+            return "it is for what is rotated, or becomes e4m3"
     if spec.specialization is not None and spec.specialization != problem.specialization:
         return "it is made for the defaults of int8 attention in the {} grouping with {} values only".format(
             *spec.specialization
@@ -45,9 +50,11 @@ def _select(op: str, problem: QuantizeProblem, target: Target, force: str | None
         return chosen
     fitting = [s for s in REGISTRY if s.op == op and _unfit(s, problem, target) is None]
     if not fitting:
+        rows = [s for s in REGISTRY if s.op == op and s.dtype == problem.dtype]
+        reasons = sorted({reason for s in rows if (reason := _unfit(s, problem, target))})
         raise UnsupportedError(
             f"no quantizer serves {problem.dtype}, head_dim {problem.head_dim} on compute capability "
-            f"{dotted(target.cc)}",
+            f"{dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
         )
     best = min(fitting, key=lambda s: (s.specialization is None, s.head_dim))

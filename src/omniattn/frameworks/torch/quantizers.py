@@ -24,8 +24,8 @@ from .library import LIBRARY, TAGS, fail, precision_of, precision_text
 
 LIBRARY.define(
     "quantize_qk(Tensor q, Tensor k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str layout, str dtype, "
-    "str granularity, str grouping, bool smooth_k, bool smooth_q, int? max_seqlen_q, int? max_seqlen_k, "
-    "bool with_bias) -> Tensor[]",
+    "str? granularity, str grouping, bool? smooth_k, bool smooth_q, int? max_seqlen_q, int? max_seqlen_k, "
+    "bool with_bias, bool? hadamard, int seed) -> Tensor[]",
     tags=TAGS,
 )
 LIBRARY.define(
@@ -34,8 +34,9 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
-    "attention_quantized(Tensor q_int, Tensor q_scale, Tensor row_bias, Tensor? delta_s, Tensor k_int, Tensor k_scale, "
-    "Tensor v, Tensor v_scale, Tensor v_mean, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? mask, Tensor? sinks, "
+    "attention_quantized(Tensor q_int, Tensor q_scale, Tensor? row_bias, Tensor? delta_s, Tensor k_int, "
+    "Tensor k_scale, Tensor v, Tensor v_scale, Tensor v_mean, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? mask, Tensor? sinks, "
     "str[] problems, bool one_pair, int[] longest, str layout, bool causal, SymInt[]? window, float? softmax_scale, "
     "float softcap, bool deterministic, str precision, bool return_lse) -> (Tensor, Tensor)",
     tags=TAGS,

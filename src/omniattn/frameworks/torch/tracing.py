@@ -42,6 +42,7 @@ def trace(
     options: Any,
     out: Any = None,
     stream: Any = None,
+    descales: Sequence[Any] = (),
 ) -> Any:
     """`attention` or `attention_varlen` by their operators.
 
@@ -64,6 +65,11 @@ def trace(
     for name, x in (("out", out), ("stream", stream)):
         if x is not None:
             fail("argument", name, "None in a traced or compiled call", "one", function=function)
+    if any(x is not None for x in descales) or (isinstance(q, torch.Tensor) and q.dtype is torch.float8_e4m3fn):
+        fail(
+            "unsupported", f"{function}(): e4m3 arrays in a traced or compiled call",
+            instead="16-bit tensors with precision='fp8', or a call that is not compiled",
+        )  # fmt: skip
     if quantizers.is_quantized(q, k, v):
         if block_mask is not None or score_mod is not None:
             fail("argument", "q", "an array that is not quantized, with score_mod or block_mask", type(q).__name__,
@@ -152,6 +158,7 @@ def run_call(call: Call) -> list[Any]:
         max_seqlen_k=call.options.max_seqlen_k, mask=given["mask"], sinks=given["sinks"],
         block_mask=given.get("block_mask"), block_size=call.facts[1] if "block_mask" in given else None,
         score_mod=parts, arrays=arrays, options=call.options, out=given["out"], stream=call.stream,
+        descales=[given.get(name) for name in ("descale_q", "descale_k", "descale_v")],
     )  # fmt: skip
     return list(o) if call.options.return_lse else [o]
 
