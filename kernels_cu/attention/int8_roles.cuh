@@ -112,7 +112,8 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
   public:
     static constexpr uint32 kQBytes = Tile::kQBytes, kVBytes = Tile::kKBytes;
     OA_DEVICE uint32 k_bytes() const {
-        return Tile::kKBytes + (Config::kBlockScales ? 0 : 16) + (has_columns() ? Config::kDeltaRows * Tile::kDeltaBytes : 0);
+        return Tile::kKBytes + (Config::kBlockScales ? 0 : 16) +
+               (has_columns() ? Config::kDeltaRows * Tile::kDeltaBytes : 0);
     }
 
     OA_DEVICE Int8Producer(const Params& params, Storage& smem, const RoleBarriers<Config>& bars)
@@ -237,7 +238,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
         if constexpr (Config::kBlockScales)
             return block_scale(q_block_scales(params_.operands, params_.scales, t), params_.scales.q_stride_block,
-                               warp_row);
+                               uint32(warp_row) / kBlockRows);
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.operands.q_scale[head * params_.operands.q_scale_stride_h +
                                         first_block<Config>(t, t.q_begin) * 64 + (warp_row >> 4) * 8 + (lane_ >> 2)];
@@ -298,23 +299,21 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     // Of the step's tile n.
     OA_DEVICE float scale_of_keys(int32 n) const {
         if constexpr (Config::kBlockScales)
-            return block_scale(k_scales_, params_.scales.k_stride_block, n * Config::kBlockN);
+            return block_scale(k_scales_, params_.scales.k_stride_block, uint32(n) / (kBlockRows / Config::kBlockN));
         return load_shared_float(k_scale_ + 16 * inner_at_.stage);
     }
     // Before the first step of a tile of queries.
     OA_DEVICE void find_key_scales(const FwdTile& t) {
         if constexpr (Config::kBlockScales)
-            k_scales_ = k_block_scales(params_.operands, params_.scales, t,
-                                       t.head_idx / (p_.num_q_heads / p_.num_kv_heads));
+            k_scales_ =
+                k_block_scales(params_.operands, params_.scales, t, t.head_idx / (p_.num_q_heads / p_.num_kv_heads));
     }
 
     // A scale of scores that are added to a constant as they are (attention/warp_softmax.cuh): integers.
     OA_DEVICE static float without_rounding(float c) {
         return kScoreBias<typename Config::Score> != 0.0f ? scale_without_rounding(c) : c;
     }
-    OA_DEVICE static bool is_coarse(float c) {
-        return kScoreBias<typename Config::Score> != 0.0f && c > kCoarseScale;
-    }
+    OA_DEVICE static bool is_coarse(float c) { return kScoreBias<typename Config::Score> != 0.0f && c > kCoarseScale; }
 
     // Score units of tile n -> base-2 exponent, of the plain kernel: q_scale has the softmax's scale in it.
     OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {

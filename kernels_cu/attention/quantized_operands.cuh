@@ -24,11 +24,13 @@ OA_DEVICE const float* q_scales(const AttnFwdParams& p, const QuantizedOperands&
     return x.q_scale + head_of(p, t, p.num_q_heads, t.head_idx) * x.q_scale_stride_h + slice * 8;
 }
 
-// Scales of e4m3, of 128 rows each: those of a head of the tile's sequence, counted from its first; null: all are 1.
+__device__ const float kNoScale = 1.0f;
+
+// Scales of e4m3, of 128 rows each: those of a head of the tile's sequence, counted from its first; null, with strides of 0: all are 1.
 // `scale`: what BlockScales has for q or for k.
 OA_DEVICE const float* block_scales(const float* scale, int64 stride_b, int64 stride_h, int64 stride_block,
                                     int32 by_slot, const FwdTile& t, int32 head, int32 begin) {
-    if (scale == nullptr) return nullptr;
+    if (scale == nullptr) return &kNoScale;  // strides are 0
     int32 batch = by_slot ? 0 : t.sequence, first = by_slot ? first_slot(begin, t.sequence, kBlockRows) : 0;
     return scale + batch * stride_b + head * stride_h + first * stride_block;
 }
@@ -39,8 +41,12 @@ OA_DEVICE const float* k_block_scales(const QuantizedOperands& x, const BlockSca
                                       int32 kv_head) {
     return block_scales(x.k_scale, s.k_stride_b, s.k_stride_h, s.k_stride_block, s.by_slot, t, kv_head, t.k_begin);
 }
-OA_DEVICE float block_scale(const float* scales, int64 stride_block, int32 row) {
-    return scales == nullptr ? 1.0f : __ldg(scales + (row / kBlockRows) * stride_block);
+// Of a block of rows. A loop asks once in a step, with few instructions; and where it asks, because elsewhere the
+// compiler would place the chain between two products.
+OA_DEVICE float block_scale(const float* scales, int64 stride_block, uint32 block) {
+    float scale;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(scale) : "l"(scales + uint64(block) * uint32(stride_block)));
+    return scale;
 }
 
 // What smoothing took from the scores of each row, before the softmax's scale; from row 0 of the tile's sequence on.

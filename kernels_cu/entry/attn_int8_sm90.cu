@@ -117,11 +117,13 @@ class PlainConsumer : public Int8Consumer<Config, AttnInt8Sm90Params, PlainConsu
 
         // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
         auto products = [&] {
-            c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
+            if (!Config::kBlockScales) c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
             ping_pong_.wait();
             Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
             Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
             ping_pong_.pass_on();
+            // From global memory, under the products.
+            if (Config::kBlockScales) c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
             wgmma_wait<1>();
             wgmma_pin(s);
         };

@@ -30,7 +30,9 @@ def build(
             own, blocks, mask_extent=problem.mask_extent, tile_offset=first,
             operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts,
         )  # fmt: skip
-        arguments = ATTN_INT8_SM80.pack(member("fwd", forward) | member("operands", places.values()))
+        arguments = ATTN_INT8_SM80.pack(
+            member("fwd", forward) | member("operands", places.values()) | member("scales", places.block_scales())
+        )
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))
     return tuple(records)
 

@@ -228,13 +228,13 @@ QUANTIZED_OPERANDS = HostStruct(
 BLOCK_SCALES = HostStruct(
     "BlockScales",
     "params/attn_int8.cuh",
-    "i by_slot reserved; q q_stride_b q_stride_h q_stride_block k_stride_b k_stride_h k_stride_block",
+    "i by_slot row_bytes; q q_stride_b q_stride_h q_stride_block k_stride_b k_stride_h k_stride_block",
 )
 
 ATTN_INT8_SM80 = HostStruct(
     "AttnInt8Sm80Params",
     "params/attn_int8.cuh",
-    f"{ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')}",
+    f"{ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')}; {BLOCK_SCALES.inside('scales')}",
 )
 
 ATTN_INT8_SM90 = HostStruct(
@@ -302,6 +302,13 @@ KV_APPEND = HostStruct(
 #: Pairs of blocks that one launch of ``kv_copy_sm80`` copies.
 MAX_PAIRS = 112
 
+LAYOUT_FP8 = HostStruct(
+    "LayoutFp8Params",
+    "params/layout_fp8.cuh",
+    "P v descale cu_seqlens_k v_out v_scale; q v_stride_b v_stride_s v_stride_h descale_stride_b descale_stride_h;"
+    "i batch num_kv_heads seqlen_k head_dim head_dim_pad slots",
+)
+
 KV_COPY = HostStruct("KvCopyParams", "params/kv_copy.cuh", f"4P planes; 4q block_bytes; {2 * MAX_PAIRS}i pairs")
 
 MERGE_STATES = HostStruct(
@@ -343,7 +350,7 @@ STRUCTS: dict[str, HostStruct] = {
         SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
         QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, ROTATION,
-        QUANTIZE_ROTATED, QUANTIZE_DELTA, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
+        QUANTIZE_ROTATED, QUANTIZE_DELTA, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

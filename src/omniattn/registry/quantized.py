@@ -204,7 +204,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
     """kind: ``""``, ``"smoothq"`` (delta_s is added) or ``"mods"`` (softcap, masks; delta_s too)."""
     short, tag = IO_TYPES[dtype]
     fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
-    bits = {"int8": 8, "int4": 4}[qk]
+    bits = {"int8": 8, "int4": 4, "fp8": 8}[qk]
     row_bytes = tile.head_dim * bits // 8
     stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
     # One stage where two do not fit, or would leave sm_86, which takes fp16 sums of fp16 products, a CTA less.
@@ -215,7 +215,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
     family = f"attn_{qk}_sm{89 if fp8 else 80}"
     # The common widths, as the GPUs of an architecture choose them (select.PV_CHOICES), and what Hopper falls back to.
     prebuild: tuple[str, ...] = ()
-    if tile.head_dim <= 128 and kind == ("smoothq" if qk == "int4" else ""):
+    if qk != "fp8" and tile.head_dim <= 128 and kind == ("smoothq" if qk == "int4" else ""):
         prebuild = ("80",) if not fp8 else ("89",) if acc == "fp16" else ()
     if (qk, pv, acc) == ("int8", "fp16", "fp32") and tile.head_dim <= 128 and kind == "mods":
         prebuild = (*prebuild, "90a")
@@ -229,6 +229,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(tile.head_dim)),
             ("BITS", str(bits)),
+            ("QK_E4M3", str(int(qk == "fp8"))),
             ("PV_TYPE", "E4m3" if fp8 else "Half"),
             ("PV_ACC16", str(int(acc == "fp16"))),
             ("SMOOTH_Q", str(int(kind == "smoothq"))),
@@ -406,6 +407,24 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
     )
 
 
+def _layout_fp8(head_dim: int) -> KernelSpec:
+    return KernelSpec(
+        name=f"layout_fp8_sm80_d{head_dim}",
+        family="layout_fp8_sm80",
+        op="layout_fp8",
+        source="entry/layout_fp8_sm80.cu",
+        symbol="layout_fp8_sm80",
+        defines=(("HEAD_DIM", str(head_dim)),),
+        dtype="uint8",
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=head_dim // 16,
+        smem_bytes=0,
+        prebuild=("90a",) if head_dim <= 128 else (),
+    )
+
+
 def quantized_attention_rows() -> Iterator[KernelSpec]:
     """Rows of attention, Hopper's own first."""
     yield from (
@@ -434,8 +453,9 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_int8_sm80(tile, dtype, qk, pv, acc, kind)
         for kind, tiles in (("", _INT8_SM80_TILES), ("smoothq", _INT8_SM80_TILES), ("mods", _INT8_SM80_MODS_TILES))
-        for qk in ("int8", "int4")
+        for qk in ("int8", "int4", "fp8")
         for pv in ("fp16", "fp8")
+        if qk != "fp8" or (pv == "fp8" and kind != "smoothq")
         for acc in ("fp32", "fp16")
         for tile in tiles
         for dtype in ("float16", "bfloat16")
@@ -449,3 +469,4 @@ def quantizer_rows() -> Iterator[KernelSpec]:
     for variant in _QUANTIZERS:
         yield from (_quantize(head_dim, dtype, variant) for head_dim, dtype in sizes)
     yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)
+    yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))
