@@ -30,7 +30,8 @@ def negative_channels(channels: int, seed: int) -> npt.NDArray[np.bool_]:
 
 def _mix(rows: Array, block: int) -> Array:
     """Orthonormal Hadamard transform of each ``block`` channels: sums and differences at distances 1, 2, 4, ..."""
-    return np.asarray(hadamard(rows.reshape(*rows.shape[:-1], -1, block)).reshape(rows.shape))
+    blocks = rows.reshape(*rows.shape[:-1], rows.shape[-1] // block, block)
+    return np.asarray(hadamard(blocks).reshape(rows.shape))
 
 
 def rotate(rows: Array, block: int, seed: int) -> Array:
