@@ -52,7 +52,7 @@ def attention(
     q, k, v : ndarray, uint8
         Bytes of e4m3; shapes as in `omniattn.attention` and `omniattn.attention_varlen`.
     descale_q, descale_k, descale_v : array_like, optional
-        1 unless given: (), (1,), (batch, num_kv_heads) or (batch, heads, blocks of 128 rows).
+        1 unless given: (), (1,), (batch, num_kv_heads), or of q and k (batch, heads, blocks of 128 rows).
     key_tile : int
         Keys between two updates of the running maximum.
     accumulator : "fp32", "two_level" or "single_level"

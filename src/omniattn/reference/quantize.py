@@ -147,7 +147,7 @@ def quantize_rows(t: Array, problem: QuantizeProblem, *, is_q: bool) -> tuple[Ar
     scales = np.ones(padded // tile * slots_per_tile(problem, is_q=is_q), dtype=_F)
     scales[slot] = scale[group]
     if problem.e4m3:
-        return encode_e4m3(t * inverse[:, None]), scales, bad
+        return np.where(bad[:, None], np.uint8(0x7F), encode_e4m3(t * inverse[:, None])), scales, bad
     # A fused multiply-add to 1.5 * 2^23 rounds the exact product once; so does float64, which holds it exactly.
     integers = np.rint(np.where(bad[:, None], 0, t).astype(np.float64) * inverse[:, None].astype(np.float64))
     if not is_q:
