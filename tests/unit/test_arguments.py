@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import omniattn
 from omniattn import Int4, Int8, reference
-from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.errors import ArgumentError
 from omniattn.testing import assert_close
 from tests.unit.argument_faults import (
     ATTENTION,

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError
-from .host import bfloat16_bits, raw_view, store, to_numpy
+from .host import bfloat16_bits, e4m3_bytes, raw_view, store, to_numpy
 from .streams import resolve_stream
 from .strides import contiguous_strides
 from .tensor import ITEMSIZE, CapsuleTensor, Tensor
@@ -50,6 +50,7 @@ __all__ = [
     "current_stream",
     "describe",
     "empty_like_framework",
+    "e4m3_bytes",
     "finish",
     "is_autocast",
     "is_e4m3",

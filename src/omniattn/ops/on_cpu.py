@@ -9,12 +9,13 @@ from typing import Any
 
 from .. import arrays
 from ..arrays import Tensor
+from ..checks.attention import DESCALES
 from ..checks.caches import check_values, host_slots, host_table
 from ..checks.decode import check_shared
 from ..checks.operands import ARRAYS as OPERAND_ARRAYS
 from ..checks.operands import STARTS, check_same_sequences
 from ..checks.quantize import check_starts
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..launch.score_mod import PREFIX
 from ..plan.engine import Call, store_results
 from ..problems import (
@@ -48,8 +49,12 @@ def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any,
     options = _options(problem, tensors, max_q, max_k)
     if problem.block_mask is not None:
         options["mask"] = _without_hidden_blocks(problem, arrays.to_numpy(tensors["block_mask"]), options["mask"])
-    if problem.descales is not None or problem.precision.qk == "fp8" or problem.precision.hadamard:
-        raise UnsupportedError("attention(): fp8 and rotations on the CPU", instead="precision='int8'")
+    if problem.descales is not None:
+        from ..reference import e4m3_arrays
+
+        options |= {name: arrays.to_numpy(tensors[name]) for name in DESCALES if name in tensors}
+        q, k, v = (arrays.e4m3_bytes(tensors[name]) for name in ("q", "k", "v"))
+        return e4m3_arrays.attention(q, k, v, **options)
     inputs = [arrays.to_numpy(tensors[name]) for name in ("q", "k", "v")]
     if problem.precision.quantized:
         from ..reference import low_precision
@@ -157,8 +162,6 @@ def quantize(call: Call, problem: QuantizeCall, tensors: Tensors) -> list[Any]:
     from ..reference.varlen import check_max_seqlen
 
     function, place, p = call.operation.name, next(iter(tensors.values())), problem.problem
-    if p.e4m3 or p.hadamard:
-        raise UnsupportedError(f"{function}(): fp8 and rotations on the CPU", instead="dtype='int8'")
     arrays.prepare([place], call.stream)  # refuses a stream
     given: dict[str, Any] = {name: arrays.to_numpy(t) for name, t in tensors.items()}
     for name, rows in (("cu_seqlens_q", p.rows_q), ("cu_seqlens_k", p.rows_k)):

@@ -20,6 +20,7 @@ from ...checks.operands import arrays_of, check_kinds
 from ...plan.engine import Call
 from ...problems import OPERANDS, QuantizeCall, QuantizedQK, QuantizedV, QuantizeProblem
 from .. import FUNCTIONS
+from .e4m3 import check_out_dtype
 from .library import LIBRARY, TAGS, fail, precision_of, precision_text
 
 LIBRARY.define(
@@ -150,6 +151,7 @@ def trace_attention(
     """Attention on quantized operands by its operator: o, or (o, lse)."""
     check_kinds(function, q, k, v, *starts)
     of_q, of_k = q.pair, k.pair
+    check_out_dtype(function, options.out_dtype, of_q.problem.dtype)
     *arrays, _, mask, sinks = arrays_of(of_q, of_k, v, None, mask, sinks)
     o, lse = torch.ops.omniattn.attention_quantized.default(
         *arrays, mask, sinks, [_text(of_q.problem), _text(of_k.problem), _text(v.problem)], of_q is of_k,
