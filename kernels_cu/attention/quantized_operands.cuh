@@ -35,7 +35,8 @@ OA_DEVICE const float* block_scales(const float* scale, int64 stride_b, int64 st
     return scale + batch * stride_b + head * stride_h + first * stride_block;
 }
 OA_DEVICE const float* q_block_scales(const QuantizedOperands& x, const BlockScales& s, const FwdTile& t) {
-    return block_scales(x.q_scale, s.q_stride_b, s.q_stride_h, s.q_stride_block, s.by_slot, t, t.head_idx, t.q_begin);
+    return block_scales(x.q_scale, s.q_stride_b, s.q_stride_h, s.q_stride_block, s.by_slot, t,
+                        t.head_idx / int32(s.q_heads), t.q_begin);
 }
 OA_DEVICE const float* k_block_scales(const QuantizedOperands& x, const BlockScales& s, const FwdTile& t,
                                       int32 kv_head) {

@@ -20,8 +20,8 @@ struct QuantizedOperands {
 // Where e4m3 operands have their scales, one for 128 rows of a head; strides in elements, 0 for what shares a scale.
 // Integers have theirs where QuantizedOperands says, one for each lane's rows.
 struct BlockScales {
-    int32
-        by_slot;  // packed sequences: blocks are slots of all sequences; else each sequence's own, at its batch stride
+    uint16 by_slot;  // packed: blocks are slots of all sequences; else each sequence's own, at its batch stride
+    uint16 q_heads;  // neighbouring heads of q that share scales
     int32 row_bytes;  // of q and k that are there; those behind them, up to head_dim_pad, count as zeros
     int64 q_stride_b, q_stride_h, q_stride_block;
     int64 k_stride_b, k_stride_h, k_stride_block;

@@ -81,10 +81,11 @@ enum Flag : int32 { kSmoothQ = 1, kSmoothK = 2, kSmoothV = 4, kFullBias = 8, kHa
 // quantize_sm80 with ROTATED: what becomes of rows of Q and K besides.
 struct Rotation {
     static constexpr bool kPresent = true;
-    uint32 seed;  // of the signs
+    uint32 signs[8];  // bit c % 32 of word c / 32: whether channel c changes its sign
     int32 channels;  // of a block that is transformed by itself, a power of two from 32 on; 0: no rotation
     float norm;  // 1 / sqrt(channels)
     int32 to_e4m3;  // elements are e4m3, and no integers
+    int32 reserved;
 };
 struct QuantizeRotatedParams {
     QuantizeParams quantize;

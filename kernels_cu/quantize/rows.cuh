@@ -326,13 +326,12 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
             int64 at_slot =
                 (int64(t.unit) * (is_q ? p.slots_q : p.tiles_k) + tile) * grouping.slots_of(tile_rows) + slot;
             // Rows of e4m3 are NaN themselves.
-            (is_q ? p.q_scale : p.k_scale)[at_slot] =
-                !is_q && !to_e4m3(turn) && groups.bad[slot] ? quiet_nan() : scale;
+            (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && !to_e4m3(turn) && groups.bad[slot] ? quiet_nan() : scale;
         }
         if (is_q && p.row_bias && own_row < count)
             p.row_bias[output_row(t, p.seqlen_q) + first + own_row] = bad ? quiet_nan() : dot;
     }
-    if (bad) inverse = to_e4m3(turn) ? -inverse : quiet_nan();  // tells the lanes of the row
+    if (bad) inverse = quiet_nan();
     forget(raw);
 
     int32 row_bytes = p.head_dim_pad * bits_of(p) / 8;
@@ -349,15 +348,12 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
 #pragma unroll
             for (int j = 0; j < 8; ++j) x[j] = turned[i][j];
             if (to_e4m3(turn)) {
-                if (of_row < 0.0f) {  // what is not finite becomes NaN, and not the largest number
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) x[j] = is_finite(mul_rn(x[j], of_row)) ? -x[j] : quiet_nan();
-                }
                 uint32 packed[4];
 #pragma unroll
                 for (int w = 0; w < 4; ++w)
                     packed[w] = pack_e4m3x2(mul_rn(x[2 * w], of_row), mul_rn(x[2 * w + 1], of_row));
                 uint2 codes = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
+                if (is_bad) codes = {kE4m3Nans, kE4m3Nans};
                 if (stored) *reinterpret_cast<uint2*>(to) = codes;
                 continue;
             }

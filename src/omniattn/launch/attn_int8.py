@@ -57,7 +57,9 @@ class OperandPlaces:
     def block_scales(self) -> dict[str, object]:
         """The fields of BlockScales; zeros for integers, which have other scales."""
         p, given = self.problem, self.descales
-        values: dict[str, object] = {"by_slot": int(p.varlen and given is None), "row_bytes": self.width}
+        shared = p.heads_q // p.heads_kv if given is not None and given.q.granularity == "per_head" else 1
+        by_slot = int(p.varlen and given is None)
+        values: dict[str, object] = {"by_slot": by_slot, "q_heads": shared, "row_bytes": self.width}
         for name, rows, heads in (("q", p.rows_q, p.heads_q), ("k", p.rows_k, p.heads_kv)):
             steps = (0, 0, 0)
             if given is not None:

@@ -6,6 +6,7 @@ The byte-exact formats are in docs/quantization.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i 
 #: where the whole of them is read twice (short sequences, per_tensor), because Q and the outputs pass through it in
 #: between.
 GROUP_BYTES, CACHED_GROUP_BYTES = 1 << 62, 16 << 20
-_MAX_GRID = 1 << 20
+_MAX_GRID, _MASK = 1 << 20, 0xFFFFFFFF
 _ITEM_BYTES = 48
 _DELTA_THREADS = 128
 #: What the largest magnitude of a group becomes.
@@ -229,12 +230,27 @@ def build(
 def _pack(p: QuantizeProblem, values: dict[str, object]) -> Arguments:
     if not p.rotated:
         return QUANTIZE.pack(values)
+    return QUANTIZE_ROTATED.pack(member("quantize", values) | member("rotation", rotation_values(p)))
+
+
+def rotation_values(p: QuantizeProblem) -> dict[str, object]:
+    """The fields of Rotation."""
     channels = p.rotated_channels if p.hadamard else 0
-    rotation = {
-        "seed": p.seed, "channels": channels, "norm": channels**-0.5 if channels else 1.0,
-        "to_e4m3": int(p.e4m3),
-    }  # fmt: skip
-    return QUANTIZE_ROTATED.pack(member("quantize", values) | member("rotation", rotation))
+    signs = sign_words(p.seed) if channels else (0,) * 8
+    norm = channels**-0.5 if channels else 1.0
+    return {"signs": signs, "channels": channels, "norm": norm, "to_e4m3": int(p.e4m3), "reserved": 0}
+
+
+@functools.lru_cache(maxsize=64)
+def sign_words(seed: int) -> tuple[int, ...]:
+    """Bit c % 32 of word c / 32: whether the rotation changes the sign of channel c (docs/quantization.md)."""
+    words = [0] * 8
+    for channel in range(256):
+        h = channel + seed * 0x9E3779B9 & _MASK
+        h = (h ^ h >> 16) * 0x85EBCA6B & _MASK
+        h = (h ^ h >> 13) * 0xC2B2AE35 & _MASK
+        words[channel // 32] |= ((h ^ h >> 16) & 1) << channel % 32
+    return tuple(words)
 
 
 def starts_in(room: Scratch, memory: At) -> tuple[At, At]:

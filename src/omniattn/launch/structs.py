@@ -228,7 +228,7 @@ QUANTIZED_OPERANDS = HostStruct(
 BLOCK_SCALES = HostStruct(
     "BlockScales",
     "params/attn_int8.cuh",
-    "i by_slot row_bytes; q q_stride_b q_stride_h q_stride_block k_stride_b k_stride_h k_stride_block",
+    "H by_slot q_heads; i row_bytes; q q_stride_b q_stride_h q_stride_block k_stride_b k_stride_h k_stride_block",
 )
 
 ATTN_INT8_SM80 = HostStruct(
@@ -267,7 +267,7 @@ QUANTIZE = HostStruct(
 
 QUANTIZE_DELTA = HostStruct("QuantizeDeltaParams", "params/quantize.cuh", f"{QUANTIZE.inside('quantize')}; P delta_s")
 
-ROTATION = HostStruct("Rotation", "params/quantize.cuh", "I seed; i channels; f norm; i to_e4m3")
+ROTATION = HostStruct("Rotation", "params/quantize.cuh", "8I signs; i channels; f norm; i to_e4m3 reserved")
 
 QUANTIZE_ROTATED = HostStruct(
     "QuantizeRotatedParams",
@@ -301,6 +301,18 @@ KV_APPEND = HostStruct(
 
 #: Pairs of blocks that one launch of ``kv_copy_sm80`` copies.
 MAX_PAIRS = 112
+
+ROWS_TO_FP8 = HostStruct(
+    "RowsToFp8",
+    "params/quantize_fp8.cuh",
+    "P x out scale; q stride_b stride_s stride_h; i heads rows blocks items",
+)
+
+QUANTIZE_FP8 = HostStruct(
+    "QuantizeFp8Params",
+    "params/quantize_fp8.cuh",
+    f"{ROWS_TO_FP8.inside('q')}; {ROWS_TO_FP8.inside('k')}; i head_dim head_dim_pad; {ROTATION.inside('rotation')}",
+)
 
 LAYOUT_FP8 = HostStruct(
     "LayoutFp8Params",
@@ -350,7 +362,8 @@ STRUCTS: dict[str, HostStruct] = {
         SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
         QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, ROTATION,
-        QUANTIZE_ROTATED, QUANTIZE_DELTA, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
+        QUANTIZE_ROTATED, QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY,
+        MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

@@ -334,7 +334,7 @@ _QUANTIZERS: tuple[_Quantizer, ...] = (
     _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
     _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
     _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
-    _Quantizer("_rotated", None, (8, 0), ("90a",), 400, rotated=True),
+    _Quantizer("_rotated", None, (8, 0), (), 400, rotated=True),
 )
 
 
@@ -374,7 +374,7 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
         num_warps=num_warps,
         smem_bytes=0,
         ctas_per_sm=ctas,
-        prebuild=variant.prebuild if not variant.rotated or (dtype == "bfloat16" and head_dim <= 128) else (),
+        prebuild=variant.prebuild,
         min_arch=variant.min_arch,
         features=frozenset({"e4m3", "hadamard"}) if variant.rotated else frozenset(),
         specialization=variant.specialization,
@@ -404,6 +404,27 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
         block_n=64,
         num_warps=4,
         smem_bytes=smem_bytes,
+    )
+
+
+def _quantize_fp8(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    ctas = {64: 4, 128: 2, 256: 1}[head_dim]
+    return KernelSpec(
+        name=f"quantize_fp8_sm80_{short}_d{head_dim}",
+        family="quantize_fp8_sm80",
+        op="quantize_fp8",
+        source="entry/quantize_fp8_sm80.cu",
+        symbol="quantize_fp8_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=head_dim // 8,
+        smem_bytes=0,
+        ctas_per_sm=ctas,
+        prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
     )
 
 
@@ -469,4 +490,5 @@ def quantizer_rows() -> Iterator[KernelSpec]:
     for variant in _QUANTIZERS:
         yield from (_quantize(head_dim, dtype, variant) for head_dim, dtype in sizes)
     yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)
+    yield from (_quantize_fp8(head_dim, dtype) for head_dim, dtype in sizes)
     yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))

@@ -127,8 +127,8 @@ def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target
             f"it reads {_BITS[spec.qk]}-bit operands in the {spec.grouping} grouping, these are "
             f"{operands.stored_bits}-bit ones in the {operands.grouping} grouping"
         )
-    if problem.descales is not None:
-        return "it takes operands of the quantizers only"
+    if problem.descales is not None and not spec.arch_specific and problem.head_dim % 16:
+        return "it reads rows of e4m3 in units of 16, and head_dim is no multiple of that"
     if wanted.pv not in ("auto", spec.pv):
         return f"it multiplies P and V in {spec.pv}, not {wanted.pv}"
     if wanted.pv_accumulator not in ("auto", spec.pv_accumulator):
