@@ -183,7 +183,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             if not wanted.quantized
             else "precision='int8' or 'exact'"
             if wanted.qk == "fp8" and problem.descales is None
-            else "16-bit arrays, with precision='int8' or 'exact'"
+            else "16-bit arrays, with precision='int8' or precision='exact'"
             if wanted.qk == "fp8" and problem.descales is not None
             else "precision='exact'"
             if problem.operands is None
