@@ -21,7 +21,7 @@ from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
 from omniattn.select import select_attention
 from omniattn.testing.cache_cases import CACHE_OPS
-from omniattn.testing.cases import Case, call, cases_for, operation_of, problem
+from omniattn.testing.cases import Case, call, cases_for, operation_of, own_head_dim_v, problem
 from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
 from omniattn.testing.gradient_cases import BACKWARD_OPS
@@ -151,7 +151,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
             continue
         taken = []
         for case in cases:
-            own = spec.own_head_dim_v or spec.head_dim - 16 * ("head_dim_v" in spec.features)
+            own = own_head_dim_v(spec) or spec.head_dim
             described = omniattn.explain(*_arrays(case, spec.head_dim, own)).problem
             problem = dataclasses.replace(
                 described,

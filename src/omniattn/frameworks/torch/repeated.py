@@ -10,7 +10,7 @@ from typing import Any
 
 from ...arrays import from_torch
 from ...plan.cache import PlanCache
-from ...plan.engine import Call, Operation, kept
+from ...plan.engine import PLANS, Call, Operation, kept
 from ...plan.repeat import Repeat
 from ...runtime.env import forced_kernels
 
@@ -100,6 +100,7 @@ class Repeated:
 
 
 _KNOWN: PlanCache[Repeated] = PlanCache(1024)
+_KNOWN.follow(PLANS)
 
 
 def repeated(key: Any) -> Repeated | None:
