@@ -295,13 +295,17 @@ def build(
 
 
 @functools.cache
-def _cached(index: int, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None) -> Problem:
-    return build(cases_for(op)[index], op, dtype, head_dim, flavour)
+def _cached(
+    index: int, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None, head_dim_v: int
+) -> Problem:
+    return build(cases_for(op)[index], op, dtype, head_dim, flavour, head_dim_v)
 
 
-def problem(case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None) -> Problem:
+def problem(
+    case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None, head_dim_v: int = 0
+) -> Problem:
     """As `build`; kept, because several kernels share the numbers."""
-    return _cached(cases_for(op).index(case), op, dtype, head_dim, flavour)
+    return _cached(cases_for(op).index(case), op, dtype, head_dim, flavour, head_dim_v)
 
 
 @dataclass(frozen=True)
