@@ -76,8 +76,8 @@ def test_packed_sequences(head_dim: int, causal: bool) -> None:
 
 
 def _mask_of_keys(seqlen_k: int) -> Any:
-    mask = np.random.default_rng(seqlen_k).standard_normal((1, 1, 1, seqlen_k)).astype(np.float32)
-    mask[..., 128:300] = -np.inf  # a whole tile of keys, and part of another one
+    mask = np.random.default_rng(seqlen_k).random((1, 1, 1, seqlen_k)) < 0.8
+    mask[..., 128:300] = False  # a whole tile of keys, and part of another one
     return mask
 
 
@@ -97,7 +97,7 @@ def test_forms_of_scores(head_dim: int, causal: bool) -> None:
         q, lse = torch.zeros(1, 300, 2, head_dim, device="cuda").bfloat16(), torch.zeros(1, 2, 300, device="cuda")
         options = {name: made[name] for name in ("softcap",) if name in made}
         if "mask" in made:
-            options["mask"] = torch.zeros(1, 1, 1, 300, device="cuda")
+            options["mask"] = torch.ones(1, 1, 1, 300, device="cuda", dtype=torch.bool)
         if "lengths" not in made:
             told = oa.explain(oa.attention_backward, q, q, q, q, q, lse, deterministic=True, **options)
             assert suffix in str(told)
