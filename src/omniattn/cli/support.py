@@ -90,8 +90,8 @@ BESIDE = {
     "attention_backward_finish": "attention_backward, dq of sums",
 }
 
-#: Kernels that some calls of `attention` and `quantize_qk` take for speed. Others serve the same calls: tables are about those.
-FASTER = ("attention_split", "attention_combine", "quantize_fp8")
+#: Kernels that some calls of `attention` and `quantize_qk` take for speed, or before others: tables are about those.
+FASTER = ("attention_split", "attention_combine", "quantize_fp8", "layout_fp8")
 
 #: Operation of the registry to its line in the README's table.
 LINES = {
