@@ -159,11 +159,6 @@ def test_lengths_that_were_left_out_may_be_named() -> None:
     assert omniattn.explain(q, k, v, max_seqlen_q=None, max_seqlen_k=None) == omniattn.explain(q, k, v)
 
 
-def test_later_precision() -> None:
-    with pytest.raises(UnsupportedError, match="fp8"):
-        omniattn.explain(*arrays(), precision="fp8")
-
-
 @pytest.mark.parametrize(
     ("precision", "name", "value"),
     [
