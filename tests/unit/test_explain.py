@@ -11,7 +11,7 @@ import omniattn
 import omniattn.arrays
 import omniattn.runtime
 from omniattn import Int4, Int8
-from omniattn.errors import AlignmentError, ArgumentError, OmniattnError, ShapeError, UnsupportedError
+from omniattn.errors import AlignmentError, ArgumentError, OmniattnError, ShapeError
 from omniattn.problems import UNLIMITED, Precision
 from omniattn.problems.precision import EXACT
 from omniattn.runtime.device import DeviceInfo
