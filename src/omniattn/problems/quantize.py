@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from .outputs import Output
@@ -88,6 +88,19 @@ class QuantizeProblem:
     def e4m3(self) -> bool:
         """Whether q and k become 8-bit floats."""
         return self.qk_dtype == "float8_e4m3"
+
+    @property
+    def of_values(self) -> QuantizeProblem:
+        """What is left of it without q and k; of the same width."""
+        return replace(
+            self, qk=False, rows_q=0, heads_q=0, smooth_q=False, smooth_k=False, row_bias="none",
+            least_pad=self.head_dim_pad,
+        )  # fmt: skip
+
+    @property
+    def rotated(self) -> bool:
+        """Whether rows are rotated, or become e4m3: quantizers of their own do that."""
+        return self.qk and (self.hadamard or self.e4m3)
 
     @property
     def rotated_channels(self) -> int:

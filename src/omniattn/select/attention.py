@@ -128,6 +128,8 @@ def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target
             f"it reads {_BITS[spec.qk]}-bit operands in the {spec.grouping} grouping, these are "
             f"{operands.stored_bits}-bit ones in the {operands.grouping} grouping"
         )
+    if problem.descales is not None and not spec.arch_specific and problem.head_dim % 16:
+        return "it reads rows of e4m3 in units of 16, and head_dim is no multiple of that"
     if wanted.pv not in ("auto", spec.pv):
         return f"it multiplies P and V in {spec.pv}, not {wanted.pv}"
     if wanted.pv_accumulator not in ("auto", spec.pv_accumulator):
@@ -182,6 +184,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             if not wanted.quantized
             else "precision='int8' or 'exact'"
             if wanted.qk == "fp8" and problem.descales is None
+            else "16-bit arrays, with precision='int8' or precision='exact'"
+            if wanted.qk == "fp8" and problem.descales is not None
             else "precision='exact'"
             if problem.operands is None
             else "arrays that are not quantized, with precision='exact' where it has to be",
