@@ -1,8 +1,9 @@
 """Small calls of every tile class, for compute-sanitizer.
 
-``python sanitizer_cases.py [few_masks | low_precision | few_low_precision | backward | few_backward | faulty]``: exact
-attention (`few_masks`: for a tool that does not know how masks are read); or quantization and attention on integers
-(`few`: for tools that take long); or gradients (`few`: by the kernels of every GPU alone); or one call with a fault.
+``python sanitizer_cases.py [few_masks | low_precision | few_low_precision | backward | few_backward | cleared_backward
+| faulty]``: exact attention (`few_masks`: for a tool that does not know how masks are read); or quantization and
+attention on integers (`few`: for tools that take long); or gradients (`few`: by the kernels of every GPU alone;
+`cleared`: by those that add to cleared memory, for a tool that does not see bulk stores); or one call with a fault.
 
 CuPy arrays in memory of their own (no pool), so that an access behind any of them is seen; moved by copies alone, so
 that no kernel runs but omniattn's.
@@ -311,8 +312,10 @@ if __name__ == "__main__":
             for width in (64, 128, 256):
                 low_precision(width, np.random.default_rng(width), few)
         choose_from(everything)
-    elif which in ("backward", "few_backward"):
+    elif which in ("backward", "few_backward", "cleared_backward"):
         everything, few = select.REGISTRY, which.startswith("few")
+        if which == "cleared_backward":
+            everything = tuple(spec for spec in everything if "ordered" not in spec.features)
         # racecheck sees of what a warp has read or written only the lane that says so on an mbarrier.
         for rows in (generic(everything, few),) if few else (everything, generic(everything, few)):
             choose_from(rows)
@@ -320,7 +323,7 @@ if __name__ == "__main__":
                 backward(width, np.random.default_rng(width))
         choose_from(everything)
     elif which not in ("", "few_masks"):
-        known = "few_masks, caches, low_precision, few_low_precision, backward, few_backward, faulty"
+        known = "few_masks, caches, low_precision, few_low_precision, backward, few_backward, cleared_backward, faulty"
         raise SystemExit(f"not one of {known}: {which}")
     else:
         caches(np.random.default_rng(0))

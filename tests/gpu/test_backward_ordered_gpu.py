@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -72,6 +73,53 @@ def test_gradients(head_dim: int, shape: str, options: str) -> None:
 def test_packed_sequences(head_dim: int, causal: bool) -> None:
     problem = make(lengths=LENGTHS, rest=37, heads_q=4, heads_kv=2, head_dim=head_dim, causal=causal)
     check(problem, deterministic=True)
+
+
+def _mask_of_keys(seqlen_k: int) -> Any:
+    mask = np.random.default_rng(seqlen_k).random((1, 1, 1, seqlen_k)) < 0.8
+    mask[..., 128:300] = False  # a whole tile of keys, and part of another one
+    return mask
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_forms_of_scores(head_dim: int, causal: bool) -> None:
+    """Softcap and masks of keys, in the same bits at every run, by one pass."""
+    shape: dict[str, Any] = {"batch": 2, "seqlen_q": 520, "seqlen_k": 600, "heads_q": 4, "heads_kv": 2}
+    packed: dict[str, Any] = {"lengths": LENGTHS, "rest": 37, "heads_q": 4, "heads_kv": 2}
+    for made, suffix in (
+        (shape | {"softcap": 3.0}, "ordered_softcap"),
+        (shape | {"mask": _mask_of_keys(600)}, "ordered_keys"),
+        (packed | {"softcap": 3.0}, "varlen_ordered_softcap"),
+    ):
+        problem = make(head_dim=head_dim, causal=causal, **made)
+        check(problem, deterministic=True)
+        q, lse = torch.zeros(1, 300, 2, head_dim, device="cuda").bfloat16(), torch.zeros(1, 2, 300, device="cuda")
+        options = {name: made[name] for name in ("softcap",) if name in made}
+        if "mask" in made:
+            options["mask"] = torch.ones(1, 1, 1, 300, device="cuda", dtype=torch.bool)
+        if "lengths" not in made:
+            told = oa.explain(oa.attention_backward, q, q, q, q, q, lse, deterministic=True, **options)
+            assert suffix in str(told)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("form", ["softcap", "mask of keys"])
+def test_bits_of_forms(head_dim: int, form: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(head_dim)
+    shape = (2, 2048, 8, head_dim)
+    do, q, k, v = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4))
+    options: dict[str, Any] = {"softcap": 20.0}
+    if form == "mask of keys":
+        options = {"mask": torch.randn(2, 1, 1, 2048, device="cuda", generator=generator)}
+    o, lse = oa.attention(q, k, v, causal=True, return_lse=True, **options)
+    call = (do, q, k, v, o, lse)
+    first = oa.attention_backward(*call, causal=True, deterministic=True, **options)
+    for _ in range(60):
+        again = oa.attention_backward(*call, causal=True, deterministic=True, **options)
+        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(again, first, strict=True))
+    for a, b in zip(oa.attention_backward(*call, causal=True, **options), first, strict=True):
+        assert (a.double() - b.double()).norm() <= 2e-3 * b.double().norm()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -107,10 +107,13 @@ def test_forms_of_the_incoming_gradient() -> None:
 def test_only_what_needs_a_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     attention_backward = sys.modules["omniattn.ops.attention_backward"]
     asked: list[tuple[str, ...]] = []
-    plain = attention_backward.in_order
-    monkeypatch.setattr(
-        attention_backward, "in_order", lambda results, wanted: asked.append(wanted) or plain(results, wanted)
-    )
+    plain = attention_backward.call_of
+
+    def call_of(function: str, objects: Any, options: Any, *rest: Any) -> Any:
+        asked.append(options.wanted)
+        return plain(function, objects, options, *rest)
+
+    monkeypatch.setattr(attention_backward, "call_of", call_of)
     sinks, mask = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     for wanted in ((1, 0, 0, 0, 0), (0, 1, 1, 0, 0), (0, 0, 0, 1, 0), (0, 0, 0, 0, 1), (1, 1, 1, 1, 1)):
         arrays = [x.detach().requires_grad_(bool(w)) for x, w in zip((*qkv(), mask, sinks), wanted, strict=True)]

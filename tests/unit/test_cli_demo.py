@@ -21,7 +21,7 @@ from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
 from omniattn.select import select_attention
 from omniattn.testing.cache_cases import CACHE_OPS
-from omniattn.testing.cases import Case, call, cases_for, operation_of, problem
+from omniattn.testing.cases import Case, call, cases_for, operation_of, own_head_dim_v, problem
 from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
 from omniattn.testing.gradient_cases import BACKWARD_OPS
@@ -151,7 +151,8 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
             continue
         taken = []
         for case in cases:
-            described = omniattn.explain(*_arrays(case, spec.head_dim)).problem
+            own = own_head_dim_v(spec) or spec.head_dim
+            described = omniattn.explain(*_arrays(case, spec.head_dim, own)).problem
             problem = dataclasses.replace(
                 described,
                 dtype=spec.dtype,
@@ -174,9 +175,9 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
             assert any("smooth" in name or "int4" in name or not spec.features - {"lse"} for name in taken)
 
 
-def _arrays(case: Case, head_dim: int) -> tuple[np.ndarray, ...]:
-    shape = (1, 4, case.heads_q, head_dim - case.below)
-    return (np.zeros(shape, np.float32),) * 3
+def _arrays(case: Case, head_dim: int, head_dim_v: int) -> tuple[np.ndarray, ...]:
+    q, v = (np.zeros((1, 4, case.heads_q, n - case.below), np.float32) for n in (head_dim, head_dim_v))
+    return q, q, v
 
 
 QUANTIZERS = [

@@ -69,7 +69,7 @@ PREPARE, FINISH = "attn_bwd_prepare_sm80", "attn_bwd_finish_sm80"
         (HOPPER, ALL, {"deterministic": True}, [PREPARE, "attn_bwd_sm90_d128_ordered", f"{FINISH}_fragments"]),
         (HOPPER, ("dk", "dv"), {"deterministic": True}, [PREPARE, "attn_bwd_sm90_d128"]),
         (HOPPER, ALL, {"deterministic": True, "softcap": 5.0},
-         [PREPARE, "attn_bwd_sm90_d128_softcap", "attn_bwd_dq_sm80_d128_mods"]),
+         [PREPARE, "attn_bwd_sm90_d128_ordered_softcap", f"{FINISH}_fragments"]),
         (HOPPER, ALL, {"deterministic": True, "head_dim": 256},
          [PREPARE, "attn_bwd_dkdv_sm90_d256", "attn_bwd_dq_sm90_d256"]),
         (HOPPER, ALL, {"deterministic": True, "seqlen_q": 0}, [PREPARE, "attn_bwd_sm90_d128_ordered"]),
@@ -155,7 +155,7 @@ def test_launches_that_overlap() -> None:
     for fields, expected in (
         ({}, [False, True, True]),
         ({"deterministic": True}, [False, True, True]),
-        ({"deterministic": True, "softcap": 3.0}, [False, True, False]),
+        ({"deterministic": True, "softcap": 3.0}, [False, True, True]),
         ({"seqlen_q": 0}, [False]),
         ({"head_dim": 256}, [False, False, False]),
     ):

@@ -226,9 +226,9 @@ def support_rows(
         By operation and features as in the registry, then dtype, then head_dim.
     """
     # A specialized kernel serves nothing that the kernel for anything does not; of two kernels that differ by the LSE
-    # only, one is enough to see.
+    # only, one is enough to see. What adds to dq in a fixed order serves calls that other kernels serve in two passes.
     specs = [spec for spec in registry if spec.specialization is None and "lse" not in spec.features]
-    specs = [spec for spec in specs if spec.op not in FASTER]
+    specs = [spec for spec in specs if spec.op not in FASTER and "ordered" not in spec.features]
     rows = []
     for op, words in dict.fromkeys((operation_of(spec), _words(spec)) for spec in specs):
         alike = [spec for spec in specs if (operation_of(spec), _words(spec)) == (op, words)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..runtime.driver import on_reset
 
@@ -26,6 +26,7 @@ class PlanCache(Generic[T]):
         self._plans: dict[Hashable, T] = {}
         #: Look up; None for a key that is not there.
         self.get = self._plans.get
+        self._followers: list[PlanCache[Any]] = []
         # A plan holds loaded kernels, which are worth nothing under another driver or in a forked child.
         on_reset(self.clear)
 
@@ -37,11 +38,17 @@ class PlanCache(Generic[T]):
                     del self._plans[old]
             self._plans[key] = plan
 
+    def follow(self, other: PlanCache[Any]) -> None:
+        """Forget all whenever ``other`` does: what is kept here was made of its plans."""
+        other._followers.append(self)
+
     def clear(self) -> None:
         """Forget all."""
         # Another thread of the parent may have held the lock when it forked.
         self._lock = threading.Lock()
         self._plans.clear()
+        for follower in self._followers:
+            follower.clear()
 
     def __len__(self) -> int:
         return len(self._plans)

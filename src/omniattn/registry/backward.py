@@ -204,7 +204,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: 
         min_arch=(9, 0),
         arch_specific=True,
         prebuild=() if form or (ordered and varlen) else ("90a",),
-        features=frozenset({"score_mods"} if form else {"ordered"} if ordered else ()),
+        features=frozenset({*(("score_mods",) if form else ()), *(("ordered",) if ordered else ())}),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale", *_BWD_SM90_FORMS[form]}),
         # Of the warps that copy and walk over tiles, which have 24 registers; also of the consumers, before and behind
         # the steps of a tile.
@@ -307,12 +307,10 @@ def backward_rows() -> Iterator[KernelSpec]:
             yield from (_attn_bwd_sm80(tile, dtype, score_mods, dmask) for tile in _BWD_SM80_TILES)
         for score_mods in (False, True):
             yield from (_attn_bwd_dq_sm80(tile, dtype, score_mods) for tile in _DQ_SM80_TILES)
-        for head_dim, varlen in itertools.product((64, 128), (False, True)):
-            yield _attn_bwd_sm90(head_dim, dtype, varlen, "", ordered=True)
-        for form, varlen in itertools.product(_BWD_SM90_FORMS, (False, True)):
+        for form, varlen, ordered in itertools.product(_BWD_SM90_FORMS, (False, True), (True, False)):
             if form == "keys" and varlen:  # consumers would spill 300 bytes at d128
                 continue
-            yield from (_attn_bwd_sm90(head_dim, dtype, varlen, form) for head_dim in (64, 128))
+            yield from (_attn_bwd_sm90(head_dim, dtype, varlen, form, ordered) for head_dim in (64, 128))
         yield from (_attn_bwd_dkdv_sm90(head_dim, dtype) for head_dim in (192, 256))
         yield from (_attn_bwd_dq_sm90(head_dim, dtype) for head_dim in (64, 128, 192, 256))
         yield _of_rows("attention_backward_prepare", "prepare", dtype, ())

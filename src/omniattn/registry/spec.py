@@ -132,10 +132,10 @@ class KernelSpec:
         where : str
             What the answer calls that GPU; a target of the compiler's has a name of its own.
         """
-        needed, here = ("{}.{}".format(*x) for x in (self.min_arch, cc))
-        if self.arch_specific and cc != self.min_arch:
-            return f"it is for compute capability {needed} only, {where} has {here}"
-        if cc < self.min_arch:
+        if cc < self.min_arch or (self.arch_specific and cc != self.min_arch):
+            needed, here = ("{}.{}".format(*x) for x in (self.min_arch, cc))
+            if self.arch_specific:
+                return f"it is for compute capability {needed} only, {where} has {here}"
             return f"it needs compute capability {needed} or newer, {where} has {here}"
         if max_smem is not None and self.smem_bytes > max_smem:
             return f"it needs {self.smem_bytes} bytes of shared memory, {where} gives {max_smem}"

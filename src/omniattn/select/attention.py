@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..errors import UnsupportedError
 from ..problems import AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
 from .advice import advise
-from .choice import Selection, dotted, forced, unfit_target
+from .choice import RowsOf, Selection, dotted, forced, unfit_target
 from .tile import SMALL, best_tile
 
 _BITS = {"int8": 8, "int4": 4, "fp8": 8}
@@ -35,24 +37,68 @@ def tile_words(spec: KernelSpec) -> str:
     return f"a tile of {spec.head_dim}" + (f", {spec.head_dim_v} of v" if spec.own_head_dim_v else "")
 
 
+class _Class(NamedTuple):
+    """What rules most rows out, the same for calls of every length."""
+
+    dtype: str
+    quantized: bool
+    precision: str
+    head_dim: int
+    head_dim_v: int
+    own_head_dim_v: bool
+    score_mods: bool
+    lse: bool
+    varlen: bool
+    tensor_maps: bool
+    target: Target
+
+
+def _class_of(problem: AttentionProblem, target: Target) -> _Class:
+    p = problem
+    return _Class(
+        p.dtype, p.precision.quantized, p.precision.name, p.head_dim, p.head_dim_v, bool(p.own_head_dim_v),
+        p.score_mods, p.lse, p.varlen, p.tensor_maps, target,
+    )  # fmt: skip
+
+
 def _holds(spec: KernelSpec, problem: AttentionProblem) -> bool:
     """Whether the kernel's tiles are wide enough."""
     return spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
 
 
+def _unfit_class(spec: KernelSpec, of: _Class) -> str | None:
+    """Why ``spec`` can serve no call of a class; None if it can."""
+    if spec.dtype != of.dtype:
+        return f"it is compiled for {spec.dtype}, the arrays are {of.dtype}"
+    if spec.head_dim < of.head_dim:
+        return f"it takes head_dim up to {spec.head_dim}, not {of.head_dim}"
+    if spec.head_dim_v < of.head_dim_v:
+        return f"it takes v of head_dim up to {spec.head_dim_v}, not {of.head_dim_v}"
+    # Kernels with tensor maps fill the rows of each array with zeros, and so do quantizers. Others have one head_dim.
+    if not (spec.arch_specific or spec.quantized) and of.own_head_dim_v != ("head_dim_v" in spec.features):
+        return "it takes v of q's head_dim only" if of.own_head_dim_v else "it is for v of another head_dim than q"
+    if of.score_mods and "score_mods" not in spec.features:
+        return "it has no softcap, mask or non-positive softmax_scale"
+    if of.lse and "lse" in spec.lacks:
+        return "it makes no LSE"
+    if of.varlen and "varlen" in spec.lacks:
+        return "it takes no packed sequences"
+    if not of.varlen and "dense" in spec.lacks:
+        return "it takes packed sequences only"
+    if not of.tensor_maps and "any_strides" in spec.lacks:
+        return "tensor maps cannot describe these strides, or the driver in use cannot make them"
+    if spec.quantized != of.quantized:
+        return f"it multiplies {f'{spec.qk} operands' if spec.quantized else spec.dtype}, not {of.precision} ones"
+    return unfit_target(spec, of.target)
+
+
 def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
     """Why ``spec`` cannot serve ``problem``; None if it can."""
-    if spec.dtype != problem.dtype:
-        return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
-    if spec.head_dim < problem.head_dim:
-        return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim}"
-    if spec.head_dim_v < problem.head_dim_v:
-        return f"it takes v of head_dim up to {spec.head_dim_v}, not {problem.head_dim_v}"
-    # Kernels with tensor maps fill the rows of each array with zeros, and so do quantizers. Others have one head_dim.
-    if not (spec.arch_specific or spec.quantized) and bool(problem.own_head_dim_v) != ("head_dim_v" in spec.features):
-        return "it takes v of q's head_dim only" if problem.own_head_dim_v else "it is for v of another head_dim than q"
-    if problem.score_mods and "score_mods" not in spec.features:
-        return "it has no softcap, mask or non-positive softmax_scale"
+    return _unfit_class(spec, _class_of(problem, target)) or _unfit_call(spec, problem, target)
+
+
+def _unfit_call(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
+    """Why ``spec``, which can serve calls of this class, cannot serve ``problem``; None if it can."""
     if problem.score_mod is not None and spec.quantized:
         return "it takes no score_mod"
     if problem.block_mask is not None:
@@ -68,21 +114,13 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         return reason
     if (reason := _unfit_precision(spec, problem, target)) is not None:
         return reason
-    if problem.lse and "lse" in spec.lacks:
-        return "it makes no LSE"
-    if problem.varlen and "varlen" in spec.lacks:
-        return "it takes no packed sequences"
-    if not problem.varlen and "dense" in spec.lacks:
-        return "it takes packed sequences only"
-    if not problem.tensor_maps and "any_strides" in spec.lacks:
-        return "tensor maps cannot describe these strides, or the driver in use cannot make them"
     if spec.arch_specific:
         # A bound: 64 rows are the smallest tile, and packed sequences add one each.
         blocks = problem.seqlen_q // 64 + (problem.batch + 3 if problem.varlen else 1)
         heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
         if heads * blocks >= 2**31 - 2**16:
             return "it counts tiles in 31 bits"
-    return unfit_target(spec, target)
+    return None
 
 
 def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
@@ -112,8 +150,6 @@ def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
 def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
     """Why ``spec`` cannot multiply what ``problem`` wants multiplied; None if it can."""
     wanted = problem.precision
-    if spec.quantized != wanted.quantized:
-        return f"it multiplies {f'{spec.qk} operands' if spec.quantized else spec.dtype}, not {wanted.name} ones"
     if not wanted.quantized:
         return None
     if (wanted.qk == "fp8") != (spec.qk == "fp8"):
@@ -145,6 +181,9 @@ def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target
     return None
 
 
+_ROWS: RowsOf[_Class] = RowsOf(lambda spec, of: spec.op == "attention" and _unfit_class(spec, of) is None)
+
+
 def select_attention(problem: AttentionProblem, target: Target, force: str | None = None) -> Selection:
     """Choose the kernel of an attention problem.
 
@@ -171,9 +210,10 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     wanted = problem.precision
     if (chosen := forced(force, ("attention",), lambda spec: _unfit(spec, problem, target))) is not None:
         return chosen
-    rows = [spec for spec in REGISTRY if spec.op == "attention" and spec.quantized == wanted.quantized]
-    fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
+    alike = _ROWS(REGISTRY, _class_of(problem, target))
+    fitting = [spec for spec in alike if _unfit_call(spec, problem, target) is None]
     if not fitting:
+        rows = [spec for spec in REGISTRY if spec.op == "attention" and spec.quantized == wanted.quantized]
         # Of rows for other element types and narrower heads nobody wants to hear, unless there are no others.
         near = [s for s in rows if s.dtype == problem.dtype and _holds(s, problem)] or rows
         reasons = sorted({reason for spec in near if (reason := _unfit(spec, problem, target))})
@@ -210,8 +250,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     usual = best
     if best.family == "attn_fwd_sm90" and not problem.score_mods and not best.own_head_dim_v:
         kind = (best.family, best.head_dim, best.head_dim_v, best.features)
-        alike = [s for s in fitting if (s.family, s.head_dim, s.head_dim_v, s.features) == kind]
-        best = best_tile(problem, target, usual, alike)
+        kin = [s for s in fitting if (s.family, s.head_dim, s.head_dim_v, s.features) == kind]
+        best = best_tile(problem, target, usual, kin)
     why = [
         *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in {tile_words(best)}",
@@ -242,8 +282,10 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         why += sorted(
             {
                 f"not {spec.family}: {reason}"
-                for spec in rows
-                if spec.arch_specific
+                for spec in REGISTRY
+                if spec.op == "attention"
+                and spec.quantized == wanted.quantized
+                and spec.arch_specific
                 and spec.min_arch == target.cc
                 and spec.dtype == problem.dtype
                 and _holds(spec, problem)

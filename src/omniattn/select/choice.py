@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ..errors import ArgumentError, UnsupportedError
 from ..problems import Target
 from ..registry import REGISTRY, KernelSpec, by_name
 
 VARIABLE = "OMNIATTN_FORCE_KERNEL"
+
+#: A class of calls.
+K = TypeVar("K", bound=Hashable)
+_MAX_CLASSES = 1024
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,35 @@ def dotted(cc: tuple[int, int]) -> str:
 def unfit_target(spec: KernelSpec, target: Target) -> str | None:
     """Why the GPU cannot run ``spec``; None if it can."""
     return spec.unfit(target.cc, target.max_smem) or None
+
+
+class RowsOf(Generic[K]):
+    """The rows of the registry that can serve a class of calls, sorted out once a class.
+
+    A new length is planned anew, at every step of a generation: most of its time would go by in looking at rows for
+    other calls.
+
+    Parameters
+    ----------
+    serves : callable
+        (row, class) -> whether it can.
+    """
+
+    def __init__(self, serves: Callable[[KernelSpec, K], bool]) -> None:
+        self._serves = serves
+        self._registry: Sequence[KernelSpec] = ()
+        self._found: dict[K, tuple[KernelSpec, ...]] = {}
+
+    def __call__(self, registry: Sequence[KernelSpec], of: K) -> tuple[KernelSpec, ...]:
+        """Those of ``registry``, in its order."""
+        found = self._found
+        if registry is not self._registry or len(found) >= _MAX_CLASSES:
+            found = {}
+            self._registry, self._found = registry, found
+        rows = found.get(of)
+        if rows is None:
+            rows = found[of] = tuple(spec for spec in registry if self._serves(spec, of))
+        return rows
 
 
 def forced(force: str | None, ops: tuple[str, ...], unfit: Callable[[KernelSpec], str | None]) -> Selection | None:

@@ -12,8 +12,9 @@ from ..problems import AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..problems.split import KeySplit, packed_heads, tile_keys
 from ..registry import REGISTRY, KernelSpec
-from .choice import Selection, forced, the_one, unfit_target
+from .choice import RowsOf, Selection, forced, the_one, unfit_target
 
+_ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
 #: A step's softmax and waiting, per key of its tile; what two or more warpgroups wait for each other, per key.
 _CHAIN_US, _MEET_US = 0.0044, 0.0016
 #: Products of 64 rows, one key and one channel, both of them: 64 * 4 operations at an SM's share of 934 TFLOP/s.
@@ -181,8 +182,8 @@ def select_split(
     """
     chosen = forced(force, ("attention_split",), lambda spec: _unfit(spec, problem, target))
     if chosen is None:
-        named = (force or "").split(",")
-        if any(spec.name in named for spec in REGISTRY if spec.op == "attention"):
+        named = force.split(",") if force else ()
+        if named and any(spec.name in named for spec in REGISTRY if spec.op == "attention"):
             return None
         if unsplit.spec.family != "attn_fwd_sm90" or _unfit_problem(problem) is not None:
             return None
@@ -190,7 +191,7 @@ def select_split(
         blocks = problem.batch * problem.num_q_heads * -(-problem.seqlen_q // unsplit.spec.block_m)
         if blocks > _BUSY * target.sm_count:
             return None
-    rows = [s for s in REGISTRY if s.op == "attention_split"] if chosen is None else [chosen.spec]
+    rows = _ROWS(REGISTRY, ("attention_split", problem.dtype)) if chosen is None else (chosen.spec,)
     fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
     narrowest = min((spec.head_dim for spec in fitting), default=0)
     ways = [
@@ -213,5 +214,5 @@ def select_split(
             else chosen.why
         ),
     )
-    combine = next(s for s in REGISTRY if s.op == "attention_combine" and s.dtype == problem.dtype)
+    (combine,) = _ROWS(REGISTRY, ("attention_combine", problem.dtype))
     return SplitSelection(Selection(spec, why), the_one(combine, "merges the splits' results", target, force), split)

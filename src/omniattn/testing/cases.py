@@ -295,13 +295,17 @@ def build(
 
 
 @functools.cache
-def _cached(index: int, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None) -> Problem:
-    return build(cases_for(op)[index], op, dtype, head_dim, flavour)
+def _cached(
+    index: int, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None, head_dim_v: int
+) -> Problem:
+    return build(cases_for(op)[index], op, dtype, head_dim, flavour, head_dim_v)
 
 
-def problem(case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None) -> Problem:
+def problem(
+    case: Case, op: str, dtype: str, head_dim: int, flavour: tuple[str, str, str] | None = None, head_dim_v: int = 0
+) -> Problem:
     """As `build`; kept, because several kernels share the numbers."""
-    return _cached(cases_for(op).index(case), op, dtype, head_dim, flavour)
+    return _cached(cases_for(op).index(case), op, dtype, head_dim, flavour, head_dim_v)
 
 
 @dataclass(frozen=True)
@@ -352,10 +356,15 @@ class CallCase:
         return max(grade.ratio for grade in grades), "; ".join(str(grade) for grade in grades if not grade.ok)
 
 
+def own_head_dim_v(spec: KernelSpec) -> int:
+    """The head_dim of v in a row's problems, before ``below`` is taken off; 0: that of q."""
+    return spec.own_head_dim_v or (spec.head_dim - 16 if "head_dim_v" in spec.features else 0)
+
+
 def call_cases(spec: KernelSpec) -> tuple[CallCase, ...]:
     """The cases of a row whose operation has a public function with arrays."""
     op, flavour, lse = operation_of(spec), flavour_of(spec), "lse" not in spec.lacks
-    head_dim_v = spec.own_head_dim_v or (spec.head_dim - 16 if "head_dim_v" in spec.features else 0)
+    head_dim_v = own_head_dim_v(spec)
     facts = (spec.dtype, spec.head_dim, flavour, lse, head_dim_v)
     return tuple(CallCase(op, index, *facts) for index in range(len(cases_for(op))))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,14 @@ _LEADING = {
     "quantize_qk": ("q", "k"),
     "quantize_v": ("v",),
 }
+#: Calls the primitive of a signature on operands.
+Bind = Callable[[Signature, Sequence[Any]], list[Any]]
 #: Those that broadcast to (batch, ...) in four dimensions.
 _BROADCAST = ("mask", "block_mask")
 
 
-def batch(operands: Sequence[Any], dims: Sequence[Any], *, signature: Signature) -> tuple[Any, Any]:
-    """The rule of every primitive; the mapped dimension of all results is their first."""
-    from .primitives import bind
-
+def batch(bind: Bind, operands: Sequence[Any], dims: Sequence[Any], *, signature: Signature) -> tuple[Any, Any]:
+    """The rule of every primitive, which ``bind`` calls; the mapped dimension of all results is their first."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     given = [None if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     names = signature.arrays

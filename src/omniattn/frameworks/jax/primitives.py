@@ -25,7 +25,7 @@ def primitive(function: str) -> Any:
     p.def_impl(lambda *operands, signature: _compiled(p, signature)(*operands))
     p.def_abstract_eval(_shapes)
     ad.primitive_jvps[p] = functools.partial(_no_derivative, function)
-    batching.primitive_batchers[p] = batch
+    batching.primitive_batchers[p] = functools.partial(batch, bind)
     mlir.register_lowering(p, functools.partial(_other_platform, function))
     mlir.register_lowering(p, lowering.lower_cpu, platform="cpu")
     mlir.register_lowering(p, lowering.lower_cuda, platform="cuda")

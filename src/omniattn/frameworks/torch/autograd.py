@@ -6,24 +6,19 @@ any other, which `plan.engine.run` plans and repeats.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from ...errors import ArgumentError, UnsupportedError
-from ...plan.engine import Call, run
+from ...plan.engine import KNOWN_CALLS, Call, run
 from ...problems import GRADIENTS
 from .head_dims import one_head_dim
-from .repeated import Repeated, key_of, repeated
+from .repeated import KNOWN, Backward, Repeated, key_of, learn
 
 #: What has a gradient, by the name of its gradient.
 _OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
-
-#: (call of the forward, its arrays by name, do, o, lse, dlse, wanted) -> the call of the backward, whose results are in
-#: the order of `GRADIENTS`.
-Backward = Callable[[Call, dict[str, Any], Any, Any, Any, Any, tuple[str, ...]], Call]
 
 
 def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
@@ -47,46 +42,44 @@ def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
         What has no gradient: a block mask, arrays of a score modification; ``out`` and ``stream``;
         forward-mode derivatives.
     """
-    key, addresses = key_of(call)
-    known = repeated(key)
+    _check(call)
     padded = None
-    if known is None:
-        _check(call)
-        q, k, v, *others = call.objects
-        if all(isinstance(x, torch.Tensor) for x in (q, k, v)):
-            padded = one_head_dim(q, k, v, call.options.softmax_scale)
-        if padded is not None:
-            options = call.options._replace(softmax_scale=padded.softmax_scale)
-            call = Call(call.operation, (*padded[:3], *others), options, call.stream, None, call.facts, call.subject)
-        elif key is not None:
-            known = Repeated(call.operation, call.options)
-    o, lse = _Attention.apply(call, backward, known, addresses, *call.objects)
-    if known is not None and known.forward is None:
-        known.learn_forward(call, key)
+    q, k, v, *others = call.objects
+    if all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+        padded = one_head_dim(q, k, v, call.options.softmax_scale)
+    if padded is not None:
+        options = call.options._replace(softmax_scale=padded.softmax_scale)
+        call = Call(call.operation, (*padded[:3], *others), options, call.stream, None, call.facts, call.subject)
+    o, lse = _Attention.apply(call, backward, *call.objects)
     if padded is not None:
         o = o[..., : padded.head_dim_v]
+    else:
+        learn(call, backward)
     return [o, lse] if call.options.return_lse else [o]
+
+
+def _run_known(call: Call) -> list[Any] | None:
+    """`run_with_gradients` of a call like one that has run; None if there was none."""
+    key, addresses = key_of(call)
+    known = None if key is None else KNOWN.get(key)
+    if known is None:
+        return None
+    q, k, v, *_ = call.objects
+    results = _apply_known(known, call.objects, addresses, q, k, v)
+    return None if results is None else list(results)
 
 
 class _Attention(torch.autograd.Function):
     """Attention, with the gradients of q, k, v, sinks and mask.
 
     Without ``setup_context``, which makes torch look at the signature at every call: transforms, which need one, come
-    to the operators. What is known of a call (`repeated.Repeated`) makes it shorter, and changes nothing else.
+    to the operators.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, backward: Backward, known: Repeated | None, addresses: list[int], *objects: Any
-    ) -> tuple[Any, Any]:
+    def forward(ctx: Any, call: Call, backward: Backward, *objects: Any) -> tuple[Any, Any]:
         ctx.set_materialize_grads(False)
-        ctx.known, ctx.backward_of = known, backward
-        if known is not None and known.forward is not None:
-            results = known.forward(objects, addresses, None, None)
-            if results is not None:
-                ctx.call = known.call
-                ctx.save_for_backward(*results, *objects)
-                return results[0], results[1]
+        ctx.backward_of = backward
         # Without grad mode, as autograd calls this, tensors that need gradients are tensors like others.
         options = call.options._replace(return_lse=True)
         o, lse = run(Call(call.operation, objects, options, None, None, call.facts, call.subject))
@@ -99,42 +92,87 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        call, known = ctx.call, ctx.known
-        names = call.operation.arrays
-        # The first four inputs are the call itself, what gives its backward, and what is known of it.
-        needed = ctx.needs_input_grad[4:]
         o, lse, *objects = ctx.saved_tensors
-        strict = torch.are_deterministic_algorithms_enabled()
-        usual = known is not None and dlse is None and not strict and not torch.is_grad_enabled()
-        if usual and (made := known.run_backward(needed, do, o, lse, objects)) is not None:
-            return made
-        wanted = tuple(_OF[name] for name, needs in zip(names, needed, strict=True) if needs)
-        if not wanted or (do is None and dlse is None):
-            return (None,) * (4 + len(names))
-        if others := getattr(ctx, "others", None):
-            objects = [t if x is None else x for t, x in zip(objects, others, strict=True)]
-        arrays = dict(zip(names, objects, strict=True))
-        if do is None:
-            do = torch.zeros_like(o)
-        if strict and not torch.is_deterministic_algorithms_warn_only_enabled():
-            call = _with_options(call, deterministic=True)
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                results = run(ctx.backward_of(call, arrays, do, o, lse, dlse, wanted))
-            results = _Final.apply(call.operation.name, len(results), *results, do, dlse, *arrays.values())
-        else:
-            its = ctx.backward_of(call, arrays, do, o, lse, dlse, wanted)
-            results = run(its)
-            if usual:
-                known.learn_backward(needed, its, do)
-        found = dict(zip((name for name in GRADIENTS if name in wanted), results, strict=True))
-        gradients: list[Any] = [None] * 4
-        for name in names:
-            gradient = found.get(_OF.get(name, ""))
-            if gradient is not None and gradient.dtype is not arrays[name].dtype:
-                gradient = gradient.to(arrays[name].dtype)  # sums are float32, whatever sinks and masks are
-            gradients.append(gradient)
-        return tuple(gradients)
+        objects = [t if x is None else x for t, x in zip(objects, ctx.others, strict=True)]
+        needed = ctx.needs_input_grad[2:]
+        return (None, None, *_differentiate(ctx.backward_of, ctx.call, needed, do, o, lse, dlse, objects))
+
+
+class _Known(torch.autograd.Function):
+    """`_Attention` of a call like one that has run (`repeated.Repeated`), whose gradients are those of q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, known: Repeated, objects: tuple[Any, ...], addresses: list[int], q: Any, k: Any, v: Any
+    ) -> tuple[Any, ...] | None:
+        results = known.forward(objects, addresses, None, None)
+        if results is None:
+            return None
+        ctx.set_materialize_grads(False)
+        ctx.known = known
+        ctx.save_for_backward(*results, *objects)
+        return tuple(results) if known.call.options.return_lse else (results[0],)
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
+        known = ctx.known
+        needed = ctx.needs_input_grad[3:]
+        o, lse, *objects = ctx.saved_tensors
+        usual = dlse is None and not torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
+        if usual:
+            made = known.run_backward(needed, do, o, lse, objects)
+            if made is not None:
+                return (None, None, None, *made)
+        every = (*needed, *(False,) * (len(objects) - 3))
+        learn_with = (known, needed) if usual else None
+        found = _differentiate(known.backward_of, known.call, every, do, o, lse, dlse, objects, learn_with)
+        return (None, None, None, *found[:3])
+
+
+#: `Function.apply` without a search for transforms that have ended: no tensor here is one of theirs (`key_of`).
+_apply_known: Any = getattr(super(torch.autograd.Function, _Known), "apply", _Known.apply)
+KNOWN_CALLS.append(_run_known)
+
+
+def _differentiate(
+    backward_of: Backward,
+    call: Call,
+    needed: tuple[bool, ...],
+    do: Any,
+    o: Any,
+    lse: Any,
+    dlse: Any,
+    objects: list[Any],
+    known: tuple[Repeated, tuple[bool, ...]] | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of the call's arrays ``objects``, None for those that need none."""
+    names = call.operation.arrays
+    wanted = tuple(_OF[name] for name, needs in zip(names, needed, strict=True) if needs)
+    if not wanted or (do is None and dlse is None):
+        return (None,) * len(names)
+    arrays = dict(zip(names, objects, strict=True))
+    if do is None:
+        do = torch.zeros_like(o)
+    strict = torch.are_deterministic_algorithms_enabled()
+    if strict and not torch.is_deterministic_algorithms_warn_only_enabled():
+        call = _with_options(call, deterministic=True)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            results = run(backward_of(call, arrays, do, o, lse, dlse, wanted))
+        results = _Final.apply(call.operation.name, len(results), *results, do, dlse, *arrays.values())
+    else:
+        its = backward_of(call, arrays, do, o, lse, dlse, wanted)
+        results = run(its)
+        if known is not None:
+            known[0].learn_backward(known[1], its, do)
+    found = dict(zip((name for name in GRADIENTS if name in wanted), results, strict=True))
+    gradients: list[Any] = []
+    for name in names:
+        gradient = found.get(_OF.get(name, ""))
+        if gradient is not None and gradient.dtype is not arrays[name].dtype:
+            gradient = gradient.to(arrays[name].dtype)  # sums are float32, whatever sinks and masks are
+        gradients.append(gradient)
+    return tuple(gradients)
 
 
 class _Final(torch.autograd.Function):

@@ -6,19 +6,17 @@ Of calls of `attention` and `attention_varlen` on plain CUDA tensors, without ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...arrays import from_torch
 from ...plan.cache import PlanCache
-from ...plan.engine import Call, Operation, kept
+from ...plan.engine import PLANS, Call, kept
 from ...plan.repeat import Repeat
 from ...runtime.env import forced_kernels
 
 #: Places among a forward's arrays: q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks.
 _NUM_ARRAYS, _OUT, _MASK = 8, 3, 6
-#: What comes before them among the inputs of the autograd function.
-_LEAD = (None,) * 4
-_NOT_OTHERS = (False,) * (_NUM_ARRAYS - 3)
 
 
 def key_of(call: Call) -> tuple[Any, list[int]]:
@@ -43,36 +41,36 @@ def key_of(call: Call) -> tuple[Any, list[int]]:
     return key, seen[1]
 
 
-class Repeated:
-    """What is known of a call with gradients.
+#: (call of the forward, its arrays by name, do, o, lse, dlse, wanted) -> the call of the backward, whose results are in
+#: the order of `GRADIENTS`.
+Backward = Callable[[Call, dict[str, Any], Any, Any, Any, Any, tuple[str, ...]], Call]
 
-    Attributes
+
+class Repeated:
+    """What is known of a call with gradients of q, k and v.
+
+    Parameters
     ----------
     call : Call
         Its operation and options, without arrays.
-    forward : Repeat or None
-        The fast path of the forward with the LSE; None as long as it has not run, or where there is none.
+    forward : Repeat
+        The fast path of the forward with the LSE.
+    backward_of : callable
+        Gives the call of the backward.
     """
 
-    __slots__ = ("_backwards", "call", "forward")
+    __slots__ = ("_backwards", "backward_of", "call", "forward")
 
-    def __init__(self, operation: Operation, options: Any) -> None:
-        self.call = Call(operation, (), options)
-        self.forward: Repeat | None = None
+    def __init__(self, call: Call, forward: Repeat, backward_of: Backward) -> None:
+        self.call = call
+        self.forward = forward
+        self.backward_of = backward_of
         # By what is needed and the facts of the backward's arrays: its fast path.
         self._backwards: dict[Any, Repeat] = {}
 
-    def learn_forward(self, call: Call, key: Any) -> None:
-        """Keep the fast path of ``call``, which has run."""
-        objects = tuple(x if x is None else x.detach() for x in call.objects)
-        self.forward = kept(Call(call.operation, objects, call.options._replace(return_lse=True)))
-        if self.forward is not None:
-            _KNOWN.put(key, self)
-
     def learn_backward(self, needed: tuple[bool, ...], call: Call, do: Any) -> None:
         """Keep the fast path of ``call``, a backward that has run."""
-        # Not where do was copied, or where sums become gradients of another dtype.
-        if call.objects[3] is not do or needed[3:] != _NOT_OTHERS:
+        if call.objects[3] is not do:  # a copy of it
             return
         seen, repeat = from_torch.torch_facts(call.objects), kept(call)
         if seen is not None and repeat is not None:
@@ -83,7 +81,7 @@ class Repeated:
     def run_backward(
         self, needed: tuple[bool, ...], do: Any, o: Any, lse: Any, saved: list[Any]
     ) -> tuple[Any, ...] | None:
-        """Gradients of the autograd function's inputs; None for a backward that is not known."""
+        """Gradients of q, k and v; None for a backward that is not known."""
         q, k, v, _, starts_q, starts_k, _, sinks = saved
         objects = (q, k, v, do, o, lse, None, starts_q, starts_k, None, sinks, None, None, None)
         seen = from_torch.torch_facts(objects)
@@ -96,12 +94,20 @@ class Repeated:
         if results is None:
             return None
         made = iter(results)
-        return (*_LEAD, *(next(made) if needs else None for needs in needed))
+        return tuple(next(made) if needs else None for needs in needed)
 
 
-_KNOWN: PlanCache[Repeated] = PlanCache(1024)
+#: By `key_of`.
+KNOWN: PlanCache[Repeated] = PlanCache(1024)
+KNOWN.follow(PLANS)
 
 
-def repeated(key: Any) -> Repeated | None:
-    """What is known of a call with this key (`key_of`)."""
-    return None if key is None else _KNOWN.get(key)
+def learn(call: Call, backward_of: Backward) -> None:
+    """Keep what is known of ``call``, which has run, if gradients of nothing but q, k and v are wanted of it."""
+    key, _ = key_of(call)
+    if key is None or any(x is not None and x.requires_grad for x in call.objects[3:]):
+        return
+    objects = tuple(x if x is None else x.detach() for x in call.objects)
+    forward = kept(Call(call.operation, objects, call.options._replace(return_lse=True)))
+    if forward is not None:
+        KNOWN.put(key, Repeated(Call(call.operation, (), call.options), forward, backward_of))
