@@ -53,7 +53,7 @@ def _with_gradients(call: Call) -> list[Any]:
     quantized = _on_operands(call) if call.operation in (_ATTENTION, _ATTENTION_VARLEN) else None
     if quantized is not None:
         return run(quantized)
-    if any(x is not None for x in call.objects[len(checks.ARRAYS) :]) or arrays.is_e4m3(call.objects[0]):
+    if checks.DESCALES[0] in call.operation.arrays or arrays.is_e4m3(call.objects[0]):
         raise UnsupportedError(
             f"{call.operation.name}(): an argument requires a gradient, and e4m3 arrays and their factors have none",
             instead="16-bit arrays with precision='fp8', whose gradients are those of exact attention",

@@ -9,6 +9,7 @@ from ..problems import AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
+from .advice import advise
 from .choice import RowsOf, Selection, dotted, forced, unfit_target
 from .tile import SMALL, best_tile
 
@@ -264,6 +265,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         asked = "auto" not in (wanted.pv, wanted.pv_accumulator)
         reason = "as asked for" if asked else "two-level sums" if best.arch_specific else why_pv
         why.append(f"P V in {best.pv} with {best.pv_accumulator} accumulators: {reason}")
+    if (advice := advise(problem, target)) is not None:
+        why.append(advice)
     if wanted.qk == "int4" and best.qk == "int8":
         why.append("this GPU has no 4-bit products: 4-bit values go through the 8-bit ones, no faster than int8")
     if best is not usual:

@@ -161,7 +161,7 @@ class use_sdpa(ContextDecorator):
     Raises
     ------
     ArgumentError, UnsupportedError
-        A precision that is none, or not in this version: when it is made.
+        A precision that is none: when it is made.
 
     Notes
     -----
