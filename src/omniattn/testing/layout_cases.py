@@ -13,6 +13,7 @@ from omniattn.launch.structs import At
 from omniattn.problems import FP8_ARRAYS, AttentionProblem, AttentionStrides, Descale, Descales
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.quantize import BLOCK_ROWS, carve
+from omniattn.reference.e4m3 import decode_e4m3
 from omniattn.reference.quantize import KEY_ORDER, sequences
 from omniattn.registry import KernelSpec
 from omniattn.runtime.record import Program
@@ -73,6 +74,8 @@ class LayoutCase:
         rng = np.random.default_rng(self.keys)
         lead = () if self.packed else (_BATCH,)
         v: Values = rng.integers(0, 256, (*lead, self.keys, _HEADS, self.head_dim), dtype=np.uint8)
+        v[v & 127 == 127] = 0  # NaN
+        v[..., 100:, 1, :] &= 127  # one sign
         factors = rng.random((_BATCH, _HEADS)).astype(np.float32)
         shapes = whole.shapes()
         out: Values = np.full(shapes["v"][0], _POISON, dtype=np.uint8)
@@ -83,17 +86,25 @@ class LayoutCase:
             ordered = rows.reshape(-1, 16, *rows.shape[1:])[:, KEY_ORDER].reshape(rows.shape).transpose(1, 2, 0)
             part = out if self.packed else out[s.batch]
             part[:, :, first * BLOCK_ROWS : (first + blocks) * BLOCK_ROWS] = ordered
+        drift: Values = np.full(fp8.layout_shapes(whole)["drift"][0], _POISON, dtype=np.uint8)
+        for s in sequences(whole, self.keys, np.array(_STARTS) if self.packed else None):
+            own = decode_e4m3((v if self.packed else v[s.batch])[s.begin : s.begin + s.length])
+            for i in range(-(-s.length // BLOCK_ROWS)):
+                block = own[i * BLOCK_ROWS : (i + 1) * BLOCK_ROWS].astype(np.float64)
+                squares, energy = block.sum(axis=0) ** 2, (block**2).sum(axis=0)
+                drifts = (squares > 36 * energy).any(axis=-1) | (squares.sum(axis=-1) > 4 * energy.sum(axis=-1))
+                part = drift if self.packed else drift[s.batch]
+                part[:, s.slot(BLOCK_ROWS, self.packed) + i] = drifts
         scale = factors if self.factors else np.ones_like(factors)
         scales = np.ascontiguousarray(np.broadcast_to(scale[:, :, None], shapes["v_scale"][0]))
-        return v, factors, {"v": out, "v_scale": scales}
+        return v, factors, {"v": out, "v_scale": scales, "drift": drift}
 
     def check(self, framework: Framework, prepared: tuple[Values, Values, dict[str, Values]]) -> tuple[float, str]:
         """Launch the kernel, and compare all bytes of the memory."""
         v, factors, wanted = prepared
         problem = self.problem
         whole = problem.quantization(grouping="sm90", pv="fp8", pv_accumulator="fp32", unpacked=False)
-        shapes = whole.shapes()
-        offsets, size = carve({name: shapes[name] for name in wanted})
+        offsets, size = carve(fp8.layout_shapes(whole))
         at = {name: At("workspace", WORKSPACE_ALIGNMENT + offset) for name, offset in offsets.items()}
         expected: Values = np.full(size + 2 * WORKSPACE_ALIGNMENT, _POISON, dtype=np.uint8)
         before = expected.copy()
