@@ -57,10 +57,15 @@ class LayoutCase:
         return self.spec.head_dim - self.below
 
     @property
+    def width(self) -> int:
+        """Elements between two heads of a key: rows begin at multiples of 16 bytes."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
     def problem(self) -> AttentionProblem:
         """The call's facts."""
-        d, none = self.head_dim, (0, 0, 0)
-        of_v = (0 if self.packed else self.keys * _HEADS * d, _HEADS * d, d)
+        d, none, row = self.head_dim, (0, 0, 0), _HEADS * self.width
+        of_v = (0 if self.packed else self.keys * row, row, self.width)
         descale = Descale("per_head", (_HEADS, 1, 0)) if self.factors else Descale()
         return AttentionProblem(
             "bfloat16", _BATCH, 1, self.keys, _HEADS, _HEADS, d, -1, -1, 1.0, 0.0, "none", "none", self.packed,
@@ -73,7 +78,7 @@ class LayoutCase:
         whole = self.problem.quantization(grouping="sm90", pv="fp8", pv_accumulator="fp32", unpacked=False)
         rng = np.random.default_rng(self.keys)
         lead = () if self.packed else (_BATCH,)
-        v: Values = rng.integers(0, 256, (*lead, self.keys, _HEADS, self.head_dim), dtype=np.uint8)
+        v: Values = rng.integers(0, 256, (*lead, self.keys, _HEADS, self.width), dtype=np.uint8)
         v[v & 127 == 127] = 0  # NaN
         v[..., 100:, 1, :] &= 127  # one sign
         factors = rng.random((_BATCH, _HEADS)).astype(np.float32)
@@ -82,15 +87,16 @@ class LayoutCase:
         for s in sequences(whole, self.keys, np.array(_STARTS) if self.packed else None):
             blocks, first = -(-s.length // BLOCK_ROWS), s.slot(BLOCK_ROWS, self.packed)
             rows: Values = np.zeros((blocks * BLOCK_ROWS, _HEADS, whole.head_dim_pad), dtype=np.uint8)
-            rows[: s.length, :, : self.head_dim] = (v if self.packed else v[s.batch])[s.begin : s.begin + s.length]
+            own = (v if self.packed else v[s.batch])[s.begin : s.begin + s.length, :, : self.head_dim]
+            rows[: s.length, :, : self.head_dim] = own
             ordered = rows.reshape(-1, 16, *rows.shape[1:])[:, KEY_ORDER].reshape(rows.shape).transpose(1, 2, 0)
             part = out if self.packed else out[s.batch]
             part[:, :, first * BLOCK_ROWS : (first + blocks) * BLOCK_ROWS] = ordered
         drift: Values = np.full(fp8.layout_shapes(whole)["drift"][0], _POISON, dtype=np.uint8)
         for s in sequences(whole, self.keys, np.array(_STARTS) if self.packed else None):
-            own = decode_e4m3((v if self.packed else v[s.batch])[s.begin : s.begin + s.length])
+            values = (v if self.packed else v[s.batch])[s.begin : s.begin + s.length, :, : self.head_dim]
             for i in range(-(-s.length // BLOCK_ROWS)):
-                block = own[i * BLOCK_ROWS : (i + 1) * BLOCK_ROWS].astype(np.float64)
+                block = decode_e4m3(values[i * BLOCK_ROWS : (i + 1) * BLOCK_ROWS]).astype(np.float64)
                 squares, energy = block.sum(axis=0) ** 2, (block**2).sum(axis=0)
                 drifts = (squares > 36 * energy).any(axis=-1) | (squares.sum(axis=-1) > 4 * energy.sum(axis=-1))
                 part = drift if self.packed else drift[s.batch]
