@@ -26,8 +26,8 @@ OA_DEVICE const float* q_scales(const AttnFwdParams& p, const QuantizedOperands&
 
 __device__ const float kNoScale = 1.0f;
 
-// Scales of e4m3, of 128 rows each: those of a head of the tile's sequence, counted from its first; null, with strides of 0: all are 1.
-// `scale`: what BlockScales has for q or for k.
+// Scales of e4m3, of 128 rows each: those of a head of the tile's sequence, counted from its first; null, with strides
+// of 0: all are 1. `scale`: what BlockScales has for q or for k.
 OA_DEVICE const float* block_scales(const float* scale, int64 stride_b, int64 stride_h, int64 stride_block,
                                     int32 by_slot, const FwdTile& t, int32 head, int32 begin) {
     if (scale == nullptr) return &kNoScale;  // strides are 0

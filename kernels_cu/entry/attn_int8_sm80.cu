@@ -9,8 +9,8 @@
 // (two to a byte); v [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16, or [batch, num_kv_heads, head_dim_pad, keys]
 // e4m3, keys permuted inside each 16. Formats, and packed sequences: docs/quantization.md, grouping "sm80". Of the 32
 // rows of a slice, rows r, r + 8, r + 16, r + 24 have one scale; of a tile of 64 keys, keys 8i + 2j and 8i + 2j + 1
-// have one: a lane needs one of each; of e4m3 (QK_E4M3) 128 rows have one (BlockScales). row_bias is a constant of its row, which the softmax does not see: it enters with
-// LSE, sinks and softcap.
+// have one: a lane needs one of each; of e4m3 (QK_E4M3) 128 rows have one (BlockScales). row_bias is a constant of its
+// row, which the softmax does not see: it enters with LSE, sinks and softcap.
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
 // to the stores of O. Keys are walked from the last visible tile to the first. The softmax is that of the Hopper

@@ -1,6 +1,7 @@
 // V in e4m3 from rows of tokens to rows of channels, as attention on 8-bit operands reads it (docs/quantization.md).
 //
-//   v_out[b, h, c, 128 i + 16 g + p] = v[b, 128 i + 16 g + order[p], h, c]   order: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15
+//   v_out[b, h, c, 128 i + 16 g + p] = v[b, 128 i + 16 g + order[p], h, c]
+//   order: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15
 //   v_scale[b, h, c] = descale
 //   drift[b, h, i] = any c: S(c)^2 > 36 Q(c)  or  sum S(c)^2 > 4 sum Q(c)    S, Q: sums of v and of v^2 over 128 keys
 //
@@ -15,8 +16,8 @@
 // channels: four loads of 16 bytes, 16 words to shared memory. Then 16 bytes of a channel each to global memory, 128 a
 // row.
 //
-// Shared memory (static): words [HEAD_DIM][32] | totals of the warps. Units of 16 bytes of a channel are exchanged by its number / 16, so that
-// neither side has more than two lanes at a bank.
+// Shared memory (static): words [HEAD_DIM][32] | totals of the warps. Units of 16 bytes of a channel are exchanged by
+// its number / 16, so that neither side has more than two lanes at a bank.
 #include "params/layout_fp8.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/l2.cuh"

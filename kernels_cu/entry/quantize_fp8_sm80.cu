@@ -2,13 +2,13 @@
 //
 //   scale = amax(128 rows of R x) / 448;  out = e4m3(R x * (1 / scale));  R: quantize/rotation.cuh, or 1
 //
-// q: [batch, seqlen_q, num_q_heads, head_dim], k alike, fp16 or bf16, any strides with 16-byte rows. out: [batch, heads,
-// rows, head_dim_pad] e4m3, scale: [batch, heads, blocks] fp32. The bits are those of quantize_sm80, which does all else
-// (means, packed sequences); a row that holds NaN or infinity does not count for the scale and becomes NaN.
+// q: [batch, seqlen_q, num_q_heads, head_dim], k alike, fp16 or bf16, any strides with 16-byte rows. out: [batch,
+// heads, rows, head_dim_pad] e4m3, scale: [batch, heads, blocks] fp32. The bits are those of quantize_sm80, which does
+// all else (means, packed sequences); a row that holds NaN or infinity does not count for the scale and becomes NaN.
 //
-// One CTA of 4 * HEAD_DIM threads takes 128 rows of a head; kLanes = HEAD_DIM / 32 lanes have a row, lane l units l, l +
-// kLanes, .. of 8 channels. So strides 1, 2, 4 of the transform and the largest two are within a lane, and loads are of
-// whole sectors. Bound by memory and, with the transform, by shuffles.
+// One CTA of 4 * HEAD_DIM threads takes 128 rows of a head; kLanes = HEAD_DIM / 32 lanes have a row, lane l units l, l
+// + kLanes, .. of 8 channels. So strides 1, 2, 4 of the transform and the largest two are within a lane, and loads are
+// of whole sectors. Bound by memory and, with the transform, by shuffles.
 //
 // Shared memory (static): largest magnitudes of the warps.
 #include "params/quantize_fp8.cuh"

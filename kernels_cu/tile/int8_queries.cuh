@@ -6,8 +6,9 @@
 #include "ptx/wgmma_e4m3.cuh"
 #include "ptx/wgmma_s8.cuh"
 
-// Config: Qk (Int8, or E4m3 with Score = float), kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a swizzle of its length; further channels
-// follow in a panel behind all rows), kBlockN. `tile`: shared address of the CTA's rows.
+// Config: Qk (Int8, or E4m3 with Score = float), kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a
+// swizzle of its length; further channels follow in a panel behind all rows), kBlockN. `tile`: shared address of the
+// CTA's rows.
 // kTaken: whether `take` has read all of Q, so that its stage can be released.
 template <typename Config>
 struct SharedQueries {
@@ -20,8 +21,8 @@ struct SharedQueries {
     // S (+)= Q K^T over the 32 channels of `step`.
     OA_DEVICE void multiply(typename Config::Score (&s)[Config::kBlockN / 2], int step, uint64 k) const {
         uint32 panel = step * 32 / Config::kRowBytes, column = step * 32 % Config::kRowBytes;
-        Wgmma<typename Config::Qk, Config::kBlockN>::ss(s, first.at(panel * Config::kBlockM * Config::kRowBytes + column), k,
-                                         step != 0);
+        Wgmma<typename Config::Qk, Config::kBlockN>::ss(
+            s, first.at(panel * Config::kBlockM * Config::kRowBytes + column), k, step != 0);
     }
 };
 
