@@ -1,5 +1,5 @@
-// Merge of the partial results that attn_fwd_sm80 and attn_fwd_sm90 leave where keys are split over CTAs. Source: Flash-Decoding (Dao et
-// al. 2023).
+// Merge of the partial results that attn_fwd_sm80 and attn_fwd_sm90 leave where keys are split over CTAs. Source:
+// Flash-Decoding (Dao et al. 2023).
 //
 //   M = max m_i;  L = sum l_i 2^(m_i - M);  O = sum O_i 2^(m_i - M) / L;  LSE = ln 2 (M + log2 L), sinks added to L
 //

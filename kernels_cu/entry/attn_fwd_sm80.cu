@@ -5,8 +5,8 @@
 //
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
 // dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
-// rows]. OWN_HEAD_DIM_V: v and o have a head_dim of their own, in tiles of the same width. SPLIT_KEYS: a CTA takes a part
-// of a tile's keys, and leaves partial results that attn_combine_sm80 merges (Flash-Decoding, Dao et al. 2023).
+// rows]. OWN_HEAD_DIM_V: v and o have a head_dim of their own, in tiles of the same width. SPLIT_KEYS: a CTA takes a
+// part of a tile's keys, and leaves partial results that attn_combine_sm80 merges (Flash-Decoding, Dao et al. 2023).
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
 // to the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to
@@ -253,7 +253,8 @@ class ListedSteps {
           group_(warp_idx * Config::kMTiles * 16 / 64) {
         const ScoreForms& f = params.forms;
         // Without a list: the last tile but one to come.
-        step_ = keys.end - Part(keys.end - keys.first).first + (params.fwd.mask_kind == kMaskNone ? kTileFull : kTileMixed) * kKindUnit;
+        step_ = keys.end - Part(keys.end - keys.first).first +
+                (params.fwd.mask_kind == kMaskNone ? kTileFull : kTileMixed) * kKindUnit;
         // A list that knows nothing of a mask: the mask is read in every tile.
         if ((f.forms & kFormModTiles) && params.fwd.mask_kind != kMaskNone) no_kind_ = kTileFull;
         if (list_ != nullptr) {
