@@ -91,6 +91,7 @@ PARTS: dict[str, Part] = {
     "accuracy_precisions": Part(
         ("low_precision_accuracy",), errors("precisions", _both(3), labels={"int4": "int4 (Q+K smoothed)"})
     ),
+    "accuracy_rotated": Part(("low_precision_accuracy",), errors("rotated", _both(3))),
     "accuracy_granularity": Part(
         ("low_precision_accuracy",), errors("granularity", _l1, labels={"input": "V, grouping"})
     ),

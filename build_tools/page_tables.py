@@ -67,6 +67,7 @@ SOURCES: dict[str, Source] = {
         "int8",
         False,
     ),
+    "fp8": Source("omniattn bench --precision fp8 --only cudnn --json", "fp8", False),
     "int8_sustained": Source("omniattn bench --sustained 0.6 --precision int8 --only cudnn --json", "int8", False),
     "decode_sustained": Source("omniattn bench decode --sustained --json", "decode", False),
     **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
@@ -122,6 +123,32 @@ def int8(report: Report) -> str:
         )
     over = f"over {anchor(report)}"
     header = ["TFLOP/s", "exact", over, "int8, end to end", over, "over exact", "int8 kernel", over]
+    return below(table(header, lines), report)
+
+
+def fp8(report: Report) -> str:
+    """Exact attention, fp8 and int8 end to end, and fp8 on e4m3 arrays: whole calls, the kernel alone."""
+    lines = []
+    for shape, cells in _by_shape(report).items():
+        whole, arrays, kernel, mean, int8_whole = (
+            cells.get(f"omniattn_{name}") for name in ("fp8", "fp8_arrays", "fp8_kernel", "fp8_kernel_mean", "int8")
+        )
+        lines.append(
+            [
+                shape,
+                *_speed(cells.get("omniattn"), "ratio_to_anchor"),
+                *_speed(int8_whole),
+                *_speed(whole, "ratio_to_exact"),
+                *_speed(arrays, "ratio_to_exact"),
+                *_speed(kernel, "ratio_to_anchor"),
+                *_speed(mean),
+            ]
+        )
+    over = f"over {anchor(report)}"
+    header = [
+        "TFLOP/s", "exact", over, "int8, end to end", "fp8, end to end", "over exact", "e4m3 arrays", "over exact",
+        "fp8 kernel", over, "with a mean in V",
+    ]  # fmt: skip
     return below(table(header, lines), report)
 
 
@@ -288,6 +315,7 @@ PARTS: dict[str, Part] = {
     "forward_sm80": Part(tuple(f"forward_sm80_d{head_dim}" for head_dim in HEAD_DIMS), forward),
     "int8": Part(("int8",), int8),
     "int8_sm80": Part(("int8_sm80",), int8),
+    "fp8": Part(("fp8",), fp8),
     "int8_sustained": Part(("int8_sustained",), int8_load),
     "decode": Part(("decode",), decode_tables.decode),
     "decode_others": Part(("decode",), decode_tables.decode_others),

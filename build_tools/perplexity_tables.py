@@ -37,7 +37,7 @@ def perplexity(*columns: str) -> Callable[[Report], str]:
 
 #: What the markers of the pages name.
 PARTS: dict[str, Part] = {
-    "perplexity_precisions": Part(("perplexity_precisions",), perplexity("`precision=`", "Smoothed")),
+    "perplexity_precisions": Part(("perplexity_precisions",), perplexity("`precision=`", "Smoothed", "Rotated")),
     "perplexity_products": Part(("perplexity_products",), perplexity("Q·Kᵀ", "P·V", "sums")),
     "perplexity_caches": Part(("perplexity_caches",), perplexity("Cache", "Bytes a token")),
 }

@@ -18,11 +18,12 @@ from model import AttentionFn, Model, Precision, Predictions, omniattn_attention
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: what is passed as `precision=`, and what is quantized minus its mean."""
+    """One row: what is passed as `precision=`, what is quantized minus its mean, and whether Q and K are rotated."""
 
     precision: Precision
     label: str
     smoothed: str
+    rotated: str = ""
 
 
 def variants() -> list[Variant]:
@@ -33,7 +34,12 @@ def variants() -> list[Variant]:
         Variant("exact", '"exact"', ""),
         Variant("int8", '"int8"', "K, V"),
         Variant(oa.Int8(smooth_q=True), "Int8(smooth_q=True)", "Q, K, V"),
+        Variant(oa.Int8(hadamard=True), "Int8(hadamard=True)", "K, V", "Q, K"),
+        Variant("fp8", '"fp8"', "V", "Q, K"),
+        Variant(oa.Fp8(smooth_k=True), "Fp8(smooth_k=True)", "K, V", "Q, K"),
+        Variant(oa.Fp8(hadamard=False), "Fp8(hadamard=False)", "V"),
         Variant("int4", '"int4"', "Q, K, V"),
+        Variant(oa.Int4(hadamard=True), "Int4(hadamard=True)", "Q, K, V", "Q, K"),
         Variant(oa.Int4(smooth_q=False), "Int4(smooth_q=False)", "K, V"),
         Variant(oa.Int4(smooth_k=False, smooth_q=False), "Int4(smooth_k=False, smooth_q=False)", "V"),
     ]
@@ -139,6 +145,7 @@ def write_rows(
 def write_table(model: Model, windows: list[np.ndarray], write: Callable[[str], None]) -> list[dict[str, Any]]:
     """Write the table of all precisions, and return its rows."""
     rows = [
-        Row((f"`{x.label}`", x.smoothed), partial(omniattn_attention, x.precision), f"`{x.label}`") for x in variants()
+        Row((f"`{x.label}`", x.smoothed, x.rotated), partial(omniattn_attention, x.precision), f"`{x.label}`")
+        for x in variants()
     ]
-    return write_rows(("`precision=`", "Smoothed"), rows, model, windows, write)
+    return write_rows(("`precision=`", "Smoothed", "Rotated"), rows, model, windows, write)

@@ -15,6 +15,10 @@
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
+// Floats in the registers of integers, and of products that are floats already.
+OA_DEVICE void put_float(int32& s, float f) { s = __float_as_int(f); }
+OA_DEVICE void put_float(float& s, float f) { s = f; }
+
 // Integers as floats, in their registers.
 template <int kScores>
 OA_DEVICE void make_floats(int32 (&s)[kScores]) {
@@ -22,9 +26,16 @@ OA_DEVICE void make_floats(int32 (&s)[kScores]) {
     for (int i = 0; i < kScores; ++i) s[i] = __float_as_int(__int2float_rn(s[i]));
 }
 template <int kScores>
+OA_DEVICE void make_floats(float (&)[kScores]) {}
+template <int kScores>
 OA_DEVICE void floats_of(const int32 (&s)[kScores], float (&f)[kScores]) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) f[i] = __int_as_float(s[i]);
+}
+template <int kScores>
+OA_DEVICE void floats_of(const float (&s)[kScores], float (&f)[kScores]) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) f[i] = s[i];
 }
 
 // Products from integers as floats. shift: of either row; delta: shared memory, from this lane's first column on, or
@@ -46,12 +57,12 @@ OA_DEVICE void make_products(float (&f)[kScores], float scale, const float (&shi
 
 // Scores in base 2 in the registers of their integers, some of which `hide` may have hidden: that holds whatever scale
 // is, NaN included.
-template <int kScores>
-OA_DEVICE void make_base2(int32 (&s)[kScores], float scale) {
+template <typename Score, int kScores>
+OA_DEVICE void make_base2(Score (&s)[kScores], float scale) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
         float score = score_of(s[i]);
-        s[i] = __float_as_int(score == neg_inf() ? score : (score - kScoreBias<int32>)*scale);
+        put_float(s[i], score == neg_inf() ? score : (score - kScoreBias<Score>)*scale);
     }
 }
 

@@ -115,6 +115,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         // Whether a tile that the mask leaves as it is goes to the exponentials as integers; or, with softcap, as a
         // series in them.
         const bool plain = !this->has_delta() && !(forms.forms & kFormScaled) && (kIntegers || capped);
+        this->find_key_scales(t);
         const float q_scale = this->scale_of_queries(t, warp_row);
         // By way of a shuffle, as with lane_: computing it anew at every step would stand between two products.
         const float q_scale2 = __shfl_sync(0xffffffffu, q_scale * (p_.softmax_scale * kLog2e), lane_);
@@ -123,7 +124,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         if (capped) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                row_shift[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r);
+                if (!Config::kBlockScales || params_.operands.row_bias != nullptr)
+                    row_shift[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r);
                 if (kSeries) cap[r] = CapRow(row_shift[r], forms);
             }
         }
@@ -170,8 +172,6 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             this->release_inner();
             is_full = this->is_inner_full();
         };
-        // Of the step's tile: integers to base 2.
-        auto base2_scale = [&] { return scale_without_rounding(q_scale2 * this->scale_of_keys()); };
         auto exponentiate_integers = [&] {
             sum[0] = sum[1] = 0.0f;
             const float c[2] = {scale, scale};
@@ -243,6 +243,11 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         };
         look_ahead();
         auto entry_now = [&] { return __shfl_sync(0xffffffffu, window, i - window_at); };
+        auto scale_of_keys = [&] {
+            return this->scale_of_keys(Config::kBlockScales ? FormSteps::tile(entry_now()) : 0);
+        };
+        // Of the step's tile: scores to base 2.
+        auto base2_scale = [&] { return this->without_rounding(q_scale2 * scale_of_keys()); };
 
         this->wait_outer();
         q.take(smem_addr_at(&Int8Storage<Config>::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
@@ -275,7 +280,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             add();
         }
 
-        const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
+        const int32 flush_tiles = this->tiles_to_flush(t, keys.first, keys.end);
         int32 flush_at = i + flush_tiles, far_end = 0;
         // Which of the four places of products a step takes has to be the same for all four warps.
 #pragma unroll 1
@@ -304,7 +309,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
                     finish_pv();
                     release_stage();
                     renew_probs();
-                    again = is_too_large() || scale > kCoarseScale;
+                    again = is_too_large() || this->is_coarse(scale);
                     if (__any_sync(0xffffffffu, again || i + 1 >= stop || !is_full)) break;
                     add();
                     ++i;
@@ -321,7 +326,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
                     finish_pv();
                     release_stage();
                     renew_probs();
-                    again = is_too_large() || scale > kCoarseScale;
+                    again = is_too_large() || this->is_coarse(scale);
                     if (__any_sync(0xffffffffu, again || i + 1 >= stop || !is_full)) break;
                     add();
                     ++i;
@@ -329,7 +334,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             } else if (kSeries && !is_rare) {
                 const int32 stop = next_of(rare);
                 for (;;) {
-                    scale = q_scale * this->scale_of_keys();
+                    scale = q_scale * scale_of_keys();
                     products();
                     make_floats(s);
                     done = i >= far_end && is_near();
@@ -422,7 +427,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         }
         if (entry != kNothingHidden && is_edge(keys, n)) mask_edges(f, p_, t, warp_row, n * Config::kBlockN, lane_);
 #pragma unroll
-        for (int i = 0; i < Config::kNTiles * 4; ++i) s[i] = __float_as_int(f[i]);
+        for (int i = 0; i < Config::kNTiles * 4; ++i) put_float(s[i], f[i]);
         return c.base2;
     }
 

@@ -2,6 +2,7 @@
 // of a tile. The equation, the map of shared memory and the steps themselves: entry/attn_int8_sm90.cu.
 #pragma once
 #include "attention/delta_shift.cuh"
+#include "attention/flush_rule.cuh"
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/p_e4m3.cuh"
@@ -15,6 +16,16 @@
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_e4m3.cuh"
 #include "tile/int8_queries.cuh"
+
+// What a product of Q and K is.
+template <typename Qk>
+struct Int8Score {
+    using Type = float;
+};
+template <>
+struct Int8Score<Int8> {
+    using Type = int32;
+};
 
 struct NoMasks {};
 template <typename Config, bool kPresent = Config::kForms && !Config::kVarlen>
@@ -44,7 +55,7 @@ struct Int8Tile {
     static constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
     static constexpr uint32 kDeltaBytes = Config::kBlockN * 4;
     using Queries = typename Select<Config::kRegisterQ, RegisterQueries<Config>, SharedQueries<Config>>::Type;
-    using Scores = int32[Config::kNTiles * 4];
+    using Scores = typename Config::Score[Config::kNTiles * 4];
     using Output = float[Config::kOutputs];
     using RowSums = float[4];
     // P as operand. Keys are permuted inside each 16, as those of V are: a register holds columns x of blocks n and n +
@@ -102,7 +113,8 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
   public:
     static constexpr uint32 kQBytes = Tile::kQBytes, kVBytes = Tile::kKBytes;
     OA_DEVICE uint32 k_bytes() const {
-        return Tile::kKBytes + 16 + (has_columns() ? Config::kDeltaRows * Tile::kDeltaBytes : 0);
+        return Tile::kKBytes + (Config::kBlockScales ? 0 : 16) +
+               (has_columns() ? Config::kDeltaRows * Tile::kDeltaBytes : 0);
     }
 
     OA_DEVICE Int8Producer(const Params& params, Storage& smem, const RoleBarriers<Config>& bars)
@@ -127,10 +139,11 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
             tma_load_4d(smem_addr_at(&Storage::k) + stage * Tile::kKBytes + c * Config::kBlockN * Config::kRowBytes,
                         &params_.map_k, bar, c * Config::kRowBytes, t.k_begin + key, kv_head, t.batch_idx);
         int64 head = int64(t.batch_idx) * p.num_kv_heads + kv_head;
-        bulk_load(smem_addr_at(&Storage::k_scale) + 16 * stage,
-                  params_.operands.k_scale + head * params_.operands.k_scale_stride_h +
-                      (first_block<Config>(t, t.k_begin) + key / kBlockRows) * 4,
-                  16, bar);
+        if constexpr (!Config::kBlockScales)
+            bulk_load(smem_addr_at(&Storage::k_scale) + 16 * stage,
+                      params_.operands.k_scale + head * params_.operands.k_scale_stride_h +
+                          (first_block<Config>(t, t.k_begin) + key / kBlockRows) * 4,
+                      16, bar);
         if constexpr (Config::kDelta) {
             int64 q_head = int64(t.batch_idx) * p.num_q_heads + t.head_idx;
             int32 first = t.m0 / kBlockRows, last = (t.seqlen_q - 1) / kBlockRows;
@@ -224,6 +237,9 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
         // Rows behind the sequence, or (unsigned) before row 0, are zeros: a scale that never needs the slow path.
         if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
+        if constexpr (Config::kBlockScales)
+            return block_scale(q_block_scales(params_.operands, params_.scales, t), params_.scales.q_stride_block,
+                               uint32(warp_row) / kBlockRows);
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.operands.q_scale[head * params_.operands.q_scale_stride_h +
                                         first_block<Config>(t, t.q_begin) * 64 + (warp_row >> 4) * 8 + (lane_ >> 2)];
@@ -279,15 +295,43 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
         if (has_delta() && (n + 1) * Config::kBlockN > params_.operands.delta_columns)
             return __int_as_float(0x7fffffff);
-        return q_scale * scale_of_keys();
+        return q_scale * scale_of_keys(n);
     }
-    OA_DEVICE float scale_of_keys() const { return load_shared_float(k_scale_ + 16 * inner_at_.stage); }
+    // Of the step's tile n.
+    OA_DEVICE float scale_of_keys(int32 n) const {
+        if constexpr (Config::kBlockScales)
+            return block_scale(k_scales_, params_.scales.k_stride_block, uint32(n) / (kBlockRows / Config::kBlockN));
+        return load_shared_float(k_scale_ + 16 * inner_at_.stage);
+    }
+    // Tiles of keys between two flushes. first, end: the tiles that these queries look at.
+    OA_DEVICE int32 tiles_to_flush(const FwdTile& t, int32 first, int32 end) const {
+        int32 keys = params_.flush_keys;
+        if constexpr (Config::kBlockScales) {
+            int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+            keys =
+                flush_period(params_.scales, keys, int64(t.batch_idx) * p_.num_kv_heads + kv_head,
+                             first_block<Config>(t, t.k_begin), first * Config::kBlockN, end * Config::kBlockN, lane_);
+        }
+        return keys / Config::kBlockN;
+    }
+    // Before the first step of a tile of queries.
+    OA_DEVICE void find_key_scales(const FwdTile& t) {
+        if constexpr (Config::kBlockScales)
+            k_scales_ =
+                k_block_scales(params_.operands, params_.scales, t, t.head_idx / (p_.num_q_heads / p_.num_kv_heads));
+    }
+
+    // A scale of scores that are added to a constant as they are (attention/warp_softmax.cuh): integers.
+    OA_DEVICE static float without_rounding(float c) {
+        return kScoreBias<typename Config::Score> != 0.0f ? scale_without_rounding(c) : c;
+    }
+    OA_DEVICE static bool is_coarse(float c) { return kScoreBias<typename Config::Score> != 0.0f && c > kCoarseScale; }
 
     // Score units of tile n -> base-2 exponent, of the plain kernel: q_scale has the softmax's scale in it.
     OA_DEVICE float scale_of_scores(float q_scale, int32 n) const {
         if (Config::kDelta && (n + 1) * Config::kBlockN > params_.operands.delta_columns)
             return __int_as_float(0x7fffffff);
-        return scale_without_rounding(q_scale * load_shared_float(k_scale_ + 16 * inner_at_.stage));
+        return without_rounding(q_scale * scale_of_keys(n));
     }
 
     // delta_s of the step's tile, from this lane's first column on.
@@ -300,10 +344,13 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     Storage& storage_;
     WgmmaDescriptor k_, v_;  // of the first stages
     uint32 k_scale_;  // shared address of this lane's
+    const float* k_scales_ = nullptr;  // kBlockScales: of the keys of this tile of queries
 
   private:
     // Whether what smoothing took from the scores is still to be added: the softcap has had it already.
     OA_DEVICE bool has_bias() const {
+        if constexpr (Config::kBlockScales)
+            if (params_.operands.row_bias == nullptr) return false;
         if constexpr (Config::kSoftcap) return !(params_.forms.forms & kFormSoftcap);
         return true;
     }

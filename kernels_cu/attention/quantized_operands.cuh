@@ -24,6 +24,32 @@ OA_DEVICE const float* q_scales(const AttnFwdParams& p, const QuantizedOperands&
     return x.q_scale + head_of(p, t, p.num_q_heads, t.head_idx) * x.q_scale_stride_h + slice * 8;
 }
 
+__device__ const float kNoScale = 1.0f;
+
+// Scales of e4m3, of 128 rows each: those of a head of the tile's sequence, counted from its first; null, with strides of 0: all are 1.
+// `scale`: what BlockScales has for q or for k.
+OA_DEVICE const float* block_scales(const float* scale, int64 stride_b, int64 stride_h, int64 stride_block,
+                                    int32 by_slot, const FwdTile& t, int32 head, int32 begin) {
+    if (scale == nullptr) return &kNoScale;  // strides are 0
+    int32 batch = by_slot ? 0 : t.sequence, first = by_slot ? first_slot(begin, t.sequence, kBlockRows) : 0;
+    return scale + batch * stride_b + head * stride_h + first * stride_block;
+}
+OA_DEVICE const float* q_block_scales(const QuantizedOperands& x, const BlockScales& s, const FwdTile& t) {
+    return block_scales(x.q_scale, s.q_stride_b, s.q_stride_h, s.q_stride_block, s.by_slot, t,
+                        t.head_idx / int32(s.q_heads), t.q_begin);
+}
+OA_DEVICE const float* k_block_scales(const QuantizedOperands& x, const BlockScales& s, const FwdTile& t,
+                                      int32 kv_head) {
+    return block_scales(x.k_scale, s.k_stride_b, s.k_stride_h, s.k_stride_block, s.by_slot, t, kv_head, t.k_begin);
+}
+// Of a block of rows. A loop asks once in a step, with few instructions; and where it asks, because elsewhere the
+// compiler would place the chain between two products.
+OA_DEVICE float block_scale(const float* scales, int64 stride_block, uint32 block) {
+    float scale;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(scale) : "l"(scales + uint64(block) * uint32(stride_block)));
+    return scale;
+}
+
 // What smoothing took from the scores of each row, before the softmax's scale; from row 0 of the tile's sequence on.
 OA_DEVICE const float* row_biases(const AttnFwdParams& p, const QuantizedOperands& x, const FwdTile& t) {
     return x.row_bias + head_of(p, t, p.num_q_heads, t.head_idx) * p.seqlen_q + t.q_begin;

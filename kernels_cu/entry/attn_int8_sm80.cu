@@ -1,5 +1,5 @@
-// Low-precision attention forward on mma.sync, any GPU from sm_80 on: INT8 or INT4 Q K^T, FP16 or (sm_89 and newer) FP8
-// P V. Source: SageAttention (Zhang et al. 2024) and SageAttention2 (Zhang et al. 2024).
+// Low-precision attention forward on mma.sync, any GPU from sm_80 on: INT8, INT4 or (sm_89 and newer) e4m3 Q K^T, FP16
+// or (sm_89 and newer) FP8 P V. Source: SageAttention (Zhang et al. 2024) and SageAttention2 (Zhang et al. 2024).
 //
 //   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias)
 //   S = softcap * tanh(S / softcap);  S += mask
@@ -9,7 +9,7 @@
 // (two to a byte); v [batch, num_kv_heads, seqlen_k, head_dim_pad] fp16, or [batch, num_kv_heads, head_dim_pad, keys]
 // e4m3, keys permuted inside each 16. Formats, and packed sequences: docs/quantization.md, grouping "sm80". Of the 32
 // rows of a slice, rows r, r + 8, r + 16, r + 24 have one scale; of a tile of 64 keys, keys 8i + 2j and 8i + 2j + 1
-// have one: a lane needs one of each. row_bias is a constant of its row, which the softmax does not see: it enters with
+// have one: a lane needs one of each; of e4m3 (QK_E4M3) 128 rows have one (BlockScales). row_bias is a constant of its row, which the softmax does not see: it enters with
 // LSE, sinks and softcap.
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
@@ -53,6 +53,7 @@ struct Config {
     using Value = PV_TYPE;  // Half or E4m3
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kBits = BITS;  // of an element of Q and K
+    static constexpr bool kFloatQk = QK_E4M3;  // it is e4m3
     static constexpr int kBlockM = BLOCK_M;
     static constexpr int kBlockN = 64;  // a tile of k_scale
     static constexpr int kWarps = NUM_WARPS;
@@ -103,7 +104,8 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes mu
 // Of a part of K in each of its panels.
 constexpr uint32 kKPartBytes = Config::kPartKeys * (KTile::kHasTail ? KTile::kTailBytes : 128);
 constexpr int kSteps = Config::kRowHalves / 16;
-using Score = SeededScore<Config::kBits>;
+using SeededInteger = SeededScore<Config::kBits>;
+using Score = Select<Config::kFloatQk, float, SeededInteger>::Type;
 using Integers = Score[Config::kNTiles * 4];
 using Floats = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
@@ -122,10 +124,21 @@ struct PRange {
 };
 using Softmax = RowState<PRange>;
 
+OA_DEVICE void mma_qk_first(SeededInteger* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    constexpr int32 kSeed = 0x4b400000;
+    mma_integers<Config::kBits>(d[0].bits, d[1].bits, d[2].bits, d[3].bits, a, b0, b1, kSeed);
+}
+OA_DEVICE void mma_qk_more(SeededInteger* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    mma_integers<Config::kBits>(d[0].bits, d[1].bits, d[2].bits, d[3].bits, a, b0, b1);
+}
+OA_DEVICE void mma_qk_first(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    mma_pv_first(E4m3{}, d, a, b0, b1);
+}
+OA_DEVICE void mma_qk_more(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1) { mma_pv_more(E4m3{}, d, a, b0, b1); }
+
 // S of one part of a tile, whose first key smem_k points at.
 OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane& q_lane, uint32 smem_k,
                       const KLane& k_lane) {
-    constexpr int32 kSeed = 0x4b400000;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         uint32 a[Config::kMTiles][4];
@@ -141,11 +154,9 @@ OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane
                 for (int h = 0; h < 2; ++h) {
                     Score* d = s[i] + 4 * (n + h);
                     if (step == 0) {
-                        mma_integers<Config::kBits>(d[0].bits, d[1].bits, d[2].bits, d[3].bits, a[i], b[2 * h],
-                                                    b[2 * h + 1], kSeed);
+                        mma_qk_first(d, a[i], b[2 * h], b[2 * h + 1]);
                     } else {
-                        mma_integers<Config::kBits>(d[0].bits, d[1].bits, d[2].bits, d[3].bits, a[i], b[2 * h],
-                                                    b[2 * h + 1]);
+                        mma_qk_more(d, a[i], b[2 * h], b[2 * h + 1]);
                     }
                 }
         }
@@ -207,10 +218,24 @@ OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities (&
     }
 }
 
-class Worker {
+// Where the scales of e4m3 are.
+struct WithBlockScales {
+    const BlockScales& scales_;
+    OA_DEVICE WithBlockScales(const BlockScales& scales) : scales_(scales) {}
+};
+struct NoBlockScales {
+    static constexpr BlockScales scales_ = {};
+    OA_DEVICE NoBlockScales(const BlockScales&) {}
+};
+
+class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
+    using Base = Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type;
+    using Base::scales_;
+
   public:
     OA_DEVICE Worker(const AttnInt8Sm80Params& params, const FwdTile& t, SharedStorage& smem, int warp_idx, int lane)
-        : p_(params.fwd),
+        : Base(params.scales),
+          p_(params.fwd),
           x_(params.operands),
           t_(t),
           smem_(smem),
@@ -222,14 +247,22 @@ class Worker {
             for (int d = 0; d < Config::kDTiles * 4; ++d) o_[i][d] = 0.0f;
         // Where none of the lane's rows exists, neither does their scale.
         q_scale_ = 1.0f;
-        if (warp_row_ + (lane_ >> 2) < t_.seqlen_q) q_scale_ = q_scales(p_, x_, t_, warp_row_)[lane_ >> 2];
+        if (warp_row_ + (lane_ >> 2) < t_.seqlen_q) {
+            if constexpr (Config::kFloatQk) {
+                q_scale_ = block_scale(q_block_scales(x_, scales_, t_), scales_.q_stride_block,
+                                       uint32(warp_row_) / kBlockRows);
+            } else {
+                q_scale_ = q_scales(p_, x_, t_, warp_row_)[lane_ >> 2];
+            }
+        }
     }
 
     OA_DEVICE bool has_delta() const { return Config::kSmoothQ || (Config::kScoreMods && x_.delta_s != nullptr); }
 
     // k_scale and delta_s of a tile, with the copies of K. Double-buffered, however many stages there are.
     OA_DEVICE void copy_scales(int32 n, int tid) const {
-        if (tid == 0) cp_async_16(smem_addr_of(smem_.k_scale[n & 1]), smem_.facts.k_scale + int64(n) * 4, 16);
+        if (!Config::kFloatQk && tid == 0)
+            cp_async_16(smem_addr_of(smem_.k_scale[n & 1]), smem_.facts.k_scale + int64(n) * 4, 16);
         // Beyond the columns that max_seqlen_k allowed for there is nothing to read; softmax makes NaN of it.
         if (!has_delta() || tid >= Config::kBlockN / 4 || x_.delta_columns < Config::kBlockN) return;
         int32 column = min_of(n * Config::kBlockN, x_.delta_columns - Config::kBlockN);
@@ -241,11 +274,13 @@ class Worker {
     template <int kPart, typename Multiply>
     OA_DEVICE void softmax(Integers (&s)[Config::kMTiles], int32 n, bool edges, Multiply multiply_before) {
         int32 n0 = n * Config::kBlockN + kPart * Config::kPartKeys;
-        float k_scale = smem_.k_scale[n & 1][lane_ & 3];
+        float k_scale = Config::kFloatQk ? block_scale(smem_.facts.k_scale, scales_.k_stride_block, uint32(n) / 2)
+                                         : smem_.k_scale[n & 1][lane_ & 3];
         if constexpr (!Config::kFloatScores) {
-            float c = scale_without_rounding(q_scale_ * k_scale * (p_.softmax_scale * kLog2e));
+            float c = q_scale_ * k_scale * (p_.softmax_scale * kLog2e);
+            if constexpr (!Config::kFloatQk) c = scale_without_rounding(c);
             if (edges) hide_keys(s, n0);
-            exponentiate<kPart>(s, c, c > kCoarseScaleOf<Score>, multiply_before);
+            exponentiate<kPart>(s, c, !Config::kFloatQk && c > kCoarseScaleOf<Score>, multiply_before);
         } else {
             float c = q_scale_ * k_scale;
             // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
@@ -260,6 +295,12 @@ class Worker {
             if (edges) hide_keys(f, n0);
             exponentiate<kPart>(f, 1.0f, false, multiply_before);
         }
+    }
+
+    // e4m3 has none unless K was smoothed.
+    OA_DEVICE float bias_of(const FwdTile& t, int32 row) const {
+        if (Config::kFloatQk && x_.row_bias == nullptr) return 0.0f;
+        return row_bias_of(p_, x_, t, row);
     }
 
     // O and LSE to global memory.
@@ -277,7 +318,7 @@ class Worker {
             // With a softcap the scores have had it before.
             OA_DEVICE float bias(int32 row) const {
                 if (Config::kScoreMods && w.p_.softcap > 0.0f) return 0.0f;
-                return row_bias_of(w.p_, w.x_, t, first_row + row);
+                return w.bias_of(t, first_row + row);
             }
         };
 #pragma unroll
@@ -351,8 +392,8 @@ class Worker {
         for (int i = 0; i < Config::kMTiles; ++i) {
             float bias[2] = {0.0f, 0.0f};
             if (p_.softcap > 0.0f) {
-                bias[0] = row_bias_of(p_, x_, t_, warp_row_ + i * 16 + (lane_ >> 2));
-                bias[1] = row_bias_of(p_, x_, t_, warp_row_ + i * 16 + (lane_ >> 2) + 8);
+                bias[0] = bias_of(t_, warp_row_ + i * 16 + (lane_ >> 2));
+                bias[1] = bias_of(t_, warp_row_ + i * 16 + (lane_ >> 2) + 8);
             }
 #pragma unroll
             for (int n = 0; n < Config::kNTiles; ++n) {
@@ -392,8 +433,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
 
     KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);
     TileFacts& facts = smem.facts;
-    if (tid == 0)
+    if (tid == 0) {
         facts = facts_of<Config::kBlockN, Config::kHalfV>(p, params.operands, t, keys.full_first, keys.full_end);
+        if constexpr (Config::kFloatQk)
+            facts.k_scale =
+                k_block_scales(params.operands, params.scales, t, t.head_idx / (p.num_q_heads / p.num_kv_heads));
+    }
     __syncthreads();
     Worker worker(params, t, smem, warp_idx, lane);
     int32 n = keys.end - 1;
@@ -401,7 +446,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
         const uint16* gq =
             p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h + (int64(t.q_begin) + t.m0) * p.q_stride_s;
         uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
-        const int32 row_halves = params.operands.head_dim_pad * Config::kBits / 16;
+        const int32 row_halves =
+            Config::kFloatQk ? params.scales.row_bytes / 2 : params.operands.head_dim_pad * Config::kBits / 16;
         KCopy k_copy(row_halves, tid);
         VCopy v_copy(Config::kHalfV ? params.operands.head_dim_pad : 32, tid);
         auto copy_k = [&](int32 n, int stage) {

@@ -1,4 +1,5 @@
-// Low-precision attention forward on Hopper's wgmma, sm_90a only: INT8 Q K^T, FP8 P V with two-level accumulation.
+// Low-precision attention forward on Hopper's wgmma, sm_90a only: INT8 or e4m3 Q K^T, FP8 P V with two-level
+// accumulation.
 // Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3; warp specialization: FlashAttention-3 (Shah et al.
 // 2024).
 //
@@ -6,7 +7,9 @@
 //   with forms besides: S = softcap * tanh(S / softcap);  S += bias, or S = -inf where a key is hidden
 //   O = (P V8) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] s8   k_int [batch, num_kv_heads, seqlen_k, head_dim_pad] s8
+// q_int [batch, num_q_heads, seqlen_q, head_dim_pad] s8   k_int [batch, num_kv_heads, seqlen_k, head_dim_pad] s8;
+// with QK_TYPE E4m3 both are e4m3, with one scale for 128 rows (BlockScales), and their products fp32: no constant is
+// added, no scale is cut (warp_softmax.cuh).
 // v [batch, num_kv_heads, head_dim_pad, keys] e4m3, keys padded to 128 and permuted inside each 16
 // (docs/quantization.md), so that the accumulator layout of S is the operand layout of P. Packed sequences have no
 // batch; theirs begin at slots of 128 (q_scale, k_scale, delta_s, v). o: any strides of attention. Scales are per
@@ -43,6 +46,9 @@
 
 struct Config {
     using Io = IO_TYPE;  // of o, sinks and biases of 16 bits
+    using Qk = QK_TYPE;  // of Q and K
+    using Score = Int8Score<Qk>::Type;  // of a product of theirs
+    static constexpr bool kBlockScales = kScoreBias<Score> == 0.0f;  // e4m3: one for 128 rows
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kConsumers = NUM_CONSUMERS;
     static constexpr bool kPingPong = kConsumers == 2;
@@ -96,6 +102,7 @@ class PlainConsumer : public Int8Consumer<Config, AttnInt8Sm90Params, PlainConsu
         const int32 num_tiles = keys.end - keys.first;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
+        this->find_key_scales(t);
         // Loaded here, used behind the waits for Q and K: a trip to L2 or memory.
         float q_scale = scale_of_queries(t, warp_row);
         Tile::Queries q;
@@ -110,11 +117,13 @@ class PlainConsumer : public Int8Consumer<Config, AttnInt8Sm90Params, PlainConsu
 
         // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
         auto products = [&] {
-            c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
+            if (!Config::kBlockScales) c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
             ping_pong_.wait();
             Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
             Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
             ping_pong_.pass_on();
+            // From global memory, under the products.
+            if (Config::kBlockScales) c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
             wgmma_wait<1>();
             wgmma_pin(s);
         };
@@ -150,7 +159,7 @@ class PlainConsumer : public Int8Consumer<Config, AttnInt8Sm90Params, PlainConsu
             uint32 signs[2];
             past_largest(fresh, signs);
             return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0 ||
-                   (!Config::kDelta && c[0] > kCoarseScale);
+                   (!Config::kDelta && this->is_coarse(c[0]));
         };
         auto redo = [&] {
             Shift shift = shift_of(t);
@@ -203,7 +212,7 @@ class PlainConsumer : public Int8Consumer<Config, AttnInt8Sm90Params, PlainConsu
         add();
         release_stage();
 
-        const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
+        const int32 flush_tiles = this->tiles_to_flush(t, keys.first, keys.end);
         int32 flush_at = i + flush_tiles;
         auto next_special = [&](int32 j) { return min_of(ForwardConsumer::next_special(keys, j), flush_at); };
         int32 special = next_special(i);

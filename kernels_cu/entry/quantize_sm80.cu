@@ -2,6 +2,7 @@
 // Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3.
 //
 //   q_int = round((q - q_mean) / q_scale), k_int = round((k - k_mean) / k_scale), v_fp8 = e4m3((v - v_mean) / v_scale)
+//   with ROTATED: q_int = round(R (q - q_mean) / q_scale), k_int alike, R orthogonal or 1; to integers or to e4m3
 //
 // q: [batch, seqlen_q, num_q_heads, head_dim], k, v: [batch, seqlen_k, num_kv_heads, head_dim], fp16 or bf16, any
 // strides with 16-byte rows; or packed sequences. Outputs, granularities and the order of every sum:
@@ -40,8 +41,15 @@ struct SharedStorage {
     uint32 flag;
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const __grid_constant__ QuantizeParams p) {
+using Params = Select<ROTATED, QuantizeRotatedParams, QuantizeParams>::Type;
+OA_DEVICE const QuantizeParams& common_part(const QuantizeParams& params) { return params; }
+OA_DEVICE const QuantizeParams& common_part(const QuantizeRotatedParams& params) { return params.quantize; }
+OA_DEVICE NoRotation rotation_of(const QuantizeParams&) { return {}; }
+OA_DEVICE const Rotation& rotation_of(const QuantizeRotatedParams& params) { return params.rotation; }
+
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const __grid_constant__ Params params) {
     __shared__ SharedStorage s;
+    const QuantizeParams& p = common_part(params);
     if (p.clear_vectors > 0) {
         launch_dependents();
         for (int64 i = int64(blockIdx.x) * kThreads + threadIdx.x; i < p.clear_vectors;
@@ -111,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_sm80(const
         } else if (t.kind == kFinishV) {
             finish_v<IO_TYPE, kHeadDim>(p, t, s.work.values);
         } else {
-            quantize_rows<IO_TYPE, kHeadDim>(p, t, s.work.rows, s.groups[buffer]);
+            quantize_rows<IO_TYPE, kHeadDim>(p, rotation_of(params), t, s.work.rows, s.groups[buffer]);
         }
     }
 }

@@ -17,10 +17,23 @@ struct QuantizedOperands {
     int32 head_dim_pad;
 };
 
+// Where e4m3 operands have their scales, one for 128 rows of a head; strides in elements, 0 for what shares a scale.
+// Integers have theirs where QuantizedOperands says, one for each lane's rows.
+struct BlockScales {
+    uint16 by_slot;  // packed: blocks are slots of all sequences; else each sequence's own, at its batch stride
+    uint16 q_heads;  // neighbouring heads of q that share scales
+    int32 row_bytes;  // of q and k that are there; those behind them, up to head_dim_pad, count as zeros
+    int64 q_stride_b, q_stride_h, q_stride_block;
+    int64 k_stride_b, k_stride_h, k_stride_block;
+    const uint8* drift;  // of V, for 128 keys (attention/flush_rule.cuh); null: unknown
+    int64 drift_stride_h;
+};
+
 // attn_int8_sm80, attn_int8_mbarrier_sm90. q, k, v of `fwd` are the quantized ones, their strides in 16-bit units.
 struct AttnInt8Sm80Params {
     AttnFwdParams fwd;
     QuantizedOperands operands;
+    BlockScales scales;  // e4m3 only
 };
 
 // attn_int8_sm90. The maps are those of q_int, k_int and v, whose pointers and strides in `fwd` are not used.
@@ -30,6 +43,8 @@ struct AttnInt8Sm90Params {
     QuantizedOperands operands;
     TileList tiles;
     int32 flush_keys;  // keys whose products with V are summed by the tensor cores
+    int32 reserved;
+    BlockScales scales;  // e4m3 only
 };
 struct AttnInt8FormsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias
@@ -38,4 +53,6 @@ struct AttnInt8FormsSm90Params {
     TileList tiles;
     ScoreForms forms;
     int32 flush_keys;
+    int32 reserved;
+    BlockScales scales;
 };

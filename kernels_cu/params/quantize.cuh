@@ -78,6 +78,20 @@ struct QuantizeParams {
 enum Granularity : int32 { kPerTensor, kPerBlock, kPerWarp, kPerThread, kPerToken };
 enum Flag : int32 { kSmoothQ = 1, kSmoothK = 2, kSmoothV = 4, kFullBias = 8, kHasQk = 16, kHasV = 32, kHalfV = 64 };
 
+// quantize_sm80 with ROTATED: what becomes of rows of Q and K besides.
+struct Rotation {
+    static constexpr bool kPresent = true;
+    uint32 signs[8];  // bit c % 32 of word c / 32: whether channel c changes its sign
+    int32 channels;  // of a block that is transformed by itself, a power of two from 32 on; 0: no rotation
+    float norm;  // 1 / sqrt(channels)
+    int32 to_e4m3;  // elements are e4m3, and no integers
+    int32 reserved;
+};
+struct QuantizeRotatedParams {
+    QuantizeParams quantize;
+    Rotation rotation;
+};
+
 // quantize_delta_sm80.
 struct QuantizeDeltaParams {
     QuantizeParams quantize;

@@ -1,6 +1,7 @@
 // Blocks of 128 rows of Q or K to integers with one scale a group of rows.
 //
 //   t = x - mean;  scale = amax(group) / 127 (int4: / 7);  x_int = nearest_even(t * (1 / scale))
+//   with Rotation, which only some kernels have: t rotated, and perhaps  x_int = e4m3(t * (1 / scale)), 448 for 127
 //
 // A row that holds NaN or infinity does not count for its group's amax and becomes zeros; a query row is marked by NaN
 // in row_bias, a key by NaN in its group's k_scale.
@@ -9,6 +10,7 @@
 #include "ptx/cvt_quant.cuh"
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"
+#include "quantize/rotation.cuh"
 
 constexpr int32 kSteps = kBlockRows / kRowLanes;
 
@@ -68,24 +70,28 @@ OA_DEVICE int32 row_of_lane(int32 c) { return (c & 1) * 4 + (c & 2) + (c >> 2 & 
 // per-thread granularity needs; coarser ones repeat their scale in all of them.
 struct Grouping {
     int32 granularity, slice_log2;  // slices of 16 or 32 queries, 64 or 128 keys
-    bool is_q;
-    OA_DEVICE Grouping(int32 granularity, int32 slice, bool is_q)
-        : granularity(granularity), slice_log2(31 - __clz(slice)), is_q(is_q) {}
+    bool is_q, of_blocks;  // of_blocks: one slot for all 128 rows
+    OA_DEVICE Grouping(int32 granularity, int32 slice, bool is_q, bool of_blocks)
+        : granularity(granularity), slice_log2(31 - __clz(slice)), is_q(is_q), of_blocks(of_blocks) {}
     OA_DEVICE int32 slot(int32 row) const {
+        if (of_blocks) return 0;
         if (granularity == kPerToken) return row;
         return is_q ? (row >> slice_log2) * 8 + (row & 7) : (row >> slice_log2) * 4 + (row >> 1 & 3);
     }
     // Whether it is the first row of its slot.
     OA_DEVICE bool leads(int32 row) const {
+        if (of_blocks) return row == 0;
         int32 in_slice = row & ((1 << slice_log2) - 1);
         return granularity == kPerToken || (in_slice < 8 && (is_q || !(row & 1)));
     }
     OA_DEVICE int32 group(int32 row) const {
+        if (of_blocks) return 0;
         if (granularity >= kPerThread) return slot(row);
         if (is_q) return granularity == kPerWarp ? row >> slice_log2 : 0;
         return granularity == kPerTensor ? 0 : row >> slice_log2;
     }
     OA_DEVICE int32 slots_of(int32 rows) const {
+        if (of_blocks) return 1;
         return granularity == kPerToken ? rows : (rows >> slice_log2) * (is_q ? 8 : 4);
     }
 };
@@ -138,8 +144,26 @@ OA_DEVICE float largest_of_rows(const uint4 (&raw)[kSteps], const float (&mean)[
     return most;
 }
 
-template <typename Io, int kHeadDim>
-OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, RowsStorage<kHeadDim>& s,
+// Rows as floats, without their mean and rotated; rows that do not exist are zeros.
+template <typename Io, int kColumns>
+OA_DEVICE void rotated_rows(const uint4 (&raw)[kSteps], const float (&mean)[8], const Rotation& rotation, int32 count,
+                            float (&x)[kSteps][8]) {
+    int32 cc = threadIdx.x % kColumns, ty = threadIdx.x / kColumns;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+        unpack8(Io{}, raw[i], x[i]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[i][j] = ty + i * kRowLanes < count ? x[i][j] - mean[j] : 0.0f;
+    }
+    if (rotation.channels != 0) rotate(x, rotation, uint32(cc) * 8);
+}
+
+OA_DEVICE bool to_e4m3(NoRotation) { return false; }
+OA_DEVICE bool to_e4m3(const Rotation& turn) { return turn.to_e4m3 != 0; }
+
+// Turn: NoRotation or Rotation.
+template <typename Io, int kHeadDim, typename Turn>
+OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const QuantizeItem& t, RowsStorage<kHeadDim>& s,
                              GroupStorage& groups) {
     constexpr int kColumns = kHeadDim / 8;
     Io io;
@@ -214,8 +238,11 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, Row
         for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
     }
 
+    float turned[Turn::kPresent ? kSteps : 1][8];
+    if constexpr (Turn::kPresent) rotated_rows<Io, kColumns>(raw, mean, turn, count, turned);
+
     // Lane cc < 8 of a row's lanes has the result of one row.
-    Grouping grouping(granularity_of(p), is_q ? query_slice_of(p) : key_tile_of(p), is_q);
+    Grouping grouping(granularity_of(p), is_q ? query_slice_of(p) : key_tile_of(p), is_q, to_e4m3(turn));
     int32 own_row = ty + row_of_lane(cc & 7) * kRowLanes, slot = grouping.slot(own_row),
           group = grouping.group(own_row);
     bool regular = kCommon && count == kBlockRows, bad = false;  // rows that all exist, and are finite
@@ -249,12 +276,19 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, Row
         // Largest magnitude of every row; rows that do not exist are zeros, not minus the mean.
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) value[i] = 0.0f;
+        if constexpr (Turn::kPresent) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
+            for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-            for (int i = 0; i < kSteps; ++i) {
-                value[i] = max_abs_nan(value[i], low_float(io, word_of(raw[i], w)) - mean[2 * w]);
-                value[i] = max_abs_nan(value[i], high_float(io, word_of(raw[i], w)) - mean[2 * w + 1]);
+                for (int j = 0; j < 8; ++j) value[i] = max_abs_nan(value[i], turned[i][j]);
+        } else {
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+#pragma unroll
+                for (int i = 0; i < kSteps; ++i) {
+                    value[i] = max_abs_nan(value[i], low_float(io, word_of(raw[i], w)) - mean[2 * w]);
+                    value[i] = max_abs_nan(value[i], high_float(io, word_of(raw[i], w)) - mean[2 * w + 1]);
+                }
             }
         }
 #pragma unroll
@@ -291,7 +325,8 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, Row
             int32 tile = (first >> tile_log2) + (is_packed(p) ? first_slot(t.begin, t.batch_idx, tile_rows) : 0);
             int64 at_slot =
                 (int64(t.unit) * (is_q ? p.slots_q : p.tiles_k) + tile) * grouping.slots_of(tile_rows) + slot;
-            (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && groups.bad[slot] ? quiet_nan() : scale;
+            // Rows of e4m3 are NaN themselves.
+            (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && !to_e4m3(turn) && groups.bad[slot] ? quiet_nan() : scale;
         }
         if (is_q && p.row_bias && own_row < count)
             p.row_bias[output_row(t, p.seqlen_q) + first + own_row] = bad ? quiet_nan() : dot;
@@ -307,11 +342,28 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const QuantizeItem& t, Row
     for (int i = 0; i < kSteps; ++i, to += kRowLanes * row_bytes) {
         float of_row = __shfl_sync(0xffffffffu, inverse, row_of_lane(i), kColumns), x[8];
         uint32 n[8];
-        unpack8(io, raw[i], x);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) n[j] = __float_as_uint(fmaf(x[j] - mean[j], of_row, kRound));
         bool stored = has_channels && (regular || ty + i * kRowLanes < count);
         bool is_bad = !regular && !is_finite(of_row);
+        if constexpr (Turn::kPresent) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = turned[i][j];
+            if (to_e4m3(turn)) {
+                uint32 packed[4];
+#pragma unroll
+                for (int w = 0; w < 4; ++w)
+                    packed[w] = pack_e4m3x2(mul_rn(x[2 * w], of_row), mul_rn(x[2 * w + 1], of_row));
+                uint2 codes = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
+                if (is_bad) codes = {kE4m3Nans, kE4m3Nans};
+                if (stored) *reinterpret_cast<uint2*>(to) = codes;
+                continue;
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) n[j] = __float_as_uint(fmaf(x[j], of_row, kRound));
+        } else {
+            unpack8(io, raw[i], x);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) n[j] = __float_as_uint(fmaf(x[j] - mean[j], of_row, kRound));
+        }
         if (bits_of(p) == 8) {
             uint2 packed;
             packed.x = permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410);

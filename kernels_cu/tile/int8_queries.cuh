@@ -1,11 +1,12 @@
-// Q of one warpgroup, 64 rows of 8-bit integers, as left operand of wgmma: where TMA has put it, or in registers.
+// Q of one warpgroup, 64 rows of 8-bit elements, as left operand of wgmma: where TMA has put it, or in registers.
 #pragma once
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
 #include "ptx/wgmma_s8.cuh"
 
-// Config: kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a swizzle of its length; further channels
+// Config: Qk (Int8, or E4m3 with Score = float), kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a swizzle of its length; further channels
 // follow in a panel behind all rows), kBlockN. `tile`: shared address of the CTA's rows.
 // kTaken: whether `take` has read all of Q, so that its stage can be released.
 template <typename Config>
@@ -17,9 +18,9 @@ struct SharedQueries {
         first = wgmma_descriptor<Config::kRowBytes>(tile + group * 64 * Config::kRowBytes, 16, 8 * Config::kRowBytes);
     }
     // S (+)= Q K^T over the 32 channels of `step`.
-    OA_DEVICE void multiply(int32 (&s)[Config::kBlockN / 2], int step, uint64 k) const {
+    OA_DEVICE void multiply(typename Config::Score (&s)[Config::kBlockN / 2], int step, uint64 k) const {
         uint32 panel = step * 32 / Config::kRowBytes, column = step * 32 % Config::kRowBytes;
-        Wgmma<Int8, Config::kBlockN>::ss(s, first.at(panel * Config::kBlockM * Config::kRowBytes + column), k,
+        Wgmma<typename Config::Qk, Config::kBlockN>::ss(s, first.at(panel * Config::kBlockM * Config::kRowBytes + column), k,
                                          step != 0);
     }
 };
@@ -43,7 +44,7 @@ struct RegisterQueries {
                 words[step][x] = load_shared(first + panel + (x & 1) * 8 * kRow + ((byte % kRow) ^ swizzle));
             }
     }
-    OA_DEVICE void multiply(int32 (&s)[Config::kBlockN / 2], int step, uint64 k) const {
-        Wgmma<Int8, Config::kBlockN>::rs(s, words[step], k, step != 0);
+    OA_DEVICE void multiply(typename Config::Score (&s)[Config::kBlockN / 2], int step, uint64 k) const {
+        Wgmma<typename Config::Qk, Config::kBlockN>::rs(s, words[step], k, step != 0);
     }
 };

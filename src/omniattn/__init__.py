@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .ops.score_mod import ScoreMod
     from .problems import (
         PRECISIONS,
+        Fp8,
         Int4,
         Int8,
         QuantizedK,
@@ -37,6 +38,7 @@ _ROOMS = {
     "PRECISIONS": "problems",
     "BlockManager": "kv.blocks",
     "Explanation": "ops",
+    "Fp8": "problems",
     "Int4": "problems",
     "Int8": "problems",
     "KVCache": "kv.cache",
@@ -65,6 +67,7 @@ __all__ = [
     "PRECISIONS",
     "BlockManager",
     "Explanation",
+    "Fp8",
     "Int4",
     "Int8",
     "KVCache",

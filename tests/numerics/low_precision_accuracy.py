@@ -41,11 +41,29 @@ PRECISIONS: dict[str, oa.Int8] = {
 }
 
 
-def accuracy(x: Inputs, precision: oa.Int8, grouping: str = "sm90") -> tuple[float, float]:
+#: 8-bit floats and rotations beside the integers.
+ROTATED: dict[str, oa.Int8 | oa.Int4 | oa.Fp8] = {
+    "fp8": oa.Fp8(),
+    "fp8, not rotated": oa.Fp8(hadamard=False),
+    "fp8, smooth K": oa.Fp8(smooth_k=True),
+    "int8": oa.Int8(),
+    "int8, rotated": oa.Int8(hadamard=True),
+    "int4": oa.Int4(),
+    "int4, rotated": oa.Int4(hadamard=True),
+}
+
+
+def accuracy(x: Inputs, precision: oa.Int8 | oa.Int4 | oa.Fp8, grouping: str = "sm90") -> tuple[float, float]:
     """Cosine similarity and relative L1 of the NumPy reference in one precision."""
     o, _ = low_precision.attention(x.q, x.k, x.v, precision=precision, grouping=grouping, **x.options)
     found = compare(o, x.exact)
     return found.cosine, found.rel_l1
+
+
+@functools.cache
+def narrow(kind: str) -> Inputs:
+    """Two heads of d64."""
+    return Inputs(*testing.make_qkv(kind, seqlen_q=TOKENS, seqlen_k=TOKENS, heads_q=2, head_dim=64))
 
 
 @functools.cache
@@ -64,6 +82,9 @@ def measure() -> Iterator[Row]:
     for label, x in drawn.items():
         for name, precision in PRODUCTS.items():
             yield row("products", label, name, *accuracy(x, precision, "sm80"))
+    for label, x in {**drawn, "outlier, d64": narrow("outlier"), **model}.items():
+        for name, knobs in ROTATED.items():
+            yield row("rotated", label, name, *accuracy(x, knobs))
     for smooth_v in (False, True):
         for grouping in ("sm90", "sm80"):
             label = f"{'smoothed' if smooth_v else 'as it is'}, {grouping}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import omniattn
 from omniattn import Int4, Int8, reference
-from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.errors import ArgumentError
 from omniattn.testing import assert_close
 from tests.unit.argument_faults import (
     ATTENTION,
@@ -86,21 +86,6 @@ def test_valid_calls(varlen: bool, data: st.DataObject):
 
 
 @pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("precision", ["fp8"])
-@settings(deadline=None, max_examples=5)
-@given(data=st.data())
-def test_precision_of_a_later_version(varlen: bool, precision: str, data: st.DataObject):
-    call = data.draw(problems(varlen))
-    out = call["out"]
-    function = omniattn.attention_varlen if varlen else omniattn.attention
-    with pytest.raises(UnsupportedError) as caught:
-        function(call.pop("q"), call.pop("k"), call.pop("v"), **call, precision=precision)
-    assert precision in str(caught.value)
-    assert all(repr(name) in str(caught.value) for name in omniattn.PRECISIONS)
-    assert np.all(out == MARK)
-
-
-@pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize(
     "precision",
     ["int8", "int4", Int8(), Int4(), Int8(granularity="per_token", smooth_q=True, smooth_v=True, pv="fp16")],
@@ -131,7 +116,7 @@ def test_wrong_precision_names_what_is_expected(precision: Any):
             function(x, x, x, precision=precision)
         text = str(caught.value)
         assert "'precision'" in text
-        assert "expected one of 'exact', 'int8', 'int4', an Int8 or an Int4" in text
+        assert "expected one of 'exact', 'int8', 'int4', 'fp8', an Int8, an Int4 or an Fp8" in text
         assert repr(precision) in text
 
 

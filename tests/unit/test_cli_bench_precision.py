@@ -62,6 +62,7 @@ class CpuHopper:
         """As `make_plan` makes it for arrays on such a GPU."""
         options = call.options
         q_shape, causal, precision = tuple(call.objects[0].shape), options.causal, options.precision
+        dtype = call.objects[0].dtype
 
         def quantize(stream: int, addresses: Sequence[int]) -> None:
             q, k, v, _, workspace = addresses
@@ -77,7 +78,7 @@ class CpuHopper:
             assert mark == 0x5EED, "attention on a workspace without quantized operands"
             if self.broken:
                 return
-            o = omniattn.attention(*(_at(x, q_shape) for x in inputs), causal=causal, precision=precision)
+            o = omniattn.attention(*(_at(x, q_shape, dtype) for x in inputs), causal=causal, precision=precision)
             _at(addresses[3], q_shape).copy_(o)
 
         records = tuple(LaunchRecord(spec, (1, 1, 1), 32, b"") for spec in (self.quantizer, self.spec))
@@ -99,13 +100,13 @@ class _Program:
             launch(stream, addresses)
 
 
-def _at(address: int, shape: tuple[int, ...]) -> Any:
-    """The bf16 tensor that lies at an address."""
-    count = 1
+def _at(address: int, shape: tuple[int, ...], dtype: Any = torch.bfloat16) -> Any:
+    """The tensor that lies at an address."""
+    count = dtype.itemsize
     for extent in shape:
         count *= extent
-    memory = (ctypes.c_char * (2 * count)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
+    memory = (ctypes.c_char * count).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 @pytest.fixture
@@ -187,8 +188,32 @@ def test_low_precision_has_three_contenders_of_this_package(precision: str) -> N
 
 
 def test_unknown_precision_is_an_error() -> None:
-    with pytest.raises(ArgumentError, match="'exact' or 'int8' or 'int4', received 'fp8'"):
-        low.contenders("fp8")
+    with pytest.raises(ArgumentError, match="'exact' or 'int8' or 'int4' or 'fp8', received 'fp4'"):
+        low.contenders("fp4")
+
+
+def test_fp8_has_contenders_on_e4m3_arrays() -> None:
+    own = [c for c in low.contenders("fp8") if c.own]
+    names = ("", "_fp8", "_fp8_arrays", "_fp8_kernel", "_fp8_kernel_mean", "_int8")
+    assert [c.key for c in own] == [f"omniattn{name}" for name in names]
+    assert len({c.label for c in own}) == 6
+    assert low.contenders("fp8")[6:] == CONTENDERS[1:]
+
+
+def test_a_run_of_fp8_checks_and_times_all(hopper: CpuHopper) -> None:
+    report = forward.run_forward(SHAPES, anchor="fa2", iters=2, contenders=[], precision="fp8")
+    assert (report.end_to_end, len(report.own)) == ("omniattn_fp8", 6)
+    for shape in SHAPES:
+        found = {key: report.find(shape, key) for key in report.own}
+        assert all(m is not None and m.timing is not None and m.reason == "" for m in found.values())
+        errors = {key: m.relative_l1 for key, m in found.items() if m is not None and m.relative_l1 is not None}
+        assert errors["omniattn"] < errors["omniattn_int8"] < errors["omniattn_fp8"] < 0.2
+        # The kernel alone has the arrays of the whole call; a mean in V, which was added, is taken away for the check.
+        assert errors["omniattn_fp8_kernel"] == errors["omniattn_fp8_arrays"]
+        assert errors["omniattn_fp8_arrays"] < errors["omniattn_fp8_kernel_mean"] < 0.2
+    # Two input sets of two shapes, once each for the kernel with a mean in V and without.
+    assert hopper.launched.count("quantize") == 8
+    assert low.OnArrays(SHAPES[0])(*_inputs()).dtype == torch.bfloat16
 
 
 def test_low_precision_shapes_are_the_default_ones_and_those_of_the_goals() -> None:
@@ -274,7 +299,7 @@ def test_tables_show_all_columns_side_by_side(
 
 
 @pytest.mark.parametrize(
-    ("command", "word"), [("bench --precision fp8", "invalid choice"), ("bench host --precision int8", "--precision")]
+    ("command", "word"), [("bench --precision fp4", "invalid choice"), ("bench host --precision int8", "--precision")]
 )
 def test_precisions_that_cannot_be_timed(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:

@@ -130,8 +130,19 @@ def test_rows_of_the_registry_for_low_precision() -> None:
         assert all(text.startswith(("prebuilt", "JIT")) for text in by_target.values())
         assert "attn_int8_sm90" in by_target["sm_90"]
     for op in ("quantize", "quantize_delta"):
-        (row,) = [row for row in rows if row.op == op]
+        (row,) = [row for row in rows if row.op == op and not row.features]
         assert [cell.text for cell in row.cells] == ["prebuilt"] * 6
+    (row,) = [row for row in rows if row.op == "quantize" and row.features]
+    assert [cell.text for cell in row.cells] == ["JIT"] * 6
+
+
+def test_rows_of_the_registry_for_e4m3() -> None:
+    rows = support.merge_rows(support.support_rows(support.wheel_resolver))
+    for row in (row for row in rows if row.op == "fp8_attention"):
+        by_target = {gpu.target: cell.text for gpu, cell in zip(support.GPUS, row.cells, strict=True)}
+        assert by_target["sm_80"] == by_target["sm_86"] == "–"
+        assert all(by_target[target] == "JIT" for target in ("sm_89", "sm_100", "sm_120"))
+        assert "attn_fp8_sm90" in by_target["sm_90"]
 
 
 def test_rows_with_different_cells_are_not_merged() -> None:
@@ -178,8 +189,8 @@ def test_the_readme_table_fits_a_screen() -> None:
     """A line an operation, a column for GPUs that have the same, and every exception says what it is."""
     table, _, notes = support.readme_table().partition("\n\n")
     lines = [line.strip("|").split("|") for line in table.splitlines()]
-    assert len(lines) == 2 + len({support.LINES[support.operation_of(spec)] for spec in REGISTRY}) <= 10
-    assert len(lines[0]) <= 6
+    assert len(lines) == 2 + len({support.LINES[support.operation_of(spec)] for spec in REGISTRY}) <= 11
+    assert len(lines[0]) <= 7
     assert all(gpu.target in "".join(lines[0]) for gpu in support.GPUS)
     marks = {mark for line in lines[2:] for cell in line for mark in re.findall("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", cell)}
     listed = [note.split()[0] for note in notes.splitlines()]
@@ -264,5 +275,7 @@ def test_reasons_are_not_repeated_and_not_those_of_kernels_for_other_gpus(
     assert "compute capability 9.0 or newer, sm_80 has 8.0" in row.cells[0].reason
     monkeypatch.setattr(support, "runtime_resolver", lambda *_: ("unsupported", "no compiler"))
     assert main(["info"]) == 0
-    below = capsys.readouterr().out.splitlines()[-1]
-    assert below == f"{', '.join(gpu.target for gpu in support.GPUS)}: no compiler"
+    *_, older, newer_gpus = capsys.readouterr().out.splitlines()
+    # e4m3 products begin with sm_89.
+    assert older.startswith("sm_86: no compiler; it needs compute capability 8.9 or newer")
+    assert newer_gpus == "sm_89, sm_90, sm_100, sm_120: no compiler"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import omniattn as oa
 from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
 
 torch = pytest.importorskip("torch")
@@ -304,12 +305,30 @@ def test_more_errors_of_fa2() -> None:
     assert not fa2.flash_attn_func(q[None], k[None], v[None], softcap=-1.0).isnan().any()
 
 
+def test_fp8_of_fa3() -> None:
+    q, k, v = (torch.randn(2, n, h, 32).to(torch.float8_e4m3fn) for n, h in ((20, 4), (30, 2), (30, 2)))
+    factors = [torch.rand(2, 2) + 0.5 for _ in range(3)]
+    given = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
+    named = dict(zip(("descale_q", "descale_k", "descale_v"), factors, strict=True))
+    want, want_lse = oa.attention(q, k, v, causal=True, return_lse=True, **named)
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **given)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    made = fa3.flash_attn_varlen_func(*packed, starts([20, 20]), starts([30, 30]), 20, 30, causal=True, **given)
+    assert torch.equal(made, want.flatten(0, 1))
+    qkv = torch.stack([k, k, v], dim=2)
+    made = fa3.flash_attn_qkvpacked_func(qkv, v_descale=factors[2])
+    assert torch.equal(made, oa.attention(k, k, v, descale_v=factors[2]))
+    with pytest.raises(ArgumentError, match="descale_k"):
+        fa3.flash_attn_func(*(x.float() for x in (q, k, v)), k_descale=factors[1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"qv": torch.zeros(1)}, "qv=a tensor"),
-        ({"q_descale": torch.ones(1)}, "no fp8 kernels"),
-        ({"v_descale": torch.ones(1)}, "no fp8 kernels"),
         ({"attention_chunk": 4}, "attention_chunk=4"),
         ({"num_splits": 2}, "num_splits=2"),
         ({"pack_gqa": False}, "pack_gqa=False"),

@@ -110,10 +110,13 @@ def test_code_of_the_pages_about_precision() -> None:
 
     q, k, v = array(1, 40, 4, 64), array(1, 200, 2, 64), array(1, 200, 2, 64)
     for block in code("precision.md"):
-        exec(block, {"oa": omniattn, "q": q, "k": k, "v": v})
+        names: dict[str, Any] = {"oa": omniattn, "torch": torch, "q": q, "k": k, "v": v}
+        names |= {name: torch.tensor(0.25) for name in ("dq", "dk", "dv")}
+        exec(block, names)
+        assert (names["o"] - omniattn.attention(q, k, v, causal=True)).abs().max() <= 0.4
 
     whole, parts = code("quantization.md")
-    names: dict[str, Any] = {"oa": omniattn, "q": q, "k": k, "v": v}
+    names = {"oa": omniattn, "q": q, "k": k, "v": v}
     exec(whole, names)
     assert torch.equal(names["o"], omniattn.attention(q, k, v, causal=True, precision="int8"))
 

@@ -11,7 +11,7 @@ import omniattn
 import omniattn.arrays
 import omniattn.runtime
 from omniattn import Int4, Int8
-from omniattn.errors import AlignmentError, ArgumentError, OmniattnError, ShapeError, UnsupportedError
+from omniattn.errors import AlignmentError, ArgumentError, OmniattnError, ShapeError
 from omniattn.problems import UNLIMITED, Precision
 from omniattn.problems.precision import EXACT
 from omniattn.runtime.device import DeviceInfo
@@ -157,11 +157,6 @@ def test_packed_sequences_without_lengths(name: str) -> None:
 def test_lengths_that_were_left_out_may_be_named() -> None:
     q, k, v = arrays()
     assert omniattn.explain(q, k, v, max_seqlen_q=None, max_seqlen_k=None) == omniattn.explain(q, k, v)
-
-
-def test_later_precision() -> None:
-    with pytest.raises(UnsupportedError, match="fp8"):
-        omniattn.explain(*arrays(), precision="fp8")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_launch_finds_everything_in_the_workspace(varlen: bool, target: Target
     assert (halves[0][0] == 0) == varlen
 
 
-BITS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4, "fp8": 8}
 
 
 @pytest.mark.parametrize("knobs", [Int8(smooth_v=False), Int4()], ids=str)

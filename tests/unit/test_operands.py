@@ -16,16 +16,21 @@ from omniattn.checks.operands import check_precision, combine
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
+from omniattn.problems.quantize import QK_DTYPES
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
-PRECISIONS: dict[str, oa.Int8 | oa.Int4] = {
+PRECISIONS: dict[str, oa.Int8 | oa.Int4 | oa.Fp8] = {
     "int8": oa.Int8(),
     "int4": oa.Int4(),
     "all_smooth": oa.Int8(smooth_q=True, smooth_v=True),
     "plain": oa.Int4(granularity="per_block", smooth_k=False, smooth_q=False),
     "per_token": oa.Int8(granularity="per_token", pv="fp16"),
+    "rotated": oa.Int4(hadamard=True, seed=5),
+    "fp8": oa.Fp8(),
+    "fp8_smooth": oa.Fp8(smooth_k=True, smooth_v=False, seed=2**32 - 1),
+    "fp8_plain": oa.Fp8(hadamard=False, granularity="per_tensor"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -37,11 +42,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def quantize(precision: oa.Int8 | oa.Int4, q: Any, k: Any, v: Any, **more: Any) -> tuple[oa.QuantizedQK, oa.QuantizedV]:
+def quantize(
+    knobs: oa.Int8 | oa.Int4 | oa.Fp8, q: Any, k: Any, v: Any, **more: Any
+) -> tuple[oa.QuantizedQK, oa.QuantizedV]:
+    precision = knobs.precision
     of_k = {name: more[name] for name in ("layout", "cu_seqlens_k", "max_seqlen_k") if name in more}
     qk = oa.quantize_qk(
-        q, k, dtype=precision.qk, granularity=precision.granularity, smooth_k=precision.smooth_k,
-        smooth_q=precision.smooth_q, **{"with_bias": True} | more,
+        q, k, dtype=QK_DTYPES[precision.qk], granularity=precision.granularity, smooth_k=precision.smooth_k,
+        smooth_q=precision.smooth_q, hadamard=precision.hadamard, seed=precision.seed, **{"with_bias": True} | more,
     )  # fmt: skip
     dtype = "float16" if precision.pv == "fp16" else "float8_e4m3"
     return qk, oa.quantize_v(v, dtype=dtype, smooth_v=precision.smooth_v, **of_k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,12 @@ def test_layouts_and_frameworks() -> None:
 @pytest.mark.parametrize(
     ("options", "argument", "expected", "received"),
     [
-        ({"dtype": "int2"}, "dtype", "'int8' or 'int4'", "'int2'"),
+        ({"dtype": "int2"}, "dtype", "'int8' or 'int4' or 'float8_e4m3'", "'int2'"),
+        ({"dtype": "float8_e4m3", "granularity": "per_thread"}, "granularity", "'per_block'", "'per_thread'"),
+        ({"dtype": "float8_e4m3", "grouping": "sm80"}, "grouping", "'sm90'", "'sm80'"),
+        ({"dtype": "float8_e4m3", "smooth_q": True}, "smooth_q", "False with dtype='float8_e4m3'", "True"),
+        ({"hadamard": 0}, "hadamard", "True or False", "0"),
+        ({"seed": 2**32}, "seed", "0 to 4294967295", "4294967296"),
         ({"granularity": "per_row"}, "granularity", "'per_thread'", "'per_row'"),
         ({"granularity": ["per_row"]}, "granularity", "'per_thread'", "['per_row']"),
         ({"grouping": "sm100"}, "grouping", "'sm90' or 'sm80'", "'sm100'"),
@@ -347,10 +353,22 @@ def test_arguments_of_v(v: Any, options: dict[str, Any], error: type[ArgumentErr
 
 @pytest.mark.parametrize(
     ("options", "argument"),
-    [({"granularity": "fine"}, "granularity"), ({"pv": "int8"}, "pv"), ({"smooth_k": 1}, "smooth_k")],
+    [
+        ({"granularity": "fine"}, "granularity"),
+        ({"pv": "int8"}, "pv"),
+        ({"smooth_k": 1}, "smooth_k"),
+        ({"hadamard": 1}, "hadamard"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**32}, "seed"),
+        ({"min_seqlen": 1.0}, "min_seqlen"),
+        ({"smooth_v": 0}, "smooth_v"),
+        ({"min_seqlen": True}, "min_seqlen"),
+    ],
 )
 def test_precisions_check_their_knobs(options: dict[str, Any], argument: str) -> None:
-    for cls in (oa.Int8, oa.Int4):
+    for cls in (oa.Int8, oa.Int4, oa.Fp8):
+        if not set(options) <= {field.name for field in dataclasses.fields(cls)}:
+            continue
         with pytest.raises(ArgumentError) as caught:
             cls(**options)
         assert caught.value.argument == argument
@@ -361,7 +379,11 @@ def test_precisions() -> None:
     assert (oa.Int8().qk, oa.Int4().qk, oa.Int8().smooth_q, oa.Int4().smooth_q) == ("int8", "int4", False, True)
     assert not isinstance(oa.Int4(), oa.Int8)
     assert oa.Int4().precision == Precision("int4", "auto", "auto", "per_thread", True, True, True)
-    for knobs in (oa.Int8(smooth_q=True, pv="fp16"), oa.Int4(granularity="per_block", smooth_k=False)):
+    for knobs in (
+        oa.Int8(smooth_q=True, pv="fp16"), oa.Int4(granularity="per_block", smooth_k=False),
+        oa.Int8(hadamard=True, seed=7, min_seqlen=4096), oa.Fp8(smooth_v=True),
+        oa.Fp8("per_tensor", False, True, False),
+    ):  # fmt: skip
         assert knobs_of(knobs.precision) == knobs
     assert hash(oa.Int8()) == hash(oa.Int8())
     assert oa.Int8() != oa.Int4(smooth_q=False)

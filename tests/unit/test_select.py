@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problems import UNLIMITED, Int4, Int8, Precision, Target
+from omniattn.problems import UNLIMITED, Fp8, Int4, Int8, Precision, Target
 from omniattn.problems import AttentionProblem as Problem
 from omniattn.problems.attention import LONG_KEYS, SHORT_CAUSAL_KEYS
 from omniattn.registry import REGISTRY, KernelSpec
@@ -237,6 +237,8 @@ def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8 | Int4) -> Non
 
 def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
     """The knobs that only this row's product serves."""
+    if spec.qk == "fp8":
+        return dataclasses.replace(Fp8().precision, pv_accumulator=spec.pv_accumulator)
     kind = Int4 if spec.qk == "int4" else Int8
     knobs = {"smooth_q": "smooth_q" in spec.features, "pv": spec.pv, "pv_accumulator": spec.pv_accumulator} | knobs
     return kind(**knobs).precision
@@ -407,3 +409,27 @@ def test_visible_pairs_against_brute_force() -> None:
 def test_tiles_are_counted_in_31_bits(fields: dict[str, object], expected: str) -> None:
     target = Target((9, 0), GPUS[9, 0])
     assert select_attention(changed(**fields), target).spec.family == expected
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_e4m3_by_architecture(lse: bool) -> None:
+    """Hopper's own rows, mma.sync from sm_89 on, nothing below."""
+    for cc, family in {(8, 9): "attn_fp8_sm89", (9, 0): "attn_fp8_sm90", (10, 0): "attn_fp8_sm89"}.items():
+        target = Target(cc, GPUS.get(cc, 99 << 10))
+        for head_dim, fields in itertools.product((8, 64, 96, 136, 256), FEATURES):
+            problem = changed(head_dim=head_dim, precision=Fp8().precision, lse=lse, **fields)
+            spec = select_attention(problem, target).spec
+            assert (spec.family, spec.qk, spec.pv) == (family, "fp8", "fp8")
+            assert spec.head_dim >= head_dim
+    for cc in ((8, 0), (8, 6)):
+        with pytest.raises(UnsupportedError, match="precision='int8'"):
+            select_attention(changed(precision=Fp8().precision), Target(cc, GPUS[cc]))
+
+
+def test_integers_and_e4m3_take_rows_of_their_own() -> None:
+    for precision, name, reason in (
+        (Fp8().precision, "attn_int8_sm90_bf16_d64", "it multiplies int8 operands"),
+        (INT8, "attn_fp8_sm90_bf16_d64", "it multiplies fp8 operands"),
+    ):
+        with pytest.raises(ArgumentError, match=reason):
+            select_attention(changed(dtype="bfloat16", precision=precision), HOPPER, name)

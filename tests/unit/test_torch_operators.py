@@ -25,6 +25,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lse": {"return_lse": True, "causal": True},
     "int8": {"precision": "int8"},
     "knobs": {"precision": oa.Int8(smooth_v=False, granularity="per_block")},
+    "rotated": {"precision": oa.Int4(hadamard=True, seed=5)},
+    "fp8": {"precision": oa.Fp8(seed=3, smooth_v=False)},
+    "exact, below min_seqlen": {"precision": oa.Fp8(min_seqlen=100)},
     "HND": {"layout": "HND", "deterministic": True},
 }
 

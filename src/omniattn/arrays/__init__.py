@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError
-from .host import bfloat16_bits, raw_view, store, to_numpy
+from .host import bfloat16_bits, e4m3_bytes, raw_view, store, to_numpy
 from .streams import resolve_stream
 from .strides import contiguous_strides
 from .tensor import ITEMSIZE, CapsuleTensor, Tensor
@@ -50,8 +50,10 @@ __all__ = [
     "current_stream",
     "describe",
     "empty_like_framework",
+    "e4m3_bytes",
     "finish",
     "is_autocast",
+    "is_e4m3",
     "needs_gradient",
     "needs_operator",
     "torch_facts",
@@ -179,6 +181,11 @@ def is_autocast(objects: Sequence[Any]) -> bool:
     from . import from_torch
 
     return from_torch.is_autocast(objects)
+
+
+def is_e4m3(obj: Any) -> bool:
+    """Whether an array of torch, NumPy, CuPy or JAX is of the 8-bit float e4m3."""
+    return str(getattr(obj, "dtype", "")).removeprefix("torch.") == "float8_e4m3fn"
 
 
 def without_gradients(objects: Sequence[Any]) -> tuple[Any, ...]:

@@ -26,6 +26,8 @@ _TYPESTR = {
     "uint64": "<u8",
     "bool": "|b1",
 }
+#: Of memory that `e4m3_bytes` shows.
+_BYTES = {"float8_e4m3fn": "|u1"}
 
 
 class _Memory:
@@ -40,7 +42,7 @@ class _Memory:
             "version": 3,
             "shape": tuple(tensor.shape),
             "strides": tuple(step * itemsize for step in tensor.strides),
-            "typestr": _TYPESTR[tensor.dtype],
+            "typestr": _TYPESTR.get(tensor.dtype) or _BYTES[tensor.dtype],
             "data": (tensor.ptr, not writable),
         }
 
@@ -97,6 +99,15 @@ def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     bits = view.astype(np.uint32)
     bits <<= 16
     return bits.view(np.float32)
+
+
+def e4m3_bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A CPU tensor's 8-bit floats as the bytes that they are stored in; a read-only view."""
+    import numpy as np
+
+    if 0 in tensor.shape:
+        return np.empty(tuple(tensor.shape), dtype=np.uint8)
+    return np.asarray(_Memory(tensor, writable=False))
 
 
 def bfloat16_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

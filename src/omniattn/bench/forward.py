@@ -40,9 +40,9 @@ def run_forward(
         Timed rounds a shape, where they are interleaved.
     contenders : sequence of str, optional
         Keys to run; default: all that are installed. omniattn and the anchor always run.
-    precision : {"exact", "int8", "int4"}
+    precision : {"exact", "int8", "int4", "fp8"}
         For a low one omniattn runs three times: exact, end to end in that precision, and the kernel of that precision
-        alone, on operands that were quantized before.
+        alone, on operands that were quantized before. For fp8 more often (`low_precision.contenders`).
     sustained_s : float, optional
         Not interleaved: one contender at a time, for so many seconds each (`sustained.sustain`), ceilings too.
     command : str

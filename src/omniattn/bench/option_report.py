@@ -141,7 +141,7 @@ class OptionReport:
 
     Attributes
     ----------
-    precision : {"exact", "int8", "int4"}
+    precision : {"exact", "int8", "int4", "fp8"}
         Of this package's calls, the plain one too.
     environment : dict
     matmul_tflops, copy_tb_per_s : float

@@ -38,7 +38,7 @@ def run_options(
     ----------
     cases : mapping of OptionShape to sequence of Case
         As `option_cases.chosen` gives it.
-    precision : {"exact", "int8", "int4"}
+    precision : {"exact", "int8", "int4", "fp8"}
         Of this package's calls; others compute in 16 bits.
     iters : int
         Timed rounds a case; this package, its plain call and all others run in each.

@@ -61,7 +61,7 @@ class Report:
         Contender key to label.
     missing : dict
         Contender key to the reason why it was not tried.
-    precision : {"exact", "int8", "int4"}
+    precision : {"exact", "int8", "int4", "fp8"}
         Of this package's contender that the report is about.
     own : tuple of str
         Keys of this package's contenders.

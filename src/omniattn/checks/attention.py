@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .. import arguments, arrays, runtime
 from ..arrays import Tensor
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError, DtypeError, ShapeError
 from ..plan.engine import Call
-from ..problems import AttentionProblem, AttentionStrides
+from ..problems import EXACT, FP8_ARRAYS, AttentionProblem, AttentionStrides, Descale, Descales, Precision
 from ..problems.memory import ITEMSIZE
-from ..problems.quantize import Strides3
+from ..problems.quantize import BLOCK_ROWS, Strides3
 from . import values
 
 #: The caller's arrays, in the order of a call.
 ARRAYS = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks")
+#: Of calls on e4m3, behind `ARRAYS`.
+DESCALES = ("descale_q", "descale_k", "descale_v")
 #: Those that kernels access 16 bytes at a time.
 ALIGNED = frozenset({"q", "k", "v", "out"})
 #: Bytes: masks that begin at a multiple of them take another kernel than others.
@@ -34,6 +37,7 @@ class AttentionOptions(NamedTuple):
     deterministic: Any
     max_seqlen_q: Any = None
     max_seqlen_k: Any = None
+    out_dtype: Any = None
 
 
 class CommonOptions(NamedTuple):
@@ -70,7 +74,8 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     precision = values.check_precision(options.precision, function)
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     layout = options.layout
-    values.check_qkv(q, k, v, 3 if varlen else 4, layout, function)
+    values.check_qkv(q, k, v, 3 if varlen else 4, layout, function, with_e4m3=not function.endswith("_backward"))
+    dtype = values.check_out_dtype(options.out_dtype, q.dtype, function)
     arrays.require_same_device(tensors.values())
     scale = check_scale(options, q.shape[-1], function)
     seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
@@ -87,29 +92,86 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     if heads_q > arguments.MAX_EXTENT:
         raise ShapeError("q", f"at most {arguments.MAX_EXTENT} heads", str(heads_q), function=function)
     extent = (longest_q, longest_k) if varlen else (rows_q, rows_k)
-    mask, mask_strides = check_mask(tensors, (batch, heads_q, *extent), q.dtype, function)
-    sinks = values.check_sinks(tensors["sinks"], heads_q, q.dtype, function) if "sinks" in tensors else "none"
+    mask, mask_strides = check_mask(tensors, (batch, heads_q, *extent), dtype, function)
+    sinks = values.check_sinks(tensors["sinks"], heads_q, dtype, function) if "sinks" in tensors else "none"
     for t in (q, k, v):
         values.check_strides(t, function)
     o_shape = (*q.shape[:-1], v.shape[-1])
-    o_strides = check_out(tensors, o_shape, q.dtype, function)
+    o_strides = check_out(tensors, o_shape, dtype, function)
+    precision, note = _precision_of(precision, longest_k if varlen else rows_k, q.dtype, options, function)
+    descales = check_descales(tensors, (batch, heads_q, heads_kv), extent, function) if q.dtype == values.E4M3 else None
+    if descales is None and (given := [name for name in DESCALES if name in tensors]):
+        raise ArgumentError(given[0], f"None, because q is {q.dtype} and not in e4m3", "an array", function=function)
 
     def three(shape: tuple[int, ...], strides: tuple[int, ...]) -> Strides3:
         return canonical_strides(shape, strides, layout, varlen)
 
     on_gpu = q.device == "cuda"
     # Quantized operands are the library's own.
-    maps = on_gpu and (precision.quantized or all(map(describable, (q, k, v)))) and runtime.has_tensor_maps()
+    own = precision.quantized and descales is None
+    maps = on_gpu and (own or all(map(describable, (q, k, v)))) and runtime.has_tensor_maps()
     return AttentionProblem(
-        q.dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *common.window, scale, common.softcap, mask,
+        dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *common.window, scale, common.softcap, mask,
         sinks, varlen, precision, common.deterministic, maps, None, common.return_lse, layout, longest_q, longest_k,
         maps and mask in ("float32", "io") and mask_has_map(tensors["mask"], mask_strides),
         arrays.can_allocate(q, "uint8"),
         AttentionStrides(
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
             three(o_shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
-        ), own_head_dim_v=v.shape[-1] if v.shape[-1] != q.shape[-1] else 0,
+        ), own_head_dim_v=v.shape[-1] if v.shape[-1] != q.shape[-1] else 0, descales=descales, note=note,
     )  # fmt: skip
+
+
+def _precision_of(
+    precision: Precision, keys: int, q_dtype: str, options: AttentionOptions, function: str
+) -> tuple[Precision, str]:
+    """What the call runs in, and why that is not what it asked for."""
+    if q_dtype == values.E4M3:
+        # "exact" is the default: the arrays decide.
+        if options.precision not in ("exact", "fp8"):
+            expected = "'fp8' or nothing, because q, k and v are e4m3"
+            raise ArgumentError("precision", expected, repr(options.precision), function=function)
+        return FP8_ARRAYS, ""
+    least = precision.min_seqlen
+    if keys < least:
+        return EXACT, f"exact in place of {precision.name}: {keys} keys are fewer than min_seqlen={least}"
+    return replace(precision, min_seqlen=0) if least else precision, ""
+
+
+def check_descales(
+    tensors: dict[str, Tensor], counts: tuple[int, int, int], extent: tuple[int, int], function: str
+) -> Descales:
+    """The factors of q, k and v in e4m3.
+
+    Parameters
+    ----------
+    counts : (batch, num_q_heads, num_kv_heads)
+    extent : (int, int)
+        Rows of the longest sequence of q, and of k.
+    """
+    found = []
+    for name, rows in zip(DESCALES, (extent[0], extent[1], extent[1]), strict=True):
+        batch, heads, heads_kv = counts[0], counts[1] if name == "descale_q" else counts[2], counts[2]
+        t = tensors.get(name)
+        if t is None:
+            found.append(Descale())
+            continue
+        if t.dtype != "float32":
+            raise DtypeError(name, "float32", t.dtype, function=function)
+        shape, blocks = tuple(t.shape), -(-rows // BLOCK_ROWS)
+        steps = tuple(0 if n == 1 else s for n, s in zip(shape, t.strides, strict=True))
+        if shape in ((), (1,)):
+            found.append(Descale("scalar"))
+        elif shape == (batch, heads_kv):
+            found.append(Descale("per_head", (steps[0], steps[1], 0)))
+        elif shape == (batch, heads, blocks) and name != "descale_v":
+            found.append(Descale("per_block", (steps[0], steps[1], steps[2])))
+        else:
+            expected = f"shape () or (batch, num_kv_heads) = {(batch, heads_kv)}"
+            if name != "descale_v":
+                expected += f" or (batch, heads, blocks of {BLOCK_ROWS} rows) = {(batch, heads, blocks)}"
+            raise ShapeError(name, expected, str(shape), function=function)
+    return Descales(*found)
 
 
 def check_attention_memory(problem: AttentionProblem, tensors: dict[str, Tensor]) -> None:

@@ -40,6 +40,7 @@ class BackwardOptions(NamedTuple):
     max_seqlen_k: Any = None
     precision: str = "exact"
     return_lse: bool = True
+    out_dtype: Any = None
 
 
 def check_wanted(wanted: Any, with_sinks: bool, function: str) -> tuple[str, ...]:

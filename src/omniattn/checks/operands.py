@@ -20,6 +20,7 @@ from ..problems import (
     QuantizeProblem,
 )
 from ..problems.precision import knobs_of, value_levels
+from ..problems.quantize import QK_DTYPES
 from . import values
 from .attention import canonical_strides, check_common, check_mask, check_out, check_scale, mask_has_map
 
@@ -41,6 +42,8 @@ ARGUMENT = {
 #: Those that kernels access 16 bytes at a time.
 ALIGNED = frozenset({*ARRAYS, "out"})
 
+#: Of what Q and K became: what `Precision.qk` calls it.
+_PRECISION_OF = {element: name for name, element in QK_DTYPES.items()}
 _WORDS = {"qk_dtype": "dtype", "rows_k": "rows", "heads_kv": "heads", "dtype": "dtype of what was quantized"}
 
 
@@ -96,7 +99,7 @@ def combine(function: str, of_q: QuantizedQK, of_k: QuantizedQK, v: QuantizedV, 
                     "k", f"the K of q's own quantize_qk call, to which {what} ties q", "K of another call",
                     function=function,
                 )  # fmt: skip
-        _check_equal(function, "k", a, b, "q", ("qk_dtype", "unpacked", "granularity", "grouping"))
+        _check_equal(function, "k", a, b, "q", ("qk_dtype", "unpacked", "granularity", "grouping", "hadamard", "seed"))
         if a.heads_kv != b.heads_kv and (b.heads_kv == 0 or a.heads_q % b.heads_kv):
             raise ArgumentError(
                 "k", f"a number of heads that divides q's {a.heads_q}", str(b.heads_kv), function=function
@@ -126,8 +129,8 @@ def check_precision(function: str, precision: Any, operands: QuantizeProblem) ->
     # Sums of float16 values, and of e4m3 ones that are small enough, may be of either type.
     either = pv == "fp16" or operands.v_levels <= value_levels(pv, "fp16")
     own = Precision(
-        operands.qk_dtype, pv, "auto" if either else "fp32", operands.granularity, operands.smooth_q,
-        operands.smooth_k, operands.smooth_v,
+        _PRECISION_OF[operands.qk_dtype], pv, "auto" if either else "fp32", operands.granularity, operands.smooth_q,
+        operands.smooth_k, operands.smooth_v, operands.hadamard, operands.seed,
     )  # fmt: skip
     asked = values.check_precision(precision, function)
     if not asked.quantized or precision == asked.qk == own.qk:
@@ -224,6 +227,7 @@ def check_operands(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
         )  # fmt: skip
     precision = check_precision(function, options.precision, operands)
     scale = check_scale(options, operands.head_dim, function)
+    values.check_out_dtype(options.out_dtype, operands.dtype, function)
     extents = check_extents(function, operands, options.max_seqlen_q, options.max_seqlen_k, "mask" in tensors)
     check_arrays(function, operands, tensors)
     heads, rows, batch, varlen = operands.heads_q, operands.rows_q, operands.batch, operands.varlen

@@ -10,8 +10,8 @@ from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..plan.engine import Call
 from ..problems import QuantizeCall, QuantizeProblem
-from ..problems.precision import GRANULARITIES, GROUPINGS, check_choice, value_levels
-from ..problems.quantize import Strides3
+from ..problems.precision import FP8_GRANULARITIES, GRANULARITIES, GROUPINGS, check_choice, value_levels
+from ..problems.quantize import QK_DTYPES, Strides3, row_bias_of
 from . import values
 from .attention import canonical_strides
 
@@ -34,6 +34,8 @@ class QuantizeQKOptions(NamedTuple):
     max_seqlen_q: Any
     max_seqlen_k: Any
     with_bias: Any
+    hadamard: Any = None
+    seed: Any = 0
 
 
 class QuantizeVOptions(NamedTuple):
@@ -51,11 +53,19 @@ def check_quantize_qk(call: Call, tensors: dict[str, Tensor]) -> QuantizeCall:
     function, options = "quantize_qk", call.options
     layout = options.layout
     values.check_layout(layout, function)
-    check_choice(options.dtype, "dtype", ("int8", "int4"), function)
-    check_choice(options.granularity, "granularity", GRANULARITIES, function)
-    check_choice(options.grouping, "grouping", GROUPINGS, function)
-    smooth_k = arguments.check_bool(options.smooth_k, "smooth_k", function)
+    check_choice(options.dtype, "dtype", tuple(QK_DTYPES.values()), function)
+    e4m3 = options.dtype == QK_DTYPES["fp8"]
+    granularity = options.granularity
+    if granularity is None:
+        granularity = "per_block" if e4m3 else "per_thread"
+    check_choice(granularity, "granularity", FP8_GRANULARITIES if e4m3 else GRANULARITIES, function)
+    check_choice(options.grouping, "grouping", GROUPINGS[:1] if e4m3 else GROUPINGS, function)
+    smooth_k = _check_flag(options.smooth_k, "smooth_k", not e4m3, function)
+    hadamard = _check_flag(options.hadamard, "hadamard", e4m3, function)
+    seed = arguments.check_int(options.seed, "seed", function, most=2**32 - 1)
     smooth_q = arguments.check_bool(options.smooth_q, "smooth_q", function)
+    if smooth_q and e4m3:
+        raise ArgumentError("smooth_q", "False with dtype='float8_e4m3'", "True", function=function)
     with_bias = arguments.check_bool(options.with_bias, "with_bias", function)
     q, k = tensors["q"], tensors["k"]
     varlen = "cu_seqlens_q" in tensors or "cu_seqlens_k" in tensors
@@ -68,8 +78,9 @@ def check_quantize_qk(call: Call, tensors: dict[str, Tensor]) -> QuantizeCall:
     seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
     problem = QuantizeProblem(
         q.dtype, batch, q.shape[seq], k.shape[seq], q.shape[head], k.shape[head], q.shape[-1], varlen, options.dtype,
-        options.granularity, options.grouping, smooth_q, smooth_k, False, "full" if with_bias else "marks", v=False,
-        max_seqlen_k=longest_k, unpacked=options.dtype == "int4" and options.grouping == "sm90",
+        granularity, options.grouping, smooth_q, smooth_k, False, row_bias_of(e4m3, smooth_k, with_bias), v=False,
+        max_seqlen_k=longest_k, unpacked=options.dtype == "int4" and options.grouping == "sm90", hadamard=hadamard,
+        seed=seed if hadamard else 0,
     )  # fmt: skip
     strides = (_strides(q, layout, varlen), _strides(k, layout, varlen), (0, 0, 0))
     return QuantizeCall(problem, strides, layout, int(options.max_seqlen_q) if varlen else 0)
@@ -112,6 +123,11 @@ def check_starts(starts: list[int], argument: str, rows: int, function: str) -> 
         raise ArgumentError(
             argument, f"0 first, never decreasing, at most the {rows} rows at the end", str(starts), function=function
         )
+
+
+def _check_flag(value: Any, name: str, usual: bool, function: str) -> bool:
+    """None is what is usual."""
+    return usual if value is None else arguments.check_bool(value, name, function)
 
 
 def _strides(t: Tensor, layout: str, varlen: bool) -> Strides3:

@@ -7,13 +7,15 @@ from typing import Any
 
 from ..arguments import MAX_HEAD_DIM, MAX_ROWS, check_alignment, check_number
 from ..arrays import Tensor
-from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
-from ..problems import PRECISIONS, UNLIMITED, Int4, Int8, Precision
-from ..problems.precision import NAMED, PLANNED_PRECISIONS
+from ..errors import ArgumentError, DtypeError, ShapeError, StrideError
+from ..problems import KNOBS, PRECISIONS, UNLIMITED, Precision
+from ..problems.precision import NAMED
 
 LAYOUTS = ("NHD", "HND")
 GPU_DTYPES = ("float16", "bfloat16")
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
+#: The 8-bit float that q, k and v may come in.
+E4M3 = "float8_e4m3fn"
 #: Packed sequences: each may add a partly filled tile, and the tiles of a head are counted in 32 bits too.
 MAX_PACKED_SEQUENCES = 2**30
 #: Smallest number that the kernels' fp32 arithmetic keeps: its inverse is finite.
@@ -45,21 +47,44 @@ def check_window(window: Any, causal: bool, function: str) -> tuple[int, int]:
 
 def check_precision(precision: Any, function: str) -> Precision:
     """The precision that a name or a set of knobs means."""
-    if precision.__class__ in (Int8, Int4):
+    if precision.__class__ in KNOBS:
         found: Precision = precision.precision
         return found
-    if not isinstance(precision, str) or precision not in PRECISIONS + PLANNED_PRECISIONS:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         names = ", ".join(map(repr, PRECISIONS))
-        raise ArgumentError("precision", f"one of {names}, an Int8 or an Int4", repr(precision), function=function)
-    if precision not in PRECISIONS:
-        raise UnsupportedError(
-            f"{function}(): precision={precision!r} is not in this version",
-            instead="precision=" + " or ".join(map(repr, PRECISIONS)),
-        )
+        expected = f"one of {names}, an Int8, an Int4 or an Fp8"
+        raise ArgumentError("precision", expected, repr(precision), function=function)
     return NAMED[precision]
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, layout: str, function: str) -> None:
+def dtype_name(dtype: Any) -> str:
+    """Name of an element type that the caller gives by name or as the framework's own."""
+    if isinstance(dtype, str):
+        return dtype
+    if type(dtype).__module__ == "torch":
+        return str(dtype).removeprefix("torch.")
+    import numpy as np
+
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:
+        return repr(dtype)
+
+
+def check_out_dtype(out_dtype: Any, q_dtype: str, function: str) -> str:
+    """Element type of o: q's, and of q in e4m3 bfloat16 unless the caller says float16."""
+    allowed = GPU_DTYPES if q_dtype == E4M3 else (q_dtype,)
+    if out_dtype is None:
+        return "bfloat16" if q_dtype == E4M3 else q_dtype
+    if dtype_name(out_dtype) not in allowed:
+        expected = " or ".join(map(repr, allowed)) + ("" if q_dtype == E4M3 else ", like q, or None")
+        raise ArgumentError("out_dtype", expected, repr(out_dtype), function=function)
+    return dtype_name(out_dtype)
+
+
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, ndim: int, layout: str, function: str, *, with_e4m3: bool = False
+) -> None:
     """Dtypes, ranks, head_dim and heads of q, k, v, in the caller's layout. v may have a head_dim of its own."""
     dims = {
         (4, "NHD"): "(batch, seq, heads, head_dim)",
@@ -67,7 +92,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, layout: str, function:
         (3, "NHD"): "(rows, heads, head_dim)",
         (3, "HND"): "(heads, rows, head_dim)",
     }[ndim, layout]
-    allowed = CPU_DTYPES if q.device == "cpu" else GPU_DTYPES
+    allowed = (CPU_DTYPES if q.device == "cpu" else GPU_DTYPES) + ((E4M3,) if with_e4m3 else ())
+    for t in (q, k, v):
+        if t.dtype == "float8_e5m2" and with_e4m3:
+            hint = "The 8-bit products take e4m3, whose third bit of mantissa attention needs more than e5m2's range"
+            raise DtypeError(t.argument, " or ".join(allowed), t.dtype, function=function, hint=hint)
     if q.dtype not in allowed:
         raise DtypeError("q", f"{' or '.join(allowed)} on {q.device}", q.dtype, function=function)
     for t in (q, k, v):

@@ -63,6 +63,8 @@ FEATURES = {
     "fragments": "behind the kernel of Hopper",
     "smooth_q": "with smooth_q",
     "head_dim_v": "v of another head_dim",
+    "e4m3": "to e4m3",
+    "hadamard": "with a rotation",
 }
 
 #: Row format of a cache to words, where its name does not do.
@@ -71,6 +73,8 @@ CACHES = {"16": "16-bit", "fbgemm": "int4 (FBGEMM's layout)"}
 #: What calls an operation whose name is not that of a public function.
 CALLS = {
     "quantized_attention": "precision int8, int4",
+    "fp8_attention": "precision fp8, e4m3 arrays",
+    "layout_fp8": "attention on e4m3 arrays",
     "quantize": "quantize_qk, quantize_v",
     "quantize_delta": "quantize_qk with smooth_q",
     "decode_combine": "decode",
@@ -86,13 +90,15 @@ BESIDE = {
     "attention_backward_finish": "attention_backward, dq of sums",
 }
 
-#: Kernels that some calls of `attention` take for speed. Others serve the same calls: tables are about those.
-FASTER = ("attention_split", "attention_combine")
+#: Kernels that some calls of `attention` and `quantize_qk` take for speed, or before others: tables are about those.
+FASTER = ("attention_split", "attention_combine", "quantize_fp8", "layout_fp8")
 
 #: Operation of the registry to its line in the README's table.
 LINES = {
-    **dict.fromkeys(("attention", *FASTER), "`attention`, `attention_varlen`"),
+    **dict.fromkeys(("attention", *FASTER[:2]), "`attention`, `attention_varlen`"),
     "quantized_attention": "the same, precision int8 and int4",
+    **dict.fromkeys(("fp8_attention", "layout_fp8"), "the same, precision fp8 and e4m3 arrays"),
+    "quantize_fp8": "`quantize_qk`, `quantize_v`",
     "quantize": "`quantize_qk`, `quantize_v`",
     "quantize_delta": "`quantize_qk`, `quantize_v`",
     "mask_pack": "`attention`, `attention_varlen`",
@@ -248,8 +254,10 @@ def support_rows(
 
 
 def operation_of(spec: KernelSpec) -> str:
-    """A row's operation; attention on quantized operands is one of its own here."""
-    return "quantized_attention" if spec.quantized else spec.op
+    """A row's operation; attention on quantized operands is one of its own here, on integers and on e4m3."""
+    if spec.quantized:
+        return "fp8_attention" if spec.qk == "fp8" else "quantized_attention"
+    return spec.op
 
 
 def _words(spec: KernelSpec) -> str:

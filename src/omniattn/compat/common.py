@@ -130,6 +130,7 @@ def attend(
     alibi_slopes: Any = None,
     deterministic: Any = False,
     return_lse: bool = False,
+    descales: tuple[Any, Any, Any] = (None, None, None),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attention`, or with ``packed`` `attention_varlen`, with FlashAttention's arguments; LSE as ours."""
     check_tensors(function, q=q, k=k, v=v)
@@ -139,6 +140,8 @@ def attend(
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, deterministic)
     if alibi_slopes is not None:
         options["score_mod"] = alibi_of(function, q, k, alibi_slopes, packed)
+    if any(x is not None for x in descales):
+        options |= dict(zip(("descale_q", "descale_k", "descale_v"), descales, strict=True))
     dim = v.shape[-1]
     q, k, v = padded(q, k, v)
     if packed is None:

@@ -4,7 +4,7 @@
 imports the original. Every GPU from compute capability 8.0 on; tensors are float16 or bfloat16, on the CPU (NumPy
 reference) float32 and float64 too.
 
-What is not served raises: fp8 and its descales, ``qv``, ``attention_chunk``, ``seqused_q`` and ``seqused_k``, scheduler
+What is not served raises: descales of a cache, ``qv``, ``attention_chunk``, ``seqused_q`` and ``seqused_k``, scheduler
 metadata, and the knobs of the original's scheduler with another value than their default (``num_splits`` may be 0 or
 1). LSE of a row that attends to nothing is -inf, as in the original, and LSE can be differentiated.
 """
@@ -71,7 +71,9 @@ def flash_attn_func(
         Same bits at every run, in the backward pass too.
     num_splits : int
         0 or 1.
-    qv, q_descale, k_descale, v_descale, attention_chunk, pack_gqa, sm_margin
+    q_descale, k_descale, v_descale : tensor, (batch, nheads_k), float32, optional
+        Factors of tensors in float8_e4m3fn; the other shapes of `omniattn.attention` are taken too.
+    qv, attention_chunk, pack_gqa, sm_margin
         Their defaults.
     return_attn_probs : bool
         Also return LSE.
@@ -92,10 +94,11 @@ def flash_attn_func(
     FlashAttention-3 (Shah et al. 2024).
     """
     function = "flash_attn_func"
-    _refuse(function, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    _refuse(function, qv, attention_chunk, num_splits, pack_gqa, sm_margin)
     return _attend(
         function, (q, k, v), None, return_attn_probs, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, deterministic=deterministic,
+        descales=(q_descale, k_descale, v_descale),
     )  # fmt: skip
 
 
@@ -120,7 +123,7 @@ def flash_attn_qkvpacked_func(
     the heads of q first.
     """
     function = "flash_attn_qkvpacked_func"
-    _refuse(function, None, q_descale, k_descale, v_descale, attention_chunk, 1, None, sm_margin)
+    _refuse(function, None, attention_chunk, 1, None, sm_margin)
     common.check_tensors(function, qkv=qkv)
     if qkv.ndim == 5:
         if num_heads_q is not None:
@@ -138,6 +141,7 @@ def flash_attn_qkvpacked_func(
     return _attend(
         function, qkv, None, return_attn_probs, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
         softcap=softcap, deterministic=deterministic,
+        descales=(q_descale, k_descale, v_descale),
     )  # fmt: skip
 
 
@@ -179,7 +183,9 @@ def flash_attn_varlen_func(
         None: sequences fill their rows.
     softmax_scale, causal, window_size, softcap, deterministic, num_splits, return_attn_probs
         As in `flash_attn_func`, for each sequence.
-    qv, q_descale, k_descale, v_descale, attention_chunk, pack_gqa, sm_margin
+    q_descale, k_descale, v_descale : tensor, (batch, nheads_k), float32, optional
+        Factors of tensors in float8_e4m3fn; the other shapes of `omniattn.attention` are taken too.
+    qv, attention_chunk, pack_gqa, sm_margin
         Their defaults.
 
     Returns
@@ -194,7 +200,7 @@ def flash_attn_varlen_func(
         As `omniattn.attention_varlen`.
     """
     function = "flash_attn_varlen_func"
-    _refuse(function, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    _refuse(function, qv, attention_chunk, num_splits, pack_gqa, sm_margin)
     common.refuse(
         function, "packed sequences fill their rows", "cu_seqlens of sequences without unused rows",
         seqused_q=(seqused_q, None), seqused_k=(seqused_k, None),
@@ -203,6 +209,7 @@ def flash_attn_varlen_func(
     return _attend(
         function, (q, k, v), packed, return_attn_probs, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, deterministic=deterministic,
+        descales=(q_descale, k_descale, v_descale),
     )  # fmt: skip
 
 
@@ -310,7 +317,11 @@ def flash_attn_with_kvcache(
         Before anything is written, where arguments are wrong.
     """
     function = "flash_attn_with_kvcache"
-    _refuse(function, qv, q_descale, k_descale, v_descale, attention_chunk, 0, pack_gqa, sm_margin)
+    _refuse(function, qv, attention_chunk, 0, pack_gqa, sm_margin)
+    common.refuse(
+        function, "caches have formats of their own", "a KVCache with k_dtype='fp8', or tensors without a cache",
+        q_descale=(q_descale, None), k_descale=(k_descale, None), v_descale=(v_descale, None),
+    )  # fmt: skip
     common.refuse(
         function, "queries and new keys are a batch", "sequences of one length, or omniattn.append and omniattn.decode",
         cu_seqlens_q=(cu_seqlens_q, None), cu_seqlens_k_new=(cu_seqlens_k_new, None),
@@ -356,15 +367,8 @@ def get_scheduler_metadata(
     )
 
 
-def _refuse(
-    function: str, qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, chunk: Any, splits: Any, pack: Any,
-    margin: Any,
-) -> None:  # fmt: skip
+def _refuse(function: str, qv: Any, chunk: Any, splits: Any, pack: Any, margin: Any) -> None:
     common.refuse(function, "scores have one product, q times k", None, qv=(qv, None))
-    common.refuse(
-        function, "this version has no fp8 kernels", "float16 or bfloat16, or omniattn.attention(precision='int8')",
-        q_descale=(q_descale, None), k_descale=(k_descale, None), v_descale=(v_descale, None),
-    )  # fmt: skip
     common.refuse(
         function, "there are no chunks", "a ScoreMod with mask= for omniattn.attention", attention_chunk=(chunk, 0)
     )

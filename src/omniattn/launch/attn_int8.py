@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..problems import QuantizeProblem
-from ..problems.quantize import carve
+from ..problems import AttentionProblem, Descales, QuantizeProblem
+from ..problems.quantize import BLOCK_ROWS, Strides3, carve, operand_strides
 from .structs import At
 
 
@@ -21,20 +21,29 @@ class OperandPlaces:
         Places by the names of `QuantizeProblem.shapes`.
     starts : (At, At)
         cu_seqlens that never decrease, of queries and keys.
+    strides : (Strides3, Strides3)
+        Bytes between batch entries, rows and heads of q and k.
+    width : int
+        Channels of a row of q and k that there are; those behind them, up to the tile's, are zeros.
+    descales : Descales, optional
+        Of e4m3 operands of the caller: how the scales lie. None: as `problem` says.
     """
 
     problem: QuantizeProblem
     at: dict[str, At]
     starts: tuple[At, At]
+    strides: tuple[Strides3, Strides3]
+    width: int
+    descales: Descales | None = None
 
     def values(self) -> dict[str, object]:
         """The fields of QuantizedOperands."""
         p, at, shapes = self.problem, self.at, self.problem.shapes()
         delta = shapes["delta_s"][0] if "delta_s" in shapes else (0, 0)
         return {
-            "q_scale": at["q_scale"],
-            "k_scale": at["k_scale"],
-            "row_bias": at["row_bias"],
+            "q_scale": at.get("q_scale"),
+            "k_scale": at.get("k_scale"),
+            "row_bias": at.get("row_bias"),
             "v_scale": at["v_scale"],
             "v_mean": at["v_mean"] if p.smooth_v else None,
             "delta_s": at.get("delta_s"),
@@ -45,12 +54,49 @@ class OperandPlaces:
             "head_dim_pad": p.head_dim_pad,
         }
 
+    def block_scales(self) -> dict[str, object]:
+        """The fields of BlockScales; zeros for integers, which have other scales."""
+        p, given = self.problem, self.descales
+        shared = p.heads_q // p.heads_kv if given is not None and given.q.granularity == "per_head" else 1
+        by_slot = int(p.varlen and given is None)
+        values: dict[str, object] = {"by_slot": by_slot, "q_heads": shared, "row_bytes": self.width}
+        for name, rows, heads in (("q", p.rows_q, p.heads_q), ("k", p.rows_k, p.heads_kv)):
+            steps = (0, 0, 0)
+            if given is not None:
+                steps = (given.q if name == "q" else given.k).strides
+            elif p.e4m3:
+                blocks = p.slots(rows, BLOCK_ROWS)
+                steps = (0 if p.varlen else heads * blocks, blocks, 1)
+            values |= dict(zip((f"{name}_stride_b", f"{name}_stride_h", f"{name}_stride_block"), steps, strict=True))
+        drift = self.at.get("drift")
+        return values | {"drift": drift, "drift_stride_h": p.slots(p.rows_k, BLOCK_ROWS)}
+
+
+def own(problem: QuantizeProblem, at: dict[str, At], starts: tuple[At, At]) -> OperandPlaces:
+    """Operands as a quantizer makes them."""
+    of_q, of_k, _ = operand_strides(problem)
+    return OperandPlaces(problem, at, starts, (of_q, of_k), problem.head_dim_pad)
+
 
 def given(problem: QuantizeProblem) -> OperandPlaces:
     """Operands that the caller gave, as arguments of their own names."""
-    return OperandPlaces(
-        problem, {name: At(name) for name in problem.shapes()}, (At("cu_seqlens_q"), At("cu_seqlens_k"))
-    )
+    return own(problem, {name: At(name) for name in problem.shapes()}, (At("cu_seqlens_q"), At("cu_seqlens_k")))
+
+
+def in_e4m3(problem: AttentionProblem, values: QuantizeProblem, at: dict[str, At]) -> OperandPlaces:
+    """Q and K as they are, in e4m3, with the caller's scales; ``at``: where v is, transposed, and its scales.
+
+    values : `values_problem` of the call.
+    """
+    assert problem.strides is not None
+    assert problem.descales is not None
+    descales = problem.descales
+    places = {"q_int": At("q"), "k_int": At("k"), **at}
+    for name, of in (("q_scale", descales.q), ("k_scale", descales.k)):
+        if of.granularity != "none":
+            places[name] = At(f"descale_{name[0]}")
+    starts = (At("cu_seqlens_q"), At("cu_seqlens_k"))
+    return OperandPlaces(values, places, starts, (problem.strides.q, problem.strides.k), problem.head_dim, descales)
 
 
 def in_workspace(problem: QuantizeProblem) -> tuple[dict[str, At], int]:

@@ -21,7 +21,7 @@ def build(
     tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)
     assert problem.strides is not None
     # In units of 16 bits.
-    of_q, of_k, of_v = (_halves(s) for s in operand_strides(places.problem))
+    of_q, of_k, of_v = (_halves(s) for s in (*places.strides, operand_strides(places.problem)[2]))
     own = replace(problem, strides=replace(problem.strides, q=of_q, k=of_k, v=of_v))
     at = places.at
     records = []
@@ -30,7 +30,9 @@ def build(
             own, blocks, mask_extent=problem.mask_extent, tile_offset=first,
             operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts,
         )  # fmt: skip
-        arguments = ATTN_INT8_SM80.pack(member("fwd", forward) | member("operands", places.values()))
+        arguments = ATTN_INT8_SM80.pack(
+            member("fwd", forward) | member("operands", places.values()) | member("scales", places.block_scales())
+        )
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))
     return tuple(records)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from ..problems import AttentionProblem, Target
+from ..problems.quantize import Strides3
 from ..registry import KernelSpec
-from ..runtime.record import LaunchRecord
+from ..runtime.record import LaunchRecord, TensorMap
 from .attn_fwd import forward_values, num_m_blocks
 from .attn_fwd_sm90 import mapped, tile_values, tiles_of
 from .attn_int8 import OperandPlaces
 from .masks import MaskPlaces
 from .score_forms import bias_map, form_values
-from .structs import ATTN_INT8_FORMS_SM90, ATTN_INT8_SM90, member
+from .structs import ATTN_INT8_FORMS_SM90, ATTN_INT8_SM90, At, member
 
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
 #: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss
@@ -34,38 +35,26 @@ def build(
     if blocks * batch * problem.num_q_heads == 0:
         return ()
     operands, at = places.problem, places.at
-    pad, row = operands.head_dim_pad, min(spec.head_dim, 128)
-    rows_q, rows_k = problem.seqlen_q, problem.seqlen_k
-    q = mapped(
-        *at["q_int"],
-        "uint8",
-        (pad, rows_q, problem.num_q_heads, batch),
-        (pad, pad * rows_q, pad * rows_q * problem.num_q_heads),
-        (row, spec.block_m, 1, 1),
+    row, kv = min(spec.head_dim, 128), problem.num_kv_heads
+    q = _map(
+        at["q_int"],
+        (places.width, problem.seqlen_q, problem.num_q_heads, batch),
+        places.strides[0],
+        (row, spec.block_m),
     )
     k = v = q  # without keys nothing is copied, but a map of zero rows cannot be made
-    if rows_k:
-        heads, keys = problem.num_kv_heads, operands.shapes()["v"][0][-1]
-        k = mapped(
-            *at["k_int"],
-            "uint8",
-            (pad, rows_k, heads, batch),
-            (pad, pad * rows_k, pad * rows_k * heads),
-            (row, spec.block_n, 1, 1),
-        )
-        v = mapped(
-            *at["v"],
-            "uint8",
-            (keys, pad, heads, batch),
-            (keys, keys * pad, keys * pad * heads),
-            (spec.block_n, spec.head_dim, 1, 1),
-        )
+    if problem.seqlen_k:
+        k = _map(at["k_int"], (places.width, problem.seqlen_k, kv, batch), places.strides[1], (row, spec.block_n))
+        pad, keys = operands.head_dim_pad, operands.shapes()["v"][0][-1]
+        of_v = (keys * pad * kv, keys, keys * pad)
+        v = _map(at["v"], (keys, pad, kv, batch), of_v, (spec.block_n, spec.head_dim))
     tiles = tiles_of(problem, spec, blocks, target.sm_count)
     forward = forward_values(
         problem, blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts
     )  # q, k, v and their strides are not used
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles), **member("fwd", forward)}
     values |= member("operands", places.values())
+    values |= {"reserved": 0, **member("scales", places.block_scales())}
     values["flush_keys"] = FLUSH_KEYS_SMOOTH_V if operands.smooth_v else FLUSH_KEYS
     layout = ATTN_INT8_SM90
     if "score_mods" in spec.features:
@@ -73,3 +62,9 @@ def build(
         values |= {"map_bias": bias_map(spec, problem, q), **member("forms", form_values(problem, masks))}
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
+
+
+def _map(at: At, dims: tuple[int, int, int, int], strides: Strides3, box: tuple[int, int]) -> TensorMap:
+    """Of bytes: (channels, rows, heads, batch), or rows and channels exchanged; strides (batch, row, head)."""
+    batch, row, head = strides
+    return mapped(*at, "uint8", dims, (row, head, batch), (*box, 1, 1))

@@ -6,6 +6,7 @@ The byte-exact formats are in docs/quantization.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from ..problems.precision import GRANULARITIES
 from ..problems.quantize import BLOCK_ROWS, QUERY_SLICES, sample_log2
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .structs import QUANTIZE, QUANTIZE_DELTA, At, member, strides
+from .structs import QUANTIZE, QUANTIZE_DELTA, QUANTIZE_ROTATED, Arguments, At, member, strides
 
 # `Flag` of the device code.
 _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i for i in range(7))
@@ -24,9 +25,11 @@ _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i 
 #: where the whole of them is read twice (short sequences, per_tensor), because Q and the outputs pass through it in
 #: between.
 GROUP_BYTES, CACHED_GROUP_BYTES = 1 << 62, 16 << 20
-_MAX_GRID = 1 << 20
+_MAX_GRID, _MASK = 1 << 20, 0xFFFFFFFF
 _ITEM_BYTES = 48
 _DELTA_THREADS = 128
+#: What the largest magnitude of a group becomes.
+_LEVELS = {"int8": 127, "int4": 7, "float8_e4m3": 448}
 #: Outputs by the names of their pointers in QuantizeParams.
 _OUTPUTS = {name: name for name in ("q_int", "k_int", "q_scale", "k_scale", "row_bias", "q_mean", "k_mean")} | {
     "v_out": "v", "v_scale": "v_scale", "v_mean": "v_mean",
@@ -202,11 +205,11 @@ def build(
         "flags": _flags(p),
         "packed": int(p.varlen),
         "delta_columns": p.delta_columns,
-        "levels": 127 if p.qk_dtype == "int8" else 7,
+        "levels": _LEVELS[p.qk_dtype],
         "v_levels": p.v_levels,
     }
     # The first launch reads cu_seqlens as they were given; the others the copies, which never decrease.
-    first = QUANTIZE.pack({**values, **given, "clear_vectors": room.clear_vectors})
+    first = _pack(p, {**values, **given, "clear_vectors": room.clear_vectors})
     second = {**values, **starts, "clear_vectors": 0}
     threads = 32 * spec.num_warps
     decoded = work.num_items if room.item_table_bytes else 0
@@ -215,13 +218,39 @@ def build(
     if work.num_items == 0:
         return tuple(records)
     grid = (min(work.num_items, target.sm_count * spec.ctas_per_sm), 1, 1)
-    records.append(LaunchRecord(spec, grid, threads, *QUANTIZE.pack(second), overlap=True))
+    records.append(LaunchRecord(spec, grid, threads, *_pack(p, second), overlap=True))
     delta_ctas = work.units * p.slots(p.rows_k, p.key_tile)
     if p.smooth_q and p.qk and p.rows_q > 0 and delta_ctas > 0:
         assert delta_spec is not None, "smooth_q needs the kernel of delta_s"
         arguments = QUANTIZE_DELTA.pack(member("quantize", second) | {"delta_s": outputs["delta_s"]})
         records.append(LaunchRecord(delta_spec, (delta_ctas, 1, 1), _DELTA_THREADS, *arguments))
     return tuple(records)
+
+
+def _pack(p: QuantizeProblem, values: dict[str, object]) -> Arguments:
+    if not p.rotated:
+        return QUANTIZE.pack(values)
+    return QUANTIZE_ROTATED.pack(member("quantize", values) | member("rotation", rotation_values(p)))
+
+
+def rotation_values(p: QuantizeProblem) -> dict[str, object]:
+    """The fields of Rotation."""
+    channels = p.rotated_channels if p.hadamard else 0
+    signs = sign_words(p.seed) if channels else (0,) * 8
+    norm = channels**-0.5 if channels else 1.0
+    return {"signs": signs, "channels": channels, "norm": norm, "to_e4m3": int(p.e4m3), "reserved": 0}
+
+
+@functools.lru_cache(maxsize=64)
+def sign_words(seed: int) -> tuple[int, ...]:
+    """Bit c % 32 of word c / 32: whether the rotation changes the sign of channel c (docs/quantization.md)."""
+    words = [0] * 8
+    for channel in range(256):
+        h = channel + seed * 0x9E3779B9 & _MASK
+        h = (h ^ h >> 16) * 0x85EBCA6B & _MASK
+        h = (h ^ h >> 13) * 0xC2B2AE35 & _MASK
+        words[channel // 32] |= ((h ^ h >> 16) & 1) << channel % 32
+    return tuple(words)
 
 
 def starts_in(room: Scratch, memory: At) -> tuple[At, At]:

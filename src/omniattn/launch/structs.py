@@ -235,26 +235,34 @@ QUANTIZED_OPERANDS = HostStruct(
     "q q_scale_stride_h k_scale_stride_h delta_stride_h; i delta_columns head_dim_pad",
 )
 
+BLOCK_SCALES = HostStruct(
+    "BlockScales",
+    "params/attn_int8.cuh",
+    "H by_slot q_heads; i row_bytes; q q_stride_b q_stride_h q_stride_block k_stride_b k_stride_h k_stride_block;"
+    "P drift; q drift_stride_h",
+)
+
 ATTN_INT8_SM80 = HostStruct(
     "AttnInt8Sm80Params",
     "params/attn_int8.cuh",
-    f"{ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')}",
+    f"{ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')}; {BLOCK_SCALES.inside('scales')}",
 )
 
 ATTN_INT8_SM90 = HostStruct(
     "AttnInt8Sm90Params",
     "params/attn_int8.cuh",
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
-    f"{TILE_LIST.inside('tiles')}; i flush_keys",
-    tail=60,
+    f"{TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')}",
+    tail=48,
 )
 
 ATTN_INT8_FORMS_SM90 = HostStruct(
     "AttnInt8FormsSm90Params",
     "params/attn_int8.cuh",
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
-    f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys",
-    tail=4,
+    f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys reserved;"
+    f"{BLOCK_SCALES.inside('scales')}",
+    tail=56,
 )
 
 QUANTIZE = HostStruct(
@@ -270,6 +278,14 @@ QUANTIZE = HostStruct(
 )
 
 QUANTIZE_DELTA = HostStruct("QuantizeDeltaParams", "params/quantize.cuh", f"{QUANTIZE.inside('quantize')}; P delta_s")
+
+ROTATION = HostStruct("Rotation", "params/quantize.cuh", "8I signs; i channels; f norm; i to_e4m3 reserved")
+
+QUANTIZE_ROTATED = HostStruct(
+    "QuantizeRotatedParams",
+    "params/quantize.cuh",
+    f"{QUANTIZE.inside('quantize')}; {ROTATION.inside('rotation')}",
+)
 
 DECODE = HostStruct(
     "DecodeParams",
@@ -297,6 +313,26 @@ KV_APPEND = HostStruct(
 
 #: Pairs of blocks that one launch of ``kv_copy_sm80`` copies.
 MAX_PAIRS = 112
+
+ROWS_TO_FP8 = HostStruct(
+    "RowsToFp8",
+    "params/quantize_fp8.cuh",
+    "P x out scale; q stride_b stride_s stride_h; i heads rows blocks items",
+)
+
+QUANTIZE_FP8 = HostStruct(
+    "QuantizeFp8Params",
+    "params/quantize_fp8.cuh",
+    f"{ROWS_TO_FP8.inside('q')}; {ROWS_TO_FP8.inside('k')}; i head_dim head_dim_pad; {ROTATION.inside('rotation')}",
+)
+
+LAYOUT_FP8 = HostStruct(
+    "LayoutFp8Params",
+    "params/layout_fp8.cuh",
+    "P v descale cu_seqlens_k v_out v_scale drift;"
+    "q v_stride_b v_stride_s v_stride_h descale_stride_b descale_stride_h;"
+    "i batch num_kv_heads seqlen_k head_dim head_dim_pad slots",
+)
 
 KV_COPY = HostStruct("KvCopyParams", "params/kv_copy.cuh", f"4P planes; 4q block_bytes; {2 * MAX_PAIRS}i pairs")
 
@@ -339,8 +375,9 @@ STRUCTS: dict[str, HostStruct] = {
         SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_SPLIT_SM80, ATTN_FWD_SPLIT_FORMS_SM80, ATTN_FWD_FORMS_SM90,
         SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
-        QUANTIZED_OPERANDS, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, QUANTIZE_DELTA, DECODE,
-        KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
+        QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, ROTATION,
+        QUANTIZE_ROTATED, QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY,
+        MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
     )
 }  # fmt: skip
 

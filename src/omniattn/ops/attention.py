@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from .. import arrays
 from ..arrays.identity import Same
 from ..checks import attention as checks
 from ..checks import extras, operands
 from ..checks.attention import AttentionOptions
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, run
-from ..problems import OPERANDS, Int4, Int8
+from ..problems import OPERANDS, Fp8, Int4, Int8
 from ..runtime import env
 from . import on_cpu
 from .attention_backward import backward_call
@@ -52,6 +53,11 @@ def _with_gradients(call: Call) -> list[Any]:
     quantized = _on_operands(call) if call.operation in (_ATTENTION, _ATTENTION_VARLEN) else None
     if quantized is not None:
         return run(quantized)
+    if checks.DESCALES[0] in call.operation.arrays or arrays.is_e4m3(call.objects[0]):
+        raise UnsupportedError(
+            f"{call.operation.name}(): an argument requires a gradient, and e4m3 arrays and their factors have none",
+            instead="16-bit arrays with precision='fp8', whose gradients are those of exact attention",
+        )
     from ..frameworks.torch.autograd import run_with_gradients
 
     return run_with_gradients(call, backward_call)
@@ -106,6 +112,28 @@ def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any) -> Call
     return Call(operation, (*call.objects, *arrays), call.options, call.stream, None, (texts, size), mod)
 
 
+#: The operations on arrays in e4m3 with factors.
+_WITH_DESCALES = {
+    name: Operation(
+        name, (*checks.ARRAYS, *checks.DESCALES), checks.check_attention, checks.check_attention_memory, plan_attention,
+        on_cpu.attention, ("q", "k", "v"), checks.ALIGNED, placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT),
+        gradients=_with_gradients, traced=run_traced,
+    )
+    for name in ("attention", "attention_varlen")
+}  # fmt: skip
+
+
+def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
+    """``call`` with factors of q, k and v; more: with a score modification or a block mask, which do not go with it."""
+    function = call.operation.name
+    name, factor = next((n, x) for n, x in zip(checks.DESCALES, factors, strict=True) if x is not None)
+    quantized = any(x.__class__ in OPERANDS for x in call.objects[:3])
+    if quantized or more:
+        what = "quantized operands bring their scales" if quantized else "score_mod and block_mask take no e4m3 arrays"
+        raise ArgumentError(name, f"None, because {what}", type(factor).__name__, function=function)
+    return Call(_WITH_DESCALES[function], (*call.objects, *factors), call.options, call.stream)
+
+
 # A third of what the class of a NamedTuple takes.
 _new = tuple.__new__
 
@@ -125,7 +153,11 @@ def attention(
     block_mask: Any = None,
     block_size: int | tuple[int, int] | None = None,
     sinks: Any = None,
-    precision: str | Int8 | Int4 = "exact",
+    precision: str | Int8 | Int4 | Fp8 = "exact",
+    descale_q: Any = None,
+    descale_k: Any = None,
+    descale_v: Any = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -149,6 +181,8 @@ def attention(
         h // (num_q_heads // num_kv_heads). v may have a head_dim of its own, head_dim_v, by the same rules.
         Or all three quantized: ``quantize_qk(...).q``, ``quantize_qk(...).k`` and ``quantize_v(...)``, with the result
         that ``precision`` of the same knobs gives for the arrays they were made of, bit for bit.
+        Or all three e4m3 arrays (torch.float8_e4m3fn, that of ml_dtypes and JAX), with ``descale_*``: on a GPU strides
+        then are multiples of 16 elements. e5m2 raises.
     layout : "NHD" or "HND"
     causal : bool
         Query i sees the keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
@@ -160,7 +194,7 @@ def attention(
         0 for none.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, seqlen_q, seqlen_k) in either layout. bool (True: visible), or float32 or
-        q's dtype (added to the scores; -inf hides).
+        o's dtype (added to the scores; -inf hides).
     score_mod : ScoreMod, optional
         A function of yours of each score, compiled into the kernel. With ``precision="exact"``.
     block_mask : array, bool, optional
@@ -169,16 +203,23 @@ def attention(
         queries.
     block_size : int or (int, int), optional
         Queries and keys of a block, multiples of 64, 128 unless given; the last blocks may be smaller.
-    sinks : array, (num_q_heads,), float32 or q's dtype, optional
+    sinks : array, (num_q_heads,), float32 or o's dtype, optional
         One more logit a head that takes part in the softmax and has no value; LSE counts it.
-    precision : str, Int8 or Int4
+    precision : str, Int8, Int4 or Fp8
         "exact": the inputs' dtype with fp32 accumulation. "int8": 8-bit Q and K, P V in fp8 or fp16, whichever suits
-        the GPU, with smoothing of K and V (SageAttention2); "int4": 4-bit Q and K, Q smoothed too. `Int8` and `Int4`
-        have the knobs. Quantized operands have their precision, and it may be left out.
+        the GPU, with smoothing of K and V (SageAttention2); "int4": 4-bit Q and K, Q smoothed too; "fp8": all of them
+        e4m3, Q and K rotated (FlashAttention-3). `Int8`, `Int4` and `Fp8` have the knobs. Quantized operands and e4m3
+        arrays have their precision, and it may be left out.
+    descale_q, descale_k, descale_v : array, float32, optional
+        Of e4m3 arrays: factors of q, k and v, 1 unless given. Shape () for one, (batch, num_kv_heads) for one a kv
+        head, of q too (its group of query heads), or of q and k (batch, heads, ceil(seqlen / 128)) for one each 128
+        rows. Their values stay on the device.
+    out_dtype : str or dtype, optional
+        Of o from e4m3 arrays: "bfloat16" (unless given) or "float16". Otherwise q's dtype, which may be said.
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
-        Where o goes; o's shape, q's dtype. It may be q itself, with the same strides and one head_dim, but neither k
+        Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim, but neither k
         nor v.
     stream : optional
         Stream to run on: an integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``. Unless
@@ -190,7 +231,7 @@ def attention(
     Returns
     -------
     o : array
-        Of q's framework, shape (with head_dim_v), layout and dtype. A row that attends to nothing is 0.
+        Of q's framework, shape (with head_dim_v), layout and dtype (or out_dtype). A row that attends to nothing is 0.
     lse : array, (batch, num_q_heads, seqlen_q), float32, natural logarithm
         Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
 
@@ -217,14 +258,17 @@ def attention(
     """
     options = _new(
         AttentionOptions,
-        (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None),
+        (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype),
     )
+    descales = (descale_q, descale_k, descale_v)
     if compiling():
         return _compiled(
             "attention", q, k, v, score_mod, options=options, mask=mask, sinks=sinks, block_mask=block_mask,
-            block_size=block_size, out=out, stream=stream,
+            block_size=block_size, out=out, stream=stream, descales=descales,
         )  # fmt: skip
     call = Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), options, stream)
+    if descale_q is not None or descale_k is not None or descale_v is not None:
+        call = _with_descales(call, descales, score_mod is not None or block_mask is not None)
     if score_mod is not None or block_mask is not None or block_size is not None:
         call = _with_extras(call, score_mod, block_mask, block_size)
     return _one_or_more(run(call))
@@ -247,7 +291,11 @@ def attention_varlen(
     mask: Any = None,
     score_mod: ScoreMod | None = None,
     sinks: Any = None,
-    precision: str | Int8 | Int4 = "exact",
+    precision: str | Int8 | Int4 | Fp8 = "exact",
+    descale_q: Any = None,
+    descale_k: Any = None,
+    descale_v: Any = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -278,6 +326,9 @@ def attention_varlen(
         There is no block_mask of packed sequences: a `ScoreMod` with ``mask=`` hides keys there.
     layout, causal, window, softmax_scale, softcap, score_mod, sinks, precision, return_lse, out, stream, deterministic
         As in `attention`.
+    descale_q, descale_k, descale_v, out_dtype
+        As in `attention`; factors each 128 rows, counted from the start of each sequence, have the shape (batch, heads,
+        ceil(max_seqlen_q / 128)) or that of max_seqlen_k.
 
     Returns
     -------
@@ -293,16 +344,20 @@ def attention_varlen(
         As in `attention`.
     """
     options = AttentionOptions(
-        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q, max_seqlen_k
-    )
+        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q,
+        max_seqlen_k, out_dtype,
+    )  # fmt: skip
+    descales = (descale_q, descale_k, descale_v)
     if compiling():
         return _compiled(
             "attention_varlen", q, k, v, score_mod, options=options, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, mask=mask, sinks=sinks,
-            out=out, stream=stream,
+            out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
     call = Call(_ATTENTION_VARLEN, objects, options, stream)
+    if descale_q is not None or descale_k is not None or descale_v is not None:
+        call = _with_descales(call, descales, score_mod is not None)
     return _one_or_more(run(call if score_mod is None else _with_extras(call, score_mod, None, None)))
 
 
@@ -316,7 +371,7 @@ def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, **others: Any) ->
     return trace(function, q, k, v, score_mod=parts, arrays=tuple(mod.arrays.values()), **others)
 
 
-def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 = "exact") -> Call:
+def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 | Fp8 = "exact") -> Call:
     """A call of `attention` as data, not run: for measurements that need its plan."""
     options = AttentionOptions("NHD", causal, None, None, 0.0, precision, False, False)
     return Call(_ATTENTION, (q, k, v, None, None, None, None, None), options)

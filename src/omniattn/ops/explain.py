@@ -196,12 +196,13 @@ def _explain(function: Callable[..., Any], arguments: tuple[Any, ...], options: 
 
 def _explanation(plan: Plan, tensors: dict[str, Tensor], call: Call) -> Explanation:
     problem, launches = plan.problem, plan.launches
+    note = (problem.note,) if isinstance(problem, AttentionProblem) and problem.note else ()
     flops = problem.flops if isinstance(problem, (AttentionProblem, BackwardProblem)) else None
     min_bytes = _min_bytes(problem, tensors)
     if launches is None:
         return Explanation(
-            "reference (NumPy, CPU)", ("the arrays are on the CPU",), "python", "no binary is needed", "cpu", "cpu",
-            0, 0, 0, flops, min_bytes, problem,
+            "reference (NumPy, CPU)", (*note, "the arrays are on the CPU"), "python", "no binary is needed", "cpu",
+            "cpu", 0, 0, 0, flops, min_bytes, problem,
         )  # fmt: skip
     device = runtime.device_info(plan.ordinal)
     spec = launches.selection.spec

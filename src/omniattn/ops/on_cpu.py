@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import arrays
 from ..arrays import Tensor
+from ..checks.attention import DESCALES
 from ..checks.caches import check_values, host_slots, host_table
 from ..checks.decode import check_shared
 from ..checks.operands import ARRAYS as OPERAND_ARRAYS
@@ -48,6 +49,12 @@ def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any,
     options = _options(problem, tensors, max_q, max_k)
     if problem.block_mask is not None:
         options["mask"] = _without_hidden_blocks(problem, arrays.to_numpy(tensors["block_mask"]), options["mask"])
+    if problem.descales is not None:
+        from ..reference import e4m3_arrays
+
+        options |= {name: arrays.to_numpy(tensors[name]) for name in DESCALES if name in tensors}
+        q, k, v = (arrays.e4m3_bytes(tensors[name]) for name in ("q", "k", "v"))
+        return e4m3_arrays.attention(q, k, v, **options)
     inputs = [arrays.to_numpy(tensors[name]) for name in ("q", "k", "v")]
     if problem.precision.quantized:
         from ..reference import low_precision

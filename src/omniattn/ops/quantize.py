@@ -29,39 +29,47 @@ def quantize_qk(
     *,
     layout: str = "NHD",
     dtype: str = "int8",
-    granularity: str = "per_thread",
+    granularity: str | None = None,
     grouping: str = "sm90",
-    smooth_k: bool = True,
+    smooth_k: bool | None = None,
     smooth_q: bool = False,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     with_bias: bool = False,
+    hadamard: bool | None = None,
+    seed: int = 0,
     stream: Any = None,
 ) -> QuantizedQK:
     """Quantize queries and keys for low-precision attention.
 
     ::
 
-        k_int = round((k - k_mean) / k_scale);   q_int = round((q - q_mean) / q_scale)
+        k_int = round(R (k - k_mean) / k_scale);   q_int = round(R (q - q_mean) / q_scale)
         q . k = q_scale k_scale (q_int . k_int) + delta_s + row_bias            (up to rounding)
+
+    R is 1 without ``hadamard``, else H D / sqrt(n): a random sign for each channel (D), then a Hadamard transform (H)
+    of n channels, which is a rotation (R.T R = 1).
 
     Parameters
     ----------
     q, k : array
         As `attention` takes them, or packed as `attention_varlen` takes them when ``cu_seqlens_*`` are given.
     layout : "NHD" or "HND"
-    dtype : "int8" or "int4"
+    dtype : "int8", "int4" or "float8_e4m3"
         Values -127 to 127, or -7 to 7: two to a byte in the sm80 grouping, one in the sm90 grouping, because Hopper's
-        tensor cores multiply bytes.
-    granularity : str
-        Rows that share a scale, see `omniattn.Int8`.
+        tensor cores multiply bytes. "float8_e4m3": 8-bit floats up to 448, as bytes.
+    granularity : str, optional
+        Rows that share a scale, see `omniattn.Int8`; "per_thread" unless given. Of "float8_e4m3" see `omniattn.Fp8`;
+        "per_block" unless given.
     grouping : "sm90" or "sm80"
         Which kernels will read it. "sm90": groups of 2 queries and 32 of 128 keys, on compute capability 9.0. "sm80":
         4 queries and 16 of 64 keys, on every GPU (docs/quantization.md says what suits which). The CPU reads both.
-    smooth_k : bool
-        Take K's mean over the keys of the sequence (of a long one, a sample of them) away.
+        "float8_e4m3" has none: leave it out.
+    smooth_k : bool, optional
+        Take K's mean over the keys of the sequence (of a long one, a sample of them) away. Unless given, True for
+        integers and False for "float8_e4m3".
     smooth_q : bool
         Take Q's mean over each block of 128 queries away, and compute ``delta_s``.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, optional
@@ -71,6 +79,11 @@ def quantize_qk(
         of ``delta_s``: a smaller one makes NaN on a GPU.
     with_bias : bool
         Compute q . k_mean for every query: LSE, sinks and softcap need it.
+    hadamard : bool, optional
+        Rotate q and k before they are rounded (docs/quantization.md has signs and transform). Unless given, False for
+        integers and True for "float8_e4m3".
+    seed : int
+        Of the signs, 0 to 2^32 - 1.
     stream : optional
         As in `attention`.
 
@@ -87,15 +100,16 @@ def quantize_qk(
     Notes
     -----
     A query with NaN or infinity becomes zeros and is marked in ``row_bias``; a key with one makes the scale of its
-    group NaN. GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference, which gives the same
-    integers and scales bit for bit. SageAttention2 (Zhang et al. 2024), sections 3.1 and 3.2.
+    group NaN. e4m3 keeps both as NaN. GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy
+    reference, which gives the same integers and scales bit for bit. SageAttention2 (Zhang et al. 2024), sections 3.1
+    and 3.2; FlashAttention-3 (Shah et al. 2024), section 3.3.
     """
     options = QuantizeQKOptions(
-        layout, dtype, granularity, grouping, smooth_k, smooth_q, max_seqlen_q, max_seqlen_k, with_bias
+        layout, dtype, granularity, grouping, smooth_k, smooth_q, max_seqlen_q, max_seqlen_k, with_bias, hadamard, seed
     )
     made, problem = _run(Call(_QUANTIZE_QK, (q, k, cu_seqlens_q, cu_seqlens_k), options, stream))
     return QuantizedQK(
-        made["q_int"], made["k_int"], made["q_scale"], made["k_scale"], made["row_bias"], made.get("k_mean"),
+        made["q_int"], made["k_int"], made["q_scale"], made["k_scale"], made.get("row_bias"), made.get("k_mean"),
         made.get("q_mean"), made.get("delta_s"), made.get("cu_seqlens_q"), made.get("cu_seqlens_k"), problem, layout,
     )  # fmt: skip
 

@@ -12,23 +12,26 @@ from ..launch import (
     attn_int8,
     attn_int8_sm80,
     attn_int8_sm90,
+    fp8,
     masks,
     quantize,
     score_mod,
     tile_kinds,
 )
-from ..launch.attn_int8 import OperandPlaces
 from ..launch.masks import MaskPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..problems.precision import GROUPINGS
+from ..problems.quantize import carve
 from ..registry import REGISTRY, KernelSpec
 from ..runtime.record import LaunchRecord
 from ..select import (
     Selection,
     select_attention,
     select_delta,
+    select_fp8_quantizer,
+    select_layout,
     select_masks,
     select_quantizer,
     select_split,
@@ -54,6 +57,8 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
         records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end))
         return Launches(split.main, (*mask.records, *records), end, (*mask.others, split.combine))
     spec = selection.spec
+    if problem.descales is not None:
+        return _lay_out_first(selection, problem, target, force)
     if not spec.quantized:
         mask = _prepare_mask(spec, problem, target, force, 0)
         records = _BUILDERS[spec.family](spec, problem, target, *mask.places)
@@ -135,6 +140,12 @@ def _quantize_first(selection: Selection, problem: AttentionProblem, target: Tar
     quantizers: list[Selection] = []
     starts: tuple[At, At] | None = None
     for part in problem.quantizations(quantized):
+        if fp8.takes(part):
+            quantizers.append(select_fp8_quantizer(part, target, force))
+            made += fp8.build_quantizer(quantizers[-1].spec, part, (strides.q, strides.k), at)
+            part = part.of_values
+            if not part.v:
+                continue
         quantizers.append(select_quantizer(part, target, force))
         room, memory = quantize.scratch(quantizers[-1].spec, part), At("workspace", _aligned(end))
         starts = starts or quantize.starts_in(room, memory)
@@ -142,13 +153,30 @@ def _quantize_first(selection: Selection, problem: AttentionProblem, target: Tar
         of_delta = None if delta is None else delta.spec
         made += quantize.build(quantizers[-1].spec, of_delta, call, target, at, memory)
         end = memory.offset + room.size
-    assert starts is not None
+    starts = starts or (At("cu_seqlens_q"), At("cu_seqlens_k"))
     mask = _prepare_mask(spec, problem, target, force, _aligned(end))
-    places = OperandPlaces(quantized, at, starts)
+    places = attn_int8.own(quantized, at, starts)
     attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
     records = (*mask.records, *made) if attention else ()
     others = (*dict.fromkeys(quantizers), *(() if delta is None else (delta,)), *mask.others)
     return Launches(selection, (*records, *attention), mask.end if mask.places else end, others)
+
+
+def _lay_out_first(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
+    """A call on e4m3: V is laid out by channels before attention."""
+    spec = selection.spec
+    whole = problem.quantization(
+        grouping=spec.grouping, pv=spec.pv, pv_accumulator=spec.pv_accumulator, unpacked=spec.qk == "int8"
+    )
+    offsets, end = carve(fp8.layout_shapes(whole))
+    at = {name: At("workspace", offset) for name, offset in offsets.items()}
+    layout = select_layout(whole.head_dim_pad, target, force)
+    made = fp8.build_layout(layout.spec, problem, whole, at)
+    mask = _prepare_mask(spec, problem, target, force, _aligned(end))
+    places = attn_int8.in_e4m3(problem, whole, at)
+    attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
+    records = (*mask.records, *made) if attention else ()
+    return Launches(selection, (*records, *attention), mask.end if mask.places else end, (layout, *mask.others))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -165,13 +193,13 @@ def _check_grouping(problem: AttentionProblem, target: Target) -> None:
 
     read = {spec.grouping for spec in REGISTRY if serves(spec)}
     function = "attention_varlen" if problem.varlen else "attention"
-    if read and operands.grouping not in read:
+    if read and operands.grouping not in read and not operands.e4m3:
         wanted = " or ".join(f"grouping={g!r}" for g in GROUPINGS if g in read)
         raise ArgumentError(
             "q", f"operands of quantize_qk({wanted}), which the kernels of this GPU read",
             f"grouping={operands.grouping!r}", function=function,
         )  # fmt: skip
-    if not problem.tensor_maps and operands.grouping == "sm90":
+    if not problem.tensor_maps and operands.grouping == "sm90" and not operands.e4m3:
         raise UnsupportedError(
             f"{function}(): quantized operands of this grouping need tensor maps, which CuPy cannot make",
             instead="quantize_qk(grouping='sm80'), or cuda-bindings as the driver",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..launch import decode, kv_append, merge_states, quantize
+from ..launch import decode, fp8, kv_append, merge_states, quantize
 from ..launch.structs import At
 from ..problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, QuantizeCall, Target
 from ..select import (
@@ -10,6 +10,7 @@ from ..select import (
     select_copy,
     select_decode,
     select_delta,
+    select_fp8_quantizer,
     select_merge,
     select_quantizer,
 )
@@ -19,6 +20,10 @@ from .engine import Launches
 def plan_quantize(call: QuantizeCall, target: Target, force: str | None) -> Launches:
     """The launches of ``quantize_qk`` and ``quantize_v``."""
     problem = call.problem
+    if fp8.takes(problem) and not problem.v:
+        quantizer = select_fp8_quantizer(problem, target, force)
+        arrays = {name: At(name) for name in problem.shapes()}
+        return Launches(quantizer, fp8.build_quantizer(quantizer.spec, problem, call.strides[:2], arrays))
     quantizer = select_quantizer(problem, target, force)
     delta = select_delta(problem, target, force) if problem.smooth_q else None
     # The arguments v and cu_seqlens have results of the same names.

@@ -1,19 +1,21 @@
 """What a call is, without arrays: its facts, and shapes and dtypes of what it makes."""
 
 from .append import AppendProblem, CopyProblem
-from .attention import UNLIMITED, AttentionProblem, AttentionStrides
+from .attention import UNLIMITED, AttentionProblem, AttentionStrides, Descale, Descales
 from .backward import GRADIENTS, BackwardProblem, BackwardStrides
 from .decode import DecodeProblem
 from .merge import MergeProblem
 from .operands import OPERANDS, QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 from .outputs import Output
-from .precision import EXACT, PRECISIONS, Int4, Int8, Precision
+from .precision import EXACT, FP8_ARRAYS, KNOBS, PRECISIONS, Fp8, Int4, Int8, Precision
 from .quantize import QuantizeCall, QuantizeProblem
 from .target import Target
 
 __all__ = [
     "EXACT",
+    "FP8_ARRAYS",
     "GRADIENTS",
+    "KNOBS",
     "OPERANDS",
     "PRECISIONS",
     "UNLIMITED",
@@ -24,6 +26,9 @@ __all__ = [
     "BackwardStrides",
     "CopyProblem",
     "DecodeProblem",
+    "Descale",
+    "Descales",
+    "Fp8",
     "Int4",
     "Int8",
     "MergeProblem",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from .memory import ITEMSIZE
 from .outputs import Output
 from .precision import EXACT, Precision, value_levels
-from .quantize import QuantizeProblem, Strides3
+from .quantize import QK_DTYPES, QuantizeProblem, Strides3, row_bias_of
 from .score_mod import BlockMaskProblem, ScoreModProblem
 
 UNLIMITED = -1
@@ -29,6 +29,33 @@ class AttentionStrides:
     mask: tuple[int, int, int, int]
 
 
+@dataclass(frozen=True)
+class Descale:
+    """Factors, fp32, of q, k or v that comes in e4m3: value = factor * e4m3.
+
+    Attributes
+    ----------
+    granularity : str
+        ``"none"`` (1), ``"scalar"``, ``"per_head"`` (a kv head of a sequence), ``"per_block"`` (128 rows of a head,
+        counted from the sequence's first; not of v).
+    strides : Strides3
+        In elements, (batch, head, block): of q heads where it is that of q per block, else of kv heads. 0 for what
+        shares a factor.
+    """
+
+    granularity: str = "none"
+    strides: Strides3 = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Descales:
+    """That q, k and v come in e4m3, and the factors that they are to be multiplied by."""
+
+    q: Descale = Descale()
+    k: Descale = Descale()
+    v: Descale = Descale()
+
+
 def is_plain_scale(scale: float) -> bool:
     """Whether kernels may multiply the -inf of hidden keys by ``scale`` and log2(e) in fp32."""
     return 2.0**-126 <= scale <= 2.0**127
@@ -41,7 +68,7 @@ class AttentionProblem:
     Attributes
     ----------
     dtype : str
-        Element type of q, k, v.
+        Element type of q, k, v and o; with ``descales`` of o.
     batch, seqlen_q, seqlen_k, num_q_heads, num_kv_heads, head_dim : int
         Extents; for packed sequences seqlen_q and seqlen_k are the rows of the packed tensors.
     window_left, window_right : int
@@ -77,6 +104,10 @@ class AttentionProblem:
         Which blocks of queries and keys are visible at all.
     own_head_dim_v : int
         head_dim of v and o where that is another one; else 0.
+    descales : Descales, optional
+        Where q, k and v come in e4m3.
+    note : str
+        Why the call is another one than ``precision=`` asked for; empty where it is not.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -109,6 +140,13 @@ class AttentionProblem:
     score_mod: ScoreModProblem | None = None
     block_mask: BlockMaskProblem | None = None
     own_head_dim_v: int = 0
+    descales: Descales | None = None
+    note: str = ""
+
+    @property
+    def input_dtype(self) -> str:
+        """Element type of q, k and v."""
+        return self.dtype if self.descales is None else "float8_e4m3fn"
 
     @property
     def head_dim_v(self) -> int:
@@ -213,12 +251,13 @@ class AttentionProblem:
 
         Where v has a head_dim of its own: the arrays that come of it, which are as wide as the wider of both.
         """
-        p, head_dim = self.precision, max(self.head_dim, self.head_dim_v)
+        p, e4m3, head_dim = self.precision, self.precision.qk == "fp8", max(self.head_dim, self.head_dim_v)
         return QuantizeProblem(
             self.dtype, self.batch, self.seqlen_q, self.seqlen_k, self.num_q_heads, self.num_kv_heads, head_dim,
-            self.varlen, p.qk, p.granularity, grouping, p.smooth_q, p.smooth_k, p.smooth_v,
-            "full" if self.absolute_scores else "marks", v_dtype="float16" if pv == "fp16" else "float8_e4m3",
-            max_seqlen_k=max(self.max_seqlen_k, 1), unpacked=unpacked, v_levels=value_levels(pv, pv_accumulator),
+            self.varlen, QK_DTYPES[p.qk], p.granularity, "sm90" if e4m3 else grouping, p.smooth_q, p.smooth_k,
+            p.smooth_v, row_bias_of(e4m3, p.smooth_k, self.absolute_scores),
+            v_dtype="float16" if pv == "fp16" else "float8_e4m3", max_seqlen_k=max(self.max_seqlen_k, 1),
+            unpacked=unpacked and not e4m3, v_levels=value_levels(pv, pv_accumulator), hadamard=p.hadamard, seed=p.seed,
         )  # fmt: skip
 
     def quantizations(self, whole: QuantizeProblem) -> tuple[QuantizeProblem, ...]:
@@ -266,5 +305,6 @@ class AttentionProblem:
         """Bytes that have to move: q, k, v read once, o and the LSE written once."""
         batch = 1 if self.varlen else self.batch
         rows_q, rows_kv = self.seqlen_q * self.num_q_heads, self.seqlen_k * self.num_kv_heads
-        widths = self.head_dim + self.head_dim_v
-        return batch * (ITEMSIZE[self.dtype] * widths * (rows_q + rows_kv) + 4 * rows_q)
+        inputs = self.head_dim * rows_q + (self.head_dim + self.head_dim_v) * rows_kv
+        outputs = self.head_dim_v * rows_q
+        return batch * (ITEMSIZE[self.input_dtype] * inputs + ITEMSIZE[self.dtype] * outputs + 4 * rows_q)

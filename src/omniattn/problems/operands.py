@@ -13,17 +13,18 @@ from .quantize import QuantizeProblem
 
 @dataclass(frozen=True)
 class QuantizedQK:
-    """Q and K as integers with their scales; arrays of the caller's framework. Formats: docs/quantization.md.
+    """Q and K as integers or e4m3 with their scales; arrays of the caller's framework. Formats: docs/quantization.md.
 
     Attributes
     ----------
     q, k : QuantizedQ, QuantizedK
         One of them each, for `omniattn.attention` and `omniattn.attention_varlen`.
-    q_int, k_int : array, (batch, heads, rows, head_dim_pad) int8; int4 for "sm80": (..., head_dim_pad / 2) uint8
+    q_int, k_int : array, (batch, heads, rows, head_dim_pad) int8; int4 for "sm80": (..., head_dim_pad / 2) uint8;
+        "float8_e4m3": uint8 bytes.
         Heads first whatever the layout of the input; (heads, rows, ...) for packed sequences.
     q_scale, k_scale : array, float32
         Scales of the groups.
-    row_bias : array, (batch, num_q_heads, seqlen_q), float32
+    row_bias : array, (batch, num_q_heads, seqlen_q), float32, or None ("float8_e4m3" without smooth_k or with_bias)
         NaN for a query that holds NaN or infinity. Elsewhere q . k_mean (not times softmax_scale) with ``with_bias``,
         else 0.
     k_mean : array, (batch, num_kv_heads, head_dim_pad), float32, or None
@@ -67,7 +68,7 @@ class QuantizedQK:
 
     @property
     def dtype(self) -> str:
-        """``"int8"`` or ``"int4"``."""
+        """``"int8"``, ``"int4"`` or ``"float8_e4m3"``."""
         return self.problem.qk_dtype
 
     @property

@@ -1,4 +1,4 @@
-"""Precision as a value, and the public classes ``Int8`` and ``Int4`` whose knobs describe one."""
+"""Precision as a value, and the public classes ``Int8``, ``Int4`` and ``Fp8`` whose knobs describe one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from ..errors import ArgumentError
 
-#: Precisions that this version has kernels for.
-PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4")
-#: Precisions of the public API that a later version brings.
-PLANNED_PRECISIONS: tuple[str, ...] = ("fp8",)
+#: What ``precision=`` may be called.
+PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4", "fp8")
 #: How many rows share a scale, from many to one.
 GRANULARITIES: tuple[str, ...] = ("per_tensor", "per_block", "per_warp", "per_thread", "per_token")
+#: Of e4m3: a head, or 128 rows.
+FP8_GRANULARITIES: tuple[str, ...] = ("per_tensor", "per_block")
 #: Which rows a per-thread or per-warp group has, and how many keys a tile: as the tensor cores of these GPUs want it.
 GROUPINGS: tuple[str, ...] = ("sm90", "sm80")
 #: Element type of P and V in the second product: what suits the GPU, e4m3, float16, or no rounding of either.
@@ -36,14 +36,20 @@ class Precision:
     Attributes
     ----------
     qk, pv : str
-        Element types of Q K^T and of P V: ``"io"`` (that of the arrays), ``"int8"``, ``"int4"``; ``"fp8"``, ``"fp16"``,
-        ``"exact"`` (no rounding) or ``"auto"`` (what suits the GPU).
+        Element types of Q K^T and of P V: ``"io"`` (that of the arrays), ``"int8"``, ``"int4"``, ``"fp8"`` (e4m3);
+        ``"fp8"``, ``"fp16"``, ``"exact"`` (no rounding) or ``"auto"`` (what suits the GPU).
     pv_accumulator : str
         What P V is summed in over the keys of a tile: ``"fp32"``, ``"fp16"`` or ``"auto"``.
     granularity : str
-        Rows of Q and K that share a scale: ``"none"`` (no scales) or one of `GRANULARITIES`.
+        Rows of Q and K that share a scale: ``"none"`` (no scales, or those of the caller) or one of `GRANULARITIES`.
     smooth_q, smooth_k, smooth_v : bool
         Transforms before the quantization: means that are taken away.
+    hadamard : bool
+        Rotation of Q and K behind that: random signs and a Hadamard transform.
+    seed : int
+        Of the signs; 0 without a rotation.
+    min_seqlen : int
+        With fewer keys the call is an exact one.
     """
 
     qk: str = "io"
@@ -53,6 +59,9 @@ class Precision:
     smooth_q: bool = False
     smooth_k: bool = False
     smooth_v: bool = False
+    hadamard: bool = False
+    seed: int = 0
+    min_seqlen: int = 0
 
     @property
     def name(self) -> str:
@@ -61,7 +70,7 @@ class Precision:
 
     @property
     def quantized(self) -> bool:
-        """Whether Q and K are multiplied as integers."""
+        """Whether Q and K are multiplied as numbers of 8 bits or fewer."""
         return self.qk != "io"
 
     @property
@@ -75,6 +84,19 @@ class Precision:
 
 
 EXACT = Precision()
+#: Of arrays that come in e4m3, whose scales are the caller's.
+FP8_ARRAYS = Precision("fp8", "fp8")
+
+
+def _check_common(knobs: Int8 | Int4 | Fp8, name: str) -> None:
+    for argument in ("smooth_k", "smooth_q", "smooth_v", "hadamard"):
+        value = getattr(knobs, argument, False)
+        if not isinstance(value, bool):
+            raise ArgumentError(argument, "True or False", repr(value), function=name)
+    for argument, most in (("seed", 2**32 - 1), ("min_seqlen", 2**31 - 1)):
+        value = getattr(knobs, argument)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise ArgumentError(argument, f"an integer from 0 to {most}", repr(value), function=name)
 
 
 @dataclass(frozen=True)
@@ -89,6 +111,9 @@ class _Knobs:
     smooth_v: bool = True
     pv: str = "auto"
     pv_accumulator: str = "auto"
+    hadamard: bool = False
+    seed: int = 0
+    min_seqlen: int = 0
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a value that no kernel knows."""
@@ -98,17 +123,15 @@ class _Knobs:
         check_choice(self.pv_accumulator, "pv_accumulator", PV_ACCUMULATORS, name)
         if self.pv == "exact" and self.pv_accumulator == "fp16":
             raise ArgumentError("pv_accumulator", "'fp32' with pv='exact'", "'fp16'", function=name)
-        for argument in ("smooth_k", "smooth_q", "smooth_v"):
-            value = getattr(self, argument)
-            if not isinstance(value, bool):
-                raise ArgumentError(argument, "True or False", repr(value), function=name)
+        _check_common(self, name)  # type: ignore[arg-type]
 
     @property
     def precision(self) -> Precision:
         """The precision that these knobs describe."""
         return Precision(
-            self.qk, self.pv, self.pv_accumulator, self.granularity, self.smooth_q, self.smooth_k, self.smooth_v
-        )
+            self.qk, self.pv, self.pv_accumulator, self.granularity, self.smooth_q, self.smooth_k, self.smooth_v,
+            self.hadamard, self.seed if self.hadamard else 0, self.min_seqlen,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,6 +158,13 @@ class Int8(_Knobs):
     pv_accumulator : str
         What P V is summed in over the 64 keys of a tile, before fp32: "fp16" is twice as fast as "fp32" on some GPUs.
         "auto": what is fastest on the GPU, "fp32" on the CPU.
+    hadamard : bool
+        Rotate Q and K before they are quantized: a random sign for each channel, then a Hadamard transform. It spreads
+        a large channel over all of them, and leaves q . k as it is (QuaRot, Ashkboos et al. 2024).
+    seed : int
+        Of the signs, 0 to 2^32 - 1.
+    min_seqlen : int
+        With fewer keys (of packed sequences: max_seqlen_k) the call runs as ``precision="exact"``.
     """
 
     qk: ClassVar[str] = "int8"
@@ -149,17 +179,73 @@ class Int4(_Knobs):
     smooth_q: bool = True
 
 
-def knobs_of(precision: Precision) -> Int8 | Int4:
+@dataclass(frozen=True)
+class Fp8:
+    """8-bit floats (e4m3) for Q, K, P and V, a scale for each block of 128 rows (FlashAttention-3, Shah et al. 2024).
+
+    Attributes
+    ----------
+    granularity : str
+        Rows of Q and K that share a scale: "per_block" (128) or "per_tensor" (a head; CPU reference only).
+    hadamard : bool
+        Rotate Q and K before they are quantized, as `Int8` has it: the incoherent processing of FlashAttention-3.
+    smooth_k : bool
+        Quantize K minus its mean over the keys, as `Int8` does.
+    smooth_v : bool, optional
+        As `Int8` has it. None: the library chooses, and takes the mean away.
+    seed : int
+        Of the signs, 0 to 2^32 - 1.
+    min_seqlen : int
+        With fewer keys (of packed sequences: max_seqlen_k) the call runs as ``precision="exact"``.
+    """
+
+    qk: ClassVar[str] = "fp8"
+
+    granularity: str = "per_block"
+    hadamard: bool = True
+    smooth_k: bool = False
+    smooth_v: bool | None = None
+    seed: int = 0
+    min_seqlen: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for a value that no kernel knows."""
+        check_choice(self.granularity, "granularity", FP8_GRANULARITIES, "Fp8")
+        if self.smooth_v is not None and not isinstance(self.smooth_v, bool):
+            raise ArgumentError("smooth_v", "True, False or None", repr(self.smooth_v), function="Fp8")
+        _check_common(dataclasses.replace(self, smooth_v=False) if self.smooth_v is None else self, "Fp8")
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that these knobs describe."""
+        return Precision(
+            "fp8", "fp8", "auto", self.granularity, False, self.smooth_k, self.smooth_v is not False, self.hadamard,
+            self.seed if self.hadamard else 0, self.min_seqlen,
+        )  # fmt: skip
+
+
+#: The classes of knobs.
+KNOBS: tuple[type[Int8 | Int4 | Fp8], ...] = (Int8, Int4, Fp8)
+
+
+def knobs_of(precision: Precision) -> Int8 | Int4 | Fp8:
     """What a caller writes for a quantized precision."""
+    if precision.qk == "fp8":
+        return Fp8(
+            precision.granularity, precision.hadamard, precision.smooth_k, precision.smooth_v, precision.seed,
+            precision.min_seqlen,
+        )  # fmt: skip
     kind: type[Int8 | Int4] = Int8 if precision.qk == "int8" else Int4
     return kind(
         precision.granularity, precision.smooth_k, precision.smooth_q, precision.smooth_v, precision.pv,
-        precision.pv_accumulator,
+        precision.pv_accumulator, precision.hadamard, precision.seed, precision.min_seqlen,
     )  # fmt: skip
 
 
 #: What each name of ``precision=`` means.
-NAMED: dict[str, Precision] = {"exact": EXACT, "int8": Int8().precision, "int4": Int4().precision}
+NAMED: dict[str, Precision] = {
+    "exact": EXACT, "int8": Int8().precision, "int4": Int4().precision, "fp8": Fp8().precision,
+}  # fmt: skip
 
 
 def value_levels(pv: str, pv_accumulator: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from .outputs import Output
@@ -16,7 +16,9 @@ QUERY_SLICES = {"sm90": 16, "sm80": 32}
 #: Groupings and formats of V of what int8 attention asks for by default.
 SPECIALIZATIONS = (("sm90", "float8_e4m3"), ("sm80", "float16"), ("sm80", "float8_e4m3"))
 
-_BITS = {"int8": 8, "int4": 4}
+_BITS = {"int8": 8, "int4": 4, "float8_e4m3": 8}
+#: Of `Precision.qk`: what Q and K become.
+QK_DTYPES = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3"}
 
 Strides3 = tuple[int, int, int]
 
@@ -33,7 +35,8 @@ class QuantizeProblem:
         Extents; rows of the packed tensors when ``varlen``.
     varlen : bool
     qk_dtype : str
-        ``"int8"`` or ``"int4"``: what q and k become.
+        ``"int8"``, ``"int4"`` or ``"float8_e4m3"``: what q and k become. e4m3 has one scale for each `BLOCK_ROWS` rows
+        of q and k, in whatever grouping.
     granularity, grouping : str
     smooth_q, smooth_k, smooth_v : bool
     row_bias : str
@@ -50,6 +53,10 @@ class QuantizeProblem:
         Of packed sequences: extent of ``delta_s``.
     least_pad : int
         Least `head_dim_pad`: where v has a head_dim of its own, q, k and v are padded alike.
+    hadamard : bool
+        Q and K are rotated, all `head_dim_pad` channels of them, before they are rounded.
+    seed : int
+        Of the rotation's signs.
     """
 
     dtype: str
@@ -74,10 +81,35 @@ class QuantizeProblem:
     unpacked: bool = False
     v_levels: float = 448.0
     least_pad: int = 0
+    hadamard: bool = False
+    seed: int = 0
+
+    @property
+    def e4m3(self) -> bool:
+        """Whether q and k become 8-bit floats."""
+        return self.qk_dtype == "float8_e4m3"
+
+    @property
+    def of_values(self) -> QuantizeProblem:
+        """What is left of it without q and k; of the same width."""
+        return replace(
+            self, qk=False, rows_q=0, heads_q=0, smooth_q=False, smooth_k=False, row_bias="none",
+            least_pad=self.head_dim_pad,
+        )  # fmt: skip
+
+    @property
+    def rotated(self) -> bool:
+        """Whether rows are rotated, or become e4m3: quantizers of their own do that."""
+        return self.qk and (self.hadamard or self.e4m3)
+
+    @property
+    def rotated_channels(self) -> int:
+        """Channels that one Hadamard transform mixes: the largest power of two that divides `head_dim_pad`."""
+        return self.head_dim_pad & -self.head_dim_pad
 
     @property
     def bits(self) -> int:
-        """Bits of an integer of q and k."""
+        """Bits of an element of q and k."""
         return _BITS[self.qk_dtype]
 
     @property
@@ -93,7 +125,7 @@ class QuantizeProblem:
     @property
     def key_tile(self) -> int:
         """Keys of one tile of scales."""
-        return KEY_TILES[self.grouping]
+        return BLOCK_ROWS if self.e4m3 else KEY_TILES[self.grouping]
 
     @property
     def specialization(self) -> tuple[str, str] | None:
@@ -101,10 +133,19 @@ class QuantizeProblem:
         asked = (
             self.qk, self.v, self.smooth_k, self.smooth_v, self.smooth_q, self.varlen, self.stored_bits, self.qk_dtype
         )  # fmt: skip
-        if asked != (True, True, True, True, False, False, 8, "int8") or self.row_bias == "full":
+        if asked != (True, True, True, True, False, False, 8, "int8") or self.row_bias == "full" or self.hadamard:
             return None
         formats = (self.grouping, self.v_dtype)
         return formats if self.granularity == "per_thread" and formats in SPECIALIZATIONS else None
+
+    @property
+    def scales_per_tile(self) -> tuple[int, int]:
+        """Scales of a block of queries, and of a tile of keys."""
+        if self.e4m3:
+            return 1, 1
+        if self.granularity == "per_token":
+            return BLOCK_ROWS, self.key_tile
+        return BLOCK_ROWS // QUERY_SLICES[self.grouping] * 8, 4
 
     def slots(self, rows: int, of: int) -> int:
         """Blocks of ``of`` rows of one head: of a sequence, or for packed ones a bound that holds for any lengths."""
@@ -141,13 +182,13 @@ class QuantizeProblem:
         per_kv = (self.batch, self.heads_kv, d)
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         if self.qk:
-            element, width = ("int8", d) if self.stored_bits == 8 else ("uint8", d // 2)
-            per_token = self.granularity == "per_token"
-            q_slots = BLOCK_ROWS if per_token else BLOCK_ROWS // QUERY_SLICES[self.grouping] * 8
+            width = d if self.stored_bits == 8 else d // 2
+            element = "int8" if self.stored_bits == 8 and not self.e4m3 else "uint8"
+            q_slots, k_slots = self.scales_per_tile
             found["q_int"] = (*lead_q, self.rows_q, width), element
             found["k_int"] = (*lead_k, self.rows_k, width), element
             found["q_scale"] = (*lead_q, blocks * q_slots), "float32"
-            found["k_scale"] = (*lead_k, tiles * (self.key_tile if per_token else 4)), "float32"
+            found["k_scale"] = (*lead_k, tiles * k_slots), "float32"
             if self.row_bias != "none":
                 found["row_bias"] = (*lead_q, self.rows_q), "float32"
             if self.smooth_k:
@@ -162,6 +203,13 @@ class QuantizeProblem:
                 found["v"] = (*lead_k, d, values), "uint8"
             found["v_scale"] = found["v_mean"] = per_kv, "float32"
         return found
+
+
+def row_bias_of(e4m3: bool, smooth_k: bool, absolute: bool) -> str:
+    """`QuantizeProblem.row_bias`: e4m3 has a NaN, so that rows with NaN or infinity need no marks."""
+    if e4m3:
+        return "full" if smooth_k and absolute else "none"
+    return "full" if absolute else "marks"
 
 
 def operand_strides(problem: QuantizeProblem) -> tuple[Strides3, Strides3, Strides3]:

@@ -1,6 +1,7 @@
-"""What the papers compare and no kernel of this package has: other formats of P and V, and rotated Q and K.
+"""What the papers compare and no kernel of this package has: other formats of P and V; and rotation apart.
 
-Tools of the numerics tests and of docs/precision.md. `omniattn.Int8` does not know them, so no GPU call reaches them.
+Tools of the numerics tests and of docs/precision.md. `omniattn.Int8` does not know the formats, so no GPU call reaches
+them.
 
 P V with P in the scale of its running maximum and V with one scale a channel, as `low_precision` has it for e4m3:
 

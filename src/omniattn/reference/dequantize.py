@@ -11,6 +11,7 @@ import numpy.typing as npt
 from omniattn.problems.quantize import BLOCK_ROWS, QuantizeProblem
 from omniattn.reference.e4m3 import decode_e4m3
 from omniattn.reference.quantize import KEY_ORDER, Sequence, groups_of, slots_per_tile, unpack_int4
+from omniattn.reference.rotation import rotate_back
 
 Array = npt.NDArray[Any]
 _F = np.float32
@@ -28,19 +29,19 @@ def contents(quantized: Any) -> tuple[QuantizeProblem, dict[str, Array]]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one head: integers as float32, and their scale, (rows,)."""
+    """Rows of one head: integers or e4m3 as float32, and their scale, (rows,)."""
 
     integers: Array
     scale: Array
 
     @property
     def values(self) -> Array:
-        """Dequantized, (rows, head_dim)."""
+        """Dequantized."""
         return np.asarray(self.integers * self.scale[:, None])
 
 
 def rows_of(out: dict[str, Array], problem: QuantizeProblem, s: Sequence, head: int, *, is_q: bool) -> Rows:
-    """One head of one sequence of q or k."""
+    """One head of one sequence of q or k; rotated rows have all `head_dim_pad` channels."""
     name = "q" if is_q else "k"
     integers = head_of(out[name + "_int"], problem, s, head)[s.begin : s.begin + s.length]
     if problem.stored_bits == 4:
@@ -49,7 +50,8 @@ def rows_of(out: dict[str, Array], problem: QuantizeProblem, s: Sequence, head: 
     tile = BLOCK_ROWS if is_q else problem.key_tile
     first = s.slot(tile, problem.varlen) * slots_per_tile(problem, is_q=is_q)
     scale = head_of(out[name + "_scale"], problem, s, head)[first + slot]
-    return Rows(integers[:, : problem.head_dim].astype(_F), scale)
+    numbers = decode_e4m3(integers) if problem.e4m3 else integers.astype(_F)
+    return Rows(numbers if problem.hadamard else numbers[:, : problem.head_dim], scale)
 
 
 def values_of(out: dict[str, Array], problem: QuantizeProblem, s: Sequence, head: int) -> tuple[Array, Array, Array]:
@@ -108,6 +110,8 @@ def dequantize_qk(qk: Any) -> tuple[Array, Array]:
         for s in _all(problem, rows, qk.cu_seqlens_q if is_q else qk.cu_seqlens_k):
             for head in range(heads):
                 values = rows_of(out, problem, s, head, is_q=is_q).values
+                if problem.hadamard:
+                    values = rotate_back(values, problem.rotated_channels, problem.seed)[:, :d]
                 if is_q and problem.smooth_q:
                     first = s.slot(BLOCK_ROWS, problem.varlen)
                     means = head_of(out["q_mean"], problem, s, head)[first:, :d]

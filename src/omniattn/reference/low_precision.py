@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omniattn.errors import ArgumentError
-from omniattn.problems.precision import Int4, Int8, Precision, check_choice, value_levels
-from omniattn.problems.quantize import BLOCK_ROWS, QuantizeProblem
+from omniattn.problems.precision import KNOBS, Fp8, Int4, Int8, Precision, check_choice, value_levels
+from omniattn.problems.quantize import BLOCK_ROWS, QK_DTYPES, QuantizeProblem, row_bias_of
 from omniattn.reference import checks
 from omniattn.reference.ablation import FORMATS
 from omniattn.reference.core import Array, Options, block_rows, key_range, outside_window
@@ -73,7 +73,7 @@ def attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     *,
-    precision: Int8 | Int4 | Precision,
+    precision: Int8 | Int4 | Fp8 | Precision,
     layout: str = "NHD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
@@ -96,7 +96,7 @@ def attention(
     ----------
     q, k, v : array_like, floating
         As in `omniattn.reference.attention`; packed, as in `attention_varlen`, when ``cu_seqlens_*`` are given.
-    precision : Int8, Int4 or Precision
+    precision : Int8, Int4, Fp8 or Precision
     grouping : "sm90" or "sm80"
         Which GPU's groups of rows share scales.
     key_tile : int, optional
@@ -116,10 +116,10 @@ def attention(
         (batch, heads_q, seqlen_q), packed (heads_q, total_q); natural logarithm.
     """
     checks.check_layout(layout, _NAME)
-    if isinstance(precision, (Int8, Int4)):
+    if isinstance(precision, KNOBS):
         precision = precision.precision
     if not isinstance(precision, Precision) or not precision.quantized:
-        raise ArgumentError("precision", "an Int8 or Int4", repr(precision), function=_NAME)
+        raise ArgumentError("precision", "an Int8, Int4 or Fp8", repr(precision), function=_NAME)
     precision = precision.on_cpu
     # Sums in fp16 change the levels of P and V as well, so that precision alone asks for them.
     check_choice(accumulator, "accumulator", tuple(name for name in ACCUMULATORS if name != "fp16"), _NAME)
@@ -145,12 +145,14 @@ def attention(
     longest = kh.shape[-2] if starts_k is None else int(np.diff(starts_k).max(initial=0))
     # Zeros behind the narrower of both change nothing: scores, and scales, which are those of other channels.
     head_dim, head_dim_v = qh.shape[-1], vh.shape[-1]
-    qh, kh, vh = (_widened(x, max(head_dim, head_dim_v)) for x in (qh, kh, vh))
+    qh, kh, vh = (widened(x, max(head_dim, head_dim_v)) for x in (qh, kh, vh))
     problem = QuantizeProblem(
         "float32", batch, qh.shape[-2], kh.shape[-2], qh.shape[-3], kh.shape[-3], qh.shape[-1], varlen,
-        precision.qk, precision.granularity, grouping, precision.smooth_q, precision.smooth_k, precision.smooth_v,
-        "full", v=pv in ("fp8", "fp16"), v_dtype="float16" if pv == "fp16" else "float8_e4m3",
+        QK_DTYPES[precision.qk], precision.granularity, grouping, precision.smooth_q, precision.smooth_k,
+        precision.smooth_v, row_bias_of(precision.qk == "fp8", precision.smooth_k, True),
+        v=pv in ("fp8", "fp16"), v_dtype="float16" if pv == "fp16" else "float8_e4m3",
         max_seqlen_k=max(longest, max_seqlen_k or 0), v_levels=value_levels(pv, precision.pv_accumulator),
+        hadamard=precision.hadamard, seed=precision.seed,
     )  # fmt: skip
     out = quantize(problem, qh, kh, vh, starts_q, starts_k)
     o, lse = attend(
@@ -163,7 +165,7 @@ def attention(
     return (np.ascontiguousarray(o.swapaxes(-3, -2)) if is_nhd else o), lse
 
 
-def _widened(x: Array, head_dim: int) -> Array:
+def widened(x: Array, head_dim: int) -> Array:
     """Zeros behind the channels."""
     missing = head_dim - x.shape[-1]
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
@@ -277,7 +279,9 @@ def _operands(
     if problem.smooth_q:
         first = of_q.slot(BLOCK_ROWS, problem.varlen)
         delta = head_of(out["delta_s"], problem, of_q, head)[first:, : of_k.length]
-    bias = head_of(out["row_bias"], problem, of_q, head)[of_q.begin : of_q.begin + of_q.length]
+    bias = np.zeros(of_q.length, dtype=_F)
+    if "row_bias" in out:
+        bias = head_of(out["row_bias"], problem, of_q, head)[of_q.begin : of_q.begin + of_q.length]
     if exact_v is not None:
         v = head_of(exact_v, problem, of_k, kv)[of_k.begin : of_k.begin + of_k.length].astype(_F)
         scale, mean = np.ones(problem.head_dim, dtype=_F), np.zeros(problem.head_dim, dtype=_F)

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from omniattn.problems.quantize import (
     BLOCK_ROWS,
     CHUNK_ROWS,
-    KEY_TILES,
     QUERY_SLICES,
     QuantizeProblem,
     chunk_rows,
@@ -23,6 +22,7 @@ from omniattn.problems.quantize import (
     sample_log2,
 )
 from omniattn.reference.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
+from omniattn.reference.rotation import rotate
 
 Array = npt.NDArray[Any]
 
@@ -106,9 +106,11 @@ def groups_of(rows: int, problem: QuantizeProblem, *, is_q: bool) -> tuple[Array
     """Group (of one scale) and slot (where it is stored, counted from the sequence's first) of each row."""
     row = np.arange(rows)
     granularity = problem.granularity
-    tile = BLOCK_ROWS if is_q else KEY_TILES[problem.grouping]
+    tile = BLOCK_ROWS if is_q else problem.key_tile
     if granularity == "per_token":
         return row, row
+    if problem.e4m3:
+        return row // tile if granularity == "per_block" else np.zeros_like(row), row // tile
     if is_q:
         slice_rows = QUERY_SLICES[problem.grouping]
         slot = row // slice_rows * 8 + (row & 7)
@@ -126,29 +128,28 @@ def groups_of(rows: int, problem: QuantizeProblem, *, is_q: bool) -> tuple[Array
 
 def slots_per_tile(problem: QuantizeProblem, *, is_q: bool) -> int:
     """Scales that a block of queries or a tile of keys has."""
-    tile = BLOCK_ROWS if is_q else KEY_TILES[problem.grouping]
-    if problem.granularity == "per_token":
-        return tile
-    return BLOCK_ROWS // QUERY_SLICES[problem.grouping] * 8 if is_q else 4
+    return problem.scales_per_tile[0 if is_q else 1]
 
 
 def quantize_rows(t: Array, problem: QuantizeProblem, *, is_q: bool) -> tuple[Array, Array, Array]:
-    """Rows of one head with their mean taken away: (integers, scales of all slots of their tiles, bad rows)."""
+    """Rows of one head as they are to be rounded: (integers or e4m3 bytes, scales of all slots, bad rows)."""
     rows = len(t)
-    most = 127 if problem.bits == 8 else 7
+    most = E4M3_MAX if problem.e4m3 else 127 if problem.bits == 8 else 7
     bad: Array = np.logical_not(np.isfinite(t).all(axis=1))
     row_amax = np.where(bad, _F(0), np.abs(t).max(axis=1, initial=0)).astype(_F)
-    tile = BLOCK_ROWS if is_q else KEY_TILES[problem.grouping]
+    tile = BLOCK_ROWS if is_q else problem.key_tile
     padded = -(-rows // tile) * tile
     group, slot = groups_of(padded, problem, is_q=is_q)
     amax = np.zeros(padded, dtype=_F)  # at most one group a row
     np.maximum.at(amax, group[:rows], row_amax)
     scale = np.where(amax >= LEAST_AMAX, amax / _F(most), _F(1)).astype(_F)
     inverse = (_F(1) / scale)[group[:rows]]
-    # A fused multiply-add to 1.5 * 2^23 rounds the exact product once; so does float64, which holds it exactly.
-    integers = np.rint(np.where(bad[:, None], 0, t).astype(np.float64) * inverse[:, None].astype(np.float64))
     scales = np.ones(padded // tile * slots_per_tile(problem, is_q=is_q), dtype=_F)
     scales[slot] = scale[group]
+    if problem.e4m3:
+        return np.where(bad[:, None], np.uint8(0x7F), encode_e4m3(t * inverse[:, None])), scales, bad
+    # A fused multiply-add to 1.5 * 2^23 rounds the exact product once; so does float64, which holds it exactly.
+    integers = np.rint(np.where(bad[:, None], 0, t).astype(np.float64) * inverse[:, None].astype(np.float64))
     if not is_q:
         scales[slot[:rows][bad]] = np.nan
     return integers.astype(np.int8), scales, bad
@@ -270,12 +271,14 @@ def _quantize_qk_head(
 def _store_rows(
     problem: QuantizeProblem, t: Array, s: Sequence, head: int, out: dict[str, Array], *, is_q: bool
 ) -> Array:
-    integers, scales, bad = quantize_rows(t, problem, is_q=is_q)
-    padded = np.zeros((len(t), problem.head_dim_pad), dtype=np.int8)
-    padded[:, : problem.head_dim] = integers
+    padded = np.zeros((len(t), problem.head_dim_pad), dtype=_F)
+    padded[:, : problem.head_dim] = t
+    if problem.hadamard:
+        padded = rotate(padded, problem.rotated_channels, problem.seed)
+    codes, scales, bad = quantize_rows(padded, problem, is_q=is_q)
     name = "q" if is_q else "k"
     target = _at(out[name + "_int"], problem, s, head)
-    target[s.begin : s.begin + s.length] = padded if problem.stored_bits == 8 else pack_int4(padded)
+    target[s.begin : s.begin + s.length] = codes if problem.stored_bits == 8 else pack_int4(codes)
     tile = BLOCK_ROWS if is_q else problem.key_tile
     first = s.slot(tile, problem.varlen) * slots_per_tile(problem, is_q=is_q)
     _at(out[name + "_scale"], problem, s, head)[first : first + len(scales)] = scales

@@ -31,6 +31,8 @@ class _Int8Sm90Tile:
 
 
 _INT8_SM90_BLOCK_N = 64
+#: Element types of Q and K by the names of precisions.
+_QK_TYPES = {"int8": "Int8", "fp8": "E4m3"}
 _INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
     _Int8Sm90Tile(64, 4, 4, num_q_stages=2),
     _Int8Sm90Tile(128, 3, 4),
@@ -52,11 +54,17 @@ _INT8_BIAS_TILES = (
 )
 
 
+def _is_common_fp8(dtype: str, suffix: str, head_dim: int) -> bool:
+    """Whether wheels carry the row of e4m3."""
+    return (dtype, suffix) == ("bfloat16", "") and head_dim <= 128
+
+
 def _int8_sm90_row(
     tile: _Int8Sm90Tile,
     dtype: str,
     suffix: str,
     *,
+    qk: str = "int8",
     varlen: bool,
     smooth_q: bool,
     lse: bool,
@@ -74,13 +82,14 @@ def _int8_sm90_row(
     lacks |= {"masks"} if forms and varlen else set()
     lacks |= (set() if lse else {"lse"}) | ({"softcap"} if forms and not softcap else set())
     return KernelSpec(
-        name=f"attn_int8_sm90_{short}_d{tile.head_dim}{suffix}",
-        family="attn_int8_sm90",
+        name=f"attn_{qk}_sm90_{short}_d{tile.head_dim}{suffix}",
+        family=f"attn_{qk}_sm90",
         op="attention",
         source="entry/attn_int8_sm90.cu",
         symbol="attn_int8_sm90",
         defines=(
             ("IO_TYPE", tag),
+            ("QK_TYPE", _QK_TYPES[qk]),
             ("HEAD_DIM", str(tile.head_dim)),
             ("NUM_CONSUMERS", str(tile.num_consumers)),
             ("BLOCK_N", str(_INT8_SM90_BLOCK_N)),
@@ -103,10 +112,10 @@ def _int8_sm90_row(
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",),
+        prebuild=("90a",) if qk == "int8" or _is_common_fp8(dtype, suffix, tile.head_dim) else (),
         features=features,
         lacks=frozenset(lacks),
-        qk="int8",
+        qk=qk,
         pv="fp8",
         pv_accumulator="fp32",
         grouping="sm90",
@@ -115,7 +124,7 @@ def _int8_sm90_row(
     )
 
 
-def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) -> KernelSpec:
+def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
     """kind: ``""``, ``"lse"`` (makes the LSE too) or ``"smoothq"`` (adds delta_s, and makes the LSE)."""
     smooth_q = kind == "smoothq"
     if smooth_q:  # delta_s takes registers that a fourth warpgroup would need
@@ -135,6 +144,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
         tile,
         dtype,
         f"_{kind}" * bool(kind) + "_varlen" * varlen,
+        qk=qk,
         varlen=varlen,
         smooth_q=smooth_q,
         lse=bool(kind),
@@ -146,7 +156,9 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str) ->
     )
 
 
-def _attn_int8_forms_sm90(tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bool = False) -> KernelSpec:
+def _attn_int8_forms_sm90(
+    tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bool = False, qk: str = "int8"
+) -> KernelSpec:
     """kind: ``"masks"`` or ``"softcap"``, with ``"_lse"`` if they make the LSE too, or ``"bias"``.
 
     Biases, and packed sequences, make it always. All add delta_s where there is some.
@@ -161,6 +173,7 @@ def _attn_int8_forms_sm90(tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bo
         tile,
         dtype,
         "_varlen" * varlen + (f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else f"_{kind}"),
+        qk=qk,
         varlen=varlen,
         smooth_q=True,
         lse=varlen or kind not in ("masks", "softcap"),
@@ -168,7 +181,8 @@ def _attn_int8_forms_sm90(tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bo
         softcap=not kind.startswith("masks"),
         smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + sums_bytes + barriers_bytes,
         features=frozenset({"score_mods", "smooth_q"} | ({"lse"} if kind.endswith("_lse") else set())),
-        allowed_spill_bytes=tile.spills,
+        # Scales of e4m3 come from global memory, at addresses of their own.
+        allowed_spill_bytes=tile.spills + 64 * (qk == "fp8"),
     )
 
 
@@ -191,7 +205,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
     """kind: ``""``, ``"smoothq"`` (delta_s is added) or ``"mods"`` (softcap, masks; delta_s too)."""
     short, tag = IO_TYPES[dtype]
     fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
-    bits = {"int8": 8, "int4": 4}[qk]
+    bits = {"int8": 8, "int4": 4, "fp8": 8}[qk]
     row_bytes = tile.head_dim * bits // 8
     stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
     # One stage where two do not fit, or would leave sm_86, which takes fp16 sums of fp16 products, a CTA less.
@@ -202,7 +216,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
     family = f"attn_{qk}_sm{89 if fp8 else 80}"
     # The common widths, as the GPUs of an architecture choose them (select.PV_CHOICES), and what Hopper falls back to.
     prebuild: tuple[str, ...] = ()
-    if tile.head_dim <= 128 and kind == ("smoothq" if qk == "int4" else ""):
+    if qk != "fp8" and tile.head_dim <= 128 and kind == ("smoothq" if qk == "int4" else ""):
         prebuild = ("80",) if not fp8 else ("89",) if acc == "fp16" else ()
     if (qk, pv, acc) == ("int8", "fp16", "fp32") and tile.head_dim <= 128 and kind == "mods":
         prebuild = (*prebuild, "90a")
@@ -216,6 +230,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(tile.head_dim)),
             ("BITS", str(bits)),
+            ("QK_E4M3", str(int(qk == "fp8"))),
             ("PV_TYPE", "E4m3" if fp8 else "Half"),
             ("PV_ACC16", str(int(acc == "fp16"))),
             ("SMOOTH_Q", str(int(kind == "smoothq"))),
@@ -237,8 +252,8 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
         ctas_per_sm=tile.min_ctas,
         min_arch=(8, 9) if fp8 else (8, 0),
         prebuild=prebuild,
-        # Mostly what only masked tiles need.
-        allowed_spill_bytes={64: 32, 128: 100, 256: 192}[tile.head_dim],
+        # Mostly what only masked tiles need; and e4m3 products on Hopper, which are made of others there.
+        allowed_spill_bytes={64: 32, 128: 100, 256: 192}[tile.head_dim] if qk != "fp8" else 272,
         features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
         qk=qk,
         pv=pv,
@@ -302,6 +317,8 @@ class _Quantizer:
         As in `KernelSpec`: the architectures on which it is asked for.
     spills : int
         Spilled bytes allowed at head_dim 64 and 128.
+    rotated : bool
+        For what is rotated, or becomes e4m3.
     """
 
     suffix: str
@@ -309,6 +326,7 @@ class _Quantizer:
     min_arch: tuple[int, int]
     prebuild: tuple[str, ...]
     spills: int
+    rotated: bool = False
 
 
 _QUANTIZERS: tuple[_Quantizer, ...] = (
@@ -317,6 +335,7 @@ _QUANTIZERS: tuple[_Quantizer, ...] = (
     _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
     _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
     _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
+    _Quantizer("_rotated", None, (8, 0), (), 400, rotated=True),
 )
 
 
@@ -332,7 +351,10 @@ def _specialization_defines(specialization: tuple[str, str] | None) -> tuple[tup
 def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
+    # With a rotation the rows are floats, in twice the registers.
     num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
+    if variant.rotated:
+        ctas = max(2 * ctas // 3, 1)
     return KernelSpec(
         name=f"quantize_sm80_{short}_d{head_dim}{variant.suffix}",
         family="quantize_sm80",
@@ -343,6 +365,7 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("CTAS", str(ctas)),
+            ("ROTATED", str(int(variant.rotated))),
             *_specialization_defines(variant.specialization),
         ),
         dtype=dtype,
@@ -354,6 +377,7 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
         ctas_per_sm=ctas,
         prebuild=variant.prebuild,
         min_arch=variant.min_arch,
+        features=frozenset({"e4m3", "hadamard"}) if variant.rotated else frozenset(),
         specialization=variant.specialization,
         # Two CTAs an SM would need none: measured 5 to 10 % slower.
         allowed_spill_bytes=variant.spills if head_dim < 256 else 64,
@@ -384,17 +408,59 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
     )
 
 
+def _quantize_fp8(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    ctas = {64: 4, 128: 2, 256: 1}[head_dim]
+    return KernelSpec(
+        name=f"quantize_fp8_sm80_{short}_d{head_dim}",
+        family="quantize_fp8_sm80",
+        op="quantize_fp8",
+        source="entry/quantize_fp8_sm80.cu",
+        symbol="quantize_fp8_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=head_dim // 8,
+        smem_bytes=0,
+        ctas_per_sm=ctas,
+        prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
+    )
+
+
+def _layout_fp8(head_dim: int) -> KernelSpec:
+    return KernelSpec(
+        name=f"layout_fp8_sm80_d{head_dim}",
+        family="layout_fp8_sm80",
+        op="layout_fp8",
+        source="entry/layout_fp8_sm80.cu",
+        symbol="layout_fp8_sm80",
+        defines=(("HEAD_DIM", str(head_dim)),),
+        dtype="uint8",
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=head_dim // 16,
+        smem_bytes=0,
+        prebuild=("90a",) if head_dim <= 128 else (),
+    )
+
+
 def quantized_attention_rows() -> Iterator[KernelSpec]:
     """Rows of attention, Hopper's own first."""
     yield from (
-        _attn_int8_sm90(tile, dtype, varlen, kind)
+        _attn_int8_sm90(tile, dtype, varlen, kind, qk)
+        for qk in ("int8", "fp8")
         for kind in ("", "lse", "smoothq")
+        if (qk, kind) != ("fp8", "smoothq")
         for varlen in (False, True)
         for tile in _INT8_SM90_TILES
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_forms_sm90(tile, dtype, kind, varlen)
+        _attn_int8_forms_sm90(tile, dtype, kind, varlen, qk)
+        for qk in ("int8", "fp8")
         for kind, varlen, tiles in (
             ("masks", False, _INT8_MASKS_TILES),
             ("masks_lse", False, _INT8_MASKS_TILES),
@@ -409,8 +475,9 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_int8_sm80(tile, dtype, qk, pv, acc, kind)
         for kind, tiles in (("", _INT8_SM80_TILES), ("smoothq", _INT8_SM80_TILES), ("mods", _INT8_SM80_MODS_TILES))
-        for qk in ("int8", "int4")
+        for qk in ("int8", "int4", "fp8")
         for pv in ("fp16", "fp8")
+        if qk != "fp8" or (pv == "fp8" and kind != "smoothq")
         for acc in ("fp32", "fp16")
         for tile in tiles
         for dtype in ("float16", "bfloat16")
@@ -424,3 +491,5 @@ def quantizer_rows() -> Iterator[KernelSpec]:
     for variant in _QUANTIZERS:
         yield from (_quantize(head_dim, dtype, variant) for head_dim, dtype in sizes)
     yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)
+    yield from (_quantize_fp8(head_dim, dtype) for head_dim, dtype in sizes)
+    yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))

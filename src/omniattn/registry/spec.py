@@ -51,7 +51,8 @@ class KernelSpec:
     features : frozenset of str
         What it was compiled with beyond the common set. ``"score_mods"``: softcap, mask, softmax_scale <= 0;
         ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own; ``"head_dim_v"``: v with a head_dim of
-        its own, and with no other.
+        its own, and with no other; of quantizers ``"e4m3"``, ``"hadamard"``: it is for these
+        alone.
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
         batches; ``"lse"``: calls that want the LSE; ``"softcap"``: calls with one; ``"masks"``: calls with a mask
@@ -60,8 +61,8 @@ class KernelSpec:
         ``"mask"``: masks and score_mod; ``"no_softcap"``: calls without one; ``"other_masks"``: what has no mask, or
         one that differs between queries, and score_mod.
     qk, pv, pv_accumulator : str
-        Of attention: element types of Q K^T (``"io"``: that of q, k, v; ``"int8"``, ``"int4"``) and of P V (``"io"``,
-        ``"fp8"``, ``"fp16"``), and the accumulator of P V (``"fp32"``, ``"fp16"``).
+        Of attention: element types of Q K^T (``"io"``: that of q, k, v; ``"int8"``, ``"int4"``, ``"fp8"``) and of P V
+        (``"io"``, ``"fp8"``, ``"fp16"``), and the accumulator of P V (``"fp32"``, ``"fp16"``).
     grouping : str
         Of attention on quantized operands: grouping of the operands that it reads (`omniattn.quantize_qk`).
     specialization : (str, str), optional

@@ -8,7 +8,7 @@ from .backward import needs_mods, select_backward, select_backward_rows, select_
 from .cache import select_append, select_copy, select_decode, select_merge
 from .choice import Selection
 from .masks import select_masks, select_tile_kinds
-from .quantize import select_delta, select_quantizer
+from .quantize import select_delta, select_fp8_quantizer, select_layout, select_quantizer
 from .split import SplitSelection, select_split
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "select_decode",
     "select_delta",
     "select_dq",
+    "select_fp8_quantizer",
+    "select_layout",
     "select_masks",
     "select_merge",
     "select_quantizer",

@@ -9,10 +9,11 @@ from ..problems import AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
+from .advice import advise
 from .choice import RowsOf, Selection, dotted, forced, unfit_target
 from .tile import SMALL, best_tile
 
-_BITS = {"int8": 8, "int4": 4}
+_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _FP8_FIRST = (
     (("fp8", "fp16"), ("fp8", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")),
     "fp8 products are twice as fast as fp16 ones, and on GeForce cards twice as fast again with fp16 sums",
@@ -151,12 +152,20 @@ def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target
     wanted = problem.precision
     if not wanted.quantized:
         return None
+    if (wanted.qk == "fp8") != (spec.qk == "fp8"):
+        return f"it multiplies {spec.qk} operands, not {wanted.qk} ones"
     operands = problem.operands
-    if operands is not None and (operands.grouping, operands.stored_bits) != (spec.grouping, _BITS[spec.qk]):
+    if (
+        operands is not None
+        and not operands.e4m3
+        and (operands.grouping, operands.stored_bits) != (spec.grouping, _BITS[spec.qk])
+    ):
         return (
             f"it reads {_BITS[spec.qk]}-bit operands in the {spec.grouping} grouping, these are "
             f"{operands.stored_bits}-bit ones in the {operands.grouping} grouping"
         )
+    if problem.descales is not None and not spec.arch_specific and problem.head_dim % 16:
+        return "it reads rows of e4m3 in units of 16, and head_dim is no multiple of that"
     if wanted.pv not in ("auto", spec.pv):
         return f"it multiplies P and V in {spec.pv}, not {wanted.pv}"
     if wanted.pv_accumulator not in ("auto", spec.pv_accumulator):
@@ -213,6 +222,10 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             f"capability {dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer"
             if not wanted.quantized
+            else "precision='int8' or 'exact'"
+            if wanted.qk == "fp8" and problem.descales is None
+            else "16-bit arrays, with precision='int8' or precision='exact'"
+            if wanted.qk == "fp8" and problem.descales is not None
             else "precision='exact'"
             if problem.operands is None
             else "arrays that are not quantized, with precision='exact' where it has to be",
@@ -240,6 +253,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         kin = [s for s in fitting if (s.family, s.head_dim, s.head_dim_v, s.features) == kind]
         best = best_tile(problem, target, usual, kin)
     why = [
+        *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in {tile_words(best)}",
         "score modifiers (softcap, mask, score_mod or softmax_scale <= 0)"
         if problem.score_mods
@@ -251,6 +265,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         asked = "auto" not in (wanted.pv, wanted.pv_accumulator)
         reason = "as asked for" if asked else "two-level sums" if best.arch_specific else why_pv
         why.append(f"P V in {best.pv} with {best.pv_accumulator} accumulators: {reason}")
+    if (advice := advise(problem, target)) is not None:
+        why.append(advice)
     if wanted.qk == "int4" and best.qk == "int8":
         why.append("this GPU has no 4-bit products: 4-bit values go through the 8-bit ones, no faster than int8")
     if best is not usual:

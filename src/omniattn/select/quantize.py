@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import UnsupportedError
 from ..problems import QuantizeProblem, Target
 from ..registry import REGISTRY, KernelSpec
-from .choice import Selection, dotted, forced, unfit_target
+from .choice import Selection, dotted, forced, only, the_one, unfit_target
 
 
 def _unfit(spec: KernelSpec, problem: QuantizeProblem, target: Target) -> str | None:
@@ -13,6 +13,13 @@ def _unfit(spec: KernelSpec, problem: QuantizeProblem, target: Target) -> str | 
         return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
     if spec.head_dim < problem.head_dim_pad:
         return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim_pad}"
+    if spec.op == "quantize":
+        if problem.e4m3 and problem.qk and "e4m3" not in spec.features:
+            return "it makes integers of q and k, not e4m3"
+        if problem.hadamard and problem.qk and "hadamard" not in spec.features:
+            return "it has no Hadamard transform"
+        if spec.features and not problem.rotated:
+            return "it is for what is rotated, or becomes e4m3"
     if spec.specialization is not None and spec.specialization != problem.specialization:
         return "it is made for the defaults of int8 attention in the {} grouping with {} values only".format(
             *spec.specialization
@@ -38,18 +45,42 @@ def select_delta(problem: QuantizeProblem, target: Target, force: str | None = N
     return _select("quantize_delta", problem, target, force)
 
 
+def select_fp8_quantizer(problem: QuantizeProblem, target: Target, force: str | None = None) -> Selection:
+    """The kernel that makes e4m3 of Q and K where nothing but a rotation comes before; raises as `select_quantizer`."""
+    return _select("quantize_fp8", problem, target, force)
+
+
+def select_layout(head_dim: int, target: Target, force: str | None = None) -> Selection:
+    """The kernel that lays V in e4m3 out by channels.
+
+    Raises
+    ------
+    ArgumentError
+        ``force`` names another one.
+    UnsupportedError
+        The GPU is too old.
+    """
+    width = min(s.head_dim for s in REGISTRY if s.op == "layout_fp8" and s.head_dim >= head_dim)
+    spec = only("layout_fp8", lambda s: s.head_dim == width)
+    return the_one(spec, f"lays V out by channels, {width} at most", target, force)
+
+
 def _select(op: str, problem: QuantizeProblem, target: Target, force: str | None) -> Selection:
     if (chosen := forced(force, (op,), lambda spec: _unfit(spec, problem, target))) is not None:
         return chosen
     fitting = [s for s in REGISTRY if s.op == op and _unfit(s, problem, target) is None]
     if not fitting:
+        rows = [s for s in REGISTRY if s.op == op and s.dtype == problem.dtype]
+        reasons = sorted({reason for s in rows if (reason := _unfit(s, problem, target))})
         raise UnsupportedError(
             f"no quantizer serves {problem.dtype}, head_dim {problem.head_dim} on compute capability "
-            f"{dotted(target.cc)}",
+            f"{dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
         )
     best = min(fitting, key=lambda s: (s.specialization is None, s.head_dim))
     why = [f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {best.head_dim}"]
     if op == "quantize":
         why.append("made for the defaults of int8 attention" if best.specialization else "for any knobs")
+    if op == "quantize_fp8":
+        why.append("Q and K to e4m3, one scale for 128 rows")
     return Selection(best, tuple(why))

@@ -165,6 +165,8 @@ class Quantized:
                 rows = rows_of(out, problem, of_q, head, is_q=True)
                 yield "q_int", rows.integers
                 yield "q_scale", rows.scale
+                if "row_bias" not in out:
+                    continue
                 yield "row_bias", head_of(out["row_bias"], problem, of_q, head)[of_q.begin : of_q.begin + of_q.length]
                 if problem.smooth_q:
                     first = of_q.slot(BLOCK_ROWS, problem.varlen)

@@ -16,7 +16,7 @@ from torch.nn.attention import bias as torch_bias
 from ..checks import values
 from ..errors import AlignmentError, StrideError, UnsupportedError
 from ..ops import attention
-from ..problems import Int4, Int8
+from ..problems import Fp8, Int4, Int8
 from . import shapes
 from .shapes import FUNCTION
 
@@ -43,7 +43,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    precision: str | Int8 | Int4 = "exact",
+    precision: str | Int8 | Int4 | Fp8 = "exact",
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` with its signature and semantics, by `attention`.
 
@@ -71,7 +71,7 @@ def sdpa(
         1 / sqrt(E) unless given.
     enable_gqa : bool
         The heads of key and value divide the query's.
-    precision : str, Int8 or Int4
+    precision : str, Int8, Int4 or Fp8
         As in `attention`.
 
     Returns
@@ -155,13 +155,13 @@ class use_sdpa(ContextDecorator):
 
     Parameters
     ----------
-    precision : str, Int8 or Int4
+    precision : str, Int8, Int4 or Fp8
         As in `sdpa`.
 
     Raises
     ------
     ArgumentError, UnsupportedError
-        A precision that is none, or not in this version: when it is made.
+        A precision that is none: when it is made.
 
     Notes
     -----
@@ -171,7 +171,7 @@ class use_sdpa(ContextDecorator):
     scaled_dot_product_attention``) keeps what it took.
     """
 
-    def __init__(self, precision: str | Int8 | Int4 = "exact") -> None:
+    def __init__(self, precision: str | Int8 | Int4 | Fp8 = "exact") -> None:
         values.check_precision(precision, "use_sdpa")
         self.precision = precision
         self._entered = threading.local()

@@ -57,6 +57,11 @@ def _forward(signature: Signature, operands: Sequence[Any]) -> tuple[tuple[Any, 
     ]  # fmt: skip
     if moving:
         _check(signature, moving)
+        if values[0].dtype == jnp.float8_e4m3fn:
+            raise UnsupportedError(
+                f"{signature.operation.name}(): a gradient is asked for, and e4m3 arrays have none",
+                instead="16-bit arrays with precision='fp8', whose gradients are those of exact attention",
+            )
     # With the LSE, which the backward needs.
     o, lse = bind(signature.with_options(return_lse=True), values)
     # What a policy of jax.checkpoint saves by name need not be computed again.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import ArgumentError, UnsupportedError
-from ...problems import Int4, Int8
+from ...problems import Fp8, Int4, Int8
 
 LIBRARY = torch.library.Library("omniattn", "DEF")
 
@@ -41,13 +41,19 @@ def precision_text(precision: Any, function: str) -> str:
     """``precision`` as text; `precision_of` reads it."""
     if isinstance(precision, str):
         return precision
+    if isinstance(precision, Fp8):
+        return (
+            f"Fp8(granularity={precision.granularity!r}, hadamard={precision.hadamard}, smooth_k={precision.smooth_k}, "
+            f"smooth_v={precision.smooth_v}, seed={precision.seed}, min_seqlen={precision.min_seqlen})"
+        )
     if isinstance(precision, (Int8, Int4)):
         return (
             f"{'Int8' if isinstance(precision, Int8) else 'Int4'}("
             f"granularity={precision.granularity!r}, smooth_k={precision.smooth_k}, smooth_q={precision.smooth_q}, "
-            f"smooth_v={precision.smooth_v}, pv={precision.pv!r}, pv_accumulator={precision.pv_accumulator!r})"
+            f"smooth_v={precision.smooth_v}, pv={precision.pv!r}, pv_accumulator={precision.pv_accumulator!r}, "
+            f"hadamard={precision.hadamard}, seed={precision.seed}, min_seqlen={precision.min_seqlen})"
         )
-    fail("argument", "precision", "a string, an Int8 or an Int4", type(precision).__name__, function=function)
+    fail("argument", "precision", "a string, an Int8, an Int4 or an Fp8", type(precision).__name__, function=function)
     return ""
 
 
@@ -59,4 +65,6 @@ def precision_of(text: str) -> Any:
         return text
     knobs = ast.parse(f"f({rest}", mode="eval").body
     assert isinstance(knobs, ast.Call)
-    return {"Int8": Int8, "Int4": Int4}[kind](**{x.arg: ast.literal_eval(x.value) for x in knobs.keywords if x.arg})
+    return {"Int8": Int8, "Int4": Int4, "Fp8": Fp8}[kind](
+        **{x.arg: ast.literal_eval(x.value) for x in knobs.keywords if x.arg}
+    )

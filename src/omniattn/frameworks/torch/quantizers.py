@@ -20,12 +20,13 @@ from ...checks.operands import arrays_of, check_kinds
 from ...plan.engine import Call
 from ...problems import OPERANDS, QuantizeCall, QuantizedQK, QuantizedV, QuantizeProblem
 from .. import FUNCTIONS
+from .e4m3 import check_out_dtype
 from .library import LIBRARY, TAGS, fail, precision_of, precision_text
 
 LIBRARY.define(
     "quantize_qk(Tensor q, Tensor k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str layout, str dtype, "
-    "str granularity, str grouping, bool smooth_k, bool smooth_q, int? max_seqlen_q, int? max_seqlen_k, "
-    "bool with_bias) -> Tensor[]",
+    "str? granularity, str grouping, bool? smooth_k, bool smooth_q, int? max_seqlen_q, int? max_seqlen_k, "
+    "bool with_bias, bool? hadamard, int seed) -> Tensor[]",
     tags=TAGS,
 )
 LIBRARY.define(
@@ -34,8 +35,9 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
-    "attention_quantized(Tensor q_int, Tensor q_scale, Tensor row_bias, Tensor? delta_s, Tensor k_int, Tensor k_scale, "
-    "Tensor v, Tensor v_scale, Tensor v_mean, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? mask, Tensor? sinks, "
+    "attention_quantized(Tensor q_int, Tensor q_scale, Tensor? row_bias, Tensor? delta_s, Tensor k_int, "
+    "Tensor k_scale, Tensor v, Tensor v_scale, Tensor v_mean, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? mask, Tensor? sinks, "
     "str[] problems, bool one_pair, int[] longest, str layout, bool causal, SymInt[]? window, float? softmax_scale, "
     "float softcap, bool deterministic, str precision, bool return_lse) -> (Tensor, Tensor)",
     tags=TAGS,
@@ -149,6 +151,7 @@ def trace_attention(
     """Attention on quantized operands by its operator: o, or (o, lse)."""
     check_kinds(function, q, k, v, *starts)
     of_q, of_k = q.pair, k.pair
+    check_out_dtype(function, options.out_dtype, of_q.problem.dtype)
     *arrays, _, mask, sinks = arrays_of(of_q, of_k, v, None, mask, sinks)
     o, lse = torch.ops.omniattn.attention_quantized.default(
         *arrays, mask, sinks, [_text(of_q.problem), _text(of_k.problem), _text(v.problem)], of_q is of_k,

@@ -14,7 +14,7 @@ import torch
 from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
 from ...problems import GRADIENTS
-from . import caches, quantizers, transforms
+from . import caches, e4m3, quantizers, transforms
 from .head_dims import one_head_dim
 from .library import fail, precision_text
 
@@ -42,11 +42,14 @@ def trace(
     options: Any,
     out: Any = None,
     stream: Any = None,
+    descales: Sequence[Any] = (),
 ) -> Any:
     """`attention` or `attention_varlen` by their operators.
 
     Parameters
     ----------
+    descales : sequence
+        Factors of q, k and v in e4m3, all three or none.
     score_mod : (key, expression, mask, grad, names), optional
         A score modification without its arrays, which are ``arrays``.
     options : AttentionOptions
@@ -64,6 +67,11 @@ def trace(
     for name, x in (("out", out), ("stream", stream)):
         if x is not None:
             fail("argument", name, "None in a traced or compiled call", "one", function=function)
+    if any(x is not None for x in descales) or (isinstance(q, torch.Tensor) and q.dtype is torch.float8_e4m3fn):
+        if block_mask is not None or score_mod is not None:
+            fail("argument", "q", "a 16-bit array, with score_mod or block_mask", "e4m3", function=function)
+        starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        return e4m3.trace(function, (q, k, v), starts, longest, mask, sinks, descales, options)
     if quantizers.is_quantized(q, k, v):
         if block_mask is not None or score_mod is not None:
             fail("argument", "q", "an array that is not quantized, with score_mod or block_mask", type(q).__name__,
@@ -77,6 +85,7 @@ def trace(
                 "unsupported", f"{function}(): argument {name!r} is a {type(x).__name__} in a traced or compiled call",
                 instead="torch tensors",
             )  # fmt: skip
+    e4m3.check_out_dtype(function, options.out_dtype, str(q.dtype).removeprefix("torch."))
     if function == "attention_varlen":
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if not isinstance(x, torch.Tensor):
@@ -152,6 +161,7 @@ def run_call(call: Call) -> list[Any]:
         max_seqlen_k=call.options.max_seqlen_k, mask=given["mask"], sinks=given["sinks"],
         block_mask=given.get("block_mask"), block_size=call.facts[1] if "block_mask" in given else None,
         score_mod=parts, arrays=arrays, options=call.options, out=given["out"], stream=call.stream,
+        descales=[given.get(name) for name in ("descale_q", "descale_k", "descale_v")],
     )  # fmt: skip
     return list(o) if call.options.return_lse else [o]
 

@@ -1,0 +1,87 @@
+// Quantization of Q and K to e4m3 where nothing but a rotation comes before it: one scale for 128 rows.
+//
+//   scale = amax(128 rows of R x) / 448;  out = e4m3(R x * (1 / scale));  R: quantize/rotation.cuh, or 1
+//
+// q: [batch, seqlen_q, num_q_heads, head_dim], k alike, fp16 or bf16, any strides with 16-byte rows. out: [batch, heads,
+// rows, head_dim_pad] e4m3, scale: [batch, heads, blocks] fp32. The bits are those of quantize_sm80, which does all else
+// (means, packed sequences); a row that holds NaN or infinity does not count for the scale and becomes NaN.
+//
+// One CTA of 4 * HEAD_DIM threads takes 128 rows of a head; kLanes = HEAD_DIM / 32 lanes have a row, lane l units l, l +
+// kLanes, .. of 8 channels. So strides 1, 2, 4 of the transform and the largest two are within a lane, and loads are of
+// whole sectors. Bound by memory and, with the transform, by shuffles.
+//
+// Shared memory (static): largest magnitudes of the warps.
+#include "params/quantize_fp8.cuh"
+#include "ptx/cvt_quant.cuh"
+#include "ptx/l2.cuh"
+#include "ptx/types.cuh"
+#include "quantize/rotation.cuh"
+#include "quantize/sampling.cuh"
+
+constexpr int kHeadDim = HEAD_DIM, kBlock = 128, kLanes = kHeadDim / 32, kThreads = kBlock * kLanes, kUnits = 4;
+
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(const
+                                                                               __grid_constant__ QuantizeFp8Params p) {
+    __shared__ float most_of[kThreads / 32];
+    int32 tid = threadIdx.x, row = tid / kLanes, lane = tid % kLanes;
+    bool is_q = blockIdx.x < uint32(p.q.items);
+    const RowsToFp8& rows = is_q ? p.q : p.k;
+    // All heads of a block of rows first: they are neighbours in the input.
+    uint32 item = is_q ? blockIdx.x : blockIdx.x - uint32(p.q.items), rest = item / uint32(rows.heads);
+    int32 head = int32(item - rest * uint32(rows.heads)), b = int32(rest / uint32(rows.blocks));
+    int32 block = int32(rest - uint32(b) * uint32(rows.blocks)), first = block * kBlock;
+    bool exists = first + row < rows.rows;
+    const uint8* from =
+        rows.x + 2 * (b * rows.stride_b + head * rows.stride_h + (int64(first) + row) * rows.stride_s) + lane * 16;
+    uint64 policy = evict_first_policy();
+    float x[kUnits][8];
+    {
+        uint4 raw[kUnits];
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+            bool inside = exists && (u * kLanes + lane) * 8 < p.head_dim;
+            raw[u] = inside ? load_input(from + u * kLanes * 16, policy) : uint4{0, 0, 0, 0};
+        }
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+            const uint32 words[4] = {raw[u].x, raw[u].y, raw[u].z, raw[u].w};
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                x[u][2 * w] = low_float(IO_TYPE{}, words[w]);
+                x[u][2 * w + 1] = high_float(IO_TYPE{}, words[w]);
+            }
+        }
+    }
+    if (p.rotation.channels != 0) rotate_units<kLanes>(x, p.rotation, uint32(lane));
+    float most = 0.0f;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) most = max_abs_nan(most, x[u][j]);
+#pragma unroll
+    for (int bit = 1; bit < kLanes; bit *= 2) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, bit));
+    bool bad = !is_finite(most);
+    most = bad ? 0.0f : most;
+#pragma unroll
+    for (int bit = kLanes; bit < 32; bit *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, bit));
+    if (tid % 32 == 0) most_of[tid / 32] = most;
+    __syncthreads();
+    most = most_of[tid % (kThreads / 32)];
+#pragma unroll
+    for (int bit = 1; bit < kThreads / 32; bit *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, bit));
+    float scale = most >= kLeastAmax ? div_rn(most, 448.0f) : 1.0f, inverse = div_rn(1.0f, scale);
+    int64 of_head = int64(b) * rows.heads + head;
+    if (tid == 0) rows.scale[of_head * rows.blocks + block] = scale;
+    if (!exists) return;
+    uint8* to = rows.out + (of_head * rows.rows + first + row) * p.head_dim_pad + lane * 8;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        uint32 packed[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            packed[w] = pack_e4m3x2(mul_rn(x[u][2 * w], inverse), mul_rn(x[u][2 * w + 1], inverse));
+        uint2 codes = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
+        if (bad) codes = {kE4m3Nans, kE4m3Nans};
+        if ((u * kLanes + lane) * 8 < p.head_dim_pad) *reinterpret_cast<uint2*>(to + u * kLanes * 8) = codes;
+    }
+}

@@ -1,0 +1,71 @@
+"""Launches of the kernels beside attention on e4m3: ``quantize_fp8_sm80`` and ``layout_fp8_sm80``."""
+
+from __future__ import annotations
+
+from ..problems import AttentionProblem, QuantizeProblem
+from ..problems.quantize import BLOCK_ROWS, Strides3
+from ..registry import KernelSpec
+from ..runtime.record import LaunchRecord
+from .quantize import rotation_values
+from .structs import LAYOUT_FP8, QUANTIZE_FP8, At, member
+
+
+def takes(p: QuantizeProblem) -> bool:
+    """Whether ``quantize_fp8_sm80`` can quantize Q and K: a batch in e4m3, no means."""
+    return p.e4m3 and p.qk and not (p.varlen or p.smooth_k) and p.granularity == "per_block"
+
+
+def build_quantizer(
+    spec: KernelSpec, p: QuantizeProblem, strides: tuple[Strides3, Strides3], outputs: dict[str, At]
+) -> tuple[LaunchRecord, ...]:
+    """The launch that makes q_int, q_scale, k_int and k_scale; none where there are no rows.
+
+    strides: of q and k, (batch, seq, head).
+    """
+    values: dict[str, object] = {"head_dim": p.head_dim, "head_dim_pad": p.head_dim_pad}
+    items = 0
+    for name, rows, heads, steps in (("q", p.rows_q, p.heads_q, strides[0]), ("k", p.rows_k, p.heads_kv, strides[1])):
+        blocks = p.slots(rows, BLOCK_ROWS)
+        count = p.batch * heads * blocks
+        items += count
+        values |= member(name, {
+            "x": At(name), "out": outputs[f"{name}_int"], "scale": outputs[f"{name}_scale"], "stride_b": steps[0],
+            "stride_s": steps[1], "stride_h": steps[2], "heads": heads, "rows": rows, "blocks": blocks, "items": count,
+        })  # fmt: skip
+    if items == 0:
+        return ()
+    values |= member("rotation", rotation_values(p))
+    return (LaunchRecord(spec, (items, 1, 1), 32 * spec.num_warps, *QUANTIZE_FP8.pack(values)),)
+
+
+def layout_shapes(whole: QuantizeProblem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of what ``layout_fp8_sm80`` makes; ``drift`` is a byte for each block of 128 keys."""
+    shapes = whole.shapes()
+    drift = (*shapes["v"][0][:-2], whole.slots(whole.rows_k, BLOCK_ROWS))
+    return {"v": shapes["v"], "v_scale": shapes["v_scale"], "drift": (drift, "uint8")}
+
+
+def build_layout(
+    spec: KernelSpec, problem: AttentionProblem, whole: QuantizeProblem, outputs: dict[str, At]
+) -> tuple[LaunchRecord, ...]:
+    """The launch that makes the arrays of `layout_shapes` in a call on e4m3; none where there are no keys.
+
+    whole: what describes the operands of the kernel behind it.
+    """
+    assert problem.strides is not None
+    assert problem.descales is not None
+    slots, steps = whole.slots(whole.rows_k, BLOCK_ROWS), problem.strides.v
+    count = slots * problem.num_kv_heads * (1 if problem.varlen else problem.batch)
+    if count == 0 or problem.batch == 0 or problem.seqlen_k == 0:
+        return ()
+    descale = problem.descales.v
+    values: dict[str, object] = {
+        "v": At("v"), "descale": None if descale.granularity == "none" else At("descale_v"),
+        "cu_seqlens_k": At("cu_seqlens_k") if problem.varlen else None, "v_out": outputs["v"],
+        "v_scale": outputs["v_scale"], "drift": outputs["drift"],
+        "v_stride_b": steps[0], "v_stride_s": steps[1], "v_stride_h": steps[2],
+        "descale_stride_b": descale.strides[0], "descale_stride_h": descale.strides[1], "batch": problem.batch,
+        "num_kv_heads": problem.num_kv_heads, "seqlen_k": problem.seqlen_k, "head_dim": problem.head_dim_v,
+        "head_dim_pad": whole.head_dim_pad, "slots": slots,
+    }  # fmt: skip
+    return (LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *LAYOUT_FP8.pack(values)),)
