@@ -11,6 +11,7 @@ that no kernel runs but omniattn's.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -118,6 +119,24 @@ def dense(head_dim: int, rng: np.random.Generator, few_masks: bool) -> None:
         k, v = (to_gpu(rng.standard_normal((1, keys, HEADS_KV, head_dim))) for _ in range(2))
         options = options_for(call, rng, keys)
         check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options))
+
+
+def few_queries(rng: np.random.Generator, few_masks: bool) -> None:
+    """Keys split over CTAs."""
+    q = to_gpu(rng.standard_normal((1, 5, 8, 128)))
+    k, v = (to_gpu(rng.standard_normal((1, 6000, 2, 128))) for _ in range(2))
+    for name in ("full", "sinks", "softcap", *(() if few_masks else ("mask",))):
+        options = {key: value for key, value in CALLS[name].items() if key not in ("mask", "sinks")}
+        if name == "mask":
+            options["mask"] = cupy.asarray(rng.random((1, 1, 5, 6000)) < 0.5)
+        if name == "sinks":
+            options["sinks"] = to_gpu(rng.standard_normal(8), np.float32)
+        # What this GPU gets, then the kernel of every GPU.
+        for kernel in ("", "attn_fwd_sm80_fp16_d128_split" + "_mods" * (name in ("softcap", "mask"))):
+            os.environ["OMNIATTN_FORCE_KERNEL"] = kernel
+            assert "split" in oa.explain(q, k, v, **options).kernel
+            check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options))
+    del os.environ["OMNIATTN_FORCE_KERNEL"]
 
 
 def other_head_dim_v(rng: np.random.Generator) -> None:
@@ -364,4 +383,5 @@ if __name__ == "__main__":
                 merge(width, generator)
             other_head_dim_v(np.random.default_rng(0))
         choose_from(everything)
+        few_queries(np.random.default_rng(0), which == "few_masks")
     print("all calls done")

@@ -18,6 +18,7 @@ from omniattn import runtime  # noqa: E402
 from omniattn.errors import ArgumentError  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec, by_name  # noqa: E402
+from omniattn.registry.spec import IO_TYPES  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.arch import Arch  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
@@ -90,9 +91,7 @@ def test_every_row_is_covered() -> None:
     """Rows that need a newer GPU than sm_89 have no such code; all others are here, for every operation they serve."""
     covered = {name for name, _ in ROWS}
     assert {spec.name for spec in SPECS if spec.min_arch <= (8, 9)} == covered
-    # Hopper's alone, which test_few_queries_gpu runs.
-    hopper = {"attention_split", "attention_combine"}
-    assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS} - hopper
+    assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS}
 
 
 def _for_anything(op: str, spec: KernelSpec) -> KernelSpec:
@@ -125,7 +124,11 @@ def test_row(
         wants.add(_for_anything("quantize", spec).name)
     if spec.quantized:
         may_want.add(_for_anything("quantize_delta", spec).name)
-    elif "score_mods" in spec.features:
+    elif spec.op in ("attention_split", "attention_combine"):
+        of_split = (f"attn_fwd_sm80_{IO_TYPES[spec.dtype][0]}_d256_split{mods}" for mods in ("", "_mods"))
+        wants.add(next(s.name for s in REGISTRY if s.op == "attention_combine" and s.dtype == spec.dtype))
+        may_want |= set(of_split) - wants if spec.op == "attention_combine" else set()
+    if not spec.quantized and ("score_mods" in spec.features or spec.op == "attention_combine"):
         may_want |= {s.name for s in REGISTRY if s.op in MASK_OPS and s.dtype in (spec.dtype, "uint8")}
 
     def load(wanted: KernelSpec, ordinal: int) -> LoadedKernel:
@@ -143,7 +146,8 @@ def test_row(
         assert asked == {name}
         return
     ran = 0
-    for case in cases(operation_of(spec), "score_mods" in spec.features or spec.op != "attention" or spec.quantized):
+    plain = spec.op in ("attention", "attention_split") and not spec.quantized and "score_mods" not in spec.features
+    for case in cases(operation_of(spec), not plain):
         try:
             run_case(torch, case, operation_of(spec), spec.dtype, spec.head_dim, spec)
             ran += 1

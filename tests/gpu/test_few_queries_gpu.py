@@ -1,7 +1,8 @@
-"""Few queries on many keys, which Hopper's kernels split over CTAs."""
+"""Few queries on many keys, which kernels split over CTAs: Hopper's plain calls, those of every GPU everything."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -25,11 +26,24 @@ def tensors(batch: int, heads: tuple[int, int], seqlens: tuple[int, int], head_d
     return tuple(torch.randn(shape, device="cuda", dtype=kind) for shape in shapes)
 
 
-def exact(q: Any, k: Any, v: Any, causal: bool, window: tuple[int, int] | None, sinks: Any) -> tuple[Any, Any]:
+def exact(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    sinks: Any = None,
+    softcap: float = 0.0,
+    mask: Any = None,
+) -> tuple[Any, Any]:
     """o and LSE in float64."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
     i = torch.arange(q.shape[2], device="cuda")[:, None] + k.shape[2] - q.shape[2]
     j = torch.arange(k.shape[2], device="cuda")[None]
     left, right = window or (-1, -1)
@@ -87,6 +101,122 @@ def test_graph_replays() -> None:
     out = torch.empty_like(q)
     with torch.cuda.graph(graph):
         oa.attention(q, k, v, out=out)
+    for _ in range(2):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def _masks(name: str, batch: int, heads: int, seqlens: tuple[int, int], dtype: Any) -> Any:
+    sq, sk = seqlens
+    if name == "boolean":  # a row that sees nothing, and tiles that nobody sees
+        mask = torch.rand(batch, 1, sq, sk, device="cuda") < 0.7
+        mask[:, :, 0] = False
+        mask[..., sk // 8 : sk // 2] = False
+        return mask
+    if name == "boolean of keys":
+        return torch.rand(batch, 1, 1, sk, device="cuda") < 0.5
+    if name == "float32":
+        return torch.randn(batch, heads, sq, sk, device="cuda")
+    if name == "of keys":
+        return torch.randn(batch, 1, 1, sk, device="cuda")
+    return torch.randn(1, 1, sq, sk, device="cuda").to(dtype)
+
+
+def _close(o: Any, lse: Any, want: Any, want_lse: Any, dtype: str) -> bool:
+    unit = 2.0 ** (-11 if dtype == "float16" else -8)
+    error = (o.double() - want).norm() <= 1.5 * unit * want.norm() + 1e-6
+    same = torch.equal(lse == -torch.inf, want_lse == -torch.inf)
+    seen = want_lse != -torch.inf
+    return bool(error) and same and bool(((lse.double() - want_lse)[seen].abs() <= 2e-3).all())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "plain", "causal", "window", "softcap", "sinks", "boolean", "boolean, softcap, causal", "boolean of keys",
+        "float32", "of keys", "io",
+    ],
+)  # fmt: skip
+def test_on_mma_sync(form: str, head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced, because Hopper's own kernels take plain calls, and short ones need no split."""
+    short = {"float16": "fp16", "bfloat16": "bf16"}[dtype]
+    tile = next(width for width in (64, 96, 128, 192, 256) if width >= head_dim)
+    mods = form not in ("plain", "causal", "window", "sinks")
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", f"attn_fwd_sm80_{short}_d{tile}_split" + "_mods" * mods)
+    for batch, heads, seqlens in (
+        (1, (8, 2), (16, 4000)),
+        (2, (4, 4), (1, 3000)),
+        (1, (4, 1), (130, 5000)),
+        (1, (2, 2), (64, 129)),
+    ):
+        q, k, v = tensors(batch, heads, seqlens, head_dim, dtype)
+        call: dict[str, Any] = {"softcap": 5.0} if "softcap" in form else {}
+        if "causal" in form:
+            call["causal"] = True
+        if form == "window":
+            call["window"] = (700, 3)
+        if form == "sinks":
+            call["sinks"] = torch.randn(heads[0], device="cuda")
+        if mods and form != "softcap":
+            call["mask"] = _masks(form.split(",")[0], batch, heads[0], seqlens, q.dtype)
+        o, lse = oa.attention(q, k, v, return_lse=True, **call)
+        assert _close(o, lse, *exact(q, k, v, **call), dtype)
+        assert torch.equal(oa.attention(q, k, v, **call), o)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("form", ["plain", "causal", "softcap", "boolean"])
+def test_packed_sequences(form: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence without queries, one without keys, rows of no sequence; splits that find no keys."""
+    lengths = (3, 0, 40, 1, 16, 7), (3000, 100, 0, 4097, 555, 2)
+    starts = [torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device="cuda") for n in lengths]
+    q, _, _ = tensors(1, (4, 2), (sum(lengths[0]) + 5, 8), head_dim, "bfloat16")
+    _, k, v = tensors(1, (4, 2), (8, sum(lengths[1]) + 7), head_dim, "bfloat16")
+    q, k, v = q[0], k[0], v[0]
+    mods = form in ("softcap", "boolean")
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", f"attn_fwd_sm80_bf16_d{head_dim}_split" + "_mods" * mods)
+    call: dict[str, Any] = {"softcap": 5.0} if form == "softcap" else {"causal": True} if form == "causal" else {}
+    if form == "boolean":
+        call["mask"] = torch.rand(6, 1, 40, 4097, device="cuda") < 0.6
+    o, lse = oa.attention_varlen(
+        q, k, v, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=40, max_seqlen_k=4097, return_lse=True,
+        **call,
+    )  # fmt: skip
+    for i, (sq, sk) in enumerate(zip(*lengths, strict=True)):
+        rows, keys = (slice(int(s[i]), int(s[i]) + n) for s, n in zip(starts, (sq, sk), strict=True))
+        own = {**call, "mask": call["mask"][i : i + 1, :, :sq, :sk]} if "mask" in call else call
+        if sq:
+            expected = exact(q[rows][None], k[keys][None], v[keys][None], **own)
+            assert _close(o[rows][None], lse[:, rows][None], *expected, "bfloat16")
+    assert not o[sum(lengths[0]) :].any()
+    assert (lse[:, sum(lengths[0]) :] == -torch.inf).all()
+
+
+def test_what_gets_chosen() -> None:
+    """Few queries with a mask, packed or not, are split without being asked; many are not."""
+    q, k, v = tensors(1, (32, 8), (16, 32768), 128, "bfloat16")
+    mask = torch.ones(1, 1, 16, 32768, dtype=torch.bool, device="cuda")
+    for call in ({"mask": mask}, {"softcap": 20.0}):
+        assert "split" in oa.explain(q, k, v, **call).kernel
+    starts = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (16, 32768)]
+    packed: dict[str, Any] = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    packed |= {"max_seqlen_q": 16, "max_seqlen_k": 32768}
+    assert "split" in oa.explain(oa.attention_varlen, q[0], k[0], v[0], **packed).kernel
+    q, k, v = tensors(4, (16, 16), (1024, 1024), 128, "bfloat16")
+    assert "split" not in oa.explain(q, k, v, softcap=20.0).kernel
+
+
+def test_graph_of_a_masked_call_replays() -> None:
+    q, k, v = tensors(1, (8, 2), (16, 20000), 64, "bfloat16")
+    mask = _masks("boolean", 1, 8, (16, 20000), q.dtype)
+    out = torch.empty_like(q)
+    expected = oa.attention(q, k, v, mask=mask, softcap=9.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        oa.attention(q, k, v, mask=mask, softcap=9.0, out=out)
     for _ in range(2):
         out.fill_(torch.nan)
         graph.replay()

@@ -10,7 +10,7 @@ import pytest
 
 from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_split
-from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_SM90
+from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_FORMS_SM80, ATTN_FWD_SPLIT_SM80, ATTN_FWD_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
@@ -23,8 +23,10 @@ from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 227 << 10, 132)
+AMPERE, BLACKWELL = Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)
 SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split"]
-COMBINE = by_name("attn_combine_sm90_fp16")
+SPLIT_SM90 = [spec for spec in SPLIT if spec.arch_specific]
+COMBINE = by_name("attn_combine_sm80_fp16")
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist.
 SMALL = dataclasses.replace(by_name("attn_fwd_sm90_fp16_d64_m128n128_split"), block_m=16, block_n=8)
 
@@ -142,7 +144,7 @@ def attend(
 
 
 def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.ndarray, sinks: Any) -> None:
-    """attn_combine_sm90; o and lse are flat."""
+    """attn_combine_sm80; o and lse are flat."""
     f = fields_of_record(record, ATTN_COMBINE)
     o_at, ml_at = f["partial_o"].offset // 4, f["partial_ml"].offset // 4
     d, chunks, rows, splits = f["head_dim"], f["head_dim"] // 4, f["rows"], f["num_splits"]
@@ -272,8 +274,7 @@ def test_others_are_not(extents: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"varlen": True}, {"softcap": 30.0}, {"mask": "bool"}, {"softmax_scale": -1.0}, {"tensor_maps": False},
-     {"scratch": False}, {"seqlen_k": 0}, {"seqlen_q": 0}],
+    [{"scratch": False}, {"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}],
     ids=str,
 )  # fmt: skip
 def test_what_no_split_serves_is_not_split(changes: dict[str, Any]) -> None:
@@ -283,10 +284,47 @@ def test_what_no_split_serves_is_not_split(changes: dict[str, Any]) -> None:
         select_split(p, HOPPER, select_attention(p, HOPPER), "attn_fwd_sm90_bf16_d128_m128n128_split")
 
 
-def test_other_gpus_do_not_split() -> None:
-    p = problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16")
-    for target in (Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)):
-        assert select_split(p, target, select_attention(p, target)) is None
+@pytest.mark.parametrize("target", [HOPPER, AMPERE, BLACKWELL], ids=lambda target: str(target.cc))
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"varlen": True}, {"softcap": 30.0}, {"mask": "bool"}, {"softmax_scale": -1.0}, {"tensor_maps": False}],
+    ids=str,
+)
+def test_on_mma_sync(changes: dict[str, Any], target: Target) -> None:
+    """On other GPUs everything, on Hopper what its own kernels do not split: a CTA a tile, head and split."""
+    p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
+    launches = plan_attention(p, target, None)
+    own = target == HOPPER and not changes
+    of_split = [r for r in launches.records if r.spec.op == "attention_split"]
+    (record,) = of_split
+    assert record.spec.arch_specific == own
+    assert launches.records[-1].spec.op == "attention_combine"
+    if own:
+        return
+    assert ("score_mods" in record.spec.features) == p.score_mods
+    splits = record.grid[1]
+    assert 4 <= splits <= 64
+    assert record.grid[0] == 32 * (1 + (3 if p.varlen else 0))
+    layout = ATTN_FWD_SPLIT_FORMS_SM80 if p.score_mods else ATTN_FWD_SPLIT_SM80
+    f, merged = fields_of_record(record, layout), fields_of_record(launches.records[-1], ATTN_COMBINE)
+    assert [merged[name] for name in ("num_splits", "heads", "rows", "pack")] == [splits, 32, 16, 1]
+    assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml"))
+    prefix = "call.fwd." if p.score_mods else "call."
+    assert f[f"{prefix}seqlen_q"] == 16
+    assert f[f"{prefix}lse"] is None
+    assert f[f"{prefix}sinks"] is None
+    needed = 4 * 32 * 16 * splits * 128
+    assert f["partial_ml"].offset - f["partial_o"].offset >= needed
+    assert launches.workspace_bytes >= f["partial_ml"].offset + 8 * 32 * 16 * splits
+
+
+@pytest.mark.parametrize(
+    "changes", [{"varlen": True}, {"softcap": 30.0}, {"mask": "bool"}, {"softmax_scale": -1.0}, {"tensor_maps": False}]
+)
+def test_what_hopper_does_not_split(changes: dict[str, Any]) -> None:
+    p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
+    with pytest.raises(ArgumentError):
+        select_split(p, HOPPER, select_attention(p, HOPPER), "attn_fwd_sm90_bf16_d128_m128n128_split")
 
 
 def test_forced_rows() -> None:
@@ -298,7 +336,7 @@ def test_forced_rows() -> None:
         assert plan_attention(short, HOPPER, name).records[0].spec.name == name
 
 
-@pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", SPLIT_SM90, ids=lambda spec: spec.name)
 def test_boxes_and_workspace(spec: KernelSpec) -> None:
     """A copy brings whole tiles of rows, from boxes that a tensor map may have; results have places of their own."""
     for hq, hk in ((32, 8), (7, 1), (48, 1), (128, 1), (12, 4), (256, 2), (5, 5)):
@@ -326,11 +364,21 @@ def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
         ((sq, sk), *more) = case.lengths
         left, right = case.options.get("window", (-1, 0 if case.options.get("causal") else -1))
         d = (128 if spec.op == "attention_combine" else spec.head_dim) - case.below
+        of_mods = "score_mods" in spec.features or spec.op == "attention_combine"
+        modified = not {*case.arrays} <= {"sinks"} or "softcap" in case.options
+        if (modified and not of_mods) or (case.packed and spec.arch_specific):
+            continue
         p = problem_of(
             1 + len(more), sq, sk, case.heads_q, case.heads_kv, d, left, right, case.layout,
-            "float32" if "sinks" in case.arrays else "none", spec.dtype,
+            "float32" if "sinks" in case.arrays else "none", spec.dtype, softcap=case.options.get("softcap", 0.0),
+            mask="bool" if "mask" in case.arrays else "float32" if {"keys", "bias"} & {*case.arrays} else "none",
         )  # fmt: skip
+        if case.packed:
+            rows = {f"seqlen_{x}": sum(n) for x, n in zip("qk", zip(*case.lengths, strict=True), strict=True)}
+            p = dataclasses.replace(p, varlen=True, **rows)
         launches = plan_attention(p, HOPPER, spec.name)
         assert spec in [record.spec for record in launches.records], case.name
-        (of_main,) = {fields_of_record(launches.records[0], ATTN_FWD_SPLIT_SM90)["tiles.num_splits"]}
-        assert of_main > 1
+        (main,) = (record for record in launches.records if record.spec.op == "attention_split")
+        of_sm90 = main.spec.arch_specific
+        of_main = fields_of_record(main, ATTN_FWD_SPLIT_SM90)["tiles.num_splits"] if of_sm90 else main.grid[1]
+        assert of_main > 1, case.name

@@ -85,7 +85,14 @@ SPLIT_CASES: tuple[Case, ...] = (
     Case("few queries, causal, HND", "attention", ((77, 7003),), 6, 2, layout="HND", options={"causal": True}),
     Case("few queries, window", "attention", ((33, 9000),), below=8, options={"window": (8500, 20)}),
     Case("one query row, sinks", "attention", ((1, 5001),) * 2, 12, 1, options={"causal": True}, arrays=("sinks",)),
-)
+    Case("few queries, softcap, causal", "attention", ((40, 5000),), options={"softcap": 3.0, "causal": True}),
+    Case("few queries, boolean mask", "attention", ((20, 4500),) * 2, arrays=("mask",)),
+    Case("few queries, additive mask of keys", "attention", ((9, 5000),), below=8, arrays=("keys",)),
+    Case("few queries, additive mask, window", "attention", ((70, 5000),), arrays=("bias",),
+         options={"window": (4800, 9)}),
+    Case("few queries, packed, causal", "attention_varlen", ((5, 4000), (0, 3), (70, 2500), (9, 0)), packed=True,
+         options={"causal": True}),
+)  # fmt: skip
 
 #: A row of the registry takes those with its own smooth_q and score modifiers, and dense or packed arrays.
 QUANTIZED_CASES: tuple[Case, ...] = (
