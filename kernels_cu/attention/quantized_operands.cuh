@@ -50,6 +50,16 @@ OA_DEVICE float block_scale(const float* scales, int64 stride_block, uint32 bloc
     return scale;
 }
 
+// Base of a kernel's class: integers have no BlockScales, and no member for them.
+struct WithBlockScales {
+    const BlockScales& scales_;
+    OA_DEVICE WithBlockScales(const BlockScales& scales) : scales_(scales) {}
+};
+struct NoBlockScales {
+    static constexpr BlockScales scales_ = {};
+    OA_DEVICE NoBlockScales(const BlockScales&) {}
+};
+
 // What smoothing took from the scores of each row, before the softmax's scale; from row 0 of the tile's sequence on.
 OA_DEVICE const float* row_biases(const AttnFwdParams& p, const QuantizedOperands& x, const FwdTile& t) {
     return x.row_bias + head_of(p, t, p.num_q_heads, t.head_idx) * p.seqlen_q + t.q_begin;

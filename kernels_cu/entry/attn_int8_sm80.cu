@@ -36,6 +36,7 @@
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/score_mods.cuh"
+#include "attention/warp_scores.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_int8.cuh"
 #include "pipeline/tile_copy.cuh"
@@ -124,18 +125,6 @@ struct PRange {
 };
 using Softmax = RowState<PRange>;
 
-OA_DEVICE void mma_qk_first(SeededInteger* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
-    constexpr int32 kSeed = 0x4b400000;
-    mma_integers<Config::kBits>(d[0].bits, d[1].bits, d[2].bits, d[3].bits, a, b0, b1, kSeed);
-}
-OA_DEVICE void mma_qk_more(SeededInteger* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
-    mma_integers<Config::kBits>(d[0].bits, d[1].bits, d[2].bits, d[3].bits, a, b0, b1);
-}
-OA_DEVICE void mma_qk_first(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
-    mma_pv_first(E4m3{}, d, a, b0, b1);
-}
-OA_DEVICE void mma_qk_more(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1) { mma_pv_more(E4m3{}, d, a, b0, b1); }
-
 // S of one part of a tile, whose first key smem_k points at.
 OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane& q_lane, uint32 smem_k,
                       const KLane& k_lane) {
@@ -151,14 +140,7 @@ OA_DEVICE void mma_qk(Integers (&s)[Config::kMTiles], uint32 smem_q, const QLane
 #pragma unroll
             for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    Score* d = s[i] + 4 * (n + h);
-                    if (step == 0) {
-                        mma_qk_first(d, a[i], b[2 * h], b[2 * h + 1]);
-                    } else {
-                        mma_qk_more(d, a[i], b[2 * h], b[2 * h + 1]);
-                    }
-                }
+                for (int h = 0; h < 2; ++h) mma_scores(s[i] + 4 * (n + h), a[i], b[2 * h], b[2 * h + 1], step == 0);
         }
     }
 }
@@ -202,13 +184,8 @@ OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities (&
 #pragma unroll
                 for (int i = 0; i < Config::kMTiles; ++i)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        if (step == kFirst) {
-                            mma_pv_first(value, part[i][h], probs[i][step], b[2 * h], b[2 * h + 1]);
-                        } else {
-                            mma_pv_more(value, part[i][h], probs[i][step], b[2 * h], b[2 * h + 1]);
-                        }
-                    }
+                    for (int h = 0; h < 2; ++h)
+                        mma_pv_step(value, part[i][h], probs[i][step], b[2 * h], b[2 * h + 1], step == kFirst);
             }
 #pragma unroll
             for (int i = 0; i < Config::kMTiles; ++i)
@@ -217,16 +194,6 @@ OA_DEVICE void mma_pv_steps(Output (&o)[Config::kMTiles], const Probabilities (&
         }
     }
 }
-
-// Where the scales of e4m3 are.
-struct WithBlockScales {
-    const BlockScales& scales_;
-    OA_DEVICE WithBlockScales(const BlockScales& scales) : scales_(scales) {}
-};
-struct NoBlockScales {
-    static constexpr BlockScales scales_ = {};
-    OA_DEVICE NoBlockScales(const BlockScales&) {}
-};
 
 class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
     using Base = Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type;
