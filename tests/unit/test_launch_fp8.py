@@ -154,3 +154,10 @@ def test_every_layout_row_has_cases_with_and_without_drift() -> None:
             continue
         drifts = {int(x) for case in layout_cases(spec) for x in case.prepare()[2]["drift"].reshape(-1)}
         assert {0, 1} <= drifts
+
+
+def test_cases_of_layouts_are_told_apart_by_width() -> None:
+    """Whoever prepares numbers ahead keeps them by case."""
+    rows = [spec for spec in REGISTRY if spec.op == "layout_fp8"]
+    cases = [case for spec in rows for case in layout_cases(spec)]
+    assert len(set(cases)) == len(cases) == 4 * len(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class LayoutCase:
     below: int
     packed: bool
     factors: bool
-    spec: KernelSpec = field(compare=False)
+    spec: KernelSpec
 
     @property
     def name(self) -> str:
