@@ -110,17 +110,17 @@ def test_addresses_of_attention(launched: list[Any]) -> None:
 
 
 def test_workspaces_of_different_gpus(launched: list[Any]) -> None:
-    """Keys are split on Hopper only, where it takes scratch memory; the program is one."""
+    """Keys are split, on each GPU into parts of its own, which take scratch memory; the program is one."""
     launcher, _ = _launcher(oa.attention, *_qkv(1, 32768), ordinals=(0, 1))
     sizes = [launcher.plans[n].workspace_bytes for n in (0, 1)]
-    assert sizes[0] > 0 == sizes[1]
-    assert launcher.workspace_bytes == sizes[0]
+    assert 0 < min(sizes) < max(sizes)
+    assert launcher.workspace_bytes == max(sizes)
     for ordinal in (0, 1):
         buffers = [Buffer(0x5000, ordinal), Buffer(0x6010, ordinal)]
         launcher(Context(), buffers, *(Buffer(0x1000 * i, ordinal) for i in (1, 2, 3)))
     (_, on_hopper), (_, on_ampere) = launched
     assert on_hopper["workspace"] == 0x6100  # the next multiple of 256
-    assert on_ampere["workspace"] == 0
+    assert on_ampere["workspace"] == 0x6100
     assert on_hopper["o"] == on_ampere["o"] == 0x5000
 
 
