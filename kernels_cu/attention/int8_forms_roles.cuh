@@ -280,7 +280,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             add();
         }
 
-        const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
+        const int32 flush_tiles = this->tiles_to_flush(t, keys.first, keys.end);
         int32 flush_at = i + flush_tiles, far_end = 0;
         // Which of the four places of products a step takes has to be the same for all four warps.
 #pragma unroll 1

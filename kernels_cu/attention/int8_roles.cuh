@@ -2,6 +2,7 @@
 // of a tile. The equation, the map of shared memory and the steps themselves: entry/attn_int8_sm90.cu.
 #pragma once
 #include "attention/delta_shift.cuh"
+#include "attention/flush_rule.cuh"
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/p_e4m3.cuh"
@@ -301,6 +302,17 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         if constexpr (Config::kBlockScales)
             return block_scale(k_scales_, params_.scales.k_stride_block, uint32(n) / (kBlockRows / Config::kBlockN));
         return load_shared_float(k_scale_ + 16 * inner_at_.stage);
+    }
+    // Tiles of keys between two flushes. first, end: the tiles that these queries look at.
+    OA_DEVICE int32 tiles_to_flush(const FwdTile& t, int32 first, int32 end) const {
+        int32 keys = params_.flush_keys;
+        if constexpr (Config::kBlockScales) {
+            int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+            keys =
+                flush_period(params_.scales, keys, int64(t.batch_idx) * p_.num_kv_heads + kv_head,
+                             first_block<Config>(t, t.k_begin), first * Config::kBlockN, end * Config::kBlockN, lane_);
+        }
+        return keys / Config::kBlockN;
     }
     // Before the first step of a tile of queries.
     OA_DEVICE void find_key_scales(const FwdTile& t) {

@@ -212,7 +212,7 @@ class PlainConsumer : public Int8Consumer<Config, AttnInt8Sm90Params, PlainConsu
         add();
         release_stage();
 
-        const int32 flush_tiles = params_.flush_keys / Config::kBlockN;
+        const int32 flush_tiles = this->tiles_to_flush(t, keys.first, keys.end);
         int32 flush_at = i + flush_tiles;
         auto next_special = [&](int32 j) { return min_of(ForwardConsumer::next_special(keys, j), flush_at); };
         int32 special = next_special(i);

@@ -2,6 +2,10 @@
 //
 //   v_out[b, h, c, 128 i + 16 g + p] = v[b, 128 i + 16 g + order[p], h, c]   order: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15
 //   v_scale[b, h, c] = descale
+//   drift[b, h, i] = any c: S(c)^2 > 36 Q(c)  or  sum S(c)^2 > 4 sum Q(c)    S, Q: sums of v and of v^2 over 128 keys
+//
+// Sums of tensor cores lose more the larger they grow (attention/flush_rule.cuh). Of independent values without a mean
+// S^2 is Q on average: 36 is six standard deviations of one channel, 4 is more of all channels together.
 //
 // v: [batch, seqlen_k, num_kv_heads, head_dim], any strides with 16-byte rows, or packed sequences, whose keys begin at
 // slots of 128 (scheduler/slots.cuh). v_out: [batch, num_kv_heads, head_dim_pad, 128 slots]; keys that a sequence does
@@ -11,7 +15,7 @@
 // channels: four loads of 16 bytes, 16 words to shared memory. Then 16 bytes of a channel each to global memory, 128 a
 // row.
 //
-// Shared memory (static): words [HEAD_DIM][32]. Units of 16 bytes of a channel are exchanged by its number / 16, so that
+// Shared memory (static): words [HEAD_DIM][32] | totals of the warps. Units of 16 bytes of a channel are exchanged by its number / 16, so that
 // neither side has more than two lanes at a bank.
 #include "params/layout_fp8.cuh"
 #include "ptx/cvt_quant.cuh"
@@ -35,8 +39,26 @@ OA_DEVICE void transpose_bytes(const uint32 (&rows)[4], uint32 (&channels)[4]) {
     channels[3] = permute_bytes(high01, high23, 0x7632);
 }
 
+// Of 16 values: their sum, and that of their squares.
+OA_DEVICE float2 sums_of(const uint4& codes) {
+    const uint32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const uint32 pairs[2] = {half2_of_e4m3x2<false>(words[w]), half2_of_e4m3x2<true>(words[w])};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float a = low_float(Half{}, pairs[i]), b = high_float(Half{}, pairs[i]);
+            sum += a + b;
+            squares = fmaf(a, a, fmaf(b, b, squares));
+        }
+    }
+    return {sum, squares};
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads) layout_fp8_sm80(const __grid_constant__ LayoutFp8Params p) {
     __shared__ __align__(16) uint32 words[kHeadDim][kWords];
+    __shared__ float2 totals[kThreads / 32];
     int32 tid = threadIdx.x;
     // Heads of a block of keys are neighbours in v.
     int32 head = int32(blockIdx.x % uint32(p.num_kv_heads)), slot = int32(blockIdx.x / uint32(p.num_kv_heads));
@@ -94,11 +116,31 @@ extern "C" __global__ void __launch_bounds__(kThreads) layout_fp8_sm80(const __g
     int64 lead = p.cu_seqlens_k != nullptr ? head : of_head;
     uint8* to =
         p.v_out + lead * p.head_dim_pad * row_bytes + int64(p.cu_seqlens_k != nullptr ? slot : index) * kBlockRows;
+    float squares = 0.0f, energy = 0.0f;
+    bool drifts = false;
 #pragma unroll
     for (int i = 0; i < kHeadDim * 8; i += kThreads) {
         int32 c = (i + tid) / 8, unit = (i + tid) % 8;
-        if (c < p.head_dim_pad)
-            *reinterpret_cast<uint4*>(to + c * row_bytes + unit * 16) =
-                *reinterpret_cast<const uint4*>(&words[c][swizzled(c / 16, unit * 4)]);
+        uint4 codes = *reinterpret_cast<const uint4*>(&words[c][swizzled(c / 16, unit * 4)]);
+        if (c < p.head_dim_pad) *reinterpret_cast<uint4*>(to + c * row_bytes + unit * 16) = codes;
+        float2 sums = sums_of(codes);
+#pragma unroll
+        for (int bit = 1; bit < 8; bit *= 2) {  // eight lanes have a channel
+            sums.x += __shfl_xor_sync(0xffffffffu, sums.x, bit);
+            sums.y += __shfl_xor_sync(0xffffffffu, sums.y, bit);
+        }
+        drifts = drifts || sums.x * sums.x > 36.0f * sums.y;
+        squares += sums.x * sums.x;
+        energy += sums.y;
     }
+#pragma unroll
+    for (int bit = 8; bit < 32; bit *= 2) {
+        squares += __shfl_xor_sync(0xffffffffu, squares, bit);
+        energy += __shfl_xor_sync(0xffffffffu, energy, bit);
+    }
+    if (tid % 32 == 0) totals[tid / 32] = {squares, energy};
+    drifts = __syncthreads_or(drifts);
+    if (tid != 0) return;
+    for (int w = 1; w < kThreads / 32; ++w) squares += totals[w].x, energy += totals[w].y;
+    p.drift[lead * p.slots + (p.cu_seqlens_k != nullptr ? slot : index)] = drifts || squares > 4.0f * energy;
 }

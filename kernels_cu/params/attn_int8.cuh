@@ -25,6 +25,8 @@ struct BlockScales {
     int32 row_bytes;  // of q and k that are there; those behind them, up to head_dim_pad, count as zeros
     int64 q_stride_b, q_stride_h, q_stride_block;
     int64 k_stride_b, k_stride_h, k_stride_block;
+    const uint8* drift;  // of V, for 128 keys (attention/flush_rule.cuh); null: unknown
+    int64 drift_stride_h;
 };
 
 // attn_int8_sm80, attn_int8_mbarrier_sm90. q, k, v of `fwd` are the quantized ones, their strides in 16-bit units.

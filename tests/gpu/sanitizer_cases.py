@@ -23,8 +23,10 @@ import omniattn as oa
 from omniattn import runtime
 from omniattn.plan import attention as plan_attention
 from omniattn.plan.engine import PLANS
-from omniattn.registry import KernelSpec
+from omniattn.registry import KernelSpec, by_name
 from omniattn.select import attention as select
+from omniattn.testing.frameworks import CupyFramework
+from omniattn.testing.layout_cases import layout_cases
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 #: Below the tile: the last 8 channels of every row are outside.
@@ -212,6 +214,29 @@ def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
     varlen(head_dim, rng, precisions[:1] if few else precisions, seqlen_k)
 
 
+def eight_bit_floats(head_dim: int, rng: np.random.Generator, few: bool) -> None:
+    """e4m3: the quantizers with and without a rotation, attention, and what lays out V."""
+    if runtime.device_info(0).cc < (8, 9):
+        return
+    seqlen_k = keys_of_all_stages(head_dim) if few else SEQLEN_K
+    width = head_dim - BELOW
+    q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, width)))
+    k, v = (to_gpu(rng.standard_normal((1, seqlen_k, HEADS_KV, width))) for _ in range(2))
+    oa.quantize_qk(q, k, hadamard=True)
+    precisions = (oa.Fp8(), oa.Fp8(hadamard=False, smooth_k=True))
+    for precision in precisions[: 1 if few else 2]:
+        for name in ("causal",) if few else ("full", "causal", "window", "sinks", "softcap", "mask"):
+            options = options_for(CALLS[name], rng, seqlen_k)
+            o, lse = oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, precision=precision, **options)
+            check(o, lse)
+            check(oa.attention(q, k, v, out=poisoned(q.shape), precision=precision, **options), lse)
+    varlen(head_dim, rng, precisions[:1], seqlen_k)
+    framework = CupyFramework()
+    for case in layout_cases(by_name(f"layout_fp8_sm80_d{head_dim}"))[: 1 if few else 4]:
+        _, wrong = case.check(framework, case.prepare())
+        assert not wrong, wrong
+
+
 def caches(rng: np.random.Generator) -> None:
     """Append, copy of blocks and decode in every common format, in pages that are not all used."""
     lengths, block_size, heads_kv = (300, 0, 37), 16, 2
@@ -311,6 +336,7 @@ if __name__ == "__main__":
             choose_from(rows)
             for width in (64, 128, 256):
                 low_precision(width, np.random.default_rng(width), few)
+                eight_bit_floats(width, np.random.default_rng(width), few)
         choose_from(everything)
     elif which in ("backward", "few_backward", "cleared_backward"):
         everything, few = select.REGISTRY, which.startswith("few")

@@ -171,7 +171,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
                 select_attention(problem, target, spec.name)
                 taken.append(case.name)
         assert len(taken) >= 1, spec.name
-        if spec.quantized:
+        if spec.quantized and spec.qk != "fp8":  # e4m3 has no delta_s
             assert any("smooth" in name or "int4" in name or not spec.features - {"lse"} for name in taken)
 
 

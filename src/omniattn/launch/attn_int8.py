@@ -68,7 +68,8 @@ class OperandPlaces:
                 blocks = p.slots(rows, BLOCK_ROWS)
                 steps = (0 if p.varlen else heads * blocks, blocks, 1)
             values |= dict(zip((f"{name}_stride_b", f"{name}_stride_h", f"{name}_stride_block"), steps, strict=True))
-        return values
+        drift = self.at.get("drift")
+        return values | {"drift": drift, "drift_stride_h": p.slots(p.rows_k, BLOCK_ROWS)}
 
 
 def own(problem: QuantizeProblem, at: dict[str, At], starts: tuple[At, At]) -> OperandPlaces:

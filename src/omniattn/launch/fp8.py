@@ -38,10 +38,17 @@ def build_quantizer(
     return (LaunchRecord(spec, (items, 1, 1), 32 * spec.num_warps, *QUANTIZE_FP8.pack(values)),)
 
 
+def layout_shapes(whole: QuantizeProblem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of what ``layout_fp8_sm80`` makes; ``drift`` is a byte for each block of 128 keys."""
+    shapes = whole.shapes()
+    drift = (*shapes["v"][0][:-2], whole.slots(whole.rows_k, BLOCK_ROWS))
+    return {"v": shapes["v"], "v_scale": shapes["v_scale"], "drift": (drift, "uint8")}
+
+
 def build_layout(
     spec: KernelSpec, problem: AttentionProblem, whole: QuantizeProblem, outputs: dict[str, At]
 ) -> tuple[LaunchRecord, ...]:
-    """The launch that makes v and v_scale of a call on e4m3; none where there are no keys.
+    """The launch that makes the arrays of `layout_shapes` in a call on e4m3; none where there are no keys.
 
     whole: what describes the operands of the kernel behind it.
     """
@@ -55,7 +62,8 @@ def build_layout(
     values: dict[str, object] = {
         "v": At("v"), "descale": None if descale.granularity == "none" else At("descale_v"),
         "cu_seqlens_k": At("cu_seqlens_k") if problem.varlen else None, "v_out": outputs["v"],
-        "v_scale": outputs["v_scale"], "v_stride_b": steps[0], "v_stride_s": steps[1], "v_stride_h": steps[2],
+        "v_scale": outputs["v_scale"], "drift": outputs["drift"],
+        "v_stride_b": steps[0], "v_stride_s": steps[1], "v_stride_h": steps[2],
         "descale_stride_b": descale.strides[0], "descale_stride_h": descale.strides[1], "batch": problem.batch,
         "num_kv_heads": problem.num_kv_heads, "seqlen_k": problem.seqlen_k, "head_dim": problem.head_dim_v,
         "head_dim_pad": whole.head_dim_pad, "slots": slots,

@@ -228,7 +228,8 @@ QUANTIZED_OPERANDS = HostStruct(
 BLOCK_SCALES = HostStruct(
     "BlockScales",
     "params/attn_int8.cuh",
-    "H by_slot q_heads; i row_bytes; q q_stride_b q_stride_h q_stride_block k_stride_b k_stride_h k_stride_block",
+    "H by_slot q_heads; i row_bytes; q q_stride_b q_stride_h q_stride_block k_stride_b k_stride_h k_stride_block;"
+    "P drift; q drift_stride_h",
 )
 
 ATTN_INT8_SM80 = HostStruct(
@@ -242,6 +243,7 @@ ATTN_INT8_SM90 = HostStruct(
     "params/attn_int8.cuh",
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')}",
+    tail=48,
 )
 
 ATTN_INT8_FORMS_SM90 = HostStruct(
@@ -250,7 +252,7 @@ ATTN_INT8_FORMS_SM90 = HostStruct(
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys reserved;"
     f"{BLOCK_SCALES.inside('scales')}",
-    tail=8,
+    tail=56,
 )
 
 QUANTIZE = HostStruct(
@@ -317,7 +319,8 @@ QUANTIZE_FP8 = HostStruct(
 LAYOUT_FP8 = HostStruct(
     "LayoutFp8Params",
     "params/layout_fp8.cuh",
-    "P v descale cu_seqlens_k v_out v_scale; q v_stride_b v_stride_s v_stride_h descale_stride_b descale_stride_h;"
+    "P v descale cu_seqlens_k v_out v_scale drift;"
+    "q v_stride_b v_stride_s v_stride_h descale_stride_b descale_stride_h;"
     "i batch num_kv_heads seqlen_k head_dim head_dim_pad slots",
 )
 

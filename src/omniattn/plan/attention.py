@@ -166,8 +166,7 @@ def _lay_out_first(selection: Selection, problem: AttentionProblem, target: Targ
     whole = problem.quantization(
         grouping=spec.grouping, pv=spec.pv, pv_accumulator=spec.pv_accumulator, unpacked=spec.qk == "int8"
     )
-    shapes = whole.shapes()
-    offsets, end = carve({name: shapes[name] for name in ("v", "v_scale")})
+    offsets, end = carve(fp8.layout_shapes(whole))
     at = {name: At("workspace", offset) for name, offset in offsets.items()}
     layout = select_layout(whole.head_dim_pad, target, force)
     made = fp8.build_layout(layout.spec, problem, whole, at)

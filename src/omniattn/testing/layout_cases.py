@@ -13,6 +13,7 @@ from omniattn.launch.structs import At
 from omniattn.problems import FP8_ARRAYS, AttentionProblem, AttentionStrides, Descale, Descales
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.quantize import BLOCK_ROWS, carve
+from omniattn.reference.e4m3 import decode_e4m3
 from omniattn.reference.quantize import KEY_ORDER, sequences
 from omniattn.registry import KernelSpec
 from omniattn.runtime.record import Program
@@ -56,10 +57,15 @@ class LayoutCase:
         return self.spec.head_dim - self.below
 
     @property
+    def width(self) -> int:
+        """Elements between two heads of a key: rows begin at multiples of 16 bytes."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
     def problem(self) -> AttentionProblem:
         """The call's facts."""
-        d, none = self.head_dim, (0, 0, 0)
-        of_v = (0 if self.packed else self.keys * _HEADS * d, _HEADS * d, d)
+        d, none, row = self.head_dim, (0, 0, 0), _HEADS * self.width
+        of_v = (0 if self.packed else self.keys * row, row, self.width)
         descale = Descale("per_head", (_HEADS, 1, 0)) if self.factors else Descale()
         return AttentionProblem(
             "bfloat16", _BATCH, 1, self.keys, _HEADS, _HEADS, d, -1, -1, 1.0, 0.0, "none", "none", self.packed,
@@ -72,28 +78,39 @@ class LayoutCase:
         whole = self.problem.quantization(grouping="sm90", pv="fp8", pv_accumulator="fp32", unpacked=False)
         rng = np.random.default_rng(self.keys)
         lead = () if self.packed else (_BATCH,)
-        v: Values = rng.integers(0, 256, (*lead, self.keys, _HEADS, self.head_dim), dtype=np.uint8)
+        v: Values = rng.integers(0, 256, (*lead, self.keys, _HEADS, self.width), dtype=np.uint8)
+        v[v & 127 == 127] = 0  # NaN
+        v[..., 100:, 1, :] &= 127  # one sign
         factors = rng.random((_BATCH, _HEADS)).astype(np.float32)
         shapes = whole.shapes()
         out: Values = np.full(shapes["v"][0], _POISON, dtype=np.uint8)
         for s in sequences(whole, self.keys, np.array(_STARTS) if self.packed else None):
             blocks, first = -(-s.length // BLOCK_ROWS), s.slot(BLOCK_ROWS, self.packed)
             rows: Values = np.zeros((blocks * BLOCK_ROWS, _HEADS, whole.head_dim_pad), dtype=np.uint8)
-            rows[: s.length, :, : self.head_dim] = (v if self.packed else v[s.batch])[s.begin : s.begin + s.length]
+            own = (v if self.packed else v[s.batch])[s.begin : s.begin + s.length, :, : self.head_dim]
+            rows[: s.length, :, : self.head_dim] = own
             ordered = rows.reshape(-1, 16, *rows.shape[1:])[:, KEY_ORDER].reshape(rows.shape).transpose(1, 2, 0)
             part = out if self.packed else out[s.batch]
             part[:, :, first * BLOCK_ROWS : (first + blocks) * BLOCK_ROWS] = ordered
+        drift: Values = np.full(fp8.layout_shapes(whole)["drift"][0], _POISON, dtype=np.uint8)
+        for s in sequences(whole, self.keys, np.array(_STARTS) if self.packed else None):
+            values = (v if self.packed else v[s.batch])[s.begin : s.begin + s.length, :, : self.head_dim]
+            for i in range(-(-s.length // BLOCK_ROWS)):
+                block = decode_e4m3(values[i * BLOCK_ROWS : (i + 1) * BLOCK_ROWS]).astype(np.float64)
+                squares, energy = block.sum(axis=0) ** 2, (block**2).sum(axis=0)
+                drifts = (squares > 36 * energy).any(axis=-1) | (squares.sum(axis=-1) > 4 * energy.sum(axis=-1))
+                part = drift if self.packed else drift[s.batch]
+                part[:, s.slot(BLOCK_ROWS, self.packed) + i] = drifts
         scale = factors if self.factors else np.ones_like(factors)
         scales = np.ascontiguousarray(np.broadcast_to(scale[:, :, None], shapes["v_scale"][0]))
-        return v, factors, {"v": out, "v_scale": scales}
+        return v, factors, {"v": out, "v_scale": scales, "drift": drift}
 
     def check(self, framework: Framework, prepared: tuple[Values, Values, dict[str, Values]]) -> tuple[float, str]:
         """Launch the kernel, and compare all bytes of the memory."""
         v, factors, wanted = prepared
         problem = self.problem
         whole = problem.quantization(grouping="sm90", pv="fp8", pv_accumulator="fp32", unpacked=False)
-        shapes = whole.shapes()
-        offsets, size = carve({name: shapes[name] for name in wanted})
+        offsets, size = carve(fp8.layout_shapes(whole))
         at = {name: At("workspace", WORKSPACE_ALIGNMENT + offset) for name, offset in offsets.items()}
         expected: Values = np.full(size + 2 * WORKSPACE_ALIGNMENT, _POISON, dtype=np.uint8)
         before = expected.copy()
