@@ -20,8 +20,8 @@ struct SharedQueries {
     // S (+)= Q K^T over the 32 channels of `step`.
     OA_DEVICE void multiply(typename Config::Score (&s)[Config::kBlockN / 2], int step, uint64 k) const {
         uint32 panel = step * 32 / Config::kRowBytes, column = step * 32 % Config::kRowBytes;
-        Wgmma<typename Config::Qk, Config::kBlockN>::ss(s, first.at(panel * Config::kBlockM * Config::kRowBytes + column), k,
-                                         step != 0);
+        Wgmma<typename Config::Qk, Config::kBlockN>::ss(
+            s, first.at(panel * Config::kBlockM * Config::kRowBytes + column), k, step != 0);
     }
 };
 
