@@ -5,22 +5,31 @@
 #include "ptx/types.cuh"
 #include "scheduler/split_tiles.cuh"
 
-// Stores this thread's two rows, layout as in attention/warp_softmax.cuh; a quad writes 32 bytes at a time.
+// Stores this thread's two rows of 16, layout as in attention/warp_softmax.cuh; a quad writes 32 bytes at a time.
+// partial_o, partial_ml: of a tile's rows, of which there are num_rows; row: the first of the 16.
+template <int kOutputs>
+OA_DEVICE void store_partial_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2],
+                                  float* partial_o, float* partial_ml, int32 head_dim, int32 num_rows, int32 row,
+                                  int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        int32 at = row + (lane >> 2) + r * 8;
+        if (at >= num_rows) continue;
+        float* to = partial_o + int64(at) * head_dim + 2 * (lane & 3);
+#pragma unroll
+        for (int d = 0; d < kOutputs / 4; ++d)
+            if (d * 8 < head_dim)
+                *reinterpret_cast<float2*>(to + d * 8) = make_float2(o[4 * d + 2 * r], o[4 * d + 2 * r + 1]);
+        if ((lane & 3) == 0) *reinterpret_cast<float2*>(partial_ml + 2 * int64(at)) = make_float2(m2[r], l[r]);
+    }
+}
+
+// Of attn_fwd_sm90.
 template <int kOutputs>
 OA_DEVICE void store_partial_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2],
                                   const AttnFwdSplitSm90Params& params, const SplitTile& t, int32 warp_row, int lane) {
     const AttnFwdParams& p = params.fwd;
-    int64 place = (int64(t.batch_idx) * p.num_q_heads + t.head_idx) * t.num_splits + t.split;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        int32 row = warp_row + (lane >> 2) + r * 8;
-        if (row >= t.seqlen_q) continue;
-        int64 at = place * t.seqlen_q + row;
-        float* to = params.partial_o + at * p.head_dim + 2 * (lane & 3);
-#pragma unroll
-        for (int d = 0; d < kOutputs / 4; ++d)
-            if (d * 8 < p.head_dim)
-                *reinterpret_cast<float2*>(to + d * 8) = make_float2(o[4 * d + 2 * r], o[4 * d + 2 * r + 1]);
-        if ((lane & 3) == 0) *reinterpret_cast<float2*>(params.partial_ml + 2 * at) = make_float2(m2[r], l[r]);
-    }
+    int64 first = ((int64(t.batch_idx) * p.num_q_heads + t.head_idx) * t.num_splits + t.split) * t.seqlen_q;
+    store_partial_rows(o, m2, l, params.partial_o + first * p.head_dim, params.partial_ml + 2 * first, p.head_dim,
+                       t.seqlen_q, warp_row, lane);
 }

@@ -5,7 +5,8 @@
 //
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
 // dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
-// rows]. OWN_HEAD_DIM_V: v and o have a head_dim of their own, in tiles of the same width.
+// rows]. OWN_HEAD_DIM_V: v and o have a head_dim of their own, in tiles of the same width. SPLIT_KEYS: a CTA takes a part
+// of a tile's keys, and leaves partial results that attn_combine_sm80 merges (Flash-Decoding, Dao et al. 2023).
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
 // to the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to
@@ -20,6 +21,7 @@
 //
 // Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
 #include "attention/mask.cuh"
+#include "attention/partial_epilogue.cuh"
 #include "attention/score_mods.cuh"
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
@@ -48,12 +50,22 @@ struct Config {
     static constexpr int kNTiles = kBlockN / 8;
     static constexpr int kDTiles = kHeadDim / 8;
     static constexpr bool kQInRegisters = Q_IN_REGISTERS;
+    static constexpr bool kSplitKeys = SPLIT_KEYS;
     static_assert(kBlockM == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0, "whole MMA tiles");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
 };
 
 using FormsParams = Select<kHasScoreMod, AttnFwdModSm80Params, AttnFwdFormsSm80Params>::Type;
-using Params = Select<Config::kScoreMods, FormsParams, AttnFwdParams>::Type;
+using CallParams = Select<Config::kScoreMods, FormsParams, AttnFwdParams>::Type;
+using SplitParams = Select<Config::kScoreMods, AttnFwdSplitFormsSm80Params, AttnFwdSplitSm80Params>::Type;
+using Params = Select<Config::kSplitKeys, SplitParams, CallParams>::Type;
+template <typename P>
+OA_DEVICE const auto& without_partial(const P& params) {
+    if constexpr (Config::kSplitKeys)
+        return params.call;
+    else
+        return params;
+}
 OA_DEVICE const AttnFwdParams& call_of(const AttnFwdParams& params) { return params; }
 OA_DEVICE const AttnFwdFormsSm80Params& call_of(const AttnFwdFormsSm80Params& params) { return params; }
 OA_DEVICE const AttnFwdFormsSm80Params& call_of(const AttnFwdModSm80Params& params) { return params.call; }
@@ -188,11 +200,42 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
     }
 }
 
+// Partial results of a split, for attn_combine_sm80.
+template <typename P>
+OA_DEVICE void split_epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const P& params,
+                              const AttnFwdParams& p, const FwdTile& t, int warp_idx, int lane) {
+    softmax.reduce_denominator();
+    // Of packed sequences all rows are those of one batch.
+    int64 head = (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * p.num_q_heads : 0) + t.head_idx;
+    int64 first = (head * gridDim.y + blockIdx.y) * p.seqlen_q + t.q_begin;
+#pragma unroll
+    for (int i = 0; i < Config::kMTiles; ++i)
+        store_partial_rows(o[i], softmax.m2[i], softmax.l[i], params.partial_o + first * p.head_dim,
+                           params.partial_ml + 2 * first, p.head_dim, t.seqlen_q,
+                           t.m0 + warp_idx * Config::kMTiles * 16 + i * 16, lane);
+}
+
+// This CTA's part of `count` steps, those of all CTAs within one of each other.
+struct Part {
+    int32 first, count;
+    OA_DEVICE explicit Part(int32 of) : first(0), count(max_of(of, 0)) {
+        if (!Config::kSplitKeys) return;
+        int32 split = blockIdx.y, num_splits = gridDim.y, each = count / num_splits, rest = count - each * num_splits;
+        first = split * each + min_of(split, rest);
+        count = each + (split < rest ? 1 : 0);
+    }
+};
+
 // The tiles of keys that a CTA visits, from the last to the first.
 struct AllSteps {
     int32 at, first;
     OA_DEVICE AllSteps(const AttnFwdParams&, const FwdTile&, const Keys& keys, int)
-        : at(keys.end - 1), first(keys.first) {}
+        : at(keys.end - 1), first(keys.first) {
+        if (!Config::kSplitKeys) return;
+        Part part(keys.end - keys.first);
+        at -= part.first;
+        first = at - part.count + 1;
+    }
     OA_DEVICE bool done() const { return at < first; }
     OA_DEVICE bool has_next() const { return at > first; }
     OA_DEVICE int32 n() const { return at; }
@@ -206,17 +249,22 @@ class ListedSteps {
   public:
     OA_DEVICE ListedSteps(const AttnFwdFormsSm80Params& params, const FwdTile& t, const Keys& keys, int warp_idx)
         : list_(params.forms.lists),
-          left_(max_of(keys.end - keys.first, 0)),
+          left_(Part(keys.end - keys.first).count),
           group_(warp_idx * Config::kMTiles * 16 / 64) {
         const ScoreForms& f = params.forms;
         // Without a list: the last tile but one to come.
-        step_ = keys.end + (params.fwd.mask_kind == kMaskNone ? kTileFull : kTileMixed) * kKindUnit;
+        step_ = keys.end - Part(keys.end - keys.first).first + (params.fwd.mask_kind == kMaskNone ? kTileFull : kTileMixed) * kKindUnit;
         // A list that knows nothing of a mask: the mask is read in every tile.
         if ((f.forms & kFormModTiles) && params.fwd.mask_kind != kMaskNone) no_kind_ = kTileFull;
         if (list_ != nullptr) {
             list_ += t.sequence * f.lists_stride_b + t.head_idx * f.lists_stride_h +
                      int64(t.m0 / Config::kBlockM) * (1 + f.num_tiles);
             left_ = __ldg(list_++);
+            if (Config::kSplitKeys) {
+                Part part(left_);
+                list_ += part.first;
+                left_ = part.count;
+            }
             step_ = 0;  // the last part of a tile
         }
         step_ = after(step_);
@@ -311,7 +359,8 @@ using ScoreChanges = Select<Config::kScoreMods, Mods, NoMods>::Type;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fwd_sm80(
     const __grid_constant__ Params params) {
-    const AttnFwdParams& p = forward_of(call_of(params));
+    const auto& call = call_of(without_partial(params));
+    const AttnFwdParams& p = forward_of(call);
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
@@ -349,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     softmax.init();
     float c = p.softmax_scale * kLog2e;  // score units -> base-2 exponent
 
-    Steps steps(call_of(params), t, keys, warp_idx);
+    Steps steps(call, t, keys, warp_idx);
     if (!steps.done()) {
         QCopy(Config::kOwnHeadDimV ? p.head_dim_qk : p.head_dim, tid)
             .issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
@@ -359,7 +408,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
 
         constexpr int kWarpRows = Config::kMTiles * 16;
         int32 warp_row = t.m0 + warp_idx * kWarpRows;
-        ScoreChanges changes(call_of(params), arrays_of(params), t, smem, warp_row, warp_idx, lane);
+        // Few queries leave warps without rows: these copy, and keep step.
+        const bool has_rows = !Config::kSplitKeys || warp_row < t.seqlen_q;
+        ScoreChanges changes(call, arrays_of(without_partial(params)), t, smem, warp_row, warp_idx, lane);
         changes.begin(steps);
         // ldmatrix lanes: Q (A fragments) and V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2 chunks.
         QLane q_lane(lane & 15, lane >> 4);
@@ -394,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
             cp_async_commit();
 
             Scores s;
-            mma_qk(s, rq, smem_q_warp, q_lane, smem_k + stage * KvTile::kBytes, k_lane);
+            if (has_rows) mma_qk(s, rq, smem_q_warp, q_lane, smem_k + stage * KvTile::kBytes, k_lane);
 
             if (Config::kStages == 1) {
                 cp_async_wait<0>();
@@ -403,6 +454,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
                 cp_async_commit();
             }
             int32 n = steps.n(), n0 = n * Config::kBlockN;
+            if (!has_rows) {
+                if (ScoreChanges::kGroups > 0) cp_async_commit();
+                if (Config::kStages == 2) stage ^= 1;
+                continue;
+            }
             changes.apply(s, c, steps);
             if (n < keys.full_first || n >= keys.full_end)
 #pragma unroll
@@ -414,5 +470,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
             if (Config::kStages == 2) stage ^= 1;
         }
     }
-    epilogue(o, softmax, p, t, smem.q, warp_idx, lane);
+    if constexpr (Config::kSplitKeys)
+        split_epilogue(o, softmax, params, p, t, warp_idx, lane);
+    else
+        epilogue(o, softmax, p, t, smem.q, warp_idx, lane);
 }

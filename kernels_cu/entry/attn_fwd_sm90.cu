@@ -24,7 +24,7 @@
 //
 // A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
-// SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh); attn_combine_sm90 merges. CTAS_PER_SM:
+// SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh); attn_combine_sm80 merges. CTAS_PER_SM:
 // of more than one, each with one warp that copies, behind its consumers, and no ping-pong.
 //
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax (attention/tile_form.cuh). Steps are

@@ -1,4 +1,4 @@
-// Arguments of attn_combine_sm90. Strides in elements.
+// Arguments of attn_combine_sm80. Strides in elements.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -102,13 +102,24 @@ struct AttnFwdSm90Params {
     AttnFwdParams fwd;
     TileList tiles;
 };
-// Keys split over CTAs: partial results in place of `fwd.o` and `fwd.lse`, which attn_combine_sm90 merges.
+// Keys split over CTAs: partial results in place of `fwd.o` and `fwd.lse`, which attn_combine_sm80 merges.
 struct AttnFwdSplitSm90Params {
     TensorMap map_q, map_k, map_v;  // map_q: [batch, head, query, pack, head_dim]
     AttnFwdParams fwd;
     SplitTileList tiles;
     float* partial_o;   // [batch, head, split, row, head_dim], not divided by the denominator
     float* partial_ml;  // [batch, head, split, row, 2]: base of the exponents in base 2, and denominator
+};
+// The same on mma.sync: blockIdx.y is the split, gridDim.y their number; a row is one of q's, of packed sequences too.
+struct AttnFwdSplitSm80Params {
+    AttnFwdParams call;
+    float* partial_o;
+    float* partial_ml;
+};
+struct AttnFwdSplitFormsSm80Params {
+    AttnFwdFormsSm80Params call;
+    float* partial_o;
+    float* partial_ml;
 };
 struct AttnFwdFormsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias

@@ -24,7 +24,7 @@ from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split"]
-COMBINE = by_name("attn_combine_sm90_fp16")
+COMBINE = by_name("attn_combine_sm80_fp16")
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist.
 SMALL = dataclasses.replace(by_name("attn_fwd_sm90_fp16_d64_m128n128_split"), block_m=16, block_n=8)
 
@@ -142,7 +142,7 @@ def attend(
 
 
 def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.ndarray, sinks: Any) -> None:
-    """attn_combine_sm90; o and lse are flat."""
+    """attn_combine_sm80; o and lse are flat."""
     f = fields_of_record(record, ATTN_COMBINE)
     o_at, ml_at = f["partial_o"].offset // 4, f["partial_ml"].offset // 4
     d, chunks, rows, splits = f["head_dim"], f["head_dim"] // 4, f["rows"], f["num_splits"]

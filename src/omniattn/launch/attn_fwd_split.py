@@ -1,4 +1,4 @@
-"""Launches of ``attn_fwd_sm90`` with the keys split over CTAs, and of ``attn_combine_sm90``."""
+"""Launches of ``attn_fwd_sm80`` and ``attn_fwd_sm90`` with the keys split over CTAs, and of ``attn_combine_sm80``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from ..problems.split import KeySplit
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
-from .attn_fwd import SINKS_KINDS, forward_values
+from .attn_fwd import SINKS_KINDS, forward_values, num_m_blocks
 from .attn_fwd_sm90 import PANEL, mapped, operand_map
-from .structs import ATTN_COMBINE, ATTN_FWD_SPLIT_SM90, At, member, strides
+from .masks import MaskPlaces, memory_of
+from .score_forms import form_values
+from .structs import (
+    ATTN_COMBINE,
+    ATTN_FWD_SPLIT_FORMS_SM80,
+    ATTN_FWD_SPLIT_SM80,
+    ATTN_FWD_SPLIT_SM90,
+    At,
+    member,
+    strides,
+)
 
 _COMBINE_THREADS = 256
 #: Channels of a thread of the second kernel, and partial results that it asks for at once.
@@ -23,7 +33,8 @@ _COMBINE_CTAS = 512
 
 def workspace(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
     """Where bases and denominators lie behind the partial O, and the bytes of both."""
-    results = problem.batch * problem.num_q_heads * problem.seqlen_q * split.num_splits
+    batch = 1 if problem.varlen else problem.batch
+    results = batch * problem.num_q_heads * problem.seqlen_q * split.num_splits
     ml = -(-4 * results * problem.head_dim_v // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return ml, ml + 8 * results
 
@@ -37,14 +48,34 @@ def combine_threads(columns: int, num_splits: int) -> int:
 
 
 def build(
-    spec: KernelSpec, combine: KernelSpec, problem: AttentionProblem, target: Target, split: KeySplit
+    spec: KernelSpec,
+    combine: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    split: KeySplit,
+    masks: MaskPlaces | None = None,
+    begin: int = 0,
 ) -> tuple[tuple[LaunchRecord, ...], int]:
-    """The launches of a call, and the bytes of their workspace."""
+    """The launches of a call, and where their workspace ends.
+
+    masks: what was made of the mask, where attention does not read it itself. begin: where the memory of partial
+    results begins.
+    """
+    ml_at, num_bytes = workspace(problem, split)
+    partial = {"partial_o": At("workspace", begin), "partial_ml": At("workspace", begin + ml_at)}
+    if spec.arch_specific:
+        records = _main_sm90(spec, problem, target, split, partial)
+    else:
+        records = _main_sm80(spec, problem, split, partial, masks)
+    return (*records, _merge(combine, problem, split, partial)), begin + num_bytes
+
+
+def _main_sm90(
+    spec: KernelSpec, problem: AttentionProblem, target: Target, split: KeySplit, partial: dict[str, At]
+) -> tuple[LaunchRecord, ...]:
     p, s = problem, problem.strides
     assert s is not None
     heads, rows = p.num_q_heads // split.pack, p.seqlen_q * split.pack
-    ml_at, num_bytes = workspace(p, split)
-    partial = {"partial_o": At("workspace"), "partial_ml": At("workspace", ml_at)}
     b, seq, head = (2 * x for x in s.q)
     q = mapped(
         "q", 0, p.dtype, (p.head_dim, split.pack, p.seqlen_q, heads, p.batch), (head, seq, split.pack * head, b),
@@ -66,9 +97,34 @@ def build(
         "tiles.zero": 0,
         **partial,
     }
-    columns = p.batch * heads * rows * p.head_dim_v // _WIDTH
+    grid = (min(tiles.num_items, target.sm_count), 1, 1)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_FWD_SPLIT_SM90.pack(values)),)
+
+
+def _main_sm80(
+    spec: KernelSpec, problem: AttentionProblem, split: KeySplit, partial: dict[str, At], masks: MaskPlaces | None
+) -> tuple[LaunchRecord, ...]:
+    """A CTA a tile and split. Partial results in place of o and the LSE, before the sink."""
+    told = replace(problem, lse=False, sinks="none")
+    blocks = num_m_blocks(problem, spec.block_m)
+    tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)
+    values, layout = forward_values(told, blocks, mask_extent=problem.mask_extent), ATTN_FWD_SPLIT_SM80
+    if "score_mods" in spec.features:
+        layout = ATTN_FWD_SPLIT_FORMS_SM80
+        memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
+        values = member("fwd", values) | member("forms", form_values(told, masks)) | memory
+    grid = (tiles, split.num_splits, 1)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(member("call", values) | partial)),)
+
+
+def _merge(combine: KernelSpec, problem: AttentionProblem, split: KeySplit, partial: dict[str, At]) -> LaunchRecord:
+    """The second launch. Rows of packed sequences are those of one batch."""
+    p, s = problem, problem.strides
+    assert s is not None
+    heads, rows = p.num_q_heads // split.pack, p.seqlen_q * split.pack
+    columns = (1 if p.varlen else p.batch) * heads * rows * p.head_dim_v // _WIDTH
     threads = combine_threads(columns, split.num_splits)
-    merged = {
+    values = {
         **partial,
         "o": At("o"),
         "lse": At("lse") if p.lse else None,
@@ -85,10 +141,6 @@ def build(
         "threads_log2": threads.bit_length() - 1,
         "sinks_kind": SINKS_KINDS[p.sinks],
     }
-    grid = (min(tiles.num_items, target.sm_count), 1, 1)
-    return (
-        LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_FWD_SPLIT_SM90.pack(values)),
-        LaunchRecord(
-            combine, (-(-columns // threads), 1, 1), _COMBINE_THREADS, *ATTN_COMBINE.pack(merged), overlap=True
-        ),
-    ), num_bytes
+    return LaunchRecord(
+        combine, (-(-columns // threads), 1, 1), _COMBINE_THREADS, *ATTN_COMBINE.pack(values), overlap=True
+    )

@@ -160,6 +160,16 @@ ATTN_FWD_FORMS_SM80 = HostStruct(
     f"{ATTN_FWD.inside('fwd')}; {SCORE_FORMS.inside('forms')}; q mask_first_byte mask_end_byte",
 )
 
+ATTN_FWD_SPLIT_SM80 = HostStruct(
+    "AttnFwdSplitSm80Params", "params/attn_fwd.cuh", f"{ATTN_FWD.inside('call')}; P partial_o partial_ml"
+)
+
+ATTN_FWD_SPLIT_FORMS_SM80 = HostStruct(
+    "AttnFwdSplitFormsSm80Params",
+    "params/attn_fwd.cuh",
+    f"{ATTN_FWD_FORMS_SM80.inside('call')}; P partial_o partial_ml",
+)
+
 ATTN_FWD_FORMS_SM90 = HostStruct(
     "AttnFwdFormsSm90Params",
     "params/attn_fwd.cuh",
@@ -362,7 +372,8 @@ STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
         TILE_LIST, SPLIT_TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_COMBINE,
-        SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_FORMS_SM90, SCORE_MOD_ARRAYS,
+        SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_SPLIT_SM80, ATTN_FWD_SPLIT_FORMS_SM80, ATTN_FWD_FORMS_SM90,
+        SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
         QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, ROTATION,
         QUANTIZE_ROTATED, QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY,

@@ -52,8 +52,10 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
     split = select_split(problem, target, selection, force)
     if split is not None:
         chosen = split.main.spec, split.combine.spec
-        records, num_bytes = attn_fwd_split.build(*chosen, problem, target, split.split)
-        return Launches(split.main, records, num_bytes, (split.combine,))
+        mask = _prepare_mask(split.main.spec, problem, target, force, 0)
+        of_mask = mask.places[0] if mask.places else None
+        records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end))
+        return Launches(split.main, (*mask.records, *records), end, (*mask.others, split.combine))
     spec = selection.spec
     if problem.descales is not None:
         return _lay_out_first(selection, problem, target, force)

@@ -52,6 +52,16 @@ _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
 )
 
 
+# Keys split over CTAs (docs/performance/few_queries.md). Few queries: 64 rows a CTA, and as many keys under way as fit.
+_FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
+    _FwdTile(64, 64, 64, 4, 2, True, 3, prebuild=("80", "90a")),
+    _FwdTile(96, 64, 64, 4, 2, False, 2, prebuild=()),
+    _FwdTile(128, 64, 64, 4, 2, False, 2, prebuild=("80", "90a")),
+    _FwdTile(192, 64, 64, 4, 1, False, 2, prebuild=()),
+    _FwdTile(256, 64, 32, 4, 1, False, 2, prebuild=()),
+)
+
+
 def _fwd_sm80_spills(tile: _FwdTile, score_mods: bool) -> int:
     if score_mods:  # on sm_120 at 64 and on sm_100 at 128, where nobody has measured it
         return 64 if (tile.head_dim, tile.suffix) == (64, "_n64") else 24 if tile.head_dim == 128 else 0
@@ -59,16 +69,21 @@ def _fwd_sm80_spills(tile: _FwdTile, score_mods: bool) -> int:
     return 8 if tile.suffix or tile.head_dim == 256 else 0
 
 
-def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool, own_head_dim_v: bool = False) -> KernelSpec:
-    """own_head_dim_v: v has a head_dim of its own."""
+def _attn_fwd_sm80(
+    tile: _FwdTile, dtype: str, score_mods: bool, own_head_dim_v: bool = False, split: bool = False
+) -> KernelSpec:
+    """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs."""
     short, tag = IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
         smem_bytes += 4 * tile.block_m * tile.block_n
     return KernelSpec(
-        name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}" + "_v" * own_head_dim_v + "_mods" * score_mods,
+        name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}"
+        + "_v" * own_head_dim_v
+        + "_split" * split
+        + "_mods" * score_mods,
         family="attn_fwd_sm80",
-        op="attention",
+        op="attention_split" if split else "attention",
         source="entry/attn_fwd_sm80.cu",
         symbol="attn_fwd_sm80",
         defines=(
@@ -82,6 +97,7 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool, own_head_dim_v:
             ("MIN_CTAS", str(tile.min_ctas)),
             ("SCORE_MODS", str(int(score_mods))),
             ("OWN_HEAD_DIM_V", str(int(own_head_dim_v))),
+            ("SPLIT_KEYS", str(int(split))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -92,9 +108,12 @@ def _attn_fwd_sm80(tile: _FwdTile, dtype: str, score_mods: bool, own_head_dim_v:
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
-        prebuild=() if own_head_dim_v else tile.prebuild,
+        prebuild=() if own_head_dim_v or (split and dtype == "float16") else tile.prebuild,
         features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
-        allowed_spill_bytes=_fwd_sm80_spills(tile, score_mods),
+        # Of the split at 64 with score modifiers on sm_80 alone; it waits for memory.
+        allowed_spill_bytes=(8 if score_mods and tile.head_dim == 64 else 0)
+        if split
+        else _fwd_sm80_spills(tile, score_mods),
     )
 
 
@@ -288,11 +307,11 @@ def _merge_states(dtype: str) -> KernelSpec:
 def _attn_combine(dtype: str) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     return KernelSpec(
-        name=f"attn_combine_sm90_{short}",
-        family="attn_combine_sm90",
+        name=f"attn_combine_sm80_{short}",
+        family="attn_combine_sm80",
         op="attention_combine",
-        source="entry/attn_combine_sm90.cu",
-        symbol="attn_combine_sm90",
+        source="entry/attn_combine_sm80.cu",
+        symbol="attn_combine_sm80",
         defines=(("IO_TYPE", tag),),
         dtype=dtype,
         head_dim=256,
@@ -300,9 +319,7 @@ def _attn_combine(dtype: str) -> KernelSpec:
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        min_arch=(9, 0),
-        arch_specific=True,  # behind kernels that are
-        prebuild=("90a",),
+        prebuild=("80", "90a"),
     )
 
 
@@ -355,6 +372,12 @@ def split_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_fwd_sm90(tile, dtype, varlen=False, split=True)
         for tile in _FWD_SM90_SPLIT_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_sm80(tile, dtype, score_mods, split=True)
+        for score_mods in (False, True)
+        for tile in _FWD_SM80_SPLIT_TILES
         for dtype in ("float16", "bfloat16")
     )
     yield from (_attn_combine(dtype) for dtype in ("float16", "bfloat16"))

@@ -6,7 +6,7 @@ model compares the same two ways, with the same ratio between memory and product
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problems import AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
@@ -19,6 +19,8 @@ _ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) =
 _CHAIN_US, _MEET_US = 0.0044, 0.0016
 #: Products of 64 rows, one key and one channel, both of them: 64 * 4 operations at an SM's share of 934 TFLOP/s.
 _PRODUCT_US = 64 * 4 * 132 / 934e6
+#: The same on mma.sync, per key of a tile; operations of one SM a microsecond there. Rows of a warp's product.
+_SYNC_CHAIN_US, _SYNC_FLOPS, _SYNC_ROWS = 0.012, 2.6e6, 16
 #: All SMs together, under the power limit; memory; L2. Operations and bytes a microsecond.
 _FLOPS, _MEMORY, _L2 = 800e6, 4.3e6, 6.0e6
 #: What one SM gets of the memory's rate, in shares of an SM.
@@ -51,6 +53,11 @@ class SplitSelection:
 
 def step_us(spec: KernelSpec, rows: int) -> float:
     """A step of the CTAs of an SM, a tile of keys each, of which ``rows`` query rows exist."""
+    if not spec.arch_specific:
+        tiles = -(-min(rows, spec.block_m) // _SYNC_ROWS)
+        product = 2 * _SYNC_ROWS * spec.block_n * (spec.head_dim + spec.head_dim_v) / _SYNC_FLOPS
+        own = -(-tiles // spec.num_warps) * product + _SYNC_CHAIN_US * spec.block_n
+        return max(own, spec.ctas_per_sm * tiles * product)
     groups = -(-min(rows, spec.block_m) // 64)
     products = _PRODUCT_US * spec.block_n * (spec.head_dim + spec.head_dim_v) / 2
     waits = (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
@@ -114,10 +121,10 @@ def split_us(problem: AttentionProblem, spec: KernelSpec, split: KeySplit, targe
 
 def _best_split(problem: AttentionProblem, spec: KernelSpec, target: Target) -> tuple[float, KeySplit] | None:
     """The split that takes the shortest time, of those that make one round of CTAs or two; None without any keys."""
-    pack = packed_heads(problem, spec.block_m)
+    pack = packed_heads(problem, spec.block_m) if spec.arch_specific else 1
     walk = _Walk(problem, spec, pack, target.sm_count)
     items = walk.heads * len(walk.tiles)
-    most = min(walk.longest, max(2 * target.sm_count // max(items, 1), 1))
+    most = min(walk.longest, max(2 * walk.ctas // max(items, 1), 1))
     times = [(walk.split_us(n), n) for n in range(1, most + 1)]
     if not times:
         return None
@@ -125,22 +132,27 @@ def _best_split(problem: AttentionProblem, spec: KernelSpec, target: Target) -> 
     return time, KeySplit(pack, splits, len(walk.tiles))
 
 
+def _of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
+    """Packed sequences as a batch of sequences of the mean length: what a choice on the host can know of them."""
+    p = problem
+    if not p.varlen or p.batch == 0:
+        return p
+    return replace(p, varlen=False, seqlen_q=-(-p.seqlen_q // p.batch), seqlen_k=-(-p.seqlen_k // p.batch))
+
+
 def _unfit_problem(problem: AttentionProblem) -> str | None:
     """Why no kernel that splits keys can serve ``problem``; None if one may."""
     if problem.precision.quantized:
         return "it multiplies exact operands"
-    if problem.varlen:
-        return "it takes no packed sequences"
-    if problem.score_mods:
-        return "it has no softcap, mask, score_mod or non-positive softmax_scale"
-    if not problem.tensor_maps:
-        return "tensor maps cannot describe these strides, or the driver in use cannot make them"
+    if problem.score_mod is not None or problem.block_mask is not None:
+        return "it takes no score_mod and no block_mask"
     if not problem.scratch:
         return "the arrays' library can give no memory for partial results"
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_q_heads):
         return "there is nothing to attend to"
     # Four channels a column; 64 rows more for the last tile.
-    if problem.batch * problem.num_q_heads * (problem.seqlen_q + 64) * problem.head_dim_v // 4 >= _MAX_COLUMNS:
+    batch = 1 if problem.varlen else problem.batch
+    if batch * problem.num_q_heads * (problem.seqlen_q + 64) * problem.head_dim_v // 4 >= _MAX_COLUMNS:
         return "it counts rows in 31 bits"
     return None
 
@@ -152,6 +164,15 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
     if spec.head_dim < max(problem.head_dim, problem.head_dim_v):
         return f"it takes head_dim up to {spec.head_dim}, not {max(problem.head_dim, problem.head_dim_v)}"
+    if problem.score_mods and "score_mods" not in spec.features:
+        return "it has no softcap, mask or non-positive softmax_scale"
+    if spec.arch_specific:
+        if problem.varlen:
+            return "it takes no packed sequences"
+        if not problem.tensor_maps:
+            return "tensor maps cannot describe these strides, or the driver in use cannot make them"
+    elif problem.own_head_dim_v:
+        return "it takes v of q's head_dim only"
     return unfit_target(spec, target)
 
 
@@ -185,24 +206,27 @@ def select_split(
         named = force.split(",") if force else ()
         if named and any(spec.name in named for spec in REGISTRY if spec.op == "attention"):
             return None
-        if unsplit.spec.family != "attn_fwd_sm90" or _unfit_problem(problem) is not None:
-            return None
         # Before anything that takes time: most calls have queries enough.
-        blocks = problem.batch * problem.num_q_heads * -(-problem.seqlen_q // unsplit.spec.block_m)
-        if blocks > _BUSY * target.sm_count:
+        p, block_m = problem, unsplit.spec.block_m
+        blocks = max(-(-p.seqlen_q // block_m), p.batch) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
+        if blocks * p.num_q_heads > _BUSY * target.sm_count or _unfit_problem(problem) is not None:
             return None
     rows = _ROWS(REGISTRY, ("attention_split", problem.dtype)) if chosen is None else (chosen.spec,)
     fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
-    narrowest = min((spec.head_dim for spec in fitting), default=0)
+    if not fitting:
+        return None
+    # A kernel made for this very architecture, the narrowest tile, nothing that is not needed.
+    kinds = [(not spec.arch_specific, spec.head_dim, len(spec.features)) for spec in fitting]
+    typical = _of_equal_lengths(problem)
     ways = [
         (*best, spec)
-        for spec in fitting
-        if spec.head_dim == narrowest and (best := _best_split(problem, spec, target)) is not None
+        for spec, kind in zip(fitting, kinds, strict=True)
+        if kind == min(kinds) and (best := _best_split(typical, spec, target)) is not None
     ]
     if not ways:
         return None
     time, split, spec = min(ways, key=lambda way: way[0])
-    whole = unsplit_us(problem, unsplit.spec, target) if chosen is None else 0.0
+    whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else 0.0
     if chosen is None and time >= _GAIN * whole:
         return None
     why = (

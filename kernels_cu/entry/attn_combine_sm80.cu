@@ -1,4 +1,4 @@
-// Merge of the partial results that attn_fwd_sm90 leaves where keys are split over CTAs. Source: Flash-Decoding (Dao et
+// Merge of the partial results that attn_fwd_sm80 and attn_fwd_sm90 leave where keys are split over CTAs. Source: Flash-Decoding (Dao et
 // al. 2023).
 //
 //   M = max m_i;  L = sum l_i 2^(m_i - M);  O = sum O_i 2^(m_i - M) / L;  LSE = ln 2 (M + log2 L), sinks added to L
@@ -32,7 +32,7 @@ struct SharedStorage {
     float m[Config::kThreads], l[Config::kThreads];
 };
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm90(
+extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80(
     const __grid_constant__ AttnCombineParams p) {
     __shared__ SharedStorage smem;
     const int32 tid = threadIdx.x, own = 1 << p.threads_log2, parts = Config::kThreads >> p.threads_log2;
