@@ -65,7 +65,8 @@ int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_
         *ordinal = t.device.id;
         addresses[i] = t.data ? (uint64_t)(uintptr_t)t.data + t.byte_offset : 0;
         facts[used++] = t.ndim;
-        facts[used++] = (int64_t)t.device.id << 32 | (int64_t)t.code << 24 | (int64_t)t.bits << 16 | (int64_t)t.lanes;
+        facts[used++] = (int64_t)((uint64_t)(uint32_t)t.device.id << 32 | (uint32_t)t.code << 24 |
+                                  (uint32_t)t.bits << 16 | t.lanes);
         for (int32_t d = 0; d < t.ndim; ++d) {
             facts[used++] = t.shape[d];
             facts[used++] = t.strides[d];
