@@ -30,6 +30,11 @@ def compiler() -> list[str] | None:
     return None if found is None else [found]
 
 
+def wheel_tag() -> str:
+    """Tag of a wheel with the module for this machine; auditwheel makes it a manylinux one."""
+    return "cp310-abi3-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
 def build(root: Path = ROOT, output: Path | None = None, flags: tuple[str, ...] = ()) -> Path:
     """Compile; return the module's path, by default in the package of the checkout ``root``.
 
@@ -41,6 +46,8 @@ def build(root: Path = ROOT, output: Path | None = None, flags: tuple[str, ...] 
     program = compiler()
     if program is None:
         raise RuntimeError("omniattn._native needs Linux, a C compiler (set CC) and Python's headers")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
     output = output or root / "src/omniattn" / NAME
     sources = sorted(str(path) for path in (root / "native").glob("*.c"))
     command = [

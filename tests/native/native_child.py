@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import random
 import sys
 from types import SimpleNamespace
@@ -120,7 +121,7 @@ def check_calls(native: Any) -> None:
     # Of two calls with other options each has its own entry; a failure of the driver is raised.
     bad = ((0x99, (0, 1, 1), 64, 16, None, False, bytes(8), (), ()),)
     assert native.learn(entry(native, (q, k, None), bad, options=(1,)))
-    with pytest.raises(OSError, match="^cuLaunchKernel$"):
+    with pytest.raises(OSError, match="cuLaunchKernel"):
         native.run(call(options=(1,)))
     assert failures == [("cuLaunchKernel", 1)]
     native.clear()
@@ -205,7 +206,8 @@ def fuzz(native: Any, count: int) -> None:
                 native.Entry(*given)
             except (TypeError, ValueError, OverflowError):
                 continue
-    assert pages() - before < 512, "memory grows"
+    if "LD_PRELOAD" not in os.environ:  # a sanitizer keeps what is freed for a while
+        assert pages() - before < 512, "memory grows"
     native.clear()
 
 
