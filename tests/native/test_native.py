@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+import omniattn as oa
 from build_tools import native as build_native
 from omniattn.plan import native
 from omniattn.registry import REGISTRY
@@ -153,3 +155,19 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="C compiler"):
         build_native.build(ROOT, tmp_path / "x.so")
+
+
+def test_the_engine_asks_the_module_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = np.ones((1, 2, 1, 8), np.float32)
+    seen: list[Any] = []
+
+    def run(call: Any) -> list[Any] | None:
+        seen.append(call)
+        return None if len(seen) > 1 else ["made by the module"]
+
+    monkeypatch.setattr(native, "run", run)
+    assert oa.attention(q, q, q) == "made by the module"
+    np.testing.assert_array_equal(oa.attention(q, q, q), q)
+    assert [call.operation.name for call in seen] == ["attention"] * 2
+    native.clear()
+    assert native.run is None

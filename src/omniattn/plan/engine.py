@@ -276,9 +276,9 @@ def run(call: Call) -> list[Any]:
         call.problem = plan.problem
         results = plan.repeat(call.objects, addresses, cache, raw)
         if results is not None:
-            if not plan.is_learned:
+            if not plan.is_learned and plan.program is not None:
                 plan.is_learned = True
-                native.learn(call, plan, plan.repeat)
+                native.learn(call, plan.problem, plan.program, plan.repeat)
             return results
     if not tensors:
         tensors = describe(call, raw)

@@ -19,7 +19,6 @@ from ..runtime.driver import get_driver
 from ..runtime.record import Program
 
 if TYPE_CHECKING:
-    from .engine import Call, Plan
     from .repeat import Repeat
 
 #: (call) -> its results, or None where the engine has to look at it; None until there is something to look for.
@@ -70,15 +69,15 @@ def _fail(call: str, code: int) -> None:
     raise_failure(call, code)
 
 
-def learn(call: Call, plan: Plan, repeat: Repeat) -> None:
-    """Have calls like this one, which ``repeat`` has run, run by the module. Asked once for a plan."""
+def learn(call: Any, problem: Any, program: Program, repeat: Repeat) -> None:
+    """Have calls like this `engine.Call`, which ``repeat`` has run, run by the module. Asked once for a plan."""
     global run
     found = module()
-    if found is None or plan.program is None or call.stream is not None or env.forced_kernels() is not None:
+    if found is None or call.stream is not None or env.forced_kernels() is not None:
         return
     if get_driver().name != "cuda":
         return
-    launches = launches_of(plan.program)
+    launches = launches_of(program)
     if launches is None:
         return
     operation = call.operation
@@ -87,8 +86,8 @@ def learn(call: Call, plan: Plan, repeat: Repeat) -> None:
         placed = None
     try:
         entry = found.Entry(
-            operation, tuple(call.options), call.facts, None if call.cache is None else call.cache.facts, plan.problem,
-            plan.program, tuple(call.objects), repeat.masks, repeat.makers, repeat.workspace, repeat.first,
+            operation, tuple(call.options), call.facts, None if call.cache is None else call.cache.facts, problem,
+            program, tuple(call.objects), repeat.masks, repeat.makers, repeat.workspace, repeat.first,
             WORKSPACE_ALIGNMENT, launches, placed,
         )  # fmt: skip
     except ValueError:  # more arrays, launches or dimensions than the module holds
