@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..errors import DriverError
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..runtime import env
 from ..runtime.driver import get_driver
@@ -77,20 +78,20 @@ def learn(call: Any, problem: Any, program: Program, repeat: Repeat) -> None:
         return
     if get_driver().name != "cuda":
         return
-    launches = launches_of(program)
-    if launches is None:
-        return
     operation = call.operation
     placed = operation.placed
     if placed is not None and call.objects[placed[0]] is None:
         placed = None
     try:
+        launches = launches_of(program)
+        if launches is None:
+            return
         entry = found.Entry(
             operation, tuple(call.options), call.facts, None if call.cache is None else call.cache.facts, problem,
             program, tuple(call.objects), repeat.masks, repeat.makers, repeat.workspace, repeat.first,
             WORKSPACE_ALIGNMENT, launches, placed,
         )  # fmt: skip
-    except ValueError:  # more arrays, launches or dimensions than the module holds
+    except (ValueError, DriverError):  # more than the module holds, or no map without memory behind it
         return
     if found.learn(entry):
         run = found.run
