@@ -15,6 +15,7 @@ import pytest
 
 import omniattn as oa
 from build_tools import native as build_native
+from omniattn.bench import host
 from omniattn.plan import native
 from omniattn.registry import REGISTRY
 from omniattn.runtime.record import LaunchRecord, Pointer, TensorMap
@@ -171,3 +172,15 @@ def test_the_engine_asks_the_module_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert [call.operation.name for call in seen] == ["attention"] * 2
     native.clear()
     assert native.run is None
+
+
+def test_timed_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    def module(call: Any) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(native, "run", module)
+    assert host.by_python(lambda: native.run)() is None
+    assert native.run is module
+    monkeypatch.setattr(native, "run", None)
+    host.by_python(lambda: setattr(native, "run", module))()
+    assert native.run is module, "what is learned meanwhile stays"

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from omniattn.bench.timing import BenchError, percentile, require_torch
+from omniattn.plan import native
 
 #: Calls between two synchronizations: few enough that the launch queue (1024 entries) never fills and blocks the host.
 _CALLS_PER_BATCH = 100
 _IMPORT_RUNS = 5
 #: The call that others are compared with; those that compute gradients too, with the one behind it.
 ANCHOR = "torch SDPA"
+BY_PYTHON = ", by Python"
 _GRADIENTS = ", forward + backward"
 
 _IMPORT_PROGRAM = """
@@ -121,7 +123,25 @@ def warm_calls() -> list[HostTiming]:
     The problems are so small (one or two heads, 64 tokens) that the device keeps up and never blocks the host.
     """
     torch = require_torch()
-    return time_calls(make_calls(torch), torch.cuda.synchronize)
+    calls = make_calls(torch)
+    if native.module() is not None:
+        own = [name for name in calls if not name.startswith(ANCHOR) and not name.endswith(_GRADIENTS)]
+        calls = {**{name + BY_PYTHON: by_python(calls[name]) for name in own}, **calls}
+    return time_calls(calls, torch.cuda.synchronize)
+
+
+def by_python(call: Callable[[], object]) -> Callable[[], object]:
+    """The same call without the C module."""
+
+    def run() -> object:
+        kept, native.run = native.run, None
+        try:
+            return call()
+        finally:
+            if kept is not None:
+                native.run = kept
+
+    return run
 
 
 def make_calls(torch: Any) -> dict[str, Callable[[], object]]:
