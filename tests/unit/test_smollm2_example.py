@@ -190,18 +190,23 @@ def test_table_has_a_row_for_each_precision(ex: Any, tiny: Any) -> None:
     windows = [TOKENS, TOKENS[:9]]
     lines: list[str] = []
     ex.precisions.write_table(model, windows, lines.append)
-    assert [cells(line)[:2] for line in lines[2:]] == [
-        ['`"exact"`', ""],
-        ['`"int8"`', "K, V"],
-        ["`Int8(smooth_q=True)`", "Q, K, V"],
-        ['`"int4"`', "Q, K, V"],
-        ["`Int4(smooth_q=False)`", "K, V"],
-        ["`Int4(smooth_k=False, smooth_q=False)`", "V"],
+    assert [cells(line)[:3] for line in lines[2:]] == [
+        ['`"exact"`', "", ""],
+        ['`"int8"`', "K, V", ""],
+        ["`Int8(smooth_q=True)`", "Q, K, V", ""],
+        ["`Int8(hadamard=True)`", "K, V", "Q, K"],
+        ['`"fp8"`', "V", "Q, K"],
+        ["`Fp8(smooth_k=True)`", "K, V", "Q, K"],
+        ["`Fp8(hadamard=False)`", "V", ""],
+        ['`"int4"`', "Q, K, V", ""],
+        ["`Int4(hadamard=True)`", "Q, K, V", "Q, K"],
+        ["`Int4(smooth_q=False)`", "K, V", ""],
+        ["`Int4(smooth_k=False, smooth_q=False)`", "V", ""],
     ]
-    assert {len(cells(line)) for line in lines} == {5}
+    assert {len(cells(line)) for line in lines} == {6}
     losses = np.concatenate([tiny.negative_log_likelihood(window) for window in windows])
-    assert float(cells(lines[2])[2]) == pytest.approx(np.exp(losses.mean()), abs=1e-3)
-    exact, int8, int4 = (float(cells(lines[i])[2]) for i in (2, 3, 5))
+    assert float(cells(lines[2])[3]) == pytest.approx(np.exp(losses.mean()), abs=1e-3)
+    exact, int8, int4 = (float(cells(lines[i])[3]) for i in (2, 3, 9))
     assert 0 < abs(int8 - exact) <= 0.01 * exact
     assert abs(int8 - exact) < abs(int4 - exact) <= 0.2 * exact
 
@@ -209,11 +214,13 @@ def test_table_has_a_row_for_each_precision(ex: Any, tiny: Any) -> None:
 def test_labels_say_what_runs(ex: Any) -> None:
     import omniattn as oa
 
-    names = {"Int8": oa.Int8, "Int4": oa.Int4}
+    names = {"Int8": oa.Int8, "Int4": oa.Int4, "Fp8": oa.Fp8}
     for variant in ex.precisions.variants():
         assert eval(variant.label, names) == variant.precision
         if variant.precision != "exact":
-            low = {"int8": oa.Int8(), "int4": oa.Int4()}.get(variant.precision, variant.precision)
+            named = {"int8": oa.Int8(), "int4": oa.Int4(), "fp8": oa.Fp8()}
+            low = named.get(variant.precision, variant.precision).precision
+            assert variant.rotated == ("Q, K" if low.hadamard else "")
             smoothed = [name for name, on in (("Q", low.smooth_q), ("K", low.smooth_k), ("V", low.smooth_v)) if on]
             assert variant.smoothed == (", ".join(smoothed) or "nothing")
 
@@ -233,11 +240,11 @@ def test_table_names_what_the_device_cannot_run(ex: Any, tiny: Any, monkeypatch:
     lines: list[str] = []
     monkeypatch.setattr(ex.precisions, "omniattn_attention", limited("int4"))
     ex.precisions.write_table(model, [TOKENS], lines.append)
-    assert len(lines) == 2 + 5 + 2
+    assert len(lines) == 2 + 10 + 2
     assert lines[-2] == ""
     assert lines[-1].startswith('- `"int4"` is not available: ')
     assert "no such kernel here" in lines[-1]
-    assert cells(lines[3])[3:] == ["+0.00 % ± 0.00 %", "100.00 %"]
+    assert cells(lines[3])[4:] == ["+0.00 % ± 0.00 %", "100.00 %"]
     monkeypatch.setattr(ex.precisions, "omniattn_attention", limited("exact"))
     with pytest.raises(UnsupportedError, match="no such kernel here"):
         ex.precisions.write_table(model, [TOKENS], lines.append)
@@ -260,7 +267,7 @@ def test_command_line_prints_the_table(
     assert ex.perplexity.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert "20 tokens in sequences of up to 10" in lines[0]
-    rule = lines.index("|---|---|---|---|---|")
+    rule = lines.index("|---|---|---|---|---|---|")
     assert [cells(line)[0] for line in lines[rule + 1 :]] == [f"`{v.label}`" for v in ex.precisions.variants()]
     # The documents' table from the file is the one that was printed.
     made = json.loads(out.read_text(encoding="utf-8"))
