@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ class KernelBuildHook(BuildHookInterface):
             include[str(path)] = f"{WHEEL_KERNELS}/src/{inside}"
         for file in built.files:
             include[str(built.folder / file)] = f"{WHEEL_KERNELS}/{file}"
+        if os.environ.get("OMNIATTN_BUILD_NATIVE") == "1":
+            from build_tools import native
+
+            module = native.build(root, root / "build" / native.NAME)
+            include[str(module)] = f"omniattn/{native.NAME}"
+            build_data["pure_python"] = False
+            build_data["tag"] = native.wheel_tag()
+            return
         # Cubins know no host operating system and no Python ABI.
         build_data["pure_python"] = True
         build_data["tag"] = "py3-none-any"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,7 +17,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from build_tools import kernels
+from build_tools import kernels, native
 
 from .conftest import Checkout
 
@@ -175,3 +176,23 @@ def test_the_content_check_refuses(
     with pytest.raises(smoke.SmokeTestError) as caught:
         smoke.check_contents(small_wheel, checkout.root / "kernels_cu")
     assert complaint in str(caught.value)
+
+
+def test_a_wheel_with_the_native_module(checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.compiler() is None:
+        pytest.skip("needs Linux, a C compiler and Python's headers")
+    shutil.copytree(ROOT / "native", checkout.root / "native")
+    monkeypatch.setenv("OMNIATTN_BUILD_NATIVE", "1")
+    made = build(checkout.root, tmp_path / "out", "wheel")
+    assert made.name.split("-", 2)[2] == f"{native.wheel_tag()}.whl"
+    assert f"omniattn/{native.NAME}" in contents(made)
+
+
+def test_platforms_of_native_wheels() -> None:
+    program = shutil.which("cibuildwheel")
+    if program is None:
+        pytest.skip("cibuildwheel is not installed")
+    for arch in ("x86_64", "aarch64"):
+        command = [program, "--print-build-identifiers", "--platform", "linux", "--archs", arch]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.stdout.split() == [f"cp310-manylinux_{arch}"], done.stderr

@@ -61,7 +61,7 @@ class Tensor:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `Tensor` pass for torch's own class."""
-    monkeypatch.setattr(from_torch, "_PLAIN", (Tensor,))
+    monkeypatch.setattr(from_torch, "PLAIN", (Tensor,))
 
 
 @pytest.mark.usefixtures("plain")

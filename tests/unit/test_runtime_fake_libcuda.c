@@ -141,6 +141,11 @@ Result cuLaunchKernelEx(const LaunchConfig *c, void *f, void **params, void **ex
     return 0;
 }
 
+Result cuTensorMapReplaceAddress(void *map, void *address) {
+    memcpy(map, &address, sizeof address);
+    return (uintptr_t)map % 64 ? 1 : 0;
+}
+
 // The bindings look every function up here, by its name without a version.
 Result cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
     char versioned[128];

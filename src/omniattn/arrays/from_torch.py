@@ -44,13 +44,16 @@ _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 #: The innermost functional transform (`torch.func`); None outside of all.
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
+#: What the C module asks before every call: modes, the transform, and the module that counts the levels.
+WATCHERS = (_modes, _transform, forward_ad)
+
 #: Subclasses that are plain memory, like their base.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def describer(cls: type) -> Callable[[Any, str, int | None], Tensor]:
     """The `describe` for one class of tensors."""
-    return describe if cls in _PLAIN else _refuse_subclass
+    return describe if cls in PLAIN else _refuse_subclass
 
 
 def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
@@ -108,7 +111,7 @@ def torch_facts(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | N
                 facts.append(None)
                 addresses.append(0)
             elif (
-                obj.__class__ in _PLAIN
+                obj.__class__ in PLAIN
                 and obj.is_cuda
                 and not obj.is_neg()
                 and not (obj.requires_grad and _is_grad_enabled())
@@ -133,7 +136,7 @@ def gradient_facts(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] 
             if obj is None:
                 facts.append(None)
                 addresses.append(0)
-            elif obj.__class__ in _PLAIN and obj.is_cuda and not obj.is_neg():
+            elif obj.__class__ in PLAIN and obj.is_cuda and not obj.is_neg():
                 facts.append((obj.dtype, obj.get_device(), obj.shape, obj.stride(), obj.requires_grad))
                 addresses.append(obj.data_ptr())
             else:
@@ -162,7 +165,7 @@ def is_autocast(objects: Sequence[Any]) -> bool:
 @functools.cache
 def _has_own_dispatch(cls: type) -> bool:
     """Whether a class of tensors wants to see operators; DTensor would need rules of its own, and is refused."""
-    if cls in _PLAIN or any(base.__name__ in ("DTensor", "NestedTensor") for base in cls.__mro__):
+    if cls in PLAIN or any(base.__name__ in ("DTensor", "NestedTensor") for base in cls.__mro__):
         return False
     return getattr(cls, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
@@ -171,7 +174,7 @@ def needs_gradient(objects: Sequence[Any]) -> bool:
     """See `omniattn.arrays.needs_gradient`."""
     if not _is_grad_enabled():
         return False
-    return any(obj.__class__ in _PLAIN and obj.requires_grad for obj in objects)
+    return any(obj.__class__ in PLAIN and obj.requires_grad for obj in objects)
 
 
 def with_plain_rows(obj: Any, multiple: int) -> Any:

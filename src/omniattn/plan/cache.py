@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from ..runtime.driver import on_reset
@@ -26,7 +26,7 @@ class PlanCache(Generic[T]):
         self._plans: dict[Hashable, T] = {}
         #: Look up; None for a key that is not there.
         self.get = self._plans.get
-        self._followers: list[PlanCache[Any]] = []
+        self._followers: list[Callable[[], None]] = []
         # A plan holds loaded kernels, which are worth nothing under another driver or in a forked child.
         on_reset(self.clear)
 
@@ -40,7 +40,11 @@ class PlanCache(Generic[T]):
 
     def follow(self, other: PlanCache[Any]) -> None:
         """Forget all whenever ``other`` does: what is kept here was made of its plans."""
-        other._followers.append(self)
+        other.lead(self.clear)
+
+    def lead(self, clear: Callable[[], None]) -> None:
+        """Call ``clear`` whenever all is forgotten."""
+        self._followers.append(clear)
 
     def clear(self) -> None:
         """Forget all."""
@@ -48,7 +52,7 @@ class PlanCache(Generic[T]):
         self._lock = threading.Lock()
         self._plans.clear()
         for follower in self._followers:
-            follower.clear()
+            follower()
 
     def __len__(self) -> int:
         return len(self._plans)

@@ -22,6 +22,7 @@ from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..runtime.env import forced_kernels
 from ..runtime.record import LaunchRecord, Program
 from ..select import Selection
+from . import native
 from .cache import PlanCache
 from .repeat import Repeat
 
@@ -180,7 +181,7 @@ class Plan:
         The fast path of calls with the same facts; None where there is none.
     """
 
-    __slots__ = ("launches", "ordinal", "problem", "program", "repeat")
+    __slots__ = ("is_learned", "launches", "ordinal", "problem", "program", "repeat")
 
     def __init__(self, problem: Any, launches: Launches | None, program: Program | None, ordinal: int) -> None:
         self.problem = problem
@@ -188,9 +189,11 @@ class Plan:
         self.program = program
         self.ordinal = ordinal
         self.repeat: Repeat | None = None
+        self.is_learned = False  # offered to the C module
 
 
 PLANS: PlanCache[Plan] = PlanCache(4096)
+PLANS.lead(native.clear)
 
 #: What a framework that differentiates calls adds: (call) -> results of a call like one that it knows, or None.
 KNOWN_CALLS: list[Callable[[Call], list[Any] | None]] = []
@@ -234,6 +237,10 @@ def run(call: Call) -> list[Any]:
         raise _describe_plan(call if other is None else other)
     if not call.operation.keep:
         return execute(make_plan(call, {}, load=True), call, {})
+    if native.run is not None:
+        results = native.run(call)
+        if results is not None:
+            return results
     stream, cache = call.stream, call.cache
     raw = None if stream is None else arrays.resolve_stream(stream)
     seen = arrays.torch_facts(call.objects)
@@ -269,6 +276,9 @@ def run(call: Call) -> list[Any]:
         call.problem = plan.problem
         results = plan.repeat(call.objects, addresses, cache, raw)
         if results is not None:
+            if not plan.is_learned and plan.program is not None:
+                plan.is_learned = True
+                native.learn(call, plan.problem, plan.program, plan.repeat)
             return results
     if not tensors:
         tensors = describe(call, raw)

@@ -43,7 +43,7 @@ class Repeat:
         Place of the array that it takes.
     """
 
-    __slots__ = ("_current_stream", "_first", "_given", "_launch", "_makers", "_masks", "_workspace")
+    __slots__ = ("_current_stream", "_given", "_launch", "first", "makers", "masks", "workspace")
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Repeat:
     ) -> None:
         self._launch = program.launches[0] if len(program.launches) == 1 else program.launch
         self._current_stream = current_stream
-        self._masks = masks
+        self.masks = masks
         self._given = given
-        self._makers = makers
-        self._workspace = workspace
-        self._first = first
+        self.makers = makers
+        self.workspace = workspace
+        self.first = first
 
     @classmethod
     def of(
@@ -111,7 +111,7 @@ class Repeat:
         current = self._current_stream()
         if stream is not None and stream != current:
             return None
-        for i, bits in self._masks:
+        for i, bits in self.masks:
             if addresses[i] & bits:
                 return None
         for i in self._given:
@@ -120,7 +120,7 @@ class Repeat:
         results = []
         if cache is not None:
             addresses += cache.addresses
-        for like, make in self._makers:
+        for like, make in self.makers:
             if make is None:
                 results.append(objects[like])
                 addresses.append(addresses[like])
@@ -131,11 +131,11 @@ class Repeat:
                 return None
             results.append(result)
             addresses.append(address)
-        if self._workspace is None:
+        if self.workspace is None:
             self._launch(current, addresses)
             return results
         # Held until the kernels are queued: another thread on this stream could be given its memory before that.
-        memory = self._workspace(objects[self._first])
+        memory = self.workspace(objects[self.first])
         address = memory.data_ptr()
         if not address:
             return None

@@ -31,6 +31,15 @@ def _failure(call: str, code: Any) -> DriverError:
     )
 
 
+def raise_failure(call: str, code: int) -> None:
+    """Raise the `DriverError` of a call that somebody else has made."""
+    try:
+        known: Any = cu.CUresult(code)
+    except ValueError:  # newer than the bindings
+        raise driver_error(call, f"CUDA error {code}", "unknown to the bindings") from None
+    raise _failure(call, known)
+
+
 def _checked(call: str, result: tuple[Any, ...]) -> Any:
     """Unpack ``(code, value)``; raise unless the code is CUDA_SUCCESS."""
     if result[0]:
@@ -281,4 +290,5 @@ def _launcher(kernel: Any, smem_bytes: int) -> Launcher:
         if code:
             raise _failure("cuLaunchKernelEx", code)
 
+    launch.function = int(kernel)  # type: ignore[attr-defined]
     return launch

@@ -156,6 +156,13 @@ VARIABLES: tuple[Variable, ...] = (
         _flag,
     ),
     Variable(
+        "OMNIATTN_NATIVE",
+        "run repeated calls on torch tensors by the C module omniattn._native, where it is installed; asked once",
+        True,
+        "1, 0",
+        _flag,
+    ),
+    Variable(
         "OMNIATTN_CUDA_ARCHS",
         "targets to prebuild when a wheel is built; unset: what the registry says",
         None,
@@ -181,13 +188,13 @@ def get(name: str) -> Any:
 
 
 # `os.environ.get` raises and catches an error for a variable that is not set, which costs a microsecond a call.
-_environment: Any = getattr(os.environ, "_data", None)
-_FORCE: Any = os.environ.encodekey("OMNIATTN_FORCE_KERNEL") if hasattr(os.environ, "encodekey") else None
+environment: Any = getattr(os.environ, "_data", None)
+FORCE: Any = os.environ.encodekey("OMNIATTN_FORCE_KERNEL") if hasattr(os.environ, "encodekey") else None
 
 
 def forced_kernels() -> str | None:
     """``OMNIATTN_FORCE_KERNEL``, asked at every call; None if it is not set."""
-    if _environment is not None and _FORCE not in _environment:
+    if environment is not None and FORCE not in environment:
         return None
     return get("OMNIATTN_FORCE_KERNEL")
 

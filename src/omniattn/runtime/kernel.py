@@ -30,9 +30,22 @@ class LoadedKernel:
     can_overlap : bool
         Whether launches that ask for it overlap the end of the kernel before: its code waits for that one by itself,
         and the driver knows how.
+    function : int or None
+        The driver's handle, for whoever launches without Python; None where the driver is not called directly.
     """
 
-    __slots__ = ("_current_device", "_driver", "_launch", "arch", "can_overlap", "ordinal", "origin", "spec", "tried")
+    __slots__ = (
+        "_current_device",
+        "_driver",
+        "_launch",
+        "arch",
+        "can_overlap",
+        "function",
+        "ordinal",
+        "origin",
+        "spec",
+        "tried",
+    )
 
     def __init__(
         self,
@@ -52,6 +65,7 @@ class LoadedKernel:
         self.tried = tried
         self._driver = driver
         self._launch = launch
+        self.function: int | None = getattr(launch, "function", None)
         self._current_device = driver.current_device
         # Code for older GPUs has no griddepcontrol.wait; such launches are part of captured graphs from CUDA 12.3 on.
         waits = bool(arch) and Arch.parse(arch).cc >= (9, 0)

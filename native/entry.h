@@ -1,0 +1,57 @@
+// What is known of a call that has run: the facts that its plan was made for, and its launches.
+#pragma once
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#include "dlpack.h"
+#include "driver.h"
+
+enum {
+    MAX_OBJECTS = 24,
+    MAX_DIMS = 8,
+    MAX_FACTS = MAX_OBJECTS * (2 + 2 * MAX_DIMS),
+    MAX_OPERANDS = 64,
+    MAX_RESULTS = 8,
+    MAX_LAUNCHES = 8,
+    MAX_ARGUMENT_BYTES = 4096,
+};
+
+typedef struct {
+    uint32_t offset, operand;
+    uint64_t add;
+} Place;
+
+typedef struct {
+    void* function;
+    unsigned grid[3], threads, smem_bytes, num_attributes;
+    Attribute attributes[2];
+    uint32_t num_bytes, num_places, num_maps;
+    char* arguments;  // zeros where addresses go, tensor maps of other addresses
+    Place *places, *maps;
+} Launch;
+
+typedef struct {
+    PyObject_HEAD uint64_t hash;
+    int64_t* facts;
+    uint32_t num_facts, num_objects, num_masks, num_results, num_launches, first, with_cache;
+    int32_t ordinal;
+    int64_t placed;  // place of the array whose address decides; -1 for none
+    uint64_t placed_multiple;
+    int placed_fits;
+    uint64_t workspace_alignment;
+    Place masks[MAX_OBJECTS];  // operand, and in `add` the bits that its address must not have
+    int32_t sources[MAX_RESULTS];
+    PyObject* makers[MAX_RESULTS];  // NULL for a result that is written to an array of the call
+    PyObject *operation, *options, *extra, *identity, *problem, *workspace, *keep;
+    Launch launches[MAX_LAUNCHES];
+} Entry;
+
+// Reads a call's arrays; see module.c.
+int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_t* num_facts, uint32_t* num_objects,
+                 int32_t* ordinal);
+
+PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names);
+void entry_free(PyObject* self);
+uint64_t hash_facts(const int64_t* facts, uint32_t count, const void* operation);
+int same(PyObject* a, PyObject* b);

@@ -1,0 +1,388 @@
+// omniattn._native: repeated calls on torch tensors without Python code in between.
+//
+// `run(call)` reads the call's arrays, looks for an entry with their facts and the call's options, lets torch make the
+// results and queues the kernels. Whatever is not the usual makes it return None before anything has been done: the
+// engine then copes, in Python, or raises. Stable interface of Python 3.10 and newer; neither CUDA nor torch is linked.
+#include <string.h>
+
+#include "entry.h"
+
+enum { BUCKETS = 1024, PER_BUCKET = 8, MAX_CLASSES = 8 };
+
+static Driver driver;
+static const Exchange* exchange;
+static PyTypeObject* classes[MAX_CLASSES];
+static int num_classes;
+static Entry* table[BUCKETS][PER_BUCKET];
+static unsigned char turn[BUCKETS];
+static unsigned long long hits, misses;
+
+// Given by `setup`.
+static PyObject *is_neg, *is_inference, *is_grad_enabled, *modes, *transform, *tangents, *environment, *forced, *fail;
+// Names of attributes.
+static PyObject *name_operation, *name_objects, *name_options, *name_stream, *name_cache, *name_extra, *name_problem;
+static PyObject *name_requires_grad, *name_level, *name_plain, *name_addresses;
+
+// 1 for a true result, 0 for a false one, -1 for an error.
+static int ask(PyObject* function, PyObject* argument) {
+    PyObject* answer = PyObject_CallFunctionObjArgs(function, argument, NULL);
+    if (!answer) return -1;
+    int found = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return found;
+}
+
+static int read_one(PyObject* object, Facts* t) {
+    PyTypeObject* type = Py_TYPE(object);
+    int known = 0;
+    for (int i = 0; i < num_classes; ++i) known |= classes[i] == type;
+    if (!known || !exchange) return 0;
+    if (exchange->read(object, t)) {  // no strides, or an element type without a name: the engine says what is wrong
+        PyErr_Clear();
+        return 0;
+    }
+    return t->device.type == DEVICE_CUDA && t->ndim >= 0 && t->ndim <= MAX_DIMS &&
+           (!t->ndim || (t->shape && t->strides));
+}
+
+// 1 if all arrays are plain memory of one GPU, 0 if not, -1 for an error.
+int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_t* num_facts, uint32_t* num_objects,
+                 int32_t* ordinal) {
+    Py_ssize_t count = PyTuple_Size(objects);
+    if (count < 0 || count > MAX_OBJECTS) return 0;
+    uint32_t used = 0;
+    *ordinal = -1;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject* object = PyTuple_GetItem(objects, i);
+        addresses[i] = 0;
+        if (object == Py_None) {
+            facts[used++] = -1;
+            continue;
+        }
+        Facts t;
+        if (!read_one(object, &t)) return 0;
+        if (*ordinal >= 0 && t.device.id != *ordinal) return 0;
+        *ordinal = t.device.id;
+        addresses[i] = t.data ? (uint64_t)(uintptr_t)t.data + t.byte_offset : 0;
+        facts[used++] = t.ndim;
+        facts[used++] = (int64_t)((uint64_t)(uint32_t)t.device.id << 32 | (uint32_t)t.code << 24 |
+                                  (uint32_t)t.bits << 16 | t.lanes);
+        for (int32_t d = 0; d < t.ndim; ++d) {
+            facts[used++] = t.shape[d];
+            facts[used++] = t.strides[d];
+        }
+        // The facts are copied: what is asked now may run Python code.
+        int answer = ask(is_neg, object);
+        if (answer) return answer < 0 ? (PyErr_Clear(), 0) : 0;
+        PyObject* wanted = PyObject_GetAttr(object, name_requires_grad);
+        if (!wanted) return PyErr_Clear(), 0;
+        answer = wanted == Py_False ? 0 : ask(is_grad_enabled, NULL);
+        Py_DECREF(wanted);
+        if (answer) return answer < 0 ? (PyErr_Clear(), 0) : 0;
+    }
+    *num_facts = used;
+    *num_objects = (uint32_t)count;
+    return *ordinal >= 0;
+}
+
+// Whether traces, transforms or differentiation watch, or a kernel is forced: the engine has to see such calls.
+static int is_watched(void) {
+    int found = ask(modes, NULL);
+    if (found) goto end;
+    PyObject* inner = PyObject_CallFunctionObjArgs(transform, NULL);
+    found = inner ? inner != Py_None : -1;
+    Py_XDECREF(inner);
+    if (found) goto end;
+    PyObject* level = PyObject_GetAttr(tangents, name_level);
+    if (level) {
+        found = PyLong_AsLong(level) >= 0;
+        Py_DECREF(level);
+    }
+    if (PyErr_Occurred()) found = level ? -1 : (PyErr_Clear(), 0);
+    if (found) goto end;
+    found = PyDict_Contains(environment, forced);
+end:
+    if (found < 0) PyErr_Clear();
+    return found != 0;
+}
+
+static Entry* find(uint64_t hash, const int64_t* facts, uint32_t num_facts, const uint64_t* addresses,
+                   PyObject* const* of) {
+    Entry** row = table[hash % BUCKETS];
+    for (int i = 0; i < PER_BUCKET; ++i) {
+        Entry* e = row[i];
+        if (!e || e->hash != hash || e->operation != of[0] || e->num_facts != num_facts) continue;
+        if (memcmp(e->facts, facts, num_facts * sizeof *facts)) continue;
+        if (e->placed >= 0 && (addresses[e->placed] % e->placed_multiple == 0) != e->placed_fits) continue;
+        Py_INCREF(e);
+        if (same(e->options, of[1]) && same(e->extra, of[2]) && e->identity == of[3]) return e;
+        Py_DECREF(e);
+    }
+    return NULL;
+}
+
+static int queue(const Launch* launch, const uint64_t* operands, void* stream, const char** name) {
+    char memory[MAX_ARGUMENT_BYTES + MAP_ALIGNMENT];
+    char* arguments = (char*)(((uintptr_t)memory + MAP_ALIGNMENT - 1) & ~(uintptr_t)(MAP_ALIGNMENT - 1));
+    memcpy(arguments, launch->arguments, launch->num_bytes);
+    for (uint32_t i = 0; i < launch->num_places; ++i) {
+        uint64_t address = operands[launch->places[i].operand] + launch->places[i].add;
+        memcpy(arguments + launch->places[i].offset, &address, 8);
+    }
+    *name = "cuTensorMapReplaceAddress";
+    for (uint32_t i = 0; i < launch->num_maps; ++i) {
+        uint64_t address = operands[launch->maps[i].operand] + launch->maps[i].add;
+        int code = driver.move_map(arguments + launch->maps[i].offset, (void*)(uintptr_t)address);
+        if (code) return code;
+    }
+    void* parameters[] = {arguments};
+    if (!launch->num_attributes) {
+        *name = "cuLaunchKernel";
+        return driver.launch(launch->function, launch->grid[0], launch->grid[1], launch->grid[2], launch->threads, 1, 1,
+                             launch->smem_bytes, stream, parameters, NULL);
+    }
+    *name = "cuLaunchKernelEx";
+    Attribute attributes[2];
+    memcpy(attributes, launch->attributes, sizeof attributes);
+    Config config = {{launch->grid[0], launch->grid[1], launch->grid[2]},
+                     {launch->threads, 1, 1},
+                     launch->smem_bytes,
+                     stream,
+                     attributes,
+                     launch->num_attributes};
+    return driver.launch_ex(&config, launch->function, parameters, NULL);
+}
+
+// New reference to an array that torch makes, and its address; NULL without an error where it has no memory.
+static PyObject* make(PyObject* maker, PyObject* like, uint64_t* address) {
+    PyObject* made = PyObject_CallFunctionObjArgs(maker, like, NULL);
+    if (!made) return NULL;
+    Facts t;
+    if (read_one(made, &t) && t.data) {
+        *address = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+        return made;
+    }
+    Py_DECREF(made);
+    return NULL;
+}
+
+// Results of the call; NULL without an error for one that the engine has to look at.
+static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, const uint64_t* addresses) {
+    uint64_t operands[MAX_OPERANDS] = {0};
+    void* stream;
+    int device = -1, code = 0;
+    const char* name = NULL;
+    if (driver.device(&device) || device != e->ordinal) return NULL;
+    if (exchange->current_stream(DEVICE_CUDA, e->ordinal, &stream)) return PyErr_Clear(), NULL;
+    for (uint32_t i = 0; i < e->num_masks; ++i)
+        if (addresses[e->masks[i].operand] & e->masks[i].add) return NULL;
+    for (uint32_t r = 0; r < e->num_results; ++r) {
+        if (e->makers[r]) continue;
+        int times = 0, at = e->sources[r];
+        for (uint32_t i = 0; i < e->num_objects; ++i) times += addresses[i] == addresses[at];
+        PyObject* object = PyTuple_GetItem(objects, at);
+        if (times > 1 || object == Py_None) return NULL;
+        int answer = ask(is_inference, object);
+        if (answer) return answer < 0 ? (PyErr_Clear(), NULL) : NULL;
+    }
+    uint32_t used = e->num_objects;
+    memcpy(operands, addresses, used * sizeof *operands);
+    if (e->with_cache) {
+        PyObject* own = PyObject_GetAttr(cache, name_addresses);
+        if (!own) return NULL;
+        Py_ssize_t count = PyTuple_Check(own) ? PyTuple_Size(own) : MAX_OPERANDS;
+        for (Py_ssize_t i = 0; i < count && count + used + MAX_RESULTS + 1 <= MAX_OPERANDS; ++i)
+            operands[used + i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(own, i));
+        used += (uint32_t)count;
+        Py_DECREF(own);
+        if (PyErr_Occurred() || used + MAX_RESULTS + 1 > MAX_OPERANDS) return NULL;
+    }
+    PyObject *results = PyList_New(e->num_results), *memory = NULL;
+    for (uint32_t r = 0; results && r < e->num_results; ++r) {
+        PyObject *result, *source = PyTuple_GetItem(objects, e->sources[r]);
+        if (e->makers[r]) {
+            result = make(e->makers[r], source, &operands[used]);
+        } else {
+            Py_INCREF(result = source);
+            operands[used] = addresses[e->sources[r]];
+        }
+        if (!result) goto leave;
+        PyList_SetItem(results, r, result);
+        ++used;
+    }
+    if (!results) return NULL;
+    // Held until the kernels are queued: another thread on this stream could be given its memory before that.
+    if (e->workspace) {
+        memory = make(e->workspace, PyTuple_GetItem(objects, e->first), &operands[used]);
+        if (!memory) goto leave;
+        operands[used] = (operands[used] + e->workspace_alignment - 1) & ~(e->workspace_alignment - 1);
+    }
+    // A launch waits where the stream is full; meanwhile other threads may go on.
+    Py_BEGIN_ALLOW_THREADS for (uint32_t i = 0; i < e->num_launches && !code; ++i) code =
+        queue(&e->launches[i], operands, stream, &name);
+    Py_END_ALLOW_THREADS Py_XDECREF(memory);
+    if (!code) return results;
+    PyObject* none = PyObject_CallFunction(fail, "si", name, code);
+    Py_XDECREF(none);
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s failed with code %d", name, code);
+leave:
+    Py_DECREF(results);
+    return NULL;
+}
+
+// Borrowed nothing: new references to the attributes of a call, or 0.
+static int attributes_of(PyObject* call, PyObject** found) {
+    PyObject* names[] = {name_operation, name_options, name_extra, name_cache, name_objects, name_stream};
+    for (int i = 0; i < 6; ++i)
+        if (!(found[i] = PyObject_GetAttr(call, names[i]))) {
+            while (i--) Py_DECREF(found[i]);
+            return 0;
+        }
+    return 1;
+}
+
+static PyObject* run(PyObject* module, PyObject* call) {
+    (void)module;
+    uint64_t addresses[MAX_OBJECTS];
+    int64_t facts[MAX_FACTS];
+    uint32_t num_facts, num_objects;
+    int32_t ordinal;
+    PyObject *of[6], *layout = Py_None, *results = NULL;
+    if (!exchange) Py_RETURN_NONE;
+    if (!attributes_of(call, of)) return NULL;
+    Py_INCREF(layout);
+    Entry* e = NULL;
+    if (of[5] != Py_None || !PyTuple_Check(of[4]) || is_watched()) goto end;
+    if (read_objects(of[4], addresses, facts, &num_facts, &num_objects, &ordinal) != 1) goto end;
+    if (of[3] != Py_None) {
+        PyObject* plain = PyObject_GetAttr(of[3], name_plain);
+        Py_XDECREF(plain);
+        if (plain != Py_True) goto end;
+        Py_DECREF(layout);
+        if (!(layout = PyObject_GetAttr(of[3], name_extra))) goto end;
+    }
+    PyObject* key[] = {of[0], of[1], of[2], layout};
+    e = find(hash_facts(facts, num_facts, of[0]), facts, num_facts, addresses, key);
+    if (!e) goto end;
+    results = run_entry(e, of[4], of[3], addresses);
+    if (results && PyObject_SetAttr(call, name_problem, e->problem)) {
+        Py_DECREF(results);
+        results = NULL;
+    }
+end:
+    Py_XDECREF(e);
+    Py_XDECREF(layout);
+    for (int i = 0; i < 6; ++i) Py_DECREF(of[i]);
+    if (results) return ++hits, results;
+    ++misses;
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject* learn(PyObject* module, PyObject* given) {
+    PyTypeObject* type = (PyTypeObject*)PyObject_GetAttrString(module, "Entry");
+    if (!type) return NULL;
+    int fits = Py_TYPE(given) == type;
+    Py_DECREF(type);
+    if (!fits) return PyErr_Format(PyExc_TypeError, "learn: expected an Entry"), NULL;
+    Entry *e = (Entry*)given, *old;
+    for (uint32_t i = 0; i < e->num_launches; ++i)
+        if (e->launches[i].num_maps && !driver.move_map) Py_RETURN_FALSE;
+    size_t bucket = e->hash % BUCKETS;
+    unsigned at = turn[bucket]++ % PER_BUCKET;
+    old = table[bucket][at];
+    Py_INCREF(given);
+    table[bucket][at] = e;
+    Py_XDECREF(old);
+    Py_RETURN_TRUE;
+}
+
+static PyObject* clear(PyObject* module, PyObject* nothing) {
+    (void)module, (void)nothing;
+    for (int i = 0; i < BUCKETS; ++i)
+        for (int j = 0; j < PER_BUCKET; ++j) {
+            Entry* old = table[i][j];
+            table[i][j] = NULL;
+            Py_XDECREF(old);
+        }
+    Py_RETURN_NONE;
+}
+
+static PyObject* counts(PyObject* module, PyObject* nothing) {
+    (void)module, (void)nothing;
+    return Py_BuildValue("KK", hits, misses);
+}
+
+static PyObject* setup(PyObject* module, PyObject* args) {
+    (void)module;
+    PyObject *kinds, *capsule, *given[9];
+    PyObject** kept[] = {&is_neg,   &is_inference, &is_grad_enabled, &modes, &transform,
+                         &tangents, &environment,  &forced,          &fail};
+    if (!PyArg_ParseTuple(args, "O!OOOOOOOO!OO", &PyTuple_Type, &kinds, &capsule, &given[0], &given[1], &given[2],
+                          &given[3], &given[4], &given[5], &PyDict_Type, &given[6], &given[7], &given[8]))
+        return NULL;
+    const Exchange* found = PyCapsule_GetPointer(capsule, EXCHANGE_CAPSULE);
+    if (!found) return NULL;
+    while (found && found->major > 1) found = found->older;
+    if (!found || found->major != 1 || !found->read || !found->current_stream) Py_RETURN_FALSE;
+    Py_ssize_t count = PyTuple_Size(kinds);
+    if (count > MAX_CLASSES) return PyErr_Format(PyExc_ValueError, "setup: too many classes"), NULL;
+    for (Py_ssize_t i = 0; i < count; ++i)
+        if (!PyType_Check(PyTuple_GetItem(kinds, i))) return PyErr_Format(PyExc_TypeError, "setup: no class"), NULL;
+    if (!driver_open(&driver)) Py_RETURN_FALSE;
+    num_classes = 0;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        Py_INCREF(classes[num_classes] = (PyTypeObject*)PyTuple_GetItem(kinds, i));
+        ++num_classes;
+    }
+    for (int i = 0; i < 9; ++i) {
+        PyObject* old = *kept[i];
+        Py_INCREF(*kept[i] = given[i]);
+        Py_XDECREF(old);
+    }
+    exchange = found;
+    Py_RETURN_TRUE;
+}
+
+static PyMethodDef methods[] = {
+    {"run", run, METH_O, "Results of a call like one that has run, or None."},
+    {"learn", learn, METH_O, "Keep an entry; False where this driver cannot launch it."},
+    {"clear", clear, METH_NOARGS, "Forget all entries."},
+    {"counts", counts, METH_NOARGS, "Calls that were run here, calls that were not."},
+    {"setup", setup, METH_VARARGS, "Take what is asked of torch; False where there is nothing to work with."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {{Py_tp_new, entry_new}, {Py_tp_dealloc, entry_free}, {0, NULL}};
+static PyType_Spec spec = {"omniattn._native.Entry", sizeof(Entry), 0, Py_TPFLAGS_DEFAULT, slots};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "omniattn._native", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    const struct {
+        PyObject** name;
+        const char* text;
+    } names[] = {
+        {&name_operation, "operation"},
+        {&name_objects, "objects"},
+        {&name_options, "options"},
+        {&name_stream, "stream"},
+        {&name_cache, "cache"},
+        {&name_extra, "facts"},
+        {&name_problem, "problem"},
+        {&name_level, "_current_level"},
+        {&name_plain, "plain_torch"},
+        {&name_addresses, "addresses"},
+        {&name_requires_grad, "requires_grad"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
+        if (!(*names[i].name = PyUnicode_InternFromString(names[i].text))) return NULL;
+    PyObject* module = PyModule_Create(&definition);
+    if (!module) return NULL;
+    PyObject* type = PyType_FromSpec(&spec);
+    if (!type || PyModule_AddObject(module, "Entry", type)) {
+        Py_XDECREF(type);
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

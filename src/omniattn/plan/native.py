@@ -1,0 +1,127 @@
+"""The optional C module `omniattn._native`: repeated calls on torch tensors without Python code in between.
+
+It runs calls with the facts of one that the fast path (`repeat.Repeat`) has run, and leaves all others to the engine.
+Without the module, with a torch that has no C functions to read tensors by (before 2.10), and with
+``OMNIATTN_NATIVE=0``, everything works as it does with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..problems.memory import WORKSPACE_ALIGNMENT
+from ..runtime import env
+from ..runtime.driver import get_driver
+from ..runtime.record import Program
+
+if TYPE_CHECKING:
+    from .repeat import Repeat
+
+#: (call) -> its results, or None where the engine has to look at it; None until there is something to look for.
+run: Callable[[Any], list[Any] | None] | None = None
+
+_module: Any = None
+_is_asked = False
+
+#: Of the bindings: stream 0 is then another stream than the one that the module would launch on.
+_PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
+
+
+def module() -> Any:
+    """The C module, ready for torch's tensors; None where there is none, or it shall not be used."""
+    global _module, _is_asked
+    if not _is_asked:
+        _is_asked = True
+        _module = _open()
+    return _module
+
+
+def _open() -> Any:
+    if not env.get("OMNIATTN_NATIVE") or os.environ.get(_PER_THREAD, "0") not in ("", "0"):
+        return None
+    if env.environment is None or not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None
+    try:
+        found = importlib.import_module("omniattn._native")
+    except ImportError:
+        return None
+    import torch
+
+    from ..arrays import from_torch
+
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    ready = found.setup(
+        from_torch.PLAIN, capsule, torch.Tensor.is_neg, torch.Tensor.is_inference, torch.is_grad_enabled,
+        *from_torch.WATCHERS, env.environment, env.FORCE, _fail,
+    )  # fmt: skip
+    return found if ready else None
+
+
+def _fail(call: str, code: int) -> None:
+    from ..runtime.driver_cuda import raise_failure
+
+    raise_failure(call, code)
+
+
+def learn(call: Any, problem: Any, program: Program, repeat: Repeat) -> None:
+    """Have calls like this `engine.Call`, which ``repeat`` has run, run by the module. Asked once for a plan."""
+    global run
+    found = module()
+    if found is None or call.stream is not None or env.forced_kernels() is not None:
+        return
+    if get_driver().name != "cuda":
+        return
+    launches = launches_of(program)
+    if launches is None:
+        return
+    operation = call.operation
+    placed = operation.placed
+    if placed is not None and call.objects[placed[0]] is None:
+        placed = None
+    try:
+        entry = found.Entry(
+            operation, tuple(call.options), call.facts, None if call.cache is None else call.cache.facts, problem,
+            program, tuple(call.objects), repeat.masks, repeat.makers, repeat.workspace, repeat.first,
+            WORKSPACE_ALIGNMENT, launches, placed,
+        )  # fmt: skip
+    except ValueError:  # more arrays, launches or dimensions than the module holds
+        return
+    if found.learn(entry):
+        run = found.run
+
+
+def launches_of(program: Program) -> tuple[tuple[Any, ...], ...] | None:
+    """A program's launches as the module takes them; None for kernels of another driver."""
+    index = {name: i for i, name in enumerate(program.operands)}
+    made = []
+    for record, kernel in zip(program.records, program.kernels, strict=True):
+        function = getattr(kernel, "function", None)
+        if function is None:
+            return None
+        attributes = kernel.attributes(record.cluster, record.overlap)
+        cluster, overlap = (None, False) if attributes is None else attributes
+        # The address is another one at every call; this one is only aligned.
+        maps = tuple(
+            (m.offset, index[m.operand], m.add,
+             kernel.encode_tensor_map(m.dtype, 1 << 20, m.dims, m.strides_bytes, m.box))
+            for m in record.tensor_maps
+        )  # fmt: skip
+        made.append(
+            (function, record.grid, record.threads, record.smem_bytes, cluster, overlap, record.arguments,
+             tuple((p.offset, index[p.operand], p.add) for p in record.pointers), maps)
+        )  # fmt: skip
+    return tuple(made)
+
+
+def clear() -> None:
+    """Forget all calls."""
+    global run
+    run = None
+    if _module is not None:
+        _module.clear()

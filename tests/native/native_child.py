@@ -1,0 +1,221 @@
+"""Runs the C module on fake tensors and a fake driver; started by test_native.py with the module's path and a count."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import random
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.native.native_fakes import Cache, Call, Layout, Tensor, capsule
+
+state = SimpleNamespace(modes=0, transform=None, grad=True, level=SimpleNamespace(_current_level=-1), environment={})
+failures: list[tuple[str, int]] = []
+made: list[Tensor] = []
+OPERATION, LAYOUT = object(), Layout()
+OPTIONS = (None, True, 0.5, (-1, 8), "exact")
+
+
+def fail(call: str, code: int) -> None:
+    failures.append((call, code))
+    raise OSError(call)
+
+
+def maker(like: Any) -> Tensor:
+    made.append(Tensor(0x100010 + 0x1000 * len(made)))
+    return made[-1]
+
+
+def load(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location("omniattn._native", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def use_device(native: Any) -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert driver.cuInit(0) == 0
+    context = ctypes.c_void_p()
+    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert driver.cuCtxPushCurrent_v2(context) == 0
+    assert native.setup(
+        (Tensor,), capsule(), Tensor.is_neg, Tensor.is_inference, lambda: state.grad, lambda: state.modes,
+        lambda: state.transform, state.level, state.environment, "FORCED", fail,
+    )  # fmt: skip
+    return driver
+
+
+def launch(operand: int, add: int = 0, cluster: Any = None, overlap: bool = False, maps: Any = ()) -> tuple[Any, ...]:
+    return 0x99, (3, 1, 1), 64, 16, cluster, overlap, bytes(256), ((0, operand, add),), maps
+
+
+def entry(native: Any, objects: tuple[Any, ...], launches: Any, /, **changes: Any) -> Any:
+    given = {
+        "operation": OPERATION, "options": OPTIONS, "facts": None, "layout": None, "problem": "problem", "keep": None,
+        "objects": objects, "masks": ((0, 15), (1, 1)), "makers": ((0, maker),), "workspace": None, "first": 0,
+        "alignment": 256, "launches": launches, "placed": None, **changes,
+    }  # fmt: skip
+    return native.Entry(*given.values())
+
+
+def check_calls(native: Any) -> None:
+    q, k = Tensor(0x10, (2, 8)), Tensor(0x20, (4, 8))
+    a_map = ((0, 1, 2, b"\1" * 128),)
+    launches = (
+        launch(0, 5), launch(1, overlap=True), launch(3), launch(4, cluster=(2, 1, 1), overlap=True),
+        (0x99, (1, 1, 1), 32, 0, None, True, bytes(128), (), a_map),
+    )  # fmt: skip
+    assert native.learn(entry(native, (q, k, None), launches, workspace=maker))
+
+    def call(objects: Any = (q, k, None), options: Any = OPTIONS, **changes: Any) -> Call:
+        made = Call(OPERATION, objects, options)
+        made.__dict__.update(changes)
+        return made
+
+    usual = call()
+    assert native.run(usual) == [made[-2]], "the result, then the workspace"
+    assert usual.problem == "problem"
+    assert native.run(call((Tensor(0x40, (2, 8)), k, None))) is not None
+    launched = len(made)
+    others: list[Any] = [
+        (q, k), (q, None, None), (k, q, None), (Tensor(0x18), k, None), (q, Tensor(0x21, (4, 8)), None), (1, k, None),
+        *((Tensor(0x10, **change), k, None) for change in (
+            {"bits": 32}, {"code": 0}, {"device": 1}, {"device_type": 1}, {"strides": (16, 1)}, {"error": True},
+            {"negated": True}, {"requires_grad": True}, {"shape": (2, 9)}, {"offset": 8}, {"ndim": 9}, {"ndim": -1},
+        )),
+    ]  # fmt: skip
+    for objects in others:
+        assert native.run(call(objects)) is None, objects
+    for options in (
+        (None, 1, 0.5, (-1, 8), "exact"), (None, True, 0.5, [-1, 8], "exact"), (None, True, 0.5, (-1, 8.0), "exact"),
+        (None, True, 0.5, (-1, 8)), (None, True, 0.25, (-1, 8), "exact"), (None, True, 0.5, (-1, 8), b"exact"), 7,
+    ):  # fmt: skip
+        assert native.run(call(options=options)) is None, options
+    for changes in ({"stream": 3}, {"facts": 1}, {"operation": 1}, {"objects": [q, k, None]}, {"cache": Cache(LAYOUT)}):
+        assert native.run(call(**changes)) is None, changes
+    for name, value in (("modes", 1), ("transform", 0), ("level", 0)):
+        before = getattr(state, name)
+        if name == "level":
+            state.level._current_level = value
+        else:
+            setattr(state, name, value)
+        assert native.run(call()) is None, name
+        state.level._current_level = -1
+        if name != "level":
+            setattr(state, name, before)
+    state.environment["FORCED"] = "x"
+    assert native.run(call()) is None
+    state.environment.clear()
+    assert len(made) == launched, "nothing is made for a call that is left to the engine"
+    state.grad = False
+    assert native.run(call((Tensor(0x10, requires_grad=True), k, None))) is not None
+    state.grad = True
+    # Of two calls with other options each has its own entry; a failure of the driver is raised.
+    bad = ((0x99, (0, 1, 1), 64, 16, None, False, bytes(8), (), ()),)
+    assert native.learn(entry(native, (q, k, None), bad, options=(1,)))
+    with pytest.raises(OSError, match="cuLaunchKernel"):
+        native.run(call(options=(1,)))
+    assert failures == [("cuLaunchKernel", 1)]
+    native.clear()
+    assert native.run(call()) is None
+
+
+def check_caches_and_given(native: Any) -> None:
+    q, out = Tensor(0x10), Tensor(0x60)
+    assert native.learn(entry(native, (q,), (launch(2),), layout=LAYOUT, masks=()))
+    assert native.run(Call(OPERATION, (q,), OPTIONS, cache=Cache(LAYOUT))) is not None
+    for cache in (None, Cache(Layout()), Cache(LAYOUT, plain=False)):
+        assert native.run(Call(OPERATION, (q,), OPTIONS, cache=cache)) is None
+    assert native.learn(entry(native, (q, out), (launch(2),), makers=((1, None),), placed=(0, 32)))
+    assert native.run(Call(OPERATION, (q, out), OPTIONS)) == [out]
+    for objects in (
+        (q, Tensor(0x60, inference=True)), (q, Tensor(0x10)), (Tensor(0x20), out), (Tensor(0x40), out),
+    ):  # fmt: skip
+        assert native.run(Call(OPERATION, objects, OPTIONS)) is None
+    for changes in (
+        {"masks": ((9, 1),)}, {"makers": ((7, None),)}, {"first": 3}, {"alignment": 3}, {"placed": (5, 16)},
+        {"placed": (0, 0)}, {"objects": (1, 2)}, {"launches": (launch(64),)}, {"launches": (launch(0),) * 9},
+        {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(8), ((1, 0, 0),), ()),)},
+        {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(5000), (), ()),)},
+        {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(128), (), ((0, 0, 0, b"short"),)),)}, {"masks": (3,)},
+    ):  # fmt: skip
+        try:
+            entry(native, (q, out), (), **changes)
+        except ValueError:
+            continue
+        raise AssertionError(changes)
+    native.clear()
+
+
+def fuzz(native: Any, count: int) -> None:
+    """Calls that are wrong in every way that a caller can make them; no crash, and no memory lost."""
+    rng = random.Random(7)
+    q = Tensor(0x10)
+    good = Call(OPERATION, (q, q, None), OPTIONS)
+    assert native.learn(entry(native, good.objects, (launch(0), launch(3, overlap=True))))
+    odd: list[Any] = [
+        None, 0, -1, 1.5, "text", b"", (), [], {}, object(), float("nan"), 1 << 80, type, (None,) * 30, ((((),),),),
+    ]  # fmt: skip
+
+    def tensor() -> Any:
+        if rng.random() < 0.2:
+            return rng.choice(odd)
+        shape = tuple(rng.randrange(-2, 9) for _ in range(rng.randrange(9)))
+        changes = {"bits": rng.randrange(256), "device": rng.randrange(-1, 3), "device_type": rng.randrange(4)}
+        changes["ndim"] = rng.choice([len(shape), len(shape), -1, 9, 1 << 30])
+        changes["error"], changes["negated"] = rng.random() < 0.1, rng.random() < 0.1
+        return Tensor(rng.randrange(1 << 48), shape, **(changes if rng.random() < 0.5 else {"offset": 1 << 60}))
+
+    def pages() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1])
+
+    before = pages()
+    for i in range(count):
+        if i == count // 4:
+            before = pages()
+        made.clear()
+        objects: Any = tuple(tensor() for _ in range(rng.randrange(5))) if rng.random() < 0.9 else rng.choice(odd)
+        changes = {rng.choice(["facts", "cache", "stream", "options", "operation"]): rng.choice(odd)}
+        call = Call(OPERATION, objects, OPTIONS)
+        call.__dict__.update(changes if rng.random() < 0.5 else {})
+        what = rng.random()
+        if what < 0.1:
+            assert native.run(good) is not None
+        elif what < 0.8:
+            try:
+                native.run(call)
+            except AttributeError:
+                assert call.cache is not None, "only what is no cache lacks its attributes"
+        elif what < 0.9:
+            try:
+                native.run(rng.choice(odd))
+            except AttributeError:
+                continue
+        else:
+            given = [rng.choice(odd) for _ in range(rng.choice([0, 5, 14, 14, 14, 15]))]
+            try:
+                native.Entry(*given)
+            except (TypeError, ValueError, OverflowError):
+                continue
+    if "LD_PRELOAD" not in os.environ:  # a sanitizer keeps what is freed for a while
+        assert pages() - before < 512, "memory grows"
+    native.clear()
+
+
+if __name__ == "__main__":
+    module = load(sys.argv[1])
+    assert module.run(Call(OPERATION, (), ())) is None
+    use_device(module)
+    check_calls(module)
+    check_caches_and_given(module)
+    fuzz(module, int(sys.argv[2]))
+    print("done", *module.counts())

@@ -1,0 +1,173 @@
+"""The C module `omniattn._native`, compiled here: on fake tensors, with a stand-in for libcuda, and against torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import omniattn as oa
+from build_tools import native as build_native
+from omniattn.plan import native
+from omniattn.registry import REGISTRY
+from omniattn.runtime.record import LaunchRecord, Pointer, TensorMap
+from tests.unit.launch_fakes import program_of
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = build_native.compiler()
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs Linux, a C compiler and Python's headers")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where libcuda's stand-in and the module lie."""
+    assert COMPILER is not None
+    made = tmp_path_factory.mktemp("native")
+    source = ROOT / "tests/unit/test_runtime_fake_libcuda.c"
+    command = [*COMPILER, "-shared", "-fPIC", "-O1", "-o", str(made / "libcuda.so.1"), str(source), "-ldl"]
+    subprocess.run(command, check=True, timeout=60)
+    build_native.build(ROOT, made / build_native.NAME)
+    return made
+
+
+def run_child(folder: Path, module: Path, count: int, **variables: str) -> tuple[str, list[str]]:
+    """Standard output, and the launches."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMNIATTN_")}
+    environment |= {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **variables}
+    command = [sys.executable, str(ROOT / "tests/native/native_child.py"), str(module), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout, [line for line in done.stderr.splitlines() if line.startswith("launch")]
+
+
+@needs_compiler
+def test_launches(folder: Path) -> None:
+    """Addresses, the workspace, attributes and moved tensor maps, as the driver gets them."""
+    out, launches = run_child(folder, folder / build_native.NAME, 0, FAKE_CUDA_TRACE="1")
+    assert out.startswith("done")
+    shape = "3,1,1 x 64 smem 16 stream 0x51"
+    assert launches[:5] == [
+        f"launch {shape} param {0x10 + 5} on 0",
+        f"launchex {shape} attribute 6 = 1 param {0x20} on 0",
+        f"launch {shape} param {0x100010} on 0",
+        f"launchex {shape} attribute 6 = 1 attribute 4 cluster 2,1,1 param {0x101100} on 0",
+        f"launchex 1,1,1 x 32 smem 0 stream 0x51 attribute 6 = 1 param {0x20 + 2} on 0",
+    ]
+    assert launches[5] == f"launch {shape} param {0x40 + 5} on 0"
+
+
+@needs_compiler
+def test_wrong_calls_neither_crash_nor_leak(folder: Path) -> None:
+    out, _ = run_child(folder, folder / build_native.NAME, int(os.environ.get("OMNIATTN_FUZZ", "20000")))
+    assert out.startswith("done")
+
+
+@needs_compiler
+def test_sanitizers(folder: Path) -> None:
+    assert COMPILER is not None
+    runtime = [
+        subprocess.run([*COMPILER, f"-print-file-name=lib{x}.so"], capture_output=True, text=True).stdout.strip()
+        for x in ("asan", "ubsan")
+    ]
+    if not all(Path(x).is_absolute() and Path(x).exists() for x in runtime):
+        pytest.skip("the compiler has no sanitizers")
+    module = build_native.build(ROOT, folder / "sanitized.abi3.so", SANITIZERS)
+    out, _ = run_child(
+        folder, module, 3000, LD_PRELOAD=" ".join(runtime), ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc"
+    )
+    assert out.startswith("done")
+
+
+@needs_compiler
+@pytest.mark.frameworks
+def test_torch_tensors_are_read(folder: Path) -> None:
+    """torch's own table reads its tensors; those on the CPU are left to the engine."""
+    code = f"""
+import torch
+from tests.native import native_child as child
+from tests.native.native_fakes import Call
+native = child.load({str(folder / build_native.NAME)!r})
+capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+assert capsule is not None
+T = torch.Tensor
+assert native.setup((T,), capsule, T.is_neg, T.is_inference, torch.is_grad_enabled, lambda: 0, lambda: None,
+                    child.state.level, {{}}, b"x", child.fail)
+x = torch.zeros(2, 8)
+for t in (x, x.to_sparse(), x.to("meta"), x.clone().requires_grad_(), torch.nn.Parameter(x), x.to(torch.complex64)):
+    assert native.run(Call(1, (t, t), ())) is None
+    try:
+        child.entry(native, (t,), ())
+    except ValueError as error:
+        assert "not plain" in str(error)
+    else:
+        raise AssertionError("an entry of an array that is not on a GPU")
+print("done")
+"""
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has no exchange table")
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_a_program_as_the_module_takes_it() -> None:
+    spec = REGISTRY[0]
+    tensor_map = TensorMap("k", 2, "float16", (8, 8), (16,), (64, 1), 128)
+    record = LaunchRecord(spec, (3, 2, 1), 64, bytes(256), (Pointer(8, "o", 4),), (tensor_map,), (2, 1, 1), True)
+    program, (kernel,) = program_of([record], ("q", "k", "o"))
+    assert native.launches_of(program) is None, "kernels without a handle are launched by Python"
+    kernel.function = 0x99  # type: ignore[attr-defined]
+    made = native.launches_of(program)
+    assert made is not None
+    ((function, grid, threads, smem, cluster, overlap, data, places, ((*place, tensor_map_bytes),)),) = made
+    assert (function, grid, threads, smem) == (0x99, (3, 2, 1), 64, spec.smem_bytes)
+    assert (cluster, overlap, data, places) == ((2, 1, 1), True, bytes(256), ((8, 2, 4),))
+    assert (place, len(tensor_map_bytes)) == ([128, 1, 2], 128)
+    assert kernel.maps[0] == ("float16", 1 << 20, (8, 8), (16,), (64, 1))
+
+
+def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> Any:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(native, "_is_asked", False)
+    monkeypatch.setattr(native, "_module", None)
+    monkeypatch.setattr(native, "importlib", SimpleNamespace(import_module=refused))
+    monkeypatch.setenv("OMNIATTN_NATIVE", "0")
+    assert native.module() is None
+    monkeypatch.setattr(native, "_is_asked", False)
+    monkeypatch.delenv("OMNIATTN_NATIVE")
+    with pytest.raises(AssertionError, match="_native"):
+        native.module()
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="C compiler"):
+        build_native.build(ROOT, tmp_path / "x.so")
+
+
+def test_the_engine_asks_the_module_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = np.ones((1, 2, 1, 8), np.float32)
+    seen: list[Any] = []
+
+    def run(call: Any) -> list[Any] | None:
+        seen.append(call)
+        return None if len(seen) > 1 else ["made by the module"]
+
+    monkeypatch.setattr(native, "run", run)
+    assert oa.attention(q, q, q) == "made by the module"
+    np.testing.assert_array_equal(oa.attention(q, q, q), q)
+    assert [call.operation.name for call in seen] == ["attention"] * 2
+    native.clear()
+    assert native.run is None
