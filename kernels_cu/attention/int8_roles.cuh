@@ -237,9 +237,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
         // Rows behind the sequence, or (unsigned) before row 0, are zeros: a scale that never needs the slow path.
         if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
-        if constexpr (Config::kBlockScales)
-            return block_scale(q_block_scales(params_.operands, params_.scales, t), params_.scales.q_stride_block,
-                               uint32(warp_row) / kBlockRows);
+        if constexpr (Config::kBlockScales) return q_block_scale(params_.operands, params_.scales, t, warp_row);
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.operands.q_scale[head * params_.operands.q_scale_stride_h +
                                         first_block<Config>(t, t.q_begin) * 64 + (warp_row >> 4) * 8 + (lane_ >> 2)];
@@ -300,7 +298,8 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     // Of the step's tile n.
     OA_DEVICE float scale_of_keys(int32 n) const {
         if constexpr (Config::kBlockScales)
-            return block_scale(k_scales_, params_.scales.k_stride_block, uint32(n) / (kBlockRows / Config::kBlockN));
+            return block_scale(k_scales_, params_.scales.k_stride_block, params_.scales.k_blocks,
+                               uint32(n) / (kBlockRows / Config::kBlockN));
         return load_shared_float(k_scale_ + 16 * inner_at_.stage);
     }
     // Tiles of keys between two flushes. first, end: the tiles that these queries look at.

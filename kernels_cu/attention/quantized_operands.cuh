@@ -42,12 +42,20 @@ OA_DEVICE const float* k_block_scales(const QuantizedOperands& x, const BlockSca
                                       int32 kv_head) {
     return block_scales(x.k_scale, s.k_stride_b, s.k_stride_h, s.k_stride_block, s.by_slot, t, kv_head, t.k_begin);
 }
-// Of a block of rows. A loop asks once in a step, with few instructions; and where it asks, because elsewhere the
-// compiler would place the chain between two products.
-OA_DEVICE float block_scale(const float* scales, int64 stride_block, uint32 block) {
+// Of a block of rows; the last one there is for rows behind it. A loop asks once in a step, with few instructions; and
+// where it asks, because elsewhere the compiler would place the chain between two products.
+OA_DEVICE float block_scale(const float* scales, int64 stride_block, int32 blocks, uint32 block) {
     float scale;
+    block = min_of(block, uint32(blocks) - 1);
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(scale) : "l"(scales + uint64(block) * uint32(stride_block)));
     return scale;
+}
+// Of a query's row. Where a sequence is longer than its scales (max_seqlen below the longest one): not a number, rather
+// than one that means nothing.
+OA_DEVICE float q_block_scale(const QuantizedOperands& x, const BlockScales& s, const FwdTile& t, int32 row) {
+    if (t.seqlen_q > int64(s.q_blocks) * kBlockRows || t.seqlen_k > int64(s.k_blocks) * kBlockRows)
+        return __int_as_float(0x7fffffff);
+    return block_scale(q_block_scales(x, s, t), s.q_stride_block, s.q_blocks, uint32(row) / kBlockRows);
 }
 
 // Base of a kernel's class: integers have no BlockScales, and no member for them.

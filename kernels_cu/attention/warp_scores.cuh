@@ -1,5 +1,4 @@
-// Products on mma.sync that are the first of a sum or come behind it; of Q and K by what a score is, 32 bytes of k
-// each.
+// Products on mma.sync, the first of a sum or behind it; of Q and K by what a score is, 32 bytes of k each.
 #pragma once
 #include "attention/warp_softmax.cuh"
 #include "ptx/mma_sync.cuh"

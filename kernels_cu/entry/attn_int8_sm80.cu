@@ -216,8 +216,7 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
         q_scale_ = 1.0f;
         if (warp_row_ + (lane_ >> 2) < t_.seqlen_q) {
             if constexpr (Config::kFloatQk) {
-                q_scale_ = block_scale(q_block_scales(x_, scales_, t_), scales_.q_stride_block,
-                                       uint32(warp_row_) / kBlockRows);
+                q_scale_ = q_block_scale(x_, scales_, t_, warp_row_);
             } else {
                 q_scale_ = q_scales(p_, x_, t_, warp_row_)[lane_ >> 2];
             }
@@ -241,8 +240,9 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
     template <int kPart, typename Multiply>
     OA_DEVICE void softmax(Integers (&s)[Config::kMTiles], int32 n, bool edges, Multiply multiply_before) {
         int32 n0 = n * Config::kBlockN + kPart * Config::kPartKeys;
-        float k_scale = Config::kFloatQk ? block_scale(smem_.facts.k_scale, scales_.k_stride_block, uint32(n) / 2)
-                                         : smem_.k_scale[n & 1][lane_ & 3];
+        float k_scale = Config::kFloatQk
+                            ? block_scale(smem_.facts.k_scale, scales_.k_stride_block, scales_.k_blocks, uint32(n) / 2)
+                            : smem_.k_scale[n & 1][lane_ & 3];
         if constexpr (!Config::kFloatScores) {
             float c = q_scale_ * k_scale * (p_.softmax_scale * kLog2e);
             if constexpr (!Config::kFloatQk) c = scale_without_rounding(c);

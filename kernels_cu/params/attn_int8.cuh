@@ -25,6 +25,7 @@ struct BlockScales {
     int32 row_bytes;  // of q and k that are there; those behind them, up to head_dim_pad, count as zeros
     int64 q_stride_b, q_stride_h, q_stride_block;
     int64 k_stride_b, k_stride_h, k_stride_block;
+    int32 q_blocks, k_blocks;  // blocks that a sequence has scales for
     const uint8* drift;  // of V, for 128 keys (attention/flush_rule.cuh); null: unknown
     int64 drift_stride_h;
 };

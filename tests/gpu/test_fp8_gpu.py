@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
+from omniattn import testing  # noqa: E402
 from omniattn.errors import DtypeError  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.select.choice import VARIABLE  # noqa: E402
@@ -202,6 +203,22 @@ def test_packed_arrays() -> None:
         _compare([q, k, v], **starts, max_seqlen_q=200, max_seqlen_k=280, **_factors(kind, 4, 2, 3))
 
 
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_sequences_longer_than_their_factors_are_nan(family: str) -> None:
+    """A max_seqlen below the longest sequence: nothing is read behind the factors, and nothing is made up."""
+    q, k, v = (
+        x[0].to(E4M3).cuda() for x in inputs(batch=1, seqlen_q=400, seqlen_k=400, heads_q=2, heads_kv=2, head_dim=64)
+    )
+    starts = torch.tensor([0, 100, 400], dtype=torch.int32, device="cuda")
+    for name, heads in (("descale_q", 2), ("descale_k", 2)):
+        o = oa.attention_varlen(
+            q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=128, max_seqlen_k=128,
+            **{name: torch.ones(2, heads, 1, device="cuda")},
+        )  # fmt: skip
+        assert o[100:].isnan().all()
+        assert not o[:100].isnan().any()
+
+
 def test_views_of_e4m3_are_read_where_they_are() -> None:
     """q, k and v of one projection: strides, no copies; the results are those of copies."""
     packed = torch.randn(2, 200, 3, 4, 128, device="cuda").to(E4M3)
@@ -236,3 +253,27 @@ def _relative_error(keys: int) -> float:
 
 def test_long_sums_of_one_sign() -> None:
     assert _relative_error(131072) <= 1.2 * _relative_error(4096)
+
+
+# --- Accuracy --------------------------------------------------------------------------------------------------------
+
+#: Root mean square error of FlashAttention-3's FP8 forward on outliers (Shah et al. 2024, table 3).
+_PUBLISHED_RMSE = 9.1e-3
+
+
+def _rmse(precision: oa.Fp8, head_dim: int) -> float:
+    q, k, v = (
+        torch.from_numpy(x).double()
+        for x in testing.make_qkv("outlier", seqlen_q=2048, seqlen_k=2048, heads_q=4, head_dim=head_dim, seed=0)
+    )
+    p = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * head_dim**-0.5, dim=-1)
+    want = torch.einsum("bhqk,bkhd->bqhd", p, v)
+    o = oa.attention(*(x.half().cuda() for x in (q, k, v)), precision=precision).cpu().double()
+    return float((o - want).square().mean().sqrt())
+
+
+def test_rmse_on_outliers_is_below_the_published_one() -> None:
+    best = _rmse(oa.Fp8(), 128)
+    assert best <= _PUBLISHED_RMSE
+    assert best < 0.75 * _rmse(oa.Fp8(hadamard=False), 128)
+    assert _rmse(oa.Fp8(), 64) <= 1.6e-2

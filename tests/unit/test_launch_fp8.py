@@ -113,6 +113,7 @@ def test_factors_are_read_where_they_are(kind: str, target: Target) -> None:
         assert tuple(found[f"scales.k_stride_{x}"] for x in ("b", "h", "block")) == of_k
         assert (found["scales.by_slot"], found["scales.row_bytes"]) == (0, 128)
         assert found["scales.q_heads"] == (2 if kind == "per_head" else 1)
+        assert (found["scales.q_blocks"], found["scales.k_blocks"]) == ((3, 4) if kind == "per_block" else (2**24,) * 2)
         made = fields_of_record(launches.records[-2], LAYOUT_FP8)
         assert made["descale"] == (At("descale_v") if given else None)
         assert found["scales.drift"] == made["drift"]

@@ -8,6 +8,9 @@ from ..problems import AttentionProblem, Descales, QuantizeProblem
 from ..problems.quantize import BLOCK_ROWS, Strides3, carve, operand_strides
 from .structs import At
 
+#: Blocks of scales, where there is one for every row that a sequence can have.
+_UNLIMITED = 2**24
+
 
 @dataclass(frozen=True)
 class OperandPlaces:
@@ -27,6 +30,8 @@ class OperandPlaces:
         Channels of a row of q and k that there are; those behind them, up to the tile's, are zeros.
     descales : Descales, optional
         Of e4m3 operands of the caller: how the scales lie. None: as `problem` says.
+    longest : (int, int)
+        With descales: rows of the longest sequence of queries and of keys.
     """
 
     problem: QuantizeProblem
@@ -35,6 +40,7 @@ class OperandPlaces:
     strides: tuple[Strides3, Strides3]
     width: int
     descales: Descales | None = None
+    longest: tuple[int, int] = (0, 0)
 
     def values(self) -> dict[str, object]:
         """The fields of QuantizedOperands."""
@@ -61,13 +67,17 @@ class OperandPlaces:
         by_slot = int(p.varlen and given is None)
         values: dict[str, object] = {"by_slot": by_slot, "q_heads": shared, "row_bytes": self.width}
         for name, rows, heads in (("q", p.rows_q, p.heads_q), ("k", p.rows_k, p.heads_kv)):
-            steps = (0, 0, 0)
+            steps, blocks = (0, 0, 0), _UNLIMITED
             if given is not None:
-                steps = (given.q if name == "q" else given.k).strides
+                own, longest = (given.q, self.longest[0]) if name == "q" else (given.k, self.longest[1])
+                # As many as the longest sequence is said to have.
+                blocks = -(-longest // BLOCK_ROWS) if own.granularity == "per_block" else _UNLIMITED
+                steps = own.strides if blocks else (0, 0, 0)
             elif p.e4m3:
-                blocks = p.slots(rows, BLOCK_ROWS)
-                steps = (0 if p.varlen else heads * blocks, blocks, 1)
+                count = p.slots(rows, BLOCK_ROWS)
+                steps = (0 if p.varlen else heads * count, count, 1)
             values |= dict(zip((f"{name}_stride_b", f"{name}_stride_h", f"{name}_stride_block"), steps, strict=True))
+            values[f"{name}_blocks"] = blocks
         drift = self.at.get("drift")
         return values | {"drift": drift, "drift_stride_h": p.slots(p.rows_k, BLOCK_ROWS)}
 
@@ -86,17 +96,20 @@ def given(problem: QuantizeProblem) -> OperandPlaces:
 def in_e4m3(problem: AttentionProblem, values: QuantizeProblem, at: dict[str, At]) -> OperandPlaces:
     """Q and K as they are, in e4m3, with the caller's scales; ``at``: where v is, transposed, and its scales.
 
-    values : `values_problem` of the call.
+    values: what describes them.
     """
     assert problem.strides is not None
     assert problem.descales is not None
     descales = problem.descales
     places = {"q_int": At("q"), "k_int": At("k"), **at}
-    for name, of in (("q_scale", descales.q), ("k_scale", descales.k)):
-        if of.granularity != "none":
+    longest = problem.mask_extent
+    for name, of, rows in (("q_scale", descales.q, longest[0]), ("k_scale", descales.k, longest[1])):
+        if of.granularity in ("scalar", "per_head") or (of.granularity == "per_block" and rows):
             places[name] = At(f"descale_{name[0]}")
     starts = (At("cu_seqlens_q"), At("cu_seqlens_k"))
-    return OperandPlaces(values, places, starts, (problem.strides.q, problem.strides.k), problem.head_dim, descales)
+    return OperandPlaces(
+        values, places, starts, (problem.strides.q, problem.strides.k), problem.head_dim, descales, longest
+    )
 
 
 def in_workspace(problem: QuantizeProblem) -> tuple[dict[str, At], int]:

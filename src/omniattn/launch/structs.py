@@ -239,7 +239,7 @@ BLOCK_SCALES = HostStruct(
     "BlockScales",
     "params/attn_int8.cuh",
     "H by_slot q_heads; i row_bytes; q q_stride_b q_stride_h q_stride_block k_stride_b k_stride_h k_stride_block;"
-    "P drift; q drift_stride_h",
+    "i q_blocks k_blocks; P drift; q drift_stride_h",
 )
 
 ATTN_INT8_SM80 = HostStruct(
@@ -253,7 +253,7 @@ ATTN_INT8_SM90 = HostStruct(
     "params/attn_int8.cuh",
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')}",
-    tail=48,
+    tail=40,
 )
 
 ATTN_INT8_FORMS_SM90 = HostStruct(
@@ -262,7 +262,7 @@ ATTN_INT8_FORMS_SM90 = HostStruct(
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys reserved;"
     f"{BLOCK_SCALES.inside('scales')}",
-    tail=56,
+    tail=48,
 )
 
 QUANTIZE = HostStruct(

@@ -182,7 +182,7 @@ def _attn_int8_forms_sm90(
         smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + sums_bytes + barriers_bytes,
         features=frozenset({"score_mods", "smooth_q"} | ({"lse"} if kind.endswith("_lse") else set())),
         # Scales of e4m3 come from global memory, at addresses of their own.
-        allowed_spill_bytes=tile.spills + 64 * (qk == "fp8"),
+        allowed_spill_bytes=tile.spills + 96 * (qk == "fp8"),
     )
 
 
@@ -253,7 +253,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
         min_arch=(8, 9) if fp8 else (8, 0),
         prebuild=prebuild,
         # Mostly what only masked tiles need; and e4m3 products on Hopper, which are made of others there.
-        allowed_spill_bytes={64: 32, 128: 100, 256: 192}[tile.head_dim] if qk != "fp8" else 272,
+        allowed_spill_bytes={64: 32, 128: 100, 256: 192}[tile.head_dim] if qk != "fp8" else 320,
         features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
         qk=qk,
         pv=pv,
@@ -380,7 +380,7 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
         features=frozenset({"e4m3", "hadamard"}) if variant.rotated else frozenset(),
         specialization=variant.specialization,
         # Two CTAs an SM would need none: measured 5 to 10 % slower.
-        allowed_spill_bytes=variant.spills if head_dim < 256 else 64,
+        allowed_spill_bytes=variant.spills if head_dim < 256 or variant.rotated else 64,
     )
 
 
