@@ -31,8 +31,9 @@ FORMAT = 1
 #: oracle; and the version, because a release of tested code is tested code.
 UNWATCHED: tuple[str, ...] = ("cli", "bench", "testing", "reference", "version.py")
 
-#: Files whose tests need more than the one GPU that writes a record. All others have to run.
-MAY_SKIP: tuple[str, ...] = ("tests/gpu/test_several_gpus.py",)
+#: Files whose tests need more than the one GPU that writes a record, or the C module, which is optional: the record is
+#: of runs without it. All others have to run.
+MAY_SKIP: tuple[str, ...] = ("tests/gpu/test_several_gpus.py", "tests/gpu/test_native_gpu.py")
 
 _PACKAGES = ("omniattn", "numpy", "cuda-bindings", "torch", "cupy", "jax", "pytest")
 _OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
