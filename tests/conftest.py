@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from build_tools.record import Recorder
+from build_tools.record import RECORD, ROOT, Recorder
 from tests.skips import SkipRule, asks_for
 
 
@@ -39,9 +40,25 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
     if asks_for(config, "gpu"):
+        if hasattr(config.option, "loadscopereorder"):  # by the number of tests, which says little
+            config.option.loadscopereorder = False
         config.pluginmanager.register(Recorder(config, config.getoption("--record-out")), "gpu-recorder")
     else:
         config.pluginmanager.register(SkipRule(asked_for=asks_for(config, "frameworks")), "skip-rule")
+
+
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Sort by files, those first that took longest when the record was written: a process runs a file as a whole."""
+    try:
+        tests = json.loads((ROOT / RECORD).read_text(encoding="utf-8"))["tests"]
+    except (OSError, ValueError, KeyError):
+        return
+    seconds: dict[str, float] = {}
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        _, duration = tests.get(item.nodeid, ("", 0.2))  # one that is not in the record
+        seconds[file] = seconds.get(file, 0.0) + duration
+    items.sort(key=lambda item: -seconds[item.nodeid.partition("::")[0]])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,6 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ``-m gpu`` on such a machine does run them, and they fail: asked-for tests never pass by not running.
     """
     if asks_for(config, "gpu"):
+        _longest_first(items)
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
