@@ -120,7 +120,11 @@ def test_row(
     asked: set[str] = set()
     # delta_s is computed from what the quantizer of this dtype and head_dim has made, and attention from both.
     wants, may_want = {name}, set()
-    if spec.op == "quantize_delta" or spec.quantized:
+    if spec.qk == "fp8":  # V by the general quantizer, Q and K by one of two, or all by the caller
+        may_want |= {_for_anything("quantize", spec).name, _for_anything("quantize_fp8", spec).name}
+        may_want |= {s.name for s in REGISTRY if s.op == "layout_fp8"}
+        may_want |= {s.name for s in REGISTRY if s.name.endswith("_rotated") and s.dtype == spec.dtype}
+    elif spec.op == "quantize_delta" or spec.quantized:
         wants.add(_for_anything("quantize", spec).name)
     if spec.quantized:
         may_want.add(_for_anything("quantize_delta", spec).name)
@@ -139,7 +143,7 @@ def test_row(
 
     PLANS.clear()
     monkeypatch.setattr(runtime, "load", load)
-    if spec.specialization is None and spec.op not in MASK_OPS:
+    if spec.specialization is None and spec.op not in (*MASK_OPS, "layout_fp8"):
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", ",".join(sorted(wants | may_want)))
     else:  # only attention starts these
         assert not run_row(TorchFramework(), spec).failures
@@ -152,8 +156,9 @@ def test_row(
             run_case(torch, case, operation_of(spec), spec.dtype, spec.head_dim, spec)
             ran += 1
         except ArgumentError as error:
-            # Of low precision a row takes what it was compiled for.
-            if (spec.quantized, error.argument) != (True, "OMNIATTN_FORCE_KERNEL"):
+            # Of low precision a row takes what it was compiled for, and so do quantizers.
+            of_its_own = spec.quantized or spec.op == "quantize"
+            if (of_its_own, error.argument) != (True, "OMNIATTN_FORCE_KERNEL"):
                 raise
     assert ran >= 1
     assert asked - may_want == wants

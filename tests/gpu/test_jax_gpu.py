@@ -337,7 +337,7 @@ def test_shard_map(jax: Any) -> None:
 
 def test_float32_is_for_the_cpu(jax: Any) -> None:
     q, k, v = _qkv(jax, dtype="float32")
-    with pytest.raises(oa.errors.DtypeError, match="float16 or bfloat16 on cuda"):
+    with pytest.raises(oa.errors.DtypeError, match="float16 or bfloat16 or float8_e4m3fn on cuda"):
         jax.jit(oa.attention)(q, k, v)
     on_cpu = [jax.device_put(x, jax.devices("cpu")[0]) for x in (q, k, v)]
     _same(jax.jit(oa.attention)(*on_cpu), oa.attention(*on_cpu))

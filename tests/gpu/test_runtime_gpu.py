@@ -229,7 +229,10 @@ def test_both_drivers_give_the_same_bits(tmp_path: Path) -> None:
     assert reports["alone"]["compiler"] == "CuPy"
     bits = {name: dict(np.load(file)) for name, file in files.items()}
     operations = {label.split()[0].removeprefix("quantized_") for label in bits["cuda"]}
-    elsewhere = {"attention_split", "attention_combine", "decode_combine", "copy_blocks", *MASK_OPS, *BACKWARD_OPS}
+    elsewhere = {
+        "attention_split", "attention_combine", "layout_fp8", "decode_combine", "copy_blocks", *MASK_OPS,
+        *BACKWARD_OPS,
+    }  # fmt: skip
     assert operations == {spec.op for spec in REGISTRY} - elsewhere
     assert bits["cuda"].keys() == bits["cupy"].keys() == bits["alone"].keys()
     for label, expected in bits["cuda"].items():
@@ -381,5 +384,5 @@ def test_dtypes_without_a_gpu_kernel(dtype: str) -> None:
     x = torch.zeros(1, 16, 2, 64, device="cuda", dtype=getattr(torch, dtype))
     with pytest.raises(oa.errors.DtypeError) as caught:
         oa.attention(x, x, x)
-    expected = f"attention(): argument 'q': expected float16 or bfloat16 on cuda, received {dtype}"
+    expected = f"attention(): argument 'q': expected float16 or bfloat16 or float8_e4m3fn on cuda, received {dtype}"
     assert str(caught.value) == expected

@@ -27,8 +27,10 @@ _FLOPS, _MEMORY, _L2 = 800e6, 4.3e6, 6.0e6
 _SM_SHARE = 1.25
 #: To begin and end a tile; a launch; the second launch; partial results, written and read.
 _ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
-#: What a split has to gain by the model: it is no better than a tenth.
-_GAIN = 0.9
+#: What a split has to gain by the model: it is no better than a tenth. On mma.sync it was measured for many keys only.
+_GAIN, _SYNC_GAIN = 0.9, 0.8
+#: There: the fewest keys, and keys for each query.
+_SYNC_KEYS, _SYNC_RATIO = 1024, 4
 #: Tiles an SM, from which on a call without split keeps the GPU busy.
 _BUSY = 4
 #: What offsets of partial results are counted in.
@@ -213,11 +215,16 @@ def select_split(
             return None
     rows = _ROWS(REGISTRY, ("attention_split", problem.dtype)) if chosen is None else (chosen.spec,)
     fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
+    typical = _of_equal_lengths(problem)
+    if chosen is None:
+        # Where the kernel of every GPU was chosen, or forced, so it is here.
+        worth = typical.seqlen_k >= max(_SYNC_KEYS, _SYNC_RATIO * typical.seqlen_q)
+        own = unsplit.spec.arch_specific
+        fitting = [spec for spec in fitting if (own if spec.arch_specific else worth)]
     if not fitting:
         return None
     # A kernel made for this very architecture, the narrowest tile, nothing that is not needed.
     kinds = [(not spec.arch_specific, spec.head_dim, len(spec.features)) for spec in fitting]
-    typical = _of_equal_lengths(problem)
     ways = [
         (*best, spec)
         for spec, kind in zip(fitting, kinds, strict=True)
@@ -227,7 +234,8 @@ def select_split(
         return None
     time, split, spec = min(ways, key=lambda way: way[0])
     whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else 0.0
-    if chosen is None and time >= _GAIN * whole:
+    gain, fewest = (_GAIN, 1) if spec.arch_specific else (_SYNC_GAIN, 2)
+    if chosen is None and (time >= gain * whole or split.num_splits < fewest):
         return None
     why = (
         f"{problem.dtype}, {problem.head_dims} in a tile of {spec.head_dim}",
