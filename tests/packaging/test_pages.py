@@ -261,7 +261,7 @@ def test_results_are_of_the_commands_that_the_page_names() -> None:
         assert report["command"].removesuffix(" --json") == named.removesuffix(" --json")
 
 
-@pytest.mark.frameworks  # some of the scripts import torch
+@pytest.mark.frameworks  # some of the scripts import torch or JAX
 @pytest.mark.parametrize("name", page_tables.SOURCES)
 def test_commands_of_results_can_be_run(name: str, tmp_path: Path) -> None:
     """Every command is parsed by its program, or stands word by word in the help of a script."""
@@ -278,8 +278,9 @@ def test_commands_of_results_can_be_run(name: str, tmp_path: Path) -> None:
         assert (ROOT / "tests/gpu/accuracy_table.py").is_file()
         return
     sources = [(ROOT / word).read_text(encoding="utf-8") for word in command if word.endswith(".py")]
-    if any(re.search(r"^import torch$", source, re.MULTILINE) for source in sources):
-        pytest.importorskip("torch")
+    for framework in ("torch", "jax"):
+        if any(re.search(rf"^import {framework}$", source, re.MULTILINE) for source in sources):
+            pytest.importorskip(framework)
     shown = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert [word for word in command if word.startswith("--") and word not in shown.stdout] == []
