@@ -5,10 +5,7 @@ What ptxas makes of them for those GPUs themselves (registers, spills) is checke
 
 from __future__ import annotations
 
-import multiprocessing
-import re
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 
@@ -21,7 +18,6 @@ from omniattn.registry import REGISTRY, KernelSpec, by_name  # noqa: E402
 from omniattn.registry.spec import IO_TYPES  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.arch import Arch  # noqa: E402
-from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
 from omniattn.testing.cases import operation_of  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
@@ -30,6 +26,7 @@ from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
 from omniattn.testing.rows import run_row  # noqa: E402
 
 from .kernel_cases import cases, run_case  # noqa: E402
+from .ptx_rows import Key, compile_rows, is_for, load_rows  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -51,40 +48,17 @@ ROWS = [
     and not (spec.quantized and target == "compute_89" and spec.min_arch < (8, 9))
 ]
 
-Key = tuple[str, str]
-
 
 @pytest.fixture(scope="module")
 def ptx() -> dict[Key, str]:
     """PTX of every (row, target)."""
-    context = multiprocessing.get_context("spawn")  # this process has used CUDA
-    with ProcessPoolExecutor(8, mp_context=context) as pool:
-        jobs = {key: pool.submit(compile_spec, by_name(key[0]), key[1]) for key in ROWS}
-        results = {key: job.result() for key, job in jobs.items()}
-    assert all(result.ptx for result in results.values())
-    return {key: result.cubin.decode().rstrip("\0") for key, result in results.items()}
-
-
-def _without_target(text: str) -> str:
-    """PTX without the line that names its target; equal texts are the same code."""
-    body, count = re.subn(r"^\.target .*$", "", text, flags=re.MULTILINE)
-    assert count == 1
-    return body
+    return compile_rows(ROWS)
 
 
 @pytest.fixture(scope="module")
 def kernels(ptx: dict[Key, str]) -> dict[Key, LoadedKernel]:
-    """Every row loaded from PTX; translation takes about a second each, so a text that comes twice is loaded once."""
-    first_with: dict[tuple[str, str], Key] = {}
-    same_as = {key: first_with.setdefault((key[0], _without_target(text)), key) for key, text in ptx.items()}
-
-    def load(key: Key) -> LoadedKernel:
-        return runtime.load_image(by_name(key[0]), 0, ptx[key].encode(), origin=f"{key[1]} PTX")
-
-    unique = sorted(set(same_as.values()))
-    with ThreadPoolExecutor(8) as pool:
-        loaded = dict(zip(unique, pool.map(load, unique), strict=True))
-    return {key: loaded[same] for key, same in same_as.items()}
+    """Every row loaded from PTX."""
+    return load_rows(ptx)
 
 
 def test_every_row_is_covered() -> None:
@@ -116,7 +90,7 @@ def test_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = by_name(name)
-    assert f".target {target.replace('compute', 'sm')}" in ptx[name, target]
+    assert is_for(ptx[name, target], target)
     asked: set[str] = set()
     # delta_s is computed from what the quantizer of this dtype and head_dim has made, and attention from both.
     wants, may_want = {name}, set()
