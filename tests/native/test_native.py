@@ -184,3 +184,28 @@ def test_timed_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "run", None)
     host.by_python(lambda: setattr(native, "run", module))()
     assert native.run is module, "what is learned meanwhile stays"
+
+
+def test_options_are_learned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module takes named tuples and tuples for different options: what it learns is what a call has."""
+    learned: list[Any] = []
+    stub = SimpleNamespace(Entry=lambda *facts: facts, learn=lambda entry: learned.append(entry) or True, run="run")
+    monkeypatch.setattr(native, "module", lambda: stub)
+    monkeypatch.setattr(native, "get_driver", lambda: SimpleNamespace(name="cuda"))
+    monkeypatch.setattr(native, "run", None)
+    monkeypatch.delenv("OMNIATTN_FORCE_KERNEL", raising=False)
+    with monkeypatch.context() as patch:
+        calls: list[Any] = []
+        attention = sys.modules["omniattn.ops.attention"]
+        patch.setattr(attention, "run", lambda call: calls.append(call) or [None])
+        q = np.zeros((1, 4, 2, 8), np.float32)
+        oa.attention(q, q, q, causal=True)
+    (call,) = calls
+    assert type(call.options) is not tuple
+    repeat = SimpleNamespace(masks=(), makers=(), workspace=None, first=0)
+    native.learn(call, None, SimpleNamespace(records=(), kernels=(), operands=()), repeat)  # type: ignore[arg-type]
+    ((operation, options, facts, *_),) = learned
+    assert operation is call.operation
+    assert options is call.options
+    assert facts is call.facts
+    assert native.run == "run"

@@ -82,12 +82,12 @@ def learn(call: Any, problem: Any, program: Program, repeat: Repeat) -> None:
     placed = operation.placed
     if placed is not None and call.objects[placed[0]] is None:
         placed = None
-    try:
+    try:  # options as they are: the module compares classes too
         launches = launches_of(program)
         if launches is None:
             return
         entry = found.Entry(
-            operation, tuple(call.options), call.facts, None if call.cache is None else call.cache.facts, problem,
+            operation, call.options, call.facts, None if call.cache is None else call.cache.facts, problem,
             program, tuple(call.objects), repeat.masks, repeat.makers, repeat.workspace, repeat.first,
             WORKSPACE_ALIGNMENT, launches, placed,
         )  # fmt: skip
