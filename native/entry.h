@@ -10,7 +10,7 @@
 enum {
     MAX_OBJECTS = 24,
     MAX_DIMS = 8,
-    MAX_FACTS = MAX_OBJECTS * (2 + 2 * MAX_DIMS),
+    MAX_FACTS = 1 + MAX_OBJECTS * (2 + 2 * MAX_DIMS),
     MAX_OPERANDS = 64,
     MAX_RESULTS = 8,
     MAX_LAUNCHES = 8,
@@ -44,10 +44,14 @@ typedef struct {
     int32_t sources[MAX_RESULTS];
     PyObject* makers[MAX_RESULTS];  // NULL for a result that is written to an array of the call
     PyObject *operation, *options, *extra, *identity, *problem, *workspace, *keep;
+    PyObject* differentiate;  // (objects) -> results or None, in place of launches; NULL for none
     Launch launches[MAX_LAUNCHES];
 } Entry;
 
-// Reads a call's arrays; see module.c.
+// Of objects that stand for another one by its identity, in their attribute `of`; given by `setup`.
+extern PyTypeObject* class_of_same;
+
+// Reads a call's arrays; see module.c. The first of the facts has a bit for each array that a gradient is wanted of.
 int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_t* num_facts, uint32_t* num_objects,
                  int32_t* ordinal);
 

@@ -71,13 +71,13 @@ def _stream(kind: int, device: int, out: Any) -> int:
 
 
 TABLE = Exchange(1, 3, None, (ctypes.c_void_p * 3)(), READ(_read), STREAM(_stream))
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.argtypes, _new_capsule.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.py_object
+new_capsule: Any = ctypes.pythonapi.PyCapsule_New
+new_capsule.argtypes, new_capsule.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.py_object
 
 
 def capsule(table: Exchange = TABLE, name: bytes = b"dlpack_exchange_api") -> Any:
     """The capsule that a class has."""
-    return _new_capsule(ctypes.addressof(table), name, None)
+    return new_capsule(ctypes.addressof(table), name, None)
 
 
 class Layout:

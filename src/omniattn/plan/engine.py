@@ -238,7 +238,7 @@ def run(call: Call) -> list[Any]:
     if not call.operation.keep:
         return execute(make_plan(call, {}, load=True), call, {})
     if native.run is not None:
-        results = native.run(call)
+        results = native.run(call, call.operation, call.objects, call.options, call.stream, call.cache, call.facts)
         if results is not None:
             return results
     stream, cache = call.stream, call.cache
@@ -314,8 +314,8 @@ def _key(call: Call, facts: Any, addresses: list[int], tensors: dict[str, Tensor
     )  # fmt: skip
 
 
-def kept(call: Call) -> Repeat | None:
-    """The fast path of a call that has run, for whoever will know by itself that the facts are the same."""
+def kept(call: Call) -> Plan | None:
+    """The plan of a call that has run and has a fast path, for whoever will know that the facts are the same."""
     seen = arrays.torch_facts(call.objects)
     if seen is None or not call.operation.keep:
         return None
@@ -323,7 +323,7 @@ def kept(call: Call) -> Repeat | None:
         plan = PLANS.get(_key(call, *seen, {}))
     except TypeError:  # an unhashable option
         return None
-    return None if plan is None else plan.repeat
+    return None if plan is None or plan.repeat is None else plan
 
 
 def _is_autocast(call: Call) -> bool:

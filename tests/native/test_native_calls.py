@@ -1,0 +1,33 @@
+"""The package with the C module, as on a GPU: torch's own tensors and autograd, a stand-in for libcuda.
+
+What the two ways launch is compared as the driver gets it: kernel, grid, block, shared memory, stream, attributes, and
+every byte of the arguments, addresses and tensor maps with them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .building import needs_compiler, run_child
+
+pytestmark = [needs_compiler, pytest.mark.frameworks]
+
+
+@pytest.fixture(autouse=True)
+def _has_table() -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has no exchange table")
+
+
+def test_every_call(folder: Path) -> None:
+    out, _ = run_child(folder, "calls_child.py", str(folder), "calls")
+    assert out.split("\n") == ["44 calls", "9 calls", "40 calls", "9 calls", ""]
+
+
+@pytest.mark.parametrize("check", ["conditions", "gradients", "threads", "fork"])
+def test_what_may_happen(check: str, folder: Path) -> None:
+    out, _ = run_child(folder, "calls_child.py", str(folder), check)
+    assert out == "done\n"
