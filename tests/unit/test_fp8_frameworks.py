@@ -13,6 +13,8 @@ from omniattn.errors import ArgumentError, DtypeError, UnsupportedError
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
+from tests.unit.torch_versions import needs_compiled_quantizers  # noqa: E402
+
 _NO_GRADIENT = "e4m3 .*have none.*precision='fp8'"
 
 
@@ -76,6 +78,7 @@ def test_operator_passes_opcheck() -> None:
     )  # fmt: skip
 
 
+@needs_compiled_quantizers
 def test_quantizers_in_a_graph() -> None:
     q, k, v = tensors()
 
