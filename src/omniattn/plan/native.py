@@ -35,7 +35,7 @@ _PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 def module() -> Any:
     """The C module, ready for torch's tensors; None where there is none, or it shall not be used."""
     global _module, _is_asked
-    if not _is_asked:
+    if not _is_asked and "torch" in sys.modules:
         _is_asked = True
         _module = _open()
     return _module
