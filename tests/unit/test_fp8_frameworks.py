@@ -89,6 +89,14 @@ def test_quantizers_in_a_graph() -> None:
     assert torch.equal(compiled(f)(q, k, v), oa.attention(q, k, v, precision=oa.Fp8(seed=4)))
 
 
+def test_quantizers_of_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from omniattn.frameworks.torch import quantizers
+
+    monkeypatch.setattr(quantizers, "_KEEPS_OBJECTS", False)
+    with pytest.raises(Exception, match=r"quantize_v inside torch\.compile of torch.*torch 2\.8 or newer"):
+        compiled(lambda v: oa.quantize_v(v).values)(tensors()[0])
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

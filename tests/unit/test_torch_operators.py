@@ -253,14 +253,6 @@ def test_packed_quantized_operands_compile() -> None:
         assert torch.equal(a, b)
 
 
-def test_quantizers_of_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from omniattn.frameworks.torch import quantizers
-
-    monkeypatch.setattr(quantizers, "_KEEPS_OBJECTS", False)
-    with pytest.raises(Exception, match=r"quantize_v inside torch\.compile of torch.*torch 2\.8 or newer"):
-        _compiled(lambda v: oa.quantize_v(v).values)(_tensors(1, 70, 2, 16)[0])
-
-
 def test_quantizers_of_fake_tensors_look_as_real_ones() -> None:
     from torch._subclasses import FakeTensorMode
 
