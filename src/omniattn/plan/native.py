@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import sysconfig
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ _PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 def module() -> Any:
     """The C module, ready for torch's tensors; None where there is none, or it shall not be used."""
     global _module, _is_asked
-    if not _is_asked:
+    if not _is_asked and "torch" in sys.modules:
         _is_asked = True
         _module = _open()
     return _module
