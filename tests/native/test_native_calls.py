@@ -31,3 +31,10 @@ def test_every_call(folder: Path) -> None:
 def test_what_may_happen(check: str, folder: Path) -> None:
     out, _ = run_child(folder, "calls_child.py", str(folder), check)
     assert out == "done\n"
+
+
+def test_host_times(folder: Path) -> None:
+    out, _ = run_child(folder, "host_times.py", str(folder), "3")
+    rows = [line[34:].split() for line in out.splitlines()]
+    assert [len(row) for row in rows] == [2] * 13 + [1] * 2
+    assert all(float(number) > 0 for row in rows[1:] for number in row)

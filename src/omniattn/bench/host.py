@@ -145,6 +145,12 @@ def by_python(call: Callable[[], object]) -> Callable[[], object]:
     return by_python
 
 
+def beside_python(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any] | None]]:
+    """Rows of a document, each with that of the same call by Python; None where the C module was not there."""
+    by_name = {row["name"]: row for row in rows}
+    return [(row, by_name.get(row["name"] + BY_PYTHON)) for row in rows if not row["name"].endswith(BY_PYTHON)]
+
+
 def make_calls(torch: Any) -> dict[str, Callable[[], object]]:
     """Name to call, for every operation; torch's attention last."""
     import omniattn as oa
