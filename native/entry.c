@@ -116,7 +116,6 @@ static int fill(Entry* e, PyObject* objects, PyObject* masks, PyObject* results,
     if (found <= 0) return found < 0 ? 0 : refuse("arrays that are not plain");
     if (!facts[0] != !e->differentiate)
         return refuse("gradients are wanted where none are made, or the other way round");
-    if (e->first >= e->num_objects) return refuse("no such array");
     e->facts = malloc(e->num_facts * sizeof *facts + 1);
     if (!e->facts) return PyErr_NoMemory(), 0;
     memcpy(e->facts, facts, e->num_facts * sizeof *facts);
@@ -160,26 +159,25 @@ static int fill(Entry* e, PyObject* objects, PyObject* masks, PyObject* results,
 }
 
 PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names) {
-    PyObject *operation, *options, *extra, *identity, *problem, *keep, *objects, *masks, *results, *workspace;
+    PyObject *operation, *options, *extra, *identity, *problem, *keep, *objects, *masks, *results;
     PyObject *launches, *placed, *differentiate;
-    unsigned long long alignment;
-    unsigned first;
+    unsigned long long workspace_bytes, alignment;
     if (names && PyDict_Size(names)) return refuse("takes no names"), NULL;
-    if (!PyArg_ParseTuple(args, "OO!OOOOO!O!O!OIKO!OO", &operation, &PyTuple_Type, &options, &extra, &identity,
-                          &problem, &keep, &PyTuple_Type, &objects, &PyTuple_Type, &masks, &PyTuple_Type, &results,
-                          &workspace, &first, &alignment, &PyTuple_Type, &launches, &placed, &differentiate))
+    if (!PyArg_ParseTuple(args, "OO!OOOOO!O!O!KKO!OO", &operation, &PyTuple_Type, &options, &extra, &identity, &problem,
+                          &keep, &PyTuple_Type, &objects, &PyTuple_Type, &masks, &PyTuple_Type, &results,
+                          &workspace_bytes, &alignment, &PyTuple_Type, &launches, &placed, &differentiate))
         return NULL;
     if (!alignment || alignment & (alignment - 1)) return refuse("the alignment is no power of two"), NULL;
+    if (workspace_bytes > MAX_WORKSPACE_BYTES) return refuse("too large a workspace"), NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Entry* e = (Entry*)allocate(type, 0);
     if (!e) return NULL;
     PyObject* held[] = {operation, options, extra, identity, problem, keep};
     PyObject** fields[] = {&e->operation, &e->options, &e->extra, &e->identity, &e->problem, &e->keep};
     for (size_t i = 0; i < sizeof held / sizeof *held; ++i) Py_INCREF(*fields[i] = held[i]);
-    if (workspace != Py_None) Py_INCREF(e->workspace = workspace);
     if (differentiate != Py_None) Py_INCREF(e->differentiate = differentiate);
+    e->workspace_bytes = workspace_bytes;
     e->workspace_alignment = alignment;
-    e->first = first;
     e->with_cache = identity != Py_None;
     if (fill(e, objects, masks, results, launches, placed)) return (PyObject*)e;
     Py_DECREF(e);
@@ -189,8 +187,7 @@ PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names) {
 void entry_free(PyObject* self) {
     Entry* e = (Entry*)self;
     PyTypeObject* type = Py_TYPE(self);
-    PyObject* held[] = {e->operation, e->options, e->extra,     e->identity,
-                        e->problem,   e->keep,    e->workspace, e->differentiate};
+    PyObject* held[] = {e->operation, e->options, e->extra, e->identity, e->problem, e->keep, e->differentiate};
     for (size_t i = 0; i < sizeof held / sizeof *held; ++i) Py_XDECREF(held[i]);
     for (uint32_t i = 0; i < e->num_results; ++i) Py_XDECREF(e->makers[i]);
     for (uint32_t i = 0; i < e->num_launches; ++i)

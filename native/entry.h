@@ -22,6 +22,8 @@ typedef struct {
     uint64_t add;
 } Place;
 
+#define MAX_WORKSPACE_BYTES ((uint64_t)1 << 62)
+
 typedef struct {
     void* function;
     unsigned grid[3], threads, smem_bytes, num_attributes;
@@ -34,16 +36,16 @@ typedef struct {
 typedef struct {
     PyObject_HEAD uint64_t hash;
     int64_t* facts;
-    uint32_t num_facts, num_objects, num_masks, num_results, num_launches, first, with_cache;
+    uint32_t num_facts, num_objects, num_masks, num_results, num_launches, with_cache;
     int32_t ordinal;
     int64_t placed;  // place of the array whose address decides; -1 for none
     uint64_t placed_multiple;
     int placed_fits;
-    uint64_t workspace_alignment;
+    uint64_t workspace_bytes, workspace_alignment;
     Place masks[MAX_OBJECTS];  // operand, and in `add` the bits that its address must not have
     int32_t sources[MAX_RESULTS];
     PyObject* makers[MAX_RESULTS];  // NULL for a result that is written to an array of the call
-    PyObject *operation, *options, *extra, *identity, *problem, *workspace, *keep;
+    PyObject *operation, *options, *extra, *identity, *problem, *keep;
     PyObject* differentiate;  // (objects) -> results or None, in place of launches; NULL for none
     Launch launches[MAX_LAUNCHES];
 } Entry;

@@ -26,7 +26,8 @@ static PyObject *name_extra, *name_problem, *name_requires_grad, *name_level, *n
 
 // 1 for a true result, 0 for a false one, -1 for an error.
 static int ask(PyObject* function, PyObject* argument) {
-    PyObject* answer = PyObject_CallFunctionObjArgs(function, argument, NULL);
+    PyObject* answer =
+        argument ? PyObject_CallFunctionObjArgs(function, argument, NULL) : PyObject_CallNoArgs(function);
     if (!answer) return -1;
     int found = PyObject_IsTrue(answer);
     Py_DECREF(answer);
@@ -93,7 +94,7 @@ int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_
 static int is_watched(void) {
     int found = ask(modes, NULL);
     if (found) goto end;
-    PyObject* inner = PyObject_CallFunctionObjArgs(transform, NULL);
+    PyObject* inner = PyObject_CallNoArgs(transform);
     found = inner ? inner != Py_None : -1;
     Py_XDECREF(inner);
     if (found) goto end;
@@ -170,6 +171,21 @@ static PyObject* make(PyObject* maker, PyObject* like, uint64_t* address) {
     return NULL;
 }
 
+static void ignore(void* context, const char* kind, const char* message) { (void)context, (void)kind, (void)message; }
+
+// Scratch memory from torch's allocator, which gives it without a tensor: a third of the time. NULL where it does not;
+// the engine asks again then, and raises what torch does.
+static Owned* scratch(const Entry* e, uint64_t* address) {
+    int64_t shape[] = {(int64_t)(e->workspace_bytes + e->workspace_alignment)}, strides[] = {1};
+    Facts like = {NULL, {DEVICE_CUDA, e->ordinal}, 1, DTYPE_UINT, 8, 1, shape, strides, 0};
+    Owned* made = NULL;
+    if (exchange->allocate(&like, &made, NULL, ignore) || !made || !made->release) return PyErr_Clear(), NULL;
+    if (!made->facts.data) return made->release(made), NULL;
+    *address = (uint64_t)(uintptr_t)made->facts.data + made->facts.byte_offset;
+    *address = (*address + e->workspace_alignment - 1) & ~(e->workspace_alignment - 1);
+    return made;
+}
+
 // Results of the call; NULL without an error for one that the engine has to look at. wanted: None or a stream's handle.
 static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, PyObject* wanted,
                            const uint64_t* addresses) {
@@ -203,7 +219,8 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, P
         Py_DECREF(own);
         if (PyErr_Occurred() || used + MAX_RESULTS + 1 > MAX_OPERANDS) return NULL;
     }
-    PyObject *results = PyList_New(e->num_results), *memory = NULL;
+    Owned* memory = NULL;
+    PyObject* results = PyList_New(e->num_results);
     for (uint32_t r = 0; results && r < e->num_results; ++r) {
         PyObject *result, *source = PyTuple_GetItem(objects, e->sources[r]);
         if (e->makers[r]) {
@@ -218,15 +235,12 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, P
     }
     if (!results) return NULL;
     // Held until the kernels are queued: another thread on this stream could be given its memory before that.
-    if (e->workspace) {
-        memory = make(e->workspace, PyTuple_GetItem(objects, e->first), &operands[used]);
-        if (!memory) goto leave;
-        operands[used] = (operands[used] + e->workspace_alignment - 1) & ~(e->workspace_alignment - 1);
-    }
+    if (e->workspace_bytes && !(memory = scratch(e, &operands[used]))) goto leave;
     // A launch waits where the stream is full; meanwhile other threads may go on.
     Py_BEGIN_ALLOW_THREADS for (uint32_t i = 0; i < e->num_launches && !code; ++i) code =
         queue(&e->launches[i], operands, stream, &name);
-    Py_END_ALLOW_THREADS Py_XDECREF(memory);
+    Py_END_ALLOW_THREADS;
+    if (memory) memory->release(memory);
     if (!code) return results;
     PyObject* none = PyObject_CallFunction(fail, "si", name, code);
     Py_XDECREF(none);
@@ -349,7 +363,7 @@ static PyObject* setup(PyObject* module, PyObject* args) {
     const Exchange* found = PyCapsule_GetPointer(capsule, EXCHANGE_CAPSULE);
     if (!found) return NULL;
     while (found && found->major > 1) found = found->older;
-    if (!found || found->major != 1 || !found->read || !found->current_stream) Py_RETURN_FALSE;
+    if (!found || found->major != 1 || !found->read || !found->current_stream || !found->allocate) Py_RETURN_FALSE;
     Py_ssize_t count = PyTuple_Size(kinds);
     if (count > MAX_CLASSES) return PyErr_Format(PyExc_ValueError, "setup: too many classes"), NULL;
     for (Py_ssize_t i = 0; i < count; ++i)

@@ -76,6 +76,7 @@ def compare(machine: Machine, calls: Calls, *, refused: tuple[str, ...] = ()) ->
             assert own == launches, f"{name}\n{own}\n{launches}"
             assert facts(results) == facts(expected), name
             assert (after[0] - before[0], after[1] - before[1]) == each, name
+            assert machine.num_workspaces == 0, name
         count += 1
     print(count, "calls")
 
@@ -135,11 +136,19 @@ def check_conditions(machine: Machine) -> None:
     taken = counts()[0]
     call()
     assert counts()[0] == taken + 1
+    assert machine.num_workspaces == 0
+    # Memory that the table does not give: the engine asks torch, and says what torch says.
+    taken = counts()[0]
+    machine.refuse_memory(1)
+    assert len(machine.record(call)[1]) == 3
+    assert counts()[0] == taken
+    assert len(machine.record(call)[1]) == 3
+    assert counts()[0] == taken + 1
     # A kernel that the environment forces, which the module has not run.
     os.environ["OMNIATTN_FORCE_KERNEL"] = "attn_fwd_sm80_bf16_d64"
     plain = lambda: oa.attention(q, k, v)  # noqa: E731
     _learned(plain)
-    taken, launches = counts()[0], machine.record(plain)[1]
+    taken, (_, launches) = counts()[0], machine.record(plain)
     assert (counts()[0], len(launches)) == (taken, 1)
     assert "attn_fwd_sm80_bf16_d64" in launches[0]
     del os.environ["OMNIATTN_FORCE_KERNEL"]
@@ -147,6 +156,7 @@ def check_conditions(machine: Machine) -> None:
     del torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
     call()
     assert counts()[0] == taken + 1
+    assert machine.num_workspaces == 0
     PLANS.clear()
     assert native.run is None
     assert native.run_as is None

@@ -35,13 +35,16 @@ class Arena:
     def __init__(self) -> None:
         self._used = 0
         self._memory: list[torch.Tensor] = []
+        self.workspace = torch.empty(1 << 24, dtype=torch.uint8)
 
     def reset(self) -> None:
         """A call begins."""
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of its own on the next memory."""
+        """A tensor of its own on the next memory; workspaces, which come one at a time, are all on the same."""
+        if dtype is torch.uint8 and len(shape) == 1:
+            return self.workspace[: shape[0]]
         if self._used == len(self._memory):
             self._memory.append(torch.empty(1 << 22, dtype=torch.uint8))
         storage = self._memory[self._used].untyped_storage()
@@ -68,6 +71,10 @@ class Machine:
         self._table.fake_exchange.restype = ctypes.c_void_p
         self._ordinal = ctypes.c_int.in_dll(self._table, "fake_ordinal")
         self._stream = ctypes.c_void_p.in_dll(self._table, "fake_stream")
+        self._live = ctypes.c_int.in_dll(self._table, "fake_live")
+        self._refused = ctypes.c_int.in_dll(self._table, "fake_refused")
+        if arena is not None:
+            ctypes.c_void_p.in_dll(self._table, "fake_workspace").value = arena.workspace.data_ptr()
         self._loaded: dict[tuple[str, int], LoadedKernel] = {}
         assert driver.cuInit(0) == 0
         self.enter(0)
@@ -84,6 +91,15 @@ class Machine:
     def place(self, ordinal: int) -> None:
         """Tensors are on this GPU from now on."""
         self._ordinal.value = ordinal
+
+    def refuse_memory(self, times: int) -> None:
+        """The table's allocator has none for the next workspaces."""
+        self._refused.value = times
+
+    @property
+    def num_workspaces(self) -> int:
+        """Of the table's allocator, not released."""
+        return self._live.value
 
     @property
     def stream(self) -> int:

@@ -116,8 +116,12 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "importlib", SimpleNamespace(import_module=refused))
     monkeypatch.setenv("OMNIATTN_NATIVE", "0")
     assert native.module() is None
-    monkeypatch.setattr(native, "_is_asked", False)
     monkeypatch.delenv("OMNIATTN_NATIVE")
+    with monkeypatch.context() as patch:  # a Python without a global lock
+        patch.setattr(native, "sysconfig", SimpleNamespace(get_config_var={"Py_GIL_DISABLED": 1}.get))
+        patch.setattr(native, "_is_asked", False)
+        assert native.module() is None
+    monkeypatch.setattr(native, "_is_asked", False)
     with pytest.raises(AssertionError, match="_native"):
         native.module()
 
@@ -177,7 +181,7 @@ def test_options_are_learned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
         oa.attention(q, q, q, causal=True)
     (call,) = calls
     assert type(call.options) is not tuple
-    repeat = SimpleNamespace(masks=(), makers=(), workspace=None, first=0)
+    repeat = SimpleNamespace(masks=(), makers=(), workspace_bytes=0)
     native.learn(call, None, SimpleNamespace(records=(), kernels=(), operands=()), repeat)  # type: ignore[arg-type]
     ((operation, options, facts, *_),) = learned
     assert operation is call.operation

@@ -4,8 +4,8 @@ It runs calls with the facts of one that the fast path (`repeat.Repeat`) has run
 Without the module, with a torch that has no C functions to read tensors by (before 2.10), in a Python without a global
 lock, and with ``OMNIATTN_NATIVE=0``, everything works as it does with it.
 
-Results come from torch's own functions, not from the table's allocator: torch's ``record_stream`` passes over memory
-that a tensor got by DLPack, so that a result used on another stream could be freed too early.
+Workspaces come from the table's allocator; results from torch's own functions, because torch's ``record_stream`` passes
+over memory that a tensor got by DLPack: a result used on another stream could be freed too early.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def learn_gradients(call: Any, differentiate: Callable[[tuple[Any, ...]], list[A
         return
     try:
         entry = found.Entry(
-            call.operation, call.options, call.facts, None, None, None, tuple(call.objects), (), (), None, 0,
+            call.operation, call.options, call.facts, None, None, None, tuple(call.objects), (), (), 0,
             WORKSPACE_ALIGNMENT, (), None, differentiate,
         )  # fmt: skip
     except ValueError:
@@ -135,7 +135,7 @@ def _learn(
             return
         entry = found.Entry(
             operation, options, facts, cache, problem, program, tuple(objects), repeat.masks, repeat.makers,
-            repeat.workspace, repeat.first, WORKSPACE_ALIGNMENT, launches, placed, None,
+            repeat.workspace_bytes, WORKSPACE_ALIGNMENT, launches, placed, None,
         )  # fmt: skip
     except (ValueError, DriverError):  # more than the module holds, or no map without memory behind it
         return
