@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
 import pytest
 from jax import numpy as jnp
@@ -265,6 +266,8 @@ def faults(module: Any) -> None:
         module.jax_plan(9)
     assert module.jax_runs() == before
     q, k, v = arrays((1, 64, 2, 64), (1, 64, 2, 64), (1, 64, 2, 64))
+    with pytest.raises(ValueError, match=handler.TARGET):
+        jax.export.export(jax.jit(oa.attention))(q, k, v)
     fails = jax.jit(oa.attention)
     fake.fake_fail(1, 700)
     with pytest.raises(Exception, match=r"cuLaunchKernel(Ex)? failed with code 700 on GPU 0"):
