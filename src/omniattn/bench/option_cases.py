@@ -125,7 +125,7 @@ class Case:
         return left, 0 if self.options.get("causal") else right
 
 
-def _softcap(cap: float) -> dict[str, Any]:
+def softcap_fields(cap: float) -> dict[str, Any]:
     """Fields of a case with this softcap."""
     return {"score": lambda score, b, h, i, j: cap * (score / cap).tanh(), "gain": 4.0}
 
@@ -158,8 +158,8 @@ CASES: tuple[Case, ...] = (
     Case("bias, bf16 (1,h,s,s)", mask="bias_heads"),
     Case("bias, fp32 (1,1,s,s)", mask="bias_fp32"),
     Case("key mask, fp32 (b,1,1,s), 0 or -inf", mask="padding_fp32", counted="visible"),
-    Case("softcap 50", {"softcap": 50.0}, **_softcap(50.0)),
-    Case("softcap 50, causal", {"softcap": 50.0, **_CAUSAL}, counted="visible", **_softcap(50.0)),
+    Case("softcap 50", {"softcap": 50.0}, **softcap_fields(50.0)),
+    Case("softcap 50, causal", {"softcap": 50.0, **_CAUSAL}, counted="visible", **softcap_fields(50.0)),
     Case("window 1024, causal", {"window": (1023, 0), **_CAUSAL}, counted="visible"),
     Case("sinks", sinks=True),
     Case("return_lse", {"return_lse": True}),
@@ -167,7 +167,7 @@ CASES: tuple[Case, ...] = (
     Case("negative softmax_scale", scale=-1.0),
     Case("packed", packed=True),
     Case("packed, causal", _CAUSAL, packed=True, counted="visible"),
-    Case("packed, softcap 50", {"softcap": 50.0}, packed=True, **_softcap(50.0)),
+    Case("packed, softcap 50", {"softcap": 50.0}, packed=True, **softcap_fields(50.0)),
     Case("k and v expanded over heads", expanded="heads"),
     Case("k and v expanded over the batch", expanded="batch"),
     Case("128 queries on 32768 keys", seqlen_q=128, seqlen_k=32768),
