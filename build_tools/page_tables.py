@@ -15,6 +15,7 @@ from build_tools import (
     model_tables,
     option_tables,
     perplexity_tables,
+    shape_tables,
 )
 from build_tools.page_parts import (
     Part,
@@ -73,6 +74,7 @@ SOURCES: dict[str, Source] = {
     "decode_sustained": Source("omniattn bench decode --sustained --json", "decode", False),
     **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
     **option_tables.SOURCES,
+    **shape_tables.SOURCES,
     **backward_tables.SOURCES,
     **context_parallel_tables.SOURCES,
     **jax_tables.SOURCES,
@@ -338,6 +340,7 @@ PARTS: dict[str, Part] = {
     "host_attention": Part(("host",), _call("attention")),
     "host_sdpa": Part(("host",), _call("torch SDPA")),
     **option_tables.PARTS,
+    **shape_tables.PARTS,
     **backward_tables.PARTS,
     **context_parallel_tables.PARTS,
     **jax_tables.PARTS,

@@ -13,6 +13,7 @@ import pytest
 import omniattn
 from build_tools import option_tables
 from omniattn.bench import Timing, option_cases, options, sustained
+from omniattn.bench.attempt import ERROR_LIMITS
 from omniattn.bench.ceilings import Ceilings
 from omniattn.bench.option_cases import CASES, MASKS, OPTION_SHAPES, PLAIN, Case, Extents, OptionShape, chosen
 from omniattn.bench.option_contenders import MATH, OTHERS, OURS, PLAIN_CALL, Other, UnfitError, flex, ours, sdpa
@@ -159,7 +160,8 @@ def test_arguments_are_what_the_table_says(case: Case, monkeypatch: pytest.Monke
     assert q.shape == (*lead, 4, 32)
     assert k.shape == v.shape == ((4 * e.seqlen_k,) if case.packed else (4, e.seqlen_k)) + (4 // case.group, 32)
     assert q.dtype == torch.bfloat16
-    assert (k.stride(-2) == 0) == case.expanded
+    repeats = [case.expanded == of for of in ("batch", "heads")]
+    assert [[x.stride(axis) == 0 for axis in (0, -2)] for x in (k, v)] == [repeats, repeats]
     if mask is not None:
         kind = MASKS[case.mask]
         sizes = zip("bhqk", (4, 4, e.seqlen_q, e.seqlen_k), strict=True)
@@ -204,7 +206,7 @@ def test_an_option_that_is_left_out_is_found(case: Case) -> None:
     pytest.importorskip("torch")
     problem = Problem(OptionsTorch(), case, SHAPE)
     bare = Problem(OptionsTorch(), Case(PLAIN, packed=case.packed), SHAPE)
-    assert problem.errors(ours(bare, "exact")(problem.check))[0] > options._ERROR_LIMITS["exact"]
+    assert problem.errors(ours(bare, "exact")(problem.check))[0] > ERROR_LIMITS["exact"]
 
 
 # A run

@@ -14,6 +14,10 @@
     This package's contenders for a low precision: exact, end to end, the kernel alone.
 ``options``, ``option_cases``, ``option_problem``, ``option_contenders``, ``option_report``
     Every option of ``attention`` beside the plain call and the best other implementation.
+``shape_runs``, ``shape_cases``, ``packed_problem``, ``shape_contenders``, ``shape_report``
+    Few queries, short and packed sequences, windows beside the best other implementation.
+``attempt``
+    The check of a result before it is timed, for the options and for these.
 ``backward``, ``backward_cases``, ``backward_problem``, ``backward_contenders``, ``backward_report``
     Gradients, alone and with the forward, beside torch's attention.
 ``decode``

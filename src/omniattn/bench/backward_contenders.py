@@ -85,7 +85,7 @@ def _generic(op: str) -> Iterator[KernelSpec]:
 
 
 @contextlib.contextmanager
-def _kernels(names: str) -> Iterator[None]:
+def forced_kernels(names: str) -> Iterator[None]:
     """With these kernels forced; with those of the environment where ``names`` is empty."""
     if not names:
         yield
@@ -118,21 +118,21 @@ def ours(problem: BackwardProblem, *, deterministic: bool = False) -> Calls:
         options |= {f"cu_seqlens_{name}": problem.starts for name in "qk"}
         options |= {f"max_seqlen_{name}": shape.seqlen for name in "qk"}
     names = generic_kernels(shape) if shape.generic else ""
-    with _kernels(names):
+    with forced_kernels(names):
         results = [forward(x.q, x.k, x.v, return_lse=True, **options) for x in problem.sets]
     outputs = [torch.full_like(x, float("nan")) for x in problem.sets[0][:3]]
     leaves = [tuple(x.detach().requires_grad_() for x in inputs[:3]) for inputs in problem.sets]
 
     def gradients(number: int) -> tuple[Any, ...]:
         x = problem.sets[number]
-        with _kernels(names):
+        with forced_kernels(names):
             return backward(
                 x.do, x.q, x.k, x.v, *results[number], dq=outputs[0], dk=outputs[1], dv=outputs[2],
                 deterministic=deterministic, **options,
             )  # fmt: skip
 
     def both(number: int) -> tuple[Any, ...]:
-        with _kernels(names):
+        with forced_kernels(names):
             o = forward(*leaves[number], **options)
             return torch.autograd.grad(o, leaves[number], problem.sets[number].do)
 

@@ -84,8 +84,8 @@ class Case:
         Query heads on one kv head.
     packed : bool
         ``attention_varlen`` on the batch's sequences one behind the other; others get the batch.
-    expanded : bool
-        k and v have one head in memory, and stride 0 over the heads.
+    expanded : {"", "heads", "batch"}
+        k and v are in memory once for all heads, or for all sequences, with stride 0 over them.
     seqlen_q, seqlen_k : int, optional
         Lengths; default: the shape's.
     counted : str
@@ -108,7 +108,7 @@ class Case:
     score: ScoreMod | None = None
     group: int = 1
     packed: bool = False
-    expanded: bool = False
+    expanded: str = ""
     seqlen_q: int | None = None
     seqlen_k: int | None = None
     counted: str = ALL
@@ -125,7 +125,7 @@ class Case:
         return left, 0 if self.options.get("causal") else right
 
 
-def _softcap(cap: float) -> dict[str, Any]:
+def softcap_fields(cap: float) -> dict[str, Any]:
     """Fields of a case with this softcap."""
     return {"score": lambda score, b, h, i, j: cap * (score / cap).tanh(), "gain": 4.0}
 
@@ -158,8 +158,8 @@ CASES: tuple[Case, ...] = (
     Case("bias, bf16 (1,h,s,s)", mask="bias_heads"),
     Case("bias, fp32 (1,1,s,s)", mask="bias_fp32"),
     Case("key mask, fp32 (b,1,1,s), 0 or -inf", mask="padding_fp32", counted="visible"),
-    Case("softcap 50", {"softcap": 50.0}, **_softcap(50.0)),
-    Case("softcap 50, causal", {"softcap": 50.0, **_CAUSAL}, counted="visible", **_softcap(50.0)),
+    Case("softcap 50", {"softcap": 50.0}, **softcap_fields(50.0)),
+    Case("softcap 50, causal", {"softcap": 50.0, **_CAUSAL}, counted="visible", **softcap_fields(50.0)),
     Case("window 1024, causal", {"window": (1023, 0), **_CAUSAL}, counted="visible"),
     Case("sinks", sinks=True),
     Case("return_lse", {"return_lse": True}),
@@ -167,8 +167,9 @@ CASES: tuple[Case, ...] = (
     Case("negative softmax_scale", scale=-1.0),
     Case("packed", packed=True),
     Case("packed, causal", _CAUSAL, packed=True, counted="visible"),
-    Case("packed, softcap 50", {"softcap": 50.0}, packed=True, **_softcap(50.0)),
-    Case("k and v expanded over heads", expanded=True),
+    Case("packed, softcap 50", {"softcap": 50.0}, packed=True, **softcap_fields(50.0)),
+    Case("k and v expanded over heads", expanded="heads"),
+    Case("k and v expanded over the batch", expanded="batch"),
     Case("128 queries on 32768 keys", seqlen_q=128, seqlen_k=32768),
     Case("score_mod, ALiBi", **_ALIBI),
     Case("score_mod, ALiBi, causal", _CAUSAL, counted="visible", **_ALIBI),
@@ -194,6 +195,8 @@ class OptionShape:
         Of the plain call.
     only : tuple of str
         Names of the cases that are timed on it; empty: all.
+    own_head_dim_v : int
+        head_dim of v and o where that is another one; else 0.
     """
 
     batch: int
@@ -201,6 +204,12 @@ class OptionShape:
     seqlen: int
     head_dim: int
     only: tuple[str, ...] = ()
+    own_head_dim_v: int = 0
+
+    @property
+    def head_dim_v(self) -> int:
+        """head_dim of v and o."""
+        return self.own_head_dim_v or self.head_dim
 
     @property
     def long_name(self) -> str:
@@ -261,6 +270,7 @@ class Extents:
     seqlen_q: int
     seqlen_k: int
     head_dim: int
+    head_dim_v: int
     pairs: float
 
     @classmethod
@@ -280,11 +290,11 @@ class Extents:
             whole, rest = divmod(keys, tokens)
             share *= (whole * tokens**2 + rest**2) / keys**2
         return cls(
-            shape.batch, shape.heads, shape.heads // case.group, queries, keys, shape.head_dim,
+            shape.batch, shape.heads, shape.heads // case.group, queries, keys, shape.head_dim, shape.head_dim_v,
             pairs * shape.batch * shape.heads * share,
         )  # fmt: skip
 
     @property
     def flops(self) -> float:
         """Floating-point operations of both products for the pairs that count."""
-        return 4.0 * self.pairs * self.head_dim
+        return 2.0 * self.pairs * (self.head_dim + self.head_dim_v)

@@ -116,10 +116,9 @@ class Problem:
         lse : float or None
             Largest difference of the LSE.
         """
-        q = self.check.nhd[0]
-        if tuple(result.o.shape) != tuple(q.shape):
-            return float("inf"), None
         e, torch = self.extents, self.torch
+        if tuple(result.o.shape) != (e.batch, e.seqlen_q, e.heads, e.head_dim_v):
+            return float("inf"), None
         rows = torch.arange(0, e.seqlen_q, max(1, e.seqlen_q // 16), device="cuda")
         rows = torch.cat([rows, rows.new_tensor([e.seqlen_q - 1])])
         difference = total = 0.0
@@ -162,15 +161,16 @@ class Problem:
         return self.torch.randn(size, dtype=self.torch.float32, device="cuda", generator=self._generator)
 
     def _inputs(self, gain: float) -> InputSet:
-        e = self.extents
-        heads = 1 if self.case.expanded else e.heads_kv
+        e, expanded = self.extents, self.case.expanded
+        of_kv = (1 if expanded == "batch" else e.batch, e.seqlen_k, 1 if expanded == "heads" else e.heads_kv)
         q = (self._random(e.batch, e.seqlen_q, e.heads, e.head_dim) * gain).to(self.dtype)
-        k, v = (self._random(e.batch, e.seqlen_k, heads, e.head_dim).to(self.dtype) for _ in range(2))
+        k, v = (self._random(*of_kv, width).to(self.dtype) for width in (e.head_dim, e.head_dim_v))
         # Expanding follows the copy into the other layout, which would write the heads out.
-        of_q, of_k, of_v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        nhd = (e.batch, e.seqlen_k, e.heads_kv, e.head_dim)
-        hnd = (e.batch, e.heads_kv, e.seqlen_k, e.head_dim)
-        return InputSet(nhd=(q, k.expand(nhd), v.expand(nhd)), hnd=(of_q, of_k.expand(hnd), of_v.expand(hnd)))
+        hnd = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        if expanded:
+            k, v = (x.expand(e.batch, -1, e.heads_kv, -1) for x in (k, v))
+            hnd[1:] = (x.expand(e.batch, e.heads_kv, -1, -1) for x in hnd[1:])
+        return InputSet(nhd=(q, k, v), hnd=(hnd[0], hnd[1], hnd[2]))
 
     def _make_sinks(self) -> Any:
         """About as large as the LSE, so that they show."""

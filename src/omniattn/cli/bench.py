@@ -1,10 +1,10 @@
-"""``omniattn bench``: forward, backward, options, decoding beside other packages; append, quantizers, host overhead."""
+"""``omniattn bench``: attention and its gradients, decoding beside other packages; append, quantizers, the host."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, lab
 from omniattn.bench.document import document, environment, to_json
 from omniattn.bench.low_precision import PRECISIONS
 from omniattn.bench.option_cases import chosen
-from omniattn.bench.option_report import LEAST_OF_BEST, LEAST_OF_PLAIN, OptionReport
+from omniattn.bench.option_report import BELOW_BEST, LEAST_OF_BEST, LEAST_OF_PLAIN, OptionReport
 from omniattn.bench.plot import plot_report
 from omniattn.bench.report import EXACT, Report, markdown_table
+from omniattn.bench.shape_cases import SHAPE_CASES, chosen_cases
+from omniattn.bench.shape_report import BELOW_FA3, ShapeReport
+from omniattn.bench.shape_runs import run_shapes
 from omniattn.bench.shapes import LOW_PRECISION_SHAPES, filter_shapes
 from omniattn.bench.sustained import DEFAULT_SECONDS, WARMUP, check_seconds
 from omniattn.bench.timing import BenchError, require_torch
@@ -40,6 +43,10 @@ layouts, and the faster one counts. Gradients are checked before they are timed.
 options: each option of attention beside the plain call of its shape, in speed per pair of query and key that counts,
 and beside the fastest of torch SDPA's backends and FlexAttention. Rows below 0.8 of the one or 0.95 of the other are
 marked. Results are checked before they are timed.
+few, short, packed, windows: few queries on many keys; short sequences, v of another head_dim, k and v with stride 0;
+packed sequences; windows. Each case beside the fastest of torch's cuDNN and FA2, FlexAttention where no other takes it,
+FlashAttention-4 where it is installed, and FA3's time scaled by cuDNN's in this run. Speed in TFLOP/s of visible pairs
+where arithmetic decides, else in GB/s. Results are checked before they are timed.
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
 append, quantize: prompts and single tokens into 16, 8 and 4-bit caches, with and without rotary embedding; the
@@ -86,10 +93,13 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--case", action="append", default=[], metavar="TEXT",
-        help='options: only cases with this text in their name, e.g. "softcap", beside the plain call; may be repeated',
+        help=f"options, {', '.join(SHAPE_CASES)}: only cases with this text in their name, e.g. softcap (options: "
+        "beside the plain call); may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--no-flex", action="store_true", help="options, backward: without FlexAttention, which gets compiled"
+        "--no-flex",
+        action="store_true",
+        help=f"options, backward, {', '.join(SHAPE_CASES)}: without FlexAttention, which gets compiled",
     )
     parser.add_argument(
         "--iters", type=int, help=f"timed rounds a shape (default: {_ITERS}; backward: {backward.DEFAULT_ITERS})"
@@ -124,8 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format and arguments.what != "decode":
             raise ArgumentError("--format", f"nothing: 'bench {arguments.what}' has no choice of caches", "a value")
         for option, given, of in (
-            ("--case", arguments.case, ("options",)),
-            ("--no-flex", arguments.no_flex, ("options", "backward")),
+            ("--case", arguments.case, ("options", *SHAPE_CASES)),
+            ("--no-flex", arguments.no_flex, ("options", "backward", *SHAPE_CASES)),
         ):
             if given and arguments.what not in of:
                 raise ArgumentError(option, f"nothing: 'bench {arguments.what}' does not have it", "a value")
@@ -258,27 +268,50 @@ def _run_options(arguments: argparse.Namespace) -> int:
             command=arguments.command_line, progress=bar.step,
         )  # fmt: skip
     if not _written(arguments, report.to_dict()):
-        _show_options(report, as_markdown=arguments.markdown)
+        _show_cases(report, f"Options of attention, {report.precision}, µs ± spread", [
+            "pairs: of query and key that count, as a fraction of the plain call's; over plain: speed for each of them",
+            f"mark: below {LEAST_OF_PLAIN} of the plain call's speed, below {LEAST_OF_BEST} of the best other's",
+        ], as_markdown=arguments.markdown)  # fmt: skip
     return 1 if any(result.failed for result in report.results) else 0
 
 
-def _show_options(report: OptionReport, *, as_markdown: bool) -> None:
+def _show_cases(report: OptionReport | ShapeReport, title: str, legend: Sequence[str], *, as_markdown: bool) -> None:
     facts = [
         ", ".join(f"{name} {value}" for name, value in report.environment.items()),
         f"Ceilings in this run: bf16 matrix product 8192³ {report.matmul_tflops:.0f} TFLOP/s, "
         f"copy {report.copy_tb_per_s:.2f} TB/s (read + written)",
-        "pairs: of query and key that count, as a fraction of the plain call's; over plain: speed for each of them",
-        f"mark: below {LEAST_OF_PLAIN} of the plain call's speed, below {LEAST_OF_BEST} of the best other's",
+        *legend,
         *report.notes(),
     ]
     if as_markdown:
         print(report.markdown() + "\n\n" + "\n".join(f"- {fact}" for fact in facts))
         return
     header, rows = report.table()
-    title = f"Options of attention, {report.precision}, µs ± spread"
-    console.print_table(title, header, rows, numeric=(2, 3, 5, 7, 8))
+    words = ("shape", "case", "kernel", "pairs", "best other", "mark")
+    console.print_table(title, header, rows, numeric=[i for i, name in enumerate(header) if name not in words])
     for fact in facts:
         console.print_line(fact)
+
+
+def _run_shapes(arguments: argparse.Namespace) -> int:
+    for option in ("anchor", "only", "plot", "sustained"):
+        if getattr(arguments, option):
+            expected = f"to be left out: 'bench {arguments.what}' compares with the best other, interleaved"
+            raise ArgumentError(f"--{option}", expected, "a value")
+    if arguments.precision != "exact":
+        raise ArgumentError("--precision", "'exact': each case has its own", repr(arguments.precision))
+    cases = chosen_cases(arguments.what, arguments.shapes, arguments.case)
+    with console.progress(len(cases) + 1, enabled=not arguments.json) as bar:
+        report = run_shapes(
+            arguments.what, cases, iters=arguments.iters, use_flex=not arguments.no_flex,
+            command=arguments.command_line, progress=bar.step,
+        )  # fmt: skip
+    if not _written(arguments, report.to_dict()):
+        _show_cases(report, f"Attention, {arguments.what}, µs ± spread", [
+            f"mark: below {LEAST_OF_BEST} of the best other's speed ({BELOW_BEST}), of FlashAttention-3's, scaled by "
+            f"cuDNN's in this run ({BELOW_FA3})",
+        ], as_markdown=arguments.markdown)  # fmt: skip
+    return 1 if any(result.failed for result in report.results) else 0
 
 
 def _run_backward(arguments: argparse.Namespace) -> int:
@@ -423,6 +456,7 @@ _RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "forward": _run_forward,
     "backward": _run_backward,
     "options": _run_options,
+    **dict.fromkeys(SHAPE_CASES, _run_shapes),
     "decode": _run_decode,
     "append": _run_beside_copy,
     "quantize": _run_beside_copy,

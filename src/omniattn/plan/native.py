@@ -1,5 +1,7 @@
 """The optional C module `omniattn._native`: repeated calls on torch tensors without Python code in between.
 
+Under JAX its handler takes the place of a callback: `omniattn.frameworks.jax.handler`.
+
 It runs calls with the facts of one that the fast path (`repeat.Repeat`) has run, and leaves all others to the engine.
 Without the module, with a torch that has no C functions to read tensors by (before 2.10), in a Python without a global
 lock, and with ``OMNIATTN_NATIVE=0``, everything works as it does with it.
@@ -52,15 +54,22 @@ def module() -> Any:
     return _module
 
 
-def _open() -> Any:
+def library() -> Any:
+    """The C module; None where there is none, or it shall not be used."""
     if not env.get("OMNIATTN_NATIVE") or os.environ.get(_PER_THREAD, "0") not in ("", "0"):
         return None
     # The module's tables are guarded by the global lock.
-    if env.environment is None or sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
     try:
-        found = importlib.import_module("omniattn._native")
+        return importlib.import_module("omniattn._native")
     except ImportError:
+        return None
+
+
+def _open() -> Any:
+    found = library()
+    if found is None or env.environment is None:
         return None
     import torch
 
