@@ -10,7 +10,7 @@
 #include "entry.h"
 #include "jax.h"
 
-enum { BUCKETS = 1024, PER_BUCKET = 8, MAX_CLASSES = 8 };
+enum { BUCKETS = 1024, PER_BUCKET = 8, MAX_CLASSES = 8, MAX_GPUS = 64 };
 
 static Driver driver;
 static const Exchange* exchange;
@@ -155,14 +155,37 @@ static Owned* scratch(const Entry* e, uint64_t* address) {
     return made;
 }
 
+// The primary context of a GPU, retained once; NULL if there is none.
+static void* primary_of(int32_t ordinal) {
+    static void* contexts[MAX_GPUS];
+    int device;
+    if (ordinal < 0 || ordinal >= MAX_GPUS || !driver.get || !driver.retain || !driver.push || !driver.pop) return NULL;
+    if (!contexts[ordinal] && !driver.get(&device, ordinal) && driver.retain(&contexts[ordinal], device))
+        contexts[ordinal] = NULL;
+    return contexts[ordinal];
+}
+
+// Queues all launches; the driver's code, and the name of what gave it. context: made current for them, if not NULL.
+static int queue_all(const Entry* e, const uint64_t* operands, void* stream, void* context, const char** name) {
+    int code = 0;
+    *name = "cuCtxPushCurrent";
+    if (context && (code = driver.push(context))) return code;
+    for (uint32_t i = 0; i < e->num_launches && !code; ++i)
+        code = launch_queue(&driver, &e->launches[i], operands, stream, name);
+    if (context) driver.pop(&context);
+    return code;
+}
+
 // Results of the call; NULL without an error for one that the engine has to look at. wanted: None or a stream's handle.
 static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, PyObject* wanted,
                            const uint64_t* addresses) {
     uint64_t operands[MAX_OPERANDS] = {0};
-    void* stream;
-    int device = -1, code = 0;
+    void *stream, *context = NULL;
     const char* name = NULL;
-    if (driver.device(&device) || device != e->ordinal) return NULL;
+    int device = -1, code = driver.device(&device);
+    if (code && code != INVALID_CONTEXT) return NULL;
+    // Threads of torch's autograd may have none.
+    if ((code || device != e->ordinal) && !(context = primary_of(e->ordinal))) return NULL;
     if (exchange->current_stream(DEVICE_CUDA, e->ordinal, &stream)) return PyErr_Clear(), NULL;
     if (wanted != Py_None && PyLong_AsUnsignedLongLong(wanted) != (uintptr_t)stream) return PyErr_Clear(), NULL;
     for (uint32_t i = 0; i < e->num_masks; ++i)
@@ -206,8 +229,8 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, P
     // Held until the kernels are queued: another thread on this stream could be given its memory before that.
     if (e->workspace_bytes && !(memory = scratch(e, &operands[used]))) goto leave;
     // A launch waits where the stream is full; meanwhile other threads may go on.
-    Py_BEGIN_ALLOW_THREADS for (uint32_t i = 0; i < e->num_launches && !code; ++i) code =
-        launch_queue(&driver, &e->launches[i], operands, stream, &name);
+    Py_BEGIN_ALLOW_THREADS;
+    code = queue_all(e, operands, stream, context, &name);
     Py_END_ALLOW_THREADS;
     if (memory) memory->release(memory);
     if (!code) return results;

@@ -111,18 +111,21 @@ def check_conditions(machine: Machine) -> None:
     assert machine.record(call)[1] == expected
     assert counts()[0] == taken + 1
     assert all("stream 0x77 on 0" in line for line in expected)
-    # Tensors on another GPU than the current one: the engine makes its context current.
+    # Tensors on another GPU than the current one, whose context is made current for the launches, and only for them.
     machine.place(1)
     _learned(call)
     taken, (_, launches) = counts()[0], machine.record(call)
-    assert counts()[0] == taken
+    assert counts()[0] == taken + 1
     assert launches
     assert all(" on 1 " in line for line in launches)
+    assert by_python(machine, call)[1] == launches
+    assert machine.current() == 0
     machine.enter(1)
     assert machine.record(call)[1] == launches
-    assert counts()[0] == taken + 1
     machine.place(0)
-    assert all(" on 0 " in line for line in machine.record(call)[1])
+    assert machine.record(call)[1] == expected
+    assert counts()[0] == taken + 3
+    assert machine.current() == 1
     machine.enter(0)
     # A launch that fails, the second of three.
     messages = []
@@ -270,11 +273,24 @@ def check_threads(machine: Machine) -> None:
     assert sorted(launches) == sorted(expected * 200)
     hits, misses = machine.native.counts()
     assert (hits - taken[0], misses - taken[1]) == (800, 0)
-    # In a thread without a context the engine makes one current.
-    thread = threading.Thread(target=call, args=(0,))
-    thread.start()
-    thread.join()
-    assert machine.native.counts() == (hits, misses + 1)
+    # A thread without a context, as one of torch's autograd may be, has one for the launches.
+    seen: list[Any] = []
+
+    def without_context() -> None:
+        call(0)
+        driver.fake_fail(1, 1)
+        with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+            call(0)
+        seen.append(machine.current())
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=without_context)
+        thread.start()
+        thread.join()
+
+    assert machine.record(in_a_thread)[1] == [expected[0]] * 2
+    assert seen == [None]
+    assert machine.native.counts() == (hits + 1, misses + 1)
     print("done")
 
 

@@ -88,6 +88,11 @@ class Machine:
         assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal) == 0
         assert driver.cuCtxPushCurrent_v2(context) == 0
 
+    def current(self) -> int | None:
+        """The GPU of this thread's context; None without one."""
+        device = ctypes.c_int()
+        return None if driver.cuCtxGetDevice(ctypes.byref(device)) else device.value
+
     def place(self, ordinal: int) -> None:
         """Tensors are on this GPU from now on."""
         self._ordinal.value = ordinal
