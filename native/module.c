@@ -10,7 +10,7 @@
 #include "entry.h"
 #include "jax.h"
 
-enum { BUCKETS = 1024, PER_BUCKET = 8, MAX_CLASSES = 8, MAX_GPUS = 64 };
+enum { BUCKETS = 1024, PER_BUCKET = 16, MAX_CLASSES = 8, MAX_GPUS = 64 };
 
 static Driver driver;
 static const Exchange* exchange;
@@ -267,7 +267,7 @@ static PyObject* run(PyObject* module, PyObject* const* of, Py_ssize_t count) {
     }
     PyObject* key[] = {operation, options, of[6], layout};
     e = find(hash_facts(facts, num_facts, operation), facts, num_facts, addresses, key);
-    if (!e) goto end;
+    if (!e || (e->differentiate && stream != Py_None)) goto end;  // autograd chooses the stream
     if (e->differentiate) {
         results = PyObject_CallFunctionObjArgs(e->differentiate, objects, NULL);
         if (results == Py_None) Py_DECREF(results), results = NULL;
@@ -309,6 +309,16 @@ static PyObject* run_as(PyObject* module, PyObject* const* of, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
+// 1 for an entry of the same calls, and for none.
+static int replaces(const Entry* e, Entry* old) {
+    if (!old) return 1;
+    if (old->hash != e->hash || old->operation != e->operation || old->num_facts != e->num_facts ||
+        old->identity != e->identity || old->placed != e->placed || old->placed_fits != e->placed_fits)
+        return 0;
+    return !memcmp(old->facts, e->facts, e->num_facts * sizeof *e->facts) && same(old->options, e->options) &&
+           same(old->extra, e->extra);
+}
+
 static PyObject* learn(PyObject* module, PyObject* given) {
     PyTypeObject* type = (PyTypeObject*)PyObject_GetAttrString(module, "Entry");
     if (!type) return NULL;
@@ -319,7 +329,9 @@ static PyObject* learn(PyObject* module, PyObject* given) {
     for (uint32_t i = 0; i < e->num_launches; ++i)
         if (e->launches[i].num_maps && !driver.move_map) Py_RETURN_FALSE;
     size_t bucket = e->hash % BUCKETS;
-    unsigned at = turn[bucket]++ % PER_BUCKET;
+    unsigned at = 0;
+    while (at < PER_BUCKET && !replaces(e, table[bucket][at])) ++at;
+    if (at == PER_BUCKET) at = turn[bucket]++ % PER_BUCKET;
     old = table[bucket][at];
     Py_INCREF(given);
     table[bucket][at] = e;

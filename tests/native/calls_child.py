@@ -6,6 +6,7 @@ Started by test_native_calls.py with the folder of the stand-in and the modules,
 from __future__ import annotations
 
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable
@@ -42,7 +43,9 @@ def flat(made: Any) -> list[Any]:
 
 def facts(made: Any) -> list[Any]:
     """What of a result can be compared."""
-    return [(x.shape, x.dtype, x.stride(), x.data_ptr()) for x in flat(made)]
+    return [
+        (x.__class__, x.shape, x.dtype, x.stride(), x.data_ptr(), x.requires_grad, x.is_inference()) for x in flat(made)
+    ]
 
 
 def by_python(machine: Machine, call: Callable[[], Any]) -> tuple[Any, list[str]]:
@@ -315,6 +318,65 @@ def check_fork(machine: Machine) -> None:
     print("done")
 
 
+def _outcome(machine: Machine, record: Callable[..., Any], call: Callable[[], Any]) -> Any:
+    """What a call gives, or how it fails."""
+    try:
+        results, launches = record(call)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it has to be the same
+        return type(error), str(error)
+    return facts(results) if isinstance(flat(results)[0], torch.Tensor) else None, launches
+
+
+def check_differences(machine: Machine, count: int) -> None:
+    """Calls that are right, or wrong in some way: the same launches, or the same error, as by Python."""
+    rng = random.Random(11)
+    machine.take_everything()
+    good = [torch.randn(1, 8, 2, 64).bfloat16() for _ in range(4)]
+    large = torch.randn(2, 16, 4, 128).bfloat16()
+    with torch.inference_mode():
+        frozen = torch.zeros(1, 8, 2, 64).bfloat16()
+    odd: list[Any] = [
+        None, 3, "q", b"", (), [[1.0]], object(), frozen, good[0].half(), good[0].float(), good[0].to(torch.int8),
+        good[0].transpose(1, 2), good[0][:, ::2], good[0].flip(1), good[0][..., ::2], good[0][..., :60], good[0][:, :0],
+        good[0].expand(2, 8, 2, 64), good[0][:, :, :1], large[:1, :8, :2, :64], large[:1, :8, :2, 1:65], large[:1],
+        large[0], torch.nn.Parameter(good[0]), torch.nn.Parameter(good[0], requires_grad=False), good[1].to_sparse(),
+        good[0].clone().requires_grad_(), torch._neg_view(good[0]), good[0].view(1, 8, 2, 1, 64), good[0].numpy,
+    ]  # fmt: skip
+    choices: dict[str, list[Any]] = {
+        "causal": [True, False, 1, 0, None, "yes"], "window": [(4, 0), (-1, -1), [4, 0], (4.0, 0), (True, 0), 4, (4,)],
+        "softmax_scale": [0.5, 1, 1.0, True, None, float("nan"), "1"], "softcap": [0.0, 5.0, 5, -1.0, False, None],
+        "layout": ["NHD", "HND", "nhd", None, 1], "return_lse": [True, False, 1, None], "deterministic": [True, 0, 1],
+        "precision": ["exact", "int8", "int4", "fp8", "fp4", None, oa.Int8(), oa.Int8(smooth_k=False), oa.Fp8()],
+        "stream": [None, machine.stream, True, -1, 1 << 70, "0x51", 0.0], "out": [good[3], frozen, good[0], *odd],
+        "mask": [
+            torch.ones(8, 8, dtype=torch.bool), torch.zeros(1, 1, 8, 8), torch.zeros(8, 9)[:, :8], torch.zeros(8), *odd,
+        ],
+        "sinks": [torch.zeros(2), torch.zeros(3), torch.zeros(2).bfloat16(), torch.zeros(2).requires_grad_(), None, 1],
+    }  # fmt: skip
+    seen: set[Any] = set()
+    kinds = {"launched": 0, "failed": 0}
+    for _ in range(count):
+        inputs = [x if rng.random() < 0.92 else rng.choice(odd) for x in good[:3]]
+        names = rng.sample(sorted(choices), rng.choice([0, 1, 1, 2]))
+        options = {name: rng.choice(choices[name]) for name in names}
+
+        def call(inputs: Any = inputs, options: Any = options) -> Any:
+            return oa.attention(*inputs, **options)
+
+        for _ in range(3):
+            _outcome(machine, machine.record, call)
+        expected = _outcome(machine, lambda call: by_python(machine, call), call)
+        for _ in range(3):
+            found = _outcome(machine, machine.record, call)
+            assert found == expected, (inputs, options, found, expected)
+        failed = isinstance(expected[0], type)
+        kinds["failed" if failed else "launched"] += 1
+        seen.add(expected[1] if failed else tuple(expected[1]))
+        assert machine.num_workspaces == 0
+    assert machine.native.counts()[0] > kinds["launched"], (machine.native.counts(), kinds)
+    print(kinds["launched"], "launched,", kinds["failed"], "failed,", len(seen), "in all")
+
+
 CHECKS = {
     "calls": check_calls, "conditions": check_conditions, "gradients": check_gradients, "threads": check_threads,
     "fork": check_fork,
@@ -322,4 +384,8 @@ CHECKS = {
 
 if __name__ == "__main__":
     native.RUNS_GRADIENTS = True
-    CHECKS[sys.argv[2]](Machine(Path(sys.argv[1]), Arena()))
+    made = Machine(Path(sys.argv[1]), Arena())
+    if sys.argv[2] == "differences":
+        check_differences(made, int(sys.argv[3]))
+    else:
+        CHECKS[sys.argv[2]](made)

@@ -156,6 +156,14 @@ def check_options_and_streams(native: Any) -> None:
     ):  # fmt: skip
         found = run(native, Call(OPERATION, (q,), OPTIONS, facts=facts, stream=stream))
         assert (found == []) is taken, (facts, stream)
+    native.clear()
+    # More calls than there is room for, all on the same arrays: the newest are kept. What is learned again replaces
+    # itself.
+    for i in range(40):
+        for _ in range(2):
+            assert native.learn(entry(native, (q,), (launch(0),), options=(i,), masks=(), makers=()))
+    taken = [i for i in range(40) if run(native, Call(OPERATION, (q,), (i,))) is not None]
+    assert taken == list(range(24, 40))
     broken = Same(one)
     del broken.of
     assert run(native, Call(OPERATION, (q,), OPTIONS, facts=(broken, (True, Same(other))))) is None

@@ -6,6 +6,7 @@ every byte of the arguments, addresses and tensor maps with them.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ def test_every_call(folder: Path) -> None:
 def test_what_may_happen(check: str, folder: Path) -> None:
     out, _ = run_child(folder, "calls_child.py", str(folder), check)
     assert out == "done\n"
+
+
+def test_right_and_wrong_calls(folder: Path) -> None:
+    out, _ = run_child(folder, "calls_child.py", str(folder), "differences", os.environ.get("OMNIATTN_FUZZ", "1500"))
+    launched, failed, in_all = (int(word) for word in out.split() if word.isdigit())
+    assert min(launched, failed) > 300
+    assert in_all > 100
 
 
 def test_host_times(folder: Path) -> None:

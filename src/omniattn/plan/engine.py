@@ -179,9 +179,11 @@ class Plan:
         The GPU.
     repeat : Repeat or None
         The fast path of calls with the same facts; None where there is none.
+    runs : int
+        How often that ran by Python.
     """
 
-    __slots__ = ("is_learned", "launches", "ordinal", "problem", "program", "repeat")
+    __slots__ = ("launches", "ordinal", "problem", "program", "repeat", "runs")
 
     def __init__(self, problem: Any, launches: Launches | None, program: Program | None, ordinal: int) -> None:
         self.problem = problem
@@ -189,7 +191,7 @@ class Plan:
         self.program = program
         self.ordinal = ordinal
         self.repeat: Repeat | None = None
-        self.is_learned = False  # offered to the C module
+        self.runs = 0
 
 
 PLANS: PlanCache[Plan] = PlanCache(4096)
@@ -276,8 +278,8 @@ def run(call: Call) -> list[Any]:
         call.problem = plan.problem
         results = plan.repeat(call.objects, addresses, cache, raw)
         if results is not None:
-            if not plan.is_learned and plan.program is not None:
-                plan.is_learned = True
+            plan.runs += 1
+            if plan.runs % native.OFFERED == 1 and plan.program is not None:
                 native.learn(call, plan.problem, plan.program, plan.repeat)
             return results
     if not tensors:

@@ -35,6 +35,9 @@ run: Callable[..., list[Any] | None] | None = None
 #: (operation, options, arrays) -> results of launches that `learn_as` was told, or None.
 run_as: Callable[[Any, Any, tuple[Any, ...]], list[Any] | None] | None = None
 
+#: The first run of a call by Python, and each so many runs on, has the module told of it: it may have had to forget it.
+OFFERED = 256
+
 #: Whether the module is told of calls with gradients: not before that has run on a GPU.
 RUNS_GRADIENTS = False
 
@@ -92,7 +95,7 @@ def _fail(call: str, code: int) -> None:
 
 
 def learn(call: Any, problem: Any, program: Program, repeat: Repeat) -> None:
-    """Have calls like this `engine.Call`, which ``repeat`` has run, run by the module. Asked once for a plan."""
+    """Have calls like this `engine.Call`, which ``repeat`` has run, run by the module."""
     cache = None if call.cache is None else call.cache.facts
     _learn(
         call.operation, call.options, call.facts, cache, problem, call.objects, program, repeat, call.operation.placed

@@ -70,8 +70,8 @@ def _run_known(call: Call) -> list[Any] | None:
     results = _apply_known(known, call.objects, addresses, q, k, v)
     if results is None:
         return None
-    if not known.is_learned:
-        known.is_learned = True
+    known.runs += 1
+    if known.runs % native.OFFERED == 1:
         native.learn_gradients(call, functools.partial(_run_by_module, known))
     return list(results)
 

@@ -49,11 +49,11 @@ Backward = Callable[[Call, dict[str, Any], Any, Any, Any, Any, tuple[str, ...]],
 class _Launches:
     """Launches of a plan, by Python and, once they have run so, by the C module."""
 
-    __slots__ = ("_is_learned", "_plan")
+    __slots__ = ("_plan", "_runs")
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._is_learned = False  # offered to the C module
+        self._runs = 0
 
     def run(
         self, operation: Repeated, options: tuple[bool, ...], objects: tuple[Any, ...], addresses: list[int]
@@ -61,8 +61,8 @@ class _Launches:
         """Results, or None. The first two are what the module finds them by."""
         assert self._plan.repeat is not None
         results = self._plan.repeat(objects, addresses, None, None)
-        if results is not None and not self._is_learned and self._plan.program is not None:
-            self._is_learned = True
+        self._runs += 1
+        if results is not None and self._runs % native.OFFERED == 1 and self._plan.program is not None:
             native.learn_as(operation, options, objects, self._plan.program, self._plan.repeat)
         return results
 
@@ -80,12 +80,12 @@ class Repeated:
         Gives the call of the backward.
     """
 
-    __slots__ = ("_backwards", "_forward", "backward_of", "call", "is_learned")
+    __slots__ = ("_backwards", "_forward", "backward_of", "call", "runs")
 
     def __init__(self, call: Call, forward: Plan, backward_of: Backward) -> None:
         self.call = call
         self.backward_of = backward_of
-        self.is_learned = False  # offered to the C module
+        self.runs = 0  # by Python
         self._forward = _Launches(forward)
         # By what is needed and the facts of the backward's arrays.
         self._backwards: dict[Any, _Launches] = {}
