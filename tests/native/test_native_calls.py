@@ -7,11 +7,14 @@ every byte of the arguments, addresses and tensor maps with them.
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from .building import needs_compiler, run_child
+from build_tools import native as build_native
+
+from .building import ROOT, SANITIZERS, needs_compiler, run_child, sanitizers
 
 pytestmark = [needs_compiler, pytest.mark.frameworks]
 
@@ -32,6 +35,24 @@ def test_every_call(folder: Path) -> None:
 def test_what_may_happen(check: str, folder: Path) -> None:
     out, _ = run_child(folder, "calls_child.py", str(folder), check)
     assert out == "done\n"
+
+
+@pytest.mark.parametrize("check", [("calls",), ("gradients",), ("threads",), ("differences", "1000")], ids=" ".join)
+def test_sanitizers(check: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    variables = sanitizers()
+    if variables is None:
+        pytest.skip("the compiler has no sanitizers")
+    for name in ("libcuda.so.1", "cpu_as_gpu.so"):
+        shutil.copy(folder / name, tmp_path)
+    shutil.copy(_sanitized(folder), tmp_path / build_native.NAME)
+    out, _ = run_child(tmp_path, "calls_child.py", str(tmp_path), *check, **variables)
+    assert out
+
+
+def _sanitized(folder: Path) -> Path:
+    """The module, compiled once with sanitizers."""
+    made = folder / "sanitized.abi3.so"
+    return made if made.exists() else build_native.build(ROOT, made, SANITIZERS)
 
 
 def test_right_and_wrong_calls(folder: Path) -> None:
