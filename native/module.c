@@ -22,7 +22,7 @@ static unsigned long long hits, misses;
 
 // Given by `setup`.
 static PyObject *is_neg, *is_inference, *is_grad_enabled, *modes, *transform, *tangents, *environment, *forced, *fail;
-// Names of attributes.
+// Names of attributes; those of a cache itself, because its properties are Python code.
 static PyObject *name_extra, *name_problem, *name_requires_grad, *name_level, *name_plain, *name_addresses;
 
 // 1 for a true result, 0 for a false one, -1 for an error.
@@ -414,8 +414,8 @@ PyMODINIT_FUNC PyInit__native(void) {
         PyObject** name;
         const char* text;
     } names[] = {
-        {&name_extra, "facts"},       {&name_problem, "problem"},     {&name_level, "_current_level"},
-        {&name_plain, "plain_torch"}, {&name_addresses, "addresses"}, {&name_requires_grad, "requires_grad"},
+        {&name_extra, "_facts"},       {&name_problem, "problem"},      {&name_level, "_current_level"},
+        {&name_plain, "_plain_torch"}, {&name_addresses, "_addresses"}, {&name_requires_grad, "requires_grad"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
         if (!(*names[i].name = PyUnicode_InternFromString(names[i].text))) return NULL;

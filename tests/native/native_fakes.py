@@ -121,8 +121,8 @@ class Cache:
     """What a call's cache is asked."""
 
     def __init__(self, facts: Layout, plain: bool = True) -> None:
-        self.facts, self.plain_torch = facts, plain
-        self.addresses: Any = (0x7000, 0x8000)
+        self._facts, self._plain_torch = facts, plain
+        self._addresses: Any = (0x7000, 0x8000)
 
 
 class Call:
