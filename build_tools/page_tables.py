@@ -63,6 +63,12 @@ SOURCES: dict[str, Source] = {
         "decode",
         False,
     ),
+    "decode_corners": Source(
+        "omniattn bench decode --shapes q16 --shapes h71/1 --shapes d96 --shapes t128 --format bf16 --anchor fa2 "
+        "--json",
+        "decode",
+        False,
+    ),
     "int8_sm80": Source(
         "OMNIATTN_FORCE_KERNEL=attn_fwd_sm80_bf16_d128_n48,attn_int8_mbarrier_sm90_bf16_d128 omniattn bench "
         "--precision int8 --shapes d128 --only cudnn --json",
@@ -321,6 +327,7 @@ PARTS: dict[str, Part] = {
     "int8_sustained": Part(("int8_sustained",), int8_load),
     "decode": Part(("decode",), decode_tables.decode),
     "decode_others": Part(("decode",), decode_tables.decode_others),
+    "decode_corners": Part(("decode_corners",), decode_tables.decode_others),
     "decode_shared": Part(("decode",), decode_tables.decode_shared),
     "decode_options": Part(("decode_options",), decode_tables.decode),
     "append": Part(("append",), decode_tables.beside_copy),

@@ -27,6 +27,7 @@ SHAPES = (
     DecodeShape(2, 4, 2, 40, 128),
     DecodeShape(3, 4, 1, 24, 128, block_size=16),
     DecodeShape(3, 2, 1, 24, 128, block_size=8, ragged=True),
+    DecodeShape(2, 4, 2, 40, 128, queries=5),
     DecodeShape(3, 2, 1, 24, 128, block_size=8, prefix=16),
 )
 
@@ -53,6 +54,8 @@ def test_shapes_are_those_of_the_goals() -> None:
     for size in (1, 16, 64, 256):
         assert f"b128 h8/1 t8192 d128 p{size}" in names
     assert "b128 h8/1 t8192 d128 p64 ragged" in names
+    for name in ("b32 h32/8 t8192 d128 q16", "b32 h71/1 t8192 d64", "b32 h32/8 t8192 d96", "b256 h32/8 t128 d128"):
+        assert name in names
     for name in ("b64 h8/1 t8448", "b256 h8/1 t8448", "b64 h64/8 t33024"):
         assert any(found.startswith(f"{name} d128 p64 shared") for found in names)
 
@@ -129,6 +132,26 @@ def test_every_format_runs_is_checked_and_compared(on_the_cpu: None) -> None:
 
 
 @pytest.mark.frameworks
+def test_queries_see_what_is_before_them(on_the_cpu: None) -> None:
+    shape = DecodeShape(2, 4, 2, 9, 64, queries=3)
+    tokens = decode.Tokens(DecodeTorch(), shape)
+    assert tokens.visible(9).sum(dim=1).tolist() == [7, 8, 9]
+    steps = (decode.own_step(DecodeTorch(), tokens, "bf16"), decode._torch_step(DecodeTorch(), tokens, "fa2"))
+    for step in steps:
+        output = step()
+        assert tokens.sampled_error(output) < 0.01
+        assert tokens.sampled_error(output.flip(1)) > 0.1
+
+
+@pytest.mark.frameworks
+def test_formats_without_the_head_dim_are_left_out(on_the_cpu: None) -> None:
+    report = decode.run_decode([DecodeShape(1, 2, 1, 24, 96)], formats=["bf16", "fbgemm"], iters=1)
+    assert {m.key for m in report.measurements} == {"bf16", "cudnn"}
+    assert decode.FORMATS["fbgemm"].has(64)
+    assert not decode.FORMATS["fbgemm4"].has(64)
+
+
+@pytest.mark.frameworks
 def test_options_reach_the_calls(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, bool, int]] = []
     step = omniattn.decode
@@ -156,7 +179,7 @@ def test_many_tokens_are_appended_in_parts(on_the_cpu: None, monkeypatch: pytest
     report = decode.run_decode(SHAPES, anchor="fa2", formats=["int8"], iters=1)
     # The last shape's cache is filled twice.
     assert len(calls) == sum(shape.batch for shape in (*SHAPES, SHAPES[-1]))
-    assert [m.reason for m in report.measurements if m.key.startswith("int8")] == [""] * 5
+    assert [m.reason for m in report.measurements if m.key.startswith("int8")] == [""] * 6
 
 
 @pytest.mark.frameworks

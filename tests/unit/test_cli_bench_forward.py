@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +60,19 @@ def test_an_anchor_that_is_not_installed_is_an_error(on_the_cpu: None, monkeypat
     monkeypatch.setattr(anchors.Contender, "missing", lambda self: "x is not installed" if self.key == "fa3" else None)
     with pytest.raises(BenchError, match="'fa3' cannot run: x is not installed"):
         forward.run_forward(SHAPES, anchor="fa3", iters=1)
+
+
+def test_modules_within_packages_may_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fa4 = next(contender for contender in anchors.CONTENDERS if contender.key == "fa4")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert fa4.missing() == "flash-attn-4 is not installed"
+    for made in ("flash_attn", "flash_attn/cute"):
+        (tmp_path / made).mkdir()
+        (tmp_path / made / "__init__.py").touch()
+        importlib.invalidate_caches()
+        assert fa4.missing() == (None if made.endswith("cute") else "flash-attn-4 is not installed")
+    monkeypatch.delitem(sys.modules, "flash_attn")
 
 
 def test_a_wrong_result_gets_no_time_and_fails_the_command(

@@ -56,10 +56,12 @@ class Contender:
         return self.package == "omniattn"
 
     def missing(self) -> str | None:
-        """Reason why it cannot run in this environment, or None. Imports nothing."""
-        if importlib.util.find_spec(self.module) is None:
-            return f"{self.package} is not installed"
-        return None
+        """Reason why it cannot run in this environment, or None. Imports no module but the package around it."""
+        try:
+            found = importlib.util.find_spec(self.module) is not None
+        except ImportError:  # the package around the module is not there
+            found = False
+        return None if found else f"{self.package} is not installed"
 
 
 def _omniattn(torch: Any, shape: ForwardShape) -> Forward:
@@ -133,6 +135,15 @@ CONTENDERS: tuple[Contender, ...] = (
         "NHD",
         EXACT_ERROR,
         _flash_attn("flash_attn_interface"),
+    ),
+    Contender(
+        "fa4",
+        "FlashAttention-4",
+        "flash-attn-4",
+        "flash_attn.cute",
+        "NHD",
+        EXACT_ERROR,
+        _flash_attn("flash_attn.cute"),
     ),
     Contender(
         "sageattention", "SageAttention", "sageattention", "sageattention", "NHD", QUANTIZED_ERROR, _sageattention

@@ -14,6 +14,7 @@ from omniattn.bench.power import device_id, limits
 from omniattn.bench.sustained import captured, choose_timer
 from omniattn.bench.timing import Candidate, Timer, cold_bytes, require_torch
 from omniattn.errors import ArgumentError
+from omniattn.kv.formats import check_format
 
 
 class CacheFormat(NamedTuple):
@@ -29,6 +30,14 @@ class CacheFormat(NamedTuple):
     def shares(self) -> bool:
         """Whether `decode` takes ``shared_prefix`` with it."""
         return not (self.recent_window or self.deterministic)
+
+    def has(self, head_dim: int) -> bool:
+        """Whether it holds rows of this head_dim."""
+        try:
+            check_format(self.dtype, head_dim, self.group_size, True, "bench", is_key=True, layout=self.layout)
+        except ArgumentError:
+            return False
+        return True
 
 
 #: Cache formats by their names on the command line.
@@ -120,6 +129,7 @@ def _run_shape(
     torch: Any, timer: Timer, shape: DecodeShape, anchor: str, formats: Sequence[str], rotated_bytes: int
 ) -> list[DecodeMeasurement]:
     free, _ = torch.cuda.mem_get_info()
+    formats = [name for name in formats if FORMATS[name].has(shape.head_dim)]
     own = [*formats, *(name + WITH_PREFIX for name in formats if shape.prefix and FORMATS[name].shares)]
     # Copies of a cache are at most as large as what has to rotate, and the cache itself.
     caches = [FORMATS[name.removesuffix(WITH_PREFIX)][:2] for name in own]
@@ -186,7 +196,7 @@ class Tokens:
         def random(*size: int) -> Any:
             return torch.randn(size, dtype=torch.bfloat16, device="cuda", generator=generator)
 
-        self.q = random(shape.batch, 1, shape.heads_q, shape.head_dim)
+        self.q = random(shape.batch, shape.queries, shape.heads_q, shape.head_dim)
         self.k, self.v = (random(sum(self.lengths), shape.heads_kv, shape.head_dim) for _ in range(2))
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
         begin = 0
@@ -195,8 +205,14 @@ class Tokens:
                 x[begin : begin + shape.prefix] = x[: shape.prefix]
             begin += length
 
+    def visible(self, tokens: int) -> Any:
+        """Which of a sequence's tokens its queries see, bool (queries, tokens): those up to their own."""
+        queries, arange = self.shape.queries, self.torch.arange
+        own = arange(tokens - queries, tokens, device="cuda")
+        return arange(tokens, device="cuda") <= own[:, None]
+
     def sampled_error(self, output: Any, k: Any = None) -> float:
-        """Relative L1 error of the first and the last sequence of (batch, 1, heads_q, head_dim) against fp64.
+        """Relative L1 error of the first and the last sequence of (batch, queries, heads_q, head_dim) against fp64.
 
         ``k``: keys that are in the cache, if not those of the tokens.
         """
@@ -210,9 +226,10 @@ class Tokens:
             rows = slice(begin, begin + self.lengths[b])
             for head in (0, shape.heads_q - 1):
                 seen, values = (x[rows, head // group].double() for x in (keys, self.v))
-                scores = seen @ self.q[b, 0, head].double() * shape.head_dim**-0.5
+                scores = self.q[b, :, head].double() @ seen.T * shape.head_dim**-0.5
+                scores = scores.masked_fill(~self.visible(self.lengths[b]), float("-inf"))
                 expected = torch.softmax(scores, dim=-1) @ values
-                difference += float((output[b, 0, head].double() - expected).abs().sum())
+                difference += float((output[b, :, head].double() - expected).abs().sum())
                 total += float(expected.abs().sum())
         return difference / total
 
@@ -292,10 +309,12 @@ def _torch_step(torch: Any, tokens: Tokens, name: str) -> Callable[[], Any]:
     q = tokens.q.transpose(1, 2).contiguous()
     # Copies even where the order stays (one head): steps that rotate must not read the same memory.
     k, v = (x.view(size).transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in (tokens.k, tokens.v))
-    grouped = {"enable_gqa": True} if shape.heads_q != shape.heads_kv else {}
+    options: dict[str, Any] = {"enable_gqa": True} if shape.heads_q != shape.heads_kv else {}
+    if shape.queries > 1:
+        options["attn_mask"] = tokens.visible(shape.seqlen)
 
     def step() -> Any:
         with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **grouped).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     return step

@@ -30,7 +30,7 @@ def label(key: str) -> str:
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """One decoding step: a new token for each sequence.
+    """One decoding step: a new token for each sequence, or a few.
 
     Attributes
     ----------
@@ -42,6 +42,8 @@ class DecodeShape:
         Lengths are drawn from a lognormal distribution, the same ones in every run.
     prefix : int
         Of the ``seqlen`` tokens, so many first ones that all sequences share: the same blocks of a paged cache.
+    queries : int
+        Newest tokens of each sequence that attend: several in speculative decoding.
     """
 
     batch: int
@@ -52,13 +54,15 @@ class DecodeShape:
     block_size: int = 0
     ragged: bool = False
     prefix: int = 0
+    queries: int = 1
 
     @property
     def name(self) -> str:
         """Name used by filters and reports, for example ``b128 h8/1 t8192 d128 p16``."""
         text = f"b{self.batch} h{self.heads_q}/{self.heads_kv} t{self.seqlen} d{self.head_dim}"
         pages = f" p{self.block_size}" * bool(self.block_size)
-        return text + pages + " ragged" * self.ragged + f" shared{self.prefix}" * bool(self.prefix)
+        queries = f" q{self.queries}" * (self.queries > 1)
+        return text + pages + " ragged" * self.ragged + f" shared{self.prefix}" * bool(self.prefix) + queries
 
     def lengths(self) -> list[int]:
         """Tokens of each sequence; their sum is batch * seqlen."""
@@ -97,7 +101,8 @@ class DecodeShape:
 
 
 #: One kv head for 8 query heads as the published comparisons have it, models with 8 of them, pages, ragged lengths,
-#: sequences of 256 tokens of their own behind a prefix that they share.
+#: sequences of 256 tokens of their own behind a prefix that they share. Then 16 new tokens, a kv head with many query
+#: heads, a head_dim that is no power of two, short sequences.
 DECODE_SHAPES: tuple[DecodeShape, ...] = (
     *(DecodeShape(batch, 8, 1, 8192) for batch in (1, 32, 128, 512)),
     DecodeShape(1, 64, 8, 131072),
@@ -107,6 +112,10 @@ DECODE_SHAPES: tuple[DecodeShape, ...] = (
     DecodeShape(128, 8, 1, 8192, block_size=64, ragged=True),
     *(DecodeShape(batch, 8, 1, 8448, block_size=64, prefix=8192) for batch in (64, 256)),
     DecodeShape(64, 64, 8, 33024, block_size=64, prefix=32768),
+    DecodeShape(32, 32, 8, 8192, queries=16),
+    DecodeShape(32, 71, 1, 8192, 64),
+    DecodeShape(32, 32, 8, 8192, 96),
+    DecodeShape(256, 32, 8, 128),
 )
 
 
