@@ -38,8 +38,8 @@ run_as: Callable[[Any, Any, tuple[Any, ...]], list[Any] | None] | None = None
 #: The first run of a call by Python, and each so many runs on, has the module told of it: it may have had to forget it.
 OFFERED = 256
 
-#: Whether the module is told of calls with gradients: not before that has run on a GPU.
-RUNS_GRADIENTS = False
+#: Whether the module is told of calls with gradients.
+RUNS_GRADIENTS = True
 
 _module: Any = None
 _is_asked = False
