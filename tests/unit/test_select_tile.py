@@ -144,3 +144,21 @@ def test_narrow_windows_of_long_sequences_wait_for_a_measurement(monkeypatch: py
     assert select_attention(problem, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m64n64"
     wider = dataclasses.replace(problem, window_left=1023)
     assert select_attention(wider, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m192n64"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "head_dim", "tile"),
+    [(8, 1025, 64, "m64n64"), (12, 2048, 64, "m64n64"), (8, 1025, 128, "m128n128"), (8, 4096, 128, "m128n128")],
+)
+def test_a_token_more_does_not_end_the_choice(heads: int, seqlen: int, head_dim: int, tile: str, causal: bool) -> None:
+    """Single sequences have so few tiles that it does not matter how long they are."""
+    spec = select_attention(problem_of(1, heads, seqlen, seqlen, head_dim, causal), HOPPER).spec
+    assert spec.name == f"attn_fwd_sm90_bf16_d{head_dim}_{tile}"
+    wide = by_name(f"attn_fwd_sm90_bf16_d{head_dim}_{'m256n64' if head_dim == 64 else 'm192n64'}")
+    problem = problem_of(1, heads, seqlen, seqlen, head_dim, causal)
+    assert tile_us(problem, spec, HOPPER) < 0.9 * tile_us(problem, wide, HOPPER)
+    # Of a batch, and beyond 4096 keys, nothing is known.
+    for batch, longer in ((16, seqlen), (1, 4097)):
+        many = select_attention(problem_of(batch, 16, max(longer, 2048), max(longer, 2048), head_dim, causal), HOPPER)
+        assert many.spec is wide

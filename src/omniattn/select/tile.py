@@ -14,12 +14,15 @@ from ..registry import KernelSpec
 
 #: `KernelSpec.tuned_for` of tiles that only this module chooses.
 SMALL = "small"
-#: Query rows and keys of a sequence up to which there is something to choose: of longer ones the model knows nothing.
+#: Query rows and keys of a sequence up to which the model was fitted.
 SHORT, _MAX_KEYS = 1024, 4096
+#: Tiles an SM up to which more rows, `_MAX_KEYS` of them, have the choice too: with few tiles they count, not how long.
+_FEW = 2
 #: Keys of a window up to which longer sequences have the choice too. None: no such call has been measured.
 NARROW = 0
-#: What another tile than the usual has to gain; a wider one, which computes with columns of zeros.
-_GAIN, _WIDER = 0.985, 0.9
+#: What another tile than the usual has to gain; beyond what the model was fitted to; a wider one besides, which
+#: computes with columns of zeros.
+_GAIN, _FAR, _WIDER = 0.985, 0.88, 0.9
 #: A launch; memory and L2, bytes a microsecond.
 _LAUNCH_US, _MEMORY, _L2 = 5.6, 3.97e6, 1e7
 #: To begin and end a tile, and for every CTA that shares the SM; hiding scores at a causal edge, per key.
@@ -113,12 +116,17 @@ def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> floa
     return _LAUNCH_US + max(work, row_bytes * rows / _MEMORY, row_bytes * reread / _L2)
 
 
-def _is_short(p: AttentionProblem) -> bool:
-    """Whether the model knows calls of such lengths."""
+def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | None:
+    """What another tile than the usual has to gain, as a factor; None where there is no choice."""
     sequences = max(p.batch, 1) if p.varlen else 1
-    if p.seqlen_q <= SHORT * sequences and p.seqlen_k <= _MAX_KEYS * sequences:
-        return True
-    return min(p.window_left, p.window_right) >= 0 and p.window_left + p.window_right < NARROW
+    if p.seqlen_k <= _MAX_KEYS * sequences:
+        if p.seqlen_q <= SHORT * sequences:
+            return _GAIN
+        tiles = sequences * -(-p.seqlen_q // (sequences * usual.block_m)) * p.num_q_heads * (1 if p.varlen else p.batch)
+        if p.seqlen_q <= _MAX_KEYS * sequences and tiles <= _FEW * target.sm_count:
+            return _FAR
+    narrow = min(p.window_left, p.window_right) >= 0 and p.window_left + p.window_right < NARROW
+    return _GAIN if narrow else None
 
 
 def best_tile(problem: AttentionProblem, target: Target, usual: KernelSpec, others: Iterable[KernelSpec]) -> KernelSpec:
@@ -138,9 +146,10 @@ def best_tile(problem: AttentionProblem, target: Target, usual: KernelSpec, othe
     -------
     KernelSpec
     """
-    if not _is_short(problem):
+    gain = _gain(problem, usual, target)
+    if gain is None:
         return usual
-    best, shortest = usual, _GAIN * tile_us(problem, usual, target)
+    best, shortest = usual, gain * tile_us(problem, usual, target)
     for spec in others:
         time = tile_us(problem, spec, target) / (_WIDER if spec.head_dim > usual.head_dim else 1.0)
         if time < shortest:
