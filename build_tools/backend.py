@@ -6,6 +6,7 @@ compiles anything.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,5 +42,7 @@ def compiler_requirements(pyproject: Path) -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """Return hatchling's own requirements and the compiler's."""
-    return [*_hatchling.get_requires_for_build_wheel(config_settings), *compiler_requirements(Path("pyproject.toml"))]
+    """Return hatchling's own requirements and the compilers'."""
+    native = ["setuptools>=77"] if os.environ.get("OMNIATTN_BUILD_NATIVE") == "1" and sys.platform == "win32" else []
+    compiler = compiler_requirements(Path("pyproject.toml"))
+    return [*_hatchling.get_requires_for_build_wheel(config_settings), *compiler, *native]

@@ -26,6 +26,7 @@ class KernelBuildHook(BuildHookInterface):
         if str(root) not in sys.path:
             # The isolated build environment knows backend-path only, and worker processes inherit sys.path.
             sys.path.insert(0, str(root))
+        from build_tools import native, sbom
         from build_tools.kernels import build, kernel_sources
 
         built = build(root)
@@ -35,9 +36,10 @@ class KernelBuildHook(BuildHookInterface):
             include[str(path)] = f"{WHEEL_KERNELS}/src/{inside}"
         for file in built.files:
             include[str(built.folder / file)] = f"{WHEEL_KERNELS}/{file}"
-        if os.environ.get("OMNIATTN_BUILD_NATIVE") == "1":
-            from build_tools import native
-
+        with_native = os.environ.get("OMNIATTN_BUILD_NATIVE") == "1"
+        bill = sbom.write(root, built.manifest, native.NAME if with_native else None)
+        build_data["sbom_files"].append(bill.relative_to(root).as_posix())
+        if with_native:
             module = native.build(root, root / "build" / native.NAME)
             include[str(module)] = f"omniattn/{native.NAME}"
             build_data["pure_python"] = False

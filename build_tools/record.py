@@ -33,7 +33,9 @@ UNWATCHED: tuple[str, ...] = ("cli", "bench", "testing", "reference", "version.p
 
 #: Files whose tests need more than the one GPU that writes a record, or the C module, which is optional: the record is
 #: of runs without it. All others have to run.
-MAY_SKIP: tuple[str, ...] = ("tests/gpu/test_several_gpus.py", "tests/gpu/test_native_gpu.py")
+MAY_SKIP: tuple[str, ...] = (
+    "tests/gpu/test_several_gpus.py", "tests/gpu/test_native_gpu.py", "tests/gpu/test_native_jax_gpu.py",
+)  # fmt: skip
 
 _PACKAGES = ("omniattn", "numpy", "cuda-bindings", "torch", "cupy", "jax", "pytest")
 _OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")

@@ -1,4 +1,4 @@
-// The four functions of the CUDA driver that a repeated call needs, found in the library that the process has.
+// The functions of the CUDA driver that a repeated call needs, found in the library that the process has.
 #pragma once
 #include <stddef.h>
 #ifdef _WIN32
@@ -40,6 +40,10 @@ typedef struct {
                            void**);
     int(CUDA_CALL* launch_ex)(const Config*, void*, void**, void**);
     int(CUDA_CALL* move_map)(void* map, void* address);
+    // For threads without a context.
+    int(CUDA_CALL* stream_context)(void* stream, void** context);
+    int(CUDA_CALL* push)(void* context);
+    int(CUDA_CALL* pop)(void** context);
 } Driver;
 
 // A tensor map is 128 bytes, and the driver wants it at a multiple of 64.
@@ -65,5 +69,8 @@ static inline int driver_open(Driver* driver) {
     *(void**)&driver->launch = driver_symbol(library, "cuLaunchKernel");
     *(void**)&driver->launch_ex = driver_symbol(library, "cuLaunchKernelEx");
     *(void**)&driver->move_map = driver_symbol(library, "cuTensorMapReplaceAddress");
+    *(void**)&driver->stream_context = driver_symbol(library, "cuStreamGetCtx");
+    *(void**)&driver->push = driver_symbol(library, "cuCtxPushCurrent_v2");
+    *(void**)&driver->pop = driver_symbol(library, "cuCtxPopCurrent_v2");
     return driver->device && driver->launch && driver->launch_ex;
 }

@@ -28,77 +28,6 @@ int same(PyObject* a, PyObject* b) {
     return equal == 1;
 }
 
-static int refuse(const char* what) {
-    PyErr_Format(PyExc_ValueError, "entry: %s", what);
-    return 0;
-}
-
-// (offset, operand, add) or (offset, operand, add, map); the bytes that they take lie within the arguments.
-static Place* places_of(PyObject* given, uint32_t* count, Launch* launch, int maps) {
-    Py_ssize_t size = PyTuple_Size(given);
-    if (size < 0) return NULL;
-    Place* made = calloc((size_t)size + 1, sizeof *made);
-    if (!made) return (Place*)PyErr_NoMemory();
-    uint32_t bytes = maps ? MAP_BYTES : 8;
-    for (Py_ssize_t i = 0; i < size; ++i) {
-        unsigned long long add;
-        unsigned offset, operand;
-        const char* map = NULL;
-        Py_ssize_t length = 0;
-        PyObject* item = PyTuple_GetItem(given, i);
-        if (!PyTuple_Check(item)) {
-            refuse("a place is no tuple");
-        } else if (maps ? PyArg_ParseTuple(item, "IIKy#", &offset, &operand, &add, &map, &length)
-                        : PyArg_ParseTuple(item, "IIK", &offset, &operand, &add)) {
-            if (operand < MAX_OPERANDS && offset <= launch->num_bytes && launch->num_bytes - offset >= bytes &&
-                (!maps || (length == MAP_BYTES && offset % MAP_ALIGNMENT == 0))) {
-                made[i].offset = offset, made[i].operand = operand, made[i].add = add;
-                if (map) memcpy(launch->arguments + offset, map, MAP_BYTES);
-                continue;
-            }
-            refuse("a place outside of the arguments");
-        }
-        free(made);
-        return NULL;
-    }
-    *count = (uint32_t)size;
-    return made;
-}
-
-static int launch_of(Launch* launch, PyObject* given) {
-    unsigned long long function;
-    unsigned *grid = launch->grid, cluster[3];
-    const char* arguments;
-    Py_ssize_t num_bytes;
-    PyObject *shape, *places, *maps;
-    int overlap;
-    if (!PyTuple_Check(given)) return refuse("a launch is no tuple");
-    if (!PyArg_ParseTuple(given, "K(III)IIOpy#O!O!", &function, &grid[0], &grid[1], &grid[2], &launch->threads,
-                          &launch->smem_bytes, &shape, &overlap, &arguments, &num_bytes, &PyTuple_Type, &places,
-                          &PyTuple_Type, &maps))
-        return 0;
-    if (num_bytes > MAX_ARGUMENT_BYTES) return refuse("too many bytes of arguments");
-    launch->function = (void*)(uintptr_t)function;
-    if (overlap) {
-        launch->attributes[launch->num_attributes].id = ATTRIBUTE_OVERLAP;
-        launch->attributes[launch->num_attributes++].value.flag = 1;
-    }
-    if (shape != Py_None) {
-        if (!PyTuple_Check(shape)) return refuse("a cluster is no tuple");
-        if (!PyArg_ParseTuple(shape, "III", &cluster[0], &cluster[1], &cluster[2])) return 0;
-        launch->attributes[launch->num_attributes].id = ATTRIBUTE_CLUSTER;
-        memcpy(launch->attributes[launch->num_attributes++].value.cluster, cluster, sizeof cluster);
-    }
-    launch->num_bytes = (uint32_t)num_bytes;
-    launch->arguments = malloc((size_t)num_bytes + 1);
-    if (!launch->arguments) return PyErr_NoMemory(), 0;
-    memcpy(launch->arguments, arguments, (size_t)num_bytes);
-    launch->places = places_of(places, &launch->num_places, launch, 0);
-    if (!launch->places) return 0;
-    launch->maps = places_of(maps, &launch->num_maps, launch, 1);
-    return launch->maps != NULL;
-}
-
 static int fill(Entry* e, PyObject* objects, PyObject* masks, PyObject* results, PyObject* launches, PyObject* placed) {
     uint64_t addresses[MAX_OBJECTS];
     int64_t facts[MAX_FACTS];
@@ -179,8 +108,7 @@ void entry_free(PyObject* self) {
     PyObject* held[] = {e->operation, e->options, e->extra, e->identity, e->problem, e->keep, e->workspace};
     for (size_t i = 0; i < sizeof held / sizeof *held; ++i) Py_XDECREF(held[i]);
     for (uint32_t i = 0; i < e->num_results; ++i) Py_XDECREF(e->makers[i]);
-    for (uint32_t i = 0; i < e->num_launches; ++i)
-        free(e->launches[i].arguments), free(e->launches[i].places), free(e->launches[i].maps);
+    for (uint32_t i = 0; i < e->num_launches; ++i) launch_free(&e->launches[i]);
     free(e->facts);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);

@@ -1,35 +1,14 @@
 // What is known of a call that has run: the facts that its plan was made for, and its launches.
 #pragma once
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-
 #include "dlpack.h"
-#include "driver.h"
+#include "launch.h"
 
 enum {
     MAX_OBJECTS = 24,
     MAX_DIMS = 8,
     MAX_FACTS = MAX_OBJECTS * (2 + 2 * MAX_DIMS),
-    MAX_OPERANDS = 64,
     MAX_RESULTS = 8,
-    MAX_LAUNCHES = 8,
-    MAX_ARGUMENT_BYTES = 4096,
 };
-
-typedef struct {
-    uint32_t offset, operand;
-    uint64_t add;
-} Place;
-
-typedef struct {
-    void* function;
-    unsigned grid[3], threads, smem_bytes, num_attributes;
-    Attribute attributes[2];
-    uint32_t num_bytes, num_places, num_maps;
-    char* arguments;  // zeros where addresses go, tensor maps of other addresses
-    Place *places, *maps;
-} Launch;
 
 typedef struct {
     PyObject_HEAD uint64_t hash;

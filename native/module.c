@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "entry.h"
+#include "jax.h"
 
 enum { BUCKETS = 1024, PER_BUCKET = 8, MAX_CLASSES = 8 };
 
@@ -121,38 +122,6 @@ static Entry* find(uint64_t hash, const int64_t* facts, uint32_t num_facts, cons
     return NULL;
 }
 
-static int queue(const Launch* launch, const uint64_t* operands, void* stream, const char** name) {
-    char memory[MAX_ARGUMENT_BYTES + MAP_ALIGNMENT];
-    char* arguments = (char*)(((uintptr_t)memory + MAP_ALIGNMENT - 1) & ~(uintptr_t)(MAP_ALIGNMENT - 1));
-    memcpy(arguments, launch->arguments, launch->num_bytes);
-    for (uint32_t i = 0; i < launch->num_places; ++i) {
-        uint64_t address = operands[launch->places[i].operand] + launch->places[i].add;
-        memcpy(arguments + launch->places[i].offset, &address, 8);
-    }
-    *name = "cuTensorMapReplaceAddress";
-    for (uint32_t i = 0; i < launch->num_maps; ++i) {
-        uint64_t address = operands[launch->maps[i].operand] + launch->maps[i].add;
-        int code = driver.move_map(arguments + launch->maps[i].offset, (void*)(uintptr_t)address);
-        if (code) return code;
-    }
-    void* parameters[] = {arguments};
-    if (!launch->num_attributes) {
-        *name = "cuLaunchKernel";
-        return driver.launch(launch->function, launch->grid[0], launch->grid[1], launch->grid[2], launch->threads, 1, 1,
-                             launch->smem_bytes, stream, parameters, NULL);
-    }
-    *name = "cuLaunchKernelEx";
-    Attribute attributes[2];
-    memcpy(attributes, launch->attributes, sizeof attributes);
-    Config config = {{launch->grid[0], launch->grid[1], launch->grid[2]},
-                     {launch->threads, 1, 1},
-                     launch->smem_bytes,
-                     stream,
-                     attributes,
-                     launch->num_attributes};
-    return driver.launch_ex(&config, launch->function, parameters, NULL);
-}
-
 // New reference to an array that torch makes, and its address; NULL without an error where it has no memory.
 static PyObject* make(PyObject* maker, PyObject* like, uint64_t* address) {
     PyObject* made = PyObject_CallFunctionObjArgs(maker, like, NULL);
@@ -219,7 +188,7 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, c
     }
     // A launch waits where the stream is full; meanwhile other threads may go on.
     Py_BEGIN_ALLOW_THREADS for (uint32_t i = 0; i < e->num_launches && !code; ++i) code =
-        queue(&e->launches[i], operands, stream, &name);
+        launch_queue(&driver, &e->launches[i], operands, stream, &name);
     Py_END_ALLOW_THREADS Py_XDECREF(memory);
     if (!code) return results;
     PyObject* none = PyObject_CallFunction(fail, "si", name, code);
@@ -348,6 +317,10 @@ static PyMethodDef methods[] = {
     {"run", run, METH_O, "Results of a call like one that has run, or None."},
     {"learn", learn, METH_O, "Keep an entry; False where this driver cannot launch it."},
     {"clear", clear, METH_NOARGS, "Forget all entries."},
+    {"jax_handler", jax_handler, METH_NOARGS, "Capsule of the handler for jax.ffi.register_ffi_target."},
+    {"jax_plan", jax_plan, METH_VARARGS, "Keep the launches of a call on a GPU; False where this driver has no way."},
+    {"jax_failed", jax_failed, METH_VARARGS, "Keep why a call cannot run on a GPU."},
+    {"jax_runs", jax_runs, METH_NOARGS, "How often the handler has queued a call."},
     {"counts", counts, METH_NOARGS, "Calls that were run here, calls that were not."},
     {"setup", setup, METH_VARARGS, "Take what is asked of torch; False where there is nothing to work with."},
     {NULL, NULL, 0, NULL},

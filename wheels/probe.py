@@ -144,12 +144,27 @@ def kernels() -> str:
     return f"kernels: {len(store.entries)} prebuilt and whole, sources of {len(rows)} rows complete"
 
 
+def native() -> str:
+    """The C module loads, and links neither CUDA nor a framework."""
+    from omniattn import _native
+
+    _native.clear()
+    counts = _native.counts()
+    assert not any(counts.values() if isinstance(counts, dict) else counts), f"expected counts of 0, received {counts}"
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        loaded = [line.split()[-1] for line in maps.read_text().splitlines() if "libcuda" in line or "libtorch" in line]
+        assert not loaded, f"the C module loads {loaded[0]}"
+    return f"C module: {Path(_native.__file__).name} loads without CUDA and frameworks"
+
+
 PROBES: dict[str, Callable[[], str]] = {
     "imports": imports,
     "import-time": import_time,
     "cpu": cpu,
     "gpu-error": gpu_error,
     "kernels": kernels,
+    "native": native,
 }
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Check a wheel as a user meets it: ``python wheels/smoke_test.py [WHEEL]`` (built first if none is named).
 
 Reads the file, then installs it into a fresh virtual environment and uses it there: contents against the manifest,
-size, tag, import time, a CPU call, the command line, and what a GPU call says on a machine without a driver.
+size, tag, bill of materials, import time, a CPU call, the command line, and what a GPU call says on a machine without
+a driver; of a platform wheel the C module too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ PROBE = Path(__file__).resolve().parent / "probe.py"
 
 MAX_WHEEL_BYTES = 30 * 2**20
 KERNELS = "omniattn/_kernels/"
+#: The C module, where a platform wheel has it, and how the file begins (ELF; Windows).
+MODULES = {"omniattn/_native.abi3.so": b"\x7fELF", "omniattn/_native.pyd": b"MZ"}
 
 
 class SmokeTestError(Exception):
@@ -66,14 +69,17 @@ def check_contents(wheel: Path, sources: Path | None = ROOT / "kernels_cu") -> s
         Kernel sources that the wheel must hold, byte for byte; None where there is no checkout to compare with.
     """
     problems = []
-    if not wheel.name.endswith("-py3-none-any.whl"):
-        problems.append(f"expected a tag py3-none-any, received {wheel.name}")
+    tag = "-".join(wheel.stem.split("-")[-3:])
+    is_native = tag.startswith("cp310-abi3-") and not tag.endswith("-any")
+    if tag != "py3-none-any" and not is_native:
+        problems.append(f"expected a tag py3-none-any or cp310-abi3-PLATFORM, received {wheel.name}")
     size = wheel.stat().st_size
     if size >= MAX_WHEEL_BYTES:
         problems.append(f"expected less than {MAX_WHEEL_BYTES} bytes, received {size}")
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        if len(names) != len(archive.namelist()):
+        files = [name for name in archive.namelist() if not name.endswith("/")]  # auditwheel lists folders too
+        names = set(files)
+        if len(names) != len(files):
             problems.append("a file is in the archive twice")
         manifest = json.loads(archive.read(KERNELS + "manifest.json"))
         listed = {KERNELS + entry["file"]: entry for entry in manifest["kernels"]}
@@ -91,8 +97,14 @@ def check_contents(wheel: Path, sources: Path | None = ROOT / "kernels_cu") -> s
         problems += [f"{name} does not belong into the wheel" for name in sorted(names) if not name.startswith(allowed)]
         problems += [f"{name} is build waste" for name in sorted(names) if name.endswith((".pyc", "~"))]
         (metadata,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
-        if "Root-Is-Purelib: true" not in archive.read(metadata).decode():
-            problems.append("expected Root-Is-Purelib: true in WHEEL")
+        purelib = f"Root-Is-Purelib: {str(not is_native).lower()}"
+        if purelib not in archive.read(metadata).decode():
+            problems.append(f"expected {purelib} in WHEEL")
+        modules = sorted(names & MODULES.keys())
+        if len(modules) != is_native:
+            problems.append(f"expected {int(is_native)} C module for the tag {tag}, received {modules}")
+        problems += [f"{x} is no library" for x in modules if not archive.read(x).startswith(MODULES[x])]
+        problems += _bill_problems(archive, names, held | set(modules))
         for wanted in ("omniattn/py.typed", "omniattn/__init__.py"):
             if wanted not in names:
                 problems.append(f"{wanted} is missing")
@@ -101,6 +113,22 @@ def check_contents(wheel: Path, sources: Path | None = ROOT / "kernels_cu") -> s
     if problems:
         raise SmokeTestError(f"{wheel.name}:\n" + "\n".join(problems))
     return f"{wheel.name}: {size / 2**20:.2f} MiB, {len(names)} files, {len(listed)} cubins by {manifest['compiler']}"
+
+
+def _bill_problems(archive: zipfile.ZipFile, names: set[str], binaries: set[str]) -> list[str]:
+    """The bill of materials names each binary file, with its digest where it gives one."""
+    (found, *more) = sorted(name for name in names if name.endswith("/sboms/omniattn.cdx.json")) or [""]
+    if not found or more:
+        return ["expected one bill of materials, sboms/omniattn.cdx.json"]
+    files = json.loads(archive.read(found))["metadata"]["component"]["components"]
+    listed = {file["name"]: file for file in files}
+    problems = [f"{name} is missing in the bill of materials" for name in sorted(binaries - listed.keys())]
+    problems += [f"{name} is in the bill of materials, not in the wheel" for name in sorted(listed.keys() - binaries)]
+    for name in sorted(binaries & listed.keys()):
+        digests = [digest["content"] for digest in listed[name].get("hashes", ())]
+        if digests and digests != [hashlib.sha256(archive.read(name)).hexdigest()]:
+            problems.append(f"{name} is another file than the bill of materials says")
+    return problems
 
 
 def _source_problems(archive: zipfile.ZipFile, names: set[str], sources: Path | None) -> list[str]:
@@ -128,12 +156,11 @@ def make_environment(folder: Path, wheel: Path) -> Path:
     return python
 
 
-def check_use(python: Path) -> list[str]:
-    """Use the installed package as ``wheels/probe.py`` says; return its lines."""
+def check_use(python: Path, has_module: bool = False) -> list[str]:
+    """Use the installed package as ``wheels/probe.py`` says, its C module too where it has one; return its lines."""
     # Each probe is a process of its own: what one imports or initializes must not hide the next one's fault.
-    lines = [
-        run([python, "-I", PROBE, name]).strip() for name in ("imports", "import-time", "cpu", "gpu-error", "kernels")
-    ]
+    names = ("imports", "import-time", "cpu", "gpu-error", "kernels", *(["native"] if has_module else []))
+    lines = [run([python, "-I", PROBE, name]).strip() for name in names]
     program = python.parent / ("omniattn.exe" if os.name == "nt" else "omniattn")
     # Tables need the extra "cli"; the bare package answers in JSON, and says so.
     shown = json.loads(run([program, "info", "--json"]))
@@ -147,7 +174,7 @@ def smoke_test(wheel: Path, *, sources: Path | None = ROOT / "kernels_cu") -> li
     """Run every check on ``wheel``; return what was seen, raise SmokeTestError at the first failure."""
     lines = [check_contents(wheel, sources)]
     with tempfile.TemporaryDirectory(prefix="omniattn-smoke-") as folder:
-        lines += check_use(make_environment(Path(folder) / "venv", wheel))
+        lines += check_use(make_environment(Path(folder) / "venv", wheel), not wheel.name.endswith("-any.whl"))
     return lines
 
 

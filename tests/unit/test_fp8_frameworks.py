@@ -13,6 +13,8 @@ from omniattn.errors import ArgumentError, DtypeError, UnsupportedError
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
+from tests.unit.torch_versions import needs_compiled_quantizers  # noqa: E402
+
 _NO_GRADIENT = "e4m3 .*have none.*precision='fp8'"
 
 
@@ -76,6 +78,7 @@ def test_operator_passes_opcheck() -> None:
     )  # fmt: skip
 
 
+@needs_compiled_quantizers
 def test_quantizers_in_a_graph() -> None:
     q, k, v = tensors()
 
@@ -84,6 +87,14 @@ def test_quantizers_in_a_graph() -> None:
         return oa.attention(qk.q, qk.k, oa.quantize_v(v))
 
     assert torch.equal(compiled(f)(q, k, v), oa.attention(q, k, v, precision=oa.Fp8(seed=4)))
+
+
+def test_quantizers_of_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from omniattn.frameworks.torch import quantizers
+
+    monkeypatch.setattr(quantizers, "_KEEPS_OBJECTS", False)
+    with pytest.raises(Exception, match=r"quantize_v inside torch\.compile of torch.*torch 2\.8 or newer"):
+        compiled(lambda v: oa.quantize_v(v).values)(tensors()[0])
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 // A stand-in for libcuda with two devices, for tests of the driver bindings on machines without a GPU. It keeps a stack of
-// contexts, remembers nothing else, and writes the calls that matter to stderr when FAKE_CUDA_TRACE is set.
+// contexts, and writes the calls that matter to stderr when FAKE_CUDA_TRACE is set.
 //
 // A binary whose text holds "WRONG" is accepted when it is loaded and refused when its kernel is looked up, as the real
-// driver does with a cubin of another architecture.
+// driver does with a cubin of another architecture. One that begins with "any" has kernels of every name.
+//
+// `fake_record(1)` begins a list of launches as text, `fake_recorded` gives it; `fake_argument_bytes` says how many bytes
+// a kernel takes, which no launch says. After `fake_fail(n, code)` the n-th launch from then on gives `code`.
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -29,6 +33,57 @@ static void trace(const char *format, ...) {
     va_start(args, format);
     vfprintf(stderr, format, args);
     va_end(args);
+}
+
+enum { MAX_KERNELS = 512, MAX_RECORD = 1 << 24 };
+static struct { void *kernel; unsigned bytes; } sizes[MAX_KERNELS];
+static int num_sizes, recording, until_failure, failure;
+static char record[MAX_RECORD];
+static size_t recorded;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+void fake_argument_bytes(void *kernel, unsigned bytes) {
+    for (int i = 0; i < num_sizes; ++i)
+        if (sizes[i].kernel == kernel) return (void)(sizes[i].bytes = bytes);
+    if (num_sizes == MAX_KERNELS) abort();
+    sizes[num_sizes].kernel = kernel, sizes[num_sizes++].bytes = bytes;
+}
+void fake_record(int on) { recording = on, recorded = 0, record[0] = 0; }
+const char *fake_recorded(void) { return record; }
+void fake_fail(int launches, int code) { until_failure = launches, failure = code; }
+
+static void note(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    recorded += vsnprintf(record + recorded, MAX_RECORD - recorded, format, args);
+    va_end(args);
+    if (recorded >= MAX_RECORD) abort();
+}
+
+// Writes a launch down; the code that it gives.
+static Result launched(void *kernel, const unsigned *shape, unsigned smem, void *stream, const LaunchAttribute *attributes,
+                       unsigned num_attributes, const unsigned char *arguments, int device) {
+    pthread_mutex_lock(&lock);
+    if (recording) {
+        unsigned bytes = 0;
+        for (int i = 0; i < num_sizes; ++i)
+            if (sizes[i].kernel == kernel) bytes = sizes[i].bytes;
+        note("%s %u,%u,%u x %u,%u,%u smem %u stream %p on %d", (const char *)kernel, shape[0], shape[1], shape[2], shape[3],
+             shape[4], shape[5], smem, stream, device);
+        for (unsigned i = 0; i < num_attributes; ++i) {
+            const unsigned *value = attributes[i].cluster;
+            if (attributes[i].id == 4)
+                note(" cluster %u,%u,%u", value[0], value[1], value[2]);
+            else
+                note(" attribute %d = %u", attributes[i].id, value[0]);
+        }
+        note(" arguments ");
+        for (unsigned i = 0; i < bytes; ++i) note("%02x", arguments[i]);
+        note("\n");
+    }
+    Result code = until_failure && !--until_failure ? failure : 0;
+    pthread_mutex_unlock(&lock);
+    return code;
 }
 
 static Result device_of(void *context) { return (int)((int *)context - contexts); }
@@ -72,13 +127,14 @@ Result cuCtxGetDevice(int *device) {
 }
 Result cuCtxGetCurrent(void **context) { *context = depth ? stack[depth - 1] : NULL; return 0; }
 Result cuDevicePrimaryCtxRetain(void **context, int device) { trace("retain %d\n", device); *context = &contexts[device]; return 0; }
-Result cuCtxPushCurrent_v2(void *context) { trace("push %d\n", device_of(context)); stack[depth++] = context; return 0; }
+Result cuCtxPushCurrent_v2(void *context) { trace("push %d\n", device_of(context)); if (depth == 16) abort(); stack[depth++] = context; return 0; }
 Result cuCtxPopCurrent_v2(void **context) {
     if (!depth) return 201;
     *context = stack[--depth];
     trace("pop %d\n", device_of(*context));
     return 0;
 }
+Result cuStreamGetCtx(void *stream, void **context) { (void)stream; *context = &contexts[0]; return 0; }
 Result cuThreadExchangeStreamCaptureMode(int *mode) {
     trace("capture mode %d\n", *mode);
     int previous = capture_mode;
@@ -105,7 +161,7 @@ Result cuLibraryLoadData(void **library, const void *code, void *a, void *b, uns
 Result cuLibraryUnload(void *library) { trace("unload\n"); free(library); return 0; }
 Result cuLibraryGetKernel(void **kernel, void *library, const char *name) {
     if (strstr(library, "WRONG")) return 209;
-    if (strcmp(name, "toy")) return 500;
+    if (strcmp(name, "toy") && strncmp(library, "any", 3)) return 500;
     *kernel = library;
     return 0;
 }
@@ -121,7 +177,8 @@ Result cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned b
     if (tracing)
         trace("launch %u,%u,%u x %u smem %u stream %p param %llu on %d\n", gx, gy, gz, bx, smem, stream,
               *(unsigned long long *)params[0], device_of(stack[depth - 1]));
-    return 0;
+    const unsigned shape[] = {gx, gy, gz, bx, by, bz};
+    return launched(f, shape, smem, stream, NULL, 0, params[0], depth ? device_of(stack[depth - 1]) : -1);
 }
 Result cuLaunchKernelEx(const LaunchConfig *c, void *f, void **params, void **extra) {
     const LaunchAttribute *a = c->attrs;
@@ -138,7 +195,21 @@ Result cuLaunchKernelEx(const LaunchConfig *c, void *f, void **params, void **ex
         trace("launchex %u,%u,%u x %u smem %u stream %p%s param %llu on %d\n", c->grid[0], c->grid[1], c->grid[2],
               c->block[0], c->smem, c->stream, asked, *(unsigned long long *)params[0], device_of(stack[depth - 1]));
     }
-    return 0;
+    return launched(f, (const unsigned *)c, c->smem, c->stream, c->attrs, c->num_attrs, params[0],
+                    depth ? device_of(stack[depth - 1]) : -1);
+}
+
+// The address, then a digest of all else.
+Result cuTensorMapEncodeTiled(uint64_t *map, int type, unsigned rank, void *address, const uint64_t *dims,
+                              const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
+                              int swizzle, int promotion, int fill) {
+    uint64_t seed = 14695981039346656037u;
+#define MIX(x) seed = (seed ^ (uint64_t)(x)) * 1099511628211u
+    MIX(type), MIX(rank), MIX(interleave), MIX(swizzle), MIX(promotion), MIX(fill);
+    for (unsigned i = 0; i < rank; ++i) MIX(dims[i]), MIX(box[i]), MIX(steps[i]), MIX(i + 1 < rank ? strides[i] : 0);
+    map[0] = (uint64_t)(uintptr_t)address;
+    for (int i = 1; i < 16; ++i) MIX(i), map[i] = seed;
+    return (uintptr_t)address % 16 ? 1 : 0;
 }
 
 Result cuTensorMapReplaceAddress(void *map, void *address) {

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.frameworks
 import omniattn.torch as oat  # noqa: E402
 from omniattn.torch import flash as registration  # noqa: E402
 from omniattn.torch import operators  # noqa: E402
+from tests.unit.torch_versions import needs_flash_impls  # noqa: E402
 
 aten = torch.ops.aten
 LENGTHS = [(5, 5), (4, 9), (9, 4)]
@@ -124,6 +125,7 @@ def test_flash_of_dense_rows_with_windows(active: Any, causal: bool, window: tup
     _same_gradients(out, expected.transpose(1, 2), leaves)
 
 
+@needs_flash_impls
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (1, 2)], ids=str)
 def test_varlen_attn(active: Any, window: tuple[int, int]) -> None:
     """torch's own function of packed sequences, with its own derivative."""
@@ -144,6 +146,7 @@ def test_varlen_attn(active: Any, window: tuple[int, int]) -> None:
     _same_gradients(out, expected, leaves)
 
 
+@needs_flash_impls
 def test_varlen_attn_into_memory(active: Any) -> None:
     from torch.nn.attention import varlen
 
@@ -182,6 +185,7 @@ def _fake(x: Any) -> Any:
     return None if not isinstance(x, torch.Tensor) else (tuple(x.shape), x.stride(), x.dtype)
 
 
+@needs_flash_impls
 @pytest.mark.parametrize("memory", ["heads first", "rows first", "sliced"])
 def test_results_are_what_torch_s_shapes_say(active: Any, memory: str) -> None:
     """Compiled graphs allocate and index by torch's fake kernels: shapes, strides and dtypes have to be theirs."""
@@ -210,6 +214,7 @@ def test_results_are_what_torch_s_shapes_say(active: Any, memory: str) -> None:
     assert sum(x is not None for x in made) > 12
 
 
+@needs_flash_impls
 def test_calls_of_others_go_to_the_kernels_of_before() -> None:
     """With the arguments that came, and back out of the dispatcher when it is restored."""
     calls: list[Any] = []
@@ -277,6 +282,7 @@ def test_what_the_kernels_lack(changes: dict[str, Any], text: str | None) -> Non
     assert why is None if text is None else text in str(why)
 
 
+@needs_flash_impls
 def test_handlers_have_the_arguments_of_the_schemas() -> None:
     for name, function in operators.Handlers("CPU").functions.items():
         schema = getattr(aten, name).default._schema

@@ -17,6 +17,8 @@ from omniattn.errors import ArgumentError, UnsupportedError
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
+from tests.unit.torch_versions import needs_compiled_quantizers  # noqa: E402
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -220,7 +222,7 @@ def test_what_an_operator_cannot_have_raises_in_a_compiled_call() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"smooth_q": True, "with_bias": True}, {"dtype": "int4"}], ids=str)
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("where", [pytest.param("inside", marks=needs_compiled_quantizers), "outside"])
 def test_quantized_operands_compile(options: dict[str, Any], where: str) -> None:
     q, k, v = _tensors(1, 70, 2, 16)
 
@@ -236,6 +238,7 @@ def test_quantized_operands_compile(options: dict[str, Any], where: str) -> None
     assert torch.equal(_compiled(lambda: oa.attention(pair.q, pair.k, values, causal=True))(), expected)
 
 
+@needs_compiled_quantizers
 def test_packed_quantized_operands_compile() -> None:
     q, k, v = _tensors(30, 2, 16)
     starts = torch.tensor([0, 10, 30], dtype=torch.int32)

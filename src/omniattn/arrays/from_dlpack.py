@@ -29,9 +29,9 @@ def request(obj: Any, argument: str, stream: int | None) -> dlpack.Capsule:
     try:
         try:
             made = obj.__dlpack__(**options, max_version=dlpack.MAX_VERSION)
-        except TypeError:
-            # An exporter from before DLPack 1.0 does not know max_version. If the TypeError came from elsewhere it
-            # comes again.
+        except (TypeError, NotImplementedError):
+            # An exporter from before DLPack 1.0 does not know max_version, or refuses it. If the error came from
+            # elsewhere it comes again.
             made = obj.__dlpack__(**options)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(

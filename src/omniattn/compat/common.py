@@ -90,7 +90,7 @@ def alibi(slopes: Any, shift: torch.Tensor, batch: int, heads: int, function: st
         raise ShapeError("alibi_slopes", expected, f"{tuple(slopes.shape)}", function=function)
     arrays = {"slopes": slopes.expand(batch, heads), "shift": shift}
     if torch.compiler.is_compiling():
-        return _Traced(_FOR_TRACES.key, _BIASED, None, "1.0f", arrays)
+        return _Traced(((_FOR_TRACES.key, _BIASED, None, "1.0f", (*arrays,)), (*arrays.values(),)))
     return ScoreMod(_BIASED, reference=_alibi, grad="1.0f", reference_grad=_one, **arrays)
 
 
@@ -103,13 +103,9 @@ def _one(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, shift: Any) ->
 
 
 class _Traced(NamedTuple):
-    """A `ScoreMod` as torch.compile can make one: the texts, the arrays, and the number of one with the functions."""
+    """A `ScoreMod` as torch.compile can make one: its facts, with the number of one that has the functions."""
 
-    key: int
-    expression: str
-    mask: str | None
-    grad: str
-    arrays: dict[str, torch.Tensor]
+    facts: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]
 
 
 _BIASED = "score - slopes(b, h) * fabsf(float(q + shift[b] - k))"

@@ -256,17 +256,14 @@ def attention(
     the library "omniattn" (docs/torch.md). Under ``jax.jit``, ``jax.grad``, ``jax.vmap`` and the like it is a primitive
     with the same gradients (docs/jax.md).
     """
-    options = _new(
-        AttentionOptions,
-        (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype),
-    )
+    said = (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype)
     descales = (descale_q, descale_k, descale_v)
     if compiling():
         return _compiled(
-            "attention", q, k, v, score_mod, options=options, mask=mask, sinks=sinks, block_mask=block_mask,
-            block_size=block_size, out=out, stream=stream, descales=descales,
+            "attention", q, k, v, score_mod, options=AttentionOptions(*said), mask=mask, sinks=sinks,
+            block_mask=block_mask, block_size=block_size, out=out, stream=stream, descales=descales,
         )  # fmt: skip
-    call = Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), options, stream)
+    call = Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), _new(AttentionOptions, said), stream)
     if descale_q is not None or descale_k is not None or descale_v is not None:
         call = _with_descales(call, descales, score_mod is not None or block_mask is not None)
     if score_mod is not None or block_mask is not None or block_size is not None:
@@ -367,8 +364,8 @@ def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, **others: Any) ->
 
     if mod is None:
         return trace(function, q, k, v, **others)
-    parts = (mod.key, mod.expression, mod.mask, mod.grad, tuple(mod.arrays))
-    return trace(function, q, k, v, score_mod=parts, arrays=tuple(mod.arrays.values()), **others)
+    parts, arrays = mod.facts
+    return trace(function, q, k, v, score_mod=parts, arrays=arrays, **others)
 
 
 def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 | Fp8 = "exact") -> Call:

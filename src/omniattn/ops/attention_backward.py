@@ -232,8 +232,8 @@ def _compiled(function: str, objects: tuple[Any, ...], options: BackwardOptions,
     given = dict(zip(checks.ARRAYS, objects, strict=True))
     if mod is None:
         return in_order(trace_backward(function, given, options, stream=stream), options.wanted)
-    parts = (mod.key, mod.expression, mod.mask, mod.grad, tuple(mod.arrays))
-    results = trace_backward(function, given, options, parts, tuple(mod.arrays.values()), stream)
+    parts, arrays = mod.facts
+    results = trace_backward(function, given, options, parts, arrays, stream)
     return in_order(results, options.wanted)
 
 

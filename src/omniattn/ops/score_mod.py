@@ -84,7 +84,7 @@ class ScoreMod:
         for name, x in arrays.items():
             if x is None:
                 raise ArgumentError(name, "an array", "None", function="ScoreMod")
-        self._arrays = MappingProxyType(dict(arrays))
+        self._arrays = dict(arrays)
         self._key = key_of(self)
 
     @property
@@ -115,7 +115,12 @@ class ScoreMod:
     @property
     def arrays(self) -> Mapping[str, Any]:
         """Arrays by name."""
-        return self._arrays
+        return MappingProxyType(self._arrays)
+
+    @property
+    def facts(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What an operator gets of it: key, texts and names; then the arrays. torch.compile can read it."""
+        return (self._key, self._expression, self._mask, self._grad, (*self._arrays,)), (*self._arrays.values(),)
 
     @property
     def key(self) -> int:

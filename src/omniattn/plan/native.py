@@ -1,5 +1,7 @@
 """The optional C module `omniattn._native`: repeated calls on torch tensors without Python code in between.
 
+Under JAX its handler takes the place of a callback: `omniattn.frameworks.jax.handler`.
+
 It runs calls with the facts of one that the fast path (`repeat.Repeat`) has run, and leaves all others to the engine.
 Without the module, with a torch that has no C functions to read tensors by (before 2.10), and with
 ``OMNIATTN_NATIVE=0``, everything works as it does with it.
@@ -35,20 +37,27 @@ _PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 def module() -> Any:
     """The C module, ready for torch's tensors; None where there is none, or it shall not be used."""
     global _module, _is_asked
-    if not _is_asked:
+    if not _is_asked and "torch" in sys.modules:
         _is_asked = True
         _module = _open()
     return _module
 
 
-def _open() -> Any:
+def library() -> Any:
+    """The C module; None where there is none, or it shall not be used."""
     if not env.get("OMNIATTN_NATIVE") or os.environ.get(_PER_THREAD, "0") not in ("", "0"):
         return None
-    if env.environment is None or not getattr(sys, "_is_gil_enabled", lambda: True)():
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return None
     try:
-        found = importlib.import_module("omniattn._native")
+        return importlib.import_module("omniattn._native")
     except ImportError:
+        return None
+
+
+def _open() -> Any:
+    found = library()
+    if found is None or env.environment is None:
         return None
     import torch
 

@@ -144,4 +144,4 @@ class QuantizedV:
 
 
 #: What `omniattn.attention` recognizes.
-OPERANDS = frozenset((QuantizedQ, QuantizedK, QuantizedV, QuantizedQK))
+OPERANDS = (QuantizedQ, QuantizedK, QuantizedV, QuantizedQK)

@@ -28,8 +28,14 @@ def as_array(value: Any, argument: str, function: str, *, ndim: int) -> Array:
 
 
 def heads_first(value: Any, argument: str, function: str, ndim: int, is_nhd: bool) -> Array:
-    """`value` as a view with the dimensions (..., heads, seq, dim)."""
+    """`value` with the dimensions (..., heads, seq, dim): a view, or a copy where sums would hang on its strides.
+
+    Before NumPy 1.25 a product of a matrix that BLAS cannot read (reversed, broadcast) rounds otherwise than a copy's.
+    """
     array = as_array(value, argument, function, ndim=ndim)
+    rows, columns = array.strides[-3 if is_nhd else -2], array.strides[-1]
+    if array.size and (columns != array.itemsize or rows < array.shape[-1] * array.itemsize):
+        array = np.ascontiguousarray(array)
     return array.swapaxes(-3, -2) if is_nhd else array
 
 

@@ -62,8 +62,12 @@ class Launcher:
     ----------
     plans : dict
         Launches by GPU.
+    failed : dict
+        Why there are none, by GPU.
     workspace_bytes : int
         Scratch memory that the last result is; 0 for none.
+    written : int
+        Results that are planes of a cache, the first ones.
 
     Raises
     ------
@@ -73,30 +77,30 @@ class Launcher:
 
     def __init__(self, signature: Signature, facts: tuple[Facts, ...], ordinals: Sequence[int]) -> None:
         self.plans: dict[int, Planned] = {}
-        self._failed: dict[int, OmniattnError] = {}
+        self.failed: dict[int, OmniattnError] = {}
         for ordinal in ordinals:
             try:
                 self.plans[ordinal] = Planned(signature, facts, ordinal)
             except OmniattnError as error:
-                self._failed[ordinal] = error
+                self.failed[ordinal] = error
         if not self.plans:
-            raise next(iter(self._failed.values()))
+            raise next(iter(self.failed.values()))
         self.workspace_bytes = max(planned.workspace_bytes for planned in self.plans.values())
-        self._written = 0
+        self.written = 0
         if signature.operation.name == "append":
             assert signature.cache is not None
-            self._written = len(signature.cache.planes)
+            self.written = len(signature.cache.planes)
 
     def __call__(self, context: Any, out: Sequence[Any], *operands: Any) -> None:
         """Queue the launches on the stream of the program."""
         ordinal = int(out[0].__dlpack_device__()[1])
         planned = self.plans.get(ordinal)
         if planned is None:
-            raise self._failed[ordinal]
+            raise self.failed[ordinal]
         # Planes that are written are results: the same memory as the operands, unless the compiler had to copy.
         seen = [address(x) for x in operands]
         made = [address(x) for x in out]
-        written, first = self._written, len(seen) - planned.cache_arrays
+        written, first = self.written, len(seen) - planned.cache_arrays
         seen[first : first + written] = made[:written]
         planned.launch(context.stream, seen, made[written:])
 
@@ -107,8 +111,16 @@ class Planned:
     Attributes
     ----------
     launches : Launches
+    program : Program
+    outputs : int
+        Results that the call has, without planes and scratch memory.
     workspace_bytes : int
         With room to begin at a multiple of `WORKSPACE_ALIGNMENT`.
+    places : list of int
+        Where the address of each operand of the program stands among those of a call, but for outputs and workspace;
+        -1: it is absent.
+    aligned : tuple of (int, str)
+        Operands of a call whose address is a multiple of 16, and their names.
     cache_arrays : int
         Operands that are arrays of a cache, the last ones.
     """
@@ -121,25 +133,24 @@ class Planned:
         size = self.launches.workspace_bytes
         self.workspace_bytes = size + WORKSPACE_ALIGNMENT if size else 0
         names = operand_names(operation, signature.cache is not None, problem)
-        self._program = Program(self.launches.records, names, lambda spec: load(spec, ordinal))
+        self.program = Program(self.launches.records, names, lambda spec: load(spec, ordinal))
         self.cache_arrays = 0 if signature.cache is None else len(signature.cache.arrays)
-        self._outputs = len(problem.outputs)
+        self.outputs = len(problem.outputs)
         places = {name: i for i, name in enumerate(signature.arrays)}
-        #: Where the address of each operand of the program stands among those of a call; -1: it is absent.
-        self._places = [places.get(name, -1) for name in names[: len(names) - self._outputs - 1]]
+        self.places = [places.get(name, -1) for name in names[: len(names) - self.outputs - 1]]
         aligned = {*operation.aligned, *(name for name in signature.arrays if name.startswith("cache."))}
-        self._aligned = tuple((i, name) for name, i in places.items() if name in aligned)
+        self.aligned = tuple((i, name) for name, i in places.items() if name in aligned)
 
     def launch(self, stream: int, operands: list[int], results: list[int]) -> None:
         """Queue everything on ``stream``; ``results``: outputs, and the workspace if there is one."""
-        for i, name in self._aligned:
+        for i, name in self.aligned:
             if operands[i] % 16:
                 raise AlignmentError(name, "an address that is a multiple of 16 bytes", hex(operands[i]))
-        found = [0 if i < 0 else operands[i] for i in self._places]
-        found += results[: self._outputs]
+        found = [0 if i < 0 else operands[i] for i in self.places]
+        found += results[: self.outputs]
         # A GPU of another kind may need a workspace where this one does not.
         found.append(-(-results[-1] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT if self.workspace_bytes else 0)
-        self._program.launch(stream, found)
+        self.program.launch(stream, found)
 
 
 def address(buffer: Any) -> int:

@@ -1,8 +1,8 @@
 """What a call becomes in a compiled program.
 
-On the CPU, and on a GPU, a callback into Python that gets the addresses of operands and results: the NumPy reference,
-or the launches of the call's plan. A native handler of XLA's FFI would take the place of `lower_cuda`: it needs the
-plans of `Launcher`, the order of addresses there, and the scratch memory, which is the last result here.
+On the CPU a callback into Python, which runs the NumPy reference. On a GPU the launches of the call's plan: by the
+native module's handler where there is one, else by a callback that gets the addresses of operands and results. Scratch
+memory is the last result.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 
+from . import handler
 from .callbacks import Launcher, on_cpu
 from .signature import Facts, Signature, default_place, facts_of
 
@@ -35,6 +36,9 @@ def lower_cuda(ctx: Any, *operands: Any, signature: Signature) -> Any:
     made = results
     if launcher.workspace_bytes:
         made = (*results, ((launcher.workspace_bytes,), "uint8"))
+    number = handler.number_of(launcher, len(facts), len(made))
+    if number is not None:
+        return handler.lower(ctx, operands, number, made, len(results), _aliases(signature))
     return _lower(ctx, operands, launcher, made, results, _aliases(signature), COMMAND_BUFFERS)
 
 

@@ -107,8 +107,15 @@ def _quantizer_kernel(function: str) -> Any:
     return kernel
 
 
+#: Objects that are constants of a graph; torch.compile of older versions fails over the first number in one.
+_KEEPS_OBJECTS = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
 def trace(function: str, objects: Sequence[Any], options: Any) -> tuple[dict[str, Any], QuantizeProblem]:
     """A call of a quantizer by its operator: the arrays of the problem's outputs by name, and the problem."""
+    if not _KEEPS_OBJECTS and torch.compiler.is_dynamo_compiling():
+        fail("unsupported", f"{function} inside torch.compile of torch {torch.__version__}",
+             instead="torch 2.8 or newer, or a call outside of the compiled function")  # fmt: skip
     for name, x in zip(_ARRAYS[function], objects, strict=True):
         if x is not None and not isinstance(x, torch.Tensor):
             fail("argument", name, "a torch tensor in a traced or compiled call", type(x).__name__, function=function)

@@ -152,7 +152,7 @@ def run_call(call: Call) -> list[Any]:
     mod = call.subject
     names = [name for name in given if name.startswith(PREFIX)]
     arrays = [given[name] for name in names]
-    parts = None if mod is None else (mod.key, mod.expression, mod.mask, mod.grad, tuple(mod.arrays))
+    parts = None if mod is None else mod.facts[0]
     if function.endswith("_backward"):
         return trace_backward(function, given, call.options, parts, arrays, call.stream)
     o = trace(
