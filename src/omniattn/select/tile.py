@@ -16,8 +16,10 @@ from ..registry import KernelSpec
 SMALL = "small"
 #: Query rows and keys of a sequence up to which the model was fitted.
 SHORT, _MAX_KEYS = 1024, 4096
-#: Tiles an SM up to which more rows, `_MAX_KEYS` of them, have the choice too: with few tiles they count, not how long.
+#: Tiles an SM up to which longer sequences have the choice too: their number counts then, not how long they are.
 _FEW = 2
+#: Keys a query from which on that is left to a split of the keys, which was measured there.
+_RATIO = 16
 #: Keys of a window up to which longer sequences have the choice too. None: no such call has been measured.
 NARROW = 0
 #: What another tile than the usual has to gain; beyond what the model was fitted to; a wider one besides, which
@@ -119,12 +121,12 @@ def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> floa
 def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | None:
     """What another tile than the usual has to gain, as a factor; None where there is no choice."""
     sequences = max(p.batch, 1) if p.varlen else 1
-    if p.seqlen_k <= _MAX_KEYS * sequences:
-        if p.seqlen_q <= SHORT * sequences:
-            return _GAIN
-        tiles = sequences * -(-p.seqlen_q // (sequences * usual.block_m)) * p.num_q_heads * (1 if p.varlen else p.batch)
-        if p.seqlen_q <= _MAX_KEYS * sequences and tiles <= _FEW * target.sm_count:
-            return _FAR
+    is_short = p.seqlen_q <= SHORT * sequences
+    if is_short and p.seqlen_k <= _MAX_KEYS * sequences:
+        return _GAIN
+    tiles = sequences * -(-p.seqlen_q // (sequences * usual.block_m)) * p.num_q_heads * (1 if p.varlen else p.batch)
+    if (is_short or tiles <= _FEW * target.sm_count) and p.seqlen_k <= _RATIO * p.seqlen_q:
+        return _FAR
     narrow = min(p.window_left, p.window_right) >= 0 and p.window_left + p.window_right < NARROW
     return _GAIN if narrow else None
 
