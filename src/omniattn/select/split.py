@@ -31,7 +31,7 @@ _ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
 _GAIN, _SYNC_GAIN = 0.9, 0.8
 #: There: the fewest keys, keys for each query, splits.
 _SYNC_KEYS, _SYNC_RATIO, _SYNC_SPLITS = 1024, 4, 2
-#: Rounds of CTAs that a split makes at most. A call with a few CTAs more than fit needs three: of two splits each.
+#: Rounds of CTAs that a few splits make at most. A call with a few CTAs more than fit needs three, of two splits each.
 _ROUNDS = 4
 #: Tiles an SM, from which on a call without split keeps the GPU busy.
 _BUSY = 4
@@ -131,6 +131,7 @@ def _best_split(
     walk = _Walk(problem, spec, pack, target.sm_count)
     items = walk.heads * len(walk.tiles)
     usual, most = (min(walk.longest, max(rounds * walk.ctas // max(items, 1), fewest)) for rounds in (2, _ROUNDS))
+    most = most if usual < _ROUNDS else usual
     # More than two rounds have to gain a tenth over what was measured.
     times = [(walk.split_us(n) / (1.0 if n <= usual else _GAIN), n) for n in range(fewest, most + 1)]
     if not times:

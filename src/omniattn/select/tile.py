@@ -41,7 +41,7 @@ _FLATTERY = 1.06
 #: What a causal list of tiles is longer than its mean.
 _UNEVEN = 0.16
 #: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
-_QUANTILES, _MOST_OF_MEAN = 8, 4.0
+_QUANTILES, _MOST_OF_MEAN = 4, 4.0
 
 
 def _tile_steps(sq: int, sk: int, block_m: int, block_n: int, left: int, right: int) -> list[int]:
