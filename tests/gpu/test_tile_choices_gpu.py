@@ -91,6 +91,20 @@ def test_packed(head_dim: int, least: int, most: int, count: int, causal: bool) 
     assert float((again.float() - o.float()).abs().max()) <= 2.0**-6 * float(o.float().abs().max())
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_few_packed_queries(causal: bool) -> None:
+    q, k, v = random(8 * 32, 8, 128), random(8 * 4100, 8, 128), random(8 * 4100 + 1, 8, 128)[1:]
+    starts = [torch.arange(0, 9 * n, n, dtype=torch.int32, device="cuda") for n in (32, 4100)]
+    o, lse = oa.attention_varlen(
+        q, k, v, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=32, max_seqlen_k=4100, causal=causal,
+        return_lse=True,
+    )  # fmt: skip
+    for i in range(8):
+        of_q, of_k = slice(32 * i, 32 * (i + 1)), slice(4100 * i, 4100 * (i + 1))
+        want = exact(q[None, of_q], k[None, of_k], v[None, of_k], causal)
+        check([(o[None, of_q], lse[None, :, of_q])], [want], torch.bfloat16)
+
+
 @pytest.mark.parametrize(("causal", "window"), [(False, (299, 199)), (True, (299, -1)), (True, (1 << 20, 5))])
 def test_windows_that_hide_nothing(causal: bool, window: tuple[int, int]) -> None:
     q, k, v = random(2, 200, 4, 64), random(2, 300, 4, 64), random(2, 300, 4, 64)
