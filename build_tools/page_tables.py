@@ -30,6 +30,7 @@ from build_tools.page_parts import (
     table,
     value_of,
 )
+from omniattn.bench.host import beside_python
 
 #: Below the checkout.
 FIGURE = Path("docs/performance/attention.svg")
@@ -192,16 +193,15 @@ def int8_load(report: Report) -> str:
 
 def host(report: Report) -> str:
     """Microseconds of a warm call on the host."""
-    lines = [
-        [
-            row["name"],
-            number(row["median_us"], 1),
-            f"{number(row['p10_us'], 1)}–{number(row['p90_us'], 1)}",
-            number(row["ratio_to_sdpa"], 2),
-        ]
-        for row in report["rows"]
-    ]
-    made = table(["warm call", "µs", "p10–p90", "time relative to torch SDPA"], lines)
+    pairs = beside_python(report["rows"])
+    both = any(python is not None for _, python in pairs)  # with the C module
+    lines = []
+    for row, python in pairs:
+        slower = [number(None if python is None else python["median_us"], 1)] if both else []
+        span = f"{number(row['p10_us'], 1)}–{number(row['p90_us'], 1)}"
+        lines.append([row["name"], number(row["median_us"], 1), span, *slower, number(row["ratio_to_sdpa"], 2)])
+    header = ["warm call", "µs", "p10–p90", *(["µs by Python"] if both else []), "time relative to torch SDPA"]
+    made = table(header, lines)
     jit, spent = report["first_jit"], report["import"]
     compiled = "" if jit["seconds"] is None else f" First compilation of `{jit['kernel']}`: {jit['seconds']:.2f} s."
     note = f"Import: {spent['total_ms']:.0f} ms, {spent['numpy_ms']:.0f} of them NumPy.{compiled}"

@@ -6,7 +6,7 @@ typedef struct {
     int32_t type, id;
 } Device;
 
-enum { DEVICE_CUDA = 2 };
+enum { DEVICE_CUDA = 2, DTYPE_UINT = 1 };
 
 typedef struct {
     void* data;
@@ -18,10 +18,22 @@ typedef struct {
     uint64_t byte_offset;
 } Facts;
 
+typedef struct Owned {
+    uint32_t major, minor;
+    void* context;
+    void (*release)(struct Owned* self);
+    uint64_t flags;
+    Facts facts;
+} Owned;
+
+typedef void (*SetError)(void* context, const char* kind, const char* message);
+
 typedef struct Exchange {
     uint32_t major, minor;
     struct Exchange* older;
-    void *allocate, *export_owned, *import_owned;
+    // Memory for the current stream, with the element type, shape and device of `like`; 0 or -1.
+    int (*allocate)(Facts* like, Owned** out, void* context, SetError fail);
+    void *export_owned, *import_owned;
     int (*read)(void* object, Facts* out);  // 0, or -1 with a Python error; the object keeps what `out` points to
     int (*current_stream)(int32_t device_type, int32_t device, void** out);
 } Exchange;

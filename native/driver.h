@@ -25,7 +25,7 @@ typedef struct {
     AttributeValue value;
 } Attribute;
 
-enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_OVERLAP = 6 };
+enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_OVERLAP = 6, INVALID_CONTEXT = 201 };
 
 typedef struct {
     unsigned grid[3], block[3], smem_bytes;
@@ -40,7 +40,9 @@ typedef struct {
                            void**);
     int(CUDA_CALL* launch_ex)(const Config*, void*, void**, void**);
     int(CUDA_CALL* move_map)(void* map, void* address);
-    // For threads without a context.
+    // For threads without a context, or with that of another GPU.
+    int(CUDA_CALL* get)(int* device, int ordinal);
+    int(CUDA_CALL* retain)(void** context, int device);
     int(CUDA_CALL* stream_context)(void* stream, void** context);
     int(CUDA_CALL* push)(void* context);
     int(CUDA_CALL* pop)(void** context);
@@ -69,6 +71,8 @@ static inline int driver_open(Driver* driver) {
     *(void**)&driver->launch = driver_symbol(library, "cuLaunchKernel");
     *(void**)&driver->launch_ex = driver_symbol(library, "cuLaunchKernelEx");
     *(void**)&driver->move_map = driver_symbol(library, "cuTensorMapReplaceAddress");
+    *(void**)&driver->get = driver_symbol(library, "cuDeviceGet");
+    *(void**)&driver->retain = driver_symbol(library, "cuDevicePrimaryCtxRetain");
     *(void**)&driver->stream_context = driver_symbol(library, "cuStreamGetCtx");
     *(void**)&driver->push = driver_symbol(library, "cuCtxPushCurrent_v2");
     *(void**)&driver->pop = driver_symbol(library, "cuCtxPopCurrent_v2");

@@ -10,8 +10,10 @@ uint64_t hash_facts(const int64_t* facts, uint32_t count, const void* operation)
     return hash;
 }
 
+PyTypeObject* class_of_same;
+
 // 1 for objects that stand for the same option. True == 1 == 1.0, but these are not the same option. Objects of other
-// classes than these are the same if they are one: no code of theirs is run.
+// classes than these are the same if they are one: no code of theirs is run. Those of `Same` stand for another one.
 int same(PyObject* a, PyObject* b) {
     if (a == b) return 1;
     if (Py_TYPE(a) != Py_TYPE(b)) return 0;
@@ -21,6 +23,14 @@ int same(PyObject* a, PyObject* b) {
         for (Py_ssize_t i = 0; i < count; ++i)
             if (!same(PyTuple_GetItem(a, i), PyTuple_GetItem(b, i))) return 0;
         return 1;
+    }
+    if (Py_TYPE(a) == class_of_same) {
+        PyObject *of_a = PyObject_GetAttrString(a, "of"), *of_b = of_a ? PyObject_GetAttrString(b, "of") : NULL;
+        int found = of_a && of_a == of_b;
+        Py_XDECREF(of_a);
+        Py_XDECREF(of_b);
+        PyErr_Clear();
+        return found;
     }
     if (!PyLong_CheckExact(a) && !PyFloat_CheckExact(a) && !PyUnicode_CheckExact(a) && !PyBytes_CheckExact(a)) return 0;
     int equal = PyObject_RichCompareBool(a, b, Py_EQ);
@@ -33,7 +43,8 @@ static int fill(Entry* e, PyObject* objects, PyObject* masks, PyObject* results,
     int64_t facts[MAX_FACTS];
     int found = read_objects(objects, addresses, facts, &e->num_facts, &e->num_objects, &e->ordinal);
     if (found <= 0) return found < 0 ? 0 : refuse("arrays that are not plain");
-    if (e->first >= e->num_objects) return refuse("no such array");
+    if (!facts[0] != !e->differentiate)
+        return refuse("gradients are wanted where none are made, or the other way round");
     e->facts = malloc(e->num_facts * sizeof *facts + 1);
     if (!e->facts) return PyErr_NoMemory(), 0;
     memcpy(e->facts, facts, e->num_facts * sizeof *facts);
@@ -77,25 +88,25 @@ static int fill(Entry* e, PyObject* objects, PyObject* masks, PyObject* results,
 }
 
 PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names) {
-    PyObject *operation, *options, *extra, *identity, *problem, *keep, *objects, *masks, *results, *workspace;
-    PyObject *launches, *placed;
-    unsigned long long alignment;
-    unsigned first;
+    PyObject *operation, *options, *extra, *identity, *problem, *keep, *objects, *masks, *results;
+    PyObject *launches, *placed, *differentiate;
+    unsigned long long workspace_bytes, alignment;
     if (names && PyDict_Size(names)) return refuse("takes no names"), NULL;
-    if (!PyArg_ParseTuple(args, "OO!OOOOO!O!O!OIKO!O", &operation, &PyTuple_Type, &options, &extra, &identity, &problem,
-                          &keep, &PyTuple_Type, &objects, &PyTuple_Type, &masks, &PyTuple_Type, &results, &workspace,
-                          &first, &alignment, &PyTuple_Type, &launches, &placed))
+    if (!PyArg_ParseTuple(args, "OO!OOOOO!O!O!KKO!OO", &operation, &PyTuple_Type, &options, &extra, &identity, &problem,
+                          &keep, &PyTuple_Type, &objects, &PyTuple_Type, &masks, &PyTuple_Type, &results,
+                          &workspace_bytes, &alignment, &PyTuple_Type, &launches, &placed, &differentiate))
         return NULL;
     if (!alignment || alignment & (alignment - 1)) return refuse("the alignment is no power of two"), NULL;
+    if (workspace_bytes > MAX_WORKSPACE_BYTES) return refuse("too large a workspace"), NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Entry* e = (Entry*)allocate(type, 0);
     if (!e) return NULL;
     PyObject* held[] = {operation, options, extra, identity, problem, keep};
     PyObject** fields[] = {&e->operation, &e->options, &e->extra, &e->identity, &e->problem, &e->keep};
     for (size_t i = 0; i < sizeof held / sizeof *held; ++i) Py_INCREF(*fields[i] = held[i]);
-    if (workspace != Py_None) Py_INCREF(e->workspace = workspace);
+    if (differentiate != Py_None) Py_INCREF(e->differentiate = differentiate);
+    e->workspace_bytes = workspace_bytes;
     e->workspace_alignment = alignment;
-    e->first = first;
     e->with_cache = identity != Py_None;
     if (fill(e, objects, masks, results, launches, placed)) return (PyObject*)e;
     Py_DECREF(e);
@@ -105,7 +116,7 @@ PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names) {
 void entry_free(PyObject* self) {
     Entry* e = (Entry*)self;
     PyTypeObject* type = Py_TYPE(self);
-    PyObject* held[] = {e->operation, e->options, e->extra, e->identity, e->problem, e->keep, e->workspace};
+    PyObject* held[] = {e->operation, e->options, e->extra, e->identity, e->problem, e->keep, e->differentiate};
     for (size_t i = 0; i < sizeof held / sizeof *held; ++i) Py_XDECREF(held[i]);
     for (uint32_t i = 0; i < e->num_results; ++i) Py_XDECREF(e->makers[i]);
     for (uint32_t i = 0; i < e->num_launches; ++i) launch_free(&e->launches[i]);

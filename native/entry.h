@@ -6,27 +6,33 @@
 enum {
     MAX_OBJECTS = 24,
     MAX_DIMS = 8,
-    MAX_FACTS = MAX_OBJECTS * (2 + 2 * MAX_DIMS),
+    MAX_FACTS = 1 + MAX_OBJECTS * (2 + 2 * MAX_DIMS),
     MAX_RESULTS = 8,
 };
+
+#define MAX_WORKSPACE_BYTES ((uint64_t)1 << 62)
 
 typedef struct {
     PyObject_HEAD uint64_t hash;
     int64_t* facts;
-    uint32_t num_facts, num_objects, num_masks, num_results, num_launches, first, with_cache;
+    uint32_t num_facts, num_objects, num_masks, num_results, num_launches, with_cache;
     int32_t ordinal;
     int64_t placed;  // place of the array whose address decides; -1 for none
     uint64_t placed_multiple;
     int placed_fits;
-    uint64_t workspace_alignment;
+    uint64_t workspace_bytes, workspace_alignment;
     Place masks[MAX_OBJECTS];  // operand, and in `add` the bits that its address must not have
     int32_t sources[MAX_RESULTS];
     PyObject* makers[MAX_RESULTS];  // NULL for a result that is written to an array of the call
-    PyObject *operation, *options, *extra, *identity, *problem, *workspace, *keep;
+    PyObject *operation, *options, *extra, *identity, *problem, *keep;
+    PyObject* differentiate;  // (objects) -> results or None, in place of launches; NULL for none
     Launch launches[MAX_LAUNCHES];
 } Entry;
 
-// Reads a call's arrays; see module.c.
+// Of objects that stand for another one by its identity, in their attribute `of`; given by `setup`.
+extern PyTypeObject* class_of_same;
+
+// Reads a call's arrays; see module.c. The first of the facts has a bit for each array that a gradient is wanted of.
 int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_t* num_facts, uint32_t* num_objects,
                  int32_t* ordinal);
 

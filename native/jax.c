@@ -14,7 +14,7 @@
 #include "launch.h"
 #include "xla_ffi.h"
 
-enum { BUCKETS = 1024, MAX_ALIGNED = 32, MAX_NAME = 32, MAX_TEXT = 1024, INVALID_CONTEXT = 201 };
+enum { BUCKETS = 1024, MAX_ALIGNED = 32, MAX_NAME = 32, MAX_TEXT = 1024 };
 
 typedef struct {
     uint32_t source, multiple;

@@ -1,14 +1,16 @@
 // omniattn._native: repeated calls on torch tensors without Python code in between.
 //
 // `run(call)` reads the call's arrays, looks for an entry with their facts and the call's options, lets torch make the
-// results and queues the kernels. Whatever is not the usual makes it return None before anything has been done: the
-// engine then copes, in Python, or raises. Stable interface of Python 3.10 and newer; neither CUDA nor torch is linked.
+// results and queues the kernels. A call that gradients are wanted of goes to a Python function instead: it has
+// autograd ask `run_as` for the launches of the forward and, later, of the backward. Whatever is not the usual makes
+// them return None before anything has been done: the engine then copes, in Python, or raises. Stable interface of
+// Python 3.10 and newer; neither CUDA nor torch is linked.
 #include <string.h>
 
 #include "entry.h"
 #include "jax.h"
 
-enum { BUCKETS = 1024, PER_BUCKET = 8, MAX_CLASSES = 8 };
+enum { BUCKETS = 1024, PER_BUCKET = 16, MAX_CLASSES = 8, MAX_GPUS = 64 };
 
 static Driver driver;
 static const Exchange* exchange;
@@ -20,13 +22,13 @@ static unsigned long long hits, misses;
 
 // Given by `setup`.
 static PyObject *is_neg, *is_inference, *is_grad_enabled, *modes, *transform, *tangents, *environment, *forced, *fail;
-// Names of attributes.
-static PyObject *name_operation, *name_objects, *name_options, *name_stream, *name_cache, *name_extra, *name_problem;
-static PyObject *name_requires_grad, *name_level, *name_plain, *name_addresses;
+// Names of attributes; those of a cache itself, because its properties are Python code.
+static PyObject *name_extra, *name_problem, *name_requires_grad, *name_level, *name_plain, *name_addresses;
 
 // 1 for a true result, 0 for a false one, -1 for an error.
 static int ask(PyObject* function, PyObject* argument) {
-    PyObject* answer = PyObject_CallFunctionObjArgs(function, argument, NULL);
+    PyObject* answer =
+        argument ? PyObject_CallFunctionObjArgs(function, argument, NULL) : PyObject_CallNoArgs(function);
     if (!answer) return -1;
     int found = PyObject_IsTrue(answer);
     Py_DECREF(answer);
@@ -51,8 +53,10 @@ int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_
                  int32_t* ordinal) {
     Py_ssize_t count = PyTuple_Size(objects);
     if (count < 0 || count > MAX_OBJECTS) return 0;
-    uint32_t used = 0;
+    uint32_t used = 1;
+    int is_enabled = -1;  // not asked
     *ordinal = -1;
+    facts[0] = 0;
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject* object = PyTuple_GetItem(objects, i);
         addresses[i] = 0;
@@ -77,9 +81,10 @@ int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_
         if (answer) return answer < 0 ? (PyErr_Clear(), 0) : 0;
         PyObject* wanted = PyObject_GetAttr(object, name_requires_grad);
         if (!wanted) return PyErr_Clear(), 0;
-        answer = wanted == Py_False ? 0 : ask(is_grad_enabled, NULL);
+        if (wanted != Py_False && is_enabled < 0) is_enabled = ask(is_grad_enabled, NULL);
+        if (wanted != Py_False && is_enabled > 0) facts[0] |= (int64_t)1 << i;
         Py_DECREF(wanted);
-        if (answer) return answer < 0 ? (PyErr_Clear(), 0) : 0;
+        if (PyErr_Occurred()) return PyErr_Clear(), 0;
     }
     *num_facts = used;
     *num_objects = (uint32_t)count;
@@ -90,7 +95,7 @@ int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_
 static int is_watched(void) {
     int found = ask(modes, NULL);
     if (found) goto end;
-    PyObject* inner = PyObject_CallFunctionObjArgs(transform, NULL);
+    PyObject* inner = PyObject_CallNoArgs(transform);
     found = inner ? inner != Py_None : -1;
     Py_XDECREF(inner);
     if (found) goto end;
@@ -135,14 +140,54 @@ static PyObject* make(PyObject* maker, PyObject* like, uint64_t* address) {
     return NULL;
 }
 
-// Results of the call; NULL without an error for one that the engine has to look at.
-static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, const uint64_t* addresses) {
+static void ignore(void* context, const char* kind, const char* message) { (void)context, (void)kind, (void)message; }
+
+// Scratch memory from torch's allocator, which gives it without a tensor: a third of the time. NULL where it does not;
+// the engine asks again then, and raises what torch does.
+static Owned* scratch(const Entry* e, uint64_t* address) {
+    int64_t shape[] = {(int64_t)(e->workspace_bytes + e->workspace_alignment)}, strides[] = {1};
+    Facts like = {NULL, {DEVICE_CUDA, e->ordinal}, 1, DTYPE_UINT, 8, 1, shape, strides, 0};
+    Owned* made = NULL;
+    if (exchange->allocate(&like, &made, NULL, ignore) || !made || !made->release) return PyErr_Clear(), NULL;
+    if (!made->facts.data) return made->release(made), NULL;
+    *address = (uint64_t)(uintptr_t)made->facts.data + made->facts.byte_offset;
+    *address = (*address + e->workspace_alignment - 1) & ~(e->workspace_alignment - 1);
+    return made;
+}
+
+// The primary context of a GPU, retained once; NULL if there is none.
+static void* primary_of(int32_t ordinal) {
+    static void* contexts[MAX_GPUS];
+    int device;
+    if (ordinal < 0 || ordinal >= MAX_GPUS || !driver.get || !driver.retain || !driver.push || !driver.pop) return NULL;
+    if (!contexts[ordinal] && !driver.get(&device, ordinal) && driver.retain(&contexts[ordinal], device))
+        contexts[ordinal] = NULL;
+    return contexts[ordinal];
+}
+
+// Queues all launches; the driver's code, and the name of what gave it. context: made current for them, if not NULL.
+static int queue_all(const Entry* e, const uint64_t* operands, void* stream, void* context, const char** name) {
+    int code = 0;
+    *name = "cuCtxPushCurrent";
+    if (context && (code = driver.push(context))) return code;
+    for (uint32_t i = 0; i < e->num_launches && !code; ++i)
+        code = launch_queue(&driver, &e->launches[i], operands, stream, name);
+    if (context) driver.pop(&context);
+    return code;
+}
+
+// Results of the call; NULL without an error for one that the engine has to look at. wanted: None or a stream's handle.
+static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, PyObject* wanted,
+                           const uint64_t* addresses) {
     uint64_t operands[MAX_OPERANDS] = {0};
-    void* stream;
-    int device = -1, code = 0;
+    void *stream, *context = NULL;
     const char* name = NULL;
-    if (driver.device(&device) || device != e->ordinal) return NULL;
+    int device = -1, code = driver.device(&device);
+    if (code && code != INVALID_CONTEXT) return NULL;
+    // Threads of torch's autograd may have none.
+    if ((code || device != e->ordinal) && !(context = primary_of(e->ordinal))) return NULL;
     if (exchange->current_stream(DEVICE_CUDA, e->ordinal, &stream)) return PyErr_Clear(), NULL;
+    if (wanted != Py_None && PyLong_AsUnsignedLongLong(wanted) != (uintptr_t)stream) return PyErr_Clear(), NULL;
     for (uint32_t i = 0; i < e->num_masks; ++i)
         if (addresses[e->masks[i].operand] & e->masks[i].add) return NULL;
     for (uint32_t r = 0; r < e->num_results; ++r) {
@@ -166,7 +211,8 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, c
         Py_DECREF(own);
         if (PyErr_Occurred() || used + MAX_RESULTS + 1 > MAX_OPERANDS) return NULL;
     }
-    PyObject *results = PyList_New(e->num_results), *memory = NULL;
+    Owned* memory = NULL;
+    PyObject* results = PyList_New(e->num_results);
     for (uint32_t r = 0; results && r < e->num_results; ++r) {
         PyObject *result, *source = PyTuple_GetItem(objects, e->sources[r]);
         if (e->makers[r]) {
@@ -181,15 +227,12 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, c
     }
     if (!results) return NULL;
     // Held until the kernels are queued: another thread on this stream could be given its memory before that.
-    if (e->workspace) {
-        memory = make(e->workspace, PyTuple_GetItem(objects, e->first), &operands[used]);
-        if (!memory) goto leave;
-        operands[used] = (operands[used] + e->workspace_alignment - 1) & ~(e->workspace_alignment - 1);
-    }
+    if (e->workspace_bytes && !(memory = scratch(e, &operands[used]))) goto leave;
     // A launch waits where the stream is full; meanwhile other threads may go on.
-    Py_BEGIN_ALLOW_THREADS for (uint32_t i = 0; i < e->num_launches && !code; ++i) code =
-        launch_queue(&driver, &e->launches[i], operands, stream, &name);
-    Py_END_ALLOW_THREADS Py_XDECREF(memory);
+    Py_BEGIN_ALLOW_THREADS;
+    code = queue_all(e, operands, stream, context, &name);
+    Py_END_ALLOW_THREADS;
+    if (memory) memory->release(memory);
     if (!code) return results;
     PyObject* none = PyObject_CallFunction(fail, "si", name, code);
     Py_XDECREF(none);
@@ -199,41 +242,39 @@ leave:
     return NULL;
 }
 
-// Borrowed nothing: new references to the attributes of a call, or 0.
-static int attributes_of(PyObject* call, PyObject** found) {
-    PyObject* names[] = {name_operation, name_options, name_extra, name_cache, name_objects, name_stream};
-    for (int i = 0; i < 6; ++i)
-        if (!(found[i] = PyObject_GetAttr(call, names[i]))) {
-            while (i--) Py_DECREF(found[i]);
-            return 0;
-        }
-    return 1;
-}
-
-static PyObject* run(PyObject* module, PyObject* call) {
+// (call, its operation, arrays, options, stream, cache, facts): the caller reads attributes faster than this interface.
+static PyObject* run(PyObject* module, PyObject* const* of, Py_ssize_t count) {
     (void)module;
     uint64_t addresses[MAX_OBJECTS];
     int64_t facts[MAX_FACTS];
     uint32_t num_facts, num_objects;
     int32_t ordinal;
-    PyObject *of[6], *layout = Py_None, *results = NULL;
+    int counted = 1;
+    if (count != 7) return PyErr_Format(PyExc_TypeError, "run: expected 7 arguments, received %zd", count), NULL;
+    PyObject *call = of[0], *operation = of[1], *objects = of[2], *options = of[3], *stream = of[4], *cache = of[5];
+    PyObject *layout = Py_None, *results = NULL;
     if (!exchange) Py_RETURN_NONE;
-    if (!attributes_of(call, of)) return NULL;
     Py_INCREF(layout);
     Entry* e = NULL;
-    if (of[5] != Py_None || !PyTuple_Check(of[4]) || is_watched()) goto end;
-    if (read_objects(of[4], addresses, facts, &num_facts, &num_objects, &ordinal) != 1) goto end;
-    if (of[3] != Py_None) {
-        PyObject* plain = PyObject_GetAttr(of[3], name_plain);
+    if ((stream != Py_None && !PyLong_CheckExact(stream)) || !PyTuple_Check(objects) || is_watched()) goto end;
+    if (read_objects(objects, addresses, facts, &num_facts, &num_objects, &ordinal) != 1) goto end;
+    if (cache != Py_None) {
+        PyObject* plain = PyObject_GetAttr(cache, name_plain);
         Py_XDECREF(plain);
         if (plain != Py_True) goto end;
         Py_DECREF(layout);
-        if (!(layout = PyObject_GetAttr(of[3], name_extra))) goto end;
+        if (!(layout = PyObject_GetAttr(cache, name_extra))) goto end;
     }
-    PyObject* key[] = {of[0], of[1], of[2], layout};
-    e = find(hash_facts(facts, num_facts, of[0]), facts, num_facts, addresses, key);
-    if (!e) goto end;
-    results = run_entry(e, of[4], of[3], addresses);
+    PyObject* key[] = {operation, options, of[6], layout};
+    e = find(hash_facts(facts, num_facts, operation), facts, num_facts, addresses, key);
+    if (!e || (e->differentiate && stream != Py_None)) goto end;  // autograd chooses the stream
+    if (e->differentiate) {
+        results = PyObject_CallFunctionObjArgs(e->differentiate, objects, NULL);
+        if (results == Py_None) Py_DECREF(results), results = NULL;
+        counted = 0;  // where the launches are
+        goto end;
+    }
+    results = run_entry(e, objects, cache, stream, addresses);
     if (results && PyObject_SetAttr(call, name_problem, e->problem)) {
         Py_DECREF(results);
         results = NULL;
@@ -241,11 +282,41 @@ static PyObject* run(PyObject* module, PyObject* call) {
 end:
     Py_XDECREF(e);
     Py_XDECREF(layout);
-    for (int i = 0; i < 6; ++i) Py_DECREF(of[i]);
+    if (results) return hits += counted, results;
+    ++misses;
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+// The launches of an entry by its operation and options alone, which are no call's; nobody asks for gradients of them.
+static PyObject* run_as(PyObject* module, PyObject* const* of, Py_ssize_t count) {
+    (void)module;
+    uint64_t addresses[MAX_OBJECTS];
+    int64_t facts[MAX_FACTS];
+    uint32_t num_facts, num_objects;
+    int32_t ordinal;
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "run_as: expected 3 arguments, received %zd", count), NULL;
+    PyObject *key[] = {of[0], of[1], Py_None, Py_None}, *objects = of[2], *results = NULL;
+    if (exchange && PyTuple_Check(objects) && !is_watched() &&
+        read_objects(objects, addresses, facts, &num_facts, &num_objects, &ordinal) == 1 && !facts[0]) {
+        Entry* e = find(hash_facts(facts, num_facts, key[0]), facts, num_facts, addresses, key);
+        if (e && !e->differentiate) results = run_entry(e, objects, Py_None, Py_None, addresses);
+        Py_XDECREF(e);
+    }
     if (results) return ++hits, results;
     ++misses;
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
+}
+
+// 1 for an entry of the same calls, and for none.
+static int replaces(const Entry* e, Entry* old) {
+    if (!old) return 1;
+    if (old->hash != e->hash || old->operation != e->operation || old->num_facts != e->num_facts ||
+        old->identity != e->identity || old->placed != e->placed || old->placed_fits != e->placed_fits)
+        return 0;
+    return !memcmp(old->facts, e->facts, e->num_facts * sizeof *e->facts) && same(old->options, e->options) &&
+           same(old->extra, e->extra);
 }
 
 static PyObject* learn(PyObject* module, PyObject* given) {
@@ -258,7 +329,9 @@ static PyObject* learn(PyObject* module, PyObject* given) {
     for (uint32_t i = 0; i < e->num_launches; ++i)
         if (e->launches[i].num_maps && !driver.move_map) Py_RETURN_FALSE;
     size_t bucket = e->hash % BUCKETS;
-    unsigned at = turn[bucket]++ % PER_BUCKET;
+    unsigned at = 0;
+    while (at < PER_BUCKET && !replaces(e, table[bucket][at])) ++at;
+    if (at == PER_BUCKET) at = turn[bucket]++ % PER_BUCKET;
     old = table[bucket][at];
     Py_INCREF(given);
     table[bucket][at] = e;
@@ -284,16 +357,17 @@ static PyObject* counts(PyObject* module, PyObject* nothing) {
 
 static PyObject* setup(PyObject* module, PyObject* args) {
     (void)module;
-    PyObject *kinds, *capsule, *given[9];
+    PyObject *kinds, *capsule, *same_class, *given[9];
     PyObject** kept[] = {&is_neg,   &is_inference, &is_grad_enabled, &modes, &transform,
                          &tangents, &environment,  &forced,          &fail};
-    if (!PyArg_ParseTuple(args, "O!OOOOOOOO!OO", &PyTuple_Type, &kinds, &capsule, &given[0], &given[1], &given[2],
-                          &given[3], &given[4], &given[5], &PyDict_Type, &given[6], &given[7], &given[8]))
+    if (!PyArg_ParseTuple(args, "O!OOOOOOOO!OOO!", &PyTuple_Type, &kinds, &capsule, &given[0], &given[1], &given[2],
+                          &given[3], &given[4], &given[5], &PyDict_Type, &given[6], &given[7], &given[8], &PyType_Type,
+                          &same_class))
         return NULL;
     const Exchange* found = PyCapsule_GetPointer(capsule, EXCHANGE_CAPSULE);
     if (!found) return NULL;
     while (found && found->major > 1) found = found->older;
-    if (!found || found->major != 1 || !found->read || !found->current_stream) Py_RETURN_FALSE;
+    if (!found || found->major != 1 || !found->read || !found->current_stream || !found->allocate) Py_RETURN_FALSE;
     Py_ssize_t count = PyTuple_Size(kinds);
     if (count > MAX_CLASSES) return PyErr_Format(PyExc_ValueError, "setup: too many classes"), NULL;
     for (Py_ssize_t i = 0; i < count; ++i)
@@ -309,12 +383,17 @@ static PyObject* setup(PyObject* module, PyObject* args) {
         Py_INCREF(*kept[i] = given[i]);
         Py_XDECREF(old);
     }
+    Py_INCREF(same_class);
+    Py_XDECREF((PyObject*)class_of_same);
+    class_of_same = (PyTypeObject*)same_class;
     exchange = found;
     Py_RETURN_TRUE;
 }
 
 static PyMethodDef methods[] = {
-    {"run", run, METH_O, "Results of a call like one that has run, or None."},
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, "Results of a call like one that has run, or None."},
+    {"run_as", (PyCFunction)(void (*)(void))run_as, METH_FASTCALL,
+     "(operation, options, arrays) -> results of an entry of these, or None."},
     {"learn", learn, METH_O, "Keep an entry; False where this driver cannot launch it."},
     {"clear", clear, METH_NOARGS, "Forget all entries."},
     {"jax_handler", jax_handler, METH_NOARGS, "Capsule of the handler for jax.ffi.register_ffi_target."},
@@ -335,17 +414,8 @@ PyMODINIT_FUNC PyInit__native(void) {
         PyObject** name;
         const char* text;
     } names[] = {
-        {&name_operation, "operation"},
-        {&name_objects, "objects"},
-        {&name_options, "options"},
-        {&name_stream, "stream"},
-        {&name_cache, "cache"},
-        {&name_extra, "facts"},
-        {&name_problem, "problem"},
-        {&name_level, "_current_level"},
-        {&name_plain, "plain_torch"},
-        {&name_addresses, "addresses"},
-        {&name_requires_grad, "requires_grad"},
+        {&name_extra, "_facts"},       {&name_problem, "problem"},      {&name_level, "_current_level"},
+        {&name_plain, "_plain_torch"}, {&name_addresses, "_addresses"}, {&name_requires_grad, "requires_grad"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
         if (!(*names[i].name = PyUnicode_InternFromString(names[i].text))) return NULL;

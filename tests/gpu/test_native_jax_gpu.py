@@ -63,7 +63,7 @@ def _calls(jax: Any) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
             ),
             packed,
         ),
-        "gradients": (jax.grad(functools.partial(loss, causal=True), (0, 1, 2)), dense),
+        "gradients": (jax.grad(functools.partial(loss, causal=True, deterministic=True), (0, 1, 2)), dense),
         "loop": (
             lambda q, k, v: jax.lax.scan(lambda x, _: (oa.attention(x, k, v), None), q, None, length=6)[0], dense,
         ),

@@ -37,6 +37,18 @@ class Tensor:
         return self.inference
 
 
+class Owned(ctypes.Structure):
+    """DLManagedTensorVersioned."""
+
+
+RELEASE = ctypes.PYFUNCTYPE(None, ctypes.POINTER(Owned))
+Owned._fields_ = [
+    ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p), ("release", RELEASE),
+    ("flags", ctypes.c_uint64), ("facts", Facts),
+]  # fmt: skip
+ALLOCATE = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(Facts), ctypes.POINTER(ctypes.POINTER(Owned)), ctypes.c_void_p, ctypes.c_void_p
+)
 READ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Facts))
 STREAM = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 
@@ -46,7 +58,7 @@ class Exchange(ctypes.Structure):
 
     _fields_ = [
         ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("older", ctypes.c_void_p),
-        ("unused", ctypes.c_void_p * 3), ("read", READ), ("current_stream", STREAM),
+        ("allocate", ALLOCATE), ("unused", ctypes.c_void_p * 2), ("read", READ), ("current_stream", STREAM),
     ]  # fmt: skip
 
 
@@ -65,19 +77,40 @@ def _read(obj: Any, out: Any) -> int:
     return 0
 
 
+#: Bytes of the workspaces that are not released yet, by number, and what `allocate` shall do.
+WORKSPACES: dict[int, Owned] = {}
+ALLOCATOR: dict[str, Any] = {"address": 0x101010, "code": 0}
+
+
+def _allocate(like: Any, out: Any, context: Any, fail: Any) -> int:
+    t = like.contents
+    assert (t.device_type, t.ndim, t.code, t.bits, t.lanes, t.strides[0]) == (2, 1, 1, 8, 1, 1)
+    if ALLOCATOR["code"]:
+        return ALLOCATOR["code"]
+    made = Owned(1, 0, len(WORKSPACES), RELEASE(_release), 0, Facts(ALLOCATOR["address"], 2, t.device, 1))
+    made.memory = (ctypes.c_int64 * 1)(t.shape[0])
+    WORKSPACES[ctypes.addressof(made)] = made
+    out[0] = ctypes.pointer(made)
+    return 0
+
+
+def _release(made: Any) -> None:
+    del WORKSPACES[ctypes.addressof(made.contents)]
+
+
 def _stream(kind: int, device: int, out: Any) -> int:
     out[0] = 0x51
     return 0
 
 
-TABLE = Exchange(1, 3, None, (ctypes.c_void_p * 3)(), READ(_read), STREAM(_stream))
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.argtypes, _new_capsule.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.py_object
+TABLE = Exchange(1, 3, None, ALLOCATE(_allocate), (ctypes.c_void_p * 2)(), READ(_read), STREAM(_stream))
+new_capsule: Any = ctypes.pythonapi.PyCapsule_New
+new_capsule.argtypes, new_capsule.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.py_object
 
 
 def capsule(table: Exchange = TABLE, name: bytes = b"dlpack_exchange_api") -> Any:
     """The capsule that a class has."""
-    return _new_capsule(ctypes.addressof(table), name, None)
+    return new_capsule(ctypes.addressof(table), name, None)
 
 
 class Layout:
@@ -88,8 +121,8 @@ class Cache:
     """What a call's cache is asked."""
 
     def __init__(self, facts: Layout, plain: bool = True) -> None:
-        self.facts, self.plain_torch = facts, plain
-        self.addresses: Any = (0x7000, 0x8000)
+        self._facts, self._plain_torch = facts, plain
+        self._addresses: Any = (0x7000, 0x8000)
 
 
 class Call:

@@ -21,38 +21,13 @@ from omniattn.registry import REGISTRY
 from omniattn.runtime.record import LaunchRecord, Pointer, TensorMap
 from tests.unit.launch_fakes import program_of
 
-ROOT = Path(__file__).resolve().parents[2]
-COMPILER = build_native.compiler()
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs Linux, a C compiler and Python's headers")
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where libcuda's stand-in and the module lie."""
-    assert COMPILER is not None
-    made = tmp_path_factory.mktemp("native")
-    source = ROOT / "tests/unit/test_runtime_fake_libcuda.c"
-    command = [*COMPILER, "-shared", "-fPIC", "-O1", "-o", str(made / "libcuda.so.1"), str(source), "-ldl"]
-    subprocess.run(command, check=True, timeout=60)
-    build_native.build(ROOT, made / build_native.NAME)
-    return made
-
-
-def run_child(folder: Path, module: Path, count: int, **variables: str) -> tuple[str, list[str]]:
-    """Standard output, and the launches."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMNIATTN_")}
-    environment |= {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **variables}
-    command = [sys.executable, str(ROOT / "tests/native/native_child.py"), str(module), str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout, [line for line in done.stderr.splitlines() if line.startswith("launch")]
+from .building import ROOT, SANITIZERS, needs_compiler, run_child, sanitizers
 
 
 @needs_compiler
 def test_launches(folder: Path) -> None:
     """Addresses, the workspace, attributes and moved tensor maps, as the driver gets them."""
-    out, launches = run_child(folder, folder / build_native.NAME, 0, FAKE_CUDA_TRACE="1")
+    out, launches = run_child(folder, "native_child.py", str(folder / build_native.NAME), "0", FAKE_CUDA_TRACE="1")
     assert out.startswith("done")
     shape = "3,1,1 x 64 smem 16 stream 0x51"
     assert launches[:5] == [
@@ -67,23 +42,19 @@ def test_launches(folder: Path) -> None:
 
 @needs_compiler
 def test_wrong_calls_neither_crash_nor_leak(folder: Path) -> None:
-    out, _ = run_child(folder, folder / build_native.NAME, int(os.environ.get("OMNIATTN_FUZZ", "20000")))
+    count = os.environ.get("OMNIATTN_FUZZ", "20000")
+    out, _ = run_child(folder, "native_child.py", str(folder / build_native.NAME), count)
     assert out.startswith("done")
 
 
 @needs_compiler
 def test_sanitizers(folder: Path) -> None:
-    assert COMPILER is not None
-    runtime = [
-        subprocess.run([*COMPILER, f"-print-file-name=lib{x}.so"], capture_output=True, text=True).stdout.strip()
-        for x in ("asan", "ubsan")
-    ]
-    if not all(Path(x).is_absolute() and Path(x).exists() for x in runtime):
+    variables = sanitizers()
+    if variables is None:
         pytest.skip("the compiler has no sanitizers")
     module = build_native.build(ROOT, folder / "sanitized.abi3.so", SANITIZERS)
-    out, _ = run_child(
-        folder, module, 3000, LD_PRELOAD=" ".join(runtime), ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc"
-    )
+    count = os.environ.get("OMNIATTN_FUZZ", "3000")
+    out, _ = run_child(folder, "native_child.py", str(module), count, **variables)
     assert out.startswith("done")
 
 
@@ -100,10 +71,10 @@ capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 assert capsule is not None
 T = torch.Tensor
 assert native.setup((T,), capsule, T.is_neg, T.is_inference, torch.is_grad_enabled, lambda: 0, lambda: None,
-                    child.state.level, {{}}, b"x", child.fail)
+                    child.state.level, {{}}, b"x", child.fail, child.Same)
 x = torch.zeros(2, 8)
 for t in (x, x.to_sparse(), x.to("meta"), x.clone().requires_grad_(), torch.nn.Parameter(x), x.to(torch.complex64)):
-    assert native.run(Call(1, (t, t), ())) is None
+    assert child.run(native, Call(1, (t, t), ())) is None
     try:
         child.entry(native, (t,), ())
     except ValueError as error:
@@ -145,8 +116,12 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "importlib", SimpleNamespace(import_module=refused))
     monkeypatch.setenv("OMNIATTN_NATIVE", "0")
     assert native.module() is None
-    monkeypatch.setattr(native, "_is_asked", False)
     monkeypatch.delenv("OMNIATTN_NATIVE")
+    with monkeypatch.context() as patch:  # a Python without a global lock
+        patch.setattr(native, "sysconfig", SimpleNamespace(get_config_var={"Py_GIL_DISABLED": 1}.get))
+        patch.setattr(native, "_is_asked", False)
+        assert native.module() is None
+    monkeypatch.setattr(native, "_is_asked", False)
     with pytest.raises(AssertionError, match="_native"):
         native.module()
 
@@ -162,7 +137,8 @@ def test_the_engine_asks_the_module_first(monkeypatch: pytest.MonkeyPatch) -> No
     q = np.ones((1, 2, 1, 8), np.float32)
     seen: list[Any] = []
 
-    def run(call: Any) -> list[Any] | None:
+    def run(call: Any, *parts: Any) -> list[Any] | None:
+        assert parts == (call.operation, call.objects, call.options, None, None, None)
         seen.append(call)
         return None if len(seen) > 1 else ["made by the module"]
 
@@ -175,7 +151,7 @@ def test_the_engine_asks_the_module_first(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_timed_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    def module(call: Any) -> None:
+    def module(*given: Any) -> None:
         raise AssertionError("asked")
 
     monkeypatch.setattr(native, "run", module)
@@ -189,10 +165,13 @@ def test_timed_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_are_learned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module takes named tuples and tuples for different options: what it learns is what a call has."""
     learned: list[Any] = []
-    stub = SimpleNamespace(Entry=lambda *facts: facts, learn=lambda entry: learned.append(entry) or True, run="run")
+    stub = SimpleNamespace(
+        Entry=lambda *facts: facts, learn=lambda entry: learned.append(entry) or True, run="run", run_as="run_as"
+    )
     monkeypatch.setattr(native, "module", lambda: stub)
     monkeypatch.setattr(native, "get_driver", lambda: SimpleNamespace(name="cuda"))
     monkeypatch.setattr(native, "run", None)
+    monkeypatch.setattr(native, "run_as", None)
     monkeypatch.delenv("OMNIATTN_FORCE_KERNEL", raising=False)
     with monkeypatch.context() as patch:
         calls: list[Any] = []
@@ -202,10 +181,10 @@ def test_options_are_learned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
         oa.attention(q, q, q, causal=True)
     (call,) = calls
     assert type(call.options) is not tuple
-    repeat = SimpleNamespace(masks=(), makers=(), workspace=None, first=0)
+    repeat = SimpleNamespace(masks=(), makers=(), workspace_bytes=0)
     native.learn(call, None, SimpleNamespace(records=(), kernels=(), operands=()), repeat)  # type: ignore[arg-type]
     ((operation, options, facts, *_),) = learned
     assert operation is call.operation
     assert options is call.options
     assert facts is call.facts
-    assert native.run == "run"
+    assert (native.run, native.run_as) == ("run", "run_as")

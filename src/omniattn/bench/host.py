@@ -125,7 +125,7 @@ def warm_calls() -> list[HostTiming]:
     torch = require_torch()
     calls = make_calls(torch)
     if native.module() is not None:
-        own = [name for name in calls if not name.startswith(ANCHOR) and not name.endswith(_GRADIENTS)]
+        own = [name for name in calls if not name.startswith(ANCHOR)]
         calls = {**{name + BY_PYTHON: by_python(calls[name]) for name in own}, **calls}
     return time_calls(calls, torch.cuda.synchronize)
 
@@ -133,15 +133,22 @@ def warm_calls() -> list[HostTiming]:
 def by_python(call: Callable[[], object]) -> Callable[[], object]:
     """The same call without the C module."""
 
-    def run() -> object:
-        kept, native.run = native.run, None
+    def by_python() -> object:
+        run, run_as = native.run, native.run_as
+        native.run = native.run_as = None
         try:
             return call()
         finally:
-            if kept is not None:
-                native.run = kept
+            if run is not None:
+                native.run, native.run_as = run, run_as
 
-    return run
+    return by_python
+
+
+def beside_python(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any] | None]]:
+    """Rows of a document, each with that of the same call by Python; None where the C module was not there."""
+    by_name = {row["name"]: row for row in rows}
+    return [(row, by_name.get(row["name"] + BY_PYTHON)) for row in rows if not row["name"].endswith(BY_PYTHON)]
 
 
 def make_calls(torch: Any) -> dict[str, Callable[[], object]]:

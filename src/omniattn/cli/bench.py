@@ -402,11 +402,12 @@ def _run_host(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     if _written(arguments, data):
         return 0
-    header = ["call", "µs, median", "10 % – 90 %", f"time relative to {host.ANCHOR}"]
+    header = ["call", "µs, median", "10 % – 90 %", "by Python", f"time relative to {host.ANCHOR}"]
     rows = []
-    for row in data["rows"]:
+    for row, python in host.beside_python(data["rows"]):
         span = f"{row['p10_us']:.1f} – {row['p90_us']:.1f}"
-        rows.append([row["name"], f"{row['median_us']:.1f}", span, f"{row['ratio_to_sdpa']:.2f}×"])
+        slower = "" if python is None else f"{python['median_us']:.1f}"
+        rows.append([row["name"], f"{row['median_us']:.1f}", span, slower, f"{row['ratio_to_sdpa']:.2f}×"])
     jit_text = jit_note if jit_s is None else f"{jit_s:.2f} s ({jit_name})"
     facts = [
         ", ".join(f"{name} {value}" for name, value in data["environment"].items()),

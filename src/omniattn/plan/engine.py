@@ -179,9 +179,11 @@ class Plan:
         The GPU.
     repeat : Repeat or None
         The fast path of calls with the same facts; None where there is none.
+    runs : int
+        How often that ran by Python.
     """
 
-    __slots__ = ("is_learned", "launches", "ordinal", "problem", "program", "repeat")
+    __slots__ = ("launches", "ordinal", "problem", "program", "repeat", "runs")
 
     def __init__(self, problem: Any, launches: Launches | None, program: Program | None, ordinal: int) -> None:
         self.problem = problem
@@ -189,7 +191,7 @@ class Plan:
         self.program = program
         self.ordinal = ordinal
         self.repeat: Repeat | None = None
-        self.is_learned = False  # offered to the C module
+        self.runs = 0
 
 
 PLANS: PlanCache[Plan] = PlanCache(4096)
@@ -238,7 +240,7 @@ def run(call: Call) -> list[Any]:
     if not call.operation.keep:
         return execute(make_plan(call, {}, load=True), call, {})
     if native.run is not None:
-        results = native.run(call)
+        results = native.run(call, call.operation, call.objects, call.options, call.stream, call.cache, call.facts)
         if results is not None:
             return results
     stream, cache = call.stream, call.cache
@@ -276,8 +278,8 @@ def run(call: Call) -> list[Any]:
         call.problem = plan.problem
         results = plan.repeat(call.objects, addresses, cache, raw)
         if results is not None:
-            if not plan.is_learned and plan.program is not None:
-                plan.is_learned = True
+            plan.runs += 1
+            if plan.runs % native.OFFERED == 1 and plan.program is not None:
                 native.learn(call, plan.problem, plan.program, plan.repeat)
             return results
     if not tensors:
@@ -314,8 +316,8 @@ def _key(call: Call, facts: Any, addresses: list[int], tensors: dict[str, Tensor
     )  # fmt: skip
 
 
-def kept(call: Call) -> Repeat | None:
-    """The fast path of a call that has run, for whoever will know by itself that the facts are the same."""
+def kept(call: Call) -> Plan | None:
+    """The plan of a call that has run and has a fast path, for whoever will know that the facts are the same."""
     seen = arrays.torch_facts(call.objects)
     if seen is None or not call.operation.keep:
         return None
@@ -323,7 +325,7 @@ def kept(call: Call) -> Repeat | None:
         plan = PLANS.get(_key(call, *seen, {}))
     except TypeError:  # an unhashable option
         return None
-    return None if plan is None else plan.repeat
+    return None if plan is None or plan.repeat is None else plan
 
 
 def _is_autocast(call: Call) -> bool:

@@ -3,8 +3,11 @@
 Under JAX its handler takes the place of a callback: `omniattn.frameworks.jax.handler`.
 
 It runs calls with the facts of one that the fast path (`repeat.Repeat`) has run, and leaves all others to the engine.
-Without the module, with a torch that has no C functions to read tensors by (before 2.10), and with
-``OMNIATTN_NATIVE=0``, everything works as it does with it.
+Without the module, with a torch that has no C functions to read tensors by (before 2.10), in a Python without a global
+lock, and with ``OMNIATTN_NATIVE=0``, everything works as it does with it.
+
+Workspaces come from the table's allocator; results from torch's own functions, because torch's ``record_stream`` passes
+over memory that a tensor got by DLPack: a result used on another stream could be freed too early.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..arrays.identity import Same
 from ..errors import DriverError
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..runtime import env
@@ -24,8 +29,17 @@ from ..runtime.record import Program
 if TYPE_CHECKING:
     from .repeat import Repeat
 
-#: (call) -> its results, or None where the engine has to look at it; None until there is something to look for.
-run: Callable[[Any], list[Any] | None] | None = None
+#: (call, and its operation, objects, options, stream, cache and facts) -> its results, or None where the engine has to
+#: look at it; None until there is something to look for.
+run: Callable[..., list[Any] | None] | None = None
+#: (operation, options, arrays) -> results of launches that `learn_as` was told, or None.
+run_as: Callable[[Any, Any, tuple[Any, ...]], list[Any] | None] | None = None
+
+#: The first run of a call by Python, and each so many runs on, has the module told of it: it may have had to forget it.
+OFFERED = 256
+
+#: Whether the module is told of calls with gradients.
+RUNS_GRADIENTS = True
 
 _module: Any = None
 _is_asked = False
@@ -47,7 +61,8 @@ def library() -> Any:
     """The C module; None where there is none, or it shall not be used."""
     if not env.get("OMNIATTN_NATIVE") or os.environ.get(_PER_THREAD, "0") not in ("", "0"):
         return None
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    # The module's tables are guarded by the global lock.
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
     try:
         return importlib.import_module("omniattn._native")
@@ -68,7 +83,7 @@ def _open() -> Any:
         return None
     ready = found.setup(
         from_torch.PLAIN, capsule, torch.Tensor.is_neg, torch.Tensor.is_inference, torch.is_grad_enabled,
-        *from_torch.WATCHERS, env.environment, env.FORCE, _fail,
+        *from_torch.WATCHERS, env.environment, env.FORCE, _fail, Same,
     )  # fmt: skip
     return found if ready else None
 
@@ -80,30 +95,77 @@ def _fail(call: str, code: int) -> None:
 
 
 def learn(call: Any, problem: Any, program: Program, repeat: Repeat) -> None:
-    """Have calls like this `engine.Call`, which ``repeat`` has run, run by the module. Asked once for a plan."""
-    global run
-    found = module()
-    if found is None or call.stream is not None or env.forced_kernels() is not None:
+    """Have calls like this `engine.Call`, which ``repeat`` has run, run by the module."""
+    cache = None if call.cache is None else call.cache.facts
+    _learn(
+        call.operation, call.options, call.facts, cache, problem, call.objects, program, repeat, call.operation.placed
+    )
+
+
+def learn_as(
+    operation: Any, options: tuple[Any, ...], objects: tuple[Any, ...], program: Program, repeat: Repeat
+) -> None:
+    """Have `run_as` run what ``repeat`` has run on these arrays: by two values that nothing else goes by."""
+    if RUNS_GRADIENTS:
+        _learn(operation, options, None, None, None, objects, program, repeat, None)
+
+
+def learn_gradients(call: Any, differentiate: Callable[[tuple[Any, ...]], list[Any] | None]) -> None:
+    """Have ``differentiate(arrays)`` asked first for calls like this one, which wants gradients."""
+    found = _usable() if RUNS_GRADIENTS else None
+    if found is None:
         return
-    if get_driver().name != "cuda":
+    try:
+        entry = found.Entry(
+            call.operation, call.options, call.facts, None, None, None, tuple(call.objects), (), (), 0,
+            WORKSPACE_ALIGNMENT, (), None, differentiate,
+        )  # fmt: skip
+    except ValueError:
         return
-    operation = call.operation
-    placed = operation.placed
-    if placed is not None and call.objects[placed[0]] is None:
+    _keep(found, entry)
+
+
+def _learn(
+    operation: Any,
+    options: tuple[Any, ...],
+    facts: Any,
+    cache: Any,
+    problem: Any,
+    objects: tuple[Any, ...],
+    program: Program,
+    repeat: Repeat,
+    placed: tuple[int, int] | None,
+) -> None:
+    found = _usable()
+    if found is None:
+        return
+    if placed is not None and objects[placed[0]] is None:
         placed = None
     try:  # options as they are: the module compares classes too
         launches = launches_of(program)
         if launches is None:
             return
         entry = found.Entry(
-            operation, call.options, call.facts, None if call.cache is None else call.cache.facts, problem,
-            program, tuple(call.objects), repeat.masks, repeat.makers, repeat.workspace, repeat.first,
-            WORKSPACE_ALIGNMENT, launches, placed,
+            operation, options, facts, cache, problem, program, tuple(objects), repeat.masks, repeat.makers,
+            repeat.workspace_bytes, WORKSPACE_ALIGNMENT, launches, placed, None,
         )  # fmt: skip
     except (ValueError, DriverError):  # more than the module holds, or no map without memory behind it
         return
+    _keep(found, entry)
+
+
+def _usable() -> Any:
+    """The module, if a call that has run can be repeated by it."""
+    found = module()
+    if found is None or env.forced_kernels() is not None or get_driver().name != "cuda":
+        return None
+    return found
+
+
+def _keep(found: Any, entry: Any) -> None:
+    global run, run_as
     if found.learn(entry):
-        run = found.run
+        run, run_as = found.run, found.run_as
 
 
 def launches_of(program: Program) -> tuple[tuple[Any, ...], ...] | None:
@@ -131,7 +193,7 @@ def launches_of(program: Program) -> tuple[tuple[Any, ...], ...] | None:
 
 def clear() -> None:
     """Forget all calls."""
-    global run
-    run = None
+    global run, run_as
+    run = run_as = None
     if _module is not None:
         _module.clear()

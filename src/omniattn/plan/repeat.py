@@ -41,9 +41,11 @@ class Repeat:
         Allocator of the workspace.
     first : int
         Place of the array that it takes.
+    workspace_bytes : int
+        What of the workspace is used; 0 for none.
     """
 
-    __slots__ = ("_current_stream", "_given", "_launch", "first", "makers", "masks", "workspace")
+    __slots__ = ("_current_stream", "_first", "_given", "_launch", "_workspace", "makers", "masks", "workspace_bytes")
 
     def __init__(
         self,
@@ -54,14 +56,16 @@ class Repeat:
         makers: tuple[tuple[int, Callable[[Any], Any] | None], ...],
         workspace: Callable[[Any], Any] | None,
         first: int,
+        workspace_bytes: int,
     ) -> None:
         self._launch = program.launches[0] if len(program.launches) == 1 else program.launch
         self._current_stream = current_stream
         self.masks = masks
         self._given = given
         self.makers = makers
-        self.workspace = workspace
-        self.first = first
+        self._workspace = workspace
+        self._first = first
+        self.workspace_bytes = workspace_bytes
 
     @classmethod
     def of(
@@ -102,6 +106,7 @@ class Repeat:
         return cls(
             program, current_stream, tuple((i, m) for i, m in masks if m),
             tuple(i for i, maker in makers if maker is None), tuple(makers), workspace, names.index(first),
+            workspace_bytes,
         )  # fmt: skip
 
     def __call__(
@@ -131,11 +136,11 @@ class Repeat:
                 return None
             results.append(result)
             addresses.append(address)
-        if self.workspace is None:
+        if self._workspace is None:
             self._launch(current, addresses)
             return results
         # Held until the kernels are queued: another thread on this stream could be given its memory before that.
-        memory = self.workspace(objects[self.first])
+        memory = self._workspace(objects[self._first])
         address = memory.data_ptr()
         if not address:
             return None

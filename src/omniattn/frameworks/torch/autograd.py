@@ -6,16 +6,18 @@ any other, which `plan.engine.run` plans and repeats.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from ...errors import ArgumentError, UnsupportedError
+from ...plan import native
 from ...plan.engine import KNOWN_CALLS, Call, run
 from ...problems import GRADIENTS
 from .head_dims import one_head_dim
-from .repeated import KNOWN, Backward, Repeated, key_of, learn
+from .repeated import KNOWN, Backward, Repeated, key_of, learn, objects_of, saved_of
 
 #: What has a gradient, by the name of its gradient.
 _OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
@@ -66,6 +68,17 @@ def _run_known(call: Call) -> list[Any] | None:
         return None
     q, k, v, *_ = call.objects
     results = _apply_known(known, call.objects, addresses, q, k, v)
+    if results is None:
+        return None
+    known.runs += 1
+    if known.runs % native.OFFERED == 1:
+        native.learn_gradients(call, functools.partial(_run_by_module, known))
+    return list(results)
+
+
+def _run_by_module(known: Repeated, objects: tuple[Any, ...]) -> list[Any] | None:
+    """`_run_known` of a call that the C module has found to be like one that has run."""
+    results = _apply_known(known, objects, None, objects[0], objects[1], objects[2])
     return None if results is None else list(results)
 
 
@@ -103,29 +116,31 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, known: Repeated, objects: tuple[Any, ...], addresses: list[int], q: Any, k: Any, v: Any
+        ctx: Any, known: Repeated, objects: tuple[Any, ...], addresses: list[int] | None, q: Any, k: Any, v: Any
     ) -> tuple[Any, ...] | None:
-        results = known.forward(objects, addresses, None, None)
+        results = known.run_forward(objects, addresses)
         if results is None:
             return None
+        o, lse = results
         ctx.set_materialize_grads(False)
         ctx.known = known
-        ctx.save_for_backward(*results, *objects)
-        return tuple(results) if known.call.options.return_lse else (results[0],)
+        ctx.save_for_backward(*saved_of(objects, o, lse))
+        return (o, lse) if known.call.options.return_lse else (o,)
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         known = ctx.known
         needed = ctx.needs_input_grad[3:]
-        o, lse, *objects = ctx.saved_tensors
+        saved = ctx.saved_tensors
         usual = dlse is None and not torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
         if usual:
-            made = known.run_backward(needed, do, o, lse, objects)
+            made = known.run_backward(needed, do, saved)
             if made is not None:
                 return (None, None, None, *made)
+        objects = objects_of(saved)
         every = (*needed, *(False,) * (len(objects) - 3))
         learn_with = (known, needed) if usual else None
-        found = _differentiate(known.backward_of, known.call, every, do, o, lse, dlse, objects, learn_with)
+        found = _differentiate(known.backward_of, known.call, every, do, saved[3], saved[4], dlse, objects, learn_with)
         return (None, None, None, *found[:3])
 
 

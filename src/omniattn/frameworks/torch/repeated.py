@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ...arrays import from_torch
+from ...plan import native
 from ...plan.cache import PlanCache
-from ...plan.engine import PLANS, Call, kept
-from ...plan.repeat import Repeat
+from ...plan.engine import PLANS, Call, Plan, kept
 from ...runtime.env import forced_kernels
 
 #: Places among a forward's arrays: q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks.
@@ -46,6 +46,27 @@ def key_of(call: Call) -> tuple[Any, list[int]]:
 Backward = Callable[[Call, dict[str, Any], Any, Any, Any, Any, tuple[str, ...]], Call]
 
 
+class _Launches:
+    """Launches of a plan, by Python and, once they have run so, by the C module."""
+
+    __slots__ = ("_plan", "_runs")
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._runs = 0
+
+    def run(
+        self, operation: Repeated, options: tuple[bool, ...], objects: tuple[Any, ...], addresses: list[int]
+    ) -> list[Any] | None:
+        """Results, or None. The first two are what the module finds them by."""
+        assert self._plan.repeat is not None
+        results = self._plan.repeat(objects, addresses, None, None)
+        self._runs += 1
+        if results is not None and self._runs % native.OFFERED == 1 and self._plan.program is not None:
+            native.learn_as(operation, options, objects, self._plan.program, self._plan.repeat)
+        return results
+
+
 class Repeated:
     """What is known of a call with gradients of q, k and v.
 
@@ -53,48 +74,67 @@ class Repeated:
     ----------
     call : Call
         Its operation and options, without arrays.
-    forward : Repeat
-        The fast path of the forward with the LSE.
+    forward : Plan
+        Of the forward with the LSE.
     backward_of : callable
         Gives the call of the backward.
     """
 
-    __slots__ = ("_backwards", "backward_of", "call", "forward")
+    __slots__ = ("_backwards", "_forward", "backward_of", "call", "runs")
 
-    def __init__(self, call: Call, forward: Repeat, backward_of: Backward) -> None:
+    def __init__(self, call: Call, forward: Plan, backward_of: Backward) -> None:
         self.call = call
-        self.forward = forward
         self.backward_of = backward_of
-        # By what is needed and the facts of the backward's arrays: its fast path.
-        self._backwards: dict[Any, Repeat] = {}
+        self.runs = 0  # by Python
+        self._forward = _Launches(forward)
+        # By what is needed and the facts of the backward's arrays.
+        self._backwards: dict[Any, _Launches] = {}
+
+    def run_forward(self, objects: tuple[Any, ...], addresses: list[int] | None) -> list[Any] | None:
+        """o and the LSE; None for arrays that have to be looked at. Without addresses only the C module is asked."""
+        if addresses is not None:
+            return self._forward.run(self, (), objects, addresses)
+        return None if native.run_as is None else native.run_as(self, (), objects)
 
     def learn_backward(self, needed: tuple[bool, ...], call: Call, do: Any) -> None:
         """Keep the fast path of ``call``, a backward that has run."""
         if call.objects[3] is not do:  # a copy of it
             return
-        seen, repeat = from_torch.torch_facts(call.objects), kept(call)
-        if seen is not None and repeat is not None:
+        seen, plan = from_torch.torch_facts(call.objects), kept(call)
+        if seen is not None and plan is not None:
             if len(self._backwards) > 16:
                 self._backwards.clear()
-            self._backwards[needed, seen[0]] = repeat
+            self._backwards[needed, seen[0]] = _Launches(plan)
 
-    def run_backward(
-        self, needed: tuple[bool, ...], do: Any, o: Any, lse: Any, saved: list[Any]
-    ) -> tuple[Any, ...] | None:
-        """Gradients of q, k and v; None for a backward that is not known."""
-        q, k, v, _, starts_q, starts_k, _, sinks = saved
+    def run_backward(self, needed: tuple[bool, ...], do: Any, saved: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Gradients of q, k and v; None for a backward that is not known. saved: `saved_of` the forward."""
+        q, k, v, o, lse, starts_q, starts_k, sinks = saved
         objects = (q, k, v, do, o, lse, None, starts_q, starts_k, None, sinks, None, None, None)
-        seen = from_torch.torch_facts(objects)
-        if seen is None:
-            return None
-        repeat = self._backwards.get((needed, seen[0]))
-        if repeat is None:
-            return None
-        results = repeat(objects, seen[1], None, None)
+        results = None if native.run_as is None else native.run_as(self, needed, objects)
         if results is None:
-            return None
+            seen = from_torch.torch_facts(objects)
+            launches = None if seen is None else self._backwards.get((needed, seen[0]))
+            if seen is None or launches is None:
+                return None
+            results = launches.run(self, needed, objects, seen[1])
+            if results is None:
+                return None
+        if False not in needed:
+            return tuple(results)
         made = iter(results)
         return tuple(next(made) if needs else None for needs in needed)
+
+
+def saved_of(objects: tuple[Any, ...], o: Any, lse: Any) -> tuple[Any, ...]:
+    """What the backward needs of a forward."""
+    q, k, v, _, starts_q, starts_k, _, sinks = objects
+    return q, k, v, o, lse, starts_q, starts_k, sinks
+
+
+def objects_of(saved: tuple[Any, ...]) -> list[Any]:
+    """Arrays of the forward."""
+    q, k, v, _, _, starts_q, starts_k, sinks = saved
+    return [q, k, v, None, starts_q, starts_k, None, sinks]
 
 
 #: By `key_of`.
