@@ -179,3 +179,11 @@ def test_few_packed_queries_have_the_choice() -> None:
     ]
     assert times == pytest.approx([164, 150], rel=0.06)
     assert select_attention(problem, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m64n64_varlen"
+
+
+def test_groups_that_do_not_pack_have_the_choice() -> None:
+    """Seven query heads on a kv head: 448 tiles of 32 rows, which no split makes fewer."""
+    problem = dataclasses.replace(problem_of(8, 56, 32, 8192, 128), num_kv_heads=8)
+    assert select_attention(problem, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m64n64"
+    idle = dataclasses.replace(problem_of(1, 32, 512, 32768, 128), num_kv_heads=8)
+    assert select_attention(idle, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m192n64"

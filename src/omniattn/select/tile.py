@@ -18,7 +18,8 @@ SMALL = "small"
 SHORT, _MAX_KEYS = 1024, 4096
 #: Tiles an SM up to which longer sequences have the choice too: their number counts then, not how long they are.
 _FEW = 2
-#: Keys a query from which on that is left to a split of the keys, which was measured there. Packed calls have none.
+#: Keys a query from which on that is left to a split of the keys, which was measured there: of calls that leave SMs
+#: idle, and not of packed ones.
 _RATIO = 16
 #: Keys of a window up to which longer sequences have the choice too. None: no such call has been measured.
 NARROW = 0
@@ -125,7 +126,8 @@ def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | Non
     if is_short and p.seqlen_k <= _MAX_KEYS * sequences:
         return _GAIN
     tiles = sequences * -(-p.seqlen_q // (sequences * usual.block_m)) * p.num_q_heads * (1 if p.varlen else p.batch)
-    if (is_short or tiles <= _FEW * target.sm_count) and (p.varlen or p.seqlen_k <= _RATIO * p.seqlen_q):
+    unsplit = p.varlen or p.seqlen_k <= _RATIO * p.seqlen_q or tiles > target.sm_count
+    if unsplit and (is_short or tiles <= _FEW * target.sm_count):
         return _FAR
     narrow = min(p.window_left, p.window_right) >= 0 and p.window_left + p.window_right < NARROW
     return _GAIN if narrow else None
