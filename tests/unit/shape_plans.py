@@ -44,5 +44,5 @@ def problem_of(case: ShapeCase, **changes: Any) -> AttentionProblem:
     function = omniattn.attention_varlen if case.packed else omniattn.attention
     problem = omniattn.explain(function, q, k, v, **options).problem
     assert isinstance(problem, AttentionProblem)
-    made = {"dtype": "bfloat16", "tensor_maps": not case.expanded, "mask_map": case.mask == "bias_heads", **changes}
+    made = {"dtype": "bfloat16", "tensor_maps": True, "mask_map": case.mask == "bias_heads", **changes}
     return dataclasses.replace(problem, **made)

@@ -9,7 +9,7 @@ import pytest
 from omniattn.problems import AttentionProblem, Target
 from omniattn.registry import REGISTRY, by_name
 from omniattn.select import select_attention
-from omniattn.select.tile import SMALL, best_tile, tile_us
+from omniattn.select.tile import SMALL, _tile_steps, best_tile, tile_us
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 
@@ -71,3 +71,119 @@ def test_small_tiles_share_an_sm() -> None:
             assert spec.ctas_per_sm * (spec.smem_bytes + 1024) <= 228 << 10, spec.name
             # Registers are handed out to four warps at a time.
             assert spec.ctas_per_sm * (-(-spec.num_warps // 4) * 4) * 32 <= 2048
+
+
+def packed_problem(lengths: list[int], heads: int, d: int, causal: bool) -> AttentionProblem:
+    rows, longest = sum(lengths), max(lengths)
+    dense = problem_of(len(lengths), heads, rows, rows, d, causal)
+    return dataclasses.replace(dense, varlen=True, max_seqlen_q=longest, max_seqlen_k=longest)
+
+
+@pytest.mark.parametrize(("head_dim", "tile", "gain"), [(64, "m64n64", 1.11), (128, "m64n64", 1.16)])
+@pytest.mark.parametrize("last", [32, 100, 160])
+def test_packed_lengths_are_spread_around_their_mean(head_dim: int, tile: str, gain: float, last: int) -> None:
+    """128 causal sequences of 128 to 256 tokens, measured: their mean of 192 fills a tile of 192 rows, and few of them
+    do. A token more or less in all changes nothing."""
+    lengths = [128 + i * 37 % 129 for i in range(127)] + [last]
+    problem = packed_problem(lengths, 16, head_dim, causal=True)
+    chosen = select_attention(problem, HOPPER).spec
+    assert chosen.name == f"attn_fwd_sm90_bf16_d{head_dim}_{tile}_varlen"
+    long = by_name(f"attn_fwd_sm90_bf16_d{head_dim}_{'m256n64' if head_dim == 64 else 'm192n64'}_varlen")
+    assert tile_us(problem, long, HOPPER) / tile_us(problem, chosen, HOPPER) == pytest.approx(gain, rel=0.1)
+
+
+def test_a_longest_sequence_beyond_belief_does_not_count() -> None:
+    equal = packed_problem([512] * 64, 16, 128, causal=False)
+    times = [
+        tile_us(
+            dataclasses.replace(equal, max_seqlen_q=longest, max_seqlen_k=longest),
+            by_name("attn_fwd_sm90_bf16_d128_m128n128_varlen"),
+            HOPPER,
+        )
+        for longest in (512, 2048, 1 << 20)
+    ]
+    assert times[0] < times[1] == times[2]
+    assert times[0] == tile_us(problem_of(64, 16, 512, 512, 128), by_name("attn_fwd_sm90_bf16_d128_m128n128"), HOPPER)
+
+
+@pytest.mark.parametrize("head_dim", [72, 96])
+@pytest.mark.parametrize(("batch", "seqlen"), [(2048, 16), (1024, 64), (2, 197)])
+def test_head_dims_without_small_tiles_take_wider_ones(head_dim: int, batch: int, seqlen: int) -> None:
+    problem = problem_of(batch, 16, seqlen, seqlen, head_dim)
+    chosen = select_attention(problem, HOPPER)
+    assert (chosen.spec.head_dim, chosen.spec.tuned_for) == (128, frozenset({SMALL}))
+    assert any(f"head_dim {head_dim} in a tile of 128" in reason for reason in chosen.why)
+    usual = by_name("attn_fwd_sm90_bf16_d96_m192n96")
+    assert tile_us(problem, chosen.spec, HOPPER) < 0.9 * tile_us(problem, usual, HOPPER)
+    assert select_attention(problem_of(16, 16, 1024, 1024, head_dim), HOPPER).spec is usual
+
+
+@pytest.mark.parametrize("tile", ["m192n64", "m64n64"])
+@pytest.mark.parametrize(("left", "right"), [(127, 0), (64, 64), (1023, 0), (-1, 0), (-1, 40)])
+def test_steps_are_the_tiles_that_someone_sees(tile: str, left: int, right: int) -> None:
+    spec = by_name(f"attn_fwd_sm90_bf16_d128_{tile}")
+    for sq, sk in ((384, 384), (100, 300), (300, 100), (64, 64)):
+        expected = []
+        lead = (-sq % spec.block_m) // 64 * 64
+        for m0 in range(-lead, sq, spec.block_m):
+            rows = range(max(m0, 0), min(m0 + spec.block_m, sq))
+            seen = {
+                j // spec.block_n
+                for i in rows
+                for j in range(sk)
+                if (left < 0 or j >= i + sk - sq - left) and j <= i + sk - sq + right
+            }
+            expected.append(len(seen))
+        assert _tile_steps(sq, sk, spec.block_m, spec.block_n, left, right) == expected
+
+
+def test_narrow_windows_of_long_sequences_wait_for_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = dataclasses.replace(problem_of(1, 16, 16384, 16384, 128, causal=True), window_left=127)
+    assert select_attention(problem, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m192n64"
+    monkeypatch.setattr("omniattn.select.tile.NARROW", 256)
+    assert select_attention(problem, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m64n64"
+    wider = dataclasses.replace(problem, window_left=1023)
+    assert select_attention(wider, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m192n64"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "head_dim", "tile"),
+    [(8, 1025, 64, "m64n64"), (12, 2048, 64, "m64n64"), (8, 1025, 128, "m128n128"), (8, 4096, 128, "m128n128")],
+)
+def test_a_token_more_does_not_end_the_choice(heads: int, seqlen: int, head_dim: int, tile: str, causal: bool) -> None:
+    """Single sequences have so few tiles that it does not matter how long they are."""
+    spec = select_attention(problem_of(1, heads, seqlen, seqlen, head_dim, causal), HOPPER).spec
+    assert spec.name == f"attn_fwd_sm90_bf16_d{head_dim}_{tile}"
+    wide = by_name(f"attn_fwd_sm90_bf16_d{head_dim}_{'m256n64' if head_dim == 64 else 'm192n64'}")
+    problem = problem_of(1, heads, seqlen, seqlen, head_dim, causal)
+    assert tile_us(problem, spec, HOPPER) < 0.9 * tile_us(problem, wide, HOPPER)
+    # Of a batch nothing is known.
+    assert select_attention(problem_of(16, 16, 2048, 2048, head_dim, causal), HOPPER).spec is wide
+
+
+@pytest.mark.parametrize(("call", "tile"), [((1, 12, 1000, 64), "m64n64"), ((8, 12, 448, 128), "m128n128")])
+def test_a_key_more_does_not_end_the_choice(call: tuple[int, int, int, int], tile: str) -> None:
+    batch, heads, rows, head_dim = call
+    for keys in (4096, 4097):
+        chosen = select_attention(problem_of(batch, heads, rows, keys, head_dim), HOPPER).spec
+        assert chosen.name == f"attn_fwd_sm90_bf16_d{head_dim}_{tile}"
+
+
+def test_few_packed_queries_have_the_choice() -> None:
+    """No kernel splits their keys on wgmma. Measured with tiles of 192 and of 128 rows: 164 and 150 us."""
+    dense = problem_of(8, 32, 8 * 32, 8 * 8192, 128)
+    problem = dataclasses.replace(dense, varlen=True, num_kv_heads=8, max_seqlen_q=32, max_seqlen_k=8192)
+    times = [
+        tile_us(problem, by_name(f"attn_fwd_sm90_bf16_d128_{tile}_varlen"), HOPPER) for tile in ("m192n64", "m128n128")
+    ]
+    assert times == pytest.approx([164, 150], rel=0.06)
+    assert select_attention(problem, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m64n64_varlen"
+
+
+def test_groups_that_do_not_pack_have_the_choice() -> None:
+    """Seven query heads on a kv head: 448 tiles of 32 rows, which no split makes fewer."""
+    problem = dataclasses.replace(problem_of(8, 56, 32, 8192, 128), num_kv_heads=8)
+    assert select_attention(problem, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m64n64"
+    idle = dataclasses.replace(problem_of(1, 32, 512, 32768, 128), num_kv_heads=8)
+    assert select_attention(idle, HOPPER).spec.name == "attn_fwd_sm90_bf16_d128_m192n64"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from omniattn.bench.shape_cases import SHAPE_CASES, ShapeCase
 from omniattn.plan.attention import plan_attention
 from omniattn.registry import by_name
+from omniattn.select import select_attention, select_split
 from tests.unit.shape_plans import GPUS, problem_of
 
 ALL = [(bench, case) for bench, cases in SHAPE_CASES.items() for case in cases]
@@ -35,3 +39,62 @@ def test_few_queries_are_split_on_an_h200() -> None:
     whole = [name for name, is_split in split.items() if not is_split]
     # Key padding has a batch of 4, whose 128 tiles keep the SMs busy.
     assert all({*name.split()} & {"packed", "int8", "key-padding"} for name in whole)
+
+
+def few(gpu: str, batch: int, heads: int, queries: int, keys: int, group: int = 1, **changes: Any) -> int:
+    """Splits of a call; 1 for none."""
+    case = ShapeCase(128, heads, (queries,) * batch, (keys,) * batch, group=group)
+    problem = problem_of(case, **changes)
+    split = select_split(problem, GPUS[gpu], select_attention(problem, GPUS[gpu]))
+    return 1 if split is None else split.split.num_splits
+
+
+@pytest.mark.parametrize("gpu", ["A100", "L40S", "B200", "RTX 5090"])
+@pytest.mark.parametrize("queries", [64, 65, 128, 129, 192, 256])
+def test_a_query_more_does_not_end_the_split(gpu: str, queries: int) -> None:
+    """On mma.sync one split of all keys is none, so that it must not be the best that is found."""
+    assert few(gpu, 4, 16, queries, 32768) > 1 or few(gpu, 4, 16, queries - 1, 32768) == 1
+
+
+def test_ctas_that_just_do_not_fit_are_split() -> None:
+    """224 items on 216 places of an A100: two rounds, of which the second one is nearly empty; 448 take three."""
+    assert few("A100", 4, 56, 16, 8192, group=7) == 2
+    assert few("A100", 4, 32, 16, 8192, group=4) == 3
+    # Of those that were measured on an H200 none has more than two rounds of CTAs.
+    measured = {(1, 32, 16, 32768, 4): 14, (1, 32, 64, 32768, 4): 8, (1, 32, 512, 32768, 4): 3, (8, 32, 32, 8192, 4): 2}
+    assert {call: few("H200", *call) for call in measured} == measured
+
+
+def test_a_forced_row_may_have_one_split() -> None:
+    problem = problem_of(ShapeCase(128, 16, (100,), (40,)))
+    unsplit = select_attention(problem, GPUS["A100"])
+    split = select_split(problem, GPUS["A100"], unsplit, "attn_fwd_sm80_bf16_d128_split")
+    assert split is not None
+    assert split.split.num_splits == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "causal", "window", "found"),
+    [
+        ((40, 50), False, (49, 39), (-1, -1)),
+        ((40, 50), False, (48, 38), (48, 38)),
+        ((40, 50), True, (49, 7), (-1, 0)),
+        ((1, 50), True, (48, -1), (48, -1)),
+        ((50, 40), False, (39, 49), (-1, -1)),
+        ((50, 40), False, (38, 48), (38, 48)),
+    ],
+)
+def test_windows_that_hide_nothing_are_none(
+    sizes: tuple[int, int], causal: bool, window: tuple[int, int], found: tuple[int, int]
+) -> None:
+    queries, keys = sizes
+    case = ShapeCase(64, 2, (queries,), (keys,), causal=causal, window=window)
+    problem = problem_of(case)
+    assert (problem.window_left, problem.window_right) == found
+    seen = [
+        [(window[0] < 0 or j >= own - window[0]) and j <= own + (0 if causal else window[1]) for j in range(keys)]
+        for own in range(keys - queries, keys)
+    ]
+    assert problem.visible_pairs == sum(map(sum, seen))
+    packed = problem_of(dataclasses.replace(case, packed="x", lengths_q=(queries,) * 2, lengths_k=(keys,) * 2))
+    assert (packed.window_left, packed.window_right) == (window[0], 0 if causal else window[1])

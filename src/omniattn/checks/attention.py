@@ -106,12 +106,13 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     def three(shape: tuple[int, ...], strides: tuple[int, ...]) -> Strides3:
         return canonical_strides(shape, strides, layout, varlen)
 
+    window = values.hiding_window(common.window, rows_q, rows_k)
     on_gpu = q.device == "cuda"
     # Quantized operands are the library's own.
     own = precision.quantized and descales is None
     maps = on_gpu and (own or all(map(describable, (q, k, v)))) and runtime.has_tensor_maps()
     return AttentionProblem(
-        dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *common.window, scale, common.softcap, mask,
+        dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *window, scale, common.softcap, mask,
         sinks, varlen, precision, common.deterministic, maps, None, common.return_lse, layout, longest_q, longest_k,
         maps and mask in ("float32", "io") and mask_has_map(tensors["mask"], mask_strides),
         arrays.can_allocate(q, "uint8"),

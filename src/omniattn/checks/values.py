@@ -45,6 +45,13 @@ def check_window(window: Any, causal: bool, function: str) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
+def hiding_window(window: tuple[int, int], rows_q: int, rows_k: int) -> tuple[int, int]:
+    """A window with `UNLIMITED` for each side that hides nothing; of packed sequences, whatever their lengths are."""
+    left, right = window
+    # The last query stands at the last key, the first one rows_q - 1 before it.
+    return UNLIMITED if left >= rows_k - 1 else left, UNLIMITED if right >= rows_q - 1 else right
+
+
 def check_precision(precision: Any, function: str) -> Precision:
     """The precision that a name or a set of knobs means."""
     if precision.__class__ in KNOBS:

@@ -249,8 +249,10 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     )
     usual = best
     if best.family == "attn_fwd_sm90" and not problem.score_mods and not best.own_head_dim_v:
-        kind = (best.family, best.head_dim, best.head_dim_v, best.features)
-        kin = [s for s in fitting if (s.family, s.head_dim, s.head_dim_v, s.features) == kind]
+        kind, widths = (best.family, best.features), (best.head_dim, best.head_dim_v)
+        kin = [s for s in fitting if (s.family, s.features) == kind]
+        # Not every head_dim has small tiles: wider ones do, in which columns are left over.
+        kin = [s for s in kin if (s.head_dim, s.head_dim_v) == widths or SMALL in s.tuned_for]
         best = best_tile(problem, target, usual, kin)
     why = [
         *([problem.note] if problem.note else []),

@@ -29,8 +29,10 @@ _SM_SHARE = 1.25
 _ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
 #: What a split has to gain by the model: it is no better than a tenth. On mma.sync it was measured for many keys only.
 _GAIN, _SYNC_GAIN = 0.9, 0.8
-#: There: the fewest keys, and keys for each query.
-_SYNC_KEYS, _SYNC_RATIO = 1024, 4
+#: There: the fewest keys, keys for each query, splits.
+_SYNC_KEYS, _SYNC_RATIO, _SYNC_SPLITS = 1024, 4, 2
+#: Rounds of CTAs that a few splits make at most. A call with a few CTAs more than fit needs three, of two splits each.
+_ROUNDS = 4
 #: Tiles an SM, from which on a call without split keeps the GPU busy.
 _BUSY = 4
 #: What offsets of partial results are counted in.
@@ -121,17 +123,21 @@ def split_us(problem: AttentionProblem, spec: KernelSpec, split: KeySplit, targe
     return _Walk(problem, spec, split.pack, target.sm_count).split_us(split.num_splits)
 
 
-def _best_split(problem: AttentionProblem, spec: KernelSpec, target: Target) -> tuple[float, KeySplit] | None:
-    """The split that takes the shortest time, of those that make one round of CTAs or two; None without any keys."""
+def _best_split(
+    problem: AttentionProblem, spec: KernelSpec, target: Target, fewest: int
+) -> tuple[float, KeySplit] | None:
+    """The split that takes the shortest time, of those that make a few rounds of CTAs; None where there is none."""
     pack = packed_heads(problem, spec.block_m) if spec.arch_specific else 1
     walk = _Walk(problem, spec, pack, target.sm_count)
     items = walk.heads * len(walk.tiles)
-    most = min(walk.longest, max(2 * walk.ctas // max(items, 1), 1))
-    times = [(walk.split_us(n), n) for n in range(1, most + 1)]
+    usual, most = (min(walk.longest, max(rounds * walk.ctas // max(items, 1), fewest)) for rounds in (2, _ROUNDS))
+    most = most if usual < _ROUNDS else usual
+    # More than two rounds have to gain a tenth over what was measured.
+    times = [(walk.split_us(n) / (1.0 if n <= usual else _GAIN), n) for n in range(fewest, most + 1)]
     if not times:
         return None
-    time, splits = min(times)
-    return time, KeySplit(pack, splits, len(walk.tiles))
+    _, splits = min(times)
+    return walk.split_us(splits), KeySplit(pack, splits, len(walk.tiles))
 
 
 def _of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
@@ -223,19 +229,22 @@ def select_split(
         fitting = [spec for spec in fitting if (own if spec.arch_specific else worth)]
     if not fitting:
         return None
+
+    def fewest(spec: KernelSpec) -> int:
+        return 1 if chosen is not None or spec.arch_specific else _SYNC_SPLITS
+
     # A kernel made for this very architecture, the narrowest tile, nothing that is not needed.
     kinds = [(not spec.arch_specific, spec.head_dim, len(spec.features)) for spec in fitting]
     ways = [
         (*best, spec)
         for spec, kind in zip(fitting, kinds, strict=True)
-        if kind == min(kinds) and (best := _best_split(typical, spec, target)) is not None
+        if kind == min(kinds) and (best := _best_split(typical, spec, target, fewest(spec))) is not None
     ]
     if not ways:
         return None
     time, split, spec = min(ways, key=lambda way: way[0])
     whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else 0.0
-    gain, fewest = (_GAIN, 1) if spec.arch_specific else (_SYNC_GAIN, 2)
-    if chosen is None and (time >= gain * whole or split.num_splits < fewest):
+    if chosen is None and time >= (_GAIN if spec.arch_specific else _SYNC_GAIN) * whole:
         return None
     why = (
         f"{problem.dtype}, {problem.head_dims} in a tile of {spec.head_dim}",

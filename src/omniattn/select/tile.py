@@ -14,10 +14,18 @@ from ..registry import KernelSpec
 
 #: `KernelSpec.tuned_for` of tiles that only this module chooses.
 SMALL = "small"
-#: Query rows and keys of a sequence up to which there is something to choose: of longer ones the model knows nothing.
+#: Query rows and keys of a sequence up to which the model was fitted.
 SHORT, _MAX_KEYS = 1024, 4096
-#: What another tile than the usual has to gain.
-_GAIN = 0.985
+#: Tiles an SM up to which longer sequences have the choice too: their number counts then, not how long they are.
+_FEW = 2
+#: Keys a query from which on that is left to a split of the keys, which was measured there: of calls that leave SMs
+#: idle, and not of packed ones.
+_RATIO = 16
+#: Keys of a window up to which longer sequences have the choice too. None: no such call has been measured.
+NARROW = 0
+#: What another tile than the usual has to gain; beyond what the model was fitted to; a wider one besides, which
+#: computes with columns of zeros.
+_GAIN, _FAR, _WIDER = 0.985, 0.88, 0.9
 #: A launch; memory and L2, bytes a microsecond.
 _LAUNCH_US, _MEMORY, _L2 = 5.6, 3.97e6, 1e7
 #: To begin and end a tile, and for every CTA that shares the SM; hiding scores at a causal edge, per key.
@@ -33,47 +41,96 @@ _SHARED, _NARROW = 0.083, 0.117
 _FLATTERY = 1.06
 #: What a causal list of tiles is longer than its mean.
 _UNEVEN = 0.16
+#: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
+_QUANTILES, _MOST_OF_MEAN = 4, 4.0
 
 
-def _tile_steps(sq: int, sk: int, block_m: int, block_n: int, causal: bool) -> list[int]:
+def _tile_steps(sq: int, sk: int, block_m: int, block_n: int, left: int, right: int) -> list[int]:
     """Tiles of keys of each tile of queries; rows that fill up a causal head's last tile go before its first one."""
-    if not causal:
+    if left == right == UNLIMITED:
         return [-(-sk // block_n)] * -(-sq // block_m)
-    lead = (-sq % block_m) // 64 * 64
-    ends = (min(m0 + block_m, sq) + sk - sq for m0 in range(-lead, sq, block_m))
-    return [-(-min(max(end, 0), sk) // block_n) for end in ends]
+    lead = (-sq % block_m) // 64 * 64 if right != UNLIMITED else 0
+    found = []
+    for m0 in range(-lead, sq, block_m):
+        first, last = max(m0, 0) + sk - sq, min(m0 + block_m, sq) + sk - sq
+        end = sk if right == UNLIMITED else min(max(last + right, 0), sk)
+        begin = 0 if left == UNLIMITED else min(max(first - left, 0), sk)
+        found.append(max(-(-end // block_n) - begin // block_n, 0))
+    return found
+
+
+def _lengths(p: AttentionProblem) -> list[tuple[int, int]]:
+    """Queries and keys of sequences that stand for all: of packed ones what the host knows, the mean and the longest.
+
+    Quantiles of lengths from 0 to the longest, with that mean: `longest * u ** (longest / mean - 1)`, u from 0 to 1. A
+    longest one that is given too large would make nearly all of them too short.
+    """
+    if not p.varlen:
+        return [(p.seqlen_q, p.seqlen_k)]
+    found = []
+    for rows, longest in ((p.seqlen_q, p.max_seqlen_q), (p.seqlen_k, p.max_seqlen_k)):
+        mean = -(-rows // max(p.batch, 1))
+        if p.batch <= 1 or longest <= mean:
+            found.append([mean] * _QUANTILES)
+            continue
+        power = min(longest, rows) / mean
+        power = min(power, _MOST_OF_MEAN) - 1
+        sizes = [((i + 0.5) / _QUANTILES) ** power for i in range(_QUANTILES)]
+        found.append([max(1, round(mean * _QUANTILES * size / sum(sizes))) for size in sizes])
+    pairs = list(zip(*found, strict=True))
+    return pairs[:1] if len(set(pairs)) == 1 else pairs
 
 
 def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> float:
-    """Time of exact attention by ``spec``; packed sequences as a batch of the mean length, windows as causal."""
+    """Time of exact attention by ``spec``."""
     p, batch = problem, max(problem.batch, 1)
-    sq, sk = (-(-n // batch) if p.varlen else n for n in (p.seqlen_q, p.seqlen_k))
-    if not (p.batch and sq and sk and p.num_q_heads):
+    lengths = _lengths(p)
+    if not (p.batch and all(map(min, lengths)) and p.num_q_heads):
         return 0.0
     causal = p.window_right != UNLIMITED
-    steps = _tile_steps(sq, sk, spec.block_m, spec.block_n, causal)
-    items = batch * p.num_q_heads * len(steps)
-    ctas = min(-(-items // target.sm_count), spec.ctas_per_sm)
-    groups = -(-min(sq, spec.block_m) // 64)
-    product = _PRODUCT_US * spec.block_n * spec.head_dim
-    busy = ctas * groups * (product + _EXP_US * spec.block_n)
-    busy *= 1 + (_SHARED if spec.ctas_per_sm > 1 else 0.0)
-    busy *= 1 + (_NARROW * (1 + causal) if spec.block_n == 32 else 0.0)
-    alone = product + _STEP_US + (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
-    step, item = max(alone, busy), _ITEM_US + _BESIDE_US * ctas
     slots = target.sm_count * spec.ctas_per_sm
+    heads = batch * p.num_q_heads / len(lengths)
+    window = p.window_left, p.window_right
+    tiles = [_tile_steps(sq, sk, spec.block_m, spec.block_n, *window) for sq, sk in lengths]
+    items = round(heads * sum(map(len, tiles)))
+    ctas = min(-(-items // target.sm_count), spec.ctas_per_sm)
+    product = _PRODUCT_US * spec.block_n * spec.head_dim
+    item = _ITEM_US + _BESIDE_US * ctas
     if causal:
         item += _EDGE_US * spec.block_n * -(-spec.block_m // spec.block_n) * max(1.0, ctas / 2)
-    if causal and len(steps) > 1:
-        mean = (items * item + batch * p.num_q_heads * sum(steps) * step) / slots
-        work = max(max(steps) * step + item, (1 + _UNEVEN) * mean)
+    total = longest = 0.0
+    for (sq, _), steps in zip(lengths, tiles, strict=True):
+        groups = -(-min(sq, spec.block_m) // 64)
+        busy = ctas * groups * (product + _EXP_US * spec.block_n)
+        busy *= 1 + (_SHARED if spec.ctas_per_sm > 1 else 0.0)
+        busy *= 1 + (_NARROW * (1 + causal) if spec.block_n == 32 else 0.0)
+        alone = product + _STEP_US + (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
+        step = max(alone, busy)
+        total += heads * (len(steps) * item + sum(steps) * step)
+        longest = max(longest, item + max(steps) * step)
+    if len(lengths) > 1 or (causal and len(tiles[0]) > 1):
+        work = max(longest, (1 + _UNEVEN * causal) * total / slots)
     else:
-        work = -(-items // slots) * (item + max(steps) * step)
-    if spec.block_n == 32 and sk > 32:
+        work = -(-items // slots) * longest
+    if spec.block_n == 32 and max(sk for _, sk in lengths) > 32:
         work *= _FLATTERY + (_FLATTERY - 1) * causal
-    row_bytes, rows = 2 * ITEMSIZE[p.dtype] * p.head_dim, batch * (sq * p.num_q_heads + sk * p.num_kv_heads)
-    reread = batch * p.num_q_heads * sum(steps) * spec.block_n
+    rows = batch * sum(sq * p.num_q_heads + sk * p.num_kv_heads for sq, sk in lengths) / len(lengths)
+    row_bytes, reread = 2 * ITEMSIZE[p.dtype] * p.head_dim, heads * sum(map(sum, tiles)) * spec.block_n
     return _LAUNCH_US + max(work, row_bytes * rows / _MEMORY, row_bytes * reread / _L2)
+
+
+def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | None:
+    """What another tile than the usual has to gain, as a factor; None where there is no choice."""
+    sequences = max(p.batch, 1) if p.varlen else 1
+    is_short = p.seqlen_q <= SHORT * sequences
+    if is_short and p.seqlen_k <= _MAX_KEYS * sequences:
+        return _GAIN
+    tiles = sequences * -(-p.seqlen_q // (sequences * usual.block_m)) * p.num_q_heads * (1 if p.varlen else p.batch)
+    unsplit = p.varlen or p.seqlen_k <= _RATIO * p.seqlen_q or tiles > target.sm_count
+    if unsplit and (is_short or tiles <= _FEW * target.sm_count):
+        return _FAR
+    narrow = min(p.window_left, p.window_right) >= 0 and p.window_left + p.window_right < NARROW
+    return _GAIN if narrow else None
 
 
 def best_tile(problem: AttentionProblem, target: Target, usual: KernelSpec, others: Iterable[KernelSpec]) -> KernelSpec:
@@ -87,18 +144,18 @@ def best_tile(problem: AttentionProblem, target: Target, usual: KernelSpec, othe
     usual : KernelSpec
         The row that long sequences take.
     others : iterable of KernelSpec
-        Rows of other tiles that can serve the problem.
+        Rows of other tiles that can serve the problem, wider ones too.
 
     Returns
     -------
     KernelSpec
     """
-    sequences = max(problem.batch, 1) if problem.varlen else 1
-    if problem.seqlen_q > SHORT * sequences or problem.seqlen_k > _MAX_KEYS * sequences:
+    gain = _gain(problem, usual, target)
+    if gain is None:
         return usual
-    best, shortest = usual, _GAIN * tile_us(problem, usual, target)
+    best, shortest = usual, gain * tile_us(problem, usual, target)
     for spec in others:
-        time = tile_us(problem, spec, target)
+        time = tile_us(problem, spec, target) / (_WIDER if spec.head_dim > usual.head_dim else 1.0)
         if time < shortest:
             best, shortest = spec, time
     return best
