@@ -38,6 +38,15 @@ int same(PyObject* a, PyObject* b) {
     return equal == 1;
 }
 
+// 1 for the same values of an operation's options, whatever class of tuple holds them.
+int same_options(PyObject* a, PyObject* b) {
+    Py_ssize_t count = PyTuple_Size(a);
+    if (!PyTuple_Check(b) || count != PyTuple_Size(b)) return 0;
+    for (Py_ssize_t i = 0; i < count; ++i)
+        if (!same(PyTuple_GetItem(a, i), PyTuple_GetItem(b, i))) return 0;
+    return 1;
+}
+
 static int fill(Entry* e, PyObject* objects, PyObject* masks, PyObject* results, PyObject* launches, PyObject* placed) {
     uint64_t addresses[MAX_OBJECTS];
     int64_t facts[MAX_FACTS];

@@ -40,3 +40,4 @@ PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names);
 void entry_free(PyObject* self);
 uint64_t hash_facts(const int64_t* facts, uint32_t count, const void* operation);
 int same(PyObject* a, PyObject* b);
+int same_options(PyObject* a, PyObject* b);

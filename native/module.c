@@ -121,7 +121,7 @@ static Entry* find(uint64_t hash, const int64_t* facts, uint32_t num_facts, cons
         if (memcmp(e->facts, facts, num_facts * sizeof *facts)) continue;
         if (e->placed >= 0 && (addresses[e->placed] % e->placed_multiple == 0) != e->placed_fits) continue;
         Py_INCREF(e);
-        if (same(e->options, of[1]) && same(e->extra, of[2]) && e->identity == of[3]) return e;
+        if (same_options(e->options, of[1]) && same(e->extra, of[2]) && e->identity == of[3]) return e;
         Py_DECREF(e);
     }
     return NULL;
@@ -242,7 +242,8 @@ leave:
     return NULL;
 }
 
-// (call, its operation, arrays, options, stream, cache, facts): the caller reads attributes faster than this interface.
+// (call or None, its operation, arrays, options, stream, cache, facts): the caller reads attributes faster than this
+// interface does.
 static PyObject* run(PyObject* module, PyObject* const* of, Py_ssize_t count) {
     (void)module;
     uint64_t addresses[MAX_OBJECTS];
@@ -275,7 +276,7 @@ static PyObject* run(PyObject* module, PyObject* const* of, Py_ssize_t count) {
         goto end;
     }
     results = run_entry(e, objects, cache, stream, addresses);
-    if (results && PyObject_SetAttr(call, name_problem, e->problem)) {
+    if (results && call != Py_None && PyObject_SetAttr(call, name_problem, e->problem)) {
         Py_DECREF(results);
         results = NULL;
     }
@@ -315,7 +316,7 @@ static int replaces(const Entry* e, Entry* old) {
     if (old->hash != e->hash || old->operation != e->operation || old->num_facts != e->num_facts ||
         old->identity != e->identity || old->placed != e->placed || old->placed_fits != e->placed_fits)
         return 0;
-    return !memcmp(old->facts, e->facts, e->num_facts * sizeof *e->facts) && same(old->options, e->options) &&
+    return !memcmp(old->facts, e->facts, e->num_facts * sizeof *e->facts) && same_options(old->options, e->options) &&
            same(old->extra, e->extra);
 }
 

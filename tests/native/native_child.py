@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import importlib.util
 import os
@@ -115,6 +116,10 @@ def check_calls(native: Any) -> None:
         (None, True, 0.5, (-1, 8)), (None, True, 0.25, (-1, 8), "exact"), (None, True, 0.5, (-1, 8), b"exact"), 7,
     ):  # fmt: skip
         assert run(native, call(options=options)) is None, options
+    named = collections.namedtuple("named", "mask causal scale window precision")(*OPTIONS)
+    assert run(native, call(options=named)) is not None, "whatever class of tuple holds them"
+    assert native.run(None, OPERATION, (q, k, None), OPTIONS, None, None, None) is not None
+    launched = len(made)
     for changes in ({"stream": 3}, {"facts": 1}, {"operation": 1}, {"objects": [q, k, None]}, {"cache": Cache(LAYOUT)}):
         assert run(native, call(**changes)) is None, changes
     for name, value in (("modes", 1), ("transform", 0), ("level", 0)):

@@ -137,15 +137,16 @@ def test_the_engine_asks_the_module_first(monkeypatch: pytest.MonkeyPatch) -> No
     q = np.ones((1, 2, 1, 8), np.float32)
     seen: list[Any] = []
 
-    def run(call: Any, *parts: Any) -> list[Any] | None:
-        assert parts == (call.operation, call.objects, call.options, None, None, None)
-        seen.append(call)
+    def run(call: Any, operation: Any, objects: Any, options: Any, *parts: Any) -> list[Any] | None:
+        assert (call, *parts) == (None, None, None, None)
+        assert (len(objects), options[0]) == (len(operation.arrays), "NHD")
+        seen.append(operation)
         return None if len(seen) > 1 else ["made by the module"]
 
     monkeypatch.setattr(native, "run", run)
     assert oa.attention(q, q, q) == "made by the module"
     np.testing.assert_array_equal(oa.attention(q, q, q), q)
-    assert [call.operation.name for call in seen] == ["attention"] * 2
+    assert [operation.name for operation in seen] == ["attention"] * 2, "asked once a call"
     native.clear()
     assert native.run is None
 
@@ -163,7 +164,7 @@ def test_timed_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_are_learned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module takes named tuples and tuples for different options: what it learns is what a call has."""
+    """The module compares options with those of a call, and keeps that call's."""
     learned: list[Any] = []
     stub = SimpleNamespace(
         Entry=lambda *facts: facts, learn=lambda entry: learned.append(entry) or True, run="run", run_as="run_as"
@@ -176,7 +177,7 @@ def test_options_are_learned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         calls: list[Any] = []
         attention = sys.modules["omniattn.ops.attention"]
-        patch.setattr(attention, "run", lambda call: calls.append(call) or [None])
+        patch.setattr(attention, "run", lambda call, **asked: calls.append(call) or [None])
         q = np.zeros((1, 4, 2, 8), np.float32)
         oa.attention(q, q, q, causal=True)
     (call,) = calls

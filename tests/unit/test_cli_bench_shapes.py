@@ -358,6 +358,7 @@ def test_every_case_is_run_and_compared(bench: str, on_the_cpu: None, flash_atte
 def test_a_wrong_contender_and_one_that_raises_are_shown(
     on_the_cpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     monkeypatch.setenv("COLUMNS", "400")
 
     def raises(problem: Any, case: ShapeCase) -> Any:

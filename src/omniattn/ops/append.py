@@ -12,7 +12,7 @@ from ..checks.caches import check_cache
 from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache, PagedKVCache
-from ..plan.engine import Call, Operation, run
+from ..plan.engine import Call, Operation, repeated, run
 from ..plan.others import plan_append, plan_copy
 from ..problems import CopyProblem
 from . import on_cpu
@@ -93,11 +93,10 @@ def append(
     """
     check_cache(cache, "append")
     objects = (k, v, seq_lens, cu_seqlens, block_table, cos, sin, recent_slots)
-    call = Call(_APPEND, objects, AppendOptions(rope), stream, cache)
     if compiling():
-        run_traced(call)
-    else:
-        run(call)
+        run_traced(Call(_APPEND, objects, AppendOptions(rope), stream, cache))
+    elif repeated(_APPEND, objects, (rope,), stream, cache) is None:
+        run(Call(_APPEND, objects, AppendOptions(rope), stream, cache), is_asked=True)
 
 
 def copy_blocks(cache: PagedKVCache, copies: Any, *, stream: Any = None) -> None:

@@ -14,7 +14,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
-from ..plan.engine import Call, Operation, run
+from ..plan.engine import Call, Operation, repeated, run
 from ..problems import OPERANDS, Fp8, Int4, Int8
 from ..runtime import env
 from . import on_cpu, used
@@ -263,12 +263,18 @@ def attention(
             "attention", q, k, v, score_mod, options=AttentionOptions(*said), mask=mask, sinks=sinks,
             block_mask=block_mask, block_size=block_size, out=out, stream=stream, descales=descales,
         )  # fmt: skip
-    call = Call(_ATTENTION, (q, k, v, out, None, None, mask, sinks), _new(AttentionOptions, said), stream)
+    objects = (q, k, v, out, None, None, mask, sinks)
+    plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None
+    if plain:
+        results = repeated(_ATTENTION, objects, said, stream)
+        if results is not None:
+            return results[0] if len(results) == 1 else tuple(results)
+    call = Call(_ATTENTION, objects, _new(AttentionOptions, said), stream)
     if descale_q is not None or descale_k is not None or descale_v is not None:
         call = _with_descales(call, descales, score_mod is not None or block_mask is not None)
     if score_mod is not None or block_mask is not None or block_size is not None:
         call = _with_extras(call, score_mod, block_mask, block_size)
-    return _one_or_more(run(call))
+    return _one_or_more(run(call, is_asked=plain))
 
 
 def attention_varlen(
@@ -348,7 +354,7 @@ def attention_varlen(
     ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
         As in `attention`.
     """
-    options = AttentionOptions(
+    said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q,
         max_seqlen_k, out_dtype,
     )  # fmt: skip
@@ -360,15 +366,22 @@ def attention_varlen(
         )  # fmt: skip
     if compiling():
         return _compiled(
-            "attention_varlen", q, k, v, score_mod, options=options, cu_seqlens_q=cu_seqlens_q,
+            "attention_varlen", q, k, v, score_mod, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, mask=mask, sinks=sinks,
             out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
-    call = Call(_ATTENTION_VARLEN, objects, options, stream)
+    plain = descale_q is descale_k is descale_v is score_mod is None
+    if plain:
+        results = repeated(_ATTENTION_VARLEN, objects, said, stream)
+        if results is not None:
+            return results[0] if len(results) == 1 else tuple(results)
+    call = Call(_ATTENTION_VARLEN, objects, _new(AttentionOptions, said), stream)
     if descale_q is not None or descale_k is not None or descale_v is not None:
         call = _with_descales(call, descales, score_mod is not None)
-    return _one_or_more(run(call if score_mod is None else _with_extras(call, score_mod, None, None)))
+    if score_mod is not None:
+        call = _with_extras(call, score_mod, None, None)
+    return _one_or_more(run(call, is_asked=plain))
 
 
 def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, **others: Any) -> Any:

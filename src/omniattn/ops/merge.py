@@ -7,7 +7,7 @@ from typing import Any
 from ..checks import merge as checks
 from ..checks.merge import MergeOptions
 from ..frameworks import FUNCTIONS, compiling
-from ..plan.engine import Call, Operation, run
+from ..plan.engine import Call, Operation, repeated, run
 from ..plan.others import plan_merge
 from . import on_cpu
 from .traced import run_traced
@@ -54,10 +54,12 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None,
     -----
     GPUs: compute capability 8.0 and newer. Sinks count as a key: let only one side have them.
     """
+    objects = (o_a, o_b, lse_a, lse_b, out)
     if compiling():
-        o, lse = run_traced(Call(_MERGE, (o_a, o_b, lse_a, lse_b, out), _NO_OPTIONS, stream))
+        o, lse = run_traced(Call(_MERGE, objects, _NO_OPTIONS, stream))
         return o, lse
-    o, lse = run(Call(_MERGE, (o_a, o_b, lse_a, lse_b, out), _NO_OPTIONS, stream))
+    known = repeated(_MERGE, objects, _NO_OPTIONS, stream)
+    o, lse = run(Call(_MERGE, objects, _NO_OPTIONS, stream), is_asked=True) if known is None else known
     return o, lse
 
 

@@ -29,8 +29,8 @@ from ..runtime.record import Program
 if TYPE_CHECKING:
     from .repeat import Repeat
 
-#: (call, and its operation, objects, options, stream, cache and facts) -> its results, or None where the engine has to
-#: look at it; None until there is something to look for.
+#: (call or None, and its operation, objects, options, stream, cache and facts) -> its results, or None where the engine
+#: has to look at it; None until there is something to look for.
 run: Callable[..., list[Any] | None] | None = None
 #: (operation, options, arrays) -> results of launches that `learn_as` was told, or None.
 run_as: Callable[[Any, Any, tuple[Any, ...]], list[Any] | None] | None = None
