@@ -17,7 +17,7 @@
 //   producer                          consumer g, tile i of queries
 //   kv_empty -> K -> k_full           wait q_full(i), ds_full(i-2)
 //               V -> v_full             S(i) = K Q(i)^T;  dQ(i-2) = dS(i-2) K;  dK += dS(i-1)^T Q(i-1)
-//   for i:                              P(i) = exp2(..), under the last two
+//   for i:                              P(i) = exp2(..), behind them
 //     q_empty -> Q, lse2 -> q_full    arrive q_empty(i-1), ds_empty(i-2);  wait dq_empty, store dQ(i-2)
 //     do_empty -> dO, delta           wait do_full(i)
 //                  -> do_full           dP(i) = V dO(i)^T;  dV += P(i)^T dO(i)
@@ -365,7 +365,7 @@ class Consumer {
         wgmma_wait<kBefore>();
         wgmma_pin(w.s);
         exponentiate(params_, t, rows, w, lse2);
-        wgmma_pin(w.s);  // computed here, under the other products
+        wgmma_pin(w.s);  // ptxas puts exp2 behind the wait; kept before it by force the kernel was slower
         wgmma_wait<0>();
         if constexpr (kBefore > 0) {
             wgmma_pin(w.dk);
