@@ -37,6 +37,7 @@
 #include "attention/bwd_forms.cuh"
 #include "attention/bwd_roles.cuh"
 #include "attention/bwd_ordered.cuh"
+#include "attention/bwd_products.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
@@ -82,13 +83,11 @@ using Barriers = BwdBarriers<Config>;
 using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-class Consumer {
-    using Scores = float[Config::kBlockM / 2];  // 64 keys x kBlockM queries
-    using Gradient = float[Config::kHeadDim / 2];  // 64 keys x head_dim
-    using QueryGradient = float[Config::kDqWidth / 2];  // 64 queries x kDqWidth
-    using Operand = uint32[Config::kBlockM / 16][4];  // P^T or dS^T
-    static constexpr int kSteps = Config::kHeadDim / 16;
-    using KeyOperand = uint32[kSteps][4];  // 16 rows of K or V a warp
+class Consumer : BwdProducts<Config> {
+    using Products = BwdProducts<Config>;
+    using Products::issue_gradient, Products::issue_scores, Products::kSteps, Products::pack;
+    using typename Products::Gradient, typename Products::KeyOperand, typename Products::Operand;
+    using typename Products::QueryGradient, typename Products::Scores;
 
   public:
     OA_DEVICE Consumer(const Config::Params& params, const Barriers& bars, int32 group)
@@ -151,22 +150,6 @@ class Consumer {
         return (column >> 6) * Layout::kKvPanelBytes + (column & 63) * 2;
     }
 
-    // D = A B^T of 64 keys and kBlockM queries.
-    OA_DEVICE static void issue_scores(Scores& s, WgmmaDescriptor a, WgmmaDescriptor b) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            uint32 panel = step >> 2, column = (step & 3) * 32;
-            Wgmma<Config::Io, Config::kBlockM>::ss(s, a.at(panel * Layout::kKvPanelBytes + column),
-                                                   b.at(panel * Layout::kQPanelBytes + column), step != 0);
-        }
-        wgmma_commit();
-    }
-    OA_DEVICE static void issue_scores(Scores& s, const KeyOperand& a, WgmmaDescriptor b) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-            Wgmma<Config::Io, Config::kBlockM>::template rs<kKMajor>(s, a[step], b.at(step * 32), step != 0);
-        wgmma_commit();
-    }
     // This warp's 16 rows of K or V.
     OA_DEVICE void load_operand(KeyOperand& a, uint32 smem) const {
         const int32 row = group_ * 64 + warp_ * 16 + (lane_ & 15);
@@ -185,13 +168,6 @@ class Consumer {
             issue_scores(w.dp, w.v, do_.next(stage * Layout::kQBytes));
         else
             issue_scores(w.dp, v_, do_.next(stage * Layout::kQBytes));
-    }
-    // D += A^T B, A^T in registers.
-    OA_DEVICE static void issue_gradient(Gradient& d, const Operand& a, WgmmaDescriptor b) {
-#pragma unroll
-        for (int step = 0; step < Config::kBlockM / 16; ++step)
-            Wgmma<Config::Io, Config::kHeadDim>::template rs<kMnMajor>(d, a[step], b.at(step * 16 * 128), 1);
-        wgmma_commit();
     }
     OA_DEVICE void issue_dq(QueryGradient& dq, int32 stage) const {
         WgmmaDescriptor ds = ds_.next(stage * Layout::kDsBytes);
@@ -419,15 +395,6 @@ class Consumer {
                 for (int x = 0; x < 2; ++x)
                     if (uint32(first + 8 * j + x) >= len) s[4 * j + 2 * r + x] = hidden;
         }
-    }
-
-    // The accumulator layout of a product is the operand layout of the next.
-    OA_DEVICE static void pack(Operand& a, const Scores& s) {
-#pragma unroll
-        for (int j = 0; j < Config::kBlockM / 8; ++j)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                a[j >> 1][2 * (j & 1) + r] = pack2(Config::Io{}, s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
     }
 
     // Rows of dK or dV times `scale`, 16 bytes a lane: a transpose inside each quad, as in attention/warp_epilogue.cuh.
