@@ -168,7 +168,17 @@ def alibi_of(function: str, q: torch.Tensor, k: torch.Tensor, slopes: Any, packe
         if cu_q.shape != cu_k.shape:
             expected = f"shape {tuple(cu_q.shape)}, like cu_seqlens_q"
             raise ShapeError("cu_seqlens_k", expected, f"{tuple(cu_k.shape)}", function=function)
-        shift = cu_k.diff() - cu_q.diff()
+        lengths = (cu_q.diff(), cu_k.diff())
+        used = {name: packed[name] for name in ("seqused_q", "seqused_k") if name in packed}
+        check_tensors(function, **used)
+        for name, x in used.items():
+            if x.shape != lengths[0].shape:
+                raise ShapeError(name, f"shape {tuple(lengths[0].shape)}", f"{tuple(x.shape)}", function=function)
+        of_q, of_k = (
+            torch.minimum(used[name], own) if name in used else own
+            for name, own in zip(("seqused_q", "seqused_k"), lengths, strict=True)
+        )
+        shift = of_k - of_q
         return alibi(slopes, shift, shift.shape[0], q.shape[-2], function)
     batch = q.shape[0]
     shift = torch.full((batch,), k.shape[1] - q.shape[1], dtype=torch.int32, device=q.device)
@@ -205,12 +215,17 @@ def parts(x: Any, name: str, count: int, dims: str, function: str) -> tuple[torc
     return x.unbind(-3)
 
 
-def packed_of(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> dict[str, Any]:
+def packed_of(
+    cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, seqused_q: Any = None,
+    seqused_k: Any = None,
+) -> dict[str, Any]:  # fmt: skip
     """What `attention_varlen` calls them."""
-    return {
+    made = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
+    used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    return made | {name: x for name, x in used.items() if x is not None}
 
 
 def refuse_blocks(function: str, **given: Any) -> None:

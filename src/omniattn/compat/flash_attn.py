@@ -363,8 +363,8 @@ def _flash_attn_varlen_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `_flash_attn_forward`, of packed sequences. Rows that belong to none are 0 with and without zero_tensors."""
     function = "_flash_attn_varlen_forward"
-    common.refuse_blocks(function, block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k)
-    packed = common.packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    common.refuse_blocks(function, block_table=block_table, leftpad_k=leftpad_k)
+    packed = common.packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
     return common.forward(
         function, q, k, v, packed, dropout_p, return_softmax, softmax_scale=softmax_scale, causal=causal,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,

@@ -4,9 +4,9 @@
 imports the original. Every GPU from compute capability 8.0 on; tensors are float16 or bfloat16, on the CPU (NumPy
 reference) float32 and float64 too.
 
-What is not served raises: descales of a cache, ``qv``, ``attention_chunk``, ``seqused_q`` and ``seqused_k``, scheduler
-metadata, and the knobs of the original's scheduler with another value than their default (``num_splits`` may be 0 or
-1). LSE of a row that attends to nothing is -inf, as in the original, and LSE can be differentiated.
+What is not served raises: descales of a cache, ``qv``, ``attention_chunk``, scheduler metadata, and the knobs of the
+original's scheduler with another value than their default (``num_splits`` may be 0 or 1). LSE of a row that attends to
+nothing is -inf, as in the original, and LSE can be differentiated.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def flash_attn_varlen_func(
         Row at which each sequence begins, and the end of the last one.
     max_seqlen_q, max_seqlen_k : int
         At least the longest sequence.
-    seqused_q, seqused_k
-        None: sequences fill their rows.
+    seqused_q, seqused_k : tensor, (batch,), int32, optional
+        How many of a sequence's first rows count. Other rows of out are 0, where the original leaves them unwritten.
     softmax_scale, causal, window_size, softcap, deterministic, num_splits, return_attn_probs
         As in `flash_attn_func`, for each sequence.
     q_descale, k_descale, v_descale : tensor, (batch, nheads_k), float32, optional
@@ -201,11 +201,7 @@ def flash_attn_varlen_func(
     """
     function = "flash_attn_varlen_func"
     _refuse(function, qv, attention_chunk, num_splits, pack_gqa, sm_margin)
-    common.refuse(
-        function, "packed sequences fill their rows", "cu_seqlens of sequences without unused rows",
-        seqused_q=(seqused_q, None), seqused_k=(seqused_k, None),
-    )  # fmt: skip
-    packed = common.packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = common.packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     return _attend(
         function, (q, k, v), packed, return_attn_probs, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, deterministic=deterministic,

@@ -17,7 +17,7 @@ from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
 from ..problems import OPERANDS, Fp8, Int4, Int8
 from ..runtime import env
-from . import on_cpu
+from . import on_cpu, used
 from .attention_backward import backward_call
 from .score_mod import ScoreMod
 from .traced import run_traced
@@ -286,6 +286,8 @@ def attention_varlen(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     layout: str = "NHD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
@@ -324,6 +326,12 @@ def attention_varlen(
         At least the longest sequence; less raises on the CPU. They give the mask its extent, and with smooth_q ("int4")
         a GPU's workspace, where too small a max_seqlen_k makes NaN. The result does not depend on them otherwise. For
         quantized operands needed only with a mask.
+    seqused_q, seqused_k : array, (batch,), int32, on q's device, optional
+        How many of a sequence's first rows count; all of them unless given. Of cu_seqlens' library: torch, CuPy, JAX or
+        NumPy. Causal and window align at the end of the counted rows, low precision quantizes these alone, and the
+        other queries are rows that attend to nothing. Values outside a sequence raise on the CPU and are clamped to it
+        on a GPU. Not with quantized operands, nor with a mask for each sequence, nor with score_mod under
+        torch.compile.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
         There is no block_mask of packed sequences: a `ScoreMod` with ``mask=`` hides keys there.
@@ -351,6 +359,11 @@ def attention_varlen(
         max_seqlen_k, out_dtype,
     )  # fmt: skip
     descales = (descale_q, descale_k, descale_v)
+    if seqused_q is not None or seqused_k is not None:
+        cu_seqlens_q, cu_seqlens_k, descales, score_mod = used.split(
+            "attention_varlen", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
+            descales=descales, score_mod=score_mod,
+        )  # fmt: skip
     if compiling():
         return _compiled(
             "attention_varlen", q, k, v, score_mod, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,

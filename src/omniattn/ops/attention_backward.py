@@ -16,7 +16,7 @@ from ..plan.backward import plan_backward
 from ..plan.engine import Call, Operation, run
 from ..problems import GRADIENTS, OPERANDS
 from ..runtime import env
-from . import on_cpu
+from . import on_cpu, used
 from .score_mod import ScoreMod
 from .traced import run_traced
 
@@ -178,6 +178,8 @@ def attention_varlen_backward(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     dlse: Any = None,
     dq: Any = None,
     dk: Any = None,
@@ -200,7 +202,7 @@ def attention_varlen_backward(
     ----------
     do, q, k, v, o, lse, dlse, dq, dk, dv, wanted
         As in `attention_backward`, in the shapes of `attention_varlen`: lse and dlse are (num_q_heads, total_q).
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
         Those of the forward.
     layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks, stream, deterministic
         As in `attention_backward`.
@@ -208,7 +210,7 @@ def attention_varlen_backward(
     Returns
     -------
     tuple of array
-        As `attention_backward`. Rows that belong to no sequence have gradient 0.
+        As `attention_backward`. Rows that belong to no sequence, or do not count in theirs, have gradient 0.
 
     Raises
     ------
@@ -219,6 +221,11 @@ def attention_varlen_backward(
     options = BackwardOptions(
         layout, causal, window, softmax_scale, softcap, deterministic, asked, max_seqlen_q, max_seqlen_k
     )
+    if seqused_q is not None or seqused_k is not None:
+        cu_seqlens_q, cu_seqlens_k, _, score_mod = used.split(
+            "attention_varlen_backward", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
+            score_mod=score_mod,
+        )  # fmt: skip
     objects = (q, k, v, do, o, lse, dlse, cu_seqlens_q, cu_seqlens_k, mask, sinks, dq, dk, dv)
     if compiling():
         return _compiled("attention_varlen_backward", objects, options, score_mod, stream)

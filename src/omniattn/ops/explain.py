@@ -171,7 +171,7 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
     pair = getattr(function, "pair", None)
     if packed or (pair is not None and pair.cu_seqlens_q is not None):
         return _explain(attention_varlen, (function, *arguments), options)
-    for name in ("max_seqlen_q", "max_seqlen_k"):
+    for name in _OF_PACKED[2:]:
         if options.get(name) is not None:
             expected = "nothing, without cu_seqlens_q and cu_seqlens_k"
             raise ArgumentError(name, expected, repr(options[name]), function="explain")
@@ -181,7 +181,7 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
     return _explain(attention, (function, *arguments), known)
 
 
-_OF_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_OF_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
 
 
 def _explain(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Explanation:

@@ -1,0 +1,236 @@
+"""``seqused_q`` and ``seqused_k``: packed sequences of which only the first rows count.
+
+No kernel reads them. Each sequence becomes two or three, one behind the other in the same arrays::
+
+    both:       (used queries, used keys)  (other queries, no key)  (no query, other keys)
+    seqused_q:  (used queries, all keys)   (other queries, no key)
+    seqused_k:  (all queries, used keys)                            (no query, other keys)
+
+Their starts are computed where the lengths lie, by the caller's framework: no value is read on the host, and traces,
+transforms and captures see it. Causal and window count from the end of the used rows, quantization groups and means are
+those of the used rows, and queries without a key are rows that attend to nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .. import arrays
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
+from ..frameworks import compiling
+from ..problems import OPERANDS
+from .score_mod import ScoreMod
+
+_LIBRARIES = ("torch", "cupy", "jax", "numpy")
+_B = re.compile(r"\bb\b")
+_mods: weakref.WeakKeyDictionary[ScoreMod, dict[int, ScoreMod]] = weakref.WeakKeyDictionary()
+
+
+class Parts(NamedTuple):
+    """A packed call without ``seqused_*``."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    descales: tuple[Any, ...]
+    score_mod: Any
+
+
+def split(
+    function: str,
+    starts: tuple[Any, Any],
+    used: tuple[Any, Any],
+    *,
+    q: Any,
+    mask: Any,
+    descales: tuple[Any, ...] = (),
+    score_mod: Any = None,
+) -> Parts:
+    """The call that computes the used rows.
+
+    Parameters
+    ----------
+    starts : (array, array)
+        cu_seqlens_q and cu_seqlens_k. Wrong ones come back as they are: the call itself says so.
+    used : (array or None, array or None)
+        seqused_q and seqused_k, one of them given.
+    q, mask, descales, score_mod
+        As the caller gave them.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        A wrong length array, on the CPU a wrong length; what has an entry for each sequence and cannot have two.
+    """
+    names = ("seqused_q", "seqused_k")
+    first = names[0] if used[0] is not None else names[1]
+    if q.__class__ in OPERANDS:
+        expected = "None, because quantized operands bring their sequences"
+        raise ArgumentError(first, expected, "an array", function=function)
+    for name, x in zip(names, used, strict=True):
+        if x is not None:
+            _check_facts(x, name, function)
+    same = Parts(*starts, descales, score_mod)
+    if not all(map(_is_starts, starts)):
+        return same
+    batch = int(starts[0].shape[0]) - 1
+    for name, x in zip(names, used, strict=True):
+        if x is not None and tuple(x.shape) != (batch,):
+            raise ShapeError(name, f"shape (batch,) = ({batch},)", str(tuple(x.shape)), function=function)
+    if batch > 1 and mask is not None and len(mask.shape) == 4 and mask.shape[0] != 1:
+        raise UnsupportedError(
+            f"{function}(): {first} with a mask for each sequence",
+            instead="a mask that is the same for all sequences, or a ScoreMod with mask=",
+        )
+    if compiling():
+        if score_mod is not None:
+            from ..frameworks.torch.library import fail
+
+            what = f"{function}(): {first} with a score_mod under torch.compile"
+            fail("unsupported", what, instead="the call outside of the compiled function, or exact cu_seqlens")
+        library = "torch"
+    else:
+        library = _library((*starts, *used), first, function)
+        if _on_host(library, (*starts, *used)) and not _check_values(starts, used, names, function):
+            return same
+    count = 1 + (used[0] is not None) + (used[1] is not None)
+    ends = tuple(None if u is None else _ends(library, s, u) for s, u in zip(starts, used, strict=True))
+    (cu_q, cu_k), (end_q, end_k) = starts, ends
+    begin_q, stop_q, begin_k, stop_k = cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]
+    columns_q: list[Any] = [begin_q] if end_q is None else [begin_q, end_q]
+    columns_k: list[Any] = [begin_k] if end_k is None else [begin_k, end_k]
+    if end_q is not None:  # behind the keys that are used there is none
+        columns_k.append(stop_k if end_k is None else end_k)
+    if end_k is not None:
+        columns_q.append(stop_q)
+    return Parts(
+        _interleaved(library, columns_q, cu_q[-1:]),
+        _interleaved(library, columns_k, cu_k[-1:]),
+        tuple(_repeated(library, x, batch, count) for x in descales),
+        score_mod if not isinstance(score_mod, ScoreMod) else _of_parts(score_mod, count),
+    )
+
+
+def _check_facts(x: Any, name: str, function: str) -> None:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ArgumentError(name, "an int32 array of shape (batch,)", type(x).__name__, function=function)
+    if str(x.dtype).removeprefix("torch.") != "int32":
+        raise DtypeError(name, "int32", str(x.dtype).removeprefix("torch."), function=function)
+    if len(x.shape) != 1:
+        raise ShapeError(name, "shape (batch,)", str(tuple(x.shape)), function=function)
+
+
+def _is_starts(x: Any) -> bool:
+    """Whether this can be a cu_seqlens."""
+    return len(getattr(x, "shape", ())) == 1 and x.shape[0] >= 1 and str(x.dtype).endswith("int32")
+
+
+def _library(given: tuple[Any, ...], name: str, function: str) -> str:
+    """Whose functions compute on these arrays."""
+    found = set()
+    for x in given:
+        if x is not None:
+            roots = [base.__module__.partition(".")[0].removesuffix("lib") for base in type(x).__mro__]
+            found.add(next((root for root in _LIBRARIES if root in roots), type(x).__module__))
+    if found == {"jax", "numpy"}:
+        return "jax"
+    if len(found) > 1 or not found <= set(_LIBRARIES):
+        kinds = ", ".join(sorted(found))
+        expected = "an array of cu_seqlens' library: torch, CuPy, JAX or NumPy"
+        raise ArgumentError(name, expected, f"arrays of {kinds}", function=function)
+    devices = {str(x.device) for x in given if x is not None} if found == {"torch"} else set()
+    if len(devices) > 1:
+        raise DeviceError(name, "an array on the device of cu_seqlens", ", ".join(sorted(devices)), function=function)
+    return str(found.pop())
+
+
+def _on_host(library: str, given: tuple[Any, ...]) -> bool:
+    """Whether the values can be read at no cost."""
+    present = [x for x in given if x is not None]
+    if library == "cupy" or arrays.needs_operator(present):
+        return False
+    if library == "torch":
+        return all(x.device.type == "cpu" for x in present)
+    return all(device.platform == "cpu" for x in present if hasattr(x, "devices") for device in x.devices())
+
+
+def _check_values(starts: tuple[Any, Any], used: tuple[Any, Any], names: tuple[str, str], function: str) -> bool:
+    """Whether cu_seqlens are in order; if so, raise for lengths beyond them."""
+    for cu, x, name in zip(starts, used, names, strict=True):
+        begin = arrays.to_numpy(arrays.describe(cu, "cu_seqlens")).astype("int64")
+        lengths = begin[1:] - begin[:-1]
+        if begin[0] != 0 or (lengths < 0).any():
+            return False
+        if x is None:
+            continue
+        values = arrays.to_numpy(arrays.describe(x, name))
+        for b, (value, most) in enumerate(zip(values.tolist(), lengths.tolist(), strict=True)):
+            if not 0 <= value <= most:
+                expected = f"from 0 to {most}, the rows of sequence {b}"
+                raise ArgumentError(name, expected, str(value), function=function)
+    return True
+
+
+def _ends(library: str, cu: Any, used: Any) -> Any:
+    """Where the used rows end: values outside a sequence are clamped to it."""
+    begin = cu[:-1]
+    length = cu[1:] - begin
+    if library == "torch":
+        import torch
+
+        return begin + torch.minimum(used, length).clamp(min=0)
+    xp = _module(library)
+    return begin + xp.maximum(xp.minimum(used, length), 0)
+
+
+def _module(library: str) -> Any:
+    import importlib
+
+    return importlib.import_module("jax.numpy" if library == "jax" else library)
+
+
+def _interleaved(library: str, columns: list[Any], last: Any) -> Any:
+    """int32, (parts * batch + 1,)."""
+    if library == "torch":
+        import torch
+
+        return torch.cat((torch.stack(columns, 1).flatten(), last))
+    xp = _module(library)
+    return xp.concatenate((xp.stack(columns, 1).reshape(-1), last)).astype("int32")
+
+
+def _repeated(library: str, x: Any, batch: int, count: int) -> Any:
+    """Factors of each sequence, for each of its parts."""
+    shape: tuple[int, ...] = getattr(x, "shape", ())
+    if len(shape) < 2 or shape[0] != batch:  # one for all; a wrong shape is told by the call itself
+        return x
+    return x.repeat_interleave(count, 0) if library == "torch" else x.repeat(count, axis=0)
+
+
+def _of_parts(mod: ScoreMod, count: int) -> ScoreMod:
+    """The score modification with the caller's ``b`` in place of the part's; the same one at each call."""
+    known = _mods.setdefault(mod, {})
+    if count not in known:
+        known[count] = ScoreMod(
+            _text(mod.expression, count), None if mod.mask is None else _text(mod.mask, count),
+            _function(mod.reference, count), None if mod.grad is None else _text(mod.grad, count),
+            _function(mod.reference_grad, count), **mod.arrays,
+        )  # fmt: skip
+    return known[count]
+
+
+def _text(text: str, count: int) -> str:
+    # An expression has neither strings nor members, and no array is called b: the word is the sequence.
+    return _B.sub(f"(b / {count})", text)
+
+
+def _function(function: Callable[..., Any] | None, count: int) -> Callable[..., Any] | None:
+    if function is None:
+        return None
+
+    def of_part(score: Any, b: Any, h: Any, q: Any, k: Any, **others: Any) -> Any:
+        return function(score, b // count, h, q, k, **others)
+
+    return of_part

@@ -1,0 +1,203 @@
+"""``seqused_q`` and ``seqused_k``, against packed sequences without the rows that do not count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import omniattn as oa
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from omniattn.ops import used as module
+from omniattn.testing import normal
+
+HEADS, HEADS_KV, DIM = 4, 2, 16
+
+
+def starts(lengths: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def rows_of(cu: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Rows that count."""
+    return np.concatenate([np.arange(a, a + n) for a, n in zip(cu, used, strict=False)] + [np.arange(0)]).astype(int)
+
+
+class Packed:
+    """A call, and the same without the rows that do not count."""
+
+    def __init__(self, pairs: list[tuple[int, int]], used_q: list[int] | None, used_k: list[int] | None) -> None:
+        lengths_q, lengths_k = [p[0] for p in pairs], [p[1] for p in pairs]
+        cu_q, cu_k = starts(lengths_q), starts(lengths_k)
+        rows_q, rows_k = int(cu_q[-1]) + 2, int(cu_k[-1]) + 1
+        self.q = normal((rows_q, HEADS, DIM), 1, "float32")
+        self.k, self.v = (normal((rows_k, HEADS_KV, DIM), seed, "float32") for seed in (2, 3))
+        self.longest = {"max_seqlen_q": max(lengths_q, default=0), "max_seqlen_k": max(lengths_k, default=0)}
+        self.starts = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        self.used = {
+            name: np.array(x, np.int32) for name, x in (("seqused_q", used_q), ("seqused_k", used_k)) if x is not None
+        }
+        counted_q, counted_k = (own if x is None else x for own, x in ((lengths_q, used_q), (lengths_k, used_k)))
+        self.rows_q, self.rows_k = rows_of(cu_q, np.array(counted_q)), rows_of(cu_k, np.array(counted_k))
+        self.own = {"cu_seqlens_q": starts(counted_q), "cu_seqlens_k": starts(counted_k)}
+
+    def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        made: tuple[np.ndarray, np.ndarray] = oa.attention_varlen(
+            self.q, self.k, self.v, **self.starts, **self.longest, **self.used, return_lse=True, **options
+        )
+        return made
+
+    def expected(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        o, lse = np.zeros_like(self.q), np.full((HEADS, len(self.q)), -np.inf, "float32")
+        q, k, v = self.q[self.rows_q], self.k[self.rows_k], self.v[self.rows_k]
+        made = oa.attention_varlen(q, k, v, **self.own, **self.longest, return_lse=True, **options)
+        o[self.rows_q], lse[:, self.rows_q] = made
+        return o, lse
+
+
+SOME = Packed([(5, 9), (0, 4), (7, 0), (3, 3)], [3, 0, 7, 2], [6, 4, 0, 0])
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_random_lengths(data: st.DataObject) -> None:
+    pairs = data.draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=4))
+    given_q, given_k = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    used_q = [data.draw(st.integers(0, p[0])) for p in pairs] if given_q else None
+    used_k = [data.draw(st.integers(0, p[1])) for p in pairs] if given_k else None
+    packed = Packed(pairs, used_q, used_k)
+    options = {
+        "causal": data.draw(st.booleans()), "window": data.draw(st.none() | st.just((2, 1))),
+        "softcap": data.draw(st.sampled_from([0.0, 3.0])),
+    }  # fmt: skip
+    for a, b in zip(packed.run(**options), packed.expected(**options), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
+def test_low_precision_quantizes_the_rows_that_count(precision: str) -> None:
+    loud = Packed([(5, 9), (0, 4), (7, 0), (3, 3)], [3, 0, 7, 2], [6, 4, 0, 0])
+    hidden = np.setdiff1d(np.arange(len(loud.k)), loud.rows_k)
+    loud.k[hidden], loud.v[hidden] = 1e4, 1e4
+    for a, b in zip(loud.run(precision=precision), loud.expected(precision=precision), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_does_not_count_is_never_read() -> None:
+    packed = Packed([(5, 9), (3, 3)], None, [6, 1])
+    hidden = np.setdiff1d(np.arange(len(packed.k)), packed.rows_k)
+    packed.k[hidden] = packed.v[hidden] = np.nan
+    o, lse = packed.run(causal=True)
+    assert not np.isnan(o).any()
+    assert not np.isnan(lse).any()
+
+
+def test_sinks_and_one_mask_for_all() -> None:
+    sinks = normal((HEADS,), 5, "float32")
+    mask = np.random.default_rng(0).random((HEADS, 7, 9)) < 0.6
+    o, lse = SOME.run(sinks=sinks, mask=mask)
+    expected, expected_lse = SOME.expected(sinks=sinks, mask=mask)
+    np.testing.assert_array_equal(o, expected)
+    np.testing.assert_array_equal(lse[:, SOME.rows_q], expected_lse[:, SOME.rows_q])
+    other = np.setdiff1d(np.arange(SOME.starts["cu_seqlens_q"][-1]), SOME.rows_q)
+    np.testing.assert_array_equal(lse[:, other], np.broadcast_to(sinks[:, None], (HEADS, len(other))))
+
+
+def test_score_mods_get_the_number_of_the_callers_sequence() -> None:
+    bias = normal((4,), 7, "float32")
+    mod = oa.ScoreMod(
+        "score + bias[b] * k + (b > 1)", mask="k < 7 - b",
+        reference=lambda score, b, h, q, k, bias: np.where(k < 7 - b, score + bias[b] * k + (b > 1), -np.inf),
+        bias=bias,
+    )  # fmt: skip
+    for a, b in zip(SOME.run(score_mod=mod), SOME.expected(score_mod=mod), strict=True):
+        np.testing.assert_array_equal(a, b)
+    made = module._of_parts(mod, 3)
+    assert made.expression == "score + bias[(b / 3)] * k + ((b / 3) > 1)"
+    assert made.mask == "k < 7 - (b / 3)"
+    assert module._of_parts(mod, 3) is made
+    assert module._of_parts(mod, 2) is not made
+
+
+def test_factors_of_e4m3_arrays() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    packed = Packed([(5, 9), (7, 4)], [3, 7], [6, 4])
+    for name in "qkv":
+        setattr(packed, name, getattr(packed, name).astype(ml_dtypes.float8_e4m3fn))
+    factors = {f"descale_{name}": np.random.default_rng(i).random((2, HEADS_KV), np.float32) + 0.5
+               for i, name in enumerate("qkv")}  # fmt: skip
+    made, lse = packed.run(**factors)
+    q, k, v = packed.q[packed.rows_q], packed.k[packed.rows_k], packed.v[packed.rows_k]
+    o, own = oa.attention_varlen(q, k, v, **packed.own, **packed.longest, return_lse=True, **factors)
+    np.testing.assert_array_equal(made[packed.rows_q], o)
+    np.testing.assert_array_equal(lse[:, packed.rows_q], own)
+
+
+def test_gradients() -> None:
+    o, lse = SOME.run(causal=True)
+    do = normal(SOME.q.shape, 9, "float32")
+    given_ = {**SOME.starts, **SOME.longest, **SOME.used}
+    made = oa.attention_varlen_backward(do, SOME.q, SOME.k, SOME.v, o, lse, causal=True, **given_)
+    rows, keys = SOME.rows_q, SOME.rows_k
+    own = oa.attention_varlen_backward(
+        do[rows], SOME.q[rows], SOME.k[keys], SOME.v[keys], o[rows], np.ascontiguousarray(lse[:, rows]), causal=True,
+        **SOME.own, **SOME.longest,
+    )  # fmt: skip
+    for whole, part, at in zip(made, own, (rows, keys, keys), strict=True):
+        expected = np.zeros_like(whole)
+        expected[at] = part
+        np.testing.assert_array_equal(whole, expected)
+
+
+def test_starts_of_the_parts() -> None:
+    cu_q, cu_k = np.array([0, 5, 9], np.int32), np.array([0, 8, 10], np.int32)
+    used_q, used_k = np.array([2, 4], np.int32), np.array([8, 1], np.int32)
+
+    def made(*used: Any) -> tuple[list[int], list[int]]:
+        parts = module.split("attention_varlen", (cu_q, cu_k), used, q=SOME.q, mask=None)
+        assert parts.cu_seqlens_q.dtype == parts.cu_seqlens_k.dtype == np.int32
+        return parts.cu_seqlens_q.tolist(), parts.cu_seqlens_k.tolist()
+
+    assert made(used_q, used_k) == ([0, 2, 5, 5, 9, 9, 9], [0, 8, 8, 8, 9, 9, 10])
+    assert made(used_q, None) == ([0, 2, 5, 9, 9], [0, 8, 8, 10, 10])
+    assert made(None, used_k) == ([0, 5, 5, 9, 9], [0, 8, 8, 9, 10])
+
+
+def test_explain_counts_them() -> None:
+    made = oa.explain(SOME.q, SOME.k, SOME.v, **SOME.starts, **SOME.longest, **SOME.used)
+    assert made.problem.batch == 12
+    with pytest.raises(ArgumentError, match=r"'seqused_k': expected nothing, without cu_seqlens_q"):
+        oa.explain(SOME.q[None], SOME.k[None], SOME.v[None], seqused_k=np.ones(1, np.int32))
+
+
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+def test_errors(name: str) -> None:
+    packed = Packed([(4, 4), (2, 2)], None, None)
+    call = (packed.q, packed.k, packed.v)
+    options = {**packed.starts, **packed.longest}
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ([1, 2], ArgumentError, r"expected an int32 array of shape \(batch,\), received list"),
+        (np.array([1, 2]), DtypeError, "expected int32, received int64"),
+        (np.array([[1, 2]], np.int32), ShapeError, r"received \(1, 2\)"),
+        (np.array([1, 2, 1], np.int32), ShapeError, r"\(batch,\) = \(2,\), received \(3,\)"),
+        (np.array([5, 2], np.int32), ArgumentError, "from 0 to 4, the rows of sequence 0, received 5"),
+        (np.array([4, -1], np.int32), ArgumentError, "from 0 to 2, the rows of sequence 1, received -1"),
+    ]
+    for value, error, text in cases:
+        with pytest.raises(error, match=rf"attention_varlen\(\): argument '{name}'.*{text}"):
+            oa.attention_varlen(*call, **options, **{name: value})
+    fine = {name: np.array([1, 2], np.int32)}
+    with pytest.raises(UnsupportedError, match=f"{name} with a mask for each sequence"):
+        oa.attention_varlen(*call, **options, **fine, mask=np.ones((2, 1, 4, 4), bool))
+    with pytest.raises(ArgumentError, match=r"'cu_seqlens_k'.*received None"):
+        oa.attention_varlen(*call, **{**options, "cu_seqlens_k": None}, **fine)
+    bad = np.array([0, 5, 2], np.int32)
+    with pytest.raises(ArgumentError, match=r"'cu_seqlens_q'.*never decrease"):
+        oa.attention_varlen(*call, **{**options, "cu_seqlens_q": bad}, **fine)
+    qk = oa.quantize_qk(*call[:2], **options)
+    v8 = oa.quantize_v(call[2], cu_seqlens_k=packed.starts["cu_seqlens_k"], max_seqlen_k=4)
+    with pytest.raises(ArgumentError, match=f"'{name}': expected None, because quantized operands"):
+        oa.attention_varlen(qk.q, qk.k, v8, precision="int8", **fine)
