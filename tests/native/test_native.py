@@ -114,6 +114,10 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_is_asked", False)
     monkeypatch.setattr(native, "_module", None)
     monkeypatch.setattr(native, "importlib", SimpleNamespace(import_module=refused))
+    with monkeypatch.context() as patch:  # without torch there is nothing to repeat
+        patch.delitem(sys.modules, "torch", raising=False)
+        assert native.module() is None
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", SimpleNamespace()))
     monkeypatch.setenv("OMNIATTN_NATIVE", "0")
     assert native.module() is None
     monkeypatch.delenv("OMNIATTN_NATIVE")
