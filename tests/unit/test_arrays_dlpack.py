@@ -128,7 +128,8 @@ def test_refusal_of_the_exporter(error: Exception) -> None:
 def test_what_is_no_capsule() -> None:
     with pytest.raises(ArgumentError, match="to return a DLPack capsule, received an object of type int"):
         capsule.Capsule(3, "q")
-    made = FakeExporter().__dlpack__()
+    exporter = FakeExporter()  # which owns what the capsule points to
+    made = exporter.__dlpack__()
     capsule.Capsule(made, "q")
     with pytest.raises(ArgumentError, match="a DLPack capsule that nobody has consumed"):
         capsule.Capsule(made, "q")
