@@ -156,7 +156,7 @@ def test_graph_reads_new_lengths_and_clamps_them() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         o = run()
-    for used_q, used_k in ((USED_Q, USED_K), (LENGTHS_Q, LENGTHS_K), ([2**31 - 1] * 6, [-3] * 6)):
+    for used_q, used_k in ((USED_Q, USED_K), (LENGTHS_Q, LENGTHS_K), ([10**9] * 6, [-3] * 6)):
         packed["seqused_q"].copy_(torch.tensor(used_q))
         packed["seqused_k"].copy_(torch.tensor(used_k))
         graph.replay()
