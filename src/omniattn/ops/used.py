@@ -13,7 +13,6 @@ those of the used rows, and queries without a key are rows that attend to nothin
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from ..problems import OPERANDS
 from .score_mod import ScoreMod
 
 _LIBRARIES = ("torch", "cupy", "jax", "numpy")
+_libraries: dict[type, str] = {}
 _B = re.compile(r"\bb\b")
 _mods: weakref.WeakKeyDictionary[ScoreMod, dict[int, ScoreMod]] = weakref.WeakKeyDictionary()
 
@@ -143,10 +143,11 @@ def _library(given: tuple[Any, ...], name: str, function: str) -> str:
     return found.pop()
 
 
-@functools.cache
 def _library_of(cls: type) -> str:
-    roots = [base.__module__.partition(".")[0].removesuffix("lib") for base in cls.__mro__]
-    return next((root for root in _LIBRARIES if root in roots), cls.__module__)
+    if cls not in _libraries:
+        roots = [base.__module__.partition(".")[0].removesuffix("lib") for base in cls.__mro__]
+        _libraries[cls] = next((root for root in _LIBRARIES if root in roots), cls.__module__)
+    return _libraries[cls]
 
 
 def _on_host(library: str, given: tuple[Any, ...]) -> bool:
