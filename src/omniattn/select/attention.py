@@ -181,6 +181,19 @@ def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target
     return None
 
 
+#: Queries and keys up to which softcap is faster on mma.sync than in the large tiles that Hopper's kernel has for it,
+#: by the head_dim of the tile (docs/performance/short.md).
+_TINY = {64: 64, 96: 16, 128: 16}
+
+
+def _is_tiny(p: AttentionProblem, spec: KernelSpec, target: Target) -> bool:
+    """Whether it is a large batch of tiny sequences with softcap or a scale <= 0, but without any mask."""
+    if p.varlen or not p.score_mods or p.mask != "none" or p.score_mod is not None or p.block_mask is not None:
+        return False
+    most = 0 if p.own_head_dim_v else _TINY.get(spec.head_dim, 0)
+    return max(p.seqlen_q, p.seqlen_k) <= most and p.batch * p.num_q_heads > 4 * target.sm_count
+
+
 _ROWS: RowsOf[_Class] = RowsOf(lambda spec, of: spec.op == "attention" and _unfit_class(spec, of) is None)
 
 
@@ -247,6 +260,10 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             (-s.min_arch[0], -s.min_arch[1]),
         ),
     )
+    generic = [s for s in fitting if not s.arch_specific]
+    tiny = best.family == "attn_fwd_sm90" and bool(generic) and _is_tiny(problem, best, target)
+    if tiny:
+        best = min(generic, key=lambda s: (s.head_dim, len(s.features), (-s.min_arch[0], -s.min_arch[1])))
     usual = best
     if best.family == "attn_fwd_sm90" and not problem.score_mods and not best.own_head_dim_v:
         kind, widths = (best.family, best.features), (best.head_dim, best.head_dim_v)
@@ -271,6 +288,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         why.append(advice)
     if wanted.qk == "int4" and best.qk == "int8":
         why.append("this GPU has no 4-bit products: 4-bit values go through the 8-bit ones, no faster than int8")
+    if tiny:
+        why.append("tiny sequences: the large tiles that the kernel of this GPU has for scores would be nearly empty")
     if best is not usual:
         ctas = f"{best.ctas_per_sm} CTAs an SM" if best.ctas_per_sm > 1 else "one CTA an SM"
         why.append(

@@ -55,17 +55,17 @@ class SplitSelection:
     split: KeySplit
 
 
-def step_us(spec: KernelSpec, rows: int) -> float:
-    """A step of the CTAs of an SM, a tile of keys each, of which ``rows`` query rows exist."""
+def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
+    """A step of the ``ctas`` CTAs of an SM, a tile of keys each, of which ``rows`` query rows exist."""
     if not spec.arch_specific:
         tiles = -(-min(rows, spec.block_m) // _SYNC_ROWS)
         product = 2 * _SYNC_ROWS * spec.block_n * (spec.head_dim + spec.head_dim_v) / _SYNC_FLOPS
         own = -(-tiles // spec.num_warps) * product + _SYNC_CHAIN_US * spec.block_n
-        return max(own, spec.ctas_per_sm * tiles * product)
+        return max(own, ctas * tiles * product)
     groups = -(-min(rows, spec.block_m) // 64)
     products = _PRODUCT_US * spec.block_n * (spec.head_dim + spec.head_dim_v) / 2
     waits = (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
-    return max(products + waits, groups * spec.ctas_per_sm * products)
+    return max(products + waits, groups * ctas * products)
 
 
 class _Walk:
@@ -78,7 +78,7 @@ class _Walk:
         self.longest = max(self.tiles, default=0)
         key_bytes = ITEMSIZE[p.dtype] * (p.head_dim + p.head_dim_v)  # of K and V
         steps = self.heads * sum(self.tiles)
-        self.step = step_us(spec, self.rows)
+        self.steps = [step_us(spec, self.rows, n) for n in range(1, spec.ctas_per_sm + 1)]
         seen = max(tile_keys(p, max(p.seqlen_q, 1), 1, 1), default=0)
         self.memory = p.batch * p.num_kv_heads * seen * key_bytes / _MEMORY
         self.floor = max((p.flops or 0) / _FLOPS, steps * spec.block_n * key_bytes / _L2)
@@ -87,12 +87,13 @@ class _Walk:
     def _time(self, splits: int, steps: float) -> float:
         """Of ``steps`` one after the other on the busiest SM."""
         items = self.heads * len(self.tiles) * splits
+        ctas = max(min(-(-items // self.sm_count), len(self.steps)), 1)
         # A few SMs do not get all of the memory's rate.
         share = min(_SM_SHARE * items / self.sm_count, 1.0)
         return (
             _LAUNCH_US
             + self._rounds(splits) * _ITEM_US
-            + max(steps * self.step, self.floor, self.memory / max(share, 1e-9))
+            + max(steps * self.steps[ctas - 1], self.floor, self.memory / max(share, 1e-9))
         )
 
     def _rounds(self, splits: int = 1) -> int:

@@ -21,11 +21,13 @@ _FEW = 2
 #: Keys a query from which on that is left to a split of the keys, which was measured there: of calls that leave SMs
 #: idle, and not of packed ones.
 _RATIO = 16
-#: Keys of a window up to which longer sequences have the choice too. None: no such call has been measured.
-NARROW = 0
-#: What another tile than the usual has to gain; beyond what the model was fitted to; a wider one besides, which
-#: computes with columns of zeros.
-_GAIN, _FAR, _WIDER = 0.985, 0.88, 0.9
+#: Keys of a window up to which longer sequences have the choice too.
+NARROW = 1024
+#: What another tile than the usual has to gain; beyond what the model was fitted to.
+_GAIN, _FAR = 0.985, 0.88
+#: A wider one besides, which computes with columns of zeros; if rows are no multiple of 64 bytes, and not all tiles run
+#: at once; with 32 keys, as a factor of these.
+_WIDER, _UNALIGNED, _FEW_KEYS = 0.9, 0.6, 0.9
 #: A launch; memory and L2, bytes a microsecond.
 _LAUNCH_US, _MEMORY, _L2 = 5.6, 3.97e6, 1e7
 #: To begin and end a tile, and for every CTA that shares the SM; hiding scores at a causal edge, per key.
@@ -133,6 +135,14 @@ def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | Non
     return _GAIN if narrow else None
 
 
+def _wider(p: AttentionProblem, spec: KernelSpec, target: Target) -> float:
+    """What a tile with columns of zeros has to gain, as a factor."""
+    sequences = max(p.batch, 1)
+    tiles = sequences * -(-p.seqlen_q // ((sequences if p.varlen else 1) * spec.block_m)) * p.num_q_heads
+    crowded = p.head_dim % 32 and tiles > target.sm_count * spec.ctas_per_sm
+    return (_UNALIGNED if crowded else _WIDER) * (_FEW_KEYS if spec.block_n == 32 else 1.0)
+
+
 def best_tile(problem: AttentionProblem, target: Target, usual: KernelSpec, others: Iterable[KernelSpec]) -> KernelSpec:
     """The row among ``usual`` and ``others`` that is fastest by the model.
 
@@ -155,7 +165,7 @@ def best_tile(problem: AttentionProblem, target: Target, usual: KernelSpec, othe
         return usual
     best, shortest = usual, gain * tile_us(problem, usual, target)
     for spec in others:
-        time = tile_us(problem, spec, target) / (_WIDER if spec.head_dim > usual.head_dim else 1.0)
+        time = tile_us(problem, spec, target) / (_wider(problem, spec, target) if spec.head_dim > usual.head_dim else 1)
         if time < shortest:
             best, shortest = spec, time
     return best
