@@ -11,13 +11,13 @@
 // A persistent kernel, one CTA an SM, walks over tiles of 128 keys of one kv head; each of two consumer warpgroups owns
 // 64 of them, their dK and dV in registers. Tiles of 64 queries, of all query heads of the kv head, come by. Scores are
 // transposed, keys times queries, so that P^T and dS^T are operands from registers; dS goes through shared memory too,
-// for dQ, of whose columns either warpgroup computes half.
+// for dQ, of whose columns either warpgroup computes half, or all of every other tile of queries (kTurns).
 //   warpgroup 0: producer, one lane copies; a lane for each consumer adds its dQ     warpgroups 1, 2: consumers
 //
 //   producer                          consumer g, tile i of queries
 //   kv_empty -> K -> k_full           wait q_full(i), ds_full(i-2)
 //               V -> v_full             S(i) = K Q(i)^T;  dQ(i-2) = dS(i-2) K;  dK += dS(i-1)^T Q(i-1)
-//   for i:                              P(i) = exp2(..), under the last two
+//   for i:                              P(i) = exp2(..), behind them
 //     q_empty -> Q, lse2 -> q_full    arrive q_empty(i-1), ds_empty(i-2);  wait dq_empty, store dQ(i-2)
 //     do_empty -> dO, delta           wait do_full(i)
 //                  -> do_full           dP(i) = V dO(i)^T;  dV += P(i)^T dO(i)
@@ -26,17 +26,20 @@
 //     dQ added to global memory       arrive ds_full(i), dq_full
 //     arrive dq_empty
 //
-// dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead.
+// dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead. Plain calls issue dK
+// ahead of dQ (kDkFirst).
 //
 // VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
 // sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh). ORDERED: dQ is added to
 // in a fixed order, the last queries first (attention/bwd_ordered.cuh). Shared memory, bytes:
 // VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
-// | dS [3][64 * 256] | dQ [2][128 * HEAD_DIM] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
+// | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
 // panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_forms.cuh"
 #include "attention/bwd_roles.cuh"
 #include "attention/bwd_ordered.cuh"
+#include "attention/bwd_products.cuh"
+#include "attention/bwd_turns.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
@@ -68,7 +71,10 @@ struct Config {
     using Params = Select<kSoftcap, AttnBwdFormsSm90Params, AttnBwdSm90Params>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
-    static constexpr int kDqWidth = kHeadDim / kConsumers;  // columns of dQ that a warpgroup computes
+    // dK before dQ, whose operands are in shared memory; and warpgroup g makes dQ of tiles g, g + 2 .. of queries of a
+    // tile of keys, not half of the columns of each.
+    static constexpr bool kDkFirst = !kWalker && !kExponents, kTurns = kDkFirst && kHeadDim == 64;
+    static constexpr int kDqWidth = kTurns ? kHeadDim : kHeadDim / kConsumers;  // columns of dQ that it computes
     static constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24;
     static constexpr int kConsumerRegisters = kHeadDim == 64 ? 232 : 240;
     // K and V as operands from registers: fewer reads of shared memory.
@@ -80,15 +86,15 @@ using Layout = BwdLayout<Config>;
 using SharedStorage = BwdStorage<Config>;
 using Barriers = BwdBarriers<Config>;
 using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
+using PlainWriter = Select<Config::kTurns, BwdTurnsWriter<Config>, BwdWriter<Config>>::Type;
+using Writer = Select<Config::kOrdered, BwdOrderedWriter<Config>, PlainWriter>::Type;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-class Consumer {
-    using Scores = float[Config::kBlockM / 2];  // 64 keys x kBlockM queries
-    using Gradient = float[Config::kHeadDim / 2];  // 64 keys x head_dim
-    using QueryGradient = float[Config::kDqWidth / 2];  // 64 queries x kDqWidth
-    using Operand = uint32[Config::kBlockM / 16][4];  // P^T or dS^T
-    static constexpr int kSteps = Config::kHeadDim / 16;
-    using KeyOperand = uint32[kSteps][4];  // 16 rows of K or V a warp
+class Consumer : BwdProducts<Config> {
+    using Products = BwdProducts<Config>;
+    using Products::issue_gradient, Products::issue_scores, Products::kSteps, Products::pack;
+    using typename Products::Gradient, typename Products::KeyOperand, typename Products::Operand;
+    using typename Products::QueryGradient, typename Products::Scores;
 
   public:
     OA_DEVICE Consumer(const Config::Params& params, const Barriers& bars, int32 group)
@@ -105,8 +111,9 @@ class Consumer {
           do_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), 16, 1024)),
           do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), Layout::kQPanelBytes, 1024)),
           ds_(wgmma_descriptor(smem_addr_at(&SharedStorage::ds), 16, 1024)),
-          k_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::k) + column_bytes(group * Config::kDqWidth),
-                                    Layout::kKvPanelBytes, 1024)) {
+          k_trans_(wgmma_descriptor(
+              smem_addr_at(&SharedStorage::k) + column_bytes(Config::kTurns ? 0 : group * Config::kDqWidth),
+              Layout::kKvPanelBytes, 1024)) {
         // stmatrix: this lane's row of queries (modulo 16) and its chunk of 8 keys in panel `group`.
         int32 row = (lane_ & 7) + (lane_ >> 4) * 8, chunk = 2 * warp_ + ((lane_ >> 3) & 1);
         ds_store_ =
@@ -151,22 +158,6 @@ class Consumer {
         return (column >> 6) * Layout::kKvPanelBytes + (column & 63) * 2;
     }
 
-    // D = A B^T of 64 keys and kBlockM queries.
-    OA_DEVICE static void issue_scores(Scores& s, WgmmaDescriptor a, WgmmaDescriptor b) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            uint32 panel = step >> 2, column = (step & 3) * 32;
-            Wgmma<Config::Io, Config::kBlockM>::ss(s, a.at(panel * Layout::kKvPanelBytes + column),
-                                                   b.at(panel * Layout::kQPanelBytes + column), step != 0);
-        }
-        wgmma_commit();
-    }
-    OA_DEVICE static void issue_scores(Scores& s, const KeyOperand& a, WgmmaDescriptor b) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-            Wgmma<Config::Io, Config::kBlockM>::template rs<kKMajor>(s, a[step], b.at(step * 32), step != 0);
-        wgmma_commit();
-    }
     // This warp's 16 rows of K or V.
     OA_DEVICE void load_operand(KeyOperand& a, uint32 smem) const {
         const int32 row = group_ * 64 + warp_ * 16 + (lane_ & 15);
@@ -185,13 +176,6 @@ class Consumer {
             issue_scores(w.dp, w.v, do_.next(stage * Layout::kQBytes));
         else
             issue_scores(w.dp, v_, do_.next(stage * Layout::kQBytes));
-    }
-    // D += A^T B, A^T in registers.
-    OA_DEVICE static void issue_gradient(Gradient& d, const Operand& a, WgmmaDescriptor b) {
-#pragma unroll
-        for (int step = 0; step < Config::kBlockM / 16; ++step)
-            Wgmma<Config::Io, Config::kHeadDim>::template rs<kMnMajor>(d, a[step], b.at(step * 16 * 128), 1);
-        wgmma_commit();
     }
     OA_DEVICE void issue_dq(QueryGradient& dq, int32 stage) const {
         WgmmaDescriptor ds = ds_.next(stage * Layout::kDsBytes);
@@ -220,18 +204,41 @@ class Consumer {
         }
         step<0>(t, rows, w);
         if (total > 1) step<1>(t, rows, w);
+        if constexpr (Config::kTurns) {
+            take_turns(t, rows, w, total);
+        } else {
 #pragma unroll 1
-        for (int32 i = 2; i < total; ++i) step<2>(t, rows, w);
+            for (int32 i = 2; i < total; ++i) step<2>(t, rows, w);
+        }
         // What is left: dQ of the last two tiles, dK of the last one.
-        if (total > 1) finish_dq(w);
+        if (total > 1) finish_dq_of(w, total - 2);
         wgmma_pin(w.dk);
         wgmma_fence();
         issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * Layout::kQBytes));
         wgmma_wait<0>();
         wgmma_pin(w.dk);
         release_q();
-        finish_dq(w);
+        finish_dq_of(w, total - 1);
         if (lane_ == 0) mbarrier_arrive(bars_.kv_empty);
+    }
+    // Tiles of queries from the third on. Warpgroup 1 has dQ of the odd ones, of which the first is due at tile 3.
+    OA_DEVICE void take_turns(const BwdTile& t, const Rows& rows, Work& w, int32 total) {
+        int32 i = 2;
+        if (group_ == 1 && i < total) step<2, false>(t, rows, w), ++i;
+#pragma unroll 1
+        while (i < total) {
+            step<2, true>(t, rows, w);
+            if (++i == total) break;
+            step<2, false>(t, rows, w);
+            ++i;
+        }
+    }
+    // Of tile i of queries, the oldest one of which there is no dQ yet.
+    OA_DEVICE void finish_dq_of(Work& w, int32 i) {
+        if (!Config::kTurns || (i & 1) == group_)
+            finish_dq(w);
+        else
+            ds_read_.advance();
     }
 
     // Of the oldest tile of dS in shared memory.
@@ -348,32 +355,35 @@ class Consumer {
 
     // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 2 for more. No
     // product is in flight from one step to the next: the compiler would wait for each.
-    template <int kBefore>
+    template <int kBefore, bool kDq = (kBefore > 1)>
     OA_DEVICE void step(const BwdTile& t, const Rows& rows, Work& w) {
         RingState<Config::kQStages> q_now = q_at_;
         if (kBefore > 0) q_now.advance();
         bars_.q.wait(q_now);
-        if constexpr (kBefore > 1) bars_.ds.wait(ds_read_);
+        if constexpr (kDq) bars_.ds.wait(ds_read_);
         wgmma_discard(w.s);
-        if constexpr (kBefore > 1) wgmma_discard(w.dq);
+        if constexpr (kDq) wgmma_discard(w.dq);
         wgmma_fence();
         issue_s(w, q_now.stage);
-        if constexpr (kBefore > 1) issue_dq(w.dq, ds_read_.stage);
+        if constexpr (kDq && !Config::kDkFirst) issue_dq(w.dq, ds_read_.stage);
         if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * Layout::kQBytes));
+        if constexpr (kDq && Config::kDkFirst) issue_dq(w.dq, ds_read_.stage);
         wgmma_pin(w.s);
         const typename Select<Config::kReadAhead, ReadRows, QueryRows>::Type lse2(lse2_of(q_now.stage));
-        wgmma_wait<kBefore>();
+        wgmma_wait<(kBefore > 0) + kDq>();
         wgmma_pin(w.s);
         exponentiate(params_, t, rows, w, lse2);
-        wgmma_pin(w.s);  // computed here, under the other products
+        wgmma_pin(w.s);  // ptxas puts exp2 behind the wait; kept before it by force the kernel was slower
         wgmma_wait<0>();
         if constexpr (kBefore > 0) {
             wgmma_pin(w.dk);
             release_q();
         }
-        if constexpr (kBefore > 1) {
+        if constexpr (kDq) {
             wgmma_pin(w.dq);
             end_dq(w);
+        } else if constexpr (kBefore > 1) {
+            ds_read_.advance();  // the other warpgroup's
         }
         pack(w.p16, w.s);
         bars_.d_o.wait(do_at_);
@@ -392,7 +402,7 @@ class Consumer {
         release_do<false>(w);
         pack(w.ds16, w.dp);
         release_do<true>(w);
-        store_ds<(kBefore > 1)>(w);
+        store_ds<kDq>(w);
         if constexpr (Config::kKeyMask) {
             if (w.m == rows.first && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0) load_key_bias(w, t);
         }
@@ -419,15 +429,6 @@ class Consumer {
                 for (int x = 0; x < 2; ++x)
                     if (uint32(first + 8 * j + x) >= len) s[4 * j + 2 * r + x] = hidden;
         }
-    }
-
-    // The accumulator layout of a product is the operand layout of the next.
-    OA_DEVICE static void pack(Operand& a, const Scores& s) {
-#pragma unroll
-        for (int j = 0; j < Config::kBlockM / 8; ++j)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                a[j >> 1][2 * (j & 1) + r] = pack2(Config::Io{}, s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
     }
 
     // Rows of dK or dV times `scale`, 16 bytes a lane: a transpose inside each quad, as in attention/warp_epilogue.cuh.
@@ -487,8 +488,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         registers_release<Config::kProducerRegisters>();
         if (threadIdx.x == 0) BwdProducer<Config>(params, bars).run();
         const int32 warp = threadIdx.x >> 5;
-        if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers)
-            Select<Config::kOrdered, BwdOrderedWriter<Config>, BwdWriter<Config>>::Type(params, bars, warp - 1).run();
+        if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers) Writer(params, bars, warp - 1).run();
         if (Config::kOrdered && warp > Config::kConsumers)
             keep_order<Config>(params.bwd);
         else if (Config::kVarlen && warp > Config::kConsumers)

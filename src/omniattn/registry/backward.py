@@ -175,7 +175,8 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: 
     do_stages = 3 if head_dim == 64 else 2
     # K and V, Q and dO, dS, dQ on its way, a number a row of Q and of dO, barriers.
     smem_bytes = 2 * 2 * block_n * head_dim + (q_stages + do_stages) * block_m * (2 * head_dim + 4)
-    smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim
+    turns = head_dim == 64 and not (varlen or ordered or form)  # two tiles of dQ on their way, not two halves of one
+    smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim * (1 + turns)
     smem_bytes += 8 * (3 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + 4)
     # And where a warp walks over tiles a tile of 32 bytes, 32 sequences of 20 bytes, barriers.
     smem_bytes = _up(smem_bytes) + (1024 if varlen or ordered else 0)
