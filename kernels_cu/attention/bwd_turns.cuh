@@ -1,5 +1,5 @@
-// Alternating dQ (entry/attn_bwd_sm90.cu, kTurns): warpgroup g computes and adds dQ of tiles g, g + 2 .. of queries of a
-// tile of keys, all columns. An accumulator of 64 columns lies in memory as two of 32 side by side.
+// Alternating dQ (entry/attn_bwd_sm90.cu, kTurns): warpgroup g computes and adds all columns of dQ of tiles g, g + 2 ..
+// of queries of a tile of keys. An accumulator of 64 columns lies in memory as two of 32 side by side.
 #pragma once
 #include "attention/bwd_roles.cuh"
 #include "ptx/bulk_store.cuh"
