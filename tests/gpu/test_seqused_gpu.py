@@ -156,9 +156,21 @@ def test_graph_reads_new_lengths_and_clamps_them() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         o = run()
-    for used_q, used_k in ((USED_Q, USED_K), (LENGTHS_Q, LENGTHS_K), ([2**31 - 1] * 6, [-3] * 6)):
+    for used_q, used_k in ((USED_Q, USED_K), (LENGTHS_Q, LENGTHS_K), ([10**9] * 6, [-3] * 6)):
         packed["seqused_q"].copy_(torch.tensor(used_q))
         packed["seqused_k"].copy_(torch.tensor(used_k))
         graph.replay()
         assert torch.equal(o, run())
     assert not o.any()
+
+
+def test_cupy_gives_the_bits_of_torch() -> None:
+    cupy = pytest.importorskip("cupy")
+    tensors = [to_gpu(x, "float16") for x in _qkv(dtype="float16")]
+    packed = _on_gpu(_packed("seqused_q", "seqused_k"))
+    torch.cuda.synchronize()
+    others = {name: cupy.from_dlpack(x) if isinstance(x, torch.Tensor) else x for name, x in packed.items()}
+    made = oa.attention_varlen(*map(cupy.from_dlpack, tensors), **others, causal=True)
+    assert isinstance(made, cupy.ndarray)
+    expected = oa.attention_varlen(*tensors, **packed, causal=True)
+    np.testing.assert_array_equal(cupy.asnumpy(made), expected.cpu().numpy())

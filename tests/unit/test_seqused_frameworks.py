@@ -119,10 +119,12 @@ def test_tensors_without_memory() -> None:
 def test_lengths_on_a_device_are_clamped() -> None:
     from omniattn.ops import used as module
 
-    ends = module._ends("torch", STARTS["cu_seqlens_k"], ints([2**31 - 1, -5, 3, 2]))
+    ends = module._ends("torch", STARTS["cu_seqlens_k"], ints([10**9, -5, 3, 2]))
     assert ends.tolist() == [9, 9, 13, 15]
-    ends = module._ends("numpy", STARTS["cu_seqlens_k"].numpy(), np.array([2**31 - 1, -5, 3, 2], np.int32))
+    ends = module._ends("numpy", STARTS["cu_seqlens_k"].numpy(), np.array([10**9, -5, 3, 2], np.int32))
     assert ends.tolist() == [9, 9, 13, 15]
+    ends = module._ends("torch", STARTS["cu_seqlens_k"] + 1, ints([2**31 - 1] * 4))
+    assert ends.tolist() == [1, 10, 14, 14]  # no row, and none of another sequence
 
 
 @pytest.mark.parametrize("causal", [False, True])

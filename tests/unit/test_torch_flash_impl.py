@@ -283,6 +283,19 @@ def test_what_the_kernels_lack(changes: dict[str, Any], text: str | None) -> Non
 
 
 @needs_flash_impls
+def test_varlen_attn_with_used_keys(active: Any) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "seqused_k" not in inspect.signature(varlen_attn).parameters:  # older torch
+        return
+    q = torch.randn(9, 2, 8)
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 9], [0, 2, 5], [2, 3])]
+    out = varlen_attn(q, q, q, ints[0], ints[0], 5, 5, seqused_k=ints[2])
+    keys = torch.tensor([0, 1, 5, 6, 7])
+    assert torch.equal(out, varlen_attn(q, q[keys], q[keys], ints[0], ints[1], 5, 3))
+
+
+@needs_flash_impls
 def test_handlers_have_the_arguments_of_the_schemas() -> None:
     for name, function in operators.Handlers("CPU").functions.items():
         schema = getattr(aten, name).default._schema

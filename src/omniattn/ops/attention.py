@@ -330,8 +330,8 @@ def attention_varlen(
         How many of a sequence's first rows count; all of them unless given. Of cu_seqlens' library: torch, CuPy, JAX or
         NumPy. Causal and window align at the end of the counted rows, low precision quantizes these alone, and the
         other queries are rows that attend to nothing. Values outside a sequence raise on the CPU and are clamped to it
-        on a GPU. Not with quantized operands, nor with a mask for each sequence, nor with score_mod under
-        torch.compile.
+        on a GPU (near 2**31 to none). Not with quantized operands, nor with a mask for each sequence, nor with
+        score_mod under torch.compile.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
         There is no block_mask of packed sequences: a `ScoreMod` with ``mask=`` hides keys there.

@@ -25,6 +25,7 @@ from ..problems import OPERANDS
 from .score_mod import ScoreMod
 
 _LIBRARIES = ("torch", "cupy", "jax", "numpy")
+_libraries: dict[type, str] = {}
 _B = re.compile(r"\bb\b")
 _mods: weakref.WeakKeyDictionary[ScoreMod, dict[int, ScoreMod]] = weakref.WeakKeyDictionary()
 
@@ -129,21 +130,24 @@ def _is_starts(x: Any) -> bool:
 
 def _library(given: tuple[Any, ...], name: str, function: str) -> str:
     """Whose functions compute on these arrays."""
-    found = set()
-    for x in given:
-        if x is not None:
-            roots = [base.__module__.partition(".")[0].removesuffix("lib") for base in type(x).__mro__]
-            found.add(next((root for root in _LIBRARIES if root in roots), type(x).__module__))
+    found = {_library_of(type(x)) for x in given if x is not None}
     if found == {"jax", "numpy"}:
         return "jax"
     if len(found) > 1 or not found <= set(_LIBRARIES):
         kinds = ", ".join(sorted(found))
         expected = "an array of cu_seqlens' library: torch, CuPy, JAX or NumPy"
         raise ArgumentError(name, expected, f"arrays of {kinds}", function=function)
-    devices = {str(x.device) for x in given if x is not None} if found == {"torch"} else set()
-    if len(devices) > 1:
-        raise DeviceError(name, "an array on the device of cu_seqlens", ", ".join(sorted(devices)), function=function)
-    return str(found.pop())
+    if found == {"torch"} and len(devices := {x.device for x in given if x is not None}) > 1:
+        shown = ", ".join(sorted(map(str, devices)))
+        raise DeviceError(name, "an array on the device of cu_seqlens", shown, function=function)
+    return found.pop()
+
+
+def _library_of(cls: type) -> str:
+    if cls not in _libraries:
+        roots = [base.__module__.partition(".")[0].removesuffix("lib") for base in cls.__mro__]
+        _libraries[cls] = next((root for root in _LIBRARIES if root in roots), cls.__module__)
+    return _libraries[cls]
 
 
 def _on_host(library: str, given: tuple[Any, ...]) -> bool:
@@ -174,15 +178,14 @@ def _check_values(starts: tuple[Any, Any], used: tuple[Any, Any], names: tuple[s
 
 
 def _ends(library: str, cu: Any, used: Any) -> Any:
-    """Where the used rows end: values outside a sequence are clamped to it."""
-    begin = cu[:-1]
-    length = cu[1:] - begin
+    """Where the used rows end: clamped to the sequence, which leaves none of a length near 2**31, whose sum wraps."""
+    begin, end = cu[:-1], cu[1:]
     if library == "torch":
         import torch
 
-        return begin + torch.minimum(used, length).clamp(min=0)
+        return torch.clamp(begin + used, begin, end)
     xp = _module(library)
-    return begin + xp.maximum(xp.minimum(used, length), 0)
+    return xp.minimum(xp.maximum(begin + used, begin), end)
 
 
 def _module(library: str) -> Any:

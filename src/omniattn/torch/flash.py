@@ -63,7 +63,7 @@ def register_flash_impl(name: str = NAME) -> None:
     ``scaled_dot_product_attention``, ``torch.nn.attention.varlen.varlen_attn``, and ``context_parallel``. cuDNN's are
     among them because SDPA asks cuDNN first on GPUs of compute capability 9.0 and 10.0. ``context_parallel`` merges the
     results of its steps by `merge_states`. The kernels that were there before run what these lack: dropout,
-    ``alibi_slopes``, ``seqused_k``, block tables, other dtypes, head dimensions.
+    ``alibi_slopes``, block tables, ``seqused_k`` without packed sequences, other dtypes, head dimensions.
     ``torch.nn.attention.restore_flash_attention_impl()`` undoes it.
     """
     if not HAS_IMPLEMENTATIONS:

@@ -77,6 +77,7 @@ def sdpa_cudnn_backward(
 def flash(
     query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor | None, starts_k: Tensor | None, max_q: int, max_k: int,
     is_causal: bool, scale: float | None, window: tuple[int, int] | None, out: Tensor | None = None,
+    used_k: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Results of ``_flash_attention_forward``; the LSE of packed rows is (heads, rows)."""
     if starts_q is None:
@@ -86,7 +87,7 @@ def flash(
             made, lse = attention_varlen(
                 *map(shapes.readable, (query, key, value)), cu_seqlens_q=_starts(starts_q),
                 cu_seqlens_k=_starts(starts_k), max_seqlen_q=max_q, max_seqlen_k=max_k, causal=is_causal,
-                window=window, softmax_scale=scale, out=_like(query) if out is None else out,
+                seqused_k=used_k, window=window, softmax_scale=scale, out=_like(query) if out is None else out,
                 return_lse=True,
             )  # fmt: skip
     return made, lse, *_random_state(query), query.new_empty(0)
@@ -308,6 +309,7 @@ class Handlers:
             return flash(
                 query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, options.get("scale"),
                 window_of(options.get("window_size_left"), options.get("window_size_right")), options.get("out"),
+                options.get("seqused_k"),
             )  # fmt: skip
         args = (query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
         return self._pass_on(why, "_flash_attention_forward", keys, args, options)
@@ -321,6 +323,7 @@ class Handlers:
             return flash(
                 query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, options.get("scale"),
                 window_of(options.get("window_size_left"), options.get("window_size_right")), out,
+                options.get("seqused_k"),
             )[1]  # fmt: skip
         args = (out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
         return self._pass_on(why, "_flash_attention_forward_no_dropout_inplace", keys, args, options)
@@ -350,6 +353,8 @@ class Handlers:
         others = {name: x for name, x in options.items() if name not in served}
         if others.get("num_splits") == 1:
             del others["num_splits"]  # the kernels never split the keys of a query
+        if starts_q is not None:
+            others.pop("seqused_k", None)
         if (starts_q is None) != (starts_k is None):
             return "cum_seq_q or cum_seq_k is missing"
         rank = 4 if starts_q is None else 3
