@@ -81,6 +81,7 @@ CALLS = {
     "mask_pack": "attention with a mask",
     "mask_list": "attention with a mask",
     "tile_kinds": "attention with a block_mask or score_mod",
+    "packed_parts": "attention_varlen with seqused_q or seqused_k",
 }
 
 #: Kernels beside those of `attention_backward`, which they follow: the README's line is not about them.
@@ -104,6 +105,7 @@ LINES = {
     "mask_pack": "`attention`, `attention_varlen`",
     "mask_list": "`attention`, `attention_varlen`",
     "tile_kinds": "`attention`, `attention_varlen`",
+    "packed_parts": "`attention`, `attention_varlen`",
     **dict.fromkeys(("attention_backward", *BESIDE), "`attention_backward`, `attention_varlen_backward`"),
     "merge_states": "`merge_states`",
     "decode": "`decode`",

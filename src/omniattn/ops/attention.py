@@ -362,7 +362,7 @@ def attention_varlen(
     if seqused_q is not None or seqused_k is not None:
         cu_seqlens_q, cu_seqlens_k, descales, score_mod = used.split(
             "attention_varlen", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
-            descales=descales, score_mod=score_mod,
+            descales=descales, score_mod=score_mod, stream=stream,
         )  # fmt: skip
     if compiling():
         return _compiled(

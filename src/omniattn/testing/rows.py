@@ -16,6 +16,7 @@ from omniattn.testing.frameworks import Framework
 from omniattn.testing.gradient_cases import BACKWARD_OPS, gradient_cases
 from omniattn.testing.layout_cases import layout_cases
 from omniattn.testing.mask_cases import PACK_OPS, mask_cases
+from omniattn.testing.parts_cases import PARTS_CASES
 from omniattn.testing.quantizer_cases import fused_cases
 from omniattn.testing.tile_cases import tile_cases
 
@@ -55,6 +56,8 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return layout_cases(spec)
     if spec.op == "tile_kinds":
         return tile_cases(spec)
+    if spec.op == "packed_parts":
+        return PARTS_CASES
     if spec.specialization is not None:
         return fused_cases(spec)
     return call_cases(spec)
