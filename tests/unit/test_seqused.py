@@ -213,7 +213,7 @@ def test_launch_of_the_division(batch: int) -> None:
 
 def test_explain_counts_them() -> None:
     made = oa.explain(SOME.q, SOME.k, SOME.v, **SOME.starts, **SOME.longest, **SOME.used)
-    assert made.problem.batch == 12
+    assert (made.problem.batch, made.problem.sequences) == (12, 4)
     with pytest.raises(ArgumentError, match=r"'seqused_k': expected nothing, without cu_seqlens_q"):
         oa.explain(SOME.q[None], SOME.k[None], SOME.v[None], seqused_k=np.ones(1, np.int32))
 

@@ -256,7 +256,9 @@ def attention(
     the library "omniattn" (docs/torch.md). Under ``jax.jit``, ``jax.grad``, ``jax.vmap`` and the like it is a primitive
     with the same gradients (docs/jax.md).
     """
-    said = (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype)
+    said = (
+        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype, 1,
+    )  # fmt: skip
     descales = (descale_q, descale_k, descale_v)
     if compiling():
         return _compiled(
@@ -354,16 +356,16 @@ def attention_varlen(
     ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
         As in `attention`.
     """
-    said = (
-        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q,
-        max_seqlen_k, out_dtype,
-    )  # fmt: skip
-    descales = (descale_q, descale_k, descale_v)
+    descales, parts = (descale_q, descale_k, descale_v), 1
     if seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k, descales, score_mod = used.split(
+        cu_seqlens_q, cu_seqlens_k, descales, score_mod, parts = used.split(
             "attention_varlen", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
             descales=descales, score_mod=score_mod, stream=stream,
         )  # fmt: skip
+    said = (
+        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q,
+        max_seqlen_k, out_dtype, parts,
+    )  # fmt: skip
     if compiling():
         return _compiled(
             "attention_varlen", q, k, v, score_mod, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,

@@ -39,6 +39,7 @@ class Parts(NamedTuple):
     cu_seqlens_k: Any
     descales: tuple[Any, ...]
     score_mod: Any
+    parts: int
 
 
 def split(
@@ -76,7 +77,7 @@ def split(
     for name, x in zip(names, used, strict=True):
         if x is not None:
             _check_facts(x, name, function)
-    same = Parts(*starts, descales, score_mod)
+    same = Parts(*starts, descales, score_mod, 1)
     if not all(map(_is_starts, starts)):
         return same
     batch = int(starts[0].shape[0]) - 1
@@ -103,10 +104,10 @@ def split(
         elif starts[0].shape == starts[1].shape and _by_kernel(library, (*starts, *used)):
             made = packed_parts(*starts, *used, stream)
             count = 1 + (used[0] is not None) + (used[1] is not None)
-            return Parts(*made, *_beside(library, batch, count, descales, score_mod))
+            return Parts(*made, *_beside(library, batch, count, descales, score_mod), count)
     cu_q, cu_k = _starts_of_parts(library, starts, used)
     count = 1 + (used[0] is not None) + (used[1] is not None)
-    return Parts(cu_q, cu_k, *_beside(library, batch, count, descales, score_mod))
+    return Parts(cu_q, cu_k, *_beside(library, batch, count, descales, score_mod), count)
 
 
 def _starts_of_parts(library: str, starts: tuple[Any, Any], used: tuple[Any, Any]) -> tuple[Any, Any]:

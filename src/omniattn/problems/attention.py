@@ -108,6 +108,8 @@ class AttentionProblem:
         Where q, k and v come in e4m3.
     note : str
         Why the call is another one than ``precision=`` asked for; empty where it is not.
+    parts : int
+        Of packed sequences, how many stand for one of the caller's: all but the first hold what does not count.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -142,6 +144,12 @@ class AttentionProblem:
     own_head_dim_v: int = 0
     descales: Descales | None = None
     note: str = ""
+    parts: int = 1
+
+    @property
+    def sequences(self) -> int:
+        """The caller's: what choices by lengths count."""
+        return self.batch // self.parts
 
     @property
     def input_dtype(self) -> str:
