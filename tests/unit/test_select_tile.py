@@ -8,7 +8,7 @@ import pytest
 
 from omniattn.problems import AttentionProblem, Target
 from omniattn.registry import REGISTRY, by_name
-from omniattn.select import select_attention, select_split
+from omniattn.select import select_attention
 from omniattn.select.tile import SMALL, _tile_steps, best_tile, tile_us
 
 HOPPER = Target((9, 0), 227 << 10, 132)
@@ -54,25 +54,6 @@ def test_packed_sequences_count_by_their_mean() -> None:
     assert chosen.name == select_attention(dense, HOPPER).spec.name + "_varlen"
     assert SMALL in chosen.tuned_for
     assert tile_us(packed, chosen, HOPPER) == tile_us(dense, by_name(chosen.name.removesuffix("_varlen")), HOPPER)
-
-
-@pytest.mark.parametrize(("batch", "length"), [(8, 2048), (64, 512), (1024, 16)])
-@pytest.mark.parametrize("parts", [2, 3])
-def test_parts_of_sequences_do_not_count(batch: int, length: int, parts: int) -> None:
-    rows = batch * length
-    whole = dataclasses.replace(problem_of(batch, 32, rows, rows, 128, True), varlen=True, num_kv_heads=8)
-    whole = dataclasses.replace(whole, max_seqlen_q=length, max_seqlen_k=length)
-    divided = dataclasses.replace(whole, batch=parts * batch, parts=parts)
-    assert divided.sequences == batch
-    assert select_attention(divided, HOPPER).spec == select_attention(whole, HOPPER).spec
-    few = dataclasses.replace(whole, batch=1, seqlen_q=16, seqlen_k=32768, max_seqlen_q=16, max_seqlen_k=32768)
-    found, wanted = (
-        select_split(p, HOPPER, select_attention(p, HOPPER))
-        for p in (dataclasses.replace(few, batch=parts, parts=parts), few)
-    )
-    assert found is not None
-    assert wanted is not None
-    assert (found.main.spec, found.split) == (wanted.main.spec, wanted.split)
 
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"seqlen_k": 0}, {"batch": 0}, {"num_q_heads": 0}])

@@ -148,7 +148,7 @@ class AttentionProblem:
 
     @property
     def sequences(self) -> int:
-        """The caller's: what choices by lengths count."""
+        """The caller's, by which keys are split. Tiles fit shorter ones: many rows do not count."""
         return self.batch // self.parts
 
     @property
@@ -249,7 +249,7 @@ class AttentionProblem:
     @property
     def workload(self) -> str:
         """``"short causal"`` or ``"causal"`` (windows too: the keys end with the row), ``"short"`` or ``"long"``."""
-        keys = self.seqlen_k // max(self.sequences, 1) if self.varlen else self.seqlen_k
+        keys = self.seqlen_k // max(self.batch, 1) if self.varlen else self.seqlen_k
         if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
             return "short causal" if keys < SHORT_CAUSAL_KEYS else "causal"
         return "long" if keys >= LONG_KEYS else "short"

@@ -71,8 +71,8 @@ def _lengths(p: AttentionProblem) -> list[tuple[int, int]]:
         return [(p.seqlen_q, p.seqlen_k)]
     found = []
     for rows, longest in ((p.seqlen_q, p.max_seqlen_q), (p.seqlen_k, p.max_seqlen_k)):
-        mean = -(-rows // max(p.sequences, 1))
-        if p.sequences <= 1 or longest <= mean:
+        mean = -(-rows // max(p.batch, 1))
+        if p.batch <= 1 or longest <= mean:
             found.append([mean] * _QUANTILES)
             continue
         power = min(longest, rows) / mean
@@ -85,9 +85,9 @@ def _lengths(p: AttentionProblem) -> list[tuple[int, int]]:
 
 def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> float:
     """Time of exact attention by ``spec``."""
-    p, batch = problem, max(problem.sequences, 1)
+    p, batch = problem, max(problem.batch, 1)
     lengths = _lengths(p)
-    if not (p.sequences and all(map(min, lengths)) and p.num_q_heads):
+    if not (p.batch and all(map(min, lengths)) and p.num_q_heads):
         return 0.0
     causal = p.window_right != UNLIMITED
     slots = target.sm_count * spec.ctas_per_sm
@@ -123,11 +123,11 @@ def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> floa
 
 def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | None:
     """What another tile than the usual has to gain, as a factor; None where there is no choice."""
-    sequences = max(p.sequences, 1) if p.varlen else 1
+    sequences = max(p.batch, 1) if p.varlen else 1
     is_short = p.seqlen_q <= SHORT * sequences
     if is_short and p.seqlen_k <= _MAX_KEYS * sequences:
         return _GAIN
-    tiles = sequences * -(-p.seqlen_q // (sequences * usual.block_m)) * p.num_q_heads * (1 if p.varlen else p.sequences)
+    tiles = sequences * -(-p.seqlen_q // (sequences * usual.block_m)) * p.num_q_heads * (1 if p.varlen else p.batch)
     unsplit = p.varlen or p.seqlen_k <= _RATIO * p.seqlen_q or tiles > target.sm_count
     if unsplit and (is_short or tiles <= _FEW * target.sm_count):
         return _FAR
@@ -137,7 +137,7 @@ def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | Non
 
 def _wider(p: AttentionProblem, spec: KernelSpec, target: Target) -> float:
     """What a tile with columns of zeros has to gain, as a factor."""
-    sequences = max(p.sequences, 1)
+    sequences = max(p.batch, 1)
     tiles = sequences * -(-p.seqlen_q // ((sequences if p.varlen else 1) * spec.block_m)) * p.num_q_heads
     crowded = p.head_dim % 32 and tiles > target.sm_count * spec.ctas_per_sm
     return (_UNALIGNED if crowded else _WIDER) * (_FEW_KEYS if spec.block_n == 32 else 1.0)
