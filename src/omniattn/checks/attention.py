@@ -167,12 +167,13 @@ def check_descales(
             found.append(Descale("scalar"))
         elif shape == (batch, heads_kv):
             found.append(Descale("per_head", (steps[0], steps[1], 0)))
-        elif shape == (batch, heads, blocks) and name != "descale_v":
+        elif shape == (batch, heads, blocks):
             found.append(Descale("per_block", (steps[0], steps[1], steps[2])))
         else:
-            expected = f"shape () or (batch, num_kv_heads) = {(batch, heads_kv)}"
-            if name != "descale_v":
-                expected += f" or (batch, heads, blocks of {BLOCK_ROWS} rows) = {(batch, heads, blocks)}"
+            expected = (
+                f"shape () or (batch, num_kv_heads) = {(batch, heads_kv)} or (batch, heads, blocks of {BLOCK_ROWS} "
+                f"rows) = {(batch, heads, blocks)}"
+            )
             raise ShapeError(name, expected, str(shape), function=function)
     return Descales(*found)
 

@@ -37,7 +37,7 @@ class Descale:
     ----------
     granularity : str
         ``"none"`` (1), ``"scalar"``, ``"per_head"`` (a kv head of a sequence), ``"per_block"`` (128 rows of a head,
-        counted from the sequence's first; not of v).
+        counted from the sequence's first).
     strides : Strides3
         In elements, (batch, head, block): of q heads where it is that of q per block, else of kv heads. 0 for what
         shares a factor.
