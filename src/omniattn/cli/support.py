@@ -63,6 +63,7 @@ FEATURES = {
     "fragments": "behind the kernel of Hopper",
     "smooth_q": "with smooth_q",
     "head_dim_v": "v of another head_dim",
+    "value_factors": "a factor for 128 rows of v",
     "e4m3": "to e4m3",
     "hadamard": "with a rotation",
 }
@@ -267,7 +268,7 @@ def _words(spec: KernelSpec) -> str:
     features = spec.features | ({"head_dim_v"} if spec.own_head_dim_v else set())
     # Kernels for a mask serve calls without smooth_q or softcap too: the class has the one name.
     if "score_mods" in features:
-        features &= {"score_mods", "head_dim_v"}
+        features &= {"score_mods", "head_dim_v", "value_factors"}
     words = ", ".join(FEATURES.get(name, name) for name in sorted(features, reverse=True))
     formats = [CACHES.get(name, name.replace("g", ", group_size ")) for name in dict.fromkeys(spec.cache)]
     if not formats:

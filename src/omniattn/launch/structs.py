@@ -265,6 +265,24 @@ ATTN_INT8_FORMS_SM90 = HostStruct(
     tail=48,
 )
 
+VALUE_FACTORS = HostStruct("ValueFactors", "params/attn_int8.cuh", "P factors; q stride_b stride_h stride_block")
+
+ATTN_FP8_FACTORS_SM89 = HostStruct(
+    "AttnFp8FactorsSm89Params",
+    "params/attn_int8.cuh",
+    f"{ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')}; {BLOCK_SCALES.inside('scales')};"
+    f"{VALUE_FACTORS.inside('factors')}",
+)
+
+ATTN_FP8_FACTORS_SM90 = HostStruct(
+    "AttnFp8FactorsSm90Params",
+    "params/attn_int8.cuh",
+    f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
+    f"{TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')};"
+    f"{VALUE_FACTORS.inside('factors')}",
+    tail=8,
+)
+
 QUANTIZE = HostStruct(
     "QuantizeParams",
     "params/quantize.cuh",
@@ -382,9 +400,10 @@ STRUCTS: dict[str, HostStruct] = {
         SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_SPLIT_SM80, ATTN_FWD_SPLIT_FORMS_SM80, ATTN_FWD_FORMS_SM90,
         SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
-        QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, QUANTIZE, ROTATION,
-        QUANTIZE_ROTATED, QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY,
-        MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS, PACKED_PARTS,
+        QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_FORMS_SM90, VALUE_FACTORS,
+        ATTN_FP8_FACTORS_SM89, ATTN_FP8_FACTORS_SM90, QUANTIZE, ROTATION, QUANTIZE_ROTATED, QUANTIZE_DELTA,
+        ROWS_TO_FP8, QUANTIZE_FP8, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST,
+        TILE_KINDS, PACKED_PARTS,
     )
 }  # fmt: skip
 
