@@ -45,7 +45,7 @@ struct MaskListParams {
     int32 mask_batch, mask_heads;
     int32 m_tiles, n_tiles;
     int32 broadcast_rows;  // 1: the only tile of rows stands for all
-    int32 num_m_blocks, block_m, lead_rows;  // block m begins at row m * block_m - lead_rows; multiples of 64
+    int32 num_m_blocks, block_m, lead_rows;  // block m begins at row m * block_m - lead_rows; of 64 or its parts
     int32 seqlen_q, seqlen_k;  // packed: rows of the tensors
     int32 window_left, window_right;  // -1: unlimited
     int32 batch;

@@ -8,6 +8,7 @@
 
 // Order: which row of the source goes to a row of the tile; rows change places inside each 16 only.
 struct RowsAsTheyAre {
+    static constexpr bool kIsIdentity = true;
     OA_DEVICE static constexpr int row_at(int slot) { return slot; }
 };
 template <int kRows, int kHeadDim, int kThreads, typename Order = RowsAsTheyAre>
@@ -16,6 +17,11 @@ struct TileCopy {
     static constexpr int kRowsPerStep = kThreads / 8;      // 8 chunks of 16 bytes in a 128-byte row
     static constexpr int kTailChunks = Tile::kHasTail ? Tile::kTailBytes / 16 : 4;  // in a row of the last panel
     static constexpr int kTailRowsPerStep = kThreads / kTailChunks;
+    // Rows of a step that are no multiple of 16 are not ordered alike in each step, nor of 8 swizzled alike.
+    static constexpr bool kOrderedAlike = kRowsPerStep % 16 == 0 || Order::kIsIdentity;
+    static_assert(kRowsPerStep % 4 == 0, "swizzle of a step");
+    static_assert(!Tile::kHasTail || kTailRowsPerStep % 16 == 0 || (kTailRowsPerStep % 8 == 0 && Order::kIsIdentity),
+                  "rows of the last panel are ordered and swizzled alike in each step");
 
     // Whether a thread's row of the step that starts at row `r` lies inside the tile: known at compile time but for the
     // last step of a tile that is no multiple of it.
@@ -45,10 +51,13 @@ struct TileCopy {
 #pragma unroll
             for (int r = 0; r < kRows; r += kRowsPerStep) {
                 if (inside(r, row0, kRowsPerStep)) {
-                    bool row_ok = row0 + r < valid_rows;
+                    int row = kOrderedAlike ? row0 + r : Order::row_at((tid >> 3) + r);
+                    const uint16* from = kOrderedAlike ? src : g + row * row_stride + (tid & 7) * 8;
+                    uint32 to = kRowsPerStep % 8 ? dst ^ (r & 4) << 4 : dst;
+                    bool row_ok = row < valid_rows;
 #pragma unroll
                     for (int p = 0; p < Tile::kFullPanels; ++p)
-                        cp_async_16(smem + dst + p * Tile::kPanelBytes + r * 128, src + p * 64, bytes(row_ok, p));
+                        cp_async_16(smem + to + p * Tile::kPanelBytes + r * 128, from + p * 64, bytes(row_ok, p));
                 }
                 src += kRowsPerStep * row_stride;
             }

@@ -6,6 +6,7 @@
 #include "ptx/types.cuh"
 
 struct FourKeys {
+    static constexpr bool kIsIdentity = false;
     OA_DEVICE static constexpr int row_at(int slot) {
         return (slot & ~15) | (slot >> 1 & 3) << 2 | (slot >> 3 & 1) << 1 | (slot & 1);
     }

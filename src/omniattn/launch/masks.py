@@ -190,7 +190,7 @@ def build(
     problem : AttentionProblem
         Of a call with a mask that the kernels take (`takes`); the operand is ``"mask"``.
     block_m : int
-        Query rows of a tile of the attention kernel, a multiple of 64.
+        Query rows of a tile of the attention kernel: a multiple of 64, or a part of it.
     lead_rows : int
         Rows of a head's first tile that lie before row 0, a multiple of 64.
     num_m_blocks : int
@@ -205,7 +205,7 @@ def build(
     places : MaskPlaces
     """
     assert takes(problem), "attention reads this mask itself"
-    assert block_m % MASK_TILE == 0
+    assert block_m % MASK_TILE == 0 or MASK_TILE % block_m == 0
     assert lead_rows % MASK_TILE == 0
     found = places(problem, num_m_blocks, memory)
     if problem.batch * problem.num_q_heads * num_m_blocks == 0:

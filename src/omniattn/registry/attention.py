@@ -23,6 +23,7 @@ class _FwdTile:
     min_arch: tuple[int, int] = (8, 0)
     #: GPUs of sm_89 run the cubins of sm_80: the same instructions, counted.
     prebuild: tuple[str, ...] = ("80", "90a")
+    tuned_for: tuple[str, ...] = ()
 
 
 # Every tile fits into the 99 KB of sm_86, sm_89 and sm_120, so that one row serves all GPUs.
@@ -51,6 +52,17 @@ _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(256, 64, 64, 4, 1, False, 2, suffix="_n64", min_arch=(9, 0), prebuild=("90a",)),
 )
 
+# Of short sequences, several CTAs an SM (docs/performance/short.md): select/forms.py says when.
+_FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
+    _FwdTile(
+        head_dim, block_m, block_n, num_warps, 2, head_dim == 64, ctas, suffix=f"_m{block_m}n{block_n}",
+        min_arch=(9, 0), prebuild=("90a",), tuned_for=("small",),
+    )
+    for head_dim, block_m, block_n, num_warps, ctas in (
+        (64, 64, 64, 4, 3), (128, 64, 64, 4, 2), (64, 16, 16, 1, 16), (128, 16, 16, 1, 10),
+    )
+)  # fmt: skip
+
 
 # Keys split over CTAs (docs/performance/few_queries.md). Few queries: 64 rows a CTA, and as many keys under way as fit.
 _FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
@@ -63,6 +75,8 @@ _FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
 
 
 def _fwd_sm80_spills(tile: _FwdTile, score_mods: bool) -> int:
+    if tile.tuned_for:
+        return 0
     if score_mods:  # on sm_120 at 64 and on sm_100 at 128, where nobody has measured it
         return 64 if (tile.head_dim, tile.suffix) == (64, "_n64") else 24 if tile.head_dim == 128 else 0
     # One value of a step, which is no slower for it (docs/performance/attn_fwd_sm80.md); at 256 on sm_100a alone.
@@ -109,6 +123,7 @@ def _attn_fwd_sm80(
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
         prebuild=() if own_head_dim_v or (split and dtype == "float16") else tile.prebuild,
+        tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
         # Of the split at 64 with score modifiers on sm_80 alone; it waits for memory.
         allowed_spill_bytes=(8 if score_mods and tile.head_dim == 64 else 0)
@@ -329,6 +344,11 @@ def attention_rows() -> Iterator[KernelSpec]:
         _attn_fwd_sm80(tile, dtype, score_mods)
         for score_mods, tiles in ((False, _FWD_SM80_TILES), (True, _FWD_SM80_MODS_TILES))
         for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_sm80(tile, dtype, score_mods=True)
+        for tile in _FWD_SM80_SMALL_MODS_TILES
         for dtype in ("float16", "bfloat16")
     )
     yield from (

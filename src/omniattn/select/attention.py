@@ -265,7 +265,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             (-s.min_arch[0], -s.min_arch[1]),
         ),
     )
-    generic = [s for s in fitting if not s.arch_specific]
+    generic = [s for s in fitting if not s.arch_specific and SMALL not in s.tuned_for]
     tiny = best.family == "attn_fwd_sm90" and bool(generic) and _is_tiny(problem, best, target)
     if tiny:
         best = min(generic, key=lambda s: (s.head_dim, len(s.features), (-s.min_arch[0], -s.min_arch[1])))
