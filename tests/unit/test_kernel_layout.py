@@ -93,8 +93,9 @@ def test_copies_fill_each_tile_once(spec: KernelSpec) -> None:
                 dst = row0 * 128 + ((chunk ^ (row0 & 7)) << 4)
                 for r in range(0, rows, threads // 8):
                     if row0 + r < rows:
+                        to = dst ^ ((r & 4) << 4) if threads // 8 % 8 else dst
                         for panel in range(full_panels):
-                            write(dst + panel * rows * 128 + r * 128, row0 + r, panel * 8 + chunk)
+                            write(to + panel * rows * 128 + r * 128, row0 + r, panel * 8 + chunk)
             if head_dim % 64:
                 row0, chunk = tid >> 2, tid & 3
                 dst = full_panels * rows * 128 + row0 * 64 + ((chunk ^ ((row0 >> 1) & 3)) << 4)
@@ -107,6 +108,23 @@ def test_copies_fill_each_tile_once(spec: KernelSpec) -> None:
             for chunk in range(head_dim // 8)
         }
         assert written == expected
+
+
+@pytest.mark.parametrize("threads", [32, 64, 128])
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_every_step_of_a_copy_orders_its_rows(rows: int, threads: int) -> None:
+    """FourKeys reorders 16 rows: a step of fewer cannot take its source rows from those of the first step."""
+
+    def row_at(slot: int) -> int:
+        return (slot & ~15) | (slot >> 1 & 3) << 2 | (slot >> 3 & 1) << 1 | (slot & 1)
+
+    step = threads // 8
+    copied = {}
+    for slot in range(step):
+        for r in range(0, rows, step):
+            copied[slot + r] = row_at(slot) + r if step % 16 == 0 else row_at(slot + r)
+    assert copied == {slot: row_at(slot) for slot in range(rows)}
+    assert sorted(copied.values()) == list(range(rows))
 
 
 @pytest.mark.parametrize("spec", FORWARD, ids=lambda spec: spec.name)
