@@ -11,6 +11,7 @@ from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
 from .advice import advise
 from .choice import RowsOf, Selection, dotted, forced, unfit_target
+from .short_forms import small_form_tile
 from .tile import SMALL, best_tile
 
 _BITS = {"int8": 8, "int4": 4, "fp8": 8}
@@ -266,11 +267,16 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         ),
     )
     generic = [s for s in fitting if not s.arch_specific and SMALL not in s.tuned_for]
-    tiny = best.family == "attn_fwd_sm90" and bool(generic) and _is_tiny(problem, best, target)
+    of_hopper = best.family == "attn_fwd_sm90"
+    exact_mods = problem.score_mods and not best.quantized
+    small = small_form_tile(problem, target, best, fitting) if exact_mods else None
+    tiny = small is None and of_hopper and bool(generic) and _is_tiny(problem, best, target)
     if tiny:
         best = min(generic, key=lambda s: (s.head_dim, len(s.features), (-s.min_arch[0], -s.min_arch[1])))
     usual = best
-    if best.family == "attn_fwd_sm90" and not problem.score_mods and not best.own_head_dim_v:
+    if small is not None:
+        best = small
+    if of_hopper and not problem.score_mods and not best.own_head_dim_v:
         kind, widths = (best.family, best.features), (best.head_dim, best.head_dim_v)
         kin = [s for s in fitting if (s.family, s.features) == kind]
         # Not every head_dim has small tiles: wider ones do, in which columns are left over.
@@ -298,8 +304,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     if best is not usual:
         ctas = f"{best.ctas_per_sm} CTAs an SM" if best.ctas_per_sm > 1 else "one CTA an SM"
         why.append(
-            f"tile of {best.block_m} query rows and {best.block_n} keys, {ctas}: the fastest by the model of short "
-            "sequences"
+            f"tile of {best.block_m} query rows and {best.block_n} keys, {ctas}: the fastest "
+            + ("of those measured with so few queries and keys" if small else "by the model of short sequences")
         )
     elif best.tuned_for:
         why.append(f"tile of {best.block_m} query rows and {best.block_n} keys, tuned for {problem.workload} problems")

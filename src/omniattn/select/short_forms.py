@@ -1,0 +1,80 @@
+"""Which small tile on mma.sync a call of short sequences with score modifiers gets (docs/performance/short.md).
+
+Hopper's own kernel with masks and softcap has tiles of 192 and 256 query rows, which short sequences fill in part.
+Limits as measured on an H200; other GPUs keep their tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..problems import UNLIMITED, AttentionProblem, Target
+from ..registry import KernelSpec
+from .tile import SMALL
+
+#: Narrowest head_dim of the tiles of 64 and 128: below it other rows have narrower tiles.
+_NARROWEST = {64: 33, 128: 97}
+#: Queries and keys up to which one warp with 16 rows is the fastest; and up to which it or four warps with 64 are.
+_ONE_WARP, _FOUR_WARPS = 48, 64
+#: Queries and keys up to which four warps are the fastest of many sequences at head_dim 64, without an additive mask.
+_MANY = 128
+#: Queries and keys up to which four warps are faster where all tiles run at once, at head_dim 64 without any mask.
+_ALL_AT_ONCE = 1024
+#: Keys up to which four warps were measured beside the 128 rows of mma.sync; keys a query.
+_MAX_KEYS, _RATIO = 2048, 4
+#: Heads an SM up to which one warp is faster than four; tiles an SM up to which 64 rows are faster than 128.
+_FEW_HEADS, _FEW_TILES = 2, 4
+
+
+def _block_m(p: AttentionProblem, head_dim: int, of_hopper: bool, sm_count: int) -> int | None:
+    """Query rows of the best small tile; None where a large one is better."""
+    longest, heads = max(p.seqlen_q, p.seqlen_k), p.batch * p.num_q_heads
+    tiles = heads * -(-p.seqlen_q // 64)
+    if longest <= _ONE_WARP:
+        return 16
+    if longest <= _FOUR_WARPS:
+        causal = p.window_right == 0 and p.window_left == UNLIMITED
+        return 16 if causal or heads <= _FEW_HEADS * sm_count else 64
+    if longest > _MAX_KEYS or p.seqlen_k > _RATIO * p.seqlen_q:
+        return None
+    if not of_hopper:
+        return 64 if heads * -(-p.seqlen_q // 128) <= _FEW_TILES * sm_count else None
+    if head_dim == 64 and longest <= _MANY and p.mask_form != "tiles" and tiles > sm_count:
+        return 64
+    if head_dim == 64 and longest <= _ALL_AT_ONCE and p.mask == "none" and tiles <= sm_count:
+        return 64
+    return None
+
+
+def small_form_tile(
+    problem: AttentionProblem, target: Target, usual: KernelSpec, rows: Sequence[KernelSpec]
+) -> KernelSpec | None:
+    """The row of a small tile that is faster than ``usual``; None where none is.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Exact attention with score modifiers.
+    target : Target
+    usual : KernelSpec
+        The row that long sequences take.
+    rows : sequence of KernelSpec
+        Rows that can serve the problem.
+
+    Returns
+    -------
+    KernelSpec or None
+    """
+    p = problem
+    if p.varlen or p.score_mod is not None or p.block_mask is not None or target.cc != (9, 0):
+        return None
+    small = [
+        spec
+        for spec in rows
+        if SMALL in spec.tuned_for and not spec.arch_specific
+        if _NARROWEST[spec.head_dim] <= p.head_dim <= spec.head_dim
+    ]
+    if not small:
+        return None
+    block_m = _block_m(p, small[0].head_dim, usual.arch_specific, target.sm_count)
+    return next((spec for spec in small if spec.block_m == block_m), None)
