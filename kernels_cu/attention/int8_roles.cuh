@@ -8,6 +8,7 @@
 #include "attention/p_e4m3.cuh"
 #include "attention/partial_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
+#include "attention/value_factors.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_int8.cuh"
@@ -76,23 +77,24 @@ struct Int8Tile {
         wgmma_pin(s);
     }
 
-    // A += P V, and sums = P 1: elements 0 and 2 are the tile's sums of this lane's two rows. Asynchronous.
+    // A += P V, and (not with factors of V) sums = P 1: elements 0 and 2 are the tile's sums of this lane's two rows.
+    // Asynchronous.
     OA_DEVICE static void issue_pv(Output& acc, RowSums& sums, const Probabilities& probs, WgmmaDescriptor v) {
         const WgmmaDescriptor ones =
             wgmma_descriptor<Config::kOnesBytes / 8>(smem_addr_at(&Int8Storage<Config>::ones), 16, Config::kOnesBytes);
         wgmma_pin(acc);
-        wgmma_pin(sums);
+        if (!Config::kFactors) wgmma_pin(sums);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kBlockN / 32; ++step)
             Wgmma<E4m3, Config::kHeadDim>::rs(acc, probs[step], v.at(step * 32), 1);
         // After the product with V, which takes longer: the other way round costs 2 %.
 #pragma unroll
-        for (int step = 0; step < Config::kBlockN / 32; ++step)
+        for (int step = 0; step < Config::kBlockN / 32 && !Config::kFactors; ++step)
             Wgmma<E4m3, 8>::rs(sums, probs[step], ones.at(0), step != 0);
         wgmma_commit();
         wgmma_pin(acc);
-        wgmma_pin(sums);
+        if (!Config::kFactors) wgmma_pin(sums);
     }
 };
 
@@ -219,6 +221,11 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     template <typename T>
     OA_DEVICE void store(const T& t, int32 warp_row, Rows& state) const {
         float bias[2] = {0.0f, 0.0f};
+        if constexpr (Config::kFactors) {
+            sum_of_quad(state.lse_sum);
+            state.softmax.l[0] = state.lse_sum[0];
+            state.softmax.l[1] = state.lse_sum[1];
+        }
         if (state.attended) {
             if (!Config::kEarlyChannels) {
                 named_barrier_sync(kFirstFreeBarrier + group_, 128);  // O has been read
@@ -232,7 +239,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             named_barrier_sync(kFirstFreeBarrier + group_, 128);
             channels().undo(state.acc, state.softmax.l, lane_);
         }
-        if (Config::kLse) sum_of_quad(state.lse_sum);
+        if (Config::kLse && !Config::kFactors) sum_of_quad(state.lse_sum);
         if constexpr (Config::kSplitKeys) {
             store_partial(t, warp_row, state, bias);
             return;
@@ -347,6 +354,14 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         if constexpr (Config::kBlockScales)
             k_scales_ =
                 k_block_scales(params_.operands, params_.scales, t, t.head_idx / (p_.num_q_heads / p_.num_kv_heads));
+        if constexpr (Config::kFactors)
+            v_factors_ = value_factors(params_.factors, t, t.head_idx / (p_.num_q_heads / p_.num_kv_heads));
+    }
+    // kFactors: of V, for the keys of tile n.
+    OA_DEVICE float factor_of_values(int32 n) const {
+        if constexpr (Config::kFactors)
+            return value_factor<Config::kBlockN>(v_factors_, params_.factors, params_.scales.k_blocks, n);
+        return 1.0f;
     }
 
     // A scale of scores that are added to a constant as they are (attention/warp_softmax.cuh): integers.
@@ -378,6 +393,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     WgmmaDescriptor k_, v_;  // of the first stages
     uint32 k_scale_;  // shared address of this lane's
     const float* k_scales_ = nullptr;  // kBlockScales: of the keys of this tile of queries
+    const float* v_factors_ = nullptr;  // kFactors: the same
 
   private:
     // The call's head, of all batches, that a row of packed heads belongs to.

@@ -13,13 +13,13 @@ struct PRange {
 constexpr uint32 kOnes = 0x38383838, kToSign = 0x02020202, kSigns = 0x80808080;
 
 // Packs P as operand of the product with V (OperandPacker); kSum: and adds it, before it is rounded, to this lane's
-// sums.
-template <int kSteps, bool kSum>
+// sums. kNew: those begin with column block 0.
+template <int kSteps, bool kSum, bool kNew = false>
 struct E4m3Packer {
     OperandPacker<false, 0, kSteps> operands;
     float (&sum)[2];
     OA_DEVICE void operator()(int n, int r, float p0, float p1) {
-        if (kSum) sum[r] += p0 + p1;
+        if (kSum) sum[r] = kNew && n == 0 ? p0 + p1 : sum[r] + (p0 + p1);
         operands(n, r, p0, p1);
     }
 };

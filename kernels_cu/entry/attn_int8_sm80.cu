@@ -3,6 +3,7 @@
 //
 //   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias)
 //   S = softcap * tanh(S / softcap);  S += mask
+//   with VALUE_FACTORS: one for each 128 rows of V, of the caller, in P (attention/value_factors.cuh)
 //   P = softmax([S, sink]);  O = (P V_q) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
 // q_int [batch, num_q_heads, seqlen_q, head_dim_pad] and k_int [batch, num_kv_heads, seqlen_k, head_dim_pad], s8 or s4
@@ -36,6 +37,7 @@
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/score_mods.cuh"
+#include "attention/value_factors.cuh"
 #include "attention/warp_scores.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_int8.cuh"
@@ -63,6 +65,7 @@ struct Config {
     static constexpr bool kAcc16 = PV_ACC16;
     static constexpr bool kSmoothQ = SMOOTH_Q;  // delta_s is added
     static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, scale <= 0; delta_s where there is one
+    static constexpr bool kFactors = VALUE_FACTORS;  // e4m3: one for each 128 rows of V
     static constexpr bool kFloatScores = kSmoothQ || kScoreMods;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
@@ -76,6 +79,7 @@ struct Config {
                   "whole MMA tiles, one q_scale a lane");
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 32, 64, 128 or 256 bytes");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
+    static_assert(!kFactors || (kFloatQk && !kHalfV && !kAcc16), "arrays in e4m3");
     static_assert(kPartKeys == 32 || kPartKeys == 64, "whole k32 steps");
 };
 
@@ -92,13 +96,15 @@ using QCopy = TileCopy<Config::kBlockM, Config::kRowHalves, Config::kThreads>;
 using KCopy = TileCopy<Config::kBlockN, Config::kRowHalves, Config::kThreads>;
 using VCopy = TileCopy<kVRows, kVHalves, Config::kThreads>;
 
+using Params = Select<Config::kFactors, AttnFp8FactorsSm89Params, AttnInt8Sm80Params>::Type;
+
 struct SharedStorage {
     alignas(1024) uint8 q[QTile::kBytes];
     alignas(1024) uint8 k[Config::kStages][KTile::kBytes];
     alignas(1024) uint8 v[Config::kStages][VTile::kBytes];
     alignas(16) float delta[2][Config::kBlockN];
     alignas(16) float k_scale[2][4];
-    TileFacts facts;
+    Select<Config::kFactors, FactorFacts, TileFacts>::Type facts;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
@@ -200,8 +206,9 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
     using Base::scales_;
 
   public:
-    OA_DEVICE Worker(const AttnInt8Sm80Params& params, const FwdTile& t, SharedStorage& smem, int warp_idx, int lane)
+    OA_DEVICE Worker(const Params& params, const FwdTile& t, SharedStorage& smem, int warp_idx, int lane)
         : Base(params.scales),
+          params_(params),
           p_(params.fwd),
           x_(params.operands),
           t_(t),
@@ -247,7 +254,7 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
             float c = q_scale_ * k_scale * (p_.softmax_scale * kLog2e);
             if constexpr (!Config::kFloatQk) c = scale_without_rounding(c);
             if (edges) hide_keys(s, n0);
-            exponentiate<kPart>(s, c, !Config::kFloatQk && c > kCoarseScaleOf<Score>, multiply_before);
+            exponentiate<kPart>(s, n, c, !Config::kFloatQk && c > kCoarseScaleOf<Score>, multiply_before);
         } else {
             float c = q_scale_ * k_scale;
             // A max_seqlen_k below the longest sequence: not a number, rather than one that means nothing.
@@ -257,10 +264,10 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
             if constexpr (Config::kScoreMods) {
                 modified_scores(f, s, c, has_delta() ? delta : nullptr, n0);
             } else {
-                shifted_scores(f, s, c * (p_.softmax_scale * kLog2e), delta);
+                shifted_scores(f, s, c * (p_.softmax_scale * kLog2e), delta, p_.softmax_scale * kLog2e);
             }
             if (edges) hide_keys(f, n0);
-            exponentiate<kPart>(f, 1.0f, false, multiply_before);
+            exponentiate<kPart>(f, n, 1.0f, false, multiply_before);
         }
     }
 
@@ -308,8 +315,11 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
     // P and its sums from scores; O and the denominators follow where the base of the softmax has to move. Rows that do
     // not exist are zeros (QCopy), not the next sequence's: they may take part in the vote.
     template <int kPart, typename Scores, typename Multiply>
-    OA_DEVICE void exponentiate(const Scores (&s)[Config::kMTiles], float c0, bool coarse, Multiply multiply_before) {
+    OA_DEVICE void exponentiate(const Scores (&s)[Config::kMTiles], int32 n, float c0, bool coarse,
+                                Multiply multiply_before) {
         const float c[2] = {c0, c0};
+        const auto factor = factor_of_tile<Config::kBlockN>(smem_.facts, params_, n);
+        const auto shift = factor.shift();
         using Packer = OperandPacker<Config::kHalfV, kPart * kPartSteps, kPSteps>;
 #pragma unroll
         for (int first = 0; first < Config::kMTiles; first += Config::kVoteTiles) {
@@ -317,7 +327,7 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
             bool too_large = coarse;
 #pragma unroll
             for (int i = first; i < first + Config::kVoteTiles; ++i) {
-                rows_[i].template exponentiate<false>(s[i], c, sum[i], Packer{probs_[i], {}});
+                rows_[i].template exponentiate<false>(s[i], c, sum[i], Packer{probs_[i], {}}, shift);
                 too_large |= !(sum[i][0] <= PRange::kSumLimit) || !(sum[i][1] <= PRange::kSumLimit);
             }
             if (__any_sync(0xffffffffu, too_large)) {
@@ -325,30 +335,18 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
 #pragma unroll
                 for (int i = first; i < first + Config::kVoteTiles; ++i) {
                     float alpha[2];
-                    rows_[i].raise(s[i], c, alpha);
+                    rows_[i].raise(s[i], c, alpha, shift);
                     rescale(o_[i], alpha);
-                    rows_[i].template exponentiate<true>(s[i], c, sum[i], Packer{probs_[i], {}});
+                    rows_[i].template exponentiate<true>(s[i], c, sum[i], Packer{probs_[i], {}}, shift);
                 }
             }
 #pragma unroll
-            for (int i = first; i < first + Config::kVoteTiles; ++i) rows_[i].add(sum[i]);
-        }
-    }
-
-    // Scores in base-2 units; c with the softmax's scale.
-    OA_DEVICE void shifted_scores(Floats (&f)[Config::kMTiles], const Integers (&s)[Config::kMTiles], float c,
-                                  const float* delta) const {
-        float scale_log2 = p_.softmax_scale * kLog2e;
+            for (int i = first; i < first + Config::kVoteTiles; ++i) {
+                factor.add(rows_[i].l, sum[i]);
 #pragma unroll
-        for (int n = 0; n < Config::kNTiles; ++n) {
-            float2 d = *reinterpret_cast<const float2*>(delta + 8 * n);
-            d.x *= scale_log2;
-            d.y *= scale_log2;
-#pragma unroll
-            for (int i = 0; i < Config::kMTiles; ++i)
-#pragma unroll
-                for (int e = 4 * n; e < 4 * n + 4; ++e)
-                    f[i][e] = fmaf(score_of(s[i][e]) - kScoreBias<Score>, c, e & 1 ? d.y : d.x);
+                for (int w = 4 * kPart * kPartSteps; w < 4 * (kPart + 1) * kPartSteps; ++w)
+                    probs_[i][w / 4][w % 4] = factor.operand(probs_[i][w / 4][w % 4]);
+            }
         }
     }
 
@@ -378,6 +376,7 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
         }
     }
 
+    const Params& params_;
     const AttnFwdParams& p_;
     const QuantizedOperands& x_;
     const FwdTile& t_;
@@ -389,7 +388,7 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_int8_sm80(
-    const __grid_constant__ AttnInt8Sm80Params params) {
+    const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     const AttnFwdParams& p = params.fwd;
@@ -401,10 +400,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
     KeyTiles<Config::kBlockM, Config::kBlockN> keys(p, t);
     TileFacts& facts = smem.facts;
     if (tid == 0) {
-        facts = facts_of<Config::kBlockN, Config::kHalfV>(p, params.operands, t, keys.full_first, keys.full_end);
+        static_cast<TileFacts&>(facts) =
+            facts_of<Config::kBlockN, Config::kHalfV>(p, params.operands, t, keys.full_first, keys.full_end);
         if constexpr (Config::kFloatQk)
             facts.k_scale =
                 k_block_scales(params.operands, params.scales, t, t.head_idx / (p.num_q_heads / p.num_kv_heads));
+        find_value_factors(smem.facts, params, t);
     }
     __syncthreads();
     Worker worker(params, t, smem, warp_idx, lane);

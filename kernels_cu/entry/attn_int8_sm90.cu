@@ -4,6 +4,7 @@
 // 2024).
 //
 //   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  P = softmax([S, sink])
+//   with factors of V (VALUE_FACTORS): one for each 128 rows of V, of the caller, in P (attention/value_factors.cuh)
 //   with forms besides: S = softcap * tanh(S / softcap);  S += bias, or S = -inf where a key is hidden
 //   O = (P V8) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
@@ -36,7 +37,7 @@
 // P is 28 at the base of the softmax: an e4m3 number, so that a key that counts for more than all others is not
 // rounded, with room below the largest e4m3 for scores that exceed the base. O is divided by sums of P as rounded:
 // products with ones. The LSE is of sums before rounding, which kernels WITH_LSE form besides; their O has the same
-// bits.
+// bits. With factors of V both are of sums before rounding, because P rounded with a small factor is 0.
 //
 // Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V
 // [same] | ones [512], with forms [256] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] |
@@ -44,6 +45,7 @@
 // barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/int8_forms_roles.cuh"
 #include "attention/int8_roles.cuh"
+#include "attention/value_factors.cuh"
 #include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
 #include "scheduler/persistent.cuh"
@@ -59,11 +61,13 @@ struct Config {
     static constexpr bool kPingPong = kConsumers == 2 && !kSplitKeys;  // often one of the two has no rows
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
+    static constexpr int kBlockTiles = kBlockRows / kBlockN;  // of keys, to a scale
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;
     static constexpr bool kDelta = SMOOTH_Q;  // with forms: if there is delta_s
     static constexpr bool kLse = WITH_LSE;
+    static constexpr bool kFactors = VALUE_FACTORS;  // one for each 128 rows of V; kLse, not kDelta, no forms
     static constexpr bool kRegisterQ = REGISTER_Q;
     static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
     static constexpr bool kRotateHeads = kForms, kMeetAtTiles = false;
@@ -81,18 +85,22 @@ struct Config {
     static constexpr bool kEarlyChannels = kHeadDim <= 128;
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
-    static_assert(!kSplitKeys || !(kForms || kVarlen || kDelta || kBlockScales), "plain dense batches");
+    static_assert(!kFactors || (kBlockScales && kLse && !kDelta && !kForms), "arrays in e4m3, without forms");
+    static_assert(!kSplitKeys || !(kForms || kVarlen || kDelta || kBlockScales), "plain dense batches of integers");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 
-using PlainParams = Select<Config::kSplitKeys, AttnInt8SplitSm90Params, AttnInt8Sm90Params>::Type;
+using WholeParams = Select<Config::kFactors, AttnFp8FactorsSm90Params, AttnInt8Sm90Params>::Type;
+using PlainParams = Select<Config::kSplitKeys, AttnInt8SplitSm90Params, WholeParams>::Type;
 using Params = Select<Config::kForms, AttnInt8FormsSm90Params, PlainParams>::Type;
 using SharedStorage = Int8Storage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 using Tile = Int8Tile<Config>;
-using Packer = E4m3Packer<Config::kBlockN / 32, Config::kLse>;
-using Shift = Select<Config::kDelta, DeltaShift, NoShift>::Type;
+using Packer = E4m3Packer<Config::kBlockN / 32, Config::kLse, Config::kFactors>;
+using PlainShift = Select<Config::kDelta, DeltaShift, NoShift>::Type;
+using Factor = Select<Config::kFactors, ValueFactor, NoValueFactor>::Type;  // of V
+using Shift = Select<Config::kFactors, ValueShift, PlainShift>::Type;
 
 class PlainProducer : public Int8Producer<Config, PlainParams, PlainProducer> {
   public:
@@ -118,10 +126,25 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         Tile::Scores s;
         // The next P is computed while the product of the last one runs, whose operands must not be written.
         Tile::Probabilities probs, fresh;
-        const uint32 zero = opaque_zero();
+        const uint32 opaque = Factor::opaque();
         Tile::RowSums sums = {};
         float c[2], alpha[2], sum[2];
+        Factor factor;  // of the step's keys
         bool is_full = false;  // whether the next stage was seen to be
+
+        // kFactors: K's scale and V's factor of the block of 128 keys that comes next, a block ahead.
+        float k_ahead = 1.0f, v_ahead = 1.0f;
+        auto look_ahead = [&](int32 n) {
+            k_ahead = this->scale_of_keys(n);
+            v_ahead = this->factor_of_values(n);
+        };
+        // Keys are walked from the last tile on.
+        auto enter_block = [&](int32 n) {
+            c[0] = c[1] = q_scale[0] * k_ahead;
+            factor.set(v_ahead);
+            look_ahead(n - Config::kBlockTiles);  // before the first block: of any
+        };
+        if (Config::kFactors) look_ahead(keys.end - 1 - i);
 
         // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
         auto products = [&] {
@@ -131,16 +154,19 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
             Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
             ping_pong_.pass_on();
             // From global memory, under the products.
-            if (Config::kBlockScales) scales_of_scores(q_scale, keys.end - 1 - i, c);
+            int32 n = keys.end - 1 - i;
+            if (Config::kBlockScales && !Config::kFactors) scales_of_scores(q_scale, n, c);
+            if (Config::kFactors && uint32(n) % Config::kBlockTiles == Config::kBlockTiles - 1) enter_block(n);
             wgmma_wait<1>();
             wgmma_pin(s);
         };
         auto finish_pv = [&] {
             wgmma_wait<0>();
             wgmma_pin(state.acc);
-            wgmma_pin(sums);
+            if (!Config::kFactors) wgmma_pin(sums);
 #pragma unroll
             for (int k = 0; k < Config::kBlockN / 32; ++k) wgmma_pin(probs[k]);
+            if (Config::kFactors) return;
             rows.l[0] += sums[0];
             rows.l[1] += sums[2];
         };
@@ -148,7 +174,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
 #pragma unroll
             for (int k = 0; k < Config::kBlockN / 32; ++k)
 #pragma unroll
-                for (int x = 0; x < 4; ++x) probs[k][x] = copy_of(fresh[k][x], zero);
+                for (int x = 0; x < 4; ++x) probs[k][x] = factor.copy_of_operand(fresh[k][x], opaque);
         };
         // After the last read of the stage.
         auto release_stage = [&] {
@@ -159,7 +185,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         // P(i), except as operand.
         auto exponentiate = [&] {
             sum[0] = sum[1] = 0.0f;
-            rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift_of(t));
+            rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift_of(t, factor));
         };
         // Of this lane's rows. In packed tensors a tile's last rows may be the next sequence's; they must not take part
         // in the vote, or a result would depend on its neighbour.
@@ -170,7 +196,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
                    (!Config::kDelta && (this->is_coarse(c[0]) || (Config::kSplitKeys && this->is_coarse(c[1]))));
         };
         auto redo = [&] {
-            Shift shift = shift_of(t);
+            Shift shift = shift_of(t, factor);
             rows.raise(s, c, alpha, shift);
             rescale(state.acc, alpha);
             state.shrink[0] *= alpha[0];
@@ -185,8 +211,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         };
         auto add = [&] {
             if (!Config::kLse) return;
-            state.lse_sum[0] += sum[0];
-            state.lse_sum[1] += sum[1];
+            factor.add(state.lse_sum, sum);
         };
         auto mask = [&] {
             if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
@@ -209,12 +234,16 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         state.attended = true;
         q_scale[0] *= p_.softmax_scale * kLog2e;
         q_scale[1] *= p_.softmax_scale * kLog2e;
-        scales_of_scores(q_scale, keys.end - 1 - i, c);
+        if (Config::kFactors) {
+            enter_block(keys.end - 1 - i);
+        } else {
+            scales_of_scores(q_scale, keys.end - 1 - i, c);
+        }
         wgmma_wait<0>();
         wgmma_pin(s);
         if (!Tile::Queries::kTaken && i == num_tiles - 1) release_outer();
         mask();
-        rows.raise(s, c, alpha, shift_of(t));
+        rows.raise(s, c, alpha, shift_of(t, factor));
         exponentiate();
         renew_probs();
         if (__any_sync(0xffffffffu, is_too_large())) redo();
@@ -275,8 +304,11 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
     }
 
   private:
-    // delta_s of the step's tile.
-    OA_DEVICE Shift shift_of(const FwdTile& t) const { return Shift(delta_of(t), p_.softmax_scale * kLog2e); }
+    // What is added to the exponents of the step's tile: delta_s, or log2 of V's factor.
+    OA_DEVICE ValueShift shift_of(const FwdTile&, const ValueFactor& factor) const { return factor.shift(); }
+    OA_DEVICE PlainShift shift_of(const FwdTile& t, const NoValueFactor&) const {
+        return PlainShift(delta_of(t), p_.softmax_scale * kLog2e);
+    }
 };
 
 using Producer = Select<Config::kForms, Int8FormsProducer<Config>, PlainProducer>::Type;

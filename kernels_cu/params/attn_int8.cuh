@@ -70,3 +70,27 @@ struct AttnInt8FormsSm90Params {
     int32 reserved;
     BlockScales scales;
 };
+
+// A factor for each 128 rows of V of a kv head, counted from its sequence's first; strides in elements. There are as
+// many as BlockScales::k_blocks says.
+struct ValueFactors {
+    const float* factors;
+    int64 stride_b, stride_h, stride_block;
+};
+// The same calls with such factors.
+struct AttnFp8FactorsSm89Params {
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    BlockScales scales;
+    ValueFactors factors;
+};
+struct AttnFp8FactorsSm90Params {
+    TensorMap map_q, map_k, map_v;
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    TileList tiles;
+    int32 flush_keys;
+    int32 reserved;
+    BlockScales scales;
+    ValueFactors factors;
+};

@@ -62,6 +62,12 @@ OA_DEVICE uint32 copy_of(uint32 x, uint32 opaque_zero) {
     asm volatile("or.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(opaque_zero) : "memory");
     return y;
 }
+// Such a copy of mask & (x | ~low) (PTX ISA, "lop3"): from x what is in low, the rest from the mask.
+OA_DEVICE uint32 masked_copy_of(uint32 x, uint32 mask, uint32 low) {
+    uint32 y;
+    asm volatile("lop3.b32 %0, %1, %2, %3, 0xc4;" : "=r"(y) : "r"(x), "r"(mask), "r"(low) : "memory");
+    return y;
+}
 // 0, unknown to the compiler. All lanes of a warp.
 OA_DEVICE uint32 opaque_zero() { return __shfl_sync(0xffffffffu, threadIdx.y, 0); }
 

@@ -97,6 +97,7 @@ def operations(file: str, *options: str) -> dict[str, Any]:
         "mask_pack",
         "mask_list",
         "tile_kinds",
+        "packed_parts",
     }
     elsewhere |= set(BACKWARD_OPS)
     for op, dtype in sorted({(operation_of(spec), spec.dtype) for spec in REGISTRY if spec.op not in elsewhere}):

@@ -168,6 +168,10 @@ def varlen(
         check(*oa.attention_varlen(q, k, v, out=poisoned(q.shape), return_lse=True, **packed))
         if precisions:  # without the LSE it is another kernel
             check(oa.attention_varlen(q, k, v, out=poisoned(q.shape), **packed))
+    used = {"seqused_q": to_gpu([64, 0, 1, 2**31 - 1], np.int32), "seqused_k": to_gpu([1, 5, -1, 65], np.int32)}
+    for names in (("seqused_q",), ("seqused_k",), tuple(used)):
+        packed = {**starts, **longest, **{name: used[name] for name in names}}
+        check(*oa.attention_varlen(q, k, v, out=poisoned(q.shape), return_lse=True, **packed))
 
 
 def merge(head_dim: int, rng: np.random.Generator) -> None:

@@ -10,6 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.registry import REGISTRY  # noqa: E402
+
+from .plans import only_rows  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -221,3 +225,61 @@ def test_graph_of_a_masked_call_replays() -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("generic", [False, True], ids=["selected", "generic"])
+@pytest.mark.parametrize("head_dim", [64, 128, 136])
+@pytest.mark.parametrize(
+    "form", ["softcap", "boolean of keys", "boolean of heads", "of keys", "of heads", "io of heads"]
+)
+def test_one_query_whose_heads_share_a_tile(
+    form: str, head_dim: int, generic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stride of q, o, the LSE and the mask, beside float64; split over keys and not."""
+    only_rows(monkeypatch, (spec for spec in REGISTRY if not (generic and spec.arch_specific)))
+    for batch, heads, keys, layout in (
+        (1, (32, 8), 9000, "NHD"), (3, (6, 2), 200, "HND"), (2, (7, 1), 2500, "NHD"), (5, (16, 4), 1030, "HND"),
+    ):  # fmt: skip
+        q, k, v = tensors(batch, heads, (1, keys), head_dim, "bfloat16")
+        wide = torch.full((*q.shape[:-1], 2 * head_dim), torch.nan, device="cuda", dtype=q.dtype)
+        wide[..., :head_dim] = q  # heads that lie apart
+        q = wide[..., :head_dim]
+        call: dict[str, Any] = {"softcap": 5.0}
+        if form != "softcap":
+            shape = (batch, heads[0] if "heads" in form else 1, 1, keys)
+            mask = torch.randn(shape, device="cuda")
+            if "boolean" in form:
+                mask = mask < 0.3
+                mask[0, :, :, keys // 8 : keys // 2] = False
+                mask[-1, -1] = False
+            elif "io" in form:
+                mask = mask.bfloat16()
+            call = {"mask": mask}
+        given = [x if layout == "NHD" else x.transpose(1, 2) for x in (q, k, v)]
+        why = str(oa.explain(*given, layout=layout, **call))
+        assert f"the {heads[0] // heads[1]} query heads of a kv head are the rows of a tile" in why
+        o, lse = oa.attention(*given, layout=layout, return_lse=True, **call)
+        found = o if layout == "NHD" else o.transpose(1, 2)
+        assert _close(found, lse, *exact(q, k, v, **call), "bfloat16")
+        assert torch.equal(oa.attention(*given, layout=layout, **call), o)
+    PLANS.clear()
+
+
+@pytest.mark.parametrize("option", ["sinks", "window", "score_mod"])
+def test_one_query_that_keeps_its_heads(option: str) -> None:
+    """What counts by heads or queries; right as before."""
+    q, k, v = tensors(2, (8, 2), (1, 3000), 64, "bfloat16")
+    call: dict[str, Any] = {"mask": torch.rand(2, 1, 1, 3000, device="cuda") < 0.7}
+    others: dict[str, Any] = {"sinks": {"sinks": torch.randn(8, device="cuda")}, "window": {"window": (500, 0)}}.get(
+        option, {}
+    )
+    if option == "score_mod":
+        mod = oa.ScoreMod("score + 0.25f * (float)h", reference=lambda score, b, h, q, k: score + 0.25 * h)
+        o = oa.attention(q, k, v, **call, score_mod=mod)
+        bias = 0.25 * torch.arange(8, device="cuda")[None, :, None, None].expand(2, 8, 1, 3000)
+        want, _ = exact(q, k, v, mask=bias.masked_fill(~call["mask"], -torch.inf))
+        assert (o.double() - want).norm() <= 1.5 * 2.0**-8 * want.norm()
+        return
+    o, lse = oa.attention(q, k, v, return_lse=True, **call, **others)
+    assert "are the rows of a tile" not in str(oa.explain(q, k, v, **call, **others))
+    assert _close(o, lse, *exact(q, k, v, **call, **others), "bfloat16")

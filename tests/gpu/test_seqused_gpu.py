@@ -12,8 +12,11 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn import testing  # noqa: E402
+from omniattn.ops.parts import packed_parts  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
+from omniattn.testing.frameworks import CupyFramework, TorchFramework  # noqa: E402
+from omniattn.testing.parts_cases import PARTS_CASES, PartsCase  # noqa: E402
 
 from .attention_cases import check_lse, poisoned, to_gpu, to_numpy  # noqa: E402
 from .plans import only_rows  # noqa: E402
@@ -174,3 +177,39 @@ def test_cupy_gives_the_bits_of_torch() -> None:
     assert isinstance(made, cupy.ndarray)
     expected = oa.attention_varlen(*tensors, **packed, causal=True)
     np.testing.assert_array_equal(cupy.asnumpy(made), expected.cpu().numpy())
+
+
+@pytest.mark.parametrize("framework", [TorchFramework, CupyFramework])
+@pytest.mark.parametrize("case", PARTS_CASES, ids=lambda case: str(case.name))
+def test_starts_of_the_parts(case: PartsCase, framework: Any) -> None:
+    if framework is CupyFramework:
+        pytest.importorskip("cupy")
+    assert case.check(framework(), case.prepare()) == (0.0, "")
+
+
+def test_lengths_in_one_column() -> None:
+    (cu_q, cu_k, used_q, used_k), expected = PartsCase(128, True, True).prepare()
+    columns = [torch.from_numpy(np.stack([x, x[::-1]], axis=1)).cuda()[:, 0] for x in (cu_q, cu_k, used_q, used_k)]
+    made = packed_parts(*columns)
+    assert all(np.array_equal(a.cpu().numpy(), b) for a, b in zip(made, expected, strict=True))
+
+
+def test_lengths_that_are_ready_on_the_callers_stream_alone() -> None:
+    """Every launch goes to ``stream``: one to another stream would read lengths that are not there yet."""
+    q, k, v = (to_gpu(x, "bfloat16") for x in _qkv())
+    packed = _on_gpu(_packed("seqused_q", "seqused_k"))
+    expected = oa.attention_varlen(q, k, v, **packed)
+    late = {name: torch.zeros_like(packed[name]) for name in ("seqused_q", "seqused_k")}
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(3):  # the last ones are repeated calls
+        for x in late.values():
+            x.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            for name, x in late.items():
+                x.copy_(packed[name], non_blocking=True)
+        made = oa.attention_varlen(q, k, v, **{**packed, **late}, stream=stream)
+        torch.cuda.synchronize()
+        assert torch.equal(made, expected)

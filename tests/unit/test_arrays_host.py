@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -95,10 +97,14 @@ def test_to_numpy_is_a_view_that_keeps_the_memory() -> None:
     assert view.ctypes.data == source.ctypes.data
     assert not view.flags.writeable
     expected = source.copy()
-    before = sys.getrefcount(source)
+    held = weakref.ref(source)
     del source
-    assert before > 2  # the view holds the tensor, which holds the array
+    gc.collect()
+    assert held() is not None  # the view holds the tensor, which holds the array
     np.testing.assert_array_equal(view, expected)
+    del view
+    gc.collect()
+    assert held() is None
 
 
 def test_to_numpy_of_broadcast_bool_scalar_and_empty() -> None:

@@ -327,6 +327,17 @@ def test_what_hopper_does_not_split(changes: dict[str, Any]) -> None:
         select_split(p, HOPPER, select_attention(p, HOPPER), "attn_fwd_sm90_bf16_d128_m128n128_split")
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_of_packed_sequences_do_not_count(parts: int) -> None:
+    """Of ``seqused_k``: all keys may be those of the first part."""
+    whole = problem_of(1, 16, 32768, 32, 8, 128, varlen=True, max_seqlen_q=16, max_seqlen_k=32768)
+    divided = dataclasses.replace(whole, batch=parts, parts=parts)
+    found, wanted = (select_split(p, HOPPER, select_attention(p, HOPPER)) for p in (divided, whole))
+    assert found is not None
+    assert wanted is not None
+    assert (found.main.spec, found.split) == (wanted.main.spec, wanted.split)
+
+
 def test_forced_rows() -> None:
     few = problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16")
     whole = plan_attention(few, HOPPER, "attn_fwd_sm90_bf16_d128_m192n64")

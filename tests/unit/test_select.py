@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problems import UNLIMITED, Fp8, Int4, Int8, Precision, Target
+from omniattn.problems import UNLIMITED, Descale, Descales, Fp8, Int4, Int8, Precision, Target
 from omniattn.problems import AttentionProblem as Problem
 from omniattn.problems.attention import LONG_KEYS, SHORT_CAUSAL_KEYS
 from omniattn.registry import REGISTRY, KernelSpec
@@ -245,7 +245,10 @@ def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
 
 
 def mods_of(spec: KernelSpec) -> dict[str, Any]:
-    """Score modifiers that only this row, of those of its architecture, serves."""
+    """Score modifiers, or factors of v, that only this row, of those of its architecture, serves."""
+    if "value_factors" in spec.features:
+        own = {"softcap": 5.0} if "score_mods" in spec.features else {}
+        return {"descales": Descales(v=Descale("per_block", (2, 1, 1))), **own}
     if "score_mods" not in spec.features:
         return {}
     if spec.bias_bytes:

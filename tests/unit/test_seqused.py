@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 import omniattn as oa
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from omniattn.launch.packed_parts import build
+from omniattn.launch.structs import PACKED_PARTS
 from omniattn.ops import used as module
+from omniattn.ops.parts import packed_parts
+from omniattn.problems import PartsProblem
+from omniattn.registry import by_name
 from omniattn.testing import normal
+from omniattn.testing.parts_cases import PARTS_CASES, PartsCase
+
+from .launch_fakes import unpacked
 
 HEADS, HEADS_KV, DIM = 4, 2, 16
 
@@ -166,9 +174,46 @@ def test_starts_of_the_parts() -> None:
     assert made(None, used_k) == ([0, 5, 5, 9, 9], [0, 8, 8, 9, 10])
 
 
+@pytest.mark.parametrize("case", PARTS_CASES, ids=lambda case: str(case.name))
+def test_starts_by_the_operation(case: PartsCase) -> None:
+    (cu_q, cu_k, used_q, used_k), expected = case.prepare()
+    assert cu_q is not None
+    assert cu_k is not None
+    by_operation = packed_parts(cu_q, cu_k, used_q, used_k)
+    by_library = module._starts_of_parts("numpy", (cu_q, cu_k), (used_q, used_k))
+    for made in (by_operation, by_library):
+        for a, b in zip(made, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+    for name, cu, cu_parts, used in zip("qk", (cu_q, cu_k), expected, (used_q, used_k), strict=True):
+        assert cu_parts[0] == cu[0], name
+        assert cu_parts[-1] == cu[-1], name
+        assert (np.diff(cu_parts) >= 0).all(), name
+        if used is not None:
+            counted = cu_parts[1 :: (len(cu_parts) - 1) // max(case.batch, 1)] - cu[:-1] if case.batch else []
+            wrapped = used == 2**31 - 1
+            assert (counted == np.where(wrapped & (cu[:-1] > 0), 0, np.clip(used, 0, np.diff(cu)))).all(), name
+
+
+def test_the_operation_names_what_is_wrong() -> None:
+    cu, used = np.array([0, 5, 9], np.int32), np.array([2, 4], np.int32)
+    with pytest.raises(ShapeError, match=r"packed_parts\(\): argument 'seqused_k': expected shape \(2,\)"):
+        packed_parts(cu, cu, None, used[:1])
+    with pytest.raises(DtypeError, match=r"argument 'cu_seqlens_k': expected int32, received int64"):
+        packed_parts(cu, cu.astype(np.int64), used, None)
+
+
+@pytest.mark.parametrize("batch", [0, 127, 128, 1000])
+def test_launch_of_the_division(batch: int) -> None:
+    spec = by_name("packed_parts_sm80")
+    (record,) = build(spec, PartsProblem(batch, (1, 1), (None, 3)))
+    assert record.grid[0] * 128 > batch >= (record.grid[0] - 1) * 128  # and a thread for the end
+    values = unpacked(record.arguments, PACKED_PARTS)
+    assert (values["batch"], values["parts"], values["used_q_stride"], values["used_k_stride"]) == (batch, 2, 0, 3)
+
+
 def test_explain_counts_them() -> None:
     made = oa.explain(SOME.q, SOME.k, SOME.v, **SOME.starts, **SOME.longest, **SOME.used)
-    assert made.problem.batch == 12
+    assert (made.problem.batch, made.problem.sequences) == (12, 4)
     with pytest.raises(ArgumentError, match=r"'seqused_k': expected nothing, without cu_seqlens_q"):
         oa.explain(SOME.q[None], SOME.k[None], SOME.v[None], seqused_k=np.ones(1, np.int32))
 

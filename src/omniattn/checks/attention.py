@@ -38,6 +38,7 @@ class AttentionOptions(NamedTuple):
     max_seqlen_q: Any = None
     max_seqlen_k: Any = None
     out_dtype: Any = None
+    parts: int = 1  # of which a sequence of the caller's consists: `ops.used`
 
 
 class CommonOptions(NamedTuple):
@@ -120,6 +121,7 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
             three(o_shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
         ), own_head_dim_v=v.shape[-1] if v.shape[-1] != q.shape[-1] else 0, descales=descales, note=note,
+        parts=options.parts,
     )  # fmt: skip
 
 
@@ -165,12 +167,13 @@ def check_descales(
             found.append(Descale("scalar"))
         elif shape == (batch, heads_kv):
             found.append(Descale("per_head", (steps[0], steps[1], 0)))
-        elif shape == (batch, heads, blocks) and name != "descale_v":
+        elif shape == (batch, heads, blocks):
             found.append(Descale("per_block", (steps[0], steps[1], steps[2])))
         else:
-            expected = f"shape () or (batch, num_kv_heads) = {(batch, heads_kv)}"
-            if name != "descale_v":
-                expected += f" or (batch, heads, blocks of {BLOCK_ROWS} rows) = {(batch, heads, blocks)}"
+            expected = (
+                f"shape () or (batch, num_kv_heads) = {(batch, heads_kv)} or (batch, heads, blocks of {BLOCK_ROWS} "
+                f"rows) = {(batch, heads, blocks)}"
+            )
             raise ShapeError(name, expected, str(shape), function=function)
     return Descales(*found)
 

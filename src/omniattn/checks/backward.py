@@ -41,6 +41,7 @@ class BackwardOptions(NamedTuple):
     precision: str = "exact"
     return_lse: bool = True
     out_dtype: Any = None
+    parts: int = 1
 
 
 def check_wanted(wanted: Any, with_sinks: bool, function: str) -> tuple[str, ...]:

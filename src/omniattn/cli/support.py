@@ -63,6 +63,7 @@ FEATURES = {
     "fragments": "behind the kernel of Hopper",
     "smooth_q": "with smooth_q",
     "head_dim_v": "v of another head_dim",
+    "value_factors": "a factor for 128 rows of v",
     "e4m3": "to e4m3",
     "hadamard": "with a rotation",
 }
@@ -81,6 +82,7 @@ CALLS = {
     "mask_pack": "attention with a mask",
     "mask_list": "attention with a mask",
     "tile_kinds": "attention with a block_mask or score_mod",
+    "packed_parts": "attention_varlen with seqused_q or seqused_k",
 }
 
 #: Kernels beside those of `attention_backward`, which they follow: the README's line is not about them.
@@ -104,6 +106,7 @@ LINES = {
     "mask_pack": "`attention`, `attention_varlen`",
     "mask_list": "`attention`, `attention_varlen`",
     "tile_kinds": "`attention`, `attention_varlen`",
+    "packed_parts": "`attention`, `attention_varlen`",
     **dict.fromkeys(("attention_backward", *BESIDE), "`attention_backward`, `attention_varlen_backward`"),
     "merge_states": "`merge_states`",
     "decode": "`decode`",
@@ -265,7 +268,7 @@ def _words(spec: KernelSpec) -> str:
     features = spec.features | ({"head_dim_v"} if spec.own_head_dim_v else set())
     # Kernels for a mask serve calls without smooth_q or softcap too: the class has the one name.
     if "score_mods" in features:
-        features &= {"score_mods", "head_dim_v"}
+        features &= {"score_mods", "head_dim_v", "value_factors"}
     words = ", ".join(FEATURES.get(name, name) for name in sorted(features, reverse=True))
     formats = [CACHES.get(name, name.replace("g", ", group_size ")) for name in dict.fromkeys(spec.cache)]
     if not formats:

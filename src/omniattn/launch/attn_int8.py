@@ -70,8 +70,9 @@ class OperandPlaces:
             steps, blocks = (0, 0, 0), _UNLIMITED
             if given is not None:
                 own, longest = (given.q, self.longest[0]) if name == "q" else (given.k, self.longest[1])
-                # As many as the longest sequence is said to have.
-                blocks = -(-longest // BLOCK_ROWS) if own.granularity == "per_block" else _UNLIMITED
+                # As many as the longest sequence is said to have; those of V count as keys' blocks.
+                limited = own.granularity == "per_block" or (name == "k" and given.v.granularity == "per_block")
+                blocks = -(-longest // BLOCK_ROWS) if limited else _UNLIMITED
                 steps = own.strides if blocks else (0, 0, 0)
             elif p.e4m3:
                 count = p.slots(rows, BLOCK_ROWS)
@@ -80,6 +81,12 @@ class OperandPlaces:
             values[f"{name}_blocks"] = blocks
         drift = self.at.get("drift")
         return values | {"drift": drift, "drift_stride_h": p.slots(p.rows_k, BLOCK_ROWS)}
+
+    def value_factors(self) -> dict[str, object]:
+        """The fields of ValueFactors, for a kernel that takes them."""
+        assert self.descales is not None
+        steps = dict(zip(("stride_b", "stride_h", "stride_block"), self.descales.v.strides, strict=True))
+        return {"factors": At("descale_v") if self.longest[1] else None, **steps}
 
 
 def own(problem: QuantizeProblem, at: dict[str, At], starts: tuple[At, At]) -> OperandPlaces:

@@ -10,7 +10,7 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .attn_fwd import forward_values, num_m_blocks, tile_launches
 from .attn_int8 import OperandPlaces
-from .structs import ATTN_INT8_SM80, member
+from .structs import ATTN_FP8_FACTORS_SM89, ATTN_INT8_SM80, member
 
 
 def build(
@@ -30,10 +30,12 @@ def build(
             own, blocks, mask_extent=problem.mask_extent, tile_offset=first,
             operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts,
         )  # fmt: skip
-        arguments = ATTN_INT8_SM80.pack(
-            member("fwd", forward) | member("operands", places.values()) | member("scales", places.block_scales())
-        )
-        records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))
+        values = member("fwd", forward) | member("operands", places.values()) | member("scales", places.block_scales())
+        layout = ATTN_INT8_SM80
+        if "value_factors" in spec.features:
+            layout = ATTN_FP8_FACTORS_SM89
+            values |= member("factors", places.value_factors())
+        records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *layout.pack(values)))
     return tuple(records)
 
 

@@ -11,7 +11,7 @@ from .attn_fwd_sm90 import mapped, tile_values, tiles_of
 from .attn_int8 import OperandPlaces
 from .masks import MaskPlaces
 from .score_forms import bias_map, form_values
-from .structs import ATTN_INT8_FORMS_SM90, ATTN_INT8_SM90, At, member
+from .structs import ATTN_FP8_FACTORS_SM90, ATTN_INT8_FORMS_SM90, ATTN_INT8_SM90, At, member
 
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
 #: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss
@@ -78,6 +78,9 @@ def build(
     if "score_mods" in spec.features:
         layout = ATTN_INT8_FORMS_SM90
         values |= {"map_bias": bias_map(spec, problem, q), **member("forms", form_values(problem, masks))}
+    elif "value_factors" in spec.features:
+        layout = ATTN_FP8_FACTORS_SM90
+        values |= member("factors", places.value_factors())
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 

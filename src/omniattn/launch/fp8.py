@@ -50,7 +50,7 @@ def build_layout(
 ) -> tuple[LaunchRecord, ...]:
     """The launch that makes the arrays of `layout_shapes` in a call on e4m3; none where there are no keys.
 
-    whole: what describes the operands of the kernel behind it.
+    Factors of 128 rows each are left to the kernel behind it. whole: what describes that kernel's operands.
     """
     assert problem.strides is not None
     assert problem.descales is not None
@@ -60,7 +60,7 @@ def build_layout(
         return ()
     descale = problem.descales.v
     values: dict[str, object] = {
-        "v": At("v"), "descale": None if descale.granularity == "none" else At("descale_v"),
+        "v": At("v"), "descale": At("descale_v") if descale.granularity in ("scalar", "per_head") else None,
         "cu_seqlens_k": At("cu_seqlens_k") if problem.varlen else None, "v_out": outputs["v"],
         "v_scale": outputs["v_scale"], "drift": outputs["drift"],
         "v_stride_b": steps[0], "v_stride_s": steps[1], "v_stride_h": steps[2],

@@ -274,6 +274,24 @@ ATTN_INT8_FORMS_SM90 = HostStruct(
     tail=48,
 )
 
+VALUE_FACTORS = HostStruct("ValueFactors", "params/attn_int8.cuh", "P factors; q stride_b stride_h stride_block")
+
+ATTN_FP8_FACTORS_SM89 = HostStruct(
+    "AttnFp8FactorsSm89Params",
+    "params/attn_int8.cuh",
+    f"{ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')}; {BLOCK_SCALES.inside('scales')};"
+    f"{VALUE_FACTORS.inside('factors')}",
+)
+
+ATTN_FP8_FACTORS_SM90 = HostStruct(
+    "AttnFp8FactorsSm90Params",
+    "params/attn_int8.cuh",
+    f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
+    f"{TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')};"
+    f"{VALUE_FACTORS.inside('factors')}",
+    tail=8,
+)
+
 QUANTIZE = HostStruct(
     "QuantizeParams",
     "params/quantize.cuh",
@@ -377,6 +395,13 @@ TILE_KINDS = HostStruct(
     f"i batch heads m_tiles n_tiles seqlen_q seqlen_k block_rows block_keys; {SCORE_MOD_ARRAYS.inside('arrays')}",
 )
 
+PACKED_PARTS = HostStruct(
+    "PackedPartsParams",
+    "params/packed_parts.cuh",
+    "P cu_seqlens_q cu_seqlens_k seqused_q seqused_k parts_q parts_k;"
+    "q cu_q_stride cu_k_stride used_q_stride used_k_stride; i batch parts",
+)
+
 STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
@@ -385,8 +410,9 @@ STRUCTS: dict[str, HostStruct] = {
         SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
         QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_SPLIT_SM90, ATTN_INT8_FORMS_SM90,
-        QUANTIZE, ROTATION, QUANTIZE_ROTATED, QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, LAYOUT_FP8, DECODE, KV_APPEND,
-        KV_COPY, MERGE_STATES, MASK_PACK, MASK_LIST, TILE_KINDS,
+        VALUE_FACTORS, ATTN_FP8_FACTORS_SM89, ATTN_FP8_FACTORS_SM90, QUANTIZE, ROTATION, QUANTIZE_ROTATED,
+        QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK,
+        MASK_LIST, TILE_KINDS, PACKED_PARTS,
     )
 }  # fmt: skip
 

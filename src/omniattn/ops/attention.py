@@ -212,8 +212,9 @@ def attention(
         arrays have their precision, and it may be left out.
     descale_q, descale_k, descale_v : array, float32, optional
         Of e4m3 arrays: factors of q, k and v, 1 unless given. Shape () for one, (batch, num_kv_heads) for one a kv
-        head, of q too (its group of query heads), or of q and k (batch, heads, ceil(seqlen / 128)) for one each 128
-        rows. Their values stay on the device.
+        head, of q too (its group of query heads), or (batch, heads, ceil(seqlen / 128)), with the heads of that array,
+        for one each 128 rows. Their values stay on the device. Of v per 128 rows: a factor below 2^-90 counts as that
+        much, and one that is not finite makes o and LSE of the rows that see its keys NaN.
     out_dtype : str or dtype, optional
         Of o from e4m3 arrays: "bfloat16" (unless given) or "float16". Otherwise q's dtype, which may be said.
     return_lse : bool
@@ -256,7 +257,9 @@ def attention(
     the library "omniattn" (docs/torch.md). Under ``jax.jit``, ``jax.grad``, ``jax.vmap`` and the like it is a primitive
     with the same gradients (docs/jax.md).
     """
-    said = (layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype)
+    said = (
+        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype, 1,
+    )  # fmt: skip
     descales = (descale_q, descale_k, descale_v)
     if compiling():
         return _compiled(
@@ -354,16 +357,16 @@ def attention_varlen(
     ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
         As in `attention`.
     """
+    descales, parts = (descale_q, descale_k, descale_v), 1
+    if seqused_q is not None or seqused_k is not None:
+        cu_seqlens_q, cu_seqlens_k, descales, score_mod, parts = used.split(
+            "attention_varlen", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
+            descales=descales, score_mod=score_mod, stream=stream,
+        )  # fmt: skip
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q,
-        max_seqlen_k, out_dtype,
+        max_seqlen_k, out_dtype, parts,
     )  # fmt: skip
-    descales = (descale_q, descale_k, descale_v)
-    if seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k, descales, score_mod = used.split(
-            "attention_varlen", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
-            descales=descales, score_mod=score_mod,
-        )  # fmt: skip
     if compiling():
         return _compiled(
             "attention_varlen", q, k, v, score_mod, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,

@@ -14,6 +14,7 @@ from ..checks.caches import check_values, host_slots, host_table
 from ..checks.decode import check_shared
 from ..checks.operands import ARRAYS as OPERAND_ARRAYS
 from ..checks.operands import STARTS, check_same_sequences
+from ..checks.parts import ARRAYS as PART_ARRAYS
 from ..checks.quantize import check_starts
 from ..errors import ArgumentError
 from ..launch.score_mod import PREFIX
@@ -25,6 +26,7 @@ from ..problems import (
     CopyProblem,
     DecodeProblem,
     MergeProblem,
+    PartsProblem,
     QuantizeCall,
 )
 from ..registry.masks import MASK_TILE
@@ -297,3 +299,19 @@ def merge(call: Call, problem: MergeProblem, tensors: Tensors) -> list[Any]:
         compute_dtype="float64" if a.dtype == "float64" else "float32",
     )
     return store_results(call, problem, tensors, [o, lse])
+
+
+def parts(call: Call, problem: PartsProblem, tensors: Tensors) -> list[Any]:
+    """The division of packed sequences."""
+    from ..reference.parts import packed_parts
+
+    arrays.prepare([tensors["cu_seqlens_q"]], call.stream)  # refuses a stream
+    cu_q, cu_k = (arrays.to_numpy(tensors[name]) for name in PART_ARRAYS[:2])
+    used = (tensors.get(name) for name in PART_ARRAYS[2:])
+    used_q, used_k = (None if t is None else arrays.to_numpy(t) for t in used)
+    results = []
+    for output, values in zip(problem.outputs, packed_parts(cu_q, cu_k, used_q, used_k), strict=True):
+        t = arrays.empty_like_framework(tensors["cu_seqlens_q"], output.shape, output.dtype)
+        arrays.raw_view(t)[...] = values
+        results.append(arrays.finish(t, 0))
+    return results

@@ -6,9 +6,9 @@ No kernel reads them. Each sequence becomes two or three, one behind the other i
     seqused_q:  (used queries, all keys)   (other queries, no key)
     seqused_k:  (all queries, used keys)                            (no query, other keys)
 
-Their starts are computed where the lengths lie, by the caller's framework: no value is read on the host, and traces,
-transforms and captures see it. Causal and window count from the end of the used rows, quantization groups and means are
-those of the used rows, and queries without a key are rows that attend to nothing.
+Their starts are computed where the lengths lie, by one launch, or by the caller's framework where a trace or a
+transform has to see it: no value is read on the host. Causal and window count from the end of the used rows,
+quantization groups and means are those of the used rows, and queries without a key are rows that attend to nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 from .. import arrays
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from ..frameworks import compiling
+from ..plan.engine import is_describing
 from ..problems import OPERANDS
+from .parts import packed_parts
 from .score_mod import ScoreMod
 
 _LIBRARIES = ("torch", "cupy", "jax", "numpy")
@@ -37,6 +39,7 @@ class Parts(NamedTuple):
     cu_seqlens_k: Any
     descales: tuple[Any, ...]
     score_mod: Any
+    parts: int
 
 
 def split(
@@ -48,6 +51,7 @@ def split(
     mask: Any,
     descales: tuple[Any, ...] = (),
     score_mod: Any = None,
+    stream: Any = None,
 ) -> Parts:
     """The call that computes the used rows.
 
@@ -57,7 +61,7 @@ def split(
         cu_seqlens_q and cu_seqlens_k. Wrong ones come back as they are: the call itself says so.
     used : (array or None, array or None)
         seqused_q and seqused_k, one of them given.
-    q, mask, descales, score_mod
+    q, mask, descales, score_mod, stream
         As the caller gave them.
 
     Raises
@@ -73,7 +77,7 @@ def split(
     for name, x in zip(names, used, strict=True):
         if x is not None:
             _check_facts(x, name, function)
-    same = Parts(*starts, descales, score_mod)
+    same = Parts(*starts, descales, score_mod, 1)
     if not all(map(_is_starts, starts)):
         return same
     batch = int(starts[0].shape[0]) - 1
@@ -94,9 +98,20 @@ def split(
         library = "torch"
     else:
         library = _library((*starts, *used), first, function)
-        if _on_host(library, (*starts, *used)) and not _check_values(starts, used, names, function):
-            return same
+        if _on_host(library, (*starts, *used)):
+            if not _check_values(starts, used, names, function):
+                return same
+        elif starts[0].shape == starts[1].shape and _by_kernel(library, (*starts, *used)):
+            made = packed_parts(*starts, *used, stream)
+            count = 1 + (used[0] is not None) + (used[1] is not None)
+            return Parts(*made, *_beside(library, batch, count, descales, score_mod), count)
+    cu_q, cu_k = _starts_of_parts(library, starts, used)
     count = 1 + (used[0] is not None) + (used[1] is not None)
+    return Parts(cu_q, cu_k, *_beside(library, batch, count, descales, score_mod), count)
+
+
+def _starts_of_parts(library: str, starts: tuple[Any, Any], used: tuple[Any, Any]) -> tuple[Any, Any]:
+    """By the functions of the arrays' library."""
     ends = tuple(None if u is None else _ends(library, s, u) for s, u in zip(starts, used, strict=True))
     (cu_q, cu_k), (end_q, end_k) = starts, ends
     begin_q, stop_q, begin_k, stop_k = cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]
@@ -106,12 +121,13 @@ def split(
         columns_k.append(stop_k if end_k is None else end_k)
     if end_k is not None:
         columns_q.append(stop_q)
-    return Parts(
-        _interleaved(library, columns_q, cu_q[-1:]),
-        _interleaved(library, columns_k, cu_k[-1:]),
-        tuple(_repeated(library, x, batch, count) for x in descales),
-        score_mod if not isinstance(score_mod, ScoreMod) else _of_parts(score_mod, count),
-    )
+    return _interleaved(library, columns_q, cu_q[-1:]), _interleaved(library, columns_k, cu_k[-1:])
+
+
+def _beside(library: str, batch: int, count: int, descales: tuple[Any, ...], score_mod: Any) -> tuple[Any, Any]:
+    """Factors and the score modification of the parts."""
+    mod = _of_parts(score_mod, count) if isinstance(score_mod, ScoreMod) else score_mod
+    return tuple(_repeated(library, x, batch, count) for x in descales), mod
 
 
 def _check_facts(x: Any, name: str, function: str) -> None:
@@ -158,6 +174,11 @@ def _on_host(library: str, given: tuple[Any, ...]) -> bool:
     if library == "torch":
         return all(x.device.type == "cpu" for x in present)
     return all(device.platform == "cpu" for x in present if hasattr(x, "devices") for device in x.devices())
+
+
+def _by_kernel(library: str, given: tuple[Any, ...]) -> bool:
+    """Whether a launch of this package may compute on these arrays, which lie on a GPU: nobody has to see it."""
+    return library in ("torch", "cupy") and not is_describing() and not arrays.needs_operator(given)
 
 
 def _check_values(starts: tuple[Any, Any], used: tuple[Any, Any], names: tuple[str, str], function: str) -> bool:

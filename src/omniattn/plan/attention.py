@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import ArgumentError, UnsupportedError
 from ..launch import (
@@ -22,6 +22,7 @@ from ..launch.attn_int8 import OperandPlaces
 from ..launch.masks import MaskPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
+from ..problems.fold import heads_as_queries
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..problems.precision import GROUPINGS
 from ..problems.quantize import carve
@@ -50,6 +51,16 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
     """The launches of ``attention`` and ``attention_varlen``."""
     if problem.operands is not None:
         _check_grouping(problem, target)
+    asked, problem = problem, heads_as_queries(problem)
+    launches = _plan(problem, target, force)
+    if problem is asked:
+        return launches
+    shared = f"one query: the {problem.seqlen_q} query heads of a kv head are the rows of a tile"
+    why = (*launches.selection.why, shared)
+    return replace(launches, selection=Selection(launches.selection.spec, why))
+
+
+def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launches:
     selection = _with_score_mod(select_attention(problem, target, force), problem)
     split = select_split(problem, target, selection, force)
     if split is not None and split.main.spec.quantized:

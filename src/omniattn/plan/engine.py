@@ -234,6 +234,11 @@ def describing() -> Iterator[None]:
             _describers -= 1
 
 
+def is_describing() -> bool:
+    """Whether this thread's calls are described and not run."""
+    return _mode.describing
+
+
 def repeated(
     operation: Operation, objects: tuple[Any, ...], options: tuple[Any, ...], stream: Any, cache: Any = None
 ) -> list[Any] | None:

@@ -37,7 +37,7 @@ class Descale:
     ----------
     granularity : str
         ``"none"`` (1), ``"scalar"``, ``"per_head"`` (a kv head of a sequence), ``"per_block"`` (128 rows of a head,
-        counted from the sequence's first; not of v).
+        counted from the sequence's first).
     strides : Strides3
         In elements, (batch, head, block): of q heads where it is that of q per block, else of kv heads. 0 for what
         shares a factor.
@@ -108,6 +108,8 @@ class AttentionProblem:
         Where q, k and v come in e4m3.
     note : str
         Why the call is another one than ``precision=`` asked for; empty where it is not.
+    parts : int
+        Of packed sequences, how many stand for one of the caller's: all but the first hold what does not count.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -142,6 +144,12 @@ class AttentionProblem:
     own_head_dim_v: int = 0
     descales: Descales | None = None
     note: str = ""
+    parts: int = 1
+
+    @property
+    def sequences(self) -> int:
+        """The caller's, by which keys are split. Tiles fit shorter ones: many rows do not count."""
+        return self.batch // self.parts
 
     @property
     def input_dtype(self) -> str:

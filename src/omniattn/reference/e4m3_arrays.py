@@ -1,6 +1,9 @@
 """Attention of q, k and v that come in e4m3 with factors of the caller: FlashAttention-3's FP8 forward.
 
 s_ij = scale descale_q descale_k (q_i . k_j);  p_ij = exp(s_ij - m);  o = sum e4m3(448 p_ij) descale_v v_j / (448 l)
+
+With a factor f_j for each 128 keys of v: p_ij = exp(s_ij + log |f_j| - m);  l = sum p_ij / |f_j|;
+o = sum e4m3(448 p_ij) sign(f_j) v_j / (448 l)
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def attention(
     q, k, v : ndarray, uint8
         Bytes of e4m3; shapes as in `omniattn.attention` and `omniattn.attention_varlen`.
     descale_q, descale_k, descale_v : array_like, optional
-        1 unless given: (), (1,), (batch, num_kv_heads), or of q and k (batch, heads, blocks of 128 rows).
+        1 unless given: (), (1,), (batch, num_kv_heads) or (batch, heads, blocks of 128 rows).
     key_tile : int
         Keys between two updates of the running maximum.
     accumulator : "fp32", "two_level" or "single_level"
@@ -91,11 +94,12 @@ def attention(
         "k_scale": _by_block(descale_k, "descale_k", problem, all_k, problem.heads_kv, shapes["k_scale"][0]),
     }  # fmt: skip
     of_v = _by_block(descale_v, "descale_v", problem, all_k, problem.heads_kv, shapes["k_scale"][0])
+    by_block = np.ndim(0 if descale_v is None else descale_v) == 3
     o, lse = attend(
-        problem, out, _scaled(vh, of_v, problem, all_k), starts_q, starts_k,
+        problem, out, vh if by_block else _scaled(vh, of_v, problem, all_k), starts_q, starts_k,
         options=checks.make_options(head_dim, causal, window, softmax_scale, softcap, _F, _NAME),
         product=Product("fp8", key_tile, accumulator), mask=mask, sinks=sinks, longest_q=max_seqlen_q,
-        longest_k=max_seqlen_k,
+        longest_k=max_seqlen_k, v_factor=of_v if by_block else None,
     )  # fmt: skip
     o = o[..., :head_dim_v]
     return (np.ascontiguousarray(o.swapaxes(-3, -2)) if is_nhd else o), lse

@@ -40,6 +40,8 @@ _STEP_FP16 = 16  # on fp16
 _FP16_KEYS = 64  # whose products fp16 sums
 #: What P is multiplied by where e4m3 products are summed in fp16: 64 times 28 times the 32 of V stay below 65504.
 _P_LEVELS_FP16 = 28.0
+#: The least factor of V that P is rounded with.
+_LEAST_FACTOR = 2.0**-90
 
 
 @dataclass(frozen=True)
@@ -222,8 +224,12 @@ def attend(
     sinks: Any = None,
     longest_q: int | None = None,
     longest_k: int | None = None,
+    v_factor: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Attention from what `quantize` returns; ``exact_v``, heads first, takes the place of a v that `quantize` made."""
+    """Attention from what `quantize` returns; ``exact_v``, heads first, takes the place of a v that `quantize` made.
+
+    v_factor: what each 128 rows of v are to be multiplied by; shaped as ``k_scale`` with one scale a block.
+    """
     check_choice(product.accumulator, "accumulator", ACCUMULATORS, _NAME)
     all_q, all_k = sequences(problem, problem.rows_q, starts_q), sequences(problem, problem.rows_k, starts_k)
     lead = (problem.heads_q,) if problem.varlen else (problem.batch, problem.heads_q)
@@ -244,6 +250,10 @@ def attend(
                 head_mask = None if full_mask is None else full_mask[of_q.batch, head, : of_q.length, : of_k.length]
                 sink = None if logits is None else _F(logits[head])
                 operands = _operands(problem, out, exact_v, of_q, of_k, head, head // group, product.pv)
+                if v_factor is not None:
+                    block = of_k.slot(BLOCK_ROWS, problem.varlen) + np.arange(of_k.length) // BLOCK_ROWS
+                    own = head_of(v_factor, problem, of_k, head // group)[block]
+                    operands = dataclasses.replace(operands, v_factor=own)
                 result = _attend_head(operands, head_mask, sink, options, product)
                 head_of(o, problem, of_q, head)[span], head_of(lse, problem, of_q, head)[span] = result
     return o, lse
@@ -262,6 +272,7 @@ class _Operands:
     v: Array
     v_scale: Array
     v_mean: Array
+    v_factor: Array | None = None
 
 
 def _operands(
@@ -344,11 +355,18 @@ def _softmax_times_v(
     for begin in range(lo, hi, product.key_tile):
         end = min(begin + product.key_tile, hi)
         tile = scores[:, begin - lo : end - lo]
+        if x.v_factor is not None:
+            tile = _with_factor(tile, x.v_factor[begin:end])
         new_top = np.maximum(top, tile.max(axis=1))
         shift = np.where(np.isneginf(new_top), _F(0), new_top)
         p = np.exp(tile - shift[:, None])
         rescale = np.exp(top - shift)
-        total = total * rescale + p.sum(axis=1, dtype=_F)
+        if x.v_factor is None:
+            total = total * rescale + p.sum(axis=1, dtype=_F)
+        else:
+            shares = np.where(p == 0, p, p / _size(x.v_factor[begin:end]))
+            total = total * rescale + shares.sum(axis=1, dtype=_F)
+            p = np.where(p == 0, p, p * np.sign(x.v_factor[begin:end]))
         part_hidden = None if hidden is None else hidden[:, begin - lo : end - lo]
         acc = _accumulate(acc * rescale[:, None], p, x.v[begin:end], part_hidden, product)
         top = new_top
@@ -367,6 +385,16 @@ def _softmax_times_v(
     o = acc / safe * x.v_scale + x.v_mean * (total[:, None] / safe)
     o[denominator == 0] = 0
     return o, lse
+
+
+def _size(factor: Array) -> Array:
+    """Absolute values of factors of V, as many as the exponents of P have room for."""
+    return np.asarray(np.maximum(np.abs(factor), _LEAST_FACTOR), dtype=_F)
+
+
+def _with_factor(scores: Array, factor: Array) -> Array:
+    """Scores whose exponentials have V's factor in them: P is rounded with it, against the largest of such products."""
+    return np.asarray(np.where(np.isneginf(scores), scores, scores + np.log(_size(factor))), dtype=_F)
 
 
 def _accumulate(acc: Array, p: Array, v: Array, hidden: Array | None, product: Product) -> Array:

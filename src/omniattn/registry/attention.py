@@ -386,3 +386,22 @@ def split_rows() -> Iterator[KernelSpec]:
 def merge_rows() -> Iterator[KernelSpec]:
     """Rows of ``merge_states``."""
     yield from (_merge_states(dtype) for dtype in ("float16", "bfloat16", "float32"))
+
+
+def packed_rows() -> Iterator[KernelSpec]:
+    """The row that divides packed sequences of which only the first rows count."""
+    yield KernelSpec(
+        name="packed_parts_sm80",
+        family="packed_parts_sm80",
+        op="packed_parts",
+        source="entry/packed_parts_sm80.cu",
+        symbol="packed_parts_sm80",
+        defines=(),
+        dtype="int32",
+        head_dim=256,
+        block_m=128,
+        block_n=1,
+        num_warps=4,
+        smem_bytes=0,
+        prebuild=("80", "90a"),
+    )

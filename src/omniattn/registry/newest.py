@@ -20,7 +20,7 @@ _WIDTHS = (64, 128)
 #: Kernels beside the attention kernels, one for all widths.
 _BESIDE = (
     "attention_backward_prepare", "attention_backward_finish", "copy_blocks", "mask_list", "mask_pack", "merge_states",
-    "tile_kinds",
+    "packed_parts", "tile_kinds",
 )  # fmt: skip
 
 

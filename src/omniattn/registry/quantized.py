@@ -63,6 +63,10 @@ _INT8_BIAS_TILES = (
 )
 
 
+#: Of rows without score forms, by kind.
+_FEATURES = {"lse": ("lse",), "smoothq": ("smooth_q",), "factors": ("value_factors",), "split_lse": ("lse",)}
+
+
 def _is_common_fp8(dtype: str, suffix: str, head_dim: int) -> bool:
     """Whether wheels carry the row of e4m3."""
     return (dtype, suffix) == ("bfloat16", "") and head_dim <= 128
@@ -109,6 +113,7 @@ def _int8_sm90_row(
             ("SMOOTH_Q", str(int(smooth_q))),
             ("WITH_LSE", str(int(lse))),
             ("REGISTER_Q", str(int(register_q))),
+            ("VALUE_FACTORS", str(int("value_factors" in features))),
             ("SCORE_FORMS", str(int(forms))),
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
@@ -136,8 +141,8 @@ def _int8_sm90_row(
 
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
-    """kind: ``""``, ``"lse"`` (makes the LSE too), ``"smoothq"`` (adds delta_s, and makes the LSE), ``"split"`` (the
-    keys are split over CTAs) or ``"split_lse"``.
+    """kind: ``""``, ``"lse"`` (makes the LSE too), ``"smoothq"`` (it too, with delta_s), ``"factors"`` (it too),
+    ``"split"`` (the keys are split over CTAs) or ``"split_lse"``.
     """
     smooth_q, split = kind == "smoothq", kind.startswith("split")
     if smooth_q:  # delta_s takes registers that a fourth warpgroup would need
@@ -165,7 +170,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
         register_q=not varlen and (kind in ("", "split") or (split and tile.num_consumers == 2)),
         split=split,
         smem_bytes=smem_bytes,
-        features=frozenset(("smooth_q",) if smooth_q else ("lse",) if kind.endswith("lse") else ()),
+        features=frozenset(_FEATURES.get(kind, ())),
         # What is known of a tile; none of it in the loop of the common step.
         allowed_spill_bytes=(320 if smooth_q else 112) if varlen else 128,
     )
@@ -217,9 +222,11 @@ _INT8_SM80_MODS_TILES = (_Int8Sm80Tile(64, 4, 2, 32), _Int8Sm80Tile(128, 8, 1, 6
 
 
 def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str, kind: str) -> KernelSpec:
-    """kind: ``""``, ``"smoothq"`` (delta_s is added) or ``"mods"`` (softcap, masks; delta_s too)."""
+    """kind: ``""``, ``"smoothq"`` (with delta_s), ``"mods"`` (softcap, masks; delta_s too), ``"factors"``, or both."""
     short, tag = IO_TYPES[dtype]
-    fp8, mods, block_m, keys = pv == "fp8", kind == "mods", 128, 64
+    fp8, mods, block_m, keys = pv == "fp8", kind.endswith("mods"), 128, 64
+    features = ({"smooth_q"} if kind == "smoothq" else set()) | ({"score_mods", "smooth_q"} if mods else set())
+    features |= {"value_factors"} if "factors" in kind else set()
     bits = {"int8": 8, "int4": 4, "fp8": 8}[qk]
     row_bytes = tile.head_dim * bits // 8
     stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
@@ -250,6 +257,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
             ("PV_ACC16", str(int(acc == "fp16"))),
             ("SMOOTH_Q", str(int(kind == "smoothq"))),
             ("SCORE_MODS", str(int(mods))),
+            ("VALUE_FACTORS", str(int("value_factors" in features))),
             ("BLOCK_M", str(block_m)),
             ("PART_KEYS", str(tile.part_keys)),
             ("ONE_VOTE", str(int(fp8 or tile.head_dim != 128))),
@@ -269,7 +277,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
         prebuild=prebuild,
         # Mostly what only masked tiles need; and e4m3 products on Hopper, which are made of others there.
         allowed_spill_bytes={64: 32, 128: 100, 256: 192}[tile.head_dim] if qk != "fp8" else 320,
-        features=frozenset({"": (), "smoothq": ("smooth_q",), "mods": ("score_mods", "smooth_q")}[kind]),
+        features=frozenset(features),
         qk=qk,
         pv=pv,
         pv_accumulator=acc,
@@ -323,8 +331,7 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_int8_sm90(tile, dtype, varlen, kind, qk)
         for qk in ("int8", "fp8")
-        for kind in ("", "lse", "smoothq")
-        if (qk, kind) != ("fp8", "smoothq")
+        for kind in ("", "lse", "smoothq" if qk == "int8" else "factors")
         for varlen in (False, True)
         for tile in _INT8_SM90_TILES
         for dtype in ("float16", "bfloat16")
@@ -345,12 +352,13 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
     )
     yield from (
         _attn_int8_sm80(tile, dtype, qk, pv, acc, kind)
-        for kind, tiles in (("", _INT8_SM80_TILES), ("smoothq", _INT8_SM80_TILES), ("mods", _INT8_SM80_MODS_TILES))
+        for kind in ("", "smoothq", "mods", "factors", "factors_mods")
         for qk in ("int8", "int4", "fp8")
         for pv in ("fp16", "fp8")
         if qk != "fp8" or (pv == "fp8" and kind != "smoothq")
         for acc in ("fp32", "fp16")
-        for tile in tiles
+        if "factors" not in kind or (qk, acc) == ("fp8", "fp32")
+        for tile in (_INT8_SM80_MODS_TILES if kind.endswith("mods") else _INT8_SM80_TILES)
         for dtype in ("float16", "bfloat16")
     )
     yield from (_attn_int8_mbarrier_sm90(dtype) for dtype in ("float16", "bfloat16"))

@@ -22,7 +22,7 @@ class KernelSpec:
     op : str
         The operation it serves: ``"attention"``, ``"attention_split"``,
         ``"attention_combine"``, ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of masks
-        ``"mask_pack"``, ``"mask_list"``, ``"tile_kinds"``; of caches
+        ``"mask_pack"``, ``"mask_list"``, ``"tile_kinds"``; of packed sequences ``"packed_parts"``; of caches
         ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
     source : str
         Path of the ``.cu`` file below the kernels root.
@@ -51,8 +51,8 @@ class KernelSpec:
     features : frozenset of str
         What it was compiled with beyond the common set. ``"score_mods"``: softcap, mask, softmax_scale <= 0;
         ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own; ``"head_dim_v"``: v with a head_dim of
-        its own, and with no other; of quantizers ``"e4m3"``, ``"hadamard"``: it is for these
-        alone.
+        its own, and with no other; ``"value_factors"``: v in e4m3 with a factor for each 128 rows, and no other v; of
+        quantizers ``"e4m3"``, ``"hadamard"``: it is for these alone.
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
         batches; ``"lse"``: calls that want the LSE; ``"softcap"``: calls with one; ``"masks"``: calls with a mask

@@ -152,6 +152,11 @@ def unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target)
     wanted = problem.precision
     if not wanted.quantized:
         return None
+    by_block = problem.descales is not None and problem.descales.v.granularity == "per_block"
+    if by_block != ("value_factors" in spec.features):
+        return (
+            "it takes no factor for each 128 rows of v" if by_block else "it is for v with a factor for each 128 rows"
+        )
     if (wanted.qk == "fp8") != (spec.qk == "fp8"):
         return f"it multiplies {spec.qk} operands, not {wanted.qk} ones"
     operands = problem.operands

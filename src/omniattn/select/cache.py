@@ -83,3 +83,8 @@ def select_merge(dtype: str, target: Target, force: str | None = None) -> Select
         )
     spec = only("merge_states", lambda spec: spec.dtype == dtype)
     return the_one(spec, f"merges {dtype} outputs", target, force)
+
+
+def select_parts(target: Target, force: str | None = None) -> Selection:
+    """The kernel that divides packed sequences of which the first rows count; raises as `select_decode`."""
+    return the_one(only("packed_parts"), "divides sequences of which the first rows count", target, force)

@@ -161,7 +161,8 @@ def _of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
     p = problem
     if not p.varlen or p.batch == 0:
         return p
-    return replace(p, varlen=False, seqlen_q=-(-p.seqlen_q // p.batch), seqlen_k=-(-p.seqlen_k // p.batch))
+    n = p.sequences
+    return replace(p, varlen=False, batch=n, parts=1, seqlen_q=-(-p.seqlen_q // n), seqlen_k=-(-p.seqlen_k // n))
 
 
 def _unfit_problem(problem: AttentionProblem) -> str | None:
@@ -236,7 +237,7 @@ def select_split(
             return None
         # Before anything that takes time: most calls have queries enough.
         p, block_m = problem, unsplit.spec.block_m
-        blocks = max(-(-p.seqlen_q // block_m), p.batch) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
+        blocks = max(-(-p.seqlen_q // block_m), p.sequences) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
         if blocks * p.num_q_heads > _BUSY * target.sm_count or _unfit_problem(problem) is not None:
             return None
         if p.precision.quantized and p.seqlen_k < _INT8_KEYS:

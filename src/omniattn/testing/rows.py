@@ -12,10 +12,12 @@ from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
 from omniattn.testing.cases import call_cases
+from omniattn.testing.factor_cases import factor_cases
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.gradient_cases import BACKWARD_OPS, gradient_cases
 from omniattn.testing.layout_cases import layout_cases
 from omniattn.testing.mask_cases import PACK_OPS, mask_cases
+from omniattn.testing.parts_cases import PARTS_CASES
 from omniattn.testing.quantizer_cases import fused_cases
 from omniattn.testing.tile_cases import tile_cases
 
@@ -51,10 +53,14 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return mask_cases(spec)
     if spec.op in BACKWARD_OPS:
         return gradient_cases(spec)
+    if "value_factors" in spec.features:
+        return factor_cases(spec)
     if spec.op == "layout_fp8":
         return layout_cases(spec)
     if spec.op == "tile_kinds":
         return tile_cases(spec)
+    if spec.op == "packed_parts":
+        return PARTS_CASES
     if spec.specialization is not None:
         return fused_cases(spec)
     return call_cases(spec)

@@ -1,0 +1,91 @@
+"""Calls of one query: heads of a kv head as queries of one head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omniattn.plan.attention import plan_attention
+from omniattn.problems import AttentionProblem, AttentionStrides, Target
+from omniattn.problems.fold import heads_as_queries
+from omniattn.problems.precision import Int8
+from omniattn.problems.score_mod import BlockMaskProblem, ScoreModProblem
+
+HOPPER, AMPERE = Target((9, 0), 227 << 10, 132), Target((8, 0), 163 << 10, 108)
+BATCH, HEADS, KV_HEADS, KEYS, DIM = 3, 8, 2, 5000, 64
+
+
+def problem_of(mask: str = "bool", mask_heads: int = 1, heads_kv: int = KV_HEADS, **changes: Any) -> AttentionProblem:
+    of_head = KEYS if mask_heads > 1 else 0
+    strides = AttentionStrides(
+        (HEADS * DIM, 0, DIM), (KEYS * DIM, DIM, BATCH * KEYS * DIM), (KEYS * DIM, DIM, BATCH * KEYS * DIM),
+        (HEADS * 2 * DIM, 0, 2 * DIM), (HEADS, 1), (mask_heads * KEYS, of_head, 0, 1),
+    )  # fmt: skip
+    made = AttentionProblem(
+        "bfloat16", BATCH, 1, KEYS, HEADS, heads_kv, DIM, -1, -1, 0.125, 0.0, mask, "none", False, lse=True,
+        strides=strides,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def elements(strides: tuple[int, ...], *at: np.ndarray) -> np.ndarray:
+    return np.asarray(sum(s * x for s, x in zip(strides, at, strict=True)))
+
+
+@pytest.mark.parametrize("mask_heads", [1, HEADS])
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_every_head_finds_its_own_elements(heads_kv: int, mask_heads: int) -> None:
+    whole = problem_of(mask_heads=mask_heads, heads_kv=heads_kv)
+    folded = heads_as_queries(whole)
+    group = HEADS // heads_kv
+    assert (folded.seqlen_q, folded.num_q_heads, folded.num_kv_heads) == (group, heads_kv, heads_kv)
+    a, b = whole.strides, folded.strides
+    assert a is not None
+    assert b is not None
+    batch, head = np.meshgrid(np.arange(BATCH), np.arange(HEADS), indexing="ij")
+    zero, kv_head, row = np.zeros_like(head), head // group, head % group
+    for name in ("q", "o"):
+        own, other = getattr(a, name), getattr(b, name)
+        np.testing.assert_array_equal(elements(own, batch, zero, head), elements(other, batch, row, kv_head))
+    np.testing.assert_array_equal(elements((*a.lse, 1), batch, head, zero), elements((*b.lse, 1), batch, kv_head, row))
+    for key in (0, KEYS - 1):
+        own, other = (batch, head, zero, zero + key), (batch, kv_head, row, zero + key)
+        np.testing.assert_array_equal(elements(a.mask, *own), elements(b.mask, *other))
+    assert (b.k, b.v) == (a.k, a.v)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seqlen_q": 2}, {"num_kv_heads": HEADS}, {"mask": "none"}, {"sinks": "float32"}, {"window_left": 100},
+        {"window_right": 0}, {"varlen": True}, {"strides": None}, {"precision": Int8().precision},
+        {"score_mod": ScoreModProblem("score + h", None, ())}, {"block_mask": BlockMaskProblem((1, 1), (0, 0, 0, 0))},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_others_stay_as_they_are(changes: dict[str, Any]) -> None:
+    problem = problem_of(**changes)
+    assert heads_as_queries(problem) is problem
+
+
+def test_softcap_and_scales_too() -> None:
+    for changes in ({"softcap": 20.0}, {"softmax_scale": -1.0}, {"softmax_scale": 0.0}):
+        assert heads_as_queries(problem_of(mask="none", **changes)).seqlen_q == HEADS // KV_HEADS
+
+
+@pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=lambda target: str(target.cc))
+@pytest.mark.parametrize("keys", [100, KEYS, 32768])
+def test_plans(keys: int, target: Target) -> None:
+    """A CTA a kv head, not a query head; the reasons say so."""
+    problem = problem_of(seqlen_k=keys, batch=1)
+    launches = plan_attention(problem, target, None)
+    assert launches.selection.why[-1] == "one query: the 4 query heads of a kv head are the rows of a tile"
+    attention = [r for r in launches.records if r.spec.op in ("attention", "attention_split")]
+    assert len(attention) == 1
+    if attention[0].spec.op == "attention_split":
+        assert attention[0].grid[0] == KV_HEADS
+    apart = plan_attention(dataclasses.replace(problem, num_kv_heads=HEADS), target, None)
+    assert "are the rows of a tile" not in apart.selection.why[-1]
