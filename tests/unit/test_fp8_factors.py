@@ -132,6 +132,7 @@ def test_torch_in_a_graph_gives_the_bits_of_numpy() -> None:
         f(*tensors, torch.from_numpy(dv).requires_grad_())
 
 
+@pytest.mark.frameworks
 def test_jax_gives_the_bits_of_numpy() -> None:
     jax = pytest.importorskip("jax")
     low, dv = e4m3(*drawn()), wide(np.random.default_rng(1), (2, 2, 3))
