@@ -6,6 +6,7 @@
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/p_e4m3.cuh"
+#include "attention/partial_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
 #include "attention/value_factors.cuh"
 #include "attention/warp_epilogue.cuh"
@@ -127,11 +128,20 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
         tma_prefetch(&params_.map_k);
         tma_prefetch(&params_.map_v);
     }
-    OA_DEVICE void copy_q(const FwdTile& t, int32 stage, uint32 bar) const {
+    // A template, as further down: of the other kind of tile one branch would not compile.
+    template <typename T>
+    OA_DEVICE void copy_q(const T& t, int32 stage, uint32 bar) const {
 #pragma unroll
-        for (int c = 0; c < Config::kPanels; ++c)
-            tma_load_4d(smem_addr_at(&Storage::q) + stage * kQBytes + c * Config::kBlockM * Config::kRowBytes,
-                        &params_.map_q, bar, c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx, t.batch_idx);
+        for (int c = 0; c < Config::kPanels; ++c) {
+            uint32 smem = smem_addr_at(&Storage::q) + stage * kQBytes + c * Config::kBlockM * Config::kRowBytes;
+            if constexpr (Config::kSplitKeys) {
+                tma_load_5d(smem, &params_.map_q, bar, c * Config::kRowBytes, 0, t.m0 / t.pack, t.head_idx,
+                            t.batch_idx);
+            } else {
+                tma_load_4d(smem, &params_.map_q, bar, c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx,
+                            t.batch_idx);
+            }
+        }
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
         const AttnFwdParams& p = params_.fwd;
@@ -208,7 +218,8 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
           k_scale_(in_register(smem_addr_at(&Storage::k_scale) + 4 * (lane_ & 3))) {}
 
     // Undoes V's scale and mean, both per channel: O = A v_scale + (sum of P) v_mean, before the division by that sum.
-    OA_DEVICE void store(const FwdTile& t, int32 warp_row, Rows& state) const {
+    template <typename T>
+    OA_DEVICE void store(const T& t, int32 warp_row, Rows& state) const {
         float bias[2] = {0.0f, 0.0f};
         if constexpr (Config::kFactors) {
             sum_of_quad(state.lse_sum);
@@ -222,14 +233,17 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             }
             if (has_bias()) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    bias[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
+                for (int r = 0; r < 2; ++r) bias[r] = bias_of(t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
             }
             cp_async_wait<0>();
             named_barrier_sync(kFirstFreeBarrier + group_, 128);
             channels().undo(state.acc, state.softmax.l, lane_);
         }
         if (Config::kLse && !Config::kFactors) sum_of_quad(state.lse_sum);
+        if constexpr (Config::kSplitKeys) {
+            store_partial(t, warp_row, state, bias);
+            return;
+        }
         store_rows<typename Config::Io>(state.acc, state.softmax.m2, state.softmax.l,
                                         Config::kLse ? state.lse_sum : state.softmax.l, bias, p_, t, warp_row, lane_);
     }
@@ -248,6 +262,21 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.operands.q_scale[head * params_.operands.q_scale_stride_h +
                                         first_block<Config>(t, t.q_begin) * 64 + (warp_row >> 4) * 8 + (lane_ >> 2)];
+    }
+
+    // The same where heads share a tile: they have scales of their own.
+    OA_DEVICE void scales_of_queries(const SplitTile& t, int32 warp_row, float (&scales)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int32 row = warp_row + (lane_ >> 2) + 8 * r, query = row / t.pack;
+            scales[r] = 1e-30f;
+            if (row < t.seqlen_q)
+                scales[r] = params_.operands.q_scale[head_of_row(t, row) * params_.operands.q_scale_stride_h +
+                                                     (query >> 4) * 8 + (query & 7)];
+        }
+    }
+    OA_DEVICE void scales_of_queries(const FwdTile& t, int32 warp_row, float (&scales)[2]) const {
+        scales[0] = scales[1] = scale_of_queries(t, warp_row);
     }
 
     // V's scale and mean for `store`, when the whole warpgroup has read the last tile's.
@@ -347,6 +376,11 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             return __int_as_float(0x7fffffff);
         return without_rounding(q_scale * scale_of_keys(n));
     }
+    // Of this lane's two rows.
+    OA_DEVICE void scales_of_scores(const float (&q_scale)[2], int32 n, float (&c)[2]) const {
+        c[0] = c[1] = scale_of_scores(q_scale[0], n);
+        if constexpr (Config::kSplitKeys) c[1] = scale_of_scores(q_scale[1], n);
+    }
 
     // delta_s of the step's tile, from this lane's first column on.
     OA_DEVICE const float* delta_of(const FwdTile& t) const {
@@ -362,6 +396,31 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     const float* v_factors_ = nullptr;  // kFactors: the same
 
   private:
+    // The call's head, of all batches, that a row of packed heads belongs to.
+    OA_DEVICE int64 head_of_row(const SplitTile& t, int32 row) const {
+        return (int64(t.batch_idx) * p_.num_q_heads + t.head_idx) * t.pack + row % t.pack;
+    }
+    OA_DEVICE float bias_of(const FwdTile& t, int32 row) const { return row_bias_of(p_, params_.operands, t, row); }
+    OA_DEVICE float bias_of(const SplitTile& t, int32 row) const {
+        if (row >= t.seqlen_q) return 0.0f;
+        return params_.operands.row_bias[head_of_row(t, row) * t.num_queries + row / t.pack];
+    }
+
+    // A split's sums, and the base with what smoothing took from the scores. With an LSE, which is of the sum of P
+    // before rounding, O is weighted by that sum. A row without keys has none, whatever its bias.
+    OA_DEVICE void store_partial(const SplitTile& t, int32 warp_row, Rows& state, const float (&bias)[2]) const {
+        float m2[2], l[2], weight[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            bool nothing = state.softmax.l[r] == 0.0f;
+            l[r] = Config::kLse ? state.lse_sum[r] : state.softmax.l[r];
+            weight[r] = nothing ? 0.0f : l[r] / state.softmax.l[r];
+            m2[r] = state.softmax.m2[r] + (nothing ? 0.0f : bias[r]) * kLog2e;
+        }
+        if (Config::kLse) rescale(state.acc, weight);
+        store_partial_rows(state.acc, m2, l, params_, t, warp_row, lane_);
+    }
+
     // Whether what smoothing took from the scores is still to be added: the softcap has had it already.
     OA_DEVICE bool has_bias() const {
         if constexpr (Config::kBlockScales)

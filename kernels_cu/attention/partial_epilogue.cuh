@@ -24,10 +24,10 @@ OA_DEVICE void store_partial_rows(const float (&o)[kOutputs], const float (&m2)[
     }
 }
 
-// Of attn_fwd_sm90.
-template <int kOutputs>
+// Of attn_fwd_sm90 and attn_int8_sm90: Params have fwd, partial_o and partial_ml.
+template <int kOutputs, typename Params>
 OA_DEVICE void store_partial_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2],
-                                  const AttnFwdSplitSm90Params& params, const SplitTile& t, int32 warp_row, int lane) {
+                                  const Params& params, const SplitTile& t, int32 warp_row, int lane) {
     const AttnFwdParams& p = params.fwd;
     int64 first = ((int64(t.batch_idx) * p.num_q_heads + t.head_idx) * t.num_splits + t.split) * t.seqlen_q;
     store_partial_rows(o, m2, l, params.partial_o + first * p.head_dim, params.partial_ml + 2 * first, p.head_dim,

@@ -81,8 +81,12 @@ OA_DEVICE void find_value_factors(TileFacts&, const AttnInt8Sm80Params&, const F
 OA_DEVICE void find_value_factors(FactorFacts& facts, const AttnFp8FactorsSm89Params& p, const FwdTile& t) {
     facts.v_factors = value_factors(p.factors, t, t.head_idx / (p.fwd.num_q_heads / p.fwd.num_kv_heads));
 }
+// In place of the arguments, which a worker without factors does not keep: they would cost it instructions.
+struct NoFactors {
+    OA_DEVICE NoFactors(const AttnInt8Sm80Params&) {}
+};
 template <int kKeys>
-OA_DEVICE NoValueFactor factor_of_tile(const TileFacts&, const AttnInt8Sm80Params&, int32) {
+OA_DEVICE NoValueFactor factor_of_tile(const TileFacts&, const NoFactors&, int32) {
     return {};
 }
 template <int kKeys>

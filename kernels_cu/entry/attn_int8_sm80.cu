@@ -376,7 +376,7 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
         }
     }
 
-    const Params& params_;
+    const Select<Config::kFactors, const Params&, NoFactors>::Type params_;
     const AttnFwdParams& p_;
     const QuantizedOperands& x_;
     const FwdTile& t_;

@@ -24,6 +24,10 @@
 //                      every flush_keys keys: O += A, A = 0
 // With REGISTER_Q consumers read Q before the first step and release its stage at once.
 //
+// SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
+// heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE weighs O by sums of P before
+// rounding.
+//
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
 // attn_fwd_sm90's forms (attention/int8_forms.cuh, attention/int8_forms_roles.cuh).
 //
@@ -53,7 +57,8 @@ struct Config {
     static constexpr bool kBlockScales = kScoreBias<Score> == 0.0f;  // e4m3: one for 128 rows
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kConsumers = NUM_CONSUMERS;
-    static constexpr bool kPingPong = kConsumers == 2;
+    static constexpr bool kSplitKeys = SPLIT_KEYS;
+    static constexpr bool kPingPong = kConsumers == 2 && !kSplitKeys;  // often one of the two has no rows
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kBlockTiles = kBlockRows / kBlockN;  // of keys, to a scale
@@ -65,7 +70,7 @@ struct Config {
     static constexpr bool kFactors = VALUE_FACTORS;  // one for each 128 rows of V; kLse, not kDelta, no forms
     static constexpr bool kRegisterQ = REGISTER_Q;
     static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
-    static constexpr bool kRotateHeads = kForms, kSplitKeys = false, kMeetAtTiles = false;
+    static constexpr bool kRotateHeads = kForms, kMeetAtTiles = false;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kRowBytes = kHeadDim < 128 ? kHeadDim : 128;
@@ -81,10 +86,12 @@ struct Config {
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta && !kForms), "arrays in e4m3, without forms");
+    static_assert(!kSplitKeys || !(kForms || kVarlen || kDelta || kBlockScales), "plain dense batches of integers");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 
-using PlainParams = Select<Config::kFactors, AttnFp8FactorsSm90Params, AttnInt8Sm90Params>::Type;
+using WholeParams = Select<Config::kFactors, AttnFp8FactorsSm90Params, AttnInt8Sm90Params>::Type;
+using PlainParams = Select<Config::kSplitKeys, AttnInt8SplitSm90Params, WholeParams>::Type;
 using Params = Select<Config::kForms, AttnInt8FormsSm90Params, PlainParams>::Type;
 using SharedStorage = Int8Storage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
@@ -106,13 +113,14 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
 
     // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal
     // for the whole warpgroup may decide between two places where products are issued.
-    OA_DEVICE void attend(const FwdTile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
+    OA_DEVICE void attend(const TileOf<Config>& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
         const int32 num_tiles = keys.end - keys.first;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         this->find_key_scales(t);
         // Loaded here, used behind the waits for Q and K: a trip to L2 or memory.
-        float q_scale = scale_of_queries(t, warp_row);
+        float q_scale[2];
+        scales_of_queries(t, warp_row, q_scale);
         Tile::Queries q;
         RowState<PRange>& rows = state.softmax;
         Tile::Scores s;
@@ -132,7 +140,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         };
         // Keys are walked from the last tile on.
         auto enter_block = [&](int32 n) {
-            c[0] = c[1] = q_scale * k_ahead;
+            c[0] = c[1] = q_scale[0] * k_ahead;
             factor.set(v_ahead);
             look_ahead(n - Config::kBlockTiles);  // before the first block: of any
         };
@@ -140,14 +148,14 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
 
         // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
         auto products = [&] {
-            if (!Config::kBlockScales) c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
+            if (!Config::kBlockScales) scales_of_scores(q_scale, keys.end - 1 - i, c);
             ping_pong_.wait();
             Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
             Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
             ping_pong_.pass_on();
             // From global memory, under the products.
             int32 n = keys.end - 1 - i;
-            if (Config::kBlockScales && !Config::kFactors) c[0] = c[1] = scale_of_scores(q_scale, n);
+            if (Config::kBlockScales && !Config::kFactors) scales_of_scores(q_scale, n, c);
             if (Config::kFactors && uint32(n) % Config::kBlockTiles == Config::kBlockTiles - 1) enter_block(n);
             wgmma_wait<1>();
             wgmma_pin(s);
@@ -185,7 +193,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
             uint32 signs[2];
             past_largest(fresh, signs);
             return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0 ||
-                   (!Config::kDelta && this->is_coarse(c[0]));
+                   (!Config::kDelta && (this->is_coarse(c[0]) || (Config::kSplitKeys && this->is_coarse(c[1]))));
         };
         auto redo = [&] {
             Shift shift = shift_of(t, factor);
@@ -224,11 +232,12 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
             fetch_channels(t);
         }
         state.attended = true;
-        q_scale *= p_.softmax_scale * kLog2e;
+        q_scale[0] *= p_.softmax_scale * kLog2e;
+        q_scale[1] *= p_.softmax_scale * kLog2e;
         if (Config::kFactors) {
             enter_block(keys.end - 1 - i);
         } else {
-            c[0] = c[1] = scale_of_scores(q_scale, keys.end - 1 - i);
+            scales_of_scores(q_scale, keys.end - 1 - i, c);
         }
         wgmma_wait<0>();
         wgmma_pin(s);

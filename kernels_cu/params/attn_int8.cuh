@@ -47,6 +47,19 @@ struct AttnInt8Sm90Params {
     int32 reserved;
     BlockScales scales;  // e4m3 only
 };
+// Keys split over CTAs: partial results in place of `fwd.o` and `fwd.lse` (params/attn_fwd.cuh). The scales of queries
+// and their biases are those of the call, whose heads the tiles pack.
+struct AttnInt8SplitSm90Params {
+    TensorMap map_q, map_k, map_v;  // map_q: [batch, head, query, pack, head_dim_pad]
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    SplitTileList tiles;
+    int32 flush_keys;
+    int32 reserved;
+    BlockScales scales;
+    float* partial_o;
+    float* partial_ml;
+};
 struct AttnInt8FormsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias
     AttnFwdParams fwd;

@@ -44,5 +44,8 @@ def problem_of(case: ShapeCase, **changes: Any) -> AttentionProblem:
     function = omniattn.attention_varlen if case.packed else omniattn.attention
     problem = omniattn.explain(function, q, k, v, **options).problem
     assert isinstance(problem, AttentionProblem)
+    if case.operands:
+        whole = problem.quantization(grouping="sm90", pv="fp8", pv_accumulator="fp32", unpacked=True)
+        changes = {"operands": dataclasses.replace(whole, dtype="bfloat16"), **changes}
     made = {"dtype": "bfloat16", "tensor_maps": True, "mask_map": case.mask == "bias_heads", **changes}
     return dataclasses.replace(problem, **made)

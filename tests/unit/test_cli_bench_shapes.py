@@ -143,6 +143,7 @@ def test_names_are_the_cases() -> None:
         "few, d128 b1 h32/8 sq16 sk32768 full", "few, d128 b1 h32/8 sq512 sk32768 full",
         "few, d128 b1 h16 sq256 sk65536 full", "few, d128 b8 h32/8 sq32 sk8192 full",
         "few, d128 b1 h32/8 sq16 sk32768 full bool-mask", "few, d128 b1 h32/8 sq16 sk32768 full int8",
+        "few, d128 b1 h32/8 sq64 sk32768 full int8 operands",
         "short, d128 b16 h16 s1024 causal", "short, d64 b256 h16 s128 full", "short, d64 b2048 h16 s16 causal",
         "short, d64 b1 h12 s577 full", "short, d192/128 b4 h16 s4096 causal",
         "short, d128 b4 h16 s4096 full expanded over batch", "packed, d128 h32/8 packed lognormal causal",
@@ -182,7 +183,10 @@ def test_pairs_and_bytes_are_those_that_are_seen(case: ShapeCase) -> None:
     assert case.flops == 2 * case.pairs * (case.head_dim + case.head_dim_v)
     kept = keys * case.heads // case.group
     kept //= {"": 1, "heads": case.heads // case.group, "batch": len(case.lengths_k)}[case.expanded]
-    arrays = 2 * (case.head_dim + case.head_dim_v) * (sum(case.lengths_q) * case.heads + kept)
+    rows, widths = sum(case.lengths_q) * case.heads, case.head_dim + case.head_dim_v
+    arrays = 2 * widths * (rows + kept)
+    if case.operands:
+        arrays = widths * kept + rows * (case.head_dim + 2 * case.head_dim_v)
     sq, sk = case.lengths_q[0], case.lengths_k[0]
     mask = {"": 0, "padding": len(case.lengths_q) * sk, "mixed": sq * sk, "bias_heads": 2 * case.heads * sq * sk}
     assert case.bytes == arrays + mask[case.mask]
@@ -298,6 +302,8 @@ def test_the_check_of_packed_sequences_finds_faults() -> None:
         ("few, d128 b1 h32/8 sq16 sk32768 full", "mma.sync", "attn_fwd_sm80", True),
         ("few, d128 b1 h32/8 sq16 sk32768 full bool-mask", "wgmma", "attn_fwd_sm90", False),
         ("few, d128 b1 h32/8 sq16 sk32768 full bool-mask", "mma.sync", "attn_fwd_sm80", True),
+        ("few, d128 b1 h32/8 sq16 sk32768 full int8", "wgmma", "attn_int8_sm90", True),
+        ("few, d128 b1 h32/8 sq16 sk32768 full int8", "mma.sync", "attn_int8_sm80", False),
     ],
 )
 def test_ways_force_rows(monkeypatch: pytest.MonkeyPatch, name: str, way: str, family: str, split: bool) -> None:

@@ -147,7 +147,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
             continue
         cases = cases_for(operation_of(spec))
         assert cases
-        if spec.op != "attention":
+        if spec.op != "attention" or "value_factors" in spec.features:  # calls of their own
             continue
         taken = []
         for case in cases:

@@ -113,6 +113,7 @@ def test_sinks_masks_and_a_head_dim_of_v() -> None:
     assert np.abs(lse - want_lse).max() <= 2e-5
 
 
+@pytest.mark.frameworks
 def test_torch_in_a_graph_gives_the_bits_of_numpy() -> None:
     torch = pytest.importorskip("torch")
     low, dv = e4m3(*drawn()), wide(np.random.default_rng(1), (2, 2, 3))
@@ -131,6 +132,7 @@ def test_torch_in_a_graph_gives_the_bits_of_numpy() -> None:
         f(*tensors, torch.from_numpy(dv).requires_grad_())
 
 
+@pytest.mark.frameworks
 def test_jax_gives_the_bits_of_numpy() -> None:
     jax = pytest.importorskip("jax")
     low, dv = e4m3(*drawn()), wide(np.random.default_rng(1), (2, 2, 3))

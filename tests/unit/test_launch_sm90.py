@@ -29,7 +29,7 @@ STREAM = 0x51
 WORKSPACE = 0x7F0000001300
 ARRAYS = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks", "o", "lse", "workspace")
 ADDRESSES = (0x1000, 0x2000, 0x3000, 0, 0x6000, 0x7000, 0, 0x9000, 0x4000, 0x5000, WORKSPACE)
-INT8 = [spec for spec in REGISTRY if spec.family == "attn_int8_sm90"]
+INT8 = [spec for spec in REGISTRY if (spec.family, spec.op) == ("attn_int8_sm90", "attention")]
 STRIDES = AttentionStrides((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 14), (0, 0, 0, 0))
 
 

@@ -24,7 +24,7 @@ from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 AMPERE, BLACKWELL = Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)
-SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split"]
+SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split" and not spec.quantized]
 SPLIT_SM90 = [spec for spec in SPLIT if spec.arch_specific]
 COMBINE = by_name("attn_combine_sm80_fp16")
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist.

@@ -23,7 +23,8 @@ def test_every_case_has_a_plan_on_every_gpu(case: ShapeCase) -> None:
     assert problem.varlen == bool(case.packed)
     if not case.packed:
         assert (problem.flops == case.flops) == (case.mask != "padding")
-    for target in GPUS.values():
+    # Operands are in Hopper's grouping.
+    for target in [GPUS["H200"]] if case.operands else GPUS.values():
         launches = plan_attention(problem, target, None)
         spec = launches.selection.spec
         assert by_name(spec.name) is spec
@@ -38,7 +39,7 @@ def test_few_queries_are_split_on_an_h200() -> None:
     }
     whole = [name for name, is_split in split.items() if not is_split]
     # Key padding has a batch of 4, whose 128 tiles keep the SMs busy.
-    assert all({*name.split()} & {"packed", "int8", "key-padding"} for name in whole)
+    assert all({*name.split()} & {"packed", "key-padding"} for name in whole)
 
 
 def few(gpu: str, batch: int, heads: int, queries: int, keys: int, group: int = 1, **changes: Any) -> int:

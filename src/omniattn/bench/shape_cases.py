@@ -85,6 +85,8 @@ class ShapeCase:
         Name of the lengths; empty: a batch.
     precision : {"exact", "int8"}
         Of this package's call.
+    operands : bool
+        Its arrays come quantized: K and V that many calls attend to.
     both : bool
         Timed with this package's kernels on wgmma and with those on mma.sync too, whatever it chooses.
     flex : bool
@@ -105,6 +107,7 @@ class ShapeCase:
     expanded: str = ""
     packed: str = ""
     precision: str = "exact"
+    operands: bool = False
     both: bool = False
     flex: bool = False
     mark: Mark | None = None
@@ -126,7 +129,8 @@ class ShapeCase:
         words += [_MASK_WORDS[self.mask]] if self.mask else []
         words += [f"softcap{self.softcap:g}"] if self.softcap else []
         words += [f"expanded over {self.expanded}"] if self.expanded else []
-        return " ".join([*words, *([self.precision] if self.precision != "exact" else [])])
+        words += [self.precision] if self.precision != "exact" else []
+        return " ".join([*words, *(["operands"] if self.operands else [])])
 
     @property
     def options(self) -> dict[str, Any]:
@@ -174,7 +178,10 @@ class ShapeCase:
 
     @property
     def bytes(self) -> float:
-        """q, the mask, and k and v that someone sees read once, o written once, in 16 bits (masks of bools: 8)."""
+        """q, the mask, and k and v that someone sees read once, o written once, in 16 bits.
+
+        Masks of bools, and operands: in 8 bits.
+        """
         left, right = self.bounds
         queries, keys = sum(self.lengths_q), 0
         for own, theirs in _sizes(self):
@@ -182,7 +189,9 @@ class ShapeCase:
             keys += min(theirs, theirs + right if right >= 0 else theirs) - first
         widths = self.head_dim + self.head_dim_v
         share = {"": 1, "heads": self.heads // self.group, "batch": len(self.lengths_k)}[self.expanded]
-        found = 2.0 * widths * (queries * self.heads + keys * self.heads // self.group / share)
+        of_k = (1.0 if self.operands else 2.0) * widths * (keys * self.heads // self.group / share)
+        of_q = float((1 if self.operands else 2) * self.head_dim + 2 * self.head_dim_v) * queries * self.heads
+        found = of_k + of_q
         if not self.mask:
             return found
         rows = {"padding": len(self.lengths_q), "mixed": self.lengths_q[0], "bias_heads": 2 * self.heads * queries}
@@ -239,6 +248,7 @@ def _few() -> tuple[ShapeCase, ...]:
         _packed("8x32on8192", 128, 32, (32,) * 8, keys=(8192,) * 8, group=4, both=True),
         _packed("16x1-61onlognormal", 128, 32, range(1, 65, 4), keys=keys, group=4, causal=True),
         *(replace(plain[n], precision="int8", both=True) for n in (16, 128)),
+        *(replace(plain[n], precision="int8", operands=True) for n in (16, 64, 128, 512)),
     )
 
 

@@ -49,18 +49,43 @@ def tensors_of(torch: Any, case: ShapeCase) -> Tensors:
     return PackedProblem(torch, case) if case.packed else Problem(torch, *case.dense())
 
 
+def _as_they_are(inputs: InputSet) -> tuple[Any, Any, Any]:
+    return inputs.nhd
+
+
 @dataclass(frozen=True)
 class OwnCall:
-    """This package's call for a case: the function, and its arguments but for q, k and v."""
+    """This package's call for a case: the function, its arguments but for q, k and v, and what these are."""
 
     function: Callable[..., Any]
     options: dict[str, Any]
+    arrays: Callable[[InputSet], tuple[Any, Any, Any]] = _as_they_are
 
     def explain(self, inputs: InputSet) -> Any:
         """What the call would do."""
         import omniattn
 
-        return omniattn.explain(self.function, *inputs.nhd, **self.options)
+        return omniattn.explain(self.function, *self.arrays(inputs), **self.options)
+
+    def run(self, inputs: InputSet) -> Result:
+        """The call."""
+        return Result(self.function(*self.arrays(inputs), **self.options))
+
+
+def _quantized() -> Callable[[InputSet], tuple[Any, Any, Any]]:
+    """q, k and v of an input set, quantized when it is seen first."""
+    import omniattn
+
+    made: dict[int, tuple[Any, Any, Any]] = {}
+
+    def arrays(inputs: InputSet) -> tuple[Any, Any, Any]:
+        if id(inputs) not in made:
+            q, k, v = inputs.nhd
+            qk = omniattn.quantize_qk(q, k)
+            made[id(inputs)] = qk.q, qk.k, omniattn.quantize_v(v)
+        return made[id(inputs)]
+
+    return arrays
 
 
 def own_call(problem: Tensors, case: ShapeCase) -> OwnCall:
@@ -72,21 +97,20 @@ def own_call(problem: Tensors, case: ShapeCase) -> OwnCall:
         longest_q, longest_k = problem.longest
         options |= {"cu_seqlens_q": problem.starts_q, "cu_seqlens_k": problem.starts_k}
         return OwnCall(omniattn.attention_varlen, {**options, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k})
-    return OwnCall(omniattn.attention, options if problem.mask is None else {**options, "mask": problem.mask})
+    if problem.mask is not None:
+        options["mask"] = problem.mask
+    return OwnCall(omniattn.attention, options, _quantized() if case.operands else _as_they_are)
 
 
 def ours(problem: Tensors, case: ShapeCase, row: str = "") -> Forward:
     """This package; with the kernel ``row`` where one is named."""
     call = own_call(problem, case)
 
-    def forward(inputs: InputSet) -> Result:
-        return Result(call.function(*inputs.nhd, **call.options))
-
     def forced(inputs: InputSet) -> Result:
         with forced_kernels(row):
-            return forward(inputs)
+            return call.run(inputs)
 
-    return forced if row else forward
+    return forced if row else call.run
 
 
 def forced_way(problem: Tensors, case: ShapeCase, way: str) -> Forward:

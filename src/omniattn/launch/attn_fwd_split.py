@@ -1,4 +1,4 @@
-"""Launches of ``attn_fwd_sm80`` and ``attn_fwd_sm90`` with the keys split over CTAs, and of ``attn_combine_sm80``."""
+"""Launches of attention kernels with the keys split over CTAs, and of ``attn_combine_sm80``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ..runtime.record import LaunchRecord
 from . import tile_order
 from .attn_fwd import SINKS_KINDS, forward_values, num_m_blocks
 from .attn_fwd_sm90 import PANEL, mapped, operand_map
+from .attn_int8 import OperandPlaces
+from .attn_int8_sm90 import flush_keys, key_maps, row_bytes
 from .masks import MaskPlaces, memory_of
 from .score_forms import form_values
 from .structs import (
@@ -19,6 +21,7 @@ from .structs import (
     ATTN_FWD_SPLIT_FORMS_SM80,
     ATTN_FWD_SPLIT_SM80,
     ATTN_FWD_SPLIT_SM90,
+    ATTN_INT8_SPLIT_SM90,
     At,
     member,
     strides,
@@ -55,15 +58,18 @@ def build(
     split: KeySplit,
     masks: MaskPlaces | None = None,
     begin: int = 0,
+    places: OperandPlaces | None = None,
 ) -> tuple[tuple[LaunchRecord, ...], int]:
     """The launches of a call, and where their workspace ends.
 
     masks: what was made of the mask, where attention does not read it itself. begin: where the memory of partial
-    results begins.
+    results begins. places: of quantized operands.
     """
     ml_at, num_bytes = workspace(problem, split)
     partial = {"partial_o": At("workspace", begin), "partial_ml": At("workspace", begin + ml_at)}
-    if spec.arch_specific:
+    if places is not None:
+        records = _main_int8(spec, problem, target, split, partial, places)
+    elif spec.arch_specific:
         records = _main_sm90(spec, problem, target, split, partial)
     else:
         records = _main_sm80(spec, problem, split, partial, masks)
@@ -75,30 +81,77 @@ def _main_sm90(
 ) -> tuple[LaunchRecord, ...]:
     p, s = problem, problem.strides
     assert s is not None
-    heads, rows = p.num_q_heads // split.pack, p.seqlen_q * split.pack
+    heads = p.num_q_heads // split.pack
     b, seq, head = (2 * x for x in s.q)
     q = mapped(
         "q", 0, p.dtype, (p.head_dim, split.pack, p.seqlen_q, heads, p.batch), (head, seq, split.pack * head, b),
         (PANEL, split.pack, spec.block_m // split.pack, 1, 1),
     )  # fmt: skip
     kv_shape = (p.batch, p.seqlen_k, p.num_kv_heads)
-    # The problem that the kernel is told: rows of `heads` heads. It writes neither o nor the LSE, and has no sinks.
-    packed = replace(p, seqlen_q=rows, num_q_heads=heads, lse=False, sinks="none")
-    tiles = tile_order.head_by_head(p.batch * heads, split.blocks * split.num_splits)
+    tiles = _tiles(p, split)
     values = {
         "map_q": q,
         "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
         "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
-        **member("fwd", forward_values(packed, split.blocks)),
-        **member("tiles", asdict(tiles)),
-        "tiles.num_splits": split.num_splits,
-        "tiles.pack": split.pack,
-        "tiles.num_queries": p.seqlen_q,
-        "tiles.zero": 0,
+        **member("fwd", forward_values(_packed(p, split), split.blocks)),
+        **_tile_values(tiles, p, split),
         **partial,
     }
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_FWD_SPLIT_SM90.pack(values)),)
+
+
+def _main_int8(
+    spec: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    split: KeySplit,
+    partial: dict[str, At],
+    places: OperandPlaces,
+) -> tuple[LaunchRecord, ...]:
+    """As on 16 bits; scales and biases of queries are found by the heads of the call."""
+    p, at = problem, places.at
+    b, seq, head = places.strides[0]
+    q = mapped(
+        *at["q_int"], "uint8", (places.width, split.pack, p.seqlen_q, p.num_q_heads // split.pack, p.batch),
+        (head, seq, split.pack * head, b), (row_bytes(spec), split.pack, spec.block_m // split.pack, 1, 1),
+    )  # fmt: skip
+    k, v = key_maps(spec, p, places, p.batch)
+    tiles = _tiles(p, split)
+    forward = forward_values(
+        _packed(p, split), split.blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts
+    )
+    values = {
+        "map_q": q,
+        "map_k": k,
+        "map_v": v,
+        **member("fwd", forward),
+        **member("operands", places.values()),
+        **_tile_values(tiles, p, split),
+        "flush_keys": flush_keys(places),
+        "reserved": 0,
+        **member("scales", places.block_scales()),
+        **partial,
+    }
+    grid = (min(tiles.num_items, target.sm_count), 1, 1)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_INT8_SPLIT_SM90.pack(values)),)
+
+
+def _packed(problem: AttentionProblem, split: KeySplit) -> AttentionProblem:
+    """The problem that a kernel on wgmma is told: rows of packed heads. It writes neither o nor the LSE."""
+    rows, heads = problem.seqlen_q * split.pack, problem.num_q_heads // split.pack
+    return replace(problem, seqlen_q=rows, num_q_heads=heads, lse=False, sinks="none")
+
+
+def _tiles(problem: AttentionProblem, split: KeySplit) -> tile_order.TileList:
+    heads = problem.num_q_heads // split.pack
+    return tile_order.head_by_head(problem.batch * heads, split.blocks * split.num_splits)
+
+
+def _tile_values(tiles: tile_order.TileList, problem: AttentionProblem, split: KeySplit) -> dict[str, object]:
+    """The member ``tiles``."""
+    own = {"num_splits": split.num_splits, "pack": split.pack, "num_queries": problem.seqlen_q, "zero": 0}
+    return member("tiles", asdict(tiles) | own)
 
 
 def _main_sm80(

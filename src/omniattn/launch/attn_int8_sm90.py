@@ -20,6 +20,28 @@ FLUSH_KEYS = 256
 FLUSH_KEYS_SMOOTH_V = 2048
 
 
+def row_bytes(spec: KernelSpec) -> int:
+    """Of a row of q or k in shared memory; further channels lie behind all rows."""
+    return min(spec.head_dim, 128)
+
+
+def flush_keys(places: OperandPlaces) -> int:
+    """Keys whose products with V the tensor cores sum."""
+    return FLUSH_KEYS_SMOOTH_V if places.problem.smooth_v else FLUSH_KEYS
+
+
+def key_maps(
+    spec: KernelSpec, problem: AttentionProblem, places: OperandPlaces, batch: int
+) -> tuple[TensorMap, TensorMap]:
+    """Of k and v, where there are keys."""
+    operands, at, kv = places.problem, places.at, problem.num_kv_heads
+    box = row_bytes(spec), spec.block_n
+    k = _map(at["k_int"], (places.width, problem.seqlen_k, kv, batch), places.strides[1], box)
+    pad, keys = operands.head_dim_pad, operands.shapes()["v"][0][-1]
+    of_v = (keys * pad * kv, keys, keys * pad)
+    return k, _map(at["v"], (keys, pad, kv, batch), of_v, (spec.block_n, spec.head_dim))
+
+
 def build(
     spec: KernelSpec,
     problem: AttentionProblem,
@@ -34,20 +56,16 @@ def build(
     blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
     if blocks * batch * problem.num_q_heads == 0:
         return ()
-    operands, at = places.problem, places.at
-    row, kv = min(spec.head_dim, 128), problem.num_kv_heads
+    at = places.at
     q = _map(
         at["q_int"],
         (places.width, problem.seqlen_q, problem.num_q_heads, batch),
         places.strides[0],
-        (row, spec.block_m),
+        (row_bytes(spec), spec.block_m),
     )
     k = v = q  # without keys nothing is copied, but a map of zero rows cannot be made
     if problem.seqlen_k:
-        k = _map(at["k_int"], (places.width, problem.seqlen_k, kv, batch), places.strides[1], (row, spec.block_n))
-        pad, keys = operands.head_dim_pad, operands.shapes()["v"][0][-1]
-        of_v = (keys * pad * kv, keys, keys * pad)
-        v = _map(at["v"], (keys, pad, kv, batch), of_v, (spec.block_n, spec.head_dim))
+        k, v = key_maps(spec, problem, places, batch)
     tiles = tiles_of(problem, spec, blocks, target.sm_count)
     forward = forward_values(
         problem, blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts
@@ -55,7 +73,7 @@ def build(
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles), **member("fwd", forward)}
     values |= member("operands", places.values())
     values |= {"reserved": 0, **member("scales", places.block_scales())}
-    values["flush_keys"] = FLUSH_KEYS_SMOOTH_V if operands.smooth_v else FLUSH_KEYS
+    values["flush_keys"] = flush_keys(places)
     layout = ATTN_INT8_SM90
     if "score_mods" in spec.features:
         layout = ATTN_INT8_FORMS_SM90

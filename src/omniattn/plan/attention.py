@@ -18,6 +18,7 @@ from ..launch import (
     score_mod,
     tile_kinds,
 )
+from ..launch.attn_int8 import OperandPlaces
 from ..launch.masks import MaskPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
@@ -29,6 +30,7 @@ from ..registry import REGISTRY, KernelSpec
 from ..runtime.record import LaunchRecord
 from ..select import (
     Selection,
+    SplitSelection,
     select_attention,
     select_delta,
     select_fp8_quantizer,
@@ -61,6 +63,12 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
 def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launches:
     selection = _with_score_mod(select_attention(problem, target, force), problem)
     split = select_split(problem, target, selection, force)
+    if split is not None and split.main.spec.quantized:
+        if problem.operands is None:
+            return _quantize_first(split.main, problem, target, force, split)
+        places = attn_int8.given(problem.operands)
+        records, end = _split_quantized(split, problem, target, places, 0)
+        return Launches(split.main, records, end, (split.combine,))
     if split is not None:
         chosen = split.main.spec, split.combine.spec
         mask = _prepare_mask(split.main.spec, problem, target, force, 0)
@@ -139,7 +147,21 @@ def _prepare_mask(
     return _PreparedMask(records, (places,), begin + places.num_bytes, (first, listing))
 
 
-def _quantize_first(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
+def _split_quantized(
+    split: SplitSelection, problem: AttentionProblem, target: Target, places: OperandPlaces, begin: int
+) -> tuple[tuple[LaunchRecord, ...], int]:
+    """begin: where the memory of partial results begins. And where it ends."""
+    chosen = split.main.spec, split.combine.spec
+    return attn_fwd_split.build(*chosen, problem, target, split.split, begin=begin, places=places)
+
+
+def _quantize_first(
+    selection: Selection,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    split: SplitSelection | None = None,
+) -> Launches:
     spec, strides = selection.spec, problem.strides
     assert strides is not None
     quantized = problem.quantization(
@@ -161,15 +183,20 @@ def _quantize_first(selection: Selection, problem: AttentionProblem, target: Tar
         room, memory = quantize.scratch(quantizers[-1].spec, part), At("workspace", _aligned(end))
         starts = starts or quantize.starts_in(room, memory)
         call = QuantizeCall(part, (strides.q, strides.k, strides.v), problem.layout, 0)
-        of_delta = None if delta is None else delta.spec
-        made += quantize.build(quantizers[-1].spec, of_delta, call, target, at, memory)
+        delta_spec = None if delta is None else delta.spec
+        made += quantize.build(quantizers[-1].spec, delta_spec, call, target, at, memory)
         end = memory.offset + room.size
     starts = starts or (At("cu_seqlens_q"), At("cu_seqlens_k"))
+    of_delta = () if delta is None else (delta,)
+    if split is not None:
+        places = attn_int8.own(quantized, at, starts)
+        records, end = _split_quantized(split, problem, target, places, _aligned(end))
+        return Launches(selection, (*made, *records), end, (*dict.fromkeys(quantizers), *of_delta, split.combine))
     mask = _prepare_mask(spec, problem, target, force, _aligned(end))
     places = attn_int8.own(quantized, at, starts)
     attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
     records = (*mask.records, *made) if attention else ()
-    others = (*dict.fromkeys(quantizers), *(() if delta is None else (delta,)), *mask.others)
+    others = (*dict.fromkeys(quantizers), *of_delta, *mask.others)
     return Launches(selection, (*records, *attention), mask.end if mask.places else end, others)
 
 

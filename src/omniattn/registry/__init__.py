@@ -15,7 +15,8 @@ from .backward import backward_rows
 from .decode import decode_rows, unlisted_rows
 from .masks import mask_rows
 from .newest import NEWEST_ARCHS, with_newest
-from .quantized import quantized_attention_rows, quantizer_rows
+from .quantized import quantized_attention_rows, quantized_split_rows
+from .quantizers import quantizer_rows
 from .spec import PREBUILT_ARCHS, KernelSpec
 
 __all__ = ["NEWEST_ARCHS", "PORTABLE_ARCHS", "PREBUILT_ARCHS", "REGISTRY", "KernelSpec", "by_name", "registered"]
@@ -31,6 +32,7 @@ REGISTRY: tuple[KernelSpec, ...] = tuple(
         *merge_rows(),
         *packed_rows(),
         *split_rows(),
+        *quantized_split_rows(),
         *backward_rows(),
         *quantizer_rows(),
         *decode_rows(),

@@ -1,4 +1,4 @@
-"""Rows of attention on quantized operands and of the quantizers before it. Standard library only."""
+"""Rows of attention on quantized operands. Standard library only."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ _INT8_SM90_TILES: tuple[_Int8Sm90Tile, ...] = (
     _Int8Sm90Tile(128, 3, 4),
     _Int8Sm90Tile(256, 2, 2),
 )
+#: With the keys split over CTAs. Two warpgroups have registers for Q, and room for more stages: few rows are bound by
+#: bytes.
+_INT8_SPLIT_TILES = (
+    _Int8Sm90Tile(64, 2, 8),
+    _Int8Sm90Tile(64, 4, 4),
+    _Int8Sm90Tile(128, 2, 8),
+    _Int8Sm90Tile(128, 3, 4),
+    _Int8Sm90Tile(256, 2, 2),
+)
 _INT8_MASKS_TILES = (_Int8Sm90Tile(64, 4, 4, spills=128), _Int8Sm90Tile(128, 3, 4), _Int8Sm90Tile(256, 2, 2))
 _INT8_SOFTCAP_TILES = (
     _Int8Sm90Tile(64, 3, 4, spills=192),
@@ -52,6 +61,10 @@ _INT8_BIAS_TILES = (
     _Int8Sm90Tile(128, 2, 2, bias_bytes=4),
     _Int8Sm90Tile(256, 2, 1, bias_bytes=4),
 )
+
+
+#: Of rows without score forms, by kind.
+_FEATURES = {"lse": ("lse",), "smoothq": ("smooth_q",), "factors": ("value_factors",), "split_lse": ("lse",)}
 
 
 def _is_common_fp8(dtype: str, suffix: str, head_dim: int) -> bool:
@@ -71,6 +84,7 @@ def _int8_sm90_row(
     forms: bool = False,
     softcap: bool = False,
     register_q: bool = False,
+    split: bool = False,
     smem_bytes: int,
     features: frozenset[str],
     allowed_spill_bytes: int,
@@ -84,7 +98,7 @@ def _int8_sm90_row(
     return KernelSpec(
         name=f"attn_{qk}_sm90_{short}_d{tile.head_dim}{suffix}",
         family=f"attn_{qk}_sm90",
-        op="attention",
+        op="attention_split" if split else "attention",
         source="entry/attn_int8_sm90.cu",
         symbol="attn_int8_sm90",
         defines=(
@@ -103,6 +117,7 @@ def _int8_sm90_row(
             ("SCORE_FORMS", str(int(forms))),
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
+            ("SPLIT_KEYS", str(int(split))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -126,8 +141,10 @@ def _int8_sm90_row(
 
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
-    """kind: ``""``, ``"lse"`` (makes the LSE too), ``"smoothq"`` (it too, with delta_s) or ``"factors"`` (it too)."""
-    smooth_q = kind == "smoothq"
+    """kind: ``""``, ``"lse"`` (makes the LSE too), ``"smoothq"`` (it too, with delta_s), ``"factors"`` (it too),
+    ``"split"`` (the keys are split over CTAs) or ``"split_lse"``.
+    """
+    smooth_q, split = kind == "smoothq", kind.startswith("split")
     if smooth_q:  # delta_s takes registers that a fourth warpgroup would need
         tile = replace(tile, num_consumers=min(tile.num_consumers, 3))
     if varlen or smooth_q:
@@ -144,14 +161,16 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
     return _int8_sm90_row(
         tile,
         dtype,
-        f"_{kind}" * bool(kind) + "_varlen" * varlen,
+        f"_m{block_m}n{block_n}" * split + f"_{kind}" * bool(kind) + "_varlen" * varlen,
         qk=qk,
         varlen=varlen,
         smooth_q=smooth_q,
-        lse=bool(kind),
-        register_q=not kind and not varlen,  # the others have no registers to spare
+        lse=kind not in ("", "split"),
+        # The others have no registers to spare.
+        register_q=not varlen and (kind in ("", "split") or (split and tile.num_consumers == 2)),
+        split=split,
         smem_bytes=smem_bytes,
-        features=frozenset({"": (), "lse": ("lse",), "smoothq": ("smooth_q",), "factors": ("value_factors",)}[kind]),
+        features=frozenset(_FEATURES.get(kind, ())),
         # What is known of a tile; none of it in the loop of the common step.
         allowed_spill_bytes=(320 if smooth_q else 112) if varlen else 128,
     )
@@ -307,150 +326,6 @@ def _attn_int8_mbarrier_sm90(dtype: str) -> KernelSpec:
     )
 
 
-@dataclass(frozen=True)
-class _Quantizer:
-    """A variant of ``quantize_sm80``.
-
-    Attributes
-    ----------
-    suffix : str
-        End of the kernel's name.
-    specialization : (str, str), optional
-        Grouping and dtype of V of the default it is made for; None: anything.
-    min_arch, prebuild
-        As in `KernelSpec`: the architectures on which it is asked for.
-    spills : int
-        Spilled bytes allowed at head_dim 64 and 128.
-    rotated : bool
-        For what is rotated, or becomes e4m3.
-    """
-
-    suffix: str
-    specialization: tuple[str, str] | None
-    min_arch: tuple[int, int]
-    prebuild: tuple[str, ...]
-    spills: int
-    rotated: bool = False
-
-
-_QUANTIZERS: tuple[_Quantizer, ...] = (
-    # sm_89 has its defaults below; for the rest its GPUs take the cubins of sm_80, which convert to e4m3 in software.
-    _Quantizer("", None, (8, 0), ("80", "90a"), 1100),
-    _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
-    _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
-    _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
-    _Quantizer("_rotated", None, (8, 0), (), 400, rotated=True),
-)
-
-
-def _specialization_defines(specialization: tuple[str, str] | None) -> tuple[tuple[str, str], ...]:
-    grouping, v_dtype = specialization or ("", "float8_e4m3")
-    return (
-        ("COMMON", str(int(specialization is not None))),
-        ("GROUPING", grouping.removeprefix("sm") or "0"),
-        ("V_TYPE", {"float8_e4m3": "E4m3", "float16": "Half"}[v_dtype]),
-    )
-
-
-def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
-    short, tag = IO_TYPES[dtype]
-    # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
-    # With a rotation the rows are floats, in twice the registers.
-    num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
-    if variant.rotated:
-        ctas = max(2 * ctas // 3, 1)
-    return KernelSpec(
-        name=f"quantize_sm80_{short}_d{head_dim}{variant.suffix}",
-        family="quantize_sm80",
-        op="quantize",
-        source="entry/quantize_sm80.cu",
-        symbol="quantize_sm80",
-        defines=(
-            ("IO_TYPE", tag),
-            ("HEAD_DIM", str(head_dim)),
-            ("CTAS", str(ctas)),
-            ("ROTATED", str(int(variant.rotated))),
-            *_specialization_defines(variant.specialization),
-        ),
-        dtype=dtype,
-        head_dim=head_dim,
-        block_m=128,
-        block_n=128,
-        num_warps=num_warps,
-        smem_bytes=0,
-        ctas_per_sm=ctas,
-        prebuild=variant.prebuild,
-        min_arch=variant.min_arch,
-        features=frozenset({"e4m3", "hadamard"}) if variant.rotated else frozenset(),
-        specialization=variant.specialization,
-        # Two CTAs an SM would need none: measured 5 to 10 % slower.
-        allowed_spill_bytes=variant.spills if head_dim < 256 or variant.rotated else 64,
-    )
-
-
-def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
-    short, tag = IO_TYPES[dtype]
-    smem_bytes = 2 * 64 * (2 * head_dim + 16)
-    return KernelSpec(
-        name=f"quantize_delta_sm80_{short}_d{head_dim}",
-        family="quantize_delta_sm80",
-        op="quantize_delta",
-        source="entry/quantize_delta_sm80.cu",
-        symbol="quantize_delta_sm80",
-        defines=(
-            ("IO_TYPE", tag),
-            ("HEAD_DIM", str(head_dim)),
-            ("SMEM_BYTES", str(smem_bytes)),
-            *_specialization_defines(None),
-        ),
-        dtype=dtype,
-        head_dim=head_dim,
-        block_m=16,
-        block_n=64,
-        num_warps=4,
-        smem_bytes=smem_bytes,
-    )
-
-
-def _quantize_fp8(head_dim: int, dtype: str) -> KernelSpec:
-    short, tag = IO_TYPES[dtype]
-    ctas = {64: 4, 128: 2, 256: 1}[head_dim]
-    return KernelSpec(
-        name=f"quantize_fp8_sm80_{short}_d{head_dim}",
-        family="quantize_fp8_sm80",
-        op="quantize_fp8",
-        source="entry/quantize_fp8_sm80.cu",
-        symbol="quantize_fp8_sm80",
-        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas))),
-        dtype=dtype,
-        head_dim=head_dim,
-        block_m=128,
-        block_n=128,
-        num_warps=head_dim // 8,
-        smem_bytes=0,
-        ctas_per_sm=ctas,
-        prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
-    )
-
-
-def _layout_fp8(head_dim: int) -> KernelSpec:
-    return KernelSpec(
-        name=f"layout_fp8_sm80_d{head_dim}",
-        family="layout_fp8_sm80",
-        op="layout_fp8",
-        source="entry/layout_fp8_sm80.cu",
-        symbol="layout_fp8_sm80",
-        defines=(("HEAD_DIM", str(head_dim)),),
-        dtype="uint8",
-        head_dim=head_dim,
-        block_m=128,
-        block_n=128,
-        num_warps=head_dim // 16,
-        smem_bytes=0,
-        prebuild=("90a",) if head_dim <= 128 else (),
-    )
-
-
 def quantized_attention_rows() -> Iterator[KernelSpec]:
     """Rows of attention, Hopper's own first."""
     yield from (
@@ -489,11 +364,11 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
     yield from (_attn_int8_mbarrier_sm90(dtype) for dtype in ("float16", "bfloat16"))
 
 
-def quantizer_rows() -> Iterator[KernelSpec]:
-    """Rows of the quantizers."""
-    sizes = [(head_dim, dtype) for head_dim in (64, 128, 256) for dtype in ("float16", "bfloat16")]
-    for variant in _QUANTIZERS:
-        yield from (_quantize(head_dim, dtype, variant) for head_dim, dtype in sizes)
-    yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)
-    yield from (_quantize_fp8(head_dim, dtype) for head_dim, dtype in sizes)
-    yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))
+def quantized_split_rows() -> Iterator[KernelSpec]:
+    """Rows of attention with the keys split over CTAs."""
+    yield from (
+        _attn_int8_sm90(tile, dtype, varlen=False, kind=kind)
+        for kind in ("split", "split_lse")
+        for tile in _INT8_SPLIT_TILES
+        for dtype in ("float16", "bfloat16")
+    )

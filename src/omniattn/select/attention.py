@@ -113,7 +113,7 @@ def _unfit_call(spec: KernelSpec, problem: AttentionProblem, target: Target) -> 
         return "it has no softcap"
     if (reason := _unfit_mask(spec, problem)) is not None:
         return reason
-    if (reason := _unfit_precision(spec, problem, target)) is not None:
+    if (reason := unfit_precision(spec, problem, target)) is not None:
         return reason
     if spec.arch_specific:
         # A bound: 64 rows are the smallest tile, and packed sequences add one each.
@@ -148,7 +148,7 @@ def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
     return None
 
 
-def _unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
+def unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
     """Why ``spec`` cannot multiply what ``problem`` wants multiplied; None if it can."""
     wanted = problem.precision
     if not wanted.quantized:

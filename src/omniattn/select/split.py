@@ -12,6 +12,8 @@ from ..problems import AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..problems.split import KeySplit, packed_heads, tile_keys
 from ..registry import REGISTRY, KernelSpec
+from .advice import advise
+from .attention import unfit_precision
 from .choice import RowsOf, Selection, forced, the_one, unfit_target
 
 _ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
@@ -19,17 +21,22 @@ _ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) =
 _CHAIN_US, _MEET_US = 0.0044, 0.0016
 #: Products of 64 rows, one key and one channel, both of them: 64 * 4 operations at an SM's share of 934 TFLOP/s.
 _PRODUCT_US = 64 * 4 * 132 / 934e6
+#: On 8 bits products take half of that, and a warpgroup's softmax keeps the SM busy for so long, per key; sums of P for
+#: the LSE.
+_INT8_SOFTMAX_US, _INT8_SUMS_US = 0.0014, 0.0004
 #: The same on mma.sync, per key of a tile; operations of one SM a microsecond there. Rows of a warp's product.
 _SYNC_CHAIN_US, _SYNC_FLOPS, _SYNC_ROWS = 0.012, 2.6e6, 16
 #: All SMs together, under the power limit; memory; L2. Operations and bytes a microsecond.
-_FLOPS, _MEMORY, _L2 = 800e6, 4.3e6, 6.0e6
-#: What one SM gets of the memory's rate, in shares of an SM.
-_SM_SHARE = 1.25
+_FLOPS, _INT8_FLOPS, _MEMORY, _L2 = 800e6, 1150e6, 4.3e6, 6.0e6
+#: What one SM gets of the memory's rate, in shares of an SM; with tiles of half the bytes.
+_SM_SHARE, _INT8_SM_SHARE = 1.25, 1.0
 #: To begin and end a tile; a launch; the second launch; partial results, written and read.
 _ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
 #: What a split has to gain by the model: it is no better than a tenth. On mma.sync it was measured for many keys only.
 _GAIN, _SYNC_GAIN = 0.9, 0.8
-#: There: the fewest keys, keys for each query, splits.
+#: The fewest keys of 8 bits: shorter calls have not been measured.
+_INT8_KEYS = 1024
+#: On mma.sync: the fewest keys, keys for each query, splits.
 _SYNC_KEYS, _SYNC_RATIO, _SYNC_SPLITS = 1024, 4, 2
 #: Rounds of CTAs that a few splits make at most. A call with a few CTAs more than fit needs three, of two splits each.
 _ROUNDS = 4
@@ -65,7 +72,12 @@ def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
     groups = -(-min(rows, spec.block_m) // 64)
     products = _PRODUCT_US * spec.block_n * (spec.head_dim + spec.head_dim_v) / 2
     waits = (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
-    return max(products + waits, groups * ctas * products)
+    busy = products
+    if spec.quantized:
+        sums = _INT8_SUMS_US * spec.block_n if "lse" in spec.features else 0.0
+        products = products / 2 + sums
+        busy = products + _INT8_SOFTMAX_US * spec.block_n
+    return max(products + waits, groups * ctas * busy)
 
 
 class _Walk:
@@ -74,14 +86,17 @@ class _Walk:
     def __init__(self, problem: AttentionProblem, spec: KernelSpec, pack: int, sm_count: int) -> None:
         p, self.sm_count, self.ctas = problem, sm_count, sm_count * spec.ctas_per_sm
         self.tiles = tile_keys(p, spec.block_m, spec.block_n, pack)
+        self.sm_share = _INT8_SM_SHARE if spec.quantized else _SM_SHARE
         self.rows, self.heads = p.seqlen_q * pack, p.batch * p.num_q_heads // pack
         self.longest = max(self.tiles, default=0)
-        key_bytes = ITEMSIZE[p.dtype] * (p.head_dim + p.head_dim_v)  # of K and V
+        # Of K and V; quantized ones are as wide as the tile.
+        key_bytes = 2 * spec.head_dim if spec.quantized else ITEMSIZE[p.dtype] * (p.head_dim + p.head_dim_v)
         steps = self.heads * sum(self.tiles)
         self.steps = [step_us(spec, self.rows, n) for n in range(1, spec.ctas_per_sm + 1)]
         seen = max(tile_keys(p, max(p.seqlen_q, 1), 1, 1), default=0)
         self.memory = p.batch * p.num_kv_heads * seen * key_bytes / _MEMORY
-        self.floor = max((p.flops or 0) / _FLOPS, steps * spec.block_n * key_bytes / _L2)
+        flops = _INT8_FLOPS if spec.quantized else _FLOPS
+        self.floor = max((p.flops or 0) / flops, steps * spec.block_n * key_bytes / _L2)
         self.partial = 2 * 4 * self.heads * self.rows * (p.head_dim_v + 2) / _PARTIAL_BYTES
 
     def _time(self, splits: int, steps: float) -> float:
@@ -89,7 +104,7 @@ class _Walk:
         items = self.heads * len(self.tiles) * splits
         ctas = max(min(-(-items // self.sm_count), len(self.steps)), 1)
         # A few SMs do not get all of the memory's rate.
-        share = min(_SM_SHARE * items / self.sm_count, 1.0)
+        share = min(self.sm_share * items / self.sm_count, 1.0)
         return (
             _LAUNCH_US
             + self._rounds(splits) * _ITEM_US
@@ -152,8 +167,6 @@ def _of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
 
 def _unfit_problem(problem: AttentionProblem) -> str | None:
     """Why no kernel that splits keys can serve ``problem``; None if one may."""
-    if problem.precision.quantized:
-        return "it multiplies exact operands"
     if problem.score_mod is not None or problem.block_mask is not None:
         return "it takes no score_mod and no block_mask"
     if not problem.scratch:
@@ -172,8 +185,14 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         return reason
     if spec.dtype != problem.dtype:
         return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
+    if spec.quantized != problem.precision.quantized:
+        return f"it multiplies {spec.qk if spec.quantized else 'exact'} operands, not {problem.precision.name} ones"
+    if (reason := unfit_precision(spec, problem, target)) is not None:
+        return reason
     if spec.head_dim < max(problem.head_dim, problem.head_dim_v):
         return f"it takes head_dim up to {spec.head_dim}, not {max(problem.head_dim, problem.head_dim_v)}"
+    if problem.lse and "lse" in spec.lacks:
+        return "it makes no LSE"
     if problem.score_mods and "score_mods" not in spec.features:
         return "it has no softcap, mask or non-positive softmax_scale"
     if spec.arch_specific:
@@ -221,6 +240,8 @@ def select_split(
         blocks = max(-(-p.seqlen_q // block_m), p.sequences) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
         if blocks * p.num_q_heads > _BUSY * target.sm_count or _unfit_problem(problem) is not None:
             return None
+        if p.precision.quantized and p.seqlen_k < _INT8_KEYS:
+            return None
     rows = _ROWS(REGISTRY, ("attention_split", problem.dtype)) if chosen is None else (chosen.spec,)
     fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
     typical = _of_equal_lengths(problem)
@@ -248,7 +269,9 @@ def select_split(
     whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else 0.0
     if chosen is None and time >= (_GAIN if spec.arch_specific else _SYNC_GAIN) * whole:
         return None
+    advice = advise(problem, target)
     why = (
+        *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in a tile of {spec.head_dim}",
         f"{split.num_splits} splits of the keys, {split.pack} query heads in the rows of a tile",
         *(
@@ -256,6 +279,7 @@ def select_split(
             if chosen is None
             else chosen.why
         ),
+        *([advice] if advice is not None else []),
     )
     (combine,) = _ROWS(REGISTRY, ("attention_combine", problem.dtype))
     return SplitSelection(Selection(spec, why), the_one(combine, "merges the splits' results", target, force), split)

@@ -170,7 +170,10 @@ QUANTIZED_CASES: tuple[Case, ...] = (
         options={"precision": Int4()},
         packed=True,
     ),
-)
+    Case("few queries, HND", "attention", ((9, 1900),), 8, 2, layout="HND", options={"precision": Int8()}),
+    Case("few queries, causal, sinks", "attention", ((77, 1200),), 6, 2, arrays=("sinks",),
+         options={"precision": Int8(), "causal": True}),
+)  # fmt: skip
 
 #: Of rows whose Q and K are e4m3.
 FP8_CASES: tuple[Case, ...] = (

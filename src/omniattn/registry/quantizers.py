@@ -1,0 +1,162 @@
+"""Rows of the quantizers before attention. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .spec import IO_TYPES, KernelSpec
+
+
+@dataclass(frozen=True)
+class _Quantizer:
+    """A variant of ``quantize_sm80``.
+
+    Attributes
+    ----------
+    suffix : str
+        End of the kernel's name.
+    specialization : (str, str), optional
+        Grouping and dtype of V of the default it is made for; None: anything.
+    min_arch, prebuild
+        As in `KernelSpec`: the architectures on which it is asked for.
+    spills : int
+        Spilled bytes allowed at head_dim 64 and 128.
+    rotated : bool
+        For what is rotated, or becomes e4m3.
+    """
+
+    suffix: str
+    specialization: tuple[str, str] | None
+    min_arch: tuple[int, int]
+    prebuild: tuple[str, ...]
+    spills: int
+    rotated: bool = False
+
+
+_QUANTIZERS: tuple[_Quantizer, ...] = (
+    # sm_89 has its defaults below; for the rest its GPUs take the cubins of sm_80, which convert to e4m3 in software.
+    _Quantizer("", None, (8, 0), ("80", "90a"), 1100),
+    _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
+    _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
+    _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
+    _Quantizer("_rotated", None, (8, 0), (), 400, rotated=True),
+)
+
+
+def _specialization_defines(specialization: tuple[str, str] | None) -> tuple[tuple[str, str], ...]:
+    grouping, v_dtype = specialization or ("", "float8_e4m3")
+    return (
+        ("COMMON", str(int(specialization is not None))),
+        ("GROUPING", grouping.removeprefix("sm") or "0"),
+        ("V_TYPE", {"float8_e4m3": "E4m3", "float16": "Half"}[v_dtype]),
+    )
+
+
+def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    # Two threads a channel; 80 registers each, so that three CTAs of 256 threads share an SM.
+    # With a rotation the rows are floats, in twice the registers.
+    num_warps, ctas = head_dim // 16, {64: 6, 128: 3, 256: 1}[head_dim]
+    if variant.rotated:
+        ctas = max(2 * ctas // 3, 1)
+    return KernelSpec(
+        name=f"quantize_sm80_{short}_d{head_dim}{variant.suffix}",
+        family="quantize_sm80",
+        op="quantize",
+        source="entry/quantize_sm80.cu",
+        symbol="quantize_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("CTAS", str(ctas)),
+            ("ROTATED", str(int(variant.rotated))),
+            *_specialization_defines(variant.specialization),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=num_warps,
+        smem_bytes=0,
+        ctas_per_sm=ctas,
+        prebuild=variant.prebuild,
+        min_arch=variant.min_arch,
+        features=frozenset({"e4m3", "hadamard"}) if variant.rotated else frozenset(),
+        specialization=variant.specialization,
+        # Two CTAs an SM would need none: measured 5 to 10 % slower.
+        allowed_spill_bytes=variant.spills if head_dim < 256 or variant.rotated else 64,
+    )
+
+
+def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    smem_bytes = 2 * 64 * (2 * head_dim + 16)
+    return KernelSpec(
+        name=f"quantize_delta_sm80_{short}_d{head_dim}",
+        family="quantize_delta_sm80",
+        op="quantize_delta",
+        source="entry/quantize_delta_sm80.cu",
+        symbol="quantize_delta_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("SMEM_BYTES", str(smem_bytes)),
+            *_specialization_defines(None),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=16,
+        block_n=64,
+        num_warps=4,
+        smem_bytes=smem_bytes,
+    )
+
+
+def _quantize_fp8(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    ctas = {64: 4, 128: 2, 256: 1}[head_dim]
+    return KernelSpec(
+        name=f"quantize_fp8_sm80_{short}_d{head_dim}",
+        family="quantize_fp8_sm80",
+        op="quantize_fp8",
+        source="entry/quantize_fp8_sm80.cu",
+        symbol="quantize_fp8_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=head_dim // 8,
+        smem_bytes=0,
+        ctas_per_sm=ctas,
+        prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
+    )
+
+
+def _layout_fp8(head_dim: int) -> KernelSpec:
+    return KernelSpec(
+        name=f"layout_fp8_sm80_d{head_dim}",
+        family="layout_fp8_sm80",
+        op="layout_fp8",
+        source="entry/layout_fp8_sm80.cu",
+        symbol="layout_fp8_sm80",
+        defines=(("HEAD_DIM", str(head_dim)),),
+        dtype="uint8",
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=head_dim // 16,
+        smem_bytes=0,
+        prebuild=("90a",) if head_dim <= 128 else (),
+    )
+
+
+def quantizer_rows() -> Iterator[KernelSpec]:
+    """Rows of the quantizers."""
+    sizes = [(head_dim, dtype) for head_dim in (64, 128, 256) for dtype in ("float16", "bfloat16")]
+    for variant in _QUANTIZERS:
+        yield from (_quantize(head_dim, dtype, variant) for head_dim, dtype in sizes)
+    yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)
+    yield from (_quantize_fp8(head_dim, dtype) for head_dim, dtype in sizes)
+    yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))
