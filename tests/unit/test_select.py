@@ -125,6 +125,7 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
             {"seqlen_k": LONG_KEYS * PLAIN.batch},
             # Short sequences, which small tiles are for, and queries that only long ones have.
             *({"seqlen_q": n, "seqlen_k": n} for n in (16, 100)),
+            {"seqlen_q": 64, "seqlen_k": 64, "batch": 512},
             *({"seqlen_q": 2048 * PLAIN.batch, "seqlen_k": n * PLAIN.batch} for n in (1024, LONG_KEYS)),
             *({"window_right": 0, "seqlen_q": n, "seqlen_k": n} for n in (2048 * PLAIN.batch, 1900)),
         )
