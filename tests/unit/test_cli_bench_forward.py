@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import re
 import sys
@@ -48,7 +49,7 @@ def test_contenders_run_are_checked_and_compared(on_the_cpu: None) -> None:
         assert cudnn.timing is None
         assert cudnn.reason.startswith("RuntimeError: ")
     assert "flash-attn" in report.missing.get("flash_attn", "flash-attn")
-    assert report.environment["torch"] == torch.__version__
+    assert report.environment["torch"] == importlib.metadata.version("torch")
 
 
 def test_only_what_was_asked_for_runs(on_the_cpu: None) -> None:

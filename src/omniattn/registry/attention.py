@@ -52,7 +52,7 @@ _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(256, 64, 64, 4, 1, False, 2, suffix="_n64", min_arch=(9, 0), prebuild=("90a",)),
 )
 
-# Of short sequences, several CTAs an SM (docs/performance/short.md): select/forms.py says when.
+# Of short sequences, several CTAs an SM (docs/performance/short.md): select/short_forms.py says when.
 _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
     _FwdTile(
         head_dim, block_m, block_n, num_warps, 2, head_dim == 64, ctas, suffix=f"_m{block_m}n{block_n}",
