@@ -37,6 +37,8 @@ def _is_common(spec: KernelSpec, arch: str) -> bool:
         return False
     if spec.op == "attention_split" and "score_mods" in spec.features:
         return False  # spills there, which nobody has measured
+    if "small" in spec.tuned_for:
+        return False  # for Hopper alone
     if spec.op == "quantize" and spec.specialization is not None:
         return spec.specialization == ("sm80", "float16" if _PV[arch][0] == "fp16" else "float8_e4m3")
     return True
