@@ -15,8 +15,10 @@ from omniattn.launch.packed_parts import build
 from omniattn.launch.structs import PACKED_PARTS
 from omniattn.ops import used as module
 from omniattn.ops.parts import packed_parts
+from omniattn.plan import engine
 from omniattn.problems import PartsProblem
 from omniattn.registry import by_name
+from omniattn.runtime.device import DeviceInfo
 from omniattn.testing import normal
 from omniattn.testing.parts_cases import PARTS_CASES, PartsCase
 
@@ -216,6 +218,39 @@ def test_explain_counts_them() -> None:
     assert (made.problem.batch, made.problem.sequences) == (12, 4)
     with pytest.raises(ArgumentError, match=r"'seqused_k': expected nothing, without cu_seqlens_q"):
         oa.explain(SOME.q[None], SOME.k[None], SOME.v[None], seqused_k=np.ones(1, np.int32))
+
+
+@pytest.mark.parametrize(("framework", "names"), [
+    ("torch", ("seqused_q", "seqused_k")), ("cupy", ("seqused_q",)), ("torch", ("seqused_k",)), ("torch", ()),
+    ("jax", ("seqused_k",)),
+])  # fmt: skip
+def test_explain_lists_the_launch_that_divides_them(
+    framework: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU would have them; JAX divides its arrays by itself."""
+    describe = engine.describe
+
+    def on_gpu(call: Any, raw: Any) -> dict[str, Any]:
+        tensors = describe(call, raw)
+        for i, t in enumerate(tensors.values()):
+            t.device, t.framework, t.ptr = "cuda", framework, 0x10000 * (i + 1)
+        return tensors
+
+    call = Packed([(5, 9), (0, 4), (7, 0)], None, None)
+    q, k, v = (x.astype(np.float16) for x in (call.q, call.k, call.v))
+    used = {name: np.zeros(3, np.int32) for name in names}
+    monkeypatch.setattr(engine, "describe", on_gpu)
+    monkeypatch.setattr(oa.runtime, "has_tensor_maps", lambda: True)
+    info = DeviceInfo(0, "Hopper", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
+    monkeypatch.setattr(oa.runtime, "device_info", lambda ordinal: info)
+    explained = oa.explain(q, k, v, **call.starts, **call.longest, **used)
+    found = [launch for launch in explained.launches if launch.kernel == "packed_parts_sm80"]
+    assert len(found) == (framework != "jax" and bool(names))
+    assert all(launch is explained.launches[0] and (launch.grid, launch.threads) == (1, 128) for launch in found)
+    assert explained.problem.parts == 1 + len(names)
+    lse = np.zeros((HEADS, len(q)), np.float32)
+    backward = oa.explain(oa.attention_varlen_backward, q, q, k, v, q, lse, **call.starts, **call.longest, **used)
+    assert [launch.kernel for launch in backward.launches].count("packed_parts_sm80") == len(found)
 
 
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])

@@ -222,10 +222,11 @@ def attention_varlen_backward(
         layout, causal, window, softmax_scale, softcap, deterministic, asked, max_seqlen_q, max_seqlen_k
     )
     if seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k, _, score_mod, _ = used.split(
+        cu_seqlens_q, cu_seqlens_k, _, score_mod, parts = used.split(
             "attention_varlen_backward", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
             score_mod=score_mod, stream=stream,
         )  # fmt: skip
+        options = options._replace(parts=parts)
     objects = (q, k, v, do, o, lse, dlse, cu_seqlens_q, cu_seqlens_k, mask, sinks, dq, dk, dv)
     if compiling():
         return _compiled("attention_varlen_backward", objects, options, score_mod, stream)

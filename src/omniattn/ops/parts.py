@@ -7,6 +7,8 @@ from typing import Any
 from ..checks import parts as checks
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.others import plan_parts
+from ..problems import PartsProblem, Target
+from ..runtime.record import LaunchRecord
 from . import on_cpu
 
 _PARTS = Operation(
@@ -42,3 +44,8 @@ def packed_parts(
     known = repeated(_PARTS, objects, (), stream)
     q, k = run(Call(_PARTS, objects, (), stream), is_asked=True) if known is None else known
     return q, k
+
+
+def launches_of(sequences: int, parts: int, target: Target) -> tuple[LaunchRecord, ...]:
+    """What a division of so many sequences launches."""
+    return plan_parts(PartsProblem(sequences, (1, 1), (1, 1 if parts == 3 else None)), target, None).records
