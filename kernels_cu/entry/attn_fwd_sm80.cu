@@ -51,6 +51,7 @@ struct Config {
     static constexpr int kDTiles = kHeadDim / 8;
     static constexpr bool kQInRegisters = Q_IN_REGISTERS;
     static constexpr bool kSplitKeys = SPLIT_KEYS;
+    static constexpr bool kSearch = kBlockM < 32 && !kScoreMods;  // of the packed sequence; with scores it is walked to
     static_assert(kBlockM == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0, "whole MMA tiles");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
 };
@@ -366,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
-    FwdTile t = fwd_tile<Config::kBlockM>(p);
+    FwdTile t = fwd_tile<Config::kBlockM, Config::kSearch>(p);
     if (!t.valid) return;
 
     Keys keys(p, t);

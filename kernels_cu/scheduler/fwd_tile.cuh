@@ -147,9 +147,45 @@ OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
     return t;
 }
 
-// The tile of a CTA that computes one.
+// The same by a search instead of the walk: sequence b has the blocks from first_slot(its first row, b) on, one more
+// than it may need; together as many as the grid holds.
 template <int kBlockM>
+OA_DEVICE FwdTile searched_tile(const AttnFwdParams& p, int32 head_idx, int32 block) {
+    FwdTile t;
+    t.head_idx = head_idx;
+    int32 last = p.batch - 1;
+    if (p.batch > 0) {
+        int32 first = first_slot(packed_sequence(p.cu_seqlens_q, 0, p.seqlen_q).begin, 0, kBlockM);
+        Sequence of_last = packed_sequence(p.cu_seqlens_q, last, p.seqlen_q);
+        int32 end = first_slot(of_last.begin + of_last.len, p.batch, kBlockM);
+        if (block >= first && block < end) {
+            int32 b = sequence_of_slot(p.cu_seqlens_q, p.batch, p.seqlen_q, block, kBlockM);
+            SequenceRange found = sequence_range(p, b);
+            t.batch_idx = t.sequence = b;
+            t.q_begin = found.q_begin;
+            t.seqlen_q = found.seqlen_q;
+            t.k_begin = found.k_begin;
+            t.seqlen_k = found.seqlen_k;
+            int32 blocks = (found.seqlen_q + kBlockM - 1) / kBlockM;
+            t.m0 = (blocks - 1 - (block - first_slot(found.q_begin, b, kBlockM))) * kBlockM;
+            t.valid = t.m0 >= 0;
+            return t;
+        }
+        if (block >= end) block -= end - first;
+    }
+    unowned_tile<kBlockM>(p, block, t);
+    return t;
+}
+
+// The tile of a CTA that computes one. kSearch: for tiles so small that the walk to a packed sequence takes too long.
+template <int kBlockM, bool kSearch = false>
 OA_DEVICE FwdTile fwd_tile(const AttnFwdParams& p) {
     int64 tile_idx = p.tile_offset + blockIdx.x;
-    return p.cu_seqlens_q == nullptr ? dense_tile<kBlockM>(p, tile_idx) : varlen_tile<kBlockM>(p, tile_idx);
+    if (p.cu_seqlens_q == nullptr) return dense_tile<kBlockM>(p, tile_idx);
+    if constexpr (kSearch) {
+        int32 head_idx = int32(tile_idx / p.num_m_blocks);
+        return searched_tile<kBlockM>(p, head_idx, int32(tile_idx - int64(head_idx) * p.num_m_blocks));
+    } else {
+        return varlen_tile<kBlockM>(p, tile_idx);
+    }
 }
