@@ -8,7 +8,7 @@ import pytest
 
 from omniattn.problems import AttentionProblem, Target
 from omniattn.registry import REGISTRY, by_name
-from omniattn.select import select_attention
+from omniattn.select import select_attention, short_forms
 from omniattn.select.tile import SMALL, _tile_steps, best_tile, tile_us
 
 HOPPER = Target((9, 0), 227 << 10, 132)
@@ -259,6 +259,32 @@ def test_a_mask_that_hopper_cannot_load_takes_64_rows_where_tiles_are_few() -> N
     assert select_attention(few, HOPPER).spec.name == "attn_fwd_sm80_bf16_d64_m64n64_mods"
     many = dataclasses.replace(form_of((512, 16, 100, 100, 64), "io"), mask_map=False)
     assert select_attention(many, HOPPER).spec.name == "attn_fwd_sm80_bf16_d64_n64_mods"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("head_dim", "limit"), [(64, 32), (40, 32), (128, 16)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_warp_without_scores(
+    causal: bool, head_dim: int, limit: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a length; where no length is known beyond the mean, one may be long."""
+    for name in ("_PLAIN", "_PACKED"):
+        monkeypatch.setattr(short_forms, name, {64: 32, 128: 16})
+    for seqlen, small in ((1, True), (limit, True), (limit + 1, False)):
+        problem = problem_of(1024, 16, seqlen, seqlen, head_dim, causal)
+        if packed:
+            rows = dict.fromkeys(("seqlen_q", "seqlen_k"), 1024 * seqlen)
+            problem = dataclasses.replace(problem, varlen=True, **rows)
+            assert not select_attention(problem, HOPPER).spec.name.endswith("_m16n16")
+            problem = dataclasses.replace(problem, max_seqlen_q=seqlen, max_seqlen_k=seqlen)
+        chosen = select_attention(problem, HOPPER)
+        name = f"attn_fwd_sm80_bf16_d{64 if head_dim <= 64 else 128}_m16n16"
+        assert (chosen.spec.name == name) == small
+        assert any("measured with so few queries" in reason for reason in chosen.why) == small
+        for other in (Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)):
+            assert SMALL not in select_attention(problem, other).spec.tuned_for
+    for few in (problem_of(1024, 16, 16, 2048, head_dim, causal), problem_of(33, 16, 16, 16, head_dim, causal)):
+        assert select_attention(few, HOPPER).spec.block_m != 16
 
 
 @pytest.mark.parametrize(("head_dim", "queries", "tiny"), [(32, 16, True), (80, 16, True), (96, 17, False)])

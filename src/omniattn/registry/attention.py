@@ -63,6 +63,8 @@ _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
     )
 )  # fmt: skip
 
+# Without scores: one warp. 64 rows are Hopper's own kernel's.
+_FWD_SM80_SMALL_TILES: tuple[_FwdTile, ...] = tuple(tile for tile in _FWD_SM80_SMALL_MODS_TILES if tile.num_warps == 1)
 
 # Keys split over CTAs (docs/performance/few_queries.md). Few queries: 64 rows a CTA, and as many keys under way as fit.
 _FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
@@ -347,8 +349,9 @@ def attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_fwd_sm80(tile, dtype, score_mods=True)
-        for tile in _FWD_SM80_SMALL_MODS_TILES
+        _attn_fwd_sm80(tile, dtype, score_mods)
+        for score_mods, tiles in ((True, _FWD_SM80_SMALL_MODS_TILES), (False, _FWD_SM80_SMALL_TILES))
+        for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
     yield from (

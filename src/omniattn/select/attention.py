@@ -11,7 +11,7 @@ from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
 from .advice import advise
 from .choice import RowsOf, Selection, dotted, forced, unfit_target
-from .short_forms import small_form_tile
+from .short_forms import small_form_tile, small_plain_tile
 from .tile import SMALL, best_tile
 
 _BITS = {"int8": 8, "int4": 4, "fp8": 8}
@@ -281,7 +281,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         kin = [s for s in fitting if (s.family, s.features) == kind]
         # Not every head_dim has small tiles: wider ones do, in which columns are left over.
         kin = [s for s in kin if (s.head_dim, s.head_dim_v) == widths or SMALL in s.tuned_for]
-        best = best_tile(problem, target, usual, kin)
+        small = small_plain_tile(problem, target, fitting)
+        best = small or best_tile(problem, target, usual, kin)
     why = [
         *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in {tile_words(best)}",

@@ -1,7 +1,7 @@
-"""Which small tile on mma.sync a call of short sequences with score modifiers gets (docs/performance/short.md).
+"""Which small tile on mma.sync a call of short sequences gets (docs/performance/short.md).
 
-Hopper's own kernel with masks and softcap has tiles of 192 and 256 query rows, which short sequences fill in part.
-Limits as measured on an H200; other GPUs keep their tiles.
+Hopper's own kernel with masks and softcap has tiles of 192 and 256 query rows, and without at least 64, which short
+sequences fill in part. Limits as measured on an H200; other GPUs keep their tiles.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ _ALL_AT_ONCE = 1024
 _MAX_KEYS, _RATIO = 2048, 4
 #: Heads an SM up to which one warp is faster than four; tiles an SM up to which 64 rows are faster than 128.
 _FEW_HEADS, _FEW_TILES = 2, 4
+
+#: Without score modifiers: queries and keys up to which one warp is faster than Hopper's tiles of 64 rows, by the
+#: head_dim of the tile; the same of packed sequences, of which the longest counts. 0: not measured yet.
+_PLAIN = {64: 0, 128: 0}
+_PACKED = {64: 0, 128: 0}
+#: Heads an SM from which on that is so: fewer run all at once, in tiles of any size.
+_MANY_HEADS = 4
 
 
 def _block_m(p: AttentionProblem, head_dim: int, of_hopper: bool, sm_count: int) -> int | None:
@@ -78,3 +85,34 @@ def small_form_tile(
         return None
     block_m = _block_m(p, small[0].head_dim, usual.arch_specific, target.sm_count)
     return next((spec for spec in small if spec.block_m == block_m), None)
+
+
+def small_plain_tile(problem: AttentionProblem, target: Target, rows: Sequence[KernelSpec]) -> KernelSpec | None:
+    """The row of one warp, if it is the fastest of a call without score modifiers; None if it is not.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Exact attention without score modifiers.
+    target : Target
+    rows : sequence of KernelSpec
+        Rows that can serve the problem.
+
+    Returns
+    -------
+    KernelSpec or None
+    """
+    p = problem
+    if target.cc != (9, 0) or p.own_head_dim_v or p.batch * p.num_q_heads <= _MANY_HEADS * target.sm_count:
+        return None
+    longest, limits = max(p.seqlen_q, p.seqlen_k), _PLAIN
+    if p.varlen:
+        if not (p.max_seqlen_q and p.max_seqlen_k):
+            return None  # one of them may be long
+        longest, limits = max(p.max_seqlen_q, p.max_seqlen_k), _PACKED
+    for spec in rows:
+        if SMALL in spec.tuned_for and not spec.arch_specific and "score_mods" not in spec.features:
+            fits = _NARROWEST[spec.head_dim] <= p.head_dim <= spec.head_dim
+            if fits and longest <= limits[spec.head_dim]:
+                return spec
+    return None
