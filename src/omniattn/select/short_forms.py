@@ -26,11 +26,14 @@ _MAX_KEYS, _RATIO = 2048, 4
 _FEW_HEADS, _FEW_TILES = 2, 4
 
 #: Without score modifiers: queries and keys up to which one warp is faster than Hopper's tiles of 64 rows, by the
-#: head_dim of the tile; the same of packed sequences, of which the longest counts. 0: not measured yet.
-_PLAIN = {64: 0, 128: 0}
-_PACKED = {64: 0, 128: 0}
-#: Heads an SM from which on that is so: fewer run all at once, in tiles of any size.
-_MANY_HEADS = 4
+#: head_dim of the tile, without and with a causal mask. Of packed sequences the longest counts.
+_PLAIN = {64: (24, 48), 128: (16, 24)}
+#: Heads an SM up to which all run at once, in tiles of any size; there one warp wins up to its own 16 rows.
+_ALL_HEADS, _OWN_ROWS = 4, 16
+
+
+def _causal(p: AttentionProblem) -> bool:
+    return p.window_right == 0 and p.window_left == UNLIMITED
 
 
 def _block_m(p: AttentionProblem, head_dim: int, of_hopper: bool, sm_count: int) -> int | None:
@@ -40,8 +43,7 @@ def _block_m(p: AttentionProblem, head_dim: int, of_hopper: bool, sm_count: int)
     if longest <= _ONE_WARP:
         return 16
     if longest <= _FOUR_WARPS:
-        causal = p.window_right == 0 and p.window_left == UNLIMITED
-        return 16 if causal or heads <= _FEW_HEADS * sm_count else 64
+        return 16 if _causal(p) or heads <= _FEW_HEADS * sm_count else 64
     if longest > _MAX_KEYS or p.seqlen_k > _RATIO * p.seqlen_q:
         return None
     if not of_hopper:
@@ -103,16 +105,16 @@ def small_plain_tile(problem: AttentionProblem, target: Target, rows: Sequence[K
     KernelSpec or None
     """
     p = problem
-    if target.cc != (9, 0) or p.own_head_dim_v or p.batch * p.num_q_heads <= _MANY_HEADS * target.sm_count:
+    heads = p.batch * p.num_q_heads
+    if target.cc != (9, 0) or p.own_head_dim_v or heads <= target.sm_count:
         return None
-    longest, limits = max(p.seqlen_q, p.seqlen_k), _PLAIN
+    longest = max(p.seqlen_q, p.seqlen_k)
     if p.varlen:
         if not (p.max_seqlen_q and p.max_seqlen_k):
             return None  # one of them may be long
-        longest, limits = max(p.max_seqlen_q, p.max_seqlen_k), _PACKED
-    for spec in rows:
-        if SMALL in spec.tuned_for and not spec.arch_specific and "score_mods" not in spec.features:
-            fits = _NARROWEST[spec.head_dim] <= p.head_dim <= spec.head_dim
-            if fits and longest <= limits[spec.head_dim]:
-                return spec
-    return None
+        longest = max(p.max_seqlen_q, p.max_seqlen_k)
+    if heads <= _ALL_HEADS * target.sm_count and longest > _OWN_ROWS:
+        return None
+    tiles = [s for s in rows if SMALL in s.tuned_for and not s.arch_specific and "score_mods" not in s.features]
+    spec = min(tiles, key=lambda s: s.head_dim, default=None)
+    return spec if spec and longest <= _PLAIN[spec.head_dim][_causal(p)] else None
