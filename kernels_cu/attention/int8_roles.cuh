@@ -270,9 +270,16 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         for (int r = 0; r < 2; ++r) {
             int32 row = warp_row + (lane_ >> 2) + 8 * r, query = row / t.pack;
             scales[r] = 1e-30f;
-            if (row < t.seqlen_q)
+            if (row >= t.seqlen_q) continue;
+            if constexpr (Config::kBlockScales) {
+                FwdTile own = t;
+                own.head_idx = t.head_idx * t.pack + row % t.pack;
+                own.seqlen_q = t.num_queries;
+                scales[r] = q_block_scale(params_.operands, params_.scales, own, query);
+            } else {
                 scales[r] = params_.operands.q_scale[head_of_row(t, row) * params_.operands.q_scale_stride_h +
                                                      (query >> 4) * 8 + (query & 7)];
+            }
         }
     }
     OA_DEVICE void scales_of_queries(const FwdTile& t, int32 warp_row, float (&scales)[2]) const {
@@ -378,8 +385,13 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     }
     // Of this lane's two rows.
     OA_DEVICE void scales_of_scores(const float (&q_scale)[2], int32 n, float (&c)[2]) const {
-        c[0] = c[1] = scale_of_scores(q_scale[0], n);
-        if constexpr (Config::kSplitKeys) c[1] = scale_of_scores(q_scale[1], n);
+        if constexpr (Config::kSplitKeys) {
+            float of_keys = scale_of_keys(n);
+            c[0] = without_rounding(q_scale[0] * of_keys);
+            c[1] = without_rounding(q_scale[1] * of_keys);
+        } else {
+            c[0] = c[1] = scale_of_scores(q_scale[0], n);
+        }
     }
 
     // delta_s of the step's tile, from this lane's first column on.
@@ -406,19 +418,18 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         return params_.operands.row_bias[head_of_row(t, row) * t.num_queries + row / t.pack];
     }
 
-    // A split's sums, and the base with what smoothing took from the scores. With an LSE, which is of the sum of P
-    // before rounding, O is weighted by that sum. A row without keys has none, whatever its bias.
+    // A split's sums. What smoothing took from the scores moves the base only where sinks are measured by it, so that O
+    // has the same bits with an LSE and without. A row without keys has none, whatever its bias; NaN marks a row.
     OA_DEVICE void store_partial(const SplitTile& t, int32 warp_row, Rows& state, const float (&bias)[2]) const {
-        float m2[2], l[2], weight[2];
+        float m2[2], base[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            bool nothing = state.softmax.l[r] == 0.0f;
-            l[r] = Config::kLse ? state.lse_sum[r] : state.softmax.l[r];
-            weight[r] = nothing ? 0.0f : l[r] / state.softmax.l[r];
-            m2[r] = state.softmax.m2[r] + (nothing ? 0.0f : bias[r]) * kLog2e;
+            float lacks = state.softmax.l[r] == 0.0f ? 0.0f : bias[r] * kLog2e;
+            base[r] = state.softmax.m2[r] + lacks;
+            m2[r] = p_.sinks != nullptr || lacks != lacks ? base[r] : state.softmax.m2[r];
         }
-        if (Config::kLse) rescale(state.acc, weight);
-        store_partial_rows(state.acc, m2, l, params_, t, warp_row, lane_);
+        store_partial_rows(state.acc, m2, state.softmax.l, params_, t, warp_row, lane_);
+        if constexpr (Config::kLse) store_partial_sums(base, state.lse_sum, params_.partial_lse, p_, t, warp_row, lane_);
     }
 
     // Whether what smoothing took from the scores is still to be added: the softcap has had it already.

@@ -11,6 +11,9 @@
 // of each as that leaves, which take the splits in turns. The order of the sum depends on the launch alone. Rows that
 // attend to nothing become O = 0, LSE = -inf (or the sink).
 //
+// OWN_LSE: of partial_lse, laid out as partial_ml, the LSE alone (attn_int8_sm90, whose O is divided by sums of P as
+// rounded).
+//
 // Shared memory, bytes: the threads' sums 4096 | maxima 1024 | denominators 1024.
 #include "attention/partial_sum.cuh"
 #include "attention/sinks.cuh"
@@ -25,6 +28,7 @@ struct Config {
     static constexpr int kThreads = 256;
     static constexpr int kWidth = 4;  // channels of a thread
     static constexpr int kUnroll = 8;  // partial results that are asked for at once
+    static constexpr bool kOwnLse = OWN_LSE;  // the LSE is of other sums than O is divided by
 };
 
 struct SharedStorage {
@@ -79,5 +83,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
     *reinterpret_cast<uint2*>(to) =
         make_uint2(pack2(Config::Io{}, sum.o[0] * result.o_scale, sum.o[1] * result.o_scale),
                    pack2(Config::Io{}, sum.o[2] * result.o_scale, sum.o[3] * result.o_scale));
+    if constexpr (Config::kOwnLse) {
+        if (chunk == 0) {
+            PartialSum<1> sums;
+            for (int32 i = 0; i < p.num_splits; i += Config::kUnroll) {
+                float2 ml[Config::kUnroll];
+                const float nothing[Config::kUnroll][1] = {};
+#pragma unroll
+                for (int u = 0; u < Config::kUnroll; ++u) {
+                    ml[u] = make_float2(kLowest, 0.0f);
+                    if (i + u < p.num_splits)
+                        ml[u] = *reinterpret_cast<const float2*>(p.partial_lse + 2 * (first + int64(i + u) * p.rows));
+                }
+                sums.add(ml, nothing);
+            }
+            result.lse = finish_row(sums.m, sums.l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head)).lse;
+        }
+    }
     if (p.lse != nullptr && chunk == 0) p.lse[batch_idx * p.lse_stride_b + head * p.lse_stride_h + query] = result.lse;
 }

@@ -25,8 +25,8 @@
 // With REGISTER_Q consumers read Q before the first step and release its stage at once.
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
-// heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE weighs O by sums of P before
-// rounding.
+// heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE stores sums of P before rounding
+// besides.
 //
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
 // attn_fwd_sm90's forms (attention/int8_forms.cuh, attention/int8_forms_roles.cuh).
@@ -86,7 +86,7 @@ struct Config {
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta && !kForms), "arrays in e4m3, without forms");
-    static_assert(!kSplitKeys || !(kForms || kVarlen || kDelta || kBlockScales), "plain dense batches of integers");
+    static_assert(!kSplitKeys || !(kForms || kVarlen || kDelta || kFactors), "plain dense batches");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 

@@ -16,4 +16,5 @@ struct AttnCombineParams {
     int32 pack, head_dim;
     int32 threads_log2;  // of a CTA, those that have different columns; the others have other splits of the same
     int32 sinks_kind;
+    const float* partial_lse;  // OWN_LSE: what the LSE is of, laid out as partial_ml
 };

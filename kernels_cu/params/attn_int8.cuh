@@ -48,7 +48,7 @@ struct AttnInt8Sm90Params {
     BlockScales scales;  // e4m3 only
 };
 // Keys split over CTAs: partial results in place of `fwd.o` and `fwd.lse` (params/attn_fwd.cuh). The scales of queries
-// and their biases are those of the call, whose heads the tiles pack.
+// and their biases are those of the call, whose heads the tiles pack. `fwd.sinks` says that there are some.
 struct AttnInt8SplitSm90Params {
     TensorMap map_q, map_k, map_v;  // map_q: [batch, head, query, pack, head_dim_pad]
     AttnFwdParams fwd;
@@ -58,7 +58,8 @@ struct AttnInt8SplitSm90Params {
     int32 reserved;
     BlockScales scales;
     float* partial_o;
-    float* partial_ml;
+    float* partial_ml;   // denominators of P as rounded; bases with the bias of their row where there are sinks
+    float* partial_lse;  // null, or as partial_ml: of P before rounding, with the bias
 };
 struct AttnInt8FormsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias

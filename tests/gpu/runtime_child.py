@@ -89,6 +89,7 @@ def operations(file: str, *options: str) -> dict[str, Any]:
     elsewhere = {
         "attention_split",
         "attention_combine",
+        "attention_combine_lse",
         "layout_fp8",
         "decode",
         "decode_combine",

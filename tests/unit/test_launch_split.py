@@ -170,6 +170,11 @@ def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.
         assert np.isnan(o[to : to + 4]).all()
         o[to : to + 4] = total / denominator if denominator else 0.0
         if chunk == 0:
+            if f["partial_lse"] is not None:
+                own_ml = workspace[f["partial_lse"].offset // 4 + 2 * at[:, None] + np.arange(2)]
+                top = max(own_ml[:, 0].max(), -3e38)
+                below = (own_ml[:, 1] * np.exp2(own_ml[:, 0] - top)).sum()
+                denominator = below if sinks is None else below + np.exp2(sinks[head] * np.log2(np.e) - top)
             with np.errstate(divide="ignore"):
                 value = np.log(2) * top + np.log(denominator) if denominator else -np.inf
             lse[batch * f["lse_stride_b"] + head * f["lse_stride_h"] + query] = value

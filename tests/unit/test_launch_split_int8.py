@@ -13,7 +13,7 @@ from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_split, attn_int8
 from omniattn.launch.structs import ATTN_COMBINE, ATTN_INT8_SPLIT_SM90, At
 from omniattn.plan.attention import plan_attention
-from omniattn.problems import AttentionProblem, Fp8, Int4, Int8, QuantizeProblem
+from omniattn.problems import AttentionProblem, Descale, Descales, Fp8, Int4, Int8, QuantizeProblem
 from omniattn.problems.precision import FP8_ARRAYS
 from omniattn.problems.split import KeySplit, packed_heads, tile_keys
 from omniattn.reference.dequantize import contents, dequantize_qk, dequantize_v
@@ -25,7 +25,7 @@ from omniattn.select import select_attention, select_split
 from omniattn.select.split import split_us, unsplit_us
 from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
-from tests.unit.test_launch_split import AMPERE, COMBINE, ENOUGH, FEW, HOPPER, combine, items_of, problem_of, visible
+from tests.unit.test_launch_split import AMPERE, ENOUGH, FEW, HOPPER, combine, items_of, problem_of, visible
 
 SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split" and spec.quantized]
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist. Scales are of 128 keys.
@@ -53,7 +53,8 @@ def attend(spec: KernelSpec, record: LaunchRecord, memory: dict[str, np.ndarray]
     heads, blocks, pad = f["fwd.num_q_heads"], f["fwd.num_m_blocks"], f["operands.head_dim_pad"]
     window, group = (f["fwd.window_left"], f["fwd.window_right"]), f["fwd.num_q_heads"] // f["fwd.num_kv_heads"]
     assert map_q.box[1] * map_q.box[2] == spec.block_m
-    o_at, ml_at, scale = f["partial_o"].offset // 4, f["partial_ml"].offset // 4, f["fwd.softmax_scale"]
+    o_at, ml_at, lse_at = (f[name].offset // 4 for name in ("partial_o", "partial_ml", "partial_lse"))
+    scale = f["fwd.softmax_scale"]
     for item in items_of(f, record.grid[0]):
         per_head = blocks * splits
         head = item // per_head
@@ -97,13 +98,17 @@ def attend(spec: KernelSpec, record: LaunchRecord, memory: dict[str, np.ndarray]
         channels = kv * pad + np.arange(pad)
         mean = memory["v_mean"][channels] if f["operands.v_mean"] is not None else 0.0
         o = o * memory["v_scale"][channels] + total[:, None] * mean
-        m2 = np.where(total > 0, m2 + bias * np.log2(np.e), m2)
+        base = np.where(total > 0, m2 + bias * np.log2(np.e), m2)
+        if f["fwd.sinks"] is not None:
+            m2 = base
         place = (batch * heads + head) * splits + split
         for r in np.flatnonzero(exists):
             to = place * rows + m0 + r
             assert np.isnan(workspace[o_at + to * d : o_at + to * d + d]).all()
             workspace[o_at + to * d : o_at + to * d + d] = o[r, :d]
             workspace[ml_at + 2 * to : ml_at + 2 * to + 2] = m2[r], total[r]
+            assert np.isnan(workspace[lse_at + 2 * to])
+            workspace[lse_at + 2 * to : lse_at + 2 * to + 2] = base[r], total[r]
 
 
 def operands_of(p: AttentionProblem, seed: int) -> tuple[QuantizeProblem, dict[str, np.ndarray], list[np.ndarray]]:
@@ -131,7 +136,8 @@ def carried_out(p: AttentionProblem, spec: KernelSpec, splits: int) -> None:
     pack = packed_heads(p, spec.block_m)
     split = KeySplit(pack, splits, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
     whole, arrays, (q, k, v) = operands_of(p, p.seqlen_q * 1000 + splits)
-    (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, split, places=attn_int8.given(whole))
+    merge = by_name("attn_combine_lse_sm90_fp16")
+    (main, merged), num_bytes = attn_fwd_split.build(spec, merge, p, HOPPER, split, places=attn_int8.given(whole))
     memory = {name: x.ravel().view(np.uint8 if x.itemsize == 1 else x.dtype) for name, x in arrays.items()}
     sinks = np.linspace(-1.0, 2.0, p.num_q_heads) if p.sinks != "none" else None
     workspace = np.full(num_bytes // 4, np.nan)
@@ -179,18 +185,24 @@ def few(extents: tuple[int, ...], right: int = -1, head_dim: int = 128, **change
 @pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
 def test_forced_rows(spec: KernelSpec) -> None:
     """Quantizers first, where the operands do not come quantized; results behind the operands."""
-    p = few((2, 32, 8, 9, 5000), head_dim=spec.head_dim, dtype=spec.dtype, lse="lse" in spec.features)
+    precision = (Fp8() if spec.qk == "fp8" else Int8()).precision
+    p = few(
+        (2, 32, 8, 9, 5000), head_dim=spec.head_dim, dtype=spec.dtype, lse="lse" in spec.features, precision=precision
+    )
     launches = plan_attention(p, HOPPER, spec.name)
     ops = [r.spec.op for r in launches.records]
-    assert ops[-2:] == ["attention_split", "attention_combine"]
-    assert {*ops[:-2]} == {"quantize"}
-    assert [x.spec.op for x in launches.others] == ["quantize", "attention_combine"]
+    merge = "attention_combine" + "_lse" * p.lse
+    assert ops[-2:] == ["attention_split", merge]
+    assert {*ops[:-2]} <= {"quantize", "quantize_fp8"}
+    assert [x.spec.op for x in launches.others] == [*dict.fromkeys(ops[:-2]), merge]
     main, merged = launches.records[-2:]
     assert launches.selection.spec is main.spec is spec
     assert [r.overlap for r in launches.records[-2:]] == [False, True]
     assert main.num_ctas <= HOPPER.sm_count
     f, m = fields_of_record(main, ATTN_INT8_SPLIT_SM90), fields_of_record(merged, ATTN_COMBINE)
     assert f["fwd.lse"] is f["fwd.sinks"] is f["operands.delta_s"] is None
+    assert f["partial_lse"] == m["partial_lse"]
+    assert (f["partial_lse"] is not None) == p.lse
     assert m["lse"] == (At("lse") if p.lse else None)
     if not p.lse:
         with pytest.raises(ArgumentError, match="makes no LSE"):
@@ -199,7 +211,9 @@ def test_forced_rows(spec: KernelSpec) -> None:
     used = [place for name, place in f.items() if name.startswith("operands.") and isinstance(place, At)]
     assert f["partial_o"].offset > max(place.offset for place in used)
     assert f["partial_ml"].offset - f["partial_o"].offset >= 4 * results * spec.head_dim
-    assert launches.workspace_bytes >= f["partial_ml"].offset + 8 * results
+    assert launches.workspace_bytes >= f["partial_ml"].offset + 8 * results * (1 + p.lse)
+    if p.lse:
+        assert f["partial_lse"].offset == f["partial_ml"].offset + 8 * results
     assert all(m[name] == f[name] for name in ("partial_o", "partial_ml"))
     for box in (x.box for x in main.tensor_maps):
         assert all(1 <= n <= 256 for n in box)
@@ -215,11 +229,8 @@ def test_operands_of_the_caller_need_room_for_results_alone() -> None:
     launches = plan_attention(given, HOPPER, "attn_int8_sm90_bf16_d128_m128n64_split")
     main, merged = launches.records
     f = fields_of_record(main, ATTN_INT8_SPLIT_SM90)
-    assert (f["map_q"].operand, f["operands.k_scale"], f["operands.row_bias"]) == (
-        "q_int",
-        At("k_scale"),
-        At("row_bias"),
-    )
+    assert f["map_q"].operand == "q_int"
+    assert (f["operands.k_scale"], f["operands.row_bias"]) == (At("k_scale"), At("row_bias"))
     assert f["partial_o"] == At("workspace", 0)
     assert merged.spec.op == "attention_combine"
 
@@ -252,7 +263,7 @@ def test_other_rows_and_gpus() -> None:
 def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
     """A row's cases, forced as the GPU tests do: most are split in several parts."""
     splits = []
-    for case in cases_for("quantized_attention"):
+    for case in cases_for("fp8_attention" if spec.qk == "fp8" else "quantized_attention"):
         ((sq, sk), *more) = case.lengths
         left, right = case.options.get("window", (-1, 0 if case.options.get("causal") else -1))
         precision = case.options["precision"].precision
@@ -266,8 +277,24 @@ def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
         (main,) = (r for r in plan_attention(p, HOPPER, spec.name).records if r.spec.op == "attention_split")
         assert main.spec is spec
         splits.append(fields_of_record(main, ATTN_INT8_SPLIT_SM90)["tiles.num_splits"])
-    assert sum(n > 1 for n in splits) >= 4
+    assert sum(n > 1 for n in splits) >= 3
     assert max(splits) > 10
+
+
+def test_arrays_in_e4m3() -> None:
+    """V is laid out first, Q and K are read where they are, heads of a kv head share a scale or have their own."""
+    p = few((2, 32, 8, 9, 5000), precision=FP8_ARRAYS)
+    for q, heads in ((Descale("per_head", (8, 1, 0)), 4), (Descale("per_block", (32, 1, 64)), 1)):
+        given = dataclasses.replace(p, descales=Descales(q=q))
+        launches = plan_attention(given, HOPPER, "attn_fp8_sm90_bf16_d128_m192n64_split")
+        assert [r.spec.op for r in launches.records] == ["layout_fp8", "attention_split", "attention_combine"]
+        f, s = fields_of_record(launches.records[1], ATTN_INT8_SPLIT_SM90), p.strides
+        assert s is not None
+        assert (f["map_q"].operand, f["map_k"].operand, f["map_v"].operand) == ("q", "k", "workspace")
+        assert f["map_q"].strides_bytes == (s.q[2], s.q[1], 4 * s.q[2], s.q[0])
+        assert f["scales.q_heads"] == heads
+        assert f["operands.q_scale"] == At("descale_q")
+        assert f["partial_o"].offset > f["map_v"].add
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -283,7 +310,11 @@ def test_few_queries_are_split(extents: tuple[int, ...], right: int, lse: bool) 
     assert ("lse" in spec.features) == lse
     assert split_us(p, spec, chosen.split, HOPPER) < 0.9 * unsplit_us(p, whole.spec, HOPPER)
     launches = plan_attention(p, HOPPER, None)
-    assert [r.spec.op for r in launches.records][-2:] == ["attention_split", "attention_combine"]
+    assert [r.spec.op for r in launches.records][-2:] == ["attention_split", "attention_combine" + "_lse" * lse]
+    # O has the same bits with an LSE and without: the same tiles and splits.
+    other = select_split(dataclasses.replace(p, lse=not lse), HOPPER, whole)
+    assert other is not None
+    assert (other.split, other.main.spec.block_m) == (chosen.split, spec.block_m)
     assert any("splits of the keys" in reason for reason in launches.selection.why)
     # What quantizes takes longer than exact attention, and `explain` says so.
     assert any("precision='exact' for few queries" in reason for reason in launches.selection.why)

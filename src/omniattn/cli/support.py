@@ -93,11 +93,11 @@ BESIDE = {
 }
 
 #: Kernels that some calls of `attention` and `quantize_qk` take for speed, or before others: tables are about those.
-FASTER = ("attention_split", "attention_combine", "quantize_fp8", "layout_fp8")
+FASTER = ("attention_split", "attention_combine", "attention_combine_lse", "quantize_fp8", "layout_fp8")
 
 #: Operation of the registry to its line in the README's table.
 LINES = {
-    **dict.fromkeys(("attention", *FASTER[:2]), "`attention`, `attention_varlen`"),
+    **dict.fromkeys(("attention", *FASTER[:3]), "`attention`, `attention_varlen`"),
     "quantized_attention": "the same, precision int8 and int4",
     **dict.fromkeys(("fp8_attention", "layout_fp8"), "the same, precision fp8 and e4m3 arrays"),
     "quantize_fp8": "`quantize_qk`, `quantize_v`",

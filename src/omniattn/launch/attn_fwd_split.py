@@ -35,11 +35,14 @@ _COMBINE_CTAS = 512
 
 
 def workspace(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
-    """Where bases and denominators lie behind the partial O, and the bytes of both."""
+    """Where bases and denominators lie behind the partial O, and the bytes of both.
+
+    With an LSE of quantized operands another array like that follows, and is counted.
+    """
     batch = 1 if problem.varlen else problem.batch
     results = batch * problem.num_q_heads * problem.seqlen_q * split.num_splits
     ml = -(-4 * results * problem.head_dim_v // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-    return ml, ml + 8 * results
+    return ml, ml + 8 * results * (2 if problem.precision.quantized and problem.lse else 1)
 
 
 def combine_threads(columns: int, num_splits: int) -> int:
@@ -67,13 +70,15 @@ def build(
     """
     ml_at, num_bytes = workspace(problem, split)
     partial = {"partial_o": At("workspace", begin), "partial_ml": At("workspace", begin + ml_at)}
+    of_lse: At | None = None
     if places is not None:
-        records = _main_int8(spec, problem, target, split, partial, places)
+        of_lse = At("workspace", begin + (ml_at + num_bytes) // 2) if problem.lse else None
+        records = _main_int8(spec, problem, target, split, {**partial, "partial_lse": of_lse}, places)
     elif spec.arch_specific:
         records = _main_sm90(spec, problem, target, split, partial)
     else:
         records = _main_sm80(spec, problem, split, partial, masks)
-    return (*records, _merge(combine, problem, split, partial)), begin + num_bytes
+    return (*records, _merge(combine, problem, split, {**partial, "partial_lse": of_lse})), begin + num_bytes
 
 
 def _main_sm90(
@@ -106,10 +111,10 @@ def _main_int8(
     problem: AttentionProblem,
     target: Target,
     split: KeySplit,
-    partial: dict[str, At],
+    partial: dict[str, At | None],
     places: OperandPlaces,
 ) -> tuple[LaunchRecord, ...]:
-    """As on 16 bits; scales and biases of queries are found by the heads of the call."""
+    """As on 16 bits; scales and biases of queries are found by the heads of the call, and sinks are known of."""
     p, at = problem, places.at
     b, seq, head = places.strides[0]
     q = mapped(
@@ -118,9 +123,8 @@ def _main_int8(
     )  # fmt: skip
     k, v = key_maps(spec, p, places, p.batch)
     tiles = _tiles(p, split)
-    forward = forward_values(
-        _packed(p, split), split.blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts
-    )
+    told = replace(_packed(p, split), sinks=p.sinks)
+    forward = forward_values(told, split.blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts)
     values = {
         "map_q": q,
         "map_k": k,
@@ -170,7 +174,9 @@ def _main_sm80(
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(member("call", values) | partial)),)
 
 
-def _merge(combine: KernelSpec, problem: AttentionProblem, split: KeySplit, partial: dict[str, At]) -> LaunchRecord:
+def _merge(
+    combine: KernelSpec, problem: AttentionProblem, split: KeySplit, partial: dict[str, At | None]
+) -> LaunchRecord:
     """The second launch. Rows of packed sequences are those of one batch."""
     p, s = problem, problem.strides
     assert s is not None

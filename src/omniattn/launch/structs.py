@@ -143,7 +143,7 @@ ATTN_COMBINE = HostStruct(
     "AttnCombineParams",
     "params/attn_combine.cuh",
     "P partial_o partial_ml o lse sinks; q o_stride_b o_stride_s o_stride_h lse_stride_b lse_stride_h;"
-    "i num_columns num_splits heads rows pack head_dim threads_log2 sinks_kind",
+    "i num_columns num_splits heads rows pack head_dim threads_log2 sinks_kind; P partial_lse",
 )
 
 SCORE_FORMS = HostStruct(
@@ -261,8 +261,7 @@ ATTN_INT8_SPLIT_SM90 = HostStruct(
     "params/attn_int8.cuh",
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{SPLIT_TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')};"
-    "P partial_o partial_ml",
-    tail=8,
+    "P partial_o partial_ml partial_lse",
 )
 
 ATTN_INT8_FORMS_SM90 = HostStruct(

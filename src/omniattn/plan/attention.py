@@ -64,6 +64,8 @@ def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launc
     selection = _with_score_mod(select_attention(problem, target, force), problem)
     split = select_split(problem, target, selection, force)
     if split is not None and split.main.spec.quantized:
+        if problem.descales is not None:
+            return _lay_out_first(split.main, problem, target, force, split)
         if problem.operands is None:
             return _quantize_first(split.main, problem, target, force, split)
         places = attn_int8.given(problem.operands)
@@ -200,7 +202,13 @@ def _quantize_first(
     return Launches(selection, (*records, *attention), mask.end if mask.places else end, others)
 
 
-def _lay_out_first(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
+def _lay_out_first(
+    selection: Selection,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    split: SplitSelection | None = None,
+) -> Launches:
     """A call on e4m3: V is laid out by channels before attention."""
     spec = selection.spec
     whole = problem.quantization(
@@ -210,6 +218,10 @@ def _lay_out_first(selection: Selection, problem: AttentionProblem, target: Targ
     at = {name: At("workspace", offset) for name, offset in offsets.items()}
     layout = select_layout(whole.head_dim_pad, target, force)
     made = fp8.build_layout(layout.spec, problem, whole, at)
+    if split is not None:
+        places = attn_int8.in_e4m3(problem, whole, at)
+        split_records, end = _split_quantized(split, problem, target, places, _aligned(end))
+        return Launches(selection, (*made, *split_records), end, (layout, split.combine))
     mask = _prepare_mask(spec, problem, target, force, _aligned(end))
     places = attn_int8.in_e4m3(problem, whole, at)
     attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)

@@ -321,22 +321,26 @@ def _merge_states(dtype: str) -> KernelSpec:
     )
 
 
-def _attn_combine(dtype: str) -> KernelSpec:
+def _attn_combine(dtype: str, own_lse: bool = False) -> KernelSpec:
+    """own_lse: for Hopper's kernels on quantized operands, whose LSE is of other sums than O is divided by."""
     short, tag = IO_TYPES[dtype]
+    family = f"attn_combine_{'lse_sm90' if own_lse else 'sm80'}"
     return KernelSpec(
-        name=f"attn_combine_sm80_{short}",
-        family="attn_combine_sm80",
-        op="attention_combine",
+        name=f"{family}_{short}",
+        family=family,
+        op="attention_combine_lse" if own_lse else "attention_combine",
         source="entry/attn_combine_sm80.cu",
         symbol="attn_combine_sm80",
-        defines=(("IO_TYPE", tag),),
+        defines=(("IO_TYPE", tag), ("OWN_LSE", str(int(own_lse)))),
         dtype=dtype,
         head_dim=256,
         block_m=1,
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        prebuild=("80", "90a"),
+        min_arch=(9, 0) if own_lse else (8, 0),
+        arch_specific=own_lse,
+        prebuild=("90a",) if own_lse else ("80", "90a"),
     )
 
 
@@ -403,7 +407,7 @@ def split_rows() -> Iterator[KernelSpec]:
         for tile in _FWD_SM80_SPLIT_TILES
         for dtype in ("float16", "bfloat16")
     )
-    yield from (_attn_combine(dtype) for dtype in ("float16", "bfloat16"))
+    yield from (_attn_combine(dtype, own_lse) for own_lse in (False, True) for dtype in ("float16", "bfloat16"))
 
 
 def merge_rows() -> Iterator[KernelSpec]:

@@ -367,7 +367,8 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
 def quantized_split_rows() -> Iterator[KernelSpec]:
     """Rows of attention with the keys split over CTAs."""
     yield from (
-        _attn_int8_sm90(tile, dtype, varlen=False, kind=kind)
+        _attn_int8_sm90(tile, dtype, varlen=False, kind=kind, qk=qk)
+        for qk in ("int8", "fp8")
         for kind in ("split", "split_lse")
         for tile in _INT8_SPLIT_TILES
         for dtype in ("float16", "bfloat16")

@@ -21,8 +21,9 @@ class KernelSpec:
         Kernel family, ``<op>_<variant>_<arch>``.
     op : str
         The operation it serves: ``"attention"``, ``"attention_split"``,
-        ``"attention_combine"``, ``"quantize"``, ``"quantize_delta"``, ``"merge_states"``; of masks
-        ``"mask_pack"``, ``"mask_list"``, ``"tile_kinds"``; of packed sequences ``"packed_parts"``; of caches
+        ``"attention_combine"``, ``"attention_combine_lse"``, ``"quantize"``, ``"quantize_delta"``,
+        ``"merge_states"``; of masks ``"mask_pack"``, ``"mask_list"``, ``"tile_kinds"``; of packed sequences
+        ``"packed_parts"``; of caches
         ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
     source : str
         Path of the ``.cu`` file below the kernels root.

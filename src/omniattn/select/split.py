@@ -21,9 +21,9 @@ _ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) =
 _CHAIN_US, _MEET_US = 0.0044, 0.0016
 #: Products of 64 rows, one key and one channel, both of them: 64 * 4 operations at an SM's share of 934 TFLOP/s.
 _PRODUCT_US = 64 * 4 * 132 / 934e6
-#: On 8 bits products take half of that, and a warpgroup's softmax keeps the SM busy for so long, per key; sums of P for
-#: the LSE.
-_INT8_SOFTMAX_US, _INT8_SUMS_US = 0.0014, 0.0004
+#: On 8 bits products take half of that, and a warpgroup's softmax keeps the SM busy for so long, per key. Of sums for
+#: the LSE the model knows nothing: O has the same bits with it and without.
+_INT8_SOFTMAX_US = 0.0014
 #: The same on mma.sync, per key of a tile; operations of one SM a microsecond there. Rows of a warp's product.
 _SYNC_CHAIN_US, _SYNC_FLOPS, _SYNC_ROWS = 0.012, 2.6e6, 16
 #: All SMs together, under the power limit; memory; L2. Operations and bytes a microsecond.
@@ -74,8 +74,7 @@ def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
     waits = (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
     busy = products
     if spec.quantized:
-        sums = _INT8_SUMS_US * spec.block_n if "lse" in spec.features else 0.0
-        products = products / 2 + sums
+        products /= 2
         busy = products + _INT8_SOFTMAX_US * spec.block_n
     return max(products + waits, groups * ctas * busy)
 
@@ -281,5 +280,6 @@ def select_split(
         ),
         *([advice] if advice is not None else []),
     )
-    (combine,) = _ROWS(REGISTRY, ("attention_combine", problem.dtype))
+    merges = "attention_combine_lse" if spec.quantized and problem.lse else "attention_combine"
+    (combine,) = _ROWS(REGISTRY, (merges, problem.dtype))
     return SplitSelection(Selection(spec, why), the_one(combine, "merges the splits' results", target, force), split)

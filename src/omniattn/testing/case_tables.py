@@ -195,6 +195,7 @@ FP8_CASES: tuple[Case, ...] = (
          options={"precision": Fp8(), "causal": True}),
     Case("varlen, softcap", "attention_varlen", _RAGGED, packed=True, below=8,
          options={"precision": Fp8(smooth_k=True), "softcap": 3.0}),
+    Case("few queries, HND", "attention", ((9, 1900),), 8, 2, layout="HND", options={"precision": Fp8()}),
 )  # fmt: skip
 
 QUANTIZE_FP8_CASES: tuple[Case, ...] = (
@@ -237,7 +238,7 @@ MERGE_CASES: tuple[Case, ...] = (
 CASES: dict[str, tuple[Case, ...]] = {
     "attention": ATTENTION_CASES,
     **dict.fromkeys(("attention_split", "attention_combine"), SPLIT_CASES),
-    "quantized_attention": QUANTIZED_CASES,
+    **dict.fromkeys(("quantized_attention", "attention_combine_lse"), QUANTIZED_CASES),
     "fp8_attention": FP8_CASES,
     "merge_states": MERGE_CASES,
     "quantize": QUANTIZE_CASES,
