@@ -69,7 +69,7 @@ _FEATURES = {"lse": ("lse",), "smoothq": ("smooth_q",), "factors": ("value_facto
 
 def _is_common_fp8(dtype: str, suffix: str, head_dim: int) -> bool:
     """Whether wheels carry the row of e4m3."""
-    return (dtype, suffix) == ("bfloat16", "") and head_dim <= 128
+    return dtype == "bfloat16" and head_dim <= 128 and (not suffix or suffix.endswith("_split"))
 
 
 def _int8_sm90_row(
