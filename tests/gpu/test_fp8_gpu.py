@@ -251,8 +251,12 @@ def _relative_error(keys: int) -> float:
     return float(((o - want) / want).abs().mean())
 
 
-def test_long_sums_of_one_sign() -> None:
-    assert _relative_error(131072) <= 1.2 * _relative_error(4096)
+def test_long_sums_of_one_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = _relative_error(131072)  # over CTAs, on Hopper: shorter sums
+    monkeypatch.setenv(VARIABLE, "attn_fp8_sm90_bf16_d64,attn_fp8_sm89_bf16_d64")
+    whole = _relative_error(131072)
+    assert whole <= 1.2 * _relative_error(4096)
+    assert split <= 1.1 * whole
 
 
 # --- Accuracy --------------------------------------------------------------------------------------------------------

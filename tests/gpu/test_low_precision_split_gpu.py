@@ -163,8 +163,9 @@ def scaled(x: Any, factor: Any) -> Any:
     """(batch, rows, heads, channels) times its descale."""
     if factor is None:
         return x.double()
-    rows = factor if factor.ndim == 2 else factor.repeat_interleave(128, 2)[:, :, : x.shape[1]].transpose(1, 2)
-    return x.double() * (rows[:, None, :, None] if factor.ndim == 2 else rows[..., None])
+    if factor.ndim == 2:
+        return x.double() * factor.repeat_interleave(x.shape[2] // factor.shape[1], 1)[:, None, :, None]
+    return x.double() * factor.repeat_interleave(128, 2)[:, :, : x.shape[1]].transpose(1, 2)[..., None]
 
 
 @pytest.mark.parametrize("kind", ["none", "per_head", "per_block"])
@@ -179,7 +180,8 @@ def test_arrays_in_e4m3(name: str, head_dim: int, kind: str, monkeypatch: pytest
     if call.pop("sinks", False):
         call["sinks"] = torch.randn(heads[0], device="cuda")
     of = {
-        "descale_q": descales(kind, batch, heads[0], lengths[0], 1),
+        # One a head is one a kv head.
+        "descale_q": descales(kind, batch, heads[1 if kind == "per_head" else 0], lengths[0], 1),
         "descale_k": descales(kind, batch, heads[1], lengths[1], 2),
         "descale_v": descales("per_head" if kind == "per_block" else kind, batch, heads[1], lengths[1], 3),
     }
