@@ -66,7 +66,9 @@ def test_every_row_is_covered() -> None:
     covered = {name for name, _ in ROWS}
     assert {spec.name for spec in SPECS if spec.min_arch <= (8, 9)} == covered
     # The LSE of quantized splits is merged on Hopper alone.
-    assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS} - {"attention_combine_lse"}
+    assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS} - {
+        "attention_combine_lse"
+    }
 
 
 def _for_anything(op: str, spec: KernelSpec) -> KernelSpec:

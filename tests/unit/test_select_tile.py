@@ -144,7 +144,7 @@ def test_steps_are_the_tiles_that_someone_sees(tile: str, left: int, right: int)
 def test_narrow_windows_of_long_sequences_have_the_choice(
     head_dim: int, heads: int, window: tuple[int, int], tile: str, gain: float
 ) -> None:
-    """As measured with 16384 queries and keys; wider windows keep the large tiles."""
+    """As measured with 16384 queries and keys; wider windows have large tiles."""
     long = problem_of(1, heads, 16384, 16384, head_dim)
     problem = dataclasses.replace(long, window_left=window[0], window_right=window[1])
     chosen = select_attention(problem, HOPPER).spec
@@ -152,7 +152,26 @@ def test_narrow_windows_of_long_sequences_have_the_choice(
     usual = by_name(f"attn_fwd_sm90_bf16_d{head_dim}_{'m256n64' if head_dim == 64 else 'm192n64'}")
     assert tile_us(problem, usual, HOPPER) / tile_us(problem, chosen, HOPPER) == pytest.approx(gain, rel=0.07)
     wide = dataclasses.replace(long, window_left=4095, window_right=0)
-    assert select_attention(wide, HOPPER).spec is usual
+    of_windows = usual if head_dim == 64 else by_name("attn_fwd_sm90_bf16_d128_m128n128")
+    assert select_attention(wide, HOPPER).spec is of_windows
+
+
+@pytest.mark.parametrize(
+    ("extents", "changes", "tile"),
+    [
+        ((16, 16, 1024, 1024), {}, "m192n64"),  # 142 us beside 152 of 128 rows
+        ((25, 16, 640, 640), {}, "m192n64"),  # 112 beside 138
+        ((32, 16, 512, 512), {}, "m128n128"),  # 111 beside 123
+        ((8, 16, 2048, 2048), {"window_left": 1023}, "m128n128"),  # 210 beside 243
+        ((2, 16, 8192, 8192), {"window_left": 4095}, "m128n128"),  # 587 beside 691
+        ((1, 16, 16384, 16384), {"window_left": 2048, "window_right": 2048}, "m128n128"),  # 711 beside 758
+    ],
+)
+def test_causal_calls_and_windows_at_128(
+    extents: tuple[int, int, int, int], changes: dict[str, int], tile: str
+) -> None:
+    problem = dataclasses.replace(problem_of(*extents, 128, causal=True), **changes)
+    assert select_attention(problem, HOPPER).spec.name == f"attn_fwd_sm90_bf16_d128_{tile}"
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -14,7 +14,8 @@ UNLIMITED = -1
 
 #: Keys from which on a problem without causality counts as long, and below which a causal one counts as short.
 LONG_KEYS = 8192
-SHORT_CAUSAL_KEYS = 2048
+#: Of a batch, and of packed sequences in the mean.
+SHORT_CAUSAL_KEYS, SHORT_PACKED_KEYS = 640, 1280
 
 
 @dataclass(frozen=True)
@@ -248,10 +249,12 @@ class AttentionProblem:
 
     @property
     def workload(self) -> str:
-        """``"short causal"`` or ``"causal"`` (windows too: the keys end with the row), ``"short"`` or ``"long"``."""
+        """``"window"`` (with a left edge), ``"short causal"``, ``"causal"``, ``"short"`` or ``"long"``."""
         keys = self.seqlen_k // max(self.batch, 1) if self.varlen else self.seqlen_k
-        if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
-            return "short causal" if keys < SHORT_CAUSAL_KEYS else "causal"
+        if self.window_left != UNLIMITED:
+            return "window"
+        if self.window_right != UNLIMITED:
+            return "short causal" if keys < (SHORT_PACKED_KEYS if self.varlen else SHORT_CAUSAL_KEYS) else "causal"
         return "long" if keys >= LONG_KEYS else "short"
 
     def quantization(self, *, grouping: str, pv: str, pv_accumulator: str, unpacked: bool) -> QuantizeProblem:
