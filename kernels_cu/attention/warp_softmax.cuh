@@ -140,18 +140,21 @@ struct RowState {
     // has been. c: score units -> base-2 exponent, positive, of either row. shift: see exponentiate.
     template <typename Score, int kScores, typename Shift = NoShift>
     OA_DEVICE void raise(const Score (&s)[kScores], const float (&c)[2], float (&alpha)[2], Shift shift = {}) {
-        float top[2];
+        // Four chains of comparisons, which do not wait for each other.
+        float tops[2][2], top[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            top[r] = neg_inf();
+        for (int n = 0; n < kScores / 4; ++n)
 #pragma unroll
-            for (int n = 0; n < kScores / 4; ++n)
+            for (int r = 0; r < 2; ++r)
 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
                     float score = score_of(s[4 * n + 2 * r + x]);
                     if constexpr (Shift::kPresent) score = fmaf(score - kScoreBias<Score>, c[r], shift(n, x));
-                    top[r] = fmaxf(top[r], score);
+                    tops[r][x] = n == 0 ? score : fmaxf(tops[r][x], score);
                 }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = fmaxf(fmaxf(tops[r][0], neg_inf()), tops[r][1]);
             // The lanes of a row may have different scales.
             if constexpr (!Shift::kPresent) top[r] = (top[r] - kScoreBias<Score>)*c[r];
         }

@@ -280,20 +280,13 @@ def test_a_mask_that_hopper_cannot_load_takes_64_rows_where_tiles_are_few() -> N
     assert select_attention(many, HOPPER).spec.name == "attn_fwd_sm80_bf16_d64_n64_mods"
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "causal", "limit"),
     [(64, False, 24), (64, True, 48), (32, False, 24), (128, False, 16), (128, True, 24), (72, False, 16)],
 )
-def test_one_warp_without_scores(head_dim: int, causal: bool, limit: int, packed: bool) -> None:
-    """Up to a length; where no length is known beyond the mean, one may be long."""
+def test_one_warp_without_scores(head_dim: int, causal: bool, limit: int) -> None:
     for seqlen, small in ((1, True), (limit, True), (limit + 1, False)):
         problem = problem_of(1024, 16, seqlen, seqlen, head_dim, causal)
-        if packed:
-            rows = dict.fromkeys(("seqlen_q", "seqlen_k"), 1024 * seqlen)
-            problem = dataclasses.replace(problem, varlen=True, **rows)
-            assert not select_attention(problem, HOPPER).spec.name.endswith("_m16n16")
-            problem = dataclasses.replace(problem, max_seqlen_q=seqlen, max_seqlen_k=seqlen)
         chosen = select_attention(problem, HOPPER)
         name = f"attn_fwd_sm80_bf16_d{64 if head_dim <= 64 else 128}_m16n16"
         assert (chosen.spec.name == name) == small
@@ -302,6 +295,20 @@ def test_one_warp_without_scores(head_dim: int, causal: bool, limit: int, packed
             assert SMALL not in select_attention(problem, other).spec.tuned_for
     long, few = problem_of(1024, 16, 16, 2048, head_dim, causal), problem_of(8, 16, 16, 16, head_dim, causal)
     assert all(select_attention(other, HOPPER).spec.block_m != 16 for other in (long, few))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "limit"), [(64, False, 40), (64, True, 48), (128, False, 28), (128, True, 40)]
+)
+def test_one_warp_of_packed_sequences(head_dim: int, causal: bool, limit: int) -> None:
+    """Up to a mean, if none is longer than 64; where nothing is known beyond the mean, one may be long."""
+    for mean, longest, small in ((1, 64, True), (limit, 64, True), (limit, 65, False), (limit + 1, 64, False)):
+        rows = dict.fromkeys(("seqlen_q", "seqlen_k"), 1024 * mean)
+        dense = problem_of(1024, 16, mean, mean, head_dim, causal)
+        unknown = dataclasses.replace(dense, varlen=True, **rows)
+        packed = dataclasses.replace(unknown, max_seqlen_q=longest, max_seqlen_k=longest)
+        assert (select_attention(packed, HOPPER).spec.block_m == 16) == small
+        assert select_attention(unknown, HOPPER).spec.block_m != 16
 
 
 def test_one_warp_where_all_heads_run_at_once() -> None:

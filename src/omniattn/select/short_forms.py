@@ -26,8 +26,10 @@ _MAX_KEYS, _RATIO = 2048, 4
 _FEW_HEADS, _FEW_TILES = 2, 4
 
 #: Without score modifiers: queries and keys up to which one warp is faster than Hopper's tiles of 64 rows, by the
-#: head_dim of the tile, without and with a causal mask. Of packed sequences the longest counts.
+#: head_dim of the tile, without and with a causal mask; of packed sequences, which are longer in the larger tiles'
+#: search for them, the mean, if the longest is known to be short.
 _PLAIN = {64: (24, 48), 128: (16, 24)}
+_PACKED, _PACKED_LONGEST = {64: (40, 48), 128: (28, 40)}, 64
 #: Heads an SM up to which all run at once, in tiles of any size; there one warp wins up to its own 16 rows.
 _ALL_HEADS, _OWN_ROWS = 4, 16
 
@@ -108,13 +110,13 @@ def small_plain_tile(problem: AttentionProblem, target: Target, rows: Sequence[K
     heads = p.batch * p.num_q_heads
     if target.cc != (9, 0) or p.own_head_dim_v or heads <= target.sm_count:
         return None
-    longest = max(p.seqlen_q, p.seqlen_k)
+    limits, length = _PLAIN, max(p.seqlen_q, p.seqlen_k)
     if p.varlen:
-        if not (p.max_seqlen_q and p.max_seqlen_k):
+        if not (p.max_seqlen_q and p.max_seqlen_k) or max(p.max_seqlen_q, p.max_seqlen_k) > _PACKED_LONGEST:
             return None  # one of them may be long
-        longest = max(p.max_seqlen_q, p.max_seqlen_k)
-    if heads <= _ALL_HEADS * target.sm_count and longest > _OWN_ROWS:
+        limits, length = _PACKED, -(-length // p.batch)
+    if heads <= _ALL_HEADS * target.sm_count and length > _OWN_ROWS:
         return None
     tiles = [s for s in rows if SMALL in s.tuned_for and not s.arch_specific and "score_mods" not in s.features]
     spec = min(tiles, key=lambda s: s.head_dim, default=None)
-    return spec if spec and longest <= _PLAIN[spec.head_dim][_causal(p)] else None
+    return spec if spec and length <= limits[spec.head_dim][_causal(p)] else None
