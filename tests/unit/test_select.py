@@ -127,6 +127,7 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
             # Short sequences, which small tiles are for, and queries that only long ones have.
             *({"seqlen_q": n, "seqlen_k": n} for n in (16, 100)),
             *({"seqlen_q": n, "seqlen_k": n, "batch": 2048} for n in (16, 64)),
+            {"seqlen_q": 100, "seqlen_k": 100, "tensor_maps": False},
             *({"seqlen_q": 2048 * PLAIN.batch, "seqlen_k": n * PLAIN.batch} for n in (1024, LONG_KEYS)),
             *({"window_right": 0, "seqlen_q": n, "seqlen_k": n} for n in (2048 * PLAIN.batch, 1900)),
         )

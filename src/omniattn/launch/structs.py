@@ -379,6 +379,13 @@ MASK_PACK = HostStruct(
     "i mask_kind mask_heads rows cols m_tiles n_tiles total_q total_k",
 )
 
+MASK_ALIGN = HostStruct(
+    "MaskAlignParams",
+    "params/mask_tiles.cuh",
+    "P mask copy; q mask_stride_b mask_stride_h mask_stride_q mask_stride_k first_byte end_byte;"
+    "i mask_heads rows cols row_chunks element_bytes; I chunks",
+)
+
 MASK_LIST = HostStruct(
     "MaskListParams",
     "params/mask_tiles.cuh",
@@ -411,7 +418,7 @@ STRUCTS: dict[str, HostStruct] = {
         QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_SPLIT_SM90, ATTN_INT8_FORMS_SM90,
         VALUE_FACTORS, ATTN_FP8_FACTORS_SM89, ATTN_FP8_FACTORS_SM90, QUANTIZE, ROTATION, QUANTIZE_ROTATED,
         QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK,
-        MASK_LIST, TILE_KINDS, PACKED_PARTS,
+        MASK_ALIGN, MASK_LIST, TILE_KINDS, PACKED_PARTS,
     )
 }  # fmt: skip
 

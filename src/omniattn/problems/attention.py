@@ -219,6 +219,16 @@ class AttentionProblem:
         return self.mask_form in ("bits", "keys")
 
     @property
+    def aligns_mask(self) -> bool:
+        """Whether a kernel that wants tensor maps can get a copy of the additive mask, which no map describes."""
+        if self.mask_form != "tiles" or self.mask_map or self.varlen or self.finds_tiles or not self.scratch:
+            return False
+        b, h, q, _ = self.strides.mask if self.strides is not None else (1, 1, 1, 1)
+        rows, keys = self.mask_extent
+        masks = (self.batch if b else 1) * (self.num_q_heads if h else 1)
+        return masks * (rows if q else 1) * keys < 2**31  # rows of 16 bytes are counted in 31 bits
+
+    @property
     def finds_tiles(self) -> bool:
         """Whether a block mask or a mask expression hides tiles, and nothing else (a packed mask) finds them."""
         hides = self.block_mask is not None or (self.score_mod is not None and self.score_mod.mask is not None)

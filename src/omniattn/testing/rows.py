@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
+from omniattn.testing.align_cases import align_cases
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
 from omniattn.testing.cases import call_cases
 from omniattn.testing.factor_cases import factor_cases
@@ -51,6 +52,8 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return cache_cases(spec)
     if spec.op in PACK_OPS:
         return mask_cases(spec)
+    if spec.op == "mask_align":
+        return align_cases(spec)
     if spec.op in BACKWARD_OPS:
         return gradient_cases(spec)
     if "value_factors" in spec.features:
