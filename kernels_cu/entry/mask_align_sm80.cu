@@ -37,7 +37,7 @@ OA_DEVICE uint4 load_words(const uint8* at) {
                       __funnelshift_r(w[2], w[3], shift), __funnelshift_r(w[3], w[4], shift));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 8) mask_align_sm80(const __grid_constant__ MaskAlignParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 6) mask_align_sm80(const __grid_constant__ MaskAlignParams p) {
     launch_dependents();  // attention waits for the end of this kernel by itself
     const uint32 chunk = blockIdx.x * kThreads + threadIdx.x;
     if (chunk >= p.chunks) return;

@@ -95,6 +95,7 @@ def operations(file: str, *options: str) -> dict[str, Any]:
         "decode_combine",
         "append",
         "copy_blocks",
+        "mask_align",
         "mask_pack",
         "mask_list",
         "tile_kinds",

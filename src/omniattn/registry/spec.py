@@ -22,7 +22,8 @@ class KernelSpec:
     op : str
         The operation it serves: ``"attention"``, ``"attention_split"``,
         ``"attention_combine"``, ``"attention_combine_lse"``, ``"quantize"``, ``"quantize_delta"``,
-        ``"merge_states"``; of masks ``"mask_pack"``, ``"mask_list"``, ``"tile_kinds"``; of packed sequences
+        ``"merge_states"``; of masks ``"mask_pack"``, ``"mask_align"``, ``"mask_list"``,
+        ``"tile_kinds"``; of packed sequences
         ``"packed_parts"``; of caches
         ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
     source : str
