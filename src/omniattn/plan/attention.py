@@ -34,6 +34,7 @@ from ..select import (
     select_attention,
     select_delta,
     select_fp8_quantizer,
+    select_fp8_values,
     select_layout,
     select_mask_align,
     select_masks,
@@ -190,6 +191,14 @@ def _quantize_first(
     quantizers: list[Selection] = []
     starts: tuple[At, At] | None = None
     for part in problem.quantizations(quantized):
+        both = select_fp8_values(part, target, force) if fp8.takes_values(part) else None
+        if both is not None:
+            memory = At("workspace", _aligned(end))
+            specs = both[0].spec, both[1].spec
+            made += fp8.build_with_values(*specs, part, (strides.q, strides.k, strides.v), at, memory)
+            quantizers += both
+            end = memory.offset + fp8.values_scratch(specs[0], part)
+            continue
         if fp8.takes(part):
             quantizers.append(select_fp8_quantizer(part, target, force))
             made += fp8.build_quantizer(quantizers[-1].spec, part, (strides.q, strides.k), at)

@@ -19,7 +19,7 @@ from omniattn.testing.gradient_cases import BACKWARD_OPS, gradient_cases
 from omniattn.testing.layout_cases import layout_cases
 from omniattn.testing.mask_cases import PACK_OPS, mask_cases
 from omniattn.testing.parts_cases import PARTS_CASES
-from omniattn.testing.quantizer_cases import fused_cases
+from omniattn.testing.quantizer_cases import VALUES_OPS, fused_cases
 from omniattn.testing.tile_cases import tile_cases
 
 #: The variable that says which row a call has to use.
@@ -64,7 +64,7 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return tile_cases(spec)
     if spec.op == "packed_parts":
         return PARTS_CASES
-    if spec.specialization is not None:
+    if spec.specialization is not None or spec.op in VALUES_OPS:
         return fused_cases(spec)
     return call_cases(spec)
 
