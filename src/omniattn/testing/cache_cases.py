@@ -275,7 +275,7 @@ def _as_float32(data: Values, dtype: str) -> Values:
 def cache_cases(spec: KernelSpec) -> tuple[CacheCase, ...]:
     """The cases of a row of `CACHE_OPS`; a contiguous cache has no blocks to copy."""
     decodes, copies = spec.op in ("decode", "decode_combine"), spec.op == "copy_blocks"
-    q_len = 2 if decodes and spec.block_m > 8 else 1
+    q_len = spec.block_m // 8 if decodes else 1
     dtype = "bfloat16" if spec.dtype == "uint8" else spec.dtype
     formats = formats_of(spec)
     found = (CacheCase(dtype, spec.head_dim, formats, q_len, index, copies, decodes) for index in range(3))
