@@ -27,7 +27,7 @@ _MAX_WORKERS = 46340
 #: Keys of the smallest chunk of a sequence that work is divided into; and with ``deterministic`` of every split.
 CHUNK, FIXED_SPLIT = 128, 512
 #: Keys of all kv heads, for each SM, from which on warps of a CTA share them: docs/performance/decode.md.
-SHARED_KEYS = 1 << 62
+SHARED_KEYS = 768
 _COMBINE_WARPS = 8
 #: fp16 1024 twice; the kernels must not know it at compile time (kernels_cu/decode/kv_dequant.cuh).
 _TWO_1024 = 0x64006400
