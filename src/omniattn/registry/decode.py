@@ -158,7 +158,7 @@ def _spills(head_dim: int, k: tuple[int, int], n_tiles: int) -> int:
     if head_dim == 256 and n_tiles == 2:
         # One CTA an SM spills nothing and is slower; 8 rows a CTA would read the keys twice.
         return 464
-    if head_dim == 256 and k[0] == 0:
+    if (head_dim == 256 and k[0] == 0) or n_tiles == 3:
         return 32  # on sm_120
     return 272 if head_dim == 128 and k == (KV_KINDS["int4"], 4) and n_tiles == 2 else 0  # 124 on sm_90a, measured
 
