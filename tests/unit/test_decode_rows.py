@@ -52,12 +52,14 @@ def test_the_smallest_tile_that_has_all_rows(head_dim: int) -> None:
 
 
 @pytest.mark.usefixtures("from_few_keys")
-def test_few_keys_codes_and_wide_rows_take_blocks_of_16_rows() -> None:
+def test_few_keys_codes_wide_rows_and_other_gpus_take_blocks_of_16_rows() -> None:
     enough = 512 * 132 // 32
     assert tiles(problem(64, keys=enough))[0] != (2, 1)
     assert tiles(problem(64, keys=enough - 1))[0] == (2, 1)
     assert tiles(problem(64, k_dtype="int8")) == ((2, 1),)
     assert tiles(problem(64, head_dim=256)) == ((2, 1),)
+    ada = Target((8, 9), 101376, 128)
+    assert launch.query_tiles(launch.passes(problem(64))[0], ada) == ((2, 1), *SHARED_TILES[128])
 
 
 @pytest.mark.usefixtures("from_few_keys")

@@ -165,7 +165,8 @@ def query_tiles(one: Pass, target: Target) -> tuple[tuple[int, int], ...]:
     apart = (2, 1)
     shared = SHARED_TILES.get(one.k.row_dim, ()) if one.k.bits == one.v.bits == 16 else ()
     few = p.batch * p.num_kv_heads * p.capacity < SHARED_KEYS * target.sm_count
-    if not shared or (few and not p.deterministic):  # with it the batch must not decide
+    # Measured on Hopper alone. With `deterministic` the batch must not decide.
+    if not shared or target.cc[0] != 9 or (few and not p.deterministic):
         return (apart, *shared)
     best = next((tiles for tiles in shared if rows <= 8 * math.prod(tiles)), shared[-1])
     return (best, *(tiles for tiles in (apart, *shared) if tiles != best))

@@ -42,6 +42,8 @@ def _is_common(spec: KernelSpec, arch: str) -> bool:
         return False  # spills there, which nobody has measured
     if "small" in spec.tuned_for or spec.op in _OF_HOPPER:
         return False
+    if spec.op in ("decode", "decode_combine") and "80" not in spec.prebuild:
+        return False  # shared keys, for Hopper alone
     if spec.op == "quantize" and spec.specialization is not None:
         return spec.specialization == ("sm80", "float16" if _PV[arch][0] == "fp16" else "float8_e4m3")
     return True
