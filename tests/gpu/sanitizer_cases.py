@@ -139,6 +139,19 @@ def few_queries(rng: np.random.Generator, few_masks: bool) -> None:
     del os.environ["OMNIATTN_FORCE_KERNEL"]
 
 
+def tokens(rng: np.random.Generator) -> None:
+    """Sequences of a few tokens: tiles of one warp, dense and packed."""
+    for width in (64, 56, 128, 120):
+        q, k, v = (to_gpu(rng.standard_normal((40, 13, 16, width))) for _ in range(3))
+        starts = to_gpu(np.arange(0, 40 * 13 + 1, 13), np.int32)
+        packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 13, "max_seqlen_k": 13}
+        for causal in (False, True):
+            check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, causal=causal))
+            rows = [x.reshape(-1, 16, width) for x in (q, k, v)]
+            out = poisoned(rows[0].shape)
+            check(*oa.attention_varlen(*rows, out=out, return_lse=True, causal=causal, **packed))
+
+
 def other_head_dim_v(rng: np.random.Generator) -> None:
     """v with a head_dim of its own: tiles made for it, and others."""
     for width, width_v in ((192, 128), (128, 64), (64, 128), (96, 64), (72, 40)):
@@ -280,6 +293,10 @@ def caches(rng: np.random.Generator) -> None:
         oa.copy_blocks(cache, [(18, 26), (0, 27)])
         for options in ({}, {"deterministic": True}, {"window": (40, 0), "softcap": 10.0}):
             check(*oa.decode(q, cache, out=poisoned(q.shape), return_lse=True, **pages, **options))
+        if dtype == "fp16":  # warps that share keys: 64 rows, 72, 32
+            for queries, heads in ((16, 8), (8, 18), (8, 8)):
+                more = to_gpu(rng.standard_normal((3, queries, heads, 64)))
+                check(*oa.decode(more, cache, out=poisoned(more.shape), return_lse=True, deterministic=True, **pages))
 
 
 def faulty() -> None:
@@ -386,6 +403,7 @@ if __name__ == "__main__":
                 varlen(width, generator)
                 merge(width, generator)
             other_head_dim_v(np.random.default_rng(0))
+            tokens(np.random.default_rng(0))
         choose_from(everything)
         few_queries(np.random.default_rng(0), which == "few_masks")
     print("all calls done")
