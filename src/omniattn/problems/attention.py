@@ -14,8 +14,8 @@ UNLIMITED = -1
 
 #: Keys from which on a problem without causality counts as long, and below which a causal one counts as short.
 LONG_KEYS = 8192
-#: Of a batch, and of packed sequences in the mean.
-SHORT_CAUSAL_KEYS, SHORT_PACKED_KEYS = 640, 1280
+#: Of a batch, and of packed sequences in the mean: up to 1024 keys, as far as the model of short sequences goes.
+SHORT_CAUSAL_KEYS, SHORT_PACKED_KEYS = 640, 1025
 
 
 @dataclass(frozen=True)
