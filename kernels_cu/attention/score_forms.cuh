@@ -51,6 +51,15 @@ struct FormSteps {
         }
         return steps;
     }
+    // Of kernels that read no lists: nothing is known of any tile, unless there is no mask. kGroups: of 64 rows in a
+    // CTA; others have no bits.
+    template <int kGroups, typename Span>
+    OA_DEVICE static FormSteps unlisted(const ScoreForms& f, const Span& keys) {
+        constexpr int32 kOwn = kAllGroups & ((1 << (kGroupShift + 2 * kGroups)) - 1);
+        FormSteps steps(f, keys);
+        steps.kinds = f.forms & (kFormBits | kFormKeyBias | kFormBias) ? kOwn * kTileMixed : kOwn * kTileFull;
+        return steps;
+    }
     OA_DEVICE int32 entry(int32 i) const { return list != nullptr ? __ldg(list + i) : (end - 1 - i) | kinds; }
     OA_DEVICE static int32 tile(int32 entry) { return entry & (kFirstGroup - 1); }
     OA_DEVICE static int32 kind(int32 entry, int32 group) { return uint32(entry) >> (kGroupShift + 2 * group) & 3; }

@@ -91,6 +91,22 @@ struct RowResult {
     float o_scale;
     float lse;  // natural log
 };
+// 1 / l of two rows, 0 for a row without keys. One branch for both: of normal numbers, as nearly all are, a step of
+// Newton's from the approximation is the nearest float, as the division is, but without a branch of its own.
+OA_DEVICE void reciprocals(const float (&l)[2], float (&out)[2]) {
+    float top = fmaxf(l[0], l[1]), least = fminf(l[0], l[1]);
+    if (least > 1e-30f && top < 1e30f) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float near = rcp_approx(l[r]);
+            out[r] = fmaf(near, -fmaf(l[r], near, -1.0f), near);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) out[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
+    }
+}
+
 OA_DEVICE RowResult finish_row(float m2, float l, float sink2) {
     RowResult out;
     if (sink2 != neg_inf()) {

@@ -5,6 +5,7 @@
 #include "attention/mask_copies.cuh"
 #include "attention/score_forms.cuh"
 #include "attention/score_mod.cuh"
+#include "attention/warp_softmax.cuh"
 #include "params/attn_fwd.cuh"
 #include "params/mask_tiles.cuh"
 #include "ptx/types.cuh"
@@ -25,6 +26,8 @@ class TileForm {
     static constexpr bool kMindsBase = kBias != 0 || kHasScoreMod;
     // apply() reads the stage.
     static constexpr bool kReadsLate = kBias != 0;
+    // All tiles of a call are of one kind, and a mask has no bits for keys beyond the end.
+    static constexpr bool kOneKind = !Config::kVarlen && !Config::kLists;
     int32 kind;
 
     // The steps of a tile of queries.
@@ -34,6 +37,8 @@ class TileForm {
         if constexpr (Config::kVarlen && Config::kLists) {
             int32 first = first_slot(t.q_begin, t.sequence, Config::kBlockM);
             return FormSteps::of_slot(forms, t, keys, first + t.m0 / Config::kBlockM);
+        } else if constexpr (!Config::kVarlen && !Config::kLists) {
+            return FormSteps::unlisted<Config::kConsumers>(forms, keys);
         } else {
             return FormSteps(forms, t, keys, (t.m0 + int32(list.lead_rows)) / Config::kBlockM);
         }
@@ -49,10 +54,26 @@ class TileForm {
         return f.forms & kFormBits ? kFull | kMixed : kFull;
     }
 
+    // Of a tile of queries.
+    OA_DEVICE TileForm(const ScoreForms& f, const FormSteps& steps) {
+        if constexpr (kOneKind) judge(f, steps.kinds, 0);
+    }
+    // Hides keys of tile n0 .. that do not exist or are not in the window.
+    OA_DEVICE static void mask_ends(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0,
+                                    int32 lane) {
+        if constexpr (kOneKind) {
+            mask_edges_by_bits(s, p, t, warp_row, n0, lane);
+        } else {
+            mask_edges(s, p, t, warp_row, n0, lane);
+        }
+    }
+    // Whether the mask hides what lies beyond the sequence's end, and no window does.
+    OA_DEVICE static bool hides_edges(const AttnFwdParams& p, const ScoreForms& f) {
+        return kOneKind && (f.forms & (kFormBits | kFormKeyBias)) && (p.window_left & p.window_right) < 0;
+    }
     // Of the tile in `stage`, which is full.
     OA_DEVICE void load(const ScoreForms& f, int32 entry, int32 stage, int32 group) {
-        kind = FormSteps::kind(entry, group);
-        cut_ = kBias == 0 && kind == kTileMixed && (f.forms & kFormBits);
+        if constexpr (!kOneKind) judge(f, entry, group);
         if (kBias == 0 && !kNearCap) bits_ = Masks::word(stage, group);
     }
     // Whether apply() is exact enough for rows of this base. Scores far below it vanish whatever they are rounded to,
@@ -116,9 +137,15 @@ class TileForm {
             c = {kLn2, 1.0f};
         }
         if constexpr (kBias != 0) {
-            add_any_biases(s, c.base2, Bias(rows(stage, group), Masks::kPanelBytes, lane));
+            const Bias bias(rows(stage, group), Masks::kPanelBytes, lane);
+            float base2 = 1.0f;
+            if constexpr (kOneKind && kBias == 2) {
+                base2 = add_biases(s, c, bias.is_plain(), bias);
+            } else {
+                add_any_biases(s, c.base2, bias);
+            }
             release();
-            return 1.0f;
+            return base2;
         }
         if (key_bias) {
             float base2 = add_key_bias<kHasScoreMod>(s, c, Masks::at(stage), lane);
@@ -135,6 +162,10 @@ class TileForm {
     }
 
   private:
+    OA_DEVICE void judge(const ScoreForms& f, int32 entry, int32 group) {
+        kind = FormSteps::kind(entry, group);
+        cut_ = kBias == 0 && kind == kTileMixed && (f.forms & kFormBits);
+    }
     uint32 bits_;
     bool cut_;  // bits hide a part
 

@@ -68,6 +68,29 @@ OA_DEVICE void mask_edges(Score (&s)[kScores], const AttnFwdParams& p, const Til
     }
 }
 
+// Of this lane's 16 scores of a row, columns 8n + x of its own, those before column `end`: bit 2n + x each.
+OA_DEVICE constexpr uint32 columns_before(int32 end) {
+    int32 inside = end & 7, count = end <= 0 ? 0 : end >= 64 ? 16 : 2 * (end >> 3) + (inside < 2 ? inside : 2);
+    return (1u << count) - 1;
+}
+static_assert(columns_before(0) == 0 && columns_before(1) == 1 && columns_before(2) == 3 && columns_before(8) == 3, "");
+static_assert(columns_before(9) == 7 && columns_before(57) == 0x7fff && columns_before(58) == 0xffff, "");
+
+// As mask_edges, of 64 keys, by bits instead of two comparisons a score.
+template <typename Tile>
+OA_DEVICE void mask_edges_by_bits(float (&s)[32], const AttnFwdParams& p, const Tile& t, int32 warp_row, int32 n0,
+                                  int32 lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        KeyRange keys = visible_to(p, t, warp_row + (lane >> 2) + r * 8);
+        int32 first = n0 + 2 * (lane & 3);
+        uint32 seen = columns_before(keys.hi - first) & ~columns_before(keys.lo - first);
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            if (!(seen >> i & 1)) hide(s[4 * (i >> 1) + 2 * r + (i & 1)]);
+    }
+}
+
 // Makes the products of keys from `end` on 0, in tile n0 ..: of packed sequences they are the next sequence's.
 template <typename Keys = TwoKeys, int kScores>
 OA_DEVICE void forget_keys(float (&s)[kScores], int32 end, int32 n0, int lane) {
@@ -140,18 +163,21 @@ struct RowState {
     // has been. c: score units -> base-2 exponent, positive, of either row. shift: see exponentiate.
     template <typename Score, int kScores, typename Shift = NoShift>
     OA_DEVICE void raise(const Score (&s)[kScores], const float (&c)[2], float (&alpha)[2], Shift shift = {}) {
-        float top[2];
+        // Four chains of comparisons, which do not wait for each other.
+        float tops[2][2], top[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            top[r] = neg_inf();
+        for (int n = 0; n < kScores / 4; ++n)
 #pragma unroll
-            for (int n = 0; n < kScores / 4; ++n)
+            for (int r = 0; r < 2; ++r)
 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
                     float score = score_of(s[4 * n + 2 * r + x]);
                     if constexpr (Shift::kPresent) score = fmaf(score - kScoreBias<Score>, c[r], shift(n, x));
-                    top[r] = fmaxf(top[r], score);
+                    tops[r][x] = n == 0 ? score : fmaxf(tops[r][x], score);
                 }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = fmaxf(fmaxf(tops[r][0], neg_inf()), tops[r][1]);
             // The lanes of a row may have different scales.
             if constexpr (!Shift::kPresent) top[r] = (top[r] - kScoreBias<Score>)*c[r];
         }

@@ -4,13 +4,16 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/l2.cuh"
 
-// One tile of one warp. Config: kHeadDim, kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys).
+// The tiles of warps that share keys, one of each behind the other; else one tile of one warp. Config: kHeadDim,
+// kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys of a warp's copies), kRowWarps (warps that share
+// keys, or 1), kByMatrix (16 bits, read by ldmatrix).
 template <typename Config>
 struct KvStage {
-    alignas(128) uint8 k[Config::kTile * KvRow<Config::kKKind, Config::kHeadDim, 4>::kBytes];
-    alignas(128) uint8 v[Config::kTile * KvRow<Config::kVKind, Config::kHeadDim, 8>::kBytes];
-    alignas(16) uint32 k_params[Config::kQuantK ? Config::kTile * Config::kKGroups : 4];
-    alignas(16) uint32 v_params[Config::kQuantV ? Config::kTile * Config::kVGroups : 4];
+    static constexpr int kKeys = Config::kTile * Config::kRowWarps;
+    alignas(128) uint8 k[kKeys * KvRow<Config::kKKind, Config::kHeadDim, 4>::kBytes];
+    alignas(128) uint8 v[kKeys * KvRow<Config::kVKind, Config::kHeadDim, 8>::kBytes];
+    alignas(16) uint32 k_params[Config::kQuantK ? kKeys * Config::kKGroups : 4];
+    alignas(16) uint32 v_params[Config::kQuantV ? kKeys * Config::kVGroups : 4];
     // Where they begin, bytes.
     static constexpr int kVAt = (sizeof(k) + 127) / 128 * 128, kKParamsAt = kVAt + sizeof(v);
     static constexpr int kVParamsAt = kKParamsAt + sizeof(k_params);
@@ -26,6 +29,13 @@ struct KvCopy {
     const uint32* v_params;
     uint64 policy;  // of L2
     int lane;
+    int part;  // of a stage: which tile is this warp's; 0 if it has the stage alone
+
+    // Where its tile begins in a plane of the stage with rows of kRowBytes.
+    template <int kRowBytes>
+    OA_DEVICE uint32 place(uint32 plane) const {
+        return Config::kRowWarps == 1 ? plane : plane + part * (Config::kTile * kRowBytes);
+    }
 
     template <typename Tile>
     OA_DEVICE void plane(uint32 dst, const uint8* src, uint32 row, int32 count) const {
@@ -65,6 +75,12 @@ struct KvCopy {
             }
         }
     }
+    OA_DEVICE uint32 k_params_at(uint32 stage) const {
+        return place<4 * Config::kKGroups>(stage + KvStage<Config>::kKParamsAt);
+    }
+    OA_DEVICE uint32 v_params_at(uint32 stage) const {
+        return place<4 * Config::kVGroups>(stage + KvStage<Config>::kVParamsAt);
+    }
     // FBGEMM's rows of K and V, 4 bytes a lane, 128 an instruction: adjacent rows have sectors in common. Rows beyond
     // `count` get parameters of 0, whatever their nibbles are; those are copied from the row that `row` names.
     OA_DEVICE void fbgemm_rows(uint32 stage, uint32 row, int32 count, bool in_runs) const {
@@ -73,7 +89,7 @@ struct KvCopy {
         constexpr int kRows = 32 / Row::kWords;
         int first = lane / Row::kWords, w = lane % Row::kWords;
         uint32 to = first * 4 * Row::kWords + Row::place(w);
-        uint32 to_k = stage, to_v = stage + Stage::kVAt;
+        uint32 to_k = place<4 * Row::kWords>(stage), to_v = place<4 * Row::kWords>(stage + Stage::kVAt);
         const uint8* from_k = k + 4 * (Config::kKGroups + w);
         const uint8* from_v = v + 4 * (Config::kKGroups + w);
         auto copy = [&](int i, uint64 from, int further) {
@@ -96,8 +112,8 @@ struct KvCopy {
                 copy(i, uint64(__shfl_sync(0xffffffffu, row, i * kRows + first)) * Row::kBytes, 0);
         }
         auto words = [](const uint8* plane) { return reinterpret_cast<const uint32*>(plane); };
-        params<Config::kKGroups, Row::kBytes / 4>(stage + Stage::kKParamsAt, words(k), row, count);
-        params<Config::kVGroups, Row::kBytes / 4>(stage + Stage::kVParamsAt, words(v), row, count);
+        params<Config::kKGroups, Row::kBytes / 4>(k_params_at(stage), words(k), row, count);
+        params<Config::kVGroups, Row::kBytes / 4>(v_params_at(stage), words(v), row, count);
     }
     // `stage`: address of a KvStage, see KvRing. `in_runs`: rows are contiguous 16 at a time.
     OA_DEVICE void tile(uint32 stage, uint32 row, int32 count, bool in_runs) const {
@@ -106,19 +122,35 @@ struct KvCopy {
             fbgemm_rows(stage, row, count, in_runs);
             return;
         }
-        using Stage = KvStage<Config>;
-        if (in_runs && count >= Config::kTile) {
+        using KTileRows = KTile<Config::kKKind, Config::kHeadDim>;
+        using VTileRows = VTile<Config::kVKind, Config::kHeadDim>;
+        if constexpr (Config::kByMatrix) {
+            using Matrix = MatrixTile<Config::kHeadDim>;
+            uint32 to_k = place<Matrix::Row::kBytes>(stage),
+                   to_v = place<Matrix::Row::kBytes>(stage + KvStage<Config>::kVAt);
+            if (in_runs && count >= Config::kTile) {
+                uint32 runs[Config::kTile / 16];
+#pragma unroll
+                for (int run = 0; run < Config::kTile / 16; ++run) runs[run] = __shfl_sync(0xffffffffu, row, run * 16);
+                plane_of_runs<Matrix>(to_k, k, runs);
+                plane_of_runs<Matrix>(to_v, v, runs);
+            } else {
+                plane<Matrix>(to_k, k, row, count);
+                plane<Matrix>(to_v, v, row, count);
+            }
+        } else if (in_runs && count >= Config::kTile) {
+            // Addresses only behind the branch: before it the compiler takes more registers for codes and d256.
             uint32 runs[Config::kTile / 16];
 #pragma unroll
             for (int run = 0; run < Config::kTile / 16; ++run) runs[run] = __shfl_sync(0xffffffffu, row, run * 16);
-            plane_of_runs<KTile<Config::kKKind, Config::kHeadDim>>(stage, k, runs);
-            plane_of_runs<VTile<Config::kVKind, Config::kHeadDim>>(stage + Stage::kVAt, v, runs);
+            plane_of_runs<KTileRows>(place<KTileRows::Row::kBytes>(stage), k, runs);
+            plane_of_runs<VTileRows>(place<VTileRows::Row::kBytes>(stage + KvStage<Config>::kVAt), v, runs);
         } else {
-            plane<KTile<Config::kKKind, Config::kHeadDim>>(stage, k, row, count);
-            plane<VTile<Config::kVKind, Config::kHeadDim>>(stage + Stage::kVAt, v, row, count);
+            plane<KTileRows>(place<KTileRows::Row::kBytes>(stage), k, row, count);
+            plane<VTileRows>(place<VTileRows::Row::kBytes>(stage + KvStage<Config>::kVAt), v, row, count);
         }
-        if (Config::kQuantK) params<Config::kKGroups>(stage + Stage::kKParamsAt, k_params, row, count);
-        if (Config::kQuantV) params<Config::kVGroups>(stage + Stage::kVParamsAt, v_params, row, count);
+        if (Config::kQuantK) params<Config::kKGroups>(k_params_at(stage), k_params, row, count);
+        if (Config::kQuantV) params<Config::kVGroups>(v_params_at(stage), v_params, row, count);
     }
 };
 

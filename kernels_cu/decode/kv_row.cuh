@@ -86,6 +86,15 @@ struct VTile {
     }
 };
 
+// The same for rows of 16 bits that are read by ldmatrix, 16 bytes of eight adjacent tokens at a time.
+template <int kHeadDim>
+struct MatrixTile {
+    using Row = KvRow<kKv16, kHeadDim, 4>;
+    static OA_DEVICE uint32 swizzle(int t) { return t & 7; }
+    // Bytes from the tile's begin, its first token a multiple of 8: chunk `chunk` of token t.
+    static OA_DEVICE uint32 offset(int t, int chunk) { return t * Row::kBytes + ((chunk ^ (t & 7)) << 4); }
+};
+
 // FBGEMM's rows in the cache: [block, row, head], words of parameters, then words of 8 channels.
 template <int kHeadDim, int kGroups>
 struct FbgemmRow {

@@ -25,7 +25,8 @@ OA_DEVICE void order_fbgemm_query(float (&x)[kUnits][4]) {
     }
 }
 
-template <int kKind, int kHeadDim, int kGroups>
+// kByMatrix: K's fragments have its channels in their order, else (16 bits) 8 adjacent ones are a lane's.
+template <int kKind, int kHeadDim, int kGroups, bool kByMatrix = false>
 struct QueryRow {
     using Row = KvRow<kKind, kHeadDim, 4>;
     uint32 b[kHeadDim / 16][2];  // fragments
@@ -36,7 +37,17 @@ struct QueryRow {
 
     // Loads the row; null is a row of zeros. Before the first copies of K and V: behind them it would arrive last.
     OA_DEVICE void load(const uint16* row, const DecodeParams& p, int q) {
-        if constexpr (kKind == kKv16) {
+        if constexpr (kByMatrix) {
+            static_assert(kKind == kKv16, "codes are unpacked");
+#pragma unroll
+            for (int step = 0; step < kHeadDim / 16; ++step)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    int channel = 16 * step + 8 * half + 2 * q;
+                    bool there = row != nullptr && channel < p.head_dim;
+                    b[step][half] = there ? *reinterpret_cast<const uint32*>(row + channel) : 0;
+                }
+        } else if constexpr (kKind == kKv16) {
 #pragma unroll
             for (int vec = 0; vec < kHeadDim / 32; ++vec) {
                 int channel = 8 * (4 * vec + q);

@@ -9,6 +9,7 @@
 #include "decode/kv_row.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/half2.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
 
@@ -64,6 +65,7 @@ struct DecodeTile {
     using VRow = KvRow<Config::kVKind, Config::kHeadDim, 8>;
     using KSmem = KTile<Config::kKKind, Config::kHeadDim>;
     using VSmem = VTile<Config::kVKind, Config::kHeadDim>;
+    using Matrix = MatrixTile<Config::kHeadDim>;
 
     // Element type of the products: that of a 16-bit cache, fp16 for codes.
     template <bool kQuantized>
@@ -87,11 +89,42 @@ struct DecodeTile {
 
     // Tokens of a 16-key slice by rows of the fragment: row r of S^T, and slot r of P V, is token r/2 % 4 + 4 (r % 2) +
     // 8 (r / 8), which keeps lanes that read together on different banks.
-    static OA_DEVICE int token_of_row(int r) { return ((r >> 1) & 3) + 4 * (r & 1) + (r & 8); }
+    static OA_DEVICE int token_of_row(int r) { return Config::kByMatrix ? r : ((r >> 1) & 3) + 4 * (r & 1) + (r & 8); }
+
+    // mma_qk where ldmatrix gives K's fragments, without packing registers.
+    static OA_DEVICE void mma_qk_by_matrix(Scores& x, const uint32 (&b)[Config::kNTiles][Config::kHeadDim / 16][2],
+                                           const Rows& rows, const KvStage<Config>& stage, int first, int lane) {
+        // Matrices of a fragment: keys 0 .. 7 | 8 .. 15 of a chunk, then of the next one.
+        uint32 at = smem_addr_of(stage.k) + first * KRow::kBytes;
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+            for (int n = 0; n < Config::kNTiles; ++n) x[i][n][0] = x[i][n][1] = x[i][n][2] = x[i][n][3] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step)
+#pragma unroll
+            for (int i = 0; i < Config::kMTiles; ++i) {
+                uint32 a[4];
+                ldmatrix_x4(a, at + i * 16 * KRow::kBytes + Matrix::offset(lane & 15, 2 * step + (lane >> 4)));
+#pragma unroll
+                for (int n = 0; n < Config::kNTiles; ++n)
+                    mma_m16n8k16(typename Config::Io{}, x[i][n], a, b[n][step][0], b[n][step][1]);
+            }
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i)
+#pragma unroll
+            for (int n = 0; n < Config::kNTiles; ++n)
+#pragma unroll
+                for (int y = 0; y < 4; ++y) x[i][n][y] *= rows.scale[n][y & 1];
+    }
 
     // Scores of one tile in base-2 units.
     static OA_DEVICE void mma_qk(Scores& x, const uint32 (&b)[Config::kNTiles][Config::kHeadDim / 16][2],
                                  const Rows& rows, const KvStage<Config>& stage, HalfMagic magic, int first, int lane) {
+        if constexpr (Config::kByMatrix) {
+            mma_qk_by_matrix(x, b, rows, stage, first, lane);
+            return;
+        }
         using Type = ProductType<Config::kQuantK>;
         constexpr int kSteps = Config::kHeadDim / 16, kGroupSteps = kSteps / Config::kKGroups;
         constexpr int kVecSteps = kSteps / KRow::kVecs;
@@ -284,6 +317,18 @@ struct DecodeTile {
     static OA_DEVICE void mma_pv(Rows& rows, const uint32 (&b)[Config::kVGroups][Config::kNTiles][2], const uint8* at,
                                  HalfMagic magic, int lane) {
         using Type = ProductType<Config::kQuantV>;
+        if constexpr (Config::kByMatrix) {
+            // Matrices of a fragment: channels 0 .. 7 | 8 .. 15 of the first 8 keys, then of the others.
+            uint32 from = smem_addr_of(at);
+#pragma unroll
+            for (int d = 0; d < Config::kHeadDim / 16; ++d) {
+                uint32 a[4];
+                ldmatrix_x4_trans(a, from + Matrix::offset((lane & 7) + (lane >> 4) * 8, 2 * d + ((lane >> 3) & 1)));
+#pragma unroll
+                for (int n = 0; n < Config::kNTiles; ++n) mma_m16n8k16(Type{}, rows.o[n][d], a, b[0][n][0], b[0][n][1]);
+            }
+            return;
+        }
         constexpr int kUnits = VRow::kUnits, kVecUnits = kUnits / VRow::kVecs;
         int q = lane & 3, g = lane >> 2;
 #pragma unroll

@@ -43,6 +43,7 @@
 #include "attention/warp_softmax.cuh"
 #include "params/attn_fwd.cuh"
 #include "pipeline/warp_roles.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
@@ -61,6 +62,10 @@ struct Config {
     static constexpr bool kVarlen = VARLEN;  // packed sequences
     static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
     static constexpr bool kLists = MASK_LISTS;  // forms: steps may be those of a list
+    // Forms: a tile's base is found before its first exponentials, of few steps a large part; not where that spills.
+    static constexpr bool kRaisesFirst = kForms && !VARLEN && CTAS_PER_SM > 1 && BIAS_BYTES != 4;
+    // A kernel ahead makes what is read beside K, and nothing else.
+    static constexpr bool kWaitsForMasks = kForms && !kLists && !VARLEN;
     static constexpr bool kSplitKeys = SPLIT_KEYS;
     static constexpr bool kRotateHeads = kForms, kMeetAtTiles = kForms;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
@@ -172,6 +177,7 @@ class Producer : public ForwardProducer<Config, Producer> {
             uint32 bar = bars_.inner.acquire(inner_at_, (has_k ? kKBytes + mask_bytes : 0) + (has_v ? kVBytes : 0));
             if (has_v) copy_v(t, kv_head, before, inner_at_.stage, bar);
             if (has_k) copy_k(t, kv_head, FormSteps::tile(entry), inner_at_.stage, bar);
+            if (Config::kWaitsForMasks && mask_bytes != 0) wait_for_kernel_ahead();
             if (mask_bytes != 0) Masks::copy(params, t, entry, inner_at_.stage, bar);
             before = FormSteps::tile(entry);
             entry = next;
@@ -319,7 +325,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         const FormSteps steps = TileForm<Config>::steps_of(f, list_, t, keys);
         Steps at(steps);
         const int32 own_end = own_end_of(t, keys);
-        while (at.left > 0 && FormSteps::tile(at.entry()) >= own_end) pass_over(at);
+        for (; at.left > 0 && FormSteps::tile(at.entry()) >= own_end; at.advance()) pass_over_step();
         const uint32 full_tiles = max_of(keys.full_end - keys.full_first, 0);
         Output& o = state.o;
         RowState<>& rows = state.softmax;
@@ -331,29 +337,30 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         int32 common = TileForm<Config>::kMindsBase ? 0 : common_kinds;
         Scores s;
         Probabilities probs;
-        TileForm<Config> form;
+        TileForm<Config> form(f, steps);
         const NearCap near_cap(f);
         float alpha[2], sum[2], c[2];
         bool rare = false, ends = false;  // this step takes rare forms; the next tile is not of this run
 
-        auto is_edge = [&] { return uint32(FormSteps::tile(at.entry()) - keys.full_first) >= full_tiles; };
-        auto place = [&] {
-            int32 first_key = FormSteps::tile(at.entry()) * Config::kBlockN;
-            return ModPlace{t, warp_row + (lane_ >> 2), first_key + 2 * (lane_ & 3)};
-        };
+        const int32 group = Config::kConsumers == 1 ? 0 : group_;
+        const bool no_edges = TileForm<Config>::hides_edges(p_, f);
+        auto is_edge = [&] { return !no_edges && uint32(FormSteps::tile(at.entry()) - keys.full_first) >= full_tiles; };
+        auto first_key = [&] { return FormSteps::tile(at.entry()) * Config::kBlockN; };
+        auto place = [&] { return ModPlace{t, warp_row + (lane_ >> 2), first_key() + 2 * (lane_ & 3)}; };
         auto release = [&] {
             __syncwarp();  // all lanes have read what is beside K
             release_inner();
         };
         // Under the products of a step: whatever its softmax needs beside them.
         auto look = [&] {
-            form.load(f, at.entry(), inner_at_.stage, group_);
-            ends = (at.left == 1) | (FormSteps::kind(at.next(), group_) == kTileEmpty);
+            form.load(f, at.entry(), inner_at_.stage, group);
+            ends = (at.left == 1) | (!form.kOneKind && FormSteps::kind(at.next(), group) == kTileEmpty);
             bool special = is_edge() | (at.left == 1) | !(common >> form.kind & 1);
             rare = __any_sync(0xffffffffu, special);
         };
         for (bool is_first = true;; is_first = false) {
-            while (at.left > 0 && FormSteps::kind(at.entry(), group_) == kTileEmpty) pass_over(at);
+            for (; !form.kOneKind && at.left > 0 && FormSteps::kind(at.entry(), group) == kTileEmpty; at.advance())
+                pass_over_step();
             if (at.left == 0) break;
             wait_outer();
             wait_inner();
@@ -372,14 +379,17 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                     bool near = true;
                     // Which of softcap's polynomials a tile takes must not hang on the next sequence.
                     if (Config::kVarlen && Config::kSoftcap && is_edge())
-                        forget_keys(s, t.seqlen_k, FormSteps::tile(at.entry()) * Config::kBlockN, lane_);
+                        forget_keys(s, t.seqlen_k, first_key(), lane_);
                     c[0] = c[1] =
-                        form.apply_forms(params, s, place(), inner_at_.stage, group_, lane_, own, near, release);
-                    if (is_edge()) mask_edges(s, p_, t, warp_row, FormSteps::tile(at.entry()) * Config::kBlockN, lane_);
+                        form.apply_forms(params, s, place(), inner_at_.stage, group, lane_, own, near, release);
+                    if (is_edge()) form.mask_ends(s, p_, t, warp_row, first_key(), lane_);
                     if (!near) common = 0;
                     // The base of a tile's first softmax is too low, which the sum tells.
-                    probabilities(rows, s, c, probs, sum);
-                    again = RowState<>::too_large(sum, own);
+                    again = Config::kRaisesFirst && is_first;
+                    if (!again) {
+                        probabilities(rows, s, c, probs, sum);
+                        again = RowState<>::too_large(sum, own);
+                    }
                 }
                 if (__any_sync(0xffffffffu, again)) {
                     if (!rare) {
@@ -393,7 +403,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                         }
                     }
                     rows.raise(s, c, alpha);
-                    rescale(o, alpha);
+                    if (!(form.kOneKind && is_first)) rescale(o, alpha);
                     probabilities(rows, s, c, probs, sum);
                     if (form.kMindsBase)
                         common = __all_sync(0xffffffffu, form.is_common(rows.m2, own)) ? common_kinds : 0;
@@ -421,7 +431,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                         exponentiate_near(s, near_cap, rows.m2, sum, top, typename Products::Put{probs});
                         again = (own[0] & (top[0] > limit)) | (own[1] & (top[kTops - 1] > limit));
                     } else {
-                        c[0] = c[1] = form.apply(params, s, place(), inner_at_.stage, group_, lane_);
+                        c[0] = c[1] = form.apply(params, s, place(), inner_at_.stage, group, lane_);
                         if (form.kReadsLate) release();
                         probabilities(rows, s, c, probs, sum);
                         again = false;
@@ -442,7 +452,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             wgmma_wait<0>();
             wgmma_pin(o);
             release_inner();
-            if (!in_list) return;
+            if (form.kOneKind || !in_list) return;
             at.advance();
         }
         // The last tile of keys is not this warpgroup's, or there is none.
@@ -452,11 +462,6 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         }
         wait_outer();
         release_outer();
-    }
-
-    OA_DEVICE void pass_over(Steps& at) {
-        pass_over_step();
-        at.advance();
     }
 
     // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next stage
@@ -485,7 +490,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) at
         bars.init();
     }
     __syncthreads();
-    auto produce = [&](int lane) { Producer(params, smem, bars).run(lane); };
+    auto produce = [&](int lane) {
+        Producer(params, smem, bars).run(lane);
+        if constexpr (Config::kWaitsForMasks) wait_for_kernel_ahead();  // at the latest: every CTA has to
+    };
     auto consume = [&](int32 group) { Consumer(params, smem, bars, group).run(); };
     if constexpr (Config::kCtas == 1) run_roles<Config::kConsumers>(produce, consume);
     if constexpr (Config::kCtas > 1) run_small_roles<Config::kConsumers>(produce, consume);

@@ -14,13 +14,16 @@
 //
 // A CTA computes one split of the keys after another (decode/plan.cuh). Warp w takes every NUM_WARPS-th tile of
 // TILE_TOKENS keys of a split, with its own running maximum, O, and ring of NUM_STAGES in shared memory: no CTA barrier
-// within a split.
+// within a split. With more rows (ROW_WARPS > 1) the warps copy the same, but each computes the tiles of all for 8
+// N_TILES rows of its own: the keys are read once for all rows. __syncthreads then is in the place of __syncwarp, and
+// ldmatrix gives fragments of 16-bit K and V (of V transposed): what a warp reads is read by each, so instructions that
+// pack registers would cost more than their place in the loads saves.
 //
 //   each warp, tile i: cp.async.wait(i) | __syncwarp | copy tile i + NUM_STAGES - 1 | S^T  softmax  O^T of tile i
 //   end of a split:    __syncthreads | merge of the warps through shared memory | O and LSE, or a partial result
 //
-// Shared memory, bytes: NUM_WARPS * NUM_STAGES * (K | V | parameters of K | parameters of V), later the merge's m, l, O
-// | scan.
+// Shared memory, bytes: for each warp (ROW_WARPS > 1: for all together) NUM_STAGES * (K | V | parameters of K |
+// parameters of V), later the merge's m, l, O | scan.
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/kv_copy.cuh"
@@ -46,25 +49,33 @@ struct Config {
     static constexpr int kTile = TILE_TOKENS;  // keys of a warp's tile
     static constexpr int kNTiles = N_TILES;  // tiles of 8 query rows
     static constexpr int kThreads = kWarps * 32;
-    static constexpr int kRows = 8 * kNTiles;
+    // Warps that compute the same keys, each for query rows of its own: 1 or all.
+    static constexpr int kRowWarps = ROW_WARPS;
+    static constexpr bool kSharedKeys = kRowWarps > 1;
+    static constexpr int kKeyWarps = kWarps / kRowWarps;  // warps with keys of their own
+    static constexpr bool kByMatrix = kSharedKeys && !kQuantK && !kQuantV;  // K and V are read by ldmatrix
+    static constexpr int kWarpRows = 8 * kNTiles;
+    static constexpr int kRows = kWarpRows * kRowWarps;
     static constexpr int kMTiles = M_TILES;  // tiles of 16 keys that are computed together
     static_assert(kTile % 16 == 0 && kTile <= 32, "a lane looks up one key of a tile");
     static_assert(kStages >= 2, "a tile is copied while another one is computed");
+    static_assert(kRowWarps == 1 || kRowWarps == kWarps, "a CTA barrier is between copies and those who read them");
+    static_assert(kTile * kRowWarps % (16 * kMTiles) == 0, "whole steps");
 };
 
 using Tile = DecodeTile<Config>;
 using Rows = Tile::Rows;
-using Query = QueryRow<Config::kKKind, Config::kHeadDim, Config::kKGroups>;
+using Query = QueryRow<Config::kKKind, Config::kHeadDim, Config::kKGroups, Config::kByMatrix>;
 using QueryFragments = uint32[Config::kNTiles][Config::kHeadDim / 16][2];
 
 // The warps' results, to be merged.
 struct Merge {
-    float o[Config::kWarps][Config::kRows][Config::kHeadDim + 4];
-    float m[Config::kWarps][Config::kRows], l[Config::kWarps][Config::kRows];
+    float o[Config::kKeyWarps][Config::kRows][Config::kHeadDim + 4];
+    float m[Config::kKeyWarps][Config::kRows], l[Config::kKeyWarps][Config::kRows];
 };
 struct SharedStorage {
     union {
-        KvStage<Config> stages[Config::kWarps][Config::kStages];
+        KvStage<Config> stages[Config::kKeyWarps][Config::kStages];
         Merge merge;
     };
     ScanStorage<Config::kThreads> scan;
@@ -104,6 +115,11 @@ struct Split {
     int32 limit;  // end of the keys that are this launch's
 };
 
+// First row of a warp.
+OA_DEVICE int32 first_row(const Split& split, int warp_idx) {
+    return split.row_block * Config::kRows + (Config::kSharedKeys ? warp_idx * Config::kWarpRows : 0);
+}
+
 // Address of query row `row` of a split, null if there is none.
 OA_DEVICE const uint16* query_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 row) {
     int32 token = token_of(p, row), head = kv_head * p.group + (row - token * p.group);
@@ -111,20 +127,21 @@ OA_DEVICE const uint16* query_row(const DecodeParams& p, int32 sequence, int32 k
     return p.q + sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
 }
 
-OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParams& p, const Split& split, int lane) {
+OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParams& p, const Split& split, int warp_idx,
+                            int lane) {
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
-        int32 row = split.row_block * Config::kRows + n * 8 + (lane >> 2);
+        int32 row = first_row(split, warp_idx) + n * 8 + (lane >> 2);
         queries[n].load(query_row(p, split.sequence, split.kv_head, row), p, lane & 3);
     }
 }
 
 OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config::kNTiles], const DecodeParams& p,
-                         const Split& split, int lane) {
+                         const Split& split, int warp_idx, int lane) {
     int q = lane & 3;
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
-        int32 token = token_of(p, split.row_block * Config::kRows + n * 8 + (lane >> 2));
+        int32 token = token_of(p, first_row(split, warp_idx) + n * 8 + (lane >> 2));
         Query& query = queries[n];
         if constexpr (Config::kQuantK) {
             query.transform(Config::Io{}, p, split.kv_head, q);
@@ -173,13 +190,16 @@ OA_DEVICE void prefetch_table(const DecodeParams& p, const Split& split, int tid
     for (; i <= last; i += 32 * Config::kThreads) prefetch_l2(from + i);
 }
 
-// This warp's keys of a split.
+// This warp's keys of a split: those that it copies, or with shared keys all, of which it copies every NUM_WARPS-th
+// tile.
 OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const Split& split,
                     KvStage<Config> (&stages)[Config::kStages], uint64 policy, int warp_idx, int lane) {
     constexpr int kStep = Config::kWarps * Config::kTile;
     int32 first = split.begin + warp_idx * Config::kTile;
-    int32 tiles = first < split.end ? (split.end - first + kStep - 1) / kStep : 0;
-    KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane};
+    const int32 computed = Config::kSharedKeys ? split.begin : first;  // first key that this warp computes
+    int32 tiles = computed < split.end ? (split.end - computed + kStep - 1) / kStep : 0;
+    const bool has_rows = !Config::kSharedKeys || first_row(split, warp_idx) < p.q_len * p.group;
+    KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane, warp_idx};
     // A lane's key of a tile; behind the end of the split its last one, of which nothing is copied.
     auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, split.end - 1); };
     // Loaded a tile ahead of its copy: the block table is another trip to memory.
@@ -201,22 +221,29 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
         cp_async_commit();
     };
     Query queries[Config::kNTiles];
-    load_queries(queries, p, split, lane);
+    load_queries(queries, p, split, warp_idx, lane);
 #pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
-    make_rows(b, rows, queries, p, split, lane);
+    make_rows(b, rows, queries, p, split, warp_idx, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before this one, but for the window.
     int32 seen_by_all = p.first_key == kSharedPrefix ? split.limit : min_of(split.seq_len - p.q_len + 1, split.limit);
     int32 window_begin = p.window_left < 0 ? 0 : split.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();
-        __syncwarp();  // tile i has landed; every lane has left tile i - 1
+        // Tile i has landed; every lane (with shared keys: of the CTA) has left tile i - 1.
+        if constexpr (Config::kSharedKeys) {
+            __syncthreads();
+        } else {
+            __syncwarp();
+        }
         copy_next();
+        if (!has_rows) continue;
         const KvStage<Config>& stage = stages[i % Config::kStages];
 #pragma unroll 1
-        for (int part = 0; part < Config::kTile; part += 16 * Config::kMTiles) {
-            int32 key = first + i * kStep + part;
+        for (int part = 0; part < KvStage<Config>::kKeys; part += 16 * Config::kMTiles) {
+            int32 key = computed + i * kStep + part;
+            if (Config::kSharedKeys && key >= split.end) break;
             Tile::Scores x;
             Tile::mma_qk(x, b, rows, stage, magic, part, lane);
             if (p.softcap > 0.0f) Tile::apply_softcap(x, p.softcap);
@@ -230,15 +257,24 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
 
 OA_DEVICE void store_warp(Merge& merge, Rows& rows, int warp_idx, int lane) {
     int q = lane & 3, g = lane >> 2;
+    int key_warp = Config::kSharedKeys ? 0 : warp_idx, first = Config::kSharedKeys ? warp_idx * Config::kWarpRows : 0;
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            int row = n * 8 + 2 * q + r;
+            int row = first + n * 8 + 2 * q + r;
             float l = sum_over_keys(rows.l[n][r]);
             if (g == 0) {
-                merge.m[warp_idx][row] = rows.m[n][r];
-                merge.l[warp_idx][row] = l;
+                merge.m[key_warp][row] = rows.m[n][r];
+                merge.l[key_warp][row] = l;
+            }
+            if constexpr (Config::kByMatrix) {
+#pragma unroll
+                for (int d = 0; d < Config::kHeadDim / 16; ++d) {
+                    merge.o[key_warp][row][16 * d + g] = rows.o[n][d][r];
+                    merge.o[key_warp][row][16 * d + 8 + g] = rows.o[n][d][2 + r];
+                }
+                continue;
             }
             float back = Config::kQuantV ? inverse_power(rows.f[n][r]) : 1.0f;
 #pragma unroll
@@ -250,23 +286,26 @@ OA_DEVICE void store_warp(Merge& merge, Rows& rows, int warp_idx, int lane) {
                 float4 o = make_float4(rows.o[n][2 * unit][r], rows.o[n][2 * unit][2 + r], rows.o[n][2 * unit + 1][r],
                                        rows.o[n][2 * unit + 1][2 + r]);
                 o = make_float4(fmaf(o.x, back, z), fmaf(o.y, back, z), fmaf(o.z, back, z), fmaf(o.w, back, z));
-                *reinterpret_cast<float4*>(&merge.o[warp_idx][row][Tile::VRow::channel(unit, g, 0)]) = o;
+                *reinterpret_cast<float4*>(&merge.o[key_warp][row][Tile::VRow::channel(unit, g, 0)]) = o;
             }
         }
 }
 
 // The merged result, to O and LSE or (slot >= 0) to a partial result.
 OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Split& split, int32 slot, int tid) {
-    constexpr int kRowThreads = Config::kThreads / 8;
+    constexpr int kRowThreads = Config::kSharedKeys ? min_of(32, Config::kHeadDim / 4) : Config::kThreads / 8;
+    constexpr int kAtOnce = Config::kThreads / kRowThreads;  // rows
+    static_assert(Config::kRows % kAtOnce == 0, "every thread has a row");
+    constexpr int kUnroll = Config::kSharedKeys ? 2 : Config::kNTiles;
     int at = tid % kRowThreads;
+#pragma unroll kUnroll
+    for (int n = 0; n < Config::kRows / kAtOnce; ++n) {
+        int row = n * kAtOnce + tid / kRowThreads;
+        float m = merge.m[0][row], l = 0.0f, weight[Config::kKeyWarps];
 #pragma unroll
-    for (int n = 0; n < Config::kNTiles; ++n) {
-        int row = n * 8 + tid / kRowThreads;
-        float m = merge.m[0][row], l = 0.0f, weight[Config::kWarps];
+        for (int w = 1; w < Config::kKeyWarps; ++w) m = fmaxf(m, merge.m[w][row]);
 #pragma unroll
-        for (int w = 1; w < Config::kWarps; ++w) m = fmaxf(m, merge.m[w][row]);
-#pragma unroll
-        for (int w = 0; w < Config::kWarps; ++w) {
+        for (int w = 0; w < Config::kKeyWarps; ++w) {
             weight[w] = exp2_approx(merge.m[w][row] - m);
             l = fmaf(merge.l[w][row], weight[w], l);
         }
@@ -290,7 +329,7 @@ OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Spli
             int channel = 4 * (i * kRowThreads + at);
             float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-            for (int w = 0; w < Config::kWarps; ++w) {
+            for (int w = 0; w < Config::kKeyWarps; ++w) {
                 float4 part = *reinterpret_cast<const float4*>(&merge.o[w][row][channel]);
                 o.x = fmaf(part.x, weight[w], o.x);
                 o.y = fmaf(part.y, weight[w], o.y);
@@ -379,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         if (p.recent_side != kRecentNewest) prefetch_table(p, split, tid);
         QueryFragments b;
         Rows rows;
-        walk(b, rows, p, split, smem.stages[warp_idx], policy, warp_idx, lane);
+        walk(b, rows, p, split, smem.stages[Config::kSharedKeys ? 0 : warp_idx], policy, warp_idx, lane);
         if (!early) launch_dependents();
         __syncthreads();  // every warp has left its stages
         store_warp(smem.merge, rows, warp_idx, lane);

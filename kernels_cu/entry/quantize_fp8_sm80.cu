@@ -10,24 +10,48 @@
 // + kLanes, .. of 8 channels. So strides 1, 2, 4 of the transform and the largest two are within a lane, and loads are
 // of whole sectors. Bound by memory and, with the transform, by shuffles.
 //
-// Shared memory (static): largest magnitudes of the warps.
+// SUMS: CTAs in front of these sum up samples of V and find the ranges of its channels (quantize/value_sums.cuh), for
+// quantize_values, which may be launched while this kernel ends.
+//
+// Shared memory (static): largest magnitudes of the warps | with SUMS sums of V.
 #include "params/quantize_fp8.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/l2.cuh"
 #include "ptx/types.cuh"
 #include "quantize/rotation.cuh"
 #include "quantize/sampling.cuh"
+#if SUMS
+#include "quantize/value_sums.cuh"
+#endif
 
 constexpr int kHeadDim = HEAD_DIM, kBlock = 128, kLanes = kHeadDim / 32, kThreads = kBlock * kLanes, kUnits = 4;
 
-extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(const
-                                                                               __grid_constant__ QuantizeFp8Params p) {
+#if SUMS
+using Params = QuantizeFp8SumsParams;
+OA_DEVICE const QuantizeFp8Params& rows_of(const Params& params) { return params.rows; }
+#else
+using Params = QuantizeFp8Params;
+OA_DEVICE const QuantizeFp8Params& rows_of(const Params& params) { return params; }
+#endif
+
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(const __grid_constant__ Params params) {
     __shared__ float most_of[kThreads / 32];
+    const QuantizeFp8Params& p = rows_of(params);
+    uint32 block_idx = blockIdx.x;
+#if SUMS
+    __shared__ ValueSumsStorage<kHeadDim> sums;
+    launch_dependents();
+    if (block_idx < uint32(params.chunks)) {
+        sum_values<IO_TYPE, kHeadDim>(params.values, int32(block_idx), sums);
+        return;
+    }
+    block_idx -= uint32(params.chunks);
+#endif
     int32 tid = threadIdx.x, row = tid / kLanes, lane = tid % kLanes;
-    bool is_q = blockIdx.x < uint32(p.q.items);
+    bool is_q = block_idx < uint32(p.q.items);
     const RowsToFp8& rows = is_q ? p.q : p.k;
     // All heads of a block of rows first: they are neighbours in the input.
-    uint32 item = is_q ? blockIdx.x : blockIdx.x - uint32(p.q.items), rest = item / uint32(rows.heads);
+    uint32 item = is_q ? block_idx : block_idx - uint32(p.q.items), rest = item / uint32(rows.heads);
     int32 head = int32(item - rest * uint32(rows.heads)), b = int32(rest / uint32(rows.blocks));
     int32 block = int32(rest - uint32(b) * uint32(rows.blocks)), first = block * kBlock;
     bool exists = first + row < rows.rows;

@@ -1,4 +1,5 @@
-// Arguments of mask_pack_sm80 and mask_list_sm80, and what attention reads of their results. Strides in elements.
+// Arguments of mask_pack_sm80, mask_list_sm80 and mask_align_sm80, and what attention reads of their results. Strides
+// in elements.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
@@ -33,6 +34,16 @@ struct MaskPackParams {
     int32 rows, cols;  // rows = 1: the same for every query
     int32 m_tiles, n_tiles;
     int32 total_q, total_k;  // rows of the packed tensors
+};
+
+struct MaskAlignParams {
+    const uint8* mask;
+    uint8* copy;  // [mask_batch][mask_heads][rows][row_chunks] of 16 bytes
+    int64 mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k;
+    int64 first_byte, end_byte;  // the mask's memory, from `mask` on
+    int32 mask_heads, rows, cols;
+    int32 row_chunks, element_bytes;
+    uint32 chunks;  // of all rows
 };
 
 struct MaskListParams {

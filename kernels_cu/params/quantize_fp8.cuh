@@ -19,3 +19,11 @@ struct QuantizeFp8Params {
     int32 head_dim, head_dim_pad;
     Rotation rotation;
 };
+
+// quantize_fp8 with SUMS: sums and ranges of V besides, for quantize_values.
+struct QuantizeFp8SumsParams {
+    QuantizeFp8Params rows;
+    QuantizeParams values;  // of V alone: its arrays, extents, partials, v_error, v_bad, v_done
+    int32 chunks;  // CTAs that sum up V, in front of the others
+    int32 reserved;
+};

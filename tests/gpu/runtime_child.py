@@ -95,10 +95,13 @@ def operations(file: str, *options: str) -> dict[str, Any]:
         "decode_combine",
         "append",
         "copy_blocks",
+        "mask_align",
         "mask_pack",
         "mask_list",
         "tile_kinds",
         "packed_parts",
+        "quantize_fp8_sums",
+        "quantize_values",
     }
     elsewhere |= set(BACKWARD_OPS)
     for op, dtype in sorted({(operation_of(spec), spec.dtype) for spec in REGISTRY if spec.op not in elsewhere}):

@@ -23,6 +23,7 @@ from omniattn.testing.cases import operation_of  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
+from omniattn.testing.quantizer_cases import VALUES_OPS  # noqa: E402
 from omniattn.testing.rows import run_row  # noqa: E402
 
 from .kernel_cases import cases, run_case  # noqa: E402
@@ -65,8 +66,11 @@ def test_every_row_is_covered() -> None:
     """Rows that need a newer GPU than sm_89 have no such code; all others are here, for every operation they serve."""
     covered = {name for name, _ in ROWS}
     assert {spec.name for spec in SPECS if spec.min_arch <= (8, 9)} == covered
-    # The LSE of quantized splits is merged on Hopper alone.
-    assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS} - {"attention_combine_lse"}
+    # The LSE of quantized splits is merged, and V quantized by a kernel of its own, on Hopper alone.
+    assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS} - {
+        "attention_combine_lse",
+        *VALUES_OPS,
+    }
 
 
 def _for_anything(op: str, spec: KernelSpec) -> KernelSpec:

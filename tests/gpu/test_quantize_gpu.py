@@ -285,7 +285,7 @@ def test_kernels_for_defaults(
     tensors = [arrays.describe(x, "x") for x in (q, k, v)]
     fused = Fused(QuantizeCall(made, strides_of(q, k, v), "NHD", 0), 0)
     assert made.specialization == (grouping, made.v_dtype)
-    assert fused.spec.specialization == made.specialization
+    assert fused.specs[0].specialization == made.specialization
     buffer = fused.allocate(tensors[0])
     fused.launch(torch.cuda.current_stream().cuda_stream, [t.ptr for t in tensors], buffer.ptr)
     qk = oa.quantize_qk(q, k, grouping=grouping)
@@ -355,7 +355,7 @@ def test_everything_of_a_call_in_one_allocation(
     on_gpu = [x.cuda() for x in (q, k, v, *starts)]
     tensors = [arrays.describe(x, "x") for x in on_gpu]
     fused = Fused(QuantizeCall(made, strides_of(*on_gpu[:3]), "NHD", 0), 0, group_bytes=1)
-    assert fused.spec.specialization == made.specialization
+    assert fused.specs[0].specialization == made.specialization
     assert (made.specialization is not None) == (not packed and not full_bias)
     buffer = fused.allocate(tensors[0])
     fused.launch(torch.cuda.current_stream().cuda_stream, [t.ptr for t in tensors], buffer.ptr)

@@ -27,6 +27,7 @@ from omniattn.runtime.driver_base import IMAGE_ERRORS  # noqa: E402
 from omniattn.runtime.store import Store, set_store  # noqa: E402
 from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
+from omniattn.testing.quantizer_cases import VALUES_OPS  # noqa: E402
 
 from .attention_cases import poisoned, run_dense, to_gpu, to_numpy  # noqa: E402
 from .installations import ROOT, Cubins, finish, run, start, wheel_layout, write_cubins  # noqa: E402
@@ -231,7 +232,7 @@ def test_both_drivers_give_the_same_bits(tmp_path: Path) -> None:
     operations = {label.split()[0].removeprefix("quantized_").removeprefix("fp8_") for label in bits["cuda"]}
     elsewhere = {
         "attention_split", "attention_combine", "attention_combine_lse", "layout_fp8", "decode_combine", "copy_blocks",
-        *MASK_OPS, *BACKWARD_OPS, "packed_parts",
+        *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "packed_parts",
     }  # fmt: skip
     assert operations == {spec.op for spec in REGISTRY} - elsewhere
     assert bits["cuda"].keys() == bits["cupy"].keys() == bits["alone"].keys()

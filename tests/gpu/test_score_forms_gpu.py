@@ -258,24 +258,31 @@ def test_same_bits_every_time(form: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_that_moves_by_one_element(dtype: torch.dtype) -> None:
-    """The same shape and strides, another alignment: tensor maps cannot describe it, and the plan is not the same."""
+    """The same shape and strides, another alignment: tensor maps cannot describe it, and it is copied for them."""
     q, k, v = (to_gpu(x, "bfloat16") for x in tensors(1, 200, 256, 2, 128, "bfloat16"))
     memory = torch.randn(200, 272, device="cuda").to(dtype)
     for shift in (0, 1, 0, 3, 8):
         mask = memory[:, shift : shift + 256]
         aligned = mask.data_ptr() % 16 == 0
-        assert kernel(q, k, v, mask=mask).startswith("attn_fwd_sm90" if aligned else "attn_fwd_sm80")
+        text = str(oa.explain(q, k, v, mask=mask))
+        assert "attn_fwd_sm90" in text
+        assert ("mask_align_sm80" in text) == (not aligned)
         got, want = oa.attention(q, k, v, mask=mask), oa.attention(q, k, v, mask=mask.contiguous())
         assert torch.allclose(got.float(), want.float(), atol=2e-2)
 
 
 def test_explain_names_the_kernels_of_the_mask() -> None:
     q, k, v = (to_gpu(x, "bfloat16") for x in tensors(1, 200, 256, 2, 128, "bfloat16"))
-    text = str(oa.explain(q, k, v, mask=torch.ones(1, 1, 200, 256, dtype=torch.bool, device="cuda")))
+    found = oa.explain(q, k, v, mask=torch.ones(1, 1, 200, 256, dtype=torch.bool, device="cuda"))
+    assert "mask_pack_sm80_bf16" in str(found)
+    assert "mask_list_sm80" not in str(found)  # so few keys are visited whole
+    assert found.tiles() is None
+    text = str(oa.explain(q, k, v, mask=torch.zeros(200, 257, device="cuda")[:, :256]))
+    assert "rows at multiples of 16 bytes" in text
+    q, k, v = (to_gpu(x, "bfloat16") for x in tensors(1, 200, 320, 2, 128, "bfloat16"))
+    text = str(oa.explain(q, k, v, mask=torch.ones(1, 1, 200, 320, dtype=torch.bool, device="cuda")))
     assert "mask_pack_sm80_bf16" in text
     assert "mask_list_sm80" in text
-    text = str(oa.explain(q, k, v, mask=torch.zeros(200, 257, device="cuda")[:, :256]))
-    assert "tensor maps cannot describe this mask" in text
 
 
 def test_captured_calls_see_the_mask_of_their_replay() -> None:

@@ -26,6 +26,7 @@ from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
 from omniattn.testing.gradient_cases import BACKWARD_OPS
 from omniattn.testing.mask_cases import MASK_OPS
+from omniattn.testing.quantizer_cases import VALUES_OPS
 
 
 @pytest.fixture(autouse=True)
@@ -143,8 +144,8 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
     """Each row of attention, forced, against selection itself: none is verified with nothing."""
     target = Target((9, 0), 227 << 10)
     for spec in REGISTRY:
-        if spec.op in (*CACHE_OPS, *MASK_OPS, *BACKWARD_OPS, "layout_fp8", "packed_parts"):  # tests of their own
-            continue
+        if spec.op in (*CACHE_OPS, *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "layout_fp8", "packed_parts"):
+            continue  # tests of their own
         cases = cases_for(operation_of(spec))
         assert cases
         if spec.op != "attention" or "value_factors" in spec.features:  # calls of their own

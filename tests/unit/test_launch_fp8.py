@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 
 import omniattn as oa
 from omniattn.launch import fp8, quantize
-from omniattn.launch.structs import ATTN_INT8_FORMS_SM90, ATTN_INT8_SM80, ATTN_INT8_SM90, LAYOUT_FP8, QUANTIZE_FP8, At
+from omniattn.launch.structs import (
+    ATTN_INT8_FORMS_SM90,
+    ATTN_INT8_SM80,
+    ATTN_INT8_SM90,
+    LAYOUT_FP8,
+    QUANTIZE,
+    QUANTIZE_FP8,
+    QUANTIZE_FP8_SUMS,
+    At,
+)
 from omniattn.plan.attention import plan_attention
 from omniattn.plan.others import plan_quantize
 from omniattn.problems import (
@@ -52,7 +62,10 @@ def arrays(kind: str = "none", **changes: Any) -> AttentionProblem:
 
 def test_quantizer_layout_and_kernel_follow_each_other() -> None:
     names = [record.spec.name for record in plan_attention(problem(), HOPPER, None).records]
-    assert names == ["quantize_fp8_sm80_bf16_d128", *["quantize_sm80_bf16_d128"] * 2, "attn_fp8_sm90_bf16_d128"]
+    quantizers = ["quantize_fp8_sm80_bf16_d128_sums", "quantize_values_sm80_bf16_d128"]
+    assert names == [*quantizers, "attn_fp8_sm90_bf16_d128"]
+    names = [record.spec.name for record in plan_attention(problem(), ADA, None).records]
+    assert names == ["quantize_fp8_sm80_bf16_d128", *["quantize_sm80_bf16_d128"] * 2, "attn_fp8_sm89_bf16_d128_acc16"]
     names = [record.spec.name for record in plan_attention(problem(oa.Fp8(smooth_k=True)), HOPPER, None).records]
     assert names == [*["quantize_sm80_bf16_d128_rotated"] * 2, "attn_fp8_sm90_bf16_d128"]
     for target, kernel in ((HOPPER, "attn_fp8_sm90_bf16_d128"), (ADA, "attn_fp8_sm89_bf16_d128")):
@@ -65,7 +78,7 @@ def test_quantizer_layout_and_kernel_follow_each_other() -> None:
 
 
 def test_quantizer_of_rows() -> None:
-    record = plan_attention(problem(oa.Fp8(seed=9)), HOPPER, None).records[0]
+    record = plan_attention(problem(oa.Fp8(seed=9)), ADA, None).records[0]
     found = fields_of_record(record, QUANTIZE_FP8)
     assert record.grid == (2 * (4 * 3 + 2 * 4), 1, 1)
     assert (found["q.items"], found["q.blocks"], found["k.items"], found["k.blocks"]) == (24, 3, 16, 4)
@@ -73,7 +86,7 @@ def test_quantizer_of_rows() -> None:
     assert (found["q.x"], found["k.x"]) == (At("q"), At("k"))
     assert (found["rotation.channels"], found["rotation.to_e4m3"]) == (128, 1)
     assert tuple(found["rotation.signs"]) == quantize.sign_words(9)
-    plain = fields_of_record(plan_attention(problem(oa.Fp8(hadamard=False)), HOPPER, None).records[0], QUANTIZE_FP8)
+    plain = fields_of_record(plan_attention(problem(oa.Fp8(hadamard=False)), ADA, None).records[0], QUANTIZE_FP8)
     assert (plain["rotation.channels"], plain["rotation.norm"], set(plain["rotation.signs"])) == (0, 1.0, {0})
 
 
@@ -162,3 +175,56 @@ def test_cases_of_layouts_are_told_apart_by_width() -> None:
     rows = [spec for spec in REGISTRY if spec.op == "layout_fp8"]
     cases = [case for spec in rows for case in layout_cases(spec)]
     assert len(set(cases)) == len(cases) == 4 * len(rows)
+
+
+def test_queries_keys_and_values_in_two_launches() -> None:
+    """500 keys: a chunk of 256 and one of 244; sums in front of 40 blocks of Q and K; four blocks of V a head."""
+    sums, values, attention = plan_attention(problem(), HOPPER, None).records
+    assert [x.spec.op for x in (sums, values, attention)] == ["quantize_fp8_sums", "quantize_values", "attention"]
+    assert (sums.grid, values.grid) == ((8 + 40, 1, 1), (16, 1, 1))
+    assert (sums.overlap, values.overlap) == (False, True)
+    first, second = fields_of_record(sums, QUANTIZE_FP8_SUMS), fields_of_record(values, QUANTIZE)
+    assert {name: first[f"values.{name}"] for name in second} == second
+    assert (first["chunks"], second["slots_r"], second["slots_k"], second["units"]) == (8, 2, 4, 4)
+    alone = fields_of_record(plan_attention(problem(), HOPPER, "quantize_fp8_sm80_bf16_d128").records[0], QUANTIZE_FP8)
+    assert {name: first[f"rows.{name}"] for name in alone} == alone
+    found = fields_of_record(attention, ATTN_INT8_SM90)
+    assert (found["operands.v_scale"], found["operands.v_mean"]) == (second["v_scale"], second["v_mean"])
+
+
+def test_scratch_of_values_lies_apart() -> None:
+    launches = plan_attention(problem(), HOPPER, None)
+    found = fields_of_record(launches.records[1], QUANTIZE)
+    sizes = {
+        "v_out": 4 * 128 * 512, "v_scale": 4 * 4 * 128, "v_mean": 4 * 4 * 128, "v_error": 8 * 4 * 128,
+        "partials": 16 * 4 * 2 * 128, "v_bad": 16, "v_done": 16,
+    }  # fmt: skip
+    spans = sorted((found[name].offset, found[name].offset + size) for name, size in sizes.items())
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    assert spans[-1][1] <= launches.workspace_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "target"),
+    [
+        ({"precision": oa.Fp8(smooth_v=False)}, HOPPER),
+        ({"precision": oa.Fp8(smooth_k=True)}, HOPPER),
+        ({"varlen": True, "max_seqlen_q": 300, "max_seqlen_k": 500}, HOPPER),
+        ({}, ADA),
+    ],
+    ids=["no mean of v", "mean of k", "packed", "older GPU"],
+)
+def test_what_is_left_to_the_quantizer_for_anything(changes: dict[str, Any], target: Target) -> None:
+    launches = plan_attention(problem(**changes), target, None)
+    assert not any(record.spec.op == "quantize_values" for record in launches.records)
+
+
+def test_named_quantizers_are_taken() -> None:
+    for name in ("quantize_values_sm80_bf16_d128", "quantize_fp8_sm80_bf16_d128_sums"):
+        ops = [record.spec.op for record in plan_attention(problem(), HOPPER, name).records]
+        assert ops == ["quantize_fp8_sums", "quantize_values", "attention"]
+    for name in ("quantize_sm80_bf16_d128", "quantize_fp8_sm80_bf16_d128"):
+        ops = [record.spec.op for record in plan_attention(problem(), HOPPER, name).records]
+        assert ops == ["quantize_fp8", "quantize", "quantize", "attention"]
+    with pytest.raises(oa.errors.ArgumentError, match="compiled for float16"):
+        plan_attention(problem(), HOPPER, "quantize_values_sm80_fp16_d128")

@@ -110,7 +110,7 @@ def test_one_allocation_holds_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     spans = sorted((fused.offsets[n], fused.offsets[n] + int(np.prod(s)) * sizes[t]) for n, (s, t) in shapes.items())
     assert all(start % 256 == 0 for start, _ in spans)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    room = launch.scratch(fused.spec, made)
+    room = launch.scratch(fused.specs[0], made)
     assert spans[-1][1] + room.size <= fused.num_bytes
     # Nothing of the scratch memory lies in the outputs or behind the end, and its parts lie apart.
     starts = (room.partials, room.items, room.size)

@@ -106,15 +106,17 @@ PACKED: dict[str, Any] = {"varlen": True, "max_seqlen_q": ROWS, "max_seqlen_k": 
 MASK_MOD = ScoreModProblem("score", "k <= q + b", ())
 
 CHOSEN = [
-    (problem(softcap=2.0), "attn_fwd_sm90_bf16_d128_m192n64_softcap"),
-    (problem(softmax_scale=-1.0), "attn_fwd_sm90_bf16_d128_m192n64_masks"),
+    (problem(softcap=2.0), "attn_fwd_sm90_bf16_d128_m64n64_softcap"),
+    (problem(softmax_scale=-1.0), "attn_fwd_sm90_bf16_d128_m64n64_masks"),
     (problem_with("bool", FULL), "attn_fwd_sm90_bf16_d128_m192n64_masks"),
     (problem_with("bool", FULL, softcap=2.0), "attn_fwd_sm90_bf16_d128_m192n64_softcap"),
     (problem_with("bool", (0, 0, 0, 1), mask_map=False), "attn_fwd_sm90_bf16_d128_m192n64_masks"),
     (problem_with("float32", (KEYS, 0, 0, 1), mask_map=False), "attn_fwd_sm90_bf16_d128_m192n64_masks"),
-    (problem_with("float32", FULL), "attn_fwd_sm90_bf16_d128_m192n64_bias32"),
-    (problem_with("io", FULL, softcap=2.0), "attn_fwd_sm90_bf16_d128_m192n64_bias16"),
-    (problem_with("io", FULL, mask_map=False), "attn_fwd_sm80_bf16_d128_m64n64_mods"),
+    (problem_with("float32", FULL), "attn_fwd_sm90_bf16_d128_m64n64_bias32"),
+    (problem_with("io", FULL, softcap=2.0), "attn_fwd_sm90_bf16_d128_m64n64_bias16"),
+    (problem_with("io", FULL, mask_map=False), "attn_fwd_sm90_bf16_d128_m64n64_bias16"),
+    (problem_with("io", FULL, mask_map=False, scratch=False), "attn_fwd_sm80_bf16_d128_m64n64_mods"),
+    (problem_with("io", FULL, mask_map=False, seqlen_q=32), "attn_fwd_sm80_bf16_d128_mods"),
     (problem(softcap=2.0, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
     (problem(softmax_scale=-1.0, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
     (problem_with("bool", FULL, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks"),
@@ -136,7 +138,7 @@ CHOSEN = [
     # A mask of a bit a query would be packed into one of a bit a score; no memory to pack it into; too many tiles.
     (problem_with("bool", (0, 0, 1, 0)), "attn_fwd_sm80_bf16_d128_m64n64_mods"),
     (problem_with("bool", FULL, scratch=False), "attn_fwd_sm80_bf16_d128_m64n64_mods"),
-    (problem_with("io", FULL, scratch=False), "attn_fwd_sm90_bf16_d128_m192n64_bias16"),
+    (problem_with("io", FULL, scratch=False), "attn_fwd_sm90_bf16_d128_m64n64_bias16"),
     (problem(softcap=2.0, seqlen_k=64 * MAX_TILES), "attn_fwd_sm90_bf16_d128_m192n64_softcap"),
     (problem(softcap=2.0, seqlen_k=64 * MAX_TILES + 1), "attn_fwd_sm80_bf16_d128_mods"),
     (problem(seqlen_k=64 * MAX_TILES + 1), "attn_fwd_sm90_bf16_d128_m192n64"),

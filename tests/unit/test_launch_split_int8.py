@@ -193,7 +193,7 @@ def test_forced_rows(spec: KernelSpec) -> None:
     ops = [r.spec.op for r in launches.records]
     merge = "attention_combine" + "_lse" * p.lse
     assert ops[-2:] == ["attention_split", merge]
-    assert {*ops[:-2]} <= {"quantize", "quantize_fp8"}
+    assert {*ops[:-2]} <= {"quantize", "quantize_fp8_sums", "quantize_values"}
     assert [x.spec.op for x in launches.others] == [*dict.fromkeys(ops[:-2]), merge]
     main, merged = launches.records[-2:]
     assert launches.selection.spec is main.spec is spec

@@ -12,7 +12,7 @@ import pytest
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.problems import UNLIMITED, Descale, Descales, Fp8, Int4, Int8, Precision, Target
 from omniattn.problems import AttentionProblem as Problem
-from omniattn.problems.attention import LONG_KEYS, SHORT_CAUSAL_KEYS
+from omniattn.problems.attention import LONG_KEYS, SHORT_CAUSAL_KEYS, SHORT_PACKED_KEYS
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import select_attention
 from omniattn.select.tile import SMALL
@@ -120,17 +120,19 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
         )
         for workload in (
             {"window_right": 0, "seqlen_k": SHORT_CAUSAL_KEYS - 1},
-            {"window_right": 0, "seqlen_k": SHORT_CAUSAL_KEYS * PLAIN.batch},
+            {"window_right": 0, "seqlen_k": SHORT_PACKED_KEYS * PLAIN.batch},
+            {"window_right": 0, "window_left": 2000, "seqlen_k": 4096},
             {"seqlen_k": 1024},
             {"seqlen_k": LONG_KEYS * PLAIN.batch},
             # Short sequences, which small tiles are for, and queries that only long ones have.
             *({"seqlen_q": n, "seqlen_k": n} for n in (16, 100)),
             *({"seqlen_q": n, "seqlen_k": n, "batch": 2048} for n in (16, 64)),
+            {"seqlen_q": 100, "seqlen_k": 100, "tensor_maps": False},
             *({"seqlen_q": 2048 * PLAIN.batch, "seqlen_k": n * PLAIN.batch} for n in (1024, LONG_KEYS)),
             *({"window_right": 0, "seqlen_q": n, "seqlen_k": n} for n in (2048 * PLAIN.batch, 1900)),
         )
     ]
-    assert {problem.workload for problem in problems} == {"short causal", "causal", "short", "long"}
+    assert {problem.workload for problem in problems} == {"short causal", "causal", "window", "short", "long"}
     targets = [*TARGETS, dataclasses.replace(HOPPER, sm_count=132)]
     assert spec.name in {select_attention(p, target).spec.name for p in problems for target in targets}
 
@@ -367,11 +369,14 @@ def test_no_low_precision_row_serves(fields: dict[str, Any], target: Target, sho
         ({"seqlen_k": 0, "batch": 0}, "short"),
         ({"seqlen_k": LONG_KEYS, "window_right": 0}, "causal"),
         ({"seqlen_k": LONG_KEYS, "window_right": 7}, "causal"),
-        ({"seqlen_k": LONG_KEYS, "window_left": 0}, "causal"),
+        ({"seqlen_k": LONG_KEYS, "window_left": 0}, "window"),
+        ({"seqlen_k": LONG_KEYS, "window_left": 5, "window_right": 0}, "window"),
         ({"seqlen_k": SHORT_CAUSAL_KEYS, "window_right": 0}, "causal"),
         ({"seqlen_k": SHORT_CAUSAL_KEYS - 1, "window_right": 0}, "short causal"),
-        ({"seqlen_k": SHORT_CAUSAL_KEYS - 1, "window_left": 5}, "short causal"),
-        ({"seqlen_k": 5, "window_left": 100, "varlen": True}, "short causal"),
+        ({"seqlen_k": SHORT_CAUSAL_KEYS - 1, "window_left": 5}, "window"),
+        ({"seqlen_k": 4 * SHORT_PACKED_KEYS, "batch": 4, "window_right": 0, "varlen": True}, "causal"),
+        ({"seqlen_k": 4 * SHORT_PACKED_KEYS - 1, "batch": 4, "window_right": 0, "varlen": True}, "short causal"),
+        ({"seqlen_k": 5, "window_left": 100, "varlen": True}, "window"),
     ],
     ids=str,
 )
@@ -381,7 +386,14 @@ def test_workload(fields: dict[str, Any], workload: str) -> None:
 
 def test_workloads_of_the_registry_exist() -> None:
     """A row tuned for a workload that no problem has would come last everywhere."""
-    assert {name for spec in REGISTRY for name in spec.tuned_for} <= {"short causal", "causal", "short", "long", SMALL}
+    assert {name for spec in REGISTRY for name in spec.tuned_for} <= {
+        "short causal",
+        "causal",
+        "window",
+        "short",
+        "long",
+        SMALL,
+    }
 
 
 def test_visible_pairs_against_brute_force() -> None:

@@ -57,8 +57,10 @@ def selected(op: str, target: Target, force: str | None = None) -> str:
     """The row that one plain call of an operation takes."""
     problem = QuantizeProblem("bfloat16", 1, 8, 8, 2, 2, 128, False, smooth_q=True)
     found = {
-        "decode": lambda: select_decode("bfloat16", *formats("int8", "int8"), 1, target, force)[0],
-        "decode_combine": lambda: select_decode("bfloat16", *formats("int8", "int8"), 1, target, force)[1],
+        "decode": lambda: select_decode("bfloat16", *formats("int8", "int8"), ((1, 1),), target=target, force=force)[0],
+        "decode_combine": lambda: select_decode(
+            "bfloat16", *formats("int8", "int8"), ((1, 1),), target=target, force=force
+        )[1],
         "append": lambda: select_append(appended("int8", "int8"), target, force),
         "copy_blocks": lambda: select_copy(target, force),
         "merge_states": lambda: select_merge("bfloat16", target, force),
@@ -114,7 +116,7 @@ def test_kernels_of_unlisted_formats_are_known_by_name(monkeypatch: pytest.Monke
         monkeypatch.setattr(registry, "_BY_NAME", dict(listed))
         calls = [
             lambda: select_append(appended("int8", "int4"), HOPPER, force).spec.name,
-            lambda: select_decode("bfloat16", *mixed, 2, HOPPER, force)[0].spec.name,
+            lambda: select_decode("bfloat16", *mixed, ((2, 1),), target=HOPPER, force=force)[0].spec.name,
         ]
         names = [calls[order](), calls[1 - order]()]
         assert sorted(names) == sorted(force.split(",")[:2])

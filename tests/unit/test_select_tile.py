@@ -144,7 +144,7 @@ def test_steps_are_the_tiles_that_someone_sees(tile: str, left: int, right: int)
 def test_narrow_windows_of_long_sequences_have_the_choice(
     head_dim: int, heads: int, window: tuple[int, int], tile: str, gain: float
 ) -> None:
-    """As measured with 16384 queries and keys; wider windows keep the large tiles."""
+    """As measured with 16384 queries and keys; wider windows have large tiles."""
     long = problem_of(1, heads, 16384, 16384, head_dim)
     problem = dataclasses.replace(long, window_left=window[0], window_right=window[1])
     chosen = select_attention(problem, HOPPER).spec
@@ -152,7 +152,26 @@ def test_narrow_windows_of_long_sequences_have_the_choice(
     usual = by_name(f"attn_fwd_sm90_bf16_d{head_dim}_{'m256n64' if head_dim == 64 else 'm192n64'}")
     assert tile_us(problem, usual, HOPPER) / tile_us(problem, chosen, HOPPER) == pytest.approx(gain, rel=0.07)
     wide = dataclasses.replace(long, window_left=4095, window_right=0)
-    assert select_attention(wide, HOPPER).spec is usual
+    of_windows = usual if head_dim == 64 else by_name("attn_fwd_sm90_bf16_d128_m128n128")
+    assert select_attention(wide, HOPPER).spec is of_windows
+
+
+@pytest.mark.parametrize(
+    ("extents", "changes", "tile"),
+    [
+        ((16, 16, 1024, 1024), {}, "m192n64"),  # 142 us beside 152 of 128 rows
+        ((25, 16, 640, 640), {}, "m192n64"),  # 112 beside 138
+        ((32, 16, 512, 512), {}, "m128n128"),  # 111 beside 123
+        ((8, 16, 2048, 2048), {"window_left": 1023}, "m128n128"),  # 210 beside 243
+        ((2, 16, 8192, 8192), {"window_left": 4095}, "m128n128"),  # 587 beside 691
+        ((1, 16, 16384, 16384), {"window_left": 2048, "window_right": 2048}, "m128n128"),  # 711 beside 758
+    ],
+)
+def test_causal_calls_and_windows_at_128(
+    extents: tuple[int, int, int, int], changes: dict[str, int], tile: str
+) -> None:
+    problem = dataclasses.replace(problem_of(*extents, 128, causal=True), **changes)
+    assert select_attention(problem, HOPPER).spec.name == f"attn_fwd_sm90_bf16_d128_{tile}"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -212,21 +231,28 @@ def test_wider_tiles_have_to_gain_more_where_rows_are_not_aligned() -> None:
 #: (batch, heads, queries, keys, head_dim), mask, causal; what is chosen, us beside those of the large tile.
 SMALL_FORMS = [
     ((2048, 16, 16, 16, 64), "none", False, "m16n16"),  # 77 beside 701
-    ((1024, 16, 40, 40, 64), "bool", False, "m16n16"),  # 169 beside 458
     ((512, 16, 24, 24, 128), "io", False, "m16n16"),  # 91 beside 248
-    ((16, 16, 64, 64, 64), "none", False, "m16n16"),  # 11.3 beside 15.5; 64 rows: 12.7
-    ((1024, 16, 64, 64, 64), "none", False, "m64n64"),  # 199 beside 362; one warp: 238
-    ((1024, 16, 64, 64, 64), "none", True, "m16n16"),  # 208 beside 394; 64 rows: 225
-    ((512, 16, 64, 64, 128), "float32", False, "m64n64"),  # 196 beside 236
-    ((256, 16, 128, 128, 64), "bool", False, "m64n64"),  # 142 beside 153
-    ((1, 12, 577, 577, 64), "none", True, "m64n64"),  # 19 beside 23
+    ((1024, 16, 40, 40, 64), "none", True, "m16n16"),  # 144 beside 436; on wgmma: 163
+    ((1024, 16, 40, 40, 64), "bool", False, "m64n64_masks"),  # 129 beside 406; one warp: 174
+    ((16, 16, 64, 64, 64), "none", False, "m64n64_softcap"),  # 9.2 beside 12.2; one warp: 10.7
+    ((1024, 16, 64, 64, 64), "none", True, "m64n64_softcap"),  # 167 beside 440; one warp: 211
+    ((512, 16, 64, 64, 128), "float32", False, "m64n64_bias32"),
+    ((512, 16, 100, 100, 64), "bool", False, "m64n64_masks"),  # 176 beside 290
+    ((256, 16, 128, 128, 64), "io", False, "m64n64_bias16"),  # 99 beside 152
+    ((256, 16, 128, 128, 128), "none", False, "m64n64_softcap"),  # 156 beside 180
+    ((64, 16, 256, 256, 128), "bool", False, "m64n64_masks"),  # 111 beside 118
+    ((64, 16, 256, 256, 64), "none", True, "m64n64_softcap"),  # 68 beside 80
+    ((2, 12, 197, 197, 64), "bool", False, "m64n64_masks"),  # 13.4 beside 21.2
+    ((1, 12, 577, 577, 64), "io", False, "m64n64_bias16"),  # 15.6 beside 23.4
+    ((16, 12, 577, 577, 64), "none", False, "m64n64_softcap"),  # 81 beside 97
+    ((8, 16, 1024, 1024, 64), "none", True, "m64n64_softcap"),  # 69 beside 75
 ]
 LARGE_FORMS = [
-    ((64, 16, 256, 256, 128), "none"),  # 129 beside 191
-    ((256, 16, 128, 128, 128), "bool"),  # 173 beside 234
-    ((256, 16, 128, 128, 64), "io"),  # 155 beside 157
-    ((2, 12, 197, 197, 64), "bool"),  # 22.5 beside 23.1
-    ((8, 16, 32, 2048, 64), "none"),  # 32 beside 46
+    ((64, 16, 256, 256, 64), "none"),  # 76 beside 76
+    ((16, 16, 577, 577, 128), "io"),  # 138 beside 143
+    ((8, 16, 1024, 1024, 64), "bool"),  # 93 beside 112
+    ((1, 12, 577, 577, 64), "bool"),  # keys that nobody sees are passed over
+    ((8, 16, 32, 2048, 64), "none"),  # 32 beside 46 on mma.sync
     ((2048, 16, 16, 80, 64), "none"),
 ]
 
@@ -240,7 +266,8 @@ def form_of(call: tuple[int, int, int, int, int], mask: str, causal: bool = Fals
 def test_short_sequences_with_scores(call: tuple[int, int, int, int, int], mask: str, causal: bool, tile: str) -> None:
     problem = form_of(call, mask, causal)
     chosen = select_attention(problem, HOPPER)
-    assert chosen.spec.name == f"attn_fwd_sm80_bf16_d{call[4]}_{tile}_mods"
+    one_warp = tile == "m16n16"
+    assert chosen.spec.name == f"attn_fwd_sm{80 if one_warp else 90}_bf16_d{call[4]}_{tile}" + "_mods" * one_warp
     assert any("measured with so few queries" in reason for reason in chosen.why)
     # Not measured there.
     for other in (Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)):
@@ -250,31 +277,37 @@ def test_short_sequences_with_scores(call: tuple[int, int, int, int, int], mask:
 
 @pytest.mark.parametrize(("call", "mask"), LARGE_FORMS)
 def test_large_tiles_with_scores(call: tuple[int, int, int, int, int], mask: str) -> None:
-    assert select_attention(form_of(call, mask), HOPPER).spec.family == "attn_fwd_sm90"
+    chosen = select_attention(form_of(call, mask), HOPPER).spec
+    assert (chosen.family, SMALL in chosen.tuned_for) == ("attn_fwd_sm90", False)
 
 
-def test_a_mask_that_hopper_cannot_load_takes_64_rows_where_tiles_are_few() -> None:
-    """Measured: 36 us beside 55; a large batch 356 beside 362 at d64, 281 beside 271 at d128."""
-    few = dataclasses.replace(form_of((1, 12, 577, 577, 64), "io"), mask_map=False)
+def test_a_mask_that_no_map_describes_is_copied() -> None:
+    """Measured: 24 us beside 30 on mma.sync, a large batch 204 beside 353; longer sequences at d128 146 beside 330."""
+    for call, tile in (
+        ((1, 12, 577, 577, 64), "m64n64"), ((512, 16, 100, 100, 64), "m64n64"), ((16, 16, 577, 577, 128), "m192n64"),
+    ):  # fmt: skip
+        problem = dataclasses.replace(form_of(call, "io"), mask_map=False)
+        chosen = select_attention(problem, HOPPER)
+        assert chosen.spec.name == f"attn_fwd_sm90_bf16_d{call[4]}_{tile}_bias16"
+        assert any("rows at multiples of 16 bytes" in reason for reason in chosen.why)
+    few = dataclasses.replace(problem_of(8, 16, 32, 577, 64), mask="io")  # which are split on mma.sync
+    assert not select_attention(few, HOPPER).spec.arch_specific
+
+
+def test_without_tensor_maps_64_rows_where_tiles_are_few() -> None:
+    few = dataclasses.replace(form_of((1, 12, 577, 577, 64), "io"), tensor_maps=False)
     assert select_attention(few, HOPPER).spec.name == "attn_fwd_sm80_bf16_d64_m64n64_mods"
-    many = dataclasses.replace(form_of((512, 16, 100, 100, 64), "io"), mask_map=False)
+    many = dataclasses.replace(form_of((512, 16, 100, 100, 64), "io"), tensor_maps=False)
     assert select_attention(many, HOPPER).spec.name == "attn_fwd_sm80_bf16_d64_n64_mods"
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "causal", "limit"),
     [(64, False, 24), (64, True, 48), (32, False, 24), (128, False, 16), (128, True, 24), (72, False, 16)],
 )
-def test_one_warp_without_scores(head_dim: int, causal: bool, limit: int, packed: bool) -> None:
-    """Up to a length; where no length is known beyond the mean, one may be long."""
+def test_one_warp_without_scores(head_dim: int, causal: bool, limit: int) -> None:
     for seqlen, small in ((1, True), (limit, True), (limit + 1, False)):
         problem = problem_of(1024, 16, seqlen, seqlen, head_dim, causal)
-        if packed:
-            rows = dict.fromkeys(("seqlen_q", "seqlen_k"), 1024 * seqlen)
-            problem = dataclasses.replace(problem, varlen=True, **rows)
-            assert not select_attention(problem, HOPPER).spec.name.endswith("_m16n16")
-            problem = dataclasses.replace(problem, max_seqlen_q=seqlen, max_seqlen_k=seqlen)
         chosen = select_attention(problem, HOPPER)
         name = f"attn_fwd_sm80_bf16_d{64 if head_dim <= 64 else 128}_m16n16"
         assert (chosen.spec.name == name) == small
@@ -283,6 +316,20 @@ def test_one_warp_without_scores(head_dim: int, causal: bool, limit: int, packed
             assert SMALL not in select_attention(problem, other).spec.tuned_for
     long, few = problem_of(1024, 16, 16, 2048, head_dim, causal), problem_of(8, 16, 16, 16, head_dim, causal)
     assert all(select_attention(other, HOPPER).spec.block_m != 16 for other in (long, few))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "limit"), [(64, False, 40), (64, True, 48), (128, False, 28), (128, True, 40)]
+)
+def test_one_warp_of_packed_sequences(head_dim: int, causal: bool, limit: int) -> None:
+    """Up to a mean, if none is longer than 64; where nothing is known beyond the mean, one may be long."""
+    for mean, longest, small in ((1, 64, True), (limit, 64, True), (limit, 65, False), (limit + 1, 64, False)):
+        rows = dict.fromkeys(("seqlen_q", "seqlen_k"), 1024 * mean)
+        dense = problem_of(1024, 16, mean, mean, head_dim, causal)
+        unknown = dataclasses.replace(dense, varlen=True, **rows)
+        packed = dataclasses.replace(unknown, max_seqlen_q=longest, max_seqlen_k=longest)
+        assert (select_attention(packed, HOPPER).spec.block_m == 16) == small
+        assert select_attention(unknown, HOPPER).spec.block_m != 16
 
 
 def test_one_warp_where_all_heads_run_at_once() -> None:

@@ -76,10 +76,13 @@ CALLS = {
     "quantized_attention": "precision int8, int4",
     "fp8_attention": "precision fp8, e4m3 arrays",
     "layout_fp8": "attention on e4m3 arrays",
+    "quantize_fp8_sums": "attention with precision fp8",
+    "quantize_values": "attention with precision fp8",
     "quantize": "quantize_qk, quantize_v",
     "quantize_delta": "quantize_qk with smooth_q",
     "decode_combine": "decode",
     "mask_pack": "attention with a mask",
+    "mask_align": "attention with an additive mask",
     "mask_list": "attention with a mask",
     "tile_kinds": "attention with a block_mask or score_mod",
     "packed_parts": "attention_varlen with seqused_q or seqused_k",
@@ -92,18 +95,22 @@ BESIDE = {
     "attention_backward_finish": "attention_backward, dq of sums",
 }
 
+#: Q, K and V of `attention` to e4m3 in two launches.
+FP8_VALUES = ("quantize_fp8_sums", "quantize_values")
+
 #: Kernels that some calls of `attention` and `quantize_qk` take for speed, or before others: tables are about those.
-FASTER = ("attention_split", "attention_combine", "attention_combine_lse", "quantize_fp8", "layout_fp8")
+FASTER = ("attention_split", "attention_combine", "attention_combine_lse", "quantize_fp8", "layout_fp8", *FP8_VALUES)
 
 #: Operation of the registry to its line in the README's table.
 LINES = {
     **dict.fromkeys(("attention", *FASTER[:3]), "`attention`, `attention_varlen`"),
     "quantized_attention": "the same, precision int8 and int4",
-    **dict.fromkeys(("fp8_attention", "layout_fp8"), "the same, precision fp8 and e4m3 arrays"),
+    **dict.fromkeys(("fp8_attention", "layout_fp8", *FP8_VALUES), "the same, precision fp8 and e4m3 arrays"),
     "quantize_fp8": "`quantize_qk`, `quantize_v`",
     "quantize": "`quantize_qk`, `quantize_v`",
     "quantize_delta": "`quantize_qk`, `quantize_v`",
     "mask_pack": "`attention`, `attention_varlen`",
+    "mask_align": "`attention`, `attention_varlen`",
     "mask_list": "`attention`, `attention_varlen`",
     "tile_kinds": "`attention`, `attention_varlen`",
     "packed_parts": "`attention`, `attention_varlen`",

@@ -89,9 +89,11 @@ def build(
     layout = ATTN_FWD_SM90
     if "score_mods" in spec.features:
         layout = ATTN_FWD_FORMS_SM90
-        values |= {"map_bias": bias_map(spec, problem, q), **member("forms", form_values(problem, masks))}
+        values |= {"map_bias": bias_map(spec, problem, q, masks), **member("forms", form_values(problem, masks))}
     if problem.score_mod is not None:
         layout = ATTN_FWD_MOD_SM90
         values |= member("arrays", array_values(problem.score_mod))
     grid = (min(tiles.num_items, num_ctas), 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
+    # Kernels that visit all tiles wait by themselves for the one that packs the mask, if it has anything to pack.
+    overlap = masks is not None and "lists" in spec.lacks and problem.seqlen_k > 0
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=overlap),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from ..errors import UnsupportedError
@@ -10,6 +11,7 @@ from ..kv.formats import KVFormat
 from ..problems import DecodeProblem, MergeProblem, Target
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..registry import KernelSpec
+from ..registry.decode import SHARED_TILES
 from ..runtime.record import LaunchRecord
 from . import merge_states
 from .attn_fwd import SINKS_KINDS
@@ -24,6 +26,8 @@ SHARED_PREFIX = -1
 _MAX_WORKERS = 46340
 #: Keys of the smallest chunk of a sequence that work is divided into; and with ``deterministic`` of every split.
 CHUNK, FIXED_SPLIT = 128, 512
+#: Keys of all kv heads, for each SM, from which on warps of a CTA share them: docs/performance/decode.md.
+SHARED_KEYS = 768
 _COMBINE_WARPS = 8
 #: fp16 1024 twice; the kernels must not know it at compile time (kernels_cu/decode/kv_dequant.cuh).
 _TWO_1024 = 0x64006400
@@ -148,9 +152,24 @@ def passes(problem: DecodeProblem) -> tuple[Pass, ...]:
     return (Pass(p, *formats, planes, cache.hadamard),)
 
 
-def query_tiles(problem: DecodeProblem) -> int:
-    """Tiles of 8 query rows that a CTA of the kernel for ``problem`` has."""
-    return 1 if problem.group * problem.q_len <= 8 else 2
+def query_tiles(one: Pass, target: Target) -> tuple[tuple[int, int], ...]:
+    """Kernels that can serve a pass, the best first: tiles of 8 query rows of a warp, warps with rows of their own.
+
+    Warps that share keys read them once for all rows of a kv head, in the smallest tile that has so many. Keys that are
+    few for the GPU come from L2 after the first block of rows, and smaller tiles leave smaller partial results.
+    """
+    p = one.problem
+    rows = p.group * p.q_len
+    if rows <= 16:
+        return ((1 if rows <= 8 else 2, 1),)
+    apart = (2, 1)
+    shared = SHARED_TILES.get(one.k.row_dim, ()) if one.k.bits == one.v.bits == 16 else ()
+    few = p.batch * p.num_kv_heads * p.capacity < SHARED_KEYS * target.sm_count
+    # Measured on Hopper alone. With `deterministic` the batch must not decide.
+    if not shared or target.cc[0] != 9 or (few and not p.deterministic):
+        return (apart, *shared)
+    best = next((tiles for tiles in shared if rows <= 8 * math.prod(tiles)), shared[-1])
+    return (best, *(tiles for tiles in (apart, *shared) if tiles != best))
 
 
 def build(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..problems import AttentionProblem
 from ..problems.memory import ITEMSIZE, WORKSPACE_ALIGNMENT
@@ -10,10 +11,12 @@ from ..problems.quantize import carve
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES, PACK_TILES
 from ..runtime.record import LaunchRecord
-from .structs import MASK_LIST, MASK_PACK, At
+from .structs import MASK_ALIGN, MASK_LIST, MASK_PACK, At
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
 MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
+#: What a thread of ``mask_align_sm80`` copies: a tensor map wants rows at multiples of it.
+_CHUNK_BYTES = 16
 #: Threads of a warpgroup: words of a tile of bits.
 _WORDS = 128
 
@@ -60,8 +63,10 @@ class MaskPlaces:
     ----------
     bits, key_bias : At, optional
         Words, of a boolean mask, or fp32 values, of an additive one; the other is None.
-    kinds, lists : At
-        What each tile is, and which tiles of keys each tile of query rows has to visit.
+    kinds : At
+        What each tile is.
+    lists : At, optional
+        Which tiles of keys each tile of query rows has to visit; None for kernels that visit all.
     tiles_stride_b, tiles_stride_h : int
         Of bits or key_bias.
     tiles_stride_m : int
@@ -73,12 +78,16 @@ class MaskPlaces:
         they are.
     num_bytes : int
         Memory of all of it.
+    bias : At, optional
+        A copy of an additive mask that a tensor map can describe; None: the mask itself.
+    bias_strides : (int, int, int)
+        Of that copy: batch, head, query.
     """
 
     bits: At | None
     key_bias: At | None
     kinds: At
-    lists: At
+    lists: At | None
     tiles_stride_b: int
     tiles_stride_h: int
     tiles_stride_m: int
@@ -86,6 +95,8 @@ class MaskPlaces:
     lists_stride_h: int
     num_tiles: int
     num_bytes: int
+    bias: At | None = None
+    bias_strides: tuple[int, int, int] = (0, 0, 0)
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -115,8 +126,10 @@ def pay(problem: AttentionProblem) -> bool:
     return takes(problem) and problem.scratch and problem.seqlen_k <= MASK_TILE * MAX_TILES
 
 
-def shapes(problem: AttentionProblem, num_m_blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of what the kernels make, by name: ``bits`` or ``key_bias``, ``kinds``, ``lists``."""
+def shapes(
+    problem: AttentionProblem, num_m_blocks: int, *, listed: bool = True
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of what the kernels make, by name: ``bits`` or ``key_bias``, ``kinds``, and ``lists``."""
     e = MaskExtents.of(problem)
     tiles = (e.batch, e.heads, e.m_tiles, e.n_tiles)
     packed: dict[str, tuple[tuple[int, ...], str]] = (
@@ -124,7 +137,8 @@ def shapes(problem: AttentionProblem, num_m_blocks: int) -> dict[str, tuple[tupl
         if problem.mask == "bool"
         else {"key_bias": ((e.batch, e.heads, MASK_TILE * e.n_tiles), "float32")}
     )
-    return {**packed, "kinds": (tiles, "uint8"), "lists": (list_shape(problem, e, num_m_blocks), "int32")}
+    found = {**packed, "kinds": (tiles, "uint8")}
+    return {**found, "lists": (list_shape(problem, e, num_m_blocks), "int32")} if listed else found
 
 
 def list_shape(problem: AttentionProblem, e: MaskExtents, num_m_blocks: int) -> tuple[int, ...]:
@@ -134,7 +148,7 @@ def list_shape(problem: AttentionProblem, e: MaskExtents, num_m_blocks: int) -> 
     return (e.batch, e.heads, num_m_blocks, 1 + e.n_tiles)
 
 
-def list_strides(problem: AttentionProblem, e: MaskExtents, num_m_blocks: int) -> dict[str, int]:
+def list_strides(problem: AttentionProblem, e: MaskExtents, num_m_blocks: int) -> dict[str, Any]:
     """What `MaskPlaces` says of lists, for those of every mask: 0 for extents of 1."""
     *_, length = list_shape(problem, e, num_m_blocks)
     per_head = num_m_blocks * length
@@ -146,15 +160,15 @@ def list_strides(problem: AttentionProblem, e: MaskExtents, num_m_blocks: int) -
 
 
 def workspace_bytes(problem: AttentionProblem, num_m_blocks: int) -> int:
-    """Bytes of memory that `build` needs."""
+    """Bytes of memory that `build` needs, with lists."""
     return carve(shapes(problem, num_m_blocks))[1]
 
 
-def places(problem: AttentionProblem, num_m_blocks: int, memory: At) -> MaskPlaces:
+def places(problem: AttentionProblem, num_m_blocks: int, memory: At, *, listed: bool = True) -> MaskPlaces:
     """Where everything is, from ``memory`` on, every array at a multiple of `WORKSPACE_ALIGNMENT`."""
     assert memory.offset % WORKSPACE_ALIGNMENT == 0
     e = MaskExtents.of(problem)
-    offsets, num_bytes = carve(shapes(problem, num_m_blocks))
+    offsets, num_bytes = carve(shapes(problem, num_m_blocks, listed=listed))
     at = {name: At(memory.operand, memory.offset + offset) for name, offset in offsets.items()}
     per_m = _WORDS * e.n_tiles if problem.mask == "bool" else 0
     per_head = per_m * e.m_tiles if problem.mask == "bool" else MASK_TILE * e.n_tiles
@@ -163,7 +177,7 @@ def places(problem: AttentionProblem, num_m_blocks: int, memory: At) -> MaskPlac
         at.get("bits"),
         at.get("key_bias"),
         at["kinds"],
-        at["lists"],
+        at.get("lists"),
         tiles_stride_b=per_head * e.heads if by_batch else 0,
         tiles_stride_h=per_head if by_head else 0,
         tiles_stride_m=per_m if by_row else 0,
@@ -174,7 +188,7 @@ def places(problem: AttentionProblem, num_m_blocks: int, memory: At) -> MaskPlac
 
 def build(
     pack: KernelSpec,
-    listing: KernelSpec,
+    listing: KernelSpec | None,
     problem: AttentionProblem,
     block_m: int,
     lead_rows: int,
@@ -186,7 +200,7 @@ def build(
     Parameters
     ----------
     pack, listing : KernelSpec
-        Rows of the operations ``"mask_pack"`` and ``"mask_list"``.
+        Rows of the operations ``"mask_pack"`` and ``"mask_list"``; no listing for kernels that visit all tiles.
     problem : AttentionProblem
         Of a call with a mask that the kernels take (`takes`); the operand is ``"mask"``.
     block_m : int
@@ -207,7 +221,7 @@ def build(
     assert takes(problem), "attention reads this mask itself"
     assert block_m % MASK_TILE == 0 or MASK_TILE % block_m == 0
     assert lead_rows % MASK_TILE == 0
-    found = places(problem, num_m_blocks, memory)
+    found = places(problem, num_m_blocks, memory, listed=listing is not None)
     if problem.batch * problem.num_q_heads * num_m_blocks == 0:
         return (), found
     e = MaskExtents.of(problem)
@@ -218,11 +232,59 @@ def build(
     if ctas:
         packing = MASK_PACK.pack(_pack_values(problem, e, found))
         records.append(LaunchRecord(pack, (ctas, 1, 1), 32 * pack.num_warps, *packing))
+    if listing is None:
+        return tuple(records), found
     # It begins while the kernel ahead ends, and waits for its kinds by itself.
     lists = list_record(
         listing, problem, e, found, block_m, lead_rows, num_m_blocks, broadcast_rows=e.rows == 1, overlap=bool(records)
     )
     return (*records, lists), found
+
+
+def _row_chunks(problem: AttentionProblem, e: MaskExtents) -> int:
+    return -(-e.cols * ITEMSIZE[problem.mask_dtype] // _CHUNK_BYTES)
+
+
+def build_aligned(
+    align: KernelSpec, problem: AttentionProblem, memory: At
+) -> tuple[tuple[LaunchRecord, ...], MaskPlaces]:
+    """The launch that copies an additive mask (`AttentionProblem.aligns_mask`) for tensor maps, and where the copy is.
+
+    Parameters
+    ----------
+    align : KernelSpec
+        The row of the operation ``"mask_align"``.
+    problem : AttentionProblem
+    memory : At
+        At a multiple of `WORKSPACE_ALIGNMENT`.
+    """
+    assert memory.offset % WORKSPACE_ALIGNMENT == 0
+    e = MaskExtents.of(problem)
+    row_chunks = _row_chunks(problem, e)
+    chunks = e.batch * e.heads * e.rows * row_chunks
+    itemsize = ITEMSIZE[problem.mask_dtype]
+    row = row_chunks * _CHUNK_BYTES // itemsize
+    by_batch, by_head, by_row = (stride != 0 for stride in _strides(problem)[:3])
+    strides = (row * e.rows * e.heads * by_batch, row * e.rows * by_head, row * by_row)
+    found = MaskPlaces(None, None, memory, None, 0, 0, 0, 0, 0, 0, _CHUNK_BYTES * chunks, memory, strides)
+    if not chunks:
+        return (), found
+    first_byte, end_byte = memory_of(problem)
+    values: dict[str, object] = {
+        "mask": At("mask"),
+        "copy": memory,
+        **dict(zip((f"mask_stride_{x}" for x in "bhqk"), _strides(problem), strict=True)),
+        "first_byte": first_byte,
+        "end_byte": end_byte,
+        "mask_heads": e.heads,
+        "rows": e.rows,
+        "cols": e.cols,
+        "row_chunks": row_chunks,
+        "element_bytes": itemsize,
+        "chunks": chunks,
+    }
+    threads = 32 * align.num_warps
+    return (LaunchRecord(align, (-(-chunks // threads), 1, 1), threads, *MASK_ALIGN.pack(values)),), found
 
 
 def list_record(

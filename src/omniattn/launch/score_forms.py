@@ -13,6 +13,7 @@ from ..problems.memory import ITEMSIZE
 from ..registry import KernelSpec
 from ..runtime.record import TensorMap
 from .masks import MaskPlaces
+from .structs import At
 
 #: `ScoreForm` of device code.
 SOFTCAP, SCALED, BITS, KEY_BIAS, BIAS, MOD_TILES = 1, 2, 4, 8, 16, 32
@@ -54,7 +55,7 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
     # A factor that is not positive, or infinite in base 2, goes into the scores, where it does no harm to the -inf of
     # hidden keys.
     scaled = 0 if is_plain_scale(factor) else SCALED
-    own_tiles = MOD_TILES if masks is not None and form in ("none", "tiles") else 0
+    own_tiles = MOD_TILES if masks is not None and masks.bias is None and form in ("none", "tiles") else 0
     limit, poly = _cap_polynomial(problem.softmax_scale, problem.softcap) if capped else (0.0, (0.0,) * 4)
     near_limit, near = (
         _cap_polynomial(problem.softmax_scale, problem.softcap, _TANH_NEAR) if capped else (0.0, (0.0,) * 3)
@@ -84,7 +85,9 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
     }
 
 
-def bias_map(spec: KernelSpec, problem: AttentionProblem, fallback: TensorMap) -> TensorMap:
+def bias_map(
+    spec: KernelSpec, problem: AttentionProblem, fallback: TensorMap, masks: MaskPlaces | None = None
+) -> TensorMap:
     """The tensor map of an additive mask's tiles; ``fallback``, which nobody reads, where there are none."""
     rows, keys = problem.mask_extent  # of packed sequences those of the longest
     if spec.bias_bytes == 0 or 0 in (problem.batch, rows, keys):
@@ -93,7 +96,10 @@ def bias_map(spec: KernelSpec, problem: AttentionProblem, fallback: TensorMap) -
     b, h, q, _ = problem.strides.mask
     dtype = problem.mask_dtype
     item = ITEMSIZE[dtype]
+    at = At("mask")
+    if masks is not None and masks.bias is not None:
+        at, (b, h, q) = masks.bias, masks.bias_strides
     dims = (keys, rows, problem.num_q_heads if h else 1, problem.batch if b else 1)
     # The strides of extents of 1 are not used; a map wants positive multiples of 16 bytes.
     strides = tuple(item * s or 16 for s in (q, h, b))
-    return TensorMap("mask", 0, dtype, dims, strides, (128 // item, spec.block_m, 1, 1))
+    return TensorMap(at.operand, at.offset, dtype, dims, strides, (128 // item, spec.block_m, 1, 1))

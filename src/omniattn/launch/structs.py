@@ -358,6 +358,12 @@ QUANTIZE_FP8 = HostStruct(
     f"{ROWS_TO_FP8.inside('q')}; {ROWS_TO_FP8.inside('k')}; i head_dim head_dim_pad; {ROTATION.inside('rotation')}",
 )
 
+QUANTIZE_FP8_SUMS = HostStruct(
+    "QuantizeFp8SumsParams",
+    "params/quantize_fp8.cuh",
+    f"{QUANTIZE_FP8.inside('rows')}; {QUANTIZE.inside('values')}; i chunks reserved",
+)
+
 LAYOUT_FP8 = HostStruct(
     "LayoutFp8Params",
     "params/layout_fp8.cuh",
@@ -383,6 +389,13 @@ MASK_PACK = HostStruct(
     "P mask bits key_bias kinds;"
     "q mask_stride_b mask_stride_h mask_stride_q mask_stride_k first_byte end_byte; P cu_seqlens_q cu_seqlens_k;"
     "i mask_kind mask_heads rows cols m_tiles n_tiles total_q total_k",
+)
+
+MASK_ALIGN = HostStruct(
+    "MaskAlignParams",
+    "params/mask_tiles.cuh",
+    "P mask copy; q mask_stride_b mask_stride_h mask_stride_q mask_stride_k first_byte end_byte;"
+    "i mask_heads rows cols row_chunks element_bytes; I chunks",
 )
 
 MASK_LIST = HostStruct(
@@ -417,8 +430,8 @@ STRUCTS: dict[str, HostStruct] = {
         ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
         QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_SPLIT_SM90, ATTN_INT8_FORMS_SM90,
         VALUE_FACTORS, ATTN_FP8_FACTORS_SM89, ATTN_FP8_FACTORS_SM90, QUANTIZE, ROTATION, QUANTIZE_ROTATED,
-        QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY, MERGE_STATES, MASK_PACK,
-        MASK_LIST, TILE_KINDS, PACKED_PARTS,
+        QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, QUANTIZE_FP8_SUMS, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY,
+        MERGE_STATES, MASK_PACK, MASK_ALIGN, MASK_LIST, TILE_KINDS, PACKED_PARTS,
     )
 }  # fmt: skip
 

@@ -79,7 +79,7 @@ def decode(
         The bits of a sequence's result depend on that sequence only, not on the batch it is in. Repeated calls give the
         same bits in any case. On a GPU it takes scratch memory for the whole capacity, not for the lengths: for each
         sequence, kv head and 512 tokens 4 * head_dim + 8 bytes a query row (q_len times the query heads of a kv head,
-        rounded up to 8 or a multiple of 16).
+        rounded up to whole tiles of 8 to 72).
     shared_prefix : int
         With a `PagedKVCache`: so many first tokens, a multiple of block_size, are in the same blocks for all sequences
         (`BlockManager.fork`), and no query is one of them. Their keys are read for the whole batch together, as those

@@ -34,7 +34,9 @@ from ..select import (
     select_attention,
     select_delta,
     select_fp8_quantizer,
+    select_fp8_values,
     select_layout,
+    select_mask_align,
     select_masks,
     select_quantizer,
     select_split,
@@ -127,7 +129,12 @@ def _prepares(spec: KernelSpec, problem: AttentionProblem) -> bool:
     if problem.varlen and ("masks" in spec.lacks or not spec.arch_specific):
         return False
     packs = masks.takes if spec.family == "attn_fwd_sm90" else masks.pay
-    return packs(problem) or tile_kinds.wanted(problem)
+    return packs(problem) or tile_kinds.wanted(problem) or _aligns(spec, problem)
+
+
+def _aligns(spec: KernelSpec, problem: AttentionProblem) -> bool:
+    """Whether a kernel before attention copies its additive mask to where a tensor map can describe it."""
+    return spec.family == "attn_fwd_sm90" and problem.aligns_mask
 
 
 def _prepare_mask(
@@ -136,12 +143,21 @@ def _prepare_mask(
     """begin: where its memory in the workspace begins."""
     if not _prepares(spec, problem):
         return _PreparedMask(end=begin)
+    if _aligns(spec, problem):
+        align = select_mask_align(target, force)
+        records, places = masks.build_aligned(align.spec, problem, At("workspace", begin))
+        return _PreparedMask(records, (places,), begin + places.num_bytes, (align,))
     blocks = attn_fwd.num_m_blocks(problem, spec.block_m)
     # Kernels of an architecture are persistent: they have an order of tiles.
     ordered = spec.arch_specific
     lead_rows = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count).lead_rows if ordered else 0
     packed = masks.takes(problem)
     first, listing = select_masks(problem, target, force) if packed else select_tile_kinds(target, force)
+    if packed and "lists" in spec.lacks:
+        records, places = masks.build(
+            first.spec, None, problem, spec.block_m, lead_rows, blocks, At("workspace", begin)
+        )
+        return _PreparedMask(records, (places,), begin + places.num_bytes, (first,))
     if not packed:
         first = _with_score_mod(first, problem)
     records, places = (masks.build if packed else tile_kinds.build)(
@@ -176,6 +192,14 @@ def _quantize_first(
     quantizers: list[Selection] = []
     starts: tuple[At, At] | None = None
     for part in problem.quantizations(quantized):
+        both = select_fp8_values(part, target, force) if fp8.takes_values(part) else None
+        if both is not None:
+            memory = At("workspace", _aligned(end))
+            specs = both[0].spec, both[1].spec
+            made += fp8.build_with_values(*specs, part, (strides.q, strides.k, strides.v), at, memory)
+            quantizers += both
+            end = memory.offset + fp8.values_scratch(specs[0], part)
+            continue
         if fp8.takes(part):
             quantizers.append(select_fp8_quantizer(part, target, force))
             made += fp8.build_quantizer(quantizers[-1].spec, part, (strides.q, strides.k), at)

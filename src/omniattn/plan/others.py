@@ -40,8 +40,8 @@ def plan_quantize(call: QuantizeCall, target: Target, force: str | None) -> Laun
 
 def plan_decode(problem: DecodeProblem, target: Target, force: str | None) -> Launches:
     """The launches of ``decode``."""
-    asked = [(p.problem.dtype, p.k, p.v, decode.query_tiles(p.problem)) for p in decode.passes(problem)]
-    selections = [select_decode(*each, target, force) for each in asked]
+    asked = [(p.problem.dtype, p.k, p.v, decode.query_tiles(p, target)) for p in decode.passes(problem)]
+    selections = [select_decode(*each, target=target, force=force) for each in asked]
     kernels = tuple(decode.Kernels(main.spec, combine.spec) for main, combine in selections)
     merge = select_merge(problem.dtype, target, force) if len(selections) > 1 else None
     records, workspace_bytes = decode.build(kernels, None if merge is None else merge.spec, problem, target)

@@ -14,7 +14,8 @@ UNLIMITED = -1
 
 #: Keys from which on a problem without causality counts as long, and below which a causal one counts as short.
 LONG_KEYS = 8192
-SHORT_CAUSAL_KEYS = 2048
+#: Of a batch, and of packed sequences in the mean.
+SHORT_CAUSAL_KEYS, SHORT_PACKED_KEYS = 640, 1280
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,16 @@ class AttentionProblem:
         return self.mask_form in ("bits", "keys")
 
     @property
+    def aligns_mask(self) -> bool:
+        """Whether a kernel that wants tensor maps can get a copy of the additive mask, which no map describes."""
+        if self.mask_form != "tiles" or self.mask_map or self.varlen or self.finds_tiles or not self.scratch:
+            return False
+        b, h, q, _ = self.strides.mask if self.strides is not None else (1, 1, 1, 1)
+        rows, keys = self.mask_extent
+        masks = (self.batch if b else 1) * (self.num_q_heads if h else 1)
+        return masks * (rows if q else 1) * keys < 2**31  # rows of 16 bytes are counted in 31 bits
+
+    @property
     def finds_tiles(self) -> bool:
         """Whether a block mask or a mask expression hides tiles, and nothing else (a packed mask) finds them."""
         hides = self.block_mask is not None or (self.score_mod is not None and self.score_mod.mask is not None)
@@ -248,10 +259,12 @@ class AttentionProblem:
 
     @property
     def workload(self) -> str:
-        """``"short causal"`` or ``"causal"`` (windows too: the keys end with the row), ``"short"`` or ``"long"``."""
+        """``"window"`` (with a left edge), ``"short causal"``, ``"causal"``, ``"short"`` or ``"long"``."""
         keys = self.seqlen_k // max(self.batch, 1) if self.varlen else self.seqlen_k
-        if self.window_left != UNLIMITED or self.window_right != UNLIMITED:
-            return "short causal" if keys < SHORT_CAUSAL_KEYS else "causal"
+        if self.window_left != UNLIMITED:
+            return "window"
+        if self.window_right != UNLIMITED:
+            return "short causal" if keys < (SHORT_PACKED_KEYS if self.varlen else SHORT_CAUSAL_KEYS) else "causal"
         return "long" if keys >= LONG_KEYS else "short"
 
     def quantization(self, *, grouping: str, pv: str, pv_accumulator: str, unpacked: bool) -> QuantizeProblem:

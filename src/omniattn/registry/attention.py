@@ -157,7 +157,7 @@ class _FwdSm90Tile:
 _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 4, 64, 4, 2),
     _FwdSm90Tile(96, 3, 96),
-    _FwdSm90Tile(128, 2, 128, 2, 2, ("short causal",)),
+    _FwdSm90Tile(128, 2, 128, 2, 2, ("short causal", "window")),
     _FwdSm90Tile(128, 3, 64, 3, 1, ("causal", "short", "long")),
     _FwdSm90Tile(192, 2, 64, 3),
     _FwdSm90Tile(256, 2, 64),
@@ -166,10 +166,10 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
 # Of v with a head_dim of its own; other pairs are padded to the next of these or of the tiles above.
 _FWD_SM90_HEAD_DIM_V_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(192, 2, 128, 2, 1, ("short", "long"), head_dim_v=128),
-    _FwdSm90Tile(192, 3, 64, 3, 1, ("short causal", "causal"), head_dim_v=128),
+    _FwdSm90Tile(192, 3, 64, 3, 1, ("short causal", "causal", "window"), head_dim_v=128),
     _FwdSm90Tile(128, 4, 64, 3, 2, head_dim_v=64),
     _FwdSm90Tile(64, 2, 128, 3, 2, ("long",), head_dim_v=128),
-    _FwdSm90Tile(64, 3, 64, 4, 1, ("short causal", "causal", "short"), head_dim_v=128),
+    _FwdSm90Tile(64, 3, 64, 4, 1, ("short causal", "causal", "window", "short"), head_dim_v=128),
     _FwdSm90Tile(96, 4, 64, 4, 1, head_dim_v=64),
 )
 # What wheels carry of them.
@@ -212,6 +212,21 @@ _FWD_SM90_VARLEN_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 
 
+# Short sequences with score forms, several CTAs an SM (docs/performance/short.md): select/short_forms.py says when.
+_FWD_SM90_SMALL_FORMS_TILES: tuple[_FwdSm90Tile, ...] = tuple(
+    _FwdSm90Tile(head_dim, consumers, 64, stages, q_stages, ("small",), bias_bytes, softcap, ctas)
+    for head_dim, consumers, stages, q_stages, bias_bytes, softcap, ctas in (
+        (64, 1, 3, 2, 0, False, 3),
+        (64, 1, 3, 2, 0, True, 3),
+        (64, 1, 2, 2, 2, True, 3),
+        (64, 1, 2, 1, 4, True, 3),
+        (128, 1, 2, 2, 0, False, 2),
+        (128, 1, 2, 2, 0, True, 2),
+        (128, 1, 2, 1, 2, True, 2),
+        (128, 1, 2, 1, 4, True, 2),
+    )
+)
+
 # Keys split over CTAs (docs/performance/few_queries.md): many stages, because memory is what such calls wait for.
 _FWD_SM90_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 2, 128, 5),
@@ -225,15 +240,19 @@ _FWD_SM90_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
 def _attn_fwd_sm90(
     tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = False, lists: bool = False, split: bool = False
 ) -> KernelSpec:
-    """forms: softcap, masks, any scale. lists: masks of packed sequences too; those of batches all have them.
+    """forms: softcap, masks, any scale. lists: masks of packed sequences too; of batches all large tiles have them.
 
     split: keys are split over CTAs.
     """
     short, tag = IO_TYPES[dtype]
     softcap = forms and tile.softcap
-    lists = forms and (lists or not varlen)
+    small = tile.ctas_per_sm > 1
+    lists = forms and (lists or not (varlen or small))
     lacks = {"dense" if varlen else "varlen", "any_strides"}
-    lacks |= ({"softcap"} if forms and not softcap else set()) | ({"masks"} if forms and not lists else set())
+    lacks |= ({"softcap"} if forms and not softcap else set()) | (
+        {"masks"} if forms and varlen and not lists else set()
+    )
+    lacks |= {"lists"} if forms and small and not lists else set()
     kind = f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else "_masks" if forms and not softcap else ""
     if split:
         kind = "_split"
@@ -298,7 +317,7 @@ def _attn_fwd_sm90(
         allowed_spill_bytes=(64 if tile.head_dim == 96 else 16)
         if forms and varlen
         else 36
-        if tile.bias_bytes and tile.num_consumers == 4
+        if tile.bias_bytes and (tile.num_consumers == 4 or (small and tile.head_dim == 64))
         else 0,
     )
 
@@ -378,6 +397,7 @@ def attention_rows() -> Iterator[KernelSpec]:
             (False, _FWD_SM90_FORMS_TILES),
             (True, _FWD_SM90_VARLEN_FORMS_TILES),
             (False, _FWD_SM90_BIAS_TILES),
+            (False, _FWD_SM90_SMALL_FORMS_TILES),
         )
         for tile in tiles
         for dtype in ("float16", "bfloat16")

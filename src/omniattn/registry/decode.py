@@ -19,6 +19,12 @@ _BITS = (16, 8, 8, 4, 4)
 ROW_DIMS, MIN_GROUP = (64, 128, 256), 32
 #: Shared memory of a CTA that every GPU gives, and that of an SM of the GPUs that the tiles are tuned for, bytes.
 _MOST_CTA, _MOST_SM = 99 << 10, 220 << 10
+#: Tiles of 8 query rows of a warp, and warps of a CTA that share keys, of kernels for 16-bit caches with more than 16
+#: rows a kv head: from few rows to many, by width of a cache's rows.
+SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((2, 2), (2, 4), (3, 3)),
+    128: ((2, 2), (2, 4), (3, 3)),
+}
 #: Words of the arguments behind the plan's scan: one sum a warp, and what was found.
 _SCAN_WORDS = 2
 
@@ -31,6 +37,16 @@ def row_format(kind: int, groups: int, head_dim: int) -> str:
     """Name of a row's format: element type, and channels of a group where a row has several (``"int4g32"``)."""
     name = ("16", "fp8", "int8", "int4", "fbgemm")[kind]
     return name if groups == 1 else f"{name}g{head_dim // groups}"
+
+
+def _shared_shape(head_dim: int, n_tiles: int, row_warps: int) -> dict[str, int]:
+    """`_decode_shape` of CTAs whose warps share keys: registers leave room for 8 warps an SM at d128, for 12 at d64."""
+    if n_tiles == 2:
+        warps = 8 if head_dim > 64 else 12
+        stages = 2 if (head_dim, row_warps) == (128, 2) else 3
+        return {"tile": 16, "m_tiles": 2, "ctas": max(1, warps // row_warps), "stages": stages}
+    warps = 6 if head_dim > 64 else 12
+    return {"tile": 16, "m_tiles": 1, "ctas": max(1, warps // row_warps), "stages": 3}
 
 
 def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) -> dict[str, int]:
@@ -50,7 +66,13 @@ def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) ->
 
 
 def decode_row(
-    dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int], n_tiles: int, prebuild: tuple[str, ...] = ()
+    dtype: str,
+    head_dim: int,
+    k: tuple[int, int],
+    v: tuple[int, int],
+    n_tiles: int,
+    prebuild: tuple[str, ...] = (),
+    row_warps: int = 1,
 ) -> KernelSpec:
     """One ``decode_sm80`` kernel.
 
@@ -63,27 +85,36 @@ def decode_row(
     k, v : (kind, groups)
         `KV_KINDS`, and words of a row's parameters, 1 for 16 bits.
     n_tiles : int
-        Tiles of 8 query rows that a CTA has.
+        Tiles of 8 query rows that a warp has.
     prebuild : tuple of str
+    row_warps : int
+        1: the warps of a CTA have the same rows and keys of their own. More: so many warps with rows of their own, for
+        each of which the CTA's keys are in shared memory once.
     """
     short, tag = IO_TYPES[dtype]
     sizes = [head_dim * _BITS[kind] // 8 for kind, _ in (k, v)]
     groups = max(k[1], v[1])
     token_bytes = sum(sizes) + sum(4 * count for kind, count in (k, v) if kind)
-    shape = _decode_shape(head_dim, token_bytes, groups, n_tiles)
+    if row_warps > 1:
+        shape = _shared_shape(head_dim, n_tiles, row_warps)
+    else:
+        shape = _decode_shape(head_dim, token_bytes, groups, n_tiles)
     if KV_KINDS["fbgemm"] in (k[0], v[0]) and head_dim > 64:
         shape["ctas"] = 2  # copies word by word take registers too
     tile, ctas = shape["tile"], shape["ctas"]
-    params = [4 * tile * count if kind else 16 for kind, count in (k, v)]
-    stage = _up(_up(tile * sizes[0], 128) + tile * sizes[1] + sum(params), 128)
-    warps = 4 if 8 * stage <= _MOST_CTA else 2
-    stages = max(2, min(shape["stages"], min(_MOST_CTA, _MOST_SM // ctas) // (warps * stage)))
+    keys = tile * row_warps
+    params = [4 * keys * count if kind else 16 for kind, count in (k, v)]
+    stage = _up(_up(keys * sizes[0], 128) + keys * sizes[1] + sum(params), 128)
+    warps = row_warps if row_warps > 1 else 4 if 8 * stage <= _MOST_CTA else 2
+    rings = warps // row_warps
+    stages = max(2, min(shape["stages"], min(_MOST_CTA, _MOST_SM // ctas) // (rings * stage)))
+    # Every warp's part of the result: of other keys, or of other rows.
     merge = 4 * warps * 8 * n_tiles * (head_dim + 4) + 8 * warps * 8 * n_tiles
-    smem_bytes = _up(_up(max(stage * warps * stages, merge), 128) + 4 * (warps + _SCAN_WORDS), 128)
+    smem_bytes = _up(_up(max(stage * rings * stages, merge), 128) + 4 * (warps + _SCAN_WORDS), 128)
     names = [row_format(*x, head_dim) for x in (k, v)]
     formats = f"kv{names[0]}" if k == v else f"k{names[0]}_v{names[1]}"
     return KernelSpec(
-        name=f"decode_sm80_{short}_d{head_dim}_{formats}" + (f"_n{n_tiles}" if n_tiles > 1 else ""),
+        name=f"decode_sm80_{short}_d{head_dim}_{formats}" + _rows_suffix(n_tiles, row_warps),
         family="decode_sm80",
         op="decode",
         source="entry/decode_sm80.cu",
@@ -100,12 +131,13 @@ def decode_row(
             ("TILE_TOKENS", str(tile)),
             ("M_TILES", str(shape["m_tiles"])),
             ("N_TILES", str(n_tiles)),
+            ("ROW_WARPS", str(row_warps)),
             ("MIN_CTAS", str(ctas)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
         head_dim=head_dim,
-        block_m=8 * n_tiles,
+        block_m=8 * n_tiles * row_warps,
         block_n=warps * tile,
         num_warps=warps,
         smem_bytes=smem_bytes,
@@ -116,29 +148,36 @@ def decode_row(
     )
 
 
+def _rows_suffix(n_tiles: int, row_warps: int) -> str:
+    """What a row's name says of its query rows; nothing of eight."""
+    return (f"_n{n_tiles}" if n_tiles > 1 else "") + (f"w{row_warps}" if row_warps > 1 else "")
+
+
 def _spills(head_dim: int, k: tuple[int, int], n_tiles: int) -> int:
     """Bytes that the row spills at most (docs/performance/decode.md): mostly outside the loop over keys."""
     if head_dim == 256 and n_tiles == 2:
         # One CTA an SM spills nothing and is slower; 8 rows a CTA would read the keys twice.
         return 464
-    if head_dim == 256 and k[0] == 0:
+    if (head_dim == 256 and k[0] == 0) or n_tiles == 3:
         return 32  # on sm_120
     return 272 if head_dim == 128 and k == (KV_KINDS["int4"], 4) and n_tiles == 2 else 0  # 124 on sm_90a, measured
 
 
-def combine_row(dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ...] = ()) -> KernelSpec:
-    """One ``decode_combine_sm80`` kernel."""
+def combine_row(
+    dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ...] = (), row_warps: int = 1
+) -> KernelSpec:
+    """One ``decode_combine_sm80`` kernel; rows as in `decode_row`."""
     short, tag = IO_TYPES[dtype]
     return KernelSpec(
-        name=f"decode_combine_sm80_{short}_d{head_dim}" + (f"_n{n_tiles}" if n_tiles > 1 else ""),
+        name=f"decode_combine_sm80_{short}_d{head_dim}" + _rows_suffix(n_tiles, row_warps),
         family="decode_combine_sm80",
         op="decode_combine",
         source="entry/decode_combine_sm80.cu",
         symbol="decode_combine_sm80",
-        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("ROWS", str(8 * n_tiles))),
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("ROWS", str(8 * n_tiles * row_warps))),
         dtype=dtype,
         head_dim=head_dim,
-        block_m=8 * n_tiles,
+        block_m=8 * n_tiles * row_warps,
         block_n=1,
         num_warps=8,
         smem_bytes=0,
@@ -213,6 +252,9 @@ def decode_rows() -> Iterator[KernelSpec]:
                 yield append_row(dtype, head_dim, x, x, prebuild)
             for n_tiles in (1, 2):
                 yield combine_row(dtype, head_dim, n_tiles, both)
+            for n_tiles, row_warps in SHARED_TILES.get(head_dim, ()):
+                yield decode_row(dtype, head_dim, (0, 1), (0, 1), n_tiles, ("90a",), row_warps)
+                yield combine_row(dtype, head_dim, n_tiles, ("90a",), row_warps)
     yield copy_row(both)
 
 

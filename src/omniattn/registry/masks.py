@@ -52,7 +52,26 @@ def _of_tiles(op: str) -> KernelSpec:
     )
 
 
+def _mask_align() -> KernelSpec:
+    return KernelSpec(
+        name="mask_align_sm80",
+        family="mask_align_sm80",
+        op="mask_align",
+        source="entry/mask_align_sm80.cu",
+        symbol="mask_align_sm80",
+        defines=(),
+        dtype="uint8",
+        head_dim=256,
+        block_m=1,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+        prebuild=_PREBUILD,
+    )
+
+
 def mask_rows() -> Iterator[KernelSpec]:
-    """Rows of ``mask_pack``, ``mask_list`` and ``tile_kinds``."""
+    """Rows of ``mask_pack``, ``mask_align``, ``mask_list`` and ``tile_kinds``."""
     yield from (_mask_pack(dtype) for dtype in ("float16", "bfloat16"))
+    yield _mask_align()
     yield from (_of_tiles(op) for op in ("mask_list", "tile_kinds"))

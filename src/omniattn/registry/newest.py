@@ -23,6 +23,9 @@ _BESIDE = (
     "packed_parts", "tile_kinds",
 )  # fmt: skip
 
+#: Chosen on Hopper alone, as small tiles are.
+_OF_HOPPER = ("quantize_fp8_sums", "quantize_values")
+
 
 def _is_common(spec: KernelSpec, arch: str) -> bool:
     if spec.arch_specific or not spec.prebuild or spec.smem_bytes > NEWEST_ARCHS[arch]:
@@ -37,8 +40,10 @@ def _is_common(spec: KernelSpec, arch: str) -> bool:
         return False
     if spec.op == "attention_split" and "score_mods" in spec.features:
         return False  # spills there, which nobody has measured
-    if "small" in spec.tuned_for:
-        return False  # for Hopper alone
+    if "small" in spec.tuned_for or spec.op in _OF_HOPPER:
+        return False
+    if spec.op in ("decode", "decode_combine") and "80" not in spec.prebuild:
+        return False  # shared keys, for Hopper alone
     if spec.op == "quantize" and spec.specialization is not None:
         return spec.specialization == ("sm80", "float16" if _PV[arch][0] == "fp16" else "float8_e4m3")
     return True

@@ -113,16 +113,18 @@ def _quantize_delta(head_dim: int, dtype: str) -> KernelSpec:
     )
 
 
-def _quantize_fp8(head_dim: int, dtype: str) -> KernelSpec:
+def _quantize_fp8(head_dim: int, dtype: str, sums: bool = False) -> KernelSpec:
+    """sums: with sums and ranges of V, for the kernel behind it that quantizes V."""
     short, tag = IO_TYPES[dtype]
     ctas = {64: 4, 128: 2, 256: 1}[head_dim]
+    defines = (("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas)), ("SUMS", str(int(sums))))
     return KernelSpec(
-        name=f"quantize_fp8_sm80_{short}_d{head_dim}",
+        name=f"quantize_fp8_sm80_{short}_d{head_dim}{'_sums' if sums else ''}",
         family="quantize_fp8_sm80",
-        op="quantize_fp8",
+        op="quantize_fp8_sums" if sums else "quantize_fp8",
         source="entry/quantize_fp8_sm80.cu",
         symbol="quantize_fp8_sm80",
-        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim)), ("CTAS", str(ctas))),
+        defines=(*defines, *_specialization_defines(("sm90", "float8_e4m3"))) if sums else defines,
         dtype=dtype,
         head_dim=head_dim,
         block_m=128,
@@ -130,7 +132,37 @@ def _quantize_fp8(head_dim: int, dtype: str) -> KernelSpec:
         num_warps=head_dim // 8,
         smem_bytes=0,
         ctas_per_sm=ctas,
+        min_arch=(9, 0) if sums else (8, 0),
         prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
+    )
+
+
+def _quantize_values(head_dim: int, dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    ctas = {64: 6, 128: 3, 256: 1}[head_dim]
+    return KernelSpec(
+        name=f"quantize_values_sm80_{short}_d{head_dim}",
+        family="quantize_values_sm80",
+        op="quantize_values",
+        source="entry/quantize_values_sm80.cu",
+        symbol="quantize_values_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("CTAS", str(ctas)),
+            *_specialization_defines(("sm90", "float8_e4m3")),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=head_dim // 16,
+        smem_bytes=0,
+        ctas_per_sm=ctas,
+        min_arch=(9, 0),
+        prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
+        # One value, of the last CTA of a head; where a head is quantized again.
+        allowed_spill_bytes=24 if head_dim < 256 else 0,
     )
 
 
@@ -159,4 +191,6 @@ def quantizer_rows() -> Iterator[KernelSpec]:
         yield from (_quantize(head_dim, dtype, variant) for head_dim, dtype in sizes)
     yield from (_quantize_delta(head_dim, dtype) for head_dim, dtype in sizes)
     yield from (_quantize_fp8(head_dim, dtype) for head_dim, dtype in sizes)
+    yield from (_quantize_fp8(head_dim, dtype, sums=True) for head_dim, dtype in sizes)
+    yield from (_quantize_values(head_dim, dtype) for head_dim, dtype in sizes)
     yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))

@@ -22,7 +22,8 @@ class KernelSpec:
     op : str
         The operation it serves: ``"attention"``, ``"attention_split"``,
         ``"attention_combine"``, ``"attention_combine_lse"``, ``"quantize"``, ``"quantize_delta"``,
-        ``"merge_states"``; of masks ``"mask_pack"``, ``"mask_list"``, ``"tile_kinds"``; of packed sequences
+        ``"merge_states"``; of masks ``"mask_pack"``, ``"mask_align"``, ``"mask_list"``,
+        ``"tile_kinds"``; of packed sequences
         ``"packed_parts"``; of caches
         ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
     source : str
@@ -57,7 +58,8 @@ class KernelSpec:
     lacks : frozenset of str
         What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
         batches; ``"lse"``: calls that want the LSE; ``"softcap"``: calls with one; ``"masks"``: calls with a mask
-        (of kernels for packed sequences); ``"any_strides"``: arrays that no tensor map describes (negative or huge
+        (of kernels for packed sequences); ``"lists"``: tiles of keys that a mask leaves, it visits all of them, and no
+        block_mask and score_mod; ``"any_strides"``: arrays that no tensor map describes (negative or huge
         strides); ``"any_scale"``: a softmax_scale that is 0 or not finite in fp32; ``"dq"``: the gradient of q;
         ``"mask"``: masks and score_mod; ``"no_softcap"``: calls without one; ``"other_masks"``: what has no mask, or
         one that differs between queries, and score_mod.

@@ -7,8 +7,8 @@ from .attention import PV_CHOICES, select_attention
 from .backward import needs_mods, select_backward, select_backward_rows, select_dq
 from .cache import select_append, select_copy, select_decode, select_merge, select_parts
 from .choice import Selection
-from .masks import select_masks, select_tile_kinds
-from .quantize import select_delta, select_fp8_quantizer, select_layout, select_quantizer
+from .masks import select_mask_align, select_masks, select_tile_kinds
+from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
 from .split import SplitSelection, select_split
 
 __all__ = [
@@ -25,7 +25,9 @@ __all__ = [
     "select_delta",
     "select_dq",
     "select_fp8_quantizer",
+    "select_fp8_values",
     "select_layout",
+    "select_mask_align",
     "select_masks",
     "select_merge",
     "select_parts",

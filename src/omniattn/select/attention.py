@@ -100,11 +100,13 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
 
 def _unfit_call(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
     """Why ``spec``, which can serve calls of this class, cannot serve ``problem``; None if it can."""
-    if problem.score_mod is not None and spec.quantized:
+    if problem.score_mod is not None and (spec.quantized or "lists" in spec.lacks):
         return "it takes no score_mod"
     if problem.block_mask is not None:
         if spec.quantized:
             return "it takes no block_mask"
+        if "lists" in spec.lacks:
+            return "it visits every tile of keys"
         if not problem.scratch:
             return "the arrays' library can give no memory for what is found out about tiles"
         if problem.seqlen_k > MASK_TILE * MAX_TILES:
@@ -135,7 +137,7 @@ def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
             return "it takes no additive mask that differs between queries"
         if spec.bias_bytes != ITEMSIZE[problem.mask_dtype]:
             return f"it takes additive masks of {8 * spec.bias_bytes} bits"
-        if not problem.mask_map:
+        if not (problem.mask_map or (spec.family == "attn_fwd_sm90" and problem.aligns_mask)):
             return "tensor maps cannot describe this mask: its address and strides are no multiples of 16 bytes"
     elif spec.bias_bytes != 0:
         return "it is for additive masks that differ between queries"
@@ -200,6 +202,10 @@ def _is_tiny(p: AttentionProblem, spec: KernelSpec, target: Target) -> bool:
     return max(p.seqlen_q, p.seqlen_k) <= most and p.batch * p.num_q_heads > 4 * target.sm_count
 
 
+#: Keys a query up to which an additive mask that no tensor map describes is copied for Hopper's kernel
+#: (docs/performance/short.md). With more of them keys are split, on mma.sync, which reads any mask.
+_COPY_RATIO = 16
+
 _ROWS: RowsOf[_Class] = RowsOf(lambda spec, of: spec.op == "attention" and _unfit_class(spec, of) is None)
 
 
@@ -231,6 +237,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         return chosen
     alike = _ROWS(REGISTRY, _class_of(problem, target))
     fitting = [spec for spec in alike if _unfit_call(spec, problem, target) is None]
+    if problem.aligns_mask and problem.seqlen_k > _COPY_RATIO * problem.seqlen_q:
+        fitting = [spec for spec in fitting if spec.bias_bytes == 0]
     if not fitting:
         rows = [spec for spec in REGISTRY if spec.op == "attention" and spec.quantized == wanted.quantized]
         # Of rows for other element types and narrower heads nobody wants to hear, unless there are no others.
@@ -296,6 +304,10 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         asked = "auto" not in (wanted.pv, wanted.pv_accumulator)
         reason = "as asked for" if asked else "two-level sums" if best.arch_specific else why_pv
         why.append(f"P V in {best.pv} with {best.pv_accumulator} accumulators: {reason}")
+    if best.bias_bytes and problem.aligns_mask:
+        why.append("tensor maps cannot describe this mask: it is copied to rows at multiples of 16 bytes")
+    if problem.packs_mask and "lists" in best.lacks:
+        why.append("so few keys are all visited: nobody looks for tiles that the mask hides")
     if (advice := advise(problem, target)) is not None:
         why.append(advice)
     if wanted.qk == "int4" and best.qk == "int8":

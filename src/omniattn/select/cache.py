@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..errors import UnsupportedError
 from ..kv.formats import KVFormat
 from ..problems import AppendProblem, Target
@@ -15,14 +17,14 @@ def _kv(fmt: KVFormat) -> tuple[int, int]:
     return KV_KINDS["fbgemm" if fmt.layout == "fbgemm" else fmt.dtype], max(fmt.groups, 1)
 
 
-def decode_spec(dtype: str, k: KVFormat, v: KVFormat, query_tiles: int) -> KernelSpec:
-    """The kernel that decodes queries of ``dtype`` over a cache of these formats."""
-    return registered(decode_row(dtype, k.row_dim, _kv(k), _kv(v), query_tiles))
+def decode_spec(dtype: str, k: KVFormat, v: KVFormat, query_tiles: int, row_warps: int = 1) -> KernelSpec:
+    """The kernel that decodes queries of ``dtype`` over a cache of these formats; rows as `registry.decode_row`'s."""
+    return registered(decode_row(dtype, k.row_dim, _kv(k), _kv(v), query_tiles, row_warps=row_warps))
 
 
-def combine_spec(dtype: str, row_dim: int, query_tiles: int) -> KernelSpec:
+def combine_spec(dtype: str, row_dim: int, query_tiles: int, row_warps: int = 1) -> KernelSpec:
     """The kernel that merges what `decode_spec`'s leaves."""
-    return registered(combine_row(dtype, row_dim, query_tiles))
+    return registered(combine_row(dtype, row_dim, query_tiles, row_warps=row_warps))
 
 
 def append_spec(dtype: str, k: KVFormat, v: KVFormat) -> KernelSpec:
@@ -38,9 +40,26 @@ def _formats(k: KVFormat, v: KVFormat) -> str:
 
 
 def select_decode(
-    dtype: str, k: KVFormat, v: KVFormat, query_tiles: int, target: Target, force: str | None = None
+    dtype: str,
+    k: KVFormat,
+    v: KVFormat,
+    tiles: Sequence[tuple[int, int]],
+    *,
+    target: Target,
+    force: str | None = None,
 ) -> tuple[Selection, Selection]:
     """The kernels of one pass over keys: the main one, and the one that combines partial results.
+
+    Parameters
+    ----------
+    dtype : str
+        Of the queries.
+    k, v : KVFormat
+    tiles : sequence of (int, int)
+        Tiles of 8 query rows of a warp, and warps that have rows of their own: what can serve, the best one first.
+    target : Target
+    force : str, optional
+        `forced`.
 
     Raises
     ------
@@ -49,10 +68,11 @@ def select_decode(
     UnsupportedError
         The GPU is too old.
     """
-    rows = f"tiles of {8 * query_tiles} query rows"
-    main = decode_spec(dtype, k, v, query_tiles)
+    able = [(decode_spec(dtype, k, v, *each), combine_spec(dtype, k.row_dim, *each)) for each in tiles]
+    names = {part.strip() for part in (force or "").split(",")}
+    main, combine = next((pair for pair in able if names & {spec.name for spec in pair}), able[0])
+    rows = f"tiles of {main.block_m} query rows"
     what = f"{dtype} queries, {_formats(k, v)}, rows of {k.row_dim} channels, {rows}"
-    combine = combine_spec(dtype, k.row_dim, query_tiles)
     return the_one(main, what, target, force), the_one(combine, f"partial results of {rows}", target, force)
 
 

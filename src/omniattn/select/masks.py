@@ -33,5 +33,16 @@ def select_tile_kinds(target: Target, force: str | None = None) -> tuple[Selecti
     return the_one(only("tile_kinds"), what, target, force), _listing(target, force)
 
 
+def select_mask_align(target: Target, force: str | None = None) -> Selection:
+    """The kernel that copies an additive mask to where a tensor map can describe it.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `select_masks`.
+    """
+    return the_one(only("mask_align"), "copies the mask to rows at multiples of 16 bytes", target, force)
+
+
 def _listing(target: Target, force: str | None) -> Selection:
     return the_one(only("mask_list"), "lists the tiles of keys that the mask and the window leave", target, force)

@@ -7,6 +7,8 @@ from ..problems import QuantizeProblem, Target
 from ..registry import REGISTRY, KernelSpec
 from .choice import Selection, dotted, forced, only, the_one, unfit_target
 
+_VALUES_OPS = ("quantize_fp8_sums", "quantize_values")
+
 
 def _unfit(spec: KernelSpec, problem: QuantizeProblem, target: Target) -> str | None:
     if spec.dtype != problem.dtype:
@@ -50,6 +52,23 @@ def select_fp8_quantizer(problem: QuantizeProblem, target: Target, force: str | 
     return _select("quantize_fp8", problem, target, force)
 
 
+def select_fp8_values(
+    problem: QuantizeProblem, target: Target, force: str | None = None
+) -> tuple[Selection, Selection] | None:
+    """The kernels that make e4m3 of Q, K and V in two launches: one of Q, K and sums of V, one of V.
+
+    None where ``force`` names other quantizers, and on GPUs other than Hopper, for which none has been measured. Raises
+    as `select_quantizer`.
+    """
+    named = any(forced(force, (op,), lambda spec: _unfit(spec, problem, target)) for op in _VALUES_OPS)
+    others = forced(force, ("quantize_fp8",), lambda spec: _unfit(spec, problem, target))
+    others = others or forced(force, ("quantize",), lambda spec: _unfit(spec, problem.of_values, target))
+    if not named and (others is not None or target.cc != (9, 0)):
+        return None
+    first, second = (_select(op, problem, target, force) for op in _VALUES_OPS)
+    return first, second
+
+
 def select_layout(head_dim: int, target: Target, force: str | None = None) -> Selection:
     """The kernel that lays V in e4m3 out by channels.
 
@@ -83,4 +102,6 @@ def _select(op: str, problem: QuantizeProblem, target: Target, force: str | None
         why.append("made for the defaults of int8 attention" if best.specialization else "for any knobs")
     if op == "quantize_fp8":
         why.append("Q and K to e4m3, one scale for 128 rows")
+    if op in _VALUES_OPS:
+        why.append("Q, K and V to e4m3 in two launches")
     return Selection(best, tuple(why))

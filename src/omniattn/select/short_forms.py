@@ -1,7 +1,7 @@
-"""Which small tile on mma.sync a call of short sequences gets (docs/performance/short.md).
+"""Which small tile a call of short sequences with scores gets, and a tiny one without (docs/performance/short.md).
 
-Hopper's own kernel with masks and softcap has tiles of 192 and 256 query rows, and without at least 64, which short
-sequences fill in part. Limits as measured on an H200; other GPUs keep their tiles.
+Hopper's own kernel has tiles of 192 and 256 query rows, and small ones of 64, which the shortest sequences fill in
+part: those have tiles of 16 rows on mma.sync. Limits as measured on an H200; other GPUs keep their tiles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..registry import KernelSpec
-from .tile import SMALL
+from .tile import SHORT, SMALL, tile_us
 
 #: Narrowest head_dim of the tiles of 64 and 128: below it other rows have narrower tiles.
 _NARROWEST = {64: 33, 128: 97}
@@ -25,9 +25,20 @@ _MAX_KEYS, _RATIO = 2048, 4
 #: Heads an SM up to which one warp is faster than four; tiles an SM up to which 64 rows are faster than 128.
 _FEW_HEADS, _FEW_TILES = 2, 4
 
+#: Of the small tiles on wgmma: what part of the large tile's time the model of sequences without scores may give them;
+#: with a causal mask; of up to so many queries and keys.
+_SHARE, _CAUSAL_SHARE, _SHORT_SHARE = 0.9, 1.07, 1.05
+_SHORT = 128
+#: Keys up to which a mask that is packed may be visited whole: large tiles pass over what it hides.
+_ALL_VISITED = 256
+#: Queries and keys up to which one warp is the fastest with a mask, where there is a small tile on wgmma.
+_ONE_WARP_MASKED = 32
+
 #: Without score modifiers: queries and keys up to which one warp is faster than Hopper's tiles of 64 rows, by the
-#: head_dim of the tile, without and with a causal mask. Of packed sequences the longest counts.
+#: head_dim of the tile, without and with a causal mask; of packed sequences, which are longer in the larger tiles'
+#: search for them, the mean, if the longest is known to be short.
 _PLAIN = {64: (24, 48), 128: (16, 24)}
+_PACKED, _PACKED_LONGEST = {64: (40, 48), 128: (28, 40)}, 64
 #: Heads an SM up to which all run at once, in tiles of any size; there one warp wins up to its own 16 rows.
 _ALL_HEADS, _OWN_ROWS = 4, 16
 
@@ -55,6 +66,24 @@ def _block_m(p: AttentionProblem, head_dim: int, of_hopper: bool, sm_count: int)
     return None
 
 
+def _on_wgmma(p: AttentionProblem, target: Target, usual: KernelSpec, rows: Sequence[KernelSpec]) -> KernelSpec | None:
+    """Hopper's small tile, where it is faster than its large one."""
+    longest = max(p.seqlen_q, p.seqlen_k)
+    if p.seqlen_q > SHORT or p.seqlen_k > min(_MAX_KEYS, _RATIO * p.seqlen_q):
+        return None
+    one_warp = _ONE_WARP if p.mask == "none" else _ONE_WARP_MASKED
+    if longest <= (one_warp if p.head_dim >= _NARROWEST[64] else _FOUR_WARPS):
+        return None
+    if p.packs_mask and p.seqlen_k > _ALL_VISITED:
+        return None
+    small = [spec for spec in rows if SMALL in spec.tuned_for and spec.arch_specific]
+    small = [spec for spec in small if spec.head_dim == usual.head_dim]
+    if not (small and usual.arch_specific):
+        return None
+    share = _CAUSAL_SHARE if _causal(p) else _SHORT_SHARE if longest <= _SHORT else _SHARE
+    return small[0] if tile_us(p, small[0], target) < share * tile_us(p, usual, target) else None
+
+
 def small_form_tile(
     problem: AttentionProblem, target: Target, usual: KernelSpec, rows: Sequence[KernelSpec]
 ) -> KernelSpec | None:
@@ -77,6 +106,8 @@ def small_form_tile(
     p = problem
     if p.varlen or p.score_mod is not None or p.block_mask is not None or target.cc != (9, 0):
         return None
+    if (on_wgmma := _on_wgmma(p, target, usual, rows)) is not None:
+        return on_wgmma
     small = [
         spec
         for spec in rows
@@ -108,13 +139,13 @@ def small_plain_tile(problem: AttentionProblem, target: Target, rows: Sequence[K
     heads = p.batch * p.num_q_heads
     if target.cc != (9, 0) or p.own_head_dim_v or heads <= target.sm_count:
         return None
-    longest = max(p.seqlen_q, p.seqlen_k)
+    limits, length = _PLAIN, max(p.seqlen_q, p.seqlen_k)
     if p.varlen:
-        if not (p.max_seqlen_q and p.max_seqlen_k):
+        if not (p.max_seqlen_q and p.max_seqlen_k) or max(p.max_seqlen_q, p.max_seqlen_k) > _PACKED_LONGEST:
             return None  # one of them may be long
-        longest = max(p.max_seqlen_q, p.max_seqlen_k)
-    if heads <= _ALL_HEADS * target.sm_count and longest > _OWN_ROWS:
+        limits, length = _PACKED, -(-length // p.batch)
+    if heads <= _ALL_HEADS * target.sm_count and length > _OWN_ROWS:
         return None
     tiles = [s for s in rows if SMALL in s.tuned_for and not s.arch_specific and "score_mods" not in s.features]
     spec = min(tiles, key=lambda s: s.head_dim, default=None)
-    return spec if spec and longest <= _PLAIN[spec.head_dim][_causal(p)] else None
+    return spec if spec and length <= limits[spec.head_dim][_causal(p)] else None

@@ -39,8 +39,8 @@ _PRODUCT_US, _EXP_US = 0.964 * 64 * 4 * 132 / 934e6, 0.00104
 #: More of it where CTAs share the SM without ping-pong, and with 32 keys, whose products read Q too often (causal:
 #: twice as much).
 _SHARED, _NARROW = 0.083, 0.117
-#: What 32 keys a step have to gain where there are more: the model flatters them.
-_FLATTERY = 1.06
+#: What 32 keys a step have to gain where there are more: the model flatters them, and more so where 64 leave no edge.
+_FLATTERY, _NO_EDGE = 1.06, 0.03
 #: What a causal list of tiles is longer than its mean.
 _UNEVEN = 0.16
 #: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
@@ -115,7 +115,7 @@ def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> floa
     else:
         work = -(-items // slots) * longest
     if spec.block_n == 32 and max(sk for _, sk in lengths) > 32:
-        work *= _FLATTERY + (_FLATTERY - 1) * causal
+        work *= _FLATTERY + (_FLATTERY - 1) * causal + _NO_EDGE * all(sk % 64 == 0 for _, sk in lengths)
     rows = batch * sum(sq * p.num_q_heads + sk * p.num_kv_heads for sq, sk in lengths) / len(lengths)
     row_bytes, reread = 2 * ITEMSIZE[p.dtype] * p.head_dim, heads * sum(map(sum, tiles)) * spec.block_n
     return _LAUNCH_US + max(work, row_bytes * rows / _MEMORY, row_bytes * reread / _L2)

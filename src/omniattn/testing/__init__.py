@@ -2,7 +2,7 @@
 
 What ``omniattn verify`` and the GPU tests run stands in modules that are imported by name:
 
-``cases``, ``cache_cases``, ``mask_cases``, ``quantizer_cases``
+``cases``, ``cache_cases``, ``mask_cases``, ``align_cases``, ``quantizer_cases``
     Calls of every operation: facts, inputs, reference, tolerance.
 ``expected``
     What must come out of attention, merging and quantization, and how far from it a result is.

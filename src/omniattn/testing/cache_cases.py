@@ -57,7 +57,8 @@ def _shapes(group: int) -> tuple[Shape, ...]:
 
 def formats_of(spec: KernelSpec) -> tuple[str, str, int | None]:
     """(k_dtype, v_dtype, group_size) of a row's cache."""
-    words = spec.cache or (_ANY_FORMAT, _ANY_FORMAT)
+    # Warps share keys of 16 bits alone, and leave more than 16 rows to combine.
+    words = spec.cache or (("16" if spec.op == "decode_combine" and spec.block_m > 16 else _ANY_FORMAT),) * 2
     own = "fp16" if spec.dtype == "float16" else "bf16"
     dtypes = [own if word == "16" else word.partition("g")[0] for word in words]
     groups = [int(word.partition("g")[2]) for word in words if "g" in word]
@@ -275,7 +276,7 @@ def _as_float32(data: Values, dtype: str) -> Values:
 def cache_cases(spec: KernelSpec) -> tuple[CacheCase, ...]:
     """The cases of a row of `CACHE_OPS`; a contiguous cache has no blocks to copy."""
     decodes, copies = spec.op in ("decode", "decode_combine"), spec.op == "copy_blocks"
-    q_len = 2 if decodes and spec.block_m > 8 else 1
+    q_len = spec.block_m // 8 if decodes else 1
     dtype = "bfloat16" if spec.dtype == "uint8" else spec.dtype
     formats = formats_of(spec)
     found = (CacheCase(dtype, spec.head_dim, formats, q_len, index, copies, decodes) for index in range(3))

@@ -22,7 +22,7 @@ from omniattn.testing.rounding import round_to
 
 #: Operations of the registry that have these cases, and all that prepare masks.
 PACK_OPS: tuple[str, ...] = ("mask_pack", "mask_list")
-MASK_OPS: tuple[str, ...] = (*PACK_OPS, "tile_kinds")
+MASK_OPS: tuple[str, ...] = (*PACK_OPS, "mask_align", "tile_kinds")
 #: What the memory holds before, and bytes of it before and behind the results.
 _POISON, _GUARD = 0xA5, 2 * WORKSPACE_ALIGNMENT
 
@@ -128,8 +128,8 @@ class MaskCase:
         facts += [f"{name} {n}" for name, n in (("pad", s.pad), ("offset", s.offset), ("lead", s.lead_rows)) if n]
         return ", ".join(facts)
 
-    def prepare(self) -> Prepared:
-        """The mask, and what must come out."""
+    def memory(self) -> tuple[Values, int, Values]:
+        """Memory, the element of it at which the mask begins, and the mask."""
         s, extents = self.shape, self.shape.extents
         rng = np.random.default_rng([s.seqlen_q, s.seqlen_k, s.block_m])
         reach = [stride * (n - 1) for stride, n in zip(s.strides, extents, strict=True)]
@@ -143,6 +143,12 @@ class MaskCase:
             memory[first:], extents, tuple(stride * memory.itemsize for stride in s.strides)
         )
         view[...] = _values(rng, s.kind, extents, "float32" if s.kind == "float32" else self.dtype)
+        return memory, first, view
+
+    def prepare(self) -> Prepared:
+        """The mask, and what must come out."""
+        s, extents = self.shape, self.shape.extents
+        memory, first, view = self.memory()
         visible = np.broadcast_to(view, (*extents[:3], s.seqlen_k))
         name, make = ("bits", reference.pack_bits) if s.kind == "bool" else ("key_bias", reference.key_bias)
         packed, kinds = make(visible != 0 if s.kind == "bool" else visible[:, :, 0])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from omniattn import arrays, runtime
-from omniattn.launch import quantize
+from omniattn.launch import fp8, quantize
 from omniattn.launch.attn_int8 import in_workspace
 from omniattn.launch.structs import At
 from omniattn.problems import QuantizeCall, QuantizeProblem, Target
@@ -17,8 +18,9 @@ from omniattn.problems.precision import value_levels
 from omniattn.problems.quantize import Strides3
 from omniattn.reference import quantize as reference
 from omniattn.registry import KernelSpec
-from omniattn.runtime.record import Program
-from omniattn.select import select_delta, select_quantizer
+from omniattn.runtime.record import LaunchRecord, Program
+from omniattn.select import select_delta, select_fp8_values, select_quantizer
+from omniattn.select.choice import VARIABLE
 from omniattn.testing.expected import Values
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.inputs import make_qkv
@@ -26,6 +28,9 @@ from omniattn.testing.inputs import make_qkv
 # (seqlen_q, seqlen_k, whether some values are NaN or infinite): full blocks; blocks that end early; with odd values.
 _PROBLEMS = ((256, 1024, False), (300, 700, False), (384, 640, True))
 _HEADS_Q, _HEADS_KV, _BATCH = 4, 2, 2
+
+#: Q, K and V to e4m3 in two launches.
+VALUES_OPS = ("quantize_fp8_sums", "quantize_values")
 
 
 class Fused:
@@ -41,8 +46,8 @@ class Fused:
 
     Attributes
     ----------
-    spec : KernelSpec
-        The quantizer.
+    specs : tuple of KernelSpec
+        The quantizers.
     program : Program
     offsets : dict
         Byte of every output in the allocation.
@@ -53,13 +58,23 @@ class Fused:
     def __init__(self, call: QuantizeCall, ordinal: int, group_bytes: int = quantize.GROUP_BYTES) -> None:
         device, problem = runtime.device_info(ordinal), call.problem
         target = Target(device.cc, device.max_smem_optin, device.sm_count)
-        self.spec = select_quantizer(problem, target).spec
-        delta = select_delta(problem, target).spec if problem.smooth_q else None
         outputs, outputs_bytes = in_workspace(problem)
         self.offsets = {name: at.offset for name, at in outputs.items()}
-        self.num_bytes = max(outputs_bytes + quantize.scratch(self.spec, problem, group_bytes).size, 1)
         memory = At("workspace", outputs_bytes)
-        records = quantize.build(self.spec, delta, call, target, outputs, memory, group_bytes=group_bytes)
+        both = select_fp8_values(problem, target, os.environ.get(VARIABLE)) if fp8.takes_values(problem) else None
+        records: tuple[LaunchRecord, ...]
+        if both is not None:
+            first, second = both[0].spec, both[1].spec
+            self.specs: tuple[KernelSpec, ...] = (first, second)
+            room = fp8.values_scratch(first, problem)
+            records = fp8.build_with_values(first, second, problem, call.strides, outputs, memory)
+        else:
+            spec = select_quantizer(problem, target).spec
+            self.specs = (spec,)
+            delta = select_delta(problem, target).spec if problem.smooth_q else None
+            room = quantize.scratch(spec, problem, group_bytes).size
+            records = quantize.build(spec, delta, call, target, outputs, memory, group_bytes=group_bytes)
+        self.num_bytes = max(outputs_bytes + room, 1)
         operands = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "workspace")
         self.program = Program(records, operands, lambda spec: runtime.load(spec, ordinal))
 
@@ -110,8 +125,7 @@ class FusedCase:
 
     def prepare(self) -> Prepared:
         """Inputs, and what must come out."""
-        formats = self.spec.specialization
-        assert formats is not None
+        formats = self.spec.specialization or ("sm90", "float8_e4m3")
         grouping, v_dtype = formats
         # Values for sums in fp16, where the kernel that reads this grouping has them, are smaller.
         levels = value_levels("fp8", "fp16") if formats == ("sm80", "float8_e4m3") else value_levels("fp8", "fp32")
@@ -126,6 +140,11 @@ class FusedCase:
             self.spec.dtype, _BATCH, seqlen_q, seqlen_k, _HEADS_Q, _HEADS_KV, self.spec.head_dim, False,
             grouping=grouping, smooth_v=True, v_dtype=v_dtype, unpacked=True, v_levels=levels,
         )  # fmt: skip
+        if self.spec.op != "quantize":
+            problem = replace(
+                problem, qk_dtype="float8_e4m3", granularity="per_block", smooth_k=False, row_bias="none",
+                hadamard=True, seed=3,
+            )  # fmt: skip
         wanted = reference.quantize(problem, *(x.swapaxes(1, 2) for x in (q, k, v)))
         return Prepared((q, k, v), problem, {name: wanted[name] for name in problem.shapes()})
 
@@ -134,8 +153,9 @@ class FusedCase:
         on_gpu = [framework.array(x, self.spec.dtype) for x in prepared.inputs]
         tensors = [arrays.describe(x, name) for x, name in zip(on_gpu, "qkv", strict=True)]
         fused = Fused(QuantizeCall(prepared.problem, _strides(tensors), "NHD", 0), tensors[0].ordinal)
-        if fused.spec != self.spec:
-            return float("inf"), f"attention chooses {fused.spec.name} instead of this row"
+        if self.spec not in fused.specs:
+            names = " and ".join(spec.name for spec in fused.specs)
+            return float("inf"), f"attention chooses {names} instead of this row"
         buffer = fused.allocate(tensors[0])
         framework.synchronize()
         fused.launch(0, [t.ptr for t in tensors], buffer.ptr)

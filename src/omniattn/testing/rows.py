@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
+from omniattn.testing.align_cases import align_cases
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
 from omniattn.testing.cases import call_cases
 from omniattn.testing.factor_cases import factor_cases
@@ -18,7 +19,7 @@ from omniattn.testing.gradient_cases import BACKWARD_OPS, gradient_cases
 from omniattn.testing.layout_cases import layout_cases
 from omniattn.testing.mask_cases import PACK_OPS, mask_cases
 from omniattn.testing.parts_cases import PARTS_CASES
-from omniattn.testing.quantizer_cases import fused_cases
+from omniattn.testing.quantizer_cases import VALUES_OPS, fused_cases
 from omniattn.testing.tile_cases import tile_cases
 
 #: The variable that says which row a call has to use.
@@ -51,6 +52,8 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return cache_cases(spec)
     if spec.op in PACK_OPS:
         return mask_cases(spec)
+    if spec.op == "mask_align":
+        return align_cases(spec)
     if spec.op in BACKWARD_OPS:
         return gradient_cases(spec)
     if "value_factors" in spec.features:
@@ -61,7 +64,7 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return tile_cases(spec)
     if spec.op == "packed_parts":
         return PARTS_CASES
-    if spec.specialization is not None:
+    if spec.specialization is not None or spec.op in VALUES_OPS:
         return fused_cases(spec)
     return call_cases(spec)
 

@@ -1,0 +1,157 @@
+// Means and ranges of the channels of V, of dense batches, in two halves: a launch sums up a sample in chunks; every
+// CTA of the next one adds the chunks up. So nobody waits for a flag, and nothing has to be zeroed before. The same
+// operations in the same order as quantize/reduce.cuh, and so the same bits.
+//
+// Partials of a chunk, [4][HEAD_DIM]: 1 where the channel has NaN or infinity, sum, maximum, minimum.
+#pragma once
+#include "quantize/items.cuh"
+#include "quantize/reduce.cuh"
+
+constexpr int32 kSumLanes = 32;  // rows that are summed up side by side
+
+template <int kHeadDim>
+struct ValueSumsStorage {
+    alignas(16) float lanes[kSumLanes * kHeadDim];
+};
+
+// Of 16-bit values of one channel, a row of kHeadDim for each lane: the largest one, or the smallest; NaN if there is
+// one.
+template <bool kSmallest, typename Io, int kHeadDim>
+OA_DEVICE float column_range(const uint16* column) {
+    float m = kSmallest ? -neg_inf() : neg_inf();
+#pragma unroll
+    for (int i = 0; i < kSumLanes; ++i) {
+        float x = to_float(Io{}, column[i * kHeadDim]);
+        m = kSmallest ? -max_nan(-m, -x) : max_nan(m, x);
+    }
+    return m;
+}
+
+// By a CTA of 4 * kHeadDim threads: chunk `index` of all chunks of all heads; lane ty of 32 has 8 channels of the rows
+// ty + 32 i. The CTA of a head's first chunk zeroes what quantize_values counts in.
+template <typename Io, int kHeadDim>
+OA_DEVICE void sum_values(const QuantizeParams& p, int32 index, ValueSumsStorage<kHeadDim>& s) {
+    constexpr int kColumns = kHeadDim / 8, kBatch = 8;
+    Io io;
+    int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
+    // Heads of a batch entry are neighbours in v.
+    int32 heads = p.num_kv_heads, of_entry = heads * p.slots_r, b = index / of_entry, rest = index - b * of_entry;
+    int32 chunk = rest / heads, head = rest - chunk * heads, unit = b * heads + head;
+    int32 samples = num_samples(p.seqlen_k), size = chunk_rows(samples), first = chunk * size;
+    RowsToSum rows = {p.v + 2 * (b * p.v_stride_b + head * p.v_stride_h), p.v_stride_s * 2, first,
+                      sample_log2(p.seqlen_k), min_of(size, samples - first)};
+    if (chunk == 0 && tid < p.head_dim_pad) {
+        p.v_error[int64(unit) * p.head_dim_pad + tid] = 0;
+        if (tid == 0) p.v_bad[unit] = p.v_done[unit] = 0;
+    }
+    bool inside = cc * 8 < p.head_dim;
+    uint4 hi, lo;  // -inf and +inf: no row seen
+    lo.x = lo.y = lo.z = lo.w = infinities(io);
+    hi.x = hi.y = hi.z = hi.w = infinities(io) | kBothSigns;
+    float sums[8] = {};
+    uint64 policy = evict_last_policy();
+    for (int32 r0 = ty; inside && r0 < rows.count; r0 += kSumLanes * kBatch) {
+        uint4 raw[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            int32 r = r0 + i * kSumLanes;
+            raw[i] = load_input(rows.at(r < rows.count ? r : r0) + cc * 16, policy);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            if (r0 + i * kSumLanes >= rows.count) break;
+            hi.x = max2_nan(io, hi.x, raw[i].x), lo.x = min2_nan(io, lo.x, raw[i].x);
+            hi.y = max2_nan(io, hi.y, raw[i].y), lo.y = min2_nan(io, lo.y, raw[i].y);
+            hi.z = max2_nan(io, hi.z, raw[i].z), lo.z = min2_nan(io, lo.z, raw[i].z);
+            hi.w = max2_nan(io, hi.w, raw[i].w), lo.w = min2_nan(io, lo.w, raw[i].w);
+            float x[8];
+            unpack8(io, raw[i], x);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sums[j] += x[j];
+        }
+    }
+    float4* own = reinterpret_cast<float4*>(s.lanes + tid * 8);
+    own[0] = {sums[0], sums[1], sums[2], sums[3]};
+    own[1] = {sums[4], sums[5], sums[6], sums[7]};
+    __syncthreads();
+    // The first level of the tree is lanes i and i + 16.
+    if (tid < 2 * kHeadDim) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float4 *low = own + i, high = low[kRowLanes * kHeadDim / 4];
+            *low = {low->x + high.x, low->y + high.y, low->z + high.z, low->w + high.w};
+        }
+    }
+    __syncthreads();
+    float sum = 0.0f;
+    if (tid < kHeadDim) sum = tree_sum<kHeadDim>(s.lanes + tid);
+    bool again = tid < kHeadDim && !is_finite(sum);
+    sum = mul_rn(sum, kSumScale);
+    if (__syncthreads_or(again)) {
+        if (tid < 2 * kHeadDim) sum_finite<Io, kHeadDim>(rows, p.head_dim, s.lanes);
+        __syncthreads();
+        if (again) sum = tree_sum<kHeadDim>(s.lanes + tid);
+        __syncthreads();
+    }
+    uint4* ranges = reinterpret_cast<uint4*>(s.lanes);
+    ranges[tid] = hi;
+    ranges[tid + 4 * kHeadDim] = lo;
+    __syncthreads();
+    if (tid >= kHeadDim) return;
+    const uint16* column = reinterpret_cast<const uint16*>(s.lanes) + tid;
+    float most = column_range<false, Io, kHeadDim>(column);
+    float least = column_range<true, Io, kHeadDim>(column + kSumLanes * kHeadDim);
+    again = tid < p.head_dim && !(is_finite(most) && is_finite(least));
+    if (again) {  // this thread's channel alone, finite values only
+        most = neg_inf(), least = -neg_inf();
+        for (int32 r = 0; r < rows.count; ++r) {
+            float value = to_float(io, *reinterpret_cast<const uint16*>(rows.at(r) + tid * 2));
+            if (is_finite(value)) most = fmaxf(most, value), least = fminf(least, value);
+        }
+    }
+    float* to = p.partials + (int64(unit) * p.slots_r + chunk) * 4 * kHeadDim + tid;
+    to[0] = again ? 1.0f : 0.0f;
+    to[kHeadDim] = sum;
+    to[2 * kHeadDim] = most;
+    to[3 * kHeadDim] = least;
+}
+
+// Mean and scale of a channel, and whether it has NaN or infinity in the sample.
+struct ChannelRange {
+    float mean, scale;
+    bool bad;
+};
+
+// By thread `tid` for its channel, below kHeadDim: from what sum_values wrote of the head.
+template <int kHeadDim>
+OA_DEVICE ChannelRange channel_range(const QuantizeParams& p, int32 unit, int32 tid) {
+    constexpr int kAhead = 4;
+    int32 samples = num_samples(p.seqlen_k), chunks = num_chunks(samples);
+    const float* partial = p.partials + int64(unit) * p.slots_r * 4 * kHeadDim + tid;
+    float total = 0.0f, most = neg_inf(), least = -neg_inf(), bad = 0.0f;
+    for (int32 c0 = 0; c0 < chunks; c0 += kAhead) {
+        float part[4][kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            const float* from = partial + int64(min_of(c0 + i, chunks - 1)) * (4 * kHeadDim);
+#pragma unroll
+            for (int which = 0; which < 4; ++which) part[which][i] = load_gpu(from + which * kHeadDim);
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            bad = fmaxf(bad, part[0][i]);
+            if (c0 + i < chunks) total += part[1][i];
+            most = fmaxf(most, part[2][i]);
+            least = fminf(least, part[3][i]);
+        }
+    }
+    bool real = tid < p.head_dim && most >= least;
+    float mean = real ? mul_rn(div_rn(total, float(samples)), kSumUnscale) : 0.0f;
+    if (!(fabsf(mean) * kMeanCounts > fmaxf(most - mean, mean - least))) mean = 0.0f;
+    float amax = real ? fmaxf(most - mean, mean - least) : 0.0f;
+    // A difference beyond fp32 counts as infinity.
+    bool wrong = bad != 0.0f || !is_finite(amax);
+    // A sample of zeros says nothing of the others: anything that is not 0 will be too large.
+    if (sample_log2(p.seqlen_k) > 0 && tid < p.head_dim) amax = mul_rn(fmaxf(amax, kLeastAmax), headroom(p));
+    return {mean, value_scale(p, fminf(amax, kMaxFinite)), wrong};
+}
