@@ -58,7 +58,8 @@ struct Config {
 
 using FormsParams = Select<kHasScoreMod, AttnFwdModSm80Params, AttnFwdFormsSm80Params>::Type;
 using CallParams = Select<Config::kScoreMods, FormsParams, AttnFwdParams>::Type;
-using SplitParams = Select<Config::kScoreMods, AttnFwdSplitFormsSm80Params, AttnFwdSplitSm80Params>::Type;
+using SplitFormsParams = Select<kHasScoreMod, AttnFwdSplitModSm80Params, AttnFwdSplitFormsSm80Params>::Type;
+using SplitParams = Select<Config::kScoreMods, SplitFormsParams, AttnFwdSplitSm80Params>::Type;
 using Params = Select<Config::kSplitKeys, SplitParams, CallParams>::Type;
 template <typename P>
 OA_DEVICE const auto& without_partial(const P& params) {

@@ -17,6 +17,12 @@ struct AttnFwdModSm80Params {
     AttnFwdFormsSm80Params call;
     ScoreModArrays arrays;
 };
+// With the keys split over CTAs.
+struct AttnFwdSplitModSm80Params {
+    AttnFwdModSm80Params call;
+    float* partial_o;
+    float* partial_ml;
+};
 struct AttnFwdModSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;
     AttnFwdParams fwd;

@@ -10,10 +10,18 @@ import pytest
 
 from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_split
-from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_FORMS_SM80, ATTN_FWD_SPLIT_SM80, ATTN_FWD_SPLIT_SM90
+from omniattn.launch.structs import (
+    ATTN_COMBINE,
+    ATTN_FWD_SPLIT_FORMS_SM80,
+    ATTN_FWD_SPLIT_MOD_SM80,
+    ATTN_FWD_SPLIT_SM80,
+    ATTN_FWD_SPLIT_SM90,
+    At,
+)
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
+from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
 from omniattn.problems.split import KeySplit, packed_heads, tile_keys
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
@@ -330,6 +338,45 @@ def test_what_hopper_does_not_split(changes: dict[str, Any]) -> None:
     p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
     with pytest.raises(ArgumentError):
         select_split(p, HOPPER, select_attention(p, HOPPER), "attn_fwd_sm90_bf16_d128_m128n128_split")
+
+
+_ALIBI = ScoreModProblem("score + x[h] * (k - q)", None, (ModArray("x", "float32", (32,), (1,)),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "lists"),
+    [
+        ({"score_mod": _ALIBI}, False),
+        ({"score_mod": dataclasses.replace(_ALIBI, mask="k % 3 == 0")}, True),
+        ({"block_mask": BlockMaskProblem((1, 2), (0, 0, 256, 1))}, True),
+        ({"block_mask": BlockMaskProblem((1, 2), (0, 0, 256, 1)), "score_mod": _ALIBI}, True),
+        ({"score_mod": _ALIBI, "mask": "bool"}, True),
+        ({"score_mod": _ALIBI, "varlen": True}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=["Hopper", "Ampere"])
+def test_modified_scores(changes: dict[str, Any], lists: bool, target: Target) -> None:
+    """By force alone: a CTA a tile, head and split; what is found out about tiles is listed before."""
+    p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
+    assert all(r.spec.op != "attention_split" for r in plan_attention(p, target, None).records)
+    launches = plan_attention(p, target, "attn_fwd_sm80_bf16_d128_split_mods")
+    *before, record, merge = launches.records
+    assert record.spec is launches.selection.spec
+    assert merge.spec.op == "attention_combine"
+    assert [r.spec.op for r in before][-1:] == (["mask_list"] if lists else [])
+    modified = p.score_mod is not None
+    assert bool(record.spec.generated) == modified
+    assert all(bool(r.spec.generated) == modified for r in before if r.spec.op == "tile_kinds")
+    f = fields_of_record(record, ATTN_FWD_SPLIT_MOD_SM80 if modified else ATTN_FWD_SPLIT_FORMS_SM80)
+    call = "call.call." if modified else "call."
+    assert (f[f"{call}forms.lists"] is not None) == lists
+    assert f[f"{call}fwd.seqlen_k"] == 32768
+    assert f["partial_ml"].offset - f["partial_o"].offset >= 4 * 32 * 16 * record.grid[1] * 128
+    if lists:
+        assert f["partial_o"].offset > f[f"{call}forms.lists"].offset
+    if modified:
+        assert f["call.arrays.data"][0] == At("score_mod.x")
 
 
 @pytest.mark.parametrize("parts", [2, 3])

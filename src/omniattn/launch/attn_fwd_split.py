@@ -16,9 +16,11 @@ from .attn_int8 import OperandPlaces
 from .attn_int8_sm90 import flush_keys, key_maps, row_bytes
 from .masks import MaskPlaces, memory_of
 from .score_forms import form_values
+from .score_mod import array_values
 from .structs import (
     ATTN_COMBINE,
     ATTN_FWD_SPLIT_FORMS_SM80,
+    ATTN_FWD_SPLIT_MOD_SM80,
     ATTN_FWD_SPLIT_SM80,
     ATTN_FWD_SPLIT_SM90,
     ATTN_INT8_SPLIT_SM90,
@@ -170,6 +172,9 @@ def _main_sm80(
         layout = ATTN_FWD_SPLIT_FORMS_SM80
         memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
         values = member("fwd", values) | member("forms", form_values(told, masks)) | memory
+    if problem.score_mod is not None:
+        layout = ATTN_FWD_SPLIT_MOD_SM80
+        values = member("call", values) | member("arrays", array_values(problem.score_mod))
     grid = (tiles, split.num_splits, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(member("call", values) | partial)),)
 

@@ -74,11 +74,12 @@ def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launc
         records, end = _split_quantized(split, problem, target, places, 0)
         return Launches(split.main, records, end, (split.combine,))
     if split is not None:
-        chosen = split.main.spec, split.combine.spec
+        main = _with_score_mod(split.main, problem)
+        chosen = main.spec, split.combine.spec
         mask = _prepare_mask(split.main.spec, problem, target, force, 0)
         of_mask = mask.places[0] if mask.places else None
         records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end))
-        return Launches(split.main, (*mask.records, *records), end, (*mask.others, split.combine))
+        return Launches(main, (*mask.records, *records), end, (*mask.others, split.combine))
     spec = selection.spec
     if problem.descales is not None:
         return _lay_out_first(selection, problem, target, force)

@@ -38,6 +38,8 @@ _GAIN, _SYNC_GAIN = 0.9, 0.8
 _INT8_KEYS = 1024
 #: On mma.sync: the fewest keys, keys for each query, splits.
 _SYNC_KEYS, _SYNC_RATIO, _SYNC_SPLITS = 1024, 4, 2
+#: Whether calls with a score_mod or block_mask are split by default. Until a GPU has run such a split, by force alone.
+_MODIFIED = False
 #: Rounds of CTAs that a few splits make at most. A call with a few CTAs more than fit needs three, of two splits each.
 _ROUNDS = 4
 #: Tiles an SM, from which on a call without split keeps the GPU busy.
@@ -166,8 +168,6 @@ def _of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
 
 def _unfit_problem(problem: AttentionProblem) -> str | None:
     """Why no kernel that splits keys can serve ``problem``; None if one may."""
-    if problem.score_mod is not None or problem.block_mask is not None:
-        return "it takes no score_mod and no block_mask"
     if not problem.scratch:
         return "the arrays' library can give no memory for partial results"
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_q_heads):
@@ -236,6 +236,8 @@ def select_split(
             return None
         # Before anything that takes time: most calls have queries enough.
         p, block_m = problem, unsplit.spec.block_m
+        if (p.score_mod is not None or p.block_mask is not None) and not _MODIFIED:
+            return None
         blocks = max(-(-p.seqlen_q // block_m), p.sequences) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
         if blocks * p.num_q_heads > _BUSY * target.sm_count or _unfit_problem(problem) is not None:
             return None
