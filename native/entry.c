@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "objects.h"
+
 uint64_t hash_facts(const int64_t* facts, uint32_t count, const void* operation) {
     uint64_t hash = (uint64_t)(uintptr_t)operation;
     for (uint32_t i = 0; i < count; ++i) hash = (hash ^ (uint64_t)facts[i]) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;

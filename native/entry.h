@@ -32,10 +32,6 @@ typedef struct {
 // Of objects that stand for another one by its identity, in their attribute `of`; given by `setup`.
 extern PyTypeObject* class_of_same;
 
-// Reads a call's arrays; see module.c. The first of the facts has a bit for each array that a gradient is wanted of.
-int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_t* num_facts, uint32_t* num_objects,
-                 int32_t* ordinal);
-
 PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names);
 void entry_free(PyObject* self);
 uint64_t hash_facts(const int64_t* facts, uint32_t count, const void* operation);

@@ -9,87 +9,19 @@
 
 #include "entry.h"
 #include "jax.h"
+#include "objects.h"
 
-enum { BUCKETS = 1024, PER_BUCKET = 16, MAX_CLASSES = 8, MAX_GPUS = 64 };
+enum { BUCKETS = 1024, PER_BUCKET = 16, MAX_GPUS = 64 };
 
 static Driver driver;
-static const Exchange* exchange;
-static PyTypeObject* classes[MAX_CLASSES];
-static int num_classes;
 static Entry* table[BUCKETS][PER_BUCKET];
 static unsigned char turn[BUCKETS];
 static unsigned long long hits, misses;
 
 // Given by `setup`.
-static PyObject *is_neg, *is_inference, *is_grad_enabled, *modes, *transform, *tangents, *environment, *forced, *fail;
+static PyObject *is_inference, *modes, *transform, *tangents, *environment, *forced, *fail;
 // Names of attributes; those of a cache itself, because its properties are Python code.
-static PyObject *name_extra, *name_problem, *name_requires_grad, *name_level, *name_plain, *name_addresses;
-
-// 1 for a true result, 0 for a false one, -1 for an error.
-static int ask(PyObject* function, PyObject* argument) {
-    PyObject* answer =
-        argument ? PyObject_CallFunctionObjArgs(function, argument, NULL) : PyObject_CallNoArgs(function);
-    if (!answer) return -1;
-    int found = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return found;
-}
-
-static int read_one(PyObject* object, Facts* t) {
-    PyTypeObject* type = Py_TYPE(object);
-    int known = 0;
-    for (int i = 0; i < num_classes; ++i) known |= classes[i] == type;
-    if (!known || !exchange) return 0;
-    if (exchange->read(object, t)) {  // no strides, or an element type without a name: the engine says what is wrong
-        PyErr_Clear();
-        return 0;
-    }
-    return t->device.type == DEVICE_CUDA && t->ndim >= 0 && t->ndim <= MAX_DIMS &&
-           (!t->ndim || (t->shape && t->strides));
-}
-
-// 1 if all arrays are plain memory of one GPU, 0 if not, -1 for an error.
-int read_objects(PyObject* objects, uint64_t* addresses, int64_t* facts, uint32_t* num_facts, uint32_t* num_objects,
-                 int32_t* ordinal) {
-    Py_ssize_t count = PyTuple_Size(objects);
-    if (count < 0 || count > MAX_OBJECTS) return 0;
-    uint32_t used = 1;
-    int is_enabled = -1;  // not asked
-    *ordinal = -1;
-    facts[0] = 0;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject* object = PyTuple_GetItem(objects, i);
-        addresses[i] = 0;
-        if (object == Py_None) {
-            facts[used++] = -1;
-            continue;
-        }
-        Facts t;
-        if (!read_one(object, &t)) return 0;
-        if (*ordinal >= 0 && t.device.id != *ordinal) return 0;
-        *ordinal = t.device.id;
-        addresses[i] = t.data ? (uint64_t)(uintptr_t)t.data + t.byte_offset : 0;
-        facts[used++] = t.ndim;
-        facts[used++] = (int64_t)((uint64_t)(uint32_t)t.device.id << 32 | (uint32_t)t.code << 24 |
-                                  (uint32_t)t.bits << 16 | t.lanes);
-        for (int32_t d = 0; d < t.ndim; ++d) {
-            facts[used++] = t.shape[d];
-            facts[used++] = t.strides[d];
-        }
-        // The facts are copied: what is asked now may run Python code.
-        int answer = ask(is_neg, object);
-        if (answer) return answer < 0 ? (PyErr_Clear(), 0) : 0;
-        PyObject* wanted = PyObject_GetAttr(object, name_requires_grad);
-        if (!wanted) return PyErr_Clear(), 0;
-        if (wanted != Py_False && is_enabled < 0) is_enabled = ask(is_grad_enabled, NULL);
-        if (wanted != Py_False && is_enabled > 0) facts[0] |= (int64_t)1 << i;
-        Py_DECREF(wanted);
-        if (PyErr_Occurred()) return PyErr_Clear(), 0;
-    }
-    *num_facts = used;
-    *num_objects = (uint32_t)count;
-    return *ordinal >= 0;
-}
+static PyObject *name_extra, *name_problem, *name_level, *name_plain, *name_addresses;
 
 // Whether traces, transforms or differentiation watch, or a kernel is forced: the engine has to see such calls.
 static int is_watched(void) {
@@ -148,7 +80,7 @@ static Owned* scratch(const Entry* e, uint64_t* address) {
     int64_t shape[] = {(int64_t)(e->workspace_bytes + e->workspace_alignment)}, strides[] = {1};
     Facts like = {NULL, {DEVICE_CUDA, e->ordinal}, 1, DTYPE_UINT, 8, 1, shape, strides, 0};
     Owned* made = NULL;
-    if (exchange->allocate(&like, &made, NULL, ignore) || !made || !made->release) return PyErr_Clear(), NULL;
+    if (reader.exchange->allocate(&like, &made, NULL, ignore) || !made || !made->release) return PyErr_Clear(), NULL;
     if (!made->facts.data) return made->release(made), NULL;
     *address = (uint64_t)(uintptr_t)made->facts.data + made->facts.byte_offset;
     *address = (*address + e->workspace_alignment - 1) & ~(e->workspace_alignment - 1);
@@ -186,7 +118,7 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, P
     if (code && code != INVALID_CONTEXT) return NULL;
     // Threads of torch's autograd may have none.
     if ((code || device != e->ordinal) && !(context = primary_of(e->ordinal))) return NULL;
-    if (exchange->current_stream(DEVICE_CUDA, e->ordinal, &stream)) return PyErr_Clear(), NULL;
+    if (reader.exchange->current_stream(DEVICE_CUDA, e->ordinal, &stream)) return PyErr_Clear(), NULL;
     if (wanted != Py_None && PyLong_AsUnsignedLongLong(wanted) != (uintptr_t)stream) return PyErr_Clear(), NULL;
     for (uint32_t i = 0; i < e->num_masks; ++i)
         if (addresses[e->masks[i].operand] & e->masks[i].add) return NULL;
@@ -254,7 +186,7 @@ static PyObject* run(PyObject* module, PyObject* const* of, Py_ssize_t count) {
     if (count != 7) return PyErr_Format(PyExc_TypeError, "run: expected 7 arguments, received %zd", count), NULL;
     PyObject *call = of[0], *operation = of[1], *objects = of[2], *options = of[3], *stream = of[4], *cache = of[5];
     PyObject *layout = Py_None, *results = NULL;
-    if (!exchange) Py_RETURN_NONE;
+    if (!reader.exchange) Py_RETURN_NONE;
     Py_INCREF(layout);
     Entry* e = NULL;
     if ((stream != Py_None && !PyLong_CheckExact(stream)) || !PyTuple_Check(objects) || is_watched()) goto end;
@@ -298,7 +230,7 @@ static PyObject* run_as(PyObject* module, PyObject* const* of, Py_ssize_t count)
     int32_t ordinal;
     if (count != 3) return PyErr_Format(PyExc_TypeError, "run_as: expected 3 arguments, received %zd", count), NULL;
     PyObject *key[] = {of[0], of[1], Py_None, Py_None}, *objects = of[2], *results = NULL;
-    if (exchange && PyTuple_Check(objects) && !is_watched() &&
+    if (reader.exchange && PyTuple_Check(objects) && !is_watched() &&
         read_objects(objects, addresses, facts, &num_facts, &num_objects, &ordinal) == 1 && !facts[0]) {
         Entry* e = find(hash_facts(facts, num_facts, key[0]), facts, num_facts, addresses, key);
         if (e && !e->differentiate) results = run_entry(e, objects, Py_None, Py_None, addresses);
@@ -359,8 +291,9 @@ static PyObject* counts(PyObject* module, PyObject* nothing) {
 static PyObject* setup(PyObject* module, PyObject* args) {
     (void)module;
     PyObject *kinds, *capsule, *same_class, *given[9];
-    PyObject** kept[] = {&is_neg,   &is_inference, &is_grad_enabled, &modes, &transform,
-                         &tangents, &environment,  &forced,          &fail};
+    PyObject** kept[] = {&reader.is_neg, &is_inference, &reader.is_grad_enabled,
+                         &modes,         &transform,    &tangents,
+                         &environment,   &forced,       &fail};
     if (!PyArg_ParseTuple(args, "O!OOOOOOOO!OOO!", &PyTuple_Type, &kinds, &capsule, &given[0], &given[1], &given[2],
                           &given[3], &given[4], &given[5], &PyDict_Type, &given[6], &given[7], &given[8], &PyType_Type,
                           &same_class))
@@ -374,10 +307,10 @@ static PyObject* setup(PyObject* module, PyObject* args) {
     for (Py_ssize_t i = 0; i < count; ++i)
         if (!PyType_Check(PyTuple_GetItem(kinds, i))) return PyErr_Format(PyExc_TypeError, "setup: no class"), NULL;
     if (!driver_open(&driver)) Py_RETURN_FALSE;
-    num_classes = 0;
+    reader.num_classes = 0;
     for (Py_ssize_t i = 0; i < count; ++i) {
-        Py_INCREF(classes[num_classes] = (PyTypeObject*)PyTuple_GetItem(kinds, i));
-        ++num_classes;
+        Py_INCREF(reader.classes[reader.num_classes] = (PyTypeObject*)PyTuple_GetItem(kinds, i));
+        ++reader.num_classes;
     }
     for (int i = 0; i < 9; ++i) {
         PyObject* old = *kept[i];
@@ -387,7 +320,7 @@ static PyObject* setup(PyObject* module, PyObject* args) {
     Py_INCREF(same_class);
     Py_XDECREF((PyObject*)class_of_same);
     class_of_same = (PyTypeObject*)same_class;
-    exchange = found;
+    reader.exchange = found;
     Py_RETURN_TRUE;
 }
 
@@ -416,7 +349,7 @@ PyMODINIT_FUNC PyInit__native(void) {
         const char* text;
     } names[] = {
         {&name_extra, "_facts"},       {&name_problem, "problem"},      {&name_level, "_current_level"},
-        {&name_plain, "_plain_torch"}, {&name_addresses, "_addresses"}, {&name_requires_grad, "requires_grad"},
+        {&name_plain, "_plain_torch"}, {&name_addresses, "_addresses"}, {&reader.name_requires_grad, "requires_grad"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
         if (!(*names[i].name = PyUnicode_InternFromString(names[i].text))) return NULL;
