@@ -12,7 +12,14 @@ import pytest
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.problems import UNLIMITED, Descale, Descales, Fp8, Int4, Int8, Precision, Target
 from omniattn.problems import AttentionProblem as Problem
-from omniattn.problems.attention import LONG_KEYS, SHORT_CAUSAL_KEYS, SHORT_PACKED_KEYS
+from omniattn.problems.attention import (
+    LONG_KEYS,
+    SHORT_CAUSAL_KEYS,
+    SHORT_PACKED_KEYS,
+    WIDE_WINDOW,
+    WIDE_WINDOW_HEADS,
+    WIDE_WINDOW_ROWS,
+)
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import select_attention
 from omniattn.select.tile import SMALL
@@ -122,6 +129,7 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
             {"window_right": 0, "seqlen_k": SHORT_CAUSAL_KEYS - 1},
             {"window_right": 0, "seqlen_k": SHORT_PACKED_KEYS * PLAIN.batch},
             {"window_right": 0, "window_left": 2000, "seqlen_k": 4096},
+            {"window_right": 0, "window_left": 2000, "seqlen_q": WIDE_WINDOW_ROWS, "seqlen_k": WIDE_WINDOW_ROWS},
             {"seqlen_k": 1024},
             {"seqlen_k": LONG_KEYS * PLAIN.batch},
             # Short sequences, which small tiles are for, and queries that only long ones have.
@@ -132,7 +140,8 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
             *({"window_right": 0, "seqlen_q": n, "seqlen_k": n} for n in (2048 * PLAIN.batch, 1900)),
         )
     ]
-    assert {problem.workload for problem in problems} == {"short causal", "causal", "window", "short", "long"}
+    workloads = {"short causal", "causal", "window", "short", "long"}
+    assert {problem.workload for problem in problems} == workloads | (set() if problems[0].varlen else {"wide window"})
     targets = [*TARGETS, dataclasses.replace(HOPPER, sm_count=132)]
     assert spec.name in {select_attention(p, target).spec.name for p in problems for target in targets}
 
@@ -356,6 +365,9 @@ def test_no_low_precision_row_serves(fields: dict[str, Any], target: Target, sho
     assert "precision='exact'" in str(caught.value)
 
 
+WIDE = {"batch": 1, "seqlen_q": WIDE_WINDOW_ROWS, "seqlen_k": 9000, "window_left": WIDE_WINDOW, "window_right": 0}
+
+
 @pytest.mark.parametrize(
     ("fields", "workload"),
     [
@@ -377,6 +389,14 @@ def test_no_low_precision_row_serves(fields: dict[str, Any], target: Target, sho
         ({"seqlen_k": 4 * SHORT_PACKED_KEYS, "batch": 4, "window_right": 0, "varlen": True}, "causal"),
         ({"seqlen_k": 4 * SHORT_PACKED_KEYS - 1, "batch": 4, "window_right": 0, "varlen": True}, "short causal"),
         ({"seqlen_k": 5, "window_left": 100, "varlen": True}, "window"),
+        ({**WIDE}, "wide window"),
+        ({**WIDE, "window_left": WIDE_WINDOW - 1}, "window"),
+        ({**WIDE, "window_left": WIDE_WINDOW - 8, "window_right": 8}, "wide window"),
+        ({**WIDE, "window_left": 0, "window_right": UNLIMITED}, "wide window"),
+        ({**WIDE, "seqlen_q": WIDE_WINDOW_ROWS - 1}, "window"),
+        ({**WIDE, "num_q_heads": WIDE_WINDOW_HEADS}, "wide window"),
+        ({**WIDE, "num_q_heads": WIDE_WINDOW_HEADS + 8}, "window"),
+        ({**WIDE, "varlen": True}, "window"),
     ],
     ids=str,
 )
@@ -390,6 +410,7 @@ def test_workloads_of_the_registry_exist() -> None:
         "short causal",
         "causal",
         "window",
+        "wide window",
         "short",
         "long",
         SMALL,

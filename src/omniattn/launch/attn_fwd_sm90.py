@@ -20,17 +20,25 @@ PANEL = 64  #: Columns of one copy: 128 bytes, the width of the swizzle.
 
 def _tile_lengths(problem: AttentionProblem, spec: KernelSpec, blocks: int, lead_rows: int) -> list[int]:
     """Tiles of keys that each tile of query rows looks at, and one for what it costs to begin and end it."""
-    offset = problem.seqlen_k - problem.seqlen_q + problem.window_right
-    last_rows = (min((m + 1) * spec.block_m - lead_rows, problem.seqlen_q) for m in range(blocks))
-    keys = (min(max(row + offset, 0), problem.seqlen_k) for row in last_rows)
-    return [1 - (-n // spec.block_n) for n in keys]
+    left, right, keys = problem.window_left, problem.window_right, problem.seqlen_k
+    found = []
+    for m in range(blocks):
+        first = m * spec.block_m - lead_rows + keys - problem.seqlen_q
+        last = min((m + 1) * spec.block_m - lead_rows, problem.seqlen_q) + keys - problem.seqlen_q
+        begin = 0 if left == UNLIMITED else min(max(first - left, 0), keys)
+        end = keys if right == UNLIMITED else min(max(last + right, 0), keys)
+        found.append(1 + max(-(-end // spec.block_n) - begin // spec.block_n, 0))
+    return found
 
 
 def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas: int) -> tile_order.TileList:
     """In which order ``num_ctas`` CTAs of ``spec`` take its ``blocks`` tiles of query rows of every head."""
     heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
-    causal = problem.window_right != UNLIMITED and problem.window_left == UNLIMITED
-    if heads * blocks and causal and not problem.varlen:
+    if heads * blocks == 0 or problem.varlen:
+        return tile_order.head_by_head(heads, blocks)
+    if problem.window_left != UNLIMITED and spec.ctas_per_sm == 1:
+        return tile_order.windowed(heads, _tile_lengths(problem, spec, blocks, 0), num_ctas)
+    if problem.window_right != UNLIMITED and problem.window_left == UNLIMITED:
         # Tiles grow with their row. Rows that fill up the last tile go before the first one, where keys are few; whole
         # warpgroups of them, and not with delta_s, whose blocks of 128 rows start at row 0.
         spare = blocks * spec.block_m - problem.seqlen_q

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 _MAX_ROUNDS = 64
 # How many rounds of pairs may be given up for single tiles: their heads do not share K and V in L2.
 _MAX_TAIL_ROUNDS = 3
+# What interleaved heads have to gain, up to so many of them and of more: each then has a few tiles at a time, which find
+# less of each other's K and V in L2 (docs/performance/windows.md).
+_FEW_HEADS, _INTERLEAVED, _MANY_INTERLEAVED = 64, 0.96, 0.88
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,31 @@ def causal(heads: int, lengths: list[int], num_ctas: int) -> TileList:
         if span < shortest:
             best, shortest = candidate, span
     return best
+
+
+def windowed(heads: int, lengths: list[int], num_ctas: int) -> TileList:
+    """Head by head, or heads interleaved where some tiles are shorter than others and rounds do not even out.
+
+    Parameters
+    ----------
+    heads : int
+        Heads of all batch entries.
+    lengths : list of int
+        Work of each block of query rows, in any unit.
+    num_ctas : int
+        SMs, times the CTAs of one.
+
+    Returns
+    -------
+    TileList
+    """
+    blocks = len(lengths)
+    by_head, interleaved = head_by_head(heads, blocks), TileList(heads * blocks, 0, heads)
+    if by_head.num_items > _MAX_ROUNDS * num_ctas:
+        return by_head
+    gain = _INTERLEAVED if heads <= _FEW_HEADS else _MANY_INTERLEAVED
+    spans = [makespan(tiles, heads, lengths, num_ctas) for tiles in (by_head, interleaved)]
+    return interleaved if spans[1] < gain * spans[0] else by_head
 
 
 def makespan(tiles: TileList, heads: int, lengths: list[int], num_ctas: int) -> float:

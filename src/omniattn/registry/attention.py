@@ -158,7 +158,7 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 4, 64, 4, 2),
     _FwdSm90Tile(96, 3, 96),
     _FwdSm90Tile(128, 2, 128, 2, 2, ("short causal", "window")),
-    _FwdSm90Tile(128, 3, 64, 3, 1, ("causal", "short", "long")),
+    _FwdSm90Tile(128, 3, 64, 3, 1, ("causal", "short", "long", "wide window")),
     _FwdSm90Tile(192, 2, 64, 3),
     _FwdSm90Tile(256, 2, 64),
 )
@@ -166,10 +166,10 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
 # Of v with a head_dim of its own; other pairs are padded to the next of these or of the tiles above.
 _FWD_SM90_HEAD_DIM_V_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(192, 2, 128, 2, 1, ("short", "long"), head_dim_v=128),
-    _FwdSm90Tile(192, 3, 64, 3, 1, ("short causal", "causal", "window"), head_dim_v=128),
+    _FwdSm90Tile(192, 3, 64, 3, 1, ("short causal", "causal", "window", "wide window"), head_dim_v=128),
     _FwdSm90Tile(128, 4, 64, 3, 2, head_dim_v=64),
     _FwdSm90Tile(64, 2, 128, 3, 2, ("long",), head_dim_v=128),
-    _FwdSm90Tile(64, 3, 64, 4, 1, ("short causal", "causal", "window", "short"), head_dim_v=128),
+    _FwdSm90Tile(64, 3, 64, 4, 1, ("short causal", "causal", "window", "wide window", "short"), head_dim_v=128),
     _FwdSm90Tile(96, 4, 64, 4, 1, head_dim_v=64),
 )
 # What wheels carry of them.

@@ -38,8 +38,6 @@ _GAIN, _SYNC_GAIN = 0.9, 0.8
 _INT8_KEYS = 1024
 #: On mma.sync: the fewest keys, keys for each query, splits.
 _SYNC_KEYS, _SYNC_RATIO, _SYNC_SPLITS = 1024, 4, 2
-#: Whether calls with a score_mod or block_mask are split by default. Until a GPU has run such a split, by force alone.
-_MODIFIED = False
 #: Rounds of CTAs that a few splits make at most. A call with a few CTAs more than fit needs three, of two splits each.
 _ROUNDS = 4
 #: Tiles an SM, from which on a call without split keeps the GPU busy.
@@ -236,8 +234,6 @@ def select_split(
             return None
         # Before anything that takes time: most calls have queries enough.
         p, block_m = problem, unsplit.spec.block_m
-        if (p.score_mod is not None or p.block_mask is not None) and not _MODIFIED:
-            return None
         blocks = max(-(-p.seqlen_q // block_m), p.sequences) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
         if blocks * p.num_q_heads > _BUSY * target.sm_count or _unfit_problem(problem) is not None:
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..problems import UNLIMITED, AttentionProblem, Target
+from ..problems.attention import WIDE_WINDOW
 from ..problems.memory import ITEMSIZE
 from ..registry import KernelSpec
 
@@ -21,8 +22,6 @@ _FEW = 2
 #: Keys a query from which on that is left to a split of the keys, which was measured there: of calls that leave SMs
 #: idle, and not of packed ones.
 _RATIO = 16
-#: Keys of a window up to which longer sequences have the choice too.
-NARROW = 1024
 #: What another tile than the usual has to gain; beyond what the model was fitted to.
 _GAIN, _FAR = 0.985, 0.88
 #: A wider one besides, which computes with columns of zeros; if rows are no multiple of 64 bytes, and not all tiles run
@@ -131,7 +130,7 @@ def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | Non
     unsplit = p.varlen or p.seqlen_k <= _RATIO * p.seqlen_q or tiles > target.sm_count
     if unsplit and (is_short or tiles <= _FEW * target.sm_count):
         return _FAR
-    narrow = min(p.window_left, p.window_right) >= 0 and p.window_left + p.window_right < NARROW
+    narrow = min(p.window_left, p.window_right) >= 0 and p.window_left + p.window_right < WIDE_WINDOW
     return _GAIN if narrow else None
 
 
