@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..problems import UNLIMITED, Target
+from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.backward import BackwardProblem
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
@@ -23,23 +23,27 @@ def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_
     f = problem.forward
     blocks, heads = num_n_blocks(f, spec.block_n), f.num_kv_heads * (1 if f.varlen else f.batch)
     drawn = f.varlen or "ordered" in spec.features
-    if heads * blocks and not drawn and f.window_right != UNLIMITED and f.window_left == UNLIMITED:
-        offset = f.seqlen_q - f.seqlen_k - f.window_right
-        first_rows = (min(max(n * spec.block_n + offset, 0), f.seqlen_q) for n in reversed(range(blocks)))
-        return tile_order.causal(heads, [1 - (-(f.seqlen_q - row) // spec.block_m) for row in first_rows], sm_count)
-    return tile_order.head_by_head(heads, blocks)
+    if heads * blocks == 0 or drawn or f.window_left == f.window_right == UNLIMITED:
+        return tile_order.head_by_head(heads, blocks)
+    # A query sees keys to its right as a key is seen by queries to its left.
+    lengths = tile_order.lengths(f.seqlen_k, f.seqlen_q, spec.block_n, spec.block_m, f.window_right, f.window_left)
+    return _list_of(f, heads, lengths[::-1], sm_count)
+
+
+def _list_of(f: AttentionProblem, heads: int, lengths: list[int], sm_count: int) -> tile_order.TileList:
+    """Of causal heads, whose tiles have these ``lengths``, or of heads with a window."""
+    order = tile_order.causal if f.window_left == UNLIMITED else tile_order.windowed
+    return order(heads, lengths, sm_count)
 
 
 def _query_tiles(problem: BackwardProblem, spec: KernelSpec, blocks: int, sm_count: int) -> tile_order.TileList:
     """In which order the persistent kernel ``spec`` takes the ``blocks`` tiles of queries of every query head."""
     f = problem.forward
     heads = f.num_q_heads * f.batch
-    if heads * blocks and f.window_right != UNLIMITED and f.window_left == UNLIMITED:
-        offset = f.seqlen_k - f.seqlen_q + f.window_right
-        last_rows = (min((m + 1) * spec.block_m, f.seqlen_q) for m in range(blocks))
-        keys = (min(max(row + offset, 0), f.seqlen_k) for row in last_rows)
-        return tile_order.causal(heads, [1 - (-n // spec.block_n) for n in keys], sm_count)
-    return tile_order.head_by_head(heads, blocks)
+    if heads * blocks == 0 or f.window_left == f.window_right == UNLIMITED:
+        return tile_order.head_by_head(heads, blocks)
+    lengths = tile_order.lengths(f.seqlen_q, f.seqlen_k, spec.block_m, spec.block_n, f.window_left, f.window_right)
+    return _list_of(f, heads, lengths, sm_count)
 
 
 def _packed_map(name: str, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], rows: int) -> TensorMap:

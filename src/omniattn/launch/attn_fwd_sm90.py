@@ -18,17 +18,12 @@ _GROUP_ROWS = 64  # query rows of a warpgroup
 PANEL = 64  #: Columns of one copy: 128 bytes, the width of the swizzle.
 
 
-def _tile_lengths(problem: AttentionProblem, spec: KernelSpec, blocks: int, lead_rows: int) -> list[int]:
-    """Tiles of keys that each tile of query rows looks at, and one for what it costs to begin and end it."""
-    left, right, keys = problem.window_left, problem.window_right, problem.seqlen_k
-    found = []
-    for m in range(blocks):
-        first = m * spec.block_m - lead_rows + keys - problem.seqlen_q
-        last = min((m + 1) * spec.block_m - lead_rows, problem.seqlen_q) + keys - problem.seqlen_q
-        begin = 0 if left == UNLIMITED else min(max(first - left, 0), keys)
-        end = keys if right == UNLIMITED else min(max(last + right, 0), keys)
-        found.append(1 + max(-(-end // spec.block_n) - begin // spec.block_n, 0))
-    return found
+def _tile_lengths(problem: AttentionProblem, spec: KernelSpec, lead_rows: int) -> list[int]:
+    """Work of each tile of query rows."""
+    p = problem
+    return tile_order.lengths(
+        p.seqlen_q, p.seqlen_k, spec.block_m, spec.block_n, p.window_left, p.window_right, lead_rows
+    )
 
 
 def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas: int) -> tile_order.TileList:
@@ -37,14 +32,18 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas:
     if heads * blocks == 0 or problem.varlen:
         return tile_order.head_by_head(heads, blocks)
     if problem.window_left != UNLIMITED and spec.ctas_per_sm == 1:
-        return tile_order.windowed(heads, _tile_lengths(problem, spec, blocks, 0), num_ctas)
-    if problem.window_right != UNLIMITED and problem.window_left == UNLIMITED:
+        # Kernels with scores take heads that come one by one from different tiles on, because of masks. Without a mask
+        # that is no better than chance.
+        if "score_mods" in spec.features and problem.mask == "none" and not problem.finds_tiles:
+            return tile_order.interleave(heads, blocks)
+        return tile_order.windowed(heads, _tile_lengths(problem, spec, 0), num_ctas)
+    if problem.window_left == UNLIMITED != problem.window_right:
         # Tiles grow with their row. Rows that fill up the last tile go before the first one, where keys are few; whole
         # warpgroups of them, and not with delta_s, whose blocks of 128 rows start at row 0.
         spare = blocks * spec.block_m - problem.seqlen_q
         delta = "smooth_q" in spec.features and ("score_mods" not in spec.features or problem.precision.smooth_q)
         lead_rows = 0 if delta else spare // _GROUP_ROWS * _GROUP_ROWS
-        order = tile_order.causal(heads, _tile_lengths(problem, spec, blocks, lead_rows), num_ctas)
+        order = tile_order.causal(heads, _tile_lengths(problem, spec, lead_rows), num_ctas)
         return replace(order, lead_rows=lead_rows)
     return tile_order.head_by_head(heads, blocks)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..problems import UNLIMITED
+
 # Beyond this many rounds one item more or less on some SM no longer matters, and simulating the list would take long.
 _MAX_ROUNDS = 64
 # How many rounds of pairs may be given up for single tiles: their heads do not share K and V in L2.
 _MAX_TAIL_ROUNDS = 3
-# What interleaved heads have to gain, up to so many of them and of more: each then has a few tiles at a time, which find
-# less of each other's K and V in L2 (docs/performance/windows.md).
+# What interleaved heads have to gain, up to so many of them and of more: tiles find less of each other's K and V in L2
+# (docs/performance/windows.md).
 _FEW_HEADS, _INTERLEAVED, _MANY_INTERLEAVED = 64, 0.96, 0.88
 
 
@@ -38,6 +40,38 @@ class TileList:
 def head_by_head(heads: int, blocks: int) -> TileList:
     """Every head's tiles as neighbours: for tiles of equal length, and for packed sequences."""
     return TileList(heads * blocks, 0, 0)
+
+
+def interleave(heads: int, blocks: int) -> TileList:
+    """A tile of each head in turn, the last tiles first."""
+    return TileList(heads * blocks, 0, heads)
+
+
+def lengths(rows: int, columns: int, block: int, step: int, left: int, right: int, lead_rows: int = 0) -> list[int]:
+    """Work of each tile: the steps that its rows see, and one for what it costs to begin and end it.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of a head's scores: queries and keys for tiles of queries, keys and queries for tiles of keys.
+    block, step : int
+        Rows of a tile, columns of a step.
+    left, right : int
+        Columns that a row sees besides its own, which is the last one for the last row.
+    lead_rows : int
+        Rows of the first tile that lie before row 0.
+
+    Returns
+    -------
+    list of int
+    """
+    found = []
+    for row in range(-lead_rows, rows, block):
+        first, last = row + columns - rows, min(row + block, rows) + columns - rows
+        begin = 0 if left == UNLIMITED else min(max(first - left, 0), columns)
+        end = columns if right == UNLIMITED else min(max(last + right, 0), columns)
+        found.append(1 + max(-(-end // step) - begin // step, 0))
+    return found
 
 
 def causal(heads: int, lengths: list[int], num_ctas: int) -> TileList:
@@ -93,7 +127,7 @@ def windowed(heads: int, lengths: list[int], num_ctas: int) -> TileList:
     TileList
     """
     blocks = len(lengths)
-    by_head, interleaved = head_by_head(heads, blocks), TileList(heads * blocks, 0, heads)
+    by_head, interleaved = head_by_head(heads, blocks), interleave(heads, blocks)
     if by_head.num_items > _MAX_ROUNDS * num_ctas:
         return by_head
     gain = _INTERLEAVED if heads <= _FEW_HEADS else _MANY_INTERLEAVED
