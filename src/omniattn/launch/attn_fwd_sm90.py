@@ -43,7 +43,8 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas:
         spare = blocks * spec.block_m - problem.seqlen_q
         delta = "smooth_q" in spec.features and ("score_mods" not in spec.features or problem.precision.smooth_q)
         lead_rows = 0 if delta else spare // _GROUP_ROWS * _GROUP_ROWS
-        order = tile_order.causal(heads, _tile_lengths(problem, spec, lead_rows), num_ctas)
+        group = problem.num_q_heads // max(problem.num_kv_heads, 1)
+        order = tile_order.causal(heads, _tile_lengths(problem, spec, lead_rows), num_ctas, group)
         return replace(order, lead_rows=lead_rows)
     return tile_order.head_by_head(heads, blocks)
 

@@ -8,8 +8,9 @@ from ..problems import UNLIMITED
 
 # Beyond this many rounds one item more or less on some SM no longer matters, and simulating the list would take long.
 _MAX_ROUNDS = 64
-# How many rounds of pairs may be given up for single tiles: their heads do not share K and V in L2.
-_MAX_TAIL_ROUNDS = 3
+# How many rounds of pairs may be given up for single tiles: their heads do not share K and V in L2. Query heads of a kv
+# head do; with n of them it may be n times as many, if that gains (docs/performance/attn_fwd_sm90.md).
+_MAX_TAIL_ROUNDS, _LONG_TAIL = 3, 0.97
 # What interleaved heads have to gain, up to so many of them and of more: tiles find less of each other's K and V in L2
 # (docs/performance/windows.md).
 _FEW_HEADS, _INTERLEAVED, _MANY_INTERLEAVED = 64, 0.96, 0.88
@@ -74,7 +75,7 @@ def lengths(rows: int, columns: int, block: int, step: int, left: int, right: in
     return found
 
 
-def causal(heads: int, lengths: list[int], num_ctas: int) -> TileList:
+def causal(heads: int, lengths: list[int], num_ctas: int, group: int = 1) -> TileList:
     """The list that ends first, among pairs with or without a tail of single tiles.
 
     Parameters
@@ -85,6 +86,8 @@ def causal(heads: int, lengths: list[int], num_ctas: int) -> TileList:
         Work of each block of query rows, in any unit, not decreasing.
     num_ctas : int
         SMs.
+    group : int
+        Neighbours among the heads that read the same K and V.
 
     Returns
     -------
@@ -97,15 +100,15 @@ def causal(heads: int, lengths: list[int], num_ctas: int) -> TileList:
     if pairs > _MAX_ROUNDS * num_ctas:
         return best
     candidates = []
-    for rounds in range(pairs // num_ctas, max(-1, pairs // num_ctas - _MAX_TAIL_ROUNDS), -1):
+    for rounds in range(pairs // num_ctas, max(-1, pairs // num_ctas - group * _MAX_TAIL_ROUNDS), -1):
         tail_heads = heads - rounds * num_ctas // per_head
         num_pairs = (heads - tail_heads) * per_head
         candidates.append(TileList(num_pairs + tail_heads * blocks, num_pairs, tail_heads))
     # A tail costs L2 traffic: it has to gain one per cent.
     shortest = 0.99 * makespan(best, heads, lengths, num_ctas)
-    for candidate in candidates:
+    for i, candidate in enumerate(candidates):
         span = makespan(candidate, heads, lengths, num_ctas)
-        if span < shortest:
+        if span < shortest * (1 if i < _MAX_TAIL_ROUNDS else _LONG_TAIL):
             best, shortest = candidate, span
     return best
 
