@@ -74,9 +74,10 @@ OA_DEVICE void hide_by_bits(int32 (&s)[kScores], uint32 word) {
 }
 
 // RowState::raise of scores that are floats, to a base that suits integers too (a multiple of 1 / kBaseSteps). c: the
-// same for all lanes.
-template <typename PRange, int kScores>
-OA_DEVICE void raise_on_grid(RowState<PRange>& rows, const float (&s)[kScores], float c, float (&alpha)[2]) {
+// same for all lanes; shift: for all keys.
+template <typename PRange, int kScores, typename Shift = NoShift>
+OA_DEVICE void raise_on_grid(RowState<PRange>& rows, const float (&s)[kScores], float c, float (&alpha)[2],
+                             Shift shift = {}) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float top = neg_inf();
@@ -86,7 +87,10 @@ OA_DEVICE void raise_on_grid(RowState<PRange>& rows, const float (&s)[kScores], 
             for (int x = 0; x < 2; ++x) top = fmaxf(top, s[4 * n + 2 * r + x]);
 #pragma unroll
         for (int mask = 1; mask <= 2; mask <<= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, mask));
-        float m2 = fmaxf(rows.m2[r], top * c - PRange::kBaseLog2);
+        float m2 = top * c - PRange::kBaseLog2;
+        // Not a number where a row sees none of the tile and its shift is infinite: then the base stays.
+        if constexpr (Shift::kPresent) m2 = fmaf(top, c, shift(0, 0) - PRange::kBaseLog2);
+        m2 = fmaxf(rows.m2[r], m2);
         // Larger ones are multiples by themselves, and might overflow.
         if (fabsf(m2) < 65536.0f) m2 = ceilf(m2 * kBaseSteps<int32>) / kBaseSteps<int32>;
         m2 = fmaxf(m2, kLowest);
@@ -138,6 +142,11 @@ struct CapSeries {
             for (int r = 0; r < 2; ++r) a[r][i] = rows[r].a[i] * power;
             power *= scale;
         }
+    }
+    // What is added to the exponents of the tile.
+    OA_DEVICE void add(float shift) {
+        a[0][0] += shift;
+        a[1][0] += shift;
     }
 };
 

@@ -6,11 +6,15 @@
 #include "attention/int8_forms.cuh"
 #include "attention/int8_roles.cuh"
 #include "attention/mask_copies.cuh"
+#include "attention/value_factors.cuh"
 #include "params/attn_int8.cuh"
 
 template <typename Config>
-class Int8FormsProducer : public Int8Producer<Config, AttnInt8FormsSm90Params, Int8FormsProducer<Config>> {
-    using Base = Int8Producer<Config, AttnInt8FormsSm90Params, Int8FormsProducer<Config>>;
+using FormsParams = typename Select<Config::kFactors, AttnFp8FormsFactorsSm90Params, AttnInt8FormsSm90Params>::Type;
+
+template <typename Config>
+class Int8FormsProducer : public Int8Producer<Config, FormsParams<Config>, Int8FormsProducer<Config>> {
+    using Base = Int8Producer<Config, FormsParams<Config>, Int8FormsProducer<Config>>;
     using Masks = MaskTiles<Config>;
     using Base::bars_;
     using Base::inner_at_;
@@ -54,12 +58,13 @@ class Int8FormsProducer : public Int8Producer<Config, AttnInt8FormsSm90Params, I
 };
 
 template <typename Config>
-class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, Int8FormsConsumer<Config>> {
-    using Base = Int8Consumer<Config, AttnInt8FormsSm90Params, Int8FormsConsumer<Config>>;
+class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8FormsConsumer<Config>> {
+    using Base = Int8Consumer<Config, FormsParams<Config>, Int8FormsConsumer<Config>>;
     using Tile = Int8Tile<Config>;
     using Scores = typename Tile::Scores;
     using Masks = MaskTiles<Config>;
-    using Packer = E4m3Packer<Config::kBlockN / 32, Config::kLse>;
+    using Packer = E4m3Packer<Config::kBlockN / 32, Config::kLse, Config::kFactors>;
+    using Factor = typename Select<Config::kFactors, ValueFactor, NoValueFactor>::Type;  // of V
     using Base::group_;
     using Base::inner_at_;
     using Base::k_;
@@ -82,7 +87,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
     using typename Base::Rows;
     using typename Base::Span;
 
-    OA_DEVICE Int8FormsConsumer(const AttnInt8FormsSm90Params& params, Int8Storage<Config>& smem,
+    OA_DEVICE Int8FormsConsumer(const FormsParams<Config>& params, Int8Storage<Config>& smem,
                                 const RoleBarriers<Config>& bars, int32 group)
         : Base(params, smem, bars, group) {
         lane_ = __shfl_sync(0xffffffffu, lane_, lane_);
@@ -124,7 +129,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         if (capped) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                if (!Config::kBlockScales || params_.operands.row_bias != nullptr)
+                if (!Config::kBlockScales || (!Config::kFactors && params_.operands.row_bias != nullptr))
                     row_shift[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r);
                 if (kSeries) cap[r] = CapRow(row_shift[r], forms);
             }
@@ -136,9 +141,10 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         // not be written. All others wait for it.
         typename Tile::Probabilities probs, other;
         typename Tile::Probabilities& fresh = kIntegers ? other : probs;
-        const uint32 zero = opaque_zero();
+        const uint32 opaque = Factor::opaque();
         typename Tile::RowSums sums = {};
         float alpha[2], sum[2], scale;
+        Factor of_v;  // of the step's keys
         bool is_full = false;
 
         // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
@@ -153,9 +159,10 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         auto finish_pv = [&] {
             wgmma_wait<0>();
             wgmma_pin(state.acc);
-            wgmma_pin(sums);
+            if (!Config::kFactors) wgmma_pin(sums);
 #pragma unroll
             for (int k = 0; k < Config::kBlockN / 32; ++k) wgmma_pin(probs[k]);
+            if (Config::kFactors) return;
             rows.l[0] += sums[0];
             rows.l[1] += sums[2];
         };
@@ -164,7 +171,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
 #pragma unroll
                 for (int k = 0; k < Config::kBlockN / 32; ++k)
 #pragma unroll
-                    for (int x = 0; x < 4; ++x) probs[k][x] = copy_of(fresh[k][x], zero);
+                    for (int x = 0; x < 4; ++x) probs[k][x] = of_v.copy_of_operand(fresh[k][x], opaque);
             }
         };
         auto release_stage = [&] {
@@ -175,14 +182,26 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         auto exponentiate_integers = [&] {
             sum[0] = sum[1] = 0.0f;
             const float c[2] = {scale, scale};
-            rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum});
+            rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, of_v.shift());
         };
         auto exponentiate_floats = [&](float factor) {
             sum[0] = sum[1] = 0.0f;
             const float c[2] = {factor, factor};
             float f[Config::kNTiles * 4];
             floats_of(s, f);
-            rows.exponentiate_in_order<false, Config::kByRow>(f, c, Packer{{fresh, {}}, sum});
+            rows.exponentiate_in_order<false, Config::kByRow>(f, c, Packer{{fresh, {}}, sum}, of_v.shift());
+        };
+        // The same for redo(). With a factor of V that is not finite a hidden key's exponent is none either.
+        auto exponentiate_again = [&](float factor) {
+            if constexpr (Config::kFactors) {
+                sum[0] = sum[1] = 0.0f;
+                const float c[2] = {factor, factor};
+                float f[Config::kNTiles * 4];
+                floats_of(s, f);
+                rows.exponentiate_in_order<true, Config::kByRow>(f, c, Packer{{fresh, {}}, sum}, of_v.shift());
+            } else {
+                exponentiate_floats(factor);
+            }
         };
         // Softcap of a tile whose scores are near.
         auto exponentiate_series = [&] {
@@ -191,8 +210,9 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
                 floats_of(s, f);
                 sum[0] = sum[1] = 0.0f;
                 const float none[2] = {};
-                rows.exponentiate_in_order<false, Config::kByRow>(f, none, Packer{{fresh, {}}, sum},
-                                                                  CapSeries(cap, scale * forms.cap_scale));
+                CapSeries series(cap, scale * forms.cap_scale);
+                if constexpr (Config::kFactors) series.add(of_v.log2);
+                rows.exponentiate_in_order<false, Config::kByRow>(f, none, Packer{{fresh, {}}, sum}, series);
             }
         };
         auto is_near = [&] {
@@ -210,20 +230,26 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         auto redo = [&](float factor) {
             float f[Config::kNTiles * 4];
             floats_of(s, f);
-            raise_on_grid(rows, f, factor, alpha);
+            raise_on_grid(rows, f, factor, alpha, of_v.shift());
             rescale(state.acc, alpha);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 state.shrink[r] *= alpha[r];
                 state.lse_sum[r] *= alpha[r];
             }
-            exponentiate_floats(factor);
+            exponentiate_again(factor);
             renew_probs();
         };
+        // At the end of a step, when nothing but the product reads P any more.
         auto add = [&] {
+            if constexpr (Config::kFactors && !kIntegers) {
+#pragma unroll
+                for (int k = 0; k < Config::kBlockN / 32; ++k)
+#pragma unroll
+                    for (int x = 0; x < 4; ++x) probs[k][x] = of_v.operand(probs[k][x]);
+            }
             if (!Config::kLse) return;
-            state.lse_sum[0] += sum[0];
-            state.lse_sum[1] += sum[1];
+            of_v.add(state.lse_sum, sum);
         };
 
         // 32 entries ahead, one to a lane. By bits: those that are left to the slow path (something hides keys other
@@ -231,9 +257,15 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         // be awaited at every step, and judged by a chain of dependent instructions.
         int32 window_at, window;
         uint32 rare, open, shut;
+        float window_k;  // kFactors: K's scales and V's factors of the entries
+        Factor window_v;
         auto look_ahead = [&] {
             window_at = i;
             window = steps.entry(min_of(i + lane_, steps.count - 1));
+            if constexpr (Config::kFactors) {
+                window_k = this->scale_of_keys(FormSteps::tile(window));
+                window_v.set(this->factor_of_values(FormSteps::tile(window)));
+            }
             const int32 kind = FormSteps::kind(window, group_);
             rare = __ballot_sync(0xffffffffu, !plain || i + lane_ >= steps.count - 1 ||
                                                   is_edge(keys, FormSteps::tile(window)) ||
@@ -244,7 +276,19 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         look_ahead();
         auto entry_now = [&] { return __shfl_sync(0xffffffffu, window, i - window_at); };
         auto scale_of_keys = [&] {
-            return this->scale_of_keys(Config::kBlockScales ? FormSteps::tile(entry_now()) : 0);
+            if constexpr (Config::kFactors) {
+                of_v = window_v.of_lane(i - window_at);
+                return __shfl_sync(0xffffffffu, window_k, i - window_at);
+            } else {
+                return this->scale_of_keys(Config::kBlockScales ? FormSteps::tile(entry_now()) : 0);
+            }
+        };
+        // Of the step's entry.
+        auto scale_of_tile = [&](int32 entry) {
+            if constexpr (Config::kFactors)
+                return q_scale * scale_of_keys();
+            else
+                return this->scale_of_tile(q_scale, FormSteps::tile(entry));
         };
         // Of the step's tile: scores to base 2.
         auto base2_scale = [&] { return this->without_rounding(q_scale2 * scale_of_keys()); };
@@ -268,7 +312,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
         }
         state.attended = true;
         int32 entry = entry_now();
-        scale = this->scale_of_tile(q_scale, FormSteps::tile(entry));
+        scale = scale_of_tile(entry);
         wgmma_wait<0>();
         wgmma_pin(s);
         release_queries();
@@ -351,7 +395,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, AttnInt8FormsSm90Params, I
             } else {
                 entry = entry_now();
                 bits = bits_of(entry);
-                scale = this->scale_of_tile(q_scale, FormSteps::tile(entry));
+                scale = scale_of_tile(entry);
                 products();
                 release_queries();
                 make_floats(s);

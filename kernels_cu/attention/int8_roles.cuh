@@ -429,12 +429,13 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             m2[r] = p_.sinks != nullptr || lacks != lacks ? base[r] : state.softmax.m2[r];
         }
         store_partial_rows(state.acc, m2, state.softmax.l, params_, t, warp_row, lane_);
-        if constexpr (Config::kLse)
+        if constexpr (Config::kLse && !Config::kFactors)
             store_partial_sums(base, state.lse_sum, params_.partial_lse, p_, t, warp_row, lane_);
     }
 
     // Whether what smoothing took from the scores is still to be added: the softcap has had it already.
     OA_DEVICE bool has_bias() const {
+        if constexpr (Config::kFactors && (Config::kForms || Config::kSplitKeys)) return false;
         if constexpr (Config::kBlockScales)
             if (params_.operands.row_bias == nullptr) return false;
         if constexpr (Config::kSoftcap) return !(params_.forms.forms & kFormSoftcap);

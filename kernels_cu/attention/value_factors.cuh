@@ -35,6 +35,11 @@ struct ValueFactor {
         inverse = rcp_approx(fmaxf(size, kLeast));  // a number, for rows that see none of the tile
         mask = factor == 0.0f ? 0 : factor < 0.0f ? 0xffffffffu : kNoSigns;
     }
+    // What a lane of the warp has.
+    OA_DEVICE ValueFactor of_lane(int32 lane) const {
+        return {__shfl_sync(0xffffffffu, log2, lane), __shfl_sync(0xffffffffu, inverse, lane),
+                __shfl_sync(0xffffffffu, mask, lane)};
+    }
     OA_DEVICE Shift shift() const { return {log2}; }
     // Four bytes of P as operand.
     OA_DEVICE uint32 operand(uint32 probs) const { return mask & (probs | ~kNoSigns); }

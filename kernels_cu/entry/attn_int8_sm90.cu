@@ -26,7 +26,7 @@
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
 // heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE stores sums of P before rounding
-// besides.
+// besides; with factors of V there is one sum for both.
 //
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
 // attn_fwd_sm90's forms (attention/int8_forms.cuh, attention/int8_forms_roles.cuh).
@@ -67,7 +67,7 @@ struct Config {
     static constexpr bool kVarlen = VARLEN;
     static constexpr bool kDelta = SMOOTH_Q;  // with forms: if there is delta_s
     static constexpr bool kLse = WITH_LSE;
-    static constexpr bool kFactors = VALUE_FACTORS;  // one for each 128 rows of V; kLse, not kDelta, no forms
+    static constexpr bool kFactors = VALUE_FACTORS;  // one for each 128 rows of V; kLse, not kDelta
     static constexpr bool kRegisterQ = REGISTER_Q;
     static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
     static constexpr bool kRotateHeads = kForms, kMeetAtTiles = false;
@@ -85,14 +85,15 @@ struct Config {
     static constexpr bool kEarlyChannels = kHeadDim <= 128;
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
-    static_assert(!kFactors || (kBlockScales && kLse && !kDelta && !kForms), "arrays in e4m3, without forms");
-    static_assert(!kSplitKeys || !(kForms || kVarlen || kDelta || kFactors), "plain dense batches");
+    static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
+    static_assert(!kSplitKeys || !(kForms || kVarlen || kDelta), "plain dense batches");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 
 using WholeParams = Select<Config::kFactors, AttnFp8FactorsSm90Params, AttnInt8Sm90Params>::Type;
-using PlainParams = Select<Config::kSplitKeys, AttnInt8SplitSm90Params, WholeParams>::Type;
-using Params = Select<Config::kForms, AttnInt8FormsSm90Params, PlainParams>::Type;
+using SplitParams = Select<Config::kFactors, AttnFp8SplitFactorsSm90Params, AttnInt8SplitSm90Params>::Type;
+using PlainParams = Select<Config::kSplitKeys, SplitParams, WholeParams>::Type;
+using Params = Select<Config::kForms, FormsParams<Config>, PlainParams>::Type;
 using SharedStorage = Int8Storage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
@@ -140,7 +141,8 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         };
         // Keys are walked from the last tile on.
         auto enter_block = [&](int32 n) {
-            c[0] = c[1] = q_scale[0] * k_ahead;
+            c[0] = q_scale[0] * k_ahead;
+            c[1] = Config::kSplitKeys ? q_scale[1] * k_ahead : c[0];
             factor.set(v_ahead);
             look_ahead(n - Config::kBlockTiles);  // before the first block: of any
         };

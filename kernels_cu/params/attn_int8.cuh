@@ -95,3 +95,26 @@ struct AttnFp8FactorsSm90Params {
     BlockScales scales;
     ValueFactors factors;
 };
+struct AttnFp8SplitFactorsSm90Params {
+    TensorMap map_q, map_k, map_v;  // as AttnInt8SplitSm90Params
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    SplitTileList tiles;
+    int32 flush_keys;
+    int32 reserved;
+    BlockScales scales;
+    float* partial_o;
+    float* partial_ml;  // denominators of P before rounding, so that the LSE is theirs too; bases as they are
+    ValueFactors factors;
+};
+struct AttnFp8FormsFactorsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;  // as AttnInt8FormsSm90Params
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    TileList tiles;
+    ScoreForms forms;
+    int32 flush_keys;
+    int32 reserved;
+    BlockScales scales;
+    ValueFactors factors;
+};

@@ -1,9 +1,10 @@
 """Small calls of every tile class, for compute-sanitizer.
 
-``python sanitizer_cases.py [few_masks | low_precision | few_low_precision | backward | few_backward | cleared_backward
-| faulty]``: exact attention (`few_masks`: for a tool that does not know how masks are read); or quantization and
-attention on integers (`few`: for tools that take long); or gradients (`few`: by the kernels of every GPU alone;
-`cleared`: by those that add to cleared memory, for a tool that does not see bulk stores); or one call with a fault.
+``python sanitizer_cases.py [few_masks | low_precision | few_low_precision | factors | few_factors | backward |
+few_backward | cleared_backward | faulty]``: exact attention (`few_masks`: for a tool that does not know how masks are
+read); or quantization and attention on integers (`few`: for tools that take long); or e4m3 arrays with a factor for
+each 128 rows of v; or gradients (`few`: by the kernels of every GPU alone; `cleared`: by those that add to cleared
+memory, for a tool that does not see bulk stores); or one call with a fault.
 
 CuPy arrays in memory of their own (no pool), so that an access behind any of them is seen; moved by copies alone, so
 that no kernel runs but omniattn's.
@@ -24,6 +25,7 @@ import omniattn as oa
 from omniattn import runtime
 from omniattn.plan import attention as plan_attention
 from omniattn.plan.engine import PLANS
+from omniattn.reference.e4m3 import encode_e4m3
 from omniattn.registry import KernelSpec, by_name
 from omniattn.select import attention as select
 from omniattn.testing.frameworks import CupyFramework
@@ -273,6 +275,56 @@ def eight_bit_floats(head_dim: int, rng: np.random.Generator, few: bool) -> None
         assert not wrong, wrong
 
 
+def value_factors(head_dim: int, rng: np.random.Generator, few: bool) -> None:
+    """e4m3 arrays with a factor for each 128 rows of v, as torch's tensors: CuPy has no such element type."""
+    if runtime.device_info(0).cc < (8, 9):
+        return
+    import torch
+
+    def tensor(x: Any) -> Any:  # in CuPy's memory
+        if x.dtype != np.bool_:
+            return torch.from_dlpack(x)
+        return torch.from_dlpack(x.view(cupy.uint8)).view(torch.bool)
+
+    def e4m3(*shape: int) -> Any:
+        codes = encode_e4m3(rng.standard_normal(shape).astype(np.float32))
+        return tensor(to_gpu(codes, np.uint8)).view(torch.float8_e4m3fn)
+
+    def given(batch: int, heads: tuple[int, int], lengths: tuple[int, int]) -> dict[str, Any]:
+        of = zip("qkv", (heads[0], heads[1], heads[1]), (lengths[0], lengths[1], lengths[1]), strict=True)
+        made = {f"descale_{x}": rng.random((batch, h, -(-n // 128))) + 0.5 for x, h, n in of}
+        made["descale_v"][..., ::2] *= -1.0
+        return {name: tensor(to_gpu(x, np.float32)) for name, x in made.items()} | {"out_dtype": torch.float16}
+
+    def call(function: Any, *arrays: Any, **options: Any) -> None:
+        o, lse = function(*arrays, return_lse=True, **options)
+        check(o.cpu().numpy(), lse.cpu().numpy())
+        check(function(*arrays, **options).cpu().numpy())
+
+    generic = not any(spec.arch_specific for spec in select.REGISTRY)
+    seqlen_k = keys_of_all_stages(head_dim) if few else SEQLEN_K
+    factors = given(1, (HEADS, HEADS_KV), (SEQLEN_Q, seqlen_k))
+    for width in (head_dim,) if few else (head_dim - 16, head_dim):
+        q, k, v = e4m3(1, SEQLEN_Q, HEADS, width), *(e4m3(1, seqlen_k, HEADS_KV, width) for _ in range(2))
+        for name in ("causal", "sinks", "softcap", "mask", "keys", "aligned", "io"):
+            options = options_for(CALLS[name], rng, seqlen_k)
+            options |= {key: tensor(x) for key, x in options.items() if isinstance(x, cupy.ndarray)}
+            assert oa.explain(q, k, v, **factors, **options).kernel.startswith(f"attn_fp8_sm{89 if generic else 90}")
+            call(oa.attention, q, k, v, **factors, **options)
+    lengths = (70, 0, 1, 129), tuple(min(n, seqlen_k) for n in (131, 5, 0, 66))
+    q, k, v = (e4m3(sum(n) + 3, h, head_dim) for n, h in zip((lengths[0], *lengths[1:] * 2), (2, 1, 1), strict=True))
+    factors = given(4, (HEADS, HEADS_KV), (129, max(lengths[1])))
+    for x, n in zip("qk", lengths, strict=True):
+        factors |= {f"cu_seqlens_{x}": tensor(to_gpu([0, *np.cumsum(n)], np.int32)), f"max_seqlen_{x}": max(n)}
+    for options in ({"causal": True}, {"causal": True, "softcap": 5.0}):
+        call(oa.attention_varlen, q, k, v, **factors, **options)
+    if not generic:  # keys split over CTAs
+        q, k, v = e4m3(1, 5, 8, head_dim), *(e4m3(1, seqlen_k, 2, head_dim) for _ in range(2))
+        os.environ["OMNIATTN_FORCE_KERNEL"] = f"attn_fp8_sm90_fp16_d{head_dim}_m128n64_split_factors"
+        call(oa.attention, q, k, v, **given(1, (8, 2), (5, seqlen_k)))
+        del os.environ["OMNIATTN_FORCE_KERNEL"]
+
+
 def caches(rng: np.random.Generator) -> None:
     """Append, copy of blocks and decode in every common format, in pages that are not all used."""
     lengths, block_size, heads_kv = (300, 0, 37), 16, 2
@@ -378,6 +430,14 @@ if __name__ == "__main__":
                 low_precision(width, np.random.default_rng(width), few)
                 eight_bit_floats(width, np.random.default_rng(width), few)
         choose_from(everything)
+    elif which in ("factors", "few_factors"):
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch's own: outputs and workspaces
+        everything = select.REGISTRY
+        for rows in (everything, tuple(spec for spec in everything if not spec.arch_specific)):
+            choose_from(rows)
+            for width in (64, 128, 256):
+                value_factors(width, np.random.default_rng(width), which == "few_factors")
+        choose_from(everything)
     elif which in ("backward", "few_backward", "cleared_backward"):
         everything, few = select.REGISTRY, which.startswith("few")
         if which == "cleared_backward":
@@ -389,7 +449,7 @@ if __name__ == "__main__":
                 backward(width, np.random.default_rng(width))
         choose_from(everything)
     elif which not in ("", "few_masks"):
-        known = "few_masks, caches, low_precision, few_low_precision, backward, few_backward, cleared_backward, faulty"
+        known = "few_masks, caches, [few_]low_precision, [few_]factors, [few_ | cleared_]backward, faulty"
         raise SystemExit(f"not one of {known}: {which}")
     else:
         caches(np.random.default_rng(0))

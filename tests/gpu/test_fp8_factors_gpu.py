@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.registry import REGISTRY  # noqa: E402
 from omniattn.select.choice import VARIABLE  # noqa: E402
 
 from .low_precision_cases import check, check_expected, inputs, to_numpy  # noqa: E402
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(CAPABILITY < (8, 9), reason="e4m3 products need compute capability 8.9"),
 ]
 E4M3 = torch.float8_e4m3fn
-#: Kernels on mma.sync run on Hopper too, where nobody asks for them without masks.
+#: Kernels on mma.sync run on Hopper too, where nobody asks for them but for masks that tensor maps cannot describe.
 FAMILIES = ["attn_fp8_sm90", "attn_fp8_sm89"] if CAPABILITY == (9, 0) else ["attn_fp8_sm89"]
 #: Of e4m3: half a step, relative to a normal number, and absolute below the least one; the least P at the largest.
 _RELATIVE, _ABSOLUTE, _LEAST_TOP = 2.0**-4, 2.0**-10, 13.5
@@ -63,7 +64,7 @@ def _rows(factor: Any, rows: int, group: int = 1) -> Any:
 
 def _expected(
     q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, *, causal: bool = False, window: Any = None,
-    softcap: float = 0.0, mask: Any = None, sinks: Any = None,
+    softcap: float = 0.0, mask: Any = None, sinks: Any = None, softmax_scale: float | None = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """(o, lse, bound of o's error by the rounding of P), fp64, heads first; q, k, v: (batch, rows, heads, channels)."""
     group, n, m = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
@@ -72,7 +73,7 @@ def _expected(
     of_k = of_k.repeat_interleave(group, 1) * _rows(dk, m, group)
     factor = _rows(dv, m, group)
     values = of_v.repeat_interleave(group, 1)
-    s = of_q @ of_k.mT * q.shape[-1] ** -0.5
+    s = of_q @ of_k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     rows, keys = torch.arange(n, device=q.device)[:, None] + m - n, torch.arange(m, device=q.device)[None]
@@ -84,6 +85,7 @@ def _expected(
     if mask is not None and mask.dtype == torch.bool:
         hidden = hidden | ~mask
     elif mask is not None:
+        hidden = hidden | (mask == -torch.inf)
         s = s + mask.double()
     s = s.masked_fill(hidden, -torch.inf)
     logits = s if sinks is None else torch.cat([s, sinks.double().view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
@@ -115,8 +117,35 @@ def drawn(rows_q: int, rows_k: int, head_dim: int, seed: int = 1, **more: Any) -
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {}, "causal": {"causal": True}, "window": {"window": (200, 30)}, "sinks": {"sinks": True},
-    "softcap": {"softcap": 4.0}, "mask": {"mask": "bool"}, "bias": {"mask": "bias"},
+    "softcap": {"softcap": 4.0}, "softcap, far": {"softcap": 2.0, "softmax_scale": 1.0},
+    "softcap, causal, window": {"softcap": 4.0, "causal": True, "window": (200, 0)},
+    "mask": {"mask": "bool"}, "keys": {"mask": "keys", "causal": True},
+    "softcap, mask": {"softcap": 4.0, "mask": "bool"},
+    "key bias": {"mask": "key bias"}, "bias": {"mask": "float32", "sinks": True}, "any bias": {"mask": "any"},
+    "half bias": {"mask": "io"}, "softcap, half bias": {"softcap": 4.0, "mask": "io", "causal": True},
+    "negative scale": {"softmax_scale": -0.1}, "no scale": {"softmax_scale": 0.0, "mask": "bool"},
 }  # fmt: skip
+
+
+def masks(kind: str, rows: int, keys: int) -> Any:
+    """Of two sequences and four heads; a row without keys, tiles that all rows of a tile see, or none."""
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    # Rows at multiples of 16 bytes, which tensor maps describe; `any`: others.
+    row = keys if kind == "any" else -(-keys // 8) * 8
+    dtype = torch.bfloat16 if kind == "io" else torch.float32
+    values = torch.randn(2, 4, rows, row, device="cuda", generator=generator).to(dtype)[..., :keys]
+    if kind in ("keys", "key bias"):
+        values = values[:, :1, :1]
+        return values > -0.5 if kind == "keys" else values
+    if kind == "bool":
+        shown = values > -0.5
+        shown[:, :, :, 64:192] = True
+        shown[:, :, :, 320:384] = False
+        shown[:, :, 7] = False
+        return shown
+    values[:, :, 7] = -torch.inf
+    values[:, :, :, :64] -= 1e6
+    return values
 
 
 @pytest.mark.parametrize("kind", ["near", "wide", "tiny"])
@@ -127,14 +156,17 @@ def test_dense(family: str, head_dim: int, feature: str, kind: str) -> None:
     q, k, v = drawn(333, 590, head_dim)
     options = dict(FEATURES[feature])
     generator = torch.Generator(device="cuda").manual_seed(3)
+    own = family if options.get("mask") != "any" else "attn_fp8_sm89"
     if "mask" in options:
-        values = torch.randn(2, 4, 333, 590, device="cuda", generator=generator)
-        options["mask"] = values > -0.5 if options["mask"] == "bool" else values
+        options["mask"] = masks(options["mask"], 333, 590)
     if "sinks" in options:
         options["sinks"] = torch.randn(4, device="cuda", generator=generator)
     dq, dk = (factors("near", (2, heads, blocks)).cuda() for heads, blocks in ((4, 3), (2, 5)))
     dv = factors(kind, (2, 2, 5)).cuda()
     given = {"descale_q": dq, "descale_k": dk, "descale_v": dv, "out_dtype": torch.bfloat16}
+    kernel = oa.explain(q, k, v, **given, **options).kernel
+    assert kernel.startswith(own)
+    assert "_factors" in kernel
     o, lse = oa.attention(q, k, v, **given, **options, return_lse=True)
     assert torch.equal(oa.attention(q, k, v, **given, **options), o)
     want = _expected(q, k, v, dq, dk, dv, **options)
@@ -160,10 +192,14 @@ def test_rows_of_small_factors_are_as_accurate(family: str, head_dim: int) -> No
         assert error <= 0.05
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"softcap": 4.0}, {"softcap": 4.0, "causal": True, "window": (250, 0)},
+                {"softmax_scale": -0.2}],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-def test_packed(family: str, head_dim: int, causal: bool) -> None:
+def test_packed(family: str, head_dim: int, options: dict[str, Any]) -> None:
     of_q, of_k = [140, 1, 0, 300], [130, 300, 5, 700]
     starts = [torch.tensor([0, *torch.tensor(x).cumsum(0).tolist()], dtype=torch.int32) for x in (of_q, of_k)]
     torch.manual_seed(2)
@@ -171,14 +207,14 @@ def test_packed(family: str, head_dim: int, causal: bool) -> None:
     dq, dk, dv = factors("near", (4, 4, 3)).cuda(), factors("near", (4, 2, 6)).cuda(), factors("wide", (4, 2, 6)).cuda()
     o, lse = oa.attention_varlen(
         q, k, v, cu_seqlens_q=starts[0].cuda(), cu_seqlens_k=starts[1].cuda(), max_seqlen_q=300, max_seqlen_k=700,
-        descale_q=dq, descale_k=dk, descale_v=dv, causal=causal, return_lse=True,
+        descale_q=dq, descale_k=dk, descale_v=dv, **options, return_lse=True,
     )  # fmt: skip
     for b in range(4):
         rows, keys = (slice(int(s[b]), int(s[b + 1])) for s in starts)
         if of_q[b] == 0:
             continue
         one = [x[None, r] for x, r in ((q, rows), (k, keys), (v, keys))]
-        want = _expected(*one, dq[b : b + 1], dk[b : b + 1], dv[b : b + 1], causal=causal)
+        want = _expected(*one, dq[b : b + 1], dk[b : b + 1], dv[b : b + 1], **options)
         scale = float(want[0].abs().max()) or 1.0
         check_expected(
             o[None, rows].double().transpose(1, 2) / scale, lse[None, :, rows],
@@ -186,32 +222,39 @@ def test_packed(family: str, head_dim: int, causal: bool) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-def test_sequences_longer_than_their_factors_are_nan(family: str) -> None:
+def test_sequences_longer_than_their_factors_are_nan(family: str, softcap: float) -> None:
     q, k, v = (x[0] for x in drawn(400, 400, 64))
     starts = torch.tensor([0, 100, 400], dtype=torch.int32, device="cuda")
     o = oa.attention_varlen(
         q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=128, max_seqlen_k=128,
-        descale_v=torch.ones(2, 2, 1, device="cuda"),
+        descale_v=torch.ones(2, 2, 1, device="cuda"), softcap=softcap,
     )  # fmt: skip
     assert o[100:].isnan().all()
     assert not o[:100].isnan().any()
 
 
+@pytest.mark.parametrize("how", ["causal", "mask", "bias", "softcap", "scale"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-def test_signs_zeros_and_what_is_no_number(family: str, head_dim: int) -> None:
+def test_signs_zeros_and_what_is_no_number(family: str, head_dim: int, how: str) -> None:
     q, k, v = drawn(384, 384, head_dim)
     dv = factors("near", (2, 2, 3)).cuda()
-    o = oa.attention(q, k, v, descale_v=dv, causal=True)
-    assert torch.equal(oa.attention(q, k, v, descale_v=-dv, causal=True), -o)
+    seen = torch.ones(384, 384, dtype=torch.bool, device="cuda").tril()
+    options: dict[str, Any] = {
+        "causal": {"causal": True}, "mask": {"mask": seen}, "softcap": {"causal": True, "softcap": 4.0},
+        "bias": {"mask": torch.where(seen, 1.0, -torch.inf)}, "scale": {"causal": True, "softmax_scale": -0.1},
+    }[how]  # fmt: skip
+    o = oa.attention(q, k, v, descale_v=dv, **options)
+    assert torch.equal(oa.attention(q, k, v, descale_v=-dv, **options), -o)
     dv[:, :, 0] = 0.0
-    o = oa.attention(q, k, v, descale_v=dv, causal=True)
+    o = oa.attention(q, k, v, descale_v=dv, **options)
     assert not o[:, :128].any()
     assert o[:, 128:].float().abs().amax(-1).gt(0).all()
     for bad in (math.nan, math.inf, -math.inf):
         dv[1, 1, 2] = bad
-        o, lse = oa.attention(q, k, v, descale_v=dv, causal=True, return_lse=True)
+        o, lse = oa.attention(q, k, v, descale_v=dv, **options, return_lse=True)
         seen = torch.zeros(o.shape, dtype=torch.bool, device="cuda")
         seen[1, 256:, 2:] = True
         assert torch.equal(o.isnan(), seen)
@@ -244,3 +287,71 @@ def test_long_sequences_and_other_streams() -> None:
         graph.replay()
         want = _expected(q, k, v, *ones, dv)[0].transpose(1, 2)
         assert (o.double() - want).abs().sum() / want.abs().sum() <= 0.05
+
+
+@pytest.mark.parametrize("options", [{"softcap": 8.0}, {"mask": True}, {"mask": True, "softcap": 8.0}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_sequences_with_a_mean_in_v(head_dim: int, options: dict[str, Any]) -> None:
+    """Sums are flushed every few keys; steps leave the common loop and come back to it."""
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, n, 2, head_dim, device="cuda") for n in (130, 3000, 3000))
+    # Most scores lie near 0, those of a few keys far from it.
+    q, k, v = (
+        x.to(E4M3) for x in (q, torch.where(torch.rand(3000, 1, 1, device="cuda") < 0.01, 8.0, 1.0) * k, v + 1.0)
+    )
+    dv = factors("near", (1, 2, 24)).cuda()
+    ones = [torch.ones(1, 2, n, device="cuda") for n in (2, 24)]
+    if "mask" in options:
+        shown = torch.rand(130, 3000, device="cuda") < 0.8
+        shown[:, 512:1400] = True
+        shown[:, 1408:1600] = False
+        options = options | {"mask": shown}
+    o, lse = oa.attention(q, k, v, descale_v=dv, **options, return_lse=True, out_dtype=torch.bfloat16)
+    want = _expected(q, k, v, *ones, dv, **options)
+    check_expected(o.double().transpose(1, 2), lse, want, 0.5, lse_atol=5e-3)
+
+
+#: Calls with few queries: (batch, heads, lengths, options). Some splits begin within a block of 128 keys.
+FEW: dict[str, tuple[int, tuple[int, int], tuple[int, int], dict[str, Any]]] = {
+    "full": (1, (32, 8), (16, 8192), {}),
+    "causal": (2, (6, 2), (77, 7003), {"causal": True}),
+    "window": (1, (8, 8), (33, 9000), {"window": (8500, 20)}),
+    "one query, sinks": (1, (12, 1), (1, 5001), {"causal": True, "sinks": True}),
+    "tiles of queries": (1, (14, 2), (300, 12000), {"causal": True}),
+    "rows without keys": (1, (4, 1), (150, 90), {"causal": True}),
+}
+
+
+@pytest.mark.skipif(CAPABILITY != (9, 0), reason="the Hopper kernel's")
+@pytest.mark.parametrize("kind", ["near", "wide", "tiny"])
+@pytest.mark.parametrize("head_dim", [64, 112, 128, 256])
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries(name: str, head_dim: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, heads, (rows, keys), options = FEW[name]
+    torch.manual_seed(4)
+    q, k, v = (
+        torch.randn(batch, n, h, head_dim, device="cuda").to(E4M3)
+        for n, h in ((rows, heads[0]), (keys, heads[1]), (keys, heads[1]))
+    )
+    options = dict(options)
+    if options.get("sinks"):
+        options["sinks"] = torch.randn(heads[0], device="cuda")
+    blocks = [-(-n // 128) for n in (rows, keys)]
+    dq, dk = (factors("near", (batch, h, n)).cuda() for h, n in zip(heads, blocks, strict=True))
+    dv = factors(kind, (batch, heads[1], blocks[1])).cuda()
+    given = {"descale_q": dq, "descale_k": dk, "descale_v": dv, "out_dtype": torch.bfloat16, **options}
+    want = _expected(q, k, v, dq, dk, dv, **options)
+    scale = float(want[0].abs().max()) or 1.0
+    if keys >= 5000 and rows <= 77:
+        assert "_split_factors" in oa.explain(q, k, v, **given).kernel
+    own = [s for s in REGISTRY if s.op == "attention_split" and "value_factors" in s.features and s.dtype == "bfloat16"]
+    own = [s for s in own if s.head_dim == min(d for d in (64, 128, 256) if d >= head_dim)]
+    assert own
+    for spec in own:
+        monkeypatch.setenv(VARIABLE, spec.name)
+        assert oa.explain(q, k, v, **given).kernel == spec.name
+        o, lse = oa.attention(q, k, v, **given, return_lse=True)
+        assert torch.equal(oa.attention(q, k, v, **given), o)
+        check_expected(
+            o.double().transpose(1, 2) / scale, lse, (want[0] / scale, want[1], want[2] / scale), 0.5, lse_atol=5e-3
+        )

@@ -39,6 +39,8 @@ RUNS = {
     "initcheck": ("initcheck", ""),
     "memcheck_low": ("memcheck", "low_precision"),
     "racecheck_low": ("racecheck", "few_low_precision"),
+    "memcheck_factors": ("memcheck", "factors"),
+    "racecheck_factors": ("racecheck", "few_factors"),
     "memcheck_backward": ("memcheck", "backward"),
     "racecheck_backward": ("racecheck", "few_backward"),
     "initcheck_backward": ("initcheck", "cleared_backward"),

@@ -10,9 +10,17 @@ import pytest
 
 import omniattn as oa
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.launch.structs import ATTN_FP8_FACTORS_SM89, ATTN_FP8_FACTORS_SM90, LAYOUT_FP8, At
+from omniattn.launch.structs import (
+    ATTN_COMBINE,
+    ATTN_FP8_FACTORS_SM89,
+    ATTN_FP8_FACTORS_SM90,
+    ATTN_FP8_FORMS_FACTORS_SM90,
+    ATTN_FP8_SPLIT_FACTORS_SM90,
+    LAYOUT_FP8,
+    At,
+)
 from omniattn.plan.attention import plan_attention
-from omniattn.problems import Descale, Target
+from omniattn.problems import AttentionStrides, Descale, Target
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
 from tests.unit.launch_fakes import fields_of_record
@@ -163,7 +171,6 @@ def test_rows(head_dim: int, target: Target) -> None:
     own = "sm90" if target is HOPPER else "sm89"
     for changes, name in (
         ({}, f"attn_fp8_{own}_bf16_d{width}_factors"), ({"lse": True}, f"attn_fp8_{own}_bf16_d{width}_factors"),
-        ({"softcap": 4.0}, f"attn_fp8_sm89_bf16_d{width}_factors_mods"),
     ):  # fmt: skip
         made = plan_attention(by_block(head_dim=head_dim, **changes), target, None)
         assert [record.spec.name for record in made.records] == [f"layout_fp8_sm80_d{width}", name]
@@ -172,10 +179,43 @@ def test_rows(head_dim: int, target: Target) -> None:
     assert name == f"attn_fp8_{own}_bf16_d{width}_factors" + "_varlen" * (own == "sm90")
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("lse", [False, True])
+def test_rows_with_forms(head_dim: int, lse: bool) -> None:
+    width = next(d for d in (64, 128, 256) if d >= head_dim)
+    bias = {"mask_map": True, "strides": dataclasses.replace(arrays().strides, mask=(0, 0, 512, 1))}
+    packed = {"varlen": True, "max_seqlen_q": 300, "max_seqlen_k": 500}
+    for changes, name in (
+        ({"softcap": 4.0}, "softcap"), ({"softcap": 4.0, "mask": "bool"}, "softcap"), ({"mask": "bool"}, "masks"),
+        ({"softmax_scale": -1.0}, "masks"), ({"softmax_scale": 0.0, "softcap": 4.0}, "softcap"),
+        ({"mask": "float32", **bias}, "bias32"), ({"mask": "io", "softcap": 4.0, **bias}, "bias16"),
+        ({"softcap": 4.0, **packed}, "varlen_softcap"), ({"softmax_scale": -1.0, **packed}, "varlen_softcap"),
+    ):  # fmt: skip
+        call = by_block(head_dim=head_dim, lse=lse, **changes)
+        made = [record.spec.name for record in plan_attention(call, HOPPER, None).records]
+        assert made[-1] == f"attn_fp8_sm90_bf16_d{width}_{name}_factors"
+        assert f"layout_fp8_sm80_d{width}" in made
+        assert plan_attention(call, ADA, None).records[-1].spec.name == f"attn_fp8_sm89_bf16_d{width}_factors_mods"
+    # What Hopper's rows cannot take goes to those of every GPU.
+    for changes in ({"mask": "float32", **bias, "mask_map": False}, {"mask": "bool", **packed}):
+        made = plan_attention(by_block(head_dim=head_dim, **changes), HOPPER, None).records
+        assert made[-1].spec.name == f"attn_fp8_sm89_bf16_d{width}_factors_mods"
+
+
+def test_arguments_of_rows_with_forms() -> None:
+    made = plan_attention(by_block(softcap=4.0), HOPPER, None)
+    found = fields_of_record(made.records[-1], ATTN_FP8_FORMS_FACTORS_SM90)
+    assert found["factors.factors"] == At("descale_v")
+    assert tuple(found[f"factors.stride_{x}"] for x in ("b", "h", "block")) == (8, 4, 1)
+    assert found["scales.k_blocks"] == 4
+    assert found["forms.cap_scale"] == pytest.approx(128**-0.5 / 4.0)
+    assert found["operands.delta_s"] is found["operands.row_bias"] is None
+
+
 def test_rows_with_factors_take_no_other_call() -> None:
     for spec in REGISTRY:
         if "value_factors" in spec.features:
-            with pytest.raises(ArgumentError, match=r"128 rows|packed|score|head_dim|element|compiled"):
+            with pytest.raises(ArgumentError, match=r"128 rows|packed|score|head_dim|element|compiled|additive"):
                 plan_attention(arrays(), HOPPER, spec.name)
     with pytest.raises(ArgumentError, match="no factor for each 128 rows of v"):
         plan_attention(by_block(), HOPPER, "attn_fp8_sm90_bf16_d128")
@@ -206,3 +246,36 @@ def test_codes_hold_the_sign() -> None:
     """Kernels flip the signs of P's bytes where a factor is negative."""
     p = np.linspace(0, 448, 100, dtype=np.float32)
     assert np.array_equal(encode_e4m3(-p), encode_e4m3(p) ^ 0x80)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_queries_are_split(head_dim: int, lse: bool) -> None:
+    strides = AttentionStrides(
+        q=(32 * 16 * head_dim, 32 * head_dim, head_dim), k=(8 * 32768 * head_dim, 8 * head_dim, head_dim),
+        v=(8 * 32768 * head_dim, 8 * head_dim, head_dim), o=(32 * 16 * head_dim, 32 * head_dim, head_dim),
+        lse=(512, 16), mask=(0, 0, 0, 0),
+    )  # fmt: skip
+    call = by_block(
+        batch=1,
+        num_q_heads=32,
+        num_kv_heads=8,
+        seqlen_q=16,
+        seqlen_k=32768,
+        head_dim=head_dim,
+        lse=lse,
+        strides=strides,
+    )
+    made = plan_attention(call, HOPPER, None)
+    assert [r.spec.op for r in made.records] == ["layout_fp8", "attention_split", "attention_combine"]
+    main = made.records[1]
+    assert main.spec.name.endswith("_split_factors")
+    found = fields_of_record(main, ATTN_FP8_SPLIT_FACTORS_SM90)
+    assert found["factors.factors"] == At("descale_v")
+    assert tuple(found[f"factors.stride_{x}"] for x in ("b", "h", "block")) == (8, 4, 1)
+    merged = fields_of_record(made.records[2], ATTN_COMBINE)
+    # One sum for O and LSE.
+    assert merged["partial_ml"] == found["partial_ml"]
+    assert merged["partial_lse"] is None
+    assert (merged["lse"] is None) == (not lse)
+    assert plan_attention(call, ADA, None).records[-1].spec.op == "attention"

@@ -259,10 +259,12 @@ def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
 def mods_of(spec: KernelSpec) -> dict[str, Any]:
     """Score modifiers, or factors of v, that only this row, of those of its architecture, serves."""
     if "value_factors" in spec.features:
-        own = {"softcap": 5.0} if "score_mods" in spec.features else {}
-        return {"descales": Descales(v=Descale("per_block", (2, 1, 1))), **own}
-    if "score_mods" not in spec.features:
-        return {}
+        descales = {"descales": Descales(v=Descale("per_block", (2, 1, 1)))}
+        return descales | (forms_of(spec) if "score_mods" in spec.features else {})
+    return forms_of(spec) if "score_mods" in spec.features else {}
+
+
+def forms_of(spec: KernelSpec) -> dict[str, Any]:
     if spec.bias_bytes:
         return {"mask": "float32" if spec.bias_bytes == 4 else "io", "mask_map": True}
     return {"softmax_scale": -1.0} if "softcap" in spec.lacks else {"softcap": 5.0}

@@ -19,6 +19,7 @@ from .score_forms import form_values
 from .score_mod import array_values
 from .structs import (
     ATTN_COMBINE,
+    ATTN_FP8_SPLIT_FACTORS_SM90,
     ATTN_FWD_SPLIT_FORMS_SM80,
     ATTN_FWD_SPLIT_MOD_SM80,
     ATTN_FWD_SPLIT_SM80,
@@ -39,7 +40,8 @@ _COMBINE_CTAS = 512
 def workspace(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
     """Where bases and denominators lie behind the partial O, and the bytes of both.
 
-    With an LSE of quantized operands another array like that follows, and is counted.
+    With an LSE of quantized operands another array like that follows, and is counted (it is left empty where v has a
+    factor for each 128 rows).
     """
     batch = 1 if problem.varlen else problem.batch
     results = batch * problem.num_q_heads * problem.seqlen_q * split.num_splits
@@ -74,7 +76,9 @@ def build(
     partial = {"partial_o": At("workspace", begin), "partial_ml": At("workspace", begin + ml_at)}
     of_lse: At | None = None
     if places is not None:
-        of_lse = At("workspace", begin + (ml_at + num_bytes) // 2) if problem.lse else None
+        # With factors of v the LSE is of the same sums as O.
+        own_lse = problem.lse and "value_factors" not in spec.features
+        of_lse = At("workspace", begin + (ml_at + num_bytes) // 2) if own_lse else None
         records = _main_int8(spec, problem, target, split, {**partial, "partial_lse": of_lse}, places)
     elif spec.arch_specific:
         records = _main_sm90(spec, problem, target, split, partial)
@@ -139,8 +143,13 @@ def _main_int8(
         **member("scales", places.block_scales()),
         **partial,
     }
+    layout = ATTN_INT8_SPLIT_SM90
+    if "value_factors" in spec.features:
+        layout = ATTN_FP8_SPLIT_FACTORS_SM90
+        values |= member("factors", places.value_factors())
+        del values["partial_lse"]
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_INT8_SPLIT_SM90.pack(values)),)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
 def _packed(problem: AttentionProblem, split: KeySplit) -> AttentionProblem:

@@ -11,13 +11,28 @@ from .attn_fwd_sm90 import mapped, tile_values, tiles_of
 from .attn_int8 import OperandPlaces
 from .masks import MaskPlaces
 from .score_forms import bias_map, form_values
-from .structs import ATTN_FP8_FACTORS_SM90, ATTN_INT8_FORMS_SM90, ATTN_INT8_SM90, At, member
+from .structs import (
+    ATTN_FP8_FACTORS_SM90,
+    ATTN_FP8_FORMS_FACTORS_SM90,
+    ATTN_INT8_FORMS_SM90,
+    ATTN_INT8_SM90,
+    At,
+    member,
+)
 
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
 #: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss
 #: (docs/performance/attn_int8_sm90.md).
 FLUSH_KEYS = 256
 FLUSH_KEYS_SMOOTH_V = 2048
+
+#: Arguments of rows with and without score forms, with and without factors of V.
+_LAYOUTS = {
+    (False, False): ATTN_INT8_SM90,
+    (True, False): ATTN_INT8_FORMS_SM90,
+    (False, True): ATTN_FP8_FACTORS_SM90,
+    (True, True): ATTN_FP8_FORMS_FACTORS_SM90,
+}
 
 
 def row_bytes(spec: KernelSpec) -> int:
@@ -74,13 +89,12 @@ def build(
     values |= member("operands", places.values())
     values |= {"reserved": 0, **member("scales", places.block_scales())}
     values["flush_keys"] = flush_keys(places)
-    layout = ATTN_INT8_SM90
-    if "score_mods" in spec.features:
-        layout = ATTN_INT8_FORMS_SM90
+    forms, factors = "score_mods" in spec.features, "value_factors" in spec.features
+    if forms:
         values |= {"map_bias": bias_map(spec, problem, q), **member("forms", form_values(problem, masks))}
-    elif "value_factors" in spec.features:
-        layout = ATTN_FP8_FACTORS_SM90
+    if factors:
         values |= member("factors", places.value_factors())
+    layout = _LAYOUTS[forms, factors]
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 

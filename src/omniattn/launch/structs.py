@@ -297,6 +297,24 @@ ATTN_FP8_FACTORS_SM90 = HostStruct(
     tail=8,
 )
 
+ATTN_FP8_SPLIT_FACTORS_SM90 = HostStruct(
+    "AttnFp8SplitFactorsSm90Params",
+    "params/attn_int8.cuh",
+    f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
+    f"{SPLIT_TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')};"
+    f"P partial_o partial_ml; {VALUE_FACTORS.inside('factors')}",
+    tail=40,
+)
+
+ATTN_FP8_FORMS_FACTORS_SM90 = HostStruct(
+    "AttnFp8FormsFactorsSm90Params",
+    "params/attn_int8.cuh",
+    f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
+    f"{TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys reserved;"
+    f"{BLOCK_SCALES.inside('scales')}; {VALUE_FACTORS.inside('factors')}",
+    tail=16,
+)
+
 QUANTIZE = HostStruct(
     "QuantizeParams",
     "params/quantize.cuh",
@@ -429,7 +447,8 @@ STRUCTS: dict[str, HostStruct] = {
         ATTN_FWD_MOD_SM80, ATTN_FWD_SPLIT_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90,
         ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
         QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_SPLIT_SM90, ATTN_INT8_FORMS_SM90,
-        VALUE_FACTORS, ATTN_FP8_FACTORS_SM89, ATTN_FP8_FACTORS_SM90, QUANTIZE, ROTATION, QUANTIZE_ROTATED,
+        VALUE_FACTORS, ATTN_FP8_FACTORS_SM89, ATTN_FP8_FACTORS_SM90, ATTN_FP8_SPLIT_FACTORS_SM90,
+        ATTN_FP8_FORMS_FACTORS_SM90, QUANTIZE, ROTATION, QUANTIZE_ROTATED,
         QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, QUANTIZE_FP8_SUMS, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY,
         MERGE_STATES, MASK_PACK, MASK_ALIGN, MASK_LIST, TILE_KINDS, PACKED_PARTS,
     )

@@ -64,7 +64,13 @@ _INT8_BIAS_TILES = (
 
 
 #: Of rows without score forms, by kind.
-_FEATURES = {"lse": ("lse",), "smoothq": ("smooth_q",), "factors": ("value_factors",), "split_lse": ("lse",)}
+_FEATURES = {
+    "lse": ("lse",),
+    "smoothq": ("smooth_q",),
+    "factors": ("value_factors",),
+    "split_lse": ("lse",),
+    "split_factors": ("value_factors",),
+}
 
 
 def _is_common_fp8(dtype: str, suffix: str, head_dim: int) -> bool:
@@ -142,7 +148,7 @@ def _int8_sm90_row(
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
     """kind: ``""``, ``"lse"`` (makes the LSE too), ``"smoothq"`` (it too, with delta_s), ``"factors"`` (it too),
-    ``"split"`` (the keys are split over CTAs) or ``"split_lse"``.
+    ``"split"`` (the keys are split over CTAs), ``"split_lse"`` or ``"split_factors"``.
     """
     smooth_q, split = kind == "smoothq", kind.startswith("split")
     if smooth_q:  # delta_s takes registers that a fourth warpgroup would need
@@ -181,26 +187,32 @@ def _attn_int8_forms_sm90(
 ) -> KernelSpec:
     """kind: ``"masks"`` or ``"softcap"``, with ``"_lse"`` if they make the LSE too, or ``"bias"``.
 
-    Biases, and packed sequences, make it always. All add delta_s where there is some.
+    Biases, and packed sequences, make it always. All add delta_s where there is some. With ``"_factors"`` behind it:
+    factors of V, always the LSE, and no delta_s.
     """
+    factors = kind.endswith("_factors")
     head_dim, block_n, block_m = tile.head_dim, _INT8_SM90_BLOCK_N, 64 * tile.num_consumers
     # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup; packed sequences have no masks.
     mask_bytes = block_m * block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
-    stage_bytes = 2 * head_dim * block_n + 4 * block_n * -(-block_m // 128) + 16 + mask_bytes * (not varlen)
+    delta_bytes = 4 * block_n * -(-block_m // 128)
+    stage_bytes = 2 * head_dim * block_n + delta_bytes * (not factors) + 16 + mask_bytes * (not varlen)
     sums_bytes = block_m * head_dim * 4 + 256 + 8 * tile.num_consumers * (head_dim if head_dim <= 128 else 1)
+    sums_bytes += delta_bytes * factors  # not used
     barriers_bytes = 16 * (1 + tile.num_stages) + (36 + 640) * varlen
     return _int8_sm90_row(
         tile,
         dtype,
-        "_varlen" * varlen + (f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else f"_{kind}"),
+        "_varlen" * varlen + (f"_{kind}".replace("bias", f"bias{8 * tile.bias_bytes}")),
         qk=qk,
         varlen=varlen,
-        smooth_q=True,
+        smooth_q=not factors,
         lse=varlen or kind not in ("masks", "softcap"),
         forms=True,
         softcap=not kind.startswith("masks"),
         smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + sums_bytes + barriers_bytes,
-        features=frozenset({"score_mods", "smooth_q"} | ({"lse"} if kind.endswith("_lse") else set())),
+        features=frozenset(
+            {"score_mods", "value_factors" if factors else "smooth_q"} | ({"lse"} if kind.endswith("_lse") else set())
+        ),
         # Scales of e4m3 come from global memory, at addresses of their own.
         allowed_spill_bytes=tile.spills + 96 * (qk == "fp8"),
     )
@@ -351,6 +363,17 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
+        _attn_int8_forms_sm90(tile, dtype, kind, varlen, "fp8")
+        for kind, varlen, tiles in (
+            ("masks_factors", False, _INT8_MASKS_TILES),
+            ("softcap_factors", False, _INT8_SOFTCAP_TILES),
+            ("softcap_factors", True, _INT8_SOFTCAP_TILES),
+            ("bias_factors", False, _INT8_BIAS_TILES),
+        )
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
         _attn_int8_sm80(tile, dtype, qk, pv, acc, kind)
         for kind in ("", "smoothq", "mods", "factors", "factors_mods")
         for qk in ("int8", "int4", "fp8")
@@ -369,7 +392,7 @@ def quantized_split_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_int8_sm90(tile, dtype, varlen=False, kind=kind, qk=qk)
         for qk in ("int8", "fp8")
-        for kind in ("split", "split_lse")
+        for kind in ("split", "split_lse", *(("split_factors",) if qk == "fp8" else ()))
         for tile in _INT8_SPLIT_TILES
         for dtype in ("float16", "bfloat16")
     )

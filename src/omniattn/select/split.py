@@ -278,6 +278,7 @@ def select_split(
         ),
         *([advice] if advice is not None else []),
     )
-    merges = "attention_combine_lse" if spec.quantized and problem.lse else "attention_combine"
+    own_lse = spec.quantized and problem.lse and "value_factors" not in spec.features
+    merges = "attention_combine_lse" if own_lse else "attention_combine"
     (combine,) = _ROWS(REGISTRY, (merges, problem.dtype))
     return SplitSelection(Selection(spec, why), the_one(combine, "merges the splits' results", target, force), split)

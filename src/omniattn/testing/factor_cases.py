@@ -37,8 +37,8 @@ class FactorCase:
     wide : bool
         Factors over six decades, of both signs, one of them 0; else within a factor of four.
     options : tuple of (str, object)
-    mask : bool
-        A boolean mask, and sinks.
+    mask : str
+        dtype of a mask, and of sinks in fp32 with it; empty: neither.
     packed : bool
     """
 
@@ -49,7 +49,7 @@ class FactorCase:
     below: int = 0
     wide: bool = False
     options: tuple[tuple[str, object], ...] = ()
-    mask: bool = False
+    mask: str = ""
     packed: bool = False
 
     def prepare(self) -> tuple[dict[str, Values], dict[str, tuple[Values, str]], LowPrecision]:
@@ -73,7 +73,10 @@ class FactorCase:
             given[f"descale_{name}"] = (factors, "float32")
         options: dict[str, Any] = dict(self.options)
         if self.mask:
-            given["mask"] = (rng.random((batch, 1, *longest)) < 0.7, "bool")
+            shown, biases = rng.random((batch, 1, *longest)) < 0.7, rng.standard_normal((1, *longest))
+            # Numbers that every element type has.
+            additive = np.where(shown[:, 0], np.round(4 * biases) / 4, -np.inf)[:, None].astype(np.float32)
+            given["mask"] = (shown if self.mask == "bool" else additive, self.mask)
             given["sinks"] = (rng.standard_normal(_HEADS).astype(np.float32), "float32")
         if self.packed:
             for side, name in enumerate(("cu_seqlens_q", "cu_seqlens_k")):
@@ -109,7 +112,12 @@ def factor_cases(spec: KernelSpec) -> tuple[FactorCase, ...]:
     return (
         FactorCase("full", ((200, 333),) * 2, *of),
         FactorCase("causal, six decades", ((300, 390),), *of, below=16, wide=True, options=(("causal", True),)),
-        FactorCase("softcap, mask and sinks", ((130, 264),), *of, wide=True, options=(("softcap", 20.0),), mask=True),
+        FactorCase("softcap, mask and sinks", ((130, 264),), *of, wide=True, options=(("softcap", 20.0),), mask="bool"),
+        FactorCase("mask and a negative scale", ((200, 270),), *of, options=(("softmax_scale", -0.1),), mask="bool"),
+        FactorCase("bias and sinks", ((130, 264),), *of, wide=True, mask="float32"),
+        FactorCase("softcap, half bias, causal", ((140, 264),), *of,
+                   options=(("softcap", 5.0), ("causal", True)), mask=spec.dtype),
         FactorCase("packed, causal", _RAGGED, *of, options=(("causal", True),), packed=True),
         FactorCase("packed, six decades", _RAGGED, *of, below=16, wide=True, packed=True),
-    )
+        FactorCase("packed, softcap", _RAGGED, *of, wide=True, options=(("softcap", 4.0),), packed=True),
+    )  # fmt: skip
