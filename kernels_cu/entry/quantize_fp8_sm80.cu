@@ -8,7 +8,7 @@
 //
 // One CTA of 4 * HEAD_DIM threads takes 128 rows of a head; kLanes = HEAD_DIM / 32 lanes have a row, lane l units l, l
 // + kLanes, .. of 8 channels. So strides 1, 2, 4 of the transform and the largest two are within a lane, and loads are
-// of whole sectors. Bound by memory and, with the transform, by shuffles.
+// of whole sectors. The others exchange half of a lane's channels each. Bound by memory.
 //
 // SUMS: CTAs in front of these sum up samples of V and find the ranges of its channels (quantize/value_sums.cuh), for
 // quantize_values, which may be launched while this kernel ends.
@@ -24,6 +24,9 @@
 #include "quantize/value_sums.cuh"
 #endif
 
+#ifndef SECTORS
+#define SECTORS 1
+#endif
 constexpr int kHeadDim = HEAD_DIM, kBlock = 128, kLanes = kHeadDim / 32, kThreads = kBlock * kLanes, kUnits = 4;
 
 #if SUMS
@@ -33,6 +36,11 @@ OA_DEVICE const QuantizeFp8Params& rows_of(const Params& params) { return params
 using Params = QuantizeFp8Params;
 OA_DEVICE const QuantizeFp8Params& rows_of(const Params& params) { return params; }
 #endif
+
+OA_DEVICE uint4 exchange(uint4 x, int mask) {
+    return {__shfl_xor_sync(0xffffffffu, x.x, mask), __shfl_xor_sync(0xffffffffu, x.y, mask),
+            __shfl_xor_sync(0xffffffffu, x.z, mask), __shfl_xor_sync(0xffffffffu, x.w, mask)};
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(const __grid_constant__ Params params) {
     __shared__ float most_of[kThreads / 32];
@@ -76,7 +84,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(c
             }
         }
     }
-    if (p.rotation.channels != 0) rotate_units<kLanes>(x, p.rotation, uint32(lane));
+    bool whole = p.rotation.channels == kHeadDim;
+    if (whole) {
+        rotate_row<kLanes>(x, p.rotation, uint32(lane));
+    } else if (p.rotation.channels != 0) {
+        rotate_blocks<kLanes>(x, p.rotation, uint32(lane));
+    }
     float most = 0.0f;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u)
@@ -96,16 +109,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(c
     float scale = most >= kLeastAmax ? div_rn(most, 448.0f) : 1.0f, inverse = div_rn(1.0f, scale);
     int64 of_head = int64(b) * rows.heads + head;
     if (tid == 0) rows.scale[of_head * rows.blocks + block] = scale;
-    if (!exists) return;
-    uint8* to = rows.out + (of_head * rows.rows + first + row) * p.head_dim_pad + lane * 8;
+    uint8* to = rows.out + (of_head * rows.rows + first + row) * p.head_dim_pad;
+    uint2 codes[kUnits];
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-        uint32 packed[4];
+    for (int u = 0; u < kUnits; ++u) codes[u] = bad ? uint2{kE4m3Nans, kE4m3Nans} : to_e4m3(x[u], inverse);
+    if (whole) {
+        uint4 pairs[2] = {{codes[0].x, codes[0].y, codes[1].x, codes[1].y},
+                          {codes[2].x, codes[2].y, codes[3].x, codes[3].y}};
+        uint32 units[2] = {first_unit_of<kLanes>(uint32(lane), 0), first_unit_of<kLanes>(uint32(lane), 1)};
+        if (kLanes == 4 && SECTORS) {
+            // A lane has 32 bytes in a row: two lanes exchange halves, and write whole sectors together.
+            bool odd = lane & 1;
+            uint4 other = exchange(odd ? pairs[0] : pairs[1], 1), own = odd ? pairs[1] : pairs[0];
+            pairs[0] = odd ? other : own, pairs[1] = odd ? own : other;
+            units[0] = (units[0] & ~4u) + (odd ? 2 : 0), units[1] = units[0] + 4;
+        }
 #pragma unroll
-        for (int w = 0; w < 4; ++w)
-            packed[w] = pack_e4m3x2(mul_rn(x[u][2 * w], inverse), mul_rn(x[u][2 * w + 1], inverse));
-        uint2 codes = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
-        if (bad) codes = {kE4m3Nans, kE4m3Nans};
-        if ((u * kLanes + lane) * 8 < p.head_dim_pad) *reinterpret_cast<uint2*>(to + u * kLanes * 8) = codes;
+        for (int i = 0; i < 2; ++i)
+            if (exists) *reinterpret_cast<uint4*>(to + units[i] * 8) = pairs[i];
+        return;
     }
+    if (!exists) return;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+        if ((u * kLanes + lane) * 8 < p.head_dim_pad)
+            *reinterpret_cast<uint2*>(to + (u * kLanes + lane) * 8) = codes[u];
 }

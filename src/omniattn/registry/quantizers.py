@@ -139,7 +139,7 @@ def _quantize_fp8(head_dim: int, dtype: str, sums: bool = False) -> KernelSpec:
 
 def _quantize_values(head_dim: int, dtype: str) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
-    ctas = {64: 6, 128: 3, 256: 1}[head_dim]
+    ctas = {64: 6, 128: 3, 256: 2}[head_dim]
     return KernelSpec(
         name=f"quantize_values_sm80_{short}_d{head_dim}",
         family="quantize_values_sm80",
