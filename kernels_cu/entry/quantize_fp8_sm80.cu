@@ -37,6 +37,27 @@ using Params = QuantizeFp8Params;
 OA_DEVICE const QuantizeFp8Params& rows_of(const Params& params) { return params; }
 #endif
 
+// 128 rows of a head of Q or K.
+struct BlockOfRows {
+    const RowsToFp8& rows;
+    int32 batch_idx, head, first;  // first: row
+
+    OA_DEVICE BlockOfRows(const QuantizeFp8Params& p, uint32 index) : rows(index < uint32(p.q.items) ? p.q : p.k) {
+        // All heads of a block of rows first: they are neighbours in the input.
+        uint32 item = index < uint32(p.q.items) ? index : index - uint32(p.q.items), rest = item / uint32(rows.heads);
+        head = int32(item - rest * uint32(rows.heads));
+        batch_idx = int32(rest / uint32(rows.blocks));
+        first = int32(rest - uint32(batch_idx) * uint32(rows.blocks)) * kBlock;
+    }
+    OA_DEVICE const uint8* at(int32 row) const {
+        return rows.x + 2 * (batch_idx * rows.stride_b + head * rows.stride_h + int64(row) * rows.stride_s);
+    }
+};
+
+#ifndef AHEAD
+#define AHEAD (132 * CTAS)
+#endif
+
 OA_DEVICE uint4 exchange(uint4 x, int mask) {
     return {__shfl_xor_sync(0xffffffffu, x.x, mask), __shfl_xor_sync(0xffffffffu, x.y, mask),
             __shfl_xor_sync(0xffffffffu, x.z, mask), __shfl_xor_sync(0xffffffffu, x.w, mask)};
@@ -56,15 +77,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(c
     block_idx -= uint32(params.chunks);
 #endif
     int32 tid = threadIdx.x, row = tid / kLanes, lane = tid % kLanes;
-    bool is_q = block_idx < uint32(p.q.items);
-    const RowsToFp8& rows = is_q ? p.q : p.k;
-    // All heads of a block of rows first: they are neighbours in the input.
-    uint32 item = is_q ? block_idx : block_idx - uint32(p.q.items), rest = item / uint32(rows.heads);
-    int32 head = int32(item - rest * uint32(rows.heads)), b = int32(rest / uint32(rows.blocks));
-    int32 block = int32(rest - uint32(b) * uint32(rows.blocks)), first = block * kBlock;
+#if AHEAD > 0
+    if (tid < kThreads / 2 && block_idx + AHEAD < uint32(p.q.items) + uint32(p.k.items)) {
+        const BlockOfRows next(p, block_idx + AHEAD);
+        constexpr int kLines = kHeadDim / 64;
+        int32 r = next.first + tid / kLines;
+        if (r < next.rows.rows) prefetch_l2(next.at(r) + tid % kLines * 128);
+    }
+#endif
+    const BlockOfRows own(p, block_idx);
+    const RowsToFp8& rows = own.rows;
+    int32 first = own.first;
     bool exists = first + row < rows.rows;
-    const uint8* from =
-        rows.x + 2 * (b * rows.stride_b + head * rows.stride_h + (int64(first) + row) * rows.stride_s) + lane * 16;
+    const uint8* from = own.at(first + row) + lane * 16;
     uint64 policy = evict_first_policy();
     float x[kUnits][8];
     {
@@ -107,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(c
 #pragma unroll
     for (int bit = 1; bit < kThreads / 32; bit *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, bit));
     float scale = most >= kLeastAmax ? div_rn(most, 448.0f) : 1.0f, inverse = div_rn(1.0f, scale);
-    int64 of_head = int64(b) * rows.heads + head;
-    if (tid == 0) rows.scale[of_head * rows.blocks + block] = scale;
+    int64 of_head = int64(own.batch_idx) * rows.heads + own.head;
+    if (tid == 0) rows.scale[of_head * rows.blocks + first / kBlock] = scale;
     uint8* to = rows.out + (of_head * rows.rows + first + row) * p.head_dim_pad;
     uint2 codes[kUnits];
 #pragma unroll
