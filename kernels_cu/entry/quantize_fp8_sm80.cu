@@ -8,7 +8,7 @@
 //
 // One CTA of 4 * HEAD_DIM threads takes 128 rows of a head; kLanes = HEAD_DIM / 32 lanes have a row, lane l units l, l
 // + kLanes, .. of 8 channels. So strides 1, 2, 4 of the transform and the largest two are within a lane, and loads are
-// of whole sectors. Bound by memory and, with the transform, by shuffles.
+// of whole sectors. The others exchange half of a lane's channels each. Bound by memory.
 //
 // SUMS: CTAs in front of these sum up samples of V and find the ranges of its channels (quantize/value_sums.cuh), for
 // quantize_values, which may be launched while this kernel ends.
@@ -34,6 +34,26 @@ using Params = QuantizeFp8Params;
 OA_DEVICE const QuantizeFp8Params& rows_of(const Params& params) { return params; }
 #endif
 
+// 128 rows of a head of Q or K.
+struct BlockOfRows {
+    const RowsToFp8& rows;
+    int32 batch_idx, head, first;  // first: row
+
+    OA_DEVICE BlockOfRows(const QuantizeFp8Params& p, uint32 index) : rows(index < uint32(p.q.items) ? p.q : p.k) {
+        // All heads of a block of rows first: they are neighbours in the input.
+        uint32 item = index < uint32(p.q.items) ? index : index - uint32(p.q.items), rest = item / uint32(rows.heads);
+        head = int32(item - rest * uint32(rows.heads));
+        batch_idx = int32(rest / uint32(rows.blocks));
+        first = int32(rest - uint32(batch_idx) * uint32(rows.blocks)) * kBlock;
+    }
+    OA_DEVICE const uint8* at(int32 row) const {
+        return rows.x + 2 * (batch_idx * rows.stride_b + head * rows.stride_h + int64(row) * rows.stride_s);
+    }
+};
+
+// How many blocks further the rows are that a CTA has L2 fetch: half as many as run at once on an H200.
+constexpr uint32 kAhead = 66 * CTAS;
+
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(const __grid_constant__ Params params) {
     __shared__ float most_of[kThreads / 32];
     const QuantizeFp8Params& p = rows_of(params);
@@ -48,15 +68,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(c
     block_idx -= uint32(params.chunks);
 #endif
     int32 tid = threadIdx.x, row = tid / kLanes, lane = tid % kLanes;
-    bool is_q = block_idx < uint32(p.q.items);
-    const RowsToFp8& rows = is_q ? p.q : p.k;
-    // All heads of a block of rows first: they are neighbours in the input.
-    uint32 item = is_q ? block_idx : block_idx - uint32(p.q.items), rest = item / uint32(rows.heads);
-    int32 head = int32(item - rest * uint32(rows.heads)), b = int32(rest / uint32(rows.blocks));
-    int32 block = int32(rest - uint32(b) * uint32(rows.blocks)), first = block * kBlock;
+    const bool whole = p.rotation.channels == kHeadDim;  // rows are one block of the transform
+    // The transform leaves the memory idle, which CTAs that only convert do not.
+    if (whole && tid < kThreads / 2 && block_idx + kAhead < uint32(p.q.items) + uint32(p.k.items)) {
+        const BlockOfRows ahead(p, block_idx + kAhead);
+        constexpr int kLines = kHeadDim / 64;  // of 128 bytes, of a row
+        int32 at = ahead.first + tid / kLines, line = tid % kLines;
+        if (at < ahead.rows.rows && line * 64 < p.head_dim) prefetch_l2(ahead.at(at) + line * 128);
+    }
+    const BlockOfRows own(p, block_idx);
+    const RowsToFp8& rows = own.rows;
+    int32 first = own.first;
     bool exists = first + row < rows.rows;
-    const uint8* from =
-        rows.x + 2 * (b * rows.stride_b + head * rows.stride_h + (int64(first) + row) * rows.stride_s) + lane * 16;
+    const uint8* from = own.at(first + row) + lane * 16;
     uint64 policy = evict_first_policy();
     float x[kUnits][8];
     {
@@ -76,7 +100,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(c
             }
         }
     }
-    if (p.rotation.channels != 0) rotate_units<kLanes>(x, p.rotation, uint32(lane));
+    if (whole) {
+        rotate_row<kLanes>(x, p.rotation, uint32(lane));
+    } else if (p.rotation.channels != 0) {
+        rotate_blocks<kLanes>(x, p.rotation, uint32(lane));
+    }
     float most = 0.0f;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u)
@@ -94,18 +122,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(c
 #pragma unroll
     for (int bit = 1; bit < kThreads / 32; bit *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, bit));
     float scale = most >= kLeastAmax ? div_rn(most, 448.0f) : 1.0f, inverse = div_rn(1.0f, scale);
-    int64 of_head = int64(b) * rows.heads + head;
-    if (tid == 0) rows.scale[of_head * rows.blocks + block] = scale;
+    int64 of_head = int64(own.batch_idx) * rows.heads + own.head;
+    if (tid == 0) rows.scale[of_head * rows.blocks + first / kBlock] = scale;
     if (!exists) return;
-    uint8* to = rows.out + (of_head * rows.rows + first + row) * p.head_dim_pad + lane * 8;
+    uint8* to = rows.out + (of_head * rows.rows + first + row) * p.head_dim_pad;
+    if (whole) {
+#pragma unroll
+        for (int pair = 0; pair < kUnits / 2; ++pair) {
+            uint2 low = to_e4m3(x[2 * pair], inverse), high = to_e4m3(x[2 * pair + 1], inverse);
+            if (bad) low = high = {kE4m3Nans, kE4m3Nans};
+            *reinterpret_cast<uint4*>(to + first_unit_of<kLanes>(uint32(lane), pair) * 8) =
+                uint4{low.x, low.y, high.x, high.y};
+        }
+        return;
+    }
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-        uint32 packed[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-            packed[w] = pack_e4m3x2(mul_rn(x[u][2 * w], inverse), mul_rn(x[u][2 * w + 1], inverse));
-        uint2 codes = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
-        if (bad) codes = {kE4m3Nans, kE4m3Nans};
-        if ((u * kLanes + lane) * 8 < p.head_dim_pad) *reinterpret_cast<uint2*>(to + u * kLanes * 8) = codes;
+        uint2 codes = bad ? uint2{kE4m3Nans, kE4m3Nans} : to_e4m3(x[u], inverse);
+        if ((u * kLanes + lane) * 8 < p.head_dim_pad) *reinterpret_cast<uint2*>(to + (u * kLanes + lane) * 8) = codes;
     }
 }

@@ -348,12 +348,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
 #pragma unroll
             for (int j = 0; j < 8; ++j) x[j] = turned[i][j];
             if (to_e4m3(turn)) {
-                uint32 packed[4];
-#pragma unroll
-                for (int w = 0; w < 4; ++w)
-                    packed[w] = pack_e4m3x2(mul_rn(x[2 * w], of_row), mul_rn(x[2 * w + 1], of_row));
-                uint2 codes = {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
-                if (is_bad) codes = {kE4m3Nans, kE4m3Nans};
+                uint2 codes = is_bad ? uint2{kE4m3Nans, kE4m3Nans} : to_e4m3(x, of_row);
                 if (stored) *reinterpret_cast<uint2*>(to) = codes;
                 continue;
             }

@@ -147,7 +147,8 @@ def quantize_rows(t: Array, problem: QuantizeProblem, *, is_q: bool) -> tuple[Ar
     scales = np.ones(padded // tile * slots_per_tile(problem, is_q=is_q), dtype=_F)
     scales[slot] = scale[group]
     if problem.e4m3:
-        return np.where(bad[:, None], np.uint8(0x7F), encode_e4m3(t * inverse[:, None])), scales, bad
+        scaled = np.where(t == 0, _F(0), t * inverse[:, None])  # a zero is positive
+        return np.where(bad[:, None], np.uint8(0x7F), encode_e4m3(scaled)), scales, bad
     # A fused multiply-add to 1.5 * 2^23 rounds the exact product once; so does float64, which holds it exactly.
     integers = np.rint(np.where(bad[:, None], 0, t).astype(np.float64) * inverse[:, None].astype(np.float64))
     if not is_q:

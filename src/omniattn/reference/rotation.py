@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omniattn.reference.kv_cache import hadamard
-
 Array = npt.NDArray[Any]
 
 _MASK = 0xFFFFFFFF
@@ -28,10 +26,20 @@ def negative_channels(channels: int, seed: int) -> npt.NDArray[np.bool_]:
     return np.asarray(h & 1, dtype=np.bool_)
 
 
+def _strides(block: int) -> list[int]:
+    """Distances of sums and differences in their order: 1, 2, 4, block / 4, block / 2, 8, ..., block / 8."""
+    ascending = [1 << bit for bit in range(block.bit_length() - 1)]
+    return [*ascending[:3], *ascending[3:][-2:], *ascending[3:-2]]
+
+
 def _mix(rows: Array, block: int) -> Array:
-    """Orthonormal Hadamard transform of each ``block`` channels: sums and differences at distances 1, 2, 4, ..."""
-    blocks = rows.reshape(*rows.shape[:-1], rows.shape[-1] // block, block)
-    return np.asarray(hadamard(blocks).reshape(rows.shape))
+    """Orthonormal Hadamard transform of each ``block`` channels, in fp32."""
+    x = rows
+    for stride in _strides(block):
+        pairs = x.reshape(*rows.shape[:-1], rows.shape[-1] // (2 * stride), 2, stride)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack([a + b, a - b], axis=-2).reshape(rows.shape)
+    return np.asarray(x * np.float32(block**-0.5))
 
 
 def rotate(rows: Array, block: int, seed: int) -> Array:
