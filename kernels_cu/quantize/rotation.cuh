@@ -19,7 +19,7 @@ OA_DEVICE uint32 signs_of(const Rotation& rotation, uint32 unit) {
 // A row that holds NaN or infinity becomes NaN in e4m3: four bytes of it.
 constexpr uint32 kE4m3Nans = kE4m3Nan * 0x01010101u;
 
-// 8 channels times the inverse of their scale. A zero is positive: the sign of a difference that is 0 is left to chance.
+// 8 channels times the inverse of their scale. A zero is positive: the sign of a difference of 0 is left to chance.
 OA_DEVICE uint2 to_e4m3(const float (&x)[8], float inverse) {
     uint32 packed[4];
 #pragma unroll
@@ -28,8 +28,8 @@ OA_DEVICE uint2 to_e4m3(const float (&x)[8], float inverse) {
     return {packed[0] | packed[1] << 16, packed[2] | packed[3] << 16};
 }
 
-// Of 8 neighbouring channels: signs, and strides 1, 2 and 4 of the transform. The lower channel
-// of a pair becomes the sum, the upper one the difference.
+// Of 8 neighbouring channels: signs, and strides 1, 2 and 4 of the transform. The lower channel of a pair becomes the
+// sum, the upper one the difference.
 template <int kRows>
 OA_DEVICE void rotate_neighbours(float (&x)[kRows][8], uint32 signs) {
 #pragma unroll

@@ -134,6 +134,7 @@ def _quantize_fp8(head_dim: int, dtype: str, sums: bool = False) -> KernelSpec:
         ctas_per_sm=ctas,
         min_arch=(9, 0) if sums else (8, 0),
         prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
+        allowed_spill_bytes=8,  # Two registers, with which d128 takes 79.5 us.
     )
 
 
@@ -162,7 +163,7 @@ def _quantize_values(head_dim: int, dtype: str) -> KernelSpec:
         min_arch=(9, 0),
         prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
         # Where a head is quantized again; at 256 two CTAs an SM are worth more (docs/performance/attn_fp8_sm90.md).
-        allowed_spill_bytes=24 if head_dim < 256 else 160,
+        allowed_spill_bytes=24 if head_dim < 256 else 192,
     )
 
 
