@@ -20,13 +20,14 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/fwd_tile.cuh"
+#include "scheduler/split_tiles.cuh"
 #include "tile/four_keys.cuh"
 
-// Config: kScoreMods, kMTiles (16-row tiles of a warp), kWarps, kBlockM, kBlockN.
+// Config: kScoreMods, kMTiles (16-row tiles of a warp), kWarps, kBlockM, kBlockN, kSplitKeys.
 template <typename Config>
 class MaskSlots {
   public:
+    using Tile = SyncTileOf<Config>;
     static constexpr int kRows = 2 * Config::kMTiles, kGroups = Config::kBlockN / 16;
     static constexpr uint32 kWarpBytes = kRows * kGroups * 512;
     struct Storage {
@@ -38,18 +39,21 @@ class MaskSlots {
     enum Source : int32 { kNone, kBits, kKeys, kFours, kShifted, kRowValues, kWords };
 
     // smem: of the warp. warp_row: its first row.
-    OA_DEVICE MaskSlots(const AttnFwdFormsSm80Params& params, const FwdTile& t, uint32 smem, int32 warp_row, int lane)
+    OA_DEVICE MaskSlots(const AttnFwdFormsSm80Params& params, const Tile& t, uint32 smem, int32 warp_row, int lane)
         : params_(params), p_(params.fwd), t_(t), warp_row_(warp_row), lane_(lane) {
         const AttnFwdParams& p = params.fwd;
         const ScoreForms& f = params.forms;
         const int32 size = element_bytes(), row = warp_row + (lane >> 2);
         if (f.tiles != nullptr) {
             source_ = f.forms & kFormBits ? kBits : kKeys;
-            int64 head = t.sequence * f.tiles_stride_b + t.head_idx * f.tiles_stride_h;
+            int64 head = t.sequence * f.tiles_stride_b + head_of(t, row) * f.tiles_stride_h;
             // Keys 4c + 2m + x of a group are keys 2c' + x of 8 in the order of packed words, with c' = 2(c%2) + m.
             int64 own = f.forms & kFormBits ? (warp_row >> 6) * f.tiles_stride_m + (warp_row >> 4 & 3) * 32 +
                                                   (lane & ~3) + 2 * (lane & 1)
                                             : FourKeys::of_lane(lane);
+            // All rows of a CTA are of one tile of 64 queries.
+            if (Config::kSplitKeys && (f.forms & kFormBits))
+                own = (query_of(t, t.m0) >> 6) * f.tiles_stride_m + 2 * (lane & 1);
             at_ = static_cast<const uint8*>(f.tiles) + 4 * (head + own);
             slot_ = smem + lane * (f.forms & kFormBits ? 8 : 16);
         } else if (p.mask_kind != kMaskNone) {
@@ -60,8 +64,8 @@ class MaskSlots {
             if (p.mask_stride_k == 1 && size < 4) source_ = kShifted;
             if (p.mask_stride_k == 1 && (all & (4 * size - 1)) == 0) source_ = kFours;
             at_ = static_cast<const uint8*>(p.mask) +
-                  size * (t.batch_idx * p.mask_stride_b + t.head_idx * p.mask_stride_h + row * p.mask_stride_q +
-                          FourKeys::of_lane(lane) * p.mask_stride_k);
+                  size * (t.batch_idx * p.mask_stride_b + head_of(t, row) * p.mask_stride_h +
+                          query_of(t, row) * p.mask_stride_q + FourKeys::of_lane(lane) * p.mask_stride_k);
             slot_ = smem + lane * (source_ == kFours ? 4 * size : 16);
         } else {
             source_ = kNone;
@@ -77,8 +81,15 @@ class MaskSlots {
         const int32 n0 = n * Config::kBlockN;
         if (source_ == kBits) {
 #pragma unroll
-            for (int i = 0; i < Config::kMTiles; ++i)
-                cp_async_whole<8>(slot_ + i * 256, at_ + int64(n0 / 64) * 512 + i * 128);
+            for (int i = 0; i < Config::kMTiles; ++i) {
+                if constexpr (Config::kSplitKeys) {
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                        cp_async_whole<8>(slot_ + i * 512 + r * 256, at_ + int64(n0 / 64) * 512 + words_of(i, r));
+                } else {
+                    cp_async_whole<8>(slot_ + i * 256, at_ + int64(n0 / 64) * 512 + i * 128);
+                }
+            }
         } else if (source_ == kKeys) {
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) cp_async_whole<16>(slot_ + g * 512, at_ + int64(n0) * 4 + g * 64);
@@ -96,7 +107,8 @@ class MaskSlots {
         const int32 size = element_bytes();
         if (source_ < kShifted || (source_ == kWords && size == 4)) return;
         // Low bits of addresses are all that is needed of them.
-        const uint32 next_key = uint32(p_.mask_stride_k) * size, next_row = 8 * size * uint32(p_.mask_stride_q);
+        const uint32 next_key = uint32(p_.mask_stride_k) * size,
+                     next_row = query_of(t_, 8) * size * uint32(p_.mask_stride_q);
         uint32 row = uint32(reinterpret_cast<uint64>(at_)) + n * Config::kBlockN * next_key;
 #pragma unroll 1
         for (int r = 0; r < kRows; ++r) {
@@ -117,8 +129,19 @@ class MaskSlots {
     // Words of 16-row tile i, for keys in the lane's own order: bit 8g + 2r + x of m's word is group g, row r, key
     // 2m + x of the four.
     OA_DEVICE uint2 bits(int i, int32 n, int lane) const {
-        uint2 w = load_shared2(slot_ + i * 256);
         uint32 shift = (n * Config::kBlockN & 63) / 2 + (lane & 2) * 2;
+        if constexpr (Config::kSplitKeys) {
+            uint2 found = make_uint2(0, 0);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                uint2 w = load_shared2(slot_ + i * 512 + r * 256);
+                uint32 own = shift + (query(i, r) >> 2 & 2);
+                found.x |= (w.x >> own & 0x03030303) << 2 * r;
+                found.y |= (w.y >> own & 0x03030303) << 2 * r;
+            }
+            return found;
+        }
+        uint2 w = load_shared2(slot_ + i * 256);
         return make_uint2(w.x >> shift, w.y >> shift);
     }
     // Chunks of 1, 2 and 4 bytes an element.
@@ -134,6 +157,9 @@ class MaskSlots {
     }
 
   private:
+    // Of packed booleans, by the query of a lane's row: where its words are in a tile, in bytes.
+    OA_DEVICE int32 query(int i, int r) const { return query_of(t_, warp_row_ + (lane_ >> 2) + 16 * i + 8 * r); }
+    OA_DEVICE int32 words_of(int i, int r) const { return (query(i, r) & 48) * 8 + (query(i, r) & 7) * 16; }
     OA_DEVICE static constexpr uint32 at(int row, int group) { return (row * kGroups + group) * 512; }
     OA_DEVICE int32 element_bytes() const { return p_.mask_kind == kMaskFloat ? 4 : p_.mask_kind == kMaskIo ? 2 : 1; }
 
@@ -182,7 +208,7 @@ class MaskSlots {
     template <int kSize>
     OA_DEVICE void copy_fours(int32 n0) const {
         const uint8* row = at_ + int64(n0) * kSize;
-        const int64 next_row = 8 * kSize * p_.mask_stride_q;
+        const int64 next_row = query_of(t_, 8) * kSize * p_.mask_stride_q;
         const int32 rows = rows_from();
         if (has_all_keys(n0) && has_all_rows()) {
 #pragma unroll
@@ -222,7 +248,7 @@ class MaskSlots {
             } else {
                 copy_elements<kSize>(r, row, n0);
             }
-            row += 8 * kSize * p_.mask_stride_q;
+            row += query_of(t_, 8) * kSize * p_.mask_stride_q;
         }
     }
 
@@ -238,7 +264,7 @@ class MaskSlots {
             } else {
                 store_element<kSize>(slot_ + at(r, 0) + low, load_element<kSize>(row, 8 * r < rows));
             }
-            row += 8 * kSize * p_.mask_stride_q;
+            row += query_of(t_, 8) * kSize * p_.mask_stride_q;
         }
     }
 
@@ -265,7 +291,7 @@ class MaskSlots {
             } else {
                 copy_elements<kSize>(r, row, n0);
             }
-            row += 8 * kSize * p_.mask_stride_q;
+            row += query_of(t_, 8) * kSize * p_.mask_stride_q;
         }
     }
     OA_DEVICE static const uint8* word_of(const uint8* x) {
@@ -313,7 +339,7 @@ class MaskSlots {
 
     const AttnFwdFormsSm80Params& params_;
     const AttnFwdParams& p_;
-    const FwdTile& t_;
+    const Tile& t_;
     const int32 warp_row_;
     const int lane_;
     const uint8* at_;  // the lane's first element or word

@@ -51,13 +51,14 @@ class TileMods {
     using Scores = float[Config::kMTiles][Config::kNTiles * 4];
     using Io = typename Config::Io;
     using Slots = MaskSlots<Config>;
+    using Tile = typename Slots::Tile;
     static constexpr int kRows = Slots::kRows, kGroups = Slots::kGroups;
 
     // What happens to scores. Raw products come in; returns what they are to be multiplied by in base 2. n: tile of
     // keys; kind: what the mask does to the warp's rows there. The newest group of copies is not the mask's.
     // arrays: of the user's score modification, or null.
     OA_DEVICE static float apply(Scores& s, const AttnFwdParams& p, const ScoreForms& f, const ScoreModArrays* arrays,
-                                 const FwdTile& t, const Slots& slots, int32 n, int32 kind, int32 warp_row, int lane) {
+                                 const Tile& t, const Slots& slots, int32 n, int32 kind, int32 warp_row, int lane) {
         ScoreFactors c{f.factor, f.factor2};
         if (f.forms & kFormSoftcap) c = cap(s, f);
         if (f.forms & kFormScaled) c = scale(s, c);
@@ -94,14 +95,16 @@ class TileMods {
 
   private:
     // Scores to the user's, in base 2. hide: the mask expression has something to say.
-    OA_DEVICE static void modify(Scores& s, float natural, const ScoreModArrays& arrays, const FwdTile& t, int32 n,
+    OA_DEVICE static void modify(Scores& s, float natural, const ScoreModArrays& arrays, const Tile& t, int32 n,
                                  int32 warp_row, int lane, bool hide) {
         for_each(s, n, warp_row, lane, [&](float& score, int32 row, int32 key) {
             // Within the sequence: the user's arrays need not reach further.
-            ScorePosition q = score_position(max_of(min_of(row, t.seqlen_q - 1), 0));
+            row = max_of(min_of(row, t.seqlen_q - 1), 0);
+            const int32 head = head_of(t, row);
+            ScorePosition q = score_position(query_of(t, row));
             ScorePosition k = score_position(min_of(key, t.seqlen_k - 1));
-            score = user_score(score * natural, t.sequence, t.head_idx, q, k, arrays);
-            if (kHasScoreMask && hide && !user_mask(t.sequence, t.head_idx, q, k, arrays)) score = neg_inf();
+            score = user_score(score * natural, t.sequence, head, q, k, arrays);
+            if (kHasScoreMask && hide && !user_mask(t.sequence, head, q, k, arrays)) score = neg_inf();
         });
         to_base2(flat(s));
     }

@@ -10,6 +10,10 @@ OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const SplitTile& t, int32 
     return visible_keys(row / t.pack, t.num_queries, t.seqlen_k, p.window_left, p.window_right);
 }
 
+OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const PackedTile& t, int32 row) {
+    return visible_keys(query_of(t, row), query_of(t, t.seqlen_q), t.seqlen_k, p.window_left, p.window_right);
+}
+
 // A split's part of the tiles of keys that a tile of queries sees: as many as the others have, or one more.
 template <int kBlockM, int kBlockN>
 struct SplitKeyTiles : KeyTiles<kBlockM, kBlockN> {

@@ -5,7 +5,7 @@
 //
 // partial_o: [batch, heads, splits, rows, head_dim] fp32, partial_ml: [batch, heads, splits, rows, 2]: base in base-2
 // units and denominator. o: [batch, seqlen_q, num_q_heads, head_dim], any strides, last dimension contiguous. Row r is
-// query r / pack of query head `head * pack + r % pack`.
+// query r / pack of query head `head * pack_heads + r % pack`, and of none where r % pack is pack_heads or more.
 //
 // A thread has a column, four channels of a row; a CTA of 256 threads has 2^threads_log2 columns, and as many threads
 // of each as that leaves, which take the splits in turns. The order of the sum depends on the launch alone. Rows that
@@ -41,9 +41,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
     __shared__ SharedStorage smem;
     const int32 tid = threadIdx.x, own = 1 << p.threads_log2, parts = Config::kThreads >> p.threads_log2;
     const int32 part = tid >> p.threads_log2, column = int32(blockIdx.x) * own + (tid & (own - 1));
-    const bool active = column < p.num_columns;
     const int32 chunks = p.head_dim / Config::kWidth, flat = column / chunks, chunk = column - flat * chunks;
     const int32 place = flat / p.rows, row = flat - place * p.rows;  // place: of the head among those of all batches
+    const int32 query = row / p.pack, own_head = row - query * p.pack;
+    const bool active = column < p.num_columns && own_head < p.pack_heads;
     wait_for_kernel_ahead();
     PartialSum<Config::kWidth> sum;
     const int64 first = int64(place) * p.num_splits * p.rows + row;
@@ -76,8 +77,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
         }
     }
     if (!active) return;
-    int32 batch_idx = place / p.heads, query = row / p.pack;
-    int32 head = (place - batch_idx * p.heads) * p.pack + (row - query * p.pack);
+    int32 batch_idx = place / p.heads, head = (place - batch_idx * p.heads) * p.pack_heads + own_head;
     RowResult result = finish_row(sum.m, sum.l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
     uint16* to = p.o + batch_idx * p.o_stride_b + query * p.o_stride_s + head * p.o_stride_h + chunk * Config::kWidth;
     *reinterpret_cast<uint2*>(to) =

@@ -6,7 +6,8 @@
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
 // dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
 // rows]. OWN_HEAD_DIM_V: v and o have a head_dim of their own, in tiles of the same width. SPLIT_KEYS: a CTA takes a
-// part of a tile's keys, and leaves partial results that attn_combine_sm80 merges (Flash-Decoding, Dao et al. 2023).
+// part of a tile's keys, and leaves partial results that attn_combine_sm80 merges (Flash-Decoding, Dao et al. 2023);
+// query heads of a kv head share the rows of a tile, row r is query r / pack of head r % pack.
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
 // to the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to
@@ -25,6 +26,7 @@
 #include "attention/score_mods.cuh"
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
+#include "attention/split_keys.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_fwd.cuh"
 #include "pipeline/tile_copy.cuh"
@@ -78,6 +80,15 @@ OA_DEVICE const ScoreModArrays* arrays_of(const P&) {
     return nullptr;
 }
 OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdModSm80Params& params) { return &params.arrays; }
+
+using Tile = SyncTileOf<Config>;
+template <typename T, typename P>
+OA_DEVICE T with_pack(const FwdTile& t, const P& params) {
+    if constexpr (Config::kSplitKeys)
+        return T{t, params.pack_log2, params.pack_heads};
+    else
+        return t;
+}
 
 using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
 struct Nothing {};
@@ -231,8 +242,7 @@ struct Part {
 // The tiles of keys that a CTA visits, from the last to the first.
 struct AllSteps {
     int32 at, first;
-    OA_DEVICE AllSteps(const AttnFwdParams&, const FwdTile&, const Keys& keys, int)
-        : at(keys.end - 1), first(keys.first) {
+    OA_DEVICE AllSteps(const AttnFwdParams&, const Tile&, const Keys& keys, int) : at(keys.end - 1), first(keys.first) {
         if (!Config::kSplitKeys) return;
         Part part(keys.end - keys.first);
         at -= part.first;
@@ -249,7 +259,7 @@ struct AllSteps {
 // branches: they would stand between the products of two tiles.
 class ListedSteps {
   public:
-    OA_DEVICE ListedSteps(const AttnFwdFormsSm80Params& params, const FwdTile& t, const Keys& keys, int warp_idx)
+    OA_DEVICE ListedSteps(const AttnFwdFormsSm80Params& params, const Tile& t, const Keys& keys, int warp_idx)
         : list_(params.forms.lists),
           left_(Part(keys.end - keys.first).count),
           group_(warp_idx * Config::kMTiles * 16 / 64) {
@@ -261,7 +271,7 @@ class ListedSteps {
         if ((f.forms & kFormModTiles) && params.fwd.mask_kind != kMaskNone) no_kind_ = kTileFull;
         if (list_ != nullptr) {
             list_ += t.sequence * f.lists_stride_b + t.head_idx * f.lists_stride_h +
-                     int64(t.m0 / Config::kBlockM) * (1 + f.num_tiles);
+                     int64(query_of(t, t.m0) / Config::kBlockM) * (1 + f.num_tiles);
             left_ = __ldg(list_++);
             if (Config::kSplitKeys) {
                 Part part(left_);
@@ -321,14 +331,14 @@ using Steps = Select<Config::kScoreMods, ListedSteps, AllSteps>::Type;
 // its scores.
 struct NoMods {
     static constexpr int kGroups = 0;
-    OA_DEVICE NoMods(const AttnFwdParams&, const ScoreModArrays*, const FwdTile&, SharedStorage&, int32, int, int) {}
+    OA_DEVICE NoMods(const AttnFwdParams&, const ScoreModArrays*, const Tile&, SharedStorage&, int32, int, int) {}
     OA_DEVICE void begin(const AllSteps&) const {}
     OA_DEVICE void apply(Scores&, float&, const AllSteps&) const {}
 };
 class Mods {
   public:
     static constexpr int kGroups = 1;
-    OA_DEVICE Mods(const AttnFwdFormsSm80Params& params, const ScoreModArrays* arrays, const FwdTile& t,
+    OA_DEVICE Mods(const AttnFwdFormsSm80Params& params, const ScoreModArrays* arrays, const Tile& t,
                    SharedStorage& smem, int32 warp_row, int warp_idx, int lane)
         : params_(params),
           arrays_(arrays),
@@ -353,7 +363,7 @@ class Mods {
 
     const AttnFwdFormsSm80Params& params_;
     const ScoreModArrays* arrays_;
-    const FwdTile& tile_;
+    const Tile& tile_;
     const int32 warp_row_;
     const int lane_;
     const MaskSlots<Config> slots_;
@@ -368,13 +378,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
-    FwdTile t = fwd_tile<Config::kBlockM, Config::kSearch>(p);
+    const Tile t = with_pack<Tile>(fwd_tile<Config::kBlockM, Config::kSearch>(p), params);
     if (!t.valid) return;
 
-    Keys keys(p, t);
+    const Keys keys(query_of(t, t.m0), query_of(t, min_of(t.m0 + Config::kBlockM, t.seqlen_q) - 1),
+                    query_of(t, t.seqlen_q), t.seqlen_k, p.window_left, p.window_right);
     int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
-    const uint16* gq =
-        p.q + t.batch_idx * p.q_stride_b + t.head_idx * p.q_stride_h + (int64(t.q_begin) + t.m0) * p.q_stride_s;
+    const uint16* gq = p.q + t.batch_idx * p.q_stride_b + head_of(t, 0) * p.q_stride_h +
+                       (int64(t.q_begin) + query_of(t, t.m0)) * p.q_stride_s;
     const uint16* gk = p.k + t.batch_idx * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
     const uint16* gv = p.v + t.batch_idx * p.v_stride_b + kv_head * p.v_stride_h + int64(t.k_begin) * p.v_stride_s;
     uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
@@ -403,8 +414,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
 
     Steps steps(call, t, keys, warp_idx);
     if (!steps.done()) {
-        QCopy(Config::kOwnHeadDimV ? p.head_dim_qk : p.head_dim, tid)
-            .issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
+        const QCopy q_copy(Config::kOwnHeadDimV ? p.head_dim_qk : p.head_dim, tid);
+        if constexpr (Config::kSplitKeys) {
+            // A tile begins with the first of its heads.
+            auto row_at = [&](int row) {
+                return gq + query_of(t, row) * p.q_stride_s + (head_of(t, row) - head_of(t, 0)) * p.q_stride_h;
+            };
+            q_copy.issue_rows(smem_q, row_at, t.seqlen_q - t.m0, tid);
+        } else {
+            q_copy.issue(smem_q, gq, p.q_stride_s, t.seqlen_q - t.m0, tid);
+        }
         copy_k(steps.n(), 0);
         if (Config::kStages == 2) copy_v(steps.n(), 0);
         cp_async_commit();

@@ -17,4 +17,6 @@ struct AttnCombineParams {
     int32 threads_log2;  // of a CTA, those that have different columns; the others have other splits of the same
     int32 sinks_kind;
     const float* partial_lse;  // OWN_LSE: what the LSE is of, laid out as partial_ml
+    int32 pack_heads;          // of the `pack` rows of a query those that are a head's
+    int32 zero;                // makes the size a multiple of 8
 };

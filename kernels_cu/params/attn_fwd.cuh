@@ -54,7 +54,8 @@ struct TileList {
 };
 
 // The same where keys are split over CTAs (scheduler/split_tiles.cuh). To the kernel `pack` query heads of one kv head
-// are one head, whose row r is query r / pack of head r % pack of them: `fwd` has the extents of that problem.
+// are one head, whose row r is query r / pack of head r % pack of them: `fwd` has the extents of that problem. There may
+// be fewer heads than `pack`: rows of the others are computed and not merged.
 struct SplitTileList : TileList {
     int32 num_splits;
     int32 pack;
@@ -110,16 +111,21 @@ struct AttnFwdSplitSm90Params {
     float* partial_o;   // [batch, head, split, row, head_dim], not divided by the denominator
     float* partial_ml;  // [batch, head, split, row, 2]: base of the exponents in base 2, and denominator
 };
-// The same on mma.sync: blockIdx.y is the split, gridDim.y their number; a row is one of q's, of packed sequences too.
+// The same on mma.sync: blockIdx.y is the split, gridDim.y their number. Rows as SplitTileList has them: heads and rows
+// of queries and mask in `fwd` are those of packed heads, strides are those of the arrays. Packed sequences: pack is 1.
 struct AttnFwdSplitSm80Params {
     AttnFwdParams call;
     float* partial_o;
     float* partial_ml;
+    int32 pack_log2;
+    int32 pack_heads;  // of the 2^pack_log2 rows of a query those that are a head's
 };
 struct AttnFwdSplitFormsSm80Params {
     AttnFwdFormsSm80Params call;
     float* partial_o;
     float* partial_ml;
+    int32 pack_log2;
+    int32 pack_heads;
 };
 struct AttnFwdFormsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias

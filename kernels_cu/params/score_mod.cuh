@@ -22,6 +22,8 @@ struct AttnFwdSplitModSm80Params {
     AttnFwdModSm80Params call;
     float* partial_o;
     float* partial_ml;
+    int32 pack_log2;
+    int32 pack_heads;
 };
 struct AttnFwdModSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;

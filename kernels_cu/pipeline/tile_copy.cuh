@@ -76,6 +76,35 @@ struct TileCopy {
             }
         }
     }
+
+    // The same once, from rows that lie anywhere. at(row): its first element.
+    template <typename At>
+    OA_DEVICE void issue_rows(uint32 smem, At at, int valid_rows, int tid) const {
+        if (Tile::kFullPanels > 0) {
+#pragma unroll
+            for (int r = 0; r < kRows; r += kRowsPerStep) {
+                const int row = Order::row_at((tid >> 3) + r);
+                if (!inside(r, tid >> 3, kRowsPerStep)) continue;
+                const uint16* from = at(row < valid_rows ? row : 0) + (tid & 7) * 8;
+                uint32 to = kRowsPerStep % 8 ? dst ^ (r & 4) << 4 : dst;
+#pragma unroll
+                for (int p = 0; p < Tile::kFullPanels; ++p)
+                    cp_async_16(smem + to + p * Tile::kPanelBytes + r * 128, from + p * 64, bytes(row < valid_rows, p));
+            }
+        }
+        if (Tile::kHasTail) {
+            const int slot = tid / kTailChunks, chunk = tid % kTailChunks;
+            uint32 tail_dst =
+                Tile::kFullPanels * Tile::kPanelBytes + slot * Tile::kTailBytes + Tile::tail_chunk(slot, chunk) * 16;
+#pragma unroll
+            for (int r = 0; r < kRows; r += kTailRowsPerStep) {
+                const int row = Order::row_at(slot) + r;
+                if (!inside(r, slot, kTailRowsPerStep)) continue;
+                const uint16* from = at(row < valid_rows ? row : 0) + Tile::kFullPanels * 64 + chunk * 8;
+                cp_async_16(smem + tail_dst + r * Tile::kTailBytes, from, bytes(row < valid_rows, Tile::kFullPanels));
+            }
+        }
+    }
 };
 
 // The same for contiguous tiles that have all their rows and columns. A warp copies consecutive rows,

@@ -17,6 +17,10 @@ struct FwdTile {
     bool valid;  // false: nothing to do
 };
 
+// Which query and head a row of a tile is. PackedTile (scheduler/split_tiles.cuh) has others.
+OA_DEVICE int32 query_of(const FwdTile&, int32 row) { return row; }
+OA_DEVICE int32 head_of(const FwdTile& t, int32) { return t.head_idx; }
+
 // A tile of a dense batch.
 OA_DEVICE FwdTile tile_of(const AttnFwdParams& p, int32 batch_idx, int32 head_idx, int32 m0) {
     FwdTile t;

@@ -14,6 +14,16 @@ struct SplitTile : FwdTile {
     int32 pack, num_queries;
 };
 
+// The same on mma.sync, a CTA each: pack_heads query heads have 2^pack_log2 rows a query. At most 8, so that rows which
+// are 8 apart have one head, and a lane's rows are queries at equal distances. Rows that are no head's repeat the last.
+struct PackedTile : FwdTile {
+    int32 pack_log2, pack_heads;
+};
+OA_DEVICE int32 query_of(const PackedTile& t, int32 row) { return row >> t.pack_log2; }
+OA_DEVICE int32 head_of(const PackedTile& t, int32 row) {
+    return t.head_idx * t.pack_heads + min_of(row & ((1 << t.pack_log2) - 1), t.pack_heads - 1);
+}
+
 class SplitTiles {
   public:
     // As PersistentTiles::next.
@@ -34,6 +44,10 @@ class SplitTiles {
   private:
     PersistentItems items_;
 };
+
+// Of attn_fwd_sm80.
+template <typename Config>
+using SyncTileOf = typename Select<Config::kSplitKeys, PackedTile, FwdTile>::Type;
 
 // What the roles of a persistent kernel walk over. Config::kSplitKeys: keys are split over CTAs.
 template <typename Config>

@@ -76,6 +76,11 @@ def exact(
         (1, (12, 1), (1, 5001), {"causal": True, "sinks": True}),
         (1, (14, 2), (300, 20000), {"causal": True}),
         (1, (1, 1), (1, 100000), {}),
+        # Heads that leave rows of a tile unused; and batches that fill the GPU, with one split.
+        (1, (28, 4), (16, 8192), {}),
+        (3, (40, 8), (3, 5000), {"causal": True, "sinks": True}),
+        (48, (32, 8), (2, 640), {"causal": True}),
+        (60, (14, 2), (1, 900), {}),
     ],
     ids=str,
 )
@@ -122,8 +127,21 @@ def _masks(name: str, batch: int, heads: int, seqlens: tuple[int, int], dtype: A
         return torch.rand(batch, 1, 1, sk, device="cuda") < 0.5
     if name == "float32":
         return torch.randn(batch, heads, sq, sk, device="cuda")
+    if name == "boolean of heads":  # each of which sees other tiles
+        mask = torch.rand(batch, heads, sq, sk, device="cuda") < 0.7
+        for h in range(heads):
+            mask[:, h, :, sk * h // (2 * heads) : sk * (h + 1) // (2 * heads)] = False
+        return mask
     if name == "of keys":
         return torch.randn(batch, 1, 1, sk, device="cuda")
+    if name == "of keys and heads":
+        return torch.randn(batch, heads, 1, sk, device="cuda")
+    if name == "of queries":
+        return torch.randn(batch, heads, sq, 1, device="cuda").to(dtype).expand(-1, -1, -1, sk)
+    if name == "odd addresses":
+        return torch.randn(batch, heads, sq, sk + 1, device="cuda").to(dtype)[..., 1:]
+    if name == "transposed":
+        return torch.randn(batch, heads, sk, sq, device="cuda").to(dtype).transpose(-1, -2)
     return torch.randn(1, 1, sq, sk, device="cuda").to(dtype)
 
 
@@ -141,17 +159,23 @@ def _close(o: Any, lse: Any, want: Any, want_lse: Any, dtype: str) -> bool:
     "form",
     [
         "plain", "causal", "window", "softcap", "sinks", "boolean", "boolean, softcap, causal", "boolean of keys",
-        "float32", "of keys", "io",
+        "float32", "of keys", "io", "boolean of heads", "of keys and heads", "of queries", "odd addresses",
+        "transposed",
     ],
 )  # fmt: skip
 def test_on_mma_sync(form: str, head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forced, because Hopper's own kernels take plain calls, and short ones need no split."""
+    """Forced, because Hopper's own kernels take plain calls, and short ones need no split.
+
+    Heads of a kv head share tiles where that makes fewer.
+    """
     short = {"float16": "fp16", "bfloat16": "bf16"}[dtype]
     tile = next(width for width in (64, 96, 128, 192, 256) if width >= head_dim)
     mods = form not in ("plain", "causal", "window", "sinks")
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", f"attn_fwd_sm80_{short}_d{tile}_split" + "_mods" * mods)
     for batch, heads, seqlens in (
         (1, (8, 2), (16, 4000)),
+        (2, (16, 2), (5, 3001)),
+        (1, (14, 2), (3, 2000)),
         (2, (4, 4), (1, 3000)),
         (1, (4, 1), (130, 5000)),
         (1, (2, 2), (64, 129)),

@@ -13,10 +13,12 @@ import omniattn as oa  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 MASK = "(q + k + h) % 3 != 0 && !(k >= 256 && k < 900)"
+#: The same for all heads, which then share tiles.
+SAME_MASK = MASK.replace(" + h", "")
 
 
 def _expected(
-    q: Any, k: Any, v: Any, *, slopes: Any, masked: bool, blocks: Any, softcap: float, causal: bool
+    q: Any, k: Any, v: Any, *, slopes: Any, mask: str | None, blocks: Any, softcap: float, causal: bool
 ) -> tuple[Any, Any]:
     """o and LSE in float64; slopes, blocks: of ALiBi and of the block mask, or None."""
     sq, sk, heads = q.shape[1], k.shape[1], q.shape[2]
@@ -29,7 +31,8 @@ def _expected(
         scores = softcap * (scores / softcap).tanh()
     if slopes is not None:
         scores = scores + slopes.double()[:, None, None] * (j - i)
-    if masked:
+    if mask is not None:
+        h = h * (mask == MASK)
         scores = scores.masked_fill(((i + j + h) % 3 == 0) | ((j >= 256) & (j < 900)), -torch.inf)
     if blocks is not None:
         shown = blocks.repeat_interleave(64, 2).repeat_interleave(128, 3)[:, :, :sq, :sk]
@@ -55,7 +58,7 @@ def _close(o: Any, lse: Any, want: Any, want_lse: Any) -> bool:
     "form",
     [
         "score_mod", "mask", "block_mask", "score_mod, mask", "score_mod, block_mask", "score_mod, softcap",
-        "score_mod, mask, causal", "block_mask, causal",
+        "score_mod, mask, causal", "block_mask, causal", "score_mod, same mask, causal", "same block_mask",
     ],
 )  # fmt: skip
 def test_beside_float64(form: str, queries: int, keys: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,19 +70,21 @@ def test_beside_float64(form: str, queries: int, keys: int, head_dim: int, monke
         k, v = (torch.randn(batch, keys, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         slopes = torch.tensor([0.02 / (h + 1) for h in range(heads)], device="cuda") if "score_mod" in form else None
         mod = {} if slopes is None else {"slopes": slopes}
-        masked, causal, softcap = "mask" in form.split(", "), "causal" in form, 5.0 if "softcap" in form else 0.0
+        causal, softcap = "causal" in form, 5.0 if "softcap" in form else 0.0
+        mask = MASK if "mask" in form.split(", ") else SAME_MASK if "same mask" in form else None
         call: dict[str, Any] = {"causal": causal, "softcap": softcap}
         blocks = None
-        if mod or masked:
+        if mod or mask is not None:
             text = "score + slopes[h] * (k - q)" if mod else "score"
-            call["score_mod"] = oa.ScoreMod(text, mask=MASK if masked else None, **mod)
+            call["score_mod"] = oa.ScoreMod(text, mask=mask, **mod)
         if "block_mask" in form:
             blocks = torch.rand(batch, heads, -(-queries // 64), -(-keys // 128), device="cuda") < 0.4
             blocks[0, 0] = False  # rows that see nothing
+            blocks = blocks[:, :1] if "same block_mask" in form else blocks
             call |= {"block_mask": blocks, "block_size": (64, 128)}
         assert "_split" in oa.explain(q, k, v, **call).kernel
         o, lse = oa.attention(q, k, v, return_lse=True, **call)
-        want = _expected(q, k, v, slopes=slopes, masked=masked, blocks=blocks, softcap=softcap, causal=causal)
+        want = _expected(q, k, v, slopes=slopes, mask=mask, blocks=blocks, softcap=softcap, causal=causal)
         assert _close(o, lse, *want)
         assert torch.equal(oa.attention(q, k, v, **call), o)
 

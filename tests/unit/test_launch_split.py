@@ -22,7 +22,7 @@ from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
-from omniattn.problems.split import KeySplit, packed_heads, tile_keys
+from omniattn.problems.split import KeySplit, shared_rows, shared_rows_on_mma_sync, tile_keys
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import select_attention, select_split
@@ -172,7 +172,9 @@ def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.
         weight = np.exp2(ml[:, 0] - top)
         below, total = (ml[:, 1] * weight).sum(), (part * weight[:, None]).sum(axis=0)
         batch, query = place // f["heads"], row // f["pack"]
-        head = place % f["heads"] * f["pack"] + row % f["pack"]
+        if row % f["pack"] >= f["pack_heads"]:
+            continue
+        head = place % f["heads"] * f["pack_heads"] + row % f["pack"]
         denominator = below if sinks is None else below + np.exp2(sinks[head] * np.log2(np.e) - top)
         to = batch * f["o_stride_b"] + query * f["o_stride_s"] + head * f["o_stride_h"] + chunk * 4
         assert np.isnan(o[to : to + 4]).all()
@@ -190,8 +192,8 @@ def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.
 
 def carried_out(p: AttentionProblem, spec: KernelSpec, splits: int) -> None:
     """Both records of a split in NumPy against the definition, in float64."""
-    pack = packed_heads(p, spec.block_m)
-    split = KeySplit(pack, splits, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
+    heads, pack = shared = shared_rows(p, spec.block_m)
+    split = KeySplit(shared, splits, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
     (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, split)
     rng = np.random.default_rng(p.seqlen_q * 1000 + splits)
     s = p.strides
@@ -205,7 +207,7 @@ def carried_out(p: AttentionProblem, spec: KernelSpec, splits: int) -> None:
     sinks = rng.standard_normal(p.num_q_heads) if p.sinks != "none" else None
     workspace = np.full(num_bytes // 4, np.nan)
     o, lse = np.full(q.size, np.nan), np.full(p.batch * p.num_q_heads * p.seqlen_q, np.nan)
-    counts = np.zeros((p.batch, p.num_q_heads // pack, p.seqlen_q * pack, p.seqlen_k), int)
+    counts = np.zeros((p.batch, p.num_q_heads // heads, p.seqlen_q * pack, p.seqlen_k), int)
     attend(spec, main, {"q": flat(q), "k": flat(k), "v": flat(v)}, workspace, counts)
     combine(merged, workspace, o, lse, sinks)
     group = p.num_q_heads // p.num_kv_heads
@@ -215,7 +217,7 @@ def carried_out(p: AttentionProblem, spec: KernelSpec, splits: int) -> None:
                 lo, hi = visible(i, p.seqlen_q, p.seqlen_k, p.window_left, p.window_right)
                 seen = np.zeros(p.seqlen_k, int)
                 seen[lo:hi] = 1
-                assert (counts[b, h // pack, i * pack + h % pack] == seen).all()
+                assert (counts[b, h // heads, i * pack + h % heads] == seen).all()
                 scores = k[b, lo:hi, h // group] @ q[b, i, h] * p.softmax_scale
                 terms = np.exp(scores)
                 total = terms.sum() + (0.0 if sinks is None else np.exp(sinks[h]))
@@ -252,7 +254,7 @@ def test_a_split_of_the_real_tiles() -> None:
 #: Calls of issue 19's table: (batch, query heads, kv heads, queries, keys).
 FEW = [(1, 32, 8, 16, 32768), (1, 32, 8, 64, 32768), (1, 32, 8, 128, 32768), (1, 32, 8, 512, 32768),
        (1, 16, 16, 256, 65536), (8, 32, 8, 32, 8192), (1, 32, 8, 1, 32768)]  # fmt: skip
-ENOUGH = [(8, 16, 16, 4096, 4096), (1, 32, 8, 2048, 2048), (64, 32, 8, 1, 1024), (1, 32, 8, 512, 512), (1, 1, 1, 5, 60)]
+ENOUGH = [(8, 16, 16, 4096, 4096), (1, 32, 8, 2048, 2048), (64, 8, 8, 1, 1024), (1, 32, 8, 512, 512), (1, 1, 1, 5, 60)]
 
 
 @pytest.mark.parametrize("right", [-1, 0])
@@ -317,18 +319,87 @@ def test_on_mma_sync(changes: dict[str, Any], target: Target) -> None:
     assert ("score_mods" in record.spec.features) == p.score_mods
     splits = record.grid[1]
     assert 2 <= splits <= 64
-    assert record.grid[0] == 32 * (1 + (3 if p.varlen else 0))
+    pack = 1 if p.varlen else 4
+    assert record.grid[0] == 32 // pack * (1 + (3 if p.varlen else 0))
     layout = ATTN_FWD_SPLIT_FORMS_SM80 if p.score_mods else ATTN_FWD_SPLIT_SM80
     f, merged = fields_of_record(record, layout), fields_of_record(launches.records[-1], ATTN_COMBINE)
-    assert [merged[name] for name in ("num_splits", "heads", "rows", "pack")] == [splits, 32, 16, 1]
+    assert [merged[name] for name in ("num_splits", "heads", "rows", "pack")] == [splits, 32 // pack, 16 * pack, pack]
     assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml"))
     prefix = "call.fwd." if p.score_mods else "call."
-    assert f[f"{prefix}seqlen_q"] == 16
+    assert f["pack_log2"] == pack.bit_length() - 1
+    assert [f[f"{prefix}{name}"] for name in ("seqlen_q", "num_q_heads")] == [16 * pack, 32 // pack]
+    assert f[f"{prefix}mask_rows"] == (16 * pack if p.mask != "none" else f[f"{prefix}mask_rows"])
     assert f[f"{prefix}lse"] is None
     assert f[f"{prefix}sinks"] is None
     needed = 4 * 32 * 16 * splits * 128
     assert f["partial_ml"].offset - f["partial_o"].offset >= needed
     assert launches.workspace_bytes >= f["partial_ml"].offset + 8 * 32 * 16 * splits
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "changes", "expected"),
+    [
+        (16, (32, 8), {}, (4, 4)),
+        (1, (32, 8), {}, (4, 4)),
+        (56, (16, 2), {}, (8, 8)),
+        (64, (32, 8), {}, (1, 1)),  # as many tiles either way
+        (100, (32, 8), {}, (4, 4)),
+        (16, (8, 8), {}, (1, 1)),
+        (8, (7, 1), {}, (7, 8)),
+        (16, (28, 4), {}, (7, 8)),
+        (64, (28, 4), {}, (1, 1)),
+        (16, (40, 8), {}, (5, 8)),
+        (16, (24, 4), {}, (3, 4)),
+        (8, (24, 4), {}, (6, 8)),
+        (21, (24, 4), {}, (2, 2)),
+        (4, (64, 2), {}, (8, 8)),
+        (16, (32, 8), {"varlen": True}, (1, 1)),
+        (16, (32, 8), {"block_mask": BlockMaskProblem((64, 64), (0, 0, 512, 1))}, (4, 4)),
+        (16, (32, 8), {"block_mask": BlockMaskProblem((64, 64), (0, 512, 512, 1))}, (1, 1)),
+        (16, (32, 8), {"score_mod": ScoreModProblem("score + h", "k > b", ())}, (4, 4)),
+        (16, (32, 8), {"score_mod": ScoreModProblem("score", "k > h", ())}, (1, 1)),
+    ],
+    ids=str,
+)
+def test_heads_that_share_a_tile(
+    queries: int, heads: tuple[int, int], changes: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    p = dataclasses.replace(problem_of(1, queries, 32768, *heads, d=128, dtype="bfloat16"), **changes)
+    assert shared_rows_on_mma_sync(p, 64) == expected
+
+
+@pytest.mark.parametrize(
+    ("extents", "shared"),
+    [
+        ((64, 32, 8, 1, 1024), (4, 4)),
+        ((32, 32, 8, 4, 4096), (4, 4)),
+        ((32, 28, 4, 4, 4096), (7, 8)),
+        ((32, 64, 8, 8, 8192), (8, 8)),
+    ],
+)
+@pytest.mark.parametrize("changes", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
+def test_heads_share_tiles_where_the_gpu_is_busy(
+    extents: tuple[int, ...], shared: tuple[int, int], changes: dict[str, Any]
+) -> None:
+    """One split: K and V are read once for the heads of a kv head."""
+    b, hq, hk, sq, sk = extents
+    p = dataclasses.replace(problem_of(b, sq, sk, hq, hk, d=128, dtype="bfloat16"), **changes)
+    split = select_split(p, HOPPER, select_attention(p, HOPPER))
+    assert split is not None
+    assert (split.split.shared, split.split.num_splits) == (shared, 1)
+
+
+def test_heads_with_lists_of_their_own() -> None:
+    """Bits are found by the head of a row; a list that two heads do not share would hide what one of them sees."""
+    p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), mask="bool")
+    assert p.strides is not None
+    for of_head, listed in ((0, True), (16 * 32768, False)):
+        of_mask = dataclasses.replace(p.strides, mask=(0, of_head, 32768, 1))
+        record = plan_attention(dataclasses.replace(p, strides=of_mask), HOPPER, None).records[-2]
+        f = fields_of_record(record, ATTN_FWD_SPLIT_FORMS_SM80)
+        assert (f["call.forms.lists"] is not None) == listed
+        assert (f["call.forms.tiles"] is not None, f["pack_log2"]) == (True, 2)
+        assert (f["call.forms.tiles_stride_h"] != 0) != listed
 
 
 @pytest.mark.parametrize(
@@ -404,14 +475,14 @@ def test_boxes_and_workspace(spec: KernelSpec) -> None:
     """A copy brings whole tiles of rows, from boxes that a tensor map may have; results have places of their own."""
     for hq, hk in ((32, 8), (7, 1), (48, 1), (128, 1), (12, 4), (256, 2), (5, 5)):
         p = problem_of(2, 9, 5000, hq, hk, d=spec.head_dim, dtype=spec.dtype)
-        pack = packed_heads(p, spec.block_m)
-        split = KeySplit(pack, 3, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
+        shared = shared_rows(p, spec.block_m)
+        split = KeySplit(shared, 3, len(tile_keys(p, spec.block_m, spec.block_n, shared.pack)))
         (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, split)
         for m in main.tensor_maps:
             assert all(1 <= n <= 256 for n in m.box)
             assert all(x > 0 and x % 16 == 0 for x in m.strides_bytes)
         assert np.prod(main.tensor_maps[0].box[1:]) == spec.block_m
-        f, ml = fields_of_record(main, ATTN_FWD_SPLIT_SM90), 2 * 9 * hq * 3
+        f, ml = fields_of_record(main, ATTN_FWD_SPLIT_SM90), 2 * 9 * shared.pack * hq // shared.heads * 3
         assert f["partial_ml"].offset % WORKSPACE_ALIGNMENT == 0
         assert f["partial_ml"].offset >= 4 * ml * spec.head_dim
         assert num_bytes == f["partial_ml"].offset + 8 * ml

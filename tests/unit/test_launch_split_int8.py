@@ -15,7 +15,7 @@ from omniattn.launch.structs import ATTN_COMBINE, ATTN_INT8_SPLIT_SM90, At
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Descale, Descales, Fp8, Int4, Int8, QuantizeProblem
 from omniattn.problems.precision import FP8_ARRAYS
-from omniattn.problems.split import KeySplit, packed_heads, tile_keys
+from omniattn.problems.split import KeySplit, shared_rows, tile_keys
 from omniattn.reference.dequantize import contents, dequantize_qk, dequantize_v
 from omniattn.reference.e4m3 import decode_e4m3
 from omniattn.reference.quantize import KEY_ORDER
@@ -133,8 +133,9 @@ def operands_of(p: AttentionProblem, seed: int) -> tuple[QuantizeProblem, dict[s
 def carried_out(p: AttentionProblem, spec: KernelSpec, splits: int) -> None:
     """Both records of a split in NumPy against attention on the operands' numbers, in float64."""
     p = dataclasses.replace(p, precision=INT8)
-    pack = packed_heads(p, spec.block_m)
-    split = KeySplit(pack, splits, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
+    shared = shared_rows(p, spec.block_m, whole=True)
+    pack = shared.pack
+    split = KeySplit(shared, splits, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
     whole, arrays, (q, k, v) = operands_of(p, p.seqlen_q * 1000 + splits)
     merge = by_name("attn_combine_lse_sm90_fp16")
     (main, merged), num_bytes = attn_fwd_split.build(spec, merge, p, HOPPER, split, places=attn_int8.given(whole))

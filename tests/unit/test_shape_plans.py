@@ -61,8 +61,8 @@ def test_a_query_more_does_not_end_the_split() -> None:
 
 def test_ctas_that_just_do_not_fit_are_split() -> None:
     """224 items on 216 places of an A100: two rounds, of which the second one is nearly empty; 448 take three."""
-    assert few("A100", 4, 56, 16, 8192, group=7) == 2
-    assert few("A100", 4, 32, 16, 8192, group=4) == 3
+    assert few("A100", 4, 56, 64, 8192, group=7) == 2
+    assert few("A100", 4, 32, 64, 8192, group=4) == 3
     # Of those that were measured on an H200 none has more than two rounds of CTAs.
     measured = {(1, 32, 16, 32768, 4): 14, (1, 32, 64, 32768, 4): 8, (1, 32, 512, 32768, 4): 3, (8, 32, 32, 8192, 4): 2}
     assert {call: few("H200", *call) for call in measured} == measured

@@ -43,8 +43,8 @@ def workspace(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
     With an LSE of quantized operands another array like that follows, and is counted (it is left empty where v has a
     factor for each 128 rows).
     """
-    batch = 1 if problem.varlen else problem.batch
-    results = batch * problem.num_q_heads * problem.seqlen_q * split.num_splits
+    heads, rows = _extents(problem, split)
+    results = (1 if problem.varlen else problem.batch) * heads * rows * split.num_splits
     ml = -(-4 * results * problem.head_dim_v // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return ml, ml + 8 * results * (2 if problem.precision.quantized and problem.lse else 1)
 
@@ -92,11 +92,12 @@ def _main_sm90(
 ) -> tuple[LaunchRecord, ...]:
     p, s = problem, problem.strides
     assert s is not None
-    heads = p.num_q_heads // split.pack
+    shared, pack = split.shared
     b, seq, head = (2 * x for x in s.q)
+    # Rows that are no head's lie beyond the second dimension: zeros.
     q = mapped(
-        "q", 0, p.dtype, (p.head_dim, split.pack, p.seqlen_q, heads, p.batch), (head, seq, split.pack * head, b),
-        (PANEL, split.pack, spec.block_m // split.pack, 1, 1),
+        "q", 0, p.dtype, (p.head_dim, shared, p.seqlen_q, p.num_q_heads // shared, p.batch),
+        (head, seq, shared * head, b), (PANEL, pack, spec.block_m // pack, 1, 1),
     )  # fmt: skip
     kv_shape = (p.batch, p.seqlen_k, p.num_kv_heads)
     tiles = _tiles(p, split)
@@ -121,11 +122,12 @@ def _main_int8(
     places: OperandPlaces,
 ) -> tuple[LaunchRecord, ...]:
     """As on 16 bits; scales and biases of queries are found by the heads of the call, and sinks are known of."""
-    p, at = problem, places.at
+    p, at, pack = problem, places.at, split.shared.pack
+    assert pack == split.shared.heads
     b, seq, head = places.strides[0]
     q = mapped(
-        *at["q_int"], "uint8", (places.width, split.pack, p.seqlen_q, p.num_q_heads // split.pack, p.batch),
-        (head, seq, split.pack * head, b), (row_bytes(spec), split.pack, spec.block_m // split.pack, 1, 1),
+        *at["q_int"], "uint8", (places.width, pack, p.seqlen_q, p.num_q_heads // pack, p.batch),
+        (head, seq, pack * head, b), (row_bytes(spec), pack, spec.block_m // pack, 1, 1),
     )  # fmt: skip
     k, v = key_maps(spec, p, places, p.batch)
     tiles = _tiles(p, split)
@@ -152,20 +154,25 @@ def _main_int8(
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
+def _extents(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
+    """What a kernel takes for heads, and for the queries of each."""
+    return problem.num_q_heads // split.shared.heads, problem.seqlen_q * split.shared.pack
+
+
 def _packed(problem: AttentionProblem, split: KeySplit) -> AttentionProblem:
-    """The problem that a kernel on wgmma is told: rows of packed heads. It writes neither o nor the LSE."""
-    rows, heads = problem.seqlen_q * split.pack, problem.num_q_heads // split.pack
+    """The problem that a kernel is told. It writes neither o nor the LSE."""
+    heads, rows = _extents(problem, split)
     return replace(problem, seqlen_q=rows, num_q_heads=heads, lse=False, sinks="none")
 
 
 def _tiles(problem: AttentionProblem, split: KeySplit) -> tile_order.TileList:
-    heads = problem.num_q_heads // split.pack
+    heads, _ = _extents(problem, split)
     return tile_order.head_by_head(problem.batch * heads, split.blocks * split.num_splits)
 
 
 def _tile_values(tiles: tile_order.TileList, problem: AttentionProblem, split: KeySplit) -> dict[str, object]:
     """The member ``tiles``."""
-    own = {"num_splits": split.num_splits, "pack": split.pack, "num_queries": problem.seqlen_q, "zero": 0}
+    own = {"num_splits": split.num_splits, "pack": split.shared.pack, "num_queries": problem.seqlen_q, "zero": 0}
     return member("tiles", asdict(tiles) | own)
 
 
@@ -173,10 +180,12 @@ def _main_sm80(
     spec: KernelSpec, problem: AttentionProblem, split: KeySplit, partial: dict[str, At], masks: MaskPlaces | None
 ) -> tuple[LaunchRecord, ...]:
     """A CTA a tile and split. Partial results in place of o and the LSE, before the sink."""
-    told = replace(problem, lse=False, sinks="none")
-    blocks = num_m_blocks(problem, spec.block_m)
-    tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)
-    values, layout = forward_values(told, blocks, mask_extent=problem.mask_extent), ATTN_FWD_SPLIT_SM80
+    told, (rows, keys) = _packed(problem, split), problem.mask_extent
+    blocks = num_m_blocks(told, spec.block_m)
+    tiles = blocks * told.num_q_heads * (1 if problem.varlen else problem.batch)
+    values, layout = forward_values(told, blocks, mask_extent=(rows * split.shared.pack, keys)), ATTN_FWD_SPLIT_SM80
+    if split.shared.heads > 1 and masks is not None and masks.lists_stride_h:
+        masks = replace(masks, lists=None)  # heads that share a tile have no list in common
     if "score_mods" in spec.features:
         layout = ATTN_FWD_SPLIT_FORMS_SM80
         memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
@@ -185,7 +194,9 @@ def _main_sm80(
         layout = ATTN_FWD_SPLIT_MOD_SM80
         values = member("call", values) | member("arrays", array_values(problem.score_mod))
     grid = (tiles, split.num_splits, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(member("call", values) | partial)),)
+    values = member("call", values) | partial | {"pack_log2": split.shared.pack.bit_length() - 1}
+    values["pack_heads"] = split.shared.heads
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
 def _merge(
@@ -194,7 +205,7 @@ def _merge(
     """The second launch. Rows of packed sequences are those of one batch."""
     p, s = problem, problem.strides
     assert s is not None
-    heads, rows = p.num_q_heads // split.pack, p.seqlen_q * split.pack
+    heads, rows = _extents(p, split)
     columns = (1 if p.varlen else p.batch) * heads * rows * p.head_dim_v // _WIDTH
     threads = combine_threads(columns, split.num_splits)
     values = {
@@ -209,10 +220,12 @@ def _merge(
         "num_splits": split.num_splits,
         "heads": heads,
         "rows": rows,
-        "pack": split.pack,
+        "pack": split.shared.pack,
         "head_dim": p.head_dim_v,
         "threads_log2": threads.bit_length() - 1,
         "sinks_kind": SINKS_KINDS[p.sinks],
+        "pack_heads": split.shared.heads,
+        "zero": 0,
     }
     return LaunchRecord(
         combine, (-(-columns // threads), 1, 1), _COMBINE_THREADS, *ATTN_COMBINE.pack(values), overlap=True

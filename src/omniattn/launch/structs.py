@@ -143,7 +143,7 @@ ATTN_COMBINE = HostStruct(
     "AttnCombineParams",
     "params/attn_combine.cuh",
     "P partial_o partial_ml o lse sinks; q o_stride_b o_stride_s o_stride_h lse_stride_b lse_stride_h;"
-    "i num_columns num_splits heads rows pack head_dim threads_log2 sinks_kind; P partial_lse",
+    "i num_columns num_splits heads rows pack head_dim threads_log2 sinks_kind; P partial_lse; i pack_heads zero",
 )
 
 SCORE_FORMS = HostStruct(
@@ -161,13 +161,15 @@ ATTN_FWD_FORMS_SM80 = HostStruct(
 )
 
 ATTN_FWD_SPLIT_SM80 = HostStruct(
-    "AttnFwdSplitSm80Params", "params/attn_fwd.cuh", f"{ATTN_FWD.inside('call')}; P partial_o partial_ml"
+    "AttnFwdSplitSm80Params",
+    "params/attn_fwd.cuh",
+    f"{ATTN_FWD.inside('call')}; P partial_o partial_ml; i pack_log2 pack_heads",
 )
 
 ATTN_FWD_SPLIT_FORMS_SM80 = HostStruct(
     "AttnFwdSplitFormsSm80Params",
     "params/attn_fwd.cuh",
-    f"{ATTN_FWD_FORMS_SM80.inside('call')}; P partial_o partial_ml",
+    f"{ATTN_FWD_FORMS_SM80.inside('call')}; P partial_o partial_ml; i pack_log2 pack_heads",
 )
 
 ATTN_FWD_FORMS_SM90 = HostStruct(
@@ -217,7 +219,7 @@ ATTN_FWD_MOD_SM80 = HostStruct(
 ATTN_FWD_SPLIT_MOD_SM80 = HostStruct(
     "AttnFwdSplitModSm80Params",
     "params/score_mod.cuh",
-    f"{ATTN_FWD_MOD_SM80.inside('call')}; P partial_o partial_ml",
+    f"{ATTN_FWD_MOD_SM80.inside('call')}; P partial_o partial_ml; i pack_log2 pack_heads",
 )
 
 ATTN_FWD_MOD_SM90 = HostStruct(

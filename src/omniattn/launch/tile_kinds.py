@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..problems import AttentionProblem
 from ..problems.quantize import carve
-from ..problems.score_mod import ScoreModProblem, words
+from ..problems.score_mod import ScoreModProblem
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE
 from ..runtime.record import LaunchRecord
@@ -27,10 +27,7 @@ def extents(problem: AttentionProblem) -> MaskExtents:
     Of packed sequences: batch 1, rows of all of them, each from a tile of its own on (kernels_cu/scheduler/slots.cuh),
     and keys of the longest one.
     """
-    mod, blocks = problem.score_mod, problem.block_mask
-    names = words(mod.mask or "") if mod is not None else frozenset()
-    by_batch = "b" in names or (blocks is not None and blocks.strides[0] != 0)
-    by_head = "h" in names or (blocks is not None and blocks.strides[1] != 0)
+    by_batch, by_head = problem.tiles_by
     if problem.varlen:
         rows = MASK_TILE * (-(-problem.seqlen_q // MASK_TILE) + problem.batch)
         keys = min(problem.max_seqlen_k, problem.seqlen_k)

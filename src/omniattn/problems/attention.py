@@ -8,7 +8,7 @@ from .memory import ITEMSIZE
 from .outputs import Output
 from .precision import EXACT, Precision, value_levels
 from .quantize import QK_DTYPES, QuantizeProblem, Strides3, row_bias_of
-from .score_mod import BlockMaskProblem, ScoreModProblem
+from .score_mod import BlockMaskProblem, ScoreModProblem, words
 
 UNLIMITED = -1
 
@@ -238,6 +238,13 @@ class AttentionProblem:
         # Without the longest sequence there is no telling how much memory that takes.
         sized = not self.varlen or (self.max_seqlen_q > 0 and self.max_seqlen_k > 0)
         return hides and sized and self.scratch and not self.packs_mask
+
+    @property
+    def tiles_by(self) -> tuple[bool, bool]:
+        """Whether what a block mask and a mask expression leave differs between batches, and between query heads."""
+        names = words(self.score_mod.mask or "") if self.score_mod is not None else frozenset()
+        of_batch, of_head = (False, False) if self.block_mask is None else (x != 0 for x in self.block_mask.strides[:2])
+        return of_batch or "b" in names, of_head or "h" in names
 
     @property
     def packed_lists(self) -> bool:

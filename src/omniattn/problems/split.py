@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from typing import NamedTuple
 
 from .attention import AttentionProblem
+
+#: Rows of a tile on mma.sync that have one head: a lane's rows are as far apart.
+_ROWS_APART = 8
+
+
+class SharedRows(NamedTuple):
+    """Query heads of one kv head that share the rows of a tile: row r is query ``r // pack`` of head ``r % pack``.
+
+    Attributes
+    ----------
+    heads : int
+    pack : int
+        Rows of a query. Those beyond ``heads`` are no head's: 7 heads take 8 rows.
+    """
+
+    heads: int
+    pack: int
 
 
 @dataclass(frozen=True)
@@ -14,22 +31,51 @@ class KeySplit:
 
     Attributes
     ----------
-    pack : int
-        Query heads of one kv head that share the rows of a tile: row r is query ``r // pack`` of head ``r % pack``.
+    shared : SharedRows
     num_splits : int
         Parts that the keys of a tile are divided into.
     blocks : int
-        Tiles of rows of a packed head.
+        Tiles of rows of the heads that share them.
     """
 
-    pack: int
+    shared: SharedRows
     num_splits: int
     blocks: int
 
 
-def packed_heads(problem: AttentionProblem, block_m: int) -> int:
-    """Query heads that share the rows of a tile: as many of a kv head as divide both its group and the tile."""
-    return gcd(problem.num_q_heads // problem.num_kv_heads, block_m)
+def tiles_of_group(problem: AttentionProblem, block_m: int, shared: SharedRows) -> int:
+    """Tiles of rows of the query heads of one kv head."""
+    group = problem.num_q_heads // problem.num_kv_heads
+    return group // shared.heads * -(-problem.seqlen_q * shared.pack // block_m)
+
+
+def shared_rows(problem: AttentionProblem, block_m: int, *, whole: bool = False) -> SharedRows:
+    """The heads that make the fewest tiles; of those the ones that leave the fewest rows unused, then the most.
+
+    whole: none may be unused.
+    """
+    packs = [n for n in range(1, block_m + 1) if block_m % n == 0]
+    return _fewest_tiles(problem, block_m, packs, 1, whole)
+
+
+def shared_rows_on_mma_sync(problem: AttentionProblem, block_m: int) -> SharedRows:
+    """The same where a CTA computes one tile; one head, unless that makes more tiles.
+
+    Heads share the list of tiles that a block mask or a mask expression leaves, so they keep their own tiles where it
+    differs between them. Lists of other masks only spare work.
+    """
+    if problem.varlen or problem.tiles_by[1]:
+        return SharedRows(1, 1)
+    packs = [n for n in (1, 2, 4, _ROWS_APART) if block_m % n == 0]
+    return _fewest_tiles(problem, block_m, packs, -1, False)
+
+
+def _fewest_tiles(problem: AttentionProblem, block_m: int, packs: list[int], order: int, whole: bool) -> SharedRows:
+    """order: 1 for the most heads of equally good ones, -1 for the fewest."""
+    group = problem.num_q_heads // problem.num_kv_heads
+    of_heads = [max(n for n in range(1, pack + 1) if group % n == 0) for pack in packs]
+    ways = [SharedRows(*way) for way in zip(of_heads, packs, strict=True) if not whole or way[0] == way[1]]
+    return min(ways, key=lambda way: (tiles_of_group(problem, block_m, way), way.pack / way.heads, -order * way.heads))
 
 
 def tile_keys(problem: AttentionProblem, block_m: int, block_n: int, pack: int) -> list[int]:

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 from ..problems import AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
-from ..problems.split import KeySplit, packed_heads, tile_keys
+from ..problems.split import (
+    KeySplit,
+    SharedRows,
+    shared_rows,
+    shared_rows_on_mma_sync,
+    tile_keys,
+    tiles_of_group,
+)
 from ..registry import REGISTRY, KernelSpec
 from .advice import advise
 from .attention import unfit_precision
@@ -42,6 +49,8 @@ _SYNC_KEYS, _SYNC_RATIO, _SYNC_SPLITS = 1024, 4, 2
 _ROUNDS = 4
 #: Tiles an SM, from which on a call without split keeps the GPU busy.
 _BUSY = 4
+#: Of heads that share tiles in a call that does: rows that tiles are counted by, and the fewest keys.
+_SHARED_ROWS, _SHARED_KEYS = 64, 512
 #: What offsets of partial results are counted in.
 _MAX_COLUMNS = 2**31 - 2**10
 
@@ -82,11 +91,11 @@ def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
 class _Walk:
     """What a kernel does with a problem, however its keys are split: tiles of queries, and the keys of each."""
 
-    def __init__(self, problem: AttentionProblem, spec: KernelSpec, pack: int, sm_count: int) -> None:
+    def __init__(self, problem: AttentionProblem, spec: KernelSpec, shared: SharedRows, sm_count: int) -> None:
         p, self.sm_count, self.ctas = problem, sm_count, sm_count * spec.ctas_per_sm
-        self.tiles = tile_keys(p, spec.block_m, spec.block_n, pack)
+        self.tiles = tile_keys(p, spec.block_m, spec.block_n, shared.pack)
         self.sm_share = _INT8_SM_SHARE if spec.quantized else _SM_SHARE
-        self.rows, self.heads = p.seqlen_q * pack, p.batch * p.num_q_heads // pack
+        self.rows, self.heads = p.seqlen_q * shared.pack, p.batch * p.num_q_heads // shared.heads
         self.longest = max(self.tiles, default=0)
         # Of K and V; quantized ones are as wide as the tile.
         key_bytes = 2 * spec.head_dim if spec.quantized else ITEMSIZE[p.dtype] * (p.head_dim + p.head_dim_v)
@@ -130,20 +139,19 @@ class _Walk:
 
 def unsplit_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> float:
     """Time of the kernel ``spec``, which does not split keys."""
-    return _Walk(problem, spec, 1, target.sm_count).whole_us()
+    return _Walk(problem, spec, SharedRows(1, 1), target.sm_count).whole_us()
 
 
 def split_us(problem: AttentionProblem, spec: KernelSpec, split: KeySplit, target: Target) -> float:
     """Time of ``spec`` and of the kernel behind it."""
-    return _Walk(problem, spec, split.pack, target.sm_count).split_us(split.num_splits)
+    return _Walk(problem, spec, split.shared, target.sm_count).split_us(split.num_splits)
 
 
 def _best_split(
-    problem: AttentionProblem, spec: KernelSpec, target: Target, fewest: int
+    problem: AttentionProblem, spec: KernelSpec, target: Target, shared: SharedRows, fewest: int
 ) -> tuple[float, KeySplit] | None:
     """The split that takes the shortest time, of those that make a few rounds of CTAs; None where there is none."""
-    pack = packed_heads(problem, spec.block_m) if spec.arch_specific else 1
-    walk = _Walk(problem, spec, pack, target.sm_count)
+    walk = _Walk(problem, spec, shared, target.sm_count)
     items = walk.heads * len(walk.tiles)
     usual, most = (min(walk.longest, max(rounds * walk.ctas // max(items, 1), fewest)) for rounds in (2, _ROUNDS))
     most = most if usual < _ROUNDS else usual
@@ -152,7 +160,7 @@ def _best_split(
     if not times:
         return None
     _, splits = min(times)
-    return walk.split_us(splits), KeySplit(pack, splits, len(walk.tiles))
+    return walk.split_us(splits), KeySplit(shared, splits, len(walk.tiles))
 
 
 def _of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
@@ -164,15 +172,25 @@ def _of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
     return replace(p, varlen=False, batch=n, parts=1, seqlen_q=-(-p.seqlen_q // n), seqlen_k=-(-p.seqlen_k // n))
 
 
+def _heads_share(problem: AttentionProblem) -> bool:
+    """Whether tiles that query heads share are so much fewer that one split of the keys may gain: K and V are read once
+    for all heads of a tile."""
+    p, rows = problem, _SHARED_ROWS
+    if p.varlen or p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
+        return False
+    fewest, own = (tiles_of_group(p, rows, way) for way in (shared_rows(p, rows), SharedRows(1, 1)))
+    return 2 * fewest <= own
+
+
 def _unfit_problem(problem: AttentionProblem) -> str | None:
     """Why no kernel that splits keys can serve ``problem``; None if one may."""
     if not problem.scratch:
         return "the arrays' library can give no memory for partial results"
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_q_heads):
         return "there is nothing to attend to"
-    # Four channels a column; 64 rows more for the last tile.
+    # Four channels a column; 64 rows more for the last tile, and rows of no head.
     batch = 1 if problem.varlen else problem.batch
-    if batch * problem.num_q_heads * (problem.seqlen_q + 64) * problem.head_dim_v // 4 >= _MAX_COLUMNS:
+    if batch * problem.num_q_heads * (problem.seqlen_q + 64) * problem.head_dim_v // 2 >= _MAX_COLUMNS:
         return "it counts rows in 31 bits"
     return None
 
@@ -235,7 +253,8 @@ def select_split(
         # Before anything that takes time: most calls have queries enough.
         p, block_m = problem, unsplit.spec.block_m
         blocks = max(-(-p.seqlen_q // block_m), p.sequences) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
-        if blocks * p.num_q_heads > _BUSY * target.sm_count or _unfit_problem(problem) is not None:
+        busy = blocks * p.num_q_heads > _BUSY * target.sm_count
+        if (busy and not _heads_share(p)) or _unfit_problem(problem) is not None:
             return None
         if p.precision.quantized and p.seqlen_k < _INT8_KEYS:
             return None
@@ -250,15 +269,21 @@ def select_split(
     if not fitting:
         return None
 
+    def shared(spec: KernelSpec) -> SharedRows:
+        # Scales of quantized operands are found by the heads of whole groups.
+        if spec.arch_specific:
+            return shared_rows(problem, spec.block_m, whole=spec.quantized)
+        return shared_rows_on_mma_sync(problem, spec.block_m)
+
     def fewest(spec: KernelSpec) -> int:
-        return 1 if chosen is not None or spec.arch_specific else _SYNC_SPLITS
+        return 1 if chosen is not None or spec.arch_specific or shared(spec).heads > 1 else _SYNC_SPLITS
 
     # A kernel made for this very architecture, the narrowest tile, nothing that is not needed.
     kinds = [(not spec.arch_specific, spec.head_dim, len(spec.features)) for spec in fitting]
     ways = [
         (*best, spec)
         for spec, kind in zip(fitting, kinds, strict=True)
-        if kind == min(kinds) and (best := _best_split(typical, spec, target, fewest(spec))) is not None
+        if kind == min(kinds) and (best := _best_split(typical, spec, target, shared(spec), fewest(spec))) is not None
     ]
     if not ways:
         return None
@@ -270,7 +295,7 @@ def select_split(
     why = (
         *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in a tile of {spec.head_dim}",
-        f"{split.num_splits} splits of the keys, {split.pack} query heads in the rows of a tile",
+        f"{split.num_splits} splits of the keys, {split.shared.heads} query heads in the rows of a tile",
         *(
             (f"few queries on many keys: {time:.0f} µs by the model, without a split {whole:.0f} µs",)
             if chosen is None
