@@ -220,9 +220,11 @@ class MaskSlots {
         } else {
 #pragma unroll 1
             for (int r = 0; r < kRows; ++r) {
-                if (has_all_keys(n0) && 8 * r < rows) {
+                if (has_all_keys(n0)) {
+                    const uint32 bytes = 8 * r < rows ? 4 * kSize : 0;
 #pragma unroll
-                    for (int g = 0; g < kGroups; ++g) cp_async_whole<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize);
+                    for (int g = 0; g < kGroups; ++g)
+                        cp_async_small<4 * kSize>(slot_ + at(r, g), row + 16 * g * kSize, bytes);
                 } else {
                     copy_elements<kSize>(r, row, n0);
                 }

@@ -70,6 +70,7 @@ struct NoValueFactor {
 
 // Those of a kv head of the tile's sequence, from its first on.
 OA_DEVICE const float* value_factors(const ValueFactors& x, const FwdTile& t, int32 kv_head) {
+    if (x.factors == nullptr) return &kNoScale;  // strides are 0
     return x.factors + t.sequence * x.stride_b + kv_head * x.stride_h;
 }
 // That of tile n of kKeys keys.

@@ -271,7 +271,7 @@ class ListedSteps {
         if ((f.forms & kFormModTiles) && params.fwd.mask_kind != kMaskNone) no_kind_ = kTileFull;
         if (list_ != nullptr) {
             list_ += t.sequence * f.lists_stride_b + t.head_idx * f.lists_stride_h +
-                     int64(query_of(t, t.m0) / Config::kBlockM) * (1 + f.num_tiles);
+                     int64(t.m0 / Config::kBlockM) * (1 + f.num_tiles);
             left_ = __ldg(list_++);
             if (Config::kSplitKeys) {
                 Part part(left_);

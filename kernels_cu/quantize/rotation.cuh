@@ -70,7 +70,7 @@ OA_DEVICE void normalize(float (&x)[kRows][8], float norm) {
 }
 
 // Strides of the transform come in the order 1, 2, 4, n / 4, n / 2, 8, .., n / 8: those of n channels' quarters before
-// those between, so that whole_row, whose lanes have channels of all quarters, can exchange halves.
+// those between, so that rotate_row, whose lanes have channels of all quarters, can exchange halves.
 
 // This lane's 8 channels, from `first` on, of kRows rows each; neighbouring lanes have neighbouring channels.
 template <int kRows>

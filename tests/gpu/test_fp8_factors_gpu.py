@@ -222,17 +222,18 @@ def test_packed(family: str, head_dim: int, options: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("max_seqlen_k", [128, 0])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-def test_sequences_longer_than_their_factors_are_nan(family: str, softcap: float) -> None:
+def test_sequences_longer_than_their_factors_are_nan(family: str, softcap: float, max_seqlen_k: int) -> None:
     q, k, v = (x[0] for x in drawn(400, 400, 64))
     starts = torch.tensor([0, 100, 400], dtype=torch.int32, device="cuda")
     o = oa.attention_varlen(
-        q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=128, max_seqlen_k=128,
-        descale_v=torch.ones(2, 2, 1, device="cuda"), softcap=softcap,
+        q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=128, max_seqlen_k=max_seqlen_k,
+        descale_v=torch.ones(2, 2, -(-max_seqlen_k // 128), device="cuda"), softcap=softcap,
     )  # fmt: skip
     assert o[100:].isnan().all()
-    assert not o[:100].isnan().any()
+    assert o[:100].isnan().any() == (max_seqlen_k == 0)
 
 
 @pytest.mark.parametrize("how", ["causal", "mask", "bias", "softcap", "scale"])

@@ -16,6 +16,7 @@ from omniattn.launch.structs import (
     ATTN_FWD_SPLIT_MOD_SM80,
     ATTN_FWD_SPLIT_SM80,
     ATTN_FWD_SPLIT_SM90,
+    MASK_LIST,
     At,
 )
 from omniattn.plan.attention import plan_attention
@@ -395,7 +396,11 @@ def test_heads_with_lists_of_their_own() -> None:
     assert p.strides is not None
     for of_head, listed in ((0, True), (16 * 32768, False)):
         of_mask = dataclasses.replace(p.strides, mask=(0, of_head, 32768, 1))
-        record = plan_attention(dataclasses.replace(p, strides=of_mask), HOPPER, None).records[-2]
+        *before, record, _ = plan_attention(dataclasses.replace(p, strides=of_mask), HOPPER, None).records
+        assert [r.spec.op for r in before] == ["mask_pack", "mask_list"][: 1 + listed]
+        if listed:  # of the queries of a tile, of which there are fewer than rows
+            of_list = fields_of_record(before[1], MASK_LIST)
+            assert (of_list["block_m"], of_list["num_m_blocks"]) == (16, 1)
         f = fields_of_record(record, ATTN_FWD_SPLIT_FORMS_SM80)
         assert (f["call.forms.lists"] is not None) == listed
         assert (f["call.forms.tiles"] is not None, f["pack_log2"]) == (True, 2)

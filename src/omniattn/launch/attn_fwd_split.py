@@ -184,8 +184,6 @@ def _main_sm80(
     blocks = num_m_blocks(told, spec.block_m)
     tiles = blocks * told.num_q_heads * (1 if problem.varlen else problem.batch)
     values, layout = forward_values(told, blocks, mask_extent=(rows * split.shared.pack, keys)), ATTN_FWD_SPLIT_SM80
-    if split.shared.heads > 1 and masks is not None and masks.lists_stride_h:
-        masks = replace(masks, lists=None)  # heads that share a tile have no list in common
     if "score_mods" in spec.features:
         layout = ATTN_FWD_SPLIT_FORMS_SM80
         memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))

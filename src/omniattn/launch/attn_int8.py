@@ -85,8 +85,10 @@ class OperandPlaces:
     def value_factors(self) -> dict[str, object]:
         """The fields of ValueFactors, for a kernel that takes them."""
         assert self.descales is not None
-        steps = dict(zip(("stride_b", "stride_h", "stride_block"), self.descales.v.strides, strict=True))
-        return {"factors": At("descale_v") if self.longest[1] else None, **steps}
+        found = self.longest[1] > 0
+        strides = self.descales.v.strides if found else (0, 0, 0)
+        steps = dict(zip(("stride_b", "stride_h", "stride_block"), strides, strict=True))
+        return {"factors": At("descale_v") if found else None, **steps}
 
 
 def own(problem: QuantizeProblem, at: dict[str, At], starts: tuple[At, At]) -> OperandPlaces:

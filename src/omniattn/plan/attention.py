@@ -26,6 +26,7 @@ from ..problems.fold import heads_as_queries
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..problems.precision import GROUPINGS
 from ..problems.quantize import carve
+from ..problems.split import ONE_HEAD, SharedRows
 from ..registry import REGISTRY, KernelSpec
 from ..runtime.record import LaunchRecord
 from ..select import (
@@ -76,7 +77,7 @@ def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launc
     if split is not None:
         main = _with_score_mod(split.main, problem)
         chosen = main.spec, split.combine.spec
-        mask = _prepare_mask(split.main.spec, problem, target, force, 0)
+        mask = _prepare_mask(split.main.spec, problem, target, force, 0, split.split.shared)
         of_mask = mask.places[0] if mask.places else None
         records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end))
         return Launches(main, (*mask.records, *records), end, (*mask.others, split.combine))
@@ -138,30 +139,35 @@ def _aligns(spec: KernelSpec, problem: AttentionProblem) -> bool:
 
 
 def _prepare_mask(
-    spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None, begin: int
+    spec: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    begin: int,
+    shared: SharedRows = ONE_HEAD,
 ) -> _PreparedMask:
-    """begin: where its memory in the workspace begins."""
+    """begin: where its memory in the workspace begins. shared: heads that share the rows of a tile."""
     if not _prepares(spec, problem):
         return _PreparedMask(end=begin)
     if _aligns(spec, problem):
         align = select_mask_align(target, force)
         records, places = masks.build_aligned(align.spec, problem, At("workspace", begin))
         return _PreparedMask(records, (places,), begin + places.num_bytes, (align,))
-    blocks = attn_fwd.num_m_blocks(problem, spec.block_m)
+    block_m = spec.block_m // shared.pack  # queries
+    blocks = attn_fwd.num_m_blocks(problem, block_m)
     # Kernels of an architecture are persistent: they have an order of tiles.
     ordered = spec.arch_specific
     lead_rows = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count).lead_rows if ordered else 0
     packed = masks.takes(problem)
     first, listing = select_masks(problem, target, force) if packed else select_tile_kinds(target, force)
-    if packed and "lists" in spec.lacks:
-        records, places = masks.build(
-            first.spec, None, problem, spec.block_m, lead_rows, blocks, At("workspace", begin)
-        )
+    # Heads that share a tile have no list in common where the mask is another for each.
+    if packed and ("lists" in spec.lacks or (shared.heads > 1 and masks.MaskExtents.of(problem).heads > 1)):
+        records, places = masks.build(first.spec, None, problem, block_m, lead_rows, blocks, At("workspace", begin))
         return _PreparedMask(records, (places,), begin + places.num_bytes, (first,))
     if not packed:
         first = _with_score_mod(first, problem)
     records, places = (masks.build if packed else tile_kinds.build)(
-        first.spec, listing.spec, problem, spec.block_m, lead_rows, blocks, At("workspace", begin)
+        first.spec, listing.spec, problem, block_m, lead_rows, blocks, At("workspace", begin)
     )
     return _PreparedMask(records, (places,), begin + places.num_bytes, (first, listing))
 

@@ -25,6 +25,9 @@ class SharedRows(NamedTuple):
     pack: int
 
 
+ONE_HEAD = SharedRows(1, 1)
+
+
 @dataclass(frozen=True)
 class KeySplit:
     """A split of the keys.
@@ -65,7 +68,7 @@ def shared_rows_on_mma_sync(problem: AttentionProblem, block_m: int) -> SharedRo
     differs between them. Lists of other masks only spare work.
     """
     if problem.varlen or problem.tiles_by[1]:
-        return SharedRows(1, 1)
+        return ONE_HEAD
     packs = [n for n in (1, 2, 4, _ROWS_APART) if block_m % n == 0]
     return _fewest_tiles(problem, block_m, packs, -1, False)
 

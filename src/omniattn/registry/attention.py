@@ -68,11 +68,11 @@ _FWD_SM80_SMALL_TILES: tuple[_FwdTile, ...] = tuple(tile for tile in _FWD_SM80_S
 
 # Keys split over CTAs (docs/performance/few_queries.md). Few queries: 64 rows a CTA, and as many keys under way as fit.
 _FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
-    _FwdTile(64, 64, 64, 4, 2, True, 3, prebuild=("80", "90a")),
-    _FwdTile(96, 64, 64, 4, 2, False, 2, prebuild=()),
-    _FwdTile(128, 64, 64, 4, 2, False, 2, prebuild=("80", "90a")),
-    _FwdTile(192, 64, 64, 4, 1, False, 2, prebuild=()),
-    _FwdTile(256, 64, 32, 4, 1, False, 2, prebuild=()),
+    _FwdTile(64, 64, 64, 4, 2, True, 3),
+    _FwdTile(96, 64, 64, 4, 2, False, 2),
+    _FwdTile(128, 64, 64, 4, 2, False, 2),
+    _FwdTile(192, 64, 64, 4, 1, False, 2),
+    _FwdTile(256, 64, 32, 4, 1, False, 2),
 )
 
 
@@ -124,11 +124,11 @@ def _attn_fwd_sm80(
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
-        prebuild=() if own_head_dim_v or (split and dtype == "float16") else tile.prebuild,
+        prebuild=() if own_head_dim_v else tile.prebuild,
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
         # Of the split at 64 with score modifiers, three CTAs an SM; it waits for memory.
-        allowed_spill_bytes=(24 if score_mods and tile.head_dim == 64 else 0)
+        allowed_spill_bytes=(48 if score_mods and tile.head_dim == 64 else 0)
         if split
         else _fwd_sm80_spills(tile, score_mods),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ..problems import AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..problems.split import (
+    ONE_HEAD,
     KeySplit,
     SharedRows,
     shared_rows,
@@ -139,7 +140,7 @@ class _Walk:
 
 def unsplit_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> float:
     """Time of the kernel ``spec``, which does not split keys."""
-    return _Walk(problem, spec, SharedRows(1, 1), target.sm_count).whole_us()
+    return _Walk(problem, spec, ONE_HEAD, target.sm_count).whole_us()
 
 
 def split_us(problem: AttentionProblem, spec: KernelSpec, split: KeySplit, target: Target) -> float:
@@ -178,7 +179,7 @@ def _heads_share(problem: AttentionProblem) -> bool:
     p, rows = problem, _SHARED_ROWS
     if p.varlen or p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
         return False
-    fewest, own = (tiles_of_group(p, rows, way) for way in (shared_rows(p, rows), SharedRows(1, 1)))
+    fewest, own = (tiles_of_group(p, rows, way) for way in (shared_rows(p, rows), ONE_HEAD))
     return 2 * fewest <= own
 
 
