@@ -100,12 +100,12 @@ class ForwardConsumer : public PersistentConsumer<Config, Derived> {
         return is_masked(keys, i + 1) ? i + 1 : min_of(keys.end - keys.full_first, last);
     }
 
-    // Where the tiles of keys end that this warpgroup's rows see; keys.first if they see none.
-    OA_DEVICE int32 own_end_of(const TileOf<Config>& t, const Span& keys) const {
-        int32 own_end = keys.first, first_row = t.m0 + group_ * 64;
+    // Where the tiles of keys end that this warpgroup's rows see, `first` at the least.
+    OA_DEVICE int32 own_end_of(const TileOf<Config>& t, int32 first) const {
+        int32 own_end = first, first_row = t.m0 + group_ * 64;
         if (uint32(first_row) < uint32(t.seqlen_q)) {  // unsigned: rows before row 0 (FwdTile::m0) see nothing either
             KeyRange seen = visible_to(p_, t, min_of(first_row + 64, t.seqlen_q) - 1);
-            own_end = max_of(int32((int64(seen.hi) + Config::kBlockN - 1) / Config::kBlockN), keys.first);
+            own_end = max_of(int32((int64(seen.hi) + Config::kBlockN - 1) / Config::kBlockN), first);
         }
         return own_end;
     }
@@ -123,7 +123,7 @@ class ForwardConsumer : public PersistentConsumer<Config, Derived> {
     // Passes over the first steps, whose tiles of keys only later rows of the CTA see; returns the first to take, or
     // the number of tiles of keys if this warpgroup sees none.
     OA_DEVICE int32 pass_over(const TileOf<Config>& t, const Span& keys) {
-        int32 first = max_of(keys.end - own_end_of(t, keys), 0);
+        int32 first = max_of(keys.end - own_end_of(t, keys.first), 0);
 #pragma unroll 1
         for (int32 i = 0; i < first; ++i) pass_over_step();
         return first;

@@ -14,6 +14,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
+#include "scheduler/split_tiles.cuh"
 
 // The steps of one tile of queries: which tile of keys each takes, from the last to the first, and what the mask does
 // to it in each warpgroup's rows (MaskTileKind).
@@ -59,6 +60,13 @@ struct FormSteps {
         FormSteps steps(f, keys);
         steps.kinds = f.forms & (kFormBits | kFormKeyBias | kFormBias) ? kOwn * kTileMixed : kOwn * kTileFull;
         return steps;
+    }
+    // Of a list those of a split; all others come from keys that are the split's already.
+    OA_DEVICE void take_part(const SplitTile& t) {
+        if (list == nullptr) return;
+        const SplitPart part(count, t.split, t.num_splits);
+        list += part.first;
+        count = part.count;
     }
     OA_DEVICE int32 entry(int32 i) const { return list != nullptr ? __ldg(list + i) : (end - 1 - i) | kinds; }
     OA_DEVICE static int32 tile(int32 entry) { return entry & (kFirstGroup - 1); }

@@ -25,9 +25,9 @@ struct SplitKeyTiles : KeyTiles<kBlockM, kBlockN> {
                                       int32 window_right, int32 split, int32 num_splits)
         : Base(m0 / pack, (min_of(m0 + kBlockM, num_queries * pack) - 1) / pack, num_queries, seqlen_k, window_left,
                window_right) {
-        int32 count = max_of(this->end - this->first, 0), each = count / num_splits, rest = count - each * num_splits;
-        this->first += split * each + min_of(split, rest);
-        this->end = this->first + each + (split < rest ? 1 : 0);
+        const SplitPart part(max_of(this->end - this->first, 0), split, num_splits);
+        this->first += part.first;
+        this->end = this->first + part.count;
     }
 };
 

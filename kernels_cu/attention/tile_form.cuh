@@ -11,7 +11,7 @@
 #include "ptx/types.cuh"
 #include "scheduler/slots.cuh"
 
-// Config: as for MaskTiles, and kSoftcap, kVarlen, kLists, Io.
+// Config: as for MaskTiles, and kSoftcap, kVarlen, kLists, kSplitKeys, Io.
 template <typename Config>
 class TileForm {
     using Masks = MaskTiles<Config>;
@@ -31,8 +31,8 @@ class TileForm {
     int32 kind;
 
     // The steps of a tile of queries.
-    template <typename Span>
-    OA_DEVICE static FormSteps steps_of(const ScoreForms& forms, const TileList& list, const FwdTile& t,
+    template <typename Tile, typename Span>
+    OA_DEVICE static FormSteps steps_of(const ScoreForms& forms, const TileList& list, const Tile& t,
                                         const Span& keys) {
         if constexpr (Config::kVarlen && Config::kLists) {
             int32 first = first_slot(t.q_begin, t.sequence, Config::kBlockM);
@@ -40,7 +40,9 @@ class TileForm {
         } else if constexpr (!Config::kVarlen && !Config::kLists) {
             return FormSteps::unlisted<Config::kConsumers>(forms, keys);
         } else {
-            return FormSteps(forms, t, keys, (t.m0 + int32(list.lead_rows)) / Config::kBlockM);
+            FormSteps steps(forms, t, keys, (t.m0 + int32(list.lead_rows)) / Config::kBlockM);
+            if constexpr (Config::kSplitKeys) steps.take_part(t);
+            return steps;
         }
     }
     // Kinds of tiles, a bit each, whose scores may be common.

@@ -233,9 +233,8 @@ struct Part {
     int32 first, count;
     OA_DEVICE explicit Part(int32 of) : first(0), count(max_of(of, 0)) {
         if (!Config::kSplitKeys) return;
-        int32 split = blockIdx.y, num_splits = gridDim.y, each = count / num_splits, rest = count - each * num_splits;
-        first = split * each + min_of(split, rest);
-        count = each + (split < rest ? 1 : 0);
+        const SplitPart part(count, blockIdx.y, gridDim.y);
+        first = part.first, count = part.count;
     }
 };
 

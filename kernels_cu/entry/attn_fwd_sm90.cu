@@ -26,13 +26,12 @@
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh); attn_combine_sm80 merges. CTAS_PER_SM:
 // of more than one, each with one warp that copies, behind its consumers, and no ping-pong.
-//
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax (attention/tile_form.cuh). Steps are
 // those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh). What is
 // common runs in a loop as straight as the plain one; what comes next is looked up under the products.
 // Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS *
-// 128] | V [same, with V's panels] | barriers. Every tile is made of panels of 64 columns with the 128-byte swizzle; no
-// product reads columns beyond HEAD_DIM or HEAD_DIM_V.
+// 128] | V [same, with V's panels] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle; no product
+// reads columns beyond HEAD_DIM or HEAD_DIM_V.
 #include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
@@ -76,15 +75,16 @@ struct Config {
     static constexpr int kTurnStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
     static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks");
     static_assert(!kForms || kBlockN == 64, "tiles of masks");
-    static_assert(!kSplitKeys || !(kForms || kVarlen), "plain dense batches");
+    static_assert(!kSplitKeys || (!kVarlen && (!kForms || kLists)), "dense batches");
     static_assert((kCtas == 1 ? 2 : 1) <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
 using FormsParams = Select<kHasScoreMod, AttnFwdModSm90Params, AttnFwdFormsSm90Params>::Type;
+using SplitFormsParams = Select<kHasScoreMod, AttnFwdSplitModSm90Params, AttnFwdSplitFormsSm90Params>::Type;
 using PlainParams = Select<Config::kSplitKeys, AttnFwdSplitSm90Params, AttnFwdSm90Params>::Type;
-using Params = Select<Config::kForms, FormsParams, PlainParams>::Type;
+using ScoresParams = Select<Config::kSplitKeys, SplitFormsParams, FormsParams>::Type;
+using Params = Select<Config::kForms, ScoresParams, PlainParams>::Type;
 using Tile = TileOf<Config>;
-
 using Masks = MaskTiles<Config>;
 struct Nothing {};
 
@@ -157,7 +157,7 @@ class Producer : public ForwardProducer<Config, Producer> {
 
     // As ForwardProducer::copy_tile, of a list's tiles. A template, as below: the plain kernel's Params have no forms.
     template <typename P>
-    OA_DEVICE void copy_listed(const P& params, const FwdTile& t, const Span& keys) {
+    OA_DEVICE void copy_listed(const P& params, const Tile& t, const Span& keys) {
         const ScoreForms& forms = params.forms;
         const FormSteps steps = TileForm<Config>::steps_of(forms, list_, t, keys);
         if (steps.count == 0) {
@@ -320,11 +320,11 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
     // As attend, of a list's tiles. This warpgroup's rows see nothing of some of them: it takes the others in runs. A
     // run begins with S alone and ends with O += P V alone, on the stage of the tile that it does not see.
     template <typename P>
-    OA_DEVICE void attend_listed(const P& params, const FwdTile& t, const Span& keys, int32 warp_row, Rows& state) {
+    OA_DEVICE void attend_listed(const P& params, const Tile& t, const Span& keys, int32 warp_row, Rows& state) {
         const ScoreForms& f = params.forms;
         const FormSteps steps = TileForm<Config>::steps_of(f, list_, t, keys);
         Steps at(steps);
-        const int32 own_end = own_end_of(t, keys);
+        const int32 own_end = own_end_of(t, Config::kSplitKeys ? 0 : keys.first);  // lists are divided by themselves
         for (; at.left > 0 && FormSteps::tile(at.entry()) >= own_end; at.advance()) pass_over_step();
         const uint32 full_tiles = max_of(keys.full_end - keys.full_first, 0);
         Output& o = state.o;

@@ -54,8 +54,8 @@ struct TileList {
 };
 
 // The same where keys are split over CTAs (scheduler/split_tiles.cuh). To the kernel `pack` query heads of one kv head
-// are one head, whose row r is query r / pack of head r % pack of them: `fwd` has the extents of that problem. There may
-// be fewer heads than `pack`: rows of the others are computed and not merged.
+// are one head, whose row r is query r / pack of head r % pack of them: `fwd` has the extents of that problem. Of heads
+// that are fewer than `pack`, rows of the others are computed and not merged.
 struct SplitTileList : TileList {
     int32 num_splits;
     int32 pack;
@@ -132,4 +132,13 @@ struct AttnFwdFormsSm90Params {
     AttnFwdParams fwd;
     TileList tiles;
     ScoreForms forms;
+};
+// With the keys split over CTAs: pack is 1, masks are those of queries.
+struct AttnFwdSplitFormsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;
+    AttnFwdParams fwd;
+    SplitTileList tiles;
+    ScoreForms forms;
+    float* partial_o;
+    float* partial_ml;
 };

@@ -32,6 +32,15 @@ struct AttnFwdModSm90Params {
     ScoreForms forms;
     ScoreModArrays arrays;
 };
+struct AttnFwdSplitModSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;
+    AttnFwdParams fwd;
+    SplitTileList tiles;
+    ScoreForms forms;
+    ScoreModArrays arrays;
+    float* partial_o;
+    float* partial_ml;
+};
 // Of the backward kernels.
 struct AttnBwdModParams {
     AttnBwdParams call;

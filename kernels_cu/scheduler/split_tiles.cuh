@@ -9,6 +9,16 @@
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/persistent.cuh"
 
+// A split's part of `of` steps: as many as the others have, or one more.
+struct SplitPart {
+    int32 first, count;
+    OA_DEVICE constexpr SplitPart(int32 of, int32 split, int32 num_splits) : first(0), count(of) {
+        int32 each = of / num_splits, rest = of - each * num_splits;
+        first = split * each + min_of(split, rest);
+        count = each + (split < rest ? 1 : 0);
+    }
+};
+
 struct SplitTile : FwdTile {
     int32 split, num_splits;
     int32 pack, num_queries;

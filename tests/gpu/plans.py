@@ -8,7 +8,7 @@ import pytest
 
 from omniattn.plan import attention as plan_attention
 from omniattn.plan.engine import PLANS
-from omniattn.registry import KernelSpec
+from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import attention as select_attention
 
 
@@ -18,3 +18,15 @@ def only_rows(monkeypatch: pytest.MonkeyPatch, rows: Iterable[KernelSpec]) -> No
     for module in (select_attention, plan_attention):
         monkeypatch.setattr(module, "REGISTRY", chosen)
     PLANS.clear()
+
+
+def split_rows_with_scores(head_dim: int, dtype: str) -> str:
+    """Hopper's split rows with scores, those for the fewest forms first."""
+    tile = next(width for width in (64, 96, 128, 192, 256) if width >= head_dim)
+    rows = [
+        spec
+        for spec in REGISTRY
+        if spec.op == "attention_split" and spec.family == "attn_fwd_sm90" and spec.features
+        if (spec.head_dim, spec.dtype) == (tile, dtype)
+    ]
+    return ",".join(spec.name for spec in sorted(rows, key=lambda spec: -len(spec.lacks)))

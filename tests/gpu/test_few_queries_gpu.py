@@ -13,7 +13,7 @@ import omniattn as oa  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
 
-from .plans import only_rows  # noqa: E402
+from .plans import only_rows, split_rows_with_scores  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -195,6 +195,39 @@ def test_on_mma_sync(form: str, head_dim: int, dtype: str, monkeypatch: pytest.M
         assert torch.equal(oa.attention(q, k, v, **call), o)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "softcap", "boolean", "boolean, softcap, causal", "boolean, window", "boolean of keys", "float32", "of keys",
+        "io", "boolean of heads", "of keys and heads", "odd addresses", "io, softcap, window",
+    ],
+)  # fmt: skip
+def test_scores_on_wgmma(form: str, head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits that find no keys, warpgroups without rows, several tiles of queries; forced, as above."""
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", split_rows_with_scores(head_dim, dtype))
+    for batch, heads, seqlens in (
+        (1, (8, 2), (64, 4000)),
+        (2, (4, 4), (130, 3001)),
+        (1, (4, 1), (300, 5000)),
+        (1, (2, 2), (16, 129)),
+        (3, (2, 2), (1, 700)),
+    ):
+        q, k, v = tensors(batch, heads, seqlens, head_dim, dtype)
+        call: dict[str, Any] = {"softcap": 5.0} if "softcap" in form else {}
+        if "causal" in form:
+            call["causal"] = True
+        if "window" in form:
+            call["window"] = (600, 3)
+        if form != "softcap":
+            call["mask"] = _masks(form.split(",")[0], batch, heads[0], seqlens, q.dtype)
+        assert "_split_" in oa.explain(q, k, v, **call).kernel
+        o, lse = oa.attention(q, k, v, return_lse=True, **call)
+        assert _close(o, lse, *exact(q, k, v, **call), dtype)
+        assert torch.equal(oa.attention(q, k, v, **call), o)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("form", ["plain", "causal", "softcap", "boolean"])
 def test_packed_sequences(form: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +261,10 @@ def test_what_gets_chosen() -> None:
     q, k, v = tensors(1, (32, 8), (16, 32768), 128, "bfloat16")
     mask = torch.ones(1, 1, 16, 32768, dtype=torch.bool, device="cuda")
     for call in ({"mask": mask}, {"softcap": 20.0}):
-        assert "split" in oa.explain(q, k, v, **call).kernel
+        assert "sm80" in oa.explain(q, k, v, **call).kernel
+        assert "_split" in oa.explain(q, k, v, **call).kernel
+    more, _, _ = tensors(1, (32, 8), (128, 8), 128, "bfloat16")
+    assert "sm90_bf16_d128_m192n64_split_softcap" in oa.explain(more, k, v, softcap=20.0).kernel
     starts = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (16, 32768)]
     packed: dict[str, Any] = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
     packed |= {"max_seqlen_q": 16, "max_seqlen_k": 32768}

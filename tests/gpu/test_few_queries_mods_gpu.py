@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 
+from .plans import split_rows_with_scores  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 
 MASK = "(q + k + h) % 3 != 0 && !(k >= 256 && k < 900)"
@@ -51,6 +53,7 @@ def _close(o: Any, lse: Any, want: Any, want_lse: Any) -> bool:
     return bool(error) and same and bool(((lse.double() - want_lse)[seen].abs() <= 4e-3).all())
 
 
+@pytest.mark.parametrize("family", ["mma.sync", "wgmma"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("keys", [1000, 8192, 32768])
 @pytest.mark.parametrize("queries", [1, 16, 64, 100])
@@ -61,9 +64,18 @@ def _close(o: Any, lse: Any, want: Any, want_lse: Any) -> bool:
         "score_mod, mask, causal", "block_mask, causal", "score_mod, same mask, causal", "same block_mask",
     ],
 )  # fmt: skip
-def test_beside_float64(form: str, queries: int, keys: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_float64(
+    form: str, queries: int, keys: int, head_dim: int, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Heads of a group and alone; splits of lists with fewer tiles than splits, and rows that see nothing."""
-    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", f"attn_fwd_sm80_bf16_d{head_dim}_split_mods")
+    if family == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("rows of Hopper")
+    rows = (
+        split_rows_with_scores(head_dim, "bfloat16")
+        if family == "wgmma"
+        else f"attn_fwd_sm80_bf16_d{head_dim}_split_mods"
+    )
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", rows)
     torch.manual_seed(keys + queries)
     for batch, heads, kv_heads in ((1, 8, 2), (2, 3, 3)):
         q = torch.randn(batch, queries, heads, head_dim, device="cuda", dtype=torch.bfloat16)

@@ -15,13 +15,15 @@ from .attn_fwd_sm90 import PANEL, mapped, operand_map
 from .attn_int8 import OperandPlaces
 from .attn_int8_sm90 import flush_keys, key_maps, row_bytes
 from .masks import MaskPlaces, memory_of
-from .score_forms import form_values
+from .score_forms import bias_map, form_values
 from .score_mod import array_values
 from .structs import (
     ATTN_COMBINE,
     ATTN_FP8_SPLIT_FACTORS_SM90,
     ATTN_FWD_SPLIT_FORMS_SM80,
+    ATTN_FWD_SPLIT_FORMS_SM90,
     ATTN_FWD_SPLIT_MOD_SM80,
+    ATTN_FWD_SPLIT_MOD_SM90,
     ATTN_FWD_SPLIT_SM80,
     ATTN_FWD_SPLIT_SM90,
     ATTN_INT8_SPLIT_SM90,
@@ -81,14 +83,19 @@ def build(
         of_lse = At("workspace", begin + (ml_at + num_bytes) // 2) if own_lse else None
         records = _main_int8(spec, problem, target, split, {**partial, "partial_lse": of_lse}, places)
     elif spec.arch_specific:
-        records = _main_sm90(spec, problem, target, split, partial)
+        records = _main_sm90(spec, problem, target, split, partial, masks)
     else:
         records = _main_sm80(spec, problem, split, partial, masks)
     return (*records, _merge(combine, problem, split, {**partial, "partial_lse": of_lse})), begin + num_bytes
 
 
 def _main_sm90(
-    spec: KernelSpec, problem: AttentionProblem, target: Target, split: KeySplit, partial: dict[str, At]
+    spec: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    split: KeySplit,
+    partial: dict[str, At],
+    masks: MaskPlaces | None,
 ) -> tuple[LaunchRecord, ...]:
     p, s = problem, problem.strides
     assert s is not None
@@ -105,12 +112,20 @@ def _main_sm90(
         "map_q": q,
         "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
         "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
-        **member("fwd", forward_values(_packed(p, split), split.blocks)),
+        **member("fwd", forward_values(_packed(p, split), split.blocks, mask_extent=p.mask_extent)),
         **_tile_values(tiles, p, split),
         **partial,
     }
+    layout = ATTN_FWD_SPLIT_SM90
+    if "score_mods" in spec.features:
+        assert pack == 1
+        layout = ATTN_FWD_SPLIT_FORMS_SM90
+        values |= {"map_bias": bias_map(spec, p, q, masks), **member("forms", form_values(p, masks))}
+    if p.score_mod is not None:
+        layout = ATTN_FWD_SPLIT_MOD_SM90
+        values |= member("arrays", array_values(p.score_mod))
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_FWD_SPLIT_SM90.pack(values)),)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
 def _main_int8(

@@ -180,6 +180,14 @@ ATTN_FWD_FORMS_SM90 = HostStruct(
     tail=24,
 )
 
+ATTN_FWD_SPLIT_FORMS_SM90 = HostStruct(
+    "AttnFwdSplitFormsSm90Params",
+    "params/attn_fwd.cuh",
+    f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {SPLIT_TILE_LIST.inside('tiles')};"
+    f"{SCORE_FORMS.inside('forms')}; P partial_o partial_ml",
+    tail=56,
+)
+
 ATTN_BWD = HostStruct(
     "AttnBwdParams",
     "params/attn_bwd.cuh",
@@ -228,6 +236,14 @@ ATTN_FWD_MOD_SM90 = HostStruct(
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {TILE_LIST.inside('tiles')};"
     f"{SCORE_FORMS.inside('forms')}; {SCORE_MOD_ARRAYS.inside('arrays')}",
     tail=24,
+)
+
+ATTN_FWD_SPLIT_MOD_SM90 = HostStruct(
+    "AttnFwdSplitModSm90Params",
+    "params/score_mod.cuh",
+    f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {SPLIT_TILE_LIST.inside('tiles')};"
+    f"{SCORE_FORMS.inside('forms')}; {SCORE_MOD_ARRAYS.inside('arrays')}; P partial_o partial_ml",
+    tail=56,
 )
 
 ATTN_BWD_MOD = HostStruct(
@@ -445,6 +461,7 @@ STRUCTS: dict[str, HostStruct] = {
     for s in (
         TILE_LIST, SPLIT_TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_COMBINE,
         SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_SPLIT_SM80, ATTN_FWD_SPLIT_FORMS_SM80, ATTN_FWD_FORMS_SM90,
+        ATTN_FWD_SPLIT_FORMS_SM90, ATTN_FWD_SPLIT_MOD_SM90,
         SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_SPLIT_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90,
         ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,

@@ -155,8 +155,8 @@ def _prepare_mask(
         return _PreparedMask(records, (places,), begin + places.num_bytes, (align,))
     block_m = spec.block_m // shared.pack  # queries
     blocks = attn_fwd.num_m_blocks(problem, block_m)
-    # Kernels of an architecture are persistent: they have an order of tiles.
-    ordered = spec.arch_specific
+    # Kernels of an architecture are persistent: they have an order of tiles. Splits have their own.
+    ordered = spec.arch_specific and spec.op != "attention_split"
     lead_rows = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count).lead_rows if ordered else 0
     packed = masks.takes(problem)
     first, listing = select_masks(problem, target, force) if packed else select_tile_kinds(target, force)

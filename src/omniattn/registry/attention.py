@@ -254,10 +254,10 @@ def _attn_fwd_sm90(
     )
     lacks |= {"lists"} if forms and small and not lists else set()
     kind = f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else "_masks" if forms and not softcap else ""
-    if split:
-        kind = "_split"
     if softcap and not tile.bias_bytes:
         kind = "_masks_softcap" if varlen and lists else "_softcap"
+    if split:
+        kind = f"_split{kind}"
     block_m = 64 * tile.num_consumers
     num_q_stages = 1 if varlen else tile.num_q_stages  # a second one costs packed sequences registers
     row_bytes, row_bytes_v = (-(-width // 64) * 128 for width in (tile.head_dim, tile.width_v))
@@ -419,6 +419,16 @@ def split_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_fwd_sm90(tile, dtype, varlen=False, split=True)
         for tile in _FWD_SM90_SPLIT_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_sm90(tile, dtype, varlen=False, forms=True, split=True)
+        for tiles in (
+            tuple(replace(tile, softcap=False) for tile in _FWD_SM90_FORMS_TILES),
+            _FWD_SM90_FORMS_TILES,
+            _FWD_SM90_BIAS_TILES,
+        )
+        for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
     yield from (

@@ -38,7 +38,7 @@ def _is_common(spec: KernelSpec, arch: str) -> bool:
         return spec.qk == "int8" and (spec.pv, spec.pv_accumulator) == _PV[arch] and spec.grouping == "sm80"
     if "hadamard" in spec.features:
         return False
-    if spec.op == "attention_split" and "score_mods" in spec.features:
+    if spec.op == "attention_split" and ("score_mods" in spec.features or spec.head_dim > 128):
         return False  # spills there, which nobody has measured
     if "small" in spec.tuned_for or spec.op in _OF_HOPPER:
         return False

@@ -95,10 +95,10 @@ def _unfit_class(spec: KernelSpec, of: _Class) -> str | None:
 
 def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
     """Why ``spec`` cannot serve ``problem``; None if it can."""
-    return _unfit_class(spec, _class_of(problem, target)) or _unfit_call(spec, problem, target)
+    return _unfit_class(spec, _class_of(problem, target)) or unfit_call(spec, problem, target)
 
 
-def _unfit_call(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
+def unfit_call(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
     """Why ``spec``, which can serve calls of this class, cannot serve ``problem``; None if it can."""
     if problem.score_mod is not None and (spec.quantized or "lists" in spec.lacks):
         return "it takes no score_mod"
@@ -204,7 +204,7 @@ def _is_tiny(p: AttentionProblem, spec: KernelSpec, target: Target) -> bool:
 
 #: Keys a query up to which an additive mask that no tensor map describes is copied for Hopper's kernel
 #: (docs/performance/short.md). With more of them keys are split, on mma.sync, which reads any mask.
-_COPY_RATIO = 16
+COPY_RATIO = 16
 
 _ROWS: RowsOf[_Class] = RowsOf(lambda spec, of: spec.op == "attention" and _unfit_class(spec, of) is None)
 
@@ -236,8 +236,8 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     if (chosen := forced(force, ("attention",), lambda spec: _unfit(spec, problem, target))) is not None:
         return chosen
     alike = _ROWS(REGISTRY, _class_of(problem, target))
-    fitting = [spec for spec in alike if _unfit_call(spec, problem, target) is None]
-    if problem.aligns_mask and problem.seqlen_k > _COPY_RATIO * problem.seqlen_q:
+    fitting = [spec for spec in alike if unfit_call(spec, problem, target) is None]
+    if problem.aligns_mask and problem.seqlen_k > COPY_RATIO * problem.seqlen_q:
         fitting = [spec for spec in fitting if spec.bias_bytes == 0]
     if not fitting:
         rows = [spec for spec in REGISTRY if spec.op == "attention" and spec.quantized == wanted.quantized]

@@ -21,7 +21,7 @@ from ..problems.split import (
 )
 from ..registry import REGISTRY, KernelSpec
 from .advice import advise
-from .attention import unfit_precision
+from .attention import COPY_RATIO, unfit_call
 from .choice import RowsOf, Selection, forced, the_one, unfit_target
 
 _ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
@@ -203,7 +203,7 @@ def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str |
         return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
     if spec.quantized != problem.precision.quantized:
         return f"it multiplies {spec.qk if spec.quantized else 'exact'} operands, not {problem.precision.name} ones"
-    if (reason := unfit_precision(spec, problem, target)) is not None:
+    if (reason := unfit_call(spec, problem, target)) is not None:
         return reason
     if spec.head_dim < max(problem.head_dim, problem.head_dim_v):
         return f"it takes head_dim up to {spec.head_dim}, not {max(problem.head_dim, problem.head_dim_v)}"
@@ -265,26 +265,36 @@ def select_split(
     if chosen is None:
         # Where the kernel of every GPU was chosen, or forced, so it is here.
         worth = typical.seqlen_k >= max(_SYNC_KEYS, _SYNC_RATIO * typical.seqlen_q)
-        own = unsplit.spec.arch_specific
-        fitting = [spec for spec in fitting if (own if spec.arch_specific else worth)]
+        specific = unsplit.spec.arch_specific
+        fitting = [spec for spec in fitting if (specific if spec.arch_specific else worth)]
+        if problem.aligns_mask and problem.seqlen_k > COPY_RATIO * problem.seqlen_q:
+            fitting = [spec for spec in fitting if spec.bias_bytes == 0]
     if not fitting:
         return None
 
     def shared(spec: KernelSpec) -> SharedRows:
-        # Scales of quantized operands are found by the heads of whole groups.
-        if spec.arch_specific:
-            return shared_rows(problem, spec.block_m, whole=spec.quantized)
-        return shared_rows_on_mma_sync(problem, spec.block_m)
+        if not spec.arch_specific:
+            return shared_rows_on_mma_sync(problem, spec.block_m)
+        # Masks come in the order of a head's queries. Scales of quantized operands are found by whole groups of heads.
+        forms = "score_mods" in spec.features
+        return ONE_HEAD if forms else shared_rows(problem, spec.block_m, whole=spec.quantized)
 
     def fewest(spec: KernelSpec) -> int:
         return 1 if chosen is not None or spec.arch_specific or shared(spec).heads > 1 else _SYNC_SPLITS
 
-    # A kernel made for this very architecture, the narrowest tile, nothing that is not needed.
-    kinds = [(not spec.arch_specific, spec.head_dim, len(spec.features)) for spec in fitting]
+    def kind(spec: KernelSpec) -> tuple[int, int]:
+        return spec.head_dim, len(spec.features) - len(spec.lacks)
+
+    # A kernel made for this very architecture; with scores, whose heads share no tiles there, the faster of both kinds.
+    # Of each the narrowest tile, nothing that is not needed.
+    own, others = ([spec for spec in fitting if spec.arch_specific is specific] for specific in (True, False))
+    families = [own, others] if problem.score_mods else [own or others]
     ways = [
         (*best, spec)
-        for spec, kind in zip(fitting, kinds, strict=True)
-        if kind == min(kinds) and (best := _best_split(typical, spec, target, shared(spec), fewest(spec))) is not None
+        for family in families
+        for spec in family
+        if kind(spec) == min(map(kind, family))
+        and (best := _best_split(typical, spec, target, shared(spec), fewest(spec))) is not None
     ]
     if not ways:
         return None

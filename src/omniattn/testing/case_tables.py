@@ -90,6 +90,10 @@ SPLIT_CASES: tuple[Case, ...] = (
     Case("few queries, additive mask of keys", "attention", ((9, 5000),), below=8, arrays=("keys",)),
     Case("few queries, additive mask, window", "attention", ((70, 5000),), arrays=("bias",),
          options={"window": (4800, 9)}),
+    Case("few queries, additive mask of q's type, softcap", "attention", ((66, 4504),), arrays=("io",),
+         options={"softcap": 5.0}),
+    Case("two tiles of queries, boolean mask, causal", "attention", ((260, 3100),), arrays=("mask",),
+         options={"causal": True}),
     Case("few queries, packed, causal", "attention_varlen", ((5, 4000), (0, 3), (70, 2500), (9, 0)), packed=True,
          options={"causal": True}),
 )  # fmt: skip

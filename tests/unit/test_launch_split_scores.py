@@ -1,0 +1,221 @@
+"""Keys split over CTAs by the kernels of mma.sync and by Hopper's with scores: what they are told, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from omniattn.errors import ArgumentError
+from omniattn.launch.structs import (
+    ATTN_COMBINE,
+    ATTN_FWD_SPLIT_FORMS_SM80,
+    ATTN_FWD_SPLIT_FORMS_SM90,
+    ATTN_FWD_SPLIT_MOD_SM80,
+    ATTN_FWD_SPLIT_MOD_SM90,
+    ATTN_FWD_SPLIT_SM80,
+    MASK_LIST,
+    At,
+)
+from omniattn.plan.attention import plan_attention
+from omniattn.problems import Target
+from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
+from omniattn.problems.split import shared_rows_on_mma_sync
+from omniattn.select import select_attention, select_split
+from tests.unit.launch_fakes import fields_of_record
+from tests.unit.test_launch_split import AMPERE, BLACKWELL, HOPPER, problem_of
+
+
+@pytest.mark.parametrize("target", [HOPPER, AMPERE, BLACKWELL], ids=lambda target: str(target.cc))
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"varlen": True}, {"softcap": 30.0}, {"mask": "bool"}, {"softmax_scale": -1.0}, {"tensor_maps": False}],
+    ids=str,
+)
+def test_on_mma_sync(changes: dict[str, Any], target: Target) -> None:
+    """On other GPUs everything, on Hopper what its own kernels do not split: a CTA a tile, head and split."""
+    p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
+    launches = plan_attention(p, target, None)
+    own = target == HOPPER and not changes
+    of_split = [r for r in launches.records if r.spec.op == "attention_split"]
+    (record,) = of_split
+    assert record.spec.arch_specific == own
+    assert launches.records[-1].spec.op == "attention_combine"
+    if own:
+        return
+    assert ("score_mods" in record.spec.features) == p.score_mods
+    splits = record.grid[1]
+    assert 2 <= splits <= 64
+    pack = 1 if p.varlen else 4
+    assert record.grid[0] == 32 // pack * (1 + (3 if p.varlen else 0))
+    layout = ATTN_FWD_SPLIT_FORMS_SM80 if p.score_mods else ATTN_FWD_SPLIT_SM80
+    f, merged = fields_of_record(record, layout), fields_of_record(launches.records[-1], ATTN_COMBINE)
+    assert [merged[name] for name in ("num_splits", "heads", "rows", "pack")] == [splits, 32 // pack, 16 * pack, pack]
+    assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml"))
+    prefix = "call.fwd." if p.score_mods else "call."
+    assert f["pack_log2"] == pack.bit_length() - 1
+    assert [f[f"{prefix}{name}"] for name in ("seqlen_q", "num_q_heads")] == [16 * pack, 32 // pack]
+    assert f[f"{prefix}mask_rows"] == (16 * pack if p.mask != "none" else f[f"{prefix}mask_rows"])
+    assert f[f"{prefix}lse"] is None
+    assert f[f"{prefix}sinks"] is None
+    needed = 4 * 32 * 16 * splits * 128
+    assert f["partial_ml"].offset - f["partial_o"].offset >= needed
+    assert launches.workspace_bytes >= f["partial_ml"].offset + 8 * 32 * 16 * splits
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "changes", "expected"),
+    [
+        (16, (32, 8), {}, (4, 4)),
+        (1, (32, 8), {}, (4, 4)),
+        (56, (16, 2), {}, (8, 8)),
+        (64, (32, 8), {}, (1, 1)),  # as many tiles either way
+        (100, (32, 8), {}, (4, 4)),
+        (16, (8, 8), {}, (1, 1)),
+        (8, (7, 1), {}, (7, 8)),
+        (16, (28, 4), {}, (7, 8)),
+        (64, (28, 4), {}, (1, 1)),
+        (16, (40, 8), {}, (5, 8)),
+        (16, (24, 4), {}, (3, 4)),
+        (8, (24, 4), {}, (6, 8)),
+        (21, (24, 4), {}, (2, 2)),
+        (4, (64, 2), {}, (8, 8)),
+        (16, (32, 8), {"varlen": True}, (1, 1)),
+        (16, (32, 8), {"block_mask": BlockMaskProblem((64, 64), (0, 0, 512, 1))}, (4, 4)),
+        (16, (32, 8), {"block_mask": BlockMaskProblem((64, 64), (0, 512, 512, 1))}, (1, 1)),
+        (16, (32, 8), {"score_mod": ScoreModProblem("score + h", "k > b", ())}, (4, 4)),
+        (16, (32, 8), {"score_mod": ScoreModProblem("score", "k > h", ())}, (1, 1)),
+    ],
+    ids=str,
+)
+def test_heads_that_share_a_tile(
+    queries: int, heads: tuple[int, int], changes: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    p = dataclasses.replace(problem_of(1, queries, 32768, *heads, d=128, dtype="bfloat16"), **changes)
+    assert shared_rows_on_mma_sync(p, 64) == expected
+
+
+@pytest.mark.parametrize(
+    ("extents", "shared"),
+    [
+        ((64, 32, 8, 1, 1024), (4, 4)),
+        ((32, 32, 8, 4, 4096), (4, 4)),
+        ((32, 28, 4, 4, 4096), (7, 8)),
+        ((32, 64, 8, 8, 8192), (8, 8)),
+    ],
+)
+@pytest.mark.parametrize("changes", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
+def test_heads_share_tiles_where_the_gpu_is_busy(
+    extents: tuple[int, ...], shared: tuple[int, int], changes: dict[str, Any]
+) -> None:
+    """One split: K and V are read once for the heads of a kv head."""
+    b, hq, hk, sq, sk = extents
+    p = dataclasses.replace(problem_of(b, sq, sk, hq, hk, d=128, dtype="bfloat16"), **changes)
+    split = select_split(p, HOPPER, select_attention(p, HOPPER))
+    assert split is not None
+    assert (split.split.shared, split.split.num_splits) == (shared, 1)
+
+
+def test_heads_with_lists_of_their_own() -> None:
+    """Bits are found by the head of a row; a list that two heads do not share would hide what one of them sees."""
+    p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), mask="bool")
+    assert p.strides is not None
+    for of_head, listed in ((0, True), (16 * 32768, False)):
+        of_mask = dataclasses.replace(p.strides, mask=(0, of_head, 32768, 1))
+        *before, record, _ = plan_attention(dataclasses.replace(p, strides=of_mask), HOPPER, None).records
+        assert [r.spec.op for r in before] == ["mask_pack", "mask_list"][: 1 + listed]
+        if listed:  # of the queries of a tile, of which there are fewer than rows
+            of_list = fields_of_record(before[1], MASK_LIST)
+            assert (of_list["block_m"], of_list["num_m_blocks"]) == (16, 1)
+        f = fields_of_record(record, ATTN_FWD_SPLIT_FORMS_SM80)
+        assert (f["call.forms.lists"] is not None) == listed
+        assert (f["call.forms.tiles"] is not None, f["pack_log2"]) == (True, 2)
+        assert (f["call.forms.tiles_stride_h"] != 0) != listed
+
+
+@pytest.mark.parametrize(
+    "changes", [{"varlen": True}, {"softcap": 30.0}, {"mask": "bool"}, {"softmax_scale": -1.0}, {"tensor_maps": False}]
+)
+def test_what_hopper_does_not_split(changes: dict[str, Any]) -> None:
+    p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
+    with pytest.raises(ArgumentError):
+        select_split(p, HOPPER, select_attention(p, HOPPER), "attn_fwd_sm90_bf16_d128_m128n128_split")
+
+
+_ALIBI = ScoreModProblem("score + x[h] * (k - q)", None, (ModArray("x", "float32", (32,), (1,)),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "lists"),
+    [
+        ({"score_mod": _ALIBI}, False),
+        ({"score_mod": dataclasses.replace(_ALIBI, mask="k % 3 == 0")}, True),
+        ({"block_mask": BlockMaskProblem((1, 2), (0, 0, 256, 1))}, True),
+        ({"block_mask": BlockMaskProblem((1, 2), (0, 0, 256, 1)), "score_mod": _ALIBI}, True),
+        ({"score_mod": _ALIBI, "mask": "bool"}, True),
+        ({"score_mod": _ALIBI, "varlen": True}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=["Hopper", "Ampere"])
+def test_modified_scores(changes: dict[str, Any], lists: bool, target: Target) -> None:
+    """A CTA a tile, head and split; what is found out about tiles is listed before."""
+    p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
+    launches = plan_attention(p, target, None)
+    *before, record, merge = launches.records
+    assert record.spec.name.startswith("attn_fwd_sm80_bf16_d128_split_mods")
+    assert record.spec is launches.selection.spec
+    assert merge.spec.op == "attention_combine"
+    assert [r.spec.op for r in before][-1:] == (["mask_list"] if lists else [])
+    modified = p.score_mod is not None
+    assert bool(record.spec.generated) == modified
+    assert all(bool(r.spec.generated) == modified for r in before if r.spec.op == "tile_kinds")
+    f = fields_of_record(record, ATTN_FWD_SPLIT_MOD_SM80 if modified else ATTN_FWD_SPLIT_FORMS_SM80)
+    call = "call.call." if modified else "call."
+    assert (f[f"{call}forms.lists"] is not None) == lists
+    assert f[f"{call}fwd.seqlen_k"] == 32768
+    assert f["partial_ml"].offset - f["partial_o"].offset >= 4 * 32 * 16 * record.grid[1] * 128
+    if lists:
+        assert f["partial_o"].offset > f[f"{call}forms.lists"].offset
+    if modified:
+        assert f["call.arrays.data"][0] == At("score_mod.x")
+
+
+@pytest.mark.parametrize(
+    ("queries", "changes", "kernel"),
+    [
+        (64, {"softcap": 30.0}, "m192n64_split_softcap"),
+        (128, {"softmax_scale": -1.0}, "m192n64_split_masks"),
+        (128, {"mask": "bool"}, "m192n64_split_masks"),
+        (128, {"mask": "bool", "softcap": 30.0}, "m192n64_split_softcap"),
+        (256, {"mask": "io", "mask_map": True}, "m192n64_split_bias16"),
+        (256, {"mask": "float32", "mask_map": True}, "m192n64_split_bias32"),
+        (256, {"mask": "io", "mask_map": False}, "split_mods"),  # of so many keys no bias is copied
+        (128, {"score_mod": _ALIBI}, "m192n64_split_masks_mod"),
+        (128, {"block_mask": BlockMaskProblem((128, 128), (0, 0, 256, 1))}, "m192n64_split_masks"),
+        (16, {"softcap": 30.0}, "split_mods"),  # heads share the tiles of mma.sync
+    ],
+    ids=str,
+)
+def test_scores_on_wgmma(queries: int, changes: dict[str, Any], kernel: str) -> None:
+    """Queries that fill tiles: a list or a tile of the mask for each, partial results in place of o and the LSE."""
+    p = dataclasses.replace(problem_of(1, queries, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
+    assert p.strides is not None
+    if p.mask != "none":
+        p = dataclasses.replace(p, strides=dataclasses.replace(p.strides, mask=(0, 0, 32768, 1)))
+    *before, record, merge = plan_attention(p, HOPPER, None).records
+    assert kernel in record.spec.name
+    assert merge.spec.op == "attention_combine"
+    if not record.spec.arch_specific:
+        return
+    layout = ATTN_FWD_SPLIT_FORMS_SM90 if p.score_mod is None else ATTN_FWD_SPLIT_MOD_SM90
+    f, merged = fields_of_record(record, layout), fields_of_record(merge, ATTN_COMBINE)
+    assert [f[f"tiles.{name}"] for name in ("pack", "num_queries", "lead_rows")] == [1, queries, 0]
+    assert [f[f"fwd.{name}"] for name in ("seqlen_q", "num_q_heads", "lse")] == [queries, 32, None]
+    assert [merged[name] for name in ("heads", "rows", "pack", "pack_heads")] == [32, queries, 1, 1]
+    assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml"))
+    assert f["tiles.num_splits"] == merged["num_splits"] > 1
+    of_list = [r for r in before if r.spec.op == "mask_list"]
+    assert (f["forms.lists"] is not None) == bool(of_list) == (p.mask == "bool" or p.block_mask is not None)
+    assert all(fields_of_record(r, MASK_LIST)["block_m"] == 192 for r in of_list)
