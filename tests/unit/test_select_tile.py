@@ -276,6 +276,49 @@ def test_short_sequences_with_scores(call: tuple[int, int, int, int, int], mask:
     assert SMALL not in select_attention(dataclasses.replace(problem, varlen=True), HOPPER).spec.tuned_for
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "kind"), [("bool", "masks"), ("io", "bias16"), ("float32", "bias32"), ("none", "softcap")]
+)
+@pytest.mark.parametrize("head_dim", [72, 80, 96])
+def test_scores_at_head_dims_without_small_tiles(head_dim: int, mask: str, kind: str, causal: bool) -> None:
+    """Small tiles of 128 of up to 64 queries and keys, of which the large tile fills a third; by the model."""
+    one_warp, small = "attn_fwd_sm80_bf16_d128_m16n16_mods", f"attn_fwd_sm90_bf16_d128_m64n64_{kind}"
+    large = by_name(f"attn_fwd_sm90_bf16_d96_m192n64_{kind}")
+    limit = 48 if mask == "none" else 32
+    for seqlen, name in ((1, one_warp), (limit, one_warp), (limit + 1, small), (64, small)):
+        problem = form_of((1024, 16, seqlen, seqlen, head_dim), mask, causal)
+        chosen = select_attention(problem, HOPPER)
+        assert chosen.spec.name == name
+        assert any(f"head_dim {head_dim} in a tile of 128" in reason for reason in chosen.why)
+        assert any("measured with so few queries" in reason for reason in chosen.why)
+        assert tile_us(problem, by_name(small), HOPPER) < 0.65 * tile_us(problem, large, HOPPER)
+        for other in (Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)):
+            assert SMALL not in select_attention(problem, other).spec.tuned_for
+        assert SMALL not in select_attention(dataclasses.replace(problem, varlen=True), HOPPER).spec.tuned_for
+    for batch, seqlen in ((1024, 65), (1024, 128), (1024, 200), (1, 64), (16, 1024), (2, 197)):
+        problem = form_of((batch, 8, seqlen, seqlen, head_dim), mask, causal)
+        assert select_attention(problem, HOPPER).spec is large
+    assert select_attention(form_of((1024, 16, 16, 80, head_dim), mask, causal), HOPPER).spec is large
+
+
+def test_scores_in_wider_tiles_have_to_gain_more_where_rows_are_not_aligned() -> None:
+    """The model gives 64 × 64 the same part of the large tile's time, 0.7, at both: rows of 144 bytes and of 192."""
+    for head_dim, tile in ((72, "d96_m192n64"), (96, "d128_m64n64")):
+        for seqlen in (56, 64):
+            problem = form_of((64, 16, seqlen, seqlen, head_dim), "bool")
+            assert select_attention(problem, HOPPER).spec.name == f"attn_fwd_sm90_bf16_{tile}_masks"
+
+
+def test_wider_tiles_with_scores_where_others_do_not_serve() -> None:
+    """Without tensor maps one warp, but not four with zeros; v of its own head_dim has no small tiles."""
+    for seqlen, tile in ((48, "d128_m16n16"), (64, "d96")):
+        problem = dataclasses.replace(form_of((64, 16, seqlen, seqlen, 96), "io"), tensor_maps=False)
+        assert select_attention(problem, HOPPER).spec.name == f"attn_fwd_sm80_bf16_{tile}_mods"
+    own = dataclasses.replace(form_of((1024, 16, 64, 64, 96), "bool"), own_head_dim_v=64)
+    assert select_attention(own, HOPPER).spec.name == "attn_fwd_sm90_bf16_d96_m192n64_masks"
+
+
 @pytest.mark.parametrize(("call", "mask"), LARGE_FORMS)
 def test_large_tiles_with_scores(call: tuple[int, int, int, int, int], mask: str) -> None:
     chosen = select_attention(form_of(call, mask), HOPPER).spec
@@ -340,7 +383,7 @@ def test_one_warp_where_all_heads_run_at_once() -> None:
     assert 16 not in chosen[1:]
 
 
-@pytest.mark.parametrize(("head_dim", "queries", "tiny"), [(32, 16, True), (80, 16, True), (96, 17, False)])
+@pytest.mark.parametrize(("head_dim", "queries", "tiny"), [(32, 16, True), (32, 64, True), (32, 65, False)])
 def test_tiny_sequences_with_softcap_without_a_small_tile(head_dim: int, queries: int, tiny: bool) -> None:
     chosen = select_attention(form_of((2048, 16, queries, queries, head_dim), "none"), HOPPER)
     assert chosen.spec.family == ("attn_fwd_sm80" if tiny else "attn_fwd_sm90")

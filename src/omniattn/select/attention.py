@@ -189,17 +189,18 @@ def unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target)
     return None
 
 
-#: Queries and keys up to which softcap is faster on mma.sync than in the large tiles that Hopper's kernel has for it,
-#: by the head_dim of the tile (docs/performance/short.md).
-_TINY = {64: 64, 96: 16, 128: 16}
+#: Queries and keys up to which softcap is faster on mma.sync than in the large tiles that Hopper's kernel has for it;
+#: widest head_dim of these, for which there are no small tiles (docs/performance/short.md).
+_TINY, _TINY_HEAD_DIM = 64, 32
 
 
-def _is_tiny(p: AttentionProblem, spec: KernelSpec, target: Target) -> bool:
+def _is_tiny(p: AttentionProblem, target: Target) -> bool:
     """Whether it is a large batch of tiny sequences with softcap or a scale <= 0, but without any mask."""
     if p.varlen or not p.score_mods or p.mask != "none" or p.score_mod is not None or p.block_mask is not None:
         return False
-    most = 0 if p.own_head_dim_v else _TINY.get(spec.head_dim, 0)
-    return max(p.seqlen_q, p.seqlen_k) <= most and p.batch * p.num_q_heads > 4 * target.sm_count
+    if p.own_head_dim_v or p.head_dim > _TINY_HEAD_DIM:
+        return False
+    return max(p.seqlen_q, p.seqlen_k) <= _TINY and p.batch * p.num_q_heads > 4 * target.sm_count
 
 
 #: Keys a query up to which an additive mask that no tensor map describes is copied for Hopper's kernel
@@ -278,7 +279,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     of_hopper = best.family == "attn_fwd_sm90"
     exact_mods = problem.score_mods and not best.quantized
     small = small_form_tile(problem, target, best, fitting) if exact_mods else None
-    tiny = small is None and of_hopper and bool(generic) and _is_tiny(problem, best, target)
+    tiny = small is None and of_hopper and bool(generic) and _is_tiny(problem, target)
     if tiny:
         best = min(generic, key=lambda s: (s.head_dim, len(s.features), (-s.min_arch[0], -s.min_arch[1])))
     usual = best

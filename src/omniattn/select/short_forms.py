@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..registry import KernelSpec
-from .tile import SHORT, SMALL, tile_us
+from .tile import SHORT, SMALL, tile_us, wider_gain
 
-#: Narrowest head_dim of the tiles of 64 and 128: below it other rows have narrower tiles.
-_NARROWEST = {64: 33, 128: 97}
+#: Narrowest head_dim of the tiles of 64 and 128. From 65 to 96 large tiles are narrower than 128: there 64 rows have
+#: columns of zeros to make up for, and on mma.sync only one warp is taken.
+_NARROWEST = {64: 33, 128: 65}
 #: Queries and keys up to which one warp with 16 rows is the fastest; and up to which it or four warps with 64 are.
 _ONE_WARP, _FOUR_WARPS = 48, 64
 #: Queries and keys up to which four warps are the fastest of many sequences at head_dim 64, without an additive mask.
@@ -76,12 +77,16 @@ def _on_wgmma(p: AttentionProblem, target: Target, usual: KernelSpec, rows: Sequ
         return None
     if p.packs_mask and p.seqlen_k > _ALL_VISITED:
         return None
-    small = [spec for spec in rows if SMALL in spec.tuned_for and spec.arch_specific]
-    small = [spec for spec in small if spec.head_dim == usual.head_dim]
-    if not (small and usual.arch_specific):
+    tiles = [spec for spec in rows if SMALL in spec.tuned_for and spec.arch_specific]
+    small = min(tiles, key=lambda spec: spec.head_dim, default=None)
+    if small is None or small.head_dim < usual.head_dim or not usual.arch_specific:
         return None
     share = _CAUSAL_SHARE if _causal(p) else _SHORT_SHARE if longest <= _SHORT else _SHARE
-    return small[0] if tile_us(p, small[0], target) < share * tile_us(p, usual, target) else None
+    if small.head_dim > usual.head_dim:
+        if longest > _SHORT or p.own_head_dim_v:
+            return None
+        share *= wider_gain(p, small, target)
+    return small if tile_us(p, small, target) < share * tile_us(p, usual, target) else None
 
 
 def small_form_tile(
@@ -116,7 +121,10 @@ def small_form_tile(
     ]
     if not small:
         return None
-    block_m = _block_m(p, small[0].head_dim, usual.arch_specific, target.sm_count)
+    if small[0].head_dim > usual.head_dim:
+        block_m = 16 if max(p.seqlen_q, p.seqlen_k) <= _ONE_WARP else None
+    else:
+        block_m = _block_m(p, small[0].head_dim, usual.arch_specific, target.sm_count)
     return next((spec for spec in small if spec.block_m == block_m), None)
 
 
