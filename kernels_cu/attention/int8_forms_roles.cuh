@@ -103,7 +103,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
             this->release_outer();
             return;
         }
-        const int32 own_end = this->own_end_of(t, keys);
+        const int32 own_end = this->own_end_of(t, keys.first);
         int32 i = 0;
 #pragma unroll 1
         for (; i < steps.count && FormSteps::tile(steps.entry(i)) >= own_end; ++i) this->pass_over_step();

@@ -230,6 +230,8 @@ def _few() -> tuple[ShapeCase, ...]:
     plain = {n: _batch(128, 1, 32, n, 32768, group=4) for n in (1, 16, 64, 128, 512)}
     sixteen, one = plain[16], plain[1]
     keys = [n * 16 for n in lognormal_lengths(16, 8192)]
+    # Speculative decoding: a few drafted tokens of each sequence.
+    drafts, sevens = _batch(128, 32, 32, 4, 4096, group=4), _batch(128, 32, 28, 4, 4096, group=7)
     return (
         one,
         *(replace(plain[n], mark=mark, both=True) for n, mark in marks.items()),
@@ -245,6 +247,13 @@ def _few() -> tuple[ShapeCase, ...]:
         replace(sixteen, mask="bias_heads", both=True, flex=True),
         _batch(128, 4, 32, 16, 8192, group=4, mask="padding", both=True),
         replace(sixteen, softcap=50.0, both=True, flex=True),
+        *(replace(plain[n], mask="mixed") for n in (128, 512)),
+        *(replace(plain[n], softcap=50.0) for n in (64, 128, 512)),
+        replace(plain[128], mask="bias_heads"),
+        *(replace(batched, mask=mask) for batched in (drafts, sevens) for mask in ("", "mixed")),
+        replace(drafts, softcap=50.0),
+        _batch(128, 32, 64, 8, 8192, group=8),
+        _batch(128, 64, 32, 1, 1024, group=4),
         _packed("8x32on8192", 128, 32, (32,) * 8, keys=(8192,) * 8, group=4, both=True),
         _packed("16x1-61onlognormal", 128, 32, range(1, 65, 4), keys=keys, group=4, causal=True),
         *(replace(plain[n], precision="int8", both=True) for n in (16, 128)),
