@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..registry import KernelSpec
-from .tile import SHORT, SMALL, tile_us, wider_gain
+from .tile import SHORT, SMALL, tile_us
 
 #: Narrowest head_dim of the tiles of 64 and 128. From 65 to 96 large tiles are narrower than 128: there 64 rows have
 #: columns of zeros to make up for, and on mma.sync only one warp is taken.
@@ -30,6 +30,9 @@ _FEW_HEADS, _FEW_TILES = 2, 4
 #: with a causal mask; of up to so many queries and keys.
 _SHARE, _CAUSAL_SHARE, _SHORT_SHARE = 0.9, 1.07, 1.05
 _SHORT = 128
+#: Of tiles of 128 for head_dim 72 to 96: queries and keys up to which they are faster with a mask where rows are no
+#: multiples of so many elements; others, and those without a mask, up to `_SHORT`.
+_WIDER, _WHOLE_SECTORS = 64, 32
 #: Keys up to which a mask that is packed may be visited whole: large tiles pass over what it hides.
 _ALL_VISITED = 256
 #: Queries and keys up to which one warp is the fastest with a mask, where there is a small tile on wgmma.
@@ -72,7 +75,8 @@ def _on_wgmma(p: AttentionProblem, target: Target, usual: KernelSpec, rows: Sequ
     longest = max(p.seqlen_q, p.seqlen_k)
     if p.seqlen_q > SHORT or p.seqlen_k > min(_MAX_KEYS, _RATIO * p.seqlen_q):
         return None
-    one_warp = _ONE_WARP if p.mask == "none" else _ONE_WARP_MASKED
+    wider = usual.head_dim not in _NARROWEST
+    one_warp = _ONE_WARP if p.mask == "none" and not wider else _ONE_WARP_MASKED
     if longest <= (one_warp if p.head_dim >= _NARROWEST[64] else _FOUR_WARPS):
         return None
     if p.packs_mask and p.seqlen_k > _ALL_VISITED:
@@ -83,9 +87,8 @@ def _on_wgmma(p: AttentionProblem, target: Target, usual: KernelSpec, rows: Sequ
         return None
     share = _CAUSAL_SHARE if _causal(p) else _SHORT_SHARE if longest <= _SHORT else _SHARE
     if small.head_dim > usual.head_dim:
-        if longest > _SHORT or p.own_head_dim_v:
-            return None
-        share *= wider_gain(p, small, target)
+        most = _WIDER if p.mask != "none" and p.head_dim % _WHOLE_SECTORS else _SHORT
+        return small if longest <= most and not p.own_head_dim_v else None
     return small if tile_us(p, small, target) < share * tile_us(p, usual, target) else None
 
 

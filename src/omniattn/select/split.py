@@ -32,16 +32,18 @@ _PRODUCT_US = 64 * 4 * 132 / 934e6
 #: On 8 bits products take half of that, and a warpgroup's softmax keeps the SM busy for so long, per key. Of sums for
 #: the LSE the model knows nothing: O has the same bits with it and without.
 _INT8_SOFTMAX_US = 0.0014
-#: The same on mma.sync, per key of a tile; operations of one SM a microsecond there. Rows of a warp's product.
+#: The same on mma.sync, per key of a tile; operations of one SM a microsecond there. With scores, and with one stage
+#: then. Rows of a warp's product.
 _SYNC_CHAIN_US, _SYNC_FLOPS, _SYNC_ROWS = 0.012, 2.6e6, 16
+_SCORES_CHAIN_US, _SCORES_ONE_STAGE_US, _SCORES_FLOPS = 0.023, 0.046, 1.95e6
 #: All SMs together, under the power limit; memory; L2. Operations and bytes a microsecond.
 _FLOPS, _INT8_FLOPS, _MEMORY, _L2 = 800e6, 1150e6, 4.3e6, 6.0e6
 #: What one SM gets of the memory's rate, in shares of an SM; with tiles of half the bytes.
 _SM_SHARE, _INT8_SM_SHARE = 1.25, 1.0
 #: To begin and end a tile; a launch; the second launch; partial results, written and read.
 _ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
-#: What a split has to gain by the model: it is no better than a tenth. On mma.sync it was measured for many keys only.
-_GAIN, _SYNC_GAIN = 0.9, 0.8
+#: What a split has to gain by the model: it is no better than a tenth, on mma.sync less.
+_GAIN, _SYNC_GAIN = 0.9, 0.85
 #: The fewest keys of 8 bits: shorter calls have not been measured.
 _INT8_KEYS = 1024
 #: On mma.sync: the fewest keys, keys for each query, splits.
@@ -76,8 +78,11 @@ def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
     """A step of the ``ctas`` CTAs of an SM, a tile of keys each, of which ``rows`` query rows exist."""
     if not spec.arch_specific:
         tiles = -(-min(rows, spec.block_m) // _SYNC_ROWS)
-        product = 2 * _SYNC_ROWS * spec.block_n * (spec.head_dim + spec.head_dim_v) / _SYNC_FLOPS
-        own = -(-tiles // spec.num_warps) * product + _SYNC_CHAIN_US * spec.block_n
+        chain, flops = _SYNC_CHAIN_US, _SYNC_FLOPS
+        if "score_mods" in spec.features:
+            chain, flops = _SCORES_CHAIN_US if spec.head_dim <= 128 else _SCORES_ONE_STAGE_US, _SCORES_FLOPS
+        product = 2 * _SYNC_ROWS * spec.block_n * (spec.head_dim + spec.head_dim_v) / flops
+        own = -(-tiles // spec.num_warps) * product + chain * spec.block_n
         return max(own, ctas * tiles * product)
     groups = -(-min(rows, spec.block_m) // 64)
     products = _PRODUCT_US * spec.block_n * (spec.head_dim + spec.head_dim_v) / 2
@@ -264,7 +269,8 @@ def select_split(
     typical = _of_equal_lengths(problem)
     if chosen is None:
         # Where the kernel of every GPU was chosen, or forced, so it is here.
-        worth = typical.seqlen_k >= max(_SYNC_KEYS, _SYNC_RATIO * typical.seqlen_q)
+        fewest_keys = _SHARED_KEYS if _heads_share(problem) else _SYNC_KEYS
+        worth = typical.seqlen_k >= max(fewest_keys, _SYNC_RATIO * typical.seqlen_q)
         specific = unsplit.spec.arch_specific
         fitting = [spec for spec in fitting if (specific if spec.arch_specific else worth)]
         if problem.aligns_mask and problem.seqlen_k > COPY_RATIO * problem.seqlen_q:

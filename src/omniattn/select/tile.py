@@ -134,7 +134,7 @@ def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | Non
     return _GAIN if narrow else None
 
 
-def wider_gain(p: AttentionProblem, spec: KernelSpec, target: Target) -> float:
+def _wider(p: AttentionProblem, spec: KernelSpec, target: Target) -> float:
     """What a tile with columns of zeros has to gain, as a factor."""
     sequences = max(p.batch, 1)
     tiles = sequences * -(-p.seqlen_q // ((sequences if p.varlen else 1) * spec.block_m)) * p.num_q_heads
@@ -164,9 +164,7 @@ def best_tile(problem: AttentionProblem, target: Target, usual: KernelSpec, othe
         return usual
     best, shortest = usual, gain * tile_us(problem, usual, target)
     for spec in others:
-        time = tile_us(problem, spec, target)
-        if spec.head_dim > usual.head_dim:
-            time /= wider_gain(problem, spec, target)
+        time = tile_us(problem, spec, target) / (_wider(problem, spec, target) if spec.head_dim > usual.head_dim else 1)
         if time < shortest:
             best, shortest = spec, time
     return best
