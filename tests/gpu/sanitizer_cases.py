@@ -127,14 +127,21 @@ def few_queries(rng: np.random.Generator, few_masks: bool) -> None:
     """Keys split over CTAs."""
     q = to_gpu(rng.standard_normal((1, 5, 8, 128)))
     k, v = (to_gpu(rng.standard_normal((1, 6000, 2, 128))) for _ in range(2))
-    for name in ("full", "sinks", "softcap", *(() if few_masks else ("mask",))):
+    scores = {"softcap": "softcap", "mask": "masks", "io": "bias16"}
+    hopper = runtime.device_info(0).cc == (9, 0)
+    for name in ("full", "sinks", "softcap", *(() if few_masks else ("mask", "io"))):
         options = {key: value for key, value in CALLS[name].items() if key not in ("mask", "sinks")}
         if name == "mask":
             options["mask"] = cupy.asarray(rng.random((1, 1, 5, 6000)) < 0.5)
+        if name == "io":
+            options["mask"] = to_gpu(rng.standard_normal((1, 8, 5, 6000)))
         if name == "sinks":
             options["sinks"] = to_gpu(rng.standard_normal(8), np.float32)
-        # What this GPU gets, then the kernel of every GPU.
-        for kernel in ("", "attn_fwd_sm80_fp16_d128_split" + "_mods" * (name in ("softcap", "mask"))):
+        # What this GPU gets, then the kernel of every GPU, then Hopper's with scores.
+        kernels = ["", "attn_fwd_sm80_fp16_d128_split" + "_mods" * (name in scores)]
+        if name in scores and hopper:
+            kernels.append(f"attn_fwd_sm90_fp16_d128_m192n64_split_{scores[name]}")
+        for kernel in kernels:
             os.environ["OMNIATTN_FORCE_KERNEL"] = kernel
             assert "split" in oa.explain(q, k, v, **options).kernel
             check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options))
