@@ -265,8 +265,12 @@ def test_values_of_arrays() -> None:
     SCORE_MOD_ARRAYS.pack(made)
 
 
+#: Rows of calls whose keys are not split.
+UNSPLIT = "attn_fwd_sm90_bf16_d128_m192n64_masks,attn_fwd_sm90_bf16_d128_m192n64_softcap"
+
+
 def test_plans_on_hopper() -> None:
-    launches = plan_attention(problem(score_mod=MOD), H200, None)
+    launches = plan_attention(problem(score_mod=MOD), H200, UNSPLIT)
     kinds, listing, main = launches.records
     assert main.spec.name.startswith("attn_fwd_sm90_bf16_d128_m192n64_masks_mod_")
     assert main.spec.prebuild == ()
@@ -277,16 +281,16 @@ def test_plans_on_hopper() -> None:
     assert (fields(kinds)["batch"], fields(kinds)["heads"]) == (1, 1)
     assert fields(main)["forms.lists_stride_b"] == fields(main)["forms.lists_stride_h"] == 0
 
-    (alone,) = plan_attention(problem(score_mod=replace(MOD, mask=None)), H200, None).records
+    (alone,) = plan_attention(problem(score_mod=replace(MOD, mask=None)), H200, UNSPLIT).records
     assert fields(alone)["forms.forms"] == 0
-    capped = plan_attention(problem(score_mod=MOD, softcap=3.0), H200, None)
+    capped = plan_attention(problem(score_mod=MOD, softcap=3.0), H200, UNSPLIT)
     assert "_softcap_mod_" in capped.selection.spec.name
     # Masks that are packed have lists of their own; the expression is evaluated everywhere then.
-    packed = plan_attention(problem(score_mod=MOD, mask="bool"), H200, None)
+    packed = plan_attention(problem(score_mod=MOD, mask="bool"), H200, UNSPLIT)
     assert [record.spec.op for record in packed.records] == ["mask_pack", "mask_list", "attention"]
     assert not fields(packed.records[-1])["forms.forms"] & score_forms.MOD_TILES
     # Without memory for what is found out, tiles are not skipped.
-    assert len(plan_attention(problem(score_mod=MOD, scratch=False), H200, None).records) == 1
+    assert len(plan_attention(problem(score_mod=MOD, scratch=False), H200, UNSPLIT).records) == 1
 
 
 def test_plans_on_other_gpus() -> None:
@@ -317,7 +321,7 @@ def test_maps_are_as_small_as_can_be(mask: str | None, blocks: tuple[int, ...], 
     one = problem(score_mod=ScoreModProblem("score", mask, ()), block_mask=size)
     found = tile_kinds.extents(one)
     assert (found.batch, found.heads) == extents
-    kinds, listing, main = plan_attention(one, H200, None).records
+    kinds, listing, main = plan_attention(one, H200, UNSPLIT).records
     assert fields(kinds)["block_rows"] == 4
     count = -(-1000 // 192)
     places = fields(main)
@@ -329,7 +333,7 @@ def test_maps_are_as_small_as_can_be(mask: str | None, blocks: tuple[int, ...], 
 
 def test_block_masks_by_kernel() -> None:
     blocks = BlockMaskProblem((2, 2), (0, 0, 8, 1))
-    launches = plan_attention(problem(block_mask=blocks), H200, None)
+    launches = plan_attention(problem(block_mask=blocks), H200, UNSPLIT)
     assert [record.spec.name for record in launches.records] == [
         "tile_kinds_sm80", "mask_list_sm80", "attn_fwd_sm90_bf16_d128_m192n64_masks",
     ]  # fmt: skip
