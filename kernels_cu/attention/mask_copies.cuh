@@ -8,9 +8,9 @@
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 
-// Config: kConsumers, kInnerStages, kBlockM, kBlockN, kBiasBytes (of an element of a bias tile; 0: none). Of each stage
-// of K: a tile of the bias in panels of 128 bytes a row; or, for tiles that the mask cuts, bits of each warpgroup, or
-// one number a key.
+// Config: kConsumers, kInnerStages, kBlockM, kBlockN, kSplitKeys, kBiasBytes (of an element of a bias tile; 0: none).
+// Of each stage of K: a tile of the bias in panels of 128 bytes a row; or, for tiles that the mask cuts, bits of each
+// warpgroup, or one number a key.
 template <typename Config>
 struct MaskTiles {
     static constexpr uint32 kPanelBytes = Config::kBlockM * 128;
@@ -33,16 +33,22 @@ struct MaskTiles {
         return mixed != 0 && (f.forms & kFormKeyBias) ? Config::kBlockN * 4 : 0;
     }
     // One thread. params: with forms and map_bias.
-    template <typename Params>
-    OA_DEVICE static void copy(const Params& params, const FwdTile& t, int32 entry, int32 stage, uint32 bar) {
+    template <typename Params, typename Tile>
+    OA_DEVICE static void copy(const Params& params, const Tile& t, int32 entry, int32 stage, uint32 bar) {
         const ScoreForms& f = params.forms;
         const int32 n = FormSteps::tile(entry);
         if constexpr (kPanels != 0) {
 #pragma unroll
-            for (int c = 0; c < kPanels; ++c)
-                tma_load_4d(at(stage) + c * kPanelBytes, &params.map_bias, bar,
-                            n * Config::kBlockN + c * (128 / Config::kBiasBytes), t.m0, t.head_idx * f.bias_head,
-                            t.sequence * f.bias_batch);
+            for (int c = 0; c < kPanels; ++c) {
+                const int32 key = n * Config::kBlockN + c * (128 / Config::kBiasBytes), head = t.head_idx * f.bias_head;
+                if constexpr (Config::kSplitKeys) {
+                    tma_load_5d(at(stage) + c * kPanelBytes, &params.map_bias, bar, key, 0, t.m0 / t.pack, head,
+                                t.sequence * f.bias_batch);
+                } else {
+                    tma_load_4d(at(stage) + c * kPanelBytes, &params.map_bias, bar, key, t.m0, head,
+                                t.sequence * f.bias_batch);
+                }
+            }
             return;
         }
         int64 head = t.sequence * f.tiles_stride_b + t.head_idx * f.tiles_stride_h;

@@ -347,14 +347,15 @@ OA_DEVICE float add_key_bias(float (&s)[kScores], ScoreFactors f, uint32 keys, i
 
 // A bit for each of this thread's 32 scores that an additive mask does not hide by -inf, from memory: rows `row` and
 // row + 8, keys from `key` on.
-template <typename Io>
-OA_DEVICE uint32 visible_bits(const AttnFwdParams& p, const FwdTile& t, int32 row, int32 key) {
-    int64 head = t.sequence * p.mask_stride_b + t.head_idx * p.mask_stride_h;
+template <typename Io, typename Tile>
+OA_DEVICE uint32 visible_bits(const AttnFwdParams& p, const Tile& t, int32 row, int32 key) {
+    int64 head = t.sequence * p.mask_stride_b + head_of(t, row) * p.mask_stride_h;
     uint32 word = 0;
 #pragma unroll 1
     for (int i = 0; i < 32; ++i) {
-        float value = mask_value<Io>(p, head, row + 8 * (i >> 1 & 1), key + 8 * (i >> 2) + (i & 1));
-        word |= uint32(value != neg_inf()) << i;
+        int32 own = row + 8 * (i >> 1 & 1);
+        float value = mask_value<Io>(p, head, query_of(t, own), key + 8 * (i >> 2) + (i & 1));
+        word |= uint32(own < p.mask_rows && value != neg_inf()) << i;
     }
     return word;
 }

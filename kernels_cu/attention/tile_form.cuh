@@ -61,7 +61,8 @@ class TileForm {
         if constexpr (kOneKind) judge(f, steps.kinds, 0);
     }
     // Hides keys of tile n0 .. that do not exist or are not in the window.
-    OA_DEVICE static void mask_ends(Scores& s, const AttnFwdParams& p, const FwdTile& t, int32 warp_row, int32 n0,
+    template <typename Tile>
+    OA_DEVICE static void mask_ends(Scores& s, const AttnFwdParams& p, const Tile& t, int32 warp_row, int32 n0,
                                     int32 lane) {
         if constexpr (kOneKind) {
             mask_edges_by_bits(s, p, t, warp_row, n0, lane);
@@ -106,10 +107,12 @@ class TileForm {
 
     // Before the base is raised to scores of apply(): brings them to base 2, where the largest is the base exactly, and
     // hides keys that -inf hides although their product is NaN.
-    OA_DEVICE static void refine(Scores& s, const AttnFwdParams& p, const ModPlace& place, const float (&sum)[2]) {
+    template <typename Tile>
+    OA_DEVICE static void refine(Scores& s, const AttnFwdParams& p, const Tile& t, const ModPlace& place,
+                                 const float (&sum)[2]) {
         if constexpr (kBias != 0) {
             if (__any_sync(0xffffffffu, isnan(sum[0] + sum[1])))
-                hide_by_bits(s, visible_bits<typename Config::Io>(p, place.tile, place.row, place.key));
+                hide_by_bits(s, visible_bits<typename Config::Io>(p, t, place.row, place.key));
         }
         if constexpr (kHasScoreMod) {
             to_base2(s);

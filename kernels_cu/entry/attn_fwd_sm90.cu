@@ -398,7 +398,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                             c[0] = c[1] = softcap_scores(s, f, own, near).base2;
                             if (!near) common = 0;
                         } else if constexpr (form.kMindsBase) {
-                            form.refine(s, p_, place(), sum);
+                            form.refine(s, p_, t, place(), sum);
                             c[0] = c[1] = 1.0f;
                         }
                     }

@@ -77,8 +77,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) mask_list_sm80(const __gr
     int32 count = 0;
     if (m0 < b.seqlen_q && last_row >= 0) {
         // As KeyTiles of attention has it.
-        KeyRange top = visible_keys(first_row, b.seqlen_q, b.seqlen_k, p.window_left, p.window_right);
-        KeyRange bottom = visible_keys(last_row, b.seqlen_q, b.seqlen_k, p.window_left, p.window_right);
+        const int32 queries = b.seqlen_q / p.pack;
+        KeyRange top = visible_keys(first_row / p.pack, queries, b.seqlen_k, p.window_left, p.window_right);
+        KeyRange bottom = visible_keys(last_row / p.pack, queries, b.seqlen_k, p.window_left, p.window_right);
         int32 first = top.lo / kTileKeys, end = int32((int64(bottom.hi) + kTileKeys - 1) / kTileKeys);
         int32 group = first_row / kTileRows, groups = last_row / kTileRows - group + 1;
         const uint8* kinds = b.kinds + (p.broadcast_rows ? 0 : int64(group) * p.n_tiles);

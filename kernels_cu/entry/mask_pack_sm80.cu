@@ -121,7 +121,7 @@ struct Place {
         mask = rest / uint32(p.m_tiles);
         m = int32(rest - uint32(mask) * p.m_tiles);
         uint32 batch = uint32(mask) / uint32(p.mask_heads), head = uint32(mask) - batch * p.mask_heads;
-        offset = batch * p.mask_stride_b + head * p.mask_stride_h;
+        offset = batch * p.mask_stride_b + int64(head) * p.pack_heads * p.mask_stride_h;
         exists = true;
         if (p.cu_seqlens_q != nullptr) {
             int32 rows = packed_sequence(p.cu_seqlens_q, int32(batch), p.total_q).len;
@@ -136,8 +136,10 @@ OA_DEVICE void pack_bits(const MaskPackParams& p, const Place& place, int32 tid,
     int32 first_row = tid / kChunks, chunk = tid % kChunks, row0 = place.m * kRows + first_row;
     int64 key0 = int64(place.n0) * 64 + chunk * kChunk;  // may pass 2^31 in the last tile
     Part part;
-    part.at = p.mask + place.offset + row0 * p.mask_stride_q + key0 * p.mask_stride_k;
-    part.row_stride = kRowStep * p.mask_stride_q;
+    part.at = p.mask + place.offset + key0 * p.mask_stride_k + (row0 >> p.pack_log2) * p.mask_stride_q;
+    if (p.pack_log2 > 0)  // of all rows of the thread
+        part.at += min_of(row0 & ((1 << p.pack_log2) - 1), p.pack_heads - 1) * p.mask_stride_h;
+    part.row_stride = (kRowStep >> p.pack_log2) * p.mask_stride_q;
     part.key_stride = p.mask_stride_k;
     part.rows = min_of((p.rows - row0 + kRowStep - 1) / kRowStep, kRowsPerThread);
     part.keys = int32(min_of<int64>(p.cols - key0, kChunk));

@@ -60,7 +60,7 @@ struct SplitTileList : TileList {
     int32 num_splits;
     int32 pack;
     int32 num_queries;  // of a query head: rows / pack
-    int32 zero;         // makes the size a multiple of 8
+    int32 pack_heads;
 };
 
 // Forms of scores that attn_fwd applies between Q K^T and the softmax (attention/score_forms.cuh), in this order.
@@ -133,7 +133,7 @@ struct AttnFwdFormsSm90Params {
     TileList tiles;
     ScoreForms forms;
 };
-// With the keys split over CTAs: pack is 1, masks are those of queries.
+// With the keys split over CTAs. Bits, lists and map_bias ([batch, head, query, pack, key]) are those of packed rows.
 struct AttnFwdSplitFormsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;
     AttnFwdParams fwd;

@@ -32,6 +32,9 @@ struct MaskPackParams {
     int32 mask_kind;
     int32 mask_heads;  // 1 where the mask is broadcast
     int32 rows, cols;  // rows = 1: the same for every query
+    // Of heads that share rows (params/attn_fwd.cuh: SplitTileList), at most 8 a query; mask_heads and rows are theirs
+    // then. Else 0 and 1.
+    int32 pack_log2, pack_heads;
     int32 m_tiles, n_tiles;
     int32 total_q, total_k;  // rows of the packed tensors
 };
@@ -59,8 +62,10 @@ struct MaskListParams {
     int32 num_m_blocks, block_m, lead_rows;  // block m begins at row m * block_m - lead_rows; of 64 or its parts
     int32 seqlen_q, seqlen_k;  // packed: rows of the tensors
     int32 window_left, window_right;  // -1: unlimited
+    int32 pack;  // rows of a query
     int32 batch;
     // Packed: 1: kinds are those of the sequences' own tiles, [mask_heads][m_tiles][n_tiles], rows as
     // scheduler/slots.cuh numbers them; a sequence with more than n_tiles tiles of keys has none of them.
     int32 kinds_of_slots;
+    int32 zero;  // makes the size a multiple of 8
 };

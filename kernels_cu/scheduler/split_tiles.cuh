@@ -21,8 +21,12 @@ struct SplitPart {
 
 struct SplitTile : FwdTile {
     int32 split, num_splits;
-    int32 pack, num_queries;
+    int32 pack, num_queries, pack_heads;
 };
+OA_DEVICE int32 query_of(const SplitTile& t, int32 row) { return row / t.pack; }
+OA_DEVICE int32 head_of(const SplitTile& t, int32 row) {
+    return t.head_idx * t.pack_heads + min_of(row % t.pack, t.pack_heads - 1);
+}
 
 // The same on mma.sync, a CTA each: pack_heads query heads have 2^pack_log2 rows a query. At most 8, so that rows which
 // are 8 apart have one head, and a lane's rows are queries at equal distances. Rows that are no head's repeat the last.
@@ -48,6 +52,7 @@ class SplitTiles {
         t.num_splits = list.num_splits;
         t.pack = list.pack;
         t.num_queries = list.num_queries;
+        t.pack_heads = list.pack_heads;
         return true;
     }
 

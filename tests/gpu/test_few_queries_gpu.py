@@ -205,10 +205,12 @@ def test_on_mma_sync(form: str, head_dim: int, dtype: str, monkeypatch: pytest.M
     ],
 )  # fmt: skip
 def test_scores_on_wgmma(form: str, head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits that find no keys, warpgroups without rows, several tiles of queries; forced, as above."""
+    """Splits that find no keys, warpgroups without rows, heads that share tiles, several tiles; forced, as above."""
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", split_rows_with_scores(head_dim, dtype))
     for batch, heads, seqlens in (
         (1, (8, 2), (64, 4000)),
+        (2, (16, 2), (5, 3001)),
+        (1, (14, 2), (19, 2000)),
         (2, (4, 4), (130, 3001)),
         (1, (4, 1), (300, 5000)),
         (1, (2, 2), (16, 129)),
@@ -261,10 +263,9 @@ def test_what_gets_chosen() -> None:
     q, k, v = tensors(1, (32, 8), (16, 32768), 128, "bfloat16")
     mask = torch.ones(1, 1, 16, 32768, dtype=torch.bool, device="cuda")
     for call in ({"mask": mask}, {"softcap": 20.0}):
-        assert "sm80" in oa.explain(q, k, v, **call).kernel
-        assert "_split" in oa.explain(q, k, v, **call).kernel
-    more, _, _ = tensors(1, (32, 8), (128, 8), 128, "bfloat16")
-    assert "sm90_bf16_d128_m192n64_split_softcap" in oa.explain(more, k, v, softcap=20.0).kernel
+        assert "sm90_bf16_d128_m192n64_split_" in oa.explain(q, k, v, **call).kernel
+    mod = oa.ScoreMod("score + 0.1f * (float)h")  # whose heads share tiles on mma.sync alone
+    assert "sm80_bf16_d128_split_mods" in oa.explain(q, k, v, score_mod=mod).kernel
     starts = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (16, 32768)]
     packed: dict[str, Any] = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
     packed |= {"max_seqlen_q": 16, "max_seqlen_k": 32768}

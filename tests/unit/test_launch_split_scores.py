@@ -16,6 +16,7 @@ from omniattn.launch.structs import (
     ATTN_FWD_SPLIT_MOD_SM90,
     ATTN_FWD_SPLIT_SM80,
     MASK_LIST,
+    MASK_PACK,
     At,
 )
 from omniattn.plan.attention import plan_attention
@@ -37,7 +38,7 @@ def test_on_mma_sync(changes: dict[str, Any], target: Target) -> None:
     """On other GPUs everything, on Hopper what its own kernels do not split: a CTA a tile, head and split."""
     p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
     launches = plan_attention(p, target, None)
-    own = target == HOPPER and not changes
+    own = target == HOPPER and not {"varlen", "tensor_maps"} & {*changes}
     of_split = [r for r in launches.records if r.spec.op == "attention_split"]
     (record,) = of_split
     assert record.spec.arch_specific == own
@@ -123,7 +124,7 @@ def test_heads_with_lists_of_their_own() -> None:
     assert p.strides is not None
     for of_head, listed in ((0, True), (16 * 32768, False)):
         of_mask = dataclasses.replace(p.strides, mask=(0, of_head, 32768, 1))
-        *before, record, _ = plan_attention(dataclasses.replace(p, strides=of_mask), HOPPER, None).records
+        *before, record, _ = plan_attention(dataclasses.replace(p, strides=of_mask), AMPERE, None).records
         assert [r.spec.op for r in before] == ["mask_pack", "mask_list"][: 1 + listed]
         if listed:  # of the queries of a tile, of which there are fewer than rows
             of_list = fields_of_record(before[1], MASK_LIST)
@@ -183,39 +184,60 @@ def test_modified_scores(changes: dict[str, Any], lists: bool, target: Target) -
 
 
 @pytest.mark.parametrize(
-    ("queries", "changes", "kernel"),
+    ("queries", "changes", "kernel", "shared"),
     [
-        (64, {"softcap": 30.0}, "m192n64_split_softcap"),
-        (128, {"softmax_scale": -1.0}, "m192n64_split_masks"),
-        (128, {"mask": "bool"}, "m192n64_split_masks"),
-        (128, {"mask": "bool", "softcap": 30.0}, "m192n64_split_softcap"),
-        (256, {"mask": "io", "mask_map": True}, "m192n64_split_bias16"),
-        (256, {"mask": "float32", "mask_map": True}, "m192n64_split_bias32"),
-        (256, {"mask": "io", "mask_map": False}, "split_mods"),  # of so many keys no bias is copied
-        (128, {"score_mod": _ALIBI}, "m192n64_split_masks_mod"),
-        (128, {"block_mask": BlockMaskProblem((128, 128), (0, 0, 256, 1))}, "m192n64_split_masks"),
-        (16, {"softcap": 30.0}, "split_mods"),  # heads share the tiles of mma.sync
+        (16, {"softcap": 30.0}, "m192n64_split_softcap", (4, 4)),
+        (16, {"mask": "bool"}, "m192n64_split_masks", (4, 4)),
+        (64, {"softcap": 30.0}, "m192n64_split_softcap", (2, 2)),
+        (192, {"softmax_scale": -1.0}, "m192n64_split_masks", (1, 1)),  # as many tiles either way
+        (128, {"mask": "bool"}, "m192n64_split_masks", (4, 4)),
+        (128, {"mask": "bool", "softcap": 30.0}, "m192n64_split_softcap", (4, 4)),
+        (256, {"mask": "io", "mask_map": True}, "m192n64_split_bias16", (2, 2)),
+        (256, {"mask": "float32", "mask_map": True}, "m192n64_split_bias32", (2, 2)),
+        (256, {"mask": "io", "mask_map": False}, "split_mods", (1, 1)),  # of so many keys no bias is copied
+        (128, {"score_mod": _ALIBI}, "m192n64_split_masks_mod", (1, 1)),
+        (128, {"block_mask": BlockMaskProblem((128, 128), (0, 0, 256, 1))}, "m192n64_split_masks", (1, 1)),
+        (16, {"score_mod": _ALIBI}, "split_mods", (4, 4)),  # heads share the tiles of mma.sync
     ],
     ids=str,
 )
-def test_scores_on_wgmma(queries: int, changes: dict[str, Any], kernel: str) -> None:
-    """Queries that fill tiles: a list or a tile of the mask for each, partial results in place of o and the LSE."""
+@pytest.mark.parametrize("by_head", [False, True], ids=["one mask", "a mask a head"])
+def test_scores_on_wgmma(
+    queries: int, changes: dict[str, Any], kernel: str, shared: tuple[int, int], by_head: bool
+) -> None:
+    """Lists and bits of the rows of a tile, or tiles of a bias, partial results in place of o and the LSE."""
     p = dataclasses.replace(problem_of(1, queries, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
     assert p.strides is not None
+    of_head = queries * 32768 if by_head else 0
     if p.mask != "none":
-        p = dataclasses.replace(p, strides=dataclasses.replace(p.strides, mask=(0, 0, 32768, 1)))
+        p = dataclasses.replace(p, strides=dataclasses.replace(p.strides, mask=(0, of_head, 32768, 1)))
     *before, record, merge = plan_attention(p, HOPPER, None).records
     assert kernel in record.spec.name
     assert merge.spec.op == "attention_combine"
+    merged = fields_of_record(merge, ATTN_COMBINE)
+    heads, pack = shared
+    assert [merged[x] for x in ("heads", "rows", "pack", "pack_heads")] == [32 // heads, queries * pack, pack, heads]
     if not record.spec.arch_specific:
         return
     layout = ATTN_FWD_SPLIT_FORMS_SM90 if p.score_mod is None else ATTN_FWD_SPLIT_MOD_SM90
-    f, merged = fields_of_record(record, layout), fields_of_record(merge, ATTN_COMBINE)
-    assert [f[f"tiles.{name}"] for name in ("pack", "num_queries", "lead_rows")] == [1, queries, 0]
-    assert [f[f"fwd.{name}"] for name in ("seqlen_q", "num_q_heads", "lse")] == [queries, 32, None]
-    assert [merged[name] for name in ("heads", "rows", "pack", "pack_heads")] == [32, queries, 1, 1]
+    f, rows = fields_of_record(record, layout), queries * pack
+    assert [f[f"tiles.{x}"] for x in ("pack", "pack_heads", "num_queries", "lead_rows")] == [pack, heads, queries, 0]
+    assert [f[f"fwd.{name}"] for name in ("seqlen_q", "num_q_heads", "lse")] == [rows, 32 // heads, None]
     assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml"))
     assert f["tiles.num_splits"] == merged["num_splits"] > 1
-    of_list = [r for r in before if r.spec.op == "mask_list"]
-    assert (f["forms.lists"] is not None) == bool(of_list) == (p.mask == "bool" or p.block_mask is not None)
-    assert all(fields_of_record(r, MASK_LIST)["block_m"] == 192 for r in of_list)
+    found = {r.spec.op: r for r in before}
+    assert (f["forms.lists"] is not None) == ("mask_list" in found) == (p.mask == "bool" or p.block_mask is not None)
+    if "mask_list" in found:
+        listed = fields_of_record(found["mask_list"], MASK_LIST)
+        assert [listed[name] for name in ("block_m", "seqlen_q", "pack")] == [192, rows, pack]
+    if p.mask == "bool":
+        packed = fields_of_record(found["mask_pack"], MASK_PACK)
+        assert [packed[name] for name in ("mask_heads", "rows")] == [32 // heads if by_head else 1, rows]
+        assert [packed[name] for name in ("pack_log2", "pack_heads")] == [pack.bit_length() - 1, heads]
+        assert (f["forms.tiles_stride_h"] != 0) == by_head
+    if p.mask in ("io", "float32"):
+        bias = next(m for m in record.tensor_maps if m.operand == "mask")
+        size = 2 if p.mask == "io" else 4
+        assert bias.dims == (32768, heads, queries, 32 // heads if by_head else 1, 1)
+        assert bias.box == (128 // size, pack, 192 // pack, 1, 1)
+        assert bias.strides_bytes[:2] == (size * of_head, size * 32768)

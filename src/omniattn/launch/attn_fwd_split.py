@@ -99,7 +99,7 @@ def _main_sm90(
 ) -> tuple[LaunchRecord, ...]:
     p, s = problem, problem.strides
     assert s is not None
-    shared, pack = split.shared
+    (shared, pack), extent = split.shared, p.mask_extent
     b, seq, head = (2 * x for x in s.q)
     # Rows that are no head's lie beyond the second dimension: zeros.
     q = mapped(
@@ -112,15 +112,14 @@ def _main_sm90(
         "map_q": q,
         "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
         "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
-        **member("fwd", forward_values(_packed(p, split), split.blocks, mask_extent=p.mask_extent)),
+        **member("fwd", forward_values(_packed(p, split), split.blocks, mask_extent=(extent[0] * pack, extent[1]))),
         **_tile_values(tiles, p, split),
         **partial,
     }
     layout = ATTN_FWD_SPLIT_SM90
     if "score_mods" in spec.features:
-        assert pack == 1
         layout = ATTN_FWD_SPLIT_FORMS_SM90
-        values |= {"map_bias": bias_map(spec, p, q, masks), **member("forms", form_values(p, masks))}
+        values |= {"map_bias": bias_map(spec, p, q, masks, split.shared), **member("forms", form_values(p, masks))}
     if p.score_mod is not None:
         layout = ATTN_FWD_SPLIT_MOD_SM90
         values |= member("arrays", array_values(p.score_mod))
@@ -187,7 +186,8 @@ def _tiles(problem: AttentionProblem, split: KeySplit) -> tile_order.TileList:
 
 def _tile_values(tiles: tile_order.TileList, problem: AttentionProblem, split: KeySplit) -> dict[str, object]:
     """The member ``tiles``."""
-    own = {"num_splits": split.num_splits, "pack": split.shared.pack, "num_queries": problem.seqlen_q, "zero": 0}
+    heads, pack = split.shared
+    own = {"num_splits": split.num_splits, "pack": pack, "num_queries": problem.seqlen_q, "pack_heads": heads}
     return member("tiles", asdict(tiles) | own)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..problems import AttentionProblem
 from ..problems.memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from ..problems.quantize import carve
+from ..problems.split import ONE_HEAD, SharedRows
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES, PACK_TILES
 from ..runtime.record import LaunchRecord
@@ -38,11 +39,13 @@ class MaskExtents:
     cols: int
 
     @classmethod
-    def of(cls, problem: AttentionProblem) -> MaskExtents:
-        """Those of a call's mask."""
+    def of(cls, problem: AttentionProblem, shared: SharedRows = ONE_HEAD) -> MaskExtents:
+        """Those of a call's mask, as the rows of a tile have it that heads share."""
         b, h, q, _ = _strides(problem)
         rows, cols = problem.mask_extent
-        return cls(problem.batch if b else 1, problem.num_q_heads if h else 1, rows if q else 1, cols)
+        one_row = not q and (shared.pack == 1 or not h)
+        heads = problem.num_q_heads // shared.heads
+        return cls(problem.batch if b else 1, heads if h else 1, 1 if one_row else rows * shared.pack, cols)
 
     @property
     def m_tiles(self) -> int:
@@ -127,10 +130,10 @@ def pay(problem: AttentionProblem) -> bool:
 
 
 def shapes(
-    problem: AttentionProblem, num_m_blocks: int, *, listed: bool = True
+    problem: AttentionProblem, num_m_blocks: int, *, listed: bool = True, shared: SharedRows = ONE_HEAD
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of what the kernels make, by name: ``bits`` or ``key_bias``, ``kinds``, and ``lists``."""
-    e = MaskExtents.of(problem)
+    e = MaskExtents.of(problem, shared)
     tiles = (e.batch, e.heads, e.m_tiles, e.n_tiles)
     packed: dict[str, tuple[tuple[int, ...], str]] = (
         {"bits": ((*tiles, _WORDS), "uint32")}
@@ -164,15 +167,17 @@ def workspace_bytes(problem: AttentionProblem, num_m_blocks: int) -> int:
     return carve(shapes(problem, num_m_blocks))[1]
 
 
-def places(problem: AttentionProblem, num_m_blocks: int, memory: At, *, listed: bool = True) -> MaskPlaces:
+def places(
+    problem: AttentionProblem, num_m_blocks: int, memory: At, *, listed: bool = True, shared: SharedRows = ONE_HEAD
+) -> MaskPlaces:
     """Where everything is, from ``memory`` on, every array at a multiple of `WORKSPACE_ALIGNMENT`."""
     assert memory.offset % WORKSPACE_ALIGNMENT == 0
-    e = MaskExtents.of(problem)
-    offsets, num_bytes = carve(shapes(problem, num_m_blocks, listed=listed))
+    e = MaskExtents.of(problem, shared)
+    offsets, num_bytes = carve(shapes(problem, num_m_blocks, listed=listed, shared=shared))
     at = {name: At(memory.operand, memory.offset + offset) for name, offset in offsets.items()}
     per_m = _WORDS * e.n_tiles if problem.mask == "bool" else 0
     per_head = per_m * e.m_tiles if problem.mask == "bool" else MASK_TILE * e.n_tiles
-    by_batch, by_head, by_row = (stride != 0 for stride in _strides(problem)[:3])
+    by_batch, by_head, _ = (stride != 0 for stride in _strides(problem)[:3])
     return MaskPlaces(
         at.get("bits"),
         at.get("key_bias"),
@@ -180,7 +185,7 @@ def places(problem: AttentionProblem, num_m_blocks: int, memory: At, *, listed: 
         at.get("lists"),
         tiles_stride_b=per_head * e.heads if by_batch else 0,
         tiles_stride_h=per_head if by_head else 0,
-        tiles_stride_m=per_m if by_row else 0,
+        tiles_stride_m=per_m if e.rows > 1 else 0,
         num_bytes=num_bytes,
         **list_strides(problem, e, num_m_blocks),
     )
@@ -194,6 +199,7 @@ def build(
     lead_rows: int,
     num_m_blocks: int,
     memory: At,
+    shared: SharedRows = ONE_HEAD,
 ) -> tuple[tuple[LaunchRecord, ...], MaskPlaces]:
     """The launches before attention, and where it finds what they make.
 
@@ -211,6 +217,8 @@ def build(
         Tiles of query rows of a head; of packed sequences as `attn_fwd.num_m_blocks` bounds them.
     memory : At
         At a multiple of `WORKSPACE_ALIGNMENT`, `workspace_bytes` long.
+    shared : SharedRows
+        Heads that share the rows of a tile; rows above are such then. At most 8 a query.
 
     Returns
     -------
@@ -221,23 +229,24 @@ def build(
     assert takes(problem), "attention reads this mask itself"
     assert block_m % MASK_TILE == 0 or MASK_TILE % block_m == 0
     assert lead_rows % MASK_TILE == 0
-    found = places(problem, num_m_blocks, memory, listed=listing is not None)
+    found = places(problem, num_m_blocks, memory, listed=listing is not None, shared=shared)
     if problem.batch * problem.num_q_heads * num_m_blocks == 0:
         return (), found
-    e = MaskExtents.of(problem)
+    e = MaskExtents.of(problem, shared)
     masks = e.batch * e.heads
     records = []
     # A grid of 2^31 CTAs would write terabytes: one launch is enough.
     ctas = masks * e.m_tiles * -(-e.n_tiles // PACK_TILES)
     if ctas:
-        packing = MASK_PACK.pack(_pack_values(problem, e, found))
+        packing = MASK_PACK.pack(_pack_values(problem, e, found, shared))
         records.append(LaunchRecord(pack, (ctas, 1, 1), 32 * pack.num_warps, *packing))
     if listing is None:
         return tuple(records), found
     # It begins while the kernel ahead ends, and waits for its kinds by itself.
     lists = list_record(
-        listing, problem, e, found, block_m, lead_rows, num_m_blocks, broadcast_rows=e.rows == 1, overlap=bool(records)
-    )
+        listing, problem, e, found, block_m, lead_rows, num_m_blocks, broadcast_rows=e.rows == 1, overlap=bool(records),
+        pack=shared.pack,
+    )  # fmt: skip
     return (*records, lists), found
 
 
@@ -299,11 +308,12 @@ def list_record(
     broadcast_rows: bool,
     overlap: bool,
     kinds_of_slots: bool = False,
+    pack: int = 1,
 ) -> LaunchRecord:
     """The launch that lists tiles by their kinds.
 
     broadcast_rows: one tile of rows stands for all. kinds_of_slots: of packed sequences, kinds are those of their own
-    tiles, not of the mask's.
+    tiles, not of the mask's. pack: rows of a query.
     """
     values: dict[str, object] = {
         "kinds": found.kinds,
@@ -317,12 +327,14 @@ def list_record(
         "num_m_blocks": num_m_blocks,
         "block_m": block_m,
         "lead_rows": lead_rows,
-        "seqlen_q": problem.seqlen_q,
+        "seqlen_q": problem.seqlen_q * pack,
         "seqlen_k": problem.seqlen_k,
         "window_left": problem.window_left,
         "window_right": problem.window_right,
+        "pack": pack,
         "batch": problem.batch,
         "kinds_of_slots": int(kinds_of_slots),
+        "zero": 0,
     }
     lists = (1 if problem.varlen else e.batch) * e.heads * num_m_blocks
     grid = (-(-lists // listing.num_warps), 1, 1)
@@ -339,7 +351,7 @@ def starts(*, given: bool) -> dict[str, object]:
     return {name: At(name) if given else None for name in ("cu_seqlens_q", "cu_seqlens_k")}
 
 
-def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces) -> dict[str, object]:
+def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces, shared: SharedRows) -> dict[str, object]:
     """The fields of MaskPackParams."""
     strides = _strides(problem)
     first_byte, end_byte = memory_of(problem)
@@ -357,6 +369,8 @@ def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces) -
         "mask_heads": e.heads,
         "rows": e.rows,
         "cols": e.cols,
+        "pack_log2": shared.pack.bit_length() - 1,
+        "pack_heads": shared.heads,
         "m_tiles": e.m_tiles,
         "n_tiles": e.n_tiles,
         "total_q": problem.seqlen_q,

@@ -10,6 +10,7 @@ import math
 from ..problems import AttentionProblem
 from ..problems.attention import is_plain_scale
 from ..problems.memory import ITEMSIZE
+from ..problems.split import SharedRows
 from ..registry import KernelSpec
 from ..runtime.record import TensorMap
 from .masks import MaskPlaces
@@ -86,9 +87,16 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
 
 
 def bias_map(
-    spec: KernelSpec, problem: AttentionProblem, fallback: TensorMap, masks: MaskPlaces | None = None
+    spec: KernelSpec,
+    problem: AttentionProblem,
+    fallback: TensorMap,
+    masks: MaskPlaces | None = None,
+    shared: SharedRows | None = None,
 ) -> TensorMap:
-    """The tensor map of an additive mask's tiles; ``fallback``, which nobody reads, where there are none."""
+    """The tensor map of an additive mask's tiles; ``fallback``, which nobody reads, where there are none.
+
+    shared: where keys are split, heads that share the rows of a tile, in a dimension of their own.
+    """
     rows, keys = problem.mask_extent  # of packed sequences those of the longest
     if spec.bias_bytes == 0 or 0 in (problem.batch, rows, keys):
         return fallback
@@ -99,7 +107,16 @@ def bias_map(
     at = At("mask")
     if masks is not None and masks.bias is not None:
         at, (b, h, q) = masks.bias, masks.bias_strides
-    dims = (keys, rows, problem.num_q_heads if h else 1, problem.batch if b else 1)
+    columns, batch = 128 // item, problem.batch if b else 1
+    if shared is not None:
+        heads, pack = shared
+        dims: tuple[int, ...] = (keys, heads, rows, problem.num_q_heads // heads if h else 1, batch)
+        strides: tuple[int, ...] = (item * h, item * q, item * heads * h, item * b)
+        box: tuple[int, ...] = (columns, pack, spec.block_m // pack, 1, 1)
+        # All heads of a tile may have one mask: a stride of 0.
+        strides = tuple(s if n > 1 else s or 16 for n, s in zip(dims[1:], strides, strict=True))
+        return TensorMap(at.operand, at.offset, dtype, dims, strides, box)
+    dims = (keys, rows, problem.num_q_heads if h else 1, batch)
     # The strides of extents of 1 are not used; a map wants positive multiples of 16 bytes.
     strides = tuple(item * s or 16 for s in (q, h, b))
-    return TensorMap(at.operand, at.offset, dtype, dims, strides, (128 // item, spec.block_m, 1, 1))
+    return TensorMap(at.operand, at.offset, dtype, dims, strides, (columns, spec.block_m, 1, 1))

@@ -111,7 +111,7 @@ TILE_LIST = HostStruct("TileList", "params/attn_fwd.cuh", "I num_items num_pairs
 SPLIT_TILE_LIST = HostStruct(
     "SplitTileList",
     "params/attn_fwd.cuh",
-    "I num_items num_pairs num_tail_heads lead_rows; i num_splits pack num_queries zero",
+    "I num_items num_pairs num_tail_heads lead_rows; i num_splits pack num_queries pack_heads",
 )
 
 ATTN_FWD = HostStruct(
@@ -424,7 +424,7 @@ MASK_PACK = HostStruct(
     "params/mask_tiles.cuh",
     "P mask bits key_bias kinds;"
     "q mask_stride_b mask_stride_h mask_stride_q mask_stride_k first_byte end_byte; P cu_seqlens_q cu_seqlens_k;"
-    "i mask_kind mask_heads rows cols m_tiles n_tiles total_q total_k",
+    "i mask_kind mask_heads rows cols pack_log2 pack_heads m_tiles n_tiles total_q total_k",
 )
 
 MASK_ALIGN = HostStruct(
@@ -439,7 +439,7 @@ MASK_LIST = HostStruct(
     "params/mask_tiles.cuh",
     "P kinds lists cu_seqlens_q cu_seqlens_k;"
     "i mask_batch mask_heads m_tiles n_tiles broadcast_rows num_m_blocks block_m lead_rows seqlen_q seqlen_k"
-    " window_left window_right batch kinds_of_slots",
+    " window_left window_right pack batch kinds_of_slots zero",
 )
 
 TILE_KINDS = HostStruct(

@@ -153,22 +153,28 @@ def _prepare_mask(
         align = select_mask_align(target, force)
         records, places = masks.build_aligned(align.spec, problem, At("workspace", begin))
         return _PreparedMask(records, (places,), begin + places.num_bytes, (align,))
-    block_m = spec.block_m // shared.pack  # queries
-    blocks = attn_fwd.num_m_blocks(problem, block_m)
+    # Kernels on mma.sync find masks by queries, others by rows of a tile.
+    by_rows = shared if spec.arch_specific else ONE_HEAD
+    block_m = spec.block_m // (shared.pack // by_rows.pack)
+    blocks = attn_fwd.num_m_blocks(replace(problem, seqlen_q=problem.seqlen_q * by_rows.pack), block_m)
     # Kernels of an architecture are persistent: they have an order of tiles. Splits have their own.
     ordered = spec.arch_specific and spec.op != "attention_split"
     lead_rows = attn_fwd_sm90.tiles_of(problem, spec, blocks, target.sm_count).lead_rows if ordered else 0
     packed = masks.takes(problem)
     first, listing = select_masks(problem, target, force) if packed else select_tile_kinds(target, force)
-    # Heads that share a tile have no list in common where the mask is another for each.
-    if packed and ("lists" in spec.lacks or (shared.heads > 1 and masks.MaskExtents.of(problem).heads > 1)):
-        records, places = masks.build(first.spec, None, problem, block_m, lead_rows, blocks, At("workspace", begin))
+    # Heads that share a tile by queries have no list in common where the mask is another for each.
+    alone = by_rows.heads < shared.heads and masks.MaskExtents.of(problem).heads > 1
+    memory = At("workspace", begin)
+    if packed and ("lists" in spec.lacks or alone):
+        records, places = masks.build(first.spec, None, problem, block_m, lead_rows, blocks, memory, by_rows)
         return _PreparedMask(records, (places,), begin + places.num_bytes, (first,))
     if not packed:
         first = _with_score_mod(first, problem)
-    records, places = (masks.build if packed else tile_kinds.build)(
-        first.spec, listing.spec, problem, block_m, lead_rows, blocks, At("workspace", begin)
-    )
+    chosen = first.spec, listing.spec
+    if packed:
+        records, places = masks.build(*chosen, problem, block_m, lead_rows, blocks, memory, by_rows)
+    else:
+        records, places = tile_kinds.build(*chosen, problem, block_m, lead_rows, blocks, memory)
     return _PreparedMask(records, (places,), begin + places.num_bytes, (first, listing))
 
 

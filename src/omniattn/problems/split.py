@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .attention import AttentionProblem
 
-#: Rows of a tile on mma.sync that have one head: a lane's rows are as far apart.
+#: Rows of a tile that have one head, as far apart as a lane's rows are on mma.sync and those that a thread packs.
 _ROWS_APART = 8
 
 
@@ -71,6 +71,19 @@ def shared_rows_on_mma_sync(problem: AttentionProblem, block_m: int) -> SharedRo
         return ONE_HEAD
     packs = [n for n in (1, 2, 4, _ROWS_APART) if block_m % n == 0]
     return _fewest_tiles(problem, block_m, packs, -1, False)
+
+
+def shared_rows_with_scores(problem: AttentionProblem, block_m: int) -> SharedRows:
+    """The same on wgmma with scores, whose masks are packed by the rows of a tile.
+
+    User positions are those of a head's queries, one number a key is that of all rows, and so are the tiles that a
+    block mask or a mask expression leaves.
+    """
+    p = problem
+    by_head = p.strides is not None and p.strides.mask[1] != 0
+    if p.score_mod is not None or p.block_mask is not None or (p.mask_form == "keys" and by_head):
+        return ONE_HEAD
+    return _fewest_tiles(p, block_m, [1, 2, 4, _ROWS_APART], -1, False)
 
 
 def _fewest_tiles(problem: AttentionProblem, block_m: int, packs: list[int], order: int, whole: bool) -> SharedRows:

@@ -16,6 +16,7 @@ from ..problems.split import (
     SharedRows,
     shared_rows,
     shared_rows_on_mma_sync,
+    shared_rows_with_scores,
     tile_keys,
     tiles_of_group,
 )
@@ -281,9 +282,10 @@ def select_split(
     def shared(spec: KernelSpec) -> SharedRows:
         if not spec.arch_specific:
             return shared_rows_on_mma_sync(problem, spec.block_m)
-        # Masks come in the order of a head's queries. Scales of quantized operands are found by whole groups of heads.
-        forms = "score_mods" in spec.features
-        return ONE_HEAD if forms else shared_rows(problem, spec.block_m, whole=spec.quantized)
+        if "score_mods" in spec.features:
+            return shared_rows_with_scores(problem, spec.block_m)
+        # Scales of quantized operands are found by whole groups of heads.
+        return shared_rows(problem, spec.block_m, whole=spec.quantized)
 
     def fewest(spec: KernelSpec) -> int:
         return 1 if chosen is not None or spec.arch_specific or shared(spec).heads > 1 else _SYNC_SPLITS
@@ -291,7 +293,7 @@ def select_split(
     def kind(spec: KernelSpec) -> tuple[int, int]:
         return spec.head_dim, len(spec.features) - len(spec.lacks)
 
-    # A kernel made for this very architecture; with scores, whose heads share no tiles there, the faster of both kinds.
+    # A kernel made for this very architecture; with scores, whose heads may share no tiles there, the faster of both.
     # Of each the narrowest tile, nothing that is not needed.
     own, others = ([spec for spec in fitting if spec.arch_specific is specific] for specific in (True, False))
     families = [own, others] if problem.score_mods else [own or others]
