@@ -279,16 +279,18 @@ def select_split(
     if not fitting:
         return None
 
-    def shared(spec: KernelSpec) -> SharedRows:
+    def shared(spec: KernelSpec) -> tuple[SharedRows, ...]:
         if not spec.arch_specific:
-            return shared_rows_on_mma_sync(problem, spec.block_m)
+            return (shared_rows_on_mma_sync(problem, spec.block_m),)
         if "score_mods" in spec.features:
-            return shared_rows_with_scores(problem, spec.block_m)
+            # A few tiles less may leave SMs idle; a forced row has the fewest.
+            fewest_tiles = shared_rows_with_scores(problem, spec.block_m)
+            return (fewest_tiles, ONE_HEAD) if chosen is None and fewest_tiles != ONE_HEAD else (fewest_tiles,)
         # Scales of quantized operands are found by whole groups of heads.
-        return shared_rows(problem, spec.block_m, whole=spec.quantized)
+        return (shared_rows(problem, spec.block_m, whole=spec.quantized),)
 
-    def fewest(spec: KernelSpec) -> int:
-        return 1 if chosen is not None or spec.arch_specific or shared(spec).heads > 1 else _SYNC_SPLITS
+    def fewest(spec: KernelSpec, way: SharedRows) -> int:
+        return 1 if chosen is not None or spec.arch_specific or way.heads > 1 else _SYNC_SPLITS
 
     def kind(spec: KernelSpec) -> tuple[int, int]:
         return spec.head_dim, len(spec.features) - len(spec.lacks)
@@ -302,11 +304,12 @@ def select_split(
         for family in families
         for spec in family
         if kind(spec) == min(map(kind, family))
-        and (best := _best_split(typical, spec, target, shared(spec), fewest(spec))) is not None
+        for way in shared(spec)
+        if (best := _best_split(typical, spec, target, way, fewest(spec, way))) is not None
     ]
     if not ways:
         return None
-    time, split, spec = min(ways, key=lambda way: way[0])
+    time, split, spec = min(ways, key=lambda found: found[0])
     whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else 0.0
     if chosen is None and time >= (_GAIN if spec.arch_specific else _SYNC_GAIN) * whole:
         return None
