@@ -55,7 +55,7 @@ def _close(o: Any, lse: Any, want: Any, want_lse: Any) -> bool:
 
 @pytest.mark.parametrize("family", ["mma.sync", "wgmma"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("keys", [1000, 8192, 32768])
+@pytest.mark.parametrize("keys", [1000, 32768])
 @pytest.mark.parametrize("queries", [1, 16, 64, 100])
 @pytest.mark.parametrize(
     "form",
