@@ -123,6 +123,8 @@ def _masks(name: str, batch: int, heads: int, seqlens: tuple[int, int], dtype: A
         mask[:, :, 0] = False
         mask[..., sk // 8 : sk // 2] = False
         return mask
+    if name == "boolean of keys and heads":
+        return torch.rand(batch, heads, 1, sk, device="cuda") < 0.5
     if name == "boolean of keys":
         return torch.rand(batch, 1, 1, sk, device="cuda") < 0.5
     if name == "float32":
@@ -160,7 +162,7 @@ def _close(o: Any, lse: Any, want: Any, want_lse: Any, dtype: str) -> bool:
     [
         "plain", "causal", "window", "softcap", "sinks", "boolean", "boolean, softcap, causal", "boolean of keys",
         "float32", "of keys", "io", "boolean of heads", "of keys and heads", "of queries", "odd addresses",
-        "transposed",
+        "transposed", "boolean of keys and heads",
     ],
 )  # fmt: skip
 def test_on_mma_sync(form: str, head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +203,8 @@ def test_on_mma_sync(form: str, head_dim: int, dtype: str, monkeypatch: pytest.M
     "form",
     [
         "softcap", "boolean", "boolean, softcap, causal", "boolean, window", "boolean of keys", "float32", "of keys",
-        "io", "boolean of heads", "of keys and heads", "odd addresses", "io, softcap, window",
+        "io", "boolean of heads", "of keys and heads", "odd addresses", "io, softcap, window", "of queries",
+        "transposed", "boolean of keys and heads",
     ],
 )  # fmt: skip
 def test_scores_on_wgmma(form: str, head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

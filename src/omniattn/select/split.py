@@ -183,7 +183,7 @@ def _heads_share(problem: AttentionProblem) -> bool:
     """Whether tiles that query heads share are so much fewer that one split of the keys may gain: K and V are read once
     for all heads of a tile."""
     p, rows = problem, _SHARED_ROWS
-    if p.varlen or p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
+    if p.varlen or p.precision.quantized or p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
         return False
     fewest, own = (tiles_of_group(p, rows, way) for way in (shared_rows(p, rows), ONE_HEAD))
     return 2 * fewest <= own
@@ -281,19 +281,20 @@ def select_split(
 
     def shared(spec: KernelSpec) -> tuple[SharedRows, ...]:
         if not spec.arch_specific:
-            return (shared_rows_on_mma_sync(problem, spec.block_m),)
-        if "score_mods" in spec.features:
-            # A few tiles less may leave SMs idle; a forced row has the fewest.
-            fewest_tiles = shared_rows_with_scores(problem, spec.block_m)
-            return (fewest_tiles, ONE_HEAD) if chosen is None and fewest_tiles != ONE_HEAD else (fewest_tiles,)
-        # Scales of quantized operands are found by whole groups of heads.
-        return (shared_rows(problem, spec.block_m, whole=spec.quantized),)
+            way = shared_rows_on_mma_sync(problem, spec.block_m)
+        elif "score_mods" in spec.features:
+            way = shared_rows_with_scores(problem, spec.block_m)
+        else:
+            # Scales of quantized operands are found by whole groups of heads.
+            way = shared_rows(problem, spec.block_m, whole=spec.quantized)
+        # A few tiles less may leave SMs idle, or rows unused. A forced row has the fewest.
+        return (way,) if chosen is not None or way == ONE_HEAD else (way, ONE_HEAD)
 
     def fewest(spec: KernelSpec, way: SharedRows) -> int:
         return 1 if chosen is not None or spec.arch_specific or way.heads > 1 else _SYNC_SPLITS
 
-    def kind(spec: KernelSpec) -> tuple[int, int]:
-        return spec.head_dim, len(spec.features) - len(spec.lacks)
+    def kind(spec: KernelSpec) -> tuple[bool, int, int]:
+        return "score_mods" in spec.features, spec.head_dim, len(spec.features) - len(spec.lacks)
 
     # A kernel made for this very architecture; with scores, whose heads may share no tiles there, the faster of both.
     # Of each the narrowest tile, nothing that is not needed.
