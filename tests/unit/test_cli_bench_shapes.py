@@ -300,7 +300,7 @@ def test_the_check_of_packed_sequences_finds_faults() -> None:
     [
         ("few, d128 b1 h32/8 sq16 sk32768 full", "wgmma", "attn_fwd_sm90", True),
         ("few, d128 b1 h32/8 sq16 sk32768 full", "mma.sync", "attn_fwd_sm80", True),
-        ("few, d128 b1 h32/8 sq16 sk32768 full bool-mask", "wgmma", "attn_fwd_sm90", False),
+        ("few, d128 b1 h32/8 sq16 sk32768 full bool-mask", "wgmma", "attn_fwd_sm90", True),
         ("few, d128 b1 h32/8 sq16 sk32768 full bool-mask", "mma.sync", "attn_fwd_sm80", True),
         ("few, d128 b1 h32/8 sq16 sk32768 full int8", "wgmma", "attn_int8_sm90", True),
         ("few, d128 b1 h32/8 sq16 sk32768 full int8", "mma.sync", "attn_int8_sm80", False),
