@@ -56,7 +56,7 @@ def _longest_first(items: list[pytest.Item]) -> None:
     seconds: dict[str, float] = {}
     for item in items:
         file = item.nodeid.partition("::")[0]
-        _, duration = tests.get(item.nodeid, ("", 0.2))  # one that is not in the record
+        _, duration = tests.get(item.nodeid, ("", 1.0))  # one that is not in the record may have to compile
         seconds[file] = seconds.get(file, 0.0) + duration
     items.sort(key=lambda item: -seconds[item.nodeid.partition("::")[0]])
 
