@@ -43,8 +43,8 @@ _FLOPS, _INT8_FLOPS, _MEMORY, _L2 = 800e6, 1150e6, 4.3e6, 6.0e6
 _SM_SHARE, _INT8_SM_SHARE = 1.25, 1.0
 #: To begin and end a tile; a launch; the second launch; partial results, written and read.
 _ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
-#: What a split has to gain by the model: it is no better than a tenth, on mma.sync less.
-_GAIN, _SYNC_GAIN = 0.9, 0.85
+#: What a split has to gain by the model: it is no better than a tenth. On mma.sync it was measured for many keys only.
+_GAIN, _SYNC_GAIN = 0.9, 0.8
 #: The fewest keys of 8 bits: shorter calls have not been measured.
 _INT8_KEYS = 1024
 #: On mma.sync: the fewest keys, keys for each query, splits.
@@ -280,15 +280,22 @@ def select_split(
         return None
 
     def shared(spec: KernelSpec) -> tuple[SharedRows, ...]:
+        """The fewest tiles, and ways that leave fewer SMs idle, or fewer rows unused. A forced row has the fewest."""
         if not spec.arch_specific:
-            way = shared_rows_on_mma_sync(problem, spec.block_m)
+            ways = [shared_rows_on_mma_sync(problem, spec.block_m)]
         elif "score_mods" in spec.features:
-            way = shared_rows_with_scores(problem, spec.block_m)
+            ways = [shared_rows_with_scores(problem, spec.block_m)]
         else:
             # Scales of quantized operands are found by whole groups of heads.
-            way = shared_rows(problem, spec.block_m, whole=spec.quantized)
-        # A few tiles less may leave SMs idle, or rows unused. A forced row has the fewest.
-        return (way,) if chosen is not None or way == ONE_HEAD else (way, ONE_HEAD)
+            whole = shared_rows(problem, spec.block_m, whole=True)
+            ways = [whole] if spec.quantized else [shared_rows(problem, spec.block_m), whole]
+        if spec.arch_specific or typical.seqlen_k >= _SYNC_KEYS:
+            ways.append(ONE_HEAD)
+        return tuple(dict.fromkeys(ways if chosen is None else ways[:1]))
+
+    def gain(spec: KernelSpec, way: SharedRows) -> float:
+        """What a way has to gain over the first; with scores the model was measured on both."""
+        return 1.0 if "score_mods" in spec.features or way == shared(spec)[0] else _GAIN
 
     def fewest(spec: KernelSpec, way: SharedRows) -> int:
         return 1 if chosen is not None or spec.arch_specific or way.heads > 1 else _SYNC_SPLITS
@@ -301,19 +308,19 @@ def select_split(
     own, others = ([spec for spec in fitting if spec.arch_specific is specific] for specific in (True, False))
     families = [own, others] if problem.score_mods else [own or others]
     ways = [
-        (*best, spec)
+        (best[0] / gain(spec, way), *best, spec)
         for family in families
         for spec in family
         if kind(spec) == min(map(kind, family))
         for way in shared(spec)
         if (best := _best_split(typical, spec, target, way, fewest(spec, way))) is not None
     ]
+    whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else float("inf")
+    limits = {True: _GAIN * whole, False: _SYNC_GAIN * whole}
+    ways = [found for found in ways if found[1] < limits[found[3].arch_specific]]
     if not ways:
         return None
-    time, split, spec = min(ways, key=lambda found: found[0])
-    whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else 0.0
-    if chosen is None and time >= (_GAIN if spec.arch_specific else _SYNC_GAIN) * whole:
-        return None
+    _, time, split, spec = min(ways, key=lambda found: found[0])
     advice = advise(problem, target)
     why = (
         *([problem.note] if problem.note else []),
