@@ -428,9 +428,11 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             base[r] = state.softmax.m2[r] + lacks;
             m2[r] = p_.sinks != nullptr || lacks != lacks ? base[r] : state.softmax.m2[r];
         }
-        store_partial_rows(state.acc, m2, state.softmax.l, params_, t, warp_row, lane_);
+        const int64 first = first_partial_row<Config::kBlockM>(p_, params_.tiles, t);
+        store_partial_rows(state.acc, m2, state.softmax.l, params_.partial_o + first * p_.head_dim,
+                           params_.partial_ml + 2 * first, p_.head_dim, t.seqlen_q, warp_row, lane_);
         if constexpr (Config::kLse && !Config::kFactors)
-            store_partial_sums(base, state.lse_sum, params_.partial_lse, p_, t, warp_row, lane_);
+            store_partial_sums(base, state.lse_sum, params_.partial_lse, t, first, warp_row, lane_);
     }
 
     // Whether what smoothing took from the scores is still to be added: the softcap has had it already.

@@ -1,7 +1,10 @@
-// Partial results of a split of the keys from accumulators to global memory, in fp32; layout as in
-// attention/warp_softmax.cuh.
+// Results of a split of the keys from accumulators to global memory; layout as in attention/warp_softmax.cuh. Partial
+// ones are fp32; where a split is the only one, O and LSE are final.
 #pragma once
+#include "attention/sinks.cuh"
+#include "attention/softmax.cuh"
 #include "params/attn_fwd.cuh"
+#include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/split_tiles.cuh"
 
@@ -24,28 +27,58 @@ OA_DEVICE void store_partial_rows(const float (&o)[kOutputs], const float (&m2)[
     }
 }
 
-// First row of a split among those of all.
-OA_DEVICE int64 first_partial_row(const AttnFwdParams& p, const SplitTile& t) {
-    return ((int64(t.batch_idx) * p.num_q_heads + t.head_idx) * t.num_splits + t.split) * t.seqlen_q;
-}
-
-// Base and denominator alone.
-OA_DEVICE void store_partial_sums(const float (&m2)[2], const float (&l)[2], float* partial, const AttnFwdParams& p,
-                                  const SplitTile& t, int32 warp_row, int lane) {
+// Base and denominator alone. first: as for store_split_rows.
+OA_DEVICE void store_partial_sums(const float (&m2)[2], const float (&l)[2], float* partial, const SplitTile& t,
+                                  int64 first, int32 warp_row, int lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         int32 row = warp_row + (lane >> 2) + r * 8;
         if (row < t.seqlen_q && (lane & 3) == 0)
-            *reinterpret_cast<float2*>(partial + 2 * (first_partial_row(p, t) + row)) = make_float2(m2[r], l[r]);
+            *reinterpret_cast<float2*>(partial + 2 * (first + row)) = make_float2(m2[r], l[r]);
     }
 }
 
-// Of attn_fwd_sm90 and attn_int8_sm90: Params have fwd, partial_o and partial_ml.
-template <int kOutputs, typename Params>
-OA_DEVICE void store_partial_rows(const float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2],
-                                  const Params& params, const SplitTile& t, int32 warp_row, int lane) {
-    const AttnFwdParams& p = params.fwd;
-    int64 first = first_partial_row(p, t);
-    store_partial_rows(o, m2, l, params.partial_o + first * p.head_dim, params.partial_ml + 2 * first, p.head_dim,
-                       t.seqlen_q, warp_row, lane);
+// Of attn_fwd_sm80 and attn_fwd_sm90: as store_partial_rows; with one split what is final, O and the LSE. Tile:
+// SplitTile or PackedTile. first: of the split's partial results, the row of the sequence's first query. o is used up.
+template <typename Io, int kOutputs, typename Params, typename Tile>
+OA_DEVICE void store_split_rows(float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2], const Params& params,
+                                const AttnFwdParams& p, const Tile& t, int32 num_splits, int64 first, int32 row,
+                                int lane) {
+    const bool is_final = num_splits == 1;
+    // A loop, for which the second row's O moves: every split row has this code, and wheels carry a hundred of them.
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {
+        const int32 at = row + (lane >> 2) + r * 8;
+        const float top = r == 0 ? m2[0] : m2[1], sum = r == 0 ? l[0] : l[1];
+        if (at < t.seqlen_q && !(is_final && !is_of_head(t, at))) {
+            float scale = 1.0f;
+            uint16* to = nullptr;
+            float* partial = nullptr;
+            if (is_final) {
+                const int32 head = head_of(t, at), query = t.q_begin + query_of(t, at);
+                const bool exists = t.seqlen_k != kNoSequence;
+                const RowResult result =
+                    finish_row(top, sum, exists ? sink_log2<Io>(p.sinks, p.sinks_kind, head) : neg_inf());
+                scale = result.o_scale;
+                to = p.o + t.batch_idx * p.o_stride_b + query * p.o_stride_s + head * p.o_stride_h + 2 * (lane & 3);
+                if (p.lse != nullptr && (lane & 3) == 0)
+                    p.lse[t.batch_idx * p.lse_stride_b + head * p.lse_stride_h + query] = result.lse;
+            } else {
+                partial = params.partial_o + (first + at) * p.head_dim + 2 * (lane & 3);
+                if ((lane & 3) == 0)
+                    *reinterpret_cast<float2*>(params.partial_ml + 2 * (first + at)) = make_float2(top, sum);
+            }
+#pragma unroll
+            for (int d = 0; d < kOutputs / 4; ++d) {
+                if (d * 8 >= p.head_dim) break;
+                const float2 x = make_float2(o[4 * d] * scale, o[4 * d + 1] * scale);
+                if (is_final)
+                    *reinterpret_cast<uint32*>(to + d * 8) = pack2(Io{}, x.x, x.y);
+                else
+                    *reinterpret_cast<float2*>(partial + d * 8) = x;
+            }
+        }
+#pragma unroll
+        for (int d = 0; d < kOutputs / 4; ++d) o[4 * d] = o[4 * d + 2], o[4 * d + 1] = o[4 * d + 3];
+    }
 }

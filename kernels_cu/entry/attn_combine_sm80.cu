@@ -5,7 +5,8 @@
 //
 // partial_o: [batch, heads, splits, rows, head_dim] fp32, partial_ml: [batch, heads, splits, rows, 2]: base in base-2
 // units and denominator. o: [batch, seqlen_q, num_q_heads, head_dim], any strides, last dimension contiguous. Row r is
-// query r / pack of query head `head * pack_heads + r % pack`, and of none where r % pack is pack_heads or more.
+// query r / pack of query head `head * pack_heads + r % pack`, and of none where r % pack is pack_heads or more. With
+// tile_rows: [splits, tiles, tile_rows], of a few tiles of queries of one head each.
 //
 // A thread has a column, four channels of a row; a CTA of 256 threads has 2^threads_log2 columns, and as many threads
 // of each as that leaves, which take the splits in turns. The order of the sum depends on the launch alone. Rows that
@@ -42,12 +43,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
     const int32 tid = threadIdx.x, own = 1 << p.threads_log2, parts = Config::kThreads >> p.threads_log2;
     const int32 part = tid >> p.threads_log2, column = int32(blockIdx.x) * own + (tid & (own - 1));
     const int32 chunks = p.head_dim / Config::kWidth, flat = column / chunks, chunk = column - flat * chunks;
-    const int32 place = flat / p.rows, row = flat - place * p.rows;  // place: of the head among those of all batches
+    int32 place = flat / p.rows, row = flat - place * p.rows;  // place: of the head among those of all batches
+    const int64 first = int64(place) * p.num_splits * p.rows + row;
+    bool active = column < p.num_columns;
+    if (p.tile_rows != 0) {
+        const int32 at = row / p.tile_rows, tile = p.first_tile + at;
+        place = tile / p.blocks;
+        row = (p.blocks - 1 - (tile - place * p.blocks)) * p.tile_rows + (row - at * p.tile_rows);
+        active = active && row < p.num_queries;
+    }
     const int32 query = row / p.pack, own_head = row - query * p.pack;
-    const bool active = column < p.num_columns && own_head < p.pack_heads;
+    active = active && own_head < p.pack_heads;
     wait_for_kernel_ahead();
     PartialSum<Config::kWidth> sum;
-    const int64 first = int64(place) * p.num_splits * p.rows + row;
     for (int32 i = part; active && i < p.num_splits; i += parts * Config::kUnroll) {
         float2 ml[Config::kUnroll];
         float o[Config::kUnroll][Config::kWidth];

@@ -213,19 +213,18 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
     }
 }
 
-// Partial results of a split, for attn_combine_sm80.
+// Partial results of a split, for attn_combine_sm80; what is final where there is one.
 template <typename P>
 OA_DEVICE void split_epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const P& params,
-                              const AttnFwdParams& p, const FwdTile& t, int warp_idx, int lane) {
+                              const AttnFwdParams& p, const Tile& t, int warp_idx, int lane) {
     softmax.reduce_denominator();
     // Of packed sequences all rows are those of one batch.
     int64 head = (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * p.num_q_heads : 0) + t.head_idx;
     int64 first = (head * gridDim.y + blockIdx.y) * p.seqlen_q + t.q_begin;
 #pragma unroll
     for (int i = 0; i < Config::kMTiles; ++i)
-        store_partial_rows(o[i], softmax.m2[i], softmax.l[i], params.partial_o + first * p.head_dim,
-                           params.partial_ml + 2 * first, p.head_dim, t.seqlen_q,
-                           t.m0 + warp_idx * Config::kMTiles * 16 + i * 16, lane);
+        store_split_rows<Config::Io>(o[i], softmax.m2[i], softmax.l[i], params, p, t, gridDim.y, first,
+                                     t.m0 + (warp_idx * Config::kMTiles + i) * 16, lane);
 }
 
 // This CTA's part of `count` steps, those of all CTAs within one of each other.

@@ -307,13 +307,13 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
 
     template <typename T>
     OA_DEVICE void store(const T& t, int32 warp_row, Rows& state) const {
-        const RowState<>& rows = state.softmax;
-        state.softmax.reduce();
-        if constexpr (Config::kSplitKeys) {
-            store_partial_rows(state.o, rows.m2, rows.l, params_, t, warp_row, lane_);
-        } else {
+        RowState<>& rows = state.softmax;
+        rows.reduce();
+        if constexpr (Config::kSplitKeys)
+            store_split_rows<Config::Io>(state.o, rows.m2, rows.l, params_, p_, t, t.num_splits,
+                                         first_partial_row<Config::kBlockM>(p_, list_, t), warp_row, lane_);
+        else
             store_rows<Config::Io>(state.o, rows.m2, rows.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
-        }
     }
 
   private:

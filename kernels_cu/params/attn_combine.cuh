@@ -18,5 +18,8 @@ struct AttnCombineParams {
     int32 sinks_kind;
     const float* partial_lse;  // OWN_LSE: what the LSE is of, laid out as partial_ml
     int32 pack_heads;          // of the `pack` rows of a query those that are a head's
-    int32 zero;                // makes the size a multiple of 8
+    // Not 0: `rows` are those of tiles of so many rows, of which a head has `blocks`, from first_tile on in the order
+    // of head by head (TileList); of a head num_queries rows exist.
+    int32 tile_rows, first_tile, blocks, num_queries;
+    int32 zero;  // makes the size a multiple of 8
 };

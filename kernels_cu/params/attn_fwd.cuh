@@ -61,6 +61,10 @@ struct SplitTileList : TileList {
     int32 pack;
     int32 num_queries;  // of a query head: rows / pack
     int32 pack_heads;
+    // Not 0: these tiles alone, from first_tile on, in the order of head by head (TileList). They have partial results
+    // of their own, [split, tile, row of the tile], and one head a tile.
+    uint32 num_tiles;
+    uint32 first_tile;
 };
 
 // Forms of scores that attn_fwd applies between Q K^T and the softmax (attention/score_forms.cuh), in this order.

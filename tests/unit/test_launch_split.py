@@ -265,12 +265,12 @@ def test_few_queries_are_split(extents: tuple[int, ...], right: int) -> None:
     assert (spec.op, spec.dtype, spec.head_dim) == ("attention_split", "bfloat16", 128)
     assert split_us(p, spec, split, HOPPER) < 0.9 * unsplit_us(p, whole.spec, HOPPER)
     launches = plan_attention(p, HOPPER, None)
-    assert [r.spec.op for r in launches.records] == ["attention_split", "attention_combine"]
+    merging = ["attention_combine"] if split.num_splits > 1 else []
+    assert [r.spec.op for r in launches.records] == ["attention_split", *merging]
     assert launches.selection.spec is spec
-    assert [x.spec.op for x in launches.others] == ["attention_combine"]
-    assert launches.records[1].overlap
-    assert not launches.records[0].overlap
-    assert launches.records[0].num_ctas <= HOPPER.sm_count
+    assert [x.spec.op for x in launches.others] == merging
+    assert [r.overlap for r in launches.records] == [False, True][: len(launches.records)]
+    assert launches.records[0].num_ctas <= HOPPER.sm_count * spec.ctas_per_sm
     assert any("splits of the keys" in reason for reason in launches.selection.why)
 
 
@@ -280,7 +280,8 @@ def test_others_are_not(extents: tuple[int, ...]) -> None:
     for right in (-1, 0):
         p = problem_of(b, sq, sk, hq, hk, d=128, right=right, dtype="bfloat16")
         assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
-        assert [r.spec.op for r in plan_attention(p, HOPPER, None).records] == ["attention"]
+        # The last round of tiles may be split (test_launch_tail.py).
+        assert plan_attention(p, HOPPER, None).records[0].spec.op == "attention"
 
 
 @pytest.mark.parametrize(

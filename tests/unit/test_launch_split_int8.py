@@ -326,7 +326,7 @@ def test_others_are_not(extents: tuple[int, ...]) -> None:
     for lse in (False, True):
         p = few(extents, lse=lse)
         assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
-        assert plan_attention(p, HOPPER, None).records[-1].spec.op == "attention"
+        assert any(r.spec.op == "attention" for r in plan_attention(p, HOPPER, None).records)
 
 
 def test_short_calls_are_not() -> None:

@@ -13,6 +13,8 @@ from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 #: What can be timed, beside what: ``"exact"`` has only itself.
 PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4", "fp8")
 
+#: Of kernels that attend, or merge what others of them leave.
+_ATTENTION = ("attention", "attention_split", "attention_combine", "attention_combine_lse")
 _ERROR_LIMITS = {"int8": QUANTIZED_ERROR, "int4": INT4_ERROR, "fp8": QUANTIZED_ERROR}
 #: Of V where a contender has one, in standard deviations. Bf16 keeps the results, a hundredth of it, to a tenth.
 MEAN = 0.5
@@ -153,7 +155,7 @@ class PartAlone:
         self._alone = [
             launch
             for launch, record in zip(program.launches, launches.records, strict=True)
-            if (record.spec is launches.selection.spec) == (self._part == "kernel")
+            if (record.spec.op in _ATTENTION) == (self._part == "kernel")
         ]
         num_bytes = launches.workspace_bytes + WORKSPACE_ALIGNMENT
         workspace = self._torch.empty(num_bytes, dtype=self._torch.uint8, device=q.device)

@@ -49,6 +49,21 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas:
     return tile_order.head_by_head(heads, blocks)
 
 
+def ctas_of(problem: AttentionProblem, spec: KernelSpec, tiles: tile_order.TileList, target: Target) -> int:
+    """How many CTAs share ``tiles``."""
+    most = target.sm_count * spec.ctas_per_sm
+    whole = problem.window_left == problem.window_right == UNLIMITED
+    if whole and not problem.varlen and spec.ctas_per_sm == 1 and not problem.score_mods:
+        groups = spec.block_m // _GROUP_ROWS
+        # What a tile takes of a whole one's time where some warpgroups have no rows (docs/performance/tail.md).
+        last = -(-((problem.seqlen_q - 1) % spec.block_m + 1) // _GROUP_ROWS) / groups
+        blocks = -(-problem.seqlen_q // spec.block_m)
+        if tiles.num_items == problem.batch * problem.num_q_heads * blocks:
+            lengths = [1.0] * (blocks - 1) + [0.5 + 0.5 * last]
+            most = tile_order.even_ctas(problem.batch * problem.num_q_heads, lengths, most)
+    return min(tiles.num_items, most)
+
+
 def tile_values(tiles: tile_order.TileList) -> dict[str, object]:
     """The member ``tiles``."""
     return member("tiles", asdict(tiles))
@@ -72,9 +87,16 @@ def operand_map(
 
 
 def build(
-    spec: KernelSpec, problem: AttentionProblem, target: Target, masks: MaskPlaces | None = None
+    spec: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    masks: MaskPlaces | None = None,
+    first_tiles: int | None = None,
 ) -> tuple[LaunchRecord, ...]:
-    """The launch of a call; none where there is no query. masks: what was made of the mask."""
+    """The launch of a call; none where there is no query.
+
+    masks: what was made of the mask. first_tiles: how many tiles of queries, head by head; None: all, in their order.
+    """
     blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
     heads = batch * problem.num_q_heads
     if blocks * heads == 0:
@@ -82,7 +104,7 @@ def build(
     s = problem.strides
     assert s is not None
     num_ctas = target.sm_count * spec.ctas_per_sm
-    tiles = tiles_of(problem, spec, blocks, num_ctas)
+    tiles = tiles_of(problem, spec, blocks, num_ctas) if first_tiles is None else tile_order.first(first_tiles)
     q = operand_map(
         "q", problem.dtype, (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim), s.q, spec.block_m
     )
@@ -101,7 +123,7 @@ def build(
     if problem.score_mod is not None:
         layout = ATTN_FWD_MOD_SM90
         values |= member("arrays", array_values(problem.score_mod))
-    grid = (min(tiles.num_items, num_ctas), 1, 1)
+    grid = (ctas_of(problem, spec, tiles, target), 1, 1)
     # Kernels that visit all tiles wait by themselves for the one that packs the mask, if it has anything to pack.
     overlap = masks is not None and "lists" in spec.lacks and problem.seqlen_k > 0
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=overlap),)

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 from ..problems import AttentionProblem, Target
 from ..problems.memory import WORKSPACE_ALIGNMENT
-from ..problems.split import KeySplit
+from ..problems.split import KeySplit, is_final
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
@@ -45,8 +45,7 @@ def workspace(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
     With an LSE of quantized operands another array like that follows, and is counted (it is left empty where v has a
     factor for each 128 rows).
     """
-    heads, rows = _extents(problem, split)
-    results = (1 if problem.varlen else problem.batch) * heads * rows * split.num_splits
+    results = _merged_rows(problem, split) * split.num_splits
     ml = -(-4 * results * problem.head_dim_v // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return ml, ml + 8 * results * (2 if problem.precision.quantized and problem.lse else 1)
 
@@ -61,7 +60,7 @@ def combine_threads(columns: int, num_splits: int) -> int:
 
 def build(
     spec: KernelSpec,
-    combine: KernelSpec,
+    combine: KernelSpec | None,
     problem: AttentionProblem,
     target: Target,
     split: KeySplit,
@@ -71,11 +70,19 @@ def build(
 ) -> tuple[tuple[LaunchRecord, ...], int]:
     """The launches of a call, and where their workspace ends.
 
-    masks: what was made of the mask, where attention does not read it itself. begin: where the memory of partial
-    results begins. places: of quantized operands.
+    combine: None where one split leaves nothing to merge. masks: what was made of the mask, where attention does not
+    read it itself. begin: where the memory of partial results begins. places: of quantized operands.
     """
+    if combine is None:
+        nothing: dict[str, At | None] = {"partial_o": None, "partial_ml": None}
+        if spec.arch_specific:
+            return _main_sm90(spec, problem, target, split, nothing, masks), begin
+        return _main_sm80(spec, problem, split, nothing, masks), begin
     ml_at, num_bytes = workspace(problem, split)
-    partial = {"partial_o": At("workspace", begin), "partial_ml": At("workspace", begin + ml_at)}
+    partial: dict[str, At | None] = {
+        "partial_o": At("workspace", begin),
+        "partial_ml": At("workspace", begin + ml_at),
+    }
     of_lse: At | None = None
     if places is not None:
         # With factors of v the LSE is of the same sums as O.
@@ -94,7 +101,7 @@ def _main_sm90(
     problem: AttentionProblem,
     target: Target,
     split: KeySplit,
-    partial: dict[str, At],
+    partial: dict[str, At | None],
     masks: MaskPlaces | None,
 ) -> tuple[LaunchRecord, ...]:
     p, s = problem, problem.strides
@@ -123,7 +130,7 @@ def _main_sm90(
     if p.score_mod is not None:
         layout = ATTN_FWD_SPLIT_MOD_SM90
         values |= member("arrays", array_values(p.score_mod))
-    grid = (min(tiles.num_items, target.sm_count), 1, 1)
+    grid = (min(tiles.num_items, target.sm_count * spec.ctas_per_sm), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
@@ -168,31 +175,47 @@ def _main_int8(
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
+def _merged_rows(problem: AttentionProblem, split: KeySplit) -> int:
+    """Rows that have partial results, of all heads; of a tail those that no head has, too."""
+    if split.tail is not None:
+        return split.tail.num_tiles * split.tail.rows
+    heads, rows = _extents(problem, split)
+    return (1 if problem.varlen else problem.batch) * heads * rows
+
+
 def _extents(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
     """What a kernel takes for heads, and for the queries of each."""
     return problem.num_q_heads // split.shared.heads, problem.seqlen_q * split.shared.pack
 
 
 def _packed(problem: AttentionProblem, split: KeySplit) -> AttentionProblem:
-    """The problem that a kernel is told. It writes neither o nor the LSE."""
+    """The problem that a kernel is told. It writes o and the LSE where there is one split, and minds sinks then."""
     heads, rows = _extents(problem, split)
-    return replace(problem, seqlen_q=rows, num_q_heads=heads, lse=False, sinks="none")
+    told = replace(problem, seqlen_q=rows, num_q_heads=heads)
+    return told if is_final(problem, split.num_splits) else replace(told, lse=False, sinks="none")
 
 
 def _tiles(problem: AttentionProblem, split: KeySplit) -> tile_order.TileList:
+    if split.tail is not None:
+        return tile_order.head_by_head(split.num_splits, split.tail.num_tiles)
     heads, _ = _extents(problem, split)
     return tile_order.head_by_head(problem.batch * heads, split.blocks * split.num_splits)
 
 
 def _tile_values(tiles: tile_order.TileList, problem: AttentionProblem, split: KeySplit) -> dict[str, object]:
     """The member ``tiles``."""
-    heads, pack = split.shared
+    (heads, pack), tail = split.shared, split.tail
     own = {"num_splits": split.num_splits, "pack": pack, "num_queries": problem.seqlen_q, "pack_heads": heads}
-    return member("tiles", asdict(tiles) | own)
+    few = (0, 0) if tail is None else (tail.num_tiles, tail.first_tile)
+    return member("tiles", asdict(tiles) | own | dict(zip(("num_tiles", "first_tile"), few, strict=True)))
 
 
 def _main_sm80(
-    spec: KernelSpec, problem: AttentionProblem, split: KeySplit, partial: dict[str, At], masks: MaskPlaces | None
+    spec: KernelSpec,
+    problem: AttentionProblem,
+    split: KeySplit,
+    partial: dict[str, At | None],
+    masks: MaskPlaces | None,
 ) -> tuple[LaunchRecord, ...]:
     """A CTA a tile and split. Partial results in place of o and the LSE, before the sink."""
     told, (rows, keys) = _packed(problem, split), problem.mask_extent
@@ -218,8 +241,14 @@ def _merge(
     """The second launch. Rows of packed sequences are those of one batch."""
     p, s = problem, problem.strides
     assert s is not None
-    heads, rows = _extents(p, split)
-    columns = (1 if p.varlen else p.batch) * heads * rows * p.head_dim_v // _WIDTH
+    (heads, rows), tail = _extents(p, split), split.tail
+    columns = _merged_rows(p, split) * p.head_dim_v // _WIDTH
+    of_tail = {"tile_rows": 0, "first_tile": 0, "blocks": 0, "num_queries": 0}
+    if tail is not None:
+        rows = tail.num_tiles * tail.rows
+        of_tail = {
+            "tile_rows": tail.rows, "first_tile": tail.first_tile, "blocks": split.blocks, "num_queries": p.seqlen_q
+        }  # fmt: skip
     threads = combine_threads(columns, split.num_splits)
     values = {
         **partial,
@@ -238,6 +267,7 @@ def _merge(
         "threads_log2": threads.bit_length() - 1,
         "sinks_kind": SINKS_KINDS[p.sinks],
         "pack_heads": split.shared.heads,
+        **of_tail,
         "zero": 0,
     }
     return LaunchRecord(

@@ -6,8 +6,9 @@ from ..problems import AttentionProblem, Target
 from ..problems.quantize import Strides3
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
+from . import tile_order
 from .attn_fwd import forward_values, num_m_blocks
-from .attn_fwd_sm90 import mapped, tile_values, tiles_of
+from .attn_fwd_sm90 import ctas_of, mapped, tile_values, tiles_of
 from .attn_int8 import OperandPlaces
 from .masks import MaskPlaces
 from .score_forms import bias_map, form_values
@@ -63,10 +64,11 @@ def build(
     target: Target,
     places: OperandPlaces,
     masks: MaskPlaces | None = None,
+    first_tiles: int | None = None,
 ) -> tuple[LaunchRecord, ...]:
     """The launch of a call; of its strides those of o, LSE and mask are used. None where there is no query.
 
-    masks: what was made of the mask.
+    masks: what was made of the mask. first_tiles: how many tiles of queries, head by head; None: all, in their order.
     """
     blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
     if blocks * batch * problem.num_q_heads == 0:
@@ -81,7 +83,7 @@ def build(
     k = v = q  # without keys nothing is copied, but a map of zero rows cannot be made
     if problem.seqlen_k:
         k, v = key_maps(spec, problem, places, batch)
-    tiles = tiles_of(problem, spec, blocks, target.sm_count)
+    tiles = tiles_of(problem, spec, blocks, target.sm_count) if first_tiles is None else tile_order.first(first_tiles)
     forward = forward_values(
         problem, blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts
     )  # q, k, v and their strides are not used
@@ -95,7 +97,7 @@ def build(
     if factors:
         values |= member("factors", places.value_factors())
     layout = _LAYOUTS[forms, factors]
-    grid = (min(tiles.num_items, target.sm_count), 1, 1)
+    grid = (ctas_of(problem, spec, tiles, target), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 

@@ -111,7 +111,7 @@ TILE_LIST = HostStruct("TileList", "params/attn_fwd.cuh", "I num_items num_pairs
 SPLIT_TILE_LIST = HostStruct(
     "SplitTileList",
     "params/attn_fwd.cuh",
-    "I num_items num_pairs num_tail_heads lead_rows; i num_splits pack num_queries pack_heads",
+    "I num_items num_pairs num_tail_heads lead_rows; i num_splits pack num_queries pack_heads;I num_tiles first_tile",
 )
 
 ATTN_FWD = HostStruct(
@@ -136,14 +136,15 @@ ATTN_FWD_SPLIT_SM90 = HostStruct(
     "AttnFwdSplitSm90Params",
     "params/attn_fwd.cuh",
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {SPLIT_TILE_LIST.inside('tiles')}; P partial_o partial_ml",
-    tail=48,
+    tail=40,
 )
 
 ATTN_COMBINE = HostStruct(
     "AttnCombineParams",
     "params/attn_combine.cuh",
     "P partial_o partial_ml o lse sinks; q o_stride_b o_stride_s o_stride_h lse_stride_b lse_stride_h;"
-    "i num_columns num_splits heads rows pack head_dim threads_log2 sinks_kind; P partial_lse; i pack_heads zero",
+    "i num_columns num_splits heads rows pack head_dim threads_log2 sinks_kind; P partial_lse;"
+    "i pack_heads tile_rows first_tile blocks num_queries zero",
 )
 
 SCORE_FORMS = HostStruct(
@@ -185,7 +186,7 @@ ATTN_FWD_SPLIT_FORMS_SM90 = HostStruct(
     "params/attn_fwd.cuh",
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {SPLIT_TILE_LIST.inside('tiles')};"
     f"{SCORE_FORMS.inside('forms')}; P partial_o partial_ml",
-    tail=56,
+    tail=48,
 )
 
 ATTN_BWD = HostStruct(
@@ -243,7 +244,7 @@ ATTN_FWD_SPLIT_MOD_SM90 = HostStruct(
     "params/score_mod.cuh",
     f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {SPLIT_TILE_LIST.inside('tiles')};"
     f"{SCORE_FORMS.inside('forms')}; {SCORE_MOD_ARRAYS.inside('arrays')}; P partial_o partial_ml",
-    tail=56,
+    tail=48,
 )
 
 ATTN_BWD_MOD = HostStruct(
@@ -286,6 +287,7 @@ ATTN_INT8_SPLIT_SM90 = HostStruct(
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{SPLIT_TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')};"
     "P partial_o partial_ml partial_lse",
+    tail=56,
 )
 
 ATTN_INT8_FORMS_SM90 = HostStruct(
@@ -321,7 +323,7 @@ ATTN_FP8_SPLIT_FACTORS_SM90 = HostStruct(
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{SPLIT_TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')};"
     f"P partial_o partial_ml; {VALUE_FACTORS.inside('factors')}",
-    tail=40,
+    tail=32,
 )
 
 ATTN_FP8_FORMS_FACTORS_SM90 = HostStruct(

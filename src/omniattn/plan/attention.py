@@ -41,6 +41,7 @@ from ..select import (
     select_masks,
     select_quantizer,
     select_split,
+    select_tail,
     select_tile_kinds,
 )
 from .engine import Launches
@@ -73,27 +74,53 @@ def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launc
             return _quantize_first(split.main, problem, target, force, split)
         places = attn_int8.given(problem.operands)
         records, end = _split_quantized(split, problem, target, places, 0)
-        return Launches(split.main, records, end, (split.combine,))
+        return Launches(split.main, records, end, split.merging)
     if split is not None:
         main = _with_score_mod(split.main, problem)
-        chosen = main.spec, split.combine.spec
+        chosen = main.spec, None if split.combine is None else split.combine.spec
         mask = _prepare_mask(split.main.spec, problem, target, force, 0, split.split.shared)
         of_mask = mask.places[0] if mask.places else None
         records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end))
-        return Launches(main, (*mask.records, *records), end, (*mask.others, split.combine))
+        return Launches(main, (*mask.records, *records), end, (*mask.others, *split.merging))
     spec = selection.spec
     if problem.descales is not None:
         return _lay_out_first(selection, problem, target, force)
-    if not spec.quantized:
-        mask = _prepare_mask(spec, problem, target, force, 0)
-        records = _BUILDERS[spec.family](spec, problem, target, *mask.places)
-        return Launches(selection, (*mask.records, *records), mask.end, mask.others)
-    if problem.operands is not None:
-        mask = _prepare_mask(spec, problem, target, force, 0)
-        places = attn_int8.given(problem.operands)
-        records = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
-        return Launches(selection, (*mask.records, *records), mask.end, mask.others)
-    return _quantize_first(selection, problem, target, force)
+    if spec.quantized and problem.operands is None:
+        return _quantize_first(selection, problem, target, force)
+    mask = _prepare_mask(spec, problem, target, force, 0)
+    given = None if problem.operands is None else attn_int8.given(problem.operands)
+    own = _attend(selection, problem, target, force, mask, given)
+    return Launches(own.selection, (*mask.records, *own.records), own.workspace_bytes, (*mask.others, *own.others))
+
+
+def _attend(
+    selection: Selection,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    mask: _PreparedMask,
+    places: OperandPlaces | None = None,
+) -> Launches:
+    """Attention's own launches, behind what it needs, and where their memory ends; 0: there is none.
+
+    places: of quantized operands.
+    """
+    spec = selection.spec
+    given = () if places is None else (places,)
+    build = _BUILDERS[spec.family] if places is None else _QUANTIZED_BUILDERS[spec.grouping]
+    tail = select_tail(problem, target, selection, force)
+    if tail is None or tail.split.tail is None:
+        return Launches(selection, build(spec, problem, target, *given, *mask.places), mask.end if mask.places else 0)
+    first = tail.split.tail.first_tile
+    if places is None:
+        records = attn_fwd_sm90.build(spec, problem, target, first_tiles=first)
+    else:
+        records = attn_int8_sm90.build(spec, problem, target, places, first_tiles=first)
+    chosen = tail.main.spec, None if tail.combine is None else tail.combine.spec
+    begin = _aligned(mask.end)
+    more, end = attn_fwd_split.build(*chosen, problem, target, tail.split, begin=begin, places=places)
+    why = (*selection.why, *tail.main.why)
+    return Launches(Selection(spec, why), (*records, *more), end, (tail.main, *tail.merging))
 
 
 def _with_score_mod(selection: Selection, problem: AttentionProblem) -> Selection:
@@ -182,7 +209,7 @@ def _split_quantized(
     split: SplitSelection, problem: AttentionProblem, target: Target, places: OperandPlaces, begin: int
 ) -> tuple[tuple[LaunchRecord, ...], int]:
     """begin: where the memory of partial results begins. And where it ends."""
-    chosen = split.main.spec, split.combine.spec
+    chosen = split.main.spec, None if split.combine is None else split.combine.spec
     return attn_fwd_split.build(*chosen, problem, target, split.split, begin=begin, places=places)
 
 
@@ -230,13 +257,12 @@ def _quantize_first(
     if split is not None:
         places = attn_int8.own(quantized, at, starts)
         records, end = _split_quantized(split, problem, target, places, _aligned(end))
-        return Launches(selection, (*made, *records), end, (*dict.fromkeys(quantizers), *of_delta, split.combine))
+        return Launches(selection, (*made, *records), end, (*dict.fromkeys(quantizers), *of_delta, *split.merging))
     mask = _prepare_mask(spec, problem, target, force, _aligned(end))
-    places = attn_int8.own(quantized, at, starts)
-    attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
-    records = (*mask.records, *made) if attention else ()
-    others = (*dict.fromkeys(quantizers), *of_delta, *mask.others)
-    return Launches(selection, (*records, *attention), mask.end if mask.places else end, others)
+    own = _attend(selection, problem, target, force, mask, attn_int8.own(quantized, at, starts))
+    records = (*mask.records, *made) if own.records else ()
+    others = (*dict.fromkeys(quantizers), *of_delta, *mask.others, *own.others)
+    return Launches(own.selection, (*records, *own.records), own.workspace_bytes or end, others)
 
 
 def _lay_out_first(
@@ -258,12 +284,12 @@ def _lay_out_first(
     if split is not None:
         places = attn_int8.in_e4m3(problem, whole, at)
         split_records, end = _split_quantized(split, problem, target, places, _aligned(end))
-        return Launches(selection, (*made, *split_records), end, (layout, split.combine))
+        return Launches(selection, (*made, *split_records), end, (layout, *split.merging))
     mask = _prepare_mask(spec, problem, target, force, _aligned(end))
-    places = attn_int8.in_e4m3(problem, whole, at)
-    attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
-    records = (*mask.records, *made) if attention else ()
-    return Launches(selection, (*records, *attention), mask.end if mask.places else end, (layout, *mask.others))
+    own = _attend(selection, problem, target, force, mask, attn_int8.in_e4m3(problem, whole, at))
+    records = (*mask.records, *made) if own.records else ()
+    others = (layout, *mask.others, *own.others)
+    return Launches(own.selection, (*records, *own.records), own.workspace_bytes or end, others)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -29,6 +29,22 @@ ONE_HEAD = SharedRows(1, 1)
 
 
 @dataclass(frozen=True)
+class TileTail:
+    """The last tiles of a persistent kernel's list, in the order of head by head, which would be a round of their own.
+
+    Attributes
+    ----------
+    first_tile, num_tiles : int
+    rows : int
+        Of a tile.
+    """
+
+    first_tile: int
+    num_tiles: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class KeySplit:
     """A split of the keys.
 
@@ -39,11 +55,19 @@ class KeySplit:
         Parts that the keys of a tile are divided into.
     blocks : int
         Tiles of rows of the heads that share them.
+    tail : TileTail, optional
+        The tiles that are split, where others are not; one head a tile.
     """
 
     shared: SharedRows
     num_splits: int
     blocks: int
+    tail: TileTail | None = None
+
+
+def is_final(problem: AttentionProblem, num_splits: int) -> bool:
+    """Whether the kernel that attends writes o and the LSE: one split leaves nothing to merge. Not on 8 bits."""
+    return num_splits == 1 and not problem.precision.quantized
 
 
 def tiles_of_group(problem: AttentionProblem, block_m: int, shared: SharedRows) -> int:

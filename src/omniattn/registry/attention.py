@@ -234,6 +234,9 @@ _FWD_SM90_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(128, 3, 64, 3),
     _FwdSm90Tile(192, 2, 64, 3),
     _FwdSm90Tile(256, 2, 64),
+    # Up to 64 rows. Several CTAs an SM: one loads while the other is between two tiles.
+    _FwdSm90Tile(64, 1, 64, 3, 2, ctas_per_sm=3),
+    _FwdSm90Tile(128, 1, 64, 3, 1, ctas_per_sm=2),
 )
 
 

@@ -10,6 +10,7 @@ from .choice import Selection
 from .masks import select_mask_align, select_masks, select_tile_kinds
 from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
 from .split import SplitSelection, select_split
+from .tail import select_tail
 
 __all__ = [
     "PV_CHOICES",
@@ -33,5 +34,6 @@ __all__ = [
     "select_parts",
     "select_quantizer",
     "select_split",
+    "select_tail",
     "select_tile_kinds",
 ]

@@ -14,6 +14,7 @@ from ..problems.split import (
     ONE_HEAD,
     KeySplit,
     SharedRows,
+    is_final,
     shared_rows,
     shared_rows_on_mma_sync,
     shared_rows_with_scores,
@@ -25,7 +26,7 @@ from .advice import advise
 from .attention import COPY_RATIO, unfit_call
 from .choice import RowsOf, Selection, forced, the_one, unfit_target
 
-_ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
+ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
 #: A step's softmax and waiting, per key of its tile; what two or more warpgroups wait for each other, per key.
 _CHAIN_US, _MEET_US = 0.0044, 0.0016
 #: Products of 64 rows, one key and one channel, both of them: 64 * 4 operations at an SM's share of 934 TFLOP/s.
@@ -42,7 +43,7 @@ _FLOPS, _INT8_FLOPS, _MEMORY, _L2 = 800e6, 1150e6, 4.3e6, 6.0e6
 #: What one SM gets of the memory's rate, in shares of an SM; with tiles of half the bytes.
 _SM_SHARE, _INT8_SM_SHARE = 1.25, 1.0
 #: To begin and end a tile; a launch; the second launch; partial results, written and read.
-_ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
+ITEM_US, LAUNCH_US, COMBINE_US, PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
 #: What a split has to gain by the model: it is no better than a tenth. On mma.sync it was measured for many keys only.
 _GAIN, _SYNC_GAIN = 0.9, 0.8
 #: The fewest keys of 8 bits: shorter calls have not been measured.
@@ -65,14 +66,21 @@ class SplitSelection:
 
     Attributes
     ----------
-    main, combine : Selection
-        The kernel that attends, and the one that merges its results.
+    main : Selection
+        The kernel that attends.
+    combine : Selection, optional
+        The one that merges its results; None where there is nothing to merge.
     split : KeySplit
     """
 
     main: Selection
-    combine: Selection
+    combine: Selection | None
     split: KeySplit
+
+    @property
+    def merging(self) -> tuple[Selection, ...]:
+        """The kernels behind the one that attends."""
+        return () if self.combine is None else (self.combine,)
 
 
 def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
@@ -99,7 +107,8 @@ class _Walk:
     """What a kernel does with a problem, however its keys are split: tiles of queries, and the keys of each."""
 
     def __init__(self, problem: AttentionProblem, spec: KernelSpec, shared: SharedRows, sm_count: int) -> None:
-        p, self.sm_count, self.ctas = problem, sm_count, sm_count * spec.ctas_per_sm
+        p = self.problem = problem
+        self.sm_count, self.ctas = sm_count, sm_count * spec.ctas_per_sm
         self.tiles = tile_keys(p, spec.block_m, spec.block_n, shared.pack)
         self.sm_share = _INT8_SM_SHARE if spec.quantized else _SM_SHARE
         self.rows, self.heads = p.seqlen_q * shared.pack, p.batch * p.num_q_heads // shared.heads
@@ -112,7 +121,7 @@ class _Walk:
         self.memory = p.batch * p.num_kv_heads * seen * key_bytes / _MEMORY
         flops = _INT8_FLOPS if spec.quantized else _FLOPS
         self.floor = max((p.flops or 0) / flops, steps * spec.block_n * key_bytes / _L2)
-        self.partial = 2 * 4 * self.heads * self.rows * (p.head_dim_v + 2) / _PARTIAL_BYTES
+        self.partial = 2 * 4 * self.heads * self.rows * (p.head_dim_v + 2) / PARTIAL_BYTES
 
     def _time(self, splits: int, steps: float) -> float:
         """Of ``steps`` one after the other on the busiest SM."""
@@ -121,8 +130,8 @@ class _Walk:
         # A few SMs do not get all of the memory's rate.
         share = min(self.sm_share * items / self.sm_count, 1.0)
         return (
-            _LAUNCH_US
-            + self._rounds(splits) * _ITEM_US
+            LAUNCH_US
+            + self._rounds(splits) * ITEM_US
             + max(steps * self.steps[ctas - 1], self.floor, self.memory / max(share, 1e-9))
         )
 
@@ -131,9 +140,10 @@ class _Walk:
         return -(-self.heads * len(self.tiles) * splits // self.ctas)
 
     def split_us(self, splits: int) -> float:
-        """Time of both kernels of a split."""
+        """Time of a split, the kernel that merges it included."""
         steps = self._rounds(splits) * -(-self.longest // splits)
-        return self._time(splits, steps) + _COMBINE_US + splits * self.partial
+        merge = 0.0 if is_final(self.problem, splits) else COMBINE_US + splits * self.partial
+        return self._time(splits, steps) + merge
 
     def whole_us(self) -> float:
         """Time of a kernel that has all keys of a tile in one CTA."""
@@ -150,7 +160,7 @@ def unsplit_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> f
 
 
 def split_us(problem: AttentionProblem, spec: KernelSpec, split: KeySplit, target: Target) -> float:
-    """Time of ``spec`` and of the kernel behind it."""
+    """Time of ``spec`` and of the kernel behind it, if there is one."""
     return _Walk(problem, spec, split.shared, target.sm_count).split_us(split.num_splits)
 
 
@@ -202,7 +212,7 @@ def _unfit_problem(problem: AttentionProblem) -> str | None:
     return None
 
 
-def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
+def unfit_split(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
     if (reason := _unfit_problem(problem)) is not None:
         return reason
     if spec.dtype != problem.dtype:
@@ -252,7 +262,7 @@ def select_split(
     ArgumentError
         ``force`` names a kernel that cannot serve the call.
     """
-    chosen = forced(force, ("attention_split",), lambda spec: _unfit(spec, problem, target))
+    chosen = forced(force, ("attention_split",), lambda spec: unfit_split(spec, problem, target))
     if chosen is None:
         named = force.split(",") if force else ()
         if named and any(spec.name in named for spec in REGISTRY if spec.op == "attention"):
@@ -265,8 +275,8 @@ def select_split(
             return None
         if p.precision.quantized and p.seqlen_k < _INT8_KEYS:
             return None
-    rows = _ROWS(REGISTRY, ("attention_split", problem.dtype)) if chosen is None else (chosen.spec,)
-    fitting = [spec for spec in rows if _unfit(spec, problem, target) is None]
+    rows = ROWS(REGISTRY, ("attention_split", problem.dtype)) if chosen is None else (chosen.spec,)
+    fitting = [spec for spec in rows if unfit_split(spec, problem, target) is None]
     typical = _of_equal_lengths(problem)
     if chosen is None:
         # Where the kernel of every GPU was chosen, or forced, so it is here.
@@ -333,7 +343,14 @@ def select_split(
         ),
         *([advice] if advice is not None else []),
     )
+    if is_final(problem, split.num_splits):
+        return SplitSelection(Selection(spec, why), None, split)
+    return SplitSelection(Selection(spec, why), combine_of(spec, problem, target, force), split)
+
+
+def combine_of(spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None) -> Selection:
+    """The kernel that merges what the splits of ``spec`` leave."""
     own_lse = spec.quantized and problem.lse and "value_factors" not in spec.features
     merges = "attention_combine_lse" if own_lse else "attention_combine"
-    (combine,) = _ROWS(REGISTRY, (merges, problem.dtype))
-    return SplitSelection(Selection(spec, why), the_one(combine, "merges the splits' results", target, force), split)
+    (combine,) = ROWS(REGISTRY, (merges, problem.dtype))
+    return the_one(combine, "merges the splits' results", target, force)

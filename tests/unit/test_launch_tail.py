@@ -1,0 +1,155 @@
+"""Tiles that do not fill a round, whose keys are split, without a GPU: what is launched for them, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import omniattn as oa
+from omniattn.launch import tile_order
+from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_INT8_SPLIT_SM90
+from omniattn.plan.attention import plan_attention
+from omniattn.problems import AttentionProblem
+from omniattn.select import select_attention, select_split, select_tail
+from tests.unit.launch_fakes import fields_of_record
+from tests.unit.test_launch_split import AMPERE, HOPPER, items_of, problem_of
+
+#: Calls with a tail: (batch, heads, kv heads, queries, keys, head_dim).
+TAILS = [
+    (1, 16, 16, 16384, 16384, 128), (1, 24, 8, 4608, 4608, 128), (5, 12, 4, 2300, 9000, 128),
+    (1, 18, 18, 4096, 6000, 256), (1, 20, 20, 3000, 8000, 192),
+]  # fmt: skip
+
+
+def long(extents: tuple[int, ...], **changes: Any) -> AttentionProblem:
+    b, hq, hk, sq, sk, d = extents
+    return problem_of(b, sq, sk, hq, hk, d=d, **{"dtype": "bfloat16", "lse": False, **changes})
+
+
+@pytest.mark.parametrize("extents", TAILS)
+@pytest.mark.parametrize("precision", ["exact", "int8", "fp8"])
+def test_every_tile_is_attended_and_merged_once(extents: tuple[int, ...], precision: str) -> None:
+    low = {"int8": {"precision": oa.Int8().precision}, "fp8": {"precision": oa.Fp8().precision}}
+    p = long(extents, lse=precision == "exact", **low.get(precision, {}))
+    plan = plan_attention(p, HOPPER, None)
+    main, split, merge = plan.records[-3:]
+    assert [r.spec.op for r in (main, split, merge)] == ["attention", "attention_split", "attention_combine"]
+    assert plan.selection.spec is main.spec
+    assert split.spec.block_m == main.spec.block_m
+    assert (split.overlap, merge.overlap) == (False, True)
+    assert any("do not fill a round" in reason for reason in plan.selection.why)
+    assert {split.spec, merge.spec} <= {x.spec for x in plan.others}
+    f = fields_of_record(split, ATTN_FWD_SPLIT_SM90 if precision == "exact" else ATTN_INT8_SPLIT_SM90)
+    m, rows = fields_of_record(merge, ATTN_COMBINE), split.spec.block_m
+    heads, blocks = p.batch * p.num_q_heads, -(-p.seqlen_q // rows)
+    tiles, first, splits = (f[f"tiles.{name}"] for name in ("num_tiles", "first_tile", "num_splits"))
+    # Whole rounds of the other kernel, which takes a head's last tile first.
+    if precision == "exact":
+        assert fields_of_record(main, ATTN_FWD_SM90)["tiles.num_items"] == first
+    assert main.grid == (HOPPER.sm_count, 1, 1)
+    assert first % HOPPER.sm_count == 0
+    assert first + tiles == heads * blocks
+    assert (f["tiles.pack"], f["fwd.num_q_heads"], f["fwd.seqlen_q"]) == (1, p.num_q_heads, p.seqlen_q)
+    # SplitTiles::next and first_partial_row of split_tiles.cuh.
+    written = {}
+    for item in items_of(f, split.grid[0]):
+        s, rest = divmod(item, tiles)
+        tile = first + tiles - 1 - rest
+        head, block = tile // blocks, blocks - 1 - tile % blocks
+        place = (head + 1) * blocks - 1 - block
+        partial = (s * tiles + place - first) * rows - block * rows
+        for row in range(block * rows, min((block + 1) * rows, p.seqlen_q)):
+            written[s, head, row] = partial + row
+    assert len(written) == len(set(written.values()))
+    assert {(head, row // rows) for _, head, row in written} == {
+        (tile // blocks, blocks - 1 - tile % blocks) for tile in range(first, heads * blocks)
+    }
+    # attn_combine_sm80.
+    assert (m["rows"], m["tile_rows"], m["first_tile"], m["blocks"]) == (tiles * rows, rows, first, blocks)
+    assert m["num_columns"] == tiles * rows * p.head_dim_v // 4
+    merged = {}
+    for at in range(m["rows"]):
+        tile = m["first_tile"] + at // rows
+        head, query = tile // blocks, (blocks - 1 - tile % blocks) * rows + at % rows
+        if query < m["num_queries"]:
+            merged.update({(s, head, query): s * m["rows"] + at for s in range(splits)})
+    assert merged == written
+    # Memory: partial O, then bases and denominators of the LSE's own where it has them.
+    assert max(written.values()) < splits * tiles * rows
+    assert m["partial_ml"].offset - m["partial_o"].offset >= 4 * splits * tiles * rows * p.head_dim_v
+    assert plan.workspace_bytes >= m["partial_ml"].offset + 8 * splits * tiles * rows
+
+
+def test_lse_of_quantized_operands() -> None:
+    plan = plan_attention(long(TAILS[0], precision=oa.Int8().precision, lse=True), HOPPER, None)
+    assert [r.spec.op for r in plan.records[-3:]] == ["attention", "attention_split", "attention_combine_lse"]
+    assert "lse" in plan.records[-2].spec.features
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"right": 0},
+        {"left": 4000, "right": 4000},
+        {"softcap": 30.0},
+        {"softmax_scale": -1.0},
+        {"mask": "bool"},
+        {"scratch": False},
+        {"precision": oa.Int8(smooth_q=True).precision},
+    ],
+    ids=str,
+)
+def test_calls_without_a_tail(changes: dict[str, Any]) -> None:
+    """Tiles of other calls differ in length, or no kernel splits their keys."""
+    p = long(TAILS[0])
+    right, left = changes.pop("right", -1), changes.pop("left", -1)
+    p = dataclasses.replace(p, window_left=left, window_right=right, **changes)
+    assert select_tail(p, HOPPER, select_attention(p, HOPPER)) is None
+
+
+def test_what_does_not_gain_is_not_split() -> None:
+    for extents in (
+        (1, 132, 132, 192, 4096, 128),  # one round
+        (3, 44, 44, 4096, 4096, 128),  # whole rounds
+        (64, 40, 40, 4096, 4096, 128),  # hundreds of them
+        (16, 16, 16, 1024, 1024, 128),  # a split costs more than it saves
+    ):
+        p = long(extents)
+        assert select_tail(p, HOPPER, select_attention(p, HOPPER)) is None
+    p = long(TAILS[0])
+    assert select_tail(p, AMPERE, select_attention(p, AMPERE)) is None
+
+
+def test_a_forced_kernel_has_all_tiles() -> None:
+    p = long(TAILS[0])
+    whole = select_attention(p, HOPPER)
+    assert select_split(p, HOPPER, whole) is None
+    assert select_tail(p, HOPPER, whole) is not None
+    name = whole.spec.name
+    assert [r.spec.name for r in plan_attention(p, HOPPER, name).records] == [name]
+    # A name of another operation is nothing to it.
+    assert len(plan_attention(p, HOPPER, "layout_fp8_sm80_d64").records) == 3
+
+
+@pytest.mark.parametrize("heads", [132, 256, 512])
+@pytest.mark.parametrize("last", [0.6, 0.75])
+def test_an_even_share_of_short_tiles(heads: int, last: float) -> None:
+    """Of six tiles a head every CTA of 132 takes the same ones; 131 take them in turn."""
+    lengths = [1.0] * 5 + [last]
+    ctas = tile_order.even_ctas(heads, lengths, 132)
+    tiles = tile_order.head_by_head(heads, 6)
+    before, after = (tile_order.makespan(tiles, heads, lengths, n) for n in (132, ctas))
+    assert 129 <= ctas <= 132
+    assert after <= before
+    assert ctas == 132 or after < 0.98 * before
+    assert tile_order.even_ctas(heads, [1.0] * 6, 132) == 132
+
+
+def test_short_sequences_are_shared_evenly() -> None:
+    p = long((16, 16, 16, 1024, 1024, 128), precision=oa.Int8().precision)
+    (main,) = (r for r in plan_attention(p, HOPPER, None).records if r.spec.op == "attention")
+    assert main.grid == (131, 1, 1)
+    assert np.prod(plan_attention(long((1, 4, 4, 192, 4096, 128)), HOPPER, None).records[0].grid) <= 132
