@@ -44,6 +44,8 @@ from ..select import (
     select_tail,
     select_tile_kinds,
 )
+from ..select.choice import forced
+from .binaries import has_binary, without_binary
 from .engine import Launches
 
 _BUILDERS = {"attn_fwd_sm80": attn_fwd.build, "attn_fwd_sm90": attn_fwd_sm90.build}
@@ -67,7 +69,22 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
 def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launches:
     selection = _with_score_mod(select_attention(problem, target, force), problem)
     split = select_split(problem, target, selection, force)
-    if split is not None and split.main.spec.quantized:
+    if split is None:
+        return _plan_unsplit(selection, problem, target, force)
+    launches = _plan_split(split, problem, target, force)
+    missing = without_binary(launches, target.cc)
+    # Forced kernels run, or raise.
+    if missing is None or forced(force, tuple({r.spec.op for r in launches.records}), lambda spec: None) is not None:
+        return launches
+    unsplit = _plan_unsplit(selection, problem, target, force)
+    if without_binary(unsplit, target.cc) is not None:
+        return launches
+    reason = f"keys are not split: {missing.name} is not prebuilt and cannot be compiled here"
+    return replace(unsplit, selection=Selection(selection.spec, (*selection.why, reason)))
+
+
+def _plan_split(split: SplitSelection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
+    if split.main.spec.quantized:
         if problem.descales is not None:
             return _lay_out_first(split.main, problem, target, force, split)
         if problem.operands is None:
@@ -75,13 +92,15 @@ def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launc
         places = attn_int8.given(problem.operands)
         records, end = _split_quantized(split, problem, target, places, 0)
         return Launches(split.main, records, end, split.merging)
-    if split is not None:
-        main = _with_score_mod(split.main, problem)
-        chosen = main.spec, None if split.combine is None else split.combine.spec
-        mask = _prepare_mask(split.main.spec, problem, target, force, 0, split.split.shared)
-        of_mask = mask.places[0] if mask.places else None
-        records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end))
-        return Launches(main, (*mask.records, *records), end, (*mask.others, *split.merging))
+    main = _with_score_mod(split.main, problem)
+    chosen = main.spec, None if split.combine is None else split.combine.spec
+    mask = _prepare_mask(split.main.spec, problem, target, force, 0, split.split.shared)
+    of_mask = mask.places[0] if mask.places else None
+    records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end))
+    return Launches(main, (*mask.records, *records), end, (*mask.others, *split.merging))
+
+
+def _plan_unsplit(selection: Selection, problem: AttentionProblem, target: Target, force: str | None) -> Launches:
     spec = selection.spec
     if problem.descales is not None:
         return _lay_out_first(selection, problem, target, force)
@@ -109,6 +128,9 @@ def _attend(
     given = () if places is None else (places,)
     build = _BUILDERS[spec.family] if places is None else _QUANTIZED_BUILDERS[spec.grouping]
     tail = select_tail(problem, target, selection, force)
+    if tail is not None and has_binary(spec, target.cc):
+        of_tail = tail.main, *tail.merging
+        tail = tail if all(has_binary(x.spec, target.cc) for x in of_tail) else None
     if tail is None or tail.split.tail is None:
         return Launches(selection, build(spec, problem, target, *given, *mask.places), mask.end if mask.places else 0)
     first = tail.split.tail.first_tile
