@@ -344,3 +344,16 @@ def test_explain_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (said.kernel, said.origin) == ("attn_fwd_sm80_fp16_d128_mods", "prebuilt")
     assert said.why[-1] == sentence
     assert f"- {sentence}\n" in str(said)
+
+
+def test_tails_need_their_kernels(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tiles go to the one kernel where those that split the last ones are missing."""
+    p = problem_of(1, 4608, 4608, 24, 24, d=128, dtype="bfloat16")
+    install(world)
+    no_compiler(monkeypatch, world)
+    assert ops(plan_attention(p, HOPPER, None)) == ["attention", "attention_split", "attention_combine"]
+    for missing in ("attention_split", "attention_combine"):
+        install(world, lambda spec, op=missing: spec.op != op)
+        launches = plan_attention(p, HOPPER, None)
+        assert ops(launches) == ["attention"]
+        assert not any("do not fill a round" in reason for reason in launches.selection.why)

@@ -1,0 +1,115 @@
+"""Tiles that do not fill a round, whose keys are split: beside all tiles in one kernel, and beside float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+
+from .test_few_queries_gpu import exact, tensors  # noqa: E402
+from .test_low_precision_split_gpu import FORCE, far, forced  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the Hopper kernel's"
+    ),
+]
+
+#: Calls with a tail: (batch, heads, (queries, keys), head_dim).
+CALLS = [
+    (1, (24, 24), (4608, 4608), 128),
+    (5, (12, 4), (2300, 9000), 128),
+    (1, (18, 18), (4096, 6001), 256),
+    (1, (20, 5), (3000, 8000), 192),
+    (1, (16, 4), (3333, 12000), 112),
+]
+#: Their e4m3 and int8 tiles are larger at head_dim 64.
+LOW_CALLS = [*CALLS[:2], (2, (10, 5), (4100, 4096), 64)]
+E4M3 = torch.float8_e4m3fn
+
+
+def is_split(*arrays: Any, **call: Any) -> bool:
+    return any("do not fill a round" in reason for reason in oa.explain(*arrays, **call).why)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_beside_all_tiles_in_one_kernel(call: tuple[Any, ...], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, heads, seqlens, head_dim = call
+    q, k, v = tensors(batch, heads, seqlens, head_dim, dtype)
+    sinks = torch.randn(heads[0], device="cuda")
+    for options in ({}, {"sinks": sinks}):
+        assert is_split(q, k, v, return_lse=True, **options)
+        row = oa.explain(q, k, v, return_lse=True, **options).kernel
+        o, lse = oa.attention(q, k, v, return_lse=True, **options)
+        assert torch.equal(oa.attention(q, k, v, **options), o)
+        whole, whole_lse = forced(monkeypatch, row, q, k, v, return_lse=True, **options)
+        monkeypatch.delenv(FORCE)
+        assert far(o, whole) <= 4e-3
+        assert bool(((lse - whole_lse).abs() <= 2e-5).all())
+        # Most tiles are computed by the same kernel as before.
+        assert torch.equal(o[:1, -64:, :1], whole[:1, -64:, :1])
+
+
+def test_beside_float64() -> None:
+    """The last heads, which the tail has rows of."""
+    q, k, v = tensors(2, (40, 40), (2304, 1500), 128, "bfloat16")
+    assert is_split(q, k, v, return_lse=True)
+    o, lse = oa.attention(q, k, v, return_lse=True)
+    want, want_lse = exact(q[-1:, :, -4:], k[-1:, :, -4:], v[-1:, :, -4:])
+    assert far(o[-1:, :, -4:], want) <= 4e-3
+    assert torch.allclose(lse[-1:, -4:].double(), want_lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("precision", ["int8", "fp8", "arrays", "operands"])
+@pytest.mark.parametrize("call", LOW_CALLS, ids=str)
+def test_low_precision(call: tuple[Any, ...], precision: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, heads, seqlens, head_dim = call
+    q, k, v = tensors(batch, heads, seqlens, head_dim, dtype)
+    v[..., :3] += 2.0
+    options: dict[str, Any] = {"precision": precision}
+    if precision == "arrays":
+        q, k, v = (x.to(E4M3) for x in (q, k, v))
+        options = {"out_dtype": getattr(torch, dtype)}
+    elif precision == "operands":
+        made = oa.quantize_qk(q, k, with_bias=True)
+        q, k, v, options = made.q, made.k, oa.quantize_v(v), {}
+    for lse in (False, True):
+        monkeypatch.delenv(FORCE, raising=False)
+        assert is_split(q, k, v, return_lse=lse, **options)
+        row = oa.explain(q, k, v, return_lse=lse, **options).kernel
+        found = oa.attention(q, k, v, return_lse=lse, **options)
+        whole = forced(monkeypatch, row, q, k, v, return_lse=lse, **options)
+        if lse:
+            assert bool(((found[1] - whole[1]).abs() <= 1e-3).all())
+            found, whole = found[0], whole[0]
+        assert far(found, whole) <= 0.02
+
+
+def test_a_graph_gives_the_same_bits() -> None:
+    q, k, v = tensors(1, (24, 24), (4608, 4608), 128, "bfloat16")
+    want = oa.attention(q, k, v)
+    out = torch.empty_like(want)
+    oa.attention(q, k, v, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        oa.attention(q, k, v, out=out)
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+def test_nan_in_the_tail_stays_in_its_row() -> None:
+    q, k, v = tensors(1, (24, 24), (4608, 4608), 128, "bfloat16")
+    q[0, 5, -1] = torch.nan
+    o = oa.attention(q, k, v)
+    assert o[0, 5, -1].isnan().all()
+    o[0, 5, -1] = 0
+    assert o.isfinite().all()
