@@ -429,6 +429,8 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             m2[r] = p_.sinks != nullptr || lacks != lacks ? base[r] : state.softmax.m2[r];
         }
         store_partial_rows(state.acc, m2, state.softmax.l, params_, t, warp_row, lane_);
+        if constexpr (Config::kForms && !Config::kFactors)
+            if (params_.partial_lse == nullptr) return;  // these kernels always have the sums
         if constexpr (Config::kLse && !Config::kFactors)
             store_partial_sums(base, state.lse_sum, params_.partial_lse, p_, t, warp_row, lane_);
     }

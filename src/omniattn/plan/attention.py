@@ -71,9 +71,7 @@ def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launc
             return _lay_out_first(split.main, problem, target, force, split)
         if problem.operands is None:
             return _quantize_first(split.main, problem, target, force, split)
-        places = attn_int8.given(problem.operands)
-        records, end = _split_quantized(split, problem, target, places, 0)
-        return Launches(split.main, records, end, (split.combine,))
+        return _split_quantized(split, problem, target, force, attn_int8.given(problem.operands), 0)
     if split is not None:
         main = _with_score_mod(split.main, problem)
         chosen = main.spec, split.combine.spec
@@ -179,11 +177,25 @@ def _prepare_mask(
 
 
 def _split_quantized(
-    split: SplitSelection, problem: AttentionProblem, target: Target, places: OperandPlaces, begin: int
-) -> tuple[tuple[LaunchRecord, ...], int]:
-    """begin: where the memory of partial results begins. And where it ends."""
-    chosen = split.main.spec, split.combine.spec
-    return attn_fwd_split.build(*chosen, problem, target, split.split, begin=begin, places=places)
+    split: SplitSelection,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    places: OperandPlaces,
+    begin: int,
+    made: tuple[LaunchRecord, ...] = (),
+    others: tuple[Selection, ...] = (),
+) -> Launches:
+    """begin: where the memory of masks and partial results begins. made, others: what makes the operands, and the
+    kernels of that.
+    """
+    spec = split.main.spec
+    mask = _prepare_mask(spec, problem, target, force, begin, split.split.shared)
+    of_mask = mask.places[0] if mask.places else None
+    records, end = attn_fwd_split.build(
+        spec, split.combine.spec, problem, target, split.split, of_mask, _aligned(mask.end), places
+    )
+    return Launches(split.main, (*mask.records, *made, *records), end, (*others, *mask.others, split.combine))
 
 
 def _quantize_first(
@@ -227,12 +239,11 @@ def _quantize_first(
         end = memory.offset + room.size
     starts = starts or (At("cu_seqlens_q"), At("cu_seqlens_k"))
     of_delta = () if delta is None else (delta,)
-    if split is not None:
-        places = attn_int8.own(quantized, at, starts)
-        records, end = _split_quantized(split, problem, target, places, _aligned(end))
-        return Launches(selection, (*made, *records), end, (*dict.fromkeys(quantizers), *of_delta, split.combine))
-    mask = _prepare_mask(spec, problem, target, force, _aligned(end))
     places = attn_int8.own(quantized, at, starts)
+    if split is not None:
+        others = (*dict.fromkeys(quantizers), *of_delta)
+        return _split_quantized(split, problem, target, force, places, _aligned(end), tuple(made), others)
+    mask = _prepare_mask(spec, problem, target, force, _aligned(end))
     attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
     records = (*mask.records, *made) if attention else ()
     others = (*dict.fromkeys(quantizers), *of_delta, *mask.others)
@@ -255,12 +266,10 @@ def _lay_out_first(
     at = {name: At("workspace", offset) for name, offset in offsets.items()}
     layout = select_layout(whole.head_dim_pad, target, force)
     made = fp8.build_layout(layout.spec, problem, whole, at)
-    if split is not None:
-        places = attn_int8.in_e4m3(problem, whole, at)
-        split_records, end = _split_quantized(split, problem, target, places, _aligned(end))
-        return Launches(selection, (*made, *split_records), end, (layout, split.combine))
-    mask = _prepare_mask(spec, problem, target, force, _aligned(end))
     places = attn_int8.in_e4m3(problem, whole, at)
+    if split is not None:
+        return _split_quantized(split, problem, target, force, places, _aligned(end), tuple(made), (layout,))
+    mask = _prepare_mask(spec, problem, target, force, _aligned(end))
     attention = _QUANTIZED_BUILDERS[spec.grouping](spec, problem, target, places, *mask.places)
     records = (*mask.records, *made) if attention else ()
     return Launches(selection, (*records, *attention), mask.end if mask.places else end, (layout, *mask.others))

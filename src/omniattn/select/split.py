@@ -47,8 +47,11 @@ _ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
 _GAIN, _SYNC_GAIN = 0.9, 0.8
 #: The fewest keys of 8 bits: shorter calls have not been measured.
 _INT8_KEYS = 1024
-#: On mma.sync: the fewest keys, keys for each query, splits.
-_SYNC_KEYS, _SYNC_RATIO, _SYNC_SPLITS = 1024, 4, 2
+#: With scores a step of theirs takes so many times as long: masks 1.0 to 1.3, softcap 1.3 to 1.6, in long sequences.
+_INT8_SCORES = 1.3
+#: On mma.sync: the fewest keys, keys for each query. Splits of rows whose heads share no tiles, there and with scores
+#: of 8 bits.
+_SYNC_KEYS, _SYNC_RATIO, _FEWEST_SPLITS = 1024, 4, 2
 #: Rounds of CTAs that a few splits make at most. A call with a few CTAs more than fit needs three, of two splits each.
 _ROUNDS = 4
 #: Tiles an SM, from which on a call without split keeps the GPU busy.
@@ -92,7 +95,8 @@ def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
     if spec.quantized:
         products /= 2
         busy = products + _INT8_SOFTMAX_US * spec.block_n
-    return max(products + waits, groups * ctas * busy)
+    scores = _INT8_SCORES if spec.quantized and "score_mods" in spec.features else 1.0
+    return scores * max(products + waits, groups * ctas * busy)
 
 
 class _Walk:
@@ -284,7 +288,8 @@ def select_split(
         if not spec.arch_specific:
             ways = [shared_rows_on_mma_sync(problem, spec.block_m)]
         elif "score_mods" in spec.features:
-            ways = [shared_rows_with_scores(problem, spec.block_m)]
+            # A lane's two rows of scores share one scale of quantized operands: those of one head do.
+            ways = [ONE_HEAD] if spec.quantized else [shared_rows_with_scores(problem, spec.block_m)]
         else:
             # Scales of quantized operands are found by whole groups of heads.
             whole = shared_rows(problem, spec.block_m, whole=True)
@@ -298,7 +303,11 @@ def select_split(
         return 1.0 if "score_mods" in spec.features or way == shared(spec)[0] else _GAIN
 
     def fewest(spec: KernelSpec, way: SharedRows) -> int:
-        return 1 if chosen is not None or spec.arch_specific or way.heads > 1 else _SYNC_SPLITS
+        if chosen is not None:
+            return 1
+        if spec.quantized and "score_mods" in spec.features:
+            return _FEWEST_SPLITS  # one, of one head, is the call without a split and a merge behind it
+        return 1 if spec.arch_specific or way.heads > 1 else _FEWEST_SPLITS
 
     def kind(spec: KernelSpec) -> tuple[bool, int, int]:
         return "score_mods" in spec.features, spec.head_dim, len(spec.features) - len(spec.lacks)
