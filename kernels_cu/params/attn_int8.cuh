@@ -71,8 +71,8 @@ struct AttnInt8FormsSm90Params {
     int32 reserved;
     BlockScales scales;
 };
-// With the keys split over CTAs as well. A tile has the rows of one head, `tiles.pack` is 1: maps of q and of biases have
-// five dimensions, as AttnFwdSplitFormsSm90Params says.
+// With the keys split over CTAs as well. A tile has the rows of one head, `tiles.pack` is 1: maps of q and of biases
+// have five dimensions, as AttnFwdSplitFormsSm90Params says.
 struct AttnInt8SplitFormsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;
     AttnFwdParams fwd;

@@ -43,8 +43,9 @@ _FLOPS, _INT8_FLOPS, _MEMORY, _L2 = 800e6, 1150e6, 4.3e6, 6.0e6
 _SM_SHARE, _INT8_SM_SHARE = 1.25, 1.0
 #: To begin and end a tile; a launch; the second launch; partial results, written and read.
 _ITEM_US, _LAUNCH_US, _COMBINE_US, _PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
-#: What a split has to gain by the model: it is no better than a tenth. On mma.sync it was measured for many keys only.
-_GAIN, _SYNC_GAIN = 0.9, 0.8
+#: What a split has to gain by the model: it is no better than a tenth. More where little has been measured: on mma.sync
+#: many keys only, with scores of 8 bits nothing.
+_GAIN, _LARGE_GAIN = 0.9, 0.8
 #: The fewest keys of 8 bits: shorter calls have not been measured.
 _INT8_KEYS = 1024
 #: With scores a step of theirs takes so many times as long: masks 1.0 to 1.3, softcap 1.3 to 1.6, in long sequences.
@@ -325,8 +326,13 @@ def select_split(
         if (best := _best_split(typical, spec, target, way, fewest(spec, way))) is not None
     ]
     whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else float("inf")
-    limits = {True: _GAIN * whole, False: _SYNC_GAIN * whole}
-    ways = [found for found in ways if found[1] < limits[found[3].arch_specific]]
+
+    def most(spec: KernelSpec) -> float:
+        """What a split may take."""
+        large = not spec.arch_specific or (spec.quantized and "score_mods" in spec.features)
+        return (_LARGE_GAIN if large else _GAIN) * whole
+
+    ways = [found for found in ways if found[1] < most(found[3])]
     if not ways:
         return None
     _, time, split, spec = min(ways, key=lambda found: found[0])
