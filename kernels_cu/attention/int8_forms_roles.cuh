@@ -1,61 +1,13 @@
-// The roles of attn_int8_sm90 with forms: steps of a list, scores that something is done to.
+// The consumers of attn_int8_sm90 with forms: steps of a list, scores that something is done to.
 //
 // Each step takes the fastest way that its tile leaves (attention/int8_forms.cuh). Barriers, products and two-level
 // sums are those of the plain kernel (entry/attn_int8_sm90.cu).
 #pragma once
 #include "attention/int8_forms.cuh"
+#include "attention/int8_forms_producer.cuh"
 #include "attention/int8_roles.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/value_factors.cuh"
-#include "params/attn_int8.cuh"
-
-template <typename Config>
-using FormsParams = typename Select<Config::kFactors, AttnFp8FormsFactorsSm90Params, AttnInt8FormsSm90Params>::Type;
-
-template <typename Config>
-class Int8FormsProducer : public Int8Producer<Config, FormsParams<Config>, Int8FormsProducer<Config>> {
-    using Base = Int8Producer<Config, FormsParams<Config>, Int8FormsProducer<Config>>;
-    using Masks = MaskTiles<Config>;
-    using Base::bars_;
-    using Base::inner_at_;
-    using Base::list_;
-    using Base::outer_at_;
-    using Base::p_;
-    using Base::params_;
-
-  public:
-    using Base::Base;
-    using typename Base::Span;
-
-    // As ForwardProducer::copy_tile, of a list's tiles.
-    OA_DEVICE void copy_tile(const FwdTile& t, const Span& keys) {
-        const ScoreForms& forms = params_.forms;
-        const FormSteps steps(forms, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
-        if (steps.count == 0) {
-            bars_.outer.announce(outer_at_, 0);
-            outer_at_.advance();
-            return;
-        }
-        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
-        this->copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Base::kQBytes));
-        outer_at_.advance();
-        int32 before = 0, entry = steps.entry(0);
-#pragma unroll 1
-        for (int32 i = 0; i <= steps.count; ++i) {
-            bool has_k = i < steps.count, has_v = i > 0;
-            int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
-            uint32 mask_bytes = has_k && !Config::kVarlen ? Masks::bytes(forms, entry) : 0;
-            uint32 bar = bars_.inner.acquire(inner_at_,
-                                             (has_k ? this->k_bytes() + mask_bytes : 0) + (has_v ? Base::kVBytes : 0));
-            if (has_v) this->copy_v(t, kv_head, before, inner_at_.stage, bar);
-            if (has_k) this->copy_k(t, kv_head, FormSteps::tile(entry), inner_at_.stage, bar);
-            if (mask_bytes != 0) Masks::copy(params_, t, entry, inner_at_.stage, bar);
-            before = FormSteps::tile(entry);
-            entry = next;
-            inner_at_.advance();
-        }
-    }
-};
 
 template <typename Config>
 class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8FormsConsumer<Config>> {
@@ -95,15 +47,16 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
 
     // All steps of a tile of queries. Each step takes the fastest way that its tile leaves
     // (attention/int8_forms.cuh).
-    OA_DEVICE void attend_tile(const FwdTile& t, const Span& keys, int32 warp_row, Rows& state) {
+    OA_DEVICE void attend_tile(const TileOf<Config>& t, const Span& keys, int32 warp_row, Rows& state) {
         const ScoreForms& forms = params_.forms;
-        const FormSteps steps(forms, t, keys, (t.m0 + int32(list_.lead_rows)) / Config::kBlockM);
+        const FormSteps steps = steps_of<Config>(forms, list_, t, keys);
         if (steps.count == 0) {
             this->wait_outer();
             this->release_outer();
             return;
         }
-        const int32 own_end = this->own_end_of(t, keys.first);
+        // A list is divided by itself: a split's part of it begins before the keys that are its own without one.
+        const int32 own_end = this->own_end_of(t, Config::kSplitKeys ? 0 : keys.first);
         int32 i = 0;
 #pragma unroll 1
         for (; i < steps.count && FormSteps::tile(steps.entry(i)) >= own_end; ++i) this->pass_over_step();
@@ -324,7 +277,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
             add();
         }
 
-        const int32 flush_tiles = this->tiles_to_flush(t, keys.first, keys.end);
+        const int32 flush_tiles = period_of(t, keys, steps);
         int32 flush_at = i + flush_tiles, far_end = 0;
         // Which of the four places of products a step takes has to be the same for all four warps.
 #pragma unroll 1
@@ -434,8 +387,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
   private:
     // What becomes of integers as floats before the softmax, in their registers. Returns what they are to be multiplied
     // by in base 2. scale: to products (attention/int8_forms.cuh).
-    OA_DEVICE float form_scores(Scores& s, const FwdTile& t, const Span& keys, int32 warp_row, int32 entry, float scale,
-                                const float (&row_shift)[2], uint32 bits) const {
+    OA_DEVICE float form_scores(Scores& s, const TileOf<Config>& t, const Span& keys, int32 warp_row, int32 entry,
+                                float scale, const float (&row_shift)[2], uint32 bits) const {
         const ScoreForms& forms = params_.forms;
         const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
         const bool mixed = entry != kNothingHidden && FormSteps::kind(entry, group_) != kTileFull;
@@ -473,6 +426,14 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
 #pragma unroll
         for (int i = 0; i < Config::kNTiles * 4; ++i) put_float(s[i], f[i]);
         return c.base2;
+    }
+
+    // Steps between two flushes. The keys of a split's list are none that the tile alone would tell.
+    OA_DEVICE int32 period_of(const TileOf<Config>& t, const Span& keys, const FormSteps& steps) const {
+        if constexpr (Config::kSplitKeys && Config::kBlockScales)
+            return this->tiles_to_flush(t, FormSteps::tile(steps.entry(steps.count - 1)),
+                                        FormSteps::tile(steps.entry(0)) + 1);
+        return this->tiles_to_flush(t, keys.first, keys.end);
     }
 
     // Whether causality, the window or the sequence's end hide keys of tile n.

@@ -431,6 +431,8 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         const int64 first = first_partial_row<Config::kBlockM>(p_, params_.tiles, t);
         store_partial_rows(state.acc, m2, state.softmax.l, params_.partial_o + first * p_.head_dim,
                            params_.partial_ml + 2 * first, p_.head_dim, t.seqlen_q, warp_row, lane_);
+        if constexpr (Config::kForms && !Config::kFactors)
+            if (params_.partial_lse == nullptr) return;  // these kernels always have the sums
         if constexpr (Config::kLse && !Config::kFactors)
             store_partial_sums(base, state.lse_sum, params_.partial_lse, t, first, warp_row, lane_);
     }

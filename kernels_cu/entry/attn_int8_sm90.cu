@@ -29,7 +29,8 @@
 // besides; with factors of V there is one sum for both.
 //
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
-// attn_fwd_sm90's forms (attention/int8_forms.cuh, attention/int8_forms_roles.cuh).
+// attn_fwd_sm90's forms (attention/int8_forms.cuh, attention/int8_forms_roles.cuh). With SPLIT_KEYS the rows of a tile
+// are those of one head, so that a lane still has one scale and a CTA one delta_s; lists are divided among the splits.
 //
 // Two-level accumulation: the tensor cores keep about 13 bits of mantissa when they add e4m3 products, and truncate. So
 // A, in registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three
@@ -86,7 +87,8 @@ struct Config {
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
-    static_assert(!kSplitKeys || !(kForms || kVarlen || kDelta), "plain dense batches");
+    static_assert(!kSplitKeys || !(kVarlen || (kDelta && !kForms)), "dense batches; forms know the head of delta_s");
+    static_assert(!kSplitKeys || !kForms || kLse, "forms make the sums for the LSE");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 

@@ -71,6 +71,21 @@ struct AttnInt8FormsSm90Params {
     int32 reserved;
     BlockScales scales;
 };
+// With the keys split over CTAs as well. A tile has the rows of one head, `tiles.pack` is 1: maps of q and of biases
+// have five dimensions, as AttnFwdSplitFormsSm90Params says.
+struct AttnInt8SplitFormsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    SplitTileList tiles;
+    ScoreForms forms;
+    int32 flush_keys;
+    int32 reserved;
+    BlockScales scales;
+    float* partial_o;
+    float* partial_ml;   // as AttnInt8SplitSm90Params
+    float* partial_lse;  // null: nobody asks for the LSE
+};
 
 // A factor for each 128 rows of V of a kv head, counted from its sequence's first; strides in elements. There are as
 // many as BlockScales::k_blocks says.
@@ -116,5 +131,18 @@ struct AttnFp8FormsFactorsSm90Params {
     int32 flush_keys;
     int32 reserved;
     BlockScales scales;
+    ValueFactors factors;
+};
+struct AttnFp8SplitFormsFactorsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;  // as AttnInt8SplitFormsSm90Params
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    SplitTileList tiles;
+    ScoreForms forms;
+    int32 flush_keys;
+    int32 reserved;
+    BlockScales scales;
+    float* partial_o;
+    float* partial_ml;  // as AttnFp8SplitFactorsSm90Params
     ValueFactors factors;
 };

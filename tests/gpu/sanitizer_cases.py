@@ -257,6 +257,16 @@ def low_precision(head_dim: int, rng: np.random.Generator, few: bool) -> None:
             values = oa.quantize_v(v, smooth_v=precision.smooth_v, dtype=kind)
             check(*oa.attention(qk.q, qk.k, values, out=poisoned(q.shape), return_lse=True))
     varlen(head_dim, rng, precisions[:1] if few else precisions, seqlen_k)
+    if generic:
+        return
+    # Keys split over CTAs, with scores.
+    q = to_gpu(rng.standard_normal((1, SEQLEN_Q, HEADS, head_dim)))
+    k, v = (to_gpu(rng.standard_normal((1, seqlen_k, HEADS_KV, head_dim))) for _ in range(2))
+    for name, kind in (("softcap", "softcap"), ("mask", "masks"), ("io", "bias16"), ("aligned", "bias32")):
+        os.environ["OMNIATTN_FORCE_KERNEL"] = f"attn_int8_sm90_fp16_d{head_dim}_m128n64_split_{kind}"
+        options = options_for(CALLS[name], rng, seqlen_k) | {"precision": precisions[1]}
+        check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options))
+    del os.environ["OMNIATTN_FORCE_KERNEL"]
 
 
 def eight_bit_floats(head_dim: int, rng: np.random.Generator, few: bool) -> None:

@@ -29,7 +29,7 @@ CALLS = [
     (1, (16, 4), (3333, 12000), 112),
 ]
 #: Their e4m3 and int8 tiles are larger at head_dim 64.
-LOW_CALLS = [*CALLS[:2], (2, (10, 5), (4100, 4096), 64)]
+LOW_CALLS = [*CALLS[:2], (2, (10, 5), (4090, 4099), 64)]
 E4M3 = torch.float8_e4m3fn
 
 
@@ -58,12 +58,12 @@ def test_beside_all_tiles_in_one_kernel(call: tuple[Any, ...], dtype: str, monke
 
 def test_beside_float64() -> None:
     """The last heads, which the tail has rows of."""
-    q, k, v = tensors(2, (40, 40), (2304, 1500), 128, "bfloat16")
+    q, k, v = tensors(1, (24, 24), (4608, 4608), 128, "bfloat16")
     assert is_split(q, k, v, return_lse=True)
     o, lse = oa.attention(q, k, v, return_lse=True)
-    want, want_lse = exact(q[-1:, :, -4:], k[-1:, :, -4:], v[-1:, :, -4:])
-    assert far(o[-1:, :, -4:], want) <= 4e-3
-    assert torch.allclose(lse[-1:, -4:].double(), want_lse, atol=1e-4)
+    want, want_lse = exact(q[:, :, -3:], k[:, :, -3:], v[:, :, -3:])
+    assert far(o[:, :, -3:], want) <= 4e-3
+    assert torch.allclose(lse[:, -3:].double(), want_lse, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

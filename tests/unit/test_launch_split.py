@@ -164,23 +164,24 @@ def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.
         at = place * splits * rows + row + np.arange(splits) * rows
         ml = workspace[ml_at + 2 * at[:, None] + np.arange(2)]
         part = workspace[o_at + at[:, None] * d + chunk * 4 + np.arange(4)]
-        top = max(ml[:, 0].max(), -3e38)
-        weight = np.exp2(ml[:, 0] - top)
-        below, total = (ml[:, 1] * weight).sum(), (part * weight[:, None]).sum(axis=0)
         batch, query = place // f["heads"], row // f["pack"]
         if row % f["pack"] >= f["pack_heads"]:
             continue
         head = place % f["heads"] * f["pack_heads"] + row % f["pack"]
-        denominator = below if sinks is None else below + np.exp2(sinks[head] * np.log2(np.e) - top)
+        sink = -3e38 if sinks is None else sinks[head] * np.log2(np.e)
+        top = max(ml[:, 0].max(), sink)
+        weight = np.exp2(ml[:, 0] - top)
+        below, total = (ml[:, 1] * weight).sum(), (part * weight[:, None]).sum(axis=0)
+        denominator = below if sinks is None else below + np.exp2(sink - top)
         to = batch * f["o_stride_b"] + query * f["o_stride_s"] + head * f["o_stride_h"] + chunk * 4
         assert np.isnan(o[to : to + 4]).all()
         o[to : to + 4] = total / denominator if denominator else 0.0
         if chunk == 0:
             if f["partial_lse"] is not None:
                 own_ml = workspace[f["partial_lse"].offset // 4 + 2 * at[:, None] + np.arange(2)]
-                top = max(own_ml[:, 0].max(), -3e38)
+                top = max(own_ml[:, 0].max(), sink)
                 below = (own_ml[:, 1] * np.exp2(own_ml[:, 0] - top)).sum()
-                denominator = below if sinks is None else below + np.exp2(sinks[head] * np.log2(np.e) - top)
+                denominator = below if sinks is None else below + np.exp2(sink - top)
             with np.errstate(divide="ignore"):
                 value = np.log(2) * top + np.log(denominator) if denominator else -np.inf
             lse[batch * f["lse_stride_b"] + head * f["lse_stride_h"] + query] = value

@@ -68,6 +68,42 @@ def test_ctas_that_just_do_not_fit_are_split() -> None:
     assert {call: few("H200", *call) for call in measured} == measured
 
 
+#: (batch, queries, keys, kv heads, group, head_dim): the kernel that was the fastest of those measured on an H200, us;
+#: the others', cuDNN's.
+READING = {
+    (64, 1, 1024, 8, 4, 128): "sm80_bf16_d128_split",  # 75.7; m64 77.1, m128 80.5; 76.2
+    (64, 1, 2048, 8, 4, 128): "sm80_bf16_d128_split",  # 133; 140, 143; 133
+    (32, 4, 4096, 8, 4, 128): "sm80_bf16_d128_split",  # 132; 142, 143; 397
+    (32, 8, 8192, 8, 8, 128): "sm80_bf16_d128_split",  # 250; 271, 275; 1520
+    (256, 1, 256, 8, 4, 128): "sm90_bf16_d128_m64n64_split",  # 78.8; sm80 81.6, m128 82.3; 77.6
+    (512, 1, 128, 8, 4, 128): "sm90_bf16_d128_m64n64_split",  # 82.3; 89.4, 103; 96.7
+    (1, 1, 32768, 8, 4, 128): "sm90_bf16_d128_m64n64_split",  # 47.6; 52.4, 50.5; 49.2
+    (64, 1, 1024, 8, 4, 64): "sm90_bf16_d64_m64n64_split",  # 47.3; 52.1, 49.6; 44.6
+    (158, 1, 16384, 8, 5, 72): "sm80_bf16_d96_split",  # 1763; tiles of 128 on wgmma 2354 to 3615; 1951
+    (39, 16, 8192, 2, 1, 72): "sm80_bf16_d96_split",  # 71; 83 to 104; 103
+    (3, 40, 16384, 8, 5, 72): "sm90_bf16_d128_m192n64_split",  # 106; m128 144, m64 206, sm80 224; 200
+    (64, 4, 2048, 8, 4, 80): "sm80_bf16_d96_split",  # 102; 105 to 116; 404
+    (1, 16, 32768, 8, 4, 96): "sm80_bf16_d96_split",  # 44.6; 45.9 to 48.4; 379
+    (64, 4, 2048, 8, 4, 40): "sm80_bf16_d64_split",  # 74; 88, 90; 299
+}
+
+
+@pytest.mark.parametrize("call", READING, ids=str)
+def test_what_reads_fastest(call: tuple[int, ...]) -> None:
+    batch, queries, keys, heads, group, head_dim = call
+    problem = problem_of(ShapeCase(head_dim, heads * group, (queries,) * batch, (keys,) * batch, group=group))
+    found = select_split(problem, GPUS["H200"], select_attention(problem, GPUS["H200"]))
+    assert found is not None
+    assert found.main.spec.name == f"attn_fwd_{READING[call]}"
+
+
+def test_one_split_is_for_heads_that_share_tiles() -> None:
+    """Measured: 300 queries on 256 keys, a head each, 20 us beside 17 of cuDNN, as one split of large tiles."""
+    for batch, queries, keys, heads, group in ((38, 300, 256, 2, 1), (2, 400, 400, 2, 7), (1, 1024, 1024, 4, 3)):
+        problem = problem_of(ShapeCase(128, heads * group, (queries,) * batch, (keys,) * batch, group=group))
+        assert select_split(problem, GPUS["H200"], select_attention(problem, GPUS["H200"])) is None
+
+
 def test_a_forced_row_may_have_one_split() -> None:
     problem = problem_of(ShapeCase(128, 16, (100,), (40,)))
     unsplit = select_attention(problem, GPUS["A100"])

@@ -20,18 +20,27 @@ from .score_mod import array_values
 from .structs import (
     ATTN_COMBINE,
     ATTN_FP8_SPLIT_FACTORS_SM90,
+    ATTN_FP8_SPLIT_FORMS_FACTORS_SM90,
     ATTN_FWD_SPLIT_FORMS_SM80,
     ATTN_FWD_SPLIT_FORMS_SM90,
     ATTN_FWD_SPLIT_MOD_SM80,
     ATTN_FWD_SPLIT_MOD_SM90,
     ATTN_FWD_SPLIT_SM80,
     ATTN_FWD_SPLIT_SM90,
+    ATTN_INT8_SPLIT_FORMS_SM90,
     ATTN_INT8_SPLIT_SM90,
     At,
     member,
     strides,
 )
 
+#: Of quantized operands: with and without score forms, with and without factors of V.
+_INT8_LAYOUTS = {
+    (False, False): ATTN_INT8_SPLIT_SM90,
+    (True, False): ATTN_INT8_SPLIT_FORMS_SM90,
+    (False, True): ATTN_FP8_SPLIT_FACTORS_SM90,
+    (True, True): ATTN_FP8_SPLIT_FORMS_FACTORS_SM90,
+}
 _COMBINE_THREADS = 256
 #: Channels of a thread of the second kernel, and partial results that it asks for at once.
 _WIDTH, _UNROLL = 4, 8
@@ -88,7 +97,7 @@ def build(
         # With factors of v the LSE is of the same sums as O.
         own_lse = problem.lse and "value_factors" not in spec.features
         of_lse = At("workspace", begin + (ml_at + num_bytes) // 2) if own_lse else None
-        records = _main_int8(spec, problem, target, split, {**partial, "partial_lse": of_lse}, places)
+        records = _main_int8(spec, problem, target, split, {**partial, "partial_lse": of_lse}, places, masks)
     elif spec.arch_specific:
         records = _main_sm90(spec, problem, target, split, partial, masks)
     else:
@@ -141,10 +150,16 @@ def _main_int8(
     split: KeySplit,
     partial: dict[str, At | None],
     places: OperandPlaces,
+    masks: MaskPlaces | None,
 ) -> tuple[LaunchRecord, ...]:
-    """As on 16 bits; scales and biases of queries are found by the heads of the call, and sinks are known of."""
+    """As on 16 bits; scales and biases of queries are found by the heads of the call, and sinks are known of.
+
+    With forms the rows of a tile are those of one head.
+    """
     p, at, pack = problem, places.at, split.shared.pack
+    forms, factors = "score_mods" in spec.features, "value_factors" in spec.features
     assert pack == split.shared.heads
+    assert pack == 1 or not forms
     b, seq, head = places.strides[0]
     q = mapped(
         *at["q_int"], "uint8", (places.width, pack, p.seqlen_q, p.num_q_heads // pack, p.batch),
@@ -166,11 +181,12 @@ def _main_int8(
         **member("scales", places.block_scales()),
         **partial,
     }
-    layout = ATTN_INT8_SPLIT_SM90
-    if "value_factors" in spec.features:
-        layout = ATTN_FP8_SPLIT_FACTORS_SM90
+    if forms:
+        values |= {"map_bias": bias_map(spec, p, q, shared=split.shared), **member("forms", form_values(p, masks))}
+    if factors:
         values |= member("factors", places.value_factors())
         del values["partial_lse"]
+    layout = _INT8_LAYOUTS[forms, factors]
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 

@@ -335,6 +335,19 @@ ATTN_FP8_FORMS_FACTORS_SM90 = HostStruct(
     tail=16,
 )
 
+_INT8_SPLIT_FORMS = (
+    f"M map_q map_k map_v map_bias; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
+    f"{SPLIT_TILE_LIST.inside('tiles')}; {SCORE_FORMS.inside('forms')}; i flush_keys reserved;"
+    f"{BLOCK_SCALES.inside('scales')}; P partial_o partial_ml"
+)
+ATTN_INT8_SPLIT_FORMS_SM90 = HostStruct(
+    "AttnInt8SplitFormsSm90Params", "params/attn_int8.cuh", f"{_INT8_SPLIT_FORMS} partial_lse"
+)
+ATTN_FP8_SPLIT_FORMS_FACTORS_SM90 = HostStruct(
+    "AttnFp8SplitFormsFactorsSm90Params", "params/attn_int8.cuh",
+    f"{_INT8_SPLIT_FORMS}; {VALUE_FACTORS.inside('factors')}", tail=40,
+)  # fmt: skip
+
 QUANTIZE = HostStruct(
     "QuantizeParams",
     "params/quantize.cuh",
@@ -469,7 +482,8 @@ STRUCTS: dict[str, HostStruct] = {
         ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
         QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_SPLIT_SM90, ATTN_INT8_FORMS_SM90,
         VALUE_FACTORS, ATTN_FP8_FACTORS_SM89, ATTN_FP8_FACTORS_SM90, ATTN_FP8_SPLIT_FACTORS_SM90,
-        ATTN_FP8_FORMS_FACTORS_SM90, QUANTIZE, ROTATION, QUANTIZE_ROTATED,
+        ATTN_FP8_FORMS_FACTORS_SM90, ATTN_INT8_SPLIT_FORMS_SM90, ATTN_FP8_SPLIT_FORMS_FACTORS_SM90, QUANTIZE, ROTATION,
+        QUANTIZE_ROTATED,
         QUANTIZE_DELTA, ROWS_TO_FP8, QUANTIZE_FP8, QUANTIZE_FP8_SUMS, LAYOUT_FP8, DECODE, KV_APPEND, KV_COPY,
         MERGE_STATES, MASK_PACK, MASK_ALIGN, MASK_LIST, TILE_KINDS, PACKED_PARTS,
     )

@@ -89,9 +89,7 @@ def _plan_split(split: SplitSelection, problem: AttentionProblem, target: Target
             return _lay_out_first(split.main, problem, target, force, split)
         if problem.operands is None:
             return _quantize_first(split.main, problem, target, force, split)
-        places = attn_int8.given(problem.operands)
-        records, end = _split_quantized(split, problem, target, places, 0)
-        return Launches(split.main, records, end, split.merging)
+        return _split_quantized(split, problem, target, force, attn_int8.given(problem.operands), 0)
     main = _with_score_mod(split.main, problem)
     chosen = main.spec, None if split.combine is None else split.combine.spec
     mask = _prepare_mask(split.main.spec, problem, target, force, 0, split.split.shared)
@@ -228,11 +226,24 @@ def _prepare_mask(
 
 
 def _split_quantized(
-    split: SplitSelection, problem: AttentionProblem, target: Target, places: OperandPlaces, begin: int
-) -> tuple[tuple[LaunchRecord, ...], int]:
-    """begin: where the memory of partial results begins. And where it ends."""
-    chosen = split.main.spec, None if split.combine is None else split.combine.spec
-    return attn_fwd_split.build(*chosen, problem, target, split.split, begin=begin, places=places)
+    split: SplitSelection,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    places: OperandPlaces,
+    begin: int,
+    made: tuple[LaunchRecord, ...] = (),
+    others: tuple[Selection, ...] = (),
+) -> Launches:
+    """begin: where the memory of masks and partial results begins. made, others: what makes the operands, and the
+    kernels of that.
+    """
+    spec = split.main.spec
+    mask = _prepare_mask(spec, problem, target, force, begin, split.split.shared)
+    of_mask = mask.places[0] if mask.places else None
+    chosen = spec, None if split.combine is None else split.combine.spec
+    records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end), places)
+    return Launches(split.main, (*mask.records, *made, *records), end, (*others, *mask.others, *split.merging))
 
 
 def _quantize_first(
@@ -276,12 +287,12 @@ def _quantize_first(
         end = memory.offset + room.size
     starts = starts or (At("cu_seqlens_q"), At("cu_seqlens_k"))
     of_delta = () if delta is None else (delta,)
+    places = attn_int8.own(quantized, at, starts)
     if split is not None:
-        places = attn_int8.own(quantized, at, starts)
-        records, end = _split_quantized(split, problem, target, places, _aligned(end))
-        return Launches(selection, (*made, *records), end, (*dict.fromkeys(quantizers), *of_delta, *split.merging))
+        others = (*dict.fromkeys(quantizers), *of_delta)
+        return _split_quantized(split, problem, target, force, places, _aligned(end), tuple(made), others)
     mask = _prepare_mask(spec, problem, target, force, _aligned(end))
-    own = _attend(selection, problem, target, force, mask, attn_int8.own(quantized, at, starts))
+    own = _attend(selection, problem, target, force, mask, places)
     records = (*mask.records, *made) if own.records else ()
     others = (*dict.fromkeys(quantizers), *of_delta, *mask.others, *own.others)
     return Launches(own.selection, (*records, *own.records), own.workspace_bytes or end, others)
@@ -303,12 +314,11 @@ def _lay_out_first(
     at = {name: At("workspace", offset) for name, offset in offsets.items()}
     layout = select_layout(whole.head_dim_pad, target, force)
     made = fp8.build_layout(layout.spec, problem, whole, at)
+    places = attn_int8.in_e4m3(problem, whole, at)
     if split is not None:
-        places = attn_int8.in_e4m3(problem, whole, at)
-        split_records, end = _split_quantized(split, problem, target, places, _aligned(end))
-        return Launches(selection, (*made, *split_records), end, (layout, *split.merging))
+        return _split_quantized(split, problem, target, force, places, _aligned(end), tuple(made), (layout,))
     mask = _prepare_mask(spec, problem, target, force, _aligned(end))
-    own = _attend(selection, problem, target, force, mask, attn_int8.in_e4m3(problem, whole, at))
+    own = _attend(selection, problem, target, force, mask, places)
     records = (*mask.records, *made) if own.records else ()
     others = (layout, *mask.others, *own.others)
     return Launches(own.selection, (*records, *own.records), own.workspace_bytes or end, others)

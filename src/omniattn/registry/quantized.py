@@ -62,6 +62,18 @@ _INT8_BIAS_TILES = (
     _Int8Sm90Tile(256, 2, 1, bias_bytes=4),
 )
 
+#: With the keys split over CTAs, and as many stages as fit.
+_INT8_SPLIT_MASKS_TILES = (_Int8Sm90Tile(64, 2, 8), _Int8Sm90Tile(128, 2, 8), _Int8Sm90Tile(256, 2, 2))
+_INT8_SPLIT_SOFTCAP_TILES = (*_INT8_SPLIT_MASKS_TILES[:2], _Int8Sm90Tile(256, 2, 2, spills=128))
+_INT8_SPLIT_BIAS_TILES = (
+    _Int8Sm90Tile(64, 2, 7, bias_bytes=2),
+    _Int8Sm90Tile(128, 2, 4, bias_bytes=2),
+    _Int8Sm90Tile(256, 2, 1, bias_bytes=2),
+    _Int8Sm90Tile(64, 2, 4, bias_bytes=4),
+    _Int8Sm90Tile(128, 2, 2, bias_bytes=4),
+    _Int8Sm90Tile(256, 2, 1, bias_bytes=4),
+)
+
 
 #: Of rows without score forms, by kind.
 _FEATURES = {
@@ -101,6 +113,8 @@ def _int8_sm90_row(
     lacks = {"dense" if varlen else "varlen", "any_strides"}
     lacks |= {"masks"} if forms and varlen else set()
     lacks |= (set() if lse else {"lse"}) | ({"softcap"} if forms and not softcap else set())
+    common = qk == "int8" or _is_common_fp8(dtype, suffix, tile.head_dim)
+    common = common and not (split and forms)  # wheels have no room for these
     return KernelSpec(
         name=f"attn_{qk}_sm90_{short}_d{tile.head_dim}{suffix}",
         family=f"attn_{qk}_sm90",
@@ -134,7 +148,7 @@ def _int8_sm90_row(
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",) if qk == "int8" or _is_common_fp8(dtype, suffix, tile.head_dim) else (),
+        prebuild=("90a",) if common else (),
         features=features,
         lacks=frozenset(lacks),
         qk=qk,
@@ -188,9 +202,9 @@ def _attn_int8_forms_sm90(
     """kind: ``"masks"`` or ``"softcap"``, with ``"_lse"`` if they make the LSE too, or ``"bias"``.
 
     Biases, and packed sequences, make it always. All add delta_s where there is some. With ``"_factors"`` behind it:
-    factors of V, always the LSE, and no delta_s.
+    factors of V, always the LSE, and no delta_s. With ``"split_"`` before it: keys split over CTAs, always the LSE.
     """
-    factors = kind.endswith("_factors")
+    factors, split = kind.endswith("_factors"), kind.startswith("split_")
     head_dim, block_n, block_m = tile.head_dim, _INT8_SM90_BLOCK_N, 64 * tile.num_consumers
     # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup; packed sequences have no masks.
     mask_bytes = block_m * block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
@@ -202,19 +216,23 @@ def _attn_int8_forms_sm90(
     return _int8_sm90_row(
         tile,
         dtype,
-        "_varlen" * varlen + (f"_{kind}".replace("bias", f"bias{8 * tile.bias_bytes}")),
+        f"_m{block_m}n{block_n}" * split
+        + "_varlen" * varlen
+        + (f"_{kind}".replace("bias", f"bias{8 * tile.bias_bytes}")),
         qk=qk,
         varlen=varlen,
         smooth_q=not factors,
         lse=varlen or kind not in ("masks", "softcap"),
         forms=True,
-        softcap=not kind.startswith("masks"),
+        softcap="masks" not in kind,
+        split=split,
         smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + sums_bytes + barriers_bytes,
         features=frozenset(
-            {"score_mods", "value_factors" if factors else "smooth_q"} | ({"lse"} if kind.endswith("_lse") else set())
+            {"score_mods", "value_factors" if factors else "smooth_q"}
+            | ({"lse"} if kind.endswith("_lse") or (split and not factors) else set())
         ),
         # Scales of e4m3 come from global memory, at addresses of their own.
-        allowed_spill_bytes=tile.spills + 96 * (qk == "fp8"),
+        allowed_spill_bytes=tile.spills + 96 * (qk == "fp8" and not split),
     )
 
 
@@ -394,5 +412,16 @@ def quantized_split_rows() -> Iterator[KernelSpec]:
         for qk in ("int8", "fp8")
         for kind in ("split", "split_lse", *(("split_factors",) if qk == "fp8" else ()))
         for tile in _INT8_SPLIT_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_int8_forms_sm90(tile, dtype, kind + "_factors" * factors, qk=qk)
+        for qk, factors in (("int8", False), ("fp8", False), ("fp8", True))
+        for kind, tiles in (
+            ("split_masks", _INT8_SPLIT_MASKS_TILES),
+            ("split_softcap", _INT8_SPLIT_SOFTCAP_TILES),
+            ("split_bias", _INT8_SPLIT_BIAS_TILES),
+        )
+        for tile in tiles
         for dtype in ("float16", "bfloat16")
     )

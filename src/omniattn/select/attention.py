@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import UnsupportedError
-from ..problems import AttentionProblem, Target
+from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
@@ -206,8 +206,26 @@ def _is_tiny(p: AttentionProblem, target: Target) -> bool:
 #: Keys a query up to which an additive mask that no tensor map describes is copied for Hopper's kernel
 #: (docs/performance/short.md). With more of them keys are split, on mma.sync, which reads any mask.
 COPY_RATIO = 16
+#: Heads an SM, of all batches, up to which they are split.
+_SPLIT_HEADS = 4
+
+
+def reads_mask(p: AttentionProblem, target: Target) -> bool:
+    """Whether an additive mask that no tensor map describes is read where it is, which is for mma.sync."""
+    few = p.batch * p.num_q_heads <= _SPLIT_HEADS * target.sm_count
+    return p.aligns_mask and p.seqlen_k > COPY_RATIO * p.seqlen_q and few
+
 
 _ROWS: RowsOf[_Class] = RowsOf(lambda spec, of: spec.op == "attention" and _unfit_class(spec, of) is None)
+
+
+def _is_wider(spec: KernelSpec, p: AttentionProblem) -> bool:
+    """Whether it is the large tile of two warpgroups, whose columns heads of 72 to 96 do not fill.
+
+    Of short sequences it has fewer unused rows than their own of three (docs/performance/short.md).
+    """
+    two = (spec.head_dim, spec.head_dim_v, spec.block_m) == (128, 128, 128)
+    return two and p.head_dim > 64 and not p.varlen and p.window_left == p.window_right == UNLIMITED
 
 
 def select_attention(problem: AttentionProblem, target: Target, force: str | None = None) -> Selection:
@@ -238,7 +256,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         return chosen
     alike = _ROWS(REGISTRY, _class_of(problem, target))
     fitting = [spec for spec in alike if unfit_call(spec, problem, target) is None]
-    if problem.aligns_mask and problem.seqlen_k > COPY_RATIO * problem.seqlen_q:
+    if reads_mask(problem, target):
         fitting = [spec for spec in fitting if spec.bias_bytes == 0]
     if not fitting:
         rows = [spec for spec in REGISTRY if spec.op == "attention" and spec.quantized == wanted.quantized]
@@ -289,7 +307,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         kind, widths = (best.family, best.features), (best.head_dim, best.head_dim_v)
         kin = [s for s in fitting if (s.family, s.features) == kind]
         # Not every head_dim has small tiles: wider ones do, in which columns are left over.
-        kin = [s for s in kin if (s.head_dim, s.head_dim_v) == widths or SMALL in s.tuned_for]
+        kin = [s for s in kin if (s.head_dim, s.head_dim_v) == widths or SMALL in s.tuned_for or _is_wider(s, problem)]
         small = small_plain_tile(problem, target, fitting)
         best = small or best_tile(problem, target, usual, kin)
     why = [

@@ -23,8 +23,9 @@ from ..problems.split import (
 )
 from ..registry import REGISTRY, KernelSpec
 from .advice import advise
-from .attention import COPY_RATIO, unfit_call
+from .attention import reads_mask, unfit_call
 from .choice import RowsOf, Selection, forced, the_one, unfit_target
+from .tile import whole_sectors
 
 ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
 #: A step's softmax and waiting, per key of its tile; what two or more warpgroups wait for each other, per key.
@@ -40,22 +41,36 @@ _SYNC_CHAIN_US, _SYNC_FLOPS, _SYNC_ROWS = 0.012, 2.6e6, 16
 _SCORES_CHAIN_US, _SCORES_ONE_STAGE_US, _SCORES_FLOPS = 0.023, 0.046, 1.95e6
 #: All SMs together, under the power limit; memory; L2. Operations and bytes a microsecond.
 _FLOPS, _INT8_FLOPS, _MEMORY, _L2 = 800e6, 1150e6, 4.3e6, 6.0e6
+#: Memory and L2 where rows end within a sector and tensor maps bring them.
+_PARTS = 2.5e6, 2.3e6
 #: What one SM gets of the memory's rate, in shares of an SM; with tiles of half the bytes.
 _SM_SHARE, _INT8_SM_SHARE = 1.25, 1.0
 #: To begin and end a tile; a launch; the second launch; partial results, written and read.
 ITEM_US, LAUNCH_US, COMBINE_US, PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
-#: What a split has to gain by the model: it is no better than a tenth. On mma.sync it was measured for many keys only.
-_GAIN, _SYNC_GAIN = 0.9, 0.8
+#: What a split has to gain by the model: it is no better than a tenth. More where little has been measured: on mma.sync
+#: many keys only, with scores of 8 bits nothing.
+_GAIN, _LARGE_GAIN = 0.9, 0.8
 #: The fewest keys of 8 bits: shorter calls have not been measured.
 _INT8_KEYS = 1024
-#: On mma.sync: the fewest keys, keys for each query, splits.
-_SYNC_KEYS, _SYNC_RATIO, _SYNC_SPLITS = 1024, 4, 2
+#: With scores a step of theirs takes so many times as long: masks 1.0 to 1.3, softcap 1.3 to 1.6, in long sequences.
+_INT8_SCORES = 1.3
+#: On mma.sync: the fewest keys, keys for each query. Splits of rows whose heads share no tiles, there and with scores
+#: of 8 bits.
+_SYNC_KEYS, _SYNC_RATIO, _FEWEST_SPLITS = 1024, 4, 2
 #: Rounds of CTAs that a few splits make at most. A call with a few CTAs more than fit needs three, of two splits each.
 _ROUNDS = 4
 #: Tiles an SM, from which on a call without split keeps the GPU busy.
 _BUSY = 4
+#: The same of calls that stream.
+_STREAM_TILES = 1.5
 #: Of heads that share tiles in a call that does: rows that tiles are counted by, and the fewest keys.
-_SHARED_ROWS, _SHARED_KEYS = 64, 512
+_SHARED_ROWS, _SHARED_KEYS = 64, 64
+#: Keys a query that are many.
+_MANY_KEYS = 16
+#: What those gain.
+_BETWEEN = 0.97
+#: Of calls that do little but read, the fewest keys from which on mma.sync may be faster: it copies whole rows.
+_STREAM_KEYS = 1024
 #: What offsets of partial results are counted in.
 _MAX_COLUMNS = 2**31 - 2**10
 
@@ -100,7 +115,8 @@ def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
     if spec.quantized:
         products /= 2
         busy = products + _INT8_SOFTMAX_US * spec.block_n
-    return max(products + waits, groups * ctas * busy)
+    scores = _INT8_SCORES if spec.quantized and "score_mods" in spec.features else 1.0
+    return scores * max(products + waits, groups * ctas * busy)
 
 
 class _Walk:
@@ -118,9 +134,12 @@ class _Walk:
         steps = self.heads * sum(self.tiles)
         self.steps = [step_us(spec, self.rows, n) for n in range(1, spec.ctas_per_sm + 1)]
         seen = max(tile_keys(p, max(p.seqlen_q, 1), 1, 1), default=0)
-        self.memory = p.batch * p.num_kv_heads * seen * key_bytes / _MEMORY
+        memory, l2 = _MEMORY, _L2
+        if spec.arch_specific and not spec.quantized and not whole_sectors(p):
+            memory, l2 = _PARTS
+        self.memory = p.batch * p.num_kv_heads * seen * key_bytes / memory
         flops = _INT8_FLOPS if spec.quantized else _FLOPS
-        self.floor = max((p.flops or 0) / flops, steps * spec.block_n * key_bytes / _L2)
+        self.floor = max((p.flops or 0) / flops, steps * spec.block_n * key_bytes / l2)
         self.partial = 2 * 4 * self.heads * self.rows * (p.head_dim_v + 2) / PARTIAL_BYTES
 
     def _time(self, splits: int, steps: float) -> float:
@@ -199,6 +218,22 @@ def _heads_share(problem: AttentionProblem) -> bool:
     return 2 * fewest <= own
 
 
+def _streams(problem: AttentionProblem, target: Target) -> bool:
+    """Whether mma.sync reads K and V faster than tensor maps do.
+
+    That is of a call without scores whose heads share one tile, so that it does little but read.
+    """
+    p = problem
+    if p.score_mods or p.varlen or p.precision.quantized or p.seqlen_k < _STREAM_KEYS or p.own_head_dim_v:
+        return False
+    heads = p.batch * p.num_kv_heads
+    if p.head_dim > 128 or tiles_of_group(p, _SHARED_ROWS, shared_rows_on_mma_sync(p, _SHARED_ROWS)) > 1:
+        return False
+    # Rows that end within a sector; no tile on wgmma but a wider one; or rows of two copies, by all SMs.
+    many = heads >= _STREAM_TILES * target.sm_count and p.num_q_heads > p.num_kv_heads
+    return not whole_sectors(p) or 64 < p.head_dim <= 96 or (p.head_dim > 96 and many)
+
+
 def _unfit_problem(problem: AttentionProblem) -> str | None:
     """Why no kernel that splits keys can serve ``problem``; None if one may."""
     if not problem.scratch:
@@ -263,6 +298,7 @@ def select_split(
         ``force`` names a kernel that cannot serve the call.
     """
     chosen = forced(force, ("attention_split",), lambda spec: unfit_split(spec, problem, target))
+    streams = False
     if chosen is None:
         named = force.split(",") if force else ()
         if named and any(spec.name in named for spec in REGISTRY if spec.op == "attention"):
@@ -271,7 +307,8 @@ def select_split(
         p, block_m = problem, unsplit.spec.block_m
         blocks = max(-(-p.seqlen_q // block_m), p.sequences) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
         busy = blocks * p.num_q_heads > _BUSY * target.sm_count
-        if (busy and not _heads_share(p)) or _unfit_problem(problem) is not None:
+        streams = _streams(p, target)
+        if (busy and not streams and not _heads_share(p)) or _unfit_problem(problem) is not None:
             return None
         if p.precision.quantized and p.seqlen_k < _INT8_KEYS:
             return None
@@ -284,7 +321,7 @@ def select_split(
         worth = typical.seqlen_k >= max(fewest_keys, _SYNC_RATIO * typical.seqlen_q)
         specific = unsplit.spec.arch_specific
         fitting = [spec for spec in fitting if (specific if spec.arch_specific else worth)]
-        if problem.aligns_mask and problem.seqlen_k > COPY_RATIO * problem.seqlen_q:
+        if reads_mask(problem, target):
             fitting = [spec for spec in fitting if spec.bias_bytes == 0]
     if not fitting:
         return None
@@ -294,7 +331,8 @@ def select_split(
         if not spec.arch_specific:
             ways = [shared_rows_on_mma_sync(problem, spec.block_m)]
         elif "score_mods" in spec.features:
-            ways = [shared_rows_with_scores(problem, spec.block_m)]
+            # A lane's two rows of scores share one scale of quantized operands: those of one head do.
+            ways = [ONE_HEAD] if spec.quantized else [shared_rows_with_scores(problem, spec.block_m)]
         else:
             # Scales of quantized operands are found by whole groups of heads.
             whole = shared_rows(problem, spec.block_m, whole=True)
@@ -305,10 +343,16 @@ def select_split(
 
     def gain(spec: KernelSpec, way: SharedRows) -> float:
         """What a way has to gain over the first; with scores the model was measured on both."""
-        return 1.0 if "score_mods" in spec.features or way == shared(spec)[0] else _GAIN
+        least = 1.0 if "score_mods" in spec.features or way == shared(spec)[0] else _GAIN
+        # The model knows nothing of CTAs that load while others of their SM are between two tiles.
+        return least / _BETWEEN if spec.arch_specific and spec.ctas_per_sm > 1 and spec.head_dim == 128 else least
 
     def fewest(spec: KernelSpec, way: SharedRows) -> int:
-        return 1 if chosen is not None or spec.arch_specific or way.heads > 1 else _SYNC_SPLITS
+        if chosen is not None:
+            return 1
+        # One split is the call without a split, unless heads share tiles that are fewer for it, or many keys long.
+        one = way.heads > 1 and (_heads_share(problem) or typical.seqlen_k >= _MANY_KEYS * typical.seqlen_q)
+        return 1 if one or streams else _FEWEST_SPLITS
 
     def kind(spec: KernelSpec) -> tuple[bool, int, int]:
         return "score_mods" in spec.features, spec.head_dim, len(spec.features) - len(spec.lacks)
@@ -317,6 +361,8 @@ def select_split(
     # Of each the narrowest tile, nothing that is not needed.
     own, others = ([spec for spec in fitting if spec.arch_specific is specific] for specific in (True, False))
     families = [own, others] if problem.score_mods else [own or others]
+    if streams and others:
+        families = [others]
     ways = [
         (best[0] / gain(spec, way), *best, spec)
         for family in families
@@ -326,8 +372,13 @@ def select_split(
         if (best := _best_split(typical, spec, target, way, fewest(spec, way))) is not None
     ]
     whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else float("inf")
-    limits = {True: _GAIN * whole, False: _SYNC_GAIN * whole}
-    ways = [found for found in ways if found[1] < limits[found[3].arch_specific]]
+
+    def most(spec: KernelSpec) -> float:
+        """What a split may take."""
+        large = not spec.arch_specific or (spec.quantized and "score_mods" in spec.features)
+        return (_LARGE_GAIN if large else _GAIN) * whole
+
+    ways = [found for found in ways if found[1] < most(found[3])]
     if not ways:
         return None
     _, time, split, spec = min(ways, key=lambda found: found[0])

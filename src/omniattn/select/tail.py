@@ -82,7 +82,8 @@ def select_tail(
 def _goes_on(row: KernelSpec, spec: KernelSpec) -> bool:
     """Whether ``row`` has the tiles of ``spec``, to which a tail is counted."""
     same = (row.family, row.block_m, row.head_dim, row.head_dim_v)
-    return same == (spec.family, spec.block_m, spec.head_dim, spec.head_dim_v)
+    plain = "score_mods" not in row.features
+    return plain and same == (spec.family, spec.block_m, spec.head_dim, spec.head_dim_v)
 
 
 def _saved_us(

@@ -22,13 +22,19 @@ _FEW = 2
 #: Keys a query from which on that is left to a split of the keys, which was measured there: of calls that leave SMs
 #: idle, and not of packed ones.
 _RATIO = 16
+#: Queries that one small tile holds.
+_ONE_TILE = 64
 #: What another tile than the usual has to gain; beyond what the model was fitted to.
 _GAIN, _FAR = 0.985, 0.88
 #: A wider one besides, which computes with columns of zeros; if rows are no multiple of 64 bytes, and not all tiles run
 #: at once; with 32 keys, as a factor of these.
 _WIDER, _UNALIGNED, _FEW_KEYS = 0.9, 0.6, 0.9
-#: A launch; memory and L2, bytes a microsecond.
-_LAUNCH_US, _MEMORY, _L2 = 5.6, 3.97e6, 1e7
+#: The same of the large tile of 128, which two warpgroups share, and of small ones that run at once.
+_LARGE_WIDER = 0.96
+#: Bytes of a sector.
+SECTOR = 32
+#: A launch; memory and L2, bytes a microsecond; where rows of K and V end within a sector of 32 bytes.
+_LAUNCH_US, _MEMORY, _L2, _L2_PARTS = 5.6, 3.97e6, 1e7, 1.6e6
 #: To begin and end a tile, and for every CTA that shares the SM; hiding scores at a causal edge, per key.
 _ITEM_US, _BESIDE_US, _EDGE_US = 2.04, 0.074, 0.00092
 #: A step by itself: waiting, softmax per key, meeting the other warpgroups per key.
@@ -117,7 +123,13 @@ def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> floa
         work *= _FLATTERY + (_FLATTERY - 1) * causal + _NO_EDGE * all(sk % 64 == 0 for _, sk in lengths)
     rows = batch * sum(sq * p.num_q_heads + sk * p.num_kv_heads for sq, sk in lengths) / len(lengths)
     row_bytes, reread = 2 * ITEMSIZE[p.dtype] * p.head_dim, heads * sum(map(sum, tiles)) * spec.block_n
-    return _LAUNCH_US + max(work, row_bytes * rows / _MEMORY, row_bytes * reread / _L2)
+    l2 = _L2 if whole_sectors(p) else _L2_PARTS
+    return _LAUNCH_US + max(work, row_bytes * rows / _MEMORY, row_bytes * reread / l2)
+
+
+def whole_sectors(p: AttentionProblem) -> bool:
+    """Whether rows of K are whole sectors of memory: tensor maps bring others at a fraction of the rate."""
+    return p.head_dim * ITEMSIZE[p.dtype] % SECTOR == 0
 
 
 def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | None:
@@ -127,6 +139,8 @@ def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | Non
     if is_short and p.seqlen_k <= _MAX_KEYS * sequences:
         return _GAIN
     tiles = sequences * -(-p.seqlen_q // (sequences * usual.block_m)) * p.num_q_heads * (1 if p.varlen else p.batch)
+    if p.seqlen_q <= _ONE_TILE * sequences and tiles > target.sm_count:
+        return _GAIN
     unsplit = p.varlen or p.seqlen_k <= _RATIO * p.seqlen_q or tiles > target.sm_count
     if unsplit and (is_short or tiles <= _FEW * target.sm_count):
         return _FAR
@@ -136,10 +150,13 @@ def _gain(p: AttentionProblem, usual: KernelSpec, target: Target) -> float | Non
 
 def _wider(p: AttentionProblem, spec: KernelSpec, target: Target) -> float:
     """What a tile with columns of zeros has to gain, as a factor."""
+    if SMALL not in spec.tuned_for:
+        return _LARGE_WIDER
     sequences = max(p.batch, 1)
     tiles = sequences * -(-p.seqlen_q // ((sequences if p.varlen else 1) * spec.block_m)) * p.num_q_heads
-    crowded = p.head_dim % 32 and tiles > target.sm_count * spec.ctas_per_sm
-    return (_UNALIGNED if crowded else _WIDER) * (_FEW_KEYS if spec.block_n == 32 else 1.0)
+    if tiles <= target.sm_count * spec.ctas_per_sm:
+        return _LARGE_WIDER
+    return (_UNALIGNED if p.head_dim % 32 else _WIDER) * (_FEW_KEYS if spec.block_n == 32 else 1.0)
 
 
 def best_tile(problem: AttentionProblem, target: Target, usual: KernelSpec, others: Iterable[KernelSpec]) -> KernelSpec:
