@@ -30,7 +30,7 @@ _FEW_HEADS, _FEW_TILES = 2, 4
 #: with a causal mask; of up to so many queries and keys.
 _SHARE, _CAUSAL_SHARE, _SHORT_SHARE = 0.9, 1.07, 1.05
 _SHORT = 128
-#: Queries that one small tile holds: with any number of keys.
+#: Queries that one small tile holds: with any number of keys, where all SMs have one.
 _ONE_TILE = 64
 #: Of tiles of 128 for head_dim 72 to 96: queries and keys up to which they are faster with a mask where rows are no
 #: multiples of so many elements; others, and those without a mask, up to `_SHORT`.
@@ -75,7 +75,7 @@ def _block_m(p: AttentionProblem, head_dim: int, of_hopper: bool, sm_count: int)
 def _on_wgmma(p: AttentionProblem, target: Target, usual: KernelSpec, rows: Sequence[KernelSpec]) -> KernelSpec | None:
     """Hopper's small tile, where it is faster than its large one."""
     longest = max(p.seqlen_q, p.seqlen_k)
-    one_tile = p.seqlen_q <= _ONE_TILE
+    one_tile = p.seqlen_q <= _ONE_TILE and p.batch * p.num_q_heads > target.sm_count
     if p.seqlen_q > SHORT or (p.seqlen_k > min(_MAX_KEYS, _RATIO * p.seqlen_q) and not one_tile):
         return None
     wider = usual.head_dim not in _NARROWEST
@@ -90,7 +90,9 @@ def _on_wgmma(p: AttentionProblem, target: Target, usual: KernelSpec, rows: Sequ
         return None
     share = _CAUSAL_SHARE if _causal(p) else _SHORT_SHARE if longest <= _SHORT else _SHARE
     if one_tile and longest > _SHORT:
-        return small if tile_us(p, small, target) < _SHARE * tile_us(p, usual, target) else None
+        # Large tiles pass over keys that a packed mask hides.
+        share = _SHARE if p.packs_mask else _SHORT_SHARE
+        return small if tile_us(p, small, target) < share * tile_us(p, usual, target) else None
     if small.head_dim > usual.head_dim:
         most = _WIDER if p.mask != "none" and p.head_dim % _WHOLE_SECTORS else _SHORT
         return small if longest <= most and not p.own_head_dim_v else None
