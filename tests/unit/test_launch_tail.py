@@ -20,7 +20,7 @@ from tests.unit.test_launch_split import AMPERE, HOPPER, items_of, problem_of
 #: Calls with a tail: (batch, heads, kv heads, queries, keys, head_dim).
 TAILS = [
     (1, 16, 16, 16384, 16384, 128), (1, 24, 8, 4608, 4608, 128), (5, 12, 4, 2300, 9000, 128),
-    (1, 18, 18, 4096, 6000, 256), (1, 20, 20, 3000, 8000, 192),
+    (1, 18, 18, 4096, 6000, 256), (1, 20, 20, 3000, 8000, 192), (1, 21, 7, 8000, 9000, 64),
 ]  # fmt: skip
 
 

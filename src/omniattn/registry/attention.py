@@ -237,6 +237,8 @@ _FWD_SM90_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
     # Up to 64 rows. Several CTAs an SM: one loads while the other is between two tiles.
     _FwdSm90Tile(64, 1, 64, 3, 2, ctas_per_sm=3),
     _FwdSm90Tile(128, 1, 64, 3, 1, ctas_per_sm=2),
+    # Of long sequences, for the tiles that do not fill a round (docs/performance/tail.md).
+    _FwdSm90Tile(64, 4, 64, 4, tuned_for=("tail",)),
 )
 
 

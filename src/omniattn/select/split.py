@@ -47,6 +47,8 @@ _PARTS = 2.5e6, 2.3e6
 _SM_SHARE, _INT8_SM_SHARE = 1.25, 1.0
 #: To begin and end a tile; a launch; the second launch; partial results, written and read.
 ITEM_US, LAUNCH_US, COMBINE_US, PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
+#: `KernelSpec.tuned_for` of tiles that only tails take (select/tail.py).
+TAIL = "tail"
 #: What a split has to gain by the model: it is no better than a tenth. More where little has been measured: on mma.sync
 #: many keys only, with scores of 8 bits nothing.
 _GAIN, _LARGE_GAIN = 0.9, 0.8
@@ -320,7 +322,9 @@ def select_split(
         fewest_keys = _SHARED_KEYS if _heads_share(problem) else _SYNC_KEYS
         worth = typical.seqlen_k >= max(fewest_keys, _SYNC_RATIO * typical.seqlen_q)
         specific = unsplit.spec.arch_specific
-        fitting = [spec for spec in fitting if (specific if spec.arch_specific else worth)]
+        fitting = [
+            spec for spec in fitting if (specific if spec.arch_specific else worth) and TAIL not in spec.tuned_for
+        ]
         if reads_mask(problem, target):
             fitting = [spec for spec in fitting if spec.bias_bytes == 0]
     if not fitting:
