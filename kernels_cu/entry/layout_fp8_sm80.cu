@@ -41,13 +41,10 @@ OA_DEVICE void transpose_bytes(const uint32 (&rows)[4], uint32 (&channels)[4]) {
     channels[3] = permute_bytes(high01, high23, 0x7632);
 }
 
-// What 128 squares of v / 32 may lose because halves are multiples of 2^-24.
-constexpr float kLost = 3.8147e-6f;
-
-// Of 16 values v: the sums of v / 32 and of (v / 32)^2, a half each. So 128 squares of the largest e4m3 stay below the
-// largest half.
-OA_DEVICE uint32 sums_of(const uint4& codes) {
-    constexpr uint32 k32nd = 0x28002800u;
+// Of 16 values v: the sums of v / 8 and of (v / 8)^2. In halves, of eight values each: so squares of the largest e4m3
+// stay below the largest half, and that of the smallest is one, 2^-24.
+OA_DEVICE float2 sums_of(const uint4& codes) {
+    constexpr uint32 kEighth = 0x30003000u;
     const uint32 words[4] = {codes.x, codes.y, codes.z, codes.w};
     uint32 sum = 0, squares = 0;
 #pragma unroll
@@ -55,12 +52,12 @@ OA_DEVICE uint32 sums_of(const uint4& codes) {
         const uint32 pairs[2] = {half2_of_e4m3x2<false>(words[w]), half2_of_e4m3x2<true>(words[w])};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint32 scaled = mul_half2(pairs[i], k32nd);
+            const uint32 scaled = mul_half2(pairs[i], kEighth);
             sum = add_half2(sum, scaled);
             squares = fma_half2(scaled, scaled, squares);
         }
     }
-    return add_half2(permute_bytes(sum, squares, 0x5410), permute_bytes(sum, squares, 0x7632));
+    return {low_float(Half{}, sum) + high_float(Half{}, sum), low_float(Half{}, squares) + high_float(Half{}, squares)};
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) layout_fp8_sm80(const __grid_constant__ LayoutFp8Params p) {
@@ -130,14 +127,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) layout_fp8_sm80(const __g
         int32 c = (i + tid) / 8, unit = (i + tid) % 8;
         uint4 codes = *reinterpret_cast<const uint4*>(&words[c][swizzled(c / 16, unit * 4)]);
         if (c < p.head_dim_pad) *reinterpret_cast<uint4*>(to + c * row_bytes + unit * 16) = codes;
-        uint32 sums = sums_of(codes);
+        float2 sums = sums_of(codes);
 #pragma unroll
-        for (int bit = 1; bit < 8; bit *= 2)  // eight lanes have a channel
-            sums = add_half2(sums, __shfl_xor_sync(0xffffffffu, sums, bit));
-        const float sum = low_float(Half{}, sums), own = high_float(Half{}, sums) + kLost;
-        drifts = drifts || sum * sum > 36.0f * own;
-        squares += sum * sum;
-        energy += own;
+        for (int bit = 1; bit < 8; bit *= 2) {  // eight lanes have a channel
+            sums.x += __shfl_xor_sync(0xffffffffu, sums.x, bit);
+            sums.y += __shfl_xor_sync(0xffffffffu, sums.y, bit);
+        }
+        drifts = drifts || sums.x * sums.x > 36.0f * sums.y;
+        squares += sums.x * sums.x;
+        energy += sums.y;
     }
 #pragma unroll
     for (int bit = 8; bit < 32; bit *= 2) {

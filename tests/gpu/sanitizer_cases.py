@@ -146,6 +146,19 @@ def few_queries(rng: np.random.Generator, few_masks: bool) -> None:
             assert "split" in oa.explain(q, k, v, **options).kernel
             check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True, **options))
     del os.environ["OMNIATTN_FORCE_KERNEL"]
+    if not hopper:
+        return
+    # One split, which writes O itself, of heads that share the 64 rows of a tile; then the last tiles of many.
+    for batch, heads, lengths, width, rows in (
+        (40, (6, 2), (2, 640), 128, "attn_fwd_sm90_fp16_d128_m64n64_split"),
+        (1, (140, 14), (100, 1200), 256, "attn_fwd_sm90_fp16_d256_m128n64"),
+    ):
+        q = to_gpu(rng.standard_normal((batch, lengths[0], heads[0], width)))
+        k, v = (to_gpu(rng.standard_normal((batch, lengths[1], heads[1], width))) for _ in range(2))
+        found = oa.explain(q, k, v, return_lse=True)
+        assert found.kernel == rows
+        assert any("split" in reason for reason in found.why)
+        check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True))
 
 
 def tokens(rng: np.random.Generator) -> None:

@@ -130,8 +130,10 @@ def test_a_forced_kernel_has_all_tiles() -> None:
     assert select_tail(p, HOPPER, whole) is not None
     name = whole.spec.name
     assert [r.spec.name for r in plan_attention(p, HOPPER, name).records] == [name]
-    # A name of another operation is nothing to it.
+    # A name of another operation is nothing to it; one that merges leaves nothing to merge.
     assert len(plan_attention(p, HOPPER, "layout_fp8_sm80_d64").records) == 3
+    for force in (f"attn_combine_sm80_bf16, {name}", f" {name}", "attn_combine_sm80_fp16", "attn_combine_sm80_bf16"):
+        assert [r.spec.name for r in plan_attention(p, HOPPER, force).records] == [name]
 
 
 @pytest.mark.parametrize("heads", [132, 256, 512])

@@ -22,6 +22,7 @@ from omniattn.problems.attention import (
 )
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import select_attention
+from omniattn.select.split import TAIL
 from omniattn.select.tile import SMALL
 
 # Shared memory that one CTA may have, by compute capability.
@@ -417,6 +418,7 @@ def test_workloads_of_the_registry_exist() -> None:
         "short",
         "long",
         SMALL,
+        TAIL,
     }
 
 

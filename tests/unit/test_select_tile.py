@@ -356,6 +356,19 @@ def test_a_mask_that_no_map_describes_is_copied() -> None:
     assert not select_attention(few, HOPPER).spec.arch_specific
 
 
+def test_copies_of_masks_are_no_larger_than_the_keys() -> None:
+    """Of many heads with few queries: a bias for each is copied, one that is larger than K and V is not."""
+    copied = dataclasses.replace(problem_of(64, 32, 8, 4099, 64), mask="io", mask_map=False)
+    assert select_attention(copied, HOPPER).spec.bias_bytes == 2
+    few_keys = dataclasses.replace(copied, num_q_heads=64, num_kv_heads=1, seqlen_q=64)
+    assert select_attention(few_keys, HOPPER).spec.bias_bytes == 0
+
+
+def test_packed_calls_without_queries() -> None:
+    empty = dataclasses.replace(problem_of(4, 16, 0, 4096, 128), varlen=True, max_seqlen_q=1, max_seqlen_k=4096)
+    assert select_attention(empty, HOPPER).spec.arch_specific
+
+
 def test_without_tensor_maps_64_rows_where_tiles_are_few() -> None:
     few = dataclasses.replace(form_of((1, 12, 577, 577, 64), "io"), tensor_maps=False)
     assert select_attention(few, HOPPER).spec.name == "attn_fwd_sm80_bf16_d64_m64n64_mods"

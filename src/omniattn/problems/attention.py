@@ -226,10 +226,14 @@ class AttentionProblem:
         """Whether a kernel that wants tensor maps can get a copy of the additive mask, which no map describes."""
         if self.mask_form != "tiles" or self.mask_map or self.varlen or self.finds_tiles or not self.scratch:
             return False
+        return self.mask_elements < 2**31  # rows of 16 bytes are counted in 31 bits
+
+    @property
+    def mask_elements(self) -> int:
+        """Of the mask, as it lies in memory: what is broadcast counts once."""
         b, h, q, _ = self.strides.mask if self.strides is not None else (1, 1, 1, 1)
         rows, keys = self.mask_extent
-        masks = (self.batch if b else 1) * (self.num_q_heads if h else 1)
-        return masks * (rows if q else 1) * keys < 2**31  # rows of 16 bytes are counted in 31 bits
+        return (self.batch if b else 1) * (self.num_q_heads if h else 1) * (rows if q else 1) * keys
 
     @property
     def finds_tiles(self) -> bool:

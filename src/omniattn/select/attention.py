@@ -212,8 +212,12 @@ _SPLIT_HEADS = 4
 
 def reads_mask(p: AttentionProblem, target: Target) -> bool:
     """Whether an additive mask that no tensor map describes is read where it is, which is for mma.sync."""
+    if not p.aligns_mask or p.seqlen_k <= COPY_RATIO * p.seqlen_q:
+        return False
     few = p.batch * p.num_q_heads <= _SPLIT_HEADS * target.sm_count
-    return p.aligns_mask and p.seqlen_k > COPY_RATIO * p.seqlen_q and few
+    # A copy is to be no larger than what there is besides.
+    keys = p.batch * p.num_kv_heads * p.seqlen_k * (p.head_dim + p.head_dim_v)
+    return few or p.mask_elements * ITEMSIZE[p.mask_dtype] > keys * ITEMSIZE[p.dtype]
 
 
 _ROWS: RowsOf[_Class] = RowsOf(lambda spec, of: spec.op == "attention" and _unfit_class(spec, of) is None)

@@ -72,6 +72,17 @@ class RowsOf(Generic[K]):
         return rows
 
 
+def names_in(force: str | None) -> list[str]:
+    """The kernels that ``OMNIATTN_FORCE_KERNEL`` names."""
+    return [name for part in (force or "").split(",") if (name := part.strip())]
+
+
+def named_ops(force: str | None) -> set[str]:
+    """The operations of these kernels, of names that there are."""
+    names = names_in(force)
+    return {spec.op for spec in REGISTRY if spec.name in names} if names else set()
+
+
 def forced(force: str | None, ops: tuple[str, ...], unfit: Callable[[KernelSpec], str | None]) -> Selection | None:
     """The first row of ``ops`` that ``OMNIATTN_FORCE_KERNEL`` names and that fits; None where it names none of them.
 
@@ -91,7 +102,7 @@ def forced(force: str | None, ops: tuple[str, ...], unfit: Callable[[KernelSpec]
     if not force:
         return None
     named = []
-    for name in filter(None, (part.strip() for part in force.split(","))):
+    for name in names_in(force):
         try:
             named.append(by_name(name))
         except KeyError as error:

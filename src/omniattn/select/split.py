@@ -24,7 +24,7 @@ from ..problems.split import (
 from ..registry import REGISTRY, KernelSpec
 from .advice import advise
 from .attention import reads_mask, unfit_call
-from .choice import RowsOf, Selection, forced, the_one, unfit_target
+from .choice import RowsOf, Selection, forced, named_ops, the_one, unfit_target
 from .tile import whole_sectors
 
 ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
@@ -302,8 +302,7 @@ def select_split(
     chosen = forced(force, ("attention_split",), lambda spec: unfit_split(spec, problem, target))
     streams = False
     if chosen is None:
-        named = force.split(",") if force else ()
-        if named and any(spec.name in named for spec in REGISTRY if spec.op == "attention"):
+        if "attention" in named_ops(force):
             return None
         # Before anything that takes time: most calls have queries enough.
         p, block_m = problem, unsplit.spec.block_m
@@ -365,8 +364,8 @@ def select_split(
     # Of each the narrowest tile, nothing that is not needed.
     own, others = ([spec for spec in fitting if spec.arch_specific is specific] for specific in (True, False))
     families = [own, others] if problem.score_mods else [own or others]
-    if streams and others:
-        families = [others]
+    if streams:
+        families = [own, others]
     ways = [
         (best[0] / gain(spec, way), *best, spec)
         for family in families
@@ -383,6 +382,8 @@ def select_split(
         return (_LARGE_GAIN if large else _GAIN) * whole
 
     ways = [found for found in ways if found[1] < most(found[3])]
+    if streams and any(not found[3].arch_specific for found in ways):
+        ways = [found for found in ways if not found[3].arch_specific]
     if not ways:
         return None
     _, time, split, spec = min(ways, key=lambda found: found[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.split import ONE_HEAD, KeySplit, TileTail
 from ..registry import REGISTRY, KernelSpec
-from .choice import Selection
+from .choice import Selection, named_ops
 from .split import (
     COMBINE_US,
     ITEM_US,
@@ -25,6 +25,8 @@ from .split import (
 
 #: What a split has to gain by the model: of the whole call, and microseconds.
 _GAIN, _LEAST_US = 0.985, 4.0
+#: Of kernels that attend, or merge what others leave.
+_OPS = {"attention", "attention_split", "attention_combine", "attention_combine_lse"}
 #: Splits of a tile, at most: more of them would gain a few per cent of a round.
 _MAX_SPLITS = 11
 
@@ -41,7 +43,7 @@ def select_tail(
     whole : Selection
         The kernel of the call, of which `select_split` has found no split.
     force : str, optional
-        ``OMNIATTN_FORCE_KERNEL``: a row of ``attention`` that it names has all tiles.
+        ``OMNIATTN_FORCE_KERNEL``: where it names a kernel that attends or merges, one has all tiles.
 
     Returns
     -------
@@ -54,8 +56,7 @@ def select_tail(
         return None
     if not spec.arch_specific or spec.ctas_per_sm > 1 or p.seqlen_k == 0:
         return None
-    named = force.split(",") if force else ()
-    if spec.name in named:
+    if named_ops(force) & _OPS:
         return None
     blocks = -(-p.seqlen_q // spec.block_m)
     rounds, rest = divmod(p.batch * p.num_q_heads * blocks, target.sm_count)

@@ -77,7 +77,7 @@ def _lengths(p: AttentionProblem) -> list[tuple[int, int]]:
     found = []
     for rows, longest in ((p.seqlen_q, p.max_seqlen_q), (p.seqlen_k, p.max_seqlen_k)):
         mean = -(-rows // max(p.batch, 1))
-        if p.batch <= 1 or longest <= mean:
+        if p.batch <= 1 or longest <= mean or rows == 0:
             found.append([mean] * _QUANTILES)
             continue
         power = min(longest, rows) / mean
