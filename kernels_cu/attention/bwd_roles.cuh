@@ -72,6 +72,11 @@ OA_DEVICE void release_used(const Ring<kStages>& ring, const RingState<kStages>&
     if (lane == 0) mbarrier_arrive(ring.empty + 8 * at.stage + (used & zero));
 }
 
+// The tile of a head's queries that comes first; kBackwards: the last one.
+template <bool kBackwards, typename Rows>
+OA_DEVICE int32 first_queries(const Rows& rows) {
+    return kBackwards ? rows.end - 1 : rows.first;
+}
 // The tile of queries behind tile m, around; kBackwards: before it.
 template <bool kBackwards, typename Rows>
 OA_DEVICE int32 next_queries(const Rows& rows, int32 m) {

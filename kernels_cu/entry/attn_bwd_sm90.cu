@@ -190,7 +190,7 @@ class Consumer : BwdProducts<Config> {
 
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
-        w.m = Config::kOrdered ? rows.end - 1 : rows.first;
+        w.m = first_queries<Config::kOrdered>(rows);
         if constexpr (Config::kKeyMask) {
             w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
             load_key_bias(w, t);
@@ -403,9 +403,9 @@ class Consumer : BwdProducts<Config> {
         pack(w.ds16, w.dp);
         release_do<true>(w);
         store_ds<kDq>(w);
-        if constexpr (Config::kKeyMask) {
-            if (w.m == rows.first && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0) load_key_bias(w, t);
-        }
+        if constexpr (Config::kKeyMask)
+            if (w.m == first_queries<Config::kOrdered>(rows) && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0)
+                load_key_bias(w, t);
     }
 
     OA_DEVICE void load_key_bias(Work& w, const BwdTile& t) const {

@@ -75,8 +75,8 @@ def test_packed_sequences(head_dim: int, causal: bool) -> None:
     check(problem, deterministic=True)
 
 
-def _mask_of_keys(seqlen_k: int) -> Any:
-    mask = np.random.default_rng(seqlen_k).random((1, 1, 1, seqlen_k)) < 0.8
+def _mask_of_keys(seqlen_k: int, heads: int = 1) -> Any:
+    mask = np.random.default_rng(seqlen_k).random((1, heads, 1, seqlen_k)) < 0.8
     mask[..., 128:300] = False  # a whole tile of keys, and part of another one
     return mask
 
@@ -90,6 +90,7 @@ def test_forms_of_scores(head_dim: int, causal: bool) -> None:
     for made, suffix in (
         (shape | {"softcap": 3.0}, "ordered_softcap"),
         (shape | {"mask": _mask_of_keys(600)}, "ordered_keys"),
+        (shape | {"mask": _mask_of_keys(600, heads=4)}, "ordered_keys"),
         (packed | {"softcap": 3.0}, "varlen_ordered_softcap"),
     ):
         problem = make(head_dim=head_dim, causal=causal, **made)
@@ -97,10 +98,25 @@ def test_forms_of_scores(head_dim: int, causal: bool) -> None:
         q, lse = torch.zeros(1, 300, 2, head_dim, device="cuda").bfloat16(), torch.zeros(1, 2, 300, device="cuda")
         options = {name: made[name] for name in ("softcap",) if name in made}
         if "mask" in made:
-            options["mask"] = torch.ones(1, 1, 1, 300, device="cuda", dtype=torch.bool)
+            heads = made["mask"].shape[1] // 2  # q has half as many heads
+            options["mask"] = torch.ones(1, max(heads, 1), 1, 300, device="cuda", dtype=torch.bool)
         if "lengths" not in made:
             told = oa.explain(oa.attention_backward, q, q, q, q, q, lse, deterministic=True, **options)
             assert suffix in str(told)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seqlen_q", [60, 65, 130, 300])
+def test_masks_of_each_head(seqlen_q: int, head_dim: int, deterministic: bool) -> None:
+    """Each tile of queries has the mask of its own head, first and last ones too."""
+    for heads_q, heads_kv in ((2, 1), (4, 4), (6, 2)):
+        mask = np.zeros((1, heads_q, 1, 150), bool)
+        mask[:, ::2] = True
+        problem = make(
+            seqlen_q=seqlen_q, seqlen_k=150, heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, mask=mask
+        )
+        check(problem, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

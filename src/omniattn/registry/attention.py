@@ -128,7 +128,7 @@ def _attn_fwd_sm80(
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
         # Of the split at 64 with score modifiers, three CTAs an SM; it waits for memory.
-        allowed_spill_bytes=(48 if score_mods and tile.head_dim == 64 else 0)
+        allowed_spill_bytes=(52 if score_mods and tile.head_dim == 64 else 0)
         if split
         else _fwd_sm80_spills(tile, score_mods),
     )
