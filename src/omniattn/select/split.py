@@ -274,6 +274,98 @@ def unfit_split(spec: KernelSpec, problem: AttentionProblem, target: Target) -> 
     return unfit_target(spec, target)
 
 
+class _Call:
+    """A call as the choice of a split sees it.
+
+    Attributes
+    ----------
+    problem, target
+    unsplit : KernelSpec
+        The kernel of the call without a split.
+    is_forced : bool
+        A row is named: it is taken with its best split, the one of all keys too.
+    typical : AttentionProblem
+        Of packed sequences as many of the mean length.
+    streams : bool
+    """
+
+    def __init__(self, problem: AttentionProblem, target: Target, unsplit: KernelSpec, is_forced: bool) -> None:
+        self.problem, self.target, self.unsplit, self.is_forced = problem, target, unsplit, is_forced
+        self.typical = _of_equal_lengths(problem)
+        self.streams = not is_forced and _streams(problem, target)
+
+    def has_work_enough(self) -> bool:
+        """Whether there is no need to look at splits; before anything that takes time, as most calls have it."""
+        p, block_m = self.problem, self.unsplit.block_m
+        if p.precision.quantized and p.seqlen_k < _INT8_KEYS:
+            return True
+        blocks = max(-(-p.seqlen_q // block_m), p.sequences) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
+        busy = blocks * p.num_q_heads > _BUSY * self.target.sm_count
+        return busy and not self.streams and not _heads_share(p)
+
+    def may_take(self, spec: KernelSpec) -> bool:
+        """Whether a row that fits is one to choose from."""
+        if TAIL in spec.tuned_for or (spec.bias_bytes != 0 and reads_mask(self.problem, self.target)):
+            return False
+        # Where the kernel of every GPU was chosen, or forced, so it is here.
+        if spec.arch_specific:
+            return self.unsplit.arch_specific
+        fewest_keys = _SHARED_KEYS if _heads_share(self.problem) else _SYNC_KEYS
+        return self.typical.seqlen_k >= max(fewest_keys, _SYNC_RATIO * self.typical.seqlen_q)
+
+    def candidates(self, fitting: list[KernelSpec]) -> list[KernelSpec]:
+        """Rows to compare, of each family the narrowest tile, nothing that is not needed.
+
+        Those made for this very architecture; beside them the others with scores, whose heads may share no tiles
+        there, and where a call does little but read.
+        """
+
+        def kind(spec: KernelSpec) -> tuple[bool, int, int]:
+            return "score_mods" in spec.features, spec.head_dim, len(spec.features) - len(spec.lacks)
+
+        own, others = ([spec for spec in fitting if spec.arch_specific is specific] for specific in (True, False))
+        families = [own, others] if self.problem.score_mods or self.streams else [own or others]
+        return [spec for family in families for spec in family if kind(spec) == min(map(kind, family))]
+
+    def shared(self, spec: KernelSpec) -> tuple[SharedRows, ...]:
+        """The fewest tiles, and ways that leave fewer SMs idle, or fewer rows unused. A forced row has the fewest."""
+        p, block_m = self.problem, spec.block_m
+        if not spec.arch_specific:
+            ways = [shared_rows_on_mma_sync(p, block_m)]
+        elif "score_mods" in spec.features:
+            # A lane's two rows of scores share one scale of quantized operands: those of one head do.
+            ways = [ONE_HEAD] if spec.quantized else [shared_rows_with_scores(p, block_m)]
+        else:
+            # Scales of quantized operands are found by whole groups of heads.
+            whole = shared_rows(p, block_m, whole=True)
+            ways = [whole] if spec.quantized else [shared_rows(p, block_m), whole]
+        if spec.arch_specific or self.typical.seqlen_k >= _SYNC_KEYS:
+            ways.append(ONE_HEAD)
+        return tuple(dict.fromkeys(ways[:1] if self.is_forced else ways))
+
+    def gain(self, spec: KernelSpec, way: SharedRows) -> float:
+        """What a way has to gain over the first; with scores the model was measured on both."""
+        least = 1.0 if "score_mods" in spec.features or way == self.shared(spec)[0] else _GAIN
+        # The model knows nothing of CTAs that load while others of their SM are between two tiles.
+        return least / _BETWEEN if spec.arch_specific and spec.ctas_per_sm > 1 and spec.head_dim == 128 else least
+
+    def fewest(self, spec: KernelSpec, way: SharedRows) -> int:
+        """Splits, at least.
+
+        One split is the call without a split, unless heads share tiles that are fewer for it, or many keys long, or
+        tiles are others: those of mma.sync where a call streams.
+        """
+        if self.is_forced or (self.streams and not spec.arch_specific):
+            return 1
+        many = self.typical.seqlen_k >= _MANY_KEYS * self.typical.seqlen_q
+        return 1 if way.heads > 1 and (many or _heads_share(self.problem)) else _FEWEST_SPLITS
+
+    def most_us(self, spec: KernelSpec, whole: float) -> float:
+        """What a split may take, where the call without one takes ``whole``."""
+        large = not spec.arch_specific or (spec.quantized and "score_mods" in spec.features)
+        return (_LARGE_GAIN if large else _GAIN) * whole
+
+
 def select_split(
     problem: AttentionProblem, target: Target, unsplit: Selection, force: str | None = None
 ) -> SplitSelection | None:
@@ -300,108 +392,41 @@ def select_split(
         ``force`` names a kernel that cannot serve the call.
     """
     chosen = forced(force, ("attention_split",), lambda spec: unfit_split(spec, problem, target))
-    streams = False
-    if chosen is None:
-        if "attention" in named_ops(force):
-            return None
-        # Before anything that takes time: most calls have queries enough.
-        p, block_m = problem, unsplit.spec.block_m
-        blocks = max(-(-p.seqlen_q // block_m), p.sequences) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
-        busy = blocks * p.num_q_heads > _BUSY * target.sm_count
-        streams = _streams(p, target)
-        if (busy and not streams and not _heads_share(p)) or _unfit_problem(problem) is not None:
-            return None
-        if p.precision.quantized and p.seqlen_k < _INT8_KEYS:
-            return None
-    rows = ROWS(REGISTRY, ("attention_split", problem.dtype)) if chosen is None else (chosen.spec,)
-    fitting = [spec for spec in rows if unfit_split(spec, problem, target) is None]
-    typical = _of_equal_lengths(problem)
-    if chosen is None:
-        # Where the kernel of every GPU was chosen, or forced, so it is here.
-        fewest_keys = _SHARED_KEYS if _heads_share(problem) else _SYNC_KEYS
-        worth = typical.seqlen_k >= max(fewest_keys, _SYNC_RATIO * typical.seqlen_q)
-        specific = unsplit.spec.arch_specific
-        fitting = [
-            spec for spec in fitting if (specific if spec.arch_specific else worth) and TAIL not in spec.tuned_for
-        ]
-        if reads_mask(problem, target):
-            fitting = [spec for spec in fitting if spec.bias_bytes == 0]
-    if not fitting:
+    if chosen is None and "attention" in named_ops(force):
         return None
-
-    def shared(spec: KernelSpec) -> tuple[SharedRows, ...]:
-        """The fewest tiles, and ways that leave fewer SMs idle, or fewer rows unused. A forced row has the fewest."""
-        if not spec.arch_specific:
-            ways = [shared_rows_on_mma_sync(problem, spec.block_m)]
-        elif "score_mods" in spec.features:
-            # A lane's two rows of scores share one scale of quantized operands: those of one head do.
-            ways = [ONE_HEAD] if spec.quantized else [shared_rows_with_scores(problem, spec.block_m)]
-        else:
-            # Scales of quantized operands are found by whole groups of heads.
-            whole = shared_rows(problem, spec.block_m, whole=True)
-            ways = [whole] if spec.quantized else [shared_rows(problem, spec.block_m), whole]
-        if spec.arch_specific or typical.seqlen_k >= _SYNC_KEYS:
-            ways.append(ONE_HEAD)
-        return tuple(dict.fromkeys(ways if chosen is None else ways[:1]))
-
-    def gain(spec: KernelSpec, way: SharedRows) -> float:
-        """What a way has to gain over the first; with scores the model was measured on both."""
-        least = 1.0 if "score_mods" in spec.features or way == shared(spec)[0] else _GAIN
-        # The model knows nothing of CTAs that load while others of their SM are between two tiles.
-        return least / _BETWEEN if spec.arch_specific and spec.ctas_per_sm > 1 and spec.head_dim == 128 else least
-
-    def fewest(spec: KernelSpec, way: SharedRows) -> int:
-        if chosen is not None:
-            return 1
-        # One split is the call without a split, unless heads share tiles that are fewer for it, or many keys long.
-        one = way.heads > 1 and (_heads_share(problem) or typical.seqlen_k >= _MANY_KEYS * typical.seqlen_q)
-        return 1 if one or streams else _FEWEST_SPLITS
-
-    def kind(spec: KernelSpec) -> tuple[bool, int, int]:
-        return "score_mods" in spec.features, spec.head_dim, len(spec.features) - len(spec.lacks)
-
-    # A kernel made for this very architecture; with scores, whose heads may share no tiles there, the faster of both.
-    # Of each the narrowest tile, nothing that is not needed.
-    own, others = ([spec for spec in fitting if spec.arch_specific is specific] for specific in (True, False))
-    families = [own, others] if problem.score_mods else [own or others]
-    if streams:
-        families = [own, others]
+    call = _Call(problem, target, unsplit.spec, chosen is not None)
+    if chosen is not None:
+        rows = [chosen.spec]
+    elif call.has_work_enough() or _unfit_problem(problem) is not None:
+        return None
+    else:
+        alike = ROWS(REGISTRY, ("attention_split", problem.dtype))
+        fitting = [spec for spec in alike if unfit_split(spec, problem, target) is None and call.may_take(spec)]
+        rows = call.candidates(fitting)
     ways = [
-        (best[0] / gain(spec, way), *best, spec)
-        for family in families
-        for spec in family
-        if kind(spec) == min(map(kind, family))
-        for way in shared(spec)
-        if (best := _best_split(typical, spec, target, way, fewest(spec, way))) is not None
+        (best[0] / call.gain(spec, way), *best, spec)
+        for spec in rows
+        for way in call.shared(spec)
+        if (best := _best_split(call.typical, spec, target, way, call.fewest(spec, way))) is not None
     ]
-    whole = unsplit_us(typical, unsplit.spec, target) if chosen is None else float("inf")
-
-    def most(spec: KernelSpec) -> float:
-        """What a split may take."""
-        large = not spec.arch_specific or (spec.quantized and "score_mods" in spec.features)
-        return (_LARGE_GAIN if large else _GAIN) * whole
-
-    ways = [found for found in ways if found[1] < most(found[3])]
-    if streams and any(not found[3].arch_specific for found in ways):
+    whole = float("inf") if chosen is not None else unsplit_us(call.typical, unsplit.spec, target)
+    ways = [found for found in ways if found[1] < call.most_us(found[3], whole)]
+    if call.streams and any(not found[3].arch_specific for found in ways):
         ways = [found for found in ways if not found[3].arch_specific]
     if not ways:
         return None
     _, time, split, spec = min(ways, key=lambda found: found[0])
+    number, model = split.num_splits, f"{time:.0f} µs by the model, without a split {whole:.0f} µs"
     advice = advise(problem, target)
     why = (
         *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in a tile of {spec.head_dim}",
-        f"{split.num_splits} splits of the keys, {split.shared.heads} query heads in the rows of a tile",
-        *(
-            (f"few queries on many keys: {time:.0f} µs by the model, without a split {whole:.0f} µs",)
-            if chosen is None
-            else chosen.why
-        ),
+        f"{number} split{'s' * (number > 1)} of the keys, {split.shared.heads} query heads in the rows of a tile",
+        *((f"few queries on many keys: {model}",) if chosen is None else chosen.why),
         *([advice] if advice is not None else []),
     )
-    if is_final(problem, split.num_splits):
-        return SplitSelection(Selection(spec, why), None, split)
-    return SplitSelection(Selection(spec, why), combine_of(spec, problem, target, force), split)
+    merge = None if is_final(problem, number) else combine_of(spec, problem, target, force)
+    return SplitSelection(Selection(spec, why), merge, split)
 
 
 def combine_of(spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None) -> Selection:
