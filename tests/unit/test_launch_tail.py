@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import omniattn as oa
-from omniattn.launch import tile_order
 from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_INT8_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem
+from omniattn.problems.shares import even_share
 from omniattn.select import select_attention, select_split, select_tail
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, HOPPER, items_of, problem_of
@@ -140,14 +140,22 @@ def test_a_forced_kernel_has_all_tiles() -> None:
 @pytest.mark.parametrize("last", [0.6, 0.75])
 def test_an_even_share_of_short_tiles(heads: int, last: float) -> None:
     """Of six tiles a head every CTA of 132 takes the same ones; 131 take them in turn."""
-    lengths = [1.0] * 5 + [last]
-    ctas = tile_order.even_ctas(heads, lengths, 132)
-    tiles = tile_order.head_by_head(heads, 6)
-    before, after = (tile_order.makespan(tiles, heads, lengths, n) for n in (132, ctas))
+    ctas, time = even_share(heads, 6, last, 132)
+
+    def walked(count: int) -> float:
+        """As PersistentItems walks: a head's last tile first, every second round backwards."""
+        times, spans = [last, 1.0, 1.0, 1.0, 1.0, 1.0] * heads, []
+        for cta in range(count):
+            places = (cta, count - 1 - cta)
+            rounds = range(-(-len(times) // count))
+            items = [n * count + places[n % 2] for n in rounds]
+            spans.append(sum(times[item] for item in items if item < len(times)))
+        return max(spans)
+
     assert 129 <= ctas <= 132
-    assert after <= before
-    assert ctas == 132 or after < 0.98 * before
-    assert tile_order.even_ctas(heads, [1.0] * 6, 132) == 132
+    assert time == pytest.approx(walked(ctas))
+    assert ctas == 132 or time < 0.98 * walked(132)
+    assert even_share(heads, 6, 1.0, 132) == (132, float(-(-6 * heads // 132)))
 
 
 def test_short_sequences_are_shared_evenly() -> None:

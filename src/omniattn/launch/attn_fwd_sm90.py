@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from ..problems import UNLIMITED, AttentionProblem, Target
+from ..problems.shares import even_share, short_tile
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from . import tile_order
@@ -51,16 +52,11 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas:
 
 def ctas_of(problem: AttentionProblem, spec: KernelSpec, tiles: tile_order.TileList, target: Target) -> int:
     """How many CTAs share ``tiles``."""
-    most = target.sm_count * spec.ctas_per_sm
-    whole = problem.window_left == problem.window_right == UNLIMITED
-    if whole and not problem.varlen and spec.ctas_per_sm == 1 and not problem.score_mods:
-        groups = spec.block_m // _GROUP_ROWS
-        # What a tile takes of a whole one's time where some warpgroups have no rows (docs/performance/tail.md).
-        last = -(-((problem.seqlen_q - 1) % spec.block_m + 1) // _GROUP_ROWS) / groups
-        blocks = -(-problem.seqlen_q // spec.block_m)
-        if tiles.num_items == problem.batch * problem.num_q_heads * blocks:
-            lengths = [1.0] * (blocks - 1) + [0.5 + 0.5 * last]
-            most = tile_order.even_ctas(problem.batch * problem.num_q_heads, lengths, most)
+    p, most = problem, target.sm_count * spec.ctas_per_sm
+    whole = p.window_left == p.window_right == UNLIMITED and not (p.varlen or p.score_mods)
+    heads, blocks = p.batch * p.num_q_heads, -(-p.seqlen_q // spec.block_m)
+    if whole and spec.ctas_per_sm == 1 and tiles.num_items == heads * blocks:
+        most, _ = even_share(heads, blocks, short_tile(p.seqlen_q, spec.block_m), most)
     return min(tiles.num_items, most)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..problems import UNLIMITED
@@ -15,8 +14,6 @@ _MAX_TAIL_ROUNDS, _LONG_TAIL = 3, 0.97
 # What interleaved heads have to gain, up to so many of them and of more: tiles find less of each other's K and V in L2
 # (docs/performance/windows.md).
 _FEW_HEADS, _INTERLEAVED, _MANY_INTERLEAVED = 64, 0.96, 0.88
-# CTAs that may be left out for an even share of the tiles, and what that has to gain.
-_SPARE_CTAS, _EVEN = 3, 0.98
 
 
 @dataclass(frozen=True)
@@ -121,33 +118,6 @@ def causal(heads: int, lengths: list[int], num_ctas: int, group: int = 1) -> Til
     return best
 
 
-def even_ctas(heads: int, lengths: list[float], num_ctas: int) -> int:
-    """How many CTAs share the tiles of ``head_by_head`` most evenly: all, or a few less.
-
-    A CTA takes every so manieth tile. If that is a multiple of a head's tiles, some CTAs get the last, short tile of
-    many heads, and others of none.
-
-    Parameters
-    ----------
-    heads : int
-        Heads of all batch entries.
-    lengths : list of float
-        Work of each block of query rows, in any unit.
-    num_ctas : int
-        SMs.
-
-    Returns
-    -------
-    int
-    """
-    tiles = head_by_head(heads, len(lengths))
-    if len(set(lengths)) == 1 or not num_ctas < tiles.num_items <= _MAX_ROUNDS * num_ctas:
-        return num_ctas
-    spans = {n: makespan(tiles, heads, lengths, n) for n in range(num_ctas, num_ctas - _SPARE_CTAS - 1, -1) if n > 0}
-    best = min(spans, key=lambda n: spans[n])
-    return best if spans[best] < _EVEN * spans[num_ctas] else num_ctas
-
-
 def windowed(heads: int, lengths: list[int], num_ctas: int) -> TileList:
     """Head by head, or heads interleaved where some tiles are shorter than others and rounds do not even out.
 
@@ -173,7 +143,7 @@ def windowed(heads: int, lengths: list[int], num_ctas: int) -> TileList:
     return interleaved if spans[1] < gain * spans[0] else by_head
 
 
-def makespan(tiles: TileList, heads: int, lengths: Sequence[float], num_ctas: int) -> float:
+def makespan(tiles: TileList, heads: int, lengths: list[int], num_ctas: int) -> float:
     """Work of the busiest CTA."""
     import numpy as np  # not at import: importing the package loads no library
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.attention import WIDE_WINDOW
 from ..problems.memory import ITEMSIZE
+from ..problems.shares import even_share, short_tile
 from ..registry import KernelSpec
 
 #: `KernelSpec.tuned_for` of tiles that only this module chooses.
@@ -118,7 +119,13 @@ def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> floa
     if len(lengths) > 1 or (causal and len(tiles[0]) > 1):
         work = max(longest, (1 + _UNEVEN * causal) * total / slots)
     else:
-        work = -(-items // slots) * longest
+        rounds: float = -(-items // slots)
+        if spec.ctas_per_sm == 1 and not (p.varlen or p.score_mods):
+            # The fit knows of no short last tiles but for those that a few CTAs less share evenly.
+            last = short_tile(p.seqlen_q, spec.block_m)
+            ctas, even = even_share(batch * p.num_q_heads, len(tiles[0]), last, slots)
+            rounds = even if ctas < slots else rounds
+        work = rounds * longest
     if spec.block_n == 32 and max(sk for _, sk in lengths) > 32:
         work *= _FLATTERY + (_FLATTERY - 1) * causal + _NO_EDGE * all(sk % 64 == 0 for _, sk in lengths)
     rows = batch * sum(sq * p.num_q_heads + sk * p.num_kv_heads for sq, sk in lengths) / len(lengths)
