@@ -7,6 +7,7 @@ compiles anything. Hatchling has no setting for how hard it compresses.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -59,6 +60,7 @@ def compress(wheel: Path) -> None:
             for member in old.infolist():
                 content = old.read(member)
                 new.writestr(member, content, zipfile.ZIP_DEFLATED, COMPRESSION_LEVEL)
+        shutil.copymode(wheel, smaller)
         smaller.replace(wheel)
     finally:
         smaller.unlink(missing_ok=True)

@@ -80,7 +80,7 @@ def check(folder: Path, version: str, sources: Path | None = ROOT / "kernels_cu"
             lines.append(smoke.check_contents(wheel, sources))
         except smoke.SmokeTestError as error:
             raise ReleaseError(str(error)) from error
-    lines.append(f"{expected}: {(folder / expected).stat().st_size / 2**20:.2f} MiB")
+    lines.append(f"{expected}: {(folder / expected).stat().st_size / 1e6:.2f} MB")
     done = subprocess.run(
         [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)], capture_output=True, text=True
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = Path(__file__).resolve().parent / "probe.py"
 
-MAX_WHEEL_BYTES = 30 * 2**20
+MAX_WHEEL_BYTES = 30_000_000
 KERNELS = "omniattn/_kernels/"
 #: The C module, where a platform wheel has it, and how the file begins (ELF; Windows).
 MODULES = {"omniattn/_native.abi3.so": b"\x7fELF", "omniattn/_native.pyd": b"MZ"}
@@ -112,7 +112,7 @@ def check_contents(wheel: Path, sources: Path | None = ROOT / "kernels_cu") -> s
             problems.append("the license is missing")
     if problems:
         raise SmokeTestError(f"{wheel.name}:\n" + "\n".join(problems))
-    return f"{wheel.name}: {size / 2**20:.2f} MiB, {len(names)} files, {len(listed)} cubins by {manifest['compiler']}"
+    return f"{wheel.name}: {size / 1e6:.2f} MB, {len(names)} files, {len(listed)} cubins by {manifest['compiler']}"
 
 
 def _bill_problems(archive: zipfile.ZipFile, names: set[str], binaries: set[str]) -> list[str]:
