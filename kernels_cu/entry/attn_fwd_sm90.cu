@@ -24,7 +24,8 @@
 //
 // A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
-// SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh); attn_combine_sm80 merges. CTAS_PER_SM:
+// SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh); attn_combine_sm80 merges. Of packed
+// sequences it takes an even share of all (scheduler/packed_shares.cuh), attn_combine_packed_sm90 merges. CTAS_PER_SM:
 // of more than one, each with one warp that copies, behind its consumers, and no ping-pong.
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax (attention/tile_form.cuh). Steps are
 // those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh). What is
@@ -75,14 +76,16 @@ struct Config {
     static constexpr int kTurnStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
     static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks");
     static_assert(!kForms || kBlockN == 64, "tiles of masks");
-    static_assert(!kSplitKeys || (!kVarlen && (!kForms || kLists)), "dense batches");
+    static_assert(!kSplitKeys || !kForms || kLists != kVarlen, "lists of dense batches, none of packed sequences");
     static_assert((kCtas == 1 ? 2 : 1) <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
 using FormsParams = Select<kHasScoreMod, AttnFwdModSm90Params, AttnFwdFormsSm90Params>::Type;
 using SplitFormsParams = Select<kHasScoreMod, AttnFwdSplitModSm90Params, AttnFwdSplitFormsSm90Params>::Type;
-using PlainParams = Select<Config::kSplitKeys, AttnFwdSplitSm90Params, AttnFwdSm90Params>::Type;
-using ScoresParams = Select<Config::kSplitKeys, SplitFormsParams, FormsParams>::Type;
+using SplitParams = Select<Config::kVarlen, AttnFwdSharesSm90Params, AttnFwdSplitSm90Params>::Type;
+using PlainParams = Select<Config::kSplitKeys, SplitParams, AttnFwdSm90Params>::Type;
+using SplitScoresParams = Select<Config::kVarlen, AttnFwdSharesFormsSm90Params, SplitFormsParams>::Type;
+using ScoresParams = Select<Config::kSplitKeys, SplitScoresParams, FormsParams>::Type;
 using Params = Select<Config::kForms, ScoresParams, PlainParams>::Type;
 using Tile = TileOf<Config>;
 using Masks = MaskTiles<Config>;
@@ -129,7 +132,9 @@ class Producer : public ForwardProducer<Config, Producer> {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c) {
             uint32 smem = smem_addr_at(&SharedStorage::q) + stage * kQBytes + c * Config::kBlockM * 128;
-            if constexpr (Config::kSplitKeys) {
+            if constexpr (Config::kSplitKeys && Config::kVarlen) {
+                tma_load_5d(smem, &params_.map_q, bar, c * 64, 0, t.q_begin + t.m0 / t.pack, t.head_idx, 0);
+            } else if constexpr (Config::kSplitKeys) {
                 tma_load_5d(smem, &params_.map_q, bar, c * 64, 0, t.m0 / t.pack, t.head_idx, t.batch_idx);
             } else {
                 tma_load_4d(smem, &params_.map_q, bar, c * 64, t.q_begin + t.m0, t.head_idx, t.batch_idx);
@@ -309,11 +314,13 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
     OA_DEVICE void store(const T& t, int32 warp_row, Rows& state) const {
         RowState<>& rows = state.softmax;
         rows.reduce();
-        if constexpr (Config::kSplitKeys)
+        if constexpr (Config::kSplitKeys) {
+            note_cut(params_, t, warp_row, lane_);
             store_split_rows<Config::Io>(state.o, rows.m2, rows.l, params_, p_, t, t.num_splits,
                                          first_partial_row<Config::kBlockM>(p_, list_, t), warp_row, lane_);
-        else
+        } else {
             store_rows<Config::Io>(state.o, rows.m2, rows.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
+        }
     }
 
   private:
@@ -488,6 +495,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) at
     if (threadIdx.x == 0) {
         check_smem_base(smem_raw);
         bars.init();
+        note_no_cut(params);
     }
     __syncthreads();
     auto produce = [&](int lane) {

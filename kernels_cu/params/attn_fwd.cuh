@@ -115,6 +115,26 @@ struct AttnFwdSplitSm90Params {
     float* partial_o;   // [batch, head, split, row, head_dim], not divided by the denominator
     float* partial_ml;  // [batch, head, split, row, 2]: base of the exponents in base 2, and denominator
 };
+// Packed sequences, an even share for every CTA (scheduler/packed_shares.cuh); one that is not cut has `fwd.o` and
+// `fwd.lse`. Of `tiles` pack and pack_heads count.
+struct AttnFwdSharesSm90Params {
+    TensorMap map_q, map_k, map_v;  // map_q as above, of one batch
+    AttnFwdParams fwd;
+    SplitTileList tiles;
+    float* partial_o;   // as attn_combine_packed_sm90 reads them (params/attn_combine.cuh)
+    float* partial_ml;
+    struct CutTile* cuts;
+};
+// With softcap, or a scale that is not positive.
+struct AttnFwdSharesFormsSm90Params {
+    TensorMap map_q, map_k, map_v;
+    AttnFwdParams fwd;
+    SplitTileList tiles;
+    ScoreForms forms;
+    float* partial_o;
+    float* partial_ml;
+    struct CutTile* cuts;
+};
 // The same on mma.sync: blockIdx.y is the split, gridDim.y their number. Rows as SplitTileList has them: heads and rows
 // of queries and mask in `fwd` are those of packed heads, strides are those of the arrays. Packed sequences: pack is 1.
 struct AttnFwdSplitSm80Params {

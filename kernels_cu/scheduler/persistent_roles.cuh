@@ -18,8 +18,13 @@
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
+#include "scheduler/packed_shares.cuh"
 #include "scheduler/persistent.cuh"
 #include "scheduler/split_tiles.cuh"
+
+template <typename Config>
+using TileOf = typename Select<Config::kSplitKeys,
+                               typename Select<Config::kVarlen, PackedShareTile, SplitTile>::Type, FwdTile>::Type;
 
 template <typename Config>
 struct RoleBarrierStorage {
@@ -30,8 +35,8 @@ template <typename Config>
 struct RoleStorage : RoleBarrierStorage<Config> {
     // kVarlen: the tile that each outer operand belongs to, valid from outer_full to outer_empty; m0 = kNoMoreTiles
     // ends.
-    FwdTile tile[Config::kOuterStages];
-    SequenceRange sequences[32];
+    TileOf<Config> tile[Config::kOuterStages];
+    SequenceRange sequences[32];  // kSplitKeys: not used
 };
 
 template <typename Config>
@@ -97,10 +102,17 @@ class PersistentProducer {
         }
     }
 
+    OA_DEVICE auto packed_tiles() const {
+        if constexpr (Config::kSplitKeys)
+            return PackedShares<Config::kBlockM, Config::kBlockN>(p_, list_);
+        else
+            return PackedTiles<Config::kBlockM>(p_, list_, smem_.sequences);
+    }
+
     // The walk over cu_seqlens takes all lanes, the copies one.
     OA_DEVICE void run_varlen(int lane) {
-        PackedTiles<Config::kBlockM> tiles(p_, list_, smem_.sequences);
-        for (FwdTile t; tiles.next(t);) {
+        auto tiles = packed_tiles();
+        for (TileOf<Config> t; tiles.next(t);) {
             if (lane == 0) {
                 typename Derived::Span span(p_, t);
                 bars_.outer.wait_empty(outer_at_);

@@ -84,6 +84,4 @@ using SyncTileOf = typename Select<Config::kSplitKeys, PackedTile, FwdTile>::Typ
 template <typename Config>
 using ListOf = typename Select<Config::kSplitKeys, SplitTileList, TileList>::Type;
 template <typename Config>
-using TileOf = typename Select<Config::kSplitKeys, SplitTile, FwdTile>::Type;
-template <typename Config>
 using TilesOf = typename Select<Config::kSplitKeys, SplitTiles, PersistentTiles>::Type;

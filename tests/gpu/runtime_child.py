@@ -90,6 +90,7 @@ def operations(file: str, *options: str) -> dict[str, Any]:
         "attention_split",
         "attention_combine",
         "attention_combine_lse",
+        "attention_combine_packed",
         "layout_fp8",
         "decode",
         "decode_combine",

@@ -66,9 +66,11 @@ def test_every_row_is_covered() -> None:
     """Rows that need a newer GPU than sm_89 have no such code; all others are here, for every operation they serve."""
     covered = {name for name, _ in ROWS}
     assert {spec.name for spec in SPECS if spec.min_arch <= (8, 9)} == covered
-    # The LSE of quantized splits is merged, and V quantized by a kernel of its own, on Hopper alone.
+    # The LSE of quantized splits and packed sequences are merged, and V quantized by a kernel of its own, on Hopper
+    # alone.
     assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS} - {
         "attention_combine_lse",
+        "attention_combine_packed",
         *VALUES_OPS,
     }
 

@@ -231,7 +231,8 @@ def test_both_drivers_give_the_same_bits(tmp_path: Path) -> None:
     bits = {name: dict(np.load(file)) for name, file in files.items()}
     operations = {label.split()[0].removeprefix("quantized_").removeprefix("fp8_") for label in bits["cuda"]}
     elsewhere = {
-        "attention_split", "attention_combine", "attention_combine_lse", "layout_fp8", "decode_combine", "copy_blocks",
+        "attention_split", "attention_combine", "attention_combine_lse", "attention_combine_packed", "layout_fp8",
+        "decode_combine", "copy_blocks",
         *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "packed_parts",
     }  # fmt: skip
     assert operations == {spec.op for spec in REGISTRY} - elsewhere

@@ -22,13 +22,13 @@ from omniattn.problems.split import KeySplit, shared_rows, tile_keys
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import select_attention, select_split
-from omniattn.select.split import split_us, unsplit_us
+from omniattn.select.split_model import split_us, unsplit_us
 from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 AMPERE, BLACKWELL = Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)
-SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split" and not spec.quantized]
+SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split" and not spec.quantized and "dense" not in spec.lacks]
 SPLIT_SM90 = [spec for spec in SPLIT if spec.arch_specific and not spec.features]
 COMBINE = by_name("attn_combine_sm80_fp16")
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist.
@@ -338,17 +338,24 @@ def test_boxes_and_workspace(spec: KernelSpec) -> None:
         assert spec.smem_bytes <= HOPPER.max_smem
 
 
-@pytest.mark.parametrize("spec", [*SPLIT, *(s for s in REGISTRY if s.op == "attention_combine")], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec",
+    [s for s in REGISTRY if s.op in ("attention_split", "attention_combine", "attention_combine_packed")
+     if not s.quantized],
+    ids=lambda s: s.name,
+)  # fmt: skip
 def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
     """Forced, as the GPU tests run them. A case that is not split would say nothing of the kernel behind it."""
     taken = 0
     for case in cases_for(spec.op):
         ((sq, sk), *more) = case.lengths
         left, right = case.options.get("window", (-1, 0 if case.options.get("causal") else -1))
-        d = (128 if spec.op == "attention_combine" else spec.head_dim) - case.below
-        of_mods = "score_mods" in spec.features or spec.op == "attention_combine"
+        merges = spec.op != "attention_split"
+        d = (128 if merges else spec.head_dim) - case.below
+        of_mods = "score_mods" in spec.features or merges
         modified = not {*case.arrays} <= {"sinks"} or "softcap" in case.options
-        if (modified and not of_mods) or (case.packed and spec.arch_specific):
+        taken_by = {"packed"} if "dense" in spec.lacks else {"dense"} if "varlen" in spec.lacks else {"packed", "dense"}
+        if (modified and not of_mods) or ("packed" if case.packed else "dense") not in taken_by:
             continue
         p = problem_of(
             1 + len(more), sq, sk, case.heads_q, case.heads_kv, d, left, right, case.layout,
@@ -361,7 +368,7 @@ def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
             p = dataclasses.replace(p, mask=kinds[name], strides=of_mask, mask_map=True)
         if case.packed:
             rows = {f"seqlen_{x}": sum(n) for x, n in zip("qk", zip(*case.lengths, strict=True), strict=True)}
-            p = dataclasses.replace(p, varlen=True, **rows)
+            p = dataclasses.replace(p, varlen=True, max_seqlen_q=sq, max_seqlen_k=sk, **rows)
         try:
             launches = plan_attention(p, HOPPER, spec.name)
         except ArgumentError:  # one of Hopper's rows with scores, each for other forms
@@ -372,6 +379,9 @@ def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
         assert spec in [record.spec for record in launches.records], case.name
         (main,) = (record for record in launches.records if record.spec.op == "attention_split")
         of_sm90 = main.spec.arch_specific
+        if of_sm90 and case.packed:
+            assert main.grid[0] == HOPPER.sm_count * main.spec.ctas_per_sm
+            continue
         layout = ATTN_FWD_SPLIT_FORMS_SM90 if main.spec.features else ATTN_FWD_SPLIT_SM90
         of_main = fields_of_record(main, layout)["tiles.num_splits"] if of_sm90 else main.grid[1]
         assert of_main > 1, case.name

@@ -22,7 +22,7 @@ from omniattn.reference.quantize import KEY_ORDER
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import select_attention, select_split
-from omniattn.select.split import split_us, unsplit_us
+from omniattn.select.split_model import split_us, unsplit_us
 from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, ENOUGH, FEW, HOPPER, combine, items_of, problem_of, visible

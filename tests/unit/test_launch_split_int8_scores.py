@@ -29,7 +29,7 @@ from omniattn.reference.mask_tiles import key_bias, lists, pack_bits
 from omniattn.reference.quantize import KEY_ORDER
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
-from omniattn.select import select_attention, select_split
+from omniattn.select import select_attention, select_split, split_model
 from omniattn.select import split as of_splits
 from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
@@ -383,8 +383,8 @@ def test_few_queries_are_split(changes: dict[str, Any], kind: str, head_dim: int
     assert chosen.main.spec.name == f"attn_int8_sm90_bf16_d{tile}_m128n64_split_{kind}"
     assert chosen.split.shared == ONE_HEAD
     assert chosen.split.num_splits >= 2
-    time = of_splits.split_us(p, chosen.main.spec, chosen.split, HOPPER)
-    assert time < 0.9 * of_splits.unsplit_us(p, whole.spec, HOPPER)
+    time = split_model.split_us(p, chosen.main.spec, chosen.split, HOPPER)
+    assert time < 0.9 * split_model.unsplit_us(p, whole.spec, HOPPER)
     launches = plan_attention(p, HOPPER, None)
     assert any("splits of the keys" in reason for reason in launches.selection.why)
     assert ("quantize_delta" in [r.spec.op for r in launches.records]) == p.precision.smooth_q
@@ -404,7 +404,7 @@ def test_biases_of_queries_and_keys(precision: Any, itemsize: int) -> None:
 
 def test_a_step_with_scores_takes_longer() -> None:
     plain, scores = (by_name(f"attn_int8_sm90_bf16_d128_m128n64_split{x}") for x in ("_lse", "_masks"))
-    assert of_splits.step_us(scores, 16, 1) == pytest.approx(1.3 * of_splits.step_us(plain, 16, 1))
+    assert split_model.step_us(scores, 16, 1) == pytest.approx(1.3 * split_model.step_us(plain, 16, 1))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError
+from omniattn.launch import score_forms
 from omniattn.launch.structs import (
     ATTN_COMBINE,
     ATTN_FWD_SPLIT_FORMS_SM80,
@@ -20,7 +21,8 @@ from omniattn.launch.structs import (
     At,
 )
 from omniattn.plan.attention import plan_attention
-from omniattn.problems import Target
+from omniattn.problems import AttentionProblem, Target
+from omniattn.problems.fold import keys_as_tiles
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
 from omniattn.problems.split import shared_rows_on_mma_sync
 from omniattn.select import select_attention, select_split
@@ -35,14 +37,14 @@ from tests.unit.test_launch_split import AMPERE, BLACKWELL, HOPPER, problem_of
     ids=str,
 )
 def test_on_mma_sync(changes: dict[str, Any], target: Target) -> None:
-    """On other GPUs everything, on Hopper what its own kernels do not split: a CTA a tile, head and split."""
+    """On other GPUs everything, on Hopper what tensor maps do not describe: a CTA a tile, head and split."""
     p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
     launches = plan_attention(p, target, None)
-    own = target == HOPPER and not {"varlen", "tensor_maps"} & {*changes}
+    own = target == HOPPER and "tensor_maps" not in changes
     of_split = [r for r in launches.records if r.spec.op == "attention_split"]
     (record,) = of_split
     assert record.spec.arch_specific == own
-    assert launches.records[-1].spec.op == "attention_combine"
+    assert launches.records[-1].spec.op == "attention_combine" + "_packed" * (own and p.varlen)
     if own:
         return
     assert ("score_mods" in record.spec.features) == p.score_mods
@@ -143,6 +145,40 @@ def test_what_hopper_does_not_split(changes: dict[str, Any]) -> None:
     p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
     with pytest.raises(ArgumentError):
         select_split(p, HOPPER, select_attention(p, HOPPER), "attn_fwd_sm90_bf16_d128_m128n128_split")
+
+
+def keys_of_heads(sq: int, sk: int, **changes: Any) -> AttentionProblem:
+    p = problem_of(1, sq, sk, 32, 4, d=80, dtype="bfloat16")
+    assert p.strides is not None
+    of_mask = dataclasses.replace(p.strides, mask=(0, sk, 0, 1))
+    return dataclasses.replace(p, **({"mask": "io", "mask_map": True, "strides": of_mask} | changes))
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(32, 32768), (64, 4096), (2, 1024)])
+def test_numbers_a_key_of_each_head_are_read_as_tiles(sq: int, sk: int) -> None:
+    """So that heads share the rows of a tile; the map's stride between queries is 0."""
+    launches = plan_attention(keys_of_heads(sq, sk), HOPPER, None)
+    main = next(r for r in launches.records if r.spec.op == "attention_split")
+    assert main.spec.name.endswith("_split_bias16")
+    f = fields_of_record(main, ATTN_FWD_SPLIT_FORMS_SM90)
+    heads = f["tiles.pack_heads"]
+    assert heads == f["tiles.pack"] > 1
+    assert f["forms.forms"] == score_forms.BIAS
+    bias = next(m for m in main.tensor_maps if m.operand == "mask")
+    assert bias.dims[1:] == (heads, sq, 32 // heads, 1)
+    assert bias.strides_bytes[:3] == (2 * sk, 0, 2 * sk * heads)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mask_map": False}, {"mask": "bool"}, {"num_kv_heads": 32}, {"score_mod": ScoreModProblem("score", None, ())},
+     {"seqlen_k": 200}],
+    ids=str,
+)  # fmt: skip
+def test_other_masks_of_keys_are_packed(changes: dict[str, Any]) -> None:
+    p = keys_of_heads(32, 32768, **changes)
+    assert keys_as_tiles(p, HOPPER) is p
+    assert keys_as_tiles(keys_of_heads(32, 32768), AMPERE).mask_form == "keys"
 
 
 _ALIBI = ScoreModProblem("score + x[h] * (k - q)", None, (ModArray("x", "float32", (32,), (1,)),))

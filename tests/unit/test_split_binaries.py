@@ -140,7 +140,10 @@ def test_wheels_serve_few_queries_without_a_compiler(
             assert {runtime.resolve(record.spec, GPUS[gpu].cc).kind for record in launches.records} == {"prebuilt"}
             newer = GPUS[gpu].cc > HOPPER.cc
             scores = {"softcap", "mask"} & {*changes}
-            assert is_split(launches) != (newer and bool(scores or max(head_dim, changes.get("d", 0)) > 128))
+            wide = max(head_dim, changes.get("d", 0)) > 128
+            unsplit = bool(scores or wide) if newer else bool(scores) and wide and "varlen" in changes
+            # Nor has one Hopper's for wide packed sequences with scores, which mma.sync splits there.
+            assert is_split(launches) != (unsplit and (newer or GPUS[gpu].cc == HOPPER.cc))
 
 
 @NEWER

@@ -10,12 +10,13 @@ import pytest
 
 from build_tools.kernels import ROOT
 from build_tools.layouts import device_constants, device_kinds, device_layout
-from omniattn.launch import attn_fwd, decode, kv_append, masks, quantize, structs
+from omniattn.launch import attn_fwd, attn_fwd_shares, decode, kv_append, masks, quantize, structs
 from omniattn.launch.structs import STRUCTS
 from omniattn.problems import quantize as quantize_problem
 from omniattn.problems.precision import GRANULARITIES
 from omniattn.reference import mask_tiles
 from omniattn.registry import REGISTRY
+from omniattn.select import split_model
 
 PARAMS = ROOT / "kernels_cu/params"
 
@@ -63,7 +64,7 @@ def test_every_struct_of_the_kernels_is_known_to_the_host() -> None:
             r"^struct (?:alignas\(\d+\) )?(\w+)(?: : \w+)? \{", path.read_text(encoding="utf-8"), re.MULTILINE
         )
     }
-    assert declared - {"QuantizeItem"} == set(STRUCTS)
+    assert declared - {"QuantizeItem", "CutTile"} == set(STRUCTS)
 
 
 def test_arguments_fit_into_what_a_launch_takes() -> None:
@@ -86,6 +87,10 @@ CONSTANTS = [
         ("params/kv_append.cuh", name, kv_append._ROPE[kind])
         for name, kind in (("kRopeNone", "none"), ("kRopeHalf", "half"), ("kRopeInterleaved", "interleaved"))
     ),
+    ("params/attn_combine.cuh", "kShareSlots", attn_fwd_shares.SLOTS),
+    ("params/attn_combine.cuh", "sizeof(CutTile)", attn_fwd_shares.CUT_BYTES),
+    ("params/attn_combine.cuh", "kShareClasses", attn_fwd_shares.CLASSES),
+    ("scheduler/packed_shares.cuh", "kTileWork", split_model.TILE_WORK),
     ("params/decode.cuh", "kRecentOlder", decode.OLDER),
     ("params/decode.cuh", "kRecentNewest", decode.NEWEST),
     ("params/kv_copy.cuh", "kMaxPairs", structs.MAX_PAIRS),

@@ -230,6 +230,8 @@ def _few() -> tuple[ShapeCase, ...]:
     plain = {n: _batch(128, 1, 32, n, 32768, group=4) for n in (1, 16, 64, 128, 512)}
     sixteen, one = plain[16], plain[1]
     keys = [n * 16 for n in lognormal_lengths(16, 8192)]
+    # A server's step: tokens of sequences that decode, and part of a prompt among them.
+    decoding = [n * 4 for n in lognormal_lengths(64, 65536)]
     # Speculative decoding: a few drafted tokens of each sequence.
     drafts, sevens = _batch(128, 32, 32, 4, 4096, group=4), _batch(128, 32, 28, 4, 4096, group=7)
     return (
@@ -256,6 +258,9 @@ def _few() -> tuple[ShapeCase, ...]:
         _batch(128, 64, 32, 1, 1024, group=4),
         _packed("8x32on8192", 128, 32, (32,) * 8, keys=(8192,) * 8, group=4, both=True),
         _packed("16x1-61onlognormal", 128, 32, range(1, 65, 4), keys=keys, group=4, causal=True),
+        _packed("64x1onlognormal", 128, 32, (1,) * 64, keys=decoding, group=4, causal=True, both=True),
+        _packed("63x1and2048on4096", 128, 32, (*(1,) * 31, 2048, *(1,) * 32), keys=(4096,) * 64, group=4, causal=True),
+        _packed("32x4onlognormal", 64, 32, (4,) * 32, keys=decoding[:32], group=4, causal=True),
         *(replace(plain[n], precision="int8", both=True) for n in (16, 128)),
         *(replace(plain[n], precision="int8", operands=True) for n in (16, 64, 128, 512)),
     )

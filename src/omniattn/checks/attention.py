@@ -221,8 +221,8 @@ def check_mask(
 def mask_has_map(mask: Tensor, strides: tuple[int, int, int, int]) -> bool:
     """Whether a tensor map can describe an additive mask: keys next to each other, else multiples of 16 bytes."""
     item = ITEMSIZE[mask.dtype]
-    # One that is the same for all queries has no map of rows.
-    fitting = all(0 <= s * item < 2**40 and s * item % 16 == 0 for s in strides[:3]) and strides[2] > 0
+    # One that is the same for all queries has a map of rows only where it differs between heads (fold.keys_as_tiles).
+    fitting = all(0 <= s * item < 2**40 and s * item % 16 == 0 for s in strides[:3]) and max(strides[1:3]) > 0
     return mask.ptr % MASK_ALIGNMENT == 0 and strides[3] == 1 and fitting
 
 

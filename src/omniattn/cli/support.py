@@ -99,11 +99,14 @@ BESIDE = {
 FP8_VALUES = ("quantize_fp8_sums", "quantize_values")
 
 #: Kernels that some calls of `attention` and `quantize_qk` take for speed, or before others: tables are about those.
-FASTER = ("attention_split", "attention_combine", "attention_combine_lse", "quantize_fp8", "layout_fp8", *FP8_VALUES)
+FASTER = (
+    "attention_split", "attention_combine", "attention_combine_lse", "attention_combine_packed",
+    "quantize_fp8", "layout_fp8", *FP8_VALUES,
+)  # fmt: skip
 
 #: Operation of the registry to its line in the README's table.
 LINES = {
-    **dict.fromkeys(("attention", *FASTER[:3]), "`attention`, `attention_varlen`"),
+    **dict.fromkeys(("attention", *FASTER[:4]), "`attention`, `attention_varlen`"),
     "quantized_attention": "the same, precision int8 and int4",
     **dict.fromkeys(("fp8_attention", "layout_fp8", *FP8_VALUES), "the same, precision fp8 and e4m3 arrays"),
     "quantize_fp8": "`quantize_qk`, `quantize_v`",

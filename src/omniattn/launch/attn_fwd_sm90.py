@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.shares import even_share, short_tile
+from ..problems.split import SharedRows
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from . import tile_order
@@ -80,6 +81,20 @@ def operand_map(
     batch, seqlen, heads, head_dim = shape
     strides_bytes = (2 * strides[1], 2 * strides[2], 2 * strides[0])
     return mapped(name, 0, dtype, (head_dim, seqlen, heads, batch), strides_bytes, (PANEL, rows, 1, 1))
+
+
+def shared_rows_map(problem: AttentionProblem, shared: SharedRows, rows: int) -> TensorMap:
+    """Of q, of which heads share the rows of a tile: (head_dim, heads, seq, heads / shared, batch).
+
+    Rows that are no head's lie beyond the second dimension: zeros.
+    """
+    p, s = problem, problem.strides
+    assert s is not None
+    (heads, pack), (b, seq, head) = shared, (2 * x for x in s.q)
+    return mapped(
+        "q", 0, p.dtype, (p.head_dim, heads, p.seqlen_q, p.num_q_heads // heads, 1 if p.varlen else p.batch),
+        (head, seq, heads * head, b), (PANEL, pack, rows // pack, 1, 1),
+    )  # fmt: skip
 
 
 def build(

@@ -11,7 +11,7 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
 from .attn_fwd import SINKS_KINDS, forward_values, num_m_blocks
-from .attn_fwd_sm90 import PANEL, mapped, operand_map
+from .attn_fwd_sm90 import mapped, operand_map, shared_rows_map
 from .attn_int8 import OperandPlaces
 from .attn_int8_sm90 import flush_keys, key_maps, row_bytes
 from .masks import MaskPlaces, memory_of
@@ -115,13 +115,8 @@ def _main_sm90(
 ) -> tuple[LaunchRecord, ...]:
     p, s = problem, problem.strides
     assert s is not None
-    (shared, pack), extent = split.shared, p.mask_extent
-    b, seq, head = (2 * x for x in s.q)
-    # Rows that are no head's lie beyond the second dimension: zeros.
-    q = mapped(
-        "q", 0, p.dtype, (p.head_dim, shared, p.seqlen_q, p.num_q_heads // shared, p.batch),
-        (head, seq, shared * head, b), (PANEL, pack, spec.block_m // pack, 1, 1),
-    )  # fmt: skip
+    pack, extent = split.shared.pack, p.mask_extent
+    q = shared_rows_map(p, split.shared, spec.block_m)
     kv_shape = (p.batch, p.seqlen_k, p.num_kv_heads)
     tiles = _tiles(p, split)
     values = {

@@ -139,6 +139,13 @@ ATTN_FWD_SPLIT_SM90 = HostStruct(
     tail=40,
 )
 
+ATTN_FWD_SHARES_SM90 = HostStruct(
+    "AttnFwdSharesSm90Params",
+    "params/attn_fwd.cuh",
+    f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {SPLIT_TILE_LIST.inside('tiles')}; P partial_o partial_ml cuts",
+    tail=32,
+)
+
 ATTN_COMBINE = HostStruct(
     "AttnCombineParams",
     "params/attn_combine.cuh",
@@ -147,12 +154,27 @@ ATTN_COMBINE = HostStruct(
     "i pack_heads tile_rows first_tile blocks num_queries zero",
 )
 
+ATTN_COMBINE_PACKED = HostStruct(
+    "AttnCombinePackedParams",
+    "params/attn_combine.cuh",
+    "P partial_o partial_ml cuts o lse sinks; q o_stride_s o_stride_h lse_stride_h;"
+    "i block_m pack pack_heads head_dim sinks_kind reserved",
+)
+
 SCORE_FORMS = HostStruct(
     "ScoreForms",
     "params/attn_fwd.cuh",
     "P tiles lists; q tiles_stride_b tiles_stride_h tiles_stride_m lists_stride_b lists_stride_h;"
     "i num_tiles forms bias_batch bias_head; f cap_scale factor factor2 cap_limit; 4f cap_poly; f cap_near_limit;"
     "3f cap_near",
+)
+
+ATTN_FWD_SHARES_FORMS_SM90 = HostStruct(
+    "AttnFwdSharesFormsSm90Params",
+    "params/attn_fwd.cuh",
+    f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {SPLIT_TILE_LIST.inside('tiles')};"
+    f"{SCORE_FORMS.inside('forms')}; P partial_o partial_ml cuts",
+    tail=40,
 )
 
 ATTN_FWD_FORMS_SM80 = HostStruct(
@@ -475,6 +497,7 @@ STRUCTS: dict[str, HostStruct] = {
     s.name: s
     for s in (
         TILE_LIST, SPLIT_TILE_LIST, ATTN_FWD, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_COMBINE,
+        ATTN_FWD_SHARES_SM90, ATTN_FWD_SHARES_FORMS_SM90, ATTN_COMBINE_PACKED,
         SCORE_FORMS, ATTN_FWD_FORMS_SM80, ATTN_FWD_SPLIT_SM80, ATTN_FWD_SPLIT_FORMS_SM80, ATTN_FWD_FORMS_SM90,
         ATTN_FWD_SPLIT_FORMS_SM90, ATTN_FWD_SPLIT_MOD_SM90,
         SCORE_MOD_ARRAYS,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..errors import ArgumentError, UnsupportedError
 from ..launch import (
     attn_fwd,
+    attn_fwd_shares,
     attn_fwd_sm90,
     attn_fwd_split,
     attn_int8,
@@ -22,7 +23,7 @@ from ..launch.attn_int8 import OperandPlaces
 from ..launch.masks import MaskPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
-from ..problems.fold import heads_as_queries
+from ..problems.fold import heads_as_queries, keys_as_tiles
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..problems.precision import GROUPINGS
 from ..problems.quantize import carve
@@ -58,7 +59,7 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
     if problem.operands is not None:
         _check_grouping(problem, target)
     asked, problem = problem, heads_as_queries(problem)
-    launches = _plan(problem, target, force)
+    launches = _plan(keys_as_tiles(problem, target), target, force)
     if problem is asked:
         return launches
     shared = f"one query: the {problem.seqlen_q} query heads of a kv head are the rows of a tile"
@@ -90,6 +91,10 @@ def _plan_split(split: SplitSelection, problem: AttentionProblem, target: Target
         if problem.operands is None:
             return _quantize_first(split.main, problem, target, force, split)
         return _split_quantized(split, problem, target, force, attn_int8.given(problem.operands), 0)
+    if split.split.shares:
+        assert split.combine is not None
+        of_shares = split.main.spec, split.combine.spec
+        return Launches(split.main, *attn_fwd_shares.build(*of_shares, problem, split.split), split.merging)
     main = _with_score_mod(split.main, problem)
     chosen = main.spec, None if split.combine is None else split.combine.spec
     mask = _prepare_mask(split.main.spec, problem, target, force, 0, split.split.shared)

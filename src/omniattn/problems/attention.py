@@ -112,6 +112,8 @@ class AttentionProblem:
         Where q, k and v come in e4m3.
     note : str
         Why the call is another one than ``precision=`` asked for; empty where it is not.
+    keys_as_tiles : bool
+        An additive mask of numbers a key, others for each head, is read as one of queries and keys.
     parts : int
         Of packed sequences, how many stand for one of the caller's: all but the first hold what does not count.
     strides : AttentionStrides, optional
@@ -148,6 +150,7 @@ class AttentionProblem:
     own_head_dim_v: int = 0
     descales: Descales | None = None
     note: str = ""
+    keys_as_tiles: bool = False
     parts: int = 1
 
     @property
@@ -204,7 +207,7 @@ class AttentionProblem:
             return "none" if self.mask == "none" else "bits"
         # A packed mask would decide about tiles, which a block mask does.
         of_keys = self.strides is not None and self.strides.mask[2] == 0 and self.block_mask is None
-        return "keys" if of_keys else "tiles"
+        return "keys" if of_keys and not self.keys_as_tiles else "tiles"
 
     @property
     def mask_dtype(self) -> str:

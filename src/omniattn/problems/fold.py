@@ -1,10 +1,15 @@
-"""A call of one query, told to kernels as one of more queries and fewer heads."""
+"""Calls as kernels are told of them: one query as more queries of fewer heads, and numbers a key as tiles."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from .attention import UNLIMITED, AttentionProblem
+from .target import Target
+
+#: Compute capability of the kernels whose heads can share tiles that have a bias, and the keys for each query from
+#: which on that gains: those of few queries are split.
+_HOPPER, _KEYS_FOR_EACH = (9, 0), 16
 
 
 def heads_as_queries(problem: AttentionProblem) -> AttentionProblem:
@@ -32,3 +37,19 @@ def heads_as_queries(problem: AttentionProblem) -> AttentionProblem:
         mask=(of_batch, of_head * group if heads > 1 else 0, of_head, of_key),
     )  # fmt: skip
     return replace(p, seqlen_q=group, num_q_heads=heads, strides=folded)
+
+
+def keys_as_tiles(problem: AttentionProblem, target: Target) -> AttentionProblem:
+    """The same call with an additive mask of numbers a key, which differ between heads, read as tiles of queries and
+    keys; ``problem`` where that gains nothing.
+
+    Heads with other numbers a key cannot share the rows of a tile, as those of a kv head do where queries are few;
+    those with other tiles of a bias can. A tensor map repeats the numbers for every query.
+    """
+    p, s = problem, problem.strides
+    if target.cc != _HOPPER or p.varlen or s is None or p.precision.quantized or p.operands is not None:
+        return problem
+    if p.mask_form != "keys" or s.mask[1] == 0 or not p.mask_map or p.score_mod is not None:
+        return problem
+    few = p.num_q_heads > p.num_kv_heads and p.seqlen_k >= _KEYS_FOR_EACH * p.seqlen_q > 0
+    return replace(p, keys_as_tiles=True) if few else problem

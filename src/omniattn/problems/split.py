@@ -52,17 +52,21 @@ class KeySplit:
     ----------
     shared : SharedRows
     num_splits : int
-        Parts that the keys of a tile are divided into.
+        Parts that the keys of a tile are divided into; with ``shares`` no more than a mean.
     blocks : int
-        Tiles of rows of the heads that share them.
+        Tiles of rows of the heads that share them; 0 with ``shares``, whose kernel counts them.
     tail : TileTail, optional
         The tiles that are split, where others are not; one head a tile.
+    shares : int
+        Of packed sequences on wgmma: CTAs that have an even share of all keys each, and two partial results at most.
+        0: every tile has ``num_splits`` parts.
     """
 
     shared: SharedRows
     num_splits: int
     blocks: int
     tail: TileTail | None = None
+    shares: int = 0
 
 
 def is_final(problem: AttentionProblem, num_splits: int) -> bool:

@@ -90,6 +90,8 @@ def _attn_fwd_sm80(
 ) -> KernelSpec:
     """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs."""
     short, tag = IO_TYPES[dtype]
+    # On Hopper for packed sequences with masks, and strides without a tensor map, alone: compiled at first use.
+    by_hopper = split and score_mods and tile.head_dim not in (64, 128)
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
         smem_bytes += 4 * tile.block_m * tile.block_n
@@ -124,7 +126,7 @@ def _attn_fwd_sm80(
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
-        prebuild=() if own_head_dim_v else tile.prebuild,
+        prebuild=() if own_head_dim_v else tuple(arch for arch in tile.prebuild if not (by_hopper and arch == "90a")),
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
         # Of the split at 64 with score modifiers, three CTAs an SM; it waits for memory.
@@ -240,6 +242,19 @@ _FWD_SM90_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
     # Of long sequences, for the tiles that do not fill a round (docs/performance/tail.md).
     _FwdSm90Tile(64, 4, 64, 4, tuned_for=("tail",)),
 )
+# The same of packed sequences, each CTA with an even share of all keys.
+_FWD_SM90_PACKED_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 1, 64, 3, 1, ctas_per_sm=3),
+    _FwdSm90Tile(64, 2, 128, 5),
+    _FwdSm90Tile(128, 1, 64, 3, 1, ctas_per_sm=2),
+    _FwdSm90Tile(128, 2, 128, 3),
+    _FwdSm90Tile(256, 2, 64),
+)
+# With softcap.
+_FWD_SM90_PACKED_SPLIT_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 1, 64, 3, 1, ctas_per_sm=2),
+    _FwdSm90Tile(128, 1, 64, 2, 1, ctas_per_sm=2),
+)
 
 
 def _attn_fwd_sm90(
@@ -272,8 +287,9 @@ def _attn_fwd_sm90(
         mask = block_m * tile.block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
         tiles_bytes += -(-tile.num_stages * mask // 1024) * 1024
     barriers_bytes = 16 * (num_q_stages + tile.num_stages)
-    # And for packed sequences a tile of 36 bytes with each Q, and 32 sequences of 20 bytes.
-    smem_bytes = -(-(tiles_bytes + barriers_bytes + 36 * num_q_stages + 640) // 1024) * 1024
+    # And for packed sequences a tile of 36 bytes with each Q, 76 with splits, and 32 sequences of 20 bytes.
+    of_tile = 76 if varlen and split else 36
+    smem_bytes = -(-(tiles_bytes + barriers_bytes + of_tile * num_q_stages + 640) // 1024) * 1024
     own_v = tile.width_v != tile.head_dim
     width = f"d{tile.head_dim}" + (f"v{tile.width_v}" if own_v else "")
     prebuilt = not (varlen and lists) or (kind == "_masks" and tile.head_dim in _FWD_SM90_VARLEN_MASKS_PREBUILT)
@@ -319,8 +335,8 @@ def _attn_fwd_sm90(
         bias_bytes=tile.bias_bytes,
         # Stored before a tile's steps and loaded behind them: of packed sequences' state, by the producer, and of the
         # order of tiles where four warpgroups have the fewest registers.
-        allowed_spill_bytes=(64 if tile.head_dim == 96 else 16)
-        if forms and varlen
+        allowed_spill_bytes=(64 if tile.head_dim == 96 else 40 if forms and split else 16)
+        if varlen and (forms or split)
         else 36
         if tile.bias_bytes and (tile.num_consumers == 4 or (small and tile.head_dim == 64))
         else 0,
@@ -342,6 +358,27 @@ def _merge_states(dtype: str) -> KernelSpec:
         block_n=1,
         num_warps=8,
         smem_bytes=0,
+    )
+
+
+def _attn_combine_packed(dtype: str) -> KernelSpec:
+    short, tag = IO_TYPES[dtype]
+    return KernelSpec(
+        name=f"attn_combine_packed_sm90_{short}",
+        family="attn_combine_packed_sm90",
+        op="attention_combine_packed",
+        source="entry/attn_combine_packed_sm90.cu",
+        symbol="attn_combine_packed_sm90",
+        defines=(("IO_TYPE", tag),),
+        dtype=dtype,
+        head_dim=256,
+        block_m=16,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+        min_arch=(9, 0),
+        arch_specific=True,
+        prebuild=("90a",),
     )
 
 
@@ -427,6 +464,16 @@ def split_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
+        _attn_fwd_sm90(tile, dtype, varlen=True, split=True)
+        for tile in _FWD_SM90_PACKED_SPLIT_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_sm90(tile, dtype, varlen=True, forms=True, split=True)
+        for tile in _FWD_SM90_PACKED_SPLIT_FORMS_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
         _attn_fwd_sm90(tile, dtype, varlen=False, forms=True, split=True)
         for tiles in (
             tuple(replace(tile, softcap=False) for tile in _FWD_SM90_FORMS_TILES),
@@ -443,6 +490,7 @@ def split_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (_attn_combine(dtype, own_lse) for own_lse in (False, True) for dtype in ("float16", "bfloat16"))
+    yield from (_attn_combine_packed(dtype) for dtype in ("float16", "bfloat16"))
 
 
 def merge_rows() -> Iterator[KernelSpec]:

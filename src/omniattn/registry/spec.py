@@ -21,7 +21,8 @@ class KernelSpec:
         Kernel family, ``<op>_<variant>_<arch>``.
     op : str
         The operation it serves: ``"attention"``, ``"attention_split"``,
-        ``"attention_combine"``, ``"attention_combine_lse"``, ``"quantize"``, ``"quantize_delta"``,
+        ``"attention_combine"``, ``"attention_combine_lse"``, ``"attention_combine_packed"``,
+        ``"quantize"``, ``"quantize_delta"``,
         ``"merge_states"``; of masks ``"mask_pack"``, ``"mask_align"``, ``"mask_list"``,
         ``"tile_kinds"``; of packed sequences
         ``"packed_parts"``; of caches

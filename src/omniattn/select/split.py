@@ -1,15 +1,10 @@
-"""Whether a call's keys are split over CTAs, and into how many: a model of both (docs/performance/few_queries.md).
-
-Times in microseconds on an H200, the GPU that the constants were measured on. On others of its compute capability the
-model compares the same two ways, with the same ratio between memory and products to within a third.
-"""
+"""Whether the keys of a call are split over CTAs, and into how many, by a model (docs/performance/few_queries.md)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..problems import AttentionProblem, Target
-from ..problems.memory import ITEMSIZE
 from ..problems.split import (
     ONE_HEAD,
     KeySplit,
@@ -18,35 +13,16 @@ from ..problems.split import (
     shared_rows,
     shared_rows_on_mma_sync,
     shared_rows_with_scores,
-    tile_keys,
     tiles_of_group,
 )
 from ..registry import REGISTRY, KernelSpec
 from .advice import advise
 from .attention import reads_mask, unfit_call
 from .choice import RowsOf, Selection, forced, named_ops, the_one, unfit_target
+from .split_model import Walk, most_work, of_equal_lengths, of_two_lengths, shares_us, unsplit_us, whole_packed_us
 from .tile import whole_sectors
 
 ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
-#: A step's softmax and waiting, per key of its tile; what two or more warpgroups wait for each other, per key.
-_CHAIN_US, _MEET_US = 0.0044, 0.0016
-#: Products of 64 rows, one key and one channel, both of them: 64 * 4 operations at an SM's share of 934 TFLOP/s.
-_PRODUCT_US = 64 * 4 * 132 / 934e6
-#: On 8 bits products take half of that, and a warpgroup's softmax keeps the SM busy for so long, per key. Of sums for
-#: the LSE the model knows nothing: O has the same bits with it and without.
-_INT8_SOFTMAX_US = 0.0014
-#: The same on mma.sync, per key of a tile; operations of one SM a microsecond there. With scores, and with one stage
-#: then. Rows of a warp's product.
-_SYNC_CHAIN_US, _SYNC_FLOPS, _SYNC_ROWS = 0.012, 2.6e6, 16
-_SCORES_CHAIN_US, _SCORES_ONE_STAGE_US, _SCORES_FLOPS = 0.023, 0.046, 1.95e6
-#: All SMs together, under the power limit; memory; L2. Operations and bytes a microsecond.
-_FLOPS, _INT8_FLOPS, _MEMORY, _L2 = 800e6, 1150e6, 4.3e6, 6.0e6
-#: Memory and L2 where rows end within a sector and tensor maps bring them.
-_PARTS = 2.5e6, 2.3e6
-#: What one SM gets of the memory's rate, in shares of an SM; with tiles of half the bytes.
-_SM_SHARE, _INT8_SM_SHARE = 1.25, 1.0
-#: To begin and end a tile; a launch; the second launch; partial results, written and read.
-ITEM_US, LAUNCH_US, COMBINE_US, PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
 #: `KernelSpec.tuned_for` of tiles that only tails take (select/tail.py).
 TAIL = "tail"
 #: What a split has to gain by the model: it is no better than a tenth. More where little has been measured: on mma.sync
@@ -54,8 +30,6 @@ TAIL = "tail"
 _GAIN, _LARGE_GAIN = 0.9, 0.8
 #: The fewest keys of 8 bits: shorter calls have not been measured.
 _INT8_KEYS = 1024
-#: With scores a step of theirs takes so many times as long: masks 1.0 to 1.3, softcap 1.3 to 1.6, in long sequences.
-_INT8_SCORES = 1.3
 #: On mma.sync: the fewest keys, keys for each query. Splits of rows whose heads share no tiles, there and with scores
 #: of 8 bits.
 _SYNC_KEYS, _SYNC_RATIO, _FEWEST_SPLITS = 1024, 4, 2
@@ -67,13 +41,15 @@ _BUSY = 4
 _STREAM_TILES = 1.5
 #: Of heads that share tiles in a call that does: rows that tiles are counted by, and the fewest keys.
 _SHARED_ROWS, _SHARED_KEYS = 64, 64
+#: The same rows of packed sequences.
+_PACKED_ROWS = 128
 #: Keys a query that are many.
 _MANY_KEYS = 16
 #: What those gain.
 _BETWEEN = 0.97
 #: Of calls that do little but read, the fewest keys from which on mma.sync may be faster: it copies whole rows.
 _STREAM_KEYS = 1024
-#: What offsets of partial results are counted in.
+#: What offsets of partial results are counted in, and the work of packed sequences.
 _MAX_COLUMNS = 2**31 - 2**10
 
 
@@ -100,96 +76,11 @@ class SplitSelection:
         return () if self.combine is None else (self.combine,)
 
 
-def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
-    """A step of the ``ctas`` CTAs of an SM, a tile of keys each, of which ``rows`` query rows exist."""
-    if not spec.arch_specific:
-        tiles = -(-min(rows, spec.block_m) // _SYNC_ROWS)
-        chain, flops = _SYNC_CHAIN_US, _SYNC_FLOPS
-        if "score_mods" in spec.features:
-            chain, flops = _SCORES_CHAIN_US if spec.head_dim <= 128 else _SCORES_ONE_STAGE_US, _SCORES_FLOPS
-        product = 2 * _SYNC_ROWS * spec.block_n * (spec.head_dim + spec.head_dim_v) / flops
-        own = -(-tiles // spec.num_warps) * product + chain * spec.block_n
-        return max(own, ctas * tiles * product)
-    groups = -(-min(rows, spec.block_m) // 64)
-    products = _PRODUCT_US * spec.block_n * (spec.head_dim + spec.head_dim_v) / 2
-    waits = (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
-    busy = products
-    if spec.quantized:
-        products /= 2
-        busy = products + _INT8_SOFTMAX_US * spec.block_n
-    scores = _INT8_SCORES if spec.quantized and "score_mods" in spec.features else 1.0
-    return scores * max(products + waits, groups * ctas * busy)
-
-
-class _Walk:
-    """What a kernel does with a problem, however its keys are split: tiles of queries, and the keys of each."""
-
-    def __init__(self, problem: AttentionProblem, spec: KernelSpec, shared: SharedRows, sm_count: int) -> None:
-        p = self.problem = problem
-        self.sm_count, self.ctas = sm_count, sm_count * spec.ctas_per_sm
-        self.tiles = tile_keys(p, spec.block_m, spec.block_n, shared.pack)
-        self.sm_share = _INT8_SM_SHARE if spec.quantized else _SM_SHARE
-        self.rows, self.heads = p.seqlen_q * shared.pack, p.batch * p.num_q_heads // shared.heads
-        self.longest = max(self.tiles, default=0)
-        # Of K and V; quantized ones are as wide as the tile.
-        key_bytes = 2 * spec.head_dim if spec.quantized else ITEMSIZE[p.dtype] * (p.head_dim + p.head_dim_v)
-        steps = self.heads * sum(self.tiles)
-        self.steps = [step_us(spec, self.rows, n) for n in range(1, spec.ctas_per_sm + 1)]
-        seen = max(tile_keys(p, max(p.seqlen_q, 1), 1, 1), default=0)
-        memory, l2 = _MEMORY, _L2
-        if spec.arch_specific and not spec.quantized and not whole_sectors(p):
-            memory, l2 = _PARTS
-        self.memory = p.batch * p.num_kv_heads * seen * key_bytes / memory
-        flops = _INT8_FLOPS if spec.quantized else _FLOPS
-        self.floor = max((p.flops or 0) / flops, steps * spec.block_n * key_bytes / l2)
-        self.partial = 2 * 4 * self.heads * self.rows * (p.head_dim_v + 2) / PARTIAL_BYTES
-
-    def _time(self, splits: int, steps: float) -> float:
-        """Of ``steps`` one after the other on the busiest SM."""
-        items = self.heads * len(self.tiles) * splits
-        ctas = max(min(-(-items // self.sm_count), len(self.steps)), 1)
-        # A few SMs do not get all of the memory's rate.
-        share = min(self.sm_share * items / self.sm_count, 1.0)
-        return (
-            LAUNCH_US
-            + self._rounds(splits) * ITEM_US
-            + max(steps * self.steps[ctas - 1], self.floor, self.memory / max(share, 1e-9))
-        )
-
-    def _rounds(self, splits: int = 1) -> int:
-        """Items of the busiest CTA."""
-        return -(-self.heads * len(self.tiles) * splits // self.ctas)
-
-    def split_us(self, splits: int) -> float:
-        """Time of a split, the kernel that merges it included."""
-        steps = self._rounds(splits) * -(-self.longest // splits)
-        merge = 0.0 if is_final(self.problem, splits) else COMBINE_US + splits * self.partial
-        return self._time(splits, steps) + merge
-
-    def whole_us(self) -> float:
-        """Time of a kernel that has all keys of a tile in one CTA."""
-        steps = float(self._rounds() * self.longest)
-        if min(self.tiles, default=0) != self.longest:
-            # Of different lengths they are handed out such that all SMs end together, but no sooner than the longest.
-            steps = max(self.longest, self.heads * sum(self.tiles) / self.ctas)
-        return self._time(1, steps)
-
-
-def unsplit_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> float:
-    """Time of the kernel ``spec``, which does not split keys."""
-    return _Walk(problem, spec, ONE_HEAD, target.sm_count).whole_us()
-
-
-def split_us(problem: AttentionProblem, spec: KernelSpec, split: KeySplit, target: Target) -> float:
-    """Time of ``spec`` and of the kernel behind it, if there is one."""
-    return _Walk(problem, spec, split.shared, target.sm_count).split_us(split.num_splits)
-
-
 def _best_split(
     problem: AttentionProblem, spec: KernelSpec, target: Target, shared: SharedRows, fewest: int
 ) -> tuple[float, KeySplit] | None:
     """The split that takes the shortest time, of those that make a few rounds of CTAs; None where there is none."""
-    walk = _Walk(problem, spec, shared, target.sm_count)
+    walk = Walk(problem, spec, shared, target.sm_count)
     items = walk.heads * len(walk.tiles)
     usual, most = (min(walk.longest, max(rounds * walk.ctas // max(items, 1), fewest)) for rounds in (2, _ROUNDS))
     most = most if usual < _ROUNDS else usual
@@ -201,23 +92,23 @@ def _best_split(
     return walk.split_us(splits), KeySplit(shared, splits, len(walk.tiles))
 
 
-def _of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
-    """Packed sequences as a batch of sequences of the mean length: what a choice on the host can know of them."""
-    p = problem
-    if not p.varlen or p.batch == 0:
-        return p
-    n = p.sequences
-    return replace(p, varlen=False, batch=n, parts=1, seqlen_q=-(-p.seqlen_q // n), seqlen_k=-(-p.seqlen_k // n))
+def _even_shares(
+    batches: tuple[AttentionProblem, ...], spec: KernelSpec, target: Target, shared: SharedRows
+) -> tuple[float, KeySplit]:
+    """Of packed sequences: a share for every CTA that runs at the same time."""
+    ctas = target.sm_count * spec.ctas_per_sm
+    tiles = sum(batch.batch * batch.num_kv_heads * tiles_of_group(batch, spec.block_m, shared) for batch in batches)
+    return shares_us(batches, spec, shared, target), KeySplit(shared, -(-ctas // tiles), 0, shares=ctas)
 
 
-def _heads_share(problem: AttentionProblem) -> bool:
+def _heads_share(problem: AttentionProblem, rows: int = _SHARED_ROWS) -> bool:
     """Whether tiles that query heads share are so much fewer that one split of the keys may gain: K and V are read once
-    for all heads of a tile."""
-    p, rows = problem, _SHARED_ROWS
-    if p.varlen or p.precision.quantized or p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
+    for all heads of a tile. rows: of those tiles."""
+    p = problem
+    if p.precision.quantized or p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
         return False
-    fewest, own = (tiles_of_group(p, rows, way) for way in (shared_rows(p, rows), ONE_HEAD))
-    return 2 * fewest <= own
+    fewest = tiles_of_group(p, rows, shared_rows(p, rows))
+    return 2 * fewest <= tiles_of_group(p, _SHARED_ROWS, ONE_HEAD)
 
 
 def _streams(problem: AttentionProblem, target: Target) -> bool:
@@ -265,8 +156,14 @@ def unfit_split(spec: KernelSpec, problem: AttentionProblem, target: Target) -> 
     if problem.score_mods and "score_mods" not in spec.features:
         return "it has no softcap, mask or non-positive softmax_scale"
     if spec.arch_specific:
-        if problem.varlen:
+        if problem.varlen and "varlen" in spec.lacks:
             return "it takes no packed sequences"
+        if not problem.varlen and "dense" in spec.lacks:
+            return "it takes packed sequences only"
+        if problem.varlen and (problem.score_mod is not None or problem.block_mask is not None):
+            return "it takes no score_mod and no block_mask"
+        if problem.varlen and 2 * most_work(problem, spec) >= _MAX_COLUMNS:
+            return "it counts work in 31 bits"
         if not problem.tensor_maps:
             return "tensor maps cannot describe these strides, or the driver in use cannot make them"
     elif problem.own_head_dim_v:
@@ -286,13 +183,18 @@ class _Call:
         A row is named: it is taken with its best split, the one of all keys too.
     typical : AttentionProblem
         Of packed sequences as many of the mean length.
+    batches : tuple of AttentionProblem
+        The same, or two that stand for sequences of very unequal lengths.
     streams : bool
     """
 
     def __init__(self, problem: AttentionProblem, target: Target, unsplit: KernelSpec, is_forced: bool) -> None:
         self.problem, self.target, self.unsplit, self.is_forced = problem, target, unsplit, is_forced
-        self.typical = _of_equal_lengths(problem)
+        self.typical, self.batches = of_equal_lengths(problem), of_two_lengths(problem)
         self.streams = not is_forced and _streams(problem, target)
+        # Of packed sequences they do on wgmma alone.
+        of_wgmma, rows = (unsplit.arch_specific, _PACKED_ROWS) if problem.varlen else (True, _SHARED_ROWS)
+        self.heads_share = of_wgmma and any(_heads_share(p, rows) for p in self.batches)
 
     def has_work_enough(self) -> bool:
         """Whether there is no need to look at splits; before anything that takes time, as most calls have it."""
@@ -301,7 +203,7 @@ class _Call:
             return True
         blocks = max(-(-p.seqlen_q // block_m), p.sequences) if p.varlen else p.batch * -(-p.seqlen_q // block_m)
         busy = blocks * p.num_q_heads > _BUSY * self.target.sm_count
-        return busy and not self.streams and not _heads_share(p)
+        return busy and not self.streams and not self.heads_share
 
     def may_take(self, spec: KernelSpec) -> bool:
         """Whether a row that fits is one to choose from."""
@@ -310,7 +212,7 @@ class _Call:
         # Where the kernel of every GPU was chosen, or forced, so it is here.
         if spec.arch_specific:
             return self.unsplit.arch_specific
-        fewest_keys = _SHARED_KEYS if _heads_share(self.problem) else _SYNC_KEYS
+        fewest_keys = _SHARED_KEYS if self.heads_share else _SYNC_KEYS
         return self.typical.seqlen_k >= max(fewest_keys, _SYNC_RATIO * self.typical.seqlen_q)
 
     def candidates(self, fitting: list[KernelSpec]) -> list[KernelSpec]:
@@ -324,7 +226,8 @@ class _Call:
             return "score_mods" in spec.features, spec.head_dim, len(spec.features) - len(spec.lacks)
 
         own, others = ([spec for spec in fitting if spec.arch_specific is specific] for specific in (True, False))
-        families = [own, others] if self.problem.score_mods or self.streams else [own or others]
+        beside = self.streams or (self.problem.score_mods and not self.problem.varlen)
+        families = [own, others] if beside else [own or others]
         return [spec for family in families for spec in family if kind(spec) == min(map(kind, family))]
 
     def shared(self, spec: KernelSpec) -> tuple[SharedRows, ...]:
@@ -332,6 +235,9 @@ class _Call:
         p, block_m = self.problem, spec.block_m
         if not spec.arch_specific:
             ways = [shared_rows_on_mma_sync(p, block_m)]
+        elif p.varlen:
+            with_scores = "score_mods" in spec.features
+            ways = [(shared_rows_with_scores if with_scores else shared_rows)(self.typical, block_m)]
         elif "score_mods" in spec.features:
             # A lane's two rows of scores share one scale of quantized operands: those of one head do.
             ways = [ONE_HEAD] if spec.quantized else [shared_rows_with_scores(p, block_m)]
@@ -339,7 +245,8 @@ class _Call:
             # Scales of quantized operands are found by whole groups of heads.
             whole = shared_rows(p, block_m, whole=True)
             ways = [whole] if spec.quantized else [shared_rows(p, block_m), whole]
-        if spec.arch_specific or self.typical.seqlen_k >= _SYNC_KEYS:
+        # Packed heads that share no tiles would read K and V at different times.
+        if not p.varlen if spec.arch_specific else self.typical.seqlen_k >= _SYNC_KEYS:
             ways.append(ONE_HEAD)
         return tuple(dict.fromkeys(ways[:1] if self.is_forced else ways))
 
@@ -358,7 +265,19 @@ class _Call:
         if self.is_forced or (self.streams and not spec.arch_specific):
             return 1
         many = self.typical.seqlen_k >= _MANY_KEYS * self.typical.seqlen_q
-        return 1 if way.heads > 1 and (many or _heads_share(self.problem)) else _FEWEST_SPLITS
+        return 1 if way.heads > 1 and (many or self.heads_share) else _FEWEST_SPLITS
+
+    def best(self, spec: KernelSpec, way: SharedRows) -> tuple[float, KeySplit] | None:
+        """The fastest split of a way, and its time."""
+        if self.problem.varlen and spec.arch_specific:
+            return _even_shares(self.batches, spec, self.target, way)
+        return _best_split(self.typical, spec, self.target, way, self.fewest(spec, way))
+
+    def whole_us(self) -> float:
+        """Time of the call without a split."""
+        if self.problem.varlen and self.unsplit.arch_specific:
+            return whole_packed_us(self.problem, self.batches, self.unsplit, self.target)
+        return unsplit_us(self.typical, self.unsplit, self.target)
 
     def most_us(self, spec: KernelSpec, whole: float) -> float:
         """What a split may take, where the call without one takes ``whole``."""
@@ -407,9 +326,9 @@ def select_split(
         (best[0] / call.gain(spec, way), *best, spec)
         for spec in rows
         for way in call.shared(spec)
-        if (best := _best_split(call.typical, spec, target, way, call.fewest(spec, way))) is not None
+        if (best := call.best(spec, way)) is not None
     ]
-    whole = float("inf") if chosen is not None else unsplit_us(call.typical, unsplit.spec, target)
+    whole = float("inf") if chosen is not None else call.whole_us()
     ways = [found for found in ways if found[1] < call.most_us(found[3], whole)]
     if call.streams and any(not found[3].arch_specific for found in ways):
         ways = [found for found in ways if not found[3].arch_specific]
@@ -418,14 +337,18 @@ def select_split(
     _, time, split, spec = min(ways, key=lambda found: found[0])
     number, model = split.num_splits, f"{time:.0f} µs by the model, without a split {whole:.0f} µs"
     advice = advise(problem, target)
+    parts = f"{number} split{'s' * (number > 1)} of the keys"
+    if split.shares:
+        parts = f"{split.shares} even shares of all keys"
     why = (
         *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in a tile of {spec.head_dim}",
-        f"{number} split{'s' * (number > 1)} of the keys, {split.shared.heads} query heads in the rows of a tile",
+        f"{parts}, {split.shared.heads} query heads in the rows of a tile",
         *((f"few queries on many keys: {model}",) if chosen is None else chosen.why),
         *([advice] if advice is not None else []),
     )
-    merge = None if is_final(problem, number) else combine_of(spec, problem, target, force)
+    is_merged = split.shares > 0 or not is_final(problem, number)
+    merge = combine_of(spec, problem, target, force) if is_merged else None
     return SplitSelection(Selection(spec, why), merge, split)
 
 
@@ -433,5 +356,7 @@ def combine_of(spec: KernelSpec, problem: AttentionProblem, target: Target, forc
     """The kernel that merges what the splits of ``spec`` leave."""
     own_lse = spec.quantized and problem.lse and "value_factors" not in spec.features
     merges = "attention_combine_lse" if own_lse else "attention_combine"
+    if spec.arch_specific and "dense" in spec.lacks:
+        merges = "attention_combine_packed"
     (combine,) = ROWS(REGISTRY, (merges, problem.dtype))
     return the_one(combine, "merges the splits' results", target, force)

@@ -11,17 +11,8 @@ from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.split import ONE_HEAD, KeySplit, TileTail
 from ..registry import REGISTRY, KernelSpec
 from .choice import Selection, named_ops
-from .split import (
-    COMBINE_US,
-    ITEM_US,
-    LAUNCH_US,
-    PARTIAL_BYTES,
-    ROWS,
-    SplitSelection,
-    combine_of,
-    step_us,
-    unfit_split,
-)
+from .split import ROWS, SplitSelection, combine_of, unfit_split
+from .split_model import COMBINE_US, ITEM_US, LAUNCH_US, PARTIAL_BYTES, step_us
 
 #: What a split has to gain by the model: of the whole call, and microseconds.
 _GAIN, _LEAST_US = 0.985, 4.0

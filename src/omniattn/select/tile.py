@@ -35,7 +35,7 @@ _LARGE_WIDER = 0.96
 #: Bytes of a sector.
 SECTOR = 32
 #: A launch; memory and L2, bytes a microsecond; where rows of K and V end within a sector of 32 bytes.
-_LAUNCH_US, _MEMORY, _L2, _L2_PARTS = 5.6, 3.97e6, 1e7, 1.6e6
+LAUNCH_US, MEMORY, _L2, _L2_PARTS = 5.6, 3.97e6, 1e7, 1.6e6
 #: To begin and end a tile, and for every CTA that shares the SM; hiding scores at a causal edge, per key.
 _ITEM_US, _BESIDE_US, _EDGE_US = 2.04, 0.074, 0.00092
 #: A step by itself: waiting, softmax per key, meeting the other warpgroups per key.
@@ -89,6 +89,25 @@ def _lengths(p: AttentionProblem) -> list[tuple[int, int]]:
     return pairs[:1] if len(set(pairs)) == 1 else pairs
 
 
+def item_us(problem: AttentionProblem, spec: KernelSpec, ctas: int) -> float:
+    """To begin and end a tile, of ``ctas`` CTAs an SM."""
+    item = _ITEM_US + _BESIDE_US * ctas
+    if problem.window_right != UNLIMITED:
+        item += _EDGE_US * spec.block_n * -(-spec.block_m // spec.block_n) * max(1.0, ctas / 2)
+    return item
+
+
+def step_us(problem: AttentionProblem, spec: KernelSpec, rows: int, ctas: int) -> float:
+    """A tile of keys, for so many query rows of a tile and CTAs an SM."""
+    product = _PRODUCT_US * spec.block_n * spec.head_dim
+    groups = -(-min(rows, spec.block_m) // 64)
+    busy = ctas * groups * (product + _EXP_US * spec.block_n)
+    busy *= 1 + (_SHARED if spec.ctas_per_sm > 1 else 0.0)
+    busy *= 1 + (_NARROW * (1 + (problem.window_right != UNLIMITED)) if spec.block_n == 32 else 0.0)
+    alone = product + _STEP_US + (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
+    return max(alone, busy)
+
+
 def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> float:
     """Time of exact attention by ``spec``."""
     p, batch = problem, max(problem.batch, 1)
@@ -102,18 +121,10 @@ def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> floa
     tiles = [_tile_steps(sq, sk, spec.block_m, spec.block_n, *window) for sq, sk in lengths]
     items = round(heads * sum(map(len, tiles)))
     ctas = min(-(-items // target.sm_count), spec.ctas_per_sm)
-    product = _PRODUCT_US * spec.block_n * spec.head_dim
-    item = _ITEM_US + _BESIDE_US * ctas
-    if causal:
-        item += _EDGE_US * spec.block_n * -(-spec.block_m // spec.block_n) * max(1.0, ctas / 2)
+    item = item_us(p, spec, ctas)
     total = longest = 0.0
     for (sq, _), steps in zip(lengths, tiles, strict=True):
-        groups = -(-min(sq, spec.block_m) // 64)
-        busy = ctas * groups * (product + _EXP_US * spec.block_n)
-        busy *= 1 + (_SHARED if spec.ctas_per_sm > 1 else 0.0)
-        busy *= 1 + (_NARROW * (1 + causal) if spec.block_n == 32 else 0.0)
-        alone = product + _STEP_US + (_CHAIN_US + (_MEET_US if groups > 1 else 0.0)) * spec.block_n
-        step = max(alone, busy)
+        step = step_us(p, spec, sq, ctas)
         total += heads * (len(steps) * item + sum(steps) * step)
         longest = max(longest, item + max(steps) * step)
     if len(lengths) > 1 or (causal and len(tiles[0]) > 1):
@@ -128,10 +139,21 @@ def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> floa
         work = rounds * longest
     if spec.block_n == 32 and max(sk for _, sk in lengths) > 32:
         work *= _FLATTERY + (_FLATTERY - 1) * causal + _NO_EDGE * all(sk % 64 == 0 for _, sk in lengths)
-    rows = batch * sum(sq * p.num_q_heads + sk * p.num_kv_heads for sq, sk in lengths) / len(lengths)
+    rows = batch * sum(sq * p.num_q_heads + _seen(p, sq, sk) * p.num_kv_heads for sq, sk in lengths) / len(lengths)
     row_bytes, reread = 2 * ITEMSIZE[p.dtype] * p.head_dim, heads * sum(map(sum, tiles)) * spec.block_n
-    l2 = _L2 if whole_sectors(p) else _L2_PARTS
-    return _LAUNCH_US + max(work, row_bytes * rows / _MEMORY, row_bytes * reread / l2)
+    return LAUNCH_US + max(work, row_bytes * rows / MEMORY, row_bytes * reread / l2_rate(p))
+
+
+def _seen(p: AttentionProblem, sq: int, sk: int) -> int:
+    """Keys that some query sees."""
+    if p.window_left == UNLIMITED:
+        return sk
+    return min(sk, p.window_left + sq + max(p.window_right, 0))
+
+
+def l2_rate(p: AttentionProblem) -> float:
+    """Bytes a microsecond."""
+    return _L2 if whole_sectors(p) else _L2_PARTS
 
 
 def whole_sectors(p: AttentionProblem) -> bool:

@@ -94,8 +94,18 @@ SPLIT_CASES: tuple[Case, ...] = (
          options={"softcap": 5.0}),
     Case("two tiles of queries, boolean mask, causal", "attention", ((200, 2100),), arrays=("mask",),
          options={"causal": True}),
+)  # fmt: skip
+
+#: The same packed: Hopper divides all keys evenly among its CTAs.
+PACKED_SPLIT_CASES: tuple[Case, ...] = (
     Case("few queries, packed, causal", "attention_varlen", ((5, 4000), (0, 3), (70, 2500), (9, 0)), packed=True,
          options={"causal": True}),
+    Case("few queries, packed, sinks", "attention_varlen", ((1, 6000), (130, 4100), (3, 70)), 7, 1, below=8,
+         packed=True, arrays=("sinks",)),
+    Case("few queries, packed, softcap, causal", "attention_varlen", ((2, 7000), (33, 2100), (100, 5000)), 8, 2,
+         packed=True, options={"softcap": 3.0, "causal": True}),
+    Case("few queries, packed, window", "attention_varlen", ((40, 5000), (20, 7000)), 4, 2, packed=True,
+         options={"window": (4000, 3)}),
 )  # fmt: skip
 
 #: A row of the registry takes those with its own smooth_q and score modifiers, and dense or packed arrays.
@@ -241,7 +251,9 @@ MERGE_CASES: tuple[Case, ...] = (
 
 CASES: dict[str, tuple[Case, ...]] = {
     "attention": ATTENTION_CASES,
-    **dict.fromkeys(("attention_split", "attention_combine"), SPLIT_CASES),
+    "attention_split": (*SPLIT_CASES, *PACKED_SPLIT_CASES),
+    "attention_combine": SPLIT_CASES,
+    "attention_combine_packed": PACKED_SPLIT_CASES,
     **dict.fromkeys(("quantized_attention", "attention_combine_lse"), QUANTIZED_CASES),
     "fp8_attention": FP8_CASES,
     "merge_states": MERGE_CASES,

@@ -1,0 +1,83 @@
+// Merge of the partial results that attn_fwd_sm90 leaves of packed sequences whose keys are split over CTAs
+// (scheduler/packed_shares.cuh). Source: Flash-Decoding (Dao et al. 2023).
+//
+//   M = max m_i;  L = sum l_i 2^(m_i - M);  O = sum O_i 2^(m_i - M) / L;  LSE = ln 2 (M + log2 L), sinks added to L
+//
+// o: [rows, num_q_heads, head_dim], any strides, last dimension contiguous; lse: [heads, rows]. Of a tile that is in
+// several shares the parts are at equal distances: slot 1 of the CTA that it begins in, slot 0 of all that follow.
+// Rows that attend to nothing become O = 0, LSE = -inf (or the sink).
+//
+// A CTA has kRows rows (blockIdx.x) of the tile that goes on behind the share of CTA blockIdx.y of the kernel ahead,
+// and nothing to do where none does. A thread has four channels of a row. The order of the sum depends on lengths and
+// launch alone.
+//
+// Shared memory: none.
+#include "attention/partial_sum.cuh"
+#include "attention/sinks.cuh"
+#include "attention/softmax.cuh"
+#include "params/attn_combine.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/gpu_sync.cuh"
+#include "ptx/math.cuh"
+
+struct Config {
+    using Io = IO_TYPE;
+    static constexpr int kThreads = 256;
+    static constexpr int kRows = 16;   // of a CTA
+    static constexpr int kWidth = 4;   // channels of a thread
+    static constexpr int kUnroll = 8;  // partial results that are asked for at once
+};
+
+// Rows of the tile that goes on behind the share of class `of_class`.
+OA_DEVICE void merge(const AttnCombinePackedParams& p, const CutTile& t, int32 of_class) {
+    const int32 first_cta = blockIdx.y, first_row = int32(blockIdx.x) * Config::kRows;
+    if (t.m0 + first_row >= t.seqlen_q) return;
+    const int32 chunks = p.head_dim / Config::kWidth;
+    for (int32 column = threadIdx.x; column < Config::kRows * chunks; column += Config::kThreads) {
+        const int32 of_rows = column / chunks, chunk = column - of_rows * chunks;
+        const int32 row_of_tile = first_row + of_rows, row = t.m0 + row_of_tile;
+        const int32 of_query = row / p.pack, own_head = row - of_query * p.pack;
+        if (row >= t.seqlen_q || own_head >= p.pack_heads) continue;
+        PartialSum<Config::kWidth> sum;
+        for (int32 i = 0; i < t.num_parts; i += Config::kUnroll) {
+            float2 ml[Config::kUnroll];
+            float o[Config::kUnroll][Config::kWidth];
+#pragma unroll
+            for (int u = 0; u < Config::kUnroll; ++u) {
+                ml[u] = make_float2(kLowest, 0.0f);
+                o[u][0] = o[u][1] = o[u][2] = o[u][3] = 0.0f;
+                if (i + u >= t.num_parts) continue;
+                const int32 cta = first_cta + (i + u) * t.distance;
+                const int32 slot = (cta * kShareClasses + of_class) * kShareSlots + (i + u == 0 ? 1 : 0);
+                const int64 from = int64(slot) * p.block_m + row_of_tile;
+                ml[u] = *reinterpret_cast<const float2*>(p.partial_ml + 2 * from);
+                float4 x = *reinterpret_cast<const float4*>(p.partial_o + from * p.head_dim + chunk * Config::kWidth);
+                o[u][0] = x.x, o[u][1] = x.y, o[u][2] = x.z, o[u][3] = x.w;
+            }
+            sum.add(ml, o);
+        }
+        const int32 head = t.head_idx * p.pack_heads + own_head, query = t.q_begin + of_query;
+        const float sink = t.exists ? sink_log2<Config::Io>(p.sinks, p.sinks_kind, head) : neg_inf();
+        const RowResult result = finish_row(sum.m, sum.l, sink);
+        uint16* to = p.o + query * p.o_stride_s + head * p.o_stride_h + chunk * Config::kWidth;
+        *reinterpret_cast<uint2*>(to) =
+            make_uint2(pack2(Config::Io{}, sum.o[0] * result.o_scale, sum.o[1] * result.o_scale),
+                       pack2(Config::Io{}, sum.o[2] * result.o_scale, sum.o[3] * result.o_scale));
+        if (p.lse != nullptr && chunk == 0) p.lse[head * p.lse_stride_h + query] = result.lse;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads)
+    attn_combine_packed_sm90(const __grid_constant__ AttnCombinePackedParams p) {
+    wait_for_kernel_ahead();
+    // All at once: most classes have nothing.
+    const CutTile* cuts = p.cuts + int32(blockIdx.y) * kShareClasses;
+    uint32 cut = 0;
+#pragma unroll
+    for (int32 i = 0; i < kShareClasses; ++i) cut |= uint32(cuts[i].num_parts > 0) << i;
+#pragma unroll 1
+    for (; cut != 0; cut &= cut - 1) {
+        const int32 i = __ffs(int(cut)) - 1;
+        merge(p, cuts[i], i);
+    }
+}

@@ -1,0 +1,243 @@
+// Packed sequences whose keys are split over CTAs: every CTA has an even share of all work, whatever the lengths are
+// (Lean Attention, Sanovar et al. 2024). Query heads of one kv head share the rows of a tile (SplitTileList).
+//
+// Work is counted in tiles of keys, and kTileWork for a tile of rows. It lies in one order: sequence by sequence, of
+// each head by head, of each tile by tile, of each key by key. CTA c has the work from c * share on, up to the next
+// one's. A tile of rows that lies in two shares or more is cut: each CTA leaves a partial result of its part.
+//
+// Tiles of rows that read the same keys are to do so at the same time, so that K and V come from memory once. Where a
+// sequence has two to kMostGang of them, as many CTAs, a gang, take a share together, a tile each. Sequences are of
+// a class by that number, all others of the first class, whose gangs are one CTA. A CTA has a share of every class, and
+// of each class two partial results at most: of the tile that began before its share, slot 0, and of the one that goes
+// on behind it, slot 1. Of the latter it writes down what it is (CutTile), and attn_combine_packed_sm90 merges the
+// parts.
+#pragma once
+#include "params/attn_combine.cuh"
+#include "params/attn_fwd.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/fwd_tile.cuh"
+#include "scheduler/split_tiles.cuh"
+
+constexpr int32 kTileWork = 2;    // what a tile costs to begin and end
+constexpr int32 kLeastShare = 8;  // of a CTA: with shorter ones partial results would be more than keys
+constexpr int32 kLargest = 0x7fffffff;
+constexpr int32 kMostGang = kShareClasses;
+
+// A tile of rows, or a CTA's part of one. SplitTile: num_splits is 1 where the part is all of it.
+struct PackedShareTile : SplitTile {
+    int32 part_begin, part_end, part_of;  // of the tile's work, part_of in all: its keys go in proportion
+    int32 num_parts;                      // with slot 1: gangs that have one, this one included
+    int32 distance;                       // from the CTA of a part to that of the next. split: which of the CTA's slots
+};
+
+// The work of a sequence's heads.
+template <int kBlockM, int kBlockN>
+struct SequenceWork {
+    int32 blocks;      // tiles of rows of a head, a gang's counted as one
+    int32 gang;        // CTAs that take them at the same time
+    int32 first_keys;  // that the first of them sees
+    int32 more_keys;   // that each one sees more than the one before it: an estimate, by which nothing but balance goes
+
+    OA_DEVICE SequenceWork(const AttnFwdParams& p, const SequenceRange& r, int32 pack) {
+        const int32 queries = kBlockM / pack;  // of a tile
+        blocks = (r.seqlen_q + queries - 1) / queries;
+        const bool grows = p.window_right >= 0 && p.window_left < 0 && p.window_right < r.seqlen_q && r.seqlen_k > 0;
+        const int64 offset = int64(r.seqlen_k) - r.seqlen_q + queries + p.window_right;
+        const int64 in_window = int64(p.window_left) + max_of(p.window_right, 0) + queries;
+        int64 keys = r.seqlen_k;
+        if (grows) keys = min_of(max_of<int64>(offset, 0), keys);
+        if (p.window_left >= 0) keys = min_of(in_window, keys);
+        first_keys = int32(max_of<int64>(keys, 0));  // kNoSequence is negative
+        more_keys = grows ? queries : 0;
+        gang = 1;
+        if (1 < blocks && blocks <= kMostGang) {
+            gang = blocks;
+            blocks = 1;
+            first_keys = int32(min_of<int64>(first_keys + int64(gang - 1) * more_keys, max_of(r.seqlen_k, 0)));
+        }
+    }
+
+    // Of a head, before its tile `block`; of_tile: kTileWork or more.
+    OA_DEVICE int32 before(int32 block, int32 of_tile) const {
+        const uint64 pairs = uint64(uint32(block)) * uint32(max_of(block - 1, 0)) / 2;
+        const uint64 keys = uint64(uint32(block)) * uint32(first_keys) + pairs * uint32(more_keys);
+        return block * of_tile + int32(keys / kBlockN);
+    }
+};
+
+// The parts of a CTA's share. One warp walks, all lanes together.
+template <int kBlockM, int kBlockN>
+class PackedShares {
+    using Work = SequenceWork<kBlockM, kBlockN>;
+
+  public:
+    OA_DEVICE PackedShares(const AttnFwdParams& p, const SplitTileList& list)
+        : p_(p), list_(list), classes_(~0u), gang_(0), at_(0), end_(0) {}
+
+    // Moves `t` to the next part; false when there is none.
+    OA_DEVICE bool next(PackedShareTile& t) {
+        int32 begin, work;
+        while (at_ >= end_ || !find(t, begin, work))
+            if (!next_class()) return false;
+        const int32 from = at_ - begin, to = min_of(end_ - begin, work);
+        at_ = begin + to;
+        t.split = (gang_ - 1) * kShareSlots + (from > 0 ? 0 : 1);
+        t.num_splits = from == 0 && to == work ? 1 : 2;
+        t.part_begin = from;
+        t.part_end = to;
+        t.part_of = work;
+        // No more than there are gangs, whatever lengths cu_seqlens has.
+        const int32 gang = (end_ - 1) / share_, behind = (begin + work - 1) / share_ - gang;
+        t.num_parts = 1 + min_of(max_of(behind, 0), int32(gridDim.x) / gang_ - 1 - gang);
+        t.distance = is_backwards() ? -gang_ : gang_;
+        return true;
+    }
+
+  private:
+    OA_DEVICE static int32 lane() { return threadIdx.x & 31; }
+
+    // Sequence i + 1 is the caller's i; the first and the last one have the rows before and behind the caller's.
+    OA_DEVICE int32 num_sequences() const { return p_.batch + 2; }
+    OA_DEVICE SequenceRange range_of(int32 i) const {
+        const bool is_first = i == 0, is_last = i > p_.batch, exists = !is_first && !is_last;
+        const int32 total_q = p_.seqlen_q, total_k = p_.seqlen_k;
+        const int32 q = is_first ? 0 : min_of(max_of(p_.cu_seqlens_q[i - 1], 0), total_q);
+        const int32 k = exists ? min_of(max_of(p_.cu_seqlens_k[i - 1], 0), total_k) : 0;
+        const int32 q_end = is_last ? total_q : min_of(max_of(p_.cu_seqlens_q[i], q), total_q);
+        const int32 k_end = exists ? min_of(max_of(p_.cu_seqlens_k[i], k), total_k) : k + kNoSequence;
+        return {q, q_end - q, k, k_end - k, max_of(i - 1, 0)};
+    }
+    OA_DEVICE Work work_of(int32 i) const {
+        const SequenceRange none{0, 0, 0, kNoSequence, 0};
+        return Work(p_, i < num_sequences() ? range_of(i) : none, list_.pack);
+    }
+    // Of this class.
+    OA_DEVICE int32 work_of_heads(const Work& work) const {
+        return work.gang == gang_ ? work.before(work.blocks, tile_work_) * p_.num_q_heads : 0;
+    }
+    OA_DEVICE void load_chunk() { inclusive_ = inclusive_sum(work_of_heads(work_of(chunk_ + lane())), lane()); }
+
+    OA_DEVICE bool is_backwards() const { return gang_ % 2 == 0; }
+    // Begins with the next class that has sequences; false when there is none.
+    OA_DEVICE bool next_class() {
+        do {
+            if (++gang_ > kMostGang) return false;
+        } while ((classes_ >> gang_ & 1) == 0);
+        tile_work_ = kTileWork;
+        chunk_ = before_ = 0;
+        // Of all sequences: work, tiles, the longest and the shortest first tile of one that has keys.
+        int32 total = 0, tiles = 0, most = 0, least = kLargest;
+        uint32 classes = 0;
+#pragma unroll 1
+        for (int32 first = 0; first < num_sequences(); first += 32) {
+            const Work work = work_of(first + lane());
+            const int32 of_first = work.before(1, kTileWork), mine = work_of_heads(work);
+            if (first == 0) inclusive_ = inclusive_sum(mine, lane());
+            total += mine;
+            if (work.blocks > 0) classes |= 1u << work.gang;
+            if (work.gang != gang_ || work.blocks == 0) continue;
+            tiles += work.blocks * p_.num_q_heads;
+            most = max_of(most, of_first);
+            if (work.first_keys > 0) least = min_of(least, of_first);
+        }
+        classes_ = __reduce_or_sync(0xffffffffu, classes);
+        total = __reduce_add_sync(0xffffffffu, total);
+        // Every second class begins with the last gang: there may be less work than gangs.
+        const int32 gangs = int32(gridDim.x) / gang_, own = int32(blockIdx.x) / gang_;
+        const int32 gang = is_backwards() ? gangs - 1 - own : own;
+        share_ = max_of((total - 1) / gangs + 1, kLeastShare);
+        // Tiles of one length are cut into parts of one length, where that takes hardly longer than even shares.
+        most = __reduce_max_sync(0xffffffffu, most);
+        const int32 parts = most / share_;
+        if (parts > 0 && (most - 1) / parts + 1 <= share_ + kTileWork) {
+            share_ = (most - 1) / parts + 1;
+            // If all are, CTAs of other heads read the same rows of K and V at the same time: each begins with a share.
+            const int32 pad = parts * share_ - most;
+            if (__reduce_min_sync(0xffffffffu, least) == most &&
+                int64(pad) * __reduce_add_sync(0xffffffffu, tiles) <= share_ * gangs - total) {
+                tile_work_ += pad;
+                load_chunk();
+            }
+        }
+        const bool takes_part = uint32(gang) < uint32(gangs);  // CTAs that are left over do not
+        at_ = takes_part ? gang * share_ : 0;
+        end_ = takes_part && total > 0 ? at_ + share_ : at_;
+        return true;
+    }
+
+    // The tile that has the work at at_: where its own begins, and how much it is. False behind the last tile.
+    OA_DEVICE bool find(PackedShareTile& t, int32& begin, int32& work) {
+        uint32 past;
+        while ((past = __ballot_sync(0xffffffffu, inclusive_ > at_ - before_)) == 0) {
+            before_ += __shfl_sync(0xffffffffu, inclusive_, 31);
+            chunk_ += 32;
+            if (chunk_ >= num_sequences()) return false;
+            load_chunk();
+        }
+        const int32 src = __ffs(int(past)) - 1;
+        const int32 of_chunk = __shfl_sync(0xffffffffu, inclusive_, max_of(src - 1, 0));
+        const SequenceRange r = range_of(chunk_ + src);
+        const Work of_sequence(p_, r, list_.pack);
+        const int32 per_head = of_sequence.before(of_sequence.blocks, tile_work_);
+        begin = before_ + (src > 0 ? of_chunk : 0);
+        t.head_idx = (at_ - begin) / per_head;
+        begin += t.head_idx * per_head;
+        int32 block = 0;
+#pragma unroll 1
+        for (int32 end = of_sequence.blocks; end - block > 1;) {
+            const int32 middle = block + (end - block) / 2;
+            (of_sequence.before(middle, tile_work_) <= at_ - begin ? block : end) = middle;
+        }
+        const int32 of_others = of_sequence.before(block, tile_work_);
+        work = of_sequence.before(block + 1, tile_work_) - of_others;
+        begin += of_others;
+        if (gang_ > 1) block = int32(blockIdx.x) % gang_;
+        t.batch_idx = 0;
+        t.sequence = r.sequence;
+        t.m0 = block * kBlockM;
+        t.q_begin = r.q_begin;
+        t.k_begin = r.k_begin;
+        t.num_queries = r.seqlen_q;
+        t.seqlen_q = r.seqlen_q * list_.pack;
+        t.seqlen_k = r.seqlen_k;
+        t.pack = list_.pack;
+        t.pack_heads = list_.pack_heads;
+        t.valid = true;
+        return true;
+    }
+
+    const AttnFwdParams& p_;
+    const SplitTileList& list_;
+    uint32 classes_;   // bit g: there are, or may be, sequences whose gangs are g CTAs
+    int32 gang_;       // of this class, as all that follows
+    int32 tile_work_, share_;
+    int32 at_, end_;   // what is left of this CTA's
+    int32 chunk_;      // 32 sequences, the first of them
+    int32 before_;     // work of all sequences before the chunk
+    int32 inclusive_;  // of the chunk's sequences up to this lane's
+};
+
+// Among partial results, where row 0 of the tile's head would be.
+template <int kBlockM>
+OA_DEVICE int64 first_partial_row(const AttnFwdParams&, const SplitTileList&, const PackedShareTile& t) {
+    return int64(int32(blockIdx.x) * (kShareClasses * kShareSlots) + t.split) * kBlockM - t.m0;
+}
+
+// What the other kernel has to know of the tile that goes on behind a CTA's share; by the warp of its first rows.
+template <typename Params>
+OA_DEVICE void note_cut(const Params& params, const PackedShareTile& t, int32 warp_row, int lane) {
+    if (t.num_splits > 1 && t.split % kShareSlots == 1 && warp_row == t.m0 && lane == 0)
+        params.cuts[blockIdx.x * kShareClasses + t.split / kShareSlots] = {
+            t.num_parts, t.distance, t.m0, t.seqlen_q, t.q_begin, t.head_idx, t.seqlen_k != kNoSequence, 0};
+}
+template <typename Params>
+OA_DEVICE void note_cut(const Params&, const SplitTile&, int32, int) {}
+
+// Before any of it.
+OA_DEVICE void note_no_cut(CutTile* cuts) {
+    for (int32 i = 0; i < kShareClasses; ++i) cuts[blockIdx.x * kShareClasses + i].num_parts = 0;
+}
+OA_DEVICE void note_no_cut(const AttnFwdSharesSm90Params& params) { note_no_cut(params.cuts); }
+OA_DEVICE void note_no_cut(const AttnFwdSharesFormsSm90Params& params) { note_no_cut(params.cuts); }
+template <typename Params>
+OA_DEVICE void note_no_cut(const Params&) {}

@@ -1,0 +1,138 @@
+"""Packed sequences whose keys are split over CTAs on wgmma, an even share for each (packed_shares.cuh)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+from omniattn.registry import REGISTRY  # noqa: E402
+
+from .test_few_queries_gpu import exact  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the Hopper kernel's"
+    ),
+]
+ROWS = [s for s in REGISTRY if s.op == "attention_split" and s.arch_specific and "dense" in s.lacks]
+
+
+def starts(lengths: list[int], first: int = 0) -> Any:
+    return torch.tensor([first, *(first + x for x in itertools.accumulate(lengths))], dtype=torch.int32, device="cuda")
+
+
+def packed(
+    lengths_q: list[int], lengths_k: list[int], heads: tuple[int, int], head_dim: int, dtype: Any,
+    first: int = 0, behind: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
+    """q, k, v with rows of no sequence before and behind, and both cu_seqlens."""
+    rows = [sum(x) + first + behind for x in (lengths_q, lengths_k, lengths_k)]
+    arrays = (
+        torch.randn(n, h, head_dim, device="cuda", dtype=dtype)
+        for n, h in zip(rows, (heads[0], *[heads[1]] * 2), strict=True)
+    )
+    return (*arrays, starts(lengths_q, first), starts(lengths_k, first))
+
+
+def call(args: tuple[Any, ...], longest_q: int, longest_k: int, **options: Any) -> tuple[Any, Any]:
+    q, k, v, of_q, of_k = args
+    return oa.attention_varlen(
+        q, k, v, cu_seqlens_q=of_q, cu_seqlens_k=of_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
+        return_lse=True, **options,
+    )  # fmt: skip
+
+
+def close_to_float64(made: tuple[Any, Any], args: tuple[Any, ...], sinks: Any = None, **options: Any) -> None:
+    (o, lse), (q, k, v, of_q, of_k) = made, args
+    limit = 2e-2 if q.dtype == torch.bfloat16 else 3e-3
+    at_q, at_k = of_q.tolist(), of_k.tolist()
+    for b in range(len(at_q) - 1):
+        rows, keys = slice(at_q[b], at_q[b + 1]), slice(at_k[b], at_k[b + 1])
+        if rows.start == rows.stop:
+            continue
+        want, want_lse = exact(q[None, rows], k[None, keys], v[None, keys], sinks=sinks, **options)
+        own, own_lse = o[rows].double(), lse[:, rows].double()
+        assert torch.isfinite(own).all()
+        assert (own - want[0]).abs().max() <= limit, (b, (own - want[0]).abs().max())
+        empty = want_lse[0] == -torch.inf
+        assert torch.equal(own_lse == -torch.inf, empty)
+        assert (own_lse - want_lse[0]).masked_fill(empty, 0.0).abs().max() <= 1e-3, b
+    for rows in (slice(0, at_q[0]), slice(at_q[-1], None)):
+        assert not o[rows].any()
+        assert (lse[:, rows] == -torch.inf).all()
+
+
+CASES = {
+    "8 of 32": ([32] * 8, [8192] * 8, (32, 8), {}),
+    "lengths": ([1, 17, 64, 3, 129, 40], [9000, 17, 640, 12000, 129, 0], (16, 4), {"causal": True}),
+    "more queries": ([300, 5, 90], [100, 4000, 90], (8, 2), {"causal": True}),
+    "heads of 7": ([4] * 20 + [0, 1], [2000 + 10 * i for i in range(22)], (28, 4), {}),
+    "window": ([50, 1, 200], [5000, 300, 7000], (12, 2), {"window": (1000, 5)}),
+    "one head": ([33, 100], [9000, 2000], (3, 3), {"causal": True}),
+    "one of many": ([1] * 70, [x * 37 % 3000 for x in range(70)], (32, 4), {"causal": True}),
+    "prefill among": ([1000, 1, 1, 1], [1000, 3000, 2000, 1], (8, 1), {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("spec", ROWS, ids=lambda s: s.name)
+@pytest.mark.parametrize("case", CASES)
+def test_beside_float64(case: str, spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    *extents, options = CASES[case]
+    torch.manual_seed(len(case))
+    args = packed(*extents, spec.head_dim - 8 * (case == "window"), getattr(torch, spec.dtype), 3, 70)
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", spec.name)
+    longest = [max(x) for x in extents[:2]]
+    sinks = torch.randn(extents[2][0], device="cuda") if case in ("lengths", "one of many") else None
+    if spec.features and case != "8 of 32":
+        options = {**options, "softcap": 5.0}
+    made, again = (call(args, *longest, sinks=sinks, **options) for _ in range(2))
+    close_to_float64(made, args, sinks, **options)
+    assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = random.Random(seed)
+    spec = of.choice(ROWS)
+    group, heads_k = of.choice([1, 2, 3, 4, 6, 7, 8, 16]), of.choice([1, 2, 5])
+    batch = of.choice([1, 2, 9, 40, 100])
+    lengths_q = [of.choice([0, 1, 1, 2, 7, 30, 100]) for _ in range(batch)]
+    lengths_k = [of.choice([0, 1, 63, 64, 500, 3000]) for _ in range(batch)]
+    options: dict[str, Any] = of.choice([{}, {"causal": True}, {"window": (of.randrange(700), of.randrange(50))}])
+    if spec.features:
+        options["softcap"] = of.choice([2.0, 50.0])
+    torch.manual_seed(seed)
+    first, behind = of.choice([0, 1, 200]), of.choice([0, 5, 1000])
+    args = packed(
+        lengths_q, lengths_k, (group * heads_k, heads_k), spec.head_dim, getattr(torch, spec.dtype), first, behind
+    )
+    if args[0].shape[0] == 0 or args[1].shape[0] == 0:
+        pytest.skip("nothing to attend to")
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", spec.name)
+    made = call(args, max(lengths_q), max(lengths_k), **options)
+    close_to_float64(made, args, **options)
+
+
+def test_chosen_and_replayed() -> None:
+    """Lengths may change between replays of a graph: the kernel divides the work by what it finds."""
+    args = packed([32] * 8, [4000, 100, 8192, 2000, 1, 3000, 9000, 2000], (32, 8), 128, torch.bfloat16)
+    names = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), args[3:], strict=True))
+    plan = oa.explain(oa.attention_varlen, *args[:3], **names, max_seqlen_q=32, max_seqlen_k=9000, causal=True)
+    assert plan.kernel.endswith("varlen_split")
+    call(args, 32, 9000, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = call(args, 32, 9000, causal=True)
+    for lengths in ([2000] * 8, [1, 9000, 10, 9000, 10, 1, 0, 5000]):
+        args[4].copy_(starts(lengths))
+        graph.replay()
+        torch.cuda.synchronize()
+        used = args[4][-1].item()
+        close_to_float64((o, lse), (args[0], args[1][:used], args[2][:used], *args[3:]), causal=True)

@@ -1,0 +1,326 @@
+"""Even shares of packed sequences, without a GPU: both records carried out in NumPy as the kernels do it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from omniattn.errors import ArgumentError
+from omniattn.launch import attn_fwd_shares, score_forms
+from omniattn.launch.attn_fwd_shares import CLASSES, CUT_BYTES, SLOTS
+from omniattn.launch.structs import ATTN_COMBINE_PACKED, ATTN_FWD_SHARES_FORMS_SM90, ATTN_FWD_SHARES_SM90
+from omniattn.plan.attention import plan_attention
+from omniattn.problems import AttentionProblem, AttentionStrides
+from omniattn.problems.memory import WORKSPACE_ALIGNMENT
+from omniattn.problems.score_mod import ScoreModProblem
+from omniattn.problems.split import KeySplit, shared_rows
+from omniattn.registry import REGISTRY, by_name
+from omniattn.select import select_attention, select_split
+from omniattn.select.split_model import TILE_WORK
+from tests.unit.launch_fakes import fields_of_record
+from tests.unit.test_launch_split import AMPERE, HOPPER, box_of, visible
+
+ROWS = [s for s in REGISTRY if s.op == "attention_split" and not s.quantized and "dense" in s.lacks]
+COMBINE = by_name("attn_combine_packed_sm90_fp16")
+#: Small tiles, so that small problems have many; kernels of such tiles do not exist.
+SMALL = dataclasses.replace(by_name("attn_fwd_sm90_fp16_d64_m64n64_varlen_split"), block_m=16, block_n=8)
+LEAST_SHARE = 8
+
+
+class Part(NamedTuple):
+    """Of a tile of rows. sequence: the first and the last one have the rows that are nobody's."""
+
+    cta: int
+    of_class: int
+    sequence: int
+    head: int
+    m0: int
+    part: tuple[int, int, int]
+    num_parts: int
+    distance: int
+
+
+def packed_problem(
+    batch: int, rows_q: int, rows_k: int, hq: int, hk: int, d: int = 8, left: int = -1, right: int = -1, **changes: Any
+) -> AttentionProblem:
+    q, kv = (0, hq * d, d), (0, hk * d, d)
+    plain = AttentionProblem(
+        "float16", batch, rows_q, rows_k, hq, hk, d, left, right, 0.25, 0.0, "none", "none", True, lse=True,
+        strides=AttentionStrides(q, kv, kv, q, (0, rows_q), (0, 0, 0, 0)),
+    )  # fmt: skip
+    return dataclasses.replace(plain, **changes)
+
+
+def ranges(cu_q: list[int], cu_k: list[int], total: int) -> list[tuple[int, int, int, int]]:
+    """(first query, queries, first key, keys), of rows of no sequence -1 keys."""
+    own = [
+        (q, q_end - q, k, k_end - k)
+        for (q, q_end), (k, k_end) in zip(*map(itertools.pairwise, (cu_q, cu_k)), strict=True)
+    ]
+    return [(0, cu_q[0], 0, -1), *own, (cu_q[-1], total - cu_q[-1], 0, -1)]
+
+
+def work_before(
+    block: int, sq: int, sk: int, queries: int, block_n: int, left: int, right: int, of_tile: int = TILE_WORK
+) -> int:
+    """SequenceWork::before."""
+    grows = left < 0 <= right < sq and sk > 0
+    keys = min(max(sk - sq + queries + right, 0), sk) if grows else sk
+    keys = max(min(keys, left + max(right, 0) + queries) if left >= 0 else keys, 0)
+    pairs = block * max(block - 1, 0) // 2
+    return block * of_tile + (block * keys + pairs * (queries if grows else 0)) // block_n
+
+
+def parts_of(
+    sequences: list[tuple[int, int, int, int]], heads: int, pack: int, ctas: int, block_m: int, block_n: int,
+    window: tuple[int, int],
+) -> Iterator[Part]:  # fmt: skip
+    """PackedShares of every CTA, by a list of all tiles of each class."""
+    queries = block_m // pack
+    blocks = [-(-sq // queries) for _, sq, _, _ in sequences]
+    gang_of = [n if 1 < n <= CLASSES else 1 for n in blocks]
+    for gang in range(1, CLASSES + 1):
+        own = [b for b, n in enumerate(blocks) if n and gang_of[b] == gang]
+
+        def works(b: int, of_tile: int, gang: int = gang) -> list[int]:
+            _, sq, _, sk = sequences[b]
+            at = [work_before(x, sq, sk, queries, block_n, *window, of_tile) for x in range(blocks[b] + 1)]
+            if gang == 1:
+                return [end - begin for begin, end in itertools.pairwise(at)]
+            last = work_before(1, sq, sk, queries, 1, *window, 0)
+            last += (gang - 1) * (queries if window[0] < 0 <= window[1] < sq and sk > 0 else 0)
+            return [of_tile + min(last, max(sk, 0)) // block_n]
+
+        def all_work(of_tile: int, own: list[int] = own, works: Any = works) -> int:
+            return heads * sum(sum(works(b, of_tile)) for b in own)
+
+        if not own:
+            continue
+        gangs = ctas // gang
+        firsts = {b: works(b, TILE_WORK)[0] for b in own}
+        with_keys = [work for b, work in firsts.items() if has_keys(sequences[b], queries, window)]
+        most, num_tiles = max(firsts.values()), heads * sum(len(works(b, 0)) for b in own)
+        of_tile, share = TILE_WORK, max((all_work(TILE_WORK) - 1) // gangs + 1, LEAST_SHARE)
+        cut = most // share
+        if cut and -(-most // cut) <= share + TILE_WORK:
+            share = -(-most // cut)
+            pad = cut * share - most
+            if with_keys and min(with_keys) == most and pad * num_tiles <= share * gangs - all_work(TILE_WORK):
+                of_tile += pad
+        assert share * gangs >= all_work(of_tile)
+        begin = 0
+        for b, head in itertools.product(own, range(heads)):
+            for block, work in enumerate(works(b, of_tile)):
+                assert work >= TILE_WORK
+                first, last = begin // share, (begin + work - 1) // share
+                for at in range(first, last + 1):
+                    part = max(at * share - begin, 0), min((at + 1) * share - begin, work), work
+                    for tile in range(gang):
+                        own_gang = gangs - 1 - at if gang % 2 == 0 else at
+                        m0 = (tile if gang > 1 else block) * block_m
+                        distance = -gang if gang % 2 == 0 else gang
+                        yield Part(own_gang * gang + tile, gang - 1, b, head, m0, part, last - at + 1, distance)
+                begin += work
+
+
+def has_keys(sequence: tuple[int, int, int, int], queries: int, window: tuple[int, int]) -> bool:
+    _, sq, _, sk = sequence
+    blocks = -(-sq // queries)
+    keys = work_before(1, sq, sk, queries, 1, *window, 0)
+    if 1 < blocks <= CLASSES and window[0] < 0 <= window[1] < sq and sk > 0:
+        keys = min(keys + (blocks - 1) * queries, sk)
+    return keys > 0
+
+
+def carried_out(
+    lengths_q: list[int], lengths_k: list[int], heads: tuple[int, int], window: tuple[int, int], ctas: int,
+    first: int, behind: int, with_sinks: bool,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(ctas)
+    cu_q, cu_k = ([first, *(first + x for x in itertools.accumulate(n))] for n in (lengths_q, lengths_k))
+    rows_q, rows_k, d = cu_q[-1] + behind, cu_k[-1] + behind, 8
+    sinks = rng.normal(size=heads[0]) if with_sinks else None
+    p = packed_problem(len(lengths_q), rows_q, rows_k, *heads, d, *window, sinks="none" if sinks is None else "float32")
+    shared = shared_rows(dataclasses.replace(p, seqlen_q=max(*lengths_q, 1)), SMALL.block_m)
+    split = KeySplit(shared, 2, 0, shares=ctas)
+    (main, merge), num_bytes = attn_fwd_shares.build(SMALL, COMBINE, p, split)
+    f, m = fields_of_record(main, ATTN_FWD_SHARES_SM90), fields_of_record(merge, ATTN_COMBINE_PACKED)
+    assert (main.grid[0], merge.overlap, f["tiles.num_items"]) == (ctas, True, ctas)
+    pack, of_heads = f["tiles.pack"], f["tiles.pack_heads"]
+    assert SMALL.block_m % pack == 0
+    q, k, v = (rng.normal(size=(n, h, d)) for n, h in ((rows_q, heads[0]), (rows_k, heads[1]), (rows_k, heads[1])))
+    map_q = next(x for x in main.tensor_maps if x.operand == "q")
+    o, lse = np.full(q.shape, np.nan), np.full((heads[0], rows_q), np.nan)
+    partial: dict[int, Any] = {}
+    cuts: dict[tuple[int, int], Part] = {}
+    seen = np.zeros((heads[0], rows_q, rows_k), int)
+    sequences = ranges(cu_q, cu_k, rows_q)
+
+    def finish(b: int, row: int, head: int, top: float, total: float, out: np.ndarray) -> None:
+        own, query = head * of_heads + row % pack, sequences[b][0] + row // pack
+        sink = -np.inf if sinks is None or sequences[b][3] < 0 else sinks[own] * np.log2(np.e)
+        base = max(top, sink)
+        below = total * np.exp2(top - base) + (np.exp2(sink - base) if sink > -np.inf else 0.0)
+        assert np.isnan(o[query, own]).all()
+        o[query, own] = out * np.exp2(top - base) / below if below else 0.0
+        with np.errstate(divide="ignore"):
+            lse[own, query] = np.log(2) * base + np.log(below) if below else -np.inf
+
+    for part in parts_of(sequences, f["fwd.num_q_heads"], pack, ctas, SMALL.block_m, SMALL.block_n, window):
+        assert 0 <= part.cta < ctas
+        q0, sq, k0, sk = sequences[part.sequence]
+        top_row, bottom_row = part.m0 // pack, (min(part.m0 + SMALL.block_m, sq * pack) - 1) // pack
+        lo, hi = visible(top_row, sq, sk, *window)[0], visible(bottom_row, sq, sk, *window)[1]
+        begin, end = lo // SMALL.block_n, -(-hi // SMALL.block_n)
+        count, (a, z, n) = max(end - begin, 0), part.part
+        keys = range((begin + count * a // n) * SMALL.block_n, (begin + count * z // n) * SMALL.block_n)
+        tile = box_of(map_q, q.ravel(), (0, 0, q0 + part.m0 // pack, part.head, 0))[:, :d]
+        slot = 0 if a > 0 else 1
+        for i in range(min(SMALL.block_m, sq * pack - part.m0)):
+            row = part.m0 + i
+            lo, hi = visible(row // pack, sq, sk, *window)
+            mine = np.arange(max(lo, keys.start), max(min(hi, keys.stop), max(lo, keys.start))) + k0
+            top, total, out = -3e38, 0.0, np.zeros(d)
+            if mine.size:
+                kv_head = part.head // (f["fwd.num_q_heads"] // heads[1])
+                s = k[mine, kv_head] @ tile[i] * 0.25 * np.log2(np.e)
+                top, weights = s.max(), np.exp2(s - s.max())
+                total, out = weights.sum(), weights @ v[mine, kv_head]
+            if row % pack < of_heads:
+                seen[part.head * of_heads + row % pack, q0 + row // pack, mine] += 1
+            if (a, z) == (0, n):
+                if row % pack < of_heads:
+                    finish(part.sequence, row, part.head, top, total, out)
+                continue
+            place = ((part.cta * CLASSES + part.of_class) * SLOTS + slot) * SMALL.block_m + i
+            assert place not in partial
+            partial[place] = top, total, out
+        if (a, z) != (0, n) and slot == 1:
+            assert (part.cta, part.of_class) not in cuts
+            assert part.num_parts > 1
+            cuts[part.cta, part.of_class] = part
+    assert merge.grid[1] == ctas
+    assert merge.grid[0] * 16 == SMALL.block_m == m["block_m"]
+    for (cta, of_class), part in cuts.items():
+        for i in range(min(SMALL.block_m, sequences[part.sequence][1] * pack - part.m0)):
+            if (part.m0 + i) % pack >= m["pack_heads"]:
+                continue
+            slots = [((cta + x * part.distance) * CLASSES + of_class) * SLOTS + (x == 0) for x in range(part.num_parts)]
+            of = [partial[slot * SMALL.block_m + i] for slot in slots]
+            top = max(x[0] for x in of)
+            weights = [np.exp2(x[0] - top) for x in of]
+            total = sum(x[1] * w for x, w in zip(of, weights, strict=True))
+            out = sum(x[2] * w for x, w in zip(of, weights, strict=True))
+            finish(part.sequence, part.m0 + i, part.head, top, total, out)
+    used = max(partial, default=-1) + 1
+    assert m["cuts"].offset + CUT_BYTES * CLASSES * ctas == num_bytes
+    assert m["partial_ml"].offset >= 4 * d * used
+    assert m["cuts"].offset - m["partial_ml"].offset >= 8 * used
+    assert not any(m[x].offset % WORKSPACE_ALIGNMENT for x in ("partial_ml", "cuts"))
+    wanted = np.zeros_like(seen)
+    for q0, sq, k0, sk in sequences:
+        for row in range(sq):
+            lo, hi = visible(row, sq, sk, *window) if sk >= 0 else (0, 0)
+            wanted[:, q0 + row, k0 + lo : k0 + max(hi, lo)] = 1
+    np.testing.assert_array_equal(seen, wanted)
+    for row, head in np.ndindex(rows_q, heads[0]):
+        keys_of = np.flatnonzero(wanted[head, row])
+        s = k[keys_of, head * heads[1] // heads[0]] @ q[row, head] * 0.25
+        is_own = any(q0 <= row < q0 + sq and sk >= 0 for q0, sq, _, sk in sequences)
+        terms = np.exp(s) if sinks is None or not is_own else np.append(np.exp(s), np.exp(sinks[head]))
+        expected = np.exp(s) @ v[keys_of, head * heads[1] // heads[0]] / terms.sum() if keys_of.size else np.zeros(d)
+        np.testing.assert_allclose(o[row, head], expected, atol=1e-9)
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(lse[head, row], np.log(terms.sum()), atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_carried_out(seed: int) -> None:
+    of = random.Random(seed)
+    batch = of.choice([1, 2, 5, 40])
+    longest = 90 if batch < 40 else 20
+    lengths_q = [of.choice([0, 1, 2, 7, 20]) for _ in range(batch)]
+    lengths_k = [of.choice([0, 1, 8, of.randrange(longest)]) for _ in range(batch)]
+    window = of.choice([(-1, -1), (-1, 0), (-1, 3), (10, 0), (3, 30), (of.randrange(40), -1)])
+    carried_out(
+        lengths_q, lengths_k, of.choice([(1, 1), (4, 2), (6, 2), (7, 1), (8, 1)]), window, of.choice([4, 5, 7, 50]),
+        of.choice([0, 3]), of.choice([0, 5, 40]), of.random() < 0.5,
+    )  # fmt: skip
+
+
+#: (sequences, queries and keys of each, heads)
+FEW = [(8, 32, 8192, 32, 8), (64, 1, 4096, 32, 8), (64, 4, 2048, 28, 4), (1, 16, 32768, 32, 8), (256, 1, 1024, 64, 8)]
+
+
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("extents", FEW)
+def test_few_queries_have_even_shares(extents: tuple[int, ...], right: int) -> None:
+    n, sq, sk, hq, hk = extents
+    p = packed_problem(n, n * sq, n * sk, hq, hk, 128, right=right, max_seqlen_q=sq, max_seqlen_k=sk)
+    launches = plan_attention(p, HOPPER, None)
+    main, merge = launches.records
+    assert (main.spec.op, merge.spec.op) == ("attention_split", "attention_combine_packed")
+    assert main.grid == (HOPPER.sm_count * main.spec.ctas_per_sm, 1, 1)
+    assert merge.grid == (main.spec.block_m // 16, main.grid[0], 1)
+    assert [x.spec.op for x in launches.others] == ["attention_combine_packed"]
+    assert any("even shares of all keys, " in reason for reason in launches.selection.why)
+    assert (
+        launches.workspace_bytes
+        == attn_fwd_shares.workspace(main.spec, p, KeySplit(shared_rows(p, 64), 1, 0, shares=main.grid[0]))[2]
+    )
+    # Other GPUs have no such kernel.
+    assert not any(r.spec.arch_specific for r in plan_attention(p, AMPERE, None).records)
+
+
+@pytest.mark.parametrize(
+    "extents", [(8, 2000, 2000, 32, 8), (16, 1, 64, 8, 8), (1024, 16, 16, 16, 16), (4, 4096, 8192, 16, 16)]
+)
+def test_others_have_not(extents: tuple[int, ...]) -> None:
+    n, sq, sk, hq, hk = extents
+    p = packed_problem(n, n * sq, n * sk, hq, hk, 128, right=0, max_seqlen_q=sq, max_seqlen_k=sk)
+    assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
+
+
+@pytest.mark.parametrize("changes", [{"softcap": 50.0}, {"softmax_scale": -1.0}], ids=str)
+def test_softcap_has_even_shares_too(changes: dict[str, Any]) -> None:
+    p = packed_problem(64, 64, 64 * 4096, 32, 8, 128, right=0, max_seqlen_q=1, max_seqlen_k=4096, **changes)
+    main, merge = plan_attention(p, HOPPER, None).records
+    assert main.spec.name == "attn_fwd_sm90_fp16_d128_m64n64_varlen_split_softcap"
+    f = fields_of_record(main, ATTN_FWD_SHARES_FORMS_SM90)
+    assert f["forms.forms"] == (score_forms.SOFTCAP if "softcap" in changes else score_forms.SCALED)
+    assert (f["forms.lists"], f["tiles.pack"], f["tiles.num_items"]) == (None, 4, main.grid[0])
+    merged = fields_of_record(merge, ATTN_COMBINE_PACKED)
+    assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml", "cuts"))
+    for other in ({"mask": "bool"}, {"score_mod": ScoreModProblem("score + 1", None, ())}):
+        records = plan_attention(dataclasses.replace(p, **other), HOPPER, None).records
+        assert not any(r.spec.op == "attention_combine_packed" for r in records)
+
+
+def test_one_long_sequence_among_short_ones() -> None:
+    """By the mean there is nothing to split; the longest takes as long as it takes."""
+    p = packed_problem(40, 40, 40 * 2000, 32, 8, 128, right=0, max_seqlen_q=1, max_seqlen_k=64000)
+    split = select_split(p, HOPPER, select_attention(p, HOPPER))
+    assert split is not None
+    assert split.split.shares > 0
+
+
+@pytest.mark.parametrize("spec", ROWS, ids=lambda s: s.name)
+def test_forced(spec: Any) -> None:
+    p = packed_problem(3, 30, 300, 8, 2, spec.head_dim, dtype=spec.dtype)
+    assert plan_attention(p, HOPPER, spec.name).records[0].spec.name == spec.name
+    unfit = {"mask": "bool"} if spec.features else {"softcap": 3.0}
+    for changes in ({"varlen": False}, unfit, {"tensor_maps": False}, {"scratch": False}):
+        with pytest.raises(ArgumentError):
+            plan_attention(dataclasses.replace(p, **changes), HOPPER, spec.name)
+
+
+def test_work_is_counted_in_31_bits() -> None:
+    p = packed_problem(1000, 10**6, 10**9, 32, 1, 64, max_seqlen_q=1000, max_seqlen_k=10**6)
+    with pytest.raises(ArgumentError):
+        plan_attention(p, HOPPER, "attn_fwd_sm90_fp16_d64_m64n64_varlen_split")
