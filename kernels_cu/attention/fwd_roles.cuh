@@ -10,6 +10,7 @@
 #include "attention/mask.cuh"
 #include "attention/split_keys.cuh"
 #include "pipeline/ping_pong.cuh"
+#include "ptx/gpu_sync.cuh"
 #include "scheduler/persistent_roles.cuh"
 
 // Derived: prefetch_maps(), copy_q(t, stage, bar), copy_k(t, kv_head, n, stage, bar), copy_v(...): copies of kQBytes,
@@ -43,6 +44,36 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
     using Base::inner_at_;
     using Base::outer_at_;
     using Base::p_;
+
+    // As copy_tile, of the steps of a list (attention/score_forms.cuh: FormSteps). Masks: what is copied beside K
+    // (attention/mask_copies.cuh). kWaits: a kernel ahead makes that, and has to end first.
+    template <typename Masks, bool kWaits, typename Params, typename Steps>
+    OA_DEVICE void copy_listed(const Params& params, const TileOf<Config>& t, const Steps& steps) {
+        if (steps.count == 0) {
+            bars_.outer.announce(outer_at_, 0);
+            outer_at_.advance();
+            return;
+        }
+        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
+        derived().copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Derived::kQBytes));
+        outer_at_.advance();
+        int32 before = 0, entry = steps.entry(0);
+#pragma unroll 1
+        for (int32 i = 0; i <= steps.count; ++i) {
+            bool has_k = i < steps.count, has_v = i > 0;
+            int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
+            uint32 mask_bytes = has_k ? Masks::bytes(params.forms, entry) : 0;
+            uint32 bar = bars_.inner.acquire(
+                inner_at_, (has_k ? derived().k_bytes() + mask_bytes : 0) + (has_v ? Derived::kVBytes : 0));
+            if (has_v) derived().copy_v(t, kv_head, before, inner_at_.stage, bar);
+            if (has_k) derived().copy_k(t, kv_head, Steps::tile(entry), inner_at_.stage, bar);
+            if (kWaits && mask_bytes != 0) wait_for_kernel_ahead();
+            if (mask_bytes != 0) Masks::copy(params, t, entry, inner_at_.stage, bar);
+            before = Steps::tile(entry);
+            entry = next;
+            inner_at_.advance();
+        }
+    }
 
   private:
     OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }

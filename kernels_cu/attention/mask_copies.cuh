@@ -8,6 +8,13 @@
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 
+// In place of MaskTiles where nothing is copied beside K.
+struct NoMaskTiles {
+    OA_DEVICE static uint32 bytes(const ScoreForms&, int32) { return 0; }
+    template <typename Params, typename Tile>
+    OA_DEVICE static void copy(const Params&, const Tile&, int32, int32, uint32) {}
+};
+
 // Config: kConsumers, kInnerStages, kBlockM, kBlockN, kSplitKeys, kBiasBytes (of an element of a bias tile; 0: none).
 // Of each stage of K: a tile of the bias in panels of 128 bytes a row; or, for tiles that the mask cuts, bits of each
 // warpgroup, or one number a key.

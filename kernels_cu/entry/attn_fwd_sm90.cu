@@ -120,13 +120,9 @@ class Producer : public ForwardProducer<Config, Producer> {
         tma_prefetch(&params_.map_v);
     }
     OA_DEVICE void copy_tile(const Tile& t, const Span& keys) {
-        if constexpr (Config::kForms) {
-            copy_listed(params_, t, keys);
-        } else {
-            Base::copy_tile(t, keys);
-        }
+        copy_steps(params_, t, keys);
     }
-    // A template, as store below: of plain tiles the other branch would not compile.
+    // Templates, as store below: of plain tiles the other branch would not compile.
     template <typename T>
     OA_DEVICE void copy_q(const T& t, int32 stage, uint32 bar) const {
 #pragma unroll
@@ -151,6 +147,15 @@ class Producer : public ForwardProducer<Config, Producer> {
     }
 
   private:
+    template <typename P>
+    OA_DEVICE void copy_steps(const P& params, const Tile& t, const Span& keys) {
+        if constexpr (Config::kForms) {
+            const FormSteps steps = TileForm<Config>::steps_of(params.forms, list_, t, keys);
+            this->template copy_listed<Masks, Config::kWaitsForMasks>(params, t, steps);
+        } else {
+            Base::copy_tile(t, keys);
+        }
+    }
     template <int kPanels>
     OA_DEVICE void copy_keys(const FwdTile& t, int32 kv_head, int32 n, uint32 smem, const TensorMap* map,
                              uint32 bar) const {
@@ -160,35 +165,6 @@ class Producer : public ForwardProducer<Config, Producer> {
                         t.batch_idx);
     }
 
-    // As ForwardProducer::copy_tile, of a list's tiles. A template, as below: the plain kernel's Params have no forms.
-    template <typename P>
-    OA_DEVICE void copy_listed(const P& params, const Tile& t, const Span& keys) {
-        const ScoreForms& forms = params.forms;
-        const FormSteps steps = TileForm<Config>::steps_of(forms, list_, t, keys);
-        if (steps.count == 0) {
-            bars_.outer.announce(outer_at_, 0);
-            outer_at_.advance();
-            return;
-        }
-        int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
-        copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, kQBytes));
-        outer_at_.advance();
-        int32 before = 0, entry = steps.entry(0);
-#pragma unroll 1
-        for (int32 i = 0; i <= steps.count; ++i) {
-            bool has_k = i < steps.count, has_v = i > 0;
-            int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
-            uint32 mask_bytes = has_k ? Masks::bytes(forms, entry) : 0;
-            uint32 bar = bars_.inner.acquire(inner_at_, (has_k ? kKBytes + mask_bytes : 0) + (has_v ? kVBytes : 0));
-            if (has_v) copy_v(t, kv_head, before, inner_at_.stage, bar);
-            if (has_k) copy_k(t, kv_head, FormSteps::tile(entry), inner_at_.stage, bar);
-            if (Config::kWaitsForMasks && mask_bytes != 0) wait_for_kernel_ahead();
-            if (mask_bytes != 0) Masks::copy(params, t, entry, inner_at_.stage, bar);
-            before = FormSteps::tile(entry);
-            entry = next;
-            inner_at_.advance();
-        }
-    }
     const Params& params_;
 };
 
