@@ -7,9 +7,8 @@
 // several shares the parts are at equal distances: slot 1 of the CTA that it begins in, slot 0 of all that follow.
 // Rows that attend to nothing become O = 0, LSE = -inf (or the sink).
 //
-// A CTA has kRows rows (blockIdx.x) of the tile that goes on behind the share of CTA blockIdx.y of the kernel ahead,
-// and nothing to do where none does. A thread has four channels of a row. The order of the sum depends on lengths and
-// launch alone.
+// A CTA has kRows rows (blockIdx.x) of the tiles that go on behind the shares of some CTAs of the kernel ahead, from
+// blockIdx.y on. A thread has four channels of a row. The order of the sum depends on lengths and launch alone.
 //
 // Shared memory: none.
 #include "attention/partial_sum.cuh"
@@ -23,14 +22,14 @@
 struct Config {
     using Io = IO_TYPE;
     static constexpr int kThreads = 256;
-    static constexpr int kRows = 16;   // of a CTA
+    static constexpr int kRows = 8;    // of a CTA
     static constexpr int kWidth = 4;   // channels of a thread
     static constexpr int kUnroll = 8;  // partial results that are asked for at once
 };
 
-// Rows of the tile that goes on behind the share of class `of_class`.
-OA_DEVICE void merge(const AttnCombinePackedParams& p, const CutTile& t, int32 of_class) {
-    const int32 first_cta = blockIdx.y, first_row = int32(blockIdx.x) * Config::kRows;
+// Rows of the tile that goes on behind the share of class `of_class` of CTA `first_cta`.
+OA_DEVICE void merge(const AttnCombinePackedParams& p, const CutTile& t, int32 first_cta, int32 of_class) {
+    const int32 first_row = int32(blockIdx.x) * Config::kRows;
     if (t.m0 + first_row >= t.seqlen_q) return;
     const int32 chunks = p.head_dim / Config::kWidth;
     for (int32 column = threadIdx.x; column < Config::kRows * chunks; column += Config::kThreads) {
@@ -70,14 +69,17 @@ OA_DEVICE void merge(const AttnCombinePackedParams& p, const CutTile& t, int32 o
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     attn_combine_packed_sm90(const __grid_constant__ AttnCombinePackedParams p) {
     wait_for_kernel_ahead();
-    // All at once: most classes have nothing.
-    const CutTile* cuts = p.cuts + int32(blockIdx.y) * kShareClasses;
-    uint32 cut = 0;
-#pragma unroll
-    for (int32 i = 0; i < kShareClasses; ++i) cut |= uint32(cuts[i].num_parts > 0) << i;
 #pragma unroll 1
-    for (; cut != 0; cut &= cut - 1) {
-        const int32 i = __ffs(int(cut)) - 1;
-        merge(p, cuts[i], i);
+    for (int32 cta = blockIdx.y; cta < p.num_ctas; cta += gridDim.y) {
+        // All classes at once: most have nothing.
+        const CutTile* cuts = p.cuts + cta * kShareClasses;
+        uint32 cut = 0;
+#pragma unroll
+        for (int32 i = 0; i < kShareClasses; ++i) cut |= uint32(cuts[i].num_parts > 0) << i;
+#pragma unroll 1
+        for (; cut != 0; cut &= cut - 1) {
+            const int32 i = __ffs(int(cut)) - 1;
+            merge(p, cuts[i], cta, i);
+        }
     }
 }

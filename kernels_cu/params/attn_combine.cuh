@@ -49,5 +49,5 @@ struct AttnCombinePackedParams {
     const void* sinks;
     int64 o_stride_s, o_stride_h, lse_stride_h;
     int32 block_m, pack, pack_heads;  // rows of a tile; as in SplitTileList
-    int32 head_dim, sinks_kind, reserved;
+    int32 head_dim, sinks_kind, num_ctas;  // num_ctas: of the kernel ahead
 };

@@ -21,6 +21,7 @@
 constexpr int32 kTileWork = 2;    // what a tile costs to begin and end
 constexpr int32 kLeastShare = 8;  // of a CTA: with shorter ones partial results would be more than keys
 constexpr int32 kLargest = 0x7fffffff;
+constexpr uint32 kMostWork = 1u << 30;  // the host admits less
 constexpr int32 kMostGang = kShareClasses;
 
 // A tile of rows, or a CTA's part of one. SplitTile: num_splits is 1 where the part is all of it.
@@ -126,14 +127,14 @@ class PackedShares {
         tile_work_ = kTileWork;
         chunk_ = before_ = 0;
         // Of all sequences: work, tiles, the longest and the shortest first tile of one that has keys.
-        int32 total = 0, tiles = 0, most = 0, least = kLargest;
-        uint32 classes = 0;
+        uint32 sum = 0, classes = 0;
+        int32 tiles = 0, most = 0, least = kLargest;
 #pragma unroll 1
         for (int32 first = 0; first < num_sequences(); first += 32) {
             const Work work = work_of(first + lane());
             const int32 of_first = work.before(1, kTileWork), mine = work_of_heads(work);
             if (first == 0) inclusive_ = inclusive_sum(mine, lane());
-            total += mine;
+            sum = min_of(sum + uint32(mine), kMostWork);
             if (work.blocks > 0) classes |= 1u << work.gang;
             if (work.gang != gang_ || work.blocks == 0) continue;
             tiles += work.blocks * p_.num_q_heads;
@@ -141,7 +142,9 @@ class PackedShares {
             if (work.first_keys > 0) least = min_of(least, of_first);
         }
         classes_ = __reduce_or_sync(0xffffffffu, classes);
-        total = __reduce_add_sync(0xffffffffu, total);
+        // More than the host admits is the work of lengths that overlap: nothing is done, and no number overflows.
+        const bool is_sound = __reduce_add_sync(0xffffffffu, sum / 32) < kMostWork / 32;
+        const int32 total = is_sound ? int32(__reduce_add_sync(0xffffffffu, sum)) : 0;
         // Every second class begins with the last gang: there may be less work than gangs.
         const int32 gangs = int32(gridDim.x) / gang_, own = int32(blockIdx.x) / gang_;
         const int32 gang = is_backwards() ? gangs - 1 - own : own;

@@ -76,6 +76,7 @@ def exact(
         (1, (12, 1), (1, 5001), {"causal": True, "sinks": True}),
         (1, (14, 2), (300, 20000), {"causal": True}),
         (1, (1, 1), (1, 100000), {}),
+        (8, (71, 1), (1, 4096), {}),
         # Heads that leave rows of a tile unused; and batches that fill the GPU, with one split.
         (1, (28, 4), (16, 8192), {}),
         (3, (40, 8), (3, 5000), {"causal": True, "sinks": True}),
@@ -195,6 +196,40 @@ def test_on_mma_sync(form: str, head_dim: int, dtype: str, monkeypatch: pytest.M
         o, lse = oa.attention(q, k, v, return_lse=True, **call)
         assert _close(o, lse, *exact(q, k, v, **call), dtype)
         assert torch.equal(oa.attention(q, k, v, **call), o)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlens", "split"),
+    [
+        (1, (32, 8), (16, 8192), True),
+        (2, (28, 4), (5, 4096), True),
+        (64, (32, 8), (64, 1024), False),
+        (16, (32, 4), (128, 2048), False),
+        (1, (8, 2), (1, 4096), True),
+    ],
+)
+def test_numbers_a_key_of_each_head(
+    batch: int, heads: tuple[int, int], seqlens: tuple[int, int], split: bool, kind: str
+) -> None:
+    """Read as tiles where keys are split, so that heads share the rows of a tile; else packed."""
+    q, k, v = tensors(batch, heads, seqlens, 128, "bfloat16")
+    mask = torch.randn(1, heads[0], 1, seqlens[1], device="cuda", dtype=getattr(torch, kind))
+    assert ("split" in oa.explain(q, k, v, mask=mask).kernel) == split
+    o, lse = oa.attention(q, k, v, mask=mask, return_lse=True)
+    some = slice(0, 2)
+    assert _close(o[some], lse[some], *exact(q[some], k[some], v[some], mask=mask), "bfloat16")
+
+
+def test_numbers_a_key_of_each_head_with_blocks() -> None:
+    q, k, v = tensors(1, (8, 2), (256, 512), 128, "bfloat16")
+    mask = torch.randn(1, 8, 1, 512, device="cuda", dtype=q.dtype)
+    blocks = torch.rand(4, 8, device="cuda") < 0.7
+    blocks[:, 0] = True
+    o, lse = oa.attention(q, k, v, mask=mask, block_mask=blocks, block_size=64, return_lse=True)
+    hidden = ~blocks.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    both = mask.double().expand(1, 8, 256, 512).masked_fill(hidden, -torch.inf)
+    assert _close(o, lse, *exact(q, k, v, mask=both), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -120,6 +120,51 @@ def test_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     close_to_float64(made, args, **options)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("head_dim_v", [128, 64])
+def test_other_arrays(layout: str, head_dim_v: int) -> None:
+    """More sequences than the walk takes at once; strided o; v of another head_dim; rows that do not count."""
+    torch.manual_seed(head_dim_v)
+    lengths_q, lengths_k = [1 + i % 3 for i in range(130)], [37 * i % 2500 for i in range(130)]
+    q, k, v, of_q, of_k = packed(lengths_q, lengths_k, (16, 4), 128, torch.bfloat16, 2, 9)
+    v = v[..., :head_dim_v].contiguous()
+    out = torch.full((q.shape[0], 16, head_dim_v + 8), torch.nan, device="cuda", dtype=q.dtype)[..., :head_dim_v]
+    heads_first = [x.transpose(0, 1) if layout == "HND" else x for x in (q, k, v, out)]
+    used = torch.tensor([max(x - 5, 0) for x in lengths_k], dtype=torch.int32, device="cuda")
+    for seqused in (None, used):
+        call: dict[str, Any] = {
+            "cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": 3, "max_seqlen_k": 2500, "layout": layout,
+            "causal": True, "seqused_k": seqused,
+        }  # fmt: skip
+        *given, to = heads_first
+        assert "split" in oa.explain(oa.attention_varlen, *given, **call).kernel
+        _, lse = oa.attention_varlen(*given, out=to, return_lse=True, **call)
+        counted = lengths_k if seqused is None else used.tolist()
+        for b in range(130):
+            rows = slice(int(of_q[b]), int(of_q[b + 1]))
+            keys = slice(int(of_k[b]), int(of_k[b]) + counted[b])
+            want, want_lse = exact(q[None, rows], k[None, keys], v[None, keys], causal=True)
+            assert (out[rows].double() - want[0]).abs().max() <= 2e-2, b
+            empty = want_lse[0] == -torch.inf
+            assert (lse[:, rows].double() - want_lse[0]).masked_fill(empty, 0.0).abs().max() <= 1e-3, b
+
+
+def test_lengths_that_overlap_touch_nothing_else() -> None:
+    """The work of sequences that are each the whole tensor is more than is counted: nothing is done."""
+    rows, keys, batch = 130_000, 1_000_000, 150
+    q, k = (torch.randn(n, 1, 128, device="cuda", dtype=torch.bfloat16) for n in (rows, keys))
+    room = torch.zeros(rows + 2000, 1, 128, device="cuda", dtype=torch.bfloat16)
+    of_q, of_k = (torch.tensor([n, 0] * (batch // 2) + [n], dtype=torch.int32, device="cuda") for n in (rows, keys))
+    of_q[0] = of_k[0] = 0
+    call = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": rows, "max_seqlen_k": keys}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMNIATTN_FORCE_KERNEL", "attn_fwd_sm90_bf16_d128_m64n64_varlen_split")
+        oa.attention_varlen(q, k, k, out=room[1000 : 1000 + rows], **call)
+    torch.cuda.synchronize()
+    assert not room[:1000].any()
+    assert not room[1000 + rows :].any()
+
+
 def test_chosen_and_replayed() -> None:
     """Lengths may change between replays of a graph: the kernel divides the work by what it finds."""
     args = packed([32] * 8, [4000, 100, 8192, 2000, 1, 3000, 9000, 2000], (32, 8), 128, torch.bfloat16)

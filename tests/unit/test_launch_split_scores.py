@@ -25,6 +25,8 @@ from omniattn.problems import AttentionProblem, Target
 from omniattn.problems.fold import keys_as_tiles
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
 from omniattn.problems.split import shared_rows_on_mma_sync
+from omniattn.registry import by_name
+from omniattn.runtime.record import TensorMap
 from omniattn.select import select_attention, select_split
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, BLACKWELL, HOPPER, problem_of
@@ -151,7 +153,7 @@ def keys_of_heads(sq: int, sk: int, **changes: Any) -> AttentionProblem:
     p = problem_of(1, sq, sk, 32, 4, d=80, dtype="bfloat16")
     assert p.strides is not None
     of_mask = dataclasses.replace(p.strides, mask=(0, sk, 0, 1))
-    return dataclasses.replace(p, **({"mask": "io", "mask_map": True, "strides": of_mask} | changes))
+    return dataclasses.replace(p, **({"mask": "io", "keys_map": True, "strides": of_mask} | changes))
 
 
 @pytest.mark.parametrize(("sq", "sk"), [(32, 32768), (64, 4096), (2, 1024)])
@@ -171,7 +173,7 @@ def test_numbers_a_key_of_each_head_are_read_as_tiles(sq: int, sk: int) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"mask_map": False}, {"mask": "bool"}, {"num_kv_heads": 32}, {"score_mod": ScoreModProblem("score", None, ())},
+    [{"keys_map": False}, {"mask": "bool"}, {"num_kv_heads": 32}, {"score_mod": ScoreModProblem("score", None, ())},
      {"seqlen_k": 200}],
     ids=str,
 )  # fmt: skip
@@ -179,6 +181,23 @@ def test_other_masks_of_keys_are_packed(changes: dict[str, Any]) -> None:
     p = keys_of_heads(32, 32768, **changes)
     assert keys_as_tiles(p, HOPPER) is p
     assert keys_as_tiles(keys_of_heads(32, 32768), AMPERE).mask_form == "keys"
+
+
+def test_they_are_packed_where_keys_are_not_split_or_a_kernel_is_forced() -> None:
+    many = keys_of_heads(64, 1024, batch=64)
+    assert keys_as_tiles(many, HOPPER) is not many
+    packed = plan_attention(many, HOPPER, None).records
+    assert [r.spec.op for r in packed] == ["mask_pack", "attention"]
+    name = "attn_fwd_sm90_bf16_d96_m192n64_split_masks"
+    assert plan_attention(keys_of_heads(32, 32768), HOPPER, name).selection.spec.name == name
+
+
+def test_maps_of_masks_without_a_stride_between_queries_have_none() -> None:
+    """Were it 16 bytes, rows would be read that are others', and what lies behind the mask."""
+    p = keys_of_heads(64, 1024, batch=64, keys_as_tiles=True, mask_map=True)
+    spec = by_name("attn_fwd_sm90_bf16_d96_m192n64_bias16")
+    found = score_forms.bias_map(spec, p, TensorMap("q", 0, p.dtype, (64,), (), (64,)))
+    assert (found.dims, found.strides_bytes) == ((1024, 64, 32, 1), (0, 2048, 16))
 
 
 _ALIBI = ScoreModProblem("score + x[h] * (k - q)", None, (ModArray("x", "float32", (32,), (1,)),))

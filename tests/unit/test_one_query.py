@@ -89,3 +89,23 @@ def test_plans(keys: int, target: Target) -> None:
         assert attention[0].grid[0] == KV_HEADS
     apart = plan_attention(dataclasses.replace(problem, num_kv_heads=HEADS), target, None)
     assert "are the rows of a tile" not in apart.selection.why[-1]
+
+
+@pytest.mark.parametrize(
+    ("group", "folded"), [(4, False), (7, False), (16, False), (64, False), (71, True), (96, False)]
+)
+def test_heads_of_plain_calls_that_could_share_no_tiles(group: int, folded: bool) -> None:
+    """71 heads of one kv head are queries; others share the rows of a tile by themselves."""
+    p = dataclasses.replace(problem_of("none", heads_kv=2), num_q_heads=2 * group)
+    assert (heads_as_queries(p) is not p) == folded
+    if folded:
+        assert (heads_as_queries(p).seqlen_q, heads_as_queries(p).num_q_heads) == (71, 2)
+        assert plan_attention(p, HOPPER, None).records[0].spec.op == "attention_split"
+
+
+def test_a_mask_of_heads_and_keys_has_a_map_as_rows_of_queries() -> None:
+    p = problem_of("io", mask_heads=HEADS, keys_map=True)
+    assert not p.mask_map
+    folded = heads_as_queries(p)
+    assert (folded.mask_map, folded.mask_form) == (True, "tiles")
+    assert not heads_as_queries(problem_of("io", mask_heads=HEADS)).mask_map

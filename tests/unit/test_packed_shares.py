@@ -205,8 +205,8 @@ def carried_out(
             assert (part.cta, part.of_class) not in cuts
             assert part.num_parts > 1
             cuts[part.cta, part.of_class] = part
-    assert merge.grid[1] == ctas
-    assert merge.grid[0] * 16 == SMALL.block_m == m["block_m"]
+    assert (merge.grid[1], m["num_ctas"]) == (-(-ctas // SMALL.ctas_per_sm), ctas)
+    assert merge.grid[0] * 8 == SMALL.block_m == m["block_m"]
     for (cta, of_class), part in cuts.items():
         for i in range(min(SMALL.block_m, sequences[part.sequence][1] * pack - part.m0)):
             if (part.m0 + i) % pack >= m["pack_heads"]:
@@ -240,6 +240,117 @@ def carried_out(
             np.testing.assert_allclose(lse[head, row], np.log(terms.sum()), atol=1e-9)
 
 
+class Walk:
+    """PackedShares of one CTA, step by step: 32 sequences at a time, a binary search within a head."""
+
+    def __init__(
+        self, sequences: list[tuple[int, int, int, int]], heads: int, pack: int, ctas: int, block: tuple[int, int],
+        window: tuple[int, int], cta: int,
+    ) -> None:  # fmt: skip
+        self.sequences, self.heads, self.ctas, self.block, self.cta = sequences, heads, ctas, block, cta
+        self.queries, self.window = block[0] // pack, window
+        self.gang, self.of_tile = 0, TILE_WORK
+        self.at = self.end = 0
+
+    def blocks(self, i: int) -> int:
+        return -(-self.sequences[i][1] // self.queries) if i < len(self.sequences) else 0
+
+    def gang_of(self, i: int) -> int:
+        return self.blocks(i) if 1 < self.blocks(i) <= CLASSES else 1
+
+    def before(self, i: int, tile: int, of_tile: int) -> int:
+        _, sq, _, sk = self.sequences[i]
+        if self.gang_of(i) == 1:
+            return work_before(tile, sq, sk, self.queries, self.block[1], *self.window, of_tile)
+        last = work_before(1, sq, sk, self.queries, 1, *self.window, 0)
+        last += (self.gang_of(i) - 1) * self.queries if self.window[0] < 0 <= self.window[1] < sq and sk > 0 else 0
+        return tile * of_tile + tile * min(last, max(sk, 0)) // self.block[1]
+
+    def tiles(self, i: int) -> int:
+        return self.blocks(i) if self.gang_of(i) == 1 else 1
+
+    def work(self, i: int, of_tile: int) -> int:
+        own = i < len(self.sequences) and self.blocks(i) > 0 and self.gang_of(i) == self.gang
+        return self.heads * self.before(i, self.tiles(i), of_tile) if own else 0
+
+    def next_class(self) -> bool:
+        while self.gang < CLASSES:
+            self.gang += 1
+            own = [i for i in range(len(self.sequences)) if self.blocks(i) and self.gang_of(i) == self.gang]
+            if own:
+                break
+        else:
+            return False
+        gangs, place = self.ctas // self.gang, self.cta // self.gang
+        if self.gang % 2 == 0:
+            place = gangs - 1 - place
+        total, firsts = sum(self.work(i, TILE_WORK) for i in own), {i: self.before(i, 1, TILE_WORK) for i in own}
+        self.of_tile, self.share, most = TILE_WORK, max((total - 1) // gangs + 1, LEAST_SHARE), max(firsts.values())
+        cut = most // self.share
+        if cut and -(-most // cut) <= self.share + TILE_WORK:
+            self.share = -(-most // cut)
+            pad, num_tiles = cut * self.share - most, self.heads * sum(map(self.tiles, own))
+            least = min((x for i, x in firsts.items() if self.before(i, 1, 0) > 0 or has_keys(
+                self.sequences[i], self.queries, self.window)), default=None)  # fmt: skip
+            if least == most and pad * num_tiles <= self.share * gangs - total:
+                self.of_tile += pad
+        self.chunk = self.before_chunk = 0
+        self.at = place * self.share if 0 <= place < gangs else 0
+        self.end = self.at + self.share if 0 <= place < gangs else 0
+        return True
+
+    def parts(self) -> Iterator[Part]:
+        while True:
+            while self.at >= self.end or not self.find():
+                if not self.next_class():
+                    return
+            begin, work, i, head, tile = self.found
+            a, z = self.at - begin, min(self.end - begin, work)
+            self.at = begin + z
+            last = (begin + work - 1) // self.share - (self.end - 1) // self.share + 1
+            distance = -self.gang if self.gang % 2 == 0 else self.gang
+            m0 = (self.cta % self.gang if self.gang > 1 else tile) * self.block[0]
+            yield Part(self.cta, self.gang - 1, i, head, m0, (a, z, work), last, distance)
+
+    def find(self) -> bool:
+        while True:
+            sums = list(itertools.accumulate(self.work(self.chunk + lane, self.of_tile) for lane in range(32)))
+            past = [lane for lane in range(32) if sums[lane] > self.at - self.before_chunk]
+            if past:
+                break
+            self.before_chunk += sums[-1]
+            self.chunk += 32
+            if self.chunk >= len(self.sequences):
+                return False
+        i, begin = self.chunk + past[0], self.before_chunk + (sums[past[0] - 1] if past[0] else 0)
+        per_head = self.before(i, self.tiles(i), self.of_tile)
+        head = (self.at - begin) // per_head
+        begin += head * per_head
+        tile, end = 0, self.tiles(i)
+        while end - tile > 1:
+            middle = tile + (end - tile) // 2
+            tile, end = (middle, end) if self.before(i, middle, self.of_tile) <= self.at - begin else (tile, middle)
+        of_others = self.before(i, tile, self.of_tile)
+        self.found = begin + of_others, self.before(i, tile + 1, self.of_tile) - of_others, i, head, tile
+        return True
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_walk_finds_every_part(seed: int) -> None:
+    of = random.Random(seed)
+    batch, ctas = of.choice([1, 5, 30, 31, 70, 150]), of.choice([4, 7, 78, 132])
+    lengths = [[of.choice([0, 1, 3, of.randrange(most)]) for _ in range(batch)] for most in (70, 300)]
+    pack, block = of.choice([(1, (16, 8)), (4, (16, 8)), (4, (64, 64))])
+    window = of.choice([(-1, -1), (-1, 0), (40, 3)])
+    cu_q, cu_k = ([2, *(2 + x for x in itertools.accumulate(n))] for n in lengths)
+    sequences = ranges(cu_q, cu_k, cu_q[-1] + of.choice([0, 50]))
+    heads = of.choice([1, 3])
+    walked = [part for cta in range(ctas) for part in Walk(sequences, heads, pack, ctas, block, window, cta).parts()]
+    # num_parts counts from the part on.
+    wanted = list(parts_of(sequences, heads, pack, ctas, *block, window))
+    assert sorted(walked) == sorted(wanted)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_carried_out(seed: int) -> None:
     of = random.Random(seed)
@@ -267,7 +378,7 @@ def test_few_queries_have_even_shares(extents: tuple[int, ...], right: int) -> N
     main, merge = launches.records
     assert (main.spec.op, merge.spec.op) == ("attention_split", "attention_combine_packed")
     assert main.grid == (HOPPER.sm_count * main.spec.ctas_per_sm, 1, 1)
-    assert merge.grid == (main.spec.block_m // 16, main.grid[0], 1)
+    assert merge.grid == (main.spec.block_m // 8, HOPPER.sm_count, 1)
     assert [x.spec.op for x in launches.others] == ["attention_combine_packed"]
     assert any("even shares of all keys, " in reason for reason in launches.selection.why)
     assert (

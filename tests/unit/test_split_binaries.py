@@ -140,8 +140,9 @@ def test_wheels_serve_few_queries_without_a_compiler(
             assert {runtime.resolve(record.spec, GPUS[gpu].cc).kind for record in launches.records} == {"prebuilt"}
             newer = GPUS[gpu].cc > HOPPER.cc
             scores = {"softcap", "mask"} & {*changes}
-            wide = max(head_dim, changes.get("d", 0)) > 128
-            unsplit = bool(scores or wide) if newer else bool(scores) and wide and "varlen" in changes
+            width = changes.get("d", head_dim)
+            packed = "varlen" in changes and 128 < width <= 192
+            unsplit = bool(scores or width > 128) if newer else bool(scores) and packed
             # Nor has one Hopper's for wide packed sequences with scores, which mma.sync splits there.
             assert is_split(launches) != (unsplit and (newer or GPUS[gpu].cc == HOPPER.cc))
 

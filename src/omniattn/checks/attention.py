@@ -122,6 +122,7 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
             three(o_shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
         ), own_head_dim_v=v.shape[-1] if v.shape[-1] != q.shape[-1] else 0, descales=descales, note=note,
         parts=options.parts,
+        keys_map=maps and mask in ("float32", "io") and _keys_have_map(tensors["mask"], mask_strides),
     )  # fmt: skip
 
 
@@ -218,12 +219,21 @@ def check_mask(
     return kind, values.broadcast_strides(tensors["mask"], shape)
 
 
-def mask_has_map(mask: Tensor, strides: tuple[int, int, int, int]) -> bool:
+def _is_mapped(mask: Tensor, strides: tuple[int, int, int, int]) -> bool:
     """Whether a tensor map can describe an additive mask: keys next to each other, else multiples of 16 bytes."""
     item = ITEMSIZE[mask.dtype]
-    # One that is the same for all queries has a map of rows only where it differs between heads (fold.keys_as_tiles).
-    fitting = all(0 <= s * item < 2**40 and s * item % 16 == 0 for s in strides[:3]) and max(strides[1:3]) > 0
+    fitting = all(0 <= s * item < 2**40 and s * item % 16 == 0 for s in strides[:3])
     return mask.ptr % MASK_ALIGNMENT == 0 and strides[3] == 1 and fitting
+
+
+def mask_has_map(mask: Tensor, strides: tuple[int, int, int, int]) -> bool:
+    """The same of one that differs between queries: others have no map of rows."""
+    return strides[2] > 0 and _is_mapped(mask, strides)
+
+
+def _keys_have_map(mask: Tensor, strides: tuple[int, int, int, int]) -> bool:
+    """The same of one that differs between heads and not between queries."""
+    return strides[1] > 0 == strides[2] and _is_mapped(mask, strides)
 
 
 def check_out(tensors: dict[str, Tensor], shape: tuple[int, ...], dtype: str, function: str) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def flash_attn_func(
     deterministic : bool
         Same bits at every run, in the backward pass too.
     num_splits : int
-        0 or 1.
+        0 or 1, which mean the same here: keys are split where that is faster.
     q_descale, k_descale, v_descale : tensor, (batch, nheads_k), float32, optional
         Factors of tensors in float8_e4m3fn; the other shapes of `omniattn.attention` are taken too.
     qv, attention_chunk, pack_gqa, sm_margin

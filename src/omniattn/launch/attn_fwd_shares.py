@@ -19,7 +19,7 @@ from .structs import ATTN_COMBINE_PACKED, ATTN_FWD_SHARES_FORMS_SM90, ATTN_FWD_S
 #: its share (kernels_cu/params/attn_combine.cuh).
 CLASSES, SLOTS, CUT_BYTES = 4, 2, 32
 #: Rows of a CTA of the second kernel, and its threads.
-_MERGED_ROWS, _MERGE_THREADS = 16, 256
+_MERGED_ROWS, _MERGE_THREADS = 8, 256
 
 
 def workspace(spec: KernelSpec, problem: AttentionProblem, split: KeySplit) -> tuple[int, int, int]:
@@ -73,9 +73,9 @@ def build(
         "pack_heads": shared.heads,
         "head_dim": p.head_dim_v,
         "sinks_kind": SINKS_KINDS[p.sinks],
-        "reserved": 0,
+        "num_ctas": split.shares,
     }
-    grid = (spec.block_m // _MERGED_ROWS, split.shares, 1)
+    grid = (spec.block_m // _MERGED_ROWS, -(-split.shares // spec.ctas_per_sm), 1)
     merge = LaunchRecord(combine, grid, _MERGE_THREADS, *ATTN_COMBINE_PACKED.pack(merged), overlap=True)
     return (main, merge), begin + num_bytes
 

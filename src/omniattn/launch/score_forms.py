@@ -117,6 +117,6 @@ def bias_map(
         strides = tuple(s if n > 1 else s or 16 for n, s in zip(dims[1:], strides, strict=True))
         return TensorMap(at.operand, at.offset, dtype, dims, strides, box)
     dims = (keys, rows, problem.num_q_heads if h else 1, batch)
-    # The strides of extents of 1 are not used; a map wants positive multiples of 16 bytes.
-    strides = tuple(item * s or 16 for s in (q, h, b))
+    # The strides of extents of 1 are not used; a map wants multiples of 16 bytes.
+    strides = tuple(item * s if n > 1 else item * s or 16 for n, s in zip(dims[1:], (q, h, b), strict=True))
     return TensorMap(at.operand, at.offset, dtype, dims, strides, (columns, spec.block_m, 1, 1))

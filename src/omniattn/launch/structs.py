@@ -158,7 +158,7 @@ ATTN_COMBINE_PACKED = HostStruct(
     "AttnCombinePackedParams",
     "params/attn_combine.cuh",
     "P partial_o partial_ml cuts o lse sinks; q o_stride_s o_stride_h lse_stride_h;"
-    "i block_m pack pack_heads head_dim sinks_kind reserved",
+    "i block_m pack pack_heads head_dim sinks_kind num_ctas",
 )
 
 SCORE_FORMS = HostStruct(

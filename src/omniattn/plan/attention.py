@@ -59,7 +59,7 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
     if problem.operands is not None:
         _check_grouping(problem, target)
     asked, problem = problem, heads_as_queries(problem)
-    launches = _plan(keys_as_tiles(problem, target), target, force)
+    launches = _plan(problem, target, force)
     if problem is asked:
         return launches
     shared = f"one query: the {problem.seqlen_q} query heads of a kv head are the rows of a tile"
@@ -69,10 +69,12 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
 
 def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launches:
     selection = _with_score_mod(select_attention(problem, target, force), problem)
-    split = select_split(problem, target, selection, force)
+    # A forced kernel gets the mask as it is.
+    of_split = problem if force else keys_as_tiles(problem, target)
+    split = select_split(of_split, target, selection, force)
     if split is None:
         return _plan_unsplit(selection, problem, target, force)
-    launches = _plan_split(split, problem, target, force)
+    launches = _plan_split(split, of_split, target, force)
     missing = without_binary(launches, target.cc)
     # Forced kernels run, or raise.
     if missing is None or forced(force, tuple({r.spec.op for r in launches.records}), lambda spec: None) is not None:

@@ -112,8 +112,10 @@ class AttentionProblem:
         Where q, k and v come in e4m3.
     note : str
         Why the call is another one than ``precision=`` asked for; empty where it is not.
+    keys_map : bool
+        A tensor map can describe an additive mask of numbers a key, others for each head.
     keys_as_tiles : bool
-        An additive mask of numbers a key, others for each head, is read as one of queries and keys.
+        Such a mask is read as one of queries and keys.
     parts : int
         Of packed sequences, how many stand for one of the caller's: all but the first hold what does not count.
     strides : AttentionStrides, optional
@@ -150,6 +152,7 @@ class AttentionProblem:
     own_head_dim_v: int = 0
     descales: Descales | None = None
     note: str = ""
+    keys_map: bool = False
     keys_as_tiles: bool = False
     parts: int = 1
 

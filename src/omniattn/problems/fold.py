@@ -10,6 +10,14 @@ from .target import Target
 #: Compute capability of the kernels whose heads can share tiles that have a bias, and the keys for each query from
 #: which on that gains: those of few queries are split.
 _HOPPER, _KEYS_FOR_EACH = (9, 0), 16
+#: Of the tile that one query's heads share.
+_ROWS = 64
+
+
+def _shares_no_tiles(group: int) -> bool:
+    """Whether the heads that can share a tile of 64 rows are so few that it takes more than twice as many tiles."""
+    shared = max(n for n in range(1, _ROWS + 1) if group % n == 0)
+    return group // shared > 2 * -(-group // _ROWS)
 
 
 def heads_as_queries(problem: AttentionProblem) -> AttentionProblem:
@@ -17,13 +25,14 @@ def heads_as_queries(problem: AttentionProblem) -> AttentionProblem:
 
     Kernels that form scores one by one have a head's queries in a tile: of one query they would read K and V for each
     query head, with one row in a tile. The plain ones share tiles among heads by themselves where they split keys
-    (`problems.split`).
+    (`problems.split`), but for groups like Falcon's 71, which no number of rows divides.
     """
     p, s = problem, problem.strides
     group = p.num_q_heads // max(p.num_kv_heads, 1)
     alike = p.window_left == p.window_right == UNLIMITED and p.sinks == "none"
     alike = alike and p.score_mod is None and p.block_mask is None
-    if p.varlen or p.seqlen_q != 1 or group <= 1 or s is None or p.precision.quantized or not (p.score_mods and alike):
+    alike = alike and (p.score_mods or _shares_no_tiles(group))
+    if p.varlen or p.seqlen_q != 1 or group <= 1 or s is None or p.precision.quantized or not alike:
         return problem
     heads = p.num_kv_heads
 
@@ -36,7 +45,10 @@ def heads_as_queries(problem: AttentionProblem) -> AttentionProblem:
         s, q=rows(s.q), o=rows(s.o), lse=(s.lse[0], group if heads > 1 else 0),
         mask=(of_batch, of_head * group if heads > 1 else 0, of_head, of_key),
     )  # fmt: skip
-    return replace(p, seqlen_q=group, num_q_heads=heads, strides=folded)
+    # Rows of a mask that differs between heads are those of a head's queries now.
+    return replace(
+        p, seqlen_q=group, num_q_heads=heads, strides=folded, mask_map=p.mask_map or p.keys_map, keys_map=False
+    )
 
 
 def keys_as_tiles(problem: AttentionProblem, target: Target) -> AttentionProblem:
@@ -49,7 +61,7 @@ def keys_as_tiles(problem: AttentionProblem, target: Target) -> AttentionProblem
     p, s = problem, problem.strides
     if target.cc != _HOPPER or p.varlen or s is None or p.precision.quantized or p.operands is not None:
         return problem
-    if p.mask_form != "keys" or s.mask[1] == 0 or not p.mask_map or p.score_mod is not None:
+    if p.mask_form != "keys" or not p.keys_map or p.score_mod is not None:
         return problem
     few = p.num_q_heads > p.num_kv_heads and p.seqlen_k >= _KEYS_FOR_EACH * p.seqlen_q > 0
-    return replace(p, keys_as_tiles=True) if few else problem
+    return replace(p, keys_as_tiles=True, mask_map=True) if few else problem

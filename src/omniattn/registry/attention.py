@@ -91,7 +91,7 @@ def _attn_fwd_sm80(
     """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs."""
     short, tag = IO_TYPES[dtype]
     # On Hopper for packed sequences with masks, and strides without a tensor map, alone: compiled at first use.
-    by_hopper = split and score_mods and tile.head_dim not in (64, 128)
+    by_hopper = split and score_mods and tile.head_dim in (96, 192)
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
         smem_bytes += 4 * tile.block_m * tile.block_n
@@ -372,7 +372,7 @@ def _attn_combine_packed(dtype: str) -> KernelSpec:
         defines=(("IO_TYPE", tag),),
         dtype=dtype,
         head_dim=256,
-        block_m=16,
+        block_m=8,
         block_n=1,
         num_warps=8,
         smem_bytes=0,

@@ -351,8 +351,6 @@ class Handlers:
     ) -> str | None:  # fmt: skip
         served = ("scale", "window_size_left", "window_size_right", "out")
         others = {name: x for name, x in options.items() if name not in served}
-        if others.get("num_splits") == 1:
-            del others["num_splits"]  # the kernels never split the keys of a query
         if starts_q is not None:
             others.pop("seqused_k", None)
         if (starts_q is None) != (starts_k is None):
