@@ -100,8 +100,8 @@ SPLIT_CASES: tuple[Case, ...] = (
 PACKED_SPLIT_CASES: tuple[Case, ...] = (
     Case("few queries, packed, causal", "attention_varlen", ((5, 4000), (0, 3), (70, 2500), (9, 0)), packed=True,
          options={"causal": True}),
-    Case("few queries, packed, sinks", "attention_varlen", ((1, 6000), (130, 4100), (3, 70)), 7, 1, below=8,
-         packed=True, arrays=("sinks",)),
+    Case("few queries, packed, heads of 7", "attention_varlen", ((1, 6000), (130, 4100), (3, 70)), 7, 1, below=8,
+         packed=True),
     Case("few queries, packed, softcap, causal", "attention_varlen", ((2, 7000), (33, 2100), (100, 5000)), 8, 2,
          packed=True, options={"softcap": 3.0, "causal": True}),
     Case("few queries, packed, window", "attention_varlen", ((40, 5000), (20, 7000)), 4, 2, packed=True,
