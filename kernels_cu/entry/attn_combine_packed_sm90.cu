@@ -66,8 +66,8 @@ OA_DEVICE void merge(const AttnCombinePackedParams& p, const CutTile& t, int32 f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
-    attn_combine_packed_sm90(const __grid_constant__ AttnCombinePackedParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_packed_sm90(
+    const __grid_constant__ AttnCombinePackedParams p) {
     wait_for_kernel_ahead();
 #pragma unroll 1
     for (int32 cta = blockIdx.y; cta < p.num_ctas; cta += gridDim.y) {

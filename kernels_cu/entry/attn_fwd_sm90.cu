@@ -119,9 +119,7 @@ class Producer : public ForwardProducer<Config, Producer> {
         tma_prefetch(&params_.map_k);
         tma_prefetch(&params_.map_v);
     }
-    OA_DEVICE void copy_tile(const Tile& t, const Span& keys) {
-        copy_steps(params_, t, keys);
-    }
+    OA_DEVICE void copy_tile(const Tile& t, const Span& keys) { copy_steps(params_, t, keys); }
     // Templates, as store below: of plain tiles the other branch would not compile.
     template <typename T>
     OA_DEVICE void copy_q(const T& t, int32 stage, uint32 bar) const {

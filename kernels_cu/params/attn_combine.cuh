@@ -30,22 +30,22 @@ constexpr int32 kShareClasses = 4, kShareSlots = 2;
 
 // A tile of rows that goes on behind a CTA's share of a class.
 struct CutTile {
-    int32 num_parts;     // CTAs that have one, the first of them this one; 0: no tile goes on
-    int32 distance;      // from one to the next
+    int32 num_parts;  // CTAs that have one, the first of them this one; 0: no tile goes on
+    int32 distance;  // from one to the next
     int32 m0, seqlen_q;  // its first row, and the rows of its sequence, packed heads counted
-    int32 q_begin;       // row of the packed tensors that the sequence begins with
-    int32 head_idx;      // of packed heads
-    int32 exists;        // 0: rows of no sequence
+    int32 q_begin;  // row of the packed tensors that the sequence begins with
+    int32 head_idx;  // of packed heads
+    int32 exists;  // 0: rows of no sequence
     int32 reserved;
 };
 
 // attn_combine_packed_sm90.
 struct AttnCombinePackedParams {
-    const float* partial_o;   // [CTA, class, slot, row of the tile, head_dim], not divided by the denominator
+    const float* partial_o;  // [CTA, class, slot, row of the tile, head_dim], not divided by the denominator
     const float* partial_ml;  // [CTA, class, slot, row of the tile, 2]
-    const CutTile* cuts;      // [CTA, class]
+    const CutTile* cuts;  // [CTA, class]
     uint16* o;
-    float* lse;               // or null
+    float* lse;  // or null
     const void* sinks;
     int64 o_stride_s, o_stride_h, lse_stride_h;
     int32 block_m, pack, pack_heads;  // rows of a tile; as in SplitTileList

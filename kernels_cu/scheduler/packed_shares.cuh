@@ -18,7 +18,7 @@
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/split_tiles.cuh"
 
-constexpr int32 kTileWork = 2;    // what a tile costs to begin and end
+constexpr int32 kTileWork = 2;  // what a tile costs to begin and end
 constexpr int32 kLeastShare = 8;  // of a CTA: with shorter ones partial results would be more than keys
 constexpr int32 kLargest = 0x7fffffff;
 constexpr uint32 kMostWork = 1u << 30;  // the host admits less
@@ -27,17 +27,17 @@ constexpr int32 kMostGang = kShareClasses;
 // A tile of rows, or a CTA's part of one. SplitTile: num_splits is 1 where the part is all of it.
 struct PackedShareTile : SplitTile {
     int32 part_begin, part_end, part_of;  // of the tile's work, part_of in all: its keys go in proportion
-    int32 num_parts;                      // with slot 1: gangs that have one, this one included
-    int32 distance;                       // from the CTA of a part to that of the next. split: which of the CTA's slots
+    int32 num_parts;  // with slot 1: gangs that have one, this one included
+    int32 distance;  // from the CTA of a part to that of the next. split: which of the CTA's slots
 };
 
 // The work of a sequence's heads.
 template <int kBlockM, int kBlockN>
 struct SequenceWork {
-    int32 blocks;      // tiles of rows of a head, a gang's counted as one
-    int32 gang;        // CTAs that take them at the same time
+    int32 blocks;  // tiles of rows of a head, a gang's counted as one
+    int32 gang;  // CTAs that take them at the same time
     int32 first_keys;  // that the first of them sees
-    int32 more_keys;   // that each one sees more than the one before it: an estimate, by which nothing but balance goes
+    int32 more_keys;  // that each one sees more than the one before it: an estimate, by which nothing but balance goes
 
     OA_DEVICE SequenceWork(const AttnFwdParams& p, const SequenceRange& r, int32 pack) {
         const int32 queries = kBlockM / pack;  // of a tile
@@ -211,12 +211,12 @@ class PackedShares {
 
     const AttnFwdParams& p_;
     const SplitTileList& list_;
-    uint32 classes_;   // bit g: there are, or may be, sequences whose gangs are g CTAs
-    int32 gang_;       // of this class, as all that follows
+    uint32 classes_;  // bit g: there are, or may be, sequences whose gangs are g CTAs
+    int32 gang_;  // of this class, as all that follows
     int32 tile_work_, share_;
-    int32 at_, end_;   // what is left of this CTA's
-    int32 chunk_;      // 32 sequences, the first of them
-    int32 before_;     // work of all sequences before the chunk
+    int32 at_, end_;  // what is left of this CTA's
+    int32 chunk_;  // 32 sequences, the first of them
+    int32 before_;  // work of all sequences before the chunk
     int32 inclusive_;  // of the chunk's sequences up to this lane's
 };
 

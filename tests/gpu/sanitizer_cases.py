@@ -20,6 +20,8 @@ from typing import Any
 import cupy
 import numpy as np
 from racecheck_rows import waits
+from sanitizer_arrays import check, poisoned, to_gpu
+from sanitizer_packed import packed_shares
 
 import omniattn as oa
 from omniattn import runtime
@@ -58,20 +60,6 @@ MODIFIED: Mapping[str, Mapping[str, Any]] = {
     "score_mod, causal": {"score_mod": True, "causal": True, "mask": "aligned"},
     "block_mask": {"block_mask": True},
 }
-
-
-def to_gpu(x: Any, dtype: Any = np.float16) -> Any:
-    return cupy.asarray(np.ascontiguousarray(x, dtype=dtype))
-
-
-def poisoned(shape: tuple[int, ...]) -> Any:
-    return to_gpu(np.full(shape, np.nan))
-
-
-def check(o: Any, lse: Any = None) -> None:
-    """Everything has been written; values are compared elsewhere."""
-    assert not np.isnan(cupy.asnumpy(o)).any()
-    assert lse is None or not np.isnan(cupy.asnumpy(lse)).any()
 
 
 def options_for(call: Mapping[str, Any], rng: np.random.Generator, seqlen_k: int = SEQLEN_K) -> dict[str, Any]:
@@ -160,25 +148,6 @@ def few_queries(rng: np.random.Generator, few_masks: bool) -> None:
         assert any("split" in reason for reason in found.why)
         check(*oa.attention(q, k, v, out=poisoned(q.shape), return_lse=True))
     packed_shares(rng)
-
-
-def packed_shares(rng: np.random.Generator) -> None:
-    """Even shares of packed sequences: classes of one to four tiles, cut ones, rows of no sequence on both sides."""
-    lengths_q, lengths_k = (3, 1, 17, 0, 40, 60, 200), (900, 1, 3000, 5, 500, 0, 700)
-    q = to_gpu(rng.standard_normal((sum(lengths_q) + 7, 8, 128)))
-    k, v = (to_gpu(rng.standard_normal((sum(lengths_k) + 7, 2, 128))) for _ in range(2))
-    starts = {
-        f"cu_seqlens_{x}": to_gpu(3 + np.cumsum([0, *n]), np.int32) for x, n in (("q", lengths_q), ("k", lengths_k))
-    }
-    sinks = to_gpu(rng.standard_normal(8), np.float32)
-    for tile in ("m64n64_varlen_split", "m128n128_varlen_split", "m64n64_varlen_split_softcap"):
-        os.environ["OMNIATTN_FORCE_KERNEL"] = f"attn_fwd_sm90_fp16_d128_{tile}"
-        for options in ({"causal": True}, {"sinks": sinks}, {"window": (300, 9)}):
-            more = {"softcap": 5.0} if tile.endswith("softcap") else {}
-            longest = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
-            out = poisoned(q.shape)
-            check(*oa.attention_varlen(q, k, v, out=out, return_lse=True, **starts, **longest, **options, **more))
-    del os.environ["OMNIATTN_FORCE_KERNEL"]
 
 
 def tokens(rng: np.random.Generator) -> None:

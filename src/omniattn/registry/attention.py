@@ -346,40 +346,20 @@ def _attn_fwd_sm90(
 def _merge_states(dtype: str) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     return KernelSpec(
-        name=f"merge_states_sm80_{short}",
-        family="merge_states_sm80",
-        op="merge_states",
-        source="entry/merge_states_sm80.cu",
-        symbol="merge_states_sm80",
-        defines=(("IO_TYPE", tag),),
-        dtype=dtype,
-        head_dim=256,
-        block_m=1,
-        block_n=1,
-        num_warps=8,
-        smem_bytes=0,
-    )
+        name=f"merge_states_sm80_{short}", family="merge_states_sm80", op="merge_states",
+        source="entry/merge_states_sm80.cu", symbol="merge_states_sm80", defines=(("IO_TYPE", tag),), dtype=dtype,
+        head_dim=256, block_m=1, block_n=1, num_warps=8, smem_bytes=0,
+    )  # fmt: skip
 
 
 def _attn_combine_packed(dtype: str) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     return KernelSpec(
-        name=f"attn_combine_packed_sm90_{short}",
-        family="attn_combine_packed_sm90",
-        op="attention_combine_packed",
-        source="entry/attn_combine_packed_sm90.cu",
-        symbol="attn_combine_packed_sm90",
-        defines=(("IO_TYPE", tag),),
-        dtype=dtype,
-        head_dim=256,
-        block_m=8,
-        block_n=1,
-        num_warps=8,
-        smem_bytes=0,
-        min_arch=(9, 0),
-        arch_specific=True,
-        prebuild=("90a",),
-    )
+        name=f"attn_combine_packed_sm90_{short}", family="attn_combine_packed_sm90", op="attention_combine_packed",
+        source="entry/attn_combine_packed_sm90.cu", symbol="attn_combine_packed_sm90", defines=(("IO_TYPE", tag),),
+        dtype=dtype, head_dim=256, block_m=8, block_n=1, num_warps=8, smem_bytes=0, min_arch=(9, 0),
+        arch_specific=True, prebuild=("90a",),
+    )  # fmt: skip
 
 
 def _attn_combine(dtype: str, own_lse: bool = False) -> KernelSpec:
