@@ -113,8 +113,6 @@ def test_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     args = packed(
         lengths_q, lengths_k, (group * heads_k, heads_k), spec.head_dim, getattr(torch, spec.dtype), first, behind
     )
-    if args[0].shape[0] == 0 or args[1].shape[0] == 0:
-        pytest.skip("nothing to attend to")
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", spec.name)
     made = call(args, max(lengths_q), max(lengths_k), **options)
     close_to_float64(made, args, **options)
