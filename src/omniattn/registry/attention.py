@@ -90,7 +90,8 @@ def _attn_fwd_sm80(
 ) -> KernelSpec:
     """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs."""
     short, tag = IO_TYPES[dtype]
-    # On Hopper for packed sequences with masks, and strides without a tensor map, alone: compiled at first use.
+    # On Hopper for packed sequences with masks, and strides without a tensor map, those of a bias too, alone: compiled
+    # at first use, because wheels have no room.
     by_hopper = split and score_mods and tile.head_dim in (96, 192)
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
