@@ -135,8 +135,8 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
         for (int c = 0; c < Config::kPanels; ++c) {
             uint32 smem = smem_addr_at(&Storage::q) + stage * kQBytes + c * Config::kBlockM * Config::kRowBytes;
             if constexpr (Config::kSplitKeys) {
-                tma_load_5d(smem, &params_.map_q, bar, c * Config::kRowBytes, 0, t.m0 / t.pack, t.head_idx,
-                            t.batch_idx);
+                const int32 first = (Config::kVarlen ? t.q_begin : 0) + t.m0 / t.pack;
+                tma_load_5d(smem, &params_.map_q, bar, c * Config::kRowBytes, 0, first, t.head_idx, t.batch_idx);
             } else {
                 tma_load_4d(smem, &params_.map_q, bar, c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx,
                             t.batch_idx);
@@ -273,12 +273,13 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             if (row >= t.seqlen_q) continue;
             if constexpr (Config::kBlockScales) {
                 FwdTile own = t;
-                own.head_idx = t.head_idx * t.pack + row % t.pack;
+                own.head_idx = head_of(t, row);
                 own.seqlen_q = t.num_queries;
                 scales[r] = q_block_scale(params_.operands, params_.scales, own, query);
             } else {
-                scales[r] = params_.operands.q_scale[head_of_row(t, row) * params_.operands.q_scale_stride_h +
-                                                     (query >> 4) * 8 + (query & 7)];
+                scales[r] =
+                    params_.operands.q_scale[head_of_row(t, row) * params_.operands.q_scale_stride_h +
+                                             first_block<Config>(t, t.q_begin) * 64 + (query >> 4) * 8 + (query & 7)];
             }
         }
     }
@@ -410,17 +411,18 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
   private:
     // The call's head, of all batches, that a row of packed heads belongs to.
     OA_DEVICE int64 head_of_row(const SplitTile& t, int32 row) const {
-        return (int64(t.batch_idx) * p_.num_q_heads + t.head_idx) * t.pack + row % t.pack;
+        return int64(t.batch_idx) * p_.num_q_heads * t.pack_heads + head_of(t, row);
     }
     OA_DEVICE float bias_of(const FwdTile& t, int32 row) const { return row_bias_of(p_, params_.operands, t, row); }
     OA_DEVICE float bias_of(const SplitTile& t, int32 row) const {
         if (row >= t.seqlen_q) return 0.0f;
-        return params_.operands.row_bias[head_of_row(t, row) * t.num_queries + row / t.pack];
+        const int32 queries = Config::kVarlen ? p_.seqlen_q : t.num_queries, first = Config::kVarlen ? t.q_begin : 0;
+        return params_.operands.row_bias[head_of_row(t, row) * queries + first + row / t.pack];
     }
 
     // A split's sums. What smoothing took from the scores moves the base only where sinks are measured by it, so that O
     // has the same bits with an LSE and without. A row without keys has none, whatever its bias; NaN marks a row.
-    OA_DEVICE void store_partial(const SplitTile& t, int32 warp_row, Rows& state, const float (&bias)[2]) const {
+    OA_DEVICE void store_partial(const TileOf<Config>& t, int32 warp_row, Rows& state, const float (&bias)[2]) const {
         float m2[2], base[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -429,9 +431,22 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             m2[r] = p_.sinks != nullptr || lacks != lacks ? base[r] : state.softmax.m2[r];
         }
         const int64 first = first_partial_row<Config::kBlockM>(p_, params_.tiles, t);
-        store_partial_rows(state.acc, m2, state.softmax.l, params_.partial_o + first * p_.head_dim,
-                           params_.partial_ml + 2 * first, p_.head_dim, t.seqlen_q, warp_row, lane_);
-        if constexpr (Config::kForms && !Config::kFactors)
+        if constexpr (Config::kVarlen) {
+            note_cut<true>(params_, t, warp_row, lane_);
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                if (m2[r] != m2[r]) state.softmax.l[r] = m2[r];  // final results have no use for a base without sinks
+            store_split_rows<typename Config::Io, false>(state.acc, m2, state.softmax.l, params_, p_, t, t.num_splits,
+                                                         first, warp_row, lane_);
+            if (t.num_splits == 1) {
+                store_lse_rows<typename Config::Io>(base, state.lse_sum, p_, t, warp_row, lane_);
+                return;
+            }
+        } else {
+            store_partial_rows(state.acc, m2, state.softmax.l, params_.partial_o + first * p_.head_dim,
+                               params_.partial_ml + 2 * first, p_.head_dim, t.seqlen_q, warp_row, lane_);
+        }
+        if constexpr ((Config::kForms || Config::kVarlen) && !Config::kFactors)
             if (params_.partial_lse == nullptr) return;  // these kernels always have the sums
         if constexpr (Config::kLse && !Config::kFactors)
             store_partial_sums(base, state.lse_sum, params_.partial_lse, t, first, warp_row, lane_);

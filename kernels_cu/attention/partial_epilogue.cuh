@@ -40,7 +40,8 @@ OA_DEVICE void store_partial_sums(const float (&m2)[2], const float (&l)[2], flo
 
 // Of attn_fwd_sm80 and attn_fwd_sm90: as store_partial_rows; with one split what is final, O and the LSE. Tile:
 // SplitTile or PackedTile. first: of the split's partial results, the row of the sequence's first query. o is used up.
-template <typename Io, int kOutputs, typename Params, typename Tile>
+// kLse: not where the LSE is of other sums.
+template <typename Io, bool kLse = true, int kOutputs, typename Params, typename Tile>
 OA_DEVICE void store_split_rows(float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2], const Params& params,
                                 const AttnFwdParams& p, const Tile& t, int32 num_splits, int64 first, int32 row,
                                 int lane) {
@@ -61,7 +62,7 @@ OA_DEVICE void store_split_rows(float (&o)[kOutputs], const float (&m2)[2], cons
                     finish_row(top, sum, exists ? sink_log2<Io>(p.sinks, p.sinks_kind, head) : neg_inf());
                 scale = result.o_scale;
                 to = p.o + t.batch_idx * p.o_stride_b + query * p.o_stride_s + head * p.o_stride_h + 2 * (lane & 3);
-                if (p.lse != nullptr && (lane & 3) == 0)
+                if (kLse && p.lse != nullptr && (lane & 3) == 0)
                     p.lse[t.batch_idx * p.lse_stride_b + head * p.lse_stride_h + query] = result.lse;
             } else {
                 partial = params.partial_o + (first + at) * p.head_dim + 2 * (lane & 3);
@@ -80,5 +81,19 @@ OA_DEVICE void store_split_rows(float (&o)[kOutputs], const float (&m2)[2], cons
         }
 #pragma unroll
         for (int d = 0; d < kOutputs / 4; ++d) o[4 * d] = o[4 * d + 2], o[4 * d + 1] = o[4 * d + 3];
+    }
+}
+
+// The final LSE of these rows, of sums that O is not divided by. Of packed sequences.
+template <typename Io>
+OA_DEVICE void store_lse_rows(const float (&m2)[2], const float (&l)[2], const AttnFwdParams& p, const SplitTile& t,
+                              int32 row, int lane) {
+    if (p.lse == nullptr || (lane & 3) != 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int32 at = row + (lane >> 2) + r * 8, head = head_of(t, at);
+        if (at >= t.seqlen_q || !is_of_head(t, at)) continue;
+        const float sink = t.seqlen_k != kNoSequence ? sink_log2<Io>(p.sinks, p.sinks_kind, head) : neg_inf();
+        p.lse[head * p.lse_stride_h + t.q_begin + query_of(t, at)] = finish_row(m2[r], l[r], sink).lse;
     }
 }

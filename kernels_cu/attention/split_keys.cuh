@@ -10,6 +10,9 @@
 OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const SplitTile& t, int32 row) {
     return visible_keys(row / t.pack, t.num_queries, t.seqlen_k, p.window_left, p.window_right);
 }
+OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const PackedShareTile& t, int32 row) {
+    return visible_keys(query_of(t, row), t.num_queries, t.seqlen_k, p.window_left, p.window_right);
+}
 
 OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const PackedTile& t, int32 row) {
     return visible_keys(query_of(t, row), query_of(t, t.seqlen_q), t.seqlen_k, p.window_left, p.window_right);
@@ -24,8 +27,9 @@ struct SplitKeyTiles : KeyTiles<kBlockM, kBlockN> {
         : SplitKeyTiles(t.m0, t.pack, t.num_queries, t.seqlen_k, p.window_left, p.window_right, t.split, t.num_splits) {
     }
     OA_DEVICE constexpr SplitKeyTiles(const AttnFwdParams& p, const PackedShareTile& t)
-        : Base(t.m0 / t.pack, (min_of(t.m0 + kBlockM, t.seqlen_q) - 1) / t.pack, t.num_queries, t.seqlen_k,
+        : Base(query_of(t, t.m0), query_of(t, min_of(t.m0 + kBlockM, t.seqlen_q) - 1), t.num_queries, t.seqlen_k,
                p.window_left, p.window_right) {
+        if (t.num_splits == 1) return;
         const int64 count = max_of(this->end - this->first, 0);
         const int32 begin = int32(count * t.part_begin / t.part_of), end = int32(count * t.part_end / t.part_of);
         this->end = this->first + end;

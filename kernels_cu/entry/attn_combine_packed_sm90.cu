@@ -27,6 +27,13 @@ struct Config {
     static constexpr int kUnroll = 8;  // partial results that are asked for at once
 };
 
+// Among partial results: the first row of part `part` of a tile.
+OA_DEVICE int64 first_row_of(const AttnCombinePackedParams& p, const CutTile& t, int32 first_cta, int32 of_class,
+                             int32 part) {
+    const int32 cta = first_cta + part * t.distance;
+    return int64((cta * kShareClasses + of_class) * kShareSlots + (part == 0 ? 1 : 0)) * p.block_m;
+}
+
 // Rows of the tile that goes on behind the share of class `of_class` of CTA `first_cta`.
 OA_DEVICE void merge(const AttnCombinePackedParams& p, const CutTile& t, int32 first_cta, int32 of_class) {
     const int32 first_row = int32(blockIdx.x) * Config::kRows;
@@ -37,24 +44,10 @@ OA_DEVICE void merge(const AttnCombinePackedParams& p, const CutTile& t, int32 f
         const int32 row_of_tile = first_row + of_rows, row = t.m0 + row_of_tile;
         const int32 of_query = row / p.pack, own_head = row - of_query * p.pack;
         if (row >= t.seqlen_q || own_head >= p.pack_heads) continue;
+        auto row_of = [&](int32 part) { return first_row_of(p, t, first_cta, of_class, part) + row_of_tile; };
         PartialSum<Config::kWidth> sum;
-        for (int32 i = 0; i < t.num_parts; i += Config::kUnroll) {
-            float2 ml[Config::kUnroll];
-            float o[Config::kUnroll][Config::kWidth];
-#pragma unroll
-            for (int u = 0; u < Config::kUnroll; ++u) {
-                ml[u] = make_float2(kLowest, 0.0f);
-                o[u][0] = o[u][1] = o[u][2] = o[u][3] = 0.0f;
-                if (i + u >= t.num_parts) continue;
-                const int32 cta = first_cta + (i + u) * t.distance;
-                const int32 slot = (cta * kShareClasses + of_class) * kShareSlots + (i + u == 0 ? 1 : 0);
-                const int64 from = int64(slot) * p.block_m + row_of_tile;
-                ml[u] = *reinterpret_cast<const float2*>(p.partial_ml + 2 * from);
-                float4 x = *reinterpret_cast<const float4*>(p.partial_o + from * p.head_dim + chunk * Config::kWidth);
-                o[u][0] = x.x, o[u][1] = x.y, o[u][2] = x.z, o[u][3] = x.w;
-            }
-            sum.add(ml, o);
-        }
+        add_parts<Config::kUnroll>(sum, 0, 1, t.num_parts, row_of, p.partial_ml, p.partial_o, p.head_dim,
+                                   chunk * Config::kWidth);
         const int32 head = t.head_idx * p.pack_heads + own_head, query = t.q_begin + of_query;
         const float sink = t.exists ? sink_log2<Config::Io>(p.sinks, p.sinks_kind, head) : neg_inf();
         const RowResult result = finish_row(sum.m, sum.l, sink);
@@ -62,7 +55,14 @@ OA_DEVICE void merge(const AttnCombinePackedParams& p, const CutTile& t, int32 f
         *reinterpret_cast<uint2*>(to) =
             make_uint2(pack2(Config::Io{}, sum.o[0] * result.o_scale, sum.o[1] * result.o_scale),
                        pack2(Config::Io{}, sum.o[2] * result.o_scale, sum.o[3] * result.o_scale));
-        if (p.lse != nullptr && chunk == 0) p.lse[head * p.lse_stride_h + query] = result.lse;
+        if (p.lse == nullptr || chunk != 0) continue;
+        float lse = result.lse;
+        if (p.partial_lse != nullptr) {
+            PartialSum<1> sums;
+            add_parts<1>(sums, 0, 1, t.num_parts, row_of, p.partial_lse, nullptr, 0, 0);
+            lse = finish_row(sums.m, sums.l, sink).lse;
+        }
+        p.lse[head * p.lse_stride_h + query] = lse;
     }
 }
 

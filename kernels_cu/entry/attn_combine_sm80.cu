@@ -56,22 +56,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
     active = active && own_head < p.pack_heads;
     wait_for_kernel_ahead();
     PartialSum<Config::kWidth> sum;
-    for (int32 i = part; active && i < p.num_splits; i += parts * Config::kUnroll) {
-        float2 ml[Config::kUnroll];
-        float o[Config::kUnroll][Config::kWidth];
-#pragma unroll
-        for (int u = 0; u < Config::kUnroll; ++u) {
-            int32 at = i + u * parts;
-            ml[u] = make_float2(kLowest, 0.0f);
-            o[u][0] = o[u][1] = o[u][2] = o[u][3] = 0.0f;
-            if (at >= p.num_splits) continue;
-            int64 from = first + int64(at) * p.rows;
-            ml[u] = *reinterpret_cast<const float2*>(p.partial_ml + 2 * from);
-            float4 x = *reinterpret_cast<const float4*>(p.partial_o + from * p.head_dim + chunk * Config::kWidth);
-            o[u][0] = x.x, o[u][1] = x.y, o[u][2] = x.z, o[u][3] = x.w;
-        }
-        sum.add(ml, o);
-    }
+    auto row_of = [&](int32 split) { return first + int64(split) * p.rows; };
+    if (active)
+        add_parts<Config::kUnroll>(sum, part, parts, p.num_splits, row_of, p.partial_ml, p.partial_o, p.head_dim,
+                                   chunk * Config::kWidth);
     if (parts > 1) {
         smem.o[tid] = make_float4(sum.o[0], sum.o[1], sum.o[2], sum.o[3]);
         smem.m[tid] = sum.m, smem.l[tid] = sum.l;
@@ -94,17 +82,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
     if constexpr (Config::kOwnLse) {
         if (chunk == 0) {
             PartialSum<1> sums;
-            for (int32 i = 0; i < p.num_splits; i += Config::kUnroll) {
-                float2 ml[Config::kUnroll];
-                const float nothing[Config::kUnroll][1] = {};
-#pragma unroll
-                for (int u = 0; u < Config::kUnroll; ++u) {
-                    ml[u] = make_float2(kLowest, 0.0f);
-                    if (i + u < p.num_splits)
-                        ml[u] = *reinterpret_cast<const float2*>(p.partial_lse + 2 * (first + int64(i + u) * p.rows));
-                }
-                sums.add(ml, nothing);
-            }
+            add_parts<Config::kUnroll>(sums, 0, 1, p.num_splits, row_of, p.partial_lse, nullptr, 0, 0);
             result.lse = finish_row(sums.m, sums.l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head)).lse;
         }
     }

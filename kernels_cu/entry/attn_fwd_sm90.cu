@@ -127,7 +127,7 @@ class Producer : public ForwardProducer<Config, Producer> {
         for (int c = 0; c < Config::kPanels; ++c) {
             uint32 smem = smem_addr_at(&SharedStorage::q) + stage * kQBytes + c * Config::kBlockM * 128;
             if constexpr (Config::kSplitKeys && Config::kVarlen) {
-                tma_load_5d(smem, &params_.map_q, bar, c * 64, 0, t.q_begin + t.m0 / t.pack, t.head_idx, 0);
+                tma_load_5d(smem, &params_.map_q, bar, c * 64, 0, t.q_begin + query_of(t, t.m0), t.head_idx, 0);
             } else if constexpr (Config::kSplitKeys) {
                 tma_load_5d(smem, &params_.map_q, bar, c * 64, 0, t.m0 / t.pack, t.head_idx, t.batch_idx);
             } else {
@@ -289,7 +289,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         RowState<>& rows = state.softmax;
         rows.reduce();
         if constexpr (Config::kSplitKeys) {
-            note_cut(params_, t, warp_row, lane_);
+            note_cut<Config::kVarlen>(params_, t, warp_row, lane_);
             store_split_rows<Config::Io>(state.o, rows.m2, rows.l, params_, p_, t, t.num_splits,
                                          first_partial_row<Config::kBlockM>(p_, list_, t), warp_row, lane_);
         } else {
@@ -469,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) at
     if (threadIdx.x == 0) {
         check_smem_base(smem_raw);
         bars.init();
-        note_no_cut(params);
+        note_no_cut<Config::kSplitKeys && Config::kVarlen>(params);
     }
     __syncthreads();
     auto produce = [&](int lane) {

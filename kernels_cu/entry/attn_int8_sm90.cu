@@ -26,7 +26,8 @@
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
 // heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE stores sums of P before rounding
-// besides; with factors of V there is one sum for both.
+// besides; with factors of V there is one sum for both. Of packed sequences it takes an even share of all
+// (scheduler/packed_shares.cuh), attn_combine_packed_sm90 merges.
 //
 // SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
 // attn_fwd_sm90's forms (attention/int8_forms.cuh, attention/int8_forms_roles.cuh). With SPLIT_KEYS the rows of a tile
@@ -87,13 +88,15 @@ struct Config {
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
-    static_assert(!kSplitKeys || !(kVarlen || (kDelta && !kForms)), "dense batches; forms know the head of delta_s");
-    static_assert(!kSplitKeys || !kForms || kLse, "forms make the sums for the LSE");
+    static_assert(!kSplitKeys || !kDelta || kForms, "forms know the head of delta_s");
+    static_assert(!kSplitKeys || !kVarlen || !(kForms || kFactors), "packed sequences without forms and factors");
+    static_assert(!kSplitKeys || !(kForms || kVarlen) || kLse, "these make the sums for the LSE");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 
 using WholeParams = Select<Config::kFactors, AttnFp8FactorsSm90Params, AttnInt8Sm90Params>::Type;
-using SplitParams = Select<Config::kFactors, AttnFp8SplitFactorsSm90Params, AttnInt8SplitSm90Params>::Type;
+using PackedSplitParams = Select<Config::kVarlen, AttnInt8SharesSm90Params, AttnInt8SplitSm90Params>::Type;
+using SplitParams = Select<Config::kFactors, AttnFp8SplitFactorsSm90Params, PackedSplitParams>::Type;
 using PlainParams = Select<Config::kSplitKeys, SplitParams, WholeParams>::Type;
 using Params = Select<Config::kForms, FormsParams<Config>, PlainParams>::Type;
 using SharedStorage = Int8Storage<Config>;
@@ -326,6 +329,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90
     if (threadIdx.x == 0) {
         check_smem_base(smem_raw);
         bars.init();
+        note_no_cut<Config::kSplitKeys && Config::kVarlen>(params);
     }
     if (threadIdx.x < sizeof(smem.ones) / 4) reinterpret_cast<uint32*>(smem.ones)[threadIdx.x] = kOnes;
     fence_proxy_async();

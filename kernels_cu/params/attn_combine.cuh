@@ -50,4 +50,5 @@ struct AttnCombinePackedParams {
     int64 o_stride_s, o_stride_h, lse_stride_h;
     int32 block_m, pack, pack_heads;  // rows of a tile; as in SplitTileList
     int32 head_dim, sinks_kind, num_ctas;  // num_ctas: of the kernel ahead
+    const float* partial_lse;  // what the LSE is of, laid out as partial_ml; null: of that
 };

@@ -61,6 +61,20 @@ struct AttnInt8SplitSm90Params {
     float* partial_ml;   // denominators of P as rounded; bases with the bias of their row where there are sinks
     float* partial_lse;  // null, or as partial_ml: of P before rounding, with the bias
 };
+// Packed sequences, an even share for every CTA (params/attn_fwd.cuh: AttnFwdSharesSm90Params).
+struct AttnInt8SharesSm90Params {
+    TensorMap map_q, map_k, map_v;  // map_q as above, of one batch
+    AttnFwdParams fwd;
+    QuantizedOperands operands;
+    SplitTileList tiles;
+    int32 flush_keys;
+    int32 reserved;
+    BlockScales scales;
+    float* partial_o;    // as attn_combine_packed_sm90 reads them; what they hold as above
+    float* partial_ml;
+    float* partial_lse;  // null: nobody asks for the LSE
+    struct CutTile* cuts;
+};
 struct AttnInt8FormsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias
     AttnFwdParams fwd;

@@ -14,6 +14,7 @@
 #pragma once
 #include "params/attn_combine.cuh"
 #include "params/attn_fwd.cuh"
+#include "ptx/l2.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/split_tiles.cuh"
@@ -21,7 +22,8 @@
 constexpr int32 kTileWork = 2;  // what a tile costs to begin and end
 constexpr int32 kLeastShare = 8;  // of a CTA: with shorter ones partial results would be more than keys
 constexpr int32 kLargest = 0x7fffffff;
-constexpr uint32 kMostWork = 1u << 30;  // the host admits less
+constexpr uint32 kMostWork = 1u << 30;  // where there is more, several tiles of keys are counted as one
+constexpr int32 kMostShift = 40;
 constexpr int32 kMostGang = kShareClasses;
 
 // A tile of rows, or a CTA's part of one. SplitTile: num_splits is 1 where the part is all of it.
@@ -29,9 +31,20 @@ struct PackedShareTile : SplitTile {
     int32 part_begin, part_end, part_of;  // of the tile's work, part_of in all: its keys go in proportion
     int32 num_parts;  // with slot 1: gangs that have one, this one included
     int32 distance;  // from the CTA of a part to that of the next. split: which of the CTA's slots
+    int32 pack_log2;
 };
+OA_DEVICE int32 query_of(const PackedShareTile& t, int32 row) { return row >> t.pack_log2; }
+OA_DEVICE int32 head_of(const PackedShareTile& t, int32 row) {
+    return t.head_idx * t.pack_heads + min_of(row & (t.pack - 1), t.pack_heads - 1);
+}
+OA_DEVICE bool is_of_head(const PackedShareTile& t, int32 row) { return (row & (t.pack - 1)) < t.pack_heads; }
 
-// The work of a sequence's heads.
+template <int kPower>
+constexpr int32 kLog2 = 1 + kLog2<kPower / 2>;
+template <>
+constexpr int32 kLog2<1> = 0;
+
+// The work of a sequence's heads. Packs are powers of two: they divide a tile's rows.
 template <int kBlockM, int kBlockN>
 struct SequenceWork {
     int32 blocks;  // tiles of rows of a head, a gang's counted as one
@@ -39,9 +52,9 @@ struct SequenceWork {
     int32 first_keys;  // that the first of them sees
     int32 more_keys;  // that each one sees more than the one before it: an estimate, by which nothing but balance goes
 
-    OA_DEVICE SequenceWork(const AttnFwdParams& p, const SequenceRange& r, int32 pack) {
-        const int32 queries = kBlockM / pack;  // of a tile
-        blocks = (r.seqlen_q + queries - 1) / queries;
+    OA_DEVICE SequenceWork(const AttnFwdParams& p, const SequenceRange& r, int32 pack_log2) {
+        const int32 queries_log2 = kLog2<kBlockM> - pack_log2, queries = 1 << queries_log2;  // of a tile
+        blocks = (r.seqlen_q + queries - 1) >> queries_log2;
         const bool grows = p.window_right >= 0 && p.window_left < 0 && p.window_right < r.seqlen_q && r.seqlen_k > 0;
         const int64 offset = int64(r.seqlen_k) - r.seqlen_q + queries + p.window_right;
         const int64 in_window = int64(p.window_left) + max_of(p.window_right, 0) + queries;
@@ -58,11 +71,11 @@ struct SequenceWork {
         }
     }
 
-    // Of a head, before its tile `block`; of_tile: kTileWork or more.
-    OA_DEVICE int32 before(int32 block, int32 of_tile) const {
+    // Of a head, before its tile `block`; of_tile: kTileWork or more. shift: 2^shift tiles of keys count as one.
+    OA_DEVICE uint64 before(int32 block, int32 of_tile, int32 shift) const {
         const uint64 pairs = uint64(uint32(block)) * uint32(max_of(block - 1, 0)) / 2;
         const uint64 keys = uint64(uint32(block)) * uint32(first_keys) + pairs * uint32(more_keys);
-        return block * of_tile + int32(keys / kBlockN);
+        return uint32(block * of_tile) + (keys / kBlockN >> shift);
     }
 };
 
@@ -73,7 +86,12 @@ class PackedShares {
 
   public:
     OA_DEVICE PackedShares(const AttnFwdParams& p, const SplitTileList& list)
-        : p_(p), list_(list), classes_(~0u), gang_(0), at_(0), end_(0) {}
+        : p_(p), list_(list), pack_log2_(__ffs(list.pack) - 1), classes_(~0u), gang_(0), shift_(0), at_(0), end_(0) {
+        // A line of 32 lengths a lane: the walk waits for memory once, not at every 32 sequences.
+        const int32 first = min_of(32 * lane(), p.batch);
+        prefetch_l2(p.cu_seqlens_q + first);
+        prefetch_l2(p.cu_seqlens_k + first);
+    }
 
     // Moves `t` to the next part; false when there is none.
     OA_DEVICE bool next(PackedShareTile& t) {
@@ -87,9 +105,12 @@ class PackedShares {
         t.part_begin = from;
         t.part_end = to;
         t.part_of = work;
-        // No more than there are gangs, whatever lengths cu_seqlens has.
-        const int32 gang = (end_ - 1) / share_, behind = (begin + work - 1) / share_ - gang;
-        t.num_parts = 1 + min_of(max_of(behind, 0), int32(gridDim.x) / gang_ - 1 - gang);
+        t.num_parts = 1;
+        if (t.num_splits > 1) {
+            // No more than there are gangs, whatever lengths cu_seqlens has.
+            const int32 gang = (end_ - 1) / share_, behind = (begin + work - 1) / share_ - gang;
+            t.num_parts += min_of(max_of(behind, 0), int32(gridDim.x) / gang_ - 1 - gang);
+        }
         t.distance = is_backwards() ? -gang_ : gang_;
         return true;
     }
@@ -100,21 +121,18 @@ class PackedShares {
     // Sequence i + 1 is the caller's i; the first and the last one have the rows before and behind the caller's.
     OA_DEVICE int32 num_sequences() const { return p_.batch + 2; }
     OA_DEVICE SequenceRange range_of(int32 i) const {
-        const bool is_first = i == 0, is_last = i > p_.batch, exists = !is_first && !is_last;
-        const int32 total_q = p_.seqlen_q, total_k = p_.seqlen_k;
-        const int32 q = is_first ? 0 : min_of(max_of(p_.cu_seqlens_q[i - 1], 0), total_q);
-        const int32 k = exists ? min_of(max_of(p_.cu_seqlens_k[i - 1], 0), total_k) : 0;
-        const int32 q_end = is_last ? total_q : min_of(max_of(p_.cu_seqlens_q[i], q), total_q);
-        const int32 k_end = exists ? min_of(max_of(p_.cu_seqlens_k[i], k), total_k) : k + kNoSequence;
-        return {q, q_end - q, k, k_end - k, max_of(i - 1, 0)};
+        if (0 < i && i <= p_.batch) return sequence_range(p_, i - 1);
+        const int32 edge = min_of(max_of(p_.cu_seqlens_q[i == 0 ? 0 : p_.batch], 0), p_.seqlen_q);
+        return {i == 0 ? 0 : edge, i == 0 ? edge : p_.seqlen_q - edge, 0, kNoSequence, max_of(i - 1, 0)};
     }
     OA_DEVICE Work work_of(int32 i) const {
         const SequenceRange none{0, 0, 0, kNoSequence, 0};
-        return Work(p_, i < num_sequences() ? range_of(i) : none, list_.pack);
+        return Work(p_, i < num_sequences() ? range_of(i) : none, pack_log2_);
     }
-    // Of this class.
+    // Of this class; no more than kMostWork.
     OA_DEVICE int32 work_of_heads(const Work& work) const {
-        return work.gang == gang_ ? work.before(work.blocks, tile_work_) * p_.num_q_heads : 0;
+        if (work.gang != gang_) return 0;
+        return int32(min_of<uint64>(work.before(work.blocks, tile_work_, shift_) * uint32(p_.num_q_heads), kMostWork));
     }
     OA_DEVICE void load_chunk() { inclusive_ = inclusive_sum(work_of_heads(work_of(chunk_ + lane())), lane()); }
 
@@ -127,24 +145,32 @@ class PackedShares {
         tile_work_ = kTileWork;
         chunk_ = before_ = 0;
         // Of all sequences: work, tiles, the longest and the shortest first tile of one that has keys.
-        uint32 sum = 0, classes = 0;
-        int32 tiles = 0, most = 0, least = kLargest;
+        uint32 sum, classes;
+        int32 tiles, most, least;
+        bool is_counted;
+        shift_ = -4;
+        do {
+            shift_ += 4;
+            sum = classes = 0;
+            tiles = most = 0;
+            least = kLargest;
 #pragma unroll 1
-        for (int32 first = 0; first < num_sequences(); first += 32) {
-            const Work work = work_of(first + lane());
-            const int32 of_first = work.before(1, kTileWork), mine = work_of_heads(work);
-            if (first == 0) inclusive_ = inclusive_sum(mine, lane());
-            sum = min_of(sum + uint32(mine), kMostWork);
-            if (work.blocks > 0) classes |= 1u << work.gang;
-            if (work.gang != gang_ || work.blocks == 0) continue;
-            tiles += work.blocks * p_.num_q_heads;
-            most = max_of(most, of_first);
-            if (work.first_keys > 0) least = min_of(least, of_first);
-        }
+            for (int32 first = 0; first < num_sequences(); first += 32) {
+                const Work work = work_of(first + lane());
+                const int32 of_first = int32(work.before(1, kTileWork, shift_)), mine = work_of_heads(work);
+                if (first == 0) inclusive_ = inclusive_sum(mine, lane());
+                sum = min_of(sum + uint32(mine), kMostWork);
+                if (work.blocks > 0) classes |= 1u << work.gang;
+                if (work.gang != gang_ || work.blocks == 0) continue;
+                tiles += work.blocks * p_.num_q_heads;
+                most = max_of(most, of_first);
+                if (work.first_keys > 0) least = min_of(least, of_first);
+            }
+            is_counted = __reduce_add_sync(0xffffffffu, sum / 32) < kMostWork / 32;
+        } while (!is_counted && shift_ < kMostShift);
         classes_ = __reduce_or_sync(0xffffffffu, classes);
-        // More than the host admits is the work of lengths that overlap: nothing is done, and no number overflows.
-        const bool is_sound = __reduce_add_sync(0xffffffffu, sum / 32) < kMostWork / 32;
-        const int32 total = is_sound ? int32(__reduce_add_sync(0xffffffffu, sum)) : 0;
+        // Only tiles of lengths that overlap are too many to be counted: nothing is done, and no number overflows.
+        const int32 total = is_counted ? int32(__reduce_add_sync(0xffffffffu, sum)) : 0;
         // Every second class begins with the last gang: there may be less work than gangs.
         const int32 gangs = int32(gridDim.x) / gang_, own = int32(blockIdx.x) / gang_;
         const int32 gang = is_backwards() ? gangs - 1 - own : own;
@@ -180,8 +206,9 @@ class PackedShares {
         const int32 src = __ffs(int(past)) - 1;
         const int32 of_chunk = __shfl_sync(0xffffffffu, inclusive_, max_of(src - 1, 0));
         const SequenceRange r = range_of(chunk_ + src);
-        const Work of_sequence(p_, r, list_.pack);
-        const int32 per_head = of_sequence.before(of_sequence.blocks, tile_work_);
+        const Work of_sequence(p_, r, pack_log2_);
+        auto of_blocks = [&](int32 block) { return int32(of_sequence.before(block, tile_work_, shift_)); };
+        const int32 per_head = of_blocks(of_sequence.blocks);
         begin = before_ + (src > 0 ? of_chunk : 0);
         t.head_idx = (at_ - begin) / per_head;
         begin += t.head_idx * per_head;
@@ -189,10 +216,10 @@ class PackedShares {
 #pragma unroll 1
         for (int32 end = of_sequence.blocks; end - block > 1;) {
             const int32 middle = block + (end - block) / 2;
-            (of_sequence.before(middle, tile_work_) <= at_ - begin ? block : end) = middle;
+            (of_blocks(middle) <= at_ - begin ? block : end) = middle;
         }
-        const int32 of_others = of_sequence.before(block, tile_work_);
-        work = of_sequence.before(block + 1, tile_work_) - of_others;
+        const int32 of_others = of_blocks(block);
+        work = of_blocks(block + 1) - of_others;
         begin += of_others;
         if (gang_ > 1) block = int32(blockIdx.x) % gang_;
         t.batch_idx = 0;
@@ -201,9 +228,10 @@ class PackedShares {
         t.q_begin = r.q_begin;
         t.k_begin = r.k_begin;
         t.num_queries = r.seqlen_q;
-        t.seqlen_q = r.seqlen_q * list_.pack;
+        t.seqlen_q = r.seqlen_q << pack_log2_;
         t.seqlen_k = r.seqlen_k;
         t.pack = list_.pack;
+        t.pack_log2 = pack_log2_;
         t.pack_heads = list_.pack_heads;
         t.valid = true;
         return true;
@@ -211,9 +239,10 @@ class PackedShares {
 
     const AttnFwdParams& p_;
     const SplitTileList& list_;
+    const int32 pack_log2_;
     uint32 classes_;  // bit g: there are, or may be, sequences whose gangs are g CTAs
     int32 gang_;  // of this class, as all that follows
-    int32 tile_work_, share_;
+    int32 shift_, tile_work_, share_;
     int32 at_, end_;  // what is left of this CTA's
     int32 chunk_;  // 32 sequences, the first of them
     int32 before_;  // work of all sequences before the chunk
@@ -227,20 +256,17 @@ OA_DEVICE int64 first_partial_row(const AttnFwdParams&, const SplitTileList&, co
 }
 
 // What the other kernel has to know of the tile that goes on behind a CTA's share; by the warp of its first rows.
-template <typename Params>
-OA_DEVICE void note_cut(const Params& params, const PackedShareTile& t, int32 warp_row, int lane) {
-    if (t.num_splits > 1 && t.split % kShareSlots == 1 && warp_row == t.m0 && lane == 0)
-        params.cuts[blockIdx.x * kShareClasses + t.split / kShareSlots] = {
-            t.num_parts, t.distance, t.m0, t.seqlen_q, t.q_begin, t.head_idx, t.seqlen_k != kNoSequence, 0};
+// Templates: other kernels have no shares, and their arguments no cuts.
+template <bool kShares, typename Params, typename Tile>
+OA_DEVICE void note_cut(const Params& params, const Tile& t, int32 warp_row, int lane) {
+    if constexpr (kShares)
+        if (t.num_splits > 1 && t.split % kShareSlots == 1 && warp_row == t.m0 && lane == 0)
+            params.cuts[blockIdx.x * kShareClasses + t.split / kShareSlots] = {
+                t.num_parts, t.distance, t.m0, t.seqlen_q, t.q_begin, t.head_idx, t.seqlen_k != kNoSequence, 0};
 }
-template <typename Params>
-OA_DEVICE void note_cut(const Params&, const SplitTile&, int32, int) {}
-
 // Before any of it.
-OA_DEVICE void note_no_cut(CutTile* cuts) {
-    for (int32 i = 0; i < kShareClasses; ++i) cuts[blockIdx.x * kShareClasses + i].num_parts = 0;
+template <bool kShares, typename Params>
+OA_DEVICE void note_no_cut(const Params& params) {
+    if constexpr (kShares)
+        for (int32 i = 0; i < kShareClasses; ++i) params.cuts[blockIdx.x * kShareClasses + i].num_parts = 0;
 }
-OA_DEVICE void note_no_cut(const AttnFwdSharesSm90Params& params) { note_no_cut(params.cuts); }
-OA_DEVICE void note_no_cut(const AttnFwdSharesFormsSm90Params& params) { note_no_cut(params.cuts); }
-template <typename Params>
-OA_DEVICE void note_no_cut(const Params&) {}

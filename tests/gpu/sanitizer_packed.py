@@ -19,10 +19,13 @@ def packed_shares(rng: np.random.Generator) -> None:
         f"cu_seqlens_{x}": to_gpu(3 + np.cumsum([0, *n]), np.int32) for x, n in (("q", lengths_q), ("k", lengths_k))
     }
     sinks = to_gpu(rng.standard_normal(8), np.float32)
-    for tile in ("m64n64_varlen_split", "m128n128_varlen_split", "m64n64_varlen_split_softcap"):
-        os.environ["OMNIATTN_FORCE_KERNEL"] = f"attn_fwd_sm90_fp16_d128_{tile}"
+    tiles = ("m64n64_varlen_split", "m128n128_varlen_split", "m64n64_varlen_split_softcap")
+    rows = [f"attn_fwd_sm90_fp16_d128_{tile}" for tile in tiles] + ["attn_int8_sm90_fp16_d128_m128n64_varlen_split"]
+    for row in rows:
+        os.environ["OMNIATTN_FORCE_KERNEL"] = row
         for options in ({"causal": True}, {"sinks": sinks}, {"window": (300, 9)}):
-            more = {"softcap": 5.0} if tile.endswith("softcap") else {}
+            more: dict[str, object] = {"softcap": 5.0} if row.endswith("softcap") else {}
+            more |= {"precision": "int8"} if "int8" in row else {}
             longest = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
             out = poisoned(q.shape)
             check(*oa.attention_varlen(q, k, v, out=out, return_lse=True, **starts, **longest, **options, **more))

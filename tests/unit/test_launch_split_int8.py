@@ -27,10 +27,11 @@ from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, ENOUGH, FEW, HOPPER, combine, items_of, problem_of, visible
 
-#: Plain rows; others: test_fp8_factors.py, test_launch_split_int8_scores.py.
+#: Plain rows; others: test_fp8_factors.py, test_launch_split_int8_scores.py, test_packed_shares.py.
 SPLIT = [
     s for s in REGISTRY
     if s.op == "attention_split" and s.quantized and not {"value_factors", "score_mods"} & s.features
+    and "dense" not in s.lacks
 ]  # fmt: skip
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist. Scales are of 128 keys.
 SMALL = dataclasses.replace(by_name("attn_int8_sm90_fp16_d64_m128n64_split"), block_m=16)

@@ -11,10 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from omniattn import Fp8, Int8
 from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_shares, score_forms
 from omniattn.launch.attn_fwd_shares import CLASSES, CUT_BYTES, SLOTS
-from omniattn.launch.structs import ATTN_COMBINE_PACKED, ATTN_FWD_SHARES_FORMS_SM90, ATTN_FWD_SHARES_SM90
+from omniattn.launch.structs import (
+    ATTN_COMBINE_PACKED,
+    ATTN_FWD_SHARES_FORMS_SM90,
+    ATTN_FWD_SHARES_SM90,
+    ATTN_INT8_SHARES_SM90,
+    At,
+)
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
@@ -22,7 +29,6 @@ from omniattn.problems.score_mod import ScoreModProblem
 from omniattn.problems.split import KeySplit, shared_rows
 from omniattn.registry import REGISTRY, by_name
 from omniattn.select import select_attention, select_split
-from omniattn.select.split_model import TILE_WORK
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, HOPPER, box_of, visible
 
@@ -30,7 +36,7 @@ ROWS = [s for s in REGISTRY if s.op == "attention_split" and not s.quantized and
 COMBINE = by_name("attn_combine_packed_sm90_fp16")
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist.
 SMALL = dataclasses.replace(by_name("attn_fwd_sm90_fp16_d64_m64n64_varlen_split"), block_m=16, block_n=8)
-LEAST_SHARE = 8
+LEAST_SHARE, TILE_WORK = 8, 2
 
 
 class Part(NamedTuple):
@@ -67,19 +73,20 @@ def ranges(cu_q: list[int], cu_k: list[int], total: int) -> list[tuple[int, int,
 
 
 def work_before(
-    block: int, sq: int, sk: int, queries: int, block_n: int, left: int, right: int, of_tile: int = TILE_WORK
-) -> int:
+    block: int, sq: int, sk: int, queries: int, block_n: int, left: int, right: int, of_tile: int = TILE_WORK,
+    shift: int = 0,
+) -> int:  # fmt: skip
     """SequenceWork::before."""
     grows = left < 0 <= right < sq and sk > 0
     keys = min(max(sk - sq + queries + right, 0), sk) if grows else sk
     keys = max(min(keys, left + max(right, 0) + queries) if left >= 0 else keys, 0)
     pairs = block * max(block - 1, 0) // 2
-    return block * of_tile + (block * keys + pairs * (queries if grows else 0)) // block_n
+    return block * of_tile + ((block * keys + pairs * (queries if grows else 0)) // block_n >> shift)
 
 
 def parts_of(
     sequences: list[tuple[int, int, int, int]], heads: int, pack: int, ctas: int, block_m: int, block_n: int,
-    window: tuple[int, int],
+    window: tuple[int, int], most_work: int = 2**30,
 ) -> Iterator[Part]:  # fmt: skip
     """PackedShares of every CTA, by a list of all tiles of each class."""
     queries = block_m // pack
@@ -88,35 +95,36 @@ def parts_of(
     for gang in range(1, CLASSES + 1):
         own = [b for b, n in enumerate(blocks) if n and gang_of[b] == gang]
 
-        def works(b: int, of_tile: int, gang: int = gang) -> list[int]:
+        def works(b: int, of_tile: int, shift: int, gang: int = gang) -> list[int]:
             _, sq, _, sk = sequences[b]
-            at = [work_before(x, sq, sk, queries, block_n, *window, of_tile) for x in range(blocks[b] + 1)]
+            at = [work_before(x, sq, sk, queries, block_n, *window, of_tile, shift) for x in range(blocks[b] + 1)]
             if gang == 1:
                 return [end - begin for begin, end in itertools.pairwise(at)]
             last = work_before(1, sq, sk, queries, 1, *window, 0)
             last += (gang - 1) * (queries if window[0] < 0 <= window[1] < sq and sk > 0 else 0)
-            return [of_tile + min(last, max(sk, 0)) // block_n]
+            return [of_tile + (min(last, max(sk, 0)) // block_n >> shift)]
 
-        def all_work(of_tile: int, own: list[int] = own, works: Any = works) -> int:
-            return heads * sum(sum(works(b, of_tile)) for b in own)
+        def all_work(of_tile: int, shift: int, own: list[int] = own, works: Any = works) -> int:
+            return heads * sum(sum(works(b, of_tile, shift)) for b in own)
 
         if not own:
             continue
+        shift = next(n for n in range(0, 44, 4) if all_work(TILE_WORK, n) < most_work)
         gangs = ctas // gang
-        firsts = {b: works(b, TILE_WORK)[0] for b in own}
+        firsts = {b: works(b, TILE_WORK, shift)[0] for b in own}
         with_keys = [work for b, work in firsts.items() if has_keys(sequences[b], queries, window)]
-        most, num_tiles = max(firsts.values()), heads * sum(len(works(b, 0)) for b in own)
-        of_tile, share = TILE_WORK, max((all_work(TILE_WORK) - 1) // gangs + 1, LEAST_SHARE)
+        most, num_tiles = max(firsts.values()), heads * sum(len(works(b, 0, 0)) for b in own)
+        of_tile, share = TILE_WORK, max((all_work(TILE_WORK, shift) - 1) // gangs + 1, LEAST_SHARE)
         cut = most // share
         if cut and -(-most // cut) <= share + TILE_WORK:
             share = -(-most // cut)
             pad = cut * share - most
-            if with_keys and min(with_keys) == most and pad * num_tiles <= share * gangs - all_work(TILE_WORK):
+            if with_keys and min(with_keys) == most and pad * num_tiles <= share * gangs - all_work(TILE_WORK, shift):
                 of_tile += pad
-        assert share * gangs >= all_work(of_tile)
+        assert share * gangs >= all_work(of_tile, shift)
         begin = 0
         for b, head in itertools.product(own, range(heads)):
-            for block, work in enumerate(works(b, of_tile)):
+            for block, work in enumerate(works(b, of_tile, shift)):
                 assert work >= TILE_WORK
                 first, last = begin // share, (begin + work - 1) // share
                 for at in range(first, last + 1):
@@ -245,8 +253,9 @@ class Walk:
 
     def __init__(
         self, sequences: list[tuple[int, int, int, int]], heads: int, pack: int, ctas: int, block: tuple[int, int],
-        window: tuple[int, int], cta: int,
+        window: tuple[int, int], cta: int, most_work: int = 2**30,
     ) -> None:  # fmt: skip
+        self.most_work, self.shift = most_work, 0
         self.sequences, self.heads, self.ctas, self.block, self.cta = sequences, heads, ctas, block, cta
         self.queries, self.window = block[0] // pack, window
         self.gang, self.of_tile = 0, TILE_WORK
@@ -261,10 +270,10 @@ class Walk:
     def before(self, i: int, tile: int, of_tile: int) -> int:
         _, sq, _, sk = self.sequences[i]
         if self.gang_of(i) == 1:
-            return work_before(tile, sq, sk, self.queries, self.block[1], *self.window, of_tile)
+            return work_before(tile, sq, sk, self.queries, self.block[1], *self.window, of_tile, self.shift)
         last = work_before(1, sq, sk, self.queries, 1, *self.window, 0)
         last += (self.gang_of(i) - 1) * self.queries if self.window[0] < 0 <= self.window[1] < sq and sk > 0 else 0
-        return tile * of_tile + tile * min(last, max(sk, 0)) // self.block[1]
+        return tile * of_tile + (tile * min(last, max(sk, 0)) // self.block[1] >> self.shift)
 
     def tiles(self, i: int) -> int:
         return self.blocks(i) if self.gang_of(i) == 1 else 1
@@ -284,7 +293,11 @@ class Walk:
         gangs, place = self.ctas // self.gang, self.cta // self.gang
         if self.gang % 2 == 0:
             place = gangs - 1 - place
-        total, firsts = sum(self.work(i, TILE_WORK) for i in own), {i: self.before(i, 1, TILE_WORK) for i in own}
+        for self.shift in range(0, 44, 4):
+            total = sum(self.work(i, TILE_WORK) for i in own)
+            if total < self.most_work:
+                break
+        firsts = {i: self.before(i, 1, TILE_WORK) for i in own}
         self.of_tile, self.share, most = TILE_WORK, max((total - 1) // gangs + 1, LEAST_SHARE), max(firsts.values())
         cut = most // self.share
         if cut and -(-most // cut) <= self.share + TILE_WORK:
@@ -345,9 +358,13 @@ def test_the_walk_finds_every_part(seed: int) -> None:
     cu_q, cu_k = ([2, *(2 + x for x in itertools.accumulate(n))] for n in lengths)
     sequences = ranges(cu_q, cu_k, cu_q[-1] + of.choice([0, 50]))
     heads = of.choice([1, 3])
-    walked = [part for cta in range(ctas) for part in Walk(sequences, heads, pack, ctas, block, window, cta).parts()]
+    # With little that can be counted, several tiles of keys count as one.
+    most = of.choice([2**30, 2**30, 2 * TILE_WORK * heads * (20 + sum(-(-n // 4) + 1 for n in lengths[0]))])
+    walked = [
+        part for cta in range(ctas) for part in Walk(sequences, heads, pack, ctas, block, window, cta, most).parts()
+    ]
     # num_parts counts from the part on.
-    wanted = list(parts_of(sequences, heads, pack, ctas, *block, window))
+    wanted = list(parts_of(sequences, heads, pack, ctas, *block, window, most))
     assert sorted(walked) == sorted(wanted)
 
 
@@ -383,10 +400,51 @@ def test_few_queries_have_even_shares(extents: tuple[int, ...], right: int) -> N
     assert any("even shares of all keys, " in reason for reason in launches.selection.why)
     assert (
         launches.workspace_bytes
-        == attn_fwd_shares.workspace(main.spec, p, KeySplit(shared_rows(p, 64), 1, 0, shares=main.grid[0]))[2]
+        == attn_fwd_shares.workspace(main.spec, p, KeySplit(shared_rows(p, 64), 1, 0, shares=main.grid[0]))[-1]
     )
     # Other GPUs have no such kernel.
     assert not any(r.spec.arch_specific for r in plan_attention(p, AMPERE, None).records)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("precision", [Int8(), Fp8()], ids=str)
+@pytest.mark.parametrize("extents", FEW)
+def test_few_queries_on_8_bits(extents: tuple[int, ...], precision: Int8 | Fp8, lse: bool) -> None:
+    """The same shares and operands' places; O has the same bits with an LSE and without."""
+    n, sq, sk, hq, hk = extents
+    p = packed_problem(
+        n, n * sq, n * sk, hq, hk, 128, right=0, max_seqlen_q=sq, max_seqlen_k=sk, lse=lse, dtype="bfloat16",
+        precision=precision.precision,
+    )  # fmt: skip
+    launches = plan_attention(p, HOPPER, None)
+    main, merge = launches.records[-2:]
+    assert (main.spec.op, merge.spec.op) == ("attention_split", "attention_combine_packed")
+    assert main.spec.name.endswith("_m128n64_varlen_split")
+    assert {r.spec.op for r in launches.records[:-2]} <= {"quantize", "quantize_fp8_sums", "quantize_values"}
+    assert main.grid == (HOPPER.sm_count, 1, 1)
+    f, m = fields_of_record(main, ATTN_INT8_SHARES_SM90), fields_of_record(merge, ATTN_COMBINE_PACKED)
+    shared = f["tiles.pack_heads"]
+    assert shared == m["pack_heads"] == hq // hk <= f["tiles.pack"] == m["pack"] <= 8
+    assert f["fwd.num_q_heads"] == hq // shared
+    assert f["map_q"].dims == (128, shared, n * sq, hq // shared, 1)
+    assert np.prod(f["map_q"].box[1:]) == main.spec.block_m
+    assert all(f[name] == m[name] for name in ("partial_o", "partial_ml", "partial_lse", "cuts"))
+    assert (m["partial_lse"] is not None) == lse
+    assert m["lse"] == f["fwd.lse"] == (At("lse") if lse else None)
+    # Partial results lie behind the operands, side by side.
+    used = [place.offset for name, place in f.items() if name.startswith("operands.") and isinstance(place, At)]
+    rows = 4 * 2 * main.spec.block_m * HOPPER.sm_count
+    assert f["partial_o"].offset > max(used)
+    places = [f["partial_o"], f["partial_ml"], *([f["partial_lse"]] if lse else []), f["cuts"]]
+    sizes = [4 * rows * 128, 8 * rows, *([8 * rows] if lse else []), 32 * 4 * HOPPER.sm_count]
+    for place, size, after in zip(places, sizes, [*places[1:], None], strict=True):
+        end = launches.workspace_bytes if after is None else after.offset
+        assert place.offset + size <= end
+    # More than heads share, or smoothed queries, is left to the kernel without shares.
+    smoothed = dataclasses.replace(p, precision=Int8(smooth_q=True).precision)
+    assert not any(r.spec.op == "attention_split" for r in plan_attention(smoothed, HOPPER, None).records)
+    with pytest.raises(ArgumentError, match="smooth_q"):
+        plan_attention(smoothed, HOPPER, "attn_int8_sm90_bf16_d128_m128n64_varlen_split")
 
 
 @pytest.mark.parametrize(
@@ -431,7 +489,8 @@ def test_forced(spec: Any) -> None:
             plan_attention(dataclasses.replace(p, **changes), HOPPER, spec.name)
 
 
-def test_work_is_counted_in_31_bits() -> None:
+def test_any_lengths_are_admitted() -> None:
+    """A thousand sequences of a thousand queries and a million keys have more work than 31 bits count."""
     p = packed_problem(1000, 10**6, 10**9, 32, 1, 64, max_seqlen_q=1000, max_seqlen_k=10**6)
-    with pytest.raises(ArgumentError):
-        plan_attention(p, HOPPER, "attn_fwd_sm90_fp16_d64_m64n64_varlen_split")
+    launches = plan_attention(p, HOPPER, "attn_fwd_sm90_fp16_d64_m64n64_varlen_split")
+    assert launches.records[0].spec.op == "attention_split"

@@ -16,7 +16,6 @@ from omniattn.problems import quantize as quantize_problem
 from omniattn.problems.precision import GRANULARITIES
 from omniattn.reference import mask_tiles
 from omniattn.registry import REGISTRY
-from omniattn.select import split_model
 
 PARAMS = ROOT / "kernels_cu/params"
 
@@ -90,7 +89,6 @@ CONSTANTS = [
     ("params/attn_combine.cuh", "kShareSlots", attn_fwd_shares.SLOTS),
     ("params/attn_combine.cuh", "sizeof(CutTile)", attn_fwd_shares.CUT_BYTES),
     ("params/attn_combine.cuh", "kShareClasses", attn_fwd_shares.CLASSES),
-    ("scheduler/packed_shares.cuh", "kTileWork", split_model.TILE_WORK),
     ("params/decode.cuh", "kRecentOlder", decode.OLDER),
     ("params/decode.cuh", "kRecentNewest", decode.NEWEST),
     ("params/kv_copy.cuh", "kMaxPairs", structs.MAX_PAIRS),

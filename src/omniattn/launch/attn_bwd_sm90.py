@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.backward import BackwardProblem
+from ..problems.memory import ITEMSIZE
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from . import tile_order
@@ -27,13 +28,17 @@ def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_
         return tile_order.head_by_head(heads, blocks)
     # A query sees keys to its right as a key is seen by queries to its left.
     lengths = tile_order.lengths(f.seqlen_k, f.seqlen_q, spec.block_n, spec.block_m, f.window_right, f.window_left)
-    return _list_of(f, heads, lengths[::-1], sm_count)
+    return _list_of(f, heads, lengths[::-1], sm_count, f.seqlen_q * f.num_q_heads / f.num_kv_heads)
 
 
-def _list_of(f: AttentionProblem, heads: int, lengths: list[int], sm_count: int) -> tile_order.TileList:
-    """Of causal heads, whose tiles have these ``lengths``, or of heads with a window."""
-    order = tile_order.causal if f.window_left == UNLIMITED else tile_order.windowed
-    return order(heads, lengths, sm_count)
+def _list_of(f: AttentionProblem, heads: int, lengths: list[int], sm_count: int, rows: float) -> tile_order.TileList:
+    """Of causal heads, whose tiles have these ``lengths``, or of heads with a window.
+
+    rows: of the two arrays that all tiles of a head read.
+    """
+    if f.window_left == UNLIMITED:
+        return tile_order.causal(heads, lengths, sm_count, ITEMSIZE[f.dtype] * rows * (f.head_dim + f.head_dim_v))
+    return tile_order.windowed(heads, lengths, sm_count)
 
 
 def _query_tiles(problem: BackwardProblem, spec: KernelSpec, blocks: int, sm_count: int) -> tile_order.TileList:
@@ -43,7 +48,7 @@ def _query_tiles(problem: BackwardProblem, spec: KernelSpec, blocks: int, sm_cou
     if heads * blocks == 0 or f.window_left == f.window_right == UNLIMITED:
         return tile_order.head_by_head(heads, blocks)
     lengths = tile_order.lengths(f.seqlen_q, f.seqlen_k, spec.block_m, spec.block_n, f.window_left, f.window_right)
-    return _list_of(f, heads, lengths, sm_count)
+    return _list_of(f, heads, lengths, sm_count, f.seqlen_k * f.num_kv_heads / f.num_q_heads)
 
 
 def _packed_map(name: str, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], rows: int) -> TensorMap:

@@ -5,60 +5,73 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from ..problems import AttentionProblem
-from ..problems.memory import WORKSPACE_ALIGNMENT
+from ..problems.memory import aligned
 from ..problems.split import KeySplit
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
 from .attn_fwd import SINKS_KINDS, forward_values
 from .attn_fwd_sm90 import operand_map, shared_rows_map
+from .attn_int8 import OperandPlaces
+from .attn_int8_sm90 import flush_keys, key_maps, shared_queries_map
 from .score_forms import form_values
-from .structs import ATTN_COMBINE_PACKED, ATTN_FWD_SHARES_FORMS_SM90, ATTN_FWD_SHARES_SM90, At, member
+from .structs import (
+    ATTN_COMBINE_PACKED,
+    ATTN_FWD_SHARES_FORMS_SM90,
+    ATTN_FWD_SHARES_SM90,
+    ATTN_INT8_SHARES_SM90,
+    At,
+    HostStruct,
+    member,
+)
 
 #: Classes of sequences, a CTA's partial results of each, and bytes of what it writes of the tile that goes on behind
 #: its share (kernels_cu/params/attn_combine.cuh).
 CLASSES, SLOTS, CUT_BYTES = 4, 2, 32
-#: Rows of a CTA of the second kernel, and its threads.
-_MERGED_ROWS, _MERGE_THREADS = 8, 256
 
 
-def workspace(spec: KernelSpec, problem: AttentionProblem, split: KeySplit) -> tuple[int, int, int]:
-    """Where bases and denominators lie behind the partial O, where the cut tiles behind those, and the bytes of all."""
+def workspace(spec: KernelSpec, problem: AttentionProblem, split: KeySplit) -> tuple[int, int, int, int]:
+    """Where bases and denominators lie behind the partial O, those of the LSE of quantized operands behind them, the
+    cut tiles behind those, and the bytes of all.
+    """
     rows = split.shares * CLASSES * SLOTS * spec.block_m
-    ml = _aligned(4 * rows * problem.head_dim_v)
-    cuts = ml + _aligned(8 * rows)
-    return ml, cuts, cuts + CUT_BYTES * CLASSES * split.shares
+    ml = aligned(4 * rows * problem.head_dim_v)
+    lse = ml + aligned(8 * rows)
+    cuts = lse + (aligned(8 * rows) if problem.precision.quantized and problem.lse else 0)
+    return ml, lse, cuts, cuts + CUT_BYTES * CLASSES * split.shares
 
 
 def build(
-    spec: KernelSpec, combine: KernelSpec, problem: AttentionProblem, split: KeySplit, begin: int = 0
+    spec: KernelSpec,
+    combine: KernelSpec,
+    problem: AttentionProblem,
+    split: KeySplit,
+    begin: int = 0,
+    places: OperandPlaces | None = None,
 ) -> tuple[tuple[LaunchRecord, ...], int]:
-    """The launches of a call, and where their workspace ends. begin: where it begins."""
+    """The launches of a call, and where their workspace ends.
+
+    begin: where it begins. places: of quantized operands.
+    """
     p, s, shared = problem, problem.strides, split.shared
     assert s is not None
-    ml, cuts, num_bytes = workspace(spec, p, split)
+    ml, lse, cuts, num_bytes = workspace(spec, p, split)
+    own_lse = places is not None and p.lse
     partial: dict[str, object] = {
         "partial_o": At("workspace", begin),
         "partial_ml": At("workspace", begin + ml),
+        "partial_lse": At("workspace", begin + lse) if own_lse else None,
         "cuts": At("workspace", begin + cuts),
     }
     # Rows are those of packed sequences, which the kernel counts by itself; of a few heads it makes one.
     told = replace(p, num_q_heads=p.num_q_heads // shared.heads)
     unused = dict.fromkeys(("num_splits", "num_queries", "num_tiles", "first_tile"), 0)
     tiles = asdict(tile_order.first(split.shares)) | unused | {"pack": shared.pack, "pack_heads": shared.heads}
-    kv_shape = (1, p.seqlen_k, p.num_kv_heads)
-    values = {
-        "map_q": shared_rows_map(p, shared, spec.block_m),
-        "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
-        "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
-        **member("fwd", forward_values(told, 0)),
-        **member("tiles", tiles),
-        **partial,
-    }
-    layout = ATTN_FWD_SHARES_SM90
-    if "score_mods" in spec.features:
-        layout = ATTN_FWD_SHARES_FORMS_SM90
-        values |= member("forms", form_values(p, None))
+    if places is None:
+        layout, values = _on_16_bits(spec, p, told, split, partial)
+    else:
+        layout, values = _on_8_bits(spec, p, told, split, partial, places)
+    values |= member("tiles", tiles)
     main = LaunchRecord(spec, (split.shares, 1, 1), 32 * spec.num_warps, *layout.pack(values))
     merged = {
         **partial,
@@ -75,10 +88,50 @@ def build(
         "sinks_kind": SINKS_KINDS[p.sinks],
         "num_ctas": split.shares,
     }
-    grid = (spec.block_m // _MERGED_ROWS, -(-split.shares // spec.ctas_per_sm), 1)
-    merge = LaunchRecord(combine, grid, _MERGE_THREADS, *ATTN_COMBINE_PACKED.pack(merged), overlap=True)
+    grid = (spec.block_m // combine.block_m, -(-split.shares // spec.ctas_per_sm), 1)
+    merge = LaunchRecord(combine, grid, 32 * combine.num_warps, *ATTN_COMBINE_PACKED.pack(merged), overlap=True)
     return (main, merge), begin + num_bytes
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+def _on_16_bits(
+    spec: KernelSpec, p: AttentionProblem, told: AttentionProblem, split: KeySplit, partial: dict[str, object]
+) -> tuple[HostStruct, dict[str, object]]:
+    """Arguments of attention, but for its tiles; told: the problem of packed heads."""
+    s, kv_shape = p.strides, (1, p.seqlen_k, p.num_kv_heads)
+    assert s is not None
+    values = {
+        "map_q": shared_rows_map(p, split.shared, spec.block_m),
+        "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
+        "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
+        **member("fwd", forward_values(told, 0)),
+        **{name: place for name, place in partial.items() if name != "partial_lse"},
+    }
+    if "score_mods" not in spec.features:
+        return ATTN_FWD_SHARES_SM90, values
+    return ATTN_FWD_SHARES_FORMS_SM90, values | member("forms", form_values(p, None))
+
+
+def _on_8_bits(
+    spec: KernelSpec,
+    p: AttentionProblem,
+    told: AttentionProblem,
+    split: KeySplit,
+    partial: dict[str, object],
+    places: OperandPlaces,
+) -> tuple[HostStruct, dict[str, object]]:
+    """The same on quantized operands, whose scales are found by the heads of the call."""
+    at = places.at
+    k, v = key_maps(spec, p, places, 1)
+    forward = forward_values(told, 0, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts)
+    values = {
+        "map_q": shared_queries_map(spec, p, places, split.shared, 1),
+        "map_k": k,
+        "map_v": v,
+        **member("fwd", forward),
+        **member("operands", places.values()),
+        "flush_keys": flush_keys(places),
+        "reserved": 0,
+        **member("scales", places.block_scales()),
+        **partial,
+    }
+    return ATTN_INT8_SHARES_SM90, values

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from ..problems import UNLIMITED, AttentionProblem, Target
-from ..problems.shares import even_share, short_tile
+from ..problems.memory import ITEMSIZE
+from ..problems.shares import even_share, short_tile, takes_even_share
 from ..problems.split import SharedRows
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
@@ -28,6 +29,13 @@ def _tile_lengths(problem: AttentionProblem, spec: KernelSpec, lead_rows: int) -
     )
 
 
+def _head_bytes(problem: AttentionProblem) -> float:
+    """Of the K and V of a query head; of heads that share them, its part."""
+    p = problem
+    itemsize = 1 if p.precision.quantized else ITEMSIZE[p.dtype]
+    return itemsize * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.num_kv_heads / p.num_q_heads
+
+
 def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas: int) -> tile_order.TileList:
     """In which order ``num_ctas`` CTAs of ``spec`` take its ``blocks`` tiles of query rows of every head."""
     heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
@@ -45,8 +53,7 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas:
         spare = blocks * spec.block_m - problem.seqlen_q
         delta = "smooth_q" in spec.features and ("score_mods" not in spec.features or problem.precision.smooth_q)
         lead_rows = 0 if delta else spare // _GROUP_ROWS * _GROUP_ROWS
-        group = problem.num_q_heads // max(problem.num_kv_heads, 1)
-        order = tile_order.causal(heads, _tile_lengths(problem, spec, lead_rows), num_ctas, group)
+        order = tile_order.causal(heads, _tile_lengths(problem, spec, lead_rows), num_ctas, _head_bytes(problem))
         return replace(order, lead_rows=lead_rows)
     return tile_order.head_by_head(heads, blocks)
 
@@ -54,9 +61,8 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas:
 def ctas_of(problem: AttentionProblem, spec: KernelSpec, tiles: tile_order.TileList, target: Target) -> int:
     """How many CTAs share ``tiles``."""
     p, most = problem, target.sm_count * spec.ctas_per_sm
-    whole = p.window_left == p.window_right == UNLIMITED and not (p.varlen or p.score_mods)
     heads, blocks = p.batch * p.num_q_heads, -(-p.seqlen_q // spec.block_m)
-    if whole and spec.ctas_per_sm == 1 and tiles.num_items == heads * blocks:
+    if takes_even_share(p) and spec.ctas_per_sm == 1 and tiles.num_items == heads * blocks:
         most, _ = even_share(heads, blocks, short_tile(p.seqlen_q, spec.block_m), most)
     return min(tiles.num_items, most)
 

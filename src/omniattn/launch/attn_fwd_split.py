@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from ..problems import AttentionProblem, Target
-from ..problems.memory import WORKSPACE_ALIGNMENT
-from ..problems.split import KeySplit, is_final
+from ..problems.memory import aligned
+from ..problems.split import ONE_HEAD, KeySplit, is_final
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
 from .attn_fwd import SINKS_KINDS, forward_values, num_m_blocks
-from .attn_fwd_sm90 import mapped, operand_map, shared_rows_map
+from .attn_fwd_sm90 import operand_map, shared_rows_map
 from .attn_int8 import OperandPlaces
-from .attn_int8_sm90 import flush_keys, key_maps, row_bytes
+from .attn_int8_sm90 import flush_keys, key_maps, shared_queries_map
 from .masks import MaskPlaces, memory_of
 from .score_forms import bias_map, form_values
 from .score_mod import array_values
@@ -55,7 +55,7 @@ def workspace(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
     factor for each 128 rows).
     """
     results = _merged_rows(problem, split) * split.num_splits
-    ml = -(-4 * results * problem.head_dim_v // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    ml = aligned(4 * results * problem.head_dim_v)
     return ml, ml + 8 * results * (2 if problem.precision.quantized and problem.lse else 1)
 
 
@@ -151,15 +151,10 @@ def _main_int8(
 
     With forms the rows of a tile are those of one head.
     """
-    p, at, pack = problem, places.at, split.shared.pack
+    p, at = problem, places.at
     forms, factors = "score_mods" in spec.features, "value_factors" in spec.features
-    assert pack == split.shared.heads
-    assert pack == 1 or not forms
-    b, seq, head = places.strides[0]
-    q = mapped(
-        *at["q_int"], "uint8", (places.width, pack, p.seqlen_q, p.num_q_heads // pack, p.batch),
-        (head, seq, pack * head, b), (row_bytes(spec), pack, spec.block_m // pack, 1, 1),
-    )  # fmt: skip
+    assert split.shared == ONE_HEAD or not forms
+    q = shared_queries_map(spec, p, places, split.shared, p.batch)
     k, v = key_maps(spec, p, places, p.batch)
     tiles = _tiles(p, split)
     told = replace(_packed(p, split), sinks=p.sinks)

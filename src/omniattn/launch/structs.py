@@ -150,7 +150,7 @@ ATTN_COMBINE = HostStruct(
 ATTN_COMBINE_PACKED = HostStruct(
     "AttnCombinePackedParams", "params/attn_combine.cuh",
     "P partial_o partial_ml cuts o lse sinks; q o_stride_s o_stride_h lse_stride_h;"
-    "i block_m pack pack_heads head_dim sinks_kind num_ctas",
+    "i block_m pack pack_heads head_dim sinks_kind num_ctas; P partial_lse",
 )  # fmt: skip
 
 SCORE_FORMS = HostStruct(
@@ -272,6 +272,13 @@ ATTN_INT8_SPLIT_SM90 = HostStruct(
     f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
     f"{SPLIT_TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')};"
     "P partial_o partial_ml partial_lse", tail=56,
+)  # fmt: skip
+
+ATTN_INT8_SHARES_SM90 = HostStruct(
+    "AttnInt8SharesSm90Params", "params/attn_int8.cuh",
+    f"M map_q map_k map_v; {ATTN_FWD.inside('fwd')}; {QUANTIZED_OPERANDS.inside('operands')};"
+    f"{SPLIT_TILE_LIST.inside('tiles')}; i flush_keys reserved; {BLOCK_SCALES.inside('scales')};"
+    "P partial_o partial_ml partial_lse cuts", tail=48,
 )  # fmt: skip
 
 ATTN_INT8_FORMS_SM90 = HostStruct(
@@ -442,7 +449,8 @@ STRUCTS: dict[str, HostStruct] = {
         SCORE_MOD_ARRAYS,
         ATTN_FWD_MOD_SM80, ATTN_FWD_SPLIT_MOD_SM80, ATTN_FWD_MOD_SM90, ATTN_BWD, ATTN_BWD_SM90,
         ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD,
-        QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_SPLIT_SM90, ATTN_INT8_FORMS_SM90,
+        QUANTIZED_OPERANDS, BLOCK_SCALES, ATTN_INT8_SM80, ATTN_INT8_SM90, ATTN_INT8_SPLIT_SM90, ATTN_INT8_SHARES_SM90,
+        ATTN_INT8_FORMS_SM90,
         VALUE_FACTORS, ATTN_FP8_FACTORS_SM89, ATTN_FP8_FACTORS_SM90, ATTN_FP8_SPLIT_FACTORS_SM90,
         ATTN_FP8_FORMS_FACTORS_SM90, ATTN_INT8_SPLIT_FORMS_SM90, ATTN_FP8_SPLIT_FORMS_FACTORS_SM90, QUANTIZE, ROTATION,
         QUANTIZE_ROTATED,

@@ -8,9 +8,9 @@ from ..problems import UNLIMITED
 
 # Beyond this many rounds one item more or less on some SM no longer matters, and simulating the list would take long.
 _MAX_ROUNDS = 64
-# How many rounds of pairs may be given up for single tiles: their heads do not share K and V in L2. Query heads of a kv
-# head do; with n of them it may be n times as many, if that gains (docs/performance/attn_fwd_sm90.md).
-_MAX_TAIL_ROUNDS, _LONG_TAIL = 3, 0.97
+# Heads whose tiles are handed out one by one find less of each other's K and V in L2: the bytes that they may have of
+# both, what so many cost, and how many numbers of heads are tried (docs/performance/attn_fwd_sm90.md).
+_TAIL_BYTES, _TAIL_COST, _TAILS = 64e6, 0.047, 32
 # What interleaved heads have to gain, up to so many of them and of more: tiles find less of each other's K and V in L2
 # (docs/performance/windows.md).
 _FEW_HEADS, _INTERLEAVED, _MANY_INTERLEAVED = 64, 0.96, 0.88
@@ -80,7 +80,7 @@ def lengths(rows: int, columns: int, block: int, step: int, left: int, right: in
     return found
 
 
-def causal(heads: int, lengths: list[int], num_ctas: int, group: int = 1) -> TileList:
+def causal(heads: int, lengths: list[int], num_ctas: int, head_bytes: float) -> TileList:
     """The list that ends first, among pairs with or without a tail of single tiles.
 
     Parameters
@@ -91,8 +91,8 @@ def causal(heads: int, lengths: list[int], num_ctas: int, group: int = 1) -> Til
         Work of each block of query rows, in any unit, not decreasing.
     num_ctas : int
         SMs.
-    group : int
-        Neighbours among the heads that read the same K and V.
+    head_bytes : float
+        Of the K and V of a head; of those that share them, its part.
 
     Returns
     -------
@@ -104,17 +104,19 @@ def causal(heads: int, lengths: list[int], num_ctas: int, group: int = 1) -> Til
     best = TileList(pairs, pairs, 0)
     if pairs > _MAX_ROUNDS * num_ctas:
         return best
-    candidates = []
-    for rounds in range(pairs // num_ctas, max(-1, pairs // num_ctas - group * _MAX_TAIL_ROUNDS), -1):
-        tail_heads = heads - rounds * num_ctas // per_head
-        num_pairs = (heads - tail_heads) * per_head
-        candidates.append(TileList(num_pairs + tail_heads * blocks, num_pairs, tail_heads))
-    # A tail costs L2 traffic: it has to gain one per cent.
-    shortest = 0.99 * makespan(best, heads, lengths, num_ctas)
-    for i, candidate in enumerate(candidates):
+    most = min(heads, int(_TAIL_BYTES / max(head_bytes, 1.0)))
+    # Heads that leave whole rounds of pairs, and numbers in between.
+    whole = (heads - rounds * num_ctas // per_head for rounds in range(pairs // num_ctas + 1))
+    tails = sorted({n for n in (*whole, *range(0, heads + 1, -(-heads // _TAILS))) if 0 < n <= most})
+    # A tail costs L2 traffic: it has to gain more than that, and one per cent.
+    in_pairs = shortest = makespan(best, heads, lengths, num_ctas)
+    for tail in tails:
+        num_pairs = (heads - tail) * per_head
+        candidate = TileList(num_pairs + tail * blocks, num_pairs, tail)
         span = makespan(candidate, heads, lengths, num_ctas)
-        if span < shortest * (1 if i < _MAX_TAIL_ROUNDS else _LONG_TAIL):
-            best, shortest = candidate, span
+        cost = 1 + _TAIL_COST * tail * head_bytes / _TAIL_BYTES
+        if span < 0.99 * in_pairs and cost * span < shortest:
+            best, shortest = candidate, cost * span
     return best
 
 

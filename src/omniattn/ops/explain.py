@@ -166,7 +166,7 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
     """
     if any(function is f for f in OPERATIONS):
         return _explain(function, arguments, options)
-    if callable(function) and not hasattr(function, "__dlpack__"):
+    if isinstance(function, str) or (callable(function) and not hasattr(function, "__dlpack__")):
         names = ", ".join(f.__name__ for f in OPERATIONS)
         raise ArgumentError("function", f"one of {names}, or q", repr(function), function="explain")
     packed = options.get("cu_seqlens_q") is not None or options.get("cu_seqlens_k") is not None

@@ -24,7 +24,7 @@ from ..launch.masks import MaskPlaces
 from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
 from ..problems.fold import heads_as_queries, keys_as_tiles
-from ..problems.memory import WORKSPACE_ALIGNMENT
+from ..problems.memory import aligned
 from ..problems.precision import GROUPINGS
 from ..problems.quantize import carve
 from ..problems.split import ONE_HEAD, SharedRows
@@ -45,7 +45,7 @@ from ..select import (
     select_tail,
     select_tile_kinds,
 )
-from ..select.choice import forced
+from ..select.choice import forced, named_ops
 from .binaries import has_binary, without_binary
 from .engine import Launches
 
@@ -70,7 +70,7 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
 def _plan(problem: AttentionProblem, target: Target, force: str | None) -> Launches:
     selection = _with_score_mod(select_attention(problem, target, force), problem)
     # A forced kernel gets the mask as it is.
-    of_split = problem if force else keys_as_tiles(problem, target)
+    of_split = problem if named_ops(force) & {"attention", "attention_split"} else keys_as_tiles(problem, target)
     split = select_split(of_split, target, selection, force)
     if split is None:
         return _plan_unsplit(selection, problem, target, force)
@@ -101,7 +101,7 @@ def _plan_split(split: SplitSelection, problem: AttentionProblem, target: Target
     chosen = main.spec, None if split.combine is None else split.combine.spec
     mask = _prepare_mask(split.main.spec, problem, target, force, 0, split.split.shared)
     of_mask = mask.places[0] if mask.places else None
-    records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end))
+    records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, aligned(mask.end))
     return Launches(main, (*mask.records, *records), end, (*mask.others, *split.merging))
 
 
@@ -144,7 +144,7 @@ def _attend(
     else:
         records = attn_int8_sm90.build(spec, problem, target, places, first_tiles=first)
     chosen = tail.main.spec, None if tail.combine is None else tail.combine.spec
-    begin = _aligned(mask.end)
+    begin = aligned(mask.end)
     more, end = attn_fwd_split.build(*chosen, problem, target, tail.split, begin=begin, places=places)
     why = (*selection.why, *tail.main.why)
     return Launches(Selection(spec, why), (*records, *more), end, (tail.main, *tail.merging))
@@ -249,7 +249,11 @@ def _split_quantized(
     mask = _prepare_mask(spec, problem, target, force, begin, split.split.shared)
     of_mask = mask.places[0] if mask.places else None
     chosen = spec, None if split.combine is None else split.combine.spec
-    records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, _aligned(mask.end), places)
+    if split.split.shares:
+        assert split.combine is not None
+        records, end = attn_fwd_shares.build(spec, split.combine.spec, problem, split.split, aligned(mask.end), places)
+    else:
+        records, end = attn_fwd_split.build(*chosen, problem, target, split.split, of_mask, aligned(mask.end), places)
     return Launches(split.main, (*mask.records, *made, *records), end, (*others, *mask.others, *split.merging))
 
 
@@ -273,7 +277,7 @@ def _quantize_first(
     for part in problem.quantizations(quantized):
         both = select_fp8_values(part, target, force) if fp8.takes_values(part) else None
         if both is not None:
-            memory = At("workspace", _aligned(end))
+            memory = At("workspace", aligned(end))
             specs = both[0].spec, both[1].spec
             made += fp8.build_with_values(*specs, part, (strides.q, strides.k, strides.v), at, memory)
             quantizers += both
@@ -286,7 +290,7 @@ def _quantize_first(
             if not part.v:
                 continue
         quantizers.append(select_quantizer(part, target, force))
-        room, memory = quantize.scratch(quantizers[-1].spec, part), At("workspace", _aligned(end))
+        room, memory = quantize.scratch(quantizers[-1].spec, part), At("workspace", aligned(end))
         starts = starts or quantize.starts_in(room, memory)
         call = QuantizeCall(part, (strides.q, strides.k, strides.v), problem.layout, 0)
         delta_spec = None if delta is None else delta.spec
@@ -297,8 +301,8 @@ def _quantize_first(
     places = attn_int8.own(quantized, at, starts)
     if split is not None:
         others = (*dict.fromkeys(quantizers), *of_delta)
-        return _split_quantized(split, problem, target, force, places, _aligned(end), tuple(made), others)
-    mask = _prepare_mask(spec, problem, target, force, _aligned(end))
+        return _split_quantized(split, problem, target, force, places, aligned(end), tuple(made), others)
+    mask = _prepare_mask(spec, problem, target, force, aligned(end))
     own = _attend(selection, problem, target, force, mask, places)
     records = (*mask.records, *made) if own.records else ()
     others = (*dict.fromkeys(quantizers), *of_delta, *mask.others, *own.others)
@@ -323,16 +327,12 @@ def _lay_out_first(
     made = fp8.build_layout(layout.spec, problem, whole, at)
     places = attn_int8.in_e4m3(problem, whole, at)
     if split is not None:
-        return _split_quantized(split, problem, target, force, places, _aligned(end), tuple(made), (layout,))
-    mask = _prepare_mask(spec, problem, target, force, _aligned(end))
+        return _split_quantized(split, problem, target, force, places, aligned(end), tuple(made), (layout,))
+    mask = _prepare_mask(spec, problem, target, force, aligned(end))
     own = _attend(selection, problem, target, force, mask, places)
     records = (*mask.records, *made) if own.records else ()
     others = (layout, *mask.others, *own.others)
     return Launches(own.selection, (*records, *own.records), own.workspace_bytes or end, others)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
 
 
 def _check_grouping(problem: AttentionProblem, target: Target) -> None:

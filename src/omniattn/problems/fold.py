@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .attention import UNLIMITED, AttentionProblem
+from .split import shared_rows, tiles_of_group
 from .target import Target
 
 #: Compute capability of the kernels whose heads can share tiles that have a bias, and the keys for each query from
@@ -14,10 +15,9 @@ _HOPPER, _KEYS_FOR_EACH = (9, 0), 16
 _ROWS = 64
 
 
-def _shares_no_tiles(group: int) -> bool:
+def _shares_no_tiles(problem: AttentionProblem, group: int) -> bool:
     """Whether the heads that can share a tile of 64 rows are so few that it takes more than twice as many tiles."""
-    shared = max(n for n in range(1, _ROWS + 1) if group % n == 0)
-    return group // shared > 2 * -(-group // _ROWS)
+    return tiles_of_group(problem, _ROWS, shared_rows(problem, _ROWS)) > 2 * -(-group // _ROWS)
 
 
 def heads_as_queries(problem: AttentionProblem) -> AttentionProblem:
@@ -31,8 +31,9 @@ def heads_as_queries(problem: AttentionProblem) -> AttentionProblem:
     group = p.num_q_heads // max(p.num_kv_heads, 1)
     alike = p.window_left == p.window_right == UNLIMITED and p.sinks == "none"
     alike = alike and p.score_mod is None and p.block_mask is None
-    alike = alike and (p.score_mods or _shares_no_tiles(group))
     if p.varlen or p.seqlen_q != 1 or group <= 1 or s is None or p.precision.quantized or not alike:
+        return problem
+    if not p.score_mods and not _shares_no_tiles(p, group):
         return problem
     heads = p.num_kv_heads
 

@@ -23,3 +23,8 @@ ITEMSIZE = {
 
 #: Multiple of bytes at which a workspace begins, and every array in it.
 WORKSPACE_ALIGNMENT = 256
+
+
+def aligned(num_bytes: int) -> int:
+    """The next such multiple."""
+    return -(-num_bytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT

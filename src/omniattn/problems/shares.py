@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from .attention import UNLIMITED, AttentionProblem
+
 #: Rounds beyond which one tile more or less on some SM no longer matters, and counting would take long.
 _MAX_ROUNDS = 64
 #: CTAs that may be left out for an even share, and what that has to gain.
@@ -17,6 +19,12 @@ def short_tile(rows: int, block_m: int) -> float:
     """
     last = -(-((rows - 1) % block_m + 1) // 64)
     return 0.5 + 0.5 * last / (block_m // 64)
+
+
+def takes_even_share(problem: AttentionProblem) -> bool:
+    """Whether all tiles of a head but the last one take the same time."""
+    p = problem
+    return p.window_left == p.window_right == UNLIMITED and not (p.varlen or p.score_mods)
 
 
 @lru_cache(1024)

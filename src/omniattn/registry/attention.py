@@ -255,6 +255,7 @@ _FWD_SM90_PACKED_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
 _FWD_SM90_PACKED_SPLIT_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 1, 64, 3, 1, ctas_per_sm=2),
     _FwdSm90Tile(128, 1, 64, 2, 1, ctas_per_sm=2),
+    _FwdSm90Tile(256, 2, 64),
 )
 
 
@@ -288,12 +289,14 @@ def _attn_fwd_sm90(
         mask = block_m * tile.block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
         tiles_bytes += -(-tile.num_stages * mask // 1024) * 1024
     barriers_bytes = 16 * (num_q_stages + tile.num_stages)
-    # And for packed sequences a tile of 36 bytes with each Q, 76 with splits, and 32 sequences of 20 bytes.
-    of_tile = 76 if varlen and split else 36
+    # And for packed sequences a tile of 36 bytes with each Q, 80 with splits, and 32 sequences of 20 bytes.
+    of_tile = 80 if varlen and split else 36
     smem_bytes = -(-(tiles_bytes + barriers_bytes + of_tile * num_q_stages + 640) // 1024) * 1024
     own_v = tile.width_v != tile.head_dim
     width = f"d{tile.head_dim}" + (f"v{tile.width_v}" if own_v else "")
     prebuilt = not (varlen and lists) or (kind == "_masks" and tile.head_dim in _FWD_SM90_VARLEN_MASKS_PREBUILT)
+    if split and forms and varlen and tile.head_dim > 128:
+        prebuilt = False  # wheels have no room for it
     if own_v:
         prebuilt = (tile.head_dim, tile.width_v) in _FWD_SM90_HEAD_DIM_V_PREBUILT and dtype == "bfloat16" and not forms
     return KernelSpec(

@@ -47,6 +47,8 @@ _INT8_SPLIT_TILES = (
     _Int8Sm90Tile(128, 3, 4),
     _Int8Sm90Tile(256, 2, 2),
 )
+#: The same of packed sequences, each CTA with an even share of all keys.
+_INT8_PACKED_SPLIT_TILES = (_Int8Sm90Tile(64, 2, 8), _Int8Sm90Tile(128, 2, 8), _Int8Sm90Tile(256, 2, 2))
 _INT8_MASKS_TILES = (_Int8Sm90Tile(64, 4, 4, spills=128), _Int8Sm90Tile(128, 3, 4), _Int8Sm90Tile(256, 2, 2))
 _INT8_SOFTCAP_TILES = (
     _Int8Sm90Tile(64, 3, 4, spills=192),
@@ -114,7 +116,7 @@ def _int8_sm90_row(
     lacks |= {"masks"} if forms and varlen else set()
     lacks |= (set() if lse else {"lse"}) | ({"softcap"} if forms and not softcap else set())
     common = qk == "int8" or _is_common_fp8(dtype, suffix, tile.head_dim)
-    common = common and not (split and forms)  # wheels have no room for these
+    common = common and not (split and (forms or varlen))  # wheels have no room for these
     return KernelSpec(
         name=f"attn_{qk}_sm90_{short}_d{tile.head_dim}{suffix}",
         family=f"attn_{qk}_sm90",
@@ -162,9 +164,11 @@ def _int8_sm90_row(
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
     """kind: ``""``, ``"lse"`` (makes the LSE too), ``"smoothq"`` (it too, with delta_s), ``"factors"`` (it too),
-    ``"split"`` (the keys are split over CTAs), ``"split_lse"`` or ``"split_factors"``.
+    ``"split"`` (the keys are split over CTAs; of packed sequences with the LSE), ``"split_lse"`` or
+    ``"split_factors"``.
     """
     smooth_q, split = kind == "smoothq", kind.startswith("split")
+    packed_split = split and varlen
     if smooth_q:  # delta_s takes registers that a fourth warpgroup would need
         tile = replace(tile, num_consumers=min(tile.num_consumers, 3))
     if varlen or smooth_q:
@@ -177,20 +181,23 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
     barriers_bytes = 16 * (tile.num_q_stages + tile.num_stages)
     tiles_bytes += 512  # ones, which P is multiplied by for its sums
     smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes
-    smem_bytes += 36 * tile.num_q_stages + 640
+    smem_bytes += (80 if packed_split else 36) * tile.num_q_stages + 640
     return _int8_sm90_row(
         tile,
         dtype,
-        f"_m{block_m}n{block_n}" * split + f"_{kind}" * bool(kind) + "_varlen" * varlen,
+        f"_m{block_m}n{block_n}" * split
+        + ("_varlen_split" if packed_split else f"_{kind}" * bool(kind) + "_varlen" * varlen),
         qk=qk,
         varlen=varlen,
         smooth_q=smooth_q,
-        lse=kind not in ("", "split"),
+        lse=packed_split or kind not in ("", "split"),
         # The others have no registers to spare.
-        register_q=not varlen and (kind in ("", "split") or (split and tile.num_consumers == 2)),
+        register_q=tile.head_dim < 256
+        if packed_split
+        else not varlen and (kind in ("", "split") or (split and tile.num_consumers == 2)),
         split=split,
         smem_bytes=smem_bytes,
-        features=frozenset(_FEATURES.get(kind, ())),
+        features=frozenset({"lse"} if packed_split else _FEATURES.get(kind, ())),
         # What is known of a tile; none of it in the loop of the common step.
         allowed_spill_bytes=(320 if smooth_q else 112) if varlen else 128,
     )
@@ -412,6 +419,12 @@ def quantized_split_rows() -> Iterator[KernelSpec]:
         for qk in ("int8", "fp8")
         for kind in ("split", "split_lse", *(("split_factors",) if qk == "fp8" else ()))
         for tile in _INT8_SPLIT_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_int8_sm90(tile, dtype, varlen=True, kind="split", qk=qk)
+        for qk in ("int8", "fp8")
+        for tile in _INT8_PACKED_SPLIT_TILES
         for dtype in ("float16", "bfloat16")
     )
     yield from (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..problems import AttentionProblem, Target
 from ..problems.split import (
@@ -19,7 +20,7 @@ from ..registry import REGISTRY, KernelSpec
 from .advice import advise
 from .attention import reads_mask, unfit_call
 from .choice import RowsOf, Selection, forced, named_ops, the_one, unfit_target
-from .split_model import Walk, most_work, of_equal_lengths, of_two_lengths, shares_us, unsplit_us, whole_packed_us
+from .split_model import Walk, of_equal_lengths, of_two_lengths, shares_us, unsplit_us, whole_packed_us
 from .tile import whole_sectors
 
 ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
@@ -49,7 +50,7 @@ _MANY_KEYS = 16
 _BETWEEN = 0.97
 #: Of calls that do little but read, the fewest keys from which on mma.sync may be faster: it copies whole rows.
 _STREAM_KEYS = 1024
-#: What offsets of partial results are counted in, and the work of packed sequences.
+#: What offsets of partial results are counted in.
 _MAX_COLUMNS = 2**31 - 2**10
 
 
@@ -101,12 +102,11 @@ def _even_shares(
     return shares_us(batches, spec, shared, target), KeySplit(shared, -(-ctas // tiles), 0, shares=ctas)
 
 
-def _heads_share(problem: AttentionProblem, rows: int = _SHARED_ROWS) -> bool:
-    """Whether tiles that query heads share are so much fewer that one split of the keys may gain: K and V are read once
-    for all heads of a tile. rows: of those tiles."""
+def _heads_share(problem: AttentionProblem, rows: int) -> bool:
+    """Whether tiles of so many rows that query heads share are so much fewer that one split of the keys may gain: K and
+    V are read once for all heads of a tile.
+    """
     p = problem
-    if p.precision.quantized or p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
-        return False
     fewest = tiles_of_group(p, rows, shared_rows(p, rows))
     return 2 * fewest <= tiles_of_group(p, _SHARED_ROWS, ONE_HEAD)
 
@@ -162,8 +162,6 @@ def unfit_split(spec: KernelSpec, problem: AttentionProblem, target: Target) -> 
             return "it takes packed sequences only"
         if problem.varlen and (problem.score_mod is not None or problem.block_mask is not None):
             return "it takes no score_mod and no block_mask"
-        if problem.varlen and 2 * most_work(problem, spec) >= _MAX_COLUMNS:
-            return "it counts work in 31 bits"
         if not problem.tensor_maps:
             return "tensor maps cannot describe these strides, or the driver in use cannot make them"
     elif problem.own_head_dim_v:
@@ -186,15 +184,23 @@ class _Call:
     batches : tuple of AttentionProblem
         The same, or two that stand for sequences of very unequal lengths.
     streams : bool
+        Whether mma.sync reads K and V faster.
     """
 
     def __init__(self, problem: AttentionProblem, target: Target, unsplit: KernelSpec, is_forced: bool) -> None:
         self.problem, self.target, self.unsplit, self.is_forced = problem, target, unsplit, is_forced
         self.typical, self.batches = of_equal_lengths(problem), of_two_lengths(problem)
         self.streams = not is_forced and _streams(problem, target)
-        # Of packed sequences they do on wgmma alone.
-        of_wgmma, rows = (unsplit.arch_specific, _PACKED_ROWS) if problem.varlen else (True, _SHARED_ROWS)
-        self.heads_share = of_wgmma and any(_heads_share(p, rows) for p in self.batches)
+
+    @cached_property
+    def heads_share(self) -> bool:
+        """Whether query heads share tiles with a gain: of packed sequences, and on 8 bits, on wgmma alone."""
+        p = self.problem
+        if p.varlen:
+            return self.unsplit.arch_specific and any(_heads_share(batch, _PACKED_ROWS) for batch in self.batches)
+        if p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
+            return False
+        return (self.unsplit.arch_specific or not p.precision.quantized) and _heads_share(p, _SHARED_ROWS)
 
     def has_work_enough(self) -> bool:
         """Whether there is no need to look at splits; before anything that takes time, as most calls have it."""
@@ -235,16 +241,15 @@ class _Call:
         p, block_m = self.problem, spec.block_m
         if not spec.arch_specific:
             ways = [shared_rows_on_mma_sync(p, block_m)]
+        elif p.varlen and "score_mods" in spec.features:
+            ways = [shared_rows_with_scores(self.typical, block_m)]
         elif p.varlen:
-            with_scores = "score_mods" in spec.features
-            ways = [(shared_rows_with_scores if with_scores else shared_rows)(self.typical, block_m)]
+            ways = [shared_rows(self.typical, block_m)]
         elif "score_mods" in spec.features:
             # A lane's two rows of scores share one scale of quantized operands: those of one head do.
             ways = [ONE_HEAD] if spec.quantized else [shared_rows_with_scores(p, block_m)]
         else:
-            # Scales of quantized operands are found by whole groups of heads.
-            whole = shared_rows(p, block_m, whole=True)
-            ways = [whole] if spec.quantized else [shared_rows(p, block_m), whole]
+            ways = [shared_rows(p, block_m), shared_rows(p, block_m, whole=True)]
         # Packed heads that share no tiles would read K and V at different times.
         if not p.varlen if spec.arch_specific else self.typical.seqlen_k >= _SYNC_KEYS:
             ways.append(ONE_HEAD)

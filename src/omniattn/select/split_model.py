@@ -36,23 +36,24 @@ _SM_SHARE, _INT8_SM_SHARE = 1.25, 1.0
 ITEM_US, LAUNCH_US, COMBINE_US, PARTIAL_BYTES = 1.5, 2.5, 3.0, 3.0e6
 #: With scores a step of theirs takes so many times as long: masks 1.0 to 1.3, softcap 1.3 to 1.6, in long sequences.
 _INT8_SCORES = 1.3
-#: Work of a tile of rows of packed sequences besides its tiles of keys (kernels_cu/scheduler/packed_shares.cuh).
-TILE_WORK = 2
-#: Tiles of rows that read the same keys at the same time, at most, and how much longer their products take; more of
-#: them each at their own, the same, and up to how many of these read all keys from memory.
-_MOST_GANG, _GANG, _APART, _FEW_APART = 4, 1.2, 1.4, 16
+#: Tiles of rows that read the same keys at the same time, at most, and how much longer their products take.
+_MOST_GANG, _GANG = 4, 1.1
+#: The same of more tiles, each at its own time; and where L2 does not hold their K and V, so many bytes, in between.
+_APART, _LOST, _HELD = 1.4, 2.0, 36e6
+#: What a tile takes longer to begin and end with even shares; what kernels with one CTA an SM take longer.
+_SHARE_ITEM_US, _ONE_CTA_US = 2.4, 3.0
 #: How much longer sequences of several such classes take.
-_MIXED = 1.35
+_MIXED = 1.6
 #: How much longer the call without a split takes where the longest sequence has so many times the keys of the mean.
-_UNEVEN, _UNEVEN_KEYS = 1.15, 2
-#: Tiles of which half is never used; those of one CTA an SM up to head_dim 64.
-_WIDE, _NARROW = 1.05, 1.15
+_UNEVEN, _UNEVEN_KEYS = 1.25, 2
+#: Tiles of which half is never used.
+_WIDE = 1.05
 #: A step with softcap.
 _SCORES = 1.4
 #: What the walk over the lengths of packed sequences takes before the first copy.
-_WALK_US = 3.0
+_WALK_US = 8.0
 #: Of packed sequences the longest takes so many times the queries of the mean, where lengths are told to differ.
-_UNEQUAL = 2
+_UNEQUAL = 1.6
 
 
 def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
@@ -164,39 +165,45 @@ def of_two_lengths(problem: AttentionProblem) -> tuple[AttentionProblem, ...]:
     )
 
 
-def shares_us(batches: Sequence[AttentionProblem], spec: KernelSpec, shared: SharedRows, target: Target) -> float:
-    """Time of packed sequences with even shares of all keys, the kernel that merges them included.
+def _item_us(problem: AttentionProblem, spec: KernelSpec, ctas: int) -> float:
+    return ITEM_US if spec.quantized else tile.item_us(problem, spec, ctas)
 
-    Steps and tiles as in the model of short sequences, which knows how CTAs share an SM.
-    """
+
+def _short_step_us(problem: AttentionProblem, spec: KernelSpec, rows: int, ctas: int) -> float:
+    """A step by the model of short sequences, which knows how CTAs share an SM; on 8 bits by this one."""
+    return step_us(spec, rows, ctas) if spec.quantized else tile.step_us(problem, spec, rows, ctas)
+
+
+def shares_us(batches: Sequence[AttentionProblem], spec: KernelSpec, shared: SharedRows, target: Target) -> float:
+    """Time of packed sequences with even shares of all keys, the kernel that merges them included."""
     n, ctas = spec.ctas_per_sm, target.sm_count * spec.ctas_per_sm
     work = read = reread = 0.0
     for p in batches:
-        row_bytes = 2 * ITEMSIZE[p.dtype] * p.head_dim
+        row_bytes = 2 * spec.head_dim if spec.quantized else 2 * ITEMSIZE[p.dtype] * p.head_dim
         heads, rows = p.batch * p.num_q_heads // shared.heads, p.seqlen_q * shared.pack
         tiles = tile_keys(p, spec.block_m, spec.block_n, shared.pack)
         steps, apart = heads * sum(tiles), len(tiles) > _MOST_GANG
         own = sum(
-            tile.item_us(p, spec, n) + keys * tile.step_us(p, spec, rows - i * spec.block_m, n)
+            _item_us(p, spec, n) + _SHARE_ITEM_US + keys * _short_step_us(p, spec, rows - i * spec.block_m, n)
             for i, keys in enumerate(tiles)
         )
-        own *= _APART if apart else _GANG if len(tiles) > 1 else 1.0
+        of_head, heads_k = max(tiles, default=0) * spec.block_n, p.batch * p.num_kv_heads
+        lost = apart and min(ctas, heads_k) * of_head * row_bytes > _HELD
+        own *= _LOST if lost else _APART if apart else _GANG if len(tiles) > 1 else 1.0
         work += heads * own * (_SCORES if "score_mods" in spec.features else 1.0)
-        keys = p.batch * p.num_kv_heads * max(tiles, default=0) * spec.block_n
-        keys *= len(tiles) if apart and len(tiles) <= _FEW_APART else 1
+        keys = heads_k * of_head * (len(tiles) if lost else 1)
         read += row_bytes * (keys + p.batch * p.num_q_heads * p.seqlen_q)
         reread += row_bytes * steps * spec.block_n
     rows = min(max(p.seqlen_q for p in batches) * shared.pack, spec.block_m) * ctas
     partial = 2 * 4 * rows * (batches[0].head_dim_v + 2) / PARTIAL_BYTES
-    begins = tile.LAUNCH_US + _WALK_US + tile.item_us(batches[0], spec, n)
+    begins = tile.LAUNCH_US + _WALK_US + _item_us(batches[0], spec, n)
     busy = max(work / ctas, read / tile.MEMORY, reread / tile.l2_rate(batches[0]))
     is_wide = all(2 * p.seqlen_q * shared.pack <= spec.block_m for p in batches)
     busy *= _WIDE if is_wide else 1.0
     longest = -(-batches[0].max_seqlen_q * shared.pack // spec.block_m)
     is_mixed = batches[0].max_seqlen_q > batches[0].seqlen_q and 1 < longest <= _MOST_GANG
     busy *= _MIXED if is_mixed else 1.0
-    busy *= _NARROW if spec.head_dim <= 64 and n == 1 else 1.0
-    return begins + busy + COMBINE_US + partial
+    return begins + busy + COMBINE_US + partial + (_ONE_CTA_US if n == 1 else 0.0)
 
 
 def whole_packed_us(
@@ -205,17 +212,12 @@ def whole_packed_us(
     """Time of packed sequences without a split; at least that of the longest."""
     p = problem
     seen = p.max_seqlen_k if p.window_left == UNLIMITED else min(p.max_seqlen_k, p.window_left + 1)
-    step = tile.step_us(p, spec, max(p.max_seqlen_q, 1), 1)
-    longest = tile.LAUNCH_US + tile.item_us(p, spec, 1) + -(-seen // spec.block_n) * step
-    apart = sum(tile.tile_us(batch, spec, target) - tile.LAUNCH_US for batch in batches) + tile.LAUNCH_US
-    whole = max(tile.tile_us(p, spec, target), apart if len(batches) > 1 else 0.0)
+    step = _short_step_us(p, spec, max(p.max_seqlen_q, 1), 1)
+    longest = tile.LAUNCH_US + _item_us(p, spec, 1) + -(-seen // spec.block_n) * step
+    if spec.quantized:
+        whole = LAUNCH_US + sum(unsplit_us(batch, spec, target) - LAUNCH_US for batch in batches)
+    else:
+        apart = sum(tile.tile_us(batch, spec, target) - tile.LAUNCH_US for batch in batches) + tile.LAUNCH_US
+        whole = apart if len(batches) > 1 else tile.tile_us(p, spec, target)
     is_uneven = p.max_seqlen_k * p.sequences > _UNEVEN_KEYS * p.seqlen_k
     return max(whole * (_UNEVEN if is_uneven else 1.0), longest)
-
-
-def most_work(problem: AttentionProblem, spec: KernelSpec) -> int:
-    """More than all work of packed sequences, as it is counted for even shares."""
-    p = problem
-    blocks = -(-p.seqlen_q * p.num_q_heads // (spec.block_m * p.num_kv_heads)) + p.batch + 2
-    steps = (p.seqlen_q + p.seqlen_k + spec.block_m) // spec.block_n
-    return p.num_q_heads * blocks * (TILE_WORK + steps)

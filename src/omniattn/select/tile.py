@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.attention import WIDE_WINDOW
 from ..problems.memory import ITEMSIZE
-from ..problems.shares import even_share, short_tile
+from ..problems.shares import even_share, short_tile, takes_even_share
 from ..registry import KernelSpec
 
 #: `KernelSpec.tuned_for` of tiles that only this module chooses.
@@ -36,6 +36,12 @@ _LARGE_WIDER = 0.96
 SECTOR = 32
 #: A launch; memory and L2, bytes a microsecond; where rows of K and V end within a sector of 32 bytes.
 LAUNCH_US, MEMORY, _L2, _L2_PARTS = 5.6, 3.97e6, 1e7, 1.6e6
+#: The same of packed sequences with several tiles of queries, which are not at the same keys at the same time.
+_L2_PACKED = 7.2e6
+#: Bytes of K and V under way from which on some, and all of them, come from memory again for the next tile of a head;
+#: and how much more that are after many rounds, in which CTAs drift apart: of packed sequences of unequal lengths.
+_HELD, _LOST = 65e6, 100e6
+_TOGETHER, _DRIFT = 5.0, 2.5
 #: To begin and end a tile, and for every CTA that shares the SM; hiding scores at a causal edge, per key.
 _ITEM_US, _BESIDE_US, _EDGE_US = 2.04, 0.074, 0.00092
 #: A step by itself: waiting, softmax per key, meeting the other warpgroups per key.
@@ -47,6 +53,8 @@ _PRODUCT_US, _EXP_US = 0.964 * 64 * 4 * 132 / 934e6, 0.00104
 _SHARED, _NARROW = 0.083, 0.117
 #: What 32 keys a step have to gain where there are more: the model flatters them, and more so where 64 leave no edge.
 _FLATTERY, _NO_EDGE = 1.06, 0.03
+#: Query rows of four warpgroups, and how much longer they take in packed sequences.
+_FOUR_GROUPS, _FOUR_PACKED = 256, 1.05
 #: What a causal list of tiles is longer than its mean.
 _UNEVEN = 0.16
 #: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
@@ -131,17 +139,32 @@ def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> floa
         work = max(longest, (1 + _UNEVEN * causal) * total / slots)
     else:
         rounds: float = -(-items // slots)
-        if spec.ctas_per_sm == 1 and not (p.varlen or p.score_mods):
+        if spec.ctas_per_sm == 1 and takes_even_share(p):
             # The fit knows of no short last tiles but for those that a few CTAs less share evenly.
             last = short_tile(p.seqlen_q, spec.block_m)
             ctas, even = even_share(batch * p.num_q_heads, len(tiles[0]), last, slots)
             rounds = even if ctas < slots else rounds
         work = rounds * longest
+    if p.varlen and spec.block_m == _FOUR_GROUPS:
+        work *= _FOUR_PACKED
     if spec.block_n == 32 and max(sk for _, sk in lengths) > 32:
         work *= _FLATTERY + (_FLATTERY - 1) * causal + _NO_EDGE * all(sk % 64 == 0 for _, sk in lengths)
     rows = batch * sum(sq * p.num_q_heads + _seen(p, sq, sk) * p.num_kv_heads for sq, sk in lengths) / len(lengths)
     row_bytes, reread = 2 * ITEMSIZE[p.dtype] * p.head_dim, heads * sum(map(sum, tiles)) * spec.block_n
-    return LAUNCH_US + max(work, row_bytes * rows / MEMORY, row_bytes * reread / l2_rate(p))
+    lost = _lost_in_l2(p, spec, items, sum(sk for _, sk in lengths) / len(lengths), slots) if len(lengths) > 1 else 0.0
+    apart = p.varlen and p.max_seqlen_q > spec.block_m
+    again = lost / MEMORY + (1 - lost) / min(l2_rate(p), _L2_PACKED if apart else _L2)
+    return LAUNCH_US + max(work, row_bytes * rows / MEMORY, row_bytes * reread * again)
+
+
+def _lost_in_l2(p: AttentionProblem, spec: KernelSpec, items: int, keys: float, slots: int) -> float:
+    """Which part of K and V, so many keys of a head in the mean, comes from memory for each tile of queries."""
+    if p.max_seqlen_q <= spec.block_m:
+        return 0.0  # query heads of a kv head stay together
+    heads = min(slots, items) * p.num_kv_heads / p.num_q_heads
+    under_way = heads * 2 * ITEMSIZE[p.dtype] * p.head_dim * keys
+    under_way *= max(((items / slots) ** 0.5 - _TOGETHER) / _DRIFT, 1.0)
+    return min(max((under_way - _HELD) / (_LOST - _HELD), 0.0), 1.0)
 
 
 def _seen(p: AttentionProblem, sq: int, sk: int) -> int:
