@@ -14,7 +14,6 @@
 #pragma once
 #include "params/attn_combine.cuh"
 #include "params/attn_fwd.cuh"
-#include "ptx/l2.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/split_tiles.cuh"
@@ -86,12 +85,7 @@ class PackedShares {
 
   public:
     OA_DEVICE PackedShares(const AttnFwdParams& p, const SplitTileList& list)
-        : p_(p), list_(list), pack_log2_(__ffs(list.pack) - 1), classes_(~0u), gang_(0), shift_(0), at_(0), end_(0) {
-        // A line of 32 lengths a lane: the walk waits for memory once, not at every 32 sequences.
-        const int32 first = min_of(32 * lane(), p.batch);
-        prefetch_l2(p.cu_seqlens_q + first);
-        prefetch_l2(p.cu_seqlens_k + first);
-    }
+        : p_(p), list_(list), pack_log2_(__ffs(list.pack) - 1), classes_(~0u), gang_(0), shift_(0), at_(0), end_(0) {}
 
     // Moves `t` to the next part; false when there is none.
     OA_DEVICE bool next(PackedShareTile& t) {

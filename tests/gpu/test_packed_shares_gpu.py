@@ -114,7 +114,7 @@ def test_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         lengths_q, lengths_k, (group * heads_k, heads_k), spec.head_dim, getattr(torch, spec.dtype), first, behind
     )
     if not sum(lengths_q) or not sum(lengths_k):
-        return  # such calls have no kernel to force
+        pytest.skip("such calls have no kernel to force")
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", spec.name)
     made = call(args, max(lengths_q), max(lengths_k), **options)
     close_to_float64(made, args, **options)

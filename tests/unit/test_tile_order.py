@@ -152,8 +152,15 @@ def test_a_tail_is_as_long_as_l2_holds_its_keys(measured: tuple[int, int, float,
     assert chosen.num_tail_heads * head_mb < 64
 
 
-def test_no_tail_where_l2_holds_no_head() -> None:
-    assert tile_order.causal(20, triangle(16), SMS, 1e8).num_tail_heads == 0
+def test_heads_that_run_at_the_same_time_anyway_cost_nothing() -> None:
+    """Of few heads, or long ones, pairs have as many under way as a tail."""
+    for heads, rows, head_mb, least in ((1, 131072, 67, 0.96), (2, 131072, 67, 0.99), (8, 8192, 17, 0.98)):
+        lengths = tile_order.lengths(rows, rows, 192, 64, UNLIMITED, 0, -rows % 192 // 64 * 64)
+        chosen = tile_order.causal(heads, lengths, SMS, head_mb * 1e6)
+        assert heads * sum(lengths) / SMS >= least * tile_order.makespan(chosen, heads, lengths, SMS), heads
+    # More heads than that are those that L2 holds.
+    long = tile_order.causal(200, triangle(16), SMS, 1e8)
+    assert long.num_tail_heads <= -(-SMS // 8)
 
 
 @pytest.mark.parametrize("blocks", [*BLOCKS, 64, 128])

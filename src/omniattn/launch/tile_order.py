@@ -9,7 +9,8 @@ from ..problems import UNLIMITED
 # Beyond this many rounds one item more or less on some SM no longer matters, and simulating the list would take long.
 _MAX_ROUNDS = 64
 # Heads whose tiles are handed out one by one find less of each other's K and V in L2: the bytes that they may have of
-# both, what so many cost, and how many numbers of heads are tried (docs/performance/attn_fwd_sm90.md).
+# both, what so many cost, and how many numbers of heads are tried besides those that leave whole rounds of pairs
+# (docs/performance/attn_fwd_sm90.md).
 _TAIL_BYTES, _TAIL_COST, _TAILS = 64e6, 0.047, 32
 # What interleaved heads have to gain, up to so many of them and of more: tiles find less of each other's K and V in L2
 # (docs/performance/windows.md).
@@ -104,7 +105,9 @@ def causal(heads: int, lengths: list[int], num_ctas: int, head_bytes: float) -> 
     best = TileList(pairs, pairs, 0)
     if pairs > _MAX_ROUNDS * num_ctas:
         return best
-    most = min(heads, int(_TAIL_BYTES / max(head_bytes, 1.0)))
+    # So many heads are under way in pairs, too.
+    anyway = min(heads, -(-num_ctas // per_head))
+    most = min(heads, max(anyway, int(_TAIL_BYTES / max(head_bytes, 1.0))))
     # Heads that leave whole rounds of pairs, and numbers in between.
     whole = (heads - rounds * num_ctas // per_head for rounds in range(pairs // num_ctas + 1))
     tails = sorted({n for n in (*whole, *range(0, heads + 1, -(-heads // _TAILS))) if 0 < n <= most})
@@ -114,7 +117,7 @@ def causal(heads: int, lengths: list[int], num_ctas: int, head_bytes: float) -> 
         num_pairs = (heads - tail) * per_head
         candidate = TileList(num_pairs + tail * blocks, num_pairs, tail)
         span = makespan(candidate, heads, lengths, num_ctas)
-        cost = 1 + _TAIL_COST * tail * head_bytes / _TAIL_BYTES
+        cost = 1 + _TAIL_COST * max(tail - anyway, 0) * head_bytes / _TAIL_BYTES
         if span < 0.99 * in_pairs and cost * span < shortest:
             best, shortest = candidate, cost * span
     return best

@@ -295,8 +295,7 @@ def _attn_fwd_sm90(
     own_v = tile.width_v != tile.head_dim
     width = f"d{tile.head_dim}" + (f"v{tile.width_v}" if own_v else "")
     prebuilt = not (varlen and lists) or (kind == "_masks" and tile.head_dim in _FWD_SM90_VARLEN_MASKS_PREBUILT)
-    if split and forms and varlen and tile.head_dim > 128:
-        prebuilt = False  # wheels have no room for it
+    prebuilt = prebuilt and not (split and forms and varlen and tile.head_dim > 128)  # wheels have no room
     if own_v:
         prebuilt = (tile.head_dim, tile.width_v) in _FWD_SM90_HEAD_DIM_V_PREBUILT and dtype == "bfloat16" and not forms
     return KernelSpec(

@@ -42,8 +42,9 @@ _BUSY = 4
 _STREAM_TILES = 1.5
 #: Of heads that share tiles in a call that does: rows that tiles are counted by, and the fewest keys.
 _SHARED_ROWS, _SHARED_KEYS = 64, 64
-#: The same rows of packed sequences.
-_PACKED_ROWS = 128
+#: The same rows of packed sequences; queries that are few whatever the keys; and rows of a kv head that are too many to
+#: look at one by one.
+_PACKED_ROWS, _FEW_QUERIES, _MOST_ROWS = 128, 8, 1 << 17
 #: Keys a query that are many.
 _MANY_KEYS = 16
 #: What those gain.
@@ -197,7 +198,9 @@ class _Call:
         """Whether query heads share tiles with a gain: of packed sequences, and on 8 bits, on wgmma alone."""
         p = self.problem
         if p.varlen:
-            return self.unsplit.arch_specific and any(_heads_share(batch, _PACKED_ROWS) for batch in self.batches)
+            long = max(batch.seqlen_q for batch in self.batches) * p.num_q_heads > _MOST_ROWS * p.num_kv_heads
+            few = [b for b in self.batches if b.seqlen_q <= max(_FEW_QUERIES, b.seqlen_k // _SYNC_RATIO)]
+            return self.unsplit.arch_specific and not long and any(_heads_share(b, _PACKED_ROWS) for b in few)
         if p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
             return False
         return (self.unsplit.arch_specific or not p.precision.quantized) and _heads_share(p, _SHARED_ROWS)
@@ -318,10 +321,12 @@ def select_split(
     chosen = forced(force, ("attention_split",), lambda spec: unfit_split(spec, problem, target))
     if chosen is None and "attention" in named_ops(force):
         return None
+    if chosen is None and _unfit_problem(problem) is not None:
+        return None
     call = _Call(problem, target, unsplit.spec, chosen is not None)
     if chosen is not None:
         rows = [chosen.spec]
-    elif call.has_work_enough() or _unfit_problem(problem) is not None:
+    elif call.has_work_enough():
         return None
     else:
         alike = ROWS(REGISTRY, ("attention_split", problem.dtype))
