@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from omniattn.plan.engine import PLANS
+
+#: Bytes that a worker may keep for its next test: others run beside it, and one that needs 50 GB.
+_KEPT = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def memory_for_others() -> Iterator[None]:
+    """Behind a large test, torch gives back what it has cached."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
