@@ -232,6 +232,7 @@ def _few() -> tuple[ShapeCase, ...]:
     keys = [n * 16 for n in lognormal_lengths(16, 8192)]
     # A server's step: tokens of sequences that decode, and part of a prompt among them.
     decoding = [n * 4 for n in lognormal_lengths(64, 65536)]
+    mixed = (1, 1, 1, 1000) * 25
     # Speculative decoding: a few drafted tokens of each sequence.
     drafts, sevens = _batch(128, 32, 32, 4, 4096, group=4), _batch(128, 32, 28, 4, 4096, group=7)
     return (
@@ -261,6 +262,10 @@ def _few() -> tuple[ShapeCase, ...]:
         _packed("64x1onlognormal", 128, 32, (1,) * 64, keys=decoding, group=4, causal=True, both=True),
         _packed("63x1and2048on4096", 128, 32, (*(1,) * 31, 2048, *(1,) * 32), keys=(4096,) * 64, group=4, causal=True),
         _packed("32x4onlognormal", 64, 32, (4,) * 32, keys=decoding[:32], group=4, causal=True),
+        _packed("25x1000among75x1", 128, 32, mixed, keys=[n + 500 for n in mixed], group=4, causal=True, both=True),
+        _packed(
+            "64x1onlognormal", 128, 32, (1,) * 64, keys=decoding, group=4, causal=True, precision="int8", both=True
+        ),
         *(replace(plain[n], precision="int8", both=True) for n in (16, 128)),
         *(replace(plain[n], precision="int8", operands=True) for n in (16, 64, 128, 512)),
     )
