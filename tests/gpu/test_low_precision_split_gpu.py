@@ -35,6 +35,12 @@ CALLS: dict[str, tuple[int, tuple[int, int], tuple[int, int], dict[str, Any]]] =
 }
 
 
+QUANTIZATIONS = [
+    oa.Int8(smooth_k=False, smooth_v=False), oa.Int8(hadamard=True, seed=3), oa.Int8(granularity="per_block"),
+    oa.Int8(granularity="per_warp"), oa.Int4(smooth_q=False),
+]  # fmt: skip
+
+
 def rows_of(head_dim: int, dtype: str = "bfloat16", lse: bool = False, qk: str = "int8") -> list[str]:
     """The kernels of a head_dim that split keys: those that make the LSE, or those that do not."""
     tile = min(d for d in (64, 128, 256) if d >= head_dim)
@@ -90,14 +96,7 @@ def test_as_near_to_float64_as_without_a_split(
         assert torch.equal(alone, o), row
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        oa.Int8(smooth_k=False, smooth_v=False), oa.Int8(hadamard=True, seed=3), oa.Int8(granularity="per_block"),
-        oa.Int8(granularity="per_warp"), oa.Int4(smooth_q=False),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("precision", QUANTIZATIONS, ids=str)
 def test_every_quantization(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(2, (8, 2), (40, 6001), 128, "bfloat16")
     q[:, ::3] *= 4.0  # scales of rows that differ

@@ -97,16 +97,22 @@ def test_beside_float64(case: str, spec: Any, monkeypatch: pytest.MonkeyPatch) -
     assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
 
 
+def random_lengths(of: random.Random) -> tuple[list[int], list[int]]:
+    """Of a few sequences or many; without a query or a key there would be no kernel to force."""
+    batch = of.choice([1, 2, 9, 40, 100])
+    while True:
+        lengths_q = [of.choice([0, 1, 1, 2, 7, 30, 100]) for _ in range(batch)]
+        lengths_k = [of.choice([0, 1, 63, 64, 500, 3000]) for _ in range(batch)]
+        if sum(lengths_q) and sum(lengths_k):
+            return lengths_q, lengths_k
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     of = random.Random(seed)
     spec = of.choice(ROWS)
     group, heads_k = of.choice([1, 2, 3, 4, 6, 7, 8, 16]), of.choice([1, 2, 5])
-    batch = of.choice([1, 2, 9, 40, 100])
-    lengths_q, lengths_k = [0], [0]
-    while not (sum(lengths_q) and sum(lengths_k)):  # without either there is no kernel to force
-        lengths_q = [of.choice([0, 1, 1, 2, 7, 30, 100]) for _ in range(batch)]
-        lengths_k = [of.choice([0, 1, 63, 64, 500, 3000]) for _ in range(batch)]
+    lengths_q, lengths_k = random_lengths(of)
     options: dict[str, Any] = of.choice([{}, {"causal": True}, {"window": (of.randrange(700), of.randrange(50))}])
     if spec.features:
         options["softcap"] = of.choice([2.0, 50.0])

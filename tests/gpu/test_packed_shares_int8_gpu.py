@@ -13,8 +13,8 @@ import omniattn as oa  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 
 from .test_few_queries_gpu import exact  # noqa: E402
-from .test_low_precision_split_gpu import FORCE, far, whole_row  # noqa: E402
-from .test_packed_shares_gpu import CASES, call, packed, starts  # noqa: E402
+from .test_low_precision_split_gpu import FORCE, QUANTIZATIONS, far, whole_row  # noqa: E402
+from .test_packed_shares_gpu import CASES, call, packed, random_lengths, starts  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,11 +86,7 @@ def test_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     of = random.Random(1000 + seed)
     spec = of.choice(ROWS)
     group, heads_k = of.choice([1, 2, 4, 6, 7, 8, 16]), of.choice([1, 2, 5])
-    batch = of.choice([1, 2, 9, 40, 100])
-    lengths_q, lengths_k = [0], [0]
-    while not (sum(lengths_q) and sum(lengths_k)):  # without either there is no kernel to force
-        lengths_q = [of.choice([0, 1, 1, 2, 7, 30, 100]) for _ in range(batch)]
-        lengths_k = [of.choice([0, 1, 63, 64, 500, 3000]) for _ in range(batch)]
+    lengths_q, lengths_k = random_lengths(of)
     options: dict[str, Any] = of.choice([{}, {"causal": True}, {"window": (of.randrange(700), of.randrange(50))}])
     torch.manual_seed(seed)
     args = packed(
@@ -100,14 +96,7 @@ def test_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     beside_whole(spec, args, [max(lengths_q), max(lengths_k)], monkeypatch, **options)
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        oa.Int8(smooth_k=False, smooth_v=False), oa.Int8(hadamard=True, seed=3), oa.Int8(granularity="per_block"),
-        oa.Int8(granularity="per_warp"), oa.Int4(smooth_q=False),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("precision", QUANTIZATIONS, ids=str)
 def test_every_quantization(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     args = packed([40, 3, 1], [6001, 100, 3000], (8, 2), 128, torch.bfloat16)

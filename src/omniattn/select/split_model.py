@@ -1,6 +1,7 @@
 """What calls take whose keys are split over CTAs, and the same calls whose keys are not: a model of both.
 
-Times in microseconds on an H200, the GPU that the constants were measured on. On others of its compute capability the
+Times in microseconds on an H200, the GPU that the constants were measured on; those of packed sequences were fitted to
+calls on an H100, with its rate of memory in the place of the H200's. On others of its compute capability the
 model compares the same two ways, with the same ratio between memory and products to within a third.
 """
 
