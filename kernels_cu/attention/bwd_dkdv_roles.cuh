@@ -3,6 +3,7 @@
 // Config: kHeadDim, kPanels (of 64 columns), kCluster CTAs, kBlockM queries and kBlockN keys of a CTA's tile, kStages
 // of Q and dO, kPStages of P.
 #pragma once
+#include "attention/bwd_stray.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
@@ -34,6 +35,7 @@ struct DkdvStorage {
     uint64 q_full[Config::kStages], q_empty[Config::kStages];
     uint64 do_full[Config::kStages], do_empty[Config::kStages];
     uint64 p_full[Config::kPStages], p_empty[Config::kPStages];
+    uint64 do_landed;  // of a tile with stray rows, for the producer
 };
 
 template <typename Config>
@@ -47,6 +49,7 @@ struct DkdvBarriers {
     Ring<Config::kStages> q{smem_addr_at(&SharedStorage::q_full, base), smem_addr_at(&SharedStorage::q_empty, base)};
     Ring<Config::kStages> d_o{smem_addr_at(&SharedStorage::do_full, base),
                               smem_addr_at(&SharedStorage::do_empty, base)};
+    uint32 do_landed = smem_addr_at(&SharedStorage::do_landed, base);
     Ring<Config::kPStages> p{smem_addr_at(&SharedStorage::p_full, base), smem_addr_at(&SharedStorage::p_empty, base)};
 
     // One thread; a barrier of the cluster must follow.
@@ -55,6 +58,7 @@ struct DkdvBarriers {
         mbarrier_init(k_empty, 4);
         mbarrier_init(v_full, 1);
         mbarrier_init(v_empty, 4);
+        mbarrier_init(do_landed, 1);
         q.init(kConsumerWarps * Config::kCluster);
         d_o.init(kConsumerWarps * Config::kCluster);
         for (int s = 0; s < Config::kPStages; ++s) {
@@ -87,6 +91,7 @@ class DkdvProducer {
           ring_(kQ ? bars.q : bars.d_o),
           keys_full_(kQ ? bars.k_full : bars.v_full),
           keys_empty_(kQ ? bars.k_empty : bars.v_empty),
+          do_landed_(bars.do_landed),
           keys_(smem_addr_at(kQ ? &SharedStorage::k : &SharedStorage::v, bars.base)),
           queries_(smem_addr_at(kQ ? &SharedStorage::q : &SharedStorage::d_o, bars.base)),
           rows_(smem_addr_at(kQ ? &SharedStorage::lse2 : &SharedStorage::delta, bars.base)) {}
@@ -115,13 +120,25 @@ class DkdvProducer {
             const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
 #pragma unroll 1
             for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
-                const float* row = rows_of + head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
+                const int64 first_row = head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
 #pragma unroll 1
                 for (int32 m = rows.first; m < rows.end; ++m) {
-                    const uint32 bar = ring_.acquire(at, Layout::kTileBytes + Layout::kRowBytes);
-                    load_queries(queries_ + at.stage * Layout::kTileBytes, map, bar, m * Config::kBlockM, head,
-                                 t.batch_idx);
-                    bulk_load(rows_ + at.stage * Layout::kRowBytes, row + m * Config::kBlockM, Layout::kRowBytes, bar);
+                    const int64 row = first_row + m * Config::kBlockM;
+                    const uint32 is_stray = kQ ? 0 : stray_do<Config::kBlockM>(params_.bwd, row);
+                    const uint32 to = queries_ + at.stage * Layout::kTileBytes;
+                    ring_.wait_empty(at);
+                    uint32 bar;
+                    if (is_stray) {
+                        mbarrier_expect_and_wait(do_landed_, Layout::kTileBytes, [&] {
+                            load_queries(to, map, do_landed_, m * Config::kBlockM, head, t.batch_idx);
+                        });
+                        clear_stray_rows<Config::kBlockM, Config::kPanels>(to, params_.bwd.lse2 + row);
+                        bar = ring_.announce(at, Layout::kRowBytes);
+                    } else {
+                        bar = ring_.announce(at, Layout::kTileBytes + Layout::kRowBytes);
+                        load_queries(to, map, bar, m * Config::kBlockM, head, t.batch_idx);
+                    }
+                    bulk_load(rows_ + at.stage * Layout::kRowBytes, rows_of + row, Layout::kRowBytes, bar);
                     at.advance();
                 }
             }
@@ -146,6 +163,6 @@ class DkdvProducer {
 
     const AttnBwdSm90Params& params_;
     const Ring<Config::kStages> ring_;
-    const uint32 keys_full_, keys_empty_;
+    const uint32 keys_full_, keys_empty_, do_landed_;
     const uint32 keys_, queries_, rows_;  // shared addresses: K or V, stages of Q or dO, of lse2 or delta
 };

@@ -2,6 +2,7 @@
 // way in and out.
 #pragma once
 #include "attention/bwd_scores.cuh"
+#include "attention/bwd_stray.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/tile_copy.cuh"
@@ -189,6 +190,23 @@ struct BwdKeys {
                 w.at(second ? &SharedStorage::delta : &SharedStorage::lse2) + stage * Config::kBlockM * 4 + chunk * 16,
                 (second ? w.p.delta : w.p.lse2) + padded + chunk * 4, 16);
         }
+    }
+
+    // Not 0: a step's dO has stray rows.
+    OA_DEVICE static uint32 is_stray(const Work& w, const Place& at) {
+        return stray_do<Config::kBlockM>(w.p, at.head * w.p.rows_stride_h + w.padded + at.m * Config::kBlockM);
+    }
+    // Zeros in the rows of dO that attend to nothing, once the step has landed; all threads.
+    OA_DEVICE static void clear_stray(const Work& w, int stage) {
+        constexpr int kChunks = Config::kHeadDim / 8;
+#pragma unroll 1
+        for (int at = threadIdx.x; at < Config::kBlockM * kChunks; at += Config::kThreads)
+            if (load_shared_float(w.at(&SharedStorage::lse2) + (stage * Config::kBlockM + at / kChunks) * 4) ==
+                -neg_inf())
+                store_shared4(
+                    w.at(&SharedStorage::d_o) + stage * QTile::kBytes + QTile::offset(at / kChunks, at % kChunks),
+                    uint4{});
+        __syncthreads();
     }
 
     // A warp's tile of dK or dV through shared memory to 16-byte stores.

@@ -3,8 +3,9 @@
 //
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
 // kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kTurns (attention/bwd_turns.cuh), kVarlen
-// (packed sequences), kOrdered (attention/bwd_ordered.cuh), kWalker (one of both), Params.
+// (packed sequences), kKeyMask, kOrdered (attention/bwd_ordered.cuh), kWalker (one of both), Params.
 #pragma once
+#include "attention/bwd_stray.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
@@ -56,22 +57,6 @@ OA_DEVICE int64 first_padded_row(const AttnBwdParams& p, const BwdTile& t) {
         return padded_begin(p, t);
 }
 
-// Whether in the machine code nothing that needs a load of delta stands behind the products of dV.
-template <typename Config>
-OA_DEVICE constexpr bool uses_delta_early() {
-    return Config::kHeadDim == 128 && !Config::kWalker && !Config::kExponents;
-}
-// As Ring::release, of a stage whose numbers went into dS, two of each 8 queries: not before they have arrived, which
-// an arrival would not wait for. zero: 0, which the compiler does not know. kWaits false: plain Ring::release.
-template <bool kWaits, int kStages, int kSteps>
-OA_DEVICE void release_used(const Ring<kStages>& ring, const RingState<kStages>& at, int lane,
-                            const uint32 (&ds)[kSteps][4], uint32 zero) {
-    uint32 used = 0;
-#pragma unroll
-    for (int i = 0; kWaits && i < kSteps; ++i) used |= ds[i][0] | ds[i][2];
-    if (lane == 0) mbarrier_arrive(ring.empty + 8 * at.stage + (used & zero));
-}
-
 // The tile of a head's queries that comes first; kBackwards: the last one.
 template <bool kBackwards, typename Rows>
 OA_DEVICE int32 first_queries(const Rows& rows) {
@@ -100,6 +85,7 @@ struct BwdStorage : BwdFeedStorage<Config::kWalker> {
     uint64 do_full[Config::kDoStages], do_empty[Config::kDoStages];
     uint64 ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
     uint64 dq_full[Config::kConsumers], dq_empty[Config::kConsumers];
+    uint64 do_landed;  // of a tile with stray rows, for the producer
 };
 
 template <typename Config>
@@ -114,6 +100,7 @@ struct BwdBarriers {
     Ring<Config::kDsStages> ds{smem_addr_at(&SharedStorage::ds_full), smem_addr_at(&SharedStorage::ds_empty)};
 
     uint32 dq_full = smem_addr_at(&SharedStorage::dq_full), dq_empty = smem_addr_at(&SharedStorage::dq_empty);
+    uint32 do_landed = smem_addr_at(&SharedStorage::do_landed);
 
     // One thread; a CTA barrier must follow.
     OA_DEVICE void init() const {
@@ -127,6 +114,7 @@ struct BwdBarriers {
         mbarrier_init(k_full, 1);
         mbarrier_init(v_full, 1);
         mbarrier_init(kv_empty, kConsumerWarps);
+        mbarrier_init(do_landed, 1);
         q.init(kConsumerWarps);
         d_o.init(kConsumerWarps);
         for (int s = 0; s < Config::kDsStages; ++s) {
@@ -147,13 +135,22 @@ class BwdProducer {
   public:
     OA_DEVICE BwdProducer(const typename Config::Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
 
-    // One thread.
+    // One thread. At d128 registers are short: calls all of whose rows attend to something have a loop of their own.
     OA_DEVICE void run() {
-        const AttnFwdParams& fwd = params_.bwd.fwd;
         tma_prefetch(&params_.map_q);
         tma_prefetch(&params_.map_k);
         tma_prefetch(&params_.map_v);
         tma_prefetch(&params_.map_do);
+        if (Config::kHeadDim == 128 && !Config::kVarlen && !Config::kKeyMask && params_.bwd.stray_do == nullptr)
+            load<false>();
+        else
+            load<true>();
+    }
+
+  private:
+    template <bool kMayStray>
+    OA_DEVICE void load() {
+        const AttnFwdParams& fwd = params_.bwd.fwd;
         BwdTiles<Config> tiles(fwd, params_.tiles);
         uint32 phase = 1;  // of kv_empty
         [[maybe_unused]] uint32 due = 0;
@@ -192,9 +189,21 @@ class BwdProducer {
                                               t.kv_head_idx, t.batch_idx, t.k_begin, t.seqlen_k);
                         is_first = false;
                     }
-                    bar = bars_.d_o.acquire(do_at_, Layout::kQBytes + Layout::kRowBytes);
-                    copy<Config::kBlockM>(smem_addr_at(&SharedStorage::d_o) + do_at_.stage * Layout::kQBytes,
-                                          &params_.map_do, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
+                    const uint32 is_stray = kMayStray ? stray_do<Config::kBlockM>(params_.bwd, row + first_row) : 0;
+                    bars_.d_o.wait_empty(do_at_);
+                    const uint32 to = smem_addr_at(&SharedStorage::d_o) + do_at_.stage * Layout::kQBytes;
+                    if (is_stray) {
+                        mbarrier_expect_and_wait(bars_.do_landed, Layout::kQBytes, [&] {
+                            copy<Config::kBlockM>(to, &params_.map_do, bars_.do_landed, first_row, head, t.batch_idx,
+                                                  t.q_begin, t.seqlen_q);
+                        });
+                        clear_stray_rows<Config::kBlockM, Config::kPanels>(to, params_.bwd.lse2 + row + first_row);
+                        bar = bars_.d_o.announce(do_at_, Layout::kRowBytes);
+                    } else {
+                        bar = bars_.d_o.announce(do_at_, Layout::kQBytes + Layout::kRowBytes);
+                        copy<Config::kBlockM>(to, &params_.map_do, bar, first_row, head, t.batch_idx, t.q_begin,
+                                              t.seqlen_q);
+                    }
                     bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * Layout::kRowBytes,
                               params_.bwd.delta + row + first_row, Layout::kRowBytes, bar);
                     do_at_.advance();
@@ -203,7 +212,6 @@ class BwdProducer {
         }
     }
 
-  private:
     // kRows rows from `row` on. begin, len: the sequence, of packed ones; rows behind its end arrive as zeros.
     template <int kRows>
     OA_DEVICE void copy(uint32 smem, const TensorMap* map, uint32 bar, int32 row, int32 head, int32 batch, int32 begin,

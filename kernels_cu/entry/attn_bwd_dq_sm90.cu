@@ -220,6 +220,10 @@ class Consumer {
         wgmma_wait<0>();
         wgmma_pin(dq);
         release_k();
+        // A row that attends to nothing may have NaN in do, which P = 0 does not make 0.
+#pragma unroll
+        for (int i = 0; i < Config::kHeadDim / 2; ++i)
+            if (lse2[i >> 1 & 1] == -neg_inf()) dq[i] = 0.0f;
     }
 
     OA_DEVICE void release_k() {

@@ -186,12 +186,15 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
         for (int x = 0; x < Config::kOutDTiles * 4; ++x) dv[i][x] = dk[i][x] = 0.0f;
+    uint32 is_stray = steps.left > 0 ? Keys::is_stray(w, steps.at) : 0;
     for (; steps.left > 0; --steps.left, parity ^= 1) {
         const Place at = steps.at, next = steps.next();
         bool has_next = steps.left > 1;
         cp_async_wait<0>();
         __syncthreads();  // this step has landed, dS of the step before is there, every warp has left that step
+        if (is_stray) Keys::clear_stray(w, stage);
         if (Config::kStages == 2 && has_next) Keys::copy_step(w, next, stage ^ 1);
+        is_stray = has_next ? Keys::is_stray(w, next) : 0;  // read ahead
         cp_async_commit();
         bool hides = !kAll || Config::kScoreMods || at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
         uint32 ds = smem_ds + parity * DsTile::kBytes, ds_before = smem_ds + (parity ^ 1) * DsTile::kBytes;

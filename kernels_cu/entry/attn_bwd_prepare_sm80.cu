@@ -4,11 +4,13 @@
 //
 // do, o: [batch, seqlen_q, num_q_heads, head_dim], any strides, last dimension contiguous, 16-byte rows; packed: [rows,
 // heads, head_dim]. lse2, delta, dq_accum: padded rows (params/attn_bwd.cuh). Rows that attend to nothing, and padding,
-// get lse2 = +inf, which makes P = exp2(S - lse2) vanish, and delta = 0, whatever o and do hold.
+// get lse2 = +inf, which makes P = exp2(S - lse2) vanish, and delta = 0, whatever o and do hold. Where do is not finite
+// there, stray_do says so (attention/bwd_stray.cuh).
 //
 // One CTA takes 128 padded rows of one query head; 8 lanes take a row. Besides, it clears these rows of dq_accum, the
 // rows of dq of the same number that belong to no packed sequence, and its part of dmask and of counters. Bound by
 // memory.
+#include "attention/mask.cuh"
 #include "attention/sinks.cuh"
 #include "params/attn_bwd.cuh"
 #include "ptx/cvt.cuh"
@@ -34,6 +36,12 @@ OA_DEVICE float dot8(uint4 a, uint4 b) {
         sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
     }
     return sum;
+}
+
+// Whether none of 8 values of do is NaN or infinite.
+OA_DEVICE bool is_finite8(uint4 a) {
+    // 0 times a value: 0, or NaN.
+    return dot8(a, uint4{}) == 0.0f;
 }
 
 // Rows of dq that belong to no sequence.
@@ -85,6 +93,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(con
     const uint16* o = p.fwd.o + batch_idx * p.fwd.o_stride_b + head * p.fwd.o_stride_h;
     const uint16* d_o = p.d_o + batch_idx * p.do_stride_b + head * p.do_stride_h;
     float sink2 = sink_log2<IO_TYPE>(p.fwd.sinks, p.fwd.sinks_kind, head), sum = 0.0f;
+    bool is_stray[kBlockRows / kStrayRows] = {};
+    // Nobody reads tiles of queries none of which sees a key.
+    const KeyTiles<kBlockRows, 1> keys(at.row, p.fwd.seqlen_q, p.fwd.seqlen_k, p.fwd.window_left, p.fwd.window_right);
+    const bool seeks_stray = p.stray_do != nullptr && (p.fwd.cu_seqlens_q != nullptr || !keys.is_empty());
     for (int32 r = threadIdx.x / kLanes; r < kBlockRows; r += kRowsPerStep) {
         int32 row = at.row + r;
         int64 packed_row = int64(at.q_begin) + row;
@@ -95,6 +107,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(con
             for (int32 d = lane * 8; d < p.fwd.head_dim; d += kLanes * 8)
                 delta += dot8(*reinterpret_cast<const uint4*>(o + packed_row * p.fwd.o_stride_s + d),
                               *reinterpret_cast<const uint4*>(d_o + packed_row * p.do_stride_s + d));
+        else if (seeks_stray && row < at.seqlen_q)
+            for (int32 d = lane * 8; d < p.fwd.head_dim; d += kLanes * 8)
+                if (!is_finite8(*reinterpret_cast<const uint4*>(d_o + packed_row * p.do_stride_s + d)))
+                    is_stray[r / kStrayRows] = true;
 #pragma unroll
         for (int x = 1; x < kLanes; x *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
         if (lane != 0) continue;
@@ -112,6 +128,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) attn_bwd_prepare_sm80(con
         for (int32 i = threadIdx.x; i < kBlockRows * p.dq_columns / 4; i += kThreads) accum[i] = float4{};
     }
     if (p.dq != nullptr && p.fwd.cu_seqlens_q != nullptr) clear_unowned_rows(p, block, head);
+    if (p.stray_do != nullptr)
+#pragma unroll
+        for (int i = 0; i < kBlockRows / kStrayRows; ++i) {
+            const int any = seeks_stray ? __syncthreads_or(is_stray[i]) : 0;
+            if (threadIdx.x == 0) p.stray_do[first / kStrayRows + i] = any;
+        }
     if (p.sink_partials != nullptr) {
 #pragma unroll
         for (int x = kLanes; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);

@@ -177,12 +177,15 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
     bool wants_ds = wants_dq || Config::kDMask;
     Place before{-1, 0};
     int stage = 0, parity = 0;
+    uint32 is_stray = steps.left > 0 ? Keys::is_stray(w, steps.at) : 0;
     for (; steps.left > 0; --steps.left, parity ^= 1) {
         const Place at = steps.at, next = steps.next();
         bool has_next = steps.left > 1;
         cp_async_wait<0>();
         __syncthreads();  // this step has landed, dS of the step before is there, every warp has left that step
+        if (is_stray) Keys::clear_stray(w, stage);
         if (Config::kStages == 2 && has_next) Keys::copy_step(w, next, stage ^ 1);
+        is_stray = has_next ? Keys::is_stray(w, next) : 0;  // read ahead
         cp_async_commit();
         int lane = in_register(w.lane);
         Keys::KvLane a_lane(first_key(w) + (lane & 15), lane >> 4);

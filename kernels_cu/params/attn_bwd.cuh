@@ -13,6 +13,7 @@
 // one element more, behind the last head: how many tiles the CTAs of attn_bwd_sm90 have drawn, 0 before. With ORDERED
 // it is there for dense batches too, and 2 * num_n_blocks * kv heads (times the dense batch) elements follow: of every
 // tile of keys how many steps of dQ either warpgroup has added (attention/bwd_ordered.cuh), 0 before.
+constexpr int kStrayRows = 64;  // padded rows to a number of stray_do
 struct AttnBwdParams {
     AttnFwdParams fwd;  // of the forward: q, k, v, o and lse are read here
     const uint16* d_o;
@@ -26,6 +27,9 @@ struct AttnBwdParams {
     float* delta;  // rowsum(do * o) - dlse; 0 behind the end of a sequence
     float* dq_accum;  // or null: dq is not wanted, or written by its own kernel
     float* sink_partials;  // [num_q_heads][rows_stride_h / 128]: sums for dsinks of blocks of padded rows; or null
+    // [num_q_heads][rows_stride_h / kStrayRows]: not 0 where a row that attends to nothing has a do with NaN or
+    // infinity (attention/bwd_stray.cuh); null: every row attends to something.
+    uint32* stray_do;
     int64 do_stride_b, do_stride_s, do_stride_h;
     int64 dq_stride_b, dq_stride_s, dq_stride_h;
     int64 dk_stride_b, dk_stride_s, dk_stride_h;

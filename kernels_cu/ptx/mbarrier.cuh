@@ -23,6 +23,27 @@ OA_DEVICE void mbarrier_arrive_expect_tx(uint32 bar, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 
+// The same of a barrier with one arrival a phase, and waits for its copies, which `copy` issues (mbarrier.try_wait with
+// the state of the phase, so that no parity has to be kept). One thread.
+template <typename Copy>
+OA_DEVICE void mbarrier_expect_and_wait(uint32 bar, uint32 bytes, Copy copy) {
+    uint64 state;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 %0, [%1], %2;"
+                 : "=l"(state)
+                 : "r"(bar), "r"(bytes)
+                 : "memory");
+    copy();
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again_%=:\n"
+        "mbarrier.try_wait.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again_%=;\n"
+        "}" ::"r"(bar),
+        "l"(state)
+        : "memory");
+}
+
 // cp.async.mbarrier.arrive.noinc: this thread arrives once all its cp.async so far have landed.
 OA_DEVICE void mbarrier_arrive_after_copies(uint32 bar) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");

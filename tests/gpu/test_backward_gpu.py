@@ -97,6 +97,60 @@ def test_rows_of_nobody_may_hold_anything() -> None:
     assert equal_bits(run(packed, deterministic=True), clean)
 
 
+_HIDES_ROWS: dict[str, dict[str, Any]] = {
+    "causal, fewer keys": {"causal": True},
+    "window": {"window": (20, 10)},
+    "packed": {"lengths": ([200, 90, 70], [75, 0, 70]), "causal": True},
+    "keys": {"mask": np.arange(190) >= np.array([190, 70]).reshape(2, 1, 1, 1), "causal": True, "seqlen_q": 190},
+    "mask": {"mask": (np.arange(300)[:, None] // 65 % 2 > 0) & (np.arange(190) % 3 > 0)},
+    "bias": {"mask": np.where(np.arange(300)[:, None] % 7 > 0, np.ones(190), -np.inf).astype(np.float32)},
+    "softcap": {"causal": True, "softcap": 10.0},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("hides", _HIDES_ROWS)
+def test_do_of_a_row_that_attends_to_nothing_may_be_anything(hides: str, head_dim: int, deterministic: bool) -> None:
+    options = {"seqlen_q": 300, "seqlen_k": 190, **_HIDES_ROWS[hides]}
+    problem = make(batch=2, heads_q=4, heads_kv=2, head_dim=head_dim, dlse=True, **options)
+    x = problem.arrays
+    forward = oa.attention_varlen if problem.packed else oa.attention
+    _, lse = forward(x["q"], x["k"], x["v"], return_lse=True, **problem.forward_options)
+    dead = torch.isneginf(lse)
+    assert dead.any() and not dead.all()
+    rows = dead.movedim(-2, -1)[..., None]
+    x["do"] = x["do"].masked_fill(rows, 0.0)
+    wanted = ("dq", "dk", "dv")
+    clean = run(problem, wanted, deterministic=deterministic)
+    for value in (torch.nan, torch.inf):
+        x["do"] = x["do"].masked_fill(rows, value)
+        x["dlse"] = x["dlse"].masked_fill(dead, value)
+        made = run(problem, wanted, deterministic=deterministic)
+        # Sums of dq come in another order at each run, unless they shall not.
+        assert all(torch.equal(made[name], clean[name]) for name in (wanted if deterministic else ("dk", "dv")))
+        assert (made["dq"].double() - clean["dq"].double()).abs().max() <= 1e-2 * clean["dq"].abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_negative_scale_is_as_accurate(dtype: str) -> None:
+    """Keys with a mean: dq is what is left of sums that cancel, and delta, of o in 16 bits, decides its error."""
+    errors = {}
+    for scale in (0.125, -0.125):
+        problem = make(
+            batch=8, heads_q=4, seqlen_q=4, seqlen_k=587, head_dim=128, dtype=dtype, softmax_scale=scale, seed=8
+        )
+        for name in ("q", "k", "v", "do"):
+            generator = torch.Generator(problem.arrays[name].device).manual_seed(ord(name[0]))
+            problem.arrays[name].uniform_(generator=generator)
+        exact, made = naive(problem, torch.float64), run(problem)
+        errors[scale] = {n: ((made[n].double() - exact[n]).norm() / exact[n].norm()).item() for n in exact}
+    for name, limit in (("dq", 0.03), ("dk", 1e-3), ("dv", 1e-3)):
+        for scale in errors:
+            assert errors[scale][name] <= (limit if dtype == "float16" else 10 * limit), (name, errors)
+        assert errors[-0.125][name] <= 1.3 * errors[0.125][name], (name, errors)
+
+
 # Identities
 
 

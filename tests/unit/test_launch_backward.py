@@ -119,6 +119,17 @@ def test_memory() -> None:
     assert {record.threads for record in launches.records} == {256}
 
 
+@pytest.mark.parametrize("more", [
+    {"window_right": 0, "seqlen_k": 200}, {"window_left": 5, "window_right": 5, "seqlen_k": 200}, {"mask": "bool"},
+    {"varlen": True}, {"seqlen_k": 0},
+])  # fmt: skip
+def test_rows_that_may_attend_to_nothing_have_a_place(more: dict[str, Any]) -> None:
+    launches = plan_backward(problem(**more), HOPPER, None)
+    without = plan_backward(problem(), HOPPER, None)
+    assert all(of(record)["stray_do"] is not None for record in launches.records)
+    assert all(of(record)["stray_do"] is None for record in without.records)
+
+
 def test_memory_of_other_calls() -> None:
     rows = 2 * 384 * 4
     for wanted, more, columns, blocks in (
@@ -133,8 +144,8 @@ def test_memory_of_other_calls() -> None:
     # Packed: 128 rows more a sequence, whatever their lengths are.
     launches = plan_backward(problem(varlen=True), AMPERE, None)
     rows = (384 + 2 * 128) * 4
-    # And a counter behind delta.
-    assert launches.workspace_bytes == 4 * rows * (2 + 128) + 256
+    # And a counter behind delta, and a number for each 64 rows.
+    assert launches.workspace_bytes == 4 * rows * (2 + 128) + 256 + -(-4 * rows // 64 // 256) * 256
     assert of(launches.records[1])["dq_accum"] == At("workspace", 8 * rows + 256)
     main = launches.records[1]
     assert main.grid == ((4 + 2 + 2) * 2, 1, 1)  # no batch: tiles of all sequences
@@ -180,7 +191,8 @@ def test_order_of_dq() -> None:
         if "varlen" in fields:
             rows = (384 + 2 * 128) * 4
         sums = At("workspace", 4 * rows + -(-4 * (rows + 1 + 2 * tiles) // 256) * 256)
-        assert launches.workspace_bytes == sums.offset + 4 * rows * 128
+        stray = -(-4 * rows // 64 // 256) * 256 if cleared else 0
+        assert launches.workspace_bytes == sums.offset + 4 * rows * 128 + stray
         assert [x["dq_accum"] for x in (prepare, main, finish)] == [sums if cleared else None, sums, sums]
         assert {x["num_n_blocks"] * 2 * (1 if "varlen" in fields else 2) for x in (prepare, main)} == {tiles}
         assert launches.records[1].grid == (tiles, 1, 1)

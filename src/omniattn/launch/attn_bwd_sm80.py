@@ -16,6 +16,10 @@ from .score_mod import array_values
 from .structs import ATTN_BWD, ATTN_BWD_MOD, At, member, strides
 
 
+#: Padded rows to a number of ``stray_do`` (kernels_cu/params/attn_bwd.cuh).
+STRAY_ROWS = 64
+
+
 @dataclass(frozen=True)
 class BackwardPlaces:
     """Where the memory of a backward lies in the workspace.
@@ -28,6 +32,8 @@ class BackwardPlaces:
         Sums of dq.
     sink_partials : At or None
         Sums of dsinks.
+    stray_do : At or None
+        In which blocks of rows ``do`` is not finite where nothing is attended to.
     end : int
         Bytes.
     """
@@ -36,6 +42,7 @@ class BackwardPlaces:
     delta: At
     dq_accum: At | None
     sink_partials: At | None
+    stray_do: At | None
     end: int
 
 
@@ -43,6 +50,17 @@ def step_counters(problem: BackwardProblem, n_blocks: int) -> int:
     """Numbers that order the additions to dq: two for each of the ``n_blocks`` tiles of keys of every head."""
     f = problem.forward
     return 2 * n_blocks * f.num_kv_heads * (1 if f.varlen else f.batch)
+
+
+def _every_query_sees_a_key(f: AttentionProblem) -> bool:
+    """Whether that follows from the shape: row i sees key i + seqlen_k - seqlen_q, if that exists."""
+    unlimited = f.window_left == UNLIMITED and f.window_right == UNLIMITED
+    return not f.varlen and f.seqlen_k > 0 and (unlimited or f.seqlen_q <= f.seqlen_k)
+
+
+def _every_query_attends(f: AttentionProblem) -> bool:
+    """Whether besides nothing hides what it sees."""
+    return _every_query_sees_a_key(f) and f.mask == "none" and f.score_mod is None
 
 
 def places(problem: BackwardProblem, dq_columns: int, n_blocks: int = 0) -> BackwardPlaces:
@@ -66,10 +84,12 @@ def places(problem: BackwardProblem, dq_columns: int, n_blocks: int = 0) -> Back
     at: list[At] = []
     # Counters lie behind delta (kernels_cu/params/attn_bwd.cuh).
     counters = int(problem.forward.varlen or n_blocks > 0) + step_counters(problem, n_blocks)
-    for count in (rows, rows + counters, rows * dq_columns, sums):
+    blocks = 0 if _every_query_attends(problem.forward) else rows // STRAY_ROWS
+    for count in (rows, rows + counters, rows * dq_columns, sums, blocks):
         at.append(At("workspace", begin))
         begin += -(-4 * count // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-    return BackwardPlaces(at[0], at[1], at[2] if dq_columns else None, at[3] if sums else None, begin)
+    dq_accum, sink_partials = at[2] if dq_columns else None, at[3] if sums else None
+    return BackwardPlaces(at[0], at[1], dq_accum, sink_partials, at[4] if blocks else None, begin)
 
 
 def num_n_blocks(problem: AttentionProblem, block_n: int) -> int:
@@ -104,6 +124,7 @@ def backward_values(
         "delta": at.delta,
         "dq_accum": at.dq_accum,
         "sink_partials": at.sink_partials,
+        "stray_do": at.stray_do,
         **strides("do", s.d_o),
         **strides("dq", s.dq),
         **strides("dk", s.dk),
@@ -169,12 +190,6 @@ def _rows(
         return ()
     values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=n_blocks)
     return (LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *ATTN_BWD.pack(values), overlap=overlap),)
-
-
-def _every_query_sees_a_key(f: AttentionProblem) -> bool:
-    """Whether that follows from the shape: row i sees key i + seqlen_k - seqlen_q, if that exists."""
-    unlimited = f.window_left == UNLIMITED and f.window_right == UNLIMITED
-    return not f.varlen and f.seqlen_k > 0 and (unlimited or f.seqlen_q <= f.seqlen_k)
 
 
 def build_prepare(

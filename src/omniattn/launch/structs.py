@@ -196,7 +196,7 @@ ATTN_FWD_SPLIT_FORMS_SM90 = HostStruct(
 ATTN_BWD = HostStruct(
     "AttnBwdParams", "params/attn_bwd.cuh",
     f"{ATTN_FWD.inside('fwd')};"
-    "P d_o dlse dq dk dv dsinks dmask lse2 delta dq_accum sink_partials;"
+    "P d_o dlse dq dk dv dsinks dmask lse2 delta dq_accum sink_partials stray_do;"
     f"q {' '.join(_STRIDES.format(x) for x in ('do', 'dq', 'dk', 'dv'))} dlse_stride_b dlse_stride_h"
     " dmask_stride_b dmask_stride_h dmask_stride_q dmask_stride_k rows_stride_h; i dq_columns num_n_blocks",
 )  # fmt: skip
