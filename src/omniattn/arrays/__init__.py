@@ -52,6 +52,7 @@ __all__ = [
     "empty_like_framework",
     "e4m3_bytes",
     "finish",
+    "has_tracer",
     "is_autocast",
     "is_e4m3",
     "needs_gradient",
@@ -143,23 +144,35 @@ def needs_gradient(objects: Sequence[Any]) -> bool:
     return _needs_gradient(objects)
 
 
-#: Whether a class is one of JAX's tracers.
-_tracers: dict[type, bool] = {}
+#: Of a class: whether its objects are JAX's tracers; None where they are not JAX's at all.
+_tracers: dict[type, bool | None] = {}
+
+
+def _is_tracer(obj: Any) -> bool | None:
+    cls = type(obj)
+    if cls not in _tracers:
+        names = {base.__name__ for base in cls.__mro__ if base.__module__.partition(".")[0] in ("jax", "jaxlib")}
+        _tracers[cls] = "Tracer" in names if names & {"ArrayImpl", "Array", "Tracer"} else None
+    return _tracers[cls]
+
+
+def has_tracer(objects: Sequence[Any]) -> bool:
+    """Whether one of these is a JAX tracer."""
+    return "jax" in sys.modules and any(map(_is_tracer, objects))
 
 
 def traced_by_jax(objects: Sequence[Any]) -> bool:
-    """Whether one of these is a JAX tracer."""
+    """Whether JAX has to see a call on these: one is a tracer, or one is JAX's own where JAX traces, a constant there."""
     if "jax" not in sys.modules:
         return False
-    for obj in objects:
-        cls = type(obj)
-        if cls not in _tracers:
-            _tracers[cls] = any(
-                base.__name__ == "Tracer" and base.__module__.partition(".")[0] == "jax" for base in cls.__mro__
-            )
-        if _tracers[cls]:
-            return True
-    return False
+    kinds = {_is_tracer(obj) for obj in objects}
+    if True in kinds:
+        return True
+    if False not in kinds:
+        return False
+    from . import from_dlpack
+
+    return from_dlpack.jax_traces()
 
 
 def needs_operator(objects: Sequence[Any]) -> bool:

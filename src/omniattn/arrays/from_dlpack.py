@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +92,38 @@ def jax_describer(cls: type) -> Callable[[Any, str, int | None], Tensor]:
     return _refuse_tracer if tracer else describe_jax
 
 
+@functools.cache
+def _trace_query() -> tuple[Callable[[], Any], Any]:
+    """JAX's function that tells one trace from another, and what it says where there is none."""
+    import jax
+    from jax.extend import core
+
+    # JAX 0.10 has it in another place than those before it.
+    query = getattr(core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
+    query = functools.partial(query, convention="flax")
+    nowhere: list[Any] = []
+    # Traces are a thread's own, and a new one has none.
+    thread = threading.Thread(target=lambda: nowhere.append(query()))
+    thread.start()
+    thread.join()
+    return query, nowhere[0]
+
+
+def jax_traces() -> bool:
+    """Whether JAX puts what is done with its arrays into a program here, instead of doing it.
+
+    Not every transformation does: outside of jit, vmap and grad compute at once what does not depend on their argument.
+    Only an operation shows that; where nothing is transformed there is a faster question.
+    """
+    query, nowhere = _trace_query()
+    if query() == nowhere:
+        return False
+    import jax
+    from jax import numpy as jnp
+
+    return isinstance(jnp.empty(()), jax.core.Tracer)
+
+
 def _refuse_tracer(obj: Any, argument: str, stream: int | None = None) -> Tensor:
     raise UnsupportedError(
         f"argument {argument!r} is a JAX tracer ({type(obj).__name__}), which has no memory yet",
@@ -113,10 +147,16 @@ def resync(t: CapsuleTensor, stream: int) -> None:
 
 def empty_jax(ref: Tensor, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Tensor:
     """A new JAX array on ``ref``'s device, from JAX's allocator; uninitialized (JAX 0.11) unless ``zeros``."""
+    import jax
     from jax import numpy as jnp
 
     (device,) = ref.obj.devices()
     obj = (jnp.zeros if zeros else jnp.empty)(shape, dtype=dtype, device=device)
+    if isinstance(obj, jax.core.Tracer):
+        raise UnsupportedError(
+            "a new JAX array with memory, in a function that JAX traces",
+            instead="making it (a KV cache, say) outside of the function, as one of its arguments",
+        )
     if str(obj.dtype) != dtype:
         raise UnsupportedError(
             f"JAX made {obj.dtype} instead of {dtype}", instead='jax.config.update("jax_enable_x64", True)'
