@@ -30,7 +30,7 @@ def _random(*shape: int, seed: int = 0) -> Any:
 Q, K, V = _random(2, 6, 4, 16), _random(2, 9, 2, 16, seed=1), _random(2, 9, 2, 16, seed=2)
 STARTS = {"cu_seqlens_q": jnp.asarray([0, 2, 6], jnp.int32), "cu_seqlens_k": jnp.asarray([0, 4, 9], jnp.int32)}
 LENGTHS = {"max_seqlen_q": 4, "max_seqlen_k": 5}
-O, LSE = _random(2, 6, 4, 16, seed=3), _random(2, 4, 6, seed=4)
+DO, LSE = _random(2, 6, 4, 16, seed=3), _random(2, 4, 6, seed=4)
 
 
 def _attend() -> Any:
@@ -52,12 +52,12 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "attention_varlen": lambda: oa.attention_varlen(Q[0], K[0], V[0], **STARTS, **LENGTHS),
     "seqused_k": lambda: oa.attention_varlen(Q[0], K[0], V[0], **STARTS, **LENGTHS, seqused_k=np.asarray([3, 5], "i4")),
-    "attention_backward": lambda: oa.attention_backward(O, Q, K, V, *_attend(), causal=True),
+    "attention_backward": lambda: oa.attention_backward(DO, Q, K, V, *_attend(), causal=True),
     "attention_varlen_backward": lambda: oa.attention_varlen_backward(
-        O[0], Q[0], K[0], V[0], O[0], LSE[0], **STARTS, **LENGTHS
+        DO[0], Q[0], K[0], V[0], DO[0], LSE[0], **STARTS, **LENGTHS
     ),
     "quantize_qk and quantize_v": _quantized,
-    "merge_states": lambda: oa.merge_states(O, LSE, Q, LSE + 1),
+    "merge_states": lambda: oa.merge_states(DO, LSE, Q, LSE + 1),
     "dot_product_attention": lambda: oa.jax.dot_product_attention(Q, K, V),
 }
 TRANSFORMS: dict[str, Callable[[Callable[[], Any]], Any]] = {
@@ -65,7 +65,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "cond": lambda call: jax.lax.cond(True, call, call),
     "scan": lambda call: jax.tree.map(lambda x: x[1], jax.lax.scan(lambda c, _: (c, call()), 0, None, length=2)[1]),
     "checkpoint": lambda call: jax.checkpoint(call)(),
-    "grad of jit": lambda call: jax.grad(lambda x: (jax.jit(lambda: (x, call()))()), has_aux=True)(1.0)[1],
+    "grad of jit": lambda call: jax.grad(lambda x: jax.jit(lambda: (x, call()))(), has_aux=True)(1.0)[1],
     "vmap of jit": lambda call: jax.tree.map(
         lambda x: x[2], jax.vmap(lambda x: jax.tree.map(lambda y: y + 0 * x, jax.jit(call)()))(jnp.zeros(3))
     ),

@@ -19,7 +19,8 @@ framework   kernel runs on (without ``stream=``)     result is safe to use
 torch       torch's current stream                   on that stream
 CuPy        CuPy's current stream                    on that stream
 JAX         legacy default stream, after the inputs  anywhere in JAX: it waits for the kernel
-other       legacy default stream, after the inputs  in the library, if it has ``from_dlpack``; else on that stream
+other       legacy default stream, after the inputs  in the library, if it has ``from_dlpack``; else on that stream.
+                                                     An array of our own: in whatever imports it
 ==========  =======================================  ==========================================================
 
 With ``stream=`` the kernel runs there, after what the framework has queued for the inputs; torch and CuPy results are
@@ -162,7 +163,7 @@ def has_tracer(objects: Sequence[Any]) -> bool:
 
 
 def traced_by_jax(objects: Sequence[Any]) -> bool:
-    """Whether JAX has to see a call on these: one is a tracer, or one is JAX's own where JAX traces, a constant there."""
+    """Whether JAX has to see a call on these: one is a tracer, or an array of its own where it traces: a constant."""
     if "jax" not in sys.modules:
         return False
     kinds = {_is_tracer(obj) for obj in objects}
@@ -307,19 +308,10 @@ def empty_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Ten
 
     Raises
     ------
-    ArgumentError
-        A plain DLPack exporter whose library has no array API ``empty``: the user has to pass ``out=``.
+    UnsupportedError
+        A library that gives no memory, while a CUDA graph is captured.
     """
     return _empties[ref.framework](ref, shape, dtype)
-
-
-def can_allocate(ref: Tensor, dtype: str) -> bool:
-    """Whether `empty_like_framework` can give arrays of this element type: not every library with DLPack can."""
-    if ref.framework != "dlpack":
-        return True
-    from . import from_dlpack
-
-    return from_dlpack.has_empty(ref, dtype)
 
 
 def zeros_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -338,7 +330,9 @@ def zeros_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Ten
 
         from_numpy.clear_cupy(t)
     else:
-        t.obj[...] = 0
+        from . import from_dlpack
+
+        from_dlpack.clear(t)
     return t
 
 

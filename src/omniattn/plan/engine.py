@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import arrays, runtime
 from ..arrays import Tensor
-from ..errors import ArgumentError, UnsupportedError
 from ..kv.layout import ADDRESSES
 from ..problems import Output, Target
 from ..problems.memory import WORKSPACE_ALIGNMENT
@@ -421,7 +420,7 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     everything = [*(t for name, t in tensors.items() if name not in written), *own, *outputs]
     workspace = 0
     if plan.launches.workspace_bytes:
-        memory = workspace_of(operation.name, place, plan.launches.workspace_bytes)
+        memory = workspace_of(place, plan.launches.workspace_bytes)
         everything.append(memory)
         workspace = -(-memory.ptr // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     handle = arrays.prepare(everything, call.stream)
@@ -445,16 +444,9 @@ def given_outputs(operation: Operation, tensors: dict[str, Tensor]) -> dict[str,
     return {result: tensors[name] for result, name in operation.given.items() if name in tensors}
 
 
-def workspace_of(function: str, place: Tensor, num_bytes: int) -> Tensor:
+def workspace_of(place: Tensor, num_bytes: int) -> Tensor:
     """Scratch memory, `WORKSPACE_ALIGNMENT` bytes more than asked for, from the library of the array ``place``."""
-    try:
-        return arrays.empty_like_framework(place, (num_bytes + WORKSPACE_ALIGNMENT,), "uint8")
-    except ArgumentError as error:
-        raise UnsupportedError(
-            f"{function}(): this call needs scratch memory that only the arrays' own library can give, and DLPack has "
-            "no way to ask for it",
-            instead="torch, CuPy or JAX arrays" + ("" if function.endswith("_backward") else ", or precision='exact'"),
-        ) from error
+    return arrays.empty_like_framework(place, (num_bytes + WORKSPACE_ALIGNMENT,), "uint8")
 
 
 def store_results(call: Call, problem: Problem, tensors: dict[str, Tensor], values: Sequence[Any]) -> list[Any]:
