@@ -6,7 +6,6 @@ import ctypes
 import gc
 import importlib.util
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import numpy as np
 import pytest
 
 from omniattn import arrays
-from omniattn.arrays import capsule, events, exporter, from_dlpack
+from omniattn.arrays import capsule, events
+from omniattn.arrays.exporter import Exporter, OwnArray
 from omniattn.errors import ArgumentError, DeviceError, DriverError, DtypeError, UnsupportedError
 
 # Test modules are imported without a package (importlib mode), so a neighbour is loaded by its path.
@@ -290,7 +290,7 @@ def test_finish_without_a_way_back(log: Any) -> None:
 
 def test_exporter_protocol(log: Any) -> None:
     out = arrays.describe(FakeExporter((2, 8), device=GPU), "out")
-    sent = exporter.Exporter(out, events.Event(0x7000, 1))
+    sent = Exporter(out, events.Event(0x7000, 1))
     handle = log.log[-1][1]
     assert sent.__dlpack_device__() == (2, 1)
     for stream, waits in ((None, 0), (1, 0), (2, 2), (0x5000, 0x5000)):
@@ -304,10 +304,8 @@ def test_exporter_protocol(log: Any) -> None:
             sent.__dlpack__(**options)
     assert "versioned" not in repr(sent.__dlpack__(stream=-1))
     assert "versioned" not in repr(sent.__dlpack__(stream=-1, max_version=(0, 8)))
-    assert "dltensor_versioned" in repr(
-        sent.__dlpack__(stream=-1, max_version=(1, 0), dl_device=(2, 1), copy=False)
-    )
-    on_cpu = exporter.Exporter(arrays.describe(FakeExporter(), "out"), None)
+    assert "dltensor_versioned" in repr(sent.__dlpack__(stream=-1, max_version=(1, 0), dl_device=(2, 1), copy=False))
+    on_cpu = Exporter(arrays.describe(FakeExporter(), "out"), None)
     with pytest.raises(BufferError, match="takes no stream"):
         on_cpu.__dlpack__(stream=1)
 
@@ -386,4 +384,4 @@ def test_result_by_the_array_api_namespace() -> None:
     assert bool(xp.all(result == 3.0))
     assert lse.obj.dtype == xp.float32
     # What the namespace lacks is an array of our own.
-    assert type(arrays.empty_like_framework(q, (2,), "bfloat16").obj) is exporter.OwnArray
+    assert type(arrays.empty_like_framework(q, (2,), "bfloat16").obj) is OwnArray

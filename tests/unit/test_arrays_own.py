@@ -35,7 +35,8 @@ class Bare:
     def __dlpack__(self, *, max_version: tuple[int, int] | None = None) -> Any:
         x = self._array
         strides = tuple(s // x.itemsize for s in x.strides)
-        return capsule.export(x.ctypes.data, x.shape, strides, self._dtype, (1, 0), x, versioned=max_version is not None)
+        versioned = max_version is not None
+        return capsule.export(x.ctypes.data, x.shape, strides, self._dtype, (1, 0), x, versioned=versioned)
 
 
 def _inputs(dtype: str = "float32") -> list[np.ndarray[Any, Any]]:
@@ -233,7 +234,7 @@ def test_kernels_keep_what_they_read_without_naming_their_stream(gpu: FakeEvents
 
 def test_no_memory_while_a_graph_is_captured(gpu: FakeEvents) -> None:
     gpu.capture_streams = {0x7000}
-    with pytest.raises(UnsupportedError, match="while a CUDA graph is captured.*out=, in calls that need no scratch"):
+    with pytest.raises(UnsupportedError, match=r"while a CUDA graph is captured.*out=, in calls that need no scratch"):
         _made(gpu, 0x7000)
     assert _made(gpu, 0x7000, shape=(0, 8)).ptr == 0
 
