@@ -8,7 +8,7 @@ fast path (`repeat.Repeat`) and pay for addresses only.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -387,8 +387,15 @@ def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
     program = None
     if load:
         names = operand_names(operation, cache is not None, problem)
-        program = Program(launches.records, names, lambda spec: runtime.load(spec, ordinal))
+        facts = [(name, t.dtype, t.shape) for name, t in tensors.items()]
+        text = call_text(operation.name, facts) + ("" if cache is None else f" and {cache!r}")
+        program = Program(launches.records, names, lambda spec: runtime.load(spec, ordinal), text)
     return Plan(problem, launches, program, ordinal)
+
+
+def call_text(function: str, facts: Iterable[tuple[str, str, Sequence[int]]]) -> str:
+    """What errors say of a call: names, element types and shapes of its arrays."""
+    return f"{function} of " + ", ".join(f"{name} {dtype} {tuple(shape)}" for name, dtype, shape in facts)
 
 
 def operand_names(operation: Operation, with_cache: bool, problem: Problem) -> tuple[str, ...]:
