@@ -235,8 +235,8 @@ def test_cupy_driver(cupy: FakeCupy) -> None:
             launch((2, 1, 1), 128, 0, 0, LaunchAttributes((2, 1, 1)))
         assert "cuda-bindings" in str(caught.value)
         said = (
-            r"cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: invalid argument\. Launch: the kernel has 14 registers"
-            ".*up to 18 bytes of dynamic shared memory; 5 of 100 MiB of GPU memory are free.*report it with this message"
+            r"cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: invalid argument\. Launch: the kernel has 14 "
+            ".*up to 18 bytes of dynamic shared memory; 5 of 100 MiB of GPU memory are free.*report it with this"
         )
         with pytest.raises(DriverError, match=said):
             launch((0, 1, 1), 128, 0, 0, None)
