@@ -40,6 +40,7 @@ typedef struct {
                            void**);
     int(CUDA_CALL* launch_ex)(const Config*, void*, void**, void**);
     int(CUDA_CALL* move_map)(void* map, void* address);
+    int(CUDA_CALL* error_name)(int code, const char** name);
     // For threads without a context, or with that of another GPU.
     int(CUDA_CALL* get)(int* device, int ordinal);
     int(CUDA_CALL* retain)(void** context, int device);
@@ -71,6 +72,7 @@ static inline int driver_open(Driver* driver) {
     *(void**)&driver->launch = driver_symbol(library, "cuLaunchKernel");
     *(void**)&driver->launch_ex = driver_symbol(library, "cuLaunchKernelEx");
     *(void**)&driver->move_map = driver_symbol(library, "cuTensorMapReplaceAddress");
+    *(void**)&driver->error_name = driver_symbol(library, "cuGetErrorName");
     *(void**)&driver->get = driver_symbol(library, "cuDeviceGet");
     *(void**)&driver->retain = driver_symbol(library, "cuDevicePrimaryCtxRetain");
     *(void**)&driver->stream_context = driver_symbol(library, "cuStreamGetCtx");

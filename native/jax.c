@@ -14,7 +14,7 @@
 #include "launch.h"
 #include "xla_ffi.h"
 
-enum { BUCKETS = 1024, MAX_ALIGNED = 32, MAX_NAME = 32, MAX_TEXT = 1024 };
+enum { BUCKETS = 1024, MAX_ALIGNED = 32, MAX_NAME = 32, MAX_TEXT = 4096 };
 
 typedef struct {
     uint32_t source, multiple;
@@ -105,7 +105,12 @@ static XlaError* queue(const XlaFrame* frame, const Plan* plan, void* stream) {
     for (uint32_t i = 0; i < plan->num_launches; ++i) {
         int code = launch_queue(&driver, &plan->launches[i], operands, stream, &name);
         if (!code) continue;
-        snprintf(text, sizeof text, "omniattn: %s failed with code %d on GPU %d", name, code, plan->ordinal);
+        const char* means = NULL;
+        if (!driver.error_name || driver.error_name(code, &means) || !means) means = "unknown to the driver";
+        snprintf(text, sizeof text,
+                 "omniattn: %s failed with code %d on GPU %d: %s. Launch: %s. What to do: free GPU memory if little is "
+                 "free, and see DriverError in docs/troubleshooting.md",
+                 name, code, plan->ordinal, means, plan->launches[i].text);
         return error_of(frame, XLA_INTERNAL, text);
     }
     __atomic_fetch_add(&runs, 1, __ATOMIC_RELAXED);

@@ -44,14 +44,14 @@ static Place* places_of(PyObject* given, uint32_t* count, Launch* launch, int ma
 int launch_of(Launch* launch, PyObject* given) {
     unsigned long long function;
     unsigned *grid = launch->grid, cluster[3];
-    const char* arguments;
+    const char *arguments, *text;
     Py_ssize_t num_bytes;
     PyObject *shape, *places, *maps;
     int overlap;
     if (!PyTuple_Check(given)) return refuse("a launch is no tuple");
-    if (!PyArg_ParseTuple(given, "K(III)IIOpy#O!O!", &function, &grid[0], &grid[1], &grid[2], &launch->threads,
+    if (!PyArg_ParseTuple(given, "K(III)IIOpy#O!O!s", &function, &grid[0], &grid[1], &grid[2], &launch->threads,
                           &launch->smem_bytes, &shape, &overlap, &arguments, &num_bytes, &PyTuple_Type, &places,
-                          &PyTuple_Type, &maps))
+                          &PyTuple_Type, &maps, &text))
         return 0;
     if (num_bytes > MAX_ARGUMENT_BYTES) return refuse("too many bytes of arguments");
     launch->function = (void*)(uintptr_t)function;
@@ -69,6 +69,9 @@ int launch_of(Launch* launch, PyObject* given) {
     launch->arguments = malloc((size_t)num_bytes + 1);
     if (!launch->arguments) return PyErr_NoMemory(), 0;
     memcpy(launch->arguments, arguments, (size_t)num_bytes);
+    launch->text = malloc(strlen(text) + 1);
+    if (!launch->text) return PyErr_NoMemory(), 0;
+    strcpy(launch->text, text);
     launch->places = places_of(places, &launch->num_places, launch, 0);
     if (!launch->places) return 0;
     launch->maps = places_of(maps, &launch->num_maps, launch, 1);
@@ -77,6 +80,7 @@ int launch_of(Launch* launch, PyObject* given) {
 
 void launch_free(Launch* launch) {
     free(launch->arguments);
+    free(launch->text);
     free(launch->places);
     free(launch->maps);
 }

@@ -19,6 +19,7 @@ typedef struct {
     Attribute attributes[2];
     uint32_t num_bytes, num_places, num_maps;
     char* arguments;  // zeros where addresses go, tensor maps of other addresses
+    char* text;       // what an error says of the launch
     Place *places, *maps;
 } Launch;
 

@@ -97,13 +97,15 @@ static void* primary_of(int32_t ordinal) {
     return contexts[ordinal];
 }
 
-// Queues all launches; the driver's code, and the name of what gave it. context: made current for them, if not NULL.
-static int queue_all(const Entry* e, const uint64_t* operands, void* stream, void* context, const char** name) {
+// Queues all launches; the driver's code, and the name of what gave it, and for which launch (NULL for none). context:
+// made current for them, if not NULL.
+static int queue_all(const Entry* e, const uint64_t* operands, void* stream, void* context, const char** name,
+                     const Launch** launch) {
     int code = 0;
     *name = "cuCtxPushCurrent";
     if (context && (code = driver.push(context))) return code;
     for (uint32_t i = 0; i < e->num_launches && !code; ++i)
-        code = launch_queue(&driver, &e->launches[i], operands, stream, name);
+        code = launch_queue(&driver, *launch = &e->launches[i], operands, stream, name);
     if (context) driver.pop(&context);
     return code;
 }
@@ -114,6 +116,7 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, P
     uint64_t operands[MAX_OPERANDS] = {0};
     void *stream, *context = NULL;
     const char* name = NULL;
+    const Launch* launch = NULL;
     int device = -1, code = driver.device(&device);
     if (code && code != INVALID_CONTEXT) return NULL;
     // Threads of torch's autograd may have none.
@@ -162,11 +165,12 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, P
     if (e->workspace_bytes && !(memory = scratch(e, &operands[used]))) goto leave;
     // A launch waits where the stream is full; meanwhile other threads may go on.
     Py_BEGIN_ALLOW_THREADS;
-    code = queue_all(e, operands, stream, context, &name);
+    code = queue_all(e, operands, stream, context, &name, &launch);
     Py_END_ALLOW_THREADS;
     if (memory) memory->release(memory);
     if (!code) return results;
-    PyObject* none = PyObject_CallFunction(fail, "si", name, code);
+    unsigned long long function = launch ? (uintptr_t)launch->function : 0;
+    PyObject* none = PyObject_CallFunction(fail, "siKs", name, code, function, launch ? launch->text : "");
     Py_XDECREF(none);
     if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s failed with code %d", name, code);
 leave:

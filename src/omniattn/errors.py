@@ -215,15 +215,24 @@ class DriverError(OmniattnError, RuntimeError):
         What the code means.
     advice : str, optional
         What to do.
+    launch : str, optional
+        Of the launch of a kernel: which one, of which call, and what the kernel and the GPU have.
     """
 
-    def __init__(self, call: str, code: str, description: str, advice: str = "") -> None:
+    def __init__(self, call: str, code: str, description: str, advice: str = "", launch: str = "") -> None:
         self.call = call
         self.code = code
         self.description = description
         self.advice = advice
+        self.launch = launch
+        middle = f". Launch: {launch}" if launch else ""
         tail = f". What to do: {advice}" if advice else ""
-        super().__init__(f"{call} failed with {code}: {description}{tail}")
+        super().__init__(f"{call} failed with {code}: {description}{middle}{tail}")
+
+    def at(self, launch: str) -> DriverError:
+        """The same error, told of this launch; what is known of its kernel and the GPU comes behind it."""
+        told = f"{launch}; {self.launch}" if self.launch else launch
+        return type(self)(self.call, self.code, self.description, self.advice, told)
 
 
 class DriverMissingError(DriverError):

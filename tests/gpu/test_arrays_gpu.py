@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -372,10 +373,103 @@ def test_plain_exporter_with_slow_producer(oa: Any, torch: Any, versioned: bool)
     _close(out.cpu().numpy(), _expected(*_inputs()))
 
 
-def test_plain_exporter_needs_out(oa: Any, torch: Any) -> None:
-    q, k, v = (OnlyDlpack(x) for x in _torch_inputs(torch))
-    with pytest.raises(oa.errors.ArgumentError, match=r"argument 'out'.*Pass out="):
-        oa.attention(q, k, v)
+@pytest.mark.parametrize("case", ["plain", "int8", "mask", "split keys", "backward", "decode"])
+def test_plain_exporter_gets_arrays_of_ours(oa: Any, torch: Any, case: str) -> None:
+    """The bits of torch's call; all but the first take scratch memory."""
+    q, k, v = _torch_inputs(torch)
+
+    def call(wrap: Any) -> Any:
+        a, b, c = (wrap(x) for x in (q, k, v))
+        if case == "backward":
+            o, lse = oa.attention(q, k, v, return_lse=True)
+            return oa.attention_backward(wrap(k), a, b, c, wrap(o), wrap(lse))
+        if case == "decode":
+            lengths = wrap(torch.full((2,), 96, dtype=torch.int32, device="cuda"))
+            cache = oa.KVCache(2, 96, 4, 64, like=a, k_dtype="fp16")
+            oa.append(cache, b, c, seq_lens=lengths)
+            return oa.decode(wrap(q[:, -1:]), cache, seq_lens=lengths, deterministic=True, return_lse=True)
+        if case == "split keys":
+            few, many = q[:1, :1], k[:1].repeat(1, 64, 1, 1)
+            return oa.attention(wrap(few), wrap(many), wrap(many), return_lse=True)
+        mask = torch.tril(torch.ones(96, 96, dtype=torch.bool, device="cuda"))
+        options = {"int8": {"precision": "int8"}, "mask": {"mask": wrap(mask)}}.get(case, {})
+        return oa.attention(a, b, c, return_lse=True, **options)
+
+    want, got = call(lambda x: x), call(OnlyDlpack)
+    for a, b in zip(got, want, strict=True):
+        assert not isinstance(a, torch.Tensor)
+        assert (a.shape, a.dtype, a.__dlpack_device__()) == (
+            tuple(b.shape), str(b.dtype).removeprefix("torch."), (2, b.device.index),
+        )  # fmt: skip
+        assert torch.equal(torch.from_dlpack(a), b)
+    one = got[0]
+    assert torch.equal(torch.from_dlpack(copy.deepcopy(one)), want[0])
+    if np.lib.NumpyVersion(np.__version__) >= "2.1.0":
+        np.testing.assert_array_equal(np.from_dlpack(one, device="cpu"), want[0].cpu().numpy())
+
+
+def test_imports_of_our_arrays_wait_for_the_kernel(oa: Any, torch: Any) -> None:
+    source = _torch_inputs(torch)
+    target = [torch.zeros_like(x) for x in source]
+    oa.attention(*map(OnlyDlpack, target))
+    torch.cuda.synchronize()
+    producer, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(producer):
+        _slow_fill(torch, target, source)
+        o = oa.attention(*map(OnlyDlpack, target), stream=producer)
+    with torch.cuda.stream(reader):
+        copied = torch.from_dlpack(o).clone()
+        assert not reader.query()  # it waits, and the host did not
+    reader.synchronize()
+    _close(copied.cpu().numpy(), _expected(*_inputs()))
+
+
+def test_memory_of_our_arrays_goes_back_behind_its_readers(oa: Any, torch: Any) -> None:
+    source, other = (list(map(OnlyDlpack, _torch_inputs(torch, seed))) for seed in (0, 1))
+    oa.attention(*source)
+    before = _pool_bytes(torch)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        read = torch.from_dlpack(oa.attention(*source))
+        torch.cuda._sleep(SLOW)
+        copied = read.clone()
+        del read  # the copy has not begun
+    for _ in range(8):
+        oa.attention(*other)
+    torch.cuda.synchronize()
+    _close(copied.cpu().numpy(), _expected(*_inputs()))
+    assert _pool_bytes(torch) <= before
+
+
+def _pool_bytes(torch: Any) -> int:
+    """What this process has taken of the driver's pool and not given back, when everything has run."""
+    from omniattn.arrays import events
+
+    cu = pytest.importorskip("cuda.bindings.driver")
+    gc.collect()
+    torch.cuda.synchronize()
+    assert events.collect() == 0
+    torch.cuda.synchronize()
+    code, pool = cu.cuDeviceGetDefaultMemPool(0)
+    assert not code
+    code, used = cu.cuMemPoolGetAttribute(pool, cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
+    assert not code
+    return int(used)
+
+
+def test_our_arrays_under_capture(oa: Any, torch: Any) -> None:
+    inputs = list(map(OnlyDlpack, _torch_inputs(torch)))
+    want = torch.from_dlpack(oa.attention(*inputs)).clone()
+    out = torch.zeros_like(want)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        handle = torch.cuda.current_stream().cuda_stream
+        with pytest.raises(oa.errors.UnsupportedError, match="while a CUDA graph is captured"):
+            oa.attention(*inputs, stream=handle)
+        oa.attention(*inputs, out=OnlyDlpack(out), stream=handle)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
 
 
 def test_mixture_with_slow_producers(oa: Any, torch: Any, cupy: Any, jax: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -138,7 +139,10 @@ def check_conditions(machine: Machine) -> None:
             run()
         messages.append(str(error.value))
     assert messages[0] == messages[1]
-    assert "CUDA_ERROR_INVALID_VALUE" in messages[0]
+    assert "CUDA_ERROR_INVALID_VALUE: invalid argument. Launch: kernel " in messages[0]
+    assert re.search(
+        r", of \w+ of q bfloat16 \(.*; the kernel has .* 31 of 81559 MiB of GPU memory are free", messages[0]
+    )
     taken = counts()[0]
     call()
     assert counts()[0] == taken + 1

@@ -270,8 +270,12 @@ def faults(module: Any) -> None:
         jax.export.export(jax.jit(oa.attention))(q, k, v)
     fails = jax.jit(oa.attention)
     fake.fake_fail(1, 700)
-    with pytest.raises(Exception, match=r"cuLaunchKernel(Ex)? failed with code 700 on GPU 0"):
+    with pytest.raises(Exception, match=r"cuLaunchKernel(Ex)? failed with code 700 on GPU 0") as caught:
         jax.block_until_ready(fails(q, k, v))
+    said = str(caught.value)
+    assert "on GPU 0: unknown to the driver. Launch: kernel attn_fwd_sm90_bf16_d64" in said
+    assert ", of attention of q bfloat16 (1, 64, 2, 64), k " in said
+    assert "What to do: free GPU memory if little is free" in said
     jax.block_until_ready(fails(q, k, v))
     print("faults")
 

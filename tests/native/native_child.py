@@ -18,14 +18,14 @@ from omniattn.arrays.identity import Same
 from tests.native.native_fakes import ALLOCATOR, WORKSPACES, Cache, Call, Layout, Tensor, capsule
 
 state = SimpleNamespace(modes=0, transform=None, grad=True, level=SimpleNamespace(_current_level=-1), environment={})
-failures: list[tuple[str, int]] = []
+failures: list[tuple[str, int, int, str]] = []
 made: list[Tensor] = []
 OPERATION, LAYOUT = object(), Layout()
 OPTIONS = (None, True, 0.5, (-1, 8), "exact")
 
 
-def fail(call: str, code: int) -> None:
-    failures.append((call, code))
+def fail(call: str, code: int, kernel: int, launch: str) -> None:
+    failures.append((call, code, kernel, launch))
     raise OSError(call)
 
 
@@ -64,7 +64,7 @@ def run(native: Any, call: Any) -> Any:
 
 
 def launch(operand: int, add: int = 0, cluster: Any = None, overlap: bool = False, maps: Any = ()) -> tuple[Any, ...]:
-    return 0x99, (3, 1, 1), 64, 16, cluster, overlap, bytes(256), ((0, operand, add),), maps
+    return 0x99, (3, 1, 1), 64, 16, cluster, overlap, bytes(256), ((0, operand, add),), maps, "usual"
 
 
 def entry(native: Any, objects: tuple[Any, ...], launches: Any, /, **changes: Any) -> Any:
@@ -81,7 +81,7 @@ def check_calls(native: Any) -> None:
     a_map = ((0, 1, 2, b"\1" * 128),)
     launches = (
         launch(0, 5), launch(1, overlap=True), launch(3), launch(4, cluster=(2, 1, 1), overlap=True),
-        (0x99, (1, 1, 1), 32, 0, None, True, bytes(128), (), a_map),
+        (0x99, (1, 1, 1), 32, 0, None, True, bytes(128), (), a_map, "map"),
     )  # fmt: skip
     assert native.learn(entry(native, (q, k, None), launches, workspace=500))
 
@@ -140,11 +140,11 @@ def check_calls(native: Any) -> None:
     assert run(native, call((Tensor(0x10, requires_grad=True), k, None))) is not None
     state.grad = True
     # Of two calls with other options each has its own entry; a failure of the driver is raised.
-    bad = ((0x99, (0, 1, 1), 64, 16, None, False, bytes(8), (), ()),)
+    bad = ((0x99, (0, 1, 1), 64, 16, None, False, bytes(8), (), (), "kernel that has no CTAs"),)
     assert native.learn(entry(native, (q, k, None), bad, options=(1,)))
     with pytest.raises(OSError, match="cuLaunchKernel"):
         run(native, call(options=(1,)))
-    assert failures == [("cuLaunchKernel", 1)]
+    assert failures == [("cuLaunchKernel", 1, 0x99, "kernel that has no CTAs")]
     native.clear()
     assert run(native, call()) is None
 
@@ -244,9 +244,9 @@ def check_caches_and_given(native: Any) -> None:
     for changes in (
         {"masks": ((9, 1),)}, {"makers": ((7, None),)}, {"workspace": 1 << 63}, {"alignment": 3}, {"placed": (5, 16)},
         {"placed": (0, 0)}, {"objects": (1, 2)}, {"launches": (launch(64),)}, {"launches": (launch(0),) * 9},
-        {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(8), ((1, 0, 0),), ()),)},
-        {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(5000), (), ()),)},
-        {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(128), (), ((0, 0, 0, b"short"),)),)}, {"masks": (3,)},
+        {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(8), ((1, 0, 0),), (), ""),)},
+        {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(5000), (), (), ""),)},
+        {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(128), (), ((0, 0, 0, b"short"),), ""),)}, {"masks": (3,)},
     ):  # fmt: skip
         try:
             entry(native, (q, out), (), **changes)

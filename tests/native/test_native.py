@@ -94,16 +94,17 @@ print("done")
 def test_a_program_as_the_module_takes_it() -> None:
     spec = REGISTRY[0]
     tensor_map = TensorMap("k", 2, "float16", (8, 8), (16,), (64, 1), 128)
-    record = LaunchRecord(spec, (3, 2, 1), 64, bytes(256), (Pointer(8, "o", 4),), (tensor_map,), (2, 1, 1), True)
+    record = LaunchRecord(spec, (4, 2, 1), 64, bytes(256), (Pointer(8, "o", 4),), (tensor_map,), (2, 1, 1), True)
     program, (kernel,) = program_of([record], ("q", "k", "o"))
     assert native.launches_of(program) is None, "kernels without a handle are launched by Python"
     kernel.function = 0x99  # type: ignore[attr-defined]
     made = native.launches_of(program)
     assert made is not None
-    ((function, grid, threads, smem, cluster, overlap, data, places, ((*place, tensor_map_bytes),)),) = made
-    assert (function, grid, threads, smem) == (0x99, (3, 2, 1), 64, spec.smem_bytes)
+    ((function, grid, threads, smem, cluster, overlap, data, places, ((*place, tensor_map_bytes),), text),) = made
+    assert (function, grid, threads, smem) == (0x99, (4, 2, 1), 64, spec.smem_bytes)
     assert (cluster, overlap, data, places) == ((2, 1, 1), True, bytes(256), ((8, 2, 4),))
     assert (place, len(tensor_map_bytes)) == ([128, 1, 2], 128)
+    assert text == program.texts[0] == str(record)
     assert kernel.maps[0] == ("float16", 1 << 20, (8, 8), (16,), (64, 1))
 
 
@@ -187,7 +188,7 @@ def test_options_are_learned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     (call,) = calls
     assert type(call.options) is not tuple
     repeat = SimpleNamespace(masks=(), makers=(), workspace_bytes=0)
-    native.learn(call, None, SimpleNamespace(records=(), kernels=(), operands=()), repeat)  # type: ignore[arg-type]
+    native.learn(call, None, SimpleNamespace(records=(), kernels=(), operands=(), texts=()), repeat)  # type: ignore[arg-type]
     ((operation, options, facts, *_),) = learned
     assert operation is call.operation
     assert options is call.options

@@ -98,6 +98,7 @@ class FakeEvents:
         self.captured_elsewhere = False
         self.failing: set[int] = set()
         self.depth = self.relaxations = 0
+        self.memory: dict[int, Any] = {}
         self._next = 100
 
     @contextmanager
@@ -142,3 +143,32 @@ class FakeEvents:
 
     def capturing(self, stream: int) -> bool:
         return stream in self.capture_streams
+
+    def new_stream(self) -> int:
+        assert self.depth
+        self._next += 1
+        return self._next
+
+    def allocate(self, num_bytes: int, stream: int) -> int:
+        """Host memory, which takes the place of the GPU's."""
+        assert self.depth
+        assert self.relaxations
+        memory = ctypes.create_string_buffer(num_bytes)
+        self.memory[ctypes.addressof(memory)] = memory
+        self.log.append(("allocate", num_bytes, stream))
+        return ctypes.addressof(memory)
+
+    def free(self, address: int, stream: int) -> None:
+        assert self.depth
+        del self.memory[address]
+        self.log.append(("free", stream))
+
+    def clear(self, address: int, num_bytes: int, stream: int) -> None:
+        assert self.depth
+        ctypes.memset(address, 0, num_bytes)
+        self.log.append(("clear", num_bytes, stream))
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        assert self.depth
+        ctypes.memmove(to, source, num_bytes)
+        self.log.append(("copy", num_bytes, stream))

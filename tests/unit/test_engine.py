@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 import omniattn as oa
 from omniattn import arrays, runtime
-from omniattn.errors import ArgumentError
+from omniattn.errors import ArgumentError, DriverError
 from omniattn.launch.structs import KV_COPY, STRUCTS, At, HostStruct
 from omniattn.plan import engine
 from omniattn.plan.cache import PlanCache
@@ -21,8 +23,9 @@ from omniattn.registry import REGISTRY
 from omniattn.runtime import record
 from omniattn.runtime.device import DeviceInfo
 from omniattn.runtime.driver import set_driver
-from omniattn.runtime.record import MAX_ARGUMENT_BYTES, LaunchRecord, Pointer
-from tests.unit.launch_fakes import program_of, unpacked
+from omniattn.runtime.driver_base import driver_error, launch_facts
+from omniattn.runtime.record import MAX_ARGUMENT_BYTES, LaunchRecord, Pointer, Program
+from tests.unit.launch_fakes import Kernel, program_of, unpacked
 
 LENS = np.array([5, 7], np.int32)
 STARTS = np.array([0, 3, 5], np.int32)
@@ -282,10 +285,45 @@ def record_of(size: int, pointers: tuple[Pointer, ...] = ()) -> LaunchRecord:
     return LaunchRecord(REGISTRY[0], (1, 2, 3), 64, bytes(range(256)) * (size // 256) + bytes(size % 256), pointers)
 
 
-def test_arguments_that_do_not_fit_are_refused() -> None:
+def test_what_no_driver_launches_is_refused() -> None:
     assert record_of(MAX_ARGUMENT_BYTES).num_ctas == 6
-    with pytest.raises(ValueError, match=f"{MAX_ARGUMENT_BYTES + 1} bytes of arguments, a kernel takes"):
+    with pytest.raises(ValueError, match=rf"{MAX_ARGUMENT_BYTES + 1} bytes of arguments: a kernel takes"):
         record_of(MAX_ARGUMENT_BYTES + 1)
+    one = record_of(256)
+    assert dataclasses.replace(one, grid=(2**31 - 1, 65535, 65535), threads=1024, cluster=(1, 5, 3)).num_ctas
+    for changes in (
+        {"grid": (0, 1, 1)}, {"grid": (2**31, 1, 1)}, {"grid": (1, 65536, 1)}, {"grid": (1, 1, 65536)},
+        {"grid": (1, 1, 0)}, {"threads": 0}, {"threads": 1056}, {"grid": (3, 1, 1), "cluster": (2, 1, 1)},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"kernel {one.spec.name}, grid"):
+            dataclasses.replace(one, **changes)
+
+
+def test_a_launch_that_fails_says_what_it_was() -> None:
+    class Failing(Kernel):
+        def launch(self, *args: Any, **options: Any) -> None:
+            memory = launch_facts({}, (3 << 20, 9 << 20))
+            raise driver_error("cuLaunchKernel", "CUDA_ERROR_OUT_OF_MEMORY", "no", memory) from KeyError("binding")
+
+    kernel = Failing(256)
+    one = dataclasses.replace(record_of(256, (Pointer(8, "a"),)), cluster=(1, 2, 1), overlap=True)
+    program = Program([one, one], ("a",), lambda spec: kernel, "attention of q float16 (1, 2, 3, 8)")  # type: ignore[arg-type]
+    first, second = program.launches
+    text = (
+        f"kernel {one.spec.name}, grid (1, 2, 3), block (64, 1, 1), cluster (1, 2, 1), {one.spec.smem_bytes} "
+        "bytes of dynamic shared memory, 256 bytes of arguments, overlapping the kernel before it, "
+        "of attention of q float16 (1, 2, 3, 8)"
+    )
+    assert program.texts == (text, text)
+    for launch in (first, second, program.launch):
+        with pytest.raises(DriverError) as caught:
+            launch(9, [0x100])
+        error = pickle.loads(pickle.dumps(caught.value))
+        assert (error.call, error.code) == ("cuLaunchKernel", "CUDA_ERROR_OUT_OF_MEMORY")
+        assert error.launch == f"{text}; 3 of 9 MiB of GPU memory are free"
+        begin = f"cuLaunchKernel failed with CUDA_ERROR_OUT_OF_MEMORY: no. Launch: {error.launch}. What to do: free"
+        assert str(error).startswith(begin)
+        assert isinstance(caught.value.__cause__, KeyError)  # what the binding raised
 
 
 def test_addresses_are_written_over_the_template() -> None:

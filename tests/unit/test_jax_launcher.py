@@ -44,8 +44,8 @@ class FakeProgram:
 
     launched: list[tuple[int, dict[str, int]]]
 
-    def __init__(self, records: Sequence[Any], operands: Sequence[str], load: Any) -> None:
-        self.records, self.operands = records, tuple(operands)
+    def __init__(self, records: Sequence[Any], operands: Sequence[str], load: Any, call: str) -> None:
+        self.records, self.operands, self.call = records, tuple(operands), call
         for record in records:
             load(record.spec)
 
@@ -102,6 +102,8 @@ def test_addresses_of_attention(launched: list[Any]) -> None:
                                     *_qkv(64, 64), jnp.zeros(4))  # fmt: skip
     assert signature.arrays == ("q", "k", "v", "sinks")
     assert launcher.workspace_bytes == 0
+    shapes = ", ".join(f"{name} bfloat16 (1, 64, 4, 64)" for name in "qkv")
+    assert launcher.plans[0].program.call == f"attention of {shapes}, sinks float32 (4,) under JAX"
     launcher(Context(), [Buffer(0x5000), Buffer(0x6000)], *(Buffer(0x1000 * i) for i in (1, 2, 3, 4)))
     ((stream, found),) = launched
     assert stream == 77

@@ -38,7 +38,6 @@ def test_which_masks_are_copied() -> None:
     for shape, changes in (
         (ODD, {"mask_map": True}),
         (ODD, {"varlen": True}),
-        (ODD, {"scratch": False}),
         (ODD, {"block_mask": BlockMaskProblem((1, 1), (0, 0, 0, 0))}),
         (replace(ODD, broadcast="q"), {}),
         (replace(ODD, kind="bool"), {}),

@@ -115,7 +115,6 @@ CHOSEN = [
     (problem_with("float32", FULL), "attn_fwd_sm90_bf16_d128_m64n64_bias32"),
     (problem_with("io", FULL, softcap=2.0), "attn_fwd_sm90_bf16_d128_m64n64_bias16"),
     (problem_with("io", FULL, mask_map=False), "attn_fwd_sm90_bf16_d128_m64n64_bias16"),
-    (problem_with("io", FULL, mask_map=False, scratch=False), "attn_fwd_sm80_bf16_d128_m64n64_mods"),
     (problem_with("io", FULL, mask_map=False, seqlen_q=32), "attn_fwd_sm80_bf16_d128_mods"),
     (problem(softcap=2.0, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
     (problem(softmax_scale=-1.0, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
@@ -126,19 +125,15 @@ CHOSEN = [
     (problem_with("io", FULL, softcap=2.0, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_bias16"),
     (problem_with("float32", FULL, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_bias32"),
     (problem_with("float32", FULL, mask_map=False, **PACKED), "attn_fwd_sm80_bf16_d128_mods"),
-    (problem_with("bool", FULL, scratch=False, **PACKED), "attn_fwd_sm80_bf16_d128_mods"),
     (problem_with("bool", (0, 0, 1, 0), **PACKED), "attn_fwd_sm80_bf16_d128_mods"),
     # A mask expression: tiles are found where the longest sequence is known.
     (problem(score_mod=MASK_MOD, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks"),
     (problem(score_mod=MASK_MOD, softcap=2.0, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks_softcap"),
     (problem(score_mod=MASK_MOD, varlen=True), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
-    (problem(score_mod=MASK_MOD, scratch=False, **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
     (problem(score_mod=ScoreModProblem("score", None, ()), **PACKED), "attn_fwd_sm90_bf16_d128_m192n64_varlen_softcap"),
     (problem(softcap=2.0, tensor_maps=False), "attn_fwd_sm80_bf16_d128_m64n64_mods"),
-    # A mask of a bit a query would be packed into one of a bit a score; no memory to pack it into; too many tiles.
+    # A mask of a bit a query would be packed into one of a bit a score; too many tiles.
     (problem_with("bool", (0, 0, 1, 0)), "attn_fwd_sm80_bf16_d128_m64n64_mods"),
-    (problem_with("bool", FULL, scratch=False), "attn_fwd_sm80_bf16_d128_m64n64_mods"),
-    (problem_with("io", FULL, scratch=False), "attn_fwd_sm90_bf16_d128_m64n64_bias16"),
     (problem(softcap=2.0, seqlen_k=64 * MAX_TILES), "attn_fwd_sm90_bf16_d128_m192n64_softcap"),
     (problem(softcap=2.0, seqlen_k=64 * MAX_TILES + 1), "attn_fwd_sm80_bf16_d128_mods"),
     (problem(seqlen_k=64 * MAX_TILES + 1), "attn_fwd_sm90_bf16_d128_m192n64"),
@@ -166,7 +161,6 @@ CHOSEN_INT8 = [
     # Masks of packed sequences, and those that nothing packs or maps.
     (problem_with("bool", FULL, varlen=True), "attn_int8_sm80_bf16_d128_mods"),
     (problem_with("io", FULL, mask_map=False), "attn_int8_sm80_bf16_d128_mods"),
-    (problem_with("bool", FULL, scratch=False), "attn_int8_sm80_bf16_d128_mods"),
     (problem(softcap=2.0, tensor_maps=False), "attn_int8_sm80_bf16_d128_mods"),
 ]
 
@@ -290,9 +284,8 @@ AMPERE = Target((8, 0), 163 << 10, 108)
         (problem_with("float32", (KEYS, 0, 0, 1)), True),
         (problem_with("io", FULL), False),
         (problem(softcap=2.0), False),
-        # A mask of a bit a query would be packed into one of a bit a score; no memory to pack it into; too many tiles.
+        # A mask of a bit a query would be packed into one of a bit a score; too many tiles.
         (problem_with("bool", (0, 0, 1, 0)), False),
-        (problem_with("bool", FULL, scratch=False), False),
         (problem_with("bool", FULL, varlen=True, max_seqlen_q=ROWS, max_seqlen_k=KEYS), False),
         (problem_with("bool", (0, 0, 0, 1), seqlen_k=64 * MAX_TILES + 1), False),
     ],

@@ -287,7 +287,7 @@ def test_others_are_not(extents: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"scratch": False}, {"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}],
+    [{"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}],
     ids=str,
 )  # fmt: skip
 def test_what_no_split_serves_is_not_split(changes: dict[str, Any]) -> None:

@@ -246,7 +246,7 @@ def test_operands_of_the_caller_need_room_for_results_alone() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"scratch": False}, {"seqlen_k": 0}, {"varlen": True}, {"softcap": 30.0}, {"mask": "bool"},
+        {"seqlen_k": 0}, {"varlen": True}, {"softcap": 30.0}, {"mask": "bool"},
         {"tensor_maps": False}, {"precision": Int8(smooth_q=True).precision}, {"precision": Fp8().precision},
         {"precision": Int4().precision}, {"precision": Int8(pv="fp16").precision},
         {"precision": FP8_ARRAYS}, {"precision": oa.problems.EXACT},

@@ -410,7 +410,7 @@ def test_a_step_with_scores_takes_longer() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"seqlen_k": 1000}, {"batch": 64}, {"seqlen_q": 4096, "seqlen_k": 4096}, {"scratch": False}, {"varlen": True},
+        {"seqlen_k": 1000}, {"batch": 64}, {"seqlen_q": 4096, "seqlen_k": 4096}, {"varlen": True},
         {"tensor_maps": False}, {"precision": Int8(pv="fp16").precision},
     ],
     ids=str,

@@ -97,7 +97,6 @@ def test_lse_of_quantized_operands() -> None:
         {"softcap": 30.0},
         {"softmax_scale": -1.0},
         {"mask": "bool"},
-        {"scratch": False},
         {"precision": oa.Int8(smooth_q=True).precision},
     ],
     ids=str,

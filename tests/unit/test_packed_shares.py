@@ -484,7 +484,7 @@ def test_forced(spec: Any) -> None:
     p = packed_problem(3, 30, 300, 8, 2, spec.head_dim, dtype=spec.dtype)
     assert plan_attention(p, HOPPER, spec.name).records[0].spec.name == spec.name
     unfit = {"mask": "bool"} if spec.features else {"softcap": 3.0}
-    for changes in ({"varlen": False}, unfit, {"tensor_maps": False}, {"scratch": False}):
+    for changes in ({"varlen": False}, unfit, {"tensor_maps": False}):
         with pytest.raises(ArgumentError):
             plan_attention(dataclasses.replace(p, **changes), HOPPER, spec.name)
 

@@ -182,9 +182,11 @@ class FakeCupy:
             "moduleUnload": lambda module: self.calls.append(("unload",)),
             "funcSetAttribute": lambda *args: self.calls.append(("attribute", *args)),
             "launchKernel": launch,
+            "funcGetAttribute": lambda attribute, function: attribute + 10,
         }
         for name, function in functions.items():
             setattr(cu, name, function)
+        rt.memGetInfo = lambda: (5 << 20, 100 << 20)  # type: ignore[attr-defined]
         rt.driverGetVersion = lambda: self.version  # type: ignore[attr-defined]
         rt.getDeviceCount = lambda: 2  # type: ignore[attr-defined]
         rt.setDevice = lambda ordinal: set_context(100 + ordinal)  # type: ignore[attr-defined]
@@ -232,7 +234,11 @@ def test_cupy_driver(cupy: FakeCupy) -> None:
         ) as caught:
             launch((2, 1, 1), 128, 0, 0, LaunchAttributes((2, 1, 1)))
         assert "cuda-bindings" in str(caught.value)
-        with pytest.raises(DriverError, match=r"cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: invalid argument"):
+        said = (
+            r"cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: invalid argument\. Launch: the kernel has 14 "
+            ".*up to 18 bytes of dynamic shared memory; 5 of 100 MiB of GPU memory are free.*report it with this"
+        )
+        with pytest.raises(DriverError, match=said):
             launch((0, 1, 1), 128, 0, 0, None)
     assert cupy.current == 0
     assert cupy.calls == [

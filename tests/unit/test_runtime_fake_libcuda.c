@@ -170,6 +170,30 @@ Result cuKernelSetAttribute(int attribute, int value, void *kernel, int device) 
     return 0;
 }
 Result cuKernelGetFunction(void **function, void *kernel) { *function = kernel; return depth ? 0 : 201; }
+Result cuFuncGetAttribute(int *value, int attribute, void *function) { *value = 100 + attribute; return 0; }
+
+// Memory of the host, in the order of streams.
+Result cuMemGetInfo_v2(size_t *memory, size_t *all) { *memory = 31 << 20, *all = (size_t)81559 << 20; return depth ? 0 : 201; }
+Result cuMemAllocAsync(void **memory, size_t bytes, void *stream) {
+    trace("%zu bytes on %p in capture mode %d\n", bytes, stream, capture_mode);
+    *memory = malloc(bytes);
+    return depth ? 0 : 201;
+}
+Result cuMemFreeAsync(void *memory, void *stream) { trace("free on %p\n", stream); free(memory); return depth ? 0 : 201; }
+Result cuMemsetD8Async(void *memory, unsigned char value, size_t bytes, void *stream) {
+    trace("%zu bytes are %d on %p\n", bytes, value, stream);
+    memset(memory, value, bytes);
+    return 0;
+}
+Result cuMemcpyDtoDAsync_v2(void *to, void *from, size_t bytes, void *stream) {
+    trace("copy %zu bytes on %p\n", bytes, stream);
+    memcpy(to, from, bytes);
+    return 0;
+}
+Result cuMemcpyDtoH_v2(void *to, void *from, size_t bytes) { memcpy(to, from, bytes); return 0; }
+Result cuStreamSynchronize(void *stream) { trace("wait for %p\n", stream); return 0; }
+Result cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)0x51DE; return flags == 1 ? 0 : 1; }
+Result cuStreamWaitEvent(void *stream, void *event, unsigned flags) { trace("%p waits\n", stream); return flags ? 1 : 0; }
 
 Result cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned smem,
                       void *stream, void **params, void **extra) {

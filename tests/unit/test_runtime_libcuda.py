@@ -71,6 +71,37 @@ def test_events_are_queried_in_relaxed_capture_mode(libcuda: Path) -> None:
     ]
 
 
+def test_memory_in_the_order_of_streams(libcuda: Path) -> None:
+    code = """
+import numpy as np
+from omniattn.arrays import capsule
+from omniattn.arrays.exporter import OwnArray
+one = OwnArray((2, 4), "float32", "cuda", 0x7000, 1)
+one.clear(0x7000)
+taken = capsule.Capsule(one.__dlpack__(stream=0x8000), "x")
+copied = capsule.Capsule(one.__dlpack__(stream=0x9000, copy=True), "x")
+host = capsule.Capsule(one.__dlpack__(dl_device=(1, 0)), "x")
+print(host.shape, host.dtype, *(ctypes.string_at(x.ptr, 32) == bytes(32) for x in (host, copied)))
+del one
+taken.release()
+print("end")
+copied.release()
+"""
+    out, calls = run(libcuda, code)
+    assert out == "(2, 4) float32 True True\nend\n"
+    kinds = ("bytes", "waits", "recorded", "free", "wait for")
+    assert [call for call in calls if any(kind in call for kind in kinds)] == [
+        "32 bytes on 0x7000 in capture mode 2", "event recorded on 0x7000",
+        "32 bytes are 0 on 0x7000", "event recorded on 0x7000",
+        "0x8000 waits",
+        "32 bytes on 0x9000 in capture mode 2", "event recorded on 0x9000", "0x9000 waits", "copy 32 bytes on 0x9000",
+        "event recorded on 0x9000", "0x9000 waits",
+        "0x51de waits", "wait for 0x51de",
+        "event recorded on 0x8000", "0x51de waits", "free on 0x51de",
+        "event recorded on 0x9000", "0x51de waits", "free on 0x51de",
+    ]  # fmt: skip
+
+
 def test_device_info(libcuda: Path) -> None:
     out, calls = run(libcuda, "print(device_info(1)); attempt(lambda: device_info(2))")
     assert out.splitlines() == [
@@ -130,8 +161,14 @@ print(get_driver().current_device())
     assert out.splitlines() == [
         "DriverError cuLibraryGetKernel failed with CUDA_ERROR_NO_BINARY_FOR_GPU: text of the driver",
         "DriverError cuLibraryGetKernel failed with CUDA_ERROR_NOT_FOUND: text of the driver",
-        "DriverError cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: invalid argument",
-        "DriverError cuLaunchKernelEx failed with CUDA_ERROR_INVALID_VALUE: invalid argument",
+        *(
+            f"DriverError {call} failed with CUDA_ERROR_INVALID_VALUE: invalid argument. Launch: the kernel has 104 "
+            "registers a thread, 103 bytes of local memory a thread, CTAs of up to 100 threads, 101 bytes of static "
+            "shared memory, up to 108 bytes of dynamic shared memory; 31 of 81559 MiB of GPU memory are free. What to "
+            "do: free GPU memory and call again, if little is free: the first launch of a kernel takes local memory "
+            "for all threads that the GPU can hold. Otherwise report it with this message"
+            for call in ("cuLaunchKernel", "cuLaunchKernelEx")
+        ),
         "None",
     ]
     assert calls.count("unload") == 2

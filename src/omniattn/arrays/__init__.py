@@ -19,7 +19,8 @@ framework   kernel runs on (without ``stream=``)     result is safe to use
 torch       torch's current stream                   on that stream
 CuPy        CuPy's current stream                    on that stream
 JAX         legacy default stream, after the inputs  anywhere in JAX: it waits for the kernel
-other       legacy default stream, after the inputs  in the library, if it has ``from_dlpack``; else on that stream
+other       legacy default stream, after the inputs  in the library, if it has ``from_dlpack``; else on that stream.
+                                                     An array of our own: in whatever imports it
 ==========  =======================================  ==========================================================
 
 With ``stream=`` the kernel runs there, after what the framework has queued for the inputs; torch and CuPy results are
@@ -52,6 +53,7 @@ __all__ = [
     "empty_like_framework",
     "e4m3_bytes",
     "finish",
+    "has_tracer",
     "is_autocast",
     "is_e4m3",
     "needs_gradient",
@@ -143,23 +145,35 @@ def needs_gradient(objects: Sequence[Any]) -> bool:
     return _needs_gradient(objects)
 
 
-#: Whether a class is one of JAX's tracers.
-_tracers: dict[type, bool] = {}
+#: Of a class: whether its objects are JAX's tracers; None where they are not JAX's at all.
+_tracers: dict[type, bool | None] = {}
+
+
+def _is_tracer(obj: Any) -> bool | None:
+    cls = type(obj)
+    if cls not in _tracers:
+        names = {base.__name__ for base in cls.__mro__ if base.__module__.partition(".")[0] in ("jax", "jaxlib")}
+        _tracers[cls] = "Tracer" in names if names & {"ArrayImpl", "Array", "Tracer"} else None
+    return _tracers[cls]
+
+
+def has_tracer(objects: Sequence[Any]) -> bool:
+    """Whether one of these is a JAX tracer."""
+    return "jax" in sys.modules and any(map(_is_tracer, objects))
 
 
 def traced_by_jax(objects: Sequence[Any]) -> bool:
-    """Whether one of these is a JAX tracer."""
+    """Whether JAX has to see a call on these: one is a tracer, or an array of its own where it traces: a constant."""
     if "jax" not in sys.modules:
         return False
-    for obj in objects:
-        cls = type(obj)
-        if cls not in _tracers:
-            _tracers[cls] = any(
-                base.__name__ == "Tracer" and base.__module__.partition(".")[0] == "jax" for base in cls.__mro__
-            )
-        if _tracers[cls]:
-            return True
-    return False
+    kinds = {_is_tracer(obj) for obj in objects}
+    if True in kinds:
+        return True
+    if False not in kinds:
+        return False
+    from . import from_dlpack
+
+    return from_dlpack.jax_traces()
 
 
 def needs_operator(objects: Sequence[Any]) -> bool:
@@ -294,19 +308,10 @@ def empty_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Ten
 
     Raises
     ------
-    ArgumentError
-        A plain DLPack exporter whose library has no array API ``empty``: the user has to pass ``out=``.
+    UnsupportedError
+        A library that gives no memory, while a CUDA graph is captured.
     """
     return _empties[ref.framework](ref, shape, dtype)
-
-
-def can_allocate(ref: Tensor, dtype: str) -> bool:
-    """Whether `empty_like_framework` can give arrays of this element type: not every library with DLPack can."""
-    if ref.framework != "dlpack":
-        return True
-    from . import from_dlpack
-
-    return from_dlpack.has_empty(ref, dtype)
 
 
 def zeros_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -325,7 +330,9 @@ def zeros_like_framework(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Ten
 
         from_numpy.clear_cupy(t)
     else:
-        t.obj[...] = 0
+        from . import from_dlpack
+
+        from_dlpack.clear(t)
     return t
 
 

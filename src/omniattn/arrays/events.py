@@ -49,6 +49,21 @@ class EventBackend(Protocol):
     def capturing(self, stream: int) -> bool:
         """Whether the stream is recording a CUDA graph."""
 
+    def new_stream(self) -> int:
+        """Make a stream that waits for no other one."""
+
+    def allocate(self, num_bytes: int, stream: int) -> int:
+        """Memory of the driver's pool, to be used on ``stream``."""
+
+    def free(self, address: int, stream: int) -> None:
+        """Give it back, behind what is queued on ``stream``."""
+
+    def clear(self, address: int, num_bytes: int, stream: int) -> None:
+        """Queue zeros."""
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        """Queue a copy on the GPU."""
+
 
 class _CudaBindings:
     """Events through cuda-bindings."""
@@ -101,6 +116,22 @@ class _CudaBindings:
     def capturing(self, stream: int) -> bool:
         status = self._check("cuStreamIsCapturing", self._cu.cuStreamIsCapturing(stream))
         return bool(status != self._cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def new_stream(self) -> int:
+        flags = self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self._check("cuStreamCreate", self._cu.cuStreamCreate(flags)))
+
+    def allocate(self, num_bytes: int, stream: int) -> int:
+        return int(self._check("cuMemAllocAsync", self._cu.cuMemAllocAsync(num_bytes, stream)))
+
+    def free(self, address: int, stream: int) -> None:
+        self._check("cuMemFreeAsync", self._cu.cuMemFreeAsync(address, stream))
+
+    def clear(self, address: int, num_bytes: int, stream: int) -> None:
+        self._check("cuMemsetD8Async", self._cu.cuMemsetD8Async(address, 0, num_bytes, stream))
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        self._check("cuMemcpyDtoDAsync", self._cu.cuMemcpyDtoDAsync(to, source, num_bytes, stream))
 
 
 #: ``CU_STREAM_CAPTURE_MODE_RELAXED``.
@@ -162,18 +193,53 @@ class _Cupy:
     def capturing(self, stream: int) -> bool:
         return bool(self._call("streamIsCapturing", stream))
 
+    def new_stream(self) -> int:
+        return int(self._call("streamCreateWithFlags", self._rt.streamNonBlocking))
+
+    def allocate(self, num_bytes: int, stream: int) -> int:
+        return int(self._call("mallocAsync", num_bytes, stream))
+
+    def free(self, address: int, stream: int) -> None:
+        self._call("freeAsync", address, stream)
+
+    def clear(self, address: int, num_bytes: int, stream: int) -> None:
+        self._call("memsetAsync", address, 0, num_bytes, stream)
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        self._call("memcpyAsync", to, source, num_bytes, self._rt.memcpyDeviceToDevice, stream)
+
 
 _backend: EventBackend | None = None
+#: Streams of our own, by GPU.
+_side_streams: dict[int, int] = {}
 
 
-def set_backend(backend: EventBackend | None) -> None:
-    """Use ``backend`` from now on (tests); None: choose again at the next use."""
-    global _backend
-    _backend = backend
+def era() -> int:
+    """A number: what was made under another one means nothing to the driver of now."""
+    return _era
+
+
+def side_stream(ordinal: int) -> int:
+    """A stream of this package alone, which waits for no other one and lives as long as the process."""
+    found = _side_streams.get(ordinal)
+    if found is None:
+        # No lock: this runs in finalizers too. Two threads at once make one stream too many.
+        with backend().context(ordinal), backend().relaxed():
+            found = _side_streams.setdefault(ordinal, backend().new_stream())
+    return found
+
+
+def set_backend(other: EventBackend | None) -> None:
+    """Use another one from now on (tests); None: choose again at the next use."""
+    global _backend, _era
+    _backend = other
+    _era += 1
     _pending.clear()
+    _side_streams.clear()
 
 
-def _get() -> EventBackend:
+def backend() -> EventBackend:
+    """The driver's calls."""
     global _backend
     if _backend is None:
         # The same binding as the kernels' loader, so that OMNIATTN_DRIVER rules both.
@@ -198,7 +264,7 @@ class Event:
         self._handle = 0
         self._era = _era
         self.ordinal = ordinal
-        self._backend = _get()
+        self._backend = backend()
         with self._backend.context(ordinal):
             self._handle = self._backend.create()
             self._backend.record(self._handle, stream)
@@ -224,9 +290,8 @@ class Event:
 
 def capturing(stream: int, ordinal: int) -> bool:
     """Whether a stream of GPU ``ordinal`` is recording a CUDA graph."""
-    backend = _get()
-    with backend.context(ordinal):
-        return backend.capturing(stream)
+    with backend().context(ordinal):
+        return backend().capturing(stream)
 
 
 #: Counts resets: the handles of events from before one mean nothing (in a forked child, under another driver).
@@ -277,6 +342,7 @@ def _forget() -> None:
     # The memory of what is pending belongs to the parent of a forked child.
     _era += 1
     _pending.clear()
+    _side_streams.clear()
     _backend = None
     _lock = threading.Lock()
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError
 from . import capsule as dlpack
 from .events import Event
+from .exporter import Exporter, OwnArray
+from .from_numpy import NOT_EXPORTED, empty_numpy
 from .tensor import CapsuleTensor, Tensor, fill
 
 
@@ -26,13 +30,15 @@ def request(obj: Any, argument: str, stream: int | None) -> dlpack.Capsule:
         The exporter refused; its own error is the cause.
     """
     options: dict[str, Any] = {} if stream is None else {"stream": stream_for_exporter(stream)}
+    # Of an array of our own without its note of who reads it: `arrays.release` keeps what our kernels read.
+    export = functools.partial(Exporter.__dlpack__, obj) if isinstance(obj, OwnArray) else obj.__dlpack__
     try:
         try:
-            made = obj.__dlpack__(**options, max_version=dlpack.MAX_VERSION)
+            made = export(**options, max_version=dlpack.MAX_VERSION)
         except (TypeError, NotImplementedError):
             # An exporter from before DLPack 1.0 does not know max_version, or refuses it. If the error came from
             # elsewhere it comes again.
-            made = obj.__dlpack__(**options)
+            made = export(**options)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(
             argument,
@@ -90,6 +96,38 @@ def jax_describer(cls: type) -> Callable[[Any, str, int | None], Tensor]:
     return _refuse_tracer if tracer else describe_jax
 
 
+@functools.cache
+def _trace_query() -> tuple[Callable[[], Any], Any]:
+    """JAX's function that tells one trace from another, and what it says where there is none."""
+    import jax
+    from jax.extend import core
+
+    # JAX 0.10 has it in another place than those before it.
+    query = getattr(core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
+    query = functools.partial(query, convention="flax")
+    nowhere: list[Any] = []
+    # Traces are a thread's own, and a new one has none.
+    thread = threading.Thread(target=lambda: nowhere.append(query()))
+    thread.start()
+    thread.join()
+    return query, nowhere[0]
+
+
+def jax_traces() -> bool:
+    """Whether JAX puts what is done with its arrays into a program here, instead of doing it.
+
+    Not every transformation does: outside of jit, vmap and grad compute at once what does not depend on their argument.
+    Only an operation shows that; where nothing is transformed there is a faster question.
+    """
+    query, nowhere = _trace_query()
+    if query() == nowhere:
+        return False
+    import jax
+    from jax import numpy as jnp
+
+    return isinstance(jnp.empty(()), jax.core.Tracer)
+
+
 def _refuse_tracer(obj: Any, argument: str, stream: int | None = None) -> Tensor:
     raise UnsupportedError(
         f"argument {argument!r} is a JAX tracer ({type(obj).__name__}), which has no memory yet",
@@ -113,10 +151,16 @@ def resync(t: CapsuleTensor, stream: int) -> None:
 
 def empty_jax(ref: Tensor, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Tensor:
     """A new JAX array on ``ref``'s device, from JAX's allocator; uninitialized (JAX 0.11) unless ``zeros``."""
+    import jax
     from jax import numpy as jnp
 
     (device,) = ref.obj.devices()
     obj = (jnp.zeros if zeros else jnp.empty)(shape, dtype=dtype, device=device)
+    if isinstance(obj, jax.core.Tracer):
+        raise UnsupportedError(
+            "a new JAX array with memory, in a function that JAX traces",
+            instead="making it (a KV cache, say) outside of the function, as one of its arguments",
+        )
     if str(obj.dtype) != dtype:
         raise UnsupportedError(
             f"JAX made {obj.dtype} instead of {dtype}", instead='jax.config.update("jax_enable_x64", True)'
@@ -125,38 +169,34 @@ def empty_jax(ref: Tensor, shape: tuple[int, ...], dtype: str, *, zeros: bool = 
 
 
 def empty_dlpack(ref: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """A new array of ``ref``'s library, by the ``empty`` of its array API namespace."""
-    obj = ref.obj
-    namespace, make, element = _maker(ref, dtype)
-    if make is None or element is None:
-        missing = "no array API namespace with empty()" if make is None else f"no element type {dtype}"
-        raise ArgumentError(
-            "out",
-            f"an array for the result, because {type(obj).__module__}.{type(obj).__qualname__} has {missing}",
-            "None",
-            hint="Pass out= (and no return_lse), or convert the inputs to torch, CuPy, JAX or NumPy arrays",
-        )
-    options = {"device": obj.device} if hasattr(obj, "device") else {}
-    t = _own(describe_dlpack(make(shape, dtype=element, **options), "out", _synced(ref)))
-    if t.device_name != ref.device_name:
-        raise DeviceError(
-            "out", f"{ref.device_name}, as the inputs", f"{t.device_name} from {namespace.__name__}.empty"
-        )
-    return t
+    """A new array of ``ref``'s library, by the ``empty`` of its array API namespace.
 
-
-def has_empty(ref: Tensor, dtype: str) -> bool:
-    """Whether `empty_dlpack` has what it needs."""
-    _, make, element = _maker(ref, dtype)
-    return make is not None and element is not None
-
-
-def _maker(ref: Tensor, dtype: str) -> tuple[Any, Any, Any]:
-    """The library's namespace, its ``empty``, and its element type; None for what it lacks."""
-    obj = ref.obj
-    namespace = _namespace(obj)
+    Of a library that has none, or not this element type: on the CPU NumPy's, where NumPy can export it again; else one
+    of our own.
+    """
+    obj, namespace = ref.obj, _namespace(ref.obj)
+    make = getattr(namespace, "empty", None)
     element = obj.dtype if dtype == ref.dtype and hasattr(obj, "dtype") else getattr(namespace, dtype, None)
-    return namespace, getattr(namespace, "empty", None), element
+    if make is not None and element is not None:
+        options = {"device": obj.device} if hasattr(obj, "device") else {}
+        t = _own(describe_dlpack(make(shape, dtype=element, **options), "out", _synced(ref)))
+        if t.device_name != ref.device_name:
+            raise DeviceError(
+                "out", f"{ref.device_name}, as the inputs", f"{t.device_name} from {namespace.__name__}.empty"
+            )
+        return t
+    if ref.device == "cpu" and dtype not in NOT_EXPORTED:
+        return empty_numpy(ref, shape, dtype)
+    synced = _synced(ref)
+    return _own(describe_dlpack(OwnArray(shape, dtype, ref.device, synced or 0, ref.ordinal), "out", synced))
+
+
+def clear(t: Tensor) -> None:
+    """Fill an array of `empty_dlpack` on a GPU with zeros."""
+    if isinstance(t.obj, OwnArray):
+        t.obj.clear(_synced(t) or 0)
+    else:
+        t.obj[...] = 0
 
 
 def _namespace(obj: Any) -> Any:
@@ -175,56 +215,6 @@ def _own(t: Tensor) -> CapsuleTensor:
     return t
 
 
-class Exporter:
-    """A result on its way into its owner's library.
-
-    The library's own ``from_dlpack`` asks for the capsule and names the stream on which it will read; that stream is
-    made to wait for our kernel.
-
-    Parameters
-    ----------
-    tensor : CapsuleTensor
-        The result; kept alive as long as the library holds what it imported.
-    event : Event or None
-        Recorded behind the kernel; None on the CPU.
-    """
-
-    __slots__ = ("_event", "_tensor")
-
-    def __init__(self, tensor: CapsuleTensor, event: Event | None) -> None:
-        self._tensor = tensor
-        self._event = event
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Device type and number."""
-        return (dlpack.CPU, 0) if self._tensor.device == "cpu" else (dlpack.CUDA, self._tensor.ordinal)
-
-    def __dlpack__(
-        self,
-        *,
-        stream: int | None = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any:
-        """Make the capsule; ``stream``: None and 1 are the legacy default stream, -1 asks for no waiting."""
-        device = self.__dlpack_device__()
-        if copy:
-            raise BufferError("omniattn exports its results without copies")
-        if dl_device is not None and (int(dl_device[0]), int(dl_device[1])) != device:
-            raise BufferError(f"omniattn exports this result on DLPack device {device}, not {tuple(dl_device)}")
-        if self._event is None:
-            if stream is not None and stream != -1:
-                raise BufferError(f"an array on the CPU takes no stream, received {stream}")
-        elif stream != -1:
-            if stream is not None and (stream == 0 or stream < -1):
-                raise BufferError(f"stream must be -1, 1, 2 or a CUDA stream handle, received {stream}")
-            self._event.make_wait(0 if stream in (None, 1) else stream)
-        t = self._tensor
-        versioned = max_version is not None and max_version[0] >= 1
-        return dlpack.export(t.ptr, t.shape, t.strides, t.dtype, device, t, versioned=versioned)
-
-
 def finish(t: CapsuleTensor, stream: int) -> Any:
     """Hand a result to its library, whose next use of it then waits for the kernel."""
     if 0 in t.shape:
@@ -236,7 +226,8 @@ def hand_over(t: CapsuleTensor, event: Event | None) -> Any:
     """Hand an array that a kernel writes to its library, whose next use of it then waits for ``event``.
 
     JAX: the array of `empty_jax` is never shown to the user; the imported one has the same memory and keeps it alive.
-    Other libraries: the import is made for its wait, and because a library may track readiness by array.
+    Other libraries: the import is made for its wait, and because a library may track readiness by array. Arrays of our
+    own have whoever imports them wait.
     """
     exporter = Exporter(t, event)
     if t.framework == "jax":
@@ -244,6 +235,9 @@ def hand_over(t: CapsuleTensor, event: Event | None) -> Any:
 
         return jax_dlpack.from_dlpack(exporter)
     if event is None:
+        return t.obj
+    if isinstance(t.obj, OwnArray):
+        t.obj.written_before(event)
         return t.obj
     take = _importer(t.obj)
     if take is None:

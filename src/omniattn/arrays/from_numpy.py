@@ -9,6 +9,9 @@ from ..errors import DtypeError, StrideError, UnsupportedError
 from .strides import has_plain_rows
 from .tensor import ITEMSIZE, Tensor, fill
 
+#: Element types that NumPy has from ml_dtypes, and does not export by DLPack.
+NOT_EXPORTED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
 #: numpy.dtype -> our name; None where it has none. Hashing a dtype is cheap, asking for its name is not.
 _names: dict[Any, str | None] = {}
 
@@ -30,7 +33,7 @@ def numpy_dtype(name: str) -> Any:
     """The ``numpy.dtype`` for one of our names."""
     import numpy as np
 
-    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+    if name in NOT_EXPORTED:
         try:
             import ml_dtypes
         except ModuleNotFoundError:

@@ -116,7 +116,6 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
         dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *window, scale, common.softcap, mask,
         sinks, varlen, precision, common.deterministic, maps, None, common.return_lse, layout, longest_q, longest_k,
         maps and mask in ("float32", "io") and mask_has_map(tensors["mask"], mask_strides),
-        arrays.can_allocate(q, "uint8"),
         AttentionStrides(
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
             three(o_shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,

@@ -127,9 +127,7 @@ def _with_rows(forward: AttentionProblem, tensors: dict[str, Tensor], function: 
     assert forward.strides is not None
     of_o = checks.canonical_strides(o.shape, o.strides, forward.layout, forward.varlen)
     strides = replace(forward.strides, o=of_o, lse=_row_strides(tensors["lse"]))
-    return replace(
-        forward, lse=True, tensor_maps=maps, strides=strides, scratch=arrays.can_allocate(q, "uint8"),
-    )  # fmt: skip
+    return replace(forward, lse=True, tensor_maps=maps, strides=strides)
 
 
 def _check_score_mod(forward: AttentionProblem, call: Call, tensors: dict[str, Tensor], function: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .. import arguments, arrays
+from .. import arguments
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from ..launch.score_mod import DTYPES, PREFIX
@@ -43,8 +43,6 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
             f"{function}(): {' and '.join(given)} with precision={problem.precision.name!r}",
             instead="precision='exact'",
         )
-    # Both take memory for what is found out about tiles.
-    problem = replace(problem, scratch=arrays.can_allocate(tensors["q"], "uint8"))
     if size is not None:
         problem = replace(problem, block_mask=_check_block_mask(problem, tensors["block_mask"], size, function))
     if texts is not None:

@@ -243,7 +243,6 @@ def check_operands(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
         maps, operands, common.return_lse, options.layout,
         *(extents if varlen else (0, 0)),
         maps and mask in ("float32", "io") and mask_has_map(tensors["mask"], mask_strides),
-        mask == "none" or arrays.can_allocate(tensors["q_int"], "uint8"),
     )  # fmt: skip
     o_strides = check_out(tensors, problem.o_shape, operands.dtype, function)
     if on_gpu and operands.dtype not in values.GPU_DTYPES:

@@ -99,7 +99,7 @@ class WithLeaves:
         leaves = self.__dict__.get("_leaves")
         if leaves is None or name not in _OF_MEMORY:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if self.traced:
+        if arrays.has_tracer(tuple(leaves.values())):
             if name == "_device_name":
                 return "traced by JAX"
             raise UnsupportedError(
@@ -121,9 +121,10 @@ class WithLeaves:
 
     @property
     def traced(self) -> bool:
-        """Whether the arrays are JAX tracers."""
+        """Whether JAX has to see calls on the cache, see `arrays.traced_by_jax`."""
         leaves = self.leaves
-        return leaves is not None and arrays.traced_by_jax(tuple(leaves.values()))
+        found = [t.obj for t in self._planes.values()] if leaves is None else list(leaves.values())
+        return arrays.traced_by_jax(found)
 
     def let_go(self, of: CacheFacts, leaves: dict[str, Any]) -> None:
         """Hold these arrays and know nothing of their memory: nobody can donate what is exported.

@@ -126,7 +126,7 @@ def pay(problem: AttentionProblem) -> bool:
         return False
     if problem.mask_form == "bits" and problem.one_mask_for_all_keys:
         return False  # larger than the mask
-    return takes(problem) and problem.scratch and problem.seqlen_k <= MASK_TILE * MAX_TILES
+    return takes(problem) and problem.seqlen_k <= MASK_TILE * MAX_TILES
 
 
 def shapes(

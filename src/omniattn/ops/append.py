@@ -9,7 +9,7 @@ from ..arrays import Tensor
 from ..checks import append as checks
 from ..checks.append import AppendOptions, check_pairs
 from ..checks.caches import check_cache
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache, PagedKVCache
 from ..plan.engine import Call, Operation, repeated, run
@@ -148,6 +148,10 @@ def copy_recent(cache: KVCache, copies: Any, *, stream: Any = None) -> None:
 
 
 def _copy(function: str, cache: KVCache, recent: bool, pairs: list[tuple[int, int]], stream: Any) -> None:
+    if cache.traced:
+        raise UnsupportedError(
+            f"{function}(): a KV cache of JAX in a function that JAX traces", instead=f"{function}() outside of it"
+        )
     if not pairs:
         arrays.prepare(cache.tensors, stream)  # refuses a stream that is none
         return

@@ -65,7 +65,7 @@ def count_tiles(call: Call, plan: Plan, tensors: dict[str, Tensor]) -> TileCount
         return None
     assert plan.launches is not None
     place = next(iter(tensors.values()))
-    memory = workspace_of(call.operation.name, place, plan.launches.workspace_bytes)
+    memory = workspace_of(place, plan.launches.workspace_bytes)
     base = -(-memory.ptr // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     given = {**{name: t.ptr for name, t in tensors.items()}, "workspace": base}
     names = operand_names(call.operation, False, plan.problem)

@@ -8,14 +8,13 @@ fast path (`repeat.Repeat`) and pay for addresses only.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import arrays, runtime
 from ..arrays import Tensor
-from ..errors import ArgumentError, UnsupportedError
 from ..kv.layout import ADDRESSES
 from ..problems import Output, Target
 from ..problems.memory import WORKSPACE_ALIGNMENT
@@ -388,8 +387,15 @@ def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
     program = None
     if load:
         names = operand_names(operation, cache is not None, problem)
-        program = Program(launches.records, names, lambda spec: runtime.load(spec, ordinal))
+        facts = [(name, t.dtype, t.shape) for name, t in tensors.items()]
+        text = call_text(operation.name, facts) + ("" if cache is None else f" and {cache!r}")
+        program = Program(launches.records, names, lambda spec: runtime.load(spec, ordinal), text)
     return Plan(problem, launches, program, ordinal)
+
+
+def call_text(function: str, facts: Iterable[tuple[str, str, Sequence[int]]]) -> str:
+    """What errors say of a call: names, element types and shapes of its arrays."""
+    return f"{function} of " + ", ".join(f"{name} {dtype} {tuple(shape)}" for name, dtype, shape in facts)
 
 
 def operand_names(operation: Operation, with_cache: bool, problem: Problem) -> tuple[str, ...]:
@@ -421,7 +427,7 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     everything = [*(t for name, t in tensors.items() if name not in written), *own, *outputs]
     workspace = 0
     if plan.launches.workspace_bytes:
-        memory = workspace_of(operation.name, place, plan.launches.workspace_bytes)
+        memory = workspace_of(place, plan.launches.workspace_bytes)
         everything.append(memory)
         workspace = -(-memory.ptr // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     handle = arrays.prepare(everything, call.stream)
@@ -445,16 +451,9 @@ def given_outputs(operation: Operation, tensors: dict[str, Tensor]) -> dict[str,
     return {result: tensors[name] for result, name in operation.given.items() if name in tensors}
 
 
-def workspace_of(function: str, place: Tensor, num_bytes: int) -> Tensor:
+def workspace_of(place: Tensor, num_bytes: int) -> Tensor:
     """Scratch memory, `WORKSPACE_ALIGNMENT` bytes more than asked for, from the library of the array ``place``."""
-    try:
-        return arrays.empty_like_framework(place, (num_bytes + WORKSPACE_ALIGNMENT,), "uint8")
-    except ArgumentError as error:
-        raise UnsupportedError(
-            f"{function}(): this call needs scratch memory that only the arrays' own library can give, and DLPack has "
-            "no way to ask for it",
-            instead="torch, CuPy or JAX arrays" + ("" if function.endswith("_backward") else ", or precision='exact'"),
-        ) from error
+    return arrays.empty_like_framework(place, (num_bytes + WORKSPACE_ALIGNMENT,), "uint8")
 
 
 def store_results(call: Call, problem: Problem, tensors: dict[str, Tensor], values: Sequence[Any]) -> list[Any]:

@@ -88,10 +88,10 @@ def _open() -> Any:
     return found if ready else None
 
 
-def _fail(call: str, code: int) -> None:
+def _fail(call: str, code: int, kernel: int, launch: str) -> None:
     from ..runtime.driver_cuda import raise_failure
 
-    raise_failure(call, code)
+    raise_failure(call, code, kernel, launch)
 
 
 def learn(call: Any, problem: Any, program: Program, repeat: Repeat) -> None:
@@ -172,7 +172,7 @@ def launches_of(program: Program) -> tuple[tuple[Any, ...], ...] | None:
     """A program's launches as the module takes them; None for kernels of another driver."""
     index = {name: i for i, name in enumerate(program.operands)}
     made = []
-    for record, kernel in zip(program.records, program.kernels, strict=True):
+    for record, kernel, text in zip(program.records, program.kernels, program.texts, strict=True):
         function = getattr(kernel, "function", None)
         if function is None:
             return None
@@ -186,7 +186,7 @@ def launches_of(program: Program) -> tuple[tuple[Any, ...], ...] | None:
         )  # fmt: skip
         made.append(
             (function, record.grid, record.threads, record.smem_bytes, cluster, overlap, record.arguments,
-             tuple((p.offset, index[p.operand], p.add) for p in record.pointers), maps)
+             tuple((p.offset, index[p.operand], p.add) for p in record.pointers), maps, text)
         )  # fmt: skip
     return tuple(made)
 

@@ -100,8 +100,6 @@ class AttentionProblem:
         Of packed sequences: extents of the mask, and of ``delta_s``.
     mask_map : bool
         A tensor map can describe the additive mask.
-    scratch : bool
-        The arrays' library can give scratch memory.
     score_mod : ScoreModProblem, optional
         The user's modification of scores.
     block_mask : BlockMaskProblem, optional
@@ -145,7 +143,6 @@ class AttentionProblem:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     mask_map: bool = False
-    scratch: bool = True
     strides: AttentionStrides | None = None
     score_mod: ScoreModProblem | None = None
     block_mask: BlockMaskProblem | None = None
@@ -230,7 +227,7 @@ class AttentionProblem:
     @property
     def aligns_mask(self) -> bool:
         """Whether a kernel that wants tensor maps can get a copy of the additive mask, which no map describes."""
-        if self.mask_form != "tiles" or self.mask_map or self.varlen or self.finds_tiles or not self.scratch:
+        if self.mask_form != "tiles" or self.mask_map or self.varlen or self.finds_tiles:
             return False
         return self.mask_elements < 2**31  # rows of 16 bytes are counted in 31 bits
 
@@ -247,7 +244,7 @@ class AttentionProblem:
         hides = self.block_mask is not None or (self.score_mod is not None and self.score_mod.mask is not None)
         # Without the longest sequence there is no telling how much memory that takes.
         sized = not self.varlen or (self.max_seqlen_q > 0 and self.max_seqlen_k > 0)
-        return hides and sized and self.scratch and not self.packs_mask
+        return hides and sized and not self.packs_mask
 
     @property
     def tiles_by(self) -> tuple[bool, bool]:

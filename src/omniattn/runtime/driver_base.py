@@ -64,9 +64,54 @@ _ADVICE = {
 }
 
 
-def driver_error(call: str, code: str, description: str) -> DriverError:
-    """The error for a failed call, with advice where there is any."""
-    return DriverError(call, code, description, _ADVICE.get(code, ""))
+# What makes the driver refuse a launch whose numbers are right, by the CUDA driver API's documents:
+# - Dynamic shared memory above the function's CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES (48 KiB unless set) is
+#   INVALID_VALUE. The loader sets it for kernel and device, before the function is made; cuFuncSetAttribute by anybody
+#   else on the function overrides it, whichever came first.
+# - There is one allocation of local memory a context: bytes a thread, times all threads that the SMs can hold. The
+#   first launch that needs more than any before it allocates, and may wait for the GPU; without memory it fails, and
+#   the code is not documented for the launch. Memory for the code itself was taken by the loader, which makes the
+#   function, but in a context that is not the one that it was loaded in the launch does that, too.
+# - A cluster that no GPC can hold is INVALID_CLUSTER_SIZE, too many registers or threads LAUNCH_OUT_OF_RESOURCES, a
+#   stream that is gone or another context's INVALID_HANDLE or INVALID_CONTEXT.
+# - Errors of kernels that ran before are told by any later call.
+# Grids, blocks and argument bytes are checked when a record is made. So an error names the launch, what the function
+# takes and needs, and how much of the GPU's memory is free.
+_LITTLE_MEMORY = (
+    "free GPU memory and call again, if little is free: the first launch of a kernel takes local memory for all "
+    "threads that the GPU can hold"
+)
+_LAUNCH_ADVICE = {
+    "CUDA_ERROR_INVALID_VALUE": f"{_LITTLE_MEMORY}. Otherwise report it with this message",
+    "CUDA_ERROR_OUT_OF_MEMORY": _LITTLE_MEMORY,
+}
+
+
+def driver_error(call: str, code: str, description: str, launch: str = "") -> DriverError:
+    """The error for a failed call, with advice where there is any; launch: see `DriverError`."""
+    advice = _ADVICE.get(code, "")
+    if call.startswith("cuLaunchKernel"):
+        advice = _LAUNCH_ADVICE.get(code, advice)
+    return DriverError(call, code, description, advice, launch)
+
+
+#: Of a function, by their numbers in CUfunction_attribute, as an error shows them.
+FUNCTION_ATTRIBUTES = {
+    4: "{} registers a thread",
+    3: "{} bytes of local memory a thread",
+    0: "CTAs of up to {} threads",
+    1: "{} bytes of static shared memory",
+    8: "up to {} bytes of dynamic shared memory",
+}
+
+
+def launch_facts(function: dict[int, int], memory: tuple[int, int] | None) -> str:
+    """What an error says: of a kernel, by attributes of its function, and of the GPU's memory (bytes, free and all)."""
+    parts = [text.format(function[a]) for a, text in FUNCTION_ATTRIBUTES.items() if a in function]
+    told = [f"the kernel has {', '.join(parts)}"] if parts else []
+    if memory is not None:
+        told.append(f"{memory[0] >> 20} of {memory[1] >> 20} MiB of GPU memory are free")
+    return "; ".join(told)
 
 
 def no_library(error: BaseException) -> DriverMissingError:

@@ -11,7 +11,7 @@ from cuda.bindings import driver as cu
 from ..errors import DeviceError, DriverError
 from ..problems.memory import ITEMSIZE
 from .device import DeviceInfo
-from .driver_base import LaunchAttributes, Launcher, driver_error, no_library
+from .driver_base import FUNCTION_ATTRIBUTES, LaunchAttributes, Launcher, driver_error, launch_facts, no_library
 
 _INVALID_CONTEXT = int(cu.CUresult.CUDA_ERROR_INVALID_CONTEXT)
 
@@ -20,7 +20,7 @@ def _text(raw: Any) -> str:
     return raw.decode("utf-8", "replace") if isinstance(raw, bytes) else str(raw)
 
 
-def _failure(call: str, code: Any) -> DriverError:
+def _failure(call: str, code: Any, launch: str = "") -> DriverError:
     name_status, name = cu.cuGetErrorName(code)
     text_status, text = cu.cuGetErrorString(code)
     # Both fail for a code that is newer than the driver.
@@ -28,16 +28,31 @@ def _failure(call: str, code: Any) -> DriverError:
         call,
         _text(name) if not name_status else f"CUDA error {int(code)}",
         _text(text) if not text_status else "unknown to this driver",
+        launch,
     )
 
 
-def raise_failure(call: str, code: int) -> None:
-    """Raise the `DriverError` of a call that somebody else has made."""
+def _facts_of(kernel: int) -> str:
+    """What an error says of a kernel and the GPU; as much as the driver tells after a failure."""
+    found: dict[int, int] = {}
+    status, function = cu.cuKernelGetFunction(cu.CUkernel(kernel))
+    for attribute in () if status else FUNCTION_ATTRIBUTES:
+        status, value = cu.cuFuncGetAttribute(cu.CUfunction_attribute(attribute), function)
+        if not status:
+            found[attribute] = int(value)
+    status, *memory = cu.cuMemGetInfo()
+    return launch_facts(found, None if status else (int(memory[0]), int(memory[1])))
+
+
+def raise_failure(call: str, code: int, kernel: int = 0, launch: str = "") -> None:
+    """Raise the `DriverError` of a call that somebody else has made; of a launch: of this kernel."""
     try:
         known: Any = cu.CUresult(code)
     except ValueError:  # newer than the bindings
-        raise driver_error(call, f"CUDA error {code}", "unknown to the bindings") from None
-    raise _failure(call, known)
+        error = driver_error(call, f"CUDA error {code}", "unknown to the bindings")
+    else:
+        error = _failure(call, known, _facts_of(kernel) if kernel else "")
+    raise error.at(launch) if launch else error
 
 
 def _checked(call: str, result: tuple[Any, ...]) -> Any:
@@ -282,13 +297,13 @@ def _launcher(kernel: Any, smem_bytes: int) -> Launcher:
                 handle = _stream_object(stream)
             code = launch_kernel(function, x, y, z, threads, 1, 1, smem_bytes, handle, state.address, 0)[0]
             if code:
-                raise _failure("cuLaunchKernel", code)
+                raise _failure("cuLaunchKernel", code, _facts_of(int(kernel)))
             return
         config = _config(attributes, grid, threads, smem_bytes)
         config.hStream = stream
         code = launch_kernel_ex(config, function, state.address, 0)[0]
         if code:
-            raise _failure("cuLaunchKernelEx", code)
+            raise _failure("cuLaunchKernelEx", code, _facts_of(int(kernel)))
 
     launch.function = int(kernel)  # type: ignore[attr-defined]
     return launch

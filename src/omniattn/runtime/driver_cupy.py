@@ -6,6 +6,7 @@ binary from memory and the argument struct by address, so those are used here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from cupy.cuda import runtime as rt
 
 from ..errors import DeviceError, DriverError, UnsupportedError
 from .device import DeviceInfo
-from .driver_base import LaunchAttributes, Launcher, driver_error, no_library
+from .driver_base import FUNCTION_ATTRIBUTES, LaunchAttributes, Launcher, driver_error, launch_facts, no_library
 
 _CUDA_ERRORS = (cu.CUDADriverError, rt.CUDARuntimeError)
 
@@ -31,9 +32,20 @@ def _errors(call: str) -> Iterator[None]:
         raise _failure(call, error) from error
 
 
-def _failure(call: str, error: Exception) -> DriverError:
+def _failure(call: str, error: Exception, launch: str = "") -> DriverError:
     code, _, description = str(error).partition(":")
-    return driver_error(call, code.strip(), description.strip())
+    return driver_error(call, code.strip(), description.strip(), launch)
+
+
+def _facts_of(function: int) -> str:
+    """What an error says of a kernel and the GPU; as much as the driver tells after a failure."""
+    found: dict[int, int] = {}
+    memory = None
+    with contextlib.suppress(*_CUDA_ERRORS):
+        memory = rt.memGetInfo()
+        for attribute in FUNCTION_ATTRIBUTES:
+            found[attribute] = int(cu.funcGetAttribute(attribute, function))
+    return launch_facts(found, memory)
 
 
 class CupyDriver:
@@ -149,11 +161,12 @@ class CupyDriver:
                     instead='pip install "cuda-bindings>=12.9.4,<14" and unset OMNIATTN_DRIVER',
                 )
             state.slot[0] = params_address
+            function = 0
             try:
                 function = functions.get(current()) or load_here()
                 launch_kernel(function, grid[0], grid[1], grid[2], threads, 1, 1, smem_bytes, stream, state.address, 0)
             except _CUDA_ERRORS as error:
-                raise _failure("cuLaunchKernel", error) from error
+                raise _failure("cuLaunchKernel", error, _facts_of(function) if function else "") from error
 
         return launch
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import DriverError
 from .kernel import LoadedKernel
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 MAP_BYTES = 128
 #: Bytes of the one struct that a kernel takes by value, at most: what every driver takes.
 MAX_ARGUMENT_BYTES = 4096
+#: CTAs of a grid in x, y and z at most, and threads of a CTA: the same for all GPUs from compute capability 3.0 on.
+MAX_GRID, MAX_THREADS = (2**31 - 1, 65535, 65535), 1024
 
 # Packed arguments are kept for this many sets of addresses, and tensor maps for as many addresses: encoding one takes
 # about a microsecond.
@@ -113,11 +116,22 @@ class LaunchRecord:
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse arguments that no driver takes."""
-        if len(self.arguments) > MAX_ARGUMENT_BYTES:
+        """Refuse what no driver takes: it would only say "invalid argument", and that at the launch."""
+        fits = len(self.arguments) <= MAX_ARGUMENT_BYTES and 1 <= self.threads <= MAX_THREADS
+        fits = fits and all(1 <= n <= most for n, most in zip(self.grid, MAX_GRID, strict=True))
+        if not fits or any(n % size for n, size in zip(self.grid, self.cluster or (1, 1, 1), strict=True)):
             raise ValueError(
-                f"{self.spec.name}: {len(self.arguments)} bytes of arguments, a kernel takes {MAX_ARGUMENT_BYTES}"
+                f"{self}: a kernel takes {MAX_ARGUMENT_BYTES} bytes of arguments, CTAs of 1 to {MAX_THREADS} threads, "
+                f"grids of 1 to {MAX_GRID} CTAs, and whole clusters"
             )
+
+    def __str__(self) -> str:
+        cluster = "" if self.cluster is None else f", cluster {self.cluster}"
+        overlap = ", overlapping the kernel before it" if self.overlap else ""
+        return (
+            f"kernel {self.spec.name}, grid {self.grid}, block ({self.threads}, 1, 1){cluster}, {self.smem_bytes} "
+            f"bytes of dynamic shared memory, {len(self.arguments)} bytes of arguments{overlap}"
+        )
 
     @property
     def smem_bytes(self) -> int:
@@ -140,24 +154,33 @@ class Program:
         The order in which `launch` takes addresses.
     load : callable
         LoadedKernel of a KernelSpec; all on one GPU.
+    call : str
+        Whose launches these are, for errors.
+
+    Attributes
+    ----------
+    texts : tuple of str
+        What an error says of each launch.
     """
 
-    __slots__ = ("kernels", "launches", "operands", "records")
+    __slots__ = ("kernels", "launches", "operands", "records", "texts")
 
     def __init__(
         self,
         records: Sequence[LaunchRecord],
         operands: Sequence[str],
         load: Callable[[KernelSpec], LoadedKernel],
+        call: str = "",
     ) -> None:
         self.records = tuple(records)
         self.operands = tuple(operands)
         self.kernels = tuple(load(record.spec) for record in self.records)
+        self.texts = tuple(f"{record}, of {call}" if call else str(record) for record in self.records)
         index = {name: i for i, name in enumerate(self.operands)}
         #: The launches one by one: ``launch(stream, addresses)``.
         self.launches: tuple[_Launch, ...] = tuple(
-            _BoundLaunch(record, kernel, index).launch
-            for record, kernel in zip(self.records, self.kernels, strict=True)
+            _BoundLaunch(record, kernel, index, text).launch
+            for record, kernel, text in zip(self.records, self.kernels, self.texts, strict=True)
         )
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
@@ -182,9 +205,10 @@ class _BoundLaunch:
     out the same addresses again and again.
     """
 
-    __slots__ = ("_by_addresses", "_key", "_maps", "_places", "_run", "_template", "_what")
+    __slots__ = ("_by_addresses", "_key", "_maps", "_places", "_run", "_template", "_text", "_what")
 
-    def __init__(self, record: LaunchRecord, kernel: LoadedKernel, index: dict[str, int]) -> None:
+    def __init__(self, record: LaunchRecord, kernel: LoadedKernel, index: dict[str, int], text: str) -> None:
+        self._text = text
         self._by_addresses: dict[tuple[int, ...], tuple[ctypes.Array[ctypes.c_char], int]] = {}
         names = {p.operand for p in record.pointers} | {m.operand for m in record.tensor_maps}
         used = sorted(index[name] for name in names)
@@ -203,10 +227,13 @@ class _BoundLaunch:
         """Queue the kernel."""
         key = self._key(addresses)
         packed = self._by_addresses.get(key)
-        if packed is None:
-            packed = self._pack(key)
         grid, threads, attributes = self._what
-        self._run(grid, threads, stream, packed[1], attributes)
+        try:
+            if packed is None:
+                packed = self._pack(key)
+            self._run(grid, threads, stream, packed[1], attributes)
+        except DriverError as error:
+            raise error.at(self._text) from error.__cause__
 
     def _pack(self, key: tuple[int, ...]) -> tuple[ctypes.Array[ctypes.c_char], int]:
         data = bytearray(self._template)

@@ -107,8 +107,6 @@ def unfit_call(spec: KernelSpec, problem: AttentionProblem, target: Target) -> s
             return "it takes no block_mask"
         if "lists" in spec.lacks:
             return "it visits every tile of keys"
-        if not problem.scratch:
-            return "the arrays' library can give no memory for what is found out about tiles"
         if problem.seqlen_k > MASK_TILE * MAX_TILES:
             return f"lists count tiles of keys up to {MAX_TILES}"
     if problem.softcap > 0.0 and "softcap" in spec.lacks:
@@ -141,8 +139,6 @@ def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
             return "tensor maps cannot describe this mask: its address and strides are no multiples of 16 bytes"
     elif spec.bias_bytes != 0:
         return "it is for additive masks that differ between queries"
-    elif problem.mask_form != "none" and not problem.scratch:
-        return "the arrays' library cannot give the memory that its mask is packed into"
     elif problem.mask_form == "bits" and problem.one_mask_for_all_keys:
         return "it packs masks key by key, and this one is the same for all keys"
     if problem.mask != "none" and "masks" in spec.lacks:

@@ -130,8 +130,6 @@ def _streams(problem: AttentionProblem, target: Target) -> bool:
 
 def _unfit_problem(problem: AttentionProblem) -> str | None:
     """Why no kernel that splits keys can serve ``problem``; None if one may."""
-    if not problem.scratch:
-        return "the arrays' library can give no memory for partial results"
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_q_heads):
         return "there is nothing to attend to"
     # Four channels a column; 64 rows more for the last tile, and rows of no head.

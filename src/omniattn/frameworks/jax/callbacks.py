@@ -11,7 +11,7 @@ import numpy as np
 from ... import arrays
 from ...arrays import capsule as dlpack
 from ...errors import AlignmentError, OmniattnError
-from ...plan.engine import Launches, operand_names
+from ...plan.engine import Launches, call_text, operand_names
 from ...problems import Target
 from ...problems.memory import WORKSPACE_ALIGNMENT
 from ...runtime import device_info, load
@@ -133,7 +133,8 @@ class Planned:
         size = self.launches.workspace_bytes
         self.workspace_bytes = size + WORKSPACE_ALIGNMENT if size else 0
         names = operand_names(operation, signature.cache is not None, problem)
-        self.program = Program(self.launches.records, names, lambda spec: load(spec, ordinal))
+        text = call_text(operation.name, ((n, dtype, s) for n, (s, dtype) in zip(signature.arrays, facts, strict=True)))
+        self.program = Program(self.launches.records, names, lambda spec: load(spec, ordinal), f"{text} under JAX")
         self.cache_arrays = 0 if signature.cache is None else len(signature.cache.arrays)
         self.outputs = len(problem.outputs)
         places = {name: i for i, name in enumerate(signature.arrays)}

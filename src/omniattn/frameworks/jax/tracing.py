@@ -1,4 +1,4 @@
-"""Calls whose arrays are traced by JAX, by their primitives."""
+"""Calls in a function that JAX traces, by their primitives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
+from ... import arrays
 from ...checks.operands import ALL
 from ...errors import ArgumentError, UnsupportedError
 from ...kv.leaves import CacheFacts
@@ -24,7 +25,7 @@ from .signature import Signature, facts_of, problem_of, types_of, without_tracer
 
 
 def run_call(call: Call) -> list[Any]:
-    """A call one of whose arrays is a tracer; results as `plan.engine.run`.
+    """A call on tracers, or on arrays of JAX where it traces; results as `plan.engine.run`.
 
     Raises
     ------
@@ -36,7 +37,11 @@ def run_call(call: Call) -> list[Any]:
     operands = same_axes(operands)
     function = call.operation.name
     if call.operation.gradients is not None:
-        results = list(attend(signature, tuple(operands)))
+        try:
+            results = list(attend(signature, tuple(operands)))
+        except NotImplementedError:
+            # JAX's shard_map outside of jit knows no such derivatives, of what is compiled it does.
+            results = list(jax.jit(attend, static_argnums=0)(signature, tuple(operands)))
     else:
         results = bind(signature, operands)
     if function == "append":
@@ -71,7 +76,7 @@ def _signature_of(call: Call) -> tuple[Signature, list[Any]]:
     operands = [_array(x, operation.labels.get(name, name), function) for name, x in given.items()]
     of_cache: CacheFacts | None = None
     if call.cache is not None:
-        if not call.cache.traced:
+        if call.cache.leaves is None or not arrays.has_tracer(tuple(call.cache.leaves.values())):
             raise UnsupportedError(
                 f"{function}(): a cache that is no argument of the traced function, whose memory JAX does not follow",
                 instead="passing the cache as an argument, and returning it after append()",
