@@ -324,9 +324,14 @@ def enter(tensors: list[Tensor], stream: int) -> None:
         t.obj.record_stream(other)
 
 
+def is_frozen(x: Any) -> bool:
+    """Whether torch forbids to write to a tensor: one of inference mode, outside of it."""
+    return x.is_inference() and not is_inference_mode()
+
+
 def check_out(t: Tensor) -> None:
     """Refuse what torch forbids to write to."""
-    if t.obj.is_inference() and not torch.is_inference_mode_enabled():
+    if is_frozen(t.obj):
         raise ArgumentError(
             t.argument,
             "a tensor that may be written here",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .. import arrays
 from ..arrays import Tensor
@@ -13,24 +13,12 @@ if TYPE_CHECKING:
     from ..kv.cache import KVCache
 
 
-class Pair(NamedTuple):
-    """A written array and another one. Of calls with the same facts, the difference of addresses says what they share.
-
-    Attributes
-    ----------
-    written, other : int
-        Places among the call's arrays, and behind these the cache's.
-    low, high : int
-        Between these differences, other - written, the extents of both overlap.
-    known : int
-        The difference in a call that has been checked: the elements are apart then, or may be the same.
-    """
-
-    written: int
-    other: int
-    low: int
-    high: int
-    known: int
+#: A written array and another one of the call: (written, other, low, high, known).
+#:
+#: - written, other: places among the call's arrays, and behind these the cache's;
+#: - low, high: between these differences of addresses, other - written, the extents of both overlap;
+#: - known: the difference in a call that has been checked, where the elements are apart, or may be the same.
+Pair = tuple[int, int, int, int, int]
 
 
 class Writes:
@@ -51,7 +39,7 @@ class Writes:
         None until a call has been checked.
     """
 
-    __slots__ = ("_is_inference_mode", "_names", "cache", "given", "increment_version", "pairs")
+    __slots__ = ("_is_frozen", "_names", "cache", "given", "increment_version", "pairs")
 
     def __init__(self, names: tuple[str, ...], given: tuple[int, ...], cache: bool) -> None:
         from ..arrays import from_torch
@@ -60,7 +48,7 @@ class Writes:
         self.given = given
         self.cache = cache
         self.pairs: tuple[Pair, ...] | None = None
-        self._is_inference_mode = from_torch.is_inference_mode
+        self._is_frozen = from_torch.is_frozen
         #: Takes what `changed` gives.
         self.increment_version: Callable[[Sequence[Any]], None] = from_torch.increment_version
 
@@ -82,7 +70,7 @@ class Writes:
             found += [_pair(i, own[i], j, t) for j, t in others.items()]
         if self.cache:  # its own arrays are apart: `KVCache.written`
             found += [_pair(i, plane, j, t) for i, plane in planes.items() for j, t in own.items()]
-        self.pairs = tuple(pair for pair in found if pair.high > pair.low)
+        self.pairs = tuple(pair for pair in found if pair is not None)
 
     def changed(self, objects: Sequence[Any], addresses: Sequence[int], cache: KVCache | None) -> Sequence[Any] | None:
         """The tensors that a call changes; None where somebody has to look at them.
@@ -95,22 +83,22 @@ class Writes:
         for written, other, low, high, known in pairs:
             if low < (apart := addresses[other] - addresses[written]) < high and apart != known:
                 return None
-        made: Sequence[Any] | None
         if self.cache:
-            made = None if cache is None else cache.written
-            looked_at = () if made is None else made[:1]  # all of one kind
-        else:
-            made = looked_at = [objects[i] for i in self.given]
-            if not all([addresses[i] for i in self.given]):
+            planes = None if cache is None else cache.written
+            # All of them are of inference mode, or none is.
+            return None if planes is None or self._is_frozen(planes[0]) else planes
+        made = []
+        for i in self.given:
+            x = objects[i]
+            if not addresses[i] or self._is_frozen(x):
                 return None
-        for x in looked_at:
-            if x.is_inference() and not self._is_inference_mode():
-                return None
+            made.append(x)
         return made
 
 
-def _pair(i: int, written: Tensor, j: int, other: Tensor) -> Pair:
+def _pair(i: int, written: Tensor, j: int, other: Tensor) -> Pair | None:
+    """None for arrays without elements."""
     (low, high), (other_low, other_high) = arrays.span(written), arrays.span(other)
     if low == high or other_low == other_high:
-        return Pair(i, j, 0, 0, 0)  # no elements: nothing to overlap
-    return Pair(i, j, low - other_high, high - other_low, other.ptr - written.ptr)
+        return None
+    return i, j, low - other_high, high - other_low, other.ptr - written.ptr
