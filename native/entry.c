@@ -49,6 +49,22 @@ int same_options(PyObject* a, PyObject* b) {
     return 1;
 }
 
+static int fill_pairs(Entry* e, PyObject* pairs) {
+    size_t count = (size_t)PyTuple_Size(pairs);
+    if (!(e->pairs = malloc(count * sizeof *e->pairs + 1))) return PyErr_NoMemory(), 0;
+    for (size_t i = 0; i < count; ++i) {
+        Pair pair;
+        long long low, high, known;
+        PyObject* item = PyTuple_GetItem(pairs, (Py_ssize_t)i);
+        if (!PyTuple_Check(item)) return refuse("a pair is no tuple");
+        if (!PyArg_ParseTuple(item, "IILLL", &pair.written, &pair.other, &low, &high, &known)) return 0;
+        if (pair.written >= MAX_OPERANDS || pair.other >= MAX_OPERANDS) return refuse("no such array");
+        pair.low = low, pair.high = high, pair.known = known;
+        e->pairs[e->num_pairs++] = pair;
+    }
+    return 1;
+}
+
 static int fill(Entry* e, PyObject* objects, PyObject* masks, PyObject* results, PyObject* launches, PyObject* placed) {
     uint64_t addresses[MAX_OBJECTS];
     int64_t facts[MAX_FACTS];
@@ -89,6 +105,7 @@ static int fill(Entry* e, PyObject* objects, PyObject* masks, PyObject* results,
         if (index >= e->num_objects) return refuse("no such array");
         e->sources[i] = (int32_t)index;
         e->makers[i] = maker == Py_None ? NULL : (Py_INCREF(maker), maker);
+        e->num_given += !e->makers[i];
         e->num_results++;
     }
     for (Py_ssize_t i = 0; i < PyTuple_Size(launches); ++i) {
@@ -100,12 +117,14 @@ static int fill(Entry* e, PyObject* objects, PyObject* masks, PyObject* results,
 
 PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names) {
     PyObject *operation, *options, *extra, *identity, *problem, *keep, *objects, *masks, *results;
-    PyObject *launches, *placed, *differentiate;
+    PyObject *launches, *placed, *differentiate, *pairs;
+    int writes_cache;
     unsigned long long workspace_bytes, alignment;
     if (names && PyDict_Size(names)) return refuse("takes no names"), NULL;
-    if (!PyArg_ParseTuple(args, "OO!OOOOO!O!O!KKO!OO", &operation, &PyTuple_Type, &options, &extra, &identity, &problem,
-                          &keep, &PyTuple_Type, &objects, &PyTuple_Type, &masks, &PyTuple_Type, &results,
-                          &workspace_bytes, &alignment, &PyTuple_Type, &launches, &placed, &differentiate))
+    if (!PyArg_ParseTuple(args, "OO!OOOOO!O!O!KKO!OOO!p", &operation, &PyTuple_Type, &options, &extra, &identity,
+                          &problem, &keep, &PyTuple_Type, &objects, &PyTuple_Type, &masks, &PyTuple_Type, &results,
+                          &workspace_bytes, &alignment, &PyTuple_Type, &launches, &placed, &differentiate,
+                          &PyTuple_Type, &pairs, &writes_cache))
         return NULL;
     if (!alignment || alignment & (alignment - 1)) return refuse("the alignment is no power of two"), NULL;
     if (workspace_bytes > MAX_WORKSPACE_BYTES) return refuse("too large a workspace"), NULL;
@@ -119,7 +138,8 @@ PyObject* entry_new(PyTypeObject* type, PyObject* args, PyObject* names) {
     e->workspace_bytes = workspace_bytes;
     e->workspace_alignment = alignment;
     e->with_cache = identity != Py_None;
-    if (fill(e, objects, masks, results, launches, placed)) return (PyObject*)e;
+    e->writes_cache = writes_cache;
+    if (fill_pairs(e, pairs) && fill(e, objects, masks, results, launches, placed)) return (PyObject*)e;
     Py_DECREF(e);
     return NULL;
 }
@@ -132,6 +152,7 @@ void entry_free(PyObject* self) {
     for (uint32_t i = 0; i < e->num_results; ++i) Py_XDECREF(e->makers[i]);
     for (uint32_t i = 0; i < e->num_launches; ++i) launch_free(&e->launches[i]);
     free(e->facts);
+    free(e->pairs);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);

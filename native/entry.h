@@ -10,12 +10,20 @@ enum {
     MAX_RESULTS = 8,
 };
 
+// An array that is written and another one, by their places among the operands: between the differences `low` and `high`
+// of their addresses their extents overlap, which is right where the difference is `known`.
+typedef struct {
+    uint32_t written, other;
+    int64_t low, high, known;
+} Pair;
+
 #define MAX_WORKSPACE_BYTES ((uint64_t)1 << 62)
 
 typedef struct {
     PyObject_HEAD uint64_t hash;
     int64_t* facts;
-    uint32_t num_facts, num_objects, num_masks, num_results, num_launches, with_cache;
+    uint32_t num_facts, num_objects, num_masks, num_results, num_launches, num_pairs, num_given;
+    int with_cache, writes_cache;
     int32_t ordinal;
     int64_t placed;  // place of the array whose address decides; -1 for none
     uint64_t placed_multiple;
@@ -23,6 +31,7 @@ typedef struct {
     uint64_t workspace_bytes, workspace_alignment;
     Place masks[MAX_OBJECTS];  // operand, and in `add` the bits that its address must not have
     int32_t sources[MAX_RESULTS];
+    Pair* pairs;
     PyObject* makers[MAX_RESULTS];  // NULL for a result that is written to an array of the call
     PyObject *operation, *options, *extra, *identity, *problem, *keep;
     PyObject* differentiate;  // (objects) -> results or None, in place of launches; NULL for none

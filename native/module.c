@@ -19,9 +19,10 @@ static unsigned char turn[BUCKETS];
 static unsigned long long hits, misses;
 
 // Given by `setup`.
-static PyObject *is_inference, *modes, *transform, *tangents, *environment, *forced, *fail;
+static PyObject *is_inference, *is_inference_mode, *increment_version;
+static PyObject *modes, *transform, *tangents, *environment, *forced, *fail;
 // Names of attributes; those of a cache itself, because its properties are Python code.
-static PyObject *name_extra, *name_problem, *name_level, *name_plain, *name_addresses;
+static PyObject *name_extra, *name_problem, *name_level, *name_plain, *name_addresses, *name_written;
 
 // Whether traces, transforms or differentiation watch, or a kernel is forced: the engine has to see such calls.
 static int is_watched(void) {
@@ -110,6 +111,66 @@ static int queue_all(const Entry* e, const uint64_t* operands, void* stream, voi
     return code;
 }
 
+// Whether what a call writes is apart from its other arrays, or as in a call that the engine has looked at.
+static int are_apart(const Entry* e, const uint64_t* operands, uint32_t used) {
+    for (uint32_t i = 0; i < e->num_pairs; ++i) {
+        const Pair* pair = &e->pairs[i];
+        if (pair->written >= used || pair->other >= used) return 0;
+        int64_t apart = (int64_t)(operands[pair->other] - operands[pair->written]);
+        if (pair->low < apart && apart < pair->high && apart != pair->known) return 0;
+    }
+    return 1;
+}
+
+// Whether torch lets anybody write a tensor now.
+static int may_write(PyObject* object) {
+    int frozen = ask(is_inference, object);
+    int found = !frozen || (frozen > 0 && ask(is_inference_mode, NULL) > 0);
+    PyErr_Clear();
+    return found;
+}
+
+// New reference to a tuple of the tensors that a call changes; NULL where the engine has to look at them.
+static PyObject* changed_by(const Entry* e, PyObject* objects, PyObject* cache) {
+    if (e->writes_cache) {
+        PyObject* planes = PyObject_GetAttr(cache, name_written);
+        if (!planes || !PyTuple_Check(planes) || !PyTuple_Size(planes)) return Py_XDECREF(planes), NULL;
+        if (may_write(PyTuple_GetItem(planes, 0))) return planes;  // all of one kind
+        return Py_DECREF(planes), NULL;
+    }
+    Py_ssize_t count = e->num_given;
+    PyObject* made = PyTuple_New(count);
+    for (uint32_t r = e->num_results; made && r-- > 0;) {
+        if (e->makers[r]) continue;
+        PyObject* object = PyTuple_GetItem(objects, e->sources[r]);
+        if (object == Py_None || !may_write(object)) return Py_DECREF(made), NULL;
+        Py_INCREF(object);
+        PyTuple_SetItem(made, --count, object);
+    }
+    return made;
+}
+
+// Addresses of the call's arrays and its cache's; how many there are, 0 for a call that the engine has to look at.
+static uint32_t operands_of(const Entry* e, PyObject* cache, const uint64_t* addresses, uint64_t* operands) {
+    for (uint32_t i = 0; i < e->num_masks; ++i)
+        if (addresses[e->masks[i].operand] & e->masks[i].add) return 0;
+    for (uint32_t r = 0; r < e->num_results; ++r)
+        if (!e->makers[r] && !addresses[e->sources[r]]) return 0;
+    uint32_t used = e->num_objects;
+    memcpy(operands, addresses, used * sizeof *operands);
+    if (e->with_cache) {
+        PyObject* own = PyObject_GetAttr(cache, name_addresses);
+        if (!own) return 0;
+        Py_ssize_t count = PyTuple_Check(own) ? PyTuple_Size(own) : MAX_OPERANDS;
+        for (Py_ssize_t i = 0; i < count && count + used + MAX_RESULTS + 1 <= MAX_OPERANDS; ++i)
+            operands[used + i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(own, i));
+        used += (uint32_t)count;
+        Py_DECREF(own);
+        if (PyErr_Occurred() || used + MAX_RESULTS + 1 > MAX_OPERANDS) return 0;
+    }
+    return are_apart(e, operands, used) ? used : 0;
+}
+
 // Results of the call; NULL without an error for one that the engine has to look at. wanted: None or a stream's handle.
 static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, PyObject* wanted,
                            const uint64_t* addresses) {
@@ -123,32 +184,13 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, P
     if ((code || device != e->ordinal) && !(context = primary_of(e->ordinal))) return NULL;
     if (reader.exchange->current_stream(DEVICE_CUDA, e->ordinal, &stream)) return PyErr_Clear(), NULL;
     if (wanted != Py_None && PyLong_AsUnsignedLongLong(wanted) != (uintptr_t)stream) return PyErr_Clear(), NULL;
-    for (uint32_t i = 0; i < e->num_masks; ++i)
-        if (addresses[e->masks[i].operand] & e->masks[i].add) return NULL;
-    for (uint32_t r = 0; r < e->num_results; ++r) {
-        if (e->makers[r]) continue;
-        int times = 0, at = e->sources[r];
-        for (uint32_t i = 0; i < e->num_objects; ++i) times += addresses[i] == addresses[at];
-        PyObject* object = PyTuple_GetItem(objects, at);
-        if (times > 1 || object == Py_None) return NULL;
-        int answer = ask(is_inference, object);
-        if (answer) return answer < 0 ? (PyErr_Clear(), NULL) : NULL;
-    }
-    uint32_t used = e->num_objects;
-    memcpy(operands, addresses, used * sizeof *operands);
-    if (e->with_cache) {
-        PyObject* own = PyObject_GetAttr(cache, name_addresses);
-        if (!own) return NULL;
-        Py_ssize_t count = PyTuple_Check(own) ? PyTuple_Size(own) : MAX_OPERANDS;
-        for (Py_ssize_t i = 0; i < count && count + used + MAX_RESULTS + 1 <= MAX_OPERANDS; ++i)
-            operands[used + i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(own, i));
-        used += (uint32_t)count;
-        Py_DECREF(own);
-        if (PyErr_Occurred() || used + MAX_RESULTS + 1 > MAX_OPERANDS) return NULL;
-    }
+    uint32_t used = operands_of(e, cache, addresses, operands);
+    if (!used) return NULL;
     Owned* memory = NULL;
-    PyObject* results = PyList_New(e->num_results);
-    for (uint32_t r = 0; results && r < e->num_results; ++r) {
+    PyObject *changed = NULL, *results = NULL, *none;
+    if ((e->num_given || e->writes_cache) && !(changed = changed_by(e, objects, cache))) return NULL;
+    if (!(results = PyList_New(e->num_results))) goto leave;
+    for (uint32_t r = 0; r < e->num_results; ++r) {
         PyObject *result, *source = PyTuple_GetItem(objects, e->sources[r]);
         if (e->makers[r]) {
             result = make(e->makers[r], source, &operands[used]);
@@ -160,21 +202,31 @@ static PyObject* run_entry(const Entry* e, PyObject* objects, PyObject* cache, P
         PyList_SetItem(results, r, result);
         ++used;
     }
-    if (!results) return NULL;
     // Held until the kernels are queued: another thread on this stream could be given its memory before that.
     if (e->workspace_bytes && !(memory = scratch(e, &operands[used]))) goto leave;
+    if (changed) {
+        none = PyObject_CallFunctionObjArgs(increment_version, changed, NULL);
+        Py_XDECREF(none);
+        if (!none) goto leave;
+    }
     // A launch waits where the stream is full; meanwhile other threads may go on.
     Py_BEGIN_ALLOW_THREADS;
     code = queue_all(e, operands, stream, context, &name, &launch);
     Py_END_ALLOW_THREADS;
+    if (code) {
+        unsigned long long function = launch ? (uintptr_t)launch->function : 0;
+        none = PyObject_CallFunction(fail, "siKs", name, code, function, launch ? launch->text : "");
+        Py_XDECREF(none);
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s failed with code %d", name, code);
+        goto leave;
+    }
     if (memory) memory->release(memory);
-    if (!code) return results;
-    unsigned long long function = launch ? (uintptr_t)launch->function : 0;
-    PyObject* none = PyObject_CallFunction(fail, "siKs", name, code, function, launch ? launch->text : "");
-    Py_XDECREF(none);
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s failed with code %d", name, code);
+    Py_XDECREF(changed);
+    return results;
 leave:
-    Py_DECREF(results);
+    if (memory) memory->release(memory);
+    Py_XDECREF(changed);
+    Py_XDECREF(results);
     return NULL;
 }
 
@@ -294,13 +346,21 @@ static PyObject* counts(PyObject* module, PyObject* nothing) {
 
 static PyObject* setup(PyObject* module, PyObject* args) {
     (void)module;
-    PyObject *kinds, *capsule, *same_class, *given[9];
-    PyObject** kept[] = {&reader.is_neg, &is_inference, &reader.is_grad_enabled,
-                         &modes,         &transform,    &tangents,
-                         &environment,   &forced,       &fail};
-    if (!PyArg_ParseTuple(args, "O!OOOOOOOO!OOO!", &PyTuple_Type, &kinds, &capsule, &given[0], &given[1], &given[2],
-                          &given[3], &given[4], &given[5], &PyDict_Type, &given[6], &given[7], &given[8], &PyType_Type,
-                          &same_class))
+    PyObject *kinds, *capsule, *same_class, *given[11];
+    PyObject** kept[] = {&reader.is_neg,
+                         &reader.is_grad_enabled,
+                         &is_inference,
+                         &is_inference_mode,
+                         &increment_version,
+                         &modes,
+                         &transform,
+                         &tangents,
+                         &environment,
+                         &forced,
+                         &fail};
+    if (!PyArg_ParseTuple(args, "O!OOOOOOOOOO!OOO!", &PyTuple_Type, &kinds, &capsule, &given[0], &given[1], &given[2],
+                          &given[3], &given[4], &given[5], &given[6], &given[7], &PyDict_Type, &given[8], &given[9],
+                          &given[10], &PyType_Type, &same_class))
         return NULL;
     const Exchange* found = PyCapsule_GetPointer(capsule, EXCHANGE_CAPSULE);
     if (!found) return NULL;
@@ -316,7 +376,7 @@ static PyObject* setup(PyObject* module, PyObject* args) {
         Py_INCREF(reader.classes[reader.num_classes] = (PyTypeObject*)PyTuple_GetItem(kinds, i));
         ++reader.num_classes;
     }
-    for (int i = 0; i < 9; ++i) {
+    for (size_t i = 0; i < sizeof kept / sizeof *kept; ++i) {
         PyObject* old = *kept[i];
         Py_INCREF(*kept[i] = given[i]);
         Py_XDECREF(old);
@@ -352,8 +412,13 @@ PyMODINIT_FUNC PyInit__native(void) {
         PyObject** name;
         const char* text;
     } names[] = {
-        {&name_extra, "_facts"},       {&name_problem, "problem"},      {&name_level, "_current_level"},
-        {&name_plain, "_plain_torch"}, {&name_addresses, "_addresses"}, {&reader.name_requires_grad, "requires_grad"},
+        {&name_extra, "_facts"},
+        {&name_problem, "problem"},
+        {&name_level, "_current_level"},
+        {&name_plain, "_plain_torch"},
+        {&name_addresses, "_addresses"},
+        {&name_written, "_written"},
+        {&reader.name_requires_grad, "requires_grad"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
         if (!(*names[i].name = PyUnicode_InternFromString(names[i].text))) return NULL;

@@ -249,6 +249,104 @@ def check_gradients(machine: Machine) -> None:
     print("done")
 
 
+def _versions(*tensors: torch.Tensor) -> list[int]:
+    return [x._version for x in tensors]
+
+
+def check_writes(machine: Machine) -> None:
+    """What a call writes counts as changed, by every way; what overlaps is refused at every call."""
+    (q, k, v), counts = _inputs(), machine.native.counts
+
+    def every_way(call: Callable[[], Any], *written: torch.Tensor) -> None:
+        for taken in (0, 0, 1, 1):  # the engine, the fast path, the module
+            before, hits = _versions(*written), counts()[0]
+            call()
+            assert _versions(*written) == [n + 1 for n in before]
+            assert counts()[0] == hits + taken
+
+    def refused(*calls: Callable[[], Any]) -> None:
+        for call in calls:
+            for way in (machine.record, lambda call: by_python(machine, call)):
+                before = _versions(q, k, v, packed, out)
+                with pytest.raises(ArgumentError, match="shares memory"):
+                    way(call)
+                assert _versions(q, k, v, packed, out) == before
+
+    out, wide = torch.empty_like(q), torch.zeros(1, 128, 2, 64).bfloat16()
+    packed = torch.zeros(1, 64, 3, 2, 64).bfloat16()
+    every_way(lambda: oa.attention(q, k, v, out=out), out)
+    assert _versions(q, k, v) == [0, 0, 0]
+    wide_q = wide[:, :64]
+    refused(
+        lambda: oa.attention(q, k, v, out=k), lambda: oa.attention(q, k, v, out=v),
+        *(lambda at=at: oa.attention(wide_q, k, v, out=wide[:, at : at + 64]) for at in (1, 32, 63)),
+        lambda: oa.attention(k, wide_q, v, out=wide[:, 63:127]),
+    )  # fmt: skip
+    oa.attention(wide_q, k, v, out=wide[:, 64:])
+    for _ in range(2):
+        oa.attention(q, k, v, out=q)
+    assert _versions(q) == [2]
+    # Parts of one buffer: what is apart runs by the module, too.
+    three = packed.unbind(2)
+    every_way(lambda: oa.attention(q, three[1], three[2], out=three[0]), packed)
+    refused(lambda: oa.attention(q, three[1], three[2], out=three[1]))
+    do, lse = torch.randn_like(q), torch.zeros(1, 2, 64)
+
+    def backward(*into: torch.Tensor) -> Any:
+        dq, dk, dv = into
+        return oa.attention_backward(do, q, k, v, out, lse, dq=dq, dk=dk, dv=dv)
+
+    for _ in range(2):
+        backward(*three)
+    for taken in (1, 1):
+        hits, before = counts()[0], packed._version
+        backward(*three)
+        assert (counts()[0], packed._version) == (hits + taken, before + 3)
+    rows = [torch.zeros(1, 96, 3, 2, 64).bfloat16() for _ in range(2)]
+    refused(
+        lambda: backward(three[0], three[1], three[1]), lambda: backward(three[0], three[0], three[2]),
+        lambda: backward(rows[0][:, :64, 0], rows[0][:, 32:, 0], rows[1][:, :64, 0]),
+    )  # fmt: skip
+    # Inference tensors, where they may be written.
+    with torch.inference_mode():
+        frozen, cold = torch.empty_like(out), oa.KVCache(1, 64, 2, 64, like=q)
+    lens = torch.tensor([64], dtype=torch.int32)
+    into_frozen = lambda: oa.attention(q, k, v, out=frozen)  # noqa: E731
+    into_cold = lambda: oa.append(cold, k, v, seq_lens=lens)  # noqa: E731
+    for call in (into_frozen, into_cold):
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="an inference tensor outside inference mode"):
+                call()
+    for call in (into_frozen, into_cold):
+        with torch.inference_mode():
+            for _ in range(3):
+                call()
+            hits = counts()[0]
+            call()
+            assert counts()[0] == hits + 1
+        with pytest.raises(ArgumentError, match="an inference tensor outside inference mode"):
+            call()
+    # Planes of a cache.
+    cache = oa.KVCache(1, 64, 2, 64, like=q, k_dtype="int8", recent_window=8, recent_dtype="bf16")
+    planes = [t.obj for t in cache.planes.values()]
+    every_way(lambda: oa.append(cache, k, v, seq_lens=lens), *planes)
+    plain = oa.KVCache(1, 64, 2, 64, like=q)
+    for _ in range(3):
+        oa.append(plain, k, v, seq_lens=lens)
+        oa.decode(q[:, :1], plain, seq_lens=lens, out=out[:, :1])
+    refused(
+        lambda: oa.append(plain, plain.k.transpose(1, 2), v, seq_lens=lens),
+        lambda: oa.append(plain, k, plain.v.transpose(1, 2), seq_lens=lens),
+        lambda: oa.decode(q[:, :1], plain, seq_lens=lens, out=plain.k.transpose(1, 2)[:, 9:10]),
+        lambda: oa.decode(out[:, :1], plain, seq_lens=lens, out=out[:, :1]),
+    )  # fmt: skip
+    # A cache of the same layout, whose planes are one.
+    one = plain.on([plain.k, plain.k], [])
+    with pytest.raises(ArgumentError, match=r"'cache\.k'.*shares memory with 'cache\.v'"):
+        oa.append(one, k, v, seq_lens=lens)
+    print("done")
+
+
 def check_threads(machine: Machine) -> None:
     """Each thread's calls are its own."""
 
@@ -383,7 +481,7 @@ def check_differences(machine: Machine, count: int) -> None:
 
 CHECKS = {
     "calls": check_calls, "conditions": check_conditions, "gradients": check_gradients, "threads": check_threads,
-    "fork": check_fork,
+    "fork": check_fork, "writes": check_writes,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ import pytest
 from omniattn.arrays.identity import Same
 from tests.native.native_fakes import ALLOCATOR, WORKSPACES, Cache, Call, Layout, Tensor, capsule
 
-state = SimpleNamespace(modes=0, transform=None, grad=True, level=SimpleNamespace(_current_level=-1), environment={})
+state = SimpleNamespace(modes=0, transform=None, grad=True, inference=False, level=SimpleNamespace(_current_level=-1), environment={})
 failures: list[tuple[str, int, int, str]] = []
 made: list[Tensor] = []
+changed: list[Any] = []
 OPERATION, LAYOUT = object(), Layout()
 OPTIONS = (None, True, 0.5, (-1, 8), "exact")
 
@@ -50,8 +51,8 @@ def use_device(native: Any) -> Any:
     assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
     assert driver.cuCtxPushCurrent_v2(context) == 0
     assert native.setup(
-        (Tensor,), capsule(), Tensor.is_neg, Tensor.is_inference, lambda: state.grad, lambda: state.modes,
-        lambda: state.transform, state.level, state.environment, "FORCED", fail, Same,
+        (Tensor,), capsule(), Tensor.is_neg, lambda: state.grad, Tensor.is_inference, lambda: state.inference,
+        changed.append, lambda: state.modes, lambda: state.transform, state.level, state.environment, "FORCED", fail, Same,
     )  # fmt: skip
     return driver
 
@@ -71,7 +72,8 @@ def entry(native: Any, objects: tuple[Any, ...], launches: Any, /, **changes: An
     given = {
         "operation": OPERATION, "options": OPTIONS, "facts": None, "layout": None, "problem": "problem", "keep": None,
         "objects": objects, "masks": ((0, 15), (1, 1)), "makers": ((0, maker),), "workspace": 0,
-        "alignment": 256, "launches": launches, "placed": None, "differentiate": None, **changes,
+        "alignment": 256, "launches": launches, "placed": None, "differentiate": None, "pairs": (),
+        "writes_cache": False, **changes,
     }  # fmt: skip
     return native.Entry(*given.values())
 
@@ -235,18 +237,53 @@ def check_caches_and_given(native: Any) -> None:
     assert run(native, Call(OPERATION, (q,), OPTIONS, cache=Cache(LAYOUT))) is not None
     for cache in (None, Cache(Layout()), Cache(LAYOUT, plain=False)):
         assert run(native, Call(OPERATION, (q,), OPTIONS, cache=cache)) is None
-    assert native.learn(entry(native, (q, out), (launch(2),), makers=((1, None),), placed=(0, 32)))
+    assert not changed, "nothing of the caller's has been written"
+    # Of 32 bytes each, and right where `out` begins 8 bytes behind the other.
+    pairs = ((1, 0, -32, 32, -8),)
+    assert native.learn(entry(native, (q, out), (launch(2),), makers=((1, None),), placed=(0, 32), pairs=pairs))
     assert run(native, Call(OPERATION, (q, out), OPTIONS)) == [out]
+    assert changed == [(out,)]
+    near = [Tensor(0x10 + 8), Tensor(0x10 + 32), Tensor(0x90 - 32)]
+    for objects in ((q, near[0]), (q, near[1]), (Tensor(0x90), near[2])):
+        assert run(native, Call(OPERATION, objects, OPTIONS)) == [objects[1]]
+    frozen = Tensor(0x60, inference=True)
+    changed.clear()
     for objects in (
-        (q, Tensor(0x60, inference=True)), (q, Tensor(0x10)), (Tensor(0x20), out), (Tensor(0x40), out),
+        (q, frozen), (q, Tensor(0x10)), (Tensor(0x20), out), (Tensor(0x40), out), (q, Tensor(0)),
+        (q, Tensor(0x10 + 31)), (q, Tensor(0x10 + 16)), (Tensor(0x50), Tensor(0x50 - 31)),
+        (Tensor(0x50), Tensor(0x50 - 8)),
     ):  # fmt: skip
-        assert run(native, Call(OPERATION, objects, OPTIONS)) is None
+        assert run(native, Call(OPERATION, objects, OPTIONS)) is None, objects
+    assert not changed
+    state.inference = True
+    assert run(native, Call(OPERATION, (q, frozen), OPTIONS)) == [frozen]
+    state.inference = False
+    # A cache that is written: its planes have changed, and lie apart from the call's arrays.
+    changed.clear()
+    pairs = ((1, 0, -32, 0x1000, 0),)
+    assert native.learn(
+        entry(native, (q,), (launch(1),), layout=LAYOUT, makers=(), masks=(), pairs=pairs, writes_cache=True)
+    )
+    good, cold = Cache(LAYOUT), Cache(LAYOUT)
+    cold._written = (frozen, frozen)
+    assert run(native, Call(OPERATION, (q,), OPTIONS, cache=good)) == []
+    assert changed == [good._written]
+    bad: list[Any] = [Cache(LAYOUT), Cache(LAYOUT)]
+    for cache, written in zip(bad, (None, ()), strict=True):
+        cache._written = written
+    for objects, cache in (((q,), bad[0]), ((q,), bad[1]), ((q,), cold), ((Tensor(0x7010),), good)):
+        assert run(native, Call(OPERATION, objects, OPTIONS, cache=cache)) is None
+    state.inference = True
+    assert run(native, Call(OPERATION, (q,), OPTIONS, cache=cold)) == []
+    state.inference = False
+    assert len(changed) == 2
     for changes in (
         {"masks": ((9, 1),)}, {"makers": ((7, None),)}, {"workspace": 1 << 63}, {"alignment": 3}, {"placed": (5, 16)},
         {"placed": (0, 0)}, {"objects": (1, 2)}, {"launches": (launch(64),)}, {"launches": (launch(0),) * 9},
         {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(8), ((1, 0, 0),), (), ""),)},
         {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(5000), (), (), ""),)},
         {"launches": ((0, (1, 1, 1), 1, 0, None, False, bytes(128), (), ((0, 0, 0, b"short"),), ""),)}, {"masks": (3,)},
+        {"pairs": (3,)}, {"pairs": ((64, 0, 0, 0, 0),)}, {"pairs": ((0, 64, 0, 0, 0),)},
     ):  # fmt: skip
         try:
             entry(native, (q, out), (), **changes)
@@ -308,7 +345,7 @@ def fuzz(native: Any, count: int) -> None:
             except (AttributeError, TypeError):
                 continue
         else:
-            given = [rng.choice(odd) for _ in range(rng.choice([0, 5, 14, 14, 14, 15]))]
+            given = [rng.choice(odd) for _ in range(rng.choice([0, 5, 16, 16, 16, 17]))]
             try:
                 native.Entry(*given)
             except (TypeError, ValueError, OverflowError):

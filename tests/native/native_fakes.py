@@ -123,6 +123,7 @@ class Cache:
     def __init__(self, facts: Layout, plain: bool = True) -> None:
         self._facts, self._plain_torch = facts, plain
         self._addresses: Any = (0x7000, 0x8000)
+        self._written: Any = (Tensor(0x7000), Tensor(0x8000))
 
 
 class Call:

@@ -70,8 +70,8 @@ native = child.load({str(folder / build_native.NAME)!r})
 capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 assert capsule is not None
 T = torch.Tensor
-assert native.setup((T,), capsule, T.is_neg, T.is_inference, torch.is_grad_enabled, lambda: 0, lambda: None,
-                    child.state.level, {{}}, b"x", child.fail, child.Same)
+assert native.setup((T,), capsule, T.is_neg, torch.is_grad_enabled, T.is_inference, lambda: False, list,
+                    lambda: 0, lambda: None, child.state.level, {{}}, b"x", child.fail, child.Same)
 x = torch.zeros(2, 8)
 for t in (x, x.to_sparse(), x.to("meta"), x.clone().requires_grad_(), torch.nn.Parameter(x), x.to(torch.complex64)):
     assert child.run(native, Call(1, (t, t), ())) is None
@@ -187,7 +187,7 @@ def test_options_are_learned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
         oa.attention(q, q, q, causal=True)
     (call,) = calls
     assert type(call.options) is not tuple
-    repeat = SimpleNamespace(masks=(), makers=(), workspace_bytes=0)
+    repeat = SimpleNamespace(masks=(), makers=(), workspace_bytes=0, writes=None)
     native.learn(call, None, SimpleNamespace(records=(), kernels=(), operands=(), texts=()), repeat)  # type: ignore[arg-type]
     ((operation, options, facts, *_),) = learned
     assert operation is call.operation

@@ -31,13 +31,13 @@ def test_every_call(folder: Path) -> None:
     assert out.split("\n") == ["44 calls", "9 calls", "40 calls", "9 calls", ""]
 
 
-@pytest.mark.parametrize("check", ["conditions", "gradients", "threads", "fork"])
+@pytest.mark.parametrize("check", ["conditions", "gradients", "threads", "fork", "writes"])
 def test_what_may_happen(check: str, folder: Path) -> None:
     out, _ = run_child(folder, "calls_child.py", str(folder), check)
     assert out == "done\n"
 
 
-@pytest.mark.parametrize("check", [("calls",), ("gradients",), ("threads",), ("differences", "1000")], ids=" ".join)
+@pytest.mark.parametrize("check", [("calls",), ("gradients",), ("threads",), ("writes",), ("differences", "1000")], ids=" ".join)
 def test_sanitizers(check: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     variables = sanitizers()
     if variables is None:

@@ -143,7 +143,7 @@ def test_allocator_of_other_frameworks() -> None:
 
 ARRAYS = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks")
 SPEC = next(spec for spec in REGISTRY if spec.op == "attention")
-GIVEN = [0x10, 0x20, 0x30, 0x40, 0x54, 0x64, 0x72, 0x84]
+GIVEN = [0x1000, 0x2000, 0x3000, 0x4000, 0x5004, 0x6004, 0x7002, 0x8004]
 
 
 class Cache:
@@ -170,6 +170,8 @@ def fast(
         given |= dict.fromkeys(ARRAYS[4:6], torch.zeros(3, dtype=torch.int32))
         given |= {"mask": q, "sinks": torch.zeros(2)}
     tensors = {name: arrays.describe(given[name], name) for name in ARRAYS if name in given}
+    for name, t in tensors.items():
+        t.ptr = GIVEN[ARRAYS.index(name)]
     outputs = (Output("o", (4, 2, 8), "float16"), *((Output("lse", (2, 4), "float32"),) if lse else ()))
     operands = (*ARRAYS, *(CACHE_OPERANDS if cache else ()), *(x.name for x in outputs), "workspace")
     read = operands if workspace_bytes else operands[:-1]
@@ -180,6 +182,11 @@ def fast(
     aligned = frozenset({"q", "k", "v", "out"})
     repeat = Repeat.of(program, ARRAYS, aligned, tensors, outputs, workspace_bytes, {"o": "out"})
     assert repeat is not None
+    assert (repeat.writes is not None) == out
+    if repeat.writes is not None:
+        none = [0] * len(ARRAYS)
+        assert repeat([None] * len(ARRAYS), none, None, None) is None, "no call has been checked"
+        repeat.writes.allow(tensors, None)
     return kernel, repeat, operands
 
 
@@ -208,7 +215,7 @@ def test_every_address_gets_to_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     assert got[0] is out
     assert (got[1].shape, got[1].dtype) == ((2, 4), torch.float32)
     found = addresses_of(kernel.log.pop(), len(operands))
-    assert found == (*GIVEN, 0x40, got[1].data_ptr(), 0)
+    assert found == (*GIVEN, 0x4000, got[1].data_ptr(), 0)
 
 
 def test_addresses_of_a_cache_come_behind_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,8 +289,9 @@ def test_nothing_is_allocated_for_a_call_that_is_left_to_the_engine(monkeypatch:
 @pytest.mark.parametrize(
     ("at", "address"),
     [
-        (0, 0x18), (1, 0x28), (2, 0x31), (3, 0x48), (4, 0x52), (5, 0x61), (6, 0x71), (7, 0x82), (3, 0x10), (3, 0x20),
-        (3, 0x30),
+        (0, 0x1008), (1, 0x2008), (2, 0x3001), (3, 0x4008), (4, 0x5002), (5, 0x6001), (6, 0x7001), (7, 0x8002),
+        (3, 0x1000), (3, 0x2000), (3, 0x3000), (3, 0x1010), (3, 0x3070), (3, 0x2f90), (3, 0x4ff0), (3, 0x5000),
+        (3, 0x6f90), (3, 0x8000), (0, 0x4070), (1, 0x3f90), (3, 0),
     ],
 )  # fmt: skip
 def test_odd_addresses_and_overlaps_are_left_to_the_engine(
@@ -298,14 +306,54 @@ def test_odd_addresses_and_overlaps_are_left_to_the_engine(
     assert kernel.log == []
 
 
+def test_arrays_side_by_side_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, call, _ = fast(monkeypatch, out=True, others=True)
+    for address in (0x1080, 0x2F80, 0x5010, 0x4F80):
+        assert call(objects(), [*GIVEN[:3], address, *GIVEN[4:]], None, None) is not None, hex(address)
+    assert len(kernel.log) == 4
+
+
+def test_what_has_been_checked_may_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``out`` that is q: the same difference of addresses, wherever both are."""
+    kernel, call, _ = fast(monkeypatch, out=True)
+    assert call.writes is not None
+    q = torch.zeros(4, 2, 8, dtype=torch.float16)
+    tensors = {name: arrays.describe(q, name) for name in ARRAYS[:4]}
+    for t, address in zip(tensors.values(), (0x1000, 0x2000, 0x3000, 0x1000), strict=True):
+        t.ptr = address
+    call.writes.allow(tensors, None)
+    none = [0, 0, 0, 0]
+    for addresses in ([0x1000, 0x2000, 0x3000, 0x1000], [0x8000, 0x2000, 0x3000, 0x8000], GIVEN[:4]):
+        assert call(objects(), [*addresses, *none], None, None) is not None
+    for addresses in ([0x1000, 0x2000, 0x3000, 0x1010], [0x1000, 0x2000, 0x3000, 0x2000]):
+        assert call(objects(), [*addresses, *none], None, None) is None
+    assert len(kernel.log) == 3
+
+
+def test_what_is_written_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, call, _ = fast(monkeypatch, out=True, lse=True)
+    out = torch.zeros(4, 2, 8, dtype=torch.float16)
+    given = objects(out=out)
+    q = given[0]
+    for count in (1, 2):
+        results = call(given, list(GIVEN), None, None)
+        assert results is not None
+        assert (out._version, q._version, results[1]._version) == (count, 0, 0)
+    assert call(given, [*GIVEN[:3], GIVEN[0], *GIVEN[4:]], None, None) is None
+    assert out._version == 2
+
+
 def test_other_streams_and_inference_tensors_are_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, call, _ = fast(monkeypatch, out=True)
+    addresses = [*GIVEN[:4], 0, 0, 0, 0]
     for stream in (STREAM + 1, 0):
-        assert call(objects(), [0x10, 0x20, 0x30, 0x40, 0, 0, 0, 0], None, stream) is None
+        assert call(objects(), list(addresses), None, stream) is None
     with torch.inference_mode():
         out = torch.zeros(4, 2, 8, dtype=torch.float16)
-    assert call(objects(out=out), [0x10, 0x20, 0x30, 0x40, 0, 0, 0, 0], None, None) is None
+    assert call(objects(out=out), list(addresses), None, None) is None
     assert kernel.log == []
+    with torch.inference_mode():  # where such a tensor is one like others
+        assert call(objects(out=out), list(addresses), None, None) is not None
 
 
 def test_several_given_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,24 +365,30 @@ def test_several_given_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "stream_query", lambda ref: lambda: STREAM)
     for places in ((), (1,), (2,), (1, 3), (1, 2, 3)):
         tensors = {name: arrays.describe(x, name) for i, name in enumerate(names) if i == 0 or i in places}
+        for i, t in enumerate(tensors.values()):
+            t.ptr = 0x1000 * (i + 1)
         operands = (*names, "a", "b", "c")
         pointers = tuple(Pointer(8 * i, name) for i, name in enumerate(operands))
         record = LaunchRecord(SPEC, (3, 1, 1), 64, bytes(8 * len(operands)), pointers)
         program, (kernel,) = program_of([record], operands)
         call = Repeat.of(program, names, frozenset(names), tensors, outputs, 0, given)
         assert call is not None
+        if call.writes is not None:
+            call.writes.allow(tensors, None)
         own = [torch.zeros(4, 2, 8, dtype=torch.float16) if i in (0, *places) else None for i in range(4)]
-        addresses = [0x10 * (i + 1) if t is not None else 0 for i, t in enumerate(own)]
+        addresses = [0x1000 * (i + 1) if t is not None else 0 for i, t in enumerate(own)]
         results = call(own, list(addresses), None, None)
         assert results is not None
         for i, result in enumerate(results, 1):
-            assert (result is own[i]) == (i in places)
+            assert (result is own[i], result._version) == ((True, 1) if i in places else (False, 0))
         found = addresses_of(kernel.log.pop(), len(operands))
         at = [addresses[i] if i in places else results[i - 1].data_ptr() for i in (1, 2, 3)]
         assert found == (*addresses, *at)
         # Two results in one place, or one in that of an input, are left to the engine.
         for i in places:
-            assert call(own, [0x10 if j == i else a for j, a in enumerate(addresses)], None, None) is None
+            for other in {0, *places} - {i}:
+                near = addresses[other] + 0x10
+                assert call(own, [near if j == i else a for j, a in enumerate(addresses)], None, None) is None
         assert kernel.log == []
 
 
@@ -389,9 +443,15 @@ def test_no_fast_path_beside_a_cache_of_another_framework(monkeypatch: pytest.Mo
     plan = engine.Plan(SimpleNamespace(outputs=()), launches, program, 0)
     monkeypatch.setattr(engine, "make_plan", lambda *_, **__: plan)
     monkeypatch.setattr(engine, "execute", lambda *_: [None])
-    monkeypatch.setattr(
-        engine.Repeat, "of", lambda *_: lambda objects, addresses, cache, raw: asked.append(cache) or [None]
-    )
+
+    class Fast:
+        writes = None
+
+        def __call__(self, objects: Any, addresses: Any, cache: Any, raw: Any) -> list[None]:
+            asked.append(cache)
+            return [None]
+
+    monkeypatch.setattr(engine.Repeat, "of", lambda *_: Fast())
     likes = {"numpy": np.zeros(1, np.float32), "torch": torch.zeros(1)}
     caches = {name: oa.KVCache(2, 16, 2, 64, like=like, k_dtype="int8") for name, like in likes.items()}
     monkeypatch.setattr(arrays, "torch_facts", lambda objects: (("facts",), [0x10] * len(objects)))

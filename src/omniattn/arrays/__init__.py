@@ -40,6 +40,7 @@ from .host import bfloat16_bits, e4m3_bytes, raw_view, store, to_numpy
 from .streams import resolve_stream
 from .strides import contiguous_strides
 from .tensor import ITEMSIZE, CapsuleTensor, Tensor
+from .written import first_shared, mark_written, require_writable, span
 
 __all__ = [
     "CapsuleTensor",
@@ -53,6 +54,7 @@ __all__ = [
     "empty_like_framework",
     "e4m3_bytes",
     "finish",
+    "first_shared",
     "has_tracer",
     "is_autocast",
     "is_e4m3",
@@ -61,11 +63,13 @@ __all__ = [
     "torch_facts",
     "traced_by_jax",
     "prepare",
+    "mark_written",
     "raw_view",
     "require_same_device",
     "require_writable",
     "resolve_stream",
     "release",
+    "span",
     "store",
     "stream_query",
     "to_numpy",
@@ -360,24 +364,6 @@ def require_same_device(tensors: Iterable[Tensor]) -> None:
             raise DeviceError(
                 t.argument, f"an array on {first.device_name}, like {first.argument!r}", f"one on {t.device_name}"
             )
-
-
-def require_writable(t: Tensor) -> None:
-    """Check that a user's ``out`` may be written.
-
-    Raises
-    ------
-    ArgumentError
-        A read-only array; every JAX array is one. A torch inference tensor outside inference mode.
-    """
-    if t.readonly:
-        received = "a jax.Array, which never changes" if t.framework == "jax" else "a read-only array"
-        hint = "Leave it out: the result is then a new array" if t.framework == "jax" else None
-        raise ArgumentError(t.argument, "a writable array", received, hint=hint)
-    if t.framework == "torch":
-        from . import from_torch
-
-        from_torch.check_out(t)
 
 
 def prepare(tensors: Sequence[Tensor], stream: Any = None) -> int:

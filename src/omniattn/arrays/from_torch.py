@@ -47,6 +47,30 @@ _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 #: What the C module asks before every call: modes, the transform, and the module that counts the levels.
 WATCHERS = (_modes, _transform, forward_ad)
 
+
+
+def _increment_of(increment: Callable[[Any], None]) -> Callable[[Sequence[Any]], None]:
+    """torch's own function, which takes tensors and passes over inference tensors; older ones took one tensor."""
+    try:
+        increment(())
+    except (RuntimeError, TypeError):
+
+        def increment_all(tensors: Sequence[Any]) -> None:
+            for x in tensors:
+                if not x.is_inference():
+                    increment(x)
+
+        return increment_all
+    return increment
+
+
+#: Counts a change in place of each of these tensors; inference tensors have no counter.
+increment_version: Callable[[Sequence[Any]], None] = _increment_of(torch._C._increment_version)
+is_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
+
+#: What the C module asks of tensors that are written, and calls.
+WRITERS = (torch.Tensor.is_inference, is_inference_mode, increment_version)
+
 #: Subclasses that are plain memory, like their base.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -300,9 +324,14 @@ def enter(tensors: list[Tensor], stream: int) -> None:
         t.obj.record_stream(other)
 
 
+def is_frozen(x: Any) -> bool:
+    """Whether torch forbids to write to a tensor: one of inference mode, outside of it."""
+    return x.is_inference() and not is_inference_mode()
+
+
 def check_out(t: Tensor) -> None:
     """Refuse what torch forbids to write to."""
-    if t.obj.is_inference() and not torch.is_inference_mode_enabled():
+    if is_frozen(t.obj):
         raise ArgumentError(
             t.argument,
             "a tensor that may be written here",

@@ -26,16 +26,16 @@ _TYPESTR = {
     "uint64": "<u8",
     "bool": "|b1",
 }
-#: Of memory that `e4m3_bytes` shows.
-_BYTES = {"float8_e4m3fn": "|u1"}
+#: NumPy has no such numbers: their bytes.
+_BYTES = {"float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}
 
 
-class _Memory:
+class Memory:
     """A tensor's memory under NumPy's array interface; NumPy keeps it, and so the tensor, alive."""
 
     __slots__ = ("__array_interface__", "owner")
 
-    def __init__(self, tensor: Tensor, writable: bool) -> None:
+    def __init__(self, tensor: Tensor, *, writable: bool = False) -> None:
         self.owner = tensor
         itemsize = tensor.itemsize
         self.__array_interface__ = {
@@ -57,7 +57,7 @@ def _view(tensor: Tensor, *, writable: bool) -> np.ndarray[Any, Any]:
     if 0 in tensor.shape:
         # Such arrays may have no address, which the array interface does not allow.
         return np.empty(tuple(tensor.shape), dtype=_TYPESTR[tensor.dtype])
-    return np.asarray(_Memory(tensor, writable))
+    return np.asarray(Memory(tensor, writable=writable))
 
 
 def raw_view(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -107,7 +107,7 @@ def e4m3_bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
 
     if 0 in tensor.shape:
         return np.empty(tuple(tensor.shape), dtype=np.uint8)
-    return np.asarray(_Memory(tensor, writable=False))
+    return np.asarray(Memory(tensor))
 
 
 def bfloat16_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -28,12 +28,6 @@ class AppendOptions(NamedTuple):
     rope: Any
 
 
-def check_append_memory(problem: AppendProblem, tensors: dict[str, Tensor]) -> None:
-    """Addresses."""
-    if tensors["k"].device == "cuda":
-        values.check_addresses(tensors, ALIGNED, _NAME)
-
-
 def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
     """The problem of a call."""
     rope, cache = call.options.rope, call.cache

@@ -178,29 +178,6 @@ def check_descales(
     return Descales(*found)
 
 
-def check_attention_memory(problem: AttentionProblem, tensors: dict[str, Tensor]) -> None:
-    """o may take q's place exactly (each row of q is read before it is written), and nobody else's."""
-    function = "attention_varlen" if problem.varlen else "attention"
-    out, q = tensors.get("out"), tensors["q"]
-    if out is not None:
-        arrays.require_writable(out)
-        if out.device != "cpu" and 0 not in out.shape:
-            for t in (tensors["k"], tensors["v"]):
-                if t.ptr == out.ptr:
-                    expected = f"memory of its own, not that of {t.argument}"
-                    raise ArgumentError("out", expected, hex(out.ptr), function=function)
-            if q.ptr == out.ptr and problem.own_head_dim_v:
-                expected = "memory of its own, not that of q, whose head_dim differs from v's"
-                raise ArgumentError("out", expected, hex(out.ptr), function=function)
-            if q.ptr == out.ptr and tuple(q.strides) != tuple(out.strides):
-                raise ArgumentError(
-                    "out", "q's own strides, where it takes q's memory", f"strides {tuple(out.strides)}",
-                    function=function,
-                )  # fmt: skip
-    if q.device == "cuda":
-        values.check_addresses(tensors, ALIGNED, function)
-
-
 def canonical_strides(shape: tuple[int, ...], strides: tuple[int, ...], layout: str, varlen: bool) -> Strides3:
     """(batch, seq, head) strides; 0 where the extent is 1, whatever the framework wrote there."""
     own = [0 if n == 1 else s for n, s in zip(shape, strides, strict=True)]

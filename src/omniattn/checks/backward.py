@@ -151,22 +151,3 @@ def _row_strides(t: Tensor) -> tuple[int, int]:
     """Strides (batch, head) of an LSE; 0 where the extent is 1."""
     own = [0 if n == 1 else s for n, s in zip(t.shape, t.strides, strict=True)]
     return (0 if len(own) == 2 else own[0], own[-2])
-
-
-def check_backward_memory(problem: BackwardProblem, tensors: dict[str, Tensor]) -> None:
-    """Arrays for results are nobody else's memory: kernels read all others until the end. On the CPU only two results
-    must not be in one place."""
-    function = "attention_varlen_backward" if problem.forward.varlen else "attention_backward"
-    for array in GIVEN.values():
-        given = tensors.get(array)
-        if given is None:
-            continue
-        arrays.require_writable(given)
-        others = tensors.items() if given.device != "cpu" else ((n, tensors[n]) for n in GIVEN.values() if n in tensors)
-        for name, t in others:
-            if t.ptr == given.ptr and name != array and 0 not in given.shape:
-                what = f"that of {LABELS.get(name, name).removeprefix(PREFIX)}"
-                expected = f"memory of its own, not {what}"
-                raise ArgumentError(given.argument, expected, hex(given.ptr), function=function)
-    if tensors["q"].device == "cuda":
-        values.check_addresses(tensors, ALIGNED, function)

@@ -72,17 +72,6 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     )  # fmt: skip
 
 
-def check_decode_memory(problem: DecodeProblem, tensors: dict[str, Tensor]) -> None:
-    """``out`` has memory of its own; addresses."""
-    q, out = tensors["q"], tensors.get("out")
-    if out is not None:
-        arrays.require_writable(out)
-        if q.device == "cuda" and out.ptr == q.ptr and 0 not in q.shape:
-            raise ArgumentError("out", "memory of its own, not that of q", hex(q.ptr), function=_NAME)
-    if q.device == "cuda":
-        values.check_addresses(tensors, ALIGNED, _NAME)
-
-
 def _check_queries(q: Tensor, cache: KVCache) -> None:
     allowed = values.CPU_DTYPES if q.device == "cpu" else values.GPU_DTYPES
     if q.dtype not in allowed:

@@ -94,13 +94,3 @@ def check_score_mod(
             instead="ScoreMod(..., reference=a NumPy function of the same), or arrays on a GPU",
         )
     return ScoreModProblem(expression, mask, tuple(found), checked)
-
-
-def check_memory(problem: AttentionProblem, tensors: dict[str, Tensor]) -> None:
-    """As `checks.attention.check_attention_memory`; o shares no memory with an array that scores depend on."""
-    checks.check_attention_memory(problem, tensors)
-    out = tensors.get("out")
-    for name, t in tensors.items():
-        if (name.startswith(PREFIX) or name == "block_mask") and out is not None and t.ptr == out.ptr:
-            function = "attention_varlen" if problem.varlen else "attention"
-            raise ArgumentError("out", f"memory of its own, not that of {name}", hex(t.ptr), function=function)

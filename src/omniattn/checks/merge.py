@@ -56,21 +56,6 @@ def check_merge(call: Call, tensors: dict[str, Tensor]) -> MergeProblem:
     )  # fmt: skip
 
 
-def check_merge_memory(problem: MergeProblem, tensors: dict[str, Tensor]) -> None:
-    """``out`` may be o_a or o_b itself, with the same strides; addresses."""
-    out = tensors.get("out")
-    if out is not None:
-        arrays.require_writable(out)
-    if tensors["o_a"].device != "cuda":
-        return
-    values.check_addresses(tensors, ALIGNED, _NAME)
-    if out is not None and 0 not in out.shape:
-        for t in (tensors["o_a"], tensors["o_b"]):
-            if t.ptr == out.ptr and tuple(t.strides) != tuple(out.strides):
-                expected = f"the strides of {t.argument}, whose memory it takes"
-                raise ArgumentError("out", expected, f"{tuple(out.strides)}", function=_NAME)
-
-
 def _three(strides: tuple[int, ...]) -> tuple[int, int, int]:
     """Strides (batch, x, y); those of a packed array have no batch."""
     return (0, strides[0], strides[1]) if len(strides) == 2 else (strides[0], strides[1], strides[2])

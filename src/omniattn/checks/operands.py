@@ -204,15 +204,6 @@ def check_same_sequences(function: str, v: QuantizedV, tensors: dict[str, Tensor
         raise ArgumentError("v", f"cu_seqlens_k {wanted.tolist()}, like k", str(starts.tolist()), function=function)
 
 
-def check_aliasing(function: str, out: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Tiles are written while others are still read, so o needs memory of its own."""
-    if out.device == "cpu" or 0 in out.shape:
-        return
-    for name, t in tensors.items():
-        if name != "out" and t.ptr == out.ptr:
-            raise ArgumentError("out", f"memory of its own, not that of {t.argument}", hex(out.ptr), function=function)
-
-
 def check_operands(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     """The problem of a call on quantized operands; ``call.subject`` are the operands q, k, v."""
     function, options = call.operation.name, call.options
@@ -254,13 +245,3 @@ def check_operands(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     own = canonical_strides(problem.o_shape, o_strides, options.layout, varlen)
     strides = AttentionStrides(unused, unused, unused, own, (0 if varlen else heads * rows, rows), mask_strides)
     return dataclasses.replace(problem, strides=strides)
-
-
-def check_operands_memory(problem: AttentionProblem, tensors: dict[str, Tensor]) -> None:
-    """Tiles are written while others are still read, so o needs memory of its own."""
-    function = "attention_varlen" if problem.varlen else "attention"
-    if "out" in tensors:
-        arrays.require_writable(tensors["out"])
-        check_aliasing(function, tensors["out"], tensors)
-    if tensors["q_int"].device == "cuda":
-        values.check_addresses(tensors, ALIGNED, function)

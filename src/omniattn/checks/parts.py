@@ -26,9 +26,3 @@ def check_parts(call: Call, tensors: dict[str, Tensor]) -> PartsProblem:
     arrays.require_same_device(tensors.values())
     steps = [None if t is None else t.strides[0] for t in used]
     return PartsProblem(batch, (cu_q.strides[0], cu_k.strides[0]), (steps[0], steps[1]))
-
-
-def check_parts_memory(problem: PartsProblem, tensors: dict[str, Tensor]) -> None:
-    """Addresses."""
-    if tensors["cu_seqlens_q"].device == "cuda":
-        values.check_addresses(tensors, frozenset(), "packed_parts")

@@ -110,13 +110,6 @@ def check_quantize_v(call: Call, tensors: dict[str, Tensor]) -> QuantizeCall:
     return QuantizeCall(problem, ((0, 0, 0), (0, 0, 0), _strides(v, layout, varlen)), layout, 0)
 
 
-def check_quantize_memory(problem: QuantizeCall, tensors: dict[str, Tensor]) -> None:
-    """Addresses."""
-    function = "quantize_v" if "v" in tensors else "quantize_qk"
-    if next(iter(tensors.values())).device == "cuda":
-        values.check_addresses(tensors, ALIGNED, function)
-
-
 def check_starts(starts: list[int], argument: str, rows: int, function: str) -> None:
     """Cumulative lengths that describe sequences inside the tensor. On a GPU that would need a synchronization."""
     if starts[0] != 0 or starts[-1] > rows or any(b < a for a, b in itertools.pairwise(starts)):

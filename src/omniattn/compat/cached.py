@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import arguments
+from .. import arguments, arrays
 from ..checks.decode import MAX_Q_LEN
+from ..checks.memory import check_written
+from ..checks.values import check_no_overlap
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..kv.cache import MAX_CACHE_ROWS, PagedKVCache
 from ..kv.formats import ROW_DIMS
@@ -145,6 +147,13 @@ def _check_arrays(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: 
     allowed = (torch.float16, torch.bfloat16) + ((torch.float32, torch.float64) if q.device.type == "cpu" else ())
     if q.dtype not in allowed:
         raise DtypeError("q", " or ".join(map(str, allowed)), q.dtype, function=function)
+    if new:  # both caches are written, one behind the other
+        named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new}
+        tensors = {name: arrays.describe(x, name) for name, x in named.items()}
+        written = [tensors.pop("k_cache"), tensors.pop("v_cache")]
+        for t in written:
+            check_no_overlap(t, function)
+        check_written(written, tensors.values(), function)
 
 
 def _check_numbers(x: Any, name: str, shape: tuple[int | None, ...], q: torch.Tensor, function: str) -> torch.Tensor:

@@ -258,7 +258,7 @@ class KVCache(WithLeaves):
         """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
         self._planes  # noqa: B018 - looks at memory that nobody has looked at
         state = self.__dict__.copy()
-        for name in ("_order", "_plain_torch", "_identity", "_key", "_operands", "_leaves", "_of"):
+        for name in ("_order", "_plain_torch", "_identity", "_key", "_operands", "_written", "_leaves", "_of"):
             state.pop(name, None)
         state["_planes"] = {name: (t.argument, self._array(name), t.readonly) for name, t in self._planes.items()}
         state["_key_arrays"] = {name: (t.argument, t.obj, t.readonly) for name, t in self._key_arrays.items()}
@@ -382,6 +382,15 @@ class KVCache(WithLeaves):
         self._operands = (
             tuple(t.obj for t in self._planes.values()), tuple(t.obj for t in self._key_arrays.values())
         )  # fmt: skip
+        planes = list(self._planes.values())
+        alike = self._plain_torch and len({t.obj.is_inference() for t in planes}) == 1
+        apart = alike and arrays.first_shared(planes, self._key_arrays.values()) is None
+        self._written = self._operands[0] if apart else None
+
+    @property
+    def written(self) -> tuple[Any, ...] | None:
+        """Planes of torch, all of inference mode or none, that share no memory; None for others."""
+        return self._written
 
     @property
     def key(self) -> int:

@@ -19,7 +19,7 @@ from .layout import CacheLayout
 _OF_MEMORY = frozenset(
     (
         "_planes", "_key_arrays", "_device", "_ordinal", "_device_name", "_order", "_plain_torch", "_addresses",
-        "_facts", "_identity", "_key", "_operands",
+        "_facts", "_identity", "_key", "_operands", "_written",
     )
 )  # fmt: skip
 _EXTENTS = (

@@ -9,6 +9,7 @@ from ..arrays import Tensor
 from ..checks import append as checks
 from ..checks.append import AppendOptions, check_pairs
 from ..checks.caches import check_cache
+from ..checks.memory import check_memory
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache, PagedKVCache
@@ -19,8 +20,8 @@ from . import on_cpu
 from .traced import run_traced
 
 _APPEND = Operation(
-    "append", checks.ARRAYS, checks.check_append, checks.check_append_memory, plan_append, on_cpu.append,
-    ("k", "v", "seq_lens"), checks.ALIGNED, traced=run_traced,
+    "append", checks.ARRAYS, checks.check_append, check_memory, plan_append, on_cpu.append,
+    ("k", "v", "seq_lens"), checks.ALIGNED, writes_cache=True, traced=run_traced,
 )  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def _check_copy(call: Call, tensors: dict[str, Tensor]) -> CopyProblem:
 
 
 _COPIES = {
-    name: Operation(name, (), _check_copy, lambda problem, tensors: None, plan_copy, on_cpu.copy, keep=False)
+    name: Operation(name, (), _check_copy, check_memory, plan_copy, on_cpu.copy, keep=False, writes_cache=True)
     for name in ("copy_blocks", "copy_recent")
 }
 

@@ -10,6 +10,7 @@ from ..arrays.identity import Same
 from ..checks import attention as checks
 from ..checks import extras, operands
 from ..checks.attention import AttentionOptions
+from ..checks.memory import check_memory
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..launch.score_mod import PREFIX
@@ -24,7 +25,7 @@ from .traced import run_traced
 
 _ON_OPERANDS = {
     name: Operation(
-        name, operands.ALL, operands.check_operands, operands.check_operands_memory, plan_attention,
+        name, operands.ALL, operands.check_operands, check_memory, plan_attention,
         on_cpu.attention_on_operands, (), operands.ALIGNED,
         {array: f"{of}.{array}" for array, of in operands.ARGUMENT.items()},
         placed=(operands.ALL.index("mask"), checks.MASK_ALIGNMENT), traced=run_traced,
@@ -65,8 +66,8 @@ def _with_gradients(call: Call) -> list[Any]:
 
 _ATTENTION, _ATTENTION_VARLEN = (
     Operation(
-        name, checks.ARRAYS, checks.check_attention, checks.check_attention_memory, plan_attention, on_cpu.attention,
-        ("q", "k", "v"), checks.ALIGNED, otherwise=_on_operands,
+        name, checks.ARRAYS, checks.check_attention, check_memory, plan_attention, on_cpu.attention,
+        ("q", "k", "v"), checks.ALIGNED, same=("q",), otherwise=_on_operands,
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
         traced=run_traced,
     )
@@ -78,8 +79,8 @@ _ATTENTION, _ATTENTION_VARLEN = (
 def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
     """The operation ``name`` on more arrays: a block mask, those of a score modification."""
     return Operation(
-        name, (*checks.ARRAYS, *more), extras.check_call, extras.check_memory, plan_attention, on_cpu.attention,
-        ("q", "k", "v", *more), checks.ALIGNED,
+        name, (*checks.ARRAYS, *more), extras.check_call, check_memory, plan_attention, on_cpu.attention,
+        ("q", "k", "v", *more), checks.ALIGNED, same=("q",),
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
         traced=run_traced,
     )  # fmt: skip
@@ -115,7 +116,7 @@ def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any) -> Call
 #: The operations on arrays in e4m3 with factors.
 _WITH_DESCALES = {
     name: Operation(
-        name, (*checks.ARRAYS, *checks.DESCALES), checks.check_attention, checks.check_attention_memory, plan_attention,
+        name, (*checks.ARRAYS, *checks.DESCALES), checks.check_attention, check_memory, plan_attention,
         on_cpu.attention, ("q", "k", "v"), checks.ALIGNED, placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT),
         gradients=_with_gradients, traced=run_traced,
     )

@@ -9,6 +9,7 @@ from .. import arrays
 from ..checks import attention as forward_checks
 from ..checks import backward as checks
 from ..checks.backward import BackwardOptions
+from ..checks.memory import check_memory
 from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
 from ..launch.score_mod import PREFIX
@@ -25,7 +26,7 @@ from .traced import run_traced
 def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
     """The operation ``name`` on more arrays: those of a score modification."""
     return Operation(
-        name, (*checks.ARRAYS, *more), checks.check_backward, checks.check_backward_memory, plan_backward,
+        name, (*checks.ARRAYS, *more), checks.check_backward, check_memory, plan_backward,
         on_cpu.attention_backward, checks.REQUIRED, checks.ALIGNED, checks.LABELS,
         placed=(checks.ARRAYS.index("mask"), forward_checks.MASK_ALIGNMENT), given=checks.GIVEN,
         traced=run_traced,

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..checks import decode as checks
 from ..checks.caches import check_cache
+from ..checks.memory import check_memory
 from ..checks.decode import DecodeOptions
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache
@@ -15,7 +16,7 @@ from . import on_cpu
 from .traced import run_traced
 
 _DECODE = Operation(
-    "decode", checks.ARRAYS, checks.check_decode, checks.check_decode_memory, plan_decode, on_cpu.decode,
+    "decode", checks.ARRAYS, checks.check_decode, check_memory, plan_decode, on_cpu.decode,
     ("q", "seq_lens"), checks.ALIGNED, traced=run_traced,
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..checks import merge as checks
+from ..checks.memory import check_memory
 from ..checks.merge import MergeOptions
 from ..frameworks import FUNCTIONS, compiling
 from ..plan.engine import Call, Operation, repeated, run
@@ -13,8 +14,8 @@ from . import on_cpu
 from .traced import run_traced
 
 _MERGE = Operation(
-    "merge_states", checks.ARRAYS, checks.check_merge, checks.check_merge_memory, plan_merge, on_cpu.merge,
-    ("o_a", "o_b", "lse_a", "lse_b"), checks.ALIGNED, traced=run_traced,
+    "merge_states", checks.ARRAYS, checks.check_merge, check_memory, plan_merge, on_cpu.merge,
+    ("o_a", "o_b", "lse_a", "lse_b"), checks.ALIGNED, same=("o_a", "o_b"), traced=run_traced,
 )  # fmt: skip
 _NO_OPTIONS = MergeOptions()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..checks import parts as checks
+from ..checks.memory import check_memory
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.others import plan_parts
 from ..problems import PartsProblem, Target
@@ -12,7 +13,7 @@ from ..runtime.record import LaunchRecord
 from . import on_cpu
 
 _PARTS = Operation(
-    "packed_parts", checks.ARRAYS, checks.check_parts, checks.check_parts_memory, plan_parts, on_cpu.parts,
+    "packed_parts", checks.ARRAYS, checks.check_parts, check_memory, plan_parts, on_cpu.parts,
     ("cu_seqlens_q", "cu_seqlens_k"), given={},
 )  # fmt: skip
 

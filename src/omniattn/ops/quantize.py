@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..checks import quantize as checks
+from ..checks.memory import check_memory
 from ..checks.quantize import QuantizeQKOptions, QuantizeVOptions
 from ..frameworks import FUNCTIONS, compiling
 from ..plan.engine import Call, Operation, run
@@ -14,11 +15,11 @@ from . import on_cpu
 from .traced import run_traced
 
 _QUANTIZE_QK = Operation(
-    "quantize_qk", checks.ARRAYS_QK, checks.check_quantize_qk, checks.check_quantize_memory, plan_quantize,
+    "quantize_qk", checks.ARRAYS_QK, checks.check_quantize_qk, check_memory, plan_quantize,
     on_cpu.quantize, ("q", "k"), checks.ALIGNED, traced=run_traced,
 )  # fmt: skip
 _QUANTIZE_V = Operation(
-    "quantize_v", checks.ARRAYS_V, checks.check_quantize_v, checks.check_quantize_memory, plan_quantize,
+    "quantize_v", checks.ARRAYS_V, checks.check_quantize_v, check_memory, plan_quantize,
     on_cpu.quantize, ("v",), checks.ALIGNED, traced=run_traced,
 )  # fmt: skip
 

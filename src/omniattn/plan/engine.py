@@ -74,7 +74,7 @@ class Operation:
     check : callable
         (call, tensors) -> problem, or an error. Looks at everything but addresses.
     check_memory : callable
-        (problem, tensors): addresses and aliasing; called for each call that does not take the fast path.
+        (call, tensors): addresses and aliasing; called for each call that does not take the fast path.
     plan : callable
         (problem, target, force) -> Launches.
     reference : callable
@@ -93,6 +93,10 @@ class Operation:
         The array, of `arrays`, whose plan depends on whether its address is a multiple of so many bytes.
     given : dict
         Arrays of `arrays` that results are written to, where they are there: by the names of these results.
+    same : tuple of str
+        Arrays that a given one may be itself: its elements are read before the results at their places are written.
+    writes_cache : bool
+        Whether the cache is written.
     gradients : callable, optional
         (call) -> results, where a tensor of the call needs a gradient.
     traced : callable, optional
@@ -102,7 +106,7 @@ class Operation:
     name: str
     arrays: tuple[str, ...]
     check: Callable[[Call, dict[str, Tensor]], Any]
-    check_memory: Callable[[Any, dict[str, Tensor]], None]
+    check_memory: Callable[[Call, dict[str, Tensor]], None]
     plan: Callable[[Any, Target, str | None], Launches]
     reference: Callable[[Call, Any, dict[str, Tensor]], list[Any]]
     required: tuple[str, ...] = ()
@@ -112,6 +116,8 @@ class Operation:
     keep: bool = True
     placed: tuple[int, int] | None = None
     given: dict[str, str] = field(default_factory=lambda: {"o": "out"})
+    same: tuple[str, ...] = ()
+    writes_cache: bool = False
     gradients: Callable[[Call], list[Any]] | None = None
     traced: Callable[[Call], list[Any]] | None = None
 
@@ -319,14 +325,17 @@ def run(call: Call, *, is_asked: bool = False) -> list[Any]:
             return call.operation.traced(call)  # type: ignore[misc]
         plan = make_plan(call, tensors, load=True)
         if seen is not None and plan.program is not None and plan.launches is not None:
-            size = plan.launches.workspace_bytes
+            operation, size = call.operation, plan.launches.workspace_bytes
             plan.repeat = Repeat.of(
-                plan.program, call.operation.arrays, call.operation.aligned, tensors, plan.problem.outputs, size,
-                call.operation.given,
+                plan.program, operation.arrays, operation.aligned, tensors, plan.problem.outputs, size, operation.given,
+                operation.writes_cache,
             )  # fmt: skip
         if key is not None:
             PLANS.put(key, plan)
-    return execute(plan, call, tensors)
+    results = execute(plan, call, tensors)
+    if plan.repeat is not None and plan.repeat.writes is not None:
+        plan.repeat.writes.allow(tensors, cache)
+    return results
 
 
 def _key(call: Call, facts: Any, addresses: list[int], tensors: dict[str, Tensor]) -> Any:
@@ -412,19 +421,21 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     """Run a validated call."""
     operation, cache = call.operation, call.cache
     call.problem = plan.problem
-    operation.check_memory(plan.problem, tensors)
+    operation.check_memory(call, tensors)
+    given = given_outputs(operation, tensors)
+    written = [*given.values(), *(cache.planes.values() if operation.writes_cache and cache is not None else ())]
     if plan.launches is None:
-        return operation.reference(call, plan.problem, tensors)
+        results = operation.reference(call, plan.problem, tensors)
+        arrays.mark_written(written)
+        return results
     assert plan.program is not None, "a plan without loaded kernels describes a call, it cannot run one"
     own = [] if cache is None else cache.tensors
     place = next(iter(tensors.values())) if tensors else own[0]
-    given = given_outputs(operation, tensors)
     outputs = [
         given[o.name] if o.name in given else arrays.empty_like_framework(place, o.shape, o.dtype)
         for o in plan.problem.outputs
     ]
-    written = operation.given.values()
-    everything = [*(t for name, t in tensors.items() if name not in written), *own, *outputs]
+    everything = [*(t for name, t in tensors.items() if name not in operation.given.values()), *own, *outputs]
     workspace = 0
     if plan.launches.workspace_bytes:
         memory = workspace_of(place, plan.launches.workspace_bytes)
@@ -439,6 +450,7 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     ]
     if cache is not None:
         cache.order.before(handle)
+    arrays.mark_written(written)
     plan.program.launch(handle, addresses)
     if cache is not None:
         cache.order.after(own, handle)
@@ -475,7 +487,7 @@ def _describe_plan(call: Call) -> Described:
         call.objects = arrays.without_gradients(call.objects)
     tensors = describe(call, raw)
     plan = make_plan(call, tensors, load=False)
-    call.operation.check_memory(plan.problem, tensors)
+    call.operation.check_memory(call, tensors)
     if plan.launches is None:
         arrays.prepare([*tensors.values(), *([] if call.cache is None else call.cache.tensors)], call.stream)
     return Described(call, plan, tensors)

@@ -82,7 +82,7 @@ def _open() -> Any:
     if capsule is None:
         return None
     ready = found.setup(
-        from_torch.PLAIN, capsule, torch.Tensor.is_neg, torch.Tensor.is_inference, torch.is_grad_enabled,
+        from_torch.PLAIN, capsule, torch.Tensor.is_neg, torch.is_grad_enabled, *from_torch.WRITERS,
         *from_torch.WATCHERS, env.environment, env.FORCE, _fail, Same,
     )  # fmt: skip
     return found if ready else None
@@ -118,7 +118,7 @@ def learn_gradients(call: Any, differentiate: Callable[[tuple[Any, ...]], list[A
     try:
         entry = found.Entry(
             call.operation, call.options, call.facts, None, None, None, tuple(call.objects), (), (), 0,
-            WORKSPACE_ALIGNMENT, (), None, differentiate,
+            WORKSPACE_ALIGNMENT, (), None, differentiate, (), False,
         )  # fmt: skip
     except ValueError:
         return
@@ -145,9 +145,11 @@ def _learn(
         launches = launches_of(program)
         if launches is None:
             return
+        writes = repeat.writes
         entry = found.Entry(
             operation, options, facts, cache, problem, program, tuple(objects), repeat.masks, repeat.makers,
             repeat.workspace_bytes, WORKSPACE_ALIGNMENT, launches, placed, None,
+            () if writes is None else writes.pairs, writes is not None and writes.cache,
         )  # fmt: skip
     except (ValueError, DriverError):  # more than the module holds, or no map without memory behind it
         return

@@ -1,7 +1,7 @@
 """The fast path: a call with the facts of one that has been validated, on plain CUDA tensors of torch.
 
 What depends on shapes, strides, dtypes, devices and options was settled by the first such call. Addresses, the stream
-and the writability of ``out`` are left to look at. Where one of these is not the usual, the fast path does nothing and
+and what may be written are left to look at. Where one of these is not the usual, the fast path does nothing and
 returns None: `engine.execute` then waits, or raises, or copes.
 """
 
@@ -15,6 +15,7 @@ from ..arrays import Tensor
 from ..problems import Output
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..runtime.record import Program
+from .writes import Writes
 
 if TYPE_CHECKING:
     from ..kv.cache import KVCache
@@ -33,8 +34,6 @@ class Repeat:
         From `arrays.stream_query`.
     masks : tuple of (index, bits)
         Bits that are set in the address of a misaligned array, by the array's place in the call.
-    given : tuple of int
-        Places in the call of the arrays that results are written to.
     makers : tuple of (index, callable or None)
         For each output: an allocator, and the place of the array that it takes; or the place of the given one.
     workspace : callable, optional
@@ -43,29 +42,31 @@ class Repeat:
         Place of the array that it takes.
     workspace_bytes : int
         What of the workspace is used; 0 for none.
+    writes : Writes, optional
+        Where arrays of the caller are written.
     """
 
-    __slots__ = ("_current_stream", "_first", "_given", "_launch", "_workspace", "makers", "masks", "workspace_bytes")
+    __slots__ = ("_current_stream", "_first", "_launch", "_workspace", "makers", "masks", "workspace_bytes", "writes")
 
     def __init__(
         self,
         program: Program,
         current_stream: Callable[[], int],
         masks: tuple[tuple[int, int], ...],
-        given: tuple[int, ...],
         makers: tuple[tuple[int, Callable[[Any], Any] | None], ...],
         workspace: Callable[[Any], Any] | None,
         first: int,
         workspace_bytes: int,
+        writes: Writes | None,
     ) -> None:
         self._launch = program.launches[0] if len(program.launches) == 1 else program.launch
         self._current_stream = current_stream
         self.masks = masks
-        self._given = given
         self.makers = makers
         self._workspace = workspace
         self._first = first
         self.workspace_bytes = workspace_bytes
+        self.writes = writes
 
     @classmethod
     def of(
@@ -77,6 +78,7 @@ class Repeat:
         outputs: tuple[Output, ...],
         workspace_bytes: int,
         given: dict[str, str],
+        writes_cache: bool = False,
     ) -> Repeat | None:
         """The fast path for calls with the facts of this one, if there is any."""
         first, place = next(iter(tensors.items()))
@@ -103,10 +105,10 @@ class Repeat:
             workspace = arrays.allocator(place, (workspace_bytes + WORKSPACE_ALIGNMENT,), "uint8")
             if workspace is None:
                 return None
+        places = tuple(i for i, maker in makers if maker is None)
         return cls(
-            program, current_stream, tuple((i, m) for i, m in masks if m),
-            tuple(i for i, maker in makers if maker is None), tuple(makers), workspace, names.index(first),
-            workspace_bytes,
+            program, current_stream, tuple((i, m) for i, m in masks if m), tuple(makers), workspace,
+            names.index(first), workspace_bytes, Writes(names, places, writes_cache) if places or writes_cache else None,
         )  # fmt: skip
 
     def __call__(
@@ -119,12 +121,15 @@ class Repeat:
         for i, bits in self.masks:
             if addresses[i] & bits:
                 return None
-        for i in self._given:
-            if addresses.count(addresses[i]) > 1 or objects[i].is_inference():
-                return None
-        results = []
         if cache is not None:
             addresses += cache.addresses
+        writes = self.writes
+        changed = None
+        if writes is not None:
+            changed = writes.changed(objects, addresses, cache)
+            if changed is None:
+                return None
+        results = []
         for like, make in self.makers:
             if make is None:
                 results.append(objects[like])
@@ -137,6 +142,8 @@ class Repeat:
             results.append(result)
             addresses.append(address)
         if self._workspace is None:
+            if changed is not None:
+                writes.increment_version(changed)  # type: ignore[union-attr]
             self._launch(current, addresses)
             return results
         # Held until the kernels are queued: another thread on this stream could be given its memory before that.
@@ -145,6 +152,8 @@ class Repeat:
         if not address:
             return None
         addresses.append(address + _SPARE & _ROUND)
+        if changed is not None:
+            writes.increment_version(changed)  # type: ignore[union-attr]
         self._launch(current, addresses)
         del memory
         return results
