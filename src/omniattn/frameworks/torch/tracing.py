@@ -20,7 +20,15 @@ from .library import fail, precision_text
 
 
 def _needs_gradient(*tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(x is not None and _requires_grad(x) for x in tensors)
+
+
+def _requires_grad(x: torch.Tensor) -> bool:
+    # A tensor that vmap has wrapped does not say that the one within requires a gradient.
+    if not torch.compiler.is_dynamo_compiling():
+        while not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+    return x.requires_grad
 
 
 def trace(
@@ -117,11 +125,7 @@ def trace(
 def check_differentiable(function: str, score_mod: Any, arrays: Sequence[Any], block_mask: Any) -> None:
     """Raise for what has no gradient."""
     if block_mask is not None:
-        fail(
-            "unsupported",
-            f"{function}(): an argument requires a gradient, which block_mask does not have",
-            instead="the blocks in mask, or a ScoreMod with mask= and grad=",
-        )
+        transforms.refuse_block_mask(function)
     if score_mod is not None and score_mod[3] is None:
         fail(
             "unsupported",
