@@ -31,7 +31,7 @@ __all__ = [
 def _rebuild(cls: type[OmniattnError], args: tuple[Any, ...], state: dict[str, Any]) -> OmniattnError:
     """Unpickle without running ``__init__``, whose arguments differ from ``args``."""
     # Of the base whose memory an error has, which OSError decides for its subclasses.
-    error: OmniattnError = cls.__base__.__new__(cls, *args)  # type: ignore[union-attr]
+    error: OmniattnError = cls.__base__.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
     return error

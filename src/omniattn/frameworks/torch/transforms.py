@@ -236,7 +236,7 @@ def _as_batch(
             continue  # the same for all
         y = y.unsqueeze(0) if dim is None else y.movedim(dim, 0)
         if broadcast:
-            y = y[(slice(None), *(None,) * (5 - y.ndim))]
+            y = y.reshape(y.shape[0], *(1,) * (5 - y.ndim), *y.shape[1:])
         y = y.expand(size, batch if broadcast and y.shape[1] == 1 else y.shape[1], *y.shape[2:])
         merged[name] = y.reshape(-1, *y.shape[2:])
     results = run(function, [merged[name] for name in names])
