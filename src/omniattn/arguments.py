@@ -45,8 +45,8 @@ def check_number(value: Any, argument: str, function: str, *, least: float | Non
         number = float(value)
     except OverflowError:  # an integer or a fraction beyond every float
         number = math.inf
-    # Written so that NaN fails.
-    if not (math.isfinite(number) and abs(number) <= _MOST_FP32 and (least is None or number >= least)):
+    # Written so that NaN fails, and so that torch.compile, whose numbers may be symbols, can read it.
+    if not (abs(number) <= _MOST_FP32 and (least is None or number >= least)):
         raise ArgumentError(argument, expected, repr(value), function=function)
     return number
 

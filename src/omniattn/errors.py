@@ -30,14 +30,19 @@ __all__ = [
 
 def _rebuild(cls: type[OmniattnError], args: tuple[Any, ...], state: dict[str, Any]) -> OmniattnError:
     """Unpickle without running ``__init__``, whose arguments differ from ``args``."""
-    error = cls.__new__(cls, *args)
+    # Of the base whose memory an error has, which OSError decides for its subclasses.
+    error: OmniattnError = cls.__base__.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
     return error
 
 
-class OmniattnError(Exception):
-    """Base of all errors of this package."""
+class OmniattnError(RuntimeError):
+    """Base of all errors of this package.
+
+    A RuntimeError, as torch and the packages that `compat` stands in for raise for invalid calls: code that is written
+    for those catches it.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, dict(self.__dict__))
@@ -120,7 +125,7 @@ class UnsupportedError(OmniattnError, ValueError):
         super().__init__(what if instead is None else f"{what}. What works: {instead}")
 
 
-class OutOfBlocksError(OmniattnError, RuntimeError):
+class OutOfBlocksError(OmniattnError):
     """A paged cache has fewer free blocks than a call needs; nothing has changed.
 
     Parameters
@@ -142,7 +147,7 @@ class OutOfBlocksError(OmniattnError, RuntimeError):
         )
 
 
-class OutOfSlotsError(OmniattnError, RuntimeError):
+class OutOfSlotsError(OmniattnError):
     """Every slot of a cache's recent window belongs to a sequence; nothing has changed.
 
     Parameters
@@ -159,7 +164,7 @@ class OutOfSlotsError(OmniattnError, RuntimeError):
         )
 
 
-class KernelNotFoundError(OmniattnError, RuntimeError):
+class KernelNotFoundError(OmniattnError):
     """No binary of a kernel could be had for a GPU.
 
     Parameters
@@ -185,7 +190,7 @@ class KernelNotFoundError(OmniattnError, RuntimeError):
         super().__init__("\n".join(lines))
 
 
-class CompileError(OmniattnError, RuntimeError):
+class CompileError(OmniattnError):
     """NVRTC is missing, or rejected a kernel's source.
 
     Parameters
@@ -202,7 +207,7 @@ class CompileError(OmniattnError, RuntimeError):
         super().__init__(f"{message}\n{log.rstrip()}" if log.strip() else message)
 
 
-class DriverError(OmniattnError, RuntimeError):
+class DriverError(OmniattnError):
     """A call of the CUDA driver failed.
 
     Parameters

@@ -100,7 +100,11 @@ OTHERS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "v's own head_dim": (_change(_qkv(skip_reshape=True), 2, lambda v: v.repeat(1, 1, 1, 2)), {"skip_reshape": True}),
     "one batch of keys": ([_qkv()[0], *(x[:1] for x in _qkv()[1:])], {}),
     "fewer heads": (_qkv(heads_kv=1), {}),
-    "an integer mask": (_qkv(), {"mask": torch.ones(5, 6, dtype=torch.int32)}),
+    **{
+        f"a mask of {x}": (_qkv(), {"mask": torch.ones(5, 6, dtype=getattr(torch, x))})
+        for x in ("uint8", "int32", "int64", "complex64")
+    },
+    "a mask elsewhere": (_qkv(), {"mask": torch.ones(5, 6, device="meta")}),
     "a mask of 1 dimension": (_qkv(), {"mask": torch.ones(6)}),
     "an unknown keyword": (_qkv(), {"something": 1}),
     "heads that do not divide": (_qkv(), {"heads": 3}),
@@ -156,7 +160,10 @@ def test_int8_and_what_runs_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert q.grad is not None
     with torch.no_grad():
         int8(never, q, k, v, 2)
-    assert precisions == ["int8", "int8", "exact", "exact", "int8"]
+    mask = torch.zeros(3, 5, 6, dtype=torch.float64, requires_grad=True)
+    int8(never, q.detach(), k, v, 2, mask=mask).sin().sum().backward()
+    assert mask.grad.abs().max() > 0
+    assert precisions == ["int8", "int8", "exact", "exact", "int8", "exact"]
 
 
 def test_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import omniattn as oa
-from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
+from omniattn.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -121,6 +121,8 @@ def _added(*shape: int) -> Any:
         (5, 5, {"is_causal": True}),
         (5, 7, {"is_causal": True}),
         (7, 5, {"is_causal": True}),
+        (5, 7, {"is_causal": True, "attn_mask": _visible(2, 7)}),
+        (7, 5, {"is_causal": True, "attn_mask": _added(2, 1, 7, 5)}),
         (5, 7, {"scale": 0.7}),
     ],
 )
@@ -132,6 +134,39 @@ def test_against_native(queries: int, keys: int, options: dict[str, Any]) -> Non
     want = dispatch(q, k, v, **options, backend="native")
     got = dispatch(q, k, v, **{**options, **({} if mask is None else {"attn_mask": mask})}, backend="omniattn")
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def test_integer_masks_are_boolean_or_an_error() -> None:
+    """Never added as 0 and 1, as some of diffusers' own backends do; its native one refuses them too."""
+    x, mask = torch.randn(2, 5, 2, 8), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
+    for backend in ("native", "omniattn", "omniattn_int8"):
+        with pytest.raises(RuntimeError, match=r"mask.* bool"):
+            dispatch(x, x, x, attn_mask=mask, backend=backend)
+    want = dispatch(x, x, x, attn_mask=mask != 0, backend="native")
+    torch.testing.assert_close(dispatch(x, x, x, attn_mask=mask != 0, backend="omniattn"), want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_learned_mask_gets_its_gradient(dtype: str) -> None:
+    q, k, v = _qkv(5, 7)
+    masks = [_added(2, 7).to(getattr(torch, dtype)).requires_grad_() for _ in range(2)]
+    dispatch(q, k, v, attn_mask=masks[0].float(), backend="native").sin().sum().backward()
+    dispatch(q, k, v, attn_mask=masks[1], backend="omniattn").sin().sum().backward()
+    assert masks[0].grad.abs().max() > 0
+    torch.testing.assert_close(masks[1].grad, masks[0].grad, rtol=0, atol=1e-3 if dtype == "float16" else 1e-6)
+
+
+def test_masks_of_other_shapes_and_places() -> None:
+    """(batch, keys) is padding; with another number of columns it is not, and has to fit queries and keys."""
+    q, k, v = _qkv(2, 7)
+    column = _added(2, 1)
+    want = dispatch(q, k, v, attn_mask=column.expand(2, 7)[None], backend="native")
+    torch.testing.assert_close(dispatch(q, k, v, attn_mask=column, backend="omniattn"), want, rtol=0, atol=1e-6)
+    for shape in ((2, 6), (3, 2, 7), (2, 0, 2, 7), (1, 1, 1, 2, 7)):
+        with pytest.raises(ShapeError, match="'mask'"):
+            dispatch(q, k, v, attn_mask=_added(*shape), backend="omniattn")
+    with pytest.raises(DeviceError, match="'mask'"):
+        dispatch(q, k, v, attn_mask=torch.ones(2, 7, dtype=torch.bool, device="meta"), backend="omniattn")
 
 
 def test_grouped_heads_and_lse() -> None:
@@ -216,12 +251,21 @@ def _parallel(ring: int) -> Any:
     ("options", "error", "says"),
     [
         ({"dropout_p": 0.1}, UnsupportedError, "dropout_p=0.1"),
-        ({"is_causal": True, "attn_mask": _visible(2, 5)}, ArgumentError, "attn_mask"),
+        *(
+            ({"attn_mask": _visible(*shape).to(dtype)}, DtypeError, "mask != 0 makes booleans of integers")
+            for shape in ((2, 5), (5, 5), (2, 1, 5, 5))
+            for dtype in (torch.uint8, torch.int32, torch.int64)
+        ),
+        ({"attn_mask": _added(2, 5).to(torch.complex64)}, DtypeError, "attn_mask"),
         ({"heads": 1}, ShapeError, "enable_gqa=True"),
         ({"keys": 6, "attention_kwargs": {"window_size": (1, 1)}}, UnsupportedError, "5 queries and 6 keys"),
         ({"is_causal": True, "parallel_config": _parallel(2)}, UnsupportedError, "is_causal with context"),
         ({"heads": 1, "enable_gqa": True, "parallel_config": _parallel(2)}, UnsupportedError, "enable_gqa with"),
         ({"attn_mask": _visible(2, 5), "parallel_config": _parallel(2)}, UnsupportedError, "ring"),
+        (
+            {"attn_mask": _added(2, 1, 1, 5).requires_grad_(), "parallel_config": _parallel(1)}, UnsupportedError,
+            "requires a gradient",
+        ),
         (
             {"attention_kwargs": {"window_size": (1, 1)}, "parallel_config": _parallel(1)}, UnsupportedError,
             "window_size with context",

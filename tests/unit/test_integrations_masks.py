@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import omniattn as oa
-from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from tests.tiny_models import decoder, padding, tokens
 
 torch = pytest.importorskip("torch")
@@ -210,6 +210,17 @@ def test_position_biases(of_mask: str) -> None:
     torch.testing.assert_close(got, _want(q, k, v, visible, bias), rtol=0, atol=1e-6)
 
 
+def test_learned_masks_and_biases_get_their_gradients() -> None:
+    q, k, v = _qkv(3, 4)
+    made = torch.Generator().manual_seed(3)
+    mask, bias = (torch.randn(n, 2, 3, 4, generator=made, dtype=torch.float64).requires_grad_() for n in (2, 1))
+    _attend(q, k, v, mask, causal=False, position_bias=bias).sin().sum().backward()
+    both = (mask + bias).detach().float().requires_grad_()
+    _want(q, k, v, torch.ones(3, 4, dtype=torch.bool), both).sin().sum().backward()
+    torch.testing.assert_close(mask.grad.float(), both.grad, rtol=0, atol=1e-6)
+    torch.testing.assert_close(bias.grad.float(), both.grad.sum(0, keepdim=True), rtol=0, atol=1e-5)
+
+
 def test_one_row_of_queries_for_a_batch() -> None:
     q, k, v = _qkv(3, 4, batch_q=1)
     want = _want(q, k, v, torch.ones(3, 4, dtype=torch.bool))
@@ -237,6 +248,15 @@ def test_value_heads_of_another_size(head_dim_v: int) -> None:
         ({"cu_seq_lens_q": torch.zeros(2)}, ArgumentError, "cu_seq_lens_k"),
         (dict.fromkeys(integration._PACKED, 1), ShapeError, "batch of 1"),
         ({"attention_mask": StructuredMask(torch.ones(0), 2, 4, 5, 0, -1, 0)}, ShapeError, "6 keys"),
+        *(
+            ({"attention_mask": torch.ones(2, 1, 4, 6, dtype=dtype), **bias}, DtypeError, "mask != 0 makes booleans")
+            for dtype in (torch.uint8, torch.int32, torch.int64)
+            for bias in ({}, {"position_bias": torch.zeros(1, 2, 4, 6)})
+        ),
+        (
+            {"attention_mask": torch.zeros(2, 1, 4, 6), **dict.fromkeys(integration._PACKED, 1)}, UnsupportedError,
+            "torch.float32 with cu_seq_lens_q",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_not_served(

@@ -187,6 +187,20 @@ def test_masks_of_the_caller(dtype: str) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64"])
+def test_masks_of_integers(dtype: str) -> None:
+    """Of 4 dimensions, which transformers passes on as they are: no element is added as 0 or 1. Of 2: padding."""
+    visible = torch.ones(2, 1, 11, 11, dtype=torch.bool).tril()
+    model, ids, real = decoder("llama"), tokens(), padding("left")
+    with torch.no_grad():
+        for name in ("sdpa", "omniattn"):
+            model.set_attn_implementation(name)
+            with pytest.raises(RuntimeError, match=r"mask.* bool"):
+                model(ids, attention_mask=visible.to(getattr(torch, dtype)), use_cache=False)
+        got = model(ids, attention_mask=real.to(getattr(torch, dtype)), use_cache=False).logits
+        assert torch.equal(got, model(ids, attention_mask=real.bool(), use_cache=False).logits)
+
+
 def test_gradient_checkpoints() -> None:
     model, real = decoder("gemma2").train(), padding("left")
     for reentrant in (False, True):

@@ -100,13 +100,14 @@ def test_cudnn_is_aligned_at_the_top_left(active: Any, rows: int, columns: int, 
     _same_gradients(out, expected, leaves)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(2, 1, 4, 9), (4, 9), (1, 2, 1, 9)], ids=str)
-def test_cudnn_takes_a_bias(active: Any, shape: tuple[int, ...]) -> None:
+def test_cudnn_takes_a_bias(active: Any, shape: tuple[int, ...], causal: bool) -> None:
     leaves = _leaves((2, 2, 4, 8), (2, 2, 9, 8))
     bias = torch.randn(shape)
     bias[..., 2] = -torch.inf
-    out = aten._scaled_dot_product_cudnn_attention(*leaves, bias, True)[0]
-    expected, _ = _attend(*leaves, _visible(4, 9, None), bias=bias)
+    out = aten._scaled_dot_product_cudnn_attention(*leaves, bias, True, 0.0, causal)[0]
+    expected, _ = _attend(*leaves, _visible(4, 9, "top" if causal else None), bias=bias)
     _close(out, expected)
     _same_gradients(out, expected, leaves)
 

@@ -16,6 +16,8 @@ from omniattn.errors import ArgumentError, DeviceError, DtypeError, ShapeError, 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+
 import omniattn.torch as oat  # noqa: E402
 from omniattn.torch import functional, operators, shapes  # noqa: E402
 
@@ -156,7 +158,7 @@ def _call(**changes: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"attn_mask": torch.ones(5, 5).bool(), "is_causal": True}, ArgumentError, "is_causal is True"),
+        ({"attn_mask": causal_lower_right(5, 5), "is_causal": True}, ArgumentError, "is_causal is True"),
         ({"attn_mask": torch.ones(5, 5).int()}, DtypeError, "'attn_mask': expected bool"),
         ({"attn_mask": torch.ones(5, 5).half()}, DtypeError, "'attn_mask'"),
         ({"attn_mask": torch.ones(5, 6)}, ShapeError, "'attn_mask': expected a shape that broadcasts"),
@@ -182,6 +184,7 @@ def test_errors(changes: dict[str, Any], error: type[Exception], text: str) -> N
     with pytest.raises(error) as caught:
         _call(**changes)()
     assert text in str(caught.value)
+    assert isinstance(caught.value, RuntimeError)
 
 
 def test_the_signature_is_sdpa_s() -> None:

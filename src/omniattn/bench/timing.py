@@ -26,7 +26,7 @@ Candidate = Callable[[int], object]
 Timer = Callable[..., "dict[str, Timing]"]
 
 
-class BenchError(OmniattnError, RuntimeError):
+class BenchError(OmniattnError):
     """The benchmark cannot run here; the message says what is missing."""
 
 

@@ -15,7 +15,7 @@ from omniattn.errors import ArgumentError, OmniattnError
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
-class CannotRunError(OmniattnError, RuntimeError):
+class CannotRunError(OmniattnError):
     """The command cannot run in this environment; the message says what is missing. Exit code 2."""
 
 

@@ -146,7 +146,8 @@ def unpad_input_for_concatenated_sequences(
 def _take(
     hidden_states: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    longest = int(lengths.max()) if lengths.numel() else 0
+    # There may be no sequence, and torch.compile does not know whether there is one.
+    longest = int(functional.pad(lengths, (0, 1)).max())
     starts = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, starts, longest
 

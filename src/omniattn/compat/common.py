@@ -298,4 +298,10 @@ def backward(
         options["score_mod"] = alibi_of(function, q, k, alibi_slopes, packed)
     q, k, v, out = (contiguous_rows(x) for x in (q, k, v, out))
     run = attention_backward if packed is None else attention_varlen_backward
-    run(dout, q, k, v, out, ours(lse), wanted=tuple(given), **given, **(packed or {}), **options)
+    # A graph allocates what its operators give.
+    compiling = torch.compiler.is_compiling()
+    into_given = {} if compiling else given
+    made = run(dout, q, k, v, out, ours(lse), wanted=tuple(given), **into_given, **(packed or {}), **options)
+    if compiling:
+        for x, gradient in zip(given.values(), made, strict=True):
+            x.copy_(gradient)

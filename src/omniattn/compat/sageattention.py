@@ -215,8 +215,8 @@ def sageattn_varlen(
     max_seqlen_q, max_seqlen_k : int
         At least the longest sequence.
     is_causal : bool
-        For sequences with as many keys as queries, as in the original. Others raise, on a GPU where it can be told
-        without waiting for it: from the totals and the longest sequences.
+        For sequences with as many keys as queries, as in the original. Others raise, on a GPU and under torch.compile
+        where it can be told without reading values: from the totals and the longest sequences.
     sm_scale : float, optional
         1 / sqrt(head_dim) unless given.
     smooth_k : bool
@@ -239,7 +239,7 @@ def sageattn_varlen(
     smooth_k = arguments.check_bool(smooth_k, "smooth_k", function)
     if arguments.check_bool(is_causal, "is_causal", function):
         equal = q.shape[0] == k.shape[0] and max_seqlen_q == max_seqlen_k
-        if equal and cu_seqlens_q.device.type == "cpu":
+        if equal and cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling():
             equal = torch.equal(cu_seqlens_q, cu_seqlens_k)
         if not equal:
             raise UnsupportedError(

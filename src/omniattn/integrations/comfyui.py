@@ -13,6 +13,7 @@ import torch
 import omniattn
 
 from ..errors import ArgumentError
+from .masks import taken
 
 __all__ = ["make_override", "override", "override_int8"]
 
@@ -50,10 +51,12 @@ def make_override(precision: str = "exact", *, devices: tuple[str, ...] = ("cuda
     -----
     These calls go to func, with all their arguments, and no others do:
 
-    - tensors on other devices, of more than one device or dtype, or on a GPU neither float16 nor bfloat16;
+    - tensors on other devices, of more than one device (the mask's too) or dtype, or on a GPU neither float16 nor
+      bfloat16;
     - head_dim that is not a multiple of 8 up to 256, or that k or v do not share;
     - a batch or number of heads of k and v that is not q's (fewer heads with ``enable_gqa`` are taken);
-    - masks that are neither boolean nor of a floating-point dtype;
+    - masks that are neither boolean nor of a floating-point dtype: torch refuses integers, other functions of ComfyUI
+      add them as they are;
     - keywords that are not known here.
 
     With a low precision, tensors that need a gradient and calls with ``low_precision_attention=False`` run exactly.
@@ -85,7 +88,7 @@ def make_override(precision: str = "exact", *, devices: tuple[str, ...] = ("cuda
                 skip_output_reshape=skip_output_reshape, **kwargs,
             )  # fmt: skip
         exact = kwargs.get("low_precision_attention") is False
-        exact |= torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        exact |= torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
         out = omniattn.attention(
             *split, mask=_mask(mask, q), softmax_scale=kwargs.get("scale"), precision="exact" if exact else precision
         )
@@ -133,16 +136,18 @@ def _served(
         and k.shape[0] == q.shape[0]
         and k.shape[3] == head_dim
         and (heads == heads_kv or (enable_gqa and heads_kv > 0 and heads % heads_kv == 0))
-        and (mask is None or ((mask.dtype == torch.bool or mask.is_floating_point()) and 2 <= mask.dim() <= 4))
+        and (mask is None or (mask.device == q.device and _is_mask(mask)))
     )
 
 
+def _is_mask(mask: torch.Tensor) -> bool:
+    return (mask.dtype == torch.bool or mask.is_floating_point()) and 2 <= mask.dim() <= 4
+
+
 def _mask(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    if mask is None:
-        return None
-    if mask.dim() == 3:
+    if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
-    return mask if mask.dtype in (torch.bool, torch.float32, q.dtype) else mask.to(torch.float32)
+    return taken(mask, q, "mask", "omniattn.integrations.comfyui")
 
 
 override = make_override("exact")

@@ -16,7 +16,8 @@ from diffusers.models import attention_dispatch
 
 import omniattn
 
-from ..errors import ArgumentError, ShapeError, UnsupportedError
+from ..errors import ShapeError, UnsupportedError
+from .masks import taken
 
 __all__ = ["register"]
 
@@ -47,11 +48,12 @@ def register() -> None:
 
     Notes
     -----
-    Served: masks, boolean or added, of 2 dimensions (batch, keys) or 4; is_causal, aligned at the top left as in torch;
-    scale; fewer heads of k and v with ``enable_gqa``; ``window_size``; ``return_lse`` with lse as
+    Served: masks, boolean or added, of 2 dimensions (batch, keys) or 4; is_causal, aligned at the top left as in torch,
+    with a mask too; scale; fewer heads of k and v with ``enable_gqa``; ``window_size``; ``return_lse`` with lse as
     (batch, heads, queries); gradients; context parallelism, ring, Ulysses and both, with gradients for ``"omniattn"``.
-    Raising: dropout; is_causal with a mask; masks with ring attention; under context parallelism is_causal and grouped
-    heads, which diffusers does not divide. Tested with diffusers 0.42.
+    Raising: dropout; masks of integers (``mask != 0`` makes booleans of them); masks with ring attention; under context
+    parallelism is_causal and grouped heads, which diffusers does not divide, and a mask that requires a gradient, for
+    which it has no place. Tested with diffusers 0.42.
     """
     _check_version()
     for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8")):
@@ -113,7 +115,7 @@ def _backend(precision: str) -> Callable[..., Any]:
     ) -> Any:
         """o of (batch, queries, heads, head_dim), as q; with return_lse also lse of (batch, heads, queries)."""
         _check(query, key, attn_mask, dropout_p, is_causal, enable_gqa, window_size, _parallel_config)
-        mask = _mask(attn_mask, query)
+        mask = _mask(attn_mask, query, key)
         if _parallel_config is None:
             return _attend(query, key, value, mask, is_causal, scale, window_size, return_lse, precision)
         result = attention_dispatch._templated_context_parallel_attention(
@@ -143,8 +145,6 @@ def _check(
             f"dropout_p={dropout_p}: the kernels draw no random numbers, and keep no probabilities to drop",
             instead=f"model.eval(), or {_NATIVE}",
         )
-    if is_causal and attn_mask is not None:
-        raise ArgumentError("attn_mask", "None with is_causal=True", "a mask", function=_FUNCTION)
     if tuple(window_size) != (-1, -1) and query.shape[1] != key.shape[1]:
         raise UnsupportedError(
             f"window_size with {query.shape[1]} queries and {key.shape[1]} keys, whose alignment differs between "
@@ -163,19 +163,22 @@ def _check(
     ):  # fmt: skip
         if there:
             raise UnsupportedError(f"{name} with context parallelism", instead="a mask, or one device")
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "a mask that requires a gradient with context parallelism, whose autograd function returns none for it",
+            instead="mask.detach(), or one device",
+        )
     if attn_mask is not None and parallel.context_parallel_config.ring_degree > 1:
         raise UnsupportedError(
             "a mask with ring attention, where each step has other keys", instead="ulysses_degree in place of it"
         )
 
 
-def _mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask as attention takes it: 2 dimensions are (batch, keys), and added ones are float32 or of q's dtype."""
-    if mask is None:
-        return None
-    if mask.dim() == 2 and mask.shape[0] == query.shape[0]:
+def _mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """A mask as attention takes it; as for diffusers' own backends (batch, keys) are those of padding."""
+    if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
         mask = mask[:, None, None, :]
-    return mask if mask.dtype in (torch.bool, torch.float32, query.dtype) else mask.to(torch.float32)
+    return taken(mask, query, "attn_mask", _FUNCTION)
 
 
 def _attend(
@@ -194,8 +197,10 @@ def _attend(
     if is_causal and keys > queries:
         # Counted from the first key, as torch does: nobody sees those behind the last query.
         key, value = key[:, :queries], value[:, :queries]
+        if mask is not None and mask.ndim and mask.shape[-1] == keys:
+            mask = mask[..., :queries]
     elif is_causal and keys < queries:
-        mask, is_causal = torch.ones((queries, keys), dtype=torch.bool, device=query.device).tril(), False
+        is_causal, left, right = False, -1, queries - keys
     return omniattn.attention(
         query, key, value, mask=mask, causal=is_causal, softmax_scale=scale,
         window=None if left < 0 and right < 0 else (left, right),

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..errors import DtypeError
+
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 
@@ -109,3 +111,20 @@ def band(q_len: int, kv_len: int, shift: int, left: int, right: int, device: Any
     if right >= 0:
         visible = visible.tril(shift + right)
     return visible
+
+
+def taken(mask: torch.Tensor | None, query: torch.Tensor, argument: str, function: str) -> torch.Tensor | None:
+    """The mask in an element type that `attention` takes: of other floating-point types float32 is made.
+
+    Raises
+    ------
+    DtypeError
+        Integers, which the backends of these libraries refuse too, or add as 0 and 1: as masks of `attention`.
+    """
+    if mask is None or mask.dtype in (torch.bool, torch.float32, query.dtype):
+        return mask
+    if not mask.is_floating_point():
+        expected = "bool (True: visible) or a floating-point type (added)"
+        hint = "mask != 0 makes booleans of integers"
+        raise DtypeError(argument, expected, mask.dtype, function=function, hint=hint)
+    return mask.to(torch.float32)

@@ -19,7 +19,7 @@ from transformers.utils import import_utils
 import omniattn
 
 from ..errors import ArgumentError, ShapeError, UnsupportedError
-from .masks import StructuredMask, band
+from .masks import StructuredMask, band, taken
 
 __all__ = ["attention_mask", "register"]
 
@@ -78,10 +78,11 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     -----
     Served: grouped-query and cross attention, causal and bidirectional, padding on both sides, sliding windows, chunks,
     softcap, sinks (``s_aux``), position biases with gradients, dynamic, sliding and static caches, packed sequences by
-    ``position_ids`` or ``cu_seq_lens_*``, 4-dimensional masks of the caller, value heads of another size, gradients,
-    autocast. Rows of padding are 0 where eager attention gives a mean of values. Not served, and raising: attention
-    dropout, ``output_attentions``, continuous batching, sparse attention by indices. Tested with transformers 5.17 and
-    5.23.
+    ``position_ids`` or ``cu_seq_lens_*``, 4-dimensional masks of the caller, boolean or added, value heads of another
+    size, gradients, autocast. Rows of padding are 0 where eager attention gives a mean of values. Not served, and
+    raising: 4-dimensional masks of integers (``mask != 0`` makes booleans of them; eager attention adds them as they
+    are), attention dropout, ``output_attentions``, continuous batching, sparse attention by indices. Tested with
+    transformers 5.17 and 5.23.
     """
     _check_version()
     _ignored.update(ignore)
@@ -239,6 +240,11 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
         }
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
         if packed is not None:
+            if attention_mask is not None and attention_mask.dtype != torch.bool:
+                # A boolean one is what `attention_mask` makes of position_ids, which says no more than the lengths.
+                raise UnsupportedError(
+                    f"an attention_mask of {attention_mask.dtype} with cu_seq_lens_q", instead="one of the two"
+                )
             out = _attend_packed(query, key, value, packed, causal, sliding_window, position_bias, options)
         else:
             out = _attend(query, key, value, attention_mask, causal, sliding_window, position_bias, options)
@@ -332,8 +338,7 @@ def _attend(
         key, value = key[:, :, :kv_len], value[:, :, :kv_len]
         mask = None if mask is None else mask[..., :kv_len]
         position_bias = None if position_bias is None else position_bias[..., :kv_len]
-    if mask is not None and mask.dtype != torch.bool:
-        mask = _of_dtype(mask, query)
+    mask = taken(mask, query, "attention_mask", _FUNCTION)
     if position_bias is not None:
         mask = _with_bias(_of_dtype(position_bias, query), mask)
     if query.shape[0] != key.shape[0]:

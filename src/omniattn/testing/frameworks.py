@@ -16,7 +16,7 @@ import numpy.typing as npt
 from omniattn.errors import OmniattnError
 
 
-class NoGpuError(OmniattnError, RuntimeError):
+class NoGpuError(OmniattnError):
     """No framework finds a GPU; the message says why for each."""
 
 

@@ -66,7 +66,8 @@ def sdpa(
     dropout_p : float
         0. Anything else raises.
     is_causal : bool
-        Query i sees the keys j <= i (aligned at the top left, as torch does). No mask is made for it.
+        Query i sees the keys j <= i (aligned at the top left, as torch does). No mask is made for it. With attn_mask
+        both hold, as in torch's fused kernels; its unfused one raises.
     scale : float, optional
         1 / sqrt(E) unless given.
     enable_gqa : bool
@@ -83,9 +84,9 @@ def sdpa(
     Raises
     ------
     ArgumentError
-        Or its subclasses: a mask with is_causal=True, shapes that do not broadcast, dtypes or devices that differ.
+        Or its subclasses: shapes that do not broadcast, dtypes or devices that differ, a CausalBias with is_causal.
     UnsupportedError
-        dropout_p > 0; with a gradient what `attention` has none for.
+        dropout_p > 0; with a gradient what `attention` has none for. All of them are RuntimeErrors, as torch raises.
 
     Notes
     -----
@@ -289,9 +290,12 @@ def _general(
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = (x.to(dtype) if x.dtype == torch.float32 else x for x in (query, key, value))
     q, k, v, mask, scale, lead, head_dim_v = shapes.operands(query, key, value, attn_mask, scale, bool(enable_gqa))
-    options: dict[str, Any] = {"softmax_scale": scale, "mask": mask, "precision": precision, "causal": bottom_right}
+    causal, window = bottom_right, None
     if is_causal:
-        k, v, options["causal"], options["window"] = shapes.causal_window(q, k, v)
+        k, v, mask, causal, window = shapes.causal_window(q, k, v, mask)
+    options: dict[str, Any] = {
+        "softmax_scale": scale, "mask": mask, "precision": precision, "causal": causal, "window": window,
+    }  # fmt: skip
     q, k, v = map(shapes.readable, (q, k, v))
     # The result lies in memory as the query does: models take (batch, seq, heads, head_dim) out of it.
     if q.stride(1) < q.stride(2):

@@ -47,8 +47,8 @@ def sdpa_cudnn(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Any, ...]:
     """Results of ``_scaled_dot_product_cudnn_attention``: mask, causality aligned at the top left, LSE of rank 4."""
-    k, v, causal, window = _top_left(query, key, value, is_causal)
-    out, lse = _dense(query, k, v, "HND", causal, window, scale, attn_bias)
+    k, v, bias, causal, window = _top_left(query, key, value, attn_bias, is_causal)
+    out, lse = _dense(query, k, v, "HND", causal, window, scale, bias)
     seed, offset = (torch.empty((), dtype=torch.long, device=query.device) for _ in range(2))
     return out, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, offset, None
 
@@ -58,7 +58,7 @@ def sdpa_cudnn_backward(
     attn_bias: Tensor | None, is_causal: bool, scale: float | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Results of ``_scaled_dot_product_cudnn_attention_backward``."""
-    k, v, causal, window = _top_left(query, key, value, is_causal)
+    k, v, bias, causal, window = _top_left(query, key, value, attn_bias, is_causal)
     lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
     gradients = _gradients(query, key, value)
     results = tuple(gradients.values())
@@ -67,7 +67,7 @@ def sdpa_cudnn_backward(
         for name, x in (("dk", k), ("dv", v)):
             gradients[name][:, :, x.shape[2] :].zero_()
             gradients[name] = gradients[name][:, :, : x.shape[2]]
-    _dense_backward(grad_out, query, k, v, out, lse, "HND", causal, window, scale, attn_bias, gradients)
+    _dense_backward(grad_out, query, k, v, out, lse, "HND", causal, window, scale, bias, gradients)
     return results
 
 
@@ -149,8 +149,10 @@ def _like(x: Tensor) -> Tensor:
     return made if shapes.is_readable(made) else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _top_left(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, bool, Any]:
-    return shapes.causal_window(query, key, value) if is_causal else (key, value, False, None)
+def _top_left(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor | None, bool, Any]:
+    return shapes.causal_window(query, key, value, bias) if is_causal else (key, value, bias, False, None)
 
 
 def _random_state(query: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias
 
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 
@@ -80,19 +81,19 @@ def operands(
 
 
 def causal_window(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, bool, tuple[int, int] | None]:
-    """(k, v, causal, window) of `attention` for a causal mask aligned at the top left: query i sees the keys j <= i.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, tuple[int, int] | None]:
+    """(k, v, mask, causal, window) of `attention` for causality aligned at the top left: query i sees the keys j <= i.
 
     `attention` aligns at the bottom right. With more keys than queries nobody sees the last ones: they are cut off.
-    With more queries, the difference of the lengths is the right side of a window.
+    With more queries, the difference of the lengths is the right side of a window. A mask, if there is one, hides more.
     """
     rows, columns = q.shape[-2], k.shape[-2]
     if rows == columns:
-        return k, v, True, None
+        return k, v, mask, True, None
     if rows < columns:
-        return k[..., :rows, :], v[..., :rows, :], True, None
-    return k, v, False, (-1, rows - columns)
+        return k[..., :rows, :], v[..., :rows, :], None if mask is None else mask[..., :rows], True, None
+    return k, v, mask, False, (-1, rows - columns)
 
 
 def _with_same_batch(
@@ -207,5 +208,5 @@ def check_arguments(attn_mask: Any, dropout_p: Any, is_causal: Any) -> None:
     """Arguments that exclude each other, and numbers out of range."""
     if not 0.0 <= dropout_p <= 1.0:
         raise ArgumentError("dropout_p", "a probability", dropout_p, function=FUNCTION)
-    if is_causal and attn_mask is not None:
-        raise ArgumentError("attn_mask", "None, because is_causal is True", "a mask", function=FUNCTION)
+    if is_causal and isinstance(attn_mask, CausalBias):
+        raise ArgumentError("attn_mask", "no CausalBias, because is_causal is True", "one", function=FUNCTION)

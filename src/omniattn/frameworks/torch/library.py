@@ -6,6 +6,7 @@ import ast
 import functools
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...errors import ArgumentError, UnsupportedError
@@ -35,6 +36,19 @@ class Score(NamedTuple):
 def fail(error: str, *texts: str, **named: str) -> None:
     """Raise one of the package's errors. torch.compile runs this while it reads the caller, and shows the error."""
     raise {"argument": ArgumentError, "unsupported": UnsupportedError}[error](*texts, **named)
+
+
+def plain(x: Any) -> Any:
+    """Options of a call with Python's numbers in place of 0-d tensors and NumPy's, which no operator takes.
+
+    Their values are read, which torch.compile does by its own rules: a break of the graph, or a symbol of it.
+    """
+    if isinstance(x, tuple):
+        made = [plain(y) for y in x]
+        return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
+    if isinstance(x, (torch.Tensor, np.ndarray, np.generic)):
+        return bool(x) if "bool" in str(x.dtype) else x.item()
+    return x
 
 
 def precision_text(precision: Any, function: str) -> str:

@@ -16,11 +16,19 @@ from ...plan.engine import Call
 from ...problems import GRADIENTS
 from . import caches, e4m3, quantizers, transforms
 from .head_dims import one_head_dim
-from .library import fail, precision_text
+from .library import fail, plain, precision_text
 
 
 def _needs_gradient(*tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(x is not None and _requires_grad(x) for x in tensors)
+
+
+def _requires_grad(x: torch.Tensor) -> bool:
+    # A tensor that vmap has wrapped does not say that the one within requires a gradient.
+    if not torch.compiler.is_dynamo_compiling():
+        while not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+    return x.requires_grad
 
 
 def trace(
@@ -67,6 +75,7 @@ def trace(
     for name, x in (("out", out), ("stream", stream)):
         if x is not None:
             fail("argument", name, "None in a traced or compiled call", "one", function=function)
+    options, max_seqlen_q, max_seqlen_k, block_size = plain((options, max_seqlen_q, max_seqlen_k, block_size))
     if any(x is not None for x in descales) or (isinstance(q, torch.Tensor) and q.dtype is torch.float8_e4m3fn):
         if block_mask is not None or score_mod is not None:
             fail("argument", "q", "a 16-bit array, with score_mod or block_mask", "e4m3", function=function)
@@ -117,11 +126,7 @@ def trace(
 def check_differentiable(function: str, score_mod: Any, arrays: Sequence[Any], block_mask: Any) -> None:
     """Raise for what has no gradient."""
     if block_mask is not None:
-        fail(
-            "unsupported",
-            f"{function}(): an argument requires a gradient, which block_mask does not have",
-            instead="the blocks in mask, or a ScoreMod with mask= and grad=",
-        )
+        transforms.refuse_block_mask(function)
     if score_mod is not None and score_mod[3] is None:
         fail(
             "unsupported",
@@ -139,6 +144,9 @@ def check_differentiable(function: str, score_mod: Any, arrays: Sequence[Any], b
 def run_call(call: Call) -> list[Any]:
     """A call of any operation whose tensors are wrapped, watched or without memory; results as `plan.engine.run`."""
     function = call.operation.name
+    call = Call(
+        call.operation, call.objects, plain(call.options), call.stream, call.cache, call.facts, call.subject
+    )  # fmt: skip
     if function in ("decode", "append"):
         return caches.run(call)
     if function in ("quantize_qk", "quantize_v") or "q_int" in call.operation.arrays:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from .library import LIBRARY, Score
+from .library import LIBRARY, Score, fail
 from .operators import operator
 
 #: What has a gradient, by the name of its gradient.
@@ -31,6 +31,7 @@ def _remember(function: str, ctx: Any, inputs: Sequence[Any], output: tuple[Any,
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *(given.get(name) for name in _TENSORS), *given["arrays"])
     ctx.options = Score(*(given[name] for name in Score._fields))
+    ctx.has_blocks = given.get("block_mask") is not None
     ctx.longest = tuple(given[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in given)
 
 
@@ -41,6 +42,8 @@ def _gradients(function: str, ctx: Any, do: Any, dlse: Any, needed: dict[str, An
     wanted = [gradient for name, gradient in _OF.items() if needed[name] is True]
     made: dict[str, Any] = {}
     if wanted and not (do is None and dlse is None):
+        if ctx.has_blocks:
+            refuse_block_mask(function)
         options = ctx.options
         always = torch.are_deterministic_algorithms_enabled()
         if always and not torch.is_deterministic_algorithms_warn_only_enabled():
@@ -57,6 +60,14 @@ def _gradients(function: str, ctx: Any, do: Any, dlse: Any, needed: dict[str, An
             made[name] = results[wanted.index(gradient)].to(given[name].dtype)  # sums are float32, whatever these are
     nothing = [None] * len(arrays)
     return tuple(nothing if name == "arrays" else made.get(name) for name in _names(function))
+
+
+def refuse_block_mask(function: str) -> None:
+    """Raise, because blocks have no gradient."""
+    fail(
+        "unsupported", f"{function}(): an argument requires a gradient, which block_mask does not have",
+        instead="the blocks in mask, or a ScoreMod with mask= and grad=",
+    )  # fmt: skip
 
 
 def _with_gradients(function: str) -> None:
@@ -129,7 +140,8 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], function: str, count: int, *flat: Any) -> Any:
-        results, dims = _map(function)(info, _nested(function, count, in_dims[2:]), *_nested(function, count, flat))
+        rule = _map(function, call)
+        results, dims = rule(info, _nested(function, count, in_dims[2:]), *_nested(function, count, flat))
         return (tuple(results), tuple(dims)) if isinstance(results, list) else (results, dims)
 
 
@@ -164,19 +176,28 @@ _BATCHED = {
 }  # fmt: skip
 
 
-def _map(function: str) -> Callable[..., Any]:
+def _map(function: str, run: Callable[[str, Sequence[Any]], Any]) -> Callable[..., Any]:
+    """The rule of an operator; ``run`` gives the results of one without the mapped dimension."""
     names = _names(function)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         size, given = info.batch_size, dict(zip(names, args, strict=True))
+        # Only here it can be seen that autograd differentiates by what vmap has wrapped, for which it needs the LSE.
+        if given.get("return_lse") is False and torch.is_grad_enabled() and _requires_grad(given):
+            given["return_lse"] = True
+            args = tuple(given.values())
         dims = dict(zip(names, in_dims, strict=True))
         if _is_reshape(function, given, dims):
-            return _as_batch(function, names, given, dims, size)
-        made = [call(function, _item(args, in_dims, i)) for i in range(size)]
+            return _as_batch(function, names, given, dims, size, run)
+        made = [run(function, _item(args, in_dims, i)) for i in range(size)]
         stacked = tuple(torch.stack(parts) for parts in zip(*made, strict=True))
         return (list(stacked), [0] * len(stacked)) if "_backward" in function else (stacked, (0,) * len(stacked))
 
     return rule
+
+
+def _requires_grad(given: dict[str, Any]) -> bool:
+    return any(given[name] is not None and given[name].requires_grad for name in _OF)
 
 
 def _is_mapped(dim: Any) -> bool:
@@ -191,39 +212,34 @@ def _is_reshape(function: str, given: dict[str, Any], dims: dict[str, Any]) -> b
     # A score modification sees the number of the sequence; gradients that are sums over the batch would mix.
     if given.get("score_mod") is not None:
         return False
-    if function == "merge_states":
-        return given["o_a"].ndim - (dims["o_a"] is not None) == 4
+    # The first of them is never broadcast: mapped or not, it says how long the batch is.
+    if given[batched[0]].ndim - (dims[batched[0]] is not None) != 4:
+        return False
     if function == "attention_backward":
         return not {"dsinks", "dmask"} & set(given["wanted"])
     return True
 
 
 def _as_batch(
-    function: str, names: Sequence[str], given: dict[str, Any], dims: dict[str, Any], size: int
-) -> tuple[Any, Any]:
-    first = next(name for name in _BATCHED[function] if _is_mapped(dims[name]))
-    x = given[first].movedim(dims[first], 0)
-    batch = max(
-        (y.movedim(dims[name], 0).shape[1] if dims[name] is not None else y.shape[0])
-        for name in _BATCHED[function]
-        if (y := given[name]) is not None and y.ndim - (dims[name] is not None) == x.ndim - 1
-    )
+    function: str, names: Sequence[str], given: dict[str, Any], dims: dict[str, Any], size: int,
+    run: Callable[[str, Sequence[Any]], Any],
+) -> tuple[Any, Any]:  # fmt: skip
+    first, dim = given[_BATCHED[function][0]], dims[_BATCHED[function][0]]
+    batch = first.shape[0] if dim is None else first.movedim(dim, 0).shape[1]
     merged = dict(given)
     for name in _BATCHED[function]:
-        y = given[name]
+        y, dim = given[name], dims[name]
         if y is None:
             continue
-        mask = name in ("mask", "block_mask")
-        y = y.unsqueeze(0) if dims[name] is None else y.movedim(dims[name], 0)
-        if mask:
-            if dims[name] is None and y.ndim < 5:
-                merged[name] = given[name]  # the same for all
-                continue
-            while y.ndim < 5:
-                y = y.unsqueeze(1)
-        y = y.expand(size, batch if mask else y.shape[1], *y.shape[2:])
+        broadcast = name in ("mask", "block_mask")
+        if broadcast and dim is None and (y.ndim < 4 or y.shape[0] == 1):
+            continue  # the same for all
+        y = y.unsqueeze(0) if dim is None else y.movedim(dim, 0)
+        if broadcast:
+            y = y.reshape(y.shape[0], *(1,) * (5 - y.ndim), *y.shape[1:])
+        y = y.expand(size, batch if broadcast and y.shape[1] == 1 else y.shape[1], *y.shape[2:])
         merged[name] = y.reshape(-1, *y.shape[2:])
-    results = call(function, [merged[name] for name in names])
+    results = run(function, [merged[name] for name in names])
     parts = [_split(r, size) for r in results]
     return (parts, [0] * len(parts)) if "_backward" in function else (tuple(parts), (0,) * len(parts))
 
@@ -243,8 +259,13 @@ def _item(args: Sequence[Any], dims: Sequence[Any], i: int) -> list[Any]:
     return made
 
 
+def _run_operator(function: str, arguments: Sequence[Any]) -> Any:
+    return operator(function)(*arguments)
+
+
+# Of a graph of torch.compile. The dispatcher, which calls these rules, passes on to the next transform by itself.
 for _function in ("attention", "attention_varlen", "attention_backward", "attention_varlen_backward", "merge_states"):
-    torch.library.register_vmap(f"omniattn::{_function}", _map(_function), lib=LIBRARY)
+    torch.library.register_vmap(f"omniattn::{_function}", _map(_function, _run_operator), lib=LIBRARY)
 
 
 # --- Autocast --------------------------------------------------------------------------------------------------------
