@@ -36,7 +36,7 @@ def require_writable(t: Tensor) -> None:
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:
-    """Have torch count a change in place of those that are its own: autograd then sees that what it kept has changed."""
+    """Have torch count a change in place of those that are its own: autograd sees that what it kept has changed."""
     changed = [t.obj for t in tensors if t.framework == "torch"]
     if changed:
         from . import from_torch
@@ -74,9 +74,9 @@ def first_shared(
     count = sum(1 for t in written if 0 not in t.shape)
     for i, (t, low, high) in enumerate(spans[:count]):
         for other, other_low, other_high in spans[i + 1 :]:
-            if low < other_high and other_low < high and _share(t, other):
-                if not (_is_same(t, other) and any(other is x for x in same)):
-                    return t, other
+            is_allowed = _is_same(t, other) and any(other is x for x in same)
+            if low < other_high and other_low < high and not is_allowed and _share(t, other):
+                return t, other
     return None
 
 

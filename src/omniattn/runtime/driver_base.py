@@ -69,9 +69,10 @@ _ADVICE = {
 #   INVALID_VALUE. The loader sets it for kernel and device, before the function is made; cuFuncSetAttribute by anybody
 #   else on the function overrides it, whichever came first.
 # - There is one allocation of local memory a context: bytes a thread, times all threads that the SMs can hold. The
-#   first launch that needs more than any before it allocates, and may wait for the GPU; without memory it fails, and
-#   the code is not documented for the launch. Memory for the code itself was taken by the loader, which makes the
-#   function, but in a context that is not the one that it was loaded in the launch does that, too.
+#   first launch that needs more than any before it allocates, and may wait for the GPU; without memory it fails with
+#   OUT_OF_MEMORY, not INVALID_VALUE (a full H100, driver 580), from about 1 KiB a thread on, which is more than any
+#   row has: kernels of less, new ones too, launch with 2 MiB free. Memory for the code itself was taken by the loader,
+#   which makes the function, but in a context that is not the one that it was loaded in the launch does that, too.
 # - A cluster that no GPC can hold is INVALID_CLUSTER_SIZE, too many registers or threads LAUNCH_OUT_OF_RESOURCES, a
 #   stream that is gone or another context's INVALID_HANDLE or INVALID_CONTEXT.
 # - Errors of kernels that ran before are told by any later call.
