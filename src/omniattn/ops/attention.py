@@ -17,7 +17,7 @@ from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
 from ..problems import OPERANDS, Fp8, Int4, Int8
 from ..runtime import env
-from . import on_cpu, used
+from . import factors, on_cpu, used
 from .attention_backward import backward_call
 from .score_mod import ScoreMod
 from .traced import run_traced
@@ -261,14 +261,16 @@ def attention(
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype, 1,
     )  # fmt: skip
+    plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None
     descales = (descale_q, descale_k, descale_v)
+    if not plain:
+        descales = factors.as_arrays(q, descales, "attention")
     if compiling():
         return _compiled(
             "attention", q, k, v, score_mod, options=AttentionOptions(*said), mask=mask, sinks=sinks,
             block_mask=block_mask, block_size=block_size, out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, None, None, mask, sinks)
-    plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None
     if plain:
         results = repeated(_ATTENTION, objects, said, stream)
         if results is not None:
@@ -358,7 +360,10 @@ def attention_varlen(
     ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
         As in `attention`.
     """
+    plain = descale_q is descale_k is descale_v is score_mod is None
     descales, parts = (descale_q, descale_k, descale_v), 1
+    if not plain:
+        descales = factors.as_arrays(q, descales, "attention_varlen")
     if seqused_q is not None or seqused_k is not None:
         cu_seqlens_q, cu_seqlens_k, descales, score_mod, parts = used.split(
             "attention_varlen", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
@@ -375,7 +380,6 @@ def attention_varlen(
             out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
-    plain = descale_q is descale_k is descale_v is score_mod is None
     if plain:
         results = repeated(_ATTENTION_VARLEN, objects, said, stream)
         if results is not None:

@@ -37,6 +37,16 @@ def fail(error: str, *texts: str, **named: str) -> None:
     raise {"argument": ArgumentError, "unsupported": UnsupportedError}[error](*texts, **named)
 
 
+def known_numbers(options: Any) -> Any:
+    """Options with numbers in place of tensors that hold one: torch.compile ends its graph here, to read them."""
+    changed = {}
+    for name in ("causal", "softmax_scale", "softcap"):
+        value = getattr(options, name, None)
+        if not (value is None or isinstance(value, (bool, int, float))) and getattr(value, "shape", None) == ():
+            changed[name] = value.item()
+    return options._replace(**changed) if changed else options
+
+
 def precision_text(precision: Any, function: str) -> str:
     """``precision`` as text; `precision_of` reads it."""
     if isinstance(precision, str):

@@ -16,7 +16,7 @@ from ...plan.engine import Call
 from ...problems import GRADIENTS
 from . import caches, e4m3, quantizers, transforms
 from .head_dims import one_head_dim
-from .library import fail, precision_text
+from .library import fail, known_numbers, precision_text
 
 
 def _needs_gradient(*tensors: Any) -> bool:
@@ -67,6 +67,7 @@ def trace(
     for name, x in (("out", out), ("stream", stream)):
         if x is not None:
             fail("argument", name, "None in a traced or compiled call", "one", function=function)
+    options = known_numbers(options)
     if any(x is not None for x in descales) or (isinstance(q, torch.Tensor) and q.dtype is torch.float8_e4m3fn):
         if block_mask is not None or score_mod is not None:
             fail("argument", "q", "a 16-bit array, with score_mod or block_mask", "e4m3", function=function)
@@ -197,7 +198,7 @@ def trace_backward(
         function,
         (
             given["do"], given["q"], given["k"], given["v"], given["o"], given["lse"], given["dlse"], *packed,
-            given["mask"], given["sinks"], list(arrays), *_score(options, score_mod),
+            given["mask"], given["sinks"], list(arrays), *_score(known_numbers(options), score_mod),
             [name for name in GRADIENTS if name in options.wanted],
         ),
     )  # fmt: skip
