@@ -29,7 +29,7 @@ pytestmark = pytest.mark.frameworks
 SCALARS: dict[str, Callable[[float], Any]] = {
     "np.float16": np.float16, "np.float32": np.float32, "np.float64": np.float64, "ml_dtypes": ml_dtypes.bfloat16,
     "np.array": np.array, "jnp.float32": jnp.float32, "jnp.asarray": jnp.asarray, "torch": torch.tensor,
-    "torch.bfloat16": lambda x: torch.tensor(x, dtype=torch.bfloat16), "torch.float64": lambda x: torch.tensor(x).double(),
+    "torch.bfloat16": lambda x: torch.tensor(x).bfloat16(), "torch.float64": lambda x: torch.tensor(x).double(),
 }  # fmt: skip
 every_scalar = pytest.mark.parametrize("make", SCALARS.values(), ids=SCALARS)
 FLAGS: list[Any] = [True, np.bool_(True), np.array(True), jnp.bool_(True), torch.tensor(True)]
@@ -89,6 +89,31 @@ def test_scales_of_other_interfaces(make: Callable[[float], Any]) -> None:
     assert equal(made, omniattn.torch.sdpa(*wide, scale=0.5))
     of_jax = [jnp.asarray(x.numpy()) for x in (q, k, v)]
     made, want = (omniattn.jax.dot_product_attention(*of_jax, scale=x) for x in (scale, 0.5))
+    assert equal(made, want)
+
+
+@every_scalar
+def test_scales_of_integrations(make: Callable[[float], Any]) -> None:
+    comfyui = pytest.importorskip("omniattn.integrations.comfyui")
+    q = tensors()[0]
+    override = comfyui.make_override(devices=("cpu",))
+    made, want = (override(None, q.flatten(2), q.flatten(2), q.flatten(2), 4, scale=x) for x in (make(0.5), 0.5))
+    assert equal(made, want)
+    pytest.importorskip("diffusers")
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    from omniattn.integrations import diffusers as of_diffusers
+
+    of_diffusers.register()
+    made, want = (dispatch_attention_fn(q, q, q, scale=x, backend="omniattn") for x in (make(0.5), 0.5))
+    assert equal(made, want)
+    pytest.importorskip("transformers")
+    from omniattn.integrations import transformers as of_transformers
+
+    turned, attend = q.transpose(1, 2), of_transformers._attention_function("exact")
+    made, want = (
+        attend(torch.nn.Module(), turned, turned, turned, None, scaling=x, softcap=x)[0] for x in (make(0.5), 0.5)
+    )
     assert equal(made, want)
 
 
@@ -174,7 +199,7 @@ def test_under_jit() -> None:
     scale = jnp.float32(0.5)
     made = jax.jit(lambda q: oa.attention(q, k, v, softmax_scale=scale))(q)
     assert equal(made, jax.jit(lambda q: oa.attention(q, k, v, softmax_scale=0.5))(q))
-    with pytest.raises(ArgumentError, match="softmax_scale.*known when the call is traced"):
+    with pytest.raises(ArgumentError, match=r"softmax_scale.*known when the call is traced"):
         jax.jit(lambda q, scale: oa.attention(q, k, v, softmax_scale=scale))(q, scale)
 
 
@@ -251,7 +276,7 @@ def test_what_is_no_factor(value: Any) -> None:
 def test_factors_of_other_arrays() -> None:
     """Those of 16-bit arrays and quantized operands raise as they did, numbers too; gradients do not exist."""
     q, k, v = tensors()
-    with pytest.raises(ArgumentError, match="descale_v.*not in e4m3"):
+    with pytest.raises(ArgumentError, match=r"descale_v.*not in e4m3"):
         oa.attention(q, k, v, descale_v=1.0)
     qk, v8 = oa.quantize_qk(q, k), oa.quantize_v(v)
     with pytest.raises(ArgumentError, match="quantized operands bring their scales"):

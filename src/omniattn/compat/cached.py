@@ -392,4 +392,5 @@ def _gathered(
         cu_seqlens_k=starts.int(), max_seqlen_q=queries, max_seqlen_k=cache.capacity, score_mod=mod, return_lse=True,
         **options,
     )  # fmt: skip
-    return out[..., :dim].reshape(batch, queries, heads, dim), lse.reshape(heads, batch, queries).transpose(0, 1).contiguous()
+    lse = lse.reshape(heads, batch, queries).transpose(0, 1).contiguous()
+    return out[..., :dim].reshape(batch, queries, heads, dim), lse

@@ -189,7 +189,8 @@ def attention(
     window : (left, right), optional
         Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right; -1 is unlimited.
     softmax_scale : float, optional
-        1 / sqrt(head_dim) unless given.
+        1 / sqrt(head_dim) unless given. It, softcap and the flags may be scalars of any library; one that lies on a GPU
+        is read, which waits for it. It has no gradient: a scale that is learned belongs to q.
     softcap : float
         0 for none.
     mask : array, optional
@@ -213,9 +214,9 @@ def attention(
     descale_q, descale_k, descale_v : array, float32, optional
         Of e4m3 arrays: factors of q, k and v, 1 unless given. Shape () for one, (batch, num_kv_heads) for one a kv
         head, of q too (its group of query heads), or (batch, heads, ceil(seqlen / 128)), with the heads of that array,
-        for one each 128 rows. Their values stay on the device. Those of q and k must not be negative. Of v per 128
-        rows: a factor below 2^-90 counts as that much, and one that is not finite makes o and LSE of the rows that
-        see its keys NaN.
+        for one each 128 rows. Or a number, which is put where q lies; values on a GPU are not read. Those of q and k
+        must not be negative. Of v per 128 rows: a factor below 2^-90 counts as that much, and one that is not finite
+        makes o and LSE of the rows that see its keys NaN.
     out_dtype : str or dtype, optional
         Of o from e4m3 arrays: "bfloat16" (unless given) or "float16". Otherwise q's dtype, which may be said.
     return_lse : bool
