@@ -7,6 +7,7 @@ import numbers
 import operator
 from typing import Any
 
+from . import arrays
 from .arrays import Tensor
 from .errors import AlignmentError, ArgumentError
 
@@ -19,10 +20,50 @@ MAX_EXTENT = 2**31 - 1
 _MOST_FP32 = 3.4028234e38
 
 
+def plain(value: Any, argument: str, function: str) -> Any:
+    """The Python number in a scalar of any library: an array without dimensions, of torch, NumPy, CuPy or JAX, or a
+    NumPy scalar. Anything else, and a tracer, comes as it is.
+
+    Reading a value that lies on a GPU waits for that GPU.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, tuple)) or getattr(value, "shape", None) != ():
+        return value
+    if arrays.traced_by_jax((value,)):
+        return value
+    if arrays.needs_gradient((value,)):
+        raise ArgumentError(
+            argument, "a number, which has no gradient", "a tensor that requires a gradient", function=function,
+            hint="A scale of the scores that is learned belongs to q: multiply q by it",
+        )  # fmt: skip
+    try:
+        return value.item()
+    except Exception as error:
+        expected = "a number, or an array of one that can be read now"
+        raise ArgumentError(argument, expected, repr(value), function=function) from error
+
+
+def plain_options(options: Any, function: str) -> Any:
+    """A named tuple of options with numbers in place of arrays that hold one; itself where there are none."""
+    changed = {}
+    for name, value in zip(getattr(options, "_fields", ()), options, strict=False):
+        found = _plain_option(value, name, function)
+        if found is not value:
+            changed[name] = found
+    return options._replace(**changed) if changed else options
+
+
+def _plain_option(value: Any, argument: str, function: str) -> Any:
+    if isinstance(value, (tuple, list)):
+        inner = [_plain_option(x, argument, function) for x in value]
+        return value if all(a is b for a, b in zip(inner, value, strict=True)) else tuple(inner)
+    # A NumPy scalar has no such function: it never changes, and stays.
+    return plain(value, argument, function) if hasattr(value, "__dlpack__") else value
+
+
 def check_bool(value: Any, argument: str, function: str) -> bool:
-    # numpy.bool_ is no bool, but as good as one.
-    if isinstance(value, bool) or (type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy"):
-        return bool(value)
+    value = plain(value, argument, function)
+    if isinstance(value, bool):
+        return value
     raise ArgumentError(argument, "True or False", repr(value), function=function)
 
 
@@ -39,6 +80,7 @@ def check_int(value: Any, argument: str, function: str, *, least: int = 0, most:
 
 def check_number(value: Any, argument: str, function: str, *, least: float | None = None) -> float:
     expected = "a finite number" if least is None else f"a finite number >= {least:g}"
+    value = plain(value, argument, function)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentError(argument, expected, repr(value), function=function)
     try:

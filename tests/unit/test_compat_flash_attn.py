@@ -258,6 +258,57 @@ def test_combine() -> None:
         fa3.flash_attn_combine(out, lse, into, torch.float16)
 
 
+@pytest.mark.parametrize("dim", [1, 59, 111, 264, 512, 513])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_combine_of_any_head_dim(dim: int, splits: int) -> None:
+    """Tensors as FlashAttention-3's own tests have them: not contiguous, some splits without a key."""
+    out, lse = randoms((2 * splits, 2, 4, 5, dim), (splits, 2, 8, 5), dtype=torch.float32)
+    out, lse = out.transpose(2, 3)[:splits], lse.transpose(-1, -2)[..., :4]
+    lse[splits // 2 :, :1] = -math.inf
+    weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0)
+    made, made_lse = fa3.flash_attn_combine(out, lse)
+    assert made.shape == (2, 5, 4, dim)
+    assert close(made, (weights[..., None] * out).sum(0), 1e-6)
+    assert close(made_lse, lse.logsumexp(0), 1e-6)
+    into = torch.full((2, 5, 4, dim), math.nan, dtype=torch.bfloat16)
+    assert fa3.flash_attn_combine(out, lse, into)[0] is into
+    assert torch.equal(into, made.bfloat16())
+
+
+def test_what_changes_no_more_than_last_bits() -> None:
+    """Knobs of the originals' schedulers, at every value that they may have."""
+    q, k, v = randoms((5, 4, 8), (5, 2, 8), (5, 2, 8))
+    cu = starts([2, 3])
+    dense, packed = fa3.flash_attn_func(q[None], k[None], v[None]), fa3.flash_attn_varlen_func(q, k, v, cu, cu, 3, 3)
+    for knobs in ({"num_splits": 3}, {"num_splits": 0}, {"pack_gqa": False}, {"pack_gqa": True}, {"sm_margin": 16}):
+        assert torch.equal(fa3.flash_attn_func(q[None], k[None], v[None], **knobs), dense)
+        assert torch.equal(fa3.flash_attn_varlen_func(q, k, v, cu, cu, 3, 3, **knobs), packed)
+    qkv = randoms((1, 5, 3, 4, 8))[0]
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(qkv, sm_margin=4), fa3.flash_attn_qkvpacked_func(qkv))
+    for splits in (0, 1, 4):
+        made = fa2._flash_attn_varlen_forward(q, k, v, cu, cu, 3, 3, 0.0, 8**-0.5, False, num_splits=splits)
+        assert torch.equal(made[0], packed)
+    with pytest.raises(ArgumentError, match="num_splits"):
+        fa2._flash_attn_varlen_forward(q, k, v, cu, cu, 3, 3, 0.0, 8**-0.5, False, num_splits=-2)
+
+
+@pytest.mark.parametrize(
+    ("given", "same"), [((None, 0), (-1, 0)), ((2, None), (2, -1)), ([None, None], (-1, -1)), ((None, 1), (-1, 1))]
+)
+def test_windows_without_a_limit(given: Any, same: tuple[int, int]) -> None:
+    """None, as FlashAttention-4 has it; (None, 0) is causal. With more queries than keys rows are empty."""
+    q, k, v = randoms((2, 6, 4, 8), (2, 4, 2, 8), (2, 4, 2, 8))
+    for module in (fa2, fa3):
+        made = module.flash_attn_func(q, k, v, window_size=given, return_attn_probs=True)
+        expected = module.flash_attn_func(q, k, v, window_size=same, return_attn_probs=True)
+        assert torch.equal(made[0], expected[0])
+        assert torch.equal(made[1], expected[1])
+    ref, _ = naive(q, k, v, window=same)
+    assert close(made[0], ref, EXACT)
+    cached = fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=4, window_size=given)
+    assert close(cached, ref, EXACT)
+
+
 # Errors
 
 
@@ -272,7 +323,8 @@ def test_combine() -> None:
         ({"alibi_slopes": [0.1] * 4}, ArgumentError, "alibi_slopes"),
         ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, UnsupportedError, "slopes"),
         ({"softcap": math.nan}, ArgumentError, "softcap"),
-        ({"causal": 1}, ArgumentError, "causal"),
+        ({"causal": 2}, ArgumentError, "causal"),
+        ({"window_size": (None, -2)}, ArgumentError, "-1 or None: unlimited"),
         ({"return_attn_probs": "yes"}, ArgumentError, "return_attn_probs"),
     ],
     ids=str,
@@ -326,21 +378,22 @@ def test_fp8_of_fa3() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "error", "text"),
     [
-        ({"qv": torch.zeros(1)}, "qv=a tensor"),
-        ({"attention_chunk": 4}, "attention_chunk=4"),
-        ({"num_splits": 2}, "num_splits=2"),
-        ({"pack_gqa": False}, "pack_gqa=False"),
-        ({"sm_margin": 8}, "sm_margin=8"),
+        ({"qv": torch.zeros(1)}, UnsupportedError, "qv=a tensor"),
+        ({"attention_chunk": 4}, UnsupportedError, "attention_chunk=4"),
+        ({"num_splits": -1}, ArgumentError, "num_splits"),
+        ({"num_splits": 1.5}, ArgumentError, "num_splits"),
+        ({"pack_gqa": "yes"}, ArgumentError, "pack_gqa"),
+        ({"sm_margin": -1}, ArgumentError, "sm_margin"),
     ],
     ids=str,
 )
-def test_errors_of_fa3(arguments: dict[str, Any], text: str) -> None:
+def test_errors_of_fa3(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     q, k, v = randoms((5, 4, 8), (5, 2, 8), (5, 2, 8))
-    with pytest.raises(UnsupportedError, match=text):
+    with pytest.raises(error, match=text):
         fa3.flash_attn_func(q[None], k[None], v[None], **arguments)
-    with pytest.raises(UnsupportedError, match=text):
+    with pytest.raises(error, match=text):
         fa3.flash_attn_varlen_func(q, k, v, starts([5]), starts([5]), 5, 5, **arguments)
 
 
@@ -350,8 +403,6 @@ def test_more_errors_of_fa3() -> None:
     for name in ("seqused_q", "seqused_k"):
         with pytest.raises(ShapeError, match=name):
             fa3.flash_attn_varlen_func(q, k, v, starts([5]), starts([5]), 5, 5, **{name: used.repeat(2)})
-    with pytest.raises(UnsupportedError, match="no metadata"):
-        fa3.get_scheduler_metadata(1, 1, 5, 4, 2, 64, used)
     with pytest.raises(ShapeError, match="as many of k as of v"):
         fa3.flash_attn_qkvpacked_func(torch.zeros(1, 5, 7, 8), num_heads_q=4)
     with pytest.raises(ArgumentError, match="num_heads_q"):

@@ -51,7 +51,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "_flash_attn_forward": f"q, k, v, {TENSORS}, return_softmax",
         "_flash_attn_varlen_forward": f"q, k, v, {STARTS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
         "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
-        "seqused_k=None, zero_tensors=False",
+        "seqused_k=None, zero_tensors=False, num_splits=0",
         "_flash_attn_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {TENSORS}, deterministic, "
         "rng_state=None",
         "_flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {STARTS}, {TENSORS}, "

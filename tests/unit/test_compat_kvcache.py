@@ -93,7 +93,7 @@ SCORES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(24, torch.float32), (64, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("dim", "dtype"), [(5, torch.float32), (64, torch.bfloat16), (59, torch.float16)], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "batch_idx", "paged", "leftpad", "strided"])
 @pytest.mark.parametrize(("queries", "new"), [(1, 1), (3, 3), (2, 0)])
 def test_caches(
@@ -112,14 +112,17 @@ def test_caches(
         out, lse = fa2.flash_attn_with_kvcache(q, *x.caches, *news, return_softmax_lse=True, **options)
         assert not (lse == -math.inf).any()
         x.check(q, out, lse.masked_fill(lse == math.inf, -math.inf), score)
-        possible = dtype != torch.float32 and kind in ("plain", "batch_idx", "paged") and "slopes" not in score
+        possible = dim == 64 and kind in ("plain", "batch_idx", "paged") and "slopes" not in score
         ordered = queries == 1 or score.get("window") != (1, 1)
         assert read_in_place.pop() == (possible and ordered)
         if "slopes" not in score:
             x = Sequences(kind, dim, dtype, new)
             options = x.options | options | {"page_table": x.options.get("block_table")}
             options.pop("block_table", None)
-            made = fa3.flash_attn_with_kvcache(q, *x.caches, *news, return_softmax_lse=True, num_splits=1, **options)
+            splits = len(score)
+            made = fa3.flash_attn_with_kvcache(
+                q, *x.caches, *news, return_softmax_lse=True, num_splits=splits, pack_gqa=True, sm_margin=8, **options
+            )
             assert len(made) == 4
             assert made[2].numel() == made[3].numel() == 0
             x.check(q, *made[:2], score)
@@ -139,26 +142,50 @@ def rotated(
     return made
 
 
+ANGLES = torch.arange(2 * CAPACITY)[:, None] / torch.tensor([1.0, 2.0, 5.0, 9.0])
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "paged"])
-def test_rotary(kind: str, causal: bool, interleaved: bool) -> None:
+@pytest.mark.parametrize("score", [{}, {"causal": True}, {"window": (None, 3)}], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "paged", "leftpad"])
+@pytest.mark.parametrize("starts", [None, [7, 0, 21]])
+def test_rotary(kind: str, score: dict[str, Any], interleaved: bool, starts: list[int] | None) -> None:
+    """Tokens are rotated by their places in the cache, padding included, or where rotary_seqlens says."""
     x = Sequences(kind, 24, torch.float32, 2)
     (q,) = randoms((3, 2, HEADS, 24), seed=7, dtype=torch.float32)
-    angles = torch.arange(CAPACITY)[:, None] / torch.tensor([1.0, 2.0, 5.0, 9.0])
-    cos, sin = angles.cos(), angles.sin()
-    out, lse = fa2.flash_attn_with_kvcache(
-        q, *x.caches, x.k_new, x.v_new, cos, sin, causal=causal, rotary_interleaved=interleaved,
-        return_softmax_lse=True, **x.options,
-    )  # fmt: skip
+    cos, sin = ANGLES.cos(), ANGLES.sin()
+    options = x.options | {"causal": bool(score.get("causal")), "window_size": score.get("window", (-1, -1))}
+    options |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved, "return_softmax_lse": True}
+    if starts is not None:
+        options |= {"rotary_seqlens": int32(*starts), "page_table": options.pop("block_table", None)}
+    out, lse, *_ = (fa2 if starts is None else fa3).flash_attn_with_kvcache(q, *x.caches, x.k_new, x.v_new, **options)
     new_q, new_k = (
         torch.stack([
             rotated(t[b], cos, sin, [n + i for i in range(2)] if moving else [n, n], interleaved)
-            for b, n in enumerate(BEFORE)
+            for b, n in enumerate(starts or x.before)
         ])
-        for t, moving in ((q, causal), (x.k_new, True))
+        for t, moving in ((q, bool(score)), (x.k_new, True))
     )  # fmt: skip
-    x.check(new_q, out, lse, {"causal": causal}, new_k)
+    x.check(new_q, out, lse, {"causal": True} if "causal" in score else {"window": (-1, 3)} if score else {}, new_k)
+
+
+def test_positions_without_angles() -> None:
+    """rotary_seqlens means nothing where nothing is rotated; where something is, there have to be angles."""
+    x = Sequences("plain", 24, torch.float32, 1)
+    (q,) = randoms((3, 1, HEADS, 24), seed=7, dtype=torch.float32)
+    beyond = int32(2 * CAPACITY, 0, 0)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q, *x.caches, x.k_new, x.v_new, rotary_seqlens=beyond, return_softmax_lse=True, **x.options
+    )
+    x.check(q, out, lse, {})
+    saved = [cache.nan_to_num() for cache in x.caches]
+    angles = {"rotary_cos": ANGLES.cos(), "rotary_sin": ANGLES.sin()}
+    for starts in (beyond, int32(-1, 0, 0)):
+        with pytest.raises(ShapeError, match="rotary_cos"):
+            fa3.flash_attn_with_kvcache(
+                q, *x.caches, x.k_new, x.v_new, rotary_seqlens=starts, **angles, **x.options
+            )  # fmt: skip
+    assert all(torch.equal(a.nan_to_num(), b) for a, b in zip(x.caches, saved, strict=True))
 
 
 def test_lengths() -> None:
@@ -218,14 +245,13 @@ NEW = torch.zeros(2, 1, 2, 24)
         ({"cache_batch_idx": int32(0, 1), "block_table": int32(0, 1)[:, None]}, ArgumentError, "cache_batch_idx"),
         ({"block_table": int32(0, 2)[:, None]}, ArgumentError, "blocks 0 to 1"),
         ({"block_table": int32(0, 1)}, ShapeError, "block_table"),
-        ({"num_splits": 4}, UnsupportedError, "num_splits"),
+        ({"num_splits": -1}, ArgumentError, "num_splits"),
+        ({"block_table": int32(0, 1)[:, None], "cache_seqlens": 9}, ArgumentError, "cache_seqlens"),
+        ({"block_table": int32(0, 1)[:, None], "cache_seqlens": int32(3, 9)}, RuntimeError, "block_table has 1 blocks"),
+        ({"k": NEW.expand(2, 9, 2, 24), "v": NEW.expand(2, 9, 2, 24)}, ArgumentError, "at most 8 tokens"),
         ({"rotary_cos": torch.ones(8, 4)}, ArgumentError, "rotary_cos"),
         ({"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}, ArgumentError, "rotary_cos"),
         ({"k": NEW, "v": NEW, "rotary_cos": torch.ones(7, 4), "rotary_sin": torch.ones(7, 4)}, ShapeError, "positions"),
-        (
-            {"k": NEW, "v": NEW, "rotary_cos": NEW[0, 0], "rotary_sin": NEW[0, 0], "cache_leftpad": int32(0, 0)},
-            UnsupportedError, "behind padding",
-        ),
         ({"rotary_interleaved": None}, ArgumentError, "rotary_interleaved"),
         ({"window_size": 3}, ArgumentError, "window_size"),
         ({"q": torch.zeros(2, 1, 3, 24)}, ShapeError, "multiple of 2 heads"),
@@ -249,8 +275,8 @@ def test_errors_leave_the_cache_alone(arguments: dict[str, Any], error: type[Exc
 @pytest.mark.parametrize(
     "name",
     [
-        "qv", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens", "q_descale", "k_descale",
-        "v_descale", "attention_chunk", "scheduler_metadata", "pack_gqa", "sm_margin",
+        "qv", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "q_descale", "k_descale", "v_descale",
+        "attention_chunk",
     ],
 )  # fmt: skip
 def test_what_fa3_has_and_we_do_not(name: str) -> None:
@@ -260,3 +286,40 @@ def test_what_fa3_has_and_we_do_not(name: str) -> None:
     with pytest.raises(UnsupportedError, match=name):
         fa3.flash_attn_with_kvcache(q, cache, cache, NEW, NEW, **CALL, **{name: value})
     assert bool((cache == 3).all())
+
+
+def test_scheduler_metadata() -> None:
+    """There is nothing to schedule: what says so is taken, copied into a buffer of the caller's too, and no other."""
+    x = Sequences("plain", 24, torch.float32, 1)
+    (q,) = randoms((3, 1, HEADS, 24), seed=7, dtype=torch.float32)
+    made = fa3.get_scheduler_metadata(3, 1, CAPACITY, HEADS, KV, 24, x.options["cache_seqlens"], num_splits=3)
+    buffer = torch.zeros(8, dtype=torch.int32)
+    buffer[: made.shape[0]] = made
+    plain = fa3.flash_attn_with_kvcache(q, *x.caches, **x.options)
+    for metadata in (made, buffer[: made.shape[0]]):
+        assert torch.equal(fa3.flash_attn_with_kvcache(q, *x.caches, scheduler_metadata=metadata, **x.options), plain)
+    for wrong in (buffer, torch.empty(0)):
+        with pytest.raises(ArgumentError, match="get_scheduler_metadata"):
+            fa3.flash_attn_with_kvcache(q, *x.caches, scheduler_metadata=wrong, **x.options)
+    for knobs in ({"num_splits": 1.5}, {"pack_gqa": 2}, {"sm_margin": -1}):
+        with pytest.raises(ArgumentError, match=next(iter(knobs))):
+            fa3.get_scheduler_metadata(3, 1, CAPACITY, HEADS, KV, 24, x.options["cache_seqlens"], **knobs)
+        with pytest.raises(ArgumentError, match=next(iter(knobs))):
+            fa3.flash_attn_with_kvcache(q, *x.caches, **x.options, **knobs)
+
+
+def test_lengths_of_a_gpu_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    most = torch.Tensor.max
+    monkeypatch.setattr(torch.Tensor, "max", lambda x: reads.append(1) or most(x))
+    lengths = int32(3, 8)
+    assert [cached._longest(lengths) for _ in range(3)] == [8, 8, 8]
+    assert len(reads) == 1
+    lengths += 1
+    assert [cached._longest(lengths), cached._longest(lengths.clone()), cached._longest(lengths)] == [9, 9, 9]
+    assert len(reads) == 4
+    with torch.inference_mode():  # which has no versions
+        lengths = int32(5)
+        assert cached._longest(lengths) == 5
+        lengths += 1
+        assert cached._longest(lengths) == 6

@@ -151,7 +151,7 @@ def test_training() -> None:
         ("sageattn", {"enable_gqa": True}, TypeError, "enable_gqa"),
         ("sageattn", {"tensor_layout": "BHSD"}, ArgumentError, "tensor_layout"),
         ("sageattn", {"is_causal": None}, ArgumentError, "is_causal"),
-        ("sageattn", {"return_lse": 1}, ArgumentError, "return_lse"),
+        ("sageattn", {"return_lse": 2}, ArgumentError, "return_lse"),
         ("sageattn", {"attn_mask": torch.zeros(3)}, ArgumentError, "mask"),
         ("sageattn_qk_int8_pv_fp16_cuda", {"pv_accum_dtype": "fp16"}, UnsupportedError, "overflow"),
         ("sageattn_qk_int8_pv_fp16_cuda", {"pv_accum_dtype": "fp8"}, ArgumentError, "pv_accum_dtype"),

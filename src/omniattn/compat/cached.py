@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ class _Cache(NamedTuple):
         Tokens of a block, and of a sequence at most.
     first : tensor, (batch,), or None
         Position of a sequence's first key.
+    name : str
+        What the caller knows the table as; "" for none.
     """
 
     k: torch.Tensor
@@ -41,6 +44,13 @@ class _Cache(NamedTuple):
     page: int
     capacity: int
     first: torch.Tensor | None
+    name: str = ""
+
+    @property
+    def places(self) -> str:
+        """What a sequence's blocks are, for errors."""
+        count = self.table.shape[1]
+        return f" ({self.name} has {count} blocks of {self.page} tokens for a sequence)" if self.name else ""
 
     def rows(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Numbers of the rows of tokens, counted through the whole cache."""
@@ -82,13 +92,10 @@ def _attend(
     rotary_interleaved: Any,
     alibi_slopes: Any,
     num_splits: Any,
+    rotary_seqlens: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_arrays(function, q, k_cache, v_cache, k, v)
-    if arguments.check_int(num_splits, "num_splits", function) > 1:
-        common.refuse(
-            function, "the keys are divided on the device", "0, or 1 for bits that do not depend on the batch",
-            num_splits=(num_splits, None),
-        )  # fmt: skip
+    num_splits = arguments.check_int(num_splits, "num_splits", function)
     options = common.options_of(function, q, softmax_scale, causal, window_size, softcap, num_splits == 1)
     cache = _cache_of(function, q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table, table_name)
     lengths = _lengths(function, cache, cache_seqlens, q.shape[0], k)
@@ -98,12 +105,16 @@ def _attend(
         total = lengths + (0 if k is None else k.shape[1])
         mod = common.alibi(alibi_slopes, (total - first - q.shape[1]).int(), q.shape[0], q.shape[2], function)
     rotate = _rotation(function, cache, rotary_cos, rotary_sin, rotary_interleaved, q, k)
+    if rotary_seqlens is not None:
+        rotary_seqlens = _check_numbers(rotary_seqlens, "rotary_seqlens", (q.shape[0],), q, function)
     if rotate is not None:
         local = options["causal"] or options["window"] is not None
-        q = rotate(q, lengths[:, None] + (torch.arange(q.shape[1], device=q.device) if local else 0))
+        start = lengths if rotary_seqlens is None else rotary_seqlens
+        _check_angles(function, start, rotary_cos, max(k.shape[1], q.shape[1] if local else 1))
+        q = rotate(q, start[:, None] + (torch.arange(q.shape[1], device=q.device) if local else 0))
+        k = rotate(k, start[:, None] + torch.arange(k.shape[1], device=q.device))
     if k is not None:
         positions = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
-        k = k if rotate is None else rotate(k, positions)
         rows = cache.rows(torch.arange(q.shape[0], device=q.device)[:, None], positions)
         for into, new in ((k_cache, k), (v_cache, v)):
             into[rows // cache.page, rows % cache.page] = new
@@ -128,8 +139,8 @@ def _check_arrays(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: 
     new = {} if k is None else {"k": k, "v": v}
     common.check_tensors(function, **new)
     heads, dim = k_cache.shape[2:]
-    if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
-        expected = f"head_dim a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}"
+    if not 1 <= dim <= arguments.MAX_HEAD_DIM:
+        expected = f"head_dim from 1 to {arguments.MAX_HEAD_DIM}"
         raise ShapeError("k_cache", expected, f"{dim}", function=function)
     if q.shape[-1] != dim or heads < 1 or q.shape[2] % heads:
         expected = f"head_dim {dim} and a multiple of {heads} heads, like k_cache"
@@ -186,7 +197,7 @@ def _cache_of(
             if x is not None:
                 raise ArgumentError(other, f"None with {name}", "a tensor", function=function)
         table = _check_numbers(table, name, (batch, None), q, function)
-        return _Cache(k, v, table, page, table.shape[1] * page, None)
+        return _Cache(k, v, table, page, table.shape[1] * page, None, name)
     if leftpad is not None:
         leftpad = _check_numbers(leftpad, "cache_leftpad", (batch,), q, function)
     if batch_idx is not None:
@@ -203,30 +214,55 @@ def _cache_of(
 def _lengths(function: str, cache: _Cache, given: Any, batch: int, k: Any) -> torch.Tensor:
     """Tokens before the new ones, (batch,), int32."""
     new = 0 if k is None else k.shape[1]
+    most = cache.capacity - new
     name = "cache_seqlens"
     if given is None:
         if k is not None:
             raise ArgumentError(name, "the lengths of the sequences, with k and v", "None", function=function)
         given = cache.capacity
+    if most < 0:
+        raise ArgumentError("k", f"at most {cache.capacity} tokens, as the cache has", f"{new}", function=function)
     if not isinstance(given, torch.Tensor):
-        most = cache.capacity - new
-        if most < 0:
-            raise ArgumentError("k", f"at most {cache.capacity} tokens, as the cache has", f"{new}", function=function)
         number = arguments.check_int(given, name, function, most=most)
         return torch.full((batch,), number, dtype=torch.int32, device=cache.k.device)
     lengths = _check_numbers(given, name, (batch,), cache.k, function)
-    if lengths.device.type == "cpu" and batch:
+    if not batch:
+        return lengths
+    if lengths.device.type == "cpu":
         least = torch.zeros_like(lengths) if cache.first is None else cache.first
-        if int(least.min()) < 0 or bool((lengths < least).any()) or int(lengths.max()) + new > cache.capacity:
-            expected = f"from 0 (cache_leftpad) to {cache.capacity - new}, with room for {new} new tokens"
-            raise ArgumentError(name, expected, f"{lengths.tolist()}", function=function)
+        if int(least.min()) < 0 or bool((lengths < least).any()) or int(lengths.max()) > most:
+            expected = f"from 0 (cache_leftpad) to {most}, with room for {new} new tokens"
+            raise CacheLengthError(name, expected + cache.places, f"{lengths.tolist()}", function=function)
         used = -(-(lengths + new) // cache.page)
         for b, count in enumerate(used.tolist()):
             blocks = cache.table[b, :count]
             if count and (int(blocks.min()) < 0 or int(blocks.max()) >= cache.k.shape[0]):
                 expected = f"blocks 0 to {cache.k.shape[0] - 1}"
-                raise ArgumentError("block_table", expected, f"{blocks.tolist()} at {b}", function=function)
+                raise ArgumentError(cache.name, expected, f"{blocks.tolist()} at {b}", function=function)
+    elif cache.name == "block_table" and not torch.cuda.is_current_stream_capturing():
+        longest = _longest(lengths)
+        if longest > most:
+            raise CacheLengthError(name, f"at most {most}{cache.places}", f"{longest}", function=function)
     return lengths
+
+
+class CacheLengthError(ArgumentError, RuntimeError):
+    """Tokens that the cache has no room for: an error of torch's own kind in FlashAttention-2."""
+
+
+#: The lengths that `_longest` has read last: the tensor, its version, the longest.
+_read: tuple[weakref.ref[torch.Tensor], int, int] | None = None
+
+
+def _longest(lengths: torch.Tensor) -> int:
+    """The largest of a GPU's tensor. It waits for the GPU, once for all layers: not again until the tensor changes."""
+    global _read
+    version = -1 if lengths.is_inference() else lengths._version
+    if _read is not None and _read[0]() is lengths and _read[1] == version >= 0:
+        return _read[2]
+    longest = int(lengths.max())
+    _read = (weakref.ref(lengths), version, longest)
+    return longest
 
 
 def _rotation(
@@ -239,10 +275,6 @@ def _rotation(
     if cos is None or sin is None or k is None:
         expected = "rotary_cos, rotary_sin, k and v together"
         raise ArgumentError("rotary_cos", expected, "some of them without the others", function=function)
-    common.refuse(
-        function, "which positions are rotated behind padding is not documented", "keys rotated before the call",
-        cache_leftpad=(cache.first, None),
-    )  # fmt: skip
     common.check_tensors(function, rotary_cos=cos, rotary_sin=sin)
     if (
         cos.ndim != 2
@@ -257,6 +289,13 @@ def _rotation(
         if x.device != q.device:
             raise ArgumentError(name, f"a tensor on {q.device}, like q", f"{x.device}", function=function)
     return functools.partial(_rotate, cos=cos, sin=sin, interleaved=interleaved)
+
+
+def _check_angles(function: str, start: torch.Tensor, cos: torch.Tensor, count: int) -> None:
+    """Angles for ``count`` positions from ``start`` on. On a GPU that would need a synchronization."""
+    if start.device.type == "cpu" and len(start) and not 0 <= int(start.min()) <= int(start.max()) <= len(cos) - count:
+        expected = f"angles of {count} positions from each of {start.tolist()} on"
+        raise ShapeError("rotary_cos", expected, f"those of 0 to {len(cos) - 1}", function=function)
 
 
 def _rotate(
@@ -357,9 +396,10 @@ def _gathered(
     )
     k, v = (x[rows // cache.page, rows % cache.page] for x in (cache.k, cache.v))
     out, lse = attention_varlen(
-        common.contiguous_rows(q).reshape(batch * queries, heads, dim), k, v,
+        *common.padded(q.reshape(batch * queries, heads, dim), k, v),
         cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries,
         cu_seqlens_k=starts.int(), max_seqlen_q=queries, max_seqlen_k=cache.capacity, score_mod=mod, return_lse=True,
         **options,
     )  # fmt: skip
-    return out.reshape(batch, queries, heads, dim), lse.reshape(heads, batch, queries).transpose(0, 1).contiguous()
+    lse = lse.reshape(heads, batch, queries).transpose(0, 1).contiguous()
+    return out[..., :dim].reshape(batch, queries, heads, dim), lse

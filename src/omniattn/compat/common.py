@@ -54,11 +54,17 @@ def check_rank(x: torch.Tensor, name: str, dims: str, function: str) -> None:
         raise ShapeError(name, f"{rank} dimensions {dims}", f"shape {tuple(x.shape)}", function=function)
 
 
+def flag(value: Any, name: str, function: str) -> bool:
+    """A bool as the originals take it: also 0 or 1, and a scalar of any library."""
+    value = arguments.plain(value, name, function)
+    return arguments.check_bool(bool(value) if isinstance(value, int) and value in (0, 1) else value, name, function)
+
+
 def check_window(window_size: Any, function: str) -> tuple[int, int] | None:
     """``window_size`` of FlashAttention as our ``window``; None without limits."""
-    expected = "(left, right), two integers >= -1 (-1: unlimited)"
+    expected = "(left, right), two integers >= -1 (-1 or None: unlimited)"
     try:
-        left, right = (operator.index(x) for x in window_size)
+        left, right = (-1 if x is None else operator.index(x) for x in window_size)
     except (TypeError, ValueError):
         raise ArgumentError("window_size", expected, repr(window_size), function=function) from None
     if left < -1 or right < -1:
@@ -154,9 +160,9 @@ def options_of(
     """Options that `attention` and `attention_backward` share."""
     return {
         "softmax_scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        "causal": arguments.check_bool(causal, "causal", function), "window": check_window(window_size, function),
+        "causal": flag(causal, "causal", function), "window": check_window(window_size, function),
         "softcap": softcap_of(softcap, function),
-        "deterministic": arguments.check_bool(deterministic, "deterministic", function),
+        "deterministic": flag(deterministic, "deterministic", function),
     }  # fmt: skip
 
 
@@ -185,10 +191,10 @@ def alibi_of(function: str, q: torch.Tensor, k: torch.Tensor, slopes: Any, packe
     return alibi(slopes, shift, batch, q.shape[-2], function)
 
 
-def some_row_is_empty(q: torch.Tensor, k: torch.Tensor, causal: Any, window_size: Any) -> bool:
+def some_row_is_empty(q: torch.Tensor, k: torch.Tensor, causal: bool, window: tuple[int, int] | None) -> bool:
     """Whether a query of a batch can attend to nothing: only where there are more queries than keys."""
     queries, keys = q.shape[1], k.shape[1]
-    return keys == 0 or (queries > keys and (bool(causal) or max(window_size) >= 0))
+    return keys == 0 or (queries > keys and (causal or window is not None))
 
 
 def infinite(lse: torch.Tensor) -> torch.Tensor:
@@ -249,11 +255,12 @@ def func(
 ) -> Any:
     """out, or (out, LSE, S_dmask)."""
     refuse_dropout(dropout_p, function)
-    if not arguments.check_bool(return_attn_probs, "return_attn_probs", function):
+    if not flag(return_attn_probs, "return_attn_probs", function):
         return attend(function, q, k, v, packed=packed, **options)[0]
+    causal = options["causal"] = flag(options["causal"], "causal", function)
     out, lse = attend(function, q, k, v, packed=packed, return_lse=True, **options)
     assert lse is not None
-    if packed is not None or some_row_is_empty(q, k, options["causal"], options["window_size"]):
+    if packed is not None or some_row_is_empty(q, k, causal, check_window(options["window_size"], function)):
         lse = infinite(lse)
     return out, lse, q.new_empty((0,))
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .. import arguments
 from . import common
 from .cached import attend_cached
 
@@ -265,7 +266,7 @@ def flash_attn_with_kvcache(
     Parameters
     ----------
     q : tensor, (batch, seqlen_q, nheads, headdim)
-        headdim a multiple of 8, up to 256.
+        headdim up to 256.
     k_cache, v_cache : tensor, (batch_cache, seqlen_cache, nheads_k, headdim)
         Or with ``block_table`` (num_blocks, page_size, nheads_k, headdim), any page size. Written in place.
     k, v : tensor, (batch, seqlen_new, nheads_k, headdim), optional
@@ -279,15 +280,15 @@ def flash_attn_with_kvcache(
     cache_batch_idx : tensor, (batch,), int32, optional
         Row of the cache of each sequence. Not with ``block_table``.
     cache_leftpad : tensor, (batch,), int32, optional
-        Position of a sequence's first key. Not with ``block_table``.
+        Position of a sequence's first key: padding is before it. Not with ``block_table``.
     block_table : tensor, (batch, max_blocks), int32, optional
     softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`, with seqlen_k the tokens of a sequence, the new ones included.
     rotary_interleaved : bool
         Pairs of channels are (2i, 2i + 1), or (i, i + rotary_dim / 2).
     num_splits : int
-        0: the kernel divides the keys. 1: a sequence's bits do not depend on its batch (``deterministic`` of
-        `omniattn.decode`). More raise.
+        1: a sequence's bits do not depend on its batch (``deterministic`` of `omniattn.decode`). Otherwise the kernel
+        divides the keys by rules of its own.
     return_softmax_lse : bool
 
     Returns
@@ -305,7 +306,8 @@ def flash_attn_with_kvcache(
     -----
     Up to 16 queries of 64, 128 or 256 16-bit channels read contiguous caches where they lie, blocks or not
     (`omniattn.decode`, split-KV). Longer prompts, ALiBi, ``cache_leftpad``, other head dims and strides gather the keys
-    of the cache into packed sequences first: a copy of as many rows as the cache can hold for the batch.
+    of the cache into packed sequences first: a copy of as many rows as the cache can hold for the batch, and where
+    headdim is no multiple of 8, one more that is padded. The cache itself is never copied, and written where it lies.
     """
     out, lse = attend_cached(
         "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
@@ -360,9 +362,14 @@ def _flash_attn_varlen_forward(
     leftpad_k: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_flash_attn_forward`, of packed sequences. Rows that belong to none are 0 with and without zero_tensors."""
+    """As `_flash_attn_forward`, of packed sequences. Rows that belong to none are 0 with and without zero_tensors.
+
+    ``num_splits`` has no effect: the kernels divide the keys by rules of their own.
+    """
     function = "_flash_attn_varlen_forward"
+    arguments.check_int(num_splits, "num_splits", function)
     common.refuse_blocks(function, block_table=block_table, leftpad_k=leftpad_k)
     packed = common.packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
     return common.forward(

@@ -4,9 +4,10 @@
 imports the original. Every GPU from compute capability 8.0 on; tensors are float16 or bfloat16, on the CPU (NumPy
 reference) float32 and float64 too.
 
-What is not served raises: descales of a cache, ``qv``, ``attention_chunk``, scheduler metadata, and the knobs of the
-original's scheduler with another value than their default (``num_splits`` may be 0 or 1). LSE of a row that attends to
-nothing is -inf, as in the original, and LSE can be differentiated.
+What is not served raises: descales of a cache, ``qv``, ``attention_chunk``. ``num_splits``, ``pack_gqa``, ``sm_margin``
+and scheduler metadata change the last bits of the original's results and its time; they are taken, and have no effect:
+the kernels here divide the work themselves. LSE of a row that attends to nothing is -inf, as in the original, and LSE
+can be differentiated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import arguments
-from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from ..errors import ArgumentError, DtypeError, ShapeError
 from ..ops import merge_states
 from . import common
 from .cached import attend_cached
@@ -69,11 +70,11 @@ def flash_attn_func(
         0 for none.
     deterministic : bool
         Same bits at every run, in the backward pass too.
-    num_splits : int
-        0 or 1, which mean the same here: keys are split where that is faster.
+    num_splits, pack_gqa, sm_margin
+        Without effect: keys are split, and query heads share tiles, where that is faster.
     q_descale, k_descale, v_descale : tensor, (batch, nheads_k), float32, optional
-        Factors of tensors in float8_e4m3fn; the other shapes of `omniattn.attention` are taken too.
-    qv, attention_chunk, pack_gqa, sm_margin
+        Factors of tensors in float8_e4m3fn; what else `omniattn.attention` takes is taken too, a number say.
+    qv, attention_chunk
         Their defaults.
     return_attn_probs : bool
         Also return LSE.
@@ -181,11 +182,11 @@ def flash_attn_varlen_func(
         At least the longest sequence.
     seqused_q, seqused_k : tensor, (batch,), int32, optional
         How many of a sequence's first rows count. Other rows of out are 0, where the original leaves them unwritten.
-    softmax_scale, causal, window_size, softcap, deterministic, num_splits, return_attn_probs
+    softmax_scale, causal, window_size, softcap, deterministic, num_splits, pack_gqa, sm_margin, return_attn_probs
         As in `flash_attn_func`, for each sequence.
     q_descale, k_descale, v_descale : tensor, (batch, nheads_k), float32, optional
-        Factors of tensors in float8_e4m3fn; the other shapes of `omniattn.attention` are taken too.
-    qv, attention_chunk, pack_gqa, sm_margin
+        Factors of tensors in float8_e4m3fn; what else `omniattn.attention` takes is taken too, a number say.
+    qv, attention_chunk
         Their defaults.
 
     Returns
@@ -217,6 +218,7 @@ def flash_attn_combine(
     Parameters
     ----------
     out_partial : tensor, (num_splits, batch, seqlen, nheads, headdim), float32
+        Any headdim. What is no multiple of 8 is padded, and more than 256 channels are merged as those of more heads.
     lse_partial : tensor, (num_splits, batch, seqlen, nheads), float32
     out : tensor, (batch, seqlen, nheads, headdim), optional
         Where out goes.
@@ -246,12 +248,20 @@ def flash_attn_combine(
             raise ShapeError("out", expected, f"{tuple(out.shape)}", function=function)
         if out_dtype not in (None, out.dtype):
             raise DtypeError("out", f"{out_dtype}, as out_dtype says", out.dtype, function=function)
+    dim, heads = out_partial.shape[-1], out_partial.shape[-2]
+    parts = max(-(-dim // arguments.MAX_HEAD_DIM), 1)
+    if dim % (8 * parts):
+        out_partial = torch.nn.functional.pad(out_partial, (0, -dim % (8 * parts)))
+    if parts > 1:
+        out_partial = out_partial.unflatten(-1, (parts, -1)).flatten(-3, -2)
+        lse_partial = lse_partial.repeat_interleave(parts, -1)
     states = zip(out_partial.contiguous().unbind(0), lse_partial.transpose(-1, -2).contiguous().unbind(0), strict=True)
     o, lse = next(states)
     for other, other_lse in states:
         o, lse = merge_states(o, lse, other, other_lse)
     if out_partial.shape[0] == 1:  # the output of a split that has seen no key may be anything
         o = o.masked_fill((lse == -torch.inf).transpose(-1, -2)[..., None], 0)
+    o, lse = o.unflatten(-2, (heads, parts)).flatten(-2)[..., :dim], lse[:, ::parts]
     made = o.to(out_dtype or o.dtype) if out is None else out.copy_(o)
     return made, lse.transpose(-1, -2)
 
@@ -294,12 +304,18 @@ def flash_attn_with_kvcache(
     ----------
     page_table : tensor, (batch, max_blocks), int32, optional
         The ``block_table`` of FlashAttention-2.
-    qv, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, attention_chunk,
-    scheduler_metadata, pack_gqa, sm_margin
+    rotary_seqlens : tensor, (batch,), int32, optional
+        Position by whose angle the first of the new tokens of a sequence is rotated, in place of cache_seqlens. No
+        more than checked without ``rotary_cos``.
+    scheduler_metadata : tensor, optional
+        What `get_scheduler_metadata` returns. Without effect.
+    pack_gqa, sm_margin
+        Without effect.
+    qv, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, q_descale, k_descale, v_descale, attention_chunk
         Their defaults.
     q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
     causal, window_size, softcap, rotary_interleaved, num_splits
-        As in `omniattn.compat.flash_attn.flash_attn_with_kvcache`.
+        As in `omniattn.compat.flash_attn.flash_attn_with_kvcache`; lengths on a GPU are not looked at.
 
     Returns
     -------
@@ -313,7 +329,7 @@ def flash_attn_with_kvcache(
         Before anything is written, where arguments are wrong.
     """
     function = "flash_attn_with_kvcache"
-    _refuse(function, qv, attention_chunk, 0, pack_gqa, sm_margin)
+    _refuse(function, qv, attention_chunk, num_splits, pack_gqa, sm_margin)
     common.refuse(
         function, "caches have formats of their own", "a KVCache with k_dtype='fp8', or tensors without a cache",
         q_descale=(q_descale, None), k_descale=(k_descale, None), v_descale=(v_descale, None),
@@ -321,14 +337,14 @@ def flash_attn_with_kvcache(
     common.refuse(
         function, "queries and new keys are a batch", "sequences of one length, or omniattn.append and omniattn.decode",
         cu_seqlens_q=(cu_seqlens_q, None), cu_seqlens_k_new=(cu_seqlens_k_new, None),
-        max_seqlen_q=(max_seqlen_q, None), rotary_seqlens=(rotary_seqlens, None),
+        max_seqlen_q=(max_seqlen_q, None),
     )  # fmt: skip
-    common.refuse(function, "the work is divided on the device", "None", scheduler_metadata=(scheduler_metadata, None))
+    _check_metadata(function, scheduler_metadata)
     out, lse = attend_cached(
         function, q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table, table_name="page_table",
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        rotary_interleaved=rotary_interleaved, alibi_slopes=None, num_splits=num_splits,
+        rotary_interleaved=rotary_interleaved, alibi_slopes=None, num_splits=num_splits, rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
@@ -356,11 +372,25 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Raise UnsupportedError: nothing has to be scheduled before a call."""
-    raise UnsupportedError(
-        "get_scheduler_metadata(): the kernels divide the work on the device, and have no metadata",
-        instead="flash_attn_with_kvcache with scheduler_metadata=None, which can be captured in a CUDA graph",
-    )
+    """What `flash_attn_with_kvcache` takes as ``scheduler_metadata``: an empty tensor of int32, where cache_seqlens is.
+
+    The kernels divide the work on the device at each call, and have no metadata. A CUDA graph may be replayed with
+    other lengths. Nothing else is looked at than cache_seqlens and the knobs that have no effect.
+    """
+    function = "get_scheduler_metadata"
+    common.check_tensors(function, cache_seqlens=cache_seqlens)
+    _check_knobs(function, num_splits, pack_gqa, sm_margin)
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _check_metadata(function: str, metadata: Any) -> None:
+    if metadata is None:
+        return
+    common.check_tensors(function, scheduler_metadata=metadata)
+    if metadata.numel() or metadata.dtype != torch.int32:
+        expected = "None, or what get_scheduler_metadata() of this module returns"
+        received = f"a tensor of shape {tuple(metadata.shape)} in {metadata.dtype}"
+        raise ArgumentError("scheduler_metadata", expected, received, function=function)
 
 
 def _refuse(function: str, qv: Any, chunk: Any, splits: Any, pack: Any, margin: Any) -> None:
@@ -368,12 +398,18 @@ def _refuse(function: str, qv: Any, chunk: Any, splits: Any, pack: Any, margin: 
     common.refuse(
         function, "there are no chunks", "a ScoreMod with mask= for omniattn.attention", attention_chunk=(chunk, 0)
     )
-    if arguments.check_int(splits, "num_splits", function) > 1:
-        common.refuse(function, "keys are not divided between CTAs", "0 or 1", num_splits=(splits, None))
-    common.refuse(function, "the kernels decide", "the default", pack_gqa=(pack, None), sm_margin=(margin, 0))
+    _check_knobs(function, splits, pack, margin)
+
+
+def _check_knobs(function: str, splits: Any, pack: Any, margin: Any) -> None:
+    """Knobs of the original's scheduler, which change no result but its last bits."""
+    arguments.check_int(splits, "num_splits", function)
+    arguments.check_int(margin, "sm_margin", function)
+    if pack is not None:
+        common.flag(pack, "pack_gqa", function)
 
 
 def _attend(function: str, qkv: Any, packed: dict[str, Any] | None, return_attn_probs: Any, **options: Any) -> Any:
-    return_lse = arguments.check_bool(return_attn_probs, "return_attn_probs", function)
+    return_lse = common.flag(return_attn_probs, "return_attn_probs", function)
     out, lse = common.attend(function, *qkv, packed=packed, return_lse=return_lse, **options)
     return (out, lse) if return_lse else out

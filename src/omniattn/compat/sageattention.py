@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from .. import arguments
 from ..errors import ArgumentError, UnsupportedError
 from ..ops import attention, attention_varlen
 from ..problems import Int8
@@ -236,8 +235,9 @@ def sageattn_varlen(
     common.check_tensors(function, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, x in (("q", q), ("k", k), ("v", v)):
         common.check_rank(x, name, "(total, heads, head_dim)", function)
-    smooth_k = arguments.check_bool(smooth_k, "smooth_k", function)
-    if arguments.check_bool(is_causal, "is_causal", function):
+    smooth_k = common.flag(smooth_k, "smooth_k", function)
+    is_causal = common.flag(is_causal, "is_causal", function)
+    if is_causal:
         equal = q.shape[0] == k.shape[0] and max_seqlen_q == max_seqlen_k
         if equal and cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling():
             equal = torch.equal(cu_seqlens_q, cu_seqlens_k)
@@ -261,8 +261,8 @@ def _choose(value: Any, name: str, choices: tuple[str, ...], function: str) -> N
 
 
 def _precision(function: str, granularity: Any, smooth_k: Any, smooth_v: Any, pv: str, sums: str) -> Int8:
-    smooth_k = arguments.check_bool(smooth_k, "smooth_k", function)
-    smooth_v = arguments.check_bool(smooth_v, "smooth_v", function)
+    smooth_k = common.flag(smooth_k, "smooth_k", function)
+    smooth_v = common.flag(smooth_v, "smooth_v", function)
     return Int8(granularity=granularity, smooth_k=smooth_k, smooth_v=smooth_v, pv=pv, pv_accumulator=sums)
 
 
@@ -284,8 +284,8 @@ def _attend(
     for name, x in (("q", q), ("k", k), ("v", v)):
         common.check_rank(x, name, "(batch, heads, seqlen, head_dim)", function)
     _choose(layout, "tensor_layout", ("HND", "NHD"), function)
-    return_lse = arguments.check_bool(return_lse, "return_lse", function)
-    causal, window = arguments.check_bool(is_causal, "is_causal", function), None
+    return_lse = common.flag(return_lse, "return_lse", function)
+    causal, window = common.flag(is_causal, "is_causal", function), None
     axis = 1 if layout == "NHD" else 2
     queries, keys = q.shape[axis], k.shape[axis]
     if causal and queries < keys:

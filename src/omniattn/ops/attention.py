@@ -18,7 +18,7 @@ from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
 from ..problems import OPERANDS, Fp8, Int4, Int8
 from ..runtime import env
-from . import on_cpu, used
+from . import factors, on_cpu, used
 from .attention_backward import backward_call
 from .score_mod import ScoreMod
 from .traced import run_traced
@@ -190,7 +190,8 @@ def attention(
     window : (left, right), optional
         Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right; -1 is unlimited.
     softmax_scale : float, optional
-        1 / sqrt(head_dim) unless given.
+        1 / sqrt(head_dim) unless given. It, softcap and the flags may be scalars of any library; one that lies on a GPU
+        is read, which waits for it. It has no gradient: a scale that is learned belongs to q.
     softcap : float
         0 for none.
     mask : array, optional
@@ -214,9 +215,9 @@ def attention(
     descale_q, descale_k, descale_v : array, float32, optional
         Of e4m3 arrays: factors of q, k and v, 1 unless given. Shape () for one, (batch, num_kv_heads) for one a kv
         head, of q too (its group of query heads), or (batch, heads, ceil(seqlen / 128)), with the heads of that array,
-        for one each 128 rows. Their values stay on the device. Those of q and k must not be negative. Of v per 128
-        rows: a factor below 2^-90 counts as that much, and one that is not finite makes o and LSE of the rows that
-        see its keys NaN.
+        for one each 128 rows. Or a number, which is put where q lies; values on a GPU are not read. Those of q and k
+        must not be negative. Of v per 128 rows: a factor below 2^-90 counts as that much, and one that is not finite
+        makes o and LSE of the rows that see its keys NaN.
     out_dtype : str or dtype, optional
         Of o from e4m3 arrays: "bfloat16" (unless given) or "float16". Otherwise q's dtype, which may be said.
     return_lse : bool
@@ -262,14 +263,16 @@ def attention(
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype, 1,
     )  # fmt: skip
+    plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None
     descales = (descale_q, descale_k, descale_v)
+    if not plain:
+        descales = factors.as_arrays(q, descales, "attention")
     if compiling():
         return _compiled(
             "attention", q, k, v, score_mod, options=AttentionOptions(*said), mask=mask, sinks=sinks,
             block_mask=block_mask, block_size=block_size, out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, None, None, mask, sinks)
-    plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None
     if plain:
         results = repeated(_ATTENTION, objects, said, stream)
         if results is not None:
@@ -359,7 +362,10 @@ def attention_varlen(
     ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
         As in `attention`.
     """
+    plain = descale_q is descale_k is descale_v is score_mod is None
     descales, parts = (descale_q, descale_k, descale_v), 1
+    if not plain:
+        descales = factors.as_arrays(q, descales, "attention_varlen")
     if seqused_q is not None or seqused_k is not None:
         cu_seqlens_q, cu_seqlens_k, descales, score_mod, parts = used.split(
             "attention_varlen", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
@@ -376,7 +382,6 @@ def attention_varlen(
             out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
-    plain = descale_q is descale_k is descale_v is score_mod is None
     if plain:
         results = repeated(_ATTENTION_VARLEN, objects, said, stream)
         if results is not None:

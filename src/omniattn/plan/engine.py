@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .. import arrays, runtime
+from .. import arguments, arrays, runtime
 from ..arrays import Tensor
 from ..kv.layout import ADDRESSES
 from ..problems import Output, Target
@@ -282,6 +282,7 @@ def run(call: Call, *, is_asked: bool = False) -> list[Any]:
     raw = None if stream is None else arrays.resolve_stream(stream)
     seen = arrays.torch_facts(call.objects)
     if seen is None:
+        call.options = arguments.plain_options(call.options, call.operation.name)
         if call.operation.gradients is not None:
             for known in KNOWN_CALLS:
                 results = known(call)
@@ -309,6 +310,11 @@ def run(call: Call, *, is_asked: bool = False) -> list[Any]:
         plan = PLANS.get(key)
     except TypeError:  # an unhashable option, a list for window say: validation has the last word
         plan, key = None, None
+    if plan is None:  # no plan is kept under an array in the options, whose value may change
+        options = arguments.plain_options(call.options, call.operation.name)
+        if options is not call.options:
+            call.options = options
+            return run(call, is_asked=True)
     if plan is not None and plan.repeat is not None and seen is not None and (cache is None or cache.plain_torch):
         call.problem = plan.problem
         results = plan.repeat(call.objects, addresses, cache, raw)

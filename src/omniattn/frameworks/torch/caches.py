@@ -11,7 +11,7 @@ from ...arrays.identity import of_key
 from ...errors import UnsupportedError
 from ...plan.engine import Call
 from .. import FUNCTIONS
-from .library import LIBRARY, TAGS, fail
+from .library import LIBRARY, TAGS, fail, plain
 
 _TABLES = "Tensor seq_lens, Tensor? block_table, Tensor? recent_slots"
 LIBRARY.define(
@@ -106,6 +106,7 @@ def run(call: Call) -> list[Any]:
             given["cos"], given["sin"], x.rope,
         )  # fmt: skip
         return []
+    x = plain(x)
     o, lse = torch.ops.omniattn.decode.default(
         list(planes), list(key_arrays), cache.key, given["q"], *tables, given["sinks"],
         None if x.window is None else list(x.window), x.softmax_scale, float(x.softcap), x.return_lse, x.deterministic,

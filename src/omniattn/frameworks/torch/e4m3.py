@@ -31,6 +31,11 @@ def _name(dtype: Any) -> str:
     return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
 
 
+def as_factor(x: Any, q: Any) -> Any:
+    """A factor without dimensions in a traced or compiled call, a number or a tensor, as a tensor in float32."""
+    return x.to(torch.float32) if isinstance(x, torch.Tensor) else q.new_full((), float(x), dtype=torch.float32)
+
+
 def trace(
     function: str, qkv: Sequence[Any], starts: tuple[Any, Any], longest: tuple[Any, Any], mask: Any, sinks: Any,
     descales: Sequence[Any], options: Any,

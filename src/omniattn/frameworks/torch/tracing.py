@@ -205,7 +205,7 @@ def trace_backward(
         function,
         (
             given["do"], given["q"], given["k"], given["v"], given["o"], given["lse"], given["dlse"], *packed,
-            given["mask"], given["sinks"], list(arrays), *_score(options, score_mod),
+            given["mask"], given["sinks"], list(arrays), *_score(plain(options), score_mod),
             [name for name in GRADIENTS if name in options.wanted],
         ),
     )  # fmt: skip
