@@ -61,7 +61,8 @@ def _plain_option(value: Any, argument: str, function: str) -> Any:
 
 
 def check_bool(value: Any, argument: str, function: str) -> bool:
-    value = plain(value, argument, function)
+    if not isinstance(value, bool):
+        value = plain(value, argument, function)
     if isinstance(value, bool):
         return value
     raise ArgumentError(argument, "True or False", repr(value), function=function)

@@ -162,8 +162,8 @@ def test_not_a_number_stays_with_who_sees_it() -> None:
         ({"descale_k": np.ones((2, 4, 3), np.float32)}, ShapeError, "descale_k", ["(2, 2, 3)", "(2, 4, 3)"]),
         ({"descale_v": np.ones(3, np.float32)}, ShapeError, "descale_v", ["shape ()", "(3,)"]),
         ({"descale_v": np.ones((2, 4, 3), np.float32)}, ShapeError, "descale_v", ["(2, 2, 3)", "(2, 4, 3)"]),
-        ({"descale_k": np.ones(())}, DtypeError, "descale_k", ["float32", "float64"]),
-        ({"descale_k": 0.5}, ArgumentError, "descale_k", ["an array", "float"]),
+        ({"descale_k": np.ones(1)}, DtypeError, "descale_k", ["float32", "float64"]),
+        ({"descale_k": "0.5"}, ArgumentError, "descale_k", ["an array", "str"]),
         ({"sinks": np.ones(4, np.float16)}, DtypeError, "sinks", ["bfloat16", "float16"]),
     ],
 )

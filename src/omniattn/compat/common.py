@@ -56,6 +56,8 @@ def check_rank(x: torch.Tensor, name: str, dims: str, function: str) -> None:
 
 def flag(value: Any, name: str, function: str) -> bool:
     """A bool as the originals take it: also 0 or 1, and a scalar of any library."""
+    if isinstance(value, bool):
+        return value
     value = arguments.plain(value, name, function)
     return arguments.check_bool(bool(value) if isinstance(value, int) and value in (0, 1) else value, name, function)
 
