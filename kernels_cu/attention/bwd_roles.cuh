@@ -57,6 +57,22 @@ OA_DEVICE int64 first_padded_row(const AttnBwdParams& p, const BwdTile& t) {
         return padded_begin(p, t);
 }
 
+// Whether in the machine code nothing that needs a load of delta stands behind the products of dV.
+template <typename Config>
+OA_DEVICE constexpr bool uses_delta_early() {
+    return Config::kHeadDim == 128 && !Config::kWalker && !Config::kExponents;
+}
+// As Ring::release, of a stage whose numbers went into dS, two of each 8 queries: not before they have arrived, which
+// an arrival does not wait for. zero: 0, which the compiler does not know. kWaits false: plain Ring::release.
+template <bool kWaits, int kStages, int kSteps>
+OA_DEVICE void release_used(const Ring<kStages>& ring, const RingState<kStages>& at, int lane,
+                            const uint32 (&ds)[kSteps][4], uint32 zero) {
+    uint32 used = 0;
+#pragma unroll
+    for (int i = 0; kWaits && i < kSteps; ++i) used |= ds[i][0] | ds[i][2];
+    if (lane == 0) mbarrier_arrive(ring.empty + 8 * at.stage + (used & zero));
+}
+
 // The tile of a head's queries that comes first; kBackwards: the last one.
 template <bool kBackwards, typename Rows>
 OA_DEVICE int32 first_queries(const Rows& rows) {

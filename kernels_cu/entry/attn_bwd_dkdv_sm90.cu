@@ -100,6 +100,13 @@ struct QueryRows {
         for (int j = 0; j < Config::kBlockM / 8; ++j)
             of[j] = load_shared_float2(from + stage * Layout::kRowBytes + (lane & 3) * 8 + j * 32);
     }
+    // Something of all of them, for whoever must not go on before they have arrived.
+    OA_DEVICE uint32 any() const {
+        uint32 bits = 0;
+#pragma unroll
+        for (int j = 0; j < Config::kBlockM / 8; ++j) bits |= __float_as_uint(of[j].x) | __float_as_uint(of[j].y);
+        return bits;
+    }
 };
 
 // What both consumer warpgroups have.
@@ -115,9 +122,11 @@ class Consumer {
           q_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::q), Layout::kPanelBytes, 1024)),
           do_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), 16, 1024)),
           do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), Layout::kPanelBytes, 1024)),
-          p16_at_(smem_addr_at(&SharedStorage::p, bars.base) + (threadIdx.x & 127) * 16) {}
+          p16_at_(smem_addr_at(&SharedStorage::p, bars.base) + (threadIdx.x & 127) * 16),
+          zero_(opaque_zero()) {}
 
-    // After the warp's last read of a stage, in all CTAs that its next tile goes to.
+    // After the warp's last read of a stage, in all CTAs that its next tile goes to. With what was loaded of it: not
+    // before that has arrived (Ring::release).
     OA_DEVICE void release(uint32 empty, int32 stage) const {
         if constexpr (Config::kCluster == 1) {
             if (lane_ == 0) mbarrier_arrive(empty + 8 * stage);
@@ -129,8 +138,16 @@ class Consumer {
         release(bars_.q.empty, q_at_.stage);
         q_at_.advance();
     }
+    OA_DEVICE void release_q(const QueryRows& lse2) {
+        release(bars_.q.empty + (lse2.any() & zero_), q_at_.stage);
+        q_at_.advance();
+    }
     OA_DEVICE void release_do() {
         release(bars_.d_o.empty, do_at_.stage);
+        do_at_.advance();
+    }
+    OA_DEVICE void release_do(const QueryRows& delta) {
+        release(bars_.d_o.empty + (delta.any() & zero_), do_at_.stage);
         do_at_.advance();
     }
     OA_DEVICE int32 num_tiles(const ClusterRows& rows) const {
@@ -149,6 +166,7 @@ class Consumer {
     const int lane_, warp_;
     const WgmmaDescriptor q_, q_trans_, do_, do_trans_;
     const uint32 p16_at_;  // this thread's four registers of 16 queries, 2048 bytes between them
+    const uint32 zero_;
     RingState<Config::kStages> q_at_;
     RingState<Config::kStages> do_at_;
     RingState<Config::kPStages> p_at_;
@@ -160,8 +178,7 @@ class ValueConsumer : Consumer {
   public:
     OA_DEVICE ValueConsumer(const AttnBwdSm90Params& params, const Barriers& bars)
         : Consumer(params, bars),
-          k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
-          zero_(opaque_zero()) {}
+          k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)) {}
 
     OA_DEVICE void run() {
         PersistentBwdTiles tiles;
@@ -196,7 +213,7 @@ class ValueConsumer : Consumer {
         QueryRows lse2(smem_addr_at(&SharedStorage::lse2, bars_.base), q_at_.stage, lane_);
         wgmma_wait<0>();
         wgmma_pin(s);
-        release_q();
+        release_q(lse2);
         exponentiate(t, own, n0, m, s, lse2);
         Operand next_p16;
         hand_over(next_p16, s);
@@ -214,7 +231,7 @@ class ValueConsumer : Consumer {
             QueryRows next_lse2(smem_addr_at(&SharedStorage::lse2, bars_.base), q_at_.stage, lane_);
             wgmma_wait<1>();
             wgmma_pin(s);
-            release_q();
+            release_q(next_lse2);
             exponentiate(t, own, n0, m, s, next_lse2);
             hand_over(next_p16, s);
             wgmma_wait<0>();
@@ -282,7 +299,6 @@ class ValueConsumer : Consumer {
     }
 
     const WgmmaDescriptor k_;
-    const uint32 zero_;
 };
 
 // dP, dS and dK.
@@ -321,7 +337,7 @@ class KeyConsumer : Consumer {
         take_over(p16);
         wgmma_wait<0>();
         wgmma_pin(dp);
-        release_do();
+        release_do(delta);
         differentiate(ds16, p16, dp, delta);
 #pragma unroll 1
         for (int32 i = 1; i < total; ++i) {
@@ -339,7 +355,7 @@ class KeyConsumer : Consumer {
             take_over(p16);
             wgmma_wait<0>();
             wgmma_pin(dp);
-            release_do();
+            release_do(next_delta);
             differentiate(ds16, p16, dp, next_delta);
         }
         if (lane_ == 0) mbarrier_arrive(bars_.v_empty);

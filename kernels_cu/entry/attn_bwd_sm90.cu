@@ -346,8 +346,10 @@ class Consumer : BwdProducts<Config> {
         bars_.q.release(q_at_, lane_);
         q_at_.advance();
     }
-    OA_DEVICE void release_do() {
-        bars_.d_o.release(do_at_, lane_);
+    template <bool kPacked>
+    OA_DEVICE void release_do(const Work& w) {
+        if (kPacked == uses_delta_early<Config>()) return;
+        release_used<kPacked>(bars_.d_o, do_at_, lane_, w.ds16, uint32(p_.tile_offset));
         do_at_.advance();
     }
 
@@ -397,8 +399,9 @@ class Consumer : BwdProducts<Config> {
         differentiate(params_, w, delta_of(do_at_.stage));
         wgmma_wait<0>();
         wgmma_pin(w.dv);
-        release_do();
+        release_do<false>(w);
         pack(w.ds16, w.dp);
+        release_do<true>(w);
         store_ds<kDq>(w);
         if constexpr (Config::kKeyMask)
             if (w.m == first_queries<Config::kOrdered>(rows) && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0)

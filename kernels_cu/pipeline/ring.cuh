@@ -47,10 +47,9 @@ struct Ring {
     OA_DEVICE void wait(const RingState<kStages>& at) const { mbarrier_wait(full + 8 * at.stage, at.phase); }
     // Consumer: whether the stage is full, without waiting: tested ahead, the result is there when it is needed.
     OA_DEVICE bool is_full(const RingState<kStages>& at) const { return mbarrier_test(full + 8 * at.stage, at.phase); }
-    // Consumer, after the warp's last read: lane 0 arrives. Loads of the warp need not have returned: an arrival releases
-    // (PTX ISA, "mbarrier.arrive"), and a warp's accesses to shared memory are performed in their order, so that ptxas
-    // lets it follow a load at once. Checked on an H100: of 8 * 10^11 reads with 32-fold bank conflicts right ahead of
-    // an arrival none saw the next write; with the arrival ahead of the last of four loads 1.3 % did.
+    // Consumer, after the warp's last read: lane 0 arrives. Of what bulk copies write, ordinary loads must have returned:
+    // ptxas lets the arrival follow a load at once, __syncwarp or not, and while wgmma reads shared memory a load has
+    // been seen to return what the next copy wrote (docs/performance/attn_bwd_sm90.md, v18).
     OA_DEVICE void release(const RingState<kStages>& at, int lane) const {
         if (lane == 0) mbarrier_arrive(empty + 8 * at.stage);
     }

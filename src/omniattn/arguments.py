@@ -28,7 +28,7 @@ def plain(value: Any, argument: str, function: str) -> Any:
     """
     if value is None or isinstance(value, (bool, int, float, str, tuple)) or getattr(value, "shape", None) != ():
         return value
-    if arrays.traced_by_jax((value,)):
+    if arrays.has_tracer((value,)):
         return value
     if arrays.needs_gradient((value,)):
         raise ArgumentError(

@@ -7,6 +7,7 @@ packed q, k and v do, as long as no element of a written one is also an element 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..errors import ArgumentError
 from .host import Memory
@@ -84,8 +85,9 @@ def _share(a: Tensor, b: Tensor) -> bool:
     """Whether a byte belongs to elements of both; addresses are compared, and no memory is read."""
     import numpy as np
 
+    most: Any = _MOST_CANDIDATES  # numpy's annotations know two numbers only
     try:
-        return bool(np.shares_memory(np.asarray(Memory(a)), np.asarray(Memory(b)), max_work=_MOST_CANDIDATES))
+        return bool(np.shares_memory(np.asarray(Memory(a)), np.asarray(Memory(b)), max_work=most))
     except RuntimeError:  # too many candidates: numpy moved the error's own name between its versions
         return True
 

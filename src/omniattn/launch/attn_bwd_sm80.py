@@ -15,7 +15,6 @@ from .numbers import MAX_GRID_X
 from .score_mod import array_values
 from .structs import ATTN_BWD, ATTN_BWD_MOD, At, member, strides
 
-
 #: Padded rows to a number of ``stray_do`` (kernels_cu/params/attn_bwd.cuh).
 STRAY_ROWS = 64
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from ..checks import decode as checks
 from ..checks.caches import check_cache
-from ..checks.memory import check_memory
 from ..checks.decode import DecodeOptions
+from ..checks.memory import check_memory
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache
 from ..plan.engine import Call, Operation, repeated, run

@@ -12,8 +12,8 @@ from ..plan.engine import Call
 def run_traced(call: Call) -> list[Any]:
     """Run a call by its operator or its primitive; results as `plan.engine.run`."""
     # torch.compile's front end would read the dictionary of all modules, which may grow meanwhile, to look for JAX's.
-    by_jax = not compiling() and arrays.traced_by_jax(call.objects)
-    if by_jax or (call.cache is not None and call.cache.traced):
+    cache = call.cache
+    if not compiling() and (arrays.traced_by_jax(call.objects) or (cache is not None and cache.traced)):
         from ..frameworks.jax.tracing import run_call as run_primitive
 
         return run_primitive(call)

@@ -108,7 +108,8 @@ class Repeat:
         places = tuple(i for i, maker in makers if maker is None)
         return cls(
             program, current_stream, tuple((i, m) for i, m in masks if m), tuple(makers), workspace,
-            names.index(first), workspace_bytes, Writes(names, places, writes_cache) if places or writes_cache else None,
+            names.index(first), workspace_bytes,
+            Writes(names, places, writes_cache) if places or writes_cache else None,
         )  # fmt: skip
 
     def __call__(

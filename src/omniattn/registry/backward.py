@@ -209,7 +209,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: 
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale", *_BWD_SM90_FORMS[form]}),
         # Of the warps that copy and walk over tiles, which have 24 registers; also of the consumers, before and behind
         # the steps of a tile.
-        allowed_spill_bytes=16 * (varlen and ordered) if head_dim == 64 else 268,
+        allowed_spill_bytes=16 * (varlen and ordered) if head_dim == 64 else 304,
     )
 
 
