@@ -17,7 +17,9 @@ import pytest
 from omniattn.arrays.identity import Same
 from tests.native.native_fakes import ALLOCATOR, WORKSPACES, Cache, Call, Layout, Tensor, capsule
 
-state = SimpleNamespace(modes=0, transform=None, grad=True, inference=False, level=SimpleNamespace(_current_level=-1), environment={})
+state = SimpleNamespace(
+    modes=0, transform=None, grad=True, inference=False, level=SimpleNamespace(_current_level=-1), environment={}
+)
 failures: list[tuple[str, int]] = []
 made: list[Tensor] = []
 changed: list[Any] = []
@@ -52,7 +54,8 @@ def use_device(native: Any) -> Any:
     assert driver.cuCtxPushCurrent_v2(context) == 0
     assert native.setup(
         (Tensor,), capsule(), Tensor.is_neg, lambda: state.grad, Tensor.is_inference, lambda: state.inference,
-        changed.append, lambda: state.modes, lambda: state.transform, state.level, state.environment, "FORCED", fail, Same,
+        changed.append, lambda: state.modes, lambda: state.transform, state.level, state.environment, "FORCED", fail,
+        Same,
     )  # fmt: skip
     return driver
 

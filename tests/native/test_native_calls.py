@@ -37,7 +37,9 @@ def test_what_may_happen(check: str, folder: Path) -> None:
     assert out == "done\n"
 
 
-@pytest.mark.parametrize("check", [("calls",), ("gradients",), ("threads",), ("writes",), ("differences", "1000")], ids=" ".join)
+@pytest.mark.parametrize(
+    "check", [("calls",), ("gradients",), ("threads",), ("writes",), ("differences", "1000")], ids=" ".join
+)
 def test_sanitizers(check: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     variables = sanitizers()
     if variables is None:

@@ -158,8 +158,8 @@ OPERATIONS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "attention with descales": (attention._WITH_DESCALES["attention"], ("q", "k", "v", "descale_v"), ("out",)),
     "attention with more": (
-        attention._with_arrays("attention", ("block_mask", "score_mod.x")), ("q", "k", "v", "block_mask", "score_mod.x"),
-        ("out",),
+        attention._with_arrays("attention", ("block_mask", "score_mod.x")),
+        ("q", "k", "v", "block_mask", "score_mod.x"), ("out",),
     ),
     "backward": (
         attention_backward._operation("attention_backward"), ("q", "k", "v", "do", "o", "lse", "dlse", "mask"),
@@ -231,7 +231,7 @@ def test_append_takes_nothing_from_the_cache_that_it_writes() -> None:
         x.k[...], x.v[...] = 3.0, 4.0
     of_k, of_v = (x.transpose(0, 2, 1, 3)[:, 3:7] for x in (cache.k, cache.v))
     for name, given in (("k", {"k": of_k, "v": k}), ("v", {"k": k, "v": of_v}), ("v", {"k": k, "v": of_k})):
-        with pytest.raises(ArgumentError, match="shares memory with 'cache.[kv]', which is written") as caught:
+        with pytest.raises(ArgumentError, match=r"shares memory with 'cache\.[kv]', which is written") as caught:
             oa.append(cache, **given, seq_lens=LENS)
         assert caught.value.argument == name
         assert (cache.k == 3).all()
@@ -250,11 +250,12 @@ def test_planes_of_a_cache_are_apart(operation: str) -> None:
     one = cache.on([cache.k, cache.k], [])
     cache.k[...] = 3.0
     k, table = np.ones((1, 2, 2, 64), np.float16), np.arange(4, dtype=np.int32)[None]
+    calls = {
+        "append": lambda: oa.append(one, k, k, seq_lens=LENS[:1], block_table=table),
+        "copy_blocks": lambda: oa.copy_blocks(one, [(0, 1)]),
+    }
     with pytest.raises(ArgumentError, match=rf"{operation}\(\): argument 'cache.k'.*shares memory with 'cache.v'"):
-        if operation == "append":
-            oa.append(one, k, k, seq_lens=LENS[:1], block_table=table)
-        else:
-            oa.copy_blocks(one, [(0, 1)])
+        calls[operation]()
     assert (cache.k == 3).all()
     # What only reads may have one array for both.
     oa.decode(np.ones((1, 1, 2, 64), np.float16), one, seq_lens=LENS[:1], block_table=table)

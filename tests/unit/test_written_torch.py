@@ -244,7 +244,9 @@ def test_new_keys_over_their_cache() -> None:
             assert caught.value.argument == name
             assert (cache == 7).all()
     out = fa2.flash_attn_with_kvcache(q, *packed, new, new, **options)
-    torch.testing.assert_close(out, fa2.flash_attn_with_kvcache(q, *(x.contiguous() for x in packed), new, new, **options))
+    torch.testing.assert_close(
+        out, fa2.flash_attn_with_kvcache(q, *(x.contiguous() for x in packed), new, new, **options)
+    )
     # Reading alone may be from one memory.
     fa2.flash_attn_with_kvcache(q, k_cache, k_cache, **options)
 

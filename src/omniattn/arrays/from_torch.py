@@ -48,7 +48,6 @@ _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 WATCHERS = (_modes, _transform, forward_ad)
 
 
-
 def _increment_of(increment: Callable[[Any], None]) -> Callable[[Sequence[Any]], None]:
     """torch's own function, which takes tensors and passes over inference tensors; older ones took one tensor."""
     try:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from .. import arrays, runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
-from ..launch.score_mod import PREFIX
 from ..plan.engine import Call
 from ..problems import GRADIENTS, AttentionProblem, BackwardProblem, BackwardStrides
 from . import attention as checks

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .. import arguments, arrays
 from ..arrays import Tensor
-from ..errors import ArgumentError, DtypeError, ShapeError
+from ..errors import DtypeError, ShapeError
 from ..plan.engine import Call
 from ..problems import MergeProblem
 from . import values
