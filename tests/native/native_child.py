@@ -54,8 +54,8 @@ def use_device(native: Any) -> Any:
     assert driver.cuCtxPushCurrent_v2(context) == 0
     assert native.setup(
         (Tensor,), capsule(), Tensor.is_neg, lambda: state.grad, Tensor.is_inference, lambda: state.inference,
-        changed.append, lambda: state.modes, lambda: state.transform, state.level, state.environment, "FORCED",
-        fail, Same,
+        changed.append, lambda: state.modes, lambda: state.transform, state.level, state.environment, "FORCED", fail,
+        Same,
     )  # fmt: skip
     return driver
 

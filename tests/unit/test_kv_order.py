@@ -204,6 +204,7 @@ def test_the_fast_path_is_for_caches_of_torch(
         repeated.append(cache)
         return []
 
+    repeat.writes = None  # type: ignore[attr-defined]
     monkeypatch.setattr(engine.arrays, "torch_facts", lambda objects: (("facts",), [0] * len(objects)))
     monkeypatch.setattr(engine.Repeat, "of", lambda *args: repeat)
     cache = make()

@@ -159,8 +159,7 @@ OPERATIONS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     "attention with descales": (attention._WITH_DESCALES["attention"], ("q", "k", "v", "descale_v"), ("out",)),
     "attention with more": (
         attention._with_arrays("attention", ("block_mask", "score_mod.x")),
-        ("q", "k", "v", "block_mask", "score_mod.x"),
-        ("out",),
+        ("q", "k", "v", "block_mask", "score_mod.x"), ("out",),
     ),
     "backward": (
         attention_backward._operation("attention_backward"), ("q", "k", "v", "do", "o", "lse", "dlse", "mask"),
@@ -232,7 +231,7 @@ def test_append_takes_nothing_from_the_cache_that_it_writes() -> None:
         x.k[...], x.v[...] = 3.0, 4.0
     of_k, of_v = (x.transpose(0, 2, 1, 3)[:, 3:7] for x in (cache.k, cache.v))
     for name, given in (("k", {"k": of_k, "v": k}), ("v", {"k": k, "v": of_v}), ("v", {"k": k, "v": of_k})):
-        with pytest.raises(ArgumentError, match=r"shares memory with 'cache.[kv]', which is written") as caught:
+        with pytest.raises(ArgumentError, match=r"shares memory with 'cache\.[kv]', which is written") as caught:
             oa.append(cache, **given, seq_lens=LENS)
         assert caught.value.argument == name
         assert (cache.k == 3).all()

@@ -13,9 +13,9 @@ from ..errors import ArgumentError
 from .host import Memory
 from .tensor import Tensor
 
-#: Numpy's search for an element that two arrays share ends after so many candidates: a millisecond. Parts of one
+#: NumPy's search for an element that two arrays share ends after so many candidates: a millisecond. Parts of one
 #: buffer need a few; what has not been found apart then counts as shared.
-_MOST_CANDIDATES = 20_000
+_MOST_CANDIDATES: Any = 20_000
 
 
 def require_writable(t: Tensor) -> None:
@@ -37,7 +37,7 @@ def require_writable(t: Tensor) -> None:
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:
-    """Have torch count a change in place of those that are its own: autograd sees that what it kept has changed."""
+    """Have torch count a change in place of its own arrays: autograd then sees that what it kept has changed."""
     changed = [t.obj for t in tensors if t.framework == "torch"]
     if changed:
         from . import from_torch
@@ -75,8 +75,9 @@ def first_shared(
     count = sum(1 for t in written if 0 not in t.shape)
     for i, (t, low, high) in enumerate(spans[:count]):
         for other, other_low, other_high in spans[i + 1 :]:
-            is_allowed = _is_same(t, other) and any(other is x for x in same)
-            if low < other_high and other_low < high and not is_allowed and _share(t, other):
+            if low >= other_high or other_low >= high or not _share(t, other):
+                continue
+            if not (_is_same(t, other) and any(other is x for x in same)):
                 return t, other
     return None
 

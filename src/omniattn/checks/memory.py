@@ -36,7 +36,10 @@ def check_memory(call: Call, tensors: dict[str, Tensor]) -> None:
 def check_written(
     written: Sequence[Tensor], others: Iterable[Tensor], function: str, same: Sequence[Tensor] = ()
 ) -> None:
-    """Arrays can be written and share no element with each other or ``others``; ``same``: may be one of these."""
+    """Arrays can be written, and share no element with each other and with ``others``.
+
+    ``same``: of the others, those that a written one may be itself.
+    """
     for t in written:
         arrays.require_writable(t)
     found = arrays.first_shared(written, others, same)

@@ -57,10 +57,10 @@ def append(
     Parameters
     ----------
     cache : KVCache or PagedKVCache
-        Written in place.
+        Written in place, as which torch counts it.
     k, v : array, (batch, tokens, num_kv_heads, head_dim), or packed (rows, num_kv_heads, head_dim) with cu_seqlens
         float16 or bfloat16, on the CPU float32 and float64 too; head_dim contiguous, the other strides free (on a GPU
-        multiples of 8 elements, addresses multiples of 16 bytes).
+        multiples of 8 elements, addresses multiples of 16 bytes). Nothing of them lies in the cache.
     seq_lens : array, (batch,), int32, on k's device
         Tokens of each sequence, the new ones included: what `decode` takes afterwards. Checked on the CPU; on a GPU
         that would need a synchronization, and tokens whose place is outside the cache are not written.

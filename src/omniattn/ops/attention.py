@@ -223,8 +223,8 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
-        Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim, but neither k
-        nor v.
+        Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim. On a GPU it
+        shares no other element with the arrays that are read. A torch tensor counts as changed in place.
     stream : optional
         Stream to run on: an integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``. Unless
         given, the current stream of q's framework.

@@ -125,7 +125,8 @@ def attention_backward(
     dlse : array, optional
         Gradient of lse: its shape, float32.
     dq, dk, dv : array, optional
-        Where gradients go; shape and dtype of q, k, v, and memory of their own.
+        Where gradients go; shape and dtype of q, k, v. No element of one is another's, or on a GPU an input's: they may
+        be parts of one buffer. Torch tensors count as changed in place.
     wanted : tuple of str, optional
         Which gradients to compute, of "dq", "dk", "dv", "dsinks", "dmask"; only those are. Unless given: dq, dk, dv,
         and with sinks dsinks.

@@ -71,7 +71,8 @@ def decode(
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
-        Where o goes; q's shape and dtype. On a GPU memory of its own, not that of q.
+        Where o goes; q's shape and dtype. On a GPU it shares no element with q, the cache or another array. A torch
+        tensor counts as changed in place.
     recent_slots : array, (batch,), int32, on q's device
         With a `PagedKVCache` that has a recent_window, as in `append`.
     stream : optional

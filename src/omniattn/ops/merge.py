@@ -35,7 +35,8 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None,
     lse_a, lse_b : array, (batch, heads, seqlen) or packed (heads, rows), float32
         Natural logarithm, as `attention` returns it. A side with -inf has seen no key and is not looked at.
     out : array, optional
-        Where o goes; shape and dtype of o_a. It may be o_a or o_b itself.
+        Where o goes; shape and dtype of o_a. It may be o_a or o_b itself, and shares no other element with the inputs
+        on a GPU. A torch tensor counts as changed in place.
     stream : optional
         As in `attention`.
 

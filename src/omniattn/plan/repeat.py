@@ -106,10 +106,10 @@ class Repeat:
             if workspace is None:
                 return None
         places = tuple(i for i, maker in makers if maker is None)
+        writes = Writes(names, places, writes_cache) if places or writes_cache else None
         return cls(
             program, current_stream, tuple((i, m) for i, m in masks if m), tuple(makers), workspace,
-            names.index(first), workspace_bytes,
-            Writes(names, places, writes_cache) if places or writes_cache else None,
+            names.index(first), workspace_bytes, writes,
         )  # fmt: skip
 
     def __call__(
