@@ -144,9 +144,7 @@ def check_differentiable(function: str, score_mod: Any, arrays: Sequence[Any], b
 def run_call(call: Call) -> list[Any]:
     """A call of any operation whose tensors are wrapped, watched or without memory; results as `plan.engine.run`."""
     function = call.operation.name
-    call = Call(
-        call.operation, call.objects, plain(call.options), call.stream, call.cache, call.facts, call.subject
-    )  # fmt: skip
+    call.options = plain(call.options)
     if function in ("decode", "append"):
         return caches.run(call)
     if function in ("quantize_qk", "quantize_v") or "q_int" in call.operation.arrays:
@@ -192,7 +190,7 @@ def trace_backward(
         As in `trace`.
     options : BackwardOptions
     """
-    given = arrays_by_name
+    given, options = arrays_by_name, plain(options)
     for name in ("given.dq", "given.dk", "given.dv"):
         if given[name] is not None:
             fail("argument", name[6:], "None in a traced or compiled call", "one", function=function)
