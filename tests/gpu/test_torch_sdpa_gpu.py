@@ -138,6 +138,25 @@ def test_masks(name: str, kind: str) -> None:
     _check(lambda *x: oat.sdpa(*x, mask), inputs, lambda *x: _written_out(*x, mask))
 
 
+@pytest.mark.parametrize("kind", ["bool", "float32"])
+@pytest.mark.parametrize(("rows", "columns"), [(144, 144), (100, 257), (257, 100)])
+def test_causal_with_a_mask(rows: int, columns: int, kind: str) -> None:
+    """Both hold; torch's memory-efficient kernel says the same."""
+    inputs = [_leaf(2, 3, n, 64) for n in (rows, columns, columns)]
+    causal = torch.ones(rows, columns, dtype=torch.bool, device="cuda").tril()
+    mask = torch.randn(2, 1, rows, columns, device="cuda")
+    if kind == "bool":
+        mask = mask < 0.5
+        mask[..., 0] = True
+    both = mask & causal if kind == "bool" else mask.masked_fill(~causal, -torch.inf)
+    _check(lambda *x: oat.sdpa(*x, mask, is_causal=True), inputs, lambda *x: _written_out(*x, both))
+    if rows == columns:
+        given = mask if kind == "bool" else mask.bfloat16()
+        with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+            want = ORIGINAL(*inputs, given, is_causal=True)
+            torch.testing.assert_close(oat.sdpa(*inputs, given, is_causal=True), want, rtol=0, atol=3e-2)
+
+
 def test_smaller_values_and_other_memory() -> None:
     """Ev != E; rows that kernels cannot read; the result in the memory layout of the query."""
     inputs = [_leaf(2, 3, 100, 96), _leaf(2, 3, 100, 96), _leaf(2, 3, 100, 40)]

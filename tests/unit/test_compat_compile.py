@@ -266,6 +266,34 @@ def test_numbers_of_other_libraries(case: str, backend: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_lengths_in_tensors_of_other_functions(backend: str) -> None:
+    x, cu, n = _packed(5)
+    o, lse = _varlen(x, cu, max_seqlen_q=n, max_seqlen_k=n, return_lse=True)
+
+    def gradients(n: Any) -> Any:
+        return oa.attention_varlen_backward(
+            o, x, x, x, o, lse, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=n, max_seqlen_k=n
+        )
+
+    def quantized(n: Any) -> Any:
+        return oa.quantize_v(x, cu_seqlens_k=cu, max_seqlen_k=n).v
+
+    cache = oa.KVCache(2, 8, 4, 64, like=torch.zeros(0), k_dtype="bf16")
+    query, used = torch.randn(2, 1, 4, 64, dtype=torch.bfloat16), torch.tensor([5, 6], dtype=torch.int32)
+
+    new = torch.randn(2, 8, 4, 64, dtype=torch.bfloat16)
+    oa.append(cache, new, new, seq_lens=torch.full((2,), 8, dtype=torch.int32))
+
+    def decoded(n: Any) -> Any:
+        return oa.decode(query, cache, seq_lens=used, window=(n - 3, 0))
+
+    for run in (gradients, quantized, decoded):
+        compiled = torch.compile(run, backend=backend)
+        for got, want in zip(_parts(compiled(torch.tensor(n))), _parts(run(n)), strict=True):
+            assert torch.equal(got, want)
+
+
 def test_the_size_of_blocks_in_a_tensor() -> None:
     q, k, v = (torch.randn(1, 256, 2, 8) for _ in range(3))
     blocks = torch.tensor([[True, False], [True, True]])

@@ -21,7 +21,7 @@ from ...plan.engine import Call
 from ...problems import OPERANDS, QuantizeCall, QuantizedQK, QuantizedV, QuantizeProblem
 from .. import FUNCTIONS
 from .e4m3 import check_out_dtype
-from .library import LIBRARY, TAGS, fail, precision_of, precision_text
+from .library import LIBRARY, TAGS, fail, plain, precision_of, precision_text
 
 LIBRARY.define(
     "quantize_qk(Tensor q, Tensor k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str layout, str dtype, "
@@ -123,6 +123,7 @@ def trace(function: str, objects: Sequence[Any], options: Any) -> tuple[dict[str
             fail("unsupported", f"argument {name!r} requires a gradient, which this call does not compute",
                  instead="calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()"
                  )  # fmt: skip
+    options = plain(options)
     asked = function, tuple(options), tuple(_facts(x) for x in objects)
     results = getattr(torch.ops.omniattn, function).default(*objects, *options)
     return dict(zip(_names(*asked), results, strict=True)), _inner(*asked)

@@ -190,7 +190,7 @@ def trace_backward(
         As in `trace`.
     options : BackwardOptions
     """
-    given = arrays_by_name
+    given, options = arrays_by_name, plain(options)
     for name in ("given.dq", "given.dk", "given.dv"):
         if given[name] is not None:
             fail("argument", name[6:], "None in a traced or compiled call", "one", function=function)
