@@ -177,8 +177,7 @@ class Consumer {
 class ValueConsumer : Consumer {
   public:
     OA_DEVICE ValueConsumer(const AttnBwdSm90Params& params, const Barriers& bars)
-        : Consumer(params, bars),
-          k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)) {}
+        : Consumer(params, bars), k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)) {}
 
     OA_DEVICE void run() {
         PersistentBwdTiles tiles;
