@@ -203,13 +203,13 @@ ATTN_BWD = HostStruct(
 
 ATTN_BWD_SM90 = HostStruct(
     "AttnBwdSm90Params", "params/attn_bwd.cuh",
-    f"M map_q map_k map_v map_do; {ATTN_BWD.inside('bwd')}; {TILE_LIST.inside('tiles')}", tail=24,
+    f"M map_q map_k map_v map_do; {ATTN_BWD.inside('bwd')}; {TILE_LIST.inside('tiles')}", tail=16,
 )  # fmt: skip
 
 ATTN_BWD_FORMS_SM90 = HostStruct(
     "AttnBwdFormsSm90Params", "params/attn_bwd.cuh",
     f"M map_q map_k map_v map_do; {ATTN_BWD.inside('bwd')}; {TILE_LIST.inside('tiles')};"
-    f"{SCORE_FORMS.inside('forms')}; f inv_factor2", tail=28,
+    f"{SCORE_FORMS.inside('forms')}; f inv_factor2", tail=20,
 )  # fmt: skip
 
 SCORE_MOD_ARRAYS = HostStruct(
