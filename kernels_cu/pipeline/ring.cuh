@@ -47,7 +47,7 @@ struct Ring {
     OA_DEVICE void wait(const RingState<kStages>& at) const { mbarrier_wait(full + 8 * at.stage, at.phase); }
     // Consumer: whether the stage is full, without waiting: tested ahead, the result is there when it is needed.
     OA_DEVICE bool is_full(const RingState<kStages>& at) const { return mbarrier_test(full + 8 * at.stage, at.phase); }
-    // Consumer, after the warp's last read: lane 0 arrives. Ordinary loads of what bulk copies wrote must have come back:
+    // Consumer, after the warp's last read: lane 0 arrives. Loads of what bulk copies write must have returned by then:
     // ptxas lets the arrival follow a load at once, __syncwarp or not, and while wgmma reads shared memory a load has
     // been seen to return what the next copy wrote (docs/performance/attn_bwd_sm90.md, v20).
     OA_DEVICE void release(const RingState<kStages>& at, int lane) const {
