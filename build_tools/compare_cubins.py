@@ -1,27 +1,23 @@
 """Compare two builds of the kernels: ``python -m build_tools.compare_cubins OLD NEW``.
 
 OLD and NEW are folders with a ``manifest.json``, such as ``build/kernels``. ``--compile FOLDER`` makes one of every
-registry row, those that are compiled at run time too (for their oldest target). Exit status 1 if anything differs.
+registry row. Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from build_tools import kernels, sass
-from build_tools.objects import Compiled, Store
-from omniattn.registry import REGISTRY, KernelSpec
+from build_tools import jobs, kernels, packs, sass
+from omniattn.registry import REGISTRY
+from omniattn.runtime.store import ManifestEntry
 
 #: (name, target): manifest entry and binary.
-Build = Mapping[tuple[str, str], tuple[Mapping[str, Any], bytes]]
+Build = Mapping[tuple[str, str], tuple[ManifestEntry, bytes]]
 SAME, SAME_CODE, DIFFERS, ONLY_OLD, ONLY_NEW = "same", "same code", "differs", "only in OLD", "only in NEW"
 
 
@@ -35,14 +31,8 @@ class Comparison:
     detail: str = ""
 
 
-def read(folder: Path) -> Build:
-    """The build in ``folder``."""
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    return {(e["name"], e["arch"]): (e, (folder / e["file"]).read_bytes()) for e in manifest["kernels"]}
-
-
-def _facts(entry: Mapping[str, Any], cubin: bytes) -> tuple[int, int, int]:
-    return entry["registers"], entry["spill_bytes"], sum(sass.count(sass.instructions(cubin, entry["arch"])).values())
+def _facts(entry: ManifestEntry, cubin: bytes) -> tuple[int, int, int]:
+    return entry.registers, entry.spill_bytes, sum(sass.count(sass.instructions(cubin, entry.arch)).values())
 
 
 def compare(old: Build, new: Build, renamed: Mapping[str, str]) -> list[Comparison]:
@@ -103,39 +93,13 @@ def report(found: Sequence[Comparison], limit: int = 40) -> str:
     return "\n".join(lines)
 
 
-def every_row(rows: Iterable[KernelSpec]) -> list[KernelSpec]:
-    """The rows; those that no wheel carries with their oldest target to build for."""
-    found = []
-    for row in rows:
-        major, minor = row.min_arch
-        oldest = f"{major}{minor}" + "a" * row.arch_specific
-        found.append(row if row.prebuild else dataclasses.replace(row, prebuild=(oldest,)))
-    return found
-
-
 def compile_every_row(folder: Path, root: Path = kernels.ROOT, workers: int | None = None) -> list[str]:
-    """Compile every registry row of ``root`` into ``folder``; return the failures."""
-    compiler = kernels.compiler_version()
-    jobs = kernels.plan(every_row(REGISTRY), None, None, compiler, root / "kernels_cu")
-    folder.mkdir(parents=True, exist_ok=True)
-    store = Store(folder / "objects")
-    results: dict[str, Compiled] = {job.key: there for job in jobs if (there := store.get(job.key)) is not None}
-    missing = [job for job in jobs if job.key not in results]
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    failures = kernels.compile_missing(
-        missing, results, store, root / "kernels_cu", workers or os.cpu_count() or 1, say
-    )
-    ordered = sorted(results.values(), key=lambda built: str(built.entry["file"]))
-    manifest = {
-        "format": kernels.MANIFEST_FORMAT,
-        "package_version": kernels.package_version(root),
-        "compiler": compiler,
-        "kernels": [built.entry for built in ordered],
-    }
-    kernels.publish(folder, manifest, {built.entry["file"]: built.cubin for built in ordered})
+    """Compile every registry row of ``root`` for its targets into ``folder``; return the failures."""
+    compiler, seen = jobs.compiler_version(), jobs.Seen(root / "kernels_cu")
+    planned = jobs.plan(REGISTRY, compiler, seen)
+    results, _, failures = jobs.take(planned, root, workers, jobs.to_stderr, folder / "objects")
+    built = [(job, results[job.key]) for job in planned if job.key in results]
+    kernels.publish(folder, *packs.make(built, kernels.package_version(root), compiler, seen.sources))
     return failures
 
 
@@ -160,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(options.folders) != 2:
         parser.error(f"expected two folders, received {len(options.folders)}")
     renamed = dict(pair.split("=", 1) for pair in options.renamed)
-    found = compare(read(options.folders[0]), read(options.folders[1]), renamed)
+    found = compare(packs.read(options.folders[0]), packs.read(options.folders[1]), renamed)
     print(report(found, options.limit))
     return int(any(c.outcome not in (SAME, SAME_CODE) for c in found))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from build_tools import sass
-from build_tools.kernels import ROOT, preload_compiler
+from build_tools.jobs import ROOT, preload_compiler
 from omniattn.runtime.compile import Sources
 from omniattn.runtime.nvrtc import get_compiler
 

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_tools import kernels, sass
+from build_tools import jobs, sass
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
@@ -180,7 +180,7 @@ def row_for(gpu: Gpu, bits: int, head_dim: int, dtype: str = "bfloat16") -> Kern
 
 def compiled_step(spec: KernelSpec, arch: str) -> Step:
     """Compile a row, unless the build has done so, and count its common step."""
-    result = kernels.compiled(spec, arch)
+    result = jobs.compiled(spec, arch)
     code = sass.instructions(result.cubin, arch)
     tile = KEYS * spec.head_dim * (_BITS[spec.qk] + (16 if spec.pv == "fp16" else 8)) // 8
     copies = tile // (16 * 32 * spec.num_warps) + 2  # and scales of K, and delta_s

@@ -23,7 +23,7 @@ def document(manifest: Mapping[str, Any], license_id: str, requirements: Iterabl
     Parameters
     ----------
     manifest : mapping
-        That of the cubins: package version, compiler, and each cubin's file and sha256.
+        That of the cubins: package version, compiler, and each pack's file and sha256.
     license_id : str
         SPDX identifier of the package.
     requirements : iterable of str
@@ -37,10 +37,10 @@ def document(manifest: Mapping[str, Any], license_id: str, requirements: Iterabl
     files = [
         {
             "type": "file",
-            "name": f"omniattn/_kernels/{kernel['file']}",
-            "hashes": [{"alg": "SHA-256", "content": kernel["sha256"]}],
+            "name": f"omniattn/_kernels/{pack['file']}",
+            "hashes": [{"alg": "SHA-256", "content": pack["file_sha256"]}],
         }
-        for kernel in sorted(manifest["kernels"], key=lambda kernel: str(kernel["file"]))
+        for pack in sorted(manifest["packs"], key=lambda pack: str(pack["file"]))
     ]
     if native is not None:
         files.append({"type": "file", "name": f"omniattn/{native}"})

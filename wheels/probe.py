@@ -137,11 +137,12 @@ def kernels() -> str:
     store = get_store()
     assert store.kind == "wheel", f"expected the wheel's kernels, received the {store.kind}'s"
     rows = {spec.name: spec for spec in REGISTRY}
-    for entry in store.entries:
+    entries = [entry for alike in store.entries.values() for entry in alike]
+    for entry in entries:
         store.read(entry, rows[entry.name])
     for spec in REGISTRY:
         store.sources.closure(spec.source)
-    return f"kernels: {len(store.entries)} prebuilt and whole, sources of {len(rows)} rows complete"
+    return f"kernels: {len(entries)} prebuilt and whole, sources of {len(rows)} rows complete"
 
 
 def native() -> str:

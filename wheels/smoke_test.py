@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = Path(__file__).resolve().parent / "probe.py"
@@ -82,16 +84,11 @@ def check_contents(wheel: Path, sources: Path | None = ROOT / "kernels_cu") -> s
         if len(names) != len(files):
             problems.append("a file is in the archive twice")
         manifest = json.loads(archive.read(KERNELS + "manifest.json"))
-        listed = {KERNELS + entry["file"]: entry for entry in manifest["kernels"]}
-        held = {name for name in names if name.startswith(KERNELS + "cubins/")}
+        listed = {KERNELS + pack["file"]: pack for pack in manifest["packs"]}
+        held = {name for name in names if name.startswith(KERNELS + "packs/")}
         problems += [f"{name} is in the manifest, not in the wheel" for name in sorted(listed.keys() - held)]
         problems += [f"{name} is in the wheel, not in the manifest" for name in sorted(held - listed.keys())]
-        for name in sorted(held & listed.keys()):
-            cubin = archive.read(name)
-            if hashlib.sha256(cubin).hexdigest() != listed[name]["sha256"] or len(cubin) != listed[name]["size"]:
-                problems.append(f"{name} does not match its checksum or size in the manifest")
-            if cubin[:4] != b"\x7fELF":
-                problems.append(f"{name} is no ELF file")
+        problems += [x for name in sorted(held & listed.keys()) for x in _pack_problems(archive, name, listed[name])]
         problems += _source_problems(archive, names, sources)
         allowed = ("omniattn/", f"omniattn-{manifest['package_version']}.dist-info/")
         problems += [f"{name} does not belong into the wheel" for name in sorted(names) if not name.startswith(allowed)]
@@ -112,7 +109,26 @@ def check_contents(wheel: Path, sources: Path | None = ROOT / "kernels_cu") -> s
             problems.append("the license is missing")
     if problems:
         raise SmokeTestError(f"{wheel.name}:\n" + "\n".join(problems))
-    return f"{wheel.name}: {size / 1e6:.2f} MB, {len(names)} files, {len(listed)} cubins by {manifest['compiler']}"
+    cubins = sum(len(pack["kernels"]) for pack in listed.values())
+    packs = f"{cubins} cubins in {len(listed)} packs by {manifest['compiler']}"
+    return f"{wheel.name}: {size / 1e6:.2f} MB, {len(names)} files, {packs}"
+
+
+def _pack_problems(archive: zipfile.ZipFile, name: str, pack: dict[str, Any]) -> list[str]:
+    """A pack is the file of the manifest, opens, and holds the cubins that are listed, without a gap."""
+    data = archive.read(name)
+    if hashlib.sha256(data).hexdigest() != pack["file_sha256"]:
+        return [f"{name} does not match its checksum in the manifest"]
+    content = lzma.decompress(data)
+    if hashlib.sha256(content).hexdigest() != pack["sha256"] or len(content) != pack["size"]:
+        return [f"{name} does not open to what the manifest says"]
+    problems, offset = [], 0
+    for kernel, size, sha256, *_ in pack["kernels"]:
+        cubin = content[offset : offset + size]
+        offset += size
+        if hashlib.sha256(cubin).hexdigest() != sha256 or cubin[:4] != b"\x7fELF":
+            problems.append(f"{kernel} in {name} is not the cubin of the manifest")
+    return [*problems, *([f"{name} holds more than the manifest lists"] if offset != len(content) else [])]
 
 
 def _bill_problems(archive: zipfile.ZipFile, names: set[str], binaries: set[str]) -> list[str]:

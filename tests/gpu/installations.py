@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -13,12 +12,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from build_tools import kernels, packs
+from build_tools.jobs import Job
+from build_tools.objects import Compiled
 from omniattn import __version__, runtime
 from omniattn.registry import KernelSpec
 from omniattn.runtime.arch import Arch
 from omniattn.runtime.loader import compile_to
-from omniattn.runtime.sources import source_digest
-from omniattn.runtime.store import MANIFEST_FORMAT, get_store
+from omniattn.runtime.store import get_store
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("runtime_child.py")
@@ -39,27 +40,12 @@ def compile_missing(specs: Iterable[KernelSpec]) -> None:
 
 def write_cubins(folder: Path, cubins: Cubins) -> None:
     """Write binaries and a manifest that vouches for them, as the ahead-of-time build does."""
-    entries = []
+    built = []
     for (spec, arch), image in cubins.items():
-        file = Path("cubins") / arch / f"{spec.name}.cubin"
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_bytes(image)
-        entries.append(
-            {
-                "name": spec.name,
-                "arch": arch,
-                "file": file.as_posix(),
-                "sha256": hashlib.sha256(image).hexdigest(),
-                "source_digest": source_digest(spec, get_store().sources),
-            }
-        )
-    manifest = {
-        "format": MANIFEST_FORMAT,
-        "package_version": __version__,
-        "compiler": "the NVRTC of this test",
-        "kernels": entries,
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        entry = {"size": len(image), "sha256": hashlib.sha256(image).hexdigest(), "registers": 0,
+                 "smem_static_bytes": 0, "spill_bytes": 0}  # fmt: skip
+        built.append((Job(spec, arch, ""), Compiled(entry, image, "")))
+    kernels.publish(folder, *packs.make(built, __version__, "the NVRTC of this test", get_store().sources))
 
 
 def wheel_layout(folder: Path, cubins: Cubins) -> Path:

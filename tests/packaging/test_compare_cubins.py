@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import hashlib
 from pathlib import Path
 
 import pytest
 
-from build_tools import compare_cubins, kernels
+from build_tools import compare_cubins, kernels, packs
 from build_tools.compare_cubins import DIFFERS, ONLY_NEW, ONLY_OLD, SAME, SAME_CODE
+from build_tools.jobs import Job
+from build_tools.objects import Compiled
 from omniattn.registry import REGISTRY
+from omniattn.runtime.sources import Sources
 
 
 def elf(code: bytes, symbol: str = "k") -> bytes:
@@ -28,13 +32,13 @@ def elf(code: bytes, symbol: str = "k") -> bytes:
 
 
 def build(folder: Path, cubins: dict[str, bytes]) -> Path:
-    folder.mkdir()
-    entries = []
+    built = []
     for name, data in cubins.items():
-        (folder / f"{name}.cubin").write_bytes(data)
-        entry = {"name": name, "arch": "80", "file": f"{name}.cubin", "registers": 32, "spill_bytes": 0}
-        entries.append(entry)
-    (folder / "manifest.json").write_text(json.dumps({"kernels": entries}), encoding="utf-8")
+        entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "registers": 32,
+                 "smem_static_bytes": 0, "spill_bytes": 0}  # fmt: skip
+        row = dataclasses.replace(REGISTRY[0], name=name)
+        built.append((Job(row, "80", ""), Compiled(entry, data, "")))
+    kernels.publish(folder, *packs.make(built, "0", "NVRTC 12.9.86", Sources(kernels.ROOT / "kernels_cu")))
     return folder
 
 
@@ -50,7 +54,7 @@ def test_outcomes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         tmp_path / "new",
         {"a": elf(EXIT), "b_barrier_1": elf(EXIT, "other"), "c": elf(MOV + MOV + EXIT), "added": elf(EXIT)},
     )
-    found = compare_cubins.compare(compare_cubins.read(old), compare_cubins.read(new), {"ring": "barrier"})
+    found = compare_cubins.compare(packs.read(old), packs.read(new), {"ring": "barrier"})
     outcomes = {c.name: c.outcome for c in found}
     assert outcomes == {"a": SAME, "b_barrier_1": SAME_CODE, "c": DIFFERS, "gone": ONLY_OLD, "added": ONLY_NEW}
     (differs,) = (c for c in found if c.outcome == DIFFERS)
@@ -58,10 +62,3 @@ def test_outcomes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare_cubins.main([str(old), str(new), "--renamed", "ring=barrier"]) == 1
     assert "instructions 2 -> 3" in capsys.readouterr().out
     assert compare_cubins.main([str(old), str(old)]) == 0
-
-
-def test_every_row_is_compiled_for_some_target() -> None:
-    rows = compare_cubins.every_row(REGISTRY)
-    assert [row.name for row in rows] == [row.name for row in REGISTRY]
-    jobs = kernels.plan(rows, None, None, "NVRTC", kernels.ROOT / "kernels_cu")
-    assert {job.spec.name for job in jobs} == {row.name for row in REGISTRY}

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import kernels
+from build_tools import jobs, packs
 from build_tools.objects import Compiled, Store
+from build_tools.table import Table
 from omniattn.registry import KernelSpec
-from omniattn.runtime.sources import Sources
 
 from .conftest import Checkout, tiny_row
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    files = [*folder.glob("cubins/**/*.cubin"), folder / "manifest.json"]
+    files = [*folder.glob("packs/*/*"), folder / "manifest.json"]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files if path.is_file()}
 
 
@@ -25,40 +25,94 @@ def test_builds_what_the_registry_says(checkout: Checkout) -> None:
     done = checkout.build()
     assert done.returncode == 0, done.stderr
     assert "4 compiled, 0 up to date" in done.stdout
-    assert "[  4/4]" in done.stderr
+    assert "[   4/4]" in done.stderr
     manifest = json.loads((checkout.out / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["format"] == 1
+    assert manifest["format"] == 2
     assert manifest["compiler"].startswith("NVRTC 12.9.")
-    assert {(entry["name"], entry["arch"]) for entry in manifest["kernels"]} == {
-        (name, arch) for name in ("tiny2", "tiny3") for arch in ("80", "90a")
-    }
-    for entry in manifest["kernels"]:
-        cubin = (checkout.out / entry["file"]).read_bytes()
+    assert [pack["file"] for pack in manifest["packs"]] == ["packs/80/tiny_d64.xz", "packs/90a/tiny_d64.xz"]
+    cubins = packs.read(checkout.out)
+    assert cubins.keys() == {(name, arch) for name in ("tiny2", "tiny3") for arch in ("80", "90a")}
+    for entry, cubin in cubins.values():
         assert cubin[:4] == b"\x7fELF"
-        assert entry["size"] == len(cubin)
-        assert entry["sha256"] == hashlib.sha256(cubin).hexdigest()
-        assert entry["registers"] > 0
-        assert f"--gpu-architecture=sm_{entry['arch']}" in entry["options"]
-    assert len({entry["sha256"] for entry in manifest["kernels"]}) == 4
+        assert entry.registers > 0
+    assert len({cubin for _, cubin in cubins.values()}) == 4
+    text = (checkout.out / "manifest.json").read_text(encoding="utf-8")
+    assert sum(line.startswith('["tiny') for line in text.splitlines()) == 4, "a line a cubin"
 
 
 def test_incremental_by_content(checkout: Checkout) -> None:
-    assert checkout.build("--check").returncode == 1
     assert checkout.build().returncode == 0
     first = snapshot(checkout.out)
-    assert checkout.build("--check").returncode == 0
     assert "0 compiled, 4 up to date" in checkout.build().stdout
     header = checkout.root / "kernels_cu/ptx/math.cuh"
     old = header.read_text(encoding="utf-8")
     header.write_text(old.replace("scale * x", "scale * x + 1.0f"), encoding="utf-8")
-    refused = checkout.build("--check")
-    assert refused.returncode == 1
-    assert "4 of 4 cubins are not up to date" in refused.stderr
     assert "4 compiled, 0 up to date" in checkout.build().stdout
     assert snapshot(checkout.out) != first
+    header.write_text(old.replace("float x", "float   x") + "// a comment\n", encoding="utf-8")
+    assert "0 compiled, 4 up to date" in checkout.build().stdout, "the compiler sees no comments"
     header.write_text(old, encoding="utf-8")
     assert "0 compiled, 4 up to date" in checkout.build().stdout
     assert snapshot(checkout.out) == first
+
+
+def table_of(checkout: Checkout) -> Table:
+    return Table.load(checkout.root)
+
+
+def test_a_table_says_what_was_compiled(checkout: Checkout) -> None:
+    absent = checkout.build("--check")
+    assert absent.returncode == 1
+    assert "build_tools/compiled.csv lacks 7 rows (tiny2 (sm_80), " in absent.stdout
+    assert "run python -m build_tools.kernels --changed" in absent.stdout
+    done = checkout.build("--table")
+    assert "7 compiled; 0 entries of build_tools/compiled.csv are stale" in done.stdout, done.stderr
+    assert not (checkout.out / "manifest.json").exists()
+    table = table_of(checkout)
+    # A row of the family stands for those of GPUs that no wheel has cubins for.
+    assert {arch for arch, _ in table} == {"80", "90a", "86", "100a", "120a"}
+    assert all(line.registers > 0 and line.size > 0 for line in table.values())
+    assert checkout.build("--check").stdout == "build_tools/compiled.csv is true\n"
+    assert "0 compiled" in checkout.build("--table").stdout
+
+
+def test_a_table_that_is_not_true(checkout: Checkout) -> None:
+    assert checkout.build("--table").returncode == 0
+    table = table_of(checkout)
+    for key, line in table.items():
+        table[key] = line._replace(registers=line.registers + 1)
+    table["80", "gone"] = line
+    table.save(checkout.root)
+    wrong = checkout.build("--check")
+    assert wrong.returncode == 1
+    assert "the same code compiles to something else: registers" in wrong.stdout
+    assert "has 1 rows that the registry does not have (gone (sm_80))" in wrong.stdout
+    # Nor does a wheel come out of it.
+    assert "the same code compiles to something else" in checkout.build().stderr
+    assert not (checkout.out / "manifest.json").exists()
+
+
+def test_a_changed_source_makes_entries_stale(checkout: Checkout) -> None:
+    assert checkout.build("--table").returncode == 0
+    header = checkout.root / "kernels_cu/ptx/math.cuh"
+    header.write_text(header.read_text(encoding="utf-8").replace("scale * x", "scale * x + 1.0f"), encoding="utf-8")
+    stale = checkout.build("--check")
+    assert "2 rows for sm_90a are not in build_tools/compiled.csv as they are today" in stale.stdout
+    # A small checkout has fewer stale rows of other targets than are drawn.
+    assert "7 compiled; 0 entries" in checkout.build("--changed").stdout
+    assert checkout.build("--check").returncode == 0
+    code = "from build_tools import kernels; kernels.SAMPLE = 1; print(kernels.renew(workers=1))"
+    header.write_text(header.read_text(encoding="utf-8").replace("1.0f", "2.0f"), encoding="utf-8")
+    assert checkout.python("-c", code).stdout == "(3, 4)\n"
+    assert checkout.build("--check").returncode == 0, "entries of other targets may wait for a release"
+
+
+def test_an_undeclared_spill_in_the_table_is_found(checkout: Checkout) -> None:
+    assert checkout.build("--table").returncode == 0
+    table = table_of(checkout)
+    table["80", "tiny2"] = table["80", "tiny2"]._replace(spill_bytes=8)
+    table.save(checkout.root)
+    assert "tiny2 (sm_80): spills 8 bytes of registers" in checkout.build("--check").stdout
 
 
 def test_same_sources_give_the_same_bytes(checkout: Checkout, tmp_path: Path) -> None:
@@ -79,11 +133,10 @@ def test_archs_are_narrowed_by_environment_and_option(checkout: Checkout) -> Non
     assert "hopper" in wrong.stderr
 
 
-def test_only_one_row_leaves_the_manifest(checkout: Checkout) -> None:
-    done = checkout.build("--only", "tiny3")
-    assert "2 cubins" in done.stdout
-    assert not (checkout.out / "manifest.json").exists()
-    assert "received 'tiny9'" in checkout.build("--only", "tiny9").stderr
+def test_a_wheel_of_some_rows(checkout: Checkout) -> None:
+    assert "2 cubins" in checkout.build(OMNIATTN_BUILD_ROWS="tiny3 other*").stdout
+    assert {name for name, _ in packs.read(checkout.out)} == {"tiny3"}
+    assert "received 'tiny9'" in checkout.build(OMNIATTN_BUILD_ROWS="tiny9").stderr
 
 
 def test_a_failed_build_names_all_failures_and_leaves_the_last_good_one(checkout: Checkout) -> None:
@@ -139,16 +192,16 @@ def test_orphans_and_missing_sources_fail_before_compiling(checkout: Checkout) -
 def test_a_damaged_result_is_put_right(checkout: Checkout) -> None:
     assert checkout.build().returncode == 0
     before = snapshot(checkout.out)
-    (checkout.out / "cubins/80/tiny2.cubin").write_bytes(b"damaged")
-    (checkout.out / "cubins/80/stray.cubin").write_bytes(b"stray")
+    (checkout.out / "packs/80/tiny_d64.xz").write_bytes(b"damaged")
+    (checkout.out / "packs/80/stray.xz").write_bytes(b"stray")
     next(checkout.out.glob("objects/*.cubin")).write_bytes(b"damaged")
     assert "1 compiled, 3 up to date" in checkout.build().stdout
     assert snapshot(checkout.out) == before
 
 
 def test_another_compiler_is_refused() -> None:
-    with pytest.raises(kernels.BuildError, match=r"built by NVRTC 11\.0, found 12\.9.*\n?.*omniattn\[aot\]"):
-        kernels.compiler_version(require=(11, 0))
+    with pytest.raises(jobs.BuildError, match=r"built by NVRTC 11\.0, found 12\.9.*\n?.*omniattn\[aot\]"):
+        jobs.compiler_version(require=(11, 0))
 
 
 def test_store_forgets_what_does_not_match(tmp_path: Path) -> None:
@@ -190,23 +243,5 @@ def test_portability_takes_the_largest_row_of_each_family(tmp_path: Path) -> Non
         spec("b", 64, family="g", min_arch=(9, 0)),
         spec("c", 64, family="h", arch_specific=True),
     ]
-    jobs = kernels.portable_jobs(rows, ["86", "120a"], "a compiler", Sources(tmp_path))
-    assert {(job.spec.name, job.arch) for job in jobs} == {("a128", "86"), ("a128", "120a"), ("b", "120a")}
-
-
-def test_portability_compiles_and_reports(checkout: Checkout) -> None:
-    first = checkout.build("--portable")
-    assert "sm_120a" in first.stdout
-    assert "[  3/3]" in first.stderr
-    # What was compiled for one check is not compiled again for another.
-    again = checkout.build("--portable")
-    assert "sm_120a" in again.stdout
-    assert "to compile" not in again.stderr
-    source = checkout.root / "kernels_cu/entry/tiny.cu"
-    text = source.read_text(encoding="utf-8")
-    source.write_text(text + "\n#if __CUDA_ARCH__ >= 1200\n#error not for Blackwell\n#endif\n", encoding="utf-8")
-    failed = checkout.build("--portable")
-    assert failed.returncode == 1
-    assert "not for Blackwell" in failed.stderr
-    assert "(sm_120a)" in failed.stderr
-    assert "(sm_86)" not in failed.stderr
+    found = jobs.portable_jobs(rows, "a compiler", jobs.Seen(tmp_path), ["86", "120a"])
+    assert {(job.spec.name, job.arch) for job in found} == {("a128", "86"), ("a128", "120a"), ("b", "120a")}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from build_tools.kernels import ROOT, preload_compiler
+from build_tools.jobs import ROOT, preload_compiler
 from build_tools.wgmma_header import KINDS, Kind
 from omniattn.runtime.compile import Sources
 from omniattn.runtime.nvrtc import get_compiler

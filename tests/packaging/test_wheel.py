@@ -17,7 +17,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from build_tools import kernels, native
+from build_tools import jobs, kernels, native
 
 from .conftest import Checkout
 
@@ -36,11 +36,21 @@ def load_smoke_test() -> ModuleType:
 smoke = load_smoke_test()
 
 
+#: Rows of this checkout's wheel: some of each kind of source, not the hour that all of them take.
+ROWS = "attn_fwd_sm80_fp16_d64 attn_fwd_sm90_?f16_d64_m128n128 merge_states_* quantize_delta_*_d64*"
+
+
+def environment_of(source: Path) -> dict[str, str]:
+    """An environment to build ``source`` in; of the real checkout some rows."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OMNIATTN_CUDA_ARCHS")}
+    return {**kept, kernels.ROWS_VARIABLE: ROWS} if (source / "docs").is_dir() else kept
+
+
 def build(source: Path, out: Path, kind: str, objects: Path | None = None) -> Path:
     """Build ``kind`` ("wheel" or "sdist") of ``source``; return the file."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OMNIATTN_CUDA_ARCHS")}
+    environment = environment_of(source)
     if objects is not None:
-        environment[kernels.OBJECTS_VARIABLE] = str(objects)
+        environment[jobs.OBJECTS_VARIABLE] = str(objects)
     command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -66,7 +76,7 @@ def test_a_user_can_install_and_use_the_wheel(wheel: Path) -> None:
 
 def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     # Keys are digests of sources, options and compiler: sharing objects spares work, it cannot hide a difference.
-    objects = kernels.store_of(ROOT).folder
+    objects = jobs.store_of(ROOT).folder
     sdist = build(ROOT, tmp_path / "sdist", "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
@@ -79,7 +89,7 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
 
 def test_pip_makes_the_same_wheel_of_a_checkout(wheel: Path, tmp_path: Path) -> None:
     """``pip install .``: the compiler comes into pip's isolated environment, and is found there and nowhere else."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OMNIATTN_CUDA_ARCHS")}
+    environment = environment_of(ROOT)
     # This environment has the compiler too, so pip runs in one that has nothing.
     venv.create(tmp_path / "empty", with_pip=True)
     (python,) = (tmp_path / "empty").glob("*/python.exe" if os.name == "nt" else "bin/python")
@@ -154,15 +164,15 @@ def rewrite(wheel: Path, **changes: bytes | None) -> None:
 
 
 def test_the_content_check_accepts_a_good_wheel(checkout: Checkout, small_wheel: Path) -> None:
-    assert "4 cubins by NVRTC 12.9" in smoke.check_contents(small_wheel, checkout.root / "kernels_cu")
+    assert "4 cubins in 2 packs by NVRTC 12.9" in smoke.check_contents(small_wheel, checkout.root / "kernels_cu")
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"80__tiny2_dot_cubin": None}, "in the manifest, not in the wheel"),
-        ({"80__tiny2_dot_cubin": b"\x7fELF damaged"}, "does not match its checksum"),
-        ({"omniattn/_kernels/cubins/80/stray.cubin": b"\x7fELF"}, "in the wheel, not in the manifest"),
+        ({"80__tiny_d64_dot_xz": None}, "in the manifest, not in the wheel"),
+        ({"80__tiny_d64_dot_xz": b"\xfd7zXZ damaged"}, "does not match its checksum"),
+        ({"omniattn/_kernels/packs/80/stray.xz": b"\xfd7zXZ"}, "in the wheel, not in the manifest"),
         ({"src__ptx__math_dot_cuh": None}, "kernel source ptx/math.cuh is missing"),
         ({"src__ptx__math_dot_cuh": b"// old"}, "differs from the checkout's"),
         ({"tests/test_a.py": b""}, "does not belong into the wheel"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,13 +12,16 @@ from typing import Any
 
 import pytest
 
+from build_tools import kernels, packs
+from build_tools.jobs import Job
+from build_tools.objects import Compiled
 from omniattn.errors import CompileError
 from omniattn.registry import KernelSpec
 from omniattn.runtime import log, nvrtc
 from omniattn.runtime.device import DeviceInfo
 from omniattn.runtime.driver import set_driver
 from omniattn.runtime.driver_base import Launcher, driver_error
-from omniattn.runtime.sources import Sources, source_digest
+from omniattn.runtime.sources import Sources
 from omniattn.runtime.store import Store, set_store
 
 SOURCE = """#include "ptx/scale.cuh"
@@ -145,26 +147,15 @@ class World:
             path.write_text(text)
 
     def install(self, *archs: str, kind: str = "wheel", **changes: Any) -> Store:
-        """Make and use a store with a prebuilt cubin of the toy kernel per target; ``changes`` go into its rows."""
-        rows = []
+        """Make and use a store with a prebuilt cubin of the toy kernel per target; ``changes`` go into its manifest."""
+        built = []
         for arch in archs:
             image = f"\x7fELF prebuilt sm_{arch}".encode()
-            file = f"{arch}/{self.spec.name}.cubin"
-            (self.cubins / arch).mkdir(parents=True, exist_ok=True)
-            (self.cubins / file).write_bytes(image)
-            row = {
-                "name": self.spec.name,
-                "arch": arch,
-                "file": file,
-                "sha256": hashlib.sha256(image).hexdigest(),
-                "source_digest": source_digest(self.spec, Sources(self.root)),
-                "options": [f"--gpu-architecture=sm_{arch}"],
-                "size": len(image),
-            }
-            rows.append({**row, **changes})
-        self.cubins.mkdir(exist_ok=True)
-        manifest = {"format": 1, "package_version": "0", "compiler": "NVRTC 12.9.86", "kernels": rows}
-        (self.cubins / "manifest.json").write_text(json.dumps(manifest))
+            entry = {"size": len(image), "sha256": hashlib.sha256(image).hexdigest(), "registers": 32,
+                     "smem_static_bytes": 0, "spill_bytes": 0}  # fmt: skip
+            built.append((Job(self.spec, arch, ""), Compiled(entry, image, "")))
+        manifest, files = packs.make(built, "0", "NVRTC 12.9.86", Sources(self.root))
+        kernels.publish(self.cubins, {**manifest, **changes}, files)
         return self.reopen(kind)
 
     def reopen(self, kind: str = "wheel") -> Store:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from build_tools import packs
 from omniattn import runtime
 from omniattn.errors import ArgumentError, CacheError, CompileError, DriverError, KernelNotFoundError
 from omniattn.runtime import nvrtc
@@ -185,18 +186,25 @@ def test_changed_defines_make_a_cubin_stale(world: World) -> None:
 
 
 def test_damaged_and_missing_cubins(world: World) -> None:
-    world.install("90", "90a")
-    (world.cubins / "90a" / "toy_f3.cubin").write_bytes(b"\x7fELF something else")
-    (world.cubins / "90" / "toy_f3.cubin").unlink()
+    world.install("90", "90f", "90a")
+    (own,), (family,), (older,) = (world.cubins.glob(f"packs/{arch}/*.xz") for arch in ("90a", "90f", "90"))
+    own.write_bytes(packs.compress(b"\x7fELF prebuilt sm_89?"))
+    family.write_bytes(family.read_bytes()[:40])
+    older.unlink()
     loaded = runtime.load(world.spec, 0)
     assert loaded.origin == "jit"
+    assert "damaged: toy_f3" in loaded.tried[0][1]
     assert "does not have the sha256 of the manifest" in loaded.tried[0][1]
-    assert "cannot be read (No such file or directory)" in loaded.tried[1][1]
+    assert "damaged" in loaded.tried[1][1]
+    assert loaded.tried[2][1].endswith("is missing")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"format": 2, "kernels": []}', '{"format": 1, "kernels": [{"name": "x"}]}', '{"format": 1}'],
+    [
+        "{", "[]", '{"format": 1, "kernels": []}', '{"format": 2, "packs": [{"file": "x"}]}', '{"format": 2}',
+        '{"format": 2, "packs": [{"file": "x", "arch": "90a", "sha256": "", "size": 1, "kernels": [["x"]]}]}',
+    ],
 )
 def test_unusable_manifest(world: World, text: str) -> None:
     (world.cubins / "manifest.json").write_text(text)
@@ -207,10 +215,10 @@ def test_unusable_manifest(world: World, text: str) -> None:
 
 
 def test_manifest_with_an_unknown_target_or_field(world: World) -> None:
-    world.install("90a", future_field=1)
+    world.install("90a", future_field=[1])
     assert runtime.load(world.spec, 0).origin == "prebuilt sm_90a"
     data = json.loads((world.cubins / "manifest.json").read_text())
-    data["kernels"][0]["arch"] = "hopper"
+    data["packs"][0]["arch"] = "hopper"
     (world.cubins / "manifest.json").write_text(json.dumps(data))
     assert "hopper" in world.reopen().problem
 

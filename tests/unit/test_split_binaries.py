@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import omniattn as oa
+from build_tools import packs
 from omniattn import arrays, runtime
 from omniattn.errors import KernelNotFoundError
 from omniattn.plan.attention import plan_attention
@@ -22,7 +23,7 @@ from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime.device import DeviceInfo
 from omniattn.runtime.driver import set_driver
 from omniattn.runtime.sources import Sources
-from omniattn.runtime.store import ManifestEntry, Store, set_store
+from omniattn.runtime.store import ManifestEntry, Pack, Store, set_store
 from tests.unit.launch_fakes import KERNELS
 from tests.unit.runtime_fakes import FakeDriver, World, isolated, no_nvrtc
 from tests.unit.shape_plans import GPUS
@@ -58,13 +59,16 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[World]:
 def install(world: World, holds: Callable[[KernelSpec], bool] = lambda spec: True) -> None:
     """A wheel of the real rows that ``holds`` keeps, each for the targets that a release has it for."""
     image = b"\x7fELF prebuilt"
-    (world.cubins / "one.cubin").write_bytes(image)
+    (world.cubins / "one.xz").write_bytes(packs.compress(image))
     digest = hashlib.sha256(image).hexdigest()
-    entries = tuple(
-        ManifestEntry(spec.name, arch, "one.cubin", digest, "")
-        for spec in REGISTRY if holds(spec)
-        for arch in spec.prebuild
-    )  # fmt: skip
+    entries = {
+        spec.name: tuple(
+            ManifestEntry(spec.name, Pack("one.xz", arch, digest, len(image)), 0, len(image), digest, "")
+            for arch in spec.prebuild
+        )
+        for spec in REGISTRY
+        if holds(spec)
+    }
     set_store(Store("wheel", Sources(KERNELS), world.cubins, entries, "NVRTC", ""))
     set_driver(world.driver)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from build_tools.kernels import ROOT
+from build_tools.jobs import ROOT
 from build_tools.layouts import device_constants, device_kinds, device_layout
 from omniattn.launch import attn_fwd, attn_fwd_shares, decode, kv_append, masks, quantize, structs
 from omniattn.launch.structs import STRUCTS

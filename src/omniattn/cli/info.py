@@ -148,11 +148,13 @@ def packages() -> dict[str, str | None]:
 def kernel_store() -> dict[str, Any]:
     """What came with this installation."""
     store = get_store()
-    archs = sorted({f"sm_{entry.arch}" for entry in store.entries})
+    entries = [entry for alike in store.entries.values() for entry in alike]
+    archs = sorted({f"sm_{entry.arch}" for entry in entries})
     return {
         "kind": store.kind,
-        "path": str(store.cubins),
-        "prebuilt": len(store.entries),
+        "path": str(store.folder),
+        "prebuilt": len(entries),
+        "packs": len({entry.pack.file for entry in entries}),
         "targets": archs,
         "compiler": store.compiler,
         "problem": store.problem,

@@ -12,14 +12,10 @@ folder, a full disk, or a folder that another user owns or can write to leaves t
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import re
-import stat
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -28,40 +24,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..version import __version__
-from . import env, log
+from . import log
 from .arch import Arch
 from .compile import CompileResult, compile_options
+from .folder import WRITING, default_folder, distrust, make_folder, read_own, remove, write_whole
 from .sources import Sources, source_digest
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
 
 _MAGIC = b"omniattn-kernel-1"
-#: Whether files have owners and modes that say who may write.
-_HAS_OWNERS = hasattr(os, "geteuid")
-_WRITING = ".writing-"
 #: A file takes milliseconds to write.
 _ABANDONED_SECONDS = 3600
 _NAME = re.compile(r"([0-9a-f]{64})\.nvrtc(\d+)\.(\d+)")
-
-
-def default_folder() -> Path | None:
-    """OMNIATTN_CACHE_DIR, else ``omniattn`` in the platform's cache folder; None if the user has no home."""
-    chosen = env.get("OMNIATTN_CACHE_DIR")
-    if chosen is not None:
-        return Path(chosen)
-    try:
-        if sys.platform == "win32":
-            local = os.environ.get("LOCALAPPDATA")
-            return (Path(local) if local else Path.home() / "AppData" / "Local") / "omniattn" / "Cache"
-        if sys.platform == "darwin":
-            return Path.home() / "Library" / "Caches" / "omniattn"
-        xdg = os.environ.get("XDG_CACHE_HOME", "")
-        # The XDG specification has relative paths ignored.
-        return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "omniattn"
-    except RuntimeError as error:
-        log.warn_once(f"no home folder ({error}): kernels compiled at run time are kept in memory only")
-        return None
 
 
 def cache_key(spec: KernelSpec, arch: Arch, sources: Sources) -> str:
@@ -141,39 +116,11 @@ class CacheEntry:
         )
 
 
-def _foreign(status: os.stat_result) -> str:
-    """Why what has this status may hold what another user put there; empty if it may not."""
-    if status.st_uid != os.geteuid():
-        return f"belongs to user {status.st_uid}, not to user {os.geteuid()} of this process"
-    mode = stat.S_IMODE(status.st_mode)
-    return f"can be written by others (mode {mode:o})" if mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
-
-
-def _distrust(folder: Path) -> str:
-    """Why a folder must not be used; empty if it may be, or is missing."""
-    if not _HAS_OWNERS:
-        return ""
-    try:
-        reason = _foreign(folder.stat())
-    except OSError:
-        return ""  # nothing can be read from it either
-    return f"{folder} {reason}, and is not used" if reason else ""
-
-
 def _warn_of(refusal: str) -> None:
     log.warn_once(
         f"kernel cache: {refusal}: kernels compiled at run time are kept in memory only. "
         "What to do: chmod go-w, or set OMNIATTN_CACHE_DIR to a folder that is yours alone"
     )
-
-
-def _read_own(path: Path) -> bytes:
-    """A file's content. Raises OSError, also where another user may have written it."""
-    with path.open("rb") as file:
-        reason = _foreign(os.fstat(file.fileno())) if _HAS_OWNERS else ""
-        if reason:
-            raise PermissionError(errno.EPERM, f"it {reason}")
-        return file.read()
 
 
 class KernelCache:
@@ -217,7 +164,7 @@ class KernelCache:
         missing = True
         for path in files:
             try:
-                entry = CacheEntry.decode(_read_own(path))
+                entry = CacheEntry.decode(read_own(path))
                 if entry.kernel != kernel:
                     raise ValueError(f"it holds kernel {entry.kernel!r}")
             except FileNotFoundError:
@@ -227,7 +174,7 @@ class KernelCache:
             except (ValueError, KeyError, TypeError) as error:
                 found = None, f"{path} is damaged ({error})"
                 log.get().warning("kernel cache: %s; it is removed", found[1])
-                self._remove(path)
+                remove(path)
             else:
                 found = entry, ""
             missing = False
@@ -236,14 +183,10 @@ class KernelCache:
             yield None, refusal or ("there is no cache folder" if self.folder is None else f"not in {self.folder}")
 
     def refusal(self, key: str = "") -> str:
-        """Why the folder (and that of ``key`` in it) must not be used; empty where it may be, or does not exist yet.
-
-        Its files are run on the GPU with this user's rights: nobody else may be able to put one there. Owner and mode
-        decide on POSIX systems only; on Windows they say nothing, and the default folder is private.
-        """
+        """Why the folder (and that of ``key`` in it) must not be used; empty where it may be, or does not exist yet."""
         if self.folder is None:
             return ""
-        return _distrust(self.folder) or (_distrust(self.folder / key[:2]) if key else "")
+        return distrust(self.folder) or (distrust(self.folder / key[:2]) if key else "")
 
     def put(self, key: str, entry: CacheEntry) -> Path | None:
         """Keep ``entry``: on disk, else in memory. Returns the file, or None if it could not be written."""
@@ -288,29 +231,14 @@ class KernelCache:
         """Make the folders that ``key`` is kept in; returns why they must not be used."""
         assert self.folder is not None
         # One after the other, because mkdir's mode does not reach parents.
-        for folder in (self.folder, self.folder / key[:2]):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            refusal = _distrust(folder)
-            if refusal:
-                return refusal
-        return ""
+        return make_folder(self.folder) or make_folder(self.folder / key[:2])
 
     def _write(self, key: str, entry: CacheEntry) -> Path:
         assert self.folder is not None
         parent = self.folder / key[:2]
         target = parent / f"{key}.nvrtc{entry.nvrtc_version[0]}.{entry.nvrtc_version[1]}"
         self._sweep()
-        descriptor, temporary = tempfile.mkstemp(prefix=_WRITING, dir=parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(entry.encode())
-            os.replace(temporary, target)
-        except OSError:
-            self._remove(Path(temporary))
-            # Windows refuses to replace a file that another process is reading: then it is there already.
-            if sys.platform == "win32" and target.exists():
-                return target
-            raise
+        write_whole(target, entry.encode())
         return target
 
     def _sweep(self) -> None:
@@ -319,20 +247,13 @@ class KernelCache:
             return
         self._swept = True
         limit = time.time() - _ABANDONED_SECONDS
-        for path in self.folder.glob(f"??/{_WRITING}*"):
+        for path in self.folder.glob(f"??/{WRITING}*"):
             try:
                 abandoned = path.stat().st_mtime < limit
             except OSError:
                 continue  # its writer has just renamed it
             if abandoned:
-                self._remove(path)
-
-    @staticmethod
-    def _remove(path: Path) -> None:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            log.get().info("kernel cache: %s cannot be removed (%s)", path, error)
+                remove(path)
 
 
 _caches: dict[Path | None, KernelCache] = {}

@@ -17,7 +17,7 @@ from ..errors import ArgumentError, CacheError, CompileError, DriverError, Kerne
 from . import cache, env, log
 from .arch import Arch
 from .cache import CacheEntry, cache_key, get_cache
-from .compile import CompileResult, compile_spec, jit_target, user_errors
+from .compile import CompileResult, compile_options, compile_spec, jit_target, user_errors
 from .driver import device_context, device_info, get_driver, on_reset
 from .driver_base import IMAGE_ERRORS
 from .dump import dump
@@ -100,7 +100,8 @@ def _prebuilt(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[C
             tried.append((origin, str(error)))
             continue
         note = f"compiled ahead of time by {store.compiler}\n"
-        yield Candidate(origin, f"sm_{entry.arch}", image, entry.options, note, f"{origin} (sm_{entry.arch})")
+        options = compile_options(spec, entry.arch, lineinfo=False)
+        yield Candidate(origin, f"sm_{entry.arch}", image, options, note, f"{origin} (sm_{entry.arch})")
 
 
 def _cached(spec: KernelSpec, cc: tuple[int, int], tried: Tried, postponed: list[Candidate]) -> Iterator[Candidate]:
@@ -267,8 +268,11 @@ def resolve(spec: KernelSpec, cc: tuple[int, int]) -> Resolution:
     if never:
         return Resolution("unsupported", own, never)
     tried: Tried = []
-    for candidate in _prebuilt(spec, cc, tried):
-        return Resolution("prebuilt", candidate.arch, f"{get_store().kind} holds {candidate.arch}")
+    if env.jit_policy()[0]:
+        store = get_store()
+        for entry in store.prebuilt(spec.name, cc):
+            if not store.refusal(entry, spec):
+                return Resolution("prebuilt", f"sm_{entry.arch}", f"{store.kind} holds sm_{entry.arch}")
     for candidate in _cached(spec, cc, tried, []):
         return Resolution("cache", candidate.arch, f"compiled on this machine before, for {candidate.arch}")
     if not env.jit_policy()[1]:

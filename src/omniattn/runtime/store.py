@@ -1,63 +1,91 @@
-"""The kernels that came with this installation: sources, prebuilt cubins, manifest.
+"""The kernels that came with this installation: sources, packs of prebuilt cubins, manifest.
 
-A wheel holds ``omniattn/_kernels/{src,cubins,manifest.json}``. A checkout holds ``kernels_cu/`` and, once built,
-``build/kernels/{<arch>/*.cubin,manifest.json}``.
+A wheel holds ``omniattn/_kernels/{src,packs,manifest.json}``. A checkout holds ``kernels_cu/`` and, once built,
+``build/kernels/{packs,manifest.json}``. A pack is one LZMA stream of cubins that resemble each other
+(``build_tools/packs.py`` writes it). The manifest says where in which pack a cubin is, and its sha256.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CompileError, OmniattnError
-from . import log
+from . import log, opened
 from .arch import Arch
 from .sources import Sources, source_digest
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
+
+#: What the manifest says of a cubin, in the order of its lists. Cubins of a pack follow each other without a gap.
+MANIFEST_COLUMNS = ("name", "size", "sha256", "source_digest", "registers", "smem_static_bytes", "spill_bytes")
 
 
 class CubinRejectedError(OmniattnError):
     """A prebuilt cubin that must not be used; the text is the reason. Never leaves the runtime."""
 
 
-@dataclass(frozen=True)
-class ManifestEntry:
+class Pack(NamedTuple):
+    """A file of compressed cubins.
+
+    Attributes
+    ----------
+    file : str
+        Path relative to the manifest.
+    arch : str
+        Target of all its cubins, for example ``"90a"``.
+    sha256 : str
+        Of its content when opened.
+    size : int
+        Bytes when opened.
+    """
+
+    file: str
+    arch: str
+    sha256: str
+    size: int
+
+
+class ManifestEntry(NamedTuple):
     """One cubin, as ``manifest.json`` describes it.
 
     Attributes
     ----------
     name : str
         Kernel.
-    arch : str
-        Target, for example ``"90a"``.
-    file : str
-        Path of the cubin, relative to the manifest.
-    sha256, source_digest : str
-        Of the cubin; of what it was compiled from (`omniattn.runtime.sources.source_digest`).
-    options : tuple of str
-        Compiler options.
-    registers, smem_static_bytes, smem_dynamic_bytes, spill_bytes, size : int
-        Per thread; per CTA; per CTA; per thread; of the file, bytes.
+    pack : Pack
+        Where it is.
+    offset, size : int
+        Its place in the opened pack, bytes.
+    sha256 : str
+        Of the cubin.
+    source_digest : str
+        How `omniattn.runtime.sources.source_digest` of what it was compiled from begins.
+    registers, smem_static_bytes, spill_bytes : int
+        Per thread; per CTA; per thread.
     """
 
     name: str
-    arch: str
-    file: str
+    pack: Pack
+    offset: int
+    size: int
     sha256: str
     source_digest: str
-    options: tuple[str, ...] = ()
     registers: int = 0
     smem_static_bytes: int = 0
-    smem_dynamic_bytes: int = 0
     spill_bytes: int = 0
-    size: int = 0
+
+    @property
+    def arch(self) -> str:
+        """Target, for example ``"90a"``."""
+        return self.pack.arch
 
 
 @dataclass(frozen=True)
@@ -70,10 +98,10 @@ class Store:
         ``"wheel"`` or ``"checkout"``.
     sources : Sources
         Their sources.
-    cubins : Path
+    folder : Path
         Folder of the manifest.
-    entries : tuple of ManifestEntry
-        Prebuilt cubins.
+    entries : mapping
+        Prebuilt cubins by kernel.
     compiler : str
         What built them, for example ``"NVRTC 12.9.86"``.
     problem : str
@@ -82,36 +110,38 @@ class Store:
 
     kind: str
     sources: Sources
-    cubins: Path
-    entries: tuple[ManifestEntry, ...]
+    folder: Path
+    entries: Mapping[str, tuple[ManifestEntry, ...]]
     compiler: str
     problem: str
 
     @classmethod
-    def open(cls, kind: str, sources: Path, cubins: Path) -> Store:
-        """Read the manifest in ``cubins``, if there is a usable one."""
-        entries: tuple[ManifestEntry, ...] = ()
+    def open(cls, kind: str, sources: Path, folder: Path) -> Store:
+        """Read the manifest in ``folder``, if there is a usable one."""
+        entries: dict[str, tuple[ManifestEntry, ...]] = {}
         compiler = problem = ""
-        manifest = cubins / "manifest.json"
+        manifest = folder / "manifest.json"
         try:
             data = json.loads(manifest.read_text(encoding="utf-8"))
             if data["format"] != MANIFEST_FORMAT:
                 raise ValueError(f"format {data['format']!r} instead of {MANIFEST_FORMAT}")
-            entries = tuple(_entry(item) for item in data["kernels"])
+            for entry in manifest_entries(data):
+                entries[entry.name] = (*entries.get(entry.name, ()), entry)
             compiler = str(data.get("compiler", ""))
         except FileNotFoundError:
             problem = "none are built in this checkout" if kind == "checkout" else f"{manifest} is missing"
         except (OSError, ValueError, KeyError, TypeError) as error:
+            entries = {}
             problem = f"{manifest} is unusable ({type(error).__name__}: {error})"
             log.get().warning("%s", problem)
         else:
             if not entries:
                 problem = f"{manifest} lists none"
-        return cls(kind, Sources(sources), cubins, entries, compiler, problem)
+        return cls(kind, Sources(sources), folder, entries, compiler, problem)
 
     def prebuilt(self, name: str, cc: tuple[int, int]) -> list[ManifestEntry]:
         """Cubins of the kernel that run on a compute capability, the best first."""
-        ranked = [(Arch.parse(entry.arch), entry) for entry in self.entries if entry.name == name]
+        ranked = [(Arch.parse(entry.arch), entry) for entry in self.entries.get(name, ())]
         fitting = [(arch, entry) for arch, entry in ranked if arch.runs_on(cc)]
         return [entry for _, entry in sorted(fitting, key=lambda pair: pair[0].preference())]
 
@@ -119,10 +149,22 @@ class Store:
         """Why `prebuilt` gave nothing."""
         if self.problem:
             return self.problem
-        archs = [f"sm_{entry.arch}" for entry in self.entries if entry.name == name]
+        archs = [f"sm_{entry.arch}" for entry in self.entries.get(name, ())]
         if not archs:
             return f"the {self.kind} holds none of this kernel"
         return f"the {self.kind} holds {', '.join(archs)}, none of which runs on compute capability {cc[0]}.{cc[1]}"
+
+    def refusal(self, entry: ManifestEntry, spec: KernelSpec) -> str:
+        """Why a cubin must not be used, as far as can be told without opening its pack; empty if nothing is wrong."""
+        if self.kind == "checkout":
+            try:
+                current = source_digest(spec, self.sources)
+            except CompileError as error:
+                return f"stale: its sources cannot be checked ({error.message})"
+            if not entry.source_digest or not current.startswith(entry.source_digest):
+                return "stale: its sources have changed since it was built"
+        path = self.folder / entry.pack.file
+        return "" if path.is_file() else f"{path} is missing"
 
     def read(self, entry: ManifestEntry, spec: KernelSpec) -> bytes:
         """The cubin, after checking that it is the one of the manifest and, in a checkout, of today's sources.
@@ -130,35 +172,51 @@ class Store:
         Raises
         ------
         CubinRejectedError
-            It is missing, damaged or stale; the text says which.
+            It is missing, damaged or stale, or its pack cannot be opened here; the text says which.
         """
-        if self.kind == "checkout":
-            try:
-                current = source_digest(spec, self.sources)
-            except CompileError as error:
-                raise CubinRejectedError(f"stale: its sources cannot be checked ({error.message})") from error
-            if current != entry.source_digest:
-                raise CubinRejectedError("stale: its sources have changed since it was built")
-        path = self.cubins / entry.file
-        try:
-            image = path.read_bytes()
-        except OSError as error:
-            raise CubinRejectedError(f"{path} cannot be read ({error.strerror or error})") from error
-        if hashlib.sha256(image).hexdigest() != entry.sha256:
-            raise CubinRejectedError(f"damaged: {path} does not have the sha256 of the manifest")
+        if reason := self.refusal(entry, spec):
+            raise CubinRejectedError(reason)
+        pack = entry.pack
+        kept = opened.part(pack.sha256, entry.offset, entry.size)
+        if kept is not None and _is_of(kept, entry):
+            return kept
+        # What was kept is not what it says: it is written anew below.
+        content = opened.open_pack(self.folder / pack.file, pack.size)
+        if isinstance(content, str):
+            raise CubinRejectedError(content)
+        image = content[entry.offset : entry.offset + entry.size]
+        if not _is_of(image, entry):
+            raise CubinRejectedError(f"damaged: {entry.name} in {self.folder / pack.file} does not have the sha256 "
+                                     "of the manifest")  # fmt: skip
+        if hashlib.sha256(content).hexdigest() == pack.sha256:
+            opened.keep(pack.sha256, content)
         return image
 
 
-def _entry(item: dict[str, Any]) -> ManifestEntry:
-    known = {field.name for field in fields(ManifestEntry)}
-    values = {key: value for key, value in item.items() if key in known}
-    values["options"] = tuple(values.get("options", ()))
-    entry = ManifestEntry(**values)
-    try:
-        Arch.parse(entry.arch)
-    except OmniattnError as error:
-        raise ValueError(str(error)) from error
-    return entry
+def _is_of(image: bytes, entry: ManifestEntry) -> bool:
+    return len(image) == entry.size and hashlib.sha256(image).hexdigest() == entry.sha256
+
+
+def manifest_entries(manifest: Mapping[str, Any]) -> list[ManifestEntry]:
+    """All cubins that a manifest (format 2) lists.
+
+    Raises
+    ------
+    ValueError, KeyError, TypeError
+        It is none.
+    """
+    entries = []
+    for item in manifest["packs"]:
+        pack = Pack(*(item[key] for key in Pack._fields))
+        try:
+            Arch.parse(pack.arch)
+        except OmniattnError as error:
+            raise ValueError(str(error)) from error
+        offset = 0
+        for name, size, *rest in item["kernels"]:
+            entries.append(ManifestEntry(name, pack, offset, size, *rest))
+            offset += size
+    return entries
 
 
 _store: Store | None = None
