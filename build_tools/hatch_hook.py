@@ -1,4 +1,4 @@
-"""Hatchling hook: compiles the prebuilt kernels and puts cubins, manifest and kernel sources into the wheel."""
+"""Hatchling hook: compiles the prebuilt kernels and puts packs, manifest and kernel sources into the wheel."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ class KernelBuildHook(BuildHookInterface):
         from build_tools import native, sbom
         from build_tools.kernels import build, kernel_sources
 
+        # pip shows this with -v alone; README says it too.
+        print(
+            "omniattn: a wheel holds every kernel for every target; compiling them takes about 100 minutes of one core, "
+            "shared by all cores, and only what changed the next time (pip install -e . compiles nothing)",
+            file=sys.stderr,
+        )
         built = build(root)
         include: dict[str, str] = build_data["force_include"]
         for path in kernel_sources(root / "kernels_cu"):
