@@ -31,8 +31,8 @@ class KernelBuildHook(BuildHookInterface):
 
         # pip shows this with -v alone; README says it too.
         print(
-            "omniattn: a wheel holds every kernel for every target; compiling them takes about 100 minutes of one core, "
-            "shared by all cores, and only what changed the next time (pip install -e . compiles nothing)",
+            "omniattn: a wheel holds every kernel for every target; compiling them takes about 100 minutes of one "
+            "core, shared by all cores, and only what changed the next time (pip install -e . compiles nothing)",
             file=sys.stderr,
         )
         built = build(root)

@@ -56,7 +56,8 @@ class Table(dict[tuple[str, str], Line]):
         if next(rows, None) != ["arch", "name", *Line._fields]:
             raise ValueError(f"{path}: expected a first line arch,name,{','.join(Line._fields)}")
         for arch, name, key, *numbers, sha256 in rows:
-            table[arch, name] = Line(key, *(int(number) for number in numbers), sha256=sha256)
+            registers, static, spills, size = (int(number) for number in numbers)
+            table[arch, name] = Line(key, registers, static, spills, size, sha256)
         return table
 
     def save(self, root: Path = ROOT) -> None:

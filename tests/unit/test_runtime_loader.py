@@ -202,7 +202,11 @@ def test_damaged_and_missing_cubins(world: World) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "{", "[]", '{"format": 1, "kernels": []}', '{"format": 2, "packs": [{"file": "x"}]}', '{"format": 2}',
+        "{",
+        "[]",
+        '{"format": 1, "kernels": []}',
+        '{"format": 2, "packs": [{"file": "x"}]}',
+        '{"format": 2}',
         '{"format": 2, "packs": [{"file": "x", "arch": "90a", "sha256": "", "size": 1, "kernels": [["x"]]}]}',
     ],
 )
