@@ -1,18 +1,20 @@
-"""Loads of shared memory that may still be under way when a barrier is arrived at: ``python -m build_tools.pending_loads
-CUBIN...``, or ``--rows NAME...`` to compile rows of the registry for sm_90a first.
+"""Loads of shared memory that may be under way when a barrier is arrived at: ``python -m build_tools.pending_loads``.
+
+It takes cubins for sm_90a, or ``--rows NAME...``, rows of the registry, which it compiles.
 
 A stage that bulk copies fill is given back by an arrival (pipeline/ring.cuh). The arrival orders no load whose result
-nobody has waited for: the next copy may overtake it (docs/performance/attn_bwd_sm90.md, v20). What is waited for, stands
-in the instructions: one that takes its time counts up one of six scoreboards and counts it down when its result is
-there, and any instruction may wait until some of them are 0. This walks all ways through the code and lists, for every
-arrival, the loads whose scoreboard nobody has waited for since.
+nobody has waited for: the next copy may overtake it (docs/performance/attn_bwd_sm90.md, v20). Who waits stands in the
+instructions: one that takes its time counts up one of six scoreboards and counts it down when its result is there, and
+any instruction may wait until some of them are 0. This walks all ways through the code and lists, for every arrival,
+the loads whose scoreboard nobody has waited for since.
 
-Such a load is a fault only if the arrival gives back what it reads; which barrier that is, the machine code does not
-say. ``Arrival.reads`` helps: places in shared memory, as offsets of the loads.
+Such a load is a fault only if the arrival gives back what it reads, and if copies refill that. Which barrier it is, the
+machine code does not say, and some of the ways are never taken. So this is a list for a reader of the source. Threads
+of one warp on different ways are not followed.
 
-Bits of an instruction besides those of ``build_tools/sass.py``: 16 to 23 the register that a load writes, 24 to 31 that
-of its address, 40 to 63 its offset; 110 to 112 the scoreboard that counts the result (7: none), 116 to 121 the
-scoreboards that it waits for.
+Bits of an instruction besides those of ``build_tools/sass.py``: 24 to 31 the register of a load's address, 32 to 37 the
+uniform one if bit 91 is set, 40 to 63 its offset; 110 to 112 the scoreboard that counts the result (7: none), 116 to
+121 the scoreboards that it waits for.
 """
 
 from __future__ import annotations
@@ -29,40 +31,52 @@ from build_tools import sass
 _LOADS = {0x184: "LDS", 0x03B: "LDSM", 0x180: "LD"}  # LD: generic, so it may read shared memory
 _IN_ORDER = ("LDS", "LDSM")
 _BRANCH, _CALL, _RETURN, _EXIT, _COLLECTIVE, _DEPBAR = 0x147, 0x144, 0x150, 0x14D, 0x148, 0x11A
-_INDIRECT = {0x149: "BRX", 0x14A: "JMP", 0x14B: "JMX", 0x158: "BRXU", 0x159: "JMXU"}
+_NOT_RELATIVE = {0x143: "CALL.ABS", 0x149: "BRX", 0x14A: "JMP", 0x14C: "JMX"}
 _NO_SCOREBOARD, _NO_REGISTER, _NEVER = 7, 0xFF, 15
-#: The last three digits of SYNCS: arrivals in this form; 0x5A7 asks for a phase.
+#: SYNCS in the form of arrivals; in others (0x5A7) it asks for a phase.
 _ARRIVE = 0x9A7
 _ONE_ARRIVAL = 1 << 84  # .A1T0; without it the arrival expects bytes
+_NO_UNIFORM = 0x3F
+#: Where a kernel's dynamic shared memory begins (kSmemBase in ptx/shared.cuh).
+_SMEM_BASE = 1024
+#: ULEA with a constant; how far ahead of an arrival it may stand; R2UR and S2UR, which write uniform registers as well
+#: as all operations from 0x80 to 0xBF do.
+_ULEA, _NEAR, _TO_UNIFORM = 0x891, 256, (0x0CA, 0x1C3)
 
 
 @dataclass(frozen=True)
 class Load:
-    """A load of shared memory: its place in the code, its name, address register (None: none) and offset in bytes."""
+    """A load of shared memory: its place in the code, its name, registers of its address (None: none), and offset."""
 
     at: int
     name: str
     register: int | None
+    uniform: int | None
     offset: int
     scoreboard: int | None
 
     def __str__(self) -> str:
-        register = "" if self.register is None else f"R{self.register}+"
-        return f"{self.name} [{register}{self.offset:#x}] at {16 * self.at:#x}"
+        registers = "" if self.register is None else f"R{self.register}+"
+        registers += "" if self.uniform is None else f"UR{self.uniform}+"
+        return f"{self.name} [{registers}{self.offset:#x}] at {16 * self.at:#x}"
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """An arrival at a barrier, and the loads that may be under way then, in the code's order."""
+    """An arrival at a barrier, and the loads that may be under way then, in the code's order.
+
+    ``barrier`` is the shared address of the barrier, or of the first one of its ring; None where the code does not show
+    it. ``expects_bytes``: a producer's, ahead of a copy.
+    """
 
     at: int
     expects_bytes: bool
+    barrier: int | None
     loads: tuple[Load, ...]
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Offsets of the loads, each once, sorted."""
-        return tuple(sorted({load.offset for load in self.loads}))
+    def __str__(self) -> str:
+        barrier = "a computed address" if self.barrier is None else f"{self.barrier:#x}"
+        return f"arrival {'with bytes ' if self.expects_bytes else ''}on {barrier} at {16 * self.at:#x}"
 
 
 def _words(cubin: bytes) -> list[int]:
@@ -82,7 +96,7 @@ def waits_for(word: int) -> set[int]:
     # DEPBAR.LE SBn, count, {others}: bits 44 to 46, 38 to 43, 32 to 37. Of a count above 0 nothing is known.
     if word & 0x1FF == _DEPBAR:
         waited |= {i for i in range(6) if word >> 32 + i & 1}
-        if word >> 38 & 0x3F == 0:
+        if word >> 47 & 1 and word >> 38 & 0x3F == 0:
             waited.add(word >> 44 & 7)
     return waited
 
@@ -92,9 +106,15 @@ def load_of(at: int, word: int) -> Load | None:
     name = _LOADS.get(word & 0x1FF)
     if name is None or word >> 12 & 15 == _NEVER:
         return None
-    register, offset = word >> 24 & 0xFF, word >> 40 & 0xFFFFFF
-    offset -= (offset >> 23) << 24
-    return Load(at, name, None if register == _NO_REGISTER else register, offset, scoreboard(word))
+    register = word >> 24 & 0xFF
+    return Load(
+        at,
+        name,
+        None if register == _NO_REGISTER else register,
+        word >> 32 & 0x3F if word >> 91 & 1 else None,
+        _signed(word >> 40 & 0xFFFFFF, 24),
+        scoreboard(word),
+    )
 
 
 def followers(words: Sequence[int]) -> list[list[int]]:
@@ -103,14 +123,14 @@ def followers(words: Sequence[int]) -> list[list[int]]:
     Raises
     ------
     ValueError
-        A branch goes to a computed address.
+        A branch is not relative.
     """
     calls = [i + 1 for i, word in enumerate(words) if word & 0x1FF == _CALL]
     found = []
     for i, word in enumerate(words):
         operation, always = word & 0x1FF, word >> 12 & 15 == sass.ALWAYS
-        if operation in _INDIRECT:
-            raise ValueError(f"{_INDIRECT[operation]} at {16 * i:#x} goes to a computed address")
+        if operation in _NOT_RELATIVE:
+            raise ValueError(f"{_NOT_RELATIVE[operation]} at {16 * i:#x}: only relative branches are followed")
         to = []
         if operation in (_BRANCH, _CALL, _COLLECTIVE) and not _is_meeting_of_all(word):
             to.append(i + 1 + sass.distance(word, "90") // 4)
@@ -135,7 +155,7 @@ def arrivals(cubin: bytes) -> list[Arrival]:
     Raises
     ------
     ValueError
-        The file is no 64-bit ELF file with one kernel, or a branch goes to a computed address.
+        The file is no 64-bit ELF file with one kernel, or a branch is not relative.
     """
     words = _words(cubin)
     loads = [load for load in map(load_of, range(len(words)), words) if load is not None]
@@ -144,8 +164,29 @@ def arrivals(cubin: bytes) -> list[Arrival]:
     for i, word in enumerate(words):
         if word & 0xFFF == _ARRIVE:
             listed = tuple(load for k, load in enumerate(loads) if under_way[i] >> k & 1)
-            found.append(Arrival(i, not word & _ONE_ARRIVAL, listed))
+            found.append(Arrival(i, not word & _ONE_ARRIVAL, _barrier(words, i), listed))
     return found
+
+
+def _barrier(words: Sequence[int], at: int) -> int | None:
+    """Where the barrier of arrival ``at`` is, or its ring: a constant, to which 8 times a stage may have been added."""
+    word = words[at]
+    register, uniform = word >> 24 & 0xFF, word >> 64 & 0x3F
+    offset = _signed(word >> 40 & 0xFFFFFF, 24)
+    if offset >= _SMEM_BASE:
+        return offset
+    if register != _NO_REGISTER or uniform == _NO_UNIFORM:
+        return None
+    for before in reversed(words[max(at - _NEAR, 0) : at]):
+        operation = before & 0x1FF
+        if (0x80 <= operation < 0xC0 or operation in _TO_UNIFORM) and before >> 16 & 0x3F == uniform:
+            is_ring = before & 0xFFF == _ULEA and before >> 75 & 31 == 3
+            return before >> 32 & 0xFFFFFFFF if is_ring else None
+    return None
+
+
+def _signed(bits: int, width: int) -> int:
+    return bits - (bits >> width - 1 << width)
 
 
 def _under_way(words: Sequence[int], loads: Sequence[Load]) -> list[int]:
@@ -188,8 +229,7 @@ def report(name: str, found: Iterable[Arrival]) -> str:
     lines = [name]
     for arrival in found:
         if arrival.loads:
-            kind = "arrival that expects bytes" if arrival.expects_bytes else "arrival"
-            lines.append(f"  {kind} at {16 * arrival.at:#x}")
+            lines.append(f"  {arrival}")
             lines += [f"    {load}" for load in arrival.loads]
     return "\n".join(lines if len(lines) > 1 else [f"{name}: none"])
 

@@ -126,8 +126,8 @@ class TileForm {
     }
 
     // All forms, in their order. release: gives the stage back; called when the warp has read it, with something of
-    // each load that nothing has waited for. own: see RowState::too_large. near: set to whether the common loop's softcap
-    // would do.
+    // each load that nothing has waited for. own: see RowState::too_large. near: set to whether the common loop's
+    // softcap would do.
     template <typename Params, typename Release>
     OA_DEVICE float apply_forms(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group,
                                 int32 lane, const bool (&own)[2], bool& near, Release release) const {
