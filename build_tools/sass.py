@@ -21,7 +21,9 @@ _NAMES = {
 }  # fmt: skip
 #: Tensor-core products of integers, halves, and 8-bit floats.
 PRODUCTS = ("IMMA", "HMMA", "QMMA")
-_NOP, _ALWAYS = 0x118, 7
+#: The predicate of an instruction that has none.
+ALWAYS = 7
+_NOP = 0x118
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,14 @@ def code(cubin: bytes) -> bytes:
     return texts[0]
 
 
+def distance(word: int, arch: str) -> int:
+    """How far behind the next instruction a branch or call goes, in units of 4 bytes; ``word``: its 128 bits."""
+    far = word >> 34 & (1 << 48) - 1
+    far -= (far >> 47) << 48
+    # From sm_90 on the lowest 8 bits lie apart.
+    return far << 8 | word >> 16 & 0xFF if arch.startswith("9") else far
+
+
 def instructions(cubin: bytes, arch: str = "80") -> list[Instruction]:
     """The one kernel of a cubin for ``arch``; targets are indices.
 
@@ -85,12 +95,8 @@ def instructions(cubin: bytes, arch: str = "80") -> list[Instruction]:
         operation = low & 0x1FF
         target = None
         if _NAMES.get(operation) == "BRA":
-            distance = (low >> 34) | ((high & 0x3FFFF) << 30)
-            distance -= (distance >> 47) << 48
-            if arch.startswith("9"):  # the lowest 8 bits lie apart
-                distance = (distance << 8) | (low >> 16 & 0xFF)
-            target = i + 1 + distance // 4
-        found.append(Instruction(_NAMES.get(operation, hex(operation)), target, low >> 12 & 15 == _ALWAYS))
+            target = i + 1 + distance(low | high << 64, arch) // 4
+        found.append(Instruction(_NAMES.get(operation, hex(operation)), target, low >> 12 & 15 == ALWAYS))
     return found
 
 

@@ -248,10 +248,6 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
 
         this->wait_outer();
         q.take(smem_addr_at(&Int8Storage<Config>::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
-        if (Tile::Queries::kTaken) {
-            __syncwarp();
-            this->release_outer();
-        }
         auto release_queries = [&] {
             if (!Tile::Queries::kTaken && i == steps.count - 1) this->release_outer();
         };
@@ -268,6 +264,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         scale = scale_of_tile(entry);
         wgmma_wait<0>();
         wgmma_pin(s);
+        // Q's registers have been operands, so that loads of them have returned (Ring::release).
+        if (Tile::Queries::kTaken) this->release_outer();
         release_queries();
         {
             make_floats(s);

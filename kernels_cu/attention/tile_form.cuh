@@ -79,6 +79,8 @@ class TileForm {
         if constexpr (!kOneKind) judge(f, entry, group);
         if (kBias == 0 && !kNearCap) bits_ = Masks::word(stage, group);
     }
+    // Something of what load() has loaded of the stage, for PersistentConsumer::release_inner.
+    OA_DEVICE uint32 loaded() const { return kBias == 0 && !kNearCap ? bits_ : 0; }
     // Whether apply() is exact enough for rows of this base. Scores far below it vanish whatever they are rounded to,
     // others are near to it or are reported by their sum. own: see RowState::too_large.
     OA_DEVICE static bool is_common(const float (&m2)[2], const bool (&own)[2]) {
@@ -87,14 +89,15 @@ class TileForm {
         return !kMindsBase || top <= kMost;
     }
     // Returns what scores are to be multiplied by in base 2. place: of this lane's scores, none beyond the sequences.
+    // used: gets something of what this loads of the stage.
     template <typename Params>
-    OA_DEVICE float apply(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group,
-                          int32 lane) const {
+    OA_DEVICE float apply(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group, int32 lane,
+                          uint32& used) const {
         const ScoreForms& f = params.forms;
         if constexpr (kHasScoreMod) modify_scores<false>(s, f.factor, params.arrays, place, hides(f));
         if constexpr (kBias != 0) {
             float natural = kHasScoreMod ? 1.0f : f.factor;
-            add_plain_biases(s, natural, Bias(rows(stage, group), Masks::kPanelBytes, lane));
+            add_plain_biases(s, natural, Noted{Bias(rows(stage, group), Masks::kPanelBytes, lane), used});
             return kLog2e;
         } else if constexpr (kHasScoreMod) {
             if (cut_) hide_by_bits(s, bits_);
@@ -122,8 +125,9 @@ class TileForm {
         }
     }
 
-    // All forms, in their order. release: gives the stage back; called when the warp has read it. own: see
-    // RowState::too_large. near: set to whether the common loop's softcap would do.
+    // All forms, in their order. release: gives the stage back; called when the warp has read it, with something of
+    // each load that nothing has waited for. own: see RowState::too_large. near: set to whether the common loop's
+    // softcap would do.
     template <typename Params, typename Release>
     OA_DEVICE float apply_forms(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group,
                                 int32 lane, const bool (&own)[2], bool& near, Release release) const {
@@ -133,7 +137,7 @@ class TileForm {
         // All lanes have the same. Of packed sequences the compiler does not know it without a vote, and rings that
         // advance behind the branches below would leave uniform registers.
         if constexpr (Config::kVarlen && kBias == 0) key_bias = __any_sync(0xffffffffu, key_bias);
-        if (kBias == 0 && !key_bias) release();
+        if (kBias == 0 && !key_bias) release(bits);
         ScoreFactors c{f.factor, f.factor2};
         if (Config::kSoftcap && (f.forms & kFormSoftcap)) c = softcap_scores(s, f, own, near);
         if constexpr (kHasScoreMod) {
@@ -144,17 +148,29 @@ class TileForm {
         if constexpr (kBias != 0) {
             const Bias bias(rows(stage, group), Masks::kPanelBytes, lane);
             float base2 = 1.0f;
+            uint32 used = 0;
             if constexpr (kOneKind && kBias == 2) {
-                base2 = add_biases(s, c, bias.is_plain(), bias);
+                base2 = add_biases(s, c, bias.is_plain(), bias);  // by a vote on all
             } else {
-                add_any_biases(s, c.base2, bias);
+                add_any_biases(s, c.base2, Noted{bias, used});
             }
-            release();
+            release(used);
             return base2;
         }
         if (key_bias) {
-            float base2 = add_key_bias<kHasScoreMod>(s, c, Masks::at(stage), lane);
-            release();
+            if constexpr (kHasScoreMod) {
+                const uint32 keys = Masks::at(stage) + 8 * (lane & 3);
+                uint32 used = 0;
+                add_any_biases(s, c.base2, [&](int n, int) {
+                    const float2 two = load_shared_float2(keys + 32 * n);
+                    used |= __float_as_uint(two.x);
+                    return two;
+                });
+                release(used);
+                return 1.0f;
+            }
+            float base2 = add_key_bias(s, c, Masks::at(stage), lane);
+            release(0);  // behind a vote on all biases
             return base2;
         }
         if (!kHasScoreMod && (f.forms & kFormScaled)) {
@@ -167,6 +183,17 @@ class TileForm {
     }
 
   private:
+    // Biases of which `used` gets something of each load. (Of the scores, ptxas would make products wait for each
+    // other.)
+    struct Noted {
+        Bias of;
+        uint32& used;
+        OA_DEVICE float2 operator()(int n, int r) const {
+            const float2 two = of(n, r);
+            if (kBias == 4 || (n % 2 == 0 && r == 0)) used |= __float_as_uint(two.x);  // ldmatrix: of two n and r
+            return two;
+        }
+    };
     OA_DEVICE void judge(const ScoreForms& f, int32 entry, int32 group) {
         kind = FormSteps::kind(entry, group);
         cut_ = kBias == 0 && kind == kTileMixed && (f.forms & kFormBits);

@@ -328,9 +328,9 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         auto is_edge = [&] { return !no_edges && uint32(FormSteps::tile(at.entry()) - keys.full_first) >= full_tiles; };
         auto first_key = [&] { return FormSteps::tile(at.entry()) * Config::kBlockN; };
         auto place = [&] { return ModPlace{t, warp_row + (lane_ >> 2), first_key() + 2 * (lane_ & 3)}; };
-        auto release = [&] {
+        auto release = [&](uint32 used) {
             __syncwarp();  // all lanes have read what is beside K
-            release_inner();
+            release_inner(used);
         };
         // Under the products of a step: whatever its softmax needs beside them.
         auto look = [&] {
@@ -405,15 +405,16 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                     wgmma_pin(s);
                     wgmma_pin(o);
                     if (rare) break;
-                    if (!form.kReadsLate) release();
+                    if (!form.kReadsLate) release(form.loaded());
                     if constexpr (form.kNearCap) {
                         constexpr int kTops = Config::kVarlen ? 2 : 1;
                         int32 top[kTops], limit = __float_as_int(near_cap.limit);
                         exponentiate_near(s, near_cap, rows.m2, sum, top, typename Products::Put{probs});
                         again = (own[0] & (top[0] > limit)) | (own[1] & (top[kTops - 1] > limit));
                     } else {
-                        c[0] = c[1] = form.apply(params, s, place(), inner_at_.stage, group, lane_);
-                        if (form.kReadsLate) release();
+                        uint32 used = 0;
+                        c[0] = c[1] = form.apply(params, s, place(), inner_at_.stage, group, lane_, used);
+                        if (form.kReadsLate) release(used);
                         probabilities(rows, s, c, probs, sum);
                         again = false;
                     }

@@ -226,10 +226,6 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
 
         wait_outer();
         q.take(smem_addr_at(&SharedStorage::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
-        if (Tile::Queries::kTaken) {
-            __syncwarp();
-            release_outer();
-        }
         wait_inner();
         ping_pong_.wait();
         Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
@@ -248,7 +244,8 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         }
         wgmma_wait<0>();
         wgmma_pin(s);
-        if (!Tile::Queries::kTaken && i == num_tiles - 1) release_outer();
+        // Q's registers have been operands, so that loads of them have returned (Ring::release).
+        if (Tile::Queries::kTaken || i == num_tiles - 1) release_outer();
         mask();
         rows.raise(s, c, alpha, shift_of(t, factor));
         exponentiate();

@@ -172,6 +172,14 @@ class PersistentConsumer {
         bars_.inner.release(inner_at_, lane_);
         inner_at_.advance();
     }
+    // The same of a stage that was loaded from: not before the loads have returned (Ring::release). used: something of
+    // each of them.
+    OA_DEVICE void release_inner(uint32 used) {
+        const uint32 zero = uint32(p_.head_dim_qk);  // which the compiler does not know
+        const uint32 empty = bars_.inner.empty + in_register(int32(used & zero));
+        if (lane_ == 0) mbarrier_arrive(empty + 8 * inner_at_.stage);
+        inner_at_.advance();
+    }
 
     const AttnFwdParams& p_;
     const ListOf<Config>& list_;

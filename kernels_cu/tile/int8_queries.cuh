@@ -9,7 +9,7 @@
 // Config: Qk (Int8, or E4m3 with Score = float), kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a
 // swizzle of its length; further channels follow in a panel behind all rows), kBlockN. `tile`: shared address of the
 // CTA's rows.
-// kTaken: whether `take` has read all of Q, so that its stage can be released.
+// kTaken: whether `take` has read all of Q, so that its stage can be released behind the first product.
 template <typename Config>
 struct SharedQueries {
     static constexpr bool kTaken = false;
