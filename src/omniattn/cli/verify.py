@@ -10,7 +10,7 @@ from typing import Any
 
 from omniattn import runtime
 from omniattn.cli import console, kernels
-from omniattn.cli.support import wheel_resolver
+from omniattn.cli.support import is_held
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
 from omniattn.testing.ahead import Ahead, default_jobs, in_order
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def prebuilt(specs: Sequence[KernelSpec], cc: tuple[int, int]) -> list[KernelSpec]:
     """Rows that a released wheel holds for a GPU of this compute capability."""
-    return [spec for spec in specs if not spec.unfit(cc) and wheel_resolver(spec, cc)[0] == "prebuilt"]
+    return [spec for spec in specs if not spec.unfit(cc) and is_held(spec, cc)]
 
 
 def verify_kernels(

@@ -17,8 +17,9 @@ KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fbgemm": 4}
 _BITS = (16, 8, 8, 4, 4)
 #: Widths of a cache's rows, and channels of a parameter group at least (`kv.formats` has the same, a test compares).
 ROW_DIMS, MIN_GROUP = (64, 128, 256), 32
-#: Shared memory of a CTA that every GPU gives, and that of an SM of the GPUs that the tiles are tuned for, bytes.
-_MOST_CTA, _MOST_SM = 99 << 10, 220 << 10
+#: Shared memory of a CTA that every GPU gives, less what stands behind the tiles; that of an SM of the GPUs that the
+#: tiles are tuned for; bytes.
+_MOST_CTA, _MOST_SM = (99 << 10) - 128, 220 << 10
 #: Tiles of 8 query rows of a warp, and warps of a CTA that share keys, of kernels for 16-bit caches with more than 16
 #: rows a kv head: from few rows to many, by width of a cache's rows.
 SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
