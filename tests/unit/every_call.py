@@ -26,7 +26,6 @@ from omniattn.problems import (
     Int8,
     MergeProblem,
     PartsProblem,
-    Precision,
     QuantizeCall,
     QuantizeProblem,
 )

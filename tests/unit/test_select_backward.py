@@ -180,5 +180,3 @@ def test_kernels_before_and_behind(dtype: str, fragments: bool) -> None:
     assert (behind.spec.op, behind.spec.dtype) == ("attention_backward_finish", dtype)
     assert ("fragments" in behind.spec.features) == fragments
     assert dict(behind.spec.defines)["FRAGMENTS"] == str(int(fragments))
-
-

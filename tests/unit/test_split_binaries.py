@@ -61,9 +61,7 @@ def is_lacking(spec: KernelSpec, arch: str) -> bool:
     return spec.op == "attention_split" and wide and arch in ("100", "120")
 
 
-def install(
-    world: World, holds: Callable[[KernelSpec], bool] = lambda spec: True, *, complete: bool = False
-) -> None:
+def install(world: World, holds: Callable[[KernelSpec], bool] = lambda spec: True, *, complete: bool = False) -> None:
     """A wheel of the real rows that ``holds`` keeps, each for its targets; incomplete unless asked for."""
     image = b"\x7fELF prebuilt"
     (world.cubins / "one.cubin").write_bytes(image)

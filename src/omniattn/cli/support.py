@@ -1,7 +1,7 @@
 """The support tables, computed from the registry and never written by hand.
 
-The README's says what a released wheel holds: operation x GPU. ``omniattn info`` says what this installation can do, with
-reasons: operation, options, dtype and head_dim x GPU, through :func:`omniattn.runtime.resolve`.
+The README's says what a released wheel holds: operation x GPU. ``omniattn info`` says what this installation can do,
+with reasons: operation, options, dtype and head_dim x GPU, through :func:`omniattn.runtime.resolve`.
 """
 
 from __future__ import annotations

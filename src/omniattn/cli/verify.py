@@ -20,8 +20,8 @@ from omniattn.testing.rows import run_row
 
 _DESCRIPTION = """\
 Runs kernels of the registry on GPU 0 over small problems with odd sizes, masks, windows, grouped heads, empty rows and
-variable lengths: by default those that a released wheel has prebuilt for this GPU, with --all the others too, which are
-compiled first. Exact kernels are compared with the fp64 reference on the CPU:
+variable lengths: by default those that a released wheel has prebuilt for this GPU, with --all also those that no call
+takes there, which are compiled first. Exact kernels are compared with the fp64 reference on the CPU:
 max|o - ref| <= 2 max|same-dtype baseline - ref| + rounding;
 low-precision attention with its emulation on the CPU (cosine, relative L1, LSE); quantizers and appended bytes with the
 CPU bit for bit; decode with the CPU within tolerances. Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to
@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="test the CPU backend instead; needs no GPU")
-    parser.add_argument("--all", action="store_true", help="also kernels that are compiled at run time on this GPU")
+    parser.add_argument("--all", action="store_true", help="also kernels that no call takes on this GPU")
     parser.add_argument(
         "--kernel", action="append", default=[], metavar="NAME", help="only this registry row; may be repeated"
     )

@@ -17,8 +17,8 @@ class _BwdTile:
     """Tile shape of ``attn_bwd_sm80`` for one padded head_dim.
 
     dq_warps_m: warps side by side along the queries of dQ. joint: a warp makes P and dS, and dV and dK
-    of half of the queries (``attn_bwd_joint_sm80``). without_dmask: with a third tile of scores it fits into no GPU that a
-    larger one does not fit into.
+    of half of the queries (``attn_bwd_joint_sm80``). without_dmask: with a third tile of scores it fits into no GPU
+    that a larger one does not fit into.
     """
 
     head_dim: int
