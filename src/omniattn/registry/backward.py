@@ -45,7 +45,8 @@ _BWD_SM80_TILES: tuple[_BwdTile, ...] = (
     # What sm_100 spills; sm_80 92 bytes.
     _BwdTile(64, 128, 128, 2, 4, joint=True, spill_bytes=140),
     _BwdTile(64, 64, 128, 2, 2, "_m64", without_dmask=True),
-    _BwdTile(96, 64, 128, 2, 4),
+    # On sm_100, with the gradient of a mask 260.
+    _BwdTile(96, 64, 128, 2, 4, spill_bytes=140),
     _BwdTile(96, 64, 64, 2, 4, "_n64"),
     _BwdTile(128, 64, 128, 2, 2, spill_bytes=40),
     _BwdTile(128, 32, 64, 2, 2, "_m32"),
