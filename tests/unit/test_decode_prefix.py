@@ -132,9 +132,6 @@ def test_its_kernels_are_listed_and_can_be_forced(head_dim: int, k_dtype: str) -
     chosen = [record.spec for record in plan_decode(problem, hopper, None).records]
     assert [spec.name.endswith("_n2") for spec in chosen] == [True, True, False, False, False]
     assert all(spec in REGISTRY for spec in chosen)
-    # What is prebuilt for a sequence's own rows is so for the prefix's.
-    assert chosen[0].prebuild == chosen[2].prebuild
-    assert chosen[1].prebuild == chosen[3].prebuild == ("80", "90a", "100", "120")
     names = [spec.name for spec in chosen]
     for force in (",".join(names), ",".join(reversed(names))):
         assert [record.spec.name for record in plan_decode(problem, hopper, force).records] == names

@@ -12,7 +12,8 @@ from omniattn.launch import decode as launch
 from omniattn.launch.structs import DECODE
 from omniattn.plan.others import plan_decode
 from omniattn.problems import DecodeProblem, Target
-from omniattn.registry.decode import SHARED_TILES, decode_row
+from omniattn.registry import REGISTRY
+from omniattn.registry.decode import SHARED_TILES, decode_row, unlisted_rows
 from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 232448, 132)
@@ -85,8 +86,14 @@ def test_what_is_launched() -> None:
 def test_every_width_can_be_forced() -> None:
     """Also where another one is the best; a row of another format still cannot serve."""
     for n, warps in ((2, 1), *SHARED_TILES[64]):
-        row = decode_row("float16", 64, (0, 1), (0, 1), n, (), warps)
+        row = decode_row("float16", 64, (0, 1), (0, 1), n, warps)
         launches = plan_decode(problem(71, head_dim=64), HOPPER, row.name)
         assert launches.selection.spec.name == row.name
         assert launches.records[1].spec.block_m == row.block_m
         assert fields_of_record(launches.records[0], DECODE)["num_row_blocks"] == -(-71 // row.block_m)
+
+
+def test_every_row_fits_into_every_gpu() -> None:
+    """Also those of formats that the registry does not list."""
+    for row in (*REGISTRY, *unlisted_rows()):
+        assert row.op != "decode" or row.smem_bytes <= 99 << 10, row.name

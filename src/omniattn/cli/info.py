@@ -255,7 +255,7 @@ def _show_support(columns: Sequence[support.Column], rows: Sequence[support.Supp
     # Reasons are few and long: they are numbered below the table.
     reasons: dict[str, int] = {}
     body = []
-    for row in support.merge_rows(rows, same_reasons=True):
+    for row in support.merge_rows(rows):
         cells = [f"{cell.text} [{reasons.setdefault(cell.reason, len(reasons) + 1)}]" for cell in row.cells]
         body.append([row.label, row.dtype, row.head_dim, *cells])
     header = ["operation", "dtype", "head_dim", *(f"{column.target} {column.products}" for column in columns)]
@@ -268,7 +268,7 @@ def _show_support_narrow(title: str, columns: Sequence[support.Column], rows: Se
     """One column for all GPUs: those that a line has the same for stand together."""
     body = []
     reasons: dict[str, dict[str, None]] = {column.target: {} for column in columns}
-    for row in support.merge_rows(rows, same_reasons=True):
+    for row in support.merge_rows(rows):
         same: dict[str, list[str]] = {}
         for column, cell in zip(columns, row.cells, strict=True):
             same.setdefault(cell.text, []).append(column.target)

@@ -10,7 +10,7 @@ from typing import Any
 
 from omniattn import runtime
 from omniattn.cli import console, kernels
-from omniattn.cli.support import wheel_resolver
+from omniattn.cli.support import is_held
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
 from omniattn.testing.ahead import Ahead, default_jobs, in_order
@@ -20,8 +20,8 @@ from omniattn.testing.rows import run_row
 
 _DESCRIPTION = """\
 Runs kernels of the registry on GPU 0 over small problems with odd sizes, masks, windows, grouped heads, empty rows and
-variable lengths: by default those that a released wheel has prebuilt for this GPU, with --all the others too, which are
-compiled first. Exact kernels are compared with the fp64 reference on the CPU:
+variable lengths: by default those that a released wheel has prebuilt for this GPU, with --all also those that no call
+takes there, which are compiled first. Exact kernels are compared with the fp64 reference on the CPU:
 max|o - ref| <= 2 max|same-dtype baseline - ref| + rounding;
 low-precision attention with its emulation on the CPU (cosine, relative L1, LSE); quantizers and appended bytes with the
 CPU bit for bit; decode with the CPU within tolerances. Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to
@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="test the CPU backend instead; needs no GPU")
-    parser.add_argument("--all", action="store_true", help="also kernels that are compiled at run time on this GPU")
+    parser.add_argument("--all", action="store_true", help="also kernels that no call takes on this GPU")
     parser.add_argument(
         "--kernel", action="append", default=[], metavar="NAME", help="only this registry row; may be repeated"
     )
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def prebuilt(specs: Sequence[KernelSpec], cc: tuple[int, int]) -> list[KernelSpec]:
     """Rows that a released wheel holds for a GPU of this compute capability."""
-    return [spec for spec in specs if not spec.unfit(cc) and wheel_resolver(spec, cc)[0] == "prebuilt"]
+    return [spec for spec in specs if not spec.unfit(cc) and is_held(spec, cc)]
 
 
 def verify_kernels(

@@ -14,18 +14,18 @@ from .attention import attention_rows, merge_rows, packed_rows, split_rows
 from .backward import backward_rows
 from .decode import decode_rows, unlisted_rows
 from .masks import mask_rows
-from .newest import NEWEST_ARCHS, with_newest
 from .quantized import quantized_attention_rows, quantized_split_rows
 from .quantizers import quantizer_rows
 from .spec import PREBUILT_ARCHS, KernelSpec
+from .targets import GPUS, with_targets
 
-__all__ = ["NEWEST_ARCHS", "PORTABLE_ARCHS", "PREBUILT_ARCHS", "REGISTRY", "KernelSpec", "by_name", "registered"]
+__all__ = ["GPUS", "PORTABLE_ARCHS", "PREBUILT_ARCHS", "REGISTRY", "KernelSpec", "by_name", "registered"]
 
 #: Targets that every generic kernel source must compile for (checked by the tests; JIT builds them on the GPU itself).
 PORTABLE_ARCHS: tuple[str, ...] = ("80", "86", "89", "90a", "100a", "120a")
 
 REGISTRY: tuple[KernelSpec, ...] = tuple(
-    with_newest((
+    with_targets((
         *attention_rows(),
         *quantized_attention_rows(),
         *mask_rows(),
@@ -57,7 +57,7 @@ def by_name(name: str) -> KernelSpec:
 def registered(row: KernelSpec) -> KernelSpec:
     """The registry's row of this name; else ``row``, kept under its name from now on.
 
-    The registry lists the common formats of caches. Rows of the others are made by the same functions when a call or a
-    name asks for them.
+    The registry lists caches whose K and V have the same format. Rows of the others are made by the same functions when
+    a call or a name asks for them.
     """
     return _BY_NAME.setdefault(row.name, row)

@@ -21,8 +21,6 @@ class _FwdTile:
     min_ctas: int
     suffix: str = ""
     min_arch: tuple[int, int] = (8, 0)
-    #: GPUs of sm_89 run the cubins of sm_80: the same instructions, counted.
-    prebuild: tuple[str, ...] = ("80", "90a")
     tuned_for: tuple[str, ...] = ()
 
 
@@ -32,8 +30,8 @@ _FWD_SM80_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(64, 128, 64, 4, 2, True, 2),
     _FwdTile(96, 128, 48, 4, 2, False, 2),
     # 48 keys spill registers on sm_80 and sm_89, and are 4 % faster than 32 on sm_90.
-    _FwdTile(128, 128, 32, 4, 2, False, 2, prebuild=("80",)),
-    _FwdTile(128, 128, 48, 4, 2, False, 2, suffix="_n48", min_arch=(9, 0), prebuild=("90a",)),
+    _FwdTile(128, 128, 32, 4, 2, False, 2),
+    _FwdTile(128, 128, 48, 4, 2, False, 2, suffix="_n48", min_arch=(9, 0)),
     _FwdTile(192, 64, 64, 4, 1, False, 2),
     _FwdTile(256, 64, 64, 4, 1, False, 2),
 )
@@ -42,21 +40,21 @@ _FWD_SM80_TILES: tuple[_FwdTile, ...] = (
 _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(32, 128, 32, 4, 2, True, 2),
     # 64 keys are 8 % faster on sm_90, and leave sm_86 and sm_89 one CTA an SM.
-    _FwdTile(64, 128, 32, 4, 2, True, 2, prebuild=("80",)),
-    _FwdTile(64, 128, 64, 4, 2, False, 2, suffix="_n64", min_arch=(9, 0), prebuild=("90a",)),
+    _FwdTile(64, 128, 32, 4, 2, True, 2),
+    _FwdTile(64, 128, 64, 4, 2, False, 2, suffix="_n64", min_arch=(9, 0)),
     _FwdTile(96, 128, 32, 4, 2, False, 2),
     _FwdTile(128, 128, 32, 4, 2, False, 2),
     _FwdTile(192, 64, 32, 4, 2, False, 2),
-    _FwdTile(256, 64, 32, 4, 1, False, 2, prebuild=("80",)),
+    _FwdTile(256, 64, 32, 4, 1, False, 2),
     # 112 KB: not for sm_120.
-    _FwdTile(256, 64, 64, 4, 1, False, 2, suffix="_n64", min_arch=(9, 0), prebuild=("90a",)),
+    _FwdTile(256, 64, 64, 4, 1, False, 2, suffix="_n64", min_arch=(9, 0)),
 )
 
 # Of short sequences, several CTAs an SM (docs/performance/short.md): select/short_forms.py says when.
 _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
     _FwdTile(
         head_dim, block_m, block_n, num_warps, 2, head_dim == 64, ctas, suffix=f"_m{block_m}n{block_n}",
-        min_arch=(9, 0), prebuild=("90a",), tuned_for=("small",),
+        min_arch=(9, 0), tuned_for=("small",),
     )
     for head_dim, block_m, block_n, num_warps, ctas in (
         (64, 64, 64, 4, 3), (128, 64, 64, 4, 2), (64, 16, 16, 1, 16), (128, 16, 16, 1, 10),
@@ -90,9 +88,6 @@ def _attn_fwd_sm80(
 ) -> KernelSpec:
     """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs."""
     short, tag = IO_TYPES[dtype]
-    # On Hopper for packed sequences with masks, and strides without a tensor map, those of a bias too, alone: compiled
-    # at first use, because wheels have no room.
-    by_hopper = split and score_mods and tile.head_dim in (96, 192)
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
         smem_bytes += 4 * tile.block_m * tile.block_n
@@ -127,11 +122,11 @@ def _attn_fwd_sm80(
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
-        prebuild=() if own_head_dim_v else tuple(arch for arch in tile.prebuild if not (by_hopper and arch == "90a")),
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
-        # Of the split at 64 with score modifiers, three CTAs an SM; it waits for memory.
-        allowed_spill_bytes=(52 if score_mods and tile.head_dim == 64 else 0)
+        # Of the split at 64 with score modifiers, three CTAs an SM; it waits for memory. Of wide ones without on sm_100
+        # and sm_120, where nobody has measured it.
+        allowed_spill_bytes=(52 if score_mods and tile.head_dim == 64 else 20 if tile.head_dim > 128 else 0)
         if split
         else _fwd_sm80_spills(tile, score_mods),
     )
@@ -175,8 +170,6 @@ _FWD_SM90_HEAD_DIM_V_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 3, 64, 4, 1, ("short causal", "causal", "window", "wide window", "short"), head_dim_v=128),
     _FwdSm90Tile(96, 4, 64, 4, 1, head_dim_v=64),
 )
-# What wheels carry of them.
-_FWD_SM90_HEAD_DIM_V_PREBUILT = ((192, 128), (128, 64))
 
 # Several CTAs an SM, for short sequences (docs/performance/short.md): select/tile.py says when.
 _FWD_SM90_SMALL_TILES: tuple[_FwdSm90Tile, ...] = (
@@ -197,8 +190,6 @@ _FWD_SM90_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 # Of packed sequences, whose state takes registers that a fourth warpgroup does not have.
 _FWD_SM90_VARLEN_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (_FwdSm90Tile(64, 3, 64, 4), *_FWD_SM90_FORMS_TILES[1:])
-# Of packed sequences with masks: kernels that wheels carry; the others are compiled at first use.
-_FWD_SM90_VARLEN_MASKS_PREBUILT = (64, 128)
 # And tiles of an additive mask beside K.
 _FWD_SM90_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 4, 64, 3, bias_bytes=2),
@@ -294,10 +285,6 @@ def _attn_fwd_sm90(
     smem_bytes = -(-(tiles_bytes + barriers_bytes + of_tile * num_q_stages + 640) // 1024) * 1024
     own_v = tile.width_v != tile.head_dim
     width = f"d{tile.head_dim}" + (f"v{tile.width_v}" if own_v else "")
-    prebuilt = not (varlen and lists) or (kind == "_masks" and tile.head_dim in _FWD_SM90_VARLEN_MASKS_PREBUILT)
-    prebuilt = prebuilt and not (split and forms and varlen and tile.head_dim > 128)  # wheels have no room
-    if own_v:
-        prebuilt = (tile.head_dim, tile.width_v) in _FWD_SM90_HEAD_DIM_V_PREBUILT and dtype == "bfloat16" and not forms
     return KernelSpec(
         name=f"attn_fwd_sm90_{short}_{width}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else "") + kind,
         family="attn_fwd_sm90",
@@ -330,7 +317,6 @@ def _attn_fwd_sm90(
         ctas_per_sm=tile.ctas_per_sm,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",) if prebuilt else (),
         lacks=frozenset(lacks),
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if forms else ()),
@@ -361,7 +347,7 @@ def _attn_combine_packed(dtype: str) -> KernelSpec:
         name=f"attn_combine_packed_sm90_{short}", family="attn_combine_packed_sm90", op="attention_combine_packed",
         source="entry/attn_combine_packed_sm90.cu", symbol="attn_combine_packed_sm90", defines=(("IO_TYPE", tag),),
         dtype=dtype, head_dim=256, block_m=8, block_n=1, num_warps=8, smem_bytes=0, min_arch=(9, 0),
-        arch_specific=True, prebuild=("90a",),
+        arch_specific=True,
     )  # fmt: skip
 
 
@@ -384,7 +370,6 @@ def _attn_combine(dtype: str, own_lse: bool = False) -> KernelSpec:
         smem_bytes=0,
         min_arch=(9, 0) if own_lse else (8, 0),
         arch_specific=own_lse,
-        prebuild=("90a",) if own_lse else ("80", "90a"),
     )
 
 
@@ -496,5 +481,4 @@ def packed_rows() -> Iterator[KernelSpec]:
         block_n=1,
         num_warps=4,
         smem_bytes=0,
-        prebuild=("80", "90a"),
     )

@@ -17,7 +17,8 @@ class _BwdTile:
     """Tile shape of ``attn_bwd_sm80`` for one padded head_dim.
 
     dq_warps_m: warps side by side along the queries of dQ. joint: a warp makes P and dS, and dV and dK
-    of half of the queries (``attn_bwd_joint_sm80``).
+    of half of the queries (``attn_bwd_joint_sm80``). without_dmask: with a third tile of scores it fits into no GPU
+    that a larger one does not fit into.
     """
 
     head_dim: int
@@ -29,6 +30,7 @@ class _BwdTile:
     num_warps: int = 8
     min_ctas: int = 1
     joint: bool = False
+    without_dmask: bool = False
     spill_bytes: int = 0
 
     def smem_bytes(self, dmask: bool) -> int:
@@ -42,8 +44,9 @@ class _BwdTile:
 _BWD_SM80_TILES: tuple[_BwdTile, ...] = (
     # What sm_100 spills; sm_80 92 bytes.
     _BwdTile(64, 128, 128, 2, 4, joint=True, spill_bytes=140),
-    _BwdTile(64, 64, 128, 2, 2, "_m64"),
-    _BwdTile(96, 64, 128, 2, 4),
+    _BwdTile(64, 64, 128, 2, 2, "_m64", without_dmask=True),
+    # On sm_100, with the gradient of a mask 260.
+    _BwdTile(96, 64, 128, 2, 4, spill_bytes=140),
     _BwdTile(96, 64, 64, 2, 4, "_n64"),
     _BwdTile(128, 64, 128, 2, 2, spill_bytes=40),
     _BwdTile(128, 32, 64, 2, 2, "_m32"),
@@ -60,7 +63,6 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
     short, tag = IO_TYPES[dtype]
     smem_bytes = tile.smem_bytes(dmask)
     family = "attn_bwd_joint_sm80" if tile.joint else "attn_bwd_sm80"
-    common = not score_mods and tile.head_dim in (64, 128)
     return KernelSpec(
         name=f"{family}_{short}_d{tile.head_dim}{tile.suffix}" + ("_dmask" if dmask else "_mods" if score_mods else ""),
         family=family,
@@ -87,8 +89,6 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        # On sm_90 for arrays that no tensor map describes, and drivers that make none.
-        prebuild=() if not common else ("89",) if tile.suffix else ("80", "90a"),
         features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
         # Joint, sm_90a: outside of the loop of tiles without hidden scores. The others' machine code was not looked at.
         allowed_spill_bytes=tile.spill_bytes + (120 if score_mods else 0),
@@ -148,7 +148,6 @@ def _attn_bwd_dq_sm80(tile: _DqTile, dtype: str, score_mods: bool) -> KernelSpec
         num_warps=tile.num_warps,
         smem_bytes=tile.smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        prebuild=("80",) if not score_mods and tile.head_dim in (64, 128) else (),
         features=frozenset({"score_mods"}) if score_mods else frozenset(),
     )
 
@@ -205,7 +204,6 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: 
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=() if form or (ordered and varlen) else ("90a",),
         features=frozenset({*(("score_mods",) if form else ()), *(("ordered",) if ordered else ())}),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale", *_BWD_SM90_FORMS[form]}),
         # Of the warps that copy and walk over tiles, which have 24 registers; also of the consumers, before and behind
@@ -242,7 +240,6 @@ def _attn_bwd_dkdv_sm90(head_dim: int, dtype: str) -> KernelSpec:
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",) if head_dim == 256 else (),
         lacks=frozenset({"varlen", "any_strides", "any_scale", "dq"}),
     )
 
@@ -273,7 +270,6 @@ def _attn_bwd_dq_sm90(head_dim: int, dtype: str) -> KernelSpec:
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        prebuild=("90a",) if head_dim == 256 else (),
         lacks=frozenset({"varlen", "any_strides", "any_scale"}),
     )
 
@@ -297,7 +293,6 @@ def _of_rows(
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        prebuild=("80", "90a") if of_family == "attn_bwd_sm80" else ("90a",),
         features=frozenset() if of_family == "attn_bwd_sm80" else frozenset({"fragments"}),
     )
 
@@ -306,7 +301,8 @@ def backward_rows() -> Iterator[KernelSpec]:
     """Rows of ``attention_backward`` and of the kernels beside it."""
     for dtype in ("float16", "bfloat16"):
         for score_mods, dmask in ((False, False), (True, False), (True, True)):
-            yield from (_attn_bwd_sm80(tile, dtype, score_mods, dmask) for tile in _BWD_SM80_TILES)
+            tiles = (tile for tile in _BWD_SM80_TILES if not (dmask and tile.without_dmask))
+            yield from (_attn_bwd_sm80(tile, dtype, score_mods, dmask) for tile in tiles)
         for score_mods in (False, True):
             yield from (_attn_bwd_dq_sm80(tile, dtype, score_mods) for tile in _DQ_SM80_TILES)
         for form, varlen, ordered in itertools.product(_BWD_SM90_FORMS, (False, True), (True, False)):

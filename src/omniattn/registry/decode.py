@@ -1,8 +1,8 @@
 """Rows of the decode, append and block-copy kernels.
 
-K and V have formats of their own, so there are more combinations than a wheel should hold: the common ones are in the
-registry and prebuilt, the others are made by the same functions and compiled where they are used. Standard library
-only.
+K and V have formats of their own, so there are more combinations than a wheel should hold: the registry lists equal
+formats, which are prebuilt. Rows of K and V in different ones are made by the same functions and compiled where they
+are used. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fbgemm": 4}
 _BITS = (16, 8, 8, 4, 4)
 #: Widths of a cache's rows, and channels of a parameter group at least (`kv.formats` has the same, a test compares).
 ROW_DIMS, MIN_GROUP = (64, 128, 256), 32
-#: Shared memory of a CTA that every GPU gives, and that of an SM of the GPUs that the tiles are tuned for, bytes.
-_MOST_CTA, _MOST_SM = 99 << 10, 220 << 10
+#: Shared memory of a CTA that every GPU gives, less what stands behind the tiles; that of an SM of the GPUs that the
+#: tiles are tuned for; bytes.
+_MOST_CTA, _MOST_SM = (99 << 10) - 128, 220 << 10
 #: Tiles of 8 query rows of a warp, and warps of a CTA that share keys, of kernels for 16-bit caches with more than 16
 #: rows a kv head: from few rows to many, by width of a cache's rows.
 SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
@@ -71,7 +72,6 @@ def decode_row(
     k: tuple[int, int],
     v: tuple[int, int],
     n_tiles: int,
-    prebuild: tuple[str, ...] = (),
     row_warps: int = 1,
 ) -> KernelSpec:
     """One ``decode_sm80`` kernel.
@@ -86,7 +86,6 @@ def decode_row(
         `KV_KINDS`, and words of a row's parameters, 1 for 16 bits.
     n_tiles : int
         Tiles of 8 query rows that a warp has.
-    prebuild : tuple of str
     row_warps : int
         1: the warps of a CTA have the same rows and keys of their own. More: so many warps with rows of their own, for
         each of which the CTA's keys are in shared memory once.
@@ -142,7 +141,6 @@ def decode_row(
         num_warps=warps,
         smem_bytes=smem_bytes,
         ctas_per_sm=ctas,
-        prebuild=prebuild,
         cache=(names[0], names[1]),
         allowed_spill_bytes=_spills(head_dim, k, n_tiles),
     )
@@ -155,17 +153,18 @@ def _rows_suffix(n_tiles: int, row_warps: int) -> str:
 
 def _spills(head_dim: int, k: tuple[int, int], n_tiles: int) -> int:
     """Bytes that the row spills at most (docs/performance/decode.md): mostly outside the loop over keys."""
+    kind, groups = k
     if head_dim == 256 and n_tiles == 2:
-        # One CTA an SM spills nothing and is slower; 8 rows a CTA would read the keys twice.
-        return 464
-    if (head_dim == 256 and k[0] == 0) or n_tiles == 3:
+        # One CTA an SM spills nothing and is slower; 8 rows a CTA would read the keys twice. Most in groups of 32.
+        return 464 if groups == 1 else 1848
+    if (head_dim == 256 and kind == 0) or n_tiles == 3:
         return 32  # on sm_120
-    return 272 if head_dim == 128 and k == (KV_KINDS["int4"], 4) and n_tiles == 2 else 0  # 124 on sm_90a, measured
+    if head_dim == 128 and groups > 1:
+        return 272 if n_tiles == 2 else 76  # int8 in groups of 32, 188 on sm_90a; in groups of 64
+    return 0
 
 
-def combine_row(
-    dtype: str, head_dim: int, n_tiles: int, prebuild: tuple[str, ...] = (), row_warps: int = 1
-) -> KernelSpec:
+def combine_row(dtype: str, head_dim: int, n_tiles: int, row_warps: int = 1) -> KernelSpec:
     """One ``decode_combine_sm80`` kernel; rows as in `decode_row`."""
     short, tag = IO_TYPES[dtype]
     return KernelSpec(
@@ -181,13 +180,10 @@ def combine_row(
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        prebuild=prebuild,
     )
 
 
-def append_row(
-    dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int], prebuild: tuple[str, ...] = ()
-) -> KernelSpec:
+def append_row(dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int]) -> KernelSpec:
     """One ``kv_append_sm80`` kernel; parameters as in `decode_row`."""
     short, tag = IO_TYPES[dtype]
     names = [row_format(*x, head_dim) for x in (k, v)]
@@ -212,12 +208,11 @@ def append_row(
         block_n=1,
         num_warps=4,
         smem_bytes=0,
-        prebuild=prebuild,
         cache=(names[0], names[1]),
     )
 
 
-def copy_row(prebuild: tuple[str, ...]) -> KernelSpec:
+def copy_row() -> KernelSpec:
     """``kv_copy_sm80``, for every format."""
     return KernelSpec(
         name="kv_copy_sm80",
@@ -232,45 +227,52 @@ def copy_row(prebuild: tuple[str, ...]) -> KernelSpec:
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        prebuild=prebuild,
     )
 
 
+#: Pairs of kind and groups: a format of K or V.
+_Format = tuple[int, int]
+
+
+def _group_counts(head_dim: int) -> tuple[int, ...]:
+    """Words of parameters that a row of so many channels can have."""
+    return tuple(groups for groups in (1, 2, 4, 8) if head_dim >= groups * MIN_GROUP)
+
+
+def _formats(head_dim: int) -> Iterator[_Format]:
+    """Every format of a row; FBGEMM's has one group, or four."""
+    yield KV_KINDS["bf16"], 1
+    for groups in _group_counts(head_dim):
+        yield from ((KV_KINDS[name], groups) for name in ("fp8", "int8", "int4"))
+    yield from ((KV_KINDS["fbgemm"], groups) for groups in (1, 4) if groups in _group_counts(head_dim))
+
+
+def _rows_of_formats(dtype: str, head_dim: int, k: _Format, v: _Format) -> Iterator[KernelSpec]:
+    for n_tiles in (1, 2):
+        yield decode_row(dtype, head_dim, k, v, n_tiles)
+    yield append_row(dtype, head_dim, k, v)
+
+
 def decode_rows() -> Iterator[KernelSpec]:
-    """Rows that the registry lists."""
-    # sm_86 and sm_89 load sm_80's; fp8 alone has an instruction of its own there.
-    both, with_ada = ("80", "90a"), ("80", "89", "90a")
-    for dtype in ("float16", "bfloat16"):
-        for head_dim in ROW_DIMS:
-            formats = [(0, 1), (1, 1), (2, 1), (3, 1)]
-            if head_dim == 128:
-                formats.append((3, 4))
-            for x in formats:
-                prebuild = (with_ada if x[0] == 1 else both) if head_dim < 256 or x[0] == 0 else ()
-                for n_tiles in (1, 2):
-                    yield decode_row(dtype, head_dim, x, x, n_tiles, prebuild)
-                yield append_row(dtype, head_dim, x, x, prebuild)
-            for n_tiles in (1, 2):
-                yield combine_row(dtype, head_dim, n_tiles, both)
-            for n_tiles, row_warps in SHARED_TILES.get(head_dim, ()):
-                yield decode_row(dtype, head_dim, (0, 1), (0, 1), n_tiles, ("90a",), row_warps)
-                yield combine_row(dtype, head_dim, n_tiles, ("90a",), row_warps)
-    yield copy_row(both)
+    """Rows that the registry lists: K and V in the same format, and what all formats share."""
+    for dtype, head_dim in itertools.product(("float16", "bfloat16"), ROW_DIMS):
+        for x in _formats(head_dim):
+            yield from _rows_of_formats(dtype, head_dim, x, x)
+        yield from (combine_row(dtype, head_dim, n_tiles) for n_tiles in (1, 2))
+        for n_tiles, row_warps in SHARED_TILES.get(head_dim, ()):
+            yield decode_row(dtype, head_dim, (0, 1), (0, 1), n_tiles, row_warps)
+            yield combine_row(dtype, head_dim, n_tiles, row_warps)
+    yield copy_row()
 
 
 def unlisted_rows() -> Iterator[KernelSpec]:
-    """Rows of every other pair of formats that a cache can have; `registry.by_name` finds them.
+    """Rows of K and V in different formats; `registry.by_name` finds them.
 
-    K and V may differ in their types, not in the number of groups that a row's parameters have.
+    They may differ in their types, not in the number of groups that a row's parameters have, and not in FBGEMM's
+    layout.
     """
-    for head_dim in ROW_DIMS:
-        pairs = [(f, f) for f in ((KV_KINDS["fbgemm"], 1), (KV_KINDS["fbgemm"], 4)) if head_dim >= f[1] * MIN_GROUP]
-        for groups in (1, 2, 4, 8):
-            if head_dim >= groups * MIN_GROUP:
-                kinds = [(KV_KINDS["bf16"], 1), *((KV_KINDS[name], groups) for name in ("fp8", "int8", "int4"))]
-                pairs += itertools.product(kinds, kinds)
-        for dtype in ("float16", "bfloat16"):
-            for k, v in dict.fromkeys(pairs):
-                for n_tiles in (1, 2):
-                    yield decode_row(dtype, head_dim, k, v, n_tiles)
-                yield append_row(dtype, head_dim, k, v)
+    for dtype, head_dim in itertools.product(("float16", "bfloat16"), ROW_DIMS):
+        for groups in _group_counts(head_dim):
+            kinds = [(KV_KINDS["bf16"], 1), *((KV_KINDS[name], groups) for name in ("fp8", "int8", "int4"))]
+            for k, v in itertools.permutations(kinds, 2):
+                yield from _rows_of_formats(dtype, head_dim, k, v)

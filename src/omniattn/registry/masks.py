@@ -10,8 +10,6 @@ from .spec import IO_TYPES, KernelSpec
 MASK_TILE, PACK_TILES = 64, 4
 #: Tiles of keys that an entry of a list can number.
 MAX_TILES = 1 << 22
-# sm_86 and sm_89 load sm_80's.
-_PREBUILD = ("80", "90a")
 
 
 def _mask_pack(dtype: str) -> KernelSpec:
@@ -29,7 +27,6 @@ def _mask_pack(dtype: str) -> KernelSpec:
         block_n=MASK_TILE * PACK_TILES,
         num_warps=4,
         smem_bytes=0,
-        prebuild=_PREBUILD,
     )
 
 
@@ -48,7 +45,6 @@ def _of_tiles(op: str) -> KernelSpec:
         block_n=MASK_TILE,
         num_warps=4,
         smem_bytes=0,
-        prebuild=_PREBUILD,
     )
 
 
@@ -66,7 +62,6 @@ def _mask_align() -> KernelSpec:
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        prebuild=_PREBUILD,
     )
 
 

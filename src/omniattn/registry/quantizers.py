@@ -18,8 +18,8 @@ class _Quantizer:
         End of the kernel's name.
     specialization : (str, str), optional
         Grouping and dtype of V of the default it is made for; None: anything.
-    min_arch, prebuild
-        As in `KernelSpec`: the architectures on which it is asked for.
+    min_arch : (int, int)
+        As in `KernelSpec`.
     spills : int
         Spilled bytes allowed at head_dim 64 and 128.
     rotated : bool
@@ -29,18 +29,16 @@ class _Quantizer:
     suffix: str
     specialization: tuple[str, str] | None
     min_arch: tuple[int, int]
-    prebuild: tuple[str, ...]
     spills: int
     rotated: bool = False
 
 
 _QUANTIZERS: tuple[_Quantizer, ...] = (
-    # sm_89 has its defaults below; for the rest its GPUs take the cubins of sm_80, which convert to e4m3 in software.
-    _Quantizer("", None, (8, 0), ("80", "90a"), 1100),
-    _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), ("90a",), 400),
-    _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), ("80", "90a"), 400),
-    _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), ("89",), 480),
-    _Quantizer("_rotated", None, (8, 0), (), 400, rotated=True),
+    _Quantizer("", None, (8, 0), 1100),
+    _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), 400),
+    _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), 400),
+    _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), 480),
+    _Quantizer("_rotated", None, (8, 0), 400, rotated=True),
 )
 
 
@@ -80,7 +78,6 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
         num_warps=num_warps,
         smem_bytes=0,
         ctas_per_sm=ctas,
-        prebuild=variant.prebuild,
         min_arch=variant.min_arch,
         features=frozenset({"e4m3", "hadamard"}) if variant.rotated else frozenset(),
         specialization=variant.specialization,
@@ -133,7 +130,6 @@ def _quantize_fp8(head_dim: int, dtype: str, sums: bool = False) -> KernelSpec:
         smem_bytes=0,
         ctas_per_sm=ctas,
         min_arch=(9, 0) if sums else (8, 0),
-        prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
         allowed_spill_bytes=8,  # Two registers, with which d128 takes 79.5 us.
     )
 
@@ -161,7 +157,6 @@ def _quantize_values(head_dim: int, dtype: str) -> KernelSpec:
         smem_bytes=0,
         ctas_per_sm=ctas,
         min_arch=(9, 0),
-        prebuild=("90a",) if dtype == "bfloat16" and head_dim <= 128 else (),
         # Where a head is quantized again; at 256 two CTAs an SM are worth more (docs/performance/attn_fp8_sm90.md).
         allowed_spill_bytes=24 if head_dim < 256 else 192,
     )
@@ -181,7 +176,6 @@ def _layout_fp8(head_dim: int) -> KernelSpec:
         block_n=128,
         num_warps=head_dim // 16,
         smem_bytes=0,
-        prebuild=("90a",) if head_dim <= 128 else (),
     )
 
 

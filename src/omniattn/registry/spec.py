@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: Targets that a wheel carries for most rows. sm_86 and sm_87 load the sm_80 cubin (same major, lower minor). For newer
-#: GPUs it carries what common calls need: `registry.newest`.
-PREBUILT_ARCHS: tuple[str, ...] = ("80", "89", "90a")
+#: Targets of which a wheel carries what calls take there: `registry.targets`.
+PREBUILT_ARCHS: tuple[str, ...] = ("80", "89", "90a", "100", "120")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class KernelSpec:
     arch_specific : bool
         True if it uses instructions of one ``sm_XYa`` target only.
     prebuild : tuple of str
-        Targets the wheel carries it for; elsewhere it is compiled at run time.
+        Targets the wheel carries it for, by `registry.targets`; elsewhere it is compiled at run time.
     dtype : str
         Element type of q, k, v.
     head_dim : int
@@ -99,7 +98,7 @@ class KernelSpec:
     ctas_per_sm: int = 1
     min_arch: tuple[int, int] = (8, 0)
     arch_specific: bool = False
-    prebuild: tuple[str, ...] = PREBUILT_ARCHS
+    prebuild: tuple[str, ...] = ()
     features: frozenset[str] = field(default_factory=frozenset)
     lacks: frozenset[str] = field(default_factory=frozenset)
     tuned_for: frozenset[str] = field(default_factory=frozenset)

@@ -1,0 +1,83 @@
+"""Which targets the wheel carries a row for: those whose GPUs take it in some call. Standard library only.
+
+Selection is asked what it takes by a test, over calls of every kind (``tests/unit/test_registry_targets.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from .spec import PREBUILT_ARCHS, KernelSpec
+
+#: GPUs that load a target's cubins (the same major version, the same minor one or a later one), and the shared memory
+#: of a CTA there: CUDA programming guide, "Technical Specifications per Compute Capability".
+GPUS: dict[str, dict[tuple[int, int], int]] = {
+    "80": {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10},
+    "89": {(8, 9): 99 << 10},
+    "90a": {(9, 0): 227 << 10},
+    "100": {(10, 0): 227 << 10, (10, 3): 227 << 10},
+    "120": {(12, 0): 99 << 10, (12, 1): 99 << 10},
+}
+assert tuple(GPUS) == PREBUILT_ARCHS
+_HOPPER = ((9, 0),)
+
+
+def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
+    """The GPUs on which alone selection takes the row, though others could run it; empty: all.
+
+    Tiles of short sequences and decode's warps that share keys were tuned on Hopper and nowhere else. Others belong to
+    Hopper's own kernels: they write what those read, or read what those write. And nobody can ask for fp16 sums of
+    e4m3 with scores of e4m3: they are where they come first (`select.PV_CHOICES`).
+    """
+    shares_keys = spec.op in ("decode", "decode_combine") and spec.block_m > 16
+    beside = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or "fragments" in spec.features
+    of_grouping = spec.specialization is not None and spec.specialization[0] == "sm90"
+    if "small" in spec.tuned_for or shares_keys or beside or of_grouping:
+        return _HOPPER
+    return ((8, 9), (12, 0)) if (spec.qk, spec.pv_accumulator) == ("fp8", "fp16") else ()
+
+
+def _has_code_of_ada(spec: KernelSpec) -> bool:
+    """Whether sm_89 has instructions for what the row does on sm_80 in others: conversions of e4m3."""
+    if spec.op == "quantize":
+        return spec.specialization is None or spec.specialization[1] == "float8_e4m3"
+    return spec.op in ("quantize_fp8", "layout_fp8") or any(name.startswith("fp8") for name in spec.cache)
+
+
+def _reach(spec: KernelSpec) -> tuple[object, ...]:
+    """What rows have in common of which selection takes the one of the highest `_rank` that fits a GPU.
+
+    Kernels of one architecture, and those of short sequences, have tiles for different lengths: each is alone.
+    """
+    kind = (spec.qk, spec.pv, spec.pv_accumulator, spec.specialization, spec.cache)
+    tile = spec.name if spec.arch_specific or spec.tuned_for else spec.block_m if spec.op.startswith("decode") else ""
+    return spec.op, spec.dtype, spec.head_dim, spec.head_dim_v, spec.features, kind, tile
+
+
+def _rank(spec: KernelSpec) -> tuple[object, ...]:
+    """What selection prefers: the newest tuning; of the backward the largest tile."""
+    return spec.min_arch, spec.smem_bytes if spec.op.startswith("attention_backward") else 0
+
+
+def with_targets(rows: Iterable[KernelSpec]) -> Iterator[KernelSpec]:
+    """The rows with their targets (`KernelSpec.prebuild`)."""
+    rows = tuple(rows)
+    alike: dict[tuple[object, ...], list[KernelSpec]] = {}
+    for spec in rows:
+        alike.setdefault(_reach(spec), []).append(spec)
+
+    def is_taken(spec: KernelSpec, cc: tuple[int, int], max_smem: int) -> bool:
+        only = _only_on(spec)
+        if spec.unfit(cc, max_smem) or (only and cc not in only):
+            return False
+        return max((x for x in alike[_reach(spec)] if not x.unfit(cc, max_smem)), key=_rank) is spec
+
+    def needs(spec: KernelSpec, arch: str) -> bool:
+        oldest = next(iter(GPUS[arch]))  # of the target's own capability
+        if oldest < spec.min_arch or (arch == "89" and spec.min_arch < oldest and not _has_code_of_ada(spec)):
+            return False
+        return any(is_taken(spec, cc, max_smem) for cc, max_smem in GPUS[arch].items())
+
+    for spec in rows:
+        yield replace(spec, prebuild=tuple(arch for arch in GPUS if needs(spec, arch)))
