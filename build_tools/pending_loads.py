@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compiled(names: Sequence[str]) -> list[tuple[str, bytes]]:
     """Rows of the registry, by name, compiled for sm_90a."""
-    from build_tools.kernels import preload_compiler
+    from build_tools.jobs import preload_compiler
     from omniattn.registry import by_name
     from omniattn.runtime.compile import compile_spec
 

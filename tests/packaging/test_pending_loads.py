@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from build_tools import pending_loads
-from build_tools.kernels import ROOT, preload_compiler
+from build_tools.jobs import ROOT, preload_compiler
 from omniattn.registry import by_name
 from omniattn.runtime.compile import compile_spec
 from omniattn.runtime.nvrtc import get_compiler
