@@ -35,7 +35,9 @@ STRIDES = AttentionStrides((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12), (13, 1
 
 def test_a_zero_that_hopper_s_kernels_rely_on() -> None:
     """They add bits of it to an address, so that an arrival waits for loads: with other bits they would stray."""
-    problem = AttentionProblem("float16", 1, 64, 64, 2, 2, 128, -1, 0, 0.1, 0.0, "none", "none", False, lse=False)
+    problem = AttentionProblem(
+        "float16", 1, 64, 64, 2, 2, 128, -1, 0, 0.1, 0.0, "none", "none", False, lse=False, strides=STRIDES
+    )
     own = dataclasses.replace(problem, own_head_dim_v=64)
     assert [forward_values(p, 1)["head_dim_qk"] for p in (problem, own)] == [0, 0]
     # The one builder that sets it is the generic kernel's, for rows that Hopper's families do not have.
