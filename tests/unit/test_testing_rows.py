@@ -31,11 +31,10 @@ def test_each_row_of_caches_passes_on_the_reference(spec: KernelSpec) -> None:
 @pytest.mark.parametrize("spec", [s for s in REGISTRY if s.op in CACHE_OPS], ids=lambda spec: spec.name)
 def test_each_row_of_caches_is_what_its_cases_choose(spec: KernelSpec) -> None:
     dtype = "bfloat16" if spec.dtype == "uint8" else spec.dtype
-    k_dtype, v_dtype, group_size = formats_of(spec)
+    formats = formats_of(spec)
     for case in cache_cases(spec):
-        dim = spec.head_dim - case.shape.below
-        like = np.zeros(1, np.float32)
-        cache = omniattn.KVCache(1, 1, 1, dim, like=like, k_dtype=k_dtype, v_dtype=v_dtype, group_size=group_size)
+        dim = spec.head_dim - case.shape.below * (formats.layout != "fbgemm")
+        cache = omniattn.KVCache(1, 1, 1, dim, like=np.zeros(1, np.float32), **formats._asdict())
         k, v, tiles = cache.k_format, cache.v_format, (1, 1)
         if spec.op in ("decode", "decode_combine") and spec.block_m > 16:
             assert k.bits == v.bits == 16  # others have no such rows (launch.decode.query_tiles)

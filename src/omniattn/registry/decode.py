@@ -159,7 +159,7 @@ def _spills(head_dim: int, k: tuple[int, int], n_tiles: int) -> int:
         return 464 if groups == 1 else 1848
     if (head_dim == 256 and kind == 0) or n_tiles == 3:
         return 32  # on sm_120
-    if head_dim == 128 and groups > 1:
+    if head_dim > 64 and groups > 1:
         return 272 if n_tiles == 2 else 76  # int8 in groups of 32, 188 on sm_90a; in groups of 64
     return 0
 

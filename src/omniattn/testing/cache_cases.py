@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,14 +55,25 @@ def _shapes(group: int) -> tuple[Shape, ...]:
     )
 
 
-def formats_of(spec: KernelSpec) -> tuple[str, str, int | None]:
-    """(k_dtype, v_dtype, group_size) of a row's cache."""
+class Formats(NamedTuple):
+    """Arguments of a cache."""
+
+    k_dtype: str
+    v_dtype: str
+    group_size: int | None
+    layout: str
+
+
+def formats_of(spec: KernelSpec) -> Formats:
+    """The formats of a row's cache."""
     # Warps share keys of 16 bits alone, and leave more than 16 rows to combine.
     words = spec.cache or (("16" if spec.op == "decode_combine" and spec.block_m > 16 else _ANY_FORMAT),) * 2
     own = "fp16" if spec.dtype == "float16" else "bf16"
-    dtypes = [own if word == "16" else word.partition("g")[0] for word in words]
-    groups = [int(word.partition("g")[2]) for word in words if "g" in word]
-    return dtypes[0], dtypes[1], groups[0] if groups else None
+    layout = "fbgemm" if words[0].startswith("fbgemm") else "fragment"
+    named = [word.replace("fbgemm", "int4").partition("g") for word in words]
+    dtypes = [own if name == "16" else name for name, _, _ in named]
+    groups = [int(group) for _, _, group in named if group]
+    return Formats(dtypes[0], dtypes[1], groups[0] if groups else None, layout)
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class CacheCase:
         Element type of q, k and v.
     head_dim : int
         The kernel's own.
-    formats : (k_dtype, v_dtype, group_size)
+    formats : Formats
     q_len : int
         New tokens of a sequence.
     index : int
@@ -116,7 +127,7 @@ class CacheCase:
 
     dtype: str
     head_dim: int
-    formats: tuple[str, str, int | None]
+    formats: Formats
     q_len: int
     index: int
     copies: bool
@@ -135,11 +146,13 @@ class CacheCase:
 
     @property
     def _dim(self) -> int:
-        return self.head_dim - self.shape.below
+        # Rows in FBGEMM's layout are not padded.
+        return self.head_dim if self.formats.layout == "fbgemm" else self.head_dim - self.shape.below
 
     def _format(self, *, is_key: bool) -> KVFormat:
-        k_dtype, v_dtype, group_size = self.formats
-        return check_format(k_dtype if is_key else v_dtype, self._dim, group_size, True, "CacheCase", is_key=is_key)
+        f = self.formats
+        dtype = f.k_dtype if is_key else f.v_dtype
+        return check_format(dtype, self._dim, f.group_size, True, "CacheCase", is_key=is_key, layout=f.layout)
 
     def prepare(self) -> Prepared:
         """Inputs, and what must come out."""
@@ -188,15 +201,14 @@ class CacheCase:
         lead = (blocks, self.shape.heads_kv, self.shape.block_size or max(self.shape.lengths))
         return reference.CacheArrays(
             k, v, np.zeros((*lead, k.row_bytes), np.uint8), np.zeros((*lead, v.row_bytes), np.uint8),
-            np.zeros((*lead, k.groups), np.uint32), np.zeros((*lead, v.groups), np.uint32),
+            np.zeros((*lead, k.plane_words), np.uint32), np.zeros((*lead, v.plane_words), np.uint32),
         )  # fmt: skip
 
     def check(self, framework: Framework, prepared: Prepared) -> tuple[float, str]:
         """Append, and copy or decode; compare bytes of the cache, or O and the LSE."""
         shape = self.shape
-        k_dtype, v_dtype, group_size = self.formats
         like = framework.array(np.zeros(1, np.float32), self.dtype)
-        options: dict[str, Any] = {"like": like, "k_dtype": k_dtype, "v_dtype": v_dtype, "group_size": group_size}
+        options: dict[str, Any] = {"like": like, **self.formats._asdict()}
         call: dict[str, Any] = {"seq_lens": framework.array(np.array(shape.lengths), "int32")}
         lead = prepared.host.k.shape[:3]
         if shape.block_size:
@@ -228,9 +240,11 @@ class CacheCase:
         """Which plane differs from the reference in the rows that hold tokens; empty if none does."""
         for name in ("k", "v"):
             fmt: KVFormat = getattr(prepared.host, f"{name}_format")
-            for plane in (name, f"{name}_params")[: 1 + fmt.quantized]:
+            for plane in (name, f"{name}_params")[: 1 + (fmt.plane_words > 0)]:
                 wanted = getattr(prepared.host, plane)
                 got = framework.to_numpy(getattr(cache, plane))
+                if fmt.layout == "fbgemm":
+                    got = got.swapaxes(1, 2)  # tokens before heads
                 if not fmt.quantized:
                     wanted = _as_float32(wanted, fmt.dtype)
                 for b, n in enumerate(self.shape.lengths):
