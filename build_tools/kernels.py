@@ -116,8 +116,8 @@ def build(
     Raises
     ------
     BuildError
-        A compile error, an undeclared spill, serialized wgmma, an ignored setmaxnreg, an orphan source, or a result
-        that contradicts the table. All failures are listed, not only the first.
+        A compile error, more spills than the table says, serialized wgmma, an ignored setmaxnreg, an orphan source, or
+        a result that contradicts the table. All failures are listed, not only the first.
     """
     kernels_root, folder, rows = root / "kernels_cu", root / "build/kernels", list(rows)
     _complain(checks.registry_complaints(rows, kernels_root) + checks.include_complaints(kernels_root))
@@ -126,9 +126,7 @@ def build(
     # One build at a time: the second then finds everything done.
     with exclusive(folder / ".lock"):
         results, compiled, failures = take(jobs, root, workers, say)
-        table = Table.load(root)
-        failures += _judge(jobs, results, table, say)
-        _complain(failures)
+        _complain([*failures, *_texts(_judge(jobs, results, Table.load(root), say))])
         built = [(job, results[job.key]) for job in jobs]
         manifest, files = packs.make(built, package_version(root), compiler, seen.sources)
         publish(folder, manifest, files)
@@ -140,18 +138,33 @@ def _complain(complaints: Sequence[str]) -> None:
         raise BuildError(f"{len(complaints)} problem(s) in the kernel build:\n" + "\n".join(complaints))
 
 
-def _judge(jobs: Iterable[Job], results: Mapping[str, Compiled], table: Table, say: Callable[[str], None]) -> list[str]:
-    """What is wrong with compiled rows; warnings of the compiler are said."""
-    failures = []
+def _judge(
+    jobs: Iterable[Job],
+    results: Mapping[str, Compiled],
+    table: Table,
+    say: Callable[[str], None],
+    accept_spills: bool = False,
+) -> dict[tuple[str, str], list[str]]:
+    """What is wrong with compiled rows, by (arch, name); warnings of the compiler are said."""
+    wrong: dict[tuple[str, str], list[str]] = {}
     for job in jobs:
-        if job.key in results:
-            built = results[job.key]
-            failures += checks.log_complaints(job.spec, job.arch, built.log, built.entry["spill_bytes"])
-            if table.is_current(job) and (text := table.contradiction(job, built)):
-                failures.append(text)
-            for line in checks.warnings(built.log):
-                say(f"{job}: {line}")
-    return failures
+        if job.key not in results:
+            continue
+        built = results[job.key]
+        texts = checks.log_complaints(job.spec, job.arch, built.log)
+        if table.is_current(job):
+            texts.append(table.contradiction(job, built))
+        elif not accept_spills:
+            texts.append(table.spills_more(job, built.entry["spill_bytes"]))
+        if found := [text for text in texts if text]:
+            wrong[job.arch, job.spec.name] = found
+        for line in checks.warnings(built.log):
+            say(f"{job}: {line}")
+    return wrong
+
+
+def _texts(wrong: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
+    return [text for texts in wrong.values() for text in texts]
 
 
 def publish(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
@@ -189,6 +202,7 @@ def renew(
     *,
     rows: Iterable[KernelSpec] = REGISTRY,
     everything: bool = False,
+    accept_spills: bool = False,
     workers: int | None = None,
     echo: Callable[[str], None] | None = None,
 ) -> tuple[int, int]:
@@ -202,6 +216,8 @@ def renew(
         As in `build`.
     everything : bool
         Leave nothing stale.
+    accept_spills : bool
+        Take up rows that spill more registers than they did.
 
     Raises
     ------
@@ -223,14 +239,14 @@ def renew(
         # In portions, each of which is in the table before the next one begins.
         for first in range(0, len(stale), 100):
             portion = stale[first : first + 100]
-            results, fresh, wrong = take(portion, root, workers, say)
+            results, fresh, broken = take(portion, root, workers, say)
             compiled += fresh
-            wrong += _judge(portion, results, table, say)
+            wrong = _judge(portion, results, table, say, accept_spills)
             for job in portion:
-                if job.key in results and not any(text.startswith(str(job)) for text in wrong):
+                if job.key in results and (job.arch, job.spec.name) not in wrong:
                     table.note(job, results[job.key])
             table.save(root)
-            failures += wrong
+            failures += [*broken, *_texts(wrong)]
             say(f"{min(first + 100, len(stale))} of {len(stale)} rows are in {FILE}")
         table.save(root)
     _complain(failures)
@@ -244,7 +260,7 @@ def check(
     workers: int | None = None,
     echo: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """What is wrong with the table: rows that it lacks, spills that no row declares, entries that are not true.
+    """What is wrong with the table: rows that it lacks, entries that are not true.
 
     Rows of sm_90a whose digest is not in the table are compiled, and a few current ones of any target, drawn anew each
     time. Stale entries of other targets are allowed: a release compiles them.
@@ -259,15 +275,12 @@ def check(
     if gone := [f"{name} (sm_{arch})" for arch, name in table if (arch, name) not in known]:
         complaints.append(f"{FILE} has {len(gone)} rows that the registry does not have ({', '.join(gone[:8])})")
     current = [job for job in jobs if table.is_current(job)]
-    for job in current:
-        spilled = table[job.arch, job.spec.name].spill_bytes
-        complaints += checks.log_complaints(job.spec, job.arch, "", spilled)
     stale = [job for job in jobs if job.arch == MEASURED_ARCH and not table.is_current(job)]
     # Not out of the store of objects: a probe has to be compiled.
     probes = random.sample(current, min(PROBES, len(current)))
     with tempfile.TemporaryDirectory() as empty:
         results, _, failures = take([*stale, *probes], root, workers, say, fresh=Path(empty))
-    complaints += failures + _judge([*stale, *probes], results, table, say)
+    complaints += failures + _texts(_judge([*stale, *probes], results, table, say))
     if stale:
         complaints.append(
             f"{len(stale)} rows for sm_{MEASURED_ARCH} are not in {FILE} as they are today ({stale[0]}, ...)"
@@ -288,8 +301,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"renew {FILE}: what changed for sm_{MEASURED_ARCH}, and {SAMPLE} stale rows of other targets",
     )  # fmt: skip
     mode.add_argument("--table", action="store_true", help=f"renew {FILE} wholly")
+    parser.add_argument(
+        "--accept-spills", action="store_true", help="with --changed or --table: rows may spill more than they did"
+    )
     mode.add_argument("--check", action="store_true", help=f"say what is wrong with {FILE}")
     options = parser.parse_args(argv)
+    if options.accept_spills and not (options.changed or options.table):
+        parser.error("argument --accept-spills: expected --changed or --table beside it")
+    if options.accept_spills and not (options.changed or options.table):
+        parser.error("argument --accept-spills: expected --changed or --table beside it")
     if options.jobs is not None and options.jobs < 1:
         parser.error(f"argument --jobs: expected at least 1, received {options.jobs}")
     try:
@@ -298,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(complaints) or f"{FILE} is true")
             return int(bool(complaints))
         if options.changed or options.table:
-            compiled, stale = renew(everything=options.table, workers=options.jobs)
+            compiled, stale = renew(everything=options.table, accept_spills=options.accept_spills, workers=options.jobs)
             print(f"{compiled} compiled; {stale} entries of {FILE} are stale, for a release to renew")
             return 0
         built = build(archs=wanted_archs(options.arch), workers=options.jobs)

@@ -83,6 +83,18 @@ class Table(dict[tuple[str, str], Line]):
         for key in [key for key in self if key not in wanted]:
             del self[key]
 
+    def spills_more(self, job: Job, spill_bytes: int) -> str:
+        """How a row spills more registers than it did; empty if it does not. A row that is not there did not spill."""
+        line = self.get((job.arch, job.spec.name))
+        before = 0 if line is None else line.spill_bytes
+        if spill_bytes <= before:
+            return ""
+        return (
+            f"{job}: spills {spill_bytes} bytes of registers, {before} in {FILE}; use smaller tiles or fewer live "
+            "values, or where that was measured and is harmless: python -m build_tools.kernels --changed "
+            "--accept-spills"
+        )
+
     def contradiction(self, job: Job, built: Compiled) -> str:
         """How a result differs from a current entry; empty if it does not."""
         told, found = self[job.arch, job.spec.name], line_of(job, built.entry)

@@ -17,7 +17,7 @@ ptxas info    : Used 168 registers, used 1 barriers
 """
 
 
-def row(name: str = "k", source: str = "entry/k.cu", allowed_spill_bytes: int = 0) -> KernelSpec:
+def row(name: str = "k", source: str = "entry/k.cu") -> KernelSpec:
     return KernelSpec(
         name=name,
         family="k",
@@ -31,20 +31,12 @@ def row(name: str = "k", source: str = "entry/k.cu", allowed_spill_bytes: int = 
         block_n=64,
         num_warps=4,
         smem_bytes=0,
-        allowed_spill_bytes=allowed_spill_bytes,
     )
 
 
 def test_a_clean_log_gives_no_complaint() -> None:
-    assert checks.log_complaints(row(), "90a", CLEAN_LOG, 0) == []
+    assert checks.log_complaints(row(), "90a", CLEAN_LOG) == []
     assert checks.warnings(CLEAN_LOG) == []
-
-
-def test_an_undeclared_spill_is_named_with_its_size() -> None:
-    (text,) = checks.log_complaints(row(allowed_spill_bytes=8), "80", CLEAN_LOG, 24)
-    assert "k (sm_80): spills 24 bytes" in text
-    assert "allows 8" in text
-    assert checks.log_complaints(row(allowed_spill_bytes=24), "80", CLEAN_LOG, 24) == []
 
 
 @pytest.mark.parametrize(
@@ -65,7 +57,7 @@ def test_an_undeclared_spill_is_named_with_its_size() -> None:
     ],
 )
 def test_silent_slowdowns_are_complaints(line: str, meaning: str) -> None:
-    (text,) = checks.log_complaints(row(), "90a", CLEAN_LOG + line + "\n", 0)
+    (text,) = checks.log_complaints(row(), "90a", CLEAN_LOG + line + "\n")
     assert meaning in text
     assert "k (sm_90a)" in text
 

@@ -60,7 +60,7 @@ def test_main_loop_of_the_ring(dtype: str) -> None:
     assert step.counts["LDSM"] == 8 + 16 + 32, "Q, K and V once"
     assert step.counts["LDGSTS"] == 4 + 8 + 1, "K, V and the scales"
     assert {"LDL", "STL"}.isdisjoint(step.counts), "spills belong into what edges need"
-    assert step.spill_bytes <= step.spec.allowed_spill_bytes
+    assert step.spill_bytes <= 128
 
 
 def test_expected_is_at_or_above_what_is_published(steps: dict[tuple[str, int, int], Step]) -> None:

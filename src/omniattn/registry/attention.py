@@ -74,15 +74,6 @@ _FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
 )
 
 
-def _fwd_sm80_spills(tile: _FwdTile, score_mods: bool) -> int:
-    if tile.tuned_for:
-        return 0
-    if score_mods:  # on sm_120 at 64 and on sm_100 at 128, where nobody has measured it
-        return 64 if (tile.head_dim, tile.suffix) == (64, "_n64") else 24 if tile.head_dim == 128 else 0
-    # One value of a step, which is no slower for it (docs/performance/attn_fwd_sm80.md); at 256 on sm_100a alone.
-    return 8 if tile.suffix or tile.head_dim == 256 else 0
-
-
 def _attn_fwd_sm80(
     tile: _FwdTile, dtype: str, score_mods: bool, own_head_dim_v: bool = False, split: bool = False
 ) -> KernelSpec:
@@ -124,11 +115,6 @@ def _attn_fwd_sm80(
         min_arch=tile.min_arch,
         tuned_for=frozenset(tile.tuned_for),
         features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
-        # Of the split at 64 with score modifiers, three CTAs an SM; it waits for memory. Of wide ones without on sm_100
-        # and sm_120, where nobody has measured it.
-        allowed_spill_bytes=(52 if score_mods and tile.head_dim == 64 else 20 if tile.head_dim > 128 else 0)
-        if split
-        else _fwd_sm80_spills(tile, score_mods),
     )
 
 
@@ -322,13 +308,6 @@ def _attn_fwd_sm90(
         features=frozenset({"score_mods"} if forms else ()),
         own_head_dim_v=tile.head_dim_v,
         bias_bytes=tile.bias_bytes,
-        # Stored before a tile's steps and loaded behind them: of packed sequences' state, by the producer, and of the
-        # order of tiles where four warpgroups have the fewest registers.
-        allowed_spill_bytes=(64 if tile.head_dim == 96 else 40 if forms and split else 16)
-        if varlen and (forms or split)
-        else 36
-        if tile.bias_bytes and (tile.num_consumers == 4 or (small and tile.head_dim == 64))
-        else 0,
     )
 
 

@@ -31,7 +31,6 @@ class _BwdTile:
     min_ctas: int = 1
     joint: bool = False
     without_dmask: bool = False
-    spill_bytes: int = 0
 
     def smem_bytes(self, dmask: bool) -> int:
         """Shared memory of a CTA."""
@@ -42,18 +41,15 @@ class _BwdTile:
 
 # The larger tile of a head_dim first; the others fit into the 99 KB of sm_86, sm_89 and sm_120, or the 163 KB of sm_80.
 _BWD_SM80_TILES: tuple[_BwdTile, ...] = (
-    # What sm_100 spills; sm_80 92 bytes.
-    _BwdTile(64, 128, 128, 2, 4, joint=True, spill_bytes=140),
+    _BwdTile(64, 128, 128, 2, 4, joint=True),
     _BwdTile(64, 64, 128, 2, 2, "_m64", without_dmask=True),
-    # On sm_100, with the gradient of a mask 260.
-    _BwdTile(96, 64, 128, 2, 4, spill_bytes=140),
+    _BwdTile(96, 64, 128, 2, 4),
     _BwdTile(96, 64, 64, 2, 4, "_n64"),
-    _BwdTile(128, 64, 128, 2, 2, spill_bytes=40),
+    _BwdTile(128, 64, 128, 2, 2),
     _BwdTile(128, 32, 64, 2, 2, "_m32"),
     _BwdTile(192, 64, 64, 2, 2),
     _BwdTile(192, 32, 64, 1, 2, "_m32"),
-    # What sm_100a spills; sm_90a spills nothing, sm_80 200 bytes.
-    _BwdTile(256, 64, 64, 2, 2, spill_bytes=568),
+    _BwdTile(256, 64, 64, 2, 2),
     _BwdTile(256, 32, 64, 2, 2, "_m32"),
     _BwdTile(256, 16, 64, 1, 1, "_m16"),
 )
@@ -90,8 +86,6 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
-        # Joint, sm_90a: outside of the loop of tiles without hidden scores. The others' machine code was not looked at.
-        allowed_spill_bytes=tile.spill_bytes + (120 if score_mods else 0),
     )
 
 
@@ -206,9 +200,6 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: 
         arch_specific=True,
         features=frozenset({*(("score_mods",) if form else ()), *(("ordered",) if ordered else ())}),
         lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale", *_BWD_SM90_FORMS[form]}),
-        # Of the warps that copy and walk over tiles, which have 24 registers; also of the consumers, before and behind
-        # the steps of a tile.
-        allowed_spill_bytes=16 * (varlen and ordered) if head_dim == 64 else 304,
     )
 
 

@@ -142,26 +142,12 @@ def decode_row(
         smem_bytes=smem_bytes,
         ctas_per_sm=ctas,
         cache=(names[0], names[1]),
-        allowed_spill_bytes=_spills(head_dim, k, n_tiles),
     )
 
 
 def _rows_suffix(n_tiles: int, row_warps: int) -> str:
     """What a row's name says of its query rows; nothing of eight."""
     return (f"_n{n_tiles}" if n_tiles > 1 else "") + (f"w{row_warps}" if row_warps > 1 else "")
-
-
-def _spills(head_dim: int, k: tuple[int, int], n_tiles: int) -> int:
-    """Bytes that the row spills at most (docs/performance/decode.md): mostly outside the loop over keys."""
-    kind, groups = k
-    if head_dim == 256 and n_tiles == 2:
-        # One CTA an SM spills nothing and is slower; 8 rows a CTA would read the keys twice. Most in groups of 32.
-        return 464 if groups == 1 else 1848
-    if (head_dim == 256 and kind == 0) or n_tiles == 3:
-        return 32  # on sm_120
-    if head_dim > 64 and groups > 1:
-        return 272 if n_tiles == 2 else 76  # int8 in groups of 32, 188 on sm_90a; in groups of 64
-    return 0
 
 
 def combine_row(dtype: str, head_dim: int, n_tiles: int, row_warps: int = 1) -> KernelSpec:

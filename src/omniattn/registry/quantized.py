@@ -17,9 +17,6 @@ class _Int8Sm90Tile:
     head_dim, num_consumers, num_stages, num_q_stages : int
     bias_bytes : int
         Of an element of the tiles of an additive mask; 0: none.
-    spills : int
-        Spilled bytes allowed with score forms: state of a tile of queries, and the softcap's coefficients, eight words
-        loaded at each step.
     """
 
     head_dim: int
@@ -27,7 +24,6 @@ class _Int8Sm90Tile:
     num_stages: int
     num_q_stages: int = 1
     bias_bytes: int = 0
-    spills: int = 0
 
 
 _INT8_SM90_BLOCK_N = 64
@@ -49,15 +45,15 @@ _INT8_SPLIT_TILES = (
 )
 #: The same of packed sequences, each CTA with an even share of all keys.
 _INT8_PACKED_SPLIT_TILES = (_Int8Sm90Tile(64, 2, 8), _Int8Sm90Tile(128, 2, 8), _Int8Sm90Tile(256, 2, 2))
-_INT8_MASKS_TILES = (_Int8Sm90Tile(64, 4, 4, spills=128), _Int8Sm90Tile(128, 3, 4), _Int8Sm90Tile(256, 2, 2))
+_INT8_MASKS_TILES = (_Int8Sm90Tile(64, 4, 4), _Int8Sm90Tile(128, 3, 4), _Int8Sm90Tile(256, 2, 2))
 _INT8_SOFTCAP_TILES = (
-    _Int8Sm90Tile(64, 3, 4, spills=192),
-    _Int8Sm90Tile(128, 3, 4, spills=512),
-    _Int8Sm90Tile(256, 2, 2, spills=288),
+    _Int8Sm90Tile(64, 3, 4),
+    _Int8Sm90Tile(128, 3, 4),
+    _Int8Sm90Tile(256, 2, 2),
 )
 _INT8_BIAS_TILES = (
-    _Int8Sm90Tile(64, 4, 3, bias_bytes=2, spills=192),
-    _Int8Sm90Tile(128, 3, 2, bias_bytes=2, spills=32),
+    _Int8Sm90Tile(64, 4, 3, bias_bytes=2),
+    _Int8Sm90Tile(128, 3, 2, bias_bytes=2),
     _Int8Sm90Tile(256, 2, 1, bias_bytes=2),
     _Int8Sm90Tile(64, 3, 2, bias_bytes=4),
     _Int8Sm90Tile(128, 2, 2, bias_bytes=4),
@@ -66,7 +62,6 @@ _INT8_BIAS_TILES = (
 
 #: With the keys split over CTAs, and as many stages as fit.
 _INT8_SPLIT_MASKS_TILES = (_Int8Sm90Tile(64, 2, 8), _Int8Sm90Tile(128, 2, 8), _Int8Sm90Tile(256, 2, 2))
-_INT8_SPLIT_SOFTCAP_TILES = (*_INT8_SPLIT_MASKS_TILES[:2], _Int8Sm90Tile(256, 2, 2, spills=128))
 _INT8_SPLIT_BIAS_TILES = (
     _Int8Sm90Tile(64, 2, 7, bias_bytes=2),
     _Int8Sm90Tile(128, 2, 4, bias_bytes=2),
@@ -102,7 +97,6 @@ def _int8_sm90_row(
     split: bool = False,
     smem_bytes: int,
     features: frozenset[str],
-    allowed_spill_bytes: int,
 ) -> KernelSpec:
     """A row of ``attn_int8_sm90``; ``tile`` as the kernel is compiled, ``smem_bytes`` before it is rounded up."""
     short, tag = IO_TYPES[dtype]
@@ -150,7 +144,6 @@ def _int8_sm90_row(
         pv_accumulator="fp32",
         grouping="sm90",
         bias_bytes=tile.bias_bytes,
-        allowed_spill_bytes=allowed_spill_bytes,
     )
 
 
@@ -190,8 +183,6 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
         split=split,
         smem_bytes=smem_bytes,
         features=frozenset({"lse"} if packed_split else _FEATURES.get(kind, ())),
-        # What is known of a tile; none of it in the loop of the common step.
-        allowed_spill_bytes=(320 if smooth_q else 112) if varlen else 128,
     )
 
 
@@ -230,8 +221,6 @@ def _attn_int8_forms_sm90(
             {"score_mods", "value_factors" if factors else "smooth_q"}
             | ({"lse"} if kind.endswith("_lse") or (split and not factors) else set())
         ),
-        # Scales of e4m3 come from global memory, at addresses of their own.
-        allowed_spill_bytes=tile.spills + 96 * (qk == "fp8" and not split),
     )
 
 
@@ -297,9 +286,6 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=(8, 9) if fp8 else (8, 0),
-        # Mostly what only masked tiles need; and e4m3 products on Hopper, which are made of others there. The most on
-        # sm_100 and sm_120, where nobody has measured it: elsewhere 32, 100 and 192 bytes, of e4m3 320.
-        allowed_spill_bytes={64: 184, 128: 392, 256: 224}[tile.head_dim] if qk != "fp8" else 380,
         features=frozenset(features),
         qk=qk,
         pv=pv,
@@ -343,8 +329,6 @@ def _attn_int8_mbarrier_sm90(dtype: str) -> KernelSpec:
         pv="fp16",
         pv_accumulator="fp32",
         grouping="sm80",
-        # None of it in the loop of the common step.
-        allowed_spill_bytes=128,
     )
 
 
@@ -417,7 +401,7 @@ def quantized_split_rows() -> Iterator[KernelSpec]:
         for qk, factors in (("int8", False), ("fp8", False), ("fp8", True))
         for kind, tiles in (
             ("split_masks", _INT8_SPLIT_MASKS_TILES),
-            ("split_softcap", _INT8_SPLIT_SOFTCAP_TILES),
+            ("split_softcap", _INT8_SPLIT_MASKS_TILES),
             ("split_bias", _INT8_SPLIT_BIAS_TILES),
         )
         for tile in tiles

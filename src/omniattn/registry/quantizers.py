@@ -20,8 +20,6 @@ class _Quantizer:
         Grouping and dtype of V of the default it is made for; None: anything.
     min_arch : (int, int)
         As in `KernelSpec`.
-    spills : int
-        Spilled bytes allowed at head_dim 64 and 128.
     rotated : bool
         For what is rotated, or becomes e4m3.
     """
@@ -29,16 +27,15 @@ class _Quantizer:
     suffix: str
     specialization: tuple[str, str] | None
     min_arch: tuple[int, int]
-    spills: int
     rotated: bool = False
 
 
 _QUANTIZERS: tuple[_Quantizer, ...] = (
-    _Quantizer("", None, (8, 0), 1100),
-    _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0), 400),
-    _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0), 400),
-    _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9), 480),
-    _Quantizer("_rotated", None, (8, 0), 400, rotated=True),
+    _Quantizer("", None, (8, 0)),
+    _Quantizer("_common", ("sm90", "float8_e4m3"), (9, 0)),
+    _Quantizer("_common_sm80_fp16", ("sm80", "float16"), (8, 0)),
+    _Quantizer("_common_sm80_fp8", ("sm80", "float8_e4m3"), (8, 9)),
+    _Quantizer("_rotated", None, (8, 0), rotated=True),
 )
 
 
@@ -81,8 +78,6 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
         min_arch=variant.min_arch,
         features=frozenset({"e4m3", "hadamard"}) if variant.rotated else frozenset(),
         specialization=variant.specialization,
-        # Two CTAs an SM would need none: measured 5 to 10 % slower.
-        allowed_spill_bytes=variant.spills if head_dim < 256 or variant.rotated else 64,
     )
 
 
@@ -130,7 +125,6 @@ def _quantize_fp8(head_dim: int, dtype: str, sums: bool = False) -> KernelSpec:
         smem_bytes=0,
         ctas_per_sm=ctas,
         min_arch=(9, 0) if sums else (8, 0),
-        allowed_spill_bytes=8,  # Two registers, with which d128 takes 79.5 us.
     )
 
 
@@ -157,8 +151,6 @@ def _quantize_values(head_dim: int, dtype: str) -> KernelSpec:
         smem_bytes=0,
         ctas_per_sm=ctas,
         min_arch=(9, 0),
-        # Where a head is quantized again; at 256 two CTAs an SM are worth more (docs/performance/attn_fp8_sm90.md).
-        allowed_spill_bytes=24 if head_dim < 256 else 192,
     )
 
 

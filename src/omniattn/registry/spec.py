@@ -79,8 +79,6 @@ class KernelSpec:
         Of decode and append: row formats of K and V (`registry.decode.row_format`).
     tuned_for : frozenset of str
         Workloads (`Problem.workload`) for which this row comes before others of the same reach; empty: all.
-    allowed_spill_bytes : int
-        Register spills that are known and measured to be harmless; the build fails above it.
     """
 
     name: str
@@ -102,7 +100,6 @@ class KernelSpec:
     features: frozenset[str] = field(default_factory=frozenset)
     lacks: frozenset[str] = field(default_factory=frozenset)
     tuned_for: frozenset[str] = field(default_factory=frozenset)
-    allowed_spill_bytes: int = 0
     qk: str = "io"
     pv: str = "io"
     pv_accumulator: str = "fp32"
