@@ -50,6 +50,17 @@ GPUS: tuple[Column, ...] = (
     Column((12, 0), "RTX 50", 99 << 10),
 )
 
+#: Of compute capabilities besides.
+_SHARED_MEMORY = {(8, 7): 163 << 10, (11, 0): 227 << 10}
+
+
+def shared_memory(cc: tuple[int, int]) -> int:
+    """Opt-in shared memory of one CTA; of unknown GPUs what the least of their kind has, or the least of all."""
+    known = {gpu.cc: gpu.smem_bytes for gpu in GPUS} | _SHARED_MEMORY
+    alike = [size for (major, _), size in known.items() if major == cc[0]]
+    return known.get(cc) or min(alike or known.values())
+
+
 #: Best first: a cell shows the best that any of its kernels offers.
 KINDS: tuple[str, ...] = ("prebuilt", "cache", "jit", "unsupported")
 

@@ -175,8 +175,8 @@ def _compiled(spec: KernelSpec, cc: tuple[int, int], tried: Tried, given: Given)
         tried.append((f"NVRTC for {target}", str(error)))
         if error.log:
             dump(spec, str(target), "failed", b"", (), error.log)
-        if found := user_errors(spec, error.log):
-            raise CompileError("score_mod does not compile; the compiler says of its text:", log=found) from None
+        if (of_user := _of_user(spec, error)) is not None:
+            raise of_user from None
         return
     if target.virtual:
         tried.append(
@@ -191,6 +191,12 @@ def _compiled(spec: KernelSpec, cc: tuple[int, int], tried: Tried, given: Given)
         return
     log.get().info("compiled %s for %s: %d registers", spec.name, target, made[0].registers)
     yield Candidate("jit", entry.arch, entry.image, entry.options, entry.log, f"jit ({entry.arch})")
+
+
+def _of_user(spec: KernelSpec, error: CompileError) -> CompileError | None:
+    """What the compiler says of a user's text; None where the error is not in it."""
+    found = user_errors(spec, error.log)
+    return CompileError("score_mod does not compile; the compiler says of its text:", log=found) if found else None
 
 
 def _candidates(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
@@ -341,7 +347,8 @@ def compile_to(spec: KernelSpec, arch: str, folder: Path | None = None) -> Compi
     Raises
     ------
     CompileError
-        NVRTC is missing, does not know the target, or rejects the source; or the kernel cannot run on the target.
+        NVRTC is missing, does not know the target, or rejects the source, of a user's text with what it says of that;
+        or the kernel cannot run on the target.
     CacheError
         The file cannot be written.
     """
@@ -353,6 +360,13 @@ def compile_to(spec: KernelSpec, arch: str, folder: Path | None = None) -> Compi
     never = spec.unfit(target.cc, where=str(target))
     if never:
         raise CompileError(f"kernel {spec.name!r} is not for {target}: {never}")
+    try:
+        return _compile_to(spec, target, folder)
+    except CompileError as error:
+        raise _of_user(spec, error) or error from None
+
+
+def _compile_to(spec: KernelSpec, target: Arch, folder: Path | None) -> CompiledFile:
     if folder is None:
         store = get_cache()
         key = cache_key(spec, target, get_store().sources)
