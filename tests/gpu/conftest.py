@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 
 import pytest
 
 from omniattn.plan.engine import PLANS
 
-#: Bytes that a worker may keep for its next test: others run beside it, and one that needs 50 GB.
+from .memory_turns import Turn, default_folder
+
+#: Bytes that a worker may keep for its next test: others run beside it, and one that needs 35 GB.
 _KEPT = 1 << 30
+_TURN = Turn(default_folder())
+
+
+def _runs_alone(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("alone") is not None
 
 
 @pytest.fixture(autouse=True)
-def memory_for_others() -> Iterator[None]:
-    """Behind a large test, torch gives back what it has cached."""
+def memory_for_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test waits for its turn; behind a large one torch gives back what it has cached."""
+    # Here, and not before: fixtures of modules, which are made first, may compile for minutes, for which nobody waits.
+    _TURN.take(by_itself=_runs_alone(request.node))
     yield
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT:
+        # Of a test that has failed Python keeps the frames, with all arrays, until the next one fails.
+        traceback.clear_frames(getattr(sys, "last_traceback", None))
         torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The turn ends behind everything else. Tests of a file that run alone one after the other have one together."""
+    yield
+    if not (_runs_alone(item) and nextitem is not None and nextitem.path == item.path and _runs_alone(nextitem)):
+        _TURN.end()
 
 
 @pytest.fixture

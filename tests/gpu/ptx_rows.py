@@ -12,6 +12,8 @@ from omniattn.registry import by_name
 from omniattn.runtime import LoadedKernel
 from omniattn.runtime.compile import compile_spec
 
+from .memory_turns import in_background
+
 #: Name of a row, and target.
 Key = tuple[str, str]
 
@@ -42,7 +44,7 @@ def load_rows(ptx: dict[Key, str]) -> dict[Key, LoadedKernel]:
         return runtime.load_image(by_name(key[0]), 0, ptx[key].encode(), origin=f"{key[1]} PTX")
 
     unique = sorted(set(same_as.values()))
-    with ThreadPoolExecutor(8) as pool:
+    with in_background(), ThreadPoolExecutor(8) as pool:
         loaded = dict(zip(unique, pool.map(load, unique), strict=True))
     return {key: loaded[same] for key, same in same_as.items()}
 

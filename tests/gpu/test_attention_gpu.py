@@ -245,6 +245,7 @@ def test_same_bits_every_time(options: dict[str, Any]) -> None:
         assert torch.equal(first[1], again[1])
 
 
+@pytest.mark.alone  # 10 GB
 def test_more_than_2_31_elements(family: str) -> None:
     """Offsets beyond 32 bits in q, k, v and o: the last batch of a tensor with 2.4e9 elements."""
     b, s, h, d = 9, 16384, 128, 128

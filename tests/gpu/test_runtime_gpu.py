@@ -38,7 +38,8 @@ pytestmark = pytest.mark.gpu
 KERNEL = "attn_fwd_sm80_fp16_d64"
 #: The largest source after expansion, so the longest to compile.
 LARGEST = "attn_fwd_sm80_fp16_d256_mods"
-#: Time that the first JIT of a kernel may take, start of NVRTC included: 3 s alone, more beside the rest of the suite.
+#: CPU time that the first JIT of a kernel may take, start of NVRTC included: some 3 s, and more on cores whose other
+#: thread is busy. It does not count for how long other processes of the suite had the cores.
 FIRST_JIT_SECONDS = 6.0
 
 
@@ -108,7 +109,7 @@ def test_unseen_architecture(kernel: str, tmp_path: Path) -> None:
     assert first["package"] == str(package / "omniattn")
     assert (first["kernel"], first["explained"], first["origin"], first["arch"]) == (kernel, "jit", "jit", own)
     assert f"for {own}" in first["reason"]
-    assert first["seconds"] <= FIRST_JIT_SECONDS
+    assert first["cpu_seconds"] <= FIRST_JIT_SECONDS
     held = ", ".join(f"sm_{arch}" for arch in others)
     assert first["tried"][0][0] == "prebuilt kernels"
     assert first["tried"][0][1].startswith(f"the wheel holds {held}, none of which runs on compute capability")

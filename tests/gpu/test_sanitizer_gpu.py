@@ -18,6 +18,7 @@ import pytest
 from omniattn.registry import REGISTRY
 
 from .installations import ROOT, clean_environment, compile_missing
+from .memory_turns import in_background
 from .racecheck_rows import waits
 
 pytestmark = pytest.mark.gpu
@@ -81,15 +82,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, sub
             # they matter; frameworks make some on purpose, to find out what is there.
             options += ["--padding", "4096", "--report-api-errors", "no"]
         commands[name] = [tool, *options, sys.executable, str(SCRIPT), *argument.split()]
-    started = {
-        name: subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for name, command in commands.items()
-    }
-    yield started
-    for process in started.values():
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    with in_background():
+        started = {
+            name: subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for name, command in commands.items()
+        }
+        yield started
+        for process in started.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def fill_cache(folder: Path) -> None:

@@ -45,7 +45,7 @@ def _start_cold(kernels: Path, cubins: Path, barrier: Barrier, results: Queue[tu
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["empty cache", "damaged cache"])
 def test_many_processes_at_once(world: World, damaged: bool) -> None:
-    """Real NVRTC in each; all get the same working binary, and the cache ends with one whole file."""
+    """Real NVRTC in each; one compiles, all get the same working binary, and the cache ends with one whole file."""
     if damaged:
         path = runtime.compile_to(world.spec, "90a").path
         path.write_bytes(path.read_bytes()[:-7])
@@ -61,9 +61,9 @@ def test_many_processes_at_once(world: World, damaged: bool) -> None:
     for worker in workers:
         worker.join(timeout=60)
     assert [worker.exitcode for worker in workers] == [0] * PROCESSES
-    assert {origin for origin, _ in found} <= {"jit", "cache"}
+    assert sorted(origin for origin, _ in found) == ["cache"] * (PROCESSES - 1) + ["jit"]
     assert len({digest for _, digest in found}) == 1
-    files = [path.name for path in world.cache.rglob("*") if path.is_file()]
+    files = [path.name for path in world.cache.rglob("*") if path.is_file() and path.stat().st_size]
     assert len(files) == 1, files
     world.reopen()
     assert runtime.load(world.spec, 0).origin == "cache"

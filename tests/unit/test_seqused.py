@@ -125,11 +125,11 @@ def test_score_mods_get_the_number_of_the_callers_sequence() -> None:
     )  # fmt: skip
     for a, b in zip(SOME.run(score_mod=mod), SOME.expected(score_mod=mod), strict=True):
         np.testing.assert_array_equal(a, b)
-    made = module._of_parts(mod, 3)
+    made = module.of_parts(mod, 3)
     assert made.expression == "score + bias[(b / 3)] * k + ((b / 3) > 1)"
     assert made.mask == "k < 7 - (b / 3)"
-    assert module._of_parts(mod, 3) is made
-    assert module._of_parts(mod, 2) is not made
+    assert module.of_parts(mod, 3) is made
+    assert module.of_parts(mod, 2) is not made
 
 
 def test_factors_of_e4m3_arrays() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +79,17 @@ def check_score_mod(
     most = max(problem.seqlen_q, problem.seqlen_k)
     if most > MAX_POSITIONS:
         raise UnsupportedError(f"{function}(): score_mod with {most} queries or keys", instead=f"up to {MAX_POSITIONS}")
+    found = mod_arrays(tensors, function)
+    if tensors["q"].device == "cpu" and no_reference:
+        raise UnsupportedError(
+            f"{function}(): arrays on the CPU, and a score_mod whose expression only a GPU can run",
+            instead="ScoreMod(..., reference=a NumPy function of the same), or arrays on a GPU",
+        )
+    return ScoreModProblem(expression, mask, found, checked)
+
+
+def mod_arrays(tensors: Mapping[str, Tensor], function: str) -> tuple[ModArray, ...]:
+    """The arrays of a score modification among those of a call."""
     found = []
     for name, t in tensors.items():
         if not name.startswith(PREFIX):
@@ -88,9 +100,4 @@ def check_score_mod(
             expected = f"at most {MAX_DIMS} dimensions, none of them empty"
             raise ShapeError(name, expected, f"{tuple(t.shape)}", function=function)
         found.append(ModArray(name.removeprefix(PREFIX), t.dtype, tuple(t.shape), tuple(t.strides)))
-    if tensors["q"].device == "cpu" and no_reference:
-        raise UnsupportedError(
-            f"{function}(): arrays on the CPU, and a score_mod whose expression only a GPU can run",
-            instead="ScoreMod(..., reference=a NumPy function of the same), or arrays on a GPU",
-        )
-    return ScoreModProblem(expression, mask, tuple(found), checked)
+    return tuple(found)

@@ -8,13 +8,13 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from omniattn import runtime
-from omniattn.cli import console, kernels
+from omniattn.cli import console, kernels, score_mods
 from omniattn.errors import CacheError, CompileError
 from omniattn.registry import KernelSpec
 from omniattn.runtime.arch import Arch
@@ -23,6 +23,8 @@ _DESCRIPTION = """\
 Compiles with NVRTC; needs no GPU. Without --out the results go into the kernel cache (OMNIATTN_CACHE_DIR), where a
 process on a GPU of that kind finds them, even without NVRTC. With --out: <folder>/<arch>/<kernel>.cubin.
 Without --all, kernels that this installation holds prebuilt for the target are left out.
+With --score-mod: the kernels of calls with this score modification, for example
+  omniattn compile --arch sm_90a --score-mod mymodule:near --dtype bf16 --head-dim 128
 """
 
 
@@ -64,6 +66,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write binaries here instead of into the cache")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    score_mods.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -72,8 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     target = Arch.parse(arguments.arch, argument="--arch")
     if not arguments.json:
         console.require_rich()
-    wanted = kernels.named(arguments.kernel)
+    wanted, no_calls = _wanted(arguments, target)
     specs, left_out = choose(wanted, target, keep_prebuilt=arguments.all or bool(arguments.kernel))
+    left_out |= no_calls
     if not specs and not any(reason == _PREBUILT for reason in left_out.values()):
         reasons = "; ".join(dict.fromkeys(left_out.values())) or "the registry is empty"
         raise console.CannotRunError(f"no kernel can be compiled for {target}: {reasons}")
@@ -86,8 +90,19 @@ def run(arguments: argparse.Namespace) -> int:
             "left_out": left_out,
         })  # fmt: skip
     else:
-        _show(target, outcomes, left_out)
+        _show(target, outcomes, left_out, no_calls)
     return 1 if any(outcome.error for outcome in outcomes) else 0
+
+
+def _wanted(arguments: argparse.Namespace, target: Arch) -> tuple[Sequence[KernelSpec], dict[str, str]]:
+    """Rows to choose from, and kinds of calls that have none, with reasons."""
+    named = kernels.named(arguments.kernel)
+    if arguments.score_mod is None:
+        score_mods.check_unused(arguments)
+        return named, {}
+    found = score_mods.rows(arguments, target)
+    found = score_mods.only(found, named) if arguments.kernel else found
+    return found.specs, found.left_out
 
 
 _PREBUILT = "prebuilt for this target (--all compiles it too)"
@@ -138,7 +153,7 @@ def compile_all(
     return outcomes
 
 
-def _show(target: Arch, outcomes: Sequence[Outcome], left_out: dict[str, str]) -> None:
+def _show(target: Arch, outcomes: Sequence[Outcome], left_out: dict[str, str], no_calls: Mapping[str, str]) -> None:
     done = [outcome for outcome in outcomes if not outcome.error]
     if done:
         header = ["kernel", "registers", "spill bytes", "size", "s"]
@@ -153,5 +168,6 @@ def _show(target: Arch, outcomes: Sequence[Outcome], left_out: dict[str, str]) -
     for error, names in failed.items():
         console.print_line(f"FAILED {', '.join(names)}: {error}")
     for reason in dict.fromkeys(left_out.values()):
-        count = sum(value == reason for value in left_out.values())
-        console.print_line(f"{count} kernel{'s' if count > 1 else ''} left out: {reason}")
+        those = [name for name, value in left_out.items() if value == reason]
+        count = "1 kernel" if len(those) == 1 else f"{len(those)} kernels"
+        console.print_line(f"{', '.join(those) if those[0] in no_calls else count} left out: {reason}")

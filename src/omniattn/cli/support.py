@@ -56,6 +56,17 @@ GPUS: tuple[Column, ...] = tuple(
     }.items()
 )
 
+#: Of compute capabilities besides.
+_SHARED_MEMORY = {(11, 0): 227 << 10}
+
+
+def shared_memory(cc: tuple[int, int]) -> int:
+    """Opt-in shared memory of one CTA; of unknown GPUs what the least of their kind has, or the least of all."""
+    known = _MAX_SMEM | _SHARED_MEMORY
+    alike = [size for (major, _), size in known.items() if major == cc[0]]
+    return known.get(cc) or min(alike or known.values())
+
+
 #: Where a kernel's binary comes from, best first, and the word in a table.
 WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported": "–"}
 

@@ -20,6 +20,8 @@ _ELEMENTS = {
     "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int32": "int32", "int64": "int64",
     "int8": "signed char", "uint8": "uint8", "bool": "bool",
 }  # fmt: skip
+#: Between the name of a row and the digest of the text.
+_MARK = "_mod_"
 #: Element types of arrays.
 DTYPES = tuple(_ELEMENTS)
 
@@ -55,7 +57,12 @@ def with_score_mod(spec: KernelSpec, mod: ScoreModProblem | None, *, backward: b
         return spec
     text = user_text(mod, backward=backward)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return replace(spec, name=f"{spec.name}_mod_{digest}", prebuild=(), generated=((HEADER, text),))
+    return replace(spec, name=f"{spec.name}{_MARK}{digest}", prebuild=(), generated=((HEADER, text),))
+
+
+def row_of(spec: KernelSpec) -> str:
+    """Name of the registry row that a kernel was made of, with a score modification or without."""
+    return spec.name.rpartition(_MARK)[0] if spec.generated else spec.name
 
 
 def array_values(mod: ScoreModProblem) -> dict[str, object]:

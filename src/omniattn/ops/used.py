@@ -126,7 +126,7 @@ def _starts_of_parts(library: str, starts: tuple[Any, Any], used: tuple[Any, Any
 
 def _beside(library: str, batch: int, count: int, descales: tuple[Any, ...], score_mod: Any) -> tuple[Any, Any]:
     """Factors and the score modification of the parts."""
-    mod = _of_parts(score_mod, count) if isinstance(score_mod, ScoreMod) else score_mod
+    mod = of_parts(score_mod, count) if isinstance(score_mod, ScoreMod) else score_mod
     return tuple(_repeated(library, x, batch, count) for x in descales), mod
 
 
@@ -233,7 +233,7 @@ def _repeated(library: str, x: Any, batch: int, count: int) -> Any:
     return x.repeat_interleave(count, 0) if library == "torch" else x.repeat(count, axis=0)
 
 
-def _of_parts(mod: ScoreMod, count: int) -> ScoreMod:
+def of_parts(mod: ScoreMod, count: int) -> ScoreMod:
     """The score modification with the caller's ``b`` in place of the part's; the same one at each call."""
     known = _mods.setdefault(mod, {})
     if count not in known:

@@ -6,8 +6,9 @@ of NVRTC do not overwrite each other. Of several, the newest that the driver tak
 
 File: magic and the sha256 of all that follows, one line; a JSON header, one line; the binary. Files are written under a
 temporary name and renamed, so a reader sees a whole file or none; any number of processes may do this at once, and the
-last one wins. Nothing that goes wrong here stops a computation: a damaged file is removed and rebuilt; an unwritable
-folder, a full disk, or a folder that another user owns or can write to leaves the kernel in memory.
+last one wins. Beside them lies an empty file ``.lock``, see `once`. Nothing that goes wrong here stops a computation: a
+damaged file is removed and rebuilt; an unwritable folder, a full disk, or a folder that another user owns or can write
+to leaves the kernel in memory.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ..registry import KernelSpec
 
 _MAGIC = b"omniattn-kernel-1"
+_LOCK = ".lock"
 #: A file takes milliseconds to write.
 _ABANDONED_SECONDS = 3600
 _NAME = re.compile(r"([0-9a-f]{64})\.nvrtc(\d+)\.(\d+)")
@@ -204,6 +206,16 @@ class KernelCache:
         with self._lock:
             self._memory[key] = entry
         return None
+
+    def lock_file(self, key: str) -> Path | None:
+        """The file to lock while ``key`` is compiled, see `once`; None where the folder cannot or must not be used."""
+        if self.folder is None:
+            return None
+        try:
+            refusal = self._make_folders(key)
+        except OSError:
+            return None  # `put` says so
+        return None if refusal else self.folder / key[:2] / _LOCK
 
     def entries(self) -> list[Path]:
         """All files of the cache."""

@@ -23,12 +23,15 @@ from .driver_base import IMAGE_ERRORS
 from .dump import dump
 from .kernel import LoadedKernel
 from .nvrtc import get_compiler, install_hint
+from .once import once
 from .store import CubinRejectedError, get_store
 
 if TYPE_CHECKING:
     from ..registry import KernelSpec
 
 Tried = list[tuple[str, str]]
+#: Target and NVRTC's version of cached binaries.
+Given = set[tuple[str, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,15 @@ def _prebuilt(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[C
         yield Candidate(origin, f"sm_{entry.arch}", image, options, note, f"{origin} (sm_{entry.arch})")
 
 
-def _cached(spec: KernelSpec, cc: tuple[int, int], tried: Tried, postponed: list[Candidate]) -> Iterator[Candidate]:
-    """Every entry of the disk cache; PTX that NVRTC can better goes to ``postponed``."""
+def _cached(
+    spec: KernelSpec, cc: tuple[int, int], tried: Tried, postponed: list[Candidate], given: Given
+) -> Iterator[Candidate]:
+    """Every entry of the disk cache, noted in ``given``; PTX that NVRTC can better goes to ``postponed``."""
     try:
         key = cache_key(spec, Arch.of_device(cc), get_store().sources)
     except CompileError as error:
         tried.append(("disk cache", error.message))
         return
-    given: set[tuple[str, tuple[int, int]]] = set()
     for entry, reason in get_cache().find(key, spec.name):
         if entry is None:
             tried.append(("disk cache", reason))
@@ -140,42 +144,69 @@ def _better_than(entry: CacheEntry, spec: KernelSpec, cc: tuple[int, int]) -> tu
     return None if target == entry.arch else (target, compiler.version)
 
 
-def _compiled(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
+def _compiled(spec: KernelSpec, cc: tuple[int, int], tried: Tried, given: Given) -> Iterator[Candidate]:
+    """What NVRTC makes, or has just made for another process."""
     if not env.jit_policy()[1]:
         tried.append(("NVRTC", "forbidden by OMNIATTN_DISABLE_JIT=1"))
         return
-    sources = get_store().sources
+    sources, kept = get_store().sources, get_cache()
     target = Arch.of_device(cc)
+    made: list[CompileResult] = []
     try:
-        target = jit_target(spec, cc, get_compiler())
-        result = compile_spec(spec, target, sources)
+        compiler = get_compiler()
+        target = jit_target(spec, cc, compiler)
         key = cache_key(spec, Arch.of_device(cc), sources)
+        this = str(target), compiler.version
+
+        def find() -> CacheEntry | None:
+            # One that was there before has been given, and refused by the driver.
+            if this in given:
+                return None
+            entries = (entry for entry, _ in kept.find(key, spec.name))
+            return next((e for e in entries if e is not None and (e.arch, e.nvrtc_version) == this), None)
+
+        def make() -> CacheEntry:
+            made.append(compile_spec(spec, target, sources))
+            entry = CacheEntry.of(spec, made[0])
+            kept.put(key, entry)
+            return entry
+
+        entry = once(kept.lock_file(key), find, make, f"compiling {spec.name} for {target}")
     except CompileError as error:
         tried.append((f"NVRTC for {target}", str(error)))
         if error.log:
             dump(spec, str(target), "failed", b"", (), error.log)
-        if found := user_errors(spec, error.log):
-            raise CompileError("score_mod does not compile; the compiler says of its text:", log=found) from None
+        if (of_user := _of_user(spec, error)) is not None:
+            raise of_user from None
         return
     if target.virtual:
         tried.append(
             (
                 f"NVRTC for {Arch.of_device(cc)}",
-                f"NVRTC {result.nvrtc_version[0]}.{result.nvrtc_version[1]} does not know it: {target} PTX was "
+                f"NVRTC {entry.nvrtc_version[0]}.{entry.nvrtc_version[1]} does not know it: {target} PTX was "
                 "compiled instead, for the driver to translate",
             )
         )
-    get_cache().put(key, CacheEntry.of(spec, result))
-    log.get().info("compiled %s for %s: %d registers", spec.name, target, result.registers)
-    yield Candidate("jit", result.arch, result.cubin, result.options, result.log, f"jit ({result.arch})")
+    if not made:
+        yield Candidate.cached(entry)
+        return
+    log.get().info("compiled %s for %s: %d registers", spec.name, target, made[0].registers)
+    yield Candidate("jit", entry.arch, entry.image, entry.options, entry.log, f"jit ({entry.arch})")
+
+
+def _of_user(spec: KernelSpec, error: CompileError) -> CompileError | None:
+    """What the compiler says of a user's text; None where the error is not in it."""
+    found = user_errors(spec, error.log)
+    return CompileError("score_mod does not compile; the compiler says of its text:", log=found) if found else None
 
 
 def _candidates(spec: KernelSpec, cc: tuple[int, int], tried: Tried) -> Iterator[Candidate]:
     """All binaries that could serve, the best first."""
     postponed: list[Candidate] = []
+    given: Given = set()
     yield from _prebuilt(spec, cc, tried)
-    yield from _cached(spec, cc, tried, postponed)
-    yield from _compiled(spec, cc, tried)
+    yield from _cached(spec, cc, tried, postponed, given)
+    yield from _compiled(spec, cc, tried, given)
     yield from postponed
 
 
@@ -203,7 +234,8 @@ def load(spec: KernelSpec, ordinal: int) -> LoadedKernel:
     loaded = _loaded.get((spec.name, ordinal))
     if loaded is not None:
         return loaded
-    # One compilation at a time: a second thread, or GPU, that wants the same kernel finds it in the cache.
+    # One compilation at a time: a second thread, or GPU, that wants the same kernel finds it in the cache. Between
+    # processes `once` sees to it.
     with _lock:
         return _loaded.get((spec.name, ordinal)) or _load(spec, ordinal)
 
@@ -273,7 +305,7 @@ def resolve(spec: KernelSpec, cc: tuple[int, int]) -> Resolution:
         for entry in store.prebuilt(spec.name, cc):
             if not store.refusal(entry, spec):
                 return Resolution("prebuilt", f"sm_{entry.arch}", f"{store.kind} holds sm_{entry.arch}")
-    for candidate in _cached(spec, cc, tried, []):
+    for candidate in _cached(spec, cc, tried, [], set()):
         return Resolution("cache", candidate.arch, f"compiled on this machine before, for {candidate.arch}")
     if not env.jit_policy()[1]:
         return Resolution("unsupported", own, "not prebuilt, and OMNIATTN_DISABLE_JIT=1 forbids to compile it")
@@ -319,7 +351,8 @@ def compile_to(spec: KernelSpec, arch: str, folder: Path | None = None) -> Compi
     Raises
     ------
     CompileError
-        NVRTC is missing, does not know the target, or rejects the source; or the kernel cannot run on the target.
+        NVRTC is missing, does not know the target, or rejects the source, of a user's text with what it says of that;
+        or the kernel cannot run on the target.
     CacheError
         The file cannot be written.
     """
@@ -331,11 +364,26 @@ def compile_to(spec: KernelSpec, arch: str, folder: Path | None = None) -> Compi
     never = spec.unfit(target.cc, where=str(target))
     if never:
         raise CompileError(f"kernel {spec.name!r} is not for {target}: {never}")
-    result = compile_spec(spec, target)
+    try:
+        return _compile_to(spec, target, folder)
+    except CompileError as error:
+        raise _of_user(spec, error) or error from None
+
+
+def _compile_to(spec: KernelSpec, target: Arch, folder: Path | None) -> CompiledFile:
     if folder is None:
         store = get_cache()
         key = cache_key(spec, target, get_store().sources)
-        path = store.put(key, CacheEntry.of(spec, result))
+        written: list[Path | None] = []
+
+        def make() -> CompileResult:
+            result = compile_spec(spec, target)
+            written.append(store.put(key, CacheEntry.of(spec, result)))
+            return result
+
+        # It compiles in any case, and waits for nobody; whoever needs the kernel meanwhile waits for it.
+        result = once(store.lock_file(key), lambda: None, make, f"compiling {spec.name} for {target}", seconds=0)
+        path = written[0]
         if path is None:
             raise CacheError(
                 str(store.folder),
@@ -343,6 +391,7 @@ def compile_to(spec: KernelSpec, arch: str, folder: Path | None = None) -> Compi
                 "set OMNIATTN_CACHE_DIR to a folder that can be written, by you alone, with free space",
             )
         return CompiledFile(path, result)
+    result = compile_spec(spec, target)
     path = folder / target.number / f"{spec.name}.{'ptx' if result.ptx else 'cubin'}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

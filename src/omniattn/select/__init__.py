@@ -9,7 +9,7 @@ from .cache import select_append, select_copy, select_decode, select_merge, sele
 from .choice import Selection
 from .masks import select_mask_align, select_masks, select_tile_kinds
 from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
-from .split import SplitSelection, select_split
+from .split import SplitSelection, rows_to_compare, select_split
 from .tail import select_tail
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Selection",
     "SplitSelection",
     "needs_mods",
+    "rows_to_compare",
     "select_append",
     "select_attention",
     "select_backward",

@@ -237,6 +237,13 @@ class _Call:
         families = [own, others] if beside else [own or others]
         return [spec for family in families for spec in family if kind(spec) == min(map(kind, family))]
 
+    def rows(self) -> list[KernelSpec]:
+        """Rows to compare, of all that there are."""
+        alike = ROWS(REGISTRY, ("attention_split", self.problem.dtype))
+        return self.candidates(
+            [spec for spec in alike if unfit_split(spec, self.problem, self.target) is None and self.may_take(spec)]
+        )
+
     def shared(self, spec: KernelSpec) -> tuple[SharedRows, ...]:
         """The fewest tiles, and ways that leave fewer SMs idle, or fewer rows unused. A forced row has the fewest."""
         p, block_m = self.problem, spec.block_m
@@ -327,9 +334,7 @@ def select_split(
     elif call.has_work_enough():
         return None
     else:
-        alike = ROWS(REGISTRY, ("attention_split", problem.dtype))
-        fitting = [spec for spec in alike if unfit_split(spec, problem, target) is None and call.may_take(spec)]
-        rows = call.candidates(fitting)
+        rows = call.rows()
     ways = [
         (best[0] / call.gain(spec, way), *best, spec)
         for spec in rows
@@ -358,6 +363,11 @@ def select_split(
     is_merged = split.shares > 0 or not is_final(problem, number)
     merge = combine_of(spec, problem, target, force) if is_merged else None
     return SplitSelection(Selection(spec, why), merge, split)
+
+
+def rows_to_compare(problem: AttentionProblem, target: Target, unsplit: Selection) -> list[KernelSpec]:
+    """The rows that `select_split` compares; which of them is the fastest depends on lengths and numbers of heads."""
+    return [] if _unfit_problem(problem) is not None else _Call(problem, target, unsplit.spec, False).rows()
 
 
 def combine_of(spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None) -> Selection:
