@@ -61,6 +61,12 @@ def _longest_first(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -seconds[item.nodeid.partition("::")[0]])
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the folder of GPU tests out of a run that did not name it or them: thousands, each deselected otherwise."""
+    is_gpu = collection_path == Path(__file__).parent / "gpu"
+    return True if is_gpu and not asks_for(config, "gpu") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave GPU tests out of a run that did not name them.
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 
-from omniattn.bench.document import document, environment, to_json
+from omniattn.bench.document import document, environment, write
 
 KERNELS = ("cudnn", "omniattn")
 #: What is timed: one GPU with the whole sequence; all of them; the calls of one GPU's part of the ring alone, without
@@ -188,7 +188,7 @@ def work(given: argparse.Namespace) -> None:
             "context_parallel", protocol="context_parallel", command=given.command, environment=environment(torch),
             rows=rows, heads=given.heads, head_dim=given.head_dim, causal=causal, repeats=given.repeats,
         )  # fmt: skip
-        given.out.write_text(to_json(report) + "\n", encoding="utf-8")
+        write(report, given.out)
     dist.destroy_process_group()
     if wrong:
         raise SystemExit(f"relative errors above {LARGEST_ERROR}: {wrong}")

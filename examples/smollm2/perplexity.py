@@ -62,19 +62,18 @@ def split_windows(tokens: np.ndarray, context: int) -> list[np.ndarray]:
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def report(name: str, options: str, text: str, backend: Backend, rows: list[dict[str, Any]]) -> str:
-    """The rows of a table with what they were measured with, as JSON."""
-    from omniattn.bench.document import document, environment, reference_environment, to_json, version_of
+def report(name: str, options: str, text: str, backend: Backend, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of a table with what they were measured with."""
+    from omniattn.bench.document import document, environment, reference_environment, version_of
 
     if backend.name.endswith("CPU"):
         facts = reference_environment() | ({"torch": version_of("torch")} if "torch" in backend.name else {})
     else:
         facts = environment(backend.xp)
-    made = document(
+    return document(
         name, protocol="perplexity", command=f"python examples/smollm2/perplexity.py {options}", environment=facts,
         rows=rows, text=describe_text(text), backend=backend.name,
     )  # fmt: skip
-    return to_json(made) + "\n"
 
 
 def main() -> int:
@@ -131,7 +130,9 @@ def main() -> int:
                 where += f" --gguf {Path(options.gguf).name}"
             if options.backend != "numpy":
                 where += f" --backend {options.backend} --dtype {options.dtype}"
-            options.out.write_text(report(f"perplexity_{asked[0]}", where, text, backend, rows), encoding="utf-8")
+            from omniattn.bench.document import write
+
+            write(report(f"perplexity_{asked[0]}", where, text, backend, rows), options.out)
         return 0
     # A first short run keeps one-time costs (library start, kernel compilation) out of the times.
     warm_up = [tokens[: min(16, len(tokens))]]

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from omniattn.bench.document import document, environment, to_json
+from omniattn.bench.document import document, environment, write
 from omniattn.bench.timing import percentile
 from omniattn.jax import dot_product_attention
 
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "jax", protocol="wall", command=" ".join(["python examples/train_jax/bench.py", *options]),
             environment=facts(), rows=rows, repeats=given.repeats,
         )  # fmt: skip
-        given.out.write_text(to_json(report) + "\n", encoding="utf-8")
+        write(report, given.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.nn.attention import activate_flash_attention_impl
 from train import Run, precision, report_of, train
 
 import omniattn.torch  # noqa: F401, it registers the implementation "omniattn"
-from omniattn.bench.document import to_json
+from omniattn.bench.document import write
 
 #: Nats a byte by which a step's losses may differ: products in bf16, whose sums have another order.
 TOLERANCE = 0.02
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(summary(runs))
     if given.out is not None:
         report = report_of(runs, config, given, on_gpu=True, command="python examples/train_lm/parallel.py")
-        given.out.write_text(to_json({**report, "tolerance": TOLERANCE}) + "\n", encoding="utf-8")
+        write({**report, "tolerance": TOLERANCE}, given.out)
     if not apart <= TOLERANCE:
         raise SystemExit(f"losses differ by {apart}, {TOLERANCE} allowed")
 

@@ -21,7 +21,7 @@ from plot import svg
 from text import batches, read_text
 from torch.nn import functional
 
-from omniattn.bench.document import document, environment, reference_environment, to_json
+from omniattn.bench.document import document, environment, reference_environment, write
 
 SMALL = Config(layers=2, heads=2, head_dim=16, context=64)
 #: Steps that are not timed: kernels are loaded, memory is found.
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
         command = "python examples/train_lm/train.py" + (f" --plot {given.plot.as_posix()}" if given.plot else "")
         report = report_of(runs, config, given, on_gpu=device != "cpu", command=command)
         if given.out is not None:
-            given.out.write_text(to_json(report) + "\n", encoding="utf-8")
+            write(report, given.out)
         if given.plot is not None:
             given.plot.write_text(svg(report), encoding="utf-8")
     return runs

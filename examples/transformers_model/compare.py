@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from omniattn.bench.document import document, environment, reference_environment, to_json
+from omniattn.bench.document import document, environment, reference_environment, write
 from omniattn.integrations import transformers as omniattn_transformers
 
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "omniattn", "omniattn_int8")
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         data = document("transformers", protocol="wall", command=_command(arguments.gguf), environment=where,
                         rows=[asdict(row) for row in rows], sizes=asdict(sizes),
                         model=arguments.gguf.name if arguments.gguf else "random Llama")  # fmt: skip
-        arguments.out.write_text(to_json(data), encoding="utf-8")
+        write(data, arguments.out)
     return rows
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from build_tools.accuracy_tables import tables
-from omniattn.bench.document import document, to_json
+from omniattn.bench.document import document, to_json, write
 
 Row = dict[str, Any]
 
@@ -59,5 +59,5 @@ def run(
         **more,
     )
     if options.out is not None:
-        options.out.write_text(to_json(report) + "\n", encoding="utf-8")
+        write(report, options.out)
     print(to_json(report) if options.json else tables(report))

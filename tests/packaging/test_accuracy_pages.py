@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from build_tools import accuracy_tables, pages
+from omniattn.bench import document
 from tests.numerics import accuracy_report
 from tests.packaging.test_pages import reports, typed_tables
 
@@ -137,8 +138,10 @@ def test_scripts_print_and_write_the_same(tmp_path: Path, capsys: pytest.Capture
         accuracy_report.run("kv_accuracy", "python -m this", lambda: environment, lambda: made["rows"], arguments)
         return capsys.readouterr().out
 
-    printed = json.loads(run("--json", "--out", str(path)))
-    assert printed == json.loads(path.read_text(encoding="utf-8"))
+    text = run("--json", "--out", str(path))
+    assert text == path.read_text(encoding="utf-8")
+    printed = json.loads(text)
+    assert text == document.to_json(printed) + "\n"
     assert printed == {**made, "command": "python -m this --json"}
     assert "| int4 | 72 | 0.9925 / 0.250 | 0.9925 / 0.250 |" in run()
     with pytest.raises(SystemExit):

@@ -13,11 +13,13 @@ from xml.etree import ElementTree
 import pytest
 
 from build_tools import decode_tables, figures, page_tables, pages
+from omniattn.bench import document
 from omniattn.cli import build_parser
 from omniattn.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[2]
 PERFORMANCE = sorted((ROOT / "docs/performance").glob("*.md"))
+RESULTS = sorted((ROOT / pages.RESULTS).glob("*.json"))
 ENVIRONMENT = {
     "device": "NVIDIA Test", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "cudnn": "91900", "python": "3.12",
 }  # fmt: skip
@@ -93,6 +95,15 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_pages_are_what_the_results_say() -> None:
     assert pages.differences() == [], "run: python -m build_tools.pages --write"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_file_has_a_row_a_line(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    report = json.loads(text)
+    assert text == document.to_json(report) + "\n", "written by omniattn.bench.document.write"
+    lines = [line.strip().removesuffix(",") for line in text.splitlines()]
+    assert all(lines.count(json.dumps(row)) == report["rows"].count(row) for row in report["rows"])
 
 
 def test_every_part_is_on_a_page() -> None:

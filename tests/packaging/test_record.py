@@ -294,8 +294,13 @@ def test_plain_runs_leave_gpu_tests_out(tmp_path: Path) -> None:
     )
     (tmp_path / "tests/test_k.py").write_text(SUITE.replace("OTHER_FAILS", "True"), encoding="utf-8")
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers = gpu: test\n", encoding="utf-8")
+    # Those of the folder are not even imported.
+    (tmp_path / "tests/gpu").mkdir()
+    (tmp_path / "tests/gpu/test_l.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
     shown = inner_pytest(tmp_path).stdout
-    assert "1 passed, 3 deselected" in shown
+    assert "1 passed, 3 deselected in" in shown
+    for named in (["tests/gpu/test_l.py"], ["-m", "gpu"]):
+        assert "RuntimeError: imported" in inner_pytest(tmp_path, *named).stdout
 
 
 EXPECTED_TO_FAIL = """

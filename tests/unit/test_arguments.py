@@ -40,7 +40,8 @@ def run_fault(function: Callable[..., Any], fault: Fault, data: st.DataObject, c
         assert call["out"].tobytes() == before
 
 
-thorough = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+#: Of each fault, which has a few forms at most.
+thorough = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("fault", ATTENTION, ids=lambda fault: fault.__name__)

@@ -94,6 +94,8 @@ def test_without_a_gpu_exit_code_2_and_a_reason(command: str, no_gpu: None, caps
         ("bench host --anchor fa2", "--anchor"),
         ("bench append --anchor fa2", "--anchor"),
         ("demo --repeats 0", "--repeats"),
+        ("demo --layers 0", "--layers"),
+        ("demo --layers 5", "--layers"),
         ("compile --arch volta", "--arch"),
         ("compile --arch sm_90a --kernel no_such_kernel", "--kernel"),
         ("verify --kernel no_such_kernel", "--kernel"),

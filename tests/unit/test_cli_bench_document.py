@@ -66,8 +66,10 @@ def test_every_bench_has_the_same_head_and_flat_rows(
     timed = ["bench", what, *options.split()]
     command = [*timed, "--out", str(path)]
     assert main([*command, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert json.loads(path.read_text(encoding="utf-8")) == data
+    printed = capsys.readouterr().out
+    assert path.read_text(encoding="utf-8") == printed
+    data = json.loads(printed)
+    assert printed == document.to_json(data) + "\n"
     _check(data)
     assert data["bench"] == what
     # The command that makes these rows, whatever file the reader's machine keeps them in.
@@ -131,6 +133,51 @@ def test_driver_and_its_cuda_version(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "13.0",
         "91900",
     )
+
+
+def test_a_file_has_a_row_a_line(tmp_path: Path) -> None:
+    """Rows and what is like them; what describes the run has a line a fact."""
+    made = document.document(
+        "forward", protocol="interleaved", command="", environment={"date": "2026-01-02"}, missing={}, slower=[],
+        why={"a": ["µ", "2"]}, runs=({"losses": [0.1, 1e-9]}, {"losses": []}), sizes={"prompt": [8, 512]},
+        rows=[{"shape": "a", "us": 0.1 + 0.2, "more": {"x": [1]}}, {"shape": "b", "us": None, "more": {}}],
+    )  # fmt: skip
+    path = tmp_path / "made.json"
+    document.write(made, path)
+    text = path.read_bytes().decode("ascii")
+    assert json.loads(text) == {**made, "runs": list(made["runs"])}
+    assert text == document.to_json(made) + "\n"
+    assert text.splitlines() == [
+        "{",
+        '  "schema": 1,',
+        '  "bench": "forward",',
+        '  "protocol": "interleaved",',
+        '  "command": "",',
+        '  "date": "2026-01-02",',
+        '  "environment": {',
+        '    "date": "2026-01-02"',
+        "  },",
+        '  "missing": {},',
+        '  "slower": [],',
+        '  "why": {',
+        '    "a": [',
+        '      "\\u00b5",',
+        '      "2"',
+        "    ]",
+        "  },",
+        '  "runs": [',
+        '    {"losses": [0.1, 1e-09]},',
+        '    {"losses": []}',
+        "  ],",
+        '  "sizes": {',
+        '    "prompt": [8, 512]',
+        "  },",
+        '  "rows": [',
+        '    {"shape": "a", "us": 0.30000000000000004, "more": {"x": [1]}},',
+        '    {"shape": "b", "us": null, "more": {}}',
+        "  ]",
+        "}",
+    ]
 
 
 def test_out_has_to_be_in_a_folder_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import omniattn
-from omniattn.cli import main
+from omniattn.cli import console, demo, main
 from omniattn.data import load_activations
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.problems import Target
@@ -40,8 +41,8 @@ def test_demo_json_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["demo", "--device", "cpu", "--repeats", "1", "--json", "--plot", str(plot)]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["device"] == "CPU"
-    layers = {sample.name for sample in load_activations()}
-    assert {row["layer"] for row in data["rows"]} == layers
+    layers = [sample.name for sample in load_activations()]
+    assert list(dict.fromkeys(row["layer"] for row in data["rows"])) == [layers[0], layers[-1]]
     assert {row["precision"] for row in data["rows"]} == set(omniattn.PRECISIONS)
     assert data["note"] == ""
     # docs/precision.md has what the formats cost on these very activations.
@@ -70,7 +71,7 @@ def test_demo_leaves_out_precisions_without_a_kernel_and_says_so(
         return explain(*arrays, precision=precision, **options)
 
     monkeypatch.setattr(omniattn, "explain", refuse)
-    assert main(["demo", "--device", "cpu", "--repeats", "1", "--json"]) == 0
+    assert main(["demo", "--device", "cpu", "--repeats", "1", "--layers", "1", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert {row["precision"] for row in data["rows"]} == {"exact"}
     for precision in ("int8", "int4"):
@@ -78,10 +79,69 @@ def test_demo_leaves_out_precisions_without_a_kernel_and_says_so(
 
 
 def test_demo_table_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--device", "cpu", "--repeats", "1"]) == 0
+    assert main(["demo", "--device", "cpu", "--repeats", "1", "--layers", "1"]) == 0
     output = capsys.readouterr().out
     assert "relative L1" in output
-    assert "SmolLM2 layer" in output
+    assert "SmolLM2 layer 0 " in output
+    assert "1 of 4 recorded layers; all of them: --layers 4." in output
+
+
+def test_demo_spreads_layers_over_the_model() -> None:
+    recorded = load_activations()
+    assert [[s.layer for s in demo.spread(recorded, count)] for count in range(1, 5)] == [
+        [0], [0, 29], [0, 19, 29], [0, 11, 19, 29],
+    ]  # fmt: skip
+
+
+class Gpu(NumpyFramework):
+    """Stands in for a GPU."""
+
+    name, device = "torch", "NVIDIA Test"
+
+    def array(self, values: np.ndarray, dtype: str) -> np.ndarray:
+        return super().array(values, dtype.replace("bfloat16", "float32"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "layers"),
+    [
+        (True, [], [0, 11, 19, 29]), (True, ["--layers", "2"], [0, 29]), (False, [], [0, 29]),
+        (False, ["--layers", "4"], [0, 11, 19, 29]),
+    ],
+)  # fmt: skip
+def test_demo_runs_all_layers_on_a_gpu(
+    gpu: bool, options: list[str], layers: list[int], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    ran: list[int] = []
+    monkeypatch.setattr(demo, "choose_framework", lambda device: (Gpu() if gpu else NumpyFramework(), ""))
+    monkeypatch.setattr(demo, "run_samples", lambda _, samples, *__: ran.extend(s.layer for s in samples) or [])
+    assert main(["demo", *options]) == 0
+    assert ran == layers
+    assert ("all of them: --layers 4" in capsys.readouterr().out) == (len(layers) < 4)
+
+
+class OneThread(NumpyFramework):
+    """Says in which process it ran, and with how many threads."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError(f"{os.getpid()} {os.environ['OPENBLAS_NUM_THREADS']}")
+
+
+def test_demo_on_the_cpu_runs_in_processes_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    with pytest.raises(RuntimeError) as raised, console.progress(1, enabled=False) as bar:
+        demo.run_samples(OneThread(), load_activations()[:1], ("float32",), ("exact",), 1, bar)
+    process, threads = str(raised.value).split()
+    assert int(process) != os.getpid()
+    assert threads == "1"
+    assert os.environ["OPENBLAS_NUM_THREADS"] == "2"
+
+
+def test_demo_on_a_gpu_runs_in_this_process() -> None:
+    with console.progress(1, enabled=False) as bar:
+        rows = demo.run_samples(Gpu(), load_activations()[:1], ("bfloat16",), ("exact",), 1, bar)
+    assert [(row.layer, row.precision, row.dtype) for row in rows] == [("SmolLM2 layer 0", "exact", "bfloat16")]
 
 
 @pytest.mark.parametrize(

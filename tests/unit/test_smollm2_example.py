@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from build_tools import perplexity_tables
+from omniattn.bench import document
 from tests.unit.smollm2_fakes import tiny_weights
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "smollm2"
@@ -271,6 +272,7 @@ def test_command_line_prints_the_table(
     assert [cells(line)[0] for line in lines[rule + 1 :]] == [f"`{v.label}`" for v in ex.precisions.variants()]
     # The documents' table from the file is the one that was printed.
     made = json.loads(out.read_text(encoding="utf-8"))
+    assert out.read_text(encoding="utf-8") == document.to_json(made) + "\n"
     assert made["bench"] == "perplexity_precisions"
     assert made["command"] == "python examples/smollm2/perplexity.py --precisions --tokens 20 --context 10"
     shown = perplexity_tables.PARTS["perplexity_precisions"].make(made).splitlines()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from build_tools import backward_tables, context_parallel_tables
+from omniattn.bench import document
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
@@ -51,6 +52,7 @@ def test_both_attentions_learn_the_same(ex: Any, tmp_path: Path, capsys: pytest.
     assert all(run.tokens_per_second > 0 for run in runs)
     assert "losses differ by 0.000" in text
     report = json.loads(out.read_text(encoding="utf-8"))
+    assert out.read_text(encoding="utf-8") == document.to_json(report) + "\n"
     assert (report["schema"], report["bench"], report["environment"]["device"]) == (1, "train_lm", "CPU")
     assert [row["last_loss"] for row in report["rows"]] == [run.losses[-1] for run in runs]
     assert report["runs"][0]["losses"] == runs[0].losses

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from omniattn.bench import document
+
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.frameworks
@@ -34,7 +36,9 @@ def test_a_small_model_is_measured_with_each(compare: Any, tmp_path: Path, capsy
     rows = compare.main(["--small", "--attentions", "eager,omniattn", "--out", str(out)])
     assert [row.attention for row in rows] == ["eager", "omniattn"]
     assert all(min(row.prefill_ms, row.training_ms, row.tokens_per_second) > 0 and not row.notes for row in rows)
-    assert len(json.loads(out.read_text(encoding="utf-8"))["rows"]) == 2
+    made = json.loads(out.read_text(encoding="utf-8"))
+    assert len(made["rows"]) == 2
+    assert out.read_text(encoding="utf-8") == document.to_json(made) + "\n"
     assert "| omniattn |" in capsys.readouterr().out
 
 

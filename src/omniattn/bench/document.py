@@ -60,8 +60,32 @@ def document(
 
 
 def to_json(data: Mapping[str, Any]) -> str:
-    """A document as text."""
-    return json.dumps(data, indent=2)
+    """A document as text that shows in a diff which rows have changed.
+
+    Mappings have a line an entry. Lists have a line an element, whatever it holds: a row, a row's samples. Lists of
+    numbers alone are on one line.
+    """
+    return _lines(data, "")
+
+
+def write(data: Mapping[str, Any], path: Path) -> None:
+    """Write a document to a file: how every result file is written."""
+    path.write_text(to_json(data) + "\n", encoding="utf-8", newline="\n")
+
+
+def _lines(value: Any, indent: str) -> str:
+    within = indent + "  "
+    if isinstance(value, Mapping):
+        entries = [f"{json.dumps(key)}: {_lines(entry, within)}" for key, entry in value.items()]
+        opening, closing = "{", "}"
+    elif isinstance(value, (list, tuple)) and not all(isinstance(element, (int, float)) for element in value):
+        entries = [json.dumps(element) for element in value]
+        opening, closing = "[", "]"
+    else:
+        return json.dumps(value)
+    if not entries:
+        return opening + closing
+    return f"{opening}\n{within}" + f",\n{within}".join(entries) + f"\n{indent}{closing}"
 
 
 def version_of(package: str) -> str:

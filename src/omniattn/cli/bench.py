@@ -14,7 +14,7 @@ from omniattn.bench.backward_cases import filter_backward
 from omniattn.bench.backward_contenders import CUDNN, FA2
 from omniattn.bench.backward_report import BackwardReport
 from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
-from omniattn.bench.document import document, environment, to_json
+from omniattn.bench.document import document, environment, to_json, write
 from omniattn.bench.low_precision import PRECISIONS
 from omniattn.bench.option_cases import chosen
 from omniattn.bench.option_report import BELOW_BEST, LEAST_OF_BEST, LEAST_OF_PLAIN, OptionReport
@@ -428,11 +428,10 @@ def _run_host(arguments: argparse.Namespace) -> int:
 
 def _written(arguments: argparse.Namespace, data: dict[str, Any]) -> bool:
     """Write a report to the file that ``--out`` names, or print it for ``--json``: then nothing else is printed."""
-    text = to_json(data)
     if arguments.out is not None:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
+        write(data, arguments.out)
     if arguments.json:
-        print(text)
+        print(to_json(data))
     return bool(arguments.json)
 
 

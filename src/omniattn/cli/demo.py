@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,18 @@ from omniattn.data import Activations, load_activations
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.reference import attention as reference_attention
 from omniattn.testing import compare
+from omniattn.testing.ahead import default_jobs, one_thread_each
 from omniattn.testing.frameworks import Framework, NoGpuError, NumpyFramework, gpu_framework
 
 _DESCRIPTION = """\
 Runs the query, key and value tensors of several layers of SmolLM2-135M-Instruct, recorded on English text, through
 omniattn.attention(causal=True) in every available precision, and compares with the same computation in fp64.
-On a GPU it uses torch, else CuPy, else JAX; without one, NumPy on the CPU.
+On a GPU it uses torch, else CuPy, else JAX; without one, NumPy on the CPU, and then fewer layers unless --layers says
+how many.
 """
+
+#: Layers without a GPU, where the reference takes seconds for each, unless ``--layers`` says otherwise.
+_LAYERS_WITHOUT_GPU = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +70,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto (default): the GPU if one can be used"
     )
+    parser.add_argument(
+        "--layers", type=int, metavar="N",
+        help=f"recorded layers, evenly from the first to the last (default: all; without a GPU {_LAYERS_WITHOUT_GPU})",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="timed calls a row; the best counts (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="error and time bars (.png, .svg, .pdf)")
@@ -77,16 +88,17 @@ def run(arguments: argparse.Namespace) -> int:
         console.require_rich()
     if arguments.plot is not None:
         console.require_matplotlib(arguments.plot)
+    recorded = load_activations()
+    if arguments.layers is not None and not 1 <= arguments.layers <= len(recorded):
+        raise ArgumentError("--layers", f"an integer from 1 to {len(recorded)}", arguments.layers)
     framework, note = choose_framework(arguments.device)
-    samples = load_activations()
+    most = _LAYERS_WITHOUT_GPU if framework.device == "CPU" else len(recorded)
+    samples = spread(recorded, arguments.layers or most)
     dtypes = ("float32", "float16") if framework.device == "CPU" else ("bfloat16", "float16")
     precisions, missing = available(framework, samples[0], dtypes[0])
     note = "; ".join(filter(None, (note, *missing)))
-    rows = []
     with console.progress(len(samples), enabled=not arguments.json) as bar:
-        for sample in samples:
-            bar.step(sample.name)
-            rows += run_sample(framework, sample, dtypes, precisions, arguments.repeats)
+        rows = run_samples(framework, samples, dtypes, precisions, arguments.repeats, bar)
     if arguments.plot is not None:
         plot_rows(rows, framework, arguments.plot)
     if arguments.json:
@@ -101,7 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     _show(rows, samples, framework, note)
+    if len(samples) < len(recorded):
+        console.print_line(f"{len(samples)} of {len(recorded)} recorded layers; all of them: --layers {len(recorded)}.")
     return 0
+
+
+def spread(samples: Sequence[Activations], count: int) -> list[Activations]:
+    """As many layers, evenly from the first to the last."""
+    return [samples[round(index)] for index in np.linspace(0, len(samples) - 1, count)]
 
 
 def choose_framework(device: str) -> tuple[Framework, str]:
@@ -128,6 +147,29 @@ def available(framework: Framework, sample: Activations, dtype: str) -> tuple[li
         else:
             found.append(precision)
     return found, missing
+
+
+def run_samples(
+    framework: Framework, samples: Sequence[Activations], dtypes: Sequence[str], precisions: Sequence[str],
+    repeats: int, bar: console.Progress,
+) -> list[Row]:  # fmt: skip
+    """Every layer through every precision in every dtype. On the CPU in other processes, one for each core.
+
+    Each has one thread: on cores that do something else besides, the threads of a BLAS mostly wait for each other.
+    """
+    rows = []
+    if framework.device != "CPU":
+        for sample in samples:
+            bar.step(sample.name)
+            rows += run_sample(framework, sample, dtypes, precisions, repeats)
+        return rows
+    # Spawned, so that they import NumPy with the variables set: a BLAS reads them once.
+    with one_thread_each(), ProcessPoolExecutor(min(default_jobs(), len(samples)), get_context("spawn")) as pool:
+        waiting = [pool.submit(run_sample, framework, sample, dtypes, precisions, repeats) for sample in samples]
+        for sample, found in zip(samples, waiting):
+            bar.step(sample.name)
+            rows += found.result()
+    return rows
 
 
 def run_sample(

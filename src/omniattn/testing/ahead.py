@@ -59,7 +59,7 @@ class Ahead:
 
     def __enter__(self) -> Ahead:
         if self._jobs > 1:
-            self._stack.enter_context(_one_thread_each())
+            self._stack.enter_context(one_thread_each())
             # Spawned: this process uses CUDA, which does not survive a fork.
             self._pool = ProcessPoolExecutor(self._jobs, mp_context=get_context("spawn"))
             self._stack.callback(self._pool.shutdown, wait=True, cancel_futures=True)
@@ -120,7 +120,7 @@ def _compile(spec: KernelSpec, arch: str) -> None:
 
 
 @contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
+def one_thread_each() -> Iterator[None]:
     """Processes that are started inside the block have one BLAS thread each."""
     before = {name: os.environ.get(name) for name in _THREADS}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
