@@ -1,17 +1,19 @@
 """Packs of cubins and their manifest: what a wheel carries of the kernels.
 
 A pack holds the cubins of one target, family and head_dim; those of a row in fp16 stand beside those in bf16, because
-the two are nearly the same code. One LZMA stream over them takes about a quarter of what each of them takes alone, and
-opens in tens of milliseconds (docs/performance/README.md has the table that chose this grouping).
+the two are nearly the same code. One LZMA stream over them takes about a third of what each of them takes alone, and
+opens in tens of milliseconds (``wheels/README.md`` has the table that chose this grouping). Where they are many, they
+are several packs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import lzma
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,18 @@ from omniattn.registry import KernelSpec
 from omniattn.runtime.sources import Sources, source_digest
 from omniattn.runtime.store import MANIFEST_COLUMNS, MANIFEST_FORMAT, ManifestEntry, manifest_entries
 
+#: One cubin.
+Member = tuple[Job, Compiled]
+
 _DTYPE = re.compile(r"_(fp16|bf16|fp32)(?=_|$)")
 
 
+#: Bytes of an opened pack at most: 4 MB open in 40 ms.
+MOST_BYTES = 4_000_000
+
+
 def group_of(spec: KernelSpec) -> str:
-    """Name of the pack that a row's cubin goes into, without its target."""
+    """Name of the pack, or packs, that a row's cubin goes into, without its target."""
     return f"{spec.family}_d{spec.head_dim}" if spec.head_dim else spec.family
 
 
@@ -46,23 +55,44 @@ def compress(content: bytes) -> bytes:
 POSITION = {"lc": 0, "lp": 4, "pb": 4}
 
 
+def portions(members: Sequence[Member]) -> list[list[Member]]:
+    """The cubins of a group in order, in as few packs of about the same size as `MOST_BYTES` allows; twins together."""
+    members = sorted(members, key=lambda member: order_of(member[0].spec))
+    twins = [list(alike) for _, alike in itertools.groupby(members, key=lambda member: order_of(member[0].spec)[0])]
+    sizes = [sum(len(result.cubin) for _, result in alike) for alike in twins]
+    share = sum(sizes) / max(1, -(-sum(sizes) // MOST_BYTES))
+    found: list[list[Member]] = [[]]
+    end = before = 0.0
+    for alike, size in zip(twins, sizes, strict=True):
+        # A pack ends where the next cubins would lie beyond its share by more than half of them.
+        if found[-1] and before + size / 2 > end + share:
+            found.append([])
+            end += share
+        found[-1] += alike
+        before += size
+    return found
+
+
 def make(
     built: Iterable[tuple[Job, Compiled]], package_version: str, compiler: str, sources: Sources
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest of some cubins, and the files of their packs by name."""
-    groups: dict[tuple[str, str], list[tuple[KernelSpec, Compiled]]] = {}
+    groups: dict[tuple[str, str], list[Member]] = {}
     for job, result in built:
-        groups.setdefault((job.arch, group_of(job.spec)), []).append((job.spec, result))
+        groups.setdefault((job.arch, group_of(job.spec)), []).append((job, result))
+    packs = [
+        (f"packs/{arch}/{group}{f'_{number}' * (number > 0)}.xz", arch, members)
+        for (arch, group), whole in sorted(groups.items())
+        for number, members in enumerate(portions(whole))
+    ]
     listed, files = [], {}
-    for (arch, group), members in sorted(groups.items()):
-        members.sort(key=lambda member: order_of(member[0]))
+    for file, arch, members in packs:
         content = b"".join(result.cubin for _, result in members)
-        file = f"packs/{arch}/{group}.xz"
         files[file] = compress(content)
         kernels = []
-        for spec, result in members:
+        for job, result in members:
             # A digest's first half tells sources apart; it is in a wheel three thousand times, incompressible.
-            told = {**result.entry, "name": spec.name, "source_digest": source_digest(spec, sources)[:16]}
+            told = {**result.entry, "name": job.spec.name, "source_digest": source_digest(job.spec, sources)[:16]}
             kernels.append([told[column] for column in MANIFEST_COLUMNS])
         listed.append(
             {"file": file, "file_sha256": hashlib.sha256(files[file]).hexdigest(), "arch": arch,

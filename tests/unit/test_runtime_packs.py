@@ -232,3 +232,17 @@ def test_the_same_content_gives_the_same_pack() -> None:
     assert packs.compress(content) == packs.compress(content)
     assert lzma.decompress(packs.compress(content)) == content
     assert lzma.decompress(packs.compress(b"")) == b""
+
+
+def test_many_cubins_are_several_packs_of_about_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packs, "MOST_BYTES", 1000)
+    names = [f"k_{dtype}_{index:02}" for index in range(15) for dtype in ("fp16", "bf16")]
+    members = [(Job(toy_spec(name=name), "90a", ""), Compiled({}, bytes(100), "")) for name in names]
+    found = packs.portions(members)
+    assert [len(part) for part in found] == [10, 10, 10]
+    assert [job.spec.name for part in found for job, _ in part] == sorted(
+        names, key=lambda name: (name[-2:], name[2:6] == "fp16")
+    )
+    assert packs.portions(members[:2]) == [sorted(members[:2], key=lambda member: member[0].spec.name)]
+    large = [(Job(toy_spec(name=f"k_{index}"), "90a", ""), Compiled({}, bytes(3000), "")) for index in range(3)]
+    assert [len(part) for part in packs.portions(large)] == [1, 1, 1]
