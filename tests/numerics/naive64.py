@@ -43,27 +43,18 @@ def sequence(
     for h in range(heads):
         source = h * k.shape[0] // heads
         for i in range(sq):
-            visible, logits = [], []
-            for j in range(sk):
-                if not is_visible(i, j, sq, sk, causal, window):
-                    continue
-                bias = 0.0
-                if mask is not None:
-                    entry = mask[h, i, j]
-                    if mask.dtype == bool:
-                        if not entry:
-                            continue
-                    else:
-                        bias = float(entry)
-                        if bias == -math.inf:
-                            continue
-                with np.errstate(all="ignore"):
-                    s = scale * float(np.sum(q[h, i] * k[source, j]))
-                    if softcap > 0:
-                        s = softcap * math.tanh(s / softcap)
-                    logits.append(s + bias)
-                visible.append(j)
-            everything = np.array(logits + ([] if sinks is None else [float(sinks[h])]))
+            visible = [j for j in range(sk) if is_visible(i, j, sq, sk, causal, window)]
+            if mask is not None:
+                row = mask[h, i].tolist()
+                hides = False if mask.dtype == bool else -math.inf
+                visible = [j for j in visible if row[j] != hides]
+            with np.errstate(all="ignore"):
+                logits = scale * (q[h, i] * k[source, visible]).sum(axis=1)
+                if softcap > 0:
+                    logits = softcap * np.tanh(logits / softcap)
+                if mask is not None and mask.dtype != bool:
+                    logits = logits + mask[h, i, visible].astype(np.float64)
+            everything = logits if sinks is None else np.append(logits, float(sinks[h]))
             if not everything.size or np.all(everything == -math.inf):
                 continue
             with np.errstate(all="ignore"):
@@ -71,7 +62,7 @@ def sequence(
                 total = np.exp(everything - top).sum()
                 lse[h, i] = top + np.log(total)
                 if visible:
-                    weights = np.exp(np.array(logits) - top) / total
+                    weights = np.exp(logits - top) / total
                     o[h, i] = (weights[:, None] * v[source, visible]).sum(axis=0)
     return o, lse
 

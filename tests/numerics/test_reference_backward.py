@@ -19,6 +19,8 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 ALL = ("dq", "dk", "dv", "dsinks", "dmask")
 F64 = np.float64
+#: Directions of each input that finite differences are taken along: with one, a wrong part may be hidden.
+DIRECTIONS = 4
 
 
 def squashed(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -106,33 +108,49 @@ def backward(
     )  # fmt: skip
 
 
-def difference(x: dict[str, np.ndarray], name: str, mask: Any, sinks: bool, options: dict[str, Any]) -> np.ndarray:
-    """Central differences of `loss` for an input, element by element."""
+def difference(
+    x: dict[str, np.ndarray], name: str, direction: np.ndarray, mask: Any, sinks: bool, options: dict[str, Any]
+) -> float:
+    """Central difference of `loss` for an input along a direction."""
     step = 1e-5
-    moved = {key: value.copy() for key, value in x.items()}
-    mask = None if mask is None else mask.copy()
-    array = mask if name == "mask" else moved[name]
-    made = np.zeros_like(array)
-    for i in np.ndindex(array.shape):
-        kept = array[i]
-        if np.isneginf(kept):
-            continue
-        sides = []
-        for sign in (1, -1):
-            array[i] = kept + sign * step
-            sides.append(loss(moved, mask, sinks, options))
-        array[i] = kept
-        made[i] = (sides[0] - sides[1]) / (2 * step)
-    return made
+    sides = []
+    for sign in (1, -1):
+        if name == "mask":
+            sides.append(loss(x, mask + sign * step * direction, sinks, options))
+        else:
+            sides.append(loss({**x, name: x[name] + sign * step * direction}, mask, sinks, options))
+    return (sides[0] - sides[1]) / (2 * step)
 
 
 def check(x: dict[str, np.ndarray], mask: Any, sinks: bool, options: dict[str, Any]) -> None:
+    """Gradients against differences along random directions, in which every element that can move has a part."""
     made = backward(x, mask, sinks, options)
+    rng = np.random.default_rng(7)
     for name, gradient in made.items():
-        expected = difference(x, name[1:], mask, sinks, options)
-        assert gradient.shape == expected.shape
+        array = mask if name == "dmask" else x[name[1:]]
+        assert gradient.shape == array.shape
         assert gradient.dtype == F64
-        assert np.abs(gradient - expected).max(initial=0) <= 2e-8 * max(1, np.abs(expected).max(initial=0)), name
+        moves = ~np.isneginf(array)
+        assert (gradient[~moves] == 0).all(), name
+        for _ in range(DIRECTIONS):
+            direction = rng.standard_normal(array.shape) * moves
+            direction /= max(np.linalg.norm(direction), 1e-300)
+            expected = difference(x, name[1:], direction, mask, sinks, options)
+            assert abs((gradient * direction).sum() - expected) <= 2e-8 * max(1, abs(expected)), name
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_one_wrong_element_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference.attention_backward
+
+    def wrong(*arrays: np.ndarray, **options: Any) -> dict[str, np.ndarray]:
+        made = right(*arrays, **options)
+        made[name].flat[7] += 1e-6
+        return made
+
+    monkeypatch.setattr(reference, "attention_backward", wrong)
+    with pytest.raises(AssertionError, match=name):
+        check(inputs(3, 4), None, False, {})
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)

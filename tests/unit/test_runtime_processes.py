@@ -23,7 +23,8 @@ from omniattn.runtime.store import Store, set_store
 from tests.unit.runtime_fakes import FakeDriver, World, isolated, toy_spec
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-PROCESSES = 16
+#: More than there are cores, on the machines that have few; each takes a second to start.
+PROCESSES = 6
 
 
 @pytest.fixture
