@@ -114,7 +114,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "OMNIATTN_CACHE_DIR",
-        "folder of kernels compiled at run time; unset: the platform's cache folder",
+        "folder of kernels compiled here and of opened packs of prebuilt ones; unset: the platform's cache folder",
         None,
         "a folder",
         _folder,
