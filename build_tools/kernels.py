@@ -81,7 +81,8 @@ def wanted_rows(rows: Iterable[KernelSpec], patterns: str | None = None) -> list
     given = (os.environ.get(ROWS_VARIABLE, "") if patterns is None else patterns).split()
     found = [row for row in rows if not given or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in given)]
     if not found:
-        raise BuildError(f"expected patterns that match names of registry rows, received {' '.join(given)!r}")
+        received = " ".join(given)
+        raise BuildError(f"{ROWS_VARIABLE}: expected patterns that match names of registry rows, received {received!r}")
     return found
 
 
