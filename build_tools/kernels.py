@@ -207,7 +207,7 @@ def renew(
     workers: int | None = None,
     echo: Callable[[str], None] | None = None,
 ) -> tuple[int, int]:
-    """Bring the table up to date: what is stale for sm_90a, and some of the rest; returns compiled, still stale.
+    """Bring the table up to date: new rows, what is stale for sm_90a, some of the rest; returns compiled, still stale.
 
     Interrupted, it keeps what was compiled: the next run goes on from there.
 
@@ -231,9 +231,11 @@ def renew(
     table.keep_only(jobs)
     stale = [job for job in jobs if not table.is_current(job)]
     if not everything:
-        others = [job for job in stale if job.arch != MEASURED_ARCH]
-        drawn = random.sample(others, min(SAMPLE, len(others)))
-        stale = [*(job for job in stale if job.arch == MEASURED_ARCH), *drawn]
+        # What `check` demands, and rows of any target that are not there at all.
+        needed = [job.arch == MEASURED_ARCH or (job.arch, job.spec.name) not in table for job in stale]
+        others = [job for job, need in zip(stale, needed, strict=True) if not need]
+        stale = [job for job, need in zip(stale, needed, strict=True) if need]
+        stale += random.sample(others, min(SAMPLE, len(others)))
     with exclusive(root / "build/kernels/.lock"):
         failures: list[str] = []
         compiled = 0
@@ -307,8 +309,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     mode.add_argument("--check", action="store_true", help=f"say what is wrong with {FILE}")
     options = parser.parse_args(argv)
-    if options.accept_spills and not (options.changed or options.table):
-        parser.error("argument --accept-spills: expected --changed or --table beside it")
     if options.accept_spills and not (options.changed or options.table):
         parser.error("argument --accept-spills: expected --changed or --table beside it")
     if options.jobs is not None and options.jobs < 1:

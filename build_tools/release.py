@@ -57,7 +57,7 @@ def _digests(wheel: Path) -> dict[str, str]:
     found = {_MANIFEST: hashlib.sha256(json.dumps(_manifest(wheel)).encode()).hexdigest()}
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if name.startswith((_SHARED + "src/", "omniattn/")) and name.endswith((".py", ".cu", ".cuh")):
+            if name.startswith("omniattn/") and name.endswith((".py", ".cu", ".cuh")):
                 found[name] = hashlib.sha256(archive.read(name)).hexdigest()
     return found
 
@@ -144,15 +144,22 @@ def check(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    from .kernels import REGISTRY, package_version
+    from .kernels import REGISTRY, BuildError, all_jobs, package_version
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="holds the files, and nothing else")
     options = parser.parse_args(argv)
     try:
         wanted = [(arch, spec.name) for spec in REGISTRY for arch in spec.prebuild]
-        lines = check(options.folder, package_version(ROOT), ROOT / "kernels_cu", Table.load(ROOT), wanted)
-    except ReleaseError as error:
+        table = Table.load(ROOT)
+        lines = check(options.folder, package_version(ROOT), ROOT / "kernels_cu", table, wanted)
+        # Of GPUs, too, that no wheel has cubins for: they compile these rows themselves.
+        if stale := [job for job in all_jobs(ROOT) if not table.is_current(job)]:
+            raise ReleaseError(
+                f"{len(stale)} entries of {FILE} are stale ({stale[0]}, ...); what to do: "
+                "python -m build_tools.kernels --table, and commit it"
+            )
+    except (ReleaseError, BuildError) as error:
         print(error, file=sys.stderr)
         return 1
     print("\n".join(lines))

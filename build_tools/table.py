@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from build_tools.jobs import ROOT, Job
+from build_tools.jobs import ROOT, BuildError, Job
 from build_tools.objects import Compiled, write_atomic
 
 #: Where it lies in a checkout.
@@ -47,17 +47,23 @@ class Table(dict[tuple[str, str], Line]):
 
     @classmethod
     def load(cls, root: Path = ROOT) -> Table:
-        """Read the table of a checkout; empty where there is none. Raises ValueError if it is no such table."""
+        """Read the table of a checkout; empty where there is none. Raises BuildError if it is no such table."""
         table = cls()
         path = root / FILE
         if not path.exists():
             return table
         rows = csv.reader(io.StringIO(path.read_text(encoding="utf-8")))
         if next(rows, None) != ["arch", "name", *Line._fields]:
-            raise ValueError(f"{path}: expected a first line arch,name,{','.join(Line._fields)}")
-        for arch, name, key, *numbers, sha256 in rows:
-            registers, static, spills, size = (int(number) for number in numbers)
-            table[arch, name] = Line(key, registers, static, spills, size, sha256)
+            raise BuildError(f"{path}: expected a first line arch,name,{','.join(Line._fields)}")
+        for row in rows:
+            try:
+                arch, name, key, registers, static, spills, size, sha256 = row
+                table[arch, name] = Line(key, int(registers), int(static), int(spills), int(size), sha256)
+            except ValueError:
+                raise BuildError(
+                    f"{path}:{rows.line_num}: expected eight columns as in the first line, received {','.join(row)!r}; "
+                    "of a conflict take either side, then run python -m build_tools.kernels --changed"
+                ) from None
         return table
 
     def save(self, root: Path = ROOT) -> None:
@@ -92,7 +98,7 @@ class Table(dict[tuple[str, str], Line]):
         return (
             f"{job}: spills {spill_bytes} bytes of registers, {before} in {FILE}; use smaller tiles or fewer live "
             "values, or where that was measured and is harmless: python -m build_tools.kernels --changed "
-            "--accept-spills"
+            "--accept-spills (--table in place of --changed for all rows of all targets)"
         )
 
     def contradiction(self, job: Job, built: Compiled) -> str:
@@ -105,7 +111,10 @@ class Table(dict[tuple[str, str], Line]):
             for field in Line._fields
             if getattr(told, field) != getattr(found, field)
         ]
-        return f"{job}: the same code compiles to something else: {'; '.join(parts)}"
+        return (
+            f"{job}: the same code compiles to something else: {'; '.join(parts)}; if its line in {FILE} is wrong, "
+            "delete the line and run python -m build_tools.kernels --changed"
+        )
 
 
 def line_of(job: Job, entry: Mapping[str, Any]) -> Line:

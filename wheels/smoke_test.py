@@ -176,7 +176,9 @@ def check_use(python: Path, has_module: bool = False) -> list[str]:
     """Use the installed package as ``wheels/probe.py`` says, its C module too where it has one; return its lines."""
     # Each probe is a process of its own: what one imports or initializes must not hide the next one's fault.
     names = ("imports", "import-time", "cpu", "gpu-error", "kernels", *(["native"] if has_module else []))
-    lines = [run([python, "-I", PROBE, name]).strip() for name in names]
+    # Packs are opened out of this wheel, not out of what an earlier one has left in this user's cache.
+    with tempfile.TemporaryDirectory() as cache:
+        lines = [run([python, "-I", PROBE, name], OMNIATTN_CACHE_DIR=cache).strip() for name in names]
     program = python.parent / ("omniattn.exe" if os.name == "nt" else "omniattn")
     # Tables need the extra "cli"; the bare package answers in JSON, and says so.
     shown = json.loads(run([program, "info", "--json"]))

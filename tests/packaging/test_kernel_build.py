@@ -92,6 +92,24 @@ def test_a_table_that_is_not_true(checkout: Checkout) -> None:
     assert not (checkout.out / "manifest.json").exists()
 
 
+def test_a_line_that_is_missing_or_broken(checkout: Checkout) -> None:
+    assert checkout.build("--table").returncode == 0
+    header = checkout.root / "kernels_cu/ptx/math.cuh"
+    header.write_text(header.read_text(encoding="utf-8").replace("scale * x", "scale * x + 1.0f"), encoding="utf-8")
+    table = table_of(checkout)
+    del table["80", "tiny2"]
+    table.save(checkout.root)
+    # A row of any target that is not there is compiled, whatever is drawn of the rest.
+    code = "from build_tools import kernels; kernels.SAMPLE = 0; print(kernels.renew(workers=1))"
+    assert checkout.python("-c", code).stdout == "(3, 4)\n"
+    assert ("80", "tiny2") in table_of(checkout)
+    file = checkout.root / "build_tools/compiled.csv"
+    file.write_text(file.read_text(encoding="utf-8") + "<<<<<<< HEAD\n", encoding="utf-8")
+    broken = checkout.build("--check")
+    assert broken.returncode == 1
+    assert "compiled.csv:9: expected eight columns" in broken.stderr
+
+
 def test_a_changed_source_makes_entries_stale(checkout: Checkout) -> None:
     assert checkout.build("--table").returncode == 0
     header = checkout.root / "kernels_cu/ptx/math.cuh"

@@ -184,6 +184,8 @@ def test_packs_of_long_ago_are_removed(world: World) -> None:
     world.cache.chmod(0o700)
     (folder / "old").write_bytes(b"x")
     (folder / "recent").write_bytes(b"x")
+    (folder / ".writing-killed").write_bytes(b"x")
+    os.utime(folder / ".writing-killed", (time.time() - 7200, time.time() - 7200))
     long_ago = time.time() - 400 * 24 * 3600
     os.utime(folder / "old", (long_ago, long_ago))
     load(world, "toy_0")

@@ -5,7 +5,8 @@ The lock only spares work: whoever cannot have it does the work too. Nothing her
 It is ``flock`` on an empty file, which the system lets go of when its holder dies, however it dies. The cache has one
 in each of its folders, at most 256 in all, and none is ever removed: removing a lock file opens a gap between those
 that have opened the old one and those that make a new one. Two kernels share a lock if their keys begin with the same
-two digits; the second then waits for the first, once in 256 pairs. Windows has no ``flock``: there nobody waits.
+two digits, once in 256 pairs; whoever then wants the second waits for the first, and compiles it for itself. Windows
+has no ``flock``: there nobody waits.
 """
 
 from __future__ import annotations

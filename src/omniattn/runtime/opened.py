@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 
 from . import log
-from .folder import default_folder, distrust, make_folder, read_own, write_whole
+from .folder import WRITING, default_folder, distrust, make_folder, read_own, write_whole
 
-#: Packs of a version of the package that is no longer used: no process opens them anew, so their date stays.
-_UNUSED_SECONDS = 90 * 24 * 3600
+#: Packs of older versions of the package would pile up. One that is still used is opened again.
+_OLD_SECONDS = 90 * 24 * 3600
+#: A file takes milliseconds to write: what is left of one is of a process that was killed.
+_ABANDONED_SECONDS = 3600
 
 
 def _folder() -> Path | None:
@@ -77,18 +79,19 @@ def keep(sha256: str, content: bytes) -> None:
             log.get().info("opened packs are not kept: %s", refusal)
             return
         if not (folder / sha256).exists():
-            _forget_unused(folder)
+            _remove_old(folder)
         write_whole(folder / sha256, content)
     except OSError as error:
         log.get().info("opened packs are not kept: %s (%s)", folder, error.strerror or error)
 
 
-def _forget_unused(folder: Path) -> None:
-    """Remove packs that were opened long ago; who still uses one opens it again."""
-    limit = time.time() - _UNUSED_SECONDS
+def _remove_old(folder: Path) -> None:
+    """Remove packs that were opened long ago, and what killed processes have left."""
+    now = time.time()
     for entry in os.scandir(folder):
         try:
-            if entry.stat().st_mtime < limit:
+            limit = _ABANDONED_SECONDS if entry.name.startswith(WRITING) else _OLD_SECONDS
+            if entry.stat().st_mtime < now - limit:
                 os.unlink(entry.path)
         except OSError as error:
             log.get().debug("%s stays: %s", entry.path, error)
