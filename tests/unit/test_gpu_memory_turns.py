@@ -19,8 +19,8 @@ from tests.gpu.memory_turns import Turn, alone, beside_others, in_background
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: Looks, a tenth of a second each, at what has to come true. Looks are counted and not time: a machine that stands still
-#: for minutes, with all processes on it, costs one of them.
+#: Looks, a tenth of a second each, at what has to come true. Looks are counted and not time: a machine that stands
+#: still for minutes, with all processes on it, costs one of them.
 _LOOKS = 600
 
 

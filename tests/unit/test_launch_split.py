@@ -18,11 +18,11 @@ from omniattn.launch.structs import (
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
-from omniattn.problems.split import KeySplit, shared_rows, tile_keys
+from omniattn.problems.split import SplitKV, shared_rows
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import select_attention, select_split
-from omniattn.select.split_model import split_us, unsplit_us
+from omniattn.select.split_model import Walk, unsplit_us
 from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
 
@@ -190,8 +190,7 @@ def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.
 def carried_out(p: AttentionProblem, spec: KernelSpec, splits: int) -> None:
     """Both records of a split in NumPy against the definition, in float64."""
     heads, pack = shared = shared_rows(p, spec.block_m)
-    split = KeySplit(shared, splits, len(tile_keys(p, spec.block_m, spec.block_n, pack)))
-    (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, split)
+    (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, shared, SplitKV(splits))
     rng = np.random.default_rng(p.seqlen_q * 1000 + splits)
     s = p.strides
     assert s is not None
@@ -266,11 +265,13 @@ def test_few_queries_are_split(extents: tuple[int, ...], right: int) -> None:
     whole = select_attention(p, HOPPER)
     chosen = select_split(p, HOPPER, whole)
     assert chosen is not None
-    spec, split = chosen.main.spec, chosen.split
+    spec, schedule = chosen.main.spec, chosen.schedule
+    assert isinstance(schedule, SplitKV)
     assert (spec.op, spec.dtype, spec.head_dim) == ("attention_split", "bfloat16", 128)
-    assert split_us(p, spec, split, HOPPER) < 0.9 * unsplit_us(p, whole.spec, HOPPER)
+    time = Walk(p, spec, chosen.shared, HOPPER.sm_count).split_us(schedule.splits)
+    assert time < 0.9 * unsplit_us(p, whole.spec, HOPPER)
     launches = plan_attention(p, HOPPER, None)
-    merging = ["attention_combine"] if split.num_splits > 1 else []
+    merging = ["attention_combine"] if schedule.splits > 1 else []
     assert [r.spec.op for r in launches.records] == ["attention_split", *merging]
     assert launches.selection.spec is spec
     assert [x.spec.op for x in launches.others] == merging
@@ -309,7 +310,7 @@ def test_parts_of_packed_sequences_do_not_count(parts: int) -> None:
     found, wanted = (select_split(p, HOPPER, select_attention(p, HOPPER)) for p in (divided, whole))
     assert found is not None
     assert wanted is not None
-    assert (found.main.spec, found.split) == (wanted.main.spec, wanted.split)
+    assert (found.main.spec, found.shared, found.schedule) == (wanted.main.spec, wanted.shared, wanted.schedule)
 
 
 def test_forced_rows() -> None:
@@ -327,8 +328,7 @@ def test_boxes_and_workspace(spec: KernelSpec) -> None:
     for hq, hk in ((32, 8), (7, 1), (48, 1), (128, 1), (12, 4), (256, 2), (5, 5)):
         p = problem_of(2, 9, 5000, hq, hk, d=spec.head_dim, dtype=spec.dtype)
         shared = shared_rows(p, spec.block_m)
-        split = KeySplit(shared, 3, len(tile_keys(p, spec.block_m, spec.block_n, shared.pack)))
-        (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, split)
+        (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, shared, SplitKV(3))
         for m in main.tensor_maps:
             assert all(1 <= n <= 256 for n in m.box)
             assert all(x > 0 and x % 16 == 0 for x in m.strides_bytes)

@@ -22,7 +22,7 @@ from omniattn.launch.structs import (
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Descale, Descales, Fp8, Int4, Int8
 from omniattn.problems.precision import FP8_ARRAYS
-from omniattn.problems.split import ONE_HEAD, KeySplit
+from omniattn.problems.split import ONE_HEAD, SplitKV
 from omniattn.reference.dequantize import contents
 from omniattn.reference.e4m3 import decode_e4m3
 from omniattn.reference.mask_tiles import key_bias, lists, pack_bits
@@ -243,8 +243,7 @@ def test_carried_out(
             strides=dataclasses.replace(p.strides, mask=(*strides, 1)),
         )  # fmt: skip
     row = f"attn_int8_sm90_fp16_d64_m128n64_split_{kind}"
-    found = KeySplit(ONE_HEAD, splits, -(-sq // 128))
-    monkeypatch.setattr(of_splits, "_best_split", lambda *_: (1.0, found))
+    monkeypatch.setattr(of_splits, "_best_split", lambda *_: (1.0, SplitKV(splits)))
     launches = plan_attention(p, HOPPER, row)
     *before, main, merged = launches.records
     assert main.spec.name == row
@@ -384,16 +383,19 @@ def test_few_queries_are_split(changes: dict[str, Any], kind: str, head_dim: int
     assert chosen is not None
     tile = {96: 128}.get(head_dim, head_dim)
     assert chosen.main.spec.name == f"attn_int8_sm90_bf16_d{tile}_m128n64_split_{kind}"
-    assert chosen.split.shared == ONE_HEAD
-    assert chosen.split.num_splits >= 2
-    time = split_model.split_us(p, chosen.main.spec, chosen.split, HOPPER)
+    assert chosen.shared == ONE_HEAD
+    assert isinstance(chosen.schedule, SplitKV)
+    assert chosen.schedule.splits >= 2
+    walk = split_model.Walk(p, chosen.main.spec, chosen.shared, HOPPER.sm_count)
+    time = walk.split_us(chosen.schedule.splits)
     assert time < 0.9 * split_model.unsplit_us(p, whole.spec, HOPPER)
     launches = plan_attention(p, HOPPER, None)
     assert any("splits of the keys" in reason for reason in launches.selection.why)
     assert ("quantize_delta" in [r.spec.op for r in launches.records]) == p.precision.smooth_q
     other = select_split(dataclasses.replace(p, lse=not lse), HOPPER, whole)
     assert other is not None
-    assert (other.split, other.main.spec) == (chosen.split, chosen.main.spec)  # and O has the same bits
+    # O has the same bits.
+    assert (other.shared, other.schedule, other.main.spec) == (chosen.shared, chosen.schedule, chosen.main.spec)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -22,12 +22,12 @@ from omniattn.launch.structs import (
 )
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Target
-from omniattn.problems.fold import keys_as_tiles
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
-from omniattn.problems.split import shared_rows_on_mma_sync
+from omniattn.problems.split import SplitKV, shared_rows_on_mma_sync
 from omniattn.registry import by_name
 from omniattn.runtime.record import TensorMap
-from omniattn.select import select_attention, select_split
+from omniattn.select import MaskInput, choices, select_attention, select_split
+from omniattn.select.candidate import can_have_keys_as_tiles
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, BLACKWELL, HOPPER, problem_of
 
@@ -120,7 +120,7 @@ def test_heads_share_tiles_where_the_gpu_is_busy(
     p = dataclasses.replace(problem_of(b, sq, sk, hq, hk, d=128, dtype="bfloat16"), **changes)
     split = select_split(p, HOPPER, select_attention(p, HOPPER))
     assert split is not None
-    assert (split.split.shared, split.split.num_splits) == (shared, 1)
+    assert (split.shared, split.schedule) == (shared, SplitKV(1))
 
 
 def test_heads_with_lists_of_their_own() -> None:
@@ -159,6 +159,7 @@ def keys_of_heads(sq: int, sk: int, **changes: Any) -> AttentionProblem:
 @pytest.mark.parametrize(("sq", "sk"), [(32, 32768), (64, 4096), (2, 1024)])
 def test_numbers_a_key_of_each_head_are_read_as_tiles(sq: int, sk: int) -> None:
     """So that heads share the rows of a tile; the map's stride between queries is 0."""
+    assert choices(keys_of_heads(sq, sk), HOPPER)[0].candidate.mask is MaskInput.AS_TILES
     launches = plan_attention(keys_of_heads(sq, sk), HOPPER, None)
     main = next(r for r in launches.records if r.spec.op == "attention_split")
     assert main.spec.name.endswith("_split_bias16")
@@ -178,14 +179,13 @@ def test_numbers_a_key_of_each_head_are_read_as_tiles(sq: int, sk: int) -> None:
     ids=str,
 )  # fmt: skip
 def test_other_masks_of_keys_are_packed(changes: dict[str, Any]) -> None:
-    p = keys_of_heads(32, 32768, **changes)
-    assert keys_as_tiles(p, HOPPER) is p
-    assert keys_as_tiles(keys_of_heads(32, 32768), AMPERE).mask_form == "keys"
+    for p, target in ((keys_of_heads(32, 32768, **changes), HOPPER), (keys_of_heads(32, 32768), AMPERE)):
+        assert all(choice.candidate.mask is not MaskInput.AS_TILES for choice in choices(p, target))
 
 
 def test_they_are_packed_where_keys_are_not_split_or_a_kernel_is_forced() -> None:
     many = keys_of_heads(64, 1024, batch=64)
-    assert keys_as_tiles(many, HOPPER) is not many
+    assert can_have_keys_as_tiles(many)
     packed = plan_attention(many, HOPPER, None).records
     assert [r.spec.op for r in packed] == ["mask_pack", "attention"]
     name = "attn_fwd_sm90_bf16_d96_m192n64_split_masks"
@@ -314,4 +314,4 @@ def test_unused_rows_are_not_worth_a_few_tiles() -> None:
     p = problem_of(8, 32, 8192, 40, 8, d=64, dtype="bfloat16")
     split = select_split(p, AMPERE, select_attention(p, AMPERE))
     assert split is not None
-    assert split.split.shared == (1, 1)
+    assert split.shared == (1, 1)

@@ -13,7 +13,8 @@ from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SM90, ATTN_FWD_SPLIT_
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem
 from omniattn.problems.shares import even_share
-from omniattn.select import select_attention, select_split, select_tail
+from omniattn.select import select_attention, select_split
+from omniattn.select.tail import select_tail
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, HOPPER, items_of, problem_of
 

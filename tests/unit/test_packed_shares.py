@@ -26,7 +26,7 @@ from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.score_mod import ScoreModProblem
-from omniattn.problems.split import KeySplit, shared_rows
+from omniattn.problems.split import StreamK, shared_rows
 from omniattn.registry import REGISTRY, by_name
 from omniattn.select import select_attention, select_split
 from tests.unit.launch_fakes import fields_of_record
@@ -156,8 +156,7 @@ def carried_out(
     sinks = rng.normal(size=heads[0]) if with_sinks else None
     p = packed_problem(len(lengths_q), rows_q, rows_k, *heads, d, *window, sinks="none" if sinks is None else "float32")
     shared = shared_rows(dataclasses.replace(p, seqlen_q=max(*lengths_q, 1)), SMALL.block_m)
-    split = KeySplit(shared, 2, 0, shares=ctas)
-    (main, merge), num_bytes = attn_fwd_shares.build(SMALL, COMBINE, p, split)
+    (main, merge), num_bytes = attn_fwd_shares.build(SMALL, COMBINE, p, shared, StreamK(ctas))
     f, m = fields_of_record(main, ATTN_FWD_SHARES_SM90), fields_of_record(merge, ATTN_COMBINE_PACKED)
     assert (main.grid[0], merge.overlap, f["tiles.num_items"]) == (ctas, True, ctas)
     pack, of_heads = f["tiles.pack"], f["tiles.pack_heads"]
@@ -402,10 +401,7 @@ def test_few_queries_have_even_shares(extents: tuple[int, ...], right: int) -> N
     assert merge.grid == (main.spec.block_m // 8, HOPPER.sm_count, 1)
     assert [x.spec.op for x in launches.others] == ["attention_combine_packed"]
     assert any("even shares of all keys, " in reason for reason in launches.selection.why)
-    assert (
-        launches.workspace_bytes
-        == attn_fwd_shares.workspace(main.spec, p, KeySplit(shared_rows(p, 64), 1, 0, shares=main.grid[0]))[-1]
-    )
+    assert launches.workspace_bytes == attn_fwd_shares.workspace(main.spec, p, StreamK(main.grid[0]))[-1]
     # Other GPUs have no such kernel.
     assert not any(r.spec.arch_specific for r in plan_attention(p, AMPERE, None).records)
 
@@ -480,7 +476,7 @@ def test_one_long_sequence_among_short_ones() -> None:
     p = packed_problem(40, 40, 40 * 2000, 32, 8, 128, right=0, max_seqlen_q=1, max_seqlen_k=64000)
     split = select_split(p, HOPPER, select_attention(p, HOPPER))
     assert split is not None
-    assert split.split.shares > 0
+    assert isinstance(split.schedule, StreamK)
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda s: s.name)

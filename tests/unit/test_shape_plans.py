@@ -9,6 +9,7 @@ import pytest
 
 from omniattn.bench.shape_cases import SHAPE_CASES, ShapeCase
 from omniattn.plan.attention import plan_attention
+from omniattn.problems.split import SplitKV
 from omniattn.registry import by_name
 from omniattn.select import select_attention, select_split
 from tests.unit.shape_plans import GPUS, problem_of
@@ -47,7 +48,10 @@ def few(gpu: str, batch: int, heads: int, queries: int, keys: int, group: int = 
     case = ShapeCase(128, heads, (queries,) * batch, (keys,) * batch, group=group)
     problem = problem_of(case, **changes)
     split = select_split(problem, GPUS[gpu], select_attention(problem, GPUS[gpu]))
-    return 1 if split is None else split.split.num_splits
+    if split is None:
+        return 1
+    assert isinstance(split.schedule, SplitKV)
+    return split.schedule.splits
 
 
 def test_a_query_more_does_not_end_the_split() -> None:
@@ -118,7 +122,7 @@ def test_a_forced_row_may_have_one_split() -> None:
     unsplit = select_attention(problem, GPUS["A100"])
     split = select_split(problem, GPUS["A100"], unsplit, "attn_fwd_sm80_bf16_d128_split")
     assert split is not None
-    assert split.split.num_splits == 1
+    assert split.schedule == SplitKV(1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 from ..problems import AttentionProblem
 from ..problems.memory import aligned
-from ..problems.split import KeySplit
+from ..problems.split import SharedRows, StreamK
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
@@ -30,32 +30,33 @@ from .structs import (
 CLASSES, SLOTS, CUT_BYTES = 4, 2, 32
 
 
-def workspace(spec: KernelSpec, problem: AttentionProblem, split: KeySplit) -> tuple[int, int, int, int]:
+def workspace(spec: KernelSpec, problem: AttentionProblem, schedule: StreamK) -> tuple[int, int, int, int]:
     """Where bases and denominators lie behind the partial O, those of the LSE of quantized operands behind them, the
     cut tiles behind those, and the bytes of all.
     """
-    rows = split.shares * CLASSES * SLOTS * spec.block_m
+    rows = schedule.ctas * CLASSES * SLOTS * spec.block_m
     ml = aligned(4 * rows * problem.head_dim_v)
     lse = ml + aligned(8 * rows)
     cuts = lse + (aligned(8 * rows) if problem.precision.quantized and problem.lse else 0)
-    return ml, lse, cuts, cuts + CUT_BYTES * CLASSES * split.shares
+    return ml, lse, cuts, cuts + CUT_BYTES * CLASSES * schedule.ctas
 
 
 def build(
     spec: KernelSpec,
     combine: KernelSpec,
     problem: AttentionProblem,
-    split: KeySplit,
+    shared: SharedRows,
+    schedule: StreamK,
     begin: int = 0,
     places: OperandPlaces | None = None,
 ) -> tuple[tuple[LaunchRecord, ...], int]:
     """The launches of a call, and where their workspace ends.
 
-    begin: where it begins. places: of quantized operands.
+    shared: query heads that share the rows of a tile. begin: where the workspace begins. places: of quantized operands.
     """
-    p, s, shared = problem, problem.strides, split.shared
+    p, s, ctas = problem, problem.strides, schedule.ctas
     assert s is not None
-    ml, lse, cuts, num_bytes = workspace(spec, p, split)
+    ml, lse, cuts, num_bytes = workspace(spec, p, schedule)
     own_lse = places is not None and p.lse
     partial: dict[str, object] = {
         "partial_o": At("workspace", begin),
@@ -66,13 +67,13 @@ def build(
     # Rows are those of packed sequences, which the kernel counts by itself; of a few heads it makes one.
     told = replace(p, num_q_heads=p.num_q_heads // shared.heads)
     unused = dict.fromkeys(("num_splits", "num_queries", "num_tiles", "first_tile"), 0)
-    tiles = asdict(tile_order.first(split.shares)) | unused | {"pack": shared.pack, "pack_heads": shared.heads}
+    tiles = asdict(tile_order.first(ctas)) | unused | {"pack": shared.pack, "pack_heads": shared.heads}
     if places is None:
-        layout, values = _on_16_bits(spec, p, told, split, partial)
+        layout, values = _on_16_bits(spec, p, told, shared, partial)
     else:
-        layout, values = _on_8_bits(spec, p, told, split, partial, places)
+        layout, values = _on_8_bits(spec, p, told, shared, partial, places)
     values |= member("tiles", tiles)
-    main = LaunchRecord(spec, (split.shares, 1, 1), 32 * spec.num_warps, *layout.pack(values))
+    main = LaunchRecord(spec, (ctas, 1, 1), 32 * spec.num_warps, *layout.pack(values))
     merged = {
         **partial,
         "o": At("o"),
@@ -86,21 +87,21 @@ def build(
         "pack_heads": shared.heads,
         "head_dim": p.head_dim_v,
         "sinks_kind": SINKS_KINDS[p.sinks],
-        "num_ctas": split.shares,
+        "num_ctas": ctas,
     }
-    grid = (spec.block_m // combine.block_m, -(-split.shares // spec.ctas_per_sm), 1)
+    grid = (spec.block_m // combine.block_m, -(-ctas // spec.ctas_per_sm), 1)
     merge = LaunchRecord(combine, grid, 32 * combine.num_warps, *ATTN_COMBINE_PACKED.pack(merged), overlap=True)
     return (main, merge), begin + num_bytes
 
 
 def _on_16_bits(
-    spec: KernelSpec, p: AttentionProblem, told: AttentionProblem, split: KeySplit, partial: dict[str, object]
+    spec: KernelSpec, p: AttentionProblem, told: AttentionProblem, shared: SharedRows, partial: dict[str, object]
 ) -> tuple[HostStruct, dict[str, object]]:
     """Arguments of attention, but for its tiles; told: the problem of packed heads."""
     s, kv_shape = p.strides, (1, p.seqlen_k, p.num_kv_heads)
     assert s is not None
     values = {
-        "map_q": shared_rows_map(p, split.shared, spec.block_m),
+        "map_q": shared_rows_map(p, shared, spec.block_m),
         "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
         "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
         **member("fwd", forward_values(told, 0)),
@@ -115,7 +116,7 @@ def _on_8_bits(
     spec: KernelSpec,
     p: AttentionProblem,
     told: AttentionProblem,
-    split: KeySplit,
+    shared: SharedRows,
     partial: dict[str, object],
     places: OperandPlaces,
 ) -> tuple[HostStruct, dict[str, object]]:
@@ -124,7 +125,7 @@ def _on_8_bits(
     k, v = key_maps(spec, p, places, 1)
     forward = forward_values(told, 0, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts)
     values = {
-        "map_q": shared_queries_map(spec, p, places, split.shared, 1),
+        "map_q": shared_queries_map(spec, p, places, shared, 1),
         "map_k": k,
         "map_v": v,
         **member("fwd", forward),

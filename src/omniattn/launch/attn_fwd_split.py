@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from ..problems import AttentionProblem, Target
 from ..problems.memory import aligned
-from ..problems.split import ONE_HEAD, KeySplit, is_final
+from ..problems.split import ONE_HEAD, SharedRows, SplitKV, TailSplit, is_final
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
@@ -48,15 +48,83 @@ _WIDTH, _UNROLL = 4, 8
 _COMBINE_CTAS = 512
 
 
-def workspace(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
-    """Where bases and denominators lie behind the partial O, and the bytes of both.
+@dataclass(frozen=True)
+class _Split:
+    """A call as a split of its keys makes it."""
 
-    With an LSE of quantized operands another array like that follows, and is counted (it is left empty where v has a
-    factor for each 128 rows).
-    """
-    results = _merged_rows(problem, split) * split.num_splits
-    ml = aligned(4 * results * problem.head_dim_v)
-    return ml, ml + 8 * results * (2 if problem.precision.quantized and problem.lse else 1)
+    spec: KernelSpec
+    problem: AttentionProblem
+    shared: SharedRows
+    schedule: SplitKV | TailSplit
+
+    @property
+    def splits(self) -> int:
+        return self.schedule.splits
+
+    @property
+    def tail(self) -> TailSplit | None:
+        return self.schedule if isinstance(self.schedule, TailSplit) else None
+
+    @property
+    def heads(self) -> int:
+        """What a kernel takes for heads."""
+        return self.problem.num_q_heads // self.shared.heads
+
+    @property
+    def rows(self) -> int:
+        """What it takes for the queries of each."""
+        return self.problem.seqlen_q * self.shared.pack
+
+    @property
+    def blocks(self) -> int:
+        """Tiles of rows of each."""
+        return -(-self.rows // self.spec.block_m)
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows that have partial results, of all heads; of a tail those that no head has, too."""
+        if self.tail is not None:
+            return self.tail.num_tiles * self.spec.block_m
+        return (1 if self.problem.varlen else self.problem.batch) * self.heads * self.rows
+
+    @property
+    def told(self) -> AttentionProblem:
+        """The problem that a kernel is told. It writes o and the LSE where there is one split, and minds sinks then."""
+        told = replace(self.problem, seqlen_q=self.rows, num_q_heads=self.heads)
+        return told if is_final(self.problem, self.splits) else replace(told, lse=False, sinks="none")
+
+    @property
+    def tiles(self) -> tile_order.TileList:
+        if self.tail is not None:
+            return tile_order.head_by_head(self.splits, self.tail.num_tiles)
+        return tile_order.head_by_head(self.problem.batch * self.heads, self.blocks * self.splits)
+
+    def tile_values(self) -> dict[str, object]:
+        """The member ``tiles``."""
+        (heads, pack), tail = self.shared, self.tail
+        few = (0, 0) if tail is None else (tail.num_tiles, tail.first_tile)
+        own = {
+            "num_splits": self.splits, "pack": pack, "num_queries": self.problem.seqlen_q, "pack_heads": heads,
+            "num_tiles": few[0], "first_tile": few[1],
+        }  # fmt: skip
+        return member("tiles", asdict(self.tiles) | own)
+
+    def workspace(self) -> tuple[int, int]:
+        """Where bases and denominators lie behind the partial O, and the bytes of both.
+
+        With an LSE of quantized operands another array like that follows, and is counted (it is left empty where v has
+        a factor for each 128 rows).
+        """
+        p, results = self.problem, self.merged_rows * self.splits
+        ml = aligned(4 * results * p.head_dim_v)
+        return ml, ml + 8 * results * (2 if p.precision.quantized and p.lse else 1)
+
+
+def workspace(
+    spec: KernelSpec, problem: AttentionProblem, shared: SharedRows, schedule: SplitKV | TailSplit
+) -> tuple[int, int]:
+    """Where bases and denominators lie behind the partial O of a call, and the bytes of both."""
+    return _Split(spec, problem, shared, schedule).workspace()
 
 
 def combine_threads(columns: int, num_splits: int) -> int:
@@ -72,22 +140,25 @@ def build(
     combine: KernelSpec | None,
     problem: AttentionProblem,
     target: Target,
-    split: KeySplit,
+    shared: SharedRows,
+    schedule: SplitKV | TailSplit,
     masks: MaskPlaces | None = None,
     begin: int = 0,
     places: OperandPlaces | None = None,
 ) -> tuple[tuple[LaunchRecord, ...], int]:
     """The launches of a call, and where their workspace ends.
 
-    combine: None where one split leaves nothing to merge. masks: what was made of the mask, where attention does not
-    read it itself. begin: where the memory of partial results begins. places: of quantized operands.
+    combine: None where one split leaves nothing to merge. shared: query heads that share rows of a tile. masks: what
+    was made of the mask, where attention does not read it itself. begin: where the memory of partial results begins.
+    places: of quantized operands.
     """
+    split = _Split(spec, problem, shared, schedule)
     if combine is None:
         nothing: dict[str, At | None] = {"partial_o": None, "partial_ml": None}
         if spec.arch_specific:
-            return _main_sm90(spec, problem, target, split, nothing, masks), begin
-        return _main_sm80(spec, problem, split, nothing, masks), begin
-    ml_at, num_bytes = workspace(problem, split)
+            return _main_sm90(split, target, nothing, masks), begin
+        return _main_sm80(split, nothing, masks), begin
+    ml_at, num_bytes = split.workspace()
     partial: dict[str, At | None] = {
         "partial_o": At("workspace", begin),
         "partial_ml": At("workspace", begin + ml_at),
@@ -97,34 +168,31 @@ def build(
         # With factors of v the LSE is of the same sums as O.
         own_lse = problem.lse and "value_factors" not in spec.features
         of_lse = At("workspace", begin + (ml_at + num_bytes) // 2) if own_lse else None
-        records = _main_int8(spec, problem, target, split, {**partial, "partial_lse": of_lse}, places, masks)
+        records = _main_int8(split, target, {**partial, "partial_lse": of_lse}, places, masks)
     elif spec.arch_specific:
-        records = _main_sm90(spec, problem, target, split, partial, masks)
+        records = _main_sm90(split, target, partial, masks)
     else:
-        records = _main_sm80(spec, problem, split, partial, masks)
-    return (*records, _merge(combine, problem, split, {**partial, "partial_lse": of_lse})), begin + num_bytes
+        records = _main_sm80(split, partial, masks)
+    return (*records, _merge(combine, split, {**partial, "partial_lse": of_lse})), begin + num_bytes
 
 
 def _main_sm90(
-    spec: KernelSpec,
-    problem: AttentionProblem,
+    split: _Split,
     target: Target,
-    split: KeySplit,
     partial: dict[str, At | None],
     masks: MaskPlaces | None,
 ) -> tuple[LaunchRecord, ...]:
-    p, s = problem, problem.strides
+    spec, p, s = split.spec, split.problem, split.problem.strides
     assert s is not None
     pack, extent = split.shared.pack, p.mask_extent
     q = shared_rows_map(p, split.shared, spec.block_m)
     kv_shape = (p.batch, p.seqlen_k, p.num_kv_heads)
-    tiles = _tiles(p, split)
     values = {
         "map_q": q,
         "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
         "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
-        **member("fwd", forward_values(_packed(p, split), split.blocks, mask_extent=(extent[0] * pack, extent[1]))),
-        **_tile_values(tiles, p, split),
+        **member("fwd", forward_values(split.told, split.blocks, mask_extent=(extent[0] * pack, extent[1]))),
+        **split.tile_values(),
         **partial,
     }
     layout = ATTN_FWD_SPLIT_SM90
@@ -134,15 +202,13 @@ def _main_sm90(
     if p.score_mod is not None:
         layout = ATTN_FWD_SPLIT_MOD_SM90
         values |= member("arrays", array_values(p.score_mod))
-    grid = (min(tiles.num_items, target.sm_count * spec.ctas_per_sm), 1, 1)
+    grid = (min(split.tiles.num_items, target.sm_count * spec.ctas_per_sm), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
 def _main_int8(
-    spec: KernelSpec,
-    problem: AttentionProblem,
+    split: _Split,
     target: Target,
-    split: KeySplit,
     partial: dict[str, At | None],
     places: OperandPlaces,
     masks: MaskPlaces | None,
@@ -151,13 +217,12 @@ def _main_int8(
 
     With forms the rows of a tile are those of one head.
     """
-    p, at = problem, places.at
+    spec, p, at = split.spec, split.problem, places.at
     forms, factors = "score_mods" in spec.features, "value_factors" in spec.features
     assert split.shared == ONE_HEAD or not forms
     q = shared_queries_map(spec, p, places, split.shared, p.batch)
     k, v = key_maps(spec, p, places, p.batch)
-    tiles = _tiles(p, split)
-    told = replace(_packed(p, split), sinks=p.sinks)
+    told = replace(split.told, sinks=p.sinks)
     forward = forward_values(told, split.blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts)
     values = {
         "map_q": q,
@@ -165,7 +230,7 @@ def _main_int8(
         "map_v": v,
         **member("fwd", forward),
         **member("operands", places.values()),
-        **_tile_values(tiles, p, split),
+        **split.tile_values(),
         "flush_keys": flush_keys(places),
         "reserved": 0,
         **member("scales", places.block_scales()),
@@ -177,54 +242,13 @@ def _main_int8(
         values |= member("factors", places.value_factors())
         del values["partial_lse"]
     layout = _INT8_LAYOUTS[forms, factors]
-    grid = (min(tiles.num_items, target.sm_count), 1, 1)
+    grid = (min(split.tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
-def _merged_rows(problem: AttentionProblem, split: KeySplit) -> int:
-    """Rows that have partial results, of all heads; of a tail those that no head has, too."""
-    if split.tail is not None:
-        return split.tail.num_tiles * split.tail.rows
-    heads, rows = _extents(problem, split)
-    return (1 if problem.varlen else problem.batch) * heads * rows
-
-
-def _extents(problem: AttentionProblem, split: KeySplit) -> tuple[int, int]:
-    """What a kernel takes for heads, and for the queries of each."""
-    return problem.num_q_heads // split.shared.heads, problem.seqlen_q * split.shared.pack
-
-
-def _packed(problem: AttentionProblem, split: KeySplit) -> AttentionProblem:
-    """The problem that a kernel is told. It writes o and the LSE where there is one split, and minds sinks then."""
-    heads, rows = _extents(problem, split)
-    told = replace(problem, seqlen_q=rows, num_q_heads=heads)
-    return told if is_final(problem, split.num_splits) else replace(told, lse=False, sinks="none")
-
-
-def _tiles(problem: AttentionProblem, split: KeySplit) -> tile_order.TileList:
-    if split.tail is not None:
-        return tile_order.head_by_head(split.num_splits, split.tail.num_tiles)
-    heads, _ = _extents(problem, split)
-    return tile_order.head_by_head(problem.batch * heads, split.blocks * split.num_splits)
-
-
-def _tile_values(tiles: tile_order.TileList, problem: AttentionProblem, split: KeySplit) -> dict[str, object]:
-    """The member ``tiles``."""
-    (heads, pack), tail = split.shared, split.tail
-    own = {"num_splits": split.num_splits, "pack": pack, "num_queries": problem.seqlen_q, "pack_heads": heads}
-    few = (0, 0) if tail is None else (tail.num_tiles, tail.first_tile)
-    return member("tiles", asdict(tiles) | own | dict(zip(("num_tiles", "first_tile"), few, strict=True)))
-
-
-def _main_sm80(
-    spec: KernelSpec,
-    problem: AttentionProblem,
-    split: KeySplit,
-    partial: dict[str, At | None],
-    masks: MaskPlaces | None,
-) -> tuple[LaunchRecord, ...]:
+def _main_sm80(split: _Split, partial: dict[str, At | None], masks: MaskPlaces | None) -> tuple[LaunchRecord, ...]:
     """A CTA a tile and split. Partial results in place of o and the LSE, before the sink."""
-    told, (rows, keys) = _packed(problem, split), problem.mask_extent
+    spec, problem, told, (rows, keys) = split.spec, split.problem, split.told, split.problem.mask_extent
     blocks = num_m_blocks(told, spec.block_m)
     tiles = blocks * told.num_q_heads * (1 if problem.varlen else problem.batch)
     values, layout = forward_values(told, blocks, mask_extent=(rows * split.shared.pack, keys)), ATTN_FWD_SPLIT_SM80
@@ -235,27 +259,25 @@ def _main_sm80(
     if problem.score_mod is not None:
         layout = ATTN_FWD_SPLIT_MOD_SM80
         values = member("call", values) | member("arrays", array_values(problem.score_mod))
-    grid = (tiles, split.num_splits, 1)
+    grid = (tiles, split.splits, 1)
     values = member("call", values) | partial | {"pack_log2": split.shared.pack.bit_length() - 1}
     values["pack_heads"] = split.shared.heads
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
-def _merge(
-    combine: KernelSpec, problem: AttentionProblem, split: KeySplit, partial: dict[str, At | None]
-) -> LaunchRecord:
+def _merge(combine: KernelSpec, split: _Split, partial: dict[str, At | None]) -> LaunchRecord:
     """The second launch. Rows of packed sequences are those of one batch."""
-    p, s = problem, problem.strides
+    p, s, tail = split.problem, split.problem.strides, split.tail
     assert s is not None
-    (heads, rows), tail = _extents(p, split), split.tail
-    columns = _merged_rows(p, split) * p.head_dim_v // _WIDTH
+    heads, rows, block_m = split.heads, split.rows, split.spec.block_m
+    columns = split.merged_rows * p.head_dim_v // _WIDTH
     of_tail = {"tile_rows": 0, "first_tile": 0, "blocks": 0, "num_queries": 0}
     if tail is not None:
-        rows = tail.num_tiles * tail.rows
+        rows = tail.num_tiles * block_m
         of_tail = {
-            "tile_rows": tail.rows, "first_tile": tail.first_tile, "blocks": split.blocks, "num_queries": p.seqlen_q
+            "tile_rows": block_m, "first_tile": tail.first_tile, "blocks": split.blocks, "num_queries": p.seqlen_q
         }  # fmt: skip
-    threads = combine_threads(columns, split.num_splits)
+    threads = combine_threads(columns, split.splits)
     values = {
         **partial,
         "o": At("o"),
@@ -265,7 +287,7 @@ def _merge(
         "lse_stride_b": s.lse[0],
         "lse_stride_h": s.lse[1],
         "num_columns": columns,
-        "num_splits": split.num_splits,
+        "num_splits": split.splits,
         "heads": heads,
         "rows": rows,
         "pack": split.shared.pack,

@@ -1,4 +1,4 @@
-"""How the keys of a call with few queries are split over CTAs."""
+"""How the keys of a call are divided among CTAs, and which query heads share the rows of a tile."""
 
 from __future__ import annotations
 
@@ -28,45 +28,54 @@ class SharedRows(NamedTuple):
 ONE_HEAD = SharedRows(1, 1)
 
 
-@dataclass(frozen=True)
-class TileTail:
-    """The last tiles of a persistent kernel's list, in the order of head by head, which would be a round of their own.
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Every CTA has all keys of its tile of queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKV:
+    """The keys of every tile are divided among CTAs.
 
     Attributes
     ----------
-    first_tile, num_tiles : int
-    rows : int
-        Of a tile.
+    splits : int
+        Parts of a tile's keys; 1: a kernel that can split them has all.
     """
 
+    splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamK:
+    """Packed sequences: every CTA has an even share of the keys of all tiles, and two partial results at most.
+
+    Attributes
+    ----------
+    ctas : int
+    """
+
+    ctas: int
+
+
+@dataclass(frozen=True, slots=True)
+class TailSplit:
+    """The last tiles of a persistent kernel's list, head by head, which would be a round of their own, have their keys
+    divided; those before them have not.
+
+    Attributes
+    ----------
+    splits, first_tile, num_tiles : int
+    """
+
+    splits: int
     first_tile: int
     num_tiles: int
-    rows: int
 
 
-@dataclass(frozen=True)
-class KeySplit:
-    """A split of the keys.
-
-    Attributes
-    ----------
-    shared : SharedRows
-    num_splits : int
-        Parts that the keys of a tile are divided into; with ``shares`` no more than a mean.
-    blocks : int
-        Tiles of rows of the heads that share them; 0 with ``shares``, whose kernel counts them.
-    tail : TileTail, optional
-        The tiles that are split, where others are not; one head a tile.
-    shares : int
-        Of packed sequences on wgmma: CTAs that have an even share of all keys each, and two partial results at most.
-        0: every tile has ``num_splits`` parts.
-    """
-
-    shared: SharedRows
-    num_splits: int
-    blocks: int
-    tail: TileTail | None = None
-    shares: int = 0
+#: How the keys of a call are divided among CTAs.
+Schedule = Whole | SplitKV | StreamK | TailSplit
+WHOLE = Whole()
 
 
 def is_final(problem: AttentionProblem, num_splits: int) -> bool:

@@ -6,16 +6,22 @@
 from .attention import PV_CHOICES, select_attention
 from .backward import needs_mods, select_backward, select_backward_rows, select_dq
 from .cache import select_append, select_copy, select_decode, select_merge, select_parts
+from .candidate import Candidate, MaskInput
 from .choice import Selection
+from .choose import Choice, choices
 from .masks import select_mask_align, select_masks, select_tile_kinds
 from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
-from .split import SplitSelection, rows_to_compare, select_split
-from .tail import select_tail
+from .split import combine_of, rows_to_compare, select_split
+from .tail import tail_row
 
 __all__ = [
     "PV_CHOICES",
+    "Candidate",
+    "Choice",
+    "MaskInput",
     "Selection",
-    "SplitSelection",
+    "choices",
+    "combine_of",
     "needs_mods",
     "rows_to_compare",
     "select_append",
@@ -35,6 +41,6 @@ __all__ = [
     "select_parts",
     "select_quantizer",
     "select_split",
-    "select_tail",
     "select_tile_kinds",
+    "tail_row",
 ]

@@ -8,9 +8,10 @@ from functools import cached_property
 from ..problems import AttentionProblem, Target
 from ..problems.split import (
     ONE_HEAD,
-    KeySplit,
+    Schedule,
     SharedRows,
-    is_final,
+    SplitKV,
+    StreamK,
     shared_rows,
     shared_rows_on_mma_sync,
     shared_rows_with_scores,
@@ -63,24 +64,18 @@ class SplitSelection:
     ----------
     main : Selection
         The kernel that attends.
-    combine : Selection, optional
-        The one that merges its results; None where there is nothing to merge.
-    split : KeySplit
+    shared : SharedRows
+    schedule : Schedule
     """
 
     main: Selection
-    combine: Selection | None
-    split: KeySplit
-
-    @property
-    def merging(self) -> tuple[Selection, ...]:
-        """The kernels behind the one that attends."""
-        return () if self.combine is None else (self.combine,)
+    shared: SharedRows
+    schedule: Schedule
 
 
 def _best_split(
     problem: AttentionProblem, spec: KernelSpec, target: Target, shared: SharedRows, fewest: int
-) -> tuple[float, KeySplit] | None:
+) -> tuple[float, Schedule] | None:
     """The split that takes the shortest time, of those that make a few rounds of CTAs; None where there is none."""
     walk = Walk(problem, spec, shared, target.sm_count)
     items = walk.heads * len(walk.tiles)
@@ -91,16 +86,14 @@ def _best_split(
     if not times:
         return None
     _, splits = min(times)
-    return walk.split_us(splits), KeySplit(shared, splits, len(walk.tiles))
+    return walk.split_us(splits), SplitKV(splits)
 
 
 def _even_shares(
     batches: tuple[AttentionProblem, ...], spec: KernelSpec, target: Target, shared: SharedRows
-) -> tuple[float, KeySplit]:
+) -> tuple[float, Schedule]:
     """Of packed sequences: a share for every CTA that runs at the same time."""
-    ctas = target.sm_count * spec.ctas_per_sm
-    tiles = sum(batch.batch * batch.num_kv_heads * tiles_of_group(batch, spec.block_m, shared) for batch in batches)
-    return shares_us(batches, spec, shared, target), KeySplit(shared, -(-ctas // tiles), 0, shares=ctas)
+    return shares_us(batches, spec, shared, target), StreamK(target.sm_count * spec.ctas_per_sm)
 
 
 def _heads_share(problem: AttentionProblem, rows: int) -> bool:
@@ -280,7 +273,7 @@ class _Call:
         many = self.typical.seqlen_k >= _MANY_KEYS * self.typical.seqlen_q
         return 1 if way.heads > 1 and (many or self.heads_share) else _FEWEST_SPLITS
 
-    def best(self, spec: KernelSpec, way: SharedRows) -> tuple[float, KeySplit] | None:
+    def best(self, spec: KernelSpec, way: SharedRows) -> tuple[float, Schedule] | None:
         """The fastest split of a way, and its time."""
         if self.problem.varlen and spec.arch_specific:
             return _even_shares(self.batches, spec, self.target, way)
@@ -336,7 +329,7 @@ def select_split(
     else:
         rows = call.rows()
     ways = [
-        (best[0] / call.gain(spec, way), *best, spec)
+        (best[0] / call.gain(spec, way), *best, spec, way)
         for spec in rows
         for way in call.shared(spec)
         if (best := call.best(spec, way)) is not None
@@ -347,22 +340,21 @@ def select_split(
         ways = [found for found in ways if not found[3].arch_specific]
     if not ways:
         return None
-    _, time, split, spec = min(ways, key=lambda found: found[0])
-    number, model = split.num_splits, f"{time:.0f} µs by the model, without a split {whole:.0f} µs"
+    _, time, schedule, spec, shared = min(ways, key=lambda found: found[0])
+    model = f"{time:.0f} µs by the model, without a split {whole:.0f} µs"
     advice = advise(problem, target)
-    parts = f"{number} split{'s' * (number > 1)} of the keys"
-    if split.shares:
-        parts = f"{split.shares} even shares of all keys"
+    if isinstance(schedule, SplitKV):
+        parts = f"{schedule.splits} split{'s' * (schedule.splits > 1)} of the keys"
+    else:
+        parts = f"{target.sm_count * spec.ctas_per_sm} even shares of all keys"
     why = (
         *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in a tile of {spec.head_dim}",
-        f"{parts}, {split.shared.heads} query heads in the rows of a tile",
+        f"{parts}, {shared.heads} query heads in the rows of a tile",
         *((f"few queries on many keys: {model}",) if chosen is None else chosen.why),
         *([advice] if advice is not None else []),
     )
-    is_merged = split.shares > 0 or not is_final(problem, number)
-    merge = combine_of(spec, problem, target, force) if is_merged else None
-    return SplitSelection(Selection(spec, why), merge, split)
+    return SplitSelection(Selection(spec, why), shared, schedule)
 
 
 def rows_to_compare(problem: AttentionProblem, target: Target, unsplit: Selection) -> list[KernelSpec]:

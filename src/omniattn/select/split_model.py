@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
-from ..problems.split import ONE_HEAD, KeySplit, SharedRows, is_final, tile_keys
+from ..problems.split import ONE_HEAD, SharedRows, is_final, tile_keys
 from ..registry import KernelSpec
 from . import tile
 
@@ -135,11 +135,6 @@ class Walk:
 def unsplit_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> float:
     """Time of the kernel ``spec``, which does not split keys."""
     return Walk(problem, spec, ONE_HEAD, target.sm_count).whole_us()
-
-
-def split_us(problem: AttentionProblem, spec: KernelSpec, split: KeySplit, target: Target) -> float:
-    """Time of ``spec`` and of the kernel behind it, if there is one."""
-    return Walk(problem, spec, split.shared, target.sm_count).split_us(split.num_splits)
 
 
 def of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:

@@ -8,10 +8,10 @@ as one: 56 tiles of 132 leave more than half of the GPU idle. Split over all SMs
 from __future__ import annotations
 
 from ..problems import UNLIMITED, AttentionProblem, Target
-from ..problems.split import ONE_HEAD, KeySplit, TileTail
+from ..problems.split import ONE_HEAD, TailSplit
 from ..registry import REGISTRY, KernelSpec
 from .choice import Selection, named_ops
-from .split import ROWS, SplitSelection, combine_of, unfit_split
+from .split import ROWS, SplitSelection, unfit_split
 from .split_model import COMBINE_US, ITEM_US, LAUNCH_US, PARTIAL_BYTES, step_us
 
 #: What a split has to gain by the model: of the whole call, and microseconds.
@@ -39,7 +39,7 @@ def select_tail(
     Returns
     -------
     SplitSelection or None
-        Its split has a `TileTail`. None where the kernel of the call has all tiles.
+        Of the kernel that goes on; its schedule is a `TailSplit`. None where the kernel of the call has all tiles.
     """
     p, spec = problem, whole.spec
     # All tiles have to be equal, and one to an SM.
@@ -49,26 +49,30 @@ def select_tail(
         return None
     if named_ops(force) & _OPS:
         return None
-    blocks = -(-p.seqlen_q // spec.block_m)
-    rounds, rest = divmod(p.batch * p.num_q_heads * blocks, target.sm_count)
+    tiles = p.batch * p.num_q_heads * -(-p.seqlen_q // spec.block_m)
+    rounds, rest = divmod(tiles, target.sm_count)
     if rounds == 0 or rest == 0:
         return None
     saved = _saved_us(p, spec, target, rounds, rest)
     if saved is None:
         return None
-    rows = [row for row in ROWS(REGISTRY, ("attention_split", p.dtype)) if _goes_on(row, spec)]
-    rows = [row for row in rows if unfit_split(row, p, target) is None]
-    if not rows:
+    row = tail_row(spec, p, target)
+    if row is None:
         return None
-    row = min(rows, key=lambda row: len(row.features) - len(row.lacks))
     splits, us = saved
     first = rounds * target.sm_count
-    split = KeySplit(ONE_HEAD, splits, blocks, TileTail(first, rest, spec.block_m))
     why = (
         f"{rest} of {first + rest} tiles do not fill a round of {target.sm_count}: their keys are split {splits} ways, "
         f"{us:.0f} µs less by the model",
     )
-    return SplitSelection(Selection(row, why), combine_of(row, p, target, force), split)
+    return SplitSelection(Selection(row, why), ONE_HEAD, TailSplit(splits, first, rest))
+
+
+def tail_row(spec: KernelSpec, problem: AttentionProblem, target: Target) -> KernelSpec | None:
+    """The row that splits the keys of the tiles that ``spec`` leaves; None where there is none."""
+    rows = [row for row in ROWS(REGISTRY, ("attention_split", problem.dtype)) if _goes_on(row, spec)]
+    rows = [row for row in rows if unfit_split(row, problem, target) is None]
+    return min(rows, key=lambda row: len(row.features) - len(row.lacks), default=None)
 
 
 def _goes_on(row: KernelSpec, spec: KernelSpec) -> bool:

@@ -1,0 +1,238 @@
+"""Launches of an attention call in the way that was chosen, stage by stage: mask, operands, attention, merge.
+
+Each stage takes its memory of the workspace behind that of the stages before it, and says where the next one finds what
+it made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..launch import (
+    attn_fwd,
+    attn_fwd_shares,
+    attn_fwd_sm90,
+    attn_fwd_split,
+    attn_int8,
+    attn_int8_sm80,
+    attn_int8_sm90,
+    fp8,
+    masks,
+    quantize,
+    score_mod,
+    tile_kinds,
+)
+from ..launch.attn_int8 import OperandPlaces
+from ..launch.masks import MaskPlaces
+from ..launch.structs import At
+from ..problems import AttentionProblem, QuantizeCall, QuantizeProblem, Target
+from ..problems.memory import aligned
+from ..problems.quantize import carve
+from ..problems.split import ONE_HEAD, WHOLE, SplitKV, StreamK, TailSplit, Whole, is_final
+from ..registry import KernelSpec
+from ..runtime.record import LaunchRecord
+from ..select import (
+    Candidate,
+    MaskInput,
+    Selection,
+    combine_of,
+    select_delta,
+    select_fp8_quantizer,
+    select_fp8_values,
+    select_layout,
+    select_mask_align,
+    select_masks,
+    select_quantizer,
+    select_tile_kinds,
+    tail_row,
+)
+from .engine import Launches
+
+#: Builders of attention that does not split keys take what there is of operands and masks.
+_Builder = Callable[..., tuple[LaunchRecord, ...]]
+_BUILDERS: dict[str, _Builder] = {"attn_fwd_sm80": attn_fwd.build, "attn_fwd_sm90": attn_fwd_sm90.build}
+#: By the grouping of the operands that the kernel reads.
+_QUANTIZED_BUILDERS: dict[str, _Builder] = {"sm80": attn_int8_sm80.build, "sm90": attn_int8_sm90.build}
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Launches, the kernels that are not the one that the call is about, and where their memory ends."""
+
+    end: int
+    records: tuple[LaunchRecord, ...] = ()
+    kernels: tuple[Selection, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Operands(_Stage):
+    """What quantizes or lays out q, k and v; ``places`` is None where attention reads them as they come."""
+
+    places: OperandPlaces | None = None
+
+
+@dataclass(frozen=True)
+class _Mask(_Stage):
+    """What prepares the mask; ``places`` is None where attention reads it itself."""
+
+    places: MaskPlaces | None = None
+
+
+def launches_of(
+    candidate: Candidate, problem: AttentionProblem, target: Target, force: str | None, why: tuple[str, ...] = ()
+) -> Launches:
+    """The launches of a call, run as ``candidate`` says.
+
+    Parameters
+    ----------
+    candidate : Candidate
+        One that fits the problem and the GPU.
+    problem : AttentionProblem
+    target : Target
+    force : str, optional
+        ``OMNIATTN_FORCE_KERNEL``, for the kernels beside the one that attends.
+    why : tuple of str
+        What `explain` says of the choice.
+    """
+    p = candidate.told(problem)
+    row = score_mod.with_score_mod(candidate.row, p.score_mod)
+    if p.score_mod is not None:
+        why = (*why, "with score_mod compiled in, which no wheel carries")
+    operands = _operands(row, p, target, force)
+    mask = _mask(candidate, p, target, force, operands.end)
+    attend = _attend(candidate, row, p, target, force, operands.places, mask)
+    kernels = (*operands.kernels, *mask.kernels, *attend.kernels)
+    records = (*mask.records, *operands.records, *attend.records) if attend.records else ()
+    return Launches(Selection(row, why), records, attend.end, kernels)
+
+
+def _attend(
+    candidate: Candidate,
+    row: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    places: OperandPlaces | None,
+    mask: _Mask,
+) -> _Stage:
+    """Attention, and what merges its partial results. row: the candidate's, with what the call adds to it."""
+    p, schedule, shared = problem, candidate.schedule, candidate.shared
+    begin = aligned(mask.end)
+    if isinstance(schedule, Whole):
+        return _Stage(mask.end, _whole(row, p, target, places, mask))
+    if isinstance(schedule, SplitKV) and is_final(p, schedule.splits):
+        records, end = attn_fwd_split.build(row, None, p, target, shared, schedule, mask.places, begin)
+        return _Stage(end, records)
+    rest = tail_row(row, p, target) if isinstance(schedule, TailSplit) else row
+    assert rest is not None, "a tail is split by a kernel with the same tiles"
+    merge = combine_of(rest, p, target, force)
+    if isinstance(schedule, StreamK):
+        records, end = attn_fwd_shares.build(row, merge.spec, p, shared, schedule, begin, places)
+        return _Stage(end, records, (merge,))
+    split = attn_fwd_split.build(rest, merge.spec, p, target, shared, schedule, mask.places, begin, places)
+    if isinstance(schedule, SplitKV):
+        return _Stage(split[1], split[0], (merge,))
+    first = _whole(row, p, target, places, mask, first_tiles=schedule.first_tile)
+    goes_on = Selection(rest, ("the last tiles of the kernel before it, with their keys split",))
+    return _Stage(split[1], (*first, *split[0]), (goes_on, merge))
+
+
+def _whole(
+    row: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    places: OperandPlaces | None,
+    mask: _Mask,
+    **first_tiles: int,
+) -> tuple[LaunchRecord, ...]:
+    """Attention with all keys of a tile in one CTA; first_tiles: of so many tiles, if not of all."""
+    if places is None:
+        return _BUILDERS[row.family](row, problem, target, mask.places, **first_tiles)
+    given = (places,) if row.grouping == "sm80" else (places, mask.places)
+    return _QUANTIZED_BUILDERS[row.grouping](row, problem, target, *given, **first_tiles)
+
+
+def _mask(candidate: Candidate, problem: AttentionProblem, target: Target, force: str | None, end: int) -> _Mask:
+    """What prepares the mask, as the candidate wants it."""
+    row, how, shared = candidate.row, candidate.mask, candidate.shared
+    if how in (MaskInput.IN_PLACE, MaskInput.AS_TILES):
+        return _Mask(end)
+    memory = At("workspace", aligned(end))
+    if how is MaskInput.COPIED:
+        align = select_mask_align(target, force)
+        records, places = masks.build_aligned(align.spec, problem, memory)
+        return _Mask(memory.offset + places.num_bytes, records, (align,), places)
+    # Kernels on mma.sync find masks by queries, others by rows of a tile.
+    by_rows = shared if row.arch_specific else ONE_HEAD
+    block_m = row.block_m // (shared.pack // by_rows.pack)
+    blocks = attn_fwd.num_m_blocks(replace(problem, seqlen_q=problem.seqlen_q * by_rows.pack), block_m)
+    # Kernels of an architecture are persistent: they have an order of tiles. Splits have their own.
+    ordered = row.arch_specific and candidate.schedule == WHOLE
+    lead_rows = attn_fwd_sm90.tiles_of(problem, row, blocks, target.sm_count).lead_rows if ordered else 0
+    if problem.packs_mask:
+        pack, listing = select_masks(problem, target, force)
+        kernels = (pack, listing) if how is MaskInput.LISTED else (pack,)
+        lists = listing.spec if how is MaskInput.LISTED else None
+        records, places = masks.build(pack.spec, lists, problem, block_m, lead_rows, blocks, memory, by_rows)
+    else:
+        finds, listing = select_tile_kinds(target, force)
+        if problem.score_mod is not None:
+            finds = Selection(score_mod.with_score_mod(finds.spec, problem.score_mod), finds.why)
+        kernels = finds, listing
+        records, places = tile_kinds.build(finds.spec, listing.spec, problem, block_m, lead_rows, blocks, memory)
+    return _Mask(memory.offset + places.num_bytes, records, kernels, places)
+
+
+def _operands(row: KernelSpec, problem: AttentionProblem, target: Target, force: str | None) -> _Operands:
+    """What makes the operands that the kernel reads of the arrays of the call."""
+    if problem.operands is not None:
+        return _Operands(0, places=attn_int8.given(problem.operands))
+    if not row.quantized:
+        return _Operands(0)
+    whole = problem.quantization(
+        grouping=row.grouping, pv=row.pv, pv_accumulator=row.pv_accumulator, unpacked=row.qk == "int8"
+    )
+    if problem.descales is None:
+        return _quantized(whole, problem, target, force)
+    # q and k come in e4m3, and so does v, which is laid out by channels.
+    offsets, end = carve(fp8.layout_shapes(whole))
+    at = {name: At("workspace", offset) for name, offset in offsets.items()}
+    layout = select_layout(whole.head_dim_pad, target, force)
+    records = fp8.build_layout(layout.spec, problem, whole, at)
+    return _Operands(end, records, (layout,), attn_int8.in_e4m3(problem, whole, at))
+
+
+def _quantized(whole: QuantizeProblem, problem: AttentionProblem, target: Target, force: str | None) -> _Operands:
+    strides = problem.strides
+    assert strides is not None
+    at, end = attn_int8.in_workspace(whole)
+    delta = select_delta(whole, target, force) if whole.smooth_q else None
+    records: list[LaunchRecord] = []
+    kernels: list[Selection] = []
+    starts: tuple[At, At] | None = None
+    for part in problem.quantizations(whole):
+        both = select_fp8_values(part, target, force) if fp8.takes_values(part) else None
+        if both is not None:
+            memory = At("workspace", aligned(end))
+            specs = both[0].spec, both[1].spec
+            records += fp8.build_with_values(*specs, part, (strides.q, strides.k, strides.v), at, memory)
+            kernels += both
+            end = memory.offset + fp8.values_scratch(specs[0], part)
+            continue
+        if fp8.takes(part):
+            kernels.append(select_fp8_quantizer(part, target, force))
+            records += fp8.build_quantizer(kernels[-1].spec, part, (strides.q, strides.k), at)
+            part = part.of_values
+            if not part.v:
+                continue
+        kernels.append(select_quantizer(part, target, force))
+        room, memory = quantize.scratch(kernels[-1].spec, part), At("workspace", aligned(end))
+        starts = starts or quantize.starts_in(room, memory)
+        call = QuantizeCall(part, (strides.q, strides.k, strides.v), problem.layout, 0)
+        delta_spec = None if delta is None else delta.spec
+        records += quantize.build(kernels[-1].spec, delta_spec, call, target, at, memory)
+        end = memory.offset + room.size
+    starts = starts or (At("cu_seqlens_q"), At("cu_seqlens_k"))
+    made = (*dict.fromkeys(kernels), *(() if delta is None else (delta,)))
+    return _Operands(end, tuple(records), made, attn_int8.own(whole, at, starts))

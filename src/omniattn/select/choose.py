@@ -1,0 +1,100 @@
+"""The way in which an attention call is run, and those that come next if its kernels cannot be had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..problems import AttentionProblem, Target
+from ..problems.split import shared_rows, tiles_of_group
+from .attention import select_attention
+from .candidate import (
+    Candidate,
+    can_have_heads_as_queries,
+    can_have_keys_as_tiles,
+    heads_as_queries,
+    keys_as_tiles,
+    mask_inputs,
+)
+from .choice import named_ops
+from .split import select_split
+from .tail import select_tail
+
+#: Compute capability of the kernels whose heads can share tiles that have a bias, and the keys for each query from
+#: which on that gains: those of few queries are split.
+_HOPPER, _KEYS_FOR_EACH = (9, 0), 16
+#: Of the tile that one query's heads share.
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to run a call.
+
+    Attributes
+    ----------
+    candidate : Candidate
+    why : tuple of str
+        One sentence for each fact that decided.
+    """
+
+    candidate: Candidate
+    why: tuple[str, ...]
+
+
+def choices(problem: AttentionProblem, target: Target, force: str | None = None) -> tuple[Choice, ...]:
+    """Ways to run a call, the best one first; the last one needs the fewest kernels.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    target : Target
+    force : str, optional
+        ``OMNIATTN_FORCE_KERNEL``.
+
+    Raises
+    ------
+    ArgumentError
+        ``force`` names a kernel that cannot serve the call.
+    UnsupportedError
+        No kernel serves it on this GPU.
+    """
+    folds = _folds(problem)
+    told = heads_as_queries(problem) if folds else problem
+    more = (f"one query: the {told.seqlen_q} query heads of a kv head are the rows of a tile",) if folds else ()
+    whole = select_attention(told, target, force)
+    # A forced kernel gets the mask as it is.
+    is_named = bool(named_ops(force) & {"attention", "attention_split"})
+    as_tiles = not is_named and _takes_keys_as_tiles(told, target)
+    of_split = keys_as_tiles(told) if as_tiles else told
+    split = select_split(of_split, target, whole, force)
+    row = whole.spec
+    usual = Choice(Candidate(row, mask=mask_inputs(row, told)[0], heads_as_queries=folds), (*whole.why, *more))
+    if split is not None:
+        row, shared = split.main.spec, split.shared
+        mask = mask_inputs(row, of_split, shared)[0]
+        first = Choice(Candidate(row, shared, split.schedule, mask, folds), (*split.main.why, *more))
+        return (first,) if is_named else (first, usual)
+    tail = select_tail(told, target, whole, force)
+    if tail is None:
+        return (usual,)
+    of_tail = replace(usual.candidate, schedule=tail.schedule)
+    return Choice(of_tail, (*whole.why, *tail.main.why, *more)), usual
+
+
+def _folds(problem: AttentionProblem) -> bool:
+    """Whether query heads of a kv head become queries of one head.
+
+    The plain kernels share tiles among heads by themselves where they split keys, but for groups like Falcon's 71,
+    which no number of rows divides.
+    """
+    p = problem
+    if not can_have_heads_as_queries(p):
+        return False
+    group = p.num_q_heads // p.num_kv_heads
+    return p.score_mods or tiles_of_group(p, _ROWS, shared_rows(p, _ROWS)) > 2 * -(-group // _ROWS)
+
+
+def _takes_keys_as_tiles(problem: AttentionProblem, target: Target) -> bool:
+    p = problem
+    few = p.num_q_heads > p.num_kv_heads and p.seqlen_k >= _KEYS_FOR_EACH * p.seqlen_q > 0
+    return target.cc == _HOPPER and few and can_have_keys_as_tiles(p)
