@@ -20,8 +20,8 @@ from ..launch import (
     tile_kinds,
 )
 from ..launch.attn_int8 import OperandPlaces
+from ..launch.host_struct import At
 from ..launch.masks import MaskPlaces
-from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, Target
 from ..problems.fold import heads_as_queries, keys_as_tiles
 from ..problems.memory import aligned
