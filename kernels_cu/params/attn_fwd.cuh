@@ -1,5 +1,6 @@
 // Arguments of the forward kernels. The host packs every struct of params/ by the same names, little-endian
-// (src/omniattn/launch/structs.py; a test compares sizes and offsets). Strides in elements.
+// (src/omniattn/launch/structs.py, which build_tools/host_structs.py writes from these headers; a test compares sizes
+// and offsets). Strides in elements.
 #pragma once
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import checks, kernels, record, wgmma_header
+from build_tools import checks, host_structs, kernels, record, wgmma_header
 from build_tools.table import Table
 from omniattn.registry import REGISTRY
 
@@ -60,10 +60,15 @@ def test_no_file_is_too_long() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
-def test_generated_headers_are_what_their_generators_write() -> None:
+def test_generated_headers_are_what_their_generator_writes() -> None:
     for path, text in wgmma_header.headers().items():
         assert path.read_text(encoding="utf-8") == text, "run: python -m build_tools.wgmma_header"
     assert {path.name for path in KERNELS.glob("ptx/wgmma_*.cuh")} == {p.name for p in wgmma_header.headers()}
+
+
+def test_the_structs_of_the_host_are_those_of_the_headers() -> None:
+    written = host_structs.text(host_structs.Headers())
+    assert host_structs.FILE.read_text(encoding="utf-8") == written, "run: python -m build_tools.host_structs"
 
 
 def test_every_source_has_a_row_and_every_row_a_source() -> None:

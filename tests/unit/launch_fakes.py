@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omniattn.launch.structs import At, HostStruct
+from omniattn.launch.host_struct import At, HostStruct
 from omniattn.registry import KernelSpec
 from omniattn.runtime.driver_base import LaunchAttributes
 from omniattn.runtime.record import LaunchRecord, Program

@@ -10,6 +10,7 @@ import pytest
 
 import omniattn as oa
 from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_COMBINE,
     ATTN_FP8_FACTORS_SM89,
@@ -17,7 +18,6 @@ from omniattn.launch.structs import (
     ATTN_FP8_FORMS_FACTORS_SM90,
     ATTN_FP8_SPLIT_FACTORS_SM90,
     LAYOUT_FP8,
-    At,
 )
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionStrides, Descale, Target

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.launch.structs import ATTN_BWD, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD, ATTN_BWD_SM90, At
+from omniattn.launch.host_struct import At
+from omniattn.launch.structs import ATTN_BWD, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD, ATTN_BWD_SM90
 from omniattn.plan.backward import plan_backward
 from omniattn.plan.engine import Launches
 from omniattn.problems import AttentionStrides, Int8, Target

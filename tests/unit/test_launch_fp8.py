@@ -10,6 +10,7 @@ import pytest
 
 import omniattn as oa
 from omniattn.launch import fp8, quantize
+from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_INT8_FORMS_SM90,
     ATTN_INT8_SM80,
@@ -18,7 +19,6 @@ from omniattn.launch.structs import (
     QUANTIZE,
     QUANTIZE_FP8,
     QUANTIZE_FP8_SUMS,
-    At,
 )
 from omniattn.plan.attention import plan_attention
 from omniattn.plan.others import plan_quantize

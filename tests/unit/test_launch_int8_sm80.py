@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from omniattn.launch.attn_fwd import forward_values, num_m_blocks
-from omniattn.launch.structs import ATTN_INT8_SM80, At
+from omniattn.launch.host_struct import At
+from omniattn.launch.structs import ATTN_INT8_SM80
 from omniattn.plan.attention import plan_attention
 from omniattn.plan.engine import Launches
 from omniattn.problems import AttentionProblem, Int4, Int8, Target

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from omniattn.launch import masks
-from omniattn.launch.structs import MASK_ALIGN, At
+from omniattn.launch.host_struct import At
+from omniattn.launch.structs import MASK_ALIGN
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Target
 from omniattn.problems.memory import ITEMSIZE

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from omniattn.launch import masks
-from omniattn.launch.structs import MASK_LIST, MASK_PACK, At
+from omniattn.launch.host_struct import At
+from omniattn.launch.structs import MASK_LIST, MASK_PACK
 from omniattn.problems import AttentionProblem
 from omniattn.reference import mask_tiles
 from omniattn.reference.mask_tiles import EMPTY, FIRST_GROUP, FULL, MIXED, UNWRITTEN

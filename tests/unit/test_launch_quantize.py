@@ -13,7 +13,8 @@ import omniattn as oa
 from omniattn import runtime
 from omniattn.errors import UnsupportedError
 from omniattn.launch import quantize as launch
-from omniattn.launch.structs import QUANTIZE, QUANTIZE_DELTA, At
+from omniattn.launch.host_struct import At
+from omniattn.launch.structs import QUANTIZE, QUANTIZE_DELTA
 from omniattn.plan.others import plan_quantize
 from omniattn.problems import AttentionProblem, QuantizeCall, QuantizeProblem, Target
 from omniattn.runtime.device import DeviceInfo

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from omniattn.launch import attn_fwd_sm90, masks, score_forms
+from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_FWD_FORMS_SM80,
     ATTN_FWD_FORMS_SM90,
@@ -17,7 +18,6 @@ from omniattn.launch.structs import (
     ATTN_INT8_FORMS_SM90,
     MASK_LIST,
     TILE_KINDS,
-    At,
 )
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int8, Target

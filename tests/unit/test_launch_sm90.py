@@ -13,8 +13,9 @@ import pytest
 from omniattn.launch import attn_int8, attn_int8_sm90
 from omniattn.launch.attn_fwd import forward_values, num_m_blocks
 from omniattn.launch.attn_fwd_sm90 import mapped
+from omniattn.launch.host_struct import At
 from omniattn.launch.quantize import scratch, starts_in
-from omniattn.launch.structs import ATTN_FWD, ATTN_INT8_SM90, At
+from omniattn.launch.structs import ATTN_FWD, ATTN_INT8_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.plan.engine import Launches
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int4, Int8, Target

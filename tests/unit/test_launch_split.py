@@ -10,11 +10,7 @@ import pytest
 
 from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_split
-from omniattn.launch.structs import (
-    ATTN_COMBINE,
-    ATTN_FWD_SPLIT_FORMS_SM90,
-    ATTN_FWD_SPLIT_SM90,
-)
+from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_FORMS_SM90, ATTN_FWD_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT

@@ -11,7 +11,8 @@ import pytest
 import omniattn as oa
 from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_split, attn_int8
-from omniattn.launch.structs import ATTN_COMBINE, ATTN_INT8_SPLIT_SM90, At
+from omniattn.launch.host_struct import At
+from omniattn.launch.structs import ATTN_COMBINE, ATTN_INT8_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Descale, Descales, Fp8, Int4, Int8, QuantizeProblem
 from omniattn.problems.precision import FP8_ARRAYS

@@ -11,13 +11,13 @@ import pytest
 import omniattn as oa
 from omniattn.errors import ArgumentError
 from omniattn.launch import score_forms
+from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_COMBINE,
     ATTN_FP8_SPLIT_FORMS_FACTORS_SM90,
     ATTN_INT8_SPLIT_FORMS_SM90,
     MASK_LIST,
     MASK_PACK,
-    At,
 )
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Descale, Descales, Fp8, Int4, Int8

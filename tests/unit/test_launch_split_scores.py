@@ -9,6 +9,7 @@ import pytest
 
 from omniattn.errors import ArgumentError
 from omniattn.launch import score_forms
+from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_COMBINE,
     ATTN_FWD_SPLIT_FORMS_SM80,
@@ -18,7 +19,6 @@ from omniattn.launch.structs import (
     ATTN_FWD_SPLIT_SM80,
     MASK_LIST,
     MASK_PACK,
-    At,
 )
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Target

@@ -13,14 +13,14 @@ import pytest
 
 from omniattn import Fp8, Int8
 from omniattn.errors import ArgumentError
-from omniattn.launch import attn_fwd_shares, score_forms
-from omniattn.launch.attn_fwd_shares import CLASSES, CUT_BYTES, SLOTS
+from omniattn.launch import attn_fwd_shares, score_forms, structs
+from omniattn.launch.attn_fwd_shares import CLASSES, SLOTS
+from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_COMBINE_PACKED,
     ATTN_FWD_SHARES_FORMS_SM90,
     ATTN_FWD_SHARES_SM90,
     ATTN_INT8_SHARES_SM90,
-    At,
 )
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides
@@ -226,7 +226,7 @@ def carried_out(
             out = sum(x[2] * w for x, w in zip(of, weights, strict=True))
             finish(part.sequence, part.m0 + i, part.head, top, total, out)
     used = max(partial, default=-1) + 1
-    assert m["cuts"].offset + CUT_BYTES * CLASSES * ctas == num_bytes
+    assert m["cuts"].offset + structs.CUT_TILE.size * CLASSES * ctas == num_bytes
     assert m["partial_ml"].offset >= 4 * d * used
     assert m["cuts"].offset - m["partial_ml"].offset >= 8 * used
     assert not any(m[x].offset % WORKSPACE_ALIGNMENT for x in ("partial_ml", "cuts"))

@@ -11,7 +11,8 @@ import pytest
 
 import omniattn as oa
 from omniattn import arrays
-from omniattn.launch.structs import MERGE_STATES, At
+from omniattn.launch.host_struct import At
+from omniattn.launch.structs import MERGE_STATES
 from omniattn.plan import engine
 from omniattn.plan.engine import CACHE_OPERANDS
 from omniattn.plan.others import plan_merge

@@ -11,8 +11,9 @@ import pytest
 
 import omniattn as oa
 from omniattn.launch import masks, score_forms, tile_kinds
+from omniattn.launch.host_struct import At
 from omniattn.launch.score_mod import HEADER, array_values, user_text, with_score_mod
-from omniattn.launch.structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_MOD_SM90, MASK_LIST, SCORE_MOD_ARRAYS, TILE_KINDS, At
+from omniattn.launch.structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_MOD_SM90, MASK_LIST, SCORE_MOD_ARRAYS, TILE_KINDS
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem

@@ -11,13 +11,22 @@ import pytest
 from build_tools.jobs import ROOT
 from build_tools.layouts import device_constants, device_kinds, device_layout
 from omniattn.launch import attn_fwd, attn_fwd_shares, decode, kv_append, masks, quantize, structs
-from omniattn.launch.structs import STRUCTS
+from omniattn.launch.host_struct import HostStruct
 from omniattn.problems import quantize as quantize_problem
+from omniattn.problems import score_mod
 from omniattn.problems.precision import GRANULARITIES
 from omniattn.reference import mask_tiles
 from omniattn.registry import REGISTRY
 
-PARAMS = ROOT / "kernels_cu/params"
+#: Header of every struct that the headers declare.
+HEADERS = {
+    name: f"params/{path.name}"
+    for path in sorted((ROOT / "kernels_cu/params").glob("*.cuh"))
+    for name in re.findall(
+        r"^ *struct (?:alignas\(\d+\) )?(\w+)[^;(){]*\{", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
+}
+STRUCTS = {one.name: one for one in vars(structs).values() if isinstance(one, HostStruct)}
 
 
 def split(code: str) -> tuple[int, str]:
@@ -37,7 +46,7 @@ def size_of(code: str) -> int:
 def test_layout(name: str) -> None:
     host = STRUCTS[name]
     names = [field for field, _ in host.fields]
-    size, layout = device_layout(host.header, host.name, names)
+    size, layout = device_layout(HEADERS[name], name, names)
     assert size == host.size
     assert {field: (host.offsets[field], size_of(code)) for field, code in host.fields} == layout
     # Nothing of the device's is left out: what lies between fields is less than the next one's alignment could take.
@@ -50,20 +59,13 @@ def test_layout(name: str) -> None:
 @pytest.mark.parametrize("name", STRUCTS)
 def test_types(name: str) -> None:
     host = STRUCTS[name]
-    kinds = device_kinds(host.header, host.name, [field for field, _ in host.fields])
+    kinds = device_kinds(HEADERS[name], name, [field for field, _ in host.fields])
     assert kinds == {field: {"M": "bytes"}.get(split(code)[1], split(code)[1]) for field, code in host.fields}
 
 
 def test_every_struct_of_the_kernels_is_known_to_the_host() -> None:
-    """By name: what the host only makes room for is left out."""
-    declared = {
-        found
-        for path in PARAMS.glob("*.cuh")
-        for found in re.findall(
-            r"^struct (?:alignas\(\d+\) )?(\w+)(?: : \w+)? \{", path.read_text(encoding="utf-8"), re.MULTILINE
-        )
-    }
-    assert declared - {"QuantizeItem", "CutTile"} == set(STRUCTS)
+    assert len(STRUCTS) > 50
+    assert set(HEADERS) == set(STRUCTS)
 
 
 def test_arguments_fit_into_what_a_launch_takes() -> None:
@@ -87,16 +89,16 @@ CONSTANTS = [
         for name, kind in (("kRopeNone", "none"), ("kRopeHalf", "half"), ("kRopeInterleaved", "interleaved"))
     ),
     ("params/attn_combine.cuh", "kShareSlots", attn_fwd_shares.SLOTS),
-    ("params/attn_combine.cuh", "sizeof(CutTile)", attn_fwd_shares.CUT_BYTES),
     ("params/attn_combine.cuh", "kShareClasses", attn_fwd_shares.CLASSES),
     ("params/decode.cuh", "kRecentOlder", decode.OLDER),
     ("params/decode.cuh", "kRecentNewest", decode.NEWEST),
     ("params/kv_copy.cuh", "kMaxPairs", structs.MAX_PAIRS),
+    ("params/score_mod.cuh", "kMaxModArrays", structs.MAX_MOD_ARRAYS),
+    ("params/score_mod.cuh", "kMaxModDims", structs.MAX_MOD_DIMS),
     ("params/mask_tiles.cuh", "kTileEmpty", mask_tiles.EMPTY),
     ("params/mask_tiles.cuh", "kTileMixed", mask_tiles.MIXED),
     ("params/mask_tiles.cuh", "kTileFull", mask_tiles.FULL),
     ("params/mask_tiles.cuh", "kFirstGroup", mask_tiles.FIRST_GROUP),
-    ("params/quantize.cuh", "sizeof(QuantizeItem)", quantize._ITEM_BYTES),
     *(
         ("params/quantize.cuh", name, GRANULARITIES.index(kind))
         for name, kind in (
@@ -124,6 +126,11 @@ CONSTANTS = [
 def test_constants(header: str) -> None:
     expected = {name: value for place, name, value in CONSTANTS if place == header}
     assert dict(zip(expected, device_constants(header, list(expected)), strict=True)) == expected
+
+
+def test_limits_of_score_modifications() -> None:
+    """What a call may have is what its struct has room for."""
+    assert (score_mod.MAX_ARRAYS, score_mod.MAX_DIMS) == (structs.MAX_MOD_ARRAYS, structs.MAX_MOD_DIMS)
 
 
 SPECIALIZED = [spec for spec in REGISTRY if spec.op == "quantize" and spec.specialization]

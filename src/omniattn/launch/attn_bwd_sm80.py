@@ -11,9 +11,10 @@ from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .attn_fwd import forward_values, num_m_blocks, tile_launches
+from .host_struct import At, member, strides
 from .numbers import MAX_GRID_X
 from .score_mod import array_values
-from .structs import ATTN_BWD, ATTN_BWD_MOD, At, member, strides
+from .structs import ATTN_BWD, ATTN_BWD_MOD
 
 #: Padded rows to a number of ``stray_do`` (kernels_cu/params/attn_bwd.cuh).
 STRAY_ROWS = 64

@@ -11,8 +11,9 @@ from . import tile_order
 from .attn_bwd_sm80 import BackwardPlaces, backward_values, num_n_blocks
 from .attn_fwd import num_m_blocks
 from .attn_fwd_sm90 import PANEL, mapped, operand_map, tile_values
+from .host_struct import member
 from .score_forms import finite, form_values
-from .structs import ATTN_BWD_FORMS_SM90, ATTN_BWD_SM90, member
+from .structs import ATTN_BWD_FORMS_SM90, ATTN_BWD_SM90
 
 
 def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_order.TileList:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from ..problems import AttentionProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
+from .host_struct import At, member, strides
 from .masks import MASK_KINDS, MaskPlaces, memory_of
 from .numbers import MAX_GRID_X
 from .score_forms import form_values
 from .score_mod import array_values
-from .structs import ATTN_FWD, ATTN_FWD_FORMS_SM80, ATTN_FWD_MOD_SM80, At, member, strides
+from .structs import ATTN_FWD, ATTN_FWD_FORMS_SM80, ATTN_FWD_MOD_SM80
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
 SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}

@@ -14,20 +14,18 @@ from .attn_fwd import SINKS_KINDS, forward_values
 from .attn_fwd_sm90 import operand_map, shared_rows_map
 from .attn_int8 import OperandPlaces
 from .attn_int8_sm90 import flush_keys, key_maps, shared_queries_map
+from .host_struct import At, HostStruct, member
 from .score_forms import form_values
 from .structs import (
     ATTN_COMBINE_PACKED,
     ATTN_FWD_SHARES_FORMS_SM90,
     ATTN_FWD_SHARES_SM90,
     ATTN_INT8_SHARES_SM90,
-    At,
-    HostStruct,
-    member,
+    CUT_TILE,
 )
 
-#: Classes of sequences, a CTA's partial results of each, and bytes of what it writes of the tile that goes on behind
-#: its share (kernels_cu/params/attn_combine.cuh).
-CLASSES, SLOTS, CUT_BYTES = 4, 2, 32
+#: Classes of sequences, and a CTA's partial results of each (kernels_cu/params/attn_combine.cuh).
+CLASSES, SLOTS = 4, 2
 
 
 def workspace(spec: KernelSpec, problem: AttentionProblem, schedule: StreamK) -> tuple[int, int, int, int]:
@@ -38,7 +36,7 @@ def workspace(spec: KernelSpec, problem: AttentionProblem, schedule: StreamK) ->
     ml = aligned(4 * rows * problem.head_dim_v)
     lse = ml + aligned(8 * rows)
     cuts = lse + (aligned(8 * rows) if problem.precision.quantized and problem.lse else 0)
-    return ml, lse, cuts, cuts + CUT_BYTES * CLASSES * schedule.ctas
+    return ml, lse, cuts, cuts + CUT_TILE.size * CLASSES * schedule.ctas
 
 
 def build(

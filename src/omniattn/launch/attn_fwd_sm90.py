@@ -12,10 +12,11 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from . import tile_order
 from .attn_fwd import forward_values, num_m_blocks
+from .host_struct import member
 from .masks import MaskPlaces
 from .score_forms import bias_map, form_values
 from .score_mod import array_values
-from .structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_MOD_SM90, ATTN_FWD_SM90, member
+from .structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_MOD_SM90, ATTN_FWD_SM90
 
 _GROUP_ROWS = 64  # query rows of a warpgroup
 PANEL = 64  #: Columns of one copy: 128 bytes, the width of the swizzle.

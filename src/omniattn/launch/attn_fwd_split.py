@@ -14,6 +14,7 @@ from .attn_fwd import SINKS_KINDS, forward_values, num_m_blocks
 from .attn_fwd_sm90 import operand_map, shared_rows_map
 from .attn_int8 import OperandPlaces
 from .attn_int8_sm90 import flush_keys, key_maps, shared_queries_map
+from .host_struct import At, member, strides
 from .masks import MaskPlaces, memory_of
 from .score_forms import bias_map, form_values
 from .score_mod import array_values
@@ -29,9 +30,6 @@ from .structs import (
     ATTN_FWD_SPLIT_SM90,
     ATTN_INT8_SPLIT_FORMS_SM90,
     ATTN_INT8_SPLIT_SM90,
-    At,
-    member,
-    strides,
 )
 
 #: Of quantized operands: with and without score forms, with and without factors of V.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..problems import AttentionProblem, Descales, QuantizeProblem
 from ..problems.quantize import BLOCK_ROWS, Strides3, carve, operand_strides
-from .structs import At
+from .host_struct import At
 
 #: Blocks of scales, where there is one for every row that a sequence can have.
 _UNLIMITED = 2**24

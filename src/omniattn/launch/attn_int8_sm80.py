@@ -10,7 +10,8 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .attn_fwd import forward_values, num_m_blocks, tile_launches
 from .attn_int8 import OperandPlaces
-from .structs import ATTN_FP8_FACTORS_SM89, ATTN_INT8_SM80, member
+from .host_struct import member
+from .structs import ATTN_FP8_FACTORS_SM89, ATTN_INT8_SM80
 
 
 def build(

@@ -11,16 +11,10 @@ from . import tile_order
 from .attn_fwd import forward_values, num_m_blocks
 from .attn_fwd_sm90 import ctas_of, mapped, tile_values, tiles_of
 from .attn_int8 import OperandPlaces
+from .host_struct import At, member
 from .masks import MaskPlaces
 from .score_forms import bias_map, form_values
-from .structs import (
-    ATTN_FP8_FACTORS_SM90,
-    ATTN_FP8_FORMS_FACTORS_SM90,
-    ATTN_INT8_FORMS_SM90,
-    ATTN_INT8_SM90,
-    At,
-    member,
-)
+from .structs import ATTN_FP8_FACTORS_SM90, ATTN_FP8_FORMS_FACTORS_SM90, ATTN_INT8_FORMS_SM90, ATTN_INT8_SM90
 
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
 #: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss

@@ -15,8 +15,9 @@ from ..registry.decode import SHARED_TILES
 from ..runtime.record import LaunchRecord
 from . import merge_states
 from .attn_fwd import SINKS_KINDS
+from .host_struct import At, strides
 from .numbers import MAX_GRID_X, quotient_factors
-from .structs import DECODE, At, strides
+from .structs import DECODE
 
 #: `RecentSide` of device code.
 OLDER, NEWEST = 1, 2

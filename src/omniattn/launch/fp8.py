@@ -6,9 +6,10 @@ from ..problems import AttentionProblem, QuantizeProblem
 from ..problems.quantize import BLOCK_ROWS, Strides3
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from . import structs
+from . import host_struct
+from .host_struct import At, member
 from .quantize import rotation_values
-from .structs import LAYOUT_FP8, QUANTIZE, QUANTIZE_FP8, QUANTIZE_FP8_SUMS, At, member
+from .structs import LAYOUT_FP8, QUANTIZE, QUANTIZE_FP8, QUANTIZE_FP8_SUMS
 
 
 def takes(p: QuantizeProblem) -> bool:
@@ -54,7 +55,7 @@ def build_with_values(
         places[name] = At(memory.operand, end)
         end += size
     of_v: dict[str, object] = {name: None if code == "P" else 0 for name, code in QUANTIZE.fields}
-    of_v |= places | structs.strides("v", strides[2])
+    of_v |= places | host_struct.strides("v", strides[2])
     of_v |= {
         "v": At("v"), "v_out": outputs["v"], "v_scale": outputs["v_scale"], "v_mean": outputs["v_mean"],
         "batch": p.batch, "num_kv_heads": p.heads_kv, "seqlen_k": p.rows_k, "head_dim": p.head_dim,

@@ -6,8 +6,9 @@ from ..errors import UnsupportedError
 from ..problems import AppendProblem, CopyProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
+from .host_struct import At, strides
 from .numbers import MAX_GRID_X, quotient_factors
-from .structs import KV_APPEND, KV_COPY, MAX_PAIRS, At, strides
+from .structs import KV_APPEND, KV_COPY, MAX_PAIRS
 
 _ROPE = {"none": 0, "half": 1, "interleaved": 2}
 _THREADS, _COPY_THREADS = 128, 256

@@ -12,7 +12,8 @@ from ..problems.split import ONE_HEAD, SharedRows
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES, PACK_TILES
 from ..runtime.record import LaunchRecord
-from .structs import MASK_ALIGN, MASK_LIST, MASK_PACK, At
+from .host_struct import At
+from .structs import MASK_ALIGN, MASK_LIST, MASK_PACK
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
 MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}

@@ -6,7 +6,8 @@ from ..problems import MergeProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .structs import MERGE_STATES, At, strides
+from .host_struct import At, strides
+from .structs import MERGE_STATES
 
 _THREADS = 256
 # Enough CTAs to fill any GPU several times; the kernel strides over the rest.

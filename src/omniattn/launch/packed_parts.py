@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..problems import PartsProblem
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .structs import PACKED_PARTS, At
+from .host_struct import At
+from .structs import PACKED_PARTS
 
 
 def build(spec: KernelSpec, problem: PartsProblem) -> tuple[LaunchRecord, ...]:

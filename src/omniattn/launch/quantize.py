@@ -16,7 +16,8 @@ from ..problems.precision import GRANULARITIES
 from ..problems.quantize import BLOCK_ROWS, QUERY_SLICES, sample_log2
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .structs import QUANTIZE, QUANTIZE_DELTA, QUANTIZE_ROTATED, Arguments, At, member, strides
+from .host_struct import Arguments, At, member, strides
+from .structs import QUANTIZE, QUANTIZE_DELTA, QUANTIZE_ITEM, QUANTIZE_ROTATED
 
 # `Flag` of the device code.
 _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i for i in range(7))
@@ -26,7 +27,6 @@ _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i 
 #: between.
 GROUP_BYTES, CACHED_GROUP_BYTES = 1 << 62, 16 << 20
 _MAX_GRID, _MASK = 1 << 20, 0xFFFFFFFF
-_ITEM_BYTES = 48
 _DELTA_THREADS = 128
 #: What the largest magnitude of a group becomes.
 _LEVELS = {"int8": 127, "int4": 7, "float8_e4m3": 448}
@@ -127,7 +127,7 @@ def scratch(spec: KernelSpec, p: QuantizeProblem, group_bytes: int = GROUP_BYTES
     starts_bytes = _up(4 * (p.batch + 1), WORKSPACE_ALIGNMENT) if p.varlen else 0
     partials = starts + 2 * starts_bytes
     items = partials + 16 * work.units * p.slots_r * spec.head_dim
-    table_bytes = _ITEM_BYTES * work.num_items if spec.specialization else 0
+    table_bytes = QUANTIZE_ITEM.size * work.num_items if spec.specialization else 0
     return Scratch(words, errors, clear, starts, starts_bytes, partials, items, table_bytes, items + table_bytes)
 
 

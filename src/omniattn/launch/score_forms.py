@@ -13,8 +13,8 @@ from ..problems.memory import ITEMSIZE
 from ..problems.split import SharedRows
 from ..registry import KernelSpec
 from ..runtime.record import TensorMap
+from .host_struct import At
 from .masks import MaskPlaces
-from .structs import At
 
 #: `ScoreForm` of device code.
 SOFTCAP, SCALED, BITS, KEY_BIAS, BIAS, MOD_TILES = 1, 2, 4, 8, 16, 32

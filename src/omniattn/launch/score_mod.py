@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from ..problems.score_mod import MAX_ARRAYS, MAX_DIMS, ScoreModProblem
+from ..problems.score_mod import ScoreModProblem
 from ..registry import KernelSpec
-from .structs import At
+from .host_struct import At
+from .structs import MAX_MOD_ARRAYS, MAX_MOD_DIMS
 
 #: The header whose place the text takes.
 HEADER = "attention/score_mod_user.cuh"
@@ -68,10 +69,10 @@ def row_of(spec: KernelSpec) -> str:
 def array_values(mod: ScoreModProblem) -> dict[str, object]:
     """The fields of ScoreModArrays."""
     data: list[At | None] = [At(PREFIX + a.name) for a in mod.arrays]
-    data += [None] * (MAX_ARRAYS - len(data))
-    strides, extents = ([0] * (MAX_ARRAYS * MAX_DIMS) for _ in range(2))
+    data += [None] * (MAX_MOD_ARRAYS - len(data))
+    strides, extents = ([0] * (MAX_MOD_ARRAYS * MAX_MOD_DIMS) for _ in range(2))
     for i, a in enumerate(mod.arrays):
-        first = i * MAX_DIMS
+        first = i * MAX_MOD_DIMS
         strides[first : first + len(a.strides)] = a.strides
         extents[first : first + len(a.shape)] = (min(n, 2**31 - 1) for n in a.shape)
     return {"data": data, "strides": tuple(strides), "extents": tuple(extents)}

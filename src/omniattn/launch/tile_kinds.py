@@ -9,9 +9,10 @@ from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE
 from ..runtime.record import LaunchRecord
 from . import masks
+from .host_struct import At, member
 from .masks import MaskExtents, MaskPlaces
 from .score_mod import array_values
-from .structs import TILE_KINDS, At, member
+from .structs import TILE_KINDS
 
 _NO_ARRAYS = ScoreModProblem("", None, ())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..launch import decode, fp8, kv_append, merge_states, packed_parts, quantize
-from ..launch.structs import At
+from ..launch.host_struct import At
 from ..problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, PartsProblem, QuantizeCall, Target
 from ..select import (
     select_append,

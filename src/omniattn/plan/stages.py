@@ -24,8 +24,8 @@ from ..launch import (
     tile_kinds,
 )
 from ..launch.attn_int8 import OperandPlaces
+from ..launch.host_struct import At
 from ..launch.masks import MaskPlaces
-from ..launch.structs import At
 from ..problems import AttentionProblem, QuantizeCall, QuantizeProblem, Target
 from ..problems.memory import aligned
 from ..problems.quantize import carve

@@ -9,7 +9,7 @@ import numpy as np
 
 from omniattn import arrays, runtime
 from omniattn.launch import masks
-from omniattn.launch.structs import At
+from omniattn.launch.host_struct import At
 from omniattn.problems.memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from omniattn.registry import KernelSpec
 from omniattn.runtime.record import Program

@@ -9,7 +9,7 @@ import numpy as np
 
 from omniattn import arrays, runtime
 from omniattn.launch import fp8
-from omniattn.launch.structs import At
+from omniattn.launch.host_struct import At
 from omniattn.problems import FP8_ARRAYS, AttentionProblem, AttentionStrides, Descale, Descales
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.quantize import BLOCK_ROWS, carve

@@ -10,7 +10,7 @@ import numpy as np
 
 from omniattn import arrays, runtime
 from omniattn.launch import masks
-from omniattn.launch.structs import At
+from omniattn.launch.host_struct import At
 from omniattn.problems import AttentionProblem, AttentionStrides
 from omniattn.problems.memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from omniattn.reference import mask_tiles as reference

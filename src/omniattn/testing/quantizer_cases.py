@@ -11,7 +11,7 @@ import numpy as np
 from omniattn import arrays, runtime
 from omniattn.launch import fp8, quantize
 from omniattn.launch.attn_int8 import in_workspace
-from omniattn.launch.structs import At
+from omniattn.launch.host_struct import At
 from omniattn.problems import QuantizeCall, QuantizeProblem, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.precision import value_levels

@@ -10,8 +10,8 @@ import numpy as np
 
 from omniattn import arrays, runtime
 from omniattn.launch import tile_kinds
+from omniattn.launch.host_struct import At
 from omniattn.launch.score_mod import with_score_mod
-from omniattn.launch.structs import At
 from omniattn.problems import AttentionProblem, AttentionStrides
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.score_mod import BlockMaskProblem, ScoreModProblem
