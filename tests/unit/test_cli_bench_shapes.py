@@ -24,6 +24,7 @@ from omniattn.bench.shape_cases import REFERENCES, SHAPE_CASES, ShapeCase, chose
 from omniattn.bench.shape_contenders import cudnn, fa2, fa4, flex, forced_way, ours, own_call, tensors_of
 from omniattn.bench.shape_report import REFERENCE
 from omniattn.bench.shapes import ForwardShape
+from omniattn.cli import bench as cli_bench
 from omniattn.cli import main
 from omniattn.errors import ArgumentError, UnsupportedError
 from tests.unit.bench_fakes import CpuTorch, WallClock
@@ -126,7 +127,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, others_on_the_cpu: None) -> None
     monkeypatch.setattr(sustained, "TorchClock", WallClock)
     monkeypatch.setattr(shape_runs, "measure_ceilings", lambda *_: Ceilings(100.0, 2.0))
     cases = {bench: tuple(case for of, case in SMALL if of == bench) for bench in SHAPE_CASES}
-    monkeypatch.setattr(shape_cases, "SHAPE_CASES", cases)
+    for place in (shape_cases, cli_bench):
+        monkeypatch.setattr(place, "SHAPE_CASES", cases)
     tiny = {key: (ForwardShape(1, 1, 8, 8, causal=shape.causal), speed) for key, (shape, speed) in REFERENCES.items()}
     for module in (shape_cases, shape_runs):
         monkeypatch.setattr(module, "REFERENCES", tiny)
@@ -193,17 +195,17 @@ def test_pairs_and_bytes_are_those_that_are_seen(case: ShapeCase) -> None:
 
 
 def test_what_is_chosen() -> None:
-    assert chosen_cases("few", [], []) == SHAPE_CASES["few"]
-    assert [c.long_name for c in chosen_cases("windows", ["d64", "d256"], [])] == [
+    assert chosen_cases(SHAPE_CASES["few"], [], []) == SHAPE_CASES["few"]
+    assert [c.long_name for c in chosen_cases(SHAPE_CASES["windows"], ["d64", "d256"], [])] == [
         "d64 b1 h32 s16384 causal window1024", "d256 b1 h8 s16384 causal window1024"
     ]  # fmt: skip
-    assert [c.long_name for c in chosen_cases("few", ["sq16"], ["BIAS", "softcap"])] == [
+    assert [c.long_name for c in chosen_cases(SHAPE_CASES["few"], ["sq16"], ["BIAS", "softcap"])] == [
         "d128 b1 h32/8 sq16 sk32768 full bf16-bias", "d128 b1 h32/8 sq16 sk32768 full softcap50"
     ]  # fmt: skip
     with pytest.raises(ArgumentError, match="--case"):
-        chosen_cases("short", [], ["window"])
+        chosen_cases(SHAPE_CASES["short"], [], ["window"])
     with pytest.raises(ArgumentError, match="--shapes"):
-        chosen_cases("short", ["d72"], [])
+        chosen_cases(SHAPE_CASES["short"], ["d72"], [])
 
 
 # What contenders are given
@@ -342,7 +344,7 @@ def test_ways_force_rows(monkeypatch: pytest.MonkeyPatch, name: str, way: str, f
 @pytest.mark.frameworks
 @pytest.mark.parametrize("bench", SHAPE_CASES)
 def test_every_case_is_run_and_compared(bench: str, on_the_cpu: None, flash_attention_4: None) -> None:
-    report = shape_runs.run_shapes(bench, chosen_cases(bench, [], []), iters=1)
+    report = shape_runs.run_shapes(bench, shape_cases.SHAPE_CASES[bench], iters=1)
     assert len(report.results) == len(SHAPE_CASES[bench])
     assert report.missing == {}
     for result in report.results:

@@ -360,15 +360,15 @@ SHAPE_CASES: dict[str, tuple[ShapeCase, ...]] = {
 }
 
 
-def chosen_cases(bench: str, shapes: Sequence[str], texts: Sequence[str]) -> tuple[ShapeCase, ...]:
-    """Cases of a bench that have all words of one of ``shapes``, and one of ``texts`` in their name; empty: all.
+def chosen_cases(cases: Sequence[ShapeCase], shapes: Sequence[str], texts: Sequence[str]) -> tuple[ShapeCase, ...]:
+    """Those that have all words of one of ``shapes``, and one of ``texts`` in their name; empty: all.
 
     Raises
     ------
     ArgumentError
         A pattern matches nothing.
     """
-    found = filter_named(shapes, SHAPE_CASES[bench])
+    found = filter_named(shapes, cases)
     for text in texts:
         if not any(text.lower() in case.long_name for case in found):
             names = "; ".join(case.long_name for case in found)

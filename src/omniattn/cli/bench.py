@@ -13,6 +13,8 @@ from omniattn.bench.anchors import CONTENDERS
 from omniattn.bench.backward_cases import filter_backward
 from omniattn.bench.backward_contenders import CUDNN, FA2
 from omniattn.bench.backward_report import BackwardReport
+from omniattn.bench.candidate_cases import candidate_cases
+from omniattn.bench.candidates import run_candidates
 from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
 from omniattn.bench.document import document, environment, to_json, write
 from omniattn.bench.low_precision import PRECISIONS
@@ -47,6 +49,8 @@ few, short, packed, windows: few queries on many keys; short sequences, v of ano
 packed sequences; windows. Each case beside the fastest of torch's cuDNN and FA2, FlexAttention where no other takes it,
 FlashAttention-4 where it is installed, and FA3's time scaled by cuDNN's in this run. Speed in TFLOP/s of visible pairs
 where arithmetic decides, else in GB/s. Results are checked before they are timed.
+candidates: every way of running a call that selection has (tile, heads that share it, split of the keys, mask), checked
+and timed, and how much longer what it chooses takes than the fastest one.
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
 append, quantize: prompts and single tokens into 16, 8 and 4-bit caches, with and without rotary embedding; the
@@ -93,8 +97,8 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--case", action="append", default=[], metavar="TEXT",
-        help=f"options, {', '.join(SHAPE_CASES)}: only cases with this text in their name, e.g. softcap (options: "
-        "beside the plain call); may be repeated",
+        help=f"options, candidates, {', '.join(SHAPE_CASES)}: only cases with this text in their name, e.g. softcap "
+        "(options: beside the plain call); may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--no-flex",
@@ -134,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format and arguments.what != "decode":
             raise ArgumentError("--format", f"nothing: 'bench {arguments.what}' has no choice of caches", "a value")
         for option, given, of in (
-            ("--case", arguments.case, ("options", *SHAPE_CASES)),
+            ("--case", arguments.case, ("options", *SHAPE_CASES, "candidates")),
             ("--no-flex", arguments.no_flex, ("options", "backward", *SHAPE_CASES)),
         ):
             if given and arguments.what not in of:
@@ -300,7 +304,7 @@ def _run_shapes(arguments: argparse.Namespace) -> int:
             raise ArgumentError(f"--{option}", expected, "a value")
     if arguments.precision != "exact":
         raise ArgumentError("--precision", "'exact': each case has its own", repr(arguments.precision))
-    cases = chosen_cases(arguments.what, arguments.shapes, arguments.case)
+    cases = chosen_cases(SHAPE_CASES[arguments.what], arguments.shapes, arguments.case)
     with console.progress(len(cases) + 1, enabled=not arguments.json) as bar:
         report = run_shapes(
             arguments.what, cases, iters=arguments.iters, use_flex=not arguments.no_flex,
@@ -349,6 +353,27 @@ def _show_backward(report: BackwardReport, *, as_markdown: bool) -> None:
     console.print_table("Gradients, bf16, TFLOP/s ± spread", header, rows, numeric=range(1, len(header)))
     for fact in facts:
         console.print_line(fact)
+
+
+def _run_candidates(arguments: argparse.Namespace) -> int:
+    for option in ("anchor", "only", "plot", "sustained"):
+        if getattr(arguments, option):
+            expected = "to be left out: 'bench candidates' compares the ways that this package has"
+            raise ArgumentError(f"--{option}", expected, "a value")
+    if arguments.precision != "exact":
+        raise ArgumentError("--precision", "'exact': each call has its own", repr(arguments.precision))
+    cases = chosen_cases(candidate_cases(), arguments.shapes, arguments.case)
+    with console.progress(len(cases), enabled=not arguments.json) as bar:
+        report = run_candidates(cases, iters=arguments.iters, command=arguments.command_line, progress=bar.step)
+    if not _written(arguments, report.to_dict()):
+        header, rows = report.table()
+        if arguments.markdown:
+            print(markdown_table(header, rows) + "\n\n" + "\n".join(f"- {fact}" for fact in report.summary()))
+        else:
+            console.print_table("Ways of running a call, µs", header, rows, numeric=(1, 2, 4, 5))
+            for fact in report.summary():
+                console.print_line(fact)
+    return 1 if any(way.reason for result in report.results for way in result.ways) else 0
 
 
 def _leave_out(arguments: argparse.Namespace, reason: str) -> None:
@@ -460,4 +485,5 @@ _RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "append": _run_beside_copy,
     "quantize": _run_beside_copy,
     "host": _run_host,
+    "candidates": _run_candidates,
 }

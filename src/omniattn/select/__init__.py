@@ -7,6 +7,7 @@ from .attention import PV_CHOICES, select_attention
 from .backward import needs_mods, select_backward, select_backward_rows, select_dq
 from .cache import select_append, select_copy, select_decode, select_merge, select_parts
 from .candidate import Candidate, MaskInput
+from .candidates import candidates
 from .choice import Selection
 from .choose import Choice, choices
 from .masks import select_mask_align, select_masks, select_tile_kinds
@@ -20,6 +21,7 @@ __all__ = [
     "Choice",
     "MaskInput",
     "Selection",
+    "candidates",
     "choices",
     "combine_of",
     "needs_mods",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..errors import UnsupportedError
@@ -228,6 +229,27 @@ def _is_wider(spec: KernelSpec, p: AttentionProblem) -> bool:
     return two and p.head_dim > 64 and not p.varlen and p.window_left == p.window_right == UNLIMITED
 
 
+def fitting_rows(problem: AttentionProblem, target: Target) -> list[KernelSpec]:
+    """The rows of attention without a split that can serve a call, in the registry's order."""
+    alike = _ROWS(REGISTRY, _class_of(problem, target))
+    return [spec for spec in alike if unfit_call(spec, problem, target) is None]
+
+
+def preferred_products(rows: Iterable[KernelSpec], problem: AttentionProblem, target: Target) -> list[KernelSpec]:
+    """Those with the element types of P V and of Q K^T that this GPU multiplies best; of exact attention all."""
+    rows = list(rows)
+    if not problem.precision.quantized or not rows:
+        return rows
+    choices, _ = PV_CHOICES.get(target.cc, _PV_OTHERWISE)
+
+    def rank(spec: KernelSpec) -> tuple[bool, int, bool]:
+        int4_first = target.cc < (9, 0)
+        return not spec.arch_specific, choices.index((spec.pv, spec.pv_accumulator)), (spec.qk == "int4") != int4_first
+
+    best = min(map(rank, rows))
+    return [spec for spec in rows if rank(spec) == best]
+
+
 def select_attention(problem: AttentionProblem, target: Target, force: str | None = None) -> Selection:
     """Choose the kernel of an attention problem.
 
@@ -254,8 +276,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     wanted = problem.precision
     if (chosen := forced(force, ("attention",), lambda spec: _unfit(spec, problem, target))) is not None:
         return chosen
-    alike = _ROWS(REGISTRY, _class_of(problem, target))
-    fitting = [spec for spec in alike if unfit_call(spec, problem, target) is None]
+    fitting = fitting_rows(problem, target)
     if reads_mask(problem, target):
         fitting = [spec for spec in fitting if spec.bias_bytes == 0]
     if not fitting:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..problems import UNLIMITED, AttentionProblem
-from ..problems.split import ONE_HEAD, WHOLE, Schedule, SharedRows
+from ..problems.split import ONE_HEAD, WHOLE, Schedule, SharedRows, SplitKV, StreamK, TailSplit
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
 
@@ -48,6 +48,24 @@ class Candidate:
     schedule: Schedule = WHOLE
     mask: MaskInput = MaskInput.IN_PLACE
     heads_as_queries: bool = False
+
+    @property
+    def text(self) -> str:
+        """The way in one line: kernel, heads that share a tile, schedule, mask; what is as usual is left out."""
+        words = [self.row.name]
+        if self.shared != ONE_HEAD:
+            words.append("{} heads in {} rows".format(*self.shared))
+        if isinstance(self.schedule, SplitKV):
+            words.append(f"{self.schedule.splits} splits")
+        elif isinstance(self.schedule, StreamK):
+            words.append(f"even shares of {self.schedule.ctas} CTAs")
+        elif isinstance(self.schedule, TailSplit):
+            words.append(f"last {self.schedule.num_tiles} tiles in {self.schedule.splits} splits")
+        if self.mask is not MaskInput.IN_PLACE:
+            words.append(f"mask {self.mask.value}")
+        if self.heads_as_queries:
+            words.append("heads as queries")
+        return ", ".join(words)
 
     def told(self, problem: AttentionProblem) -> AttentionProblem:
         """The call as its kernels are told of it."""

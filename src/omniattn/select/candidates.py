@@ -1,0 +1,169 @@
+"""Every way to run an attention call that could be the fastest, in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..problems import UNLIMITED, AttentionProblem, Target
+from ..problems.split import (
+    ONE_HEAD,
+    SharedRows,
+    SplitKV,
+    StreamK,
+    TailSplit,
+    is_final,
+    shared_rows,
+    shared_rows_on_mma_sync,
+    shared_rows_with_scores,
+    tile_keys,
+)
+from ..registry import REGISTRY, KernelSpec
+from ..registry.masks import MASK_TILE
+from .attention import fitting_rows, preferred_products
+from .candidate import (
+    Candidate,
+    can_have_heads_as_queries,
+    can_have_keys_as_tiles,
+    heads_as_queries,
+    keys_as_tiles,
+    mask_inputs,
+)
+from .split import ROWS, TAIL, unfit_split
+from .split_model import of_equal_lengths
+from .tail import tail_row
+
+#: Rounds of CTAs that a split makes: with more of them a few more or less no longer count.
+_ROUNDS = (0.5, 0.75, 1, 2, 3, 4)
+#: Splits of a tail's tiles, at most.
+_TAIL_SPLITS = 11
+#: Columns of a tile, as a multiple of the narrowest one's, beyond which it only makes work; as many as never count.
+_WIDEST, _LEAST_COLUMNS = 1.5, 128
+
+
+def candidates(problem: AttentionProblem, target: Target) -> tuple[Candidate, ...]:
+    """The ways to run a call.
+
+    Of rows that differ in nothing but what the call has no use for (columns beyond its head_dim, options) the smallest
+    one is among them; of splits that take equally many rounds of equally many steps, the one with the fewest parts.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    target : Target
+
+    Returns
+    -------
+    tuple of Candidate
+        Empty where no kernel serves the call.
+    """
+    found: dict[Candidate, None] = {}
+    for folded in (False, True) if can_have_heads_as_queries(problem) else (False,):
+        told = heads_as_queries(problem) if folded else problem
+        views = (told, keys_as_tiles(told)) if can_have_keys_as_tiles(told) else (told,)
+        for view in views:
+            ways = list(_whole(view, target))
+            if not (folded and _shares_all_heads(problem)):
+                ways += _split(view, target)
+            found.update((replace(way, heads_as_queries=folded), None) for way in ways)
+    return tuple(found)
+
+
+def _shares_all_heads(p: AttentionProblem) -> bool:
+    """Whether kernels that split keys have all query heads of a kv head in one tile, as they come."""
+    return not p.score_mods and shared_rows(p, MASK_TILE).heads * p.num_kv_heads == p.num_q_heads
+
+
+def _whole(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
+    rows = preferred_products(fitting_rows(p, target), p, target)
+    for row in _smallest(rows, p):
+        for mask in mask_inputs(row, p):
+            way = Candidate(row, mask=mask)
+            yield way
+            yield from (replace(way, schedule=schedule) for schedule in _tails(row, p, target))
+
+
+def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[TailSplit]:
+    """Tiles have to be equal, and one to an SM."""
+    if p.varlen or p.score_mods or not (p.window_left == p.window_right == UNLIMITED) or p.seqlen_k == 0:
+        return
+    if not row.arch_specific or row.ctas_per_sm > 1:
+        return
+    tiles = p.batch * p.num_q_heads * -(-p.seqlen_q // row.block_m)
+    rounds, rest = divmod(tiles, target.sm_count)
+    if rounds == 0 or rest == 0 or tail_row(row, p, target) is None:
+        return
+    most = {-(-rest * n // target.sm_count): n for n in range(1, _TAIL_SPLITS + 1)}
+    for splits in (n for n in most.values() if n >= 2):
+        yield TailSplit(splits, rounds * target.sm_count, rest)
+
+
+def _split(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
+    rows = [row for row in ROWS(REGISTRY, ("attention_split", p.dtype)) if TAIL not in row.tuned_for]
+    rows = [row for row in rows if unfit_split(row, p, target) is None]
+    typical = of_equal_lengths(p)
+    for row in _smallest(rows, p):
+        for shared in _shared(row, p, typical):
+            schedules: Iterable[Any] = (StreamK(target.sm_count * row.ctas_per_sm),)
+            if not (p.varlen and row.arch_specific):
+                schedules = _numbers(row, shared, typical, target)
+            for mask in mask_inputs(row, p, shared):
+                yield from (Candidate(row, shared, schedule, mask) for schedule in schedules)
+
+
+def _shared(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -> tuple[SharedRows, ...]:
+    """Heads that share the rows of a tile: as many as make the fewest tiles, the same without unused rows, one."""
+    if not row.arch_specific:
+        ways = [shared_rows_on_mma_sync(p, row.block_m)]
+    elif "score_mods" in row.features:
+        # A lane's two rows of scores share one scale of quantized operands: those of one head do.
+        ways = [] if row.quantized else [shared_rows_with_scores(typical, row.block_m)]
+    else:
+        ways = [shared_rows(typical, row.block_m), shared_rows(typical, row.block_m, whole=True)]
+    # Packed heads that share no tiles would read K and V at different times.
+    if not ways or not (p.varlen and row.arch_specific):
+        ways.append(ONE_HEAD)
+    return tuple(dict.fromkeys(ways))
+
+
+def _numbers(row: KernelSpec, shared: SharedRows, p: AttentionProblem, target: Target) -> tuple[SplitKV, ...]:
+    """Numbers of parts that keep a part of the SMs busy, or make a few rounds of CTAs."""
+    tiles = tile_keys(p, row.block_m, row.block_n, shared.pack)
+    items, longest = p.batch * p.num_q_heads // shared.heads * len(tiles), max(tiles, default=0)
+    ctas = target.sm_count * row.ctas_per_sm
+    if items == 0 or longest == 0:
+        return ()
+    fewest = 1 if is_final(p, 1) or shared.heads > 1 else 2
+    numbers = {fewest, 2, *(int(rounds * ctas) // items for rounds in _ROUNDS)}
+    found: dict[tuple[int, int], int] = {}
+    for n in sorted(n for n in numbers if fewest <= n <= longest):
+        found.setdefault((-(-items * n // ctas), -(-longest // n)), n)
+    return tuple(SplitKV(n) for n in found.values())
+
+
+def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpec]:
+    """Of each kind of tile the row with the least that the call has no use for, and none that has far more of it."""
+    rows = list(rows)
+    narrowest: dict[bool, int] = {}
+    for row in rows:
+        narrowest[row.arch_specific] = min(narrowest.get(row.arch_specific, 1 << 30), row.head_dim + row.head_dim_v)
+    plain = {row.arch_specific for row in rows if "score_mods" not in row.features}
+    kinds: dict[Any, KernelSpec] = {}
+    for row in rows:
+        if row.head_dim + row.head_dim_v > max(_WIDEST * narrowest[row.arch_specific], _LEAST_COLUMNS):
+            continue
+        if (not p.score_mods and "score_mods" in row.features and row.arch_specific in plain) or (
+            row.own_head_dim_v and not p.own_head_dim_v
+        ):
+            continue
+        kind = row.family, row.block_m, row.block_n, row.num_warps, row.ctas_per_sm, "lists" in row.lacks
+        best = kinds.get(kind)
+        if best is None or _size(row, p) < _size(best, p):
+            kinds[kind] = row
+    return list(kinds.values())
+
+
+def _size(row: KernelSpec, p: AttentionProblem) -> tuple[Any, ...]:
+    columns, options = row.head_dim + row.head_dim_v, len(row.features) - len(row.lacks)
+    return columns, "score_mods" in row.features, p.packed_lists and "masks" in row.lacks, options
