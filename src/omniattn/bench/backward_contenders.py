@@ -80,7 +80,7 @@ def generic_kernels(shape: BackwardShape) -> str:
 def _generic(op: str) -> Iterator[KernelSpec]:
     for spec in REGISTRY:
         exact = spec.op == op and not spec.quantized and not spec.arch_specific
-        if exact and spec.dtype == "bfloat16" and "score_mods" not in spec.features:
+        if exact and spec.dtype == "bfloat16" and not spec.score_mods:
             yield spec
 
 

@@ -135,7 +135,7 @@ def _rows(case: ShapeCase, arch_specific: bool) -> Iterator[KernelSpec]:
         and (spec.dtype, spec.quantized, spec.arch_specific) == ("bfloat16", case.precision != "exact", arch_specific)
         and min(spec.head_dim, spec.head_dim_v) >= max(case.head_dim, case.head_dim_v)
     ]
-    yield from sorted(rows, key=lambda spec: (spec.op != "attention_split", spec.head_dim, len(spec.features)))
+    yield from sorted(rows, key=lambda s: (s.op != "attention_split", s.head_dim, s.score_mods, s.options))
 
 
 def cudnn(problem: Tensors, case: ShapeCase) -> Forward:

@@ -70,18 +70,17 @@ def shared_memory(cc: tuple[int, int]) -> int:
 #: Where a kernel's binary comes from, best first, and the word in a table.
 WORDS = {"prebuilt": "prebuilt", "cache": "cached", "jit": "JIT", "unsupported": "–"}
 
-#: Registry feature to words.
-FEATURES = {
-    "score_mods": "with softcap or mask",
-    "dmask": "with the gradient of a mask",
-    "fragments": "behind the kernel of Hopper",
-    "smooth_q": "with smooth_q",
-    "head_dim_v": "v of another head_dim",
-    "value_factors": "a factor for 128 rows of v",
-    "ordered": "deterministic",
-    "lse": "with the LSE",
-    "e4m3": "to e4m3",
-    "hadamard": "with a rotation",
+#: What a row was compiled for, in words. Whether it makes an LSE is not among them: rows with one serve every call.
+FEATURES: dict[str, Callable[[KernelSpec], bool]] = {
+    "a factor for 128 rows of v": lambda spec: spec.value_factors,
+    "with smooth_q": lambda spec: spec.smooth_q == "always",
+    "with softcap or mask": lambda spec: spec.score_mods,
+    "deterministic": lambda spec: spec.ordered_dq,
+    "v of another head_dim": lambda spec: spec.other_head_dim_v or spec.own_head_dim_v > 0,
+    "with a rotation": lambda spec: spec.rotated,
+    "behind the kernel of Hopper": lambda spec: spec.fragments,
+    "to e4m3": lambda spec: spec.rotated,
+    "with the gradient of a mask": lambda spec: spec.dmask,
 }
 
 #: Row format of a cache to words, where its name does not do.
@@ -248,11 +247,7 @@ def operation_of(spec: KernelSpec) -> str:
 
 def _words(spec: KernelSpec) -> str:
     """What a row was compiled for beyond the common set: features, the format of its cache."""
-    features = spec.features | ({"head_dim_v"} if spec.own_head_dim_v else set())
-    # Kernels for a mask serve calls without smooth_q or the LSE too: the class has the one name.
-    if "score_mods" in features:
-        features -= {"smooth_q", "lse"}
-    words = [FEATURES.get(name, name) for name in sorted(features, reverse=True)]
+    words = [name for name, has in FEATURES.items() if has(spec)]
     for kind, group in dict.fromkeys(_FORMAT.findall("\n".join(spec.cache))):
         words.append(f"{CACHES.get(kind, kind)} cache" + (f", group_size {group}" if group else ""))
     return ", ".join(words)

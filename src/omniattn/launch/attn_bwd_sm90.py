@@ -24,7 +24,7 @@ def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_
     """
     f = problem.forward
     blocks, heads = num_n_blocks(f, spec.block_n), f.num_kv_heads * (1 if f.varlen else f.batch)
-    drawn = f.varlen or "ordered" in spec.features
+    drawn = f.varlen or spec.ordered_dq
     if heads * blocks == 0 or drawn or f.window_left == f.window_right == UNLIMITED:
         return tile_order.head_by_head(heads, blocks)
     # A query sees keys to its right as a key is seen by queries to its left.

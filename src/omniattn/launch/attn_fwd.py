@@ -89,9 +89,9 @@ def build(
     records = []
     for first, count in tile_launches(tiles):
         values = forward_values(problem, blocks, mask_extent=problem.mask_extent, tile_offset=first)
-        values["head_dim_qk"] = problem.head_dim if "head_dim_v" in spec.features else 0
+        values["head_dim_qk"] = problem.head_dim if spec.other_head_dim_v else 0
         layout = ATTN_FWD
-        if "score_mods" in spec.features:
+        if spec.score_mods:
             layout = ATTN_FWD_FORMS_SM80
             memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
             values = member("fwd", values) | member("forms", form_values(problem, masks)) | memory

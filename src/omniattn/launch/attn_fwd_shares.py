@@ -105,7 +105,7 @@ def _on_16_bits(
         **member("fwd", forward_values(told, 0)),
         **{name: place for name, place in partial.items() if name != "partial_lse"},
     }
-    if "score_mods" not in spec.features:
+    if not spec.score_mods:
         return ATTN_FWD_SHARES_SM90, values
     return ATTN_FWD_SHARES_FORMS_SM90, values | member("forms", form_values(p, None))
 

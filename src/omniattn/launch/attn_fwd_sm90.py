@@ -45,14 +45,14 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas:
     if problem.window_left != UNLIMITED and spec.ctas_per_sm == 1:
         # Kernels with scores take heads that come one by one from different tiles on, because of masks. Without a mask
         # that is no better than chance.
-        if "score_mods" in spec.features and problem.mask == "none" and not problem.finds_tiles:
+        if spec.score_mods and problem.mask == "none" and not problem.finds_tiles:
             return tile_order.interleave(heads, blocks)
         return tile_order.windowed(heads, _tile_lengths(problem, spec, 0), num_ctas)
     if problem.window_left == UNLIMITED != problem.window_right:
         # Tiles grow with their row. Rows that fill up the last tile go before the first one, where keys are few; whole
         # warpgroups of them, and not with delta_s, whose blocks of 128 rows start at row 0.
         spare = blocks * spec.block_m - problem.seqlen_q
-        delta = "smooth_q" in spec.features and ("score_mods" not in spec.features or problem.precision.smooth_q)
+        delta = spec.smooth_q == "always" or (spec.smooth_q == "any" and problem.precision.smooth_q)
         lead_rows = 0 if delta else spare // _GROUP_ROWS * _GROUP_ROWS
         order = tile_order.causal(heads, _tile_lengths(problem, spec, lead_rows), num_ctas, _head_bytes(problem))
         return replace(order, lead_rows=lead_rows)
@@ -135,7 +135,7 @@ def build(
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles)}
     values |= member("fwd", forward_values(problem, blocks, mask_extent=problem.mask_extent))
     layout = ATTN_FWD_SM90
-    if "score_mods" in spec.features:
+    if spec.score_mods:
         layout = ATTN_FWD_FORMS_SM90
         values |= {"map_bias": bias_map(spec, problem, q, masks), **member("forms", form_values(problem, masks))}
     if problem.score_mod is not None:
@@ -143,5 +143,5 @@ def build(
         values |= member("arrays", array_values(problem.score_mod))
     grid = (ctas_of(problem, spec, tiles, target), 1, 1)
     # Kernels that visit all tiles wait by themselves for the one that packs the mask, if it has anything to pack.
-    overlap = masks is not None and "lists" in spec.lacks and problem.seqlen_k > 0
+    overlap = masks is not None and not spec.lists and problem.seqlen_k > 0
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=overlap),)

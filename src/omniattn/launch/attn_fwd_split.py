@@ -164,7 +164,7 @@ def build(
     of_lse: At | None = None
     if places is not None:
         # With factors of v the LSE is of the same sums as O.
-        own_lse = problem.lse and "value_factors" not in spec.features
+        own_lse = problem.lse and not spec.value_factors
         of_lse = At("workspace", begin + (ml_at + num_bytes) // 2) if own_lse else None
         records = _main_int8(split, target, {**partial, "partial_lse": of_lse}, places, masks)
     elif spec.arch_specific:
@@ -194,7 +194,7 @@ def _main_sm90(
         **partial,
     }
     layout = ATTN_FWD_SPLIT_SM90
-    if "score_mods" in spec.features:
+    if spec.score_mods:
         layout = ATTN_FWD_SPLIT_FORMS_SM90
         values |= {"map_bias": bias_map(spec, p, q, masks, split.shared), **member("forms", form_values(p, masks))}
     if p.score_mod is not None:
@@ -216,7 +216,7 @@ def _main_int8(
     With forms the rows of a tile are those of one head.
     """
     spec, p, at = split.spec, split.problem, places.at
-    forms, factors = "score_mods" in spec.features, "value_factors" in spec.features
+    forms, factors = spec.score_mods, spec.value_factors
     assert split.shared == ONE_HEAD or not forms
     q = shared_queries_map(spec, p, places, split.shared, p.batch)
     k, v = key_maps(spec, p, places, p.batch)
@@ -250,7 +250,7 @@ def _main_sm80(split: _Split, partial: dict[str, At | None], masks: MaskPlaces |
     blocks = num_m_blocks(told, spec.block_m)
     tiles = blocks * told.num_q_heads * (1 if problem.varlen else problem.batch)
     values, layout = forward_values(told, blocks, mask_extent=(rows * split.shared.pack, keys)), ATTN_FWD_SPLIT_SM80
-    if "score_mods" in spec.features:
+    if spec.score_mods:
         layout = ATTN_FWD_SPLIT_FORMS_SM80
         memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
         values = member("fwd", values) | member("forms", form_values(told, masks)) | memory

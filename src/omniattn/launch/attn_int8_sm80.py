@@ -33,7 +33,7 @@ def build(
         )  # fmt: skip
         values = member("fwd", forward) | member("operands", places.values()) | member("scales", places.block_scales())
         layout = ATTN_INT8_SM80
-        if "value_factors" in spec.features:
+        if spec.value_factors:
             layout = ATTN_FP8_FACTORS_SM89
             values |= member("factors", places.value_factors())
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *layout.pack(values)))

@@ -97,7 +97,7 @@ def build(
     values |= member("operands", places.values())
     values |= {"reserved": 0, **member("scales", places.block_scales())}
     values["flush_keys"] = flush_keys(places)
-    forms, factors = "score_mods" in spec.features, "value_factors" in spec.features
+    forms, factors = spec.score_mods, spec.value_factors
     if forms:
         values |= {"map_bias": bias_map(spec, problem, q), **member("forms", form_values(problem, masks))}
     if factors:

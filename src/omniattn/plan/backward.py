@@ -60,10 +60,10 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
     wants_dq = "dq" in problem.wanted
     wants_others = not {"dk", "dv", "dmask"}.isdisjoint(problem.wanted)
     main = _compiled(select_backward(problem, target, force), problem) if wants_others else None
-    ordered = main is not None and "ordered" in main.spec.features
+    ordered = main is not None and main.spec.ordered_dq
     # Sums of dq in global memory come in no fixed order, as a rule; alone dq takes fewer products; some kernels do not
     # make it.
-    own_dq = wants_dq and (main is None or "dq" in main.spec.lacks or (problem.deterministic and not ordered))
+    own_dq = wants_dq and (main is None or not main.spec.dq or (problem.deterministic and not ordered))
     alone = _compiled(select_dq(problem, target, force), problem) if own_dq else None
     on_wgmma = main is not None and main.spec.arch_specific
     before, behind = select_backward_rows(problem, target, force, fragments=on_wgmma)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .spec import IO_TYPES, KernelSpec
+from .spec import IO_TYPES, KernelSpec, Masks
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,12 @@ def _attn_fwd_sm80(
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
         tuned_for=frozenset(tile.tuned_for),
-        features=frozenset({"score_mods"} if score_mods else ()) | ({"head_dim_v"} if own_head_dim_v else set()),
+        softcap="any" if score_mods else "never",
+        masks="any" if score_mods else "none",
+        score_mod=score_mods,
+        lists=score_mods,
+        lse=True,
+        other_head_dim_v=own_head_dim_v,
     )
 
 
@@ -247,11 +252,7 @@ def _attn_fwd_sm90(
     softcap = forms and tile.softcap
     small = tile.ctas_per_sm > 1
     lists = forms and (lists or not (varlen or small))
-    lacks = {"dense" if varlen else "varlen", "any_strides"}
-    lacks |= ({"softcap"} if forms and not softcap else set()) | (
-        {"masks"} if forms and varlen and not lists else set()
-    )
-    lacks |= {"lists"} if forms and small and not lists else set()
+    masks: Masks = "tiles" if tile.bias_bytes else "packed" if forms and (lists or not varlen) else "none"
     kind = f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else "_masks" if forms and not softcap else ""
     if softcap and not tile.bias_bytes:
         kind = "_masks_softcap" if varlen and lists else "_softcap"
@@ -303,9 +304,15 @@ def _attn_fwd_sm90(
         ctas_per_sm=tile.ctas_per_sm,
         min_arch=(9, 0),
         arch_specific=True,
-        lacks=frozenset(lacks),
+        sequences="packed" if varlen else "dense",
+        tensor_maps=True,
+        softcap="any" if softcap else "never",
+        masks=masks,
+        # Small tiles have no lists of what it hides, nor have splits of packed sequences.
+        score_mod=forms and not (small or (split and varlen)),
+        lists=lists,
+        lse=True,
         tuned_for=frozenset(tile.tuned_for),
-        features=frozenset({"score_mods"} if forms else ()),
         own_head_dim_v=tile.head_dim_v,
         bias_bytes=tile.bias_bytes,
     )

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .spec import IO_TYPES, KernelSpec
+from .spec import IO_TYPES, KernelSpec, Masks, Use
 
 #: Rows to which the workspaces' rows of a sequence are padded, which are those of a CTA before and behind the backward.
 PADDED_ROWS = 128
@@ -85,7 +85,11 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         num_warps=tile.num_warps,
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        features=frozenset({*(("score_mods",) if score_mods else ()), *(("dmask",) if dmask else ())}),
+        softcap="any" if score_mods else "never",
+        masks="any" if score_mods else "none",
+        score_mod=score_mods,
+        dq=True,
+        dmask=dmask,
     )
 
 
@@ -142,7 +146,10 @@ def _attn_bwd_dq_sm80(tile: _DqTile, dtype: str, score_mods: bool) -> KernelSpec
         num_warps=tile.num_warps,
         smem_bytes=tile.smem_bytes,
         ctas_per_sm=tile.min_ctas,
-        features=frozenset({"score_mods"}) if score_mods else frozenset(),
+        softcap="any" if score_mods else "never",
+        masks="any" if score_mods else "none",
+        score_mod=score_mods,
+        dq=True,
     )
 
 
@@ -151,11 +158,11 @@ def _up(num_bytes: int) -> int:
     return -(-num_bytes // 1024) * 1024
 
 
-#: Forms of scores of ``attn_bwd_sm90``, and what each lacks.
-_BWD_SM90_FORMS: dict[str, tuple[str, ...]] = {
-    "": (),
-    "softcap": ("mask", "no_softcap"),
-    "keys": ("softcap", "other_masks"),
+#: Forms of scores of ``attn_bwd_sm90``: softcap and masks.
+_BWD_SM90_FORMS: dict[str, tuple[Use, Masks]] = {
+    "": ("never", "none"),
+    "softcap": ("always", "none"),
+    "keys": ("never", "keys"),
 }
 
 
@@ -165,6 +172,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: 
     ordered: additions to dq in a fixed order, so that it has the same bits in every run.
     """
     short, tag = IO_TYPES[dtype]
+    softcap, masks = _BWD_SM90_FORMS[form]
     block_m, block_n, ds_stages, q_stages = 64, 128, 3, 3
     do_stages = 3 if head_dim == 64 else 2
     # K and V, Q and dO, dS, dQ on its way, a number a row of Q and of dO, barriers.
@@ -198,8 +206,13 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: 
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        features=frozenset({*(("score_mods",) if form else ()), *(("ordered",) if ordered else ())}),
-        lacks=frozenset({"dense" if varlen else "varlen", "any_strides", "any_scale", *_BWD_SM90_FORMS[form]}),
+        sequences="packed" if varlen else "dense",
+        tensor_maps=True,
+        softcap=softcap,
+        masks=masks,
+        dq=True,
+        ordered_dq=ordered,
+        any_scale=False,
     )
 
 
@@ -231,7 +244,9 @@ def _attn_bwd_dkdv_sm90(head_dim: int, dtype: str) -> KernelSpec:
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        lacks=frozenset({"varlen", "any_strides", "any_scale", "dq"}),
+        sequences="dense",
+        tensor_maps=True,
+        any_scale=False,
     )
 
 
@@ -261,7 +276,10 @@ def _attn_bwd_dq_sm90(head_dim: int, dtype: str) -> KernelSpec:
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        lacks=frozenset({"varlen", "any_strides", "any_scale"}),
+        sequences="dense",
+        tensor_maps=True,
+        dq=True,
+        any_scale=False,
     )
 
 
@@ -284,7 +302,7 @@ def _of_rows(
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        features=frozenset() if of_family == "attn_bwd_sm80" else frozenset({"fragments"}),
+        fragments=of_family != "attn_bwd_sm80",
     )
 
 

@@ -72,16 +72,6 @@ _INT8_SPLIT_BIAS_TILES = (
 )
 
 
-#: Of rows without score forms, by kind.
-_FEATURES = {
-    "lse": ("lse",),
-    "smoothq": ("smooth_q",),
-    "factors": ("value_factors",),
-    "split_lse": ("lse",),
-    "split_factors": ("value_factors",),
-}
-
-
 def _int8_sm90_row(
     tile: _Int8Sm90Tile,
     dtype: str,
@@ -96,14 +86,12 @@ def _int8_sm90_row(
     register_q: bool = False,
     split: bool = False,
     smem_bytes: int,
-    features: frozenset[str],
+    factors: bool,
 ) -> KernelSpec:
     """A row of ``attn_int8_sm90``; ``tile`` as the kernel is compiled, ``smem_bytes`` before it is rounded up."""
     short, tag = IO_TYPES[dtype]
     smem_bytes = -(-smem_bytes // 1024) * 1024
-    lacks = {"dense" if varlen else "varlen", "any_strides"}
-    lacks |= {"masks"} if forms and varlen else set()
-    lacks |= (set() if lse else {"lse"}) | ({"softcap"} if forms and not softcap else set())
+    with_masks = forms and not varlen
     return KernelSpec(
         name=f"attn_{qk}_sm90_{short}_d{tile.head_dim}{suffix}",
         family=f"attn_{qk}_sm90",
@@ -122,7 +110,7 @@ def _int8_sm90_row(
             ("SMOOTH_Q", str(int(smooth_q))),
             ("WITH_LSE", str(int(lse))),
             ("REGISTER_Q", str(int(register_q))),
-            ("VALUE_FACTORS", str(int("value_factors" in features))),
+            ("VALUE_FACTORS", str(int(factors))),
             ("SCORE_FORMS", str(int(forms))),
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
@@ -137,8 +125,14 @@ def _int8_sm90_row(
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        features=features,
-        lacks=frozenset(lacks),
+        sequences="packed" if varlen else "dense",
+        tensor_maps=True,
+        softcap="any" if softcap else "never",
+        masks="tiles" if tile.bias_bytes else "packed" if with_masks else "none",
+        lists=with_masks,
+        lse=lse,
+        smooth_q="never" if not smooth_q else "any" if forms else "always",
+        value_factors=factors,
         qk=qk,
         pv="fp8",
         pv_accumulator="fp32",
@@ -182,7 +176,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
         else not varlen and (kind in ("", "split") or (split and tile.num_consumers == 2)),
         split=split,
         smem_bytes=smem_bytes,
-        features=frozenset({"lse"} if packed_split else _FEATURES.get(kind, ())),
+        factors=kind.endswith("factors"),
     )
 
 
@@ -217,10 +211,7 @@ def _attn_int8_forms_sm90(
         softcap="masks" not in kind,
         split=split,
         smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + sums_bytes + barriers_bytes,
-        features=frozenset(
-            {"score_mods", "value_factors" if factors else "smooth_q"}
-            | ({"lse"} if kind.endswith("_lse") or (split and not factors) else set())
-        ),
+        factors=factors,
     )
 
 
@@ -243,8 +234,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
     """kind: ``""``, ``"smoothq"`` (with delta_s), ``"mods"`` (softcap, masks; delta_s too), ``"factors"``, or both."""
     short, tag = IO_TYPES[dtype]
     fp8, mods, block_m, keys = pv == "fp8", kind.endswith("mods"), 128, 64
-    features = ({"smooth_q"} if kind == "smoothq" else set()) | ({"score_mods", "smooth_q"} if mods else set())
-    features |= {"value_factors"} if "factors" in kind else set()
+    factors = "factors" in kind
     bits = {"int8": 8, "int4": 4, "fp8": 8}[qk]
     row_bytes = tile.head_dim * bits // 8
     stage_bytes = keys * (row_bytes + tile.head_dim * (2 - fp8))
@@ -269,7 +259,7 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
             ("PV_ACC16", str(int(acc == "fp16"))),
             ("SMOOTH_Q", str(int(kind == "smoothq"))),
             ("SCORE_MODS", str(int(mods))),
-            ("VALUE_FACTORS", str(int("value_factors" in features))),
+            ("VALUE_FACTORS", str(int(factors))),
             ("BLOCK_M", str(block_m)),
             ("PART_KEYS", str(tile.part_keys)),
             ("ONE_VOTE", str(int(fp8 or tile.head_dim != 128))),
@@ -286,7 +276,11 @@ def _attn_int8_sm80(tile: _Int8Sm80Tile, dtype: str, qk: str, pv: str, acc: str,
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=(8, 9) if fp8 else (8, 0),
-        features=frozenset(features),
+        softcap="any" if mods else "never",
+        masks="any" if mods else "none",
+        lse=True,
+        smooth_q="always" if kind == "smoothq" else "any" if mods and not factors else "never",
+        value_factors=factors,
         qk=qk,
         pv=pv,
         pv_accumulator=acc,
@@ -325,6 +319,7 @@ def _attn_int8_mbarrier_sm90(dtype: str) -> KernelSpec:
         smem_bytes=smem_bytes,
         ctas_per_sm=2,
         min_arch=(9, 0),
+        lse=True,
         qk="int8",
         pv="fp16",
         pv_accumulator="fp32",

@@ -76,7 +76,7 @@ def _quantize(head_dim: int, dtype: str, variant: _Quantizer) -> KernelSpec:
         smem_bytes=0,
         ctas_per_sm=ctas,
         min_arch=variant.min_arch,
-        features=frozenset({"e4m3", "hadamard"}) if variant.rotated else frozenset(),
+        rotated=variant.rotated,
         specialization=variant.specialization,
     )
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
 #: Targets of which a wheel carries what calls take there: `registry.targets`.
 PREBUILT_ARCHS: tuple[str, ...] = ("80", "89", "90a", "100", "120")
+
+#: Calls that a kernel takes: those without something, all, or those with it.
+Use = Literal["never", "any", "always"]
+Sequences = Literal["any", "dense", "packed"]
+Masks = Literal["none", "any", "packed", "tiles", "keys"]
 
 
 @dataclass(frozen=True)
@@ -50,19 +57,40 @@ class KernelSpec:
         Dynamic shared memory per CTA.
     ctas_per_sm : int
         CTAs that the kernel's registers and shared memory leave room for on one SM.
-    features : frozenset of str
-        What it was compiled with beyond the common set. ``"score_mods"``: softcap, mask, softmax_scale <= 0;
-        ``"smooth_q"``: ``delta_s``; ``"lse"``: sums for an LSE of their own; ``"head_dim_v"``: v with a head_dim of
-        its own, and with no other; ``"value_factors"``: v in e4m3 with a factor for each 128 rows, and no other v; of
-        quantizers ``"e4m3"``, ``"hadamard"``: it is for these alone.
-    lacks : frozenset of str
-        What kernels of its op take in general and this one does not. ``"varlen"``: packed sequences; ``"dense"``:
-        batches; ``"lse"``: calls that want the LSE; ``"softcap"``: calls with one; ``"masks"``: calls with a mask
-        (of kernels for packed sequences); ``"lists"``: tiles of keys that a mask leaves, it visits all of them, and no
-        block_mask and score_mod; ``"any_strides"``: arrays that no tensor map describes (negative or huge
-        strides); ``"any_scale"``: a softmax_scale that is 0 or not finite in fp32; ``"dq"``: the gradient of q;
-        ``"mask"``: masks and score_mod; ``"no_softcap"``: calls without one; ``"other_masks"``: what has no mask, or
-        one that differs between queries, and score_mod.
+    sequences : str
+        ``"dense"`` (batches), ``"packed"``, or ``"any"``.
+    tensor_maps : bool
+        It reads its arrays by tensor maps, which describe no negative and no huge strides.
+    softcap : str
+        ``"never"``, ``"any"`` (calls with a softcap and without one) or ``"always"``.
+    masks : str
+        ``"none"``; ``"any"``: as they lie in memory; ``"packed"``: what another kernel packed, bits or a number a key;
+        ``"tiles"``: an additive one that differs between queries, and always one; ``"keys"``: one that is the same for
+        all queries, and always one.
+    score_mod : bool
+        It can be compiled with a user's score modification.
+    lists : bool
+        It passes over tiles of keys by a list of those that a mask, a block_mask or a score_mod leaves. Others visit
+        all tiles.
+    lse : bool
+        Of attention: it makes an LSE.
+    smooth_q : str
+        Of attention on quantized operands: whether it adds ``delta_s``, as `softcap`.
+    value_factors : bool
+        It takes v in e4m3 with a factor for each 128 rows, and no other v.
+    other_head_dim_v : bool
+        It takes v of another head_dim than q, and no other v. Kernels with tensor maps, and those on quantized
+        operands, take both.
+    dq, dmask : bool
+        Of the backward: it makes the gradient of q; it adds to that of a mask, in every call.
+    ordered_dq : bool
+        Of the backward: its CTAs add to dq in a fixed order, in every call.
+    any_scale : bool
+        Of the backward: it takes a softmax_scale that is 0 or not finite in fp32.
+    fragments : bool
+        Of what is behind the backward: sums of dq lie as accumulators of wgmma do.
+    rotated : bool
+        Of quantizers: it is for what is rotated or becomes e4m3, and for nothing else.
     qk, pv, pv_accumulator : str
         Of attention: element types of Q K^T (``"io"``: that of q, k, v; ``"int8"``, ``"int4"``, ``"fp8"``) and of P V
         (``"io"``, ``"fp8"``, ``"fp16"``), and the accumulator of P V (``"fp32"``, ``"fp16"``).
@@ -97,8 +125,22 @@ class KernelSpec:
     min_arch: tuple[int, int] = (8, 0)
     arch_specific: bool = False
     prebuild: tuple[str, ...] = ()
-    features: frozenset[str] = field(default_factory=frozenset)
-    lacks: frozenset[str] = field(default_factory=frozenset)
+    sequences: Sequences = "any"
+    tensor_maps: bool = False
+    softcap: Use = "never"
+    masks: Masks = "none"
+    score_mod: bool = False
+    lists: bool = False
+    lse: bool = False
+    smooth_q: Use = "never"
+    value_factors: bool = False
+    other_head_dim_v: bool = False
+    dq: bool = False
+    dmask: bool = False
+    ordered_dq: bool = False
+    any_scale: bool = True
+    fragments: bool = False
+    rotated: bool = False
     tuned_for: frozenset[str] = field(default_factory=frozenset)
     qk: str = "io"
     pv: str = "io"
@@ -119,6 +161,19 @@ class KernelSpec:
     def quantized(self) -> bool:
         """Whether it is attention on quantized operands."""
         return self.qk != "io"
+
+    @cached_property
+    def score_mods(self) -> bool:
+        """Whether it forms scores one by one, as far as `softcap`, `masks` and `score_mod` say.
+
+        Forward kernels that do take any softmax_scale too; others take the maximum of unscaled products.
+        """
+        return self.softcap != "never" or self.masks != "none"
+
+    @property
+    def options(self) -> int:
+        """How much it does that not every call wants: of rows that serve a call, the fewest are the fastest."""
+        return (self.softcap == "any") + self.lists + self.lse
 
     def unfit(self, cc: tuple[int, int], max_smem: int | None = None, *, where: str = "this GPU") -> str:
         """Why a GPU can never run the kernel; empty if it can.

@@ -31,7 +31,7 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     e4m3 with scores of e4m3: they are where they come first (`select.PV_CHOICES`).
     """
     shares_keys = spec.op in ("decode", "decode_combine") and spec.block_m > 16
-    beside = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or "fragments" in spec.features
+    beside = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or spec.fragments
     of_grouping = spec.specialization is not None and spec.specialization[0] == "sm90"
     if "small" in spec.tuned_for or shares_keys or beside or of_grouping:
         return _HOPPER
@@ -52,7 +52,9 @@ def _reach(spec: KernelSpec) -> tuple[object, ...]:
     """
     kind = (spec.qk, spec.pv, spec.pv_accumulator, spec.specialization, spec.cache)
     tile = spec.name if spec.arch_specific or spec.tuned_for else spec.block_m if spec.op.startswith("decode") else ""
-    return spec.op, spec.dtype, spec.head_dim, spec.head_dim_v, spec.features, kind, tile
+    scores = (spec.softcap, spec.masks, spec.dmask)
+    values = (spec.other_head_dim_v, spec.value_factors, spec.smooth_q, spec.rotated, spec.fragments)
+    return spec.op, spec.dtype, spec.head_dim, spec.head_dim_v, scores, values, kind, tile
 
 
 def _rank(spec: KernelSpec) -> tuple[object, ...]:

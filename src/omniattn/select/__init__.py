@@ -4,12 +4,13 @@
 """
 
 from .attention import PV_CHOICES, select_attention
-from .backward import needs_mods, select_backward, select_backward_rows, select_dq
+from .backward import select_backward, select_backward_rows, select_dq
 from .cache import select_append, select_copy, select_decode, select_merge, select_parts
 from .candidate import Candidate, MaskInput
 from .candidates import candidates
 from .choice import Selection
 from .choose import Choice, choices
+from .fit import fit, needs_mods
 from .masks import select_mask_align, select_masks, select_tile_kinds
 from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
 from .split import combine_of, rows_to_compare, select_split
@@ -24,6 +25,7 @@ __all__ = [
     "candidates",
     "choices",
     "combine_of",
+    "fit",
     "needs_mods",
     "rows_to_compare",
     "select_append",

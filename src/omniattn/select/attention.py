@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from ..errors import UnsupportedError
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..registry import REGISTRY, KernelSpec
-from ..registry.masks import MASK_TILE, MAX_TILES
 from .advice import advise
-from .choice import RowsOf, Selection, dotted, forced, unfit_target
+from .choice import Selection, dotted, forced
+from .fit import fit, fitting_rows
 from .short_forms import small_form_tile, small_plain_tile
 from .tile import SMALL, best_tile
 
-_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _FP8_FIRST = (
     (("fp8", "fp16"), ("fp8", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")),
     "fp8 products are twice as fast as fp16 ones, and on GeForce cards twice as fast again with fp16 sums",
@@ -39,151 +37,9 @@ def tile_words(spec: KernelSpec) -> str:
     return f"a tile of {spec.head_dim}" + (f", {spec.head_dim_v} of v" if spec.own_head_dim_v else "")
 
 
-class _Class(NamedTuple):
-    """What rules most rows out, the same for calls of every length."""
-
-    dtype: str
-    quantized: bool
-    precision: str
-    head_dim: int
-    head_dim_v: int
-    own_head_dim_v: bool
-    score_mods: bool
-    lse: bool
-    varlen: bool
-    tensor_maps: bool
-    target: Target
-
-
-def _class_of(problem: AttentionProblem, target: Target) -> _Class:
-    p = problem
-    return _Class(
-        p.dtype, p.precision.quantized, p.precision.name, p.head_dim, p.head_dim_v, bool(p.own_head_dim_v),
-        p.score_mods, p.lse, p.varlen, p.tensor_maps, target,
-    )  # fmt: skip
-
-
 def _holds(spec: KernelSpec, problem: AttentionProblem) -> bool:
     """Whether the kernel's tiles are wide enough."""
     return spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
-
-
-def _unfit_class(spec: KernelSpec, of: _Class) -> str | None:
-    """Why ``spec`` can serve no call of a class; None if it can."""
-    if spec.dtype != of.dtype:
-        return f"it is compiled for {spec.dtype}, the arrays are {of.dtype}"
-    if spec.head_dim < of.head_dim:
-        return f"it takes head_dim up to {spec.head_dim}, not {of.head_dim}"
-    if spec.head_dim_v < of.head_dim_v:
-        return f"it takes v of head_dim up to {spec.head_dim_v}, not {of.head_dim_v}"
-    # Kernels with tensor maps fill the rows of each array with zeros, and so do quantizers. Others have one head_dim.
-    if not (spec.arch_specific or spec.quantized) and of.own_head_dim_v != ("head_dim_v" in spec.features):
-        return "it takes v of q's head_dim only" if of.own_head_dim_v else "it is for v of another head_dim than q"
-    if of.score_mods and "score_mods" not in spec.features:
-        return "it has no softcap, mask or non-positive softmax_scale"
-    if of.lse and "lse" in spec.lacks:
-        return "it makes no LSE"
-    if of.varlen and "varlen" in spec.lacks:
-        return "it takes no packed sequences"
-    if not of.varlen and "dense" in spec.lacks:
-        return "it takes packed sequences only"
-    if not of.tensor_maps and "any_strides" in spec.lacks:
-        return "tensor maps cannot describe these strides, or the driver in use cannot make them"
-    if spec.quantized != of.quantized:
-        return f"it multiplies {f'{spec.qk} operands' if spec.quantized else spec.dtype}, not {of.precision} ones"
-    return unfit_target(spec, of.target)
-
-
-def _unfit(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
-    """Why ``spec`` cannot serve ``problem``; None if it can."""
-    return _unfit_class(spec, _class_of(problem, target)) or unfit_call(spec, problem, target)
-
-
-def unfit_call(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
-    """Why ``spec``, which can serve calls of this class, cannot serve ``problem``; None if it can."""
-    if problem.score_mod is not None and (spec.quantized or "lists" in spec.lacks):
-        return "it takes no score_mod"
-    if problem.block_mask is not None:
-        if spec.quantized:
-            return "it takes no block_mask"
-        if "lists" in spec.lacks:
-            return "it visits every tile of keys"
-        if problem.seqlen_k > MASK_TILE * MAX_TILES:
-            return f"lists count tiles of keys up to {MAX_TILES}"
-    if problem.softcap > 0.0 and "softcap" in spec.lacks:
-        return "it has no softcap"
-    if (reason := _unfit_mask(spec, problem)) is not None:
-        return reason
-    if (reason := unfit_precision(spec, problem, target)) is not None:
-        return reason
-    if spec.arch_specific:
-        # A bound: 64 rows are the smallest tile, and packed sequences add one each.
-        blocks = problem.seqlen_q // 64 + (problem.batch + 3 if problem.varlen else 1)
-        heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
-        if heads * blocks >= 2**31 - 2**16:
-            return "it counts tiles in 31 bits"
-    return None
-
-
-def _unfit_mask(spec: KernelSpec, problem: AttentionProblem) -> str | None:
-    """Why ``spec``, which has score modifiers if the problem wants them, cannot take its mask; None if it can."""
-    if not spec.arch_specific or "score_mods" not in spec.features:
-        return None
-    if problem.seqlen_k > MASK_TILE * MAX_TILES:
-        return f"it counts tiles of keys up to {MAX_TILES}"
-    if problem.mask_form == "tiles":
-        if spec.bias_bytes == 0:
-            return "it takes no additive mask that differs between queries"
-        if spec.bias_bytes != ITEMSIZE[problem.mask_dtype]:
-            return f"it takes additive masks of {8 * spec.bias_bytes} bits"
-        if not (problem.mask_map or (spec.family == "attn_fwd_sm90" and problem.aligns_mask)):
-            return "tensor maps cannot describe this mask: its address and strides are no multiples of 16 bytes"
-    elif spec.bias_bytes != 0:
-        return "it is for additive masks that differ between queries"
-    elif problem.mask_form == "bits" and problem.one_mask_for_all_keys:
-        return "it packs masks key by key, and this one is the same for all keys"
-    if problem.mask != "none" and "masks" in spec.lacks:
-        return "it takes no masks of packed sequences"
-    return None
-
-
-def unfit_precision(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
-    """Why ``spec`` cannot multiply what ``problem`` wants multiplied; None if it can."""
-    wanted = problem.precision
-    if not wanted.quantized:
-        return None
-    by_block = problem.descales is not None and problem.descales.v.granularity == "per_block"
-    if by_block != ("value_factors" in spec.features):
-        return (
-            "it takes no factor for each 128 rows of v" if by_block else "it is for v with a factor for each 128 rows"
-        )
-    if (wanted.qk == "fp8") != (spec.qk == "fp8"):
-        return f"it multiplies {spec.qk} operands, not {wanted.qk} ones"
-    operands = problem.operands
-    if (
-        operands is not None
-        and not operands.e4m3
-        and (operands.grouping, operands.stored_bits) != (spec.grouping, _BITS[spec.qk])
-    ):
-        return (
-            f"it reads {_BITS[spec.qk]}-bit operands in the {spec.grouping} grouping, these are "
-            f"{operands.stored_bits}-bit ones in the {operands.grouping} grouping"
-        )
-    if problem.descales is not None and not spec.arch_specific and problem.head_dim % 16:
-        return "it reads rows of e4m3 in units of 16, and head_dim is no multiple of that"
-    if wanted.pv not in ("auto", spec.pv):
-        return f"it multiplies P and V in {spec.pv}, not {wanted.pv}"
-    if wanted.pv_accumulator not in ("auto", spec.pv_accumulator):
-        return f"it sums P V in {spec.pv_accumulator}, not {wanted.pv_accumulator}"
-    if spec.qk == "int4" and wanted.qk == "int8":
-        return "it multiplies 4-bit integers"
-    if spec.qk == "int8" and wanted.qk == "int4" and target.cc < (9, 0) and operands is None:
-        return "it multiplies 8-bit integers, and this GPU has 4-bit products"
-    if wanted.smooth_q != ("smooth_q" in spec.features) and "score_mods" not in spec.features:
-        return f"it is compiled with{'out' if wanted.smooth_q else ''} smooth_q"
-    if wanted.granularity == "per_token":
-        return "it has one scale a lane, not one a token"
-    return None
 
 
 #: Queries and keys up to which softcap is faster on mma.sync than in the large tiles that Hopper's kernel has for it;
@@ -217,9 +73,6 @@ def reads_mask(p: AttentionProblem, target: Target) -> bool:
     return few or p.mask_elements * ITEMSIZE[p.mask_dtype] > keys * ITEMSIZE[p.dtype]
 
 
-_ROWS: RowsOf[_Class] = RowsOf(lambda spec, of: spec.op == "attention" and _unfit_class(spec, of) is None)
-
-
 def _is_wider(spec: KernelSpec, p: AttentionProblem) -> bool:
     """Whether it is the large tile of two warpgroups, whose columns heads of 72 to 96 do not fill.
 
@@ -227,12 +80,6 @@ def _is_wider(spec: KernelSpec, p: AttentionProblem) -> bool:
     """
     two = (spec.head_dim, spec.head_dim_v, spec.block_m) == (128, 128, 128)
     return two and p.head_dim > 64 and not p.varlen and p.window_left == p.window_right == UNLIMITED
-
-
-def fitting_rows(problem: AttentionProblem, target: Target) -> list[KernelSpec]:
-    """The rows of attention without a split that can serve a call, in the registry's order."""
-    alike = _ROWS(REGISTRY, _class_of(problem, target))
-    return [spec for spec in alike if unfit_call(spec, problem, target) is None]
 
 
 def preferred_products(rows: Iterable[KernelSpec], problem: AttentionProblem, target: Target) -> list[KernelSpec]:
@@ -274,16 +121,16 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         No kernel serves the problem on this GPU.
     """
     wanted = problem.precision
-    if (chosen := forced(force, ("attention",), lambda spec: _unfit(spec, problem, target))) is not None:
+    if (chosen := forced(force, ("attention",), lambda spec: fit(spec, problem, target))) is not None:
         return chosen
-    fitting = fitting_rows(problem, target)
+    fitting = fitting_rows(REGISTRY, "attention", problem, target)
     if reads_mask(problem, target):
         fitting = [spec for spec in fitting if spec.bias_bytes == 0]
     if not fitting:
         rows = [spec for spec in REGISTRY if spec.op == "attention" and spec.quantized == wanted.quantized]
         # Of rows for other element types and narrower heads nobody wants to hear, unless there are no others.
         near = [s for s in rows if s.dtype == problem.dtype and _holds(s, problem)] or rows
-        reasons = sorted({reason for spec in near if (reason := _unfit(spec, problem, target))})
+        reasons = sorted({reason for spec in near if (reason := fit(spec, problem, target))})
         raise UnsupportedError(
             f"no attention kernel serves {wanted.name} {problem.dtype}, {problem.head_dims} on compute "
             f"capability {dotted(target.cc)}: " + "; ".join(reasons),
@@ -307,9 +154,9 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
             s.quantized and choices.index((s.pv, s.pv_accumulator)),
             s.qk == "int4" and target.cc >= (9, 0),
             s.head_dim + s.head_dim_v,
-            "score_mods" in s.features,
-            problem.packed_lists and "masks" in s.lacks,
-            len(s.features) - len(s.lacks),
+            s.score_mods,
+            problem.packed_lists and not s.lists,
+            s.options,
             0 if problem.workload in s.tuned_for else 2 if s.tuned_for else 1,
             (-s.min_arch[0], -s.min_arch[1]),
         ),
@@ -320,13 +167,13 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
     small = small_form_tile(problem, target, best, fitting) if exact_mods else None
     tiny = small is None and of_hopper and bool(generic) and _is_tiny(problem, target)
     if tiny:
-        best = min(generic, key=lambda s: (s.head_dim, len(s.features), (-s.min_arch[0], -s.min_arch[1])))
+        best = min(generic, key=lambda s: (s.head_dim, (-s.min_arch[0], -s.min_arch[1])))
     usual = best
     if small is not None:
         best = small
     if of_hopper and not problem.score_mods and not best.own_head_dim_v:
-        kind, widths = (best.family, best.features), (best.head_dim, best.head_dim_v)
-        kin = [s for s in fitting if (s.family, s.features) == kind]
+        widths = best.head_dim, best.head_dim_v
+        kin = [s for s in fitting if (s.family, s.score_mods) == (best.family, best.score_mods)]
         # Not every head_dim has small tiles: wider ones do, in which columns are left over.
         kin = [s for s in kin if (s.head_dim, s.head_dim_v) == widths or SMALL in s.tuned_for or _is_wider(s, problem)]
         small = small_plain_tile(problem, target, fitting)
@@ -346,7 +193,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
         why.append(f"P V in {best.pv} with {best.pv_accumulator} accumulators: {reason}")
     if best.bias_bytes and problem.aligns_mask:
         why.append("tensor maps cannot describe this mask: it is copied to rows at multiples of 16 bytes")
-    if problem.packs_mask and "lists" in best.lacks:
+    if problem.packs_mask and best.masks == "packed" and not best.lists:
         why.append("so few keys are all visited: nobody looks for tiles that the mask hides")
     if (advice := advise(problem, target)) is not None:
         why.append(advice)
@@ -374,7 +221,7 @@ def select_attention(problem: AttentionProblem, target: Target, force: str | Non
                 and spec.min_arch == target.cc
                 and spec.dtype == problem.dtype
                 and _holds(spec, problem)
-                and (reason := _unfit(spec, problem, target))
+                and (reason := fit(spec, problem, target))
             }
         )
     return Selection(best, tuple(why))

@@ -134,7 +134,7 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, shared: SharedRows =
     can_pack = p.packs_mask
     if row.quantized:
         return (_packed(row, p, shared),) if row.arch_specific and can_pack else (MaskInput.IN_PLACE,)
-    if p.varlen and ("masks" in row.lacks or not row.arch_specific):
+    if p.varlen and not (row.lists and row.arch_specific):
         return (MaskInput.IN_PLACE,)
     if not of_hopper:
         # They read any mask themselves. One that is the same for all keys is smaller than its bits.
@@ -150,7 +150,7 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, shared: SharedRows =
 
 def _packed(row: KernelSpec, problem: AttentionProblem, shared: SharedRows) -> MaskInput:
     """Of a mask that is packed: whether what it leaves is listed."""
-    if "lists" in row.lacks:
+    if not row.lists:
         return MaskInput.PACKED
     # Heads that share a tile by queries, as on mma.sync, have no list in common where the mask is another for each.
     by_head = problem.strides is not None and problem.strides.mask[1] != 0 and problem.num_q_heads > 1

@@ -21,7 +21,7 @@ from ..problems.split import (
 )
 from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE
-from .attention import fitting_rows, preferred_products
+from .attention import preferred_products
 from .candidate import (
     Candidate,
     can_have_heads_as_queries,
@@ -30,7 +30,8 @@ from .candidate import (
     keys_as_tiles,
     mask_inputs,
 )
-from .split import ROWS, TAIL, unfit_split
+from .fit import fitting_rows
+from .split import TAIL
 from .split_model import of_equal_lengths
 from .tail import tail_row
 
@@ -76,7 +77,7 @@ def _shares_all_heads(p: AttentionProblem) -> bool:
 
 
 def _whole(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
-    rows = preferred_products(fitting_rows(p, target), p, target)
+    rows = preferred_products(fitting_rows(REGISTRY, "attention", p, target), p, target)
     for row in _smallest(rows, p):
         for mask in mask_inputs(row, p):
             way = Candidate(row, mask=mask)
@@ -100,8 +101,8 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
 
 
 def _split(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
-    rows = [row for row in ROWS(REGISTRY, ("attention_split", p.dtype)) if TAIL not in row.tuned_for]
-    rows = [row for row in rows if unfit_split(row, p, target) is None]
+    rows = fitting_rows(REGISTRY, "attention_split", p, target)
+    rows = [row for row in rows if TAIL not in row.tuned_for]
     typical = of_equal_lengths(p)
     for row in _smallest(rows, p):
         for shared in _shared(row, p, typical):
@@ -116,7 +117,7 @@ def _shared(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -> 
     """Heads that share the rows of a tile: as many as make the fewest tiles, the same without unused rows, one."""
     if not row.arch_specific:
         ways = [shared_rows_on_mma_sync(p, row.block_m)]
-    elif "score_mods" in row.features:
+    elif row.score_mods:
         # A lane's two rows of scores share one scale of quantized operands: those of one head do.
         ways = [] if row.quantized else [shared_rows_with_scores(typical, row.block_m)]
     else:
@@ -148,16 +149,16 @@ def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpe
     narrowest: dict[bool, int] = {}
     for row in rows:
         narrowest[row.arch_specific] = min(narrowest.get(row.arch_specific, 1 << 30), row.head_dim + row.head_dim_v)
-    plain = {row.arch_specific for row in rows if "score_mods" not in row.features}
+    plain = {row.arch_specific for row in rows if not row.score_mods}
     kinds: dict[Any, KernelSpec] = {}
     for row in rows:
         if row.head_dim + row.head_dim_v > max(_WIDEST * narrowest[row.arch_specific], _LEAST_COLUMNS):
             continue
-        if (not p.score_mods and "score_mods" in row.features and row.arch_specific in plain) or (
+        if (not p.score_mods and row.score_mods and row.arch_specific in plain) or (
             row.own_head_dim_v and not p.own_head_dim_v
         ):
             continue
-        kind = row.family, row.block_m, row.block_n, row.num_warps, row.ctas_per_sm, "lists" in row.lacks
+        kind = row.family, row.block_m, row.block_n, row.num_warps, row.ctas_per_sm
         best = kinds.get(kind)
         if best is None or _size(row, p) < _size(best, p):
             kinds[kind] = row
@@ -165,5 +166,4 @@ def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpe
 
 
 def _size(row: KernelSpec, p: AttentionProblem) -> tuple[Any, ...]:
-    columns, options = row.head_dim + row.head_dim_v, len(row.features) - len(row.lacks)
-    return columns, "score_mods" in row.features, p.packed_lists and "masks" in row.lacks, options
+    return row.head_dim + row.head_dim_v, row.score_mods, p.packed_lists and not row.lists, row.options

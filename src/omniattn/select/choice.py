@@ -1,20 +1,16 @@
-"""What all selections share: the result, a row that the environment names, and whether a GPU can run a row."""
+"""What all selections share: the result, and a row that the environment names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from ..errors import ArgumentError, UnsupportedError
 from ..problems import Target
 from ..registry import REGISTRY, KernelSpec, by_name
+from .fit import fit
 
 VARIABLE = "OMNIATTN_FORCE_KERNEL"
-
-#: A class of calls.
-K = TypeVar("K", bound=Hashable)
-_MAX_CLASSES = 1024
 
 
 @dataclass(frozen=True)
@@ -36,40 +32,6 @@ class Selection:
 def dotted(cc: tuple[int, int]) -> str:
     """A compute capability as people write it."""
     return f"{cc[0]}.{cc[1]}"
-
-
-def unfit_target(spec: KernelSpec, target: Target) -> str | None:
-    """Why the GPU cannot run ``spec``; None if it can."""
-    return spec.unfit(target.cc, target.max_smem) or None
-
-
-class RowsOf(Generic[K]):
-    """The rows of the registry that can serve a class of calls, sorted out once a class.
-
-    A new length is planned anew, at every step of a generation: most of its time would go by in looking at rows for
-    other calls.
-
-    Parameters
-    ----------
-    serves : callable
-        (row, class) -> whether it can.
-    """
-
-    def __init__(self, serves: Callable[[KernelSpec, K], bool]) -> None:
-        self._serves = serves
-        self._registry: Sequence[KernelSpec] = ()
-        self._found: dict[K, tuple[KernelSpec, ...]] = {}
-
-    def __call__(self, registry: Sequence[KernelSpec], of: K) -> tuple[KernelSpec, ...]:
-        """Those of ``registry``, in its order."""
-        found = self._found
-        if registry is not self._registry or len(found) >= _MAX_CLASSES:
-            found = {}
-            self._registry, self._found = registry, found
-        rows = found.get(of)
-        if rows is None:
-            rows = found[of] = tuple(spec for spec in registry if self._serves(spec, of))
-        return rows
 
 
 def names_in(force: str | None) -> list[str]:
@@ -127,11 +89,11 @@ def the_one(spec: KernelSpec, what: str, target: Target, force: str | None) -> S
     def unfit(other: KernelSpec) -> str | None:
         if other.name != spec.name:
             return f"the call takes {spec.name!r}: {what}"
-        return unfit_target(other, target)
+        return fit(other, None, target)
 
     if (chosen := forced(force, (spec.op,), unfit)) is not None:
         return chosen
-    if (reason := unfit_target(spec, target)) is not None:
+    if (reason := fit(spec, None, target)) is not None:
         raise UnsupportedError(f"{spec.op}: {reason}", instead="arrays on the CPU, or a newer GPU")
     return Selection(spec, (what,))
 

@@ -4,29 +4,11 @@ from __future__ import annotations
 
 from ..errors import UnsupportedError
 from ..problems import QuantizeProblem, Target
-from ..registry import REGISTRY, KernelSpec
-from .choice import Selection, dotted, forced, only, the_one, unfit_target
+from ..registry import REGISTRY
+from .choice import Selection, dotted, forced, only, the_one
+from .fit import fit
 
 _VALUES_OPS = ("quantize_fp8_sums", "quantize_values")
-
-
-def _unfit(spec: KernelSpec, problem: QuantizeProblem, target: Target) -> str | None:
-    if spec.dtype != problem.dtype:
-        return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
-    if spec.head_dim < problem.head_dim_pad:
-        return f"it takes head_dim up to {spec.head_dim}, not {problem.head_dim_pad}"
-    if spec.op == "quantize":
-        if problem.e4m3 and problem.qk and "e4m3" not in spec.features:
-            return "it makes integers of q and k, not e4m3"
-        if problem.hadamard and problem.qk and "hadamard" not in spec.features:
-            return "it has no Hadamard transform"
-        if spec.features and not problem.rotated:
-            return "it is for what is rotated, or becomes e4m3"
-    if spec.specialization is not None and spec.specialization != problem.specialization:
-        return "it is made for the defaults of int8 attention in the {} grouping with {} values only".format(
-            *spec.specialization
-        )
-    return unfit_target(spec, target)
 
 
 def select_quantizer(problem: QuantizeProblem, target: Target, force: str | None = None) -> Selection:
@@ -60,9 +42,9 @@ def select_fp8_values(
     None where ``force`` names other quantizers, and on GPUs other than Hopper, for which none has been measured. Raises
     as `select_quantizer`.
     """
-    named = any(forced(force, (op,), lambda spec: _unfit(spec, problem, target)) for op in _VALUES_OPS)
-    others = forced(force, ("quantize_fp8",), lambda spec: _unfit(spec, problem, target))
-    others = others or forced(force, ("quantize",), lambda spec: _unfit(spec, problem.of_values, target))
+    named = any(forced(force, (op,), lambda spec: fit(spec, problem, target)) for op in _VALUES_OPS)
+    others = forced(force, ("quantize_fp8",), lambda spec: fit(spec, problem, target))
+    others = others or forced(force, ("quantize",), lambda spec: fit(spec, problem.of_values, target))
     if not named and (others is not None or target.cc != (9, 0)):
         return None
     first, second = (_select(op, problem, target, force) for op in _VALUES_OPS)
@@ -85,12 +67,12 @@ def select_layout(head_dim: int, target: Target, force: str | None = None) -> Se
 
 
 def _select(op: str, problem: QuantizeProblem, target: Target, force: str | None) -> Selection:
-    if (chosen := forced(force, (op,), lambda spec: _unfit(spec, problem, target))) is not None:
+    if (chosen := forced(force, (op,), lambda spec: fit(spec, problem, target))) is not None:
         return chosen
-    fitting = [s for s in REGISTRY if s.op == op and _unfit(s, problem, target) is None]
+    fitting = [s for s in REGISTRY if s.op == op and fit(s, problem, target) is None]
     if not fitting:
         rows = [s for s in REGISTRY if s.op == op and s.dtype == problem.dtype]
-        reasons = sorted({reason for s in rows if (reason := _unfit(s, problem, target))})
+        reasons = sorted({reason for s in rows if (reason := fit(s, problem, target))})
         raise UnsupportedError(
             f"no quantizer serves {problem.dtype}, head_dim {problem.head_dim} on compute capability "
             f"{dotted(target.cc)}: " + "; ".join(reasons),

@@ -164,6 +164,6 @@ def small_plain_tile(problem: AttentionProblem, target: Target, rows: Sequence[K
         limits, length = _PACKED, -(-length // p.batch)
     if heads <= _ALL_HEADS * target.sm_count and length > _OWN_ROWS:
         return None
-    tiles = [s for s in rows if SMALL in s.tuned_for and not s.arch_specific and "score_mods" not in s.features]
+    tiles = [s for s in rows if SMALL in s.tuned_for and not s.arch_specific and not s.score_mods]
     spec = min(tiles, key=lambda s: s.head_dim, default=None)
     return spec if spec and length <= limits[spec.head_dim][_causal(p)] else None

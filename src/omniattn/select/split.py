@@ -19,12 +19,13 @@ from ..problems.split import (
 )
 from ..registry import REGISTRY, KernelSpec
 from .advice import advise
-from .attention import reads_mask, unfit_call
-from .choice import RowsOf, Selection, forced, named_ops, the_one, unfit_target
+from .attention import reads_mask
+from .choice import Selection, forced, named_ops, the_one
+from .fit import RowsOf, fit, fitting_rows, unfit_for_splits
 from .split_model import Walk, of_equal_lengths, of_two_lengths, shares_us, unsplit_us, whole_packed_us
 from .tile import whole_sectors
 
-ROWS: RowsOf[tuple[str, str]] = RowsOf(lambda spec, of: (spec.op, spec.dtype) == of)
+_OF_DTYPE: RowsOf[tuple[str, str]] = RowsOf(lambda row, of: (row.op, row.dtype) == of)
 #: `KernelSpec.tuned_for` of tiles that only tails take (select/tail.py).
 TAIL = "tail"
 #: What a split has to gain by the model: it is no better than a tenth. More where little has been measured: on mma.sync
@@ -52,8 +53,6 @@ _MANY_KEYS = 16
 _BETWEEN = 0.97
 #: Of calls that do little but read, the fewest keys from which on mma.sync may be faster: it copies whole rows.
 _STREAM_KEYS = 1024
-#: What offsets of partial results are counted in.
-_MAX_COLUMNS = 2**31 - 2**10
 
 
 @dataclass(frozen=True)
@@ -121,46 +120,6 @@ def _streams(problem: AttentionProblem, target: Target) -> bool:
     return not whole_sectors(p) or 64 < p.head_dim <= 96 or (p.head_dim > 96 and many)
 
 
-def _unfit_problem(problem: AttentionProblem) -> str | None:
-    """Why no kernel that splits keys can serve ``problem``; None if one may."""
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_q_heads):
-        return "there is nothing to attend to"
-    # Four channels a column; 64 rows more for the last tile, and rows of no head.
-    batch = 1 if problem.varlen else problem.batch
-    if batch * problem.num_q_heads * (problem.seqlen_q + 64) * problem.head_dim_v // 2 >= _MAX_COLUMNS:
-        return "it counts rows in 31 bits"
-    return None
-
-
-def unfit_split(spec: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
-    if (reason := _unfit_problem(problem)) is not None:
-        return reason
-    if spec.dtype != problem.dtype:
-        return f"it is compiled for {spec.dtype}, the arrays are {problem.dtype}"
-    if spec.quantized != problem.precision.quantized:
-        return f"it multiplies {spec.qk if spec.quantized else 'exact'} operands, not {problem.precision.name} ones"
-    if (reason := unfit_call(spec, problem, target)) is not None:
-        return reason
-    if spec.head_dim < max(problem.head_dim, problem.head_dim_v):
-        return f"it takes head_dim up to {spec.head_dim}, not {max(problem.head_dim, problem.head_dim_v)}"
-    if problem.lse and "lse" in spec.lacks:
-        return "it makes no LSE"
-    if problem.score_mods and "score_mods" not in spec.features:
-        return "it has no softcap, mask or non-positive softmax_scale"
-    if spec.arch_specific:
-        if problem.varlen and "varlen" in spec.lacks:
-            return "it takes no packed sequences"
-        if not problem.varlen and "dense" in spec.lacks:
-            return "it takes packed sequences only"
-        if problem.varlen and (problem.score_mod is not None or problem.block_mask is not None):
-            return "it takes no score_mod and no block_mask"
-        if not problem.tensor_maps:
-            return "tensor maps cannot describe these strides, or the driver in use cannot make them"
-    elif problem.own_head_dim_v:
-        return "it takes v of q's head_dim only"
-    return unfit_target(spec, target)
-
-
 class _Call:
     """A call as the choice of a split sees it.
 
@@ -223,7 +182,7 @@ class _Call:
         """
 
         def kind(spec: KernelSpec) -> tuple[bool, int, int]:
-            return "score_mods" in spec.features, spec.head_dim, len(spec.features) - len(spec.lacks)
+            return spec.score_mods, spec.head_dim, spec.options
 
         own, others = ([spec for spec in fitting if spec.arch_specific is specific] for specific in (True, False))
         beside = self.streams or (self.problem.score_mods and not self.problem.varlen)
@@ -232,21 +191,19 @@ class _Call:
 
     def rows(self) -> list[KernelSpec]:
         """Rows to compare, of all that there are."""
-        alike = ROWS(REGISTRY, ("attention_split", self.problem.dtype))
-        return self.candidates(
-            [spec for spec in alike if unfit_split(spec, self.problem, self.target) is None and self.may_take(spec)]
-        )
+        fitting = fitting_rows(REGISTRY, "attention_split", self.problem, self.target)
+        return self.candidates([spec for spec in fitting if self.may_take(spec)])
 
     def shared(self, spec: KernelSpec) -> tuple[SharedRows, ...]:
         """The fewest tiles, and ways that leave fewer SMs idle, or fewer rows unused. A forced row has the fewest."""
         p, block_m = self.problem, spec.block_m
         if not spec.arch_specific:
             ways = [shared_rows_on_mma_sync(p, block_m)]
-        elif p.varlen and "score_mods" in spec.features:
+        elif p.varlen and spec.score_mods:
             ways = [shared_rows_with_scores(self.typical, block_m)]
         elif p.varlen:
             ways = [shared_rows(self.typical, block_m)]
-        elif "score_mods" in spec.features:
+        elif spec.score_mods:
             # A lane's two rows of scores share one scale of quantized operands: those of one head do.
             ways = [ONE_HEAD] if spec.quantized else [shared_rows_with_scores(p, block_m)]
         else:
@@ -258,7 +215,7 @@ class _Call:
 
     def gain(self, spec: KernelSpec, way: SharedRows) -> float:
         """What a way has to gain over the first; with scores the model was measured on both."""
-        least = 1.0 if "score_mods" in spec.features or way == self.shared(spec)[0] else _GAIN
+        least = 1.0 if spec.score_mods or way == self.shared(spec)[0] else _GAIN
         # The model knows nothing of CTAs that load while others of their SM are between two tiles.
         return least / _BETWEEN if spec.arch_specific and spec.ctas_per_sm > 1 and spec.head_dim == 128 else least
 
@@ -287,7 +244,7 @@ class _Call:
 
     def most_us(self, spec: KernelSpec, whole: float) -> float:
         """What a split may take, where the call without one takes ``whole``."""
-        large = not spec.arch_specific or (spec.quantized and "score_mods" in spec.features)
+        large = not spec.arch_specific or (spec.quantized and spec.score_mods)
         return (_LARGE_GAIN if large else _GAIN) * whole
 
 
@@ -316,10 +273,10 @@ def select_split(
     ArgumentError
         ``force`` names a kernel that cannot serve the call.
     """
-    chosen = forced(force, ("attention_split",), lambda spec: unfit_split(spec, problem, target))
+    chosen = forced(force, ("attention_split",), lambda spec: fit(spec, problem, target))
     if chosen is None and "attention" in named_ops(force):
         return None
-    if chosen is None and _unfit_problem(problem) is not None:
+    if chosen is None and unfit_for_splits(problem) is not None:
         return None
     call = _Call(problem, target, unsplit.spec, chosen is not None)
     if chosen is not None:
@@ -359,14 +316,14 @@ def select_split(
 
 def rows_to_compare(problem: AttentionProblem, target: Target, unsplit: Selection) -> list[KernelSpec]:
     """The rows that `select_split` compares; which of them is the fastest depends on lengths and numbers of heads."""
-    return [] if _unfit_problem(problem) is not None else _Call(problem, target, unsplit.spec, False).rows()
+    return [] if unfit_for_splits(problem) is not None else _Call(problem, target, unsplit.spec, False).rows()
 
 
 def combine_of(spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None) -> Selection:
     """The kernel that merges what the splits of ``spec`` leave."""
-    own_lse = spec.quantized and problem.lse and "value_factors" not in spec.features
+    own_lse = spec.quantized and problem.lse and not spec.value_factors
     merges = "attention_combine_lse" if own_lse else "attention_combine"
-    if spec.arch_specific and "dense" in spec.lacks:
+    if spec.arch_specific and spec.sequences == "packed":
         merges = "attention_combine_packed"
-    (combine,) = ROWS(REGISTRY, (merges, problem.dtype))
+    (combine,) = _OF_DTYPE(REGISTRY, (merges, problem.dtype))
     return the_one(combine, "merges the splits' results", target, force)

@@ -62,7 +62,7 @@ def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
     if not spec.arch_specific:
         tiles = -(-min(rows, spec.block_m) // _SYNC_ROWS)
         chain, flops = _SYNC_CHAIN_US, _SYNC_FLOPS
-        if "score_mods" in spec.features:
+        if spec.score_mods:
             chain, flops = _SCORES_CHAIN_US if spec.head_dim <= 128 else _SCORES_ONE_STAGE_US, _SCORES_FLOPS
         product = 2 * _SYNC_ROWS * spec.block_n * (spec.head_dim + spec.head_dim_v) / flops
         own = -(-tiles // spec.num_warps) * product + chain * spec.block_n
@@ -74,7 +74,7 @@ def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
     if spec.quantized:
         products /= 2
         busy = products + _INT8_SOFTMAX_US * spec.block_n
-    scores = _INT8_SCORES if spec.quantized and "score_mods" in spec.features else 1.0
+    scores = _INT8_SCORES if spec.quantized and spec.score_mods else 1.0
     return scores * max(products + waits, groups * ctas * busy)
 
 
@@ -186,7 +186,7 @@ def shares_us(batches: Sequence[AttentionProblem], spec: KernelSpec, shared: Sha
         of_head, heads_k = max(tiles, default=0) * spec.block_n, p.batch * p.num_kv_heads
         lost = apart and min(ctas, heads_k) * of_head * row_bytes > _HELD
         own *= _LOST if lost else _APART if apart else _GANG if len(tiles) > 1 else 1.0
-        work += heads * own * (_SCORES if "score_mods" in spec.features else 1.0)
+        work += heads * own * (_SCORES if spec.score_mods else 1.0)
         keys = heads_k * of_head * (len(tiles) if lost else 1)
         read += row_bytes * (keys + p.batch * p.num_q_heads * p.seqlen_q)
         reread += row_bytes * steps * spec.block_n

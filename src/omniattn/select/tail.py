@@ -11,7 +11,8 @@ from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.split import ONE_HEAD, TailSplit
 from ..registry import REGISTRY, KernelSpec
 from .choice import Selection, named_ops
-from .split import ROWS, SplitSelection, unfit_split
+from .fit import fitting_rows
+from .split import SplitSelection
 from .split_model import COMBINE_US, ITEM_US, LAUNCH_US, PARTIAL_BYTES, step_us
 
 #: What a split has to gain by the model: of the whole call, and microseconds.
@@ -70,16 +71,14 @@ def select_tail(
 
 def tail_row(spec: KernelSpec, problem: AttentionProblem, target: Target) -> KernelSpec | None:
     """The row that splits the keys of the tiles that ``spec`` leaves; None where there is none."""
-    rows = [row for row in ROWS(REGISTRY, ("attention_split", problem.dtype)) if _goes_on(row, spec)]
-    rows = [row for row in rows if unfit_split(row, problem, target) is None]
-    return min(rows, key=lambda row: len(row.features) - len(row.lacks), default=None)
+    fitting = fitting_rows(REGISTRY, "attention_split", problem, target)
+    return min((row for row in fitting if _goes_on(row, spec)), key=lambda row: row.options, default=None)
 
 
 def _goes_on(row: KernelSpec, spec: KernelSpec) -> bool:
     """Whether ``row`` has the tiles of ``spec``, to which a tail is counted."""
     same = (row.family, row.block_m, row.head_dim, row.head_dim_v)
-    plain = "score_mods" not in row.features
-    return plain and same == (spec.family, spec.block_m, spec.head_dim, spec.head_dim_v)
+    return not row.score_mods and same == (spec.family, spec.block_m, spec.head_dim, spec.head_dim_v)
 
 
 def _saved_us(

@@ -168,12 +168,12 @@ class CallCase:
 
 def own_head_dim_v(spec: KernelSpec) -> int:
     """The head_dim of v in a row's problems, before ``below`` is taken off; 0: that of q."""
-    return spec.own_head_dim_v or (spec.head_dim - 16 if "head_dim_v" in spec.features else 0)
+    return spec.own_head_dim_v or (spec.head_dim - 16 if spec.other_head_dim_v else 0)
 
 
 def call_cases(spec: KernelSpec) -> tuple[CallCase, ...]:
     """The cases of a row whose operation has a public function with arrays."""
-    op, flavour, lse = operation_of(spec), flavour_of(spec), "lse" not in spec.lacks
+    op, flavour, lse = operation_of(spec), flavour_of(spec), spec.lse
     head_dim_v = own_head_dim_v(spec)
     facts = (spec.dtype, spec.head_dim, flavour, lse, head_dim_v)
     return tuple(CallCase(op, index, *facts) for index in range(len(cases_for(op))))

@@ -150,5 +150,5 @@ def _ratio(got: Values, expected: Values, dtype: str) -> float:
 def gradient_cases(spec: KernelSpec) -> tuple[GradientCase, ...]:
     """The cases of a row; it need not take all of them."""
     head_dim = spec.head_dim if spec.op in BACKWARD_OPS[:2] else 64
-    dq, ordered = spec.op == "attention_backward_dq", "ordered" in spec.features
+    dq, ordered = spec.op == "attention_backward_dq", spec.ordered_dq
     return tuple(GradientCase(name, spec.dtype, head_dim, dq, ordered) for name in _OPTIONS)

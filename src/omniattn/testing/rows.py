@@ -56,7 +56,7 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return align_cases(spec)
     if spec.op in BACKWARD_OPS:
         return gradient_cases(spec)
-    if "value_factors" in spec.features:
+    if spec.value_factors:
         return factor_cases(spec)
     if spec.op == "layout_fp8":
         return layout_cases(spec)
