@@ -26,7 +26,7 @@ def split_rows_with_scores(head_dim: int, dtype: str) -> str:
     rows = [
         spec
         for spec in REGISTRY
-        if spec.op == "attention_split" and spec.family == "attn_fwd_sm90" and spec.features
+        if spec.op == "attention_split" and spec.family == "attn_fwd_sm90" and spec.score_mods
         if (spec.head_dim, spec.dtype) == (tile, dtype)
     ]
-    return ",".join(spec.name for spec in sorted(rows, key=lambda spec: -len(spec.lacks)))
+    return ",".join(spec.name for spec in sorted(rows, key=lambda spec: spec.options))

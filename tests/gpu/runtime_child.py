@@ -83,7 +83,7 @@ def operations(file: str, *options: str) -> dict[str, Any]:
     from omniattn.testing.gradient_cases import BACKWARD_OPS
 
     # CuPy has no tensor maps: the kernels that both drivers can launch.
-    select.REGISTRY = tuple(spec for spec in REGISTRY if "any_strides" not in spec.lacks)
+    select.REGISTRY = tuple(spec for spec in REGISTRY if not spec.tensor_maps)
     bits = {}
     low = by_name("attn_int8_sm80_bf16_d64")  # speaks for what GPUs without a choice of their own take
     elsewhere = {

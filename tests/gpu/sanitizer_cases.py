@@ -460,7 +460,7 @@ if __name__ == "__main__":
     elif which in ("backward", "few_backward", "cleared_backward"):
         everything, few = select.REGISTRY, which.startswith("few")
         if which == "cleared_backward":
-            everything = tuple(spec for spec in everything if "ordered" not in spec.features)
+            everything = tuple(spec for spec in everything if not spec.ordered_dq)
         # racecheck sees of what a warp has read or written only the lane that says so on an mbarrier.
         for rows in (generic(everything, few),) if few else (everything, generic(everything, few)):
             choose_from(rows)

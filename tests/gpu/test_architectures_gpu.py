@@ -113,7 +113,7 @@ def test_row(
         of_split = (f"attn_fwd_sm80_{IO_TYPES[spec.dtype][0]}_d256_split{mods}" for mods in ("", "_mods"))
         wants.add(next(s.name for s in REGISTRY if s.op == "attention_combine" and s.dtype == spec.dtype))
         may_want |= set(of_split) - wants if spec.op == "attention_combine" else set()
-    if not spec.quantized and ("score_mods" in spec.features or spec.op == "attention_combine"):
+    if not spec.quantized and (spec.score_mods or spec.op == "attention_combine"):
         may_want |= {s.name for s in REGISTRY if s.op in MASK_OPS and s.dtype in (spec.dtype, "uint8")}
 
     def load(wanted: KernelSpec, ordinal: int) -> LoadedKernel:
@@ -124,7 +124,7 @@ def test_row(
 
     PLANS.clear()
     monkeypatch.setattr(runtime, "load", load)
-    own_cases = spec.op in (*MASK_OPS, "layout_fp8", "packed_parts") or "value_factors" in spec.features
+    own_cases = spec.op in (*MASK_OPS, "layout_fp8", "packed_parts") or spec.value_factors
     if spec.specialization is None and not own_cases:
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", ",".join(sorted(wants | may_want)))
     else:  # only attention starts these, or some of its calls
@@ -134,7 +134,7 @@ def test_row(
         assert asked - may_want == {name}
         return
     ran = 0
-    plain = spec.op in ("attention", "attention_split") and not spec.quantized and "score_mods" not in spec.features
+    plain = spec.op in ("attention", "attention_split") and not spec.quantized and not spec.score_mods
     for case in cases(operation_of(spec), not plain):
         try:
             run_case(torch, case, operation_of(spec), spec.dtype, spec.head_dim, spec)

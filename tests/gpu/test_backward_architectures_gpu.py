@@ -24,9 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_plans")]
 
 TARGETS = ("compute_80", "compute_89")
 #: Those that every GPU gets; the others follow Hopper's own kernels.
-SPECS = [
-    spec for spec in REGISTRY if spec.op in BACKWARD_OPS and not spec.arch_specific and "fragments" not in spec.features
-]
+SPECS = [spec for spec in REGISTRY if spec.op in BACKWARD_OPS and not spec.arch_specific and not spec.fragments]
 ROWS = [(spec.name, target) for target in TARGETS for spec in SPECS if spec.min_arch <= (8, 0)]
 
 

@@ -20,7 +20,7 @@ GENERAL = {
     dtype: ",".join(
         spec.name
         for spec in sorted(REGISTRY, key=lambda spec: spec.head_dim)
-        if "head_dim_v" in spec.features and spec.dtype == dtype
+        if spec.other_head_dim_v and spec.dtype == dtype
     )
     for dtype in ("float16", "bfloat16")
 }

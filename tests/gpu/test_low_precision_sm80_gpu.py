@@ -72,14 +72,14 @@ def _precision(bits: int, pv: str, acc: str, **knobs: Any) -> Int8 | Int4:
 
 
 def _row(precision: Int8 | Int4, head_dim: int, dtype: str, mods: bool) -> KernelSpec:
-    features = {"score_mods", "smooth_q"} if mods else {"smooth_q"} if precision.smooth_q else set()
+    smooth_q = "any" if mods else "always" if precision.smooth_q else "never"
     # On Hopper some have a twin with another trade of registers.
     found = [
         s
         for s in ROWS
         if (s.qk, s.pv, s.pv_accumulator) == (precision.qk, precision.pv, precision.pv_accumulator)
         and s.dtype == dtype
-        and s.features == features
+        and (s.score_mods, s.smooth_q, s.value_factors) == (mods, smooth_q, False)
         and s.head_dim == (64 if head_dim <= 64 else 128 if head_dim <= 128 else 256)
     ]
     return max(found, key=lambda s: s.min_arch)

@@ -46,8 +46,8 @@ def rows_of(head_dim: int, dtype: str = "bfloat16", lse: bool = False, qk: str =
     tile = min(d for d in (64, 128, 256) if d >= head_dim)
     specs = [s for s in REGISTRY if s.op == "attention_split" and s.qk == qk and s.dtype == dtype]
     # test_fp8_factors_gpu.py, test_low_precision_split_forms_gpu.py and test_packed_shares_int8_gpu.py have the others.
-    specs = [s for s in specs if not {"value_factors", "score_mods"} & s.features and "dense" not in s.lacks]
-    return [s.name for s in specs if (s.head_dim, "lse" in s.features) == (tile, lse)]
+    specs = [s for s in specs if not (s.value_factors or s.score_mods) and s.sequences != "packed"]
+    return [s.name for s in specs if (s.head_dim, s.lse) == (tile, lse)]
 
 
 def whole_row(head_dim: int, dtype: str, lse: bool = True, qk: str = "int8") -> str:

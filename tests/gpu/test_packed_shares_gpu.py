@@ -21,7 +21,7 @@ pytestmark = [
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the Hopper kernel's"
     ),
 ]
-ROWS = [s for s in REGISTRY if s.op == "attention_split" and not s.quantized and "dense" in s.lacks]
+ROWS = [s for s in REGISTRY if s.op == "attention_split" and not s.quantized and s.sequences == "packed"]
 
 
 def starts(lengths: list[int], first: int = 0) -> Any:
@@ -90,7 +90,7 @@ def test_beside_float64(case: str, spec: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", spec.name)
     longest = [max(x) for x in extents[:2]]
     sinks = torch.randn(extents[2][0], device="cuda") if case in ("lengths", "one of many") else None
-    if spec.features and case != "8 of 32":
+    if spec.score_mods and case != "8 of 32":
         options = {**options, "softcap": 5.0}
     made, again = (call(args, *longest, sinks=sinks, **options) for _ in range(2))
     close_to_float64(made, args, sinks, **options)
@@ -114,7 +114,7 @@ def test_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     group, heads_k = of.choice([1, 2, 3, 4, 6, 7, 8, 16]), of.choice([1, 2, 5])
     lengths_q, lengths_k = random_lengths(of)
     options: dict[str, Any] = of.choice([{}, {"causal": True}, {"window": (of.randrange(700), of.randrange(50))}])
-    if spec.features:
+    if spec.score_mods:
         options["softcap"] = of.choice([2.0, 50.0])
     torch.manual_seed(seed)
     first, behind = of.choice([0, 1, 200]), of.choice([0, 5, 1000])

@@ -22,7 +22,7 @@ pytestmark = [
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the Hopper kernel's"
     ),
 ]
-ROWS = [s for s in REGISTRY if s.op == "attention_split" and s.quantized and "dense" in s.lacks]
+ROWS = [s for s in REGISTRY if s.op == "attention_split" and s.quantized and s.sequences == "packed"]
 
 
 def of_float64(args: tuple[Any, ...], sinks: Any = None, **options: Any) -> tuple[Any, Any]:

@@ -208,7 +208,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
             continue  # tests of their own
         cases = cases_for(operation_of(spec))
         assert cases
-        if spec.op != "attention" or "value_factors" in spec.features:  # calls of their own
+        if spec.op != "attention" or spec.value_factors:  # calls of their own
             continue
         taken = []
         for case in cases:
@@ -226,14 +226,14 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
                 strides=dataclasses.replace(
                     described.strides, mask=(0, 256, 16, 1) if {"bias", "io"} & set(case.arrays) else (0, 0, 0, 1)
                 ),
-                lse="lse" not in spec.lacks,
+                lse=spec.lse,
             )
             with contextlib.suppress(ArgumentError):
                 select_attention(problem, target, spec.name)
                 taken.append(case.name)
         assert len(taken) >= 1, spec.name
         if spec.quantized and spec.qk != "fp8":  # e4m3 has no delta_s
-            assert any("smooth" in name or "int4" in name or not spec.features - {"lse"} for name in taken)
+            assert spec.smooth_q == "never" or any("smooth" in name or "int4" in name for name in taken)
 
 
 def _arrays(case: Case, head_dim: int, head_dim_v: int) -> tuple[np.ndarray, ...]:

@@ -90,7 +90,7 @@ def test_classes_with_the_same_cells_are_merged() -> None:
     ]  # fmt: skip
     merged = support.merge_rows(rows)
     assert [(row.dtype, row.head_dim, row.label) for row in merged] == [("bfloat16, float16", "8–128", "attention")]
-    specs = [_spec("a", **everywhere), _spec("b", features=frozenset({"score_mods"}), **everywhere)]
+    specs = [_spec("a", **everywhere), _spec("b", masks="any", **everywhere)]
     assert [row.label for row in support.support_rows(held, specs)] == ["attention", "attention, with softcap or mask"]
     (merged_row,) = support.merge_rows(support.support_rows(held, specs))
     assert merged_row.label == "attention, plain; with softcap or mask"
@@ -117,7 +117,7 @@ def test_a_released_wheel_has_what_every_gpu_can_run() -> None:
     assert {text for row in _texts(rows) for text in row} == {"prebuilt", "–"}
     generic = [row for row in rows if row.op in ("attention", "attention_split", "decode", "append", "quantize")]
     assert {text for row in _texts(generic) for text in row} == {"prebuilt"}
-    e4m3 = [row for row in rows if row.op == "fp8_attention" and "LSE" not in row.features]
+    e4m3 = [row for row in rows if row.op == "fp8_attention"]
     assert _texts(e4m3) == [["–", "–", "prebuilt", "prebuilt", "prebuilt", "prebuilt"]] * len(e4m3)
 
 

@@ -214,7 +214,7 @@ def test_arguments_of_rows_with_forms() -> None:
 
 def test_rows_with_factors_take_no_other_call() -> None:
     for spec in REGISTRY:
-        if "value_factors" in spec.features:
+        if spec.value_factors:
             with pytest.raises(ArgumentError, match=r"128 rows|packed|score|head_dim|element|compiled|additive"):
                 plan_attention(arrays(), HOPPER, spec.name)
     with pytest.raises(ArgumentError, match="no factor for each 128 rows of v"):

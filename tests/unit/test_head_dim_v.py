@@ -51,7 +51,7 @@ def test_every_pair_has_a_kernel(head_dim: int, head_dim_v: int, target: Target)
         assert spec.head_dim >= head_dim
         assert spec.head_dim_v >= head_dim_v
         assert (spec.family == "attn_fwd_sm90") == (target is HOPPER)
-        assert spec.arch_specific or "head_dim_v" in spec.features
+        assert spec.arch_specific or spec.other_head_dim_v
     for knobs in (Int8(), Int4()):
         spec = select_attention(problem(head_dim, head_dim_v, precision=knobs.precision), target).spec
         assert spec.quantized

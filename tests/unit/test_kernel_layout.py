@@ -132,12 +132,13 @@ def test_shared_memory_of_a_row(spec: KernelSpec) -> None:
     """SharedStorage aligns each member to 1024 bytes; smem_bytes has to leave room for that (here: none is needed)."""
     stages = int(dict(spec.defines)["NUM_STAGES"])
     sizes = [spec.block_m * spec.head_dim * 2, *[spec.block_n * spec.head_dim * 2] * (2 * stages)]
-    if "score_mods" in spec.features:
+    if spec.score_mods:
         sizes.append(spec.block_m * spec.block_n * 4)
     assert all(size % 1024 == 0 for size in sizes)
     assert spec.smem_bytes == sum(sizes)
     if spec.smem_bytes > 99 * 1024:  # what a CTA may have on sm_86, sm_89 and sm_120: another row serves those
-        same = [s for s in FORWARD if (s.dtype, s.head_dim, s.features) == (spec.dtype, spec.head_dim, spec.features)]
+        kind = spec.dtype, spec.head_dim, spec.score_mods, spec.other_head_dim_v
+        same = [s for s in FORWARD if (s.dtype, s.head_dim, s.score_mods, s.other_head_dim_v) == kind]
         assert any(s.smem_bytes <= 99 * 1024 and s.min_arch == (8, 0) for s in same)
 
 

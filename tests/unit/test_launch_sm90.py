@@ -42,7 +42,7 @@ def test_a_zero_that_hopper_s_kernels_rely_on() -> None:
     own = dataclasses.replace(problem, own_head_dim_v=64)
     assert [forward_values(p, 1)["head_dim_qk"] for p in (problem, own)] == [0, 0]
     # The one builder that sets it is the generic kernel's, for rows that Hopper's families do not have.
-    rows = [spec for spec in REGISTRY if "head_dim_v" in spec.features]
+    rows = [spec for spec in REGISTRY if spec.other_head_dim_v]
     assert rows
     assert {spec.family for spec in rows} == {"attn_fwd_sm80"}
 
@@ -307,16 +307,16 @@ def test_operands_do_not_overlap_and_fit_into_the_workspace(varlen: bool, knobs:
 @pytest.mark.parametrize("spec", INT8, ids=lambda spec: spec.name)
 def test_boxes_of_every_row_are_tiles(spec: KernelSpec) -> None:
     """One copy of K is BLOCK_N rows of at most 128 bytes; one of V is HEAD_DIM rows of BLOCK_N bytes."""
-    varlen, smooth_q = "dense" in spec.lacks, "smooth_q" in spec.features
+    varlen, smooth_q = spec.sequences == "packed", spec.smooth_q != "never"
     forms: dict[str, Any] = {}
     if spec.bias_bytes:
         mask = {2: "io", 4: "float32"}[spec.bias_bytes]
         strides = dataclasses.replace(STRIDES, mask=(0, 300 * 504, 504, 1))
         forms = {"mask": mask, "mask_map": True, "seqlen_k": 504, "strides": strides}
-    elif "score_mods" in spec.features:
-        forms = {"softmax_scale": -1.0} if "softcap" in spec.lacks else {"softcap": 3.0}
+    elif spec.score_mods:
+        forms = {"softmax_scale": -1.0} if spec.softcap == "never" else {"softcap": 3.0}
     p = problem(
-        Int8(smooth_q=smooth_q), dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse="lse" in spec.features,
+        Int8(smooth_q=smooth_q), dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse=spec.lse,
         **forms,
     )  # fmt: skip
     launches = plan_attention(p, HOPPER, spec.name)
@@ -324,7 +324,7 @@ def test_boxes_of_every_row_are_tiles(spec: KernelSpec) -> None:
     record = launches.records[-1]
     row = min(spec.head_dim, 128)
     boxes = [(row, spec.block_m), (row, spec.block_n), (spec.block_n, spec.head_dim)]
-    if "score_mods" in spec.features:  # the map of queries stands in for that of a bias
+    if spec.score_mods:  # the map of queries stands in for that of a bias
         boxes.append((128 // spec.bias_bytes, spec.block_m) if spec.bias_bytes else boxes[0])
     assert [m.box[:2] for m in record.tensor_maps] == boxes
     assert all(extent <= 256 for m in record.tensor_maps for extent in m.box), "the largest box"

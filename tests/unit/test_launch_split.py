@@ -24,8 +24,10 @@ from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 AMPERE, BLACKWELL = Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)
-SPLIT = [spec for spec in REGISTRY if spec.op == "attention_split" and not spec.quantized and "dense" not in spec.lacks]
-SPLIT_SM90 = [spec for spec in SPLIT if spec.arch_specific and not spec.features]
+SPLIT = [
+    spec for spec in REGISTRY if spec.op == "attention_split" and not spec.quantized and spec.sequences != "packed"
+]
+SPLIT_SM90 = [spec for spec in SPLIT if spec.arch_specific and not spec.score_mods]
 COMBINE = by_name("attn_combine_sm80_fp16")
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist.
 SMALL = dataclasses.replace(by_name("attn_fwd_sm90_fp16_d64_m128n128_split"), block_m=16, block_n=8)
@@ -352,9 +354,15 @@ def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
         left, right = case.options.get("window", (-1, 0 if case.options.get("causal") else -1))
         merges = spec.op != "attention_split"
         d = (128 if merges else spec.head_dim) - case.below
-        of_mods = "score_mods" in spec.features or merges
+        of_mods = spec.score_mods or merges
         modified = not {*case.arrays} <= {"sinks"} or "softcap" in case.options
-        taken_by = {"packed"} if "dense" in spec.lacks else {"dense"} if "varlen" in spec.lacks else {"packed", "dense"}
+        taken_by = (
+            {"packed"}
+            if spec.sequences == "packed"
+            else {"dense"}
+            if spec.sequences == "dense"
+            else {"packed", "dense"}
+        )
         if (modified and not of_mods) or ("packed" if case.packed else "dense") not in taken_by:
             continue
         p = problem_of(
@@ -382,7 +390,7 @@ def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
         if of_sm90 and case.packed:
             assert main.grid[0] == HOPPER.sm_count * main.spec.ctas_per_sm
             continue
-        layout = ATTN_FWD_SPLIT_FORMS_SM90 if main.spec.features else ATTN_FWD_SPLIT_SM90
+        layout = ATTN_FWD_SPLIT_FORMS_SM90 if main.spec.score_mods else ATTN_FWD_SPLIT_SM90
         of_main = fields_of_record(main, layout)["tiles.num_splits"] if of_sm90 else main.grid[1]
         assert of_main > 1, case.name
     assert taken >= 1

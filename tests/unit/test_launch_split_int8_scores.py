@@ -36,7 +36,7 @@ from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, HOPPER, combine, items_of, problem_of, visible
 from tests.unit.test_launch_split_int8 import INT8, bytes_of
 
-ROWS = [s for s in REGISTRY if s.op == "attention_split" and s.quantized and "score_mods" in s.features]
+ROWS = [s for s in REGISTRY if s.op == "attention_split" and s.quantized and s.score_mods]
 SMOOTHED = Int8(smooth_q=True).precision
 
 
@@ -60,10 +60,10 @@ def test_rows() -> None:
     assert {s.name for s in ROWS} == names
     for spec in ROWS:
         assert (spec.block_m, spec.prebuild, spec.min_arch) == (128, ("90a",), (9, 0))
-        assert "lse" not in spec.lacks
+        assert spec.lse
         stages = int(dict(spec.defines)["NUM_STAGES"])
         stage_bytes = 128 * spec.head_dim + 16 + (128 * 64 * spec.bias_bytes or 1024)
-        stage_bytes += 256 if "smooth_q" in spec.features else 0
+        stage_bytes += 256 if spec.smooth_q == "any" else 0
         assert spec.smem_bytes <= HOPPER.max_smem
         assert spec.smem_bytes + stage_bytes > HOPPER.max_smem or stages == 8
 
@@ -304,9 +304,9 @@ def taken_by(spec: KernelSpec, **changes: Any) -> AttentionProblem:
     fields: dict[str, Any] = {
         "d": spec.head_dim,
         "dtype": spec.dtype,
-        "softcap": 0.0 if "softcap" in spec.lacks else 9.0,
+        "softcap": 0.0 if spec.softcap == "never" else 9.0,
     }
-    if "value_factors" in spec.features:
+    if spec.value_factors:
         by_block = Descale("per_block", (8 * 40, 40, 1))
         fields |= {"precision": FP8_ARRAYS, "descales": Descales(v=by_block)}
     else:
@@ -319,7 +319,7 @@ def taken_by(spec: KernelSpec, **changes: Any) -> AttentionProblem:
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
 def test_forced_rows(spec: KernelSpec, lse: bool) -> None:
     """The mask first, then what makes operands; results behind both."""
-    factors = "value_factors" in spec.features
+    factors = spec.value_factors
     launches = plan_attention(taken_by(spec, lse=lse), HOPPER, spec.name)
     ops = [r.spec.op for r in launches.records]
     before = [] if spec.bias_bytes else ["mask_pack", "mask_list"]
@@ -449,9 +449,9 @@ def test_what_rows_do_not_take() -> None:
 @pytest.mark.parametrize("spec", [s for s in ROWS if s.dtype == "bfloat16"], ids=lambda spec: spec.name)
 def test_every_row_has_a_case(spec: KernelSpec) -> None:
     """Cases with a mask or a softcap that the row takes, by which it is verified."""
-    if "value_factors" in spec.features:
+    if spec.value_factors:
         return  # factor_cases.py has all forms
     cases = cases_for("fp8_attention" if spec.qk == "fp8" else "quantized_attention")
     kinds = {0: ({"mask"}, {"keys"}), 2: ({"io"},), 4: ({"bias"},)}[spec.bias_bytes]
     own = [case for case in cases if any(kind <= {*case.arrays} for kind in kinds) and not case.packed]
-    assert any("softcap" not in case.options or "softcap" not in spec.lacks for case in own)
+    assert any("softcap" not in case.options or spec.softcap == "any" for case in own)

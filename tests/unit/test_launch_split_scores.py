@@ -49,7 +49,7 @@ def test_on_mma_sync(changes: dict[str, Any], target: Target) -> None:
     assert launches.records[-1].spec.op == "attention_combine" + "_packed" * (own and p.varlen)
     if own:
         return
-    assert ("score_mods" in record.spec.features) == p.score_mods
+    assert record.spec.score_mods == p.score_mods
     splits = record.grid[1]
     assert 2 <= splits <= 64
     pack = 1 if p.varlen else 4
@@ -306,7 +306,7 @@ def test_plain_calls_take_no_rows_with_scores(head_dim: int) -> None:
         p = problem_of(1, queries, keys, *heads, d=head_dim, dtype="bfloat16")
         for target in (HOPPER, AMPERE):
             for record in plan_attention(p, target, None).records:
-                assert "score_mods" not in record.spec.features
+                assert not record.spec.score_mods
 
 
 def test_unused_rows_are_not_worth_a_few_tiles() -> None:

@@ -87,7 +87,7 @@ def test_every_tile_is_attended_and_merged_once(extents: tuple[int, ...], precis
 def test_lse_of_quantized_operands() -> None:
     plan = plan_attention(long(TAILS[0], precision=oa.Int8().precision, lse=True), HOPPER, None)
     assert [r.spec.op for r in plan.records[-3:]] == ["attention", "attention_split", "attention_combine_lse"]
-    assert "lse" in plan.records[-2].spec.features
+    assert plan.records[-2].spec.lse
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from omniattn.select import select_attention, select_split
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, HOPPER, box_of, visible
 
-ROWS = [s for s in REGISTRY if s.op == "attention_split" and not s.quantized and "dense" in s.lacks]
+ROWS = [s for s in REGISTRY if s.op == "attention_split" and not s.quantized and s.sequences == "packed"]
 COMBINE = by_name("attn_combine_packed_sm90_fp16")
 #: Small tiles, so that small problems have many; kernels of such tiles do not exist.
 SMALL = dataclasses.replace(by_name("attn_fwd_sm90_fp16_d64_m64n64_varlen_split"), block_m=16, block_n=8)
@@ -483,7 +483,7 @@ def test_one_long_sequence_among_short_ones() -> None:
 def test_forced(spec: Any) -> None:
     p = packed_problem(3, 30, 300, 8, 2, spec.head_dim, dtype=spec.dtype)
     assert plan_attention(p, HOPPER, spec.name).records[0].spec.name == spec.name
-    unfit = {"mask": "bool"} if spec.features else {"softcap": 3.0}
+    unfit = {"mask": "bool"} if spec.score_mods else {"softcap": 3.0}
     for changes in ({"varlen": False}, unfit, {"tensor_maps": False}):
         with pytest.raises(ArgumentError):
             plan_attention(dataclasses.replace(p, **changes), HOPPER, spec.name)

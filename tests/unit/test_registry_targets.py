@@ -36,7 +36,6 @@ KERNELS = Path(__file__).parents[2] / "kernels_cu"
 
 @pytest.fixture(autouse=True)
 def _every_binary_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_of_attention, "has_binary", lambda *_: True)
     monkeypatch.setattr(plan_of_attention, "without_binary", lambda *_: None)
 
 

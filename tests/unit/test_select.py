@@ -88,13 +88,13 @@ def test_every_problem_gets_a_row_that_serves_it(target: Target, dtype: str, hea
         assert spec.smem_bytes <= target.max_smem
         assert spec.min_arch == target.cc if spec.arch_specific else spec.min_arch <= target.cc
         assert problem.score_mods == (fields in SCORE_MODS)
-        assert ("score_mods" in spec.features) == problem.score_mods
+        assert spec.score_mods == problem.score_mods
         narrower = [
             row
             for row in REGISTRY
             if row.family == spec.family
             and row.dtype == dtype
-            and row.features == spec.features
+            and row.score_mods == spec.score_mods
             and head_dim <= min(row.head_dim, row.head_dim_v)
             and row.head_dim + row.head_dim_v < 2 * spec.head_dim
             and row.min_arch <= target.cc
@@ -110,21 +110,21 @@ EXACT_ROWS = [s for s in REGISTRY if s.op == "attention" and not s.quantized]
 @pytest.mark.parametrize("spec", EXACT_ROWS, ids=lambda s: s.name)
 def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
     mask, softcap = "none", 0.0
-    if "score_mods" in spec.features and "softcap" not in spec.lacks and spec.bias_bytes == 0:
+    if spec.score_mods and spec.softcap == "any" and spec.bias_bytes == 0:
         softcap = 1.0
-        if "dense" in spec.lacks and "masks" not in spec.lacks:
+        if spec.sequences == "packed" and spec.masks != "none":
             mask = "bool"
-    elif "score_mods" in spec.features:
+    elif spec.score_mods:
         mask = {0: "bool", 2: "io", 4: "float32"}[spec.bias_bytes]
     problems = [
         changed(
             dtype=spec.dtype,
             head_dim=spec.head_dim,
-            own_head_dim_v=spec.own_head_dim_v or (spec.head_dim - 8 if "head_dim_v" in spec.features else 0),
+            own_head_dim_v=spec.own_head_dim_v or (spec.head_dim - 8 if spec.other_head_dim_v else 0),
             mask=mask,
             mask_map=True,
             softcap=softcap,
-            varlen="dense" in spec.lacks,
+            varlen=spec.sequences == "packed",
             **workload,
         )
         for workload in (
@@ -244,9 +244,9 @@ def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8 | Int4) -> Non
             assert (spec.op, spec.quantized, spec.dtype) == ("attention", True, dtype)
             assert spec.head_dim == (64 if head_dim <= 64 else 128 if head_dim <= 128 else 256)
             assert spec.family == "attn_int8_sm90"
-            assert ("smooth_q" in spec.features) == low.smooth_q
-            assert ("varlen" if problem.varlen else "dense") not in spec.lacks
-            assert ("lse" in spec.lacks) == (not lse and not low.smooth_q)
+            assert (spec.smooth_q != "never") == low.smooth_q
+            assert spec.sequences == ("packed" if problem.varlen else "dense")
+            assert spec.lse == (lse or low.smooth_q)
 
 
 def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
@@ -254,22 +254,22 @@ def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
     if spec.qk == "fp8":
         return dataclasses.replace(Fp8().precision, pv_accumulator=spec.pv_accumulator)
     kind = Int4 if spec.qk == "int4" else Int8
-    knobs = {"smooth_q": "smooth_q" in spec.features, "pv": spec.pv, "pv_accumulator": spec.pv_accumulator} | knobs
+    knobs = {"smooth_q": spec.smooth_q != "never", "pv": spec.pv, "pv_accumulator": spec.pv_accumulator} | knobs
     return kind(**knobs).precision
 
 
 def mods_of(spec: KernelSpec) -> dict[str, Any]:
     """Score modifiers, or factors of v, that only this row, of those of its architecture, serves."""
-    if "value_factors" in spec.features:
+    if spec.value_factors:
         descales = {"descales": Descales(v=Descale("per_block", (2, 1, 1)))}
-        return descales | (forms_of(spec) if "score_mods" in spec.features else {})
-    return forms_of(spec) if "score_mods" in spec.features else {}
+        return descales | (forms_of(spec) if spec.score_mods else {})
+    return forms_of(spec) if spec.score_mods else {}
 
 
 def forms_of(spec: KernelSpec) -> dict[str, Any]:
     if spec.bias_bytes:
         return {"mask": "float32" if spec.bias_bytes == 4 else "io", "mask_map": True}
-    return {"softmax_scale": -1.0} if "softcap" in spec.lacks else {"softcap": 5.0}
+    return {"softmax_scale": -1.0} if spec.softcap == "never" else {"softcap": 5.0}
 
 
 @pytest.mark.parametrize("spec", [s for s in REGISTRY if s.quantized and s.op == "attention"], ids=lambda s: s.name)
@@ -278,8 +278,8 @@ def test_every_low_precision_row_is_chosen_and_can_be_forced(spec: KernelSpec) -
     target = HOPPER if spec.min_arch >= (9, 0) else Target((8, 9), GPUS[8, 9])
     mods = mods_of(spec)
     problem = changed(
-        dtype=spec.dtype, head_dim=spec.head_dim, varlen="dense" in spec.lacks, precision=low_of(spec),
-        lse="lse" in spec.features, **mods,
+        dtype=spec.dtype, head_dim=spec.head_dim, varlen=spec.sequences == "packed", precision=low_of(spec),
+        lse=spec.lse, **mods,
     )  # fmt: skip
     assert select_attention(problem, target).spec == spec
     assert select_attention(problem, target, spec.name).spec == spec
@@ -320,7 +320,7 @@ def test_low_precision_by_architecture(case: tuple[tuple[int, int], int]) -> Non
             assert f"{found.spec.pv} with {found.spec.pv_accumulator} accumulators" in reason
             assert any("no faster than int8" in x for x in found.why) == (bits == 4 and cc >= (9, 0))
             capped = select_attention(changed(head_dim=head_dim, precision=low.precision, softcap=9.0), target)
-            assert "score_mods" in capped.spec.features
+            assert capped.spec.score_mods
             assert (capped.spec.family == "attn_int8_sm90") == (cc == (9, 0))
 
 

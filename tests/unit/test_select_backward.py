@@ -77,8 +77,8 @@ def test_every_problem_gets_rows_that_serve_it(target: Target, dtype: str) -> No
                 assert spec.head_dim >= head_dim
                 assert spec.smem_bytes <= target.max_smem
                 assert spec.min_arch == target.cc if spec.arch_specific else spec.min_arch <= target.cc
-                assert ("score_mods" in spec.features) == (fields in MODS)
-                assert "dmask" not in spec.features
+                assert spec.score_mods == (fields in MODS)
+                assert not spec.dmask
                 assert str(head_dim) in "".join(found.why)
 
 
@@ -124,8 +124,9 @@ def test_which_kernel(cc: tuple[int, int], head_dim: int, fields: dict[str, Any]
 def test_the_gradient_of_a_mask_has_rows_of_its_own(cc: tuple[int, int]) -> None:
     for head_dim in (64, 96, 128, 192, 256):
         spec = select_backward(problem(("dmask",), head_dim=head_dim, mask="float32"), GPUS[cc]).spec
-        assert {"dmask", "score_mods"} <= spec.features
-        assert "dmask" not in select_dq(problem(("dq", "dmask"), head_dim=head_dim, mask="io"), GPUS[cc]).spec.features
+        assert spec.dmask
+        assert spec.score_mods
+        assert not select_dq(problem(("dq", "dmask"), head_dim=head_dim, mask="io"), GPUS[cc]).spec.dmask
 
 
 MAIN = [s for s in REGISTRY if s.op in ("attention_backward", "attention_backward_dq") and not s.arch_specific]
@@ -133,8 +134,8 @@ MAIN = [s for s in REGISTRY if s.op in ("attention_backward", "attention_backwar
 
 @pytest.mark.parametrize("spec", MAIN, ids=lambda s: s.name)
 def test_every_row_of_every_gpu_is_chosen_or_can_be_forced(spec: KernelSpec) -> None:
-    mods = {"mask": "float32"} if "score_mods" in spec.features else {}
-    wanted = ("dq", "dk", "dv", "dmask") if "dmask" in spec.features else ("dq", "dk", "dv")
+    mods = {"mask": "float32"} if spec.score_mods else {}
+    wanted = ("dq", "dk", "dv", "dmask") if spec.dmask else ("dq", "dk", "dv")
     call = problem(wanted, dtype=spec.dtype, head_dim=spec.head_dim, **mods)
     select = select_backward if spec.op == "attention_backward" else select_dq
     chosen = {select(call, target).spec.name for target in GPUS.values()}
@@ -178,5 +179,5 @@ def test_kernels_before_and_behind(dtype: str, fragments: bool) -> None:
     before, behind = select_backward_rows(problem(dtype=dtype), GPUS[9, 0], fragments=fragments)
     assert (before.spec.op, before.spec.dtype) == ("attention_backward_prepare", dtype)
     assert (behind.spec.op, behind.spec.dtype) == ("attention_backward_finish", dtype)
-    assert ("fragments" in behind.spec.features) == fragments
+    assert behind.spec.fragments == fragments
     assert dict(behind.spec.defines)["FRAGMENTS"] == str(int(fragments))

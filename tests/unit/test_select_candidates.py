@@ -129,4 +129,4 @@ def test_no_row_is_far_too_wide_or_has_scores_for_nothing(width: tuple[int, int]
     for op in ("attention", "attention_split"):
         columns = [row.head_dim + row.head_dim_v for row in of_hopper if row.op == op]
         assert max(columns) <= max(128, 1.5 * min(columns))
-    assert not any("score_mods" in row.features for row in of_hopper)
+    assert not any(row.score_mods for row in of_hopper)

@@ -224,7 +224,11 @@ def test_softcap_and_a_window_interleave_heads() -> None:
     assert tiles_of(dataclasses.replace(problem, mask="bool"), spec, 6, SMS) == TileList(24 * 6, 0, 0)
 
 
-PERSISTENT = [spec for spec in REGISTRY if spec.arch_specific and spec.dtype == "bfloat16" and not spec.features]
+PERSISTENT = [
+    spec for spec in REGISTRY
+    if spec.arch_specific and spec.dtype == "bfloat16" and not (spec.score_mods or spec.value_factors)
+    if spec.smooth_q == "never" and not spec.ordered_dq
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", PERSISTENT, ids=lambda spec: spec.name)
@@ -256,7 +260,7 @@ def test_lists_of_problems(spec: KernelSpec, changes: dict[str, int]) -> None:
     assert tiles.lead_rows % 64 == 0
     assert 0 <= tiles.lead_rows < spec.block_m
     assert blocks * spec.block_m - tiles.lead_rows >= problem.seqlen_q
-    if not causal or "smooth_q" in spec.features:
+    if not causal or spec.smooth_q != "never":
         assert tiles.lead_rows == 0
     elif heads * blocks:
         assert blocks * spec.block_m - tiles.lead_rows - problem.seqlen_q < 64
@@ -265,7 +269,7 @@ def test_lists_of_problems(spec: KernelSpec, changes: dict[str, int]) -> None:
 def test_rows_before_the_first_save_work() -> None:
     """4096 causal rows in tiles of 192: the tile that is not full is the one with few keys."""
     spec = next(s for s in PERSISTENT if s.family == "attn_int8_sm90" and s.block_m == 192 and s.block_n == 64
-                and not s.features and "varlen" in s.lacks)  # fmt: skip
+                and s.sequences == "dense")  # fmt: skip
     problem = dataclasses.replace(PLAIN, seqlen_q=4096, seqlen_k=4096, window_right=0)
     assert tiles_of(problem, spec, 22, SMS).lead_rows == 128
     assert sum(_tile_lengths(problem, spec, 0)) == 757 + 22

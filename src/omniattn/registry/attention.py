@@ -118,7 +118,6 @@ def _attn_fwd_sm80(
         masks="any" if score_mods else "none",
         score_mod=score_mods,
         lists=score_mods,
-        lse=True,
         other_head_dim_v=own_head_dim_v,
     )
 
@@ -311,7 +310,6 @@ def _attn_fwd_sm90(
         # Small tiles have no lists of what it hides, nor have splits of packed sequences.
         score_mod=forms and not (small or (split and varlen)),
         lists=lists,
-        lse=True,
         tuned_for=frozenset(tile.tuned_for),
         own_head_dim_v=tile.head_dim_v,
         bias_bytes=tile.bias_bytes,

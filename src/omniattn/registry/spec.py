@@ -73,7 +73,7 @@ class KernelSpec:
         It passes over tiles of keys by a list of those that a mask, a block_mask or a score_mod leaves. Others visit
         all tiles.
     lse : bool
-        Of attention: it makes an LSE.
+        Of attention and of what merges its results: it makes an LSE.
     smooth_q : str
         Of attention on quantized operands: whether it adds ``delta_s``, as `softcap`.
     value_factors : bool
@@ -131,7 +131,7 @@ class KernelSpec:
     masks: Masks = "none"
     score_mod: bool = False
     lists: bool = False
-    lse: bool = False
+    lse: bool = True
     smooth_q: Use = "never"
     value_factors: bool = False
     other_head_dim_v: bool = False
