@@ -29,7 +29,7 @@ FORMAT = 1
 
 #: Below src/omniattn, what cannot change a kernel's result or its launch: tools that measure and show, the NumPy
 #: oracle; and the version, because a release of tested code is tested code.
-UNWATCHED: tuple[str, ...] = ("cli", "bench", "testing", "reference", "version.py")
+UNWATCHED: tuple[str, ...] = ("cli", "bench", "tune", "testing", "reference", "version.py")
 
 #: Files whose tests need more than the one GPU that writes a record, or the C module, which is optional: the record is
 #: of runs without it. All others have to run.
@@ -42,18 +42,22 @@ _OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
 def watched(root: Path = ROOT) -> list[Path]:
-    """Return the files whose code decides what a GPU computes: device code, and the package but for `UNWATCHED`."""
+    """Return the files that decide what a GPU computes: device code, the package but for `UNWATCHED`, and the numbers
+    by which ways of running a call are chosen.
+    """
     package = root / "src/omniattn"
     device = [path for pattern in ("**/*.cu", "**/*.cuh") for path in (root / "kernels_cu").glob(pattern)]
     host = [path for path in package.glob("**/*.py") if path.relative_to(package).parts[0] not in UNWATCHED]
-    return sorted(path for path in (*device, *host) if path.is_file())
+    numbers = package.glob("select/coefficients/*.json")
+    return sorted(path for path in (*device, *host, *numbers) if path.is_file())
 
 
 def digest(root: Path = ROOT) -> str:
     """Return the sha256 over names and code of all watched files; comments, docstrings and layout do not count."""
     total = hashlib.sha256()
     for path in watched(root):
-        code = (python_code if path.suffix == ".py" else device_code)(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        code = text if path.suffix == ".json" else (python_code if path.suffix == ".py" else device_code)(text)
         total.update(f"{path.relative_to(root).as_posix()}\0{hashlib.sha256(code.encode()).hexdigest()}\n".encode())
     return total.hexdigest()
 
@@ -151,6 +155,12 @@ def machine() -> tuple[list[dict[str, str]], str]:
         return [], ""
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 2]
     return [{"name": name, "compute_capability": cc} for name, cc, _ in rows], rows[0][2] if rows else ""
+
+
+def tuning() -> str:
+    """Return the digest of the file that ``OMNIATTN_TUNING`` names; empty without one."""
+    path = Path(os.environ.get("OMNIATTN_TUNING", ""))
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def versions() -> dict[str, str]:
@@ -259,6 +269,7 @@ class Recorder:
             "duration_s": round(time.time() - self.started, 1),
             "device": gpus,
             "driver": driver,
+            "tuning": tuning(),
             "versions": versions(),
             "summary": {kind: count for kind, count in counts.items() if count},
             "tests": tests,

@@ -103,7 +103,10 @@ Result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal
 Result cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "Fake GPU %d", device); return 0; }
 Result cuDeviceGetAttribute(int *value, int attribute, int device) {
     switch (attribute) {
+        case 13: *value = 1980000; break;  // kHz of the SMs
         case 16: *value = 132; break;      // multiprocessors
+        case 36: *value = 2619000; break;  // kHz of the memory
+        case 37: *value = 5120; break;     // bits of its bus
         case 38: *value = 50 << 20; break;  // L2 bytes
         case 75: *value = device ? 8 : 9; break;
         case 76: *value = 0; break;

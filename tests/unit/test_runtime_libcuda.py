@@ -106,7 +106,7 @@ def test_device_info(libcuda: Path) -> None:
     out, calls = run(libcuda, "print(device_info(1)); attempt(lambda: device_info(2))")
     assert out.splitlines() == [
         "DeviceInfo(ordinal=1, name='Fake GPU 1', cc=(8, 0), sm_count=132, max_smem_optin=232448, l2_bytes=52428800, "
-        "driver_version=(13, 0))",
+        "driver_version=(13, 0), clock_mhz=1980.0, memory_gb_s=3352.32)",
         "DeviceError argument 'device': expected a CUDA device number below 2, received 2",
     ]
     assert calls == ["cuInit"]

@@ -13,8 +13,10 @@ from omniattn.bench.report import geometric_mean
 from omniattn.bench.shape_cases import ShapeCase
 from omniattn.bench.shape_contenders import OwnCall, Tensors, own_call, tensors_of
 from omniattn.bench.timing import Clock, Timing, TorchClock, measure, require_torch
+from omniattn.errors import UnsupportedError
 from omniattn.plan.ways import describe_call
 from omniattn.select import Candidate, candidates, choices
+from omniattn.select.features import Features, features
 
 #: What is written between timed calls: longer than the host takes to enqueue one by Python alone, and all of L2.
 _FLUSH_BYTES = 2 << 30
@@ -34,21 +36,34 @@ class WayResult:
         Relative L1 error of sampled rows against fp64.
     chosen : bool
         It is what the call takes.
+    features : Features
+        What it has to do.
+    reason : str
     """
 
     way: str
     timing: Timing | None
     error: float | None
     chosen: bool
+    features: Features
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """All ways of a call."""
+    """All ways of a call.
+
+    Attributes
+    ----------
+    case : ShapeCase
+    ways : tuple of WayResult
+        Empty where this GPU has no kernel for the call: ``refused`` says why.
+    refused : str
+    """
 
     case: ShapeCase
     ways: tuple[WayResult, ...]
+    refused: str = ""
 
     @property
     def timed(self) -> list[tuple[float, WayResult]]:
@@ -111,7 +126,11 @@ class CandidateReport:
             worst, name = max(regrets)
             at_most = f"{100 * worst:.0f} % at most ({name})"
             lines.append(f"chosen: {100 * mean:.1f} % slower than the fastest way in the mean, {at_most}")
-        lines += [f"{r.case.long_name}: what is chosen has no time" for r in self.results if r.regret is None]
+        for r in self.results:
+            if r.refused:
+                lines.append(f"{r.case.long_name}: not measured, {r.refused}")
+            elif r.regret is None:
+                lines.append(f"{r.case.long_name}: what is chosen has no time")
         lines += [f"{r.case.long_name}, {w.way}: {w.reason}" for r in self.results for w in r.ways if w.reason]
         return lines
 
@@ -153,7 +172,10 @@ def run_candidates(
 def _run_case(torch: Any, clock: Clock, case: ShapeCase, iters: int) -> CandidateResult:
     problem = tensors_of(torch, case)
     call = own_call(problem, case)
-    described = describe_call(call.function, *call.arrays(problem.check), **call.options)
+    try:
+        described = describe_call(call.function, *call.arrays(problem.check), **call.options)
+    except UnsupportedError as error:
+        return CandidateResult(case, (), str(error).partition(":")[0])
     chosen = choices(described.problem, described.target)[0].candidate
     found = dict.fromkeys((chosen, *candidates(described.problem, described.target)))
     attempts: dict[Candidate, Attempt] = {}
@@ -168,7 +190,14 @@ def _run_case(torch: Any, clock: Clock, case: ShapeCase, iters: int) -> Candidat
     return CandidateResult(
         case,
         tuple(
-            WayResult(a.key, timings.get(a.key), a.facts.get("relative_l1"), way == chosen, a.reason)
+            WayResult(
+                a.key,
+                timings.get(a.key),
+                a.facts.get("relative_l1"),
+                way == chosen,
+                features(way, described.problem, described.target),
+                a.reason,
+            )
             for way, a in attempts.items()
         ),
     )

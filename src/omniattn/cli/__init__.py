@@ -1,4 +1,4 @@
-"""The command ``omniattn``: demo, info, verify, bench, compile.
+"""The command ``omniattn``: demo, info, verify, bench, tune, compile.
 
 One module a command. Each has ``add_parser(subparsers)`` and ``run(arguments) -> int`` (the exit code). rich and
 matplotlib are imported when something is drawn: ``omniattn --help`` and ``--json`` work in the barest installation.
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import omniattn
-from omniattn.cli import bench, compile, demo, info, verify
+from omniattn.cli import bench, compile, demo, info, tune, verify
 from omniattn.cli.console import CannotRunError
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.select.choice import VARIABLE
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"omniattn {omniattn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (demo, info, verify, bench, compile):
+    for module in (demo, info, verify, bench, tune, compile):
         module.add_parser(commands)
     return parser
 

@@ -15,6 +15,7 @@ import omniattn
 from omniattn import runtime
 from omniattn.cli import console, readme, support
 from omniattn.errors import ArgumentError, CompileError, DriverError
+from omniattn.plan import tuning
 from omniattn.runtime import cache, env
 from omniattn.runtime.device import DeviceInfo
 from omniattn.runtime.driver import get_driver
@@ -84,8 +85,20 @@ def collect(gpus: Sequence[DeviceInfo], driver: dict[str, Any]) -> dict[str, Any
         "packages": packages(),
         "kernels": kernel_store(),
         "cache": cache_facts(),
+        "tuning": tuning_facts(),
         "environment": environment(),
     }
+
+
+def tuning_facts() -> dict[str, Any]:
+    """The file by which ways of running attention are chosen, or why it cannot be; empty without one."""
+    try:
+        found = tuning.from_file()
+    except ArgumentError as error:
+        return {"error": str(error)}
+    if found is None:
+        return {}
+    return {"device": found[1].device, "cc": list(found[0]), "digest": found[1].digest}
 
 
 def gpus_and_driver() -> tuple[list[DeviceInfo], dict[str, Any]]:
@@ -227,6 +240,9 @@ def _show(facts: dict[str, Any]) -> None:
     state = "" if kept["writable"] else ", NOT WRITABLE: kernels compiled at run time stay in memory"
     found = f"{kept['folder']}: {kept['entries']} kernels, {kept['bytes'] / 1e6:.1f} MB"
     rows.append(["cache", (kept["problem"] or found) + state])
+    tuned = facts["tuning"]
+    if tuned:
+        rows.append(["tuning", tuned.get("error") or f"measured on {tuned['device']}, digest {tuned['digest'][:12]}"])
     console.print_table("This machine", ["", ""], rows)
     console.print_table(
         "Environment variables",

@@ -11,7 +11,8 @@ from .. import runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError
 from ..plan.engine import Call, Described, Plan, describing
-from ..problems import AttentionProblem, BackwardProblem, Target
+from ..plan.tuning import target_of
+from ..problems import AttentionProblem, BackwardProblem
 from ..problems.memory import ITEMSIZE
 from ..runtime import DeviceInfo
 from ..runtime.record import LaunchRecord
@@ -237,7 +238,7 @@ def _dividing(problem: Any, tensors: dict[str, Tensor], device: DeviceInfo) -> t
         return ()
     if tensors["cu_seqlens_q"].framework not in ("torch", "cupy"):
         return ()
-    return launches_of(forward.sequences, forward.parts, Target(device.cc, device.max_smem_optin, device.sm_count))
+    return launches_of(forward.sequences, forward.parts, target_of(device))
 
 
 def _bytes_of(t: Tensor) -> int:

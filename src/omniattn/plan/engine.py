@@ -24,6 +24,7 @@ from ..select import Selection
 from . import native
 from .cache import PlanCache
 from .repeat import Repeat
+from .tuning import target_of
 
 if TYPE_CHECKING:
     from ..kv.cache import KVCache
@@ -397,8 +398,7 @@ def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
         return Plan(problem, None, None, 0)
     ordinal = place.ordinal
     device = runtime.device_info(ordinal)
-    target = Target(device.cc, device.max_smem_optin, device.sm_count)
-    launches = operation.plan(problem, target, forced_kernels())
+    launches = operation.plan(problem, target_of(device), forced_kernels())
     program = None
     if load:
         names = operand_names(operation, cache is not None, problem)

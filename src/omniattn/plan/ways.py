@@ -13,6 +13,7 @@ from ..problems import AttentionProblem, Target
 from ..select import Candidate
 from .engine import Call, Described, describing, execute, make_plan
 from .stages import launches_of
+from .tuning import target_of
 
 
 @dataclass(frozen=True)
@@ -59,4 +60,4 @@ def describe_call(function: Callable[..., Any], *arguments: Any, **options: Any)
     if found is None or found.plan.launches is None or not isinstance(found.plan.problem, AttentionProblem):
         raise ArgumentError("function", "attention or attention_varlen, of arrays on a GPU", repr(function))
     device = runtime.device_info(found.plan.ordinal)
-    return DescribedCall(found.plan.problem, Target(device.cc, device.max_smem_optin, device.sm_count), found)
+    return DescribedCall(found.plan.problem, target_of(device), found)

@@ -5,6 +5,85 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """What work costs on a GPU, in microseconds and bytes a microsecond (`select.cost`).
+
+    Attributes
+    ----------
+    launch, launch_more : float
+        The first kernel of a call, and each one behind or before it.
+    memory, l2 : float
+        Bytes a microsecond, of all SMs.
+    parts : float
+        How much slower both are where rows end within a sector.
+    sm_share : float
+        What an SM gets of the memory's rate, in shares of an SM.
+    partial : float
+        Bytes of partial results a microsecond.
+    uneven : float
+        What the busiest CTA has more than the mean, of tiles of different lengths, as a fraction.
+    walk : float
+        To look at the lengths of packed sequences.
+    item, beside : float
+        To begin and end a tile on wgmma; besides for each CTA that shares the SM.
+    wait, chain, meet : float
+        A step on wgmma: waiting; softmax, for each key; the other warpgroups, for each key.
+    product, exp, issue : float
+        What a warpgroup's step keeps the SM busy: for each key and channel, for each key, at all.
+    scores : float
+        How much longer softmax takes where scores are formed one by one.
+    exp_8 : float
+        ``exp`` on 8 bits, whose products take half.
+    sync_item, sync_wait, sync_chain, sync_product, sync_exp, sync_scores : float
+        The same on mma.sync, for 16 rows of a warp.
+    """
+
+    launch: float
+    launch_more: float
+    memory: float
+    l2: float
+    parts: float
+    sm_share: float
+    partial: float
+    uneven: float
+    walk: float
+    item: float
+    beside: float
+    wait: float
+    chain: float
+    meet: float
+    product: float
+    exp: float
+    issue: float
+    scores: float
+    exp_8: float
+    sync_item: float
+    sync_wait: float
+    sync_chain: float
+    sync_product: float
+    sync_exp: float
+    sync_scores: float
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Coefficients from a file of ``omniattn tune``.
+
+    Attributes
+    ----------
+    coefficients : Coefficients
+    device : str
+        The GPU that they were measured on.
+    digest : str
+        Of the file.
+    """
+
+    coefficients: Coefficients
+    device: str
+    digest: str
+
+
 @dataclass(frozen=True)
 class Target:
     """Facts of a GPU.
@@ -17,8 +96,11 @@ class Target:
         Bytes of shared memory that one CTA can opt in to.
     sm_count : int
         Streaming multiprocessors.
+    tuning : Tuning, optional
+        What was measured on the GPU by its user.
     """
 
     cc: tuple[int, int]
     max_smem: int
     sm_count: int = 1
+    tuning: Tuning | None = None

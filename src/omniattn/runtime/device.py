@@ -25,6 +25,8 @@ class DeviceInfo:
         Size of the L2 cache, bytes.
     driver_version : (major, minor)
         Newest CUDA version that the driver supports.
+    clock_mhz, memory_gb_s : float
+        Highest clock of the SMs, and bandwidth of the memory at its highest clock; 0: the driver does not say.
     """
 
     ordinal: int
@@ -34,3 +36,10 @@ class DeviceInfo:
     max_smem_optin: int
     l2_bytes: int
     driver_version: tuple[int, int]
+    clock_mhz: float = 0.0
+    memory_gb_s: float = 0.0
+
+
+def bandwidth(clock_khz: int, bus_bits: int) -> float:
+    """GB/s of a memory that transfers twice a cycle."""
+    return 2.0 * clock_khz * 1e3 * bus_bits / 8 / 1e9

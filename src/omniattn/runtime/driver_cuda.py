@@ -10,7 +10,7 @@ from cuda.bindings import driver as cu
 
 from ..errors import DeviceError, DriverError
 from ..problems.memory import ITEMSIZE
-from .device import DeviceInfo
+from .device import DeviceInfo, bandwidth
 from .driver_base import FUNCTION_ATTRIBUTES, LaunchAttributes, Launcher, driver_error, launch_facts, no_library
 
 _INVALID_CONTEXT = int(cu.CUresult.CUDA_ERROR_INVALID_CONTEXT)
@@ -109,6 +109,11 @@ class CudaDriver:
             max_smem_optin=query(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
             l2_bytes=query(attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
             driver_version=(version // 1000, version % 1000 // 10),
+            clock_mhz=query(attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) / 1e3,
+            memory_gb_s=bandwidth(
+                query(attribute.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE),
+                query(attribute.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH),
+            ),
         )
 
     def current_device(self) -> int | None:

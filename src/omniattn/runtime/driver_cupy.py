@@ -17,7 +17,7 @@ from cupy.cuda import driver as cu
 from cupy.cuda import runtime as rt
 
 from ..errors import DeviceError, DriverError, UnsupportedError
-from .device import DeviceInfo
+from .device import DeviceInfo, bandwidth
 from .driver_base import FUNCTION_ATTRIBUTES, LaunchAttributes, Launcher, driver_error, launch_facts, no_library
 
 _CUDA_ERRORS = (cu.CUDADriverError, rt.CUDARuntimeError)
@@ -88,6 +88,8 @@ class CupyDriver:
             max_smem_optin=int(attributes["MaxSharedMemoryPerBlockOptin"]),
             l2_bytes=int(properties["l2CacheSize"]),
             driver_version=(version // 1000, version % 1000 // 10),
+            clock_mhz=attributes.get("ClockRate", 0) / 1e3,
+            memory_gb_s=bandwidth(attributes.get("MemoryClockRate", 0), attributes.get("GlobalMemoryBusWidth", 0)),
         )
 
     def current_device(self) -> int | None:

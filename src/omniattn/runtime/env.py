@@ -52,6 +52,16 @@ def _folder(name: str, value: str) -> Path:
     return path
 
 
+def _file(name: str, value: str) -> Path:
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise ArgumentError(name, "a file", f"{value!r}: {error}") from None
+    if not path.is_file():
+        raise ArgumentError(name, "a file", f"{value!r}, which is none")
+    return path
+
+
 def _text(name: str, value: str) -> str:
     return value.strip()
 
@@ -161,6 +171,13 @@ VARIABLES: tuple[Variable, ...] = (
         True,
         "1, 0",
         _flag,
+    ),
+    Variable(
+        "OMNIATTN_TUNING",
+        "choose ways of running attention by the costs in this file, which 'omniattn tune' measured; asked once",
+        None,
+        "a file",
+        _file,
     ),
     Variable(
         "OMNIATTN_CUDA_ARCHS",

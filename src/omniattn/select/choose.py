@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..problems import AttentionProblem, Target
 from ..problems.split import shared_rows, tiles_of_group
 from .attention import select_attention
+from .by_cost import ranked, reasons
 from .candidate import (
     Candidate,
     can_have_heads_as_queries,
@@ -33,12 +36,21 @@ class Choice:
     Attributes
     ----------
     candidate : Candidate
-    why : tuple of str
-        One sentence for each fact that decided.
+    reasons : callable
+        () -> one sentence for each fact that decided. Of most ways nobody asks.
     """
 
     candidate: Candidate
-    why: tuple[str, ...]
+    reasons: Callable[[], tuple[str, ...]]
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """One sentence for each fact that decided."""
+        return self.reasons()
+
+
+def _because(candidate: Candidate, *why: str) -> Choice:
+    return Choice(candidate, lambda: why)
 
 
 def choices(problem: AttentionProblem, target: Target, force: str | None = None) -> tuple[Choice, ...]:
@@ -58,27 +70,31 @@ def choices(problem: AttentionProblem, target: Target, force: str | None = None)
     UnsupportedError
         No kernel serves it on this GPU.
     """
+    named = named_ops(force) & {"attention", "attention_split"}
+    if target.tuning is not None and not named:
+        ways = ranked(problem, target, target.tuning.coefficients)
+        if ways:
+            return tuple(Choice(way, partial(reasons, problem, target, ways, us, way)) for us, way in ways)
     folds = _folds(problem)
     told = heads_as_queries(problem) if folds else problem
     more = (f"one query: the {told.seqlen_q} query heads of a kv head are the rows of a tile",) if folds else ()
     whole = select_attention(told, target, force)
     # A forced kernel gets the mask as it is.
-    is_named = bool(named_ops(force) & {"attention", "attention_split"})
-    as_tiles = not is_named and _takes_keys_as_tiles(told, target)
+    as_tiles = not named and _takes_keys_as_tiles(told, target)
     of_split = keys_as_tiles(told) if as_tiles else told
     split = select_split(of_split, target, whole, force)
     row = whole.spec
-    usual = Choice(Candidate(row, mask=mask_inputs(row, told)[0], heads_as_queries=folds), (*whole.why, *more))
+    usual = _because(Candidate(row, mask=mask_inputs(row, told)[0], heads_as_queries=folds), *whole.why, *more)
     if split is not None:
         row, shared = split.main.spec, split.shared
         mask = mask_inputs(row, of_split, shared)[0]
-        first = Choice(Candidate(row, shared, split.schedule, mask, folds), (*split.main.why, *more))
-        return (first,) if is_named else (first, usual)
+        first = _because(Candidate(row, shared, split.schedule, mask, folds), *split.main.why, *more)
+        return (first,) if named else (first, usual)
     tail = select_tail(told, target, whole, force)
     if tail is None:
         return (usual,)
     of_tail = replace(usual.candidate, schedule=tail.schedule)
-    return Choice(of_tail, (*whole.why, *tail.main.why, *more)), usual
+    return _because(of_tail, *whole.why, *tail.main.why, *more), usual
 
 
 def _folds(problem: AttentionProblem) -> bool:

@@ -12,7 +12,8 @@ from omniattn import arrays, runtime
 from omniattn.launch import fp8, quantize
 from omniattn.launch.attn_int8 import in_workspace
 from omniattn.launch.host_struct import At
-from omniattn.problems import QuantizeCall, QuantizeProblem, Target
+from omniattn.plan.tuning import target_of
+from omniattn.problems import QuantizeCall, QuantizeProblem
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.precision import value_levels
 from omniattn.problems.quantize import Strides3
@@ -57,7 +58,7 @@ class Fused:
 
     def __init__(self, call: QuantizeCall, ordinal: int, group_bytes: int = quantize.GROUP_BYTES) -> None:
         device, problem = runtime.device_info(ordinal), call.problem
-        target = Target(device.cc, device.max_smem_optin, device.sm_count)
+        target = target_of(device)
         outputs, outputs_bytes = in_workspace(problem)
         self.offsets = {name: at.offset for name, at in outputs.items()}
         memory = At("workspace", outputs_bytes)

@@ -12,7 +12,7 @@ from ... import arrays
 from ...arrays import capsule as dlpack
 from ...errors import AlignmentError, OmniattnError
 from ...plan.engine import Launches, call_text, operand_names
-from ...problems import Target
+from ...plan.tuning import target_of
 from ...problems.memory import WORKSPACE_ALIGNMENT
 from ...runtime import device_info, load
 from ...runtime.record import Program
@@ -128,7 +128,7 @@ class Planned:
     def __init__(self, signature: Signature, facts: tuple[Facts, ...], ordinal: int) -> None:
         problem = problem_of(signature, facts, "cuda", ordinal)
         device, operation = device_info(ordinal), signature.operation
-        target = Target(device.cc, device.max_smem_optin, device.sm_count)
+        target = target_of(device)
         self.launches: Launches = operation.plan(problem, target, signature.forced)
         size = self.launches.workspace_bytes
         self.workspace_bytes = size + WORKSPACE_ALIGNMENT if size else 0

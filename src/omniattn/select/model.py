@@ -1,0 +1,72 @@
+"""Coefficients of costs: those of GPUs that were measured, and what follows from them for others."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..problems.target import Coefficients
+
+#: In the order of the class.
+NAMES = tuple(field.name for field in fields(Coefficients))
+#: Operations of dense 16-bit products with fp32 sums, of an SM in a cycle, by compute capability: the vendor's TFLOP/s
+#: over SMs and boost clock (data sheets of A100, RTX 3090, L4, H100, B200, RTX PRO 6000; GeForce has half of the last).
+TENSOR_OPS = {(8, 0): 2048, (8, 6): 512, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+#: On Hopper mma.sync has no more than this part of it.
+_SYNC_SHARE = 0.6
+_FILE = Path(__file__).with_name("coefficients") / "sm_90.json"
+
+
+class Rates(NamedTuple):
+    """What the driver says of a GPU.
+
+    Attributes
+    ----------
+    cc : (major, minor)
+    sm_count : int
+    clock_mhz, memory_gb_s : float
+        0: unknown.
+    """
+
+    cc: tuple[int, int]
+    sm_count: int
+    clock_mhz: float = 0.0
+    memory_gb_s: float = 0.0
+
+
+@functools.cache
+def _measured() -> tuple[Rates, Coefficients]:
+    data: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+    major, minor = data["cc"]
+    rates = Rates((major, minor), data["sm_count"], data["clock_mhz"], data["memory_gb_s"])
+    return rates, Coefficients(**data["coefficients"])
+
+
+def expected(rates: Rates) -> Coefficients:
+    """What work costs on a GPU, from what it costs on the one that was measured.
+
+    What an SM does by itself goes with the clock, products with the tensor cores' rate too; L2 with SMs and clock;
+    memory with its bandwidth. Rates that the driver does not say are those of the measured GPU.
+    """
+    measured, found = _measured()
+    clock = rates.clock_mhz / measured.clock_mhz if rates.clock_mhz else 1.0
+    memory = rates.memory_gb_s / measured.memory_gb_s if rates.memory_gb_s else 1.0
+    l2 = clock * rates.sm_count / measured.sm_count
+    of_hopper, here = TENSOR_OPS[measured.cc], TENSOR_OPS.get(rates.cc, TENSOR_OPS[measured.cc])
+    sync = 1.0 if rates.cc == measured.cc else here / (_SYNC_SHARE * of_hopper)
+    of_clock = (
+        "item", "beside", "wait", "chain", "meet", "exp", "issue", "exp_8", "walk", "sync_item", "sync_wait",
+        "sync_chain", "sync_exp",
+    )  # fmt: skip
+    return replace(
+        found,
+        **{name: getattr(found, name) / clock for name in of_clock},
+        product=found.product / clock / (here / of_hopper),
+        sync_product=found.sync_product / clock / sync,
+        memory=found.memory * memory,
+        partial=found.partial * memory,
+        l2=found.l2 * l2,
+    )

@@ -1,0 +1,1 @@
+"""Fit the model by which ways of running a call are chosen to what was measured on a GPU."""

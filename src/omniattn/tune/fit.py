@@ -1,0 +1,132 @@
+"""Coefficients that explain measured times, and how good the choices are that they make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..problems.target import Coefficients
+from ..select.cost import cost_us
+from ..select.features import Features
+from ..select.model import NAMES
+
+#: Relative error from which on a time counts by its size and not by its square: some ways are measured that no call
+#: should ever take, and need not be right.
+_USUAL_ERROR = 0.1
+#: How much less a way counts that takes so many times as long as the fastest one of its call.
+_FAR = 2.0
+#: Coefficients are held to where they came from by so much for each factor of e: what the data say nothing about stays.
+_HOLD = 0.02
+#: Step of a numerical derivative, in logarithms.
+_STEP = 1e-4
+
+
+class Measured(NamedTuple):
+    """The ways of one call, and what they took.
+
+    Attributes
+    ----------
+    name : str
+    ways : tuple of Features
+    us : tuple of float
+    """
+
+    name: str
+    ways: tuple[Features, ...]
+    us: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How good choices are.
+
+    Attributes
+    ----------
+    regrets : dict of str to float
+        By call: how much longer what is chosen takes than the fastest way, as a fraction.
+    error : float
+        Median of the relative error of all times.
+    """
+
+    regrets: dict[str, float]
+    error: float
+
+    @property
+    def mean(self) -> float:
+        """Mean regret."""
+        return sum(self.regrets.values()) / max(len(self.regrets), 1)
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """The largest regret, and its call."""
+        return max(((regret, name) for name, regret in self.regrets.items()), default=(0.0, ""))
+
+
+def judge(calls: Sequence[Measured], coefficients: Coefficients) -> Quality:
+    """What choosing by these coefficients gives."""
+    regrets, errors = {}, []
+    for call in calls:
+        times = [cost_us(way, coefficients) for way in call.ways]
+        chosen = min(range(len(times)), key=times.__getitem__)
+        regrets[call.name] = call.us[chosen] / min(call.us) - 1.0
+        errors += [abs(math.log(time / us)) for time, us in zip(times, call.us, strict=True)]
+    return Quality(regrets, float(np.median(errors)) if errors else 0.0)
+
+
+def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coefficients:
+    """The coefficients near ``start`` that explain the times best.
+
+    Least squares of logarithms, by Levenberg's and Marquardt's method (Marquardt 1963, doi:10.1137/0111030), with
+    Huber's weights (1964, doi:10.1214/aoms/1177703732) and with more weight for fast ways than for slow ones.
+
+    Parameters
+    ----------
+    calls : sequence of Measured
+    start : Coefficients
+        All positive.
+    rounds : int
+        Attempts to improve, at most.
+    """
+    ways = [way for call in calls for way in call.ways]
+    logs = np.log([us for call in calls for us in call.us])
+    near = np.array([(min(call.us) / us) ** (1 / _FAR) / len(call.us) ** 0.5 for call in calls for us in call.us])
+    origin = np.log([getattr(start, name) for name in NAMES])
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        c = Coefficients(*map(float, np.exp(x)))
+        return np.log([cost_us(way, c) for way in ways]) - logs
+
+    def loss(error: np.ndarray, x: np.ndarray) -> float:
+        size = np.abs(error) / _USUAL_ERROR
+        huber = np.where(size <= 1, size**2, 2 * size - 1)
+        return float((near * huber).sum() / near.sum() + (_HOLD * (x - origin) ** 2).sum())
+
+    x, damping = origin.copy(), 1e-2
+    error = errors(x)
+    best = loss(error, x)
+    for _ in range(rounds):
+        slopes = np.empty((len(ways), len(NAMES)))
+        for i in range(len(NAMES)):
+            moved = x.copy()
+            moved[i] += _STEP
+            slopes[:, i] = (errors(moved) - error) / _STEP
+        weights = near / near.sum() / _USUAL_ERROR**2 / np.maximum(1.0, np.abs(error) / _USUAL_ERROR)
+        curvature = (slopes * weights[:, None]).T @ slopes + _HOLD * np.eye(len(NAMES))
+        downhill = -(slopes * weights[:, None]).T @ error - _HOLD * (x - origin)
+        improved = False
+        while damping < 1e6:
+            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), downhill)
+            moved = x + np.clip(step, -1.0, 1.0)
+            new = errors(moved)
+            if loss(new, moved) < best:
+                gain = 1 - loss(new, moved) / best
+                x, error, best, improved, damping = moved, new, loss(new, moved), True, damping / 4
+                break
+            damping *= 4
+        if not improved or gain < 1e-5:
+            break
+    return Coefficients(*map(float, np.exp(x)))

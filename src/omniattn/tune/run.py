@@ -1,0 +1,167 @@
+"""Measure the ways of running attention on this GPU, and fit what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from omniattn.bench.candidates import CandidateReport, CandidateResult, run_candidates
+from omniattn.bench.shape_cases import ShapeCase
+from omniattn.plan.tuning import FORMAT
+from omniattn.problems.target import Coefficients
+from omniattn.runtime.device import DeviceInfo
+from omniattn.select.model import Rates, expected
+from omniattn.tune.fit import Measured, Quality, fit, judge
+from omniattn.version import __version__
+
+#: Parts that calls are divided into: each is judged by coefficients that were fitted to the others.
+_PARTS = 3
+#: Calls below which nothing is held out, and nothing can be fitted.
+_FEWEST = 12
+#: One call in so many is measured with ``--quick``.
+QUICK = 5
+
+
+def class_of(case: ShapeCase) -> str:
+    """The class of calls that a gain is reported for."""
+    if case.precision != "exact":
+        return "8 bits"
+    if case.packed:
+        return "packed sequences"
+    if case.mask or case.softcap:
+        return "masks and softcap"
+    if case.window is not None:
+        return "windows"
+    queries, keys = case.lengths_q[0], case.lengths_k[0]
+    if keys >= 16 * queries:
+        return "few queries"
+    return "short sequences" if max(queries, keys) <= 640 else "long sequences"
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much longer than the fastest way the chosen ones take in a class of calls, before and with the file.
+
+    Attributes
+    ----------
+    calls : int
+    before, after : float
+        Means, as fractions; after: by coefficients that were fitted to other calls.
+    worst_before, worst_after : float
+    """
+
+    calls: int
+    before: float
+    after: float
+    worst_before: float
+    worst_after: float
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What was measured, and what it gains.
+
+    Attributes
+    ----------
+    report : CandidateReport
+    coefficients : Coefficients
+    gains : dict of str to Gain
+        By class, and ``"all"``.
+    error : float
+        Median of the relative error of all times.
+    """
+
+    report: CandidateReport
+    coefficients: Coefficients
+    gains: dict[str, Gain]
+    error: float
+
+    def to_dict(self, device: DeviceInfo) -> dict[str, Any]:
+        """What the file holds."""
+        return {
+            "format": FORMAT,
+            "omniattn": __version__,
+            "device": device.name,
+            "cc": list(device.cc),
+            "sm_count": device.sm_count,
+            "date": self.report.environment.get("date", ""),
+            "calls": len(self.report.results),
+            "error": round(self.error, 4),
+            "gains": [{"class": name, **asdict(gain)} for name, gain in self.gains.items()],
+            "coefficients": asdict(self.coefficients),
+        }
+
+
+def tune(
+    cases: Sequence[ShapeCase],
+    device: DeviceInfo,
+    *,
+    iters: int,
+    command: str = "",
+    progress: Callable[[str], None] = lambda _: None,
+) -> TuneResult:
+    """Measure all ways of each call on torch's current CUDA device, and fit the coefficients of their costs.
+
+    Parameters
+    ----------
+    cases : sequence of ShapeCase
+        A dozen at least.
+    device : DeviceInfo
+        The GPU.
+    iters : int
+        Timed rounds a call.
+    command : str
+        The command line, for the report.
+    progress : callable, optional
+        Called with one line of text before each call.
+
+    Raises
+    ------
+    BenchError
+        torch or a CUDA device is missing.
+    """
+    report = run_candidates(cases, iters=iters, command=command, progress=progress)
+    progress("fitting")
+    usable = [result for result in report.results if result.regret is not None and len(result.timed) > 1]
+    start = expected(Rates(device.cc, device.sm_count, device.clock_mhz, device.memory_gb_s))
+    return fitted(report, usable, start)
+
+
+def fitted(report: CandidateReport, results: Sequence[CandidateResult], start: Coefficients) -> TuneResult:
+    """The coefficients that explain results, and how good the choices are that they make."""
+    calls = [measured(result) for result in results]
+    after: dict[str, float] = {}
+    if len(calls) >= _FEWEST:
+        for part in range(_PARTS):
+            others = [call for i, call in enumerate(calls) if i % _PARTS != part]
+            after.update(judge(calls[part::_PARTS], fit(others, start)).regrets)
+    found = fit(calls, start) if len(calls) >= _FEWEST else start
+    quality = judge(calls, found)
+    after = after or quality.regrets
+    return TuneResult(report, found, _gains(results, after), quality.error)
+
+
+def measured(result: CandidateResult) -> Measured:
+    """The ways of a call that have a time."""
+    ways = [(way.features, way.timing.median_us) for way in result.ways if way.timing is not None]
+    return Measured(result.case.long_name, tuple(f for f, _ in ways), tuple(us for _, us in ways))
+
+
+def _gains(results: Sequence[CandidateResult], after: dict[str, float]) -> dict[str, Gain]:
+    by_class: dict[str, list[tuple[float, float]]] = {"all": []}
+    for result in results:
+        pair = (result.regret or 0.0, after[result.case.long_name])
+        for name in (class_of(result.case), "all"):
+            by_class.setdefault(name, []).append(pair)
+    return {
+        name: Gain(
+            len(pairs), sum(b for b, _ in pairs) / len(pairs), sum(a for _, a in pairs) / len(pairs),
+            max(b for b, _ in pairs), max(a for _, a in pairs),
+        )
+        for name, pairs in sorted(by_class.items(), key=lambda item: (item[0] == "all", item[0]))
+        if pairs
+    }  # fmt: skip
+
+
+__all__ = ["QUICK", "Gain", "Quality", "TuneResult", "class_of", "fitted", "measured", "tune"]

@@ -1,0 +1,278 @@
+"""The model of costs, its fit, the file of ``omniattn tune`` and its use, on GPUs that are simulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omniattn.bench.candidate_cases import candidate_cases
+from omniattn.bench.candidates import CandidateReport, CandidateResult, WayResult
+from omniattn.bench.shape_cases import ShapeCase
+from omniattn.bench.timing import Timing
+from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.plan import tuning
+from omniattn.plan.attention import plan_attention
+from omniattn.problems import AttentionProblem, Target
+from omniattn.problems.target import Coefficients, Tuning
+from omniattn.runtime.device import DeviceInfo
+from omniattn.select import candidates, choices
+from omniattn.select.by_cost import ranked
+from omniattn.select.cost import cost_us
+from omniattn.select.features import features, tile_steps
+from omniattn.select.model import NAMES, Rates, expected
+from omniattn.tune.fit import fit, judge
+from omniattn.tune.run import class_of, fitted, measured
+from tests.unit.every_call import call
+from tests.unit.shape_plans import GPUS, problem_of
+
+HOPPER = GPUS["H200"]
+USUAL = expected(Rates((9, 0), 132))
+CASES = candidate_cases()[::9]
+
+
+@pytest.fixture(autouse=True)
+def no_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(tuning.VARIABLE, raising=False)
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+def other_gpu(seed: int) -> Coefficients:
+    """One on which everything costs something else, by up to half."""
+    draw = random.Random(seed)
+    return Coefficients(**{name: getattr(USUAL, name) * math.exp(draw.uniform(-0.4, 0.4)) for name in NAMES})
+
+
+def simulated(cases: tuple[ShapeCase, ...], truth: Coefficients, noise: float = 0.02) -> list[CandidateResult]:
+    """Results of a run on such a GPU, with what today's rules choose."""
+    draw, results = random.Random(1), []
+    for case in cases:
+        problem = problem_of(case)
+        chosen = choices(problem, HOPPER)[0].candidate
+        ways = []
+        for way in dict.fromkeys((chosen, *candidates(problem, HOPPER))):
+            work = features(way, problem, HOPPER)
+            us = cost_us(work, truth) * math.exp(draw.gauss(0.0, noise))
+            ways.append(WayResult(way.text, Timing((us,)), 0.0, way == chosen, work))
+        results.append(CandidateResult(case, tuple(ways)))
+    return results
+
+
+# The model
+
+
+def test_a_step_more_and_a_tile_more_take_longer() -> None:
+    """Of the same way: more keys, more heads, more queries, a mask to prepare."""
+
+    def us(shape: tuple[int, int, int, int, int], **changes: Any) -> float:
+        problem = call(shape, (128, 0), **changes)
+        way = choices(call((2, 1000, 1000, 8, 8), (128, 0), **changes), HOPPER)[0].candidate
+        return cost_us(features(way, problem, HOPPER), USUAL)
+
+    base = us((2, 1000, 1000, 8, 8))
+    assert us((2, 1000, 4000, 8, 8)) > base
+    assert us((2, 1000, 1000, 64, 64)) > base
+    assert us((2, 8000, 1000, 8, 8)) > base
+    assert us((2, 1000, 1000, 8, 8), right=0) < base
+    assert us((2, 1000, 1000, 8, 8), mask="bool") > base
+
+
+def test_times_are_those_of_results_in_docs() -> None:
+    """Measured on an H200: what the coefficients are fitted to, and so no more than a check of units."""
+    times = {(4, 4096, 4096, 16, 16): 688.0, (1, 1024, 1024, 8, 8): 16.6, (16, 1024, 1024, 16, 16): 205.0}
+    for shape, us in times.items():
+        found = ranked(call(shape, (128, 0)), HOPPER, USUAL)[0][0]
+        assert found == pytest.approx(us, rel=0.15)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.long_name)
+def test_every_way_has_a_time(case: ShapeCase) -> None:
+    problem = problem_of(case)
+    ways = ranked(problem, HOPPER, USUAL)
+    assert all(math.isfinite(us) and us > 0 for us, _ in ways)
+    assert [us for us, _ in ways] == sorted(us for us, _ in ways)
+    assert ranked(problem, HOPPER, USUAL) == ways
+
+
+def test_steps_are_those_of_the_kernels() -> None:
+    """One by one for few tiles, by a sample of many: within a percent of the pairs that are visible."""
+    for right, left in ((-1, -1), (0, -1), (0, 100), (50, 300)):
+        p = call((1, 3000, 3000, 1, 1), (64, 0), right=right, window_left=left)
+        count, total, most = tile_steps(3000, 3000, 1, 64, 64, p)
+        own = []
+        for m0 in range(0, 3000, 64):
+            last = min(m0 + 64, 3000) - 1
+            end = 3000 if right < 0 else min(last + right + 1, 3000)
+            begin = 0 if left < 0 else max(m0 - left, 0)
+            own.append(-(-end // 64) - begin // 64)
+        assert (count, most) == (len(own), max(own))
+        assert total == pytest.approx(sum(own), rel=0.03)
+
+
+def test_unmeasured_gpus_scale_by_their_rates() -> None:
+    slow = expected(Rates((8, 9), 58, 2040.0, 300.0))
+    assert slow.memory == pytest.approx(USUAL.memory / 16)
+    assert slow.launch == USUAL.launch
+    assert slow.sync_exp < USUAL.sync_exp
+    assert expected(Rates((9, 0), 132, 1980.0, 4800.0)) == USUAL
+    assert expected(Rates((7, 7), 10)).product == USUAL.product
+    # With a sixteenth of the bandwidth, fewer CTAs are enough to read K and V.
+    few = call((4, 1, 8192, 32, 8), (128, 0))
+    fast, starved = (ranked(few, GPUS["A100"], c)[0][0] for c in (USUAL, slow))
+    assert starved > 4 * fast
+
+
+# The fit
+
+
+def test_fit_finds_what_made_the_times() -> None:
+    truth = other_gpu(3)
+    calls = [measured(result) for result in simulated(CASES, truth)]
+    before, after = judge(calls, USUAL), judge(calls, fit(calls, USUAL))
+    assert after.error < 0.03 < before.error
+    assert after.mean < 0.01
+    assert after.mean <= before.mean
+    assert after.worst[0] <= 0.1
+    assert judge(calls, truth).mean < 0.01
+
+
+def test_gains_are_of_calls_that_were_not_fitted() -> None:
+    results = simulated(CASES, other_gpu(5))
+    found = fitted(CandidateReport({"date": "2026-11-26"}, tuple(results)), results, USUAL)
+    of_all = found.gains["all"]
+    assert of_all.calls == len(results)
+    assert of_all.after <= of_all.before
+    assert sum(gain.calls for name, gain in found.gains.items() if name != "all") == of_all.calls
+    assert {"long sequences", "few queries", "packed sequences"} <= set(found.gains)
+
+
+def test_too_few_calls_change_nothing() -> None:
+    results = simulated(CASES[:3], other_gpu(5))
+    assert fitted(CandidateReport({}, tuple(results)), results, USUAL).coefficients == USUAL
+
+
+def test_every_call_has_a_class() -> None:
+    classes = {class_of(case) for case in candidate_cases()}
+    assert len(classes) == 7
+
+
+# The file
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    data = {
+        "format": tuning.FORMAT, "device": "NVIDIA H100", "cc": [9, 0], "coefficients": dataclasses.asdict(USUAL)
+    }  # fmt: skip
+    return {**data, **changes}
+
+
+def write(path: Path, data: Any) -> Path:
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_a_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = dataclasses.asdict(USUAL) | {"launch_more": 1e6}
+    monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", content(coefficients=slow))))
+    device = DeviceInfo(0, "NVIDIA H100", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
+    target = tuning.target_of(device)
+    assert target.tuning is not None
+    few = call((1, 16, 32768, 32, 8), (128, 0))
+    monkeypatch.setattr("omniattn.plan.attention.without_binary", lambda *_: None)
+    # A second kernel takes a second: one is enough.
+    plan = plan_attention(few, target, None)
+    assert len(plan.records) == 1
+    assert len(plan_attention(few, HOPPER, None).records) == 2
+    why = "\n".join(plan.selection.why)
+    assert "ways by the model" in why
+    assert f"tuned on this GPU: NVIDIA H100, digest {target.tuning.digest[:12]}" in why
+    # A kernel that is named is taken.
+    name = "attn_fwd_sm90_bf16_d128_m128n128_split"
+    assert plan_attention(few, target, name).selection.spec.name == name
+
+
+def test_a_kernel_that_cannot_be_had_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = dataclasses.replace(HOPPER, tuning=Tuning(USUAL, "a GPU", "0" * 64))
+    problem = call((2, 1000, 1000, 8, 8), (128, 0))
+    first, second = choices(problem, target)[:2]
+
+    def lacking(launches: Any, _: Any) -> Any:
+        spec = launches.selection.spec
+        return spec if spec == first.candidate.row else None
+
+    monkeypatch.setattr("omniattn.plan.attention.without_binary", lacking)
+    found = plan_attention(problem, target, None)
+    assert found.selection.spec != first.candidate.row
+    assert f"not the fastest way: {first.candidate.row.name}" in found.selection.why[-1]
+    assert second is not None
+
+
+def test_what_no_kernel_serves_is_refused_as_ever() -> None:
+    target = dataclasses.replace(GPUS["A100"], tuning=Tuning(USUAL, "a GPU", "0" * 64))
+    with pytest.raises(UnsupportedError):
+        choices(call((1, 64, 64, 2, 2), (520, 0)), target)
+
+
+def test_every_call_of_the_measured_ones_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omniattn.plan.attention.without_binary", lambda *_: None)
+    for gpu, target in GPUS.items():
+        tuned = dataclasses.replace(target, tuning=Tuning(expected(Rates(target.cc, target.sm_count)), gpu, "0" * 64))
+        for case in CASES:
+            problem: AttentionProblem = problem_of(case)
+            served = case.precision != "fp8" or gpu != "A100"
+            if served and not case.operands:
+                assert plan_attention(problem, tuned, None).records
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "no JSON object"),
+        (content(format=0), "run 'omniattn tune' again"),
+        (content(cc="9.0"), "cc '9.0'"),
+        (content(coefficients={}), "coefficients of other names"),
+        (content(coefficients=dataclasses.asdict(USUAL) | {"launch": float("nan")}), "coefficient launch is nan"),
+        (content(coefficients=dataclasses.asdict(USUAL) | {"launch": -1.0}), "coefficient launch is -1.0"),
+        (content(coefficients=dataclasses.asdict(USUAL) | {"l2": True}), "coefficient l2 is True"),
+        (content(coefficients=dataclasses.asdict(USUAL) | {"l2": "fast"}), "coefficient l2 is 'fast'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_bad_files_are_refused(data: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", data)))
+    with pytest.raises(ArgumentError, match="OMNIATTN_TUNING") as caught:
+        tuning.tuning_for((9, 0))
+    assert said in str(caught.value)
+
+
+def test_no_file_and_no_json_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "missing.json"))
+    with pytest.raises(ArgumentError, match="which is none"):
+        tuning.tuning_for((9, 0))
+    (tmp_path / "t.json").write_text("{")
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "t.json"))
+    with pytest.raises(ArgumentError, match=r"t\.json"):
+        tuning.tuning_for((9, 0))
+
+
+def test_a_file_of_another_gpu_is_not_used_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", content(cc=[8, 6]))))
+    said: list[str] = []
+    monkeypatch.setattr("omniattn.plan.tuning.log.warn_once", said.append)
+    assert tuning.tuning_for((9, 0)) is None
+    assert "compute capability 8.6, and is not used on this GPU, which has 9.0" in said[0]
+
+
+def test_without_the_variable_nothing_changes() -> None:
+    assert tuning.tuning_for((9, 0)) is None
+    assert Target((9, 0), 227 << 10, 132).tuning is None
